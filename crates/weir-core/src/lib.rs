@@ -1,0 +1,10 @@
+//! What every part of Weir stands on: pages and their checksums, sizes as people write them, locked
+//! memory, the allocator that notices an allocation on an I/O thread, and the set-up of such threads.
+//!
+//! Nothing here knows of stores, volumes or block devices.
+
+mod page;
+mod size;
+
+pub use page::{Checksum, PAGE_SIZE, Page, PageBytes, PageNo, Slot, uniform_value};
+pub use size::{ByteSize, SizeError};

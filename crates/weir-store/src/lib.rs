@@ -1,0 +1,138 @@
+//! Places that keep pages.
+//!
+//! A [`Store`] is a row of numbered [`Slot`]s of [`PAGE_SIZE`](weir_core::PAGE_SIZE) bytes. It keeps what it
+//! was given and knows nothing of what the pages mean: which page lies in which slot, checksums, and what
+//! happens when a store fails are the volume's business.
+//!
+//! A store is used through [`Lane`]s, one for each thread that uses it. A lane shares no lock with another
+//! lane, takes all the memory it needs when it is opened, and never allocates afterwards. Queueing, submission
+//! and completion are three steps, so that a batch reaches the device in one go and several stores
+//! can work at once:
+//!
+//! 1. [`Lane::plan`] says what is coming; [`Lane::write`] and [`Lane::read`] queue operations. A store that can
+//!    do one at once (memory that the CPU reaches) does it there and answers [`Progress::Done`].
+//! 2. [`Lane::submit`] rings the doorbell for what was queued.
+//! 3. [`Lane::poll`] hands each finished operation to a callback, with its own result.
+
+mod error;
+
+pub use error::{Fault, OpenError};
+
+use std::fmt;
+use std::os::fd::BorrowedFd;
+use weir_core::{PageBytes, Slot};
+
+/// What a caller calls one of its operations; comes back with its completion.
+pub type Ticket = u32;
+
+/// A row of slots that keep pages.
+pub trait Store: Send + Sync + fmt::Debug {
+    /// The store as a URL of the command line, for logs and status: `host:8GiB`, `vram:0`.
+    fn name(&self) -> &str;
+
+    /// Slots it has, used or free. Constant while the store is open.
+    fn slots(&self) -> u32;
+
+    /// Slots a chunk has: the unit in which [`release`](Store::release) and [`take`](Store::take) move memory.
+    /// The last chunk may be shorter.
+    fn chunk_slots(&self) -> u32 {
+        self.slots()
+    }
+
+    /// Opens a lane for one thread, with room for `depth` operations in flight.
+    ///
+    /// # Errors
+    /// When memory for it cannot be had (locked, pinned or on the device).
+    fn lane(&self, depth: usize) -> Result<Box<dyn Lane>, OpenError>;
+
+    /// Whether it can be relied on now.
+    fn state(&self) -> State {
+        State::Online
+    }
+
+    /// Gives a chunk's memory back to its owner. The caller has emptied it; what it held reads as a fault from
+    /// here on. Slow (milliseconds): call it from a worker.
+    ///
+    /// # Errors
+    /// When the store cannot release memory by parts.
+    fn release(&self, _chunk: u32) -> Result<(), Fault> {
+        Err(Fault::Unsupported)
+    }
+
+    /// Takes memory for a released chunk again. Slow: call it from a worker.
+    ///
+    /// # Errors
+    /// When there is none now.
+    fn take(&self, _chunk: u32) -> Result<(), Fault> {
+        Err(Fault::Unsupported)
+    }
+}
+
+/// A store's condition, as status shows it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum State {
+    /// Takes pages and gives them back.
+    Online,
+    /// Gives pages back; takes no new ones.
+    Draining,
+    /// Gone, with all it held: every operation faults.
+    Lost,
+}
+
+/// One thread's way into a store.
+pub trait Lane: Send {
+    /// Announces a batch, so that the store can choose its path before the first operation of it. Optional.
+    fn plan(&mut self, _reads: usize, _writes: usize) {}
+
+    /// Queues the write of a page into a slot. `page` may be reused as soon as this returns.
+    fn write(&mut self, ticket: Ticket, slot: Slot, page: &PageBytes) -> Progress;
+
+    /// Queues the read of a slot. With [`Progress::Done`] the content is in `page`; with
+    /// [`Progress::Queued`] `page` is untouched and the content comes with the completion.
+    fn read(&mut self, ticket: Ticket, slot: Slot, page: &mut PageBytes) -> Progress;
+
+    /// The slot's content where it lies, for stores whose memory the CPU reads as fast as its own. What it
+    /// shows is stable only as long as the caller keeps the slot from being used again.
+    fn view(&self, _slot: Slot) -> Option<&PageBytes> {
+        None
+    }
+
+    /// Starts everything queued since the last call.
+    fn submit(&mut self) {}
+
+    /// Hands over every operation that has finished, in any order. Never waits.
+    fn poll(&mut self, _done: &mut dyn FnMut(Done<'_>)) {}
+
+    /// Operations started or queued and not yet handed over.
+    fn in_flight(&self) -> usize {
+        0
+    }
+
+    /// Becomes readable when [`poll`](Lane::poll) has something to hand over. `None`: the thread must poll.
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+}
+
+/// What became of an operation when it was queued.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[must_use]
+pub enum Progress {
+    /// It is finished already, with this result, and no completion follows.
+    Done(Result<(), Fault>),
+    /// It waits for [`Lane::submit`]; its completion comes by [`Lane::poll`].
+    Queued,
+    /// The lane has no room: submit, poll, and try again.
+    Full,
+}
+
+/// A finished operation.
+#[derive(Debug)]
+pub struct Done<'a> {
+    /// As given when it was queued.
+    pub ticket: Ticket,
+    /// How it went.
+    pub result: Result<(), Fault>,
+    /// A read's content, where it succeeded. `None` for writes and faults.
+    pub page: Option<&'a PageBytes>,
+}
