@@ -1,0 +1,18 @@
+//! Every figure that Weir states comes from here: each benchmark runs what it measures and its control in one
+//! run, several times over, and returns a [`report::Report`] that prints as a table, saves as JSON and draws
+//! itself as a page of HTML.
+//!
+//! ```
+//! use weir_bench::report::{Goal, Report, Row, Runs};
+//!
+//! let ours = Runs::from_iter([11.9, 11.8, 11.2]);
+//! let theirs = Runs::from_iter([17.3, 17.5, 18.0]);
+//! let mut report = Report::new("block", ours.len());
+//! report.rows.push(
+//!     Row::lower("qd1_read", "p50_us", ours.median()).beside("nbdkit-memory", theirs.median()).goal(Goal::Value(12.0)),
+//! );
+//! assert!(report.all_met());
+//! println!("{report}");
+//! ```
+
+pub mod report;

@@ -1,0 +1,90 @@
+//! Repeated measurements and what is said of them.
+
+/// One figure measured several times.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Runs {
+    sorted: Vec<f64>,
+}
+
+impl Runs {
+    /// Adds one run's figure.
+    pub fn push(&mut self, value: f64) {
+        let at = self.sorted.partition_point(|&seen| seen < value);
+        self.sorted.insert(at, value);
+    }
+
+    /// The number of runs.
+    pub fn len(&self) -> usize {
+        self.sorted.len()
+    }
+
+    /// Whether nothing was measured yet.
+    pub fn is_empty(&self) -> bool {
+        self.sorted.is_empty()
+    }
+
+    /// The middle run, or the mean of the middle two; NaN of no runs.
+    pub fn median(&self) -> f64 {
+        let n = self.sorted.len();
+        match n {
+            0 => f64::NAN,
+            _ if n % 2 == 1 => self.sorted[n / 2],
+            _ => f64::midpoint(self.sorted[n / 2 - 1], self.sorted[n / 2]),
+        }
+    }
+
+    /// The least run; NaN of no runs.
+    pub fn min(&self) -> f64 {
+        self.sorted.first().copied().unwrap_or(f64::NAN)
+    }
+
+    /// The greatest run; NaN of no runs.
+    pub fn max(&self) -> f64 {
+        self.sorted.last().copied().unwrap_or(f64::NAN)
+    }
+}
+
+impl FromIterator<f64> for Runs {
+    fn from_iter<I: IntoIterator<Item = f64>>(values: I) -> Self {
+        let mut sorted: Vec<f64> = values.into_iter().collect();
+        sorted.sort_by(f64::total_cmp);
+        Runs { sorted }
+    }
+}
+
+/// The value at or under which `percent` of 100 of `samples` lie (nearest rank); reorders them. 0 of no samples.
+pub fn percentile(samples: &mut [u64], percent: f64) -> u64 {
+    if samples.is_empty() {
+        return 0;
+    }
+    let rank = (percent / 100.0 * samples.len() as f64).ceil() as usize;
+    let at = rank.clamp(1, samples.len()) - 1;
+    *samples.select_nth_unstable(at).1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_median_does_not_depend_on_the_order_of_the_runs() {
+        let mut runs = Runs::default();
+        for value in [9.0, 1.0, 5.0] {
+            runs.push(value);
+        }
+        assert_eq!((runs.min(), runs.median(), runs.max(), runs.len()), (1.0, 5.0, 9.0, 3));
+        assert_eq!(runs, Runs::from_iter([5.0, 9.0, 1.0]));
+        runs.push(6.0);
+        assert_eq!(runs.median(), 5.5);
+    }
+
+    #[test]
+    fn percentiles_are_of_the_nearest_rank() {
+        let mut samples: Vec<u64> = (1..=100).rev().collect();
+        for (percent, value) in [(0.0, 1), (50.0, 50), (99.0, 99), (99.5, 100), (100.0, 100)] {
+            assert_eq!(percentile(&mut samples, percent), value, "p{percent}");
+        }
+        assert_eq!(percentile(&mut [], 50.0), 0);
+        assert_eq!(percentile(&mut [7], 1.0), 7);
+    }
+}
