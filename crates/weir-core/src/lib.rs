@@ -3,8 +3,13 @@
 //!
 //! Nothing here knows of stores, volumes or block devices.
 
+mod memory;
+pub mod metrics;
 mod page;
+pub mod seal;
 mod size;
+pub mod swap_safety;
 
+pub use memory::Memory;
 pub use page::{Checksum, PAGE_SIZE, Page, PageBytes, PageNo, Slot, uniform_value};
 pub use size::{ByteSize, SizeError};

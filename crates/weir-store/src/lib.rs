@@ -91,9 +91,12 @@ pub trait Lane: Send {
     /// [`Progress::Queued`] `page` is untouched and the content comes with the completion.
     fn read(&mut self, ticket: Ticket, slot: Slot, page: &mut PageBytes) -> Progress;
 
-    /// The slot's content where it lies, for stores whose memory the CPU reads as fast as its own. What it
-    /// shows is stable only as long as the caller keeps the slot from being used again.
-    fn view(&self, _slot: Slot) -> Option<&PageBytes> {
+    /// The slot's content where it lies, for stores whose memory the CPU reads as fast as its own.
+    ///
+    /// # Safety
+    /// While the reference lives, no lane may write the slot and nobody release its chunk. (Reads and
+    /// writes through the other calls may race: they copy, and a torn copy fails its checksum.)
+    unsafe fn view(&self, _slot: Slot) -> Option<&PageBytes> {
         None
     }
 

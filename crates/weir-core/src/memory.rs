@@ -1,0 +1,179 @@
+//! Memory that stays where it is: mapped once, touched, locked where the system allows it, and, as a
+//! memfd, able to outlive the process that filled it.
+
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+use std::fmt;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+
+/// A mapping of whole pages, readable and writable by every thread, of zeros when new.
+///
+/// It hands out a pointer, not a slice: what lies in it is shared (with other threads, with other
+/// processes for a memfd), so each user says by its own means who may touch which part and when.
+pub struct Memory {
+    start: NonNull<u8>,
+    bytes: usize,
+    fd: Option<OwnedFd>,
+    locked: bool,
+}
+
+// SAFETY: a `Memory` is an address range and a descriptor; neither belongs to a thread.
+unsafe impl Send for Memory {}
+// SAFETY: as above; every access to the content goes through raw pointers whose users synchronise.
+unsafe impl Sync for Memory {}
+
+impl Memory {
+    /// Anonymous memory of this process.
+    ///
+    /// # Errors
+    /// What `mmap` says, `ENOMEM` above all.
+    pub fn anonymous(bytes: usize) -> io::Result<Self> {
+        let bytes = whole_pages(bytes)?;
+        // SAFETY: a fresh private mapping at an address of the kernel's choice disturbs nothing.
+        let start = unsafe {
+            rustix::mm::mmap_anonymous(
+                std::ptr::null_mut(),
+                bytes,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE,
+            )?
+        };
+        Self::settle(start.cast(), bytes, None)
+    }
+
+    /// Memory behind a descriptor, sealed against a change of size: another process that gets the descriptor
+    /// can map it, and it lives as long as one process keeps it mapped and locked.
+    ///
+    /// # Errors
+    /// What `memfd_create`, `ftruncate` or `mmap` say.
+    pub fn shared(name: &str, bytes: usize) -> io::Result<Self> {
+        let bytes = whole_pages(bytes)?;
+        let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        rustix::fs::ftruncate(&fd, bytes as u64)?;
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+        Self::adopt(fd)
+    }
+
+    /// Maps the whole of a memfd that another process made with [`Memory::shared`].
+    ///
+    /// # Errors
+    /// `EINVAL` for a descriptor that is empty or could still shrink under the mapping (which would turn
+    /// accesses into SIGBUS); else what `fstat` or `mmap` say.
+    pub fn adopt(fd: OwnedFd) -> io::Result<Self> {
+        if !rustix::fs::fcntl_get_seals(&fd)?.contains(SealFlags::SHRINK) {
+            return Err(io::Error::from_raw_os_error(libc::EINVAL));
+        }
+        let bytes = whole_pages(rustix::fs::fstat(&fd)?.st_size as usize)?;
+        // SAFETY: a fresh mapping at an address of the kernel's choice; the seal keeps it from shrinking.
+        let start = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                bytes,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED,
+                &fd,
+                0,
+            )?
+        };
+        Self::settle(start.cast(), bytes, Some(fd))
+    }
+
+    /// Takes every page now, so that none is taken later on an I/O path, and pins them if allowed.
+    fn settle(start: *mut u8, bytes: usize, fd: Option<OwnedFd>) -> io::Result<Self> {
+        let mut memory =
+            Memory { start: NonNull::new(start).expect("mmap never returns null"), bytes, fd, locked: false };
+        // Fewer TLB misses where the kernel grants it, and a start that is ten times as fast; not worth an error.
+        // SAFETY: the range is the mapping just made; this advice does not change its content.
+        let _ = unsafe { rustix::mm::madvise(start.cast(), bytes, Advice::LinuxHugepage) };
+        // SAFETY: likewise. MADV_POPULATE_WRITE (5.14) reports ENOMEM as an error, where touching would be SIGBUS.
+        unsafe { rustix::mm::madvise(start.cast(), bytes, Advice::LinuxPopulateWrite)? };
+        // SAFETY: likewise; locking changes no content.
+        memory.locked = unsafe { rustix::mm::mlock(start.cast(), bytes) }.is_ok();
+        Ok(memory)
+    }
+
+    /// Where it begins; page-aligned.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.start.as_ptr()
+    }
+
+    /// Its length in bytes, a multiple of the page size.
+    pub fn len(&self) -> usize {
+        self.bytes
+    }
+
+    /// Never true; a mapping has at least a page.
+    pub fn is_empty(&self) -> bool {
+        self.bytes == 0
+    }
+
+    /// Whether it is pinned in RAM. False where `RLIMIT_MEMLOCK` forbids it: fine for a test, not for swap.
+    pub fn is_locked(&self) -> bool {
+        self.locked
+    }
+
+    /// The descriptor to hand to another process, for [`Memory::shared`] memory.
+    pub fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.fd.as_ref().map(AsFd::as_fd)
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: the mapping was made by us, and whoever used its pointer borrowed or owned `self`.
+        let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.bytes) };
+    }
+}
+
+impl fmt::Debug for Memory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "Memory({}, {}{})",
+            crate::ByteSize(self.bytes as u64),
+            if self.fd.is_some() { "shared" } else { "private" },
+            if self.locked { ", locked" } else { "" }
+        )
+    }
+}
+
+fn whole_pages(bytes: usize) -> io::Result<usize> {
+    match bytes.checked_next_multiple_of(crate::PAGE_SIZE) {
+        Some(rounded) if rounded > 0 => Ok(rounded),
+        _ => Err(io::Error::from_raw_os_error(libc::EINVAL)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shared_memory_is_seen_by_a_second_mapping_and_outlives_the_first() {
+        let first = Memory::shared("weir-test", 10_000).unwrap();
+        assert_eq!(first.len(), 12_288);
+        let second = Memory::adopt(first.fd().unwrap().try_clone_to_owned().unwrap()).unwrap();
+        // SAFETY: both mappings are three pages long and only this thread uses them.
+        unsafe { first.as_ptr().add(9_999).write(7) };
+        drop(first);
+        // SAFETY: as above.
+        assert_eq!(unsafe { second.as_ptr().add(9_999).read() }, 7);
+    }
+
+    #[test]
+    fn a_descriptor_that_could_shrink_under_the_mapping_is_refused() {
+        let fd =
+            rustix::fs::memfd_create("weir-test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        rustix::fs::ftruncate(&fd, 4096).unwrap();
+        assert_eq!(Memory::adopt(fd).unwrap_err().raw_os_error(), Some(libc::EINVAL));
+    }
+
+    #[test]
+    fn nothing_and_too_much_are_errors() {
+        assert!(Memory::anonymous(0).is_err());
+        assert!(Memory::anonymous(usize::MAX).is_err());
+        assert!(Memory::anonymous(1 << 46).is_err());
+    }
+}

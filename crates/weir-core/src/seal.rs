@@ -1,0 +1,118 @@
+//! The sealed allocator: what notices an allocation on an I/O thread.
+//!
+//! A thread that serves swap must not allocate: at zero free memory the allocation waits for reclaim, and
+//! reclaim waits for the thread. So all memory is taken first, then the process is sealed. From then on an
+//! allocation (or release) on a thread inside [`on_io_thread`] is a bug: it aborts where tests
+//! run ([`Policy::Abort`]) and is counted in the field ([`Policy::Count`]), where going on is the lesser evil.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+
+/// What an allocation on an I/O thread does once the process is sealed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u8)]
+pub enum Policy {
+    /// It is counted, and goes through.
+    Count = 1,
+    /// The process aborts with a line that says so.
+    Abort = 2,
+}
+
+const OPEN: u8 = 0;
+
+static POLICY: AtomicU8 = AtomicU8::new(OPEN);
+static VIOLATIONS: AtomicU64 = AtomicU64::new(0);
+
+thread_local! {
+    // const and without Drop: reading it never allocates, also inside the allocator.
+    static ON_IO_THREAD: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Seals the process. Allocations of I/O threads are bugs from now on.
+pub fn seal(policy: Policy) {
+    POLICY.store(policy as u8, Ordering::Relaxed);
+}
+
+/// The policy that the environment asks for: `WEIR_SEAL=abort` (the tests set it), else counting.
+pub fn policy_from_environment() -> Policy {
+    if std::env::var_os("WEIR_SEAL").is_some_and(|value| value == "abort") {
+        Policy::Abort
+    } else {
+        Policy::Count
+    }
+}
+
+/// Allocations and releases that I/O threads made since the process was sealed. Zero, or a bug.
+pub fn violations() -> u64 {
+    VIOLATIONS.load(Ordering::Relaxed)
+}
+
+/// Runs `work` as I/O: allocations in it violate the seal.
+pub fn on_io_thread<T>(work: impl FnOnce() -> T) -> T {
+    struct Restore(bool);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            ON_IO_THREAD.set(self.0);
+        }
+    }
+    let _restore = Restore(ON_IO_THREAD.replace(true));
+    work()
+}
+
+/// The system allocator with the check in front. A program opts in by
+/// `#[global_allocator] static ALLOCATOR: SealedAllocator = SealedAllocator;`.
+#[derive(Debug)]
+pub struct SealedAllocator;
+
+impl SealedAllocator {
+    #[inline]
+    fn check() {
+        // One thread-local load on every allocation of the process: under a nanosecond.
+        if ON_IO_THREAD.get() {
+            Self::violation();
+        }
+    }
+
+    #[cold]
+    fn violation() {
+        let policy = POLICY.load(Ordering::Relaxed);
+        if policy == OPEN {
+            return;
+        }
+        VIOLATIONS.fetch_add(1, Ordering::Relaxed);
+        if policy == Policy::Abort as u8 {
+            // Not through std: its panic machinery allocates.
+            let line = b"weir: an I/O thread touched the allocator after the process was sealed\n";
+            let _ = rustix::io::write(rustix::stdio::stderr(), line);
+            std::process::abort();
+        }
+    }
+}
+
+// SAFETY: every call is passed to `System` unchanged.
+unsafe impl GlobalAlloc for SealedAllocator {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        Self::check();
+        // SAFETY: the caller's obligations are System's.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        Self::check();
+        // SAFETY: the caller's obligations are System's.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        Self::check();
+        // SAFETY: the caller's obligations are System's.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+
+    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        Self::check();
+        // SAFETY: the caller's obligations are System's.
+        unsafe { System.realloc(pointer, layout, size) }
+    }
+}

@@ -1,0 +1,123 @@
+//! What a process must do before a kernel may swap on it (facts: prctl(2), mm/vmscan.c, drivers of the kind
+//! nbd-client -swap, and the deadlock reports that led to `PR_SET_IO_FLUSHER`).
+//!
+//! - The flusher flag (`PR_SET_IO_FLUSHER`, Linux 5.6) sets `PF_MEMALLOC_NOIO | PF_LOCAL_THROTTLE`: an
+//!   allocation of ours never waits for I/O, which would be I/O on ourselves. It is per task and inherited by
+//!   clone, so it is set first in `main`, before any thread, and checked on each I/O thread.
+//! - `mlockall` keeps our own pages out of the swap that we serve.
+//! - An OOM score of -1000 keeps the kernel from killing the one process whose death loses everybody's pages.
+
+use std::io;
+
+/// Which of the protections are in place.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Protections {
+    /// `PR_SET_IO_FLUSHER` is set on the calling thread and inherited by its children.
+    pub io_flusher: bool,
+    /// All memory, present and future, is locked.
+    pub memory_locked: bool,
+    /// The OOM killer passes over this process.
+    pub oom_exempt: bool,
+}
+
+/// A protection that could not be had.
+#[derive(Debug, thiserror::Error)]
+#[error("{protection} cannot be set: {reason}")]
+pub struct Unprotected {
+    /// Which one.
+    pub protection: &'static str,
+    /// What is missing, and the next step.
+    pub reason: &'static str,
+    /// What the system said.
+    #[source]
+    pub source: io::Error,
+}
+
+/// Sets `PR_SET_IO_FLUSHER` on the calling thread. Call it first in `main`: threads made later inherit it.
+///
+/// # Errors
+/// `EPERM` without `CAP_SYS_RESOURCE`, `EINVAL` before Linux 5.6.
+pub fn set_io_flusher() -> Result<(), Unprotected> {
+    rustix::process::configure_io_flusher_behavior(true).map_err(|errno| flusher_error(errno.into()))
+}
+
+/// Whether the calling thread carries the flusher flag.
+///
+/// # Errors
+/// As [`set_io_flusher`]: reading it needs the capability too.
+pub fn has_io_flusher() -> Result<bool, Unprotected> {
+    rustix::process::is_io_flusher().map_err(|errno| flusher_error(errno.into()))
+}
+
+fn flusher_error(source: io::Error) -> Unprotected {
+    let reason = if source.raw_os_error() == Some(libc::EPERM) {
+        "the process lacks CAP_SYS_RESOURCE; run it as root with that capability (systemd: \
+         AmbientCapabilities=CAP_SYS_RESOURCE)"
+    } else {
+        "the kernel is older than 5.6"
+    };
+    Unprotected { protection: "PR_SET_IO_FLUSHER", reason, source }
+}
+
+/// Locks all present and future memory of the process.
+///
+/// # Errors
+/// `ENOMEM` or `EPERM` where `RLIMIT_MEMLOCK` is too small and `CAP_IPC_LOCK` missing.
+pub fn lock_all_memory() -> Result<(), Unprotected> {
+    rustix::mm::mlockall(rustix::mm::MlockAllFlags::CURRENT | rustix::mm::MlockAllFlags::FUTURE).map_err(
+        |errno| Unprotected {
+            protection: "mlockall",
+            reason: "raise RLIMIT_MEMLOCK (systemd: LimitMEMLOCK=infinity) or grant CAP_IPC_LOCK",
+            source: errno.into(),
+        },
+    )
+}
+
+/// Exempts the process from the OOM killer.
+///
+/// # Errors
+/// `EACCES` without `CAP_SYS_RESOURCE`.
+pub fn exempt_from_oom_killer() -> Result<(), Unprotected> {
+    std::fs::write("/proc/self/oom_score_adj", "-1000").map_err(|source| Unprotected {
+        protection: "OOM score -1000",
+        reason: "the process lacks CAP_SYS_RESOURCE (systemd: OOMScoreAdjust=-1000)",
+        source,
+    })
+}
+
+/// Sets all three, and returns what holds with what could not be set. Call it before the first thread.
+pub fn protect() -> (Protections, Vec<Unprotected>) {
+    let mut missing = Vec::new();
+    let mut holds = |result: Result<(), Unprotected>| match result {
+        Ok(()) => true,
+        Err(error) => {
+            missing.push(error);
+            false
+        }
+    };
+    let protections = Protections {
+        io_flusher: holds(set_io_flusher()),
+        oom_exempt: holds(exempt_from_oom_killer()),
+        memory_locked: holds(lock_all_memory()),
+    };
+    (protections, missing)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_flusher_is_set_and_inherited_or_the_missing_capability_is_named() {
+        match set_io_flusher() {
+            Ok(()) => {
+                assert!(has_io_flusher().unwrap());
+                assert!(std::thread::spawn(|| has_io_flusher().unwrap()).join().unwrap());
+            }
+            Err(error) => {
+                assert!(error.to_string().contains("CAP_SYS_RESOURCE"), "{error}");
+                assert!(has_io_flusher().is_err());
+            }
+        }
+    }
+}
