@@ -15,8 +15,16 @@
 //! 3. [`Lane::poll`] hands each finished operation to a callback, with its own result.
 
 mod error;
+mod file;
+mod sim;
+mod stripe;
+mod url;
 
 pub use error::{Fault, OpenError};
+pub use file::FileUrl;
+pub use sim::SimUrl;
+pub use stripe::StripeUrl;
+pub use url::{StoreUrl, UrlError, UrlProblem};
 
 use std::fmt;
 use std::os::fd::BorrowedFd;

@@ -1,0 +1,5 @@
+//! A file or a block device.
+
+mod url;
+
+pub use url::FileUrl;

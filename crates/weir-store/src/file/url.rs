@@ -1,0 +1,70 @@
+//! `file:PATH[?size=SIZE&encrypt=on|off&overwrite=on|off&chunk=SIZE]`.
+
+use crate::url::{Exact, Query, UrlProblem, pairs, size, split_query, switch};
+use std::fmt;
+use std::path::PathBuf;
+use weir_core::ByteSize;
+
+const KEYS: &[&str] = &["size", "encrypt", "overwrite", "chunk"];
+
+/// A file or a block device, and how it is used.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct FileUrl {
+    /// Where it is.
+    pub path: PathBuf,
+    /// Room for pages. `None`: all of a block device; for a file it must be given, unless the file is a Weir
+    /// file already and keeps its size.
+    pub size: Option<ByteSize>,
+    /// Whether pages are encrypted with a key that lives and dies with the open store. On unless turned off.
+    pub encrypt: bool,
+    /// Whether to take the file or the device even if it holds something else. Off unless turned on.
+    pub overwrite: bool,
+    /// How much a release gives back at once.
+    pub chunk: ByteSize,
+}
+
+impl FileUrl {
+    /// What a release gives back at once, unless told otherwise: large enough that file systems free whole
+    /// extents, small enough to follow a GPU store's chunks.
+    pub const CHUNK: ByteSize = ByteSize(64 << 20);
+
+    /// The file at `path`, everything else at its default.
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        FileUrl { path: path.into(), size: None, encrypt: true, overwrite: false, chunk: FileUrl::CHUNK }
+    }
+
+    pub(crate) fn parse(text: &str) -> Result<Self, UrlProblem> {
+        let (path, query) = split_query(text);
+        if path.is_empty() {
+            let expected = "a path, such as file:/var/lib/weir/backing?size=64GiB";
+            return Err(UrlProblem::Value { key: "path", value: path.to_owned(), expected });
+        }
+        let mut url = FileUrl::new(path);
+        for (key, text) in pairs(query, '&', KEYS)? {
+            match key {
+                "size" => url.size = Some(size(key, text)?),
+                "encrypt" => url.encrypt = switch(key, text)?,
+                "overwrite" => url.overwrite = switch(key, text)?,
+                _ => url.chunk = size(key, text)?,
+            }
+        }
+        Ok(url)
+    }
+}
+
+impl fmt::Display for FileUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let path = self.path.display().to_string();
+        write!(f, "file:{path}")?;
+        // A path with a `?` of its own needs a query after it to be read back whole.
+        let bare = self.size.is_none() && self.encrypt && !self.overwrite && self.chunk == FileUrl::CHUNK;
+        if bare && path.contains('?') {
+            return f.write_str("?");
+        }
+        let mut query = Query::new(f, "?", "&");
+        query.pair(self.size.is_some(), "size", Exact(self.size.unwrap_or_default()))?;
+        query.pair(!self.encrypt, "encrypt", "off")?;
+        query.pair(self.overwrite, "overwrite", "on")?;
+        query.pair(self.chunk != FileUrl::CHUNK, "chunk", Exact(self.chunk))
+    }
+}

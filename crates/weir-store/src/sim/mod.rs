@@ -1,0 +1,5 @@
+//! Memory that fails as told.
+
+mod url;
+
+pub use url::SimUrl;

@@ -1,0 +1,64 @@
+//! `stripe:PATH,PATH...[?size=SIZE&unit=SIZE&encrypt=on|off&overwrite=on|off]`.
+
+use crate::url::{Exact, Query, UrlProblem, pairs, size, split_query, switch};
+use std::fmt;
+use std::path::PathBuf;
+use weir_core::ByteSize;
+
+const KEYS: &[&str] = &["size", "unit", "encrypt", "overwrite"];
+
+/// Files or block devices that are used in turns, and how.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct StripeUrl {
+    /// Where they are. A comma in a path cannot be written.
+    pub paths: Vec<PathBuf>,
+    /// Room for pages on all of them together. `None`: as for a single file, on each.
+    pub size: Option<ByteSize>,
+    /// As for a single file.
+    pub encrypt: bool,
+    /// As for a single file.
+    pub overwrite: bool,
+    /// How much lies on one before the next one's turn.
+    pub unit: ByteSize,
+}
+
+impl StripeUrl {
+    /// How much lies on one before the next one's turn, unless told otherwise: the kernel's own RAID-0 default.
+    pub const UNIT: ByteSize = ByteSize(512 << 10);
+
+    pub(crate) fn parse(text: &str) -> Result<Self, UrlProblem> {
+        let (list, query) = split_query(text);
+        let paths: Vec<PathBuf> = list.split(',').map(PathBuf::from).collect();
+        if paths.len() < 2 || list.split(',').any(str::is_empty) {
+            let expected = "two paths or more, such as stripe:/dev/nvme0n1,/dev/nvme1n1";
+            return Err(UrlProblem::Value { key: "paths", value: list.to_owned(), expected });
+        }
+        let mut url = StripeUrl { paths, size: None, encrypt: true, overwrite: false, unit: StripeUrl::UNIT };
+        for (key, text) in pairs(query, '&', KEYS)? {
+            match key {
+                "size" => url.size = Some(size(key, text)?),
+                "encrypt" => url.encrypt = switch(key, text)?,
+                "overwrite" => url.overwrite = switch(key, text)?,
+                _ => url.unit = size(key, text)?,
+            }
+        }
+        Ok(url)
+    }
+}
+
+impl fmt::Display for StripeUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let list: Vec<String> = self.paths.iter().map(|path| path.display().to_string()).collect();
+        let list = list.join(",");
+        write!(f, "stripe:{list}")?;
+        let bare = self.size.is_none() && self.encrypt && !self.overwrite && self.unit == StripeUrl::UNIT;
+        if bare && list.contains('?') {
+            return f.write_str("?");
+        }
+        let mut query = Query::new(f, "?", "&");
+        query.pair(self.size.is_some(), "size", Exact(self.size.unwrap_or_default()))?;
+        query.pair(!self.encrypt, "encrypt", "off")?;
+        query.pair(self.overwrite, "overwrite", "on")?;
+        query.pair(self.unit != StripeUrl::UNIT, "unit", Exact(self.unit))
+    }
+}

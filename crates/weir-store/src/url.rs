@@ -1,0 +1,334 @@
+//! Store URLs: how a store is named on the command line, in the TOML file and in status.
+//!
+//! | URL | a store in |
+//! |---|---|
+//! | `host:8GiB` | host memory |
+//! | `vram:` · `vram:0` · `vram:0?size=8GiB` | the memory of every GPU, or of one |
+//! | `file:/path?size=64GiB` | a file or a block device, fully allocated and encrypted ([`FileUrl`]) |
+//! | `stripe:/dev/nvme0n1,/dev/nvme1n1` | several of them, in turns ([`StripeUrl`]) |
+//! | `sim:seed=1,read_error=1e-4` | memory that fails as told, for tests ([`SimUrl`]) |
+//!
+//! Each kind of store parses its own part, in its own module. A new kind adds a variant here, its parser there,
+//! and an arm in `open`.
+//!
+//! ```
+//! use weir_store::StoreUrl;
+//!
+//! let url: StoreUrl = "file:/var/lib/weir/backing?size=64GiB".parse()?;
+//! assert_eq!(url.to_string(), "file:/var/lib/weir/backing?size=64GiB");
+//!
+//! let error = "sim:read_eror=1e-4".parse::<StoreUrl>().unwrap_err();
+//! assert!(error.to_string().contains("unknown key \"read_eror\"; accepted: seed, size, "));
+//! # Ok::<(), weir_store::UrlError>(())
+//! ```
+
+use crate::file::FileUrl;
+use crate::sim::SimUrl;
+use crate::stripe::StripeUrl;
+use std::fmt;
+use std::str::FromStr;
+use weir_core::{ByteSize, PAGE_SIZE};
+
+/// A store, named.
+#[derive(Clone, PartialEq, Debug)]
+pub enum StoreUrl {
+    /// `host:SIZE`.
+    Host {
+        /// How much memory it takes.
+        size: ByteSize,
+    },
+    /// `vram:[GPU][?size=SIZE]`.
+    Vram {
+        /// Which GPU, in the driver's order; `None`: every one.
+        gpu: Option<u32>,
+        /// How much of it; `None`: what the sizing rules leave free for it.
+        size: Option<ByteSize>,
+    },
+    /// `file:PATH[?KEY=VALUE&...]`.
+    File(FileUrl),
+    /// `stripe:PATH,PATH...[?KEY=VALUE&...]`.
+    Stripe(StripeUrl),
+    /// `sim:[KEY=VALUE,...]`.
+    Sim(SimUrl),
+}
+
+/// Why a text names no store.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("store {url:?}: {problem}")]
+pub struct UrlError {
+    /// The text.
+    pub url: String,
+    /// What is wrong with it.
+    pub problem: UrlProblem,
+}
+
+/// What is wrong with a store URL.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum UrlProblem {
+    /// It names no kind of store that there is.
+    #[error("no kind of store is called {0:?}; accepted: host:, vram:, file:, stripe:, sim:")]
+    Scheme(String),
+    /// A key that this kind of store does not know.
+    #[error("unknown key {key:?}; accepted: {}", accepted.join(", "))]
+    UnknownKey {
+        /// As given.
+        key: String,
+        /// What would have been known.
+        accepted: &'static [&'static str],
+    },
+    /// A key given twice.
+    #[error("{0} is given twice")]
+    Repeated(&'static str),
+    /// A value that its key cannot take.
+    #[error("{key} cannot be {value:?}: give {expected}")]
+    Value {
+        /// The key, or the part of the URL.
+        key: &'static str,
+        /// As given.
+        value: String,
+        /// What it takes.
+        expected: &'static str,
+    },
+}
+
+impl FromStr for StoreUrl {
+    type Err = UrlError;
+
+    fn from_str(url: &str) -> Result<Self, UrlError> {
+        parse(url).map_err(|problem| UrlError { url: url.to_owned(), problem })
+    }
+}
+
+fn parse(url: &str) -> Result<StoreUrl, UrlProblem> {
+    let (scheme, rest) = url.split_once(':').ok_or_else(|| UrlProblem::Scheme(url.to_owned()))?;
+    match scheme {
+        "host" => Ok(StoreUrl::Host { size: size("size", rest)? }),
+        "vram" => parse_vram(rest),
+        "file" => FileUrl::parse(rest).map(StoreUrl::File),
+        "stripe" => StripeUrl::parse(rest).map(StoreUrl::Stripe),
+        "sim" => SimUrl::parse(rest).map(StoreUrl::Sim),
+        other => Err(UrlProblem::Scheme(other.to_owned())),
+    }
+}
+
+fn parse_vram(rest: &str) -> Result<StoreUrl, UrlProblem> {
+    let (gpu, query) = split_query(rest);
+    let gpu = match gpu {
+        "" => None,
+        text => Some(value("gpu", text, "a GPU's number, such as 0, or nothing for every GPU")?),
+    };
+    let mut taken = None;
+    for (_, text) in pairs(query, '&', &["size"])? {
+        taken = Some(size("size", text)?);
+    }
+    Ok(StoreUrl::Vram { gpu, size: taken })
+}
+
+/// Splits `path?query` at the last `?`, so that a path may hold one if a query follows.
+pub(crate) fn split_query(text: &str) -> (&str, &str) {
+    text.rsplit_once('?').unwrap_or((text, ""))
+}
+
+/// The `key=value` pairs of `text`, each key one of `accepted` and given once.
+pub(crate) fn pairs<'a>(
+    text: &'a str,
+    separator: char,
+    accepted: &'static [&'static str],
+) -> Result<Vec<(&'static str, &'a str)>, UrlProblem> {
+    let mut found: Vec<(&'static str, &str)> = Vec::new();
+    for pair in text.split(separator).filter(|pair| !pair.is_empty()) {
+        let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
+        let key = *accepted
+            .iter()
+            .find(|&&known| known == key)
+            .ok_or_else(|| UrlProblem::UnknownKey { key: key.to_owned(), accepted })?;
+        if found.iter().any(|&(earlier, _)| earlier == key) {
+            return Err(UrlProblem::Repeated(key));
+        }
+        found.push((key, value));
+    }
+    Ok(found)
+}
+
+/// `text` as a `T`, or an error that says what `key` takes.
+pub(crate) fn value<T: FromStr>(
+    key: &'static str,
+    text: &str,
+    expected: &'static str,
+) -> Result<T, UrlProblem> {
+    text.parse().map_err(|_| UrlProblem::Value { key, value: text.to_owned(), expected })
+}
+
+/// `text` as room for pages: whole pages, one at least, and no more than slots can be numbered.
+pub(crate) fn size(key: &'static str, text: &str) -> Result<ByteSize, UrlProblem> {
+    const MOST: u64 = u32::MAX as u64 * PAGE_SIZE as u64;
+    let expected = "a size in whole pages of 4KiB, below 16TiB, such as 8GiB";
+    let size: ByteSize = value(key, text, expected)?;
+    if size.0 == 0 || size.0 > MOST || !size.0.is_multiple_of(PAGE_SIZE as u64) {
+        return Err(UrlProblem::Value { key, value: text.to_owned(), expected });
+    }
+    Ok(size)
+}
+
+/// `text` as a switch.
+pub(crate) fn switch(key: &'static str, text: &str) -> Result<bool, UrlProblem> {
+    match text {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err(UrlProblem::Value { key, value: text.to_owned(), expected: "on or off" }),
+    }
+}
+
+/// Shows `key=value` pairs after a first separator and between each other, and leaves out what is default.
+pub(crate) struct Query<'a, 'f> {
+    out: &'a mut fmt::Formatter<'f>,
+    next: &'static str,
+    then: &'static str,
+}
+
+impl<'a, 'f> Query<'a, 'f> {
+    pub(crate) fn new(out: &'a mut fmt::Formatter<'f>, first: &'static str, then: &'static str) -> Self {
+        Query { out, next: first, then }
+    }
+
+    pub(crate) fn pair(&mut self, shown: bool, key: &str, value: impl fmt::Display) -> fmt::Result {
+        if shown {
+            write!(self.out, "{}{key}={value}", std::mem::replace(&mut self.next, self.then))?;
+        }
+        Ok(())
+    }
+}
+
+/// As [`FromStr`] reads it, in its shortest form.
+impl fmt::Display for StoreUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            StoreUrl::Host { size } => write!(f, "host:{}", Exact(*size)),
+            StoreUrl::Vram { gpu, size } => {
+                f.write_str("vram:")?;
+                if let Some(gpu) = gpu {
+                    write!(f, "{gpu}")?;
+                }
+                match size {
+                    Some(size) => write!(f, "?size={}", Exact(*size)),
+                    None => Ok(()),
+                }
+            }
+            StoreUrl::File(url) => url.fmt(f),
+            StoreUrl::Stripe(url) => url.fmt(f),
+            StoreUrl::Sim(url) => url.fmt(f),
+        }
+    }
+}
+
+/// A size without rounding, in the largest unit that divides it: [`ByteSize`] rounds for people.
+pub(crate) struct Exact(pub(crate) ByteSize);
+
+impl fmt::Display for Exact {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let units = [("TiB", 1u64 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
+        let divides = |&(_, scale): &(_, u64)| self.0.0 >= scale && self.0.0.is_multiple_of(scale);
+        match units.into_iter().find(divides) {
+            Some((unit, scale)) => write!(f, "{}{unit}", self.0.0 / scale),
+            None => write!(f, "{}", self.0.0),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn refused(url: &str) -> String {
+        url.parse::<StoreUrl>().unwrap_err().to_string()
+    }
+
+    #[test]
+    fn every_url_of_the_manual_is_read() {
+        assert_eq!("host:8GiB".parse(), Ok(StoreUrl::Host { size: ByteSize(8 << 30) }));
+        assert_eq!("vram:".parse(), Ok(StoreUrl::Vram { gpu: None, size: None }));
+        assert_eq!("vram:0".parse(), Ok(StoreUrl::Vram { gpu: Some(0), size: None }));
+        assert_eq!(
+            "vram:1?size=8GiB".parse(),
+            Ok(StoreUrl::Vram { gpu: Some(1), size: Some(ByteSize(8 << 30)) })
+        );
+        assert!(matches!("file:/path?size=64GiB".parse(), Ok(StoreUrl::File(_))));
+        assert!(matches!("stripe:/dev/nvme0n1,/dev/nvme1n1".parse(), Ok(StoreUrl::Stripe(_))));
+        assert!(matches!("sim:seed=1,read_error=1e-4".parse(), Ok(StoreUrl::Sim(_))));
+    }
+
+    #[test]
+    fn an_error_names_the_part_the_value_and_what_is_accepted() {
+        for (url, parts) in [
+            ("", ["\"\"", "accepted: host:, vram:"]),
+            ("disk:/dev/sda", ["\"disk\"", "accepted: host:, vram:"]),
+            ("host:", ["size cannot be \"\"", "whole pages"]),
+            ("host:5000", ["size cannot be \"5000\"", "whole pages"]),
+            ("host:16TiB", ["size cannot be \"16TiB\"", "below 16TiB"]),
+            ("vram:gpu0", ["gpu cannot be \"gpu0\"", "such as 0"]),
+            ("vram:0?sise=1G", ["unknown key \"sise\"", "accepted: size"]),
+            ("file:/a?size=1M&size=2M", ["size is given twice", "file:/a"]),
+            ("file:/a?size=0", ["size cannot be \"0\"", "whole pages"]),
+            ("file:", ["path cannot be \"\"", "a path"]),
+            ("file:/a?encrypt=yes", ["encrypt cannot be \"yes\"", "on or off"]),
+            ("stripe:/a", ["paths cannot be \"/a\"", "two paths or more"]),
+            ("sim:corrupt=2", ["corrupt cannot be \"2\"", "0 to 1"]),
+            ("sim:corrupt=NaN", ["corrupt cannot be \"NaN\"", "0 to 1"]),
+        ] {
+            let error = refused(url);
+            assert!(parts.iter().all(|part| error.contains(part)), "{url}: {error}");
+        }
+    }
+
+    fn some_size() -> impl Strategy<Value = ByteSize> {
+        (1u64..u64::from(u32::MAX)).prop_map(|pages| ByteSize(pages * PAGE_SIZE as u64))
+    }
+
+    fn some_path() -> impl Strategy<Value = std::path::PathBuf> {
+        "/[a-z0-9.?=&/ ]{1,20}".prop_map(Into::into)
+    }
+
+    fn any_url() -> impl Strategy<Value = StoreUrl> {
+        let sized = || proptest::option::of(some_size());
+        prop_oneof![
+            some_size().prop_map(|size| StoreUrl::Host { size }),
+            (any::<Option<u32>>(), sized()).prop_map(|(gpu, size)| StoreUrl::Vram { gpu, size }),
+            (some_path(), sized(), any::<bool>(), any::<bool>(), some_size()).prop_map(
+                |(path, size, encrypt, overwrite, chunk)| {
+                    StoreUrl::File(FileUrl { path, size, encrypt, overwrite, chunk })
+                }
+            ),
+            (
+                proptest::collection::vec(some_path(), 2..5),
+                sized(),
+                any::<bool>(),
+                any::<bool>(),
+                some_size()
+            )
+                .prop_map(|(paths, size, encrypt, overwrite, unit)| {
+                    StoreUrl::Stripe(StripeUrl { paths, size, encrypt, overwrite, unit })
+                }),
+            (any::<u64>(), some_size(), 0.0f64..=1.0, 0.0f64..=1.0, any::<u32>(), any::<Option<u32>>())
+                .prop_map(|(seed, size, read_error, corrupt, delay, lost_slot)| {
+                    let sim =
+                        SimUrl { seed, size, read_error, corrupt, delay, lost_slot, ..SimUrl::default() };
+                    StoreUrl::Sim(sim)
+                }),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn a_url_survives_being_shown(url in any_url()) {
+            prop_assert_eq!(url.to_string().parse(), Ok(url));
+        }
+
+        #[test]
+        fn no_text_panics(text in "(host|vram|file|stripe|sim)?:?[ -~é]{0,40}") {
+            if let Ok(url) = text.parse::<StoreUrl>() {
+                prop_assert_eq!(url.to_string().parse(), Ok(url));
+            }
+        }
+    }
+}
