@@ -82,6 +82,12 @@ impl Memory {
 
     /// Takes every page now, so that none is taken later on an I/O path, and pins them if allowed.
     fn settle(start: *mut u8, bytes: usize, fd: Option<OwnedFd>) -> io::Result<Self> {
+        // Populating more than there is would not fail: it would set the OOM killer on somebody else.
+        if available().is_some_and(|available| bytes as u64 > available) {
+            // SAFETY: the mapping was just made and nobody knows of it.
+            let _ = unsafe { rustix::mm::munmap(start.cast(), bytes) };
+            return Err(io::Error::from_raw_os_error(libc::ENOMEM));
+        }
         let mut memory =
             Memory { start: NonNull::new(start).expect("mmap never returns null"), bytes, fd, locked: false };
         // Fewer TLB misses where the kernel grants it, and a start that is ten times as fast; not worth an error.
@@ -137,6 +143,13 @@ impl fmt::Debug for Memory {
             if self.locked { ", locked" } else { "" }
         )
     }
+}
+
+/// Bytes that can be taken without pushing others out: `MemAvailable` of /proc/meminfo, if that can be read.
+fn available() -> Option<u64> {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    line.trim().strip_suffix(" kB")?.parse::<u64>().ok().map(|kib| kib << 10)
 }
 
 fn whole_pages(bytes: usize) -> io::Result<usize> {

@@ -16,12 +16,14 @@
 
 mod error;
 mod file;
+mod host;
 mod sim;
 mod stripe;
 mod url;
 
 pub use error::{Fault, OpenError};
 pub use file::FileUrl;
+pub use host::Host;
 pub use sim::SimUrl;
 pub use stripe::StripeUrl;
 pub use url::{StoreUrl, UrlError, UrlProblem};

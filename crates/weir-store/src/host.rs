@@ -1,0 +1,207 @@
+//! `host:SIZE`: pages in RAM. What tests and `weir try` stand on, what give-back moves to where there is no disk,
+//! and the control that shows what the rest of Weir costs when the store costs nothing.
+
+use crate::{Fault, Lane, OpenError, Progress, State, Store, Ticket};
+use rustix::fs::FallocateFlags;
+use rustix::mm::Advice;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use weir_core::{ByteSize, Memory, PAGE_SIZE, PageBytes, Slot, copy};
+
+/// Slots of a chunk: 128 MiB, as a GPU's chunks.
+const CHUNK_SLOTS: u32 = 32_768;
+
+/// A store in RAM, all of it taken, touched and (where allowed) locked at the start.
+///
+/// Its memory is a memfd: a keeper that maps and locks it keeps the pages across the daemon's death.
+#[derive(Debug)]
+pub struct Host {
+    name: String,
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    memory: Memory,
+    slots: u32,
+    /// Chunks whose memory has been given back.
+    released: Box<[AtomicBool]>,
+}
+
+impl Host {
+    /// Takes `slots` pages of RAM.
+    ///
+    /// # Errors
+    /// When there is not that much.
+    pub fn new(slots: u32) -> Result<Self, OpenError> {
+        let bytes = u64::from(slots) * PAGE_SIZE as u64;
+        let name = format!("host:{}", ByteSize(bytes));
+        match Memory::shared("weir-host", bytes as usize) {
+            Ok(memory) => Ok(Self::over(name, memory, slots)),
+            Err(error) => Err(OpenError::no_memory(name, bytes, error)),
+        }
+    }
+
+    /// Takes over the memory of a `Host` whose process has ended.
+    pub fn adopt(memory: Memory) -> Self {
+        let slots = u32::try_from(memory.len() / PAGE_SIZE).unwrap_or(u32::MAX);
+        Self::over(format!("host:{}", ByteSize(memory.len() as u64)), memory, slots)
+    }
+
+    fn over(name: String, memory: Memory, slots: u32) -> Self {
+        let chunks = slots.div_ceil(CHUNK_SLOTS);
+        let released = (0..chunks).map(|_| AtomicBool::new(false)).collect();
+        Host { name, shared: Arc::new(Shared { memory, slots, released }) }
+    }
+
+    /// The descriptor of its memory, for the keeper.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.shared.memory.fd().expect("Host memory is always a memfd")
+    }
+
+    /// Whether its memory is pinned in RAM, as swap needs it.
+    pub fn is_locked(&self) -> bool {
+        self.shared.memory.is_locked()
+    }
+}
+
+impl Shared {
+    /// The slot's address, unless it lies outside or its chunk has been released.
+    #[inline]
+    fn at(&self, slot: Slot) -> Result<*mut u8, Fault> {
+        if slot.0 >= self.slots || self.released[(slot.0 / CHUNK_SLOTS) as usize].load(Ordering::Relaxed) {
+            return Err(Fault::Lost);
+        }
+        // SAFETY: inside the mapping, which is `slots` pages long.
+        Ok(unsafe { self.memory.as_ptr().add(slot.0 as usize * PAGE_SIZE) })
+    }
+
+    /// A chunk's first byte and length.
+    fn chunk(&self, chunk: u32) -> Result<(u64, u64), Fault> {
+        let first = u64::from(chunk) * u64::from(CHUNK_SLOTS);
+        if first >= u64::from(self.slots) {
+            return Err(Fault::Lost);
+        }
+        let slots = u64::from(CHUNK_SLOTS).min(u64::from(self.slots) - first);
+        Ok((first * PAGE_SIZE as u64, slots * PAGE_SIZE as u64))
+    }
+}
+
+impl Store for Host {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn slots(&self) -> u32 {
+        self.shared.slots
+    }
+
+    fn chunk_slots(&self) -> u32 {
+        CHUNK_SLOTS
+    }
+
+    fn lane(&self, _depth: usize) -> Result<Box<dyn Lane>, OpenError> {
+        Ok(Box::new(HostLane(Arc::clone(&self.shared))))
+    }
+
+    fn state(&self) -> State {
+        State::Online
+    }
+
+    fn release(&self, chunk: u32) -> Result<(), Fault> {
+        let (offset, bytes) = self.shared.chunk(chunk)?;
+        self.shared.released[chunk as usize].store(true, Ordering::SeqCst);
+        // Punching frees locked pages too, where MADV_REMOVE refuses them.
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(self.fd(), flags, offset, bytes)
+            .map_err(|errno| Fault::Io(errno.raw_os_error()))
+    }
+
+    fn take(&self, chunk: u32) -> Result<(), Fault> {
+        let (offset, bytes) = self.shared.chunk(chunk)?;
+        // SAFETY: the range lies inside the mapping; populating changes no content.
+        unsafe {
+            let start = self.shared.memory.as_ptr().add(offset as usize);
+            rustix::mm::madvise(start.cast(), bytes as usize, Advice::LinuxPopulateWrite)
+        }
+        .map_err(|errno| Fault::Io(errno.raw_os_error()))?;
+        self.shared.released[chunk as usize].store(false, Ordering::SeqCst);
+        Ok(())
+    }
+}
+
+/// A lane into RAM: every operation is a copy, finished when the call returns.
+#[derive(Debug)]
+struct HostLane(Arc<Shared>);
+
+impl Lane for HostLane {
+    fn write(&mut self, _ticket: Ticket, slot: Slot, page: &PageBytes) -> Progress {
+        Progress::Done(self.0.at(slot).map(|at| {
+            // SAFETY: `at` is a page of the mapping, which nothing in safe reach overlaps.
+            unsafe { copy::page_to_shared(at, page) }
+        }))
+    }
+
+    fn read(&mut self, _ticket: Ticket, slot: Slot, page: &mut PageBytes) -> Progress {
+        Progress::Done(self.0.at(slot).map(|at| {
+            // SAFETY: as in `write`.
+            unsafe { copy::page_from_shared(page, at) }
+        }))
+    }
+
+    unsafe fn view(&self, slot: Slot) -> Option<&PageBytes> {
+        // SAFETY: a page of the mapping, which lives as long as `self`; that nobody writes it is the caller's word.
+        self.0.at(slot).ok().map(|at| unsafe { &*at.cast::<PageBytes>() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_released_chunk_frees_its_memory_and_faults_until_it_is_taken_again() {
+        let host = Host::new(CHUNK_SLOTS + 10).unwrap();
+        let mut lane = host.lane(1).unwrap();
+        let last = Slot(CHUNK_SLOTS + 9);
+        assert_eq!(lane.write(0, last, &[7; PAGE_SIZE]), Progress::Done(Ok(())));
+        let blocks = || rustix::fs::fstat(host.fd()).unwrap().st_blocks;
+        let before = blocks();
+        host.release(1).unwrap();
+        assert!(blocks() < before, "memory goes back to the system");
+        let mut page = [1; PAGE_SIZE];
+        assert_eq!(lane.read(0, last, &mut page), Progress::Done(Err(Fault::Lost)));
+        assert_eq!(lane.write(0, Slot(0), &[8; PAGE_SIZE]), Progress::Done(Ok(())), "the other chunk stays");
+        host.take(1).unwrap();
+        assert_eq!(lane.read(0, last, &mut page), Progress::Done(Ok(())));
+        assert_eq!(page, [0; PAGE_SIZE], "a chunk taken anew holds nothing old");
+        assert_eq!(host.release(2), Err(Fault::Lost), "there is no third chunk");
+    }
+
+    #[test]
+    fn a_slot_outside_the_store_is_a_fault() {
+        let host = Host::new(3).unwrap();
+        let mut lane = host.lane(1).unwrap();
+        assert_eq!(lane.write(0, Slot(3), &[7; PAGE_SIZE]), Progress::Done(Err(Fault::Lost)));
+        assert_eq!(lane.read(0, Slot(u32::MAX), &mut [0; PAGE_SIZE]), Progress::Done(Err(Fault::Lost)));
+    }
+
+    #[test]
+    fn more_memory_than_there_is_is_an_error_that_says_so() {
+        let error = Host::new(u32::MAX).unwrap_err().to_string();
+        assert!(error.contains("host:") && error.contains("16.0TiB"), "{error}");
+    }
+
+    #[test]
+    fn pages_outlive_the_store_that_wrote_them() {
+        let first = Host::new(16).unwrap();
+        let _ = first.lane(1).unwrap().write(0, Slot(5), &[9; PAGE_SIZE]);
+        let fd = first.fd().try_clone_to_owned().unwrap();
+        drop(first);
+        let second = Host::adopt(Memory::adopt(fd).unwrap());
+        let mut page = [0; PAGE_SIZE];
+        assert_eq!(second.lane(1).unwrap().read(0, Slot(5), &mut page), Progress::Done(Ok(())));
+        assert_eq!(page, [9; PAGE_SIZE]);
+    }
+}
