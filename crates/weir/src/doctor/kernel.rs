@@ -1,0 +1,258 @@
+//! What the kernel can do: block front ends, memory front ends, cgroups.
+
+use super::Finding;
+use super::machine::Machine;
+use std::fmt;
+
+pub fn check(machine: &Machine) -> Vec<Finding> {
+    let release = machine.text("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let nbd = Module::find(machine, &release, "nbd");
+    let ublk = Module::find(machine, &release, "ublk_drv");
+    let fuse = machine.has("/dev/fuse");
+    vec![
+        version(&release),
+        front_end(&nbd, &ublk, fuse),
+        module("nbd", &nbd, "weir attach cannot connect a kernel block device", "modprobe nbd"),
+        module(
+            "ublk",
+            &ublk,
+            "the front end that survives a restart of the daemon is missing",
+            "modprobe ublk_drv",
+        ),
+        module(
+            "bcache",
+            &Module::find(machine, &release, "bcache"),
+            "the kernel's own block cache cannot be stacked on a Weir device",
+            "modprobe bcache",
+        ),
+        module(
+            "md",
+            &Module::find(machine, &release, "raid0"),
+            "the kernel cannot stripe disks under a cache",
+            "modprobe raid0",
+        ),
+        fuse_device(machine, fuse),
+        userfaultfd(machine),
+        io_uring(machine),
+        cgroup(machine),
+        pressure(machine),
+    ]
+}
+
+/// How the kernel has a module.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Module {
+    BuiltIn,
+    Loaded,
+    Loadable,
+    Missing,
+}
+
+impl Module {
+    fn find(machine: &Machine, release: &str, name: &str) -> Self {
+        let file = format!("/{name}.ko");
+        let listed = |index: &str| {
+            machine
+                .text(&format!("/lib/modules/{release}/{index}"))
+                .is_some_and(|text| text.lines().any(|line| line.contains(&file)))
+        };
+        if listed("modules.builtin") {
+            Module::BuiltIn
+        } else if machine.has(&format!("/sys/module/{name}")) {
+            // A built-in module with parameters is here too, on machines without /lib/modules.
+            Module::Loaded
+        } else if listed("modules.dep") {
+            Module::Loadable
+        } else {
+            Module::Missing
+        }
+    }
+
+    fn usable(self) -> bool {
+        self != Module::Missing
+    }
+}
+
+impl fmt::Display for Module {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Module::BuiltIn => "built in",
+            Module::Loaded => "loaded",
+            Module::Loadable => "loadable",
+            Module::Missing => "missing",
+        })
+    }
+}
+
+fn module(id: &'static str, module: &Module, lost: &str, load: &str) -> Finding {
+    match module {
+        Module::BuiltIn | Module::Loaded => Finding::ok(id, module.to_string()),
+        Module::Loadable => Finding::ok(id, format!("loadable: {load}")),
+        Module::Missing => Finding::warn(
+            id,
+            format!("missing: {lost}"),
+            format!("use a kernel whose packages have it, then {load}"),
+        ),
+    }
+}
+
+fn front_end(nbd: &Module, ublk: &Module, fuse: bool) -> Finding {
+    let ways: Vec<&str> = [(ublk.usable(), "ublk"), (nbd.usable(), "nbd"), (fuse, "FUSE and a loop device")]
+        .into_iter()
+        .filter_map(|(there, way)| there.then_some(way))
+        .collect();
+    if ways.is_empty() {
+        Finding::fail(
+            "front-end",
+            "no way for this kernel to swap on Weir: no nbd, no ublk, no FUSE",
+            "use a kernel with one of them; NBD clients in user space work regardless",
+        )
+    } else {
+        Finding::ok("front-end", ways.join(", "))
+    }
+}
+
+fn version(release: &str) -> Finding {
+    let mut numbers = release.split(['.', '-']).map_while(|part| part.parse::<u32>().ok());
+    match (numbers.next(), numbers.next()) {
+        (Some(major), Some(minor)) if (major, minor) >= (5, 14) => Finding::ok("kernel", release),
+        (Some(_), Some(_)) => Finding::fail(
+            "kernel",
+            format!("{release} is older than 5.14, which has MADV_POPULATE_WRITE"),
+            "use Linux 5.14 or newer; 6.8 for the pager's UFFDIO_MOVE",
+        ),
+        _ => Finding::fail(
+            "kernel",
+            format!("release {release:?} says nothing"),
+            "run on Linux, with /proc mounted",
+        ),
+    }
+}
+
+fn fuse_device(machine: &Machine, there: bool) -> Finding {
+    if !there {
+        Finding::warn("fuse", "no /dev/fuse", "modprobe fuse")
+    } else if machine.may_use("/dev/fuse") {
+        Finding::ok("fuse", "/dev/fuse can be opened")
+    } else {
+        Finding::warn(
+            "fuse",
+            "/dev/fuse cannot be opened by this user",
+            "run as root, or allow the user in its mode",
+        )
+    }
+}
+
+fn userfaultfd(machine: &Machine) -> Finding {
+    let unprivileged = machine.text("/proc/sys/vm/unprivileged_userfaultfd");
+    if machine.may_use("/dev/userfaultfd") {
+        Finding::ok("userfaultfd", "/dev/userfaultfd can be opened")
+    } else if unprivileged.as_deref() == Some("1") {
+        Finding::ok("userfaultfd", "allowed to every process")
+    } else if unprivileged.is_some() {
+        Finding::warn(
+            "userfaultfd",
+            "only with CAP_SYS_PTRACE, or for faults in user mode",
+            "allow the user in the mode of /dev/userfaultfd, or sysctl vm.unprivileged_userfaultfd=1",
+        )
+    } else {
+        Finding::warn("userfaultfd", "the kernel has none", "use a kernel with CONFIG_USERFAULTFD")
+    }
+}
+
+fn io_uring(machine: &Machine) -> Finding {
+    // Documentation/admin-guide/sysctl/kernel.rst: 0 everybody, 1 the group in io_uring_group, 2 nobody. Since 6.6.
+    match machine.text("/proc/sys/kernel/io_uring_disabled").as_deref() {
+        Some("0") => Finding::ok("io_uring", "allowed to every process"),
+        Some("1") => Finding::warn(
+            "io_uring",
+            "only with CAP_SYS_ADMIN or in the group of kernel.io_uring_group",
+            "sysctl kernel.io_uring_disabled=0, or run as root",
+        ),
+        Some(_) => Finding::warn("io_uring", "switched off", "sysctl kernel.io_uring_disabled=0"),
+        None => Finding::warn(
+            "io_uring",
+            "unknown: the kernel is older than 6.6 or has none",
+            "nothing, unless a file store or ublk reports an error",
+        ),
+    }
+}
+
+fn cgroup(machine: &Machine) -> Finding {
+    match machine.text("/sys/fs/cgroup/cgroup.controllers") {
+        Some(controllers) if controllers.split(' ').any(|name| name == "memory") => {
+            Finding::ok("cgroup", "v2 with the memory controller")
+        }
+        Some(_) => Finding::warn(
+            "cgroup",
+            "v2 without the memory controller",
+            "boot without cgroup_disable=memory; the daemon wants MemorySwapMax=0 and MemoryMin",
+        ),
+        None if machine.has("/sys/fs/cgroup/memory") => Finding::warn(
+            "cgroup",
+            "v1",
+            "works; systemd's MemoryMin needs v2 (boot with systemd.unified_cgroup_hierarchy=1)",
+        ),
+        None => Finding::warn("cgroup", "none mounted", "mount -t cgroup2 none /sys/fs/cgroup"),
+    }
+}
+
+fn pressure(machine: &Machine) -> Finding {
+    if machine.has("/proc/pressure/memory") {
+        Finding::ok("psi", "/proc/pressure/memory")
+    } else {
+        Finding::warn("psi", "no /proc/pressure/memory", "boot with psi=1 to see memory pressure")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Level;
+    use super::super::machine::Fixture;
+    use super::*;
+
+    #[test]
+    fn a_module_is_found_however_the_kernel_has_it() {
+        let fixture = Fixture::new("modules")
+            .with("/lib/modules/6.12.1/modules.builtin", "kernel/drivers/md/bcache/bcache.ko")
+            .with(
+                "/lib/modules/6.12.1/modules.dep",
+                "kernel/drivers/block/nbd.ko.xz:\nkernel/drivers/md/raid0.ko:",
+            )
+            .with("/sys/module/ublk_drv/refcnt", "0");
+        let machine = fixture.machine();
+        let find = |name| Module::find(&machine, "6.12.1", name);
+        assert_eq!(find("bcache"), Module::BuiltIn);
+        assert_eq!(find("nbd"), Module::Loadable);
+        assert_eq!(find("ublk_drv"), Module::Loaded);
+        assert_eq!(find("bd"), Module::Missing);
+    }
+
+    #[test]
+    fn kernels_before_5_14_fail() {
+        for (release, level) in [
+            ("5.13.19", Level::Fail),
+            ("5.14.0", Level::Ok),
+            ("6.1.0-37-amd64", Level::Ok),
+            ("7.2-rc1", Level::Ok),
+            ("", Level::Fail),
+        ] {
+            assert_eq!(version(release).level, level, "{release}");
+        }
+    }
+
+    #[test]
+    fn one_way_in_is_enough_and_none_fails() {
+        assert_eq!(front_end(&Module::Missing, &Module::Missing, false).level, Level::Fail);
+        assert_eq!(front_end(&Module::Missing, &Module::Missing, true).level, Level::Ok);
+        assert_eq!(front_end(&Module::Loadable, &Module::Missing, false).seen, "nbd");
+    }
+
+    #[test]
+    fn cgroup_versions_are_told_apart() {
+        let v2 = Fixture::new("cgroup2").with("/sys/fs/cgroup/cgroup.controllers", "cpu memory pids");
+        assert_eq!(cgroup(&v2.machine()).level, Level::Ok);
+        let v1 = Fixture::new("cgroup1").with("/sys/fs/cgroup/memory/tasks", "");
+        assert_eq!(cgroup(&v1.machine()).seen, "v1");
+    }
+}

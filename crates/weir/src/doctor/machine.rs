@@ -1,0 +1,114 @@
+//! The machine as files: what `/proc`, `/sys`, `/dev` and the library directories say.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// A machine, seen through the directory that holds its files.
+#[derive(Debug)]
+pub struct Machine {
+    root: PathBuf,
+}
+
+impl Machine {
+    /// The one this runs on.
+    pub fn this() -> Self {
+        Machine { root: "/".into() }
+    }
+
+    fn at(&self, path: &str) -> PathBuf {
+        self.root.join(path.trim_start_matches('/'))
+    }
+
+    /// A file's text without the white space around it, if it can be read.
+    pub fn text(&self, path: &str) -> Option<String> {
+        let bytes = fs::read(self.at(path)).ok()?;
+        Some(String::from_utf8_lossy(&bytes).trim().to_owned())
+    }
+
+    /// The value of `key` in a file of `key: value` lines, as `/proc/meminfo` is.
+    pub fn value(&self, path: &str, key: &str) -> Option<String> {
+        let text = self.text(path)?;
+        text.lines().find_map(|line| Some(line.strip_prefix(key)?.strip_prefix(':')?.trim().to_owned()))
+    }
+
+    /// Whether something is at this path.
+    pub fn has(&self, path: &str) -> bool {
+        self.at(path).exists()
+    }
+
+    /// Whether this process may open the file for reading and writing.
+    pub fn may_use(&self, path: &str) -> bool {
+        use rustix::fs::Access;
+        rustix::fs::access(self.at(path), Access::READ_OK | Access::WRITE_OK).is_ok()
+    }
+
+    /// The names in a directory that `wanted` accepts, sorted; none where there is no directory.
+    pub fn names(&self, directory: &str, wanted: impl Fn(&str) -> bool) -> Vec<String> {
+        let Ok(entries) = fs::read_dir(self.at(directory)) else { return Vec::new() };
+        let mut names: Vec<String> = entries
+            .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+            .filter(|name| wanted(name))
+            .collect();
+        names.sort_unstable();
+        names
+    }
+
+    /// A shared library in the directories where distributions put them (and WSL's, and those of
+    /// `LD_LIBRARY_PATH`), which is where the loader finds it too.
+    pub fn library(&self, name: &str) -> Option<String> {
+        let more = std::env::var("LD_LIBRARY_PATH").unwrap_or_default();
+        let usual = [
+            "/usr/lib/x86_64-linux-gnu",
+            "/lib/x86_64-linux-gnu",
+            "/usr/lib64",
+            "/lib64",
+            "/usr/lib",
+            "/usr/local/lib",
+            "/usr/lib/aarch64-linux-gnu",
+            "/usr/lib/wsl/lib",
+            "/usr/local/nvidia/lib64",
+            "/run/opengl-driver/lib",
+        ];
+        more.split(':')
+            .filter(|directory| Path::new(directory).is_absolute())
+            .chain(usual)
+            .map(|directory| format!("{directory}/{name}"))
+            .find(|path| self.has(path))
+    }
+}
+
+/// A machine made of files that a test writes.
+#[cfg(test)]
+pub struct Fixture {
+    root: PathBuf,
+}
+
+#[cfg(test)]
+impl Fixture {
+    /// An empty machine; `name` keeps tests apart.
+    pub fn new(name: &str) -> Self {
+        let root = std::env::temp_dir().join(format!("weir-doctor-{}-{name}", std::process::id()));
+        fs::create_dir_all(&root).unwrap();
+        Fixture { root }
+    }
+
+    /// Adds a file.
+    pub fn with(self, path: &str, text: &str) -> Self {
+        let path = self.root.join(path.trim_start_matches('/'));
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, text).unwrap();
+        self
+    }
+
+    /// The machine that has those files.
+    pub fn machine(&self) -> Machine {
+        Machine { root: self.root.clone() }
+    }
+}
+
+#[cfg(test)]
+impl Drop for Fixture {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.root);
+    }
+}

@@ -1,0 +1,112 @@
+//! Memory, the swap there is, and settings that bear on both.
+
+use super::Finding;
+use super::machine::Machine;
+use weir_core::ByteSize;
+
+pub fn check(machine: &Machine) -> Vec<Finding> {
+    vec![memory(machine), swap(machine), zswap(machine), huge_pages(machine), hibernation(machine)]
+}
+
+fn memory(machine: &Machine) -> Finding {
+    match (kibibytes(machine, "MemTotal"), kibibytes(machine, "MemAvailable")) {
+        (Some(total), Some(free)) => Finding::ok("memory", format!("{total}, {free} available")),
+        _ => Finding::fail("memory", "/proc/meminfo says nothing", "mount /proc"),
+    }
+}
+
+fn kibibytes(machine: &Machine, key: &str) -> Option<ByteSize> {
+    let value = machine.value("/proc/meminfo", key)?;
+    Some(ByteSize(value.strip_suffix(" kB")?.parse::<u64>().ok()? << 10))
+}
+
+fn swap(machine: &Machine) -> Finding {
+    // "Filename Type Size Used Priority", sizes in KiB.
+    let Some(table) = machine.text("/proc/swaps") else {
+        return Finding::warn("swap", "the kernel has no swap", "use a kernel with CONFIG_SWAP");
+    };
+    let devices: Vec<String> = table
+        .lines()
+        .skip(1)
+        .filter_map(|line| {
+            let mut columns = line.split_whitespace();
+            let (name, size, priority) = (columns.next()?, columns.nth(1)?, columns.nth(1)?);
+            Some(format!("{name} {} priority {priority}", ByteSize(size.parse::<u64>().ok()? << 10)))
+        })
+        .collect();
+    if devices.is_empty() {
+        Finding::ok("swap", "none in use")
+    } else {
+        Finding::ok("swap", devices.join(", "))
+    }
+}
+
+fn zswap(machine: &Machine) -> Finding {
+    match machine.text("/sys/module/zswap/parameters/enabled").as_deref() {
+        Some("Y") => Finding::warn(
+            "zswap",
+            "on: it keeps compressed pages in RAM before they reach any swap device",
+            "echo N > /sys/module/zswap/parameters/enabled, if GPU memory is to be used first",
+        ),
+        Some(_) => Finding::ok("zswap", "off"),
+        None => Finding::ok("zswap", "not in this kernel"),
+    }
+}
+
+fn huge_pages(machine: &Machine) -> Finding {
+    // "always [madvise] never": the brackets hold the choice.
+    let text = machine.text("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
+    match text.split(['[', ']']).nth(1) {
+        Some("never") => Finding::warn(
+            "huge-pages",
+            "never: tables and host stores cost more TLB misses",
+            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+        ),
+        Some(choice) => Finding::ok("huge-pages", choice),
+        None => Finding::warn("huge-pages", "not in this kernel", "nothing: it costs some speed only"),
+    }
+}
+
+fn hibernation(machine: &Machine) -> Finding {
+    let states = machine.text("/sys/power/state").unwrap_or_default();
+    if states.split(' ').any(|state| state == "disk") {
+        Finding::warn(
+            "hibernation",
+            "possible: an image must never be written to GPU memory, which loses power",
+            "keep a disk swap with resume= for it, and detach Weir's device before hibernating",
+        )
+    } else {
+        Finding::ok("hibernation", "not possible here, so no image can end up in GPU memory")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Level;
+    use super::super::machine::Fixture;
+    use super::*;
+
+    #[test]
+    fn swap_devices_are_listed_with_size_and_priority() {
+        let fixture = Fixture::new("swaps").with(
+            "/proc/swaps",
+            "Filename\t\t\t\tType\t\tSize\t\tUsed\t\tPriority\n/dev/nbd0   partition\t8388604\t\t0\t\t100\n",
+        );
+        assert_eq!(swap(&fixture.machine()).seen, "/dev/nbd0 8.0GiB priority 100");
+    }
+
+    #[test]
+    fn the_bracketed_choice_of_huge_pages_is_read() {
+        let path = "/sys/kernel/mm/transparent_hugepage/enabled";
+        let madvise = Fixture::new("thp").with(path, "always [madvise] never\n");
+        assert_eq!(huge_pages(&madvise.machine()).seen, "madvise");
+        let never = Fixture::new("thp-never").with(path, "always madvise [never]\n");
+        assert_eq!(huge_pages(&never.machine()).level, Level::Warn);
+    }
+
+    #[test]
+    fn hibernation_is_a_warning_where_the_kernel_can_do_it() {
+        let fixture = Fixture::new("disk").with("/sys/power/state", "freeze mem disk\n");
+        assert_eq!(hibernation(&fixture.machine()).level, Level::Warn);
+    }
+}

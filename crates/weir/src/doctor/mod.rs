@@ -1,0 +1,129 @@
+//! What this machine offers Weir, and what to do about what it lacks.
+//!
+//! Every check reads the machine through [`Machine`], a directory that is `/` in life and a fixture in tests, so each
+//! can be shown both a machine that has a thing and one that has not.
+
+mod gpu;
+mod kernel;
+mod machine;
+mod memory;
+mod process;
+
+use crate::cli::DoctorOptions;
+use crate::failure::Failure;
+use machine::Machine;
+use serde::Serialize;
+use std::fmt;
+
+/// What a finding means for somebody who wants to swap on Weir.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Level {
+    /// As it should be.
+    Ok,
+    /// Weir works, with less speed, safety or choice.
+    Warn,
+    /// Something that Weir is for cannot work here.
+    Fail,
+}
+
+/// One line of the report.
+#[derive(Debug, Serialize)]
+struct Finding {
+    /// What was looked at. Stable: scripts may select by it.
+    id: &'static str,
+    level: Level,
+    /// What was seen.
+    seen: String,
+    /// What to do about it, where there is something.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    next: Option<String>,
+}
+
+impl Finding {
+    fn ok(id: &'static str, seen: impl Into<String>) -> Self {
+        Finding { id, level: Level::Ok, seen: seen.into(), next: None }
+    }
+
+    fn warn(id: &'static str, seen: impl Into<String>, next: impl Into<String>) -> Self {
+        Finding { id, level: Level::Warn, seen: seen.into(), next: Some(next.into()) }
+    }
+
+    fn fail(id: &'static str, seen: impl Into<String>, next: impl Into<String>) -> Self {
+        Finding { id, level: Level::Fail, seen: seen.into(), next: Some(next.into()) }
+    }
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let level = match self.level {
+            Level::Ok => "ok",
+            Level::Warn => "warn",
+            Level::Fail => "FAIL",
+        };
+        write!(f, "{level:<5}{:<16}{}", self.id, self.seen)?;
+        match &self.next {
+            Some(next) => write!(f, "\n{:21}-> {next}", ""),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The whole report, as `--json` prints it.
+#[derive(Debug, Serialize)]
+struct Report {
+    schema: u32,
+    version: &'static str,
+    worst: Level,
+    checks: Vec<Finding>,
+}
+
+impl Report {
+    fn of(machine: &Machine) -> Self {
+        let mut checks = Vec::new();
+        checks.extend(gpu::check(machine));
+        checks.extend(kernel::check(machine));
+        checks.extend(process::check(machine));
+        checks.extend(memory::check(machine));
+        let worst = checks.iter().map(|finding| finding.level).max().unwrap_or(Level::Ok);
+        Report { schema: 1, version: env!("CARGO_PKG_VERSION"), worst, checks }
+    }
+}
+
+/// Prints the report. Fails (exit code 1) when a finding does.
+pub fn run(options: DoctorOptions) -> Result<(), Failure> {
+    let report = Report::of(&Machine::this());
+    if options.json {
+        println!("{}", serde_json::to_string_pretty(&report).map_err(Failure::failed)?);
+    } else {
+        for finding in &report.checks {
+            println!("{finding}");
+        }
+    }
+    if report.worst == Level::Fail { Err(Failure::Said) } else { Ok(()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use machine::Fixture;
+
+    #[test]
+    fn a_machine_with_nothing_at_all_gets_a_next_step_for_all_that_is_wrong() {
+        let report = Report::of(&Fixture::new("nothing").machine());
+        for finding in &report.checks {
+            assert!(finding.level == Level::Ok || finding.next.is_some(), "{finding}");
+        }
+        assert_eq!(report.worst, Level::Fail);
+    }
+
+    #[test]
+    fn no_two_checks_share_an_id() {
+        let report = Report::of(&Machine::this());
+        let mut ids: Vec<_> = report.checks.iter().map(|finding| finding.id).collect();
+        ids.sort_unstable();
+        let count = ids.len();
+        ids.dedup();
+        assert_eq!(ids.len(), count, "{ids:?}");
+    }
+}

@@ -1,0 +1,107 @@
+//! What this process may do: capabilities and limits that swap needs.
+
+use super::Finding;
+use super::machine::Machine;
+use rustix::process::{Resource, getrlimit};
+use weir_core::ByteSize;
+
+// include/uapi/linux/capability.h
+const CAP_IPC_LOCK: u32 = 14;
+const CAP_SYS_ADMIN: u32 = 21;
+const CAP_SYS_RESOURCE: u32 = 24;
+
+/// Descriptors that a 141 GB card in chunks of 128 MiB takes, and room for connections.
+const FILES_WANTED: u64 = 4096;
+
+pub fn check(machine: &Machine) -> Vec<Finding> {
+    let capabilities = Capabilities::of(machine);
+    vec![
+        flusher(&capabilities),
+        memory_lock(&capabilities, getrlimit(Resource::Memlock).current),
+        attach(&capabilities),
+        open_files(getrlimit(Resource::Nofile).maximum),
+    ]
+}
+
+/// The effective capabilities, as a bit mask.
+struct Capabilities(u64);
+
+impl Capabilities {
+    fn of(machine: &Machine) -> Self {
+        let mask = machine.value("/proc/self/status", "CapEff");
+        Capabilities(mask.and_then(|digits| u64::from_str_radix(&digits, 16).ok()).unwrap_or(0))
+    }
+
+    fn has(&self, capability: u32) -> bool {
+        self.0 >> capability & 1 == 1
+    }
+}
+
+fn flusher(capabilities: &Capabilities) -> Finding {
+    if capabilities.has(CAP_SYS_RESOURCE) {
+        Finding::ok("io-flusher", "CAP_SYS_RESOURCE: PR_SET_IO_FLUSHER and an OOM score of -1000 can be set")
+    } else {
+        Finding::warn(
+            "io-flusher",
+            "no CAP_SYS_RESOURCE: under memory pressure the daemon could wait for its own device",
+            "run as root with CAP_SYS_RESOURCE (systemd: AmbientCapabilities), or accept the risk by \
+             --unsafe-no-flusher",
+        )
+    }
+}
+
+fn memory_lock(capabilities: &Capabilities, limit: Option<u64>) -> Finding {
+    match limit {
+        _ if capabilities.has(CAP_IPC_LOCK) => Finding::ok("memlock", "CAP_IPC_LOCK: no limit"),
+        None => Finding::ok("memlock", "no limit"),
+        Some(bytes) => Finding::warn(
+            "memlock",
+            format!("at most {} can be locked in memory", ByteSize(bytes)),
+            "for swap: run as root, or raise it (ulimit -l; systemd: LimitMEMLOCK=infinity)",
+        ),
+    }
+}
+
+fn attach(capabilities: &Capabilities) -> Finding {
+    if capabilities.has(CAP_SYS_ADMIN) {
+        Finding::ok("admin", "CAP_SYS_ADMIN: block devices and swap can be set up")
+    } else {
+        Finding::warn("admin", "no CAP_SYS_ADMIN: no kernel block device, no swapon", "run as root for those")
+    }
+}
+
+fn open_files(limit: Option<u64>) -> Finding {
+    match limit {
+        Some(files) if files < FILES_WANTED => Finding::warn(
+            "open-files",
+            format!("at most {files}; a large card's chunks take {FILES_WANTED}"),
+            "raise it (ulimit -Hn; systemd: LimitNOFILE=65536)",
+        ),
+        Some(files) => Finding::ok("open-files", format!("at most {files}")),
+        None => Finding::ok("open-files", "no limit"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Level;
+    use super::super::machine::Fixture;
+    use super::*;
+
+    #[test]
+    fn capabilities_are_read_bit_by_bit() {
+        let fixture =
+            Fixture::new("caps").with("/proc/self/status", "Name:\tweir\nCapEff:\t000001fffeffffff\n");
+        let capabilities = Capabilities::of(&fixture.machine());
+        assert!(capabilities.has(CAP_SYS_ADMIN) && capabilities.has(CAP_IPC_LOCK));
+        assert!(!capabilities.has(CAP_SYS_RESOURCE));
+        assert_eq!(flusher(&capabilities).level, Level::Warn);
+    }
+
+    #[test]
+    fn a_small_memory_lock_limit_matters_only_without_the_capability() {
+        assert_eq!(memory_lock(&Capabilities(0), Some(8 << 20)).level, Level::Warn);
+        assert_eq!(memory_lock(&Capabilities(1 << CAP_IPC_LOCK), Some(0)).level, Level::Ok);
+        assert_eq!(memory_lock(&Capabilities(0), None).level, Level::Ok);
+    }
+}

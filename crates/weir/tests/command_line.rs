@@ -1,0 +1,103 @@
+//! The command line as a contract: exit codes, one line for each mistake, help, man pages and completions.
+
+use std::fs;
+use std::process::{Command, Output};
+
+fn weir(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_weir")).args(arguments).output().expect("the program starts")
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).expect("UTF-8")
+}
+
+/// Arguments, and what the one line about them must contain: the key, the value seen, what is accepted.
+const MISTAKES: &[(&[&str], &[&str])] = &[
+    (&["bogus"], &["bogus"]),
+    (&["doctor", "--jsn"], &["--jsn", "--json"]),
+    (&["doctor", "extra"], &["extra"]),
+    (&["completions", "basic"], &["SHELL", "basic", "bash", "zsh", "fish"]),
+    (&["completions"], &["SHELL"]),
+    (&["man"], &["DIRECTORY"]),
+];
+
+#[test]
+fn a_mistake_is_one_line_that_names_key_value_and_what_is_accepted_and_exits_2() {
+    for (arguments, words) in MISTAKES {
+        let output = weir(arguments);
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {said}");
+        assert_eq!(said.lines().count(), 1, "{arguments:?}: {said}");
+        assert!(said.starts_with("weir: ") && output.stdout.is_empty(), "{arguments:?}: {said}");
+        for word in *words {
+            assert!(said.contains(word), "{arguments:?}: {word:?} is not in {said}");
+        }
+    }
+}
+
+#[test]
+fn nothing_to_do_is_a_usage_error_and_help_is_not() {
+    assert_eq!(weir(&[]).status.code(), Some(2));
+    let help = weir(&["--help"]);
+    assert_eq!(help.status.code(), Some(0));
+    assert!(text(&help.stdout).contains("Exit codes: 0 done, 1 failed, 2 usage"));
+}
+
+#[test]
+fn every_command_has_a_man_page() {
+    let directory = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("man");
+    let output = weir(&["man", directory.to_str().expect("UTF-8")]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let help = text(&weir(&["--help"]).stdout);
+    let commands = help.lines().skip_while(|line| *line != "Commands:").skip(1);
+    let mut count = 0;
+    for command in commands.map_while(|line| line.split_whitespace().next()).filter(|name| *name != "help") {
+        let page = fs::read_to_string(directory.join(format!("weir-{command}.1"))).expect(command);
+        assert!(page.contains(".SH NAME") && page.contains(command), "{command}");
+        count += 1;
+    }
+    assert!(count >= 3, "{help}");
+}
+
+#[test]
+fn man_pages_cannot_be_written_where_a_file_is() {
+    let file = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("a-file");
+    fs::write(&file, "").expect("writable");
+    let output = weir(&["man", file.to_str().expect("UTF-8")]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains("a-file"));
+}
+
+#[test]
+fn completions_know_the_commands() {
+    for shell in ["bash", "zsh", "fish"] {
+        let output = weir(&["completions", shell]);
+        assert!(output.status.success() && text(&output.stdout).contains("doctor"), "{shell}");
+    }
+}
+
+#[test]
+fn doctor_prints_one_json_object_of_schema_1() {
+    let output = weir(&["doctor", "--json"]);
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert_eq!(report["schema"], 1);
+    let checks = report["checks"].as_array().expect("an array");
+    for id in [
+        "gpu",
+        "kernel",
+        "front-end",
+        "nbd",
+        "ublk",
+        "cgroup",
+        "io-flusher",
+        "memlock",
+        "userfaultfd",
+        "memory",
+    ] {
+        assert!(checks.iter().any(|check| check["id"] == id), "{id} is not in {report}");
+    }
+    let worst = report["worst"].as_str().expect("a level");
+    assert_eq!(output.status.code(), Some(i32::from(worst == "fail")));
+    let lines = text(&weir(&["doctor"]).stdout);
+    assert!(checks.iter().all(|check| lines.contains(check["id"].as_str().expect("a name"))), "{lines}");
+}
