@@ -17,6 +17,7 @@
 mod error;
 mod file;
 mod host;
+mod open;
 mod sim;
 mod stripe;
 mod url;
@@ -24,7 +25,8 @@ mod url;
 pub use error::{Fault, OpenError};
 pub use file::FileUrl;
 pub use host::Host;
-pub use sim::SimUrl;
+pub use open::open;
+pub use sim::{Damage, Injected, Sim, SimUrl};
 pub use stripe::StripeUrl;
 pub use url::{StoreUrl, UrlError, UrlProblem};
 
@@ -90,6 +92,10 @@ pub enum State {
 }
 
 /// One thread's way into a store.
+///
+/// Operations that are in flight together have no order, whichever lanes they are in: a read beside a write of
+/// its slot finds either content or a mixture, and two writes leave either. A caller that cares waits for the first.
+/// A dropped lane has no effect any more: what it had in flight has finished, or never will.
 pub trait Lane: Send {
     /// Announces a batch, so that the store can choose its path before the first operation of it. Optional.
     fn plan(&mut self, _reads: usize, _writes: usize) {}

@@ -9,7 +9,7 @@
 //! | `sim:seed=1,read_error=1e-4` | memory that fails as told, for tests ([`SimUrl`]) |
 //!
 //! Each kind of store parses its own part, in its own module. A new kind adds a variant here, its parser there,
-//! and an arm in `open`.
+//! and an arm in [`open`](crate::open()).
 //!
 //! ```
 //! use weir_store::StoreUrl;

@@ -1,5 +1,213 @@
-//! Memory that fails as told.
+//! `sim:`: memory that fails as told, from a seed. What shows that the rest of Weir survives a bad store.
+//!
+//! It fails in the ways that hardware does: operations that report an error, writes that are acknowledged and
+//! never done or done wrong, operations that overtake one another, and a store that is gone from one operation to
+//! the next. It counts what it did, so that a test can hold the user's counters against the truth.
 
+mod chance;
+mod lane;
 mod url;
 
 pub use url::SimUrl;
+
+use crate::{Fault, Lane, OpenError, State, Store};
+use lane::SimLane;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use weir_core::{PAGE_SIZE, PageBytes, Slot};
+
+/// A store that fails as its [`SimUrl`] says.
+#[derive(Debug)]
+pub struct Sim {
+    name: String,
+    lanes: AtomicU64,
+    shared: Arc<Shared>,
+}
+
+/// How many of each fault a [`Sim`] has injected since it was opened.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Injected {
+    /// Reads that failed with EIO.
+    pub read_errors: u64,
+    /// Writes that failed with EIO.
+    pub write_errors: u64,
+    /// Writes that were acknowledged and stored with a flipped bit.
+    pub corrupt_writes: u64,
+    /// Writes that were acknowledged and not done.
+    pub lost_writes: u64,
+    /// Reads that succeeded with a content other than the last acknowledged write's: each must be noticed
+    /// by whoever checks.
+    pub damaged_reads: u64,
+    /// Operations that found the store or their chunk gone.
+    pub gone: u64,
+}
+
+/// What is wrong with a slot's content.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Damage {
+    /// A bit differs from what was written.
+    Corrupt,
+    /// The last acknowledged write was not done.
+    Stale,
+}
+
+struct Cell {
+    page: PageBytes,
+    damage: Option<Damage>,
+}
+
+struct Shared {
+    url: SimUrl,
+    /// A lock for each slot: a simulated store may be slow, and stays without unsafe code.
+    cells: Box<[Mutex<Cell>]>,
+    chunk_slots: u32,
+    released: Box<[AtomicBool]>,
+    operations: AtomicU64,
+    lost: AtomicBool,
+    counts: Counts,
+}
+
+#[derive(Default)]
+struct Counts {
+    read_errors: AtomicU64,
+    write_errors: AtomicU64,
+    corrupt_writes: AtomicU64,
+    lost_writes: AtomicU64,
+    damaged_reads: AtomicU64,
+    gone: AtomicU64,
+}
+
+impl Sim {
+    /// A store as `url` says, full of zeros.
+    ///
+    /// # Errors
+    /// When there is no memory for it, or its chunks do not make sense.
+    pub fn open(url: SimUrl) -> Result<Self, OpenError> {
+        let name = url.to_string();
+        let slots = (url.size.0 / PAGE_SIZE as u64) as usize;
+        let chunk_slots = (url.chunk.unwrap_or(url.size).0 / PAGE_SIZE as u64).min(slots as u64) as u32;
+        if slots == 0 || chunk_slots == 0 {
+            return Err(OpenError::new(name, "size and chunk must hold a page at least"));
+        }
+        let mut cells = Vec::new();
+        if cells.try_reserve_exact(slots).is_err() {
+            return Err(OpenError::no_memory(name, url.size.0, std::io::ErrorKind::OutOfMemory));
+        }
+        cells.resize_with(slots, || Mutex::new(Cell { page: [0; PAGE_SIZE], damage: None }));
+        let chunks = (slots as u32).div_ceil(chunk_slots);
+        let shared = Shared {
+            url,
+            cells: cells.into(),
+            chunk_slots,
+            released: (0..chunks).map(|_| AtomicBool::new(false)).collect(),
+            operations: AtomicU64::new(0),
+            lost: AtomicBool::new(false),
+            counts: Counts::default(),
+        };
+        Ok(Sim { name, lanes: AtomicU64::new(0), shared: Arc::new(shared) })
+    }
+
+    /// What it has done wrong so far.
+    pub fn injected(&self) -> Injected {
+        let counts = &self.shared.counts;
+        let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        Injected {
+            read_errors: read(&counts.read_errors),
+            write_errors: read(&counts.write_errors),
+            corrupt_writes: read(&counts.corrupt_writes),
+            lost_writes: read(&counts.lost_writes),
+            damaged_reads: read(&counts.damaged_reads),
+            gone: read(&counts.gone),
+        }
+    }
+
+    /// What is wrong with the content of `slot` now.
+    pub fn damage(&self, slot: Slot) -> Option<Damage> {
+        self.shared.cells.get(slot.0 as usize).and_then(|cell| hold(cell).damage)
+    }
+
+    /// Loses the store with all it holds, now.
+    pub fn kill(&self) {
+        self.shared.lost.store(true, Ordering::SeqCst);
+    }
+}
+
+impl Store for Sim {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn slots(&self) -> u32 {
+        self.shared.cells.len() as u32
+    }
+
+    fn chunk_slots(&self) -> u32 {
+        self.shared.chunk_slots
+    }
+
+    fn lane(&self, depth: usize) -> Result<Box<dyn Lane>, OpenError> {
+        let number = self.lanes.fetch_add(1, Ordering::Relaxed);
+        Ok(Box::new(SimLane::new(Arc::clone(&self.shared), number, depth)))
+    }
+
+    fn state(&self) -> State {
+        if self.shared.is_lost() { State::Lost } else { State::Online }
+    }
+
+    fn release(&self, chunk: u32) -> Result<(), Fault> {
+        let cells = self.shared.chunk(chunk)?;
+        self.shared.released[chunk as usize].store(true, Ordering::SeqCst);
+        for cell in cells {
+            *hold(cell) = Cell { page: [0; PAGE_SIZE], damage: None };
+        }
+        Ok(())
+    }
+
+    fn take(&self, chunk: u32) -> Result<(), Fault> {
+        self.shared.chunk(chunk)?;
+        self.shared.released[chunk as usize].store(false, Ordering::SeqCst);
+        Ok(())
+    }
+}
+
+impl Shared {
+    fn is_lost(&self) -> bool {
+        self.lost.load(Ordering::SeqCst)
+    }
+
+    /// The slot's cell, if the store still has it.
+    fn cell(&self, slot: Slot) -> Result<&Mutex<Cell>, Fault> {
+        let gone = || {
+            self.counts.gone.fetch_add(1, Ordering::Relaxed);
+            Fault::Lost
+        };
+        let cell = self.cells.get(slot.0 as usize).ok_or_else(gone)?;
+        let released = self.released[(slot.0 / self.chunk_slots) as usize].load(Ordering::SeqCst);
+        if released || self.is_lost() { Err(gone()) } else { Ok(cell) }
+    }
+
+    fn chunk(&self, chunk: u32) -> Result<&[Mutex<Cell>], Fault> {
+        let first = chunk as usize * self.chunk_slots as usize;
+        let end = (first + self.chunk_slots as usize).min(self.cells.len());
+        if self.is_lost() { Err(Fault::Lost) } else { self.cells.get(first..end).ok_or(Fault::Lost) }
+    }
+
+    /// Counts an operation, and loses the store if that was one too many.
+    fn count_operation(&self) {
+        let earlier = self.operations.fetch_add(1, Ordering::Relaxed);
+        if self.url.die_after.is_some_and(|limit| earlier >= limit) {
+            self.lost.store(true, Ordering::SeqCst);
+        }
+    }
+}
+
+impl std::fmt::Debug for Shared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}", self.url)
+    }
+}
+
+/// A panic elsewhere does not tear a cell: its content is replaced as a whole.
+fn hold(cell: &Mutex<Cell>) -> MutexGuard<'_, Cell> {
+    cell.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,197 @@
+//! A lane into a simulated store: decides an operation's fate when it is queued, and carries it out when it is due.
+
+use super::chance::Chance;
+use super::{Damage, Shared, hold};
+use crate::{Done, Fault, Lane, Progress, Ticket};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Instant;
+use weir_core::{PAGE_SIZE, Page, PageBytes, Slot};
+
+/// EIO, by its number on every architecture of Linux.
+const EIO: i32 = 5;
+
+pub(super) struct SimLane {
+    shared: Arc<Shared>,
+    chance: Chance,
+    waiting: Vec<Operation>,
+    depth: usize,
+    /// Contents of the writes that wait, by [`Operation::page`].
+    pages: Box<[Page]>,
+    free_pages: Vec<usize>,
+    polls: u64,
+    read: Box<Page>,
+}
+
+#[derive(Clone, Copy)]
+struct Operation {
+    ticket: Ticket,
+    slot: Slot,
+    fate: Fate,
+    /// Where a write's content is kept; `None` for a read.
+    page: Option<usize>,
+    /// The polls it waits for, from its submission on.
+    delay: u64,
+    due: Option<(u64, Instant)>,
+}
+
+/// What becomes of an operation that finds its slot.
+#[derive(Clone, Copy)]
+enum Fate {
+    Succeed,
+    Fail,
+    Lose,
+    /// Flip this bit.
+    Corrupt(usize),
+}
+
+impl SimLane {
+    pub(super) fn new(shared: Arc<Shared>, number: u64, depth: usize) -> Self {
+        let queues = shared.url.delay > 0 || !shared.url.latency.is_zero();
+        let depth = if queues { depth.max(1) } else { 0 };
+        SimLane {
+            chance: Chance::of_lane(shared.url.seed, number),
+            waiting: Vec::with_capacity(depth),
+            depth,
+            pages: vec![Page::zeroed(); depth].into(),
+            free_pages: (0..depth).collect(),
+            polls: 0,
+            read: Box::new(Page::zeroed()),
+            shared,
+        }
+    }
+
+    fn finishes_at_once(&self) -> bool {
+        self.depth == 0
+    }
+
+    /// Draws the same numbers whatever comes of them, so that one probability changed leaves the rest as it was.
+    fn draw_write(&mut self, slot: Slot) -> Fate {
+        let url = &self.shared.url;
+        let fails = self.chance.happens(url.write_error);
+        let lost = self.chance.happens(url.lose) || url.lost_slot == Some(slot.0);
+        let corrupt = self.chance.happens(url.corrupt);
+        let bit = self.chance.below(PAGE_SIZE as u64 * 8) as usize;
+        match (fails, lost, corrupt) {
+            (true, ..) => Fate::Fail,
+            (_, true, _) => Fate::Lose,
+            (.., true) => Fate::Corrupt(bit),
+            _ => Fate::Succeed,
+        }
+    }
+
+    fn draw_read(&mut self) -> Fate {
+        if self.chance.happens(self.shared.url.read_error) { Fate::Fail } else { Fate::Succeed }
+    }
+
+    fn queue(&mut self, ticket: Ticket, slot: Slot, fate: Fate, page: Option<usize>) -> Progress {
+        let delay = 1 + self.chance.below(u64::from(self.shared.url.delay));
+        self.waiting.push(Operation { ticket, slot, fate, page, delay, due: None });
+        Progress::Queued
+    }
+}
+
+impl Shared {
+    fn write(&self, slot: Slot, page: &PageBytes, fate: Fate) -> Result<(), Fault> {
+        let mut cell = hold(self.cell(slot)?);
+        match fate {
+            Fate::Succeed => (cell.page, cell.damage) = (*page, None),
+            Fate::Fail => {
+                self.counts.write_errors.fetch_add(1, Relaxed);
+                return Err(Fault::Io(EIO));
+            }
+            Fate::Lose => {
+                self.counts.lost_writes.fetch_add(1, Relaxed);
+                // The same content again is no damage: nobody could tell.
+                cell.damage = (cell.page != *page).then_some(Damage::Stale);
+            }
+            Fate::Corrupt(bit) => {
+                self.counts.corrupt_writes.fetch_add(1, Relaxed);
+                (cell.page, cell.damage) = (*page, Some(Damage::Corrupt));
+                cell.page[bit / 8] ^= 1 << (bit % 8);
+            }
+        }
+        Ok(())
+    }
+
+    fn read(&self, slot: Slot, page: &mut PageBytes, fate: Fate) -> Result<(), Fault> {
+        let cell = hold(self.cell(slot)?);
+        if let Fate::Fail = fate {
+            self.counts.read_errors.fetch_add(1, Relaxed);
+            return Err(Fault::Io(EIO));
+        }
+        if cell.damage.is_some() {
+            self.counts.damaged_reads.fetch_add(1, Relaxed);
+        }
+        *page = cell.page;
+        Ok(())
+    }
+}
+
+impl Lane for SimLane {
+    fn write(&mut self, ticket: Ticket, slot: Slot, page: &PageBytes) -> Progress {
+        if self.finishes_at_once() {
+            self.shared.count_operation();
+            let fate = self.draw_write(slot);
+            return Progress::Done(self.shared.write(slot, page, fate));
+        }
+        if self.waiting.len() == self.depth {
+            return Progress::Full;
+        }
+        self.shared.count_operation();
+        let fate = self.draw_write(slot);
+        let kept = self.free_pages.pop().expect("a page for each operation that may wait");
+        *self.pages[kept] = *page;
+        self.queue(ticket, slot, fate, Some(kept))
+    }
+
+    fn read(&mut self, ticket: Ticket, slot: Slot, page: &mut PageBytes) -> Progress {
+        if self.finishes_at_once() {
+            self.shared.count_operation();
+            let fate = self.draw_read();
+            return Progress::Done(self.shared.read(slot, page, fate));
+        }
+        if self.waiting.len() == self.depth {
+            return Progress::Full;
+        }
+        self.shared.count_operation();
+        let fate = self.draw_read();
+        self.queue(ticket, slot, fate, None)
+    }
+
+    fn submit(&mut self) {
+        let when = Instant::now() + self.shared.url.latency;
+        for operation in self.waiting.iter_mut().filter(|operation| operation.due.is_none()) {
+            operation.due = Some((self.polls + operation.delay, when));
+        }
+    }
+
+    fn poll(&mut self, done: &mut dyn FnMut(Done<'_>)) {
+        self.polls += 1;
+        let now = if self.shared.url.latency.is_zero() { None } else { Some(Instant::now()) };
+        let mut at = 0;
+        while let Some(&Operation { ticket, slot, fate, page, due, .. }) = self.waiting.get(at) {
+            let is_due = |(polls, when)| self.polls >= polls && now.is_none_or(|now| now >= when);
+            if !due.is_some_and(is_due) {
+                at += 1;
+                continue;
+            }
+            self.waiting.swap_remove(at);
+            match page {
+                Some(kept) => {
+                    let result = self.shared.write(slot, &self.pages[kept], fate);
+                    self.free_pages.push(kept);
+                    done(Done { ticket, result, page: None });
+                }
+                None => {
+                    let result = self.shared.read(slot, &mut self.read, fate);
+                    done(Done { ticket, result, page: result.is_ok().then_some(&**self.read) });
+                }
+            }
+        }
+    }
+
+    fn in_flight(&self) -> usize {
+        self.waiting.len()
+    }
+}
