@@ -1,0 +1,6 @@
+//! Ways into a volume for users of block devices.
+//!
+//! [`nbd`] speaks the Network Block Device protocol: to the kernel's own client (swap, file systems), to QEMU,
+//! and to everything built on libnbd.
+
+pub mod nbd;
