@@ -14,6 +14,8 @@
 //! 2. [`Lane::submit`] rings the doorbell for what was queued.
 //! 3. [`Lane::poll`] hands each finished operation to a callback, with its own result.
 
+#[cfg(feature = "conformance")]
+pub mod conformance;
 mod error;
 mod file;
 mod host;

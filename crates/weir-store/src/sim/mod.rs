@@ -189,7 +189,7 @@ impl Shared {
     fn chunk(&self, chunk: u32) -> Result<&[Mutex<Cell>], Fault> {
         let first = chunk as usize * self.chunk_slots as usize;
         let end = (first + self.chunk_slots as usize).min(self.cells.len());
-        if self.is_lost() { Err(Fault::Lost) } else { self.cells.get(first..end).ok_or(Fault::Lost) }
+        if self.is_lost() || first >= end { Err(Fault::Lost) } else { Ok(&self.cells[first..end]) }
     }
 
     /// Counts an operation, and loses the store if that was one too many.

@@ -1,0 +1,174 @@
+//! The claims that need no model.
+
+use super::content::{content, label};
+use super::harness::{Kind, Watched};
+use crate::{Fault, Store};
+use std::sync::Barrier;
+use weir_core::{PAGE_SIZE, Slot};
+
+/// `depth` operations are queued before the lane says that it is full, and none is lost.
+pub fn a_lane_has_room_for_its_depth(store: &dyn Store) {
+    for depth in [1, 2, 7, 64] {
+        let mut lane = Watched::open(store, depth);
+        lane.plan(0, depth);
+        let mut finished = Vec::new();
+        let slots = || (0..depth as u32).map(|at| Slot(at % store.slots()));
+        let distinct = depth.min(store.slots() as usize);
+        for slot in slots().take(distinct) {
+            let done =
+                lane.queue(Kind::Write(1), slot, &content(slot, 1)).expect("room for the lane's depth");
+            finished.extend(done);
+        }
+        finished.append(&mut lane.drain());
+        assert_eq!(finished.len(), distinct);
+        assert!(finished.iter().all(|done| done.result.is_ok()), "{:?}", finished[0].result);
+        for slot in slots().take(distinct) {
+            assert_eq!(
+                *lane.read_now(slot).expect("a written slot reads"),
+                content(slot, 1),
+                "slot {slot:?}"
+            );
+        }
+    }
+}
+
+/// Operations in flight have no effect on a later lane once their own is dropped.
+pub fn a_lane_may_be_dropped_with_operations_in_flight(store: &dyn Store) {
+    for serial in 1..20 {
+        let mut dropped = Watched::open(store, 8);
+        let slots = || (0..8.min(store.slots())).map(Slot);
+        for slot in slots() {
+            let _ = dropped.queue(Kind::Write(0), slot, &content(slot, 0));
+        }
+        if serial % 2 == 0 {
+            dropped.submit();
+        }
+        drop(dropped);
+        let mut lane = Watched::open(store, 8);
+        for slot in slots() {
+            assert_eq!(lane.write_now(slot, &content(slot, serial)), Ok(()));
+        }
+        for slot in slots() {
+            let page = lane.read_now(slot).expect("a written slot reads");
+            assert_eq!(*page, content(slot, serial), "slot {slot:?} holds {}", label(&page));
+        }
+    }
+}
+
+/// A lane opened (and used) on one thread works on another, and a page written through one is read by the other.
+pub fn a_lane_may_move_to_another_thread(store: &dyn Store) {
+    let mut lane = Watched::open(store, 4);
+    let slot = Slot(store.slots() - 1);
+    assert_eq!(lane.write_now(slot, &content(slot, 1)), Ok(()));
+    let mut lane = std::thread::scope(|scope| {
+        let moved = scope.spawn(|| {
+            assert_eq!(*lane.read_now(slot).expect("a written slot reads"), content(slot, 1));
+            assert_eq!(lane.write_now(slot, &content(slot, 2)), Ok(()));
+            lane
+        });
+        moved.join().expect("the other thread")
+    });
+    assert_eq!(*lane.read_now(slot).expect("a written slot reads"), content(slot, 2));
+    let mut other = Watched::open(store, 1);
+    assert_eq!(*other.read_now(slot).expect("a written slot reads"), content(slot, 2));
+    drop(lane.into_lane());
+}
+
+/// A chunk that was released faults as lost; taken again, it works and shows nothing of what it held. A store that
+/// cannot do so says that for both.
+pub fn a_released_chunk_faults_and_comes_back_empty(store: &dyn Store) {
+    let chunks = store.slots().div_ceil(store.chunk_slots());
+    let chunk = chunks - 1;
+    let first = Slot(chunk * store.chunk_slots());
+    let last = Slot(store.slots() - 1);
+    let mut lane = Watched::open(store, 4);
+    let mut elsewhere = Watched::open(store, 4);
+    if store.release(chunk) == Err(Fault::Unsupported) {
+        assert_eq!(store.take(chunk), Err(Fault::Unsupported), "neither or both");
+        return;
+    }
+    store.take(chunk).expect("the chunk just released");
+    for round in 0..3 {
+        for slot in [first, last] {
+            assert_eq!(lane.write_now(slot, &content(slot, round)), Ok(()));
+        }
+        assert_eq!(store.release(chunk), Ok(()));
+        for slot in [first, last] {
+            assert_eq!(lane.read_now(slot).map(|page| label(&page)), Err(Fault::Lost));
+            assert_eq!(elsewhere.write_now(slot, &content(slot, round)), Err(Fault::Lost));
+        }
+        assert_eq!(store.take(chunk), Ok(()));
+        for slot in [first, last] {
+            let page = elsewhere.read_now(slot).expect("a chunk taken again reads");
+            let same = page.iter().zip(&content(slot, round)).filter(|(is, was)| is == was).count();
+            assert!(same < PAGE_SIZE / 4, "{same} bytes of what slot {slot:?} held are back");
+        }
+    }
+    assert!(store.release(chunks).is_err(), "there is no chunk {chunks}");
+    assert!(store.take(chunks).is_err(), "there is no chunk {chunks}");
+}
+
+/// A slot that the store does not have is a fault of that operation, and of no other.
+pub fn a_slot_outside_the_store_is_a_fault(store: &dyn Store) {
+    let mut lane = Watched::open(store, 8);
+    let inside = Slot(store.slots() - 1);
+    for outside in [Slot(store.slots()), Slot(u32::MAX)] {
+        assert!(lane.read_now(outside).is_err(), "{outside:?} read");
+        assert!(lane.write_now(outside, &[1; PAGE_SIZE]).is_err(), "{outside:?} written");
+        assert!(lane.view(outside).is_none(), "{outside:?} seen");
+        assert_eq!(lane.write_now(inside, &content(inside, outside.0)), Ok(()));
+        assert_eq!(*lane.read_now(inside).expect("a written slot reads"), content(inside, outside.0));
+    }
+}
+
+/// Four threads at once, each with a lane of its own on every fourth slot, each finding what it wrote last.
+pub fn threads_with_lanes_of_their_own_do_not_disturb_one_another(store: &dyn Store) {
+    const THREADS: u32 = 4;
+    const SLOTS_EACH: u32 = 64;
+    const ROUNDS: u32 = 40;
+    assert!(store.slots() >= THREADS, "conformance needs a store of {THREADS} slots");
+    let slots_each = SLOTS_EACH.min(store.slots() / THREADS);
+    let start = Barrier::new(THREADS as usize);
+    let work = |thread: u32| {
+        let slots = || (0..slots_each).map(move |at| Slot(at * THREADS + thread));
+        let mut lane = Watched::open(store, 1 + 9 * thread as usize);
+        start.wait();
+        for serial in 0..ROUNDS {
+            let mut finished = Vec::new();
+            slots()
+                .for_each(|slot| lane.run(Kind::Write(serial), slot, &content(slot, serial), &mut finished));
+            finished.append(&mut lane.drain());
+            slots().for_each(|slot| lane.run(Kind::Read, slot, &[0; PAGE_SIZE], &mut finished));
+            finished.append(&mut lane.drain());
+            assert_eq!(finished.len(), 2 * slots_each as usize);
+            for done in finished {
+                assert_eq!(done.result, Ok(()), "{:?} of {:?}", done.kind, done.slot);
+                if let Some(page) = done.page {
+                    assert_eq!(*page, content(done.slot, serial), "{:?} holds {}", done.slot, label(&page));
+                }
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for thread in 0..THREADS {
+            scope.spawn(move || work(thread));
+        }
+    });
+}
+
+/// A thread that sleeps on the wake_fd between polls gets everything, and is left alone when there is nothing.
+pub fn waiting_on_the_wake_fd_finds_every_completion(store: &dyn Store) {
+    let mut lane = Watched::open(store, 16);
+    let slots = 16.min(store.slots());
+    for serial in 0..100 {
+        let mut finished = Vec::new();
+        for slot in (0..slots).map(Slot) {
+            lane.run(Kind::Write(serial), slot, &content(slot, serial), &mut finished);
+        }
+        finished.append(&mut lane.drain());
+        assert_eq!(finished.len(), slots as usize);
+        // A poll that finds nothing clears what may have been left over from one that found several.
+        assert!(lane.poll().is_empty());
+        assert_ne!(lane.wakes(), Some(true), "an idle lane keeps its thread awake");
+    }
+}

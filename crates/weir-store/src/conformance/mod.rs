@@ -1,0 +1,57 @@
+//! What every store must do, as tests that any store can be put through by one line.
+//!
+//! ```ignore
+//! weir_store::conformance!(host: weir_store::open(&"host:1MiB".parse().unwrap()).unwrap());
+//! ```
+//!
+//! expands to a module `host` with a test for each claim below. The expression is evaluated once for each test, and must give a
+//! fresh `Arc<dyn Store>` that injects no faults. The larger of the tests is a property: any
+//! interleaving of operations on several lanes agrees with a model. It runs 64 cases (`PROPTEST_CASES` says
+//! otherwise) and keeps the seeds of failures beside the test that found them.
+
+mod claims;
+mod content;
+mod harness;
+mod interleaving;
+
+pub use claims::{
+    a_lane_has_room_for_its_depth, a_lane_may_be_dropped_with_operations_in_flight,
+    a_lane_may_move_to_another_thread, a_released_chunk_faults_and_comes_back_empty,
+    a_slot_outside_the_store_is_a_fault, threads_with_lanes_of_their_own_do_not_disturb_one_another,
+    waiting_on_the_wake_fd_finds_every_completion,
+};
+pub use content::content;
+pub use interleaving::any_interleaving_agrees_with_the_model;
+
+/// Puts a store through the conformance suite: `conformance!(name: expression)`, where the expression gives an
+/// `Arc<dyn Store>`.
+#[macro_export]
+macro_rules! conformance {
+    ($name:ident: $open:expr) => {
+        mod $name {
+            use super::*;
+            $crate::conformance!(@claims $open;
+                a_lane_has_room_for_its_depth,
+                a_lane_may_be_dropped_with_operations_in_flight,
+                a_lane_may_move_to_another_thread,
+                a_released_chunk_faults_and_comes_back_empty,
+                a_slot_outside_the_store_is_a_fault,
+                threads_with_lanes_of_their_own_do_not_disturb_one_another,
+                waiting_on_the_wake_fd_finds_every_completion,
+            );
+
+            #[test]
+            fn any_interleaving_agrees_with_the_model() {
+                $crate::conformance::any_interleaving_agrees_with_the_model(&*$open, file!());
+            }
+        }
+    };
+    (@claims $open:expr; $($claim:ident,)+) => {
+        $(
+            #[test]
+            fn $claim() {
+                $crate::conformance::$claim(&*$open);
+            }
+        )+
+    };
+}
