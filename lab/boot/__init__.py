@@ -1,0 +1,1 @@
+"""Boots real kernels as processes: where they come from, how they start, how they end."""

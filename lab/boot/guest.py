@@ -1,0 +1,136 @@
+"""One boot: a directory shared with the guest, its processes, and an end that leaves neither behind."""
+
+import ctypes
+import dataclasses
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+from . import qemu, uml
+from .outcome import Failed, Missing
+
+BOOTS = {"uml": uml, "qemu": qemu}
+# Escape sequences and control characters, all but tab and newline.
+CONTROL = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[()][A-Z0-9]|\x1b.|[\x00-\x08\x0b-\x1f\x7f]")
+PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclasses.dataclass
+class Guest:
+    """What a scenario asks of its machine, and the directory that it shares with it."""
+
+    memory_mib: int
+    cpus: int
+    limit_s: int
+    share: str
+    mounts: list = dataclasses.field(default_factory=list)  # (host path, guest path, "ro" or "rw")
+    boot: str = ""
+
+    def kernel_arguments(self):
+        """What the guest's init reads from its kernel's command line."""
+        mounts = []
+        for host, guest, mode in self.mounts:
+            if re.search(r"[\s,:\"]", host):
+                raise Missing(f"a path without spaces, commas and colons, instead of {host!r}")
+            mounts.append(f"lab_mount={host}:{guest}:{mode}")
+        return [f"lab_boot={self.boot}", *mounts]
+
+
+def new_share():
+    """A directory for one run, on a file system that takes unix sockets."""
+    return tempfile.mkdtemp(prefix="weir-lab-")
+
+
+def run(kernel, guest, out):
+    """Boots, copies the console to `out` without control codes, and returns the scenario's exit code.
+
+    # Errors
+    `Failed` when the time limit passes or when the guest ends without a word: a panic, or a host that killed it.
+    """
+    boot = BOOTS[kernel.boot]
+    guest.boot = kernel.boot
+    guest.mounts += [
+        (guest.share, "/run/lab", "rw"),
+        (kernel.modules, f"/run/kernel/lib/modules/{kernel.release}", "ro"),
+    ]
+    # UML forks a process for each of the guest's: orphans come to us, so that the end can be a certain one.
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    started = time.monotonic()
+    processes = boot.prepare(kernel, guest)
+    try:
+        line, environment = boot.command(kernel, guest)
+        console = subprocess.Popen(
+            line,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+        processes.append(console)
+        in_time = _copy(console, started + guest.limit_s, out)
+    finally:
+        _end(processes)
+    if not in_time:
+        raise Failed(f"the time limit of {guest.limit_s} s passed")
+    try:
+        with open(f"{guest.share}/exit", encoding="ascii") as file:
+            return int(file.read())
+    except (FileNotFoundError, ValueError):
+        raise Failed("the guest ended before its scenario did (its console is above)") from None
+
+
+def _copy(console, deadline, out):
+    """Copies until the console closes (true) or the deadline passes (false)."""
+    pending = b""
+    stream = console.stdout
+    while True:
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([stream], [], [], left)[0]:
+            return False
+        data = os.read(stream.fileno(), 1 << 16)
+        lines = (pending + data).split(b"\n")
+        pending = lines.pop() if data else b""
+        for text in lines:
+            out.write(CONTROL.sub(b"", text).decode(errors="replace") + "\n")
+        out.flush()
+        if not data:
+            return True
+
+
+def _end(processes):
+    """Kills what still runs, ours and what was left to us, and waits until nothing does."""
+    for process in processes:
+        if process.poll() is None:
+            with_group = os.getpgid(process.pid) == process.pid
+            (os.killpg if with_group else os.kill)(process.pid, signal.SIGKILL)
+        process.wait()
+    while True:
+        orphans = _children()
+        if not orphans:
+            return
+        for pid in orphans:
+            try:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            except (ProcessLookupError, ChildProcessError):
+                pass
+
+
+def _children():
+    with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
+        return [int(pid) for pid in file.read().split()]
+
+
+def remove_share(share, keep):
+    """Ends the run's directory, or says where it is."""
+    if keep:
+        print(f"lab: kept {share}", file=sys.stderr)
+    else:
+        shutil.rmtree(share, ignore_errors=True)

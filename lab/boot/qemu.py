@@ -1,0 +1,68 @@
+"""QEMU without hardware virtualisation, for kernels that UML cannot be: Debian's own, with modules, several CPUs.
+
+The host's / comes by virtiofs; its cache is the host's page cache, so programs start as fast as from a disk.
+"""
+
+import os
+import shutil
+import subprocess
+import time
+
+from . import initramfs
+from .outcome import Missing
+
+# What must be loaded before the root can be mounted; modprobe in the guest finds all else.
+ROOT_MODULES = ["virtio_pci", "virtiofs"]
+VIRTIOFSD = ["/usr/libexec/virtiofsd", "/usr/lib/qemu/virtiofsd"]
+
+
+def command(kernel, guest):
+    """The command line that boots `guest` on `kernel`, its console on stdout, and the environment it needs."""
+    line = [
+        "qemu-system-x86_64",
+        # Without -cx16, QEMU 7.2 mis-executes cmpxchg16b under kernels >= 6.12: 13 boots of 20 without, all with.
+        *("-accel", "tcg,thread=multi", "-cpu", "qemu64,-cx16", "-M", "q35", "-smp", str(guest.cpus)),
+        *("-m", f"{guest.memory_mib}M", "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
+        # virtiofsd reads and writes the guest's memory itself, so that memory must be a shared file.
+        *("-object", f"memory-backend-memfd,id=ram,size={guest.memory_mib}M,share=on", "-numa", "node,memdev=ram"),
+        *("-chardev", f"socket,id=root,path={guest.share}/virtiofs.sock"),
+        *("-device", "vhost-user-fs-pci,chardev=root,tag=host,queue-size=1024"),
+        *("-chardev", "stdio,id=console,signal=off", "-serial", "chardev:console"),
+        *("-kernel", kernel.image, "-initrd", f"{guest.share}/initramfs"),
+        "-append",
+        " ".join(
+            ["console=ttyS0", "panic=-1", "quiet", "mitigations=off", "tsc=reliable", *guest.kernel_arguments()]
+        ),
+    ]
+    return line, {}
+
+
+def prepare(kernel, guest):
+    """Writes the initramfs and starts the file server; returns the processes that must end with the guest."""
+    if shutil.which("qemu-system-x86_64") is None:
+        raise Missing("qemu-system-x86_64 (package qemu-system-x86)")
+    server = next((path for path in VIRTIOFSD if os.access(path, os.X_OK)), None)
+    if server is None:
+        raise Missing("virtiofsd (package qemu-system-common or virtiofsd)")
+    if os.geteuid() != 0:
+        raise Missing("root (virtiofsd serves the host's / to the guest)")
+    busybox = shutil.which("busybox")
+    if busybox is None:
+        raise Missing("busybox (package busybox-static)")
+    initramfs.write(f"{guest.share}/initramfs", busybox, kernel, ROOT_MODULES)
+    socket = f"{guest.share}/virtiofs.sock"
+    log = open(f"{guest.share}/virtiofsd.log", "wb")  # noqa: SIM115 - the child's for as long as it lives
+    if server == VIRTIOFSD[0]:
+        shared = ["--shared-dir", "/", "--sandbox", "none", "--cache", "auto"]
+    else:
+        shared = ["-o", "source=/", "-o", "sandbox=chroot", "-o", "cache=auto"]
+    process = subprocess.Popen([server, f"--socket-path={socket}", *shared], stdout=log, stderr=log)
+    log.close()
+    for _ in range(200):
+        if os.path.exists(socket):
+            return [process]
+        if process.poll() is not None:
+            break
+        time.sleep(0.02)
+    with open(f"{guest.share}/virtiofsd.log", encoding="utf-8", errors="replace") as said:
+        raise Missing(f"a working virtiofsd ({server} said: {said.read().strip()[-200:]})")

@@ -1,0 +1,74 @@
+"""A run's figures: rows with goals, as `weir bench` writes them."""
+
+import datetime
+import os
+import platform
+import subprocess
+
+HEARTBEAT = "heartbeat"
+
+
+def rows(share, heartbeat_goal):
+    """The rows that the scenario left, and the heartbeat's longest gap."""
+    found = []
+    for line in _lines(f"{share}/figures"):
+        name, metric, value, better, goal = (line.split("\t") + [""])[:5]
+        found.append(_row(name, metric, float(value), better or None, float(goal) if goal else None))
+    for line in _lines(f"{share}/heartbeat"):
+        gap = float(line.split()[0])
+        found.append(_row(HEARTBEAT, "max_gap_s", gap, "lower", heartbeat_goal))
+    return found
+
+
+def _row(name, metric, value, better, goal):
+    row = {"id": name, "metric": metric, "value": value}
+    if better:
+        row["better"] = better
+    if goal is not None:
+        row["goal"] = goal
+        row["met"] = value <= goal if better == "lower" else value >= goal
+    return row
+
+
+def document(tree, scenario, kernel, scale, passed, seconds, figures):
+    """One JSON object for one run."""
+    return {
+        "schema": 1,
+        "bench": "lab",
+        "scenario": scenario.name,
+        "scale": scale,
+        "passed": passed,
+        "seconds": round(seconds, 2),
+        "commit": _commit(tree),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "kernel": platform.release(), "gpu": None, "driver": None},
+        "guest": {
+            "kernel": kernel.release,
+            "boot": kernel.boot,
+            "memory_mib": scenario.memory_mib,
+            "cpus": 1 if kernel.boot == "uml" else scenario.cpus,
+        },
+        "runs": 1,
+        "rows": figures,
+    }
+
+
+def _lines(path):
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read().splitlines()
+    except FileNotFoundError:
+        return []
+
+
+def _commit(tree):
+    command = ["git", "-C", tree, "rev-parse", "--short=12", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
+
+
+def _cpu():
+    for line in _lines("/proc/cpuinfo"):
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

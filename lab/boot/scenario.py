@@ -1,0 +1,87 @@
+"""What a scenario says of itself: the `# key: value` lines at its head."""
+
+import dataclasses
+import os
+import re
+
+from . import kernels
+
+SCALES = ("ci", "full")
+ABOUT = "about"
+# key -> default; None where it must be given.
+KEYS = {
+    ABOUT: None,
+    "kernel": "uml-6.1",
+    "memory": "512M",
+    "cpus": "2",
+    "limit": "120",
+    "limit-full": "900",
+    "heartbeat": "",
+    "needs": "",
+    "builds": "",
+    "modules": "",
+}
+
+
+class BadScenario(Exception):
+    """A head that cannot be read; says which key and what is accepted."""
+
+
+@dataclasses.dataclass
+class Scenario:
+    """One file of lab/scenarios, as the host sees it."""
+
+    name: str
+    path: str
+    about: str
+    kernel: str  # a name of kernels.KNOWN
+    memory_mib: int
+    cpus: int  # UML has one whatever is asked
+    limit_s: dict  # scale -> seconds
+    heartbeat_s: float | None  # longest gap allowed, where the scenario promises one
+    needs: list  # programs on the host's PATH
+    builds: list  # cargo packages whose programs the guest runs
+    modules: list  # directories with a Kbuild Makefile
+
+
+def read(path):
+    """The scenario in one file."""
+    said = {}
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            if not line.startswith("#"):
+                break
+            match = re.match(r"# ([a-z-]+): (.*)$", line)
+            if match:
+                said[match.group(1)] = match.group(2).strip()
+    name = os.path.basename(path)
+    for key in said:
+        if key not in KEYS:
+            raise BadScenario(f"{name}: unknown key {key!r}; keys are {', '.join(KEYS)}")
+    if ABOUT not in said:
+        raise BadScenario(f"{name}: no '# about:' line")
+    said = {**KEYS, **said}
+    if said["kernel"] not in kernels.KNOWN:
+        raise BadScenario(f"{name}: kernel {said['kernel']!r}; known are {', '.join(kernels.KNOWN)}")
+    memory = re.fullmatch(r"(\d+)([MG])", said["memory"])
+    if not memory:
+        raise BadScenario(f"{name}: memory {said['memory']!r}; accepted are 512M, 2G and the like")
+    return Scenario(
+        name=name,
+        path=path,
+        about=said[ABOUT],
+        kernel=said["kernel"],
+        memory_mib=int(memory.group(1)) * (1024 if memory.group(2) == "G" else 1),
+        cpus=int(said["cpus"]),
+        limit_s={"ci": int(said["limit"]), "full": int(said["limit-full"])},
+        heartbeat_s=float(said["heartbeat"]) if said["heartbeat"] else None,
+        needs=said["needs"].split(),
+        builds=said["builds"].split(),
+        modules=said["modules"].split(),
+    )
+
+
+def read_all(directory):
+    """Every scenario of a directory, by name."""
+    paths = [os.path.join(directory, name) for name in sorted(os.listdir(directory))]
+    return {scenario.name: scenario for scenario in map(read, filter(os.path.isfile, paths))}

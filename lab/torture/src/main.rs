@@ -1,0 +1,157 @@
+//! `torture`: runs the memory torture of this crate and reports it.
+//!
+//! Exit codes: 0 every page was what was written and no process was killed, 1 otherwise, 2 usage.
+
+use clap::Parser;
+use std::fmt::Display;
+use std::fs;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitCode, Stdio};
+use std::time::{Duration, Instant};
+use weir_core::{ByteSize, PAGE_SIZE};
+use weir_torture::cgroup::Cgroup;
+use weir_torture::swap;
+use weir_torture::worker::{self, Tally, Work};
+
+/// How often swap use is looked at while the processes run.
+const SAMPLE: Duration = Duration::from_millis(200);
+
+/// Touches more memory than it may have, and checks every page.
+#[derive(Parser)]
+#[command(name = "torture")]
+struct Options {
+    /// Memory to touch, over all processes
+    #[arg(long)]
+    size: ByteSize,
+    /// RAM that all processes together may keep (a memory cgroup; needs root). Without: no limit
+    #[arg(long)]
+    limit: Option<ByteSize>,
+    /// Processes that share the work
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..=1024))]
+    processes: u64,
+    /// Everything random follows from it
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Go on reading back and rewriting for at least this long
+    #[arg(long, default_value_t = 0)]
+    seconds: u64,
+    /// Append the figures as lines of ID, METRIC, VALUE, BETTER, GOAL with tabs between
+    #[arg(long)]
+    figures: Option<PathBuf>,
+    /// This is process N of a torture: enter the cgroup whose cgroup.procs is given, and work
+    #[arg(long, hide = true, num_args = 2, value_names = ["N", "PROCS"])]
+    worker: Option<Vec<String>>,
+}
+
+fn main() -> ExitCode {
+    let options = Options::parse();
+    let done = match &options.worker {
+        Some(which) => work(&options, &which[0], &which[1]).map(|()| true),
+        None => torture(&options),
+    };
+    match done {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("torture: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// One process: under the limit before it touches its first page.
+fn work(options: &Options, process: &str, entrance: &str) -> io::Result<()> {
+    if !entrance.is_empty() {
+        fs::write(entrance, "0")?;
+    }
+    let work = Work {
+        seed: options.seed,
+        process: process.parse().map_err(io::Error::other)?,
+        pages: (options.size.0 / options.processes) as usize / PAGE_SIZE,
+        at_least: Duration::from_secs(options.seconds),
+    };
+    let tally = worker::run(work, |line| eprintln!("torture: process {process}: {line}"));
+    writeln!(io::stdout(), "{}", tally.to_line())
+}
+
+/// The parent, outside the limit: starts the processes, watches swap, adds up. True when all is well.
+fn torture(options: &Options) -> io::Result<bool> {
+    let name = format!("weir-torture-{}", std::process::id());
+    let cgroup = options.limit.map(|limit| Cgroup::new(&name, limit.0)).transpose()?;
+    let (in_before, out_before) = swap::pages_moved()?;
+    let swap_before = swap::used_kib()?;
+    let started = Instant::now();
+    let entrance = cgroup.as_ref().map(Cgroup::entrance).unwrap_or_default();
+    let mut children = (0..options.processes)
+        .map(|process| start_worker(process, &entrance))
+        .collect::<io::Result<Vec<Child>>>()?;
+
+    let mut swap_peak = 0;
+    while children.iter_mut().map(Child::try_wait).collect::<io::Result<Vec<_>>>()?.contains(&None) {
+        swap_peak = swap_peak.max(swap::used_kib()?.saturating_sub(swap_before));
+        std::thread::sleep(SAMPLE);
+    }
+    let mut total = Tally::default();
+    let mut lost = 0;
+    for (process, child) in children.into_iter().enumerate() {
+        let done = child.wait_with_output()?;
+        match str::from_utf8(&done.stdout).ok().and_then(|line| Tally::from_line(line.trim_end())) {
+            Some(tally) if done.status.success() => total.add(tally),
+            _ => {
+                lost += 1;
+                eprintln!("torture: process {process} did not finish: {}", done.status);
+            }
+        }
+    }
+    let (in_after, out_after) = swap::pages_moved()?;
+    let killed = lost.max(cgroup.as_ref().map_or(0, Cgroup::killed));
+
+    let mut report = Report { file: options.figures.as_deref().map(open_to_append).transpose()? };
+    report.row("touched_mib", options.size.0 >> 20, "")?;
+    if let Some(limit) = options.limit {
+        let over = options.size.0 as f64 / limit.0 as f64;
+        report.row("touched_over_limit", format!("{over:.2}"), "higher")?;
+    }
+    report.row("processes", options.processes, "")?;
+    report.row("seconds", format!("{:.2}", started.elapsed().as_secs_f64()), "lower")?;
+    report.row("swap_peak_mib", swap_peak >> 10, "")?;
+    report.row("pages_swapped_out", out_after - out_before, "")?;
+    report.row("pages_swapped_in", in_after - in_before, "")?;
+    report.row("pages_written", total.written, "")?;
+    report.row("pages_checked", total.checked, "")?;
+    report.row("longest_touch_s", format!("{:.3}", total.longest_us as f64 / 1e6), "lower")?;
+    report.row("killed", killed, "lower\t0")?;
+    report.row("mismatches", total.mismatches, "lower\t0")?;
+    Ok(total.mismatches == 0 && killed == 0)
+}
+
+fn start_worker(process: u64, entrance: &Path) -> io::Result<Child> {
+    Command::new(std::env::current_exe()?)
+        .args(std::env::args_os().skip(1))
+        .arg("--worker")
+        .arg(process.to_string())
+        .arg(entrance)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+}
+
+fn open_to_append(path: &Path) -> io::Result<fs::File> {
+    fs::OpenOptions::new().create(true).append(true).open(path)
+}
+
+/// The figures, for a reader and for a file.
+struct Report {
+    file: Option<fs::File>,
+}
+
+impl Report {
+    fn row(&mut self, metric: &str, value: impl Display, better_and_goal: &str) -> io::Result<()> {
+        println!("  {metric:20} {value}");
+        match &mut self.file {
+            Some(file) => writeln!(file, "torture\t{metric}\t{value}\t{better_and_goal}"),
+            None => Ok(()),
+        }
+    }
+}

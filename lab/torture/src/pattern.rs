@@ -1,0 +1,182 @@
+//! What is written into a page, and what a page that reads otherwise has become.
+
+use std::fmt;
+
+/// 64-bit words of a page.
+pub const WORDS: usize = weir_core::PAGE_SIZE / 8;
+
+/// One page of the tortured memory.
+#[derive(Clone)]
+#[repr(C, align(4096))]
+pub struct Page(pub [u64; WORDS]);
+
+/// Which page it is, of whom, and the how-manieth content.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Identity {
+    /// The run's seed with the process's number mixed in.
+    pub writer: u64,
+    /// The page's number within its process.
+    pub number: u64,
+    /// Counts a page's contents from 1.
+    pub generation: u64,
+}
+
+/// What was found in place of the page that was written.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Mismatch {
+    /// Nothing but zeros: the page was lost.
+    Zeros,
+    /// The same page, whole, as it was at an earlier time.
+    Stale {
+        /// The generation that was found.
+        generation: u64,
+    },
+    /// Another page of the run, whole.
+    Misplaced {
+        /// Whose it is, by its own words.
+        found: Identity,
+    },
+    /// No page that anybody wrote: torn or damaged.
+    Damaged {
+        /// Index of the first word that differs.
+        word: usize,
+    },
+}
+
+impl fmt::Display for Mismatch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Mismatch::Zeros => write!(f, "all zeros"),
+            Mismatch::Stale { generation } => write!(f, "stale, generation {generation}"),
+            Mismatch::Misplaced { found: Identity { writer, number, generation } } => {
+                write!(f, "page {number} of writer {writer:#x}, generation {generation}")
+            }
+            Mismatch::Damaged { word } => write!(f, "damaged from byte {}", word * 8),
+        }
+    }
+}
+
+impl Page {
+    /// A page of zeros.
+    pub const fn zeroed() -> Self {
+        Page([0; WORDS])
+    }
+
+    /// Writes the one content that belongs to `identity`: three words that name it, then a body that a
+    /// compressor gains nothing from.
+    pub fn fill(&mut self, identity: Identity) {
+        for (word, value) in self.0.iter_mut().zip(words(identity)) {
+            *word = value;
+        }
+    }
+
+    /// Compares with what `identity` was filled with.
+    ///
+    /// # Errors
+    /// What the page has become instead.
+    pub fn check(&self, identity: Identity) -> Result<(), Mismatch> {
+        match self.0.iter().zip(words(identity)).position(|(&found, wanted)| found != wanted) {
+            None => Ok(()),
+            Some(word) => Err(self.diagnose(identity, word)),
+        }
+    }
+
+    fn diagnose(&self, wanted: Identity, word: usize) -> Mismatch {
+        if self.0.iter().all(|&word| word == 0) {
+            return Mismatch::Zeros;
+        }
+        let found = Identity { writer: self.0[0], number: self.0[1], generation: self.0[2] };
+        if self.0.iter().zip(words(found)).any(|(&found, wanted)| found != wanted) {
+            return Mismatch::Damaged { word };
+        }
+        if (found.writer, found.number) == (wanted.writer, wanted.number) {
+            return Mismatch::Stale { generation: found.generation };
+        }
+        Mismatch::Misplaced { found }
+    }
+}
+
+/// The words of a page's content.
+fn words(identity: Identity) -> impl Iterator<Item = u64> {
+    let Identity { writer, number, generation } = identity;
+    let mut body = Random(mix(writer ^ mix(number ^ mix(generation))));
+    [writer, number, generation].into_iter().chain(std::iter::repeat_with(move || body.draw()))
+}
+
+/// The finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+pub fn mix(value: u64) -> u64 {
+    let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    value ^ (value >> 31)
+}
+
+/// A seeded row of random numbers: SplitMix64.
+#[derive(Debug)]
+pub struct Random(pub u64);
+
+impl Random {
+    /// The next number.
+    pub fn draw(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        mix(self.0)
+    }
+
+    /// Every index below `count` once, in an order that the seed decides (Fisher and Yates).
+    pub fn order(&mut self, count: usize) -> Vec<u32> {
+        let mut order: Vec<u32> = (0..count as u32).collect();
+        for last in (1..count).rev() {
+            let other = (self.draw() % (last as u64 + 1)) as usize;
+            order.swap(last, other);
+        }
+        order
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn page(identity: Identity) -> Page {
+        let mut page = Page::zeroed();
+        page.fill(identity);
+        page
+    }
+
+    const WANTED: Identity = Identity { writer: 7, number: 3, generation: 2 };
+
+    #[test]
+    fn a_page_as_written_passes() {
+        assert_eq!(page(WANTED).check(WANTED), Ok(()));
+    }
+
+    #[test]
+    fn each_way_to_lose_a_page_is_told_from_the_others() {
+        assert_eq!(Page::zeroed().check(WANTED), Err(Mismatch::Zeros));
+        let older = Identity { generation: 1, ..WANTED };
+        assert_eq!(page(older).check(WANTED), Err(Mismatch::Stale { generation: 1 }));
+        let other = Identity { number: 4, ..WANTED };
+        assert_eq!(page(other).check(WANTED), Err(Mismatch::Misplaced { found: other }));
+        let stranger = Identity { writer: 8, ..WANTED };
+        assert_eq!(page(stranger).check(WANTED), Err(Mismatch::Misplaced { found: stranger }));
+        let mut torn = page(WANTED);
+        torn.0[256..].copy_from_slice(&page(older).0[256..]);
+        assert_eq!(torn.check(WANTED), Err(Mismatch::Damaged { word: 256 }));
+    }
+
+    proptest! {
+        #[test]
+        fn no_single_bit_can_flip_unseen(word in 0..WORDS, bit in 0..64) {
+            let mut page = page(WANTED);
+            page.0[word] ^= 1_u64 << bit;
+            prop_assert!(page.check(WANTED).is_err());
+        }
+
+        #[test]
+        fn an_order_names_every_index_once(seed: u64, count in 0..2000_usize) {
+            let mut order = Random(seed).order(count);
+            order.sort_unstable();
+            prop_assert!(order.into_iter().eq(0..count as u32));
+        }
+    }
+}

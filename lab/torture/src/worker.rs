@@ -1,0 +1,189 @@
+//! One process of the torture: writes its pages in one order, reads them back in others, rewrites some, and
+//! reads all of them a last time.
+
+use crate::pattern::{Identity, Page, Random, mix};
+use std::alloc::{Layout, alloc_zeroed, handle_alloc_error};
+use std::time::{Duration, Instant};
+
+/// Mismatches that are described; the others are only counted.
+const DESCRIBED: u64 = 8;
+
+/// What one process is to do.
+#[derive(Clone, Copy, Debug)]
+pub struct Work {
+    /// The run's seed.
+    pub seed: u64,
+    /// Which of the run's processes this is.
+    pub process: u64,
+    /// Pages that it touches.
+    pub pages: usize,
+    /// Rounds of reading everything back go on for at least this long; the last one always finishes.
+    pub at_least: Duration,
+}
+
+/// What came of it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Tally {
+    /// Pages written, rewrites included.
+    pub written: u64,
+    /// Pages read back and compared.
+    pub checked: u64,
+    /// Pages that were not what was written.
+    pub mismatches: u64,
+    /// The longest time that one page took, in microseconds: its fault, and whatever held it up.
+    pub longest_us: u64,
+}
+
+impl Tally {
+    /// Adds another process's: counts add up, the longest stays the longest.
+    pub fn add(&mut self, other: Tally) {
+        self.written += other.written;
+        self.checked += other.checked;
+        self.mismatches += other.mismatches;
+        self.longest_us = self.longest_us.max(other.longest_us);
+    }
+
+    /// One line, for the parent process.
+    pub fn to_line(self) -> String {
+        format!("{} {} {} {}", self.written, self.checked, self.mismatches, self.longest_us)
+    }
+
+    /// Reads that line.
+    pub fn from_line(line: &str) -> Option<Tally> {
+        let mut numbers = line.split(' ').map(str::parse);
+        let mut number = || numbers.next()?.ok();
+        let (written, checked, mismatches, longest_us) = (number()?, number()?, number()?, number()?);
+        Some(Tally { written, checked, mismatches, longest_us })
+    }
+}
+
+/// Does the work. `complain` is told of the first mismatches.
+pub fn run(work: Work, mut complain: impl FnMut(&str)) -> Tally {
+    let writer = mix(work.seed ^ mix(work.process));
+    let mut random = Random(writer);
+    let mut memory = Memory::new(writer, work.pages);
+    let started = Instant::now();
+    for number in random.order(work.pages) {
+        memory.write(number as usize);
+    }
+    loop {
+        let last = started.elapsed() >= work.at_least;
+        for number in random.order(work.pages) {
+            memory.check(number as usize, &mut complain);
+            if !last && random.draw().is_multiple_of(2) {
+                memory.write(number as usize);
+            }
+        }
+        if last {
+            return memory.tally;
+        }
+    }
+}
+
+/// The tortured pages, and what each should hold.
+struct Memory {
+    writer: u64,
+    pages: Vec<Page>,
+    generations: Vec<u32>,
+    tally: Tally,
+    last: Instant,
+}
+
+impl Memory {
+    fn new(writer: u64, count: usize) -> Self {
+        Memory {
+            writer,
+            pages: untouched(count),
+            generations: vec![0; count],
+            tally: Tally::default(),
+            last: Instant::now(),
+        }
+    }
+
+    fn identity(&self, number: usize) -> Identity {
+        let generation = u64::from(self.generations[number]);
+        Identity { writer: self.writer, number: number as u64, generation }
+    }
+
+    fn write(&mut self, number: usize) {
+        self.generations[number] += 1;
+        let identity = self.identity(number);
+        self.pages[number].fill(identity);
+        self.tally.written += 1;
+        self.clock();
+    }
+
+    fn check(&mut self, number: usize, complain: &mut impl FnMut(&str)) {
+        let identity = self.identity(number);
+        if let Err(mismatch) = self.pages[number].check(identity) {
+            self.tally.mismatches += 1;
+            if self.tally.mismatches <= DESCRIBED {
+                complain(&format!("page {number}, generation {}: {mismatch}", identity.generation));
+            }
+        }
+        self.tally.checked += 1;
+        self.clock();
+    }
+
+    fn clock(&mut self) {
+        let now = Instant::now();
+        let took = now.duration_since(self.last).as_micros() as u64;
+        self.tally.longest_us = self.tally.longest_us.max(took);
+        self.last = now;
+    }
+}
+
+/// Pages that the kernel has zeroed on paper only: each gets memory when the torture's order first comes to it.
+fn untouched(count: usize) -> Vec<Page> {
+    if count == 0 {
+        return Vec::new();
+    }
+    let layout = Layout::array::<Page>(count).expect("a count of pages that fits the address space");
+    // SAFETY: the layout is Page's own and not of size zero; zeros are a valid Page; the vector
+    // takes over memory of exactly its length and capacity.
+    unsafe {
+        let start = alloc_zeroed(layout).cast::<Page>();
+        if start.is_null() {
+            handle_alloc_error(layout);
+        }
+        Vec::from_raw_parts(start, count, count)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const WORK: Work = Work { seed: 1, process: 0, pages: 300, at_least: Duration::ZERO };
+
+    #[test]
+    fn every_page_is_written_and_read_back() {
+        let tally = run(WORK, |line| panic!("{line}"));
+        assert_eq!((tally.written, tally.checked, tally.mismatches), (300, 300, 0));
+    }
+
+    #[test]
+    fn rounds_go_on_for_the_time_given_and_rewrite_about_half() {
+        let tally = run(Work { at_least: Duration::from_millis(50), ..WORK }, |line| panic!("{line}"));
+        assert!(tally.checked >= 600 && tally.checked.is_multiple_of(300), "{tally:?}");
+        assert!(tally.written > 300 && tally.written < tally.checked, "{tally:?}");
+    }
+
+    #[test]
+    fn a_page_changed_behind_its_back_is_counted_and_described() {
+        let mut memory = Memory::new(9, 4);
+        (0..4).for_each(|number| memory.write(number));
+        memory.pages[2].0[100] ^= 1;
+        let mut said = Vec::new();
+        (0..4).for_each(|number| memory.check(number, &mut |line: &str| said.push(line.to_owned())));
+        assert_eq!(memory.tally.mismatches, 1);
+        assert_eq!(said, ["page 2, generation 1: damaged from byte 800"]);
+    }
+
+    #[test]
+    fn a_tally_survives_its_line() {
+        let tally = Tally { written: 1, checked: 2, mismatches: 3, longest_us: 4 };
+        assert_eq!(Tally::from_line(&tally.to_line()), Some(tally));
+        assert_eq!(Tally::from_line("1 2 x 4"), None);
+    }
+}
