@@ -1,0 +1,102 @@
+//! What a table knows of one connection besides its slots: which chunks it has, and where it is in its lap.
+
+use crate::image::CHUNK_SLOTS;
+use crate::token::{LAP_BITS, QUOTA_MAX};
+
+/// An open connection of one table. Give it back with [`Table::close`](crate::Table::close); one that is dropped
+/// instead stays open until the table goes.
+#[derive(PartialEq, Eq, Debug)]
+#[must_use = "a connection that is dropped stays open"]
+pub struct Connection {
+    pub(crate) index: u32,
+}
+
+impl Connection {
+    /// Its number in the table, from 0; the number of a closed connection is used again.
+    pub const fn index(&self) -> u32 {
+        self.index
+    }
+}
+
+/// 32 bytes, so that two share a cache line and none crosses one.
+#[derive(Clone, Debug, Default)]
+#[repr(C, align(32))]
+pub(crate) struct Record {
+    /// Positions that have a chunk.
+    pub present: u64,
+    /// Positions whose chunk has a free slot.
+    pub open: u64,
+    /// The only chunk, or the directory of chunks by position.
+    pub root: u32,
+    /// Which time round the slots this is.
+    pub lap: u32,
+    /// The slot from which on this lap has not used any.
+    pub cursor: u16,
+    /// References held.
+    pub held: u16,
+    /// References that may be held; 0 while closed.
+    pub quota: u16,
+}
+
+const _: () = assert!(size_of::<Record>() == 32);
+
+/// Marks a root that is a directory.
+const DIRECTORY: u32 = 1 << 31;
+
+/// Where a connection's chunks are found.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Root {
+    /// It has this chunk only, or none.
+    Chunk(u32),
+    /// It has several, listed here.
+    Directory(u32),
+}
+
+impl Record {
+    #[inline]
+    pub(crate) fn root(&self) -> Root {
+        if self.root & DIRECTORY == 0 {
+            Root::Chunk(self.root)
+        } else {
+            Root::Directory(self.root & !DIRECTORY)
+        }
+    }
+
+    pub(crate) fn set_root(&mut self, root: Root) {
+        self.root = match root {
+            Root::Chunk(chunk) => chunk,
+            Root::Directory(directory) => directory | DIRECTORY,
+        };
+    }
+
+    #[inline]
+    pub(crate) fn has(&self, position: u32) -> bool {
+        self.present >> position & 1 != 0
+    }
+
+    /// The position of the cursor and, in that chunk, the slots that this lap has not passed.
+    #[inline]
+    pub(crate) fn ahead(&self) -> (u32, u64) {
+        (u32::from(self.cursor) / CHUNK_SLOTS, !0 << (u32::from(self.cursor) % CHUNK_SLOTS))
+    }
+
+    /// The next chunk with a free slot after the cursor's own, if this lap has one.
+    pub(crate) fn later(&self) -> Option<u32> {
+        let (position, _) = self.ahead();
+        let later = self.open & (!0 << position << 1);
+        (later != 0).then(|| later.trailing_zeros())
+    }
+
+    /// Begins the next lap. A slot is taken at most once a lap, so no token of this lap was out before.
+    pub(crate) fn next_lap(&mut self) {
+        self.lap = (self.lap + 1) & ((1 << LAP_BITS) - 1);
+        self.cursor = 0;
+    }
+
+    /// Passes slot `index`; `true` when it was the last that a token can name.
+    #[inline]
+    pub(crate) fn pass(&mut self, index: u32) -> bool {
+        self.cursor = (index + 1) as u16;
+        index + 1 == QUOTA_MAX
+    }
+}

@@ -1,0 +1,65 @@
+//! How a table knows that the last reference to a page is back.
+
+mod owned;
+mod shared;
+
+pub use owned::OwnedCounts;
+pub use shared::SharedCounts;
+
+use crate::token::Place;
+
+/// Counts the references of each page. [`NoCounts`] for callers that count elsewhere (as Linux' page pool
+/// does), [`OwnedCounts`] for the pages of one table, [`SharedCounts`] where several tables lend the same pages.
+pub trait PageCounts {
+    /// Notes one more reference. `false` when there is no such page, or its count is full: nothing is noted.
+    fn take(&mut self, place: Place) -> bool;
+
+    /// Notes that a reference is back. `true` when it was the page's last.
+    fn give(&mut self, place: Place) -> bool;
+}
+
+/// Counts nothing and takes no memory: every return says that it was not the last.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct NoCounts;
+
+impl PageCounts for NoCounts {
+    #[inline]
+    fn take(&mut self, _: Place) -> bool {
+        true
+    }
+
+    #[inline]
+    fn give(&mut self, _: Place) -> bool {
+        false
+    }
+}
+
+/// Where each region's pages begin in one array of all pages.
+#[derive(Clone, Debug)]
+struct Regions {
+    /// First page and number of pages of each region; absent regions have none.
+    spans: alloc::boxed::Box<[(usize, u32)]>,
+}
+
+impl Regions {
+    /// The regions, and how many pages they have in all.
+    fn new(pages: &[u32]) -> (Self, usize) {
+        let mut end = 0;
+        let spans = pages
+            .iter()
+            .take(256)
+            .map(|&pages| {
+                let first = end;
+                end += pages as usize;
+                (first, pages)
+            })
+            .collect();
+        (Regions { spans }, end)
+    }
+
+    #[inline]
+    fn index(&self, place: Place) -> Option<usize> {
+        let &(first, pages) = self.spans.get(usize::from(place.region))?;
+        (place.page < pages).then_some(first + place.page as usize)
+    }
+}

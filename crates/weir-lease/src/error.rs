@@ -1,0 +1,151 @@
+//! What can be refused, why, and how often it was.
+
+use core::fmt;
+
+use crate::token::Place;
+use crate::{BATCH_REFERENCES_MAX, BATCH_TOKENS_MAX};
+
+/// Why no connection was opened.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum OpenError {
+    /// All connections of the geometry are open.
+    Full {
+        /// How many that is.
+        connections: u32,
+    },
+    /// The quota is zero or more than the geometry allows.
+    Quota {
+        /// The quota asked for.
+        asked: u32,
+        /// The geometry's.
+        limit: u32,
+    },
+}
+
+/// Why no reference was taken. Nothing has changed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum TakeError {
+    /// The connection holds as many references as it may: it has to return some first.
+    Quota {
+        /// How many that is.
+        quota: u32,
+    },
+    /// The table has no slot left for any connection.
+    Exhausted,
+    /// No such page or fragment, or the page's count is full.
+    Place(Place),
+    /// The handle belongs to another table.
+    NotOpen,
+}
+
+/// Why a returned token was refused. Nothing has changed but a counter.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Refusal {
+    /// It was the slot's latest token, and has been returned before.
+    Repeated,
+    /// The slot has been used again since, or was never given out under this token.
+    Stale,
+    /// It names no slot that the connection has.
+    Unknown,
+}
+
+/// Why a whole batch was refused before any of it was looked at.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum BatchError {
+    /// More than [`BATCH_TOKENS_MAX`] ranges.
+    Tokens(usize),
+    /// More than [`BATCH_REFERENCES_MAX`] references in all ranges.
+    References(u64),
+}
+
+/// Refused tokens so far, by reason.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Refusals {
+    /// [`Refusal::Repeated`]
+    pub repeated: u64,
+    /// [`Refusal::Stale`]
+    pub stale: u64,
+    /// [`Refusal::Unknown`]
+    pub unknown: u64,
+}
+
+impl Refusals {
+    /// All of them.
+    pub const fn total(&self) -> u64 {
+        self.repeated + self.stale + self.unknown
+    }
+
+    pub(crate) fn count(&mut self, refusal: Refusal) -> Refusal {
+        match refusal {
+            Refusal::Repeated => self.repeated += 1,
+            Refusal::Stale => self.stale += 1,
+            Refusal::Unknown => self.unknown += 1,
+        }
+        refusal
+    }
+}
+
+impl fmt::Display for OpenError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            OpenError::Full { connections } => {
+                write!(f, "all {connections} connections of the table are open: close one, or make it larger")
+            }
+            OpenError::Quota { asked, limit } => {
+                write!(f, "a quota of {asked} references is not possible here: ask for 1 to {limit}")
+            }
+        }
+    }
+}
+
+impl fmt::Display for TakeError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            TakeError::Quota { quota } => {
+                write!(f, "the connection holds its quota of {quota} references: return some first")
+            }
+            TakeError::Exhausted => {
+                f.write_str("the table has no slot left: return references, or make it larger")
+            }
+            TakeError::Place(place) => {
+                write!(f, "there is no {place:?} to lend, or it is out too often already")
+            }
+            TakeError::NotOpen => {
+                f.write_str("the connection is not of this table: use the handle that open() gave")
+            }
+        }
+    }
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Refusal::Repeated => "the token has been returned before: return each token once",
+            Refusal::Stale => "the token is out of date: return only tokens that are held",
+            Refusal::Unknown => {
+                "the token names nothing that this connection has: return only tokens that are held"
+            }
+        })
+    }
+}
+
+impl fmt::Display for BatchError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            BatchError::Tokens(tokens) => {
+                write!(f, "a batch of {tokens} ranges is too long: split it by {BATCH_TOKENS_MAX}")
+            }
+            BatchError::References(references) => {
+                write!(
+                    f,
+                    "a batch of {references} references is too large: split it by {BATCH_REFERENCES_MAX}"
+                )
+            }
+        }
+    }
+}
+
+impl core::error::Error for OpenError {}
+impl core::error::Error for TakeError {}
+impl core::error::Error for Refusal {}
+impl core::error::Error for BatchError {}

@@ -1,0 +1,231 @@
+//! Where a table keeps what must survive it: a slice of words, in its own memory or in memory shared with
+//! whoever comes next.
+
+use core::fmt;
+use core::sync::atomic::{AtomicU64, Ordering};
+
+use crate::token::QUOTA_MAX;
+use crate::words::{ChunkWord, ConnectionWord, SlotWord};
+
+/// "weir" and "leas", little-endian, then the version of the layout below.
+const MAGIC: u64 = u64::from_le_bytes(*b"weirleas");
+const VERSION: u64 = 1;
+/// Words before the first connection's: magic, version, connections, chunks, quota; rounded up to a cache line.
+const HEADER_WORDS: usize = 8;
+/// Slots in a chunk: the bits of one mask.
+pub(crate) const CHUNK_SLOTS: u32 = 64;
+
+/// How large a table is. Everything is taken when the table is made; nothing grows later.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Geometry {
+    /// Connections that can be open at a time, at most 2^24.
+    pub connections: u32,
+    /// References that can be out at a time over all connections. Slots are handed to connections 64 at a time,
+    /// so leave room for a partly used chunk a connection; rounded up to 64, at most 2^30.
+    pub references: u32,
+    /// The largest quota that a connection may be opened with, at most [`QUOTA_MAX`].
+    pub quota: u32,
+}
+
+/// Why a geometry or an image cannot be used.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ImageError {
+    /// A figure of the geometry is zero or too large.
+    Geometry(Geometry),
+    /// The memory is shorter than [`Geometry::image_words`] says.
+    TooShort {
+        /// Words that the geometry needs.
+        needed: usize,
+        /// Words that there are.
+        found: usize,
+    },
+    /// The memory does not begin as an image of this version does.
+    NotAnImage {
+        /// Its first word.
+        magic: u64,
+        /// Its second word.
+        version: u64,
+    },
+    /// A word contradicts the rest: something else wrote into the image.
+    Damaged {
+        /// The word's number.
+        word: usize,
+        /// Its value.
+        value: u64,
+    },
+}
+
+impl fmt::Display for ImageError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            ImageError::Geometry(Geometry { connections, references, quota }) => write!(
+                f,
+                "a table of {connections} connections, {references} references and a quota of {quota} cannot be \
+                 made: use 1 to 2^24, 1 to 2^30 and 1 to {QUOTA_MAX}"
+            ),
+            ImageError::TooShort { needed, found } => {
+                write!(f, "the memory has {found} words, the table needs {needed}: map all of it")
+            }
+            ImageError::NotAnImage { magic, version } => write!(
+                f,
+                "no image of a lease table of version {VERSION} (begins {magic:#x}, {version}): make a new table"
+            ),
+            ImageError::Damaged { word, value } => write!(
+                f,
+                "word {word} of the lease table's image is {value:#x}, which it cannot be: close every connection \
+                 and make a new table"
+            ),
+        }
+    }
+}
+
+impl core::error::Error for ImageError {}
+
+impl Geometry {
+    /// 64-bit words that a table of this size needs in its image.
+    pub const fn image_words(&self) -> usize {
+        self.slots_at() + (self.chunks() * CHUNK_SLOTS) as usize
+    }
+
+    pub(crate) const fn chunks(&self) -> u32 {
+        self.references.div_ceil(CHUNK_SLOTS)
+    }
+
+    /// Entries of a directory: chunks that one connection can have.
+    pub(crate) const fn positions(&self) -> u32 {
+        self.quota.div_ceil(CHUNK_SLOTS)
+    }
+
+    const fn chunks_at(&self) -> usize {
+        HEADER_WORDS + self.connections as usize
+    }
+
+    /// Slots begin on a cache line.
+    const fn slots_at(&self) -> usize {
+        (self.chunks_at() + self.chunks() as usize).next_multiple_of(8)
+    }
+
+    fn checked(self) -> Result<Self, ImageError> {
+        let fits = (1..=1 << 24).contains(&self.connections)
+            && (1..=1 << 30).contains(&self.references)
+            && (1..=QUOTA_MAX).contains(&self.quota);
+        if fits { Ok(self) } else { Err(ImageError::Geometry(self)) }
+    }
+}
+
+/// The words and where each kind of them begins. Stores are releases: on a crash of the process every earlier
+/// store is in memory, and the compiler may not change their order. They cost what plain stores cost on x86.
+#[derive(Debug)]
+pub(crate) struct Image<M> {
+    words: M,
+    pub(crate) geometry: Geometry,
+    chunks_at: usize,
+    slots_at: usize,
+}
+
+impl<M: AsRef<[AtomicU64]>> Image<M> {
+    /// Clears `words` and makes an image of them.
+    pub(crate) fn create(words: M, geometry: Geometry) -> Result<Self, ImageError> {
+        let image = Self::over(words, geometry)?;
+        let words = image.words.as_ref();
+        // No magic while the image is half made.
+        words[0].store(0, Ordering::Release);
+        let header = [
+            VERSION,
+            u64::from(geometry.connections),
+            u64::from(geometry.references),
+            u64::from(geometry.quota),
+            0,
+            0,
+            0,
+        ];
+        for (word, value) in words[1..].iter().zip(header) {
+            word.store(value, Ordering::Release);
+        }
+        for word in &words[HEADER_WORDS..geometry.image_words()] {
+            // Memory that is zero already stays untouched, and so takes no room until it is used.
+            if word.load(Ordering::Relaxed) != 0 {
+                word.store(0, Ordering::Release);
+            }
+        }
+        words[0].store(MAGIC, Ordering::Release);
+        Ok(image)
+    }
+
+    /// Finds the image that another table left in `words`.
+    pub(crate) fn open(words: M) -> Result<Self, ImageError> {
+        let header = words.as_ref();
+        let word = |at: usize| header.get(at).map_or(0, |word| word.load(Ordering::Acquire));
+        if (word(0), word(1)) != (MAGIC, VERSION) {
+            return Err(ImageError::NotAnImage { magic: word(0), version: word(1) });
+        }
+        let figure = |at: usize| {
+            u32::try_from(word(at)).map_err(|_| ImageError::Damaged { word: at, value: word(at) })
+        };
+        let geometry = Geometry { connections: figure(2)?, references: figure(3)?, quota: figure(4)? };
+        Self::over(words, geometry)
+    }
+
+    fn over(words: M, geometry: Geometry) -> Result<Self, ImageError> {
+        let geometry = geometry.checked()?;
+        let (needed, found) = (geometry.image_words(), words.as_ref().len());
+        if found < needed {
+            return Err(ImageError::TooShort { needed, found });
+        }
+        Ok(Image { words, geometry, chunks_at: geometry.chunks_at(), slots_at: geometry.slots_at() })
+    }
+
+    #[inline]
+    pub(crate) fn slot(&self, chunk: u32, bit: u32) -> SlotWord {
+        SlotWord(self.word(self.slot_at(chunk, bit)))
+    }
+
+    #[inline]
+    pub(crate) fn set_slot(&self, chunk: u32, bit: u32, word: SlotWord) {
+        self.set_word(self.slot_at(chunk, bit), word.0);
+    }
+
+    #[inline]
+    pub(crate) fn slot_at(&self, chunk: u32, bit: u32) -> usize {
+        self.slots_at + (chunk * CHUNK_SLOTS + bit) as usize
+    }
+
+    pub(crate) fn chunk(&self, chunk: u32) -> ChunkWord {
+        ChunkWord(self.word(self.chunk_at(chunk)))
+    }
+
+    pub(crate) fn set_chunk(&self, chunk: u32, word: ChunkWord) {
+        self.set_word(self.chunk_at(chunk), word.0);
+    }
+
+    pub(crate) fn chunk_at(&self, chunk: u32) -> usize {
+        self.chunks_at + chunk as usize
+    }
+
+    pub(crate) fn connection(&self, connection: u32) -> ConnectionWord {
+        ConnectionWord(self.word(Self::connection_at(connection)))
+    }
+
+    pub(crate) fn set_connection(&self, connection: u32, word: ConnectionWord) {
+        self.set_word(Self::connection_at(connection), word.0);
+    }
+
+    pub(crate) fn connection_at(connection: u32) -> usize {
+        HEADER_WORDS + connection as usize
+    }
+
+    /// The error that names the word at `at`.
+    pub(crate) fn damaged(&self, at: usize) -> ImageError {
+        ImageError::Damaged { word: at, value: self.word(at) }
+    }
+
+    #[inline]
+    fn word(&self, at: usize) -> u64 {
+        self.words.as_ref()[at].load(Ordering::Acquire)
+    }
+
+    #[inline]
+    fn set_word(&self, at: usize, value: u64) {
+        self.words.as_ref()[at].store(value, Ordering::Release);
+    }
+}

@@ -1,0 +1,429 @@
+//! The table itself: taking, giving back, closing.
+
+use alloc::boxed::Box;
+use alloc::vec;
+use alloc::vec::Vec;
+use core::sync::atomic::AtomicU64;
+
+use crate::connection::{Connection, Record, Root};
+use crate::counts::PageCounts;
+use crate::error::{BatchError, OpenError, Refusal, Refusals, TakeError};
+use crate::image::{CHUNK_SLOTS, Geometry, Image, ImageError};
+use crate::token::{Place, Token, TokenRange};
+use crate::words::{ChunkWord, ConnectionWord, SlotWord};
+use crate::{BATCH_REFERENCES_MAX, BATCH_TOKENS_MAX};
+
+/// References to pages, by connection. See the [crate's page](crate) for what it does and why.
+///
+/// `C` counts the references of each page; `M` is the memory of the image.
+#[derive(Debug)]
+pub struct Table<C, M = Vec<AtomicU64>> {
+    pub(crate) image: Image<M>,
+    pub(crate) counts: C,
+    pub(crate) records: Box<[Record]>,
+    /// Free slots of each chunk, a bit each.
+    pub(crate) masks: Box<[u64]>,
+    /// Chunks by position, one row of [`Geometry::positions`] for each connection that has several.
+    pub(crate) directories: Box<[u32]>,
+    /// Chunks, directories and connections that are not in use. Their room is taken at the start.
+    pub(crate) free_chunks: Vec<u32>,
+    pub(crate) free_directories: Vec<u32>,
+    pub(crate) closed: Vec<u32>,
+    pub(crate) refusals: Refusals,
+}
+
+/// A reference that came back.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Given {
+    /// What it was a reference to.
+    pub place: Place,
+    /// Whether it was the page's last.
+    pub last: bool,
+}
+
+/// What became of a batch.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Returned {
+    /// References that came back.
+    pub references: u32,
+    /// Tokens that were refused, each of them counted.
+    pub refused: u32,
+}
+
+impl<C: PageCounts> Table<C> {
+    /// An empty table in memory of its own.
+    ///
+    /// # Errors
+    /// [`ImageError::Geometry`] when a figure is out of range.
+    pub fn new(geometry: Geometry, counts: C) -> Result<Self, ImageError> {
+        let words = (0..geometry.image_words()).map(|_| AtomicU64::new(0)).collect();
+        Self::create(words, geometry, counts)
+    }
+}
+
+impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
+    /// An empty table whose image lies in `words`; what lay there is overwritten.
+    ///
+    /// Give it memory that another process maps, too, and [`Table::recover`] finds it again after this one's
+    /// death. `words` must always be the same memory.
+    ///
+    /// # Errors
+    /// [`ImageError::Geometry`] or [`ImageError::TooShort`].
+    pub fn create(words: M, geometry: Geometry, counts: C) -> Result<Self, ImageError> {
+        let mut table = Self::over(Image::create(words, geometry)?, counts);
+        // Lowest first.
+        table.free_chunks.extend((0..geometry.chunks()).rev());
+        table.closed.extend((0..geometry.connections).rev());
+        Ok(table)
+    }
+
+    /// A table over an image, with everything of its own still empty.
+    pub(crate) fn over(image: Image<M>, counts: C) -> Self {
+        let geometry = image.geometry;
+        let (connections, chunks) = (geometry.connections as usize, geometry.chunks() as usize);
+        // Only a connection with two chunks or more has a directory.
+        let directories = if geometry.positions() > 1 { (chunks / 2).min(connections) } else { 0 };
+        Table {
+            image,
+            counts,
+            records: vec![Record::default(); connections].into_boxed_slice(),
+            masks: vec![!0; chunks].into_boxed_slice(),
+            directories: vec![0; directories * geometry.positions() as usize].into_boxed_slice(),
+            free_chunks: Vec::with_capacity(chunks),
+            free_directories: (0..directories as u32).rev().collect(),
+            closed: Vec::with_capacity(connections),
+            refusals: Refusals::default(),
+        }
+    }
+
+    /// Opens a connection that may hold `quota` references at a time.
+    ///
+    /// # Errors
+    /// [`OpenError::Full`] when every connection is open, [`OpenError::Quota`] when the quota is out of range.
+    pub fn open(&mut self, quota: u32) -> Result<Connection, OpenError> {
+        let Geometry { connections, quota: limit, .. } = self.image.geometry;
+        if quota == 0 || quota > limit {
+            return Err(OpenError::Quota { asked: quota, limit });
+        }
+        let index = self.closed.pop().ok_or(OpenError::Full { connections })?;
+        let record = &mut self.records[index as usize];
+        // Laps go on where the last user of this number stopped, so that its tokens are not valid again.
+        record.next_lap();
+        record.quota = quota as u16;
+        self.image.set_connection(index, ConnectionWord::new(true, quota, record.lap));
+        Ok(Connection { index })
+    }
+
+    /// Takes a reference to a page for a connection.
+    ///
+    /// # Errors
+    /// [`TakeError`] says which limit is reached; nothing has changed then.
+    #[inline]
+    pub fn take(&mut self, connection: &Connection, place: Place) -> Result<Token, TakeError> {
+        let Some(record) = self.records.get(connection.index as usize) else {
+            return Err(TakeError::NotOpen);
+        };
+        if record.held >= record.quota {
+            return Err(self.refuse_take(connection));
+        }
+        let (position, ahead) = record.ahead();
+        let mut found = None;
+        if record.open >> position & 1 != 0 {
+            let chunk = self.chunk(record, position);
+            let free = self.masks[chunk as usize] & ahead;
+            if free != 0 {
+                found = Some((chunk, position, free.trailing_zeros()));
+            }
+        }
+        let (chunk, position, bit) = match found {
+            Some(slot) => slot,
+            None => self.find(connection.index)?,
+        };
+        if !place.fits() || !self.counts.take(place) {
+            return Err(self.refuse_place(connection.index, position, chunk, place));
+        }
+        let index = position * CHUNK_SLOTS + bit;
+        let record = &mut self.records[connection.index as usize];
+        let token = Token::new(record.lap, index);
+        self.image.set_slot(chunk, bit, SlotWord::taken(record.lap, place));
+        record.held += 1;
+        let mask = &mut self.masks[chunk as usize];
+        *mask &= !(1 << bit);
+        if *mask == 0 {
+            record.open &= !(1 << position);
+        }
+        if record.pass(index) {
+            self.next_lap(connection.index);
+        }
+        Ok(token)
+    }
+
+    /// Gives one reference back.
+    ///
+    /// # Errors
+    /// The reason why the token is none that this connection holds; it is counted in [`Table::refusals`].
+    #[inline]
+    pub fn give(&mut self, connection: &Connection, token: Token) -> Result<Given, Refusal> {
+        let (index, bit) = (token.index(), token.index() % CHUNK_SLOTS);
+        let position = index / CHUNK_SLOTS;
+        let record = match self.records.get(connection.index as usize) {
+            Some(record) if record.has(position) => record,
+            _ => return Err(self.refusals.count(Refusal::Unknown)),
+        };
+        let chunk = self.chunk(record, position);
+        let word = self.image.slot(chunk, bit);
+        if !word.holds(token) {
+            return Err(self.refuse(word, token));
+        }
+        self.image.set_slot(chunk, bit, word.returned());
+        let record = &mut self.records[connection.index as usize];
+        record.held -= 1;
+        record.open |= 1 << position;
+        let mask = &mut self.masks[chunk as usize];
+        *mask |= 1 << bit;
+        if *mask == !0 {
+            self.detach(connection.index, position, chunk);
+        }
+        let place = word.place();
+        Ok(Given { place, last: self.counts.give(place) })
+    }
+
+    /// Gives a batch back, as `SO_DEVMEM_DONTNEED` does: tokens that are refused are counted, and the others come
+    /// back all the same. `on_return` hears of every reference and whether it was its page's last.
+    ///
+    /// # Errors
+    /// [`BatchError`] when the batch exceeds [`BATCH_TOKENS_MAX`] or [`BATCH_REFERENCES_MAX`]; then none of it was
+    /// looked at.
+    pub fn give_batch(
+        &mut self,
+        connection: &Connection,
+        ranges: &[TokenRange],
+        mut on_return: impl FnMut(Place, bool),
+    ) -> Result<Returned, BatchError> {
+        if ranges.len() > BATCH_TOKENS_MAX {
+            return Err(BatchError::Tokens(ranges.len()));
+        }
+        let references = ranges.iter().map(|range| u64::from(range.count)).sum();
+        if references > BATCH_REFERENCES_MAX {
+            return Err(BatchError::References(references));
+        }
+        let mut returned = Returned::default();
+        for range in ranges {
+            for offset in 0..range.count {
+                match self.give(connection, Token(range.start.0.wrapping_add(offset))) {
+                    Ok(given) => {
+                        returned.references += 1;
+                        on_return(given.place, given.last);
+                    }
+                    Err(_) => returned.refused += 1,
+                }
+            }
+        }
+        Ok(returned)
+    }
+
+    /// Closes a connection and gives back all it holds, in time proportional to that. `on_return` hears of every
+    /// reference. Returns how many there were.
+    #[expect(clippy::needless_pass_by_value, reason = "what is closed must not be used again")]
+    pub fn close(&mut self, connection: Connection, mut on_return: impl FnMut(Place, bool)) -> u32 {
+        let index = connection.index;
+        let Some(record) = self.records.get(index as usize).filter(|record| record.quota > 0) else {
+            return 0;
+        };
+        let held = u32::from(record.held);
+        let mut present = record.present;
+        while present != 0 {
+            let position = present.trailing_zeros();
+            present &= present - 1;
+            let chunk = self.chunk(&self.records[index as usize], position);
+            let mut taken = !self.masks[chunk as usize];
+            while taken != 0 {
+                let bit = taken.trailing_zeros();
+                taken &= taken - 1;
+                let word = self.image.slot(chunk, bit);
+                self.image.set_slot(chunk, bit, word.returned());
+                let place = word.place();
+                on_return(place, self.counts.give(place));
+            }
+            self.masks[chunk as usize] = !0;
+            self.detach(index, position, chunk);
+        }
+        let record = &mut self.records[index as usize];
+        record.held = 0;
+        record.quota = 0;
+        self.image.set_connection(index, ConnectionWord::new(false, 0, record.lap));
+        self.closed.push(index);
+        held
+    }
+
+    /// What a token stands for, if the connection holds it.
+    pub fn place(&self, connection: &Connection, token: Token) -> Option<Place> {
+        let position = token.index() / CHUNK_SLOTS;
+        let record = self.records.get(connection.index as usize).filter(|record| record.has(position))?;
+        let word = self.image.slot(self.chunk(record, position), token.index() % CHUNK_SLOTS);
+        word.holds(token).then(|| word.place())
+    }
+
+    /// Every reference that a connection holds.
+    pub fn held(&self, connection: &Connection) -> impl Iterator<Item = (Token, Place)> {
+        let record = self.records.get(connection.index as usize);
+        record.into_iter().flat_map(move |record| {
+            let slots = (0..u64::BITS).filter(|&position| record.has(position)).flat_map(move |position| {
+                let chunk = self.chunk(record, position);
+                (0..CHUNK_SLOTS).map(move |bit| (position * CHUNK_SLOTS + bit, self.image.slot(chunk, bit)))
+            });
+            slots
+                .filter(|(_, word)| word.in_use())
+                .map(|(index, word)| (Token::new(word.lap(), index), word.place()))
+        })
+    }
+
+    /// How many references a connection holds.
+    pub fn outstanding(&self, connection: &Connection) -> u32 {
+        self.records.get(connection.index as usize).map_or(0, |record| u32::from(record.held))
+    }
+
+    /// Connections that are open.
+    pub fn connections(&self) -> u32 {
+        self.image.geometry.connections - self.closed.len() as u32
+    }
+
+    /// Tokens refused so far, by reason.
+    pub fn refusals(&self) -> Refusals {
+        self.refusals
+    }
+
+    /// The counts of pages.
+    pub fn counts(&self) -> &C {
+        &self.counts
+    }
+
+    /// Bytes that the table takes when all of it is in use: image, records, masks, directories and free lists;
+    /// without the counts.
+    pub fn bytes(&self) -> usize {
+        let ids = self.free_chunks.capacity() + self.free_directories.capacity() + self.closed.capacity();
+        self.image.geometry.image_words() * size_of::<u64>()
+            + size_of_val(&self.records[..])
+            + size_of_val(&self.masks[..])
+            + size_of_val(&self.directories[..])
+            + ids * size_of::<u32>()
+            + size_of::<Self>()
+    }
+
+    /// Bytes for each connection that holds nothing.
+    pub const fn bytes_per_idle_connection() -> usize {
+        size_of::<Record>() + size_of::<ConnectionWord>() + size_of::<u32>()
+    }
+
+    #[inline]
+    fn chunk(&self, record: &Record, position: u32) -> u32 {
+        match record.root() {
+            Root::Chunk(chunk) => chunk,
+            Root::Directory(directory) => self.directories[self.entry(directory, position)],
+        }
+    }
+
+    fn entry(&self, directory: u32, position: u32) -> usize {
+        (directory * self.image.geometry.positions() + position) as usize
+    }
+
+    /// A free slot outside the cursor's chunk: later in this lap, in the next lap, or in a new chunk.
+    #[cold]
+    fn find(&mut self, connection: u32) -> Result<(u32, u32, u32), TakeError> {
+        let record = &self.records[connection as usize];
+        let position = match record.later() {
+            Some(position) => position,
+            None if record.open != 0 => {
+                self.next_lap(connection);
+                self.records[connection as usize].open.trailing_zeros()
+            }
+            None => self.attach(connection)?,
+        };
+        let record = &self.records[connection as usize];
+        let chunk = self.chunk(record, position);
+        let (at, ahead) = record.ahead();
+        let ahead = if at == position { ahead } else { !0 };
+        Ok((chunk, position, (self.masks[chunk as usize] & ahead).trailing_zeros()))
+    }
+
+    fn next_lap(&mut self, connection: u32) {
+        let record = &mut self.records[connection as usize];
+        record.next_lap();
+        let word = ConnectionWord::new(true, u32::from(record.quota), record.lap);
+        self.image.set_connection(connection, word);
+    }
+
+    /// Gives a connection whose slots are all taken one more chunk, at the first position that has none.
+    fn attach(&mut self, connection: u32) -> Result<u32, TakeError> {
+        let chunk = self.free_chunks.pop().ok_or(TakeError::Exhausted)?;
+        let record = &mut self.records[connection as usize];
+        let position = (!record.present).trailing_zeros();
+        match record.root() {
+            _ if record.present == 0 => record.set_root(Root::Chunk(chunk)),
+            Root::Chunk(only) => {
+                let Some(directory) = self.free_directories.pop() else {
+                    self.free_chunks.push(chunk);
+                    return Err(TakeError::Exhausted);
+                };
+                let at = record.present.trailing_zeros();
+                record.set_root(Root::Directory(directory));
+                let (old, new) = (self.entry(directory, at), self.entry(directory, position));
+                self.directories[old] = only;
+                self.directories[new] = chunk;
+            }
+            Root::Directory(directory) => {
+                let new = self.entry(directory, position);
+                self.directories[new] = chunk;
+            }
+        }
+        self.image.set_chunk(chunk, ChunkWord::attached(connection, position));
+        let record = &mut self.records[connection as usize];
+        record.present |= 1 << position;
+        record.open |= 1 << position;
+        // This lap may have passed the position with a chunk that it had before.
+        if position < record.ahead().0 {
+            self.next_lap(connection);
+        }
+        Ok(position)
+    }
+
+    /// Takes an empty chunk from a connection.
+    fn detach(&mut self, connection: u32, position: u32, chunk: u32) {
+        self.image.set_chunk(chunk, ChunkWord::FREE);
+        self.free_chunks.push(chunk);
+        let record = &mut self.records[connection as usize];
+        record.present &= !(1 << position);
+        record.open &= !(1 << position);
+        if let Root::Directory(directory) = record.root()
+            && record.present.count_ones() == 1
+        {
+            let left = record.present.trailing_zeros();
+            let only = self.directories[self.entry(directory, left)];
+            self.records[connection as usize].set_root(Root::Chunk(only));
+            self.free_directories.push(directory);
+        }
+    }
+
+    #[cold]
+    fn refuse(&mut self, word: SlotWord, token: Token) -> Refusal {
+        let repeated = !word.in_use() && word.lap() == token.lap();
+        self.refusals.count(if repeated { Refusal::Repeated } else { Refusal::Stale })
+    }
+
+    /// The chunk may have been attached for this take alone.
+    #[cold]
+    fn refuse_place(&mut self, connection: u32, position: u32, chunk: u32, place: Place) -> TakeError {
+        if self.masks[chunk as usize] == !0 {
+            self.detach(connection, position, chunk);
+        }
+        TakeError::Place(place)
+    }
+
+    #[cold]
+    fn refuse_take(&self, connection: &Connection) -> TakeError {
+        match self.records[connection.index as usize].quota {
+            0 => TakeError::NotOpen,
+            quota => TakeError::Quota { quota: u32::from(quota) },
+        }
+    }
+}

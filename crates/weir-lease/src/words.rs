@@ -1,0 +1,132 @@
+//! The 64-bit words of a table's image. Each describes itself, and each change of state is one store of one
+//! word, so that whoever finds the image after a crash sees the state before the change or after it.
+
+use crate::token::{LAP_BITS, Place, Token};
+
+const IN_USE: u64 = 1 << 63;
+const PAGE_BITS: u32 = 26;
+const REGION_AT: u32 = PAGE_BITS;
+const FRAGMENT_AT: u32 = REGION_AT + 8;
+const LAP_AT: u32 = FRAGMENT_AT + 6;
+const LAP_MASK: u64 = (1 << LAP_BITS) - 1;
+const _: () = assert!(LAP_AT + LAP_BITS < 63);
+
+/// One reference, or none: the lap it belongs to and the place it is out at.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct SlotWord(pub u64);
+
+impl SlotWord {
+    pub(crate) const fn taken(lap: u32, place: Place) -> Self {
+        SlotWord(
+            IN_USE
+                | (lap as u64) << LAP_AT
+                | (place.fragment as u64) << FRAGMENT_AT
+                | (place.region as u64) << REGION_AT
+                | place.page as u64,
+        )
+    }
+
+    /// The same slot with its reference returned. What it stood for stays readable, so that a second return
+    /// can be told from a forgery.
+    pub(crate) const fn returned(self) -> Self {
+        SlotWord(self.0 & !IN_USE)
+    }
+
+    pub(crate) const fn in_use(self) -> bool {
+        self.0 & IN_USE != 0
+    }
+
+    pub(crate) const fn lap(self) -> u32 {
+        (self.0 >> LAP_AT & LAP_MASK) as u32
+    }
+
+    /// Whether `token`, which names this slot, is out now.
+    pub(crate) const fn holds(self, token: Token) -> bool {
+        let expected = IN_USE >> LAP_AT | token.lap() as u64;
+        (self.0 >> LAP_AT) & (IN_USE >> LAP_AT | LAP_MASK) == expected
+    }
+
+    pub(crate) const fn place(self) -> Place {
+        Place {
+            region: (self.0 >> REGION_AT) as u8,
+            page: (self.0 & ((1 << PAGE_BITS) - 1)) as u32,
+            fragment: (self.0 >> FRAGMENT_AT & 63) as u8,
+        }
+    }
+}
+
+/// 64 slots: free, or the piece of a connection that begins at slot `64 * position` of it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct ChunkWord(pub u64);
+
+impl ChunkWord {
+    pub(crate) const FREE: Self = ChunkWord(0);
+
+    pub(crate) const fn attached(connection: u32, position: u32) -> Self {
+        ChunkWord(IN_USE | (position as u64) << 32 | connection as u64)
+    }
+
+    pub(crate) const fn owner(self) -> Option<(u32, u32)> {
+        if self.0 & IN_USE == 0 { None } else { Some((self.0 as u32, (self.0 >> 32) as u32 & 0x7fff_ffff)) }
+    }
+}
+
+/// A connection: open or closed, its quota, and the lap it is in.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct ConnectionWord(pub u64);
+
+impl ConnectionWord {
+    pub(crate) const fn new(open: bool, quota: u32, lap: u32) -> Self {
+        ConnectionWord((open as u64) << 63 | (quota as u64) << 32 | lap as u64)
+    }
+
+    pub(crate) const fn open(self) -> bool {
+        self.0 >> 63 != 0
+    }
+
+    pub(crate) const fn quota(self) -> u32 {
+        (self.0 >> 32) as u32 & 0x7fff_ffff
+    }
+
+    pub(crate) const fn lap(self) -> u32 {
+        (self.0 & LAP_MASK) as u32
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::token::{FRAGMENTS_MAX, QUOTA_MAX, REGION_PAGES_MAX};
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_slot_gives_back_what_it_was_told(
+            region: u8, page in 0..REGION_PAGES_MAX, fragment in 0..FRAGMENTS_MAX,
+            lap in 0u32..1 << LAP_BITS, index in 0..QUOTA_MAX, other in 1u32..1 << LAP_BITS,
+        ) {
+            let place = Place { region, page, fragment };
+            let word = SlotWord::taken(lap, place);
+            prop_assert_eq!((word.place(), word.lap(), word.in_use()), (place, lap, true));
+            prop_assert!(word.holds(Token::new(lap, index)));
+            prop_assert!(!word.holds(Token::new(lap ^ other, index)));
+            let word = word.returned();
+            prop_assert_eq!((word.place(), word.lap(), word.in_use()), (place, lap, false));
+            prop_assert!(!word.holds(Token::new(lap, index)));
+        }
+
+        #[test]
+        fn a_chunk_and_a_connection_give_back_what_they_were_told(
+            connection: u32, position in 0u32..64, open: bool, quota in 0..=QUOTA_MAX, lap in 0u32..1 << LAP_BITS,
+        ) {
+            prop_assert_eq!(ChunkWord::attached(connection, position).owner(), Some((connection, position)));
+            let word = ConnectionWord::new(open, quota, lap);
+            prop_assert_eq!((word.open(), word.quota(), word.lap()), (open, quota, lap));
+        }
+    }
+
+    #[test]
+    fn zeroed_memory_is_an_image_of_nothing() {
+        assert!(!SlotWord(0).in_use() && ChunkWord(0).owner().is_none() && !ConnectionWord(0).open());
+    }
+}
