@@ -100,6 +100,11 @@ impl Memory {
         Ok(memory)
     }
 
+    /// The length that memory for `bytes` bytes has.
+    pub fn whole(bytes: usize) -> usize {
+        bytes.next_multiple_of(crate::PAGE_SIZE)
+    }
+
     /// Where it begins; page-aligned.
     pub fn as_ptr(&self) -> *mut u8 {
         self.start.as_ptr()

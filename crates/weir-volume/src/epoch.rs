@@ -1,0 +1,112 @@
+//! When a freed slot may be used again: after every lane that could still be looking at it has looked away.
+//!
+//! Epoch-based reclamation (Fraser, "Practical lock-freedom", 2004), cut to what a volume needs: a fixed number of
+//! lanes, no callbacks, and the epoch of a retired slot kept in the slot's own record, so that any lane may reuse
+//! any slot and none is stranded with a sleeping thread.
+//!
+//! The argument, once: a slot is unlinked from the map, *then* the global epoch is read as its tag `e`. It may be
+//! reused when `e < safe`, and [`Epochs::safe`] first moves the global epoch past `e`, then looks at every pin. A lane that
+//! it sees pinned at `e` or before holds it back. A lane that it sees unpinned will pin by a store and a full fence,
+//! and read the map after that: it finds the slot unlinked.
+
+use crate::sync::{AtomicU64, Ordering, fence};
+
+const UNPINNED: u64 = u64::MAX;
+
+/// A cache line of its own for each pin: neighbours would slow each other down on every batch.
+#[repr(align(128))]
+struct Pin(AtomicU64);
+
+/// The epochs of one volume's lanes.
+pub(crate) struct Epochs {
+    global: AtomicU64,
+    pins: Box<[Pin]>,
+}
+
+impl Epochs {
+    pub fn new(lanes: usize) -> Self {
+        Epochs {
+            global: AtomicU64::new(1),
+            pins: (0..lanes).map(|_| Pin(AtomicU64::new(UNPINNED))).collect(),
+        }
+    }
+
+    /// From here to [`unpin`](Epochs::unpin), what `lane` finds in the map stays where it is.
+    #[inline]
+    pub fn pin(&self, lane: usize) -> u64 {
+        let now = self.global.load(Ordering::Relaxed);
+        self.pins[lane].0.store(now, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        now
+    }
+
+    #[inline]
+    pub fn unpin(&self, lane: usize) {
+        self.pins[lane].0.store(UNPINNED, Ordering::Release);
+    }
+
+    /// The epoch to tag a slot with, once it has been unlinked by a `SeqCst` operation.
+    #[inline]
+    pub fn now(&self) -> u64 {
+        self.global.load(Ordering::SeqCst)
+    }
+
+    /// Moves on, and returns an epoch before which everything retired may be reused.
+    pub fn safe(&self) -> u64 {
+        let now = self.global.fetch_add(1, Ordering::SeqCst) + 1;
+        fence(Ordering::SeqCst);
+        self.pins.iter().map(|pin| pin.0.load(Ordering::Acquire)).fold(now, u64::min)
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pin_holds_back_what_was_retired_since_and_nothing_older() {
+        let epochs = Epochs::new(2);
+        let before = epochs.now();
+        assert!(before < epochs.safe(), "nobody is pinned");
+        epochs.pin(0);
+        let during = epochs.now();
+        assert!(before < epochs.safe(), "retired before the pin");
+        assert!(during >= epochs.safe(), "lane 0 may be looking");
+        epochs.unpin(0);
+        assert!(during < epochs.safe());
+    }
+}
+
+/// `RUSTFLAGS="--cfg loom" cargo test -p weir-volume --lib --release loom`
+#[cfg(all(test, loom))]
+mod loom_tests {
+    use super::*;
+    use loom::sync::Arc;
+    use loom::thread;
+
+    #[test]
+    fn loom_a_slot_is_never_reused_while_a_lane_reads_it() {
+        loom::model(|| {
+            // `map` names slot 1 or 2; `content` of slot 1 turns to 99 when it is reused.
+            let epochs = Arc::new(Epochs::new(2));
+            let map = Arc::new(AtomicU64::new(1));
+            let content = Arc::new(AtomicU64::new(11));
+            let reader = {
+                let (epochs, map, content) = (Arc::clone(&epochs), Arc::clone(&map), Arc::clone(&content));
+                thread::spawn(move || {
+                    epochs.pin(1);
+                    if map.load(Ordering::Acquire) == 1 {
+                        assert_eq!(content.load(Ordering::Relaxed), 11, "the slot was reused under a reader");
+                    }
+                    epochs.unpin(1);
+                })
+            };
+            map.swap(2, Ordering::SeqCst);
+            let retired = epochs.now();
+            if retired < epochs.safe() {
+                content.store(99, Ordering::Relaxed);
+            }
+            reader.join().unwrap();
+        });
+    }
+}

@@ -1,0 +1,824 @@
+//! One thread's way into a volume.
+
+use crate::entry::{Entry, Place};
+use crate::records::{Cursor, Occupant};
+use crate::status::LaneMetrics;
+use crate::{Tier, Volume};
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+use weir_core::metrics::{Counter, Latencies};
+use weir_core::{Checksum, PAGE_SIZE, PageBytes, PageNo, Slot, uniform_value};
+use weir_store::{Done, Fault, OpenError, Progress, State, Ticket};
+
+/// Slots that a lane remembers having freed, to use them again while their memory is still in the cache.
+pub(crate) const HINTS: usize = 64;
+/// Partial writes that a lane may have under way; more answer [`Progress::Full`].
+const PARTS: usize = 8;
+/// How long a write waits for a slot that other lanes are about to free, before it fails.
+const SLOT_WAIT: Duration = Duration::from_secs(2);
+/// One operation in so many is timed: reading the clock twice costs a tenth of a write to host memory.
+const SAMPLE_EVERY: u32 = 16;
+
+/// A lane of a [`Volume`]: reads, writes and discards pages, for one thread.
+///
+/// Operations that a store finishes at once answer [`Progress::Done`]; others answer [`Progress::Queued`] and are
+/// started by [`submit`](Lane::submit) and handed over by [`poll`](Lane::poll). From the first operation to the `submit`
+/// that finds nothing in flight is one batch: slots freed meanwhile, by any lane, may not be reused before it ends.
+/// So end batches, by `submit`, before waiting for anything.
+pub struct Lane {
+    volume: Arc<Volume>,
+    seat: usize,
+    stores: Box<[StoreLane]>,
+    /// Operations at slow stores; the index is the store's ticket.
+    ops: Box<[Op]>,
+    idle_ops: Vec<u32>,
+    parts: Box<[Part]>,
+    idle_parts: Vec<u32>,
+    /// Partial writes that found a store full, to be tried again by the next poll.
+    stalled: Vec<u32>,
+    /// What the poll under way has found finished.
+    finished: Vec<(u32, Result<(), Fault>)>,
+    in_flight: usize,
+    /// Of these, operations that a store is working on. While there are any, the pin stays where it is.
+    under_way: usize,
+    /// The epoch this lane is pinned at.
+    pinned: Option<u64>,
+    /// What was retired before this epoch may be reused.
+    safe: u64,
+    claims_since_safe: u32,
+    until_sample: u32,
+}
+
+struct StoreLane {
+    lane: Box<dyn weir_store::Lane>,
+    cursor: Cursor,
+    hints: Hints,
+}
+
+struct Op {
+    ticket: Ticket,
+    started: Option<Instant>,
+    work: Work,
+}
+
+#[derive(Clone, Copy)]
+enum Work {
+    Idle,
+    Read(Located),
+    /// A whole page on its way to `entry`'s slot; published when it has arrived.
+    Write {
+        page: PageNo,
+        entry: Entry,
+    },
+    /// A partial write: at first the old content on its way in (`from` says which), then the new on its way out.
+    Part {
+        part: u32,
+        from: Located,
+        to: Option<Entry>,
+    },
+}
+
+/// What a partial write needs while it is under way.
+struct Part {
+    base: Box<PageBytes>,
+    patch: Box<PageBytes>,
+    offset: usize,
+    len: usize,
+}
+
+/// The last [`HINTS`] slots freed by this lane, oldest first.
+struct Hints {
+    slots: [Slot; HINTS],
+    first: usize,
+    len: usize,
+}
+
+/// What a read finds without touching a store, or where it must look.
+pub enum View<'a> {
+    /// The page, verified, where it lies.
+    Bytes(&'a PageBytes),
+    /// Every 32-bit word of the page has this value.
+    Fill(u32),
+    /// It must be read with [`Lane::read`].
+    Elsewhere,
+    /// It cannot be read.
+    Fault(Fault),
+}
+
+/// Keeps what [`view`](Guard::view) shows in place, for as long as it lives. Not to be held while waiting.
+pub struct Guard<'a>(&'a mut Lane);
+
+/// Where a page was found, and what proves its content. Valid while the lane is pinned.
+#[derive(Clone, Copy)]
+struct Located {
+    page: PageNo,
+    entry: Entry,
+    /// As the slot's record said while the map named it; the record itself may be gone by the time the content arrives.
+    checksum: Option<Checksum>,
+}
+
+enum Written {
+    Published,
+    /// Somebody else wrote the page since the entry was read.
+    Overtaken,
+    Queued,
+    Full,
+    Failed(Fault),
+}
+
+impl Lane {
+    pub(crate) fn open(volume: Arc<Volume>, seat: usize) -> Result<Self, OpenError> {
+        let depth = volume.config.depth.max(1);
+        let lanes = volume.config.lanes;
+        let open = |tier: &Tier| {
+            Ok(StoreLane {
+                lane: tier.store.lane(depth)?,
+                cursor: tier.records.cursor(seat, lanes),
+                hints: Hints { slots: [Slot(0); HINTS], first: 0, len: 0 },
+            })
+        };
+        let stores = match volume.tiers.iter().map(open).collect() {
+            Ok(stores) => stores,
+            Err(error) => {
+                volume.lanes[seat].taken.store(false, Ordering::Release);
+                return Err(error);
+            }
+        };
+        let op = || Op { ticket: 0, started: None, work: Work::Idle };
+        let blank = || Box::new([0; PAGE_SIZE]);
+        let part = || Part { base: blank(), patch: blank(), offset: 0, len: 0 };
+        Ok(Lane {
+            volume,
+            seat,
+            stores,
+            ops: std::iter::repeat_with(op).take(depth).collect(),
+            idle_ops: (0..depth as u32).rev().collect(),
+            parts: std::iter::repeat_with(part).take(PARTS).collect(),
+            idle_parts: (0..PARTS as u32).rev().collect(),
+            stalled: Vec::with_capacity(PARTS),
+            finished: Vec::with_capacity(depth),
+            in_flight: 0,
+            under_way: 0,
+            pinned: None,
+            safe: 0,
+            claims_since_safe: 0,
+            until_sample: 0,
+        })
+    }
+
+    /// The volume this is a lane of.
+    pub fn volume(&self) -> &Arc<Volume> {
+        &self.volume
+    }
+
+    /// Announces a batch, so that the stores can choose how to do it. Optional.
+    pub fn plan(&mut self, reads: usize, writes: usize) {
+        for store in &mut self.stores {
+            store.lane.plan(reads, writes);
+        }
+    }
+
+    /// Reads a page. With [`Progress::Done`] `out` holds it; with [`Progress::Queued`] it comes with the completion.
+    pub fn read(&mut self, ticket: Ticket, page: PageNo, out: &mut PageBytes) -> Progress {
+        self.enter();
+        let started = self.sample();
+        count(&self.metrics().reads);
+        let located = self.volume.locate(page);
+        let result = match located.entry.place() {
+            Place::Empty => {
+                out.fill(0);
+                Ok(())
+            }
+            Place::Fill(value) => {
+                fill(out, value);
+                Ok(())
+            }
+            Place::Lost => Err(Fault::Lost),
+            Place::Stored { store, slot } => {
+                let Some(&op) = self.idle_ops.last() else { return Progress::Full };
+                match self.stores[store].lane.read(op, slot, out) {
+                    Progress::Done(Ok(())) => located.verify(out),
+                    Progress::Done(Err(fault)) => Err(fault),
+                    Progress::Full => return Progress::Full,
+                    Progress::Queued => {
+                        self.under_way += 1;
+                        self.start(ticket, started, Work::Read(located));
+                        return Progress::Queued;
+                    }
+                }
+            }
+        };
+        self.volume.seat(self.seat).read_ended(started, result);
+        Progress::Done(result)
+    }
+
+    /// Writes a whole page. `bytes` may be reused as soon as this returns; the write is acknowledged by
+    /// [`Progress::Done`] or by its completion.
+    pub fn write(&mut self, ticket: Ticket, page: PageNo, bytes: &PageBytes) -> Progress {
+        self.enter();
+        let started = self.sample();
+        count(&self.metrics().writes);
+        let Some(&op) = self.idle_ops.last() else { return Progress::Full };
+        let was = self.volume.map.load(page);
+        let result = match self.write_from(op, page, bytes, was, false) {
+            (Written::Published | Written::Overtaken, _) => Ok(()),
+            (Written::Failed(fault), _) => Err(fault),
+            (Written::Full, _) => return Progress::Full,
+            (Written::Queued, entry) => {
+                self.start(ticket, started, Work::Write { page, entry });
+                return Progress::Queued;
+            }
+        };
+        self.volume.seat(self.seat).write_ended(started, result);
+        Progress::Done(result)
+    }
+
+    /// Writes a part of a page, `offset + bytes.len()` at most a page, atomically: the rest keeps what it holds when this takes
+    /// effect, also if another lane writes the page at the same time. Slower than a whole page; callers that
+    /// can align do.
+    pub fn write_part(&mut self, ticket: Ticket, page: PageNo, offset: usize, bytes: &[u8]) -> Progress {
+        self.enter();
+        let started = self.sample();
+        count(&self.metrics().writes);
+        let (Some(&part), Some(&op)) = (self.idle_parts.last(), self.idle_ops.last()) else {
+            return Progress::Full;
+        };
+        self.idle_parts.pop();
+        let state = &mut self.parts[part as usize];
+        state.patch[..bytes.len()].copy_from_slice(bytes);
+        (state.offset, state.len) = (offset, bytes.len());
+        assert!(offset + bytes.len() <= PAGE_SIZE, "a part lies within its page");
+        let from = Located { page, entry: Entry::default(), checksum: None };
+        self.start(ticket, started, Work::Part { part, from, to: None });
+        let progress = self.advance_part(op, None);
+        match progress {
+            Progress::Queued => {}
+            Progress::Full => self.stalled.push(op),
+            Progress::Done(result) => {
+                self.end(op);
+                self.volume.seat(self.seat).write_ended(started, result);
+            }
+        }
+        if progress == Progress::Full { Progress::Queued } else { progress }
+    }
+
+    /// Forgets pages `first..first + count`: they read as zeros, and their slots are free.
+    pub fn discard(&mut self, first: PageNo, count: u32) {
+        self.replace_all(first, count, Place::Empty);
+        self.metrics().discards.add(u64::from(count));
+    }
+
+    /// Makes pages `first..first + count` zeros that count as written.
+    pub fn zero(&mut self, first: PageNo, count: u32) {
+        self.replace_all(first, count, Place::Fill(0));
+        self.metrics().writes.add(u64::from(count));
+    }
+
+    fn replace_all(&mut self, first: PageNo, count: u32, place: Place) {
+        for page in (first.0..first.0 + count).map(PageNo) {
+            self.enter();
+            let was = self.volume.map.load(page);
+            if was.place() != place {
+                self.publish(page, Entry::new(place, was.next_generation()), None);
+            }
+        }
+    }
+
+    /// Whether the page has been written since it was last discarded.
+    pub fn mapped(&self, page: PageNo) -> bool {
+        self.volume.map.load(page).place() != Place::Empty
+    }
+
+    /// Whether the page is known to read as zeros without looking into a store.
+    pub fn known_zero(&self, page: PageNo) -> bool {
+        matches!(self.volume.map.load(page).place(), Place::Empty | Place::Fill(0))
+    }
+
+    /// Starts what has been queued, and ends the batch if nothing is in flight.
+    pub fn submit(&mut self) {
+        for store in &mut self.stores {
+            store.lane.submit();
+        }
+        self.leave();
+    }
+
+    /// Hands over every operation that has finished at a slow store. Never waits.
+    pub fn poll(&mut self, done: &mut dyn FnMut(Done<'_>)) {
+        if self.in_flight == 0 {
+            return;
+        }
+        for at in 0..self.stores.len() {
+            self.poll_store(at, done);
+        }
+        // Only those that were stalled before this poll: one that stalls again waits for the next.
+        let stalled = self.stalled.len();
+        let resume = stalled > 0 || !self.finished.is_empty();
+        while let Some((op, result)) = self.finished.pop() {
+            self.go_on(op, result, done);
+        }
+        for _ in 0..stalled {
+            let op = self.stalled.remove(0);
+            match self.advance_part(op, None) {
+                Progress::Done(result) => self.hand_over(op, result, done),
+                Progress::Queued => {}
+                Progress::Full => self.stalled.push(op),
+            }
+        }
+        // What went on may have queued its second half.
+        if resume {
+            self.submit();
+        }
+    }
+
+    /// Operations queued and not yet handed over.
+    pub fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+
+    /// Descriptors that become readable when [`poll`](Lane::poll) has something to hand over.
+    pub fn wake_fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.stores.iter().filter(|store| store.lane.in_flight() > 0).filter_map(|store| store.lane.wake_fd())
+    }
+
+    /// Whether something is in flight that no descriptor announces, so that the thread must not sleep.
+    pub fn must_poll(&self) -> bool {
+        !self.stalled.is_empty()
+            || self.stores.iter().any(|store| store.lane.in_flight() > 0 && store.lane.wake_fd().is_none())
+    }
+
+    /// Keeps pages in place, to look at them where they lie.
+    pub fn pin(&mut self) -> Guard<'_> {
+        self.enter();
+        Guard(self)
+    }
+
+    /// Pins this lane; moves the pin on where nothing holds it, so that a long batch does not keep its own freed slots.
+    #[inline]
+    fn enter(&mut self) {
+        match self.pinned {
+            Some(epoch) if self.under_way > 0 || epoch == self.volume.epochs.now() => {}
+            _ => self.pinned = Some(self.volume.epochs.pin(self.seat)),
+        }
+    }
+
+    #[inline]
+    fn leave(&mut self) {
+        if self.under_way == 0 && self.pinned.take().is_some() {
+            self.volume.epochs.unpin(self.seat);
+        }
+    }
+
+    fn metrics(&self) -> &LaneMetrics {
+        self.volume.seat(self.seat)
+    }
+
+    #[inline]
+    fn sample(&mut self) -> Option<Instant> {
+        if self.until_sample == 0 {
+            self.until_sample = SAMPLE_EVERY;
+        }
+        self.until_sample -= 1;
+        (self.until_sample == 0).then(Instant::now)
+    }
+
+    /// Takes the next idle operation, which the caller has already used as a ticket.
+    fn start(&mut self, ticket: Ticket, started: Option<Instant>, work: Work) {
+        let op = self.idle_ops.pop().expect("the caller saw an idle operation");
+        self.ops[op as usize] = Op { ticket, started, work };
+        self.in_flight += 1;
+    }
+
+    fn end(&mut self, op: u32) -> Op {
+        let idle = Op { ticket: 0, started: None, work: Work::Idle };
+        let ended = std::mem::replace(&mut self.ops[op as usize], idle);
+        if let Work::Part { part, .. } = ended.work {
+            self.idle_parts.push(part);
+        }
+        self.idle_ops.push(op);
+        self.in_flight -= 1;
+        ended
+    }
+
+    /// Writes `bytes` as the successor of entry `was`, and publishes it if the store finishes at once. With `only_if_unchanged`
+    /// it takes effect only while the page still is as `was` says. Returns the new entry with the outcome.
+    fn write_from(
+        &mut self,
+        op: u32,
+        page: PageNo,
+        bytes: &PageBytes,
+        was: Entry,
+        only_if_unchanged: bool,
+    ) -> (Written, Entry) {
+        let condition = only_if_unchanged.then_some(was);
+        if let Some(value) = uniform_value(bytes) {
+            let entry = Entry::new(Place::Fill(value), was.next_generation());
+            let published = self.publish(page, entry, condition);
+            return (if published { Written::Published } else { Written::Overtaken }, entry);
+        }
+        let Some((store, slot)) = self.claim(page) else {
+            // With operations under way this lane itself may be what holds slots back: they must be polled first.
+            return (if self.under_way > 0 { Written::Full } else { Written::Failed(Fault::Full) }, was);
+        };
+        let entry = Entry::new(Place::Stored { store, slot }, was.next_generation());
+        let checksum = Checksum::of(bytes, page, entry.generation());
+        // The record may be complete before the content is: until the map names the slot, nobody looks.
+        self.volume.tiers[store].records.fill_in(slot, Occupant { page, checksum });
+        let outcome = match self.stores[store].lane.write(op, slot, bytes) {
+            Progress::Done(Ok(())) if self.publish(page, entry, condition) => Written::Published,
+            Progress::Done(Ok(())) => Written::Overtaken,
+            Progress::Done(Err(fault)) => {
+                self.unclaim(entry);
+                Written::Failed(fault)
+            }
+            Progress::Full => {
+                self.unclaim(entry);
+                Written::Full
+            }
+            Progress::Queued => {
+                self.under_way += 1;
+                Written::Queued
+            }
+        };
+        (outcome, entry)
+    }
+
+    /// Makes `entry` the page's, unless `condition` no longer holds; frees what it replaces, or `entry`'s own slot.
+    fn publish(&mut self, page: PageNo, entry: Entry, condition: Option<Entry>) -> bool {
+        let map = &self.volume.map;
+        let old = match condition {
+            None => map.swap(page, entry),
+            Some(was) if map.replace(page, was, entry) => was,
+            Some(_) => {
+                self.unclaim(entry);
+                return false;
+            }
+        };
+        let metrics = self.volume.seat(self.seat);
+        match entry.place() {
+            Place::Stored { .. } => count(&metrics.stored),
+            Place::Fill(_) => count(&metrics.filled),
+            Place::Empty | Place::Lost => {}
+        }
+        match old.place() {
+            Place::Stored { store, slot } => {
+                count(&metrics.unstored);
+                self.volume.tiers[store].records.retire(slot, self.volume.epochs.now());
+                self.stores[store].hints.push(slot);
+            }
+            Place::Fill(_) => count(&metrics.unfilled),
+            Place::Empty | Place::Lost => {}
+        }
+        true
+    }
+
+    /// Frees the slot of an entry that was never published.
+    fn unclaim(&self, entry: Entry) {
+        if let Place::Stored { store, slot } = entry.place() {
+            self.volume.tiers[store].records.retire(slot, 0);
+        }
+    }
+
+    /// A free slot in the first store that takes pages and has one. Where all are taken, waits for those that
+    /// are about to be freed: every lane's pin ends, and the volume promised a slot for each page. Does not wait while it
+    /// holds others up itself.
+    fn claim(&mut self, page: PageNo) -> Option<(usize, Slot)> {
+        if let Some(found) = self.claim_now(page) {
+            return Some(found);
+        }
+        if self.under_way > 0 {
+            return None;
+        }
+        count(&self.metrics().waits);
+        let started = Instant::now();
+        loop {
+            self.enter();
+            self.refresh_safe();
+            if let Some(found) = self.claim_now(page) {
+                return Some(found);
+            }
+            if started.elapsed() > SLOT_WAIT {
+                return None;
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    fn claim_now(&mut self, page: PageNo) -> Option<(usize, Slot)> {
+        self.claims_since_safe += 1;
+        for at in 0..self.stores.len() {
+            let tier = &self.volume.tiers[at];
+            if tier.store.state() != State::Online {
+                continue;
+            }
+            if self.claims_since_safe > HINTS as u32 / 2 && self.stores[at].hints.len > 0 {
+                self.refresh_safe();
+            }
+            let tier = &self.volume.tiers[at];
+            let store = &mut self.stores[at];
+            if let Some(slot) = store.hints.first()
+                && tier.records.try_claim(slot, page, self.safe)
+            {
+                store.hints.pop();
+                return Some((at, slot));
+            }
+            if let Some(slot) = tier.records.claim(&mut store.cursor, page, self.safe) {
+                return Some((at, slot));
+            }
+        }
+        None
+    }
+
+    fn refresh_safe(&mut self) {
+        self.safe = self.volume.epochs.safe();
+        self.claims_since_safe = 0;
+    }
+
+    /// Takes what a store has finished. Reads are handed over on the spot, where their content lies; the rest is noted, for
+    /// the store's lane is lent to its own poll.
+    fn poll_store(&mut self, at: usize, done: &mut dyn FnMut(Done<'_>)) {
+        let Lane { stores, ops, parts, finished, volume, seat, under_way, .. } = self;
+        stores[at].lane.poll(&mut |completion| {
+            let op = &ops[completion.ticket as usize];
+            let mut result = completion.result;
+            match op.work {
+                Work::Read(located) => {
+                    let verified =
+                        |()| completion.page.map_or(Err(Fault::Lost), |bytes| located.verify(bytes));
+                    result = result.and_then(verified);
+                    volume.seat(*seat).read_ended(op.started, result);
+                    done(Done {
+                        ticket: op.ticket,
+                        result,
+                        page: completion.page.filter(|_| result.is_ok()),
+                    });
+                }
+                Work::Part { part, to: None, .. } => {
+                    if let Some(bytes) = completion.page {
+                        parts[part as usize].base.copy_from_slice(bytes);
+                    }
+                }
+                Work::Write { .. } | Work::Part { .. } => {}
+                Work::Idle => unreachable!("a store completed operation {} twice", completion.ticket),
+            }
+            *under_way -= 1;
+            finished.push((completion.ticket, result));
+        });
+    }
+
+    /// Goes on with an operation whose store has answered.
+    fn go_on(&mut self, op: u32, result: Result<(), Fault>, done: &mut dyn FnMut(Done<'_>)) {
+        let result = match self.ops[op as usize].work {
+            Work::Read(_) => {
+                self.end(op);
+                return;
+            }
+            Work::Write { page, entry } => {
+                match result {
+                    Ok(()) => {
+                        self.publish(page, entry, None);
+                    }
+                    Err(_) => self.unclaim(entry),
+                }
+                result
+            }
+            Work::Part { .. } => match self.advance_part(op, Some(result)) {
+                Progress::Done(result) => result,
+                Progress::Queued => return,
+                Progress::Full => {
+                    self.stalled.push(op);
+                    return;
+                }
+            },
+            Work::Idle => unreachable!("operation {op} is not under way"),
+        };
+        self.hand_over(op, result, done);
+    }
+
+    fn hand_over(&mut self, op: u32, result: Result<(), Fault>, done: &mut dyn FnMut(Done<'_>)) {
+        let ended = self.end(op);
+        self.volume.seat(self.seat).write_ended(ended.started, result);
+        done(Done { ticket: ended.ticket, result, page: None });
+    }
+
+    /// Takes a partial write as far as it goes without waiting. `answer` is what the store said of the half under way.
+    fn advance_part(&mut self, op: u32, mut answer: Option<Result<(), Fault>>) -> Progress {
+        loop {
+            let Work::Part { part, from, to } = self.ops[op as usize].work else {
+                unreachable!("operation {op} is no partial write")
+            };
+            match (answer.take(), to) {
+                // Nothing is under way: begin, or begin again, with what the page holds now.
+                (None, _) => {
+                    let from = self.volume.locate(from.page);
+                    self.ops[op as usize].work = Work::Part { part, from, to: None };
+                    let base = &mut self.parts[part as usize].base;
+                    answer = Some(match from.entry.place() {
+                        Place::Empty => {
+                            base.fill(0);
+                            Ok(())
+                        }
+                        Place::Fill(value) => {
+                            fill(base, value);
+                            Ok(())
+                        }
+                        Place::Lost => Err(Fault::Lost),
+                        Place::Stored { store, slot } => match self.stores[store].lane.read(op, slot, base) {
+                            Progress::Done(result) => result,
+                            Progress::Full => return Progress::Full,
+                            Progress::Queued => {
+                                self.under_way += 1;
+                                return Progress::Queued;
+                            }
+                        },
+                    });
+                }
+                // The old content is here: patch it and send it out.
+                (Some(Ok(())), None) => {
+                    let state = &mut self.parts[part as usize];
+                    if let Err(fault) = from.verify(&state.base) {
+                        return Progress::Done(Err(fault));
+                    }
+                    let range = state.offset..state.offset + state.len;
+                    state.base[range].copy_from_slice(&state.patch[..state.len]);
+                    let parts = std::mem::take(&mut self.parts);
+                    let bytes = &parts[part as usize].base;
+                    let (written, entry) = self.write_from(op, from.page, bytes, from.entry, true);
+                    self.parts = parts;
+                    match written {
+                        Written::Published => return Progress::Done(Ok(())),
+                        Written::Overtaken => {} // begin again
+                        Written::Failed(fault) => return Progress::Done(Err(fault)),
+                        Written::Full => return Progress::Full,
+                        Written::Queued => {
+                            self.ops[op as usize].work = Work::Part { part, from, to: Some(entry) };
+                            return Progress::Queued;
+                        }
+                    }
+                }
+                // The new content is out.
+                (Some(Ok(())), Some(entry)) => {
+                    if self.publish(from.page, entry, Some(from.entry)) {
+                        return Progress::Done(Ok(()));
+                    }
+                }
+                (Some(Err(fault)), to) => {
+                    if let Some(entry) = to {
+                        self.unclaim(entry);
+                    }
+                    return Progress::Done(Err(fault));
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Lane {
+    fn drop(&mut self) {
+        // Writes under way hold slots that nobody else knows of, so let them end; a store that hangs is given up on.
+        let started = Instant::now();
+        while self.in_flight > 0 && started.elapsed() < SLOT_WAIT {
+            self.submit();
+            self.poll(&mut |_| {});
+            std::thread::yield_now();
+        }
+        self.volume.epochs.unpin(self.seat);
+        self.volume.lanes[self.seat].taken.store(false, Ordering::Release);
+    }
+}
+
+impl Guard<'_> {
+    /// What a read of the page finds. A page shown as bytes has been verified.
+    pub fn view(&self, page: PageNo) -> View<'_> {
+        let located = self.0.volume.locate(page);
+        match located.entry.place() {
+            Place::Empty => View::Fill(0),
+            Place::Fill(value) => View::Fill(value),
+            Place::Lost => View::Fault(Fault::Lost),
+            Place::Stored { store, slot } => {
+                // SAFETY: the map named the slot after this lane was pinned, so no lane claims it, and so nobody writes it
+                // or releases its chunk, before the pin ends; the result borrows the guard, whose end that is.
+                match unsafe { self.0.stores[store].lane.view(slot) } {
+                    None => View::Elsewhere,
+                    Some(bytes) => match located.verify(bytes) {
+                        Ok(()) => View::Bytes(bytes),
+                        Err(fault) => View::Fault(fault),
+                    },
+                }
+            }
+        }
+    }
+
+    /// Counts `pages` pages that were read through this guard, `faults` of them in vain.
+    pub fn count_reads(&self, pages: u64, faults: u64) {
+        let metrics = self.0.metrics();
+        metrics.reads.add(pages);
+        metrics.read_faults.add(faults);
+    }
+}
+
+impl Drop for Guard<'_> {
+    fn drop(&mut self) {
+        self.0.leave();
+    }
+}
+
+impl Volume {
+    fn seat(&self, seat: usize) -> &LaneMetrics {
+        &self.lanes[seat].metrics
+    }
+
+    /// Where a page lies, with its checksum. The calling lane is pinned.
+    ///
+    /// The slot's record is read after the map named the slot. Nobody can claim the slot meanwhile, but whoever replaced the page
+    /// may have retired it, and with that its checksum: then the map already says where the new content is.
+    #[inline]
+    fn locate(&self, page: PageNo) -> Located {
+        let mut entry = self.map.load(page);
+        loop {
+            let Place::Stored { store, slot } = entry.place() else {
+                return Located { page, entry, checksum: None };
+            };
+            if let Some(occupant) = self.tiers[store].records.occupant(slot) {
+                let checksum = (occupant.page == page).then_some(occupant.checksum);
+                return Located { page, entry, checksum };
+            }
+            let now = self.map.load(page);
+            if now == entry {
+                return Located { page, entry, checksum: None };
+            }
+            entry = now;
+        }
+    }
+}
+
+impl Located {
+    /// Whether `bytes` are the page's content, where that lies in a store.
+    #[inline]
+    fn verify(&self, bytes: &PageBytes) -> Result<(), Fault> {
+        let right = match self.entry.place() {
+            Place::Stored { .. } => {
+                self.checksum == Some(Checksum::of(bytes, self.page, self.entry.generation()))
+            }
+            _ => true,
+        };
+        if right { Ok(()) } else { Err(Fault::Corrupt) }
+    }
+}
+
+impl LaneMetrics {
+    #[inline]
+    fn read_ended(&self, started: Option<Instant>, result: Result<(), Fault>) {
+        ended(started, result, &self.read_latencies, &self.read_faults);
+        if result == Err(Fault::Corrupt) {
+            count(&self.corrupt);
+        }
+    }
+
+    #[inline]
+    fn write_ended(&self, started: Option<Instant>, result: Result<(), Fault>) {
+        ended(started, result, &self.write_latencies, &self.write_faults);
+    }
+}
+
+#[inline]
+fn ended(started: Option<Instant>, result: Result<(), Fault>, latencies: &Latencies, faults: &Counter) {
+    if let Some(started) = started {
+        latencies.record(started.elapsed(), 1);
+    }
+    if result.is_err() {
+        count(faults);
+    }
+}
+
+#[inline]
+fn count(counter: &Counter) {
+    counter.add(1);
+}
+
+fn fill(page: &mut PageBytes, value: u32) {
+    for word in page.chunks_exact_mut(4) {
+        word.copy_from_slice(&value.to_ne_bytes());
+    }
+}
+
+impl Hints {
+    fn first(&self) -> Option<Slot> {
+        (self.len > 0).then(|| self.slots[self.first])
+    }
+
+    fn pop(&mut self) {
+        self.first = (self.first + 1) % HINTS;
+        self.len -= 1;
+    }
+
+    /// Adds a slot; the oldest is forgotten when there are too many (a search still finds it).
+    fn push(&mut self, slot: Slot) {
+        if self.len == HINTS {
+            self.pop();
+        }
+        self.slots[(self.first + self.len) % HINTS] = slot;
+        self.len += 1;
+    }
+}

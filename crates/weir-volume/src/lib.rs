@@ -1,0 +1,233 @@
+//! A page-addressed volume over an ordered list of stores.
+//!
+//! A page takes a slot when it is first written, in the first store that has room, and gives it back when it is
+//! discarded or when its content is one value all over. Every write goes to a *new* slot: the content first, then
+//! the slot's record (page and checksum), then one 64-bit store into the page map. So a crash, or a
+//! reader, at any instant finds the old page or the new one, and never a torn one. A slot is used again only after
+//! every lane that might still be reading it has moved on (see `epoch.rs`).
+//!
+//! A [`Volume`] is shared; each thread opens a [`Lane`]. Lanes share no lock, and allocate nothing once open. Nothing
+//! here starts a thread, sleeps or looks at a clock for a decision: whoever drives a lane decides when.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use weir_core::{PAGE_SIZE, PageNo};
+//! use weir_store::{Host, Progress};
+//! use weir_volume::{Config, Volume};
+//!
+//! let config = Config { pages: 1000, lanes: 2, depth: 32 };
+//! let store = Arc::new(Host::new(config.slots())?);
+//! let volume = Volume::create(config, vec![store])?;
+//! let mut lane = volume.lane()?;
+//!
+//! let (page, mut back) = ([7; PAGE_SIZE], [0; PAGE_SIZE]);
+//! assert_eq!(lane.write(0, PageNo(42), &page), Progress::Done(Ok(())));
+//! assert_eq!(lane.read(1, PageNo(42), &mut back), Progress::Done(Ok(())));
+//! lane.submit(); // ends the batch
+//! assert_eq!(back, page);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod entry;
+#[cfg_attr(loom, allow(dead_code))]
+mod epoch;
+mod give_back;
+mod lane;
+mod map;
+mod records;
+mod recover;
+mod status;
+mod sync;
+
+pub use give_back::GiveBackError;
+pub use lane::{Guard, Lane, View};
+pub use recover::{Kept, KeptFds};
+pub use status::{StoreStatus, VolumeStatus};
+
+use epoch::Epochs;
+use map::Map;
+use records::{PAGES_MAX, Records};
+use status::LaneMetrics;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use weir_core::{ByteSize, PAGE_SIZE};
+use weir_store::{OpenError, Store};
+
+/// The shape of a volume.
+#[derive(Clone, Copy, Debug)]
+pub struct Config {
+    /// Its size, in pages.
+    pub pages: u32,
+    /// Lanes that may be open at once.
+    pub lanes: usize,
+    /// Operations that each lane may have in flight at slow stores.
+    pub depth: usize,
+}
+
+impl Config {
+    /// Slots that the stores must have between them, so that a write always finds one: one a page, and what is under way
+    /// when every page is in use (a new slot for each write in flight, and the old one until it may be reused).
+    pub fn slots(&self) -> u32 {
+        self.pages.saturating_add(self.slack())
+    }
+
+    /// The part of [`slots`](Config::slots) that is not for pages.
+    pub fn slack(&self) -> u32 {
+        u32::try_from(self.lanes * (self.depth + lane::HINTS)).unwrap_or(u32::MAX)
+    }
+}
+
+/// Why a volume could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum CreateError {
+    /// Larger than what the stores promise to hold, or than a volume can be.
+    #[error(
+        "a volume of {} needs {} in its stores ({} of that for writes under way), and they have {}: make it smaller or the stores larger",
+        pages_as_size(*.pages), pages_as_size(*.needed), pages_as_size(.needed - .pages), pages_as_size(*.available)
+    )]
+    TooLarge {
+        /// Pages asked for.
+        pages: u32,
+        /// Slots that this takes.
+        needed: u32,
+        /// Slots there are.
+        available: u32,
+    },
+    /// A shape that no volume has.
+    #[error(
+        "a volume has 1 to {} pages and 1 to {} stores; asked for {pages} pages on {stores} stores",
+        PAGES_MAX,
+        entry::STORES_MAX
+    )]
+    Shape {
+        /// Pages asked for.
+        pages: u32,
+        /// Stores given.
+        stores: usize,
+    },
+    /// No memory for the page map or the slot records.
+    #[error("cannot take {size} of memory for the page map and slot records", size = ByteSize(*.bytes))]
+    Memory {
+        /// Bytes asked for.
+        bytes: u64,
+        /// What the system said.
+        #[source]
+        source: std::io::Error,
+    },
+    /// What a former daemon left does not fit this configuration.
+    #[error("cannot take over the pages of the former daemon: {0}")]
+    Kept(String),
+}
+
+fn pages_as_size(pages: u32) -> ByteSize {
+    ByteSize(u64::from(pages) * PAGE_SIZE as u64)
+}
+
+/// A page-addressed volume; see the [crate's introduction](crate).
+pub struct Volume {
+    config: Config,
+    map: Map,
+    tiers: Vec<Tier>,
+    epochs: Epochs,
+    lanes: Box<[LaneSeat]>,
+}
+
+/// A store and its records.
+struct Tier {
+    store: Arc<dyn Store>,
+    records: Records,
+}
+
+/// What the volume keeps for a lane: whether it is taken, and its counters.
+#[derive(Default)]
+#[repr(align(128))]
+struct LaneSeat {
+    taken: AtomicBool,
+    metrics: LaneMetrics,
+}
+
+impl Volume {
+    /// Makes an empty volume over `stores`, which are filled in this order.
+    ///
+    /// # Errors
+    /// When the stores are too small for [`Config::slots`], or memory is missing for map and records.
+    pub fn create(config: Config, stores: Vec<Arc<dyn Store>>) -> Result<Arc<Self>, CreateError> {
+        check(&config, &stores)?;
+        let bytes =
+            8 * (u64::from(config.pages) + stores.iter().map(|store| u64::from(store.slots())).sum::<u64>());
+        let memory = |source| CreateError::Memory { bytes, source };
+        let map = Map::new(config.pages).map_err(memory)?;
+        let records: Result<Vec<_>, _> = stores.iter().map(|store| Records::new(store.slots())).collect();
+        let tiers =
+            stores.into_iter().zip(records.map_err(memory)?).map(|(store, records)| Tier { store, records });
+        Ok(Self::assemble(config, map, tiers.collect()))
+    }
+
+    fn assemble(config: Config, map: Map, tiers: Vec<Tier>) -> Arc<Self> {
+        let lanes = (0..config.lanes).map(|_| LaneSeat::default()).collect();
+        Arc::new(Volume { config, map, tiers, epochs: Epochs::new(config.lanes), lanes })
+    }
+
+    /// Its shape.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Its size in pages.
+    pub fn pages(&self) -> u32 {
+        self.config.pages
+    }
+
+    /// Its size in bytes.
+    pub fn bytes(&self) -> u64 {
+        u64::from(self.config.pages) * PAGE_SIZE as u64
+    }
+
+    /// Opens a lane. It is one thread's; dropping it frees its seat.
+    ///
+    /// # Errors
+    /// When all [`Config::lanes`] are taken, or a store has no memory for it.
+    pub fn lane(self: &Arc<Self>) -> Result<Lane, OpenError> {
+        let free = |seat: &LaneSeat| !seat.taken.swap(true, Ordering::Acquire);
+        match self.lanes.iter().position(free) {
+            Some(index) => Lane::open(Arc::clone(self), index),
+            None => Err(OpenError::new(
+                "volume",
+                format!("all {} lanes are in use; configure more", self.config.lanes),
+            )),
+        }
+    }
+
+    /// Bytes of memory that the volume takes besides its stores: page map, slot records and their counts.
+    pub fn memory_bytes(&self) -> u64 {
+        let records =
+            self.tiers.iter().map(|tier| tier.records.memory().len() + tier.records.overhead_bytes());
+        (self.map.memory().len() + records.sum::<usize>()) as u64
+    }
+
+    /// Whether map and records are pinned in RAM, as swap needs it.
+    pub fn is_locked(&self) -> bool {
+        self.map.memory().is_locked() && self.tiers.iter().all(|tier| tier.records.memory().is_locked())
+    }
+}
+
+impl fmt::Debug for Volume {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let stores: Vec<_> = self.tiers.iter().map(|tier| tier.store.name()).collect();
+        write!(f, "Volume({} over {stores:?})", ByteSize(self.bytes()))
+    }
+}
+
+fn check(config: &Config, stores: &[Arc<dyn Store>]) -> Result<(), CreateError> {
+    let pages = config.pages;
+    if pages == 0 || pages > PAGES_MAX || stores.is_empty() || stores.len() > entry::STORES_MAX {
+        return Err(CreateError::Shape { pages, stores: stores.len() });
+    }
+    let available = stores.iter().fold(0u32, |sum, store| sum.saturating_add(store.slots()));
+    let needed = config.slots();
+    if needed > available {
+        return Err(CreateError::TooLarge { pages, needed, available });
+    }
+    Ok(())
+}

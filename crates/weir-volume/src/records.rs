@@ -1,0 +1,299 @@
+//! One store's slot records: who lies in each slot, with what checksum, and which slots are free.
+//!
+//! A record is one 64-bit word:
+//!
+//! ```text
+//!  63  62                32 31                      0
+//! +---+--------------------+-------------------------+
+//! | 1 |  page (31 bits)    |  checksum               |   in use
+//! +---+--------------------+-------------------------+
+//! | 0 |  epoch in which it was retired, or 0         |   free
+//! +---+--------------------------------------------- +
+//! ```
+//!
+//! The records are the free list as well: a slot is claimed by a compare-and-exchange on its record, and a retired
+//! slot carries its epoch in it. That costs no memory besides, leaves nothing to rebuild but counts after a crash, and
+//! strands no slot with a thread that sleeps. To find free ones without a long search, slots are counted by
+//! extents of [`EXTENT_SLOTS`].
+
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use weir_core::{Checksum, Memory, PageNo, Slot};
+
+/// Slots that are counted together: 4 MiB of pages, 8 KiB of records.
+pub(crate) const EXTENT_SLOTS: u32 = 1024;
+/// Pages that a record can name, which bounds a volume to 8 TiB.
+pub(crate) const PAGES_MAX: u32 = 1 << 31;
+
+const IN_USE: u64 = 1 << 63;
+/// In an extent's count: no slot may be claimed here (its chunk is being given back).
+const CLOSED: u32 = 1 << 31;
+
+/// What a record in use says.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Occupant {
+    pub page: PageNo,
+    pub checksum: Checksum,
+}
+
+/// The records of one store.
+#[derive(Debug)]
+pub(crate) struct Records {
+    memory: Memory,
+    slots: u32,
+    /// Free slots of each extent, with [`CLOSED`]. Never less than the truth: a slot is counted before it is freed,
+    /// and uncounted after it was claimed.
+    extents: Box<[AtomicU32]>,
+}
+
+/// Where a lane searches next; each lane has its own, so that lanes seldom meet.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Cursor(u32);
+
+impl Records {
+    /// Records for `slots` slots, all free.
+    pub fn new(slots: u32) -> std::io::Result<Self> {
+        let memory = Memory::shared("weir-records", slots as usize * 8)?;
+        let mut records = Self::over(memory, slots);
+        records.count();
+        Ok(records)
+    }
+
+    /// Takes over records that another process left; [`Records::keep_only`] must follow.
+    pub fn over(memory: Memory, slots: u32) -> Self {
+        assert!(memory.len() >= slots as usize * 8, "records cover every slot");
+        let extents = (0..slots.div_ceil(EXTENT_SLOTS)).map(|_| AtomicU32::new(0)).collect();
+        Records { memory, slots, extents }
+    }
+
+    /// Frees every slot for which `referenced` is false, and counts. Nobody else may be using the records.
+    pub fn keep_only(&mut self, referenced: impl Fn(Slot) -> bool) {
+        for slot in (0..self.slots).map(Slot) {
+            if !referenced(slot) {
+                self.record(slot).store(0, Ordering::Relaxed);
+            }
+        }
+        self.count();
+    }
+
+    fn count(&mut self) {
+        for extent in 0..self.extents.len() as u32 {
+            let free = self
+                .range(extent)
+                .filter(|&slot| self.record(Slot(slot)).load(Ordering::Relaxed) & IN_USE == 0);
+            self.extents[extent as usize].store(free.count() as u32, Ordering::Relaxed);
+        }
+    }
+
+    /// An extent's slots.
+    fn range(&self, extent: u32) -> std::ops::Range<u32> {
+        let first = extent * EXTENT_SLOTS;
+        first..first.saturating_add(EXTENT_SLOTS).min(self.slots)
+    }
+
+    #[inline]
+    fn record(&self, slot: Slot) -> &AtomicU64 {
+        assert!(slot.0 < self.slots, "slot {} of {}", slot.0, self.slots);
+        // SAFETY: inside the mapping (checked above), aligned (8-byte steps from a page boundary), and
+        // only ever accessed as an atomic, in this process and in the keeper that holds the memfd.
+        unsafe { &*self.memory.as_ptr().cast::<AtomicU64>().add(slot.0 as usize) }
+    }
+
+    pub fn slots(&self) -> u32 {
+        self.slots
+    }
+
+    pub fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
+    /// Bytes besides the records themselves.
+    pub fn overhead_bytes(&self) -> usize {
+        size_of_val(&*self.extents)
+    }
+
+    /// Where lane `lane` of `lanes` starts to search.
+    pub fn cursor(&self, lane: usize, lanes: usize) -> Cursor {
+        let extent = self.extents.len() * lane / lanes.max(1);
+        Cursor(extent as u32 * EXTENT_SLOTS)
+    }
+
+    /// Free slots, those included that wait for their epoch; exact when nothing moves.
+    pub fn free(&self) -> u32 {
+        self.extents.iter().map(|extent| extent.load(Ordering::Relaxed) & !CLOSED).sum()
+    }
+
+    /// Claims a free slot for `page`, from `cursor` on, around the whole store. `safe` is what
+    /// [`Epochs::safe`](crate::epoch::Epochs::safe) said at some time. `None`: there is none whose epoch has passed.
+    pub fn claim(&self, cursor: &mut Cursor, page: PageNo, safe: u64) -> Option<Slot> {
+        let extents = self.extents.len() as u32;
+        let start = (cursor.0 / EXTENT_SLOTS).min(extents.checked_sub(1)?);
+        // The first extent comes twice: from the cursor on, and at the end the part before it.
+        for step in 0..=extents {
+            let extent = (start + step) % extents;
+            let count = &self.extents[extent as usize];
+            let free = count.load(Ordering::Relaxed);
+            if free == 0 || free & CLOSED != 0 {
+                continue;
+            }
+            let mut range = self.range(extent);
+            if step == 0 {
+                range.start = cursor.0.clamp(range.start, range.end);
+            }
+            for slot in range.map(Slot) {
+                if self.try_claim(slot, page, safe) {
+                    *cursor = Cursor(slot.0 + 1);
+                    return Some(slot);
+                }
+            }
+        }
+        None
+    }
+
+    /// Claims this one slot, if it is free and its epoch has passed.
+    #[inline]
+    pub fn try_claim(&self, slot: Slot, page: PageNo, safe: u64) -> bool {
+        let record = self.record(slot);
+        let now = record.load(Ordering::Relaxed);
+        if now >= safe || now & IN_USE != 0 {
+            return false;
+        }
+        let count = &self.extents[(slot.0 / EXTENT_SLOTS) as usize];
+        if count.load(Ordering::Relaxed) & CLOSED != 0 {
+            return false;
+        }
+        let claimed = in_use(Occupant { page, checksum: Checksum(0) });
+        if record.compare_exchange(now, claimed, Ordering::SeqCst, Ordering::Relaxed).is_err() {
+            return false;
+        }
+        count.fetch_sub(1, Ordering::Relaxed);
+        true
+    }
+
+    /// Says what a claimed slot holds. To be published by a `SeqCst` write of the map.
+    #[inline]
+    pub fn fill_in(&self, slot: Slot, occupant: Occupant) {
+        self.record(slot).store(in_use(occupant), Ordering::Release);
+    }
+
+    /// What lies in a slot that the map names.
+    #[inline]
+    pub fn occupant(&self, slot: Slot) -> Option<Occupant> {
+        let record = self.record(slot).load(Ordering::Acquire);
+        (record & IN_USE != 0).then_some(Occupant {
+            page: PageNo((record >> 32) as u32 & (PAGES_MAX - 1)),
+            checksum: Checksum(record as u32),
+        })
+    }
+
+    /// Frees a slot that was unlinked from the map in `epoch` (0: the map never named it).
+    #[inline]
+    pub fn retire(&self, slot: Slot, epoch: u64) {
+        debug_assert!(epoch & IN_USE == 0);
+        self.extents[(slot.0 / EXTENT_SLOTS) as usize].fetch_add(1, Ordering::Relaxed);
+        self.record(slot).store(epoch, Ordering::Release);
+    }
+
+    /// Keeps slots of these extents from being claimed. Claims already under way end with their lane's pin.
+    pub fn close(&self, extents: std::ops::Range<u32>) {
+        for extent in &self.extents[extents.start as usize..extents.end as usize] {
+            extent.fetch_or(CLOSED, Ordering::SeqCst);
+        }
+    }
+
+    /// Lets slots of these extents be claimed again.
+    pub fn open(&self, extents: std::ops::Range<u32>) {
+        for extent in &self.extents[extents.start as usize..extents.end as usize] {
+            extent.fetch_and(!CLOSED, Ordering::SeqCst);
+        }
+    }
+
+    /// Slots in extents that are open, used or not: the room the store offers now.
+    pub fn open_slots(&self) -> u32 {
+        let open = |&extent: &u32| self.extents[extent as usize].load(Ordering::Relaxed) & CLOSED == 0;
+        (0..self.extents.len() as u32).filter(open).map(|extent| self.range(extent).len() as u32).sum()
+    }
+}
+
+fn in_use(occupant: Occupant) -> u64 {
+    IN_USE | u64::from(occupant.page.0) << 32 | u64::from(occupant.checksum.0)
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn every_slot_is_claimed_once_and_then_none() {
+        let records = Records::new(2 * EXTENT_SLOTS + 100).unwrap();
+        let mut cursors = [records.cursor(0, 2), records.cursor(1, 2)];
+        let mut seen = std::collections::HashSet::new();
+        for at in 0..records.slots() {
+            let slot = records.claim(&mut cursors[at as usize % 2], PageNo(at), 1).unwrap();
+            assert!(seen.insert(slot));
+        }
+        assert_eq!(records.free(), 0);
+        assert_eq!(records.claim(&mut cursors[0], PageNo(0), 1), None);
+    }
+
+    #[test]
+    fn a_slot_behind_the_cursor_of_the_same_extent_is_found() {
+        let records = Records::new(100).unwrap();
+        let mut cursor = records.cursor(0, 1);
+        while records.claim(&mut cursor, PageNo(0), 1).is_some() {}
+        records.retire(Slot(3), 0);
+        assert_eq!(records.claim(&mut cursor, PageNo(1), 1), Some(Slot(3)));
+    }
+
+    #[test]
+    fn a_retired_slot_waits_for_its_epoch() {
+        let records = Records::new(1).unwrap();
+        let mut cursor = records.cursor(0, 1);
+        let slot = records.claim(&mut cursor, PageNo(5), 1).unwrap();
+        records.retire(slot, 7);
+        assert_eq!(records.free(), 1, "it is room, though not yet");
+        assert_eq!(records.claim(&mut cursor, PageNo(5), 7), None);
+        assert_eq!(records.claim(&mut cursor, PageNo(5), 8), Some(slot));
+    }
+
+    #[test]
+    fn a_closed_extent_gives_no_slots_until_it_is_opened() {
+        let records = Records::new(2 * EXTENT_SLOTS).unwrap();
+        records.close(0..1);
+        assert_eq!(records.open_slots(), EXTENT_SLOTS);
+        let mut cursor = records.cursor(0, 1);
+        let claimed: Vec<_> = std::iter::from_fn(|| records.claim(&mut cursor, PageNo(0), 1)).collect();
+        assert_eq!(claimed.len() as u32, EXTENT_SLOTS);
+        assert!(claimed.iter().all(|slot| slot.0 >= EXTENT_SLOTS));
+        assert!(!records.try_claim(Slot(0), PageNo(0), 1));
+        records.open(0..1);
+        assert!(records.claim(&mut cursor, PageNo(0), 1).is_some());
+    }
+
+    #[test]
+    fn records_left_by_another_process_are_kept_or_freed_by_what_the_map_says() {
+        let records = Records::new(10).unwrap();
+        let mut cursor = records.cursor(0, 1);
+        let slots: Vec<_> = (0..4).map(|page| records.claim(&mut cursor, PageNo(page), 1).unwrap()).collect();
+        let kept = Occupant { page: PageNo(1), checksum: Checksum(77) };
+        records.fill_in(slots[1], kept);
+        records.retire(slots[3], 5);
+        let fd = records.memory().fd().unwrap().try_clone_to_owned().unwrap();
+        drop(records);
+        let mut found = Records::over(Memory::adopt(fd).unwrap(), 10);
+        found.keep_only(|slot| slot == slots[1]);
+        assert_eq!(found.free(), 9);
+        assert_eq!(found.occupant(slots[1]), Some(kept));
+        assert_eq!(found.occupant(slots[0]), None);
+    }
+
+    proptest! {
+        #[test]
+        fn a_record_says_what_it_was_given(page in 0..PAGES_MAX, checksum: u32) {
+            let records = Records::new(1).unwrap();
+            let occupant = Occupant { page: PageNo(page), checksum: Checksum(checksum) };
+            records.fill_in(Slot(0), occupant);
+            prop_assert_eq!(records.occupant(Slot(0)), Some(occupant));
+        }
+    }
+}

@@ -1,0 +1,135 @@
+//! Taking over the pages of a daemon that has died.
+//!
+//! The keeper holds three kinds of memory for a volume: the page map, the slot records of each store, and (for a host
+//! store) the pages. The map is the truth. A record that the map does not name belongs to a write that was
+//! never acknowledged, or to a slot that was just freed: either way the slot is free. An entry whose
+//! record does not agree cannot come from us; its page is lost, and says so when it is read.
+
+use crate::entry::{Entry, Place};
+use crate::map::Map;
+use crate::records::Records;
+use crate::{Config, CreateError, Tier, Volume, check};
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use weir_core::{Memory, PageNo, Slot};
+use weir_store::Store;
+
+/// What must live on for a volume to be taken over; the pages themselves are the stores' business.
+#[derive(Debug)]
+pub struct Kept {
+    /// The page map.
+    pub map: Memory,
+    /// The slot records, one for each store, in order.
+    pub records: Vec<Memory>,
+}
+
+/// The descriptors of what [`Kept`] maps, for the keeper.
+#[derive(Debug)]
+pub struct KeptFds<'a> {
+    /// The page map.
+    pub map: BorrowedFd<'a>,
+    /// The slot records, one for each store, in order.
+    pub records: Vec<BorrowedFd<'a>>,
+}
+
+/// One bit a slot.
+struct Bitmap(Vec<u64>);
+
+impl Bitmap {
+    fn new(slots: u32) -> Self {
+        Bitmap(vec![0; slots.div_ceil(64) as usize])
+    }
+
+    fn insert(&mut self, slot: Slot) {
+        self.0[slot.0 as usize / 64] |= 1 << (slot.0 % 64);
+    }
+
+    fn contains(&self, slot: Slot) -> bool {
+        self.0[slot.0 as usize / 64] & 1 << (slot.0 % 64) != 0
+    }
+}
+
+impl Volume {
+    /// The descriptors that a keeper must map and lock, and hand to the next daemon.
+    pub fn kept_fds(&self) -> KeptFds<'_> {
+        KeptFds {
+            map: self.map.memory().fd().expect("the map is a memfd"),
+            records: self
+                .tiers
+                .iter()
+                .map(|tier| tier.records.memory().fd().expect("records are a memfd"))
+                .collect(),
+        }
+    }
+
+    /// Takes over what a former daemon left. That daemon must have ended: nothing here would stop it from writing.
+    /// The map must have been made for `config.pages` pages, and `stores` be the same, in the same order.
+    ///
+    /// Returns the volume, and how many pages were found lost.
+    ///
+    /// # Errors
+    /// When sizes do not fit.
+    pub fn take_over(
+        config: Config,
+        stores: Vec<Arc<dyn Store>>,
+        kept: Kept,
+    ) -> Result<(Arc<Self>, u64), CreateError> {
+        check(&config, &stores)?;
+        if kept.records.len() != stores.len() {
+            let what = format!("it had {} stores, and {} were given", kept.records.len(), stores.len());
+            return Err(CreateError::Kept(what));
+        }
+        if kept.map.len() != Memory::whole(config.pages as usize * 8) {
+            return Err(CreateError::Kept(format!("its page map is not one of {} pages", config.pages)));
+        }
+        for (store, memory) in stores.iter().zip(&kept.records) {
+            if memory.len() != Memory::whole(store.slots() as usize * 8) {
+                let what =
+                    format!("its records are not those of {} with {} slots", store.name(), store.slots());
+                return Err(CreateError::Kept(what));
+            }
+        }
+        let map = Map::over(kept.map, config.pages);
+        let mut tiers: Vec<Tier> = stores
+            .into_iter()
+            .zip(kept.records)
+            .map(|(store, memory)| {
+                let records = Records::over(memory, store.slots());
+                Tier { store, records }
+            })
+            .collect();
+        let mut named: Vec<Bitmap> = tiers.iter().map(|tier| Bitmap::new(tier.records.slots())).collect();
+        let (mut lost, mut stored, mut filled) = (0, 0, 0);
+        for page in (0..config.pages).map(PageNo) {
+            let entry = map.load(page);
+            match entry.place() {
+                Place::Empty | Place::Lost => {}
+                Place::Fill(_) => filled += 1,
+                Place::Stored { store, slot } => {
+                    let agrees = tiers.get(store).is_some_and(|tier| {
+                        slot.0 < tier.records.slots()
+                            && !named[store].contains(slot)
+                            && tier.records.occupant(slot).is_some_and(|occupant| occupant.page == page)
+                    });
+                    if agrees {
+                        named[store].insert(slot);
+                        stored += 1;
+                    } else {
+                        map.swap(page, Entry::new(Place::Lost, entry.next_generation()));
+                        lost += 1;
+                    }
+                }
+            }
+        }
+        for (tier, named) in tiers.iter_mut().zip(&named) {
+            tier.records.keep_only(|slot| named.contains(slot));
+        }
+        let volume = Self::assemble(config, map, tiers);
+        // The first seat speaks for what was there before: no lane has been opened yet, so it has no other writer.
+        if let Some(seat) = volume.lanes.first() {
+            seat.metrics.stored.add(stored);
+            seat.metrics.filled.add(filled);
+        }
+        Ok((volume, lost))
+    }
+}

@@ -1,0 +1,107 @@
+//! What a volume tells about itself. Reading it costs the I/O path nothing: lanes count for themselves, in memory
+//! that only they write, and whoever asks sums up.
+
+use crate::Volume;
+use weir_core::metrics::{Counter, Distribution, Latencies};
+use weir_store::State;
+
+/// One lane's counters; the lane is their only writer.
+#[derive(Debug, Default)]
+pub(crate) struct LaneMetrics {
+    pub reads: Counter,
+    pub writes: Counter,
+    pub discards: Counter,
+    /// Pages that took a slot, and pages that gave one up; either wraps.
+    pub stored: Counter,
+    pub unstored: Counter,
+    /// Pages that became one repeated value, and that ceased to be.
+    pub filled: Counter,
+    pub unfilled: Counter,
+    pub read_faults: Counter,
+    pub write_faults: Counter,
+    /// Among the read faults: content that was not what had been written.
+    pub corrupt: Counter,
+    /// Slots found only after waiting for other lanes.
+    pub waits: Counter,
+    pub read_latencies: Latencies,
+    pub write_latencies: Latencies,
+}
+
+/// A volume at one moment. Counts are since it was made; those of lanes at work may be a little behind.
+#[derive(Clone, Debug)]
+pub struct VolumeStatus {
+    /// Its size.
+    pub pages: u32,
+    /// Pages that lie in a slot of a store.
+    pub stored: u64,
+    /// Pages that repeat one value, which the map alone holds.
+    pub filled: u64,
+    /// Pages read.
+    pub reads: u64,
+    /// Pages written.
+    pub writes: u64,
+    /// Pages discarded.
+    pub discards: u64,
+    /// Pages whose read failed.
+    pub read_faults: u64,
+    /// Pages whose write failed.
+    pub write_faults: u64,
+    /// Among [`read_faults`](VolumeStatus::read_faults): content that did not match its checksum.
+    pub corrupt: u64,
+    /// Writes that had to wait for a slot.
+    pub waits: u64,
+    /// Latency of reads, sampled.
+    pub read_latencies: Distribution,
+    /// Latency of writes, sampled.
+    pub write_latencies: Distribution,
+    /// Its stores, in order.
+    pub stores: Vec<StoreStatus>,
+}
+
+/// A store of a volume at one moment.
+#[derive(Clone, Debug)]
+pub struct StoreStatus {
+    /// Its URL.
+    pub name: String,
+    /// Whether it can be relied on.
+    pub state: State,
+    /// Slots it has.
+    pub slots: u32,
+    /// Slots that hold a page.
+    pub used: u32,
+}
+
+impl Volume {
+    /// Its counts and the condition of its stores.
+    pub fn status(&self) -> VolumeStatus {
+        let sum = |counter: fn(&LaneMetrics) -> &Counter| -> u64 {
+            self.lanes.iter().fold(0, |sum, seat| sum.wrapping_add(counter(&seat.metrics).get()))
+        };
+        let distribution = |latencies: fn(&LaneMetrics) -> &Latencies| {
+            let mut total = Distribution::default();
+            self.lanes.iter().for_each(|seat| latencies(&seat.metrics).add_to(&mut total));
+            total
+        };
+        let stores = self.tiers.iter().map(|tier| StoreStatus {
+            name: tier.store.name().to_owned(),
+            state: tier.store.state(),
+            slots: tier.records.slots(),
+            used: tier.records.slots() - tier.records.free(),
+        });
+        VolumeStatus {
+            pages: self.pages(),
+            stored: sum(|lane| &lane.stored).wrapping_sub(sum(|lane| &lane.unstored)),
+            filled: sum(|lane| &lane.filled).wrapping_sub(sum(|lane| &lane.unfilled)),
+            reads: sum(|lane| &lane.reads),
+            writes: sum(|lane| &lane.writes),
+            discards: sum(|lane| &lane.discards),
+            read_faults: sum(|lane| &lane.read_faults),
+            write_faults: sum(|lane| &lane.write_faults),
+            corrupt: sum(|lane| &lane.corrupt),
+            waits: sum(|lane| &lane.waits),
+            read_latencies: distribution(|lane| &lane.read_latencies),
+            write_latencies: distribution(|lane| &lane.write_latencies),
+            stores: stores.collect(),
+        }
+    }
+}

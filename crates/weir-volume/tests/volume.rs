@@ -1,0 +1,347 @@
+//! What a volume promises, on a store that never fails. (Stores that do: simulator.rs.)
+
+use proptest::prelude::*;
+use std::collections::HashMap;
+use std::sync::Arc;
+use weir_core::{PAGE_SIZE, PageBytes, PageNo};
+use weir_store::{Host, Progress, Store};
+use weir_volume::{Config, GiveBackError, Kept, Lane, View, Volume};
+
+const CHUNK: u32 = 32_768;
+
+fn volume(pages: u32, lanes: usize) -> Arc<Volume> {
+    let config = Config { pages, lanes, depth: 4 };
+    Volume::create(config, vec![Arc::new(Host::new(config.slots()).unwrap())]).unwrap()
+}
+
+/// A page that says which page and generation it is, all over.
+fn stamped(page: u32, generation: u32) -> PageBytes {
+    let mut bytes = [0; PAGE_SIZE];
+    for (at, chunk) in bytes.chunks_exact_mut(16).enumerate() {
+        chunk[..4].copy_from_slice(&page.to_le_bytes());
+        chunk[4..8].copy_from_slice(&generation.to_le_bytes());
+        chunk[8..12].copy_from_slice(&(at as u32).to_le_bytes());
+        chunk[12..].copy_from_slice(&(page ^ generation.rotate_left(16)).to_le_bytes());
+    }
+    bytes
+}
+
+fn stamp(bytes: &PageBytes) -> (u32, u32) {
+    let word = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap());
+    let (page, generation) = (word(0), word(4));
+    assert!(*bytes == stamped(page, generation), "torn page: {page} {generation}");
+    (page, generation)
+}
+
+fn write(lane: &mut Lane, page: u32, bytes: &PageBytes) {
+    assert_eq!(lane.write(0, PageNo(page), bytes), Progress::Done(Ok(())));
+}
+
+fn read(lane: &mut Lane, page: u32) -> PageBytes {
+    let mut bytes = [0xee; PAGE_SIZE];
+    assert_eq!(lane.read(0, PageNo(page), &mut bytes), Progress::Done(Ok(())));
+    bytes
+}
+
+#[derive(Clone, Debug)]
+enum Action {
+    Write { page: u32, seed: u8 },
+    Uniform { page: u32, value: u32 },
+    Part { page: u32, offset: usize, len: usize, seed: u8 },
+    Discard { page: u32, count: u32 },
+    Zero { page: u32, count: u32 },
+    Read { page: u32 },
+    EndBatch,
+}
+
+const PAGES: u32 = 24;
+
+fn action() -> impl Strategy<Value = Action> {
+    let page = 0..PAGES;
+    prop_oneof![
+        4 => (page.clone(), any::<u8>()).prop_map(|(page, seed)| Action::Write { page, seed }),
+        1 => (page.clone(), any::<u32>()).prop_map(|(page, value)| Action::Uniform { page, value }),
+        2 => (page.clone(), 0..PAGE_SIZE, 1..PAGE_SIZE, any::<u8>())
+            .prop_map(|(page, offset, len, seed)| Action::Part { page, offset, len: len.min(PAGE_SIZE - offset), seed }),
+        1 => (page.clone(), 1..8u32).prop_map(|(page, count)| Action::Discard { page, count: count.min(PAGES - page) }),
+        1 => (page.clone(), 1..8u32).prop_map(|(page, count)| Action::Zero { page, count: count.min(PAGES - page) }),
+        4 => page.prop_map(|page| Action::Read { page }),
+        2 => Just(Action::EndBatch),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn a_volume_is_an_array_of_pages(actions in prop::collection::vec((0..2usize, action()), 1..300)) {
+        let volume = volume(PAGES, 2);
+        let mut lanes = [volume.lane().unwrap(), volume.lane().unwrap()];
+        let mut model: HashMap<u32, PageBytes> = HashMap::new();
+        for (lane, action) in actions {
+            let lane = &mut lanes[lane];
+            match action {
+                Action::Write { page, seed } => {
+                    let bytes = stamped(page, u32::from(seed));
+                    write(lane, page, &bytes);
+                    model.insert(page, bytes);
+                }
+                Action::Uniform { page, value } => {
+                    let mut bytes = [0; PAGE_SIZE];
+                    bytes.chunks_exact_mut(4).for_each(|word| word.copy_from_slice(&value.to_ne_bytes()));
+                    write(lane, page, &bytes);
+                    model.insert(page, bytes);
+                }
+                Action::Part { page, offset, len, seed } => {
+                    let patch = vec![seed; len];
+                    prop_assert_eq!(lane.write_part(0, PageNo(page), offset, &patch), Progress::Done(Ok(())));
+                    model.entry(page).or_insert([0; PAGE_SIZE])[offset..offset + len].copy_from_slice(&patch);
+                }
+                Action::Discard { page, count } => {
+                    lane.discard(PageNo(page), count);
+                    (page..page + count).for_each(|page| { model.remove(&page); });
+                }
+                Action::Zero { page, count } => {
+                    lane.zero(PageNo(page), count);
+                    (page..page + count).for_each(|page| { model.insert(page, [0; PAGE_SIZE]); });
+                }
+                Action::Read { page } => {
+                    let expected = model.get(&page).copied().unwrap_or([0; PAGE_SIZE]);
+                    prop_assert!(read(lane, page) == expected);
+                    prop_assert_eq!(lane.mapped(PageNo(page)), model.contains_key(&page));
+                    let seen = match lane.pin().view(PageNo(page)) {
+                        View::Bytes(bytes) => *bytes == expected,
+                        View::Fill(value) => expected.chunks_exact(4).all(|word| word == value.to_ne_bytes()),
+                        View::Elsewhere | View::Fault(_) => false,
+                    };
+                    prop_assert!(seen, "a view shows what a read returns");
+                }
+                Action::EndBatch => lane.submit(),
+            }
+        }
+        let status = volume.status();
+        prop_assert_eq!(status.stored + status.filled, model.len() as u64);
+        prop_assert_eq!(u64::from(status.stores[0].used), status.stored);
+        prop_assert_eq!(status.read_faults + status.write_faults + status.corrupt, 0);
+    }
+}
+
+#[test]
+fn a_full_volume_can_be_overwritten_for_ever_from_every_lane() {
+    // Every page is in use, so each write lives off the slack; threads end batches at odd moments.
+    let (pages, threads) = (512, 4);
+    let volume = volume(pages, threads);
+    let rounds = if cfg!(miri) { 1 } else { 200 };
+    std::thread::scope(|scope| {
+        for thread in 0..threads as u32 {
+            let volume = Arc::clone(&volume);
+            scope.spawn(move || {
+                let mut lane = volume.lane().unwrap();
+                for round in 0..rounds {
+                    for page in (thread..pages).step_by(threads) {
+                        write(&mut lane, page, &stamped(page, round));
+                        if (page + round) % 13 == 0 {
+                            lane.submit();
+                        }
+                    }
+                    for page in (thread..pages).step_by(threads) {
+                        assert_eq!(stamp(&read(&mut lane, page)), (page, round));
+                    }
+                    lane.submit();
+                }
+            });
+        }
+    });
+    let status = volume.status();
+    assert_eq!(
+        (status.stored, status.stores[0].used),
+        (u64::from(pages), pages),
+        "no slot leaked, none freed twice"
+    );
+}
+
+#[test]
+fn readers_of_contended_pages_see_whole_pages_and_never_older_ones_again() {
+    let (pages, rounds) = (8u32, if cfg!(miri) { 20 } else { 30_000u32 });
+    let volume = volume(pages, 4);
+    write_all(&volume, pages, 0);
+    std::thread::scope(|scope| {
+        for writer in 0..2 {
+            let volume = Arc::clone(&volume);
+            scope.spawn(move || {
+                let mut lane = volume.lane().unwrap();
+                for round in 1..rounds {
+                    let page = (round * 7) % (pages / 2) + writer * pages / 2;
+                    write(&mut lane, page, &stamped(page, round));
+                    lane.submit();
+                }
+            });
+        }
+        for _ in 0..2 {
+            let volume = Arc::clone(&volume);
+            scope.spawn(move || {
+                let mut lane = volume.lane().unwrap();
+                let mut newest = vec![0; pages as usize];
+                for at in 0..rounds * 2 {
+                    let page = at % pages;
+                    let (found, generation) = stamp(&read(&mut lane, page));
+                    assert_eq!(found, page);
+                    assert!(generation >= newest[page as usize], "page {page} went back in time");
+                    newest[page as usize] = generation;
+                    lane.submit();
+                }
+            });
+        }
+    });
+    assert_eq!(volume.status().corrupt, 0);
+}
+
+#[test]
+fn partial_writes_from_two_lanes_lose_nothing_of_each_other() {
+    let volume = volume(1, 2);
+    let rounds = if cfg!(miri) { 10u32 } else { 5_000 };
+    std::thread::scope(|scope| {
+        for half in 0..2usize {
+            let volume = Arc::clone(&volume);
+            scope.spawn(move || {
+                let mut lane = volume.lane().unwrap();
+                let mine = half * PAGE_SIZE / 2;
+                for round in 1..=rounds {
+                    let progress = lane.write_part(0, PageNo(0), mine, &round.to_le_bytes());
+                    assert_eq!(progress, Progress::Done(Ok(())));
+                    assert_eq!(
+                        read(&mut lane, 0)[mine..mine + 4],
+                        round.to_le_bytes(),
+                        "my own half, as I wrote it"
+                    );
+                    lane.submit();
+                }
+            });
+        }
+    });
+}
+
+fn write_all(volume: &Arc<Volume>, pages: u32, generation: u32) {
+    let mut lane = volume.lane().unwrap();
+    for page in 0..pages {
+        write(&mut lane, page, &stamped(page, generation));
+        lane.submit();
+    }
+}
+
+#[test]
+fn a_chunk_is_given_back_and_taken_again_under_load_and_no_page_changes() {
+    let pages = 1000;
+    let config = Config { pages, lanes: 4, depth: 4 };
+    let first = Arc::new(Host::new(CHUNK).unwrap());
+    let stores: Vec<Arc<dyn Store>> = vec![first.clone(), Arc::new(Host::new(config.slots()).unwrap())];
+    let volume = Volume::create(config, stores).unwrap();
+    write_all(&volume, pages, 0);
+    assert_eq!(volume.status().stores[0].used, pages, "the first store fills first");
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for thread in 0..2 {
+            let (volume, stop) = (Arc::clone(&volume), &stop);
+            scope.spawn(move || {
+                let mut lane = volume.lane().unwrap();
+                let mut generations = vec![0; pages as usize];
+                let mut at = thread;
+                while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                    let page = at % pages;
+                    assert_eq!(stamp(&read(&mut lane, page)), (page, generations[page as usize]));
+                    generations[page as usize] += 1;
+                    write(&mut lane, page, &stamped(page, generations[page as usize]));
+                    lane.submit();
+                    at += 2;
+                }
+            });
+        }
+        let mut worker = volume.lane().unwrap();
+        for _ in 0..20 {
+            worker.give_back(0, 0).unwrap();
+            assert_eq!(volume.status().stores[0].used, 0);
+            assert!(rustix_blocks(&first) == 0, "the memory has gone back");
+            worker.take(0, 0).unwrap();
+            // New writes go to the first store again; wait until some have.
+            while volume.status().stores[0].used == 0 {
+                std::thread::yield_now();
+            }
+        }
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
+    assert_eq!(volume.status().corrupt, 0);
+}
+
+fn rustix_blocks(host: &Host) -> u64 {
+    let file = std::fs::File::from(host.fd().try_clone_to_owned().unwrap());
+    std::os::unix::fs::MetadataExt::blocks(&file.metadata().unwrap())
+}
+
+#[test]
+fn a_chunk_that_the_volume_needs_stays() {
+    let volume = volume(10, 1);
+    let mut lane = volume.lane().unwrap();
+    write(&mut lane, 3, &stamped(3, 1));
+    let error = lane.give_back(0, 0).unwrap_err();
+    assert!(matches!(error, GiveBackError::NoRoom { .. }), "{error}");
+    assert!(error.to_string().contains("backing"), "{error}");
+    assert_eq!(stamp(&read(&mut lane, 3)), (3, 1));
+    write(&mut lane, 4, &stamped(4, 1));
+    assert!(matches!(lane.give_back(0, 1), Err(GiveBackError::NoChunk { .. })));
+    assert!(matches!(lane.give_back(1, 0), Err(GiveBackError::NoChunk { .. })));
+}
+
+#[test]
+fn a_new_daemon_takes_over_every_page_of_a_dead_one() {
+    let pages = 300;
+    let config = Config { pages, lanes: 2, depth: 4 };
+    let host = Host::new(config.slots()).unwrap();
+    let pages_fd = host.fd().try_clone_to_owned().unwrap();
+    let volume = Volume::create(config, vec![Arc::new(host)]).unwrap();
+    write_all(&volume, pages, 1);
+    let mut lane = volume.lane().unwrap();
+    (0..50).for_each(|page| write(&mut lane, page, &stamped(page, 2)));
+    lane.discard(PageNo(100), 20);
+    write(&mut lane, 200, &[5; PAGE_SIZE]);
+    let fds = volume.kept_fds();
+    let adopt =
+        |fd: std::os::fd::BorrowedFd<'_>| weir_core::Memory::adopt(fd.try_clone_to_owned().unwrap()).unwrap();
+    let kept = Kept { map: adopt(fds.map), records: fds.records.into_iter().map(adopt).collect() };
+    drop((lane, volume));
+
+    let host = Arc::new(Host::adopt(weir_core::Memory::adopt(pages_fd).unwrap()));
+    let (volume, lost) = Volume::take_over(config, vec![host], kept).unwrap();
+    assert_eq!(lost, 0);
+    let status = volume.status();
+    assert_eq!((status.stored, status.filled, status.stores[0].used), (279, 1, 279));
+    let mut lane = volume.lane().unwrap();
+    for page in 0..pages {
+        let bytes = read(&mut lane, page);
+        match page {
+            100..120 => assert_eq!(bytes, [0; PAGE_SIZE]),
+            200 => assert_eq!(bytes, [5; PAGE_SIZE]),
+            _ => assert_eq!(stamp(&bytes), (page, if page < 50 { 2 } else { 1 })),
+        }
+    }
+    for round in 3..10 {
+        (0..pages).for_each(|page| write(&mut lane, page, &stamped(page, round)));
+        lane.submit();
+    }
+    assert_eq!(volume.status().stores[0].used, pages);
+}
+
+#[test]
+fn a_volume_that_its_stores_cannot_hold_is_refused_with_the_numbers() {
+    let config = Config { pages: 1000, lanes: 1, depth: 4 };
+    let error = Volume::create(config, vec![Arc::new(Host::new(1000).unwrap())]).unwrap_err().to_string();
+    assert!(error.contains("3.9MiB") && error.contains("make it smaller"), "{error}");
+    let none = Volume::create(Config { pages: 0, ..config }, vec![]).unwrap_err().to_string();
+    assert!(none.contains("0 pages on 0 stores"), "{none}");
+}
+
+#[test]
+fn lanes_are_bounded_and_their_seats_come_back() {
+    let volume = volume(1, 1);
+    let lane = volume.lane().unwrap();
+    assert!(volume.lane().err().unwrap().to_string().contains("all 1 lanes"));
+    drop(lane);
+    assert!(volume.lane().is_ok());
+}
