@@ -172,7 +172,7 @@ mod tests {
             key in proptest::array::uniform32(any::<u8>()), slot: u32, seed: u32,
         ) {
             let key: [u8; 64] = std::array::from_fn(|at| key[at % 32].wrapping_add(at as u8));
-            let page: PageBytes = std::array::from_fn(|at| (at as u32 * 31 ^ seed) as u8);
+            let page: PageBytes = std::array::from_fn(|at| ((at as u32 * 31) ^ seed) as u8);
             let cipher = Cipher::with_key(&key).unwrap();
             let mut out = [0; PAGE_SIZE];
             cipher.encrypt(Slot(slot), &page, &mut out);
