@@ -31,7 +31,7 @@ def command(kernel, guest):
         *("-kernel", kernel.image, "-initrd", f"{guest.share}/initramfs"),
         "-append",
         " ".join(
-            ["console=ttyS0", "panic=-1", "quiet", "mitigations=off", "tsc=reliable", *guest.kernel_arguments()]
+            ["console=ttyS0", "panic=-1", "loglevel=3", "mitigations=off", "tsc=reliable", *guest.kernel_arguments()]
         ),
     ]
     return line, {}

@@ -14,6 +14,7 @@ def command(kernel, guest):
         "con0=null,fd:1",
         "con=null",
         "quiet",
+        "loglevel=3",
         "panic=-1",
         *guest.kernel_arguments(),
     ]
