@@ -3,4 +3,6 @@
 //! [`nbd`] speaks the Network Block Device protocol: to the kernel's own client (swap, file systems), to QEMU,
 //! and to everything built on libnbd.
 
+pub mod buffer;
+pub mod log;
 pub mod nbd;

@@ -2,8 +2,27 @@
 //!
 //! What can be decided without a socket is: [`handshake`] and [`transmission`] take bytes and give bytes, so
 //! that they are tested and fuzzed as plain functions. [`wire`] holds the numbers.
+//!
+//! [`Server`] puts threads around them: one that negotiates with everybody, and one for each connection in
+//! transmission, all of them started before the process is sealed. [`client`] is the other side.
 
 pub mod client;
+mod connection;
+mod control;
+mod flight;
 pub mod handshake;
+mod listen;
+mod seat;
+mod server;
+mod slices;
+mod spin;
+mod stats;
+mod tls;
 pub mod transmission;
 pub mod wire;
+
+pub use control::{PATIENCE, PENDING_MAX};
+pub use listen::{Listen, ListenError};
+pub use server::{Config, ServeError, Server};
+pub use stats::Stats;
+pub use tls::Identity;

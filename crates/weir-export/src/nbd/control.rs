@@ -1,0 +1,347 @@
+//! The thread that accepts connections and negotiates with all of them at once, without ever waiting for one.
+//!
+//! What strangers can make it hold is bounded: [`PENDING_MAX`] connections of fixed size, for [`PATIENCE`] each. When
+//! one more comes, the oldest goes: whoever negotiates at all is done within milliseconds, so a flood of idle
+//! connections only evicts itself.
+
+use super::handshake::{Export, Handshake, INPUT_MAX, OUTPUT_MAX, Step, Tls};
+use super::listen::{Listen, Listener};
+use super::seat::Seats;
+use crate::log::{Level, Log};
+use rustix::event::epoll::{self, EventData, EventFlags};
+use rustix::event::{EventfdFlags, Timespec};
+use rustix::net::{RecvFlags, SendFlags};
+use std::fmt;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+/// Connections that negotiate at once.
+pub const PENDING_MAX: usize = 64;
+/// How long a negotiation may take.
+pub const PATIENCE: Duration = Duration::from_secs(10);
+/// Connections accepted before those that negotiate are looked at again.
+const ACCEPT_BURST: usize = 16;
+/// How long to leave new connections alone when the process has no descriptors left.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// How long a client may leave its replies unread before its connection is dropped.
+const SEND_PATIENCE: Duration = Duration::from_secs(60);
+
+/// Lines of one kind that one second may bring; a flood is summed up.
+const LINES_PER_SECOND: u32 = 5;
+
+const WAKE: u64 = u64::MAX;
+const LISTENER: u64 = 1 << 32;
+
+/// Tells the control thread to stop.
+#[derive(Debug)]
+pub(super) struct Bell(OwnedFd);
+
+impl Bell {
+    pub fn new() -> io::Result<Bell> {
+        Ok(Bell(rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?))
+    }
+
+    /// Rings; the control thread leaves.
+    pub fn ring(&self) {
+        // It fails only when it has been rung 2^64 times.
+        let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
+    }
+}
+
+/// A connection that negotiates.
+struct Pending<'e> {
+    socket: OwnedFd,
+    handshake: Handshake<'e>,
+    since: Instant,
+    /// Received, not yet consumed.
+    input: usize,
+    /// Sent, of the output.
+    sent: usize,
+    /// What becomes of it once its output is sent.
+    then: Option<Step>,
+}
+
+/// A place for a connection that negotiates, with the memory it may use.
+struct Place<'e> {
+    pending: Option<Pending<'e>>,
+    input: Box<[u8]>,
+    output: Vec<u8>,
+}
+
+pub(super) struct Control<'e> {
+    epoll: OwnedFd,
+    listeners: &'e [Listener],
+    export: &'e Export,
+    seats: &'e Seats,
+    places: Vec<Place<'e>>,
+    /// Until when new connections are left alone.
+    paused: Option<Instant>,
+    log: Throttle,
+}
+
+impl<'e> Control<'e> {
+    /// Takes the memory.
+    ///
+    /// # Errors
+    /// When the system has no descriptors left.
+    pub fn new(
+        listeners: &'e [Listener],
+        export: &'e Export,
+        seats: &'e Seats,
+        bell: &Bell,
+        log: Log,
+    ) -> io::Result<Self> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        epoll::add(&epoll, &bell.0, EventData::new_u64(WAKE), EventFlags::IN)?;
+        for (at, listener) in listeners.iter().enumerate() {
+            epoll::add(&epoll, listener, EventData::new_u64(LISTENER + at as u64), EventFlags::IN)?;
+        }
+        let place = || Place {
+            pending: None,
+            input: vec![0; INPUT_MAX].into_boxed_slice(),
+            output: Vec::with_capacity(OUTPUT_MAX),
+        };
+        let places = std::iter::repeat_with(place).take(PENDING_MAX).collect();
+        Ok(Control { epoll, listeners, export, seats, places, paused: None, log: Throttle::new(log) })
+    }
+
+    /// Works until the bell rings.
+    pub fn run(&mut self) {
+        let mut events = Vec::with_capacity(PENDING_MAX);
+        loop {
+            let timeout = self.next_deadline().map(|deadline| {
+                let left = deadline.saturating_duration_since(Instant::now());
+                Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() }
+            });
+            events.clear();
+            match epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), timeout.as_ref()) {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(errno) => {
+                    // Only a bug makes it fail; without it there is nothing to do but to keep what is served.
+                    self.log.line(Level::Warning, format_args!("nbd: no new connections: epoll: {errno}"));
+                    return;
+                }
+            }
+            for event in &events {
+                match event.data.u64() {
+                    WAKE => return,
+                    at if at >= LISTENER => self.accept((at - LISTENER) as usize),
+                    at => self.go_on(at as usize),
+                }
+            }
+            self.expire();
+        }
+    }
+
+    fn next_deadline(&self) -> Option<Instant> {
+        let pending = self.places.iter().filter_map(|place| place.pending.as_ref());
+        pending.map(|pending| pending.since + PATIENCE).chain(self.paused).min()
+    }
+
+    fn expire(&mut self) {
+        let now = Instant::now();
+        for at in 0..self.places.len() {
+            if self.places[at].pending.as_ref().is_some_and(|pending| now >= pending.since + PATIENCE) {
+                self.drop_pending(at, format_args!("no agreement within {} s", PATIENCE.as_secs()));
+            }
+        }
+        if self.paused.is_some_and(|until| now >= until) {
+            self.paused = None;
+            for at in 0..self.listeners.len() {
+                self.listen_for(at, EventFlags::IN);
+            }
+        }
+    }
+
+    fn accept(&mut self, at: usize) {
+        for _ in 0..ACCEPT_BURST {
+            match self.listeners[at].accept() {
+                Ok(Some(socket)) => self.begin(socket, at),
+                Ok(None) => return,
+                Err(error) => {
+                    // Out of descriptors or memory: the connection stays in the queue, and this would spin.
+                    self.log.line(
+                        Level::Warning,
+                        format_args!("nbd: cannot accept: {error}; raise the limit of open files"),
+                    );
+                    for at in 0..self.listeners.len() {
+                        self.listen_for(at, EventFlags::empty());
+                    }
+                    self.paused = Some(Instant::now() + ACCEPT_PAUSE);
+                    return;
+                }
+            }
+        }
+    }
+
+    fn listen_for(&self, at: usize, events: EventFlags) {
+        let data = EventData::new_u64(LISTENER + at as u64);
+        // It was added at the start and is open: there is nothing that could fail.
+        let _ = epoll::modify(&self.epoll, &self.listeners[at], data, events);
+    }
+
+    fn begin(&mut self, socket: OwnedFd, listener: usize) {
+        let tls = match self.listeners[listener].bound {
+            Listen::Tls { .. } => Tls::Required,
+            Listen::Unix(_) | Listen::Insecure { .. } => Tls::Off,
+        };
+        self.place(socket, tls);
+    }
+
+    /// Begins to negotiate with a client.
+    fn place(&mut self, socket: OwnedFd, tls: Tls) {
+        let at = match self.places.iter().position(|place| place.pending.is_none()) {
+            Some(at) => at,
+            None => {
+                let since = |place: &Place<'_>| place.pending.as_ref().map(|pending| pending.since);
+                let oldest = (0..self.places.len())
+                    .min_by_key(|at| since(&self.places[*at]))
+                    .expect("there are places");
+                self.drop_pending(oldest, format_args!("{PENDING_MAX} others negotiate"));
+                oldest
+            }
+        };
+        if let Err(errno) = epoll::add(&self.epoll, &socket, EventData::new_u64(at as u64), EventFlags::IN) {
+            self.log.line(Level::Warning, format_args!("nbd: connection refused: epoll: {errno}"));
+            return;
+        }
+        let place = &mut self.places[at];
+        place.output.clear();
+        if tls != Tls::Active {
+            place.output.extend_from_slice(&Handshake::greeting());
+        }
+        let handshake = Handshake::new(self.export, tls);
+        place.pending =
+            Some(Pending { socket, handshake, since: Instant::now(), input: 0, sent: 0, then: None });
+        self.go_on(at);
+    }
+
+    fn drop_pending(&mut self, at: usize, why: fmt::Arguments<'_>) {
+        // Closing the socket takes it out of the epoll set.
+        self.places[at].pending = None;
+        self.log.line(Level::Warning, format_args!("nbd: connection dropped while negotiating: {why}"));
+    }
+
+    /// Gets on with a negotiation as far as it goes.
+    fn go_on(&mut self, at: usize) {
+        loop {
+            match self.advance(at) {
+                Ok(true) => {}
+                Ok(false) => return,
+                Err(error) => return self.drop_pending(at, format_args!("{error}")),
+            }
+        }
+    }
+
+    /// One step of a negotiation. Returns whether another may follow.
+    fn advance(&mut self, at: usize) -> io::Result<bool> {
+        let Place { pending: Some(pending), input, output } = &mut self.places[at] else { return Ok(false) };
+        // First what was said before: a client that does not listen is not answered further.
+        if pending.sent < output.len() {
+            let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+            match rustix::net::send(&pending.socket, &output[pending.sent..], flags) {
+                Ok(sent) => pending.sent += sent,
+                Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => {
+                    let data = EventData::new_u64(at as u64);
+                    epoll::modify(&self.epoll, &pending.socket, data, EventFlags::OUT)?;
+                    return Ok(false);
+                }
+                Err(errno) => return Err(errno.into()),
+            }
+            return Ok(true);
+        }
+        output.clear();
+        pending.sent = 0;
+        match pending.then.take() {
+            None | Some(Step::Again | Step::NeedMore) => {}
+            Some(Step::Close(ending)) => {
+                self.places[at].pending = None;
+                let level =
+                    if ending == super::handshake::Ending::Abort { Level::Info } else { Level::Warning };
+                self.log.line(level, format_args!("nbd: negotiation ended: {ending}"));
+                return Ok(false);
+            }
+            Some(Step::StartTls) => {
+                self.places[at].pending = None;
+                return Ok(false);
+            }
+            Some(Step::Transmission(negotiated)) => {
+                let Pending { socket, input: early, .. } =
+                    self.places[at].pending.take().expect("matched above");
+                epoll::delete(&self.epoll, &socket)?;
+                rustix::io::ioctl_fionbio(&socket, false)?;
+                rustix::net::sockopt::set_socket_timeout(
+                    &socket,
+                    rustix::net::sockopt::Timeout::Send,
+                    Some(SEND_PATIENCE),
+                )?;
+                let early = &self.places[at].input[..early];
+                match self.seats.give(socket, negotiated, early) {
+                    Ok(seat) => {
+                        self.log.line(Level::Info, format_args!("nbd: connection {seat}: begins"));
+                    }
+                    Err(error) => {
+                        self.log.line(Level::Warning, format_args!("nbd: connection dropped: {error}"));
+                    }
+                }
+                return Ok(false);
+            }
+        }
+        let room = self.seats.has_room();
+        let (consumed, step) = pending.handshake.advance(&input[..pending.input], room, output);
+        input.copy_within(consumed..pending.input, 0);
+        pending.input -= consumed;
+        if step != Step::NeedMore {
+            pending.then = Some(step);
+            return Ok(true);
+        }
+        match rustix::net::recv(&pending.socket, &mut input[pending.input..], RecvFlags::DONTWAIT) {
+            Ok((0, _)) => {
+                // Port scanners and health checks do this; it is not worth a warning.
+                self.places[at].pending = None;
+                self.log.line(Level::Info, format_args!("nbd: a client left while negotiating"));
+                Ok(false)
+            }
+            Ok((received, _)) => {
+                pending.input += received;
+                Ok(true)
+            }
+            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => {
+                let data = EventData::new_u64(at as u64);
+                epoll::modify(&self.epoll, pending.socket.as_fd(), data, EventFlags::IN)?;
+                Ok(false)
+            }
+            Err(errno) => Err(errno.into()),
+        }
+    }
+}
+
+/// A log that a flood cannot flood.
+struct Throttle {
+    log: Log,
+    second: Instant,
+    lines: u32,
+    swallowed: u32,
+}
+
+impl Throttle {
+    fn new(log: Log) -> Self {
+        Throttle { log, second: Instant::now(), lines: 0, swallowed: 0 }
+    }
+
+    fn line(&mut self, level: Level, line: fmt::Arguments<'_>) {
+        if self.second.elapsed() >= Duration::from_secs(1) {
+            if self.swallowed > 0 {
+                (self.log)(level, format_args!("nbd: {} more lines like the last", self.swallowed));
+            }
+            (self.second, self.lines, self.swallowed) = (Instant::now(), 0, 0);
+        }
+        self.lines += 1;
+        if self.lines <= LINES_PER_SECOND {
+            (self.log)(level, line);
+        } else {
+            self.swallowed += 1;
+        }
+    }
+}

@@ -1,0 +1,283 @@
+//! Requests whose pages are under way at slow stores, and the pages that their reads will fill.
+//!
+//! A request is an entry with a count of operations outstanding. What comes back from the volume names its entry
+//! by the ticket; when the last one is back the entry is ready to be answered. Fixed in size: what does
+//! not fit waits in the socket.
+
+use super::wire::Errno;
+use crate::buffer::Buffer;
+use std::collections::VecDeque;
+use std::io;
+use weir_core::{PAGE_SIZE, PageBytes};
+use weir_store::{Done, Fault, Ticket};
+
+/// The longest piece of a read that is answered at once.
+pub(super) const CHUNK_MAX: u32 = 256 << 10;
+/// Pages that such a piece touches when it is not aligned.
+pub(super) const SPAN_MAX: usize = CHUNK_MAX as usize / PAGE_SIZE + 1;
+/// Pages that reads under way may fill: two chunks, so that one is read while the other is sent.
+const PAGES: usize = 2 * SPAN_MAX;
+/// Requests under way. More would not fit the pages, but writes need none.
+const ENTRIES: usize = 256;
+
+/// What an entry is about.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Work {
+    /// Nothing.
+    Idle,
+    /// A range of at most [`CHUNK_MAX`] bytes to be answered by data, on its own or as a part of a `stream`.
+    Read { offset: u64, length: u32, stream: Option<u16> },
+    /// As a read, but whoever began it waits for it and answers it himself.
+    Held { offset: u64, length: u32 },
+    /// The last chunk of a long read; it counts the reads that belong to it.
+    Stream,
+    /// Anything that is answered by success or an error alone.
+    Write,
+}
+
+pub(super) struct Entry {
+    pub work: Work,
+    pub cookie: u64,
+    /// The first error, and where in the export it was.
+    pub error: Option<(Errno, u64)>,
+    /// Operations outstanding, plus one until all of them have been issued.
+    left: u32,
+    span: usize,
+    pages: [u16; SPAN_MAX],
+}
+
+impl Entry {
+    /// The numbers of its pages in [`Flight::pages`], in order.
+    pub fn pages(&self) -> &[u16] {
+        &self.pages[..self.span]
+    }
+}
+
+pub(super) struct Flight {
+    entries: Box<[Entry]>,
+    idle: Vec<u16>,
+    memory: Buffer,
+    idle_pages: Vec<u16>,
+    ready: VecDeque<u16>,
+}
+
+impl Flight {
+    pub fn new() -> io::Result<Flight> {
+        let entry =
+            || Entry { work: Work::Idle, cookie: 0, error: None, left: 0, span: 0, pages: [0; SPAN_MAX] };
+        Ok(Flight {
+            entries: std::iter::repeat_with(entry).take(ENTRIES).collect(),
+            idle: (0..ENTRIES as u16).rev().collect(),
+            memory: Buffer::new(PAGES * PAGE_SIZE)?,
+            idle_pages: (0..PAGES as u16).rev().collect(),
+            ready: VecDeque::with_capacity(ENTRIES),
+        })
+    }
+
+    /// Whether an entry with `span` pages can begin, with one to spare for its stream.
+    pub fn has_room(&self, span: usize) -> bool {
+        self.idle.len() >= 2 && self.idle_pages.len() >= span
+    }
+
+    /// The entry that [`begin`](Flight::begin) would take next, where there is room.
+    pub fn next(&self) -> Option<u16> {
+        self.idle.last().copied()
+    }
+
+    /// Takes an entry and `span` pages for it; the caller has seen that there is room. It is not ready before
+    /// [`issued`](Flight::issued), however fast its operations are.
+    pub fn begin(&mut self, work: Work, cookie: u64, span: usize) -> u16 {
+        let index = self.idle.pop().expect("the caller has seen that there is room");
+        let entry = &mut self.entries[usize::from(index)];
+        (entry.work, entry.cookie, entry.error, entry.left, entry.span) = (work, cookie, None, 1, span);
+        for page in &mut entry.pages[..span] {
+            *page = self.idle_pages.pop().expect("the caller has seen that there is room");
+        }
+        if let Work::Read { stream: Some(stream), .. } = work {
+            self.entries[usize::from(stream)].left += 1;
+        }
+        index
+    }
+
+    /// The ticket of the operation on the `at`th page of an entry.
+    pub fn ticket(index: u16, at: usize) -> Ticket {
+        Ticket::from(index) << 8 | at as Ticket
+    }
+
+    pub fn entry(&self, index: u16) -> &Entry {
+        &self.entries[usize::from(index)]
+    }
+
+    pub fn page(&self, number: u16) -> &PageBytes {
+        &self.memory.pages()[usize::from(number)]
+    }
+
+    /// The memory of the `at`th page of an entry.
+    pub fn page_of(&mut self, index: u16, at: usize) -> &mut PageBytes {
+        let number = self.entries[usize::from(index)].pages[at];
+        &mut self.memory.pages_mut()[usize::from(number)]
+    }
+
+    /// One more operation of the entry is outstanding.
+    pub fn queued(&mut self, index: u16) {
+        self.entries[usize::from(index)].left += 1;
+    }
+
+    /// Notes that the entry's request failed at `offset`; the first error counts.
+    pub fn fail(&mut self, index: u16, error: Errno, offset: u64) {
+        let entry = &mut self.entries[usize::from(index)];
+        entry.error.get_or_insert((error, offset));
+        if let Work::Read { stream: Some(stream), .. } = entry.work {
+            self.entries[usize::from(stream)].error.get_or_insert((error, offset));
+        }
+    }
+
+    /// Every operation of the entry has been issued. Returns whether it is finished already.
+    pub fn issued(&mut self, index: u16) -> bool {
+        self.one_less(index)
+    }
+
+    /// Takes a completion of the volume.
+    pub fn complete(&mut self, done: &Done<'_>) {
+        let (index, at) = ((done.ticket >> 8) as u16, (done.ticket & 0xff) as usize);
+        match (self.entry(index).work, done.result) {
+            (Work::Read { offset, .. } | Work::Held { offset, .. }, Err(fault)) => {
+                let page = offset / PAGE_SIZE as u64 + at as u64;
+                self.fail(index, errno(fault), (page * PAGE_SIZE as u64).max(offset));
+            }
+            (_, Err(fault)) => self.fail(index, errno(fault), 0),
+            (Work::Read { .. } | Work::Held { .. }, Ok(())) => match done.page {
+                Some(page) => *self.page_of(index, at) = *page,
+                None => self.fail(index, Errno::Io, 0),
+            },
+            (_, Ok(())) => {}
+        }
+        self.one_less(index);
+    }
+
+    /// Whether a held entry is finished.
+    pub fn is_finished(&self, index: u16) -> bool {
+        self.entry(index).left == 0
+    }
+
+    fn one_less(&mut self, index: u16) -> bool {
+        let entry = &mut self.entries[usize::from(index)];
+        entry.left -= 1;
+        if entry.left == 0 && !matches!(entry.work, Work::Held { .. }) {
+            self.ready.push_back(index);
+        }
+        entry.left == 0
+    }
+
+    /// The finished entries, in the order in which they finished.
+    pub fn ready(&self) -> &VecDeque<u16> {
+        &self.ready
+    }
+
+    /// Frees the first `count` finished entries, which have been answered.
+    pub fn release_ready(&mut self, count: usize) {
+        for _ in 0..count {
+            let index = self.ready.pop_front().expect("as many as were answered");
+            self.release(index);
+        }
+    }
+
+    /// Frees a finished entry and its pages.
+    pub fn release(&mut self, index: u16) {
+        let entry = &mut self.entries[usize::from(index)];
+        let work = std::mem::replace(&mut entry.work, Work::Idle);
+        self.idle_pages.extend_from_slice(&entry.pages[..entry.span]);
+        self.idle.push(index);
+        if let Work::Read { stream: Some(stream), .. } = work {
+            self.one_less(stream);
+        }
+    }
+
+    /// Forgets everything, once nothing is under way.
+    pub fn reset(&mut self) {
+        self.ready.clear();
+        self.idle.clear();
+        self.idle.extend((0..ENTRIES as u16).rev());
+        self.idle_pages.clear();
+        self.idle_pages.extend((0..PAGES as u16).rev());
+    }
+
+    /// Whether nothing is under way and everything has been answered.
+    pub fn is_empty(&self) -> bool {
+        self.idle.len() == ENTRIES
+    }
+}
+
+/// What a client is told of a fault: content that cannot be had or proven is an I/O error, never zeros.
+pub(super) fn errno(fault: Fault) -> Errno {
+    match fault {
+        Fault::Full => Errno::NoSpace,
+        Fault::Io(_) | Fault::Lost | Fault::Timeout | Fault::Corrupt | Fault::Unsupported => Errno::Io,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stream_is_ready_only_after_its_last_chunk_and_carries_the_first_error() {
+        let mut flight = Flight::new().unwrap();
+        let stream = flight.begin(Work::Stream, 7, 0);
+        let read = |offset| Work::Read { offset, length: 2 * PAGE_SIZE as u32, stream: Some(stream) };
+        let (first, second) = (flight.begin(read(0), 7, 2), flight.begin(read(8192), 7, 2));
+        for index in [first, second] {
+            flight.queued(index);
+            flight.queued(index);
+            assert!(!flight.issued(index));
+        }
+        flight.issued(stream);
+        let page = [3; PAGE_SIZE];
+        let mut done = |index, at, result: Result<(), Fault>| {
+            let page = result.is_ok().then_some(&page);
+            flight.complete(&Done { ticket: Flight::ticket(index, at), result, page });
+            flight.ready().iter().copied().collect::<Vec<_>>()
+        };
+        assert_eq!(done(second, 1, Err(Fault::Corrupt)), []);
+        assert_eq!(done(second, 0, Ok(())), [second]);
+        assert_eq!(done(first, 0, Ok(())), [second]);
+        assert_eq!(done(first, 1, Err(Fault::Lost)), [second, first]);
+        flight.release_ready(2);
+        assert_eq!(*flight.ready(), [stream], "only once its chunks were answered");
+        assert_eq!(flight.entry(stream).error, Some((Errno::Io, 8192 + 4096)));
+        flight.release_ready(1);
+        assert!(flight.is_empty());
+    }
+
+    #[test]
+    fn the_bytes_of_a_completion_land_in_their_page() {
+        let mut flight = Flight::new().unwrap();
+        let index = flight.begin(Work::Read { offset: 0, length: 8192, stream: None }, 1, 2);
+        flight.queued(index);
+        *flight.page_of(index, 0) = [1; PAGE_SIZE];
+        assert!(!flight.issued(index));
+        flight.complete(&Done {
+            ticket: Flight::ticket(index, 1),
+            result: Ok(()),
+            page: Some(&[2; PAGE_SIZE]),
+        });
+        let numbers = flight.entry(index).pages();
+        assert_eq!((flight.page(numbers[0])[9], flight.page(numbers[1])[9]), (1, 2));
+    }
+
+    #[test]
+    fn room_runs_out_and_comes_back() {
+        let mut flight = Flight::new().unwrap();
+        let mut begun = Vec::new();
+        while flight.has_room(SPAN_MAX) {
+            begun.push(flight.begin(Work::Held { offset: 0, length: CHUNK_MAX }, 0, SPAN_MAX));
+        }
+        assert_eq!(begun.len(), 2);
+        assert!(flight.has_room(0), "writes need no pages");
+        for index in begun {
+            assert!(flight.issued(index) && flight.is_finished(index));
+            flight.release(index);
+        }
+        assert!(flight.is_empty());
+    }
+}

@@ -1,0 +1,215 @@
+//! The threads that serve connections: all started before the process is sealed, each with its memory and its
+//! lane, each waiting at its seat for a connection to be given to it.
+
+use super::connection::Worker;
+use super::handshake::{INPUT_MAX, Negotiated};
+use super::spin::{Spin, SpinGate};
+use super::stats::{Counters, Stats};
+use crate::log::{Level, Log};
+use rustix::net::Shutdown;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// What all seats share.
+pub(super) struct Seats {
+    seats: Box<[Seat]>,
+    gate: SpinGate,
+    spin: Duration,
+    read_only: bool,
+    log: Log,
+}
+
+struct Seat {
+    mailbox: Mutex<Mailbox>,
+    /// Rung when the mailbox's state changes.
+    bell: Condvar,
+    counters: Counters,
+}
+
+struct Mailbox {
+    state: State,
+    /// The connection's socket, for whoever must end it from outside.
+    socket: Option<OwnedFd>,
+    /// The thread's own descriptor of it, until the thread takes it.
+    given: Option<OwnedFd>,
+    negotiated: Negotiated,
+    early: Box<[u8]>,
+    early_len: usize,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum State {
+    /// The thread is not there yet, or no more.
+    Empty,
+    Idle,
+    Serving,
+    /// The thread shall leave once it is idle.
+    Closing,
+}
+
+impl Seats {
+    pub fn new(count: usize, spin: Duration, read_only: bool, log: Log) -> Seats {
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        let mailbox = || Mailbox {
+            state: State::Empty,
+            socket: None,
+            given: None,
+            negotiated: Negotiated { structured: false, allocation: false },
+            early: vec![0; INPUT_MAX].into_boxed_slice(),
+            early_len: 0,
+        };
+        let seat =
+            || Seat { mailbox: Mutex::new(mailbox()), bell: Condvar::new(), counters: Counters::default() };
+        let seats = std::iter::repeat_with(seat).take(count).collect();
+        Seats { seats, gate: SpinGate::new(processors), spin, read_only, log }
+    }
+
+    /// The life of a seat's thread: serves what it is given until it shall leave.
+    pub fn sit(&self, number: usize, worker: &mut Worker) {
+        weir_core::seal::on_io_thread(|| {
+            while let Some(socket) = self.seats[number].wait() {
+                self.serve(number, worker, socket);
+            }
+        });
+    }
+
+    /// A thread is about to take this seat. It may be given a connection, and [`close`](Seats::close) waits for it.
+    pub fn open(&self, number: usize) {
+        self.seats[number].lock().state = State::Idle;
+    }
+
+    /// The thread has left, or will not come.
+    pub fn vacate(&self, number: usize) {
+        self.seats[number].lock().state = State::Empty;
+        self.seats[number].bell.notify_all();
+    }
+
+    fn serve(&self, number: usize, worker: &mut Worker, socket: OwnedFd) {
+        let seat = &self.seats[number];
+        seat.counters.connections.add(1);
+        let mut early = [0; INPUT_MAX];
+        let (negotiated, early_len) = {
+            let mail = seat.lock();
+            early[..mail.early_len].copy_from_slice(&mail.early[..mail.early_len]);
+            (mail.negotiated, mail.early_len)
+        };
+        let mut spin = Spin::new(&self.gate, self.spin);
+        let early = &early[..early_len];
+        let ending =
+            worker.serve(socket.as_fd(), negotiated, self.read_only, early, &mut spin, &seat.counters);
+        let level = if ending.is_usual() { Level::Info } else { Level::Warning };
+        (self.log)(level, format_args!("nbd: connection {number}: {ending}"));
+        drop(socket);
+        let mut mail = seat.lock();
+        mail.socket = None;
+        if mail.state == State::Serving {
+            mail.state = State::Idle;
+        }
+        seat.bell.notify_all();
+    }
+
+    /// Whether another connection would find a seat.
+    pub fn has_room(&self) -> bool {
+        self.seats.iter().any(|seat| seat.lock().state == State::Idle)
+    }
+
+    /// Gives a connection to an idle thread; `early` is what the client sent too early.
+    ///
+    /// # Errors
+    /// When no thread is idle, or no descriptor can be had.
+    pub fn give(&self, socket: OwnedFd, negotiated: Negotiated, early: &[u8]) -> io::Result<usize> {
+        for (number, seat) in self.seats.iter().enumerate() {
+            let mut mail = seat.lock();
+            if mail.state == State::Idle {
+                mail.given = Some(socket.try_clone()?);
+                mail.socket = Some(socket);
+                mail.negotiated = negotiated;
+                mail.early[..early.len()].copy_from_slice(early);
+                mail.early_len = early.len();
+                mail.state = State::Serving;
+                seat.bell.notify_all();
+                return Ok(number);
+            }
+        }
+        Err(io::ErrorKind::ResourceBusy.into())
+    }
+
+    /// Lets every thread leave: idle ones now, others when they have answered what they have received, or, after
+    /// `grace`, when their connection has been cut. Returns how many were still busy some time after that: they wait for a
+    /// store.
+    pub fn close(&self, grace: Duration) -> usize {
+        for seat in &self.seats {
+            let mut mail = seat.lock();
+            if mail.state != State::Empty {
+                mail.state = State::Closing;
+            }
+            mail.shut(Shutdown::Read);
+            seat.bell.notify_all();
+        }
+        let deadline = Instant::now() + grace;
+        if self.empty_by(deadline) > 0 {
+            for seat in &self.seats {
+                seat.lock().shut(Shutdown::Both);
+            }
+        }
+        self.empty_by(Instant::now().max(deadline) + Duration::from_secs(2))
+    }
+
+    /// Waits until every thread has left, or the deadline; returns how many have not.
+    fn empty_by(&self, deadline: Instant) -> usize {
+        let mut busy = 0;
+        for seat in &self.seats {
+            let mut mail = seat.lock();
+            while mail.state != State::Empty {
+                let left = deadline.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    busy += 1;
+                    break;
+                }
+                (mail, _) = seat.bell.wait_timeout(mail, left).unwrap_or_else(PoisonError::into_inner);
+            }
+        }
+        busy
+    }
+
+    pub fn stats(&self) -> Stats {
+        let mut stats = Stats { connections_max: self.seats.len() as u64, ..Stats::default() };
+        for seat in &self.seats {
+            stats.add(&seat.counters);
+            stats.connected += u64::from(seat.lock().socket.is_some());
+        }
+        stats
+    }
+}
+
+impl Seat {
+    /// A thread that panicked while it held the lock left nothing half done: every change is one assignment.
+    fn lock(&self) -> MutexGuard<'_, Mailbox> {
+        self.mailbox.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for a connection; `None` when the thread shall leave.
+    fn wait(&self) -> Option<OwnedFd> {
+        let mut mail = self.lock();
+        loop {
+            if let Some(socket) = mail.given.take() {
+                return Some(socket);
+            }
+            if mail.state == State::Closing {
+                return None;
+            }
+            mail = self.bell.wait(mail).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+impl Mailbox {
+    fn shut(&self, how: Shutdown) {
+        if let Some(socket) = &self.socket {
+            // It fails where the client has gone already, which is what is wanted.
+            let _ = rustix::net::shutdown(socket, how);
+        }
+    }
+}

@@ -1,0 +1,267 @@
+//! The server as its owner sees it: started whole, asked for its counts, shut down in bounded time.
+
+use super::connection::Worker;
+use super::control::{Bell, Control};
+use super::handshake::{Export, NAME_MAX};
+use super::listen::{Listen, ListenError, Listener};
+use super::seat::Seats;
+use super::stats::Stats;
+use crate::log::Log;
+use std::fmt;
+use std::io;
+use std::sync::{Arc, mpsc};
+use std::thread::JoinHandle;
+use std::time::Duration;
+use weir_core::swap_safety::Unprotected;
+use weir_store::OpenError;
+use weir_volume::Volume;
+
+/// Stack of a thread; with `mlockall` all of it is resident.
+const STACK_BYTES: usize = 256 << 10;
+
+/// How a volume is served.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// The export's name; clients may also ask for the default one, which is the same.
+    pub name: String,
+    /// The export's description, for people.
+    pub description: String,
+    /// Refuse writes.
+    pub read_only: bool,
+    /// Connections that may be served at once: a thread, a lane and about 1 MiB of locked memory each.
+    pub connections: usize,
+    /// How long a thread looks for a client's next request before it sleeps; zero for not at all.
+    pub spin: Duration,
+    /// The export is to carry swap: TLS is refused, and every thread must have the I/O flusher flag unless
+    /// [`unsafe_no_flusher`](Config::unsafe_no_flusher) is set.
+    pub swap: bool,
+    /// Serve swap without the flusher flag.
+    pub unsafe_no_flusher: bool,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Config {
+            name: "weir".to_owned(),
+            description: "Weir volume".to_owned(),
+            read_only: false,
+            connections: 32,
+            spin: Duration::ZERO,
+            swap: false,
+            unsafe_no_flusher: false,
+        }
+    }
+}
+
+/// Why a server cannot start.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// An address cannot be listened on.
+    #[error(transparent)]
+    Listen(#[from] ListenError),
+    /// A configuration that is no good.
+    #[error("{0}")]
+    Config(String),
+    /// A thread's lane cannot be opened.
+    #[error("connection {number} of {connections} gets no lane")]
+    Lane {
+        /// Which connection, from 1.
+        number: usize,
+        /// How many were asked for.
+        connections: usize,
+        /// Why.
+        #[source]
+        source: OpenError,
+    },
+    /// A thread does not have the flusher flag.
+    #[error("a thread that would serve swap lacks the I/O flusher flag")]
+    Flusher(#[source] Unprotected),
+    /// No memory, threads or descriptors.
+    #[error("cannot take memory and threads for {connections} connections; ask for fewer")]
+    Resources {
+        /// How many were asked for.
+        connections: usize,
+        /// What the system said.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// A running NBD server. Dropping it shuts it down, with no grace.
+pub struct Server {
+    seats: Arc<Seats>,
+    bell: Arc<Bell>,
+    addresses: Vec<Listen>,
+    control: Option<JoinHandle<()>>,
+    threads: Vec<JoinHandle<()>>,
+    memory_locked: bool,
+}
+
+impl fmt::Debug for Server {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Server").field("addresses", &self.addresses).finish_non_exhaustive()
+    }
+}
+
+impl Server {
+    /// Listens, starts every thread and takes all memory; the process may be sealed afterwards. Clients are served
+    /// from here on.
+    ///
+    /// # Errors
+    /// See [`ServeError`]; nothing is left running or listening then.
+    pub fn start(
+        volume: &Arc<Volume>,
+        config: &Config,
+        listen: &[Listen],
+        log: &Log,
+    ) -> Result<Server, ServeError> {
+        check(config, listen)?;
+        let resources = |source| ServeError::Resources { connections: config.connections, source };
+        let export = Export {
+            name: config.name.clone(),
+            description: config.description.clone(),
+            bytes: volume.bytes(),
+            read_only: config.read_only,
+        };
+        let listeners = listen.iter().map(Listener::bind).collect::<Result<Vec<_>, _>>()?;
+        let addresses = listeners.iter().map(|listener| listener.bound.clone()).collect();
+        let bell = Arc::new(Bell::new().map_err(resources)?);
+        let seats = Arc::new(Seats::new(config.connections, config.spin, config.read_only, Arc::clone(log)));
+        let mut server = Server {
+            seats: Arc::clone(&seats),
+            bell: Arc::clone(&bell),
+            addresses,
+            control: None,
+            threads: Vec::with_capacity(config.connections),
+            memory_locked: true,
+        };
+        server.start_seats(volume, config)?;
+        let (ready, started) = mpsc::channel();
+        let log = Arc::clone(log);
+        let negotiate = move || {
+            let mut control = match Control::new(&listeners, &export, &seats, &bell, log) {
+                Ok(control) => control,
+                Err(error) => return drop(ready.send(Err(error))),
+            };
+            let _ = ready.send(Ok(()));
+            control.run();
+        };
+        let thread = thread("weir-nbd").spawn(negotiate).map_err(resources)?;
+        server.control = Some(thread);
+        started.recv().expect("the thread answers").map_err(resources)?;
+        Ok(server)
+    }
+
+    fn start_seats(&mut self, volume: &Arc<Volume>, config: &Config) -> Result<(), ServeError> {
+        let connections = config.connections;
+        let resources = |source| ServeError::Resources { connections, source };
+        let must_flush = config.swap && !config.unsafe_no_flusher;
+        let (ready, started) = mpsc::channel();
+        for number in 0..connections {
+            let lane = volume.lane().map_err(|source| ServeError::Lane {
+                number: number + 1,
+                connections,
+                source,
+            })?;
+            let mut worker = Worker::new(lane).map_err(resources)?;
+            self.memory_locked &= worker.is_locked();
+            let (seats, ready) = (Arc::clone(&self.seats), ready.clone());
+            let serve = move || {
+                let flusher = if must_flush { weir_core::swap_safety::has_io_flusher() } else { Ok(true) };
+                let fine = matches!(flusher, Ok(true));
+                let _ = ready.send(flusher);
+                drop(ready);
+                if fine {
+                    seats.sit(number, &mut worker);
+                }
+                seats.vacate(number);
+            };
+            self.seats.open(number);
+            let spawned = thread(&format!("weir-nbd-{number}")).spawn(serve);
+            self.threads.push(spawned.map_err(|error| {
+                self.seats.vacate(number);
+                resources(error)
+            })?);
+        }
+        for _ in 0..connections {
+            match started.recv().expect("every thread answers") {
+                Ok(true) => {}
+                Ok(false) => {
+                    let text = "the export is to carry swap, and the I/O flusher flag is not set: set it first in main";
+                    return Err(ServeError::Config(text.to_owned()));
+                }
+                Err(missing) => return Err(ServeError::Flusher(missing)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Where it listens, with the ports that the system chose.
+    pub fn addresses(&self) -> &[Listen] {
+        &self.addresses
+    }
+
+    /// Its counts.
+    pub fn stats(&self) -> Stats {
+        self.seats.stats()
+    }
+
+    /// Whether all its I/O memory is pinned in RAM.
+    pub fn is_memory_locked(&self) -> bool {
+        self.memory_locked
+    }
+
+    /// Takes no more connections and no more requests, answers those received, and after `grace` cuts the
+    /// connections that are left. Returns how many threads did not come back 2 s after that, because a store
+    /// answers nothing.
+    pub fn shutdown(mut self, grace: Duration) -> usize {
+        self.stop(grace)
+    }
+
+    fn stop(&mut self, grace: Duration) -> usize {
+        self.bell.ring();
+        if let Some(control) = self.control.take() {
+            // A panic there has been reported by the panic hook.
+            let _ = control.join();
+        }
+        let busy = self.seats.close(grace);
+        for thread in self.threads.drain(..) {
+            // Those that wait for a store are left to themselves.
+            if busy == 0 || thread.is_finished() {
+                let _ = thread.join();
+            }
+        }
+        busy
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.stop(Duration::ZERO);
+    }
+}
+
+fn thread(name: &str) -> std::thread::Builder {
+    std::thread::Builder::new().name(name.to_owned()).stack_size(STACK_BYTES)
+}
+
+fn check(config: &Config, listen: &[Listen]) -> Result<(), ServeError> {
+    for (what, text) in [("name", &config.name), ("description", &config.description)] {
+        if text.len() > NAME_MAX {
+            let length = text.len();
+            let error = format!("the export's {what} has {length} bytes; at most {NAME_MAX} are accepted");
+            return Err(ServeError::Config(error));
+        }
+    }
+    if config.connections == 0 {
+        return Err(ServeError::Config("0 connections: a server needs at least 1".to_owned()));
+    }
+    if config.swap
+        && let Some(tls) = listen.iter().find(|listen| matches!(listen, Listen::Tls { .. }))
+    {
+        let error =
+            format!("{tls}: TLS allocates for every record, so swap on it can deadlock; use a unix socket");
+        return Err(ServeError::Config(error));
+    }
+    Ok(())
+}

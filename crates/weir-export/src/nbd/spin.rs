@@ -1,0 +1,141 @@
+//! Looking for the next request a little while before going to sleep.
+//!
+//! Waking a sleeping thread costs several microseconds, more than serving a page does. A client that waits for
+//! each reply comes back sooner than that, so a thread that looks again and again for as long as such a client takes
+//! answers twice as fast. What it may cost is bounded three ways: by the time limit, by at most half of
+//! the machine's processors spinning at once, and by giving up: each attempt in vain halves the next one, down to none,
+//! until a request comes so soon after the thread fell asleep that spinning would have caught it. An idle
+//! connection costs nothing.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+/// Below this an attempt is not worth its clock reads.
+const LEAST: Duration = Duration::from_micros(2);
+
+/// How many threads may spin at once.
+#[derive(Debug)]
+pub(super) struct SpinGate {
+    most: usize,
+    spinning: AtomicUsize,
+}
+
+impl SpinGate {
+    /// Half of `processors`, at least one.
+    pub fn new(processors: usize) -> Self {
+        SpinGate { most: (processors / 2).max(1), spinning: AtomicUsize::new(0) }
+    }
+
+    fn enter(&self) -> bool {
+        // Advisory: one thread too many for a moment does no harm.
+        if self.spinning.load(Ordering::Relaxed) >= self.most {
+            return false;
+        }
+        self.spinning.fetch_add(1, Ordering::Relaxed);
+        true
+    }
+
+    fn leave(&self) {
+        self.spinning.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// One connection's spinning.
+#[derive(Debug)]
+pub(super) struct Spin<'a> {
+    gate: &'a SpinGate,
+    most: Duration,
+    now: Duration,
+    /// When the thread stopped looking, to learn how soon the request came.
+    waiting_since: Option<Instant>,
+}
+
+impl<'a> Spin<'a> {
+    pub fn new(gate: &'a SpinGate, most: Duration) -> Self {
+        Spin { gate, most, now: most, waiting_since: None }
+    }
+
+    /// Calls `look` until it finds something or the time is up.
+    ///
+    /// # Errors
+    /// Those of `look`.
+    pub fn attempt<T, E>(&mut self, mut look: impl FnMut() -> Result<Option<T>, E>) -> Result<Option<T>, E> {
+        if self.most < LEAST {
+            return Ok(None);
+        }
+        let start = Instant::now();
+        self.waiting_since = Some(start);
+        if self.now < LEAST || !self.gate.enter() {
+            return Ok(None);
+        }
+        let found = loop {
+            match look() {
+                Ok(None) if start.elapsed() < self.now => std::hint::spin_loop(),
+                found => break found,
+            }
+        };
+        self.gate.leave();
+        self.now = if matches!(found, Ok(None)) { self.now / 2 } else { self.most };
+        found
+    }
+
+    /// A request came after an attempt in vain: was it worth trying longer?
+    pub fn woke(&mut self) {
+        if self.waiting_since.take().is_some_and(|since| since.elapsed() <= self.most) {
+            self.now = self.most;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    type Looked = Result<Option<()>, ()>;
+
+    #[test]
+    fn attempts_in_vain_halve_down_to_none_and_a_quick_request_brings_them_back() {
+        let gate = SpinGate::new(2);
+        let mut spin = Spin::new(&gate, Duration::from_millis(1));
+        let mut attempts = 0;
+        loop {
+            let mut looks = 0;
+            let looked: Looked = spin.attempt(|| {
+                looks += 1;
+                Ok(None)
+            });
+            assert_eq!(looked, Ok(None));
+            if looks == 0 {
+                break;
+            }
+            attempts += 1;
+        }
+        assert_eq!(attempts, 9, "1 ms halves 9 times before it falls below 2 us");
+        spin.woke();
+        let mut looked = false;
+        let _: Looked = spin.attempt(|| {
+            looked = true;
+            Ok(Some(()))
+        });
+        assert!(looked, "the request came within 1 ms of the attempt");
+        std::thread::sleep(Duration::from_millis(3));
+        spin.now = Duration::ZERO;
+        spin.woke();
+        assert_eq!(spin.now, Duration::ZERO, "3 ms is too late");
+    }
+
+    #[test]
+    fn no_more_than_half_of_the_processors_spin() {
+        let gate = SpinGate::new(2);
+        let (mut first, mut second) =
+            (Spin::new(&gate, Duration::from_millis(1)), Spin::new(&gate, Duration::from_millis(1)));
+        let looked: Looked = first.attempt(|| {
+            let other: Looked = second.attempt(|| panic!("the only place is taken"));
+            assert_eq!(other, Ok(None));
+            Ok(Some(()))
+        });
+        assert_eq!(looked, Ok(Some(())));
+        let again: Looked = second.attempt(|| Ok(Some(())));
+        assert_eq!(again, Ok(Some(())));
+    }
+}

@@ -1,0 +1,5 @@
+//! TLS for TCP.
+
+/// A server's certificate and key.
+#[derive(Debug)]
+pub struct Identity {}

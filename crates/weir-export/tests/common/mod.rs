@@ -1,0 +1,114 @@
+//! Servers for the tests of this folder.
+#![allow(dead_code, reason = "each test file uses its part of it")]
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use weir_core::PAGE_SIZE;
+use weir_export::log::Log;
+use weir_export::nbd::client::{Client, Wish};
+use weir_export::nbd::{Config, Listen, Server};
+use weir_store::{Host, Store};
+use weir_volume::Volume;
+
+/// A server on a unix socket of its own, and the lines that it logged.
+pub struct Served {
+    pub server: Option<Server>,
+    pub volume: Arc<Volume>,
+    pub socket: PathBuf,
+    pub lines: Arc<Mutex<Vec<String>>>,
+}
+
+impl Served {
+    /// Serves `pages` pages of host memory.
+    pub fn host(name: &str, pages: u32, config: &Config) -> Served {
+        Served::over(name, pages, config, |slots| Arc::new(Host::new(slots).unwrap()))
+    }
+
+    /// Serves `pages` pages of the store that `open` makes with so many slots.
+    pub fn over(name: &str, pages: u32, config: &Config, open: impl FnOnce(u32) -> Arc<dyn Store>) -> Served {
+        let shape = weir_volume::Config { pages, lanes: config.connections, depth: 64 };
+        let volume = Volume::create(shape, vec![open(shape.slots())]).unwrap();
+        let socket = std::env::temp_dir().join(format!("weir-test-{name}-{}", std::process::id()));
+        let lines = Arc::new(Mutex::new(Vec::new()));
+        let log: Log = {
+            let lines = Arc::clone(&lines);
+            Arc::new(move |_, line| lines.lock().unwrap().push(line.to_string()))
+        };
+        let listen = [Listen::Unix(socket.clone())];
+        let server = Server::start(&volume, config, &listen, &log).unwrap();
+        Served { server: Some(server), volume, socket, lines }
+    }
+
+    pub fn server(&self) -> &Server {
+        self.server.as_ref().unwrap()
+    }
+
+    pub fn client(&self) -> Client {
+        Client::unix(&self.socket, &Wish::default()).unwrap()
+    }
+
+    /// A client that takes simple replies only, as the kernel does.
+    pub fn simple_client(&self) -> Client {
+        let wish = Wish { structured: false, allocation: false, ..Wish::default() };
+        Client::unix(&self.socket, &wish).unwrap()
+    }
+
+    pub fn uri(&self) -> String {
+        format!("nbd+unix:///?socket={}", self.socket.display())
+    }
+
+    /// Whether a line with `text` was logged, now or soon.
+    pub fn logs(&self, text: &str) -> bool {
+        (0..200).any(|_| {
+            let found = self.lines.lock().unwrap().iter().any(|line| line.contains(text));
+            if !found {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            found
+        })
+    }
+
+    pub fn shutdown(mut self) {
+        let busy = self.server.take().unwrap().shutdown(Duration::from_secs(5));
+        assert_eq!(busy, 0, "threads that did not come back");
+    }
+}
+
+/// Few connections: each takes about a megabyte.
+pub fn few() -> Config {
+    Config { connections: 4, ..Config::default() }
+}
+
+/// Pseudo-random bytes from a seed (SplitMix64).
+pub fn noise(seed: u64, bytes: usize) -> Vec<u8> {
+    let mut state = seed;
+    let mut next = || {
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = state;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    };
+    let mut out = Vec::with_capacity(bytes + 8);
+    while out.len() < bytes {
+        out.extend_from_slice(&next().to_le_bytes());
+    }
+    out.truncate(bytes);
+    out
+}
+
+/// A page of noise.
+pub fn page(seed: u64) -> Vec<u8> {
+    noise(seed, PAGE_SIZE)
+}
+
+/// Whether a program can be run; says once a test that it is skipped otherwise.
+pub fn have(program: &str, package: &str) -> bool {
+    let found = Command::new(program).arg("--version").output().is_ok();
+    if !found {
+        eprintln!("skipped: {program} is not installed (apt-get install {package})");
+    }
+    found
+}
