@@ -21,15 +21,13 @@ mod file;
 mod host;
 mod open;
 mod sim;
-mod stripe;
 mod url;
 
 pub use error::{Fault, OpenError};
-pub use file::FileUrl;
+pub use file::{FileStore, FileUrl, StripeUrl};
 pub use host::Host;
 pub use open::open;
 pub use sim::{Damage, Injected, Sim, SimUrl};
-pub use stripe::StripeUrl;
 pub use url::{StoreUrl, UrlError, UrlProblem};
 
 use std::fmt;

@@ -1,6 +1,6 @@
 //! From a name to a store.
 
-use crate::{Host, OpenError, Sim, Store, StoreUrl};
+use crate::{FileStore, Host, OpenError, Sim, Store, StoreUrl};
 use std::sync::Arc;
 use weir_core::PAGE_SIZE;
 
@@ -18,7 +18,9 @@ pub fn open(url: &StoreUrl) -> Result<Arc<dyn Store>, OpenError> {
     match url {
         StoreUrl::Host { size } => Ok(Arc::new(Host::new((size.0 / PAGE_SIZE as u64) as u32)?)),
         StoreUrl::Sim(sim) => Ok(Arc::new(Sim::open(sim.clone())?)),
-        StoreUrl::Vram { .. } | StoreUrl::File(_) | StoreUrl::Stripe(_) => {
+        StoreUrl::File(file) => Ok(Arc::new(FileStore::open(file)?)),
+        StoreUrl::Stripe(stripe) => Ok(Arc::new(FileStore::open_stripe(stripe)?)),
+        StoreUrl::Vram { .. } => {
             Err(OpenError::new(url.to_string(), "this build has no such store; use host:SIZE"))
         }
     }

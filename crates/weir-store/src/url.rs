@@ -22,9 +22,8 @@
 //! # Ok::<(), weir_store::UrlError>(())
 //! ```
 
-use crate::file::FileUrl;
+use crate::file::{FileUrl, StripeUrl};
 use crate::sim::SimUrl;
-use crate::stripe::StripeUrl;
 use std::fmt;
 use std::str::FromStr;
 use weir_core::{ByteSize, PAGE_SIZE};

@@ -7,7 +7,21 @@ fn store(url: &str) -> Arc<dyn Store> {
     open(&url.parse().expect("a URL")).expect("a store")
 }
 
+/// A store in files that nobody else sees: they are unlinked as soon as they are open.
+fn files(names: &[&str], dir: &str, options: &str) -> Arc<dyn Store> {
+    let unique = format!("weir-conformance-{}-{:?}", std::process::id(), std::thread::current().id());
+    let paths: Vec<String> = names.iter().map(|name| format!("{dir}/{unique}-{name}")).collect();
+    let scheme = if paths.len() == 1 { "file" } else { "stripe" };
+    let opened = store(&format!("{scheme}:{}?{options}", paths.join(",")));
+    paths.iter().for_each(|path| std::fs::remove_file(path).expect("the file that was just opened"));
+    opened
+}
+
 conformance!(host: store("host:129MiB"));
 conformance!(sim_at_once: store("sim:size=1MiB,chunk=64KiB"));
 conformance!(sim_out_of_order: store("sim:size=1MiB,chunk=64KiB,seed=7,delay=9"));
 conformance!(sim_slow: store("sim:size=256KiB,chunk=64KiB,delay=2,latency_us=20"));
+conformance!(file: files(&["a"], "/var/tmp", "size=2MiB&chunk=256KiB"));
+conformance!(file_in_the_clear: files(&["a"], "/var/tmp", "size=2MiB&chunk=256KiB&encrypt=off"));
+conformance!(file_in_the_page_cache: files(&["a"], "/dev/shm", "size=2MiB&chunk=256KiB"));
+conformance!(stripe: files(&["a", "b", "c"], "/var/tmp", "size=3MiB&unit=16KiB"));

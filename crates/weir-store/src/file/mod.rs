@@ -1,5 +1,282 @@
-//! A file or a block device.
+//! `file:` and `stripe:`: pages in files and on block devices, by io_uring.
+//!
+//! What `--backing` names. All its room is there before the first page is, so that the device never meets a full disk.
+//! Pages are encrypted with a key that lives and dies with the open store: they carry swapped memory, and overwriting
+//! an SSD proves nothing. A store over several members lays units on them in turns (RAID-0).
 
+mod backing;
+mod cipher;
+mod lane;
+mod signature;
+mod staging;
+mod stripe_url;
 mod url;
 
+pub use stripe_url::StripeUrl;
 pub use url::FileUrl;
+
+use crate::{Fault, Lane, OpenError, Store};
+use backing::{Backing, HEADER};
+use cipher::Cipher;
+use lane::FileLane;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use weir_core::{ByteSize, PAGE_SIZE, Slot};
+
+/// A store in a file, on a block device, or on several of them in turns.
+#[derive(Debug)]
+pub struct FileStore {
+    name: String,
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    members: Box<[Backing]>,
+    cipher: Option<Cipher>,
+    slots: u32,
+    /// Slots that lie on one member before the next one's turn.
+    unit_slots: u32,
+    chunk_slots: u32,
+    released: Box<[AtomicBool]>,
+}
+
+/// Where a slot lies.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Place {
+    member: u32,
+    /// In bytes from the member's start.
+    offset: u64,
+}
+
+/// What `file:` and `stripe:` have in common.
+struct Layout<'a> {
+    paths: &'a [PathBuf],
+    /// Room for pages on each member.
+    size_each: Option<ByteSize>,
+    encrypt: bool,
+    overwrite: bool,
+    unit: ByteSize,
+    chunk: ByteSize,
+}
+
+impl FileStore {
+    /// Opens the file or device that `url` names, and takes all its room.
+    ///
+    /// # Errors
+    /// When it cannot be opened or locked, holds something else, or there is not that much room.
+    pub fn open(url: &FileUrl) -> Result<Self, OpenError> {
+        let layout = Layout {
+            paths: std::slice::from_ref(&url.path),
+            size_each: url.size,
+            encrypt: url.encrypt,
+            overwrite: url.overwrite,
+            unit: url.chunk,
+            chunk: url.chunk,
+        };
+        let name = url.to_string();
+        let shared = Shared::open(&name, &layout)?;
+        let size = Some(shared.size());
+        Ok(FileStore { name: FileUrl { size, ..url.clone() }.to_string(), shared: Arc::new(shared) })
+    }
+
+    /// Opens all the files or devices that `url` names, and takes their room.
+    ///
+    /// # Errors
+    /// As [`FileStore::open`], of any of them.
+    pub fn open_stripe(url: &StripeUrl) -> Result<Self, OpenError> {
+        let name = url.to_string();
+        // Each member holds its share in whole units.
+        let round = url.unit.0.saturating_mul(url.paths.len() as u64);
+        let size_each = match url.size {
+            Some(size) if !size.0.is_multiple_of(round) => {
+                let what =
+                    format!("size={} is not a multiple of {} units of {}", size, url.paths.len(), url.unit);
+                return Err(OpenError::new(name, format!("{what}; give a multiple of {}", ByteSize(round))));
+            }
+            size => size.map(|size| ByteSize(size.0 / url.paths.len() as u64)),
+        };
+        let layout = Layout {
+            paths: &url.paths,
+            size_each,
+            encrypt: url.encrypt,
+            overwrite: url.overwrite,
+            unit: url.unit,
+            // A chunk is the same range of every member.
+            chunk: ByteSize(FileUrl::CHUNK.0.next_multiple_of(round)),
+        };
+        let shared = Shared::open(&name, &layout)?;
+        let size = Some(shared.size());
+        Ok(FileStore { name: StripeUrl { size, ..url.clone() }.to_string(), shared: Arc::new(shared) })
+    }
+
+    /// Whether I/O goes past the page cache, on all members.
+    pub fn is_direct(&self) -> bool {
+        self.shared.members.iter().all(|member| member.is_direct)
+    }
+
+    /// Whether the key is pinned in RAM; `None`: nothing is encrypted.
+    pub fn key_is_locked(&self) -> Option<bool> {
+        self.shared.cipher.as_ref().map(Cipher::is_locked)
+    }
+}
+
+impl Shared {
+    fn open(name: &str, layout: &Layout<'_>) -> Result<Self, OpenError> {
+        let cipher = match layout.encrypt {
+            false => None,
+            true => Some(
+                Cipher::ephemeral()
+                    .map_err(|error| OpenError::io(name, "cannot make a key for it", error))?,
+            ),
+        };
+        let mut members = Vec::new();
+        for path in layout.paths {
+            members.push(Backing::open(name, path, layout.size_each, layout.overwrite)?);
+        }
+        let page = PAGE_SIZE as u64;
+        let smallest = members.iter().map(|member| member.room).min().unwrap_or(0);
+        let share = if members.len() == 1 { smallest } else { smallest / layout.unit.0 * layout.unit.0 };
+        let slots = (share / page * members.len() as u64).min(u64::from(u32::MAX)) as u32;
+        if slots == 0 {
+            let what =
+                format!("{} on each member is less than one unit of {}", ByteSize(smallest), layout.unit);
+            return Err(OpenError::new(name, what));
+        }
+        let chunk_slots = (layout.chunk.0 / page).clamp(1, slots.into()) as u32;
+        Ok(Shared {
+            members: members.into(),
+            cipher,
+            slots,
+            unit_slots: (layout.unit.0 / page) as u32,
+            chunk_slots,
+            released: (0..slots.div_ceil(chunk_slots)).map(|_| AtomicBool::new(false)).collect(),
+        })
+    }
+
+    fn size(&self) -> ByteSize {
+        ByteSize(u64::from(self.slots) * PAGE_SIZE as u64)
+    }
+
+    /// Where a slot lies, unless it is outside or its chunk has been released.
+    #[inline]
+    fn place(&self, slot: Slot) -> Result<Place, Fault> {
+        if slot.0 >= self.slots || self.released[(slot.0 / self.chunk_slots) as usize].load(Ordering::Relaxed)
+        {
+            return Err(Fault::Lost);
+        }
+        Ok(self.locate(slot.0))
+    }
+
+    #[inline]
+    fn locate(&self, slot: u32) -> Place {
+        let members = self.members.len() as u32;
+        if members == 1 {
+            return Place { member: 0, offset: HEADER + u64::from(slot) * PAGE_SIZE as u64 };
+        }
+        let (unit, within) = (slot / self.unit_slots, slot % self.unit_slots);
+        let slot_there = u64::from(unit / members) * u64::from(self.unit_slots) + u64::from(within);
+        Place { member: unit % members, offset: HEADER + slot_there * PAGE_SIZE as u64 }
+    }
+
+    /// The range that a chunk takes of each member, in bytes: where it starts and how long it is.
+    fn chunk(&self, chunk: u32) -> Result<(u64, u64), Fault> {
+        let first = u64::from(chunk) * u64::from(self.chunk_slots);
+        if first >= u64::from(self.slots) {
+            return Err(Fault::Lost);
+        }
+        let slots = u64::from(self.chunk_slots).min(u64::from(self.slots) - first);
+        let share = |slots: u64| slots / self.members.len() as u64 * PAGE_SIZE as u64;
+        Ok((HEADER + share(first), share(slots)))
+    }
+}
+
+impl Store for FileStore {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn slots(&self) -> u32 {
+        self.shared.slots
+    }
+
+    fn chunk_slots(&self) -> u32 {
+        self.shared.chunk_slots
+    }
+
+    fn lane(&self, depth: usize) -> Result<Box<dyn Lane>, OpenError> {
+        FileLane::open(&self.name, Arc::clone(&self.shared), depth.max(1)).map(|lane| Box::new(lane) as _)
+    }
+
+    /// Gives the blocks back to the file system, or tells the device that they are free.
+    fn release(&self, chunk: u32) -> Result<(), Fault> {
+        let (offset, bytes) = self.shared.chunk(chunk)?;
+        let released = &self.shared.released[chunk as usize];
+        released.store(true, Ordering::SeqCst);
+        for member in &self.shared.members {
+            if let Err(errno) = member.punch(offset, bytes) {
+                released.store(false, Ordering::SeqCst);
+                return Err(match errno {
+                    rustix::io::Errno::OPNOTSUPP => Fault::Unsupported,
+                    errno => Fault::Io(errno.raw_os_error()),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Allocates the blocks again; fails with ENOSPC where the room has gone to somebody else.
+    fn take(&self, chunk: u32) -> Result<(), Fault> {
+        let (offset, bytes) = self.shared.chunk(chunk)?;
+        for member in &self.shared.members {
+            member.refill(offset, bytes).map_err(|errno| Fault::Io(errno.raw_os_error()))?;
+        }
+        self.shared.released[chunk as usize].store(false, Ordering::SeqCst);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stripe_lays_units_on_its_members_in_turns_and_no_two_slots_in_one_place() {
+        let file = || std::fs::File::open("/dev/null").unwrap();
+        let member = || Backing { file: file(), room: 64 << 12, is_device: false, is_direct: false };
+        let shared = Shared {
+            members: Box::new([member(), member(), member()]),
+            cipher: None,
+            slots: 192,
+            unit_slots: 4,
+            chunk_slots: 24,
+            released: (0..8).map(|_| AtomicBool::new(false)).collect(),
+        };
+        let page = PAGE_SIZE as u64;
+        for (slot, member, page_there) in
+            [(0, 0, 0), (3, 0, 3), (4, 1, 0), (8, 2, 0), (12, 0, 4), (191, 2, 63)]
+        {
+            assert_eq!(
+                shared.locate(slot),
+                Place { member, offset: HEADER + page_there * page },
+                "slot {slot}"
+            );
+        }
+        let places: std::collections::HashSet<_> =
+            (0..192).map(|slot| (shared.locate(slot).member, shared.locate(slot).offset)).collect();
+        assert_eq!(places.len(), 192);
+        // A chunk's slots, and no others, lie in the chunk's range of each member.
+        for slot in 0..192 {
+            let offset = shared.locate(slot).offset;
+            for chunk in 0..8 {
+                let (start, bytes) = shared.chunk(chunk).unwrap();
+                assert_eq!(
+                    (start..start + bytes).contains(&offset),
+                    slot / 24 == chunk,
+                    "slot {slot}, chunk {chunk}"
+                );
+            }
+        }
+    }
+}

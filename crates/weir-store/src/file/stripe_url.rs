@@ -26,14 +26,19 @@ impl StripeUrl {
     /// How much lies on one before the next one's turn, unless told otherwise: the kernel's own RAID-0 default.
     pub const UNIT: ByteSize = ByteSize(512 << 10);
 
+    /// The files or devices at `paths`, everything else at its default.
+    pub fn new(paths: impl IntoIterator<Item = PathBuf>) -> Self {
+        let paths = paths.into_iter().collect();
+        StripeUrl { paths, size: None, encrypt: true, overwrite: false, unit: StripeUrl::UNIT }
+    }
+
     pub(crate) fn parse(text: &str) -> Result<Self, UrlProblem> {
         let (list, query) = split_query(text);
-        let paths: Vec<PathBuf> = list.split(',').map(PathBuf::from).collect();
-        if paths.len() < 2 || list.split(',').any(str::is_empty) {
+        let mut url = StripeUrl::new(list.split(',').map(PathBuf::from));
+        if url.paths.len() < 2 || list.split(',').any(str::is_empty) {
             let expected = "two paths or more, such as stripe:/dev/nvme0n1,/dev/nvme1n1";
             return Err(UrlProblem::Value { key: "paths", value: list.to_owned(), expected });
         }
-        let mut url = StripeUrl { paths, size: None, encrypt: true, overwrite: false, unit: StripeUrl::UNIT };
         for (key, text) in pairs(query, '&', KEYS)? {
             match key {
                 "size" => url.size = Some(size(key, text)?),

@@ -1,0 +1,311 @@
+//! A file or a block device made ready: ours alone, fully allocated, its header written.
+//!
+//! What may be taken: a path where nothing is, an empty file, a file or device with Weir's header (what it held was
+//! encrypted with a key that is gone, so nothing is lost), and a block device without a known mark. Anything
+//! else may be somebody's data and needs `overwrite=on`.
+
+use super::signature;
+use crate::OpenError;
+use rustix::fs::{FallocateFlags, FileType, FlockOperation, Mode, OFlags};
+use rustix::io::Errno;
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use weir_core::{ByteSize, PAGE_SIZE, Page};
+
+/// Where pages begin: after the header, on a boundary of whatever a disk may call a block.
+pub(super) const HEADER: u64 = 1 << 20;
+
+const MAGIC: &[u8] = b"WEIR BACKING STORE 1\n";
+const NOTICE: &[u8] = b"Pages in here were encrypted with a key that was never written down.\n\
+    When no Weir is running, nothing in here is of use to anyone: delete it as you like.\n";
+
+/// One file or block device, open, locked and with room for all its pages.
+#[derive(Debug)]
+pub(super) struct Backing {
+    pub file: File,
+    /// Bytes for pages, after the header.
+    pub room: u64,
+    pub is_device: bool,
+    /// Whether I/O goes past the page cache.
+    pub is_direct: bool,
+}
+
+impl Backing {
+    /// Makes `path` ready. `size` is the room for pages; `None`: as much as the device has, or the Weir file had.
+    pub(super) fn open(
+        name: &str,
+        path: &Path,
+        size: Option<ByteSize>,
+        overwrite: bool,
+    ) -> Result<Self, OpenError> {
+        let shown = path.display();
+        let (is_device, is_new) = match rustix::fs::stat(path) {
+            Ok(stat) => match FileType::from_raw_mode(stat.st_mode) {
+                FileType::BlockDevice => (true, false),
+                FileType::RegularFile => (false, false),
+                other => {
+                    let what = format!("{shown} is a {other:?}; give a file or a block device");
+                    return Err(OpenError::new(name, what));
+                }
+            },
+            Err(Errno::NOENT) => (false, true),
+            Err(errno) => return Err(OpenError::io(name, format!("cannot look at {shown}"), errno)),
+        };
+        let (file, is_direct) = open_file(path, is_device, is_new).map_err(|errno| {
+            let what = match errno {
+                Errno::BUSY => {
+                    "is in use (mounted, swap, part of an array, or another Weir's); detach it first"
+                }
+                Errno::NOENT => "is in a directory that does not exist; create that first",
+                Errno::ROFS | Errno::ACCESS => "cannot be written; run as root, or choose another place",
+                _ => "cannot be opened",
+            };
+            OpenError::io(name, format!("{shown} {what}"), errno)
+        })?;
+        let backing = Backing { file, room: 0, is_device, is_direct };
+        let ready = backing.take(name, path, size, overwrite);
+        if ready.is_err() && is_new {
+            // Ours, and empty until now: leave nothing behind, least of all a full disk.
+            let _ = std::fs::remove_file(path);
+        }
+        ready
+    }
+
+    fn length(&self, name: &str) -> Result<u64, OpenError> {
+        // A device's length is where its end is; fstat calls it 0.
+        rustix::fs::seek(&self.file, rustix::fs::SeekFrom::End(0))
+            .map_err(|errno| OpenError::io(name, "cannot tell its length", errno))
+    }
+
+    fn take(
+        mut self,
+        name: &str,
+        path: &Path,
+        size: Option<ByteSize>,
+        overwrite: bool,
+    ) -> Result<Self, OpenError> {
+        let shown = path.display();
+        let before = self.length(name)?;
+        match rustix::fs::flock(&self.file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => {}
+            Err(Errno::WOULDBLOCK) => {
+                return Err(OpenError::new(
+                    name,
+                    format!("{shown} is in use by another process; stop that first"),
+                ));
+            }
+            Err(errno) => return Err(OpenError::io(name, format!("cannot lock {shown}"), errno)),
+        }
+        let content = self.content(name, before)?;
+        match content {
+            Content::Nothing | Content::Weir => {}
+            Content::Other(whose) if !overwrite => {
+                let what = format!(
+                    "{shown} holds {whose}, which would be lost; choose another, or add overwrite=on to the URL"
+                );
+                return Err(OpenError::new(name, what));
+            }
+            Content::Other(_) => self.forget(name, before)?,
+        }
+        self.room = match (size, self.is_device) {
+            (Some(size), _) => size.0,
+            (None, false) if content != Content::Weir => {
+                return Err(OpenError::new(
+                    name,
+                    format!("how large shall {shown} be? Add ?size=64GiB, for example"),
+                ));
+            }
+            (None, _) => before.saturating_sub(HEADER) / PAGE_SIZE as u64 * PAGE_SIZE as u64,
+        };
+        if self.room == 0 || (self.is_device && HEADER + self.room > before) {
+            let (has, asked) = (ByteSize(before.saturating_sub(HEADER)), ByteSize(self.room));
+            return Err(OpenError::new(name, format!("{shown} has room for {has}, {asked} is asked for")));
+        }
+        if !self.is_device {
+            self.allocate(name, path, before)?;
+        }
+        self.write_header(name)?;
+        Ok(self)
+    }
+
+    /// Whose data it holds.
+    fn content(&mut self, name: &str, bytes: u64) -> Result<Content, OpenError> {
+        if bytes == 0 {
+            return Ok(Content::Nothing);
+        }
+        let look = (signature::LOOK as u64).min(bytes);
+        let start = self.read(name, 0, look as usize)?;
+        if start.starts_with(MAGIC) {
+            return Ok(Content::Weir);
+        }
+        if !self.is_device {
+            return Ok(Content::Other("data that is not Weir's"));
+        }
+        // The end on a page's boundary, as O_DIRECT asks; marks at the end count from the very end.
+        let from = (bytes - look) / PAGE_SIZE as u64 * PAGE_SIZE as u64;
+        let end = self.read(name, from, (bytes - from) as usize)?;
+        Ok(signature::find(&start, &end).map_or(Content::Nothing, Content::Other))
+    }
+
+    /// `bytes` from `offset` on, through a buffer that O_DIRECT takes.
+    fn read(&mut self, name: &str, offset: u64, bytes: usize) -> Result<Vec<u8>, OpenError> {
+        let mut all = Vec::with_capacity(bytes);
+        let mut page = Page::zeroed();
+        while all.len() < bytes {
+            match self.file.read_at(&mut page.0, offset + all.len() as u64) {
+                Ok(0) => break,
+                Ok(got) => all.extend_from_slice(&page[..got.min(bytes - all.len())]),
+                Err(error) if self.loses_direct(&error) => {}
+                Err(error) => return Err(OpenError::io(name, "cannot read it", error)),
+            }
+        }
+        Ok(all)
+    }
+
+    /// Whether `error` came from blocks larger than a page or a file system that took O_DIRECT only to refuse
+    /// it later; the file goes on without.
+    fn loses_direct(&mut self, error: &std::io::Error) -> bool {
+        let lost = self.is_direct && error.raw_os_error() == Some(libc::EINVAL);
+        if lost {
+            self.is_direct = false;
+            let plain = rustix::fs::fcntl_getfl(&self.file)
+                .and_then(|flags| rustix::fs::fcntl_setfl(&self.file, flags - OFlags::DIRECT));
+            return plain.is_ok();
+        }
+        false
+    }
+
+    /// Clears the marks of what was there, so that nobody takes it for that again.
+    fn forget(&mut self, name: &str, bytes: u64) -> Result<(), OpenError> {
+        if !self.is_device {
+            return rustix::fs::ftruncate(&self.file, 0)
+                .map_err(|errno| OpenError::io(name, "cannot empty it", errno));
+        }
+        let end = bytes.saturating_sub(signature::LOOK as u64) / PAGE_SIZE as u64 * PAGE_SIZE as u64;
+        let places = (0..HEADER.min(bytes)).chain(end..bytes).step_by(PAGE_SIZE);
+        for offset in places {
+            let length = (bytes - offset).min(PAGE_SIZE as u64) as usize;
+            self.write(name, &Page::zeroed(), length, offset)?;
+        }
+        Ok(())
+    }
+
+    fn write(&mut self, name: &str, page: &Page, length: usize, offset: u64) -> Result<(), OpenError> {
+        loop {
+            match self.file.write_all_at(&page[..length], offset) {
+                Ok(()) => return Ok(()),
+                Err(error) if self.loses_direct(&error) => {}
+                Err(error) => return Err(OpenError::io(name, "cannot write it", error)),
+            }
+        }
+    }
+
+    /// Gives a file its length and every block of it, or leaves it as long as it was.
+    fn allocate(&mut self, name: &str, path: &Path, before: u64) -> Result<(), OpenError> {
+        let total = HEADER + self.room;
+        if before == 0 {
+            // Where files are copied on write, a block in place is no room for its next version: ask for none of
+            // that while the file is empty (Btrfs; others do not know the flag).
+            if let Ok(flags) = rustix::fs::ioctl_getflags(&self.file) {
+                let _ = rustix::fs::ioctl_setflags(&self.file, flags | rustix::fs::IFlags::NOCOW);
+            }
+        } else if before > total {
+            rustix::fs::ftruncate(&self.file, total)
+                .map_err(|errno| OpenError::io(name, "cannot shorten it", errno))?;
+        }
+        let done = loop {
+            match rustix::fs::fallocate(&self.file, FallocateFlags::empty(), 0, total) {
+                Err(Errno::INTR) => {}
+                Err(Errno::OPNOTSUPP) => break self.fill(total),
+                other => break other.map_err(Into::into),
+            }
+        };
+        done.map_err(|error| {
+            // What was taken in vain goes back before the error is told.
+            let _ = rustix::fs::ftruncate(&self.file, before.min(total));
+            let free = rustix::fs::fstatvfs(&self.file).map_or(0, |stat| stat.f_bavail * stat.f_frsize);
+            let what = format!(
+                "{} cannot be given {}, its file system has {} free; ask for less, or make room",
+                path.display(),
+                ByteSize(total),
+                ByteSize(free)
+            );
+            OpenError::io(name, what, error)
+        })
+    }
+
+    /// The slow way to allocate, for file systems without fallocate: write zeros.
+    fn fill(&mut self, total: u64) -> std::io::Result<()> {
+        let zeros = vec![Page::zeroed(); 256];
+        // SAFETY: `Page` is 4096 bytes without padding, so a row of them is a row of bytes.
+        let bytes =
+            unsafe { std::slice::from_raw_parts(zeros.as_ptr().cast::<u8>(), zeros.len() * PAGE_SIZE) };
+        let mut at = 0;
+        while at < total {
+            let length = (total - at).min(bytes.len() as u64) as usize;
+            match self.file.write_all_at(&bytes[..length], at) {
+                Ok(()) => at += length as u64,
+                Err(error) if self.loses_direct(&error) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    fn write_header(&mut self, name: &str) -> Result<(), OpenError> {
+        let mut header = Page::zeroed();
+        header[..MAGIC.len()].copy_from_slice(MAGIC);
+        header[MAGIC.len()..MAGIC.len() + NOTICE.len()].copy_from_slice(NOTICE);
+        self.write(name, &header, PAGE_SIZE, 0)
+    }
+
+    /// Gives blocks back: what lay there is gone.
+    pub(super) fn punch(&self, offset: u64, bytes: u64) -> Result<(), Errno> {
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(self.file.as_fd(), flags, offset, bytes)
+    }
+
+    /// Takes blocks again.
+    pub(super) fn refill(&self, offset: u64, bytes: u64) -> Result<(), Errno> {
+        if self.is_device {
+            return Ok(()); // Its blocks were only discarded; they are still its own.
+        }
+        match rustix::fs::fallocate(self.file.as_fd(), FallocateFlags::KEEP_SIZE, offset, bytes) {
+            Err(errno) => {
+                // Half a chunk is of no use to anyone.
+                let _ = self.punch(offset, bytes);
+                Err(errno)
+            }
+            Ok(()) => Ok(()),
+        }
+    }
+}
+
+/// Opens with O_DIRECT where the file system takes it; says whether it did.
+fn open_file(path: &Path, is_device: bool, is_new: bool) -> Result<(File, bool), Errno> {
+    let flags = OFlags::RDWR | OFlags::CLOEXEC;
+    if is_device {
+        // O_EXCL on a block device: refused while it is mounted, swapped on, or part of an array.
+        let fd = rustix::fs::open(path, flags | OFlags::EXCL | OFlags::DIRECT, Mode::empty())?;
+        return Ok((File::from(fd), true));
+    }
+    if is_new {
+        // By itself: a file that is created with O_DIRECT where that is refused is created all the same.
+        rustix::fs::open(path, flags | OFlags::CREATE | OFlags::EXCL, Mode::RUSR | Mode::WUSR)?;
+    }
+    match rustix::fs::open(path, flags | OFlags::DIRECT, Mode::empty()) {
+        Ok(fd) => Ok((File::from(fd), true)),
+        Err(Errno::INVAL) => Ok((File::from(rustix::fs::open(path, flags, Mode::empty())?), false)),
+        Err(errno) => Err(errno),
+    }
+}
+
+/// What lies on a file or a device before it is taken.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Content {
+    Nothing,
+    Weir,
+    Other(&'static str),
+}

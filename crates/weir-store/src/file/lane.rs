@@ -1,0 +1,314 @@
+//! A lane into a file: an io_uring of its own, with registered memory and files.
+//!
+//! Operations wait in the order in which they were queued. [`Lane::submit`] joins neighbours (the same direction,
+//! the next slot, the next staging page) into runs of up to [`RUN_PAGES`], one I/O each. A run that fails is tried
+//! again page by page, so that each operation gets its own result.
+
+use super::staging::Staging;
+use super::{Place, Shared};
+use crate::{Done, Fault, Lane, OpenError, Progress, Ticket};
+use io_uring::{IoUring, opcode, squeue, types};
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::sync::Arc;
+use weir_core::{ByteSize, PAGE_SIZE, PageBytes, Slot};
+
+/// Pages of the longest I/O: 1 MiB, where disks reach their full rate.
+const RUN_PAGES: usize = 256;
+
+/// Entries of the largest ring (IORING_MAX_ENTRIES).
+const DEPTH_MOST: usize = 1 << 15;
+
+/// How often an I/O that the kernel interrupts is started anew before that counts as a failure.
+const RETRIES: u8 = 16;
+
+pub(super) struct FileLane {
+    ring: IoUring,
+    shared: Arc<Shared>,
+    staging: Staging,
+    /// The operation that each staging page belongs to.
+    operations: Box<[Operation]>,
+    /// The run that begins with each staging page.
+    runs: Box<[Run]>,
+    /// Staging pages of operations that wait for [`Lane::submit`], in the order in which they came.
+    queued: Vec<usize>,
+    /// Runs that the ring has not reported yet.
+    running: usize,
+    /// Whether the ring knows the staging memory, which saves pinning it for each I/O.
+    is_registered: bool,
+    /// Whether the kernel has just refused entries, so that no completion will wake anyone.
+    is_refused: bool,
+}
+
+#[derive(Clone, Copy)]
+struct Operation {
+    ticket: Ticket,
+    slot: Slot,
+    place: Place,
+    direction: Direction,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Direction {
+    Read,
+    Write,
+}
+
+/// One I/O: `pages` staging pages from one on, to or from a member.
+#[derive(Clone, Copy)]
+struct Run {
+    pages: usize,
+    /// Bytes that earlier, shorter transfers have done.
+    done: usize,
+    retries: u8,
+}
+
+impl FileLane {
+    pub(super) fn open(name: &str, shared: Arc<Shared>, depth: usize) -> Result<Self, OpenError> {
+        if depth > DEPTH_MOST {
+            return Err(OpenError::new(
+                name,
+                format!("a lane of {depth} operations; at most {DEPTH_MOST} fit a ring"),
+            ));
+        }
+        let bytes = (depth * PAGE_SIZE) as u64;
+        let staging = Staging::new(depth).map_err(|error| OpenError::no_memory(name, bytes, error))?;
+        let ring = IoUring::builder().build(depth as u32).map_err(|error| {
+            let what = "io_uring is refused here; allow it (sysctl kernel.io_uring_disabled=0, or the \
+                        container's seccomp profile)";
+            OpenError::io(name, what, error)
+        })?;
+        let files: Vec<RawFd> = shared.members.iter().map(|member| member.file.as_raw_fd()).collect();
+        ring.submitter()
+            .register_files(&files)
+            .map_err(|error| OpenError::io(name, "cannot register its files with io_uring", error))?;
+        let memory =
+            libc::iovec { iov_base: staging.memory().as_ptr().cast(), iov_len: staging.memory().len() };
+        // SAFETY: the memory is a mapping that `staging` owns, and the ring is closed before it (`Drop`).
+        let registered = unsafe { ring.submitter().register_buffers(&[memory]) };
+        let is_registered = match registered {
+            Ok(()) => true,
+            // RLIMIT_MEMLOCK without CAP_IPC_LOCK: works without, a little slower.
+            Err(error) if error.raw_os_error() == Some(libc::ENOMEM) => false,
+            Err(error) => {
+                let what = format!("cannot register {} with io_uring", ByteSize(bytes));
+                return Err(OpenError::io(name, what, error));
+            }
+        };
+        let nothing = Operation {
+            ticket: 0,
+            slot: Slot(0),
+            place: Place { member: 0, offset: 0 },
+            direction: Direction::Read,
+        };
+        Ok(FileLane {
+            ring,
+            shared,
+            staging,
+            operations: vec![nothing; depth].into(),
+            runs: vec![Run { pages: 0, done: 0, retries: 0 }; depth].into(),
+            queued: Vec::with_capacity(depth),
+            running: 0,
+            is_registered,
+            is_refused: false,
+        })
+    }
+
+    /// Takes a staging page for an operation and puts it into the queue.
+    fn queue(&mut self, ticket: Ticket, slot: Slot, place: Place, direction: Direction) -> Option<usize> {
+        let page = self.staging.take()?;
+        self.operations[page] = Operation { ticket, slot, place, direction };
+        self.queued.push(page);
+        Some(page)
+    }
+
+    /// Whether the operation of staging page `page` continues the I/O that ends with page `page - 1`.
+    fn continues(&self, previous: usize, page: usize) -> bool {
+        let (before, after) = (&self.operations[previous], &self.operations[page]);
+        page == previous + 1
+            && after.direction == before.direction
+            && after.place.member == before.place.member
+            && after.place.offset == before.place.offset + PAGE_SIZE as u64
+    }
+
+    /// Starts (or goes on with) the run that begins at staging page `first`.
+    fn start(&mut self, first: usize) {
+        let run = self.runs[first];
+        let Operation { place, direction, .. } = self.operations[first];
+        let file = types::Fixed(place.member);
+        // SAFETY: within the run's pages, which are within the staging memory.
+        let address = unsafe { self.staging.address(first).add(run.done) };
+        let length = (run.pages * PAGE_SIZE - run.done) as u32;
+        let offset = place.offset + run.done as u64;
+        let entry = match (direction, self.is_registered) {
+            (Direction::Read, true) => {
+                opcode::ReadFixed::new(file, address, length, 0).offset(offset).build()
+            }
+            (Direction::Read, false) => opcode::Read::new(file, address, length).offset(offset).build(),
+            (Direction::Write, true) => {
+                opcode::WriteFixed::new(file, address, length, 0).offset(offset).build()
+            }
+            (Direction::Write, false) => opcode::Write::new(file, address, length).offset(offset).build(),
+        };
+        self.push(&entry.user_data(first as u64));
+        self.running += 1;
+    }
+
+    fn push(&mut self, entry: &squeue::Entry) {
+        // SAFETY: the entry's memory is staging pages that stay taken until its completion; they and the
+        // files outlive the ring (`Drop` waits).
+        unsafe { self.ring.submission().push(entry) }.expect("an entry for each staging page");
+    }
+
+    /// Hands what lies in the submission queue to the kernel, if it takes it now.
+    fn enter(&mut self) {
+        if self.ring.submission().is_empty() {
+            return;
+        }
+        // EAGAIN, EBUSY or EINTR: the entries stay where they are, and the next poll tries again.
+        let _ = self.ring.submit();
+        self.is_refused = !self.ring.submission().is_empty();
+    }
+
+    /// Takes the next completion of the ring: the run's first staging page, and its result.
+    fn next_completion(&mut self) -> Option<(usize, i32)> {
+        let entry = self.ring.completion().next()?;
+        self.running -= 1;
+        Some((entry.user_data() as usize, entry.result()))
+    }
+
+    /// What is to be done about a run of which the kernel says `result`. `Ok`: its first pages are done, so many;
+    /// the rest goes on if there is one. `Err`: its pages failed.
+    fn advance(&mut self, first: usize, result: i32) -> Result<usize, Fault> {
+        let run = &mut self.runs[first];
+        let total = run.pages * PAGE_SIZE;
+        match result {
+            1.. => {
+                run.done = (run.done + result as usize).min(total);
+                run.retries = 0;
+                if run.done == total {
+                    return Ok(run.pages);
+                }
+            }
+            // Past the end of a file that somebody has cut off.
+            0 => return Err(Fault::Io(libc::EIO)),
+            error if [-libc::EINTR, -libc::EAGAIN].contains(&error) && run.retries < RETRIES => {
+                run.retries += 1;
+            }
+            error => return Err(Fault::Io(-error)),
+        }
+        self.start(first);
+        Ok(0)
+    }
+
+    /// Hands over the operation of one staging page.
+    fn finish(&mut self, page: usize, result: Result<(), Fault>, done: &mut dyn FnMut(Done<'_>)) {
+        let Operation { ticket, slot, direction, .. } = self.operations[page];
+        if direction == Direction::Read && result.is_ok() {
+            // SAFETY: the I/O on this page has completed.
+            let content = unsafe { self.staging.page(page) };
+            if let Some(cipher) = &self.shared.cipher {
+                cipher.decrypt(slot, content);
+            }
+            done(Done { ticket, result, page: Some(content) });
+        } else {
+            done(Done { ticket, result, page: None });
+        }
+        self.staging.give(page);
+    }
+
+    /// Ends a run that failed: pages transferred before are done, and of several others each is tried alone.
+    fn fail(&mut self, first: usize, fault: Fault, done: &mut dyn FnMut(Done<'_>)) {
+        let run = self.runs[first];
+        let whole = run.done / PAGE_SIZE;
+        for page in first..first + whole {
+            self.finish(page, Ok(()), done);
+        }
+        let rest = first + whole..first + run.pages;
+        if run.pages == 1 {
+            return rest.for_each(|page| self.finish(page, Err(fault), done));
+        }
+        for page in rest {
+            self.runs[page] = Run { pages: 1, done: 0, retries: 0 };
+            self.start(page);
+        }
+    }
+}
+
+impl Lane for FileLane {
+    fn write(&mut self, ticket: Ticket, slot: Slot, page: &PageBytes) -> Progress {
+        let place = match self.shared.place(slot) {
+            Ok(place) => place,
+            Err(fault) => return Progress::Done(Err(fault)),
+        };
+        let Some(staged) = self.queue(ticket, slot, place, Direction::Write) else { return Progress::Full };
+        // SAFETY: the page was free until now, so no I/O is on it.
+        let content = unsafe { self.staging.page(staged) };
+        match &self.shared.cipher {
+            Some(cipher) => cipher.encrypt(slot, page, content),
+            None => *content = *page,
+        }
+        Progress::Queued
+    }
+
+    fn read(&mut self, ticket: Ticket, slot: Slot, _page: &mut PageBytes) -> Progress {
+        match self.shared.place(slot) {
+            Ok(place) => match self.queue(ticket, slot, place, Direction::Read) {
+                Some(_) => Progress::Queued,
+                None => Progress::Full,
+            },
+            Err(fault) => Progress::Done(Err(fault)),
+        }
+    }
+
+    fn submit(&mut self) {
+        let mut at = 0;
+        while at < self.queued.len() {
+            let first = self.queued[at];
+            let mut pages = 1;
+            while at + pages < self.queued.len()
+                && pages < RUN_PAGES
+                && self.continues(self.queued[at + pages - 1], self.queued[at + pages])
+            {
+                pages += 1;
+            }
+            self.runs[first] = Run { pages, done: 0, retries: 0 };
+            self.start(first);
+            at += pages;
+        }
+        self.queued.clear();
+        self.enter();
+    }
+
+    fn poll(&mut self, done: &mut dyn FnMut(Done<'_>)) {
+        while let Some((first, result)) = self.next_completion() {
+            match self.advance(first, result) {
+                Ok(pages) => (first..first + pages).for_each(|page| self.finish(page, Ok(()), done)),
+                Err(fault) => self.fail(first, fault, done),
+            }
+        }
+        // Remainders, retries, and what the kernel did not take before.
+        self.enter();
+    }
+
+    fn in_flight(&self) -> usize {
+        self.staging.in_use()
+    }
+
+    /// The ring itself, which is readable while completions wait: no second descriptor to clear after each poll.
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        // SAFETY: the ring keeps its descriptor open as long as `self` is borrowed.
+        let fd = unsafe { BorrowedFd::borrow_raw(self.ring.as_raw_fd()) };
+        (!self.is_refused).then_some(fd)
+    }
+}
+
+impl Drop for FileLane {
+    /// Waits for every I/O that has been started: the kernel may write to the staging memory until then.
+    fn drop(&mut self) {
+        while self.running > 0 {
+            if self.next_completion().is_none() && self.ring.submit_and_wait(1).is_err() {
+                std::thread::yield_now();
+            }
+        }
+    }
+}

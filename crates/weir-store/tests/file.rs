@@ -1,0 +1,323 @@
+//! What `file:` promises beyond the conformance suite: room that is there, other people's data left alone, nothing
+//! readable left behind, and errors that hit only the operations they belong to.
+
+mod scratch;
+
+use rustix::fs::FallocateFlags;
+use scratch::{Directory, Loop};
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use weir_core::{ByteSize, PAGE_SIZE, PageBytes, Slot};
+use weir_store::conformance::content;
+use weir_store::{Done, Fault, FileStore, FileUrl, Lane, Progress, Store};
+
+const MIB: u64 = 1 << 20;
+
+fn url(path: &Path, mib: u64) -> FileUrl {
+    FileUrl { size: Some(ByteSize(mib * MIB)), chunk: ByteSize(MIB), ..FileUrl::new(path) }
+}
+
+fn refusal(url: &FileUrl) -> String {
+    use std::error::Error;
+    let error = FileStore::open(url).expect_err("must be refused");
+    let source = error.source().map(|source| format!(": {source}")).unwrap_or_default();
+    format!("{error}{source}")
+}
+
+/// Queues one operation for each slot, submits them together, and gives their results in the order of slots.
+fn batch(
+    lane: &mut dyn Lane,
+    slots: &[u32],
+    mut queue: impl FnMut(&mut dyn Lane, u32) -> Progress,
+) -> Vec<Result<PageBytes, Fault>> {
+    let mut results = vec![None; slots.len()];
+    for (at, _) in slots.iter().enumerate() {
+        match queue(lane, at as u32) {
+            Progress::Queued => {}
+            Progress::Done(result) => results[at] = Some(result.map(|()| [0; PAGE_SIZE])),
+            Progress::Full => panic!("the lane is deep enough for the batch"),
+        }
+    }
+    lane.submit();
+    while lane.in_flight() > 0 {
+        lane.poll(&mut |Done { ticket, result, page }| {
+            let page = page.copied().unwrap_or([0; PAGE_SIZE]);
+            assert!(results[ticket as usize].replace(result.map(|()| page)).is_none());
+        });
+    }
+    results.into_iter().map(|result| result.expect("a result for each")).collect()
+}
+
+fn write(lane: &mut dyn Lane, slots: &[u32], serial: u32) -> Vec<Result<(), Fault>> {
+    let queue = |lane: &mut dyn Lane, at: u32| {
+        let slot = Slot(slots[at as usize]);
+        lane.write(at, slot, &content(slot, serial))
+    };
+    batch(lane, slots, queue).into_iter().map(|result| result.map(|_| ())).collect()
+}
+
+fn read(lane: &mut dyn Lane, slots: &[u32]) -> Vec<Result<PageBytes, Fault>> {
+    batch(lane, slots, |lane, at| lane.read(at, Slot(slots[at as usize]), &mut [0; PAGE_SIZE]))
+}
+
+fn range(from: u32, to: u32) -> Vec<u32> {
+    (from..to).collect()
+}
+
+#[test]
+fn all_its_room_is_there_before_the_first_page() {
+    let directory = Directory::new();
+    let path = directory.file("store");
+    let store = FileStore::open(&url(&path, 16)).unwrap();
+    let file = path.metadata().unwrap();
+    assert!(file.blocks() * 512 >= 17 * MIB, "{} blocks", file.blocks());
+    assert_eq!(file.mode() & 0o777, 0o600);
+    assert_eq!(store.slots(), 4096);
+    assert!(store.name().ends_with("store?size=16MiB&chunk=1MiB"), "{}", store.name());
+}
+
+#[test]
+fn a_full_disk_is_an_error_before_anything_starts_and_nothing_is_left_of_the_try() {
+    let directory = Directory::new();
+    let Some(()) = directory.mount_tmpfs(8 * MIB) else { return };
+    let path = directory.file("store");
+    let error = refusal(&url(&path, 16));
+    assert!(
+        error.contains("17MiB") && error.contains("8MiB free") && error.contains("ask for less"),
+        "{error}"
+    );
+    assert!(!path.exists());
+    FileStore::open(&url(&path, 6)).expect("what fits is taken");
+    // A Weir file that cannot grow stays as it was.
+    refusal(&url(&path, 16));
+    assert_eq!(path.metadata().unwrap().len(), 7 * MIB);
+}
+
+#[test]
+fn a_released_chunk_whose_room_is_taken_by_others_stays_released_until_there_is_room() {
+    let directory = Directory::new();
+    let Some(()) = directory.mount_tmpfs(8 * MIB) else { return };
+    let store = FileStore::open(&url(&directory.file("store"), 6)).unwrap();
+    store.release(2).unwrap();
+    let other = File::create(directory.file("other")).unwrap();
+    let hog = |mib: u64| rustix::fs::fallocate(&other, FallocateFlags::empty(), 0, mib * MIB);
+    hog(2).unwrap();
+    assert_eq!(store.take(2), Err(Fault::Io(libc::ENOSPC)));
+    let mut lane = store.lane(4).unwrap();
+    assert_eq!(read(&mut *lane, &[2 * 256]), [Err(Fault::Lost)]);
+    other.set_len(0).unwrap();
+    store.take(2).unwrap();
+    assert_eq!(write(&mut *lane, &[2 * 256], 1), [Ok(())]);
+}
+
+#[test]
+fn a_file_that_holds_something_else_is_refused_and_stays_whole() {
+    let directory = Directory::new();
+    let path = directory.file("thesis.tex");
+    std::fs::write(&path, "years of work").unwrap();
+    let error = refusal(&url(&path, 2));
+    assert!(error.contains("data that is not Weir's") && error.contains("overwrite=on"), "{error}");
+    assert_eq!(std::fs::read(&path).unwrap(), b"years of work");
+    FileStore::open(&FileUrl { overwrite: true, ..url(&path, 2) }).expect("told to");
+    assert_eq!(path.metadata().unwrap().len(), 3 * MIB);
+}
+
+#[test]
+fn a_weir_file_is_taken_again_at_its_size_or_another() {
+    let directory = Directory::new();
+    let path = directory.file("store");
+    assert!(refusal(&FileUrl::new(&path)).contains("how large"), "a new file needs a size");
+    assert!(!path.exists());
+    for mib in [4, 8, 2] {
+        drop(FileStore::open(&url(&path, mib)).unwrap());
+        assert_eq!(path.metadata().unwrap().len(), (mib + 1) * MIB);
+        let again = FileStore::open(&FileUrl::new(&path)).unwrap();
+        assert_eq!(u64::from(again.slots()), mib * 256);
+    }
+}
+
+#[test]
+fn what_cannot_be_a_store_is_named() {
+    let directory = Directory::new();
+    for (path, part) in [
+        (directory.file("absent/store"), "directory that does not exist"),
+        (directory.file(""), "is a Directory"),
+        ("/dev/null".into(), "is a CharacterDevice"),
+    ] {
+        let error = refusal(&url(&path, 1));
+        assert!(error.contains(part) && error.contains(path.to_str().unwrap()), "{error}");
+    }
+}
+
+#[test]
+fn two_stores_never_share_a_file() {
+    let directory = Directory::new();
+    let path = directory.file("store");
+    let first = FileStore::open(&url(&path, 1)).unwrap();
+    let error = refusal(&url(&path, 1));
+    assert!(error.contains("in use by another process"), "{error}");
+    drop(first);
+    FileStore::open(&url(&path, 1)).expect("free again");
+}
+
+#[test]
+fn a_release_gives_the_blocks_back() {
+    let directory = Directory::new();
+    let path = directory.file("store");
+    let store = FileStore::open(&url(&path, 4)).unwrap();
+    let before = path.metadata().unwrap().blocks();
+    store.release(1).unwrap();
+    assert!(path.metadata().unwrap().blocks() * 512 <= before * 512 - MIB);
+    store.take(1).unwrap();
+    assert_eq!(path.metadata().unwrap().blocks(), before);
+}
+
+#[test]
+fn a_file_cut_off_underneath_costs_exactly_the_pages_that_were_cut_off() {
+    let directory = Directory::new();
+    let path = directory.file("store");
+    let store = FileStore::open(&url(&path, 1)).unwrap();
+    let mut lane = store.lane(256).unwrap();
+    let all = range(0, 256);
+    assert!(write(&mut *lane, &all, 1).iter().all(Result::is_ok));
+    OpenOptions::new().write(true).open(&path).unwrap().set_len(MIB + 100 * PAGE_SIZE as u64).unwrap();
+    for (slot, result) in all.iter().zip(read(&mut *lane, &all)) {
+        let expected = if *slot < 100 { Ok(content(Slot(*slot), 1)) } else { Err(Fault::Io(libc::EIO)) };
+        assert!(result == expected, "slot {slot}: {:?}", result.map(|_| ()));
+    }
+}
+
+#[test]
+fn a_device_with_bad_blocks_fails_the_operations_on_them_and_no_others() {
+    let directory = Directory::new();
+    let path = directory.file("disk");
+    File::create(&path).unwrap().set_len(4 * MIB).unwrap();
+    let Some(device) = Loop::over(&path) else { return };
+    let store = FileStore::open(&FileUrl::new(&device.0)).unwrap();
+    assert_eq!(store.slots(), 3 * 256, "all of the device but the header");
+    let mut lane = store.lane(256).unwrap();
+    let all = range(0, 256);
+    assert!(write(&mut *lane, &all, 1).iter().all(Result::is_ok));
+    // The loop driver reports an error for a read past the end of its file.
+    OpenOptions::new().write(true).open(&path).unwrap().set_len(MIB + 100 * PAGE_SIZE as u64).unwrap();
+    for (slot, result) in all.iter().zip(read(&mut *lane, &all)) {
+        let expected = if *slot < 100 { Ok(content(Slot(*slot), 1)) } else { Err(Fault::Io(libc::EIO)) };
+        assert!(result == expected, "slot {slot}: {:?}", result.map(|_| ()));
+    }
+}
+
+#[test]
+fn a_write_that_the_disk_takes_only_half_of_reports_each_page_by_itself() {
+    let directory = Directory::new();
+    let Some(()) = directory.mount_tmpfs(8 * MIB) else { return };
+    let path = directory.file("store");
+    let store = FileStore::open(&url(&path, 2)).unwrap();
+    let mut lane = store.lane(256).unwrap();
+    // Somebody punches pages 40 to 80 out of the file, and somebody else takes their room.
+    let file = OpenOptions::new().write(true).open(&path).unwrap();
+    let page = PAGE_SIZE as u64;
+    let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    rustix::fs::fallocate(&file, hole, MIB + 40 * page, 40 * page).unwrap();
+    let other = File::create(directory.file("other")).unwrap();
+    let mut hog = 0;
+    while other.write_at(&[1; PAGE_SIZE], hog).is_ok() {
+        hog += page;
+    }
+    let all = range(0, 120);
+    for (slot, result) in all.iter().zip(write(&mut *lane, &all, 1)) {
+        let expected = if (40..80).contains(slot) { Err(Fault::Io(libc::ENOSPC)) } else { Ok(()) };
+        assert_eq!(result, expected, "slot {slot}");
+    }
+    for slot in (0..40).chain(80..120) {
+        assert!(read(&mut *lane, &[slot]) == [Ok(content(Slot(slot), 1))], "slot {slot}");
+    }
+}
+
+#[test]
+fn a_device_that_carries_a_file_system_or_is_in_use_is_refused() {
+    let directory = Directory::new();
+    let path = directory.file("disk");
+    let disk = File::create(&path).unwrap();
+    disk.set_len(4 * MIB).unwrap();
+    disk.write_all_at(b"\x53\xef", 0x438).unwrap();
+    let Some(device) = Loop::over(&path) else { return };
+    let error = refusal(&FileUrl::new(&device.0));
+    assert!(error.contains("holds ext2, ext3 or ext4") && error.contains("overwrite=on"), "{error}");
+    let told = FileUrl { overwrite: true, ..FileUrl::new(&device.0) };
+    let store = FileStore::open(&told).unwrap();
+    let error = refusal(&told);
+    assert!(error.contains("is in use"), "{error}");
+    drop(store);
+    let mut mark = [0; 2];
+    File::open(&path).unwrap().read_exact_at(&mut mark, 0x438).unwrap();
+    assert_ne!(&mark, b"\x53\xef", "what was there is not taken for whole again");
+    assert!(refusal(&url(&device.0, 4)).contains("has room for 3MiB, 4MiB is asked for"));
+    FileStore::open(&FileUrl::new(&device.0)).expect("a Weir device needs no telling");
+}
+
+/// What no disk may show: 32 bytes, repeated over every page that the tests below write.
+const PLANTED: &[u8; 32] = b"the secret nobody may ever find.";
+
+fn planted_page() -> PageBytes {
+    std::array::from_fn(|at| PLANTED[at % PLANTED.len()])
+}
+
+fn shows_the_secret(path: &Path) -> bool {
+    // Half of it is enough, at any alignment.
+    let needle = &PLANTED[..16];
+    std::fs::read(path).unwrap().windows(needle.len()).any(|window| window == needle)
+}
+
+#[test]
+fn a_killed_process_leaves_nothing_readable_in_the_file() {
+    for encrypt in [true, false] {
+        let directory = Directory::new();
+        let path = directory.file("store");
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "writes_the_secret_until_it_is_killed", "--nocapture"])
+            .env("WEIR_TEST_SECRET_IN", FileUrl { encrypt, ..url(&path, 8) }.to_string())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut seen = String::new();
+        let mut output = std::io::BufReader::new(child.stdout.take().unwrap());
+        while !seen.contains("round 3") {
+            assert!(std::io::BufRead::read_line(&mut output, &mut seen).unwrap() > 0, "{seen}");
+        }
+        child.kill().unwrap();
+        child.wait().unwrap();
+        // In the clear it is there, so the search would find it.
+        assert_eq!(shows_the_secret(&path), !encrypt, "encrypt: {encrypt}");
+    }
+}
+
+/// The other half of the test above; by itself, one round that reads back what it wrote.
+#[test]
+fn writes_the_secret_until_it_is_killed() {
+    let directory = Directory::new();
+    let told = std::env::var("WEIR_TEST_SECRET_IN").ok();
+    let url = match &told {
+        Some(url) => match url.parse().unwrap() {
+            weir_store::StoreUrl::File(url) => url,
+            other => panic!("{other} is no file"),
+        },
+        None => url(&directory.file("store"), 8),
+    };
+    let store = FileStore::open(&url).unwrap();
+    let mut lane = store.lane(64).unwrap();
+    for round in 1.. {
+        for first in (0..store.slots()).step_by(64) {
+            let slots = range(first, first + 64);
+            let planted = planted_page();
+            let written = batch(&mut *lane, &slots, |lane, at| lane.write(at, Slot(first + at), &planted));
+            assert!(written.iter().all(Result::is_ok));
+            assert!(read(&mut *lane, &slots).iter().all(|page| *page == Ok(planted)));
+        }
+        println!("round {round}");
+        if told.is_none() {
+            return;
+        }
+    }
+}
