@@ -1,8 +1,11 @@
 //! The command line. Man pages and completions are made from these definitions, and the configuration file's keys
 //! are the names of these flags.
 
-use clap::{Args, Parser, Subcommand};
+use crate::address::Address;
+use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
+use weir_core::ByteSize;
+use weir_store::StoreUrl;
 
 /// Lets memory overflow where you chose: into idle GPU memory, host memory or files.
 #[derive(Debug, Parser)]
@@ -17,6 +20,21 @@ pub struct Cli {
 /// What the program can do.
 #[derive(Debug, Subcommand)]
 pub enum Command {
+    /// Write, read and discard real pages through a real NBD connection for some seconds, and verify every one.
+    Try(TryOptions),
+
+    /// Keep pages in stores and serve them as a block device, in the foreground.
+    Serve(ServeOptions),
+
+    /// Ask a running daemon how it is.
+    Status(StatusOptions),
+
+    /// Connect the kernel's NBD client to a server, and print the device's name.
+    Attach(AttachOptions),
+
+    /// Let a device of the kernel's NBD client go; refused while something uses it.
+    Detach(DetachOptions),
+
     /// Say what this machine offers, and what to do about what it lacks.
     Doctor(DoctorOptions),
 
@@ -31,6 +49,145 @@ pub enum Command {
         /// Where to; it is made where it does not exist.
         directory: PathBuf,
     },
+}
+
+/// How long and how hard `try` tries.
+#[derive(Debug, Clone, Args)]
+pub struct TryOptions {
+    /// Seconds of work, besides start and the final check.
+    #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u16).range(1..=3600))]
+    pub seconds: u16,
+
+    /// Memory to use.
+    #[arg(long, default_value = "256MiB")]
+    pub size: ByteSize,
+
+    /// Where to keep pages [default: GPU memory if there is any, else host memory].
+    #[arg(long, value_name = "URL", conflicts_with = "size")]
+    pub store: Option<StoreUrl>,
+
+    /// NBD connections to use at once.
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub connections: u16,
+
+    /// What the requests are drawn from, to repeat a run [default: another one each time].
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
+}
+
+/// What the daemon serves, and how. The configuration file's keys are these flags' names.
+#[derive(Debug, Clone, PartialEq, Default, Args)]
+pub struct ServeOptions {
+    /// Read these options from a TOML file instead of the command line.
+    #[arg(long, value_name = "FILE", exclusive = true)]
+    pub config: Option<PathBuf>,
+
+    /// The device's size: 512MiB, 8G, ... [default: what all stores hold].
+    #[arg(long)]
+    pub size: Option<ByteSize>,
+
+    /// Where pages are kept, the fastest first: vram:, vram:0?size=8GiB, host:8GiB, file:/path?size=64GiB,
+    /// sim:seed=1,read_error=1e-4. May be repeated.
+    #[arg(long, value_name = "URL", required_unless_present = "config")]
+    pub store: Vec<StoreUrl>,
+
+    /// Serve by NBD at unix:PATH or tcp:HOST:PORT. May be repeated.
+    #[arg(long, value_name = "ADDRESS")]
+    pub nbd: Vec<Address>,
+
+    /// The export's name for NBD clients; the empty name means it too.
+    #[arg(long, value_name = "NAME", default_value = "weir")]
+    pub name: String,
+
+    /// Microseconds for which a connection looks for the next request before it sleeps. Costs a CPU for so long after
+    /// each request, and saves the wake-up when requests come in bursts.
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=1_000_000))]
+    pub spin_us: u32,
+
+    /// Serve TCP without TLS; on the loopback interface only.
+    #[arg(long)]
+    pub insecure: bool,
+
+    /// Connections that can be served at a time; each has a thread and its memory from the start.
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub connections: u16,
+
+    /// The device is to carry swap: take every protection against waiting for oneself, or refuse to start.
+    #[arg(long)]
+    pub swap: bool,
+
+    /// With --swap, start although the system denies PR_SET_IO_FLUSHER. Under memory pressure it may freeze.
+    #[arg(long, requires = "swap")]
+    pub unsafe_no_flusher: bool,
+
+    /// The socket that `weir status` asks [default: $XDG_RUNTIME_DIR/weir/control.sock or /run/weir/control.sock].
+    #[arg(long, value_name = "PATH")]
+    pub control: Option<PathBuf>,
+
+    /// How much to say on standard error.
+    #[arg(long, value_name = "LEVEL", value_enum, default_value_t)]
+    pub log: LogLevel,
+}
+
+/// How much the daemon says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
+pub enum LogLevel {
+    /// What went wrong, on this side or a client's.
+    Warn,
+    /// And what happened: who connected, what was made and removed.
+    #[default]
+    Info,
+}
+
+/// Whom `status` asks, and how it answers.
+#[derive(Debug, Clone, Args)]
+pub struct StatusOptions {
+    /// Print one JSON object ("schema": 1) instead of lines.
+    #[arg(long)]
+    pub json: bool,
+
+    /// The daemon's control socket [default: as for weir serve].
+    #[arg(long, value_name = "PATH")]
+    pub control: Option<PathBuf>,
+}
+
+/// Which server and which device.
+#[derive(Debug, Clone, Args)]
+pub struct AttachOptions {
+    /// The server: unix:PATH or tcp:HOST:PORT.
+    pub address: Address,
+
+    /// The device to use [default: a free one].
+    #[arg(long, value_name = "/dev/nbdN")]
+    pub device: Option<PathBuf>,
+
+    /// The export's name.
+    #[arg(long, value_name = "NAME", default_value = "")]
+    pub name: String,
+
+    /// Connections, each a hardware queue of the device.
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub connections: u16,
+
+    /// Seconds that one request may take before its connection is given up.
+    #[arg(long, value_name = "S", default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..))]
+    pub request_timeout: u16,
+
+    /// Seconds that requests wait for a new connection when none is left, before they fail.
+    #[arg(long, value_name = "S", default_value_t = 600, value_parser = clap::value_parser!(u16).range(1..))]
+    pub reconnect_timeout: u16,
+
+    /// Replace the dead connections of a device that is there.
+    #[arg(long, requires = "device")]
+    pub reconnect: bool,
+}
+
+/// Which device.
+#[derive(Debug, Clone, Args)]
+pub struct DetachOptions {
+    /// The device, as `weir attach` printed it.
+    #[arg(value_name = "/dev/nbdN")]
+    pub device: PathBuf,
 }
 
 /// How `doctor` reports.

@@ -1,6 +1,7 @@
 //! How the program ends when it does not end well: one line on standard error, and an exit code that scripts can
 //! rely on (1 it failed, 2 it was asked wrongly).
 
+use std::error::Error;
 use std::fmt::Display;
 use std::process::ExitCode;
 
@@ -52,6 +53,17 @@ impl From<clap::Error> for Failure {
             _ => Failure::Usage(complaint(&error)),
         }
     }
+}
+
+/// An error with everything behind it, for people.
+pub fn chain(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
 }
 
 /// What clap complains of, without the usage text after it, on one line.

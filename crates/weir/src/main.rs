@@ -3,15 +3,28 @@
 //! This is the program: one command line, one daemon in the foreground, and what asks the daemon things. What it
 //! does with pages is in the crates below it.
 
+mod address;
+mod attach;
 mod cli;
+mod config;
+mod control;
+mod daemon;
 mod doctor;
 mod failure;
 mod manual;
+mod serve;
+mod status;
+mod trial;
 
 use clap::Parser as _;
 use cli::{Cli, Command};
 use failure::Failure;
 use std::process::ExitCode;
+use weir_core::seal::SealedAllocator;
+
+// Notices an allocation on an I/O thread; see weir_core::seal.
+#[global_allocator]
+static ALLOCATOR: SealedAllocator = SealedAllocator;
 
 fn main() -> ExitCode {
     let outcome = Cli::try_parse().map_err(Failure::from).and_then(run);
@@ -23,6 +36,11 @@ fn main() -> ExitCode {
 
 fn run(cli: Cli) -> Result<(), Failure> {
     match cli.command {
+        Command::Try(options) => trial::run(&options),
+        Command::Serve(options) => serve::run(options),
+        Command::Status(options) => status::run(&options),
+        Command::Attach(options) => attach::attach(&options),
+        Command::Detach(options) => attach::detach(&options),
         Command::Doctor(options) => doctor::run(options),
         Command::Completions { shell } => manual::completions(shell),
         Command::Man { directory } => manual::pages(&directory),

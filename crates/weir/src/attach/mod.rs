@@ -1,0 +1,182 @@
+//! `weir attach` and `weir detach`: the kernel's own NBD client, connected to a server and let go.
+
+mod device;
+mod netlink;
+
+use crate::address::Address;
+use crate::cli::{AttachOptions, DetachOptions};
+use crate::failure::{Failure, chain};
+use device::{Kernel, Terms};
+use std::fs;
+use std::io;
+use std::net::TcpStream;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+use weir_export::nbd::client::{self, Client, ClientError, Wish};
+
+/// The largest request that the kernel is to send, in KiB: what one connection's buffer holds at once.
+const MAX_SECTORS_KB: &str = "256";
+
+/// How long the kernel takes to publish a device or to take it away.
+const SETTLE: Duration = Duration::from_secs(5);
+
+/// Connects a device to a server and prints its name.
+pub fn attach(options: &AttachOptions) -> Result<(), Failure> {
+    let index = options.device.as_deref().map(number).transpose()?;
+    let mut kernel = Kernel::open().map_err(|error| no_kernel(&error))?;
+    let wish = Wish { name: options.name.clone(), structured: false, allocation: false };
+    let (first, server) = negotiate(&options.address, &wish)?;
+    let mut sockets = vec![first];
+    if options.connections > 1 && !server.multi_conn() {
+        return Err(Failure::Failed(format!(
+            "{} does not promise that {} connections see each other's writes; give --connections 1",
+            options.address, options.connections
+        )));
+    }
+    for _ in 1..options.connections {
+        sockets.push(negotiate(&options.address, &wish)?.0);
+    }
+    let terms = Terms {
+        bytes: server.bytes,
+        flags: server.flags,
+        request_timeout: Duration::from_secs(options.request_timeout.into()),
+        reconnect_timeout: Duration::from_secs(options.reconnect_timeout.into()),
+    };
+    let refused = |error: io::Error| {
+        let device =
+            options.device.as_ref().map_or("an NBD device".into(), |device| device.display().to_string());
+        Failure::Failed(format!("the kernel refused to connect {device}: {error}{}", advice(&error)))
+    };
+    let index = match index.filter(|_| options.reconnect) {
+        Some(index) => kernel.reconnect(index, &terms, &sockets).map(|()| index),
+        None => kernel.connect(index, &terms, &sockets),
+    }
+    .map_err(refused)?;
+    settle(|| sectors(index) == Some(server.bytes / 512));
+    let queue = PathBuf::from(format!("/sys/block/nbd{index}/queue/max_sectors_kb"));
+    if let Err(error) = fs::write(&queue, MAX_SECTORS_KB) {
+        eprintln!(
+            "weir: cannot set {} to {MAX_SECTORS_KB}: {error}; large requests will be slower",
+            queue.display()
+        );
+    }
+    println!("/dev/nbd{index}");
+    Ok(())
+}
+
+/// Lets a device go, unless something uses it.
+pub fn detach(options: &DetachOptions) -> Result<(), Failure> {
+    let index = number(&options.device)?;
+    let user = user(index)
+        .map_err(|error| Failure::Failed(format!("cannot tell who uses /dev/nbd{index}: {error}")))?;
+    if let Some(user) = user {
+        return Err(Failure::Failed(format!(
+            "/dev/nbd{index} is in use {user} first, or its data would be lost"
+        )));
+    }
+    let mut kernel = Kernel::open().map_err(|error| no_kernel(&error))?;
+    kernel.disconnect(index).map_err(|error| {
+        Failure::Failed(format!("the kernel refused to let /dev/nbd{index} go: {error}{}", advice(&error)))
+    })?;
+    settle(|| sectors(index) == Some(0));
+    Ok(())
+}
+
+fn negotiate(address: &Address, wish: &Wish) -> Result<(OwnedFd, client::Terms), Failure> {
+    let failed = |error: ClientError| Failure::Failed(format!("{address}: {}", chain(&error)));
+    let connect = |source| ClientError::Connect { address: address.to_string(), source };
+    match address {
+        Address::Unix(path) => {
+            let socket = UnixStream::connect(path).map_err(|error| failed(connect(error)))?;
+            let stream = socket.try_clone().map_err(|error| failed(error.into()))?;
+            let client = Client::over(Box::new(stream), wish).map_err(failed)?;
+            Ok((socket.into(), *client.terms()))
+        }
+        Address::Tcp { host, port } => {
+            let socket =
+                TcpStream::connect((host.as_str(), *port)).map_err(|error| failed(connect(error)))?;
+            let stream = socket.try_clone().map_err(|error| failed(error.into()))?;
+            socket.set_nodelay(true).map_err(|error| failed(error.into()))?;
+            let client = Client::over(Box::new(stream), wish).map_err(failed)?;
+            Ok((socket.into(), *client.terms()))
+        }
+    }
+}
+
+/// The number of `/dev/nbd7`.
+fn number(device: &Path) -> Result<u32, Failure> {
+    let name = device.strip_prefix("/dev").unwrap_or(device).to_str();
+    name.and_then(|name| name.strip_prefix("nbd")?.parse().ok()).ok_or_else(|| {
+        Failure::Usage(format!("--device cannot be {device:?}; accepted: /dev/nbd0, /dev/nbd1, ..."))
+    })
+}
+
+/// What uses a device, with what ends it: `as swap; run swapoff /dev/nbd0`.
+fn user(index: u32) -> io::Result<Option<String>> {
+    let device = format!("/dev/nbd{index}");
+    let first_column =
+        |text: String, name: &str| text.lines().any(|line| line.split_whitespace().next() == Some(name));
+    let partitions = format!("{device}p");
+    let holders = fs::read_dir(format!("/sys/block/nbd{index}/holders")).map_or(0, Iterator::count);
+    if first_column(fs::read_to_string("/proc/swaps")?, &device) {
+        return Ok(Some(format!("as swap: run swapoff {device}")));
+    }
+    let mounts = fs::read_to_string("/proc/mounts")?;
+    if mounts.lines().any(|line| line.starts_with(&format!("{device} ")) || line.starts_with(&partitions)) {
+        return Ok(Some(format!("as a file system: run umount {device}")));
+    }
+    Ok((holders > 0).then(|| "by another block device: stop that".to_owned()))
+}
+
+fn sectors(index: u32) -> Option<u64> {
+    fs::read_to_string(format!("/sys/block/nbd{index}/size")).ok()?.trim().parse().ok()
+}
+
+/// Waits until the kernel has done what it has accepted.
+fn settle(done: impl Fn() -> bool) {
+    let begun = Instant::now();
+    while !done() && begun.elapsed() < SETTLE {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+fn no_kernel(error: &io::Error) -> Failure {
+    Failure::Failed(match error.raw_os_error() {
+        Some(libc::ENOENT) => {
+            "this kernel has no NBD client: run modprobe nbd, or see weir doctor".to_owned()
+        }
+        _ => format!("cannot speak to the kernel's NBD client: {error}"),
+    })
+}
+
+fn advice(error: &io::Error) -> &'static str {
+    match error.raw_os_error() {
+        Some(libc::EPERM) => "; run as root",
+        Some(libc::EBUSY) => "; it is in use: give another --device, or none",
+        Some(libc::ENOSPC) => "; none of its connections is dead",
+        Some(libc::EINVAL) => "; is it connected?",
+        _ => "",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_nbd_devices_have_a_number() {
+        for (device, index) in [("/dev/nbd0", 0), ("nbd15", 15)] {
+            assert_eq!(number(Path::new(device)).ok(), Some(index), "{device}");
+        }
+        for device in ["/dev/sda", "/dev/nbd", "/dev/nbd0p1", "/tmp/nbd0", ""] {
+            assert!(matches!(number(Path::new(device)), Err(Failure::Usage(_))), "{device}");
+        }
+    }
+
+    #[test]
+    fn a_device_that_nothing_uses_has_no_user() {
+        assert_eq!(user(999).ok(), Some(None));
+    }
+}

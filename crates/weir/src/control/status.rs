@@ -1,0 +1,203 @@
+//! What the daemon says of itself, as JSON and as lines for people.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use weir_core::metrics::Distribution;
+use weir_core::{ByteSize, PAGE_SIZE};
+use weir_volume::VolumeStatus;
+
+/// A daemon at one moment.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Status {
+    /// [`SCHEMA`](super::SCHEMA).
+    pub schema: u32,
+    /// The daemon's version.
+    pub version: String,
+    /// Its process.
+    pub pid: u32,
+    /// Seconds since it began to serve.
+    pub uptime_s: u64,
+    /// The device.
+    pub volume: Volume,
+    /// Where its pages are, in the order in which they are filled.
+    pub stores: Vec<Store>,
+    /// Reads.
+    pub read: Io,
+    /// Writes.
+    pub write: Io,
+    /// Pages discarded.
+    pub discarded: u64,
+    /// Ways in.
+    pub exports: Vec<Export>,
+    /// What keeps the daemon from waiting for itself.
+    pub protection: Protection,
+}
+
+/// The device's pages.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Volume {
+    /// Its size.
+    pub bytes: u64,
+    /// The same in pages.
+    pub pages: u64,
+    /// Pages in a slot of a store.
+    pub stored: u64,
+    /// Pages that repeat one value and take no slot.
+    pub filled: u64,
+    /// Pages never written, or discarded.
+    pub free: u64,
+    /// Memory for the page map and the slot records.
+    pub map_bytes: u64,
+}
+
+/// A store.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Store {
+    /// Its URL.
+    pub url: String,
+    /// `online`, `draining` or `lost`.
+    pub state: String,
+    /// Pages it has room for.
+    pub slots: u64,
+    /// Those in use.
+    pub slots_used: u64,
+}
+
+/// One direction's counts since the start, and its latencies (of a sample, to 6 %).
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Io {
+    /// Pages moved.
+    pub pages: u64,
+    /// Pages that failed.
+    pub faults: u64,
+    /// Among those, pages whose content was not what had been written.
+    pub corrupt: u64,
+    /// Median, in microseconds; null before the first.
+    pub p50_us: Option<f64>,
+    /// 99 of 100 took no longer.
+    pub p99_us: Option<f64>,
+    /// 999 of 1000 took no longer.
+    pub p999_us: Option<f64>,
+}
+
+/// A way in.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Export {
+    /// `nbd`.
+    pub kind: String,
+    /// As `--nbd` took it.
+    pub address: String,
+    /// Connections in use now.
+    pub connections: u64,
+    /// Connections that can be in use.
+    pub connections_most: u64,
+}
+
+/// What holds of [`weir_core::swap_safety`] and the sealed allocator.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Protection {
+    /// The device is to carry swap.
+    pub swap: bool,
+    /// `PR_SET_IO_FLUSHER` is set.
+    pub io_flusher: bool,
+    /// All memory is locked.
+    pub memory_locked: bool,
+    /// The OOM killer passes over the daemon.
+    pub oom_exempt: bool,
+    /// Allocations on I/O threads since the start. Zero, or a bug.
+    pub io_allocations: u64,
+}
+
+impl Io {
+    fn new(pages: u64, faults: u64, corrupt: u64, latencies: &Distribution) -> Self {
+        let quantile = |q| latencies.quantile(q).map(|took| took.as_nanos() as f64 / 1000.0);
+        Io { pages, faults, corrupt, p50_us: quantile(0.5), p99_us: quantile(0.99), p999_us: quantile(0.999) }
+    }
+
+    /// Of a volume's reads.
+    pub fn reads(of: &VolumeStatus) -> Self {
+        Self::new(of.reads, of.read_faults, of.corrupt, &of.read_latencies)
+    }
+
+    /// Of a volume's writes.
+    pub fn writes(of: &VolumeStatus) -> Self {
+        Self::new(of.writes, of.write_faults, 0, &of.write_latencies)
+    }
+}
+
+impl Volume {
+    /// Of a volume that takes `map_bytes` for its tables.
+    pub fn of(status: &VolumeStatus, map_bytes: u64) -> Self {
+        let pages = u64::from(status.pages);
+        Volume {
+            bytes: pages * PAGE_SIZE as u64,
+            pages,
+            stored: status.stored,
+            filled: status.filled,
+            // The counts are read one after another while lanes work: never below zero, then.
+            free: pages.saturating_sub(status.stored + status.filled),
+            map_bytes,
+        }
+    }
+}
+
+impl From<&weir_volume::StoreStatus> for Store {
+    fn from(status: &weir_volume::StoreStatus) -> Self {
+        Store {
+            url: status.name.clone(),
+            state: format!("{:?}", status.state).to_lowercase(),
+            slots: status.slots.into(),
+            slots_used: status.used.into(),
+        }
+    }
+}
+
+impl fmt::Display for Status {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let size = |pages: u64| ByteSize(pages * PAGE_SIZE as u64);
+        let Volume { bytes, stored, filled, free, map_bytes, .. } = self.volume;
+        writeln!(f, "weir {}, process {}, up {} s", self.version, self.pid, self.uptime_s)?;
+        writeln!(
+            f,
+            "volume    {}: {} stored, {} of one value, {} free; tables {}",
+            ByteSize(bytes),
+            size(stored),
+            size(filled),
+            size(free),
+            ByteSize(map_bytes)
+        )?;
+        for store in &self.stores {
+            let (used, slots) = (size(store.slots_used), size(store.slots));
+            writeln!(f, "store     {} {}: {used} of {slots} in use", store.url, store.state)?;
+        }
+        for export in &self.exports {
+            let Export { kind, address, connections, connections_most } = export;
+            writeln!(f, "{kind:<10}{address}: {connections} of {connections_most} connections")?;
+        }
+        writeln!(
+            f,
+            "{:<10}{:>12} {:>8} {:>8} {:>9} {:>9} {:>9}",
+            "", "pages", "faults", "corrupt", "p50 us", "p99 us", "p99.9 us"
+        )?;
+        for (name, io) in [("read", &self.read), ("write", &self.write)] {
+            write!(f, "{name:<10}{:>12} {:>8} {:>8}", io.pages, io.faults, io.corrupt)?;
+            for quantile in [io.p50_us, io.p99_us, io.p999_us] {
+                match quantile {
+                    Some(us) => write!(f, " {us:>9.1}")?,
+                    None => write!(f, " {:>9}", "-")?,
+                }
+            }
+            writeln!(f)?;
+        }
+        let Protection { swap, io_flusher, memory_locked, oom_exempt, io_allocations } = self.protection;
+        let yes = |holds| if holds { "yes" } else { "no" };
+        writeln!(
+            f,
+            "swap      {}; flusher {}, memory locked {}, exempt from OOM {}, allocations on I/O threads {io_allocations}",
+            yes(swap),
+            yes(io_flusher),
+            yes(memory_locked),
+            yes(oom_exempt)
+        )
+    }
+}

@@ -1,0 +1,174 @@
+//! The daemon: stores, the volume over them, and the ways in. `weir serve` runs it in the foreground, `weir try` drives one
+//! in its own process.
+
+use crate::address::Address;
+use crate::cli::ServeOptions;
+use crate::control::{Export, Io, Protection, SCHEMA, Status, Store, Volume as VolumeCounts};
+use crate::failure::{Failure, chain};
+use std::error::Error;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+use weir_core::swap_safety::Protections;
+use weir_core::{ByteSize, PAGE_SIZE, seal};
+use weir_export::log::Log;
+use weir_export::nbd::{self, Listen, Server};
+use weir_volume::{Config, Volume};
+
+/// How long requests that are under way may take when the daemon stops.
+const GRACE: Duration = Duration::from_secs(2);
+
+/// Pages that one connection moves at a time at slow stores.
+const DEPTH: usize = 64;
+
+/// A running daemon.
+#[derive(Debug)]
+pub struct Daemon {
+    shared: Arc<Shared>,
+}
+
+/// What the control socket looks at.
+#[derive(Debug)]
+struct Shared {
+    volume: Arc<Volume>,
+    /// Until the daemon stops. The lock is the control plane's: no I/O thread takes it.
+    nbd: Mutex<Option<Server>>,
+    protections: Protections,
+    swap: bool,
+    begun: Instant,
+}
+
+impl Daemon {
+    /// Opens the stores, makes the volume, listens, and seals the allocator: from here on the I/O path takes no memory.
+    ///
+    /// # Errors
+    /// When a store or a socket cannot be had, or the stores are too small for the size asked for.
+    pub fn start(options: &ServeOptions, protections: Protections, log: &Log) -> Result<Self, Failure> {
+        let failed = |error: &dyn Error| Failure::Failed(chain(error));
+        let stores = options.store.iter().map(weir_store::open).collect::<Result<Vec<_>, _>>();
+        let stores = stores.map_err(|error| failed(&error))?;
+        let connections = usize::from(options.connections);
+        let mut config = Config { pages: 1, lanes: connections, depth: DEPTH };
+        let slots = stores.iter().fold(0u32, |sum, store| sum.saturating_add(store.slots()));
+        config.pages = match options.size {
+            Some(size) => pages(size)?,
+            None => slots
+                .checked_sub(config.slack())
+                .filter(|pages| *pages > 0)
+                .ok_or_else(|| too_small(slots, &config))?,
+        };
+        let volume = Volume::create(config, stores).map_err(|error| failed(&error))?;
+
+        let listen: Vec<Listen> = options.nbd.iter().map(listen).collect();
+        let config = nbd::Config {
+            name: options.name.clone(),
+            connections,
+            spin: Duration::from_micros(options.spin_us.into()),
+            swap: options.swap,
+            unsafe_no_flusher: options.unsafe_no_flusher,
+            ..nbd::Config::default()
+        };
+        let nbd = Server::start(&volume, &config, &listen, log).map_err(|error| failed(&error))?;
+        seal::seal(seal::policy_from_environment());
+        let shared = Shared {
+            volume,
+            nbd: Mutex::new(Some(nbd)),
+            protections,
+            swap: options.swap,
+            begun: Instant::now(),
+        };
+        Ok(Daemon { shared: Arc::new(shared) })
+    }
+
+    /// Answers what has been received, then hangs up; the sockets are gone when this returns.
+    pub fn stop(self) {
+        if let Some(nbd) = self.shared.nbd().take() {
+            nbd.shutdown(GRACE);
+        }
+    }
+
+    /// The device's size.
+    pub fn bytes(&self) -> u64 {
+        self.shared.volume.bytes()
+    }
+
+    /// How it is.
+    pub fn status(&self) -> Status {
+        self.shared.status()
+    }
+
+    /// What says how it is, for another thread.
+    pub fn watcher(&self) -> impl Fn() -> Status + Send + 'static {
+        let shared = Arc::clone(&self.shared);
+        move || shared.status()
+    }
+}
+
+fn listen(address: &Address) -> Listen {
+    match address {
+        Address::Unix(path) => Listen::Unix(path.clone()),
+        Address::Tcp { host, port } => Listen::Insecure { host: host.clone(), port: *port },
+    }
+}
+
+fn too_small(slots: u32, config: &Config) -> Failure {
+    let size = |pages: u32| ByteSize(u64::from(pages) * PAGE_SIZE as u64);
+    Failure::Failed(format!(
+        "the stores hold {}, and {} connections keep {} of that for writes under way: give more --store or fewer --connections",
+        size(slots),
+        config.lanes,
+        size(config.slack())
+    ))
+}
+
+fn pages(size: ByteSize) -> Result<u32, Failure> {
+    let pages = size.0 / PAGE_SIZE as u64;
+    if size.0 == 0 || !size.0.is_multiple_of(PAGE_SIZE as u64) {
+        return Err(Failure::Usage(format!(
+            "--size cannot be {}: accepted: a multiple of 4KiB above 0",
+            size.0
+        )));
+    }
+    u32::try_from(pages)
+        .map_err(|_| Failure::Usage(format!("--size cannot be {size}: accepted: below 16TiB")))
+}
+
+/// A way in for each address; they share their connections.
+fn exports(server: &Server) -> Vec<Export> {
+    let stats = server.stats();
+    let export = |address: &Listen| Export {
+        kind: "nbd".to_owned(),
+        address: address.to_string(),
+        connections: stats.connected,
+        connections_most: stats.connections_max,
+    };
+    server.addresses().iter().map(export).collect()
+}
+
+impl Shared {
+    fn nbd(&self) -> MutexGuard<'_, Option<Server>> {
+        self.nbd.lock().expect("nobody panics while holding it")
+    }
+
+    fn status(&self) -> Status {
+        let volume = self.volume.status();
+        Status {
+            schema: SCHEMA,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            pid: std::process::id(),
+            uptime_s: self.begun.elapsed().as_secs(),
+            volume: VolumeCounts::of(&volume, self.volume.memory_bytes()),
+            stores: volume.stores.iter().map(Store::from).collect(),
+            read: Io::reads(&volume),
+            write: Io::writes(&volume),
+            discarded: volume.discards,
+            exports: self.nbd().as_ref().map(exports).unwrap_or_default(),
+            protection: Protection {
+                swap: self.swap,
+                io_flusher: self.protections.io_flusher,
+                memory_locked: self.protections.memory_locked,
+                oom_exempt: self.protections.oom_exempt,
+                io_allocations: seal::violations(),
+            },
+        }
+    }
+}

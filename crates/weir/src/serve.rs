@@ -1,0 +1,82 @@
+//! `weir serve`: the daemon in the foreground, until SIGTERM or SIGINT.
+
+use crate::cli::{LogLevel, ServeOptions};
+use crate::control::{Server, default_path};
+use crate::daemon::Daemon;
+use crate::failure::Failure;
+use crate::{address::Address, config};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use weir_core::ByteSize;
+use weir_core::swap_safety::{self, Protections};
+use weir_export::log::{self, Level};
+
+/// Runs the daemon until it is told to stop.
+pub fn run(options: ServeOptions) -> Result<(), Failure> {
+    let options = match &options.config {
+        Some(path) => config::read(path)?,
+        None => options,
+    };
+    check(&options)?;
+    // Before any thread: the flusher flag is inherited by the threads that come after it.
+    let protections = if options.swap { protect(options.unsafe_no_flusher)? } else { Protections::default() };
+    // Handlers first, so that an early SIGTERM ends the daemon in good order too.
+    let mut signals = Signals::new([SIGTERM, SIGINT]).map_err(Failure::failed)?;
+
+    let log = log::to_stderr(match options.log {
+        LogLevel::Warn => Level::Warning,
+        LogLevel::Info => Level::Info,
+    });
+    let daemon = Daemon::start(&options, protections, &log)?;
+    let path = options.control.clone().unwrap_or_else(default_path);
+    let control = Server::start(&path, daemon.watcher())?;
+    let stores: Vec<String> = options.store.iter().map(ToString::to_string).collect();
+    let nbd: Vec<String> = options.nbd.iter().map(ToString::to_string).collect();
+    log(
+        Level::Info,
+        format_args!(
+            "serving {} on {} at {}; status at {}",
+            ByteSize(daemon.bytes()),
+            stores.join(", "),
+            nbd.join(", "),
+            path.display()
+        ),
+    );
+
+    let signal = signals.forever().next();
+    log(Level::Info, format_args!("stopping on signal {}", signal.unwrap_or_default()));
+    drop(control);
+    daemon.stop();
+
+    Ok(())
+}
+
+/// What no single flag's type can say.
+fn check(options: &ServeOptions) -> Result<(), Failure> {
+    if options.nbd.is_empty() {
+        return Err(Failure::Usage(
+            "--nbd is missing, so nobody could connect; accepted: unix:PATH, tcp:HOST:PORT".into(),
+        ));
+    }
+    let tcp = options.nbd.iter().find(|address| matches!(address, Address::Tcp { .. }));
+    match tcp {
+        Some(address) if !options.insecure => Err(Failure::Usage(format!(
+            "--nbd {address} would carry pages in the clear; accepted: unix:PATH, or --insecure for the loopback interface"
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// Takes every protection that swap needs, or says which one the system denies.
+fn protect(unsafe_no_flusher: bool) -> Result<Protections, Failure> {
+    let (protections, missing) = swap_safety::protect();
+    for missing in &missing {
+        if !unsafe_no_flusher {
+            return Err(Failure::Failed(format!(
+                "--swap: {missing}; --unsafe-no-flusher starts without it, and the machine may freeze when memory is short"
+            )));
+        }
+        eprintln!("weir: --unsafe-no-flusher: {missing}");
+    }
+    Ok(protections)
+}

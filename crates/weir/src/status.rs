@@ -1,0 +1,17 @@
+//! `weir status`: asks the daemon how it is.
+
+use crate::cli::StatusOptions;
+use crate::control;
+use crate::failure::Failure;
+
+/// Prints the daemon's answer.
+pub fn run(options: &StatusOptions) -> Result<(), Failure> {
+    let path = options.control.clone().unwrap_or_else(control::default_path);
+    let status = control::status(&path)?;
+    if options.json {
+        println!("{}", serde_json::to_string_pretty(&status).map_err(Failure::failed)?);
+    } else {
+        print!("{status}");
+    }
+    Ok(())
+}

@@ -1,0 +1,287 @@
+//! `weir serve`, `weir status` and `weir try` as processes, over real sockets.
+
+use std::fs;
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+use weir_export::nbd::client::{Client, Wish};
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+fn weir(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_weir"));
+    command.args(arguments);
+    command
+}
+
+fn run(arguments: &[&str]) -> Output {
+    weir(arguments).output().expect("the program starts")
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// A short directory: a socket's path has at most 107 bytes.
+struct Directory(PathBuf);
+
+impl Directory {
+    fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("weir-{}-{name}", std::process::id()));
+        fs::create_dir_all(&path).expect("a directory");
+        Directory(path)
+    }
+
+    fn file(&self, name: &str) -> String {
+        self.0.join(name).to_str().expect("UTF-8").to_owned()
+    }
+}
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A daemon that is killed if the test fails.
+struct Daemon {
+    process: Child,
+    control: String,
+    nbd: String,
+}
+
+impl Daemon {
+    /// Starts one with these flags besides its sockets, and waits until it answers.
+    fn start(directory: &Directory, flags: &[&str]) -> Self {
+        let (control, nbd) = (directory.file("control.sock"), directory.file("nbd.sock"));
+        let address = format!("unix:{nbd}");
+        let sockets = ["serve", "--control", &control, "--nbd", &address];
+        Self::spawn(weir(&[&sockets, flags].concat()), control, nbd)
+    }
+
+    fn spawn(mut command: Command, control: String, nbd: String) -> Self {
+        let process = command.stderr(Stdio::piped()).spawn().expect("the daemon starts");
+        let mut daemon = Daemon { process, control, nbd };
+        let begun = Instant::now();
+        while UnixStream::connect(&daemon.control).is_err() {
+            if let Some(status) = daemon.process.try_wait().expect("a child") {
+                panic!("the daemon ended with {status}: {}", daemon.said());
+            }
+            assert!(begun.elapsed() < PATIENCE, "the daemon does not listen at {}", daemon.control);
+            thread::sleep(Duration::from_millis(10));
+        }
+        daemon
+    }
+
+    fn status(&self) -> serde_json::Value {
+        let output = run(&["status", "--json", "--control", &self.control]);
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        serde_json::from_slice(&output.stdout).expect("JSON")
+    }
+
+    /// Sends SIGTERM and returns the exit code, if it ends.
+    fn terminate(&mut self) -> Option<i32> {
+        let pid = rustix::process::Pid::from_child(&self.process);
+        rustix::process::kill_process(pid, rustix::process::Signal::TERM).expect("a living child");
+        let begun = Instant::now();
+        while begun.elapsed() < PATIENCE {
+            if let Some(status) = self.process.try_wait().expect("a child") {
+                return status.code();
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+        None
+    }
+
+    fn said(&mut self) -> String {
+        let mut said = String::new();
+        let _ = self.process.stderr.take().expect("piped").read_to_string(&mut said);
+        said
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+#[test]
+fn a_daemon_serves_tells_how_it_is_and_leaves_nothing_behind() {
+    let directory = Directory::new("serve");
+    let mut daemon =
+        Daemon::start(&directory, &["--store", "host:32MiB", "--size", "16MiB", "--connections", "3"]);
+    let mut client = Client::unix(&daemon.nbd, &Wish::default()).expect("a connection");
+    assert_eq!(client.terms().bytes, 16 << 20);
+    let page: Vec<u8> = (0..4096u32).map(|at| (at * 7) as u8).collect();
+    client.write(8 << 20, &page).expect("written");
+    client.write(4096, &[5; 8192]).expect("written");
+    assert_eq!(client.read(8 << 20, 4096).expect("read"), page);
+
+    let status = daemon.status();
+    assert_eq!(status["schema"], 1);
+    assert_eq!(status["volume"]["pages"], 4096);
+    assert_eq!((&status["volume"]["stored"], &status["volume"]["filled"]), (&1.into(), &2.into()));
+    assert_eq!(status["volume"]["free"], 4093);
+    assert_eq!(status["stores"][0]["url"], "host:32MiB");
+    assert_eq!(status["stores"][0]["state"], "online");
+    assert_eq!(status["stores"][0]["slots_used"], 1);
+    assert_eq!(status["write"]["pages"], 3);
+    assert_eq!(status["read"]["corrupt"], 0);
+    assert_eq!(status["exports"][0]["connections"], 1);
+    assert_eq!(status["exports"][0]["connections_most"], 3);
+    assert_eq!(status["protection"]["io_allocations"], 0);
+    let lines = text(&run(&["status", "--control", &daemon.control]).stdout);
+    assert!(
+        lines.contains("host:32MiB online") && lines.contains("16.0MiB".trim_end_matches(".0MiB")),
+        "{lines}"
+    );
+
+    for socket in [&daemon.nbd, &daemon.control] {
+        let mode = fs::metadata(socket).expect("there").permissions().mode();
+        assert_eq!(mode & 0o777, 0o600, "{socket}");
+    }
+    assert_eq!(daemon.terminate(), Some(0), "{}", daemon.said());
+    assert!(!Path::new(&daemon.nbd).exists() && !Path::new(&daemon.control).exists());
+}
+
+#[test]
+fn a_configuration_file_serves_as_its_flags_would() {
+    let directory = Directory::new("config");
+    let (control, nbd) = (directory.file("c.sock"), directory.file("n.sock"));
+    let file = directory.file("weir.toml");
+    let toml = format!(
+        "store = 'host:16MiB'\nsize = '8MiB'\nnbd = 'unix:{nbd}'\ncontrol = '{control}'\nconnections = 2\n"
+    );
+    fs::write(&file, toml).expect("written");
+    let daemon = Daemon::spawn(weir(&["serve", "--config", &file]), control, nbd);
+    let status = daemon.status();
+    assert_eq!(status["volume"]["bytes"], 8 << 20);
+    assert_eq!(status["exports"][0]["connections_most"], 2);
+}
+
+#[test]
+fn a_second_daemon_is_refused_and_a_dead_ones_socket_is_not() {
+    let directory = Directory::new("twice");
+    let control = directory.file("control.sock");
+    drop(UnixListener::bind(&control).expect("a socket that nobody listens on"));
+    let daemon = Daemon::start(&directory, &["--store", "host:16MiB"]);
+    let address = format!("unix:{}", directory.file("other.sock"));
+    let second = run(&["serve", "--store", "host:16MiB", "--nbd", &address, "--control", &daemon.control]);
+    let said = text(&second.stderr);
+    assert_eq!(second.status.code(), Some(1), "{said}");
+    assert!(said.contains("already") && said.contains(&control), "{said}");
+    assert_eq!(daemon.status()["volume"]["filled"], 0, "the first one goes on");
+}
+
+#[test]
+fn nonsense_at_the_control_socket_gets_an_error_and_hurts_nobody() {
+    let directory = Directory::new("control");
+    let daemon = Daemon::start(&directory, &["--store", "host:16MiB"]);
+    let long = format!("{{\"schema\":1,\"request\":\"{}\"}}\n", "x".repeat(10_000));
+    for (request, words) in [
+        ("\n", "no line of JSON"),
+        ("status\n", "no line of JSON"),
+        ("{\"request\":\"status\"}\n", "names no schema"),
+        ("{\"schema\":7,\"request\":\"status\"}\n", "schema 7"),
+        ("{\"schema\":1,\"request\":\"format\"}\n", "unknown request"),
+        (long.as_str(), "no line of JSON"),
+    ] {
+        let mut stream = UnixStream::connect(&daemon.control).expect("listening");
+        // The daemon may hang up before it has taken all of an endless line.
+        let _ = stream.write_all(request.as_bytes());
+        let mut answer = String::new();
+        let _ = BufReader::new(stream).read_line(&mut answer);
+        let cut = request.len() > 4096 && answer.is_empty();
+        assert!(cut || (answer.contains("\"schema\":1") && answer.contains(words)), "{request:?}: {answer}");
+    }
+    assert_eq!(daemon.status()["schema"], 1);
+}
+
+#[test]
+fn status_without_a_daemon_says_where_it_looked() {
+    let directory = Directory::new("nobody");
+    let output = run(&["status", "--control", &directory.file("nobody.sock")]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains("nobody.sock"));
+}
+
+#[test]
+fn swap_without_the_flusher_is_refused_unless_it_is_forced() {
+    if weir_core::swap_safety::set_io_flusher().is_ok() {
+        println!(
+            "skipped: swap_without_the_flusher_is_refused_unless_it_is_forced: this system grants the flusher"
+        );
+        return;
+    }
+    let directory = Directory::new("swap");
+    let address = format!("unix:{}", directory.file("refused.sock"));
+    let refused = run(&["serve", "--swap", "--store", "host:16MiB", "--nbd", &address]);
+    let said = text(&refused.stderr);
+    assert_eq!(refused.status.code(), Some(1), "{said}");
+    assert!(said.contains("PR_SET_IO_FLUSHER") && said.contains("--unsafe-no-flusher"), "{said}");
+
+    let daemon = Daemon::start(&directory, &["--swap", "--unsafe-no-flusher", "--store", "host:16MiB"]);
+    let protection = &daemon.status()["protection"];
+    assert_eq!((&protection["swap"], &protection["io_flusher"]), (&true.into(), &false.into()));
+}
+
+#[test]
+fn a_device_larger_than_its_stores_is_refused_with_the_room_that_is_missing() {
+    let directory = Directory::new("large");
+    let address = format!("unix:{}", directory.file("n.sock"));
+    let output = run(&["serve", "--size", "8MiB", "--store", "host:8MiB", "--nbd", &address]);
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("8MiB") && said.contains("make it smaller or the stores larger"), "{said}");
+}
+
+#[test]
+fn stores_that_are_smaller_than_what_is_under_way_are_refused() {
+    let directory = Directory::new("small");
+    let address = format!("unix:{}", directory.file("n.sock"));
+    let output = run(&["serve", "--store", "host:1MiB", "--nbd", &address]);
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("1MiB") && said.contains("--connections"), "{said}");
+}
+
+#[test]
+fn a_trial_on_memory_passes_and_reports() {
+    let output =
+        run(&["try", "--seconds", "1", "--store", "host:32MiB", "--connections", "3", "--seed", "1"]);
+    let report = text(&output.stdout);
+    assert!(output.status.success(), "{report}{}", text(&output.stderr));
+    for words in
+        ["p50 us", "p99 us", "IOPS", "read", "write", "discard", "zero", "passed", "0 mismatches, 0 errors"]
+    {
+        assert!(report.contains(words), "{words:?} is not in {report}");
+    }
+}
+
+#[test]
+fn a_trial_on_a_store_that_flips_bits_fails() {
+    let store = "sim:seed=1,size=32MiB,corrupt=1e-2";
+    let output = run(&["try", "--seconds", "1", "--store", store, "--seed", "1"]);
+    let report = text(&output.stdout);
+    assert_eq!(output.status.code(), Some(1), "{report}");
+    assert!(report.contains("FAILED, 0 mismatches") && !report.contains(" 0 errors"), "{report}");
+    assert!(
+        report.contains("input/output error"),
+        "a corrupt page is an error, never other content: {report}"
+    );
+}
+
+#[test]
+fn a_trial_on_a_store_that_loses_writes_fails_without_handing_out_old_pages() {
+    let store = "sim:seed=2,size=32MiB,lose=1e-2";
+    let output = run(&["try", "--seconds", "1", "--store", store, "--seed", "2"]);
+    let report = text(&output.stdout);
+    assert_eq!(output.status.code(), Some(1), "{report}");
+    assert!(report.contains("FAILED, 0 mismatches") && !report.contains(" 0 errors"), "{report}");
+}
