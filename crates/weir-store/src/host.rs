@@ -1,7 +1,7 @@
 //! `host:SIZE`: pages in RAM. What tests and `weir try` stand on, what give-back moves to where there is no disk,
 //! and the control that shows what the rest of Weir costs when the store costs nothing.
 
-use crate::{Fault, Lane, OpenError, Progress, State, Store, Ticket};
+use crate::{Fault, Keepsake, Lane, OpenError, Progress, State, Store, Ticket};
 use rustix::fs::FallocateFlags;
 use rustix::mm::Advice;
 use std::os::fd::BorrowedFd;
@@ -11,6 +11,9 @@ use weir_core::{ByteSize, Memory, PAGE_SIZE, PageBytes, Slot, copy};
 
 /// Slots of a chunk: 128 MiB, as a GPU's chunks.
 const CHUNK_SLOTS: u32 = 32_768;
+
+/// The name of its only keepsake, the memfd with the pages.
+pub(crate) const KEEPSAKE: &str = "pages";
 
 /// A store in RAM, all of it taken, touched and (where allowed) locked at the start.
 ///
@@ -107,6 +110,10 @@ impl Store for Host {
 
     fn state(&self) -> State {
         State::Online
+    }
+
+    fn keepsakes(&self) -> Vec<Keepsake<'_>> {
+        vec![Keepsake { name: KEEPSAKE.to_owned(), fd: self.fd(), is_memory: true }]
     }
 
     fn release(&self, chunk: u32) -> Result<(), Fault> {

@@ -26,7 +26,7 @@ mod url;
 pub use error::{Fault, OpenError};
 pub use file::{FileStore, FileUrl, StripeUrl};
 pub use host::Host;
-pub use open::open;
+pub use open::{open, reopen};
 pub use sim::{Damage, Injected, Sim, SimUrl};
 pub use url::{StoreUrl, UrlError, UrlProblem};
 
@@ -71,6 +71,12 @@ pub trait Store: Send + Sync + fmt::Debug {
         Err(Fault::Unsupported)
     }
 
+    /// What must outlive this process for [`reopen`] to find the pages again; a keeper holds it. Empty where the pages end
+    /// with the process.
+    fn keepsakes(&self) -> Vec<Keepsake<'_>> {
+        Vec::new()
+    }
+
     /// Takes memory for a released chunk again. Slow: call it from a worker.
     ///
     /// # Errors
@@ -78,6 +84,17 @@ pub trait Store: Send + Sync + fmt::Debug {
     fn take(&self, _chunk: u32) -> Result<(), Fault> {
         Err(Fault::Unsupported)
     }
+}
+
+/// A piece of a store that a keeper holds across the daemon's death.
+#[derive(Debug)]
+pub struct Keepsake<'a> {
+    /// What it is, unique within the store.
+    pub name: String,
+    /// Its descriptor.
+    pub fd: BorrowedFd<'a>,
+    /// Whether it is a memfd, which must be mapped and locked to stay in RAM; else holding it open is enough.
+    pub is_memory: bool,
 }
 
 /// A store's condition, as status shows it.

@@ -1,8 +1,9 @@
 //! From a name to a store.
 
-use crate::{FileStore, Host, OpenError, Sim, Store, StoreUrl};
+use crate::{FileStore, Host, OpenError, Sim, Store, StoreUrl, host};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use weir_core::PAGE_SIZE;
+use weir_core::{Memory, PAGE_SIZE};
 
 /// Opens the store that `url` names: takes its memory, allocates its file. May take seconds for a large one.
 ///
@@ -23,5 +24,68 @@ pub fn open(url: &StoreUrl) -> Result<Arc<dyn Store>, OpenError> {
         StoreUrl::Vram { .. } => {
             Err(OpenError::new(url.to_string(), "this build has no such store; use host:SIZE"))
         }
+    }
+}
+
+/// Opens the store of a daemon that has ended, with every page that it held. `take` hands over the
+/// [keepsakes](crate::Store::keepsakes) of that store by name.
+///
+/// # Errors
+/// When something is missing, or this kind of store does not outlive its process.
+pub fn reopen(
+    url: &StoreUrl,
+    take: &mut dyn FnMut(&str) -> Option<OwnedFd>,
+) -> Result<Arc<dyn Store>, OpenError> {
+    match url {
+        StoreUrl::Host { .. } => {
+            let missing = || OpenError::new(url.to_string(), "the keeper does not hold its pages");
+            let memory = Memory::adopt(take(host::KEEPSAKE).ok_or_else(missing)?).map_err(|error| {
+                OpenError::io(url.to_string(), "cannot map the pages that were kept", error)
+            })?;
+            Ok(Arc::new(Host::adopt(memory)))
+        }
+        _ => Err(OpenError::new(url.to_string(), "its pages end with the daemon; only host: outlives it")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use weir_core::Slot;
+
+    #[test]
+    fn a_store_is_found_again_by_what_it_gave_to_keep() {
+        let url: StoreUrl = "host:64KiB".parse().unwrap();
+        let first = open(&url).unwrap();
+        let _ = first.lane(1).unwrap().write(0, Slot(3), &[7; PAGE_SIZE]);
+        let mut kept: Vec<_> = first
+            .keepsakes()
+            .iter()
+            .map(|keepsake| (keepsake.name.clone(), keepsake.fd.try_clone_to_owned().unwrap()))
+            .collect();
+        drop(first);
+        let mut take = |name: &str| {
+            let at = kept.iter().position(|(kept, _)| kept == name)?;
+            Some(kept.remove(at).1)
+        };
+        let second = reopen(&url, &mut take).unwrap();
+        let mut page = [0; PAGE_SIZE];
+        let _ = second.lane(1).unwrap().read(0, Slot(3), &mut page);
+        assert_eq!(page, [7; PAGE_SIZE]);
+        assert!(reopen(&url, &mut take).unwrap_err().to_string().contains("does not hold"), "it was taken");
+    }
+
+    #[test]
+    fn what_ends_with_the_daemon_says_so() {
+        let error = reopen(&"sim:seed=1".parse().unwrap(), &mut |_| None).unwrap_err().to_string();
+        assert!(error.contains("sim:") && error.contains("only host: outlives it"), "{error}");
+    }
+
+    #[test]
+    fn an_enlarged_url_says_its_size() {
+        let url: StoreUrl = "host:1MiB".parse().unwrap();
+        assert_eq!(url.enlarged(256).to_string(), "host:2MiB");
+        let whole: StoreUrl = "vram:0".parse().unwrap();
+        assert_eq!(whole.enlarged(256), whole, "a whole GPU is as large as it is");
     }
 }

@@ -90,6 +90,25 @@ pub enum UrlProblem {
     },
 }
 
+impl StoreUrl {
+    /// The same store with room for `slots` pages more, where the URL says how large it is: what a volume needs for
+    /// writes under way comes on top of what its user asked for.
+    pub fn enlarged(&self, slots: u32) -> Self {
+        let mut url = self.clone();
+        let size = match &mut url {
+            StoreUrl::Host { size } => Some(size),
+            StoreUrl::Vram { size, .. } => size.as_mut(),
+            StoreUrl::File(file) => file.size.as_mut(),
+            StoreUrl::Stripe(stripe) => stripe.size.as_mut(),
+            StoreUrl::Sim(sim) => Some(&mut sim.size),
+        };
+        if let Some(size) = size {
+            size.0 += u64::from(slots) * PAGE_SIZE as u64;
+        }
+        url
+    }
+}
+
 impl FromStr for StoreUrl {
     type Err = UrlError;
 
