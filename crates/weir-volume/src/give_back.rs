@@ -10,7 +10,7 @@ use crate::{Lane, Tier, Volume};
 use std::ops::Range;
 use std::time::{Duration, Instant};
 use weir_core::{ByteSize, PAGE_SIZE, PageNo, Slot};
-use weir_store::{Fault, Progress};
+use weir_store::{Fault, Progress, State};
 
 /// How long giving back waits for lanes that are in the middle of something before it gives up.
 const LANES_WAIT: Duration = Duration::from_secs(10);
@@ -143,9 +143,10 @@ impl Lane {
 }
 
 impl Volume {
-    /// Whether the open slots suffice for the volume's size.
+    /// Whether the open slots, of stores that still take pages, suffice for the volume's size.
     fn room(&self) -> Result<(), GiveBackError> {
-        let open: u32 = self.tiers.iter().map(|tier| tier.records.open_slots()).fold(0, u32::saturating_add);
+        let online = self.tiers.iter().filter(|tier| tier.store.state() == State::Online);
+        let open: u32 = online.map(|tier| tier.records.open_slots()).fold(0, u32::saturating_add);
         match self.config.slots().saturating_sub(open) {
             0 => Ok(()),
             missing => Err(GiveBackError::NoRoom { missing }),

@@ -1,0 +1,503 @@
+//! One seed's history: a volume, its stores, and everything that happens to them.
+
+use crate::chance::Chance;
+use crate::model::{Content, uniform, unique};
+use std::os::fd::BorrowedFd;
+use std::rc::Rc;
+use std::sync::Arc;
+use weir_core::{ByteSize, Memory, PAGE_SIZE, PageBytes, PageNo};
+use weir_store::{Done, Fault, Injected, Progress, Sim, SimUrl, Store};
+use weir_volume::{Config, GiveBackError, Kept, Lane, View, Volume};
+
+/// Slots of a simulated chunk: an extent of the volume's records, the least that can be given back.
+const CHUNK_SLOTS: u32 = 1024;
+
+/// Writes between two moments at which every lane has ended its batch. A lane that is asleep in the middle of one holds
+/// back every slot freed since, and here nobody else can wake it.
+const WRITES_BETWEEN_RESTS: u32 = 60;
+
+/// What happened, for the determinism test and for the eye.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Tally {
+    reads: u64,
+    writes: u64,
+    parts: u64,
+    discards: u64,
+    zeroes: u64,
+    views: u64,
+    full: u64,
+    io_faults: u64,
+    corrupt: u64,
+    lost: u64,
+    deaths: u64,
+    crashes: u64,
+    given_back: u64,
+    kept_back: u64,
+    taken: u64,
+    /// Of everything that was read, in order.
+    trace: u64,
+}
+
+impl Tally {
+    pub fn add(&mut self, other: &Tally) {
+        self.reads += other.reads;
+        self.writes += other.writes;
+        self.parts += other.parts;
+        self.discards += other.discards;
+        self.zeroes += other.zeroes;
+        self.views += other.views;
+        self.full += other.full;
+        self.io_faults += other.io_faults;
+        self.corrupt += other.corrupt;
+        self.lost += other.lost;
+        self.deaths += other.deaths;
+        self.crashes += other.crashes;
+        self.given_back += other.given_back;
+        self.kept_back += other.kept_back;
+        self.taken += other.taken;
+        self.trace ^= other.trace;
+    }
+
+    /// Everything that some history must have had.
+    pub fn events(&self) -> [(&'static str, u64); 15] {
+        [
+            ("a read", self.reads),
+            ("a write", self.writes),
+            ("a partial write", self.parts),
+            ("a discard", self.discards),
+            ("a zeroed range", self.zeroes),
+            ("a view", self.views),
+            ("a full lane", self.full),
+            ("an I/O error", self.io_faults),
+            ("a corrupt page", self.corrupt),
+            ("a lost page", self.lost),
+            ("a store that died", self.deaths),
+            ("a daemon that crashed", self.crashes),
+            ("a chunk given back", self.given_back),
+            ("a chunk that could not be given back", self.kept_back),
+            ("a chunk taken again", self.taken),
+        ]
+    }
+
+    fn fault(&mut self, fault: Fault) {
+        match fault {
+            Fault::Io(_) => self.io_faults += 1,
+            Fault::Corrupt => self.corrupt += 1,
+            Fault::Lost => self.lost += 1,
+            other => panic!("no store injects {other:?}"),
+        }
+    }
+}
+
+/// An operation in flight, and what it will have done.
+enum Pending {
+    /// Must give this, as it was when the read began.
+    Read(Content),
+    Write(Content),
+    Part {
+        offset: usize,
+        patch: Vec<u8>,
+    },
+}
+
+struct Player {
+    lane: Lane,
+    /// By ticket, with the page.
+    pending: Vec<Option<(u32, Pending)>>,
+}
+
+pub struct History {
+    seed: u64,
+    step: u32,
+    chance: Chance,
+    config: Config,
+    stores: Vec<Arc<Sim>>,
+    volume: Arc<Volume>,
+    players: Vec<Player>,
+    pages: Vec<Content>,
+    released: Vec<(usize, u32)>,
+    dead: Option<usize>,
+    serial: u32,
+    writes_since_rest: u32,
+    /// Faults that this daemon has reported; its successor counts anew.
+    tally: Tally,
+}
+
+impl Drop for History {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("seed {} failed at step {}; add it to seeds.txt", self.seed, self.step);
+            eprintln!("{:?} over {:?}, {:?}", self.config, self.stores, self.tally);
+            eprintln!("{:?}", self.volume.status().stores);
+        }
+    }
+}
+
+impl History {
+    /// Plays a seed to its end and gives what happened. Panics where a promise is broken.
+    pub fn play(seed: u64) -> Tally {
+        let mut history = History::begin(seed);
+        let steps = history.chance.within(200, 2000);
+        for step in 0..steps {
+            history.step = step;
+            history.step();
+        }
+        history.end()
+    }
+
+    fn begin(seed: u64) -> Self {
+        let mut chance = Chance::new(seed);
+        let config = Config {
+            pages: chance.within(1, 200),
+            lanes: chance.within(1, 6) as usize,
+            depth: chance.within(1, 17) as usize,
+        };
+        let count = chance.within(1, 4);
+        // Tight: exactly the slots that the volume asks for. Roomy: enough for a store to die or give back chunks.
+        let roomy = chance.one_in(2);
+        let slots_each = if roomy { 3 * CHUNK_SLOTS } else { config.slots().div_ceil(count) };
+        let rate = |chance: &mut Chance| chance.pick(&[0.0, 0.0, 0.0, 1e-3, 1e-2, 0.1]);
+        let stores: Vec<_> = (0..count)
+            .map(|_| {
+                let url = SimUrl {
+                    seed: chance.bits(),
+                    size: ByteSize(u64::from(slots_each) * PAGE_SIZE as u64),
+                    chunk: roomy.then_some(ByteSize(u64::from(CHUNK_SLOTS) * PAGE_SIZE as u64)),
+                    read_error: rate(&mut chance),
+                    write_error: rate(&mut chance),
+                    corrupt: rate(&mut chance),
+                    lose: rate(&mut chance),
+                    lost_slot: chance.one_in(4).then_some(chance.within(0, slots_each.min(300))),
+                    delay: chance.pick(&[0, 0, 1, 3, 20]),
+                    ..SimUrl::default()
+                };
+                Arc::new(Sim::open(url).expect("memory for a small store"))
+            })
+            .collect();
+        let volume = Volume::create(config, as_stores(&stores)).expect("stores of the size asked for");
+        let mut history = History {
+            seed,
+            step: 0,
+            chance,
+            config,
+            stores,
+            volume,
+            players: Vec::new(),
+            pages: vec![Content::Nothing; config.pages as usize],
+            released: Vec::new(),
+            dead: None,
+            serial: 0,
+            writes_since_rest: 0,
+            tally: Tally::default(),
+        };
+        history.seat_players();
+        history
+    }
+
+    fn seat_players(&mut self) {
+        let volume = &self.volume;
+        let player = || Player { lane: volume.lane().expect("a seat for each"), pending: Vec::new() };
+        self.players = std::iter::repeat_with(player).take(self.config.lanes).collect();
+    }
+
+    fn step(&mut self) {
+        let at = self.chance.within(0, self.config.lanes as u32) as usize;
+        // Half of all operations meet on a few pages.
+        let hot = self.config.pages.min(8);
+        let page = self.chance.within(0, self.config.pages);
+        let page = if self.chance.one_in(2) { page % hot } else { page };
+        match self.chance.within(0, 1000) {
+            0..300 => self.write(at, page),
+            300..550 => self.read(at, page),
+            550..620 => self.write_part(at, page),
+            620..660 => self.discard(at, page),
+            660..690 => self.zero(at, page),
+            690..740 => self.view(at, page),
+            740..860 => self.poll(at),
+            860..960 => self.players[at].lane.submit(),
+            960..975 => self.rest(at),
+            975..984 => self.give_back(at),
+            984..992 => self.take(at),
+            992..996 => self.kill(),
+            _ => self.crash(),
+        }
+    }
+
+    /// Plays `queue` until the lane takes it, polling when it is full. `Err`: it is in flight, under this ticket.
+    fn queue(
+        &mut self,
+        at: usize,
+        mut queue: impl FnMut(&mut Lane, u32) -> Progress,
+    ) -> Result<Result<(), Fault>, usize> {
+        loop {
+            let Player { lane, pending } = &mut self.players[at];
+            let free = pending.iter().position(Option::is_none).unwrap_or_else(|| {
+                pending.push(None);
+                pending.len() - 1
+            });
+            match queue(lane, free as u32) {
+                Progress::Done(result) => return Ok(result),
+                Progress::Queued => return Err(free),
+                Progress::Full => {
+                    self.tally.full += 1;
+                    assert!(lane.in_flight() > 0, "full with nothing in flight");
+                    lane.submit();
+                    self.poll(at);
+                }
+            }
+        }
+    }
+
+    fn await_ticket(&mut self, at: usize, ticket: usize, page: u32, operation: Pending) {
+        self.players[at].pending[ticket] = Some((page, operation));
+    }
+
+    fn count_write(&mut self) {
+        self.writes_since_rest += 1;
+        if self.writes_since_rest >= WRITES_BETWEEN_RESTS {
+            (0..self.players.len()).for_each(|at| self.rest(at));
+            self.writes_since_rest = 0;
+        }
+    }
+
+    fn write(&mut self, at: usize, page: u32) {
+        self.count_write();
+        self.serial += 1;
+        self.tally.writes += 1;
+        let bytes = match self.chance.within(0, 8) {
+            0 => uniform(self.serial),
+            1 => uniform(0),
+            _ => unique(self.serial),
+        };
+        let content = Content::Bytes(Rc::new(bytes));
+        let queue = |lane: &mut Lane, ticket: u32| lane.write(ticket, PageNo(page), &bytes);
+        match self.queue(at, queue) {
+            Ok(Ok(())) => self.pages[page as usize] = content,
+            Ok(Err(fault)) => self.tally.fault(fault),
+            Err(ticket) => self.await_ticket(at, ticket, page, Pending::Write(content)),
+        }
+    }
+
+    fn write_part(&mut self, at: usize, page: u32) {
+        self.count_write();
+        self.serial += 1;
+        self.tally.parts += 1;
+        let offset = self.chance.within(0, PAGE_SIZE as u32) as usize;
+        let length = self.chance.within(0, (PAGE_SIZE - offset + 1) as u32) as usize;
+        let patch = unique(self.serial)[..length].to_vec();
+        let queue = |lane: &mut Lane, ticket: u32| lane.write_part(ticket, PageNo(page), offset, &patch);
+        match self.queue(at, queue) {
+            Ok(Ok(())) => self.patch(page, offset, &patch),
+            Ok(Err(fault)) => self.tally.fault(fault),
+            Err(ticket) => self.await_ticket(at, ticket, page, Pending::Part { offset, patch }),
+        }
+    }
+
+    fn patch(&mut self, page: u32, offset: usize, patch: &[u8]) {
+        self.pages[page as usize] = self.pages[page as usize].patched(offset, patch);
+    }
+
+    fn read(&mut self, at: usize, page: u32) {
+        self.tally.reads += 1;
+        let mut out = [0x5a; PAGE_SIZE];
+        let outcome = self.queue(at, |lane, ticket| lane.read(ticket, PageNo(page), &mut out));
+        // As it is now: making room for the read may have finished a write of the page.
+        let expected = self.pages[page as usize].clone();
+        match outcome {
+            Ok(Ok(())) => self.check(page, &expected, &out),
+            Ok(Err(fault)) => self.tally.fault(fault),
+            Err(ticket) => self.await_ticket(at, ticket, page, Pending::Read(expected)),
+        }
+    }
+
+    fn check(&mut self, page: u32, expected: &Content, found: &PageBytes) {
+        assert!(expected.bytes() == *found, "page {page} reads as something else ({:02x?}..)", &found[..16]);
+        let word = u64::from_le_bytes(found[..8].try_into().expect("8 of 4096 bytes"));
+        self.tally.trace = self.tally.trace.rotate_left(5) ^ word ^ u64::from(page);
+    }
+
+    fn range(&mut self, page: u32) -> u32 {
+        self.chance.within(1, 9).min(self.config.pages - page)
+    }
+
+    fn discard(&mut self, at: usize, page: u32) {
+        self.tally.discards += 1;
+        let count = self.range(page);
+        self.players[at].lane.discard(PageNo(page), count);
+        self.pages[page as usize..(page + count) as usize].fill(Content::Nothing);
+    }
+
+    fn zero(&mut self, at: usize, page: u32) {
+        self.tally.zeroes += 1;
+        let count = self.range(page);
+        self.players[at].lane.zero(PageNo(page), count);
+        let zeros = Content::Bytes(Rc::new(uniform(0)));
+        self.pages[page as usize..(page + count) as usize].fill(zeros);
+    }
+
+    fn view(&mut self, at: usize, page: u32) {
+        self.tally.views += 1;
+        let expected = self.pages[page as usize].clone();
+        let lane = &mut self.players[at].lane;
+        assert_eq!(lane.mapped(PageNo(page)), expected != Content::Nothing, "page {page}");
+        assert!(!lane.known_zero(PageNo(page)) || expected.bytes() == uniform(0), "page {page}");
+        match lane.pin().view(PageNo(page)) {
+            View::Fill(value) => assert!(expected.bytes() == uniform(value), "page {page} shown as {value}"),
+            View::Elsewhere => {}
+            View::Bytes(_) | View::Fault(_) => {
+                panic!("simulated stores show nothing, and no page is lost here")
+            }
+        }
+    }
+
+    fn poll(&mut self, at: usize) {
+        let mut finished = Vec::new();
+        let Player { lane, pending } = &mut self.players[at];
+        lane.poll(&mut |Done { ticket, result, page }| {
+            let (number, operation) = pending[ticket as usize].take().expect("a ticket that is in flight");
+            finished.push((number, operation, result, page.map(|page| Box::new(*page))));
+        });
+        let waiting = pending.iter().flatten().count();
+        assert_eq!(lane.in_flight(), waiting, "what is in flight is what was not handed over");
+        for (page, operation, result, bytes) in finished {
+            match (operation, result) {
+                (_, Err(fault)) => self.tally.fault(fault),
+                (Pending::Read(expected), Ok(())) => {
+                    self.check(page, &expected, &bytes.expect("a read that succeeded has a page"));
+                }
+                (Pending::Write(content), Ok(())) => self.pages[page as usize] = content,
+                (Pending::Part { offset, patch }, Ok(())) => self.patch(page, offset, &patch),
+            }
+        }
+    }
+
+    /// Lets a lane finish what it has in flight, and end its batch.
+    fn rest(&mut self, at: usize) {
+        let mut polls = 0;
+        loop {
+            self.players[at].lane.submit();
+            if self.players[at].lane.in_flight() == 0 {
+                return;
+            }
+            self.poll(at);
+            polls += 1;
+            assert!(polls < 10_000, "lane {at} hangs with {} in flight", self.players[at].lane.in_flight());
+        }
+    }
+
+    fn rest_all(&mut self) {
+        (0..self.players.len()).for_each(|at| self.rest(at));
+    }
+
+    fn give_back(&mut self, at: usize) {
+        let store = self.chance.within(0, self.stores.len() as u32) as usize;
+        let chunk = self.chance.within(0, 3);
+        if self.released.contains(&(store, chunk)) || self.dead == Some(store) {
+            return;
+        }
+        self.rest_all();
+        match self.players[at].lane.give_back(store, chunk) {
+            Ok(_) => {
+                self.tally.given_back += 1;
+                self.released.push((store, chunk));
+            }
+            Err(GiveBackError::Page { fault, .. }) => {
+                self.tally.kept_back += 1;
+                self.tally.fault(fault);
+            }
+            Err(GiveBackError::NoRoom { .. } | GiveBackError::NoChunk { .. }) => self.tally.kept_back += 1,
+            Err(other) => panic!("giving back chunk {chunk} of store {store}: {other}"),
+        }
+    }
+
+    fn take(&mut self, at: usize) {
+        if let Some((store, chunk)) = self.released.pop()
+            && self.dead != Some(store)
+        {
+            self.tally.taken += 1;
+            self.players[at].lane.take(store, chunk).expect("a simulated store always has memory");
+        }
+    }
+
+    /// A store dies with all it holds. Only where another is left, with room for everything.
+    fn kill(&mut self) {
+        let roomy = self.stores[0].slots() == 3 * CHUNK_SLOTS;
+        if self.dead.is_some() || self.stores.len() < 2 || !roomy || !self.released.is_empty() {
+            return;
+        }
+        self.tally.deaths += 1;
+        let store = self.chance.within(0, self.stores.len() as u32) as usize;
+        self.stores[store].kill();
+        self.dead = Some(store);
+    }
+
+    /// The daemon is killed, and another takes its volume over. What was not acknowledged never happened.
+    fn crash(&mut self) {
+        if self.tally.crashes >= 3 {
+            return;
+        }
+        self.tally.crashes += 1;
+        while let Some((store, chunk)) = self.released.pop() {
+            // A store that is opened anew has all its memory.
+            if self.dead != Some(store) {
+                weir_store::Store::take(&*self.stores[store], chunk).expect("memory");
+            }
+        }
+        // Leaked, for a killed process runs no destructors.
+        let lanes: Vec<Lane> = self.players.drain(..).map(|player| player.lane).collect();
+        lanes.leak();
+        let fds = self.volume.kept_fds();
+        let adopt = |fd: &BorrowedFd<'_>| {
+            Memory::adopt(fd.try_clone_to_owned().expect("a descriptor")).expect("a mapping")
+        };
+        let kept = Kept { map: adopt(&fds.map), records: fds.records.iter().map(adopt).collect() };
+        let (volume, lost) =
+            Volume::take_over(self.config, as_stores(&self.stores), kept).expect("the same shape");
+        assert_eq!(lost, 0, "pages lost by the crash");
+        self.volume = volume;
+        self.seat_players();
+    }
+
+    /// Reads everything once more, and compares all counts.
+    fn end(mut self) -> Tally {
+        self.rest_all();
+        for page in 0..self.config.pages {
+            self.read(0, page);
+        }
+        self.rest_all();
+        let injected =
+            self.stores.iter().map(|store| store.injected()).fold(Injected::default(), |sum, store| {
+                Injected {
+                    read_errors: sum.read_errors + store.read_errors,
+                    write_errors: sum.write_errors + store.write_errors,
+                    corrupt_writes: sum.corrupt_writes + store.corrupt_writes,
+                    lost_writes: sum.lost_writes + store.lost_writes,
+                    damaged_reads: sum.damaged_reads + store.damaged_reads,
+                    gone: sum.gone + store.gone,
+                }
+            });
+        assert_eq!(
+            self.tally.io_faults,
+            injected.read_errors + injected.write_errors,
+            "I/O errors seen and injected"
+        );
+        assert_eq!(self.tally.corrupt, injected.damaged_reads, "corrupt pages seen and injected");
+        assert_eq!(self.tally.lost, injected.gone, "lost pages seen and injected");
+
+        let status = self.volume.status();
+        let used: u64 = status.stores.iter().map(|store| u64::from(store.used)).sum();
+        assert_eq!(used, status.stored, "slots in use are pages stored");
+        let in_a_slot = |content: &&Content| match content {
+            Content::Nothing => false,
+            Content::Bytes(bytes) => weir_core::uniform_value(bytes).is_none(),
+        };
+        let stored = self.pages.iter().filter(in_a_slot).count() as u64;
+        let mapped = self.pages.iter().filter(|content| **content != Content::Nothing).count() as u64;
+        assert_eq!((status.stored, status.filled), (stored, mapped - stored), "pages stored and filled");
+        self.tally.clone()
+    }
+}
+
+fn as_stores(stores: &[Arc<Sim>]) -> Vec<Arc<dyn Store>> {
+    stores.iter().map(|store| Arc::clone(store) as Arc<dyn Store>).collect()
+}

@@ -1,0 +1,45 @@
+//! What every page must hold.
+
+use std::rc::Rc;
+use weir_core::{PAGE_SIZE, PageBytes};
+
+/// A page's acknowledged content.
+#[derive(Clone, PartialEq, Eq)]
+pub enum Content {
+    /// Never written, or discarded.
+    Nothing,
+    Bytes(Rc<PageBytes>),
+}
+
+impl Content {
+    pub fn bytes(&self) -> PageBytes {
+        match self {
+            Content::Nothing => [0; PAGE_SIZE],
+            Content::Bytes(bytes) => **bytes,
+        }
+    }
+
+    /// This content with `patch` at `offset`.
+    pub fn patched(&self, offset: usize, patch: &[u8]) -> Content {
+        let mut bytes = self.bytes();
+        bytes[offset..offset + patch.len()].copy_from_slice(patch);
+        Content::Bytes(Rc::new(bytes))
+    }
+}
+
+/// A page that nobody else writes: every word differs by `serial`.
+pub fn unique(serial: u32) -> PageBytes {
+    let mut bytes = [0; PAGE_SIZE];
+    for (at, word) in bytes.chunks_exact_mut(8).enumerate() {
+        let value = (u64::from(serial) << 32 | at as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        word.copy_from_slice(&value.to_le_bytes());
+    }
+    bytes
+}
+
+/// A page of one value.
+pub fn uniform(value: u32) -> PageBytes {
+    let mut bytes = [0; PAGE_SIZE];
+    bytes.chunks_exact_mut(4).for_each(|word| word.copy_from_slice(&value.to_ne_bytes()));
+    bytes
+}
