@@ -5,16 +5,13 @@ use crate::model::{Content, uniform, unique};
 use std::os::fd::BorrowedFd;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use weir_core::{ByteSize, Memory, PAGE_SIZE, PageBytes, PageNo};
 use weir_store::{Done, Fault, Injected, Progress, Sim, SimUrl, Store};
 use weir_volume::{Config, GiveBackError, Kept, Lane, View, Volume};
 
 /// Slots of a simulated chunk: an extent of the volume's records, the least that can be given back.
 const CHUNK_SLOTS: u32 = 1024;
-
-/// Writes between two moments at which every lane has ended its batch. A lane that is asleep in the middle of one holds
-/// back every slot freed since, and here nobody else can wake it.
-const WRITES_BETWEEN_RESTS: u32 = 60;
 
 /// What happened, for the determinism test and for the eye.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -34,6 +31,8 @@ pub struct Tally {
     given_back: u64,
     kept_back: u64,
     taken: u64,
+    destroyed: u64,
+    lost_reads: u64,
     /// Of everything that was read, in order.
     trace: u64,
 }
@@ -55,11 +54,13 @@ impl Tally {
         self.given_back += other.given_back;
         self.kept_back += other.kept_back;
         self.taken += other.taken;
+        self.destroyed += other.destroyed;
+        self.lost_reads += other.lost_reads;
         self.trace ^= other.trace;
     }
 
     /// Everything that some history must have had.
-    pub fn events(&self) -> [(&'static str, u64); 15] {
+    pub fn events(&self) -> [(&'static str, u64); 17] {
         [
             ("a read", self.reads),
             ("a write", self.writes),
@@ -76,6 +77,8 @@ impl Tally {
             ("a chunk given back", self.given_back),
             ("a chunk that could not be given back", self.kept_back),
             ("a chunk taken again", self.taken),
+            ("a record destroyed", self.destroyed),
+            ("a destroyed page read", self.lost_reads),
         ]
     }
 
@@ -127,8 +130,7 @@ impl Drop for History {
     fn drop(&mut self) {
         if std::thread::panicking() {
             eprintln!("seed {} failed at step {}; add it to seeds.txt", self.seed, self.step);
-            eprintln!("{:?} over {:?}, {:?}", self.config, self.stores, self.tally);
-            eprintln!("{:?}", self.volume.status().stores);
+            eprintln!("{:?} over {:?}", self.config, self.volume.status().stores);
         }
     }
 }
@@ -168,7 +170,7 @@ impl History {
                     corrupt: rate(&mut chance),
                     lose: rate(&mut chance),
                     lost_slot: chance.one_in(4).then_some(chance.within(0, slots_each.min(300))),
-                    delay: chance.pick(&[0, 0, 1, 3, 20]),
+                    delay: chance.pick(&[0, 0, 1, 3, 20, 100]),
                     ..SimUrl::default()
                 };
                 Arc::new(Sim::open(url).expect("memory for a small store"))
@@ -254,10 +256,19 @@ impl History {
 
     fn count_write(&mut self) {
         self.writes_since_rest += 1;
-        if self.writes_since_rest >= WRITES_BETWEEN_RESTS {
-            (0..self.players.len()).for_each(|at| self.rest(at));
-            self.writes_since_rest = 0;
+        if self.writes_since_rest >= self.writes_between_rests() {
+            self.rest_all();
         }
+    }
+
+    /// Writes between two moments at which every lane has ended its batch. A lane in the middle of one holds back every slot
+    /// freed since; here nobody else can wake it, so the others must not run out of slots.
+    fn writes_between_rests(&self) -> u32 {
+        let all: u32 = self.stores.iter().map(|store| store.slots()).sum();
+        let dead = self.dead.map_or(0, |store| self.stores[store].slots());
+        let closed = self.released.len() as u32 * CHUNK_SLOTS;
+        let in_flight = (self.config.lanes * self.config.depth) as u32;
+        all.saturating_sub(dead + closed + self.config.pages + in_flight) / 2
     }
 
     fn write(&mut self, at: usize, page: u32) {
@@ -287,10 +298,15 @@ impl History {
         let patch = unique(self.serial)[..length].to_vec();
         let queue = |lane: &mut Lane, ticket: u32| lane.write_part(ticket, PageNo(page), offset, &patch);
         match self.queue(at, queue) {
+            Ok(Err(Fault::Lost)) if self.is_lost(page) => self.tally.lost_reads += 1,
             Ok(Ok(())) => self.patch(page, offset, &patch),
             Ok(Err(fault)) => self.tally.fault(fault),
             Err(ticket) => self.await_ticket(at, ticket, page, Pending::Part { offset, patch }),
         }
+    }
+
+    fn is_lost(&self, page: u32) -> bool {
+        self.pages[page as usize] == Content::Lost
     }
 
     fn patch(&mut self, page: u32, offset: usize, patch: &[u8]) {
@@ -304,6 +320,7 @@ impl History {
         // As it is now: making room for the read may have finished a write of the page.
         let expected = self.pages[page as usize].clone();
         match outcome {
+            Ok(Err(Fault::Lost)) if expected == Content::Lost => self.tally.lost_reads += 1,
             Ok(Ok(())) => self.check(page, &expected, &out),
             Ok(Err(fault)) => self.tally.fault(fault),
             Err(ticket) => self.await_ticket(at, ticket, page, Pending::Read(expected)),
@@ -342,6 +359,7 @@ impl History {
         assert_eq!(lane.mapped(PageNo(page)), expected != Content::Nothing, "page {page}");
         assert!(!lane.known_zero(PageNo(page)) || expected.bytes() == uniform(0), "page {page}");
         match lane.pin().view(PageNo(page)) {
+            View::Fault(Fault::Lost) => assert!(expected == Content::Lost, "page {page} is not lost"),
             View::Fill(value) => assert!(expected.bytes() == uniform(value), "page {page} shown as {value}"),
             View::Elsewhere => {}
             View::Bytes(_) | View::Fault(_) => {
@@ -386,6 +404,7 @@ impl History {
     }
 
     fn rest_all(&mut self) {
+        self.writes_since_rest = 0;
         (0..self.players.len()).for_each(|at| self.rest(at));
     }
 
@@ -451,11 +470,36 @@ impl History {
             Memory::adopt(fd.try_clone_to_owned().expect("a descriptor")).expect("a mapping")
         };
         let kept = Kept { map: adopt(&fds.map), records: fds.records.iter().map(adopt).collect() };
+        let destroyed = if self.chance.one_in(2) { self.destroy_a_record(&kept) } else { None };
         let (volume, lost) =
             Volume::take_over(self.config, as_stores(&self.stores), kept).expect("the same shape");
-        assert_eq!(lost, 0, "pages lost by the crash");
+        assert_eq!(lost, u64::from(destroyed.is_some()), "pages lost by the crash");
+        if let Some(page) = destroyed {
+            self.tally.destroyed += 1;
+            self.pages[page as usize] = Content::Lost;
+        }
         self.volume = volume;
         self.seat_players();
+    }
+
+    /// Wipes the record of a slot that some page lies in, and says which page's.
+    fn destroy_a_record(&mut self, kept: &Kept) -> Option<u32> {
+        let store = self.chance.within(0, self.stores.len() as u32) as usize;
+        let records = kept.records[store].as_ptr().cast::<AtomicU64>();
+        // SAFETY: one 64-bit record for each slot, in a mapping that lives as long as `kept`, always used as atomics.
+        let records = unsafe { std::slice::from_raw_parts(records, self.stores[store].slots() as usize) };
+        // SAFETY: one 64-bit entry for each page, likewise.
+        let map = unsafe {
+            std::slice::from_raw_parts(kept.map.as_ptr().cast::<AtomicU64>(), self.config.pages as usize)
+        };
+        let page = self.chance.within(0, self.config.pages);
+        let entry = map[page as usize].load(Ordering::Relaxed);
+        // The kind `stored`, this store, and the slot: see entry.rs.
+        if entry >> 58 != 2 << 4 | store as u64 {
+            return None;
+        }
+        records[entry as u32 as usize].store(0, Ordering::Relaxed);
+        Some(page)
     }
 
     /// Reads everything once more, and compares all counts.
@@ -488,11 +532,11 @@ impl History {
         let used: u64 = status.stores.iter().map(|store| u64::from(store.used)).sum();
         assert_eq!(used, status.stored, "slots in use are pages stored");
         let in_a_slot = |content: &&Content| match content {
-            Content::Nothing => false,
+            Content::Nothing | Content::Lost => false,
             Content::Bytes(bytes) => weir_core::uniform_value(bytes).is_none(),
         };
         let stored = self.pages.iter().filter(in_a_slot).count() as u64;
-        let mapped = self.pages.iter().filter(|content| **content != Content::Nothing).count() as u64;
+        let mapped = self.pages.iter().filter(|content| matches!(content, Content::Bytes(_))).count() as u64;
         assert_eq!((status.stored, status.filled), (stored, mapped - stored), "pages stored and filled");
         self.tally.clone()
     }

@@ -9,6 +9,8 @@ pub enum Content {
     /// Never written, or discarded.
     Nothing,
     Bytes(Rc<PageBytes>),
+    /// What proved it was destroyed: an error until it is written again.
+    Lost,
 }
 
 impl Content {
@@ -16,6 +18,7 @@ impl Content {
         match self {
             Content::Nothing => [0; PAGE_SIZE],
             Content::Bytes(bytes) => **bytes,
+            Content::Lost => panic!("a lost page was given a content"),
         }
     }
 
