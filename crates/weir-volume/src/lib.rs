@@ -199,6 +199,11 @@ impl Volume {
         }
     }
 
+    /// Its stores, in order.
+    pub fn stores(&self) -> impl Iterator<Item = &Arc<dyn Store>> {
+        self.tiers.iter().map(|tier| &tier.store)
+    }
+
     /// Bytes of memory that the volume takes besides its stores: page map, slot records and their counts.
     pub fn memory_bytes(&self) -> u64 {
         let records =

@@ -120,6 +120,10 @@ pub struct ServeOptions {
     #[arg(long, requires = "swap")]
     pub unsafe_no_flusher: bool,
 
+    /// Survive a crash: a second process, the keeper, holds the pages of host stores and starts the daemon again.
+    #[arg(long)]
+    pub keeper: bool,
+
     /// The socket that `weir status` asks [default: $XDG_RUNTIME_DIR/weir/control.sock or /run/weir/control.sock].
     #[arg(long, value_name = "PATH")]
     pub control: Option<PathBuf>,

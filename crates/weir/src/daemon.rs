@@ -5,14 +5,15 @@ use crate::address::Address;
 use crate::cli::ServeOptions;
 use crate::control::{Export, Io, Protection, SCHEMA, Status, Store, Volume as VolumeCounts};
 use crate::failure::{Failure, chain};
-use std::error::Error;
+use crate::keeper::{Held, Link};
+use crate::pages::{self, Plan};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
+use weir_core::seal;
 use weir_core::swap_safety::Protections;
-use weir_core::{ByteSize, PAGE_SIZE, seal};
 use weir_export::log::Log;
 use weir_export::nbd::{self, Listen, Server};
-use weir_volume::{Config, Volume};
+use weir_volume::Volume;
 
 /// How long requests that are under way may take when the daemon stops.
 const GRACE: Duration = Duration::from_secs(2);
@@ -38,25 +39,19 @@ struct Shared {
 }
 
 impl Daemon {
-    /// Opens the stores, makes the volume, listens, and seals the allocator: from here on the I/O path takes no memory.
+    /// Opens the stores, makes the volume (or takes over the one that the keeper holds), listens, and seals the allocator: from here on the I/O path takes no memory.
     ///
     /// # Errors
     /// When a store or a socket cannot be had, or the stores are too small for the size asked for.
-    pub fn start(options: &ServeOptions, protections: Protections, log: &Log) -> Result<Self, Failure> {
-        let failed = |error: &dyn Error| Failure::Failed(chain(error));
-        let stores = options.store.iter().map(weir_store::open).collect::<Result<Vec<_>, _>>();
-        let stores = stores.map_err(|error| failed(&error))?;
+    pub fn start(
+        options: &ServeOptions,
+        protections: Protections,
+        keeper: Option<(&Link, Held)>,
+        log: &Log,
+    ) -> Result<Self, Failure> {
         let connections = usize::from(options.connections);
-        let mut config = Config { pages: 1, lanes: connections, depth: DEPTH };
-        let slots = stores.iter().fold(0u32, |sum, store| sum.saturating_add(store.slots()));
-        config.pages = match options.size {
-            Some(size) => pages(size)?,
-            None => slots
-                .checked_sub(config.slack())
-                .filter(|pages| *pages > 0)
-                .ok_or_else(|| too_small(slots, &config))?,
-        };
-        let volume = Volume::create(config, stores).map_err(|error| failed(&error))?;
+        let plan = Plan { stores: &options.store, size: options.size, lanes: connections, depth: DEPTH };
+        let volume = pages::open(&plan, keeper, log)?;
 
         let listen: Vec<Listen> = options.nbd.iter().map(listen).collect();
         let config = nbd::Config {
@@ -67,7 +62,8 @@ impl Daemon {
             unsafe_no_flusher: options.unsafe_no_flusher,
             ..nbd::Config::default()
         };
-        let nbd = Server::start(&volume, &config, &listen, log).map_err(|error| failed(&error))?;
+        let nbd =
+            Server::start(&volume, &config, &listen, log).map_err(|error| Failure::Failed(chain(&error)))?;
         seal::seal(seal::policy_from_environment());
         let shared = Shared {
             volume,
@@ -108,28 +104,6 @@ fn listen(address: &Address) -> Listen {
         Address::Unix(path) => Listen::Unix(path.clone()),
         Address::Tcp { host, port } => Listen::Insecure { host: host.clone(), port: *port },
     }
-}
-
-fn too_small(slots: u32, config: &Config) -> Failure {
-    let size = |pages: u32| ByteSize(u64::from(pages) * PAGE_SIZE as u64);
-    Failure::Failed(format!(
-        "the stores hold {}, and {} connections keep {} of that for writes under way: give more --store or fewer --connections",
-        size(slots),
-        config.lanes,
-        size(config.slack())
-    ))
-}
-
-fn pages(size: ByteSize) -> Result<u32, Failure> {
-    let pages = size.0 / PAGE_SIZE as u64;
-    if size.0 == 0 || !size.0.is_multiple_of(PAGE_SIZE as u64) {
-        return Err(Failure::Usage(format!(
-            "--size cannot be {}: accepted: a multiple of 4KiB above 0",
-            size.0
-        )));
-    }
-    u32::try_from(pages)
-        .map_err(|_| Failure::Usage(format!("--size cannot be {size}: accepted: below 16TiB")))
 }
 
 /// A way in for each address; they share their connections.

@@ -4,7 +4,7 @@ use crate::cli::{LogLevel, ServeOptions};
 use crate::control::{Server, default_path};
 use crate::daemon::Daemon;
 use crate::failure::Failure;
-use crate::{address::Address, config};
+use crate::{address::Address, config, keeper};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use weir_core::ByteSize;
@@ -20,14 +20,22 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
     check(&options)?;
     // Before any thread: the flusher flag is inherited by the threads that come after it.
     let protections = if options.swap { protect(options.unsafe_no_flusher)? } else { Protections::default() };
-    // Handlers first, so that an early SIGTERM ends the daemon in good order too.
-    let mut signals = Signals::new([SIGTERM, SIGINT]).map_err(Failure::failed)?;
-
     let log = log::to_stderr(match options.log {
         LogLevel::Warn => Level::Warning,
         LogLevel::Info => Level::Info,
     });
-    let daemon = Daemon::start(&options, protections, &log)?;
+    let keeper = keeper::Link::open().map_err(Failure::failed)?;
+    if options.keeper && keeper.is_none() {
+        return match keeper::run(&log).map_err(Failure::failed)? {
+            0 => Ok(()),
+            _ => Err(Failure::Said),
+        };
+    }
+    // Handlers first, so that an early SIGTERM ends the daemon in good order too.
+    let mut signals = Signals::new([SIGTERM, SIGINT]).map_err(Failure::failed)?;
+
+    let (link, held) = keeper.unzip();
+    let daemon = Daemon::start(&options, protections, link.as_ref().zip(held), &log)?;
     let path = options.control.clone().unwrap_or_else(default_path);
     let control = Server::start(&path, daemon.watcher())?;
     let stores: Vec<String> = options.store.iter().map(ToString::to_string).collect();
@@ -43,7 +51,14 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
         ),
     );
 
+    if let Some(link) = &link {
+        link.ready().map_err(Failure::failed)?;
+    }
     let signal = signals.forever().next();
+    if let Some(link) = &link {
+        // Where the keeper is gone already, nobody starts another daemon anyway.
+        let _ = link.ending();
+    }
     log(Level::Info, format_args!("stopping on signal {}", signal.unwrap_or_default()));
     drop(control);
     daemon.stop();

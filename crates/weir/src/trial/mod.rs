@@ -53,14 +53,14 @@ fn start(options: &TryOptions, socket: &Path) -> Result<Daemon, Failure> {
     };
     let log = log::to_stderr(Level::Warning);
     if let Some(store) = &options.store {
-        return Daemon::start(&serve(store.clone()), Protections::default(), &log);
+        return Daemon::start(&serve(store.clone()), Protections::default(), None, &log);
     }
     let size = Some(options.size);
-    match Daemon::start(&serve(StoreUrl::Vram { gpu: Some(0), size }), Protections::default(), &log) {
+    match Daemon::start(&serve(StoreUrl::Vram { gpu: Some(0), size }), Protections::default(), None, &log) {
         Ok(daemon) => Ok(daemon),
         Err(Failure::Failed(why)) => {
             println!("no GPU memory ({why}): using host memory");
-            Daemon::start(&serve(StoreUrl::Host { size: options.size }), Protections::default(), &log)
+            Daemon::start(&serve(StoreUrl::Host { size: options.size }), Protections::default(), None, &log)
         }
         Err(other) => Err(other),
     }

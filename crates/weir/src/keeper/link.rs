@@ -1,0 +1,91 @@
+//! The daemon's side: what it was handed when it started, and what it gives to be kept.
+
+use super::wire::{Kind, receive, send, split};
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd};
+
+/// Tells a daemon that a keeper started it, and where to reach it.
+pub const ENVIRONMENT: &str = "WEIR_KEEPER_FD";
+
+/// The daemon's line to its keeper.
+#[derive(Debug)]
+pub struct Link(OwnedFd);
+
+/// What the keeper has of an earlier daemon, by name.
+#[derive(Debug, Default)]
+pub struct Held(HashMap<String, OwnedFd>);
+
+impl Held {
+    /// Whether there was no daemon before this one.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Takes what was kept under `name`.
+    pub fn take(&mut self, name: &str) -> Option<OwnedFd> {
+        self.0.remove(name)
+    }
+}
+
+impl Link {
+    /// The line, and what the keeper holds, if a keeper started this process. Call it once, before there are threads.
+    pub fn open() -> io::Result<Option<(Self, Held)>> {
+        let Some(number) = std::env::var_os(ENVIRONMENT) else { return Ok(None) };
+        let broken = |what: &str| io::Error::other(format!("{ENVIRONMENT}: {what}"));
+        let number: RawFd =
+            number.to_str().and_then(|text| text.parse().ok()).ok_or_else(|| broken("not a number"))?;
+        // SAFETY: only looked at here, to see that it is what a keeper passes.
+        let socket = unsafe { BorrowedFd::borrow_raw(number) };
+        let kind = rustix::net::sockopt::socket_type(socket).map_err(|_| broken("not a socket"))?;
+        if kind != rustix::net::SocketType::SEQPACKET {
+            return Err(broken("not a keeper's socket"));
+        }
+        rustix::io::fcntl_setfd(socket, rustix::io::FdFlags::CLOEXEC)?;
+        // SAFETY: the keeper made it for this process alone, and this function is called once.
+        let socket = unsafe { OwnedFd::from_raw_fd(number) };
+        let mut held = HashMap::new();
+        while let Some(message) = receive(&socket)? {
+            match (split(&message.text), message.fd) {
+                (("begin", _), _) => return Ok(Some((Link(socket), Held(held)))),
+                (("have", rest), Some(fd)) => {
+                    let name = rest.split_once(' ').map_or(rest, |(_, name)| name);
+                    held.insert(name.to_owned(), fd);
+                }
+                _ => return Err(io::Error::other(format!("the keeper said {:?}", message.text))),
+            }
+        }
+        Err(io::ErrorKind::UnexpectedEof.into())
+    }
+
+    /// Has a memfd kept: mapped and locked in the keeper when this returns.
+    pub fn hold_memory(&self, name: &str, fd: BorrowedFd<'_>) -> io::Result<()> {
+        self.hold(Kind::Memory, name, fd)
+    }
+
+    /// Has a descriptor kept open.
+    pub fn hold_open(&self, name: &str, fd: BorrowedFd<'_>) -> io::Result<()> {
+        self.hold(Kind::Descriptor, name, fd)
+    }
+
+    fn hold(&self, kind: Kind, name: &str, fd: BorrowedFd<'_>) -> io::Result<()> {
+        send(&self.0, &format!("hold {} {name}", kind.word()), Some(fd))?;
+        match receive(&self.0)? {
+            Some(message) if message.text == "held" => Ok(()),
+            Some(message) => {
+                Err(io::Error::other(format!("the keeper does not keep {name}: {}", message.text)))
+            }
+            None => Err(io::Error::other("the keeper is gone")),
+        }
+    }
+
+    /// Says that the daemon serves.
+    pub fn ready(&self) -> io::Result<()> {
+        send(&self.0, "ready", None)
+    }
+
+    /// Says that the daemon is about to end because it was told to.
+    pub fn ending(&self) -> io::Result<()> {
+        send(&self.0, "ending", None)
+    }
+}

@@ -1,0 +1,220 @@
+//! The keeper's side: holds, watches, starts again.
+
+use super::link::ENVIRONMENT;
+use super::wire::{Kind, Message, receive, send, split};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
+use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::process::Command;
+use std::time::{Duration, Instant};
+use weir_core::Memory;
+use weir_export::log::{Level, Log};
+
+/// Memory that is free again while a daemon starts: its own pages, stacks, page tables and heap, with the page tables
+/// of what it maps (2 MiB for each GiB).
+const SET_ASIDE_BYTES: usize = 64 << 20;
+/// A daemon that lived less long than this failed to start, as far as restarting at once is concerned.
+const SHORT_LIFE: Duration = Duration::from_secs(1);
+/// How long to wait before the next try then.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// Something kept.
+enum Kept {
+    Memory(Memory),
+    Descriptor(OwnedFd),
+}
+
+/// How a daemon ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum End {
+    Exit(i32),
+    Signal(i32),
+}
+
+/// What one daemon did in its life.
+struct Life {
+    end: End,
+    was_ready: bool,
+    was_told: bool,
+}
+
+struct Keeper<'a> {
+    log: &'a Log,
+    kept: BTreeMap<String, Kept>,
+    set_aside: Option<Memory>,
+    signals: UnixStream,
+}
+
+/// Runs the daemon (this program again, with the same arguments) until it ends because it was told to, starting another
+/// whenever one dies. Returns the exit code to end with.
+///
+/// # Errors
+/// When a daemon cannot even be started.
+pub fn run(log: &Log) -> io::Result<i32> {
+    let (signals, tell) = UnixStream::pair()?;
+    signals.set_nonblocking(true)?;
+    for signal in [SIGTERM, SIGINT] {
+        signal_hook::low_level::pipe::register(signal, tell.try_clone()?)?;
+    }
+    let mut keeper = Keeper { log, kept: BTreeMap::new(), set_aside: None, signals };
+    let mut served = false;
+    loop {
+        keeper.set_aside = None;
+        let born = Instant::now();
+        let life = keeper.one_life()?;
+        served |= life.was_ready;
+        match life.end {
+            End::Exit(code) if life.was_told || !served => return Ok(code),
+            // Nobody's pages are at stake before the first daemon served.
+            End::Signal(number) if life.was_told || !served => return Ok(128 + number),
+            end => (log)(
+                Level::Warning,
+                format_args!(
+                    "the daemon ended unasked ({end:?}); starting another, which takes its pages over"
+                ),
+            ),
+        }
+        if born.elapsed() < SHORT_LIFE && !life.was_ready {
+            std::thread::sleep(PAUSE);
+        }
+    }
+}
+
+impl Keeper<'_> {
+    fn one_life(&mut self) -> io::Result<Life> {
+        let flags = SocketFlags::CLOEXEC;
+        let (ours, theirs) =
+            rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
+        // The child inherits its end by number. This process has one thread, so nobody else starts a child meanwhile.
+        rustix::io::fcntl_setfd(&theirs, rustix::io::FdFlags::empty())?;
+        let child = Command::new("/proc/self/exe")
+            .args(std::env::args_os().skip(1))
+            .env(ENVIRONMENT, theirs.as_raw_fd().to_string())
+            .spawn()?;
+        drop(theirs);
+        let pid = Pid::from_child(&child);
+        let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
+        let mut life = Life { end: End::Exit(0), was_ready: false, was_told: false };
+        let mut line = Some(ours);
+        if let Err(error) = self.hand_over(line.as_ref().expect("just made")) {
+            // It died before it listened; its end is noticed below.
+            (self.log)(Level::Warning, format_args!("the new daemon did not take over: {error}"));
+        }
+        loop {
+            let fallback = pidfd.as_fd();
+            let line_fd = line.as_ref().map_or(fallback, AsFd::as_fd);
+            let mut fds = [
+                PollFd::from_borrowed_fd(fallback, PollFlags::IN),
+                PollFd::from_borrowed_fd(self.signals.as_fd(), PollFlags::IN),
+                PollFd::from_borrowed_fd(line_fd, PollFlags::IN),
+            ];
+            match poll(&mut fds, None::<&Timespec>) {
+                Err(Errno::INTR) => continue,
+                result => result?,
+            };
+            let [ended, signalled, spoke] = fds.map(|fd| !fd.revents().is_empty());
+            if signalled {
+                self.pass_on_signal(&pidfd, &mut life);
+            }
+            if spoke && let Some(socket) = &line {
+                match receive(socket) {
+                    Ok(Some(message)) => {
+                        if let Err(error) = self.answer(socket, message, &mut life) {
+                            (self.log)(Level::Warning, format_args!("cannot answer the daemon: {error}"));
+                        }
+                        // What it has said before it ended comes first.
+                        continue;
+                    }
+                    Ok(None) | Err(_) => line = None,
+                }
+            }
+            if ended {
+                life.end = reap(pid)?;
+                return Ok(life);
+            }
+        }
+    }
+
+    /// Gives a new daemon all that is kept.
+    fn hand_over(&self, line: &OwnedFd) -> io::Result<()> {
+        for (name, kept) in &self.kept {
+            let (kind, fd) = match kept {
+                Kept::Memory(memory) => (Kind::Memory, memory.fd().expect("kept memory is a memfd")),
+                Kept::Descriptor(fd) => (Kind::Descriptor, fd.as_fd()),
+            };
+            send(line, &format!("have {} {name}", kind.word()), Some(fd))?;
+        }
+        send(line, "begin", None)
+    }
+
+    fn answer(&mut self, line: &OwnedFd, message: Message, life: &mut Life) -> io::Result<()> {
+        let Message { text, fd } = message;
+        match split(&text) {
+            ("ready", _) => {
+                life.was_ready = true;
+                // Where memory is short right now, the next start is a little less certain; serving goes first.
+                self.set_aside = Memory::anonymous(SET_ASIDE_BYTES).ok();
+                Ok(())
+            }
+            ("ending", _) => {
+                life.was_told = true;
+                Ok(())
+            }
+            ("hold", what) => {
+                let held = match (what.split_once(' '), fd) {
+                    (Some((kind, name)), Some(fd)) => self.hold(Kind::parse(kind), name, fd),
+                    _ => Err(io::ErrorKind::InvalidInput.into()),
+                };
+                match held {
+                    Ok(()) => send(line, "held", None),
+                    Err(error) => send(line, &format!("refused {error}"), None),
+                }
+            }
+            _ => Err(io::Error::other(format!("it said {text:?}"))),
+        }
+    }
+
+    fn hold(&mut self, kind: Option<Kind>, name: &str, fd: OwnedFd) -> io::Result<()> {
+        let kept = match kind {
+            Some(Kind::Memory) => Kept::Memory(Memory::adopt(fd)?),
+            Some(Kind::Descriptor) => Kept::Descriptor(fd),
+            None => return Err(io::ErrorKind::InvalidInput.into()),
+        };
+        self.kept.insert(name.to_owned(), kept);
+        Ok(())
+    }
+
+    /// SIGTERM and SIGINT to the keeper mean the daemon, and that no other follows.
+    fn pass_on_signal(&mut self, daemon: &OwnedFd, life: &mut Life) {
+        use std::io::Read as _;
+        let mut bytes = [0; 64];
+        while self.signals.read(&mut bytes).is_ok_and(|read| read > 0) {}
+        life.was_told = true;
+        if let Err(error) = rustix::process::pidfd_send_signal(daemon, Signal::TERM) {
+            (self.log)(Level::Warning, format_args!("cannot pass a signal on to the daemon: {error}"));
+        }
+    }
+}
+
+/// Waits for a child that has ended. After this its memory and descriptors are gone.
+fn reap(pid: Pid) -> io::Result<End> {
+    loop {
+        match rustix::process::waitid(WaitId::Pid(pid), WaitIdOptions::EXITED) {
+            Err(Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
+            Ok(status) => {
+                let status = status.expect("waitid without NOHANG returns a status");
+                return Ok(match status.exit_status() {
+                    Some(code) => End::Exit(code),
+                    None => End::Signal(status.terminating_signal().unwrap_or(0)),
+                });
+            }
+        }
+    }
+}

@@ -1,0 +1,94 @@
+//! What keeper and daemon say to each other: datagrams on a socket pair, a word and a name, with a descriptor where
+//! one is handed over.
+//!
+//! | from | datagram | means |
+//! |---|---|---|
+//! | keeper | `have KIND NAME` + fd | you, or one before you, gave me this |
+//! | keeper | `begin` | that was all |
+//! | daemon | `hold KIND NAME` + fd | keep this; answered by `held` or `refused REASON` |
+//! | daemon | `ready` | I serve |
+//! | daemon | `ending` | I was told to stop: do not start another |
+//!
+//! KIND is `memory` (a sealed memfd, to be mapped and locked) or `descriptor` (to be held open).
+
+use rustix::io::Errno;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags,
+};
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+/// Longest datagram; names are short.
+const MESSAGE_MAX: usize = 256;
+
+/// What a kept descriptor is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Kind {
+    /// A sealed memfd.
+    Memory,
+    /// Anything that lives as long as its descriptor.
+    Descriptor,
+}
+
+impl Kind {
+    pub fn word(self) -> &'static str {
+        match self {
+            Kind::Memory => "memory",
+            Kind::Descriptor => "descriptor",
+        }
+    }
+
+    pub fn parse(word: &str) -> Option<Self> {
+        [Kind::Memory, Kind::Descriptor].into_iter().find(|kind| kind.word() == word)
+    }
+}
+
+/// A datagram.
+#[derive(Debug)]
+pub struct Message {
+    pub text: String,
+    pub fd: Option<OwnedFd>,
+}
+
+/// The first word of a datagram, and the rest.
+pub fn split(text: &str) -> (&str, &str) {
+    text.split_once(' ').unwrap_or((text, ""))
+}
+
+/// Sends one datagram.
+pub fn send(socket: impl AsFd, text: &str, fd: Option<BorrowedFd<'_>>) -> io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let fds = fd.map(|fd| [fd]);
+    if let Some(fds) = &fds {
+        control.push(SendAncillaryMessage::ScmRights(fds));
+    }
+    rustix::net::sendmsg(socket, &[IoSlice::new(text.as_bytes())], &mut control, SendFlags::NOSIGNAL)?;
+    Ok(())
+}
+
+/// Receives one datagram; `None` when the other side is gone.
+pub fn receive(socket: impl AsFd) -> io::Result<Option<Message>> {
+    let mut bytes = [0; MESSAGE_MAX];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let received = loop {
+        let buffers = &mut [IoSliceMut::new(&mut bytes)];
+        match rustix::net::recvmsg(&socket, buffers, &mut control, RecvFlags::CMSG_CLOEXEC) {
+            Err(Errno::INTR) => {}
+            Err(Errno::CONNRESET) => return Ok(None),
+            result => break result?,
+        }
+    };
+    if received.bytes == 0 {
+        return Ok(None);
+    }
+    let fd = control.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
+        _ => None,
+    });
+    let text = String::from_utf8_lossy(&bytes[..received.bytes]).into_owned();
+    Ok(Some(Message { text, fd }))
+}

@@ -1,0 +1,148 @@
+//! The volume of a daemon: made new, or taken over from the daemon before.
+
+use crate::failure::{Failure, chain};
+use crate::keeper::{Held, Link};
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use weir_core::{ByteSize, Memory, PAGE_SIZE};
+use weir_export::log::{Level, Log};
+use weir_store::{Store, StoreUrl};
+use weir_volume::{Config, Kept, Volume};
+
+/// What a volume is made of.
+#[derive(Debug)]
+pub struct Plan<'a> {
+    /// Where pages are kept, the fastest first.
+    pub stores: &'a [StoreUrl],
+    /// The device's size; `None`: what the stores hold.
+    pub size: Option<ByteSize>,
+    /// Threads that will use it.
+    pub lanes: usize,
+    /// Pages that each moves at a time at slow stores.
+    pub depth: usize,
+}
+
+/// Makes a volume; with a keeper, one that outlives this process, or the one that an earlier process left.
+///
+/// # Errors
+/// When a store cannot be had, the size asked for is no size, or the keeper's pages do not fit the plan.
+pub fn open(plan: &Plan<'_>, keeper: Option<(&Link, Held)>, log: &Log) -> Result<Arc<Volume>, Failure> {
+    match keeper {
+        None => create(plan),
+        Some((link, held)) if held.is_empty() => {
+            let volume = create(plan)?;
+            keep(&volume, link).map_err(Failure::failed)?;
+            Ok(volume)
+        }
+        Some((_, held)) => take_over(plan, held, log),
+    }
+}
+
+fn create(plan: &Plan<'_>) -> Result<Arc<Volume>, Failure> {
+    let stores = enlarged(plan).iter().map(weir_store::open).collect::<Result<Vec<_>, _>>();
+    let stores = stores.map_err(|error| Failure::Failed(chain(&error)))?;
+    let config = config(plan, &stores)?;
+    Volume::create(config, stores).map_err(|error| Failure::Failed(chain(&error)))
+}
+
+fn take_over(plan: &Plan<'_>, mut held: Held, log: &Log) -> Result<Arc<Volume>, Failure> {
+    let missing = |what: &str| Failure::Failed(format!("the keeper does not hold {what}"));
+    let map = |fd: OwnedFd| {
+        Memory::adopt(fd)
+            .map_err(|error| Failure::failed(format!("cannot map what the keeper holds: {error}")))
+    };
+    let mut stores = Vec::new();
+    let mut records = Vec::new();
+    for (index, url) in enlarged(plan).iter().enumerate() {
+        let store = weir_store::reopen(url, &mut |name| held.take(&store_name(index, name)));
+        stores.push(store.map_err(|error| Failure::Failed(chain(&error)))?);
+        let name = records_name(index);
+        records.push(map(held.take(&name).ok_or_else(|| missing(&name))?)?);
+    }
+    let kept = Kept { map: map(held.take(MAP).ok_or_else(|| missing(MAP))?)?, records };
+    let config = config(plan, &stores)?;
+    let (volume, lost) =
+        Volume::take_over(config, stores, kept).map_err(|error| Failure::Failed(chain(&error)))?;
+    let status = volume.status();
+    (log)(
+        if lost == 0 { Level::Info } else { Level::Warning },
+        format_args!(
+            "took over {} pages from the daemon before, {} of one value each; {lost} lost",
+            status.stored + status.filled,
+            status.filled
+        ),
+    );
+    Ok(volume)
+}
+
+/// Has the keeper hold everything that [`take_over`] needs.
+fn keep(volume: &Volume, link: &Link) -> std::io::Result<()> {
+    let fds = volume.kept_fds();
+    link.hold_memory(MAP, fds.map)?;
+    for (index, fd) in fds.records.into_iter().enumerate() {
+        link.hold_memory(&records_name(index), fd)?;
+    }
+    for (index, store) in volume.stores().enumerate() {
+        for keepsake in store.keepsakes() {
+            let hold: fn(&Link, &str, BorrowedFd<'_>) -> _ =
+                if keepsake.is_memory { Link::hold_memory } else { Link::hold_open };
+            hold(link, &store_name(index, &keepsake.name), keepsake.fd)?;
+        }
+    }
+    Ok(())
+}
+
+const MAP: &str = "map";
+
+fn records_name(store: usize) -> String {
+    format!("records.{store}")
+}
+
+fn store_name(store: usize, keepsake: &str) -> String {
+    format!("store.{store}.{keepsake}")
+}
+
+/// The stores, the last of them larger by what writes under way need, so that the device has the size that the stores add up to.
+fn enlarged(plan: &Plan<'_>) -> Vec<StoreUrl> {
+    let slack = Config { pages: 1, lanes: plan.lanes, depth: plan.depth }.slack();
+    let mut urls = plan.stores.to_vec();
+    if let Some(last) = urls.last_mut() {
+        *last = last.enlarged(slack);
+    }
+    urls
+}
+
+fn config(plan: &Plan<'_>, stores: &[Arc<dyn Store>]) -> Result<Config, Failure> {
+    let mut config = Config { pages: 1, lanes: plan.lanes, depth: plan.depth };
+    let slots = stores.iter().fold(0u32, |sum, store| sum.saturating_add(store.slots()));
+    config.pages = match plan.size {
+        Some(size) => pages(size)?,
+        None => slots
+            .checked_sub(config.slack())
+            .filter(|pages| *pages > 0)
+            .ok_or_else(|| too_small(slots, &config))?,
+    };
+    Ok(config)
+}
+
+fn too_small(slots: u32, config: &Config) -> Failure {
+    let size = |pages: u32| ByteSize(u64::from(pages) * PAGE_SIZE as u64);
+    Failure::Failed(format!(
+        "the stores hold {}, and {} connections keep {} of that for writes under way: give more --store or fewer --connections",
+        size(slots),
+        config.lanes,
+        size(config.slack())
+    ))
+}
+
+fn pages(size: ByteSize) -> Result<u32, Failure> {
+    let pages = size.0 / PAGE_SIZE as u64;
+    if size.0 == 0 || !size.0.is_multiple_of(PAGE_SIZE as u64) {
+        return Err(Failure::Usage(format!(
+            "--size cannot be {}: accepted: a multiple of 4KiB above 0",
+            size.0
+        )));
+    }
+    u32::try_from(pages)
+        .map_err(|_| Failure::Usage(format!("--size cannot be {size}: accepted: below 16TiB")))
+}
