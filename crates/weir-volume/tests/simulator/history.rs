@@ -120,6 +120,8 @@ pub struct History {
     pages: Vec<Content>,
     released: Vec<(usize, u32)>,
     dead: Option<usize>,
+    /// In half of all histories one lane does most of the work, and the others' reads take as long as hundreds of its writes.
+    busy: Option<usize>,
     serial: u32,
     writes_since_rest: u32,
     /// Faults that this daemon has reported; its successor counts anew.
@@ -177,6 +179,7 @@ impl History {
             })
             .collect();
         let volume = Volume::create(config, as_stores(&stores)).expect("stores of the size asked for");
+        let busy = chance.one_in(2).then(|| chance.within(0, config.lanes as u32) as usize);
         let mut history = History {
             seed,
             step: 0,
@@ -188,6 +191,7 @@ impl History {
             pages: vec![Content::Nothing; config.pages as usize],
             released: Vec::new(),
             dead: None,
+            busy,
             serial: 0,
             writes_since_rest: 0,
             tally: Tally::default(),
@@ -203,7 +207,10 @@ impl History {
     }
 
     fn step(&mut self) {
-        let at = self.chance.within(0, self.config.lanes as u32) as usize;
+        let at = match self.busy {
+            Some(busy) if !self.chance.one_in(8) => busy,
+            _ => self.chance.within(0, self.config.lanes as u32) as usize,
+        };
         // Half of all operations meet on a few pages.
         let hot = self.config.pages.min(8);
         let page = self.chance.within(0, self.config.pages);
