@@ -15,4 +15,5 @@
 //! println!("{report}");
 //! ```
 
+pub mod lease;
 pub mod report;

@@ -5,7 +5,7 @@ use core::fmt;
 use core::sync::atomic::{AtomicU64, Ordering};
 
 use crate::token::QUOTA_MAX;
-use crate::words::{ChunkWord, ConnectionWord, SlotWord};
+use crate::words::{ChunkWord, ConnectionWord};
 
 /// "weir" and "leas", little-endian, then the version of the layout below.
 const MAGIC: u64 = u64::from_le_bytes(*b"weirleas");
@@ -82,7 +82,7 @@ impl fmt::Display for ImageError {
 impl core::error::Error for ImageError {}
 
 impl Geometry {
-    /// 64-bit words that a table of this size needs in its image.
+    /// 64-bit words that a table of this size needs in its image. Only a geometry in range has a meaning.
     pub const fn image_words(&self) -> usize {
         self.slots_at() + (self.chunks() * CHUNK_SLOTS) as usize
     }
@@ -105,7 +105,7 @@ impl Geometry {
         (self.chunks_at() + self.chunks() as usize).next_multiple_of(8)
     }
 
-    fn checked(self) -> Result<Self, ImageError> {
+    pub(crate) fn checked(self) -> Result<Self, ImageError> {
         let fits = (1..=1 << 24).contains(&self.connections)
             && (1..=1 << 30).contains(&self.references)
             && (1..=QUOTA_MAX).contains(&self.quota);
@@ -175,14 +175,12 @@ impl<M: AsRef<[AtomicU64]>> Image<M> {
         Ok(Image { words, geometry, chunks_at: geometry.chunks_at(), slots_at: geometry.slots_at() })
     }
 
+    /// The slots of a chunk.
     #[inline]
-    pub(crate) fn slot(&self, chunk: u32, bit: u32) -> SlotWord {
-        SlotWord(self.word(self.slot_at(chunk, bit)))
-    }
-
-    #[inline]
-    pub(crate) fn set_slot(&self, chunk: u32, bit: u32, word: SlotWord) {
-        self.set_word(self.slot_at(chunk, bit), word.0);
+    pub(crate) fn slots(&self, chunk: u32) -> &[AtomicU64; CHUNK_SLOTS as usize] {
+        let first = self.slot_at(chunk, 0);
+        let words = &self.words.as_ref()[first..][..CHUNK_SLOTS as usize];
+        words.try_into().expect("as many as asked for")
     }
 
     #[inline]

@@ -7,7 +7,7 @@ use crate::connection::{Connection, Root};
 use crate::counts::PageCounts;
 use crate::image::{CHUNK_SLOTS, Image, ImageError};
 use crate::table::Table;
-use crate::words::{ChunkWord, ConnectionWord};
+use crate::words::{ChunkWord, ConnectionWord, SlotWord};
 
 impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
     /// Rebuilds a table from its image, and returns it with every connection that was open, lowest number first.
@@ -54,8 +54,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
     /// Files one chunk under its owner or among the free ones, and counts what is out of it.
     fn adopt(&mut self, chunk: u32) -> Result<(), ImageError> {
         let mut free = !0u64;
-        for bit in 0..CHUNK_SLOTS {
-            let word = self.image.slot(chunk, bit);
+        for (bit, slot) in (0..CHUNK_SLOTS).zip(self.image.slots(chunk)) {
+            let word = SlotWord::load(slot);
             if word.in_use() {
                 free &= !(1 << bit);
                 if !self.counts.take(word.place()) {

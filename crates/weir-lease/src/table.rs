@@ -30,6 +30,8 @@ pub struct Table<C, M = Vec<AtomicU64>> {
     pub(crate) free_directories: Vec<u32>,
     pub(crate) closed: Vec<u32>,
     pub(crate) refusals: Refusals,
+    /// What a run returned, until its pages are counted in a loop of their own: cache misses overlap there.
+    back: [SlotWord; RUN],
 }
 
 /// A reference that came back.
@@ -39,6 +41,24 @@ pub struct Given {
     pub place: Place,
     /// Whether it was the page's last.
     pub last: bool,
+}
+
+/// References that come back in one go: a chunk's.
+const RUN: usize = CHUNK_SLOTS as usize;
+
+/// Returns to one chunk that are not filed yet.
+struct Run {
+    position: u32,
+    chunk: u32,
+    freed: u64,
+    len: usize,
+}
+
+impl Default for Run {
+    /// Of no chunk.
+    fn default() -> Self {
+        Run { position: u32::MAX, chunk: 0, freed: 0, len: 0 }
+    }
 }
 
 /// What became of a batch.
@@ -56,7 +76,7 @@ impl<C: PageCounts> Table<C> {
     /// # Errors
     /// [`ImageError::Geometry`] when a figure is out of range.
     pub fn new(geometry: Geometry, counts: C) -> Result<Self, ImageError> {
-        let words = (0..geometry.image_words()).map(|_| AtomicU64::new(0)).collect();
+        let words = (0..geometry.checked()?.image_words()).map(|_| AtomicU64::new(0)).collect();
         Self::create(words, geometry, counts)
     }
 }
@@ -93,6 +113,7 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
             free_directories: (0..directories as u32).rev().collect(),
             closed: Vec::with_capacity(connections),
             refusals: Refusals::default(),
+            back: [SlotWord(0); RUN],
         }
     }
 
@@ -120,42 +141,79 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
     /// [`TakeError`] says which limit is reached; nothing has changed then.
     #[inline]
     pub fn take(&mut self, connection: &Connection, place: Place) -> Result<Token, TakeError> {
-        let Some(record) = self.records.get(connection.index as usize) else {
-            return Err(TakeError::NotOpen);
-        };
-        if record.held >= record.quota {
+        let mut token = [Token(0)];
+        self.take_batch(connection, &[place], &mut token)?;
+        Ok(token[0])
+    }
+
+    /// Takes a reference for each of `places`, as far as they fit and the limits allow, and writes their tokens.
+    /// Returns how many; the next call says why there were not more.
+    ///
+    /// # Errors
+    /// [`TakeError`] when not even the first could be taken; nothing has changed then.
+    #[inline]
+    pub fn take_batch(
+        &mut self,
+        connection: &Connection,
+        places: &[Place],
+        tokens: &mut [Token],
+    ) -> Result<usize, TakeError> {
+        let index = connection.index;
+        let Some(record) = self.records.get(index as usize) else { return Err(TakeError::NotOpen) };
+        let room = usize::from(record.quota - record.held.min(record.quota));
+        let wanted = places.len().min(tokens.len());
+        let limit = wanted.min(room);
+        if limit == 0 && wanted > 0 {
             return Err(self.refuse_take(connection));
         }
-        let (position, ahead) = record.ahead();
-        let mut found = None;
-        if record.open >> position & 1 != 0 {
-            let chunk = self.chunk(record, position);
-            let free = self.masks[chunk as usize] & ahead;
-            if free != 0 {
-                found = Some((chunk, position, free.trailing_zeros()));
+        let mut taken = 0;
+        while taken < limit {
+            let (chunk, position, free) = match self.find(index) {
+                Ok(found) => found,
+                Err(error) => return if taken == 0 { Err(error) } else { Ok(taken) },
+            };
+            let run = (limit - taken).min(free.count_ones() as usize);
+            // Pages are counted in a loop of their own: their cache misses overlap.
+            let places = &places[taken..taken + run];
+            let known = places.iter().take_while(|&&place| place.fits() && self.counts.take(place)).count();
+            self.fill(index, (chunk, position, free), &places[..known], &mut tokens[taken..taken + known]);
+            taken += known;
+            if known < run {
+                let error = self.refuse_place(index, position, chunk, places[known]);
+                return if taken == 0 { Err(error) } else { Ok(taken) };
             }
         }
-        let (chunk, position, bit) = match found {
-            Some(slot) => slot,
-            None => self.find(connection.index)?,
-        };
-        if !place.fits() || !self.counts.take(place) {
-            return Err(self.refuse_place(connection.index, position, chunk, place));
+        Ok(taken)
+    }
+
+    /// Takes the first of the `free` slots of a chunk for `places`, of which there are no more.
+    #[inline]
+    fn fill(
+        &mut self,
+        connection: u32,
+        (chunk, position, mut free): (u32, u32, u64),
+        places: &[Place],
+        tokens: &mut [Token],
+    ) {
+        let record = &mut self.records[connection as usize];
+        let slots = self.image.slots(chunk);
+        let before = free;
+        let mut bit = 0;
+        for (token, &place) in tokens.iter_mut().zip(places) {
+            bit = free.trailing_zeros();
+            free &= free.wrapping_sub(1);
+            SlotWord::taken(record.lap, place).store(&slots[bit as usize % slots.len()]);
+            *token = Token::new(record.lap, position * CHUNK_SLOTS + bit);
         }
-        let index = position * CHUNK_SLOTS + bit;
-        let record = &mut self.records[connection.index as usize];
-        let token = Token::new(record.lap, index);
-        self.image.set_slot(chunk, bit, SlotWord::taken(record.lap, place));
-        record.held += 1;
+        record.held += places.len() as u16;
         let mask = &mut self.masks[chunk as usize];
-        *mask &= !(1 << bit);
+        *mask &= !(before ^ free);
         if *mask == 0 {
             record.open &= !(1 << position);
         }
-        if record.pass(index) {
-            self.next_lap(connection.index);
+        if !places.is_empty() && record.pass(position * CHUNK_SLOTS + bit) {
+            self.next_lap(connection);
         }
-        Ok(token)
     }
 
     /// Gives one reference back.
@@ -171,25 +229,19 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
             _ => return Err(self.refusals.count(Refusal::Unknown)),
         };
         let chunk = self.chunk(record, position);
-        let word = self.image.slot(chunk, bit);
+        let slot = &self.image.slots(chunk)[bit as usize];
+        let word = SlotWord::load(slot);
         if !word.holds(token) {
             return Err(self.refuse(word, token));
         }
-        self.image.set_slot(chunk, bit, word.returned());
-        let record = &mut self.records[connection.index as usize];
-        record.held -= 1;
-        record.open |= 1 << position;
-        let mask = &mut self.masks[chunk as usize];
-        *mask |= 1 << bit;
-        if *mask == !0 {
-            self.detach(connection.index, position, chunk);
-        }
+        word.returned().store(slot);
+        self.free(connection.index, position, chunk, 1 << bit);
         let place = word.place();
         Ok(Given { place, last: self.counts.give(place) })
     }
 
-    /// Gives a batch back, as `SO_DEVMEM_DONTNEED` does: tokens that are refused are counted, and the others come
-    /// back all the same. `on_return` hears of every reference and whether it was its page's last.
+    /// Gives a batch of ranges back, as `SO_DEVMEM_DONTNEED` does: tokens that are refused are counted, and the
+    /// others come back all the same. `on_return` hears of every reference and whether it was its page's last.
     ///
     /// # Errors
     /// [`BatchError`] when the batch exceeds [`BATCH_TOKENS_MAX`] or [`BATCH_REFERENCES_MAX`]; then none of it was
@@ -198,7 +250,7 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         &mut self,
         connection: &Connection,
         ranges: &[TokenRange],
-        mut on_return: impl FnMut(Place, bool),
+        on_return: impl FnMut(Place, bool),
     ) -> Result<Returned, BatchError> {
         if ranges.len() > BATCH_TOKENS_MAX {
             return Err(BatchError::Tokens(ranges.len()));
@@ -207,19 +259,99 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         if references > BATCH_REFERENCES_MAX {
             return Err(BatchError::References(references));
         }
-        let mut returned = Returned::default();
-        for range in ranges {
-            for offset in 0..range.count {
-                match self.give(connection, Token(range.start.0.wrapping_add(offset))) {
-                    Ok(given) => {
-                        returned.references += 1;
-                        on_return(given.place, given.last);
-                    }
-                    Err(_) => returned.refused += 1,
-                }
-            }
+        let tokens = ranges
+            .iter()
+            .flat_map(|range| (0..range.count).map(|offset| Token(range.start.0.wrapping_add(offset))));
+        Ok(self.give_all(connection, tokens, on_return))
+    }
+
+    /// Gives single tokens back in one go, as [`Table::give_batch`] does with ranges.
+    ///
+    /// # Errors
+    /// [`BatchError::Tokens`] when there are more than [`BATCH_TOKENS_MAX`].
+    #[inline]
+    pub fn give_tokens(
+        &mut self,
+        connection: &Connection,
+        tokens: &[Token],
+        on_return: impl FnMut(Place, bool),
+    ) -> Result<Returned, BatchError> {
+        if tokens.len() > BATCH_TOKENS_MAX {
+            return Err(BatchError::Tokens(tokens.len()));
         }
-        Ok(returned)
+        Ok(self.give_all(connection, tokens.iter().copied(), on_return))
+    }
+
+    #[inline]
+    fn give_all(
+        &mut self,
+        connection: &Connection,
+        tokens: impl Iterator<Item = Token>,
+        mut on_return: impl FnMut(Place, bool),
+    ) -> Returned {
+        let mut returned = Returned::default();
+        let mut run = Run::default();
+        tokens.for_each(|token| {
+            let position = token.index() / CHUNK_SLOTS;
+            if position != run.position || run.len == RUN {
+                returned.references += self.settle(connection.index, &run, &mut on_return);
+                run = self.begin(connection, position);
+            }
+            let bit = token.index() % CHUNK_SLOTS;
+            if run.position == position
+                && let slot = &self.image.slots(run.chunk)[bit as usize]
+                && let word = SlotWord::load(slot)
+                && word.holds(token)
+            {
+                word.returned().store(slot);
+                run.freed |= 1 << bit;
+                self.back[run.len] = word;
+                run.len += 1;
+            } else {
+                returned.refused += 1;
+                self.refuse_give(&run, token);
+            }
+        });
+        returned.references += self.settle(connection.index, &run, &mut on_return);
+        returned
+    }
+
+    /// A run of returns to the chunk at `position`, or to none if there is no such chunk.
+    #[inline]
+    fn begin(&self, connection: &Connection, position: u32) -> Run {
+        match self.records.get(connection.index as usize) {
+            Some(record) if record.has(position) => {
+                Run { position, chunk: self.chunk(record, position), ..Run::default() }
+            }
+            _ => Run::default(),
+        }
+    }
+
+    /// Files what came back in a run, and says how much.
+    #[inline]
+    fn settle(&mut self, connection: u32, run: &Run, on_return: &mut impl FnMut(Place, bool)) -> u32 {
+        if run.len == 0 {
+            return 0;
+        }
+        self.free(connection, run.position, run.chunk, run.freed);
+        for word in &self.back[..run.len] {
+            let place = word.place();
+            on_return(place, self.counts.give(place));
+        }
+        run.len as u32
+    }
+
+    /// Notes that the slots `freed` of a chunk are free.
+    #[inline]
+    fn free(&mut self, connection: u32, position: u32, chunk: u32, freed: u64) {
+        let record = &mut self.records[connection as usize];
+        record.held -= freed.count_ones() as u16;
+        record.open |= 1 << position;
+        let mask = &mut self.masks[chunk as usize];
+        *mask |= freed;
+        if *mask == !0 {
+            self.detach(connection, position, chunk);
+        }
     }
 
     /// Closes a connection and gives back all it holds, in time proportional to that. `on_return` hears of every
@@ -240,8 +372,9 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
             while taken != 0 {
                 let bit = taken.trailing_zeros();
                 taken &= taken - 1;
-                let word = self.image.slot(chunk, bit);
-                self.image.set_slot(chunk, bit, word.returned());
+                let slot = &self.image.slots(chunk)[bit as usize];
+                let word = SlotWord::load(slot);
+                word.returned().store(slot);
                 let place = word.place();
                 on_return(place, self.counts.give(place));
             }
@@ -260,7 +393,9 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
     pub fn place(&self, connection: &Connection, token: Token) -> Option<Place> {
         let position = token.index() / CHUNK_SLOTS;
         let record = self.records.get(connection.index as usize).filter(|record| record.has(position))?;
-        let word = self.image.slot(self.chunk(record, position), token.index() % CHUNK_SLOTS);
+        let word = SlotWord::load(
+            &self.image.slots(self.chunk(record, position))[(token.index() % CHUNK_SLOTS) as usize],
+        );
         word.holds(token).then(|| word.place())
     }
 
@@ -270,7 +405,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         record.into_iter().flat_map(move |record| {
             let slots = (0..u64::BITS).filter(|&position| record.has(position)).flat_map(move |position| {
                 let chunk = self.chunk(record, position);
-                (0..CHUNK_SLOTS).map(move |bit| (position * CHUNK_SLOTS + bit, self.image.slot(chunk, bit)))
+                let words = self.image.slots(chunk).iter().map(SlotWord::load);
+                (position * CHUNK_SLOTS..).zip(words)
             });
             slots
                 .filter(|(_, word)| word.in_use())
@@ -327,9 +463,24 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         (directory * self.image.geometry.positions() + position) as usize
     }
 
-    /// A free slot outside the cursor's chunk: later in this lap, in the next lap, or in a new chunk.
+    /// The chunk from which the next slots come, its position, and which of its slots are free in this lap.
+    #[inline]
+    fn find(&mut self, connection: u32) -> Result<(u32, u32, u64), TakeError> {
+        let record = &self.records[connection as usize];
+        let (position, ahead) = record.ahead();
+        if record.open >> position & 1 != 0 {
+            let chunk = self.chunk(record, position);
+            let free = self.masks[chunk as usize] & ahead;
+            if free != 0 {
+                return Ok((chunk, position, free));
+            }
+        }
+        self.find_elsewhere(connection)
+    }
+
+    /// Free slots outside the cursor's chunk: later in this lap, in the next lap, or in a new chunk.
     #[cold]
-    fn find(&mut self, connection: u32) -> Result<(u32, u32, u32), TakeError> {
+    fn find_elsewhere(&mut self, connection: u32) -> Result<(u32, u32, u64), TakeError> {
         let record = &self.records[connection as usize];
         let position = match record.later() {
             Some(position) => position,
@@ -343,7 +494,7 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         let chunk = self.chunk(record, position);
         let (at, ahead) = record.ahead();
         let ahead = if at == position { ahead } else { !0 };
-        Ok((chunk, position, (self.masks[chunk as usize] & ahead).trailing_zeros()))
+        Ok((chunk, position, self.masks[chunk as usize] & ahead))
     }
 
     fn next_lap(&mut self, connection: u32) {
@@ -402,6 +553,15 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
             self.records[connection as usize].set_root(Root::Chunk(only));
             self.free_directories.push(directory);
         }
+    }
+
+    #[cold]
+    fn refuse_give(&mut self, run: &Run, token: Token) -> Refusal {
+        if run.position == u32::MAX {
+            return self.refusals.count(Refusal::Unknown);
+        }
+        let slot = &self.image.slots(run.chunk)[(token.index() % CHUNK_SLOTS) as usize];
+        self.refuse(SlotWord::load(slot), token)
     }
 
     #[cold]

@@ -1,6 +1,8 @@
 //! The 64-bit words of a table's image. Each describes itself, and each change of state is one store of one
 //! word, so that whoever finds the image after a crash sees the state before the change or after it.
 
+use core::sync::atomic::{AtomicU64, Ordering};
+
 use crate::token::{LAP_BITS, Place, Token};
 
 const IN_USE: u64 = 1 << 63;
@@ -16,6 +18,17 @@ const _: () = assert!(LAP_AT + LAP_BITS < 63);
 pub(crate) struct SlotWord(pub u64);
 
 impl SlotWord {
+    /// Loads and stores are ordered as those of the [`image`](crate::image).
+    #[inline]
+    pub(crate) fn load(slot: &AtomicU64) -> Self {
+        SlotWord(slot.load(Ordering::Acquire))
+    }
+
+    #[inline]
+    pub(crate) fn store(self, slot: &AtomicU64) {
+        slot.store(self.0, Ordering::Release);
+    }
+
     pub(crate) const fn taken(lap: u32, place: Place) -> Self {
         SlotWord(
             IN_USE
@@ -100,6 +113,8 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
+        #![proptest_config(ProptestConfig::with_cases(if cfg!(miri) { 8 } else { 256 }))]
+
         #[test]
         fn a_slot_gives_back_what_it_was_told(
             region: u8, page in 0..REGION_PAGES_MAX, fragment in 0..FRAGMENTS_MAX,

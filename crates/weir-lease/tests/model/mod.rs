@@ -56,7 +56,7 @@ impl Model {
         for (region, &pages) in pages.iter().enumerate() {
             for page in 0..pages {
                 let place = Place::page(region as u8, page);
-                assert_eq!(table.counts().of(place), Some(self.out(place) as u32), "{place:?}");
+                assert_eq!(table.counts().of(place), Some(self.out(place) as u64), "{place:?}");
             }
         }
     }

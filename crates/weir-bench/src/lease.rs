@@ -1,0 +1,197 @@
+//! `weir bench lease`: what a page reference costs that is handed out and comes back.
+//!
+//! Source 4 (the devmem series of Linux) argues about three ways to remember which connection holds which pages.
+//! Each is modelled here as its kernel code works, beside [`weir_lease::Table`]: an xarray per connection
+//! (mainline), an array of counters per connection (version 1 of the series) and one array of counters for the
+//! region (version 10). Every connection holds `outstanding` references all the time; they take turns, and in its
+//! turn a connection gives its oldest references back and takes as many new ones, of random pages of the region.
+//!
+//! Times are net: a design that does nothing runs in the same rounds, and what it costs is taken off.
+
+mod counters;
+mod design;
+mod forged;
+mod harness;
+mod rescan;
+mod table;
+mod xarray;
+
+use crate::report::{Goal, Report, Row};
+
+use counters::{RegionCounters, SocketArrays};
+use design::Design;
+use harness::{Figures, Workload, measure};
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// Connections; each number is a row.
+    pub connections: Vec<u32>,
+    /// References that each connection holds.
+    pub outstanding: u32,
+    /// References that come and go in one step, as a receive call brings several and a return call takes several.
+    pub burst: u32,
+    /// Bytes of the region.
+    pub region: u64,
+    /// Threads, each with its share of the connections; each number is a column.
+    pub threads: Vec<u32>,
+    /// References taken and given in a round, over all threads.
+    pub pairs: u64,
+    /// Rounds; the figures are medians.
+    pub rounds: usize,
+    /// Forged, stale and repeated tokens to try; 0 for none.
+    pub trials: u64,
+    /// Where the random numbers begin.
+    pub seed: u64,
+}
+
+impl Default for Plan {
+    fn default() -> Self {
+        Plan {
+            connections: vec![1, 1_000, 10_000],
+            outstanding: 64,
+            burst: 16,
+            region: 2 << 30,
+            threads: vec![1, 2],
+            pairs: 2_000_000,
+            rounds: 9,
+            trials: 1_000_000,
+            seed: 1,
+        }
+    }
+}
+
+/// A plan that cannot be run.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub enum PlanError {
+    /// A figure is out of range.
+    #[error("{what} of {value} cannot be measured: use {range}")]
+    Figure {
+        /// The figure's name.
+        what: &'static str,
+        /// Its value.
+        value: u64,
+        /// What it may be.
+        range: &'static str,
+    },
+}
+
+/// Memory that a design may take before it is left out, and said to be.
+const DESIGN_BYTES_MAX: u64 = 4 << 30;
+
+/// Measures what `plan` says.
+///
+/// # Errors
+/// [`PlanError`] names the figure that is out of range.
+pub fn run(plan: &Plan) -> Result<Report, PlanError> {
+    check(plan)?;
+    let mut report = Report::new("lease", plan.rounds);
+    for &connections in &plan.connections {
+        for &threads in plan.threads.iter().filter(|&&threads| threads <= connections) {
+            let work = Workload { connections, threads, ..Workload::from(plan) };
+            rows(&mut report, &work, plan.rounds);
+        }
+    }
+    rescan::row(&mut report, plan);
+    if plan.trials > 0 {
+        forged::rows(&mut report, plan);
+    }
+    Ok(report)
+}
+
+fn check(plan: &Plan) -> Result<(), PlanError> {
+    let figure = |what, value: u64, range, low: u64, high: u64| {
+        if (low..=high).contains(&value) { Ok(()) } else { Err(PlanError::Figure { what, value, range }) }
+    };
+    for &connections in &plan.connections {
+        figure("a number of connections", connections.into(), "1 to 1000000", 1, 1_000_000)?;
+    }
+    for &threads in &plan.threads {
+        figure("a number of threads", threads.into(), "1 to 64", 1, 64)?;
+    }
+    figure("an outstanding", plan.outstanding.into(), "1 to 4096", 1, 4096)?;
+    figure(
+        "a burst",
+        plan.burst.into(),
+        "1 to 128, at most what is outstanding",
+        1,
+        plan.outstanding.min(128).into(),
+    )?;
+    figure("a region", plan.region, "4KiB to 256GiB", 4096, 256 << 30)?;
+    figure("a number of rounds", plan.rounds as u64, "1 to 1000", 1, 1000)
+}
+
+/// One row of the table of source 4: every design at one number of connections and threads.
+fn rows(report: &mut Report, work: &Workload, rounds: usize) {
+    let sockets = u64::from(work.pages) * 4 * u64::from(work.connections);
+    let with_arrays = sockets <= DESIGN_BYTES_MAX;
+    let figures = measure(work, rounds, with_arrays);
+    let Figures { owned, shared, xarray, region, arrays, .. } = &figures;
+    let id = format!("{}x{}", work.connections, work.outstanding);
+    let metric = |name: &str| format!("{name}_{}t", work.threads);
+
+    let contract =
+        |row: Row, ratio: f64| if work.is_of_the_contract() { row.goal(Goal::Ratio(ratio)) } else { row };
+    let beside = |control: &str, of: &harness::Figure| {
+        Row::lower(&id, metric("ns_net"), owned.ns).beside(control, of.ns)
+    };
+    report.rows.push(contract(beside("xarray", xarray), 0.1));
+    report.rows.push(contract(beside("binding", region), 1.0));
+    if let Some(arrays) = arrays {
+        report.rows.push(beside("socket-array", arrays));
+    }
+    report.rows.push(Row::lower(&id, metric("shared_counts_ns_net"), shared.ns).beside("binding", region.ns));
+    report
+        .rows
+        .push(Row::lower(&id, metric("no_counts_ns_net"), figures.uncounted.ns).beside("xarray", xarray.ns));
+    report.rows.push(Row::lower(&id, metric("harness_ns"), figures.harness));
+    if work.threads == 1 {
+        let bytes = Row::lower(&id, "bytes", owned.bytes as f64);
+        let row = bytes.beside("xarray", xarray.bytes as f64);
+        report.rows.push(if work.is_of_the_contract() { row.goal(Goal::Value(10e6)) } else { row });
+        for (control, bytes) in [(RegionCounters::NAME, region.bytes as u64), (SocketArrays::NAME, sockets)] {
+            report.rows.push(Row::lower(&id, "bytes", owned.bytes as f64).beside(control, bytes as f64));
+        }
+        let idle = Row::lower(&id, "idle_connection_bytes", table::idle_connection_bytes() as f64);
+        report.rows.push(idle.goal(Goal::Value(64.0)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_small_plan_gives_every_row_and_refuses_every_forged_token() {
+        let plan = Plan {
+            connections: vec![1, 50],
+            region: 1 << 20,
+            pairs: 20_000,
+            rounds: 1,
+            trials: 50_000,
+            ..Plan::default()
+        };
+        let report = run(&plan).unwrap();
+        let row = |id: &str, metric: &str, control: Option<&str>| {
+            let found = report
+                .rows
+                .iter()
+                .find(|row| row.id == id && row.metric == metric && row.control.as_deref() == control);
+            found.unwrap_or_else(|| panic!("{id} {metric} {control:?} is missing:\n{report}"))
+        };
+        for control in ["xarray", "binding", "socket-array"] {
+            row("1x64", "ns_net_1t", Some(control));
+            row("50x64", "ns_net_2t", Some(control));
+            row("50x64", "bytes", Some(control));
+        }
+        assert_eq!(row("forged", "accepted", None).value, 0.0);
+        assert_eq!(row("50x64", "idle_connection_bytes", None).met, Some(true));
+    }
+
+    #[test]
+    fn a_plan_that_makes_no_sense_names_the_figure() {
+        let plan = Plan { burst: 65, ..Plan::default() };
+        let error = run(&plan).unwrap_err().to_string();
+        assert!(error.contains("burst of 65") && error.contains("1 to 128"), "{error}");
+    }
+}
