@@ -15,5 +15,6 @@
 //! println!("{report}");
 //! ```
 
+pub mod disk;
 pub mod lease;
 pub mod report;

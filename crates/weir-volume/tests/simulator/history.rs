@@ -117,6 +117,8 @@ pub struct History {
     stores: Vec<Arc<Sim>>,
     volume: Arc<Volume>,
     players: Vec<Player>,
+    /// The lanes of daemons that crashed, kept until everything has been checked.
+    ghosts: Vec<Lane>,
     pages: Vec<Content>,
     released: Vec<(usize, u32)>,
     dead: Option<usize>,
@@ -188,6 +190,7 @@ impl History {
             stores,
             volume,
             players: Vec::new(),
+            ghosts: Vec::new(),
             pages: vec![Content::Nothing; config.pages as usize],
             released: Vec::new(),
             dead: None,
@@ -469,9 +472,8 @@ impl History {
                 weir_store::Store::take(&*self.stores[store], chunk).expect("memory");
             }
         }
-        // Leaked, for a killed process runs no destructors.
-        let lanes: Vec<Lane> = self.players.drain(..).map(|player| player.lane).collect();
-        lanes.leak();
+        // Not dropped, for a killed process runs no destructors.
+        self.ghosts.extend(self.players.drain(..).map(|player| player.lane));
         let fds = self.volume.kept_fds();
         let adopt = |fd: &BorrowedFd<'_>| {
             Memory::adopt(fd.try_clone_to_owned().expect("a descriptor")).expect("a mapping")

@@ -1,0 +1,169 @@
+//! `file:` beside fio's own io_uring engine, on the same file system, in turns.
+//!
+//! Random pages one at a time and 32 at a time, and runs of 1 MiB. Each case runs three ways: Weir with
+//! encryption as it is used, Weir without (`*_clear`: what the cipher costs), and fio with O_DIRECT, registered
+//! buffers and registered files, which is as close to the disk as user space gets. Both files are written once first, so
+//! that neither pays for the first touch of an allocated block.
+
+mod fio;
+mod load;
+
+use crate::report::{Goal, Report, Row, Runs};
+use std::path::PathBuf;
+use std::time::Duration;
+use weir_core::ByteSize;
+use weir_store::{FileStore, FileUrl, OpenError};
+
+/// Where and how long to measure.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// A directory on the file system under test.
+    pub directory: PathBuf,
+    /// The size of each of the three files.
+    pub size: ByteSize,
+    /// How long each case runs each way.
+    pub time: Duration,
+    /// How many times.
+    pub runs: usize,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Options {
+            directory: "/var/tmp".into(),
+            size: ByteSize(1 << 30),
+            time: Duration::from_secs(2),
+            runs: 3,
+        }
+    }
+}
+
+/// Why nothing could be measured.
+#[derive(Debug, thiserror::Error)]
+pub enum DiskError {
+    /// The store.
+    #[error(transparent)]
+    Open(#[from] OpenError),
+    /// An operation of the store.
+    #[error("the store failed in the middle of {case}: {fault}; look at the kernel's log")]
+    Fault {
+        /// The case.
+        case: &'static str,
+        /// What the store said.
+        fault: weir_store::Fault,
+    },
+    /// The control.
+    #[error("fio cannot run: {0}; install the package fio")]
+    Fio(String),
+    /// The files.
+    #[error("{path}: cannot be removed")]
+    Remove {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+}
+
+/// What is done to the disk.
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    name: &'static str,
+    write: bool,
+    /// Operations that are submitted together, each of `pages` slots in a row.
+    batch: usize,
+    pages: usize,
+}
+
+const CASES: [Case; 6] = [
+    Case { name: "qd1_read", write: false, batch: 1, pages: 1 },
+    Case { name: "qd1_write", write: true, batch: 1, pages: 1 },
+    Case { name: "1x32_read", write: false, batch: 32, pages: 1 },
+    Case { name: "1x32_write", write: true, batch: 32, pages: 1 },
+    Case { name: "seq_read", write: false, batch: 4, pages: 256 },
+    Case { name: "seq_write", write: true, batch: 4, pages: 256 },
+];
+
+/// What one way of doing a case came to.
+#[derive(Clone, Copy, Debug, Default)]
+struct Figures {
+    pages_per_second: f64,
+    p50_us: f64,
+    p99_us: f64,
+}
+
+/// Several runs of one way.
+#[derive(Default)]
+struct Way {
+    pages_per_second: Runs,
+    p50_us: Runs,
+    p99_us: Runs,
+}
+
+impl Way {
+    fn push(&mut self, figures: Figures) {
+        self.pages_per_second.push(figures.pages_per_second);
+        self.p50_us.push(figures.p50_us);
+        self.p99_us.push(figures.p99_us);
+    }
+}
+
+/// Runs every case every way, in turns, and says how they compare.
+///
+/// # Errors
+/// When a file cannot be made, fio cannot be run, or an operation fails.
+pub fn run(options: &Options) -> Result<Report, DiskError> {
+    let path = |name: &str| options.directory.join(format!("weir-bench-{}-{name}", std::process::id()));
+    let url = |name: &str| FileUrl { size: Some(options.size), ..FileUrl::new(path(name)) };
+    let sealed = FileStore::open(&url("sealed"))?;
+    let clear = FileStore::open(&FileUrl { encrypt: false, ..url("clear") })?;
+    let control = fio::Control::new(path("fio"), options.size, options.time)?;
+    load::fill(&sealed)?;
+    load::fill(&clear)?;
+    let mut report = Report::new("disk", options.runs);
+    for case in CASES {
+        let mut ways: [Way; 3] = Default::default();
+        for run in 0..options.runs {
+            // Each way goes first in turn.
+            for turn in 0..3 {
+                let way = (run + turn) % 3;
+                ways[way].push(match way {
+                    0 => load::run(&sealed, case, options.time, run as u64)?,
+                    1 => load::run(&clear, case, options.time, run as u64)?,
+                    _ => control.run(case)?,
+                });
+            }
+        }
+        report.rows.extend(rows(case, &ways));
+    }
+    for name in ["sealed", "clear", "fio"] {
+        let path = path(name);
+        std::fs::remove_file(&path).map_err(|source| DiskError::Remove { path, source })?;
+    }
+    Ok(report)
+}
+
+fn rows(case: Case, [sealed, clear, fio]: &[Way; 3]) -> Vec<Row> {
+    const CONTROL: &str = "fio-io_uring";
+    let ways = [(String::new(), sealed), ("_clear".to_owned(), clear)];
+    let rows = ways.into_iter().flat_map(|(suffix, way)| {
+        let id = format!("{}{suffix}", case.name);
+        if case.batch == 1 {
+            let row = |metric: &str, ours: &Runs, theirs: &Runs| {
+                Row::lower(id.clone(), metric, ours.median()).beside(CONTROL, theirs.median())
+            };
+            return vec![
+                row("p50_us", &way.p50_us, &fio.p50_us).goal(Goal::Ratio(1.1)),
+                row("p99_us", &way.p99_us, &fio.p99_us),
+            ];
+        }
+        let (ours, theirs) = (way.pages_per_second.median(), fio.pages_per_second.median());
+        let (metric, scale) = if case.pages == 1 {
+            ("pages_per_s", 1.0)
+        } else {
+            ("mb_per_s", weir_core::PAGE_SIZE as f64 / 1e6)
+        };
+        vec![Row::higher(id, metric, ours * scale).beside(CONTROL, theirs * scale).goal(Goal::Ratio(0.9))]
+    });
+    rows.collect()
+}

@@ -1,0 +1,76 @@
+//! The control: fio's io_uring engine.
+
+use super::{Case, DiskError, Figures};
+use serde_json::Value;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Duration;
+use weir_core::{ByteSize, PAGE_SIZE};
+
+/// A file of fio's own.
+pub(super) struct Control {
+    path: PathBuf,
+    size: ByteSize,
+    time: Duration,
+}
+
+impl Control {
+    /// Writes the file once.
+    pub(super) fn new(path: PathBuf, size: ByteSize, time: Duration) -> Result<Self, DiskError> {
+        let control = Control { path, size, time };
+        let fill = Case { name: "filling", write: true, batch: 4, pages: 256 };
+        control.fio(fill, &[])?;
+        Ok(control)
+    }
+
+    pub(super) fn run(&self, case: Case) -> Result<Figures, DiskError> {
+        let time = format!("--runtime={}ms", self.time.as_millis());
+        let result = self.fio(case, &["--time_based", &time, "--norandommap"])?;
+        let side = &result["jobs"][0][if case.write { "write" } else { "read" }];
+        let figure = |value: &Value| {
+            value
+                .as_f64()
+                .ok_or_else(|| DiskError::Fio("its JSON lacks a figure that version 3 has".to_owned()))
+        };
+        let percentile = |key: &str| figure(&side["clat_ns"]["percentile"][key]);
+        // clat does not count the submission, which our latencies do; fio gives its mean.
+        let submission = figure(&side["slat_ns"]["mean"])?;
+        Ok(Figures {
+            pages_per_second: figure(&side["bw_bytes"])? / PAGE_SIZE as f64,
+            p50_us: (percentile("50.000000")? + submission) / 1e3,
+            p99_us: (percentile("99.000000")? + submission) / 1e3,
+        })
+    }
+
+    fn fio(&self, case: Case, more: &[&str]) -> Result<Value, DiskError> {
+        let direction = match (case.pages, case.write) {
+            (1, true) => "randwrite",
+            (1, false) => "randread",
+            (_, true) => "write",
+            (_, false) => "read",
+        };
+        let output = Command::new("fio")
+            .args([
+                "--name=control",
+                "--ioengine=io_uring",
+                "--direct=1",
+                "--fixedbufs=1",
+                "--registerfiles=1",
+            ])
+            .args(["--output-format=json", "--refill_buffers=0", "--fallocate=native"])
+            .arg(format!("--filename={}", self.path.display()))
+            .arg(format!("--size={}", self.size.0))
+            .arg(format!("--rw={direction}"))
+            .arg(format!("--bs={}", case.pages * PAGE_SIZE))
+            .arg(format!("--iodepth={0}", case.batch))
+            .arg(format!("--iodepth_batch_submit={0}", case.batch))
+            .arg(format!("--iodepth_batch_complete_min={0}", case.batch))
+            .args(more)
+            .output()
+            .map_err(|error| DiskError::Fio(error.to_string()))?;
+        if !output.status.success() {
+            return Err(DiskError::Fio(String::from_utf8_lossy(&output.stderr).trim().to_owned()));
+        }
+        serde_json::from_slice(&output.stdout).map_err(|error| DiskError::Fio(error.to_string()))
+    }
+}
