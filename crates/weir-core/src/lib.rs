@@ -12,5 +12,5 @@ mod size;
 pub mod swap_safety;
 
 pub use memory::Memory;
-pub use page::{Checksum, PAGE_SIZE, Page, PageBytes, PageNo, Slot, uniform_value};
+pub use page::{Checksum, PAGE_SIZE, Page, PageBytes, PageNo, Slot, prefetch, uniform_value};
 pub use size::{ByteSize, SizeError};

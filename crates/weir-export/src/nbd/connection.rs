@@ -76,7 +76,8 @@ impl fmt::Display for Ending {
             Ending::Closed => f.write_str("the connection was closed"),
             Ending::Torn => f.write_str("the client left in the middle of a request"),
             Ending::Violation(violation) => write!(f, "{violation}"),
-            Ending::Broken(errno) => write!(f, "the connection broke: {errno}"),
+            // By its number: its name comes from libc, through the allocator.
+            Ending::Broken(errno) => write!(f, "the connection broke: errno {}", errno.raw_os_error()),
             Ending::Stalled => f.write_str("the client does not read its replies; connection dropped"),
             Ending::Lost => f.write_str("a page was lost while it was being sent; connection dropped"),
         }
@@ -85,8 +86,13 @@ impl fmt::Display for Ending {
 
 impl From<rustix::io::Errno> for Ending {
     fn from(errno: rustix::io::Errno) -> Self {
-        // The socket's own timeout on sends reports EAGAIN.
-        if errno == rustix::io::Errno::AGAIN { Ending::Stalled } else { Ending::Broken(errno) }
+        match errno {
+            // The socket's own timeout on sends.
+            rustix::io::Errno::AGAIN => Ending::Stalled,
+            // The client closed the connection, with bytes unread or replies under way.
+            rustix::io::Errno::CONNRESET | rustix::io::Errno::PIPE => Ending::Closed,
+            errno => Ending::Broken(errno),
+        }
     }
 }
 
@@ -246,7 +252,7 @@ impl Connection<'_> {
                     return Ok(received);
                 }
                 Err(rustix::io::Errno::INTR) => {}
-                Err(errno) => return Err(closed(errno)),
+                Err(errno) => return Err(errno.into()),
             }
         }
     }
@@ -545,7 +551,9 @@ impl Connection<'_> {
             slices.push(acks);
         }
         let (mut payload, mut faults) = (0, 0);
-        while let Some(read) = reads.get_mut(at) {
+        while at < reads.len() {
+            let next = reads.get(at + 1).map(|next| PageNo((next.request.offset / PAGE_SIZE as u64) as u32));
+            let read = &mut reads[at];
             if read.apart {
                 at += 1;
                 continue;
@@ -554,6 +562,9 @@ impl Connection<'_> {
             let fits = payload == 0 || payload + length as usize <= ROUND_BYTES;
             if !fits || slices.room() < SPAN_MAX + 1 || heads.len() < HEAD_MAX {
                 break;
+            }
+            if let Some(next) = next {
+                guard.prefetch(next);
             }
             match compose(&guard, read, length, self.rules.structured, &mut heads, &mut slices) {
                 Composed::Answered => {
@@ -863,6 +874,9 @@ fn view_range<'a>(guard: &'a Guard<'_>, offset: u64, length: u32, slices: &mut S
         let page = at / PAGE_SIZE as u64;
         let next = end.min((page + 1) * PAGE_SIZE as u64);
         let within = (at % PAGE_SIZE as u64) as usize;
+        if next < end {
+            guard.prefetch(PageNo(page as u32 + 1));
+        }
         let bytes = match guard.view(PageNo(page as u32)) {
             View::Bytes(bytes) => {
                 zeros = false;
@@ -901,11 +915,6 @@ fn receive_now(socket: BorrowedFd<'_>, into: &mut [u8]) -> Result<Option<usize>,
     match rustix::net::recv(socket, into, RecvFlags::DONTWAIT) {
         Ok((received, _)) => Ok(Some(received)),
         Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => Ok(None),
-        Err(errno) => Err(closed(errno)),
+        Err(errno) => Err(errno.into()),
     }
-}
-
-/// A connection reset by the client is one that it closed.
-fn closed(errno: rustix::io::Errno) -> Ending {
-    if errno == rustix::io::Errno::CONNRESET { Ending::Closed } else { Ending::Broken(errno) }
 }

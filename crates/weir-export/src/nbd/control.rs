@@ -24,11 +24,11 @@ pub const PATIENCE: Duration = Duration::from_secs(10);
 const ACCEPT_BURST: usize = 16;
 /// How long to leave new connections alone when the process has no descriptors left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// How long a client may leave its replies unread before its connection is dropped.
-const SEND_PATIENCE: Duration = Duration::from_secs(60);
+/// What the system is asked to hold of replies that a client has not read; it doubles this for its own overhead.
+const SEND_BUFFER_BYTES: usize = 512 << 10;
 
 /// Lines of one kind that one second may bring; a flood is summed up.
-const LINES_PER_SECOND: u32 = 5;
+const LINES_PER_SECOND: u32 = 20;
 
 const WAKE: u64 = u64::MAX;
 const LISTENER: u64 = 1 << 32;
@@ -74,6 +74,7 @@ pub(super) struct Control<'e> {
     listeners: &'e [Listener],
     export: &'e Export,
     seats: &'e Seats,
+    send_patience: Duration,
     places: Vec<Place<'e>>,
     /// Until when new connections are left alone.
     paused: Option<Instant>,
@@ -89,6 +90,7 @@ impl<'e> Control<'e> {
         listeners: &'e [Listener],
         export: &'e Export,
         seats: &'e Seats,
+        send_patience: Duration,
         bell: &Bell,
         log: Log,
     ) -> io::Result<Self> {
@@ -103,7 +105,8 @@ impl<'e> Control<'e> {
             output: Vec::with_capacity(OUTPUT_MAX),
         };
         let places = std::iter::repeat_with(place).take(PENDING_MAX).collect();
-        Ok(Control { epoll, listeners, export, seats, places, paused: None, log: Throttle::new(log) })
+        let log = Throttle::new(log);
+        Ok(Control { epoll, listeners, export, seats, send_patience, places, paused: None, log })
     }
 
     /// Works until the bell rings.
@@ -271,10 +274,12 @@ impl<'e> Control<'e> {
                     self.places[at].pending.take().expect("matched above");
                 epoll::delete(&self.epoll, &socket)?;
                 rustix::io::ioctl_fionbio(&socket, false)?;
+                // The system may grant less, which is slower for long reads and nothing worse.
+                let _ = rustix::net::sockopt::set_socket_send_buffer_size(&socket, SEND_BUFFER_BYTES);
                 rustix::net::sockopt::set_socket_timeout(
                     &socket,
                     rustix::net::sockopt::Timeout::Send,
-                    Some(SEND_PATIENCE),
+                    Some(self.send_patience),
                 )?;
                 let early = &self.places[at].input[..early];
                 match self.seats.give(socket, negotiated, early) {

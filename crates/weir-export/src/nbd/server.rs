@@ -32,6 +32,8 @@ pub struct Config {
     pub connections: usize,
     /// How long a thread looks for a client's next request before it sleeps; zero for not at all.
     pub spin: Duration,
+    /// How long a client may leave its replies unread before its connection is dropped.
+    pub send_patience: Duration,
     /// The export is to carry swap: TLS is refused, and every thread must have the I/O flusher flag unless
     /// [`unsafe_no_flusher`](Config::unsafe_no_flusher) is set.
     pub swap: bool,
@@ -47,6 +49,7 @@ impl Default for Config {
             read_only: false,
             connections: 32,
             spin: Duration::ZERO,
+            send_patience: Duration::from_secs(60),
             swap: false,
             unsafe_no_flusher: false,
         }
@@ -138,8 +141,9 @@ impl Server {
         server.start_seats(volume, config)?;
         let (ready, started) = mpsc::channel();
         let log = Arc::clone(log);
+        let send_patience = config.send_patience;
         let negotiate = move || {
-            let mut control = match Control::new(&listeners, &export, &seats, &bell, log) {
+            let mut control = match Control::new(&listeners, &export, &seats, send_patience, &bell, log) {
                 Ok(control) => control,
                 Err(error) => return drop(ready.send(Err(error))),
             };

@@ -1,23 +1,41 @@
-//! Servers for the tests of this folder.
+//! Servers for the tests of this folder, in a process that is sealed once the first of them runs: an allocation on
+//! an I/O thread, on whatever way through the server, aborts the test.
 #![allow(dead_code, reason = "each test file uses its part of it")]
 
+use std::fmt::Write;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use weir_core::PAGE_SIZE;
+use weir_core::seal::{Policy, SealedAllocator, seal};
 use weir_export::log::Log;
 use weir_export::nbd::client::{Client, Wish};
 use weir_export::nbd::{Config, Listen, Server};
 use weir_store::{Host, Store};
 use weir_volume::Volume;
 
+#[global_allocator]
+static ALLOCATOR: SealedAllocator = SealedAllocator;
+
+/// Lines of a log, in memory taken beforehand: logging happens on I/O threads.
+struct Lines(String);
+
+impl Write for Lines {
+    fn write_str(&mut self, text: &str) -> std::fmt::Result {
+        if self.0.len() + text.len() <= self.0.capacity() {
+            self.0.push_str(text);
+        }
+        Ok(())
+    }
+}
+
 /// A server on a unix socket of its own, and the lines that it logged.
 pub struct Served {
     pub server: Option<Server>,
     pub volume: Arc<Volume>,
     pub socket: PathBuf,
-    pub lines: Arc<Mutex<Vec<String>>>,
+    lines: Arc<Mutex<Lines>>,
 }
 
 impl Served {
@@ -31,13 +49,16 @@ impl Served {
         let shape = weir_volume::Config { pages, lanes: config.connections, depth: 64 };
         let volume = Volume::create(shape, vec![open(shape.slots())]).unwrap();
         let socket = std::env::temp_dir().join(format!("weir-test-{name}-{}", std::process::id()));
-        let lines = Arc::new(Mutex::new(Vec::new()));
+        let lines = Arc::new(Mutex::new(Lines(String::with_capacity(1 << 20))));
         let log: Log = {
             let lines = Arc::clone(&lines);
-            Arc::new(move |_, line| lines.lock().unwrap().push(line.to_string()))
+            Arc::new(move |_, line| {
+                let _ = writeln!(lines.lock().unwrap(), "{line}");
+            })
         };
         let listen = [Listen::Unix(socket.clone())];
         let server = Server::start(&volume, config, &listen, &log).unwrap();
+        seal(Policy::Abort);
         Served { server: Some(server), volume, socket, lines }
     }
 
@@ -59,10 +80,15 @@ impl Served {
         format!("nbd+unix:///?socket={}", self.socket.display())
     }
 
+    /// Whether a line with `text` has been logged.
+    pub fn logs_now(&self, text: &str) -> bool {
+        self.lines.lock().unwrap().0.contains(text)
+    }
+
     /// Whether a line with `text` was logged, now or soon.
     pub fn logs(&self, text: &str) -> bool {
         (0..200).any(|_| {
-            let found = self.lines.lock().unwrap().iter().any(|line| line.contains(text));
+            let found = self.logs_now(text);
             if !found {
                 std::thread::sleep(Duration::from_millis(10));
             }

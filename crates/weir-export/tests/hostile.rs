@@ -1,0 +1,218 @@
+//! Clients that mean harm: each gets a clear line in the log, takes no memory, and costs the others nothing.
+
+mod common;
+
+use common::{Served, few, page};
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+use weir_export::nbd::client::{Client, Operation};
+use weir_export::nbd::transmission::Request;
+use weir_export::nbd::wire::{OPTION_MAGIC, command};
+use weir_export::nbd::{Config, PENDING_MAX};
+
+fn option(number: u32, length: u32, data: &[u8]) -> Vec<u8> {
+    [&OPTION_MAGIC.to_be_bytes()[..], &number.to_be_bytes(), &length.to_be_bytes(), data].concat()
+}
+
+/// A connection that has sent `bytes` right after the greeting.
+fn after_greeting(served: &Served, bytes: &[u8]) -> UnixStream {
+    let mut stream = UnixStream::connect(&served.socket).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    stream.read_exact(&mut [0; 18]).unwrap();
+    stream.write_all(bytes).unwrap();
+    stream
+}
+
+/// A connection in transmission, by hand: it may say what the client would not.
+fn raw(served: &Served) -> UnixStream {
+    let go = option(7, 6, &[0; 6]);
+    let mut stream = after_greeting(served, &[&3u32.to_be_bytes()[..], &go].concat());
+    // Two pieces of information and the acknowledgement.
+    stream.read_exact(&mut [0; 20 + 12 + 20 + 14 + 20]).unwrap();
+    stream
+}
+
+/// Whether the server closes the connection.
+fn is_closed(stream: &mut UnixStream) -> bool {
+    let mut rest = Vec::new();
+    match stream.read_to_end(&mut rest) {
+        Ok(_) => true,
+        Err(error) => error.kind() == std::io::ErrorKind::ConnectionReset,
+    }
+}
+
+fn request(command: u16, offset: u64, length: u32) -> Vec<u8> {
+    Request { flags: 0, command, cookie: 1, offset, length }.encode().to_vec()
+}
+
+/// The others: one who goes on all the while, and whose pages are checked.
+fn is_served(client: &mut Client, round: u64) {
+    client.write(round % 64 * 4096, &page(round)).unwrap();
+    assert!(client.read(round % 64 * 4096, 4096).unwrap() == page(round));
+}
+
+#[test]
+fn what_breaks_the_protocol_ends_that_connection_with_a_line_that_says_why() {
+    let served = Served::host("violations", 256, &few());
+    let mut other = served.client();
+    let flags = 3u32.to_be_bytes();
+    for (round, (bytes, line)) in [
+        (vec![0xff; 64], "client flags 0xffffffff were not offered"),
+        ([&flags[..], &[0x55; 16]].concat(), "not with IHAVEOPT"),
+        ([&flags[..], &option(99, u32::MAX, b"")].concat(), "announces 4294967295 bytes"),
+        ([&flags[..], &option(99, 0, b"").repeat(300)].concat(), "more than 256 options"),
+        ([&flags[..], &option(1, 5, b"other")].concat(), "an export that does not exist"),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let mut stream = after_greeting(&served, &bytes);
+        assert!(is_closed(&mut stream), "{line}");
+        assert!(served.logs(line), "{line}");
+        is_served(&mut other, round as u64);
+    }
+    for (round, (bytes, line)) in [
+        (vec![0x55; 28], "a request begins with 0x55555555"),
+        (request(command::WRITE, 0, u32::MAX), "a write announces 4294967295 bytes"),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let mut stream = raw(&served);
+        stream.write_all(&bytes).unwrap();
+        assert!(is_closed(&mut stream), "{line}");
+        assert!(served.logs(line), "{line}");
+        is_served(&mut other, round as u64);
+    }
+    // Half a header, and half a payload, and then nothing more.
+    for bytes in [&request(command::READ, 0, 4096)[..14], &request(command::WRITE, 0, 4096)] {
+        let mut stream = raw(&served);
+        stream.write_all(bytes).unwrap();
+        stream.shutdown(Shutdown::Write).unwrap();
+        assert!(is_closed(&mut stream));
+        assert!(served.logs("left in the middle of a request"));
+        is_served(&mut other, 9);
+    }
+    served.shutdown();
+}
+
+#[test]
+fn ranges_that_overflow_and_options_that_nobody_knows_are_answered() {
+    let served = Served::host("overflow", 256, &few());
+    let unknown: Vec<u8> = (100..150).flat_map(|number| option(number, 7, b"unknown")).collect();
+    let go = option(7, 6, &[0; 6]);
+    let mut stream = after_greeting(&served, &[&3u32.to_be_bytes()[..], &unknown, &go].concat());
+    let mut replies = vec![0; 50 * (20 + "unknown option".len()) + 20 + 12 + 20 + 14 + 20];
+    stream.read_exact(&mut replies).unwrap();
+    for (command, offset, length) in [
+        (command::READ, u64::MAX, u32::MAX),
+        (command::READ, u64::MAX - 4095, 4096),
+        (command::TRIM, 1 << 63, u32::MAX),
+        (command::WRITE_ZEROES, u64::MAX, 1),
+        (77, 0, 0),
+    ] {
+        stream.write_all(&request(command, offset, length)).unwrap();
+        let mut reply = [0; 16];
+        stream.read_exact(&mut reply).unwrap();
+        assert_ne!(reply[4..8], [0; 4], "command {command} at {offset} is refused");
+    }
+    // A write whose range wraps around: its payload is read and thrown away.
+    stream.write_all(&request(command::WRITE, u64::MAX - 10, 5000)).unwrap();
+    stream.write_all(&[1; 5000]).unwrap();
+    stream.read_exact(&mut [0; 16]).unwrap();
+    assert_eq!(served.volume.status().stored, 0);
+    served.shutdown();
+}
+
+#[test]
+fn a_client_that_never_reads_is_dropped_and_the_others_do_not_notice() {
+    let config = Config { send_patience: Duration::from_millis(400), ..few() };
+    let served = Served::host("deaf", 1024, &config);
+    let mut other = served.client();
+    let mut fill = served.client();
+    for at in 0..1024 {
+        fill.write(at * 4096, &page(at)).unwrap();
+    }
+    let before = resident_kib();
+    let mut deaf = raw(&served);
+    deaf.set_write_timeout(Some(Duration::from_secs(10))).unwrap();
+    let asks: Vec<u8> = (0..100).flat_map(|_| request(command::READ, 0, 4 << 20)).collect();
+    deaf.write_all(&asks).unwrap();
+    let start = Instant::now();
+    let mut round = 0;
+    while !served.logs_now("does not read its replies") {
+        is_served(&mut other, round);
+        round += 1;
+        assert!(start.elapsed() < Duration::from_secs(10), "it is not dropped");
+    }
+    assert!(start.elapsed() >= Duration::from_millis(300), "it was given its time");
+    assert!(resident_kib() < before + 4096, "{before} KiB before, {} KiB after", resident_kib());
+    served.shutdown();
+}
+
+/// p99 of single-page reads, in microseconds, over `count` of them.
+fn p99(client: &mut Client, count: usize) -> u128 {
+    let mut took: Vec<u128> = (0..count as u64)
+        .map(|at| {
+            let start = Instant::now();
+            client.perform(Operation::read(at % 64 * 4096, 4096)).unwrap();
+            start.elapsed().as_micros()
+        })
+        .collect();
+    took.sort_unstable();
+    took[count * 99 / 100]
+}
+
+#[test]
+fn ten_thousand_idle_connections_take_no_memory_and_cost_the_others_nothing() {
+    let wanted = 10_000;
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+    let raised = rustix::process::Rlimit { current: limit.maximum, maximum: limit.maximum };
+    rustix::process::setrlimit(rustix::process::Resource::Nofile, raised).unwrap();
+    let count = limit.maximum.map_or(wanted, |most| (most as usize).saturating_sub(500).min(wanted));
+    if count < wanted {
+        eprintln!("skipped: the limit of open files allows {count} of {wanted} connections");
+        return;
+    }
+    let served = Served::host("idle", 256, &few());
+    let mut other = served.client();
+    for at in 0..64 {
+        other.write(at * 4096, &page(at)).unwrap();
+    }
+    // Measured up to three times: this process shares its processors with other tests.
+    let mut figures = Vec::new();
+    for _ in 0..3 {
+        let (before, memory) = (p99(&mut other, 4000), resident_kib());
+        let mut idle = Vec::with_capacity(wanted);
+        while idle.len() < wanted {
+            idle.push(UnixStream::connect(&served.socket).unwrap());
+            if idle.len() % 1000 == 0 {
+                is_served(&mut other, idle.len() as u64);
+            }
+        }
+        let during = p99(&mut other, 4000);
+        let grown = resident_kib().saturating_sub(memory);
+        assert!(grown < 8192, "{wanted} idle connections took {grown} KiB");
+        assert!(served.logs(&format!("{PENDING_MAX} others negotiate")));
+        // Whoever means it gets in, flood or not.
+        let start = Instant::now();
+        is_served(&mut served.client(), 1);
+        assert!(start.elapsed() < Duration::from_secs(2));
+        figures.push((before, during));
+        if during <= 2 * before {
+            break;
+        }
+    }
+    println!("p99 of another client in us, before and during: {figures:?}");
+    let (before, during) = *figures.last().unwrap();
+    assert!(during <= 2 * before, "p99 {before} us before, {during} us during");
+    served.shutdown();
+}
+
+fn resident_kib() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find(|line| line.starts_with("VmRSS:")).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse().unwrap()
+}
