@@ -312,3 +312,61 @@ impl Drop for FileLane {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{FileStore, FileUrl, StripeUrl};
+    use std::path::PathBuf;
+
+    fn path(name: &str) -> PathBuf {
+        std::env::temp_dir().join(format!("weir-lane-{}-{name}", std::process::id()))
+    }
+
+    fn lane(store: &FileStore) -> FileLane {
+        FileLane::open("test", Arc::clone(&store.shared), 512).unwrap()
+    }
+
+    /// Queues and submits reads of these slots; says how many I/Os that makes.
+    fn ios(lane: &mut FileLane, slots: impl IntoIterator<Item = u32>) -> usize {
+        for slot in slots {
+            assert_eq!(lane.read(0, Slot(slot), &mut [0; PAGE_SIZE]), Progress::Queued);
+        }
+        lane.submit();
+        let running = lane.running;
+        while lane.in_flight() > 0 {
+            lane.poll(&mut |done| assert_eq!(done.result, Ok(())));
+        }
+        running
+    }
+
+    #[test]
+    fn neighbours_go_out_as_one_io() {
+        let url = FileUrl { size: Some(ByteSize(4 << 20)), ..FileUrl::new(path("joined")) };
+        let store = FileStore::open(&url).unwrap();
+        std::fs::remove_file(&url.path).unwrap();
+        let mut lane = lane(&store);
+        assert_eq!(ios(&mut lane, 100..200), 1);
+        assert_eq!(ios(&mut lane, (0..100).step_by(2)), 50, "with gaps between them");
+        assert_eq!(ios(&mut lane, (0..100).rev()), 100, "backwards");
+        assert_eq!(
+            ios(&mut lane, 0..512),
+            3,
+            "no longer than {RUN_PAGES} pages, and once around the staging area"
+        );
+        assert_eq!(lane.write(0, Slot(7), &[1; PAGE_SIZE]), Progress::Queued);
+        assert_eq!(ios(&mut lane, 8..16), 2, "a write and the reads after it");
+    }
+
+    #[test]
+    fn a_stripes_units_go_out_as_one_io_each() {
+        let url = StripeUrl {
+            size: Some(ByteSize(4 << 20)),
+            unit: ByteSize(64 << 10),
+            ..StripeUrl::new([path("a"), path("b")])
+        };
+        let store = FileStore::open_stripe(&url).unwrap();
+        url.paths.iter().for_each(|path| std::fs::remove_file(path).unwrap());
+        assert_eq!(ios(&mut lane(&store), 0..64), 4);
+    }
+}
