@@ -44,7 +44,12 @@ pub fn reopen(
             })?;
             Ok(Arc::new(Host::adopt(memory)))
         }
-        _ => Err(OpenError::new(url.to_string(), "its pages end with the daemon; only host: outlives it")),
+        StoreUrl::File(file) => Ok(Arc::new(FileStore::reopen(file, take)?)),
+        StoreUrl::Stripe(stripe) => Ok(Arc::new(FileStore::reopen_stripe(stripe, take)?)),
+        StoreUrl::Vram { .. } | StoreUrl::Sim(_) => Err(OpenError::new(
+            url.to_string(),
+            "its pages end with the daemon; those of host:, file: and stripe: do not",
+        )),
     }
 }
 
@@ -78,7 +83,7 @@ mod tests {
     #[test]
     fn what_ends_with_the_daemon_says_so() {
         let error = reopen(&"sim:seed=1".parse().unwrap(), &mut |_| None).unwrap_err().to_string();
-        assert!(error.contains("sim:") && error.contains("only host: outlives it"), "{error}");
+        assert!(error.contains("sim:") && error.contains("end with the daemon"), "{error}");
     }
 
     #[test]

@@ -257,6 +257,49 @@ fn a_device_that_carries_a_file_system_or_is_in_use_is_refused() {
     FileStore::open(&FileUrl::new(&device.0)).expect("a Weir device needs no telling");
 }
 
+#[test]
+fn the_next_daemon_takes_over_every_page_and_the_lock() {
+    let directory = Directory::new();
+    let (one, two) = (directory.file("a").display().to_string(), directory.file("b").display().to_string());
+    for url in
+        [format!("file:{one}?size=2MiB&chunk=1MiB"), format!("stripe:{one},{two}?size=2MiB&unit=64KiB")]
+    {
+        let url = url.parse().unwrap();
+        let first = weir_store::open(&url).unwrap();
+        let all = range(0, 512);
+        assert!(write(&mut *first.lane(512).unwrap(), &all, 1).iter().all(Result::is_ok));
+        let mut kept: Vec<_> = first
+            .keepsakes()
+            .iter()
+            .map(|keepsake| (keepsake.name.clone(), Some(keepsake.fd.try_clone_to_owned().unwrap())))
+            .collect();
+        drop(first);
+        let error = weir_store::open(&url).expect_err("the keeper holds the lock").to_string();
+        assert!(error.contains("in use by another process"), "{error}");
+        let mut take = |name: &str| kept.iter_mut().find(|(kept, _)| kept == name)?.1.take();
+        let second = weir_store::reopen(&url, &mut take).unwrap();
+        for (slot, page) in read(&mut *second.lane(512).unwrap(), &all).iter().enumerate() {
+            assert!(*page == Ok(content(Slot(slot as u32), 1)), "slot {slot}");
+        }
+        let error = weir_store::reopen(&url, &mut take).unwrap_err().to_string();
+        assert!(error.contains("does not hold"), "everything was taken: {error}");
+        drop(second);
+        weir_store::open(&url).expect("nobody holds the lock any more");
+    }
+}
+
+#[test]
+fn a_kept_file_of_another_size_is_refused() {
+    let directory = Directory::new();
+    let path = directory.file("store");
+    let first = FileStore::open(&FileUrl { encrypt: false, ..url(&path, 1) }).unwrap();
+    let file = first.keepsakes()[0].fd.try_clone_to_owned().unwrap();
+    let mut file = Some(file);
+    let larger = FileUrl { encrypt: false, ..url(&path, 2) };
+    let error = FileStore::reopen(&larger, &mut |_| file.take()).unwrap_err().to_string();
+    assert!(error.contains("it holds 1MiB, the URL asks for 2MiB"), "{error}");
+}
+
 /// What no disk may show: 32 bytes, repeated over every page that the tests below write.
 const PLANTED: &[u8; 32] = b"the secret nobody may ever find.";
 

@@ -9,7 +9,7 @@ use crate::OpenError;
 use rustix::fs::{FallocateFlags, FileType, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 use std::fs::File;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use weir_core::{ByteSize, PAGE_SIZE, Page};
@@ -71,6 +71,30 @@ impl Backing {
             let _ = std::fs::remove_file(path);
         }
         ready
+    }
+
+    /// Takes over an open file or device of a daemon that has ended. Its lock came with it.
+    pub(super) fn adopt(name: &str, fd: OwnedFd, size: Option<ByteSize>) -> Result<Self, OpenError> {
+        let failed = |errno| OpenError::io(name, "cannot use a file that was kept", errno);
+        let mode = rustix::fs::fstat(&fd).map_err(failed)?.st_mode;
+        let flags = rustix::fs::fcntl_getfl(&fd).map_err(failed)?;
+        let mut backing = Backing {
+            file: File::from(fd),
+            room: 0,
+            is_device: FileType::from_raw_mode(mode) == FileType::BlockDevice,
+            is_direct: flags.contains(OFlags::DIRECT),
+        };
+        let length = backing.length(name)?;
+        let has = length.saturating_sub(HEADER) / PAGE_SIZE as u64 * PAGE_SIZE as u64;
+        backing.room = size.map_or(has, |size| size.0);
+        if backing.content(name, length)? != Content::Weir || backing.room == 0 || backing.room > has {
+            let (has, asked) = (ByteSize(has), ByteSize(backing.room));
+            let what = format!(
+                "a file that was kept is not the one of this URL: it holds {has}, the URL asks for {asked}"
+            );
+            return Err(OpenError::new(name, what));
+        }
+        Ok(backing)
     }
 
     fn length(&self, name: &str) -> Result<u64, OpenError> {

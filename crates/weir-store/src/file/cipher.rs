@@ -1,5 +1,6 @@
-//! AES-256-XTS (IEEE Std 1619-2018) with a key that nobody keeps: what lies on a disk after the store is closed is
-//! noise, also to us.
+//! AES-256-XTS (IEEE Std 1619-2018) with a key that is never written down: what lies on a disk after the store is closed is
+//! noise, also to us. The key lies in a memfd, so that a keeper can carry it from one daemon to the next; it is
+//! gone when the last of them lets go.
 //!
 //! XTS, because a slot is written again and again under one number and there is no room beside it for a nonce: a stream
 //! cipher would reuse its key stream, and an SSD keeps old blocks for a while. The tweak is the slot's number. XTS hides
@@ -14,6 +15,7 @@ use aes::cipher::{Array, Block, BlockCipherDecrypt, BlockCipherEncrypt, KeyInit}
 use rustix::mm::Advice;
 use rustix::rand::GetRandomFlags;
 use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use weir_core::{Memory, PAGE_SIZE, PageBytes, Slot};
 
@@ -33,7 +35,12 @@ pub(super) struct Cipher {
     keys: NonNull<Keys>,
     /// Where `keys` points.
     memory: Memory,
+    /// The key as it was drawn, [`SECRET`] bytes, for the next daemon.
+    secret: Memory,
 }
+
+/// Bytes of an XTS key: one AES-256 key for content, one for tweaks.
+const SECRET: usize = 64;
 
 // SAFETY: the keys are only read after construction, and `Keys` itself is Send.
 unsafe impl Send for Cipher {}
@@ -43,34 +50,51 @@ unsafe impl Sync for Cipher {}
 impl Cipher {
     /// A cipher with a new key.
     pub(super) fn ephemeral() -> io::Result<Self> {
-        let mut secret = [0u8; 64];
+        let secret = Memory::shared("weir-key", PAGE_SIZE)?;
+        // SAFETY: a mapping of a page that nobody else knows of yet.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(secret.as_ptr(), SECRET) };
         let mut filled = 0;
-        while filled < secret.len() {
-            filled += rustix::rand::getrandom(&mut secret[filled..], GetRandomFlags::empty())?;
+        while filled < SECRET {
+            filled += rustix::rand::getrandom(&mut bytes[filled..], GetRandomFlags::empty())?;
         }
-        let cipher = Self::with_key(&secret);
-        erase(&mut secret);
-        cipher
+        Self::with_secret(secret)
     }
 
-    fn with_key(key: &[u8; 64]) -> io::Result<Self> {
+    /// The cipher of a daemon that has ended, from its [`secret`](Cipher::secret).
+    pub(super) fn adopt(secret: OwnedFd) -> io::Result<Self> {
+        Self::with_secret(Memory::adopt(secret)?)
+    }
+
+    fn with_secret(secret: Memory) -> io::Result<Self> {
         const { assert!(size_of::<Keys>() <= PAGE_SIZE && align_of::<Keys>() <= PAGE_SIZE) };
         let memory = Memory::anonymous(PAGE_SIZE)?;
-        // SAFETY: the range is the mapping just made; this advice only leaves it out of core dumps.
-        unsafe { rustix::mm::madvise(memory.as_ptr().cast(), memory.len(), Advice::LinuxDontDump)? };
-        let half = |at: usize| Array(<[u8; 32]>::try_from(&key[at..at + 32]).expect("32 of 64 bytes"));
-        let (mut content, mut tweak) = (half(0), half(32));
+        for mapping in [&memory, &secret] {
+            // SAFETY: the range is one of our mappings; this advice only leaves it out of core dumps.
+            unsafe { rustix::mm::madvise(mapping.as_ptr().cast(), mapping.len(), Advice::LinuxDontDump)? };
+        }
+        let half = |at: usize| {
+            let mut half = [0; SECRET / 2];
+            // SAFETY: within the page that holds the key, which nobody writes once it was drawn.
+            unsafe { half.as_mut_ptr().copy_from_nonoverlapping(secret.as_ptr().add(at), half.len()) };
+            Array(half)
+        };
+        let (mut content, mut tweak) = (half(0), half(SECRET / 2));
         let keys = NonNull::new(memory.as_ptr().cast::<Keys>()).expect("a mapping is never null");
         // SAFETY: page-aligned, large enough by the assertion, and nothing else uses the mapping.
         unsafe { keys.write(Keys { content: Aes256::new(&content), tweak: Aes256::new(&tweak) }) };
         erase(&mut content.0);
         erase(&mut tweak.0);
-        Ok(Cipher { keys, memory })
+        Ok(Cipher { keys, memory, secret })
+    }
+
+    /// The memfd with the key. The kernel clears it when the last process that holds it lets go.
+    pub(super) fn secret(&self) -> BorrowedFd<'_> {
+        self.secret.fd().expect("the key lies in a memfd")
     }
 
     /// Whether the keys are pinned in RAM. False where `RLIMIT_MEMLOCK` forbids it.
     pub(super) fn is_locked(&self) -> bool {
-        self.memory.is_locked()
+        self.memory.is_locked() && self.secret.is_locked()
     }
 
     fn keys(&self) -> &Keys {
@@ -148,6 +172,13 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    fn with_key(key: &[u8; SECRET]) -> Cipher {
+        let secret = Memory::shared("weir-test-key", PAGE_SIZE).unwrap();
+        // SAFETY: a mapping of a page that only this thread knows of.
+        unsafe { secret.as_ptr().copy_from_nonoverlapping(key.as_ptr(), SECRET) };
+        Cipher::with_secret(secret).unwrap()
+    }
+
     fn hex<const N: usize>(text: &str) -> [u8; N] {
         std::array::from_fn(|at| u8::from_str_radix(&text[2 * at..2 * at + 2], 16).unwrap())
     }
@@ -161,7 +192,7 @@ mod tests {
         ));
         let page: PageBytes = std::array::from_fn(|at| at as u8);
         let mut out = [0; PAGE_SIZE];
-        Cipher::with_key(&key).unwrap().encrypt(Slot(0xff), &page, &mut out);
+        with_key(&key).encrypt(Slot(0xff), &page, &mut out);
         assert_eq!(out[..32], hex::<32>("1c3b3a102f770386e4836c99e370cf9bea00803f5e482357a4ae12d414a3e63b"));
     }
 
@@ -173,7 +204,7 @@ mod tests {
         ) {
             let key: [u8; 64] = std::array::from_fn(|at| key[at % 32].wrapping_add(at as u8));
             let page: PageBytes = std::array::from_fn(|at| ((at as u32 * 31) ^ seed) as u8);
-            let cipher = Cipher::with_key(&key).unwrap();
+            let cipher = with_key(&key);
             let mut out = [0; PAGE_SIZE];
             cipher.encrypt(Slot(slot), &page, &mut out);
 
@@ -186,6 +217,17 @@ mod tests {
             cipher.decrypt(Slot(slot), &mut out);
             prop_assert!(out == page);
         }
+    }
+
+    #[test]
+    fn the_next_daemon_reads_what_the_last_one_wrote() {
+        let (first, page) = (Cipher::ephemeral().unwrap(), [7; PAGE_SIZE]);
+        let mut out = [0; PAGE_SIZE];
+        first.encrypt(Slot(9), &page, &mut out);
+        let kept = first.secret().try_clone_to_owned().unwrap();
+        drop(first);
+        Cipher::adopt(kept).unwrap().decrypt(Slot(9), &mut out);
+        assert!(out == page);
     }
 
     #[test]

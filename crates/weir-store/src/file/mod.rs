@@ -15,14 +15,26 @@ mod url;
 pub use stripe_url::StripeUrl;
 pub use url::FileUrl;
 
-use crate::{Fault, Lane, OpenError, Store};
+use crate::{Fault, Keepsake, Lane, OpenError, Store};
 use backing::{Backing, HEADER};
 use cipher::Cipher;
 use lane::FileLane;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use weir_core::{ByteSize, PAGE_SIZE, Slot};
+
+/// Hands over a keepsake by its name, once.
+type Take<'a> = &'a mut dyn FnMut(&str) -> Option<OwnedFd>;
+
+/// The keepsake that is the key.
+const KEY: &str = "key";
+
+/// The keepsake that is an open member.
+fn member_name(at: usize) -> String {
+    format!("member.{at}")
+}
 
 /// A store in a file, on a block device, or on several of them in turns.
 #[derive(Debug)]
@@ -61,43 +73,31 @@ struct Layout<'a> {
     chunk: ByteSize,
 }
 
-impl FileStore {
-    /// Opens the file or device that `url` names, and takes all its room.
-    ///
-    /// # Errors
-    /// When it cannot be opened or locked, holds something else, or there is not that much room.
-    pub fn open(url: &FileUrl) -> Result<Self, OpenError> {
-        let layout = Layout {
+impl<'a> Layout<'a> {
+    fn of_file(url: &'a FileUrl) -> Self {
+        Layout {
             paths: std::slice::from_ref(&url.path),
             size_each: url.size,
             encrypt: url.encrypt,
             overwrite: url.overwrite,
             unit: url.chunk,
             chunk: url.chunk,
-        };
-        let name = url.to_string();
-        let shared = Shared::open(&name, &layout)?;
-        let size = Some(shared.size());
-        Ok(FileStore { name: FileUrl { size, ..url.clone() }.to_string(), shared: Arc::new(shared) })
+        }
     }
 
-    /// Opens all the files or devices that `url` names, and takes their room.
-    ///
-    /// # Errors
-    /// As [`FileStore::open`], of any of them.
-    pub fn open_stripe(url: &StripeUrl) -> Result<Self, OpenError> {
-        let name = url.to_string();
+    fn of_stripe(url: &'a StripeUrl) -> Result<Self, OpenError> {
         // Each member holds its share in whole units.
         let round = url.unit.0.saturating_mul(url.paths.len() as u64);
         let size_each = match url.size {
             Some(size) if !size.0.is_multiple_of(round) => {
                 let what =
-                    format!("size={} is not a multiple of {} units of {}", size, url.paths.len(), url.unit);
-                return Err(OpenError::new(name, format!("{what}; give a multiple of {}", ByteSize(round))));
+                    format!("size={size} is not a multiple of {} units of {}", url.paths.len(), url.unit);
+                let what = format!("{what}; give a multiple of {}", ByteSize(round));
+                return Err(OpenError::new(url.to_string(), what));
             }
             size => size.map(|size| ByteSize(size.0 / url.paths.len() as u64)),
         };
-        let layout = Layout {
+        Ok(Layout {
             paths: &url.paths,
             size_each,
             encrypt: url.encrypt,
@@ -105,10 +105,55 @@ impl FileStore {
             unit: url.unit,
             // A chunk is the same range of every member.
             chunk: ByteSize(FileUrl::CHUNK.0.next_multiple_of(round)),
-        };
-        let shared = Shared::open(&name, &layout)?;
+        })
+    }
+}
+
+impl FileStore {
+    /// Opens the file or device that `url` names, and takes all its room.
+    ///
+    /// # Errors
+    /// When it cannot be opened or locked, holds something else, or there is not that much room.
+    pub fn open(url: &FileUrl) -> Result<Self, OpenError> {
+        let (name, layout) = (url.to_string(), Layout::of_file(url));
+        Ok(Self::named(url, Shared::open(&name, &layout)?))
+    }
+
+    /// Takes over the file and the key of a daemon that has ended. `take` hands over its keepsakes by name.
+    ///
+    /// # Errors
+    /// When one is missing, or they are not this URL's.
+    pub fn reopen(url: &FileUrl, take: Take<'_>) -> Result<Self, OpenError> {
+        let (name, layout) = (url.to_string(), Layout::of_file(url));
+        Ok(Self::named(url, Shared::reopen(&name, &layout, take)?))
+    }
+
+    fn named(url: &FileUrl, shared: Shared) -> Self {
         let size = Some(shared.size());
-        Ok(FileStore { name: StripeUrl { size, ..url.clone() }.to_string(), shared: Arc::new(shared) })
+        FileStore { name: FileUrl { size, ..url.clone() }.to_string(), shared: Arc::new(shared) }
+    }
+
+    /// Opens all the files or devices that `url` names, and takes their room.
+    ///
+    /// # Errors
+    /// As [`FileStore::open`], of any of them.
+    pub fn open_stripe(url: &StripeUrl) -> Result<Self, OpenError> {
+        let (name, layout) = (url.to_string(), Layout::of_stripe(url)?);
+        Ok(Self::named_stripe(url, Shared::open(&name, &layout)?))
+    }
+
+    /// As [`FileStore::reopen`], of all of them.
+    ///
+    /// # Errors
+    /// As [`FileStore::reopen`].
+    pub fn reopen_stripe(url: &StripeUrl, take: Take<'_>) -> Result<Self, OpenError> {
+        let (name, layout) = (url.to_string(), Layout::of_stripe(url)?);
+        Ok(Self::named_stripe(url, Shared::reopen(&name, &layout, take)?))
+    }
+
+    fn named_stripe(url: &StripeUrl, shared: Shared) -> Self {
+        let size = Some(shared.size());
+        FileStore { name: StripeUrl { size, ..url.clone() }.to_string(), shared: Arc::new(shared) }
     }
 
     /// Whether I/O goes past the page cache, on all members.
@@ -124,17 +169,43 @@ impl FileStore {
 
 impl Shared {
     fn open(name: &str, layout: &Layout<'_>) -> Result<Self, OpenError> {
+        let make =
+            || Cipher::ephemeral().map_err(|error| OpenError::io(name, "cannot make a key for it", error));
+        let cipher = layout.encrypt.then(make).transpose()?;
+        let open = |path: &PathBuf| Backing::open(name, path, layout.size_each, layout.overwrite);
+        let members = layout.paths.iter().map(open).collect::<Result<_, _>>()?;
+        Self::over(name, layout, cipher, members)
+    }
+
+    fn reopen(name: &str, layout: &Layout<'_>, take: Take<'_>) -> Result<Self, OpenError> {
+        let mut kept = |what: String| {
+            take(&what).ok_or_else(|| OpenError::new(name, format!("the keeper does not hold its {what}")))
+        };
         let cipher = match layout.encrypt {
             false => None,
             true => Some(
-                Cipher::ephemeral()
-                    .map_err(|error| OpenError::io(name, "cannot make a key for it", error))?,
+                Cipher::adopt(kept(KEY.to_owned())?)
+                    .map_err(|error| OpenError::io(name, "cannot use the key that was kept", error))?,
             ),
         };
-        let mut members = Vec::new();
-        for path in layout.paths {
-            members.push(Backing::open(name, path, layout.size_each, layout.overwrite)?);
+        let adopt = |at| Backing::adopt(name, kept(member_name(at))?, layout.size_each);
+        let members = (0..layout.paths.len()).map(adopt).collect::<Result<_, _>>()?;
+        let shared = Self::over(name, layout, cipher, members)?;
+        for (chunk, released) in shared.released.iter().enumerate() {
+            // What the last daemon had released is taken again where there is room; the rest changes nothing.
+            let (offset, bytes) = shared.chunk(chunk as u32).expect("a chunk of this store");
+            let has_room = |member: &Backing| member.refill(offset, bytes).is_ok();
+            released.store(!shared.members.iter().all(has_room), Ordering::Relaxed);
         }
+        Ok(shared)
+    }
+
+    fn over(
+        name: &str,
+        layout: &Layout<'_>,
+        cipher: Option<Cipher>,
+        members: Vec<Backing>,
+    ) -> Result<Self, OpenError> {
         let page = PAGE_SIZE as u64;
         let smallest = members.iter().map(|member| member.room).min().unwrap_or(0);
         let share = if members.len() == 1 { smallest } else { smallest / layout.unit.0 * layout.unit.0 };
@@ -207,6 +278,22 @@ impl Store for FileStore {
 
     fn lane(&self, depth: usize) -> Result<Box<dyn Lane>, OpenError> {
         FileLane::open(&self.name, Arc::clone(&self.shared), depth.max(1)).map(|lane| Box::new(lane) as _)
+    }
+
+    /// The open files, which carry their locks, and the key.
+    fn keepsakes(&self) -> Vec<Keepsake<'_>> {
+        let Shared { members, cipher, .. } = &*self.shared;
+        let files = members.iter().enumerate().map(|(at, member)| Keepsake {
+            name: member_name(at),
+            fd: member.file.as_fd(),
+            is_memory: false,
+        });
+        let key = cipher.iter().map(|cipher| Keepsake {
+            name: KEY.to_owned(),
+            fd: cipher.secret(),
+            is_memory: true,
+        });
+        files.chain(key).collect()
     }
 
     /// Gives the blocks back to the file system, or tells the device that they are free.
