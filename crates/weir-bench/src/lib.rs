@@ -17,4 +17,5 @@
 
 pub mod disk;
 pub mod lease;
+pub mod memory;
 pub mod report;

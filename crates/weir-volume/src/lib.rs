@@ -204,6 +204,11 @@ impl Volume {
         self.tiers.iter().map(|tier| &tier.store)
     }
 
+    /// Bytes of its page map.
+    pub fn map_bytes(&self) -> u64 {
+        self.map.memory().len() as u64
+    }
+
     /// Bytes of memory that the volume takes besides its stores: page map, slot records and their counts.
     pub fn memory_bytes(&self) -> u64 {
         let records =

@@ -38,6 +38,9 @@ pub enum Command {
     /// Say what this machine offers, and what to do about what it lacks.
     Doctor(DoctorOptions),
 
+    /// Measure, each figure beside its control.
+    Bench(BenchOptions),
+
     /// Print completions for a shell.
     Completions {
         /// The shell that is to complete.
@@ -200,4 +203,58 @@ pub struct DoctorOptions {
     /// Print one JSON object ("schema": 1) instead of lines.
     #[arg(long)]
     pub json: bool,
+}
+
+/// What to measure, and where the figures go.
+#[derive(Debug, Clone, Args)]
+pub struct BenchOptions {
+    /// Write the figures as one JSON object ("schema": 1).
+    #[arg(long, value_name = "FILE", global = true)]
+    pub json: Option<PathBuf>,
+
+    /// Write a page of HTML with the table and a plot for each metric.
+    #[arg(long, value_name = "FILE.html", global = true)]
+    pub report: Option<PathBuf>,
+
+    /// What to measure.
+    #[command(subcommand)]
+    pub bench: Bench,
+}
+
+/// What can be measured.
+#[derive(Debug, Clone, Subcommand)]
+pub enum Bench {
+    /// What a page reference costs that is handed out and comes back, beside the designs of the Linux kernel.
+    Lease(BenchLeaseOptions),
+
+    /// What memory a volume takes besides the pages themselves.
+    Memory {
+        /// The volume's size.
+        #[arg(long, default_value = "64GiB")]
+        size: ByteSize,
+    },
+}
+
+/// How many connections hold how much.
+#[derive(Debug, Clone, Args)]
+pub struct BenchLeaseOptions {
+    /// Connections; may be repeated, each is a row [default: 1, 1000, 10000].
+    #[arg(long, value_name = "N")]
+    pub connections: Vec<u32>,
+
+    /// References that each connection holds.
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    pub outstanding: u32,
+
+    /// The region that they lie in.
+    #[arg(long, default_value = "2GiB")]
+    pub region: ByteSize,
+
+    /// Threads; may be repeated, each is a column [default: 1, 2].
+    #[arg(long, value_name = "N")]
+    pub threads: Vec<u32>,
+
+    /// Forged, stale and repeated tokens to try.
+    #[arg(long, value_name = "N", default_value_t = 1_000_000)]
+    pub trials: u64,
 }

@@ -5,6 +5,7 @@
 
 mod address;
 mod attach;
+mod bench;
 mod cli;
 mod config;
 mod control;
@@ -44,6 +45,7 @@ fn run(cli: Cli) -> Result<(), Failure> {
         Command::Attach(options) => attach::attach(&options),
         Command::Detach(options) => attach::detach(&options),
         Command::Doctor(options) => doctor::run(options),
+        Command::Bench(options) => bench::run(&options),
         Command::Completions { shell } => manual::completions(shell),
         Command::Man { directory } => manual::pages(&directory),
     }

@@ -1,0 +1,128 @@
+//! `weir bench memory`: what a volume takes besides the pages themselves.
+//!
+//! A volume over a store that keeps nothing, so that all memory the process gains is the volume's own: page map, slot records,
+//! their counts, lanes. Every page is written before the count, so that nothing is left untouched and uncounted. Two
+//! counts must agree: what the volume says of itself, and what the system says the process has grown by.
+
+use crate::report::{Goal, Report, Row};
+use std::sync::Arc;
+use weir_core::{PAGE_SIZE, PageBytes, PageNo, Slot};
+use weir_store::{Lane, OpenError, Progress, Store, Ticket};
+use weir_volume::{Config, Volume};
+
+/// What to measure.
+#[derive(Clone, Copy, Debug)]
+pub struct Plan {
+    /// The volume's size in bytes.
+    pub bytes: u64,
+    /// Lanes that are open.
+    pub lanes: usize,
+    /// Operations that each may have in flight.
+    pub depth: usize,
+}
+
+impl Default for Plan {
+    fn default() -> Self {
+        Plan { bytes: 64 << 30, lanes: 16, depth: 64 }
+    }
+}
+
+/// Why it could not be measured.
+#[derive(Debug, thiserror::Error)]
+pub enum MemoryError {
+    /// No such volume can be made.
+    #[error("cannot make the volume")]
+    Volume(#[from] weir_volume::CreateError),
+    /// A lane could not be opened.
+    #[error("cannot open a lane")]
+    Lane(#[from] OpenError),
+    /// The process's own size is unknown.
+    #[error("cannot read /proc/self/statm")]
+    Size(#[from] std::io::Error),
+}
+
+/// A store of any size that forgets what it is given.
+#[derive(Debug)]
+struct Forgetful(u32);
+
+struct ForgetfulLane;
+
+impl Store for Forgetful {
+    fn name(&self) -> &str {
+        "forgetful"
+    }
+
+    fn slots(&self) -> u32 {
+        self.0
+    }
+
+    fn lane(&self, _depth: usize) -> Result<Box<dyn Lane>, OpenError> {
+        Ok(Box::new(ForgetfulLane))
+    }
+}
+
+impl Lane for ForgetfulLane {
+    fn write(&mut self, _ticket: Ticket, _slot: Slot, _page: &PageBytes) -> Progress {
+        Progress::Done(Ok(()))
+    }
+
+    fn read(&mut self, _ticket: Ticket, _slot: Slot, _page: &mut PageBytes) -> Progress {
+        Progress::Done(Ok(()))
+    }
+}
+
+/// Fills such a volume and counts.
+///
+/// # Errors
+/// When there is not enough memory for it.
+pub fn run(plan: &Plan) -> Result<Report, MemoryError> {
+    let pages = u32::try_from(plan.bytes / PAGE_SIZE as u64).unwrap_or(u32::MAX);
+    let config = Config { pages, lanes: plan.lanes, depth: plan.depth };
+    let before = resident_bytes()?;
+    let volume = Volume::create(config, vec![Arc::new(Forgetful(config.slots()))])?;
+    let mut lanes = (0..plan.lanes).map(|_| volume.lane()).collect::<Result<Vec<_>, _>>()?;
+    let mut page = [1; PAGE_SIZE];
+    for number in 0..pages {
+        page[..4].copy_from_slice(&number.to_le_bytes());
+        let lane = &mut lanes[number as usize % plan.lanes];
+        assert_eq!(
+            lane.write(0, PageNo(number), &page),
+            Progress::Done(Ok(())),
+            "the store takes everything"
+        );
+        lane.submit();
+    }
+    let grown = resident_bytes()?.saturating_sub(before);
+    let stated = volume.memory_bytes();
+    drop(lanes);
+
+    let mut report = Report::new("memory", 1);
+    let per_page = |bytes: u64| bytes as f64 / f64::from(pages);
+    report
+        .rows
+        .push(Row::lower("map", "bytes_per_page", per_page(volume.map_bytes())).goal(Goal::Value(8.0)));
+    let per_slot = (stated - volume.map_bytes()) as f64 / f64::from(config.slots());
+    report.rows.push(Row::lower("records", "bytes_per_slot", per_slot).goal(Goal::Value(8.01)));
+    report.rows.push(Row::lower("whole_process", "bytes_per_page", per_page(grown)));
+    report.rows.push(Row::lower("whole_process", "mib", grown as f64 / f64::from(1 << 20)));
+    Ok(report)
+}
+
+fn resident_bytes() -> std::io::Result<u64> {
+    let statm = std::fs::read_to_string("/proc/self/statm")?;
+    let pages = statm.split_whitespace().nth(1).and_then(|field| field.parse::<u64>().ok());
+    pages.map(|pages| pages * PAGE_SIZE as u64).ok_or_else(|| std::io::ErrorKind::InvalidData.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_volume_takes_sixteen_bytes_a_page_and_the_system_agrees() {
+        let report = run(&Plan { bytes: 4 << 30, lanes: 4, depth: 64 }).unwrap();
+        assert!(report.all_met(), "{report}");
+        let grown = report.rows.iter().find(|row| row.id == "whole_process").unwrap().value;
+        assert!((15.9..17.5).contains(&grown), "the process grew by {grown} bytes a page");
+    }
+}

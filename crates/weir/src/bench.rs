@@ -1,0 +1,57 @@
+//! `weir bench`: from flags to a benchmark's plan, and from its report to table, JSON and HTML.
+
+use crate::cli::{Bench, BenchLeaseOptions, BenchOptions};
+use crate::failure::{Failure, chain};
+use weir_bench::report::Report;
+use weir_bench::{lease, memory};
+
+/// Measures, prints the table, writes the files; fails where a goal was missed.
+pub fn run(options: &BenchOptions) -> Result<(), Failure> {
+    let report = match &options.bench {
+        Bench::Lease(options) => lease::run(&lease_plan(options)).map_err(|error| failed(&error))?,
+        Bench::Memory { size } => memory::run(&memory::Plan { bytes: size.0, ..Default::default() })
+            .map_err(|error| failed(&error))?,
+    };
+    println!("{report}");
+    if let Some(path) = &options.json {
+        report.write_json(path).map_err(|error| failed(&error))?;
+    }
+    if let Some(path) = &options.report {
+        report.write_html(path).map_err(|error| failed(&error))?;
+    }
+    verdict(&report)
+}
+
+fn verdict(report: &Report) -> Result<(), Failure> {
+    let missed: Vec<_> =
+        report.rows.iter().filter(|row| row.met == Some(false)).map(|row| &*row.id).collect();
+    if missed.is_empty() {
+        return Ok(());
+    }
+    Err(Failure::Failed(format!(
+        "{} of {} goals missed: {}",
+        missed.len(),
+        report.rows.len(),
+        missed.join(", ")
+    )))
+}
+
+fn failed(error: &dyn std::error::Error) -> Failure {
+    Failure::Failed(chain(error))
+}
+
+fn lease_plan(options: &BenchLeaseOptions) -> lease::Plan {
+    let mut plan = lease::Plan {
+        outstanding: options.outstanding,
+        region: options.region.0,
+        trials: options.trials,
+        ..lease::Plan::default()
+    };
+    if !options.connections.is_empty() {
+        plan.connections.clone_from(&options.connections);
+    }
+    if !options.threads.is_empty() {
+        plan.threads.clone_from(&options.threads);
+    }
+    plan
+}
