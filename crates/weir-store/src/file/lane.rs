@@ -303,13 +303,15 @@ impl Lane for FileLane {
 }
 
 impl Drop for FileLane {
-    /// Waits for every I/O that has been started: the kernel may write to the staging memory until then.
+    /// Waits for every I/O that has been started: the kernel may write to the staging memory until then. Lets go of the
+    /// files by name: a ring that is only closed does so later, and their locks would outlive the store.
     fn drop(&mut self) {
         while self.running > 0 {
             if self.next_completion().is_none() && self.ring.submit_and_wait(1).is_err() {
                 std::thread::yield_now();
             }
         }
+        let _ = self.ring.submitter().unregister_files();
     }
 }
 
