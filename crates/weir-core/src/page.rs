@@ -60,6 +60,11 @@ impl Checksum {
         let crc = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32;
         Checksum(crc ^ mix(page.0, generation))
     }
+
+    /// The checksum of the same bytes as another generation of the same page.
+    pub fn renewed(self, page: PageNo, from: u32, to: u32) -> Self {
+        Checksum(self.0 ^ mix(page.0, from) ^ mix(page.0, to))
+    }
 }
 
 /// Spreads (page, generation) over 32 bits so that neighbours differ in about half of them
@@ -124,7 +129,9 @@ mod tests {
             let mut bytes = [seed; PAGE_SIZE];
             let was = Checksum::of(&bytes, PageNo(page), generation);
             prop_assert_ne!(was, Checksum::of(&bytes, PageNo(page ^ 1), generation));
-            prop_assert_ne!(was, Checksum::of(&bytes, PageNo(page), generation + 1));
+            let next = Checksum::of(&bytes, PageNo(page), generation + 1);
+            prop_assert_ne!(was, next);
+            prop_assert_eq!(was.renewed(PageNo(page), generation, generation + 1), next);
             bytes[bit / 8] ^= 1 << (bit % 8);
             prop_assert_ne!(was, Checksum::of(&bytes, PageNo(page), generation));
         }

@@ -348,6 +348,12 @@ impl Lane {
             || self.stores.iter().any(|store| store.lane.in_flight() > 0 && store.lane.wake_fd().is_none())
     }
 
+    /// Gives the lane up as the death of its process would: what it has under way is neither finished nor undone. For
+    /// tests of taking over; no other lane may use the volume afterwards.
+    pub fn abandon(mut self) {
+        self.in_flight = 0;
+    }
+
     /// Keeps pages in place, to look at them where they lie.
     pub fn pin(&mut self) -> Guard<'_> {
         self.enter();
@@ -445,15 +451,26 @@ impl Lane {
     }
 
     /// Makes `entry` the page's, unless `condition` no longer holds; frees what it replaces, or `entry`'s own slot.
-    fn publish(&mut self, page: PageNo, entry: Entry, condition: Option<Entry>) -> bool {
+    ///
+    /// Every write of a page counts its generation on by one, also when several lanes write it at once, so that no entry of a
+    /// page ever comes back (before 2^26 writes) and `condition` means what it says.
+    fn publish(&mut self, page: PageNo, mut entry: Entry, condition: Option<Entry>) -> bool {
         let map = &self.volume.map;
         let old = match condition {
-            None => map.swap(page, entry),
             Some(was) if map.replace(page, was, entry) => was,
             Some(_) => {
                 self.unclaim(entry);
                 return false;
             }
+            None => loop {
+                let was = map.load(page);
+                if entry.generation() != was.next_generation() {
+                    entry = self.volume.renew(page, entry, was.next_generation());
+                }
+                if map.replace(page, was, entry) {
+                    break was;
+                }
+            },
         };
         let metrics = self.volume.seat(self.seat);
         match entry.place() {
@@ -738,6 +755,18 @@ impl Drop for Guard<'_> {
 impl Volume {
     fn seat(&self, seat: usize) -> &LaneMetrics {
         &self.lanes[seat].metrics
+    }
+
+    /// `entry`, not yet published, as generation `generation`.
+    #[cold]
+    fn renew(&self, page: PageNo, entry: Entry, generation: u32) -> Entry {
+        if let Place::Stored { store, slot } = entry.place() {
+            let records = &self.tiers[store].records;
+            let written = records.occupant(slot).expect("the slot was claimed for this entry");
+            let checksum = written.checksum.renewed(page, entry.generation(), generation);
+            records.fill_in(slot, Occupant { page, checksum });
+        }
+        Entry::new(entry.place(), generation)
     }
 
     /// Where a page lies, with its checksum. The calling lane is pinned.

@@ -37,10 +37,9 @@ impl Map {
         Entry(self.word(page).load(Ordering::Acquire))
     }
 
-    /// Publishes `entry`, and returns what it replaces.
-    #[inline]
-    pub fn swap(&self, page: PageNo, entry: Entry) -> Entry {
-        Entry(self.word(page).swap(entry.0, Ordering::SeqCst))
+    /// Sets a page's entry while nobody else uses the map.
+    pub fn set(&self, page: PageNo, entry: Entry) {
+        self.word(page).store(entry.0, Ordering::SeqCst);
     }
 
     /// Publishes `entry` if the page is still as `was` says.

@@ -115,7 +115,7 @@ impl Volume {
                         named[store].insert(slot);
                         stored += 1;
                     } else {
-                        map.swap(page, Entry::new(Place::Lost, entry.next_generation()));
+                        map.set(page, Entry::new(Place::Lost, entry.next_generation()));
                         lost += 1;
                     }
                 }

@@ -117,8 +117,6 @@ pub struct History {
     stores: Vec<Arc<Sim>>,
     volume: Arc<Volume>,
     players: Vec<Player>,
-    /// The lanes of daemons that crashed, kept until everything has been checked.
-    ghosts: Vec<Lane>,
     pages: Vec<Content>,
     released: Vec<(usize, u32)>,
     dead: Option<usize>,
@@ -190,7 +188,6 @@ impl History {
             stores,
             volume,
             players: Vec::new(),
-            ghosts: Vec::new(),
             pages: vec![Content::Nothing; config.pages as usize],
             released: Vec::new(),
             dead: None,
@@ -472,8 +469,7 @@ impl History {
                 weir_store::Store::take(&*self.stores[store], chunk).expect("memory");
             }
         }
-        // Not dropped, for a killed process runs no destructors.
-        self.ghosts.extend(self.players.drain(..).map(|player| player.lane));
+        self.players.drain(..).for_each(|player| player.lane.abandon());
         let fds = self.volume.kept_fds();
         let adopt = |fd: &BorrowedFd<'_>| {
             Memory::adopt(fd.try_clone_to_owned().expect("a descriptor")).expect("a mapping")
