@@ -1,0 +1,476 @@
+//! A bounded channel of values on the same core: every sender has a stack of its own and its own slots.
+//!
+//! A slot travels in a circle: the sender takes it from its private list, writes the value, pushes it; the
+//! receiver takes the whole stack, reads the values, and pushes the slots back to their sender, which takes that
+//! stack whole when its private list runs out. So a send is one exchange on a line that no other sender touches,
+//! nothing is allocated once a sender was made, and neither stack has the ABA problem, as both are only ever
+//! taken whole.
+
+use core::cell::UnsafeCell;
+use core::fmt;
+use core::iter::once;
+use core::mem::MaybeUninit;
+use core::ptr::NonNull;
+use core::sync::atomic::Ordering::{AcqRel, Relaxed};
+use std::sync::Arc;
+
+use crate::metrics::{Counters, Metrics};
+use crate::shards::Padded;
+use crate::sleeper::Sleeper;
+use crate::stack::{Chain, Link, Pushed, Stack};
+use crate::sync::{AtomicUsize, pause};
+use crate::worker::{LINGER, SMALL_BATCH};
+
+/// Slots that the receiver gathers before it gives them back in one exchange.
+const GIVE_BACK: usize = 64;
+
+/// A channel for values of `T`, in which each sender has room for `capacity` of them (at least one).
+///
+/// Each sender's values arrive in the order in which it sent them; cloning a [`Sender`] makes another, with its
+/// own room. Memory: `capacity` times the size of `T` and a pointer, for each sender.
+///
+/// ```
+/// let (mut sender, mut receiver) = weir_queue::channel(128);
+/// let mut other = sender.clone();
+/// let worker = std::thread::spawn(move || {
+///     let mut pages = Vec::new();
+///     // Everything that waits, in one call; then everything that came meanwhile.
+///     while let Ok(()) = receiver.drain(|batch| pages.extend(batch)) {}
+///     pages.sort();
+///     pages
+/// });
+/// sender.send(7).unwrap();
+/// other.send(9).unwrap();
+/// drop((sender, other));
+/// assert_eq!(worker.join().unwrap(), [7, 9]);
+/// ```
+pub fn channel<T: Send>(capacity: usize) -> (Sender<T>, Receiver<T>) {
+    let shared = Arc::new(Shared {
+        joining: Padded::default(),
+        sleeper: Sleeper::new(),
+        senders: AtomicUsize::new(0),
+        counters: Padded::default(),
+    });
+    let receiver = Receiver {
+        shared: Arc::clone(&shared),
+        readers: Vec::new(),
+        at: 0,
+        left: 0,
+        last_batch: 0,
+        spins: 0,
+        linger: LINGER,
+    };
+    (Sender::join(shared, capacity.max(1)), receiver)
+}
+
+/// What all ends of a channel share.
+struct Shared {
+    /// Lanes that the receiver does not know yet.
+    joining: Padded<Stack>,
+    /// The receiver's.
+    sleeper: Sleeper,
+    senders: AtomicUsize,
+    counters: Padded<Counters>,
+}
+
+/// What one sender and the receiver share.
+#[repr(C)]
+struct Lane<T> {
+    /// In `Shared::joining` until the receiver has seen the lane. First, so that its pointer is the lane's.
+    joining: Link,
+    /// Slots with values, on their way to the receiver.
+    full: Padded<Stack>,
+    /// Slots on their way back.
+    empty: Padded<Stack>,
+    /// The sender's, when it waits for a slot.
+    sleeper: Sleeper,
+    slots: Box<[Slot<T>]>,
+}
+
+#[repr(C)]
+struct Slot<T> {
+    link: Link,
+    value: UnsafeCell<MaybeUninit<T>>,
+}
+
+// SAFETY: a slot is the sender's or the receiver's, never both; the stacks hand it over with what was written.
+unsafe impl<T: Send> Sync for Lane<T> {}
+// SAFETY: as above; nothing in a lane belongs to a thread.
+unsafe impl<T: Send> Send for Lane<T> {}
+
+/// The end that sends. Every clone has its own room and its own order.
+pub struct Sender<T: Send> {
+    shared: Arc<Shared>,
+    lane: Arc<Lane<T>>,
+    /// Slots that came back.
+    free: Chain,
+    /// Slots never used so far: those from here on.
+    fresh: usize,
+}
+
+// SAFETY: the chain of free slots belongs to the sender alone and moves with it.
+unsafe impl<T: Send> Send for Sender<T> {}
+
+/// The end that receives.
+pub struct Receiver<T: Send> {
+    shared: Arc<Shared>,
+    readers: Vec<Reader<T>>,
+    /// The reader whose values come next.
+    at: usize,
+    /// Values taken and not yet received.
+    left: usize,
+    last_batch: usize,
+    spins: u32,
+    linger: u32,
+}
+
+/// The receiver's side of a lane.
+struct Reader<T> {
+    lane: Arc<Lane<T>>,
+    taken: Chain,
+    /// Slots read and not yet given back: newest, oldest, how many.
+    read: Option<(NonNull<Link>, NonNull<Link>, usize)>,
+}
+
+// SAFETY: the chains belong to the receiver alone and move with it.
+unsafe impl<T: Send> Send for Receiver<T> {}
+
+/// Why a value was not sent; it is given back.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum SendError<T> {
+    /// The sender's room is used up until the receiver catches up.
+    Full(T),
+    /// The receiver is gone.
+    Closed(T),
+}
+
+/// All senders are gone, and all that they sent was received.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Closed;
+
+impl<T> SendError<T> {
+    /// The value that was not sent.
+    pub fn into_inner(self) -> T {
+        match self {
+            SendError::Full(value) | SendError::Closed(value) => value,
+        }
+    }
+}
+
+impl<T> fmt::Display for SendError<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            SendError::Full(_) => "the channel is full; send again once the receiver has caught up",
+            SendError::Closed(_) => "the channel is closed: its receiver is gone",
+        })
+    }
+}
+
+impl<T> fmt::Debug for SendError<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            SendError::Full(_) => "Full(..)",
+            SendError::Closed(_) => "Closed(..)",
+        })
+    }
+}
+
+impl<T> std::error::Error for SendError<T> {}
+
+impl fmt::Display for Closed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the channel is closed: its senders are gone, and nothing is left in it")
+    }
+}
+
+impl std::error::Error for Closed {}
+
+impl<T: Send> Sender<T> {
+    /// A new sender, announced to the receiver.
+    fn join(shared: Arc<Shared>, capacity: usize) -> Self {
+        shared.senders.fetch_add(1, Relaxed);
+        let slot = || Slot { link: Link::new(), value: UnsafeCell::new(MaybeUninit::uninit()) };
+        let lane = Arc::new(Lane {
+            joining: Link::new(),
+            full: Padded::default(),
+            empty: Padded::default(),
+            sleeper: Sleeper::new(),
+            slots: (0..capacity).map(|_| slot()).collect(),
+        });
+        let raw = Arc::into_raw(Arc::clone(&lane)).cast_mut();
+        // SAFETY: a new lane's link is in no stack; the reference counted for the receiver keeps it valid.
+        match unsafe { shared.joining.0.push(NonNull::new_unchecked(raw).cast()) } {
+            Pushed::Queued => {}
+            Pushed::Asleep => shared.sleeper.wake(),
+            Pushed::Closed => {
+                lane.full.0.close();
+                // SAFETY: turned raw above, and the receiver will not take it.
+                drop(unsafe { Arc::from_raw(raw) });
+            }
+        }
+        Sender { shared, lane, free: Chain::default(), fresh: 0 }
+    }
+
+    /// Sends `value` without waiting. Lock-free; allocates nothing; a system call only when the receiver sleeps.
+    ///
+    /// # Errors
+    /// [`SendError::Full`] when this sender's room is used up, [`SendError::Closed`] when the receiver is gone.
+    #[inline]
+    pub fn try_send(&mut self, value: T) -> Result<(), SendError<T>> {
+        let Some(slot) = self.slot() else {
+            let closed = self.lane.full.0.is_closed();
+            return Err(if closed { SendError::Closed(value) } else { SendError::Full(value) });
+        };
+        // SAFETY: a slot from `slot` is this sender's alone until it is pushed.
+        unsafe { (*slot.as_ref().value.get()).write(value) };
+        // SAFETY: the slot is in no stack, and the lane outlives it.
+        match unsafe { self.lane.full.0.push(slot.cast()) } {
+            Pushed::Queued => Ok(()),
+            Pushed::Asleep => {
+                self.shared.sleeper.wake();
+                Ok(())
+            }
+            Pushed::Closed => {
+                // SAFETY: not pushed, so the value is where it was written. The slot is not used again.
+                let value = unsafe { (*slot.as_ref().value.get()).assume_init_read() };
+                Err(SendError::Closed(value))
+            }
+        }
+    }
+
+    /// Sends `value`, waiting as long as this sender's room is used up.
+    ///
+    /// # Errors
+    /// [`SendError::Closed`] when the receiver is gone.
+    pub fn send(&mut self, mut value: T) -> Result<(), SendError<T>> {
+        loop {
+            match self.try_send(value) {
+                Err(SendError::Full(back)) => value = back,
+                done => return done,
+            }
+            self.lane.sleeper.wait(once(&self.lane.empty.0), 0);
+        }
+    }
+
+    /// A slot to write to.
+    #[inline]
+    fn slot(&mut self) -> Option<NonNull<Slot<T>>> {
+        if let Some(link) = self.free.next() {
+            return Some(link.cast());
+        }
+        if let Some(slot) = self.lane.slots.get(self.fresh) {
+            self.fresh += 1;
+            return Some(NonNull::from(slot));
+        }
+        self.free = self.lane.empty.0.take();
+        self.free.next().map(NonNull::cast)
+    }
+}
+
+impl<T: Send> Clone for Sender<T> {
+    /// Another sender, with as much room.
+    fn clone(&self) -> Self {
+        Sender::join(Arc::clone(&self.shared), self.lane.slots.len())
+    }
+}
+
+impl<T: Send> Drop for Sender<T> {
+    fn drop(&mut self) {
+        let mut asleep = self.lane.full.0.close();
+        if self.shared.senders.fetch_sub(1, AcqRel) == 1 {
+            asleep |= self.shared.joining.0.close();
+        }
+        if asleep {
+            self.shared.sleeper.wake();
+        }
+    }
+}
+
+impl<T: Send> Receiver<T> {
+    /// How often to look at an empty channel before sleeping; 0 unless said.
+    pub fn spin(&mut self, looks: u32) {
+        self.spins = looks;
+    }
+
+    /// How many processor pauses to let pass after a small batch before looking again; 64 unless said.
+    pub fn linger(&mut self, pauses: u32) {
+        self.linger = pauses;
+    }
+
+    /// Waits until there is something, and hands all of it to `callback`. What the callback leaves in the batch
+    /// comes first the next time.
+    ///
+    /// # Errors
+    /// [`Closed`] when all senders are gone and nothing is left.
+    pub fn drain<R>(&mut self, callback: impl FnOnce(Batch<'_, T>) -> R) -> Result<R, Closed> {
+        self.wait()?;
+        Ok(callback(Batch(self)))
+    }
+
+    /// What is there already, without waiting; possibly nothing.
+    pub fn try_drain(&mut self) -> Batch<'_, T> {
+        if self.left == 0 {
+            self.sweep();
+        }
+        Batch(self)
+    }
+
+    /// Waits for a value.
+    ///
+    /// # Errors
+    /// [`Closed`] when all senders are gone and nothing is left.
+    #[inline]
+    pub fn recv(&mut self) -> Result<T, Closed> {
+        self.wait()?;
+        Ok(self.next().expect("the wait ends with a value, or closed"))
+    }
+
+    /// What the channel did so far.
+    pub fn metrics(&self) -> Metrics {
+        self.shared.counters.0.read(self.shared.sleeper.wakes())
+    }
+
+    /// Returns once `left` is not 0.
+    #[inline]
+    fn wait(&mut self) -> Result<(), Closed> {
+        while self.left == 0 {
+            if self.last_batch > 0 && self.last_batch < SMALL_BATCH {
+                (0..self.linger).for_each(|_| pause());
+            }
+            self.last_batch = self.sweep();
+            if self.left == 0 {
+                if self.readers.is_empty() && self.shared.joining.0.is_finished() {
+                    return Err(Closed);
+                }
+                let lanes = self.readers.iter().map(|reader| &reader.lane.full.0);
+                self.shared.sleeper.wait(once(&self.shared.joining.0).chain(lanes), self.spins);
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes every lane once; how many values that gave. Only when none are left.
+    fn sweep(&mut self) -> usize {
+        for link in self.shared.joining.0.take() {
+            // SAFETY: what is in `joining` are lanes turned raw, each once.
+            let lane = unsafe { Arc::from_raw(link.cast::<Lane<T>>().as_ptr()) };
+            self.readers.push(Reader { lane, taken: Chain::default(), read: None });
+        }
+        self.at = 0;
+        self.readers.retain_mut(|reader| {
+            let finished = reader.lane.full.0.is_finished();
+            reader.taken = reader.lane.full.0.take();
+            self.left += reader.taken.len();
+            !finished
+        });
+        if self.left > 0 {
+            self.shared.counters.0.batch(self.left);
+        }
+        self.left
+    }
+
+    /// The next value of those taken.
+    #[inline]
+    fn next(&mut self) -> Option<T> {
+        while self.left > 0 {
+            if let Some(value) = self.readers[self.at].next() {
+                self.left -= 1;
+                if self.left == 0 {
+                    self.readers[self.at].give_back();
+                }
+                return Some(value);
+            }
+            self.readers[self.at].give_back();
+            self.at += 1;
+        }
+        None
+    }
+}
+
+impl<T> Reader<T> {
+    #[inline]
+    fn next(&mut self) -> Option<T> {
+        let link = self.taken.next()?;
+        // SAFETY: a slot in `full` holds a value, and it was taken once, so it is ours to read.
+        let value = unsafe { (*link.cast::<Slot<T>>().as_ref().value.get()).assume_init_read() };
+        self.read = match self.read {
+            None => Some((link, link, 1)),
+            Some((newest, oldest, count)) => {
+                // SAFETY: taken, so valid, and in no stack.
+                unsafe { link.as_ref() }.follow(newest);
+                Some((link, oldest, count + 1))
+            }
+        };
+        if self.read.is_some_and(|(_, _, count)| count == GIVE_BACK) {
+            self.give_back();
+        }
+        Some(value)
+    }
+
+    /// Gives the slots read so far back to their sender.
+    #[inline]
+    fn give_back(&mut self) {
+        if let Some((newest, oldest, _)) = self.read.take() {
+            // SAFETY: the slots were read, and are in no stack; their lane outlives them.
+            if unsafe { self.lane.empty.0.push_list(newest, oldest) } == Pushed::Asleep {
+                self.lane.sleeper.wake();
+            }
+        }
+    }
+}
+
+impl<T: Send> Drop for Receiver<T> {
+    fn drop(&mut self) {
+        self.shared.joining.0.close();
+        // To the end of what was taken, then of what is still in the lanes: each sweep takes what a close let in.
+        loop {
+            while self.next().is_some() {}
+            for reader in &self.readers {
+                reader.lane.full.0.close();
+                if reader.lane.empty.0.close() {
+                    reader.lane.sleeper.wake();
+                }
+            }
+            if self.readers.is_empty() && self.shared.joining.0.is_finished() {
+                break;
+            }
+            self.sweep();
+        }
+    }
+}
+
+/// The values that waited, each sender's in order. Those not taken out come first in the next batch.
+pub struct Batch<'a, T: Send>(&'a mut Receiver<T>);
+
+impl<T: Send> Iterator for Batch<'_, T> {
+    type Item = T;
+
+    #[inline]
+    fn next(&mut self) -> Option<T> {
+        self.0.next()
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        (self.0.left, Some(self.0.left))
+    }
+}
+
+impl<T: Send> ExactSizeIterator for Batch<'_, T> {}
+
+impl<T: Send> fmt::Debug for Sender<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Sender").field("room", &self.lane.slots.len()).finish_non_exhaustive()
+    }
+}
+
+impl<T: Send> fmt::Debug for Receiver<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Receiver").field("metrics", &self.metrics()).finish_non_exhaustive()
+    }
+}
+
+impl<T: Send> fmt::Debug for Batch<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Batch").field(&self.len()).finish()
+    }
+}

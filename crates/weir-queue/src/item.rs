@@ -1,0 +1,220 @@
+//! Items: what is queued, embedded in the caller's own data, and how a queue gets from one back to its owner.
+//!
+//! The traits follow the kernel's own Rust bindings (`rust/kernel/workqueue.rs`: `Work`, `HasWork`, `WorkItem`).
+
+use alloc::boxed::Box;
+use alloc::sync::Arc;
+use core::marker::PhantomData;
+use core::ops::Deref;
+use core::ptr::NonNull;
+use core::sync::atomic::Ordering::AcqRel;
+
+use crate::stack::Link;
+use crate::sync::AtomicBool;
+
+/// A place in a queue, embedded in a `T`. A type that has several tells them apart by `ID`.
+#[repr(transparent)]
+pub struct Item<T, const ID: u64 = 0> {
+    pub(crate) raw: RawItem,
+    owner: PhantomData<fn(T)>,
+}
+
+/// An item without its owner's type: what the worker sees.
+#[repr(C)]
+pub(crate) struct RawItem {
+    /// First, so that a pointer to the link is a pointer to the item.
+    pub(crate) link: Link,
+    pending: AtomicBool,
+    run: unsafe fn(NonNull<Link>),
+}
+
+/// A type that embeds an [`Item`]. Implement it with [`has_item!`](crate::has_item), which checks the field's type.
+///
+/// # Safety
+/// An `Item<Self, ID>` lies `OFFSET` bytes into every `Self`.
+pub unsafe trait HasItem<const ID: u64 = 0>: Sized {
+    /// Where the item lies, in bytes.
+    const OFFSET: usize;
+}
+
+/// Says where in a type its [`Item`] lies: `has_item!(Frame, present)`, or `has_item!(Frame, retry, 1)` for
+/// another item of the same type.
+#[macro_export]
+macro_rules! has_item {
+    ($owner:ty, $field:ident) => {
+        $crate::has_item!($owner, $field, 0);
+    };
+    ($owner:ty, $field:ident, $id:expr) => {
+        // SAFETY: `offset_of!` takes a field of the type itself, and the constant within checks the field's type.
+        unsafe impl $crate::HasItem<{ $id }> for $owner {
+            const OFFSET: usize = {
+                const _: fn(&$owner) -> &$crate::Item<$owner, { $id }> = |owner| &owner.$field;
+                ::core::mem::offset_of!($owner, $field)
+            };
+        }
+    };
+}
+
+/// What is done with an item's owner once its turn comes.
+pub trait Work<const ID: u64 = 0>: HasItem<ID> {
+    /// How a queue holds the owner: `Arc<Self>`, `&'static Self`, or `Box<Self>`.
+    type Pointer: Pointer<Target = Self>;
+
+    /// Runs on the queue's worker. The item is in no queue by then: it may be scheduled again, or dropped.
+    fn run(this: Self::Pointer);
+}
+
+/// A pointer through which a queue holds an item's owner.
+///
+/// # Safety
+/// `into_raw` gives a pointer to the value, which neither moves nor dies until `from_raw` takes the pointer back.
+pub unsafe trait Pointer: Deref<Target: Sized> + Send + 'static {
+    /// Whether others may point to the value too, so that its item needs a flag to say that it is pending.
+    const SHARED: bool;
+
+    /// Turns the pointer into a raw one.
+    fn into_raw(self) -> NonNull<Self::Target>;
+
+    /// Turns it back.
+    ///
+    /// # Safety
+    /// `raw` comes from [`Pointer::into_raw`] of this type, once for each call.
+    unsafe fn from_raw(raw: NonNull<Self::Target>) -> Self;
+}
+
+/// A pointer of which there may be several, so that one item can be scheduled while it is pending already.
+pub trait Shared: Pointer + Clone {}
+
+/// The only pointer to its value: an item behind it cannot be pending already, and needs no flag to say so.
+pub trait Exclusive: Pointer {}
+
+// SAFETY: the raw pointer owns one reference count.
+unsafe impl<T: Send + Sync + 'static> Pointer for Arc<T> {
+    const SHARED: bool = true;
+
+    fn into_raw(self) -> NonNull<T> {
+        // SAFETY: an Arc is never null.
+        unsafe { NonNull::new_unchecked(Arc::into_raw(self).cast_mut()) }
+    }
+
+    unsafe fn from_raw(raw: NonNull<T>) -> Self {
+        // SAFETY: from `into_raw`, by the caller's word.
+        unsafe { Arc::from_raw(raw.as_ptr()) }
+    }
+}
+
+// SAFETY: what is borrowed for ever neither moves nor dies.
+unsafe impl<T: Sync + 'static> Pointer for &'static T {
+    const SHARED: bool = true;
+
+    fn into_raw(self) -> NonNull<T> {
+        NonNull::from(self)
+    }
+
+    unsafe fn from_raw(raw: NonNull<T>) -> Self {
+        // SAFETY: from `into_raw`, by the caller's word, so the borrow is for ever.
+        unsafe { raw.as_ref() }
+    }
+}
+
+// SAFETY: the raw pointer owns the value.
+unsafe impl<T: Send + 'static> Pointer for Box<T> {
+    const SHARED: bool = false;
+
+    fn into_raw(self) -> NonNull<T> {
+        // SAFETY: a Box is never null.
+        unsafe { NonNull::new_unchecked(Box::into_raw(self)) }
+    }
+
+    unsafe fn from_raw(raw: NonNull<T>) -> Self {
+        // SAFETY: from `into_raw`, by the caller's word.
+        unsafe { Box::from_raw(raw.as_ptr()) }
+    }
+}
+
+impl<T: Send + Sync + 'static> Shared for Arc<T> {}
+impl<T: Sync + 'static> Shared for &'static T {}
+impl<T: Send + 'static> Exclusive for Box<T> {}
+
+impl<T: Work<ID>, const ID: u64> Item<T, ID> {
+    /// An item in no queue, to be embedded in a `T`.
+    #[must_use]
+    pub fn new() -> Self {
+        Item { raw: RawItem::new(run::<T, ID>), owner: PhantomData }
+    }
+}
+
+impl<T, const ID: u64> Item<T, ID> {
+    /// Whether the item is scheduled and its function has not begun. By the time the caller reads the answer it
+    /// may be out of date; [`Queue::schedule`](crate::Queue::schedule) decides for itself.
+    #[inline]
+    pub fn is_pending(&self) -> bool {
+        self.raw.pending.load(core::sync::atomic::Ordering::Acquire)
+    }
+}
+
+impl<T: Work<ID>, const ID: u64> Default for Item<T, ID> {
+    fn default() -> Self {
+        Item::new()
+    }
+}
+
+impl<T, const ID: u64> core::fmt::Debug for Item<T, ID> {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("Item").field("pending", &self.is_pending()).finish_non_exhaustive()
+    }
+}
+
+impl RawItem {
+    pub(crate) fn new(run: unsafe fn(NonNull<Link>)) -> Self {
+        RawItem { link: Link::new(), pending: AtomicBool::new(false), run }
+    }
+
+    /// Claims the item for a push; false if it is pending. Always an exchange, never a load first: the worker's
+    /// own exchange then reads from this one, so that whoever is told "pending" knows that the run to come sees
+    /// all that it did before.
+    #[inline]
+    pub(crate) fn claim(&self) -> bool {
+        !self.pending.swap(true, AcqRel)
+    }
+
+    /// Gives a claim back, of an item that was not pushed or has been taken.
+    #[inline]
+    pub(crate) fn release(&self) {
+        self.pending.swap(false, AcqRel);
+    }
+}
+
+/// Runs the item that `link` begins.
+///
+/// # Safety
+/// `link` is the first field of a valid [`RawItem`] that was pushed and taken once.
+#[inline]
+pub(crate) unsafe fn run_link(link: NonNull<Link>) {
+    // SAFETY: the item is repr(C) and begins with its link.
+    let function = unsafe { (*link.cast::<RawItem>().as_ptr()).run };
+    // SAFETY: an item's function expects that item's link.
+    unsafe { function(link) }
+}
+
+/// The item within `owner`.
+#[inline]
+pub(crate) fn item_of<T: HasItem<ID>, const ID: u64>(owner: NonNull<T>) -> NonNull<RawItem> {
+    // SAFETY: OFFSET lies within the owner, by HasItem's contract.
+    unsafe { owner.byte_add(T::OFFSET).cast() }
+}
+
+/// From a link back to its owner, and on to the owner's work.
+///
+/// # Safety
+/// `link` is that of item `ID` of a `T` which was turned raw for the queue, and it was taken once.
+unsafe fn run<T: Work<ID>, const ID: u64>(link: NonNull<Link>) {
+    // SAFETY: the item lies OFFSET bytes into its owner.
+    let owner: NonNull<T> = unsafe { link.byte_sub(T::OFFSET).cast() };
+    if T::Pointer::SHARED {
+        // SAFETY: the queue's own pointer keeps the owner alive until `from_raw` below.
+        unsafe { item_of::<T, ID>(owner).as_ref() }.release();
+    }
+    // SAFETY: a link is pushed once for each pointer turned raw.
+    T::run(unsafe { T::Pointer::from_raw(owner) });
+}

@@ -1,0 +1,94 @@
+//! A work queue that wakes its worker once per burst.
+//!
+//! Items are embedded in the caller's own data, so scheduling allocates nothing and cannot fail for want of
+//! memory. Any number of threads schedule; one worker runs what they scheduled, each thread's items in the order
+//! in which it scheduled them. The contract is that of NVIDIA's `nv_kthread_q`, which the GPU driver's interrupt
+//! handlers feed:
+//!
+//! - an item that is pending already is not queued twice: [`Queue::schedule`] returns false, and the run to come
+//!   sees everything that its caller did before;
+//! - an item is out of the queue before its function runs, so the function may schedule it again, or drop it;
+//! - [`Queue::flush`] returns once everything scheduled before it has run, and all that those runs scheduled;
+//! - [`Queue::stop`] refuses what comes later and runs what came before.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use std::sync::atomic::{AtomicU32, Ordering};
+//! use weir_queue::{Item, Queue, Work, has_item};
+//!
+//! /// A display that draws its newest frame when it gets round to it.
+//! struct Display {
+//!     newest: AtomicU32,
+//!     drawn: AtomicU32,
+//!     redraw: Item<Display>,
+//! }
+//! has_item!(Display, redraw);
+//!
+//! impl Work for Display {
+//!     type Pointer = Arc<Display>;
+//!     fn run(this: Arc<Display>) {
+//!         this.drawn.store(this.newest.load(Ordering::Relaxed), Ordering::Relaxed);
+//!     }
+//! }
+//!
+//! let queue = Queue::builder().name("redraw").start()?;
+//! let display = Arc::new(Display { newest: 0.into(), drawn: 0.into(), redraw: Item::new() });
+//! for frame in 1..=1000 {
+//!     display.newest.store(frame, Ordering::Relaxed);
+//!     queue.schedule(&display); // false if a redraw is pending: that one draws this frame
+//! }
+//! queue.flush();
+//! assert_eq!(display.drawn.load(Ordering::Relaxed), 1000);
+//! println!("{} redraws, {} wakes", queue.metrics().items, queue.metrics().wakes);
+//! # Ok::<(), weir_queue::StartError>(())
+//! ```
+//!
+//! Values instead of embedded items: [`channel`], on the same core, whose [`Receiver::drain`] hands a whole burst
+//! to one callback.
+//!
+//! # How it is fast
+//!
+//! - **One wake per burst.** The worker marks itself asleep in the very word that a push exchanges, so a push
+//!   knows without another load whether it must wake; while the worker runs, no push makes a system call.
+//! - **One exchange takes everything.** The worker takes a whole [`stack::Stack`] at once and turns it round.
+//! - **Producers do not share a line.** Each thread pushes to one of a few stacks, by its number. Two threads that
+//!   exchange one word pay 30 ns an item for the line that travels between them, more than all else together.
+//! - **The worker does not hurry.** After a small batch it lets some hundred nanoseconds pass before it looks again:
+//!   a worker that polls a busy head takes its line from the producer at each push, and halves the throughput.
+//!
+//! # What is checked
+//!
+//! The protocols are explored exhaustively by [loom](https://docs.rs/loom) (`tests/loom.rs`), the pointers by Miri,
+//! and the whole against a plain reference queue by property tests. CONTRIBUTING.md has the commands.
+
+#![cfg_attr(not(feature = "std"), no_std)]
+
+extern crate alloc;
+
+#[cfg(feature = "std")]
+mod channel;
+#[cfg(feature = "std")]
+mod flush;
+mod item;
+#[cfg(feature = "std")]
+mod metrics;
+#[cfg(feature = "std")]
+mod node;
+#[cfg(feature = "std")]
+mod queue;
+#[cfg(feature = "std")]
+mod shards;
+#[cfg(feature = "std")]
+mod sleeper;
+pub mod stack;
+mod sync;
+#[cfg(feature = "std")]
+mod worker;
+
+#[cfg(feature = "std")]
+pub use channel::{Batch, Closed, Receiver, SendError, Sender, channel};
+pub use item::{Exclusive, HasItem, Item, Pointer, Shared, Work};
+#[cfg(feature = "std")]
+pub use metrics::Metrics;
+#[cfg(feature = "std")]
+pub use queue::{Builder, MAX_SHARDS, Queue, StartError};

@@ -1,0 +1,266 @@
+//! The queue itself: a worker thread behind the contract of `nv_kthread_q`.
+
+use std::io;
+use std::sync::Arc;
+
+use crate::item::{Exclusive, Shared, Work, item_of};
+use crate::metrics::{Counters, Metrics};
+use crate::node::Processors;
+use crate::shards::{Padded, Shards};
+use crate::sleeper::Sleeper;
+use crate::stack::Pushed;
+use crate::sync::{Mutex, thread};
+use crate::worker::{Core, LINGER, Patience};
+
+/// The most stacks that [`Builder::shards`] gives a queue.
+pub const MAX_SHARDS: usize = 16;
+
+/// A work queue with one worker thread. Dropping it stops it.
+pub struct Queue {
+    core: Arc<Core>,
+    worker: thread::ThreadId,
+    handle: Mutex<Option<thread::JoinHandle<()>>>,
+}
+
+/// A queue to be started.
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct Builder {
+    name: String,
+    shards: usize,
+    spins: u32,
+    linger: u32,
+    node: Option<u32>,
+}
+
+/// Why a queue did not start.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum StartError {
+    /// The system gave no thread.
+    Thread(io::Error),
+    /// The worker cannot be kept on this NUMA node: it does not exist, has no processors, or the process may not
+    /// use them.
+    Node(u32, io::Error),
+}
+
+impl std::fmt::Display for StartError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            StartError::Thread(_) => {
+                f.write_str("no thread for the queue's worker; check the limit on processes")
+            }
+            StartError::Node(node, _) => {
+                write!(
+                    f,
+                    "NUMA node {node} has no processors for the queue's worker; leave the node out or see lscpu"
+                )
+            }
+        }
+    }
+}
+
+impl std::error::Error for StartError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            StartError::Thread(error) | StartError::Node(_, error) => Some(error),
+        }
+    }
+}
+
+impl Default for Builder {
+    fn default() -> Self {
+        Builder { name: "weir-queue".to_owned(), shards: 8, spins: 0, linger: LINGER, node: None }
+    }
+}
+
+impl Builder {
+    /// The worker thread's name. The kernel shows the first 15 bytes.
+    pub fn name(mut self, name: impl Into<String>) -> Self {
+        self.name = name.into();
+        self
+    }
+
+    /// How many stacks producers are spread over: up to a power of two, [`MAX_SHARDS`] at most; 8 unless said.
+    /// With one, items of different threads keep their order too.
+    pub fn shards(mut self, shards: usize) -> Self {
+        self.shards = shards.clamp(1, MAX_SHARDS);
+        self
+    }
+
+    /// How often the worker looks at an empty queue before it sleeps; 0 unless said. A look costs some 20 to 50 ns,
+    /// a wake-up 2 to 60 us of latency.
+    pub fn spin(mut self, looks: u32) -> Self {
+        self.spins = looks;
+        self
+    }
+
+    /// How many processor pauses the worker lets pass after a small batch before it looks again; 64 unless said,
+    /// which is less than a microsecond. 0 gives the least latency under load, and half the throughput.
+    pub fn linger(mut self, pauses: u32) -> Self {
+        self.linger = pauses;
+        self
+    }
+
+    /// Keeps the worker, and the memory that it touches first, on NUMA node `node`.
+    #[cfg(feature = "numa")]
+    pub fn node(mut self, node: u32) -> Self {
+        self.node = Some(node);
+        self
+    }
+
+    /// Starts the worker.
+    ///
+    /// # Errors
+    /// [`StartError`] when there is no thread to be had, or none on the node asked for.
+    pub fn start(self) -> Result<Queue, StartError> {
+        let core = Arc::new(Core {
+            shards: Shards::new(self.shards),
+            sleeper: Sleeper::new(),
+            counters: Padded(Counters::default()),
+        });
+        let (shared, patience) = (Arc::clone(&core), Patience { spins: self.spins, linger: self.linger });
+        let place = self.node.map(Processors::of).transpose()?;
+        let (placed, placing) = std::sync::mpsc::channel();
+        let work = move || {
+            let outcome = place.map_or(Ok(()), |processors| processors.keep());
+            let ready = outcome.is_ok();
+            // The receiver waits for this; it cannot have gone.
+            let _ = placed.send(outcome);
+            if ready {
+                shared.work(patience);
+            }
+        };
+        let handle = thread::Builder::new().name(self.name).spawn(work).map_err(StartError::Thread)?;
+        let worker = handle.thread().id();
+        match placing.recv() {
+            Ok(Err(error)) => Err(error),
+            _ => Ok(Queue { core, worker, handle: Mutex::new(Some(handle)) }),
+        }
+    }
+}
+
+impl Queue {
+    /// A queue to be started.
+    pub fn builder() -> Builder {
+        Builder::default()
+    }
+
+    /// Schedules the item in `owner` to run once; false if it is pending already, or the queue has stopped. The
+    /// queue takes a clone of `owner` only when it returns true.
+    ///
+    /// Lock-free; allocates nothing; a system call only when the worker sleeps. For an owner with several items:
+    /// `queue.schedule::<_, 1>(&owner)`.
+    #[inline]
+    pub fn schedule<P, const ID: u64>(&self, owner: &P) -> bool
+    where
+        P: Shared,
+        P::Target: Work<ID, Pointer = P>,
+    {
+        // SAFETY: the owner is borrowed, so its item is valid.
+        let item = unsafe { item_of::<P::Target, ID>(std::ptr::NonNull::from(&**owner)).as_ref() };
+        if !item.claim() {
+            return false;
+        }
+        let raw = owner.clone().into_raw();
+        // SAFETY: claimed, so in no stack; the clone keeps it valid until it has run.
+        let accepted = unsafe { self.push(item_of::<P::Target, ID>(raw)) };
+        if !accepted {
+            item.release();
+            // SAFETY: turned raw above, and nobody else has it.
+            drop(unsafe { P::from_raw(raw) });
+        }
+        accepted
+    }
+
+    /// Gives `owner` to the queue, to run once. What is owned cannot be pending, so this is cheaper than
+    /// [`Queue::schedule`] by an exchange at either end.
+    ///
+    /// # Errors
+    /// The owner, if the queue has stopped.
+    #[inline]
+    pub fn give<P, const ID: u64>(&self, owner: P) -> Result<(), P>
+    where
+        P: Exclusive,
+        P::Target: Work<ID, Pointer = P>,
+    {
+        let raw = owner.into_raw();
+        // SAFETY: owned, so in no stack; it stays valid until it has run.
+        if unsafe { self.push(item_of::<P::Target, ID>(raw)) } {
+            Ok(())
+        } else {
+            // SAFETY: turned raw above, and nobody else has it.
+            Err(unsafe { P::from_raw(raw) })
+        }
+    }
+
+    /// Pushes an item; false if the queue has stopped.
+    ///
+    /// # Safety
+    /// As [`Stack::push`](crate::stack::Stack::push).
+    #[inline]
+    unsafe fn push(&self, item: std::ptr::NonNull<crate::item::RawItem>) -> bool {
+        // SAFETY: an item begins with its link; the rest is the caller's word.
+        match unsafe { self.core.shards.push(item.cast()) } {
+            Pushed::Queued => true,
+            Pushed::Asleep => {
+                self.core.sleeper.wake();
+                true
+            }
+            Pushed::Closed => false,
+        }
+    }
+
+    /// Returns once everything that was scheduled before has run, and everything that those runs scheduled: an
+    /// item that schedules itself once more has run twice. Several threads may flush at once.
+    ///
+    /// False, at once, when called by the worker itself, which would wait for its own end.
+    pub fn flush(&self) -> bool {
+        if thread::current().id() == self.worker {
+            return false;
+        }
+        for _ in 0..2 {
+            if !self.core.pass_marker() {
+                self.join();
+                return true;
+            }
+        }
+        true
+    }
+
+    /// Refuses items from now on, runs those that were accepted, and ends the worker. Called by the worker itself,
+    /// it returns before that end. Stopping twice does nothing.
+    pub fn stop(&self) {
+        if self.core.shards.close() {
+            self.core.sleeper.wake();
+        }
+        if thread::current().id() != self.worker {
+            self.join();
+        }
+    }
+
+    /// Waits for the worker's end.
+    fn join(&self) {
+        let mut handle = self.handle.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        if let Some(handle) = handle.take() {
+            handle.join().expect("the worker catches what its items throw");
+        }
+    }
+
+    /// What the queue did so far.
+    pub fn metrics(&self) -> Metrics {
+        self.core.counters.0.read(self.core.sleeper.wakes())
+    }
+}
+
+impl Drop for Queue {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+impl std::fmt::Debug for Queue {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Queue").field("metrics", &self.metrics()).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,81 @@
+//! A few stacks, one for each producing thread as long as there are no more threads than stacks.
+
+use core::ptr::NonNull;
+
+use crate::stack::{Chain, Link, Pushed, Stack};
+
+/// A value alone on its cache lines: two, since Intel's prefetcher fetches lines in pairs.
+#[repr(align(128))]
+#[derive(Default)]
+pub(crate) struct Padded<T>(pub(crate) T);
+
+pub(crate) struct Shards {
+    /// A power of two of them.
+    stacks: Box<[Padded<Stack>]>,
+}
+
+impl Shards {
+    pub(crate) fn new(count: usize) -> Self {
+        Shards { stacks: (0..count.next_power_of_two()).map(|_| Padded::default()).collect() }
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Stack> + Clone {
+        self.stacks.iter().map(|padded| &padded.0)
+    }
+
+    /// Pushes to the calling thread's own stack, so that its items keep their order.
+    ///
+    /// # Safety
+    /// As [`Stack::push`].
+    #[inline]
+    pub(crate) unsafe fn push(&self, link: NonNull<Link>) -> Pushed {
+        let own = thread_number() & (self.stacks.len() - 1);
+        // SAFETY: the caller's word.
+        unsafe { self.stacks[own].0.push(link) }
+    }
+
+    /// Takes all stacks, one after the other.
+    #[inline]
+    pub(crate) fn take(&self) -> impl Iterator<Item = Chain> {
+        self.iter().map(Stack::take)
+    }
+
+    /// Whether no more can come: all are closed and empty.
+    pub(crate) fn are_finished(&self) -> bool {
+        self.iter().all(Stack::is_finished)
+    }
+
+    /// Closes all; true if the consumer sleeps.
+    pub(crate) fn close(&self) -> bool {
+        self.iter().fold(false, |asleep, stack| stack.close() | asleep)
+    }
+}
+
+/// A number for the calling thread: threads that start one after the other get consecutive ones.
+#[cfg(not(loom))]
+#[inline]
+fn thread_number() -> usize {
+    use core::cell::Cell;
+    use core::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+    static THREADS: AtomicUsize = AtomicUsize::new(1);
+    thread_local! {
+        static NUMBER: Cell<usize> = const { Cell::new(0) };
+    }
+    #[cold]
+    fn first_use() -> usize {
+        let number = THREADS.fetch_add(1, Relaxed);
+        NUMBER.set(number);
+        number
+    }
+    match NUMBER.get() {
+        0 => first_use(),
+        number => number,
+    }
+}
+
+/// Under the model checker all threads share a stack: the harder case, and the same in each execution.
+#[cfg(loom)]
+fn thread_number() -> usize {
+    0
+}

@@ -1,0 +1,59 @@
+//! How a consumer of several stacks spins, sleeps, and is woken.
+
+use core::sync::atomic::Ordering::Relaxed;
+
+use crate::stack::Stack;
+use crate::sync::{AtomicUsize, Mutex, pause, thread};
+
+/// Whom to wake. The lock is taken only to go to sleep and to wake: never on a push that finds its consumer awake.
+pub(crate) struct Sleeper {
+    thread: Mutex<Option<thread::Thread>>,
+    /// Sleeps so far, written by the consumer alone.
+    sleeps: AtomicUsize,
+}
+
+impl Sleeper {
+    pub(crate) fn new() -> Self {
+        Sleeper { thread: Mutex::new(None), sleeps: AtomicUsize::new(0) }
+    }
+
+    /// Wakes the consumer, if it has ever slept.
+    #[cold]
+    pub(crate) fn wake(&self) {
+        if let Some(thread) = self.thread.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).as_ref() {
+            thread.unpark();
+        }
+    }
+
+    /// How many times the consumer went to sleep and was woken.
+    pub(crate) fn wakes(&self) -> u64 {
+        self.sleeps.load(Relaxed) as u64
+    }
+
+    /// Returns once one of `stacks` has something, or is closed: at first polling `spins` times, then asleep.
+    /// For the one consumer only.
+    pub(crate) fn wait<'a, I>(&self, stacks: I, spins: u32)
+    where
+        I: Iterator<Item = &'a Stack> + Clone,
+    {
+        for _ in 0..spins {
+            if stacks.clone().any(|stack| !stack.is_empty()) {
+                return;
+            }
+            pause();
+        }
+        // Before the first mark, so that whoever finds a mark finds the thread as well.
+        *self.thread.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = Some(thread::current());
+        if stacks.clone().all(Stack::sleep) {
+            // With every stack closed there is no mark, and nobody who would wake us.
+            let nothing_came = || stacks.clone().all(Stack::is_empty) && stacks.clone().any(Stack::is_asleep);
+            if nothing_came() {
+                self.sleeps.store(self.sleeps.load(Relaxed) + 1, Relaxed);
+            }
+            while nothing_came() {
+                thread::park();
+            }
+        }
+        stacks.for_each(Stack::awake);
+    }
+}

@@ -1,0 +1,335 @@
+//! The lock-free core: a stack that many threads push to and one thread empties whole.
+//!
+//! One word, the head, carries everything: the newest link, or that the stack is empty, or that it is empty and
+//! its consumer sleeps, or that it is closed. So a push is one compare-and-swap, it learns from that same
+//! instruction whether it must wake the consumer, and no second variable has to be ordered against the first.
+//! The stack taken is turned round once, which gives first-in first-out order.
+//!
+//! The shape is that of the kernel's `llist` (`include/linux/llist.h`); the sleeping and closed marks are ours.
+
+use core::ptr::{self, NonNull};
+use core::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+
+use crate::sync::AtomicPtr;
+
+/// The place in an item that holds the stack together. An item is in at most one stack at a time.
+#[derive(Debug, Default)]
+#[repr(C)]
+pub struct Link {
+    next: AtomicPtr<Link>,
+}
+
+/// Links pushed by many threads, taken all at once by one.
+#[derive(Debug, Default)]
+pub struct Stack {
+    head: AtomicPtr<Link>,
+}
+
+/// What a push found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub enum Pushed {
+    /// The link is in, and the consumer will come by.
+    Queued,
+    /// The link is in, and the consumer sleeps: this thread, and no other, has to wake it.
+    Asleep,
+    /// The stack is closed; the link is still the caller's.
+    Closed,
+}
+
+/// The head of an empty stack whose consumer sleeps.
+const ASLEEP: usize = 1;
+/// Set in the head of a closed stack, beside whatever links are still in it.
+const CLOSED: usize = 2;
+
+fn asleep() -> *mut Link {
+    ptr::without_provenance_mut(ASLEEP)
+}
+
+fn closed() -> *mut Link {
+    ptr::without_provenance_mut(CLOSED)
+}
+
+/// The newest link under the marks, or null.
+fn newest(head: *mut Link) -> *mut Link {
+    head.map_addr(|address| address & !(ASLEEP | CLOSED))
+}
+
+fn is_closed(head: *mut Link) -> bool {
+    head.addr() & CLOSED != 0
+}
+
+impl Link {
+    /// A link in no stack.
+    #[cfg(not(loom))]
+    pub const fn new() -> Self {
+        Link { next: AtomicPtr::new(ptr::null_mut()) }
+    }
+
+    /// A link in no stack.
+    #[cfg(loom)]
+    pub fn new() -> Self {
+        Link { next: AtomicPtr::new(ptr::null_mut()) }
+    }
+
+    /// Makes `older` the next link of a list that is being built for [`Stack::push_list`]. The link is in no stack.
+    #[inline]
+    pub fn follow(&self, older: NonNull<Link>) {
+        self.next.store(older.as_ptr(), Relaxed);
+    }
+}
+
+impl Stack {
+    /// An empty, open stack.
+    #[cfg(not(loom))]
+    pub const fn new() -> Self {
+        Stack { head: AtomicPtr::new(ptr::null_mut()) }
+    }
+
+    /// An empty, open stack.
+    #[cfg(loom)]
+    pub fn new() -> Self {
+        Stack { head: AtomicPtr::new(ptr::null_mut()) }
+    }
+
+    /// Pushes `link`, lock-free, from any thread. What the caller wrote before is visible to whoever takes the link.
+    ///
+    /// # Safety
+    /// `link` is valid, in no stack, and stays so and unmoved until [`Stack::take`] has given it out, unless the
+    /// stack was closed. After the return, `link` may already be gone.
+    #[inline]
+    pub unsafe fn push(&self, link: NonNull<Link>) -> Pushed {
+        // SAFETY: a single link is a list from itself to itself; the rest is the caller's word.
+        unsafe { self.push_list(link, link) }
+    }
+
+    /// Pushes a whole list in one exchange: from `newest` over [`Link::follow`] to `oldest`.
+    ///
+    /// # Safety
+    /// As [`Stack::push`], for every link of the list.
+    #[inline]
+    pub unsafe fn push_list(&self, newest_link: NonNull<Link>, oldest: NonNull<Link>) -> Pushed {
+        let mut head = self.head.load(Relaxed);
+        loop {
+            if is_closed(head) {
+                return Pushed::Closed;
+            }
+            // SAFETY: the link is valid, and the caller's alone until the exchange below succeeds.
+            unsafe { oldest.as_ref() }.next.store(newest(head), Relaxed);
+            match self.head.compare_exchange_weak(head, newest_link.as_ptr(), Release, Relaxed) {
+                Ok(_) if head == asleep() => return Pushed::Asleep,
+                Ok(_) => return Pushed::Queued,
+                Err(now) => head = now,
+            }
+        }
+    }
+
+    /// Takes every link, oldest first. For the one consumer only.
+    #[inline]
+    pub fn take(&self) -> Chain {
+        if newest(self.head.load(Relaxed)).is_null() {
+            return Chain::default();
+        }
+        let head = self.head.swap(ptr::null_mut(), Acquire);
+        let mut chain = Chain::reversed(newest(head));
+        if is_closed(head) {
+            // The exchange opened the stack for an instant; shut it, and append what slipped in.
+            let late = Chain::reversed(newest(self.head.swap(closed(), Acquire)));
+            chain.len += late.len;
+            // SAFETY: the newest link of the first part is the last of its chain, and it is ours.
+            match unsafe { newest(head).as_ref() } {
+                Some(last) => last.next.store(late.first, Relaxed),
+                None => chain.first = late.first,
+            }
+        }
+        chain
+    }
+
+    /// Whether there is nothing to take.
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        newest(self.head.load(Acquire)).is_null()
+    }
+
+    /// Marks the consumer asleep, unless the stack is closed; false if there is something to take, and then it
+    /// must not sleep. For the one consumer only.
+    pub fn sleep(&self) -> bool {
+        match self.head.compare_exchange(ptr::null_mut(), asleep(), Acquire, Acquire) {
+            Ok(_) => true,
+            Err(head) => newest(head).is_null(),
+        }
+    }
+
+    /// Whether the mark of [`Stack::sleep`] stands: nothing was pushed, and nobody closed the stack.
+    pub fn is_asleep(&self) -> bool {
+        self.head.load(Acquire) == asleep()
+    }
+
+    /// Takes the mark of [`Stack::sleep`] back, if it still stands.
+    pub fn awake(&self) {
+        // A failed exchange means that a push or a close has replaced the mark already.
+        let _ = self.head.compare_exchange(asleep(), ptr::null_mut(), Relaxed, Relaxed);
+    }
+
+    /// Closes the stack to further pushes; true if the consumer sleeps and the caller has to wake it. What is in
+    /// it can still be taken. A push may yet succeed while the consumer takes what was in at the close; it is
+    /// taken too. None succeeds once [`Stack::is_finished`] has returned true.
+    pub fn close(&self) -> bool {
+        let mut head = self.head.load(Relaxed);
+        loop {
+            let marked = newest(head).map_addr(|address| address | CLOSED);
+            match self.head.compare_exchange_weak(head, marked, Release, Relaxed) {
+                Ok(_) => return head == asleep(),
+                Err(now) => head = now,
+            }
+        }
+    }
+
+    /// Whether the stack is closed.
+    pub fn is_closed(&self) -> bool {
+        is_closed(self.head.load(Acquire))
+    }
+
+    /// Whether the stack is closed and everything was taken. For the one consumer only.
+    pub fn is_finished(&self) -> bool {
+        self.head.load(Acquire) == closed()
+    }
+}
+
+/// Links taken from a stack, oldest first. Each was read before it is given out, so its owner may free it or push
+/// it again at once. A link not given out is in no stack and nobody's: run the chain to its end.
+#[derive(Debug)]
+#[must_use]
+pub struct Chain {
+    first: *mut Link,
+    len: usize,
+}
+
+impl Default for Chain {
+    fn default() -> Self {
+        Chain { first: ptr::null_mut(), len: 0 }
+    }
+}
+
+impl Chain {
+    /// Turns the links from `newest` on round.
+    fn reversed(newest: *mut Link) -> Self {
+        let mut chain = Chain::default();
+        let mut link = newest;
+        // SAFETY: links in a stack are valid, and the consumer owns those that it has taken.
+        while let Some(taken) = unsafe { link.as_ref() } {
+            let older = taken.next.load(Relaxed);
+            taken.next.store(chain.first, Relaxed);
+            chain.first = link;
+            chain.len += 1;
+            link = older;
+        }
+        chain
+    }
+}
+
+impl Iterator for Chain {
+    type Item = NonNull<Link>;
+
+    #[inline]
+    fn next(&mut self) -> Option<NonNull<Link>> {
+        let link = NonNull::new(self.first)?;
+        // SAFETY: the link was taken and not yet given out, so it is valid and ours.
+        self.first = unsafe { link.as_ref() }.next.load(Relaxed);
+        self.len -= 1;
+        Some(link)
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        (self.len, Some(self.len))
+    }
+}
+
+impl ExactSizeIterator for Chain {}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    fn push(stack: &Stack, link: &Link) -> Pushed {
+        // SAFETY: the tests' links outlive their stacks and are pushed once.
+        unsafe { stack.push(NonNull::from(link)) }
+    }
+
+    fn addresses(chain: Chain) -> Vec<*const Link> {
+        chain.map(|link| link.as_ptr().cast_const()).collect()
+    }
+
+    #[test]
+    fn what_was_pushed_first_comes_out_first() {
+        let links = [Link::new(), Link::new(), Link::new()];
+        let stack = Stack::new();
+        for link in &links {
+            assert_eq!(push(&stack, link), Pushed::Queued);
+        }
+        let chain = stack.take();
+        assert_eq!(chain.len(), 3);
+        assert_eq!(addresses(chain), links.each_ref().map(ptr::from_ref));
+        assert!(stack.is_empty());
+        assert_eq!(stack.take().len(), 0);
+    }
+
+    #[test]
+    fn a_list_goes_in_as_a_whole_and_on_top() {
+        let links = [Link::new(), Link::new(), Link::new()];
+        let stack = Stack::new();
+        assert_eq!(push(&stack, &links[0]), Pushed::Queued);
+        links[2].follow(NonNull::from(&links[1]));
+        // SAFETY: as in `push`.
+        let pushed = unsafe { stack.push_list(NonNull::from(&links[2]), NonNull::from(&links[1])) };
+        assert_eq!(pushed, Pushed::Queued);
+        assert_eq!(addresses(stack.take()), links.each_ref().map(ptr::from_ref));
+    }
+
+    #[test]
+    fn only_the_first_push_after_sleep_has_to_wake() {
+        let links = [Link::new(), Link::new()];
+        let stack = Stack::new();
+        assert!(stack.sleep());
+        assert!(stack.is_asleep() && stack.is_empty());
+        assert_eq!(push(&stack, &links[0]), Pushed::Asleep);
+        assert!(!stack.is_asleep());
+        assert_eq!(push(&stack, &links[1]), Pushed::Queued);
+        assert!(!stack.sleep(), "a stack with links in it is no place to sleep at");
+        assert_eq!(stack.take().len(), 2);
+    }
+
+    #[test]
+    fn a_mark_taken_back_wakes_nobody() {
+        let link = Link::new();
+        let stack = Stack::new();
+        assert!(stack.sleep());
+        stack.awake();
+        assert_eq!(push(&stack, &link), Pushed::Queued);
+        stack.awake();
+        assert_eq!(addresses(stack.take()), [ptr::from_ref(&link)]);
+    }
+
+    #[test]
+    fn a_closed_stack_refuses_but_gives_out_what_it_holds() {
+        let links = [Link::new(), Link::new()];
+        let stack = Stack::new();
+        assert_eq!(push(&stack, &links[0]), Pushed::Queued);
+        assert!(!stack.close());
+        assert_eq!(push(&stack, &links[1]), Pushed::Closed);
+        assert!(!stack.is_finished());
+        assert_eq!(addresses(stack.take()), [ptr::from_ref(&links[0])]);
+        assert!(stack.is_finished());
+        assert_eq!(push(&stack, &links[1]), Pushed::Closed);
+        assert!(stack.sleep() && !stack.is_asleep(), "nothing can come, so there is nothing to be woken for");
+    }
+
+    #[test]
+    fn closing_under_a_sleeper_says_to_wake_it() {
+        let stack = Stack::new();
+        assert!(stack.sleep());
+        assert!(stack.close());
+        assert!(!stack.close());
+        assert!(stack.is_finished() && !stack.is_asleep());
+    }
+}

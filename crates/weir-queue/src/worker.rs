@@ -1,0 +1,74 @@
+//! The worker: takes what is there, runs it, and looks again before it sleeps.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use crate::item::run_link;
+use crate::metrics::Counters;
+use crate::shards::{Padded, Shards};
+use crate::sleeper::Sleeper;
+use crate::stack::Chain;
+use crate::sync::pause;
+
+/// Batches of fewer items than this are small: the worker was so near that it disturbed the producers.
+pub(crate) const SMALL_BATCH: usize = 256;
+
+/// Pauses after a small batch, unless told otherwise: about 0.7 us where a pause takes 40 cycles.
+pub(crate) const LINGER: u32 = 64;
+
+/// What producers and worker share.
+pub(crate) struct Core {
+    pub(crate) shards: Shards,
+    pub(crate) sleeper: Sleeper,
+    pub(crate) counters: Padded<Counters>,
+}
+
+/// How patient a worker is, in pauses of the processor.
+#[derive(Clone, Copy)]
+pub(crate) struct Patience {
+    /// Looks before it sleeps.
+    pub(crate) spins: u32,
+    /// Pauses after a small batch before it looks again.
+    pub(crate) linger: u32,
+}
+
+impl Core {
+    /// Runs items until the queue is closed and empty.
+    pub(crate) fn work(&self, patience: Patience) {
+        loop {
+            match self.sweep() {
+                0 if self.shards.are_finished() => return,
+                0 => self.sleeper.wait(self.shards.iter(), patience.spins),
+                items if items < SMALL_BATCH => (0..patience.linger).for_each(|_| pause()),
+                _ => {}
+            }
+        }
+    }
+
+    /// Takes each stack once and runs what was in it; how many items that were.
+    fn sweep(&self) -> usize {
+        let mut items = 0;
+        for chain in self.shards.take() {
+            if chain.len() > 0 {
+                items += chain.len();
+                self.counters.0.batch(chain.len());
+                self.run(chain);
+            }
+        }
+        items
+    }
+
+    /// Runs a chain to its end, past items that panic.
+    fn run(&self, mut chain: Chain) {
+        while chain.len() > 0 {
+            let rest = AssertUnwindSafe(|| {
+                for link in &mut chain {
+                    // SAFETY: every link in a queue's stacks is an item's, and comes out of a chain once.
+                    unsafe { run_link(link) };
+                }
+            });
+            if catch_unwind(rest).is_err() {
+                self.counters.0.panic();
+            }
+        }
+    }
+}
