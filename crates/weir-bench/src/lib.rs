@@ -18,4 +18,5 @@
 pub mod disk;
 pub mod lease;
 pub mod memory;
+pub mod queue;
 pub mod report;

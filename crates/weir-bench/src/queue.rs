@@ -1,0 +1,167 @@
+//! `weir bench queue`: what a work item costs from the thread that schedules it to the thread that runs it, for
+//! weir-queue, for the two designs of `nv_kthread_q` (a semaphore an item; the batching of pull request 1050), and
+//! for the channels that Rust programs use.
+//!
+//! Every design takes the same jobs from the same number of threads, in the same round, one after the other; a
+//! round starts with a fresh worker. Time is from the moment that the producers are let go to the end of the last
+//! job. The arguments are those of the pull request's own model: `300000 600000 8 10`. A round of that size lasts
+//! some milliseconds, so its figures need many rounds; [`Options::default`] is ten times that, and fifty rounds.
+
+mod batch;
+mod channels;
+mod design;
+mod jobs;
+mod latency;
+mod list;
+mod semaphore;
+mod throughput;
+mod weir;
+
+use std::sync::Mutex;
+
+use crate::report::{Goal, Report, Row};
+use throughput::Figures;
+
+/// What to run.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// Jobs in a round of one producer.
+    pub single: usize,
+    /// Jobs in a round of several producers, all together.
+    pub multi: usize,
+    /// How many producers "several" is.
+    pub producers: usize,
+    /// Rounds, each of every design.
+    pub rounds: usize,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Options { single: 3_000_000, multi: 6_000_000, producers: 8, rounds: 50 }
+    }
+}
+
+/// Why the benchmark did not run.
+#[derive(Debug, thiserror::Error)]
+pub enum QueueError {
+    /// Nothing to measure.
+    #[error(
+        "jobs, producers and rounds must be at least 1, got {0:?}; the source's own are 300000 600000 8 10"
+    )]
+    Nothing(Options),
+    /// A queue did not start.
+    #[error("a worker of the benchmark did not start")]
+    Start(#[from] weir_queue::StartError),
+}
+
+/// The jobs in a round from which on the promises hold: smaller rounds last too short a time.
+const SIZE_OF_PROMISES: usize = 3_000_000;
+
+/// What the pull request states for its own design over the semaphore, with one producer and with eight.
+const CLAIMED: [f64; 2] = [3.77, 1.61];
+
+/// The designs share the process's one tally: one benchmark at a time.
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+
+/// Runs the benchmark.
+///
+/// # Errors
+/// [`QueueError`] when there is nothing to run, or no thread to run it on.
+pub fn run(options: &Options) -> Result<Report, QueueError> {
+    if [options.single, options.multi, options.producers, options.rounds].contains(&0) {
+        return Err(QueueError::Nothing(options.clone()));
+    }
+    let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let mut report = Report::new("queue", options.rounds);
+    let promised = options.single >= SIZE_OF_PROMISES && options.multi >= SIZE_OF_PROMISES;
+    let many = format!("{}p", options.producers);
+    let by_size = throughput::measure(options)?;
+    for (figures, (id, claimed)) in by_size.iter().zip([("1p", CLAIMED[0]), (many.as_str(), CLAIMED[1])]) {
+        let goals = promised.then_some(if id == "1p" { GOALS_SINGLE } else { GOALS_MULTI });
+        rows(&mut report, id, figures, goals, claimed);
+    }
+    for figures in latency::measure()? {
+        figures.rows(&mut report);
+    }
+    Ok(report)
+}
+
+/// The most that ours may take, of what each control takes.
+struct Goals {
+    semaphore: f64,
+    batch: f64,
+    channels: f64,
+}
+
+const GOALS_SINGLE: Goals = Goals { semaphore: 1.0 / 8.0, batch: 1.0 / 1.2, channels: 1.0 };
+const GOALS_MULTI: Goals = Goals { semaphore: 1.0 / 8.0, batch: 1.0 / 2.0, channels: 1.0 };
+
+/// The rows of one number of producers.
+#[expect(clippy::needless_pass_by_value, reason = "goals are a choice made at the call, not data")]
+fn rows(report: &mut Report, id: &str, figures: &Figures, goals: Option<Goals>, claimed: f64) {
+    let ours = figures.of(weir::EMBEDDED);
+    let values = figures.of(weir::VALUES);
+    for (name, control) in figures.controls() {
+        let row = Row::lower(id, "ns_per_item", ours.ns.median()).beside(name, control.ns.median());
+        let bound = goals.as_ref().map(|goals| match name {
+            semaphore::NAME => goals.semaphore,
+            batch::NAME => goals.batch,
+            _ => goals.channels,
+        });
+        report.rows.push(match bound {
+            Some(bound) => row.goal(Goal::Ratio(bound)),
+            None => row,
+        });
+    }
+    for (name, control) in figures.controls() {
+        report.rows.push(Row::lower(id, "ns_per_item_min", ours.ns.min()).beside(name, control.ns.min()));
+    }
+    for (name, control) in figures.controls() {
+        let row = Row::lower(id, "wakes_per_1000", ours.wakes.median());
+        report.rows.push(row.beside(name, control.wakes.median()));
+    }
+    let semaphore = figures.of(semaphore::NAME).ns.median();
+    for (metric, design) in [
+        ("times_over_semaphore", ours),
+        ("times_over_semaphore_of_values", values),
+        ("times_over_semaphore_of_batch", figures.of(batch::NAME)),
+    ] {
+        report.rows.push(
+            Row::higher(id, metric, semaphore / design.ns.median()).beside("pull request 1050", claimed),
+        );
+    }
+    let channel = format!("{id}_values");
+    for (name, control) in figures.controls().filter(|(name, _)| channels::NAMES.contains(name)) {
+        let row = Row::lower(&channel, "ns_per_item", values.ns.median());
+        report.rows.push(row.beside(name, control.ns.median()));
+    }
+    report.rows.push(Row::higher(id, "items_per_batch", ours.batch.median()));
+    report.rows.push(Row::higher(channel, "items_per_batch", values.batch.median()));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_small_run_has_a_row_for_every_control_and_no_promises() {
+        let options = Options { single: 2_000, multi: 4_000, producers: 3, rounds: 2 };
+        let report = run(&options).unwrap();
+        for id in ["1p", "3p"] {
+            for control in ["semaphore", "batch", "crossbeam", "flume", "std", "kanal"] {
+                let row = report.rows.iter().find(|row| {
+                    row.id == id && row.metric == "ns_per_item" && row.control.as_deref() == Some(control)
+                });
+                let row = row.unwrap_or_else(|| panic!("no row {id} beside {control}"));
+                assert!(row.value > 0.0 && row.control_value > Some(0.0) && row.goal.is_none(), "{row:?}");
+            }
+        }
+        assert!(report.rows.iter().any(|row| row.id == "sporadic" && row.metric == "p99_us"));
+    }
+
+    #[test]
+    fn nothing_to_run_is_refused_with_the_values_seen() {
+        let error = run(&Options { producers: 0, ..Options::default() }).unwrap_err().to_string();
+        assert!(error.contains("producers: 0") && error.contains("300000 600000 8 10"), "{error}");
+    }
+}

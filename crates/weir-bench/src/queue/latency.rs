@@ -1,0 +1,86 @@
+//! How long an item waits from its scheduling to its run: alone, with the worker asleep; and in bursts, as a
+//! driver's interrupts come, where the last of the burst counts too (the pull request's "frame pacing").
+
+use std::thread;
+use std::time::Duration;
+
+use super::QueueError;
+use super::batch::{self, BatchQueue};
+use super::channels::{self, ChannelQueue, Crossbeam, Flume, Kanal, Std};
+use super::design::{Design, Port};
+use super::jobs::{TALLY, nanos};
+use super::semaphore::{self, SemaphoreQueue};
+use super::weir::{self, Embedded, Spinning, Values};
+use crate::report::{Report, Row, percentile};
+
+/// A rhythm in which items come.
+struct Rhythm {
+    id: &'static str,
+    items: usize,
+    gap: Duration,
+    bursts: usize,
+}
+
+/// One item each half millisecond; 64 items each millisecond.
+const RHYTHMS: [Rhythm; 2] = [
+    Rhythm { id: "sporadic", items: 1, gap: Duration::from_micros(500), bursts: 1000 },
+    Rhythm { id: "burst64", items: 64, gap: Duration::from_millis(1), bursts: 500 },
+];
+
+/// Every design's latencies in one rhythm, ours first.
+pub(super) struct Latencies {
+    id: &'static str,
+    designs: Vec<(&'static str, [f64; 2])>,
+}
+
+impl Latencies {
+    /// Ours beside every other; then ours with a worker that spins.
+    pub(super) fn rows(&self, report: &mut Report) {
+        for (at, metric) in ["p50_us", "p99_us"].into_iter().enumerate() {
+            let (_, ours) = self.designs[0];
+            for (name, control) in &self.designs[1..] {
+                report.rows.push(Row::lower(self.id, metric, ours[at]).beside(*name, control[at]));
+            }
+        }
+    }
+}
+
+/// Measures every design in every rhythm.
+pub(super) fn measure() -> Result<Vec<Latencies>, QueueError> {
+    RHYTHMS
+        .iter()
+        .map(|rhythm| {
+            let designs = vec![
+                (weir::EMBEDDED, latency::<Embedded>(rhythm)?),
+                (weir::SPINNING, latency::<Spinning>(rhythm)?),
+                (weir::VALUES, latency::<Values>(rhythm)?),
+                (semaphore::NAME, latency::<SemaphoreQueue>(rhythm)?),
+                (batch::NAME, latency::<BatchQueue>(rhythm)?),
+                (channels::CROSSBEAM, latency::<ChannelQueue<Crossbeam>>(rhythm)?),
+                (channels::FLUME, latency::<ChannelQueue<Flume>>(rhythm)?),
+                (channels::STD, latency::<ChannelQueue<Std>>(rhythm)?),
+                (channels::KANAL, latency::<ChannelQueue<Kanal>>(rhythm)?),
+            ];
+            Ok(Latencies { id: rhythm.id, designs })
+        })
+        .collect()
+}
+
+/// p50 and p99 of one design, in microseconds.
+fn latency<D: Design>(rhythm: &Rhythm) -> Result<[f64; 2], QueueError> {
+    let jobs: &'static [D::Job] = Box::leak((0..rhythm.items).map(|_| D::job()).collect());
+    let queue = D::start()?;
+    let mut port = queue.port(jobs);
+    for _ in 0..rhythm.bursts {
+        TALLY.expect(rhythm.items as u64);
+        for index in 0..rhythm.items {
+            port.schedule(index, nanos());
+        }
+        TALLY.wait();
+        thread::sleep(rhythm.gap);
+    }
+    drop(port);
+    queue.finish();
+    let mut latencies = TALLY.latencies();
+    Ok([50.0, 99.0].map(|percent| percentile(&mut latencies, percent) as f64 / 1000.0))
+}

@@ -1,0 +1,111 @@
+//! The list of both designs of `nv_kthread_q`: items embedded in the caller's data, linked under a lock.
+
+use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering::*};
+use std::sync::{Mutex, PoisonError};
+
+use super::jobs;
+
+/// An item: its link, whether it is pending, its function and the argument of that.
+pub(super) struct Item {
+    next: AtomicPtr<Item>,
+    pending: AtomicBool,
+    function: fn(u64),
+    argument: AtomicU64,
+}
+
+impl Item {
+    pub(super) fn new() -> Self {
+        Item {
+            next: AtomicPtr::default(),
+            pending: AtomicBool::new(false),
+            function: jobs::job,
+            argument: AtomicU64::new(0),
+        }
+    }
+
+    pub(super) fn stamp(&self, stamp: u64) {
+        self.argument.store(stamp, Relaxed);
+    }
+
+    /// Runs an item that is out of its list; it may be scheduled again from here on.
+    pub(super) fn run(&self) {
+        let argument = self.argument.load(Relaxed);
+        self.pending.store(false, Release);
+        (self.function)(argument);
+    }
+}
+
+/// Items in the order in which they came.
+#[derive(Default)]
+pub(super) struct List(Mutex<Ends>);
+
+/// Null where the list is empty.
+struct Ends {
+    first: *mut Item,
+    last: *mut Item,
+}
+
+// SAFETY: the pointers are to items that live for ever and may be shared.
+unsafe impl Send for Ends {}
+
+impl Default for Ends {
+    fn default() -> Self {
+        Ends { first: ptr::null_mut(), last: ptr::null_mut() }
+    }
+}
+
+/// The item behind a link of a list.
+fn item(link: *mut Item) -> Option<&'static Item> {
+    // SAFETY: lists hold items that were pushed, which live for ever.
+    unsafe { link.as_ref() }
+}
+
+impl List {
+    /// Appends `item`; false if it is pending.
+    pub(super) fn push(&self, new: &'static Item) -> bool {
+        let mut ends = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if new.pending.load(Relaxed) {
+            return false;
+        }
+        new.pending.store(true, Relaxed);
+        new.next.store(ptr::null_mut(), Relaxed);
+        let link = ptr::from_ref(new).cast_mut();
+        match item(ends.last) {
+            Some(last) => last.next.store(link, Relaxed),
+            None => ends.first = link,
+        }
+        ends.last = link;
+        true
+    }
+
+    /// Takes the first item.
+    pub(super) fn pop(&self) -> Option<&'static Item> {
+        let mut ends = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let first = item(ends.first)?;
+        ends.first = first.next.load(Relaxed);
+        if ends.first.is_null() {
+            ends.last = ptr::null_mut();
+        }
+        Some(first)
+    }
+
+    /// Takes the whole list.
+    pub(super) fn splice(&self) -> Spliced {
+        let ends = std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
+        Spliced(ends.first)
+    }
+}
+
+/// A list that was taken out, one item after the other.
+pub(super) struct Spliced(*mut Item);
+
+impl Iterator for Spliced {
+    type Item = &'static Item;
+
+    fn next(&mut self) -> Option<&'static Item> {
+        let first = item(self.0)?;
+        self.0 = first.next.load(Relaxed);
+        Some(first)
+    }
+}

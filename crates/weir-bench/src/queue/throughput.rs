@@ -1,0 +1,126 @@
+//! Rounds of many jobs from one producer and from several: nanoseconds an item, and how often the worker slept.
+
+use std::sync::{Arc, Barrier};
+use std::thread;
+
+use super::batch::{self, BatchQueue};
+use super::channels::{self, ChannelQueue, Crossbeam, Flume, Kanal, Std};
+use super::design::{Design, Port};
+use super::jobs::{TALLY, nanos};
+use super::semaphore::{self, SemaphoreQueue};
+use super::weir::{self, Embedded, Values};
+use super::{Options, QueueError};
+use crate::report::Runs;
+
+/// One design's rounds.
+#[derive(Default)]
+pub(super) struct Rounds {
+    pub(super) ns: Runs,
+    /// A thousand items' worth.
+    pub(super) wakes: Runs,
+    /// Items a batch, for the designs that know.
+    pub(super) batch: Runs,
+}
+
+/// Every design's rounds with one number of producers.
+#[derive(Default)]
+pub(super) struct Figures(Vec<(&'static str, Rounds)>);
+
+impl Figures {
+    /// The rounds of the design called `name`.
+    pub(super) fn of(&self, name: &str) -> &Rounds {
+        &self.0.iter().find(|(own, _)| *own == name).expect("every design has run").1
+    }
+
+    /// The designs that are not ours.
+    pub(super) fn controls(&self) -> impl Iterator<Item = (&'static str, &Rounds)> {
+        let ours = [weir::EMBEDDED, weir::VALUES];
+        self.0.iter().filter(move |(name, _)| !ours.contains(name)).map(|(name, rounds)| (*name, rounds))
+    }
+
+    fn add(&mut self, name: &'static str, round: &Round) {
+        let at = self.0.iter().position(|(own, _)| *own == name).unwrap_or_else(|| {
+            self.0.push((name, Rounds::default()));
+            self.0.len() - 1
+        });
+        let rounds = &mut self.0[at].1;
+        rounds.ns.push(round.ns_per_item);
+        rounds.wakes.push(round.wakes_per_1000);
+        if let Some(batch) = round.items_per_batch {
+            rounds.batch.push(batch);
+        }
+    }
+}
+
+struct Round {
+    ns_per_item: f64,
+    wakes_per_1000: f64,
+    items_per_batch: Option<f64>,
+}
+
+/// Runs every round of every design: with one producer first, then with several.
+pub(super) fn measure(options: &Options) -> Result<[Figures; 2], QueueError> {
+    let most = options.single.max(options.multi);
+    let steps = kept::<Embedded>(most);
+    let items = kept::<SemaphoreQueue>(most);
+    let none = kept::<Values>(most);
+    let mut all = [Figures::default(), Figures::default()];
+    // Round 0 warms memory and clocks up and is not counted.
+    for number in 0..=options.rounds {
+        for (figures, (jobs, producers)) in
+            all.iter_mut().zip([(options.single, 1), (options.multi, options.producers)])
+        {
+            let rounds = [
+                (weir::EMBEDDED, round::<Embedded>(&steps[..jobs], producers)?),
+                (semaphore::NAME, round::<SemaphoreQueue>(&items[..jobs], producers)?),
+                (batch::NAME, round::<BatchQueue>(&items[..jobs], producers)?),
+                (weir::VALUES, round::<Values>(&none[..jobs], producers)?),
+                (channels::CROSSBEAM, round::<ChannelQueue<Crossbeam>>(&none[..jobs], producers)?),
+                (channels::FLUME, round::<ChannelQueue<Flume>>(&none[..jobs], producers)?),
+                (channels::STD, round::<ChannelQueue<Std>>(&none[..jobs], producers)?),
+                (channels::KANAL, round::<ChannelQueue<Kanal>>(&none[..jobs], producers)?),
+            ];
+            for (name, round) in rounds.iter().filter(|_| number > 0) {
+                figures.add(name, round);
+            }
+        }
+    }
+    Ok(all)
+}
+
+/// Jobs that live as long as the process.
+fn kept<D: Design>(jobs: usize) -> &'static [D::Job] {
+    Box::leak((0..jobs).map(|_| D::job()).collect())
+}
+
+/// One round: `producers` threads schedule their shares of `jobs` as fast as they can.
+fn round<D: Design>(jobs: &'static [D::Job], producers: usize) -> Result<Round, QueueError> {
+    let queue = D::start()?;
+    TALLY.expect(jobs.len() as u64);
+    let start = Arc::new(Barrier::new(producers));
+    let threads: Vec<_> = (0..producers)
+        .map(|number| {
+            let share = &jobs[number * jobs.len() / producers..(number + 1) * jobs.len() / producers];
+            let (mut port, start) = (queue.port(share), Arc::clone(&start));
+            thread::spawn(move || {
+                start.wait();
+                let begun = nanos();
+                for index in 0..share.len() {
+                    port.schedule(index, 0);
+                }
+                begun
+            })
+        })
+        .collect();
+    TALLY.wait();
+    // From the first producer's start: this thread may have been late at either end.
+    let begun = threads.into_iter().map(|thread| thread.join().expect("a producer does not panic")).min();
+    let ns = begun.map_or(0, |begun| TALLY.finished() - begun) as f64;
+    let wakes = TALLY.sleeps() as f64;
+    let items = jobs.len() as f64;
+    Ok(Round {
+        ns_per_item: ns / items,
+        wakes_per_1000: wakes * 1000.0 / items,
+        items_per_batch: queue.finish(),
+    })
+}
