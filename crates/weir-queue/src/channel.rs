@@ -422,15 +422,16 @@ impl<T> Reader<T> {
 impl<T: Send> Drop for Receiver<T> {
     fn drop(&mut self) {
         self.shared.joining.0.close();
-        // To the end of what was taken, then of what is still in the lanes: each sweep takes what a close let in.
         loop {
-            while self.next().is_some() {}
+            // Closed before the first slot goes back: a sender that waits for one learns of the end, and does not
+            // send to nobody.
             for reader in &self.readers {
                 reader.lane.full.0.close();
                 if reader.lane.empty.0.close() {
                     reader.lane.sleeper.wake();
                 }
             }
+            while self.next().is_some() {}
             if self.readers.is_empty() && self.shared.joining.0.is_finished() {
                 break;
             }

@@ -23,7 +23,7 @@ fn push(stack: &Stack, link: &'static Link) -> Pushed {
 /// As many preemptions as bugs of this kind need (Musuvathi and Qadeer, PLDI 2007, found 2 to suffice for most).
 fn model(check: impl Fn() + Sync + Send + 'static) {
     let mut builder = loom::model::Builder::new();
-    builder.preemption_bound = Some(3);
+    builder.preemption_bound = Some(2);
     builder.check(check);
 }
 
@@ -67,7 +67,7 @@ fn a_sleeping_consumer_is_woken_by_exactly_one_producer() {
 
 #[test]
 fn a_close_lets_in_nothing_that_is_not_taken() {
-    loom::model(|| {
+    model(|| {
         let stack = Arc::new(Stack::new());
         let producer = thread::spawn({
             let stack = Arc::clone(&stack);

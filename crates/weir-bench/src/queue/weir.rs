@@ -21,8 +21,8 @@ pub(super) const VALUES: &str = "weir-values";
 /// How many values a sender has room for: the channel is bounded, those beside it are not.
 const ROOM: usize = 1 << 14;
 
-/// How often the spinning worker looks: some hundreds of microseconds.
-const LOOKS: u32 = 10_000;
+/// How often the spinning worker looks before it sleeps: some milliseconds, longer than any gap between items.
+const LOOKS: u32 = 100_000;
 
 /// A job with its item: as large as one of the list's.
 pub(super) struct Step {
