@@ -160,7 +160,7 @@ fn whoever_is_told_pending_has_its_update_seen() {
     }
     let queue = Queue::builder().spin(1000).linger(0).start().unwrap();
     let mirror = Arc::new(Mirror { dirty: 0.into(), seen: 0.into(), item: Item::new() });
-    for round in 0..ITEMS / 10 {
+    for round in 0..ITEMS / 50 {
         for step in 1..=4 {
             mirror.dirty.store(round * 4 + step, Relaxed);
             queue.schedule(&mirror);
