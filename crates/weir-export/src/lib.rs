@@ -1,8 +1,9 @@
 //! Ways into a volume for users of block devices.
 //!
 //! [`nbd`] speaks the Network Block Device protocol: to the kernel's own client (swap, file systems), to QEMU,
-//! and to everything built on libnbd.
+//! and to everything built on libnbd. [`share`] lends pages to local programs that use them in place.
 
 pub mod buffer;
 pub mod log;
 pub mod nbd;
+pub mod share;

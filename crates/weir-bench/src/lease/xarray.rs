@@ -5,8 +5,10 @@
 //! of nodes with 64 slots, a bitmap of free slots in each node that says of an inner node whether anything below
 //! is free, a spinlock around each change, nodes freed when their last entry goes. Node memory comes from a
 //! free list, which flatters it: the kernel's comes from kmem_cache and goes through RCU. As in
-//! `tcp_xa_pool_refill`, up to 17 indices are taken under one lock; as in `sock_devmem_dontneed`, a batch is
-//! erased under one lock.
+//! `tcp_xa_pool_refill` and `tcp_xa_pool_commit`, up to 17 indices are reserved under one lock and filled under
+//! another; as in `sock_devmem_dontneed`, a batch is erased under one lock.
+//!
+//! It is leaner than the kernel's code, which serves every use of an xarray: `lab/run lease` measures that one.
 
 use std::hint::spin_loop;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,6 +25,9 @@ const KERNEL_NODE_BYTES: usize = 576;
 const KERNEL_ROOT_BYTES: usize = 16;
 /// `MAX_SKB_FRAGS`: what one refill takes.
 const REFILL: usize = 17;
+
+/// XA_ZERO_ENTRY: an index that is taken and has no entry yet.
+const RESERVED: u64 = u64::MAX;
 
 type NodeId = u32;
 const NONE: NodeId = u32::MAX;
@@ -143,6 +148,19 @@ fn alloc(slab: &mut Slab, head: &mut NodeId, entry: u64) -> u32 {
     index
 }
 
+/// Stores `entry` at an index that has one, and returns that.
+fn replace(slab: &mut Slab, head: NodeId, index: u32, entry: u64) -> u64 {
+    let mut at = head;
+    loop {
+        let node = &mut slab.nodes[at as usize];
+        let slot = &mut node.slots[(index >> node.shift) as usize % SLOTS];
+        if node.shift == 0 {
+            return std::mem::replace(slot, entry);
+        }
+        at = (*slot - 1) as NodeId;
+    }
+}
+
 /// Removes the entry at `index` and returns it, 0 if there is none.
 fn erase(slab: &mut Slab, head: &mut NodeId, index: u32) -> u64 {
     let mut at = *head;
@@ -197,8 +215,14 @@ impl Design for XArrays {
         let array = &mut self.arrays[connection as usize];
         for (pages, tokens) in pages.chunks(REFILL).zip(tokens.chunks_mut(REFILL)) {
             locked(array, |head| {
-                for (token, place) in tokens.iter_mut().zip(pages) {
-                    token.0 = alloc(&mut self.slab, head, u64::from(place.page) + 1);
+                for token in &mut *tokens {
+                    token.0 = alloc(&mut self.slab, head, RESERVED);
+                }
+            });
+            locked(array, |head| {
+                for (token, place) in tokens.iter().zip(pages) {
+                    let was = replace(&mut self.slab, *head, token.0, u64::from(place.page) + 1);
+                    assert_eq!(was, RESERVED, "reserved under the lock before");
                 }
             });
         }

@@ -1,0 +1,73 @@
+//! What the server counts, for status and tests.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Counters of a running server. One thread writes them.
+#[derive(Debug, Default)]
+pub struct Stats {
+    pub(super) sessions: AtomicU64,
+    pub(super) sessions_ended: AtomicU64,
+    pub(super) violations: AtomicU64,
+    pub(super) turned_away: AtomicU64,
+    pub(super) reads: AtomicU64,
+    pub(super) writes: AtomicU64,
+    pub(super) faults: AtomicU64,
+    pub(super) taken: AtomicU64,
+    pub(super) given: AtomicU64,
+    pub(super) reclaimed: AtomicU64,
+    pub(super) refused: AtomicU64,
+    pub(super) over_quota: AtomicU64,
+    pub(super) double_frees: AtomicU64,
+    pub(super) sleeps: AtomicU64,
+}
+
+macro_rules! counters {
+    ($($(#[$doc:meta])* $name:ident)*) => {
+        impl Stats {
+            $($(#[$doc])* pub fn $name(&self) -> u64 { self.$name.load(Ordering::Relaxed) })*
+        }
+    };
+}
+
+counters! {
+    /// Clients that were let in.
+    sessions
+    /// Clients that have gone since.
+    sessions_ended
+    /// Clients that were cut off because they broke the format.
+    violations
+    /// Clients that were refused at the door.
+    turned_away
+    /// Pages read.
+    reads
+    /// Pages written.
+    writes
+    /// Pages that could not be read or written.
+    faults
+    /// Leases handed out.
+    taken
+    /// Leases that clients returned.
+    given
+    /// Leases taken back from clients that went away.
+    reclaimed
+    /// Tokens that were returned and are not held.
+    refused
+    /// Requests refused because the client held every frame.
+    over_quota
+    /// Frames that were free already when they came back. Not 0 means a defect.
+    double_frees
+    /// Times the server thread went to sleep.
+    sleeps
+}
+
+impl Stats {
+    /// Leases that are out now.
+    pub fn out(&self) -> u64 {
+        self.taken() - self.given() - self.reclaimed()
+    }
+}
+
+/// Adds to a counter that only the calling thread writes: no locked instruction.
+pub(super) fn add(counter: &AtomicU64, more: u64) {
+    counter.store(counter.load(Ordering::Relaxed) + more, Ordering::Relaxed);
+}

@@ -1,0 +1,306 @@
+//! The share server as its clients see it: honest, greedy, killed and hostile ones.
+
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use weir_core::PAGE_SIZE;
+use weir_export::log::{Level, to_stderr};
+use weir_export::share::{Config, Server};
+use weir_share::wire::{Hello, Op, Submission, VERSION, Welcome};
+use weir_share::{Area, Client, Error, Layout, Lease, Options, Ring, receive, send};
+use weir_store::Host;
+use weir_volume::Volume;
+
+const PAGES: u32 = 4096;
+
+fn socket(name: &str) -> PathBuf {
+    std::env::temp_dir().join(format!("weir-share-{name}-{}", std::process::id()))
+}
+
+fn volume() -> Arc<Volume> {
+    let config = weir_volume::Config { pages: PAGES, lanes: 2, depth: 64 };
+    Volume::create(config, vec![Arc::new(Host::new(config.slots()).unwrap())]).unwrap()
+}
+
+fn server(name: &str, clients: u32, frames: u32) -> Server {
+    let config = Config { clients, frames, entries: 64, ..Config::at(socket(name)) };
+    Server::start(&volume(), &config, to_stderr(Level::Warning)).unwrap()
+}
+
+/// Waits for what another thread is about to do.
+fn eventually(what: &str, done: impl Fn() -> bool) {
+    let begun = Instant::now();
+    while !done() {
+        assert!(begun.elapsed() < Duration::from_secs(20), "{what} did not happen");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn page_of(number: u64, version: u64) -> [u8; PAGE_SIZE] {
+    let mut page = [0; PAGE_SIZE];
+    for (at, chunk) in page.chunks_exact_mut(8).enumerate() {
+        chunk.copy_from_slice(&(number << 32 | version << 16 | at as u64).to_le_bytes());
+    }
+    page
+}
+
+fn connect(server: &Server) -> Client {
+    Client::connect(server.path(), Options::default()).unwrap()
+}
+
+#[test]
+fn what_one_client_writes_another_reads_in_place() {
+    let server = server("two", 4, 64);
+    let (mut writer, mut reader) = (connect(&server), connect(&server));
+    assert_eq!((writer.pages(), writer.frames()), (u64::from(PAGES), 64));
+    for number in 0..200 {
+        writer.write(number, &page_of(number, 1)).unwrap();
+    }
+    for number in (0..200).rev() {
+        let lease = reader.read(number).unwrap();
+        assert_eq!(reader.page(&lease), &page_of(number, 1));
+        reader.give(lease).unwrap();
+    }
+    writer.ask_discard(9, 10, 20).unwrap();
+    writer.submit().unwrap();
+    let done = writer.wait().unwrap();
+    assert_eq!((done.tag, done.result.unwrap()), (9, None));
+    let lease = reader.read(15).unwrap();
+    assert_eq!(reader.page(&lease), &[0; PAGE_SIZE]);
+    eventually("the return of all but one", || server.stats().out() == 1);
+    assert_eq!((server.stats().refused(), server.stats().double_frees()), (0, 0));
+}
+
+#[test]
+fn many_requests_under_way_all_end_and_leases_come_back_in_ranges() {
+    let server = server("deep", 1, 64);
+    let mut client = connect(&server);
+    for number in 0..u64::from(PAGES) {
+        client.write(number, &page_of(number, 2)).unwrap();
+    }
+    let (mut asked, mut answered) = (0u64, 0u64);
+    while answered < 20_000 {
+        while client.in_flight() < 32 && asked < 20_000 {
+            client.ask_read(asked as u32, asked * 7 % u64::from(PAGES)).unwrap();
+            asked += 1;
+        }
+        client.submit().unwrap();
+        let done = client.wait().unwrap();
+        let lease = done.result.unwrap().unwrap();
+        assert_eq!(client.page(&lease), &page_of(u64::from(done.tag) * 7 % u64::from(PAGES), 2));
+        client.give_later(lease).unwrap();
+        answered += 1;
+    }
+    client.submit().unwrap();
+    eventually("the return of every lease", || server.stats().out() == 0);
+    assert_eq!((server.stats().reads(), server.stats().refused()), (20_000, 0));
+}
+
+#[test]
+fn a_hoarder_is_refused_at_its_quota_and_others_go_on() {
+    let server = server("hoard", 2, 8);
+    let (mut hoarder, mut other) = (connect(&server), connect(&server));
+    let mut held: Vec<Lease> = (0..8).map(|number| hoarder.read(number).unwrap()).collect();
+    for _ in 0..100 {
+        let refused = hoarder.read(0).unwrap_err();
+        let Error::Failed { op: Op::Read, source, .. } = refused else { panic!("{refused}") };
+        assert_eq!(source.raw_os_error(), Some(rustix::io::Errno::NOBUFS.raw_os_error()));
+        let lease = other.read(1).unwrap();
+        other.give(lease).unwrap();
+    }
+    hoarder.give(held.pop().unwrap()).unwrap();
+    held.push(hoarder.read(3).unwrap());
+    assert_eq!(server.stats().over_quota(), 100);
+    drop(hoarder);
+    eventually("the return of what was hoarded", || server.stats().reclaimed() == 8);
+}
+
+#[test]
+fn a_page_beyond_the_end_and_a_token_that_is_not_held_are_errors() {
+    let server = server("bad", 1, 8);
+    let mut client = connect(&server);
+    for page in [u64::from(PAGES), u64::MAX, 1 << 32] {
+        let Error::Failed { source, .. } = client.read(page).unwrap_err() else { panic!("page {page}") };
+        assert_eq!(source.raw_os_error(), Some(rustix::io::Errno::INVAL.raw_os_error()));
+    }
+    client.ask_discard(0, u64::from(PAGES) - 1, 2).unwrap();
+    client.submit().unwrap();
+    assert!(client.wait().unwrap().result.is_err());
+    let lease = client.read(0).unwrap();
+    let token = lease.token();
+    client.give(lease).unwrap();
+    eventually("the return", || server.stats().given() == 1);
+    let mut raw = Raw::connect(server.path());
+    assert_eq!(raw.welcome.status, -rustix::io::Errno::USERS.raw_os_error(), "one client only");
+    drop(client);
+    eventually("the client's end", || server.stats().sessions_ended() == 1);
+    raw = Raw::connect(server.path());
+    raw.push(Submission { op: Op::Write, tag: 5, page: 0, token: token.0, count: 0 });
+    raw.push(Submission { op: Op::Give, tag: 0, page: 0, token: token.0, count: 3 });
+    eventually("the refusal", || server.stats().refused() == 3);
+    let area = raw.area.as_ref().unwrap();
+    let entry = weir_share::wire::Completed::decode(area.load(Ring::Completions, 0));
+    assert_eq!((entry.tag, entry.status), (5, -rustix::io::Errno::BADF.raw_os_error()));
+}
+
+/// A client that follows no rules.
+struct Raw {
+    welcome: Welcome,
+    area: Option<Area>,
+    bell: Option<std::os::fd::OwnedFd>,
+    written: u32,
+    _socket: std::os::fd::OwnedFd,
+}
+
+impl Raw {
+    fn greet(path: &Path, hello: &[u8]) -> Raw {
+        use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+        let flags = SocketFlags::CLOEXEC;
+        let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+        connect(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
+        // Turned away already, perhaps: the answer says so.
+        let _ = send(&socket, hello, &[]);
+        let mut bytes = [0; 64];
+        let (count, fds) = receive(&socket, &mut bytes).unwrap();
+        let welcome = Welcome::decode(&bytes[..count]).unwrap();
+        let mut fds = fds.into_iter();
+        let layout = Layout::new(welcome.frames, welcome.entries);
+        let area = layout.map(|layout| Area::adopt(fds.next().unwrap(), layout).unwrap());
+        Raw { welcome, area, bell: fds.next(), written: 0, _socket: socket }
+    }
+
+    fn connect(path: &Path) -> Raw {
+        Raw::greet(path, &Hello { version: VERSION, frames: 8, entries: 8 }.encode())
+    }
+
+    fn push(&mut self, submission: Submission) {
+        self.push_words(submission.encode());
+    }
+
+    fn push_words(&mut self, words: [u64; 4]) {
+        self.area.as_ref().unwrap().store(Ring::Submissions, self.written, words);
+        self.written += 1;
+        self.tell(self.written);
+    }
+
+    fn tell(&self, written: u32) {
+        let area = self.area.as_ref().unwrap();
+        area.written(Ring::Submissions).store(written, std::sync::atomic::Ordering::SeqCst);
+        rustix::io::write(self.bell.as_ref().unwrap(), &1u64.to_ne_bytes()).unwrap();
+    }
+}
+
+#[test]
+fn a_client_of_another_version_or_none_is_turned_away_with_the_reason() {
+    let server = server("version", 2, 8);
+    let refused = |hello: &[u8]| Raw::greet(server.path(), hello).welcome;
+    let other = refused(&Hello { version: 2, frames: 8, entries: 8 }.encode());
+    assert_eq!((other.version, other.status), (VERSION, -rustix::io::Errno::PROTONOSUPPORT.raw_os_error()));
+    assert_eq!(refused(b"GET / HTTP/1.1").status, -rustix::io::Errno::PROTO.raw_os_error());
+    let zero = refused(&Hello { version: 1, frames: 0, entries: 8 }.encode());
+    assert_eq!(zero.status, -rustix::io::Errno::INVAL.raw_os_error());
+    assert_eq!(server.stats().turned_away(), 3);
+}
+
+#[test]
+fn a_client_that_breaks_the_rings_is_cut_off_and_holds_nothing_afterwards() {
+    let server = server("hostile", 2, 8);
+    let mut honest = connect(&server);
+    let read = Submission { op: Op::Read, tag: 0, page: 0, token: 0, count: 0 };
+    let attacks: [fn(&mut Raw); 4] = [
+        |raw| raw.push_words([77, 0, 0, 0]),
+        |raw| raw.tell(u32::MAX / 2),
+        |raw| {
+            let area = raw.area.as_ref().unwrap();
+            area.read(Ring::Completions).store(5, std::sync::atomic::Ordering::SeqCst);
+            raw.push(Submission { op: Op::Reserve, tag: 0, page: 0, token: 0, count: 0 });
+        },
+        |raw| raw.push(Submission { op: Op::Give, tag: 0, page: 0, token: 0, count: u32::MAX }),
+    ];
+    for (number, attack) in attacks.iter().enumerate() {
+        let mut raw = Raw::connect(server.path());
+        raw.push(read);
+        eventually("the first, honest read", || server.stats().taken() >= 2 * number as u64 + 1);
+        attack(&mut raw);
+        eventually("the cut", || server.stats().violations() == number as u64 + 1);
+        let lease = honest.read(3).unwrap();
+        honest.give(lease).unwrap();
+    }
+    eventually("the return of everything", || server.stats().out() == 0);
+}
+
+/// Not a test of its own: the client that [`clients_killed_at_random_moments_leave_nothing_out`] kills.
+#[test]
+fn client_to_be_killed() {
+    let Ok(path) = std::env::var("WEIR_SHARE_VICTIM") else { return };
+    let mut client = Client::connect(path.as_ref(), Options::default()).unwrap();
+    println!("connected");
+    let mut held = Vec::new();
+    for number in 0u64.. {
+        let page = number * 13 % u64::from(PAGES);
+        match number % 4 {
+            0 => client.write(page, &page_of(page, 3)).unwrap_or(()),
+            1 if held.len() > 20 => held.drain(..15).for_each(|lease| client.give_later(lease).unwrap()),
+            _ => held.extend(client.read(page)),
+        }
+    }
+}
+
+fn victim(path: &Path) -> Child {
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "client_to_be_killed", "--nocapture", "--test-threads=1"])
+        .env("WEIR_SHARE_VICTIM", path)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let lines = BufReader::new(child.stdout.as_mut().unwrap()).lines();
+    assert!(
+        lines.map_while(Result::ok).any(|line| line.ends_with("connected")),
+        "the victim did not connect"
+    );
+    child
+}
+
+/// `WEIR_FULL=1` kills 10,000 instead of 40.
+#[test]
+fn clients_killed_at_random_moments_leave_nothing_out() {
+    let kills: u64 = if std::env::var_os("WEIR_FULL").is_some() { 10_000 } else { 40 };
+    let server = server("killed", 8, 64);
+    let mut random = 88_172_645_463_325_252u64;
+    for _ in 0..kills {
+        random ^= random << 13;
+        random ^= random >> 7;
+        random ^= random << 17;
+        let mut child = victim(server.path());
+        std::thread::sleep(Duration::from_micros(random % 3000));
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+    let stats = server.stats();
+    eventually("the end of every session", || stats.sessions_ended() == kills);
+    println!(
+        "{kills} killed: {} leases, {} given, {} reclaimed, {} out, {} freed twice, {} refused, {} violations",
+        stats.taken(),
+        stats.given(),
+        stats.reclaimed(),
+        stats.out(),
+        stats.double_frees(),
+        stats.refused(),
+        stats.violations()
+    );
+    assert_eq!((stats.out(), stats.double_frees(), stats.refused(), stats.violations()), (0, 0, 0, 0));
+    assert!(stats.reclaimed() > kills, "most died holding something");
+    // Every frame of every seat is there for the next clients, and every page is a whole one.
+    let mut clients: Vec<_> = (0..8).map(|_| connect(&server)).collect();
+    for client in &mut clients {
+        for number in 0..64 {
+            let lease = client.read(number).unwrap();
+            let page = client.page(&lease);
+            assert!(page == &[0; PAGE_SIZE] || page == &page_of(number, 3), "page {number} is torn");
+        }
+    }
+}

@@ -1,0 +1,205 @@
+//! The memory that one client and the server share: two rings and the frames.
+
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use weir_core::{Memory, PAGE_SIZE, PageBytes};
+
+use crate::wire::{ENTRIES_MAX, ENTRY_WORDS, FRAMES_MAX};
+
+const LINE: usize = 64;
+const SUBMITTED: usize = LINE;
+const TAKEN: usize = 2 * LINE;
+const COMPLETED: usize = 3 * LINE;
+const SEEN: usize = 4 * LINE;
+const SERVER_ASLEEP: usize = 5 * LINE;
+const CLIENT_ASLEEP: usize = 6 * LINE;
+const ENTRY_BYTES: usize = ENTRY_WORDS * size_of::<u64>();
+
+/// Where things lie in an area.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Layout {
+    frames: u32,
+    entries: u32,
+}
+
+/// One of the two rings.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Ring {
+    /// From the client to the server.
+    Submissions,
+    /// From the server to the client.
+    Completions,
+}
+
+impl Layout {
+    /// `None` when a figure is out of range or the entries are no power of two.
+    pub fn new(frames: u32, entries: u32) -> Option<Self> {
+        let fits = (1..=FRAMES_MAX).contains(&frames)
+            && (1..=ENTRIES_MAX).contains(&entries)
+            && entries.is_power_of_two();
+        fits.then_some(Layout { frames, entries })
+    }
+
+    /// Frames.
+    pub fn frames(&self) -> u32 {
+        self.frames
+    }
+
+    /// Entries of each ring.
+    pub fn entries(&self) -> u32 {
+        self.entries
+    }
+
+    /// Bytes of the whole.
+    pub fn bytes(&self) -> usize {
+        self.frame(self.frames)
+    }
+
+    fn entry(&self, ring: Ring, number: u32) -> usize {
+        let first = match ring {
+            Ring::Submissions => 0,
+            Ring::Completions => self.entries,
+        };
+        PAGE_SIZE + (first + number % self.entries) as usize * ENTRY_BYTES
+    }
+
+    fn frame(&self, frame: u32) -> usize {
+        let rings = PAGE_SIZE + 2 * self.entries as usize * ENTRY_BYTES;
+        rings.next_multiple_of(PAGE_SIZE) + frame as usize * PAGE_SIZE
+    }
+}
+
+/// A mapped area. Whatever the other side writes into it, reading it is safe: indices and entries are atomics, and a
+/// frame is bytes.
+#[derive(Debug)]
+pub struct Area {
+    memory: Memory,
+    layout: Layout,
+}
+
+impl Area {
+    /// A new one, all zeros, sealed against a change of size.
+    ///
+    /// # Errors
+    /// What the system says when there is no memory.
+    pub fn create(layout: Layout) -> io::Result<Self> {
+        Ok(Area { memory: Memory::shared("weir-share", layout.bytes())?, layout })
+    }
+
+    /// Maps what the server made.
+    ///
+    /// # Errors
+    /// `EINVAL` for a descriptor that is too short or could shrink; else what `mmap` says.
+    pub fn adopt(fd: OwnedFd, layout: Layout) -> io::Result<Self> {
+        let memory = Memory::adopt(fd)?;
+        if memory.len() < layout.bytes() {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        Ok(Area { memory, layout })
+    }
+
+    /// Where things lie.
+    pub fn layout(&self) -> Layout {
+        self.layout
+    }
+
+    /// The descriptor for the other side.
+    pub fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.memory.fd()
+    }
+
+    /// Entries written into a ring so far, by whoever writes it.
+    pub fn written(&self, ring: Ring) -> &AtomicU32 {
+        self.index(match ring {
+            Ring::Submissions => SUBMITTED,
+            Ring::Completions => COMPLETED,
+        })
+    }
+
+    /// Entries read from a ring so far, by whoever reads it.
+    pub fn read(&self, ring: Ring) -> &AtomicU32 {
+        self.index(match ring {
+            Ring::Submissions => TAKEN,
+            Ring::Completions => SEEN,
+        })
+    }
+
+    /// Not 0 while the server sleeps and wants its eventfd written.
+    pub fn server_asleep(&self) -> &AtomicU32 {
+        self.index(SERVER_ASLEEP)
+    }
+
+    /// Not 0 while the client sleeps and wants its eventfd written.
+    pub fn client_asleep(&self) -> &AtomicU32 {
+        self.index(CLIENT_ASLEEP)
+    }
+
+    fn index(&self, at: usize) -> &AtomicU32 {
+        // SAFETY: `at` is a multiple of 64 below a page, inside the mapping; the memory is only accessed atomically.
+        unsafe { AtomicU32::from_ptr(self.memory.as_ptr().add(at).cast()) }
+    }
+
+    fn words(&self, ring: Ring, number: u32) -> &[AtomicU64; ENTRY_WORDS] {
+        // SAFETY: `entry` takes the number modulo the ring's size, so the entry lies inside the mapping, at a multiple of
+        // 32; rings are only accessed atomically.
+        unsafe { &*self.memory.as_ptr().add(self.layout.entry(ring, number)).cast() }
+    }
+
+    /// Entry `number` of a ring, counted from the connection's beginning.
+    pub fn load(&self, ring: Ring, number: u32) -> [u64; ENTRY_WORDS] {
+        self.words(ring, number).each_ref().map(|word| word.load(Ordering::Relaxed))
+    }
+
+    /// Writes entry `number`; [`Area::written`] tells the other side of it.
+    pub fn store(&self, ring: Ring, number: u32, entry: [u64; ENTRY_WORDS]) {
+        for (word, value) in self.words(ring, number).iter().zip(entry) {
+            word.store(value, Ordering::Relaxed);
+        }
+    }
+
+    /// The bytes of a frame, for the side that holds it.
+    ///
+    /// # Panics
+    /// When there is no such frame.
+    pub fn frame(&self, frame: u32) -> *mut PageBytes {
+        assert!(frame < self.layout.frames, "frame {frame} of {}", self.layout.frames);
+        // SAFETY: the frame was just found to lie inside the mapping.
+        unsafe { self.memory.as_ptr().add(self.layout.frame(frame)).cast() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rings_and_frames_do_not_overlap() {
+        for (frames, entries) in [(1, 1), (64, 32), (4096, 4096)] {
+            let layout = Layout::new(frames, entries).unwrap();
+            let ring = entries as usize * ENTRY_BYTES;
+            assert_eq!(layout.entry(Ring::Submissions, 0), PAGE_SIZE);
+            assert_eq!(layout.entry(Ring::Submissions, entries), PAGE_SIZE, "a ring goes round");
+            assert_eq!(layout.entry(Ring::Completions, 0), PAGE_SIZE + ring);
+            assert!(layout.frame(0) >= PAGE_SIZE + 2 * ring && layout.frame(0).is_multiple_of(PAGE_SIZE));
+            assert_eq!(layout.bytes(), layout.frame(0) + frames as usize * PAGE_SIZE);
+        }
+        for (frames, entries) in [(0, 1), (1, 0), (4097, 1), (1, 8192), (1, 3)] {
+            assert_eq!(Layout::new(frames, entries), None);
+        }
+    }
+
+    #[test]
+    fn both_sides_see_one_memory() {
+        let layout = Layout::new(2, 4).unwrap();
+        let server = Area::create(layout).unwrap();
+        let client = Area::adopt(server.fd().unwrap().try_clone_to_owned().unwrap(), layout).unwrap();
+        client.store(Ring::Submissions, 5, [1, 2, 3, 4]);
+        client.written(Ring::Submissions).store(6, Ordering::Release);
+        assert_eq!(server.written(Ring::Submissions).load(Ordering::Acquire), 6);
+        assert_eq!(server.load(Ring::Submissions, 1), [1, 2, 3, 4]);
+        let larger = Layout::new(3, 4).unwrap();
+        assert!(Area::adopt(server.fd().unwrap().try_clone_to_owned().unwrap(), larger).is_err());
+    }
+}

@@ -1,0 +1,433 @@
+//! The client's side.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::sync::atomic::{Ordering, fence};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+use weir_core::{PAGE_SIZE, PageBytes};
+use weir_lease::{BATCH_REFERENCES_MAX, Token, TokenRange};
+
+use crate::area::{Area, Layout, Ring};
+use crate::socket::{receive, send};
+use crate::wire::{Completed, HELLO_BYTES, Hello, NO_FRAME, Op, Submission, VERSION, WELCOME_BYTES, Welcome};
+
+const _: () = assert!(HELLO_BYTES <= WELCOME_BYTES);
+
+/// What a client would like.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// Frames: pages that it can hold at a time.
+    pub frames: u32,
+    /// Requests that can be under way, a power of two.
+    pub entries: u32,
+    /// How long it looks for a completion before it sleeps.
+    pub spin: Duration,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Options { frames: 256, entries: 256, spin: Duration::from_micros(50) }
+    }
+}
+
+/// Why something did not work.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Nobody serves there.
+    #[error("cannot connect to the share server at {path}; is `weir serve --share` running?")]
+    Connect {
+        /// The socket.
+        path: String,
+        /// What the system said.
+        #[source]
+        source: io::Error,
+    },
+    /// The server turned the client away.
+    #[error("the share server (format {version}) refuses: {reason}; this client speaks format {VERSION}")]
+    Refused {
+        /// The server's version.
+        version: u32,
+        /// Its reason.
+        reason: io::Error,
+    },
+    /// The server said something that it must not.
+    #[error("the share server's {what} makes no sense; is it another version?")]
+    Nonsense {
+        /// What it said.
+        what: &'static str,
+    },
+    /// The server is gone, and all that was held with it.
+    #[error("the share server has gone; connect again")]
+    Gone,
+    /// The ring is full: take completions first.
+    #[error("{entries} requests are under way, and no more fit: take completions first")]
+    Full {
+        /// The ring's entries.
+        entries: u32,
+    },
+    /// The server could not do what was asked.
+    #[error("{op:?} of page {page} failed")]
+    Failed {
+        /// What was asked.
+        op: Op,
+        /// Of which page.
+        page: u64,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// A system call failed.
+    #[error("the share connection failed")]
+    System(#[from] io::Error),
+}
+
+impl From<rustix::io::Errno> for Error {
+    fn from(errno: rustix::io::Errno) -> Self {
+        Error::System(errno.into())
+    }
+}
+
+/// A frame that this client holds. Give it back with [`Client::give`] or [`Client::give_later`]; a dropped one
+/// stays out until the connection closes.
+#[derive(Debug, PartialEq, Eq)]
+#[must_use = "a lease that is dropped stays out"]
+pub struct Lease {
+    token: Token,
+    frame: u32,
+}
+
+impl Lease {
+    /// Its token.
+    pub fn token(&self) -> Token {
+        self.token
+    }
+}
+
+/// A request that has ended.
+#[derive(Debug)]
+pub struct Completion {
+    /// As given with the request.
+    pub tag: u32,
+    /// The page's frame, where the request was for one.
+    pub result: io::Result<Option<Lease>>,
+}
+
+/// A connection to a share server.
+#[derive(Debug)]
+pub struct Client {
+    socket: OwnedFd,
+    area: Area,
+    /// Written to wake the server.
+    server_bell: OwnedFd,
+    /// Read when the server woke us.
+    client_bell: OwnedFd,
+    pages: u64,
+    spin: Duration,
+    submitted: u32,
+    seen: u32,
+    in_flight: u32,
+    /// Tokens to return, not yet submitted: one range, as long as they come in order.
+    returns: Option<TokenRange>,
+}
+
+impl Client {
+    /// Connects to the server at `path`.
+    ///
+    /// # Errors
+    /// [`Error::Connect`], [`Error::Refused`], or [`Error::Nonsense`] from something else that listens there.
+    pub fn connect(path: &Path, options: Options) -> Result<Self, Error> {
+        let error = |source: rustix::io::Errno| Error::Connect {
+            path: path.display().to_string(),
+            source: source.into(),
+        };
+        let address = SocketAddrUnix::new(path).map_err(error)?;
+        let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
+            .map_err(error)?;
+        connect(&socket, &address).map_err(error)?;
+        let hello = Hello { version: VERSION, frames: options.frames, entries: options.entries };
+        match send(&socket, &hello.encode(), &[]) {
+            // A server without a free seat says so and closes, before it has heard anything: hear it out.
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
+            sent => sent?,
+        }
+        let mut bytes = [0; WELCOME_BYTES];
+        let (count, fds) = receive(&socket, &mut bytes)?;
+        if count == 0 {
+            return Err(Error::Gone);
+        }
+        let welcome = Welcome::decode(&bytes[..count]).ok_or(Error::Nonsense { what: "greeting" })?;
+        if welcome.status != 0 {
+            let reason = io::Error::from_raw_os_error(welcome.status.wrapping_neg());
+            return Err(Error::Refused { version: welcome.version, reason });
+        }
+        let layout =
+            Layout::new(welcome.frames, welcome.entries).ok_or(Error::Nonsense { what: "layout" })?;
+        let [area, server_bell, client_bell] =
+            <[OwnedFd; 3]>::try_from(fds).map_err(|_| Error::Nonsense { what: "set of descriptors" })?;
+        Ok(Client {
+            socket,
+            area: Area::adopt(area, layout)?,
+            server_bell,
+            client_bell,
+            pages: welcome.pages,
+            spin: options.spin,
+            submitted: 0,
+            seen: 0,
+            in_flight: 0,
+            returns: None,
+        })
+    }
+
+    /// Pages of the volume.
+    pub fn pages(&self) -> u64 {
+        self.pages
+    }
+
+    /// Frames that this client may hold at a time.
+    pub fn frames(&self) -> u32 {
+        self.area.layout().frames()
+    }
+
+    /// Requests that are under way.
+    pub fn in_flight(&self) -> u32 {
+        self.in_flight
+    }
+
+    /// Asks for a page. [`Client::submit`] sends it off.
+    ///
+    /// # Errors
+    /// [`Error::Full`] when the ring has no room.
+    pub fn ask_read(&mut self, tag: u32, page: u64) -> Result<(), Error> {
+        self.ask(Submission { op: Op::Read, tag, page, token: 0, count: 0 })
+    }
+
+    /// Asks for an empty frame to write from.
+    ///
+    /// # Errors
+    /// [`Error::Full`] when the ring has no room.
+    pub fn ask_frame(&mut self, tag: u32) -> Result<(), Error> {
+        self.ask(Submission { op: Op::Reserve, tag, page: 0, token: 0, count: 0 })
+    }
+
+    /// Asks that the content of a frame becomes the page's. Leave the frame alone until the completion.
+    ///
+    /// # Errors
+    /// [`Error::Full`] when the ring has no room.
+    pub fn ask_write(&mut self, tag: u32, page: u64, lease: &Lease) -> Result<(), Error> {
+        self.ask(Submission { op: Op::Write, tag, page, token: lease.token.0, count: 0 })
+    }
+
+    /// Asks that `count` pages from `page` on be forgotten.
+    ///
+    /// # Errors
+    /// [`Error::Full`] when the ring has no room.
+    pub fn ask_discard(&mut self, tag: u32, page: u64, count: u32) -> Result<(), Error> {
+        self.ask(Submission { op: Op::Discard, tag, page, token: 0, count })
+    }
+
+    fn ask(&mut self, submission: Submission) -> Result<(), Error> {
+        // One entry is kept for returns, so that frames can always go back.
+        let entries = self.area.layout().entries();
+        if self.in_flight + 1 >= entries.max(2) || !self.has_room(1) {
+            return Err(Error::Full { entries });
+        }
+        self.push(submission);
+        self.in_flight += 1;
+        Ok(())
+    }
+
+    fn has_room(&self, kept: u32) -> bool {
+        let taken = self.area.read(Ring::Submissions).load(Ordering::Acquire);
+        self.submitted.wrapping_sub(taken) + kept < self.area.layout().entries().max(kept + 1)
+    }
+
+    fn push(&mut self, submission: Submission) {
+        self.area.store(Ring::Submissions, self.submitted, submission.encode());
+        self.submitted = self.submitted.wrapping_add(1);
+    }
+
+    /// The content of a frame.
+    pub fn page(&self, lease: &Lease) -> &PageBytes {
+        // SAFETY: this client holds the frame, so the server does not write it; a write through the client needs
+        // `&mut self`.
+        unsafe { &*self.area.frame(lease.frame) }
+    }
+
+    /// The content of a frame, to write.
+    pub fn page_mut(&mut self, lease: &mut Lease) -> &mut PageBytes {
+        // SAFETY: this client holds the frame, and `&mut self` keeps every other view of it away.
+        unsafe { &mut *self.area.frame(lease.frame) }
+    }
+
+    /// Gives a frame back with the next [`Client::submit`]. Frames given in the order in which they came go as one.
+    ///
+    /// # Errors
+    /// [`Error::Gone`] when the server is.
+    #[expect(clippy::needless_pass_by_value, reason = "what is given back must not be used again")]
+    pub fn give_later(&mut self, lease: Lease) -> Result<(), Error> {
+        let token = lease.token;
+        match &mut self.returns {
+            Some(range)
+                if range.start.0.wrapping_add(range.count) == token.0
+                    && u64::from(range.count) < BATCH_REFERENCES_MAX =>
+            {
+                range.count += 1;
+            }
+            waiting => {
+                if let Some(range) = waiting.replace(TokenRange::from(token)) {
+                    self.push_returns(range)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives a frame back now.
+    ///
+    /// # Errors
+    /// [`Error::Gone`] when the server is.
+    pub fn give(&mut self, lease: Lease) -> Result<(), Error> {
+        self.give_later(lease)?;
+        self.submit()
+    }
+
+    fn push_returns(&mut self, range: TokenRange) -> Result<(), Error> {
+        while !self.has_room(0) {
+            self.publish()?;
+            if self.is_gone()? {
+                return Err(Error::Gone);
+            }
+            std::thread::yield_now();
+        }
+        let TokenRange { start, count } = range;
+        self.push(Submission { op: Op::Give, tag: 0, page: 0, token: start.0, count });
+        Ok(())
+    }
+
+    /// Sends off what was asked and given since the last time, and wakes the server if it sleeps.
+    ///
+    /// # Errors
+    /// [`Error::Gone`] when the server is.
+    pub fn submit(&mut self) -> Result<(), Error> {
+        if let Some(range) = self.returns.take() {
+            self.push_returns(range)?;
+        }
+        self.publish()
+    }
+
+    fn publish(&mut self) -> Result<(), Error> {
+        self.area.written(Ring::Submissions).store(self.submitted, Ordering::Release);
+        // The server looks at the ring after it has said that it sleeps: one of the two sees the other.
+        fence(Ordering::SeqCst);
+        if self.area.server_asleep().load(Ordering::Relaxed) != 0 {
+            self.area.server_asleep().store(0, Ordering::Relaxed);
+            rustix::io::write(&self.server_bell, &1u64.to_ne_bytes())?;
+        }
+        Ok(())
+    }
+
+    /// Takes one completion, if there is one.
+    ///
+    /// # Errors
+    /// [`Error::Nonsense`] when the server names a frame that there is not.
+    pub fn poll(&mut self) -> Result<Option<Completion>, Error> {
+        let written = self.area.written(Ring::Completions).load(Ordering::Acquire);
+        if written == self.seen {
+            return Ok(None);
+        }
+        let completed = Completed::decode(self.area.load(Ring::Completions, self.seen));
+        self.seen = self.seen.wrapping_add(1);
+        self.area.read(Ring::Completions).store(self.seen, Ordering::Release);
+        self.in_flight = self.in_flight.saturating_sub(1);
+        let Completed { tag, status, token, frame } = completed;
+        let result = match status {
+            0 if frame == NO_FRAME => Ok(None),
+            0 if frame < self.frames() => Ok(Some(Lease { token: Token(token), frame })),
+            0 => return Err(Error::Nonsense { what: "frame number" }),
+            _ => Err(io::Error::from_raw_os_error(status.wrapping_neg())),
+        };
+        Ok(Some(Completion { tag, result }))
+    }
+
+    /// Waits for one completion: spins first, as the options say, then sleeps.
+    ///
+    /// # Errors
+    /// [`Error::Gone`] when the server goes away meanwhile.
+    pub fn wait(&mut self) -> Result<Completion, Error> {
+        let begun = Instant::now();
+        loop {
+            for _ in 0..64 {
+                if let Some(completion) = self.poll()? {
+                    return Ok(completion);
+                }
+                std::hint::spin_loop();
+            }
+            if begun.elapsed() >= self.spin {
+                break;
+            }
+        }
+        loop {
+            self.area.client_asleep().store(1, Ordering::Relaxed);
+            fence(Ordering::SeqCst);
+            if let Some(completion) = self.poll()? {
+                self.area.client_asleep().store(0, Ordering::Relaxed);
+                return Ok(completion);
+            }
+            let mut fds =
+                [PollFd::new(&self.client_bell, PollFlags::IN), PollFd::new(&self.socket, PollFlags::IN)];
+            rustix::io::retry_on_intr(|| poll(&mut fds, None))?;
+            let (woken, gone) = (!fds[0].revents().is_empty(), !fds[1].revents().is_empty());
+            if woken {
+                let mut count = [0; 8];
+                rustix::io::read(&self.client_bell, &mut count)?;
+            } else if gone {
+                return Err(Error::Gone);
+            }
+        }
+    }
+
+    fn is_gone(&self) -> Result<bool, Error> {
+        let mut fds = [PollFd::new(&self.socket, PollFlags::IN)];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        Ok(rustix::io::retry_on_intr(|| poll(&mut fds, Some(&now)))? > 0)
+    }
+
+    /// Reads a page and waits for it; only while nothing else is under way.
+    ///
+    /// # Errors
+    /// [`Error::Failed`] with `ENOBUFS` while every frame is held, with `EIO` for a page that is lost.
+    pub fn read(&mut self, page: u64) -> Result<Lease, Error> {
+        self.ask_read(0, page)?;
+        self.one(Op::Read, page)?.ok_or(Error::Nonsense { what: "completion" })
+    }
+
+    /// Writes a page from a frame of its own choice and waits until it is done; only while nothing else is under way.
+    ///
+    /// # Errors
+    /// [`Error::Failed`] with `ENOBUFS` while every frame is held, with `EIO` when it cannot be kept.
+    pub fn write(&mut self, page: u64, bytes: &[u8; PAGE_SIZE]) -> Result<(), Error> {
+        self.ask_frame(0)?;
+        let mut lease = self.one(Op::Reserve, page)?.ok_or(Error::Nonsense { what: "completion" })?;
+        self.page_mut(&mut lease).copy_from_slice(bytes);
+        self.ask_write(0, page, &lease)?;
+        let written = self.one(Op::Write, page);
+        self.give(lease)?;
+        written.map(drop)
+    }
+
+    fn one(&mut self, op: Op, page: u64) -> Result<Option<Lease>, Error> {
+        self.submit()?;
+        self.wait()?.result.map_err(|source| Error::Failed { op, page, source })
+    }
+}
+
+impl AsFd for Client {
+    /// Becomes readable when the server has gone.
+    fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}

@@ -1,0 +1,225 @@
+//! The wire format, version 1. Everything is little-endian; docs/share.md is the same in prose.
+
+/// "weirshar": the first word of every greeting.
+pub const MAGIC: u64 = u64::from_le_bytes(*b"weirshar");
+/// The version of all that is described here.
+pub const VERSION: u32 = 1;
+/// Bytes of [`Hello`].
+pub const HELLO_BYTES: usize = 32;
+/// Bytes of [`Welcome`].
+pub const WELCOME_BYTES: usize = 64;
+/// Words of an entry of either ring.
+pub const ENTRY_WORDS: usize = 4;
+/// The frame of a completion that has none.
+pub const NO_FRAME: u32 = u32::MAX;
+/// Pages that one [`Op::Discard`] may name.
+pub const DISCARD_MAX: u32 = 1 << 16;
+/// Frames that an area may have: what a connection's tokens can name.
+pub const FRAMES_MAX: u32 = weir_lease::QUOTA_MAX;
+/// Entries that a ring may have.
+pub const ENTRIES_MAX: u32 = 4096;
+
+/// The client's first and only message on the socket.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Hello {
+    /// Its version of the format.
+    pub version: u32,
+    /// Frames it would like; the server may give fewer.
+    pub frames: u32,
+    /// Entries of each ring it would like, a power of two; the server may give fewer.
+    pub entries: u32,
+}
+
+impl Hello {
+    /// The message.
+    pub fn encode(&self) -> [u8; HELLO_BYTES] {
+        let mut bytes = [0; HELLO_BYTES];
+        bytes[0..8].copy_from_slice(&MAGIC.to_le_bytes());
+        bytes[8..12].copy_from_slice(&self.version.to_le_bytes());
+        bytes[12..16].copy_from_slice(&self.frames.to_le_bytes());
+        bytes[16..20].copy_from_slice(&self.entries.to_le_bytes());
+        bytes
+    }
+
+    /// The message read, or `None` if it is none: wrong length, wrong magic, or something where zeros belong.
+    pub fn decode(bytes: &[u8]) -> Option<Self> {
+        let bytes: &[u8; HELLO_BYTES] = bytes.try_into().ok()?;
+        (word(bytes, 0) == MAGIC && bytes[20..].iter().all(|&byte| byte == 0)).then(|| Hello {
+            version: half(bytes, 8),
+            frames: half(bytes, 12),
+            entries: half(bytes, 16),
+        })
+    }
+}
+
+/// The server's answer. With status 0 three descriptors come along: the area's memfd, the eventfd that wakes the
+/// server, and the one that wakes the client.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Welcome {
+    /// The server's version.
+    pub version: u32,
+    /// 0, or a negative errno: -EPROTO for no greeting, -EPROTONOSUPPORT for another version, -EUSERS when every
+    /// connection is taken, -ENOMEM.
+    pub status: i32,
+    /// Frames in the area, which are the client's quota.
+    pub frames: u32,
+    /// Entries of each ring, a power of two.
+    pub entries: u32,
+    /// Pages of the volume.
+    pub pages: u64,
+}
+
+impl Welcome {
+    /// The message.
+    pub fn encode(&self) -> [u8; WELCOME_BYTES] {
+        let mut bytes = [0; WELCOME_BYTES];
+        bytes[0..8].copy_from_slice(&MAGIC.to_le_bytes());
+        bytes[8..12].copy_from_slice(&self.version.to_le_bytes());
+        bytes[12..16].copy_from_slice(&self.status.to_le_bytes());
+        bytes[16..20].copy_from_slice(&self.frames.to_le_bytes());
+        bytes[20..24].copy_from_slice(&self.entries.to_le_bytes());
+        bytes[24..32].copy_from_slice(&self.pages.to_le_bytes());
+        bytes
+    }
+
+    /// The message read, or `None` if it is none.
+    pub fn decode(bytes: &[u8]) -> Option<Self> {
+        let bytes: &[u8; WELCOME_BYTES] = bytes.try_into().ok()?;
+        (word(bytes, 0) == MAGIC).then(|| Welcome {
+            version: half(bytes, 8),
+            status: half(bytes, 12) as i32,
+            frames: half(bytes, 16),
+            entries: half(bytes, 20),
+            pages: word(bytes, 24),
+        })
+    }
+}
+
+fn half(bytes: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes(bytes[at..at + 4].try_into().expect("4 bytes"))
+}
+
+fn word(bytes: &[u8], at: usize) -> u64 {
+    u64::from_le_bytes(bytes[at..at + 8].try_into().expect("8 bytes"))
+}
+
+/// What a client asks for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u8)]
+pub enum Op {
+    /// The page, in a frame of the server's choice: completes with a token.
+    Read = 1,
+    /// The content of the frame that `token` names becomes the page's. The frame stays the client's, which must
+    /// leave it alone until the completion.
+    Write = 2,
+    /// An empty frame to write from: completes with a token.
+    Reserve = 3,
+    /// `count` tokens from `token` on, at most [`BATCH_REFERENCES_MAX`](weir_lease::BATCH_REFERENCES_MAX), are
+    /// returned. No completion, whatever becomes of it.
+    Give = 4,
+    /// `count` pages from `page` on, at most [`DISCARD_MAX`], are forgotten: they read as zeros.
+    Discard = 5,
+}
+
+/// One entry of the submission ring.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Submission {
+    /// What is asked for.
+    pub op: Op,
+    /// Comes back with the completion.
+    pub tag: u32,
+    /// The volume's page.
+    pub page: u64,
+    /// The token, where the operation has one.
+    pub token: u32,
+    /// How many tokens or pages.
+    pub count: u32,
+}
+
+impl Submission {
+    /// The entry.
+    pub fn encode(&self) -> [u64; ENTRY_WORDS] {
+        let first = u64::from(self.tag) << 32 | self.op as u64;
+        [first, self.page, u64::from(self.count) << 32 | u64::from(self.token), 0]
+    }
+
+    /// The entry read, or `None` for an operation that there is not, or something where zeros belong.
+    pub fn decode([first, page, tokens, reserved]: [u64; ENTRY_WORDS]) -> Option<Self> {
+        let op = match first as u32 {
+            1 => Op::Read,
+            2 => Op::Write,
+            3 => Op::Reserve,
+            4 => Op::Give,
+            5 => Op::Discard,
+            _ => return None,
+        };
+        let (tag, token, count) = ((first >> 32) as u32, tokens as u32, (tokens >> 32) as u32);
+        (reserved == 0).then_some(Submission { op, tag, page, token, count })
+    }
+}
+
+/// One entry of the completion ring.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Completed {
+    /// The submission's.
+    pub tag: u32,
+    /// 0, or a negative errno: -EIO for a page that cannot be read, -ENOBUFS while the client holds every frame,
+    /// -EINVAL for a page that there is not, -EBADF for a token that the client does not hold.
+    pub status: i32,
+    /// The new token, where there is one.
+    pub token: u32,
+    /// The frame that it stands for, or [`NO_FRAME`].
+    pub frame: u32,
+}
+
+impl Completed {
+    /// The entry.
+    pub fn encode(&self) -> [u64; ENTRY_WORDS] {
+        let first = u64::from(self.status as u32) << 32 | u64::from(self.tag);
+        [first, u64::from(self.frame) << 32 | u64::from(self.token), 0, 0]
+    }
+
+    /// The entry read.
+    pub fn decode([first, second, ..]: [u64; ENTRY_WORDS]) -> Self {
+        Completed {
+            tag: first as u32,
+            status: (first >> 32) as i32,
+            token: second as u32,
+            frame: (second >> 32) as u32,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn what_is_encoded_is_decoded(a: u32, b: u32, c: u32, d: u64, status: i32, op in 1u8..=5) {
+            let hello = Hello { version: a, frames: b, entries: c };
+            prop_assert_eq!(Hello::decode(&hello.encode()), Some(hello));
+            let welcome = Welcome { version: a, status, frames: b, entries: c, pages: d };
+            prop_assert_eq!(Welcome::decode(&welcome.encode()), Some(welcome));
+            let op = [Op::Read, Op::Write, Op::Reserve, Op::Give, Op::Discard][usize::from(op) - 1];
+            let submission = Submission { op, tag: a, page: d, token: b, count: c };
+            prop_assert_eq!(Submission::decode(submission.encode()), Some(submission));
+            let completed = Completed { tag: a, status, token: b, frame: c };
+            prop_assert_eq!(Completed::decode(completed.encode()), completed);
+        }
+
+        #[test]
+        fn a_greeting_with_a_changed_reserved_byte_is_none(at in 20usize..32, value in 1u8..) {
+            let mut bytes = Hello { version: 1, frames: 1, entries: 1 }.encode();
+            bytes[at] = value;
+            prop_assert_eq!(Hello::decode(&bytes), None);
+        }
+    }
+
+    #[test]
+    fn greetings_lie_where_the_document_says() {
+        let bytes = Hello { version: 1, frames: 0x0203_0405, entries: 64 }.encode();
+        assert_eq!(&bytes[..20], b"weirshar\x01\0\0\0\x05\x04\x03\x02\x40\0\0\0");
+    }
+}
