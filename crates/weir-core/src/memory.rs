@@ -30,7 +30,7 @@ impl Memory {
     /// # Errors
     /// What `mmap` says, `ENOMEM` above all.
     pub fn anonymous(bytes: usize) -> io::Result<Self> {
-        let bytes = whole_pages(bytes)?;
+        let bytes = new_pages(bytes)?;
         // SAFETY: a fresh private mapping at an address of the kernel's choice disturbs nothing.
         let start = unsafe {
             rustix::mm::mmap_anonymous(
@@ -49,7 +49,7 @@ impl Memory {
     /// # Errors
     /// What `memfd_create`, `ftruncate` or `mmap` say.
     pub fn shared(name: &str, bytes: usize) -> io::Result<Self> {
-        let bytes = whole_pages(bytes)?;
+        let bytes = new_pages(bytes)?;
         let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         rustix::fs::ftruncate(&fd, bytes as u64)?;
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
@@ -82,12 +82,6 @@ impl Memory {
 
     /// Takes every page now, so that none is taken later on an I/O path, and pins them if allowed.
     fn settle(start: *mut u8, bytes: usize, fd: Option<OwnedFd>) -> io::Result<Self> {
-        // Populating more than there is would not fail: it would set the OOM killer on somebody else.
-        if available().is_some_and(|available| bytes as u64 > available) {
-            // SAFETY: the mapping was just made and nobody knows of it.
-            let _ = unsafe { rustix::mm::munmap(start.cast(), bytes) };
-            return Err(io::Error::from_raw_os_error(libc::ENOMEM));
-        }
         let mut memory =
             Memory { start: NonNull::new(start).expect("mmap never returns null"), bytes, fd, locked: false };
         // Fewer TLB misses where the kernel grants it, and a start that is ten times as fast; not worth an error.
@@ -155,6 +149,16 @@ fn available() -> Option<u64> {
     let meminfo = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     line.trim().strip_suffix(" kB")?.parse::<u64>().ok().map(|kib| kib << 10)
+}
+
+/// The length to take for `bytes` bytes, if the machine has that much: populating more than there is would not fail, it
+/// would set the OOM killer on somebody else. Not for memory that is adopted: that is taken already.
+fn new_pages(bytes: usize) -> io::Result<usize> {
+    let bytes = whole_pages(bytes)?;
+    match available() {
+        Some(available) if bytes as u64 > available => Err(io::Error::from_raw_os_error(libc::ENOMEM)),
+        _ => Ok(bytes),
+    }
 }
 
 fn whole_pages(bytes: usize) -> io::Result<usize> {

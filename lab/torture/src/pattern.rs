@@ -6,9 +6,7 @@ use std::fmt;
 pub const WORDS: usize = weir_core::PAGE_SIZE / 8;
 
 /// One page of the tortured memory.
-#[derive(Clone)]
-#[repr(C, align(4096))]
-pub struct Page(pub [u64; WORDS]);
+pub type Page = [u64; WORDS];
 
 /// Which page it is, of whom, and the how-manieth content.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -56,44 +54,37 @@ impl fmt::Display for Mismatch {
     }
 }
 
-impl Page {
-    /// A page of zeros.
-    pub const fn zeroed() -> Self {
-        Page([0; WORDS])
+/// Writes the one content that belongs to `identity`: three words that name it, then a body that a
+/// compressor gains nothing from.
+pub fn fill(page: &mut Page, identity: Identity) {
+    for (word, value) in page.iter_mut().zip(words(identity)) {
+        *word = value;
     }
+}
 
-    /// Writes the one content that belongs to `identity`: three words that name it, then a body that a
-    /// compressor gains nothing from.
-    pub fn fill(&mut self, identity: Identity) {
-        for (word, value) in self.0.iter_mut().zip(words(identity)) {
-            *word = value;
-        }
+/// Compares a page with what `identity` was filled with.
+///
+/// # Errors
+/// What the page has become instead.
+pub fn check(page: &Page, identity: Identity) -> Result<(), Mismatch> {
+    match page.iter().zip(words(identity)).position(|(&found, wanted)| found != wanted) {
+        None => Ok(()),
+        Some(word) => Err(diagnose(page, identity, word)),
     }
+}
 
-    /// Compares with what `identity` was filled with.
-    ///
-    /// # Errors
-    /// What the page has become instead.
-    pub fn check(&self, identity: Identity) -> Result<(), Mismatch> {
-        match self.0.iter().zip(words(identity)).position(|(&found, wanted)| found != wanted) {
-            None => Ok(()),
-            Some(word) => Err(self.diagnose(identity, word)),
-        }
+fn diagnose(page: &Page, wanted: Identity, word: usize) -> Mismatch {
+    if page.iter().all(|&word| word == 0) {
+        return Mismatch::Zeros;
     }
-
-    fn diagnose(&self, wanted: Identity, word: usize) -> Mismatch {
-        if self.0.iter().all(|&word| word == 0) {
-            return Mismatch::Zeros;
-        }
-        let found = Identity { writer: self.0[0], number: self.0[1], generation: self.0[2] };
-        if self.0.iter().zip(words(found)).any(|(&found, wanted)| found != wanted) {
-            return Mismatch::Damaged { word };
-        }
-        if (found.writer, found.number) == (wanted.writer, wanted.number) {
-            return Mismatch::Stale { generation: found.generation };
-        }
-        Mismatch::Misplaced { found }
+    let found = Identity { writer: page[0], number: page[1], generation: page[2] };
+    if page.iter().zip(words(found)).any(|(&found, wanted)| found != wanted) {
+        return Mismatch::Damaged { word };
     }
+    if (found.writer, found.number) == (wanted.writer, wanted.number) {
+        return Mismatch::Stale { generation: found.generation };
+    }
+    Mismatch::Misplaced { found }
 }
 
 /// The words of a page's content.
@@ -138,8 +129,8 @@ mod tests {
     use proptest::prelude::*;
 
     fn page(identity: Identity) -> Page {
-        let mut page = Page::zeroed();
-        page.fill(identity);
+        let mut page = [0; WORDS];
+        fill(&mut page, identity);
         page
     }
 
@@ -147,29 +138,29 @@ mod tests {
 
     #[test]
     fn a_page_as_written_passes() {
-        assert_eq!(page(WANTED).check(WANTED), Ok(()));
+        assert_eq!(check(&page(WANTED), WANTED), Ok(()));
     }
 
     #[test]
     fn each_way_to_lose_a_page_is_told_from_the_others() {
-        assert_eq!(Page::zeroed().check(WANTED), Err(Mismatch::Zeros));
+        assert_eq!(check(&[0; WORDS], WANTED), Err(Mismatch::Zeros));
         let older = Identity { generation: 1, ..WANTED };
-        assert_eq!(page(older).check(WANTED), Err(Mismatch::Stale { generation: 1 }));
+        assert_eq!(check(&page(older), WANTED), Err(Mismatch::Stale { generation: 1 }));
         let other = Identity { number: 4, ..WANTED };
-        assert_eq!(page(other).check(WANTED), Err(Mismatch::Misplaced { found: other }));
+        assert_eq!(check(&page(other), WANTED), Err(Mismatch::Misplaced { found: other }));
         let stranger = Identity { writer: 8, ..WANTED };
-        assert_eq!(page(stranger).check(WANTED), Err(Mismatch::Misplaced { found: stranger }));
+        assert_eq!(check(&page(stranger), WANTED), Err(Mismatch::Misplaced { found: stranger }));
         let mut torn = page(WANTED);
-        torn.0[256..].copy_from_slice(&page(older).0[256..]);
-        assert_eq!(torn.check(WANTED), Err(Mismatch::Damaged { word: 256 }));
+        torn[256..].copy_from_slice(&page(older)[256..]);
+        assert_eq!(check(&torn, WANTED), Err(Mismatch::Damaged { word: 256 }));
     }
 
     proptest! {
         #[test]
         fn no_single_bit_can_flip_unseen(word in 0..WORDS, bit in 0..64) {
             let mut page = page(WANTED);
-            page.0[word] ^= 1_u64 << bit;
-            prop_assert!(page.check(WANTED).is_err());
+            page[word] ^= 1_u64 << bit;
+            prop_assert!(check(&page, WANTED).is_err());
         }
 
         #[test]

@@ -1,8 +1,7 @@
 //! One process of the torture: writes its pages in one order, reads them back in others, rewrites some, and
 //! reads all of them a last time.
 
-use crate::pattern::{Identity, Page, Random, mix};
-use std::alloc::{Layout, alloc_zeroed, handle_alloc_error};
+use crate::pattern::{self, Identity, Page, Random, WORDS, mix};
 use std::time::{Duration, Instant};
 
 /// Mismatches that are described; the others are only counted.
@@ -83,7 +82,10 @@ pub fn run(work: Work, mut complain: impl FnMut(&str)) -> Tally {
 /// The tortured pages, and what each should hold.
 struct Memory {
     writer: u64,
-    pages: Vec<Page>,
+    /// Holds the pages from `first` on. Zeroed by the kernel on paper only: a page gets memory when the torture's order
+    /// comes to it. (A vector of page-aligned elements would be zeroed by hand.)
+    words: Vec<u64>,
+    first: usize,
     generations: Vec<u32>,
     tally: Tally,
     last: Instant,
@@ -91,13 +93,21 @@ struct Memory {
 
 impl Memory {
     fn new(writer: u64, count: usize) -> Self {
+        let words = vec![0; (count + 1) * WORDS];
+        let first = words.as_ptr().align_offset(weir_core::PAGE_SIZE);
         Memory {
             writer,
-            pages: untouched(count),
+            words,
+            first,
             generations: vec![0; count],
             tally: Tally::default(),
             last: Instant::now(),
         }
+    }
+
+    fn page(&mut self, number: usize) -> &mut Page {
+        let words = &mut self.words[self.first + number * WORDS..][..WORDS];
+        words.try_into().expect("a slice of so many words")
     }
 
     fn identity(&self, number: usize) -> Identity {
@@ -108,14 +118,14 @@ impl Memory {
     fn write(&mut self, number: usize) {
         self.generations[number] += 1;
         let identity = self.identity(number);
-        self.pages[number].fill(identity);
+        pattern::fill(self.page(number), identity);
         self.tally.written += 1;
         self.clock();
     }
 
     fn check(&mut self, number: usize, complain: &mut impl FnMut(&str)) {
         let identity = self.identity(number);
-        if let Err(mismatch) = self.pages[number].check(identity) {
+        if let Err(mismatch) = pattern::check(self.page(number), identity) {
             self.tally.mismatches += 1;
             if self.tally.mismatches <= DESCRIBED {
                 complain(&format!("page {number}, generation {}: {mismatch}", identity.generation));
@@ -130,23 +140,6 @@ impl Memory {
         let took = now.duration_since(self.last).as_micros() as u64;
         self.tally.longest_us = self.tally.longest_us.max(took);
         self.last = now;
-    }
-}
-
-/// Pages that the kernel has zeroed on paper only: each gets memory when the torture's order first comes to it.
-fn untouched(count: usize) -> Vec<Page> {
-    if count == 0 {
-        return Vec::new();
-    }
-    let layout = Layout::array::<Page>(count).expect("a count of pages that fits the address space");
-    // SAFETY: the layout is Page's own and not of size zero; zeros are a valid Page; the vector
-    // takes over memory of exactly its length and capacity.
-    unsafe {
-        let start = alloc_zeroed(layout).cast::<Page>();
-        if start.is_null() {
-            handle_alloc_error(layout);
-        }
-        Vec::from_raw_parts(start, count, count)
     }
 }
 
@@ -173,7 +166,7 @@ mod tests {
     fn a_page_changed_behind_its_back_is_counted_and_described() {
         let mut memory = Memory::new(9, 4);
         (0..4).for_each(|number| memory.write(number));
-        memory.pages[2].0[100] ^= 1;
+        memory.page(2)[100] ^= 1;
         let mut said = Vec::new();
         (0..4).for_each(|number| memory.check(number, &mut |line: &str| said.push(line.to_owned())));
         assert_eq!(memory.tally.mismatches, 1);
