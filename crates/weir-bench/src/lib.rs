@@ -15,6 +15,7 @@
 //! println!("{report}");
 //! ```
 
+pub mod block;
 pub mod disk;
 pub mod lease;
 pub mod memory;

@@ -504,7 +504,9 @@ impl Lane {
         if let Some(found) = self.claim_now(page) {
             return Some(found);
         }
-        if self.under_way > 0 {
+        // Waiting frees slots, and brings no store back.
+        let any_online = self.volume.tiers.iter().any(|tier| tier.store.state() == State::Online);
+        if self.under_way > 0 || !any_online {
             return None;
         }
         count(&self.metrics().waits);

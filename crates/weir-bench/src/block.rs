@@ -1,0 +1,224 @@
+//! `weir bench block`: Weir's NBD server over host memory, beside nbdkit's memory plugin on the same kind of socket.
+//!
+//! fio drives both by its libnbd engine, one job after the other, in turns, several times over; figures are medians.
+//! Weir runs twice: asleep between requests, which is how it is used, and spinning, which is what `--spin-us` buys.
+//! Every page of both has been written before, so that none is a hole. The processor time that a server spends on
+//! a request is read from `/proc`, since a server that is fast because it takes both processors is not fast.
+
+mod fio;
+mod server;
+
+use crate::report::{Goal, Report, Row, Runs};
+use server::Server;
+use std::path::PathBuf;
+use std::time::Duration;
+use weir_core::ByteSize;
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// The weir program that serves.
+    pub weir: PathBuf,
+    /// The device's size.
+    pub size: ByteSize,
+    /// How long a case runs on each server.
+    pub time: Duration,
+    /// How often; the figures are medians.
+    pub runs: usize,
+    /// Microseconds of the spinning server.
+    pub spin_us: u32,
+    /// The cases to run, by their row ids; none for all.
+    pub only: Vec<String>,
+}
+
+impl Default for Plan {
+    fn default() -> Self {
+        Plan {
+            weir: std::env::current_exe().unwrap_or_else(|_| "weir".into()),
+            size: ByteSize(256 << 20),
+            time: Duration::from_secs(2),
+            runs: 5,
+            spin_us: 50,
+            only: Vec::new(),
+        }
+    }
+}
+
+/// Why nothing could be measured.
+#[derive(Debug, thiserror::Error)]
+pub enum BlockError {
+    /// A program is missing or fails.
+    #[error("{program}: {what}; install the package {package}")]
+    Program {
+        /// Which.
+        program: String,
+        /// What it said, or the system.
+        what: String,
+        /// Where it comes from.
+        package: &'static str,
+    },
+    /// A case that there is not.
+    #[error("{0:?} is no case; accepted: {cases}", cases = CASES.map(|case| case.id).join(", "))]
+    Case(String),
+    /// The directory for the sockets.
+    #[error("cannot make a directory for the sockets")]
+    Directory(#[source] std::io::Error),
+}
+
+/// What fio does.
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    id: &'static str,
+    write: bool,
+    sequential: bool,
+    block: u32,
+    jobs: u32,
+    depth: u32,
+    /// Pause before each request, in milliseconds.
+    pause: u32,
+}
+
+impl Case {
+    const fn pages(id: &'static str, write: bool, jobs: u32, depth: u32) -> Case {
+        Case { id, write, sequential: false, block: 4096, jobs, depth, pause: 0 }
+    }
+
+    const fn long(id: &'static str, write: bool) -> Case {
+        Case { id, write, sequential: true, block: 1 << 20, jobs: 1, depth: 8, pause: 0 }
+    }
+
+    fn is_single(&self) -> bool {
+        self.jobs * self.depth == 1
+    }
+}
+
+const CASES: [Case; 10] = [
+    Case::pages("qd1_read", false, 1, 1),
+    Case::pages("qd1_write", true, 1, 1),
+    Case::pages("1x32_read", false, 1, 32),
+    Case::pages("4x16_read", false, 4, 16),
+    Case::pages("4x16_write", true, 4, 16),
+    Case::pages("16x8_read", false, 16, 8),
+    Case::pages("16x8_write", true, 16, 8),
+    Case::long("seq_read", false),
+    Case::long("seq_write", true),
+    Case { pause: 20, ..Case::pages("sporadic_read", false, 1, 1) },
+];
+
+/// What one run of a case on one server came to.
+#[derive(Clone, Copy, Debug, Default)]
+struct Figures {
+    per_second: f64,
+    p50_us: f64,
+    p99_us: f64,
+    /// Processor time of the server for each request.
+    cpu_us: f64,
+}
+
+/// Several runs of a case on one server.
+#[derive(Default)]
+struct Way {
+    per_second: Runs,
+    p50_us: Runs,
+    p99_us: Runs,
+    cpu_us: Runs,
+}
+
+impl Way {
+    fn push(&mut self, figures: Figures) {
+        self.per_second.push(figures.per_second);
+        self.p50_us.push(figures.p50_us);
+        self.p99_us.push(figures.p99_us);
+        self.cpu_us.push(figures.cpu_us);
+    }
+}
+
+/// Runs every case on every server, in turns.
+///
+/// # Errors
+/// When fio or nbdkit is missing, or a server does not come up.
+pub fn run(plan: &Plan) -> Result<Report, BlockError> {
+    if let Some(unknown) = plan.only.iter().find(|id| CASES.iter().all(|case| case.id != **id)) {
+        return Err(BlockError::Case(unknown.clone()));
+    }
+    let sockets = server::Directory::new().map_err(BlockError::Directory)?;
+    let servers = [
+        Server::weir(plan, 0, &sockets)?,
+        Server::weir(plan, plan.spin_us, &sockets)?,
+        Server::nbdkit(plan, &sockets)?,
+    ];
+    for server in &servers {
+        fio::fill(server, plan.size)?;
+    }
+    let mut report = Report::new("block", plan.runs);
+    for case in CASES {
+        if !plan.only.is_empty() && !plan.only.iter().any(|id| id == case.id) {
+            continue;
+        }
+        // What waits between requests needs longer for as many of them.
+        let time = if case.pause > 0 { plan.time * 2 } else { plan.time };
+        let mut ways: [Way; 3] = Default::default();
+        for run in 0..plan.runs {
+            // Each server goes first in turn.
+            for turn in 0..servers.len() {
+                let at = (run + turn) % servers.len();
+                ways[at].push(fio::run(&servers[at], case, plan.size, time)?);
+            }
+        }
+        report.rows.extend(rows(case, &ways));
+    }
+    Ok(report)
+}
+
+/// The performance contract is stated for a machine of 2 processors, and for one of 16.
+fn is_large() -> bool {
+    std::thread::available_parallelism().is_ok_and(|count| count.get() >= 8)
+}
+
+fn rows(case: Case, [asleep, spinning, nbdkit]: &[Way; 3]) -> Vec<Row> {
+    const CONTROL: &str = "nbdkit-memory";
+    let lower = |metric: &str, ours: &Runs, theirs: &Runs| {
+        Row::lower(case.id, metric, ours.median()).beside(CONTROL, theirs.median())
+    };
+    let mut rows = Vec::new();
+    if case.is_single() {
+        let [asleep_goal, spinning_goal, p99_goal] = match (case.pause > 0, is_large()) {
+            (true, true) => [Some(Goal::Ratio(0.6)), None, Some(Goal::Ratio(0.6))],
+            (true, false) => [None, None, None],
+            (false, true) => [None, Some(Goal::Value(12.0)), None],
+            (false, false) => [Some(Goal::Ratio(0.8)), Some(Goal::Ratio(0.5)), None],
+        };
+        let judge = |row: Row, goal: Option<Goal>| match goal {
+            Some(goal) => row.goal(goal),
+            None => row,
+        };
+        rows.push(judge(lower("p50_us", &asleep.p50_us, &nbdkit.p50_us), asleep_goal));
+        rows.push(judge(lower("p99_us", &asleep.p99_us, &nbdkit.p99_us), p99_goal));
+        rows.push(judge(lower("spinning_p50_us", &spinning.p50_us, &nbdkit.p50_us), spinning_goal));
+        rows.push(lower("spinning_p99_us", &spinning.p99_us, &nbdkit.p99_us));
+    } else {
+        let scale = if case.sequential { f64::from(case.block) / 1e6 } else { 1.0 };
+        let metric = if case.sequential { "mb_per_s" } else { "iops" };
+        let goal = match (case.id, is_large()) {
+            ("4x16_read", false) => Some(Goal::Ratio(1.8)),
+            ("4x16_write", false) => Some(Goal::Ratio(1.25)),
+            ("seq_read", false) => Some(Goal::Ratio(1.3)),
+            ("seq_write", false) => Some(Goal::Ratio(1.0)),
+            ("16x8_read" | "16x8_write", true) => Some(Goal::Value(1.2e6)),
+            _ => None,
+        };
+        let higher = |metric: &str, ours: &Way| {
+            Row::higher(case.id, metric, ours.per_second.median() * scale)
+                .beside(CONTROL, nbdkit.per_second.median() * scale)
+        };
+        let row = higher(metric, asleep);
+        rows.push(match goal {
+            Some(goal) => row.goal(goal),
+            None => row,
+        });
+        rows.push(higher(&format!("spinning_{metric}"), spinning));
+        rows.push(lower("p99_us", &asleep.p99_us, &nbdkit.p99_us));
+    }
+    rows.push(lower("server_cpu_us", &asleep.cpu_us, &nbdkit.cpu_us).goal(Goal::Ratio(0.8)));
+    rows
+}

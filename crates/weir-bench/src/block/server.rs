@@ -1,0 +1,105 @@
+//! The servers under test, as processes of their own.
+
+use super::{BlockError, Plan};
+use std::io;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+use weir_core::ByteSize;
+
+/// How long a server may take to listen: host memory is touched page by page first.
+const START: Duration = Duration::from_secs(30);
+
+/// A directory that goes with everything in it.
+pub(super) struct Directory(PathBuf);
+
+impl Directory {
+    pub fn new() -> io::Result<Directory> {
+        let path = std::env::temp_dir().join(format!("weir-bench-block-{}", std::process::id()));
+        std::fs::create_dir(&path)?;
+        Ok(Directory(path))
+    }
+}
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        // Nothing but sockets is in it; what cannot be removed now is removed by the system's own cleaning.
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A running server.
+pub(super) struct Server {
+    child: Child,
+    pub socket: PathBuf,
+}
+
+impl Server {
+    pub fn weir(plan: &Plan, spin_us: u32, directory: &Directory) -> Result<Server, BlockError> {
+        let name = format!("weir-{spin_us}");
+        let socket = directory.0.join(format!("{name}.sock"));
+        let mut command = Command::new(&plan.weir);
+        // The store holds what is written while old pages are still being read, too.
+        let room = ByteSize(plan.size.0 + (64 << 20));
+        command.arg("serve").args(["--size", &plan.size.0.to_string(), "--connections", "32"]);
+        command.args(["--store", &format!("host:{}", room.0), "--spin-us", &spin_us.to_string()]);
+        command.args(["--log", "warn", "--nbd", &format!("unix:{}", socket.display())]);
+        command.arg("--control").arg(directory.0.join(format!("{name}.control")));
+        Server::start(command, socket, "weir", "weir")
+    }
+
+    pub fn nbdkit(plan: &Plan, directory: &Directory) -> Result<Server, BlockError> {
+        let socket = directory.0.join("nbdkit.sock");
+        let mut command = Command::new("nbdkit");
+        command.args(["--foreground", "--exit-with-parent", "--threads", "16", "--unix"]);
+        command.arg(&socket).args(["memory", &plan.size.0.to_string()]);
+        Server::start(command, socket, "nbdkit", "nbdkit")
+    }
+
+    fn start(
+        mut command: Command,
+        socket: PathBuf,
+        program: &str,
+        package: &'static str,
+    ) -> Result<Server, BlockError> {
+        let failed = |what: String| BlockError::Program { program: program.to_owned(), what, package };
+        let mut child = command.stdin(Stdio::null()).spawn().map_err(|error| failed(error.to_string()))?;
+        let deadline = Instant::now() + START;
+        while !socket.exists() {
+            if let Ok(Some(status)) = child.try_wait() {
+                return Err(failed(format!("it ended at its start: {status}")));
+            }
+            if Instant::now() > deadline {
+                let _ = child.kill();
+                return Err(failed(format!("it does not listen after {} s", START.as_secs())));
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(Server { child, socket })
+    }
+
+    /// Processor time it has used, in user and in kernel mode (proc(5), fields 14 and 15 of `stat`).
+    pub fn cpu_time(&self) -> Duration {
+        let ticks = || {
+            let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id())).ok()?;
+            let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
+            Some(fields.get(11)?.parse::<u64>().ok()? + fields.get(12)?.parse::<u64>().ok()?)
+        };
+        let per_second = rustix::param::clock_ticks_per_second();
+        Duration::from_secs_f64(ticks().unwrap_or(0) as f64 / per_second as f64)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        if let Some(pid) = rustix::process::Pid::from_raw(self.child.id() as i32) {
+            let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
+        }
+        let deadline = Instant::now() + Duration::from_secs(5);
+        while Instant::now() < deadline && matches!(self.child.try_wait(), Ok(None)) {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
