@@ -13,6 +13,9 @@ use std::time::{Duration, Instant};
 /// Below this an attempt is not worth its clock reads.
 const LEAST: Duration = Duration::from_micros(2);
 
+/// Pauses between two looks; half a microsecond or so.
+const PAUSES: u32 = 16;
+
 /// How many threads may spin at once.
 #[derive(Debug)]
 pub(super) struct SpinGate {
@@ -70,7 +73,8 @@ impl<'a> Spin<'a> {
         }
         let found = loop {
             match look() {
-                Ok(None) if start.elapsed() < self.now => std::hint::spin_loop(),
+                // Looking takes the socket's locks, for which the client must not be made to wait.
+                Ok(None) if start.elapsed() < self.now => (0..PAUSES).for_each(|_| std::hint::spin_loop()),
                 found => break found,
             }
         };
