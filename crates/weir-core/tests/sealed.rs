@@ -16,13 +16,14 @@ fn allocations_on_an_io_thread_are_counted_once_sealed_and_others_are_free() {
     assert_eq!(seal::violations(), 2, "one allocation and one release");
 
     // Under `Policy::Abort` the same thing ends the process: shown in a child, which is this test again.
-    if std::env::var_os("WEIR_SEAL").is_some() {
+    if std::env::var_os("SEALED_TEST_CHILD").is_some() {
         seal::seal(seal::policy_from_environment());
         seal::on_io_thread(|| drop(vec![1u8; 100]));
         unreachable!("the allocator should have aborted");
     }
     let child = std::process::Command::new(std::env::current_exe().unwrap())
         .env("WEIR_SEAL", "abort")
+        .env("SEALED_TEST_CHILD", "1")
         .arg("--nocapture")
         .output()
         .unwrap();

@@ -106,6 +106,12 @@ mod tests {
     }
 
     #[test]
+    fn the_packaged_configuration_is_one() {
+        let options = options(include_str!("../../../packaging/weir.toml")).expect("the example is right");
+        assert!(options.swap && options.nbd.len() == 1 && options.store.len() == 1);
+    }
+
+    #[test]
     fn what_is_false_or_absent_is_the_default() {
         let written = options("store = 'host:1GiB'\nswap = false");
         assert_eq!(written, options("store = 'host:1GiB'"));

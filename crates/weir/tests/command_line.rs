@@ -46,6 +46,8 @@ const MISTAKES: &[(&[&str], &[&str])] = &[
     (&["attach", "nbd.sock"], &["ADDRESS", "nbd.sock", "unix:PATH"]),
     (&["attach", "unix:/x", "--reconnect"], &["--device"]),
     (&["attach", "unix:/x", "--device", "/dev/sda"], &["--device", "/dev/sda", "/dev/nbd0"]),
+    (&["bench", "lease", "--outstanding", "many"], &["--outstanding", "many"]),
+    (&["bench", "memory", "--size", "64GB"], &["--size", "64GB", "512MiB"]),
     (&["detach", "/dev/sda"], &["/dev/sda", "/dev/nbd0"]),
 ];
 
@@ -126,6 +128,20 @@ fn completions_know_the_commands() {
         let output = weir(&["completions", shell]);
         assert!(output.status.success() && text(&output.stdout).contains("doctor"), "{shell}");
     }
+}
+
+#[test]
+fn a_benchmark_prints_its_table_and_writes_json_and_html() {
+    let directory = std::path::Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let (json, html) = (directory.join("memory.json"), directory.join("memory.html"));
+    let files = [json.to_str().expect("UTF-8"), html.to_str().expect("UTF-8")];
+    let output = weir(&["bench", "memory", "--size", "256MiB", "--json", files[0], "--report", files[1]]);
+    assert!(output.status.success() && output.stderr.is_empty(), "{}", text(&output.stderr));
+    assert!(text(&output.stdout).contains("bytes_per_page"), "{}", text(&output.stdout));
+    let report: serde_json::Value = serde_json::from_slice(&fs::read(&json).expect("written")).expect("JSON");
+    assert_eq!((&report["schema"], &report["bench"]), (&1.into(), &"memory".into()));
+    assert!(report["rows"].as_array().is_some_and(|rows| !rows.is_empty()));
+    assert!(fs::read_to_string(&html).expect("written").contains("<svg"));
 }
 
 #[test]
