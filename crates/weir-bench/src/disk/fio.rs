@@ -7,25 +7,19 @@ use std::process::Command;
 use std::time::Duration;
 use weir_core::{ByteSize, PAGE_SIZE};
 
-/// A file of fio's own.
+/// Where a store's pages begin in its file.
+const HEADER: usize = 1 << 20;
+
+/// A store's file, its header left alone; it must hold nothing that matters.
 pub(super) struct Control {
-    path: PathBuf,
-    size: ByteSize,
-    time: Duration,
+    pub path: PathBuf,
+    pub size: ByteSize,
+    pub time: Duration,
 }
 
 impl Control {
-    /// Writes the file once.
-    pub(super) fn new(path: PathBuf, size: ByteSize, time: Duration) -> Result<Self, DiskError> {
-        let control = Control { path, size, time };
-        let fill = Case { name: "filling", write: true, batch: 4, pages: 256 };
-        control.fio(fill, &[])?;
-        Ok(control)
-    }
-
     pub(super) fn run(&self, case: Case) -> Result<Figures, DiskError> {
-        let time = format!("--runtime={}ms", self.time.as_millis());
-        let result = self.fio(case, &["--time_based", &time, "--norandommap"])?;
+        let result = self.fio(case)?;
         let side = &result["jobs"][0][if case.write { "write" } else { "read" }];
         let figure = |value: &Value| {
             value
@@ -42,7 +36,7 @@ impl Control {
         })
     }
 
-    fn fio(&self, case: Case, more: &[&str]) -> Result<Value, DiskError> {
+    fn fio(&self, case: Case) -> Result<Value, DiskError> {
         let direction = match (case.pages, case.write) {
             (1, true) => "randwrite",
             (1, false) => "randread",
@@ -57,15 +51,17 @@ impl Control {
                 "--fixedbufs=1",
                 "--registerfiles=1",
             ])
-            .args(["--output-format=json", "--refill_buffers=0", "--fallocate=native"])
+            .args(["--output-format=json", "--refill_buffers=0"])
             .arg(format!("--filename={}", self.path.display()))
+            .arg(format!("--offset={HEADER}"))
             .arg(format!("--size={}", self.size.0))
             .arg(format!("--rw={direction}"))
             .arg(format!("--bs={}", case.pages * PAGE_SIZE))
-            .arg(format!("--iodepth={0}", case.batch))
-            .arg(format!("--iodepth_batch_submit={0}", case.batch))
-            .arg(format!("--iodepth_batch_complete_min={0}", case.batch))
-            .args(more)
+            .arg(format!("--iodepth={}", case.batch))
+            .arg(format!("--iodepth_batch_submit={}", case.batch))
+            .arg(format!("--iodepth_batch_complete_min={}", case.batch))
+            .args(["--time_based", "--norandommap"])
+            .arg(format!("--runtime={}ms", self.time.as_millis()))
             .output()
             .map_err(|error| DiskError::Fio(error.to_string()))?;
         if !output.status.success() {

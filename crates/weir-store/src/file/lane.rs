@@ -1,8 +1,9 @@
 //! A lane into a file: an io_uring of its own, with registered memory and files.
 //!
 //! Operations wait in the order in which they were queued. [`Lane::submit`] joins neighbours (the same direction,
-//! the next slot, the next staging page) into runs of up to [`RUN_PAGES`], one I/O each. A run that fails is tried
-//! again page by page, so that each operation gets its own result.
+//! the next slot, the next staging page) into runs of up to [`RUN_PAGES`], one I/O each. As soon as so many wait they are
+//! started without it: the disk works while the next ones are encrypted. A run that fails is tried again page by page,
+//! so that each operation gets its own result.
 
 use super::staging::Staging;
 use super::{Place, Shared};
@@ -247,13 +248,21 @@ impl Lane for FileLane {
             Some(cipher) => cipher.encrypt(slot, page, content),
             None => *content = *page,
         }
+        if self.queued.len() == RUN_PAGES {
+            self.submit();
+        }
         Progress::Queued
     }
 
     fn read(&mut self, ticket: Ticket, slot: Slot, _page: &mut PageBytes) -> Progress {
         match self.shared.place(slot) {
             Ok(place) => match self.queue(ticket, slot, place, Direction::Read) {
-                Some(_) => Progress::Queued,
+                Some(_) => {
+                    if self.queued.len() == RUN_PAGES {
+                        self.submit();
+                    }
+                    Progress::Queued
+                }
                 None => Progress::Full,
             },
             Err(fault) => Progress::Done(Err(fault)),
@@ -329,7 +338,7 @@ mod tests {
         FileLane::open("test", Arc::clone(&store.shared), 512).unwrap()
     }
 
-    /// Queues and submits reads of these slots; says how many I/Os that makes.
+    /// Queues and submits reads of these slots; says how many I/Os that makes, if no more than [`RUN_PAGES`].
     fn ios(lane: &mut FileLane, slots: impl IntoIterator<Item = u32>) -> usize {
         for slot in slots {
             assert_eq!(lane.read(0, Slot(slot), &mut [0; PAGE_SIZE]), Progress::Queued);
