@@ -32,8 +32,8 @@ impl Default for Options {
         Options {
             directory: "/var/tmp".into(),
             size: ByteSize(1 << 30),
-            time: Duration::from_secs(2),
-            runs: 3,
+            time: Duration::from_secs(1),
+            runs: 5,
         }
     }
 }
