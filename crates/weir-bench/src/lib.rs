@@ -21,3 +21,4 @@ pub mod lease;
 pub mod memory;
 pub mod queue;
 pub mod report;
+pub mod share;

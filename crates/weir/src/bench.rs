@@ -3,12 +3,16 @@
 use crate::cli::{Bench, BenchLeaseOptions, BenchOptions};
 use crate::failure::{Failure, chain};
 use weir_bench::report::Report;
-use weir_bench::{lease, memory};
+use weir_bench::{lease, memory, share};
 
 /// Measures, prints the table, writes the files; fails where a goal was missed.
 pub fn run(options: &BenchOptions) -> Result<(), Failure> {
     let report = match &options.bench {
         Bench::Lease(options) => lease::run(&lease_plan(options)).map_err(|error| failed(&error))?,
+        Bench::Share { rounds } => {
+            share::run(&share::Plan { rounds: usize::from(*rounds), ..share::Plan::default() })
+                .map_err(|error| failed(&error))?
+        }
         Bench::Memory { size } => memory::run(&memory::Plan { bytes: size.0, ..Default::default() })
             .map_err(|error| failed(&error))?,
     };

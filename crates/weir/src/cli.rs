@@ -227,6 +227,13 @@ pub enum Bench {
     /// What a page reference costs that is handed out and comes back, beside the designs of the Linux kernel.
     Lease(BenchLeaseOptions),
 
+    /// Pages used in place over the share transport, beside the same pages over NBD.
+    Share {
+        /// Rounds; the figures are medians.
+        #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u8).range(1..))]
+        rounds: u8,
+    },
+
     /// What memory a volume takes besides the pages themselves.
     Memory {
         /// The volume's size.

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
+use rustix::fs::Mode;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use weir_core::PAGE_SIZE;
@@ -42,7 +43,7 @@ const BELL: u64 = 1 << 32;
 /// How a volume is shared.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// The unix socket; an old one is replaced.
+    /// The unix socket, which only its owner can use (mode 0600); one that a dead server left is replaced.
     pub path: PathBuf,
     /// Clients at a time, at most 16384.
     pub clients: u32,
@@ -162,6 +163,8 @@ fn listen(path: &Path) -> io::Result<OwnedFd> {
     }
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
+    // Before it has a name: whoever may connect sees every page, so only its owner may.
+    rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
     rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
     rustix::net::listen(&socket, 128)?;
     Ok(socket)

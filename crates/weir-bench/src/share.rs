@@ -1,0 +1,281 @@
+//! `weir bench share`: pages used in place beside the same pages over NBD, one volume, one run.
+//!
+//! Both servers run in this process and spin as long after a request; the figures count what servers and client
+//! use together. Asleep, nobody spins: that is what one request costs that comes out of the blue.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use weir_core::PAGE_SIZE;
+use weir_export::log::{Level, to_stderr};
+use weir_export::nbd::client::Operation;
+use weir_export::nbd::{self, Listen};
+use weir_export::share;
+use weir_share::{Client, Options};
+use weir_store::Host;
+use weir_volume::Volume;
+
+use crate::report::{Goal, Report, Row, Runs, percentile};
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// Pages of the volume, all written.
+    pub pages: u32,
+    /// Reads one after the other, for each latency.
+    pub singles: u32,
+    /// Reads with many under way, for each rate.
+    pub reads: u32,
+    /// Reads under way then.
+    pub depth: u32,
+    /// How long servers look for the next request before they sleep, and the share client for its completion.
+    pub spin: Duration,
+    /// Rounds; the figures are medians.
+    pub rounds: usize,
+}
+
+impl Default for Plan {
+    fn default() -> Self {
+        Plan {
+            pages: 65_536,
+            singles: 20_000,
+            reads: 200_000,
+            depth: 32,
+            spin: Duration::from_micros(50),
+            rounds: 5,
+        }
+    }
+}
+
+/// Why nothing was measured.
+#[derive(Debug, thiserror::Error)]
+pub enum RunError {
+    /// The volume or a server could not be made.
+    #[error("cannot set up the {what}")]
+    SetUp {
+        /// What it was.
+        what: &'static str,
+        /// Why.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// A client failed.
+    #[error("the {what} client failed")]
+    Client {
+        /// Whose client.
+        what: &'static str,
+        /// Why.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+}
+
+fn set_up<E: Into<Box<dyn std::error::Error + Send + Sync>>>(what: &'static str) -> impl Fn(E) -> RunError {
+    move |source| RunError::SetUp { what, source: source.into() }
+}
+
+fn client<E: Into<Box<dyn std::error::Error + Send + Sync>>>(what: &'static str) -> impl Fn(E) -> RunError {
+    move |source| RunError::Client { what, source: source.into() }
+}
+
+/// A transport under measurement.
+trait Transport {
+    /// Reads `count` pages, `depth` at a time, and returns how long each took if one at a time.
+    fn read(&mut self, count: u32, depth: u32, latencies: &mut Vec<u64>) -> Result<(), RunError>;
+}
+
+/// Page numbers without an order that a cache could follow (a full-period congruence, Knuth 3.2.1.2).
+struct Pages {
+    at: u32,
+    pages: u32,
+}
+
+impl Pages {
+    fn next(&mut self) -> u32 {
+        self.at = self.at.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        ((u64::from(self.at) * u64::from(self.pages)) >> 32) as u32
+    }
+}
+
+struct Shared {
+    client: Client,
+    pages: Pages,
+}
+
+impl Transport for Shared {
+    fn read(&mut self, count: u32, depth: u32, latencies: &mut Vec<u64>) -> Result<(), RunError> {
+        let failed = client::<weir_share::Error>("share");
+        let (mut asked, mut done, mut begun) = (0, 0, Instant::now());
+        while done < count {
+            if self.client.in_flight() * 2 <= depth {
+                while self.client.in_flight() < depth && asked < count {
+                    let page = self.pages.next();
+                    self.client.ask_read(page, page.into()).map_err(&failed)?;
+                    asked += 1;
+                }
+                self.client.submit().map_err(&failed)?;
+            }
+            let completion = self.client.wait().map_err(&failed)?;
+            let lease =
+                completion.result.map_err(client("share"))?.ok_or("no page").map_err(client("share"))?;
+            check(completion.tag, self.client.page(&lease));
+            self.client.give_later(lease).map_err(&failed)?;
+            done += 1;
+            if depth == 1 {
+                latencies.push(begun.elapsed().as_nanos() as u64);
+                begun = Instant::now();
+            }
+        }
+        self.client.submit().map_err(&failed)
+    }
+}
+
+struct Nbd {
+    client: nbd::client::Client,
+    pages: Pages,
+}
+
+impl Transport for Nbd {
+    fn read(&mut self, count: u32, depth: u32, latencies: &mut Vec<u64>) -> Result<(), RunError> {
+        let failed = client::<nbd::client::ClientError>("nbd");
+        let (mut asked, mut done, mut begun) = (0, 0, Instant::now());
+        let mut tags = std::collections::HashMap::new();
+        while done < count {
+            if self.client.in_flight() as u32 * 2 <= depth {
+                while (self.client.in_flight() as u32) < depth && asked < count {
+                    let page = self.pages.next();
+                    let operation = Operation::read(u64::from(page) * PAGE_SIZE as u64, PAGE_SIZE as u32);
+                    tags.insert(self.client.queue(operation), page);
+                    asked += 1;
+                }
+                self.client.send().map_err(&failed)?;
+            }
+            let reply = self.client.receive().map_err(&failed)?;
+            let page = tags.remove(&reply.cookie).ok_or("an unknown reply").map_err(client("nbd"))?;
+            check(page, &reply.data);
+            done += 1;
+            if depth == 1 {
+                latencies.push(begun.elapsed().as_nanos() as u64);
+                begun = Instant::now();
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A page begins with its number; looking is part of using it.
+fn check(page: u32, bytes: &[u8]) {
+    assert_eq!(bytes[..4], page.to_le_bytes(), "another page came than was asked for");
+}
+
+/// CPU time of this process.
+fn cpu() -> Duration {
+    let usage = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    Duration::new(usage.tv_sec as u64, usage.tv_nsec as u32)
+}
+
+/// What one transport came to, a run each.
+#[derive(Default)]
+struct Figures {
+    p50: Runs,
+    p99: Runs,
+    kiops: Runs,
+    kiops_per_cpu: Runs,
+}
+
+impl Figures {
+    fn measure(&mut self, transport: &mut impl Transport, plan: &Plan) -> Result<(), RunError> {
+        let mut latencies = Vec::with_capacity(plan.singles as usize);
+        transport.read(plan.singles, 1, &mut latencies)?;
+        self.p50.push(percentile(&mut latencies, 50.0) as f64 / 1e3);
+        self.p99.push(percentile(&mut latencies, 99.0) as f64 / 1e3);
+        let (begun, used) = (Instant::now(), cpu());
+        transport.read(plan.reads, plan.depth, &mut latencies)?;
+        let thousands = f64::from(plan.reads) / 1e3;
+        self.kiops.push(thousands / begun.elapsed().as_secs_f64());
+        self.kiops_per_cpu.push(thousands / (cpu() - used).as_secs_f64());
+        Ok(())
+    }
+}
+
+/// Measures what `plan` says.
+///
+/// # Errors
+/// [`RunError`] names what could not be set up, or which client failed.
+pub fn run(plan: &Plan) -> Result<Report, RunError> {
+    let config = weir_volume::Config { pages: plan.pages, lanes: 8, depth: 64 };
+    let store = Host::new(config.slots()).map_err(set_up("store"))?;
+    let volume = Volume::create(config, vec![Arc::new(store)]).map_err(set_up("volume"))?;
+    let mut lane = volume.lane().map_err(set_up("volume"))?;
+    for page in 0..plan.pages {
+        let mut bytes = [0; PAGE_SIZE];
+        for (chunk, at) in bytes.chunks_exact_mut(8).zip(0u32..) {
+            chunk[..4].copy_from_slice(&page.to_le_bytes());
+            chunk[4..].copy_from_slice(&at.to_le_bytes());
+        }
+        let _ = lane.write(0, weir_core::PageNo(page), &bytes);
+        lane.submit();
+    }
+    drop(lane);
+    let mut report = Report::new("share", plan.rounds);
+    let mut rows = |suffix: &str, spin: Duration, goals: bool| -> Result<(), RunError> {
+        let (ours, theirs) = both(&volume, plan, spin)?;
+        let id = |id: &str| format!("{id}{suffix}");
+        let latency =
+            Row::lower(id("qd1_read"), "p50_us", ours.p50.median()).beside("nbd-unix", theirs.p50.median());
+        let rate = Row::higher(id("deep_read"), "kiops_per_cpu", ours.kiops_per_cpu.median())
+            .beside("nbd-unix", theirs.kiops_per_cpu.median());
+        report.rows.push(if goals { latency.goal(Goal::Ratio(0.5)) } else { latency });
+        report.rows.push(
+            Row::lower(id("qd1_read"), "p99_us", ours.p99.median()).beside("nbd-unix", theirs.p99.median()),
+        );
+        report.rows.push(if goals { rate.goal(Goal::Ratio(3.0)) } else { rate });
+        report.rows.push(
+            Row::higher(id("deep_read"), "kiops", ours.kiops.median())
+                .beside("nbd-unix", theirs.kiops.median()),
+        );
+        Ok(())
+    };
+    rows("", plan.spin, true)?;
+    rows("_asleep", Duration::ZERO, false)?;
+    Ok(report)
+}
+
+/// Measures both transports over one volume, in turns.
+fn both(volume: &Arc<Volume>, plan: &Plan, spin: Duration) -> Result<(Figures, Figures), RunError> {
+    let log = to_stderr(Level::Warning);
+    let path = |kind: &str| std::env::temp_dir().join(format!("weir-bench-{kind}-{}", std::process::id()));
+    let config = share::Config { spin, ..share::Config::at(path("share")) };
+    let share = share::Server::start(volume, &config, Arc::clone(&log)).map_err(set_up("share server"))?;
+    let listen = [Listen::Unix(path("nbd"))];
+    let config = nbd::Config { connections: 1, spin, ..nbd::Config::default() };
+    let _nbd = nbd::Server::start(volume, &config, &listen, &log).map_err(set_up("NBD server"))?;
+    let pages = || Pages { at: 1, pages: plan.pages };
+    let options = Options { spin, ..Options::default() };
+    let mut shared =
+        Shared { client: Client::connect(share.path(), options).map_err(client("share"))?, pages: pages() };
+    let wish = nbd::client::Wish { structured: false, allocation: false, ..nbd::client::Wish::default() };
+    let mut over_nbd =
+        Nbd { client: nbd::client::Client::unix(path("nbd"), &wish).map_err(client("nbd"))?, pages: pages() };
+    let (mut ours, mut theirs) = (Figures::default(), Figures::default());
+    for _ in 0..plan.rounds {
+        ours.measure(&mut shared, plan)?;
+        theirs.measure(&mut over_nbd, plan)?;
+    }
+    Ok((ours, theirs))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_small_plan_gives_every_row() {
+        let plan = Plan { pages: 256, singles: 200, reads: 2_000, rounds: 1, ..Plan::default() };
+        let report = run(&plan).unwrap();
+        for id in ["qd1_read", "deep_read", "qd1_read_asleep", "deep_read_asleep"] {
+            let row = report.rows.iter().find(|row| row.id == id).unwrap();
+            assert!(row.value > 0.0 && row.control_value.is_some_and(|value| value > 0.0), "{report}");
+        }
+    }
+}
