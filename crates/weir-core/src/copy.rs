@@ -7,6 +7,20 @@
 
 use crate::{PAGE_SIZE, PageBytes};
 
+/// Starts to bring the page at `shared` near this processor, to be written. A hint: it neither reads nor
+/// writes, so any address will do.
+#[inline]
+pub fn prefetch_for_write(shared: *const u8) {
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    for line in (0..PAGE_SIZE).step_by(64) {
+        use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
+        // SAFETY: a hint that touches no memory of the program; processors without it take it for a no-op.
+        unsafe { _mm_prefetch::<_MM_HINT_ET0>(shared.wrapping_add(line).cast()) };
+    }
+    #[cfg(not(all(target_arch = "x86_64", not(miri))))]
+    let _ = shared;
+}
+
 /// Copies `page` to shared memory.
 ///
 /// # Safety

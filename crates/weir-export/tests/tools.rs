@@ -201,6 +201,7 @@ fn fio_verifies_random_mixed_writes_of_several_jobs() {
         "--iodepth=16",
         "--verify=crc32c",
         "--verify_fatal=1",
+        "--verify_state_save=0",
         "--verify_backlog=64",
         "--loops=3",
         "--output-format=terse",

@@ -157,6 +157,12 @@ impl Lane for HostLane {
         }))
     }
 
+    fn prepare(&self, slot: Slot) {
+        if let Ok(at) = self.0.at(slot) {
+            copy::prefetch_for_write(at);
+        }
+    }
+
     unsafe fn view(&self, slot: Slot) -> Option<&PageBytes> {
         // SAFETY: a page of the mapping, which lives as long as `self`; that nobody writes it is the caller's word.
         self.0.at(slot).ok().map(|at| unsafe { &*at.cast::<PageBytes>() })

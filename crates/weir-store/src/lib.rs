@@ -133,6 +133,10 @@ pub trait Lane: Send {
         None
     }
 
+    /// Says that a write of the slot may follow soon, so that memory that the CPU writes can be brought near it. Does
+    /// nothing to the slot.
+    fn prepare(&self, _slot: Slot) {}
+
     /// Starts everything queued since the last call.
     fn submit(&mut self) {}
 

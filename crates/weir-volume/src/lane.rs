@@ -540,6 +540,11 @@ impl Lane {
                 && tier.records.try_claim(slot, page, self.safe)
             {
                 store.hints.pop();
+                // The next write will most likely go there, and writing memory that is far away takes longer than all
+                // the rest of a write.
+                if let Some(next) = store.hints.first() {
+                    store.lane.prepare(next);
+                }
                 return Some((at, slot));
             }
             if let Some(slot) = tier.records.claim(&mut store.cursor, page, self.safe) {
