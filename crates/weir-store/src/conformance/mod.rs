@@ -1,7 +1,10 @@
 //! What every store must do, as tests that any store can be put through by one line.
 //!
-//! ```ignore
-//! weir_store::conformance!(host: weir_store::open(&"host:1MiB".parse().unwrap()).unwrap());
+//! ```
+//! use weir_store::open;
+//!
+//! weir_store::conformance!(host: open(&"host:1MiB".parse().unwrap()).unwrap());
+//! # fn main() {}
 //! ```
 //!
 //! expands to a module `host` with a test for each claim below. The expression is evaluated once for each test, and must give a
