@@ -304,3 +304,25 @@ fn clients_killed_at_random_moments_leave_nothing_out() {
         }
     }
 }
+
+#[test]
+fn the_client_in_c_writes_and_reads_in_place() {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR")).join("../weir-share");
+    let program = socket("c-client").with_extension("out");
+    let built = Command::new("cc")
+        .args(["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-O2", "-I"])
+        .arg(here.join("include"))
+        .arg(here.join("examples/client.c"))
+        .arg("-o")
+        .arg(&program)
+        .status()
+        .expect("a C compiler, cc, is needed for this test");
+    assert!(built.success());
+    let server = server("c", 1, 16);
+    let run = Command::new(&program).arg(server.path()).output().unwrap();
+    std::fs::remove_file(&program).unwrap();
+    let text = String::from_utf8_lossy(&run.stdout) + String::from_utf8_lossy(&run.stderr);
+    assert!(run.status.success() && text == "1000 pages written and read in place\n", "{text}");
+    eventually("the return of every lease", || server.stats().out() == 0);
+    assert_eq!((server.stats().given(), server.stats().refused(), server.stats().writes()), (2000, 0, 1000));
+}

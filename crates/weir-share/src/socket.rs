@@ -36,9 +36,17 @@ pub fn send(socket: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Resu
 pub fn receive(socket: impl AsFd, bytes: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
     let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(FDS))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    let message = rustix::io::retry_on_intr(|| {
-        recvmsg(&socket, &mut [IoSliceMut::new(bytes)], &mut ancillary, RecvFlags::CMSG_CLOEXEC)
-    })?;
+    let mut attempt = || {
+        rustix::io::retry_on_intr(|| {
+            recvmsg(&socket, &mut [IoSliceMut::new(bytes)], &mut ancillary, RecvFlags::CMSG_CLOEXEC)
+        })
+    };
+    let message = match attempt() {
+        // The other side closed before it had read what we sent. The kernel says so once, before what it still holds
+        // for us: a server's refusal.
+        Err(rustix::io::Errno::CONNRESET) => attempt()?,
+        received => received?,
+    };
     let mut fds = Vec::new();
     for part in ancillary.drain() {
         if let RecvAncillaryMessage::ScmRights(received) = part {

@@ -1,0 +1,334 @@
+/* SPDX-License-Identifier: MIT OR Apache-2.0 */
+/*
+ * A client of Weir's share transport in one header: pages of a volume, used where they lie. docs/share.md has the
+ * format. One thread at a time may use a struct weir_share. Functions return 0 or a negative errno.
+ *
+ *     struct weir_share share;
+ *     struct weir_lease lease;
+ *     if (weir_share_connect(&share, "/run/weir/share.sock", 64, 64) == 0 &&
+ *         weir_share_read(&share, 42, &lease) == 0) {
+ *             use(weir_share_page(&share, &lease));
+ *             weir_share_give(&share, &lease);
+ *     }
+ *     weir_share_close(&share);
+ */
+#ifndef WEIR_SHARE_H
+#define WEIR_SHARE_H
+
+#include <errno.h>
+#include <poll.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#define WEIR_SHARE_VERSION 1
+#define WEIR_SHARE_PAGE 4096
+#define WEIR_SHARE_NO_FRAME UINT32_MAX
+/* Looks at the completion ring before sleeping. */
+#define WEIR_SHARE_SPINS 2000
+
+enum weir_share_op { WEIR_READ = 1, WEIR_WRITE = 2, WEIR_RESERVE = 3, WEIR_GIVE = 4, WEIR_DISCARD = 5 };
+
+/* Byte offsets of the indices in an area; each is a uint32_t on a cache line of its own. */
+enum {
+	WEIR_AT_SUBMITTED = 64,
+	WEIR_AT_TAKEN = 128,
+	WEIR_AT_COMPLETED = 192,
+	WEIR_AT_SEEN = 256,
+	WEIR_AT_SERVER_ASLEEP = 320,
+	WEIR_AT_CLIENT_ASLEEP = 384,
+};
+
+/* A connection. */
+struct weir_share {
+	int socket, server_bell, client_bell;
+	unsigned char *area;
+	uint64_t area_bytes;
+	uint64_t pages; /* of the volume */
+	uint32_t frames, entries;
+	uint32_t submitted, seen;
+};
+
+/* A frame that this client holds, until it gives it back. */
+struct weir_lease {
+	uint32_t token, frame;
+};
+
+/* A request that has ended. */
+struct weir_completion {
+	uint32_t tag;
+	int32_t status;
+	struct weir_lease lease; /* frame WEIR_SHARE_NO_FRAME where there is none */
+};
+
+static inline uint32_t *weir_share_index(const struct weir_share *share, int at)
+{
+	return (uint32_t *)(share->area + at);
+}
+
+static inline uint64_t weir_share_frames_at(uint32_t entries)
+{
+	uint64_t rings = WEIR_SHARE_PAGE + 2ull * entries * 32;
+
+	return (rings + WEIR_SHARE_PAGE - 1) / WEIR_SHARE_PAGE * WEIR_SHARE_PAGE;
+}
+
+static inline void weir_share_close(struct weir_share *share)
+{
+	int *fds[] = { &share->socket, &share->server_bell, &share->client_bell };
+	unsigned i;
+
+	if (share->area)
+		munmap(share->area, share->area_bytes);
+	share->area = NULL;
+	for (i = 0; i < 3; i++) {
+		if (*fds[i] >= 0)
+			close(*fds[i]);
+		*fds[i] = -1;
+	}
+}
+
+/* Receives the welcome and its three descriptors. */
+static inline int weir_share_greet(struct weir_share *share, int *area)
+{
+	unsigned char text[64];
+	union {
+		struct cmsghdr header;
+		char space[CMSG_SPACE(3 * sizeof(int))];
+	} control;
+	struct iovec part = { text, sizeof(text) };
+	struct msghdr message = { 0 };
+	struct cmsghdr *header;
+	int fds[3], count = 0;
+	ssize_t received;
+	int32_t status;
+	uint32_t version;
+
+	message.msg_iov = &part;
+	message.msg_iovlen = 1;
+	message.msg_control = &control;
+	message.msg_controllen = sizeof(control);
+	received = recvmsg(share->socket, &message, MSG_CMSG_CLOEXEC);
+	/* Closed before our hello was read: the kernel says so once, before the refusal that it still holds. */
+	if (received < 0 && errno == ECONNRESET)
+		received = recvmsg(share->socket, &message, MSG_CMSG_CLOEXEC);
+	if (received != sizeof(text))
+		return received < 0 ? -errno : -EPROTO;
+	for (header = CMSG_FIRSTHDR(&message); header; header = CMSG_NXTHDR(&message, header)) {
+		if (header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS) {
+			count = (int)((header->cmsg_len - CMSG_LEN(0)) / sizeof(int));
+			memcpy(fds, CMSG_DATA(header), (size_t)(count > 3 ? 3 : count) * sizeof(int));
+		}
+	}
+	memcpy(&version, text + 8, 4);
+	memcpy(&status, text + 12, 4);
+	memcpy(&share->frames, text + 16, 4);
+	memcpy(&share->entries, text + 20, 4);
+	memcpy(&share->pages, text + 24, 8);
+	if (count == 3) {
+		*area = fds[0];
+		share->server_bell = fds[1];
+		share->client_bell = fds[2];
+	}
+	if (memcmp(text, "weirshar", 8) != 0)
+		return -EPROTO;
+	if (status != 0)
+		return status < 0 ? status : -EPROTO;
+	if (version != WEIR_SHARE_VERSION || count != 3 || share->entries < 2 || share->entries > 4096 ||
+	    share->frames < 1 || share->frames > 4096)
+		return -EPROTO;
+	return 0;
+}
+
+/* Connects; the server may give fewer frames and entries (a power of two) than asked for. */
+static inline int weir_share_connect(struct weir_share *share, const char *path, uint32_t frames, uint32_t entries)
+{
+	struct sockaddr_un address = { .sun_family = AF_UNIX };
+	unsigned char hello[32] = "weirshar";
+	uint32_t version = WEIR_SHARE_VERSION;
+	struct stat found;
+	int area = -1, error;
+	void *mapped;
+
+	memset(share, 0, sizeof(*share));
+	share->socket = share->server_bell = share->client_bell = -1;
+	if (strlen(path) >= sizeof(address.sun_path))
+		return -ENAMETOOLONG;
+	strcpy(address.sun_path, path);
+	memcpy(hello + 8, &version, 4);
+	memcpy(hello + 12, &frames, 4);
+	memcpy(hello + 16, &entries, 4);
+	share->socket = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+	if (share->socket < 0 || connect(share->socket, (struct sockaddr *)&address, sizeof(address)) != 0) {
+		error = -errno;
+		weir_share_close(share);
+		return error;
+	}
+	/* A server without a free seat says so and closes before it has heard anything: hear it out. */
+	if (send(share->socket, hello, sizeof(hello), MSG_NOSIGNAL) < 0 && errno != EPIPE)
+		error = -errno;
+	else
+		error = weir_share_greet(share, &area);
+	if (error == 0) {
+		share->area_bytes = weir_share_frames_at(share->entries) + (uint64_t)share->frames * WEIR_SHARE_PAGE;
+		if (fstat(area, &found) != 0)
+			error = -errno;
+		else if ((uint64_t)found.st_size < share->area_bytes)
+			error = -EPROTO;
+	}
+	if (error == 0) {
+		mapped = mmap(NULL, share->area_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, area, 0);
+		if (mapped == MAP_FAILED)
+			error = -errno;
+		else
+			share->area = mapped;
+	}
+	if (area >= 0)
+		close(area);
+	if (error != 0)
+		weir_share_close(share);
+	return error;
+}
+
+/* The content of a frame that is held. */
+static inline void *weir_share_page(const struct weir_share *share, const struct weir_lease *lease)
+{
+	return share->area + weir_share_frames_at(share->entries) + (uint64_t)lease->frame * WEIR_SHARE_PAGE;
+}
+
+/* Queues a request; weir_share_submit() sends it off. -EAGAIN when the ring is full. */
+static inline int weir_share_ask(struct weir_share *share, enum weir_share_op op, uint32_t tag, uint64_t page,
+				 uint32_t token, uint32_t count)
+{
+	uint32_t taken = __atomic_load_n(weir_share_index(share, WEIR_AT_TAKEN), __ATOMIC_ACQUIRE);
+	uint64_t *entry;
+
+	if (share->submitted - taken >= share->entries)
+		return -EAGAIN;
+	entry = (uint64_t *)(share->area + WEIR_SHARE_PAGE + (share->submitted % share->entries) * 32ull);
+	entry[0] = (uint64_t)tag << 32 | (uint64_t)op;
+	entry[1] = page;
+	entry[2] = (uint64_t)count << 32 | token;
+	entry[3] = 0;
+	share->submitted++;
+	return 0;
+}
+
+/* Sends off what was asked, and wakes the server if it sleeps. */
+static inline int weir_share_submit(struct weir_share *share)
+{
+	uint32_t *asleep = weir_share_index(share, WEIR_AT_SERVER_ASLEEP);
+	uint64_t one = 1;
+
+	__atomic_store_n(weir_share_index(share, WEIR_AT_SUBMITTED), share->submitted, __ATOMIC_RELEASE);
+	__atomic_thread_fence(__ATOMIC_SEQ_CST);
+	if (__atomic_load_n(asleep, __ATOMIC_RELAXED) != 0) {
+		__atomic_store_n(asleep, 0, __ATOMIC_RELAXED);
+		if (write(share->server_bell, &one, sizeof(one)) != sizeof(one) && errno != EAGAIN)
+			return -errno;
+	}
+	return 0;
+}
+
+/* Takes a completion if there is one: 1, or 0 if there is none. */
+static inline int weir_share_poll(struct weir_share *share, struct weir_completion *done)
+{
+	const uint64_t *entry;
+
+	if (__atomic_load_n(weir_share_index(share, WEIR_AT_COMPLETED), __ATOMIC_ACQUIRE) == share->seen)
+		return 0;
+	entry = (const uint64_t *)(share->area + WEIR_SHARE_PAGE +
+				   (share->entries + share->seen % share->entries) * 32ull);
+	done->tag = (uint32_t)entry[0];
+	done->status = (int32_t)(entry[0] >> 32);
+	done->lease.token = (uint32_t)entry[1];
+	done->lease.frame = (uint32_t)(entry[1] >> 32);
+	share->seen++;
+	__atomic_store_n(weir_share_index(share, WEIR_AT_SEEN), share->seen, __ATOMIC_RELEASE);
+	if (done->status == 0 && done->lease.frame != WEIR_SHARE_NO_FRAME && done->lease.frame >= share->frames)
+		return -EPROTO;
+	return 1;
+}
+
+/* Waits for a completion. -EPIPE when the server has gone. */
+static inline int weir_share_wait(struct weir_share *share, struct weir_completion *done)
+{
+	uint32_t *asleep = weir_share_index(share, WEIR_AT_CLIENT_ASLEEP);
+	int spins, found;
+
+	for (spins = 0; spins < WEIR_SHARE_SPINS; spins++) {
+		found = weir_share_poll(share, done);
+		if (found != 0)
+			return found < 0 ? found : 0;
+	}
+	for (;;) {
+		struct pollfd fds[2] = { { share->client_bell, POLLIN, 0 }, { share->socket, POLLIN, 0 } };
+		uint64_t count;
+
+		__atomic_store_n(asleep, 1, __ATOMIC_RELAXED);
+		__atomic_thread_fence(__ATOMIC_SEQ_CST);
+		found = weir_share_poll(share, done);
+		if (found != 0) {
+			__atomic_store_n(asleep, 0, __ATOMIC_RELAXED);
+			return found < 0 ? found : 0;
+		}
+		if (poll(fds, 2, -1) < 0 && errno != EINTR)
+			return -errno;
+		if (fds[0].revents != 0) {
+			if (read(share->client_bell, &count, sizeof(count)) < 0 && errno != EAGAIN && errno != EINTR)
+				return -errno;
+		} else if (fds[1].revents != 0) {
+			return -EPIPE;
+		}
+	}
+}
+
+/* One request from beginning to end, while nothing else is under way. */
+static inline int weir_share_do(struct weir_share *share, enum weir_share_op op, uint64_t page, uint32_t token,
+				struct weir_lease *lease)
+{
+	struct weir_completion done = { 0 };
+	int error = weir_share_ask(share, op, 0, page, token, 0);
+
+	if (error == 0)
+		error = weir_share_submit(share);
+	if (error == 0)
+		error = weir_share_wait(share, &done);
+	if (error == 0)
+		error = done.status;
+	if (error == 0 && lease)
+		*lease = done.lease;
+	return error;
+}
+
+/* Reads a page into a frame of the server's choice. */
+static inline int weir_share_read(struct weir_share *share, uint64_t page, struct weir_lease *lease)
+{
+	return weir_share_do(share, WEIR_READ, page, 0, lease);
+}
+
+/* Gets an empty frame to write from. */
+static inline int weir_share_reserve(struct weir_share *share, struct weir_lease *lease)
+{
+	return weir_share_do(share, WEIR_RESERVE, 0, 0, lease);
+}
+
+/* Makes the content of a frame the page's; the frame stays held. */
+static inline int weir_share_write(struct weir_share *share, uint64_t page, const struct weir_lease *lease)
+{
+	return weir_share_do(share, WEIR_WRITE, page, lease->token, NULL);
+}
+
+/* Gives a frame back. */
+static inline int weir_share_give(struct weir_share *share, const struct weir_lease *lease)
+{
+	int error = weir_share_ask(share, WEIR_GIVE, 0, 0, lease->token, 1);
+
+	return error ? error : weir_share_submit(share);
+}
+
+#endif
