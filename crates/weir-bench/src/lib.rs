@@ -22,3 +22,4 @@ pub mod memory;
 pub mod queue;
 pub mod report;
 pub mod share;
+pub mod store;

@@ -22,6 +22,7 @@ mod host;
 mod open;
 mod sim;
 mod url;
+pub mod vram;
 
 pub use error::{Fault, OpenError};
 pub use file::{FileStore, FileUrl, StripeUrl};
@@ -29,6 +30,7 @@ pub use host::Host;
 pub use open::{open, reopen};
 pub use sim::{Damage, Injected, Sim, SimUrl};
 pub use url::{StoreUrl, UrlError, UrlProblem};
+pub use vram::VramUrl;
 
 use std::fmt;
 use std::os::fd::BorrowedFd;

@@ -1,5 +1,6 @@
 //! From a name to a store.
 
+use crate::vram::VramStore;
 use crate::{FileStore, Host, OpenError, Sim, Store, StoreUrl, host};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -21,9 +22,7 @@ pub fn open(url: &StoreUrl) -> Result<Arc<dyn Store>, OpenError> {
         StoreUrl::Sim(sim) => Ok(Arc::new(Sim::open(sim.clone())?)),
         StoreUrl::File(file) => Ok(Arc::new(FileStore::open(file)?)),
         StoreUrl::Stripe(stripe) => Ok(Arc::new(FileStore::open_stripe(stripe)?)),
-        StoreUrl::Vram { .. } => {
-            Err(OpenError::new(url.to_string(), "this build has no such store; use host:SIZE"))
-        }
+        StoreUrl::Vram(url) => Ok(Arc::new(VramStore::open(url)?)),
     }
 }
 

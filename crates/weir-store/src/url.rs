@@ -3,7 +3,7 @@
 //! | URL | a store in |
 //! |---|---|
 //! | `host:8GiB` | host memory |
-//! | `vram:` · `vram:0` · `vram:0?size=8GiB` | the memory of every GPU, or of one |
+//! | `vram:` · `vram:0` · `vram:0?size=8GiB` | the memory of every GPU, or of one ([`VramUrl`]) |
 //! | `file:/path?size=64GiB` | a file or a block device, fully allocated and encrypted ([`FileUrl`]) |
 //! | `stripe:/dev/nvme0n1,/dev/nvme1n1` | several of them, in turns ([`StripeUrl`]) |
 //! | `sim:seed=1,read_error=1e-4` | memory that fails as told, for tests ([`SimUrl`]) |
@@ -24,6 +24,7 @@
 
 use crate::file::{FileUrl, StripeUrl};
 use crate::sim::SimUrl;
+use crate::vram::VramUrl;
 use std::fmt;
 use std::str::FromStr;
 use weir_core::{ByteSize, PAGE_SIZE};
@@ -36,13 +37,8 @@ pub enum StoreUrl {
         /// How much memory it takes.
         size: ByteSize,
     },
-    /// `vram:[GPU][?size=SIZE]`.
-    Vram {
-        /// Which GPU, in the driver's order; `None`: every one.
-        gpu: Option<u32>,
-        /// How much of it; `None`: what the sizing rules leave free for it.
-        size: Option<ByteSize>,
-    },
+    /// `vram:[GPU][?KEY=VALUE&...]`.
+    Vram(VramUrl),
     /// `file:PATH[?KEY=VALUE&...]`.
     File(FileUrl),
     /// `stripe:PATH,PATH...[?KEY=VALUE&...]`.
@@ -97,7 +93,7 @@ impl StoreUrl {
         let mut url = self.clone();
         let size = match &mut url {
             StoreUrl::Host { size } => Some(size),
-            StoreUrl::Vram { size, .. } => size.as_mut(),
+            StoreUrl::Vram(url) => url.size.as_mut(),
             StoreUrl::File(file) => file.size.as_mut(),
             StoreUrl::Stripe(stripe) => stripe.size.as_mut(),
             StoreUrl::Sim(sim) => Some(&mut sim.size),
@@ -121,25 +117,12 @@ fn parse(url: &str) -> Result<StoreUrl, UrlProblem> {
     let (scheme, rest) = url.split_once(':').ok_or_else(|| UrlProblem::Scheme(url.to_owned()))?;
     match scheme {
         "host" => Ok(StoreUrl::Host { size: size("size", rest)? }),
-        "vram" => parse_vram(rest),
+        "vram" => VramUrl::parse(rest).map(StoreUrl::Vram),
         "file" => FileUrl::parse(rest).map(StoreUrl::File),
         "stripe" => StripeUrl::parse(rest).map(StoreUrl::Stripe),
         "sim" => SimUrl::parse(rest).map(StoreUrl::Sim),
         other => Err(UrlProblem::Scheme(other.to_owned())),
     }
-}
-
-fn parse_vram(rest: &str) -> Result<StoreUrl, UrlProblem> {
-    let (gpu, query) = split_query(rest);
-    let gpu = match gpu {
-        "" => None,
-        text => Some(value("gpu", text, "a GPU's number, such as 0, or nothing for every GPU")?),
-    };
-    let mut taken = None;
-    for (_, text) in pairs(query, '&', &["size"])? {
-        taken = Some(size("size", text)?);
-    }
-    Ok(StoreUrl::Vram { gpu, size: taken })
 }
 
 /// Splits `path?query` at the last `?`, so that a path may hold one if a query follows.
@@ -222,16 +205,7 @@ impl fmt::Display for StoreUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             StoreUrl::Host { size } => write!(f, "host:{}", Exact(*size)),
-            StoreUrl::Vram { gpu, size } => {
-                f.write_str("vram:")?;
-                if let Some(gpu) = gpu {
-                    write!(f, "{gpu}")?;
-                }
-                match size {
-                    Some(size) => write!(f, "?size={}", Exact(*size)),
-                    None => Ok(()),
-                }
-            }
+            StoreUrl::Vram(url) => url.fmt(f),
             StoreUrl::File(url) => url.fmt(f),
             StoreUrl::Stripe(url) => url.fmt(f),
             StoreUrl::Sim(url) => url.fmt(f),
@@ -256,6 +230,7 @@ impl fmt::Display for Exact {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::vram::Target;
     use proptest::prelude::*;
 
     fn refused(url: &str) -> String {
@@ -265,12 +240,9 @@ mod tests {
     #[test]
     fn every_url_of_the_manual_is_read() {
         assert_eq!("host:8GiB".parse(), Ok(StoreUrl::Host { size: ByteSize(8 << 30) }));
-        assert_eq!("vram:".parse(), Ok(StoreUrl::Vram { gpu: None, size: None }));
-        assert_eq!("vram:0".parse(), Ok(StoreUrl::Vram { gpu: Some(0), size: None }));
-        assert_eq!(
-            "vram:1?size=8GiB".parse(),
-            Ok(StoreUrl::Vram { gpu: Some(1), size: Some(ByteSize(8 << 30)) })
-        );
+        assert_eq!("vram:".parse(), Ok(StoreUrl::Vram(VramUrl::new(Target::All))));
+        assert_eq!("vram:0".parse(), Ok(StoreUrl::Vram(VramUrl::new(Target::Index(0)))));
+        assert!(matches!("vram:1?size=8GiB".parse(), Ok(StoreUrl::Vram(_))));
         assert!(matches!("file:/path?size=64GiB".parse(), Ok(StoreUrl::File(_))));
         assert!(matches!("stripe:/dev/nvme0n1,/dev/nvme1n1".parse(), Ok(StoreUrl::Stripe(_))));
         assert!(matches!("sim:seed=1,read_error=1e-4".parse(), Ok(StoreUrl::Sim(_))));
@@ -311,7 +283,13 @@ mod tests {
         let sized = || proptest::option::of(some_size());
         prop_oneof![
             some_size().prop_map(|size| StoreUrl::Host { size }),
-            (any::<Option<u32>>(), sized()).prop_map(|(gpu, size)| StoreUrl::Vram { gpu, size }),
+            (any::<Option<u32>>(), sized(), 20u32..33, any::<u32>()).prop_map(
+                |(gpu, size, chunk, blocks)| {
+                    let target = gpu.map_or(Target::All, Target::Index);
+                    let chunk = ByteSize(1 << chunk);
+                    StoreUrl::Vram(VramUrl { size, chunk, blocks, ..VramUrl::new(target) })
+                }
+            ),
             (some_path(), sized(), any::<bool>(), any::<bool>(), some_size()).prop_map(
                 |(path, size, encrypt, overwrite, chunk)| {
                     StoreUrl::File(FileUrl { path, size, encrypt, overwrite, chunk })

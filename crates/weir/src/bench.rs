@@ -1,9 +1,12 @@
 //! `weir bench`: from flags to a benchmark's plan, and from its report to table, JSON and HTML.
 
-use crate::cli::{Bench, BenchLeaseOptions, BenchOptions};
+use crate::cli::{Bench, BenchLeaseOptions, BenchOptions, BenchStoreOptions};
 use crate::failure::{Failure, chain};
 use weir_bench::report::Report;
-use weir_bench::{lease, memory, share};
+use weir_bench::{lease, memory, share, store};
+
+/// Pages a second that `--hold` moves.
+const HOLD_RATE: f64 = 100_000.0;
 
 /// Measures, prints the table, writes the files; fails where a goal was missed.
 pub fn run(options: &BenchOptions) -> Result<(), Failure> {
@@ -13,6 +16,15 @@ pub fn run(options: &BenchOptions) -> Result<(), Failure> {
             share::run(&share::Plan { rounds: usize::from(*rounds), ..share::Plan::default() })
                 .map_err(|error| failed(&error))?
         }
+        Bench::Store(BenchStoreOptions { hold: Some(seconds), store, .. }) => {
+            let rate = store::hold(store, HOLD_RATE, *seconds).map_err(|error| failed(&error))?;
+            eprintln!("{rate:.0} pages/s, every one checked");
+            return Ok(());
+        }
+        Bench::Store(options) if options.calibrate => {
+            store::calibrate(&options.store).map_err(|error| failed(&error))?
+        }
+        Bench::Store(options) => store::run(&store_plan(options)).map_err(|error| failed(&error))?,
         Bench::Memory { size } => memory::run(&memory::Plan { bytes: size.0, ..Default::default() })
             .map_err(|error| failed(&error))?,
     };
@@ -58,4 +70,17 @@ fn lease_plan(options: &BenchLeaseOptions) -> lease::Plan {
         plan.threads.clone_from(&options.threads);
     }
     plan
+}
+
+fn store_plan(options: &BenchStoreOptions) -> store::Plan {
+    let processors = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    store::Plan {
+        url: options.store.clone(),
+        runs: options.runs.max(1),
+        threads: options.threads.unwrap_or(processors).max(1),
+        depth: options.depth.max(1),
+        coherence_seconds: options.coherence_seconds,
+        short: options.short,
+        only: options.only.clone(),
+    }
 }

@@ -233,6 +233,8 @@ pub enum Bench {
         #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u8).range(1..))]
         rounds: u8,
     },
+    /// A store by itself and under a volume, beside the GPU's copy engine used call by call.
+    Store(BenchStoreOptions),
 
     /// What memory a volume takes besides the pages themselves.
     Memory {
@@ -240,6 +242,46 @@ pub enum Bench {
         #[arg(long, default_value = "64GiB")]
         size: ByteSize,
     },
+}
+
+/// Which store, how hard.
+#[derive(Debug, Clone, Args)]
+pub struct BenchStoreOptions {
+    /// The store.
+    #[arg(long, value_name = "URL", default_value = "vram:0")]
+    pub store: StoreUrl,
+
+    /// How often each row is measured; a row is the median.
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    pub runs: usize,
+
+    /// Threads of the deep rows [default: one a processor].
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
+
+    /// Operations that each of them has in flight.
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    pub depth: usize,
+
+    /// Only rows whose id begins like this; may be repeated.
+    #[arg(long, value_name = "ID")]
+    pub only: Vec<String>,
+
+    /// Seconds for each pair of paths of the coherence rows.
+    #[arg(long, value_name = "N", default_value_t = 2)]
+    pub coherence_seconds: u64,
+
+    /// A fiftieth of each measurement's time: a test of the benchmark, not of the store.
+    #[arg(long)]
+    pub short: bool,
+
+    /// Only read and write 100,000 pages a second, for so many seconds: something to run another job beside.
+    #[arg(long, value_name = "SECONDS")]
+    pub hold: Option<u64>,
+
+    /// Only show what each path of the card costs, as measured when the store is opened.
+    #[arg(long)]
+    pub calibrate: bool,
 }
 
 /// How many connections hold how much.

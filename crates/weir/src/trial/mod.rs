@@ -27,7 +27,8 @@ use weir_core::swap_safety::Protections;
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_export::log::{self, Level};
 use weir_export::nbd::client::{Client, ClientError, Wish};
-use weir_store::StoreUrl;
+use weir_store::vram::Target;
+use weir_store::{StoreUrl, VramUrl};
 
 /// Runs the trial and prints its report. Fails when one page or one answer was wrong.
 pub fn run(options: &TryOptions) -> Result<(), Failure> {
@@ -56,7 +57,12 @@ fn start(options: &TryOptions, socket: &Path) -> Result<Daemon, Failure> {
         return Daemon::start(&serve(store.clone()), Protections::default(), None, &log);
     }
     let size = Some(options.size);
-    match Daemon::start(&serve(StoreUrl::Vram { gpu: Some(0), size }), Protections::default(), None, &log) {
+    match Daemon::start(
+        &serve(StoreUrl::Vram(VramUrl { size, ..VramUrl::new(Target::Index(0)) })),
+        Protections::default(),
+        None,
+        &log,
+    ) {
         Ok(daemon) => Ok(daemon),
         Err(Failure::Failed(why)) => {
             println!("no GPU memory ({why}): using host memory");

@@ -1,0 +1,101 @@
+//! The control: one copy-engine call a request and a stream a thread, as nbd-vram does it (source 0), on device memory
+//! of its own beside the store's.
+
+use super::BenchError;
+use super::load::Kind;
+use std::path::Path;
+use std::sync::{Arc, Barrier};
+use std::time::{Duration, Instant};
+use weir_store::vram::engine::{CallError, Context, DeviceMemory, OwnStream, Pinned, Which};
+
+/// Device memory and the context it is of.
+pub struct CopyEngine {
+    context: Arc<Context>,
+    memory: DeviceMemory,
+}
+
+/// One thread's stream and pinned buffer.
+pub struct Copier<'a> {
+    engine: &'a CopyEngine,
+    stream: OwnStream,
+    buffer: Pinned,
+    random: super::content::Random,
+}
+
+impl CopyEngine {
+    /// Opens the control; `None` where there is no CUDA.
+    pub fn open(bytes: u64) -> Option<Self> {
+        let context = Context::open(Path::new("libcuda.so.1"), Which::Index(0)).ok()?;
+        let memory = context.allocate(bytes).ok()?;
+        Some(CopyEngine { context, memory })
+    }
+
+    /// A thread's own stream, with a buffer of `bytes`.
+    ///
+    /// # Errors
+    /// What the driver answered.
+    pub fn copier(&self, bytes: usize, seed: u64) -> Result<Copier<'_>, BenchError> {
+        let (stream, buffer) = (self.context.stream()?, self.context.pinned(bytes)?);
+        Ok(Copier { engine: self, stream, buffer, random: super::content::Random::new(seed) })
+    }
+
+    /// Copies a second on `threads` threads that copy `bytes` at a time.
+    ///
+    /// # Errors
+    /// What the driver answered.
+    pub fn rate(&self, kind: Kind, threads: usize, bytes: usize, time: Duration) -> Result<f64, BenchError> {
+        let mut copiers =
+            (0..threads).map(|seed| self.copier(bytes, seed as u64)).collect::<Result<Vec<_>, _>>()?;
+        let start = Barrier::new(threads);
+        let counts = std::thread::scope(|scope| {
+            let runs: Vec<_> = copiers
+                .iter_mut()
+                .map(|copier| {
+                    let start = &start;
+                    scope.spawn(move || {
+                        start.wait();
+                        let since = Instant::now();
+                        let mut copies = 0u64;
+                        while since.elapsed() < time {
+                            copier.once(kind)?;
+                            copies += 1;
+                        }
+                        Ok(copies)
+                    })
+                })
+                .collect();
+            runs.into_iter()
+                .map(|run| run.join().unwrap_or(Err(BenchError::Panic)))
+                .collect::<Result<Vec<u64>, BenchError>>()
+        })?;
+        Ok(counts.iter().sum::<u64>() as f64 / time.as_secs_f64())
+    }
+}
+
+impl Copier<'_> {
+    /// One copy to its end.
+    ///
+    /// # Errors
+    /// What the driver answered.
+    pub fn once(&mut self, kind: Kind) -> Result<Duration, BenchError> {
+        let (bytes, memory) = (self.buffer.bytes, &self.engine.memory);
+        let places = (memory.bytes / bytes as u64) as u32;
+        let address = memory.address + u64::from(self.random.below(places)) * bytes as u64;
+        let since = Instant::now();
+        // SAFETY: the range lies in the control's own memory, and the stream is synchronised before either ends.
+        unsafe {
+            match kind {
+                Kind::Read => self.stream.copy_to_host(self.buffer.as_ptr(), address, bytes)?,
+                Kind::Write => self.stream.copy_to_device(address, self.buffer.as_ptr(), bytes)?,
+            }
+        }
+        self.stream.synchronize()?;
+        Ok(since.elapsed())
+    }
+}
+
+impl From<CallError> for BenchError {
+    fn from(error: CallError) -> Self {
+        BenchError::Control(error)
+    }
+}

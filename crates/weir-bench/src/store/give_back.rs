@@ -1,0 +1,166 @@
+//! Giving memory back while the rest of it is in use: chunks are read out to host memory and released, as fast as
+//! it goes, while other threads read and write elsewhere.
+
+use super::BenchError;
+use super::content::{is_stamped, stamp};
+use super::load::{Kind, Part, together};
+use crate::report::percentile;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+use weir_core::{PAGE_SIZE, PageBytes, Slot};
+use weir_store::{Done, Fault, Lane, Progress, Store};
+
+/// Pages read out in one batch: a copy of 1 MiB.
+const BATCH: u32 = 256;
+/// Threads that use the rest.
+const USERS: usize = 4;
+/// Pages that they use.
+const USED: u32 = 1 << 18;
+
+/// What giving back cost.
+#[derive(Clone, Copy, Debug)]
+pub struct Outcome {
+    /// Bytes given back a second.
+    pub rate: f64,
+    /// The users' 99th percentile before, in microseconds.
+    pub quiet_p99: f64,
+    /// The same meanwhile.
+    pub busy_p99: f64,
+}
+
+/// Gives `chunks` chunks back, with `drainers` threads, and takes them again.
+///
+/// # Errors
+/// A fault, or a page that is not what was written.
+pub fn measure(store: &Arc<dyn Store>, chunks: u32, drainers: usize) -> Result<Outcome, BenchError> {
+    let first = USED.div_ceil(store.chunk_slots());
+    let slots = store.chunk_slots();
+    // What is given back holds pages that are checked on their way out.
+    let mut lane = store.lane(BATCH as usize)?;
+    let mut page = [0x77; PAGE_SIZE];
+    for slot in (first * slots..(first + chunks) * slots).map(Slot) {
+        stamp(&mut page, slot.0, 1);
+        finish(lane.as_mut(), |lane| lane.write(0, slot, &page))?;
+    }
+    drop(lane);
+    let mut users = (0..USERS as u32)
+        .map(|at| Ok((store.lane(16)?, Part::new(at * (USED / 4), USED / 4, 11))))
+        .collect::<Result<Vec<_>, BenchError>>()?;
+    together(&mut users, |lane, part| part.fill(lane).map(|()| 0))?;
+    let (stop, next) = (AtomicBool::new(false), AtomicU32::new(first));
+    let mut phase = |giving: bool| -> Result<(f64, f64), BenchError> {
+        stop.store(false, Ordering::Relaxed);
+        std::thread::scope(|scope| {
+            let running: Vec<_> = users
+                .iter_mut()
+                .map(|(lane, part)| {
+                    let stop = &stop;
+                    scope.spawn(move || {
+                        let mut times = Vec::with_capacity(1 << 20);
+                        while !stop.load(Ordering::Relaxed) && times.len() < times.capacity() {
+                            let kind = if times.len() % 2 == 0 { Kind::Read } else { Kind::Write };
+                            times.push(part.once(lane, kind)?.as_nanos() as u64);
+                        }
+                        Ok(times)
+                    })
+                })
+                .collect();
+            let since = Instant::now();
+            let gave = if giving {
+                let drains: Vec<_> = (0..drainers)
+                    .map(|_| scope.spawn(|| drain(store.as_ref(), &next, first + chunks)))
+                    .collect();
+                drains.into_iter().try_for_each(|it| it.join().unwrap_or(Err(BenchError::Panic)))
+            } else {
+                std::thread::sleep(Duration::from_millis(500));
+                Ok(())
+            };
+            let took = since.elapsed().as_secs_f64();
+            stop.store(true, Ordering::Relaxed);
+            let mut times = Vec::new();
+            for user in running {
+                times.extend(user.join().unwrap_or(Err(BenchError::Panic))?);
+            }
+            gave?;
+            Ok((took, percentile(&mut times, 99.0) as f64 / 1e3))
+        })
+    };
+    let (_, quiet_p99) = phase(false)?;
+    let (took, busy_p99) = phase(true)?;
+    for chunk in first..first + chunks {
+        store.take(chunk).map_err(BenchError::Fault)?;
+    }
+    let bytes = f64::from(chunks) * f64::from(slots) * PAGE_SIZE as f64;
+    Ok(Outcome { rate: bytes / took, quiet_p99, busy_p99 })
+}
+
+/// Reads chunk after chunk out to host memory, checks it, and releases it.
+fn drain(store: &dyn Store, next: &AtomicU32, end: u32) -> Result<(), BenchError> {
+    let slots = store.chunk_slots();
+    let mut lane = store.lane(2 * BATCH as usize)?;
+    // Prefaulted: where the pages go is taken before there is need.
+    let mut host = vec![1u8; slots as usize * PAGE_SIZE];
+    loop {
+        let chunk = next.fetch_add(1, Ordering::Relaxed);
+        if chunk >= end {
+            return Ok(());
+        }
+        let base = chunk * slots;
+        let (mut queued, mut landed, mut wrong) = (0, 0, None);
+        while landed < slots {
+            while queued < slots && queued - landed < BATCH {
+                if queued % BATCH == 0 {
+                    lane.plan(BATCH as usize, 0);
+                }
+                let at = queued as usize * PAGE_SIZE;
+                let page: &mut PageBytes =
+                    (&mut host[at..at + PAGE_SIZE]).try_into().expect("a page's worth");
+                match lane.read(queued, Slot(base + queued), page) {
+                    Progress::Done(result) => {
+                        result.map_err(BenchError::Fault)?;
+                        landed += 1;
+                    }
+                    Progress::Queued => {}
+                    Progress::Full => break,
+                }
+                queued += 1;
+            }
+            lane.submit();
+            lane.poll(&mut |done: Done<'_>| {
+                landed += 1;
+                match (done.result, done.page) {
+                    (Ok(()), Some(page)) => {
+                        let at = done.ticket as usize * PAGE_SIZE;
+                        host[at..at + PAGE_SIZE].copy_from_slice(page);
+                    }
+                    (Ok(()), None) => wrong = Some(Fault::Corrupt),
+                    (Err(fault), _) => wrong = Some(fault),
+                }
+            });
+            if let Some(fault) = wrong {
+                return Err(BenchError::Fault(fault));
+            }
+        }
+        for (at, page) in host.chunks_exact(PAGE_SIZE).enumerate() {
+            let number = base + at as u32;
+            if !is_stamped(page.try_into().expect("a page's worth"), number, 1) {
+                return Err(BenchError::Mismatch { number, generation: 1 });
+            }
+        }
+        store.release(chunk).map_err(BenchError::Fault)?;
+    }
+}
+
+fn finish(lane: &mut dyn Lane, queue: impl FnOnce(&mut dyn Lane) -> Progress) -> Result<(), BenchError> {
+    let mut result = None;
+    match queue(lane) {
+        Progress::Done(done) => result = Some(done),
+        Progress::Queued => lane.submit(),
+        Progress::Full => result = Some(Err(Fault::Full)),
+    }
+    while result.is_none() {
+        lane.poll(&mut |done: Done<'_>| result = Some(done.result));
+    }
+    result.unwrap_or(Ok(())).map_err(BenchError::Fault)
+}

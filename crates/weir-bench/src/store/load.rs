@@ -1,0 +1,308 @@
+//! Loads: one operation at a time, now and then, and as many as there is room for; each page checked.
+
+use super::BenchError;
+use super::content::{Random, is_stamped, stamp};
+use std::sync::Barrier;
+use std::time::{Duration, Instant};
+use weir_core::{PAGE_SIZE, Page, PageBytes, PageNo, Slot};
+use weir_store::{Done, Fault, Progress, Ticket};
+
+/// What loads run on: a lane of a store, or of a volume.
+pub trait Pages: Send {
+    /// See [`weir_store::Lane::plan`].
+    fn plan(&mut self, reads: usize, writes: usize);
+    /// See [`weir_store::Lane::write`].
+    fn write(&mut self, ticket: Ticket, number: u32, page: &PageBytes) -> Progress;
+    /// See [`weir_store::Lane::read`].
+    fn read(&mut self, ticket: Ticket, number: u32, page: &mut PageBytes) -> Progress;
+    /// See [`weir_store::Lane::submit`].
+    fn submit(&mut self);
+    /// See [`weir_store::Lane::poll`].
+    fn poll(&mut self, done: &mut dyn FnMut(Done<'_>));
+}
+
+impl Pages for Box<dyn weir_store::Lane> {
+    fn plan(&mut self, reads: usize, writes: usize) {
+        (**self).plan(reads, writes);
+    }
+    fn write(&mut self, ticket: Ticket, number: u32, page: &PageBytes) -> Progress {
+        (**self).write(ticket, Slot(number), page)
+    }
+    fn read(&mut self, ticket: Ticket, number: u32, page: &mut PageBytes) -> Progress {
+        (**self).read(ticket, Slot(number), page)
+    }
+    fn submit(&mut self) {
+        (**self).submit();
+    }
+    fn poll(&mut self, done: &mut dyn FnMut(Done<'_>)) {
+        (**self).poll(done);
+    }
+}
+
+impl Pages for weir_volume::Lane {
+    fn plan(&mut self, reads: usize, writes: usize) {
+        weir_volume::Lane::plan(self, reads, writes);
+    }
+    fn write(&mut self, ticket: Ticket, number: u32, page: &PageBytes) -> Progress {
+        weir_volume::Lane::write(self, ticket, PageNo(number), page)
+    }
+    fn read(&mut self, ticket: Ticket, number: u32, page: &mut PageBytes) -> Progress {
+        weir_volume::Lane::read(self, ticket, PageNo(number), page)
+    }
+    fn submit(&mut self) {
+        weir_volume::Lane::submit(self);
+    }
+    fn poll(&mut self, done: &mut dyn FnMut(Done<'_>)) {
+        weir_volume::Lane::poll(self, done);
+    }
+}
+
+/// Reads or writes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Kind {
+    /// Reads.
+    Read,
+    /// Writes.
+    Write,
+}
+
+/// A thread's part of the pages: it alone writes them, so it knows each one's generation.
+#[derive(Debug)]
+pub struct Part {
+    first: u32,
+    generations: Vec<u32>,
+    random: Random,
+    page: Box<Page>,
+}
+
+impl Part {
+    /// Pages `first` and the `count - 1` that follow.
+    pub fn new(first: u32, count: u32, seed: u64) -> Self {
+        let generations = vec![0; count as usize];
+        Part {
+            first,
+            generations,
+            random: Random::new(seed ^ u64::from(first)),
+            page: Box::new(Page([0x5a; PAGE_SIZE])),
+        }
+    }
+
+    fn pick(&mut self) -> (u32, usize) {
+        let index = self.random.below(self.generations.len() as u32);
+        (self.first + index, index as usize)
+    }
+
+    /// Writes every page once, so that every later read has something to check.
+    ///
+    /// # Errors
+    /// A fault.
+    pub fn fill(&mut self, lane: &mut impl Pages) -> Result<(), BenchError> {
+        const BATCH: usize = 32;
+        for start in (0..self.generations.len()).step_by(BATCH) {
+            let end = (start + BATCH).min(self.generations.len());
+            lane.plan(0, end - start);
+            let mut waiting = 0;
+            for index in start..end {
+                let number = self.first + index as u32;
+                self.generations[index] += 1;
+                stamp(&mut self.page, number, self.generations[index]);
+                match lane.write(0, number, &self.page) {
+                    Progress::Done(result) => result.map_err(BenchError::Fault)?,
+                    Progress::Queued => waiting += 1,
+                    Progress::Full => return Err(BenchError::Fault(Fault::Full)),
+                }
+            }
+            lane.submit();
+            drain(lane, waiting)?;
+        }
+        Ok(())
+    }
+
+    /// One operation, checked; how long it took, without stamp and check.
+    ///
+    /// # Errors
+    /// A fault, or a page that is not what was written.
+    pub fn once(&mut self, lane: &mut impl Pages, kind: Kind) -> Result<Duration, BenchError> {
+        let (number, index) = self.pick();
+        match kind {
+            Kind::Write => {
+                self.generations[index] += 1;
+                stamp(&mut self.page, number, self.generations[index]);
+                // Twice: after a pause the clock itself is cold.
+                let _ = Instant::now();
+                let since = Instant::now();
+                lane.plan(0, 1);
+                let progress = lane.write(0, number, &self.page);
+                lane.submit();
+                match progress {
+                    Progress::Done(result) => result.map_err(BenchError::Fault)?,
+                    Progress::Queued => drain(lane, 1)?,
+                    Progress::Full => return Err(BenchError::Fault(Fault::Full)),
+                }
+                Ok(since.elapsed())
+            }
+            Kind::Read => {
+                let generation = self.generations[index];
+                let _ = Instant::now();
+                let since = Instant::now();
+                lane.plan(1, 0);
+                let progress = lane.read(0, number, &mut self.page);
+                lane.submit();
+                let (took, right) = match progress {
+                    Progress::Done(result) => {
+                        result.map_err(BenchError::Fault)?;
+                        (since.elapsed(), is_stamped(&self.page, number, generation))
+                    }
+                    Progress::Queued => {
+                        let mut outcome = None;
+                        while outcome.is_none() {
+                            lane.poll(&mut |done: Done<'_>| {
+                                let took = since.elapsed();
+                                let right = done.page.map(|page| is_stamped(page, number, generation));
+                                outcome = Some(done.result.map(|()| (took, right.unwrap_or(false))));
+                            });
+                        }
+                        outcome.expect("just filled").map_err(BenchError::Fault)?
+                    }
+                    Progress::Full => return Err(BenchError::Fault(Fault::Full)),
+                };
+                if right { Ok(took) } else { Err(BenchError::Mismatch { number, generation }) }
+            }
+        }
+    }
+
+    /// As many operations in flight as `depth`, until `time` is over: how many were finished.
+    ///
+    /// Operations come in batches of a quarter of the depth, as a queue thread drains them from its socket. Reads
+    /// share `reads` hundredths. No page is in flight twice.
+    ///
+    /// # Errors
+    /// A fault, or a page that is not what was written.
+    pub fn deep(
+        &mut self,
+        lane: &mut impl Pages,
+        reads: u32,
+        depth: usize,
+        run: usize,
+        time: Duration,
+    ) -> Result<u64, BenchError> {
+        let mut flying: Vec<Option<(u32, usize, bool)>> = vec![None; depth];
+        let mut free: Vec<usize> = (0..depth).collect();
+        let mut busy = vec![0u64; self.generations.len().div_ceil(64)];
+        let (mut finished, mut wrong) = (0u64, None);
+        let mut back = Box::new(Page::zeroed());
+        let batch = (depth / 4).max(1).next_multiple_of(run).min(depth);
+        let since = Instant::now();
+        let mut stopping = false;
+        while !stopping || free.len() < depth {
+            stopping = stopping || since.elapsed() >= time;
+            if !stopping && free.len() >= batch {
+                let reading = self.random.below(100) < reads;
+                // Runs of neighbours begin at multiples of their length.
+                let mut queued = 0;
+                lane.plan(if reading { batch } else { 0 }, if reading { 0 } else { batch });
+                while queued < batch {
+                    let base = self.random.below((self.generations.len() / run) as u32) as usize * run;
+                    if (base..base + run).any(|index| busy[index / 64] >> (index % 64) & 1 == 1) {
+                        continue;
+                    }
+                    for index in base..base + run {
+                        let number = self.first + index as u32;
+                        let ticket = free.pop().expect("a batch has room");
+                        let progress = if reading {
+                            lane.read(ticket as Ticket, number, &mut back)
+                        } else {
+                            self.generations[index] += 1;
+                            stamp(&mut self.page, number, self.generations[index]);
+                            lane.write(ticket as Ticket, number, &self.page)
+                        };
+                        match progress {
+                            Progress::Done(result) => {
+                                result.map_err(BenchError::Fault)?;
+                                if reading && !is_stamped(&back, number, self.generations[index]) {
+                                    wrong = Some((number, self.generations[index]));
+                                }
+                                finished += 1;
+                                free.push(ticket);
+                            }
+                            Progress::Queued => {
+                                busy[index / 64] |= 1 << (index % 64);
+                                flying[ticket] = Some((number, index, reading));
+                            }
+                            Progress::Full => return Err(BenchError::Fault(Fault::Full)),
+                        }
+                        queued += 1;
+                    }
+                }
+                lane.submit();
+            }
+            let generations = &self.generations;
+            let mut fault = None;
+            lane.poll(&mut |done: Done<'_>| {
+                let ticket = done.ticket as usize;
+                let Some((number, index, reading)) = flying[ticket].take() else { return };
+                busy[index / 64] &= !(1 << (index % 64));
+                free.push(ticket);
+                finished += 1;
+                match (done.result, done.page) {
+                    (Err(it), _) => fault = Some(it),
+                    (Ok(()), Some(page)) if !is_stamped(page, number, generations[index]) => {
+                        wrong = Some((number, generations[index]));
+                    }
+                    (Ok(()), None) if reading => wrong = Some((number, generations[index])),
+                    _ => {}
+                }
+            });
+            if let Some(fault) = fault {
+                return Err(BenchError::Fault(fault));
+            }
+            if let Some((number, generation)) = wrong {
+                return Err(BenchError::Mismatch { number, generation });
+            }
+        }
+        Ok(finished)
+    }
+}
+
+fn drain(lane: &mut impl Pages, mut waiting: usize) -> Result<(), BenchError> {
+    let mut result = Ok(());
+    while waiting > 0 {
+        lane.poll(&mut |done: Done<'_>| {
+            waiting -= 1;
+            result = result.and(done.result);
+        });
+    }
+    result.map_err(BenchError::Fault)
+}
+
+/// Runs `work` on `threads` threads at once, each with its lane and its part; the sum of what they return, divided
+/// by the wall time of the longest.
+///
+/// # Errors
+/// The first error of any thread.
+pub fn together<L: Pages>(
+    lanes: &mut [(L, Part)],
+    work: impl Fn(&mut L, &mut Part) -> Result<u64, BenchError> + Sync,
+) -> Result<f64, BenchError> {
+    let start = Barrier::new(lanes.len());
+    let results = std::thread::scope(|scope| {
+        let threads: Vec<_> = lanes
+            .iter_mut()
+            .map(|(lane, part)| {
+                let (start, work) = (&start, &work);
+                scope.spawn(move || {
+                    start.wait();
+                    let since = Instant::now();
+                    work(lane, part).map(|finished| (finished, since.elapsed()))
+                })
+            })
+            .collect();
+        threads
+            .into_iter()
+            .map(|it| it.join().unwrap_or(Err(BenchError::Panic)))
+            .collect::<Result<Vec<_>, _>>()
+    })?;
+    let finished: u64 = results.iter().map(|&(finished, _)| finished).sum();
+    let longest = results.iter().map(|&(_, took)| took).max().unwrap_or_default();
+    Ok(finished as f64 / longest.as_secs_f64())
+}

@@ -1,0 +1,123 @@
+//! `weir bench store`: a store by itself, and the same store under a volume, beside the copy engine used call by call.
+//!
+//! 4 KiB pages at random places, each checked for its number and generation; one wrong page fails the run. Single
+//! operations are timed one by one; deep rows are pages finished by all threads over the longest thread's time.
+
+mod coherence;
+mod content;
+mod control;
+mod give_back;
+mod load;
+mod scenarios;
+
+pub use load::Kind;
+
+use crate::report::{Report, Row};
+use std::time::Instant;
+use weir_store::vram::VramStore;
+use weir_store::vram::engine::CallError;
+use weir_store::vram::table::{Direction, Path};
+use weir_store::{Fault, OpenError, StoreUrl};
+
+/// What to run.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// The store.
+    pub url: StoreUrl,
+    /// How often each row is measured.
+    pub runs: usize,
+    /// Threads of the deep rows.
+    pub threads: usize,
+    /// Operations in flight on each of them.
+    pub depth: usize,
+    /// Seconds for each pair of paths of the coherence row.
+    pub coherence_seconds: u64,
+    /// Shorter measurements, for tests of the benchmark itself.
+    pub short: bool,
+    /// Only rows whose id begins with one of these; all if there are none.
+    pub only: Vec<String>,
+}
+
+/// Why a benchmark gave no figures.
+#[derive(Debug, thiserror::Error)]
+pub enum BenchError {
+    /// The store could not be opened.
+    #[error(transparent)]
+    Open(#[from] OpenError),
+    /// An operation failed.
+    #[error("an operation failed: {0}")]
+    Fault(Fault),
+    /// A page came back that is not what was written: the one thing that must never happen.
+    #[error("page {number} is not its generation {generation}")]
+    Mismatch {
+        /// Its number.
+        number: u32,
+        /// The generation that was written last.
+        generation: u32,
+    },
+    /// The copy-engine control failed.
+    #[error("the control: {0}")]
+    Control(CallError),
+    /// The volume could not be made.
+    #[error("the volume: {0}")]
+    Volume(String),
+    /// A thread of the benchmark panicked.
+    #[error("a thread of the benchmark panicked")]
+    Panic,
+}
+
+/// Runs `plan`.
+///
+/// # Errors
+/// When the store fails, or a page is wrong.
+pub fn run(plan: &Plan) -> Result<Report, BenchError> {
+    scenarios::run(plan)
+}
+
+/// Reads and writes `rate` pages a second for `seconds`, half and half and checked: what a competing job is measured
+/// beside. Returns the rate that was reached.
+///
+/// # Errors
+/// When the store fails, or a page is wrong.
+pub fn hold(url: &StoreUrl, rate: f64, seconds: u64) -> Result<f64, BenchError> {
+    let store = weir_store::open(url)?;
+    let mut lane = store.lane(16)?;
+    let mut part = load::Part::new(0, store.slots().min(1 << 18), 3);
+    part.fill(&mut lane)?;
+    let (since, mut done) = (Instant::now(), 0u64);
+    while since.elapsed().as_secs() < seconds {
+        while (done as f64) < rate * since.elapsed().as_secs_f64() {
+            part.once(&mut lane, if done % 2 == 0 { Kind::Read } else { Kind::Write })?;
+            done += 1;
+        }
+        std::hint::spin_loop();
+    }
+    Ok(done as f64 / since.elapsed().as_secs_f64())
+}
+
+/// What each path of each card costs, as the store measured it when it was opened.
+///
+/// # Errors
+/// When the store cannot be opened.
+pub fn calibrate(url: &StoreUrl) -> Result<Report, BenchError> {
+    let mut report = Report::new("store", 1);
+    let StoreUrl::Vram(url) = url else { return Ok(report) };
+    let store = VramStore::open(url)?;
+    for gpu in store.gpus() {
+        eprintln!("{}", gpu.describe());
+        for path in Path::ALL {
+            for (direction, name) in [(Direction::Read, "read"), (Direction::Write, "write")] {
+                let Some(cost) = gpu.table().get(path, direction) else { continue };
+                let id = format!("{}_{name}", path.name());
+                let figures = [
+                    ("first_ns", cost.first),
+                    ("each_ns", cost.each),
+                    ("neighbour_ns", cost.neighbour),
+                    ("shared_ns", cost.shared),
+                ];
+                report.rows.extend(figures.map(|(metric, value)| Row::lower(id.clone(), metric, value)));
+            }
+        }
+    }
+    Ok(report)
+}

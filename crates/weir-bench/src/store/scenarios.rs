@@ -1,0 +1,378 @@
+//! The rows: what each measures, beside what, and what was promised (blueprint, performance contract).
+
+use super::control::CopyEngine;
+use super::load::{Kind, Pages, Part, together};
+use super::{BenchError, Plan, coherence, give_back};
+use crate::report::{Goal, Report, Row, Runs, percentile};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use weir_store::vram::table::Path;
+use weir_store::vram::{Gpu, VramStore};
+use weir_store::{Store, StoreUrl};
+
+/// Pages that single operations and deep loads touch: 4 GiB, so that no cache of the card (60 MB) helps.
+const PAGES: u32 = 1 << 20;
+/// Pages of a large operation: 1 MiB.
+const LARGE: usize = 256;
+/// Time between sporadic operations.
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// A thread's lane and its part of the pages.
+type Worker = (Box<dyn weir_store::Lane>, Part);
+
+/// What the rows share.
+struct Bench<'a> {
+    plan: &'a Plan,
+    store: Arc<dyn Store>,
+    control: Option<CopyEngine>,
+    report: Report,
+    pages: u32,
+}
+
+/// Medians over the runs, for ours and for the control.
+#[derive(Default)]
+struct Pair {
+    ours: Runs,
+    control: Runs,
+}
+
+pub fn run(plan: &Plan) -> Result<Report, BenchError> {
+    let vram = match &plan.url {
+        StoreUrl::Vram(url) => Some(Arc::new(VramStore::open(url)?)),
+        _ => None,
+    };
+    let store: Arc<dyn Store> = match &vram {
+        Some(vram) => Arc::clone(vram) as Arc<dyn Store>,
+        None => weir_store::open(&plan.url)?,
+    };
+    for gpu in vram.iter().flat_map(|vram| vram.gpus()) {
+        eprintln!("{}", gpu.describe());
+    }
+    let control = vram.as_ref().and_then(|_| CopyEngine::open(1 << 30));
+    let pages = PAGES.min(store.slots());
+    let mut bench = Bench { plan, store, control, report: Report::new("store", plan.runs), pages };
+    bench.single()?;
+    bench.deep()?;
+    bench.large()?;
+    bench.volume()?;
+    bench.give_back()?;
+    for gpu in vram.iter().flat_map(|vram| vram.gpus()) {
+        bench.coherence(gpu)?;
+        bench.power(gpu)?;
+    }
+    Ok(bench.report)
+}
+
+/// The middle one and the ninety-ninth of a hundred, in microseconds.
+fn middle_and_tail(mut nanoseconds: Vec<u64>) -> (f64, f64) {
+    (percentile(&mut nanoseconds, 50.0) as f64 / 1e3, percentile(&mut nanoseconds, 99.0) as f64 / 1e3)
+}
+
+impl Bench<'_> {
+    fn wanted(&self, id: &str) -> bool {
+        self.plan.only.is_empty() || self.plan.only.iter().any(|only| id.starts_with(only.as_str()))
+    }
+
+    fn scaled(&self, full: Duration) -> Duration {
+        if self.plan.short { full / 50 } else { full }
+    }
+
+    fn push(&mut self, row: Row, pair: &Pair, goal: Option<Goal>) {
+        let row = match &self.control {
+            Some(_) if !pair.control.is_empty() => row.beside("copy-engine", pair.control.median()),
+            _ => row,
+        };
+        let row = match goal {
+            Some(goal) => row.goal(goal),
+            None => row,
+        };
+        eprintln!(
+            "{:<22} {:<8} {:>10.3}  control {:>10.3}",
+            row.id,
+            row.metric,
+            row.value,
+            row.control_value.unwrap_or(f64::NAN)
+        );
+        self.report.rows.push(row);
+    }
+
+    /// Times of `count` operations of `kind`, `pause` apart.
+    fn times(
+        &self,
+        lane: &mut impl Pages,
+        part: &mut Part,
+        kind: Kind,
+        count: usize,
+        pause: Option<Duration>,
+    ) -> Result<Vec<u64>, BenchError> {
+        let mut times = Vec::with_capacity(count);
+        if pause.is_none() {
+            // Back to back long enough for the store to have made up its mind about the path.
+            let since = Instant::now();
+            while since.elapsed() < Duration::from_millis(100) {
+                part.once(lane, kind)?;
+            }
+        }
+        for _ in 0..count {
+            if let Some(pause) = pause {
+                std::thread::sleep(pause);
+            }
+            times.push(part.once(lane, kind)?.as_nanos() as u64);
+        }
+        Ok(times)
+    }
+
+    fn control_times(
+        &self,
+        kind: Kind,
+        count: usize,
+        pause: Option<Duration>,
+    ) -> Result<Vec<u64>, BenchError> {
+        let Some(control) = &self.control else { return Ok(Vec::new()) };
+        let mut copier = control.copier(4096, 1)?;
+        (0..100).try_for_each(|_| copier.once(kind).map(drop))?;
+        (0..count)
+            .map(|_| {
+                if let Some(pause) = pause {
+                    std::thread::sleep(pause);
+                }
+                Ok(copier.once(kind)?.as_nanos() as u64)
+            })
+            .collect()
+    }
+
+    /// One at a time, back to back and now and then.
+    fn single(&mut self) -> Result<(), BenchError> {
+        let goals = [
+            ("qd1_write", Kind::Write, None, 50_000, Some(0.5), None),
+            ("qd1_read", Kind::Read, None, 50_000, Some(3.3), None),
+            ("sporadic_write", Kind::Write, Some(PAUSE), 200, Some(0.8), None),
+            ("sporadic_read", Kind::Read, Some(PAUSE), 200, Some(6.1), Some(12.0)),
+        ];
+        for (id, kind, pause, count, goal, tail_goal) in goals {
+            if !self.wanted(id) {
+                continue;
+            }
+            let count = if self.plan.short { count / 100 + 2 } else { count };
+            let (mut middle, mut tail) = (Pair::default(), Pair::default());
+            for run in 0..self.plan.runs {
+                let mut lane = self.store.lane(self.plan.depth)?;
+                let mut part = Part::new(0, self.pages, run as u64);
+                part.fill(&mut lane)?;
+                let (p50, p99) = middle_and_tail(self.times(&mut lane, &mut part, kind, count, pause)?);
+                middle.ours.push(p50);
+                tail.ours.push(p99);
+                drop(lane);
+                let control = self.control_times(kind, count, pause)?;
+                if !control.is_empty() {
+                    let (p50, p99) = middle_and_tail(control);
+                    middle.control.push(p50);
+                    tail.control.push(p99);
+                }
+            }
+            self.push(Row::lower(id, "p50_us", middle.ours.median()), &middle, goal.map(Goal::Value));
+            self.push(Row::lower(id, "p99_us", tail.ours.median()), &tail, tail_goal.map(Goal::Value));
+        }
+        Ok(())
+    }
+
+    /// Lanes and parts for every thread, filled.
+    fn workers(&self, threads: usize, depth: usize) -> Result<Vec<Worker>, BenchError> {
+        let each = self.pages / threads as u32;
+        let mut workers = (0..threads)
+            .map(|at| Ok((self.store.lane(depth)?, Part::new(at as u32 * each, each, 7))))
+            .collect::<Result<Vec<_>, BenchError>>()?;
+        together(&mut workers, |lane, part| part.fill(lane).map(|()| 0))?;
+        Ok(workers)
+    }
+
+    /// All threads, each with as much in flight as it has room for.
+    fn deep(&mut self) -> Result<(), BenchError> {
+        let rows =
+            [("deep_read", 100, Some(12.0)), ("deep_write", 0, Some(12.0)), ("deep_mixed", 70, Some(10.0))];
+        for (id, reads, goal) in rows {
+            if !self.wanted(id) {
+                continue;
+            }
+            let (threads, depth) = (self.plan.threads, self.plan.depth);
+            let mut pair = Pair::default();
+            for _ in 0..self.plan.runs {
+                let mut workers = self.workers(threads, depth)?;
+                let warm = self.scaled(Duration::from_millis(300));
+                together(&mut workers, |lane, part| part.deep(lane, reads, depth, 1, warm))?;
+                let time = self.scaled(Duration::from_secs(1));
+                let rate = together(&mut workers, |lane, part| part.deep(lane, reads, depth, 1, time))?;
+                pair.ours.push(rate / 1e6);
+                drop(workers);
+                if let Some(control) = &self.control {
+                    let kind = if reads > 50 { Kind::Read } else { Kind::Write };
+                    pair.control.push(control.rate(kind, threads, 4096, time / 2)? / 1e6);
+                }
+            }
+            self.push(Row::higher(id, "m_pages_s", pair.ours.median()), &pair, goal.map(Goal::Value));
+        }
+        Ok(())
+    }
+
+    /// A megabyte of neighbours at a time, on four threads.
+    fn large(&mut self) -> Result<(), BenchError> {
+        for (id, reads, kind) in [("large_read", 100, Kind::Read), ("large_write", 0, Kind::Write)] {
+            if !self.wanted(id) {
+                continue;
+            }
+            let threads = self.plan.threads.min(8);
+            let mut pair = Pair::default();
+            for _ in 0..self.plan.runs {
+                let mut workers = self.workers(threads, 4 * LARGE)?;
+                let warm = self.scaled(Duration::from_millis(200));
+                let time = self.scaled(Duration::from_secs(1));
+                let run = |workers: &mut Vec<_>, time| {
+                    together(workers, |lane: &mut Box<dyn weir_store::Lane>, part: &mut Part| {
+                        part.deep(lane, reads, 4 * LARGE, LARGE, time)
+                    })
+                };
+                run(&mut workers, warm)?;
+                pair.ours.push(run(&mut workers, time)? * 4096.0 / 1e9);
+                drop(workers);
+                if let Some(control) = &self.control {
+                    pair.control
+                        .push(control.rate(kind, threads, 1 << 20, time / 2)? * f64::from(1 << 20) / 1e9);
+                }
+            }
+            self.push(Row::higher(id, "gb_s", pair.ours.median()), &pair, Some(Goal::Value(50.0)));
+        }
+        Ok(())
+    }
+
+    /// The same store under a volume: page map, records, checksums.
+    fn volume(&mut self) -> Result<(), BenchError> {
+        if !["volume_write", "volume_read", "volume_deep_read", "volume_deep_write"]
+            .iter()
+            .any(|id| self.wanted(id))
+        {
+            return Ok(());
+        }
+        let threads = self.plan.threads;
+        let config =
+            weir_volume::Config { pages: self.pages / 2, lanes: threads + 1, depth: self.plan.depth };
+        let volume = weir_volume::Volume::create(config, vec![Arc::clone(&self.store)])
+            .map_err(|error| BenchError::Volume(error.to_string()))?;
+        let count = if self.plan.short { 500 } else { 50_000 };
+        for (id, kind, goal) in [("volume_write", Kind::Write, 0.75), ("volume_read", Kind::Read, 3.7)] {
+            let (mut middle, mut tail) = (Pair::default(), Pair::default());
+            for run in 0..self.plan.runs {
+                let mut lane = volume.lane()?;
+                let mut part = Part::new(0, volume.pages(), run as u64);
+                part.fill(&mut lane)?;
+                let (p50, p99) = middle_and_tail(self.times(&mut lane, &mut part, kind, count, None)?);
+                middle.ours.push(p50);
+                tail.ours.push(p99);
+            }
+            self.push(Row::lower(id, "p50_us", middle.ours.median()), &middle, Some(Goal::Value(goal)));
+            self.push(Row::lower(id, "p99_us", tail.ours.median()), &tail, None);
+        }
+        for (id, reads, own) in
+            [("volume_deep_read", 100, "deep_read"), ("volume_deep_write", 0, "deep_write")]
+        {
+            let mut ours = Runs::default();
+            for _ in 0..self.plan.runs {
+                let each = volume.pages() / threads as u32;
+                let mut workers = (0..threads)
+                    .map(|at| Ok((volume.lane()?, Part::new(at as u32 * each, each, 9))))
+                    .collect::<Result<Vec<_>, BenchError>>()?;
+                together(&mut workers, |lane, part| part.fill(lane).map(|()| 0))?;
+                let depth = self.plan.depth;
+                for time in [self.scaled(Duration::from_millis(300)), self.scaled(Duration::from_secs(1))] {
+                    let rate = together(&mut workers, |lane, part| part.deep(lane, reads, depth, 1, time))?;
+                    if time > self.scaled(Duration::from_millis(300)) {
+                        ours.push(rate / 1e6);
+                    }
+                }
+            }
+            let mut row = Row::higher(id, "m_pages_s", ours.median());
+            if let Some(store) = self.report.rows.iter().find(|row| row.id == own) {
+                row = row.beside("store", store.value).goal(Goal::Ratio(0.75));
+            }
+            eprintln!("{:<22} {:<8} {:>10.3}  ratio {:?}", row.id, row.metric, row.value, row.ratio);
+            self.report.rows.push(row);
+        }
+        Ok(())
+    }
+
+    /// 16 GiB of chunks, read out and released while four threads use the rest.
+    fn give_back(&mut self) -> Result<(), BenchError> {
+        let slots = self.store.chunk_slots();
+        let chunks = ((16u64 << 30) / (u64::from(slots) * 4096)) as u32;
+        let used = (1u32 << 18).div_ceil(slots);
+        if !self.wanted("give_back") || self.store.slots() / slots < used + chunks {
+            return Ok(());
+        }
+        let (mut rate, mut tail, mut quiet) = (Runs::default(), Runs::default(), Runs::default());
+        for _ in 0..self.plan.runs {
+            let outcome = give_back::measure(&self.store, chunks, 4)?;
+            rate.push(outcome.rate / 1e9);
+            tail.push(outcome.busy_p99);
+            quiet.push(outcome.quiet_p99);
+        }
+        let rows = [
+            Row::higher("give_back", "gb_s", rate.median()).goal(Goal::Value(8.0)),
+            Row::lower("give_back", "user_p99_us", tail.median())
+                .beside("before", quiet.median())
+                .goal(Goal::Ratio(4.0)),
+        ];
+        self.report.rows.extend(rows);
+        Ok(())
+    }
+
+    /// Pages written by one path and read by another.
+    fn coherence(&mut self, gpu: &Arc<Gpu>) -> Result<(), BenchError> {
+        if !self.wanted("coherence") {
+            return Ok(());
+        }
+        let time = self.scaled(Duration::from_secs(self.plan.coherence_seconds));
+        let pairs = (self.plan.threads / 2).max(1) as u32;
+        let mut total = 0;
+        for writes in Path::ALL {
+            for reads in Path::ALL {
+                if writes == reads || !gpu.has(writes) || !gpu.has(reads) {
+                    continue;
+                }
+                let checked = coherence::check(gpu, writes, reads, pairs, time)?;
+                eprintln!("coherence {} to {}: {checked} pages", writes.name(), reads.name());
+                total += checked;
+            }
+        }
+        if total > 0 {
+            // Every page was compared; a stale one ends the run with an error instead of a row.
+            self.report.rows.push(Row::higher("coherence", "pages_none_stale", total as f64));
+        }
+        Ok(())
+    }
+
+    /// What the card draws: with the store open, with the kernel resident and idle.
+    fn power(&mut self, gpu: &Arc<Gpu>) -> Result<(), BenchError> {
+        if !self.wanted("power") {
+            return Ok(());
+        }
+        let mut sample = |id: &str, held: bool| {
+            let since = Instant::now();
+            let mut watts = Runs::default();
+            while since.elapsed() < Duration::from_secs(3) {
+                if held {
+                    gpu.enter_ring();
+                }
+                std::thread::sleep(Duration::from_millis(2));
+                let power = gpu.counters().power_mw.filter(|_| since.elapsed() > Duration::from_secs(1));
+                power.into_iter().for_each(|power| watts.push(f64::from(power) / 1e3));
+            }
+            if !watts.is_empty() {
+                self.report.rows.push(Row::lower(id, "watts", watts.median()));
+            }
+        };
+        sample("power_open", false);
+        // The watcher sends the kernel away after idle milliseconds; this puts it back each time.
+        let _lane = gpu.lane(16)?;
+        sample("power_ring_idle", true);
+        Ok(())
+    }
+}

@@ -1,0 +1,135 @@
+//! What each path costs, measured on the store's own memory before it holds anything: under 300 ms in all.
+
+use super::gpu::Gpu;
+use super::lane::GpuLane;
+use super::table::{Cost, Direction, Path, Table};
+use crate::{Done, Fault, Lane, Progress};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use weir_core::{PAGE_SIZE, Page, Slot};
+
+/// From one slot to the next where no copy may join another: odd, so that every slot comes up.
+const STRIDE: u32 = 7;
+/// Pages in the batch by which `each` is measured.
+const BATCH: usize = 32;
+/// Neighbouring pages in the batch by which the link is measured.
+const RUN: usize = 256;
+/// Time for one figure.
+const FIGURE: Duration = Duration::from_millis(5);
+/// Threads that share the window when its limit is measured; four fill an H200's.
+const SHARERS: usize = 4;
+
+/// Measures every path that `gpu` has.
+///
+/// # Errors
+/// When an operation fails: a store that fails now is not opened.
+pub fn measure(gpu: &Arc<Gpu>) -> Result<Table, Fault> {
+    let mut table = Table::default();
+    let slots = gpu.slots().min(gpu.chunk_slots());
+    // The ring last: its share of the link is what the engine measured.
+    for path in [Path::Mapped, Path::Engine, Path::Ring].into_iter().filter(|&path| gpu.has(path)) {
+        let open = || gpu.lane(RUN).map_err(|_| Fault::Io(libc::ENOMEM));
+        let mut lane = open()?;
+        if path == Path::Ring && !gpu.enter_ring() {
+            continue;
+        }
+        for direction in [Direction::Write, Direction::Read] {
+            lane.force(path, direction);
+            timed(&mut lane, direction, 1, STRIDE, slots, FIGURE / 4)?; // Clocks and caches come up.
+            let first = timed(&mut lane, direction, 1, STRIDE, slots, FIGURE)?;
+            let (each, neighbour, shared) = match path {
+                // What a page of a batch costs the processor does not depend on the batch.
+                Path::Mapped => (first, first, shared(gpu, direction, slots)?),
+                Path::Engine | Path::Ring => {
+                    let batch = timed(&mut lane, direction, BATCH, STRIDE, slots, FIGURE)?;
+                    let each = ((batch * BATCH as f64 - first) / (BATCH - 1) as f64).max(batch / 2.0);
+                    let neighbour = timed(&mut lane, direction, RUN, 1, slots, FIGURE)?.min(each);
+                    // The driver makes one copy at a time, whoever asks; rings share the link alone.
+                    let engine = table.get(Path::Engine, direction).map_or(neighbour, |cost| cost.neighbour);
+                    (each, neighbour, if path == Path::Engine { each } else { engine.min(each) })
+                }
+            };
+            table.set(path, direction, Cost { first, each, neighbour, shared });
+        }
+        gpu.leave_ring();
+    }
+    Ok(table)
+}
+
+/// Nanoseconds a page in batches of `batch`: the median over the batches, divided.
+fn timed(
+    lane: &mut GpuLane,
+    direction: Direction,
+    batch: usize,
+    stride: u32,
+    slots: u32,
+    time: Duration,
+) -> Result<f64, Fault> {
+    let mut took = times(lane, direction, batch, stride, slots, time)?;
+    took.sort_by(f64::total_cmp);
+    Ok(took[took.len() / 2] / batch as f64)
+}
+
+/// Nanoseconds of each batch.
+fn times(
+    lane: &mut GpuLane,
+    direction: Direction,
+    batch: usize,
+    stride: u32,
+    slots: u32,
+    time: Duration,
+) -> Result<Vec<f64>, Fault> {
+    let mut page = Page::zeroed();
+    let mut took = Vec::with_capacity(1 << 16);
+    let (since, mut slot) = (Instant::now(), 0u32);
+    while took.len() < 3 || (since.elapsed() < time && took.len() < took.capacity()) {
+        let begun = Instant::now();
+        let (mut result, mut waiting) = (Ok(()), 0usize);
+        for _ in 0..batch {
+            slot = (slot + stride) % slots;
+            let progress = match direction {
+                Direction::Write => lane.write(0, Slot(slot), &page),
+                Direction::Read => lane.read(0, Slot(slot), &mut page),
+            };
+            match progress {
+                Progress::Done(done) => result = result.and(done),
+                Progress::Queued => waiting += 1,
+                Progress::Full => return Err(Fault::Full),
+            }
+        }
+        lane.submit();
+        while waiting > 0 {
+            lane.poll(&mut |done: Done<'_>| {
+                waiting -= 1;
+                result = result.and(done.result);
+            });
+        }
+        result?;
+        took.push(begun.elapsed().as_nanos() as f64);
+    }
+    Ok(took)
+}
+
+/// Nanoseconds between pages while several threads use the window. The mean and not the median: a window that is
+/// full takes most stores at once and then holds one up.
+fn shared(gpu: &Arc<Gpu>, direction: Direction, slots: u32) -> Result<f64, Fault> {
+    let threads = SHARERS.min(std::thread::available_parallelism().map_or(1, std::num::NonZero::get));
+    let each = std::thread::scope(|scope| {
+        let runs: Vec<_> = (0..threads)
+            .map(|_| {
+                scope.spawn(move || {
+                    let mut lane = gpu.bare_lane().ok_or(Fault::Full)?;
+                    lane.force(Path::Mapped, direction);
+                    let took = times(&mut lane, direction, 1, STRIDE, slots, 2 * FIGURE)?;
+                    Ok(took.iter().sum::<f64>() / took.len() as f64)
+                })
+            })
+            .collect();
+        runs.into_iter()
+            .map(|run| run.join().unwrap_or(Err(Fault::Io(libc::EIO))))
+            .sum::<Result<f64, Fault>>()
+    })?;
+    Ok(each / (threads * threads) as f64)
+}
+
+const _: () = assert!(PAGE_SIZE == 4096, "figures are for pages of 4 KiB");

@@ -1,0 +1,293 @@
+//! One thread's copies, gathered into batches.
+//!
+//! Operations take staging pages in turn, so that a run of neighbouring slots lies in a run of neighbouring
+//! staging pages, and the run becomes one copy. A stream finishes its copies in order, so a batch is done when the
+//! event behind it is; the event's result is the batch's result, and no other batch's.
+
+use super::driver::{Event, MemLocation, MemcpyAttributes, check};
+use super::{CallError, Context, CudaError, DevicePtr, OwnStream, Pinned};
+use crate::{Done, Fault, Ticket};
+use std::ffi::c_void;
+use std::ptr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use weir_core::{PAGE_SIZE, PageBytes};
+
+/// Batches that may be under way at once. Two would keep the engine busy; more let small ones overlap.
+const BATCHES: usize = 8;
+/// A batch that takes longer than this has met a card that will not answer.
+const LIMIT: Duration = Duration::from_secs(2);
+/// Polls between two looks at the clock.
+const CLOCK_EVERY: u32 = 4096;
+
+/// A stream, its staging memory, and the operations that wait or fly in it.
+pub struct BatchLane {
+    context: Arc<Context>,
+    stream: OwnStream,
+    staging: Pinned,
+    operations: Box<[Operation]>,
+    /// Numbers of operations, ever growing: those below `finished` were handed over, those below `started`
+    /// are in a batch, those below `queued` wait. `number % depth` is the staging page.
+    finished: u64,
+    started: u64,
+    queued: u64,
+    batches: [Batch; BATCHES],
+    /// Batches ever begun and ended; `begun % BATCHES` is the next.
+    begun: u64,
+    ended: u64,
+    /// One copy a run of neighbours; room for the worst case, every page by itself.
+    destinations: Vec<DevicePtr>,
+    sources: Vec<DevicePtr>,
+    sizes: Vec<usize>,
+    to_device: Vec<bool>,
+    polls: u32,
+    dead: bool,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Operation {
+    ticket: Ticket,
+    write: bool,
+    device: DevicePtr,
+}
+
+struct Batch {
+    event: Event,
+    /// The operation after its last.
+    end: u64,
+    begun: Option<Instant>,
+    failed: Option<Fault>,
+}
+
+// SAFETY: the event handles may be used from any thread; everything else is Send by itself.
+unsafe impl Send for BatchLane {}
+
+impl BatchLane {
+    /// A lane with `depth` staging pages.
+    ///
+    /// # Errors
+    /// When the driver has no memory or no stream for it.
+    pub fn new(context: &Arc<Context>, depth: usize) -> Result<Self, CallError> {
+        let staging = context.pinned(depth * PAGE_SIZE)?;
+        let stream = context.stream()?;
+        let mut lane = BatchLane {
+            context: Arc::clone(context),
+            stream,
+            staging,
+            operations: vec![Operation::default(); depth].into_boxed_slice(),
+            finished: 0,
+            started: 0,
+            queued: 0,
+            batches: [const { Batch { event: ptr::null_mut(), end: 0, begun: None, failed: None } }; BATCHES],
+            begun: 0,
+            ended: 0,
+            destinations: Vec::with_capacity(depth),
+            sources: Vec::with_capacity(depth),
+            sizes: Vec::with_capacity(depth),
+            to_device: Vec::with_capacity(depth),
+            polls: 0,
+            dead: false,
+        };
+        for batch in &mut lane.batches {
+            // SAFETY: the output outlives the call; 2 is CU_EVENT_DISABLE_TIMING.
+            check("cuEventCreate", unsafe { (context.driver.event_create)(&mut batch.event, 2) })?;
+        }
+        Ok(lane)
+    }
+
+    /// Operations queued and not yet handed over.
+    pub fn in_flight(&self) -> usize {
+        (self.queued - self.finished) as usize
+    }
+
+    /// Whether another operation has room.
+    pub fn has_room(&self) -> bool {
+        self.in_flight() < self.operations.len()
+    }
+
+    fn staging_page(&self, number: u64) -> *mut u8 {
+        let index = (number % self.operations.len() as u64) as usize;
+        // SAFETY: the staging memory has a page for each index.
+        unsafe { self.staging.as_ptr().add(index * PAGE_SIZE) }
+    }
+
+    /// Queues a write; there is room.
+    pub fn write(&mut self, ticket: Ticket, device: DevicePtr, page: &PageBytes) {
+        // SAFETY: no operation in flight uses this staging page, as there is room.
+        unsafe { ptr::copy_nonoverlapping(page.as_ptr(), self.staging_page(self.queued), PAGE_SIZE) };
+        self.push(Operation { ticket, write: true, device });
+    }
+
+    /// Queues a read; there is room.
+    pub fn read(&mut self, ticket: Ticket, device: DevicePtr) {
+        self.push(Operation { ticket, write: false, device });
+    }
+
+    fn push(&mut self, operation: Operation) {
+        debug_assert!(self.has_room());
+        let index = (self.queued % self.operations.len() as u64) as usize;
+        self.operations[index] = operation;
+        self.queued += 1;
+    }
+
+    /// Starts what waits, if a batch is free; [`poll`](Self::poll) starts it otherwise.
+    pub fn submit(&mut self) {
+        if self.started == self.queued || self.begun - self.ended == BATCHES as u64 {
+            return;
+        }
+        self.gather();
+        let failed = self.start().err().map(fault);
+        let batch = &mut self.batches[(self.begun % BATCHES as u64) as usize];
+        batch.end = self.queued;
+        batch.begun = failed.is_none().then(Instant::now);
+        batch.failed = failed;
+        self.begun += 1;
+        self.started = self.queued;
+    }
+
+    /// Turns the waiting operations into as few copies as their addresses allow.
+    fn gather(&mut self) {
+        self.destinations.clear();
+        self.sources.clear();
+        self.sizes.clear();
+        self.to_device.clear();
+        let depth = self.operations.len() as u64;
+        let mut next = (false, 0, 0);
+        for number in self.started..self.queued {
+            let operation = self.operations[(number % depth) as usize];
+            let staging = self.staging_page(number) as DevicePtr;
+            if next == (operation.write, operation.device, staging) && !self.sizes.is_empty() {
+                *self.sizes.last_mut().expect("not empty") += PAGE_SIZE;
+            } else {
+                let (to, from) =
+                    if operation.write { (operation.device, staging) } else { (staging, operation.device) };
+                self.destinations.push(to);
+                self.sources.push(from);
+                self.sizes.push(PAGE_SIZE);
+                self.to_device.push(operation.write);
+            }
+            next = (operation.write, operation.device + PAGE_SIZE as u64, staging + PAGE_SIZE as u64);
+        }
+    }
+
+    /// Hands the copies to the driver and puts the event behind them.
+    fn start(&self) -> Result<(), CallError> {
+        if self.dead {
+            return Err(CallError { call: "this lane", error: CudaError(999) });
+        }
+        self.context.enter()?;
+        let event = self.batches[(self.begun % BATCHES as u64) as usize].event;
+        let copied = self.copy();
+        let recorded = copied.and_then(|()| {
+            // SAFETY: event and stream are alive.
+            let result = unsafe { (self.context.driver.event_record)(event, self.stream.stream) };
+            self.context.check("cuEventRecord", result)
+        });
+        if recorded.is_err() {
+            // Part of the batch may be under way: let it end before its staging pages are used again.
+            let _ = self.stream.synchronize();
+        }
+        recorded
+    }
+
+    fn copy(&self) -> Result<(), CallError> {
+        let d = &self.context.driver;
+        let (to, from, sizes) = (self.destinations.as_ptr(), self.sources.as_ptr(), self.sizes.as_ptr());
+        let (count, stream) = (self.sizes.len(), self.stream.stream);
+        // Ordered with the stream (1): a source is read when its turn comes. No hints: nothing is managed memory.
+        let nowhere = MemLocation { kind: 0, id: 0 };
+        let attributes =
+            MemcpyAttributes { source_order: 1, source: nowhere, destination: nowhere, flags: 0 };
+        let first = 0usize;
+        if count > 1 {
+            if let Some(batch) = d.copy_batch_13 {
+                // SAFETY: the arrays hold `count` entries, the one attribute covers them from the first on, and
+                // every address is a page of staging or of a chunk that stays until the batch has ended.
+                let result = unsafe { batch(to, from, sizes, count, &attributes, &first, 1, stream) };
+                return self.context.check("cuMemcpyBatchAsync", result);
+            }
+            if let Some(batch) = d.copy_batch_12 {
+                let mut failed = usize::MAX;
+                // SAFETY: as above.
+                let result =
+                    unsafe { batch(to, from, sizes, count, &attributes, &first, 1, &mut failed, stream) };
+                return self.context.check("cuMemcpyBatchAsync", result);
+            }
+        }
+        for copy in 0..count {
+            let (to, from, bytes) = (self.destinations[copy], self.sources[copy], self.sizes[copy]);
+            // SAFETY: as above.
+            let result = unsafe {
+                if self.to_device[copy] {
+                    (d.copy_to_device)(to, from as *const c_void, bytes, stream)
+                } else {
+                    (d.copy_to_host)(to as *mut c_void, from, bytes, stream)
+                }
+            };
+            self.context.check("cuMemcpyAsync", result)?;
+        }
+        Ok(())
+    }
+
+    /// Hands over the operations of every batch that has ended.
+    pub fn poll(&mut self, done: &mut dyn FnMut(Done<'_>)) {
+        while self.ended < self.begun {
+            let at = (self.ended % BATCHES as u64) as usize;
+            let Some(outcome) = self.outcome(at) else { break };
+            let end = self.batches[at].end;
+            while self.finished < end {
+                let operation = self.operations[(self.finished % self.operations.len() as u64) as usize];
+                // SAFETY: the copy into this staging page has ended, and none starts before it is handed over.
+                let page = unsafe { &*self.staging_page(self.finished).cast::<PageBytes>() };
+                self.finished += 1;
+                let page = (outcome.is_ok() && !operation.write).then_some(page);
+                done(Done { ticket: operation.ticket, result: outcome, page });
+            }
+            self.ended += 1;
+        }
+        self.submit();
+    }
+
+    /// How a batch ended; `None` while it has not.
+    fn outcome(&mut self, at: usize) -> Option<Result<(), Fault>> {
+        let batch = &self.batches[at];
+        if let Some(fault) = batch.failed {
+            return Some(Err(fault));
+        }
+        if self.dead {
+            return Some(Err(Fault::Lost));
+        }
+        // SAFETY: the event was recorded.
+        let result = unsafe { (self.context.driver.event_query)(batch.event) };
+        if CudaError(result) != CudaError::NOT_READY {
+            return Some(self.context.check("cuEventQuery", result).map_err(fault));
+        }
+        self.polls = self.polls.wrapping_add(1);
+        let late = self.polls.is_multiple_of(CLOCK_EVERY)
+            && batch.begun.is_some_and(|begun| begun.elapsed() > LIMIT);
+        if !late {
+            return None;
+        }
+        // The copy may still land in the staging pages at any time: this lane never uses them again.
+        self.dead = true;
+        self.context.declare_lost();
+        Some(Err(Fault::Timeout))
+    }
+}
+
+/// What a driver error means for the operations of the batch.
+fn fault(error: CallError) -> Fault {
+    if error.error.is_sticky() { Fault::Lost } else { Fault::Io(libc::EIO) }
+}
+
+impl Drop for BatchLane {
+    fn drop(&mut self) {
+        let _ = self.stream.synchronize();
+        for batch in &self.batches {
+            if !batch.event.is_null() {
+                // SAFETY: made by `new`, and nothing waits for it any more.
+                let _ = unsafe { (self.context.driver.event_destroy)(batch.event) };
+            }
+        }
+    }
+}

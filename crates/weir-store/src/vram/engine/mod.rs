@@ -1,0 +1,569 @@
+//! The copy engines of an NVIDIA card, by the CUDA driver interface.
+//!
+//! A copy engine costs about 6 us to start (18 us when the card has been idle), whatever it copies, so it is the
+//! way for large and for many copies: one call hands over a whole batch, and neighbours in a batch become one
+//! copy. It does not touch the compute units, so it is also the way while the card's owner computes.
+
+mod batch;
+mod driver;
+
+pub use batch::BatchLane;
+pub use driver::{CallError, CudaError, DevicePtr, text as c_text};
+
+use driver::{
+    AccessDesc, AllocationProp, ContextHandle, Device, Driver, ExternalMemory, ExternalMemoryBuffer,
+    ExternalMemoryHandle, Function, LOCATION_DEVICE, MemLocation, Module, Stream, check, text,
+};
+use std::cell::Cell;
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::fmt;
+use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
+use std::path::Path;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+/// `CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR`, `.._MINOR` and `.._MULTIPROCESSOR_COUNT`.
+const ATTRIBUTE_MAJOR: c_int = 75;
+const ATTRIBUTE_MINOR: c_int = 76;
+const ATTRIBUTE_MULTIPROCESSORS: c_int = 16;
+/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
+const HANDLE_POSIX_FD: c_int = 1;
+/// Chunks that CUDA allocates begin at multiples of this, which every card's granularity divides.
+const ALIGNMENT: usize = 2 << 20;
+
+/// How to name a card to CUDA.
+#[derive(Clone, Copy, Debug)]
+pub enum Which {
+    /// The one that Vulkan calls by this identifier.
+    Uuid([u8; 16]),
+    /// By CUDA's own count.
+    Index(usize),
+}
+
+/// A card's primary context.
+pub struct Context {
+    driver: Driver,
+    device: Device,
+    handle: ContextHandle,
+    /// Tells contexts apart in the thread-local note of which one is current; never 0.
+    number: u64,
+    lost: AtomicBool,
+    /// As the driver calls it.
+    pub name: String,
+    /// What Vulkan and NVML know it by, too.
+    pub uuid: [u8; 16],
+    /// Major and minor: (9, 0) on Hopper.
+    pub capability: (i32, i32),
+    /// Streaming multiprocessors.
+    pub multiprocessors: u32,
+}
+
+// SAFETY: the driver interface may be called from any thread; a context is made current on the calling thread
+// before each use, and the handle itself is only passed on.
+unsafe impl Send for Context {}
+// SAFETY: as above.
+unsafe impl Sync for Context {}
+
+thread_local! {
+    /// The number of the context that is current on this thread, as far as Weir made it so; 0 for none.
+    static CURRENT: Cell<u64> = const { Cell::new(0) };
+}
+
+impl Context {
+    /// Opens a card with the driver library at `library`.
+    ///
+    /// # Errors
+    /// A sentence: no library, no card, no such card, versions that differ.
+    pub fn open(library: &Path, which: Which) -> Result<Arc<Self>, String> {
+        static NUMBERS: AtomicU64 = AtomicU64::new(1);
+        let driver = Driver::load(library)?;
+        let found = find(&driver, which).map_err(|error| error.to_string())?;
+        let (device, uuid) = found.ok_or_else(|| format!("CUDA does not list the card {which:?}"))?;
+        let attribute = |which| {
+            let mut value = 0;
+            // SAFETY: `value` outlives the call.
+            check("cuDeviceGetAttribute", unsafe { (driver.device_attribute)(&mut value, which, device) })
+                .map(|()| value)
+        };
+        let mut name = [0 as c_char; 128];
+        let mut handle = ptr::null_mut();
+        // SAFETY: the outputs outlive the calls; the flags are set before the context exists.
+        let opened = unsafe {
+            // The context must never spin a driver thread or block I/O threads on one another; Weir polls.
+            let _ = (driver.context_flags)(device, 0);
+            check("cuDeviceGetName", (driver.device_name)(name.as_mut_ptr(), name.len() as c_int, device))
+                .and_then(|()| {
+                    check("cuDevicePrimaryCtxRetain", (driver.context_retain)(&mut handle, device))
+                })
+        };
+        opened.map_err(|error| error.to_string())?;
+        let capability = attribute(ATTRIBUTE_MAJOR)
+            .and_then(|major| Ok((major, attribute(ATTRIBUTE_MINOR)?)))
+            .map_err(|error| error.to_string())?;
+        let multiprocessors = attribute(ATTRIBUTE_MULTIPROCESSORS).map_err(|error| error.to_string())? as u32;
+        let context = Context {
+            device,
+            handle,
+            number: NUMBERS.fetch_add(1, Ordering::Relaxed),
+            lost: AtomicBool::new(false),
+            name: text(&name),
+            uuid,
+            capability,
+            multiprocessors,
+            driver,
+        };
+        context.enter().map_err(|error| error.to_string())?;
+        Ok(Arc::new(context))
+    }
+
+    /// Whether a call answered with an error that no later call survives.
+    pub fn is_lost(&self) -> bool {
+        self.lost.load(Ordering::Relaxed)
+    }
+
+    /// Marks the card as gone: a kernel or a copy that never ends.
+    pub fn declare_lost(&self) {
+        self.lost.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the driver takes a batch of copies in one call (CUDA 12.8 and later).
+    pub fn has_batch_copy(&self) -> bool {
+        self.driver.copy_batch_13.is_some() || self.driver.copy_batch_12.is_some()
+    }
+
+    /// Makes this context current on the calling thread, if it is not.
+    fn enter(&self) -> Result<(), CallError> {
+        if CURRENT.get() == self.number {
+            return Ok(());
+        }
+        // SAFETY: the handle is retained as long as `self` lives.
+        self.check("cuCtxSetCurrent", unsafe { (self.driver.context_set)(self.handle) })?;
+        CURRENT.set(self.number);
+        Ok(())
+    }
+
+    /// As [`check`], and notes errors after which nothing works any more.
+    fn check(&self, call: &'static str, result: c_int) -> Result<(), CallError> {
+        check(call, result).inspect_err(|error| {
+            if error.error.is_sticky() {
+                self.declare_lost();
+            }
+        })
+    }
+
+    /// Free and total bytes of the card.
+    ///
+    /// # Errors
+    /// What the driver answered.
+    pub fn memory(&self) -> Result<(u64, u64), CallError> {
+        self.enter()?;
+        let (mut free, mut total) = (0usize, 0usize);
+        // SAFETY: the outputs outlive the call.
+        self.check("cuMemGetInfo", unsafe { (self.driver.mem_info)(&mut free, &mut total) })?;
+        Ok((free as u64, total as u64))
+    }
+
+    /// Maps memory that Vulkan exported.
+    ///
+    /// # Errors
+    /// What the driver answered.
+    pub fn import(self: &Arc<Self>, fd: OwnedFd, bytes: u64) -> Result<DeviceMemory, CallError> {
+        self.enter()?;
+        let raw = fd.into_raw_fd();
+        let handle = ExternalMemoryHandle {
+            kind: 1, // CU_EXTERNAL_MEMORY_HANDLE_TYPE_OPAQUE_FD
+            padding: 0,
+            fd: raw,
+            union_rest: [0; 3],
+            size: bytes,
+            flags: 0,
+            reserved: [0; 16],
+        };
+        let mut external: ExternalMemory = ptr::null_mut();
+        // SAFETY: the structures outlive the calls. A successful import owns the descriptor; a failed one leaves
+        // it to us, and it is closed here.
+        unsafe {
+            if let Err(error) =
+                self.check("cuImportExternalMemory", (self.driver.import_memory)(&mut external, &handle))
+            {
+                drop(OwnedFd::from_raw_fd(raw));
+                return Err(error);
+            }
+            let buffer = ExternalMemoryBuffer { offset: 0, size: bytes, flags: 0, reserved: [0; 16] };
+            let mut address = 0;
+            let mapped = (self.driver.map_imported)(&mut address, external, &buffer);
+            if let Err(error) = self.check("cuExternalMemoryGetMappedBuffer", mapped) {
+                let _ = (self.driver.destroy_imported)(external);
+                return Err(error);
+            }
+            Ok(DeviceMemory { context: Arc::clone(self), address, bytes, origin: Origin::Imported(external) })
+        }
+    }
+
+    /// Takes device memory by CUDA alone: for machines without Vulkan, where the processor cannot reach it.
+    ///
+    /// # Errors
+    /// What the driver answered; out of memory above all.
+    pub fn allocate(self: &Arc<Self>, bytes: u64) -> Result<DeviceMemory, CallError> {
+        self.enter()?;
+        let size = (bytes as usize).next_multiple_of(ALIGNMENT);
+        let location = MemLocation { kind: LOCATION_DEVICE, id: self.device };
+        let prop = AllocationProp {
+            kind: 1, // CU_MEM_ALLOCATION_TYPE_PINNED
+            handle_types: HANDLE_POSIX_FD,
+            location,
+            win32: ptr::null_mut(),
+            compression: 0,
+            rdma: 0,
+            usage: 0,
+            reserved: [0; 4],
+        };
+        let access = AccessDesc { location, flags: 3 }; // CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        let d = &self.driver;
+        let (mut handle, mut address) = (0u64, 0u64);
+        // SAFETY: the outputs and structures outlive the calls; on an error what was made is undone in reverse.
+        unsafe {
+            self.check("cuMemCreate", (d.vmm_create)(&mut handle, size, &prop, 0))?;
+            let mapped = self
+                .check("cuMemAddressReserve", (d.vmm_reserve)(&mut address, size, ALIGNMENT, 0, 0))
+                .and_then(|()| self.check("cuMemMap", (d.vmm_map)(address, size, 0, handle, 0)))
+                .and_then(|()| self.check("cuMemSetAccess", (d.vmm_access)(address, size, &access, 1)));
+            if let Err(error) = mapped {
+                let _ = (d.vmm_unmap)(address, size);
+                let _ = (d.vmm_unreserve)(address, size);
+                let _ = (d.vmm_release)(handle);
+                return Err(error);
+            }
+        }
+        let origin = Origin::Own { handle, size };
+        Ok(DeviceMemory { context: Arc::clone(self), address, bytes: size as u64, origin })
+    }
+
+    /// Takes pinned host memory, which the card reaches at the same address.
+    ///
+    /// # Errors
+    /// What the driver answered.
+    pub fn pinned(self: &Arc<Self>, bytes: usize) -> Result<Pinned, CallError> {
+        self.enter()?;
+        let mut address = ptr::null_mut();
+        // SAFETY: the output outlives the call; flags: portable, and mapped for the card.
+        let result = unsafe { (self.driver.host_alloc)(&mut address, bytes, 0x1 | 0x2) };
+        self.check("cuMemHostAlloc", result)?;
+        let address = NonNull::new(address.cast::<u8>())
+            .ok_or(CallError { call: "cuMemHostAlloc", error: CudaError::OUT_OF_MEMORY })?;
+        // SAFETY: `bytes` at `address` were just allocated.
+        unsafe { ptr::write_bytes(address.as_ptr(), 0, bytes) };
+        Ok(Pinned { context: Arc::clone(self), address, bytes })
+    }
+
+    /// A stream of its own, of the lowest or the highest priority.
+    ///
+    /// # Errors
+    /// What the driver answered.
+    pub fn stream(self: &Arc<Self>) -> Result<OwnStream, CallError> {
+        self.enter()?;
+        let mut stream = ptr::null_mut();
+        // SAFETY: the output outlives the call; 1 is CU_STREAM_NON_BLOCKING.
+        self.check("cuStreamCreate", unsafe { (self.driver.stream_create)(&mut stream, 1, 0) })?;
+        Ok(OwnStream { context: Arc::clone(self), stream })
+    }
+
+    /// Loads PTX and finds its one entry.
+    ///
+    /// # Errors
+    /// What the driver answered: its compiler's refusal above all.
+    pub fn kernel(self: &Arc<Self>, ptx: &CStr, entry: &CStr) -> Result<Kernel, CallError> {
+        self.enter()?;
+        let mut module: Module = ptr::null_mut();
+        let mut function: Function = ptr::null_mut();
+        // SAFETY: both texts are C strings that outlive the calls.
+        unsafe {
+            let loaded = (self.driver.module_load)(&mut module, ptx.as_ptr().cast::<c_void>());
+            self.check("cuModuleLoadData", loaded)?;
+            let found = (self.driver.module_function)(&mut function, module, entry.as_ptr());
+            if let Err(error) = self.check("cuModuleGetFunction", found) {
+                let _ = (self.driver.module_unload)(module);
+                return Err(error);
+            }
+        }
+        Ok(Kernel { context: Arc::clone(self), module, function })
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: retained once in `open`; everything made from it holds an Arc and is gone.
+        let _ = unsafe { (self.driver.context_release)(self.device) };
+        if CURRENT.get() == self.number {
+            CURRENT.set(0);
+        }
+    }
+}
+
+impl fmt::Debug for Context {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Context").field("name", &self.name).field("capability", &self.capability).finish()
+    }
+}
+
+fn find(driver: &Driver, which: Which) -> Result<Option<(Device, [u8; 16])>, CallError> {
+    // SAFETY: every output outlives its call; cuInit comes first, as the interface asks.
+    unsafe {
+        check("cuInit", (driver.init)(0))?;
+        let mut count = 0;
+        check("cuDeviceGetCount", (driver.device_count)(&mut count))?;
+        for index in 0..count {
+            let (mut device, mut uuid) = (0, [0; 16]);
+            check("cuDeviceGet", (driver.device_get)(&mut device, index))?;
+            check("cuDeviceGetUuid", (driver.device_uuid)(&mut uuid, device))?;
+            let is_it = match which {
+                Which::Uuid(wanted) => uuid == wanted,
+                Which::Index(wanted) => index as usize == wanted,
+            };
+            if is_it {
+                return Ok(Some((device, uuid)));
+            }
+        }
+    }
+    Ok(None)
+}
+
+/// Device memory with an address that copies and kernels use.
+pub struct DeviceMemory {
+    context: Arc<Context>,
+    /// Where it begins.
+    pub address: DevicePtr,
+    /// How long it is.
+    pub bytes: u64,
+    origin: Origin,
+}
+
+enum Origin {
+    Imported(ExternalMemory),
+    Own { handle: u64, size: usize },
+}
+
+// SAFETY: handles and addresses that the driver accepts from any thread.
+unsafe impl Send for DeviceMemory {}
+// SAFETY: as above; `&DeviceMemory` only reads.
+unsafe impl Sync for DeviceMemory {}
+
+impl DeviceMemory {
+    /// Overwrites it with zeros and waits for that. Nobody may use it meanwhile.
+    ///
+    /// # Errors
+    /// When the card did not do it.
+    pub fn clear(&self) -> Result<(), CallError> {
+        let stream = self.context.stream()?;
+        let d = &self.context.driver;
+        // SAFETY: the range is this memory's own.
+        let started = unsafe { (d.set_bytes)(self.address, 0, self.bytes as usize, stream.stream) };
+        self.context.check("cuMemsetD8Async", started)?;
+        stream.synchronize()
+    }
+
+    /// A descriptor of memory that CUDA allocated. What Vulkan allocated, Vulkan exports.
+    ///
+    /// # Errors
+    /// What the driver answered.
+    pub fn export(&self) -> Result<OwnedFd, CallError> {
+        let Origin::Own { handle, .. } = self.origin else {
+            return Err(CallError { call: "cuMemExportToShareableHandle", error: CudaError(801) });
+        };
+        self.context.enter()?;
+        let mut fd: c_int = -1;
+        let d = &self.context.driver;
+        // SAFETY: the output is an int for this handle type, and the descriptor it gets is ours.
+        unsafe {
+            let exported = (d.vmm_export)((&raw mut fd).cast::<c_void>(), handle, HANDLE_POSIX_FD, 0);
+            self.context.check("cuMemExportToShareableHandle", exported)?;
+            Ok(OwnedFd::from_raw_fd(fd))
+        }
+    }
+}
+
+impl Drop for DeviceMemory {
+    fn drop(&mut self) {
+        let d = &self.context.driver;
+        let _ = self.context.enter();
+        // SAFETY: made by this context; the owner saw to it that no copy uses it any more. A failure here has
+        // nobody to tell and nothing to undo.
+        unsafe {
+            match self.origin {
+                Origin::Imported(external) => {
+                    let _ = (d.mem_free)(self.address);
+                    let _ = (d.destroy_imported)(external);
+                }
+                Origin::Own { handle, size } => {
+                    let _ = (d.vmm_unmap)(self.address, size);
+                    let _ = (d.vmm_unreserve)(self.address, size);
+                    let _ = (d.vmm_release)(handle);
+                }
+            }
+        }
+    }
+}
+
+impl fmt::Debug for DeviceMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "DeviceMemory({:#x}, {} bytes)", self.address, self.bytes)
+    }
+}
+
+/// Host memory that the card reads and writes by itself.
+pub struct Pinned {
+    context: Arc<Context>,
+    address: NonNull<u8>,
+    /// How long it is.
+    pub bytes: usize,
+}
+
+// SAFETY: plain memory; whoever holds it orders the accesses of processor and card.
+unsafe impl Send for Pinned {}
+// SAFETY: as above; `&Pinned` hands out the address only.
+unsafe impl Sync for Pinned {}
+
+impl Pinned {
+    /// Where it begins, for the processor and for the card.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.address.as_ptr()
+    }
+
+    /// The same, as the card's calls want it.
+    pub fn device(&self) -> DevicePtr {
+        self.address.as_ptr() as DevicePtr
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        let _ = self.context.enter();
+        // SAFETY: allocated by this context and used by nobody any more.
+        let _ = unsafe { (self.context.driver.host_free)(self.address.as_ptr().cast::<c_void>()) };
+    }
+}
+
+/// A stream: copies and kernels of one order.
+pub struct OwnStream {
+    context: Arc<Context>,
+    stream: Stream,
+}
+
+// SAFETY: a handle that the driver accepts from any thread.
+unsafe impl Send for OwnStream {}
+
+impl OwnStream {
+    /// Waits until everything in it has ended.
+    ///
+    /// # Errors
+    /// How the first of them failed.
+    pub fn synchronize(&self) -> Result<(), CallError> {
+        self.context.enter()?;
+        // SAFETY: the stream is alive.
+        self.context
+            .check("cuStreamSynchronize", unsafe { (self.context.driver.stream_synchronize)(self.stream) })
+    }
+
+    /// Whether everything in it has ended.
+    ///
+    /// # Errors
+    /// How the first of them failed.
+    pub fn is_idle(&self) -> Result<bool, CallError> {
+        self.context.enter()?;
+        // SAFETY: the stream is alive.
+        let result = unsafe { (self.context.driver.stream_query)(self.stream) };
+        if CudaError(result) == CudaError::NOT_READY {
+            return Ok(false);
+        }
+        self.context.check("cuStreamQuery", result).map(|()| true)
+    }
+
+    /// Copies host memory that stays alive until the stream is idle.
+    ///
+    /// # Errors
+    /// What the driver answered.
+    ///
+    /// # Safety
+    /// Both ranges are valid for `bytes` until the stream has been synchronised.
+    pub unsafe fn copy_to_device(
+        &self,
+        to: DevicePtr,
+        from: *const u8,
+        bytes: usize,
+    ) -> Result<(), CallError> {
+        self.context.enter()?;
+        // SAFETY: the caller's promise.
+        let result =
+            unsafe { (self.context.driver.copy_to_device)(to, from.cast::<c_void>(), bytes, self.stream) };
+        self.context.check("cuMemcpyHtoDAsync", result)
+    }
+
+    /// Copies to host memory that stays alive until the stream is idle.
+    ///
+    /// # Errors
+    /// What the driver answered.
+    ///
+    /// # Safety
+    /// Both ranges are valid for `bytes` until the stream has been synchronised.
+    pub unsafe fn copy_to_host(&self, to: *mut u8, from: DevicePtr, bytes: usize) -> Result<(), CallError> {
+        self.context.enter()?;
+        // SAFETY: the caller's promise.
+        let result =
+            unsafe { (self.context.driver.copy_to_host)(to.cast::<c_void>(), from, bytes, self.stream) };
+        self.context.check("cuMemcpyDtoHAsync", result)
+    }
+}
+
+impl Drop for OwnStream {
+    fn drop(&mut self) {
+        let _ = self.context.enter();
+        // SAFETY: made by this context. Work still in it finishes on its own; its owner synchronised first.
+        let _ = unsafe { (self.context.driver.stream_destroy)(self.stream) };
+    }
+}
+
+/// A kernel and the module that holds it.
+pub struct Kernel {
+    context: Arc<Context>,
+    module: Module,
+    function: Function,
+}
+
+// SAFETY: handles that the driver accepts from any thread.
+unsafe impl Send for Kernel {}
+
+impl Kernel {
+    /// Starts it on `stream` with one argument, a pointer.
+    ///
+    /// # Errors
+    /// What the driver answered.
+    pub fn launch(
+        &self,
+        stream: &OwnStream,
+        blocks: u32,
+        threads: u32,
+        argument: DevicePtr,
+    ) -> Result<(), CallError> {
+        self.context.enter()?;
+        let mut argument = argument;
+        let mut arguments = [(&raw mut argument).cast::<c_void>()];
+        let none = ptr::null_mut();
+        let shared: c_uint = 0;
+        // SAFETY: the kernel takes one 64-bit argument; the driver copies it before it returns.
+        let result = unsafe {
+            let launch = self.context.driver.launch;
+            let arguments = arguments.as_mut_ptr();
+            launch(self.function, blocks, 1, 1, threads, 1, 1, shared, stream.stream, arguments, none)
+        };
+        self.context.check("cuLaunchKernel", result)
+    }
+}
+
+impl Drop for Kernel {
+    fn drop(&mut self) {
+        let _ = self.context.enter();
+        // SAFETY: loaded by this context, and its kernel has ended.
+        let _ = unsafe { (self.context.driver.module_unload)(self.module) };
+    }
+}

@@ -1,0 +1,276 @@
+//! Which card, and which of its memory types: the one place that decides what counts as VRAM.
+//!
+//! Three things look like device memory and are not. An integrated GPU's "device-local" heap is the system's
+//! RAM. A software renderer's is too. And a card without Resizable BAR has a real but 256 MiB small heap that the
+//! processor can see. Putting swapped pages into the first two would move memory from RAM to RAM, so they are
+//! refused, with a sentence that says which it was.
+
+use super::{Device, Named, VulkanError};
+use ash::vk;
+use std::ffi::CStr;
+use std::fmt;
+use weir_core::ByteSize;
+
+/// A processor's window onto a card that was not made large (PCI resizable BAR off) has this many bytes at most.
+const SMALL_BAR: u64 = 512 << 20;
+
+/// A card whose memory the processor can reach.
+#[derive(Clone, Debug)]
+pub struct Card {
+    /// As its driver calls it: `NVIDIA H200`.
+    pub name: String,
+    /// What CUDA knows it by, too.
+    pub uuid: [u8; 16],
+    /// Bytes of the heap that is mapped.
+    pub bytes: u64,
+    /// A processor that plays a GPU. Only ever chosen by name.
+    pub software: bool,
+    pub(super) physical: vk::PhysicalDevice,
+    pub(super) memory_type: u32,
+    pub(super) heap: usize,
+    pub(super) queue: u32,
+    /// Where it sits; the order in which `nvidia-smi` counts.
+    pci: (u32, u32, u32),
+}
+
+/// Why there is no mapped VRAM here. Each is an answer, not a crash: the store may still work through CUDA.
+#[derive(Debug, thiserror::Error)]
+pub enum Refusal {
+    /// No `libvulkan.so.1`.
+    #[error("no Vulkan loader ({0}); install libvulkan1")]
+    NoLoader(String),
+    /// The loader found no driver, or the driver failed.
+    #[error(transparent)]
+    Vulkan(#[from] VulkanError),
+    /// There are devices, and none of them will do.
+    #[error("no GPU with its own memory in reach of the processor: {0}")]
+    NoneSuitable(String),
+    /// There are cards, but not that many.
+    #[error("GPU {asked} of {have}: `weir doctor` lists them")]
+    NoSuchIndex {
+        /// The index asked for.
+        asked: usize,
+        /// Cards there are.
+        have: usize,
+    },
+}
+
+impl fmt::Display for Card {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}, {} mapped", self.name, ByteSize(self.bytes))
+    }
+}
+
+impl Device {
+    /// Opens card number `index`, counted by PCI address as `nvidia-smi` does; or, with `software`, a software
+    /// renderer, for tests.
+    ///
+    /// # Errors
+    /// When there is none such; the reason says what was found instead.
+    pub fn find(index: usize, software: bool) -> Result<Self, Refusal> {
+        // SAFETY: loading runs the loader's initialisers, as every Vulkan program does.
+        let entry = unsafe { ash::Entry::load() }.map_err(|error| Refusal::NoLoader(error.to_string()))?;
+        let app = vk::ApplicationInfo::default().application_name(c"weir").api_version(vk::API_VERSION_1_1);
+        let info = vk::InstanceCreateInfo::default().application_info(&app);
+        // SAFETY: `info` outlives the call.
+        let instance = unsafe { entry.create_instance(&info, None) }.of("vkCreateInstance")?;
+        match choose(&instance, index, software) {
+            Ok(card) => Ok(Device::open(entry, instance, card)?),
+            Err(refusal) => {
+                // SAFETY: nothing made from the instance is left.
+                unsafe { instance.destroy_instance(None) };
+                Err(refusal)
+            }
+        }
+    }
+}
+
+/// Cards that will do, in the order of their PCI addresses, and a sentence for each that will not.
+fn cards(instance: &ash::Instance, software: bool) -> Result<(Vec<Card>, Vec<String>), VulkanError> {
+    // SAFETY: the instance is alive.
+    let physicals = unsafe { instance.enumerate_physical_devices() }.of("vkEnumeratePhysicalDevices")?;
+    let (mut fit, mut unfit) = (Vec::new(), Vec::new());
+    for physical in physicals {
+        match judge(instance, physical, software) {
+            Ok(card) => fit.push(card),
+            Err(why) => unfit.push(why),
+        }
+    }
+    fit.sort_by_key(|card| card.pci);
+    Ok((fit, unfit))
+}
+
+fn choose(instance: &ash::Instance, index: usize, software: bool) -> Result<Card, Refusal> {
+    let (mut fit, unfit) = cards(instance, software)?;
+    let have = fit.len();
+    if index < have {
+        return Ok(fit.swap_remove(index));
+    }
+    if have > 0 {
+        return Err(Refusal::NoSuchIndex { asked: index, have });
+    }
+    Err(Refusal::NoneSuitable(if unfit.is_empty() {
+        "Vulkan lists none".to_owned()
+    } else {
+        unfit.join("; ")
+    }))
+}
+
+/// A card, or why this is none.
+fn judge(instance: &ash::Instance, physical: vk::PhysicalDevice, software: bool) -> Result<Card, String> {
+    let mut ids = vk::PhysicalDeviceIDProperties::default();
+    let mut pci = vk::PhysicalDevicePCIBusInfoPropertiesEXT::default();
+    let mut properties = vk::PhysicalDeviceProperties2::default().push_next(&mut ids).push_next(&mut pci);
+    // SAFETY: `physical` belongs to `instance`; the chained structures outlive the calls, and a driver that does
+    // not know one leaves it as it was.
+    let (memory, families, extensions) = unsafe {
+        instance.get_physical_device_properties2(physical, &mut properties);
+        (
+            instance.get_physical_device_memory_properties(physical),
+            instance.get_physical_device_queue_family_properties(physical),
+            instance.enumerate_device_extension_properties(physical).unwrap_or_default(),
+        )
+    };
+    let kind = properties.properties.device_type;
+    let name =
+        properties.properties.device_name_as_c_str().unwrap_or(c"unnamed").to_string_lossy().into_owned();
+    let wanted = if software { vk::PhysicalDeviceType::CPU } else { vk::PhysicalDeviceType::DISCRETE_GPU };
+    if kind != wanted {
+        return Err(format!("{name} {}", not_a_card(kind)));
+    }
+    let has = |name: &CStr| extensions.iter().any(|it| it.extension_name_as_c_str() == Ok(name));
+    if !has(ash::khr::external_memory_fd::NAME) {
+        return Err(format!("{name} cannot export memory (VK_KHR_external_memory_fd)"));
+    }
+    let queue = families
+        .iter()
+        .position(|family| {
+            family
+                .queue_flags
+                .intersects(vk::QueueFlags::TRANSFER | vk::QueueFlags::COMPUTE | vk::QueueFlags::GRAPHICS)
+        })
+        .ok_or_else(|| format!("{name} has no queue that copies"))?;
+    let (memory_type, heap, bytes) =
+        visible_memory(&memory, software).map_err(|why| format!("{name} {why}"))?;
+    Ok(Card {
+        name,
+        uuid: ids.device_uuid,
+        bytes,
+        software,
+        physical,
+        memory_type,
+        heap,
+        queue: queue as u32,
+        pci: (pci.pci_domain, pci.pci_bus, pci.pci_device),
+    })
+}
+
+fn not_a_card(kind: vk::PhysicalDeviceType) -> &'static str {
+    match kind {
+        vk::PhysicalDeviceType::INTEGRATED_GPU => "is integrated, its memory is the system's RAM",
+        vk::PhysicalDeviceType::CPU => "is a software renderer, its memory is the system's RAM",
+        vk::PhysicalDeviceType::VIRTUAL_GPU => "is a virtual GPU, whose memory may be anywhere",
+        _ => "is no discrete GPU",
+    }
+}
+
+/// The memory type to use: on the device, visible, coherent, in the largest such heap; uncached rather than
+/// cached, because a cached mapping of a discrete card's memory is RAM.
+fn visible_memory(
+    memory: &vk::PhysicalDeviceMemoryProperties,
+    software: bool,
+) -> Result<(u32, usize, u64), String> {
+    use vk::MemoryPropertyFlags as Flags;
+    let wanted = Flags::DEVICE_LOCAL | Flags::HOST_VISIBLE | Flags::HOST_COHERENT;
+    let heaps = memory.memory_heaps_as_slice();
+    let on_device = |heap: &vk::MemoryHeap| heap.flags.contains(vk::MemoryHeapFlags::DEVICE_LOCAL);
+    let best = memory
+        .memory_types_as_slice()
+        .iter()
+        .enumerate()
+        .filter(|(_, kind)| kind.property_flags.contains(wanted))
+        .filter(|(_, kind)| software || !kind.property_flags.contains(Flags::HOST_CACHED))
+        .filter(|(_, kind)| on_device(&heaps[kind.heap_index as usize]))
+        // The first of equals: drivers list the plainest type first.
+        .rev()
+        .max_by_key(|(_, kind)| heaps[kind.heap_index as usize].size);
+    let Some((index, kind)) = best else {
+        return Err("shows none of its memory to the processor".to_owned());
+    };
+    let heap = kind.heap_index as usize;
+    let bytes = heaps[heap].size;
+    let largest = heaps.iter().filter(|heap| on_device(heap)).map(|heap| heap.size).max().unwrap_or(bytes);
+    if bytes < SMALL_BAR && largest > bytes {
+        return Err(format!(
+            "shows {} of {} to the processor; switch Resizable BAR on in the firmware",
+            ByteSize(bytes),
+            ByteSize(largest)
+        ));
+    }
+    Ok((index as u32, heap, bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vk::MemoryPropertyFlags as Flags;
+
+    /// Memory properties of (flags, heap) types over (bytes, on the device) heaps.
+    fn memory(types: &[(Flags, u32)], heaps: &[(u64, bool)]) -> vk::PhysicalDeviceMemoryProperties {
+        let mut memory = vk::PhysicalDeviceMemoryProperties {
+            memory_type_count: types.len() as u32,
+            memory_heap_count: heaps.len() as u32,
+            ..Default::default()
+        };
+        for (slot, &(flags, heap)) in memory.memory_types.iter_mut().zip(types) {
+            *slot = vk::MemoryType { property_flags: flags, heap_index: heap };
+        }
+        for (slot, &(size, local)) in memory.memory_heaps.iter_mut().zip(heaps) {
+            let flags = if local { vk::MemoryHeapFlags::DEVICE_LOCAL } else { vk::MemoryHeapFlags::empty() };
+            *slot = vk::MemoryHeap { size, flags };
+        }
+        memory
+    }
+
+    const BAR: Flags = Flags::from_raw(
+        Flags::DEVICE_LOCAL.as_raw() | Flags::HOST_VISIBLE.as_raw() | Flags::HOST_COHERENT.as_raw(),
+    );
+
+    #[test]
+    fn the_whole_heap_of_a_card_with_a_large_window_is_taken() {
+        // As the H200 reports: its memory, the host's, and one type that is both.
+        let host = Flags::HOST_VISIBLE | Flags::HOST_COHERENT;
+        let types = [(Flags::DEVICE_LOCAL, 0), (host, 1), (host | Flags::HOST_CACHED, 1), (BAR, 0)];
+        let memory = memory(&types, &[(143_771 << 20, true), (128 << 30, false)]);
+        assert_eq!(visible_memory(&memory, false), Ok((3, 0, 143_771 << 20)));
+    }
+
+    #[test]
+    fn a_256_mib_window_is_refused_and_the_sentence_says_what_to_switch_on() {
+        let memory = memory(&[(Flags::DEVICE_LOCAL, 0), (BAR, 1)], &[(8 << 30, true), (256 << 20, true)]);
+        let why = visible_memory(&memory, false).unwrap_err();
+        assert!(why.contains("256MiB of 8GiB") && why.contains("Resizable BAR"), "{why}");
+    }
+
+    #[test]
+    fn cached_or_host_memory_that_calls_itself_visible_is_no_vram() {
+        let cached = memory(&[(BAR | Flags::HOST_CACHED, 0)], &[(8 << 30, true)]);
+        assert!(visible_memory(&cached, false).is_err());
+        assert!(visible_memory(&cached, true).is_ok(), "a software renderer may be chosen by name");
+        let host = memory(&[(BAR, 0)], &[(8 << 30, false)]);
+        assert!(visible_memory(&host, false).is_err());
+    }
+
+    #[test]
+    fn a_software_renderer_is_refused_unless_it_is_asked_for() {
+        // Only meaningful where one is installed, which CI's package list sees to.
+        match Device::find(0, true) {
+            Ok(gpu) => assert!(gpu.card.software),
+            Err(Refusal::NoLoader(_)) => return,
+            Err(refusal) => panic!("{refusal}"),
+        }
+        if let Ok(gpu) = Device::find(0, false) {
+            assert!(!gpu.card.software, "{} passed for a discrete GPU", gpu.card);
+        }
+    }
+}

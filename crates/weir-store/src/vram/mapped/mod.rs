@@ -1,0 +1,312 @@
+//! Device memory that the processor reaches with loads and stores, by way of Vulkan.
+//!
+//! Vulkan is the one interface by which every vendor maps video memory into a process: a memory type that is
+//! `DEVICE_LOCAL`, `HOST_VISIBLE` and `HOST_COHERENT` at once lies on the card and behind the PCIe window.
+//! (CUDA has no way to a processor mapping of device memory: `mmap` of its dma-buf gives ENOTSUPP.) The loader
+//! and the driver are opened at run time, so the same program starts on a machine without a GPU.
+//!
+//! One chunk is one `vkAllocateMemory`, because that is the unit in which memory can be handed back to its
+//! owner, exported as a file descriptor, and imported by CUDA.
+
+mod choice;
+pub mod copy;
+
+pub use choice::{Card, Refusal};
+
+use ash::vk;
+use std::ffi::CStr;
+use std::fmt;
+use std::os::fd::{FromRawFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// A Vulkan device opened for its memory alone.
+pub struct Device {
+    /// Which card it is.
+    pub card: Card,
+    device: ash::Device,
+    instance: ash::Instance,
+    external: ash::khr::external_memory_fd::Device,
+    /// Clearing uses the one queue; only workers clear.
+    clearing: Mutex<Clearing>,
+    /// Whether the driver reports budgets (VK_EXT_memory_budget).
+    budget: bool,
+    /// Keeps the loader's library; last, so that it outlives everything made from it.
+    _entry: ash::Entry,
+}
+
+struct Clearing {
+    queue: vk::Queue,
+    pool: vk::CommandPool,
+    commands: vk::CommandBuffer,
+    fence: vk::Fence,
+}
+
+/// One chunk of mapped device memory. Freed when dropped; the caller clears it first.
+pub struct Allocation {
+    gpu: Arc<Device>,
+    memory: vk::DeviceMemory,
+    buffer: vk::Buffer,
+    host: NonNull<u8>,
+    /// Bytes, as the driver rounded them: what an importer must name.
+    pub bytes: u64,
+}
+
+// SAFETY: the mapping is plain memory without thread affinity, and Vulkan's handles may move between threads;
+// `Allocation` hands out the address only, and its users order their accesses.
+unsafe impl Send for Allocation {}
+// SAFETY: as above; `&Allocation` reads fields that never change.
+unsafe impl Sync for Allocation {}
+
+/// What Vulkan answered, and to what.
+#[derive(Debug, Clone, Copy, thiserror::Error)]
+#[error("{call} answered {result:?}")]
+pub struct VulkanError {
+    /// The call.
+    pub call: &'static str,
+    /// Its result.
+    pub result: vk::Result,
+}
+
+impl VulkanError {
+    /// Nobody has that much left.
+    pub fn is_out_of_memory(&self) -> bool {
+        matches!(self.result, vk::Result::ERROR_OUT_OF_DEVICE_MEMORY | vk::Result::ERROR_OUT_OF_HOST_MEMORY)
+    }
+
+    /// The card is gone; nothing on it can be reached any more.
+    pub fn is_lost(&self) -> bool {
+        self.result == vk::Result::ERROR_DEVICE_LOST
+    }
+}
+
+/// Puts the call's name to Vulkan's bare result.
+trait Named<T> {
+    fn of(self, call: &'static str) -> Result<T, VulkanError>;
+}
+
+impl<T> Named<T> for Result<T, vk::Result> {
+    fn of(self, call: &'static str) -> Result<T, VulkanError> {
+        self.map_err(|result| VulkanError { call, result })
+    }
+}
+
+impl Device {
+    /// Opens `card`, which [`choice::cards`] listed, for its memory.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    fn open(entry: ash::Entry, instance: ash::Instance, card: Card) -> Result<Self, VulkanError> {
+        let physical = card.physical;
+        // SAFETY: `physical` belongs to `instance`; every create-info outlives its call.
+        unsafe {
+            let have = instance.enumerate_device_extension_properties(physical).of("listing extensions")?;
+            let has = |name: &CStr| have.iter().any(|it| it.extension_name_as_c_str() == Ok(name));
+            let budget = has(ash::ext::memory_budget::NAME);
+            let mut extensions = vec![ash::khr::external_memory_fd::NAME.as_ptr()];
+            if budget {
+                extensions.push(ash::ext::memory_budget::NAME.as_ptr());
+            }
+            let queues = [vk::DeviceQueueCreateInfo::default()
+                .queue_family_index(card.queue)
+                .queue_priorities(&[0.0])];
+            let info = vk::DeviceCreateInfo::default()
+                .queue_create_infos(&queues)
+                .enabled_extension_names(&extensions);
+            let device = instance.create_device(physical, &info, None).of("vkCreateDevice")?;
+            let external = ash::khr::external_memory_fd::Device::new(&instance, &device);
+            let queue = device.get_device_queue(card.queue, 0);
+            let clearing = match Clearing::new(&device, queue, card.queue) {
+                Ok(clearing) => clearing,
+                Err(error) => {
+                    device.destroy_device(None);
+                    return Err(error);
+                }
+            };
+            Ok(Device {
+                card,
+                device,
+                instance,
+                external,
+                clearing: Mutex::new(clearing),
+                budget,
+                _entry: entry,
+            })
+        }
+    }
+
+    /// Bytes of device memory that this process could still have, as the driver reckons.
+    pub fn free_bytes(&self) -> u64 {
+        let mut budget = vk::PhysicalDeviceMemoryBudgetPropertiesEXT::default();
+        let mut properties = vk::PhysicalDeviceMemoryProperties2::default();
+        if self.budget {
+            properties = properties.push_next(&mut budget);
+        }
+        // SAFETY: the physical device belongs to this instance; both structures outlive the call.
+        unsafe { self.instance.get_physical_device_memory_properties2(self.card.physical, &mut properties) };
+        let size = properties.memory_properties.memory_heaps[self.card.heap].size;
+        if self.budget {
+            budget.heap_budget[self.card.heap].saturating_sub(budget.heap_usage[self.card.heap])
+        } else {
+            size
+        }
+    }
+
+    /// Takes `bytes` of device memory, mapped, able to be exported.
+    ///
+    /// # Errors
+    /// What the driver answered; out of device memory above all.
+    pub fn allocate(self: &Arc<Self>, bytes: u64) -> Result<Allocation, VulkanError> {
+        let kind = vk::ExternalMemoryHandleTypeFlags::OPAQUE_FD;
+        let mut external = vk::ExternalMemoryBufferCreateInfo::default().handle_types(kind);
+        let info = vk::BufferCreateInfo::default()
+            .size(bytes)
+            .usage(vk::BufferUsageFlags::TRANSFER_DST | vk::BufferUsageFlags::TRANSFER_SRC)
+            .push_next(&mut external);
+        // SAFETY: the handles belong to this device; on every error what was made so far is destroyed.
+        unsafe {
+            let buffer = self.device.create_buffer(&info, None).of("vkCreateBuffer")?;
+            let destroy = |error| {
+                self.device.destroy_buffer(buffer, None);
+                error
+            };
+            let needs = self.device.get_buffer_memory_requirements(buffer);
+            let mut export = vk::ExportMemoryAllocateInfo::default().handle_types(kind);
+            let info = vk::MemoryAllocateInfo::default()
+                .allocation_size(needs.size)
+                .memory_type_index(self.card.memory_type)
+                .push_next(&mut export);
+            let memory = self.device.allocate_memory(&info, None).of("vkAllocateMemory").map_err(destroy)?;
+            let free = |error| {
+                self.device.free_memory(memory, None);
+                destroy(error)
+            };
+            self.device.bind_buffer_memory(buffer, memory, 0).of("vkBindBufferMemory").map_err(free)?;
+            let host = self
+                .device
+                .map_memory(memory, 0, vk::WHOLE_SIZE, vk::MemoryMapFlags::empty())
+                .of("vkMapMemory")
+                .map_err(free)?;
+            let host = NonNull::new(host.cast::<u8>())
+                .ok_or(VulkanError { call: "vkMapMemory", result: vk::Result::ERROR_MEMORY_MAP_FAILED })
+                .map_err(free)?;
+            Ok(Allocation { gpu: Arc::clone(self), memory, buffer, host, bytes: needs.size })
+        }
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        let clearing = self.clearing.get_mut().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: every allocation holds the Device, so nothing made from the device is left but these.
+        unsafe {
+            self.device.destroy_fence(clearing.fence, None);
+            self.device.destroy_command_pool(clearing.pool, None);
+            self.device.destroy_device(None);
+            self.instance.destroy_instance(None);
+        }
+    }
+}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Device").field("card", &self.card).finish_non_exhaustive()
+    }
+}
+
+impl Clearing {
+    /// # Safety
+    /// `queue` is of `family` and belongs to `device`.
+    unsafe fn new(device: &ash::Device, queue: vk::Queue, family: u32) -> Result<Self, VulkanError> {
+        // SAFETY: the caller's promise; what was made is destroyed on every error.
+        unsafe {
+            let info = vk::CommandPoolCreateInfo::default()
+                .queue_family_index(family)
+                .flags(vk::CommandPoolCreateFlags::RESET_COMMAND_BUFFER);
+            let pool = device.create_command_pool(&info, None).of("vkCreateCommandPool")?;
+            let destroy = |error| {
+                device.destroy_command_pool(pool, None);
+                error
+            };
+            let info = vk::CommandBufferAllocateInfo::default().command_pool(pool).command_buffer_count(1);
+            let commands =
+                device.allocate_command_buffers(&info).of("vkAllocateCommandBuffers").map_err(destroy)?[0];
+            let fence = device
+                .create_fence(&vk::FenceCreateInfo::default(), None)
+                .of("vkCreateFence")
+                .map_err(destroy)?;
+            Ok(Clearing { queue, pool, commands, fence })
+        }
+    }
+
+    /// Fills the buffer with zeros and waits for it.
+    fn clear(&mut self, device: &ash::Device, buffer: vk::Buffer) -> Result<(), VulkanError> {
+        /// Device memory fills at terabytes a second; a card that takes longer than this has hung.
+        const LIMIT_NS: u64 = 2_000_000_000;
+        let commands = [self.commands];
+        // SAFETY: `&mut self` makes this the only user of the queue and its command buffer, and the previous
+        // submission ended before this one begins.
+        unsafe {
+            let begin =
+                vk::CommandBufferBeginInfo::default().flags(vk::CommandBufferUsageFlags::ONE_TIME_SUBMIT);
+            device.begin_command_buffer(self.commands, &begin).of("vkBeginCommandBuffer")?;
+            device.cmd_fill_buffer(self.commands, buffer, 0, vk::WHOLE_SIZE, 0);
+            device.end_command_buffer(self.commands).of("vkEndCommandBuffer")?;
+            let submit = [vk::SubmitInfo::default().command_buffers(&commands)];
+            device.queue_submit(self.queue, &submit, self.fence).of("vkQueueSubmit")?;
+            device.wait_for_fences(&[self.fence], true, LIMIT_NS).of("vkWaitForFences")?;
+            device.reset_fences(&[self.fence]).of("vkResetFences")
+        }
+    }
+}
+
+impl Allocation {
+    /// Where the processor sees it.
+    pub fn host(&self) -> NonNull<u8> {
+        self.host
+    }
+
+    /// A descriptor of this memory, for CUDA or for another process. The memory lives while one is open.
+    ///
+    /// # Errors
+    /// What the driver answered; too many open files above all.
+    pub fn export(&self) -> Result<OwnedFd, VulkanError> {
+        let info = vk::MemoryGetFdInfoKHR::default()
+            .memory(self.memory)
+            .handle_type(vk::ExternalMemoryHandleTypeFlags::OPAQUE_FD);
+        // SAFETY: the memory was allocated for export by this device; the descriptor is new and ours.
+        unsafe {
+            let fd = self.gpu.external.get_memory_fd(&info).of("vkGetMemoryFdKHR")?;
+            Ok(OwnedFd::from_raw_fd(fd))
+        }
+    }
+
+    /// Overwrites it with zeros. Nobody may use it meanwhile.
+    ///
+    /// # Errors
+    /// When the card did not do it.
+    pub fn clear(&self) -> Result<(), VulkanError> {
+        let mut clearing = self.gpu.clearing.lock().unwrap_or_else(PoisonError::into_inner);
+        clearing.clear(&self.gpu.device, self.buffer)
+    }
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        // SAFETY: made by this device, and nobody uses them any more: the owner is being dropped.
+        unsafe {
+            self.gpu.device.unmap_memory(self.memory);
+            self.gpu.device.destroy_buffer(self.buffer, None);
+            self.gpu.device.free_memory(self.memory, None);
+        }
+    }
+}
+
+impl fmt::Debug for Allocation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Allocation")
+            .field("bytes", &self.bytes)
+            .field("host", &self.host)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,34 @@
+//! A fence that one thread pays for all of them.
+//!
+//! Lanes announce what they are about to touch by a plain store, followed by a load that decides; whoever takes
+//! memory away, or stops the kernel, does the opposite. That is right only if each side's store is visible before
+//! its load. A fence on every operation would do; `membarrier(2)` lets the rare side run one on every
+//! processor that executes this process, so that the frequent side needs none (`membarrier(2)`, "pairing").
+
+use std::sync::OnceLock;
+use std::sync::atomic::{Ordering, fence};
+
+const GLOBAL: libc::c_int = 1;
+const PRIVATE_EXPEDITED: libc::c_int = 8;
+const REGISTER_PRIVATE_EXPEDITED: libc::c_int = 16;
+
+/// Every thread of this process executes a full fence before this returns.
+pub fn all_threads() {
+    static COMMAND: OnceLock<libc::c_int> = OnceLock::new();
+    let command = *COMMAND.get_or_init(|| match membarrier(REGISTER_PRIVATE_EXPEDITED) {
+        true => PRIVATE_EXPEDITED,
+        false => GLOBAL, // Milliseconds instead of microseconds, and there since Linux 4.3.
+    });
+    fence(Ordering::SeqCst);
+    let done = membarrier(command);
+    assert!(
+        done,
+        "membarrier({command}) failed; Weir needs Linux 4.14 or later, and a filter that allows it"
+    );
+    fence(Ordering::SeqCst);
+}
+
+fn membarrier(command: libc::c_int) -> bool {
+    // SAFETY: membarrier takes two integers and touches no memory of ours.
+    unsafe { libc::syscall(libc::SYS_membarrier, command, 0, 0) == 0 }
+}

@@ -1,0 +1,74 @@
+//! GPU memory as a store: three paths to one allocation.
+//!
+//! | path | how | good for |
+//! |---|---|---|
+//! | [`mapped`] | the processor's own streaming stores and loads, through the PCIe window | single writes (0.4 us on an H200), reads when few are in flight |
+//! | [`engine`] | batches for the card's copy engines | large and many; whenever the card's owner computes |
+//! | [`ring`] | a resident kernel that polls descriptors | deep load, while nobody else uses the card |
+//!
+//! All three reach the same bytes: Vulkan allocates a chunk on the card, maps it, and exports it as a file
+//! descriptor, which CUDA imports. Without CUDA (AMD, Intel) there is the first; without Vulkan (a headless
+//! server) the second. What each costs is measured when the store is opened, and every batch takes the
+//! cheapest ([`table`]).
+//!
+//! AMD's and Intel's cards are served by the same Vulkan code. It has run on NVIDIA's and on Mesa's software
+//! renderer; nobody has reported a run on theirs yet.
+
+mod calibrate;
+mod chunks;
+pub mod engine;
+mod gpu;
+mod lane;
+pub mod mapped;
+mod membarrier;
+mod nvml;
+mod options;
+pub mod ring;
+mod store;
+pub mod table;
+
+pub use gpu::{Counters, Gpu};
+pub use lane::GpuLane;
+pub use options::{PathMode, RingMode, Target, VramUrl};
+pub use store::VramStore;
+
+use engine::CallError;
+use mapped::VulkanError;
+
+/// What goes wrong between a store and its drivers.
+#[derive(Clone, Copy, Debug, thiserror::Error)]
+pub(crate) enum Trouble {
+    /// Vulkan refused.
+    #[error(transparent)]
+    Vulkan(#[from] VulkanError),
+    /// CUDA refused.
+    #[error(transparent)]
+    Cuda(#[from] CallError),
+    /// There is neither.
+    #[error("neither Vulkan nor CUDA is there")]
+    NoDriver,
+    /// A lane did not finish what it has in flight.
+    #[error("a lane did not finish its operations in time")]
+    LaneBusy,
+}
+
+impl Trouble {
+    /// Whether the card is gone for good.
+    fn is_lost(self) -> bool {
+        match self {
+            Trouble::Vulkan(error) => error.is_lost(),
+            Trouble::Cuda(error) => error.error.is_sticky(),
+            Trouble::NoDriver | Trouble::LaneBusy => false,
+        }
+    }
+
+    fn fault(self) -> crate::Fault {
+        match self {
+            _ if self.is_lost() => crate::Fault::Lost,
+            Trouble::Vulkan(error) if error.is_out_of_memory() => crate::Fault::Full,
+            Trouble::Cuda(error) if error.error == engine::CudaError::OUT_OF_MEMORY => crate::Fault::Full,
+            Trouble::LaneBusy => crate::Fault::Timeout,
+            _ => crate::Fault::Io(libc::EIO),
+        }
+    }
+}

@@ -1,0 +1,180 @@
+//! What only NVIDIA's management library knows: how much memory the card has left over all processes, who else
+//! uses it, whether it drives a display, what it draws. Loaded at run time; without it the answers are `None`.
+
+use libloading::Library;
+use std::ffi::{CString, c_char, c_int, c_uint, c_void};
+
+type Handle = *mut c_void;
+
+/// The library, and one card.
+pub struct Nvml {
+    memory: unsafe extern "C" fn(Handle, *mut Memory) -> c_int,
+    power: unsafe extern "C" fn(Handle, *mut c_uint) -> c_int,
+    display: unsafe extern "C" fn(Handle, *mut c_int) -> c_int,
+    compute: Processes,
+    graphics: Processes,
+    shutdown: unsafe extern "C" fn() -> c_int,
+    handle: Handle,
+    driver: String,
+    /// Keeps the functions' code; last, so that it outlives them.
+    _library: Library,
+}
+
+type Processes = unsafe extern "C" fn(Handle, *mut c_uint, *mut ProcessInfo) -> c_int;
+
+// SAFETY: NVML is thread-safe, by its documentation.
+unsafe impl Send for Nvml {}
+// SAFETY: as above.
+unsafe impl Sync for Nvml {}
+
+/// `nvmlMemory_t`.
+#[repr(C)]
+#[derive(Default)]
+struct Memory {
+    total: u64,
+    free: u64,
+    used: u64,
+}
+
+/// `nvmlProcessInfo_v2_t`, which the `_v3` calls fill.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct ProcessInfo {
+    pid: c_uint,
+    used: u64,
+    instance: c_uint,
+    compute_instance: c_uint,
+}
+
+impl Nvml {
+    /// Opens the card that Vulkan and CUDA call by `uuid`; `None` without the library or the card.
+    pub fn open(uuid: [u8; 16]) -> Option<Self> {
+        // SAFETY: loading the vendor's library runs its initialisers; every symbol is used with the signature that
+        // nvml.h gives it, and every output outlives its call.
+        unsafe {
+            let library = Library::new("libnvidia-ml.so.1").ok()?;
+            let init = *library.get::<unsafe extern "C" fn() -> c_int>(b"nvmlInit_v2\0").ok()?;
+            let shutdown = *library.get::<unsafe extern "C" fn() -> c_int>(b"nvmlShutdown\0").ok()?;
+            let by_uuid = *library
+                .get::<unsafe extern "C" fn(*const c_char, *mut Handle) -> c_int>(
+                    b"nvmlDeviceGetHandleByUUID\0",
+                )
+                .ok()?;
+            let version = *library
+                .get::<unsafe extern "C" fn(*mut c_char, c_uint) -> c_int>(b"nvmlSystemGetDriverVersion\0")
+                .ok()?;
+            let memory = *library.get(b"nvmlDeviceGetMemoryInfo\0").ok()?;
+            let power = *library.get(b"nvmlDeviceGetPowerUsage\0").ok()?;
+            let display = *library.get(b"nvmlDeviceGetDisplayActive\0").ok()?;
+            let compute = *library.get::<Processes>(b"nvmlDeviceGetComputeRunningProcesses_v3\0").ok()?;
+            let graphics = *library.get::<Processes>(b"nvmlDeviceGetGraphicsRunningProcesses_v3\0").ok()?;
+            if init() != 0 {
+                return None;
+            }
+            let mut handle = std::ptr::null_mut();
+            let name = CString::new(uuid_text(uuid)).ok()?;
+            if by_uuid(name.as_ptr(), &mut handle) != 0 {
+                shutdown();
+                return None;
+            }
+            let mut text = [0 as c_char; 96];
+            let known = version(text.as_mut_ptr(), text.len() as c_uint) == 0;
+            let driver = if known { super::engine::c_text(&text) } else { String::new() };
+            let nvml = Nvml {
+                memory,
+                power,
+                display,
+                compute,
+                graphics,
+                shutdown,
+                handle,
+                driver,
+                _library: library,
+            };
+            Some(nvml)
+        }
+    }
+
+    /// The loaded driver's version.
+    pub fn driver(&self) -> &str {
+        &self.driver
+    }
+
+    /// Bytes of the card that nobody has.
+    pub fn free_bytes(&self) -> Option<u64> {
+        let mut memory = Memory::default();
+        // SAFETY: the handle is the card's, the output outlives the call.
+        (unsafe { (self.memory)(self.handle, &mut memory) } == 0).then_some(memory.free)
+    }
+
+    /// Bytes of the card that somebody has.
+    pub fn used_bytes(&self) -> Option<u64> {
+        let mut memory = Memory::default();
+        // SAFETY: as above.
+        (unsafe { (self.memory)(self.handle, &mut memory) } == 0).then_some(memory.used)
+    }
+
+    /// What the card draws, in milliwatts.
+    pub fn power_mw(&self) -> Option<u32> {
+        let mut power = 0;
+        // SAFETY: as above.
+        (unsafe { (self.power)(self.handle, &mut power) } == 0).then_some(power)
+    }
+
+    /// Whether a display hangs on it.
+    pub fn drives_display(&self) -> bool {
+        let mut active = 0;
+        // SAFETY: as above.
+        unsafe { (self.display)(self.handle, &mut active) == 0 && active != 0 }
+    }
+
+    /// Other processes with a context on the card. Inside a container NVML may not name our own process; then one
+    /// unknown process counts as ours.
+    pub fn others(&self) -> u32 {
+        let own = std::process::id();
+        let mut pids: Vec<u32> = Vec::with_capacity(64);
+        for list in [self.compute, self.graphics] {
+            let mut infos = [ProcessInfo::default(); 64];
+            let mut count = infos.len() as c_uint;
+            // SAFETY: the array holds `count` entries, as the call is told.
+            let result = unsafe { list(self.handle, &mut count, infos.as_mut_ptr()) };
+            // 7 is NVML_ERROR_INSUFFICIENT_SIZE: there are more than fit, so certainly others.
+            let filled = if result == 0 || result == 7 { (count as usize).min(infos.len()) } else { 0 };
+            pids.extend(infos[..filled].iter().map(|info| info.pid));
+        }
+        pids.sort_unstable();
+        pids.dedup();
+        let unknown = if pids.contains(&own) { 1 } else { usize::from(!pids.is_empty()) };
+        (pids.len() - unknown) as u32
+    }
+}
+
+impl Drop for Nvml {
+    fn drop(&mut self) {
+        // SAFETY: pairs with the init in `open`; NVML counts.
+        unsafe { (self.shutdown)() };
+    }
+}
+
+impl std::fmt::Debug for Nvml {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Nvml").field("driver", &self.driver).finish_non_exhaustive()
+    }
+}
+
+/// `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`, as NVML writes it.
+fn uuid_text(uuid: [u8; 16]) -> String {
+    let hex: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_uuid_is_written_as_nvidia_smi_writes_it() {
+        let uuid = *b"\x01\x23\x45\x67\x89\xab\xcd\xef\x00\x11\x22\x33\x44\x55\x66\x77";
+        assert_eq!(uuid_text(uuid), "GPU-01234567-89ab-cdef-0011-223344556677");
+    }
+}

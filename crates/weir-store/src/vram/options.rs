@@ -1,0 +1,188 @@
+//! What a `vram:` URL says.
+//!
+//! `vram:` is every GPU, `vram:0` the first as `nvidia-smi` counts, `vram:lavapipe` a software renderer for tests.
+//! After a question mark come options: `vram:0?size=16GiB&ring=off`.
+
+use crate::url::{Exact, Query, UrlProblem, pairs, size, split_query, value};
+use std::fmt;
+use weir_core::ByteSize;
+
+/// Which card.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Target {
+    /// Every discrete GPU, striped.
+    All,
+    /// One of them.
+    Index(u32),
+    /// Mesa's lavapipe: not VRAM at all, and good for tests.
+    Software,
+}
+
+/// When the resident kernel may be on the card.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum RingMode {
+    /// Under load, while nobody else uses the card, and not on a card that drives a display.
+    #[default]
+    Auto,
+    /// Whenever nobody else uses the card.
+    On,
+    /// Never.
+    Off,
+}
+
+/// Which way pages take.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum PathMode {
+    /// By what was measured at start.
+    #[default]
+    Auto,
+    /// The processor, through the window.
+    Mapped,
+    /// The copy engines.
+    Engine,
+    /// The resident kernel; the window while it is away.
+    Ring,
+}
+
+/// A `vram:` URL, taken apart.
+#[derive(Clone, PartialEq, Debug)]
+pub struct VramUrl {
+    /// Which card.
+    pub target: Target,
+    /// Device memory; `None`: all that can be had above the floor.
+    pub size: Option<ByteSize>,
+    /// A chunk: a power of two, from 1 MiB to 4 GiB.
+    pub chunk: ByteSize,
+    /// Free device memory that is left to others.
+    pub floor: ByteSize,
+    /// The resident kernel.
+    pub ring: RingMode,
+    /// The way of pages.
+    pub path: PathMode,
+    /// Blocks of the resident kernel; 0 for the usual.
+    pub blocks: u32,
+}
+
+const KEYS: &[&str] = &["size", "chunk", "floor", "ring", "path", "blocks"];
+const RINGS: [(&str, RingMode); 3] = [("auto", RingMode::Auto), ("on", RingMode::On), ("off", RingMode::Off)];
+const PATHS: [(&str, PathMode); 4] = [
+    ("auto", PathMode::Auto),
+    ("mapped", PathMode::Mapped),
+    ("engine", PathMode::Engine),
+    ("ring", PathMode::Ring),
+];
+
+impl VramUrl {
+    /// What a chunk has unless the URL says otherwise.
+    pub const CHUNK: ByteSize = ByteSize(128 << 20);
+    /// What is left to others unless the URL says otherwise.
+    pub const FLOOR: ByteSize = ByteSize(512 << 20);
+
+    /// The usual, for one card or all.
+    pub fn new(target: Target) -> Self {
+        VramUrl {
+            target,
+            size: None,
+            chunk: Self::CHUNK,
+            floor: Self::FLOOR,
+            ring: RingMode::Auto,
+            path: PathMode::Auto,
+            blocks: 0,
+        }
+    }
+
+    /// Parses what follows `vram:`.
+    pub(crate) fn parse(text: &str) -> Result<Self, UrlProblem> {
+        let (card, query) = split_query(text);
+        let mut url = VramUrl::new(match card {
+            "" => Target::All,
+            "lavapipe" => Target::Software,
+            index => {
+                Target::Index(value("gpu", index, "a GPU's number, such as 0, or nothing for every GPU")?)
+            }
+        });
+        for (key, text) in pairs(query, '&', KEYS)? {
+            match key {
+                "size" => url.size = Some(size(key, text)?),
+                "chunk" => url.chunk = chunk(text)?,
+                "floor" => url.floor = value(key, text, "a size, such as 512MiB")?,
+                "ring" => url.ring = one_of(key, text, &RINGS, "auto, on or off")?,
+                "path" => url.path = one_of(key, text, &PATHS, "auto, mapped, engine or ring")?,
+                _ => url.blocks = value(key, text, "a number of blocks, such as 128")?,
+            }
+        }
+        Ok(url)
+    }
+}
+
+fn chunk(text: &str) -> Result<ByteSize, UrlProblem> {
+    let expected = "a power of two from 1MiB to 4GiB, such as 128MiB";
+    let chunk: ByteSize = value("chunk", text, expected)?;
+    if chunk.0.is_power_of_two() && (1 << 20..=4 << 30).contains(&chunk.0) {
+        Ok(chunk)
+    } else {
+        Err(UrlProblem::Value { key: "chunk", value: text.to_owned(), expected })
+    }
+}
+
+fn one_of<T: Copy>(
+    key: &'static str,
+    text: &str,
+    choices: &[(&str, T)],
+    expected: &'static str,
+) -> Result<T, UrlProblem> {
+    let chosen = choices.iter().find(|&&(name, _)| name == text).map(|&(_, chosen)| chosen);
+    chosen.ok_or_else(|| UrlProblem::Value { key, value: text.to_owned(), expected })
+}
+
+fn name_of<T: PartialEq>(value: &T, choices: &[(&'static str, T)]) -> &'static str {
+    choices.iter().find(|(_, choice)| choice == value).map_or("", |&(name, _)| name)
+}
+
+impl fmt::Display for VramUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.target {
+            Target::All => f.write_str("vram:")?,
+            Target::Index(index) => write!(f, "vram:{index}")?,
+            Target::Software => f.write_str("vram:lavapipe")?,
+        }
+        let mut query = Query::new(f, "?", "&");
+        query.pair(self.size.is_some(), "size", Exact(self.size.unwrap_or_default()))?;
+        query.pair(self.chunk != Self::CHUNK, "chunk", Exact(self.chunk))?;
+        query.pair(self.floor != Self::FLOOR, "floor", Exact(self.floor))?;
+        query.pair(self.ring != RingMode::default(), "ring", name_of(&self.ring, &RINGS))?;
+        query.pair(self.path != PathMode::default(), "path", name_of(&self.path, &PATHS))?;
+        query.pair(self.blocks != 0, "blocks", self.blocks)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::StoreUrl;
+
+    #[test]
+    fn a_url_says_card_and_options() {
+        let url = "vram:1?size=16GiB&chunk=64MiB&floor=1GiB&ring=off&path=mapped&blocks=64";
+        let StoreUrl::Vram(read) = url.parse().unwrap() else { panic!("a vram URL") };
+        assert_eq!(read.target, Target::Index(1));
+        assert_eq!((read.size, read.chunk.0, read.floor.0), (Some(ByteSize(16 << 30)), 64 << 20, 1 << 30));
+        assert_eq!((read.ring, read.path, read.blocks), (RingMode::Off, PathMode::Mapped, 64));
+        assert_eq!(read.to_string(), url);
+        assert_eq!("vram:lavapipe".parse(), Ok(StoreUrl::Vram(VramUrl::new(Target::Software))));
+    }
+
+    #[test]
+    fn a_wrong_value_is_told_what_would_be_right() {
+        for (url, hint) in [
+            ("vram:first", "such as 0"),
+            ("vram:0?chunk=100MiB", "power of two"),
+            ("vram:0?ring=maybe", "auto, on or off"),
+            ("vram:0?path=dma", "mapped, engine or ring"),
+            ("vram:0?colour=red", "accepted: size, chunk"),
+        ] {
+            let error = url.parse::<StoreUrl>().unwrap_err().to_string();
+            assert!(error.contains(hint) && error.contains(url), "{url}: {error}");
+        }
+    }
+}

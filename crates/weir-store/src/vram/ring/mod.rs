@@ -1,0 +1,533 @@
+//! A kernel that stays on the card and serves descriptors.
+//!
+//! Starting a copy engine costs 6 us, and the driver lets one thread at a time do it. A kernel that is already
+//! running needs neither: the processor writes a 64-byte descriptor into a ring in the card's memory, through the
+//! window, and a block of the kernel that polls there copies the page between the card's memory and a staging page
+//! in the host's, and writes the descriptor's number beside it. One ring a lane, nothing shared.
+//!
+//! The kernel occupies a time slice of the card while it stays, and the card draws more power. So it enters
+//! only when there is enough to do ([`Policy`]), and leaves when there is not; without it, every operation has
+//! another way.
+//!
+//! # Entering and leaving
+//!
+//! A descriptor written after the kernel left would never be served. Lanes and the controller agree by a
+//! handshake that costs a lane two plain stores: a lane says [`Cell::adding`], then looks at
+//! [`Ring::state`]; the controller sets the state to leaving, then looks at every lane. Whichever comes second sees
+//! the other, provided each one's store is visible before its load; the controller pays for both sides with
+//! `membarrier`, as lanes are many and leaving is rare. Then it waits until every number that was added has been
+//! served, and only then tells the kernel to stop. `model.rs` checks every interleaving of this.
+
+#[cfg(test)]
+mod model;
+mod policy;
+mod protocol;
+
+pub use policy::{Policy, Seen, Step};
+
+use super::engine::{CallError, Context, DeviceMemory, Kernel, OwnStream, Pinned};
+use super::mapped::Allocation;
+use super::mapped::copy::{fence_stores, store_line};
+use super::membarrier;
+use crate::{Done, Fault, Ticket};
+use protocol::{ControlBlock, DESCRIPTOR, FIRST, LANES, LaneBlock, THREADS, descriptor};
+use std::ffi::CStr;
+use std::mem::ManuallyDrop;
+use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering, compiler_fence};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+use weir_core::{PAGE_SIZE, PageBytes};
+
+/// The most slots a ring has; a lane may have fewer.
+pub const DEPTH_MAX: usize = 256;
+/// Bytes of device memory that all rings and the control block take.
+pub const DEVICE_BYTES: u64 = (4096 + LANES * DEPTH_MAX * DESCRIPTOR) as u64;
+/// How long leaving waits for lanes and for the kernel before it gives up.
+const LEAVE_LIMIT: Duration = Duration::from_millis(100);
+/// How long a descriptor may go unserved before the card counts as gone.
+const SERVE_LIMIT: Duration = Duration::from_secs(2);
+/// A descriptor that waited this long has been through a time slice of somebody else's.
+const STALL: Duration = Duration::from_millis(1);
+/// Polls without progress between two looks at the clock.
+const CLOCK_EVERY: u32 = 1024;
+/// Descriptors that gather before they are started without being asked.
+const GATHER: u32 = 16;
+
+const ABSENT: u32 = 0;
+const RESIDENT: u32 = 1;
+const LEAVING: u32 = 2;
+
+static PTX: &CStr = match CStr::from_bytes_with_nul(concat!(include_str!("kernel.ptx"), "\0").as_bytes()) {
+    Ok(ptx) => ptx,
+    Err(_) => panic!("the PTX holds no NUL"),
+};
+
+/// What the owner of the store may set.
+#[derive(Clone, Copy, Debug)]
+pub struct Tuning {
+    /// Blocks in all; shared out among the lanes in powers of two.
+    pub blocks: u32,
+    /// The most blocks that one lane gets.
+    pub lane_blocks: u32,
+}
+
+impl Default for Tuning {
+    fn default() -> Self {
+        // A link's worth of pages needs about a hundred in flight (12 M/s of 8 us each when it is full).
+        Tuning { blocks: 128, lane_blocks: 64 }
+    }
+}
+
+/// The kernel, its rings, and who may use them.
+pub struct Ring {
+    state: AtomicU32,
+    cells: [Cell; LANES],
+    seat: Mutex<Seat>,
+    context: Arc<Context>,
+    tuning: Tuning,
+}
+
+/// One lane as the controller sees it.
+#[repr(align(128))]
+#[derive(Default)]
+struct Cell {
+    /// The lane is writing descriptors, on the strength of the state it saw.
+    adding: AtomicU32,
+    /// The number after the last it wrote.
+    added: AtomicU32,
+    /// The resident kernel serves this ring.
+    covered: AtomicBool,
+    /// Waits that were so long that another context must have had the card.
+    stalls: AtomicU32,
+    /// Numbers served, a word a slot; null while no lane has the cell.
+    done: AtomicPtr<AtomicU32>,
+    /// Slots.
+    depth: AtomicU32,
+}
+
+/// What only the one who enters or leaves touches. Dropped in this order.
+struct Seat {
+    kernel: Kernel,
+    stream: OwnStream,
+    device: DeviceMemory,
+    memory: Allocation,
+}
+
+impl Ring {
+    /// Readies rings in `memory`, which CUDA knows as `device`; the kernel is loaded and not yet started.
+    ///
+    /// # Errors
+    /// When the driver cannot compile the kernel for this card.
+    pub fn new(
+        context: &Arc<Context>,
+        memory: Allocation,
+        device: DeviceMemory,
+        tuning: Tuning,
+    ) -> Result<Self, CallError> {
+        let kernel = context.kernel(PTX, c"weir_ring")?;
+        let stream = context.stream()?;
+        device.clear()?;
+        Ok(Ring {
+            state: AtomicU32::new(ABSENT),
+            cells: std::array::from_fn(|_| Cell::default()),
+            seat: Mutex::new(Seat { kernel, stream, device, memory }),
+            context: Arc::clone(context),
+            tuning,
+        })
+    }
+
+    /// Whether the kernel is on the card.
+    pub fn is_resident(&self) -> bool {
+        self.state.load(Ordering::Relaxed) == RESIDENT
+    }
+
+    /// Waits that looked like another context's time slice, since the last call.
+    pub fn take_stalls(&self) -> u32 {
+        self.cells.iter().map(|cell| cell.stalls.swap(0, Ordering::Relaxed)).sum()
+    }
+
+    /// Whether a lane was opened that the resident kernel does not serve.
+    pub fn has_uncovered_lanes(&self) -> bool {
+        self.is_resident()
+            && self.cells.iter().any(|cell| {
+                !cell.done.load(Ordering::Relaxed).is_null() && !cell.covered.load(Ordering::Relaxed)
+            })
+    }
+
+    /// Puts the kernel on the card, unless somebody holds it off or there is no lane.
+    ///
+    /// # Errors
+    /// What the driver answered.
+    pub fn enter(&self) -> Result<(), CallError> {
+        let Ok(seat) = self.seat.try_lock() else { return Ok(()) };
+        if self.state.load(Ordering::Relaxed) != ABSENT {
+            return Ok(());
+        }
+        let mut block =
+            ControlBlock { stop: 0, blocks: 0, unused: [0; 14], lanes: [LaneBlock::default(); LANES] };
+        let (mut lanes, mut depth_min) = (0u32, DEPTH_MAX as u32);
+        for (index, cell) in self.cells.iter().enumerate() {
+            let done = cell.done.load(Ordering::Acquire);
+            if done.is_null() {
+                continue;
+            }
+            let depth = cell.depth.load(Ordering::Relaxed);
+            depth_min = depth_min.min(depth);
+            block.lanes[lanes as usize] = LaneBlock {
+                ring: seat.device.address + ring_offset(index) as u64,
+                done: done as u64,
+                // While the kernel is absent no lane adds, so this is where it stopped.
+                head: cell.added.load(Ordering::Relaxed),
+                depth,
+                unused: [0; 2],
+            };
+            lanes += 1;
+        }
+        if lanes == 0 {
+            return Ok(());
+        }
+        block.blocks = share(self.tuning, lanes).min(depth_min);
+        // SAFETY: the control block's place in the mapped memory is ours while the kernel is absent.
+        unsafe { ptr::write_volatile(seat.memory.host().as_ptr().cast::<ControlBlock>(), block) };
+        fence_stores();
+        seat.kernel.launch(&seat.stream, lanes * block.blocks, THREADS, seat.device.address)?;
+        for cell in &self.cells {
+            cell.covered.store(!cell.done.load(Ordering::Relaxed).is_null(), Ordering::Relaxed);
+        }
+        self.state.store(RESIDENT, Ordering::Release);
+        Ok(())
+    }
+
+    /// Takes the kernel off the card. `false`: a lane held on to it for too long, and it stays.
+    ///
+    /// # Errors
+    /// When the kernel failed, which loses the card.
+    pub fn leave(&self) -> Result<bool, CallError> {
+        self.leave_from(&self.seat.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Takes the kernel off the card and holds it off until the guard is dropped. The driver waits for running
+    /// kernels when memory is mapped or unmapped, so whoever does that pauses the ring first.
+    ///
+    /// # Errors
+    /// When the kernel would not leave.
+    pub fn pause(&self) -> Result<Paused<'_>, Fault> {
+        let seat = self.seat.lock().unwrap_or_else(PoisonError::into_inner);
+        match self.leave_from(&seat) {
+            Ok(true) => Ok(Paused { _seat: seat }),
+            Ok(false) => Err(Fault::Timeout),
+            Err(_) => Err(Fault::Lost),
+        }
+    }
+
+    fn leave_from(&self, seat: &Seat) -> Result<bool, CallError> {
+        if self.state.load(Ordering::Relaxed) == ABSENT {
+            return Ok(true);
+        }
+        self.state.store(LEAVING, Ordering::Release);
+        membarrier::all_threads();
+        let since = Instant::now();
+        let served = |cell: &Cell| cell.adding.load(Ordering::Acquire) == 0 && cell.all_served();
+        while !self.cells.iter().all(served) {
+            if self.context.is_lost() {
+                break;
+            }
+            if since.elapsed() > LEAVE_LIMIT {
+                self.state.store(RESIDENT, Ordering::Release);
+                return Ok(false);
+            }
+            std::thread::yield_now();
+        }
+        // SAFETY: the control block's first word, mapped and aligned; the kernel reads it.
+        unsafe { ptr::write_volatile(seat.memory.host().as_ptr().cast::<u32>(), 1) };
+        fence_stores();
+        loop {
+            if seat.stream.is_idle()? {
+                self.state.store(ABSENT, Ordering::Release);
+                return Ok(true);
+            }
+            if since.elapsed() > SERVE_LIMIT {
+                self.context.declare_lost();
+                return Ok(false);
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    /// Opens a lane of at most `depth` slots; `None` when all are taken.
+    ///
+    /// # Errors
+    /// When memory cannot be pinned, or the kernel would not make way for that.
+    pub fn lane(self: &Arc<Self>, depth: usize) -> Result<Option<RingLane>, Fault> {
+        let paused = self.pause()?;
+        let Some(index) = self.cells.iter().position(|cell| cell.done.load(Ordering::Relaxed).is_null())
+        else {
+            return Ok(None);
+        };
+        let depth = depth.next_power_of_two().clamp(GATHER as usize, DEPTH_MAX);
+        let taken = |_: CallError| Fault::Io(libc::ENOMEM);
+        let staging = self.context.pinned(depth * PAGE_SIZE).map_err(taken)?;
+        let done = self.context.pinned(PAGE_SIZE).map_err(taken)?;
+        // SAFETY: the ring's place in the mapped memory is as long as all rings together.
+        let ring = unsafe { paused._seat.memory.host().as_ptr().add(ring_offset(index)) };
+        let cell = &self.cells[index];
+        // Numbers only grow, so what an earlier lane left in the ring is never taken for new.
+        let first = match cell.depth.load(Ordering::Relaxed) {
+            0 => FIRST,
+            _ => cell.added.load(Ordering::Relaxed),
+        };
+        cell.added.store(first, Ordering::Relaxed);
+        cell.depth.store(depth as u32, Ordering::Relaxed);
+        let served: *mut AtomicU32 = done.as_ptr().cast();
+        for number in (1..=depth as u32).map(|back| first.wrapping_sub(back)) {
+            // SAFETY: a page holds a word for each of at most 256 slots. All before the first count as served.
+            unsafe { (*served.add((number % depth as u32) as usize)).store(number, Ordering::Relaxed) };
+        }
+        cell.done.store(served, Ordering::Release);
+        Ok(Some(RingLane {
+            ring: Arc::clone(self),
+            index,
+            descriptors: ring,
+            memory: ManuallyDrop::new([staging, done]),
+            operations: vec![Operation::default(); depth].into_boxed_slice(),
+            finished: first,
+            started: first,
+            queued: first,
+            polls: 0,
+            waiting: None,
+            dead: false,
+        }))
+    }
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        let _ = self.leave();
+    }
+}
+
+impl std::fmt::Debug for Ring {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Ring").field("resident", &self.is_resident()).field("tuning", &self.tuning).finish()
+    }
+}
+
+/// Keeps the kernel off the card.
+pub struct Paused<'a> {
+    _seat: MutexGuard<'a, Seat>,
+}
+
+impl Cell {
+    /// Whether every number that was added has been served.
+    fn all_served(&self) -> bool {
+        let done = self.done.load(Ordering::Acquire);
+        if done.is_null() {
+            return true;
+        }
+        let (depth, end) = (self.depth.load(Ordering::Relaxed), self.added.load(Ordering::Acquire));
+        (1..=depth).all(|back| {
+            let number = end.wrapping_sub(back);
+            // SAFETY: the lane's words are alive while the cell shows them, `depth` of them.
+            unsafe { (*done.add((number % depth) as usize)).load(Ordering::Acquire) == number }
+        })
+    }
+}
+
+/// Blocks for each of `lanes`: a power of two.
+fn share(tuning: Tuning, lanes: u32) -> u32 {
+    let each = (tuning.blocks / lanes).clamp(1, tuning.lane_blocks);
+    1 << each.ilog2()
+}
+
+fn ring_offset(lane: usize) -> usize {
+    4096 + lane * DEPTH_MAX * DESCRIPTOR
+}
+
+/// What a ring says to an operation.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Admission {
+    /// Queue it.
+    Yes,
+    /// Not before some have been handed over.
+    Full,
+    /// The kernel is not there, or about to leave.
+    Away,
+}
+
+/// One thread's ring.
+pub struct RingLane {
+    ring: Arc<Ring>,
+    index: usize,
+    /// The ring, as the processor sees it.
+    descriptors: *mut u8,
+    /// Staging pages, and the numbers served. Freed only when the kernel is known to be absent.
+    memory: ManuallyDrop<[Pinned; 2]>,
+    operations: Box<[Operation]>,
+    /// Numbers: those before `finished` were handed over, those before `started` are in the ring, those before
+    /// `queued` wait.
+    finished: u32,
+    started: u32,
+    queued: u32,
+    polls: u32,
+    waiting: Option<Instant>,
+    dead: bool,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Operation {
+    ticket: Ticket,
+    write: bool,
+    from: u64,
+    to: u64,
+}
+
+// SAFETY: `descriptors` is this lane's part of the mapped memory, which the ring it holds keeps alive.
+unsafe impl Send for RingLane {}
+
+impl RingLane {
+    fn cell(&self) -> &Cell {
+        &self.ring.cells[self.index]
+    }
+
+    /// Whether an operation can be queued now. After a yes, one is.
+    pub fn admits(&mut self) -> Admission {
+        if self.dead {
+            return Admission::Away;
+        }
+        if self.in_flight() >= self.operations.len() {
+            return Admission::Full;
+        }
+        if self.queued != self.started {
+            return Admission::Yes; // Already adding, so the kernel waits.
+        }
+        let cell = self.cell();
+        cell.adding.store(1, Ordering::Relaxed);
+        // The processor may still move the load before the store; the controller's membarrier makes up for it.
+        compiler_fence(Ordering::SeqCst);
+        if self.ring.state.load(Ordering::Acquire) == RESIDENT && cell.covered.load(Ordering::Relaxed) {
+            return Admission::Yes;
+        }
+        cell.adding.store(0, Ordering::Release);
+        Admission::Away
+    }
+
+    /// Operations queued and not yet handed over.
+    pub fn in_flight(&self) -> usize {
+        self.queued.wrapping_sub(self.finished) as usize
+    }
+
+    fn slot(&self, number: u32) -> usize {
+        number as usize % self.operations.len()
+    }
+
+    fn staging_page(&self, number: u32) -> *mut u8 {
+        // SAFETY: there is a staging page for each slot.
+        unsafe { self.memory[0].as_ptr().add(self.slot(number) * PAGE_SIZE) }
+    }
+
+    /// Queues a write; [`admits`](Self::admits) said yes just now.
+    pub fn write(&mut self, ticket: Ticket, device: u64, page: &PageBytes) {
+        let staging = self.staging_page(self.queued);
+        // SAFETY: no operation in flight uses this staging page, as there is room.
+        unsafe { ptr::copy_nonoverlapping(page.as_ptr(), staging, PAGE_SIZE) };
+        self.push(Operation { ticket, write: true, from: staging as u64, to: device });
+    }
+
+    /// Queues a read; [`admits`](Self::admits) said yes just now.
+    pub fn read(&mut self, ticket: Ticket, device: u64) {
+        let staging = self.staging_page(self.queued);
+        self.push(Operation { ticket, write: false, from: device, to: staging as u64 });
+    }
+
+    fn push(&mut self, operation: Operation) {
+        let slot = self.slot(self.queued);
+        self.operations[slot] = operation;
+        self.queued = self.queued.wrapping_add(1);
+        if self.queued.wrapping_sub(self.started) >= GATHER {
+            self.submit();
+        }
+    }
+
+    /// Writes the descriptors of everything that waits.
+    pub fn submit(&mut self) {
+        if self.started == self.queued {
+            return;
+        }
+        // Staging pages before descriptors: ordinary stores may be overtaken by non-temporal ones.
+        fence_stores();
+        while self.started != self.queued {
+            let slot = self.slot(self.started);
+            let operation = self.operations[slot];
+            let line = descriptor(self.started, operation.from, operation.to);
+            // SAFETY: the slot's line lies in this lane's ring; the kernel is done with what it held, as the
+            // number `depth` before this one was handed over.
+            unsafe { store_line(&line, self.descriptors.add(slot * DESCRIPTOR)) };
+            self.started = self.started.wrapping_add(1);
+        }
+        fence_stores();
+        let cell = self.cell();
+        cell.added.store(self.started, Ordering::Release);
+        cell.adding.store(0, Ordering::Release);
+    }
+
+    /// Hands over what has been served, in order.
+    pub fn poll(&mut self, done: &mut dyn FnMut(Done<'_>)) {
+        let served: *const AtomicU32 = self.memory[1].as_ptr().cast();
+        while self.finished != self.started {
+            let (number, slot) = (self.finished, self.slot(self.finished));
+            // SAFETY: there is a word for each slot, which the card writes and the processor reads.
+            let is_served = unsafe { (*served.add(slot)).load(Ordering::Acquire) == number };
+            let result = match () {
+                () if is_served => Ok(()),
+                () if self.dead => Err(Fault::Lost),
+                () => match self.wait_longer() {
+                    true => break,
+                    false => Err(Fault::Timeout),
+                },
+            };
+            let operation = self.operations[slot];
+            // SAFETY: the card has written this staging page and is done with it: it released the number after.
+            let page = unsafe { &*self.staging_page(number).cast::<PageBytes>() };
+            self.finished = number.wrapping_add(1);
+            self.waiting = None;
+            self.polls = 0;
+            let page = (is_served && !operation.write).then_some(page);
+            done(Done { ticket: operation.ticket, result, page });
+        }
+    }
+
+    /// Whether an operation that has not been served may still be. Looks at the clock now and then.
+    fn wait_longer(&mut self) -> bool {
+        self.polls += 1;
+        if !self.polls.is_multiple_of(CLOCK_EVERY) {
+            return true;
+        }
+        let since = *self.waiting.get_or_insert_with(Instant::now);
+        let waited = since.elapsed();
+        if waited > STALL {
+            let stalls = &self.cell().stalls;
+            stalls.store(stalls.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+        }
+        if waited > SERVE_LIMIT || self.ring.context.is_lost() {
+            // The card may still write into the staging pages at any time: this lane never uses them again.
+            self.dead = true;
+            self.ring.context.declare_lost();
+            return false;
+        }
+        true
+    }
+}
+
+impl Drop for RingLane {
+    fn drop(&mut self) {
+        let ring = Arc::clone(&self.ring);
+        self.cell().adding.store(0, Ordering::Release);
+        // If the kernel does not leave, the card may still write: then the pages stay with it for good.
+        if let Ok(_paused) = ring.pause() {
+            self.cell().done.store(ptr::null_mut(), Ordering::Release);
+            // SAFETY: dropped once, here, and the kernel is absent.
+            unsafe { ManuallyDrop::drop(&mut self.memory) };
+        }
+    }
+}

@@ -1,0 +1,266 @@
+//! Every interleaving of one lane, the controller and the kernel, by exhaustive search over a model.
+//!
+//! The model keeps what matters and shrinks the rest: a ring of two slots, sequence numbers modulo 8 that begin
+//! just before their wrap, and the lane's stores in a buffer that reaches memory whenever it likes (x86's
+//! total store order; its loads overtake them, which is what the controller's `membarrier` is for). Ghosts,
+//! numbers that never wrap, say which operation a number stands for.
+//!
+//! Two claims: when the kernel is absent, nothing that was added is unserved (no lost wake-up); and the kernel
+//! serves every operation once, in order (the wrap is harmless). Two controls leave out what makes them true,
+//! and the search must then find the failure.
+
+use std::collections::{HashSet, VecDeque};
+
+const DEPTH: u8 = 2;
+const OPERATIONS: u8 = 5;
+/// Stores that wait for memory, at most: two operations' worth.
+const BUFFER: usize = 5;
+
+#[derive(Clone, Copy)]
+struct Rules {
+    /// The controller runs `membarrier` between its store and its look.
+    membarrier: bool,
+    /// Sequence numbers are modulo this.
+    modulus: u8,
+}
+
+const REAL: Rules = Rules { membarrier: true, modulus: 8 };
+
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+enum Store {
+    Adding(bool),
+    /// A descriptor: its number lies in its slot from now on.
+    Descriptor(u8),
+    Added(u8),
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+enum LaneAt {
+    Start,
+    Look,
+    Write,
+    Close,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+enum Controller {
+    Absent,
+    Resident,
+    Barrier,
+    Waiting,
+    Stopping,
+}
+
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+struct World {
+    // The lane: its place, what its stores have not told memory yet, ghosts of what it queued and was handed.
+    lane: LaneAt,
+    buffer: VecDeque<Store>,
+    queued: u8,
+    finished: u8,
+    // Memory.
+    adding: bool,
+    added: u8,
+    leaving_or_absent: bool,
+    slots: [u8; DEPTH as usize],
+    done: [u8; DEPTH as usize],
+    stop: bool,
+    // The controller, and the kernel's next operation while it runs.
+    controller: Controller,
+    kernel: Option<u8>,
+    /// Ghost: operations served.
+    served: u8,
+}
+
+/// The number of an operation: the first is just before the wrap.
+fn number(operation: u8, rules: Rules) -> u8 {
+    (operation + 6) % rules.modulus
+}
+
+fn slot(operation: u8) -> usize {
+    usize::from(operation % DEPTH)
+}
+
+impl World {
+    fn new(rules: Rules) -> Self {
+        // Slots show numbers of long ago; all before the first count as done.
+        let past = |operation: u8| (operation + 6 + 2 * rules.modulus - DEPTH) % rules.modulus;
+        World {
+            lane: LaneAt::Start,
+            buffer: VecDeque::new(),
+            queued: 0,
+            finished: 0,
+            adding: false,
+            added: 0,
+            leaving_or_absent: true,
+            slots: [past(0), past(1)],
+            done: [past(0), past(1)],
+            stop: false,
+            controller: Controller::Absent,
+            kernel: None,
+            served: 0,
+        }
+    }
+
+    fn drain_one(&mut self, rules: Rules) {
+        match self.buffer.pop_front() {
+            Some(Store::Adding(adding)) => self.adding = adding,
+            Some(Store::Descriptor(operation)) => self.slots[slot(operation)] = number(operation, rules),
+            Some(Store::Added(added)) => self.added = added,
+            None => {}
+        }
+    }
+
+    /// The number of the last operation served, in its slot, is what the controller and the lane look at.
+    fn is_done(&self, operation: u8, rules: Rules) -> bool {
+        self.done[slot(operation)] == number(operation, rules)
+    }
+
+    /// Every world that one step of anybody leads to.
+    fn next(&self, rules: Rules) -> Vec<World> {
+        let mut worlds = Vec::new();
+        let mut step = |change: &dyn Fn(&mut World)| {
+            let mut world = self.clone();
+            change(&mut world);
+            worlds.push(world);
+        };
+        if !self.buffer.is_empty() {
+            step(&|world| world.drain_one(rules));
+        }
+        // The lane: announce, look, write, close; hand over what is done. A full buffer holds it up.
+        match self.lane {
+            _ if self.buffer.len() >= BUFFER => {}
+            LaneAt::Start if self.queued < OPERATIONS && self.queued - self.finished < DEPTH => {
+                step(&|world| {
+                    world.buffer.push_back(Store::Adding(true));
+                    world.lane = LaneAt::Look;
+                });
+            }
+            LaneAt::Start => {}
+            LaneAt::Look => step(&|world| match world.leaving_or_absent {
+                true => {
+                    world.buffer.push_back(Store::Adding(false));
+                    world.lane = LaneAt::Start;
+                }
+                false => world.lane = LaneAt::Write,
+            }),
+            LaneAt::Write => step(&|world| {
+                world.buffer.push_back(Store::Descriptor(world.queued));
+                world.queued += 1;
+                world.buffer.push_back(Store::Added(world.queued));
+                world.lane = LaneAt::Close;
+            }),
+            LaneAt::Close => step(&|world| {
+                world.buffer.push_back(Store::Adding(false));
+                world.lane = LaneAt::Start;
+            }),
+        }
+        if self.finished < self.queued && self.is_done(self.finished, rules) {
+            step(&|world| world.finished += 1);
+        }
+        // The controller.
+        match self.controller {
+            Controller::Absent => step(&|world| {
+                world.stop = false;
+                world.kernel = Some(world.added);
+                world.leaving_or_absent = false;
+                world.controller = Controller::Resident;
+            }),
+            Controller::Resident => step(&|world| {
+                world.leaving_or_absent = true;
+                world.controller = Controller::Barrier;
+            }),
+            Controller::Barrier => step(&|world| {
+                while rules.membarrier && !world.buffer.is_empty() {
+                    world.drain_one(rules);
+                }
+                world.controller = Controller::Waiting;
+            }),
+            Controller::Waiting => {
+                let last = self.added.checked_sub(1);
+                if !self.adding && last.is_none_or(|last| self.is_done(last, rules)) {
+                    step(&|world| {
+                        world.stop = true;
+                        world.controller = Controller::Stopping;
+                    });
+                }
+            }
+            Controller::Stopping if self.kernel.is_none() => {
+                step(&|world| world.controller = Controller::Absent);
+            }
+            Controller::Stopping => {}
+        }
+        // The kernel: serve the next number if its slot shows it, or leave.
+        if let Some(next) = self.kernel {
+            if self.slots[slot(next)] == number(next, rules) {
+                step(&|world| {
+                    world.done[slot(next)] = number(next, rules);
+                    world.kernel = Some(next + 1);
+                    world.served += 1;
+                });
+            }
+            if self.stop {
+                step(&|world| world.kernel = None);
+            }
+        }
+        worlds
+    }
+
+    /// What is wrong with this world, if anything is.
+    fn wrong(&self) -> Option<&'static str> {
+        if self.served > self.queued {
+            return Some("served an operation that was never added");
+        }
+        if self.finished > self.served {
+            return Some("handed over an operation that was not served");
+        }
+        let unserved = self.queued > self.served;
+        let promised = self.lane == LaneAt::Write;
+        if self.controller == Controller::Absent && (unserved || promised) {
+            return Some("the kernel left an operation behind");
+        }
+        None
+    }
+}
+
+/// Visits every reachable world; the first wrong one, or how many there are.
+fn search(rules: Rules) -> Result<usize, (&'static str, World)> {
+    let first = World::new(rules);
+    let mut seen = HashSet::from([first.clone()]);
+    let mut queue = VecDeque::from([first]);
+    let mut finished = 0;
+    while let Some(world) = queue.pop_front() {
+        if let Some(wrong) = world.wrong() {
+            return Err((wrong, world));
+        }
+        finished += usize::from(world.finished == OPERATIONS);
+        for next in world.next(rules) {
+            if seen.insert(next.clone()) {
+                queue.push_back(next);
+            }
+        }
+    }
+    assert!(finished > 0, "no interleaving came to its end");
+    Ok(seen.len())
+}
+
+#[test]
+fn no_interleaving_loses_an_operation_or_serves_one_twice() {
+    match search(REAL) {
+        Ok(worlds) => assert!(worlds > 1_000, "only {worlds} worlds: the model does not move"),
+        Err((wrong, world)) => panic!("{wrong}: {world:#?}"),
+    }
+}
+
+#[test]
+fn without_the_barrier_the_search_finds_the_lost_wake_up() {
+    let (wrong, _) = search(Rules { membarrier: false, ..REAL }).expect_err("a lost wake-up");
+    assert_eq!(wrong, "the kernel left an operation behind");
+}
+
+#[test]
+fn with_numbers_as_few_as_slots_the_search_finds_the_confusion() {
+    let (wrong, _) =
+        search(Rules { modulus: DEPTH, ..REAL }).expect_err("a stale number taken for a new one");
+    assert!(wrong.contains("never added") || wrong.contains("not served"), "{wrong}");
+}

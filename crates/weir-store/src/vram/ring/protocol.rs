@@ -1,0 +1,93 @@
+//! What processor and card say to each other, as bytes: the host's side of `kernel.cu`.
+//!
+//! Sequence numbers are 32 bits and wrap. A lane's number `n` lies in slot `n % depth`, the depth divides 2^32,
+//! so slots follow each other across the wrap as anywhere else; and two numbers that share a slot differ by at
+//! least the depth, so a slot that still shows the previous one is never mistaken for the next.
+
+/// Lanes that a kernel can serve; the kernel's array has as many.
+pub const LANES: usize = 32;
+/// Threads of a block: each moves 16 bytes of a page.
+pub const THREADS: u32 = 256;
+/// Bytes from one descriptor to the next: a line, so that each leaves the processor as one packet.
+pub const DESCRIPTOR: usize = 64;
+
+/// Where a fresh ring begins: not 0, which is what untouched memory shows, in both directions.
+pub const FIRST: u32 = u32::MAX - 4095;
+
+/// One lane, as the kernel reads it when it starts.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub struct LaneBlock {
+    /// Descriptors, in the card's memory.
+    pub ring: u64,
+    /// Numbers served, one word a slot, in the host's memory.
+    pub done: u64,
+    /// The first number to serve.
+    pub head: u32,
+    /// Slots.
+    pub depth: u32,
+    /// Keeps lanes at half a line.
+    pub unused: [u32; 2],
+}
+
+/// What the kernel is started with.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct ControlBlock {
+    /// Anything but 0: leave.
+    pub stop: u32,
+    /// Blocks that serve a lane.
+    pub blocks: u32,
+    /// Fills the line.
+    pub unused: [u32; 14],
+    /// The lanes.
+    pub lanes: [LaneBlock; LANES],
+}
+
+/// The line that asks for a page to be copied from one address to another.
+#[inline]
+pub fn descriptor(seq: u32, from: u64, to: u64) -> [u64; 8] {
+    let seq = u64::from(seq);
+    [seq, from, seq, to, 0, 0, 0, 0]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::mem::offset_of;
+
+    #[test]
+    fn the_ptx_was_compiled_from_the_source_beside_it() {
+        let source = include_bytes!("kernel.cu");
+        let ptx = include_str!("kernel.ptx");
+        let sum = format!("{:08x}", crc32c(source));
+        let first = ptx.lines().next().unwrap_or_default();
+        assert!(first.contains(&sum), "kernel.cu is {sum}, but {first:?}: run build-kernel.sh");
+        assert!(ptx.contains(".target sm_70"), "compute capability 7.0 and later");
+    }
+
+    /// CRC-32C, bit by bit: this is no place for a fast one.
+    fn crc32c(bytes: &[u8]) -> u32 {
+        !bytes.iter().fold(!0u32, |crc, &byte| {
+            (0..8).fold(crc ^ u32::from(byte), |crc, _| crc >> 1 ^ if crc & 1 == 1 { 0x82f6_3b78 } else { 0 })
+        })
+    }
+
+    #[test]
+    fn the_layout_is_the_kernels() {
+        // kernel.cu: struct lane is 32 bytes, struct control has its lanes 64 bytes in.
+        assert_eq!(size_of::<LaneBlock>(), 32);
+        assert_eq!(offset_of!(LaneBlock, head), 16);
+        assert_eq!(offset_of!(LaneBlock, depth), 20);
+        assert_eq!(offset_of!(ControlBlock, blocks), 4);
+        assert_eq!(offset_of!(ControlBlock, lanes), 64);
+        let source = include_str!("kernel.cu");
+        assert!(source.contains(&format!("lanes[{LANES}];")), "both sides know {LANES} lanes");
+    }
+
+    #[test]
+    fn a_descriptor_says_its_number_in_both_quarters() {
+        let line = descriptor(7, 0x1000, 0x2000);
+        assert_eq!(line[..4], [7, 0x1000, 7, 0x2000]);
+    }
+}

@@ -1,0 +1,167 @@
+//! What each way costs on this machine, and the choice among them.
+//!
+//! Costs are two numbers for each way and direction, what the first page of a batch takes and what each further
+//! one adds, and one for what the way does in all, however many threads use it. All are measured when the
+//! store is opened; the choice is arithmetic on them.
+
+/// A way for pages between host and card.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Path {
+    /// The processor's own loads and stores.
+    Mapped,
+    /// Copy-engine batches.
+    Engine,
+    /// The resident kernel.
+    Ring,
+}
+
+impl Path {
+    /// All, in the order in which equals are preferred.
+    pub const ALL: [Path; 3] = [Path::Mapped, Path::Ring, Path::Engine];
+
+    /// As options and reports call it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Path::Mapped => "mapped",
+            Path::Engine => "engine",
+            Path::Ring => "ring",
+        }
+    }
+}
+
+/// Which way a page goes.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Direction {
+    /// From the card.
+    Read,
+    /// To the card.
+    Write,
+}
+
+/// Nanoseconds of one way in one direction.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Cost {
+    /// A page by itself, until it is done.
+    pub first: f64,
+    /// What each further page of a batch adds, with one thread.
+    pub each: f64,
+    /// The same for a neighbour of the page before, which a copy engine takes along.
+    pub neighbour: f64,
+    /// Between two pages when every thread is at it: the inverse of what the way does in all. At least the link's
+    /// share; for the copy engines what the driver takes for a copy, since it makes them one at a time.
+    pub shared: f64,
+}
+
+/// What is about to be done.
+#[derive(Clone, Copy, Debug)]
+pub struct Batch {
+    /// Pages, those in flight included.
+    pub pages: usize,
+    /// Most are neighbours.
+    pub neighbours: bool,
+    /// Threads at work, this one among them.
+    pub busy: usize,
+    /// The resident kernel is there.
+    pub ring: bool,
+}
+
+impl Cost {
+    /// What a batch takes a thread while the others do the same.
+    pub fn of(self, batch: Batch) -> f64 {
+        let (pages, busy) = (batch.pages.max(1), batch.busy.max(1) as f64);
+        let (each, shared) = match batch.neighbours {
+            true => (self.neighbour, self.shared.min(self.neighbour)),
+            false => (self.each, self.shared),
+        };
+        let each = each.max(shared * busy);
+        self.first.max(each) + each * (pages - 1) as f64
+    }
+}
+
+/// All that was measured; a way that is not there has no cost.
+#[derive(Clone, Copy, Default, Debug)]
+pub struct Table {
+    costs: [[Option<Cost>; 2]; 3],
+}
+
+impl Table {
+    /// Notes a measurement.
+    pub fn set(&mut self, path: Path, direction: Direction, cost: Cost) {
+        self.costs[path as usize][direction as usize] = Some(cost);
+    }
+
+    /// What was measured.
+    pub fn get(&self, path: Path, direction: Direction) -> Option<Cost> {
+        self.costs[path as usize][direction as usize]
+    }
+
+    /// The cheapest way for a batch.
+    pub fn choose(&self, direction: Direction, batch: Batch) -> Option<Path> {
+        Path::ALL
+            .into_iter()
+            .filter(|&path| batch.ring || path != Path::Ring)
+            .filter_map(|path| Some((path, self.get(path, direction)?.of(batch))))
+            .min_by(|a, b| a.1.total_cmp(&b.1))
+            .map(|(path, _)| path)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use Direction::{Read, Write};
+
+    /// As measured on an H200.
+    fn h200() -> Table {
+        let mut table = Table::default();
+        let mut set = |path, direction, first, each, neighbour, shared| {
+            table.set(path, direction, Cost { first, each, neighbour, shared });
+        };
+        set(Path::Mapped, Write, 410.0, 345.0, 345.0, 175.0);
+        set(Path::Mapped, Read, 5300.0, 5300.0, 5300.0, 330.0);
+        set(Path::Engine, Write, 6420.0, 1100.0, 75.0, 1100.0);
+        set(Path::Engine, Read, 6530.0, 360.0, 75.0, 360.0);
+        set(Path::Ring, Write, 3180.0, 140.0, 140.0, 82.0);
+        set(Path::Ring, Read, 3230.0, 137.0, 137.0, 82.0);
+        table
+    }
+
+    fn random(pages: usize, busy: usize, ring: bool) -> Batch {
+        Batch { pages, neighbours: false, busy, ring }
+    }
+
+    #[test]
+    fn a_single_write_takes_the_window_and_a_single_read_the_ring_if_it_is_there() {
+        let table = h200();
+        assert_eq!(table.choose(Write, random(1, 1, true)), Some(Path::Mapped));
+        assert_eq!(table.choose(Read, random(1, 1, true)), Some(Path::Ring));
+        assert_eq!(table.choose(Read, random(1, 1, false)), Some(Path::Mapped));
+    }
+
+    #[test]
+    fn batches_of_reads_leave_the_window_early() {
+        assert_eq!(h200().choose(Read, random(2, 1, false)), Some(Path::Engine));
+        assert_eq!(h200().choose(Read, random(64, 16, true)), Some(Path::Ring));
+    }
+
+    #[test]
+    fn writes_move_to_the_ring_once_the_window_is_shared_by_many() {
+        assert_eq!(h200().choose(Write, random(64, 1, false)), Some(Path::Mapped));
+        assert_eq!(h200().choose(Write, random(64, 16, true)), Some(Path::Ring));
+        assert_eq!(h200().choose(Write, random(64, 16, false)), Some(Path::Mapped));
+    }
+
+    #[test]
+    fn neighbours_go_by_the_copy_engine() {
+        for busy in [1, 16] {
+            let large = Batch { neighbours: true, ..random(256, busy, true) };
+            assert_eq!(h200().choose(Write, large), Some(Path::Engine), "{busy} threads");
+            assert_eq!(h200().choose(Read, large), Some(Path::Engine), "{busy} threads");
+        }
+    }
+
+    #[test]
+    fn without_a_way_there_is_no_choice() {
+        assert_eq!(Table::default().choose(Read, random(1, 1, true)), None);
+    }
+}

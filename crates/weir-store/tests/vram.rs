@@ -1,0 +1,336 @@
+//! VRAM without a GPU: the mapped path on Mesa's software renderer, the engine and the ring on a fake CUDA driver
+//! that imports the renderer's memory, and each error that a real driver may answer with.
+
+mod fake_cuda;
+
+use fake_cuda::{Batch, FakeCuda};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use weir_core::{PAGE_SIZE, Page, PageBytes, Slot};
+use weir_store::vram::{VramStore, VramUrl};
+use weir_store::{Done, Fault, Lane, Progress, State, Store, StoreUrl, conformance};
+
+fn url(options: &str) -> VramUrl {
+    let url = format!("vram:lavapipe?size=4MiB&chunk=1MiB{options}");
+    match url.parse().expect("a URL") {
+        StoreUrl::Vram(url) => url,
+        other => panic!("{other} is not vram:"),
+    }
+}
+
+/// A store and the fake driver under it, which must outlive it.
+struct Faked {
+    store: VramStore,
+    cuda: FakeCuda,
+}
+
+fn faked(options: &str, batch: Batch) -> Faked {
+    let cuda = FakeCuda::build(batch);
+    let store = VramStore::open_with(&url(options), cuda.path()).expect("lavapipe, from mesa-vulkan-drivers");
+    Faked { store, cuda }
+}
+
+fn shared(options: &str, batch: Batch) -> Arc<dyn Store> {
+    Arc::new(faked(options, batch).store)
+}
+
+conformance!(mapped: Arc::new(VramStore::open_with(&url(""), Path::new("/no/libcuda.so.1")).unwrap()) as Arc<dyn Store>);
+conformance!(engine_of_cuda_13: shared("&path=engine", Batch::Cuda13));
+conformance!(engine_of_cuda_12: shared("&path=engine", Batch::Cuda12));
+conformance!(engine_without_batches: shared("&path=engine", Batch::None));
+conformance!(ring: shared("&path=ring&ring=on", Batch::Cuda13));
+conformance!(by_measurement: shared("", Batch::Cuda13));
+
+fn page(seed: u32) -> Page {
+    let mut page = Page::zeroed();
+    for (at, word) in page.chunks_exact_mut(4).enumerate() {
+        word.copy_from_slice(&seed.wrapping_mul(0x9e37_79b9).wrapping_add(at as u32).to_le_bytes());
+    }
+    page
+}
+
+/// Does one operation to its end.
+fn complete(
+    lane: &mut dyn Lane,
+    mut queue: impl FnMut(&mut dyn Lane) -> Progress,
+) -> Result<Option<PageBytes>, Fault> {
+    match queue(lane) {
+        Progress::Done(result) => return result.map(|()| None),
+        Progress::Full => return Err(Fault::Full),
+        Progress::Queued => lane.submit(),
+    }
+    let since = Instant::now();
+    let mut outcome = None;
+    while outcome.is_none() {
+        lane.poll(&mut |done: Done<'_>| outcome = Some(done.result.map(|()| done.page.copied())));
+        assert!(since.elapsed() < Duration::from_secs(10), "no answer");
+    }
+    outcome.expect("just filled")
+}
+
+fn write(lane: &mut dyn Lane, slot: u32, content: &PageBytes) -> Result<(), Fault> {
+    complete(lane, |lane| lane.write(1, Slot(slot), content)).map(|_| ())
+}
+
+/// A page that is shown by its first bytes only.
+fn read(lane: &mut dyn Lane, slot: u32) -> Result<Page, Fault> {
+    let mut here = [0; PAGE_SIZE];
+    let there = complete(lane, |lane| lane.read(2, Slot(slot), &mut here))?;
+    Ok(Page(there.unwrap_or(here)))
+}
+
+/// A lane whose operations go `path` ("ring" waits until the kernel is there).
+fn lane(faked: &Faked) -> Box<dyn Lane> {
+    let lane = faked.store.lane(32).expect("a lane");
+    let since = Instant::now();
+    while faked.store.name().contains("ring=on") && !faked.store.gpus()[0].ring_is_resident() {
+        assert!(since.elapsed() < Duration::from_secs(5), "the kernel did not enter");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    // The lane may be newer than the kernel: wait until it is served too.
+    std::thread::sleep(Duration::from_millis(50));
+    lane
+}
+
+#[test]
+fn a_page_written_through_the_window_is_read_by_the_engine_and_the_other_way_round() {
+    let cuda = FakeCuda::build(Batch::Cuda13);
+    let mapped = VramStore::open_with(&url("&path=mapped"), cuda.path()).expect("a store");
+    let gpu = &mapped.gpus()[0];
+    let fd = gpu.export(0).expect("an export").expect("a chunk");
+    let mut by_window = mapped.lane(1).expect("a lane");
+    write(by_window.as_mut(), 3, &page(1)).expect("written");
+    // The exported memory is the same memory: lavapipe's data begins one page into its file.
+    let file = std::fs::File::from(fd);
+    let mut seen = page(0);
+    file.read_exact_at(&mut seen[..], 4096 * 4).expect("readable");
+    assert_eq!(seen, page(1));
+    file.write_all_at(&page(2)[..], 4096 * 4).expect("writable");
+    assert_eq!(read(by_window.as_mut(), 3), Ok(page(2)));
+}
+
+#[test]
+fn nothing_readable_is_left_in_a_released_chunk_or_after_the_end() {
+    let cuda = FakeCuda::build(Batch::Cuda13);
+    let store = VramStore::open_with(&url(""), cuda.path()).expect("a store");
+    // A duplicate keeps the memory after its owner let go, and shows what was left in it.
+    let kept = [0, 1].map(|chunk| {
+        std::fs::File::from(store.gpus()[0].export(chunk).expect("an export").expect("a chunk"))
+    });
+    let mut lane = store.lane(1).expect("a lane");
+    for slot in 0..2 * store.chunk_slots() {
+        write(lane.as_mut(), slot, &page(slot)).expect("written");
+    }
+    let zeros = |file: &std::fs::File| {
+        let mut bytes = vec![1; 1 << 20];
+        file.read_exact_at(&mut bytes, 4096).expect("readable");
+        bytes.iter().all(|&byte| byte == 0)
+    };
+    assert!(kept.iter().all(|file| !zeros(file)), "the pages are there while the store holds them");
+    store.release(0).expect("released");
+    assert!(zeros(&kept[0]) && !zeros(&kept[1]));
+    drop(lane);
+    drop(store);
+    assert!(zeros(&kept[1]));
+}
+
+#[test]
+fn neighbours_in_a_batch_become_one_copy() {
+    let faked = faked("&path=engine&ring=off", Batch::Cuda13);
+    let mut lane = lane(&faked);
+    let before = faked.cuda.copies();
+    for slot in 0..32 {
+        assert_eq!(lane.write(slot, Slot(slot), &page(slot)), Progress::Queued);
+    }
+    lane.submit();
+    let mut written = 0;
+    while written < 32 {
+        lane.poll(&mut |done: Done<'_>| {
+            assert_eq!(done.result, Ok(()));
+            written += 1;
+        });
+    }
+    let after = faked.cuda.copies();
+    assert_eq!((after[0] - before[0], after[1] - before[1]), (1, 0), "32 neighbours are one plain copy");
+    assert!((0..32).all(|slot| read(lane.as_mut(), slot) == Ok(page(slot))));
+}
+
+#[test]
+fn a_batch_that_the_driver_refuses_fails_alone_and_whole() {
+    for (batch, call) in [(Batch::Cuda13, "cuMemcpyBatchAsync_v2"), (Batch::Cuda12, "cuMemcpyBatchAsync")] {
+        let faked = faked("&path=engine&ring=off", batch);
+        let mut lane = lane(&faked);
+        for round in 0..3 {
+            if round == 1 {
+                faked.cuda.fail(call, 0, 1, 1);
+            }
+            for at in 0..4 {
+                assert_eq!(lane.write(at, Slot(at * 7), &page(at)), Progress::Queued);
+            }
+            lane.submit();
+            let mut results = Vec::new();
+            while results.len() < 4 {
+                lane.poll(&mut |done: Done<'_>| results.push((done.ticket, done.result)));
+            }
+            let expected = if round == 1 { Err(Fault::Io(libc::EIO)) } else { Ok(()) };
+            assert_eq!(results, [0, 1, 2, 3].map(|ticket| (ticket, expected)), "round {round}");
+        }
+        assert_eq!(faked.store.state(), State::Online, "an error that is not sticky loses nothing");
+    }
+}
+
+#[test]
+fn an_asynchronous_failure_reaches_the_batch_that_it_belongs_to() {
+    let faked = faked("&path=engine&ring=off", Batch::Cuda13);
+    let mut lane = lane(&faked);
+    write(lane.as_mut(), 1, &page(1)).expect("written");
+    faked.cuda.fail("cuEventQuery", 0, 1, 1);
+    assert_eq!(write(lane.as_mut(), 2, &page(2)), Err(Fault::Io(libc::EIO)));
+    assert_eq!(write(lane.as_mut(), 3, &page(3)), Ok(()));
+    assert_eq!(read(lane.as_mut(), 1), Ok(page(1)));
+}
+
+#[test]
+fn a_sticky_error_loses_the_store_and_nothing_hangs() {
+    // Illegal address, uncorrectable ECC error, launch failure, unknown: each with the context gone for good.
+    for code in [700, 214, 719, 999] {
+        let faked = faked("&path=engine&ring=off", Batch::Cuda13);
+        let mut lane = lane(&faked);
+        write(lane.as_mut(), 1, &page(1)).expect("written");
+        faked.cuda.fail("cuEventQuery", 0, -1, code);
+        assert_eq!(write(lane.as_mut(), 2, &page(2)), Err(Fault::Lost), "{code}");
+        assert_eq!(faked.store.state(), State::Lost, "{code}");
+        assert_eq!(read(lane.as_mut(), 1), Err(Fault::Lost), "{code}");
+        assert_eq!(faked.store.take(0), Err(Fault::Lost), "{code}");
+    }
+}
+
+#[test]
+fn a_copy_that_never_ends_times_out_and_loses_the_store() {
+    let faked = faked("&path=engine&ring=off", Batch::Cuda13);
+    let mut lane = lane(&faked);
+    faked.cuda.fail("cuEventQuery", 0, -1, 600);
+    assert_eq!(write(lane.as_mut(), 2, &page(2)), Err(Fault::Timeout));
+    assert_eq!(faked.store.state(), State::Lost);
+}
+
+#[test]
+fn a_kernel_that_stops_serving_times_out_and_loses_the_store() {
+    let faked = faked("&path=ring&ring=on", Batch::Cuda13);
+    let mut lane = lane(&faked);
+    write(lane.as_mut(), 1, &page(1)).expect("written");
+    assert_eq!(read(lane.as_mut(), 1), Ok(page(1)));
+    faked.cuda.fail("serve", 0, -1, 1);
+    assert_eq!(read(lane.as_mut(), 1), Err(Fault::Timeout));
+    assert_eq!(faked.store.state(), State::Lost);
+}
+
+#[test]
+fn out_of_device_memory_is_a_full_store_and_passes() {
+    let faked = faked("&ring=off", Batch::Cuda13);
+    faked.store.release(2).expect("released");
+    faked.cuda.fail("cuExternalMemoryGetMappedBuffer", 0, 1, 2);
+    assert_eq!(faked.store.take(2), Err(Fault::Full));
+    assert_eq!(faked.store.state(), State::Online);
+    assert_eq!(faked.store.take(2), Ok(()));
+}
+
+#[test]
+fn every_call_that_fails_at_the_start_is_a_sentence_and_no_crash() {
+    for call in [
+        "cuDeviceGetAttribute",
+        "cuDevicePrimaryCtxRetain",
+        "cuImportExternalMemory",
+        "cuExternalMemoryGetMappedBuffer",
+        "cuMemHostAlloc",
+        "cuStreamCreateWithPriority",
+        "cuModuleLoadData",
+        "cuModuleGetFunction",
+        "cuEventCreate",
+    ] {
+        for code in [1, 2, 999] {
+            let cuda = FakeCuda::build(Batch::Cuda13);
+            cuda.fail(call, 0, -1, code);
+            match VramStore::open_with(&url("&ring=on"), cuda.path()) {
+                // Without its context there is still the window.
+                Ok(store) => {
+                    let needless =
+                        ["cuDevice", "cuImport", "cuExternal"].iter().any(|start| call.starts_with(start));
+                    assert!(needless, "{call} answered {code} and nobody minded");
+                    let mut lane = store.lane(1).expect("a lane");
+                    write(lane.as_mut(), 1, &page(1)).expect("written");
+                    assert_eq!(read(lane.as_mut(), 1), Ok(page(1)));
+                }
+                Err(error) => assert!(error.to_string().contains("vram:lavapipe"), "{error}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn without_any_driver_there_is_a_reason_instead_of_a_store() {
+    let mut url = url("");
+    url.target = weir_store::vram::Target::Index(0);
+    let error =
+        VramStore::open_with(&url, Path::new("/no/libcuda.so.1")).expect_err("no GPU here").to_string();
+    for part in ["no VRAM store here", "Vulkan: ", "CUDA: ", "libcuda.so.1"] {
+        assert!(error.contains(part), "{error}");
+    }
+}
+
+#[test]
+fn cuda_alone_works_without_the_window() {
+    let cuda = FakeCuda::build(Batch::Cuda13);
+    let mut url = url("");
+    url.target = weir_store::vram::Target::Index(0);
+    let store = VramStore::open_with(&url, cuda.path()).expect("a store by CUDA alone");
+    assert!(store.gpus()[0].describe().contains("not mapped"), "{}", store.gpus()[0].describe());
+    let mut lane = store.lane(4).expect("a lane");
+    for slot in [0, 255, 256, 1023] {
+        write(lane.as_mut(), slot, &page(slot)).expect("written");
+        assert_eq!(read(lane.as_mut(), slot), Ok(page(slot)));
+    }
+    store.release(1).expect("released");
+    assert_eq!(read(lane.as_mut(), 256), Err(Fault::Lost));
+    assert_eq!(read(lane.as_mut(), 255), Ok(page(255)));
+}
+
+#[test]
+fn chunks_come_and_go_under_load_and_the_ring_makes_way() {
+    let faked = faked("&path=ring&ring=on", Batch::Cuda13);
+    let store = &faked.store;
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..3u32)
+            .map(|worker| {
+                let stop = &stop;
+                scope.spawn(move || {
+                    let mut lane = store.lane(16).expect("a lane");
+                    let mut rounds = 0u32;
+                    while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                        let slot = worker * 85 + rounds % 85; // Chunk 0, which stays.
+                        write(lane.as_mut(), slot, &page(rounds)).expect("written");
+                        assert_eq!(read(lane.as_mut(), slot), Ok(page(rounds)));
+                        // Chunk 3 comes and goes: either it is there or it is lost, and nothing else.
+                        let there = read(lane.as_mut(), 3 * store.chunk_slots() + worker);
+                        assert!(matches!(there, Ok(_) | Err(Fault::Lost)), "{there:?}");
+                        rounds += 1;
+                    }
+                    rounds
+                })
+            })
+            .collect();
+        for _ in 0..30 {
+            store.release(3).expect("released");
+            store.take(3).expect("taken");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        for worker in workers {
+            assert!(worker.join().expect("no panic") > 10);
+        }
+    });
+    assert!(store.gpus()[0].counters().ring_entered > 1, "{:?}", store.gpus()[0].counters());
+}
