@@ -1,9 +1,13 @@
 //! `weir bench`: from flags to a benchmark's plan, and from its report to table, JSON and HTML.
 
-use crate::cli::{Bench, BenchLeaseOptions, BenchOptions, BenchStoreOptions};
+use crate::cli::{
+    Bench, BenchBlockOptions, BenchDiskOptions, BenchLeaseOptions, BenchOptions, BenchQueueOptions,
+    BenchStoreOptions, BlockControl,
+};
 use crate::failure::{Failure, chain};
+use std::time::Duration;
 use weir_bench::report::Report;
-use weir_bench::{lease, memory, share, store};
+use weir_bench::{block, disk, lease, memory, queue, share, store};
 
 /// Pages a second that `--hold` moves.
 const HOLD_RATE: f64 = 100_000.0;
@@ -11,6 +15,9 @@ const HOLD_RATE: f64 = 100_000.0;
 /// Measures, prints the table, writes the files; fails where a goal was missed.
 pub fn run(options: &BenchOptions) -> Result<(), Failure> {
     let report = match &options.bench {
+        Bench::Block(options) => block::run(&block_plan(options)).map_err(|error| failed(&error))?,
+        Bench::Disk(options) => disk::run(&disk_options(options)).map_err(|error| failed(&error))?,
+        Bench::Queue(options) => queue::run(&queue_options(options)).map_err(|error| failed(&error))?,
         Bench::Lease(options) => lease::run(&lease_plan(options)).map_err(|error| failed(&error))?,
         Bench::Share { rounds } => {
             share::run(&share::Plan { rounds: usize::from(*rounds), ..share::Plan::default() })
@@ -54,6 +61,33 @@ fn verdict(report: &Report) -> Result<(), Failure> {
 
 fn failed(error: &dyn std::error::Error) -> Failure {
     Failure::Failed(chain(error))
+}
+
+fn block_plan(options: &BenchBlockOptions) -> block::Plan {
+    // The only control there is so far.
+    let BlockControl::Nbdkit = options.against;
+    block::Plan {
+        size: options.size,
+        time: Duration::from_secs(options.seconds.into()),
+        runs: options.runs.into(),
+        spin_us: options.spin_us,
+        only: options.only.clone(),
+        ..block::Plan::default()
+    }
+}
+
+fn disk_options(options: &BenchDiskOptions) -> disk::Options {
+    disk::Options {
+        directory: options.directory.clone(),
+        size: options.size,
+        time: Duration::from_secs(options.seconds.into()),
+        runs: options.runs.into(),
+    }
+}
+
+fn queue_options(options: &BenchQueueOptions) -> queue::Options {
+    let &BenchQueueOptions { single, multi, producers, rounds } = options;
+    queue::Options { single, multi, producers, rounds }
 }
 
 fn lease_plan(options: &BenchLeaseOptions) -> lease::Plan {

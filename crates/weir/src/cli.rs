@@ -224,6 +224,15 @@ pub struct BenchOptions {
 /// What can be measured.
 #[derive(Debug, Clone, Subcommand)]
 pub enum Bench {
+    /// The NBD server with a host store, asleep and spinning, beside nbdkit's memory plugin, driven by fio.
+    Block(BenchBlockOptions),
+
+    /// The file store beside fio's own io_uring engine, on the same disk.
+    Disk(BenchDiskOptions),
+
+    /// What a work item costs from the thread that schedules it to the one that runs it, beside other queues.
+    Queue(BenchQueueOptions),
+
     /// What a page reference costs that is handed out and comes back, beside the designs of the Linux kernel.
     Lease(BenchLeaseOptions),
 
@@ -282,6 +291,82 @@ pub struct BenchStoreOptions {
     /// Only show what each path of the card costs, as measured when the store is opened.
     #[arg(long)]
     pub calibrate: bool,
+}
+
+/// How long and how often each case of the block benchmark runs.
+#[derive(Debug, Clone, Args)]
+pub struct BenchBlockOptions {
+    /// The server to run beside Weir.
+    #[arg(long, value_enum, default_value_t)]
+    pub against: BlockControl,
+
+    /// The device's size.
+    #[arg(long, default_value = "256MiB")]
+    pub size: ByteSize,
+
+    /// Seconds that a case runs on each server.
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..))]
+    pub seconds: u16,
+
+    /// How often; the figures are medians.
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..))]
+    pub runs: u16,
+
+    /// Microseconds for which the spinning server spins.
+    #[arg(long, value_name = "N", default_value_t = 50)]
+    pub spin_us: u32,
+
+    /// A case to run, such as qd1_read; may be repeated [default: all].
+    #[arg(long, value_name = "CASE")]
+    pub only: Vec<String>,
+}
+
+/// A server to run beside Weir.
+#[derive(Debug, Clone, Copy, Default, ValueEnum)]
+pub enum BlockControl {
+    /// nbdkit with its memory plugin.
+    #[default]
+    Nbdkit,
+}
+
+/// Which disk, and how long and how often each case runs.
+#[derive(Debug, Clone, Args)]
+pub struct BenchDiskOptions {
+    /// A directory on the file system to measure; two files are made there and removed.
+    #[arg(value_name = "DIRECTORY", default_value = "/var/tmp")]
+    pub directory: PathBuf,
+
+    /// The size of each of the two files.
+    #[arg(long, default_value = "1GiB")]
+    pub size: ByteSize,
+
+    /// Seconds that a case runs each way.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
+    pub seconds: u16,
+
+    /// How often; the figures are medians.
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..))]
+    pub runs: u16,
+}
+
+/// The arguments of nv_kthread_q's own benchmark (there 300000 600000 8 10).
+#[derive(Debug, Clone, Args)]
+pub struct BenchQueueOptions {
+    /// Jobs in a round of one producer.
+    #[arg(default_value_t = 3_000_000)]
+    pub single: usize,
+
+    /// Jobs in a round of several producers.
+    #[arg(default_value_t = 6_000_000)]
+    pub multi: usize,
+
+    /// Producers in such a round.
+    #[arg(default_value_t = 8)]
+    pub producers: usize,
+
+    /// Rounds; the figures are medians.
+    #[arg(default_value_t = 50)]
+    pub rounds: usize,
 }
 
 /// How many connections hold how much.
