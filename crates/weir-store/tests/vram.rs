@@ -43,6 +43,18 @@ conformance!(engine_without_batches: shared("&path=engine", Batch::None));
 conformance!(ring: shared("&path=ring&ring=on", Batch::Cuda13));
 conformance!(by_measurement: shared("", Batch::Cuda13));
 
+conformance!(striped_over_two_gpus: Arc::new(striped()) as Arc<dyn Store>);
+
+/// Two GPUs by CUDA alone, with two chunks each.
+fn striped() -> VramStore {
+    let cuda = FakeCuda::build(Batch::Cuda13);
+    let mut url = url("");
+    url.target = weir_store::vram::Target::All;
+    let store = VramStore::open_with(&url, cuda.path()).expect("two fake GPUs");
+    assert_eq!((store.gpus().len(), store.slots()), (2, 1024));
+    store
+}
+
 fn page(seed: u32) -> Page {
     let mut page = Page::zeroed();
     for (at, word) in page.chunks_exact_mut(4).enumerate() {

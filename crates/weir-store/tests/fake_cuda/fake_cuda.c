@@ -77,14 +77,13 @@ static void count(int which, int by) {
 // --- device and context ---
 
 result cuInit(unsigned flags) { CALL; return 0; }
-result cuDeviceGetCount(int *count) { CALL; *count = 1; return 0; }
+// Two, for stores striped over several.
+result cuDeviceGetCount(int *count) { CALL; *count = 2; return 0; }
 result cuDeviceGet(int *device, int index) { CALL; *device = index; return 0; }
 // lavapipe's own: what Vulkan says, CUDA must say too.
 result cuDeviceGetUuid(unsigned char *uuid, int device) {
     CALL;
     memcpy(uuid, "mesa22.3.6\0\0\0\0\0\0", 16);
-    const char *other = getenv("FAKE_CUDA_UUID");
-    if (other) memcpy(uuid, other, 16);
     return 0;
 }
 result cuDeviceGetName(char *name, int length, int device) { CALL; strncpy(name, "Fake GPU", length); return 0; }
