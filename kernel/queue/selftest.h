@@ -16,6 +16,7 @@
 #define THREADS		8
 #define ITEMS		100000
 #define INTERRUPTS	2000
+#define INTERVAL_NS	(100 * NSEC_PER_USEC)
 
 /* Leaves the calling test, which returns how many checks failed. */
 #define CHECK(condition)                                                      \
@@ -340,7 +341,7 @@ static enum hrtimer_restart timer_interrupt(struct hrtimer *timer)
 	it->timer_queued += nv_kthread_q_schedule_q_item(&it->q, &it->timer_item);
 	if (++it->timer_fired == INTERRUPTS)
 		return HRTIMER_NORESTART;
-	hrtimer_forward_now(timer, us_to_ktime(100));
+	hrtimer_forward_now(timer, ns_to_ktime(INTERVAL_NS));
 	return HRTIMER_RESTART;
 }
 
@@ -356,7 +357,7 @@ static int hard_interrupts_schedule(void)
 	it.work = IRQ_WORK_INIT_HARD(work_interrupt);
 	hrtimer_init(&it.timer, CLOCK_MONOTONIC, HRTIMER_MODE_REL_HARD);
 	it.timer.function = timer_interrupt;
-	hrtimer_start(&it.timer, us_to_ktime(100), HRTIMER_MODE_REL_HARD);
+	hrtimer_start(&it.timer, ns_to_ktime(INTERVAL_NS), HRTIMER_MODE_REL_HARD);
 	/* While the timer interrupts this very code, on this very queue. */
 	for (i = 0; i < INTERRUPTS; i++) {
 		irq_work_queue(&it.work);
