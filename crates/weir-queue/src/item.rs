@@ -218,3 +218,42 @@ unsafe fn run<T: Work<ID>, const ID: u64>(link: NonNull<Link>) {
     // SAFETY: a link is pushed once for each pointer turned raw.
     T::run(unsafe { T::Pointer::from_raw(owner) });
 }
+
+#[cfg(all(test, loom))]
+mod models {
+    use super::*;
+    use core::sync::atomic::Ordering::Relaxed;
+    use loom::sync::atomic::AtomicUsize;
+
+    #[test]
+    fn whoever_is_told_pending_wrote_before_the_run_reads() {
+        loom::model(|| {
+            let shared = loom::sync::Arc::new((RawItem::new(|_| ()), AtomicUsize::new(0)));
+            assert!(shared.0.claim());
+            let scheduler = loom::thread::spawn({
+                let shared = loom::sync::Arc::clone(&shared);
+                move || {
+                    shared.1.store(1, Relaxed);
+                    !shared.0.claim()
+                }
+            });
+            // The worker: out of the queue, then the function, which reads.
+            shared.0.release();
+            let seen = shared.1.load(Relaxed);
+            let told_pending = scheduler.join().unwrap();
+            assert!(!told_pending || seen == 1);
+        });
+    }
+
+    #[test]
+    fn of_two_schedulers_one_claims() {
+        loom::model(|| {
+            let item = loom::sync::Arc::new(RawItem::new(|_| ()));
+            let other = loom::thread::spawn({
+                let item = loom::sync::Arc::clone(&item);
+                move || item.claim()
+            });
+            assert!(item.claim() ^ other.join().unwrap());
+        });
+    }
+}

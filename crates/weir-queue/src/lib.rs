@@ -58,8 +58,9 @@
 //!
 //! # What is checked
 //!
-//! The protocols are explored exhaustively by [loom](https://docs.rs/loom) (`tests/loom.rs`), the pointers by Miri,
-//! and the whole against a plain reference queue by property tests. CONTRIBUTING.md has the commands.
+//! [loom](https://docs.rs/loom) explores every interleaving of the stack, the sleeper and the item's claim, and as
+//! many of the whole queue's as time allows; Miri runs every test; property tests hold queue and channel against
+//! plain references. The README has the commands.
 
 #![cfg_attr(not(feature = "std"), no_std)]
 

@@ -122,21 +122,21 @@ impl Builder {
         let (shared, patience) = (Arc::clone(&core), Patience { spins: self.spins, linger: self.linger });
         let place = self.node.map(Processors::of).transpose()?;
         let (placed, placing) = std::sync::mpsc::channel();
+        let on_node = place.is_some();
         let work = move || {
             let outcome = place.map_or(Ok(()), |processors| processors.keep());
             let ready = outcome.is_ok();
-            // The receiver waits for this; it cannot have gone.
+            // Where nobody waits for the outcome, there is none but Ok.
             let _ = placed.send(outcome);
             if ready {
                 shared.work(patience);
             }
         };
         let handle = thread::Builder::new().name(self.name).spawn(work).map_err(StartError::Thread)?;
-        let worker = handle.thread().id();
-        match placing.recv() {
-            Ok(Err(error)) => Err(error),
-            _ => Ok(Queue { core, worker, handle: Mutex::new(Some(handle)) }),
+        if on_node && let Ok(Err(error)) = placing.recv() {
+            return Err(error);
         }
+        Ok(Queue { core, worker: handle.thread().id(), handle: Mutex::new(Some(handle)) })
     }
 }
 

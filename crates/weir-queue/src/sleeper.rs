@@ -57,3 +57,51 @@ impl Sleeper {
         stacks.for_each(Stack::awake);
     }
 }
+
+#[cfg(all(test, loom))]
+mod models {
+    use super::*;
+    use crate::stack::{Link, Pushed};
+    use core::ptr::NonNull;
+    use loom::sync::Arc;
+
+    #[test]
+    fn a_consumer_of_two_stacks_sleeps_through_no_push() {
+        loom::model(|| {
+            let shared = Arc::new(([Stack::new(), Stack::new()], Sleeper::new()));
+            let producer = thread::spawn({
+                let shared = Arc::clone(&shared);
+                move || {
+                    let link = NonNull::from(Box::leak(Box::new(Link::new())));
+                    // SAFETY: leaked, and pushed once.
+                    if unsafe { shared.0[1].push(link) } == Pushed::Asleep {
+                        shared.1.wake();
+                    }
+                }
+            });
+            shared.1.wait(shared.0.iter(), 0);
+            assert_eq!(shared.0.iter().map(|stack| stack.take().len()).sum::<usize>(), 1);
+            producer.join().unwrap();
+        });
+    }
+
+    #[test]
+    fn a_consumer_sleeps_through_no_close() {
+        loom::model(|| {
+            let shared = Arc::new(([Stack::new(), Stack::new()], Sleeper::new()));
+            let closer = thread::spawn({
+                let shared = Arc::clone(&shared);
+                move || {
+                    if shared.0.iter().fold(false, |asleep, stack| stack.close() | asleep) {
+                        shared.1.wake();
+                    }
+                }
+            });
+            while !shared.0.iter().all(Stack::is_finished) {
+                shared.1.wait(shared.0.iter(), 0);
+                loom::thread::yield_now();
+            }
+            closer.join().unwrap();
+        });
+    }
+}
