@@ -64,7 +64,7 @@ void nv_kthread_q_stop(nv_kthread_q_t *q)
 	q->q_kthread = NULL;
 }
 
-static bool queue_is_running(nv_kthread_q_t *q)
+static __always_inline bool queue_is_running(nv_kthread_q_t *q)
 {
 	return q->q_kthread && !atomic_read(&q->main_loop_should_exit);
 }

@@ -204,6 +204,7 @@ impl<T: Send> Sender<T> {
             Pushed::Asleep => shared.sleeper.wake(),
             Pushed::Closed => {
                 lane.full.0.close();
+                lane.empty.0.close();
                 // SAFETY: turned raw above, and the receiver will not take it.
                 drop(unsafe { Arc::from_raw(raw) });
             }
@@ -218,7 +219,8 @@ impl<T: Send> Sender<T> {
     #[inline]
     pub fn try_send(&mut self, value: T) -> Result<(), SendError<T>> {
         let Some(slot) = self.slot() else {
-            let closed = self.lane.full.0.is_closed();
+            // Asked of the stack that only this sender takes from: the receiver's take opens `full` for an instant.
+            let closed = self.lane.empty.0.is_closed();
             return Err(if closed { SendError::Closed(value) } else { SendError::Full(value) });
         };
         // SAFETY: a slot from `slot` is this sender's alone until it is pushed.
