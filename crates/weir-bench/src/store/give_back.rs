@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, PageBytes, Slot};
 use weir_store::{Done, Fault, Lane, Progress, Store};
 
-/// Pages read out in one batch: a copy of 1 MiB.
-const BATCH: u32 = 256;
+/// Pages read out in one batch: a copy of 256 KiB, behind which nobody waits for long.
+const BATCH: u32 = 64;
 /// Threads that use the rest.
 const USERS: usize = 4;
 /// Pages that they use.

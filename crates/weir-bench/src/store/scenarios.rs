@@ -309,7 +309,7 @@ impl Bench<'_> {
         }
         let (mut rate, mut tail, mut quiet) = (Runs::default(), Runs::default(), Runs::default());
         for _ in 0..self.plan.runs {
-            let outcome = give_back::measure(&self.store, chunks, 4)?;
+            let outcome = give_back::measure(&self.store, chunks, 3)?;
             rate.push(outcome.rate / 1e9);
             tail.push(outcome.busy_p99);
             quiet.push(outcome.quiet_p99);

@@ -6,7 +6,7 @@ use super::table::{Cost, Direction, Path, Table};
 use crate::{Done, Fault, Lane, Progress};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use weir_core::{PAGE_SIZE, Page, Slot};
+use weir_core::{Page, Slot};
 
 /// From one slot to the next where no copy may join another: odd, so that every slot comes up.
 const STRIDE: u32 = 7;
@@ -30,28 +30,42 @@ pub fn measure(gpu: &Arc<Gpu>) -> Result<Table, Fault> {
     for path in [Path::Mapped, Path::Engine, Path::Ring].into_iter().filter(|&path| gpu.has(path)) {
         let open = || gpu.lane(RUN).map_err(|_| Fault::Io(libc::ENOMEM));
         let mut lane = open()?;
-        if path == Path::Ring && !gpu.enter_ring() {
-            continue;
-        }
         for direction in [Direction::Write, Direction::Read] {
+            // Each time: the lanes that measured together took the kernel away with them.
+            if path == Path::Ring && !gpu.enter_ring() {
+                continue;
+            }
             lane.force(path, direction);
             timed(&mut lane, direction, 1, STRIDE, slots, FIGURE / 4)?; // Clocks and caches come up.
             let first = timed(&mut lane, direction, 1, STRIDE, slots, FIGURE)?;
-            let (each, neighbour, shared) = match path {
+            let (each, neighbour) = match path {
                 // What a page of a batch costs the processor does not depend on the batch.
-                Path::Mapped => (first, first, shared(gpu, direction, slots)?),
+                Path::Mapped => (first, first),
                 Path::Engine | Path::Ring => {
                     let batch = timed(&mut lane, direction, BATCH, STRIDE, slots, FIGURE)?;
                     let each = ((batch * BATCH as f64 - first) / (BATCH - 1) as f64).max(batch / 2.0);
-                    let neighbour = timed(&mut lane, direction, RUN, 1, slots, FIGURE)?.min(each);
-                    // The driver makes one copy at a time, whoever asks; rings share the link alone.
-                    let engine = table.get(Path::Engine, direction).map_or(neighbour, |cost| cost.neighbour);
-                    (each, neighbour, if path == Path::Engine { each } else { engine.min(each) })
+                    (each, timed(&mut lane, direction, RUN, 1, slots, FIGURE)?.min(each))
                 }
             };
-            table.set(path, direction, Cost { first, each, neighbour, shared });
+            let shared = match path {
+                Path::Mapped => shared(gpu, path, direction, 1, slots)?,
+                // The driver makes one copy at a time, whoever asks.
+                Path::Engine => each,
+                Path::Ring => shared(gpu, path, direction, BATCH, slots)?.min(each),
+            };
+            let neighbour_shared = shared.min(neighbour);
+            table.set(path, direction, Cost { first, each, neighbour, shared, neighbour_shared });
         }
         gpu.leave_ring();
+    }
+    // Runs of neighbours meet nothing but the bus, whichever way they go by DMA. One thread cannot fill it, so what the
+    // rings reached together stands for it.
+    if let Some(link) = table.link() {
+        for direction in [Direction::Read, Direction::Write] {
+            if let Some(cost) = table.get(Path::Engine, direction) {
+                table.set(Path::Engine, direction, Cost { neighbour_shared: link, ..cost });
+            }
+        }
     }
     Ok(table)
 }
@@ -110,18 +124,29 @@ fn times(
     Ok(took)
 }
 
-/// Nanoseconds between pages while several threads use the window. The mean and not the median: a window that is
+/// Nanoseconds between pages while several threads go one way. The mean and not the median: a window that is
 /// full takes most stores at once and then holds one up.
-fn shared(gpu: &Arc<Gpu>, direction: Direction, slots: u32) -> Result<f64, Fault> {
+fn shared(gpu: &Arc<Gpu>, path: Path, direction: Direction, batch: usize, slots: u32) -> Result<f64, Fault> {
     let threads = SHARERS.min(std::thread::available_parallelism().map_or(1, std::num::NonZero::get));
+    let mut lanes = (0..threads)
+        .map(|_| match path {
+            Path::Mapped => gpu.bare_lane().ok_or(Fault::Full),
+            Path::Engine | Path::Ring => gpu.lane(batch).map_err(|_| Fault::Io(libc::ENOMEM)),
+        })
+        .collect::<Result<Vec<_>, Fault>>()?;
+    // The new lanes are served from the next entry on.
+    gpu.leave_ring();
+    if path == Path::Ring && !gpu.enter_ring() {
+        return Err(Fault::Timeout);
+    }
     let each = std::thread::scope(|scope| {
-        let runs: Vec<_> = (0..threads)
-            .map(|_| {
+        let runs: Vec<_> = lanes
+            .iter_mut()
+            .map(|lane| {
                 scope.spawn(move || {
-                    let mut lane = gpu.bare_lane().ok_or(Fault::Full)?;
-                    lane.force(Path::Mapped, direction);
-                    let took = times(&mut lane, direction, 1, STRIDE, slots, 2 * FIGURE)?;
-                    Ok(took.iter().sum::<f64>() / took.len() as f64)
+                    lane.force(path, direction);
+                    let took = times(lane, direction, batch, STRIDE, slots, 2 * FIGURE)?;
+                    Ok(took.iter().sum::<f64>() / (took.len() * batch) as f64)
                 })
             })
             .collect();
@@ -131,5 +156,3 @@ fn shared(gpu: &Arc<Gpu>, direction: Direction, slots: u32) -> Result<f64, Fault
     })?;
     Ok(each / (threads * threads) as f64)
 }
-
-const _: () = assert!(PAGE_SIZE == 4096, "figures are for pages of 4 KiB");

@@ -50,6 +50,8 @@ pub struct Cost {
     /// Between two pages when every thread is at it: the inverse of what the way does in all. At least the link's
     /// share; for the copy engines what the driver takes for a copy, since it makes them one at a time.
     pub shared: f64,
+    /// The same for neighbours.
+    pub neighbour_shared: f64,
 }
 
 /// What is about to be done.
@@ -70,7 +72,7 @@ impl Cost {
     pub fn of(self, batch: Batch) -> f64 {
         let (pages, busy) = (batch.pages.max(1), batch.busy.max(1) as f64);
         let (each, shared) = match batch.neighbours {
-            true => (self.neighbour, self.shared.min(self.neighbour)),
+            true => (self.neighbour, self.neighbour_shared),
             false => (self.each, self.shared),
         };
         let each = each.max(shared * busy);
@@ -95,6 +97,12 @@ impl Table {
         self.costs[path as usize][direction as usize]
     }
 
+    /// What the bus takes for a page at its best, as far as it was measured.
+    pub fn link(&self) -> Option<f64> {
+        let costs = self.costs.iter().flatten().flatten();
+        costs.map(|cost| cost.shared.min(cost.neighbour_shared)).min_by(f64::total_cmp)
+    }
+
     /// The cheapest way for a batch.
     pub fn choose(&self, direction: Direction, batch: Batch) -> Option<Path> {
         Path::ALL
@@ -115,7 +123,8 @@ mod tests {
     fn h200() -> Table {
         let mut table = Table::default();
         let mut set = |path, direction, first, each, neighbour, shared| {
-            table.set(path, direction, Cost { first, each, neighbour, shared });
+            let neighbour_shared = f64::min(neighbour, shared);
+            table.set(path, direction, Cost { first, each, neighbour, shared, neighbour_shared });
         };
         set(Path::Mapped, Write, 410.0, 345.0, 345.0, 175.0);
         set(Path::Mapped, Read, 5300.0, 5300.0, 5300.0, 330.0);
