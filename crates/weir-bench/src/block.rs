@@ -21,6 +21,8 @@ pub struct Plan {
     pub weir: PathBuf,
     /// The device's size.
     pub size: ByteSize,
+    /// Weir's store, as a URL; `None` for host memory.
+    pub store: Option<String>,
     /// How long a case runs on each server.
     pub time: Duration,
     /// How often; the figures are medians.
@@ -36,6 +38,7 @@ impl Default for Plan {
         Plan {
             weir: std::env::current_exe().unwrap_or_else(|_| "weir".into()),
             size: ByteSize(256 << 20),
+            store: None,
             time: Duration::from_secs(2),
             runs: 5,
             spin_us: 50,

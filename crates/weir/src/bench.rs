@@ -68,6 +68,7 @@ fn block_plan(options: &BenchBlockOptions) -> block::Plan {
     let BlockControl::Nbdkit = options.against;
     block::Plan {
         size: options.size,
+        store: options.store.as_ref().map(ToString::to_string),
         time: Duration::from_secs(options.seconds.into()),
         runs: options.runs.into(),
         spin_us: options.spin_us,

@@ -304,6 +304,10 @@ pub struct BenchBlockOptions {
     #[arg(long, default_value = "256MiB")]
     pub size: ByteSize,
 
+    /// Weir's store [default: host memory].
+    #[arg(long, value_name = "URL")]
+    pub store: Option<StoreUrl>,
+
     /// Seconds that a case runs on each server.
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..))]
     pub seconds: u16,

@@ -5,7 +5,6 @@ use std::io;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
-use weir_core::ByteSize;
 
 /// How long a server may take to listen: host memory is touched page by page first.
 const START: Duration = Duration::from_secs(30);
@@ -39,10 +38,9 @@ impl Server {
         let name = format!("weir-{spin_us}");
         let socket = directory.0.join(format!("{name}.sock"));
         let mut command = Command::new(&plan.weir);
-        // The store holds what is written while old pages are still being read, too.
-        let room = ByteSize(plan.size.0 + (64 << 20));
+        let store = plan.store.clone().unwrap_or_else(|| format!("host:{}", plan.size.0));
         command.arg("serve").args(["--size", &plan.size.0.to_string(), "--connections", "32"]);
-        command.args(["--store", &format!("host:{}", room.0), "--spin-us", &spin_us.to_string()]);
+        command.args(["--store", &store, "--spin-us", &spin_us.to_string()]);
         command.args(["--log", "warn", "--nbd", &format!("unix:{}", socket.display())]);
         command.arg("--control").arg(directory.0.join(format!("{name}.control")));
         Server::start(command, socket, "weir", "weir")
