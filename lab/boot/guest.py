@@ -19,6 +19,8 @@ BOOTS = {"uml": uml, "qemu": qemu}
 # Escape sequences and control characters, all but tab and newline.
 CONTROL = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[()][A-Z0-9]|\x1b.|[\x00-\x08\x0b-\x1f\x7f]")
 PR_SET_CHILD_SUBREAPER = 36
+# Waits for a line; where its input closes without one, this process was killed, and the guest must not go on alone.
+WATCH = 'read -r _ || { kill -KILL "-$1"; rm -rf -- "$2"; }'
 
 
 @dataclasses.dataclass
@@ -62,7 +64,7 @@ def run(kernel, guest, out):
     # UML forks a process for each of the guest's: orphans come to us, so that the end can be a certain one.
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     started = time.monotonic()
-    processes = boot.prepare(kernel, guest)
+    processes, watch = boot.prepare(kernel, guest), None
     try:
         line, environment = boot.command(kernel, guest)
         console = subprocess.Popen(
@@ -74,9 +76,14 @@ def run(kernel, guest, out):
             start_new_session=True,
         )
         processes.append(console)
+        watch = subprocess.Popen(
+            ["/bin/sh", "-c", WATCH, "weir-lab-watch", str(console.pid), guest.share],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
         in_time = _copy(console, started + guest.limit_s, out)
     finally:
-        _end(processes)
+        _end(processes, watch)
     if not in_time:
         raise Failed(f"the time limit of {guest.limit_s} s passed")
     try:
@@ -104,13 +111,15 @@ def _copy(console, deadline, out):
             return True
 
 
-def _end(processes):
+def _end(processes, watch):
     """Kills what still runs, ours and what was left to us, and waits until nothing does."""
     for process in processes:
         if process.poll() is None:
             with_group = os.getpgid(process.pid) == process.pid
             (os.killpg if with_group else os.kill)(process.pid, signal.SIGKILL)
         process.wait()
+    if watch:
+        watch.communicate(b"\n")
     while True:
         orphans = _children()
         if not orphans:
