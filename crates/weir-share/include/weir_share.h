@@ -17,6 +17,7 @@
 
 #include <errno.h>
 #include <poll.h>
+#include <sched.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -264,6 +265,9 @@ static inline int weir_share_wait(struct weir_share *share, struct weir_completi
 		found = weir_share_poll(share, done);
 		if (found != 0)
 			return found < 0 ? found : 0;
+		/* The server may wait for this very CPU. */
+		if (spins % 8 == 7)
+			sched_yield();
 	}
 	for (;;) {
 		struct pollfd fds[2] = { { share->client_bell, POLLIN, 0 }, { share->socket, POLLIN, 0 } };

@@ -360,7 +360,7 @@ impl Client {
     pub fn wait(&mut self) -> Result<Completion, Error> {
         let begun = Instant::now();
         loop {
-            for _ in 0..64 {
+            for _ in 0..8 {
                 if let Some(completion) = self.poll()? {
                     return Ok(completion);
                 }
@@ -369,6 +369,8 @@ impl Client {
             if begun.elapsed() >= self.spin {
                 break;
             }
+            // The server may wait for this very CPU: the scheduler likes to wake it where its client runs.
+            std::thread::yield_now();
         }
         loop {
             self.area.client_asleep().store(1, Ordering::Relaxed);

@@ -32,6 +32,8 @@ const GREETING: Duration = Duration::from_secs(2);
 const TICKETS: u32 = 256;
 /// Rounds over the rings between two looks at the sockets.
 const ROUNDS: u32 = 64;
+/// Rounds without work between two offers of the CPU to others.
+const YIELD: u32 = 4;
 /// Descriptors of stores that a sleep listens to.
 const STORES: usize = 8;
 
@@ -252,6 +254,9 @@ impl Porter {
         while !stop.load(Ordering::Acquire) {
             if self.serve() {
                 last_work = Instant::now();
+            } else if rounds % YIELD == 0 {
+                // The client may wait for this very CPU: the scheduler likes to wake it where its server runs.
+                std::thread::yield_now();
             } else {
                 std::hint::spin_loop();
             }
