@@ -7,6 +7,7 @@
 use super::handshake::{Export, Handshake, INPUT_MAX, OUTPUT_MAX, Step, Tls};
 use super::listen::{Listen, Listener};
 use super::seat::Seats;
+use super::tls;
 use crate::log::{Level, Log};
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::event::{EventfdFlags, Timespec};
@@ -25,7 +26,9 @@ const ACCEPT_BURST: usize = 16;
 /// How long to leave new connections alone when the process has no descriptors left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// What the system is asked to hold of replies that a client has not read; it doubles this for its own overhead.
-const SEND_BUFFER_BYTES: usize = 512 << 10;
+/// Little, so that the client reads them while they are still in the cache: long reads were 1.5 times nbdkit's with
+/// 64 KiB, 1.35 with 512 KiB and 1.2 with the system's default.
+const SEND_BUFFER_BYTES: usize = 64 << 10;
 
 /// Lines of one kind that one second may bring; a flood is summed up.
 const LINES_PER_SECOND: u32 = 20;
@@ -53,6 +56,7 @@ impl Bell {
 struct Pending<'e> {
     socket: OwnedFd,
     handshake: Handshake<'e>,
+    listener: usize,
     since: Instant,
     /// Received, not yet consumed.
     input: usize,
@@ -189,11 +193,11 @@ impl<'e> Control<'e> {
             Listen::Tls { .. } => Tls::Required,
             Listen::Unix(_) | Listen::Insecure { .. } => Tls::Off,
         };
-        self.place(socket, tls);
+        self.place(socket, listener, tls);
     }
 
     /// Begins to negotiate with a client.
-    fn place(&mut self, socket: OwnedFd, tls: Tls) {
+    fn place(&mut self, socket: OwnedFd, listener: usize, tls: Tls) {
         let at = match self.places.iter().position(|place| place.pending.is_none()) {
             Some(at) => at,
             None => {
@@ -215,9 +219,25 @@ impl<'e> Control<'e> {
             place.output.extend_from_slice(&Handshake::greeting());
         }
         let handshake = Handshake::new(self.export, tls);
-        place.pending =
-            Some(Pending { socket, handshake, since: Instant::now(), input: 0, sent: 0, then: None });
+        let since = Instant::now();
+        place.pending = Some(Pending { socket, handshake, listener, since, input: 0, sent: 0, then: None });
         self.go_on(at);
+    }
+
+    /// TLS begins on `socket`; what is said inside it is negotiated as a new connection.
+    fn start_tls(&mut self, socket: OwnedFd, early: usize, listener: usize) {
+        let Listen::Tls { identity, .. } = &self.listeners[listener].bound else { return };
+        if early > 0 {
+            // Bytes in the clear that would count as said inside TLS: somebody in the middle may have put them there.
+            let line = "nbd: connection dropped: bytes in the clear after NBD_OPT_STARTTLS";
+            return self.log.line(Level::Warning, format_args!("{line}"));
+        }
+        match tls::relay(identity, socket) {
+            Ok(plain) => self.place(plain, listener, Tls::Active),
+            Err(error) => {
+                self.log.line(Level::Warning, format_args!("nbd: no TLS for a connection: {error}"));
+            }
+        }
     }
 
     fn drop_pending(&mut self, at: usize, why: fmt::Arguments<'_>) {
@@ -266,7 +286,10 @@ impl<'e> Control<'e> {
                 return Ok(false);
             }
             Some(Step::StartTls) => {
-                self.places[at].pending = None;
+                let Pending { socket, input: early, listener, .. } =
+                    self.places[at].pending.take().expect("matched above");
+                epoll::delete(&self.epoll, &socket)?;
+                self.start_tls(socket, early, listener);
                 return Ok(false);
             }
             Some(Step::Transmission(negotiated)) => {
@@ -274,7 +297,7 @@ impl<'e> Control<'e> {
                     self.places[at].pending.take().expect("matched above");
                 epoll::delete(&self.epoll, &socket)?;
                 rustix::io::ioctl_fionbio(&socket, false)?;
-                // The system may grant less, which is slower for long reads and nothing worse.
+                // Where the system does not grant it, long reads are slower and nothing worse.
                 let _ = rustix::net::sockopt::set_socket_send_buffer_size(&socket, SEND_BUFFER_BYTES);
                 rustix::net::sockopt::set_socket_timeout(
                     &socket,

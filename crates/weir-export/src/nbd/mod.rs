@@ -25,4 +25,4 @@ pub use control::{PATIENCE, PENDING_MAX};
 pub use listen::{Listen, ListenError};
 pub use server::{Config, ServeError, Server};
 pub use stats::Stats;
-pub use tls::Identity;
+pub use tls::{Identity, IdentityError};

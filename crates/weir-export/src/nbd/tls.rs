@@ -1,5 +1,248 @@
-//! TLS for TCP.
+//! TLS for TCP, as a relay in front of the server.
+//!
+//! A connection's TLS runs on a thread of its own that hands the plaintext to the server through a socket pair. So
+//! the threads that serve pages stay what they are: they neither know of TLS nor allocate for it (which is
+//! why a device that carries swap must not use it).
 
-/// A server's certificate and key.
-#[derive(Debug)]
-pub struct Identity {}
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::server::WebPkiClientVerifier;
+use rustls::{RootCertStore, ServerConfig, ServerConnection};
+use std::fmt;
+use std::io::{self, ErrorKind, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+/// What a relay holds of either direction at most.
+const BUFFER_BYTES: usize = 64 << 10;
+/// How long a client may take for its TLS handshake, and at the end to take what was meant for it.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Relays that run at once; each has a thread. More connections than that are refused.
+const RELAYS_MAX: usize = 128;
+
+static RELAYS: AtomicUsize = AtomicUsize::new(0);
+
+/// A server's certificate and key, and whose clients it accepts.
+pub struct Identity(Arc<ServerConfig>);
+
+impl fmt::Debug for Identity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Identity(..)")
+    }
+}
+
+/// Why a directory gives no identity.
+#[derive(Debug, thiserror::Error)]
+pub enum IdentityError {
+    /// A file is missing or is not what it should be.
+    #[error(
+        "{file}: {what}; a certificate directory holds server-cert.pem, server-key.pem and, to accept known clients only, ca-cert.pem"
+    )]
+    File {
+        /// Which.
+        file: String,
+        /// What is wrong with it.
+        what: String,
+    },
+    /// Certificate and key do not go together, or are of no use.
+    #[error("the certificate and key in {directory} cannot be used: {source}")]
+    Unusable {
+        /// Where they are.
+        directory: String,
+        /// What rustls said.
+        source: rustls::Error,
+    },
+}
+
+impl Identity {
+    /// Reads the files that QEMU, nbdkit and libnbd use by the same names: `server-cert.pem` and `server-key.pem`.
+    /// If there is a `ca-cert.pem`, clients must show a certificate that it has signed.
+    ///
+    /// # Errors
+    /// When a file is missing, is no PEM, or the key is not the certificate's.
+    pub fn from_directory(directory: &Path) -> Result<Identity, IdentityError> {
+        let file = |name: &str| directory.join(name);
+        let failed = |name: &str, error: &dyn fmt::Display| IdentityError::File {
+            file: file(name).display().to_string(),
+            what: error.to_string(),
+        };
+        let certificates = |name: &str| {
+            CertificateDer::pem_file_iter(file(name))
+                .and_then(Iterator::collect::<Result<Vec<_>, _>>)
+                .map_err(|error| failed(name, &error))
+        };
+        let chain = certificates("server-cert.pem")?;
+        let key = PrivateKeyDer::from_pem_file(file("server-key.pem"))
+            .map_err(|error| failed("server-key.pem", &error))?;
+        let unusable =
+            |source| IdentityError::Unusable { directory: directory.display().to_string(), source };
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let builder = ServerConfig::builder_with_provider(Arc::clone(&provider))
+            .with_safe_default_protocol_versions()
+            .map_err(unusable)?;
+        let builder = if file("ca-cert.pem").exists() {
+            let mut roots = RootCertStore::empty();
+            for root in certificates("ca-cert.pem")? {
+                roots.add(root).map_err(unusable)?;
+            }
+            let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider)
+                .build()
+                .map_err(|error| failed("ca-cert.pem", &error))?;
+            builder.with_client_cert_verifier(verifier)
+        } else {
+            builder.with_no_client_auth()
+        };
+        Ok(Identity(Arc::new(builder.with_single_cert(chain, key).map_err(unusable)?)))
+    }
+}
+
+/// Begins TLS on `socket` and returns the plaintext's end, non-blocking.
+///
+/// # Errors
+/// When too many relays run, or the system has no threads or descriptors left.
+pub(super) fn relay(identity: &Identity, socket: OwnedFd) -> io::Result<OwnedFd> {
+    struct Place;
+    impl Drop for Place {
+        fn drop(&mut self) {
+            RELAYS.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+    if RELAYS.fetch_add(1, Ordering::Relaxed) >= RELAYS_MAX {
+        RELAYS.fetch_sub(1, Ordering::Relaxed);
+        return Err(ErrorKind::ResourceBusy.into());
+    }
+    let place = Place;
+    let (ours, theirs) = UnixStream::pair()?;
+    ours.set_nonblocking(true)?;
+    theirs.set_nonblocking(true)?;
+    let mut session = ServerConnection::new(Arc::clone(&identity.0)).map_err(io::Error::other)?;
+    session.set_buffer_limit(Some(BUFFER_BYTES));
+    let socket = TcpStream::from(socket);
+    std::thread::Builder::new().name("weir-nbd-tls".to_owned()).spawn(move || {
+        let _place = place;
+        // How it ended is seen at the other end: the server logs the end of the plaintext connection.
+        let _ = Relay { session, socket, plain: ours, received: Vec::new(), sent: 0 }.run();
+    })?;
+    Ok(theirs.into())
+}
+
+struct Relay {
+    session: ServerConnection,
+    socket: TcpStream,
+    plain: UnixStream,
+    /// Plaintext of the client, of which the first `sent` bytes have been passed on.
+    received: Vec<u8>,
+    sent: usize,
+}
+
+impl Relay {
+    fn run(&mut self) -> io::Result<()> {
+        let start = Instant::now();
+        let mut buffer = vec![0; BUFFER_BYTES];
+        let (mut client_open, mut server_open) = (true, true);
+        let mut closing: Option<Instant> = None;
+        loop {
+            if self.session.is_handshaking() && start.elapsed() > PATIENCE {
+                return Err(ErrorKind::TimedOut.into());
+            }
+            while self.session.wants_write() && again(self.session.write_tls(&mut self.socket))?.is_some() {}
+            client_open &= self.pass_on(&mut buffer)?;
+            // Only when what came before has left: the session holds one buffer of it at most.
+            if server_open && !self.session.is_handshaking() && !self.session.wants_write() {
+                match again(self.plain.read(&mut buffer))? {
+                    Some(0) => {
+                        server_open = false;
+                        closing = Some(Instant::now());
+                        self.session.send_close_notify();
+                        continue;
+                    }
+                    Some(read) => {
+                        // The limit is the size of the buffer, so all of it fits.
+                        self.session.writer().write_all(&buffer[..read])?;
+                        continue;
+                    }
+                    None => {}
+                }
+            }
+            let done = !server_open && !self.session.wants_write();
+            if done || closing.is_some_and(|since| since.elapsed() > PATIENCE) {
+                return Ok(());
+            }
+            self.wait(client_open, server_open)?;
+            if client_open && self.sent == self.received.len() {
+                match again(self.session.read_tls(&mut self.socket))? {
+                    Some(0) => {
+                        client_open = false;
+                        self.plain.shutdown(Shutdown::Write)?;
+                    }
+                    Some(_) => {
+                        if let Err(error) = self.session.process_new_packets() {
+                            // Tells the client why, if it listens.
+                            let _ = self.session.write_tls(&mut self.socket);
+                            return Err(io::Error::other(error));
+                        }
+                    }
+                    None => {}
+                }
+            }
+        }
+    }
+
+    /// Passes the client's plaintext on as far as the server takes it. Returns whether more may come.
+    fn pass_on(&mut self, buffer: &mut [u8]) -> io::Result<bool> {
+        loop {
+            while self.sent < self.received.len() {
+                match again(self.plain.write(&self.received[self.sent..]))? {
+                    Some(written) => self.sent += written,
+                    None => return Ok(true),
+                }
+            }
+            self.received.clear();
+            self.sent = 0;
+            match again(self.session.reader().read(buffer))? {
+                Some(0) => {
+                    self.plain.shutdown(Shutdown::Write)?;
+                    return Ok(false);
+                }
+                Some(read) => self.received.extend_from_slice(&buffer[..read]),
+                None => return Ok(true),
+            }
+        }
+    }
+
+    fn wait(&self, client_open: bool, server_open: bool) -> io::Result<()> {
+        let waiting = self.sent < self.received.len();
+        let flags = |read: bool, write: bool| {
+            let read = if read { PollFlags::IN } else { PollFlags::empty() };
+            read | if write { PollFlags::OUT } else { PollFlags::empty() }
+        };
+        let wants_write = self.session.wants_write();
+        let takes_plain = server_open && !wants_write && !self.session.is_handshaking();
+        let mut fds = [
+            PollFd::from_borrowed_fd(self.socket.as_fd(), flags(client_open && !waiting, wants_write)),
+            PollFd::from_borrowed_fd(self.plain.as_fd(), flags(takes_plain, waiting)),
+        ];
+        // Deadlines are looked at once a second while they run; an established connection wakes nobody.
+        let limited = self.session.is_handshaking() || !server_open;
+        let second = Timespec { tv_sec: 1, tv_nsec: 0 };
+        match rustix::event::poll(&mut fds, limited.then_some(&second)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+}
+
+/// `None` for what would have to wait.
+fn again<T>(result: io::Result<T>) -> io::Result<Option<T>> {
+    match result {
+        Ok(value) => Ok(Some(value)),
+        Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
