@@ -324,5 +324,8 @@ fn the_client_in_c_writes_and_reads_in_place() {
     let text = String::from_utf8_lossy(&run.stdout) + String::from_utf8_lossy(&run.stderr);
     assert!(run.status.success() && text == "1000 pages written and read in place\n", "{text}");
     eventually("the return of every lease", || server.stats().out() == 0);
-    assert_eq!((server.stats().given(), server.stats().refused(), server.stats().writes()), (2000, 0, 1000));
+    let stats = server.stats();
+    // The last return may come with the client's end.
+    assert_eq!((stats.given() + stats.reclaimed(), stats.refused(), stats.writes()), (2000, 0, 1000));
+    assert!(stats.reclaimed() <= 1);
 }
