@@ -12,8 +12,8 @@
 //! # Entering and leaving
 //!
 //! A descriptor written after the kernel left would never be served. Lanes and the controller agree by a
-//! handshake that costs a lane two plain stores: a lane says [`Cell::adding`], then looks at
-//! [`Ring::state`]; the controller sets the state to leaving, then looks at every lane. Whichever comes second sees
+//! handshake that costs a lane two plain stores: a lane says `Cell::adding`, then looks at
+//! `Ring::state`; the controller sets the state to leaving, then looks at every lane. Whichever comes second sees
 //! the other, provided each one's store is visible before its load; the controller pays for both sides with
 //! `membarrier`, as lanes are many and leaving is rare. Then it waits until every number that was added has been
 //! served, and only then tells the kernel to stop. `model.rs` checks every interleaving of this.
