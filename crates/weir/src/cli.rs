@@ -107,6 +107,11 @@ pub struct ServeOptions {
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=1_000_000))]
     pub spin_us: u32,
 
+    /// Serve TCP under TLS, with server-cert.pem and server-key.pem of this directory; if it has a ca-cert.pem,
+    /// clients must show a certificate that it has signed. Not for swap.
+    #[arg(long, value_name = "DIRECTORY", conflicts_with = "insecure")]
+    pub tls: Option<PathBuf>,
+
     /// Serve TCP without TLS; on the loopback interface only.
     #[arg(long)]
     pub insecure: bool,

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use weir_core::seal;
 use weir_core::swap_safety::Protections;
 use weir_export::log::Log;
-use weir_export::nbd::{self, Listen, Server};
+use weir_export::nbd::{self, Identity, Listen, Server};
 use weir_volume::Volume;
 
 /// How long requests that are under way may take when the daemon stops.
@@ -53,7 +53,11 @@ impl Daemon {
         let plan = Plan { stores: &options.store, size: options.size, lanes: connections, depth: DEPTH };
         let volume = pages::open(&plan, keeper, log)?;
 
-        let listen: Vec<Listen> = options.nbd.iter().map(listen).collect();
+        let identity = options.tls.as_deref().map(Identity::from_directory).transpose();
+        let identity =
+            identity.map_err(|error| Failure::Failed(format!("--tls: {}", chain(&error))))?.map(Arc::new);
+        let listen: Vec<Listen> =
+            options.nbd.iter().map(|address| listen(address, identity.as_ref())).collect();
         let config = nbd::Config {
             name: options.name.clone(),
             connections,
@@ -99,10 +103,13 @@ impl Daemon {
     }
 }
 
-fn listen(address: &Address) -> Listen {
-    match address {
-        Address::Unix(path) => Listen::Unix(path.clone()),
-        Address::Tcp { host, port } => Listen::Insecure { host: host.clone(), port: *port },
+fn listen(address: &Address, identity: Option<&Arc<Identity>>) -> Listen {
+    match (address.clone(), identity) {
+        (Address::Unix(path), _) => Listen::Unix(path),
+        (Address::Tcp { host, port }, Some(identity)) => {
+            Listen::Tls { host, port, identity: Arc::clone(identity) }
+        }
+        (Address::Tcp { host, port }, None) => Listen::Insecure { host, port },
     }
 }
 

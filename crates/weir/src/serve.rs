@@ -75,8 +75,8 @@ fn check(options: &ServeOptions) -> Result<(), Failure> {
     }
     let tcp = options.nbd.iter().find(|address| matches!(address, Address::Tcp { .. }));
     match tcp {
-        Some(address) if !options.insecure => Err(Failure::Usage(format!(
-            "--nbd {address} would carry pages in the clear; accepted: unix:PATH, or --insecure for the loopback interface"
+        Some(address) if !options.insecure && options.tls.is_none() => Err(Failure::Usage(format!(
+            "--nbd {address} would carry pages in the clear; accepted: unix:PATH, --tls DIRECTORY, or --insecure for the loopback interface"
         ))),
         _ => Ok(()),
     }

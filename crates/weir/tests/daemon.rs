@@ -243,6 +243,18 @@ fn a_device_larger_than_its_stores_is_refused_with_the_room_that_is_missing() {
 }
 
 #[test]
+fn tls_without_a_certificate_is_refused_and_the_missing_file_is_named() {
+    let directory = Directory::new("tls");
+    let (tls, control) = (directory.file("certificates"), directory.file("c.sock"));
+    let flags =
+        ["--store", "host:16MiB", "--nbd", "tcp:localhost:10809", "--tls", &tls, "--control", &control];
+    let output = run(&[&["serve"], &flags[..]].concat());
+    let said = text(&output.stderr);
+    assert_eq!((output.status.code(), said.lines().count()), (Some(1), 1), "{said}");
+    assert!(said.contains("--tls") && said.contains("server-cert.pem"), "{said}");
+}
+
+#[test]
 fn a_trial_on_memory_passes_and_reports() {
     let output =
         run(&["try", "--seconds", "1", "--store", "host:32MiB", "--connections", "3", "--seed", "1"]);
