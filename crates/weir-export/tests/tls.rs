@@ -70,7 +70,7 @@ fn an_image_goes_in_and_out_under_tls_and_nothing_goes_without() {
     }
     let server = start(&volume(4096), &certificates.0);
     let uri = |scheme: &str| {
-        format!("{scheme}://localhost:{}/weir?tls-certificates={}", port(&server), certificates.0.display())
+        format!("{scheme}://127.0.0.1:{}/weir?tls-certificates={}", port(&server), certificates.0.display())
     };
     let (from, to) = (certificates.0.join("in"), certificates.0.join("out"));
     std::fs::write(&from, noise(1, 16 << 20)).unwrap();
