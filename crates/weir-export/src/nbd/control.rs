@@ -26,8 +26,8 @@ const ACCEPT_BURST: usize = 16;
 /// How long to leave new connections alone when the process has no descriptors left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// What the system is asked to hold of replies that a client has not read; it doubles this for its own overhead.
-/// Little, so that the client reads them while they are still in the cache: long reads were 1.5 times nbdkit's with
-/// 64 KiB, 1.35 with 512 KiB and 1.2 with the system's default.
+/// Little, so that the client reads them while they are still in the cache. Chosen by runs of one server at a time; the
+/// run in turns (benchmarks/results/block.json) has long reads at 0.76 times nbdkit's, so it waits to be measured again.
 const SEND_BUFFER_BYTES: usize = 64 << 10;
 
 /// Lines of one kind that one second may bring; a flood is summed up.
