@@ -1,18 +1,17 @@
 //! The daemon: stores, the volume over them, and the ways in. `weir serve` runs it in the foreground, `weir try` drives one
 //! in its own process.
 
-use crate::address::Address;
 use crate::cli::ServeOptions;
-use crate::control::{Export, Io, Protection, SCHEMA, Status, Store, Volume as VolumeCounts};
-use crate::failure::{Failure, chain};
+use crate::control::{Io, Protection, SCHEMA, Status, Store, Volume as VolumeCounts};
+use crate::failure::Failure;
 use crate::keeper::{Held, Link};
 use crate::pages::{self, Plan};
+use crate::ways_in::{self, Nbd, WayIn};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use weir_core::seal;
 use weir_core::swap_safety::Protections;
 use weir_export::log::Log;
-use weir_export::nbd::{self, Identity, Listen, Server};
 use weir_volume::Volume;
 
 /// How long requests that are under way may take when the daemon stops.
@@ -32,7 +31,7 @@ pub struct Daemon {
 struct Shared {
     volume: Arc<Volume>,
     /// Until the daemon stops. The lock is the control plane's: no I/O thread takes it.
-    nbd: Mutex<Option<Server>>,
+    ways_in: Mutex<Vec<Box<dyn WayIn>>>,
     protections: Protections,
     swap: bool,
     begun: Instant,
@@ -49,29 +48,18 @@ impl Daemon {
         keeper: Option<(&Link, Held)>,
         log: &Log,
     ) -> Result<Self, Failure> {
-        let connections = usize::from(options.connections);
-        let plan = Plan { stores: &options.store, size: options.size, lanes: connections, depth: DEPTH };
+        let plan =
+            Plan { stores: &options.store, size: options.size, lanes: ways_in::lanes(options), depth: DEPTH };
         let volume = pages::open(&plan, keeper, log)?;
 
-        let identity = options.tls.as_deref().map(Identity::from_directory).transpose();
-        let identity =
-            identity.map_err(|error| Failure::Failed(format!("--tls: {}", chain(&error))))?.map(Arc::new);
-        let listen: Vec<Listen> =
-            options.nbd.iter().map(|address| listen(address, identity.as_ref())).collect();
-        let config = nbd::Config {
-            name: options.name.clone(),
-            connections,
-            spin: Duration::from_micros(options.spin_us.into()),
-            swap: options.swap,
-            unsafe_no_flusher: options.unsafe_no_flusher,
-            ..nbd::Config::default()
-        };
-        let nbd =
-            Server::start(&volume, &config, &listen, log).map_err(|error| Failure::Failed(chain(&error)))?;
+        let mut ways_in: Vec<Box<dyn WayIn>> = Vec::new();
+        if !options.nbd.is_empty() {
+            ways_in.push(Box::new(Nbd::start(&volume, options, log)?));
+        }
         seal::seal(seal::policy_from_environment());
         let shared = Shared {
             volume,
-            nbd: Mutex::new(Some(nbd)),
+            ways_in: Mutex::new(ways_in),
             protections,
             swap: options.swap,
             begun: Instant::now(),
@@ -81,8 +69,9 @@ impl Daemon {
 
     /// Answers what has been received, then hangs up; the sockets are gone when this returns.
     pub fn stop(self) {
-        if let Some(nbd) = self.shared.nbd().take() {
-            nbd.shutdown(GRACE);
+        let ways_in = std::mem::take(&mut *self.shared.ways_in());
+        for way_in in ways_in {
+            way_in.stop(GRACE);
         }
     }
 
@@ -103,31 +92,9 @@ impl Daemon {
     }
 }
 
-fn listen(address: &Address, identity: Option<&Arc<Identity>>) -> Listen {
-    match (address.clone(), identity) {
-        (Address::Unix(path), _) => Listen::Unix(path),
-        (Address::Tcp { host, port }, Some(identity)) => {
-            Listen::Tls { host, port, identity: Arc::clone(identity) }
-        }
-        (Address::Tcp { host, port }, None) => Listen::Insecure { host, port },
-    }
-}
-
-/// A way in for each address; they share their connections.
-fn exports(server: &Server) -> Vec<Export> {
-    let stats = server.stats();
-    let export = |address: &Listen| Export {
-        kind: "nbd".to_owned(),
-        address: address.to_string(),
-        connections: stats.connected,
-        connections_most: stats.connections_max,
-    };
-    server.addresses().iter().map(export).collect()
-}
-
 impl Shared {
-    fn nbd(&self) -> MutexGuard<'_, Option<Server>> {
-        self.nbd.lock().expect("nobody panics while holding it")
+    fn ways_in(&self) -> MutexGuard<'_, Vec<Box<dyn WayIn>>> {
+        self.ways_in.lock().expect("nobody panics while holding it")
     }
 
     fn status(&self) -> Status {
@@ -142,7 +109,7 @@ impl Shared {
             read: Io::reads(&volume),
             write: Io::writes(&volume),
             discarded: volume.discards,
-            exports: self.nbd().as_ref().map(exports).unwrap_or_default(),
+            exports: self.ways_in().iter().flat_map(|way_in| way_in.exports()).collect(),
             protection: Protection {
                 swap: self.swap,
                 io_flusher: self.protections.io_flusher,

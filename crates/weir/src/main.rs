@@ -18,6 +18,7 @@ mod pages;
 mod serve;
 mod status;
 mod trial;
+mod ways_in;
 
 use clap::Parser as _;
 use cli::{Cli, Command};

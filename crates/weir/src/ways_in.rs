@@ -1,0 +1,82 @@
+//! The ways into a daemon's volume: each serves it to one kind of client, with lanes of its own.
+
+use crate::address::Address;
+use crate::cli::ServeOptions;
+use crate::control::Export;
+use crate::failure::{Failure, chain};
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+use weir_export::log::Log;
+use weir_export::nbd::{self, Identity, Listen, Server};
+use weir_volume::Volume;
+
+/// A running way in.
+pub trait WayIn: fmt::Debug + Send {
+    /// Where it serves, and to how many; for status.
+    fn exports(&self) -> Vec<Export>;
+
+    /// Answers what has been received, for at most `grace`, then lets its clients go. Nothing of it is left in the file system.
+    fn stop(self: Box<Self>, grace: Duration);
+}
+
+/// Lanes of the volume that the ways in asked for take together.
+pub fn lanes(options: &ServeOptions) -> usize {
+    if options.nbd.is_empty() { 0 } else { usize::from(options.connections) }
+}
+
+/// The NBD server on all its addresses.
+#[derive(Debug)]
+pub struct Nbd(Server);
+
+impl Nbd {
+    /// Listens on every `--nbd` address.
+    ///
+    /// # Errors
+    /// When a socket or a certificate cannot be had.
+    pub fn start(volume: &Arc<Volume>, options: &ServeOptions, log: &Log) -> Result<Self, Failure> {
+        let identity = options.tls.as_deref().map(Identity::from_directory).transpose();
+        let identity =
+            identity.map_err(|error| Failure::Failed(format!("--tls: {}", chain(&error))))?.map(Arc::new);
+        let listen: Vec<Listen> =
+            options.nbd.iter().map(|address| listen(address, identity.as_ref())).collect();
+        let config = nbd::Config {
+            name: options.name.clone(),
+            connections: usize::from(options.connections),
+            spin: Duration::from_micros(options.spin_us.into()),
+            swap: options.swap,
+            unsafe_no_flusher: options.unsafe_no_flusher,
+            ..nbd::Config::default()
+        };
+        let server =
+            Server::start(volume, &config, &listen, log).map_err(|error| Failure::Failed(chain(&error)))?;
+        Ok(Nbd(server))
+    }
+}
+
+impl WayIn for Nbd {
+    fn exports(&self) -> Vec<Export> {
+        let stats = self.0.stats();
+        let export = |address: &Listen| Export {
+            kind: "nbd".to_owned(),
+            address: address.to_string(),
+            connections: stats.connected,
+            connections_most: stats.connections_max,
+        };
+        self.0.addresses().iter().map(export).collect()
+    }
+
+    fn stop(self: Box<Self>, grace: Duration) {
+        self.0.shutdown(grace);
+    }
+}
+
+fn listen(address: &Address, identity: Option<&Arc<Identity>>) -> Listen {
+    match (address.clone(), identity) {
+        (Address::Unix(path), _) => Listen::Unix(path),
+        (Address::Tcp { host, port }, Some(identity)) => {
+            Listen::Tls { host, port, identity: Arc::clone(identity) }
+        }
+        (Address::Tcp { host, port }, None) => Listen::Insecure { host, port },
+    }
+}
