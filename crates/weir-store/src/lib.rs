@@ -73,6 +73,17 @@ pub trait Store: Send + Sync + fmt::Debug {
         Err(Fault::Unsupported)
     }
 
+    /// How much of each card is left to its owner, where the store lies on cards that say so; else empty. Costs some ten
+    /// microseconds a card: for a governor that looks a few times a second.
+    fn headroom(&self) -> Vec<vram::Headroom> {
+        Vec::new()
+    }
+
+    /// Which card a chunk lies on: an index into [`headroom`](Store::headroom).
+    fn card(&self, _chunk: u32) -> usize {
+        0
+    }
+
     /// What must outlive this process for [`reopen`] to find the pages again; a keeper holds it. Empty where the pages end
     /// with the process.
     fn keepsakes(&self) -> Vec<Keepsake<'_>> {

@@ -2,14 +2,16 @@
 //! that imports the renderer's memory, and each error that a real driver may answer with.
 
 mod fake_cuda;
+mod fake_nvml;
 
 use fake_cuda::{Batch, FakeCuda};
+use fake_nvml::{Card, FakeNvml};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, Page, PageBytes, Slot};
-use weir_store::vram::{VramStore, VramUrl};
+use weir_store::vram::{Drivers, VramStore, VramUrl};
 use weir_store::{Done, Fault, Lane, Progress, State, Store, StoreUrl, conformance};
 
 fn url(options: &str) -> VramUrl {
@@ -20,6 +22,11 @@ fn url(options: &str) -> VramUrl {
     }
 }
 
+/// That libcuda, and no management library.
+fn drivers(cuda: &Path) -> Drivers {
+    Drivers { cuda: cuda.into(), nvml: "/no/libnvidia-ml.so.1".into() }
+}
+
 /// A store and the fake driver under it, which must outlive it.
 struct Faked {
     store: VramStore,
@@ -28,7 +35,8 @@ struct Faked {
 
 fn faked(options: &str, batch: Batch) -> Faked {
     let cuda = FakeCuda::build(batch);
-    let store = VramStore::open_with(&url(options), cuda.path()).expect("lavapipe, from mesa-vulkan-drivers");
+    let store = VramStore::open_with(&url(options), &drivers(cuda.path()))
+        .expect("lavapipe, from mesa-vulkan-drivers");
     Faked { store, cuda }
 }
 
@@ -36,7 +44,7 @@ fn shared(options: &str, batch: Batch) -> Arc<dyn Store> {
     Arc::new(faked(options, batch).store)
 }
 
-conformance!(mapped: Arc::new(VramStore::open_with(&url(""), Path::new("/no/libcuda.so.1")).unwrap()) as Arc<dyn Store>);
+conformance!(mapped: Arc::new(VramStore::open_with(&url(""), &drivers(Path::new("/no/libcuda.so.1"))).unwrap()) as Arc<dyn Store>);
 conformance!(engine_of_cuda_13: shared("&path=engine", Batch::Cuda13));
 conformance!(engine_of_cuda_12: shared("&path=engine", Batch::Cuda12));
 conformance!(engine_without_batches: shared("&path=engine", Batch::None));
@@ -50,7 +58,7 @@ fn striped() -> VramStore {
     let cuda = FakeCuda::build(Batch::Cuda13);
     let mut url = url("");
     url.target = weir_store::vram::Target::All;
-    let store = VramStore::open_with(&url, cuda.path()).expect("two fake GPUs");
+    let store = VramStore::open_with(&url, &drivers(cuda.path())).expect("two fake GPUs");
     assert_eq!((store.gpus().len(), store.slots()), (2, 1024));
     store
 }
@@ -109,7 +117,7 @@ fn lane(faked: &Faked) -> Box<dyn Lane> {
 #[test]
 fn a_page_written_through_the_window_is_read_by_the_engine_and_the_other_way_round() {
     let cuda = FakeCuda::build(Batch::Cuda13);
-    let mapped = VramStore::open_with(&url("&path=mapped"), cuda.path()).expect("a store");
+    let mapped = VramStore::open_with(&url("&path=mapped"), &drivers(cuda.path())).expect("a store");
     let gpu = &mapped.gpus()[0];
     let fd = gpu.export(0).expect("an export").expect("a chunk");
     let mut by_window = mapped.lane(1).expect("a lane");
@@ -126,7 +134,7 @@ fn a_page_written_through_the_window_is_read_by_the_engine_and_the_other_way_rou
 #[test]
 fn nothing_readable_is_left_in_a_released_chunk_or_after_the_end() {
     let cuda = FakeCuda::build(Batch::Cuda13);
-    let store = VramStore::open_with(&url(""), cuda.path()).expect("a store");
+    let store = VramStore::open_with(&url(""), &drivers(cuda.path())).expect("a store");
     // A duplicate keeps the memory after its owner let go, and shows what was left in it.
     let kept = [0, 1].map(|chunk| {
         std::fs::File::from(store.gpus()[0].export(chunk).expect("an export").expect("a chunk"))
@@ -265,7 +273,7 @@ fn every_call_that_fails_at_the_start_is_a_sentence_and_no_crash() {
         for code in [1, 2, 999] {
             let cuda = FakeCuda::build(Batch::Cuda13);
             cuda.fail(call, 0, -1, code);
-            match VramStore::open_with(&url("&ring=on"), cuda.path()) {
+            match VramStore::open_with(&url("&ring=on"), &drivers(cuda.path())) {
                 // Without its context there is still the window.
                 Ok(store) => {
                     let needless =
@@ -285,8 +293,9 @@ fn every_call_that_fails_at_the_start_is_a_sentence_and_no_crash() {
 fn without_any_driver_there_is_a_reason_instead_of_a_store() {
     let mut url = url("");
     url.target = weir_store::vram::Target::Index(0);
-    let error =
-        VramStore::open_with(&url, Path::new("/no/libcuda.so.1")).expect_err("no GPU here").to_string();
+    let error = VramStore::open_with(&url, &drivers(Path::new("/no/libcuda.so.1")))
+        .expect_err("no GPU here")
+        .to_string();
     for part in ["no VRAM store here", "Vulkan: ", "CUDA: ", "libcuda.so.1"] {
         assert!(error.contains(part), "{error}");
     }
@@ -297,7 +306,7 @@ fn cuda_alone_works_without_the_window() {
     let cuda = FakeCuda::build(Batch::Cuda13);
     let mut url = url("");
     url.target = weir_store::vram::Target::Index(0);
-    let store = VramStore::open_with(&url, cuda.path()).expect("a store by CUDA alone");
+    let store = VramStore::open_with(&url, &drivers(cuda.path())).expect("a store by CUDA alone");
     assert!(store.gpus()[0].describe().contains("not mapped"), "{}", store.gpus()[0].describe());
     let mut lane = store.lane(4).expect("a lane");
     for slot in [0, 255, 256, 1023] {
@@ -345,4 +354,74 @@ fn chunks_come_and_go_under_load_and_the_ring_makes_way() {
         }
     });
     assert!(store.gpus()[0].counters().ring_entered > 1, "{:?}", store.gpus()[0].counters());
+}
+
+/// Waits for what the watching thread does a few times a second.
+fn soon(what: &str, mut is: impl FnMut() -> bool) {
+    let since = Instant::now();
+    while !is() {
+        assert!(since.elapsed() < Duration::from_secs(10), "not {what} in 10 s");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+const CARD: Card = Card { free: 8 << 30, total: 24 << 30, display: false, others: 0 };
+
+#[test]
+fn the_floor_of_free_memory_makes_a_store_drain_and_recover() {
+    let nvml = FakeNvml::build(CARD);
+    let drivers = Drivers { nvml: nvml.path().into(), ..drivers(Path::new("/no/libcuda.so.1")) };
+    let store = VramStore::open_with(&url("&floor=512MiB"), &drivers).expect("a store");
+    let room = store.headroom()[0];
+    assert_eq!((room.free, room.total, room.floor, room.spare), (8 << 30, 24 << 30, 512 << 20, 1 << 30));
+    assert_eq!((store.state(), room.owed_chunks()), (State::Online, 0));
+    nvml.set(Card { free: 511 << 20, ..CARD });
+    soon("draining", || store.state() == State::Draining);
+    assert_eq!(store.headroom()[0].owed_chunks(), 2, "the floor and a chunk on top");
+    // What it holds it still gives.
+    let mut lane = store.lane(1).expect("a lane");
+    write(lane.as_mut(), 1, &page(1)).expect("written");
+    assert_eq!(read(lane.as_mut(), 1), Ok(page(1)));
+    nvml.set(Card { free: 513 << 20, ..CARD });
+    soon("online", || store.state() == State::Online);
+}
+
+#[test]
+fn a_display_takes_its_share_and_keeps_the_kernel_off_the_card() {
+    let nvml = FakeNvml::build(Card { display: true, ..CARD });
+    let cuda = FakeCuda::build(Batch::Cuda13);
+    let drivers = Drivers { cuda: cuda.path().into(), nvml: nvml.path().into() };
+    let store = VramStore::open_with(&url(""), &drivers).expect("a store");
+    let room = store.headroom()[0];
+    assert_eq!((room.display, room.spare), (true, 3 << 30));
+    assert!(!store.gpus()[0].enter_ring(), "no kernel beside a display unless it is asked for");
+    let asked = VramStore::open_with(&url("&ring=on"), &drivers).expect("a store");
+    let _lane = asked.lane(1).expect("a lane");
+    assert!(asked.gpus()[0].enter_ring());
+}
+
+#[test]
+fn another_process_on_the_card_sends_the_kernel_away() {
+    let nvml = FakeNvml::build(CARD);
+    let cuda = FakeCuda::build(Batch::Cuda13);
+    let drivers = Drivers { cuda: cuda.path().into(), nvml: nvml.path().into() };
+    let store = VramStore::open_with(&url("&ring=on"), &drivers).expect("a store");
+    let _lane = store.lane(1).expect("a lane");
+    let gpu = &store.gpus()[0];
+    soon("resident", || gpu.ring_is_resident());
+    nvml.set(Card { others: 1, ..CARD });
+    soon("away", || !gpu.ring_is_resident());
+    nvml.set(CARD);
+    soon("back", || gpu.ring_is_resident());
+}
+
+#[test]
+fn a_management_library_that_fails_says_nothing_and_breaks_nothing() {
+    let nvml = FakeNvml::build(CARD);
+    let drivers = Drivers { nvml: nvml.path().into(), ..drivers(Path::new("/no/libcuda.so.1")) };
+    let store = VramStore::open_with(&url(""), &drivers).expect("a store");
+    assert_eq!(store.headroom().len(), 1);
+    std::fs::remove_file(nvml.path().with_extension("card")).expect("removed");
+    assert!(store.headroom().is_empty());
+    assert_eq!(store.state(), State::Online);
 }

@@ -1,7 +1,9 @@
 //! One card as a store: its chunks, its three paths, its state, and the thread that watches over it.
 
+use super::Drivers;
 use super::chunks::{Chunks, LANES_MAX, Memory, Source};
 use super::engine::{BatchLane, Context, Which};
+use super::headroom::Headroom;
 use super::lane::GpuLane;
 use super::mapped::Device;
 use super::mapped::copy::Copies;
@@ -47,6 +49,8 @@ pub struct Gpu {
     url: String,
     path: PathMode,
     floor: u64,
+    spare: u64,
+    display: bool,
     chunk_bytes: u64,
     slots: u32,
     copies: Copies,
@@ -84,16 +88,18 @@ impl Gpu {
     ///
     /// # Errors
     /// When there is no such card, or not so much memory.
-    pub(super) fn open(options: &VramUrl, libcuda: &FilePath) -> Result<Arc<Self>, OpenError> {
+    pub(super) fn open(options: &VramUrl, drivers: &Drivers) -> Result<Arc<Self>, OpenError> {
         let url = options.to_string();
         let fail = |what: String| OpenError::new(&url, what);
-        let (source, uuid) = find(options, libcuda).map_err(fail)?;
-        let nvml = uuid.and_then(Nvml::open);
+        let (source, uuid) = find(options, &drivers.cuda).map_err(fail)?;
+        let nvml = uuid.and_then(|uuid| Nvml::open(&drivers.nvml, uuid));
         let display = nvml.as_ref().is_some_and(Nvml::drives_display);
-        let bytes = size(options, &source, nvml.as_ref(), display).map_err(fail)?;
+        let spare = options.floor.0.max(if display { SPARE_DISPLAY } else { SPARE });
+        let bytes = size(options, &source, nvml.as_ref(), spare).map_err(fail)?;
         let size = chunk_bytes(options, bytes);
         let count = bytes.div_ceil(size) as usize;
-        let used_before = nvml.as_ref().and_then(Nvml::used_bytes);
+        let used = || nvml.as_ref().and_then(Nvml::memory).map(|memory| memory.used);
+        let used_before = used();
         let ring = ring(options, &source, display).map_err(|error| fail(format!("ring: {error}")))?;
         let chunks = Chunks::new(count, (size / PAGE_SIZE as u64) as u32);
         let mut taken = 0;
@@ -115,7 +121,8 @@ impl Gpu {
         }
         let bytes = bytes.min(taken * size);
         // A driver may quietly place "device" memory in RAM when the card is full. NVML counts what is on the card.
-        if let (Some(before), Some(after)) = (used_before, nvml.as_ref().and_then(Nvml::used_bytes)) {
+        let is_card = options.target != Target::Software;
+        if let (Some(before), Some(after), true) = (used_before, used(), is_card) {
             let grown = after.saturating_sub(before);
             if grown < bytes / 2 {
                 let (taken, grown) = (ByteSize(bytes), ByteSize(grown));
@@ -128,6 +135,8 @@ impl Gpu {
             url: url.clone(),
             path: options.path,
             floor: options.floor.0,
+            spare,
+            display,
             chunk_bytes: size,
             slots: (bytes / PAGE_SIZE as u64).min(u64::from(u32::MAX)) as u32,
             copies: Copies::detect(),
@@ -171,6 +180,20 @@ impl Gpu {
             ring_left: self.left.load(Ordering::Relaxed),
             power_mw: self.nvml.as_ref().and_then(Nvml::power_mw),
         }
+    }
+
+    /// How much of the card is left to its owner: one call of the management library, some ten microseconds. `None`
+    /// where it is not there; then nothing is known about other processes.
+    pub fn headroom(&self) -> Option<Headroom> {
+        let memory = self.nvml.as_ref()?.memory()?;
+        Some(Headroom {
+            free: memory.free,
+            total: memory.total,
+            display: self.display,
+            floor: self.floor,
+            spare: self.spare,
+            chunk: self.chunk_bytes,
+        })
     }
 
     /// A descriptor of a chunk's memory, which lives while one is open; `None` for a released chunk. What a keeper
@@ -325,12 +348,12 @@ impl Gpu {
     /// Looks after head-room. Returns how many others use the card.
     fn ask(&self) -> u32 {
         let Some(nvml) = &self.nvml else { return 0 };
-        if let Some(free) = nvml.free_bytes() {
+        if let Some(headroom) = self.headroom() {
             // With a chunk's difference between both directions, so that it does not flutter.
             let state = self.state.load(Ordering::Relaxed);
-            if state == ONLINE && free < self.floor {
+            if state == ONLINE && headroom.is_short() {
                 let _ = self.state.compare_exchange(ONLINE, DRAINING, Ordering::Relaxed, Ordering::Relaxed);
-            } else if state == DRAINING && free > self.floor + self.chunk_bytes {
+            } else if state == DRAINING && headroom.has_recovered() {
                 let _ = self.state.compare_exchange(DRAINING, ONLINE, Ordering::Relaxed, Ordering::Relaxed);
             }
         }
@@ -472,17 +495,16 @@ fn chunk_bytes(options: &VramUrl, bytes: u64) -> u64 {
 }
 
 /// Bytes to reserve.
-fn size(options: &VramUrl, source: &Source, nvml: Option<&Nvml>, display: bool) -> Result<u64, String> {
+fn size(options: &VramUrl, source: &Source, nvml: Option<&Nvml>, spare: u64) -> Result<u64, String> {
     if let Some(size) = options.size {
         return Ok(size.0);
     }
-    let free = match (nvml.and_then(Nvml::free_bytes), &source.gpu, &source.cuda) {
-        (Some(free), _, _) => free,
+    let free = match (nvml.and_then(Nvml::memory), &source.gpu, &source.cuda) {
+        (Some(memory), _, _) => memory.free,
         (None, Some(gpu), _) => gpu.free_bytes(),
         (None, None, Some(cuda)) => cuda.memory().map_err(|error| error.to_string())?.0,
         (None, None, None) => 0,
     };
-    let spare = options.floor.0.max(if display { SPARE_DISPLAY } else { SPARE });
     let chunks = free.saturating_sub(spare) / options.chunk.0;
     if chunks == 0 {
         let (free, spare) = (ByteSize(free), ByteSize(spare));

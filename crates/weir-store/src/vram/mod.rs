@@ -18,6 +18,7 @@ mod calibrate;
 mod chunks;
 pub mod engine;
 mod gpu;
+mod headroom;
 mod lane;
 pub mod mapped;
 mod membarrier;
@@ -28,12 +29,29 @@ mod store;
 pub mod table;
 
 pub use gpu::{Counters, Gpu};
+pub use headroom::Headroom;
 pub use lane::GpuLane;
 pub use options::{PathMode, RingMode, Target, VramUrl};
 pub use store::VramStore;
 
 use engine::CallError;
 use mapped::VulkanError;
+use std::path::PathBuf;
+
+/// The vendor's libraries, found at run time; others in their place are how tests inject errors.
+#[derive(Clone, Debug)]
+pub struct Drivers {
+    /// CUDA's driver interface.
+    pub cuda: PathBuf,
+    /// The management library.
+    pub nvml: PathBuf,
+}
+
+impl Default for Drivers {
+    fn default() -> Self {
+        Drivers { cuda: "libcuda.so.1".into(), nvml: "libnvidia-ml.so.1".into() }
+    }
+}
 
 /// What goes wrong between a store and its drivers.
 #[derive(Clone, Copy, Debug, thiserror::Error)]

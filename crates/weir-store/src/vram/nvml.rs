@@ -3,6 +3,7 @@
 
 use libloading::Library;
 use std::ffi::{CString, c_char, c_int, c_uint, c_void};
+use std::path::Path;
 
 type Handle = *mut c_void;
 
@@ -29,11 +30,14 @@ unsafe impl Sync for Nvml {}
 
 /// `nvmlMemory_t`.
 #[repr(C)]
-#[derive(Default)]
-struct Memory {
-    total: u64,
-    free: u64,
-    used: u64,
+#[derive(Clone, Copy, Default)]
+pub struct Memory {
+    /// In all.
+    pub total: u64,
+    /// Nobody's.
+    pub free: u64,
+    /// Somebody's.
+    pub used: u64,
 }
 
 /// `nvmlProcessInfo_v2_t`, which the `_v3` calls fill.
@@ -48,11 +52,11 @@ struct ProcessInfo {
 
 impl Nvml {
     /// Opens the card that Vulkan and CUDA call by `uuid`; `None` without the library or the card.
-    pub fn open(uuid: [u8; 16]) -> Option<Self> {
+    pub fn open(library: &Path, uuid: [u8; 16]) -> Option<Self> {
         // SAFETY: loading the vendor's library runs its initialisers; every symbol is used with the signature that
         // nvml.h gives it, and every output outlives its call.
         unsafe {
-            let library = Library::new("libnvidia-ml.so.1").ok()?;
+            let library = Library::new(library).ok()?;
             let init = *library.get::<unsafe extern "C" fn() -> c_int>(b"nvmlInit_v2\0").ok()?;
             let shutdown = *library.get::<unsafe extern "C" fn() -> c_int>(b"nvmlShutdown\0").ok()?;
             let by_uuid = *library
@@ -100,18 +104,11 @@ impl Nvml {
         &self.driver
     }
 
-    /// Bytes of the card that nobody has.
-    pub fn free_bytes(&self) -> Option<u64> {
+    /// Bytes of the card: nobody's, somebody's, and in all.
+    pub fn memory(&self) -> Option<Memory> {
         let mut memory = Memory::default();
         // SAFETY: the handle is the card's, the output outlives the call.
-        (unsafe { (self.memory)(self.handle, &mut memory) } == 0).then_some(memory.free)
-    }
-
-    /// Bytes of the card that somebody has.
-    pub fn used_bytes(&self) -> Option<u64> {
-        let mut memory = Memory::default();
-        // SAFETY: as above.
-        (unsafe { (self.memory)(self.handle, &mut memory) } == 0).then_some(memory.used)
+        (unsafe { (self.memory)(self.handle, &mut memory) } == 0).then_some(memory)
     }
 
     /// What the card draws, in milliwatts.

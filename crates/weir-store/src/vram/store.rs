@@ -3,17 +3,15 @@
 //! Chunks go round the cards in proportion to each one's measured speed, so that neighbouring chunks lie on
 //! different cards and a random load meets them all.
 
+use super::Drivers;
 use super::gpu::Gpu;
+use super::headroom::Headroom;
 use super::lane::GpuLane;
 use super::options::{Target, VramUrl};
 use super::table::{self, Direction};
 use crate::{Done, Fault, Lane, OpenError, Progress, State, Store, Ticket};
-use std::path::Path;
 use std::sync::Arc;
 use weir_core::{ByteSize, PageBytes, Slot};
-
-/// Where NVIDIA's driver puts it.
-const LIBCUDA: &str = "libcuda.so.1";
 
 /// The memory of one GPU, or of all.
 #[derive(Debug)]
@@ -31,17 +29,17 @@ impl VramStore {
     /// # Errors
     /// When no card will do, or its memory cannot be had. The sentence says what was found.
     pub fn open(url: &VramUrl) -> Result<Self, OpenError> {
-        Self::open_with(url, Path::new(LIBCUDA))
+        Self::open_with(url, &Drivers::default())
     }
 
-    /// As [`open`](Self::open), with another library in place of NVIDIA's: how tests inject its errors.
+    /// As [`open`](Self::open), with other libraries in place of NVIDIA's.
     ///
     /// # Errors
     /// As [`open`](Self::open).
-    pub fn open_with(url: &VramUrl, libcuda: &Path) -> Result<Self, OpenError> {
+    pub fn open_with(url: &VramUrl, drivers: &Drivers) -> Result<Self, OpenError> {
         let gpus = match url.target {
-            Target::Index(_) | Target::Software => vec![Gpu::open(url, libcuda)?],
-            Target::All => open_all(url, libcuda)?,
+            Target::Index(_) | Target::Software => vec![Gpu::open(url, drivers)?],
+            Target::All => open_all(url, drivers)?,
         };
         Ok(Self::over(url.to_string(), gpus))
     }
@@ -106,12 +104,12 @@ fn deal(chunks: &[u32], speeds: &[f64]) -> Vec<(u16, u32)> {
     deal
 }
 
-fn open_all(url: &VramUrl, libcuda: &Path) -> Result<Vec<Arc<Gpu>>, OpenError> {
-    let cards = Gpu::count(libcuda).max(1) as u32;
+fn open_all(url: &VramUrl, drivers: &Drivers) -> Result<Vec<Arc<Gpu>>, OpenError> {
+    let cards = Gpu::count(&drivers.cuda).max(1) as u32;
     // A size is the sum over the cards, in equal parts of whole chunks.
     let size = url.size.map(|size| ByteSize(size.0.div_ceil(u64::from(cards)).next_multiple_of(url.chunk.0)));
     (0..cards)
-        .map(|index| Gpu::open(&VramUrl { target: Target::Index(index), size, ..url.clone() }, libcuda))
+        .map(|index| Gpu::open(&VramUrl { target: Target::Index(index), size, ..url.clone() }, drivers))
         .collect()
 }
 
@@ -144,6 +142,14 @@ impl Store for VramStore {
             () if states().any(|state| state == State::Draining) => State::Draining,
             () => State::Online,
         }
+    }
+
+    fn headroom(&self) -> Vec<Headroom> {
+        self.gpus.iter().filter_map(|gpu| gpu.headroom()).collect()
+    }
+
+    fn card(&self, chunk: u32) -> usize {
+        self.deal.get(chunk as usize).map_or(0, |&(gpu, _)| usize::from(gpu))
     }
 
     fn release(&self, chunk: u32) -> Result<(), Fault> {

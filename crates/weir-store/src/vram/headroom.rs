@@ -1,0 +1,83 @@
+//! How much of a card is left to its owner, and what follows from it: a pure function of what was read.
+
+/// One card's memory as all its users together leave it. The owner comes first: below `floor` memory is owed back; above
+/// `spare` more may be taken.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Headroom {
+    /// Bytes that nobody has.
+    pub free: u64,
+    /// Bytes of the card.
+    pub total: u64,
+    /// A display hangs on it.
+    pub display: bool,
+    /// Free bytes below which memory is given back (`floor=` of the URL).
+    pub floor: u64,
+    /// Free bytes that are left alone when memory is taken: 1 GiB, 3 GiB beside a display, the floor if that is more.
+    pub spare: u64,
+    /// Bytes of a chunk, the unit of giving and taking.
+    pub chunk: u64,
+}
+
+impl Headroom {
+    /// Whether memory is owed back.
+    pub fn is_short(&self) -> bool {
+        self.free < self.floor
+    }
+
+    /// Whether what was owed has been given, with a chunk on top, so that giving and taking do not chase each other.
+    pub fn has_recovered(&self) -> bool {
+        self.free >= self.floor + self.chunk
+    }
+
+    /// Chunks to give back now; 0 while the floor is kept. Once it is broken, up to where it has recovered.
+    pub fn owed_chunks(&self) -> u32 {
+        if !self.is_short() {
+            return 0;
+        }
+        chunks((self.floor + self.chunk - self.free).div_ceil(self.chunk))
+    }
+
+    /// Chunks that may be taken again: what is free beyond the spare, less one chunk of distance.
+    pub fn spare_chunks(&self) -> u32 {
+        chunks((self.free.saturating_sub(self.spare) / self.chunk).saturating_sub(1))
+    }
+}
+
+fn chunks(count: u64) -> u32 {
+    u32::try_from(count).unwrap_or(u32::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn card(free: u64) -> Headroom {
+        let (floor, spare, chunk) = (512 * MIB, 1024 * MIB, 128 * MIB);
+        Headroom { free, total: 24 << 30, display: false, floor, spare, chunk }
+    }
+
+    #[test]
+    fn what_is_owed_is_what_restores_the_floor_and_a_chunk() {
+        assert_eq!(card(512 * MIB).owed_chunks(), 0);
+        assert_eq!(card(511 * MIB).owed_chunks(), 2);
+        assert_eq!(card(0).owed_chunks(), 5);
+        assert_eq!((card(1024 * MIB).spare_chunks(), card(1280 * MIB).spare_chunks()), (0, 1));
+    }
+
+    proptest! {
+        #[test]
+        fn giving_and_taking_end_and_never_undo_each_other(free in 0u64..8 << 30) {
+            let given = |room: Headroom| card(room.free + u64::from(room.owed_chunks()) * room.chunk);
+            let taken = |room: Headroom| card(room.free - u64::from(room.spare_chunks()) * room.chunk);
+            let after = given(card(free));
+            prop_assert_eq!(after.owed_chunks(), 0);
+            prop_assert!(!card(free).is_short() || after.has_recovered());
+            let full = taken(after);
+            prop_assert_eq!((full.owed_chunks(), full.spare_chunks()), (0, 0));
+            prop_assert!(full.free >= full.spare.min(after.free));
+        }
+    }
+}
