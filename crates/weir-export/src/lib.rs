@@ -7,3 +7,4 @@ pub mod buffer;
 pub mod log;
 pub mod nbd;
 pub mod share;
+mod spin;

@@ -9,7 +9,6 @@
 use super::flight::{CHUNK_MAX, Flight, SPAN_MAX, Work, errno};
 use super::handshake::Negotiated;
 use super::slices::{Slices, take_front};
-use super::spin::Spin;
 use super::stats::Counters;
 use super::transmission::{
     self as reply, Event, Parser, Payload, Request, Rules, Violation, data_chunk, error_offset_chunk,
@@ -17,6 +16,7 @@ use super::transmission::{
 };
 use super::wire::{Errno, command, command_flag, extent_flag};
 use crate::buffer::Buffer;
+use crate::spin::Spin;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::RecvFlags;
 use std::fmt;

@@ -15,7 +15,6 @@ mod listen;
 mod seat;
 mod server;
 mod slices;
-mod spin;
 mod stats;
 mod tls;
 pub mod transmission;

@@ -3,9 +3,9 @@
 
 use super::connection::Worker;
 use super::handshake::{INPUT_MAX, Negotiated};
-use super::spin::{Spin, SpinGate};
 use super::stats::{Counters, Stats};
 use crate::log::{Level, Log};
+use crate::spin::{Spin, SpinGate};
 use rustix::net::Shutdown;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};

@@ -18,7 +18,7 @@ const PAUSES: u32 = 16;
 
 /// How many threads may spin at once.
 #[derive(Debug)]
-pub(super) struct SpinGate {
+pub(crate) struct SpinGate {
     most: usize,
     spinning: AtomicUsize,
 }
@@ -43,9 +43,9 @@ impl SpinGate {
     }
 }
 
-/// One connection's spinning.
+/// One thread's spinning.
 #[derive(Debug)]
-pub(super) struct Spin<'a> {
+pub(crate) struct Spin<'a> {
     gate: &'a SpinGate,
     most: Duration,
     now: Duration,
