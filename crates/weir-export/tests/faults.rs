@@ -146,8 +146,9 @@ fn long_and_unaligned_requests_to_a_slow_store_come_back_as_written() {
 #[test]
 fn a_long_read_over_a_bad_page_fails_as_a_whole_and_the_connection_goes_on() {
     let bad = SimUrl { lost_slot: Some(100), delay: 3, ..SimUrl::default() };
-    let (served, sim) = served("bad", 1024, &bad);
-    for mut client in [served.client(), served.simple_client()] {
+    for (name, simple) in [("bad", false), ("bad-simple", true)] {
+        let (served, sim) = served(name, 1024, &bad);
+        let mut client = if simple { served.simple_client() } else { served.client() };
         client.write(0, &noise(1, 4 << 20)).unwrap();
         let before = sim.injected().damaged_reads;
         let whole = client.read(0, 4 << 20);
@@ -155,8 +156,8 @@ fn a_long_read_over_a_bad_page_fails_as_a_whole_and_the_connection_goes_on() {
         assert!(sim.injected().damaged_reads > before);
         let pages: Vec<bool> = (0..1024).map(|at| client.read(at * 4096, 4096).is_ok()).collect();
         assert_eq!(pages.iter().filter(|ok| !**ok).count(), 1, "one page is lost, and no other");
+        served.shutdown();
     }
-    served.shutdown();
 }
 
 #[test]

@@ -130,6 +130,11 @@ pub trait Lane: Send {
     /// Announces a batch, so that the store can choose its path before the first operation of it. Optional.
     fn plan(&mut self, _reads: usize, _writes: usize) {}
 
+    /// Whether [`plan`](Lane::plan) makes a difference, so that callers need not count batches for nothing.
+    fn heeds_plan(&self) -> bool {
+        false
+    }
+
     /// Queues the write of a page into a slot. `page` may be reused as soon as this returns.
     fn write(&mut self, ticket: Ticket, slot: Slot, page: &PageBytes) -> Progress;
 

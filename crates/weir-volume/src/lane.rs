@@ -1,5 +1,6 @@
 //! One thread's way into a volume.
 
+use crate::batch::Batch;
 use crate::entry::{Entry, Place};
 use crate::records::{Cursor, Occupant};
 use crate::status::LaneMetrics;
@@ -48,11 +49,13 @@ pub struct Lane {
     /// What was retired before this epoch may be reused.
     safe: u64,
     claims_since_safe: u32,
+    /// The store that the last slot was claimed in.
+    taker: usize,
     until_sample: u32,
 }
 
-struct StoreLane {
-    lane: Box<dyn weir_store::Lane>,
+pub(crate) struct StoreLane {
+    pub(crate) lane: Box<dyn weir_store::Lane>,
     cursor: Cursor,
     hints: Hints,
 }
@@ -164,6 +167,7 @@ impl Lane {
             pinned: None,
             safe: 0,
             claims_since_safe: 0,
+            taker: 0,
             until_sample: 0,
         })
     }
@@ -173,11 +177,18 @@ impl Lane {
         &self.volume
     }
 
-    /// Announces a batch, so that the stores can choose how to do it. Optional.
+    /// Announces a batch to every store, so that they can choose how to do it. Optional. Where it is known which pages
+    /// will be read, [`batch`](Lane::batch) tells each store of its own alone.
     pub fn plan(&mut self, reads: usize, writes: usize) {
         for store in &mut self.stores {
             store.lane.plan(reads, writes);
         }
+    }
+
+    /// A batch to announce; `None` where no store would do anything differently for it.
+    pub fn batch(&mut self) -> Option<Batch<'_>> {
+        let heeded = self.stores.iter().any(|store| store.lane.heeds_plan());
+        heeded.then(|| Batch::new(&self.volume, &mut self.stores, self.taker))
     }
 
     /// Reads a page. With [`Progress::Done`] `out` holds it; with [`Progress::Queued`] it comes with the completion.
@@ -540,6 +551,7 @@ impl Lane {
                 && tier.records.try_claim(slot, page, self.safe)
             {
                 store.hints.pop();
+                self.taker = at;
                 // The next write will most likely go there, and writing memory that is far away takes longer than all
                 // the rest of a write.
                 if let Some(next) = store.hints.first() {
@@ -548,6 +560,7 @@ impl Lane {
                 return Some((at, slot));
             }
             if let Some(slot) = tier.records.claim(&mut store.cursor, page, self.safe) {
+                self.taker = at;
                 return Some((at, slot));
             }
         }

@@ -28,6 +28,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod batch;
 mod entry;
 #[cfg_attr(loom, allow(dead_code))]
 mod epoch;
@@ -39,6 +40,7 @@ mod recover;
 mod status;
 mod sync;
 
+pub use batch::Batch;
 pub use give_back::GiveBackError;
 pub use lane::{Guard, Lane, View};
 pub use recover::{Kept, KeptFds};

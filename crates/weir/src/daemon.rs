@@ -17,8 +17,8 @@ use weir_volume::Volume;
 /// How long requests that are under way may take when the daemon stops.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// Pages that one connection moves at a time at slow stores.
-const DEPTH: usize = 64;
+/// Pages that one connection moves at a time at slow stores: a request of 1 MiB.
+const DEPTH: usize = 256;
 
 /// A running daemon.
 #[derive(Debug)]

@@ -6,7 +6,7 @@
 //! (the protocol lets replies change places). What a slow store must fetch is started, and answered when it
 //! arrives. Nothing here allocates: what does not fit waits in the socket.
 
-use super::flight::{CHUNK_MAX, Flight, SPAN_MAX, Work, errno};
+use super::flight::{CHUNK_MAX, Flight, PAGES, SPAN_MAX, Work, errno};
 use super::handshake::Negotiated;
 use super::slices::{Slices, take_front};
 use super::stats::Counters;
@@ -198,6 +198,7 @@ impl Connection<'_> {
         input[..early.len()].copy_from_slice(early);
         let mut filled = early.len();
         loop {
+            self.plan(&parser, &input[..filled]);
             let mut unparsed = &input[..filled];
             let last = loop {
                 match parser.next(&mut unparsed) {
@@ -227,6 +228,24 @@ impl Connection<'_> {
             }
             filled += received;
         }
+    }
+
+    /// Announces what has been received, so that the stores know how much comes before the first of it.
+    fn plan(&mut self, parser: &Parser, received: &[u8]) {
+        let Some(mut batch) = self.desk.lane.batch() else { return };
+        // More than can be under way at once would be counted for nothing.
+        let mut room = PAGES as u32;
+        let writes = parser.survey(received, |request| {
+            if request.command == command::READ && request.length > 0 && self.rules.check(request).is_ok() {
+                let first = (request.offset / PAGE_SIZE as u64) as u32;
+                let last = ((request.offset + u64::from(request.length) - 1) / PAGE_SIZE as u64) as u32;
+                let pages = room.min(last - first + 1);
+                room -= pages;
+                batch.reads((first..first + pages).map(PageNo));
+            }
+        });
+        batch.writes(writes);
+        batch.announce();
     }
 
     /// Waits for bytes of the client. 0 means that there will be none.
@@ -604,8 +623,10 @@ impl Connection<'_> {
             stream = Some(self.desk.flight.begin(Work::Stream, request.cookie, 0));
         }
         while done < request.length {
-            let length = (request.length - done).min(CHUNK_MAX);
             let offset = request.offset + u64::from(done);
+            // Chunks meet between pages, so that no page is read for two of them.
+            let whole = CHUNK_MAX - (offset % PAGE_SIZE as u64) as u32;
+            let length = (request.length - done).min(whole);
             let index = self.begin(Work::Read { offset, length, stream }, request.cookie, offset, length)?;
             self.desk.flight.issued(index);
             done += length;

@@ -15,8 +15,9 @@ use weir_store::{Done, Fault, Ticket};
 pub(super) const CHUNK_MAX: u32 = 256 << 10;
 /// Pages that such a piece touches when it is not aligned.
 pub(super) const SPAN_MAX: usize = CHUNK_MAX as usize / PAGE_SIZE + 1;
-/// Pages that reads under way may fill: two chunks, so that one is read while the other is sent.
-const PAGES: usize = 2 * SPAN_MAX;
+/// Pages that reads under way may fill: a request of 1 MiB, wherever it begins, and one chunk more, so that the next is read while it
+/// is sent.
+pub(super) const PAGES: usize = 5 * SPAN_MAX;
 /// Requests under way. More would not fit the pages, but writes need none.
 const ENTRIES: usize = 256;
 
@@ -272,7 +273,7 @@ mod tests {
         while flight.has_room(SPAN_MAX) {
             begun.push(flight.begin(Work::Held { offset: 0, length: CHUNK_MAX }, 0, SPAN_MAX));
         }
-        assert_eq!(begun.len(), 2);
+        assert_eq!(begun.len(), 5);
         assert!(flight.has_room(0), "writes need no pages");
         for index in begun {
             assert!(flight.issued(index) && flight.is_finished(index));

@@ -112,6 +112,22 @@ impl Parser {
         Ok(Some(Event::Request(request)))
     }
 
+    /// Looks ahead: shows every request whose header lies in `input`, consumes nothing, and returns how many pages of
+    /// payload are there to be written.
+    pub fn survey(&self, mut input: &[u8], mut see: impl FnMut(&Request)) -> usize {
+        let (mut pages, mut left) = (0, self.left as usize);
+        loop {
+            let there = left.min(input.len());
+            pages += if there == left { there.div_ceil(PAGE_SIZE) } else { there / PAGE_SIZE };
+            input = &input[there..];
+            let Some((header, rest)) = input.split_first_chunk::<REQUEST_BYTES>() else { return pages };
+            let Ok(request) = decode(header) else { return pages };
+            see(&request);
+            left = if request.command == command::WRITE { request.length as usize } else { 0 };
+            input = rest;
+        }
+    }
+
     fn payload<'a>(&mut self, input: &mut &'a [u8]) -> Option<Payload<'a>> {
         let left = self.left as usize;
         let available = input.len().min(left);
@@ -425,7 +441,12 @@ mod tests {
             let stream: Vec<u8> =
                 sent.iter().flat_map(|(r, payload)| [&r.encode()[..], payload].concat()).collect();
             let (requests, written) = parse(&stream, piece, room).unwrap();
-            prop_assert_eq!(requests, sent.iter().map(|(r, _)| *r).collect::<Vec<_>>());
+            prop_assert_eq!(&requests, &sent.iter().map(|(r, _)| *r).collect::<Vec<_>>());
+            let mut ahead = Vec::new();
+            let pages = Parser::new().survey(&stream, |request| ahead.push(*request));
+            prop_assert_eq!(requests, ahead, "what is seen ahead is what comes");
+            let payloads = sent.iter().map(|(_, payload)| payload.len().div_ceil(PAGE_SIZE));
+            prop_assert_eq!(pages, payloads.sum::<usize>());
             let expected: Vec<(u64, u8)> = sent
                 .iter()
                 .flat_map(|(r, payload)| {

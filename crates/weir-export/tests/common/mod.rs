@@ -46,7 +46,7 @@ impl Served {
 
     /// Serves `pages` pages of the store that `open` makes with so many slots.
     pub fn over(name: &str, pages: u32, config: &Config, open: impl FnOnce(u32) -> Arc<dyn Store>) -> Served {
-        let shape = weir_volume::Config { pages, lanes: config.connections, depth: 64 };
+        let shape = weir_volume::Config { pages, lanes: config.connections, depth: 256 };
         let volume = Volume::create(shape, vec![open(shape.slots())]).unwrap();
         let socket = std::env::temp_dir().join(format!("weir-test-{name}-{}", std::process::id()));
         let lines = Arc::new(Mutex::new(Lines(String::with_capacity(1 << 20))));

@@ -159,6 +159,10 @@ impl Lane for GpuLane {
         self.writes = self.choose(Direction::Write, writes);
     }
 
+    fn heeds_plan(&self) -> bool {
+        true
+    }
+
     fn write(&mut self, ticket: Ticket, slot: Slot, page: &PageBytes) -> Progress {
         if let Err(fault) = self.admit(slot) {
             return Progress::Done(Err(fault));

@@ -186,6 +186,10 @@ impl Lane for StripedLane {
         }
     }
 
+    fn heeds_plan(&self) -> bool {
+        true
+    }
+
     fn write(&mut self, ticket: Ticket, slot: Slot, page: &PageBytes) -> Progress {
         match self.locate(slot) {
             Some((lane, slot)) => lane.write(ticket, slot, page),

@@ -1,0 +1,180 @@
+//! What a slow store hears of a batch: how much comes, before the first of it, and all of it before anybody waits.
+
+mod common;
+
+use common::{Served, few, noise};
+use std::sync::{Arc, Mutex};
+use weir_core::{ByteSize, PAGE_SIZE, PageBytes, Slot};
+use weir_export::nbd::client::Operation;
+use weir_store::{Done, Lane, OpenError, Progress, Sim, SimUrl, Store, Ticket};
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Call {
+    Plan(usize, usize),
+    Read,
+    Write,
+    Poll,
+}
+
+/// A slow store that notes how it is called.
+#[derive(Debug)]
+struct Watched {
+    store: Sim,
+    /// In memory taken beforehand: the process is sealed.
+    calls: Arc<Mutex<Vec<Call>>>,
+}
+
+struct WatchedLane {
+    lane: Box<dyn Lane>,
+    calls: Arc<Mutex<Vec<Call>>>,
+}
+
+impl WatchedLane {
+    fn note(&self, call: Call) {
+        let mut calls = self.calls.lock().unwrap();
+        // Polls in a row are one.
+        if calls.last() != Some(&Call::Poll) || call != Call::Poll {
+            assert!(calls.len() < calls.capacity());
+            calls.push(call);
+        }
+    }
+}
+
+impl Store for Watched {
+    fn name(&self) -> &str {
+        "watched"
+    }
+
+    fn slots(&self) -> u32 {
+        self.store.slots()
+    }
+
+    fn lane(&self, depth: usize) -> Result<Box<dyn Lane>, OpenError> {
+        Ok(Box::new(WatchedLane { lane: self.store.lane(depth)?, calls: Arc::clone(&self.calls) }))
+    }
+}
+
+impl Lane for WatchedLane {
+    fn plan(&mut self, reads: usize, writes: usize) {
+        self.note(Call::Plan(reads, writes));
+    }
+
+    fn heeds_plan(&self) -> bool {
+        true
+    }
+
+    fn write(&mut self, ticket: Ticket, slot: Slot, page: &PageBytes) -> Progress {
+        self.note(Call::Write);
+        self.lane.write(ticket, slot, page)
+    }
+
+    fn read(&mut self, ticket: Ticket, slot: Slot, page: &mut PageBytes) -> Progress {
+        self.note(Call::Read);
+        self.lane.read(ticket, slot, page)
+    }
+
+    fn submit(&mut self) {
+        self.lane.submit();
+    }
+
+    fn poll(&mut self, done: &mut dyn FnMut(Done<'_>)) {
+        self.note(Call::Poll);
+        self.lane.poll(done);
+    }
+
+    fn in_flight(&self) -> usize {
+        self.lane.in_flight()
+    }
+}
+
+const PAGES: u32 = 1024;
+
+fn served(name: &str) -> (Served, Arc<Mutex<Vec<Call>>>) {
+    let calls = Arc::new(Mutex::new(Vec::with_capacity(1 << 16)));
+    let served = Served::over(name, PAGES, &few(), |slots| {
+        let size = ByteSize(u64::from(slots) * PAGE_SIZE as u64);
+        let url = SimUrl { size, delay: 5, ..SimUrl::default() };
+        Arc::new(Watched { store: Sim::open(url).unwrap(), calls: Arc::clone(&calls) })
+    });
+    served.client().write(0, &noise(1, PAGES as usize * PAGE_SIZE)).unwrap();
+    calls.lock().unwrap().clear();
+    (served, calls)
+}
+
+/// What was announced and done up to the first poll, and in all.
+fn counts(calls: &[Call]) -> ([usize; 4], [usize; 4]) {
+    let (mut sum, mut early) = ([0; 4], None);
+    for call in calls {
+        match call {
+            Call::Plan(reads, writes) => (sum[0], sum[1]) = (sum[0] + reads, sum[1] + writes),
+            Call::Read => sum[2] += 1,
+            Call::Write => sum[3] += 1,
+            Call::Poll => early = early.or(Some(sum)),
+        }
+        assert!(sum[2] <= sum[0] && sum[3] <= sum[1], "done before it was announced: {calls:?}");
+    }
+    (early.unwrap_or(sum), sum)
+}
+
+#[test]
+fn a_batch_of_reads_is_announced_once_and_all_begun_before_the_first_is_waited_for() {
+    let (served, calls) = served("plan-reads");
+    let mut client = served.client();
+    for at in 0..32 {
+        client.queue(Operation::read(at * 3 * PAGE_SIZE as u64, PAGE_SIZE as u32));
+    }
+    client.send().unwrap();
+    while client.in_flight() > 0 {
+        assert_eq!(client.receive().unwrap().result, Ok(()));
+    }
+    let calls = calls.lock().unwrap().clone();
+    assert_eq!(calls[0], Call::Plan(32, 0), "{calls:?}");
+    assert_eq!(counts(&calls), ([32, 0, 32, 0], [32, 0, 32, 0]), "{calls:?}");
+    served.shutdown();
+}
+
+#[test]
+fn a_read_of_a_mebibyte_is_one_batch_wherever_it_begins() {
+    for (name, offset, pages) in [("plan-mebibyte", 0, 256), ("plan-ragged", 5000, 257)] {
+        let (served, calls) = served(name);
+        let mut client = served.client();
+        // The lane has room for 256; the last page of the ragged one comes when one is back.
+        let begun = pages.min(256);
+        assert!(client.read(offset, 1 << 20).unwrap() == noise(1, 8 << 20)[offset as usize..][..1 << 20]);
+        let calls = calls.lock().unwrap().clone();
+        assert_eq!(calls[0], Call::Plan(pages, 0), "{calls:?}");
+        let (early, all) = counts(&calls);
+        assert_eq!((early[2], all[2]), (begun, pages), "{calls:?}");
+        served.shutdown();
+    }
+}
+
+#[test]
+fn writes_are_announced_with_the_reads_that_come_with_them() {
+    let (served, calls) = served("plan-both");
+    let mut client = served.client();
+    let data = noise(2, 8 * PAGE_SIZE);
+    for at in 0..4 {
+        client.queue(Operation::write(at * data.len() as u64, &data));
+        client.queue(Operation::read((512 + at) * PAGE_SIZE as u64, PAGE_SIZE as u32));
+    }
+    client.send().unwrap();
+    while client.in_flight() > 0 {
+        assert_eq!(client.receive().unwrap().result, Ok(()));
+    }
+    let calls = calls.lock().unwrap().clone();
+    let (_, all) = counts(&calls);
+    assert_eq!(all, [4, 32, 4, 32], "{calls:?}");
+    served.shutdown();
+}
+
+#[test]
+fn pages_that_lie_in_no_store_are_not_announced() {
+    let (served, calls) = served("plan-nothing");
+    let mut client = served.client();
+    client.perform(Operation::Trim { offset: 0, length: 64 << 10 }).unwrap();
+    assert_eq!(client.read(0, 128 << 10).unwrap()[..64 << 10], [0; 64 << 10]);
+    let calls = calls.lock().unwrap().clone();
+    assert_eq!(calls[0], Call::Plan(16, 0), "{calls:?}");
+    served.shutdown();
+}
