@@ -4,7 +4,9 @@
 //! and to everything built on libnbd. [`share`] lends pages to local programs that use them in place.
 
 pub mod buffer;
+pub mod fuse;
 pub mod log;
+pub mod loop_device;
 pub mod nbd;
 pub mod share;
 mod spin;

@@ -1,0 +1,134 @@
+//! `/dev/fuse`: one request a read, one reply a write.
+
+use super::wire::{NOTIFY_RESEND, OutHeader};
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+use rustix::ioctl::{Updater, opcode};
+use std::io::{self, IoSlice};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+
+/// Descriptors are non-blocking: who wants to wait polls.
+const FLAGS: OFlags = OFlags::RDWR.union(OFlags::CLOEXEC).union(OFlags::NONBLOCK);
+
+/// A descriptor of a FUSE connection. Each has its own queue of requests that were read from it and not yet
+/// answered; a reply goes to the descriptor from which its request came.
+#[derive(Debug)]
+pub struct Device(OwnedFd);
+
+/// What a read of the device found.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Incoming {
+    /// A request of so many bytes.
+    Request(usize),
+    /// Nothing now.
+    Nothing,
+    /// The file system has been unmounted, or its connection aborted: there will be nothing any more.
+    Unmounted,
+}
+
+impl Device {
+    /// Opens the device; it becomes a connection when it is mounted.
+    ///
+    /// # Errors
+    /// `ENOENT` where the kernel has no FUSE.
+    pub fn open() -> io::Result<Self> {
+        Ok(Device(rustix::fs::open("/dev/fuse", FLAGS, Mode::empty())?))
+    }
+
+    /// Takes over a descriptor of a connection that exists.
+    ///
+    /// # Errors
+    /// When it is no open descriptor.
+    pub fn adopt(fd: OwnedFd) -> io::Result<Self> {
+        let flags = rustix::fs::fcntl_getfl(&fd)?;
+        rustix::fs::fcntl_setfl(&fd, flags | OFlags::NONBLOCK)?;
+        rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC)?;
+        Ok(Device(fd))
+    }
+
+    /// Another descriptor of the same connection, with a queue of its own.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn clone_queue(&self) -> io::Result<Self> {
+        let clone = Device::open()?;
+        let mut source = self.0.as_raw_fd() as u32;
+        // SAFETY: FUSE_DEV_IOC_CLONE (fs/fuse/dev.c) reads one u32, a descriptor's number.
+        unsafe {
+            const CLONE: rustix::ioctl::Opcode = opcode::read::<u32>(229, 0);
+            rustix::ioctl::ioctl(&clone.0, Updater::<CLONE, u32>::new(&mut source))?;
+        }
+        Ok(clone)
+    }
+
+    /// Takes the next request if there is one. `into` is large enough for the largest.
+    ///
+    /// # Errors
+    /// What the kernel says, other than that there is nothing to read.
+    pub fn read(&self, into: &mut [u8]) -> rustix::io::Result<Incoming> {
+        match rustix::io::read(&self.0, into) {
+            Ok(bytes) => Ok(Incoming::Request(bytes)),
+            // A request that was withdrawn while it was being read: ENOENT.
+            Err(Errno::AGAIN | Errno::INTR | Errno::NOENT) => Ok(Incoming::Nothing),
+            Err(Errno::NODEV | Errno::CONNABORTED) => Ok(Incoming::Unmounted),
+            Err(errno) => Err(errno),
+        }
+    }
+
+    /// The header of an answer with `body` bytes.
+    pub fn header(unique: u64, body: usize) -> [u8; OutHeader::BYTES] {
+        OutHeader { len: (OutHeader::BYTES + body) as u32, error: 0, unique }.encode()
+    }
+
+    /// Answers a request with a structure, or with nothing.
+    ///
+    /// # Errors
+    /// As [`send`](Device::send).
+    pub fn answer(&self, unique: u64, body: &[u8]) -> rustix::io::Result<()> {
+        self.send(&[IoSlice::new(&Device::header(unique, body.len())), IoSlice::new(body)])
+    }
+
+    /// Answers a request with an error.
+    ///
+    /// # Errors
+    /// As [`send`](Device::send).
+    pub fn refuse(&self, unique: u64, errno: Errno) -> rustix::io::Result<()> {
+        let header =
+            OutHeader { len: OutHeader::BYTES as u32, error: -errno.raw_os_error(), unique }.encode();
+        self.send(&[IoSlice::new(&header)])
+    }
+
+    /// Has the kernel send again every request that has been read from any descriptor of the connection and not been
+    /// answered (Linux 6.9).
+    ///
+    /// # Errors
+    /// `EINVAL` on older kernels.
+    pub fn resend(&self) -> rustix::io::Result<()> {
+        let header = OutHeader { len: OutHeader::BYTES as u32, error: NOTIFY_RESEND, unique: 0 }.encode();
+        self.send(&[IoSlice::new(&header)])
+    }
+
+    /// Sends an answer: its header, then its body.
+    ///
+    /// # Errors
+    /// What the kernel says, other than that nobody waits for the answer any more.
+    pub fn send(&self, slices: &[IoSlice<'_>]) -> rustix::io::Result<()> {
+        loop {
+            match rustix::io::writev(&self.0, slices) {
+                // Unmounted meanwhile, or who asked has been killed: nobody misses the answer.
+                Ok(_) | Err(Errno::NOENT | Errno::NODEV) => return Ok(()),
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno),
+            }
+        }
+    }
+}
+
+/// A header and the pages of the largest read, whose first and last may be parts of pages.
+pub const SLICES_MAX: usize = 2 + 256;
+
+impl AsFd for Device {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}

@@ -1,0 +1,23 @@
+//! FUSE: a volume as a file that every kernel with FUSE can use, as a disk by way of a loop device.
+//!
+//! The protocol is that of the kernel's `include/uapi/linux/fuse.h`. What can be decided without a descriptor is: [`request`]
+//! takes bytes and gives requests, [`wire`] holds numbers and structures. [`device`] reads and answers, [`mount`] puts a connection into the
+//! file system. [`Server`] serves one file with several threads, all of them started before the process is sealed.
+//!
+//! There is no page cache on the way: the file is opened for direct I/O, so each request of the loop device is one request here.
+
+pub mod device;
+mod disk;
+pub mod mount;
+mod pool;
+mod range;
+pub mod request;
+mod serve;
+mod server;
+mod stats;
+pub mod wire;
+
+pub use pool::THREADS_MAX;
+pub use range::IO_MAX;
+pub use server::{Config, Keepsake, ServeError, Server};
+pub use stats::Stats;

@@ -1,0 +1,278 @@
+//! Puts a FUSE connection into the file system: by mount(2) where that is allowed, else by `fusermount3`.
+
+use super::device::Device;
+use rustix::mount::{MountFlags, UnmountFlags};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SocketFlags, SocketType,
+};
+use std::ffi::CString;
+use std::io::{self, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// What users without mount(2) have.
+const FUSERMOUNT: [&str; 2] = ["fusermount3", "fusermount"];
+
+/// Why nothing could be mounted.
+#[derive(Debug, thiserror::Error)]
+pub enum MountError {
+    /// No FUSE in this kernel, or no access to it.
+    #[error("cannot open /dev/fuse: {0}; load the module fuse (modprobe fuse), and see its mode")]
+    Device(#[source] io::Error),
+    /// The mount point is no file or directory.
+    #[error("cannot mount on {path}: {source}")]
+    Point {
+        /// Where to.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// A daemon that is gone left its mount there.
+    #[error("{0} is a mount point whose server is gone; run fusermount3 -u {0} (or umount {0})")]
+    Stale(PathBuf),
+    /// Neither way worked.
+    #[error("cannot mount on {path}: {reason}")]
+    Refused {
+        /// Where to.
+        path: PathBuf,
+        /// What was said.
+        reason: String,
+    },
+}
+
+/// A mounted connection. Dropping it unmounts.
+#[derive(Debug)]
+pub struct Mount {
+    point: PathBuf,
+    by_fusermount: bool,
+    /// Whether this is its owner's to undo.
+    armed: bool,
+}
+
+/// How to mount.
+#[derive(Clone, Copy, Debug)]
+pub struct Options<'a> {
+    /// What `df` shows as the device.
+    pub source: &'a str,
+    /// The part of the file system's type after `fuse.`.
+    pub subtype: &'a str,
+    /// The kernel checks permissions by mode and owner.
+    pub default_permissions: bool,
+    /// The largest read.
+    pub read_max: u32,
+}
+
+impl Mount {
+    /// Mounts a connection on a file or directory; its root is of the same kind.
+    ///
+    /// # Errors
+    /// See [`MountError`].
+    pub fn new(point: &Path, options: &Options<'_>) -> Result<(Mount, Device), MountError> {
+        let failed = |source| MountError::Point { path: point.to_owned(), source };
+        let mut meta = std::fs::metadata(point);
+        if meta.as_ref().is_err_and(is_dead) {
+            clear_dead(point, options.subtype)?;
+            meta = std::fs::metadata(point);
+        }
+        let meta = meta.map_err(failed)?;
+        let absolute = std::fs::canonicalize(point).map_err(failed)?;
+        let device = Device::open().map_err(MountError::Device)?;
+        let kind = if meta.is_dir() { 0o040000 } else { 0o100000 };
+        match mount(&device, &absolute, kind, options) {
+            Ok(()) => Ok((Mount { point: absolute, by_fusermount: false, armed: true }, device)),
+            Err(error) if error.raw_os_error() == Some(rustix::io::Errno::PERM.raw_os_error()) => {
+                let device = fusermount(&absolute, options)?;
+                Ok((Mount { point: absolute, by_fusermount: true, armed: true }, device))
+            }
+            Err(error) => Err(MountError::Refused { path: point.to_owned(), reason: error.to_string() }),
+        }
+    }
+
+    /// Takes over a mount that another process made.
+    ///
+    /// # Errors
+    /// When the path does not exist.
+    pub fn adopt(point: &Path) -> io::Result<Mount> {
+        // Not canonicalised: a look at the mount itself would wait for its server, which is this process.
+        let point = std::path::absolute(point)?;
+        Ok(Mount { point, by_fusermount: rustix::process::geteuid().as_raw() != 0, armed: true })
+    }
+
+    /// Where it is.
+    pub fn point(&self) -> &Path {
+        &self.point
+    }
+
+    /// Takes it out of the file system. Who has something open there keeps it until the connection ends.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn unmount(mut self) -> io::Result<()> {
+        self.undo()
+    }
+
+    fn undo(&mut self) -> io::Result<()> {
+        if !std::mem::take(&mut self.armed) || !is_mounted(&self.point) {
+            return Ok(());
+        }
+        if !self.by_fusermount {
+            let flags = UnmountFlags::DETACH | UnmountFlags::NOFOLLOW;
+            return Ok(rustix::mount::unmount(&self.point, flags)?);
+        }
+        let mut last = io::Error::from(io::ErrorKind::NotFound);
+        for program in FUSERMOUNT {
+            let run = Command::new(program)
+                .args(["-u", "-z", "--"])
+                .arg(&self.point)
+                .stderr(Stdio::null())
+                .status();
+            match run {
+                Ok(status) if status.success() => return Ok(()),
+                Ok(status) => last = io::Error::other(format!("{program}: {status}")),
+                Err(error) => last = error,
+            }
+        }
+        Err(last)
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        // Nobody is left to be told; the mount is found dead by whoever looks at it next.
+        let _ = self.undo();
+    }
+}
+
+/// What a look at a mount says whose server is gone.
+fn is_dead(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(rustix::io::Errno::NOTCONN.raw_os_error())
+}
+
+/// Takes away a mount whose server is gone, if it was one of this kind.
+fn clear_dead(point: &Path, subtype: &str) -> Result<(), MountError> {
+    let stale = || MountError::Stale(point.to_owned());
+    let point = std::path::absolute(point).map_err(|_| stale())?;
+    if filesystem(&point).is_none_or(|kind| kind != format!("fuse.{subtype}")) {
+        return Err(stale());
+    }
+    let by_fusermount = rustix::process::geteuid().as_raw() != 0;
+    Mount { point, by_fusermount, armed: true }.unmount().map_err(|_| stale())
+}
+
+/// The type of the file system that is mounted at `point`, which is absolute.
+fn filesystem(point: &Path) -> Option<String> {
+    let table = std::fs::read("/proc/self/mountinfo").ok()?;
+    let escaped = escape(point.as_os_str().as_bytes());
+    let mut lines = table.split(|byte| *byte == b'\n').map(|line| line.split(|byte| *byte == b' '));
+    // The last one lies on top.
+    let mut top = lines.rfind(|fields| fields.clone().nth(4) == Some(&escaped[..]))?;
+    top.find(|field| *field == b"-")?;
+    top.next().map(|kind| String::from_utf8_lossy(kind).into_owned())
+}
+
+/// Whether something is mounted at `point`, which is absolute.
+pub fn is_mounted(point: &Path) -> bool {
+    filesystem(point).is_some()
+}
+
+/// As mountinfo writes it: blanks and backslashes in octal.
+fn escape(path: &[u8]) -> Vec<u8> {
+    let mut escaped = Vec::with_capacity(path.len());
+    for &byte in path {
+        match byte {
+            b' ' | b'\t' | b'\n' | b'\\' => escaped.extend(format!("\\{byte:03o}").bytes()),
+            byte => escaped.push(byte),
+        }
+    }
+    escaped
+}
+
+fn mount(device: &Device, point: &Path, kind: u32, options: &Options<'_>) -> io::Result<()> {
+    let permissions = if options.default_permissions { ",default_permissions" } else { "" };
+    let data = format!(
+        "fd={},rootmode={kind:o},user_id={},group_id={},max_read={}{permissions}",
+        device.as_fd().as_raw_fd(),
+        rustix::process::getuid().as_raw(),
+        rustix::process::getgid().as_raw(),
+        options.read_max,
+    );
+    let data = CString::new(data).expect("no zero in it");
+    let fstype = format!("fuse.{}", options.subtype);
+    let flags = MountFlags::NOSUID | MountFlags::NODEV;
+    Ok(rustix::mount::mount(options.source, point, fstype.as_str(), flags, data.as_c_str())?)
+}
+
+/// Has the set-uid program of the distribution mount, and hand over the descriptor.
+fn fusermount(point: &Path, options: &Options<'_>) -> Result<Device, MountError> {
+    let refused = |reason: String| MountError::Refused { path: point.to_owned(), reason };
+    let failed = |error: io::Error| refused(error.to_string());
+    let (ours, theirs) =
+        rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
+            .map_err(|errno| failed(errno.into()))?;
+    // Inherited by number. Another child started at this instant would inherit it too, and close it when it ends.
+    rustix::io::fcntl_setfd(&theirs, rustix::io::FdFlags::empty()).map_err(|errno| failed(errno.into()))?;
+    let permissions = if options.default_permissions { ",default_permissions" } else { "" };
+    let words = format!(
+        "rw,nosuid,nodev,fsname={},subtype={},max_read={}{permissions}",
+        options.source, options.subtype, options.read_max
+    );
+    let mut said = None;
+    for program in FUSERMOUNT {
+        let run = Command::new(program)
+            .args(["-o", &words, "--"])
+            .arg(point)
+            .env("_FUSE_COMMFD", theirs.as_raw_fd().to_string())
+            .stdin(Stdio::null())
+            .output();
+        match run {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(failed(error)),
+            Ok(output) if output.status.success() => {
+                drop(theirs);
+                return receive(&ours).map_err(failed);
+            }
+            Ok(output) => {
+                let text = String::from_utf8_lossy(&output.stderr);
+                said = Some(text.lines().last().unwrap_or("it failed").trim().to_owned());
+                break;
+            }
+        }
+    }
+    let missing = "only root may mount without fusermount3; install the package fuse3, or run as root";
+    Err(refused(said.unwrap_or_else(|| missing.to_owned())))
+}
+
+/// The descriptor that fusermount sends.
+fn receive(socket: impl AsFd) -> io::Result<Device> {
+    let mut byte = [0; 1];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let buffers = &mut [IoSliceMut::new(&mut byte)];
+    rustix::net::recvmsg(socket, buffers, &mut control, RecvFlags::CMSG_CLOEXEC)?;
+    let fd = control.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
+        _ => None,
+    });
+    Device::adopt(fd.ok_or_else(|| io::Error::other("fusermount sent no descriptor"))?)
+}
+
+/// Whoever owns a mount point, for what is mounted there to look the same.
+pub fn owner(point: &Path) -> (u32, u32) {
+    std::fs::metadata(point).map_or((0, 0), |meta| (meta.uid(), meta.gid()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mount_points_are_found_by_the_names_that_mountinfo_gives_them() {
+        assert_eq!(escape(b"/a b\\c"), b"/a\\040b\\134c");
+        assert_eq!(filesystem(Path::new("/proc")).as_deref(), Some("proc"));
+        assert!(!is_mounted(Path::new("/proc/self")));
+    }
+}

@@ -1,0 +1,176 @@
+//! Who waits for requests: the threads of a connection take turns.
+//!
+//! A request wakes one thread, and only if nobody is looking already. So one thread at a time waits at the device (it spins for a
+//! while, then sleeps); the others are parked. One that finds several requests in a row has one more of them come; one that must
+//! wait for a slow store has itself replaced. A thread that finds nothing while another is there parks again.
+
+use super::device::Device;
+use crate::spin::SpinGate;
+use rustix::event::{EventfdFlags, PollFd, PollFlags};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::thread::Thread;
+
+/// Threads that a pool can have: one bit each.
+pub const THREADS_MAX: usize = 64;
+
+/// What the threads of a connection share.
+#[derive(Debug)]
+pub(super) struct Pool {
+    threads: Box<[OnceLock<Thread>]>,
+    /// The threads that wait to be called.
+    parked: AtomicU64,
+    /// Threads that look for requests, or will as soon as they have answered the one they have.
+    at_device: AtomicUsize,
+    stop: AtomicBool,
+    /// Readable once the pool shall stop.
+    bell: OwnedFd,
+    pub gate: SpinGate,
+}
+
+impl Pool {
+    pub fn new(threads: usize) -> io::Result<Pool> {
+        assert!(threads <= THREADS_MAX, "one bit a thread");
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        Ok(Pool {
+            threads: (0..threads).map(|_| OnceLock::new()).collect(),
+            parked: AtomicU64::new(0),
+            at_device: AtomicUsize::new(0),
+            stop: AtomicBool::new(false),
+            bell: rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+            gate: SpinGate::new(processors),
+        })
+    }
+
+    /// The calling thread is number `number` from now on.
+    pub fn join(&self, number: usize) {
+        // Set once: each number is given to one thread.
+        let _ = self.threads[number].set(std::thread::current());
+        self.back();
+    }
+
+    /// The calling thread will look for requests no more until it is [`back`](Pool::back): if nobody else does, another comes.
+    pub fn away(&self) {
+        if self.at_device.fetch_sub(1, Ordering::SeqCst) == 1 {
+            self.call_one();
+        }
+    }
+
+    /// The calling thread looks for requests again.
+    pub fn back(&self) {
+        self.at_device.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Has a parked thread come, if there is one.
+    pub fn call_one(&self) {
+        let mut parked = self.parked.load(Ordering::SeqCst);
+        while parked != 0 {
+            let bit = 1 << parked.trailing_zeros();
+            match self.parked.fetch_and(!bit, Ordering::SeqCst) {
+                was if was & bit != 0 => {
+                    if let Some(thread) = self.threads[bit.trailing_zeros() as usize].get() {
+                        thread.unpark();
+                    }
+                    return;
+                }
+                was => parked = was & !bit,
+            }
+        }
+    }
+
+    /// Parks the calling thread until it is called, if another one is at the device.
+    pub fn step_aside(&self, number: usize) -> bool {
+        if self.at_device.load(Ordering::SeqCst) <= 1 {
+            return false;
+        }
+        if self.at_device.fetch_sub(1, Ordering::SeqCst) == 1 {
+            self.back();
+            return false;
+        }
+        let bit = 1 << number;
+        self.parked.fetch_or(bit, Ordering::SeqCst);
+        // Whoever left before that did not see this thread.
+        if self.at_device.load(Ordering::SeqCst) == 0 {
+            self.parked.fetch_and(!bit, Ordering::SeqCst);
+        }
+        while self.parked.load(Ordering::SeqCst) & bit != 0 && !self.is_stopping() {
+            std::thread::park();
+        }
+        self.back();
+        true
+    }
+
+    /// Sleeps until the device may have a request or the pool shall stop.
+    pub fn sleep(&self, device: &Device) -> rustix::io::Result<()> {
+        let mut fds = [
+            PollFd::from_borrowed_fd(device.as_fd(), PollFlags::IN),
+            PollFd::from_borrowed_fd(self.bell.as_fd(), PollFlags::IN),
+        ];
+        match rustix::event::poll(&mut fds, None) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+            Err(errno) => Err(errno),
+        }
+    }
+
+    /// Whether the threads shall leave.
+    pub fn is_stopping(&self) -> bool {
+        self.stop.load(Ordering::Relaxed)
+    }
+
+    /// Has every thread leave once it has answered what it has.
+    pub fn stop(&self) {
+        self.stop.store(true, Ordering::SeqCst);
+        // The counter has room for 2^64 - 1 rings.
+        let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+        for thread in self.threads.iter().filter_map(OnceLock::get) {
+            thread.unpark();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+    use std::time::{Duration, Instant};
+
+    #[test]
+    fn the_only_thread_at_the_device_does_not_step_aside_and_others_come_when_it_leaves() {
+        let pool = Arc::new(Pool::new(2).unwrap());
+        pool.join(0);
+        assert!(!pool.step_aside(0));
+        let other = {
+            let pool = Arc::clone(&pool);
+            std::thread::spawn(move || {
+                pool.join(1);
+                assert!(pool.step_aside(1));
+                assert!(!pool.step_aside(1), "it is the only one now");
+            })
+        };
+        let begun = Instant::now();
+        while pool.parked.load(Ordering::SeqCst) == 0 {
+            assert!(begun.elapsed() < Duration::from_secs(10));
+            std::thread::yield_now();
+        }
+        pool.away();
+        other.join().unwrap();
+    }
+
+    #[test]
+    fn stopping_wakes_those_that_are_parked() {
+        let pool = Arc::new(Pool::new(2).unwrap());
+        pool.join(0);
+        let other = {
+            let pool = Arc::clone(&pool);
+            std::thread::spawn(move || {
+                pool.join(1);
+                pool.step_aside(1);
+            })
+        };
+        pool.stop();
+        other.join().unwrap();
+        assert!(pool.is_stopping());
+    }
+}

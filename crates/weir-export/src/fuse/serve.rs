@@ -1,0 +1,165 @@
+//! The threads of a FUSE connection: read a request, do it, answer it.
+
+use super::device::{Device, Incoming};
+use super::pool::Pool;
+use super::range::{IO_MAX, Ranges};
+use super::request::{self, Message};
+use super::stats::Counters;
+use super::wire::{InHeader, WriteIn};
+use crate::buffer::Buffer;
+use crate::log::{Level, Log};
+use crate::spin::Spin;
+use rustix::io::Errno;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+use weir_core::PAGE_SIZE;
+
+/// Requests that a thread finds in a row before it has another one come.
+const HELP_AFTER: u32 = 8;
+
+/// Where a request is read to, so that a write's data begin at a page.
+const INPUT_AT: usize = PAGE_SIZE - InHeader::BYTES - WriteIn::BYTES;
+/// The kernel wants room for the largest write with its header, and some more (fs/fuse/dev.c).
+const INPUT_BYTES: usize = IO_MAX as usize + 2 * PAGE_SIZE;
+
+/// A file system's half of the work.
+pub(super) trait Service: Send {
+    /// Does a request and answers it, unless the kernel waits for no answer.
+    ///
+    /// # Errors
+    /// When the connection is broken.
+    fn serve(
+        &mut self,
+        message: &Message<'_>,
+        ranges: &mut Ranges,
+        device: &Device,
+        counters: &Counters,
+    ) -> rustix::io::Result<()>;
+}
+
+/// How a thread's work ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Ending {
+    /// It was told to stop.
+    Stopped,
+    /// The file system was unmounted.
+    Unmounted,
+    /// The connection broke.
+    Broken(Errno),
+}
+
+/// What a thread works with, all of it taken before the process is sealed.
+pub(super) struct Worker<S> {
+    pub number: usize,
+    pub device: Device,
+    pub pool: Arc<Pool>,
+    pub spin: Duration,
+    pub counters: Arc<[Counters]>,
+    pub log: Log,
+    input: Buffer,
+    ranges: Ranges,
+    service: S,
+}
+
+impl<S: Service> Worker<S> {
+    /// Takes the memory.
+    ///
+    /// # Errors
+    /// When it cannot be had.
+    #[allow(clippy::too_many_arguments)] // each is a part of the whole, given once
+    pub fn new(
+        number: usize,
+        device: Device,
+        ranges: Ranges,
+        service: S,
+        pool: Arc<Pool>,
+        spin: Duration,
+        counters: Arc<[Counters]>,
+        log: Log,
+    ) -> io::Result<Self> {
+        let input = Buffer::new(INPUT_BYTES)?;
+        Ok(Worker { number, device, pool, spin, counters, log, input, ranges, service })
+    }
+
+    /// Whether its memory is pinned in RAM.
+    pub fn is_locked(&self) -> bool {
+        self.input.is_locked() && self.ranges.is_locked()
+    }
+
+    /// Serves until there is nothing left to serve.
+    pub fn run(&mut self) -> Ending {
+        weir_core::seal::on_io_thread(|| {
+            self.pool.join(self.number);
+            let ending = self.look_and_serve();
+            self.pool.away();
+            if let Ending::Broken(errno) = ending {
+                // By its number: its name comes from libc, through the allocator.
+                let number = errno.raw_os_error();
+                (self.log)(Level::Warning, format_args!("fuse: thread {} ends: errno {number}", self.number));
+            }
+            ending
+        })
+    }
+
+    fn look_and_serve(&mut self) -> Ending {
+        let pool = Arc::clone(&self.pool);
+        let mut spin = Spin::new(&pool.gate, self.spin);
+        let mut in_a_row = 0;
+        while !pool.is_stopping() {
+            let mut found = self.look();
+            if found == Ok(Incoming::Nothing) {
+                in_a_row = 0;
+                found = spin
+                    .attempt(|| match self.look() {
+                        Ok(Incoming::Nothing) => Ok(None),
+                        Ok(found) => Ok(Some(found)),
+                        Err(errno) => Err(errno),
+                    })
+                    .map(|found| found.unwrap_or(Incoming::Nothing));
+            } else {
+                in_a_row += 1;
+                if in_a_row == HELP_AFTER {
+                    in_a_row = 0;
+                    self.counters[self.number].calls.add(1);
+                    pool.call_one();
+                }
+            }
+            match found {
+                Ok(Incoming::Request(bytes)) => {
+                    if let Err(errno) = self.serve(bytes) {
+                        return Ending::Broken(errno);
+                    }
+                    continue;
+                }
+                Ok(Incoming::Nothing) => {}
+                Ok(Incoming::Unmounted) => return Ending::Unmounted,
+                Err(errno) => return Ending::Broken(errno),
+            }
+            if !pool.step_aside(self.number) {
+                if let Err(errno) = pool.sleep(&self.device) {
+                    return Ending::Broken(errno);
+                }
+                spin.woke();
+            }
+        }
+        Ending::Stopped
+    }
+
+    fn look(&mut self) -> rustix::io::Result<Incoming> {
+        self.device.read(&mut self.input[INPUT_AT..])
+    }
+
+    fn serve(&mut self, bytes: usize) -> rustix::io::Result<()> {
+        let Worker { number, device, counters, input, ranges, service, .. } = self;
+        let counters = &counters[*number];
+        counters.requests.add(1);
+        match request::parse(&input[INPUT_AT..INPUT_AT + bytes]) {
+            Ok(message) => service.serve(&message, ranges, device, counters),
+            Err(malformed) => {
+                counters.errors.add(1);
+                device.refuse(malformed.unique, Errno::INVAL)
+            }
+        }
+    }
+}

@@ -1,0 +1,303 @@
+//! The numbers and structures of the FUSE protocol (include/uapi/linux/fuse.h, protocol 7), in the host's byte order.
+//!
+//! Structures are read from bytes and written to bytes field by field; that they lie as the C compiler lays them
+//! out (each field at a multiple of its size, nothing between them, the size that the kernel expects) is asserted at compile time.
+
+/// The protocol's major version.
+pub const MAJOR: u32 = 7;
+/// The minor version that this speaks: that of `FUSE_NOTIFY_RESEND` (Linux 6.9). Older kernels lower it.
+pub const MINOR: u32 = 40;
+/// The oldest minor version that this understands: `max_pages` with everything before it (Linux 5.4).
+pub const MINOR_LEAST: u32 = 31;
+/// The root's node.
+pub const ROOT: u64 = 1;
+/// The longest file name.
+pub const NAME_MAX: u32 = 255;
+/// Set in the `unique` of a request that is sent again.
+pub const UNIQUE_RESEND: u64 = 1 << 63;
+
+/// What a request asks for.
+#[allow(missing_docs)] // the protocol's names say it
+pub mod opcode {
+    pub const LOOKUP: u32 = 1;
+    pub const FORGET: u32 = 2;
+    pub const GETATTR: u32 = 3;
+    pub const SETATTR: u32 = 4;
+    pub const READLINK: u32 = 5;
+    pub const SYMLINK: u32 = 6;
+    pub const MKNOD: u32 = 8;
+    pub const MKDIR: u32 = 9;
+    pub const UNLINK: u32 = 10;
+    pub const RMDIR: u32 = 11;
+    pub const RENAME: u32 = 12;
+    pub const LINK: u32 = 13;
+    pub const OPEN: u32 = 14;
+    pub const READ: u32 = 15;
+    pub const WRITE: u32 = 16;
+    pub const STATFS: u32 = 17;
+    pub const RELEASE: u32 = 18;
+    pub const FSYNC: u32 = 20;
+    pub const FLUSH: u32 = 25;
+    pub const INIT: u32 = 26;
+    pub const OPENDIR: u32 = 27;
+    pub const READDIR: u32 = 28;
+    pub const RELEASEDIR: u32 = 29;
+    pub const CREATE: u32 = 35;
+    pub const INTERRUPT: u32 = 36;
+    pub const DESTROY: u32 = 38;
+    pub const BATCH_FORGET: u32 = 42;
+    pub const FALLOCATE: u32 = 43;
+    pub const RENAME2: u32 = 45;
+    pub const LSEEK: u32 = 46;
+}
+
+/// What kernel and server agree on, by `INIT`.
+#[allow(missing_docs)] // the protocol's names say it
+pub mod init {
+    pub const ASYNC_READ: u64 = 1 << 0;
+    pub const ATOMIC_O_TRUNC: u64 = 1 << 3;
+    pub const BIG_WRITES: u64 = 1 << 5;
+    pub const DONT_MASK: u64 = 1 << 6;
+    pub const ASYNC_DIO: u64 = 1 << 15;
+    pub const WRITEBACK_CACHE: u64 = 1 << 16;
+    pub const PARALLEL_DIROPS: u64 = 1 << 18;
+    pub const MAX_PAGES: u64 = 1 << 22;
+    pub const CACHE_SYMLINKS: u64 = 1 << 23;
+    pub const INIT_EXT: u64 = 1 << 30;
+    /// The kernel can be asked to send again what it has not been answered.
+    pub const HAS_RESEND: u64 = 1 << 39;
+}
+
+/// How the kernel treats an open file.
+pub mod open_flag {
+    /// No page cache: every read and write comes here.
+    pub const DIRECT_IO: u32 = 1 << 0;
+    /// What is in the page cache stays there.
+    pub const KEEP_CACHE: u32 = 1 << 1;
+    /// Writes of one file may come side by side.
+    pub const PARALLEL_DIRECT_WRITES: u32 = 1 << 6;
+}
+
+/// Which fields of a `SETATTR` count.
+#[allow(missing_docs)] // the protocol's names say it
+pub mod setattr {
+    pub const MODE: u32 = 1 << 0;
+    pub const UID: u32 = 1 << 1;
+    pub const GID: u32 = 1 << 2;
+    pub const SIZE: u32 = 1 << 3;
+    pub const ATIME: u32 = 1 << 4;
+    pub const MTIME: u32 = 1 << 5;
+    pub const ATIME_NOW: u32 = 1 << 7;
+    pub const MTIME_NOW: u32 = 1 << 8;
+    pub const CTIME: u32 = 1 << 10;
+}
+
+/// A notification's number: send again what has not been answered.
+pub const NOTIFY_RESEND: i32 = 7;
+
+/// A field's type: read from and written to a fixed number of bytes.
+trait Field: Sized {
+    fn take(from: &mut &[u8]) -> Option<Self>;
+    fn put(&self, into: &mut &mut [u8]);
+}
+
+macro_rules! number {
+    ($($type:ty)*) => {$(
+        impl Field for $type {
+            #[inline]
+            fn take(from: &mut &[u8]) -> Option<Self> {
+                let (bytes, rest) = from.split_first_chunk()?;
+                *from = rest;
+                Some(<$type>::from_ne_bytes(*bytes))
+            }
+            #[inline]
+            fn put(&self, into: &mut &mut [u8]) {
+                let (front, rest) = std::mem::take(into).split_at_mut(size_of::<$type>());
+                front.copy_from_slice(&self.to_ne_bytes());
+                *into = rest;
+            }
+        }
+    )*};
+}
+number!(u16 u32 i32 u64);
+
+macro_rules! structure {
+    ($(#[$about:meta])* $name:ident, $size:literal { $($field:ident: $type:ty),* $(,)? }) => {
+        $(#[$about])*
+        #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+        #[repr(C)]
+        #[allow(missing_docs)] // the protocol's names say it
+        pub struct $name { $(pub $field: $type),* }
+
+        const _: () = {
+            // C's layout without padding: what `decode` and `encode` go by.
+            let mut at = 0;
+            $(assert!(std::mem::offset_of!($name, $field) == at, "a field lies elsewhere in C");
+              at += size_of::<$type>();)*
+            assert!(at == $size && size_of::<$name>() == $size, "the kernel's structure has another size");
+        };
+
+        impl $name {
+            /// Its length on the wire.
+            pub const BYTES: usize = $size;
+
+            /// Takes it from the front of `from`; `None` where that is too short.
+            #[inline]
+            pub fn decode(from: &mut &[u8]) -> Option<Self> {
+                Some($name { $($field: Field::take(from)?),* })
+            }
+
+            /// Its bytes.
+            #[inline]
+            pub fn encode(&self) -> [u8; $size] {
+                let mut bytes = [0; $size];
+                let mut into = &mut bytes[..];
+                $(Field::put(&self.$field, &mut into);)*
+                debug_assert!(into.is_empty());
+                bytes
+            }
+        }
+
+        impl Field for $name {
+            #[inline]
+            fn take(from: &mut &[u8]) -> Option<Self> {
+                Self::decode(from)
+            }
+            #[inline]
+            fn put(&self, into: &mut &mut [u8]) {
+                let (front, rest) = std::mem::take(into).split_at_mut($size);
+                front.copy_from_slice(&self.encode());
+                *into = rest;
+            }
+        }
+    };
+}
+
+structure!(
+    /// What every request begins with.
+    InHeader, 40 { len: u32, opcode: u32, unique: u64, nodeid: u64, uid: u32, gid: u32, pid: u32, extensions: u16, padding: u16 }
+);
+structure!(
+    /// What every reply begins with. `error` is 0 or a negated errno; a notification's number where `unique` is 0.
+    OutHeader, 16 { len: u32, error: i32, unique: u64 }
+);
+structure!(
+    /// The kernel's offer.
+    InitIn, 16 { major: u32, minor: u32, max_readahead: u32, flags: u32 }
+);
+structure!(
+    /// The server's answer. The rest of the kernel's structure is zero.
+    InitOut, 64 {
+        major: u32, minor: u32, max_readahead: u32, flags: u32, max_background: u16, congestion_threshold: u16,
+        max_write: u32, time_gran: u32, max_pages: u16, map_alignment: u16, flags2: u32, max_stack_depth: u32,
+        unused_1: u64, unused_2: u64, unused_3: u64,
+    }
+);
+structure!(
+    /// A node's attributes.
+    Attr, 88 {
+        ino: u64, size: u64, blocks: u64, atime: u64, mtime: u64, ctime: u64, atimensec: u32, mtimensec: u32,
+        ctimensec: u32, mode: u32, nlink: u32, uid: u32, gid: u32, rdev: u32, blksize: u32, flags: u32,
+    }
+);
+structure!(
+    /// A name that was found or made.
+    EntryOut, 128 {
+        nodeid: u64, generation: u64, entry_valid: u64, attr_valid: u64, entry_valid_nsec: u32,
+        attr_valid_nsec: u32, attr: Attr,
+    }
+);
+structure!(
+    /// Attributes, and how long the kernel may rely on them.
+    AttrOut, 104 { attr_valid: u64, attr_valid_nsec: u32, dummy: u32, attr: Attr }
+);
+structure!(
+    /// `SETATTR`.
+    SetattrIn, 88 {
+        valid: u32, padding: u32, fh: u64, size: u64, lock_owner: u64, atime: u64, mtime: u64, ctime: u64,
+        atimensec: u32, mtimensec: u32, ctimensec: u32, mode: u32, unused_1: u32, uid: u32, gid: u32, unused_2: u32,
+    }
+);
+structure!(
+    /// `MKNOD`, before the name.
+    MknodIn, 16 { mode: u32, rdev: u32, umask: u32, padding: u32 }
+);
+structure!(
+    /// `MKDIR`, before the name.
+    MkdirIn, 8 { mode: u32, umask: u32 }
+);
+structure!(
+    /// `RENAME2`, before the two names. `RENAME` has the first field only.
+    Rename2In, 16 { new_directory: u64, flags: u32, padding: u32 }
+);
+structure!(
+    /// `CREATE`, before the name.
+    CreateIn, 16 { flags: u32, mode: u32, umask: u32, open_flags: u32 }
+);
+structure!(
+    /// `OPEN` and `OPENDIR`.
+    OpenIn, 8 { flags: u32, open_flags: u32 }
+);
+structure!(
+    /// Their answer.
+    OpenOut, 16 { fh: u64, open_flags: u32, padding: u32 }
+);
+structure!(
+    /// `RELEASE` and `RELEASEDIR`.
+    ReleaseIn, 24 { fh: u64, flags: u32, release_flags: u32, lock_owner: u64 }
+);
+structure!(
+    /// `READ` and `READDIR`.
+    ReadIn, 40 { fh: u64, offset: u64, size: u32, read_flags: u32, lock_owner: u64, flags: u32, padding: u32 }
+);
+structure!(
+    /// `WRITE`, before the data.
+    WriteIn, 40 { fh: u64, offset: u64, size: u32, write_flags: u32, lock_owner: u64, flags: u32, padding: u32 }
+);
+structure!(
+    /// `WRITE`'s answer.
+    WriteOut, 8 { size: u32, padding: u32 }
+);
+structure!(
+    /// `STATFS`'s answer.
+    StatfsOut, 80 {
+        blocks: u64, bfree: u64, bavail: u64, files: u64, ffree: u64, bsize: u32, namelen: u32, frsize: u32,
+        padding: u32, spare_1: u64, spare_2: u64, spare_3: u64,
+    }
+);
+structure!(
+    /// `FALLOCATE`.
+    FallocateIn, 32 { fh: u64, offset: u64, length: u64, mode: u32, padding: u32 }
+);
+structure!(
+    /// `LSEEK`.
+    LseekIn, 24 { fh: u64, offset: u64, whence: u32, padding: u32 }
+);
+structure!(
+    /// One of a `BATCH_FORGET`.
+    ForgetOne, 16 { nodeid: u64, lookups: u64 }
+);
+structure!(
+    /// A directory's entry, before its name; each begins at a multiple of 8.
+    Dirent, 24 { ino: u64, offset: u64, name_bytes: u32, kind: u32 }
+);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_structure_survives_its_bytes() {
+        let header =
+            InHeader { len: 80, opcode: opcode::WRITE, unique: 2, nodeid: 1, pid: 7, ..InHeader::default() };
+        let bytes = header.encode();
+        assert_eq!(InHeader::decode(&mut &bytes[..]), Some(header));
+        assert_eq!(InHeader::decode(&mut &bytes[..39]), None);
+        let entry = EntryOut {
+            nodeid: 3,
+            attr: Attr { size: 9, flags: 4, ..Attr::default() },
+            ..EntryOut::default()
+        };
+        assert_eq!(EntryOut::decode(&mut &entry.encode()[..]), Some(entry));
+    }
+}

@@ -1,0 +1,277 @@
+//! Loop devices: a file as a block device of the kernel (include/uapi/linux/loop.h, drivers/block/loop.c).
+//!
+//! Set up by `LOOP_CONFIGURE` (Linux 5.8) with direct I/O, so that nothing of the file is cached twice, and blocks of 4 KiB.
+
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+use rustix::ioctl::{Ioctl, IoctlOutput, Opcode};
+use std::ffi::c_void;
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+const CTL_GET_FREE: Opcode = 0x4C82;
+const CONFIGURE: Opcode = 0x4C0A;
+const CLR_FD: Opcode = 0x4C01;
+const FLAG_DIRECT_IO: u32 = 16;
+
+/// Other programs look for a free device at the same time.
+const TRIES: usize = 64;
+/// How long the kernel takes to let a device go.
+const SETTLE: Duration = Duration::from_secs(5);
+
+/// `struct loop_config`, with the one `struct loop_info64` in it.
+#[repr(C)]
+struct Config {
+    fd: u32,
+    block_size: u32,
+    device: u64,
+    inode: u64,
+    rdevice: u64,
+    offset: u64,
+    size_limit: u64,
+    number: u32,
+    encrypt_type: u32,
+    encrypt_key_size: u32,
+    flags: u32,
+    file_name: [u8; 64],
+    crypt_name: [u8; 64],
+    encrypt_key: [u8; 32],
+    init: [u64; 2],
+    reserved: [u64; 8],
+}
+
+const _: () = {
+    assert!(size_of::<Config>() == 304);
+    assert!(std::mem::offset_of!(Config, device) == 8);
+    assert!(std::mem::offset_of!(Config, flags) == 8 + 52);
+    assert!(std::mem::offset_of!(Config, file_name) == 8 + 56);
+    assert!(std::mem::offset_of!(Config, reserved) == 8 + 232);
+};
+
+/// Why there is no loop device.
+#[derive(Debug, thiserror::Error)]
+pub enum LoopError {
+    /// No driver, or no right to use it.
+    #[error("cannot use {path}: {source}; load the module loop (modprobe loop), and run as root")]
+    Control {
+        /// The driver's or the device's file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The file cannot be opened.
+    #[error("cannot open {path}: {source}")]
+    File {
+        /// Which.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The kernel does not make a device of the file.
+    #[error("the kernel made no loop device of {path}: {source}")]
+    Refused {
+        /// The file.
+        path: PathBuf,
+        /// What it said.
+        source: io::Error,
+    },
+    /// The device uses the page cache all the same, which swap cannot stand.
+    #[error("{path} does not offer direct I/O, so a loop device over it would cache every page twice")]
+    NoDirectIo {
+        /// The file.
+        path: PathBuf,
+    },
+    /// It is still there after having been let go.
+    #[error("{0} is still in use: swapoff or unmount it first")]
+    InUse(PathBuf),
+}
+
+/// A loop device that is set up. It stays when this is dropped; [`detach`](LoopDevice::detach) takes it down.
+#[derive(Debug)]
+pub struct LoopDevice {
+    path: PathBuf,
+    number: u32,
+}
+
+impl LoopDevice {
+    /// Makes a device of `file`, as large as it, with direct I/O and 4 KiB blocks.
+    ///
+    /// # Errors
+    /// See [`LoopError`]; no device is left behind then.
+    pub fn attach(file: &Path) -> Result<LoopDevice, LoopError> {
+        let refused = |source: io::Error| LoopError::Refused { path: file.to_owned(), source };
+        let control = open(Path::new("/dev/loop-control"))?;
+        let backing = rustix::fs::open(file, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
+            .map_err(|errno| LoopError::File { path: file.to_owned(), source: errno.into() })?;
+        for _ in 0..TRIES {
+            let number =
+                call(&control, CTL_GET_FREE, std::ptr::null_mut()).map_err(|errno| refused(errno.into()))?;
+            let device =
+                LoopDevice { path: PathBuf::from(format!("/dev/loop{number}")), number: number as u32 };
+            node(&device.path, device.number);
+            let opened = open(&device.path)?;
+            match configure(&opened, &backing, file) {
+                Ok(()) => return device.checked(file),
+                // Somebody else was faster.
+                Err(Errno::BUSY) => {}
+                Err(errno) => return Err(refused(errno.into())),
+            }
+        }
+        Err(refused(Errno::BUSY.into()))
+    }
+
+    /// A device that somebody set up.
+    ///
+    /// # Errors
+    /// When it is no loop device, or not set up.
+    pub fn find(path: &Path) -> Result<LoopDevice, LoopError> {
+        let number = path.file_name().and_then(|name| name.to_str()?.strip_prefix("loop")?.parse().ok());
+        let refused = |source| LoopError::Control { path: path.to_owned(), source };
+        let device = LoopDevice {
+            path: path.to_owned(),
+            number: number.ok_or_else(|| refused(io::ErrorKind::InvalidInput.into()))?,
+        };
+        match device.backing_file() {
+            Some(_) => Ok(device),
+            None => Err(refused(Errno::NXIO.into())),
+        }
+    }
+
+    /// The device, such as `/dev/loop7`.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The file behind it; `None` once it has been taken down.
+    pub fn backing_file(&self) -> Option<PathBuf> {
+        let path = fs::read_to_string(self.attribute("backing_file")).ok()?;
+        Some(PathBuf::from(path.trim_end_matches('\n')))
+    }
+
+    /// Takes the device down, and waits until the kernel has let its file go. Refused while something uses it.
+    ///
+    /// # Errors
+    /// [`LoopError::InUse`] when a file system or swap is on it: the kernel then takes it down by itself as soon as that ends.
+    pub fn detach(self) -> Result<(), LoopError> {
+        if self.backing_file().is_none() {
+            return Ok(());
+        }
+        if self.is_swap() {
+            return Err(LoopError::InUse(self.path));
+        }
+        let opened = open(&self.path)?;
+        match call(&opened, CLR_FD, std::ptr::null_mut()) {
+            Ok(_) | Err(Errno::NXIO) => {}
+            Err(errno) => return Err(LoopError::Control { path: self.path, source: errno.into() }),
+        }
+        // The device goes with the last descriptor of it.
+        drop(opened);
+        let begun = Instant::now();
+        while self.backing_file().is_some() {
+            if begun.elapsed() > SETTLE {
+                return Err(LoopError::InUse(self.path));
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        Ok(())
+    }
+
+    /// Whether the kernel swaps on it.
+    pub fn is_swap(&self) -> bool {
+        let swaps = fs::read_to_string("/proc/swaps").unwrap_or_default();
+        swaps.lines().any(|line| line.split_whitespace().next().map(Path::new) == Some(&self.path))
+    }
+
+    fn attribute(&self, name: &str) -> PathBuf {
+        PathBuf::from(format!("/sys/block/loop{}/loop/{name}", self.number))
+    }
+
+    fn checked(self, file: &Path) -> Result<LoopDevice, LoopError> {
+        let direct = fs::read_to_string(self.attribute("dio"));
+        if direct.is_ok_and(|text| text.trim() == "0") {
+            // Nothing uses it yet, so it goes at once; and where it does not, the first error matters more.
+            let _ = self.detach();
+            return Err(LoopError::NoDirectIo { path: file.to_owned() });
+        }
+        Ok(self)
+    }
+}
+
+fn open(path: &Path) -> Result<OwnedFd, LoopError> {
+    rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
+        .map_err(|errno| LoopError::Control { path: path.to_owned(), source: errno.into() })
+}
+
+/// Makes the device's node where no devtmpfs does, as in a container.
+fn node(path: &Path, number: u32) {
+    if !path.exists() {
+        use rustix::fs::{CWD, FileType, makedev, mknodat};
+        // Where it cannot be made, opening it says so.
+        let _ = mknodat(CWD, path, FileType::BlockDevice, Mode::RUSR | Mode::WUSR, makedev(7, number));
+    }
+}
+
+fn configure(device: &OwnedFd, backing: &OwnedFd, file: &Path) -> rustix::io::Result<()> {
+    let mut config = Config {
+        fd: backing.as_raw_fd() as u32,
+        block_size: weir_core::PAGE_SIZE as u32,
+        device: 0,
+        inode: 0,
+        rdevice: 0,
+        offset: 0,
+        size_limit: 0,
+        number: 0,
+        encrypt_type: 0,
+        encrypt_key_size: 0,
+        flags: FLAG_DIRECT_IO,
+        file_name: [0; 64],
+        crypt_name: [0; 64],
+        encrypt_key: [0; 32],
+        init: [0; 2],
+        reserved: [0; 8],
+    };
+    // What losetup shows where it cannot see the file; cut, and with a zero at its end.
+    let name = file.as_os_str().as_encoded_bytes();
+    let length = name.len().min(config.file_name.len() - 1);
+    config.file_name[..length].copy_from_slice(&name[..length]);
+    call(device, CONFIGURE, (&raw mut config).cast()).map(drop)
+}
+
+/// An ioctl of the loop driver: the argument is null or a [`Config`]; the answer is a number.
+struct Call(Opcode, *mut c_void);
+
+// SAFETY: the three commands that use this take no argument or read the `Config` that the pointer leads to, which outlives
+// the call; none writes to it.
+unsafe impl Ioctl for Call {
+    type Output = i32;
+    const IS_MUTATING: bool = false;
+    fn opcode(&self) -> Opcode {
+        self.0
+    }
+    fn as_ptr(&mut self) -> *mut c_void {
+        self.1
+    }
+    unsafe fn output_from_ptr(out: IoctlOutput, _: *mut c_void) -> rustix::io::Result<i32> {
+        Ok(out)
+    }
+}
+
+fn call(fd: impl AsFd, command: Opcode, argument: *mut c_void) -> rustix::io::Result<i32> {
+    // SAFETY: see `Call`; the descriptor is the loop driver's, or the call fails with ENOTTY.
+    unsafe { rustix::ioctl::ioctl(fd, Call(command, argument)) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_no_loop_device_is_not_found() {
+        for path in ["/dev/null", "/dev/loop", "/dev/loop99999", "loopy"] {
+            assert!(LoopDevice::find(Path::new(path)).is_err(), "{path}");
+        }
+    }
+}
