@@ -98,11 +98,20 @@ pub struct ServeOptions {
     #[arg(long, value_name = "ADDRESS")]
     pub nbd: Vec<Address>,
 
-    /// The export's name for NBD clients; the empty name means it too.
+    /// Serve as a file, by FUSE: mounted over FILE, which is made if it does not exist, or within it if it is a directory.
+    /// A loop device makes a disk of it (losetup --direct-io=on --sector-size 4096).
+    #[arg(long, value_name = "FILE")]
+    pub fuse: Option<PathBuf>,
+
+    /// Threads that serve FUSE requests; one waits, the others come when there is more to do.
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub fuse_threads: u16,
+
+    /// The export's name for NBD clients (the empty name means it too), and the file's in a FUSE directory.
     #[arg(long, value_name = "NAME", default_value = "weir")]
     pub name: String,
 
-    /// Microseconds for which a connection looks for the next request before it sleeps. Costs a CPU for so long after
+    /// Microseconds for which a thread looks for the next request before it sleeps. Costs a CPU for so long after
     /// each request, and saves the wake-up when requests come in bursts.
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=1_000_000))]
     pub spin_us: u32,

@@ -6,7 +6,7 @@ use crate::control::{Io, Protection, SCHEMA, Status, Store, Volume as VolumeCoun
 use crate::failure::Failure;
 use crate::keeper::{Held, Link};
 use crate::pages::{self, Plan};
-use crate::ways_in::{self, Nbd, WayIn};
+use crate::ways_in::{self, Fuse, Nbd, WayIn};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use weir_core::seal;
@@ -45,16 +45,19 @@ impl Daemon {
     pub fn start(
         options: &ServeOptions,
         protections: Protections,
-        keeper: Option<(&Link, Held)>,
+        mut keeper: Option<(&Link, Held)>,
         log: &Log,
     ) -> Result<Self, Failure> {
         let plan =
             Plan { stores: &options.store, size: options.size, lanes: ways_in::lanes(options), depth: DEPTH };
-        let volume = pages::open(&plan, keeper, log)?;
+        let volume = pages::open(&plan, reborrow(&mut keeper), log)?;
 
         let mut ways_in: Vec<Box<dyn WayIn>> = Vec::new();
         if !options.nbd.is_empty() {
             ways_in.push(Box::new(Nbd::start(&volume, options, log)?));
+        }
+        if let Some(file) = &options.fuse {
+            ways_in.push(Box::new(Fuse::start(&volume, options, file, reborrow(&mut keeper), log)?));
         }
         seal::seal(seal::policy_from_environment());
         let shared = Shared {
@@ -90,6 +93,10 @@ impl Daemon {
         let shared = Arc::clone(&self.shared);
         move || shared.status()
     }
+}
+
+fn reborrow<'a>(keeper: &'a mut Option<(&Link, Held)>) -> Option<(&'a Link, &'a mut Held)> {
+    keeper.as_mut().map(|(link, held)| (&**link, held))
 }
 
 impl Shared {

@@ -26,7 +26,7 @@ pub struct Plan<'a> {
 ///
 /// # Errors
 /// When a store cannot be had, the size asked for is no size, or the keeper's pages do not fit the plan.
-pub fn open(plan: &Plan<'_>, keeper: Option<(&Link, Held)>, log: &Log) -> Result<Arc<Volume>, Failure> {
+pub fn open(plan: &Plan<'_>, keeper: Option<(&Link, &mut Held)>, log: &Log) -> Result<Arc<Volume>, Failure> {
     match keeper {
         None => create(plan),
         Some((link, held)) if held.is_empty() => {
@@ -45,7 +45,7 @@ fn create(plan: &Plan<'_>) -> Result<Arc<Volume>, Failure> {
     Volume::create(config, stores).map_err(|error| Failure::Failed(chain(&error)))
 }
 
-fn take_over(plan: &Plan<'_>, mut held: Held, log: &Log) -> Result<Arc<Volume>, Failure> {
+fn take_over(plan: &Plan<'_>, held: &mut Held, log: &Log) -> Result<Arc<Volume>, Failure> {
     let missing = |what: &str| Failure::Failed(format!("the keeper does not hold {what}"));
     let map = |fd: OwnedFd| {
         Memory::adopt(fd)

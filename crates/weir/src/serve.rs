@@ -39,14 +39,14 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
     let path = options.control.clone().unwrap_or_else(default_path);
     let control = Server::start(&path, daemon.watcher())?;
     let stores: Vec<String> = options.store.iter().map(ToString::to_string).collect();
-    let nbd: Vec<String> = options.nbd.iter().map(ToString::to_string).collect();
+    let addresses: Vec<String> = daemon.status().exports.into_iter().map(|export| export.address).collect();
     log(
         Level::Info,
         format_args!(
             "serving {} on {} at {}; status at {}",
             ByteSize(daemon.bytes()),
             stores.join(", "),
-            nbd.join(", "),
+            addresses.join(", "),
             path.display()
         ),
     );
@@ -68,9 +68,9 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
 
 /// What no single flag's type can say.
 fn check(options: &ServeOptions) -> Result<(), Failure> {
-    if options.nbd.is_empty() {
+    if options.nbd.is_empty() && options.fuse.is_none() {
         return Err(Failure::Usage(
-            "--nbd is missing, so nobody could connect; accepted: unix:PATH, tcp:HOST:PORT".into(),
+            "--nbd and --fuse are missing, so nobody could connect; accepted: --nbd unix:PATH, --nbd tcp:HOST:PORT, --fuse FILE".into(),
         ));
     }
     let tcp = options.nbd.iter().find(|address| matches!(address, Address::Tcp { .. }));

@@ -4,9 +4,12 @@ use crate::address::Address;
 use crate::cli::ServeOptions;
 use crate::control::Export;
 use crate::failure::{Failure, chain};
+use crate::keeper::{Held, Link};
 use std::fmt;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
+use weir_export::fuse;
 use weir_export::log::Log;
 use weir_export::nbd::{self, Identity, Listen, Server};
 use weir_volume::Volume;
@@ -22,7 +25,9 @@ pub trait WayIn: fmt::Debug + Send {
 
 /// Lanes of the volume that the ways in asked for take together.
 pub fn lanes(options: &ServeOptions) -> usize {
-    if options.nbd.is_empty() { 0 } else { usize::from(options.connections) }
+    let nbd = if options.nbd.is_empty() { 0 } else { usize::from(options.connections) };
+    let fuse = if options.fuse.is_some() { usize::from(options.fuse_threads) } else { 0 };
+    nbd + fuse
 }
 
 /// The NBD server on all its addresses.
@@ -68,6 +73,62 @@ impl WayIn for Nbd {
 
     fn stop(self: Box<Self>, grace: Duration) {
         self.0.shutdown(grace);
+    }
+}
+
+/// The volume as a file, by FUSE.
+#[derive(Debug)]
+pub struct Fuse(fuse::Server);
+
+impl Fuse {
+    /// Mounts over `file`; or goes on with the mount of a daemon that was killed, if the keeper has it.
+    ///
+    /// # Errors
+    /// When it cannot be mounted, or the kernel's FUSE is too old.
+    pub fn start(
+        volume: &Arc<Volume>,
+        options: &ServeOptions,
+        file: &Path,
+        keeper: Option<(&Link, &mut Held)>,
+        log: &Log,
+    ) -> Result<Self, Failure> {
+        let config = fuse::Config {
+            name: options.name.clone(),
+            threads: usize::from(options.fuse_threads),
+            spin: Duration::from_micros(options.spin_us.into()),
+            swap: options.swap,
+            unsafe_no_flusher: options.unsafe_no_flusher,
+        };
+        let failed = |error: fuse::ServeError| Failure::Failed(format!("--fuse: {}", chain(&error)));
+        let Some((link, held)) = keeper else {
+            return fuse::Server::start(volume, &config, file, log).map(Fuse).map_err(failed);
+        };
+        let name = |kept: &str| format!("fuse.{kept}");
+        if held.any(|kept| kept.starts_with("fuse.")) {
+            let mut take = |kept: &str| held.take(&name(kept));
+            return fuse::Server::take_over(volume, &config, file, &mut take, log).map(Fuse).map_err(failed);
+        }
+        let server = fuse::Server::start(volume, &config, file, log).map_err(failed)?;
+        for keepsake in server.keepsakes() {
+            link.hold_open(&name(&keepsake.name), keepsake.fd).map_err(Failure::failed)?;
+        }
+        Ok(Fuse(server))
+    }
+}
+
+impl WayIn for Fuse {
+    fn exports(&self) -> Vec<Export> {
+        let threads = self.0.stats().threads;
+        vec![Export {
+            kind: "fuse".to_owned(),
+            address: self.0.file().display().to_string(),
+            connections: threads,
+            connections_most: threads,
+        }]
+    }
+
+    fn stop(self: Box<Self>, grace: Duration) {
+        self.0.stop(grace);
     }
 }
 

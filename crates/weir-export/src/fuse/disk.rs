@@ -151,13 +151,9 @@ impl Service for Disk {
             Request::Readdir { what } if node == ROOT && !on_file => self.list(unique, &what, device),
             Request::Release { .. } | Request::Releasedir { .. } | Request::Destroy => answer(&[]),
             Request::Statfs => {
-                let status = ranges.lane().volume().status();
-                let pages = shape.bytes / PAGE_SIZE as u64;
-                let free = pages.saturating_sub(status.stored + status.filled);
+                // The file takes all the room there is.
                 let stat = StatfsOut {
-                    blocks: pages,
-                    bfree: free,
-                    bavail: free,
+                    blocks: shape.bytes / PAGE_SIZE as u64,
                     files: 1,
                     bsize: PAGE_SIZE as u32,
                     frsize: PAGE_SIZE as u32,
@@ -221,7 +217,7 @@ impl Disk {
         };
         let lane = ranges.lane();
         let first = (what.offset / PAGE_SIZE as u64) as u32;
-        let found = (first..lane.volume().pages()).find(|page| lane.mapped(PageNo(*page)) == data);
+        let found = (first..lane.volume().pages()).find(|page| lane.known_zero(PageNo(*page)) != data);
         match found {
             Some(page) => Ok(what.offset.max(u64::from(page) * PAGE_SIZE as u64)),
             // Behind the end there is a hole, and no data.

@@ -115,6 +115,11 @@ impl Mount {
         self.undo()
     }
 
+    /// Leaves it in the file system.
+    pub fn leave(mut self) {
+        self.armed = false;
+    }
+
     fn undo(&mut self) -> io::Result<()> {
         if !std::mem::take(&mut self.armed) || !is_mounted(&self.point) {
             return Ok(());

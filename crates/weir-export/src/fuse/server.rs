@@ -348,6 +348,14 @@ impl Server {
         self.end(grace)
     }
 
+    /// Gives the server up as the death of its process would: the threads end, and the mount stays. For tests of taking over.
+    pub fn abandon(mut self) {
+        if let Some(mount) = self.mount.take() {
+            mount.leave();
+        }
+        self.end(Duration::from_secs(10));
+    }
+
     fn end(&mut self, grace: Duration) -> usize {
         self.pool.stop();
         let deadline = Instant::now() + grace;

@@ -22,6 +22,11 @@ impl Held {
         self.0.is_empty()
     }
 
+    /// Whether something is kept under a name like this.
+    pub fn any(&self, like: impl Fn(&str) -> bool) -> bool {
+        self.0.keys().any(|name| like(name))
+    }
+
     /// Takes what was kept under `name`.
     pub fn take(&mut self, name: &str) -> Option<OwnedFd> {
         self.0.remove(name)
