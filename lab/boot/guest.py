@@ -33,6 +33,7 @@ class Guest:
     share: str
     mounts: list = dataclasses.field(default_factory=list)  # (host path, guest path, "ro" or "rw")
     boot: str = ""
+    disk: str | None = None  # a root of its own, with its own init; else the host's / is its root, read-only
 
     def kernel_arguments(self):
         """What the guest's init reads from its kernel's command line."""
@@ -52,18 +53,31 @@ def new_share():
 def run(kernel, guest, out):
     """Boots, copies the console to `out` without control codes, and returns the scenario's exit code.
 
+    A guest with a disk boots again as often as its scenario asks for it, all within one time limit.
+
     # Errors
     `Failed` when the time limit passes or when the guest ends without a word: a panic, or a host that killed it.
     """
-    boot = BOOTS[kernel.boot]
     guest.boot = kernel.boot
-    guest.mounts += [
-        (guest.share, "/run/lab", "rw"),
-        (kernel.modules, f"/run/kernel/lib/modules/{kernel.release}", "ro"),
-    ]
+    modules = "/usr/lib/modules" if guest.disk else "/run/kernel/lib/modules"
+    guest.mounts += [(guest.share, "/run/lab", "rw"), (kernel.modules, f"{modules}/{kernel.release}", "ro")]
     # UML forks a process for each of the guest's: orphans come to us, so that the end can be a certain one.
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    started = time.monotonic()
+    deadline = time.monotonic() + guest.limit_s
+    _boot(kernel, guest, deadline, out)
+    while os.path.exists(f"{guest.share}/again"):
+        os.unlink(f"{guest.share}/again")
+        _boot(kernel, guest, deadline, out)
+    try:
+        with open(f"{guest.share}/exit", encoding="ascii") as file:
+            return int(file.read())
+    except (FileNotFoundError, ValueError):
+        raise Failed("the guest ended before its scenario did (its console is above)") from None
+
+
+def _boot(kernel, guest, deadline, out):
+    """One boot, to the end of all its processes."""
+    boot = BOOTS[kernel.boot]
     processes, watch = boot.prepare(kernel, guest), None
     try:
         line, environment = boot.command(kernel, guest)
@@ -81,16 +95,11 @@ def run(kernel, guest, out):
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
-        in_time = _copy(console, started + guest.limit_s, out)
+        in_time = _copy(console, deadline, out)
     finally:
         _end(processes, watch)
     if not in_time:
         raise Failed(f"the time limit of {guest.limit_s} s passed")
-    try:
-        with open(f"{guest.share}/exit", encoding="ascii") as file:
-            return int(file.read())
-    except (FileNotFoundError, ValueError):
-        raise Failed("the guest ended before its scenario did (its console is above)") from None
 
 
 def _copy(console, deadline, out):

@@ -21,6 +21,23 @@ KNOWN = {
 }
 
 
+# What runs instead where User-Mode Linux cannot.
+INSTEAD_OF_UML = "debian-6.12-cloud"
+
+
+def bootable(name):
+    """`name`, or the kernel that stands in for it on this machine, and then why.
+
+    User-Mode Linux 6.1 restores a process's floating point state from 2696 bytes (arch/x86/um/user-offsets.c); with
+    AMX the state is 11 KB, the host's kernel takes no less, and the guest's first process dies of it.
+    """
+    if KNOWN[name][0] != "uml":
+        return name, None
+    with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        amx = any(line.startswith("flags") and " amx_tile" in line for line in file)
+    return (INSTEAD_OF_UML, f"{name} cannot run on a CPU with AMX") if amx else (name, None)
+
+
 def cache_dir():
     """Where fetched kernels stay between runs."""
     default = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "weir-lab")
@@ -72,13 +89,13 @@ def _only(pattern):
 def _fetched(name, suite, package):
     """The kernel's files below the cache, complete or not there at all."""
     place = os.path.join(cache_dir(), "kernels", name)
-    with _one_at_a_time(name):
+    with one_at_a_time(name):
         if not os.path.isdir(place):
             archive = Archive(cache_dir(), suite)
             archive.refresh()
             # linux-image-cloud-amd64 -> linux-image-VERSION-cloud-amd64 -> (7.x only) binary, modules, base.
             names = archive.closure(package, r"linux-(image|binary|modules|base)-.*\d")
-            with _whole(place) as partial:
+            with whole(place) as partial:
                 archive.unpack(names, partial)
                 for modules in glob.glob(os.path.join(partial, "lib/modules/*")):
                     subprocess.run(["depmod", "-b", partial, os.path.basename(modules)], check=True)
@@ -88,13 +105,13 @@ def _fetched(name, suite, package):
 def _headers(name, suite, package, release):
     """The header tree to build modules for `release` against, its absolute paths turned to where it lies now."""
     place = os.path.join(cache_dir(), "headers", release)
-    with _one_at_a_time(f"headers-{name}"):
+    with one_at_a_time(f"headers-{name}"):
         if not os.path.isdir(place):
             archive = Archive(cache_dir(), suite)
             archive.refresh()
             flavour = f"linux-headers-{release}"
             names = archive.closure(flavour, r"linux-(headers|kbuild)-")
-            with _whole(place) as partial:
+            with whole(place) as partial:
                 archive.unpack(names, partial)
                 for makefile in glob.glob(os.path.join(partial, "usr/src/*/Makefile")):
                     with open(makefile, encoding="utf-8") as file:
@@ -105,7 +122,7 @@ def _headers(name, suite, package, release):
 
 
 @contextlib.contextmanager
-def _one_at_a_time(name):
+def one_at_a_time(name):
     """Two runs that need the same kernel fetch it once."""
     locks = os.path.join(cache_dir(), "locks")
     os.makedirs(locks, exist_ok=True)
@@ -115,7 +132,7 @@ def _one_at_a_time(name):
 
 
 @contextlib.contextmanager
-def _whole(place):
+def whole(place):
     """A directory that appears under its name only when everything in it is there."""
     partial = f"{place}.partial"
     shutil.rmtree(partial, ignore_errors=True)

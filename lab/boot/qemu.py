@@ -13,6 +13,10 @@ from .outcome import Missing
 
 # What must be loaded before the root can be mounted; modprobe in the guest finds all else.
 ROOT_MODULES = ["virtio_pci", "virtiofs"]
+# And before a root of the guest's own can be.
+DISK_MODULES = ["virtio_blk", "crc32c_generic", "ext4"]
+# Nobody logs in, and what systemd does is looked at by the scenario.
+SYSTEMD_ARGUMENTS = ["lab_root=/dev/vda", "systemd.getty_auto=no", "systemd.show_status=no", "systemd.log_target=journal"]
 VIRTIOFSD = ["/usr/libexec/virtiofsd", "/usr/lib/qemu/virtiofsd"]
 
 
@@ -31,9 +35,15 @@ def command(kernel, guest):
         *("-kernel", kernel.image, "-initrd", f"{guest.share}/initramfs"),
         "-append",
         " ".join(
-            ["console=ttyS0", "panic=-1", "loglevel=3", "mitigations=off", "tsc=reliable", *guest.kernel_arguments()]
+            [
+                *("console=ttyS0", "panic=-1", "loglevel=3", "mitigations=off", "tsc=reliable"),
+                *(SYSTEMD_ARGUMENTS if guest.disk else []),
+                *guest.kernel_arguments(),
+            ]
         ),
     ]
+    if guest.disk:
+        line += ["-drive", f"file={guest.disk},format=qcow2,if=virtio,cache=unsafe"]
     return line, {}
 
 
@@ -49,7 +59,7 @@ def prepare(kernel, guest):
     busybox = shutil.which("busybox")
     if busybox is None:
         raise Missing("busybox (package busybox-static)")
-    initramfs.write(f"{guest.share}/initramfs", busybox, kernel, ROOT_MODULES)
+    initramfs.write(f"{guest.share}/initramfs", busybox, kernel, ROOT_MODULES + (DISK_MODULES if guest.disk else []))
     socket = f"{guest.share}/virtiofs.sock"
     log = open(f"{guest.share}/virtiofsd.log", "wb")  # noqa: SIM115 - the child's for as long as it lives
     if server == VIRTIOFSD[0]:

@@ -20,7 +20,10 @@ KEYS = {
     "needs": "",
     "builds": "",
     "modules": "",
+    "root": "host",
 }
+# Whose / is the guest's.
+ROOTS = ("host", "debian")
 
 
 class BadScenario(Exception):
@@ -42,6 +45,7 @@ class Scenario:
     needs: list  # programs on the host's PATH
     builds: list  # cargo packages whose programs the guest runs
     modules: list  # directories with a Kbuild Makefile
+    own_root: bool  # Debian with systemd, on a disk of its own
 
 
 def read(path):
@@ -63,6 +67,10 @@ def read(path):
     said = {**KEYS, **said}
     if said["kernel"] not in kernels.KNOWN:
         raise BadScenario(f"{name}: kernel {said['kernel']!r}; known are {', '.join(kernels.KNOWN)}")
+    if said["root"] not in ROOTS:
+        raise BadScenario(f"{name}: root {said['root']!r}; known are {', '.join(ROOTS)}")
+    if said["root"] == "debian" and kernels.KNOWN[said["kernel"]][0] != "qemu":
+        raise BadScenario(f"{name}: root debian needs a kernel that QEMU boots, not {said['kernel']}")
     memory = re.fullmatch(r"(\d+)([MG])", said["memory"])
     if not memory:
         raise BadScenario(f"{name}: memory {said['memory']!r}; accepted are 512M, 2G and the like")
@@ -78,6 +86,7 @@ def read(path):
         needs=said["needs"].split(),
         builds=said["builds"].split(),
         modules=said["modules"].split(),
+        own_root=said["root"] == "debian",
     )
 
 
