@@ -16,7 +16,7 @@ ROOT_MODULES = ["virtio_pci", "virtiofs"]
 # And before a root of the guest's own can be.
 DISK_MODULES = ["virtio_blk", "crc32c_generic", "ext4"]
 # Nobody logs in, and what systemd does is looked at by the scenario.
-SYSTEMD_ARGUMENTS = ["lab_root=/dev/vda", "systemd.getty_auto=no", "systemd.show_status=no", "systemd.log_target=journal"]
+SYSTEMD_ARGUMENTS = ["lab_root=/dev/vda", "systemd.getty_auto=no", "systemd.show_status=no", "systemd.log_target=kmsg"]
 VIRTIOFSD = ["/usr/libexec/virtiofsd", "/usr/lib/qemu/virtiofsd"]
 
 

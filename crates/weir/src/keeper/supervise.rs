@@ -11,6 +11,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt as _;
 use std::process::Command;
 use std::time::{Duration, Instant};
 use weir_core::Memory;
@@ -93,8 +94,11 @@ impl Keeper<'_> {
             rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
         // The child inherits its end by number. This process has one thread, so nobody else starts a child meanwhile.
         rustix::io::fcntl_setfd(&theirs, rustix::io::FdFlags::empty())?;
+        let mut arguments = std::env::args_os();
         let child = Command::new("/proc/self/exe")
-            .args(std::env::args_os().skip(1))
+            // Its name too: one that begins with @ keeps init from killing the daemon at the machine's end.
+            .arg0(arguments.next().unwrap_or_else(|| "weir".into()))
+            .args(arguments)
             .env(ENVIRONMENT, theirs.as_raw_fd().to_string())
             .spawn()?;
         drop(theirs);
