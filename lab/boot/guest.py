@@ -19,6 +19,8 @@ BOOTS = {"uml": uml, "qemu": qemu}
 # Escape sequences and control characters, all but tab and newline.
 CONTROL = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[()][A-Z0-9]|\x1b.|[\x00-\x08\x0b-\x1f\x7f]")
 PR_SET_CHILD_SUBREAPER = 36
+# Nobody logs in; what systemd does is in the guest's journal, for the scenario to look at.
+SYSTEMD_ARGUMENTS = ["systemd.getty_auto=no", "systemd.show_status=no", "systemd.log_target=kmsg"]
 # Waits for a line; where its input closes without one, this process was killed, and the guest must not go on alone.
 WATCH = 'read -r _ || { kill -KILL "-$1"; rm -rf -- "$2"; }'
 
@@ -33,7 +35,7 @@ class Guest:
     share: str
     mounts: list = dataclasses.field(default_factory=list)  # (host path, guest path, "ro" or "rw")
     boot: str = ""
-    disk: str | None = None  # a root of its own, with its own init; else the host's / is its root, read-only
+    image: str | None = None  # the file system of a root of its own; else the host's / is its root, read-only
 
     def kernel_arguments(self):
         """What the guest's init reads from its kernel's command line."""
@@ -42,7 +44,8 @@ class Guest:
             if re.search(r"[\s,:\"]", host):
                 raise Missing(f"a path without spaces, commas and colons, instead of {host!r}")
             mounts.append(f"lab_mount={host}:{guest}:{mode}")
-        return [f"lab_boot={self.boot}", *mounts]
+        own = [f"lab_root={BOOTS[self.boot].DISK}", *SYSTEMD_ARGUMENTS] if self.image else []
+        return [f"lab_boot={self.boot}", *own, *mounts]
 
 
 def new_share():
@@ -53,14 +56,16 @@ def new_share():
 def run(kernel, guest, out):
     """Boots, copies the console to `out` without control codes, and returns the scenario's exit code.
 
-    A guest with a disk boots again as often as its scenario asks for it, all within one time limit.
+    A guest with a root of its own boots again as often as its scenario asks for it, all within one time limit.
 
     # Errors
     `Failed` when the time limit passes or when the guest ends without a word: a panic, or a host that killed it.
     """
     guest.boot = kernel.boot
-    modules = "/usr/lib/modules" if guest.disk else "/run/kernel/lib/modules"
-    guest.mounts += [(guest.share, "/run/lab", "rw"), (kernel.modules, f"{modules}/{kernel.release}", "ro")]
+    guest.mounts += [
+        (guest.share, "/run/lab", "rw"),
+        (kernel.modules, f"/run/kernel/lib/modules/{kernel.release}", "ro"),
+    ]
     # UML forks a process for each of the guest's: orphans come to us, so that the end can be a certain one.
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     deadline = time.monotonic() + guest.limit_s

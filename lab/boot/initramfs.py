@@ -8,19 +8,12 @@ import os
 import stat
 
 INIT = """#!/bin/busybox sh
-# Makes the host's / this guest's root, read-only, or the disk that lab_root names; puts the run's own directories on top;
-# then starts the lab's init, or the disk's own.
+# Makes the host's / this guest's root, read-only, with the run's own directories on top; then the lab's init.
 busybox mkdir -p /proc /host /root
 busybox mount -t proc proc /proc
 for module in $(busybox cat /modules/order); do busybox insmod /modules/$module || exit 1; done
 busybox mount -t virtiofs host /host || exit 1
-root=$(busybox tr ' ' '\\n' </proc/cmdline | busybox sed -n 's/^lab_root=//p')
-if [ "$root" ]; then
-    busybox mount -t devtmpfs dev /dev
-    busybox mount -t ext4 $root /root || exit 1
-else
-    busybox mount --bind /host /root && busybox mount -o remount,bind,ro /root
-fi
+busybox mount --bind /host /root && busybox mount -o remount,bind,ro /root
 busybox mount -t tmpfs run /root/run
 for pair in $(busybox tr ' ' '\\n' </proc/cmdline | busybox grep '^lab_mount='); do
     pair=${pair#lab_mount=}; from=${pair%%:*}; rest=${pair#*:}; to=${rest%%:*}; mode=${rest#*:}
@@ -30,12 +23,7 @@ for pair in $(busybox tr ' ' '\\n' </proc/cmdline | busybox grep '^lab_mount=');
 done
 busybox umount -l /host
 busybox umount /proc
-[ "$root" ] || exec busybox switch_root /root /run/lab/init
-busybox umount /dev
-busybox mkdir -p /root/run/systemd/system/multi-user.target.wants
-busybox cp /root/run/lab/lab.service /root/run/systemd/system
-busybox ln -s ../lab.service /root/run/systemd/system/multi-user.target.wants
-exec busybox switch_root /root /sbin/init
+exec busybox switch_root /root /run/lab/init
 """
 
 

@@ -14,6 +14,7 @@ from .outcome import Missing
 # name -> (how it boots, suite, package of the kernel, package of its headers)
 KNOWN = {
     "uml-6.1": ("uml", "bookworm", "user-mode-linux", None),
+    "uml-7.2": ("uml", "sid", "user-mode-linux", None),
     "debian-6.1-cloud": ("qemu", "bookworm", "linux-image-cloud-amd64", "linux-headers-cloud-amd64"),
     "debian-6.1": ("qemu", "bookworm", "linux-image-amd64", "linux-headers-amd64"),
     "debian-6.12-cloud": ("qemu", "bookworm-backports", "linux-image-cloud-amd64", "linux-headers-cloud-amd64"),
@@ -21,8 +22,8 @@ KNOWN = {
 }
 
 
-# What runs instead where User-Mode Linux cannot.
-INSTEAD_OF_UML = "debian-6.12-cloud"
+# What runs where User-Mode Linux 6.1 cannot.
+INSTEAD = "uml-7.2"
 
 
 def bootable(name):
@@ -31,11 +32,11 @@ def bootable(name):
     User-Mode Linux 6.1 restores a process's floating point state from 2696 bytes (arch/x86/um/user-offsets.c); with
     AMX the state is 11 KB, the host's kernel takes no less, and the guest's first process dies of it.
     """
-    if KNOWN[name][0] != "uml":
+    if name != "uml-6.1":
         return name, None
     with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
         amx = any(line.startswith("flags") and " amx_tile" in line for line in file)
-    return (INSTEAD_OF_UML, f"{name} cannot run on a CPU with AMX") if amx else (name, None)
+    return (INSTEAD, f"{name} cannot run on a CPU with AMX") if amx else (name, None)
 
 
 def cache_dir():
@@ -60,7 +61,7 @@ def find(name, with_headers=False):
     """The kernel called `name`, fetched if this machine does not have it yet."""
     boot, suite, image_package, headers_package = KNOWN[name]
     installed = _installed_uml() if name == "uml-6.1" else None
-    root = installed or _fetched(name, suite, image_package)
+    root = installed or _fetched(name, boot, suite, image_package)
     if boot == "uml":
         image = os.path.join(root, "usr/bin/linux.uml")
         modules = _only(os.path.join(root, "usr/lib/uml/modules/*"))
@@ -86,7 +87,12 @@ def _only(pattern):
     return found[-1]
 
 
-def _fetched(name, suite, package):
+def _with_its_own_libc(program, libraries):
+    loader = f"{libraries}/ld-linux-x86-64.so.2"
+    subprocess.run(["patchelf", "--set-interpreter", loader, "--set-rpath", libraries, program], check=True)
+
+
+def _fetched(name, boot, suite, package):
     """The kernel's files below the cache, complete or not there at all."""
     place = os.path.join(cache_dir(), "kernels", name)
     with one_at_a_time(name):
@@ -95,8 +101,13 @@ def _fetched(name, suite, package):
             archive.refresh()
             # linux-image-cloud-amd64 -> linux-image-VERSION-cloud-amd64 -> (7.x only) binary, modules, base.
             names = archive.closure(package, r"linux-(image|binary|modules|base)-.*\d")
+            foreign = boot == "uml" and suite != "bookworm"
+            if foreign and shutil.which("patchelf") is None:
+                raise Missing(f"patchelf (package patchelf: {name} comes with a newer C library than the host's)")
             with whole(place) as partial:
-                archive.unpack(names, partial)
+                archive.unpack([*names, "libc6"] if foreign else names, partial)
+                if foreign:
+                    _with_its_own_libc(f"{partial}/usr/bin/linux.uml", f"{place}/usr/lib/x86_64-linux-gnu")
                 for modules in glob.glob(os.path.join(partial, "lib/modules/*")):
                     subprocess.run(["depmod", "-b", partial, os.path.basename(modules)], check=True)
     return place

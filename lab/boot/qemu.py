@@ -13,10 +13,8 @@ from .outcome import Missing
 
 # What must be loaded before the root can be mounted; modprobe in the guest finds all else.
 ROOT_MODULES = ["virtio_pci", "virtiofs"]
-# And before a root of the guest's own can be.
-DISK_MODULES = ["virtio_blk", "crc32c_generic", "ext4"]
-# Nobody logs in, and what systemd does is looked at by the scenario.
-SYSTEMD_ARGUMENTS = ["lab_root=/dev/vda", "systemd.getty_auto=no", "systemd.show_status=no", "systemd.log_target=kmsg"]
+# A root of the guest's own, and what it needs.
+DISK, DISK_MODULES = "/dev/vda", ["virtio_blk", "crc32c_generic", "ext4"]
 VIRTIOFSD = ["/usr/libexec/virtiofsd", "/usr/lib/qemu/virtiofsd"]
 
 
@@ -35,15 +33,11 @@ def command(kernel, guest):
         *("-kernel", kernel.image, "-initrd", f"{guest.share}/initramfs"),
         "-append",
         " ".join(
-            [
-                *("console=ttyS0", "panic=-1", "loglevel=3", "mitigations=off", "tsc=reliable"),
-                *(SYSTEMD_ARGUMENTS if guest.disk else []),
-                *guest.kernel_arguments(),
-            ]
+            ["console=ttyS0", "panic=-1", "loglevel=3", "mitigations=off", "tsc=reliable", *guest.kernel_arguments()]
         ),
     ]
-    if guest.disk:
-        line += ["-drive", f"file={guest.disk},format=qcow2,if=virtio,cache=unsafe"]
+    if guest.image:
+        line += ["-drive", f"file={guest.share}/disk,format=qcow2,if=virtio,cache=unsafe"]
     return line, {}
 
 
@@ -59,7 +53,13 @@ def prepare(kernel, guest):
     busybox = shutil.which("busybox")
     if busybox is None:
         raise Missing("busybox (package busybox-static)")
-    initramfs.write(f"{guest.share}/initramfs", busybox, kernel, ROOT_MODULES + (DISK_MODULES if guest.disk else []))
+    initramfs.write(f"{guest.share}/initramfs", busybox, kernel, ROOT_MODULES + (DISK_MODULES if guest.image else []))
+    if guest.image and not os.path.exists(f"{guest.share}/disk"):
+        if shutil.which("qemu-img") is None:
+            raise Missing("qemu-img (package qemu-utils)")
+        # What the guest writes goes to a file of the run.
+        over = ["-b", guest.image, "-F", "raw", f"{guest.share}/disk"]
+        subprocess.run(["qemu-img", "create", "-q", "-f", "qcow2", *over], check=True)
     socket = f"{guest.share}/virtiofs.sock"
     log = open(f"{guest.share}/virtiofsd.log", "wb")  # noqa: SIM115 - the child's for as long as it lives
     if server == VIRTIOFSD[0]:

@@ -1,5 +1,8 @@
 """User-Mode Linux: a kernel as a process. Boots in about a second, one CPU, the host's / read-only by hostfs."""
 
+# Where a root of the guest's own is.
+DISK = "/dev/ubda"
+
 
 def command(kernel, guest):
     """The command line that boots `guest` on `kernel`, its console on stdout, and the environment it needs."""
@@ -18,6 +21,9 @@ def command(kernel, guest):
         "panic=-1",
         *guest.kernel_arguments(),
     ]
+    if guest.image:
+        # What the guest writes goes to a file of the run.
+        line.append(f"ubd0={guest.share}/disk,{guest.image}")
     # The guest's memory is a file in TMPDIR: on a disk it would be written back.
     return line, {"TMPDIR": "/dev/shm"}
 
