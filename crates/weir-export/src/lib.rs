@@ -10,3 +10,4 @@ pub mod loop_device;
 pub mod nbd;
 pub mod share;
 mod spin;
+pub mod ublk;

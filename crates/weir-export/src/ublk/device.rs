@@ -1,0 +1,444 @@
+//! The order of commands that makes a device, takes one over from a dead server, and removes it.
+
+use super::control::{ControlError, Driver};
+use super::uapi::{
+    self, ANY_DEVICE, BasicParameters, ControlCommand, DeviceInfo, DiscardParameters, FEATURE_SAFE_STOP,
+    FEATURE_USER_RECOVERY, FEATURE_USER_RECOVERY_REISSUE, NO_QUEUE, PAGE_SECTORS, PARAMETERS_BASIC,
+    PARAMETERS_DISCARD, Parameters, Plain, SECTOR,
+};
+use std::fmt;
+use std::io;
+use weir_core::PAGE_SIZE;
+
+/// The longest discard: forgetting as many pages takes a queue's thread about a millisecond, in which nothing else of that queue is
+/// served.
+const DISCARD_SECTORS: u32 = (256 << 20) / SECTOR as u32;
+
+/// What marks a device as ours, in a field that the driver keeps for servers; the lower half is the process that made it.
+const MARK: u64 = 0x7765_6972 << 32;
+
+/// What a device is to be like.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Shape {
+    /// Its size.
+    pub pages: u32,
+    /// Hardware queues.
+    pub queues: u16,
+    /// Requests of each queue.
+    pub depth: u16,
+    /// The longest request.
+    pub request_bytes: u32,
+    /// It outlives its server.
+    pub recoverable: bool,
+}
+
+impl Shape {
+    fn info(&self, features: u64) -> DeviceInfo {
+        let recovery = FEATURE_USER_RECOVERY | FEATURE_USER_RECOVERY_REISSUE;
+        DeviceInfo {
+            queues: self.queues,
+            depth: self.depth,
+            buffer_bytes: self.request_bytes,
+            device: ANY_DEVICE,
+            flags: uapi::FEATURE_IOCTL_ENCODE | if self.recoverable { recovery & features } else { 0 },
+            mark: MARK | u64::from(std::process::id()),
+            ..DeviceInfo::default()
+        }
+    }
+
+    fn parameters(&self) -> Parameters {
+        let page_shift = PAGE_SIZE.ilog2() as u8;
+        Parameters {
+            length: size_of::<Parameters>() as u32,
+            types: PARAMETERS_BASIC | PARAMETERS_DISCARD,
+            basic: BasicParameters {
+                // No volatile cache, so that the kernel sends no flushes: what is acknowledged is where it will stay.
+                attributes: 0,
+                logical_shift: page_shift,
+                physical_shift: page_shift,
+                optimal_shift: self.request_bytes.ilog2() as u8,
+                minimal_shift: page_shift,
+                max_sectors: self.request_bytes / SECTOR as u32,
+                device_sectors: u64::from(self.pages) * PAGE_SECTORS,
+                ..BasicParameters::default()
+            },
+            discard: DiscardParameters {
+                granularity: PAGE_SIZE as u32,
+                max_discard_sectors: DISCARD_SECTORS,
+                max_zeroes_sectors: DISCARD_SECTORS,
+                max_segments: 1,
+                ..DiscardParameters::default()
+            },
+            ..Parameters::default()
+        }
+    }
+}
+
+/// A device of the driver, by its number.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Device(pub u32);
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "/dev/ublkb{}", self.0)
+    }
+}
+
+impl Device {
+    /// Its character device, through which requests come.
+    pub fn character(self) -> String {
+        format!("/dev/ublkc{}", self.0)
+    }
+
+    /// Makes a device that is not started yet. `made` hears its number before anything else can go wrong.
+    ///
+    /// # Errors
+    /// What the driver refuses. No device is left then.
+    pub fn add(
+        driver: &mut impl Driver,
+        features: u64,
+        shape: &Shape,
+        made: impl FnOnce(Device),
+    ) -> Result<(Device, DeviceInfo), ControlError> {
+        let mut info = shape.info(features);
+        let wished = info.flags;
+        call(driver, "ADD_DEV", uapi::ADD_DEV, None, 0, info.bytes_mut())?;
+        let device = Device(info.device);
+        made(device);
+        let fine = set_up(driver, device, shape).and_then(|()| {
+            let recovery = FEATURE_USER_RECOVERY | FEATURE_USER_RECOVERY_REISSUE;
+            // What is not granted is cleared. A device that is to survive must not die with the first server.
+            if wished & recovery & !info.flags == 0 {
+                return Ok(());
+            }
+            Err(refused("ADD_DEV", Some(device), io::Error::from_raw_os_error(libc::EOPNOTSUPP)))
+        });
+        match fine {
+            Ok(()) => Ok((device, info)),
+            Err(error) => {
+                let _ = device.forget(driver);
+                Err(error)
+            }
+        }
+    }
+
+    /// How it is.
+    ///
+    /// # Errors
+    /// `ENODEV` where there is none of this number.
+    pub fn info(self, driver: &mut impl Driver) -> Result<DeviceInfo, ControlError> {
+        let mut info = DeviceInfo::default();
+        call(driver, "GET_DEV_INFO", uapi::GET_DEV_INFO, Some(self), 0, info.bytes_mut())?;
+        Ok(info)
+    }
+
+    /// Publishes the block device. Every request of every queue has been fetched, or this never returns.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub fn start(self, driver: &mut impl Driver) -> Result<(), ControlError> {
+        let process = u64::from(std::process::id());
+        call(driver, "START_DEV", uapi::START_DEV, Some(self), process, &mut [])
+    }
+
+    /// Begins to take a device over from a dead server, of which the driver may still be clearing up: `again` is asked whether to
+    /// go on trying, and waits a little. `None` where there is nothing to take over: the device has gone, or never started.
+    ///
+    /// # Errors
+    /// What the driver refuses; `EBUSY` when `again` gave up.
+    pub fn begin_recovery(
+        self,
+        driver: &mut impl Driver,
+        mut again: impl FnMut() -> bool,
+    ) -> Result<Option<DeviceInfo>, ControlError> {
+        loop {
+            let info = match self.info(driver) {
+                Err(ControlError::Refused { source, .. }) if source.raw_os_error() == Some(libc::ENODEV) => {
+                    return Ok(None);
+                }
+                info => info?,
+            };
+            if info.mark >> 32 != MARK >> 32 {
+                // Somebody else's by now: numbers are used again.
+                return Ok(None);
+            }
+            if info.state == uapi::STATE_DEAD {
+                self.forget(driver)?;
+                return Ok(None);
+            }
+            let begun =
+                call(driver, "START_USER_RECOVERY", uapi::START_USER_RECOVERY, Some(self), 0, &mut []);
+            match begun {
+                Err(ControlError::Refused { ref source, .. })
+                    if source.raw_os_error() == Some(libc::EBUSY) && again() => {}
+                // A server that died after it had begun to take over left no queue ready: the driver refuses to begin again, and
+                // waits for the fetches.
+                Err(ControlError::Refused { ref source, .. })
+                    if source.raw_os_error() == Some(libc::EINVAL) && info.state == uapi::STATE_QUIESCED =>
+                {
+                    return Ok(Some(info));
+                }
+                begun => return begun.map(|()| Some(info)),
+            }
+        }
+    }
+
+    /// Ends it: requests flow again. As [`start`](Device::start).
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub fn end_recovery(self, driver: &mut impl Driver) -> Result<(), ControlError> {
+        let process = u64::from(std::process::id());
+        call(driver, "END_USER_RECOVERY", uapi::END_USER_RECOVERY, Some(self), process, &mut [])
+    }
+
+    /// Takes the block device away, its threads' fetches come back. Where the driver can tell, one that is open stays.
+    ///
+    /// # Errors
+    /// `EBUSY` when somebody has it open.
+    pub fn stop(self, driver: &mut impl Driver, features: u64) -> Result<(), ControlError> {
+        let (name, command) = if features & FEATURE_SAFE_STOP == 0 {
+            ("STOP_DEV", uapi::STOP_DEV)
+        } else {
+            ("TRY_STOP_DEV", uapi::TRY_STOP_DEV)
+        };
+        call(driver, name, command, Some(self), 0, &mut [])
+    }
+
+    /// Gives up a device that nobody has seen, or that has been stopped, so that its threads' fetches come back.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub fn abandon(self, driver: &mut impl Driver) -> Result<(), ControlError> {
+        call(driver, "STOP_DEV", uapi::STOP_DEV, Some(self), 0, &mut [])
+    }
+
+    /// Removes a stopped device. Returns when its character device has been closed everywhere.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub fn forget(self, driver: &mut impl Driver) -> Result<(), ControlError> {
+        call(driver, "DEL_DEV", uapi::DEL_DEV, Some(self), 0, &mut [])
+    }
+
+    /// The processors that send to `queue`, as a mask of 1024.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub fn affinity(self, driver: &mut impl Driver, queue: u16) -> Result<[u8; 128], ControlError> {
+        let mut mask = [0; 128];
+        let queue = u64::from(queue);
+        call(driver, "GET_QUEUE_AFFINITY", uapi::GET_QUEUE_AFFINITY, Some(self), queue, &mut mask)?;
+        Ok(mask)
+    }
+
+    /// Removes the device if a server of ours left it behind: marked as ours, stopped, and its maker, of which `lives` tells, gone.
+    /// Returns whether it did.
+    pub fn clear_up(self, driver: &mut impl Driver, lives: impl Fn(u32) -> bool) -> bool {
+        let Ok(info) = self.info(driver) else { return false };
+        let ours = info.mark >> 32 == MARK >> 32 && info.state == uapi::STATE_DEAD;
+        ours && !lives(info.mark as u32) && self.forget(driver).is_ok()
+    }
+}
+
+fn set_up(driver: &mut impl Driver, device: Device, shape: &Shape) -> Result<(), ControlError> {
+    call(driver, "SET_PARAMS", uapi::SET_PARAMS, Some(device), 0, shape.parameters().bytes_mut())
+}
+
+fn call(
+    driver: &mut impl Driver,
+    name: &'static str,
+    command: u32,
+    device: Option<Device>,
+    data: u64,
+    buffer: &mut [u8],
+) -> Result<(), ControlError> {
+    let argument = ControlCommand {
+        device: device.map_or(ANY_DEVICE, |device| device.0),
+        queue: NO_QUEUE,
+        data,
+        ..ControlCommand::default()
+    };
+    driver.call(command, argument, buffer).map_err(|source| refused(name, device, source))
+}
+
+fn refused(command: &'static str, device: Option<Device>, source: io::Error) -> ControlError {
+    let device = device.map_or_else(|| "(new)".to_owned(), |device| device.to_string());
+    ControlError::Refused { command, device, source }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use uapi::{FEATURE_IOCTL_ENCODE, STATE_DEAD, STATE_LIVE, STATE_QUIESCED};
+
+    const RECOVERY: u64 = FEATURE_USER_RECOVERY | FEATURE_USER_RECOVERY_REISSUE;
+    const SHAPE: Shape =
+        Shape { pages: 1000, queues: 2, depth: 64, request_bytes: 128 << 10, recoverable: true };
+
+    /// A driver with one device, which refuses what the kernel's would.
+    #[derive(Default)]
+    struct Fake {
+        info: Option<DeviceInfo>,
+        parameters: Option<Parameters>,
+        open: bool,
+        /// What the driver grants.
+        grants: u64,
+        /// How many more times recovery finds the dead server's remains.
+        remains: u32,
+        calls: Vec<u32>,
+    }
+
+    fn refuse(errno: i32) -> io::Result<()> {
+        Err(io::Error::from_raw_os_error(errno))
+    }
+
+    impl Driver for Fake {
+        fn call(&mut self, command: u32, argument: ControlCommand, buffer: &mut [u8]) -> io::Result<()> {
+            self.calls.push(command);
+            assert_eq!(argument.queue, NO_QUEUE);
+            if command == uapi::ADD_DEV {
+                assert_eq!(argument.device, ANY_DEVICE);
+                let mut info = DeviceInfo::default();
+                info.bytes_mut().copy_from_slice(buffer);
+                (info.device, info.state, info.flags) = (7, STATE_DEAD, info.flags & self.grants);
+                buffer.copy_from_slice(info.bytes());
+                self.info = Some(info);
+                return Ok(());
+            }
+            let Some(info) = self.info.as_mut().filter(|_| argument.device == 7) else {
+                return refuse(libc::ENODEV);
+            };
+            match command {
+                uapi::GET_DEV_INFO => buffer.copy_from_slice(info.bytes()),
+                uapi::SET_PARAMS if info.state == STATE_DEAD => {
+                    let mut parameters = Parameters::default();
+                    parameters.bytes_mut().copy_from_slice(buffer);
+                    self.parameters = Some(parameters);
+                }
+                uapi::START_DEV if self.parameters.is_some() && info.state == STATE_DEAD => {
+                    (info.state, info.server) = (STATE_LIVE, argument.data as i32);
+                }
+                uapi::START_USER_RECOVERY if self.remains > 0 => {
+                    self.remains -= 1;
+                    return refuse(libc::EBUSY);
+                }
+                uapi::START_USER_RECOVERY if info.state == STATE_QUIESCED => {}
+                uapi::END_USER_RECOVERY if info.state == STATE_QUIESCED => {
+                    (info.state, info.server) = (STATE_LIVE, argument.data as i32);
+                }
+                uapi::TRY_STOP_DEV if self.open => return refuse(libc::EBUSY),
+                uapi::STOP_DEV | uapi::TRY_STOP_DEV => info.state = STATE_DEAD,
+                uapi::DEL_DEV if info.state == STATE_DEAD => self.info = None,
+                _ => return refuse(libc::EINVAL),
+            }
+            Ok(())
+        }
+    }
+
+    fn fake() -> Fake {
+        Fake { grants: RECOVERY | FEATURE_IOCTL_ENCODE, ..Fake::default() }
+    }
+
+    #[test]
+    fn a_device_is_made_with_its_shape_and_started_for_this_process() {
+        let mut driver = fake();
+        let mut told = None;
+        let (device, info) = Device::add(&mut driver, RECOVERY, &SHAPE, |device| told = Some(device)).unwrap();
+        assert_eq!((device, told, device.to_string()), (Device(7), Some(device), "/dev/ublkb7".to_owned()));
+        assert_eq!((info.queues, info.depth, info.buffer_bytes), (2, 64, 131_072));
+        assert_eq!(info.flags & RECOVERY, RECOVERY);
+        let parameters = driver.parameters.unwrap();
+        assert_eq!((parameters.length, parameters.types), (64, 3));
+        assert_eq!((parameters.basic.device_sectors, parameters.basic.max_sectors), (8000, 256));
+        assert_eq!((parameters.basic.logical_shift, parameters.discard.granularity), (12, 4096));
+        device.start(&mut driver).unwrap();
+        let info = device.info(&mut driver).unwrap();
+        assert_eq!((info.state, info.server), (STATE_LIVE, std::process::id() as i32));
+        device.stop(&mut driver, 0).unwrap();
+        device.forget(&mut driver).unwrap();
+        assert_eq!(
+            driver.calls,
+            [
+                uapi::ADD_DEV,
+                uapi::SET_PARAMS,
+                uapi::START_DEV,
+                uapi::GET_DEV_INFO,
+                uapi::STOP_DEV,
+                uapi::DEL_DEV
+            ]
+        );
+    }
+
+    #[test]
+    fn a_device_that_would_not_survive_its_server_is_not_left_behind() {
+        let mut driver = Fake { grants: FEATURE_IOCTL_ENCODE, ..Fake::default() };
+        let error = Device::add(&mut driver, RECOVERY, &SHAPE, drop).unwrap_err();
+        assert!(error.to_string().contains("ADD_DEV"), "{error}");
+        assert!(driver.info.is_none());
+        let shape = Shape { recoverable: false, ..SHAPE };
+        let (_, info) = Device::add(&mut driver, RECOVERY, &shape, drop).unwrap();
+        assert_eq!(info.flags & RECOVERY, 0);
+    }
+
+    #[test]
+    fn a_dead_servers_device_is_taken_over_when_the_driver_is_done_with_it() {
+        let mut driver = fake();
+        let (device, _) = Device::add(&mut driver, RECOVERY, &SHAPE, drop).unwrap();
+        device.start(&mut driver).unwrap();
+        driver.info.as_mut().unwrap().state = STATE_QUIESCED;
+        driver.remains = 3;
+        let mut waits = 0;
+        let info = device.begin_recovery(&mut driver, || {
+            waits += 1;
+            true
+        });
+        assert_eq!((info.unwrap().unwrap().queues, waits), (2, 3));
+        device.end_recovery(&mut driver).unwrap();
+        assert_eq!(device.info(&mut driver).unwrap().state, STATE_LIVE);
+
+        driver.info.as_mut().unwrap().state = STATE_QUIESCED;
+        driver.remains = 1;
+        let error = device.begin_recovery(&mut driver, || false).unwrap_err();
+        assert!(error.to_string().contains("START_USER_RECOVERY"), "{error}");
+    }
+
+    #[test]
+    fn what_is_gone_never_started_or_somebody_elses_is_not_taken_over() {
+        let mut driver = fake();
+        assert_eq!(Device(7).begin_recovery(&mut driver, || true).unwrap(), None, "gone");
+        let (device, _) = Device::add(&mut driver, RECOVERY, &SHAPE, drop).unwrap();
+        assert_eq!(device.begin_recovery(&mut driver, || true).unwrap(), None, "never started");
+        assert!(driver.info.is_none(), "and removed");
+        let (device, _) = Device::add(&mut driver, RECOVERY, &SHAPE, drop).unwrap();
+        device.start(&mut driver).unwrap();
+        driver.info.as_mut().unwrap().mark = 0;
+        assert_eq!(device.begin_recovery(&mut driver, || true).unwrap(), None, "somebody else's");
+        assert!(driver.info.is_some());
+    }
+
+    #[test]
+    fn an_open_device_stays_where_the_driver_can_tell() {
+        let mut driver = Fake { open: true, ..fake() };
+        let (device, _) = Device::add(&mut driver, RECOVERY, &SHAPE, drop).unwrap();
+        device.start(&mut driver).unwrap();
+        let error = device.stop(&mut driver, FEATURE_SAFE_STOP).unwrap_err();
+        assert!(error.to_string().contains("somebody uses it"), "{error}");
+        assert_eq!(device.info(&mut driver).unwrap().state, STATE_LIVE);
+    }
+
+    #[test]
+    fn only_what_a_dead_server_of_ours_left_is_cleared_up() {
+        let mut driver = fake();
+        let (device, _) = Device::add(&mut driver, RECOVERY, &SHAPE, drop).unwrap();
+        assert!(!device.clear_up(&mut driver, |process| process == std::process::id()));
+        device.start(&mut driver).unwrap();
+        assert!(!device.clear_up(&mut driver, |_| false), "it serves");
+        device.stop(&mut driver, 0).unwrap();
+        let mark = std::mem::take(&mut driver.info.as_mut().unwrap().mark);
+        assert!(!device.clear_up(&mut driver, |_| false), "not ours");
+        driver.info.as_mut().unwrap().mark = mark;
+        assert!(device.clear_up(&mut driver, |_| false));
+        assert!(driver.info.is_none());
+    }
+}

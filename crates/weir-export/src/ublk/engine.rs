@@ -1,0 +1,397 @@
+//! A queue's requests against its lane of the volume, without a ring: descriptors in, results out.
+//!
+//! A request is a tag with a cursor over its pages and a count of operations outstanding. All requests of a batch are
+//! issued, and what slow stores queued is started, before anything is waited for. Fixed in size: what finds the lane full
+//! waits in its tag and goes on when something has come back.
+
+use super::request::{Kind, Request, Rules, is_swap, urgent_first, weigh};
+use super::stats::Counters;
+use super::uapi::Descriptor;
+use crate::buffer::Buffer;
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::BorrowedFd;
+use weir_core::{PAGE_SIZE, PageNo};
+use weir_store::{Done, Fault, Progress, Ticket};
+use weir_volume::Lane;
+
+/// Bits of a ticket that say which page of its request; the rest is the tag.
+const PAGE_BITS: u32 = 8;
+
+/// The longest request that a ticket can number.
+pub(super) const REQUEST_BYTES_MAX: u32 = (PAGE_SIZE as u32) << PAGE_BITS;
+
+/// What is under way for a tag.
+#[derive(Clone, Copy)]
+struct Work {
+    request: Request,
+    /// The next page to issue.
+    next: u32,
+    /// Operations outstanding, plus one until all pages have been issued.
+    left: u32,
+    /// The first error.
+    error: Option<Fault>,
+}
+
+/// Everything of a queue but its ring.
+pub(super) struct Engine {
+    lane: Lane,
+    rules: Rules,
+    flight: Flight,
+    /// Tags whose next page found the lane full.
+    waiting: VecDeque<u16>,
+    batch: Vec<Taken>,
+}
+
+/// A request of the batch that is being begun.
+#[derive(Clone, Copy)]
+struct Taken {
+    tag: u16,
+    swap: bool,
+    request: Request,
+}
+
+/// What completions change.
+struct Flight {
+    works: Box<[Work]>,
+    memory: Buffer,
+    span: usize,
+    /// Answers that nobody has taken yet.
+    finished: VecDeque<(u16, i32)>,
+    unfinished: usize,
+}
+
+impl Engine {
+    /// Takes all its memory: `depth` buffers of `request_bytes`.
+    ///
+    /// # Errors
+    /// When the memory cannot be had.
+    pub fn new(lane: Lane, depth: u16, request_bytes: u32) -> io::Result<Engine> {
+        let depth = usize::from(depth);
+        let span = request_bytes as usize / PAGE_SIZE;
+        let idle = Work {
+            request: Request { kind: Kind::Flush, first: 0, pages: 0 },
+            next: 0,
+            left: 0,
+            error: None,
+        };
+        Ok(Engine {
+            rules: Rules { pages: lane.volume().pages(), buffer_pages: span as u32 },
+            lane,
+            flight: Flight {
+                works: vec![idle; depth].into_boxed_slice(),
+                memory: Buffer::new(depth * span * PAGE_SIZE)?,
+                span,
+                finished: VecDeque::with_capacity(depth),
+                unfinished: 0,
+            },
+            waiting: VecDeque::with_capacity(depth),
+            batch: Vec::with_capacity(depth),
+        })
+    }
+
+    /// Whether its buffers are pinned in RAM.
+    pub fn is_locked(&self) -> bool {
+        self.flight.memory.is_locked()
+    }
+
+    /// Where a tag's data are to be put and found.
+    pub fn address(&mut self, tag: u16) -> u64 {
+        self.flight.memory.as_mut_ptr() as u64 + (usize::from(tag) * self.flight.span * PAGE_SIZE) as u64
+    }
+
+    /// Adds a request to the batch; `tag` is idle. One that may not be performed is answered with an error.
+    pub fn take(&mut self, tag: u16, descriptor: &Descriptor, counters: &Counters) {
+        let swap = is_swap(descriptor);
+        counters.requests.add(1);
+        counters.swap.add(u64::from(swap));
+        match self.rules.check(descriptor) {
+            Ok(request) => {
+                match request.kind {
+                    Kind::Read => counters.reads.add(1),
+                    Kind::Write => counters.writes.add(1),
+                    Kind::Discard | Kind::Zero => counters.discards.add(1),
+                    Kind::Flush => {}
+                }
+                self.batch.push(Taken { tag, swap, request });
+            }
+            Err(error) => self.flight.finished.push_back((tag, error)),
+        }
+    }
+
+    /// Does the batch that was taken: what the processor can reach is done when this returns, the rest under way.
+    pub fn begin(&mut self, counters: &Counters) {
+        if self.batch.is_empty() {
+            return;
+        }
+        counters.batches.add(1);
+        urgent_first(&mut self.batch, |taken| taken.swap);
+        let (reads, writes) = weigh(self.batch.iter().map(|taken| &taken.request));
+        self.lane.plan(reads, writes);
+        for at in 0..self.batch.len() {
+            let Taken { tag, request, .. } = self.batch[at];
+            self.flight.works[usize::from(tag)] = Work { request, next: 0, left: 1, error: None };
+            self.flight.unfinished += 1;
+            // Whoever waits for room was here first.
+            if self.waiting.is_empty() {
+                self.go_on(tag);
+            } else {
+                self.waiting.push_back(tag);
+            }
+        }
+        self.batch.clear();
+        self.lane.submit();
+    }
+
+    /// Takes what slow stores have finished, and goes on with what waited for room.
+    pub fn turn(&mut self) {
+        if self.flight.unfinished == 0 {
+            return;
+        }
+        let Engine { lane, flight, .. } = self;
+        lane.poll(&mut |done| flight.complete(&done));
+        for _ in 0..self.waiting.len() {
+            let tag = self.waiting.pop_front().expect("counted");
+            if !self.go_on(tag) {
+                break;
+            }
+        }
+        self.lane.submit();
+    }
+
+    /// Issues a request's pages, from where it stopped; false where the lane has no more room.
+    fn go_on(&mut self, tag: u16) -> bool {
+        let work = self.flight.works[usize::from(tag)];
+        let Request { kind, first, pages } = work.request;
+        match kind {
+            Kind::Discard => self.lane.discard(PageNo(first), pages),
+            Kind::Zero => self.lane.zero(PageNo(first), pages),
+            Kind::Flush => {}
+            Kind::Read | Kind::Write => {
+                for at in work.next..pages {
+                    // What has failed already is not worth more.
+                    if self.flight.works[usize::from(tag)].error.is_some() {
+                        break;
+                    }
+                    let ticket = Ticket::from(tag) << PAGE_BITS | at;
+                    let page = PageNo(first + at);
+                    let bytes = self.flight.page(ticket);
+                    let progress = match kind {
+                        Kind::Read => self.lane.read(ticket, page, bytes),
+                        _ => self.lane.write(ticket, page, bytes),
+                    };
+                    match progress {
+                        Progress::Done(Ok(())) => {}
+                        Progress::Done(Err(fault)) => self.flight.fail(tag, fault),
+                        Progress::Queued => self.flight.works[usize::from(tag)].left += 1,
+                        Progress::Full => {
+                            self.flight.works[usize::from(tag)].next = at;
+                            self.waiting.push_front(tag);
+                            return false;
+                        }
+                    }
+                }
+            }
+        }
+        self.flight.one_less(tag);
+        true
+    }
+
+    /// The next answer, and forgets it.
+    pub fn finished(&mut self, counters: &Counters) -> Option<(u16, i32)> {
+        let (tag, result) = self.flight.finished.pop_front()?;
+        counters.errors.add(u64::from(result < 0));
+        Some((tag, result))
+    }
+
+    /// Whether answers are outstanding.
+    pub fn is_busy(&self) -> bool {
+        self.flight.unfinished > 0
+    }
+
+    /// Whether something is under way that no descriptor announces.
+    pub fn must_poll(&self) -> bool {
+        self.lane.must_poll() || (self.lane.in_flight() == 0 && !self.waiting.is_empty())
+    }
+
+    /// Descriptors that become readable when [`turn`](Engine::turn) has something to do.
+    pub fn wake_fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.lane.wake_fds()
+    }
+}
+
+impl Flight {
+    fn page(&mut self, ticket: Ticket) -> &mut weir_core::PageBytes {
+        let (tag, at) = ((ticket >> PAGE_BITS) as usize, (ticket & ((1 << PAGE_BITS) - 1)) as usize);
+        &mut self.memory.pages_mut()[tag * self.span + at]
+    }
+
+    fn fail(&mut self, tag: u16, fault: Fault) {
+        self.works[usize::from(tag)].error.get_or_insert(fault);
+    }
+
+    fn complete(&mut self, done: &Done<'_>) {
+        let tag = (done.ticket >> PAGE_BITS) as u16;
+        let reads = self.works[usize::from(tag)].request.kind == Kind::Read;
+        match (done.result, done.page) {
+            (Err(fault), _) => self.fail(tag, fault),
+            (Ok(()), Some(page)) if reads => *self.page(done.ticket) = *page,
+            (Ok(()), None) if reads => self.fail(tag, Fault::Io(libc::EIO)),
+            (Ok(()), _) => {}
+        }
+        self.one_less(tag);
+    }
+
+    fn one_less(&mut self, tag: u16) {
+        let work = &mut self.works[usize::from(tag)];
+        work.left -= 1;
+        if work.left == 0 {
+            let result = work.error.map_or(work.request.success(), errno);
+            self.finished.push_back((tag, result));
+            self.unfinished -= 1;
+        }
+    }
+}
+
+/// What the kernel is told of a fault: content that cannot be had or proven is an I/O error, never zeros.
+fn errno(fault: Fault) -> i32 {
+    match fault {
+        Fault::Full => -libc::ENOSPC,
+        Fault::Io(_) | Fault::Lost | Fault::Timeout | Fault::Corrupt | Fault::Unsupported => -libc::EIO,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::uapi::{IO_NO_UNMAP, IO_SWAP, PAGE_SECTORS, op};
+    use super::*;
+    use std::sync::Arc;
+    use weir_store::StoreUrl;
+    use weir_volume::{Config, Volume};
+
+    const REQUEST_BYTES: u32 = 64 << 10;
+    const SPAN: u32 = REQUEST_BYTES / PAGE_SIZE as u32;
+
+    fn engine(url: &str, pages: u32) -> Engine {
+        let url: StoreUrl = url.parse().unwrap();
+        let store = weir_store::open(&url).unwrap();
+        let volume: Arc<Volume> =
+            Volume::create(Config { pages, lanes: 1, depth: 8 }, vec![store]).unwrap();
+        Engine::new(volume.lane().unwrap(), 16, REQUEST_BYTES).unwrap()
+    }
+
+    fn descriptor(operation: u32, first: u32, pages: u32) -> Descriptor {
+        Descriptor {
+            op_flags: operation,
+            sectors: pages * PAGE_SECTORS as u32,
+            start_sector: u64::from(first) * PAGE_SECTORS,
+            address: 0,
+        }
+    }
+
+    /// Does a batch to its end: tags from 0, and their results in the order in which they came.
+    fn run(engine: &mut Engine, batch: &[Descriptor]) -> (Vec<(u16, i32)>, Counters) {
+        let counters = Counters::default();
+        for (tag, descriptor) in batch.iter().enumerate() {
+            engine.take(tag as u16, descriptor, &counters);
+        }
+        engine.begin(&counters);
+        while engine.is_busy() {
+            engine.turn();
+        }
+        let results = std::iter::from_fn(|| engine.finished(&counters)).collect();
+        (results, counters)
+    }
+
+    fn fill(engine: &mut Engine, tag: u16, seed: u32) {
+        for at in 0..SPAN {
+            let page = engine.flight.page(Ticket::from(tag) << PAGE_BITS | at);
+            for (index, word) in page.chunks_exact_mut(4).enumerate() {
+                let value = (seed + at).wrapping_mul(0x9e37_79b9) ^ index as u32;
+                word.copy_from_slice(&value.to_ne_bytes());
+            }
+        }
+    }
+
+    fn content(engine: &mut Engine, tag: u16, pages: u32) -> Vec<u8> {
+        (0..pages).flat_map(|at| engine.flight.page(Ticket::from(tag) << PAGE_BITS | at).to_vec()).collect()
+    }
+
+    /// A store that answers at once, and one that answers later, with fewer operations in flight than the batch has pages.
+    const STORES: [&str; 2] = ["host:4MiB", "sim:seed=1,size=4MiB,delay=20"];
+
+    #[test]
+    fn what_was_written_is_read_back_from_fast_and_slow_stores() {
+        for url in STORES {
+            let mut engine = engine(url, 512);
+            let bytes = REQUEST_BYTES as i32;
+            let writes: Vec<_> = (0..4).map(|tag| descriptor(op::WRITE.into(), tag * SPAN, SPAN)).collect();
+            (0..4).for_each(|tag| fill(&mut engine, tag, u32::from(tag) * 100));
+            let written: Vec<_> = (0..4).map(|tag| content(&mut engine, tag, SPAN)).collect();
+            let (mut results, counters) = run(&mut engine, &writes);
+            results.sort_unstable();
+            assert_eq!(results, (0..4).map(|tag| (tag, bytes)).collect::<Vec<_>>(), "{url}");
+            assert_eq!((counters.writes.get(), counters.batches.get(), counters.errors.get()), (4, 1, 0));
+            (0..4).for_each(|tag| fill(&mut engine, tag, 77));
+            let reads: Vec<_> = (0..4).map(|tag| descriptor(op::READ.into(), tag * SPAN, SPAN)).collect();
+            let (results, _) = run(&mut engine, &reads);
+            assert!(results.iter().all(|(_, result)| *result == bytes), "{url}: {results:?}");
+            for tag in 0..4 {
+                assert_eq!(content(&mut engine, tag, SPAN), written[usize::from(tag)], "{url} {tag}");
+            }
+        }
+    }
+
+    #[test]
+    fn discarded_and_zeroed_pages_read_as_zeros() {
+        let mut engine = engine(STORES[0], 512);
+        for (operation, first, mapped) in
+            [(u32::from(op::DISCARD), 0, false), (u32::from(op::WRITE_ZEROES) | IO_NO_UNMAP, 3, true)]
+        {
+            fill(&mut engine, 0, 1);
+            run(&mut engine, &[descriptor(op::WRITE.into(), first, 3)]);
+            let (results, counters) = run(&mut engine, &[descriptor(operation, first, 3)]);
+            assert_eq!((results, counters.discards.get()), (vec![(0, 0)], 1));
+            assert_eq!(engine.lane.mapped(PageNo(first)), mapped);
+            run(&mut engine, &[descriptor(op::READ.into(), first, 3)]);
+            assert!(content(&mut engine, 0, 3).iter().all(|byte| *byte == 0));
+        }
+        assert_eq!(run(&mut engine, &[descriptor(op::FLUSH.into(), 0, 0)]).0, [(0, 0)]);
+    }
+
+    #[test]
+    fn the_kernels_own_requests_are_answered_first() {
+        let mut engine = engine(STORES[0], 512);
+        let plain = descriptor(op::READ.into(), 0, 1);
+        let swap = descriptor(u32::from(op::READ) | IO_SWAP, 1, 1);
+        let (results, counters) = run(&mut engine, &[plain, swap, plain, swap]);
+        assert_eq!(results.iter().map(|(tag, _)| *tag).collect::<Vec<_>>(), [1, 3, 0, 2]);
+        assert_eq!(counters.swap.get(), 2);
+    }
+
+    #[test]
+    fn an_error_is_the_answer_to_its_request_alone() {
+        let mut engine = engine("sim:seed=3,size=4MiB,read_error=0.05", 512);
+        (0..16).for_each(|tag| fill(&mut engine, tag, u32::from(tag) * 100));
+        let writes: Vec<_> = (0..16).map(|tag| descriptor(op::WRITE.into(), tag * SPAN, SPAN)).collect();
+        run(&mut engine, &writes);
+        let reads: Vec<_> = (0..16).map(|tag| descriptor(op::READ.into(), tag * SPAN, SPAN)).collect();
+        let (results, counters) = run(&mut engine, &reads);
+        let errors = results.iter().filter(|(_, result)| *result == -libc::EIO).count();
+        let fine = results.iter().filter(|(_, result)| *result == REQUEST_BYTES as i32).count();
+        assert!(errors > 0 && fine > 0 && errors + fine == 16, "{results:?}");
+        assert_eq!(counters.errors.get(), errors as u64);
+    }
+
+    #[test]
+    fn what_may_not_be_done_is_answered_and_counted() {
+        let mut engine = engine(STORES[0], 16);
+        let (mut results, counters) = run(
+            &mut engine,
+            &[descriptor(op::READ.into(), 16, 1), descriptor(9, 0, 1), descriptor(op::READ.into(), 15, 1)],
+        );
+        results.sort_unstable();
+        assert_eq!(results, [(0, -libc::EINVAL), (1, -libc::EOPNOTSUPP), (2, PAGE_SIZE as i32)]);
+        assert_eq!((counters.requests.get(), counters.errors.get()), (3, 2));
+    }
+}

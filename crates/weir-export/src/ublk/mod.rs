@@ -1,0 +1,32 @@
+//! A block device of the kernel's ublk driver (`Documentation/block/ublk.rst`), served from this process.
+//!
+//! The driver hands each request to a thread of ours through that thread's own ring, one command a request: the command that
+//! answers a request also asks for the next. There is no socket on the way, and nothing that allocates: structurally
+//! safer under swap than a network block device.
+//!
+//! | file | holds |
+//! |---|---|
+//! | [`uapi`] | the driver's numbers and layouts |
+//! | [`request`] | what a descriptor asks for, and in which order a batch is served: pure functions |
+//! | [`control`] | control commands, over a ring or over a fake |
+//! | `device` | the order of commands that makes, takes over and removes a device |
+//! | `engine` | a queue's requests against its lane of the volume, without a ring |
+//! | `queue` | the thread: ring, engine, sleep |
+//! | `server` | all queues of a device |
+//!
+//! A device made with [`Config::recoverable`] outlives the process: the driver keeps requests until another server takes the
+//! device over, and gives it those that the dead one had not answered.
+
+pub mod control;
+mod device;
+mod engine;
+mod queue;
+pub mod request;
+mod server;
+mod stats;
+pub mod uapi;
+
+pub use control::ControlError;
+pub use device::{Device, Shape};
+pub use server::{Config, Server, UblkError};
+pub use stats::Stats;

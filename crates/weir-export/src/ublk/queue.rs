@@ -1,0 +1,274 @@
+//! A queue's thread: takes what its ring brings, has the engine do it, answers, sleeps.
+//!
+//! Commands are bound to the thread that issued the first of them, so the ring is made on the thread itself. The answers of a
+//! batch and the sleep until the next are one system call.
+
+use super::engine::Engine;
+use super::stats::Counters;
+use super::uapi::{self, Descriptor, IoCommand, Plain, RESULT_ABORT};
+use crate::log::{Level, Log};
+use crate::spin::Spin;
+use io_uring::types::{Fd, Fixed, SubmitArgs, Timespec};
+use io_uring::{IoUring, opcode, squeue};
+use rustix::io::Errno;
+use rustix::mm::{MapFlags, ProtFlags};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::ptr::NonNull;
+use std::time::Duration;
+
+/// How long a thread sleeps at most while slow stores work; they wake it earlier.
+const STORE_NAP: Duration = Duration::from_secs(1);
+
+/// Stores of a volume at most, each with a descriptor to wait for.
+const STORES_MAX: usize = 16;
+
+/// In a completion's user data: it is about a store's descriptor, not a tag.
+const STORE: u64 = 1 << 32;
+
+/// The driver's descriptors of one queue, as it maps them.
+pub(super) struct Descriptors {
+    start: NonNull<Descriptor>,
+    bytes: usize,
+    depth: u16,
+}
+
+// SAFETY: an address range of the process; nothing in it belongs to a thread.
+unsafe impl Send for Descriptors {}
+
+impl Descriptors {
+    pub fn map(character: impl AsFd, queue: u16, depth: u16) -> io::Result<Descriptors> {
+        let (offset, bytes) = uapi::descriptors(queue, depth);
+        // SAFETY: a fresh mapping at an address of the kernel's choice disturbs nothing.
+        let start = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                bytes,
+                ProtFlags::READ,
+                MapFlags::SHARED | MapFlags::POPULATE,
+                character,
+                offset,
+            )?
+        };
+        let start = NonNull::new(start.cast()).expect("mmap never returns null");
+        Ok(Descriptors { start, bytes, depth })
+    }
+
+    /// The request of a tag. Stable from the tag's completion to its answer.
+    fn get(&self, tag: u16) -> Descriptor {
+        assert!(tag < self.depth, "the driver knows tags below the depth");
+        // SAFETY: within the mapping, which holds `depth` descriptors; the driver writes one only while it owns the tag,
+        // and a volatile read lets it.
+        unsafe { self.start.add(usize::from(tag)).read_volatile() }
+    }
+}
+
+impl Drop for Descriptors {
+    fn drop(&mut self) {
+        // SAFETY: the mapping was made by us, and nothing of it is handed out but copies.
+        let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.bytes) };
+    }
+}
+
+/// A queue, on its thread.
+pub(super) struct Queue<'a> {
+    ring: IoUring,
+    descriptors: Descriptors,
+    engine: Engine,
+    number: u16,
+    depth: u16,
+    /// Tags that will not come back: the device goes.
+    gone: u16,
+    /// Descriptors of stores that the ring is polling.
+    polled: [Option<RawFd>; STORES_MAX],
+    spin: Option<Spin<'a>>,
+    counters: &'a Counters,
+    log: &'a Log,
+    _character: &'a OwnedFd,
+}
+
+impl<'a> Queue<'a> {
+    /// Makes the thread's ring and offers every buffer. Call it on the thread that is to serve.
+    ///
+    /// # Errors
+    /// When no ring can be had, or the driver refuses the buffers.
+    pub fn open(
+        number: u16,
+        depth: u16,
+        character: &'a OwnedFd,
+        engine: Engine,
+        spin: Option<Spin<'a>>,
+        counters: &'a Counters,
+        log: &'a Log,
+    ) -> io::Result<Queue<'a>> {
+        let descriptors = Descriptors::map(character, number, depth)?;
+        let ring = ring(depth)?;
+        ring.submitter().register_files(&[character.as_raw_fd()])?;
+        let mut queue = Queue {
+            ring,
+            descriptors,
+            engine,
+            number,
+            depth,
+            gone: 0,
+            polled: [None; STORES_MAX],
+            spin,
+            counters,
+            log,
+            _character: character,
+        };
+        // Saves a look-up for each system call; as good without.
+        let _ = queue.ring.submitter().register_ring_fd();
+        for tag in 0..depth {
+            queue.command(uapi::FETCH_REQ, tag, -1);
+        }
+        queue.ring.submit()?;
+        // A refusal comes at once, a request only after the device has started.
+        if let Some(refused) = queue.ring.completion().find(|completion| completion.result() < 0) {
+            return Err(io::Error::from_raw_os_error(-refused.result()));
+        }
+        Ok(queue)
+    }
+
+    /// Serves until the device has gone.
+    ///
+    /// # Errors
+    /// When the ring fails, which leaves the device without this queue.
+    pub fn serve(&mut self) -> io::Result<()> {
+        loop {
+            self.collect();
+            self.engine.begin(self.counters);
+            self.engine.turn();
+            while let Some((tag, result)) = self.engine.finished(self.counters) {
+                self.command(uapi::COMMIT_AND_FETCH_REQ, tag, result);
+            }
+            if self.gone == self.depth {
+                return Ok(());
+            }
+            self.wait()?;
+        }
+    }
+
+    /// Takes every completion that is there into the engine's batch.
+    fn collect(&mut self) {
+        let Queue { ring, descriptors, engine, counters, polled, gone, log, number, .. } = self;
+        for completion in ring.completion() {
+            let (data, result) = (completion.user_data(), completion.result());
+            if data >= STORE {
+                let fd = (data - STORE) as RawFd;
+                polled.iter_mut().filter(|slot| **slot == Some(fd)).for_each(|slot| *slot = None);
+            } else if result == 0 {
+                let tag = data as u16;
+                engine.take(tag, &descriptors.get(tag), counters);
+            } else {
+                *gone += 1;
+                if result != RESULT_ABORT {
+                    let error = io::Error::from_raw_os_error(-result);
+                    (log)(Level::Warning, format_args!("ublk: queue {number}: tag {data} is lost: {error}"));
+                }
+            }
+        }
+    }
+
+    /// Sends what has been queued, and sleeps until there is something to do.
+    fn wait(&mut self) -> io::Result<()> {
+        if self.engine.is_busy() {
+            if self.engine.must_poll() {
+                std::hint::spin_loop();
+                return self.send();
+            }
+            self.poll_stores();
+            return self.sleep(Some(STORE_NAP));
+        }
+        if self.spin.is_some() {
+            self.send()?;
+            let Queue { ring, spin, .. } = self;
+            let found = spin.as_mut().expect("looked").attempt(|| {
+                // The flag says that completions wait to be put into the ring, which takes a system call.
+                let due = ring.submission().taskrun();
+                if due {
+                    ring.submit()?;
+                }
+                io::Result::Ok((!ring.completion().is_empty()).then_some(()))
+            })?;
+            if found.is_some() {
+                return Ok(());
+            }
+        }
+        self.sleep(None)?;
+        if let Some(spin) = &mut self.spin {
+            spin.woke();
+        }
+        Ok(())
+    }
+
+    fn send(&mut self) -> io::Result<()> {
+        match self.ring.submit() {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(()),
+            sent => sent.map(drop),
+        }
+    }
+
+    fn sleep(&mut self, most: Option<Duration>) -> io::Result<()> {
+        let woken = match most {
+            None => self.ring.submit_and_wait(1),
+            Some(most) => {
+                let most = Timespec::from(most);
+                self.ring.submitter().submit_with_args(1, &SubmitArgs::new().timespec(&most))
+            }
+        };
+        match woken {
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EINTR | libc::ETIME)) => Ok(()),
+            woken => woken.map(drop),
+        }
+    }
+
+    /// Has the ring wake this thread when a store has something.
+    fn poll_stores(&mut self) {
+        let Queue { ring, engine, polled, .. } = self;
+        for fd in engine.wake_fds() {
+            let fd = fd.as_raw_fd();
+            if polled.contains(&Some(fd)) {
+                continue;
+            }
+            let Some(slot) = polled.iter_mut().find(|slot| slot.is_none()) else { return };
+            *slot = Some(fd);
+            let events = rustix::event::PollFlags::IN.bits();
+            let entry = opcode::PollAdd::new(Fd(fd), events.into()).build().user_data(STORE | fd as u64);
+            push(ring, &entry);
+        }
+    }
+
+    /// Queues a command about a tag, which offers its buffer for the next request.
+    fn command(&mut self, command: u32, tag: u16, result: i32) {
+        let address = self.engine.address(tag);
+        let argument = IoCommand { queue: self.number, tag, result, address };
+        let bytes = argument.bytes().try_into().expect("an argument of 16 bytes");
+        let entry = opcode::UringCmd16::new(Fixed(0), command).cmd(bytes).build().user_data(tag.into());
+        push(&mut self.ring, &entry);
+    }
+}
+
+fn push(ring: &mut IoUring, entry: &squeue::Entry) {
+    // SAFETY: the buffer that a command names is the engine's, which outlives the ring in `Queue`'s order of fields; polls
+    // name descriptors that the engine's lane keeps open.
+    unsafe { ring.submission().push(entry) }.expect("room for one command a tag and one poll a store");
+}
+
+/// A ring with room for every tag and every store. Completions are put into it when the thread asks, which spares the interrupt
+/// of a thread that is at work (Linux 6.1).
+fn ring(depth: u16) -> io::Result<IoUring> {
+    let entries = u32::from(depth) + STORES_MAX as u32;
+    let deferred = IoUring::builder()
+        .setup_single_issuer()
+        .setup_defer_taskrun()
+        .setup_taskrun_flag()
+        .setup_cqsize(2 * entries)
+        .build(entries);
+    match deferred {
+        Err(error) if error.raw_os_error() == Some(Errno::INVAL.raw_os_error()) => {
+            IoUring::builder().setup_cqsize(2 * entries).build(entries)
+        }
+        ring => ring,
+    }
+}

@@ -1,0 +1,173 @@
+//! What a descriptor asks for, and in which order a batch is served.
+
+use super::uapi::{Descriptor, IO_NO_UNMAP, IO_SWAP, PAGE_SECTORS, SECTOR, op};
+
+/// What is to be done with a request's pages.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Kind {
+    /// Their content goes into the buffer.
+    Read,
+    /// The buffer becomes their content.
+    Write,
+    /// They are forgotten.
+    Discard,
+    /// They become zeros that count as written.
+    Zero,
+    /// Nothing: what has been acknowledged stays.
+    Flush,
+}
+
+/// A request that may be performed: its pages lie within the device, and its data within its buffer.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Request {
+    /// What for.
+    pub kind: Kind,
+    /// Its first page.
+    pub first: u32,
+    /// How many.
+    pub pages: u32,
+}
+
+/// What a device allows.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Rules {
+    /// Pages of the device.
+    pub pages: u32,
+    /// Pages of a request's buffer.
+    pub buffer_pages: u32,
+}
+
+impl Rules {
+    /// What `descriptor` asks for.
+    ///
+    /// # Errors
+    /// A negative error number: `EOPNOTSUPP` for an operation that was never offered, `EINVAL` for what is not made of whole
+    /// pages of the device or does not fit the buffer. The driver sends neither.
+    pub fn check(&self, descriptor: &Descriptor) -> Result<Request, i32> {
+        let kind = match descriptor.op_flags as u8 {
+            op::READ => Kind::Read,
+            op::WRITE => Kind::Write,
+            op::FLUSH => return Ok(Request { kind: Kind::Flush, first: 0, pages: 0 }),
+            op::DISCARD => Kind::Discard,
+            op::WRITE_ZEROES if descriptor.op_flags & IO_NO_UNMAP != 0 => Kind::Zero,
+            op::WRITE_ZEROES => Kind::Discard,
+            _ => return Err(-libc::EOPNOTSUPP),
+        };
+        let (start, sectors) = (descriptor.start_sector, u64::from(descriptor.sectors));
+        let whole = start.is_multiple_of(PAGE_SECTORS) && sectors.is_multiple_of(PAGE_SECTORS);
+        let device = u64::from(self.pages) * PAGE_SECTORS;
+        let within = start.checked_add(sectors).is_some_and(|end| end <= device);
+        let pages = sectors / PAGE_SECTORS;
+        let fits = !matches!(kind, Kind::Read | Kind::Write) || pages <= self.buffer_pages.into();
+        if whole && within && fits && pages > 0 {
+            Ok(Request { kind, first: (start / PAGE_SECTORS) as u32, pages: pages as u32 })
+        } else {
+            Err(-libc::EINVAL)
+        }
+    }
+}
+
+impl Request {
+    /// What answers it when all went well: the bytes that it moved.
+    pub fn success(&self) -> i32 {
+        match self.kind {
+            Kind::Read | Kind::Write => (u64::from(self.pages) * PAGE_SECTORS * SECTOR) as i32,
+            Kind::Discard | Kind::Zero | Kind::Flush => 0,
+        }
+    }
+}
+
+/// Whether the kernel asks for itself: it waits for memory, or a program for a page that was swapped out.
+pub fn is_swap(descriptor: &Descriptor) -> bool {
+    descriptor.op_flags & IO_SWAP != 0
+}
+
+/// Brings what is urgent to the front of a batch; otherwise the order stays. Takes no memory.
+pub fn urgent_first<T>(batch: &mut [T], urgent: impl Fn(&T) -> bool) {
+    let mut front = 0;
+    for at in 0..batch.len() {
+        if urgent(&batch[at]) {
+            batch[front..=at].rotate_right(1);
+            front += 1;
+        }
+    }
+}
+
+/// Pages that a batch reads and writes, for [`Lane::plan`](weir_volume::Lane::plan).
+pub fn weigh<'a>(batch: impl IntoIterator<Item = &'a Request>) -> (usize, usize) {
+    batch.into_iter().fold((0, 0), |(reads, writes), request| match request.kind {
+        Kind::Read => (reads + request.pages as usize, writes),
+        Kind::Write => (reads, writes + request.pages as usize),
+        Kind::Discard | Kind::Zero | Kind::Flush => (reads, writes),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const RULES: Rules = Rules { pages: 1000, buffer_pages: 32 };
+
+    fn descriptor(op_flags: u32, start_sector: u64, sectors: u32) -> Descriptor {
+        Descriptor { op_flags, sectors, start_sector, address: 0 }
+    }
+
+    proptest! {
+        #[test]
+        fn a_request_that_passes_lies_within_the_device_and_its_buffer(
+            op_flags in prop_oneof![0u32..8, any::<u32>()],
+            start in prop_oneof![0u64..10_000, any::<u64>()],
+            sectors in prop_oneof![0u32..10_000, any::<u32>()],
+        ) {
+            if let Ok(request) = RULES.check(&descriptor(op_flags, start, sectors))
+                && request.kind != Kind::Flush
+            {
+                prop_assert!(u64::from(request.first) + u64::from(request.pages) <= 1000);
+                prop_assert!(request.pages > 0);
+                let moves_data = matches!(request.kind, Kind::Read | Kind::Write);
+                prop_assert!(!moves_data || request.pages <= 32);
+                prop_assert_eq!(request.success(), if moves_data { sectors as i32 * 512 } else { 0 });
+            }
+        }
+
+        #[test]
+        fn the_urgent_come_first_and_nobody_overtakes_his_like(batch in proptest::collection::vec(any::<bool>(), 0..50)) {
+            let mut ordered: Vec<(usize, bool)> = batch.iter().copied().enumerate().collect();
+            urgent_first(&mut ordered, |(_, urgent)| *urgent);
+            let mut expected: Vec<(usize, bool)> = batch.iter().copied().enumerate().collect();
+            expected.sort_by_key(|(_, urgent)| !urgent);
+            prop_assert_eq!(ordered, expected);
+        }
+    }
+
+    #[test]
+    fn operations_are_what_the_kernel_means_by_them() {
+        let kind = |op_flags| RULES.check(&descriptor(op_flags, 8, 16)).map(|request| request.kind);
+        assert_eq!(kind(0), Ok(Kind::Read));
+        assert_eq!(kind(1 | IO_SWAP), Ok(Kind::Write));
+        assert_eq!(kind(2), Ok(Kind::Flush));
+        assert_eq!(kind(3), Ok(Kind::Discard));
+        assert_eq!(kind(4), Err(-libc::EOPNOTSUPP), "WRITE_SAME was never offered");
+        assert_eq!(kind(5), Ok(Kind::Discard), "zeros that need no room");
+        assert_eq!(kind(5 | IO_NO_UNMAP), Ok(Kind::Zero));
+        assert_eq!(kind(13), Err(-libc::EOPNOTSUPP), "zones were never offered");
+    }
+
+    #[test]
+    fn parts_of_pages_and_what_lies_outside_are_refused() {
+        for (start, sectors) in [(4, 8), (8, 4), (8000, 8), (7992, 16), (u64::MAX - 7, 8), (0, 33 * 8), (0, 0)] {
+            assert_eq!(RULES.check(&descriptor(1, start, sectors)), Err(-libc::EINVAL), "{start} {sectors}");
+        }
+        assert!(RULES.check(&descriptor(3, 0, 8000)).is_ok(), "a discard needs no buffer");
+        assert!(is_swap(&descriptor(1 | IO_SWAP, 0, 8)) && !is_swap(&descriptor(1, 0, 8)));
+    }
+
+    #[test]
+    fn a_batch_weighs_its_pages() {
+        let request = |kind, pages| Request { kind, first: 0, pages };
+        let batch =
+            [request(Kind::Read, 3), request(Kind::Discard, 9), request(Kind::Write, 2), request(Kind::Read, 1)];
+        assert_eq!(weigh(&batch), (4, 2));
+    }
+}

@@ -1,0 +1,427 @@
+//! All queues of a device: started before the process is sealed, joined when the device has gone.
+
+use super::control::{Control, ControlError};
+use super::device::{Device, Shape};
+use super::engine::{Engine, REQUEST_BYTES_MAX};
+use super::queue::Queue;
+use super::stats::{Counters, Stats};
+use super::uapi::{DeviceInfo, QUEUE_DEPTH_MAX};
+use crate::log::{Level, Log};
+use crate::spin::{Spin, SpinGate};
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+use rustix::thread::CpuSet;
+use std::fmt;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, mpsc};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use weir_core::PAGE_SIZE;
+use weir_core::swap_safety::{self, Unprotected};
+use weir_store::OpenError;
+use weir_volume::Volume;
+
+/// Stack of a thread; with `mlockall` all of it is resident.
+const STACK_BYTES: usize = 256 << 10;
+/// How long the driver may take to clear up after a dead server, or to show a device.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// How often to look.
+const LOOK: Duration = Duration::from_millis(2);
+
+/// How a volume is served.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Hardware queues, each with a thread and a lane of the volume.
+    pub queues: u16,
+    /// Requests that each may have in flight.
+    pub depth: u16,
+    /// The longest request; a power of two. Each queue takes `depth` buffers of this size.
+    pub request_bytes: u32,
+    /// How long a thread looks for the next request before it sleeps; zero for not at all.
+    pub spin: Duration,
+    /// The device is to carry swap: its buffers must be locked, and every thread must have the I/O flusher flag unless
+    /// [`unsafe_no_flusher`](Config::unsafe_no_flusher) is set.
+    pub swap: bool,
+    /// Serve swap without the flusher flag.
+    pub unsafe_no_flusher: bool,
+    /// The device outlives this process, and waits for another server.
+    pub recoverable: bool,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Config {
+            queues: 1,
+            depth: 64,
+            request_bytes: 128 << 10,
+            spin: Duration::ZERO,
+            swap: false,
+            unsafe_no_flusher: false,
+            recoverable: false,
+        }
+    }
+}
+
+/// Why a device cannot be served.
+#[derive(Debug, thiserror::Error)]
+pub enum UblkError {
+    /// The driver is not there, or refuses.
+    #[error(transparent)]
+    Control(#[from] ControlError),
+    /// A configuration that is no good.
+    #[error("{0}")]
+    Config(String),
+    /// The character device does not open.
+    #[error("{path} does not open")]
+    Open {
+        /// Which.
+        path: String,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// A queue's lane cannot be opened.
+    #[error("queue {queue} of {queues} gets no lane")]
+    Lane {
+        /// Which, from 0.
+        queue: u16,
+        /// Of how many.
+        queues: u16,
+        /// Why.
+        #[source]
+        source: OpenError,
+    },
+    /// A queue's thread cannot serve.
+    #[error("queue {queue} of {queues} cannot serve; fewer or shallower queues need less memory")]
+    Queue {
+        /// Which, from 0.
+        queue: u16,
+        /// Of how many.
+        queues: u16,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// A thread does not have the flusher flag.
+    #[error("a thread that would serve swap lacks the I/O flusher flag")]
+    Flusher(#[source] Unprotected),
+}
+
+/// A device being served. Dropping it leaves the device to the driver as the process's death does; [`Server::stop`] removes it.
+pub struct Server {
+    device: Device,
+    control: Control,
+    counters: Arc<[Counters]>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl fmt::Debug for Server {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Server").field("device", &self.device).finish_non_exhaustive()
+    }
+}
+
+/// What a queue's thread says when it is about to serve, or why it will not.
+type Ready = Result<(), (u16, ReadyError)>;
+
+enum ReadyError {
+    Io(io::Error),
+    Flusher(Option<Unprotected>),
+}
+
+impl Server {
+    /// The device of a dead server of this volume, if it can still be taken over; it has the shape that it was made with.
+    ///
+    /// # Errors
+    /// When there is one, and the driver does not let go of the dead server's remains.
+    pub fn find(device: Device, log: &Log) -> Result<Option<Found>, UblkError> {
+        let mut control = Control::open()?;
+        let begun = Instant::now();
+        let info = device.begin_recovery(&mut control, || {
+            std::thread::sleep(LOOK);
+            begun.elapsed() < PATIENCE
+        })?;
+        if info.is_none() {
+            (log)(Level::Warning, format_args!("{device} of the daemon before is gone: making another"));
+        }
+        Ok(info.map(|info| Found { device, control, info }))
+    }
+
+    /// Makes a device, starts its threads, and publishes it. `made` hears its number before that. The process may be sealed
+    /// afterwards.
+    ///
+    /// # Errors
+    /// See [`UblkError`]; no device is left then.
+    pub fn create(
+        volume: &Arc<Volume>,
+        config: &Config,
+        log: &Log,
+        made: impl FnOnce(Device),
+    ) -> Result<Server, UblkError> {
+        check(config)?;
+        let mut control = Control::open()?;
+        clear_up(&mut control, log);
+        let shape = Shape {
+            pages: volume.pages(),
+            queues: config.queues,
+            depth: config.depth,
+            request_bytes: config.request_bytes,
+            recoverable: config.recoverable,
+        };
+        let features = control.features();
+        let (device, info) = Device::add(&mut control, features, &shape, made)?;
+        let mut server = Server::new(device, control, &info);
+        match server.start(volume, config, &info, log, Device::start) {
+            Ok(()) => Ok(server),
+            Err(error) => {
+                // What has been started waits for requests of a device that nobody has seen.
+                let _ = device.abandon(&mut server.control);
+                server.join();
+                let _ = device.forget(&mut server.control);
+                Err(error)
+            }
+        }
+    }
+
+    /// Goes on where a dead server stopped: requests that it had not answered come again.
+    ///
+    /// # Errors
+    /// See [`UblkError`]; the device keeps its requests for another try then.
+    pub fn take_over(
+        volume: &Arc<Volume>,
+        config: &Config,
+        found: Found,
+        log: &Log,
+    ) -> Result<Server, UblkError> {
+        let Found { device, control, info } = found;
+        let mut server = Server::new(device, control, &info);
+        server.start(volume, config, &info, log, Device::end_recovery)?;
+        Ok(server)
+    }
+
+    fn new(device: Device, control: Control, info: &DeviceInfo) -> Server {
+        let counters = std::iter::repeat_with(Counters::default).take(info.queues.into()).collect();
+        Server { device, control, counters, threads: Vec::with_capacity(info.queues.into()) }
+    }
+
+    fn start(
+        &mut self,
+        volume: &Arc<Volume>,
+        config: &Config,
+        info: &DeviceInfo,
+        log: &Log,
+        publish: fn(Device, &mut Control) -> Result<(), ControlError>,
+    ) -> Result<(), UblkError> {
+        let queues = info.queues;
+        let character = Arc::new(open(&self.device.character())?);
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        let gate = Arc::new(SpinGate::new(processors));
+        let (ready, started) = mpsc::channel::<Ready>();
+        for number in 0..queues {
+            let lane =
+                volume.lane().map_err(|source| UblkError::Lane { queue: number, queues, source })?;
+            let failed = |source| UblkError::Queue { queue: number, queues, source };
+            let engine = Engine::new(lane, info.depth, info.buffer_bytes).map_err(failed)?;
+            if config.swap && !engine.is_locked() {
+                return Err(failed(io::Error::other(
+                    "its buffers cannot be locked in memory, as swap needs: raise RLIMIT_MEMLOCK",
+                )));
+            }
+            let thread = Thread {
+                number,
+                depth: info.depth,
+                engine,
+                character: Arc::clone(&character),
+                // A thread that spins would be in the way of those that it serves, on their own processor.
+                processors: config.spin.is_zero().then(|| self.affinity(number)).flatten(),
+                gate: Arc::clone(&gate),
+                spin: config.spin,
+                must_flush: config.swap && !config.unsafe_no_flusher,
+                counters: Arc::clone(&self.counters),
+                log: Arc::clone(log),
+            };
+            let ready = ready.clone();
+            let builder = std::thread::Builder::new()
+                .name(format!("weir-ublk-{number}"))
+                .stack_size(STACK_BYTES);
+            self.threads.push(builder.spawn(move || thread.run(&ready)).map_err(failed)?);
+        }
+        drop(ready);
+        for _ in 0..queues {
+            started.recv().expect("every thread answers").map_err(|(queue, error)| match error {
+                ReadyError::Io(source) => UblkError::Queue { queue, queues, source },
+                ReadyError::Flusher(Some(missing)) => UblkError::Flusher(missing),
+                ReadyError::Flusher(None) => UblkError::Config(
+                    "the device is to carry swap, and the I/O flusher flag is not set: set it first in main".to_owned(),
+                ),
+            })?;
+        }
+        publish(self.device, &mut self.control)?;
+        self.shown();
+        Ok(())
+    }
+
+    /// Waits for the block device's name, which the kernel or udev makes.
+    fn shown(&self) {
+        let path = self.device.to_string();
+        let begun = Instant::now();
+        while !std::path::Path::new(&path).exists() && begun.elapsed() < Duration::from_secs(5) {
+            std::thread::sleep(LOOK);
+        }
+    }
+
+    fn affinity(&mut self, queue: u16) -> Option<CpuSet> {
+        let mask = self.device.affinity(&mut self.control, queue).ok()?;
+        let mut processors = CpuSet::new();
+        for number in 0..CpuSet::MAX_CPU {
+            if mask[number / 8] & 1 << (number % 8) != 0 {
+                processors.set(number);
+            }
+        }
+        (processors.count() > 0).then_some(processors)
+    }
+
+    /// The device.
+    pub fn device(&self) -> Device {
+        self.device
+    }
+
+    /// Its queues.
+    pub fn queues(&self) -> usize {
+        self.counters.len()
+    }
+
+    /// Its counts.
+    pub fn stats(&self) -> Stats {
+        let mut stats = Stats::default();
+        self.counters.iter().for_each(|counters| stats.add(counters));
+        stats
+    }
+
+    /// Removes the device. The caller has seen that nobody uses it: the kernel would take it from whoever does, unless it
+    /// can tell (Linux 7.0), and then refuses.
+    ///
+    /// # Errors
+    /// What the driver refuses; the device is served on by the threads, which are left to themselves.
+    pub fn stop(mut self) -> Result<(), UblkError> {
+        let features = self.control.features();
+        self.device.stop(&mut self.control, features)?;
+        self.join();
+        self.device.forget(&mut self.control)?;
+        Ok(())
+    }
+
+    fn join(&mut self) {
+        for thread in self.threads.drain(..) {
+            // A panic there has been reported by the panic hook.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// A dead server's device, whose recovery has begun.
+#[derive(Debug)]
+pub struct Found {
+    device: Device,
+    control: Control,
+    info: DeviceInfo,
+}
+
+impl Found {
+    /// Its hardware queues, which take as many lanes.
+    pub fn queues(&self) -> u16 {
+        self.info.queues
+    }
+}
+
+/// A queue's thread before it runs.
+struct Thread {
+    number: u16,
+    depth: u16,
+    engine: Engine,
+    character: Arc<OwnedFd>,
+    processors: Option<CpuSet>,
+    gate: Arc<SpinGate>,
+    spin: Duration,
+    must_flush: bool,
+    counters: Arc<[Counters]>,
+    log: Log,
+}
+
+impl Thread {
+    fn run(self, ready: &mpsc::Sender<Ready>) {
+        let number = self.number;
+        if self.must_flush {
+            match swap_safety::has_io_flusher() {
+                Ok(true) => {}
+                Ok(false) => return drop(ready.send(Err((number, ReadyError::Flusher(None))))),
+                Err(missing) => return drop(ready.send(Err((number, ReadyError::Flusher(Some(missing)))))),
+            }
+        }
+        if let Some(processors) = &self.processors {
+            // Nearness only; a control group may forbid it.
+            let _ = rustix::thread::sched_setaffinity(None, processors);
+        }
+        let spin = (!self.spin.is_zero()).then(|| Spin::new(&self.gate, self.spin));
+        let counters = &self.counters[usize::from(number)];
+        let queue =
+            Queue::open(number, self.depth, &self.character, self.engine, spin, counters, &self.log);
+        let mut queue = match queue {
+            Ok(queue) => queue,
+            Err(error) => return drop(ready.send(Err((number, ReadyError::Io(error))))),
+        };
+        let _ = ready.send(Ok(()));
+        let served = weir_core::seal::on_io_thread(|| queue.serve());
+        if let Err(error) = served {
+            (self.log)(Level::Warning, format_args!("ublk: queue {number} serves no more: {error}"));
+        }
+    }
+}
+
+fn open(path: &str) -> Result<OwnedFd, UblkError> {
+    let begun = Instant::now();
+    loop {
+        match rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()) {
+            // Its name may come a moment after the device, and a dead server may still be going.
+            Err(Errno::NOENT | Errno::BUSY | Errno::NXIO) if begun.elapsed() < PATIENCE => {
+                std::thread::sleep(LOOK);
+            }
+            Err(errno) => return Err(UblkError::Open { path: path.to_owned(), source: errno.into() }),
+            Ok(fd) => return Ok(fd),
+        }
+    }
+}
+
+/// Removes devices of ours whose server died without a keeper: the driver has stopped them already.
+fn clear_up(control: &mut Control, log: &Log) {
+    let Ok(entries) = std::fs::read_dir("/sys/class/ublk-char") else { return };
+    let lives = |process: u32| std::path::Path::new(&format!("/proc/{process}")).exists();
+    for entry in entries.flatten() {
+        let number = entry.file_name().to_str().and_then(|name| name.strip_prefix("ublkc")?.parse().ok());
+        if let Some(device) = number.map(Device)
+            && device.clear_up(control, lives)
+        {
+            (log)(Level::Info, format_args!("removed {device}, which a dead daemon had left"));
+        }
+    }
+}
+
+fn check(config: &Config) -> Result<(), UblkError> {
+    let refuse = |text: String| Err(UblkError::Config(text));
+    let Config { queues, depth, request_bytes, .. } = *config;
+    if queues == 0 || depth == 0 || depth > QUEUE_DEPTH_MAX {
+        return refuse(format!(
+            "a ublk device with {queues} queues of {depth} requests: accepted: at least 1 queue, of 1 to {QUEUE_DEPTH_MAX}"
+        ));
+    }
+    let accepted = PAGE_SIZE as u32..=REQUEST_BYTES_MAX;
+    if !request_bytes.is_power_of_two() || !accepted.contains(&request_bytes) {
+        return refuse(format!(
+            "requests of {request_bytes} bytes: accepted: a power of two from {} to {}",
+            accepted.start(),
+            accepted.end()
+        ));
+    }
+    Ok(())
+}
