@@ -111,6 +111,18 @@ pub struct ServeOptions {
     #[arg(long, value_name = "NAME", default_value = "weir")]
     pub name: String,
 
+    /// Serve as a block device of the kernel's ublk driver; `weir status` has its name, /dev/ublkbN. As root, Linux 6.5 or newer.
+    #[arg(long)]
+    pub ublk: bool,
+
+    /// Queues of the ublk device, each with a thread and its memory [default: one a processor, 4 at most].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub queues: Option<u16>,
+
+    /// Requests of 128 KiB that each of these queues may have in flight.
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub depth: u16,
+
     /// Microseconds for which a thread looks for the next request before it sleeps. Costs a CPU for so long after
     /// each request, and saves the wake-up when requests come in bursts.
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=1_000_000))]

@@ -6,7 +6,7 @@ use crate::control::{Io, Protection, SCHEMA, Status, Store, Volume as VolumeCoun
 use crate::failure::Failure;
 use crate::keeper::{Held, Link};
 use crate::pages::{self, Plan};
-use crate::ways_in::{self, Fuse, Nbd, WayIn};
+use crate::ways_in::{self, Fuse, Nbd, PreparedUblk, WayIn};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use weir_core::seal;
@@ -48,8 +48,13 @@ impl Daemon {
         mut keeper: Option<(&Link, Held)>,
         log: &Log,
     ) -> Result<Self, Failure> {
-        let plan =
-            Plan { stores: &options.store, size: options.size, lanes: ways_in::lanes(options), depth: DEPTH };
+        let ublk = if options.ublk {
+            Some(PreparedUblk::new(options, reborrow(&mut keeper), log)?)
+        } else {
+            None
+        };
+        let lanes = ways_in::lanes(options) + ublk.as_ref().map_or(0, PreparedUblk::lanes);
+        let plan = Plan { stores: &options.store, size: options.size, lanes, depth: DEPTH };
         let volume = pages::open(&plan, reborrow(&mut keeper), log)?;
 
         let mut ways_in: Vec<Box<dyn WayIn>> = Vec::new();
@@ -58,6 +63,9 @@ impl Daemon {
         }
         if let Some(file) = &options.fuse {
             ways_in.push(Box::new(Fuse::start(&volume, options, file, reborrow(&mut keeper), log)?));
+        }
+        if let Some(ublk) = ublk {
+            ways_in.push(Box::new(ublk.start(&volume, log)?));
         }
         seal::seal(seal::policy_from_environment());
         let shared = Shared {
@@ -68,6 +76,11 @@ impl Daemon {
             begun: Instant::now(),
         };
         Ok(Daemon { shared: Arc::new(shared) })
+    }
+
+    /// What would be lost if it stopped now, and what to do about it; see [`WayIn::in_use`].
+    pub fn in_use(&self) -> Option<String> {
+        self.shared.ways_in().iter().find_map(|way_in| way_in.in_use())
     }
 
     /// Answers what has been received, then hangs up; the sockets are gone when this returns.

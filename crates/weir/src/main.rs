@@ -10,6 +10,7 @@ mod cli;
 mod config;
 mod control;
 mod daemon;
+mod device_use;
 mod doctor;
 mod failure;
 mod keeper;

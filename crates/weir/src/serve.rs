@@ -54,7 +54,15 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
     if let Some(link) = &link {
         link.ready().map_err(Failure::failed)?;
     }
-    let signal = signals.forever().next();
+    let mut told = signals.forever();
+    let signal = loop {
+        let signal = told.next();
+        let Some(user) = daemon.in_use().filter(|_| signal.is_some()) else { break signal };
+        log(Level::Warning, format_args!("not stopping: {user}, then stop weir again"));
+        if let Some(link) = &link {
+            let _ = link.staying();
+        }
+    };
     if let Some(link) = &link {
         // Where the keeper is gone already, nobody starts another daemon anyway.
         let _ = link.ending();
@@ -68,9 +76,9 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
 
 /// What no single flag's type can say.
 fn check(options: &ServeOptions) -> Result<(), Failure> {
-    if options.nbd.is_empty() && options.fuse.is_none() {
+    if options.nbd.is_empty() && options.fuse.is_none() && !options.ublk {
         return Err(Failure::Usage(
-            "--nbd and --fuse are missing, so nobody could connect; accepted: --nbd unix:PATH, --nbd tcp:HOST:PORT, --fuse FILE".into(),
+            "--nbd, --ublk and --fuse are missing, so nobody could connect; accepted: --ublk, --nbd unix:PATH, --nbd tcp:HOST:PORT, --fuse FILE".into(),
         ));
     }
     let tcp = options.nbd.iter().find(|address| matches!(address, Address::Tcp { .. }));

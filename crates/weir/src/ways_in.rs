@@ -1,5 +1,9 @@
 //! The ways into a daemon's volume: each serves it to one kind of client, with lanes of its own.
 
+mod ublk;
+
+pub use ublk::PreparedUblk;
+
 use crate::address::Address;
 use crate::cli::ServeOptions;
 use crate::control::Export;
@@ -18,6 +22,12 @@ use weir_volume::Volume;
 pub trait WayIn: fmt::Debug + Send {
     /// Where it serves, and to how many; for status.
     fn exports(&self) -> Vec<Export>;
+
+    /// What its end would be a loss to, and what to do about it; `None` where it may be stopped. Something that only this process
+    /// keeps alive (a device that carries swap) must not be.
+    fn in_use(&self) -> Option<String> {
+        None
+    }
 
     /// Answers what has been received, for at most `grace`, then lets its clients go. Nothing of it is left in the file system.
     fn stop(self: Box<Self>, grace: Duration);
@@ -67,6 +77,8 @@ impl WayIn for Nbd {
             address: address.to_string(),
             connections: stats.connected,
             connections_most: stats.connections_max,
+            requests: stats.requests,
+            errors: stats.errors,
         };
         self.0.addresses().iter().map(export).collect()
     }
@@ -118,12 +130,14 @@ impl Fuse {
 
 impl WayIn for Fuse {
     fn exports(&self) -> Vec<Export> {
-        let threads = self.0.stats().threads;
+        let stats = self.0.stats();
         vec![Export {
             kind: "fuse".to_owned(),
             address: self.0.file().display().to_string(),
-            connections: threads,
-            connections_most: threads,
+            connections: stats.threads,
+            connections_most: stats.threads,
+            requests: stats.requests,
+            errors: stats.errors,
         }]
     }
 

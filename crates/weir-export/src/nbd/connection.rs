@@ -9,10 +9,6 @@
 use super::flight::{CHUNK_MAX, Flight, PAGES, SPAN_MAX, Work, errno};
 use super::handshake::Negotiated;
 use super::slices::{Slices, take_front};
-<<<<<<< HEAD
-=======
-use crate::spin::Spin;
->>>>>>> dcc7753 (export: a ublk device: control commands, queue threads, recovery)
 use super::stats::Counters;
 use super::transmission::{
     self as reply, Event, Parser, Payload, Request, Rules, Violation, data_chunk, error_offset_chunk,

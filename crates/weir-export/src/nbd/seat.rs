@@ -3,10 +3,6 @@
 
 use super::connection::Worker;
 use super::handshake::{INPUT_MAX, Negotiated};
-<<<<<<< HEAD
-=======
-use crate::spin::{Spin, SpinGate};
->>>>>>> dcc7753 (export: a ublk device: control commands, queue threads, recovery)
 use super::stats::{Counters, Stats};
 use crate::log::{Level, Log};
 use crate::spin::{Spin, SpinGate};

@@ -11,7 +11,9 @@ use std::os::fd::{AsRawFd, OwnedFd};
 #[derive(Debug, thiserror::Error)]
 pub enum ControlError {
     /// It is not there.
-    #[error("this kernel has no ublk driver loaded ({CONTROL_PATH} is missing): run modprobe ublk_drv, or see weir doctor")]
+    #[error(
+        "this kernel has no ublk driver loaded ({CONTROL_PATH} is missing): run modprobe ublk_drv, or see weir doctor"
+    )]
     Missing,
     /// It is there, for others.
     #[error("{CONTROL_PATH} cannot be opened: run as root")]
@@ -89,9 +91,11 @@ impl Control {
         let mut control = Control { ring, driver, features: 0 };
         let mut features = [0; 8];
         let none = ControlCommand { device: uapi::ANY_DEVICE, queue: NO_QUEUE, ..ControlCommand::default() };
-        control.call(uapi::GET_FEATURES, none, &mut features).map_err(|error| match error.raw_os_error() {
-            Some(libc::EPERM | libc::EACCES) => ControlError::Denied(error),
-            _ => ControlError::TooOld(error),
+        control.call(uapi::GET_FEATURES, none, &mut features).map_err(|error| {
+            match error.raw_os_error() {
+                Some(libc::EPERM | libc::EACCES) => ControlError::Denied(error),
+                _ => ControlError::TooOld(error),
+            }
         })?;
         control.features = u64::from_ne_bytes(features);
         Ok(control)

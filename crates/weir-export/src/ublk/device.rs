@@ -344,7 +344,8 @@ mod tests {
     fn a_device_is_made_with_its_shape_and_started_for_this_process() {
         let mut driver = fake();
         let mut told = None;
-        let (device, info) = Device::add(&mut driver, RECOVERY, &SHAPE, |device| told = Some(device)).unwrap();
+        let (device, info) =
+            Device::add(&mut driver, RECOVERY, &SHAPE, |device| told = Some(device)).unwrap();
         assert_eq!((device, told, device.to_string()), (Device(7), Some(device), "/dev/ublkb7".to_owned()));
         assert_eq!((info.queues, info.depth, info.buffer_bytes), (2, 64, 131_072));
         assert_eq!(info.flags & RECOVERY, RECOVERY);

@@ -4,7 +4,7 @@
 //! issued, and what slow stores queued is started, before anything is waited for. Fixed in size: what finds the lane full
 //! waits in its tag and goes on when something has come back.
 
-use super::request::{Kind, Request, Rules, is_swap, urgent_first, weigh};
+use super::request::{Kind, Request, Rules, is_swap, urgent_first};
 use super::stats::Counters;
 use super::uapi::Descriptor;
 use crate::buffer::Buffer;
@@ -126,8 +126,16 @@ impl Engine {
         }
         counters.batches.add(1);
         urgent_first(&mut self.batch, |taken| taken.swap);
-        let (reads, writes) = weigh(self.batch.iter().map(|taken| &taken.request));
-        self.lane.plan(reads, writes);
+        if let Some(mut announced) = self.lane.batch() {
+            for Taken { request: Request { kind, first, pages }, .. } in &self.batch {
+                match kind {
+                    Kind::Read => announced.reads((*first..first + pages).map(PageNo)),
+                    Kind::Write => announced.writes(*pages as usize),
+                    Kind::Discard | Kind::Zero | Kind::Flush => {}
+                }
+            }
+            announced.announce();
+        }
         for at in 0..self.batch.len() {
             let Taken { tag, request, .. } = self.batch[at];
             self.flight.works[usize::from(tag)] = Work { request, next: 0, left: 1, error: None };
@@ -275,8 +283,7 @@ mod tests {
     fn engine(url: &str, pages: u32) -> Engine {
         let url: StoreUrl = url.parse().unwrap();
         let store = weir_store::open(&url).unwrap();
-        let volume: Arc<Volume> =
-            Volume::create(Config { pages, lanes: 1, depth: 8 }, vec![store]).unwrap();
+        let volume: Arc<Volume> = Volume::create(Config { pages, lanes: 1, depth: 8 }, vec![store]).unwrap();
         Engine::new(volume.lane().unwrap(), 16, REQUEST_BYTES).unwrap()
     }
 

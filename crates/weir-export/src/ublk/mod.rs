@@ -28,5 +28,5 @@ pub mod uapi;
 
 pub use control::ControlError;
 pub use device::{Device, Shape};
-pub use server::{Config, Server, UblkError};
+pub use server::{Config, Found, Server, UblkError};
 pub use stats::Stats;

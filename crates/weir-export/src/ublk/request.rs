@@ -93,15 +93,6 @@ pub fn urgent_first<T>(batch: &mut [T], urgent: impl Fn(&T) -> bool) {
     }
 }
 
-/// Pages that a batch reads and writes, for [`Lane::plan`](weir_volume::Lane::plan).
-pub fn weigh<'a>(batch: impl IntoIterator<Item = &'a Request>) -> (usize, usize) {
-    batch.into_iter().fold((0, 0), |(reads, writes), request| match request.kind {
-        Kind::Read => (reads + request.pages as usize, writes),
-        Kind::Write => (reads, writes + request.pages as usize),
-        Kind::Discard | Kind::Zero | Kind::Flush => (reads, writes),
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -156,18 +147,12 @@ mod tests {
 
     #[test]
     fn parts_of_pages_and_what_lies_outside_are_refused() {
-        for (start, sectors) in [(4, 8), (8, 4), (8000, 8), (7992, 16), (u64::MAX - 7, 8), (0, 33 * 8), (0, 0)] {
+        for (start, sectors) in
+            [(4, 8), (8, 4), (8000, 8), (7992, 16), (u64::MAX - 7, 8), (0, 33 * 8), (0, 0)]
+        {
             assert_eq!(RULES.check(&descriptor(1, start, sectors)), Err(-libc::EINVAL), "{start} {sectors}");
         }
         assert!(RULES.check(&descriptor(3, 0, 8000)).is_ok(), "a discard needs no buffer");
         assert!(is_swap(&descriptor(1 | IO_SWAP, 0, 8)) && !is_swap(&descriptor(1, 0, 8)));
-    }
-
-    #[test]
-    fn a_batch_weighs_its_pages() {
-        let request = |kind, pages| Request { kind, first: 0, pages };
-        let batch =
-            [request(Kind::Read, 3), request(Kind::Discard, 9), request(Kind::Write, 2), request(Kind::Read, 1)];
-        assert_eq!(weigh(&batch), (4, 2));
     }
 }

@@ -219,8 +219,7 @@ impl Server {
         let gate = Arc::new(SpinGate::new(processors));
         let (ready, started) = mpsc::channel::<Ready>();
         for number in 0..queues {
-            let lane =
-                volume.lane().map_err(|source| UblkError::Lane { queue: number, queues, source })?;
+            let lane = volume.lane().map_err(|source| UblkError::Lane { queue: number, queues, source })?;
             let failed = |source| UblkError::Queue { queue: number, queues, source };
             let engine = Engine::new(lane, info.depth, info.buffer_bytes).map_err(failed)?;
             if config.swap && !engine.is_locked() {
@@ -242,9 +241,8 @@ impl Server {
                 log: Arc::clone(log),
             };
             let ready = ready.clone();
-            let builder = std::thread::Builder::new()
-                .name(format!("weir-ublk-{number}"))
-                .stack_size(STACK_BYTES);
+            let builder =
+                std::thread::Builder::new().name(format!("weir-ublk-{number}")).stack_size(STACK_BYTES);
             self.threads.push(builder.spawn(move || thread.run(&ready)).map_err(failed)?);
         }
         drop(ready);
@@ -253,7 +251,8 @@ impl Server {
                 ReadyError::Io(source) => UblkError::Queue { queue, queues, source },
                 ReadyError::Flusher(Some(missing)) => UblkError::Flusher(missing),
                 ReadyError::Flusher(None) => UblkError::Config(
-                    "the device is to carry swap, and the I/O flusher flag is not set: set it first in main".to_owned(),
+                    "the device is to carry swap, and the I/O flusher flag is not set: set it first in main"
+                        .to_owned(),
                 ),
             })?;
         }
@@ -365,8 +364,7 @@ impl Thread {
         }
         let spin = (!self.spin.is_zero()).then(|| Spin::new(&self.gate, self.spin));
         let counters = &self.counters[usize::from(number)];
-        let queue =
-            Queue::open(number, self.depth, &self.character, self.engine, spin, counters, &self.log);
+        let queue = Queue::open(number, self.depth, &self.character, self.engine, spin, counters, &self.log);
         let mut queue = match queue {
             Ok(queue) => queue,
             Err(error) => return drop(ready.send(Err((number, ReadyError::Io(error))))),

@@ -5,6 +5,7 @@ mod netlink;
 
 use crate::address::Address;
 use crate::cli::{AttachOptions, DetachOptions};
+use crate::device_use;
 use crate::failure::{Failure, chain};
 use device::{Kernel, Terms};
 use std::fs;
@@ -69,7 +70,7 @@ pub fn attach(options: &AttachOptions) -> Result<(), Failure> {
 /// Lets a device go, unless something uses it.
 pub fn detach(options: &DetachOptions) -> Result<(), Failure> {
     let index = number(&options.device)?;
-    let user = user(index)
+    let user = device_use::user(&format!("/dev/nbd{index}"))
         .map_err(|error| Failure::Failed(format!("cannot tell who uses /dev/nbd{index}: {error}")))?;
     if let Some(user) = user {
         return Err(Failure::Failed(format!(
@@ -111,23 +112,6 @@ fn number(device: &Path) -> Result<u32, Failure> {
     name.and_then(|name| name.strip_prefix("nbd")?.parse().ok()).ok_or_else(|| {
         Failure::Usage(format!("--device cannot be {device:?}; accepted: /dev/nbd0, /dev/nbd1, ..."))
     })
-}
-
-/// What uses a device, with what ends it: `as swap; run swapoff /dev/nbd0`.
-fn user(index: u32) -> io::Result<Option<String>> {
-    let device = format!("/dev/nbd{index}");
-    let first_column =
-        |text: String, name: &str| text.lines().any(|line| line.split_whitespace().next() == Some(name));
-    let partitions = format!("{device}p");
-    let holders = fs::read_dir(format!("/sys/block/nbd{index}/holders")).map_or(0, Iterator::count);
-    if first_column(fs::read_to_string("/proc/swaps")?, &device) {
-        return Ok(Some(format!("as swap: run swapoff {device}")));
-    }
-    let mounts = fs::read_to_string("/proc/mounts")?;
-    if mounts.lines().any(|line| line.starts_with(&format!("{device} ")) || line.starts_with(&partitions)) {
-        return Ok(Some(format!("as a file system: run umount {device}")));
-    }
-    Ok((holders > 0).then(|| "by another block device: stop that".to_owned()))
 }
 
 fn sectors(index: u32) -> Option<u64> {
@@ -173,10 +157,5 @@ mod tests {
         for device in ["/dev/sda", "/dev/nbd", "/dev/nbd0p1", "/tmp/nbd0", ""] {
             assert!(matches!(number(Path::new(device)), Err(Failure::Usage(_))), "{device}");
         }
-    }
-
-    #[test]
-    fn a_device_that_nothing_uses_has_no_user() {
-        assert_eq!(user(999).ok(), Some(None));
     }
 }

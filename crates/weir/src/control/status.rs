@@ -83,14 +83,18 @@ pub struct Io {
 /// A way in.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Export {
-    /// `nbd`.
+    /// `nbd` or `ublk`.
     pub kind: String,
-    /// As `--nbd` took it.
+    /// As `--nbd` took it, or the block device.
     pub address: String,
-    /// Connections in use now.
+    /// Connections in use now; queues of a block device.
     pub connections: u64,
     /// Connections that can be in use.
     pub connections_most: u64,
+    /// Requests so far.
+    pub requests: u64,
+    /// Those answered with an error.
+    pub errors: u64,
 }
 
 /// What holds of [`weir_core::swap_safety`] and the sealed allocator.
@@ -171,8 +175,11 @@ impl fmt::Display for Status {
             writeln!(f, "store     {} {}: {used} of {slots} in use", store.url, store.state)?;
         }
         for export in &self.exports {
-            let Export { kind, address, connections, connections_most } = export;
-            writeln!(f, "{kind:<10}{address}: {connections} of {connections_most} connections")?;
+            let Export { kind, address, connections, connections_most, requests, errors } = export;
+            writeln!(
+                f,
+                "{kind:<10}{address}: {connections} of {connections_most} connections; {requests} requests, {errors} failed"
+            )?;
         }
         writeln!(
             f,

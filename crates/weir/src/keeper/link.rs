@@ -93,4 +93,9 @@ impl Link {
     pub fn ending(&self) -> io::Result<()> {
         send(&self.0, "ending", None)
     }
+
+    /// Says that the daemon was told to end and does not: it is in use, so if it dies another is needed.
+    pub fn staying(&self) -> io::Result<()> {
+        send(&self.0, "staying", None)
+    }
 }

@@ -170,6 +170,10 @@ impl Keeper<'_> {
                 life.was_told = true;
                 Ok(())
             }
+            ("staying", _) => {
+                life.was_told = false;
+                Ok(())
+            }
             ("hold", what) => {
                 let held = match (what.split_once(' '), fd) {
                     (Some((kind, name)), Some(fd)) => self.hold(Kind::parse(kind), name, fd),
@@ -194,7 +198,7 @@ impl Keeper<'_> {
         Ok(())
     }
 
-    /// SIGTERM and SIGINT to the keeper mean the daemon, and that no other follows.
+    /// SIGTERM and SIGINT to the keeper mean the daemon, and that no other follows, unless the daemon says that it stays.
     fn pass_on_signal(&mut self, daemon: &OwnedFd, life: &mut Life) {
         use std::io::Read as _;
         let mut bytes = [0; 64];

@@ -8,6 +8,7 @@
 //! | daemon | `hold KIND NAME` + fd | keep this; answered by `held` or `refused REASON` |
 //! | daemon | `ready` | I serve |
 //! | daemon | `ending` | I was told to stop: do not start another |
+//! | daemon | `staying` | I was told to stop, and am in use: if I die, start another |
 //!
 //! KIND is `memory` (a sealed memfd, to be mapped and locked) or `descriptor` (to be held open).
 

@@ -1,0 +1,79 @@
+//! Who uses a block device, so that nobody takes it away from under a kernel that swaps on it.
+
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+use std::fs;
+use std::io;
+
+/// What uses a device such as `/dev/nbd0`, with what ends it: `as swap: run swapoff /dev/nbd0`. `None` where nothing does, or
+/// there is no such device.
+///
+/// # Errors
+/// When it cannot be told.
+pub fn user(device: &str) -> io::Result<Option<String>> {
+    if is_listed(&fs::read_to_string("/proc/swaps")?, device) {
+        return Ok(Some(format!("as swap: run swapoff {device}")));
+    }
+    // This process may have a mount namespace of its own; the first process sees what the machine's users see.
+    let mounts =
+        ["/proc/self/mounts", "/proc/1/mounts"].map(|path| fs::read_to_string(path).unwrap_or_default());
+    if mounts.iter().any(|mounts| is_listed(mounts, device)) {
+        return Ok(Some(format!("as a file system: run umount {device}")));
+    }
+    let name = device.strip_prefix("/dev/").unwrap_or(device);
+    if fs::read_dir(format!("/sys/block/{name}/holders")).map_or(0, Iterator::count) > 0 {
+        return Ok(Some("by another block device: stop that".to_owned()));
+    }
+    Ok(None)
+}
+
+/// As [`user`], and also sees who has the device open for himself in any namespace. For a device that answers: opening it may
+/// read from it.
+///
+/// # Errors
+/// When it cannot be told.
+pub fn user_or_owner(device: &str) -> io::Result<Option<String>> {
+    if let Some(user) = user(device)? {
+        return Ok(Some(user));
+    }
+    let alone = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NONBLOCK;
+    match rustix::fs::open(device, alone, Mode::empty()) {
+        Err(Errno::BUSY) => Ok(Some("by a program that has it for itself: end that".to_owned())),
+        Err(Errno::NOENT | Errno::NXIO | Errno::NODEV) | Ok(_) => Ok(None),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+/// Whether a table such as /proc/swaps names the device, or a partition of it, in the first column of a line.
+fn is_listed(table: &str, device: &str) -> bool {
+    table.lines().filter_map(|line| line.split_whitespace().next()).any(|name| {
+        name.strip_prefix(device).is_some_and(|rest| {
+            let partition = rest.strip_prefix('p').unwrap_or("x");
+            rest.is_empty() || (!partition.is_empty() && partition.bytes().all(|byte| byte.is_ascii_digit()))
+        })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_and_its_partitions_are_listed_and_its_namesakes_are_not() {
+        let table = "Filename Type\n/dev/ublkb1 partition 1 0 -2\n/dev/nbd0p3 /mnt ext4 rw 0 0\n";
+        for (device, listed) in [
+            ("/dev/ublkb1", true),
+            ("/dev/nbd0", true),
+            ("/dev/ublkb", false),
+            ("/dev/ublkb11", false),
+            ("/dev/nb", false),
+        ] {
+            assert_eq!(is_listed(table, device), listed, "{device}");
+        }
+    }
+
+    #[test]
+    fn a_device_that_is_not_there_has_no_user() {
+        assert_eq!(user_or_owner("/dev/weir-has-none").expect("told"), None);
+    }
+}

@@ -1,0 +1,172 @@
+//! A block device of the kernel's ublk driver. Under a keeper it outlives the daemon: the keeper holds a page with the
+//! device's number, and the next daemon takes the device over. (The device's own descriptor must end with the daemon, for by that
+//! the driver knows that its server is gone.)
+
+use super::WayIn;
+use crate::cli::ServeOptions;
+use crate::control::Export;
+use crate::device_use;
+use crate::failure::{Failure, chain};
+use crate::keeper::{Held, Link};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+use weir_core::{Memory, PAGE_SIZE};
+use weir_export::log::{Level, Log};
+use weir_export::ublk::{Config, Device, Found, Server};
+use weir_volume::Volume;
+
+/// What the keeper calls the page.
+const NUMBER: &str = "ublk";
+
+/// Queues where none are asked for: more would hold memory that a desktop's swap does not need.
+const QUEUES_MOST: usize = 4;
+
+/// A device that is not served yet: new, or found as a dead daemon left it.
+#[derive(Debug)]
+pub struct PreparedUblk {
+    config: Config,
+    found: Option<Found>,
+    number: Option<Number>,
+}
+
+/// A page that outlives the daemon, with the number of its device: 0, or one more than it.
+#[derive(Debug)]
+struct Number(Memory);
+
+impl Number {
+    fn word(&self) -> &AtomicU64 {
+        // SAFETY: the mapping is a page, aligned and as long-lived as `self`; nobody accesses the word but through atomics.
+        unsafe { AtomicU64::from_ptr(self.0.as_ptr().cast()) }
+    }
+
+    fn get(&self) -> Option<Device> {
+        let number = self.word().load(Ordering::Relaxed).checked_sub(1)?;
+        u32::try_from(number).ok().map(Device)
+    }
+
+    fn set(&self, device: Device) {
+        self.word().store(u64::from(device.0) + 1, Ordering::Relaxed);
+    }
+}
+
+impl PreparedUblk {
+    /// Looks whether an earlier daemon left a device to go on with; how many lanes are needed depends on that.
+    ///
+    /// # Errors
+    /// When the driver is missing or does not give the device away.
+    pub fn new(
+        options: &ServeOptions,
+        keeper: Option<(&Link, &mut Held)>,
+        log: &Log,
+    ) -> Result<Self, Failure> {
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        let config = Config {
+            queues: options.queues.unwrap_or(processors.min(QUEUES_MOST) as u16),
+            depth: options.depth,
+            spin: Duration::from_micros(options.spin_us.into()),
+            swap: options.swap,
+            unsafe_no_flusher: options.unsafe_no_flusher,
+            recoverable: keeper.is_some(),
+            ..Config::default()
+        };
+        let number = match keeper {
+            None => None,
+            Some((link, held)) => Some(match held.take(NUMBER) {
+                Some(fd) => Number(Memory::adopt(fd).map_err(Failure::failed)?),
+                None => {
+                    let page = Memory::shared("weir-ublk", PAGE_SIZE).map_err(Failure::failed)?;
+                    link.hold_memory(NUMBER, page.fd().expect("shared memory has a descriptor"))
+                        .map_err(Failure::failed)?;
+                    Number(page)
+                }
+            }),
+        };
+        let found = match number.as_ref().and_then(Number::get) {
+            Some(device) => Server::find(device, log).map_err(|error| Failure::Failed(chain(&error)))?,
+            None => None,
+        };
+        Ok(PreparedUblk { config, found, number })
+    }
+
+    /// Lanes of the volume that it takes.
+    pub fn lanes(&self) -> usize {
+        self.found.as_ref().map_or(self.config.queues, Found::queues).into()
+    }
+
+    /// Serves.
+    ///
+    /// # Errors
+    /// When a thread cannot be had, or the driver refuses.
+    pub fn start(self, volume: &Arc<Volume>, log: &Log) -> Result<Ublk, Failure> {
+        let PreparedUblk { config, found, number } = self;
+        let server = match found {
+            Some(found) => {
+                let server = Server::take_over(volume, &config, found, log);
+                server.inspect(|server| {
+                    (log)(Level::Info, format_args!("took {} over from the daemon before", server.device()));
+                })
+            }
+            None => Server::create(volume, &config, log, |device| {
+                number.iter().for_each(|number| number.set(device));
+            }),
+        };
+        let server = server.map_err(|error| Failure::Failed(format!("--ublk: {}", chain(&error))))?;
+        Ok(Ublk { server, log: Arc::clone(log) })
+    }
+}
+
+/// The device, served.
+pub struct Ublk {
+    server: Server,
+    log: Log,
+}
+
+impl std::fmt::Debug for Ublk {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.server.fmt(f)
+    }
+}
+
+impl WayIn for Ublk {
+    fn exports(&self) -> Vec<Export> {
+        let stats = self.server.stats();
+        vec![Export {
+            kind: "ublk".to_owned(),
+            address: self.server.device().to_string(),
+            connections: self.server.queues() as u64,
+            connections_most: self.server.queues() as u64,
+            requests: stats.requests,
+            errors: stats.errors,
+        }]
+    }
+
+    fn in_use(&self) -> Option<String> {
+        let device = self.server.device().to_string();
+        let user = device_use::user_or_owner(&device)
+            .unwrap_or_else(|error| Some(format!("for all that can be told ({error}): try again")))?;
+        Some(format!("{device} is in use {user}"))
+    }
+
+    fn stop(self: Box<Self>, _grace: Duration) {
+        let device = self.server.device();
+        if let Err(error) = self.server.stop() {
+            (self.log)(Level::Warning, format_args!("{device} is not removed: {}", chain(&error)));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_number_is_read_by_who_maps_the_page_next() {
+        let number = Number(Memory::shared("weir-test", PAGE_SIZE).expect("memory"));
+        assert_eq!(number.get(), None);
+        number.set(Device(0));
+        let fd = number.0.fd().expect("shared").try_clone_to_owned().expect("descriptor");
+        drop(number);
+        assert_eq!(Number(Memory::adopt(fd).expect("sealed")).get(), Some(Device(0)));
+    }
+}
