@@ -48,11 +48,8 @@ impl Daemon {
         mut keeper: Option<(&Link, Held)>,
         log: &Log,
     ) -> Result<Self, Failure> {
-        let ublk = if options.ublk {
-            Some(PreparedUblk::new(options, reborrow(&mut keeper), log)?)
-        } else {
-            None
-        };
+        let ublk =
+            if options.ublk { Some(PreparedUblk::new(options, reborrow(&mut keeper), log)?) } else { None };
         let lanes = ways_in::lanes(options) + ublk.as_ref().map_or(0, PreparedUblk::lanes);
         let plan = Plan { stores: &options.store, size: options.size, lanes, depth: DEPTH };
         let volume = pages::open(&plan, reborrow(&mut keeper), log)?;
