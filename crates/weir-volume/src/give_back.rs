@@ -1,19 +1,23 @@
-//! Giving a store's memory back to its owner, chunk by chunk, while the volume stays in use.
+//! Giving a store's memory back to its owner, chunk by chunk, while the volume stays in use, and taking it again.
 //!
-//! A chunk is closed (no slot of it is claimed any more), every page in it is written anew elsewhere, and when no lane can
-//! be looking at its slots its memory is released. Readers and writers go on all the while: a page that is written during the
+//! Chunks are closed (no slot of them is claimed any more), every page in them is written anew elsewhere, and when no lane can
+//! be looking at a chunk's slots its memory is released. Readers and writers go on all the while: a page that is written during the
 //! move is simply no longer there to be moved.
 
+use crate::chunks::{ChunkState, extents};
 use crate::entry::Place;
-use crate::records::EXTENT_SLOTS;
 use crate::{Lane, Tier, Volume};
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use weir_core::{ByteSize, PAGE_SIZE, PageNo, Slot};
 use weir_store::{Fault, Progress, State};
 
 /// How long giving back waits for lanes that are in the middle of something before it gives up.
 const LANES_WAIT: Duration = Duration::from_secs(10);
+
+/// Called by long work after each batch with the pages that it moved: to take its time, or, by false, to end the work.
+pub type Pace<'a> = &'a mut dyn FnMut(u32) -> bool;
 
 /// Why a chunk stays.
 #[derive(Debug, thiserror::Error)]
@@ -26,105 +30,269 @@ pub enum GiveBackError {
         /// The chunk asked for.
         chunk: u32,
     },
+    /// It is being given back already, or was.
+    #[error("chunk {chunk} of store {store} is being given back, or was")]
+    NotHeld {
+        /// The store's place in the order.
+        store: usize,
+        /// The chunk asked for.
+        chunk: u32,
+    },
     /// The volume promises its size; without this chunk it could not keep the promise.
     #[error("the other stores are too small by {}: give the volume more backing first", ByteSize(u64::from(*.missing) * PAGE_SIZE as u64))]
     NoRoom {
         /// Slots that would be missing.
         missing: u32,
     },
-    /// A page in it can neither be read nor moved; the chunk stays, so that it is not lost for good.
-    #[error("page {} cannot be moved: {fault}", .page.0)]
-    Page {
-        /// The page.
-        page: PageNo,
-        /// What its store said.
-        fault: Fault,
-    },
+    /// Pages in it can neither be read nor moved; the chunk stays, so that they are not lost for good.
+    #[error("page {} cannot be moved: {} ({} such pages were met)", .0[0].0.0, .0[0].1, .0.len())]
+    Pages(
+        /// Those that were met before the work ended, and what their stores said.
+        Vec<(PageNo, Fault)>,
+    ),
     /// A lane has been busy for longer than any operation should take.
     #[error("a lane has been busy for {LANES_WAIT:?}")]
     Busy,
+    /// Whoever paced the work ended it.
+    #[error("it was stopped")]
+    Stopped,
     /// The store cannot release or take memory.
     #[error("the store cannot do it: {0}")]
     Store(Fault),
 }
 
+/// What moving pages up came to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct MovedUp {
+    /// Pages moved.
+    pub pages: u32,
+    /// Whether there is more to do: the faster stores have room, and the slower one may hold pages yet.
+    pub more: bool,
+}
+
+impl Volume {
+    /// Closes chunks of store `store`: they take no more pages. All of them, or none. Each is then emptied by
+    /// [`Lane::finish_give_back`], or opened again by [`keep`](Volume::keep).
+    ///
+    /// # Errors
+    /// When one is not there to be given back, or the volume's size needs them.
+    pub fn begin_give_back(&self, store: usize, chunks: &[u32]) -> Result<(), GiveBackError> {
+        let mut closed = 0;
+        let result = chunks.iter().try_for_each(|&chunk| {
+            let (tier, slots) = self.find_chunk(store, chunk)?;
+            if !tier.chunks.step(chunk, ChunkState::Held, ChunkState::Emptying) {
+                return Err(GiveBackError::NotHeld { store, chunk });
+            }
+            closed += 1;
+            tier.records.close(extents(&slots));
+            Ok(())
+        });
+        let result = result.and_then(|()| match self.config.slots().saturating_sub(self.open_slots()) {
+            0 => Ok(()),
+            missing => Err(GiveBackError::NoRoom { missing }),
+        });
+        if result.is_err() {
+            chunks[..closed].iter().for_each(|&chunk| self.keep(store, chunk));
+        }
+        result
+    }
+
+    /// Opens a chunk again that [`begin_give_back`](Volume::begin_give_back) closed. Pages that have left it stay where they are.
+    pub fn keep(&self, store: usize, chunk: u32) {
+        if let Ok((tier, slots)) = self.find_chunk(store, chunk)
+            && tier.chunks.step(chunk, ChunkState::Emptying, ChunkState::Held)
+        {
+            tier.records.open(extents(&slots));
+        }
+    }
+
+    fn find_chunk(&self, store: usize, chunk: u32) -> Result<(&Tier, Range<u32>), GiveBackError> {
+        let tier = self.tiers.get(store).ok_or(GiveBackError::NoChunk { store, chunk })?;
+        let slots = tier.chunk(chunk).ok_or(GiveBackError::NoChunk { store, chunk })?;
+        Ok((tier, slots))
+    }
+}
+
 impl Lane {
     /// Empties chunk `chunk` of store `store` into the other slots of the volume and releases its memory. Returns how many pages
-    /// were moved. Takes milliseconds to seconds; for a worker with a lane of its own.
+    /// were moved. Takes milliseconds to seconds; for a worker with a [lane of its own](Volume::worker_lane).
     ///
     /// # Errors
     /// The chunk stays in use, whole, with every page in it or safely elsewhere.
     pub fn give_back(&mut self, store: usize, chunk: u32) -> Result<u32, GiveBackError> {
-        let volume = std::sync::Arc::clone(self.volume());
-        let tier = volume.tiers.get(store).ok_or(GiveBackError::NoChunk { store, chunk })?;
-        let slots = tier.chunk(chunk).ok_or(GiveBackError::NoChunk { store, chunk })?;
-        let extents = extents(&slots);
-        tier.records.close(extents.clone());
-        let moved = volume.room().and_then(|()| self.empty(tier, store, slots));
-        match moved.and_then(|moved| tier.store.release(chunk).map(|()| moved).map_err(GiveBackError::Store))
-        {
-            Ok(moved) => Ok(moved),
-            Err(error) => {
-                tier.records.open(extents);
-                Err(error)
-            }
-        }
+        self.volume().begin_give_back(store, &[chunk])?;
+        self.finish_give_back(store, chunk, &mut |_| true)
     }
 
-    /// Takes memory for a chunk that was given back, and uses it again.
+    /// The same for a chunk that [`Volume::begin_give_back`] has closed. Several lanes may do so at once, each with chunks of
+    /// its own.
+    ///
+    /// # Errors
+    /// The chunk is open again, whole, with every page in it or safely elsewhere.
+    pub fn finish_give_back(
+        &mut self,
+        store: usize,
+        chunk: u32,
+        pace: Pace<'_>,
+    ) -> Result<u32, GiveBackError> {
+        let volume = Arc::clone(self.volume());
+        let (tier, slots) = volume.find_chunk(store, chunk)?;
+        let emptied = self.empty(tier, store, slots, pace);
+        self.submit();
+        let released = emptied.and_then(|moved| {
+            tier.store.release(chunk).map_err(GiveBackError::Store)?;
+            Ok(moved)
+        });
+        match released {
+            Ok(_) => {
+                let stepped = tier.chunks.step(chunk, ChunkState::Emptying, ChunkState::GivenBack);
+                debug_assert!(stepped, "only whoever closed a chunk moves it on");
+            }
+            Err(_) => volume.keep(store, chunk),
+        }
+        released
+    }
+
+    /// Takes memory for a chunk that was given back, and uses it again. Nothing to do for one that was not.
     ///
     /// # Errors
     /// When the store has none now.
     pub fn take(&mut self, store: usize, chunk: u32) -> Result<(), GiveBackError> {
-        let volume = std::sync::Arc::clone(self.volume());
-        let tier = volume.tiers.get(store).ok_or(GiveBackError::NoChunk { store, chunk })?;
-        let slots = tier.chunk(chunk).ok_or(GiveBackError::NoChunk { store, chunk })?;
+        let volume = Arc::clone(self.volume());
+        let (tier, slots) = volume.find_chunk(store, chunk)?;
+        match tier.chunks.state(chunk) {
+            ChunkState::Held => return Ok(()),
+            ChunkState::Emptying => return Err(GiveBackError::NotHeld { store, chunk }),
+            ChunkState::GivenBack => {}
+        }
         tier.store.take(chunk).map_err(GiveBackError::Store)?;
-        tier.records.open(extents(&slots));
+        if tier.chunks.step(chunk, ChunkState::GivenBack, ChunkState::Held) {
+            tier.records.open(extents(&slots));
+        }
         Ok(())
     }
 
-    fn empty(&mut self, tier: &Tier, store: usize, slots: Range<u32>) -> Result<u32, GiveBackError> {
-        let mut moved = 0;
+    /// Moves pages of store `from` up into faster stores, as long as these have room: a batch's worth, looking at slots from `*next`
+    /// on (0 at first). The faster stores keep the room that writes under way need.
+    ///
+    /// # Errors
+    /// When a page cannot be read.
+    pub fn move_up(&mut self, from: usize, next: &mut u32) -> Result<MovedUp, GiveBackError> {
+        let volume = Arc::clone(self.volume());
+        let Some(tier) = volume.tiers.get(from) else { return Ok(MovedUp { pages: 0, more: false }) };
+        let batch = volume.config.depth.max(1) as u32;
+        let faster = volume.tiers[..from].iter().filter(|tier| tier.store.state() == State::Online);
+        let room = faster.map(|tier| tier.records.open_free()).fold(0, u32::saturating_add);
+        let batch = batch.min(room.saturating_sub(volume.config.slack()));
+        let (mut found, mut looked) = (0, 0);
+        self.reach = from;
+        let mut outcome = Outcome::default();
+        while found < batch && *next < tier.records.slots() && looked < SEARCH {
+            let slot = Slot(*next);
+            *next += 1;
+            looked += 1;
+            found += u32::from(self.start_move(tier, from, slot, batch, &mut outcome).1);
+        }
+        let ended = self.settle(&mut outcome);
+        self.reach = volume.tiers.len();
+        self.submit();
+        self.metrics().moved_up.add(u64::from(outcome.moved));
+        ended?;
+        let is_full = outcome.failed.iter().any(|&(_, fault)| fault == Fault::Full);
+        outcome.failed.retain(|&(_, fault)| fault != Fault::Full);
+        if !outcome.failed.is_empty() {
+            return Err(GiveBackError::Pages(outcome.failed));
+        }
+        let more = batch > 0 && !is_full && *next < tier.records.slots();
+        Ok(MovedUp { pages: outcome.moved, more })
+    }
+
+    /// Moves every page out of slots that are closed.
+    fn empty(
+        &mut self,
+        tier: &Tier,
+        store: usize,
+        slots: Range<u32>,
+        pace: Pace<'_>,
+    ) -> Result<u32, GiveBackError> {
+        let batch = self.volume().config.depth.max(1) as u32;
+        let (mut moved, began) = (0, Instant::now());
         loop {
             // Lanes that claimed a slot here before it was closed publish it, or free it, before their pin ends.
             self.wait_for_lanes()?;
-            let occupants =
-                slots.clone().filter_map(|slot| Some((Slot(slot), tier.records.occupant(Slot(slot))?)));
-            let mut left = 0;
-            for (slot, occupant) in occupants {
-                let here = Place::Stored { store, slot };
-                if self.volume().map.load(occupant.page).place() == here {
-                    self.rewrite(occupant.page)
-                        .map_err(|fault| GiveBackError::Page { page: occupant.page, fault })?;
-                    moved += 1;
+            let (mut left, mut queued, mut queued_in_all) = (false, 0, 0);
+            let mut outcome = Outcome::default();
+            for slot in slots.clone().map(Slot) {
+                let (occupied, started) = self.start_move(tier, store, slot, batch, &mut outcome);
+                left |= occupied;
+                queued += u32::from(started);
+                queued_in_all += u32::from(started);
+                if queued == batch || slot.0 + 1 == slots.end {
+                    self.settle(&mut outcome)?;
+                    self.submit();
+                    self.metrics().moved_out.add(u64::from(outcome.moved));
+                    moved += outcome.moved;
+                    if !outcome.failed.is_empty() {
+                        return Err(GiveBackError::Pages(outcome.failed));
+                    }
+                    if queued > 0 && !pace(outcome.moved) {
+                        return Err(GiveBackError::Stopped);
+                    }
+                    (queued, outcome) = (0, Outcome::default());
                 }
-                left += 1;
             }
-            if left == 0 {
+            if !left {
                 return Ok(moved);
+            }
+            if queued_in_all == 0 && began.elapsed() > LANES_WAIT {
+                return Err(GiveBackError::Busy);
             }
         }
     }
 
-    /// Writes a page anew with the content that it has. A partial write of nothing is just that: it lands in a new slot, and
-    /// steps back if somebody else writes the page meanwhile.
-    fn rewrite(&mut self, page: PageNo) -> Result<(), Fault> {
-        let mut outcome = match self.write_part(0, page, 0, &[]) {
-            Progress::Done(result) => Some(result),
-            Progress::Queued => None,
-            Progress::Full => Some(Err(Fault::Full)),
-        };
-        self.submit();
-        let started = Instant::now();
-        while outcome.is_none() {
-            self.poll(&mut |done| outcome = Some(done.result));
-            if started.elapsed() > LANES_WAIT {
-                return Err(Fault::Timeout);
-            }
+    /// Starts to move what lies in a slot, if the map names it. Says whether the slot is in use, and whether a move was started.
+    fn start_move(
+        &mut self,
+        tier: &Tier,
+        store: usize,
+        slot: Slot,
+        batch: u32,
+        outcome: &mut Outcome,
+    ) -> (bool, bool) {
+        let Some(occupant) = tier.records.occupant(slot) else { return (false, false) };
+        let (page, here) = (occupant.page, Place::Stored { store, slot });
+        if page.0 >= self.volume().pages() || self.volume().map.load(page).place() != here {
+            return (true, false);
         }
-        self.submit();
-        outcome.expect("the loop ends with an outcome")
+        if self.in_flight() == 0 {
+            self.plan(batch as usize, batch as usize);
+        }
+        loop {
+            match self.move_page(page.0, page, here) {
+                Progress::Done(result) => outcome.note(page, result),
+                Progress::Queued => {}
+                Progress::Full => {
+                    self.submit();
+                    self.poll(&mut |done| outcome.note(PageNo(done.ticket), done.result));
+                    continue;
+                }
+            }
+            return (true, true);
+        }
+    }
+
+    /// Waits for everything that is in flight.
+    fn settle(&mut self, outcome: &mut Outcome) -> Result<(), GiveBackError> {
+        let started = Instant::now();
+        while self.in_flight() > 0 {
+            self.submit();
+            self.poll(&mut |done| outcome.note(PageNo(done.ticket), done.result));
+            if started.elapsed() > LANES_WAIT {
+                return Err(GiveBackError::Busy);
+            }
+            std::hint::spin_loop();
+        }
+        Ok(())
     }
 
     /// Waits until every lane has ended the batch it was in.
@@ -142,30 +310,21 @@ impl Lane {
     }
 }
 
-impl Volume {
-    /// Whether the open slots, of stores that still take pages, suffice for the volume's size.
-    fn room(&self) -> Result<(), GiveBackError> {
-        let online = self.tiers.iter().filter(|tier| tier.store.state() == State::Online);
-        let open: u32 = online.map(|tier| tier.records.open_slots()).fold(0, u32::saturating_add);
-        match self.config.slots().saturating_sub(open) {
-            0 => Ok(()),
-            missing => Err(GiveBackError::NoRoom { missing }),
+/// Slots that one step upwards looks at, at most: a store may be large and empty.
+const SEARCH: u32 = 1 << 16;
+
+/// What became of a batch of moves.
+#[derive(Default)]
+struct Outcome {
+    moved: u32,
+    failed: Vec<(PageNo, Fault)>,
+}
+
+impl Outcome {
+    fn note(&mut self, page: PageNo, result: Result<(), Fault>) {
+        match result {
+            Ok(()) => self.moved += 1,
+            Err(fault) => self.failed.push((page, fault)),
         }
     }
-}
-
-impl Tier {
-    /// A chunk's slots; `None` if there is no such chunk, or chunks do not consist of whole extents.
-    fn chunk(&self, chunk: u32) -> Option<Range<u32>> {
-        let size = self.store.chunk_slots();
-        let first = chunk.checked_mul(size).filter(|&first| first < self.records.slots())?;
-        let end = first.saturating_add(size).min(self.records.slots());
-        (first.is_multiple_of(EXTENT_SLOTS)
-            && (end.is_multiple_of(EXTENT_SLOTS) || end == self.records.slots()))
-        .then_some(first..end)
-    }
-}
-
-fn extents(slots: &Range<u32>) -> Range<u32> {
-    slots.start / EXTENT_SLOTS..slots.end.div_ceil(EXTENT_SLOTS)
 }

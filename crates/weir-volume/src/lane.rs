@@ -16,7 +16,7 @@ use weir_store::{Done, Fault, OpenError, Progress, State, Ticket};
 /// Slots that a lane remembers having freed, to use them again while their memory is still in the cache.
 pub(crate) const HINTS: usize = 64;
 /// Partial writes that a lane may have under way; more answer [`Progress::Full`].
-const PARTS: usize = 8;
+pub(crate) const PARTS: usize = 8;
 /// How long a write waits for a slot that other lanes are about to free, before it fails.
 const SLOT_WAIT: Duration = Duration::from_secs(2);
 /// One operation in so many is timed: reading the clock twice costs a tenth of a write to host memory.
@@ -37,6 +37,8 @@ pub struct Lane {
     idle_ops: Vec<u32>,
     parts: Box<[Part]>,
     idle_parts: Vec<u32>,
+    /// Stores, from the first on, in which this lane looks for a slot.
+    pub(crate) reach: usize,
     /// Partial writes that found a store full, to be tried again by the next poll.
     stalled: Vec<u32>,
     /// What the poll under way has found finished.
@@ -83,12 +85,14 @@ enum Work {
     },
 }
 
-/// What a partial write needs while it is under way.
+/// What a partial write needs while it is under way. A page that moves is one, of nothing.
 struct Part {
     base: Box<PageBytes>,
     patch: Box<PageBytes>,
     offset: usize,
     len: usize,
+    /// Where a page lies that is only to move: once it lies elsewhere there is nothing left to do.
+    moving: Option<Place>,
 }
 
 /// The last [`HINTS`] slots freed by this lane, oldest first.
@@ -132,7 +136,8 @@ enum Written {
 }
 
 impl Lane {
-    pub(crate) fn open(volume: Arc<Volume>, seat: usize) -> Result<Self, OpenError> {
+    /// Opens the lane in `seat`, for `parts` partial writes at a time.
+    pub(crate) fn open(volume: Arc<Volume>, seat: usize, parts: usize) -> Result<Self, OpenError> {
         let depth = volume.config.depth.max(1);
         let lanes = volume.config.lanes;
         let open = |tier: &Tier| {
@@ -142,7 +147,7 @@ impl Lane {
                 hints: Hints { slots: [Slot(0); HINTS], first: 0, len: 0 },
             })
         };
-        let stores = match volume.tiers.iter().map(open).collect() {
+        let stores: Box<[StoreLane]> = match volume.tiers.iter().map(open).collect() {
             Ok(stores) => stores,
             Err(error) => {
                 volume.lanes[seat].taken.store(false, Ordering::Release);
@@ -151,16 +156,17 @@ impl Lane {
         };
         let op = || Op { ticket: 0, started: None, work: Work::Idle };
         let blank = || Box::new([0; PAGE_SIZE]);
-        let part = || Part { base: blank(), patch: blank(), offset: 0, len: 0 };
+        let part = || Part { base: blank(), patch: blank(), offset: 0, len: 0, moving: None };
         Ok(Lane {
             volume,
             seat,
+            reach: stores.len(),
             stores,
             ops: std::iter::repeat_with(op).take(depth).collect(),
             idle_ops: (0..depth as u32).rev().collect(),
-            parts: std::iter::repeat_with(part).take(PARTS).collect(),
-            idle_parts: (0..PARTS as u32).rev().collect(),
-            stalled: Vec::with_capacity(PARTS),
+            parts: std::iter::repeat_with(part).take(parts).collect(),
+            idle_parts: (0..parts as u32).rev().collect(),
+            stalled: Vec::with_capacity(parts),
             finished: Vec::with_capacity(depth),
             in_flight: 0,
             under_way: 0,
@@ -253,26 +259,49 @@ impl Lane {
         self.enter();
         let started = self.sample();
         count(&self.metrics().writes);
+        let progress = self.start_part(ticket, started, page, (offset, bytes), None);
+        if let Progress::Done(result) = progress {
+            self.volume.seat(self.seat).write_ended(started, result);
+        }
+        progress
+    }
+
+    /// Writes `page` anew with the content that it has, if it still lies at `from`: into the first store that this lane reaches
+    /// and that has room. Somebody who writes the page meanwhile has done as much.
+    pub(crate) fn move_page(&mut self, ticket: Ticket, page: PageNo, from: Place) -> Progress {
+        self.enter();
+        self.start_part(ticket, None, page, (0, &[]), Some(from))
+    }
+
+    fn start_part(
+        &mut self,
+        ticket: Ticket,
+        started: Option<Instant>,
+        page: PageNo,
+        (offset, bytes): (usize, &[u8]),
+        moving: Option<Place>,
+    ) -> Progress {
         let (Some(&part), Some(&op)) = (self.idle_parts.last(), self.idle_ops.last()) else {
             return Progress::Full;
         };
         self.idle_parts.pop();
         let state = &mut self.parts[part as usize];
         state.patch[..bytes.len()].copy_from_slice(bytes);
-        (state.offset, state.len) = (offset, bytes.len());
+        (state.offset, state.len, state.moving) = (offset, bytes.len(), moving);
         assert!(offset + bytes.len() <= PAGE_SIZE, "a part lies within its page");
         let from = Located { page, entry: Entry::default(), checksum: None };
         self.start(ticket, started, Work::Part { part, from, to: None });
-        let progress = self.advance_part(op, None);
-        match progress {
-            Progress::Queued => {}
-            Progress::Full => self.stalled.push(op),
+        match self.advance_part(op, None) {
+            Progress::Queued => Progress::Queued,
+            Progress::Full => {
+                self.stalled.push(op);
+                Progress::Queued
+            }
             Progress::Done(result) => {
                 self.end(op);
-                self.volume.seat(self.seat).write_ended(started, result);
+                Progress::Done(result)
             }
         }
-        if progress == Progress::Full { Progress::Queued } else { progress }
     }
 
     /// Forgets pages `first..first + count`: they read as zeros, and their slots are free.
@@ -387,7 +416,7 @@ impl Lane {
         }
     }
 
-    fn metrics(&self) -> &LaneMetrics {
+    pub(crate) fn metrics(&self) -> &LaneMetrics {
         self.volume.seat(self.seat)
     }
 
@@ -515,9 +544,9 @@ impl Lane {
         if let Some(found) = self.claim_now(page) {
             return Some(found);
         }
-        // Waiting frees slots, and brings no store back.
-        let any_online = self.volume.tiers.iter().any(|tier| tier.store.state() == State::Online);
-        if self.under_way > 0 || !any_online {
+        // Waiting frees slots, and brings no store back. A page that is to move up waits for nothing: it lies well where it is.
+        let any_left = self.volume.tiers.iter().any(|tier| tier.store.state() != State::Lost);
+        if self.under_way > 0 || !any_left || self.reach < self.stores.len() {
             return None;
         }
         count(&self.metrics().waits);
@@ -535,11 +564,21 @@ impl Lane {
         }
     }
 
+    /// A store that is draining is asked last: its slots are part of what the volume promised.
     fn claim_now(&mut self, page: PageNo) -> Option<(usize, Slot)> {
         self.claims_since_safe += 1;
-        for at in 0..self.stores.len() {
+        let found = self.claim_in(page, State::Online);
+        if found.is_some() || self.reach < self.stores.len() {
+            return found;
+        }
+        self.claim_in(page, State::Draining)
+    }
+
+    #[inline]
+    fn claim_in(&mut self, page: PageNo, state: State) -> Option<(usize, Slot)> {
+        for at in 0..self.reach {
             let tier = &self.volume.tiers[at];
-            if tier.store.state() != State::Online {
+            if tier.store.state() != state {
                 continue;
             }
             if self.claims_since_safe > HINTS as u32 / 2 && self.stores[at].hints.len > 0 {
@@ -635,7 +674,11 @@ impl Lane {
 
     fn hand_over(&mut self, op: u32, result: Result<(), Fault>, done: &mut dyn FnMut(Done<'_>)) {
         let ended = self.end(op);
-        self.volume.seat(self.seat).write_ended(ended.started, result);
+        let moved =
+            matches!(ended.work, Work::Part { part, .. } if self.parts[part as usize].moving.is_some());
+        if !moved {
+            self.volume.seat(self.seat).write_ended(ended.started, result);
+        }
         done(Done { ticket: ended.ticket, result, page: None });
     }
 
@@ -649,6 +692,9 @@ impl Lane {
                 // Nothing is under way: begin, or begin again, with what the page holds now.
                 (None, _) => {
                     let from = self.volume.locate(from.page);
+                    if self.parts[part as usize].moving.is_some_and(|place| place != from.entry.place()) {
+                        return Progress::Done(Ok(()));
+                    }
                     self.ops[op as usize].work = Work::Part { part, from, to: None };
                     let base = &mut self.parts[part as usize].base;
                     answer = Some(match from.entry.place() {

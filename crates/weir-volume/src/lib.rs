@@ -29,6 +29,7 @@
 //! ```
 
 mod batch;
+mod chunks;
 mod entry;
 #[cfg_attr(loom, allow(dead_code))]
 mod epoch;
@@ -41,11 +42,13 @@ mod status;
 mod sync;
 
 pub use batch::Batch;
-pub use give_back::GiveBackError;
+pub use chunks::{ChunkCounts, ChunkState, ChunkStatus};
+pub use give_back::{GiveBackError, MovedUp, Pace};
 pub use lane::{Guard, Lane, View};
 pub use recover::{Kept, KeptFds};
 pub use status::{StoreStatus, VolumeStatus};
 
+use chunks::Chunks;
 use epoch::Epochs;
 use map::Map;
 use records::{PAGES_MAX, Records};
@@ -135,10 +138,18 @@ pub struct Volume {
     lanes: Box<[LaneSeat]>,
 }
 
-/// A store and its records.
+/// A store, its records and its chunks.
 struct Tier {
     store: Arc<dyn Store>,
     records: Records,
+    chunks: Chunks,
+}
+
+impl Tier {
+    fn new(store: Arc<dyn Store>, records: Records) -> Self {
+        let chunks = Chunks::of(&*store);
+        Tier { store, records, chunks }
+    }
 }
 
 /// What the volume keeps for a lane: whether it is taken, and its counters.
@@ -161,8 +172,10 @@ impl Volume {
         let memory = |source| CreateError::Memory { bytes, source };
         let map = Map::new(config.pages).map_err(memory)?;
         let records: Result<Vec<_>, _> = stores.iter().map(|store| Records::new(store.slots())).collect();
-        let tiers =
-            stores.into_iter().zip(records.map_err(memory)?).map(|(store, records)| Tier { store, records });
+        let tiers = stores
+            .into_iter()
+            .zip(records.map_err(memory)?)
+            .map(|(store, records)| Tier::new(store, records));
         Ok(Self::assemble(config, map, tiers.collect()))
     }
 
@@ -191,9 +204,21 @@ impl Volume {
     /// # Errors
     /// When all [`Config::lanes`] are taken, or a store has no memory for it.
     pub fn lane(self: &Arc<Self>) -> Result<Lane, OpenError> {
+        self.lane_for(lane::PARTS)
+    }
+
+    /// Opens a lane for a worker, which moves as many pages at a time as [`Config::depth`] says.
+    ///
+    /// # Errors
+    /// As [`lane`](Volume::lane).
+    pub fn worker_lane(self: &Arc<Self>) -> Result<Lane, OpenError> {
+        self.lane_for(self.config.depth.max(1))
+    }
+
+    fn lane_for(self: &Arc<Self>, parts: usize) -> Result<Lane, OpenError> {
         let free = |seat: &LaneSeat| !seat.taken.swap(true, Ordering::Acquire);
         match self.lanes.iter().position(free) {
-            Some(index) => Lane::open(Arc::clone(self), index),
+            Some(index) => Lane::open(Arc::clone(self), index, parts),
             None => Err(OpenError::new(
                 "volume",
                 format!("all {} lanes are in use; configure more", self.config.lanes),

@@ -122,6 +122,18 @@ impl Records {
         self.extents.iter().map(|extent| extent.load(Ordering::Relaxed) & !CLOSED).sum()
     }
 
+    /// Free slots in extents that are open.
+    pub fn open_free(&self) -> u32 {
+        let counts = self.extents.iter().map(|extent| extent.load(Ordering::Relaxed));
+        counts.filter(|free| free & CLOSED == 0).sum()
+    }
+
+    /// [`free`](Records::free) of these extents alone.
+    pub fn free_in(&self, extents: std::ops::Range<u32>) -> u32 {
+        let extents = &self.extents[extents.start as usize..extents.end as usize];
+        extents.iter().map(|extent| extent.load(Ordering::Relaxed) & !CLOSED).sum()
+    }
+
     /// Claims a free slot for `page`, from `cursor` on, around the whole store. `safe` is what
     /// [`Epochs::safe`](crate::epoch::Epochs::safe) said at some time. `None`: there is none whose epoch has passed.
     pub fn claim(&self, cursor: &mut Cursor, page: PageNo, safe: u64) -> Option<Slot> {

@@ -95,7 +95,7 @@ impl Volume {
             .zip(kept.records)
             .map(|(store, memory)| {
                 let records = Records::over(memory, store.slots());
-                Tier { store, records }
+                Tier::new(store, records)
             })
             .collect();
         let mut named: Vec<Bitmap> = tiers.iter().map(|tier| Bitmap::new(tier.records.slots())).collect();

@@ -1,7 +1,7 @@
 //! What a volume tells about itself. Reading it costs the I/O path nothing: lanes count for themselves, in memory
 //! that only they write, and whoever asks sums up.
 
-use crate::Volume;
+use crate::{ChunkCounts, Volume};
 use weir_core::metrics::{Counter, Distribution, Latencies};
 use weir_store::State;
 
@@ -23,6 +23,9 @@ pub(crate) struct LaneMetrics {
     pub corrupt: Counter,
     /// Slots found only after waiting for other lanes.
     pub waits: Counter,
+    /// Pages that a worker moved out of chunks that were given back, and up again afterwards.
+    pub moved_out: Counter,
+    pub moved_up: Counter,
     pub read_latencies: Latencies,
     pub write_latencies: Latencies,
 }
@@ -50,6 +53,10 @@ pub struct VolumeStatus {
     pub corrupt: u64,
     /// Writes that had to wait for a slot.
     pub waits: u64,
+    /// Pages moved out of chunks that were given back.
+    pub moved_out: u64,
+    /// Pages moved up again into faster stores that had room.
+    pub moved_up: u64,
     /// Latency of reads, sampled.
     pub read_latencies: Distribution,
     /// Latency of writes, sampled.
@@ -69,9 +76,20 @@ pub struct StoreStatus {
     pub slots: u32,
     /// Slots that hold a page.
     pub used: u32,
+    /// Its chunks: held, reserve, emptying, given back.
+    pub chunks: ChunkCounts,
 }
 
 impl Volume {
+    /// Pages read, written and discarded so far: what [`status`](Volume::status) adds up, for whoever only wants to know whether the
+    /// volume is in use.
+    pub fn operations(&self) -> u64 {
+        let of = |lane: &LaneMetrics| {
+            lane.reads.get().wrapping_add(lane.writes.get()).wrapping_add(lane.discards.get())
+        };
+        self.lanes.iter().fold(0, |sum, seat| sum.wrapping_add(of(&seat.metrics)))
+    }
+
     /// Its counts and the condition of its stores.
     pub fn status(&self) -> VolumeStatus {
         let sum = |counter: fn(&LaneMetrics) -> &Counter| -> u64 {
@@ -87,6 +105,7 @@ impl Volume {
             state: tier.store.state(),
             slots: tier.records.slots(),
             used: tier.records.slots() - tier.records.free(),
+            chunks: tier.chunk_counts(),
         });
         VolumeStatus {
             pages: self.pages(),
@@ -99,6 +118,8 @@ impl Volume {
             write_faults: sum(|lane| &lane.write_faults),
             corrupt: sum(|lane| &lane.corrupt),
             waits: sum(|lane| &lane.waits),
+            moved_out: sum(|lane| &lane.moved_out),
+            moved_up: sum(|lane| &lane.moved_up),
             read_latencies: distribution(|lane| &lane.read_latencies),
             write_latencies: distribution(|lane| &lane.write_latencies),
             stores: stores.collect(),

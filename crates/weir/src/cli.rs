@@ -4,6 +4,7 @@
 use crate::address::Address;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
+use std::str::FromStr;
 use weir_core::ByteSize;
 use weir_store::StoreUrl;
 
@@ -28,6 +29,12 @@ pub enum Command {
 
     /// Ask a running daemon how it is.
     Status(StatusOptions),
+
+    /// Give memory of the daemon's stores back to its owner, chunk by chunk; the device stays as large as it is, and in use.
+    GiveBack(MemoryOptions),
+
+    /// Take memory again that was given back, and bring pages back into it.
+    Take(MemoryOptions),
 
     /// Connect the kernel's NBD client to a server, and print the device's name.
     Attach(AttachOptions),
@@ -182,6 +189,40 @@ pub struct StatusOptions {
     /// The daemon's control socket [default: as for weir serve].
     #[arg(long, value_name = "PATH")]
     pub control: Option<PathBuf>,
+}
+
+/// How much memory, and of which daemon.
+#[derive(Debug, Clone, Args)]
+pub struct MemoryOptions {
+    /// How much: 512MiB, 4G, ..., or all. Rounded up to whole chunks (128 MiB, unless the store's URL says otherwise).
+    #[arg(value_name = "SIZE|all")]
+    pub amount: Amount,
+
+    /// The daemon's control socket [default: as for weir serve].
+    #[arg(long, value_name = "PATH")]
+    pub control: Option<PathBuf>,
+}
+
+/// An amount of memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Amount {
+    /// All there is.
+    All,
+    /// So much.
+    Size(ByteSize),
+}
+
+impl FromStr for Amount {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.parse() {
+            _ if text == "all" => Ok(Amount::All),
+            Ok(ByteSize(0)) => Err("accepted: a size above 0 such as 4GiB, or all".into()),
+            Ok(size) => Ok(Amount::Size(size)),
+            Err(error) => Err(format!("{error}; or say all")),
+        }
+    }
 }
 
 /// Which server and which device.

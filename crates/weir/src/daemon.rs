@@ -2,16 +2,20 @@
 //! in its own process.
 
 use crate::cli::ServeOptions;
-use crate::control::{Io, Protection, SCHEMA, Status, Store, Volume as VolumeCounts};
+use crate::control::{
+    Io, Moved, Progress, Protection, SCHEMA, Service, Status, Store, Volume as VolumeCounts,
+};
 use crate::failure::Failure;
 use crate::keeper::{Held, Link};
 use crate::pages::{self, Plan};
 use crate::ways_in::{self, Fuse, Nbd, PreparedUblk, WayIn};
+use crate::worker::{self, Worker};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use weir_core::seal;
 use weir_core::swap_safety::Protections;
 use weir_export::log::Log;
+use weir_store::StoreUrl;
 use weir_volume::Volume;
 
 /// How long requests that are under way may take when the daemon stops.
@@ -32,6 +36,7 @@ struct Shared {
     volume: Arc<Volume>,
     /// Until the daemon stops. The lock is the control plane's: no I/O thread takes it.
     ways_in: Mutex<Vec<Box<dyn WayIn>>>,
+    worker: Worker,
     protections: Protections,
     swap: bool,
     begun: Instant,
@@ -50,7 +55,7 @@ impl Daemon {
     ) -> Result<Self, Failure> {
         let ublk =
             if options.ublk { Some(PreparedUblk::new(options, reborrow(&mut keeper), log)?) } else { None };
-        let lanes = ways_in::lanes(options) + ublk.as_ref().map_or(0, PreparedUblk::lanes);
+        let lanes = ways_in::lanes(options) + ublk.as_ref().map_or(0, PreparedUblk::lanes) + worker::lanes();
         let plan = Plan { stores: &options.store, size: options.size, lanes, depth: DEPTH };
         let volume = pages::open(&plan, reborrow(&mut keeper), log)?;
 
@@ -64,10 +69,19 @@ impl Daemon {
         if let Some(ublk) = ublk {
             ways_in.push(Box::new(ublk.start(&volume, log)?));
         }
+        let last = options.store.len() - 1;
+        let lends: Vec<bool> = options
+            .store
+            .iter()
+            .enumerate()
+            .map(|(at, store)| lends(store) && (at < last || at == 0))
+            .collect();
+        let worker = Worker::start(&volume, &lends)?;
         seal::seal(seal::policy_from_environment());
         let shared = Shared {
             volume,
             ways_in: Mutex::new(ways_in),
+            worker,
             protections,
             swap: options.swap,
             begun: Instant::now(),
@@ -86,6 +100,7 @@ impl Daemon {
         for way_in in ways_in {
             way_in.stop(GRACE);
         }
+        self.shared.worker.stop();
     }
 
     /// The device's size.
@@ -98,10 +113,29 @@ impl Daemon {
         self.shared.status()
     }
 
-    /// What says how it is, for another thread.
-    pub fn watcher(&self) -> impl Fn() -> Status + Send + 'static {
-        let shared = Arc::clone(&self.shared);
-        move || shared.status()
+    /// What the control socket asks.
+    pub fn service(&self) -> Arc<dyn Service> {
+        Arc::clone(&self.shared) as _
+    }
+}
+
+/// Whether a store's memory is somebody else's when they need it. Room on a disk is not, nor is the last of several stores,
+/// to which the others' pages go.
+fn lends(store: &StoreUrl) -> bool {
+    !matches!(store, StoreUrl::File(_) | StoreUrl::Stripe(_))
+}
+
+impl Service for Shared {
+    fn status(&self) -> Status {
+        Shared::status(self)
+    }
+
+    fn give_back(&self, bytes: Option<u64>, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String> {
+        self.worker.give_back(bytes, tell)
+    }
+
+    fn take(&self, bytes: Option<u64>, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String> {
+        self.worker.take(bytes, tell)
     }
 }
 
@@ -126,6 +160,7 @@ impl Shared {
             read: Io::reads(&volume),
             write: Io::writes(&volume),
             discarded: volume.discards,
+            background: self.worker.status(),
             exports: self.ways_in().iter().flat_map(|way_in| way_in.exports()).collect(),
             protection: Protection {
                 swap: self.swap,

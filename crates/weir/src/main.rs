@@ -13,6 +13,7 @@ mod daemon;
 mod device_use;
 mod doctor;
 mod failure;
+mod give_back;
 mod keeper;
 mod manual;
 mod pages;
@@ -20,6 +21,7 @@ mod serve;
 mod status;
 mod trial;
 mod ways_in;
+mod worker;
 
 use clap::Parser as _;
 use cli::{Cli, Command};
@@ -43,6 +45,8 @@ fn run(cli: Cli) -> Result<(), Failure> {
     match cli.command {
         Command::Try(options) => trial::run(&options),
         Command::Serve(options) => serve::run(options),
+        Command::GiveBack(options) => give_back::give_back(&options),
+        Command::Take(options) => give_back::take(&options),
         Command::Status(options) => status::run(&options),
         Command::Attach(options) => attach::attach(&options),
         Command::Detach(options) => attach::detach(&options),

@@ -37,7 +37,7 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
     let (link, held) = keeper.unzip();
     let daemon = Daemon::start(&options, protections, link.as_ref().zip(held), &log)?;
     let path = options.control.clone().unwrap_or_else(default_path);
-    let control = Server::start(&path, daemon.watcher())?;
+    let control = Server::start(&path, daemon.service())?;
     let stores: Vec<String> = options.store.iter().map(ToString::to_string).collect();
     let addresses: Vec<String> = daemon.status().exports.into_iter().map(|export| export.address).collect();
     log(

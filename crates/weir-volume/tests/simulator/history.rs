@@ -427,9 +427,9 @@ impl History {
                 self.tally.given_back += 1;
                 self.released.push((store, chunk));
             }
-            Err(GiveBackError::Page { fault, .. }) => {
+            Err(GiveBackError::Pages(failed)) => {
                 self.tally.kept_back += 1;
-                self.tally.fault(fault);
+                failed.iter().for_each(|&(_, fault)| self.tally.fault(fault));
             }
             Err(GiveBackError::NoRoom { .. } | GiveBackError::NoChunk { .. }) => self.tally.kept_back += 1,
             Err(other) => panic!("giving back chunk {chunk} of store {store}: {other}"),

@@ -1,6 +1,6 @@
 //! The asking end.
 
-use super::{PATIENCE, Refusal, Request, SCHEMA, Status};
+use super::{Line, Moved, PATIENCE, Progress, Refusal, Reply, Request, SCHEMA, Status};
 use crate::failure::Failure;
 use serde::Serialize;
 use std::io::{self, BufRead as _, BufReader, Write as _};
@@ -32,14 +32,47 @@ pub fn status(path: &Path) -> Result<Status, Failure> {
     })
 }
 
+/// Asks the daemon at `path` to give memory back, or with `take` to take it again, and calls `tell` while it does.
+///
+/// # Errors
+/// When no daemon listens there, or with its own words when it cannot.
+pub fn ask_for(
+    path: &Path,
+    take: bool,
+    bytes: Option<u64>,
+    mut tell: impl FnMut(Progress),
+) -> Result<Moved, Failure> {
+    let request = if take { Request::Take { bytes } } else { Request::GiveBack { bytes } };
+    let broken = |error: io::Error| {
+        Failure::Failed(format!(
+            "no answer from {}: {error}; is weir serve running with this --control?",
+            path.display()
+        ))
+    };
+    for line in BufReader::new(send(path, request).map_err(broken)?).lines() {
+        let reply: Reply = serde_json::from_str(&line.map_err(broken)?)
+            .map_err(|error| broken(io::Error::other(format!("not of schema {SCHEMA}: {error}"))))?;
+        match reply.line {
+            Line::Progress(progress) => tell(progress),
+            Line::Result(moved) => return Ok(moved),
+            Line::Error(error) => return Err(Failure::Failed(error)),
+        }
+    }
+    Err(broken(io::ErrorKind::UnexpectedEof.into()))
+}
+
 fn ask(path: &Path, request: Request) -> io::Result<String> {
+    let mut line = String::new();
+    BufReader::new(send(path, request)?).read_line(&mut line)?;
+    Ok(line)
+}
+
+fn send(path: &Path, request: Request) -> io::Result<UnixStream> {
     let mut stream = UnixStream::connect(path)?;
     stream.set_read_timeout(Some(PATIENCE))?;
     stream.set_write_timeout(Some(PATIENCE))?;
     let mut message = serde_json::to_vec(&Envelope { schema: SCHEMA, request })?;
     message.push(b'\n');
     stream.write_all(&message)?;
-    let mut line = String::new();
-    BufReader::new(stream).read_line(&mut line)?;
-    Ok(line)
+    Ok(stream)
 }

@@ -1,15 +1,17 @@
 //! The daemon's control socket: one request a connection, a line of JSON each way.
 //!
-//! `{"schema":1,"request":"status"}` is answered by a [`Status`] on one line, anything else by
-//! `{"schema":1,"error":"..."}`. The socket is its owner's alone (mode 0600).
+//! `{"schema":1,"request":"status"}` is answered by a [`Status`] on one line. `{"schema":1,"request":"give-back","bytes":N}` and `take`
+//! (without bytes: all) are answered by any number of lines `{"schema":1,"progress":{...}}` and a last one,
+//! `{"schema":1,"result":{...}}`. Whatever cannot be done is answered by `{"schema":1,"error":"..."}`. The socket is its owner's
+//! alone (mode 0600).
 
 mod client;
 mod server;
 mod status;
 
-pub use client::status;
+pub use client::{ask_for, status};
 pub use server::Server;
-pub use status::{Export, Io, Protection, Status, Store, Volume};
+pub use status::{Background, Export, Io, Protection, Status, Store, Volume};
 
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -30,6 +32,73 @@ const REQUEST_MOST: u64 = 4096;
 enum Request {
     /// How are you?
     Status,
+    /// Give memory back; all that can be, where no bytes are named.
+    GiveBack {
+        #[serde(default)]
+        bytes: Option<u64>,
+    },
+    /// Take memory again; all that was given back, where no bytes are named.
+    Take {
+        #[serde(default)]
+        bytes: Option<u64>,
+    },
+}
+
+/// What a daemon does for whoever asks at its control socket.
+pub trait Service: Send + Sync + 'static {
+    /// Says how it is.
+    fn status(&self) -> Status;
+
+    /// Gives memory back, and calls `tell` while it does.
+    ///
+    /// # Errors
+    /// One line: what is missing, and the next step.
+    fn give_back(&self, bytes: Option<u64>, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String>;
+
+    /// Takes memory again.
+    ///
+    /// # Errors
+    /// As [`give_back`](Service::give_back).
+    fn take(&self, bytes: Option<u64>, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String>;
+}
+
+/// How far a long request is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Progress {
+    /// Memory given back, or taken, so far.
+    pub bytes: u64,
+    /// How much it is to be.
+    pub total_bytes: u64,
+    /// Pages moved for it.
+    pub pages: u64,
+}
+
+/// What a long request came to.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Moved {
+    /// Memory given back, or taken.
+    pub bytes: u64,
+    /// Pages moved for it.
+    pub pages: u64,
+    /// How long it took.
+    pub seconds: f64,
+}
+
+/// One line of the answer to a long request.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+enum Line {
+    Progress(Progress),
+    Result(Moved),
+    Error(String),
+}
+
+/// What is around such a line.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+struct Reply {
+    schema: u32,
+    #[serde(flatten)]
+    line: Line,
 }
 
 /// A request that cannot be answered, and why.

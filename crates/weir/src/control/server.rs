@@ -1,13 +1,19 @@
 //! The daemon's end.
 
-use super::{PATIENCE, REQUEST_MOST, Refusal, Request, SCHEMA, Status};
+use super::{Line, Moved, PATIENCE, Progress, REQUEST_MOST, Refusal, Reply, Request, SCHEMA, Service};
 use crate::failure::Failure;
 use std::fs;
 use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, FileTypeExt as _, PermissionsExt as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
+
+/// Long requests at a time; each has a thread that waits for the worker.
+const LONG_MOST: usize = 16;
+static LONG: AtomicUsize = AtomicUsize::new(0);
 
 /// A listening control socket. Dropping it removes the socket from the file system.
 #[derive(Debug)]
@@ -16,11 +22,11 @@ pub struct Server {
 }
 
 impl Server {
-    /// Listens at `path` and answers each request for status by what `status` returns, on a thread of its own.
+    /// Listens at `path` and does for each request what `service` does, on a thread of its own.
     ///
     /// # Errors
     /// When another daemon listens there, or the socket cannot be made.
-    pub fn start(path: &Path, status: impl Fn() -> Status + Send + 'static) -> Result<Self, Failure> {
+    pub fn start(path: &Path, service: Arc<dyn Service>) -> Result<Self, Failure> {
         let failed = |error: io::Error| {
             Failure::Failed(format!(
                 "cannot listen at {}: {error}; give another --control PATH",
@@ -36,7 +42,7 @@ impl Server {
             .spawn(move || {
                 for client in listener.incoming() {
                     // A client that went away needs no answer, and nobody else is concerned.
-                    let _ = client.and_then(|client| answer(&client, &status));
+                    let _ = client.and_then(|client| answer(client, &service));
                 }
             })
             .map_err(failed)?;
@@ -74,19 +80,53 @@ fn make_room(path: &Path) -> Result<(), Failure> {
     }
 }
 
-/// Reads one line, answers it, and hangs up. A slow or silent client costs [`PATIENCE`], no more.
-fn answer(client: &UnixStream, status: &impl Fn() -> Status) -> io::Result<()> {
+/// Reads one line, answers it, and hangs up. A slow or silent client costs [`PATIENCE`], no more; what takes long has a
+/// thread of its own, and goes on also where its client does not wait for the end.
+fn answer(client: UnixStream, service: &Arc<dyn Service>) -> io::Result<()> {
     client.set_read_timeout(Some(PATIENCE))?;
     client.set_write_timeout(Some(PATIENCE))?;
     let mut line = String::new();
-    BufReader::new(client.take(REQUEST_MOST)).read_line(&mut line)?;
-    let mut reply = match parse(&line) {
-        Ok(Request::Status) => serde_json::to_vec(&status())?,
-        Err(error) => serde_json::to_vec(&Refusal { schema: SCHEMA, error })?,
-    };
-    reply.push(b'\n');
-    let mut client = client;
-    client.write_all(&reply)
+    BufReader::new((&client).take(REQUEST_MOST)).read_line(&mut line)?;
+    let service = Arc::clone(service);
+    match parse(&line) {
+        Ok(Request::Status) => write_line(&client, &service.status()),
+        Ok(Request::GiveBack { bytes }) => at_length(client, move |tell| service.give_back(bytes, tell)),
+        Ok(Request::Take { bytes }) => at_length(client, move |tell| service.take(bytes, tell)),
+        Err(error) => write_line(&client, &Refusal { schema: SCHEMA, error }),
+    }
+}
+
+/// Does `work` on a thread of its own, which tells the client how far it is and what it came to.
+fn at_length(
+    client: UnixStream,
+    work: impl FnOnce(&mut dyn FnMut(Progress)) -> Result<Moved, String> + Send + 'static,
+) -> io::Result<()> {
+    struct Ended;
+    impl Drop for Ended {
+        fn drop(&mut self) {
+            LONG.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+    if LONG.fetch_add(1, Ordering::Relaxed) >= LONG_MOST {
+        LONG.fetch_sub(1, Ordering::Relaxed);
+        let error = format!("{LONG_MOST} such requests are under way; wait for one of them");
+        return write_line(&client, &Refusal { schema: SCHEMA, error });
+    }
+    let ended = Ended;
+    thread::Builder::new().name("weir-control-job".into()).spawn(move || {
+        let _ended = ended;
+        let say = |line| write_line(&client, &Reply { schema: SCHEMA, line });
+        // A client that went away does not end the work.
+        let outcome = work(&mut |progress| drop(say(Line::Progress(progress))));
+        let _ = say(outcome.map_or_else(Line::Error, Line::Result));
+    })?;
+    Ok(())
+}
+
+fn write_line(mut client: &UnixStream, message: &impl serde::Serialize) -> io::Result<()> {
+    let mut line = serde_json::to_vec(message)?;
+    line.push(b'\n');
+    client.write_all(&line)
 }
 
 fn parse(line: &str) -> Result<Request, String> {

@@ -27,6 +27,8 @@ pub struct Status {
     pub write: Io,
     /// Pages discarded.
     pub discarded: u64,
+    /// Memory given back and taken again.
+    pub background: Background,
     /// Ways in.
     pub exports: Vec<Export>,
     /// What keeps the daemon from waiting for itself.
@@ -61,6 +63,50 @@ pub struct Store {
     pub slots: u64,
     /// Those in use.
     pub slots_used: u64,
+    /// The size of its chunks.
+    pub chunk_bytes: u64,
+    /// Its chunks, by where they stand.
+    pub chunks: Chunks,
+}
+
+/// A store's chunks: the parts in which memory comes and goes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Chunks {
+    /// They hold pages.
+    pub held: u64,
+    /// They have their memory and no page in it.
+    pub reserve: u64,
+    /// Their pages are moving out.
+    pub emptying: u64,
+    /// Their memory is its owner's again.
+    pub given_back: u64,
+}
+
+/// What the worker did since the start.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize, Deserialize)]
+pub struct Background {
+    /// Memory given back.
+    pub given_back_bytes: u64,
+    /// How fast, a second, the last time.
+    pub give_back_bytes_per_s: u64,
+    /// Memory taken again.
+    pub taken_bytes: u64,
+    /// How fast, a second, the last time.
+    pub take_bytes_per_s: u64,
+    /// Pages moved out of chunks that were given back.
+    pub moved_out: u64,
+    /// Pages moved up again since.
+    pub moved_up: u64,
+    /// Threads that do it.
+    pub threads: u64,
+    /// Items that their queues ran.
+    pub items: u64,
+    /// In so many batches.
+    pub batches: u64,
+    /// The longest of them.
+    pub longest_batch: u64,
+    /// Times that a sleeping thread was woken.
+    pub wakes: u64,
 }
 
 /// One direction's counts since the start, and its latencies (of a sample, to 6 %).
@@ -152,7 +198,33 @@ impl From<&weir_volume::StoreStatus> for Store {
             state: format!("{:?}", status.state).to_lowercase(),
             slots: status.slots.into(),
             slots_used: status.used.into(),
+            chunk_bytes: u64::from(status.chunks.slots) * PAGE_SIZE as u64,
+            chunks: Chunks {
+                held: status.chunks.held.into(),
+                reserve: status.chunks.reserve.into(),
+                emptying: status.chunks.emptying.into(),
+                given_back: status.chunks.given_back.into(),
+            },
         }
+    }
+}
+
+impl fmt::Display for Background {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Background { moved_out, moved_up, threads, items, batches, longest_batch, wakes, .. } = self;
+        let rate = |bytes: u64| format!("{:.1} GB/s", bytes as f64 / 1e9);
+        writeln!(
+            f,
+            "memory    {} given back ({} last), {} taken ({} last); pages moved: {moved_out} out, {moved_up} up",
+            ByteSize(self.given_back_bytes),
+            rate(self.give_back_bytes_per_s),
+            ByteSize(self.taken_bytes),
+            rate(self.take_bytes_per_s),
+        )?;
+        writeln!(
+            f,
+            "worker    {threads} threads, {items} items in {batches} batches ({longest_batch} at most), {wakes} wakes"
+        )
     }
 }
 
@@ -173,7 +245,14 @@ impl fmt::Display for Status {
         for store in &self.stores {
             let (used, slots) = (size(store.slots_used), size(store.slots));
             writeln!(f, "store     {} {}: {used} of {slots} in use", store.url, store.state)?;
+            let Chunks { held, reserve, emptying, given_back } = store.chunks;
+            writeln!(
+                f,
+                "          chunks of {}: {held} held, {reserve} reserve, {emptying} emptying, {given_back} given back",
+                ByteSize(store.chunk_bytes)
+            )?;
         }
+        self.background.fmt(f)?;
         for export in &self.exports {
             let Export { kind, address, connections, connections_most, requests, errors } = export;
             writeln!(

@@ -1,0 +1,148 @@
+//! The parts of a store whose memory can go back to its owner, and where each of them stands.
+
+use crate::records::EXTENT_SLOTS;
+use crate::{Tier, Volume};
+use std::ops::Range;
+use std::sync::atomic::{AtomicU8, Ordering};
+use weir_store::{State, Store};
+
+/// Where a chunk stands.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ChunkState {
+    /// It has its memory, and takes pages.
+    Held,
+    /// It takes no more pages, and those in it move out.
+    Emptying,
+    /// Its memory is its owner's again.
+    GivenBack,
+}
+
+/// A store's chunks by state.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct ChunkCounts {
+    /// Slots of a whole chunk.
+    pub slots: u32,
+    /// Chunks that hold pages.
+    pub held: u32,
+    /// Chunks that have their memory and no page in it.
+    pub reserve: u32,
+    /// Chunks whose pages are moving out.
+    pub emptying: u32,
+    /// Chunks whose memory is their owner's.
+    pub given_back: u32,
+}
+
+/// A chunk of a volume's store.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct ChunkStatus {
+    /// Its number in the store.
+    pub chunk: u32,
+    /// Where it stands.
+    pub state: ChunkState,
+    /// Its slots; the last chunk of a store may have fewer than the others.
+    pub slots: u32,
+    /// Slots that hold a page.
+    pub used: u32,
+}
+
+/// The states of one store's chunks.
+#[derive(Debug)]
+pub(crate) struct Chunks {
+    size: u32,
+    states: Box<[AtomicU8]>,
+}
+
+const HELD: u8 = 0;
+const EMPTYING: u8 = 1;
+const GIVEN_BACK: u8 = 2;
+
+impl Chunks {
+    pub fn of(store: &dyn Store) -> Self {
+        let size = store.chunk_slots().max(1);
+        let states = (0..store.slots().div_ceil(size)).map(|_| AtomicU8::new(HELD)).collect();
+        Chunks { size, states }
+    }
+
+    pub fn state(&self, chunk: u32) -> ChunkState {
+        match self.states[chunk as usize].load(Ordering::Acquire) {
+            HELD => ChunkState::Held,
+            EMPTYING => ChunkState::Emptying,
+            _ => ChunkState::GivenBack,
+        }
+    }
+
+    /// Moves a chunk on, unless it is not where it is believed to be.
+    pub fn step(&self, chunk: u32, from: ChunkState, to: ChunkState) -> bool {
+        let code = |state| match state {
+            ChunkState::Held => HELD,
+            ChunkState::Emptying => EMPTYING,
+            ChunkState::GivenBack => GIVEN_BACK,
+        };
+        let state = &self.states[chunk as usize];
+        state.compare_exchange(code(from), code(to), Ordering::AcqRel, Ordering::Acquire).is_ok()
+    }
+
+    fn count(&self) -> u32 {
+        self.states.len() as u32
+    }
+}
+
+impl Tier {
+    /// A chunk's slots; `None` if there is no such chunk, or chunks do not consist of whole extents.
+    pub fn chunk(&self, chunk: u32) -> Option<Range<u32>> {
+        let slots = self.records.slots();
+        let first = chunk.checked_mul(self.chunks.size).filter(|&first| first < slots)?;
+        let end = first.saturating_add(self.chunks.size).min(slots);
+        (first.is_multiple_of(EXTENT_SLOTS) && (end.is_multiple_of(EXTENT_SLOTS) || end == slots))
+            .then_some(first..end)
+    }
+
+    fn chunk_status(&self, chunk: u32) -> Option<ChunkStatus> {
+        let slots = self.chunk(chunk)?;
+        let free = self.records.free_in(extents(&slots));
+        let slots = slots.len() as u32;
+        Some(ChunkStatus { chunk, state: self.chunks.state(chunk), slots, used: slots.saturating_sub(free) })
+    }
+
+    fn chunk_statuses(&self) -> impl Iterator<Item = ChunkStatus> {
+        (0..self.chunks.count()).filter_map(|chunk| self.chunk_status(chunk))
+    }
+
+    pub fn chunk_counts(&self) -> ChunkCounts {
+        let mut counts = ChunkCounts { slots: self.chunks.size, ..ChunkCounts::default() };
+        for chunk in self.chunk_statuses() {
+            let count = match chunk.state {
+                ChunkState::Held if chunk.used == 0 => &mut counts.reserve,
+                ChunkState::Held => &mut counts.held,
+                ChunkState::Emptying => &mut counts.emptying,
+                ChunkState::GivenBack => &mut counts.given_back,
+            };
+            *count += 1;
+        }
+        counts
+    }
+}
+
+/// The extents that a chunk's slots make up.
+pub(crate) fn extents(slots: &Range<u32>) -> Range<u32> {
+    slots.start / EXTENT_SLOTS..slots.end.div_ceil(EXTENT_SLOTS)
+}
+
+impl Volume {
+    /// The chunks of store `store` that can be given back; none where there is no such store.
+    pub fn chunks(&self, store: usize) -> impl Iterator<Item = ChunkStatus> {
+        self.tiers.get(store).into_iter().flat_map(Tier::chunk_statuses)
+    }
+
+    /// Slots that the stores offer beyond what the volume's size needs: so many can be given back. Those of stores that are lost
+    /// are not counted.
+    pub fn spare_slots(&self) -> u32 {
+        self.open_slots().saturating_sub(self.config.slots())
+    }
+
+    /// Slots in chunks that are held, of stores that are there.
+    pub(crate) fn open_slots(&self) -> u32 {
+        let there = self.tiers.iter().filter(|tier| tier.store.state() != State::Lost);
+        there.map(|tier| tier.records.open_slots()).fold(0, u32::saturating_add)
+    }
+}

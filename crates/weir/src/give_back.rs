@@ -1,0 +1,64 @@
+//! `weir give-back` and `weir take`: ask the daemon, and show how far it is.
+
+use crate::cli::{Amount, MemoryOptions};
+use crate::control::{self, Progress};
+use crate::failure::Failure;
+use indicatif::{ProgressBar, ProgressStyle};
+use std::io::IsTerminal as _;
+use std::time::{Duration, Instant};
+use weir_core::ByteSize;
+
+/// How often a plain line says how far it is.
+const LINE_EVERY: Duration = Duration::from_secs(1);
+
+/// Gives memory back.
+pub fn give_back(options: &MemoryOptions) -> Result<(), Failure> {
+    ask(options, false, "gave back")
+}
+
+/// Takes memory again.
+pub fn take(options: &MemoryOptions) -> Result<(), Failure> {
+    ask(options, true, "took")
+}
+
+fn ask(options: &MemoryOptions, take: bool, did: &str) -> Result<(), Failure> {
+    let path = options.control.clone().unwrap_or_else(control::default_path);
+    let bytes = match options.amount {
+        Amount::All => None,
+        Amount::Size(size) => Some(size.0),
+    };
+    let mut shown = Shown::new();
+    let outcome = control::ask_for(&path, take, bytes, |progress| shown.show(progress));
+    shown.bar.finish_and_clear();
+    let moved = outcome?;
+    let rate = moved.bytes as f64 / moved.seconds.max(1e-6) / 1e9;
+    let pages = if take { String::new() } else { format!(", {} pages moved", moved.pages) };
+    println!("{did} {} in {:.2} s ({rate:.1} GB/s{pages})", ByteSize(moved.bytes), moved.seconds);
+    Ok(())
+}
+
+/// A bar on a terminal, a line now and then elsewhere.
+struct Shown {
+    bar: ProgressBar,
+    is_terminal: bool,
+    said: Instant,
+}
+
+impl Shown {
+    fn new() -> Self {
+        let is_terminal = std::io::stderr().is_terminal();
+        let bar = if is_terminal { ProgressBar::new(0) } else { ProgressBar::hidden() };
+        let style =
+            ProgressStyle::with_template("{elapsed:>4} {bar:40} {bytes} of {total_bytes}, {eta} left");
+        Shown { bar: bar.with_style(style.expect("a valid template")), is_terminal, said: Instant::now() }
+    }
+
+    fn show(&mut self, progress: Progress) {
+        self.bar.set_length(progress.total_bytes);
+        self.bar.set_position(progress.bytes);
+        if !self.is_terminal && self.said.elapsed() >= LINE_EVERY {
+            self.said = Instant::now();
+            eprintln!("{} of {}", ByteSize(progress.bytes), ByteSize(progress.total_bytes));
+        }
+    }
+}

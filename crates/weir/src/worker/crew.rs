@@ -1,0 +1,369 @@
+//! The threads that empty chunks, and how they share the work.
+
+use super::job::{Job, Reach, Wish};
+use super::pace::Pace;
+use super::rise::Rise;
+use crate::control::{Background, Moved};
+use crate::failure::{Failure, chain};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::Instant;
+use weir_core::{ByteSize, PAGE_SIZE};
+use weir_queue::{Item, Queue, Work, has_item};
+use weir_volume::{ChunkState, Lane, Volume};
+
+/// The threads, their lanes, and what they did.
+#[derive(Debug)]
+pub struct Crew {
+    volume: Arc<Volume>,
+    /// The first takes the jobs, the others help.
+    queues: OnceLock<Box<[Queue]>>,
+    lanes: Box<[Mutex<OpenLane>]>,
+    /// By store: whether its memory is given back when somebody asks.
+    lends: Box<[bool]>,
+    rise: Arc<Rise>,
+    stopping: AtomicBool,
+    given_back: Total,
+    taken: Total,
+}
+
+/// A lane; its own `Debug` would say nothing that helps.
+pub struct OpenLane(Lane);
+
+impl std::fmt::Debug for OpenLane {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Lane")
+    }
+}
+
+impl std::ops::Deref for OpenLane {
+    type Target = Lane;
+    fn deref(&self) -> &Lane {
+        &self.0
+    }
+}
+
+impl std::ops::DerefMut for OpenLane {
+    fn deref_mut(&mut self) -> &mut Lane {
+        &mut self.0
+    }
+}
+
+/// Bytes since the start, and a second in the last job.
+#[derive(Debug, Default)]
+struct Total {
+    bytes: AtomicU64,
+    bytes_per_s: AtomicU64,
+}
+
+impl Total {
+    fn add(&self, bytes: u64, seconds: f64) {
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.bytes_per_s.store((bytes as f64 / seconds.max(1e-6)) as u64, Ordering::Relaxed);
+    }
+}
+
+/// A chunk, by store and number.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Chunk {
+    store: usize,
+    chunk: u32,
+    slots: u32,
+}
+
+impl Chunk {
+    fn bytes(self) -> u64 {
+        bytes(self.slots)
+    }
+}
+
+/// Closed chunks that wait for a thread to empty them.
+#[derive(Debug)]
+struct List {
+    chunks: Vec<Chunk>,
+    next: AtomicUsize,
+    job: Arc<Job>,
+    threads: usize,
+    /// Why a chunk stayed; the first that did.
+    trouble: Mutex<Option<String>>,
+}
+
+/// One helper's part of a list.
+#[derive(Debug)]
+struct Help {
+    item: Item<Help>,
+    crew: Arc<Crew>,
+    thread: usize,
+    list: Arc<List>,
+}
+
+has_item!(Help, item);
+
+impl Work for Help {
+    type Pointer = Arc<Help>;
+
+    fn run(this: Arc<Help>) {
+        this.crew.empty(this.thread, &this.list);
+    }
+}
+
+impl Crew {
+    pub fn start(volume: &Arc<Volume>, lends: &[bool]) -> Result<Arc<Self>, Failure> {
+        let threads = super::lanes();
+        let lanes = (0..threads)
+            .map(|_| Ok(Mutex::new(OpenLane(volume.worker_lane()?))))
+            .collect::<Result<_, weir_store::OpenError>>()
+            .map_err(|error| Failure::Failed(format!("no lane for the worker: {}", chain(&error))))?;
+        let queue = |thread: usize| {
+            let name = if thread == 0 { "weir-worker".to_owned() } else { format!("weir-help-{thread}") };
+            Queue::builder().name(name).shards(1).start()
+        };
+        let queues: Result<Box<[Queue]>, _> = (0..threads).map(queue).collect();
+        let queues = queues.map_err(|error| Failure::Failed(chain(&error)))?;
+        let crew = Arc::new_cyclic(|crew: &Weak<Crew>| Crew {
+            volume: Arc::clone(volume),
+            queues: OnceLock::new(),
+            lanes,
+            lends: lends.into(),
+            rise: Rise::new(Weak::clone(crew)),
+            stopping: AtomicBool::new(false),
+            given_back: Total::default(),
+            taken: Total::default(),
+        });
+        crew.queues.set(queues).expect("set once");
+        Ok(crew)
+    }
+
+    /// Ends every thread after the chunk, or the batch, that it is at.
+    pub fn stop(&self) {
+        self.stopping.store(true, Ordering::Release);
+        self.queues().iter().for_each(Queue::stop);
+    }
+
+    pub fn is_stopping(&self) -> bool {
+        self.stopping.load(Ordering::Acquire)
+    }
+
+    pub fn volume(&self) -> &Arc<Volume> {
+        &self.volume
+    }
+
+    /// The queue that takes the jobs.
+    pub fn queue(&self) -> &Queue {
+        &self.queues()[0]
+    }
+
+    pub fn lane(&self, thread: usize) -> MutexGuard<'_, OpenLane> {
+        self.lanes[thread].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn queues(&self) -> &[Queue] {
+        self.queues.get().expect("set before anyone has a crew")
+    }
+
+    pub fn status(&self) -> Background {
+        let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        let metrics = self.queues().iter().map(Queue::metrics);
+        let (mut items, mut batches, mut longest, mut wakes) = (0, 0, 0, 0);
+        for queue in metrics {
+            items += queue.items;
+            batches += queue.batches;
+            longest = queue.longest.max(longest);
+            wakes += queue.wakes;
+        }
+        let volume = self.volume.status();
+        Background {
+            moved_out: volume.moved_out,
+            moved_up: volume.moved_up,
+            given_back_bytes: read(&self.given_back.bytes),
+            give_back_bytes_per_s: read(&self.given_back.bytes_per_s),
+            taken_bytes: read(&self.taken.bytes),
+            take_bytes_per_s: read(&self.taken.bytes_per_s),
+            threads: self.lanes.len() as u64,
+            items,
+            batches,
+            longest_batch: longest,
+            wakes,
+        }
+    }
+
+    /// Does a job, on the worker's thread.
+    pub fn run(self: &Arc<Self>, job: &Arc<Job>) -> Result<Moved, String> {
+        match job.wish {
+            Wish::GiveBack => self.give_back(job),
+            Wish::Take => self.take(job),
+        }
+    }
+
+    /// The chunks of stores that lend, in a state; those with the fewest pages first, store by store.
+    fn chunks(&self, state: ChunkState) -> Vec<Chunk> {
+        let mut all = Vec::new();
+        for store in (0..self.lends.len()).filter(|&store| self.lends[store]) {
+            let mut chunks: Vec<_> = self.volume.chunks(store).filter(|chunk| chunk.state == state).collect();
+            chunks.sort_by_key(|chunk| chunk.used);
+            all.extend(chunks.iter().map(|it| Chunk { store, chunk: it.chunk, slots: it.slots }));
+        }
+        all
+    }
+
+    fn give_back(self: &Arc<Self>, job: &Arc<Job>) -> Result<Moved, String> {
+        let began = Instant::now();
+        let held = self.chunks(ChunkState::Held);
+        let there: u64 = held.iter().map(|chunk| chunk.bytes()).sum();
+        let spare = bytes(self.volume.spare_slots());
+        let device = ByteSize(self.volume.bytes());
+        let wanted = match job.bytes {
+            Some(wanted) if wanted > there => {
+                return Err(format!(
+                    "cannot give back {}: only {} is held; ask for that, or for all",
+                    ByteSize(wanted),
+                    ByteSize(there)
+                ));
+            }
+            Some(wanted) => upto(&held, |sum, _| sum < wanted),
+            None => upto(&held, |sum, next| sum + next.bytes() <= spare),
+        };
+        let total: u64 = wanted.iter().map(|chunk| chunk.bytes()).sum();
+        if total > spare || (wanted.is_empty() && there > 0) {
+            return Err(format!(
+                "cannot give back {}: the stores hold {} more than the device of {device} needs; ask for less, or start weir serve with --backing PATH",
+                ByteSize(if wanted.is_empty() { there } else { total }),
+                ByteSize(spare)
+            ));
+        }
+        job.reach.total_bytes.store(total, Ordering::Relaxed);
+        self.rise.end();
+        let before = self.volume.status().moved_out;
+        let trouble = self.empty_all(job, wanted);
+        let given = job.reach.bytes.load(Ordering::Relaxed);
+        let seconds = began.elapsed().as_secs_f64();
+        self.given_back.add(given, seconds);
+        let moved =
+            Moved { bytes: given, pages: self.volume.status().moved_out.wrapping_sub(before), seconds };
+        let asked = job.bytes.map_or(there, |_| total);
+        match trouble {
+            _ if given >= asked => Ok(moved),
+            Some(trouble) => Err(format!("gave back {} of {}: {trouble}", ByteSize(given), ByteSize(asked))),
+            None => Err(format!(
+                "gave back {} of {}: the rest is needed to hold the device of {device}; start weir serve with --backing PATH",
+                ByteSize(given),
+                ByteSize(asked)
+            )),
+        }
+    }
+
+    /// Closes all `chunks`, then empties them with every thread there is. Says why, if one stayed.
+    fn empty_all(self: &Arc<Self>, job: &Arc<Job>, chunks: Vec<Chunk>) -> Option<String> {
+        for (at, store) in self.volume.stores().enumerate() {
+            let of_store: Vec<u32> = chunks.iter().filter(|it| it.store == at).map(|it| it.chunk).collect();
+            if let Err(error) = self.volume.begin_give_back(at, &of_store) {
+                let closed = chunks.iter().filter(|chunk| chunk.store < at);
+                closed.for_each(|chunk| self.volume.keep(chunk.store, chunk.chunk));
+                return Some(format!("{}: {error}", store.name()));
+            }
+        }
+        let threads = self.lanes.len().min(chunks.len());
+        let list = Arc::new(List {
+            chunks,
+            next: AtomicUsize::new(0),
+            job: Arc::clone(job),
+            threads,
+            trouble: Mutex::new(None),
+        });
+        for thread in 1..threads {
+            let help = Help { item: Item::new(), crew: Arc::clone(self), thread, list: Arc::clone(&list) };
+            self.queues()[thread].schedule(&Arc::new(help));
+        }
+        self.empty(0, &list);
+        for queue in &self.queues()[1..threads.max(1)] {
+            queue.flush();
+        }
+        // What no thread came to, as the daemon stops.
+        for chunk in &list.chunks {
+            self.volume.keep(chunk.store, chunk.chunk);
+        }
+        list.trouble.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// One thread's part: takes chunk after chunk.
+    fn empty(&self, thread: usize, list: &List) {
+        let mut lane = self.lane(thread);
+        let mut pace = Pace::of(list.threads);
+        let Reach { bytes, pages, .. } = &list.job.reach;
+        while !self.is_stopping() {
+            let Some(chunk) = list.chunks.get(list.next.fetch_add(1, Ordering::Relaxed)) else { return };
+            let emptied = lane.finish_give_back(chunk.store, chunk.chunk, &mut |moved| {
+                pages.fetch_add(moved.into(), Ordering::Relaxed);
+                pace.step(moved);
+                !self.is_stopping()
+            });
+            match emptied {
+                Ok(_) => {
+                    bytes.fetch_add(chunk.bytes(), Ordering::Relaxed);
+                }
+                Err(error) => {
+                    let store = self.volume.stores().nth(chunk.store).map_or("", |store| store.name());
+                    let what = format!("chunk {} of {store} stays: {}", chunk.chunk, chain(&error));
+                    list.trouble.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(what);
+                }
+            }
+        }
+    }
+
+    fn take(&self, job: &Job) -> Result<Moved, String> {
+        let began = Instant::now();
+        let away = self.chunks(ChunkState::GivenBack);
+        let wanted = match job.bytes {
+            Some(wanted) => upto(&away, |sum, _| sum < wanted),
+            None => away,
+        };
+        let total: u64 = wanted.iter().map(|chunk| chunk.bytes()).sum();
+        job.reach.total_bytes.store(total, Ordering::Relaxed);
+        let mut lane = self.lane(0);
+        let mut trouble = None;
+        for chunk in wanted {
+            if self.is_stopping() {
+                break;
+            }
+            match lane.take(chunk.store, chunk.chunk) {
+                Ok(()) => {
+                    job.reach.bytes.fetch_add(chunk.bytes(), Ordering::Relaxed);
+                }
+                Err(error) => {
+                    let store = self.volume.stores().nth(chunk.store).map_or("", |store| store.name());
+                    trouble = Some(format!(
+                        "{store} has no more now ({}); end what uses it, then weir take again",
+                        chain(&error)
+                    ));
+                    break;
+                }
+            }
+        }
+        drop(lane);
+        let taken = job.reach.bytes.load(Ordering::Relaxed);
+        let seconds = began.elapsed().as_secs_f64();
+        self.taken.add(taken, seconds);
+        if taken > 0 {
+            self.rise.begin(self);
+        }
+        match trouble {
+            None => Ok(Moved { bytes: taken, pages: 0, seconds }),
+            Some(trouble) => Err(format!("took {} of {}: {trouble}", ByteSize(taken), ByteSize(total))),
+        }
+    }
+}
+
+/// The first chunks for which `more` holds, given the bytes of those before.
+fn upto(chunks: &[Chunk], more: impl Fn(u64, &Chunk) -> bool) -> Vec<Chunk> {
+    let mut sum = 0;
+    let take = |chunk: &&Chunk| {
+        let goes_on = more(sum, chunk);
+        sum += chunk.bytes();
+        goes_on
+    };
+    chunks.iter().take_while(take).copied().collect()
+}
+
+fn bytes(slots: u32) -> u64 {
+    u64::from(slots) * PAGE_SIZE as u64
+}

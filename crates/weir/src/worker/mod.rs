@@ -1,0 +1,71 @@
+//! Work beside the I/O path: memory given back to its owner, taken again, and pages brought back up.
+//!
+//! One queue takes the jobs, so they never run side by side; the threads of a few others help it to empty chunks. All of them sleep
+//! until there is something to do. Each has a lane of the volume.
+
+mod crew;
+mod job;
+mod pace;
+mod rise;
+
+use crate::control::{Background, Moved, Progress};
+use crate::failure::Failure;
+use crew::Crew;
+use job::{Job, Wish};
+use std::sync::Arc;
+use weir_volume::Volume;
+
+/// Threads that empty chunks, at most: on the GPUs measured two or three fill the bus.
+const THREADS_MOST: usize = 4;
+
+/// Lanes of the volume that the worker takes: one a thread.
+pub fn lanes() -> usize {
+    let processors = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    (processors / 4).clamp(1, THREADS_MOST)
+}
+
+/// The worker of a daemon.
+#[derive(Debug)]
+pub struct Worker(Arc<Crew>);
+
+impl Worker {
+    /// Starts the threads; they sleep. `lends` says of each store whether it gives its memory back when asked.
+    ///
+    /// # Errors
+    /// When there is no lane or no thread for them.
+    pub fn start(volume: &Arc<Volume>, lends: &[bool]) -> Result<Self, Failure> {
+        Crew::start(volume, lends).map(Worker)
+    }
+
+    /// Gives `bytes` back to their owner, or with `None` all that can be. Returns when it is done; `tell` is called meanwhile.
+    ///
+    /// # Errors
+    /// One line: what is missing, and the next step.
+    pub fn give_back(&self, bytes: Option<u64>, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String> {
+        Job::new(&self.0, Wish::GiveBack, bytes).run_on(&self.0, tell)
+    }
+
+    /// Takes `bytes` of what was given back again, or with `None` all of it, and brings pages back up afterwards.
+    ///
+    /// # Errors
+    /// As [`give_back`](Worker::give_back).
+    pub fn take(&self, bytes: Option<u64>, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String> {
+        Job::new(&self.0, Wish::Take, bytes).run_on(&self.0, tell)
+    }
+
+    /// Ends its threads, after the batch of pages that each is at. Idempotent.
+    pub fn stop(&self) {
+        self.0.stop();
+    }
+
+    /// What it did so far.
+    pub fn status(&self) -> Background {
+        self.0.status()
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}

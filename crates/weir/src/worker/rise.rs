@@ -1,0 +1,95 @@
+//! Bringing pages back up once faster stores have room again: a little at a time, while nobody else is at work.
+
+use super::crew::Crew;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::{Duration, Instant};
+use weir_queue::{Item, Work, has_item};
+
+/// The volume is in use where it moves more pages a second.
+const IDLE_PAGES_PER_S: f64 = 5000.0;
+/// How long one turn moves pages, and how long it rests where the volume is in use.
+const TURN: Duration = Duration::from_millis(5);
+const REST: Duration = Duration::from_millis(20);
+
+/// The job that schedules itself until there is nothing left to bring up.
+#[derive(Debug)]
+pub struct Rise {
+    item: Item<Rise>,
+    crew: Weak<Crew>,
+    at: Mutex<Place>,
+}
+
+/// How far it has come.
+#[derive(Debug)]
+struct Place {
+    /// The store whose pages are brought up; 0: there is nothing to do.
+    store: usize,
+    slot: u32,
+    operations: u64,
+    looked: Instant,
+}
+
+has_item!(Rise, item);
+
+impl Work for Rise {
+    type Pointer = Arc<Rise>;
+
+    fn run(this: Arc<Rise>) {
+        let Some(crew) = this.crew.upgrade() else { return };
+        if this.turn(&crew) && !crew.is_stopping() {
+            crew.queue().schedule(&this);
+        }
+    }
+}
+
+impl Rise {
+    pub fn new(crew: Weak<Crew>) -> Arc<Self> {
+        let at = Place { store: 0, slot: 0, operations: 0, looked: Instant::now() };
+        Arc::new(Rise { item: Item::new(), crew, at: Mutex::new(at) })
+    }
+
+    /// Starts from the top: faster stores have room.
+    pub fn begin(self: &Arc<Self>, crew: &Crew) {
+        let mut at = self.at.lock().unwrap_or_else(PoisonError::into_inner);
+        *at = Place { store: 1, slot: 0, operations: crew.volume().operations(), looked: Instant::now() };
+        drop(at);
+        crew.queue().schedule(self);
+    }
+
+    /// Gives up what is left: memory is being given back.
+    pub fn end(&self) {
+        self.at.lock().unwrap_or_else(PoisonError::into_inner).store = 0;
+    }
+
+    /// One turn; whether there is more to do.
+    fn turn(&self, crew: &Crew) -> bool {
+        let mut at = self.at.lock().unwrap_or_else(PoisonError::into_inner);
+        if at.store == 0 || at.store >= crew.volume().stores().count() {
+            return false;
+        }
+        let operations = crew.volume().operations();
+        let rate =
+            operations.wrapping_sub(at.operations) as f64 / at.looked.elapsed().as_secs_f64().max(1e-3);
+        (at.operations, at.looked) = (operations, Instant::now());
+        if rate > IDLE_PAGES_PER_S {
+            drop(at);
+            std::thread::sleep(REST);
+            return true;
+        }
+        let mut lane = crew.lane(0);
+        let Place { store, slot, looked, .. } = &mut *at;
+        while looked.elapsed() < TURN && !crew.is_stopping() {
+            match lane.move_up(*store, slot) {
+                Ok(moved) if moved.more => {}
+                // This store is done with, or nothing has room any more: the next store's pages go into those before it.
+                Ok(_) => {
+                    (*store, *slot) = (*store + 1, 0);
+                    break;
+                }
+                // A page that cannot be read stays where it is, and says so to whoever reads it.
+                Err(_) => {}
+            }
+        }
+        true
+    }
+}
