@@ -192,7 +192,7 @@ fn without_room_elsewhere_nothing_is_given_back_and_one_line_says_why() {
     }
     let more = scene.weir(&["give-back", "1GiB"]);
     assert_eq!(more.status.code(), Some(1));
-    assert!(said(&more).contains("only 16"), "{}", said(&more));
+    assert!(said(&more).contains("only 2"), "{}", said(&more));
     check(&mut client, 3, 1);
     assert_eq!(scene.away(), 0);
     // Nothing was given back, so there is nothing to take: done.
