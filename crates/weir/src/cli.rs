@@ -2,6 +2,7 @@
 //! are the names of these flags.
 
 use crate::address::Address;
+use crate::on::{OffOptions, OnOptions, RestartOptions};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -23,6 +24,15 @@ pub struct Cli {
 pub enum Command {
     /// Write, read and discard real pages through a real NBD connection for some seconds, and verify every one.
     Try(TryOptions),
+
+    /// Make memory that lies idle into swap: a daemon, a block device and swapon, all of which weir off undoes.
+    On(OnOptions),
+
+    /// Bring every page back and undo what weir on did. What would not fit is said first, and nothing changed.
+    Off(OffOptions),
+
+    /// Replace the daemon under a device in use, as after an upgrade; no page is lost.
+    Restart(RestartOptions),
 
     /// Keep pages in stores and serve them as a block device, in the foreground.
     Serve(ServeOptions),

@@ -16,6 +16,7 @@ mod failure;
 mod give_back;
 mod keeper;
 mod manual;
+mod on;
 mod pages;
 mod serve;
 mod status;
@@ -47,6 +48,9 @@ fn run(cli: Cli) -> Result<(), Failure> {
         Command::Serve(options) => serve::run(options),
         Command::GiveBack(options) => give_back::give_back(&options),
         Command::Take(options) => give_back::take(&options),
+        Command::On(options) => on::on(&options),
+        Command::Off(options) => on::off(&options),
+        Command::Restart(options) => on::restart(&options),
         Command::Status(options) => status::run(&options),
         Command::Attach(options) => attach::attach(&options),
         Command::Detach(options) => attach::detach(&options),

@@ -5,7 +5,7 @@ use crate::control::{Server, default_path};
 use crate::daemon::Daemon;
 use crate::failure::Failure;
 use crate::{address::Address, config, keeper};
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 use weir_core::ByteSize;
 use weir_core::swap_safety::{self, Protections};
@@ -32,7 +32,7 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
         };
     }
     // Handlers first, so that an early SIGTERM ends the daemon in good order too.
-    let mut signals = Signals::new([SIGTERM, SIGINT]).map_err(Failure::failed)?;
+    let mut signals = Signals::new([SIGTERM, SIGINT, SIGUSR1]).map_err(Failure::failed)?;
 
     let (link, held) = keeper.unzip();
     let daemon = Daemon::start(&options, protections, link.as_ref().zip(held), &log)?;
@@ -57,6 +57,13 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
     let mut told = signals.forever();
     let signal = loop {
         let signal = told.next();
+        if signal == Some(SIGUSR1) {
+            if link.is_some() {
+                break signal;
+            }
+            log(Level::Warning, format_args!("no keeper holds the pages, so this daemon cannot be replaced"));
+            continue;
+        }
         let Some(user) = daemon.in_use().filter(|_| signal.is_some()) else { break signal };
         log(Level::Warning, format_args!("not stopping: {user}, then stop weir again"));
         if let Some(link) = &link {
@@ -65,7 +72,7 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
     };
     if let Some(link) = &link {
         // Where the keeper is gone already, nobody starts another daemon anyway.
-        let _ = link.ending();
+        let _ = if signal == Some(SIGUSR1) { link.replacing() } else { link.ending() };
     }
     log(Level::Info, format_args!("stopping on signal {}", signal.unwrap_or_default()));
     drop(control);

@@ -25,6 +25,16 @@ const SETTLE: Duration = Duration::from_secs(5);
 
 /// Connects a device to a server and prints its name.
 pub fn attach(options: &AttachOptions) -> Result<(), Failure> {
+    let index = connect(options)?;
+    println!("/dev/nbd{index}");
+    Ok(())
+}
+
+/// Connects a device to a server and returns its number.
+///
+/// # Errors
+/// When the server or the kernel refuses.
+pub fn connect(options: &AttachOptions) -> Result<u32, Failure> {
     let index = options.device.as_deref().map(number).transpose()?;
     let mut kernel = Kernel::open().map_err(|error| no_kernel(&error))?;
     let wish = Wish { name: options.name.clone(), structured: false, allocation: false };
@@ -63,8 +73,7 @@ pub fn attach(options: &AttachOptions) -> Result<(), Failure> {
             queue.display()
         );
     }
-    println!("/dev/nbd{index}");
-    Ok(())
+    Ok(index)
 }
 
 /// Lets a device go, unless something uses it.

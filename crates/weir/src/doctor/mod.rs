@@ -11,7 +11,10 @@ mod process;
 
 use crate::cli::DoctorOptions;
 use crate::failure::Failure;
-use machine::Machine;
+#[cfg(test)]
+pub use machine::Fixture;
+pub use machine::Machine;
+pub use process::Capabilities;
 use serde::Serialize;
 use std::fmt;
 
@@ -106,7 +109,6 @@ pub fn run(options: DoctorOptions) -> Result<(), Failure> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use machine::Fixture;
 
     #[test]
     fn a_machine_with_nothing_at_all_gets_a_next_step_for_all_that_is_wrong() {

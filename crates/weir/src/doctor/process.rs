@@ -16,28 +16,40 @@ const FILES_WANTED: u64 = 4096;
 pub fn check(machine: &Machine) -> Vec<Finding> {
     let capabilities = Capabilities::of(machine);
     vec![
-        flusher(&capabilities),
-        memory_lock(&capabilities, getrlimit(Resource::Memlock).current),
-        attach(&capabilities),
+        flusher(capabilities),
+        memory_lock(capabilities, getrlimit(Resource::Memlock).current),
+        attach(capabilities),
         open_files(getrlimit(Resource::Nofile).maximum),
     ]
 }
 
 /// The effective capabilities, as a bit mask.
-struct Capabilities(u64);
+#[derive(Clone, Copy, Debug)]
+pub struct Capabilities(u64);
 
 impl Capabilities {
-    fn of(machine: &Machine) -> Self {
+    /// Of this process.
+    pub fn of(machine: &Machine) -> Self {
         let mask = machine.value("/proc/self/status", "CapEff");
         Capabilities(mask.and_then(|digits| u64::from_str_radix(&digits, 16).ok()).unwrap_or(0))
     }
 
-    fn has(&self, capability: u32) -> bool {
+    /// Whether block devices and swap can be set up.
+    pub fn may_admin(self) -> bool {
+        self.has(CAP_SYS_ADMIN)
+    }
+
+    /// Whether `PR_SET_IO_FLUSHER` can be set.
+    pub fn may_set_flusher(self) -> bool {
+        self.has(CAP_SYS_RESOURCE)
+    }
+
+    fn has(self, capability: u32) -> bool {
         self.0 >> capability & 1 == 1
     }
 }
 
-fn flusher(capabilities: &Capabilities) -> Finding {
+fn flusher(capabilities: Capabilities) -> Finding {
     if capabilities.has(CAP_SYS_RESOURCE) {
         Finding::ok("io-flusher", "CAP_SYS_RESOURCE: PR_SET_IO_FLUSHER and an OOM score of -1000 can be set")
     } else {
@@ -50,7 +62,7 @@ fn flusher(capabilities: &Capabilities) -> Finding {
     }
 }
 
-fn memory_lock(capabilities: &Capabilities, limit: Option<u64>) -> Finding {
+fn memory_lock(capabilities: Capabilities, limit: Option<u64>) -> Finding {
     match limit {
         _ if capabilities.has(CAP_IPC_LOCK) => Finding::ok("memlock", "CAP_IPC_LOCK: no limit"),
         None => Finding::ok("memlock", "no limit"),
@@ -62,7 +74,7 @@ fn memory_lock(capabilities: &Capabilities, limit: Option<u64>) -> Finding {
     }
 }
 
-fn attach(capabilities: &Capabilities) -> Finding {
+fn attach(capabilities: Capabilities) -> Finding {
     if capabilities.has(CAP_SYS_ADMIN) {
         Finding::ok("admin", "CAP_SYS_ADMIN: block devices and swap can be set up")
     } else {
@@ -95,13 +107,13 @@ mod tests {
         let capabilities = Capabilities::of(&fixture.machine());
         assert!(capabilities.has(CAP_SYS_ADMIN) && capabilities.has(CAP_IPC_LOCK));
         assert!(!capabilities.has(CAP_SYS_RESOURCE));
-        assert_eq!(flusher(&capabilities).level, Level::Warn);
+        assert_eq!(flusher(capabilities).level, Level::Warn);
     }
 
     #[test]
     fn a_small_memory_lock_limit_matters_only_without_the_capability() {
-        assert_eq!(memory_lock(&Capabilities(0), Some(8 << 20)).level, Level::Warn);
-        assert_eq!(memory_lock(&Capabilities(1 << CAP_IPC_LOCK), Some(0)).level, Level::Ok);
-        assert_eq!(memory_lock(&Capabilities(0), None).level, Level::Ok);
+        assert_eq!(memory_lock(Capabilities(0), Some(8 << 20)).level, Level::Warn);
+        assert_eq!(memory_lock(Capabilities(1 << CAP_IPC_LOCK), Some(0)).level, Level::Ok);
+        assert_eq!(memory_lock(Capabilities(0), None).level, Level::Ok);
     }
 }

@@ -98,4 +98,9 @@ impl Link {
     pub fn staying(&self) -> io::Result<()> {
         send(&self.0, "staying", None)
     }
+
+    /// Says that the daemon is about to end so that another, perhaps newer, program takes over.
+    pub fn replacing(&self) -> io::Result<()> {
+        send(&self.0, "replacing", None)
+    }
 }

@@ -12,6 +12,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 use weir_core::Memory;
@@ -43,6 +44,7 @@ struct Life {
     end: End,
     was_ready: bool,
     was_told: bool,
+    makes_way: bool,
 }
 
 struct Keeper<'a> {
@@ -64,13 +66,29 @@ pub fn run(log: &Log) -> io::Result<i32> {
         signal_hook::low_level::pipe::register(signal, tell.try_clone()?)?;
     }
     let mut keeper = Keeper { log, kept: BTreeMap::new(), set_aside: None, signals };
+    // A daemon that dies is followed by the very program that it was, even where an upgrade has put another in its
+    // place; one that makes way is followed by that other. Its path is asked for while the two are still one.
+    let own = PathBuf::from("/proc/self/exe");
+    let installed = std::env::current_exe().unwrap_or_else(|_| own.clone());
+    let mut program = &own;
     let mut served = false;
     loop {
         keeper.set_aside = None;
         let born = Instant::now();
-        let life = keeper.one_life()?;
+        let life = match keeper.one_life(program) {
+            Err(_) if program != &own => {
+                program = &own;
+                continue;
+            }
+            life => life?,
+        };
         served |= life.was_ready;
+        // A new program that does not come to serve is given up for the old one.
+        program = if life.makes_way { &installed } else { &own };
         match life.end {
+            End::Exit(0) if life.makes_way => {
+                (log)(Level::Info, format_args!("the daemon makes way for another"));
+            }
             End::Exit(code) if life.was_told || !served => return Ok(code),
             // Nobody's pages are at stake before the first daemon served.
             End::Signal(number) if life.was_told || !served => return Ok(128 + number),
@@ -88,14 +106,14 @@ pub fn run(log: &Log) -> io::Result<i32> {
 }
 
 impl Keeper<'_> {
-    fn one_life(&mut self) -> io::Result<Life> {
+    fn one_life(&mut self, program: &Path) -> io::Result<Life> {
         let flags = SocketFlags::CLOEXEC;
         let (ours, theirs) =
             rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
         // The child inherits its end by number. This process has one thread, so nobody else starts a child meanwhile.
         rustix::io::fcntl_setfd(&theirs, rustix::io::FdFlags::empty())?;
         let mut arguments = std::env::args_os();
-        let child = Command::new("/proc/self/exe")
+        let child = Command::new(program)
             // Its name too: one that begins with @ keeps init from killing the daemon at the machine's end.
             .arg0(arguments.next().unwrap_or_else(|| "weir".into()))
             .args(arguments)
@@ -104,7 +122,7 @@ impl Keeper<'_> {
         drop(theirs);
         let pid = Pid::from_child(&child);
         let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
-        let mut life = Life { end: End::Exit(0), was_ready: false, was_told: false };
+        let mut life = Life { end: End::Exit(0), was_ready: false, was_told: false, makes_way: false };
         let mut line = Some(ours);
         if let Err(error) = self.hand_over(line.as_ref().expect("just made")) {
             // It died before it listened; its end is noticed below.
@@ -172,6 +190,10 @@ impl Keeper<'_> {
             }
             ("staying", _) => {
                 life.was_told = false;
+                Ok(())
+            }
+            ("replacing", _) => {
+                life.makes_way = true;
                 Ok(())
             }
             ("hold", what) => {

@@ -9,6 +9,7 @@
 //! | daemon | `ready` | I serve |
 //! | daemon | `ending` | I was told to stop: do not start another |
 //! | daemon | `staying` | I was told to stop, and am in use: if I die, start another |
+//! | daemon | `replacing` | I was told to make way: start the program that lies there now |
 //!
 //! KIND is `memory` (a sealed memfd, to be mapped and locked) or `descriptor` (to be held open).
 

@@ -1,0 +1,207 @@
+//! Bringing swapped pages back: first whether there is room for them, then with progress, and so that Ctrl-C leaves the device
+//! on.
+//!
+//! swapoff(2) runs in a child process. A signal ends it in the middle and the device stays swap (`EINTR` from
+//! `try_to_unuse`); and while it runs the kernel marks its process as the first to be killed for want of memory
+//! (`set_current_oom_origin`), which must not be this one.
+
+use super::{forget_interrupt, interrupted, swaps};
+use crate::failure::Failure;
+use indicatif::{ProgressBar, ProgressStyle};
+use rustix::process::{Pid, Signal};
+use std::io::{self, IsTerminal as _};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+use weir_core::ByteSize;
+
+/// How often progress is looked at.
+const LOOK: Duration = Duration::from_millis(100);
+/// How often it is said where no bar can be drawn.
+const SAY: Duration = Duration::from_secs(5);
+/// Memory that stays free beside what is brought back.
+const SPARE: ByteSize = ByteSize(32 << 20);
+/// Exit code of the child when the kernel has no memory for the pages.
+const NO_MEMORY: i32 = 3;
+
+/// Memory and swap, as far as they decide whether pages fit.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Room {
+    /// Swapped to the devices that are to go.
+    pub swapped: ByteSize,
+    /// `MemAvailable`.
+    pub available: ByteSize,
+    /// Free on other swap devices.
+    pub other_swap: ByteSize,
+}
+
+impl Room {
+    /// What would not fit; zero where all does.
+    pub fn lacking(self) -> ByteSize {
+        let room = (self.available.0 + self.other_swap.0).saturating_sub(SPARE.0);
+        ByteSize(self.swapped.0.saturating_sub(room))
+    }
+}
+
+/// Refuses where what lies on `devices` fits nowhere else. Changes nothing.
+pub fn check_room(devices: &[PathBuf]) -> Result<(), Failure> {
+    let swaps = swaps::all().map_err(Failure::failed)?;
+    let (ours, others): (Vec<_>, Vec<_>) =
+        swaps.iter().partition(|swap| devices.iter().any(|device| device == Path::new(&swap.path)));
+    let swapped = ByteSize(ours.iter().map(|swap| swap.used.0).sum());
+    let other_swap = ByteSize(others.iter().map(|swap| swap.size.0.saturating_sub(swap.used.0)).sum());
+    let room = Room { swapped, available: available()?, other_swap };
+    let lacking = room.lacking();
+    if lacking.0 == 0 {
+        return Ok(());
+    }
+    Err(Failure::Failed(format!(
+        "{swapped} is swapped out, and {lacking} of it would not fit: {} of RAM and {other_swap} of other swap are free; \
+         close some programs, or add swap (a file will do), then run weir off again; nothing was changed",
+        room.available
+    )))
+}
+
+fn available() -> Result<ByteSize, Failure> {
+    let text = std::fs::read_to_string("/proc/meminfo").map_err(Failure::failed)?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
+    let kibibytes = line.and_then(|rest| rest.trim().strip_suffix(" kB")?.parse::<u64>().ok());
+    kibibytes
+        .map(|kib| ByteSize(kib << 10))
+        .ok_or_else(|| Failure::failed("/proc/meminfo has no MemAvailable"))
+}
+
+/// The child's work.
+pub fn swapoff_here(device: &Path) -> Result<(), Failure> {
+    match swaps::off(device) {
+        Ok(()) => Ok(()),
+        Err(error) if error.raw_os_error() == Some(libc::ENOMEM) => std::process::exit(NO_MEMORY),
+        Err(error) => Err(Failure::Failed(format!("swapoff {}: {error}", device.display()))),
+    }
+}
+
+/// Stops swapping on a device, once all pages are back; a device that is no swap is no error.
+pub fn swapoff(device: &Path) -> Result<(), Failure> {
+    let Some(swap) = swaps::find(device).map_err(Failure::failed)? else { return Ok(()) };
+    let failed =
+        |error: io::Error| Failure::Failed(format!("cannot run swapoff {}: {error}", device.display()));
+    forget_interrupt();
+    let mut child = Command::new("/proc/self/exe")
+        .args(["off", "--swapoff"])
+        .arg(device)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .spawn()
+        .map_err(failed)?;
+    let mut progress = Progress::new(swap.used);
+    let status = loop {
+        if let Some(status) = child.try_wait().map_err(failed)? {
+            break status;
+        }
+        if interrupted() {
+            stop(&child);
+            break child.wait().map_err(failed)?;
+        }
+        if let Ok(Some(swap)) = swaps::find(device) {
+            progress.at(swap.used);
+        }
+        thread::sleep(LOOK);
+    };
+    progress.end();
+    match swaps::find(device).map_err(Failure::failed)? {
+        None => Ok(()),
+        Some(swap) => Err(Failure::Failed(still_on(device, swap.used, status))),
+    }
+}
+
+fn stop(child: &Child) {
+    // Whether it is gone already is seen by waiting for it.
+    let _ = rustix::process::kill_process(Pid::from_child(child), Signal::INT);
+}
+
+fn still_on(device: &Path, used: ByteSize, status: ExitStatus) -> String {
+    let device = device.display();
+    let why = if interrupted() {
+        "interrupted".to_owned()
+    } else if status.code() == Some(NO_MEMORY) {
+        "there is not enough memory for its pages, or a memory cgroup's limit leaves them no room".to_owned()
+    } else if status.code().is_none() {
+        format!("swapoff was ended by a signal ({status}), as happens when memory runs out")
+    } else {
+        format!("swapoff failed ({status})")
+    };
+    format!("{why}: {device} stays on with {used}; nothing is lost, run weir off again when there is room")
+}
+
+/// A bar on a terminal, a line now and then elsewhere.
+struct Progress {
+    bar: Option<ProgressBar>,
+    total: ByteSize,
+    begun: Instant,
+    said: Instant,
+}
+
+impl Progress {
+    fn new(total: ByteSize) -> Self {
+        let worth = total.0 >= 16 << 20;
+        let bar = (worth && io::stderr().is_terminal()).then(|| {
+            let style = ProgressStyle::with_template(
+                "bringing pages back {bar:30} {bytes} of {total_bytes}, {eta} left",
+            );
+            ProgressBar::new(total.0).with_style(style.expect("a right template"))
+        });
+        let now = Instant::now();
+        Progress { bar, total, begun: now, said: now }
+    }
+
+    fn at(&mut self, left: ByteSize) {
+        let back = self.total.0.saturating_sub(left.0);
+        if let Some(bar) = &self.bar {
+            bar.set_position(back);
+        } else if self.said.elapsed() >= SAY {
+            self.said = Instant::now();
+            let rest = match estimate(self.begun.elapsed(), back, left.0) {
+                Some(seconds) => format!(", about {seconds} s left"),
+                None => String::new(),
+            };
+            println!("bringing pages back: {} of {}{rest}", ByteSize(back), self.total);
+        }
+    }
+
+    fn end(&self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+/// Seconds until `left` is back, at the speed so far.
+fn estimate(elapsed: Duration, back: u64, left: u64) -> Option<u64> {
+    (back > 0).then(|| (elapsed.as_secs_f64() * left as f64 / back as f64).ceil() as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_fit_into_free_memory_and_other_swap_together() {
+        let mib = |mib: u64| ByteSize(mib << 20);
+        let room = |swapped, available, other| Room {
+            swapped: mib(swapped),
+            available: mib(available),
+            other_swap: mib(other),
+        };
+        assert_eq!(room(1000, 2000, 0).lacking(), mib(0));
+        assert_eq!(room(1000, 500, 600).lacking(), mib(0));
+        assert_eq!(room(1000, 500, 0).lacking(), mib(532), "32 MiB of the free memory stay free");
+        assert_eq!(room(0, 0, 0).lacking(), mib(0), "nothing swapped always fits");
+    }
+
+    #[test]
+    fn an_estimate_is_the_speed_so_far() {
+        assert_eq!(estimate(Duration::from_secs(10), 100, 50), Some(5));
+        assert_eq!(estimate(Duration::from_secs(10), 0, 50), None);
+    }
+}

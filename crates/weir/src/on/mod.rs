@@ -1,0 +1,249 @@
+//! `weir on`, `off`, `restart` and `top`: a swap device out of nothing, and nothing left of it afterwards.
+//!
+//! `weir on` looks at everything that could stand in the way, then does its steps in order, each written down in the journal
+//! before it is done. `weir off` undoes them in reverse, beginning with the pages. Where a step fails, or the machine goes
+//! down between two, what was done is undone from the journal.
+
+mod cards;
+mod drain;
+mod front;
+mod off;
+mod options;
+mod policy;
+mod preflight;
+mod restart;
+mod service;
+mod settings;
+mod sizing;
+mod state;
+mod swap_area;
+mod swaps;
+
+pub use off::run as off;
+pub use options::{OffOptions, OnOptions, RestartOptions};
+pub use restart::run as restart;
+
+use crate::doctor::Machine;
+use crate::failure::Failure;
+use options::StoreChoice;
+use preflight::Plan;
+use service::Service;
+use state::{Journal, Phase, Step};
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use toml::{Table, Value};
+use weir_core::{ByteSize, PAGE_SIZE};
+use weir_store::{StoreUrl, VramUrl};
+
+/// Connections that the daemon serves beyond the kernel's: dead ones that it has not noticed yet, and somebody who looks.
+const SPARE_CONNECTIONS: u16 = 2;
+
+/// Turns it on.
+pub fn on(options: &OnOptions) -> Result<(), Failure> {
+    let machine = Machine::this();
+    if let Some(state) = state::read(&options.runtime).or_else(|failure| match failure {
+        // Without root nothing can be read; the preflight says so in better words.
+        Failure::Failed(_) if !rustix::process::geteuid().is_root() => Ok(None),
+        failure => Err(failure),
+    })? && state.phase == Phase::On
+        && state.swaps().all(|path| matches!(swaps::find(path), Ok(Some(_))))
+    {
+        let devices: Vec<String> = state.swaps().map(|path| path.display().to_string()).collect();
+        println!("already on: {}; weir status says how it is, weir off turns it off", devices.join(", "));
+        return Ok(());
+    }
+    let plan = preflight::check(options, &machine)?;
+    watch_interrupts()?;
+    let mut journal = Journal::open(&options.runtime)?;
+    if !journal.state().steps.is_empty() {
+        println!("an earlier weir on or off did not come to its end: undoing what it left");
+        journal = off::finish(journal)?.reopen(&options.runtime)?;
+    }
+    match turn_on(options, &plan, &mut journal) {
+        Ok(()) => Ok(()),
+        Err(failure) => {
+            forget_interrupt();
+            match off::finish(journal).and_then(off::Finished::remove) {
+                Ok(()) => Err(failure),
+                Err(also) => {
+                    also.report();
+                    eprintln!("weir: what was done is not all undone; run weir off");
+                    Err(failure)
+                }
+            }
+        }
+    }
+}
+
+fn turn_on(options: &OnOptions, plan: &Plan, journal: &mut Journal) -> Result<(), Failure> {
+    journal.enter(Phase::TurningOn)?;
+    if let Some(module) = plan.front.module {
+        front::load(module, journal)?;
+    }
+    if !plan.masks.is_empty() {
+        journal.intend(Step::Mask { units: plan.masks.clone() })?;
+        let masks = plan.masks.iter().map(String::as_str);
+        settings::systemctl(&["mask", "--runtime"].into_iter().chain(masks).collect::<Vec<_>>())?;
+    }
+    let mut devices = Vec::new();
+    let mut bytes = 0;
+    for part in 0..options.parts {
+        let directory = directory(&options.runtime, part);
+        let size = start(options, plan, &directory, journal)?;
+        check_interrupted()?;
+        let device = front::attach(plan.front.front, &directory, plan.connections, journal)?;
+        make_swap_area(&device, size)?;
+        devices.push(device);
+        bytes += size.0;
+    }
+    check_interrupted()?;
+    for wish in &plan.wishes {
+        settings::apply(wish, journal)?;
+    }
+    for device in &devices {
+        journal.intend(Step::Swap { path: device.clone(), priority: plan.place.priority })?;
+        swaps::on(device, plan.place.priority).map_err(|error| {
+            Failure::Failed(format!("the kernel refuses {} as swap: {error}; see dmesg", device.display()))
+        })?;
+    }
+    journal.enter(Phase::On)?;
+    report(options, plan, &devices, ByteSize(bytes));
+    Ok(())
+}
+
+fn report(options: &OnOptions, plan: &Plan, devices: &[PathBuf], size: ByteSize) {
+    let names: Vec<String> = devices.iter().map(|device| device.display().to_string()).collect();
+    let smaller = if size < plan.size && matches!(options.store, StoreChoice::Vram(_)) {
+        format!("; {} was not to be had", plan.size)
+    } else {
+        String::new()
+    };
+    println!("size      {size} on {} ({}{smaller})", options.store, plan.size_why);
+    println!("device    {} by {}", names.join(", "), plan.front.front.name());
+    println!("priority  {}: {}", plan.place.priority, plan.place.why);
+    for wish in &plan.wishes {
+        let key = wish.path.strip_prefix("/proc/sys").unwrap_or(&wish.path).display().to_string();
+        println!("setting   {} {} -> {}: {}", key.replace('/', "."), wish.before, wish.after, wish.why);
+    }
+    if !plan.masks.is_empty() {
+        println!("sleep     hibernation is masked meanwhile: its image would not survive on this device");
+    }
+    for note in &plan.notes {
+        println!("note      {note}");
+    }
+    if options.unsafe_no_flusher {
+        println!("note      --unsafe-no-flusher: under memory pressure the machine may freeze");
+    }
+    println!("on. weir status and weir top show it at work; weir off undoes all of this");
+}
+
+/// A daemon of one part, with less memory where the card has not so much. Returns the device's size.
+fn start(
+    options: &OnOptions,
+    plan: &Plan,
+    directory: &Path,
+    journal: &mut Journal,
+) -> Result<ByteSize, Failure> {
+    let part = |size| sizing::part(size, options.parts.into(), preflight::unit(&options.store));
+    let mut last = None;
+    let steps = journal.state().steps.len();
+    for size in sizing::tries(plan.size) {
+        let service = Service {
+            directory: directory.to_owned(),
+            unit: plan.unit.clone(),
+            config: config(options, plan, directory, part(size)),
+        };
+        match service.start(journal) {
+            Ok(status) => return Ok(ByteSize(status.volume.bytes)),
+            Err(Failure::Failed(reason)) if lacks_device_memory(&options.store, &reason) => {
+                if journal.state().steps.len() > steps {
+                    off::undo_last(journal)?;
+                }
+                last = Some(Failure::Failed(reason));
+            }
+            Err(failure) => return Err(failure),
+        }
+    }
+    Err(last.expect("there is a first try"))
+}
+
+/// Whether a smaller device might work: the sentence is that of the vram store.
+fn lacks_device_memory(store: &StoreChoice, reason: &str) -> bool {
+    matches!(store, StoreChoice::Vram(_)) && reason.contains("of device memory, but only")
+}
+
+/// The options of `weir serve`.
+fn config(options: &OnOptions, plan: &Plan, directory: &Path, size: ByteSize) -> Table {
+    let text = |path: PathBuf| path.display().to_string();
+    let store = match &options.store {
+        StoreChoice::Vram(url) => StoreUrl::Vram(VramUrl { size: Some(size), ..url.clone() }).to_string(),
+        StoreChoice::Host => StoreUrl::Host { size }.to_string(),
+        StoreChoice::Url(url) => url.to_string(),
+    };
+    let mut config = Table::new();
+    let mut put = |key: &str, value: Value| config.insert(key.to_owned(), value);
+    put("store", service::list([store]));
+    put("swap", Value::Boolean(true));
+    put("keeper", Value::Boolean(true));
+    put("control", Value::String(text(service::control_socket(directory))));
+    put("nbd", service::list([format!("unix:{}", text(service::nbd_socket(directory)))]));
+    put("connections", Value::Integer(i64::from(plan.connections + SPARE_CONNECTIONS)));
+    put("spin-us", Value::Integer(options.policy.spin_us().into()));
+    if options.unsafe_no_flusher {
+        put("unsafe-no-flusher", Value::Boolean(true));
+    }
+    config
+}
+
+/// The first part lives in the run-time directory itself, where `weir status` looks.
+fn directory(runtime: &Path, part: u8) -> PathBuf {
+    if part == 0 { runtime.to_owned() } else { runtime.join((part + 1).to_string()) }
+}
+
+fn make_swap_area(device: &Path, size: ByteSize) -> Result<(), Failure> {
+    let make = || -> io::Result<()> {
+        let page = rustix::param::page_size();
+        if page != PAGE_SIZE {
+            return Err(io::Error::other(format!("this kernel's pages have {page} bytes, not {PAGE_SIZE}")));
+        }
+        let file = fs::OpenOptions::new().read(true).write(true).open(device)?;
+        swap_area::write(&file, size.0)
+    };
+    make()
+        .map_err(|error| Failure::Failed(format!("cannot make a swap area on {}: {error}", device.display())))
+}
+
+static INTERRUPTED: AtomicBool = AtomicBool::new(false);
+
+/// From here on Ctrl-C and SIGTERM are noticed between steps instead of ending the process in the middle of one.
+fn watch_interrupts() -> Result<(), Failure> {
+    use signal_hook::consts::{SIGINT, SIGTERM};
+    for signal in [SIGINT, SIGTERM] {
+        let flag: Arc<AtomicBool> = Arc::default();
+        signal_hook::flag::register(signal, Arc::clone(&flag)).map_err(Failure::failed)?;
+        FLAGS.lock().expect("nobody panics while holding it").push(flag);
+    }
+    Ok(())
+}
+
+static FLAGS: std::sync::Mutex<Vec<Arc<AtomicBool>>> = std::sync::Mutex::new(Vec::new());
+
+fn interrupted() -> bool {
+    let flags = FLAGS.lock().expect("nobody panics while holding it");
+    if flags.iter().any(|flag| flag.swap(false, Ordering::Relaxed)) {
+        INTERRUPTED.store(true, Ordering::Relaxed);
+    }
+    INTERRUPTED.load(Ordering::Relaxed)
+}
+
+fn forget_interrupt() {
+    interrupted();
+    INTERRUPTED.store(false, Ordering::Relaxed);
+}
+
+fn check_interrupted() -> Result<(), Failure> {
+    if interrupted() { Err(Failure::Failed("interrupted".to_owned())) } else { Ok(()) }
+}

@@ -1,0 +1,93 @@
+//! `weir off`: undoes what the journal says, the last first. Pages come back before anything else is touched, and a device
+//! that still holds some is never let go.
+
+use super::options::OffOptions;
+use super::state::{Journal, Phase, Step};
+use super::{drain, front, service, settings, state, swaps, watch_interrupts};
+use crate::failure::Failure;
+use std::path::Path;
+
+/// Turns it off.
+pub fn run(options: &OffOptions) -> Result<(), Failure> {
+    if let Some(device) = &options.swapoff {
+        return drain::swapoff_here(device);
+    }
+    if state::read(&options.runtime)?.is_none() {
+        println!("not on: nothing in {} to turn off", options.runtime.display());
+        return Ok(());
+    }
+    if !rustix::process::geteuid().is_root() {
+        return Err(Failure::Failed("only root can turn swap off: run sudo weir off".to_owned()));
+    }
+    watch_interrupts()?;
+    // This process must not wait for pages of its own while it takes the device away.
+    let _ = weir_core::swap_safety::lock_all_memory();
+    let journal = Journal::open(&options.runtime)?;
+    finish(journal)?.remove()?;
+    println!("off");
+    Ok(())
+}
+
+/// A journal with nothing left to undo.
+#[derive(Debug)]
+pub struct Finished(Journal);
+
+impl Finished {
+    /// Removes it, and its directory.
+    pub fn remove(self) -> Result<(), Failure> {
+        self.0.remove()
+    }
+
+    /// Begins a new one in the same place.
+    pub fn reopen(self, directory: &Path) -> Result<Journal, Failure> {
+        self.0.remove()?;
+        Journal::open(directory)
+    }
+}
+
+/// Undoes all steps.
+///
+/// # Errors
+/// At the first that cannot be undone. What is undone by then is struck out, and the rest is as it was.
+pub fn finish(mut journal: Journal) -> Result<Finished, Failure> {
+    let devices: Vec<_> = journal.state().swaps().map(Path::to_owned).collect();
+    drain::check_room(&devices)?;
+    if !journal.state().steps.is_empty() {
+        journal.enter(Phase::TurningOff)?;
+    }
+    while !journal.state().steps.is_empty() {
+        undo_last(&mut journal)?;
+    }
+    Ok(Finished(journal))
+}
+
+/// Undoes the last step and strikes it out.
+pub fn undo_last(journal: &mut Journal) -> Result<(), Failure> {
+    let Some(step) = journal.state().steps.last().cloned() else { return Ok(()) };
+    if let Err(failure) = undo(&step) {
+        // Still swapping means: as good as on.
+        if matches!(&step, Step::Swap { path, .. } if matches!(swaps::find(path), Ok(Some(_)))) {
+            let all_on = journal.state().swaps().all(|path| matches!(swaps::find(path), Ok(Some(_))));
+            journal.enter(if all_on { Phase::On } else { Phase::TurningOff })?;
+        }
+        return Err(failure);
+    }
+    journal.strike()
+}
+
+fn undo(step: &Step) -> Result<(), Failure> {
+    match step {
+        Step::Swap { path, .. } => drain::swapoff(path),
+        Step::Setting { path, before, after, .. } => settings::restore(path, before, after),
+        Step::Device { path, front } => front::detach(*front, path),
+        Step::Daemon { directory, unit, process } => service::stop(directory, unit.as_deref(), *process),
+        Step::Mask { units } => {
+            let units = units.iter().map(String::as_str);
+            settings::systemctl(&["unmask", "--runtime"].into_iter().chain(units).collect::<Vec<_>>())
+        }
+        Step::Module { name } => {
+            front::unload(name);
+            Ok(())
+        }
+    }
+}

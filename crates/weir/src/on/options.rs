@@ -1,0 +1,123 @@
+//! The command lines of `weir on`, `off`, `restart` and `top`.
+
+use super::policy::Policy;
+use clap::{Args, ValueEnum};
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+use weir_core::ByteSize;
+use weir_store::vram::Target;
+use weir_store::{StoreUrl, UrlError, VramUrl};
+
+/// Where `weir on` keeps what belongs to it.
+pub const DIRECTORY: &str = "/run/weir";
+
+/// What the device is to be. What is not said is chosen, and shown.
+#[derive(Debug, Clone, Args)]
+pub struct OnOptions {
+    /// The device's size [default: for vram what the cards have, less 1GiB each, or 3GiB with a display].
+    #[arg(long)]
+    pub size: Option<ByteSize>,
+
+    /// What makes it a block device [default: the first that works here of ublk, nbd, fuse].
+    #[arg(long, value_enum, default_value_t)]
+    pub front: FrontChoice,
+
+    /// Where pages are kept: vram (every GPU), host, or a store's URL such as vram:0.
+    #[arg(long, value_name = "vram|host|URL", default_value = "vram")]
+    pub store: StoreChoice,
+
+    /// Equal devices that can be turned off one by one.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16))]
+    pub parts: u8,
+
+    /// Priority among swap devices, 0 to 32767 [default: after zram, before disks].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=32767))]
+    pub priority: Option<u16>,
+
+    /// How the daemon trades power for latency.
+    #[arg(long, value_enum, default_value_t)]
+    pub policy: Policy,
+
+    /// Go on although the system denies PR_SET_IO_FLUSHER. Under memory pressure the machine may freeze.
+    #[arg(long)]
+    pub unsafe_no_flusher: bool,
+
+    /// Go on although hibernation could write its image to the device. Do not hibernate then.
+    #[arg(long)]
+    pub allow_hibernation: bool,
+
+    /// The directory for state, sockets and log.
+    #[arg(long, value_name = "DIRECTORY", default_value = DIRECTORY)]
+    pub runtime: PathBuf,
+}
+
+/// Which device is to go.
+#[derive(Debug, Clone, Args)]
+pub struct OffOptions {
+    /// The directory that weir on was given.
+    #[arg(long, value_name = "DIRECTORY", default_value = DIRECTORY)]
+    pub runtime: PathBuf,
+
+    /// Only stop swapping on this device: what weir off runs in a process of its own.
+    #[arg(long, value_name = "DEVICE", hide = true)]
+    pub swapoff: Option<PathBuf>,
+}
+
+/// Whose daemon is to be replaced.
+#[derive(Debug, Clone, Args)]
+pub struct RestartOptions {
+    /// The directory that weir on was given.
+    #[arg(long, value_name = "DIRECTORY", default_value = DIRECTORY)]
+    pub runtime: PathBuf,
+}
+
+/// What makes a block device of the volume.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
+pub enum FrontChoice {
+    /// The first that works here.
+    #[default]
+    Auto,
+    /// The kernel's ublk driver (Linux 6.0).
+    Ublk,
+    /// The kernel's NBD client.
+    Nbd,
+    /// A FUSE file under a loop device: needs no module beyond those two.
+    Fuse,
+}
+
+/// Where pages are kept.
+#[derive(Debug, Clone, PartialEq)]
+pub enum StoreChoice {
+    /// Memory of the GPUs, with the options of its URL.
+    Vram(VramUrl),
+    /// Host memory.
+    Host,
+    /// Anything else that has a URL, its size in it.
+    Url(StoreUrl),
+}
+
+impl FromStr for StoreChoice {
+    type Err = UrlError;
+
+    fn from_str(text: &str) -> Result<Self, UrlError> {
+        match text {
+            "vram" => Ok(StoreChoice::Vram(VramUrl::new(Target::All))),
+            "host" => Ok(StoreChoice::Host),
+            _ => Ok(match text.parse()? {
+                StoreUrl::Vram(url) => StoreChoice::Vram(url),
+                url => StoreChoice::Url(url),
+            }),
+        }
+    }
+}
+
+impl fmt::Display for StoreChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            StoreChoice::Vram(url) => url.fmt(f),
+            StoreChoice::Host => f.write_str("host memory"),
+            StoreChoice::Url(url) => url.fmt(f),
+        }
+    }
+}

@@ -1,0 +1,30 @@
+//! Power against latency.
+//!
+//! Most of what a sporadic fault costs is processors waking up. A thread that looks for the next request for some time before it sleeps
+//! answers the requests of a burst without that cost, and keeps a processor awake for that long after each burst: an idle
+//! daemon makes no wake-ups under any policy.
+
+use clap::ValueEnum;
+
+/// The three settings.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
+pub enum Policy {
+    /// Sleep at once. No processor is awake for longer than a request takes.
+    Battery,
+    /// Look for the next request for 20 microseconds.
+    #[default]
+    Balanced,
+    /// Look for the next request for 200 microseconds.
+    LowLatency,
+}
+
+impl Policy {
+    /// For how long a connection's thread looks for the next request before it sleeps.
+    pub fn spin_us(self) -> u32 {
+        match self {
+            Policy::Battery => 0,
+            Policy::Balanced => 20,
+            Policy::LowLatency => 200,
+        }
+    }
+}

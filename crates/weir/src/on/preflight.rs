@@ -1,0 +1,328 @@
+//! Everything that could stand in the way, looked at before anything is changed. Each refusal is one line with the next step.
+
+use super::cards;
+use super::front::{self, Chosen};
+use super::options::{OnOptions, StoreChoice};
+use super::service::UNIT;
+use super::settings::{self, Wish};
+use super::sizing;
+use super::swaps::{self, Place, Swap};
+use crate::doctor::{Capabilities, Machine};
+use crate::failure::Failure;
+use std::path::Path;
+use weir_core::{ByteSize, PAGE_SIZE};
+use weir_store::{StoreUrl, VramUrl};
+
+/// What `weir on` is going to do.
+#[derive(Debug)]
+pub struct Plan {
+    /// The block device.
+    pub front: Chosen,
+    /// The first size to try, of all parts together.
+    pub size: ByteSize,
+    /// Why that one.
+    pub size_why: String,
+    /// The unit of the daemon, where systemd runs and knows it.
+    pub unit: Option<String>,
+    /// Its place among the swap devices.
+    pub place: Place,
+    /// Settings of the kernel to change.
+    pub wishes: Vec<Wish>,
+    /// systemd units that may not start meanwhile.
+    pub masks: Vec<String>,
+    /// NBD connections of each device: its hardware queues.
+    pub connections: u16,
+    /// Worth a line, but nothing to stop for.
+    pub notes: Vec<String>,
+}
+
+/// Units that end in a hibernation image (systemd.special(7)).
+const HIBERNATION: [&str; 3] = ["hibernate.target", "hybrid-sleep.target", "suspend-then-hibernate.target"];
+
+/// More hardware queues than this do not make one disk of memory faster.
+const CONNECTIONS_MOST: usize = 8;
+
+/// Memory that stays free besides a host store: the daemon's own, and what the kernel needs to go on.
+const HOST_SPARE: ByteSize = ByteSize(256 << 20);
+
+/// Looks at everything. Changes nothing.
+///
+/// # Errors
+/// The first thing that stands in the way.
+pub fn check(options: &OnOptions, machine: &Machine) -> Result<Plan, Failure> {
+    protections(options, machine)?;
+    let systemd = machine.has("/run/systemd/system");
+    let masks = hibernation(options, machine, systemd)?;
+    let front = front::choose(machine, options.front, &front::loadable)?;
+    let (size, size_why) = size(options, machine, || cards::all(machine))?;
+    let others = swaps::all().map_err(|error| {
+        Failure::Failed(format!("this kernel has no swap: /proc/swaps: {error}; use one with CONFIG_SWAP"))
+    })?;
+    let parts = usize::from(options.parts);
+    let unit = (systemd && parts == 1 && options.runtime == Path::new(super::options::DIRECTORY))
+        .then(|| UNIT.to_owned())
+        .filter(|unit| settings::systemctl(&["cat", unit]).is_ok());
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    Ok(Plan {
+        front,
+        size,
+        size_why,
+        unit,
+        place: swaps::place(&others, options.priority.map(i32::from)),
+        wishes: settings::wishes(machine),
+        masks,
+        connections: processors.clamp(2, CONNECTIONS_MOST) as u16,
+        notes: notes(machine, &others),
+    })
+}
+
+fn protections(options: &OnOptions, machine: &Machine) -> Result<(), Failure> {
+    let capabilities = Capabilities::of(machine);
+    if !capabilities.may_admin() {
+        return Err(Failure::Failed(
+            "block devices and swap are for root (CAP_SYS_ADMIN): run sudo weir on".to_owned(),
+        ));
+    }
+    if !capabilities.may_set_flusher() && !options.unsafe_no_flusher {
+        return Err(Failure::Failed(
+            "this system denies CAP_SYS_RESOURCE, so the daemon cannot keep itself from waiting for its own device \
+             (PR_SET_IO_FLUSHER), and the machine may freeze when memory is short; run where root has it, or accept the \
+             risk by --unsafe-no-flusher"
+                .to_owned(),
+        ));
+    }
+    Ok(())
+}
+
+/// The units to mask, so that no hibernation image is written to memory that loses its power.
+///
+/// The kernel takes the device of `resume=`; without that, systemd takes the swap device of the highest priority that is
+/// large enough, and the kernel by itself the first there is (kernel/power/swap.c). Either may be Weir's.
+fn hibernation(options: &OnOptions, machine: &Machine, systemd: bool) -> Result<Vec<String>, Failure> {
+    let states = machine.text("/sys/power/state").unwrap_or_default();
+    let possible = states.split_whitespace().any(|state| state == "disk");
+    if !possible || options.allow_hibernation {
+        return Ok(Vec::new());
+    }
+    if systemd {
+        return Ok(HIBERNATION.map(String::from).to_vec());
+    }
+    let resume = machine.text("/sys/power/resume").unwrap_or_default();
+    if !resume.is_empty() && resume != "0:0" {
+        return Ok(Vec::new());
+    }
+    Err(Failure::Failed(
+        "hibernation is possible here and no device is set for its image, so it could go to Weir's, which does not \
+         survive the power going off; boot with nohibernate, or with resume= and a disk, or promise not to hibernate by \
+         --allow-hibernation"
+            .to_owned(),
+    ))
+}
+
+/// The size that was asked for, or the one that fits, with the reason.
+fn size(
+    options: &OnOptions,
+    machine: &Machine,
+    cards: impl FnOnce() -> Vec<sizing::Card>,
+) -> Result<(ByteSize, String), Failure> {
+    let asked = |size: ByteSize| (size, "as asked".to_owned());
+    let (size, why) = match (&options.store, options.size) {
+        (StoreChoice::Url(url), None) if options.parts == 1 => {
+            let size = url_size(url);
+            (size, if size.0 == 0 { format!("what {url} holds") } else { "as its URL says".to_owned() })
+        }
+        (StoreChoice::Url(url), _) => {
+            return Err(Failure::Usage(format!(
+                "--store {url} carries its own size: --size and --parts cannot change it; accepted with them: --store vram, --store host"
+            )));
+        }
+        (StoreChoice::Host, None) => {
+            return Err(Failure::Usage(
+                "--store host takes RAM away from everything else, so say how much: --size 2GiB".to_owned(),
+            ));
+        }
+        (StoreChoice::Host, Some(size)) => asked(size),
+        (StoreChoice::Vram(url), size) => match size.or(url.size) {
+            Some(size) => asked(size),
+            None => vram_size(url, machine, &cards())?,
+        },
+    };
+    let unit = unit(&options.store);
+    let part = sizing::part(size, u64::from(options.parts), unit);
+    if part.0 < 10 * unit
+        && !matches!(options.store, StoreChoice::Url(_))
+        && (part.0 == 0 || unit == PAGE_SIZE as u64)
+    {
+        return Err(Failure::Usage(format!(
+            "{size} in {} parts is {part} each, less than one is worth; give a larger --size or fewer --parts",
+            options.parts
+        )));
+    }
+    if options.store == StoreChoice::Host {
+        let available = machine
+            .value("/proc/meminfo", "MemAvailable")
+            .and_then(|value| Some(ByteSize(value.strip_suffix(" kB")?.parse::<u64>().ok()? << 10)));
+        if let Some(available) = available.filter(|available| size.0 + HOST_SPARE.0 > available.0) {
+            return Err(Failure::Failed(format!(
+                "{size} of host memory cannot be locked: {available} is available, of which {HOST_SPARE} must stay free; give a smaller --size"
+            )));
+        }
+    }
+    Ok((size, why))
+}
+
+fn vram_size(
+    url: &VramUrl,
+    machine: &Machine,
+    cards: &[sizing::Card],
+) -> Result<(ByteSize, String), Failure> {
+    use weir_store::vram::Target;
+    let chosen = match url.target {
+        Target::All => cards,
+        Target::Index(index) => {
+            cards.get(index as usize..).and_then(|rest| rest.get(..1)).unwrap_or_default()
+        }
+        Target::Software => &[],
+    };
+    let Some(size) = sizing::of_cards(chosen) else {
+        let next = "for memory of a card whose driver does not tell, say --size; without a card: --store host --size 2GiB";
+        let nodes = machine.names("/dev/dri", |name| name.starts_with("renderD"));
+        return Err(Failure::Failed(match (chosen, nodes.is_empty()) {
+            ([], true) => format!("no GPU was found ({url}): weir doctor says more; {next}"),
+            ([], false) => format!("no driver tells how much memory {url} has; {next}"),
+            (cards, _) => {
+                let total: u64 = cards.iter().map(|card| card.total.0).sum();
+                let free: u64 = cards.iter().filter_map(|card| card.free).map(|free| free.0).sum();
+                format!(
+                    "too little GPU memory is free: {} of {}, and others keep 1GiB a card, 3GiB with a display; close what uses it, or say --size",
+                    ByteSize(free),
+                    ByteSize(total)
+                )
+            }
+        }));
+    };
+    let kept: u64 = chosen.iter().map(|card| card.total.0).sum::<u64>() - size.0;
+    let display = if chosen.iter().any(|card| card.display) { ", a display among them" } else { "" };
+    Ok((size, format!("{} is left to others{display}", ByteSize(kept))))
+}
+
+/// What sizes of this store are a multiple of.
+pub fn unit(store: &StoreChoice) -> u64 {
+    match store {
+        StoreChoice::Vram(url) => url.chunk.0,
+        StoreChoice::Host | StoreChoice::Url(_) => PAGE_SIZE as u64,
+    }
+}
+
+fn url_size(url: &StoreUrl) -> ByteSize {
+    match url {
+        StoreUrl::Host { size } => *size,
+        StoreUrl::File(file) => file.size.unwrap_or_default(),
+        _ => ByteSize(0),
+    }
+}
+
+fn notes(machine: &Machine, others: &[Swap]) -> Vec<String> {
+    let mut notes = Vec::new();
+    if machine.text("/sys/module/zswap/parameters/enabled").as_deref() == Some("Y") {
+        notes.push(
+            "zswap is on: pages are compressed in RAM first and come to Weir when its pool is full"
+                .to_owned(),
+        );
+    }
+    let full = others.iter().filter(|swap| swap.used.0 > 0).map(|swap| swap.used.0).sum::<u64>();
+    if full > 0 {
+        notes.push(format!(
+            "{} lies on other swap already and stays there until it is used; swapoff and swapon moves it",
+            ByteSize(full)
+        ));
+    }
+    notes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::{Cli, Command};
+    use crate::doctor::Fixture;
+    use clap::Parser as _;
+
+    fn options(arguments: &[&str]) -> OnOptions {
+        match Cli::try_parse_from([&["weir", "on"], arguments].concat()).expect("right").command {
+            Command::On(options) => options,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn refusal<T>(result: Result<T, Failure>) -> String {
+        match result {
+            Err(Failure::Failed(text) | Failure::Usage(text)) => text,
+            _ => panic!("not refused"),
+        }
+    }
+
+    #[test]
+    fn without_the_capability_it_is_refused_unless_it_is_forced() {
+        let root =
+            |mask: &str| Fixture::new("caps-on").with("/proc/self/status", &format!("CapEff:\t{mask}\n"));
+        let all = root("000001ffffffffff");
+        assert!(protections(&options(&[]), &all.machine()).is_ok());
+        let no_resource = root("000001fffeffffff");
+        let said = refusal(protections(&options(&[]), &no_resource.machine()));
+        assert!(said.contains("CAP_SYS_RESOURCE") && said.contains("--unsafe-no-flusher"), "{said}");
+        assert!(protections(&options(&["--unsafe-no-flusher"]), &no_resource.machine()).is_ok());
+        let user = root("0000000000000000");
+        assert!(
+            refusal(protections(&options(&["--unsafe-no-flusher"]), &user.machine()))
+                .contains("sudo weir on")
+        );
+    }
+
+    #[test]
+    fn hibernation_onto_the_device_is_made_impossible_or_refused() {
+        let can = |name, resume: &str| {
+            Fixture::new(name).with("/sys/power/state", "freeze mem disk\n").with("/sys/power/resume", resume)
+        };
+        let unset = can("resume-unset", "0:0\n");
+        let said = refusal(hibernation(&options(&[]), &unset.machine(), false));
+        assert!(said.contains("nohibernate") && said.contains("--allow-hibernation"), "{said}");
+        let masks = hibernation(&options(&[]), &unset.machine(), true).expect("systemd masks it");
+        assert_eq!(masks.len(), 3);
+        let disk = can("resume-disk", "8:2\n");
+        assert_eq!(hibernation(&options(&[]), &disk.machine(), false).ok(), Some(vec![]));
+        let never = Fixture::new("no-disk").with("/sys/power/state", "freeze mem\n");
+        assert_eq!(hibernation(&options(&[]), &never.machine(), true).ok(), Some(vec![]));
+        let allowed = hibernation(&options(&["--allow-hibernation"]), &unset.machine(), false);
+        assert_eq!(allowed.ok(), Some(vec![]));
+    }
+
+    #[test]
+    fn a_size_is_the_one_asked_for_or_the_one_that_the_cards_allow() {
+        let machine = Fixture::new("sizes").with("/proc/meminfo", "MemAvailable:    4194304 kB\n");
+        let card = sizing::Card { total: ByteSize(8 << 30), free: None, display: true };
+        let size = |arguments: &[&str]| size(&options(arguments), &machine.machine(), || vec![card]);
+        assert_eq!(size(&[]).expect("a card").0, ByteSize(5 << 30));
+        assert_eq!(size(&["--size", "6G"]).expect("asked").0, ByteSize(6 << 30));
+        assert_eq!(size(&["--store", "vram:0?size=2G"]).expect("asked").0, ByteSize(2 << 30));
+        assert_eq!(size(&["--store", "host", "--size", "1G"]).expect("fits").0, ByteSize(1 << 30));
+        for (arguments, words) in [
+            (&["--store", "host"][..], "--size 2GiB"),
+            (&["--store", "host", "--size", "4G"], "smaller --size"),
+            (&["--store", "vram:3"], "no GPU was found"),
+            (&["--store", "host:1GiB", "--parts", "2"], "--store host"),
+            (&["--store", "host", "--size", "64K", "--parts", "4"], "fewer --parts"),
+        ] {
+            let said = refusal(size(arguments));
+            assert!(said.contains(words), "{arguments:?}: {said}");
+        }
+    }
+
+    #[test]
+    fn zswap_and_swapped_pages_are_mentioned() {
+        let zswap = Fixture::new("zswap").with("/sys/module/zswap/parameters/enabled", "Y\n");
+        let swap =
+            Swap { path: "/dev/sda2".into(), size: ByteSize(1 << 30), used: ByteSize(1 << 20), priority: -2 };
+        assert_eq!(notes(&zswap.machine(), &[swap]).len(), 2);
+        assert_eq!(notes(&Fixture::new("no-zswap").machine(), &[]).len(), 0);
+    }
+}

@@ -1,0 +1,92 @@
+//! `weir restart`: another daemon under a device that stays, for instance after an upgrade. The daemon ends in good order and
+//! its keeper starts the program that now lies where the old one did; that one takes every page over.
+
+use super::options::RestartOptions;
+use super::state::{Front, Journal, Phase, Step};
+use super::{front, service};
+use crate::control;
+use crate::failure::Failure;
+use rustix::process::{Pid, Signal};
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How long a new daemon may take to answer.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Replaces the daemons of all parts, one after another.
+pub fn run(options: &RestartOptions) -> Result<(), Failure> {
+    let journal = Journal::open(&options.runtime)?;
+    if journal.state().phase != Phase::On {
+        let directory = options.runtime.display();
+        if journal.state().steps.is_empty() {
+            journal.remove()?;
+        }
+        return Err(Failure::Failed(format!("weir is not on in {directory}; weir on turns it on")));
+    }
+    // From here on this process may not wait for pages that nobody serves.
+    weir_core::swap_safety::lock_all_memory()
+        .map_err(|error| Failure::Failed(format!("{error}; run as root")))?;
+    for (directory, devices) in parts(&journal) {
+        replace(&directory, &devices)?;
+    }
+    Ok(())
+}
+
+/// Each daemon's directory, with its NBD devices.
+fn parts(journal: &Journal) -> Vec<(PathBuf, Vec<PathBuf>)> {
+    let mut parts: Vec<(PathBuf, Vec<PathBuf>)> = Vec::new();
+    for step in &journal.state().steps {
+        match step {
+            Step::Daemon { directory, .. } => parts.push((directory.clone(), Vec::new())),
+            Step::Device { path, front: Front::Nbd } => {
+                if let Some((_, devices)) = parts.last_mut() {
+                    devices.push(path.clone());
+                }
+            }
+            _ => {}
+        }
+    }
+    parts
+}
+
+fn replace(directory: &Path, devices: &[PathBuf]) -> Result<(), Failure> {
+    let socket = service::control_socket(directory);
+    let before = control::status(&socket)?;
+    let pid = Pid::from_raw(before.pid as i32).ok_or_else(|| Failure::failed("the daemon has no number"))?;
+    let begun = Instant::now();
+    rustix::process::kill_process(pid, Signal::USR1).map_err(|errno| {
+        Failure::Failed(format!("cannot reach the daemon, process {}: {errno}", before.pid))
+    })?;
+    let after = loop {
+        match control::status(&socket) {
+            Ok(status) if status.pid != before.pid => break status,
+            _ if begun.elapsed() > PATIENCE => {
+                return Err(Failure::Failed(format!(
+                    "no new daemon answers at {} after {} s; its keeper goes on trying, see weir status",
+                    socket.display(),
+                    PATIENCE.as_secs()
+                )));
+            }
+            _ => thread::sleep(Duration::from_millis(10)),
+        }
+    };
+    for device in devices {
+        // Where the daemon has seen to it already there is no dead connection left to replace.
+        let connections = front::connections(device);
+        if let Err(failure) = front::reconnect(directory, device, connections)
+            && !matches!(&failure, Failure::Failed(reason) if reason.contains("none of its connections is dead"))
+        {
+            return Err(failure);
+        }
+    }
+    println!(
+        "restarted: weir {} (process {}) is now weir {} (process {}), after {:.2} s",
+        before.version,
+        before.pid,
+        after.version,
+        after.pid,
+        begun.elapsed().as_secs_f64()
+    );
+    Ok(())
+}

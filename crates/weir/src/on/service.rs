@@ -1,0 +1,244 @@
+//! The daemon under its keeper: started so that it outlives `weir on`, and ended.
+
+use super::settings::systemctl;
+use super::state::{Journal, Process, Step};
+use crate::control::{self, Status};
+use crate::failure::Failure;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, Signal};
+use std::fs;
+use std::io;
+use std::os::fd::AsFd as _;
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+use toml::{Table, Value};
+
+/// The unit that the package installs; its configuration is the file that [`Service`] writes.
+pub const UNIT: &str = "weir.service";
+
+/// How long a daemon may take to serve: a large card's memory is taken and cleared, a backing file is written.
+const START: Duration = Duration::from_secs(300);
+/// How long it may take to end.
+const END: Duration = Duration::from_secs(30);
+
+/// A daemon to start: its directory and its options.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Service {
+    /// Where configuration, sockets and log are.
+    pub directory: PathBuf,
+    /// The systemd unit to start; `None`: a process of its own session.
+    pub unit: Option<String>,
+    /// The options of `weir serve`.
+    pub config: Table,
+}
+
+/// Where a daemon listens for the kernel's NBD client.
+pub fn nbd_socket(directory: &Path) -> PathBuf {
+    directory.join("nbd.sock")
+}
+
+/// Where it answers `weir status`.
+pub fn control_socket(directory: &Path) -> PathBuf {
+    directory.join("control.sock")
+}
+
+fn config_file(directory: &Path) -> PathBuf {
+    directory.join("weir.toml")
+}
+
+fn log_file(directory: &Path) -> PathBuf {
+    directory.join("weir.log")
+}
+
+impl Service {
+    /// Starts it and waits until it serves.
+    ///
+    /// # Errors
+    /// The last line that it said, where it ended instead.
+    pub fn start(&self, journal: &mut Journal) -> Result<Status, Failure> {
+        let step =
+            |process| Step::Daemon { directory: self.directory.clone(), unit: self.unit.clone(), process };
+        journal.intend(step(None))?;
+        let failed = |error: io::Error| {
+            Failure::Failed(format!("cannot start a daemon in {}: {error}", self.directory.display()))
+        };
+        fs::create_dir_all(&self.directory).map_err(failed)?;
+        fs::write(config_file(&self.directory), self.config.to_string()).map_err(failed)?;
+        let mut child = match &self.unit {
+            Some(unit) => {
+                systemctl(&["start", unit])?;
+                None
+            }
+            None => {
+                let child = self.spawn().map_err(failed)?;
+                journal.amend(step(Some(identify(child.id()).map_err(failed)?)))?;
+                Some(child)
+            }
+        };
+        self.wait(child.as_mut())
+    }
+
+    /// In its own session, so that no terminal takes it along.
+    fn spawn(&self) -> io::Result<Child> {
+        let log = fs::File::create(log_file(&self.directory))?;
+        let mut command = Command::new(std::env::current_exe()?);
+        command.args(["serve", "--config"]).arg(config_file(&self.directory));
+        command.current_dir("/").stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
+        // SAFETY: between fork and exec only setsid is called, which is async-signal-safe.
+        unsafe { command.pre_exec(|| Ok(rustix::process::setsid().map(drop)?)) };
+        command.spawn()
+    }
+
+    fn wait(&self, mut child: Option<&mut Child>) -> Result<Status, Failure> {
+        let begun = Instant::now();
+        loop {
+            if let Ok(status) = control::status(&control_socket(&self.directory)) {
+                return Ok(status);
+            }
+            let ended = match (&mut child, &self.unit) {
+                (Some(child), _) => child.try_wait().map_err(Failure::failed)?.is_some(),
+                (None, Some(unit)) => systemctl(&["is-active", "--quiet", unit]).is_err(),
+                (None, None) => false,
+            };
+            if ended {
+                return Err(Failure::Failed(match &self.unit {
+                    Some(unit) => format!("{unit} ended at once; see journalctl -u {unit}"),
+                    None => {
+                        last_line(&self.directory).unwrap_or("the daemon ended without a word".to_owned())
+                    }
+                }));
+            }
+            if begun.elapsed() > START {
+                return Err(Failure::Failed(format!(
+                    "the daemon does not answer at {} after {} s",
+                    control_socket(&self.directory).display(),
+                    START.as_secs()
+                )));
+            }
+            super::check_interrupted()?;
+            thread::sleep(Duration::from_millis(20));
+        }
+    }
+}
+
+/// What a daemon said last, without the program's name.
+fn last_line(directory: &Path) -> Option<String> {
+    let text = fs::read_to_string(log_file(directory)).ok()?;
+    let line = text.lines().last()?;
+    Some(line.strip_prefix("weir: ").unwrap_or(line).to_owned())
+}
+
+/// Ends a daemon, and removes what it leaves. Nothing may use its device any more.
+///
+/// # Errors
+/// When it does not end in time. It is not killed: that is for somebody who has looked.
+pub fn stop(directory: &Path, unit: Option<&str>, process: Option<Process>) -> Result<(), Failure> {
+    if let Some(unit) = unit {
+        systemctl(&["stop", unit])?;
+        // A unit that has failed is listed until it is reset.
+        let _ = systemctl(&["reset-failed", unit]);
+    } else if let Some(process) = process.or_else(|| keeper_of(directory)) {
+        end(process)?;
+    }
+    // What killed processes did not remove themselves.
+    for file in
+        [config_file(directory), log_file(directory), nbd_socket(directory), control_socket(directory)]
+    {
+        match fs::remove_file(&file) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(Failure::Failed(format!("cannot remove {}: {error}", file.display())));
+            }
+            _ => {}
+        }
+    }
+    // The directory of a further part; the first one's still holds the state.
+    let _ = fs::remove_dir(directory);
+    Ok(())
+}
+
+/// The keeper of the daemon that answers there, if one does: `weir on` may have died before it wrote its number down.
+fn keeper_of(directory: &Path) -> Option<Process> {
+    let status = control::status(&control_socket(directory)).ok()?;
+    let stat = fs::read_to_string(format!("/proc/{}/stat", status.pid)).ok()?;
+    identify(fields(&stat).nth(1)?.parse().ok()?).ok()
+}
+
+fn end(process: Process) -> Result<(), Failure> {
+    let Ok(now) = identify(process.pid) else { return Ok(()) };
+    if now != process {
+        return Ok(());
+    }
+    let failed = |error: io::Error| {
+        Failure::Failed(format!("cannot end the daemon, process {}: {error}", process.pid))
+    };
+    let Some(pid) = Pid::from_raw(process.pid as i32) else { return Ok(()) };
+    let pidfd = match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
+        Ok(pidfd) => pidfd,
+        Err(rustix::io::Errno::SRCH) => return Ok(()),
+        Err(errno) => return Err(failed(errno.into())),
+    };
+    match rustix::process::pidfd_send_signal(&pidfd, Signal::TERM) {
+        Ok(()) | Err(rustix::io::Errno::SRCH) => {}
+        Err(errno) => return Err(failed(errno.into())),
+    }
+    let mut ended = [PollFd::from_borrowed_fd(pidfd.as_fd(), PollFlags::IN)];
+    let timeout = Timespec { tv_sec: END.as_secs() as i64, tv_nsec: 0 };
+    match poll(&mut ended, Some(&timeout)).map_err(|errno| failed(errno.into()))? {
+        0 => Err(Failure::Failed(format!(
+            "the daemon, process {}, has not ended {} s after SIGTERM; nothing uses its device any more, so it can be killed",
+            process.pid,
+            END.as_secs()
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// A running process, by its number. A zombie has ended.
+pub fn identify(pid: u32) -> io::Result<Process> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    let missing = || io::Error::other(format!("/proc/{pid}/stat makes no sense"));
+    if fields(&stat).next() == Some("Z") {
+        return Err(io::ErrorKind::NotFound.into());
+    }
+    // Field 22 by proc(5); fields() begins with the third.
+    let started = fields(&stat).nth(19).and_then(|field| field.parse().ok()).ok_or_else(missing)?;
+    Ok(Process { pid, started })
+}
+
+/// The fields after the name, which may hold blanks and parentheses: state, parent, ...
+fn fields(stat: &str) -> impl Iterator<Item = &str> {
+    stat.rsplit_once(')').map_or("", |(_, rest)| rest).split_whitespace()
+}
+
+/// A list as TOML has it.
+pub fn list(values: impl IntoIterator<Item = String>) -> Value {
+    Value::Array(values.into_iter().map(Value::String).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_is_known_by_number_and_start() {
+        let own = identify(std::process::id()).expect("this process");
+        assert_eq!(identify(std::process::id()).expect("again"), own);
+        assert!(own.started > 0);
+        assert!(identify(u32::MAX).is_err());
+    }
+
+    #[test]
+    fn a_name_with_parentheses_does_not_shift_the_fields() {
+        assert_eq!(fields("7 (a) b) (c) S 1 2").take(2).collect::<Vec<_>>(), ["S", "1"]);
+    }
+
+    #[test]
+    fn a_process_that_is_gone_or_another_one_is_not_signalled() {
+        let own = identify(std::process::id()).expect("this process");
+        end(Process { started: own.started + 1, ..own }).expect("passed over, or this test would be dead");
+        end(Process { pid: u32::MAX - 7, started: 1 }).expect("passed over");
+    }
+}

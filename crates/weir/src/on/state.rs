@@ -1,0 +1,301 @@
+//! What `weir on` has done to the machine, on disk before it is done: so `weir off` undoes all of it, also after a crash between
+//! two steps.
+
+use crate::failure::Failure;
+use serde::{Deserialize, Serialize};
+use std::fs;
+use std::io::{self, Write as _};
+use std::os::unix::fs::DirBuilderExt as _;
+use std::path::{Path, PathBuf};
+
+/// The version of the file.
+const SCHEMA: u32 = 1;
+
+/// The file in the run-time directory.
+const FILE: &str = "state.json";
+
+/// Something that was changed, with what is needed to change it back.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(tag = "step", rename_all = "kebab-case")]
+pub enum Step {
+    /// A kernel module that was not loaded before.
+    Module {
+        /// As modprobe knows it.
+        name: String,
+    },
+    /// A daemon with its keeper.
+    Daemon {
+        /// Where its configuration, sockets and log are.
+        directory: PathBuf,
+        /// The systemd unit that runs it, if one does.
+        unit: Option<String>,
+        /// The keeper, where no unit does.
+        process: Option<Process>,
+    },
+    /// A block device.
+    Device {
+        /// `/dev/nbd0`.
+        path: PathBuf,
+        /// How it was made.
+        front: Front,
+    },
+    /// A file of the kernel's settings.
+    Setting {
+        /// Below `/proc/sys` or `/sys`.
+        path: PathBuf,
+        /// What it held.
+        before: String,
+        /// What it holds now.
+        after: String,
+        /// Why.
+        why: String,
+    },
+    /// systemd units that may not start meanwhile, masked until the next boot at most.
+    Mask {
+        /// Their names.
+        units: Vec<String>,
+    },
+    /// A device on which the kernel swaps.
+    Swap {
+        /// The device.
+        path: PathBuf,
+        /// Its priority.
+        priority: i32,
+    },
+}
+
+/// A process, with the moment of its start, so that another one of the same number is not taken for it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Process {
+    /// Its number.
+    pub pid: u32,
+    /// Field 22 of `/proc/PID/stat`.
+    pub started: u64,
+}
+
+/// What makes a block device of the daemon's volume.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Front {
+    /// The kernel's ublk driver.
+    Ublk,
+    /// The kernel's NBD client.
+    Nbd,
+    /// A FUSE file under a loop device.
+    Fuse,
+}
+
+/// How far `weir on` came.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Phase {
+    /// Some of its steps are done.
+    TurningOn,
+    /// All of them.
+    On,
+    /// Some are undone.
+    TurningOff,
+}
+
+/// The content of the file.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct State {
+    /// [`SCHEMA`].
+    pub schema: u32,
+    /// The version that wrote it.
+    pub version: String,
+    /// How far it came.
+    pub phase: Phase,
+    /// What was done, in order.
+    pub steps: Vec<Step>,
+}
+
+impl State {
+    /// The devices that carry swap, or were about to.
+    pub fn swaps(&self) -> impl Iterator<Item = &Path> {
+        self.steps.iter().filter_map(|step| match step {
+            Step::Swap { path, .. } => Some(path.as_path()),
+            _ => None,
+        })
+    }
+}
+
+/// The run-time directory, held against another `weir on` or `off`, with the state in it.
+#[derive(Debug)]
+pub struct Journal {
+    directory: PathBuf,
+    /// Keeps the lock.
+    _lock: fs::File,
+    state: State,
+}
+
+impl Journal {
+    /// Takes the directory, makes it where it is missing, and reads what is there.
+    ///
+    /// # Errors
+    /// When it cannot be made, another process has it, or the file is not of this schema.
+    pub fn open(directory: &Path) -> Result<Self, Failure> {
+        let failed = |error: io::Error| {
+            Failure::Failed(format!("cannot use {}: {error}; run as root", directory.display()))
+        };
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(failed)?;
+        let lock = fs::File::open(directory).map_err(failed)?;
+        match rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => {}
+            Err(rustix::io::Errno::WOULDBLOCK) => {
+                return Err(Failure::Failed(format!(
+                    "another weir on, off or restart is at work in {}; wait for it",
+                    directory.display()
+                )));
+            }
+            Err(errno) => return Err(failed(errno.into())),
+        }
+        let fresh = State {
+            schema: SCHEMA,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            phase: Phase::TurningOn,
+            steps: Vec::new(),
+        };
+        let state = read(directory)?.unwrap_or(fresh);
+        Ok(Journal { directory: directory.to_owned(), _lock: lock, state })
+    }
+
+    /// What is done.
+    pub fn state(&self) -> &State {
+        &self.state
+    }
+
+    /// Writes down what is about to be done.
+    pub fn intend(&mut self, step: Step) -> Result<(), Failure> {
+        self.state.steps.push(step);
+        self.save()
+    }
+
+    /// Corrects the last step, once more of it is known.
+    pub fn amend(&mut self, step: Step) -> Result<(), Failure> {
+        self.state.steps.pop();
+        self.intend(step)
+    }
+
+    /// Strikes the last step out: it is undone.
+    pub fn strike(&mut self) -> Result<(), Failure> {
+        self.state.steps.pop();
+        self.save()
+    }
+
+    /// Writes down how far it came.
+    pub fn enter(&mut self, phase: Phase) -> Result<(), Failure> {
+        self.state.phase = phase;
+        self.save()
+    }
+
+    /// Whole or not at all: a new file takes the old one's place.
+    fn save(&self) -> Result<(), Failure> {
+        let path = self.directory.join(FILE);
+        let save = || -> io::Result<()> {
+            let new = self.directory.join(format!("{FILE}.new"));
+            let mut file = fs::File::create(&new)?;
+            file.write_all(&serde_json::to_vec_pretty(&self.state)?)?;
+            file.sync_all()?;
+            fs::rename(&new, &path)
+        };
+        save().map_err(|error| Failure::Failed(format!("cannot write {}: {error}", path.display())))
+    }
+
+    /// Removes the file, and the directory if nothing else is in it.
+    pub fn remove(self) -> Result<(), Failure> {
+        for name in [FILE, "state.json.new"] {
+            match fs::remove_file(self.directory.join(name)) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(Failure::failed(error)),
+                _ => {}
+            }
+        }
+        match fs::remove_dir(&self.directory) {
+            // systemd removes a unit's run-time directory itself; other files there are not ours.
+            Ok(()) => Ok(()),
+            Err(error)
+                if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENOTEMPTY | libc::EBUSY)) =>
+            {
+                Ok(())
+            }
+            Err(error) => Err(Failure::failed(error)),
+        }
+    }
+}
+
+/// The state in a directory, if there is one.
+pub fn read(directory: &Path) -> Result<Option<State>, Failure> {
+    let path = directory.join(FILE);
+    let text = match fs::read(&path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => {
+            return Err(Failure::Failed(format!("cannot read {}: {error}; run as root", path.display())));
+        }
+    };
+    let broken = |problem: String| {
+        Failure::Failed(format!(
+            "{} cannot be understood: {problem}; use the weir that wrote it to turn off",
+            path.display()
+        ))
+    };
+    let state: State = serde_json::from_slice(&text).map_err(|error| broken(error.to_string()))?;
+    if state.schema != SCHEMA {
+        return Err(broken(format!("it is of schema {}, this weir knows {SCHEMA}", state.schema)));
+    }
+    Ok(Some(state))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn directory(name: &str) -> PathBuf {
+        let path = std::env::temp_dir().join(format!("weir-state-{}-{name}", std::process::id()));
+        let _ = fs::remove_dir_all(&path);
+        path
+    }
+
+    fn swap() -> Step {
+        Step::Swap { path: "/dev/nbd0".into(), priority: 100 }
+    }
+
+    #[test]
+    fn what_is_intended_is_there_after_a_crash_and_gone_once_struck_out() {
+        let directory = directory("crash");
+        let mut journal = Journal::open(&directory).expect("a journal");
+        journal.intend(Step::Module { name: "nbd".into() }).expect("written");
+        journal.intend(swap()).expect("written");
+        drop(journal);
+        let mut journal = Journal::open(&directory).expect("again");
+        assert_eq!(journal.state().phase, Phase::TurningOn);
+        assert_eq!(journal.state().swaps().collect::<Vec<_>>(), [Path::new("/dev/nbd0")]);
+        journal.strike().expect("written");
+        journal.strike().expect("written");
+        assert_eq!(read(&directory).expect("readable").expect("there").steps, []);
+        journal.remove().expect("removed");
+        assert!(!directory.exists());
+    }
+
+    #[test]
+    fn two_cannot_have_it_at_once() {
+        let directory = directory("lock");
+        let journal = Journal::open(&directory).expect("a journal");
+        let Err(Failure::Failed(error)) = Journal::open(&directory) else { panic!("both have it") };
+        assert!(error.contains("another weir on"), "{error}");
+        journal.remove().expect("removed");
+    }
+
+    #[test]
+    fn a_file_of_another_schema_is_named_and_left_alone() {
+        let directory = directory("schema");
+        fs::create_dir_all(&directory).expect("made");
+        for text in ["{", "{\"schema\":9,\"version\":\"9\",\"phase\":\"on\",\"steps\":[]}"] {
+            fs::write(directory.join(FILE), text).expect("written");
+            let Err(Failure::Failed(error)) = Journal::open(&directory) else { panic!("{text}") };
+            assert!(error.contains("state.json"), "{error}");
+            assert_eq!(fs::read_to_string(directory.join(FILE)).expect("there"), text);
+        }
+        fs::remove_dir_all(&directory).expect("removed");
+    }
+}
