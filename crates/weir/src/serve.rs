@@ -58,8 +58,11 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
     let signal = loop {
         let signal = told.next();
         if signal == Some(SIGUSR1) {
-            if link.is_some() {
-                break signal;
+            if let Some(link) = &link {
+                // Like a crash, for which everything is prepared: a good end would take the devices away.
+                log(Level::Info, format_args!("making way for another daemon"));
+                link.replacing().map_err(Failure::failed)?;
+                std::process::exit(0);
             }
             log(Level::Warning, format_args!("no keeper holds the pages, so this daemon cannot be replaced"));
             continue;
@@ -72,7 +75,7 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
     };
     if let Some(link) = &link {
         // Where the keeper is gone already, nobody starts another daemon anyway.
-        let _ = if signal == Some(SIGUSR1) { link.replacing() } else { link.ending() };
+        let _ = link.ending();
     }
     log(Level::Info, format_args!("stopping on signal {}", signal.unwrap_or_default()));
     drop(control);

@@ -136,12 +136,13 @@ fn last_line(directory: &Path) -> Option<String> {
 /// # Errors
 /// When it does not end in time. It is not killed: that is for somebody who has looked.
 pub fn stop(directory: &Path, unit: Option<&str>, process: Option<Process>) -> Result<(), Failure> {
+    // The unit refuses to be stopped by hand, and would while the device is in use: it ends with its process.
+    if let Some(process) = process.or_else(|| unit.and_then(main_process)).or_else(|| keeper_of(directory)) {
+        end(process)?;
+    }
     if let Some(unit) = unit {
-        systemctl(&["stop", unit])?;
         // A unit that has failed is listed until it is reset.
         let _ = systemctl(&["reset-failed", unit]);
-    } else if let Some(process) = process.or_else(|| keeper_of(directory)) {
-        end(process)?;
     }
     // What killed processes did not remove themselves.
     for file in
@@ -157,6 +158,13 @@ pub fn stop(directory: &Path, unit: Option<&str>, process: Option<Process>) -> R
     // The directory of a further part; the first one's still holds the state.
     let _ = fs::remove_dir(directory);
     Ok(())
+}
+
+/// The process that a unit runs.
+fn main_process(unit: &str) -> Option<Process> {
+    let output =
+        Command::new("systemctl").args(["show", "--property=MainPID", "--value", unit]).output().ok()?;
+    identify(String::from_utf8_lossy(&output.stdout).trim().parse().ok()?).ok()
 }
 
 /// The keeper of the daemon that answers there, if one does: `weir on` may have died before it wrote its number down.
