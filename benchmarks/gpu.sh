@@ -1,29 +1,120 @@
 #!/bin/bash
-# Every figure about VRAM in one call, on a machine with an NVIDIA GPU:
+# Every figure about VRAM, on a machine with an NVIDIA GPU:
 #
-#     benchmarks/gpu.sh [OUT]
+#     benchmarks/gpu.sh [OUT [STEP...]]
 #
-# writes OUT/store.json (and .html), OUT/calibrate.json, and prints the tables. Needs a built `weir` (WEIR says where;
-# target/release/weir otherwise), libvulkan1, and for the competing job a python3 with PyTorch.
-# The full scale of the coherence row (10^8 pages) is COHERENCE_SECONDS=15.
+# writes JSON and HTML into OUT (benchmarks/results) and prints the tables. Needs a built `weir` (WEIR says where;
+# target/release/weir otherwise) and libvulkan1; fio for the block steps; for the competing job a python3 with PyTorch.
+# A step that lacks what it needs says "SKIP step: why". Minutes on one H200:
+#
+#     calibrate     0.2  what each way costs, and what is chosen for which batch
+#     ways          1    deep and large loads by each way by itself: what calibration should have found
+#     rows          3    every row of the contract, RUNS (3) times
+#     give_back     1.5  threads x pages of giving back, compared
+#     coherence     0.7  10^8 pages written one way and read another
+#     memory        0.3  the daemon's memory, and the card's power: idle, mapped only, with CUDA, with the kernel
+#     keeper        1    SIGKILL of the daemon under load, to the first page served
+#     block         3    NBD over VRAM, beside nbdkit
+#     competing     0.7  a matrix product's speed alone and beside Weir
+#
+# `quick` stands for all but rows, block and competing. Each call prints how long each step took.
 set -u
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/results}
+shift
+steps=${*:-calibrate ways rows give_back coherence memory keeper block competing}
+steps=${steps/quick/calibrate ways give_back coherence memory keeper}
 weir=${WEIR:-target/release/weir}
-store=${STORE:-vram:0?size=24GiB}
+card=${CARD:-vram:0}
+store=${STORE:-$card?size=24GiB}
+runs=${RUNS:-3}
 mkdir -p "$out"
 ulimit -n "$(ulimit -Hn)"
+failed=0
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
 
-echo "== what each path costs"
-"$weir" bench store --store "$store" --calibrate --json "$out/calibrate.json"
-echo "== rows"
-"$weir" bench store --store "$store" --runs "${RUNS:-3}" --coherence-seconds "${COHERENCE_SECONDS:-2}" \
-    --json "$out/store.json" --report "$out/store.html"
-code=$?
+bench() { # NAME FLAGS... : one run of the store benchmark, with its files
+    local name=$1
+    shift
+    "$weir" bench store --json "$out/gpu-$name.json" --report "$out/gpu-$name.html" "$@" || failed=1
+}
 
-# A competing job: matrix products for some seconds, alone and beside a store under load.
-if python3 -c 'import torch; torch.cuda.init()' 2>/dev/null; then
-    echo "== a matrix product's speed, alone and beside Weir"
+calibrate() {
+    "$weir" bench store --store "$store" --calibrate --json "$out/gpu-calibrate.json" || failed=1
+}
+
+ways() {
+    for way in mapped engine ring auto; do
+        echo "-- path=$way"
+        "$weir" bench store --store "$card?size=8GiB&path=$way" --runs 1 --only deep --only large \
+            --json "$out/gpu-way-$way.json"
+    done
+}
+
+rows() {
+    bench store --store "$store" --runs "$runs" --coherence-seconds 1
+}
+
+give_back() {
+    local efforts=()
+    for effort in ${EFFORTS:-1x32 1x64 2x16 2x32 2x64 3x16 3x32 3x64 4x8 4x16 4x32 6x16}; do
+        efforts+=(--give-back "$effort")
+    done
+    bench give-back --store "$store" --runs 1 --only give_back "${efforts[@]}"
+}
+
+coherence() {
+    bench coherence --store "$card?size=8GiB" --runs 1 --only coherence \
+        --coherence-seconds "${COHERENCE_SECONDS:-6}"
+}
+
+watts() {
+    nvidia-smi --query-gpu=power.draw --format=csv,noheader,nounits -i 0 2>/dev/null | head -n 1
+}
+
+# A daemon over $1; its resident memory once it serves, and the card's power after two seconds.
+daemon_memory() {
+    local name=$1 url=$2
+    "$weir" serve --store "$url" --nbd "unix:$scratch/nbd" --control "$scratch/control" --log warn &
+    local pid=$! i
+    for ((i = 0; i < 200; i++)); do
+        [ -S "$scratch/nbd" ] && break
+        sleep 0.1
+    done
+    sleep 2
+    awk -v name="$name" -v watts="$(watts)" '
+        /^VmRSS|^RssAnon|^RssFile|^VmLck/ { seen = seen " " $1 $2 / 1024 "MiB" }
+        END { print name ":" seen " power:" watts "W" }' "/proc/$pid/status" | tee -a "$out/gpu-memory.txt"
+    kill "$pid"
+    wait "$pid" 2>/dev/null
+}
+
+memory() {
+    : > "$out/gpu-memory.txt"
+    echo "nothing open: power:$(watts)W" | tee -a "$out/gpu-memory.txt"
+    daemon_memory "mapped only" "$card?size=8GiB&path=mapped"
+    daemon_memory "with CUDA" "$card?size=8GiB&ring=off"
+    daemon_memory "with CUDA and the ring" "$card?size=8GiB"
+    bench power --store "$card?size=8GiB" --runs 1 --only power
+}
+
+keeper() {
+    "$weir" bench restart --help > /dev/null 2>&1 || { echo "SKIP keeper: this weir has no bench restart"; return; }
+    "$weir" bench restart --store "$card?size=10GiB" --bytes 8GiB --kills 5 --json "$out/gpu-keeper.json" || failed=1
+}
+
+block() {
+    command -v fio > /dev/null || { echo "SKIP block: no fio"; return; }
+    "$weir" bench block --store "$card?size=9GiB" --size 8GiB --seconds "${SECONDS_EACH:-2}" --runs 1 \
+        --json "$out/gpu-block-vram.json" || failed=1
+    "$weir" bench block --store "$card?size=9GiB" --size 8GiB --seconds "${SECONDS_EACH:-2}" --runs 1 --spin-us 100 \
+        --only qd1 --only sporadic --json "$out/gpu-block-vram-spin.json" || failed=1
+}
+
+# Matrix products for some seconds, alone and beside a store under load.
+competing() {
+    python3 -c 'import torch; torch.cuda.init()' 2>/dev/null || { echo "SKIP competing: no PyTorch"; return; }
     job() {
         python3 - <<'PY'
 import time
@@ -44,12 +135,19 @@ PY
     }
     echo "alone: $(job)"
     for ring in off auto; do
-        "$weir" bench store --store "vram:0?size=8GiB&ring=$ring" --hold 14 2> "$out/hold-$ring.txt" &
-        pid=$!
+        "$weir" bench store --store "$card?size=8GiB&ring=$ring" --hold 14 2> "$scratch/hold-$ring" &
+        local pid=$!
         sleep 3
         echo "beside 100 k pages/s, ring=$ring: $(job)"
         wait "$pid"
-        tail -n 1 "$out/hold-$ring.txt"
+        tail -n 1 "$scratch/hold-$ring"
     done
-fi
-exit "$code"
+}
+
+for step in $steps; do
+    begun=$SECONDS
+    echo "== $step"
+    "$step"
+    echo "== $step took $((SECONDS - begun)) s"
+done
+exit "$failed"

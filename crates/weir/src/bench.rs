@@ -114,6 +114,7 @@ fn store_plan(options: &BenchStoreOptions) -> store::Plan {
         runs: options.runs.max(1),
         threads: options.threads.unwrap_or(processors).max(1),
         depth: options.depth.max(1),
+        efforts: options.give_back.clone(),
         coherence_seconds: options.coherence_seconds,
         short: options.short,
         only: options.only.clone(),

@@ -6,6 +6,7 @@ use crate::on::{OffOptions, OnOptions, RestartOptions};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
 use std::str::FromStr;
+use weir_bench::store::Effort;
 use weir_core::ByteSize;
 use weir_store::StoreUrl;
 
@@ -352,6 +353,10 @@ pub struct BenchStoreOptions {
     /// Only rows whose id begins like this; may be repeated.
     #[arg(long, value_name = "ID")]
     pub only: Vec<String>,
+
+    /// How memory is given back, as drain threads and pages that each reads at once; may be repeated, to compare.
+    #[arg(long, value_name = "THREADSxPAGES", default_value = "3x32")]
+    pub give_back: Vec<Effort>,
 
     /// Seconds for each pair of paths of the coherence rows.
     #[arg(long, value_name = "N", default_value_t = 2)]

@@ -1,12 +1,15 @@
-//! The control: one copy-engine call a request and a stream a thread, as nbd-vram does it (source 0), on device memory
-//! of its own beside the store's.
+//! The controls: one copy-engine call a request and a stream a thread, as nbd-vram does it (source 0), on device memory
+//! of its own beside the store's; and the mapped copy with nothing around it.
 
 use super::BenchError;
+use super::content::stamp;
 use super::load::Kind;
 use std::path::Path;
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
+use weir_core::{PAGE_SIZE, Page};
 use weir_store::vram::engine::{CallError, Context, DeviceMemory, OwnStream, Pinned, Which};
+use weir_store::vram::{Bare, Gpu};
 
 /// Device memory and the context it is of.
 pub struct CopyEngine {
@@ -91,6 +94,36 @@ impl Copier<'_> {
         }
         self.stream.synchronize()?;
         Ok(since.elapsed())
+    }
+}
+
+/// The mapped copy by itself, at random places of as many pages as the store's rows use.
+pub struct BareCopy {
+    bare: Bare,
+    random: super::content::Random,
+    page: Box<Page>,
+}
+
+impl BareCopy {
+    /// Over `pages` pages of a card; `None` where nothing is mapped.
+    pub fn open(gpu: &Arc<Gpu>, pages: u32) -> Option<Self> {
+        let page = Box::new(Page([0x5a; PAGE_SIZE]));
+        Some(BareCopy { bare: Bare::open(gpu, pages)?, random: super::content::Random::new(5), page })
+    }
+
+    /// One copy, timed as a store's operation is.
+    pub fn once(&mut self, kind: Kind) -> Duration {
+        let at = self.random.below(self.bare.pages());
+        if kind == Kind::Write {
+            stamp(&mut self.page, at, 1);
+        }
+        let _ = Instant::now();
+        let since = Instant::now();
+        match kind {
+            Kind::Read => self.bare.load(at, &mut self.page),
+            Kind::Write => self.bare.store(at, &self.page),
+        }
+        since.elapsed()
     }
 }
 

@@ -6,17 +6,43 @@ use super::content::{is_stamped, stamp};
 use super::load::{Kind, Part, together};
 use crate::report::percentile;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, PageBytes, Slot};
 use weir_store::{Done, Fault, Lane, Progress, Store};
 
-/// Pages read out in one batch: a copy of 256 KiB, behind which nobody waits for long.
+/// Pages read out in one batch while the pages are written.
 const BATCH: u32 = 64;
 /// Threads that use the rest.
 const USERS: usize = 4;
 /// Pages that they use.
 const USED: u32 = 1 << 18;
+
+/// How hard memory is given back: what one drain thread reads at once is what the others' pages wait behind.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Effort {
+    /// Threads that read chunks out.
+    pub threads: usize,
+    /// Pages that each reads at once.
+    pub batch: u32,
+}
+
+impl std::str::FromStr for Effort {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || format!("{text:?} is not THREADSxPAGES, such as 3x32");
+        let (threads, batch) = text.split_once('x').ok_or_else(wrong)?;
+        let (threads, batch) = (threads.parse().map_err(|_| wrong())?, batch.parse().map_err(|_| wrong())?);
+        if threads == 0 || batch == 0 { Err(wrong()) } else { Ok(Effort { threads, batch }) }
+    }
+}
+
+impl std::fmt::Display for Effort {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}x{}", self.threads, self.batch)
+    }
+}
 
 /// What giving back cost.
 #[derive(Clone, Copy, Debug)]
@@ -27,13 +53,15 @@ pub struct Outcome {
     pub quiet_p99: f64,
     /// The same meanwhile.
     pub busy_p99: f64,
+    /// What releasing an emptied chunk took, mean, in milliseconds.
+    pub release_ms: f64,
 }
 
-/// Gives `chunks` chunks back, with `drainers` threads, and takes them again.
+/// Gives `chunks` chunks back and takes them again.
 ///
 /// # Errors
 /// A fault, or a page that is not what was written.
-pub fn measure(store: &Arc<dyn Store>, chunks: u32, drainers: usize) -> Result<Outcome, BenchError> {
+pub fn measure(store: &Arc<dyn Store>, chunks: u32, effort: Effort) -> Result<Outcome, BenchError> {
     let first = USED.div_ceil(store.chunk_slots());
     let slots = store.chunk_slots();
     // What is given back holds pages that are checked on their way out.
@@ -49,6 +77,7 @@ pub fn measure(store: &Arc<dyn Store>, chunks: u32, drainers: usize) -> Result<O
         .collect::<Result<Vec<_>, BenchError>>()?;
     together(&mut users, |lane, part| part.fill(lane).map(|()| 0))?;
     let (stop, next) = (AtomicBool::new(false), AtomicU32::new(first));
+    let releasing = AtomicU64::new(0);
     let mut phase = |giving: bool| -> Result<(f64, f64), BenchError> {
         stop.store(false, Ordering::Relaxed);
         std::thread::scope(|scope| {
@@ -68,8 +97,13 @@ pub fn measure(store: &Arc<dyn Store>, chunks: u32, drainers: usize) -> Result<O
                 .collect();
             let since = Instant::now();
             let gave = if giving {
-                let drains: Vec<_> = (0..drainers)
-                    .map(|_| scope.spawn(|| drain(store.as_ref(), &next, first + chunks)))
+                let drains: Vec<_> = (0..effort.threads)
+                    .map(|_| {
+                        let (next, releasing) = (&next, &releasing);
+                        scope.spawn(move || {
+                            drain(store.as_ref(), next, first + chunks, effort.batch, releasing)
+                        })
+                    })
                     .collect();
                 drains.into_iter().try_for_each(|it| it.join().unwrap_or(Err(BenchError::Panic)))
             } else {
@@ -92,13 +126,20 @@ pub fn measure(store: &Arc<dyn Store>, chunks: u32, drainers: usize) -> Result<O
         store.take(chunk).map_err(BenchError::Fault)?;
     }
     let bytes = f64::from(chunks) * f64::from(slots) * PAGE_SIZE as f64;
-    Ok(Outcome { rate: bytes / took, quiet_p99, busy_p99 })
+    let release_ms = releasing.into_inner() as f64 / 1e6 / f64::from(chunks);
+    Ok(Outcome { rate: bytes / took, quiet_p99, busy_p99, release_ms })
 }
 
 /// Reads chunk after chunk out to host memory, checks it, and releases it.
-fn drain(store: &dyn Store, next: &AtomicU32, end: u32) -> Result<(), BenchError> {
+fn drain(
+    store: &dyn Store,
+    next: &AtomicU32,
+    end: u32,
+    batch: u32,
+    releasing: &AtomicU64,
+) -> Result<(), BenchError> {
     let slots = store.chunk_slots();
-    let mut lane = store.lane(2 * BATCH as usize)?;
+    let mut lane = store.lane(2 * batch as usize)?;
     // Prefaulted: where the pages go is taken before there is need.
     let mut host = vec![1u8; slots as usize * PAGE_SIZE];
     loop {
@@ -109,9 +150,9 @@ fn drain(store: &dyn Store, next: &AtomicU32, end: u32) -> Result<(), BenchError
         let base = chunk * slots;
         let (mut queued, mut landed, mut wrong) = (0, 0, None);
         while landed < slots {
-            while queued < slots && queued - landed < BATCH {
-                if queued % BATCH == 0 {
-                    lane.plan(BATCH as usize, 0);
+            while queued < slots && queued - landed < batch {
+                if queued % batch == 0 {
+                    lane.plan(batch as usize, 0);
                 }
                 let at = queued as usize * PAGE_SIZE;
                 let page: &mut PageBytes =
@@ -148,7 +189,9 @@ fn drain(store: &dyn Store, next: &AtomicU32, end: u32) -> Result<(), BenchError
                 return Err(BenchError::Mismatch { number, generation: 1 });
             }
         }
+        let since = Instant::now();
         store.release(chunk).map_err(BenchError::Fault)?;
+        releasing.fetch_add(since.elapsed().as_nanos() as u64, Ordering::Relaxed);
     }
 }
 

@@ -10,13 +10,14 @@ mod give_back;
 mod load;
 mod scenarios;
 
+pub use give_back::Effort;
 pub use load::Kind;
 
 use crate::report::{Report, Row};
 use std::time::Instant;
 use weir_store::vram::VramStore;
 use weir_store::vram::engine::CallError;
-use weir_store::vram::table::{Direction, Path};
+use weir_store::vram::table::{Batch, Direction, Path, Table};
 use weir_store::{Fault, OpenError, StoreUrl};
 
 /// What to run.
@@ -30,6 +31,8 @@ pub struct Plan {
     pub threads: usize,
     /// Operations in flight on each of them.
     pub depth: usize,
+    /// How hard memory is given back; several to find out which serves best.
+    pub efforts: Vec<Effort>,
     /// Seconds for each pair of paths of the coherence row.
     pub coherence_seconds: u64,
     /// Shorter measurements, for tests of the benchmark itself.
@@ -118,6 +121,27 @@ pub fn calibrate(url: &StoreUrl) -> Result<Report, BenchError> {
                 report.rows.extend(figures.map(|(metric, value)| Row::lower(id.clone(), metric, value)));
             }
         }
+        report.rows.extend(choices(gpu.table()));
     }
     Ok(report)
+}
+
+/// What is chosen by these costs: a row for each direction, number of pages, threads at work, and kind of neighbourhood, with
+/// the way as its metric and what it is reckoned to take a thread as its value. With the kernel there, and with it away.
+fn choices(table: &Table) -> Vec<Row> {
+    let mut rows = Vec::new();
+    for (direction, name) in [(Direction::Read, "read"), (Direction::Write, "write")] {
+        for (neighbours, kind) in [(false, "random"), (true, "runs")] {
+            for (pages, busy) in [(1, 1), (16, 1), (64, 1), (1, 16), (64, 4), (64, 16), (256, 8)] {
+                for (ring, there) in [(true, ""), (false, "_no_ring")] {
+                    let batch = Batch { pages, neighbours, busy, ring };
+                    let Some(path) = table.choose(direction, batch) else { continue };
+                    let cost = table.get(path, direction).map_or(f64::NAN, |cost| cost.of(batch));
+                    let id = format!("{name}_{kind}_{pages}x{busy}{there}");
+                    rows.push(Row::lower(id, path.name(), cost));
+                }
+            }
+        }
+    }
+    rows
 }

@@ -4,7 +4,7 @@ use super::gpu::Gpu;
 use super::lane::GpuLane;
 use super::table::{Cost, Direction, Path, Table};
 use crate::{Done, Fault, Lane, Progress};
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 use weir_core::{Page, Slot};
 
@@ -16,8 +16,12 @@ const BATCH: usize = 32;
 const RUN: usize = 256;
 /// Time for one figure.
 const FIGURE: Duration = Duration::from_millis(5);
-/// Threads that share the window when its limit is measured; four fill an H200's.
-const SHARERS: usize = 4;
+/// Threads that share a way when its limit is measured: an H200's window is full with three, its link with eight.
+const SHARERS: usize = 8;
+/// Pages that each of them keeps in flight.
+const DEPTH: usize = 64;
+/// Pages that it starts at once.
+const START: usize = 16;
 
 /// Measures every path that `gpu` has.
 ///
@@ -48,10 +52,9 @@ pub fn measure(gpu: &Arc<Gpu>) -> Result<Table, Fault> {
                 }
             };
             let shared = match path {
-                Path::Mapped => shared(gpu, path, direction, 1, slots)?,
                 // The driver makes one copy at a time, whoever asks.
                 Path::Engine => each,
-                Path::Ring => shared(gpu, path, direction, BATCH, slots)?.min(each),
+                Path::Mapped | Path::Ring => shared(gpu, path, direction, slots)?.min(each),
             };
             let neighbour_shared = shared.min(neighbour);
             table.set(path, direction, Cost { first, each, neighbour, shared, neighbour_shared });
@@ -79,20 +82,6 @@ fn timed(
     slots: u32,
     time: Duration,
 ) -> Result<f64, Fault> {
-    let mut took = times(lane, direction, batch, stride, slots, time)?;
-    took.sort_by(f64::total_cmp);
-    Ok(took[took.len() / 2] / batch as f64)
-}
-
-/// Nanoseconds of each batch.
-fn times(
-    lane: &mut GpuLane,
-    direction: Direction,
-    batch: usize,
-    stride: u32,
-    slots: u32,
-    time: Duration,
-) -> Result<Vec<f64>, Fault> {
     let mut page = Page::zeroed();
     let mut took = Vec::with_capacity(1 << 16);
     let (since, mut slot) = (Instant::now(), 0u32);
@@ -121,17 +110,18 @@ fn times(
         result?;
         took.push(begun.elapsed().as_nanos() as f64);
     }
-    Ok(took)
+    took.sort_by(f64::total_cmp);
+    Ok(took[took.len() / 2] / batch as f64)
 }
 
-/// Nanoseconds between pages while several threads go one way. The mean and not the median: a window that is
-/// full takes most stores at once and then holds one up.
-fn shared(gpu: &Arc<Gpu>, path: Path, direction: Direction, batch: usize, slots: u32) -> Result<f64, Fault> {
+/// Nanoseconds between pages while several threads go one way, each with as much in flight as a busy lane has. The mean and
+/// not the median: a window that is full takes most stores at once and then holds one up.
+fn shared(gpu: &Arc<Gpu>, path: Path, direction: Direction, slots: u32) -> Result<f64, Fault> {
     let threads = SHARERS.min(std::thread::available_parallelism().map_or(1, std::num::NonZero::get));
     let mut lanes = (0..threads)
         .map(|_| match path {
             Path::Mapped => gpu.bare_lane().ok_or(Fault::Full),
-            Path::Engine | Path::Ring => gpu.lane(batch).map_err(|_| Fault::Io(libc::ENOMEM)),
+            Path::Engine | Path::Ring => gpu.lane(DEPTH).map_err(|_| Fault::Io(libc::ENOMEM)),
         })
         .collect::<Result<Vec<_>, Fault>>()?;
     // The new lanes are served from the next entry on.
@@ -139,14 +129,17 @@ fn shared(gpu: &Arc<Gpu>, path: Path, direction: Direction, batch: usize, slots:
     if path == Path::Ring && !gpu.enter_ring() {
         return Err(Fault::Timeout);
     }
-    let each = std::thread::scope(|scope| {
+    let start = Barrier::new(threads);
+    let rate: f64 = std::thread::scope(|scope| {
         let runs: Vec<_> = lanes
             .iter_mut()
-            .map(|lane| {
+            .enumerate()
+            .map(|(at, lane)| {
+                let (start, first) = (&start, (at * slots as usize / threads) as u32);
                 scope.spawn(move || {
                     lane.force(path, direction);
-                    let took = times(lane, direction, batch, STRIDE, slots, 2 * FIGURE)?;
-                    Ok(took.iter().sum::<f64>() / (took.len() * batch) as f64)
+                    start.wait();
+                    flood(lane, direction, first, slots)
                 })
             })
             .collect();
@@ -154,5 +147,42 @@ fn shared(gpu: &Arc<Gpu>, path: Path, direction: Direction, batch: usize, slots:
             .map(|run| run.join().unwrap_or(Err(Fault::Io(libc::EIO))))
             .sum::<Result<f64, Fault>>()
     })?;
-    Ok(each / (threads * threads) as f64)
+    Ok(1.0 / rate.max(1e-9))
+}
+
+/// Pages a nanosecond of one thread that always has some in flight.
+fn flood(lane: &mut GpuLane, direction: Direction, first: u32, slots: u32) -> Result<f64, Fault> {
+    let mut page = Page::zeroed();
+    let (mut slot, mut waiting, mut moved, mut result) = (first, 0usize, 0u64, Ok(()));
+    let since = Instant::now();
+    loop {
+        let on = since.elapsed() < 2 * FIGURE;
+        if on && waiting + START <= DEPTH {
+            for _ in 0..START {
+                slot = (slot + STRIDE) % slots;
+                let progress = match direction {
+                    Direction::Write => lane.write(0, Slot(slot), &page),
+                    Direction::Read => lane.read(0, Slot(slot), &mut page),
+                };
+                match progress {
+                    Progress::Done(done) => {
+                        result = result.and(done);
+                        moved += 1;
+                    }
+                    Progress::Queued => waiting += 1,
+                    Progress::Full => return Err(Fault::Full),
+                }
+            }
+            lane.submit();
+        }
+        lane.poll(&mut |done: Done<'_>| {
+            waiting -= 1;
+            moved += 1;
+            result = result.and(done.result);
+        });
+        result?;
+        if !on && waiting == 0 {
+            return Ok(moved as f64 / since.elapsed().as_nanos() as f64);
+        }
+    }
 }

@@ -10,10 +10,11 @@ use super::engine::{Context, DeviceMemory};
 use super::mapped::{Allocation, Device};
 use super::table::Path;
 use super::{Trouble, membarrier};
+use std::io;
 use std::os::fd::OwnedFd;
-use std::ptr;
+use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering, compiler_fence};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, Slot};
 
@@ -101,22 +102,41 @@ impl Memory {
 /// Every chunk of a store.
 #[derive(Debug)]
 pub struct Chunks {
-    /// log2 of the slots in a chunk.
-    shift: u32,
-    cells: Box<[Cell]>,
-    pins: Box<[Pin]>,
+    hot: Arc<Hot>,
+    /// What each chunk's place leads to.
+    memory: Box<[Mutex<Option<Memory>>]>,
 }
 
-#[derive(Debug, Default)]
-struct Cell {
+/// All that operations look at, in one piece of memory. After a pause every page of memory that is touched costs a walk of the
+/// page tables, which is more than the line in it: so this is one huge page where the kernel grants one.
+#[derive(Debug)]
+pub struct Hot {
+    memory: weir_core::Memory,
+    /// log2 of the slots in a chunk.
+    shift: u32,
+    chunks: u32,
+}
+
+/// What concerns every chunk.
+#[repr(C, align(128))]
+#[derive(Debug)]
+pub struct Gate {
+    /// The card is gone.
+    pub lost: AtomicBool,
+    /// The resident kernel is on the card. To be believed for a choice of path only: the ring has its own protocol.
+    pub resident: AtomicBool,
+}
+
+/// Where a chunk is; null and 0 where it is not.
+#[derive(Debug)]
+struct Place {
     host: AtomicPtr<u8>,
     device: AtomicU64,
-    memory: Mutex<Option<Memory>>,
 }
 
 /// What one lane uses.
-#[repr(align(128))]
-#[derive(Debug, Default)]
+#[repr(C, align(128))]
+#[derive(Debug)]
 pub struct Pin {
     /// A lane has it.
     open: AtomicBool,
@@ -129,73 +149,108 @@ pub struct Pin {
     pages: [AtomicU64; 3],
     /// Those of the mapped path that were written.
     stored: AtomicU64,
+    /// Those of the other paths that were written.
+    sent: AtomicU64,
+    /// What it writes are neighbours.
+    runs: AtomicBool,
 }
 
-impl Chunks {
-    /// `count` chunks of `slots` slots each, a power of two, none of which has memory yet.
-    pub fn new(count: usize, slots: u32) -> Self {
-        Chunks {
-            shift: slots.ilog2(),
-            cells: (0..count).map(|_| Cell::default()).collect(),
-            pins: (0..LANES_MAX).map(|_| Pin::default()).collect(),
+impl Hot {
+    /// Bytes of a huge page; there is room for sixty thousand chunks beside the pins.
+    const BYTES: usize = 2 << 20;
+
+    fn new(chunks: usize, slots: u32) -> io::Result<Arc<Self>> {
+        let used = size_of::<Gate>() + size_of::<Pin>() * LANES_MAX + size_of::<Place>() * chunks;
+        let memory = weir_core::Memory::anonymous(used.max(Self::BYTES))?;
+        Ok(Arc::new(Hot { memory, shift: slots.ilog2(), chunks: chunks as u32 }))
+    }
+
+    /// What concerns every chunk.
+    #[inline]
+    pub fn gate(&self) -> &Gate {
+        // SAFETY: the memory begins with the gate; all of it is atomics, for which zeros are right, and it is aligned to a
+        // page and lives as long as `self`.
+        unsafe { &*self.memory.as_ptr().cast::<Gate>() }
+    }
+
+    #[inline]
+    fn pins(&self) -> &[Pin] {
+        // SAFETY: as above; the pins follow the gate, whose size is a multiple of their alignment.
+        unsafe {
+            std::slice::from_raw_parts(self.memory.as_ptr().add(size_of::<Gate>()).cast::<Pin>(), LANES_MAX)
         }
     }
 
-    /// How many chunks there are, with memory or without.
-    pub fn count(&self) -> usize {
-        self.cells.len()
-    }
-
-    /// Chunks that have memory.
-    pub fn held(&self) -> usize {
-        self.cells
-            .iter()
-            .filter(|cell| cell.memory.lock().unwrap_or_else(PoisonError::into_inner).is_some())
-            .count()
-    }
-
-    /// Pages that all lanes ever moved, by path.
-    pub fn pages(&self) -> [u64; 3] {
-        [0, 1, 2].map(|path| self.pins.iter().map(|pin| pin.pages[path].load(Ordering::Relaxed)).sum())
-    }
-
-    /// Pages that all lanes ever wrote through the window.
-    pub fn stored(&self) -> u64 {
-        self.pins.iter().map(|pin| pin.stored.load(Ordering::Relaxed)).sum()
-    }
-
-    /// Lanes that moved pages since the last call with the same `seen`.
-    pub fn busy(&self, seen: &mut [u64]) -> usize {
-        let moved = |(pin, seen): (&Pin, &mut u64)| {
-            let pages = pin.pages.iter().map(|pages| pages.load(Ordering::Relaxed)).sum();
-            std::mem::replace(seen, pages) != pages
-        };
-        self.pins.iter().zip(seen).map(moved).filter(|&moved| moved).count()
-    }
-
-    /// A free pin, or `None` when [`LANES_MAX`] lanes are open.
-    pub fn open_pin(&self) -> Option<usize> {
-        self.pins.iter().position(|pin| !pin.open.swap(true, Ordering::AcqRel))
+    #[inline]
+    fn places(&self) -> &[Place] {
+        let offset = size_of::<Gate>() + size_of::<Pin>() * LANES_MAX;
+        // SAFETY: as above; the places follow the pins.
+        unsafe {
+            std::slice::from_raw_parts(self.memory.as_ptr().add(offset).cast::<Place>(), self.chunks as usize)
+        }
     }
 
     /// The pin at `index`.
+    #[inline]
     pub fn pin(&self, index: usize) -> &Pin {
-        &self.pins[index]
+        &self.pins()[index]
     }
 
-    fn split(&self, slot: Slot) -> (usize, usize) {
-        ((slot.0 >> self.shift) as usize, (slot.0 as usize & ((1 << self.shift) - 1)) * PAGE_SIZE)
+    /// What the lane with the pin at `index` needs of all this, in one line.
+    pub fn site(self: &Arc<Self>, index: usize) -> Site {
+        let places = NonNull::from(self.places()).cast();
+        let (gate, pin) = (NonNull::from(self.gate()), NonNull::from(self.pin(index)));
+        Site { gate, pin, places, chunks: self.chunks, shift: self.shift, _hot: Arc::clone(self) }
+    }
+}
+
+/// One lane's view of [`Hot`]: addresses, so that nothing lies between it and what it leads to.
+#[derive(Debug)]
+pub struct Site {
+    gate: NonNull<Gate>,
+    pin: NonNull<Pin>,
+    places: NonNull<Place>,
+    chunks: u32,
+    shift: u32,
+    /// Keeps what the addresses lead to.
+    _hot: Arc<Hot>,
+}
+
+// SAFETY: everything behind the addresses is atomics, and `_hot` keeps it.
+unsafe impl Send for Site {}
+
+impl Site {
+    /// What concerns every chunk.
+    #[inline]
+    pub fn gate(&self) -> &Gate {
+        // SAFETY: `_hot` keeps it.
+        unsafe { self.gate.as_ref() }
+    }
+
+    /// This lane's pin.
+    #[inline]
+    pub fn pin(&self) -> &Pin {
+        // SAFETY: `_hot` keeps it.
+        unsafe { self.pin.as_ref() }
+    }
+
+    #[inline]
+    fn place(&self, slot: Slot) -> Option<(usize, &Place, usize)> {
+        let (chunk, within) = (slot.0 >> self.shift, slot.0 as usize & ((1 << self.shift) - 1));
+        // SAFETY: `_hot` keeps them, `chunks` of them.
+        (chunk < self.chunks).then(|| unsafe {
+            (chunk as usize, self.places.add(chunk as usize).as_ref(), within * PAGE_SIZE)
+        })
     }
 
     /// Calls `use_it` with the slot's address in the mapping, which stays valid until it returns. `None`: the
     /// chunk has no mapped memory.
     #[inline]
-    pub fn with_host<T>(&self, pin: &Pin, slot: Slot, use_it: impl FnOnce(*mut u8) -> T) -> Option<T> {
-        let (chunk, offset) = self.split(slot);
-        let cell = self.cells.get(chunk)?;
+    pub fn with_host<T>(&self, slot: Slot, use_it: impl FnOnce(*mut u8) -> T) -> Option<T> {
+        let (pin, (chunk, place, offset)) = (self.pin(), self.place(slot)?);
         pin.touching.store(chunk as u32 + 1, Ordering::Relaxed);
         compiler_fence(Ordering::SeqCst);
-        let host = cell.host.load(Ordering::Acquire);
+        let host = place.host.load(Ordering::Acquire);
         // SAFETY: the chunk is at least `offset` and a page long.
         let result = (!host.is_null()).then(|| use_it(unsafe { host.add(offset) }));
         pin.touching.store(0, Ordering::Release);
@@ -206,13 +261,12 @@ impl Chunks {
     /// The slot's address on the card, valid until the operation is counted as finished. `None`: the chunk has no
     /// memory, and nothing was counted.
     #[inline]
-    pub fn begin(&self, pin: &Pin, way: Way, slot: Slot) -> Option<u64> {
-        let (chunk, offset) = self.split(slot);
-        let cell = self.cells.get(chunk)?;
+    pub fn begin(&self, way: Way, slot: Slot) -> Option<u64> {
+        let (pin, (_, place, offset)) = (self.pin(), self.place(slot)?);
         let (queued, way) = (pin.queued[way as usize].load(Ordering::Relaxed), way as usize);
         pin.queued[way].store(queued + 1, Ordering::Relaxed);
         compiler_fence(Ordering::SeqCst);
-        let device = cell.device.load(Ordering::Acquire);
+        let device = place.device.load(Ordering::Acquire);
         if device == 0 {
             pin.queued[way].store(queued, Ordering::Relaxed);
             return None;
@@ -222,23 +276,111 @@ impl Chunks {
 
     /// Takes back what [`begin`](Self::begin) counted: the operation goes another way.
     #[inline]
-    pub fn cancel(&self, pin: &Pin, way: Way) {
-        let queued = &pin.queued[way as usize];
+    pub fn cancel(&self, way: Way) {
+        let queued = &self.pin().queued[way as usize];
         queued.store(queued.load(Ordering::Relaxed) - 1, Ordering::Release);
+    }
+}
+
+impl Chunks {
+    /// `count` chunks of `slots` slots each, a power of two, none of which has memory yet.
+    ///
+    /// # Errors
+    /// When there is no host memory for what describes them.
+    pub fn new(count: usize, slots: u32) -> io::Result<Self> {
+        let memory = (0..count).map(|_| Mutex::new(None)).collect();
+        Ok(Chunks { hot: Hot::new(count, slots)?, memory })
+    }
+
+    /// What operations look at.
+    pub fn hot(&self) -> &Arc<Hot> {
+        &self.hot
+    }
+
+    /// How many chunks there are, with memory or without.
+    pub fn count(&self) -> usize {
+        self.memory.len()
+    }
+
+    fn held_memory(&self, chunk: usize) -> MutexGuard<'_, Option<Memory>> {
+        self.memory[chunk].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Chunks that have memory.
+    pub fn held(&self) -> usize {
+        (0..self.count()).filter(|&chunk| self.has(chunk)).count()
+    }
+
+    fn sum(&self, counter: impl Fn(&Pin) -> &AtomicU64) -> u64 {
+        self.hot.pins().iter().map(|pin| counter(pin).load(Ordering::Relaxed)).sum()
+    }
+
+    /// Pages that all lanes ever moved, by path.
+    pub fn pages(&self) -> [u64; 3] {
+        [0, 1, 2].map(|path| self.sum(|pin| &pin.pages[path]))
+    }
+
+    /// Pages that all lanes ever wrote through the window, and by the other ways.
+    pub fn written(&self) -> [u64; 2] {
+        [self.sum(|pin| &pin.stored), self.sum(|pin| &pin.sent)]
+    }
+
+    /// Lanes that moved pages since the last call with the same `seen`, and how many of them write neighbours.
+    pub fn busy(&self, seen: &mut [u64]) -> (usize, usize) {
+        let (mut busy, mut runs) = (0, 0);
+        for (pin, seen) in self.hot.pins().iter().zip(seen) {
+            let pages = pin.pages.iter().map(|pages| pages.load(Ordering::Relaxed)).sum();
+            if std::mem::replace(seen, pages) != pages {
+                busy += 1;
+                runs += usize::from(pin.runs.load(Ordering::Relaxed));
+            }
+        }
+        (busy, runs)
+    }
+
+    /// A free pin, or `None` when [`LANES_MAX`] lanes are open.
+    pub fn open_pin(&self) -> Option<usize> {
+        self.hot.pins().iter().position(|pin| !pin.open.swap(true, Ordering::AcqRel))
+    }
+
+    /// The pin at `index`.
+    pub fn pin(&self, index: usize) -> &Pin {
+        self.hot.pin(index)
+    }
+
+    /// Where a chunk's mapped memory begins, until [`unhold`](Self::unhold); meanwhile the chunk cannot be taken away.
+    pub fn hold(&self, pin: &Pin, chunk: usize) -> Option<NonNull<u8>> {
+        let place = self.hot.places().get(chunk)?;
+        pin.touching.store(chunk as u32 + 1, Ordering::Relaxed);
+        membarrier::all_threads();
+        let host = NonNull::new(place.host.load(Ordering::Acquire));
+        if host.is_none() {
+            self.unhold(pin);
+        }
+        host
+    }
+
+    /// Lets go of what [`hold`](Self::hold) gave.
+    pub fn unhold(&self, pin: &Pin) {
+        pin.touching.store(0, Ordering::Release);
+    }
+
+    fn show(&self, chunk: usize, host: *mut u8, device: u64) {
+        let place = &self.hot.places()[chunk];
+        place.host.store(host, Ordering::Release);
+        place.device.store(device, Ordering::Release);
     }
 
     /// Gives a chunk memory. It may be used as soon as this returns.
     pub fn install(&self, chunk: usize, memory: Memory) {
-        let cell = &self.cells[chunk];
-        let mut held = cell.memory.lock().unwrap_or_else(PoisonError::into_inner);
-        cell.host.store(memory.host(), Ordering::Release);
-        cell.device.store(memory.device(), Ordering::Release);
+        let mut held = self.held_memory(chunk);
+        self.show(chunk, memory.host(), memory.device());
         *held = Some(memory);
     }
 
     /// Whether the chunk has memory.
     pub fn has(&self, chunk: usize) -> bool {
-        self.cells[chunk].memory.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+        self.held_memory(chunk).is_some()
     }
 
     /// Takes a chunk's memory away, once no lane uses it; still holding what was in it. `Ok(None)`: it had none.
@@ -246,22 +388,19 @@ impl Chunks {
     /// # Errors
     /// A lane did not finish what it has in flight. The chunk is as it was.
     pub fn withdraw(&self, chunk: usize) -> Result<Option<Memory>, Trouble> {
-        let cell = &self.cells[chunk];
-        let mut held = cell.memory.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut held = self.held_memory(chunk);
         let Some(memory) = held.as_ref() else { return Ok(None) };
-        cell.host.store(ptr::null_mut(), Ordering::Release);
-        cell.device.store(0, Ordering::Release);
+        self.show(chunk, ptr::null_mut(), 0);
         membarrier::all_threads();
         let since = Instant::now();
         let in_use = |pin: &&Pin| pin.touching.load(Ordering::Acquire) == chunk as u32 + 1;
-        for pin in &self.pins {
+        for pin in self.hot.pins() {
             let queued = [0, 1].map(|way| pin.queued[way].load(Ordering::Acquire));
             let busy =
                 || in_use(&pin) || (0..2).any(|way| pin.finished[way].load(Ordering::Acquire) < queued[way]);
             while pin.open.load(Ordering::Acquire) && busy() {
                 if since.elapsed() > QUIESCE_LIMIT {
-                    cell.host.store(memory.host(), Ordering::Release);
-                    cell.device.store(memory.device(), Ordering::Release);
+                    self.show(chunk, memory.host(), memory.device());
                     return Err(Trouble::LaneBusy);
                 }
                 std::thread::yield_now();
@@ -275,8 +414,7 @@ impl Chunks {
     /// # Errors
     /// What the driver answered.
     pub fn export(&self, chunk: usize) -> Result<Option<OwnedFd>, Trouble> {
-        let held = self.cells[chunk].memory.lock().unwrap_or_else(PoisonError::into_inner);
-        held.as_ref().map(Memory::export).transpose()
+        self.held_memory(chunk).as_ref().map(Memory::export).transpose()
     }
 }
 
@@ -307,6 +445,18 @@ impl Pin {
     #[inline]
     pub fn count_stored(&self) {
         self.stored.store(self.stored.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+    }
+
+    /// Counts a write by another way.
+    #[inline]
+    pub fn count_sent(&self) {
+        self.sent.store(self.sent.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+    }
+
+    /// Says whether this lane writes neighbours.
+    #[inline]
+    pub fn note_runs(&self, runs: bool) {
+        self.runs.store(runs, Ordering::Relaxed);
     }
 
     /// The lane is closed: nothing of it is in flight any more.

@@ -1,7 +1,8 @@
 //! One card as a store: its chunks, its three paths, its state, and the thread that watches over it.
 
 use super::Drivers;
-use super::chunks::{Chunks, LANES_MAX, Memory, Source};
+use super::chunks::{Chunks, Hot, LANES_MAX, Memory, Source};
+use super::contest::Contest;
 use super::engine::{BatchLane, Context, Which};
 use super::headroom::Headroom;
 use super::lane::GpuLane;
@@ -10,7 +11,7 @@ use super::mapped::copy::Copies;
 use super::nvml::Nvml;
 use super::options::{PathMode, RingMode, Target, VramUrl};
 use super::ring::{self, Paused, Policy, Ring, Seen, Step, Tuning};
-use super::table::{Path, Table};
+use super::table::{Batch, Direction, Path, Table};
 use super::{Trouble, calibrate};
 use crate::{Fault, OpenError, State};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -34,7 +35,11 @@ const TICK_IDLE: Duration = Duration::from_millis(20);
 const ASK_EVERY: Duration = Duration::from_millis(250);
 
 /// Lanes at work from which on the window is full of writes: two or three fill an H200's.
-const CROWD: usize = 3;
+pub(super) const CROWD: usize = 3;
+/// Pages a second from which on it is worth finding out by which way a crowd's writes go fastest.
+const THRONG: f64 = 1e6;
+/// Pages of a batch as such a crowd has them.
+const BATCH_OF_CROWD: usize = 64;
 /// The largest chunk.
 const CHUNK_MAX: u64 = 4 << 30;
 /// Bytes by which importing is tried.
@@ -62,6 +67,8 @@ pub struct Gpu {
     state: AtomicU8,
     /// Lanes that moved pages when the watcher last looked.
     busy: AtomicUsize,
+    /// The way that a crowd's writes take, by what is written: single pages or runs. 0: by cost; else a path and 1.
+    crowd: [AtomicU8; 2],
     entered: AtomicU64,
     left: AtomicU64,
     stopping: AtomicBool,
@@ -100,8 +107,10 @@ impl Gpu {
         let count = bytes.div_ceil(size) as usize;
         let used = || nvml.as_ref().and_then(Nvml::memory).map(|memory| memory.used);
         let used_before = used();
-        let ring = ring(options, &source, display).map_err(|error| fail(format!("ring: {error}")))?;
-        let chunks = Chunks::new(count, (size / PAGE_SIZE as u64) as u32);
+        let chunks = Chunks::new(count, (size / PAGE_SIZE as u64) as u32)
+            .map_err(|error| OpenError::io(&url, "cannot take memory for its map", error))?;
+        let ring =
+            ring(options, &source, display, chunks.hot()).map_err(|error| fail(format!("ring: {error}")))?;
         let mut taken = 0;
         for chunk in 0..count {
             match source.take(size) {
@@ -147,6 +156,7 @@ impl Gpu {
             nvml,
             state: AtomicU8::new(ONLINE),
             busy: AtomicUsize::new(0),
+            crowd: [const { AtomicU8::new(0) }; 2],
             entered: AtomicU64::new(0),
             left: AtomicU64::new(0),
             stopping: AtomicBool::new(false),
@@ -270,13 +280,20 @@ impl Gpu {
     }
 
     /// Whether CUDA said so. The watcher carries it over into the state, which is all that an operation looks at.
-    fn cuda_is_lost(&self) -> bool {
+    pub(super) fn cuda_is_lost(&self) -> bool {
         self.source.cuda.as_ref().is_some_and(|cuda| cuda.is_lost())
     }
 
-    pub(super) fn is_lost(&self) -> bool {
-        self.state.load(Ordering::Relaxed) == LOST
-            || self.source.cuda.as_ref().is_some_and(|cuda| cuda.is_lost())
+    /// Says so to every lane.
+    pub(super) fn lose(&self) {
+        self.state.store(LOST, Ordering::Relaxed);
+        self.chunks.hot().gate().lost.store(true, Ordering::Relaxed);
+    }
+
+    /// The way that was found for writes of several lanes at once, in batches.
+    pub(super) fn crowd_path(&self, runs: bool) -> Option<Path> {
+        let path = self.crowd[usize::from(runs)].load(Ordering::Relaxed).checked_sub(1)?;
+        [Path::Mapped, Path::Engine, Path::Ring].into_iter().find(|&it| it as u8 == path)
     }
 
     /// A lane that knows the mapping only.
@@ -340,7 +357,7 @@ impl Gpu {
 
     fn note(&self, trouble: Trouble) -> Fault {
         if trouble.is_lost() {
-            self.state.store(LOST, Ordering::Relaxed);
+            self.lose();
         }
         trouble.fault()
     }
@@ -455,7 +472,11 @@ fn find(options: &VramUrl, libcuda: &FilePath) -> Result<(Source, Option<[u8; 16
         Ok(gpu) => Which::Uuid(gpu.card.uuid),
         Err(_) => Which::Index(index),
     };
-    let cuda = Context::open(libcuda, which);
+    // Who wants the window alone wants none of CUDA's memory.
+    let cuda = match (&gpu, options.path) {
+        (Ok(_), PathMode::Mapped) => Err("not wanted with path=mapped".to_owned()),
+        _ => Context::open(libcuda, which),
+    };
     let uuid = match (&gpu, &cuda) {
         (Ok(gpu), _) => Some(gpu.card.uuid),
         (_, Ok(cuda)) => Some(cuda.uuid),
@@ -516,7 +537,12 @@ fn size(options: &VramUrl, source: &Source, nvml: Option<&Nvml>, spare: u64) -> 
 }
 
 /// The resident kernel's rings, where the card and the options allow it.
-fn ring(options: &VramUrl, source: &Source, display: bool) -> Result<Option<Arc<Ring>>, Trouble> {
+fn ring(
+    options: &VramUrl,
+    source: &Source,
+    display: bool,
+    hot: &Arc<Hot>,
+) -> Result<Option<Arc<Ring>>, Trouble> {
     let (Some(gpu), Some(cuda)) = (&source.gpu, &source.cuda) else { return Ok(None) };
     let wanted = match options.ring {
         RingMode::Off => false,
@@ -535,7 +561,17 @@ fn ring(options: &VramUrl, source: &Source, display: bool) -> Result<Option<Arc<
         tuning.blocks = options.blocks;
     }
     tuning.blocks = tuning.blocks.min(cuda.multiprocessors * 8);
-    Ok(Some(Arc::new(Ring::new(cuda, mapped, device, tuning)?)))
+    Ok(Some(Arc::new(Ring::new(cuda, mapped, device, tuning, hot)?)))
+}
+
+/// Lets a crowd's writes go the way that has moved the most pages.
+fn contend(gpu: &Gpu, contests: &mut [Contest; 2], elapsed: Duration, pages: u64, busy: usize, runs: bool) {
+    let ring = gpu.ring_is_resident();
+    let batch = Batch { pages: BATCH_OF_CROWD, neighbours: runs, busy, ring };
+    let contenders = gpu.table().contenders(Direction::Write, batch);
+    let path = contests[usize::from(runs)].step(elapsed, pages, &contenders);
+    gpu.crowd[usize::from(runs)].store(path.map_or(0, |path| path as u8 + 1), Ordering::Relaxed);
+    contests[usize::from(!runs)].pause();
 }
 
 /// The watching thread: lets the kernel in and out, counts who is at work, minds the head-room.
@@ -543,24 +579,33 @@ fn watch(gpu: &Gpu, mut policy: Policy) {
     let (mut looked, mut asked) = (Instant::now(), Instant::now());
     let total = || gpu.chunks.pages().iter().sum::<u64>();
     let (mut pages, mut others) = (total(), gpu.ask());
-    let mut stored = gpu.chunks.stored();
+    let mut written = gpu.chunks.written();
+    let mut contests = [Contest::default(), Contest::default()];
     let mut seen_by_lane = vec![0u64; LANES_MAX];
     while !gpu.stopping.load(Ordering::Acquire) {
         let idle = gpu.busy.load(Ordering::Relaxed) == 0 && !gpu.ring_is_resident();
         std::thread::park_timeout(if idle { TICK_IDLE } else { TICK_BUSY });
         if gpu.cuda_is_lost() {
-            gpu.state.store(LOST, Ordering::Relaxed);
+            gpu.lose();
         }
         let elapsed = looked.elapsed();
         looked = Instant::now();
         let moved = total().wrapping_sub(pages);
         pages = pages.wrapping_add(moved);
-        let through = gpu.chunks.stored().wrapping_sub(stored);
-        stored = stored.wrapping_add(through);
+        let before = std::mem::replace(&mut written, gpu.chunks.written());
+        let through = written[0].wrapping_sub(before[0]);
+        let sent = written[1].wrapping_sub(before[1]);
         // The window takes writes faster than the ring until it is full, so those alone ask for no kernel.
         let crowded = gpu.busy.load(Ordering::Relaxed) >= CROWD;
         let asking = if crowded { moved } else { moved.saturating_sub(through) };
-        gpu.busy.store(gpu.chunks.busy(&mut seen_by_lane), Ordering::Relaxed);
+        let (busy, runs) = gpu.chunks.busy(&mut seen_by_lane);
+        gpu.busy.store(busy, Ordering::Relaxed);
+        let rate = moved as f64 / elapsed.as_secs_f64().max(1e-6);
+        if busy >= CROWD && rate >= THRONG && through + sent > 0 {
+            contend(gpu, &mut contests, elapsed, moved, busy, 2 * runs > busy);
+        } else {
+            contests.iter_mut().for_each(Contest::pause);
+        }
         if asked.elapsed() >= ASK_EVERY {
             others = gpu.ask();
             asked = Instant::now();

@@ -1,8 +1,9 @@
 //! One thread's way to the card: the mapping at once, the engine and the ring by completion.
 
-use super::chunks::Way;
+use super::chunks::{Site, Way};
 use super::engine::BatchLane;
-use super::gpu::Gpu;
+use super::gpu::{CROWD, Gpu};
+use super::mapped::copy::Copies;
 use super::options::PathMode;
 use super::ring::{Admission, RingLane};
 use super::table::{Batch, Direction, Path};
@@ -12,57 +13,85 @@ use weir_core::{PageBytes, Slot};
 
 /// From so many slots in a row on, the next batch is taken to go on like that.
 const NEIGHBOURS: u32 = 15;
+/// Pages, those in flight included, from which on a batch goes the way of the crowd.
+const DEEP: usize = 8;
 
 /// A lane to one card. Operations that are in flight together have no order; one that was handed over is seen
 /// by every later one of every lane.
 pub struct GpuLane {
+    near: Near,
     // The lanes before the card: their memory is the card's.
     engine: Option<BatchLane>,
     ring: Option<RingLane>,
     gpu: Arc<Gpu>,
-    pin: usize,
-    reads: Path,
-    writes: Path,
-    /// What the choice was made for: reads and writes announced, and whether the kernel was there.
-    planned: [usize; 2],
-    resident: bool,
+}
+
+/// What an operation through the window needs, and no more, in two lines: after a pause each further one is a miss.
+#[repr(align(128))]
+struct Near {
+    site: Site,
+    copies: Copies,
+    slots: u32,
     /// The slot that would be the neighbour of the last, and how many neighbours came in a row.
     next: u32,
     neighbours: u32,
+    /// Operations queued and not yet handed over.
+    flying: u32,
+    /// What the choice was made for: reads and writes announced, and whether the kernel was there.
+    planned: [u32; 2],
+    resident: bool,
+    reads: Path,
+    writes: Path,
+    has_ring: bool,
     /// The path is set for measuring and stays.
     forced: bool,
 }
 
 impl GpuLane {
     pub(super) fn new(gpu: &Arc<Gpu>, pin: usize, engine: Option<BatchLane>, ring: Option<RingLane>) -> Self {
-        let mut lane = GpuLane {
-            engine,
-            ring,
-            gpu: Arc::clone(gpu),
-            pin,
-            reads: Path::Mapped,
-            writes: Path::Mapped,
-            planned: [1, 1],
-            resident: false,
+        let near = Near {
+            site: gpu.chunks().hot().site(pin),
+            copies: *gpu.copies(),
+            slots: gpu.slots(),
             next: 0,
             neighbours: 0,
+            flying: 0,
+            planned: [1, 1],
+            resident: false,
+            reads: Path::Mapped,
+            writes: Path::Mapped,
+            has_ring: ring.is_some(),
             forced: false,
         };
-        lane.plan(1, 1);
+        let mut lane = GpuLane { near, engine, ring, gpu: Arc::clone(gpu) };
+        lane.decide(1, 1);
         lane
     }
 
     /// Makes every operation of a direction go one way, for measuring it.
     pub fn force(&mut self, path: Path, direction: Direction) {
-        self.forced = true;
+        self.near.forced = true;
         match direction {
-            Direction::Read => self.reads = path,
-            Direction::Write => self.writes = path,
+            Direction::Read => self.near.reads = path,
+            Direction::Write => self.near.writes = path,
         }
     }
 
+    /// Chooses for a batch.
+    #[inline(never)]
+    fn decide(&mut self, reads: u32, writes: u32) {
+        self.near.resident = self.near.has_ring && self.gpu.ring_is_resident();
+        if self.near.forced {
+            return;
+        }
+        self.near.planned = [reads, writes];
+        self.near.reads = self.choose(Direction::Read, reads as usize);
+        self.near.writes = self.choose(Direction::Write, writes as usize);
+        self.near.site.pin().note_runs(self.near.neighbours >= NEIGHBOURS && writes > 0);
+    }
+
     fn choose(&self, direction: Direction, pages: usize) -> Path {
-        let resident = self.resident;
+        let resident = self.near.resident;
         let fixed = match self.gpu.path() {
             PathMode::Auto => None,
             PathMode::Mapped => Some(Path::Mapped),
@@ -72,16 +101,19 @@ impl GpuLane {
         };
         let fixed = fixed.filter(|&path| self.gpu.has(path));
         let batch = Batch {
-            pages: pages + self.in_flight(),
-            neighbours: self.neighbours >= NEIGHBOURS,
+            pages: pages + self.near.flying as usize,
+            neighbours: self.near.neighbours >= NEIGHBOURS,
             busy: self.gpu.busy_lanes(),
             ring: resident,
         };
-        fixed.or_else(|| self.gpu.table().choose(direction, batch)).unwrap_or(if self.gpu.has(Path::Mapped) {
-            Path::Mapped
-        } else {
-            Path::Engine
-        })
+        // What a crowd's writes do best was tried, which is more than the costs know.
+        let is_crowd = direction == Direction::Write && batch.busy >= CROWD && batch.pages >= DEEP;
+        let tried = || self.gpu.crowd_path(batch.neighbours).filter(|_| is_crowd);
+        let tried = || tried().filter(|&path| path != Path::Ring || resident);
+        fixed
+            .or_else(tried)
+            .or_else(|| self.gpu.table().choose(direction, batch))
+            .unwrap_or(if self.gpu.has(Path::Mapped) { Path::Mapped } else { Path::Engine })
     }
 
     /// The way to take when the ring is away or full: the lane has room for its depth, whatever the ring has.
@@ -94,20 +126,25 @@ impl GpuLane {
     }
 
     /// Whether an operation may begin. Chooses anew when the kernel came or went since the last plan.
+    #[inline]
     fn admit(&mut self, slot: Slot) -> Result<(), Fault> {
-        self.neighbours = if slot.0 == self.next { self.neighbours.saturating_add(1) } else { 0 };
-        self.next = slot.0.wrapping_add(1);
-        if self.ring.is_some() && self.gpu.ring_is_resident() != self.resident {
-            self.plan(self.planned[0], self.planned[1]);
+        let near = &mut self.near;
+        near.neighbours = if slot.0 == near.next { near.neighbours.saturating_add(1) } else { 0 };
+        near.next = slot.0.wrapping_add(1);
+        let gate = near.site.gate();
+        if gate.lost.load(std::sync::atomic::Ordering::Relaxed) {
+            return Err(Fault::Lost);
         }
-        match () {
-            () if slot.0 >= self.gpu.slots() => Err(Fault::Io(libc::EINVAL)),
-            () if self.gpu.is_lost() => Err(Fault::Lost),
-            () => Ok(()),
+        let resident = gate.resident.load(std::sync::atomic::Ordering::Relaxed);
+        let in_range = slot.0 < near.slots;
+        if near.has_ring && resident != near.resident {
+            let [reads, writes] = near.planned;
+            self.decide(reads, writes);
         }
+        if in_range { Ok(()) } else { Err(Fault::Io(libc::EINVAL)) }
     }
 
-    /// Queues by engine or ring what `queue` describes; `None`: the ring is away, take another way.
+    /// Queues by engine or ring what `by_engine` and `by_ring` describe; `None`: the ring is away, take another way.
     fn later(
         &mut self,
         path: Path,
@@ -115,15 +152,20 @@ impl GpuLane {
         by_engine: impl FnOnce(&mut BatchLane, u64),
         by_ring: impl FnOnce(&mut RingLane, u64),
     ) -> Option<Progress> {
+        if self.gpu.cuda_is_lost() {
+            self.gpu.lose();
+            return Some(Progress::Done(Err(Fault::Lost)));
+        }
         let way = if path == Path::Ring { Way::Ring } else { Way::Engine };
-        let (gpu, pin) = (&self.gpu, self.gpu.chunks().pin(self.pin));
-        let Some(address) = gpu.chunks().begin(pin, way, slot) else {
+        let site = &self.near.site;
+        let Some(address) = site.begin(way, slot) else {
             return Some(Progress::Done(Err(Fault::Lost)));
         };
         match (path, &mut self.engine, &mut self.ring) {
             (Path::Ring, _, Some(ring)) => match ring.admits() {
                 Admission::Yes => {
                     by_ring(ring, address);
+                    self.near.flying += 1;
                     return Some(Progress::Queued);
                 }
                 Admission::Full | Admission::Away => {}
@@ -131,32 +173,94 @@ impl GpuLane {
             (Path::Engine, Some(engine), _) => {
                 if engine.has_room() {
                     by_engine(engine, address);
+                    self.near.flying += 1;
                     return Some(Progress::Queued);
                 }
-                gpu.chunks().cancel(pin, way);
+                site.cancel(way);
                 return Some(Progress::Full);
             }
             _ => {}
         }
-        gpu.chunks().cancel(pin, way);
+        site.cancel(way);
         None
+    }
+
+    #[inline(never)]
+    fn write_later(&mut self, ticket: Ticket, slot: Slot, page: &PageBytes, path: Path) -> Progress {
+        let queued = self.later(
+            path,
+            slot,
+            |engine, address| engine.write(ticket, address, page),
+            |ring, address| ring.write(ticket, address, page),
+        );
+        match queued {
+            Some(Progress::Queued) => {
+                self.near.site.pin().count_sent();
+                Progress::Queued
+            }
+            Some(progress) => progress,
+            None => match self.otherwise() {
+                Path::Mapped => self.store(slot, page),
+                other if other == path => Progress::Done(Err(Fault::Unsupported)),
+                other => self.write_later(ticket, slot, page, other),
+            },
+        }
+    }
+
+    #[inline(never)]
+    fn read_later(&mut self, ticket: Ticket, slot: Slot, page: &mut PageBytes, path: Path) -> Progress {
+        let queued = self.later(
+            path,
+            slot,
+            |engine, address| engine.read(ticket, address),
+            |ring, address| ring.read(ticket, address),
+        );
+        match queued {
+            Some(progress) => progress,
+            None => match self.otherwise() {
+                Path::Mapped => self.load(slot, page),
+                other if other == path => Progress::Done(Err(Fault::Unsupported)),
+                other => self.read_later(ticket, slot, page, other),
+            },
+        }
+    }
+
+    /// Writes through the window.
+    #[inline]
+    fn store(&self, slot: Slot, page: &PageBytes) -> Progress {
+        let near = &self.near;
+        // SAFETY: the address is a page of a chunk that stays while it is touched, aligned to a page; nobody
+        // else writes this slot, by the contract of slots, and what races is bytes of another's memory.
+        let copy = |host| unsafe { near.copies.to_device(page.as_ptr(), host) };
+        let stored = near.site.with_host(slot, copy);
+        near.site.pin().count_stored();
+        Progress::Done(stored.ok_or(Fault::Lost))
+    }
+
+    /// Reads through the window.
+    #[inline]
+    fn load(&self, slot: Slot, page: &mut PageBytes) -> Progress {
+        let near = &self.near;
+        let to = page.as_mut_ptr();
+        // SAFETY: as in `store`; `to` is a page of the caller's.
+        let copy = |host: *mut u8| unsafe { near.copies.from_device(host, to) };
+        Progress::Done(near.site.with_host(slot, copy).ok_or(Fault::Lost))
     }
 }
 
 impl Lane for GpuLane {
+    #[inline]
     fn plan(&mut self, reads: usize, writes: usize) {
-        let resident = self.ring.is_some() && self.gpu.ring_is_resident();
-        let alone = self.in_flight() == 0 && self.neighbours < NEIGHBOURS;
+        let near = &self.near;
         // A page now and then is planned as the one before: after a pause every cache line of the choice is cold,
         // and they cost more than the page.
-        let as_before = alone && self.planned == [reads, writes] && self.resident == resident;
-        self.resident = resident;
-        if self.forced || (as_before && reads + writes <= 1) {
-            return;
+        let alone = near.flying == 0 && near.neighbours < NEIGHBOURS && reads + writes <= 1;
+        let gate = near.site.gate();
+        let resident = near.has_ring && gate.resident.load(std::sync::atomic::Ordering::Relaxed);
+        let planned = [reads as u32, writes as u32];
+        if !(alone && near.planned == planned && near.resident == resident) {
+            self.decide(planned[0], planned[1]);
         }
-        self.planned = [reads, writes];
-        self.reads = self.choose(Direction::Read, reads);
-        self.writes = self.choose(Direction::Write, writes);
     }
 
     fn heeds_plan(&self) -> bool {
@@ -167,31 +271,9 @@ impl Lane for GpuLane {
         if let Err(fault) = self.admit(slot) {
             return Progress::Done(Err(fault));
         }
-        let mut path = self.writes;
-        loop {
-            if path == Path::Mapped {
-                let copies = self.gpu.copies();
-                let pin = self.gpu.chunks().pin(self.pin);
-                // SAFETY: the address is a page of a chunk that stays while it is touched, aligned to a page; nobody
-                // else writes this slot, by the contract of slots, and what races is bytes of another's memory.
-                let stored = self
-                    .gpu
-                    .chunks()
-                    .with_host(pin, slot, |host| unsafe { copies.to_device(page.as_ptr(), host) });
-                pin.count_stored();
-                return Progress::Done(stored.ok_or(Fault::Lost));
-            }
-            let queued = self.later(
-                path,
-                slot,
-                |engine, address| engine.write(ticket, address, page),
-                |ring, address| ring.write(ticket, address, page),
-            );
-            match queued {
-                Some(progress) => return progress,
-                None if path == self.otherwise() => return Progress::Done(Err(Fault::Unsupported)),
-                None => path = self.otherwise(),
-            }
+        match self.near.writes {
+            Path::Mapped => self.store(slot, page),
+            path => self.write_later(ticket, slot, page, path),
         }
     }
 
@@ -199,32 +281,16 @@ impl Lane for GpuLane {
         if let Err(fault) = self.admit(slot) {
             return Progress::Done(Err(fault));
         }
-        let mut path = self.reads;
-        loop {
-            if path == Path::Mapped {
-                let copies = self.gpu.copies();
-                let pin = self.gpu.chunks().pin(self.pin);
-                let to = page.as_mut_ptr();
-                // SAFETY: as in `write`; `to` is a page of the caller's.
-                let loaded =
-                    self.gpu.chunks().with_host(pin, slot, |host| unsafe { copies.from_device(host, to) });
-                return Progress::Done(loaded.ok_or(Fault::Lost));
-            }
-            let queued = self.later(
-                path,
-                slot,
-                |engine, address| engine.read(ticket, address),
-                |ring, address| ring.read(ticket, address),
-            );
-            match queued {
-                Some(progress) => return progress,
-                None if path == self.otherwise() => return Progress::Done(Err(Fault::Unsupported)),
-                None => path = self.otherwise(),
-            }
+        match self.near.reads {
+            Path::Mapped => self.load(slot, page),
+            path => self.read_later(ticket, slot, page, path),
         }
     }
 
     fn submit(&mut self) {
+        if self.near.flying == 0 {
+            return;
+        }
         if let Some(ring) = &mut self.ring {
             ring.submit();
         }
@@ -234,26 +300,37 @@ impl Lane for GpuLane {
     }
 
     fn poll(&mut self, done: &mut dyn FnMut(Done<'_>)) {
-        let pin = self.gpu.chunks().pin(self.pin);
+        if self.near.flying == 0 {
+            return;
+        }
+        let pin = self.near.site.pin();
+        let mut finished = 0;
         if let Some(ring) = &mut self.ring {
             let before = ring.in_flight();
             if before > 0 {
                 ring.poll(done);
-                pin.finish(Way::Ring, (before - ring.in_flight()) as u64);
+                let handed = before - ring.in_flight();
+                pin.finish(Way::Ring, handed as u64);
+                finished += handed;
             }
         }
         if let Some(engine) = &mut self.engine {
             let before = engine.in_flight();
             if before > 0 {
                 engine.poll(done);
-                pin.finish(Way::Engine, (before - engine.in_flight()) as u64);
+                let handed = before - engine.in_flight();
+                pin.finish(Way::Engine, handed as u64);
+                finished += handed;
             }
+        }
+        self.near.flying -= finished as u32;
+        if self.gpu.cuda_is_lost() {
+            self.gpu.lose();
         }
     }
 
     fn in_flight(&self) -> usize {
-        self.ring.as_ref().map_or(0, RingLane::in_flight)
-            + self.engine.as_ref().map_or(0, BatchLane::in_flight)
+        self.near.flying as usize
     }
 }
 
@@ -264,6 +341,6 @@ impl Drop for GpuLane {
         let paused = self.gpu.pause_ring();
         self.engine = None;
         drop(paused);
-        self.gpu.chunks().pin(self.pin).close();
+        self.near.site.pin().close();
     }
 }

@@ -14,8 +14,10 @@
 //! AMD's and Intel's cards are served by the same Vulkan code. It has run on NVIDIA's and on Mesa's software
 //! renderer; nobody has reported a run on theirs yet.
 
+mod bare;
 mod calibrate;
 mod chunks;
+mod contest;
 pub mod engine;
 mod gpu;
 mod headroom;
@@ -28,6 +30,7 @@ pub mod ring;
 mod store;
 pub mod table;
 
+pub use bare::Bare;
 pub use gpu::{Counters, Gpu};
 pub use headroom::Headroom;
 pub use lane::GpuLane;

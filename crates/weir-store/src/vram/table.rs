@@ -103,14 +103,26 @@ impl Table {
         costs.map(|cost| cost.shared.min(cost.neighbour_shared)).min_by(f64::total_cmp)
     }
 
+    /// The ways for a batch that are worth trying, the cheapest first: those that cost up to four times as much, since the
+    /// costs of a crowd are hard to measure without one.
+    pub fn contenders(&self, direction: Direction, batch: Batch) -> Vec<Path> {
+        const HOPELESS: f64 = 4.0;
+        let mut ways: Vec<(Path, f64)> = self.costs_of(direction, batch).collect();
+        ways.sort_by(|a, b| a.1.total_cmp(&b.1));
+        let best = ways.first().map_or(0.0, |way| way.1);
+        ways.into_iter().filter(|way| way.1 <= best * HOPELESS).map(|way| way.0).collect()
+    }
+
     /// The cheapest way for a batch.
     pub fn choose(&self, direction: Direction, batch: Batch) -> Option<Path> {
+        self.costs_of(direction, batch).min_by(|a, b| a.1.total_cmp(&b.1)).map(|(path, _)| path)
+    }
+
+    fn costs_of(&self, direction: Direction, batch: Batch) -> impl Iterator<Item = (Path, f64)> + '_ {
         Path::ALL
             .into_iter()
-            .filter(|&path| batch.ring || path != Path::Ring)
-            .filter_map(|path| Some((path, self.get(path, direction)?.of(batch))))
-            .min_by(|a, b| a.1.total_cmp(&b.1))
-            .map(|(path, _)| path)
+            .filter(move |&path| batch.ring || path != Path::Ring)
+            .filter_map(move |path| Some((path, self.get(path, direction)?.of(batch))))
     }
 }
 
@@ -167,6 +179,15 @@ mod tests {
             assert_eq!(h200().choose(Write, large), Some(Path::Engine), "{busy} threads");
             assert_eq!(h200().choose(Read, large), Some(Path::Engine), "{busy} threads");
         }
+    }
+
+    #[test]
+    fn what_is_hopeless_is_not_tried() {
+        let deep = random(64, 16, true);
+        assert_eq!(h200().contenders(Write, deep), [Path::Ring, Path::Mapped]);
+        assert_eq!(h200().contenders(Read, deep), [Path::Ring, Path::Mapped]);
+        assert_eq!(h200().contenders(Write, Batch { ring: false, ..deep }), [Path::Mapped]);
+        assert_eq!(h200().contenders(Write, Batch { neighbours: true, ..deep })[0], Path::Engine);
     }
 
     #[test]

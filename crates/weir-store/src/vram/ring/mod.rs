@@ -25,6 +25,7 @@ mod protocol;
 
 pub use policy::{Policy, Seen, Step};
 
+use super::chunks::Hot;
 use super::engine::{CallError, Context, DeviceMemory, Kernel, OwnStream, Pinned};
 use super::mapped::Allocation;
 use super::mapped::copy::{fence_stores, store_line};
@@ -86,6 +87,7 @@ pub struct Ring {
     seat: Mutex<Seat>,
     context: Arc<Context>,
     tuning: Tuning,
+    hot: Arc<Hot>,
 }
 
 /// One lane as the controller sees it.
@@ -124,6 +126,7 @@ impl Ring {
         memory: Allocation,
         device: DeviceMemory,
         tuning: Tuning,
+        hot: &Arc<Hot>,
     ) -> Result<Self, CallError> {
         let kernel = context.kernel(PTX, c"weir_ring")?;
         let stream = context.stream()?;
@@ -134,7 +137,14 @@ impl Ring {
             seat: Mutex::new(Seat { kernel, stream, device, memory }),
             context: Arc::clone(context),
             tuning,
+            hot: Arc::clone(hot),
         })
+    }
+
+    /// Changes the state, and then what lanes choose by.
+    fn set(&self, state: u32) {
+        self.state.store(state, Ordering::Release);
+        self.hot.gate().resident.store(state == RESIDENT, Ordering::Relaxed);
     }
 
     /// Whether the kernel is on the card.
@@ -195,7 +205,7 @@ impl Ring {
         for cell in &self.cells {
             cell.covered.store(!cell.done.load(Ordering::Relaxed).is_null(), Ordering::Relaxed);
         }
-        self.state.store(RESIDENT, Ordering::Release);
+        self.set(RESIDENT);
         Ok(())
     }
 
@@ -225,7 +235,7 @@ impl Ring {
         if self.state.load(Ordering::Relaxed) == ABSENT {
             return Ok(true);
         }
-        self.state.store(LEAVING, Ordering::Release);
+        self.set(LEAVING);
         membarrier::all_threads();
         let since = Instant::now();
         let served = |cell: &Cell| cell.adding.load(Ordering::Acquire) == 0 && cell.all_served();
@@ -234,7 +244,7 @@ impl Ring {
                 break;
             }
             if since.elapsed() > LEAVE_LIMIT {
-                self.state.store(RESIDENT, Ordering::Release);
+                self.set(RESIDENT);
                 return Ok(false);
             }
             std::thread::yield_now();
@@ -244,7 +254,7 @@ impl Ring {
         fence_stores();
         loop {
             if seat.stream.is_idle()? {
-                self.state.store(ABSENT, Ordering::Release);
+                self.set(ABSENT);
                 return Ok(true);
             }
             if since.elapsed() > SERVE_LIMIT {

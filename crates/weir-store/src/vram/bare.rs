@@ -1,0 +1,75 @@
+//! The mapped copy with nothing around it: what a lane costs is the difference.
+
+use super::gpu::Gpu;
+use super::mapped::copy::Copies;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use weir_core::{PAGE_SIZE, PageBytes};
+
+/// The first chunks, held and copied to and from directly; the control of the benchmarks. While it lives they cannot be
+/// released.
+pub struct Bare {
+    gpu: Arc<Gpu>,
+    chunks: Vec<(usize, NonNull<u8>)>,
+    /// log2 of the pages in a chunk.
+    shift: u32,
+    copies: Copies,
+}
+
+// SAFETY: the addresses are plain memory without thread affinity, which the pins keep mapped.
+unsafe impl Send for Bare {}
+
+impl Bare {
+    /// Holds chunks until they have `pages` pages, or there are no more; `None` where nothing is mapped.
+    pub fn open(gpu: &Arc<Gpu>, pages: u32) -> Option<Self> {
+        let shift = gpu.chunk_slots().ilog2();
+        let mut bare = Bare { gpu: Arc::clone(gpu), chunks: Vec::new(), shift, copies: *gpu.copies() };
+        for chunk in 0..(pages as usize >> shift).clamp(1, gpu.chunks().count()) {
+            let Some(pin) = gpu.chunks().open_pin() else { break };
+            match gpu.chunks().hold(gpu.chunks().pin(pin), chunk) {
+                Some(host) => bare.chunks.push((pin, host)),
+                None => {
+                    gpu.chunks().pin(pin).close();
+                    break;
+                }
+            }
+        }
+        (!bare.chunks.is_empty()).then_some(bare)
+    }
+
+    /// Pages that it holds.
+    pub fn pages(&self) -> u32 {
+        (self.chunks.len() as u32) << self.shift
+    }
+
+    #[inline]
+    fn at(&self, page: u32) -> *mut u8 {
+        let (_, host) = self.chunks[(page >> self.shift) as usize];
+        // SAFETY: inside the chunk, which stays while its pin says so.
+        unsafe { host.as_ptr().add((page & ((1 << self.shift) - 1)) as usize * PAGE_SIZE) }
+    }
+
+    /// Stores a page.
+    #[inline]
+    pub fn store(&mut self, at: u32, page: &PageBytes) {
+        // SAFETY: a page of the store's memory, which nobody else uses while a control is measured.
+        unsafe { self.copies.to_device(page.as_ptr(), self.at(at)) };
+    }
+
+    /// Loads a page.
+    #[inline]
+    pub fn load(&mut self, at: u32, page: &mut PageBytes) {
+        // SAFETY: as above.
+        unsafe { self.copies.from_device(self.at(at), page.as_mut_ptr()) };
+    }
+}
+
+impl Drop for Bare {
+    fn drop(&mut self) {
+        let chunks = self.gpu.chunks();
+        for &(pin, _) in &self.chunks {
+            chunks.unhold(chunks.pin(pin));
+            chunks.pin(pin).close();
+        }
+    }
+}
