@@ -3,7 +3,7 @@
 use crate::records::EXTENT_SLOTS;
 use crate::{Tier, Volume};
 use std::ops::Range;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::Ordering;
 use weir_store::{State, Store};
 
 /// Where a chunk stands.
@@ -45,26 +45,19 @@ pub struct ChunkStatus {
     pub used: u32,
 }
 
-/// The states of one store's chunks.
-#[derive(Debug)]
-pub(crate) struct Chunks {
-    size: u32,
-    states: Box<[AtomicU8]>,
+/// A chunk's word, behind the slot records, so that the next daemon knows what this one gave back.
+const HELD: u64 = 0;
+const EMPTYING: u64 = 1;
+const GIVEN_BACK: u64 = 2;
+
+/// How many chunks a store has.
+pub(crate) fn count(store: &dyn Store) -> u32 {
+    store.slots().div_ceil(store.chunk_slots().max(1))
 }
 
-const HELD: u8 = 0;
-const EMPTYING: u8 = 1;
-const GIVEN_BACK: u8 = 2;
-
-impl Chunks {
-    pub fn of(store: &dyn Store) -> Self {
-        let size = store.chunk_slots().max(1);
-        let states = (0..store.slots().div_ceil(size)).map(|_| AtomicU8::new(HELD)).collect();
-        Chunks { size, states }
-    }
-
-    pub fn state(&self, chunk: u32) -> ChunkState {
-        match self.states[chunk as usize].load(Ordering::Acquire) {
+impl Tier {
+    pub fn chunk_state(&self, chunk: u32) -> ChunkState {
+        match self.records.chunk_word(chunk).load(Ordering::Acquire) {
             HELD => ChunkState::Held,
             EMPTYING => ChunkState::Emptying,
             _ => ChunkState::GivenBack,
@@ -78,21 +71,33 @@ impl Chunks {
             ChunkState::Emptying => EMPTYING,
             ChunkState::GivenBack => GIVEN_BACK,
         };
-        let state = &self.states[chunk as usize];
-        state.compare_exchange(code(from), code(to), Ordering::AcqRel, Ordering::Acquire).is_ok()
+        let word = self.records.chunk_word(chunk);
+        word.compare_exchange(code(from), code(to), Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
-    fn count(&self) -> u32 {
-        self.states.len() as u32
+    /// Goes on where a daemon before left off: what it had given back stays given back, what it was emptying is open again.
+    pub fn adopt_chunks(&self) {
+        for chunk in 0..count(&*self.store) {
+            let Some(slots) = self.chunk(chunk) else { continue };
+            match self.chunk_state(chunk) {
+                ChunkState::Held => {}
+                ChunkState::Emptying => {
+                    self.step(chunk, ChunkState::Emptying, ChunkState::Held);
+                }
+                ChunkState::GivenBack => {
+                    self.records.close(extents(&slots));
+                    // A store that was opened anew may have taken the memory again. Where it cannot release it, that stays unused.
+                    let _ = self.store.release(chunk);
+                }
+            }
+        }
     }
-}
 
-impl Tier {
     /// A chunk's slots; `None` if there is no such chunk, or chunks do not consist of whole extents.
     pub fn chunk(&self, chunk: u32) -> Option<Range<u32>> {
         let slots = self.records.slots();
-        let first = chunk.checked_mul(self.chunks.size).filter(|&first| first < slots)?;
-        let end = first.saturating_add(self.chunks.size).min(slots);
+        let first = chunk.checked_mul(self.store.chunk_slots().max(1)).filter(|&first| first < slots)?;
+        let end = first.saturating_add(self.store.chunk_slots().max(1)).min(slots);
         (first.is_multiple_of(EXTENT_SLOTS) && (end.is_multiple_of(EXTENT_SLOTS) || end == slots))
             .then_some(first..end)
     }
@@ -101,15 +106,15 @@ impl Tier {
         let slots = self.chunk(chunk)?;
         let free = self.records.free_in(extents(&slots));
         let slots = slots.len() as u32;
-        Some(ChunkStatus { chunk, state: self.chunks.state(chunk), slots, used: slots.saturating_sub(free) })
+        Some(ChunkStatus { chunk, state: self.chunk_state(chunk), slots, used: slots.saturating_sub(free) })
     }
 
     fn chunk_statuses(&self) -> impl Iterator<Item = ChunkStatus> {
-        (0..self.chunks.count()).filter_map(|chunk| self.chunk_status(chunk))
+        (0..count(&*self.store)).filter_map(|chunk| self.chunk_status(chunk))
     }
 
     pub fn chunk_counts(&self) -> ChunkCounts {
-        let mut counts = ChunkCounts { slots: self.chunks.size, ..ChunkCounts::default() };
+        let mut counts = ChunkCounts { slots: self.store.chunk_slots(), ..ChunkCounts::default() };
         for chunk in self.chunk_statuses() {
             let count = match chunk.state {
                 ChunkState::Held if chunk.used == 0 => &mut counts.reserve,

@@ -80,7 +80,7 @@ impl Volume {
         let mut closed = 0;
         let result = chunks.iter().try_for_each(|&chunk| {
             let (tier, slots) = self.find_chunk(store, chunk)?;
-            if !tier.chunks.step(chunk, ChunkState::Held, ChunkState::Emptying) {
+            if !tier.step(chunk, ChunkState::Held, ChunkState::Emptying) {
                 return Err(GiveBackError::NotHeld { store, chunk });
             }
             closed += 1;
@@ -100,7 +100,7 @@ impl Volume {
     /// Opens a chunk again that [`begin_give_back`](Volume::begin_give_back) closed. Pages that have left it stay where they are.
     pub fn keep(&self, store: usize, chunk: u32) {
         if let Ok((tier, slots)) = self.find_chunk(store, chunk)
-            && tier.chunks.step(chunk, ChunkState::Emptying, ChunkState::Held)
+            && tier.step(chunk, ChunkState::Emptying, ChunkState::Held)
         {
             tier.records.open(extents(&slots));
         }
@@ -137,20 +137,22 @@ impl Lane {
     ) -> Result<u32, GiveBackError> {
         let volume = Arc::clone(self.volume());
         let (tier, slots) = volume.find_chunk(store, chunk)?;
-        let emptied = self.empty(tier, store, slots, pace);
+        let emptied = self.empty(tier, store, slots.clone(), pace);
         self.submit();
-        let released = emptied.and_then(|moved| {
-            tier.store.release(chunk).map_err(GiveBackError::Store)?;
-            Ok(moved)
-        });
-        match released {
-            Ok(_) => {
-                let stepped = tier.chunks.step(chunk, ChunkState::Emptying, ChunkState::GivenBack);
-                debug_assert!(stepped, "only whoever closed a chunk moves it on");
-            }
-            Err(_) => volume.keep(store, chunk),
+        if emptied.is_err() {
+            volume.keep(store, chunk);
+            return emptied;
         }
-        released
+        // Said before it is done: a daemon that is killed in between leaves a chunk that nobody uses, not one without memory
+        // that takes pages.
+        let stepped = tier.step(chunk, ChunkState::Emptying, ChunkState::GivenBack);
+        debug_assert!(stepped, "only whoever closed a chunk moves it on");
+        if let Err(fault) = tier.store.release(chunk) {
+            tier.step(chunk, ChunkState::GivenBack, ChunkState::Held);
+            tier.records.open(extents(&slots));
+            return Err(GiveBackError::Store(fault));
+        }
+        emptied
     }
 
     /// Takes memory for a chunk that was given back, and uses it again. Nothing to do for one that was not.
@@ -160,13 +162,13 @@ impl Lane {
     pub fn take(&mut self, store: usize, chunk: u32) -> Result<(), GiveBackError> {
         let volume = Arc::clone(self.volume());
         let (tier, slots) = volume.find_chunk(store, chunk)?;
-        match tier.chunks.state(chunk) {
+        match tier.chunk_state(chunk) {
             ChunkState::Held => return Ok(()),
             ChunkState::Emptying => return Err(GiveBackError::NotHeld { store, chunk }),
             ChunkState::GivenBack => {}
         }
         tier.store.take(chunk).map_err(GiveBackError::Store)?;
-        if tier.chunks.step(chunk, ChunkState::GivenBack, ChunkState::Held) {
+        if tier.step(chunk, ChunkState::GivenBack, ChunkState::Held) {
             tier.records.open(extents(&slots));
         }
         Ok(())

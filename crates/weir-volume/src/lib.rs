@@ -48,7 +48,6 @@ pub use lane::{Guard, Lane, View};
 pub use recover::{Kept, KeptFds};
 pub use status::{StoreStatus, VolumeStatus};
 
-use chunks::Chunks;
 use epoch::Epochs;
 use map::Map;
 use records::{PAGES_MAX, Records};
@@ -138,17 +137,15 @@ pub struct Volume {
     lanes: Box<[LaneSeat]>,
 }
 
-/// A store, its records and its chunks.
+/// A store and its records.
 struct Tier {
     store: Arc<dyn Store>,
     records: Records,
-    chunks: Chunks,
 }
 
 impl Tier {
     fn new(store: Arc<dyn Store>, records: Records) -> Self {
-        let chunks = Chunks::of(&*store);
-        Tier { store, records, chunks }
+        Tier { store, records }
     }
 }
 
@@ -171,7 +168,8 @@ impl Volume {
             8 * (u64::from(config.pages) + stores.iter().map(|store| u64::from(store.slots())).sum::<u64>());
         let memory = |source| CreateError::Memory { bytes, source };
         let map = Map::new(config.pages).map_err(memory)?;
-        let records: Result<Vec<_>, _> = stores.iter().map(|store| Records::new(store.slots())).collect();
+        let records: Result<Vec<_>, _> =
+            stores.iter().map(|store| Records::new(store.slots(), chunks::count(&**store))).collect();
         let tiers = stores
             .into_iter()
             .zip(records.map_err(memory)?)

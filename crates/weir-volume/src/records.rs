@@ -50,9 +50,14 @@ pub(crate) struct Records {
 pub(crate) struct Cursor(u32);
 
 impl Records {
-    /// Records for `slots` slots, all free.
-    pub fn new(slots: u32) -> std::io::Result<Self> {
-        let memory = Memory::shared("weir-records", slots as usize * 8)?;
+    /// Bytes of the records of `slots` slots, with the words of `chunks` chunks behind them.
+    pub fn bytes(slots: u32, chunks: u32) -> usize {
+        (slots as usize + chunks as usize) * 8
+    }
+
+    /// Records for `slots` slots, all free, and words for `chunks` chunks, all 0.
+    pub fn new(slots: u32, chunks: u32) -> std::io::Result<Self> {
+        let memory = Memory::shared("weir-records", Self::bytes(slots, chunks))?;
         let mut records = Self::over(memory, slots);
         records.count();
         Ok(records)
@@ -96,6 +101,14 @@ impl Records {
         // SAFETY: inside the mapping (checked above), aligned (8-byte steps from a page boundary), and
         // only ever accessed as an atomic, in this process and in the keeper that holds the memfd.
         unsafe { &*self.memory.as_ptr().cast::<AtomicU64>().add(slot.0 as usize) }
+    }
+
+    /// The word of a chunk, which lives and dies with the records.
+    pub fn chunk_word(&self, chunk: u32) -> &AtomicU64 {
+        let at = self.slots as usize + chunk as usize;
+        assert!((at + 1) * 8 <= self.memory.len(), "there is a word for each chunk");
+        // SAFETY: inside the mapping (checked above), aligned, and only ever accessed as an atomic.
+        unsafe { &*self.memory.as_ptr().cast::<AtomicU64>().add(at) }
     }
 
     pub fn slots(&self) -> u32 {
@@ -237,7 +250,7 @@ mod tests {
 
     #[test]
     fn every_slot_is_claimed_once_and_then_none() {
-        let records = Records::new(2 * EXTENT_SLOTS + 100).unwrap();
+        let records = Records::new(2 * EXTENT_SLOTS + 100, 0).unwrap();
         let mut cursors = [records.cursor(0, 2), records.cursor(1, 2)];
         let mut seen = std::collections::HashSet::new();
         for at in 0..records.slots() {
@@ -250,7 +263,7 @@ mod tests {
 
     #[test]
     fn a_slot_behind_the_cursor_of_the_same_extent_is_found() {
-        let records = Records::new(100).unwrap();
+        let records = Records::new(100, 0).unwrap();
         let mut cursor = records.cursor(0, 1);
         while records.claim(&mut cursor, PageNo(0), 1).is_some() {}
         records.retire(Slot(3), 0);
@@ -259,7 +272,7 @@ mod tests {
 
     #[test]
     fn a_retired_slot_waits_for_its_epoch() {
-        let records = Records::new(1).unwrap();
+        let records = Records::new(1, 0).unwrap();
         let mut cursor = records.cursor(0, 1);
         let slot = records.claim(&mut cursor, PageNo(5), 1).unwrap();
         records.retire(slot, 7);
@@ -270,7 +283,7 @@ mod tests {
 
     #[test]
     fn a_closed_extent_gives_no_slots_until_it_is_opened() {
-        let records = Records::new(2 * EXTENT_SLOTS).unwrap();
+        let records = Records::new(2 * EXTENT_SLOTS, 0).unwrap();
         records.close(0..1);
         assert_eq!(records.open_slots(), EXTENT_SLOTS);
         let mut cursor = records.cursor(0, 1);
@@ -284,7 +297,7 @@ mod tests {
 
     #[test]
     fn records_left_by_another_process_are_kept_or_freed_by_what_the_map_says() {
-        let records = Records::new(10).unwrap();
+        let records = Records::new(10, 0).unwrap();
         let mut cursor = records.cursor(0, 1);
         let slots: Vec<_> = (0..4).map(|page| records.claim(&mut cursor, PageNo(page), 1).unwrap()).collect();
         let kept = Occupant { page: PageNo(1), checksum: Checksum(77) };
@@ -302,7 +315,7 @@ mod tests {
     proptest! {
         #[test]
         fn a_record_says_what_it_was_given(page in 0..PAGES_MAX, checksum: u32) {
-            let records = Records::new(1).unwrap();
+            let records = Records::new(1, 0).unwrap();
             let occupant = Occupant { page: PageNo(page), checksum: Checksum(checksum) };
             records.fill_in(Slot(0), occupant);
             prop_assert_eq!(records.occupant(Slot(0)), Some(occupant));

@@ -8,7 +8,7 @@
 use crate::entry::{Entry, Place};
 use crate::map::Map;
 use crate::records::Records;
-use crate::{Config, CreateError, Tier, Volume, check};
+use crate::{Config, CreateError, Tier, Volume, check, chunks};
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use weir_core::{Memory, PageNo, Slot};
@@ -83,7 +83,7 @@ impl Volume {
             return Err(CreateError::Kept(format!("its page map is not one of {} pages", config.pages)));
         }
         for (store, memory) in stores.iter().zip(&kept.records) {
-            if memory.len() != Memory::whole(store.slots() as usize * 8) {
+            if memory.len() != Memory::whole(Records::bytes(store.slots(), chunks::count(&**store))) {
                 let what =
                     format!("its records are not those of {} with {} slots", store.name(), store.slots());
                 return Err(CreateError::Kept(what));
@@ -123,6 +123,7 @@ impl Volume {
         }
         for (tier, named) in tiers.iter_mut().zip(&named) {
             tier.records.keep_only(|slot| named.contains(slot));
+            tier.adopt_chunks();
         }
         let volume = Self::assemble(config, map, tiers);
         // The first seat speaks for what was there before: no lane has been opened yet, so it has no other writer.

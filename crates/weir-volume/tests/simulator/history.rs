@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use weir_core::{ByteSize, Memory, PAGE_SIZE, PageBytes, PageNo};
 use weir_store::{Done, Fault, Injected, Progress, Sim, SimUrl, Store};
-use weir_volume::{Config, GiveBackError, Kept, Lane, View, Volume};
+use weir_volume::{ChunkState, Config, GiveBackError, Kept, Lane, View, Volume};
 
 /// Slots of a simulated chunk: an extent of the volume's records, the least that can be given back.
 const CHUNK_SLOTS: u32 = 1024;
@@ -463,9 +463,9 @@ impl History {
             return;
         }
         self.tally.crashes += 1;
-        while let Some((store, chunk)) = self.released.pop() {
-            // A store that is opened anew has all its memory.
-            if self.dead != Some(store) {
+        for &(store, chunk) in &self.released {
+            // A store that is opened anew may have all its memory; the volume remembers what was given back.
+            if self.dead != Some(store) && self.chance.one_in(2) {
                 weir_store::Store::take(&*self.stores[store], chunk).expect("memory");
             }
         }
@@ -484,6 +484,10 @@ impl History {
             self.pages[page as usize] = Content::Lost;
         }
         self.volume = volume;
+        for &(store, chunk) in &self.released {
+            let state = self.volume.chunks(store).nth(chunk as usize).map(|chunk| chunk.state);
+            assert_eq!(state, Some(ChunkState::GivenBack), "chunk {chunk} of store {store} after a crash");
+        }
         self.seat_players();
     }
 
