@@ -22,7 +22,7 @@ pub fn take(options: &MemoryOptions) -> Result<(), Failure> {
 }
 
 fn ask(options: &MemoryOptions, take: bool, did: &str) -> Result<(), Failure> {
-    let path = options.control.clone().unwrap_or_else(control::default_path);
+    let path = options.control.clone().unwrap_or_else(control::find);
     let bytes = match options.amount {
         Amount::All => None,
         Amount::Size(size) => Some(size.0),

@@ -6,7 +6,7 @@ use crate::failure::Failure;
 
 /// Prints the daemon's answer.
 pub fn run(options: &StatusOptions) -> Result<(), Failure> {
-    let path = options.control.clone().unwrap_or_else(control::default_path);
+    let path = options.control.clone().unwrap_or_else(control::find);
     let status = control::status(&path)?;
     if options.json {
         println!("{}", serde_json::to_string_pretty(&status).map_err(Failure::failed)?);

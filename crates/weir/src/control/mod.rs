@@ -108,6 +108,13 @@ struct Refusal {
     error: String,
 }
 
+/// Where a daemon is likely to answer: the user's own, or else the system's, which `weir on` starts.
+pub fn find() -> PathBuf {
+    let own = default_path();
+    let system = PathBuf::from("/run/weir/control.sock");
+    if !own.exists() && system.exists() { system } else { own }
+}
+
 /// Where the daemon listens unless told otherwise: the user's own run-time directory, or the system's.
 pub fn default_path() -> PathBuf {
     let directory = std::env::var_os("XDG_RUNTIME_DIR").filter(|directory| !directory.is_empty());

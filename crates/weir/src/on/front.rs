@@ -1,16 +1,19 @@
 //! What makes a block device of a daemon's volume: which ways there are here, and each way's attach and detach.
 
 use super::options::FrontChoice;
-use super::service::nbd_socket;
+use super::service::{self, fuse_file, nbd_socket};
 use super::state::{Front, Journal, Step};
 use crate::address::Address;
 use crate::attach;
 use crate::cli::{AttachOptions, DetachOptions};
+use crate::control::Status;
 use crate::doctor::Machine;
-use crate::failure::Failure;
+use crate::failure::{Failure, chain};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use toml::Value;
+use weir_export::loop_device::LoopDevice;
 
 impl Front {
     /// As the command line has it.
@@ -22,27 +25,59 @@ impl Front {
         }
     }
 
-    /// The kernel module that it needs, and what is there once it is loaded.
-    fn module(self) -> (&'static str, &'static str) {
+    /// The kernel modules that it needs, each with what is there once it is loaded.
+    fn modules(self) -> &'static [(&'static str, &'static str)] {
         match self {
-            Front::Ublk => ("ublk_drv", "/dev/ublk-control"),
-            Front::Nbd => ("nbd", "/sys/module/nbd"),
-            Front::Fuse => ("loop", "/dev/loop-control"),
+            Front::Ublk => &[("ublk_drv", "/dev/ublk-control")],
+            Front::Nbd => &[("nbd", "/sys/module/nbd")],
+            Front::Fuse => &[("fuse", "/dev/fuse"), ("loop", "/dev/loop-control")],
+        }
+    }
+
+    /// The first kernel with all that it needs.
+    fn since(self) -> (u32, u32) {
+        match self {
+            // A daemon that may be replaced under its device, and the ioctls by their own numbers.
+            Front::Ublk => (6, 5),
+            Front::Nbd => (5, 6),
+            // LOOP_CONFIGURE, which sets direct I/O at once.
+            Front::Fuse => (5, 8),
+        }
+    }
+
+    /// The options of `weir serve` that make it, for a daemon in `directory`.
+    pub fn config(self, directory: &Path, connections: u16) -> Vec<(&'static str, Value)> {
+        let text = |path: PathBuf| path.display().to_string();
+        match self {
+            Front::Ublk => vec![("ublk", Value::Boolean(true))],
+            Front::Nbd => vec![
+                ("nbd", service::list([format!("unix:{}", text(nbd_socket(directory)))])),
+                ("connections", Value::Integer(i64::from(connections + SPARE_CONNECTIONS))),
+            ],
+            Front::Fuse => vec![
+                ("fuse", Value::String(text(fuse_file(directory)))),
+                ("fuse-threads", Value::Integer(connections.into())),
+            ],
         }
     }
 }
 
+/// Connections that the daemon serves beyond the kernel's: dead ones that it has not noticed yet, and somebody who looks.
+const SPARE_CONNECTIONS: u16 = 2;
+
 /// A way that was chosen.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Chosen {
     /// The way.
     pub front: Front,
-    /// The module to load first.
-    pub module: Option<&'static str>,
+    /// Modules to load first.
+    pub modules: Vec<&'static str>,
+    /// Why it is not a better one.
+    pub why: String,
 }
 
-/// The ways that this version can set up, the best first.
-const OFFERED: [Front; 1] = [Front::Nbd];
+/// The best first.
+const ALL: [Front; 3] = [Front::Ublk, Front::Nbd, Front::Fuse];
 
 /// Picks the way that was asked for, or the best that this machine has. `loadable` says whether a module can be loaded.
 ///
@@ -59,24 +94,35 @@ pub fn choose(
         FrontChoice::Nbd => Some(Front::Nbd),
         FrontChoice::Fuse => Some(Front::Fuse),
     };
+    let release = machine.text("/proc/sys/kernel/osrelease").unwrap_or_default();
     let mut lacking = Vec::new();
-    for front in OFFERED.into_iter().filter(|front| asked.is_none_or(|asked| asked == *front)) {
-        let (module, sign) = front.module();
-        if machine.has(sign) {
-            return Ok(Chosen { front, module: None });
+    for front in ALL.into_iter().filter(|front| asked.is_none_or(|asked| asked == *front)) {
+        let absent: Vec<&str> = front
+            .modules()
+            .iter()
+            .filter(|(_, sign)| !machine.has(sign))
+            .map(|(module, _)| *module)
+            .collect();
+        let (major, minor) = front.since();
+        if version(&release).is_some_and(|version| version < (major, minor)) {
+            lacking.push(format!("{} needs Linux {major}.{minor}, this is {release}", front.name()));
+        } else if let Some(module) = absent.iter().find(|module| !loadable(module)) {
+            lacking.push(format!("{} needs the kernel module {module}, which is not there", front.name()));
+        } else {
+            let why = if asked.is_some() { "as asked".to_owned() } else { lacking.join("; ") };
+            return Ok(Chosen { front, modules: absent, why });
         }
-        if loadable(module) {
-            return Ok(Chosen { front, module: Some(module) });
-        }
-        lacking.push(format!("{} needs the kernel module {module}, which is not there", front.name()));
-    }
-    if let Some(front) = asked.filter(|front| !OFFERED.contains(front)) {
-        lacking.push(format!("--front {} is not built into this weir", front.name()));
     }
     Err(Failure::Failed(format!(
-        "no block device can be made here: {}; install the kernel's modules, or boot the kernel that they belong to",
+        "no block device can be made here: {}; install the modules of the kernel that runs, or boot one that has them",
         lacking.join("; ")
     )))
+}
+
+/// `(6, 12)` of `6.12.9-amd64`.
+fn version(release: &str) -> Option<(u32, u32)> {
+    let mut numbers = release.split(['.', '-']).map(str::parse);
+    Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
 }
 
 /// Whether the kernel's own module loader knows a module.
@@ -114,17 +160,32 @@ pub fn attach(
     front: Front,
     directory: &Path,
     connections: u16,
+    status: &Status,
     journal: &mut Journal,
 ) -> Result<PathBuf, Failure> {
     match front {
+        Front::Ublk => {
+            let export = status.exports.iter().find(|export| export.kind == "ublk");
+            let path = export.map(|export| PathBuf::from(&export.address)).ok_or_else(|| {
+                Failure::Failed("the daemon does not say which ublk device it has made".to_owned())
+            })?;
+            journal.intend(Step::Device { path: path.clone(), front, file: None })?;
+            Ok(path)
+        }
         Front::Nbd => {
             let path = free_nbd_device()?;
-            journal.intend(Step::Device { path: path.clone(), front })?;
+            journal.intend(Step::Device { path: path.clone(), front, file: None })?;
             attach::connect(&nbd_options(directory, &path, connections, false))?;
             Ok(path)
         }
-        Front::Ublk | Front::Fuse => {
-            Err(Failure::Failed(format!("--front {} is not built into this weir", front.name())))
+        Front::Fuse => {
+            let file = fuse_file(directory);
+            let step = |path| Step::Device { path, front, file: Some(file.clone()) };
+            // The kernel picks the device, so until it has only the file is known.
+            journal.intend(step(PathBuf::new()))?;
+            let device = LoopDevice::attach(&file).map_err(|error| Failure::Failed(chain(&error)))?;
+            journal.amend(step(device.path().to_owned()))?;
+            Ok(device.path().to_owned())
         }
     }
 }
@@ -142,14 +203,27 @@ pub fn connections(device: &Path) -> u16 {
 }
 
 /// Lets a device go that nothing uses; one that is gone already is no error.
-pub fn detach(front: Front, path: &Path) -> Result<(), Failure> {
+pub fn detach(front: Front, path: &Path, file: Option<&Path>) -> Result<(), Failure> {
     match front {
+        // It goes with its daemon, which stays as long as the device is in use.
+        Front::Ublk => Ok(()),
         Front::Nbd if !nbd_is_attached(path) => Ok(()),
         Front::Nbd => attach::detach(&DetachOptions { device: path.to_owned() }),
-        Front::Ublk | Front::Fuse => {
-            Err(Failure::Failed(format!("--front {} is not built into this weir", front.name())))
-        }
+        Front::Fuse => loops_of(file.unwrap_or(path))
+            .into_iter()
+            .try_for_each(|device| device.detach().map_err(|error| Failure::Failed(chain(&error)))),
     }
+}
+
+/// The loop devices over a file.
+fn loops_of(file: &Path) -> Vec<LoopDevice> {
+    let names =
+        fs::read_dir("/sys/block").into_iter().flatten().filter_map(|entry| Some(entry.ok()?.file_name()));
+    names
+        .filter(|name| name.to_string_lossy().starts_with("loop"))
+        .filter_map(|name| LoopDevice::find(&Path::new("/dev").join(name)).ok())
+        .filter(|device| device.backing_file().as_deref() == Some(file))
+        .collect()
 }
 
 fn nbd_options(directory: &Path, device: &Path, connections: u16, reconnect: bool) -> AttachOptions {
@@ -189,13 +263,21 @@ mod tests {
     use crate::doctor::Fixture;
 
     #[test]
-    fn a_module_is_loaded_only_where_it_is_missing() {
-        let loaded = Fixture::new("nbd-loaded").with("/sys/module/nbd/refcnt", "0");
-        let chosen = choose(&loaded.machine(), FrontChoice::Auto, &|_| false).expect("nbd is there");
-        assert_eq!(chosen, Chosen { front: Front::Nbd, module: None });
-        let missing = Fixture::new("nbd-loadable");
-        let chosen = choose(&missing.machine(), FrontChoice::Nbd, &|_| true).expect("nbd can be loaded");
-        assert_eq!(chosen, Chosen { front: Front::Nbd, module: Some("nbd") });
+    fn the_best_that_the_machine_has_is_taken_and_only_missing_modules_are_loaded() {
+        let nbd = |name, release| {
+            Fixture::new(name).with("/proc/sys/kernel/osrelease", release).with("/sys/module/nbd/refcnt", "0")
+        };
+        let old = nbd("front-old", "6.1.0-9-amd64\n");
+        let chosen = choose(&old.machine(), FrontChoice::Auto, &|_| true).expect("nbd is there");
+        assert_eq!((chosen.front, chosen.modules.len()), (Front::Nbd, 0));
+        assert_eq!(chosen.why, "ublk needs Linux 6.5, this is 6.1.0-9-amd64");
+        let new = nbd("front-new", "6.12.1\n");
+        let chosen = choose(&new.machine(), FrontChoice::Auto, &|_| true).expect("ublk can be loaded");
+        assert_eq!((chosen.front, chosen.modules), (Front::Ublk, vec!["ublk_drv"]));
+        let chosen = choose(&new.machine(), FrontChoice::Fuse, &|module| module == "loop");
+        assert!(chosen.is_err(), "there is no fuse");
+        let chosen = choose(&new.machine(), FrontChoice::Fuse, &|_| true).expect("both can be loaded");
+        assert_eq!((chosen.front, chosen.modules), (Front::Fuse, vec!["fuse", "loop"]));
     }
 
     #[test]
@@ -204,6 +286,15 @@ mod tests {
         let Err(Failure::Failed(error)) = choose(&machine.machine(), FrontChoice::Auto, &|_| false) else {
             panic!("there is nothing to choose")
         };
-        assert!(error.contains("module nbd"), "{error}");
+        for module in ["module ublk_drv", "module nbd", "module fuse"] {
+            assert!(error.contains(module), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_release_is_read_as_far_as_it_counts() {
+        assert_eq!(version("6.12.9-amd64"), Some((6, 12)));
+        assert_eq!(version("7.2-rc1"), Some((7, 2)));
+        assert_eq!(version(""), None);
     }
 }

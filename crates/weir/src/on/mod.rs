@@ -23,6 +23,7 @@ pub use off::run as off;
 pub use options::{OffOptions, OnOptions, RestartOptions};
 pub use restart::run as restart;
 
+use crate::control::Status;
 use crate::doctor::Machine;
 use crate::failure::Failure;
 use options::StoreChoice;
@@ -37,9 +38,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use toml::{Table, Value};
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_store::{StoreUrl, VramUrl};
-
-/// Connections that the daemon serves beyond the kernel's: dead ones that it has not noticed yet, and somebody who looks.
-const SPARE_CONNECTIONS: u16 = 2;
 
 /// Turns it on.
 pub fn on(options: &OnOptions) -> Result<(), Failure> {
@@ -80,7 +78,7 @@ pub fn on(options: &OnOptions) -> Result<(), Failure> {
 
 fn turn_on(options: &OnOptions, plan: &Plan, journal: &mut Journal) -> Result<(), Failure> {
     journal.enter(Phase::TurningOn)?;
-    if let Some(module) = plan.front.module {
+    for module in &plan.front.modules {
         front::load(module, journal)?;
     }
     if !plan.masks.is_empty() {
@@ -92,9 +90,10 @@ fn turn_on(options: &OnOptions, plan: &Plan, journal: &mut Journal) -> Result<()
     let mut bytes = 0;
     for part in 0..options.parts {
         let directory = directory(&options.runtime, part);
-        let size = start(options, plan, &directory, journal)?;
+        let status = start(options, plan, &directory, journal)?;
+        let size = ByteSize(status.volume.bytes);
         check_interrupted()?;
-        let device = front::attach(plan.front.front, &directory, plan.connections, journal)?;
+        let device = front::attach(plan.front.front, &directory, plan.connections, &status, journal)?;
         make_swap_area(&device, size)?;
         devices.push(device);
         bytes += size.0;
@@ -122,7 +121,8 @@ fn report(options: &OnOptions, plan: &Plan, devices: &[PathBuf], size: ByteSize)
         String::new()
     };
     println!("size      {size} on {} ({}{smaller})", options.store, plan.size_why);
-    println!("device    {} by {}", names.join(", "), plan.front.front.name());
+    let why = if plan.front.why.is_empty() { String::new() } else { format!(" ({})", plan.front.why) };
+    println!("device    {} by {}{why}", names.join(", "), plan.front.front.name());
     println!("priority  {}: {}", plan.place.priority, plan.place.why);
     for wish in &plan.wishes {
         let key = wish.path.strip_prefix("/proc/sys").unwrap_or(&wish.path).display().to_string();
@@ -140,13 +140,13 @@ fn report(options: &OnOptions, plan: &Plan, devices: &[PathBuf], size: ByteSize)
     println!("on. weir status and weir top show it at work; weir off undoes all of this");
 }
 
-/// A daemon of one part, with less memory where the card has not so much. Returns the device's size.
+/// A daemon of one part, with less memory where the card has not so much.
 fn start(
     options: &OnOptions,
     plan: &Plan,
     directory: &Path,
     journal: &mut Journal,
-) -> Result<ByteSize, Failure> {
+) -> Result<Status, Failure> {
     let part = |size| sizing::part(size, options.parts.into(), preflight::unit(&options.store));
     let mut last = None;
     let steps = journal.state().steps.len();
@@ -157,7 +157,7 @@ fn start(
             config: config(options, plan, directory, part(size)),
         };
         match service.start(journal) {
-            Ok(status) => return Ok(ByteSize(status.volume.bytes)),
+            Ok(status) => return Ok(status),
             Err(Failure::Failed(reason)) if lacks_device_memory(&options.store, &reason) => {
                 if journal.state().steps.len() > steps {
                     off::undo_last(journal)?;
@@ -189,8 +189,9 @@ fn config(options: &OnOptions, plan: &Plan, directory: &Path, size: ByteSize) ->
     put("swap", Value::Boolean(true));
     put("keeper", Value::Boolean(true));
     put("control", Value::String(text(service::control_socket(directory))));
-    put("nbd", service::list([format!("unix:{}", text(service::nbd_socket(directory)))]));
-    put("connections", Value::Integer(i64::from(plan.connections + SPARE_CONNECTIONS)));
+    for (key, value) in plan.front.front.config(directory, plan.connections) {
+        put(key, value);
+    }
     put("spin-us", Value::Integer(options.policy.spin_us().into()));
     if options.unsafe_no_flusher {
         put("unsafe-no-flusher", Value::Boolean(true));

@@ -79,7 +79,7 @@ fn undo(step: &Step) -> Result<(), Failure> {
     match step {
         Step::Swap { path, .. } => drain::swapoff(path),
         Step::Setting { path, before, after, .. } => settings::restore(path, before, after),
-        Step::Device { path, front } => front::detach(*front, path),
+        Step::Device { path, front, file } => front::detach(*front, path, file.as_deref()),
         Step::Daemon { directory, unit, process } => service::stop(directory, unit.as_deref(), *process),
         Step::Mask { units } => {
             let units = units.iter().map(String::as_str);

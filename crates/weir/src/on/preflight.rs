@@ -6,6 +6,7 @@ use super::options::{OnOptions, StoreChoice};
 use super::service::UNIT;
 use super::settings::{self, Wish};
 use super::sizing;
+use super::state::Front;
 use super::swaps::{self, Place, Swap};
 use crate::doctor::{Capabilities, Machine};
 use crate::failure::Failure;
@@ -59,9 +60,13 @@ pub fn check(options: &OnOptions, machine: &Machine) -> Result<Plan, Failure> {
         Failure::Failed(format!("this kernel has no swap: /proc/swaps: {error}; use one with CONFIG_SWAP"))
     })?;
     let parts = usize::from(options.parts);
-    let unit = (systemd && parts == 1 && options.runtime == Path::new(super::options::DIRECTORY))
-        .then(|| UNIT.to_owned())
-        .filter(|unit| settings::systemctl(&["cat", unit]).is_ok());
+    // The unit has mounts of its own, in which a FUSE file would be out of sight.
+    let unit = (systemd
+        && parts == 1
+        && front.front != Front::Fuse
+        && options.runtime == Path::new(super::options::DIRECTORY))
+    .then(|| UNIT.to_owned())
+    .filter(|unit| settings::systemctl(&["cat", unit]).is_ok());
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     Ok(Plan {
         front,

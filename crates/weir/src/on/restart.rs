@@ -39,7 +39,7 @@ fn parts(journal: &Journal) -> Vec<(PathBuf, Vec<PathBuf>)> {
     for step in &journal.state().steps {
         match step {
             Step::Daemon { directory, .. } => parts.push((directory.clone(), Vec::new())),
-            Step::Device { path, front: Front::Nbd } => {
+            Step::Device { path, front: Front::Nbd, .. } => {
                 if let Some((_, devices)) = parts.last_mut() {
                     devices.push(path.clone());
                 }

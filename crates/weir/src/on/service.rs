@@ -45,6 +45,11 @@ pub fn control_socket(directory: &Path) -> PathBuf {
     directory.join("control.sock")
 }
 
+/// The file of a FUSE mount.
+pub fn fuse_file(directory: &Path) -> PathBuf {
+    directory.join("disk")
+}
+
 fn config_file(directory: &Path) -> PathBuf {
     directory.join("weir.toml")
 }

@@ -38,6 +38,9 @@ pub enum Step {
         path: PathBuf,
         /// How it was made.
         front: Front,
+        /// The file under a loop device.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        file: Option<PathBuf>,
     },
     /// A file of the kernel's settings.
     Setting {
