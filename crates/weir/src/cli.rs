@@ -2,6 +2,7 @@
 //! are the names of these flags.
 
 use crate::address::Address;
+use crate::backing::Backing;
 use crate::on::{OffOptions, OnOptions, RestartOptions};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
@@ -103,7 +104,8 @@ pub struct ServeOptions {
     #[arg(long, value_name = "FILE", exclusive = true)]
     pub config: Option<PathBuf>,
 
-    /// The device's size: 512MiB, 8G, ... [default: what all stores hold].
+    /// The device's size: 512MiB, 8G, ... [default: what all stores hold; with --backing what the stores hold or the backing, whichever is
+    /// more].
     #[arg(long)]
     pub size: Option<ByteSize>,
 
@@ -111,6 +113,12 @@ pub struct ServeOptions {
     /// sim:seed=1,read_error=1e-4. May be repeated.
     #[arg(long, value_name = "URL", required_unless_present = "config")]
     pub store: Vec<StoreUrl>,
+
+    /// A file or block device below the other stores, encrypted and with all its room taken at the start: pages go there when the
+    /// stores are full or give their memory back. As large as the device, unless it says otherwise (PATH?size=64GiB). May be
+    /// repeated.
+    #[arg(long, value_name = "PATH")]
+    pub backing: Vec<Backing>,
 
     /// Serve by NBD at unix:PATH or tcp:HOST:PORT. May be repeated.
     #[arg(long, value_name = "ADDRESS")]

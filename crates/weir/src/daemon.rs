@@ -56,7 +56,13 @@ impl Daemon {
         let ublk =
             if options.ublk { Some(PreparedUblk::new(options, reborrow(&mut keeper), log)?) } else { None };
         let lanes = ways_in::lanes(options) + ublk.as_ref().map_or(0, PreparedUblk::lanes) + worker::lanes();
-        let plan = Plan { stores: &options.store, size: options.size, lanes, depth: DEPTH };
+        let plan = Plan {
+            stores: &options.store,
+            backing: &options.backing,
+            size: options.size,
+            lanes,
+            depth: DEPTH,
+        };
         let volume = pages::open(&plan, reborrow(&mut keeper), log)?;
 
         let mut ways_in: Vec<Box<dyn WayIn>> = Vec::new();
@@ -69,13 +75,7 @@ impl Daemon {
         if let Some(ublk) = ublk {
             ways_in.push(Box::new(ublk.start(&volume, log)?));
         }
-        let last = options.store.len() - 1;
-        let lends: Vec<bool> = options
-            .store
-            .iter()
-            .enumerate()
-            .map(|(at, store)| lends(store) && (at < last || at == 0))
-            .collect();
+        let lends: Vec<bool> = (0..volume.stores().count()).map(|at| lends(options, at)).collect();
         let worker = Worker::start(&volume, &lends)?;
         seal::seal(seal::policy_from_environment());
         let shared = Shared {
@@ -119,10 +119,14 @@ impl Daemon {
     }
 }
 
-/// Whether a store's memory is somebody else's when they need it. Room on a disk is not, nor is the last of several stores,
+/// Whether the memory of store `at` is somebody else's when they need it. Room on a disk is not, nor is the last of several stores,
 /// to which the others' pages go.
-fn lends(store: &StoreUrl) -> bool {
-    !matches!(store, StoreUrl::File(_) | StoreUrl::Stripe(_))
+fn lends(options: &ServeOptions, at: usize) -> bool {
+    let is_last = at + 1 == options.store.len() && options.backing.is_empty();
+    match options.store.get(at) {
+        None | Some(StoreUrl::File(_) | StoreUrl::Stripe(_)) => false,
+        Some(_) => at == 0 || !is_last,
+    }
 }
 
 impl Service for Shared {

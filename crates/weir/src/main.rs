@@ -5,6 +5,7 @@
 
 mod address;
 mod attach;
+mod backing;
 mod bench;
 mod cli;
 mod config;

@@ -1,12 +1,13 @@
 //! The volume of a daemon: made new, or taken over from the daemon before.
 
+use crate::backing::Backing;
 use crate::failure::{Failure, chain};
 use crate::keeper::{Held, Link};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use weir_core::{ByteSize, Memory, PAGE_SIZE};
 use weir_export::log::{Level, Log};
-use weir_store::{Store, StoreUrl};
+use weir_store::{OpenError, Store, StoreUrl};
 use weir_volume::{Config, Kept, Volume};
 
 /// What a volume is made of.
@@ -14,6 +15,8 @@ use weir_volume::{Config, Kept, Volume};
 pub struct Plan<'a> {
     /// Where pages are kept, the fastest first.
     pub stores: &'a [StoreUrl],
+    /// Where they go when those are full, or give their memory back.
+    pub backing: &'a [Backing],
     /// The device's size; `None`: what the stores hold.
     pub size: Option<ByteSize>,
     /// Threads that will use it.
@@ -39,8 +42,7 @@ pub fn open(plan: &Plan<'_>, keeper: Option<(&Link, &mut Held)>, log: &Log) -> R
 }
 
 fn create(plan: &Plan<'_>) -> Result<Arc<Volume>, Failure> {
-    let stores = enlarged(plan).iter().map(weir_store::open).collect::<Result<Vec<_>, _>>();
-    let stores = stores.map_err(|error| Failure::Failed(chain(&error)))?;
+    let stores = stores(plan, |_, url| weir_store::open(url))?;
     let config = config(plan, &stores)?;
     Volume::create(config, stores).map_err(|error| Failure::Failed(chain(&error)))
 }
@@ -51,11 +53,10 @@ fn take_over(plan: &Plan<'_>, held: &mut Held, log: &Log) -> Result<Arc<Volume>,
         Memory::adopt(fd)
             .map_err(|error| Failure::failed(format!("cannot map what the keeper holds: {error}")))
     };
-    let mut stores = Vec::new();
+    let stores =
+        stores(plan, |index, url| weir_store::reopen(url, &mut |name| held.take(&store_name(index, name))))?;
     let mut records = Vec::new();
-    for (index, url) in enlarged(plan).iter().enumerate() {
-        let store = weir_store::reopen(url, &mut |name| held.take(&store_name(index, name)));
-        stores.push(store.map_err(|error| Failure::Failed(chain(&error)))?);
+    for index in 0..stores.len() {
         let name = records_name(index);
         records.push(map(held.take(&name).ok_or_else(|| missing(&name))?)?);
     }
@@ -102,25 +103,67 @@ fn store_name(store: usize, keepsake: &str) -> String {
     format!("store.{store}.{keepsake}")
 }
 
-/// The stores, the last of them larger by what writes under way need, so that the device has the size that the stores add up to.
+/// Opens the stores in order, then the backing. `open` is told each one's place.
+fn stores(
+    plan: &Plan<'_>,
+    mut open: impl FnMut(usize, &StoreUrl) -> Result<Arc<dyn Store>, OpenError>,
+) -> Result<Vec<Arc<dyn Store>>, Failure> {
+    let mut open = |at, url: &StoreUrl| open(at, url).map_err(|error| Failure::Failed(chain(&error)));
+    let fast = enlarged(plan);
+    let mut stores = Vec::new();
+    for (at, url) in fast.iter().enumerate() {
+        stores.push(open(at, url)?);
+    }
+    // What says its size first; what is left to hold is shared by those that say none.
+    let mut backing: Vec<Option<Arc<dyn Store>>> = vec![None; plan.backing.len()];
+    for (at, it) in plan.backing.iter().enumerate().filter(|(_, it)| !it.follows()) {
+        backing[at] = Some(open(fast.len() + at, &it.url(None))?);
+    }
+    let following = plan.backing.iter().filter(|it| it.follows()).count() as u32;
+    if following > 0 {
+        let there = slots(backing.iter().flatten());
+        let device = match plan.size {
+            Some(size) => pages(size)?,
+            None => slots(&stores).max(there.saturating_sub(slack(plan))),
+        };
+        let each = device.saturating_add(slack(plan)).saturating_sub(there).div_ceil(following).max(1);
+        for (at, it) in plan.backing.iter().enumerate().filter(|(_, it)| it.follows()) {
+            backing[at] = Some(open(fast.len() + at, &it.url(Some(each)))?);
+        }
+    }
+    stores.extend(backing.into_iter().flatten());
+    Ok(stores)
+}
+
+/// The URLs of the stores above the backing. Without one, the last is larger by what writes under way need, so that the device
+/// has the size that the stores add up to.
 fn enlarged(plan: &Plan<'_>) -> Vec<StoreUrl> {
-    let slack = Config { pages: 1, lanes: plan.lanes, depth: plan.depth }.slack();
     let mut urls = plan.stores.to_vec();
-    if let Some(last) = urls.last_mut() {
-        *last = last.enlarged(slack);
+    if let Some(last) = urls.last_mut().filter(|_| plan.backing.is_empty()) {
+        *last = last.enlarged(slack(plan));
     }
     urls
 }
 
+fn slack(plan: &Plan<'_>) -> u32 {
+    Config { pages: 1, lanes: plan.lanes, depth: plan.depth }.slack()
+}
+
+fn slots<'a>(stores: impl IntoIterator<Item = &'a Arc<dyn Store>>) -> u32 {
+    stores.into_iter().fold(0u32, |sum, store| sum.saturating_add(store.slots()))
+}
+
 fn config(plan: &Plan<'_>, stores: &[Arc<dyn Store>]) -> Result<Config, Failure> {
     let mut config = Config { pages: 1, lanes: plan.lanes, depth: plan.depth };
-    let slots = stores.iter().fold(0u32, |sum, store| sum.saturating_add(store.slots()));
-    config.pages = match plan.size {
-        Some(size) => pages(size)?,
-        None => slots
-            .checked_sub(config.slack())
-            .filter(|pages| *pages > 0)
-            .ok_or_else(|| too_small(slots, &config))?,
+    let all = slots(stores);
+    let most = all.checked_sub(config.slack()).filter(|pages| *pages > 0);
+    let (fast, backing) = stores.split_at(plan.stores.len());
+    config.pages = match (plan.size, most) {
+        (Some(size), _) => pages(size)?,
+        (None, None) => return Err(too_small(all, &config)),
+        (None, Some(most)) if backing.is_empty() => most,
+        // Not their sum: then no chunk could be given back.
+        (None, Some(most)) => slots(fast).max(slots(backing).saturating_sub(config.slack())).min(most),
     };
     Ok(config)
 }

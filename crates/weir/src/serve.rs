@@ -38,7 +38,8 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
     let daemon = Daemon::start(&options, protections, link.as_ref().zip(held), &log)?;
     let path = options.control.clone().unwrap_or_else(default_path);
     let control = Server::start(&path, daemon.service())?;
-    let stores: Vec<String> = options.store.iter().map(ToString::to_string).collect();
+    let backing = options.backing.iter().map(|backing| format!("{backing} below"));
+    let stores: Vec<String> = options.store.iter().map(ToString::to_string).chain(backing).collect();
     let addresses: Vec<String> = daemon.status().exports.into_iter().map(|export| export.address).collect();
     log(
         Level::Info,

@@ -180,6 +180,63 @@ fn pages_come_back_up_once_there_is_room_and_nobody_is_at_work() {
 }
 
 #[test]
+fn backing_makes_the_device_larger_than_the_memory_and_holds_everything_when_that_goes() {
+    let file = std::env::temp_dir().join(format!("weir-{}-backing-file", std::process::id()));
+    let path = file.to_str().unwrap();
+    let scene = Scene::start(
+        "backing",
+        &["--store", "sim:size=16MiB,chunk=4MiB", "--size", "32MiB", "--backing", path],
+    );
+    let blocks = std::os::unix::fs::MetadataExt::blocks(&fs::metadata(&file).unwrap()) * 512;
+    assert!(blocks >= 32 << 20, "all of its room is taken at the start: {blocks}");
+    let pages = (32 << 20) / PAGE as u64;
+    let mut client = scene.connect();
+    (0..pages).for_each(|page| write(&mut client, page, 1));
+    let status = scene.status();
+    assert_eq!(
+        (&status["stores"][0]["slots_used"], &status["volume"]["stored"]),
+        (&4096.into(), &8192.into())
+    );
+    let gave = scene.weir(&["give-back", "all"]);
+    assert!(gave.status.success(), "{}", said(&gave));
+    let status = scene.status();
+    assert_eq!((&status["stores"][0]["slots_used"], scene.away()), (&0.into(), 4));
+    // Every page can be written anew in what is left.
+    (0..pages).for_each(|page| write(&mut client, page, 2));
+    assert!(scene.weir(&["take", "8MiB"]).status.success());
+    assert_eq!(scene.away(), 2);
+    (0..pages).for_each(|page| check(&mut client, page, 2));
+    let kept = fs::read(&file).unwrap();
+    let needle = &stamped(5, 2)[..64];
+    assert!(!kept.windows(64).any(|window| window == needle), "what lies on the disk is encrypted");
+    drop(scene);
+    fs::remove_file(&file).unwrap();
+}
+
+#[test]
+fn backing_that_cannot_be_had_is_refused_in_one_line_before_anything_serves() {
+    let data = std::env::temp_dir().join(format!("weir-{}-data", std::process::id()));
+    fs::write(&data, "somebody's").unwrap();
+    let data_path = data.to_str().unwrap();
+    for (path, words) in [
+        ("/nowhere/at/all/backing", "does not exist"),
+        (data_path, "would be lost"),
+        ("/tmp", "Directory"),
+        (&format!("{data_path}.large?size=8TiB"), "free"),
+    ] {
+        let output = Command::new(env!("CARGO_BIN_EXE_weir"))
+            .args(["serve", "--store", "host:1MiB", "--nbd", "unix:/tmp/never", "--backing", path])
+            .output()
+            .unwrap();
+        let line = said(&output);
+        assert_eq!(output.status.code(), Some(1), "{path}: {line}");
+        assert!(!line.contains('\n') && line.contains(words), "{path}: {line}");
+    }
+    assert_eq!(fs::read(&data).unwrap(), b"somebody's");
+    fs::remove_file(&data).unwrap();
+}
+
+#[test]
 fn without_room_elsewhere_nothing_is_given_back_and_one_line_says_why() {
     let scene = Scene::start("no-room", &["--store", "sim:size=16MiB,chunk=4MiB"]);
     let mut client = scene.connect();

@@ -246,6 +246,17 @@ impl Backing {
                 other => break other.map_err(Into::into),
             }
         };
+        let done = done.and_then(|()| {
+            // Where blocks are only promised (a file system that compresses, or counts on not being asked), there are none.
+            let stat = rustix::fs::fstat(&self.file)?;
+            match (stat.st_blocks as u64).saturating_mul(512) {
+                has if has >= total => Ok(()),
+                has => Err(std::io::Error::other(format!(
+                    "its file system has set only {} of that aside; choose one that does, such as ext4 or xfs, or a block device",
+                    ByteSize(has)
+                ))),
+            }
+        });
         done.map_err(|error| {
             // What was taken in vain goes back before the error is told.
             let _ = rustix::fs::ftruncate(&self.file, before.min(total));
