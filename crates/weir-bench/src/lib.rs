@@ -23,3 +23,4 @@ pub mod queue;
 pub mod report;
 pub mod share;
 pub mod store;
+pub mod swap;

@@ -2,12 +2,12 @@
 
 use crate::cli::{
     Bench, BenchBlockOptions, BenchDiskOptions, BenchLeaseOptions, BenchOptions, BenchQueueOptions,
-    BenchStoreOptions, BlockControl,
+    BenchStoreOptions, BenchSwapOptions, BlockControl,
 };
 use crate::failure::{Failure, chain};
 use std::time::Duration;
 use weir_bench::report::Report;
-use weir_bench::{block, disk, lease, memory, queue, share, store};
+use weir_bench::{block, disk, lease, memory, queue, share, store, swap};
 
 /// Pages a second that `--hold` moves.
 const HOLD_RATE: f64 = 100_000.0;
@@ -26,6 +26,13 @@ pub fn run(options: &BenchOptions) -> Result<(), Failure> {
         Bench::Store(BenchStoreOptions { hold: Some(seconds), store, .. }) => {
             let rate = store::hold(store, HOLD_RATE, *seconds).map_err(|error| failed(&error))?;
             eprintln!("{rate:.0} pages/s, every one checked");
+            return Ok(());
+        }
+        Bench::Swap(options) => swap::run(&swap_plan(options)).map_err(|error| failed(&error))?,
+        Bench::SwapTouch { size, milliseconds, entrance } => {
+            let time = Duration::from_millis(*milliseconds);
+            let touched = swap::touch(size.0, time, entrance).map_err(|error| failed(&error))?;
+            println!("{}", serde_json::to_string(&touched).expect("numbers always serialise"));
             return Ok(());
         }
         Bench::Store(options) if options.calibrate => {
@@ -74,6 +81,19 @@ fn block_plan(options: &BenchBlockOptions) -> block::Plan {
         spin_us: options.spin_us,
         only: options.only.clone(),
         ..block::Plan::default()
+    }
+}
+
+fn swap_plan(options: &BenchSwapOptions) -> swap::Plan {
+    swap::Plan {
+        size: options.size,
+        limit: options.limit,
+        store: options.store.as_ref().map(ToString::to_string),
+        time: Duration::from_secs(options.seconds.into()),
+        runs: options.runs.into(),
+        spin_us: options.spin_us,
+        only: options.only.clone(),
+        ..swap::Plan::default()
     }
 }
 

@@ -331,12 +331,61 @@ pub enum Bench {
     /// A store by itself and under a volume, beside the GPU's copy engine used call by call.
     Store(BenchStoreOptions),
 
+    /// What a page costs that comes back from swap: FUSE and a loop device, beside a RAM loop, zram, a file and nbdfuse.
+    Swap(BenchSwapOptions),
+
+    /// The process that swaps, for `swap`.
+    #[command(hide = true)]
+    SwapTouch {
+        /// Memory to touch.
+        #[arg(long)]
+        size: ByteSize,
+        /// How long faults are timed.
+        #[arg(long)]
+        milliseconds: u64,
+        /// The cgroup.procs to enter.
+        #[arg(long)]
+        entrance: PathBuf,
+    },
+
     /// What memory a volume takes besides the pages themselves.
     Memory {
         /// The volume's size.
         #[arg(long, default_value = "64GiB")]
         size: ByteSize,
     },
+}
+
+/// How much is swapped, and how long and how often it is measured.
+#[derive(Debug, Clone, Args)]
+pub struct BenchSwapOptions {
+    /// Memory that a child process writes.
+    #[arg(long, default_value = "256MiB")]
+    pub size: ByteSize,
+
+    /// Of which it may keep so much.
+    #[arg(long, default_value = "64MiB")]
+    pub limit: ByteSize,
+
+    /// Another store of Weir's to measure, without a size: vram:0
+    #[arg(long, value_name = "URL")]
+    pub store: Option<StoreUrl>,
+
+    /// Seconds for which faults are timed on each device, one after the other and then one each 20 ms.
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..))]
+    pub seconds: u16,
+
+    /// How often; the figures are medians.
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..))]
+    pub runs: u16,
+
+    /// Microseconds for which the spinning server spins.
+    #[arg(long, value_name = "N", default_value_t = 100)]
+    pub spin_us: u32,
+
+    /// A device to measure beside the RAM loop: host, host-asleep, zram, file, nbdfuse, store; may be repeated [default: all].
+    #[arg(long, value_name = "DEVICE")]
+    pub only: Vec<String>,
 }
 
 /// Which store, how hard.

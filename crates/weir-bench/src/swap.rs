@@ -1,0 +1,214 @@
+//! `weir bench swap`: what a page costs that comes back from swap, on Weir and beside it on a RAM loop, zram, a file on disk and
+//! (where they are installed) nbdkit with nbdfuse.
+//!
+//! Each device in turn is the swap that the kernel fills first. A child process under a memory limit writes more than it may keep,
+//! then touches pages at random, one after the other (the latency of a major fault), then all of them in order, then one each
+//! 20 ms, which is what a desktop feels. Every page is checked. Needs root, loop devices, a memory cgroup of either version, and no
+//! second program that swaps meanwhile.
+
+mod cgroup;
+mod devices;
+mod touch;
+
+use crate::report::{Goal, Report, Row, Runs};
+use devices::{Device, Kind, Scratch};
+use std::path::PathBuf;
+use std::time::Duration;
+use weir_core::ByteSize;
+
+pub use touch::{Touch, touch};
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// The weir program that serves and touches.
+    pub weir: PathBuf,
+    /// Memory that the child writes.
+    pub size: ByteSize,
+    /// Of which it may keep so much.
+    pub limit: ByteSize,
+    /// Another store of Weir's, as a URL without a size.
+    pub store: Option<String>,
+    /// How long faults are timed on each device, one after the other and then one each 20 ms.
+    pub time: Duration,
+    /// How often; the figures are medians.
+    pub runs: usize,
+    /// Microseconds of the spinning server.
+    pub spin_us: u32,
+    /// The devices to measure; none for all. The RAM loop always is.
+    pub only: Vec<String>,
+}
+
+impl Default for Plan {
+    fn default() -> Self {
+        Plan {
+            weir: std::env::current_exe().unwrap_or_else(|_| "weir".into()),
+            size: ByteSize(256 << 20),
+            limit: ByteSize(64 << 20),
+            store: None,
+            time: Duration::from_secs(3),
+            runs: 3,
+            spin_us: 100,
+            only: Vec::new(),
+        }
+    }
+}
+
+/// Why nothing could be measured.
+#[derive(Debug, thiserror::Error)]
+pub enum SwapError {
+    /// This machine lacks something without which nothing can be compared.
+    #[error("cannot measure swap here: {0}")]
+    Machine(String),
+    /// A name that no device has.
+    #[error("{name:?} is no device; accepted: {accepted}")]
+    Unknown {
+        /// As given.
+        name: String,
+        /// Those there are.
+        accepted: String,
+    },
+    /// Something that should have worked.
+    #[error("{what}")]
+    Failed {
+        /// What was done.
+        what: String,
+        /// What the system said.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The child read something else than it had written.
+    #[error("{mismatches} pages on {device} were not what had been written")]
+    Mismatch {
+        /// Where.
+        device: String,
+        /// How many.
+        mismatches: u64,
+    },
+}
+
+impl SwapError {
+    fn failed(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> Self {
+        let what = what.into();
+        move |source| SwapError::Failed { what, source }
+    }
+}
+
+/// Several runs on one device.
+#[derive(Default)]
+struct Way {
+    fault_p50: Runs,
+    fault_p99: Runs,
+    sporadic_p50: Runs,
+    sporadic_p99: Runs,
+    out: Runs,
+    into: Runs,
+}
+
+impl Way {
+    fn push(&mut self, touched: &Touch) {
+        self.fault_p50.push(touched.fault_p50_us);
+        self.fault_p99.push(touched.fault_p99_us);
+        self.sporadic_p50.push(touched.sporadic_p50_us);
+        self.sporadic_p99.push(touched.sporadic_p99_us);
+        self.out.push(touched.out_mb_per_s);
+        self.into.push(touched.in_mb_per_s);
+    }
+}
+
+const RAM_LOOP: &str = "ram-loop";
+
+/// Measures every device that this machine can have; says on standard error which it cannot, and why.
+///
+/// # Errors
+/// When not even the RAM loop works here, or a page is not what was written.
+pub fn run(plan: &Plan) -> Result<Report, SwapError> {
+    let kinds = Kind::all(plan);
+    if let Some(name) = plan.only.iter().find(|name| kinds.iter().all(|kind| kind.name() != **name)) {
+        let accepted = kinds.iter().map(|kind| kind.name()).collect::<Vec<_>>().join(", ");
+        return Err(SwapError::Unknown { name: name.clone(), accepted });
+    }
+    let scratch =
+        Scratch::new().map_err(SwapError::failed("cannot make a directory for sockets and files"))?;
+    let bytes = plan.size.0 + plan.size.0 / 4 + (16 << 20);
+    let mut ways: Vec<(Kind, Way)> = Vec::new();
+    for kind in kinds {
+        if kind.name() != RAM_LOOP
+            && !plan.only.is_empty()
+            && !plan.only.iter().any(|only| only == kind.name())
+        {
+            continue;
+        }
+        // Once for each to see whether it works: what does not is left out of every run.
+        match Device::new(&kind, plan, bytes, &scratch) {
+            Ok(_) => ways.push((kind, Way::default())),
+            Err(error) if kind.name() == RAM_LOOP => return Err(error),
+            Err(error) => eprintln!("weir: {} is left out: {}", kind.name(), chain(&error)),
+        }
+    }
+    for run in 0..plan.runs {
+        // Each device goes first in turn.
+        for turn in 0..ways.len() {
+            let at = (run + turn) % ways.len();
+            let (kind, way) = &mut ways[at];
+            let device = Device::new(kind, plan, bytes, &scratch)?;
+            let touched = touch::run(plan, &device)?;
+            device.end()?;
+            if touched.mismatches > 0 {
+                let device = kind.name().to_owned();
+                return Err(SwapError::Mismatch { device, mismatches: touched.mismatches });
+            }
+            way.push(&touched);
+        }
+    }
+    let mut report = Report::new("swap", plan.runs);
+    let control = &ways.iter().find(|(kind, _)| kind.name() == RAM_LOOP).expect("measured first").1;
+    for (kind, way) in &ways {
+        if kind.name() != RAM_LOOP {
+            report.rows.extend(rows(kind, way, control));
+        }
+    }
+    Ok(report)
+}
+
+fn rows(kind: &Kind, way: &Way, control: &Way) -> Vec<Row> {
+    let lower = |what: &str, metric: &str, ours: &Runs, theirs: &Runs| {
+        Row::lower(format!("{}_{what}", kind.name()), metric, ours.median()).beside(RAM_LOOP, theirs.median())
+    };
+    let higher = |what: &str, ours: &Runs, theirs: &Runs| {
+        Row::higher(format!("{}_{what}", kind.name()), "mb_per_s", ours.median())
+            .beside(RAM_LOOP, theirs.median())
+    };
+    let mut p50 = lower("fault", "p50_us", &way.fault_p50, &control.fault_p50);
+    let mut p99 = lower("fault", "p99_us", &way.fault_p99, &control.fault_p99);
+    match kind {
+        Kind::Weir { spin_us: 1.., store: None } => {
+            p50 = p50.goal(Goal::Ratio(1.6));
+            p99 = p99.goal(Goal::Value(150.0));
+        }
+        Kind::Weir { spin_us: 1.., store: Some(_) } => {
+            // What a page of GPU memory costs more than one of the host's.
+            p50 = p50.goal(Goal::Value(control.fault_p50.median() * 1.6 + 6.0));
+            p99 = p99.goal(Goal::Value(150.0));
+        }
+        _ => {}
+    }
+    vec![
+        p50,
+        p99,
+        lower("sporadic", "p50_us", &way.sporadic_p50, &control.sporadic_p50),
+        lower("sporadic", "p99_us", &way.sporadic_p99, &control.sporadic_p99),
+        higher("out", &way.out, &control.out),
+        higher("in", &way.into, &control.into),
+    ]
+}
+
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
+}

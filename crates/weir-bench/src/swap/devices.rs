@@ -1,0 +1,324 @@
+//! The devices that are compared, each set up as the swap that the kernel fills first, and taken down again.
+
+use super::{Plan, RAM_LOOP, SwapError};
+use rustix::fs::MemfdFlags;
+use std::fs::{self, File};
+use std::io::{self, Write as _};
+use std::os::fd::AsRawFd as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+use weir_export::fuse::mount::is_mounted;
+use weir_export::loop_device::LoopDevice;
+
+/// Above every other swap of the machine.
+const PRIORITY: &str = "32000";
+/// How long a server may take to begin, or to end.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// What can be swapped to.
+#[derive(Clone, Debug)]
+pub(super) enum Kind {
+    /// A loop device over memory of this process.
+    RamLoop,
+    /// The kernel's compressed memory.
+    Zram,
+    /// A file on the disk of /var/tmp.
+    File,
+    /// nbdkit's memory plugin, libnbd's nbdfuse, a loop device.
+    Nbdfuse,
+    /// Weir's FUSE server and a loop device.
+    Weir {
+        spin_us: u32,
+        /// `None`: host memory.
+        store: Option<String>,
+    },
+}
+
+impl Kind {
+    pub fn all(plan: &Plan) -> Vec<Kind> {
+        let weir = |spin_us, store: Option<&String>| Kind::Weir { spin_us, store: store.cloned() };
+        let mut all = vec![
+            Kind::RamLoop,
+            weir(plan.spin_us.max(1), None),
+            weir(0, None),
+            Kind::Zram,
+            Kind::File,
+            Kind::Nbdfuse,
+        ];
+        if let Some(store) = &plan.store {
+            all.extend([weir(plan.spin_us.max(1), Some(store)), weir(0, Some(store))]);
+        }
+        all
+    }
+
+    pub fn name(&self) -> &str {
+        match self {
+            Kind::RamLoop => RAM_LOOP,
+            Kind::Zram => "zram",
+            Kind::File => "file",
+            Kind::Nbdfuse => "nbdfuse",
+            Kind::Weir { spin_us: 0, store: None } => "host-asleep",
+            Kind::Weir { store: None, .. } => "host",
+            Kind::Weir { spin_us: 0, store: Some(_) } => "store-asleep",
+            Kind::Weir { store: Some(_), .. } => "store",
+        }
+    }
+}
+
+/// A directory that goes with everything in it.
+pub(super) struct Scratch(PathBuf);
+
+impl Scratch {
+    pub fn new() -> io::Result<Scratch> {
+        let path = PathBuf::from(format!("/var/tmp/weir-bench-swap-{}", std::process::id()));
+        fs::create_dir(&path)?;
+        Ok(Scratch(path))
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // What cannot be removed now is removed by the system's own cleaning.
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A device that is swapped to. Taken down in the order of its fields.
+pub(super) struct Device {
+    name: String,
+    swap: Option<Swap>,
+    looped: Option<Looped>,
+    zram: Option<Zram>,
+    server: Option<Server>,
+    _memory: Option<File>,
+    file: Option<PathBuf>,
+}
+
+impl Device {
+    /// Sets one up.
+    pub fn new(kind: &Kind, plan: &Plan, bytes: u64, scratch: &Scratch) -> Result<Device, SwapError> {
+        let say = |what: &str| SwapError::failed(format!("{}: {what}", kind.name()));
+        let mut device = Device {
+            name: kind.name().to_owned(),
+            swap: None,
+            looped: None,
+            zram: None,
+            server: None,
+            _memory: None,
+            file: None,
+        };
+        let path = match kind {
+            Kind::RamLoop => {
+                let memory = memory(bytes).map_err(say("cannot take memory"))?;
+                let path = PathBuf::from(format!("/proc/{}/fd/{}", std::process::id(), memory.as_raw_fd()));
+                device._memory = Some(memory);
+                device.over(&path)?
+            }
+            Kind::Zram => {
+                let zram = Zram::new(bytes).map_err(say("cannot make a device (modprobe zram, as root)"))?;
+                device.zram.insert(zram).path()
+            }
+            Kind::File => {
+                let path = scratch.0.join("swap");
+                fill(&mut File::create(&path).map_err(say("cannot make a file"))?, bytes)
+                    .map_err(say("cannot fill a file"))?;
+                device.file.insert(path).clone()
+            }
+            Kind::Nbdfuse => {
+                let file = scratch.0.join("nbdfuse");
+                File::create(&file).map_err(say("cannot make a file"))?;
+                let mut command = Command::new("nbdfuse");
+                command.arg(&file).args(["[", "nbdkit", "--exit-with-parent", "memory"]);
+                command.args([&bytes.to_string(), "]"]);
+                device.server = Some(
+                    Server::start(command, &file)
+                        .map_err(say("nbdfuse (packages nbdkit, libnbd-bin, fuse3)"))?,
+                );
+                device.over(&file)?
+            }
+            Kind::Weir { spin_us, store } => {
+                let file = scratch.0.join("weir");
+                let store = match store {
+                    None => format!("host:{bytes}"),
+                    Some(url) if url.contains("size=") => url.clone(),
+                    Some(url) => format!("{url}{}size={bytes}", if url.contains('?') { "&" } else { "?" }),
+                };
+                let mut command = Command::new(&plan.weir);
+                command.args([
+                    "serve",
+                    "--swap",
+                    "--unsafe-no-flusher",
+                    "--log",
+                    "warn",
+                    "--store",
+                    &store,
+                    "--fuse",
+                ]);
+                command.arg(&file).args(["--spin-us", &spin_us.to_string(), "--control"]);
+                command.arg(scratch.0.join("control")).stderr(Stdio::null());
+                device.server = Some(Server::start(command, &file).map_err(say("weir serve --fuse"))?);
+                device.over(&file)?
+            }
+        };
+        device.swap = Some(Swap::on(&path).map_err(say("cannot swap to it"))?);
+        Ok(device)
+    }
+
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Takes it down.
+    pub fn end(mut self) -> Result<(), SwapError> {
+        let name = self.name.clone();
+        let swap = self.swap.take().expect("taken down once");
+        swap.off().map_err(SwapError::failed(format!("{name}: swapoff")))
+    }
+
+    fn over(&mut self, file: &Path) -> Result<PathBuf, SwapError> {
+        let device = LoopDevice::attach(file)
+            .map_err(|error| SwapError::Machine(format!("{}: {error}", self.name)))?;
+        let path = device.path().to_owned();
+        self.looped = Some(Looped(Some(device)));
+        Ok(path)
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        // In this order: each lies on the next.
+        self.swap = None;
+        self.looped = None;
+        self.zram = None;
+        self.server = None;
+        if let Some(file) = &self.file {
+            let _ = fs::remove_file(file);
+        }
+    }
+}
+
+/// Memory with a descriptor, all of it taken now, so that it is charged to nobody else later.
+fn memory(bytes: u64) -> io::Result<File> {
+    let mut memory = File::from(rustix::fs::memfd_create("weir-bench-swap", MemfdFlags::CLOEXEC)?);
+    fill(&mut memory, bytes)?;
+    Ok(memory)
+}
+
+fn fill(file: &mut File, bytes: u64) -> io::Result<()> {
+    let zeros = vec![0; 1 << 20];
+    for at in (0..bytes).step_by(zeros.len()) {
+        file.write_all(&zeros[..(bytes - at).min(zeros.len() as u64) as usize])?;
+    }
+    file.sync_all()
+}
+
+/// A device in use as swap.
+struct Swap(Option<PathBuf>);
+
+impl Swap {
+    fn on(path: &Path) -> io::Result<Swap> {
+        program(Command::new("mkswap").arg("--quiet").arg(path))?;
+        program(Command::new("swapon").args(["--priority", PRIORITY]).arg(path))?;
+        Ok(Swap(Some(path.to_owned())))
+    }
+
+    fn off(mut self) -> io::Result<()> {
+        self.0.take().map_or(Ok(()), |path| program(Command::new("swapoff").arg(path)))
+    }
+}
+
+impl Drop for Swap {
+    fn drop(&mut self) {
+        let Some(path) = self.0.take() else { return };
+        if let Err(error) = program(Command::new("swapoff").arg(&path)) {
+            eprintln!("weir: swapoff {}: {error}; do it by hand", path.display());
+        }
+    }
+}
+
+fn program(command: &mut Command) -> io::Result<()> {
+    // util-linux lies where ordinary users do not look.
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let path = [path.to_string_lossy().as_ref(), "/usr/sbin", "/sbin"].join(":");
+    let output = command.env("PATH", path).stdin(Stdio::null()).output()?;
+    if output.status.success() {
+        return Ok(());
+    }
+    Err(io::Error::other(String::from_utf8_lossy(&output.stderr).trim().replace('\n', "; ")))
+}
+
+struct Looped(Option<LoopDevice>);
+
+impl Drop for Looped {
+    fn drop(&mut self) {
+        if let Some(Err(error)) = self.0.take().map(LoopDevice::detach) {
+            eprintln!("weir: {error}");
+        }
+    }
+}
+
+/// A zram device of our own.
+struct Zram(u32);
+
+impl Zram {
+    fn new(bytes: u64) -> io::Result<Zram> {
+        let number = fs::read_to_string("/sys/class/zram-control/hot_add")?;
+        let zram = Zram(number.trim().parse().map_err(io::Error::other)?);
+        fs::write(format!("/sys/block/zram{}/disksize", zram.0), bytes.to_string())?;
+        Ok(zram)
+    }
+
+    fn path(&self) -> PathBuf {
+        PathBuf::from(format!("/dev/zram{}", self.0))
+    }
+}
+
+impl Drop for Zram {
+    fn drop(&mut self) {
+        let begun = Instant::now();
+        while let Err(error) = fs::write("/sys/class/zram-control/hot_remove", self.0.to_string()) {
+            if begun.elapsed() > Duration::from_secs(5) {
+                eprintln!("weir: cannot remove zram{}: {error}", self.0);
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+}
+
+/// A FUSE server in a process of its own.
+struct Server(Child);
+
+impl Server {
+    fn start(mut command: Command, file: &Path) -> io::Result<Server> {
+        let child = command.stdin(Stdio::null()).stdout(Stdio::null()).spawn()?;
+        let mut server = Server(child);
+        let begun = Instant::now();
+        // The mount comes first, then the server answers; a look at the size waits for that.
+        while !is_mounted(file) || !fs::metadata(file).is_ok_and(|meta| meta.len() > 0) {
+            if let Some(status) = server.0.try_wait()? {
+                return Err(io::Error::other(format!("it ended at its start: {status}")));
+            }
+            if begun.elapsed() > PATIENCE {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(server)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        if let Some(pid) = rustix::process::Pid::from_raw(self.0.id() as i32) {
+            let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
+        }
+        let begun = Instant::now();
+        while begun.elapsed() < PATIENCE && matches!(self.0.try_wait(), Ok(None)) {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}

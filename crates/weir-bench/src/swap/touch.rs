@@ -1,0 +1,210 @@
+//! The child: writes more than it may keep, and times what comes back.
+
+use super::cgroup::Cgroup;
+use super::devices::Device;
+use super::{Plan, SwapError};
+use crate::report::percentile;
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+use serde::{Deserialize, Serialize};
+use std::io;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+use weir_core::PAGE_SIZE;
+
+/// The pause before each sporadic fault.
+const PAUSE: Duration = Duration::from_millis(20);
+/// Faults that are timed at most.
+const FAULTS_MAX: usize = 200_000;
+/// Touches in vain (the page was in RAM) after which there is nothing in swap.
+const VAIN_MAX: u32 = 100_000;
+
+/// What a child found.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct Touch {
+    /// Major faults one after the other: half of them took no longer.
+    pub fault_p50_us: f64,
+    /// 99 of 100 took no longer.
+    pub fault_p99_us: f64,
+    /// Major faults timed.
+    pub faults: u64,
+    /// One each 20 ms.
+    pub sporadic_p50_us: f64,
+    /// 99 of 100 took no longer.
+    pub sporadic_p99_us: f64,
+    /// While the memory was written for the first time.
+    pub out_mb_per_s: f64,
+    /// While all of it was read in order.
+    pub in_mb_per_s: f64,
+    /// Pages that were not what had been written.
+    pub mismatches: u64,
+}
+
+/// Runs a child on the device, which is the first that the kernel swaps to.
+pub(super) fn run(plan: &Plan, device: &Device) -> Result<Touch, SwapError> {
+    let failed = |what: &str| SwapError::failed(format!("{}: {what}", device.name()));
+    let cgroup = Cgroup::new(&format!("weir-bench-swap-{}", std::process::id()), plan.limit.0)
+        .map_err(SwapError::failed("cannot limit a child's memory (a memory cgroup, as root)"))?;
+    let output = Command::new(&plan.weir)
+        .args(["bench", "swap-touch", "--size", &plan.size.0.to_string()])
+        .args(["--milliseconds", &plan.time.as_millis().to_string(), "--entrance"])
+        .arg(cgroup.entrance())
+        .stdin(Stdio::null())
+        .stderr(Stdio::inherit())
+        .output()
+        .map_err(failed("the child does not start"))?;
+    if !output.status.success() {
+        return Err(failed("the child did not finish")(io::Error::other(output.status.to_string())));
+    }
+    let text = String::from_utf8_lossy(&output.stdout);
+    serde_json::from_str(text.trim()).map_err(|error| failed("the child")(error.into()))
+}
+
+/// The child's work: under the limit before its first page.
+///
+/// # Errors
+/// When it cannot come under the limit, has no memory, or nothing was swapped.
+pub fn touch(bytes: u64, time: Duration, entrance: &Path) -> io::Result<Touch> {
+    std::fs::write(entrance, "0")?;
+    let mut region = Region::new(bytes as usize)?;
+    let mut touch = Touch::default();
+    let (_, out_before) = swapped()?;
+    let begun = Instant::now();
+    for page in 0..region.pages {
+        region.write(page);
+    }
+    touch.out_mb_per_s = rate(swapped()?.1 - out_before, begun);
+
+    let mut random = 0x9e37_79b9_7f4a_7c15;
+    let begun = Instant::now();
+    let mut taken = Vec::with_capacity(FAULTS_MAX);
+    while begun.elapsed() < time && taken.len() < FAULTS_MAX {
+        taken.push(region.fault(&mut random, &mut touch.mismatches)?);
+    }
+    touch.faults = taken.len() as u64;
+    (touch.fault_p50_us, touch.fault_p99_us) = percentiles(&mut taken);
+
+    let (in_before, _) = swapped()?;
+    let begun = Instant::now();
+    for page in 0..region.pages {
+        touch.mismatches += u64::from(!region.is_right(page));
+    }
+    touch.in_mb_per_s = rate(swapped()?.0 - in_before, begun);
+
+    let begun = Instant::now();
+    let mut taken = Vec::new();
+    while begun.elapsed() < time {
+        std::thread::sleep(PAUSE);
+        taken.push(region.fault(&mut random, &mut touch.mismatches)?);
+    }
+    (touch.sporadic_p50_us, touch.sporadic_p99_us) = percentiles(&mut taken);
+    Ok(touch)
+}
+
+/// Memory that the kernel may swap.
+struct Region {
+    start: *mut u8,
+    pages: usize,
+    template: [u8; PAGE_SIZE],
+}
+
+impl Region {
+    fn new(bytes: usize) -> io::Result<Region> {
+        let pages = bytes / PAGE_SIZE;
+        let bytes = pages * PAGE_SIZE;
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a fresh private mapping at an address of the kernel's choice disturbs nothing. It is never unmapped.
+        let start = unsafe {
+            let start =
+                rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes, protection, MapFlags::PRIVATE)?;
+            // Pages are what is measured, not huge pages.
+            rustix::mm::madvise(start, bytes, Advice::LinuxNoHugepage)?;
+            start
+        };
+        // Half of it compresses to nothing, half does not compress: what memory is like, on average.
+        let mut template = [0; PAGE_SIZE];
+        let mut state = 1u64;
+        for byte in &mut template[..PAGE_SIZE / 2] {
+            *byte = (splitmix(&mut state) >> 32) as u8;
+        }
+        Ok(Region { start: start.cast(), pages, template })
+    }
+
+    fn at(&self, page: usize) -> *mut u8 {
+        assert!(page < self.pages);
+        // SAFETY: within the mapping.
+        unsafe { self.start.add(page * PAGE_SIZE) }
+    }
+
+    fn write(&mut self, page: usize) {
+        let at = self.at(page);
+        // SAFETY: the page lies within the mapping, which only this thread uses; both ends are aligned.
+        unsafe {
+            at.copy_from_nonoverlapping(self.template.as_ptr(), PAGE_SIZE);
+            at.cast::<u64>().write(page as u64);
+            at.add(PAGE_SIZE - 8).cast::<u64>().write(!(page as u64));
+        }
+    }
+
+    fn is_right(&self, page: usize) -> bool {
+        let at = self.at(page);
+        // SAFETY: as in `write`.
+        let bytes = unsafe { std::slice::from_raw_parts(at, PAGE_SIZE) };
+        bytes[..8] == (page as u64).to_ne_bytes()
+            && bytes[PAGE_SIZE - 8..] == (!(page as u64)).to_ne_bytes()
+            && bytes[8..PAGE_SIZE - 8] == self.template[8..PAGE_SIZE - 8]
+    }
+
+    /// Touches pages at random until one has to come from swap; how long that took, in nanoseconds.
+    fn fault(&self, random: &mut u64, mismatches: &mut u64) -> io::Result<u64> {
+        for _ in 0..VAIN_MAX {
+            let page = (splitmix(random) % self.pages as u64) as usize;
+            let at = self.at(page);
+            let before = major_faults();
+            let begun = Instant::now();
+            // SAFETY: as in `write`; volatile, so that it happens here.
+            unsafe { at.cast::<u64>().read_volatile() };
+            let taken = begun.elapsed();
+            if major_faults() > before {
+                *mismatches += u64::from(!self.is_right(page));
+                return Ok(taken.as_nanos() as u64);
+            }
+        }
+        Err(io::Error::other("nothing is in swap: is the limit smaller than the memory touched?"))
+    }
+}
+
+fn percentiles(taken: &mut [u64]) -> (f64, f64) {
+    (percentile(taken, 50.0) as f64 / 1e3, percentile(taken, 99.0) as f64 / 1e3)
+}
+
+fn splitmix(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// Of this thread, since its start.
+fn major_faults() -> i64 {
+    // SAFETY: all zeros is a valid `rusage`, and the call fills in the one it is given.
+    unsafe {
+        let mut usage: libc::rusage = std::mem::zeroed();
+        libc::getrusage(libc::RUSAGE_THREAD, &raw mut usage);
+        usage.ru_majflt
+    }
+}
+
+/// Pages swapped (in, out) by the whole machine since it booted.
+fn swapped() -> io::Result<(u64, u64)> {
+    let text = std::fs::read_to_string("/proc/vmstat")?;
+    let number = |key: &str| {
+        let value = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(' '));
+        value.and_then(|value| value.trim().parse().ok()).unwrap_or(0)
+    };
+    Ok((number("pswpin"), number("pswpout")))
+}
+
+fn rate(pages: u64, begun: Instant) -> f64 {
+    (pages * PAGE_SIZE as u64) as f64 / 1e6 / begun.elapsed().as_secs_f64()
+}
