@@ -54,6 +54,9 @@ pub enum Command {
     /// Let a device of the kernel's NBD client go; refused while something uses it.
     Detach(DetachOptions),
 
+    /// Mount a RAM disk on a directory: a file system in GPU memory where there is any, else in host memory.
+    Mount(MountOptions),
+
     /// Say what this machine offers, and what to do about what it lacks.
     Doctor(DoctorOptions),
 
@@ -281,6 +284,37 @@ pub struct DetachOptions {
     /// The device, as `weir attach` printed it.
     #[arg(value_name = "/dev/nbdN")]
     pub device: PathBuf,
+}
+
+/// Where a RAM disk is mounted, and what it is made of.
+#[derive(Debug, Clone, Args)]
+#[command(
+    after_help = "Ends by fusermount3 -u DIR (or umount DIR); everything on it is gone then. Needs no root where fusermount3 is installed (package fuse3)."
+)]
+pub struct MountOptions {
+    /// The directory to mount on.
+    #[arg(value_name = "DIR")]
+    pub directory: PathBuf,
+
+    /// Room for the content of files.
+    #[arg(long, default_value = "1GiB")]
+    pub size: ByteSize,
+
+    /// Where files lie, with its size: vram:0?size=4GiB, host:8GiB [default: the first GPU's memory, else host memory].
+    #[arg(long, value_name = "URL", conflicts_with = "size")]
+    pub store: Option<StoreUrl>,
+
+    /// Threads that serve; one waits, the others come when there is more to do.
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub threads: u16,
+
+    /// Stay in the foreground until it is unmounted.
+    #[arg(long, short)]
+    pub foreground: bool,
+
+    /// Say on standard output when the disk is there.
+    #[arg(long, hide = true, requires = "foreground")]
+    pub announce: bool,
 }
 
 /// How `doctor` reports.

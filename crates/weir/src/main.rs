@@ -17,6 +17,7 @@ mod failure;
 mod give_back;
 mod keeper;
 mod manual;
+mod mount;
 mod on;
 mod pages;
 mod serve;
@@ -55,6 +56,7 @@ fn run(cli: Cli) -> Result<(), Failure> {
         Command::Status(options) => status::run(&options),
         Command::Attach(options) => attach::attach(&options),
         Command::Detach(options) => attach::detach(&options),
+        Command::Mount(options) => mount::run(&options),
         Command::Doctor(options) => doctor::run(options),
         Command::Bench(options) => bench::run(&options),
         Command::Completions { shell } => manual::completions(shell),

@@ -4,12 +4,14 @@
 //! takes bytes and gives requests, [`wire`] holds numbers and structures. [`device`] reads and answers, [`mount`] puts a connection into the
 //! file system. [`Server`] serves one file with several threads, all of them started before the process is sealed.
 //!
-//! There is no page cache on the way: the file is opened for direct I/O, so each request of the loop device is one request here.
+//! There is no page cache on the way to that file: is opened for direct I/O, so each request of the loop
+//! device is one request here. [`Server::ram_disk`] serves a whole file system instead, with the page cache, to ordinary users.
 
 pub mod device;
 mod disk;
 pub mod mount;
 mod pool;
+mod ram_disk;
 mod range;
 pub mod request;
 mod serve;

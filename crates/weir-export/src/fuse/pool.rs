@@ -8,7 +8,7 @@ use super::device::Device;
 use crate::spin::SpinGate;
 use rustix::event::{EventfdFlags, PollFd, PollFlags};
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread::Thread;
@@ -27,6 +27,8 @@ pub(super) struct Pool {
     stop: AtomicBool,
     /// Readable once the pool shall stop.
     bell: OwnedFd,
+    /// Readable once the file system has been unmounted.
+    gone: OwnedFd,
     pub gate: SpinGate,
 }
 
@@ -40,6 +42,7 @@ impl Pool {
             at_device: AtomicUsize::new(0),
             stop: AtomicBool::new(false),
             bell: rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+            gone: rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             gate: SpinGate::new(processors),
         })
     }
@@ -112,6 +115,17 @@ impl Pool {
             Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
             Err(errno) => Err(errno),
         }
+    }
+
+    /// The file system has been unmounted: every thread leaves, and whoever waits for it is told.
+    pub fn gone(&self) {
+        self.stop();
+        let _ = rustix::io::write(&self.gone, &1u64.to_ne_bytes());
+    }
+
+    /// Becomes readable once the file system has been unmounted.
+    pub fn unmounted(&self) -> BorrowedFd<'_> {
+        self.gone.as_fd()
     }
 
     /// Whether the threads shall leave.

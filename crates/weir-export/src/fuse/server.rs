@@ -4,9 +4,10 @@ use super::device::{Device, Incoming};
 use super::disk::{Disk, Shape};
 use super::mount::{Mount, MountError, Options, owner};
 use super::pool::{Pool, THREADS_MAX};
+use super::ram_disk::{self, RamDisk};
 use super::range::{IO_MAX, Ranges};
 use super::request::{self, Request};
-use super::serve::{Service, Worker};
+use super::serve::{Ending, Service, Worker};
 use super::stats::{Counters, Stats};
 use super::wire::{InitIn, InitOut, MAJOR, MINOR, MINOR_LEAST, init};
 use crate::log::{Level, Log};
@@ -214,6 +215,37 @@ impl Server {
         Ok(server)
     }
 
+    /// Mounts an empty file system on the directory `point`, whose files' pages lie in the volume. All that it holds is gone
+    /// when the server ends, which it does by itself when somebody unmounts it.
+    ///
+    /// # Errors
+    /// See [`ServeError`]; nothing is left mounted or running then.
+    pub fn ram_disk(
+        volume: &Arc<Volume>,
+        config: &Config,
+        point: &Path,
+        log: &Log,
+    ) -> Result<Server, ServeError> {
+        check(config)?;
+        let resources = |error| ServeError::Resources(config.threads, error);
+        if fs::metadata(point).is_ok_and(|meta| !meta.is_dir()) {
+            return Err(ServeError::Config(format!("{} is no directory", point.display())));
+        }
+        let owner = owner(point);
+        let options =
+            Options { source: &config.name, subtype: "weir", default_permissions: true, read_max: IO_MAX };
+        let (mount, connection) = Mount::new(point, &options)?;
+        greet(&connection)?;
+        let queues = (0..config.threads).map(|_| connection.clone_queue()).collect::<io::Result<_>>();
+        let mut server = Server::new(config, connection, queues.map_err(resources)?, false, mount, false)?;
+        let shared = ram_disk::Shared::new(volume.pages(), owner);
+        server.start_threads(volume, config, log, || RamDisk {
+            shared: Arc::clone(&shared),
+            listing: Vec::with_capacity(IO_MAX as usize / 8),
+        })?;
+        Ok(server)
+    }
+
     fn new(
         config: &Config,
         connection: Device,
@@ -290,8 +322,8 @@ impl Server {
                 let fine = matches!(flusher, Ok(true));
                 let _ = ready.send(flusher);
                 drop(ready);
-                if fine {
-                    worker.run();
+                if fine && worker.run() == Ending::Unmounted {
+                    worker.pool.gone();
                 }
             };
             let name = format!("weir-fuse-{number}");
@@ -321,6 +353,11 @@ impl Server {
         let mut stats = Stats { threads: self.counters.len() as u64, ..Stats::default() };
         self.counters.iter().for_each(|counters| stats.add(counters));
         stats
+    }
+
+    /// Becomes readable when somebody has unmounted it: then there is nothing left to serve.
+    pub fn unmounted(&self) -> BorrowedFd<'_> {
+        self.pool.unmounted()
     }
 
     /// Whether all its I/O memory is pinned in RAM.

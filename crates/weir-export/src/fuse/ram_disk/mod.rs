@@ -1,0 +1,365 @@
+//! A RAM disk: a file system for ordinary users whose files' pages lie in a volume. What it holds goes with the server.
+//!
+//! Names and attributes are in [`tree`], under one lock: shared for reading and writing data, exclusive for whatever changes a
+//! name, a size or where pages lie. So a page is never read or written after it was given to another file.
+
+mod room;
+mod tree;
+
+use super::device::Device;
+use super::range::{IO_MAX, Ranges};
+use super::request::{Message, Request};
+use super::serve::Service;
+use super::stats::Counters;
+use super::wire::{
+    AttrOut, CreateIn, Dirent, EntryOut, FallocateIn, InHeader, LseekIn, NAME_MAX, OpenOut, ReadIn,
+    SetattrIn, StatfsOut, WriteIn, WriteOut, open_flag, setattr,
+};
+use rustix::io::Errno;
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use tree::{Change, DIRECTORY, FILE, KIND, New, SIZE_MAX, SYMLINK, Time, Tree};
+use weir_core::{PAGE_SIZE, PageNo};
+
+/// How long the kernel may rely on what it was told, in seconds: whatever changes here, changes by way of it.
+const VALID: u64 = 3600;
+
+const PAGE: u64 = PAGE_SIZE as u64;
+const KEEP_SIZE: u32 = 0x01;
+const PUNCH_HOLE: u32 = 0x02;
+const ZERO_RANGE: u32 = 0x10;
+const SEEK_DATA: u32 = 3;
+const SEEK_HOLE: u32 = 4;
+const FIFO: u32 = 0o010000;
+const SOCKET: u32 = 0o140000;
+
+/// The file system, shared by all threads.
+#[derive(Debug)]
+pub(super) struct Shared(RwLock<Tree>);
+
+impl Shared {
+    /// An empty one over a volume of `pages` pages; the root is its owner's.
+    pub fn new(pages: u32, owner: (u32, u32)) -> Arc<Shared> {
+        Arc::new(Shared(RwLock::new(Tree::new(pages, owner, 0o755, now()))))
+    }
+
+    // A thread that panicked has been reported, and the others go on with what there is.
+    fn read(&self) -> RwLockReadGuard<'_, Tree> {
+        self.0.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, Tree> {
+        self.0.write().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One thread's half of it.
+pub(super) struct RamDisk {
+    pub shared: Arc<Shared>,
+    /// A listing on its way out.
+    pub listing: Vec<u8>,
+}
+
+/// What a request is answered with.
+type Answer<T> = Result<T, Errno>;
+
+impl Service for RamDisk {
+    fn serve(
+        &mut self,
+        message: &Message<'_>,
+        ranges: &mut Ranges,
+        device: &Device,
+        counters: &Counters,
+    ) -> rustix::io::Result<()> {
+        let (header, node, unique) = (&message.header, message.header.nodeid, message.header.unique);
+        let finish = |answer: Answer<Vec<u8>>| match answer {
+            Ok(body) => device.answer(unique, &body),
+            Err(errno) => device.refuse(unique, errno),
+        };
+        match message.request {
+            Request::Read { what } => {
+                counters.reads.add(1);
+                self.read(node, unique, &what, ranges, device, counters)
+            }
+            Request::Write { what, data } => {
+                counters.writes.add(1);
+                counters.bytes_written.add(data.len() as u64);
+                match self.write(node, &what, data, ranges) {
+                    Ok(()) => device.answer(unique, &WriteOut { size: what.size, padding: 0 }.encode()),
+                    Err(errno) => {
+                        counters.errors.add(1);
+                        device.refuse(unique, errno)
+                    }
+                }
+            }
+            Request::Readdir { what } => match self.list(node, &what) {
+                Ok(()) => device.answer(unique, &self.listing),
+                Err(errno) => device.refuse(unique, errno),
+            },
+            // Nobody waits for an answer to these.
+            Request::Forget { lookups } => {
+                let mut tree = self.shared.write();
+                discard(&tree.forget(node, lookups), ranges);
+                Ok(())
+            }
+            Request::BatchForget { list } => {
+                let mut tree = self.shared.write();
+                for one in list {
+                    discard(&tree.forget(one.nodeid, one.lookups), ranges);
+                }
+                Ok(())
+            }
+            _ => finish(self.other(header, &message.request, ranges)),
+        }
+    }
+}
+
+impl RamDisk {
+    /// Requests about names and attributes.
+    fn other(&self, header: &InHeader, request: &Request<'_>, ranges: &mut Ranges) -> Answer<Vec<u8>> {
+        let node = header.nodeid;
+        let new = |mode, rdev, target: &[u8]| New {
+            mode,
+            uid: header.uid,
+            gid: header.gid,
+            rdev,
+            target: target.to_vec(),
+        };
+        match *request {
+            Request::Lookup { name } => {
+                let mut tree = self.shared.write();
+                let found = tree.lookup(node, name)?;
+                entry(&mut tree, found)
+            }
+            Request::Getattr => attr(&self.shared.read(), node),
+            Request::Setattr { change } => self.change(node, &change, ranges),
+            Request::Readlink => Ok(self.shared.read().target(node)?.to_vec()),
+            Request::Symlink { name, target } => self.make(node, name, new(SYMLINK | 0o777, 0, target)),
+            Request::Mknod { how, name } if matches!(how.mode & KIND, FILE | FIFO | SOCKET) => {
+                self.make(node, name, new(how.mode, how.rdev, &[]))
+            }
+            Request::Mknod { .. } => Err(Errno::PERM),
+            Request::Mkdir { how, name } => self.make(node, name, new(DIRECTORY | how.mode, 0, &[])),
+            Request::Create { how: CreateIn { mode, .. }, name } => {
+                let mut answer = self.make(node, name, new(FILE | mode, 0, &[]))?;
+                answer.extend(opened());
+                Ok(answer)
+            }
+            Request::Unlink { name } => {
+                let mut tree = self.shared.write();
+                discard(&tree.unlink(node, name, now())?, ranges);
+                Ok(Vec::new())
+            }
+            Request::Rmdir { name } => {
+                let mut tree = self.shared.write();
+                discard(&tree.rmdir(node, name, now())?, ranges);
+                Ok(Vec::new())
+            }
+            Request::Rename { to_directory, flags, from, to } => {
+                let mut tree = self.shared.write();
+                discard(&tree.rename((node, from), (to_directory, to), flags, now())?, ranges);
+                Ok(Vec::new())
+            }
+            Request::Link { node: linked, name } => {
+                let mut tree = self.shared.write();
+                tree.link(linked, node, name, now())?;
+                entry(&mut tree, linked)
+            }
+            Request::Open { .. } => Ok(opened().to_vec()),
+            Request::Opendir => Ok(OpenOut::default().encode().to_vec()),
+            Request::Release { .. } | Request::Releasedir { .. } | Request::Destroy => Ok(Vec::new()),
+            Request::Statfs => Ok(self.statfs()),
+            Request::Fallocate { what } => self.allocate(node, &what, ranges).map(|()| Vec::new()),
+            Request::Lseek { what: LseekIn { offset, whence, .. } } => {
+                let data = match whence {
+                    SEEK_DATA => true,
+                    SEEK_HOLE => false,
+                    _ => return Err(Errno::INVAL),
+                };
+                Ok(self.shared.read().seek(node, offset, data)?.to_ne_bytes().to_vec())
+            }
+            // FLUSH and FSYNC have nothing to wait for, and there are no extended attributes: after one ENOSYS the kernel knows.
+            _ => Err(Errno::NOSYS),
+        }
+    }
+
+    fn make(&self, parent: u64, name: &[u8], new: New) -> Answer<Vec<u8>> {
+        let mut tree = self.shared.write();
+        let made = tree.make(parent, name, new, now())?;
+        entry(&mut tree, made)
+    }
+
+    fn read(
+        &self,
+        node: u64,
+        unique: u64,
+        what: &ReadIn,
+        ranges: &mut Ranges,
+        device: &Device,
+        counters: &Counters,
+    ) -> rustix::io::Result<()> {
+        let tree = self.shared.read();
+        let size = match tree.size(node) {
+            Ok(size) => size,
+            Err(errno) => return device.refuse(unique, errno),
+        };
+        let length = size.saturating_sub(what.offset).min(u64::from(what.size.min(IO_MAX))) as usize;
+        counters.bytes_read.add(length as u64);
+        if length == 0 {
+            return device.answer(unique, &[]);
+        }
+        let (first, within) = (what.offset / PAGE, (what.offset % PAGE) as usize);
+        let result = ranges.read(device, unique, within, length, |at| tree.place(node, first + at as u64))?;
+        counters.errors.add(u64::from(result.is_err()));
+        Ok(())
+    }
+
+    fn write(&self, node: u64, what: &WriteIn, data: &[u8], ranges: &mut Ranges) -> Answer<()> {
+        let end =
+            what.offset.checked_add(data.len() as u64).filter(|end| *end <= SIZE_MAX).ok_or(Errno::FBIG)?;
+        if data.is_empty() {
+            return Ok(());
+        }
+        let (first, within) = (what.offset / PAGE, (what.offset % PAGE) as usize);
+        let mut tree = self.shared.write();
+        tree.reserve(node, first..end.div_ceil(PAGE))?;
+        let tree = RwLockWriteGuard::downgrade(tree);
+        ranges.write(within, data, |at| tree.place(node, first + at as u64).expect("reserved above"))?;
+        drop(tree);
+        // Nobody cuts the file off meanwhile: the kernel lets one change of a file's size happen at a time.
+        self.shared.write().written(node, end, now())
+    }
+
+    fn change(&self, node: u64, change: &SetattrIn, ranges: &mut Ranges) -> Answer<Vec<u8>> {
+        let has = |flag| change.valid & flag != 0;
+        let time = |given, now_flag, seconds, nanoseconds| match (has(now_flag), has(given)) {
+            (true, _) => Some(now()),
+            (false, true) => Some(Duration::new(seconds, nanoseconds)),
+            (false, false) => None,
+        };
+        let mut tree = self.shared.write();
+        if has(setattr::SIZE) {
+            let was = tree.size(node)?;
+            discard(&tree.resize(node, change.size, now())?, ranges);
+            // What lies behind the end in its page would come back if the file grew again.
+            clear_tail(&tree, node, change.size, was, ranges)?;
+        }
+        let wanted = Change {
+            mode: has(setattr::MODE).then_some(change.mode),
+            uid: has(setattr::UID).then_some(change.uid),
+            gid: has(setattr::GID).then_some(change.gid),
+            atime: time(setattr::ATIME, setattr::ATIME_NOW, change.atime, change.atimensec.min(999_999_999)),
+            mtime: time(setattr::MTIME, setattr::MTIME_NOW, change.mtime, change.mtimensec.min(999_999_999)),
+        };
+        tree.change(node, &wanted, now())?;
+        attr(&tree, node)
+    }
+
+    fn allocate(&self, node: u64, what: &FallocateIn, ranges: &mut Ranges) -> Answer<()> {
+        let end = what.offset.checked_add(what.length).filter(|end| *end <= SIZE_MAX).ok_or(Errno::FBIG)?;
+        let mut tree = self.shared.write();
+        let size = tree.size(node)?;
+        match what.mode & !KEEP_SIZE {
+            0 => tree.reserve(node, what.offset / PAGE..end.div_ceil(PAGE))?,
+            PUNCH_HOLE | ZERO_RANGE => {
+                let whole = what.offset.div_ceil(PAGE)..end / PAGE;
+                if whole.start < whole.end {
+                    discard(&tree.punch(node, whole.clone())?, ranges);
+                }
+                let edges = if whole.start <= whole.end {
+                    [(what.offset, whole.start * PAGE), (whole.end * PAGE, end)]
+                } else {
+                    [(what.offset, end), (end, end)]
+                };
+                for (from, to) in edges {
+                    clear(&tree, node, from, to, ranges)?;
+                }
+            }
+            _ => return Err(Errno::OPNOTSUPP),
+        }
+        let grown = if what.mode & KEEP_SIZE != 0 { size } else { end };
+        tree.written(node, grown, now())
+    }
+
+    fn statfs(&self) -> Vec<u8> {
+        let tree = self.shared.read();
+        let (blocks, free) = (u64::from(tree.room().pages()), u64::from(tree.room().free()));
+        let files = tree.nodes_max() as u64;
+        let stat = StatfsOut {
+            blocks,
+            bfree: free,
+            bavail: free,
+            files,
+            ffree: files.saturating_sub(tree.nodes() as u64),
+            bsize: PAGE_SIZE as u32,
+            namelen: NAME_MAX,
+            frsize: PAGE_SIZE as u32,
+            ..StatfsOut::default()
+        };
+        stat.encode().to_vec()
+    }
+
+    /// Fills `listing` with as much of a directory as is asked for.
+    fn list(&mut self, node: u64, what: &ReadIn) -> Answer<()> {
+        let RamDisk { shared, listing } = self;
+        listing.clear();
+        let tree = shared.read();
+        for listed in tree.list(node, what.offset)? {
+            let bytes = (Dirent::BYTES + listed.name.len()).next_multiple_of(8);
+            if listing.len() + bytes > what.size.min(IO_MAX) as usize {
+                break;
+            }
+            let (name_bytes, kind) = (listed.name.len() as u32, (listed.mode & KIND) >> 12);
+            let end = listing.len() + bytes;
+            listing.extend(Dirent { ino: listed.node, offset: listed.cookie, name_bytes, kind }.encode());
+            listing.extend(listed.name);
+            listing.resize(end, 0);
+        }
+        Ok(())
+    }
+}
+
+/// An open file: what the kernel has cached stays right, since all changes go through it.
+fn opened() -> [u8; OpenOut::BYTES] {
+    OpenOut { fh: 0, open_flags: open_flag::KEEP_CACHE, padding: 0 }.encode()
+}
+
+fn attr(tree: &Tree, node: u64) -> Answer<Vec<u8>> {
+    Ok(AttrOut { attr_valid: VALID, attr: tree.attr(node)?, ..AttrOut::default() }.encode().to_vec())
+}
+
+/// The kernel is told of a node, which it will forget one day.
+fn entry(tree: &mut Tree, node: u64) -> Answer<Vec<u8>> {
+    let attr = tree.attr(node)?;
+    tree.remember(node);
+    let entry = EntryOut { nodeid: node, entry_valid: VALID, attr_valid: VALID, attr, ..EntryOut::default() };
+    Ok(entry.encode().to_vec())
+}
+
+/// Forgets what pages held, so that they are empty for whom they belong to next. The tree is still locked.
+fn discard(freed: &[PageNo], ranges: &mut Ranges) {
+    if freed.is_empty() {
+        return;
+    }
+    let lane = ranges.lane();
+    for page in freed {
+        lane.discard(*page, 1);
+    }
+    lane.submit();
+}
+
+/// Makes bytes of a file zero that lie within one page; a hole is zero already.
+fn clear(tree: &Tree, node: u64, from: u64, to: u64, ranges: &mut Ranges) -> Answer<()> {
+    match tree.place(node, from / PAGE) {
+        Some(page) if from < to => ranges.clear(page, from % PAGE, to - from),
+        _ => Ok(()),
+    }
+}
+
+fn clear_tail(tree: &Tree, node: u64, size: u64, was: u64, ranges: &mut Ranges) -> Answer<()> {
+    if size < was { clear(tree, node, size, size.next_multiple_of(PAGE), ranges) } else { Ok(()) }
+}
+
+fn now() -> Time {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
+}

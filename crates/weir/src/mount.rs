@@ -1,0 +1,129 @@
+//! `weir mount`: a RAM disk for ordinary users, in GPU memory where there is any.
+
+use crate::cli::MountOptions;
+use crate::failure::{Failure, chain};
+use crate::pages::{self, Plan};
+use rustix::event::{PollFd, PollFlags};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use std::fs::OpenOptions;
+use std::io::{self, Read as _, Write as _};
+use std::os::fd::AsFd as _;
+use std::os::unix::net::UnixStream;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::time::Duration;
+use weir_export::fuse::{Config, Server};
+use weir_export::log::{self, Level, Log};
+use weir_store::vram::Target;
+use weir_store::{StoreUrl, VramUrl};
+use weir_volume::Volume;
+
+/// How long requests that are under way may take when the disk ends.
+const GRACE: Duration = Duration::from_secs(2);
+/// Pages that one thread moves at a time at slow stores.
+const DEPTH: usize = 64;
+/// What the inner process says once the disk is there.
+const READY: &[u8] = b"ready\n";
+
+/// Mounts a disk, and returns when it is there; or, in the foreground, when it is gone.
+pub fn run(options: &MountOptions) -> Result<(), Failure> {
+    if options.foreground { serve(options) } else { in_background() }
+}
+
+/// Starts this program again in the foreground, and waits until the disk is there.
+fn in_background() -> Result<(), Failure> {
+    let failed = |error: io::Error| Failure::Failed(format!("cannot start in the background: {error}"));
+    let mut child = Command::new("/proc/self/exe")
+        .args(std::env::args_os().skip(1))
+        .args(["--foreground", "--announce"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .map_err(failed)?;
+    let mut said = [0; READY.len()];
+    let heard = child.stdout.take().expect("piped").read_exact(&mut said);
+    if heard.is_ok() && said == READY {
+        return Ok(());
+    }
+    // It has said why on standard error, which it inherited.
+    child.wait().map_err(failed)?;
+    Err(Failure::Said)
+}
+
+fn serve(options: &MountOptions) -> Result<(), Failure> {
+    let log = log::to_stderr(Level::Warning);
+    // Handlers first, so that an early SIGTERM ends the disk in good order too.
+    let (signals, tell) = UnixStream::pair().map_err(Failure::failed)?;
+    for signal in [SIGTERM, SIGINT, SIGHUP] {
+        let tell = tell.try_clone().map_err(Failure::failed)?;
+        signal_hook::low_level::pipe::register(signal, tell).map_err(Failure::failed)?;
+    }
+    let (store, server) = start(options, &log)?;
+    if options.announce {
+        announce().map_err(Failure::failed)?;
+    } else {
+        eprintln!(
+            "weir: a disk of {} in {store} at {}; fusermount3 -u {} ends it, and everything on it is gone then",
+            options.size,
+            options.directory.display(),
+            options.directory.display()
+        );
+    }
+    let mut fds = [
+        PollFd::from_borrowed_fd(signals.as_fd(), PollFlags::IN),
+        PollFd::from_borrowed_fd(server.unmounted(), PollFlags::IN),
+    ];
+    loop {
+        match rustix::event::poll(&mut fds, None) {
+            Err(rustix::io::Errno::INTR) => {}
+            result => break result.map(drop).map_err(Failure::failed)?,
+        }
+    }
+    server.stop(GRACE);
+    Ok(())
+}
+
+/// On the store asked for, else on the first GPU's memory, else on host memory.
+fn start(options: &MountOptions, log: &Log) -> Result<(StoreUrl, Server), Failure> {
+    let (store, volume) = match &options.store {
+        Some(store) => (store.clone(), volume(store, options, log)?),
+        None => {
+            let size = options.size;
+            let vram = StoreUrl::Vram(VramUrl { size: Some(size), ..VramUrl::new(Target::Index(0)) });
+            match volume(&vram, options, log) {
+                Ok(volume) => (vram, volume),
+                Err(Failure::Failed(why)) => {
+                    eprintln!("weir: no GPU memory ({why}): using host memory");
+                    let host = StoreUrl::Host { size };
+                    let volume = volume(&host, options, log)?;
+                    (host, volume)
+                }
+                Err(other) => return Err(other),
+            }
+        }
+    };
+    let config = Config { threads: usize::from(options.threads), ..Config::default() };
+    match Server::ram_disk(&volume, &config, &options.directory, log) {
+        Ok(server) => Ok((store, server)),
+        Err(error) => Err(Failure::Failed(chain(&error))),
+    }
+}
+
+fn volume(store: &StoreUrl, options: &MountOptions, log: &Log) -> Result<Arc<Volume>, Failure> {
+    let lanes = usize::from(options.threads);
+    pages::open(&Plan { stores: std::slice::from_ref(store), size: None, lanes, depth: DEPTH }, None, log)
+}
+
+/// Tells the outer process that the disk is there, and lets go of the terminal.
+fn announce() -> io::Result<()> {
+    let mut outer = io::stdout();
+    outer.write_all(READY)?;
+    outer.flush()?;
+    let null = OpenOptions::new().read(true).write(true).open("/dev/null")?;
+    rustix::stdio::dup2_stdin(&null)?;
+    rustix::stdio::dup2_stdout(&null)?;
+    rustix::stdio::dup2_stderr(&null)?;
+    // It leads no group where it was started by the outer process, so this cannot fail.
+    rustix::process::setsid()?;
+    Ok(())
+}
