@@ -85,7 +85,7 @@ fn ordinary_tools_do_what_they_do_on_any_disk() {
          echo one > log; echo two >> log; test \"$(cat log)\" = \"one
 two\"; truncate -s 5 log; test \"$(cat log)\" = \"one
 t\"; chmod 755 d/sh; d/sh -c 'exit 0'; rm -r a d out; mkfifo fifo; rmdir a 2>/dev/null && exit 1; df . > /dev/null
-         seq 1 2000 | while read n; do echo $n > f$n; done; test $(ls | grep -c '^f[0-9]') = 2000; cat f* | sort -n | tail -1 | grep -q 2000; rm f[0-9]*",
+         seq 1 2000 | while read n; do echo $n > f$n; done; test $(ls | grep -c '^f[0-9]') = 2000; cat f[0-9]* | sort -n | tail -1 | grep -q 2000; rm f[0-9]*",
     );
     let names: Vec<_> = fs::read_dir(&disk.point).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(names.len(), 5, "{names:?}");

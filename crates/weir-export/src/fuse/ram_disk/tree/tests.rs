@@ -158,9 +158,9 @@ impl Model {
             return Ok(());
         }
         if exchange {
-            self.shift(from, b"aside");
+            self.shift(from, b"\0");
             self.shift(to, from);
-            self.shift(b"aside", to);
+            self.shift(b"\0", to);
             return Ok(());
         }
         match (self.nodes[moved].is_directory, self.nodes[other].is_directory) {
