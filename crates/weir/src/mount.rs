@@ -111,7 +111,11 @@ fn start(options: &MountOptions, log: &Log) -> Result<(StoreUrl, Server), Failur
 
 fn volume(store: &StoreUrl, options: &MountOptions, log: &Log) -> Result<Arc<Volume>, Failure> {
     let lanes = usize::from(options.threads);
-    pages::open(&Plan { stores: std::slice::from_ref(store), size: None, lanes, depth: DEPTH }, None, log)
+    pages::open(
+        &Plan { stores: std::slice::from_ref(store), size: None, backing: &[], lanes, depth: DEPTH },
+        None,
+        log,
+    )
 }
 
 /// Tells the outer process that the disk is there, and lets go of the terminal.
