@@ -76,7 +76,7 @@ impl Daemon {
             ways_in.push(Box::new(ublk.start(&volume, log)?));
         }
         let lends: Vec<bool> = (0..volume.stores().count()).map(|at| lends(options, at)).collect();
-        let worker = Worker::start(&volume, &lends)?;
+        let worker = Worker::start(&volume, &lends, log)?;
         seal::seal(seal::policy_from_environment());
         let shared = Shared {
             volume,

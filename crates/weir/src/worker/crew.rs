@@ -63,6 +63,15 @@ impl Total {
     }
 }
 
+/// A card on which a store lies.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Card {
+    /// The store's place in the order.
+    pub store: usize,
+    /// The card's place among the store's.
+    pub card: usize,
+}
+
 /// A chunk, by store and number.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Chunk {
@@ -195,11 +204,26 @@ impl Crew {
         }
     }
 
-    /// The chunks of stores that lend, in a state; those with the fewest pages first, store by store.
-    fn chunks(&self, state: ChunkState) -> Vec<Chunk> {
+    /// The cards that say how much of them is left, of stores that lend.
+    pub fn cards(&self) -> impl Iterator<Item = Card> {
+        let stores = self.volume.stores().enumerate().filter(|&(at, _)| self.lends[at]);
+        stores.flat_map(|(store, it)| (0..it.headroom().len()).map(move |card| Card { store, card }))
+    }
+
+    /// Chunks of a card that are held, and that were given back.
+    pub fn chunk_counts(&self, card: Card) -> (u32, u32) {
+        let count = |state| self.chunks(state, Some(card)).len() as u32;
+        (count(ChunkState::Held), count(ChunkState::GivenBack))
+    }
+
+    /// The chunks of stores that lend (of one card, or of all), in a state; those with the fewest pages first, store by store.
+    fn chunks(&self, state: ChunkState, only: Option<Card>) -> Vec<Chunk> {
         let mut all = Vec::new();
-        for store in (0..self.lends.len()).filter(|&store| self.lends[store]) {
-            let mut chunks: Vec<_> = self.volume.chunks(store).filter(|chunk| chunk.state == state).collect();
+        for (store, it) in self.volume.stores().enumerate().filter(|&(at, _)| self.lends[at]) {
+            let wanted = |chunk: u32| only.is_none_or(|only| only == Card { store, card: it.card(chunk) });
+            let chunks = self.volume.chunks(store);
+            let mut chunks: Vec<_> =
+                chunks.filter(|chunk| chunk.state == state && wanted(chunk.chunk)).collect();
             chunks.sort_by_key(|chunk| chunk.used);
             all.extend(chunks.iter().map(|it| Chunk { store, chunk: it.chunk, slots: it.slots }));
         }
@@ -208,11 +232,14 @@ impl Crew {
 
     fn give_back(self: &Arc<Self>, job: &Arc<Job>) -> Result<Moved, String> {
         let began = Instant::now();
-        let held = self.chunks(ChunkState::Held);
+        let held = self.chunks(ChunkState::Held, job.only);
         let there: u64 = held.iter().map(|chunk| chunk.bytes()).sum();
         let spare = bytes(self.volume.spare_slots());
         let device = ByteSize(self.volume.bytes());
         let wanted = match job.bytes {
+            Some(wanted) if job.only.is_some() => {
+                upto(&held, |sum, next| sum < wanted && sum + next.bytes() <= spare)
+            }
             Some(wanted) if wanted > there => {
                 return Err(format!(
                     "cannot give back {}: only {} is held; ask for that, or for all",
@@ -312,7 +339,7 @@ impl Crew {
 
     fn take(&self, job: &Job) -> Result<Moved, String> {
         let began = Instant::now();
-        let away = self.chunks(ChunkState::GivenBack);
+        let away = self.chunks(ChunkState::GivenBack, job.only);
         let wanted = match job.bytes {
             Some(wanted) => upto(&away, |sum, _| sum < wanted),
             None => away,

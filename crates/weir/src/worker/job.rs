@@ -1,6 +1,6 @@
 //! What is asked of the worker: one job at a time, with its progress and its outcome.
 
-use super::crew::Crew;
+use super::crew::{Card, Crew};
 use crate::control::{Moved, Progress};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -25,6 +25,8 @@ pub struct Job {
     pub wish: Wish,
     /// How much; `None`: all.
     pub bytes: Option<u64>,
+    /// The card whose memory it is about, where the governor asks; less than asked for is then welcome too.
+    pub only: Option<Card>,
     pub reach: Reach,
     outcome: Mutex<Option<Result<Moved, String>>>,
     ended: Condvar,
@@ -51,12 +53,23 @@ impl Work for Job {
 }
 
 impl Job {
+    /// Somebody's wish.
     pub fn new(crew: &Arc<Crew>, wish: Wish, bytes: Option<u64>) -> Arc<Self> {
+        Self::about(crew, wish, bytes, None)
+    }
+
+    /// The governor's.
+    pub fn governed(crew: &Arc<Crew>, wish: Wish, bytes: u64, card: Card) -> Arc<Self> {
+        Self::about(crew, wish, Some(bytes), Some(card))
+    }
+
+    fn about(crew: &Arc<Crew>, wish: Wish, bytes: Option<u64>, only: Option<Card>) -> Arc<Self> {
         Arc::new(Job {
             item: Item::new(),
             crew: Arc::clone(crew),
             wish,
             bytes,
+            only,
             reach: Reach::default(),
             outcome: Mutex::new(None),
             ended: Condvar::new(),

@@ -1,9 +1,10 @@
 //! Work beside the I/O path: memory given back to its owner, taken again, and pages brought back up.
 //!
 //! One queue takes the jobs, so they never run side by side; the threads of a few others help it to empty chunks. All of them sleep
-//! until there is something to do. Each has a lane of the volume.
+//! until there is something to do. Each has a lane of the volume. The governor asks them to keep a card's owner well served.
 
 mod crew;
+mod governor;
 mod job;
 mod pace;
 mod rise;
@@ -11,8 +12,10 @@ mod rise;
 use crate::control::{Background, Moved, Progress};
 use crate::failure::Failure;
 use crew::Crew;
+use governor::Governor;
 use job::{Job, Wish};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
+use weir_export::log::Log;
 use weir_volume::Volume;
 
 /// Threads that empty chunks, at most: on the GPUs measured two or three fill the bus.
@@ -26,15 +29,20 @@ pub fn lanes() -> usize {
 
 /// The worker of a daemon.
 #[derive(Debug)]
-pub struct Worker(Arc<Crew>);
+pub struct Worker {
+    crew: Arc<Crew>,
+    governor: Mutex<Option<Governor>>,
+}
 
 impl Worker {
     /// Starts the threads; they sleep. `lends` says of each store whether it gives its memory back when asked.
     ///
     /// # Errors
     /// When there is no lane or no thread for them.
-    pub fn start(volume: &Arc<Volume>, lends: &[bool]) -> Result<Self, Failure> {
-        Crew::start(volume, lends).map(Worker)
+    pub fn start(volume: &Arc<Volume>, lends: &[bool], log: &Log) -> Result<Self, Failure> {
+        let crew = Crew::start(volume, lends)?;
+        let governor = Mutex::new(Governor::start(&crew, log)?);
+        Ok(Worker { crew, governor })
     }
 
     /// Gives `bytes` back to their owner, or with `None` all that can be. Returns when it is done; `tell` is called meanwhile.
@@ -42,7 +50,7 @@ impl Worker {
     /// # Errors
     /// One line: what is missing, and the next step.
     pub fn give_back(&self, bytes: Option<u64>, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String> {
-        Job::new(&self.0, Wish::GiveBack, bytes).run_on(&self.0, tell)
+        Job::new(&self.crew, Wish::GiveBack, bytes).run_on(&self.crew, tell)
     }
 
     /// Takes `bytes` of what was given back again, or with `None` all of it, and brings pages back up afterwards.
@@ -50,17 +58,20 @@ impl Worker {
     /// # Errors
     /// As [`give_back`](Worker::give_back).
     pub fn take(&self, bytes: Option<u64>, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String> {
-        Job::new(&self.0, Wish::Take, bytes).run_on(&self.0, tell)
+        Job::new(&self.crew, Wish::Take, bytes).run_on(&self.crew, tell)
     }
 
     /// Ends its threads, after the batch of pages that each is at. Idempotent.
     pub fn stop(&self) {
-        self.0.stop();
+        self.crew.stop();
+        if let Some(governor) = self.governor.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            governor.stop();
+        }
     }
 
     /// What it did so far.
     pub fn status(&self) -> Background {
-        self.0.status()
+        self.crew.status()
     }
 }
 

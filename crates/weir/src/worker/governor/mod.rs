@@ -1,0 +1,134 @@
+//! The governor: looks after the memory that each card's owner is left with, by its [`Policy`](policy::Policy).
+//!
+//! It looks closely while somebody allocates, and seldom at rest. Somebody who comes opens the card's device file, and that wakes it.
+
+mod arrivals;
+mod policy;
+
+use super::crew::{Card, Crew};
+use super::job::{Job, Wish};
+use crate::failure::Failure;
+use arrivals::Arrivals;
+use policy::{Look, Policy, Step};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use weir_export::log::{Level, Log};
+use weir_store::vram::Headroom;
+
+/// One card of one store.
+#[derive(Debug)]
+struct Governed {
+    card: Card,
+    policy: Policy,
+    /// Chunks that were given back here by the governor, and not taken since.
+    away: u32,
+    look_at: Duration,
+    /// It has said that nothing can be given.
+    said: bool,
+}
+
+/// Its thread; `None` where no store lies on a card that says how much is left.
+#[derive(Debug)]
+pub struct Governor {
+    arrivals: Arrivals,
+    thread: JoinHandle<()>,
+}
+
+impl Governor {
+    /// Starts it, if there is anything to govern.
+    ///
+    /// # Errors
+    /// When there is no thread for it.
+    pub fn start(crew: &Arc<Crew>, log: &Log) -> Result<Option<Self>, Failure> {
+        let cards: Vec<Governed> = crew
+            .cards()
+            .map(|card| Governed {
+                card,
+                policy: Policy::default(),
+                away: 0,
+                look_at: Duration::ZERO,
+                said: false,
+            })
+            .collect();
+        if cards.is_empty() {
+            return Ok(None);
+        }
+        let arrivals = Arrivals::new().map_err(Failure::failed)?;
+        let (crew, log, watched) = (Arc::clone(crew), Arc::clone(log), arrivals.clone());
+        let thread = std::thread::Builder::new()
+            .name("weir-governor".into())
+            .spawn(move || govern(&crew, cards, &watched, &log))
+            .map_err(Failure::failed)?;
+        Ok(Some(Governor { arrivals, thread }))
+    }
+
+    /// Ends it.
+    pub fn stop(self) {
+        self.arrivals.end();
+        // A panic of its own is no reason to end otherwise.
+        let _ = self.thread.join();
+    }
+}
+
+fn govern(crew: &Arc<Crew>, mut cards: Vec<Governed>, arrivals: &Arrivals, log: &Log) {
+    let began = Instant::now();
+    let mut newcomer = false;
+    while !crew.is_stopping() {
+        let now = began.elapsed();
+        for governed in &mut cards {
+            if newcomer || now >= governed.look_at {
+                governed.look(crew, newcomer, arrivals.are_told(), began, log);
+            }
+        }
+        let next = cards.iter().map(|governed| governed.look_at).min().unwrap_or_default();
+        // What this thread itself opened while it looked is nobody's arrival.
+        arrivals.forget();
+        newcomer = arrivals.wait(next.saturating_sub(began.elapsed()));
+    }
+}
+
+impl Governed {
+    fn look(&mut self, crew: &Arc<Crew>, newcomer: bool, told: bool, began: Instant, log: &Log) {
+        let Some(room) = self.room(crew) else {
+            self.look_at = began.elapsed() + Duration::from_secs(1);
+            return;
+        };
+        let (held, given_back) = crew.chunk_counts(self.card);
+        self.away = self.away.min(given_back);
+        let look = Look { at: began.elapsed(), room, held, away: self.away, newcomer, told };
+        let (step, again) = self.policy.step(&look);
+        let (wish, chunks) = match step {
+            Step::Nothing => {
+                self.look_at = began.elapsed() + again;
+                return;
+            }
+            Step::GiveBack(chunks) => (Wish::GiveBack, chunks),
+            Step::Take(chunks) => (Wish::Take, chunks),
+        };
+        let bytes = u64::from(chunks) * room.chunk;
+        let outcome = Job::governed(crew, wish, bytes, self.card).run_on(crew, &mut |_| ());
+        // Counted afresh: a job that ended early may have done a part.
+        let moved = crew.chunk_counts(self.card).0.abs_diff(held);
+        self.away = match wish {
+            Wish::GiveBack => self.away + moved,
+            Wish::Take => self.away.saturating_sub(moved),
+        };
+        if let Err(why) = outcome
+            && !self.said
+            && !crew.is_stopping()
+        {
+            self.said = true;
+            (log)(Level::Warning, format_args!("memory is short on the card, and {why}"));
+        }
+        self.said &= moved == 0;
+        let free = self.room(crew).map(|room| room.free);
+        self.policy.done(began.elapsed(), step, moved, free);
+        self.look_at = began.elapsed() + again;
+    }
+
+    fn room(&self, crew: &Crew) -> Option<Headroom> {
+        let store = crew.volume().stores().nth(self.card.store)?;
+        store.headroom().get(self.card.card).copied()
+    }
+}
