@@ -39,7 +39,11 @@ impl Scene {
             .unwrap();
         let mut scene = Scene { directory, process };
         let begun = Instant::now();
-        while !is_mounted(&scene.file()) || fs::metadata(scene.file()).map_or(0, |meta| meta.len()) == 0 {
+        // The control socket comes last.
+        while !scene.directory.join("control").exists()
+            || !is_mounted(&scene.file())
+            || fs::metadata(scene.file()).map_or(0, |meta| meta.len()) == 0
+        {
             if let Some(status) = scene.process.try_wait().unwrap() {
                 println!("\nskipped: no FUSE mount here: the daemon ended with {status}");
                 return None;

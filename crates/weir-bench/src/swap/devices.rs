@@ -84,6 +84,29 @@ impl Drop for Scratch {
     }
 }
 
+/// A setting of the kernel, put back when dropped: a fault reads its own page only, as `weir on` has it.
+pub(super) struct PageCluster(String);
+
+impl PageCluster {
+    const FILE: &str = "/proc/sys/vm/page-cluster";
+
+    /// # Errors
+    /// When this process may not change it.
+    pub fn single() -> io::Result<PageCluster> {
+        let was = fs::read_to_string(Self::FILE)?;
+        fs::write(Self::FILE, "0")?;
+        Ok(PageCluster(was))
+    }
+}
+
+impl Drop for PageCluster {
+    fn drop(&mut self) {
+        if let Err(error) = fs::write(Self::FILE, &self.0) {
+            eprintln!("weir: cannot put {} back to {}: {error}", Self::FILE, self.0.trim());
+        }
+    }
+}
+
 /// A device that is swapped to. Taken down in the order of its fields.
 pub(super) struct Device {
     name: String,

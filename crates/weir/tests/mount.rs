@@ -1,0 +1,176 @@
+//! `weir mount` as a process: in the background and in the foreground, as root and as an ordinary user.
+
+use std::fs;
+use std::os::unix::fs::{MetadataExt as _, chown};
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::thread;
+use std::time::{Duration, Instant};
+use weir_export::fuse::mount::is_mounted;
+
+const PATIENCE: Duration = Duration::from_secs(30);
+const NOBODY: u32 = 65_534;
+
+struct Directory(PathBuf);
+
+impl Directory {
+    fn new(name: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("weir-mount-{}-{name}", std::process::id()));
+        fs::create_dir_all(&path).unwrap();
+        Directory(path)
+    }
+}
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        unmount(&self.0);
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+fn weir(arguments: &[&str], directory: &Path) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_weir"));
+    command.arg("mount").arg(directory).args(arguments);
+    command
+}
+
+fn said(output: &Output) -> String {
+    String::from_utf8_lossy(&[&output.stdout[..], &output.stderr].concat()).into_owned()
+}
+
+fn unmount(path: &Path) -> bool {
+    let by = [("umount", &[][..]), ("fusermount3", &["-u"])];
+    by.iter().any(|(program, flags)| {
+        let run = Command::new(program).args(*flags).arg(path).output();
+        run.is_ok_and(|output| output.status.success())
+    })
+}
+
+/// Whether mounting works here at all; says so if not.
+fn refused(output: &Output) -> bool {
+    let refused = !output.status.success() && said(output).contains("cannot");
+    if refused {
+        println!("\nskipped: no FUSE mount here: {}", said(output).trim());
+    }
+    refused
+}
+
+fn until(what: &str, done: impl Fn() -> bool) {
+    let begun = Instant::now();
+    while !done() {
+        assert!(begun.elapsed() < PATIENCE, "{what}");
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// The processes that serve a directory.
+fn servers(directory: &Path) -> usize {
+    let text = directory.to_str().unwrap();
+    let serves = |entry: fs::DirEntry| {
+        let line = fs::read(entry.path().join("cmdline")).unwrap_or_default();
+        let words: Vec<_> = line.split(|byte| *byte == 0).collect();
+        words.contains(&&b"mount"[..]) && words.contains(&text.as_bytes())
+    };
+    fs::read_dir("/proc")
+        .unwrap()
+        .flatten()
+        .filter(|entry| entry.file_name().as_encoded_bytes()[0].is_ascii_digit())
+        .filter_map(|entry| serves(entry).then_some(()))
+        .count()
+}
+
+#[test]
+fn a_disk_is_there_when_the_command_returns_and_its_process_goes_with_it() {
+    let directory = Directory::new("background");
+    let output = weir(&["--store", "host:16MiB"], &directory.0).output().unwrap();
+    if refused(&output) {
+        return;
+    }
+    assert!(output.status.success() && said(&output).is_empty(), "{}", said(&output));
+    assert!(is_mounted(&directory.0));
+    fs::create_dir(directory.0.join("sub")).unwrap();
+    fs::write(directory.0.join("sub/file"), vec![9; 100_000]).unwrap();
+    fs::rename(directory.0.join("sub"), directory.0.join("dir")).unwrap();
+    assert_eq!(fs::read(directory.0.join("dir/file")).unwrap(), vec![9; 100_000]);
+    assert_eq!(servers(&directory.0), 1);
+    assert!(unmount(&directory.0));
+    until("its process stays", || servers(&directory.0) == 0);
+    assert_eq!(fs::read_dir(&directory.0).unwrap().count(), 0, "nothing is left");
+}
+
+#[test]
+fn in_the_foreground_a_signal_ends_it_and_nothing_stays_mounted() {
+    let directory = Directory::new("foreground");
+    let mut child = weir(&["--foreground", "--store", "host:8MiB"], &directory.0).spawn().unwrap();
+    let begun = Instant::now();
+    while !is_mounted(&directory.0) {
+        if child.try_wait().unwrap().is_some() {
+            return println!("\nskipped: no FUSE mount here");
+        }
+        assert!(begun.elapsed() < PATIENCE);
+        thread::sleep(Duration::from_millis(10));
+    }
+    fs::write(directory.0.join("file"), b"here").unwrap();
+    rustix::process::kill_process(rustix::process::Pid::from_child(&child), rustix::process::Signal::TERM)
+        .unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    assert!(!is_mounted(&directory.0));
+}
+
+#[test]
+fn an_ordinary_user_mounts_writes_and_unmounts() {
+    if !rustix::process::geteuid().is_root() {
+        return println!("\nskipped: the other tests of this file run as an ordinary user here");
+    }
+    if Command::new("fusermount3").arg("--version").output().is_err() {
+        return println!("\nskipped: no fusermount3 here (package fuse3)");
+    }
+    let directory = Directory::new("user");
+    chown(&directory.0, Some(NOBODY), Some(NOBODY)).unwrap();
+    let as_nobody = |mut command: Command| command.uid(NOBODY).gid(NOBODY).current_dir("/").output();
+    let output = match as_nobody(weir(&["--store", "host:8MiB"], &directory.0)) {
+        Ok(output) => output,
+        Err(error) => {
+            return println!("\nskipped: an ordinary user cannot run the program where it lies: {error}");
+        }
+    };
+    if refused(&output) {
+        return;
+    }
+    assert!(output.status.success(), "{}", said(&output));
+    let shell = |script: &str| {
+        let mut command = Command::new("sh");
+        command.args(["-ec", script]).arg("sh").arg(&directory.0);
+        as_nobody(command).unwrap()
+    };
+    let output = shell(
+        "cd $1; echo mine > file; mkdir d; mv file d; cat d/file; stat -c '%u %a' d/file; cd /; fusermount3 -u $1",
+    );
+    assert!(output.status.success(), "{}", said(&output));
+    let lines = said(&output);
+    let mut lines = lines.lines();
+    assert_eq!(lines.next(), Some("mine"));
+    assert!(lines.next().unwrap().starts_with("65534 6"));
+    until("its process stays", || servers(&directory.0) == 0);
+    assert_eq!(fs::metadata(&directory.0).unwrap().uid(), NOBODY);
+}
+
+#[test]
+fn what_cannot_be_is_one_line_that_says_why() {
+    let file = std::env::temp_dir().join(format!("weir-mount-{}-file", std::process::id()));
+    fs::write(&file, b"precious").unwrap();
+    for (directory, flags, words) in [
+        (Path::new("/nonexistent/directory"), &["--store", "host:8MiB"][..], "/nonexistent/directory"),
+        (&file, &["--store", "host:8MiB"], "no directory"),
+        (Path::new("/tmp"), &["--store", "host:1PiB"], "host"),
+    ] {
+        for mode in [&[][..], &["--foreground"]] {
+            let output = weir(&[flags, mode].concat(), directory).output().unwrap();
+            assert_eq!(output.status.code(), Some(1), "{}", said(&output));
+            assert!(said(&output).contains(words) && said(&output).lines().count() == 1, "{}", said(&output));
+        }
+    }
+    assert_eq!(fs::read(&file).unwrap(), b"precious");
+    fs::remove_file(&file).unwrap();
+}
