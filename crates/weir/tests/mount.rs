@@ -163,7 +163,7 @@ fn what_cannot_be_is_one_line_that_says_why() {
     for (directory, flags, words) in [
         (Path::new("/nonexistent/directory"), &["--store", "host:8MiB"][..], "/nonexistent/directory"),
         (&file, &["--store", "host:8MiB"], "no directory"),
-        (Path::new("/tmp"), &["--store", "host:1PiB"], "host"),
+        (Path::new("/tmp"), &["--store", "host:1TiB"], "host"),
     ] {
         for mode in [&[][..], &["--foreground"]] {
             let output = weir(&[flags, mode].concat(), directory).output().unwrap();
