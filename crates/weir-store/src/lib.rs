@@ -33,7 +33,9 @@ pub use url::{StoreUrl, UrlError, UrlProblem};
 pub use vram::VramUrl;
 
 use std::fmt;
+use std::io;
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 use weir_core::{PageBytes, Slot};
 
 /// What a caller calls one of its operations; comes back with its completion.
@@ -90,6 +92,19 @@ pub trait Store: Send + Sync + fmt::Debug {
         Vec::new()
     }
 
+    /// Has all that must outlive this process held by `keep`, and what comes and goes later too. `held`: it holds what there
+    /// is now already, from a process before this one.
+    ///
+    /// # Errors
+    /// When it does not hold something.
+    fn keep_with(&self, keep: Arc<dyn Keep>, held: bool) -> io::Result<()> {
+        let keepsakes = if held { Vec::new() } else { self.keepsakes() };
+        keepsakes.iter().try_for_each(|it| keep.hold(&it.name, it.fd, it.is_memory))
+    }
+
+    /// The process ends because it was told to: what is kept is not wanted any more, and may be cleared with the store.
+    fn forget(&self) {}
+
     /// Takes memory for a released chunk again. Slow: call it from a worker.
     ///
     /// # Errors
@@ -97,6 +112,21 @@ pub trait Store: Send + Sync + fmt::Debug {
     fn take(&self, _chunk: u32) -> Result<(), Fault> {
         Err(Fault::Unsupported)
     }
+}
+
+/// Who holds what must outlive this process. See [`Store::keep_with`].
+pub trait Keep: Send + Sync + fmt::Debug {
+    /// Holds a descriptor under a name that is unique within the store; a memfd (`is_memory`) mapped and locked.
+    ///
+    /// # Errors
+    /// When it cannot, or is gone.
+    fn hold(&self, name: &str, fd: BorrowedFd<'_>, is_memory: bool) -> io::Result<()>;
+
+    /// Closes what it held under that name.
+    ///
+    /// # Errors
+    /// When it is gone.
+    fn let_go(&self, name: &str) -> io::Result<()>;
 }
 
 /// A piece of a store that a keeper holds across the daemon's death.

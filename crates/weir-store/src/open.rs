@@ -1,6 +1,6 @@
 //! From a name to a store.
 
-use crate::vram::VramStore;
+use crate::vram::{Drivers, VramStore};
 use crate::{FileStore, Host, OpenError, Sim, Store, StoreUrl, host};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -45,9 +45,10 @@ pub fn reopen(
         }
         StoreUrl::File(file) => Ok(Arc::new(FileStore::reopen(file, take)?)),
         StoreUrl::Stripe(stripe) => Ok(Arc::new(FileStore::reopen_stripe(stripe, take)?)),
-        StoreUrl::Vram { .. } | StoreUrl::Sim(_) => Err(OpenError::new(
+        StoreUrl::Vram(url) => Ok(Arc::new(VramStore::reopen_with(url, &Drivers::default(), take)?)),
+        StoreUrl::Sim(_) => Err(OpenError::new(
             url.to_string(),
-            "its pages end with the daemon; those of host:, file: and stripe: do not",
+            "its pages end with the daemon; those of all other stores do not",
         )),
     }
 }

@@ -58,7 +58,37 @@ impl Source {
     }
 }
 
+impl Source {
+    /// Takes over memory that another process allocated in the same way and that `fd` keeps alive.
+    ///
+    /// # Errors
+    /// What the driver answered.
+    pub fn adopt(&self, fd: OwnedFd, bytes: u64) -> Result<Memory, Trouble> {
+        let Some(gpu) = &self.gpu else {
+            let cuda = self.cuda.as_ref().ok_or(Trouble::NoDriver)?;
+            return Ok(Memory { device: Some(cuda.adopt(fd, bytes)?), mapped: None });
+        };
+        // An import owns its descriptor, so each gets one.
+        let second = match &self.cuda {
+            Some(cuda) => Some((cuda, fd.try_clone().map_err(|_| Trouble::NoDriver)?)),
+            None => None,
+        };
+        let mapped = gpu.adopt(fd, bytes)?;
+        let device = match second {
+            Some((cuda, fd)) => Some(cuda.import(fd, mapped.bytes)?),
+            None => None,
+        };
+        Ok(Memory { device, mapped: Some(mapped) })
+    }
+}
+
 impl Memory {
+    /// Bytes as the driver rounded them.
+    pub fn allocation_bytes(&self) -> u64 {
+        let device = self.device.as_ref().map_or(0, |device| device.bytes);
+        self.mapped.as_ref().map_or(device, |mapped| mapped.bytes)
+    }
+
     /// Where the processor sees it; null where it does not.
     pub fn host(&self) -> *mut u8 {
         self.mapped.as_ref().map_or(ptr::null_mut(), |mapped| mapped.host().as_ptr())
@@ -381,6 +411,11 @@ impl Chunks {
     /// Whether the chunk has memory.
     pub fn has(&self, chunk: usize) -> bool {
         self.held_memory(chunk).is_some()
+    }
+
+    /// Bytes of a chunk as the driver rounded them; `None` while no chunk has memory.
+    pub fn allocation_bytes(&self) -> Option<u64> {
+        (0..self.count()).find_map(|chunk| Some(self.held_memory(chunk).as_ref()?.allocation_bytes()))
     }
 
     /// Takes a chunk's memory away, once no lane uses it; still holding what was in it. `Ok(None)`: it had none.

@@ -1,78 +1,62 @@
 //! One card as a store: its chunks, its three paths, its state, and the thread that watches over it.
 
-use super::Drivers;
-use super::chunks::{Chunks, Hot, LANES_MAX, Memory, Source};
-use super::contest::Contest;
+use super::chunks::{Chunks, LANES_MAX, Source};
 use super::engine::{BatchLane, Context, Which};
 use super::headroom::Headroom;
 use super::lane::GpuLane;
 use super::mapped::Device;
 use super::mapped::copy::Copies;
 use super::nvml::Nvml;
-use super::options::{PathMode, RingMode, Target, VramUrl};
-use super::ring::{self, Paused, Policy, Ring, Seen, Step, Tuning};
-use super::table::{Batch, Direction, Path, Table};
-use super::{Trouble, calibrate};
-use crate::{Fault, OpenError, State};
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use super::options::PathMode;
+use super::ring::{Paused, Ring};
+use super::table::{Path, Table};
+use super::{Trouble, kept};
+use crate::{Fault, Keep, OpenError, State};
 use std::fmt;
-use std::os::fd::OwnedFd;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path as FilePath;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
-use weir_core::{ByteSize, PAGE_SIZE};
-
-/// Device memory that is never taken: what drivers and desktops want for themselves (as nbd-vram sizes itself).
-const SPARE: u64 = 1 << 30;
-/// The same, on a card that drives a display.
-const SPARE_DISPLAY: u64 = 3 << 30;
-/// How often the watcher looks while pages move, and while none do.
-const TICK_BUSY: Duration = Duration::from_millis(1);
-const TICK_IDLE: Duration = Duration::from_millis(20);
-/// How often it asks who else is on the card, and how much memory is left.
-const ASK_EVERY: Duration = Duration::from_millis(250);
+use weir_core::PAGE_SIZE;
 
 /// Lanes at work from which on the window is full of writes: two or three fill an H200's.
 pub(super) const CROWD: usize = 3;
-/// Pages a second from which on it is worth finding out by which way a crowd's writes go fastest.
-const THRONG: f64 = 1e6;
-/// Pages of a batch as such a crowd has them.
-const BATCH_OF_CROWD: usize = 64;
-/// The largest chunk.
-const CHUNK_MAX: u64 = 4 << 30;
-/// Bytes by which importing is tried.
-const PROBE: u64 = 2 << 20;
 
-const ONLINE: u8 = 0;
+pub(super) const ONLINE: u8 = 0;
 const DRAINING: u8 = 1;
 const LOST: u8 = 2;
 
 /// One card's memory.
 pub struct Gpu {
-    url: String,
-    path: PathMode,
-    floor: u64,
-    spare: u64,
-    display: bool,
-    chunk_bytes: u64,
-    slots: u32,
-    copies: Copies,
-    table: OnceLock<Table>,
-    chunks: Chunks,
-    ring: Option<Arc<Ring>>,
-    source: Source,
-    nvml: Option<Nvml>,
-    state: AtomicU8,
+    pub(super) url: String,
+    pub(super) uuid: [u8; 16],
+    pub(super) path: PathMode,
+    pub(super) floor: u64,
+    pub(super) spare: u64,
+    pub(super) display: bool,
+    pub(super) chunk_bytes: u64,
+    pub(super) slots: u32,
+    pub(super) copies: Copies,
+    pub(super) table: OnceLock<Table>,
+    pub(super) chunks: Chunks,
+    pub(super) ring: Option<Arc<Ring>>,
+    pub(super) source: Source,
+    pub(super) nvml: Option<Nvml>,
+    pub(super) state: AtomicU8,
     /// Lanes that moved pages when the watcher last looked.
-    busy: AtomicUsize,
+    pub(super) busy: AtomicUsize,
     /// The way that a crowd's writes take, by what is written: single pages or runs. 0: by cost; else a path and 1.
-    crowd: [AtomicU8; 2],
-    entered: AtomicU64,
-    left: AtomicU64,
-    stopping: AtomicBool,
-    watcher: Mutex<Option<JoinHandle<()>>>,
+    pub(super) crowd: [AtomicU8; 2],
+    pub(super) entered: AtomicU64,
+    pub(super) left: AtomicU64,
+    pub(super) stopping: AtomicBool,
+    pub(super) watcher: Mutex<Option<JoinHandle<()>>>,
+    /// Who keeps the chunks beyond this process, and by which number this card goes there.
+    pub(super) keep: OnceLock<(Arc<dyn Keep>, usize)>,
+    /// What it holds is to be found again: nothing is cleared at the end.
+    pub(super) kept: AtomicBool,
 }
 
 /// What happened since the store was opened.
@@ -91,90 +75,6 @@ pub struct Counters {
 }
 
 impl Gpu {
-    /// Opens one card: finds it, reserves its memory, measures its paths.
-    ///
-    /// # Errors
-    /// When there is no such card, or not so much memory.
-    pub(super) fn open(options: &VramUrl, drivers: &Drivers) -> Result<Arc<Self>, OpenError> {
-        let url = options.to_string();
-        let fail = |what: String| OpenError::new(&url, what);
-        let (source, uuid) = find(options, &drivers.cuda).map_err(fail)?;
-        let nvml = uuid.and_then(|uuid| Nvml::open(&drivers.nvml, uuid));
-        let display = nvml.as_ref().is_some_and(Nvml::drives_display);
-        let spare = options.floor.0.max(if display { SPARE_DISPLAY } else { SPARE });
-        let bytes = size(options, &source, nvml.as_ref(), spare).map_err(fail)?;
-        let size = chunk_bytes(options, bytes);
-        let count = bytes.div_ceil(size) as usize;
-        let used = || nvml.as_ref().and_then(Nvml::memory).map(|memory| memory.used);
-        let used_before = used();
-        let chunks = Chunks::new(count, (size / PAGE_SIZE as u64) as u32)
-            .map_err(|error| OpenError::io(&url, "cannot take memory for its map", error))?;
-        let ring =
-            ring(options, &source, display, chunks.hot()).map_err(|error| fail(format!("ring: {error}")))?;
-        let mut taken = 0;
-        for chunk in 0..count {
-            match source.take(size) {
-                Ok(memory) => {
-                    chunks.install(chunk, memory);
-                    taken = chunk as u64 + 1;
-                }
-                // Whoever asked for all gets what there is; whoever named a size gets it or hears of it.
-                Err(_) if options.size.is_none() && taken > 0 => break,
-                Err(error) => {
-                    let (want, have) = (ByteSize(bytes), ByteSize(taken * size));
-                    return Err(fail(format!(
-                        "{want} of device memory, but only {have} could be had: {error}"
-                    )));
-                }
-            }
-        }
-        let bytes = bytes.min(taken * size);
-        // A driver may quietly place "device" memory in RAM when the card is full. NVML counts what is on the card.
-        let is_card = options.target != Target::Software;
-        if let (Some(before), Some(after), true) = (used_before, used(), is_card) {
-            let grown = after.saturating_sub(before);
-            if grown < bytes / 2 {
-                let (taken, grown) = (ByteSize(bytes), ByteSize(grown));
-                return Err(fail(format!(
-                    "took {taken}, but the card's use grew by {grown} only: it is no VRAM"
-                )));
-            }
-        }
-        let gpu = Arc::new(Gpu {
-            url: url.clone(),
-            path: options.path,
-            floor: options.floor.0,
-            spare,
-            display,
-            chunk_bytes: size,
-            slots: (bytes / PAGE_SIZE as u64).min(u64::from(u32::MAX)) as u32,
-            copies: Copies::detect(),
-            table: OnceLock::new(),
-            chunks,
-            ring,
-            source,
-            nvml,
-            state: AtomicU8::new(ONLINE),
-            busy: AtomicUsize::new(0),
-            crowd: [const { AtomicU8::new(0) }; 2],
-            entered: AtomicU64::new(0),
-            left: AtomicU64::new(0),
-            stopping: AtomicBool::new(false),
-            watcher: Mutex::new(None),
-        });
-        let table = calibrate::measure(&gpu).map_err(|fault| fail(format!("calibration: {fault}")))?;
-        let _ = gpu.table.set(table);
-        let watched = Arc::clone(&gpu);
-        let mut policy = Policy::default();
-        policy.always = options.ring == RingMode::On;
-        let watcher = std::thread::Builder::new()
-            .name("weir-vram".to_owned())
-            .spawn(move || watch(&watched, policy))
-            .map_err(|error| OpenError::io(&url, "cannot start the watching thread", error))?;
-        *gpu.watcher.lock().unwrap_or_else(PoisonError::into_inner) = Some(watcher);
-        Ok(gpu)
-    }
-
     /// What was measured when it was opened.
     pub fn table(&self) -> &Table {
         static NOTHING: OnceLock<Table> = OnceLock::new();
@@ -351,6 +251,10 @@ impl Gpu {
             self.chunks.install(chunk, memory);
             return Err(error);
         }
+        // What the keeper held open would stay on the card. If it is gone, so are its descriptors.
+        if let Some((keep, gpu)) = self.keep.get() {
+            let _ = keep.let_go(&kept::chunk_name(*gpu, chunk));
+        }
         drop(memory);
         Ok(())
     }
@@ -363,7 +267,7 @@ impl Gpu {
     }
 
     /// Looks after head-room. Returns how many others use the card.
-    fn ask(&self) -> u32 {
+    pub(super) fn ask(&self) -> u32 {
         let Some(nvml) = &self.nvml else { return 0 };
         if let Some(headroom) = self.headroom() {
             // With a chunk's difference between both directions, so that it does not flutter.
@@ -431,8 +335,32 @@ impl Gpu {
         }
         let _paused = self.pause_ring();
         let memory = self.source.take(self.chunk_bytes).map_err(|trouble| self.note(trouble))?;
+        if let Some((keep, gpu)) = self.keep.get() {
+            let fd = memory.export().map_err(|trouble| self.note(trouble))?;
+            let held = keep.hold(&kept::chunk_name(*gpu, chunk as usize), fd.as_fd(), false);
+            held.map_err(|error| Fault::Io(error.raw_os_error().unwrap_or(libc::EIO)))?;
+        }
         self.chunks.install(chunk as usize, memory);
         Ok(())
+    }
+
+    /// Has every chunk kept by `keep`, where this card is number `gpu`, and later ones as they come; `held`: it has those
+    /// that there are.
+    pub(super) fn keep_with(&self, keep: &Arc<dyn Keep>, gpu: usize, held: bool) -> io::Result<()> {
+        for chunk in (0..self.chunks.count()).filter(|_| !held) {
+            let fd = self.chunks.export(chunk).map_err(io::Error::other)?;
+            if let Some(fd) = fd {
+                keep.hold(&kept::chunk_name(gpu, chunk), fd.as_fd(), false)?;
+            }
+        }
+        let _ = self.keep.set((Arc::clone(keep), gpu));
+        self.kept.store(true, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// The process ends because it was told to: nothing is to be found again.
+    pub(super) fn forget(&self) {
+        self.kept.store(false, Ordering::Relaxed);
     }
 
     /// Ends the watching thread. Idempotent.
@@ -449,6 +377,9 @@ impl Drop for Gpu {
     fn drop(&mut self) {
         // The kernel first: it would hold up every unmapping.
         self.ring = None;
+        if self.kept.load(Ordering::Relaxed) {
+            return;
+        }
         for chunk in 0..self.chunks.count() {
             // Nothing readable stays. A lost card has nobody to read it either.
             if let Ok(Some(memory)) = self.chunks.withdraw(chunk) {
@@ -462,175 +393,4 @@ impl fmt::Debug for Gpu {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Gpu").field("url", &self.url).field("what", &self.describe()).finish_non_exhaustive()
     }
-}
-
-/// Vulkan's card, CUDA's view of it, and the identifier by which NVML knows it.
-fn find(options: &VramUrl, libcuda: &FilePath) -> Result<(Source, Option<[u8; 16]>), String> {
-    let index = if let Target::Index(index) = options.target { index as usize } else { 0 };
-    let gpu = Device::find(index, options.target == Target::Software);
-    let which = match &gpu {
-        Ok(gpu) => Which::Uuid(gpu.card.uuid),
-        Err(_) => Which::Index(index),
-    };
-    // Who wants the window alone wants none of CUDA's memory.
-    let cuda = match (&gpu, options.path) {
-        (Ok(_), PathMode::Mapped) => Err("not wanted with path=mapped".to_owned()),
-        _ => Context::open(libcuda, which),
-    };
-    let uuid = match (&gpu, &cuda) {
-        (Ok(gpu), _) => Some(gpu.card.uuid),
-        (_, Ok(cuda)) => Some(cuda.uuid),
-        _ => None,
-    };
-    match (gpu, cuda) {
-        (Err(vulkan), Err(cuda)) => Err(format!("no VRAM store here. Vulkan: {vulkan}. CUDA: {cuda}")),
-        (Err(refusal), Ok(_)) if options.target == Target::Software => Err(refusal.to_string()),
-        (gpu, cuda) => {
-            let mut source = Source { gpu: gpu.ok().map(Arc::new), cuda: cuda.ok() };
-            // A driver that will not import leaves the window, which needs no import.
-            if source.gpu.is_some() && matches!(source.take(PROBE), Err(Trouble::Cuda(_))) {
-                source.cuda = None;
-            }
-            Ok((source, uuid))
-        }
-    }
-}
-
-/// Bytes of a chunk: as the URL says, or more where the process may not open enough files. The driver keeps
-/// about two descriptors for each mapped and imported chunk, and calls running out of them out of device memory.
-fn chunk_bytes(options: &VramUrl, bytes: u64) -> u64 {
-    const DESCRIPTORS: u64 = 2;
-    const SPARE_DESCRIPTORS: u64 = 256;
-    let limit = getrlimit(Resource::Nofile);
-    let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
-    let limit = match setrlimit(Resource::Nofile, raised) {
-        Ok(()) => limit.maximum,
-        Err(_) => limit.current,
-    };
-    let room = limit.unwrap_or(u64::MAX).saturating_sub(SPARE_DESCRIPTORS).max(64);
-    let mut chunk = options.chunk.0;
-    while bytes.div_ceil(chunk).saturating_mul(DESCRIPTORS) > room && chunk < CHUNK_MAX {
-        chunk *= 2;
-    }
-    chunk
-}
-
-/// Bytes to reserve.
-fn size(options: &VramUrl, source: &Source, nvml: Option<&Nvml>, spare: u64) -> Result<u64, String> {
-    if let Some(size) = options.size {
-        return Ok(size.0);
-    }
-    let free = match (nvml.and_then(Nvml::memory), &source.gpu, &source.cuda) {
-        (Some(memory), _, _) => memory.free,
-        (None, Some(gpu), _) => gpu.free_bytes(),
-        (None, None, Some(cuda)) => cuda.memory().map_err(|error| error.to_string())?.0,
-        (None, None, None) => 0,
-    };
-    let chunks = free.saturating_sub(spare) / options.chunk.0;
-    if chunks == 0 {
-        let (free, spare) = (ByteSize(free), ByteSize(spare));
-        return Err(format!(
-            "{free} of device memory is free, of which {spare} is left to others; free some"
-        ));
-    }
-    Ok(chunks * options.chunk.0)
-}
-
-/// The resident kernel's rings, where the card and the options allow it.
-fn ring(
-    options: &VramUrl,
-    source: &Source,
-    display: bool,
-    hot: &Arc<Hot>,
-) -> Result<Option<Arc<Ring>>, Trouble> {
-    let (Some(gpu), Some(cuda)) = (&source.gpu, &source.cuda) else { return Ok(None) };
-    let wanted = match options.ring {
-        RingMode::Off => false,
-        // A kernel that stays makes a desktop stutter.
-        RingMode::Auto => !display,
-        RingMode::On => true,
-    };
-    if !wanted || cuda.capability < (7, 0) || options.path == PathMode::Mapped {
-        return Ok(None);
-    }
-    let memory: Memory =
-        Source { gpu: Some(Arc::clone(gpu)), cuda: Some(Arc::clone(cuda)) }.take(ring::DEVICE_BYTES)?;
-    let (Some(device), Some(mapped)) = memory.into_parts() else { return Ok(None) };
-    let mut tuning = Tuning::default();
-    if options.blocks > 0 {
-        tuning.blocks = options.blocks;
-    }
-    tuning.blocks = tuning.blocks.min(cuda.multiprocessors * 8);
-    Ok(Some(Arc::new(Ring::new(cuda, mapped, device, tuning, hot)?)))
-}
-
-/// Lets a crowd's writes go the way that has moved the most pages.
-fn contend(gpu: &Gpu, contests: &mut [Contest; 2], elapsed: Duration, pages: u64, busy: usize, runs: bool) {
-    let ring = gpu.ring_is_resident();
-    let batch = Batch { pages: BATCH_OF_CROWD, neighbours: runs, busy, ring };
-    let contenders = gpu.table().contenders(Direction::Write, batch);
-    let path = contests[usize::from(runs)].step(elapsed, pages, &contenders);
-    gpu.crowd[usize::from(runs)].store(path.map_or(0, |path| path as u8 + 1), Ordering::Relaxed);
-    contests[usize::from(!runs)].pause();
-}
-
-/// The watching thread: lets the kernel in and out, counts who is at work, minds the head-room.
-fn watch(gpu: &Gpu, mut policy: Policy) {
-    let (mut looked, mut asked) = (Instant::now(), Instant::now());
-    let total = || gpu.chunks.pages().iter().sum::<u64>();
-    let (mut pages, mut others) = (total(), gpu.ask());
-    let mut written = gpu.chunks.written();
-    let mut contests = [Contest::default(), Contest::default()];
-    let mut seen_by_lane = vec![0u64; LANES_MAX];
-    while !gpu.stopping.load(Ordering::Acquire) {
-        let idle = gpu.busy.load(Ordering::Relaxed) == 0 && !gpu.ring_is_resident();
-        std::thread::park_timeout(if idle { TICK_IDLE } else { TICK_BUSY });
-        if gpu.cuda_is_lost() {
-            gpu.lose();
-        }
-        let elapsed = looked.elapsed();
-        looked = Instant::now();
-        let moved = total().wrapping_sub(pages);
-        pages = pages.wrapping_add(moved);
-        let before = std::mem::replace(&mut written, gpu.chunks.written());
-        let through = written[0].wrapping_sub(before[0]);
-        let sent = written[1].wrapping_sub(before[1]);
-        // The window takes writes faster than the ring until it is full, so those alone ask for no kernel.
-        let crowded = gpu.busy.load(Ordering::Relaxed) >= CROWD;
-        let asking = if crowded { moved } else { moved.saturating_sub(through) };
-        let (busy, runs) = gpu.chunks.busy(&mut seen_by_lane);
-        gpu.busy.store(busy, Ordering::Relaxed);
-        let rate = moved as f64 / elapsed.as_secs_f64().max(1e-6);
-        if busy >= CROWD && rate >= THRONG && through + sent > 0 {
-            contend(gpu, &mut contests, elapsed, moved, busy, 2 * runs > busy);
-        } else {
-            contests.iter_mut().for_each(Contest::pause);
-        }
-        if asked.elapsed() >= ASK_EVERY {
-            others = gpu.ask();
-            asked = Instant::now();
-        }
-        let Some(ring) = &gpu.ring else { continue };
-        let seen = Seen {
-            elapsed,
-            pages: asking,
-            others,
-            stalls: ring.take_stalls(),
-            resident: ring.is_resident(),
-            uncovered: ring.has_uncovered_lanes(),
-        };
-        match policy.step(seen) {
-            Step::Stay => {}
-            Step::Enter => {
-                // Asked afresh: somebody may have come since.
-                others = gpu.ask();
-                asked = Instant::now();
-                if others == 0 {
-                    gpu.enter_ring();
-                }
-            }
-            Step::Leave => gpu.leave_ring(),
-        }
-    }
-    gpu.leave_ring();
 }

@@ -21,14 +21,17 @@ mod contest;
 pub mod engine;
 mod gpu;
 mod headroom;
+mod kept;
 mod lane;
 pub mod mapped;
 mod membarrier;
 mod nvml;
 mod options;
 pub mod ring;
+mod setup;
 mod store;
 pub mod table;
+mod watch;
 
 pub use bare::Bare;
 pub use gpu::{Counters, Gpu};
@@ -48,11 +51,17 @@ pub struct Drivers {
     pub cuda: PathBuf,
     /// The management library.
     pub nvml: PathBuf,
+    /// Where the loaded module says its version.
+    pub loaded: PathBuf,
 }
 
 impl Default for Drivers {
     fn default() -> Self {
-        Drivers { cuda: "libcuda.so.1".into(), nvml: "libnvidia-ml.so.1".into() }
+        Drivers {
+            cuda: "libcuda.so.1".into(),
+            nvml: "libnvidia-ml.so.1".into(),
+            loaded: "/proc/driver/nvidia/version".into(),
+        }
     }
 }
 

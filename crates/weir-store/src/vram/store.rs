@@ -6,12 +6,15 @@
 use super::Drivers;
 use super::gpu::Gpu;
 use super::headroom::Headroom;
+use super::kept::{self, KeptStore};
 use super::lane::GpuLane;
 use super::options::{Target, VramUrl};
 use super::table::{self, Direction};
-use crate::{Done, Fault, Lane, OpenError, Progress, State, Store, Ticket};
+use crate::{Done, Fault, Keep, Lane, OpenError, Progress, State, Store, Ticket};
+use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use weir_core::{ByteSize, PageBytes, Slot};
+use weir_core::{ByteSize, Memory, PageBytes, Slot};
 
 /// The memory of one GPU, or of all.
 #[derive(Debug)]
@@ -44,15 +47,41 @@ impl VramStore {
         Ok(Self::over(url.to_string(), gpus))
     }
 
+    /// Opens the store of a process that has ended, with every page that it held; `take` hands over what was kept of it.
+    ///
+    /// # Errors
+    /// When something is missing or cannot be imported; then the pages stay where they are kept.
+    pub fn reopen_with(
+        url: &VramUrl,
+        drivers: &Drivers,
+        take: &mut dyn FnMut(&str) -> Option<OwnedFd>,
+    ) -> Result<Self, OpenError> {
+        let fail = |what: &str| OpenError::new(url.to_string(), what);
+        let plan = take(kept::PLAN).ok_or_else(|| fail("the keeper does not hold its plan"))?;
+        let plan = Memory::adopt(plan)
+            .map_err(|error| OpenError::io(url.to_string(), "cannot map the plan that was kept", error))?;
+        let plan = KeptStore::from_memory(&plan)
+            .ok_or_else(|| fail("the plan that was kept is none that this version reads"))?;
+        let mut gpus = Vec::new();
+        for (index, kept) in plan.gpus.iter().enumerate() {
+            let target = if url.target == Target::All { Target::Index(index as u32) } else { url.target };
+            let options = VramUrl { target, ..url.clone() };
+            let chunk = |chunk| take(&kept::chunk_name(index, chunk));
+            gpus.push(Gpu::reopen(&options, drivers, kept, chunk)?);
+        }
+        let (slots, deal) = (slots(&gpus, plan.deal.len()), plan.deal.into());
+        Ok(VramStore { url: url.to_string(), gpus, deal, slots })
+    }
+
     fn over(url: String, gpus: Vec<Arc<Gpu>>) -> Self {
-        if let [gpu] = gpus.as_slice() {
-            let slots = gpu.slots();
+        if gpus.len() == 1 {
+            let slots = slots(&gpus, 0);
             return VramStore { url, gpus, deal: Arc::new([]), slots };
         }
         let chunks: Vec<u32> = gpus.iter().map(|gpu| gpu.slots() / gpu.chunk_slots()).collect();
         let speeds: Vec<f64> = gpus.iter().map(|gpu| speed(gpu)).collect();
         let deal = deal(&chunks, &speeds);
-        let slots = (deal.len() as u64 * u64::from(gpus[0].chunk_slots())).min(u64::from(u32::MAX)) as u32;
+        let slots = slots(&gpus, deal.len());
         VramStore { url, gpus, deal: deal.into(), slots }
     }
 
@@ -75,6 +104,14 @@ impl Drop for VramStore {
         for gpu in &self.gpus {
             gpu.stop_watching();
         }
+    }
+}
+
+/// Slots of one card, or of so many chunks dealt out among several.
+fn slots(gpus: &[Arc<Gpu>], dealt: usize) -> u32 {
+    match gpus {
+        [gpu] => gpu.slots(),
+        _ => (dealt as u64 * u64::from(gpus[0].chunk_slots())).min(u64::from(u32::MAX)) as u32,
     }
 }
 
@@ -142,6 +179,19 @@ impl Store for VramStore {
             () if states().any(|state| state == State::Draining) => State::Draining,
             () => State::Online,
         }
+    }
+
+    fn keep_with(&self, keep: Arc<dyn Keep>, held: bool) -> io::Result<()> {
+        if !held {
+            let gpus = self.gpus.iter().map(|gpu| gpu.to_keep()).collect();
+            let plan = KeptStore { gpus, deal: self.deal.to_vec() }.to_memory()?;
+            keep.hold(kept::PLAN, plan.fd().expect("it is a memfd"), true)?;
+        }
+        self.gpus.iter().enumerate().try_for_each(|(index, gpu)| gpu.keep_with(&keep, index, held))
+    }
+
+    fn forget(&self) {
+        self.gpus.iter().for_each(|gpu| gpu.forget());
     }
 
     fn headroom(&self) -> Vec<Headroom> {

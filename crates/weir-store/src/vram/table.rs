@@ -97,6 +97,14 @@ impl Table {
         self.costs[path as usize][direction as usize]
     }
 
+    /// The same without the ways that are not there.
+    pub fn only(mut self, has: impl Fn(Path) -> bool) -> Self {
+        for path in Path::ALL.into_iter().filter(|&path| !has(path)) {
+            self.costs[path as usize] = [None; 2];
+        }
+        self
+    }
+
     /// What the bus takes for a page at its best, as far as it was measured.
     pub fn link(&self) -> Option<f64> {
         let costs = self.costs.iter().flatten().flatten();

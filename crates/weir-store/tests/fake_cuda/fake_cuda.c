@@ -176,6 +176,11 @@ result cuMemExportToShareableHandle(int *fd, uint64_t handle, int kind, uint64_t
     *fd = dup(handle);
     return 0;
 }
+result cuMemImportFromShareableHandle(uint64_t *handle, void *fd, int kind) {
+    CALL;
+    *handle = dup((int)(intptr_t)fd);
+    return 0;
+}
 result cuMemHostAlloc(void **out, size_t size, unsigned flags) {
     CALL;
     *out = aligned_alloc(4096, (size + 4095) & ~4095ull);

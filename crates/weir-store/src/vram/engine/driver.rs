@@ -230,6 +230,7 @@ driver! {
         vmm_map = b"cuMemMap\0" (DevicePtr, usize, usize, u64, u64);
         vmm_unmap = b"cuMemUnmap\0" (DevicePtr, usize);
         vmm_access = b"cuMemSetAccess\0" (DevicePtr, usize, *const AccessDesc, usize);
+        vmm_import = b"cuMemImportFromShareableHandle\0" (*mut u64, *mut c_void, c_int);
         vmm_export = b"cuMemExportToShareableHandle\0" (*mut c_void, u64, c_int, u64);
         module_load = b"cuModuleLoadData\0" (*mut Module, *const c_void);
         module_unload = b"cuModuleUnload\0" (Module);

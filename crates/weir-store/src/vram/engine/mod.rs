@@ -17,7 +17,7 @@ use driver::{
 use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::fmt;
-use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::path::Path;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
@@ -219,12 +219,37 @@ impl Context {
             usage: 0,
             reserved: [0; 4],
         };
+        let mut handle = 0u64;
+        // SAFETY: output and structure outlive the call.
+        unsafe { self.check("cuMemCreate", (self.driver.vmm_create)(&mut handle, size, &prop, 0))? };
+        self.map(handle, size)
+    }
+
+    /// Takes over device memory that another process's CUDA allocated and exported.
+    ///
+    /// # Errors
+    /// What the driver answered.
+    pub fn adopt(self: &Arc<Self>, fd: OwnedFd, bytes: u64) -> Result<DeviceMemory, CallError> {
+        self.enter()?;
+        let mut handle = 0u64;
+        // For this kind of handle the descriptor itself stands in the pointer's place; the import does not own it.
+        let raw = fd.as_raw_fd() as usize as *mut c_void;
+        // SAFETY: the output outlives the call, the descriptor is open.
+        unsafe {
+            let imported = (self.driver.vmm_import)(&mut handle, raw, HANDLE_POSIX_FD);
+            self.check("cuMemImportFromShareableHandle", imported)?;
+        }
+        self.map(handle, bytes as usize)
+    }
+
+    /// Gives memory an address; the handle is released if that fails.
+    fn map(self: &Arc<Self>, handle: u64, size: usize) -> Result<DeviceMemory, CallError> {
+        let location = MemLocation { kind: LOCATION_DEVICE, id: self.device };
         let access = AccessDesc { location, flags: 3 }; // CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         let d = &self.driver;
-        let (mut handle, mut address) = (0u64, 0u64);
+        let mut address = 0u64;
         // SAFETY: the outputs and structures outlive the calls; on an error what was made is undone in reverse.
         unsafe {
-            self.check("cuMemCreate", (d.vmm_create)(&mut handle, size, &prop, 0))?;
             let mapped = self
                 .check("cuMemAddressReserve", (d.vmm_reserve)(&mut address, size, ALIGNMENT, 0, 0))
                 .and_then(|()| self.check("cuMemMap", (d.vmm_map)(address, size, 0, handle, 0)))

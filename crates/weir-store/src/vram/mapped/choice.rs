@@ -21,6 +21,8 @@ pub struct Card {
     pub name: String,
     /// What CUDA knows it by, too.
     pub uuid: [u8; 16],
+    /// The version of the driver's library, where it says so in a way that is known: NVIDIA's.
+    pub driver: Option<String>,
     /// Bytes of the heap that is mapped.
     pub bytes: u64,
     /// A processor that plays a GPU. Only ever chosen by name.
@@ -154,6 +156,7 @@ fn judge(instance: &ash::Instance, physical: vk::PhysicalDevice, software: bool)
         visible_memory(&memory, software).map_err(|why| format!("{name} {why}"))?;
     Ok(Card {
         name,
+        driver: nvidia_version(properties.properties.vendor_id, properties.properties.driver_version),
         uuid: ids.device_uuid,
         bytes,
         software,
@@ -163,6 +166,13 @@ fn judge(instance: &ash::Instance, physical: vk::PhysicalDevice, software: bool)
         queue: queue as u32,
         pci: (pci.pci_domain, pci.pci_bus, pci.pci_device),
     })
+}
+
+/// NVIDIA packs its version into 10, 8, 8 and 6 bits.
+fn nvidia_version(vendor: u32, version: u32) -> Option<String> {
+    const NVIDIA: u32 = 0x10de;
+    let [major, minor, third] = [version >> 22, version >> 14 & 0xff, version >> 6 & 0xff];
+    (vendor == NVIDIA).then(|| format!("{major}.{minor:02}.{third:02}"))
 }
 
 fn not_a_card(kind: vk::PhysicalDeviceType) -> &'static str {
@@ -237,6 +247,12 @@ mod tests {
     );
 
     #[test]
+    fn a_packed_version_is_read_as_nvidia_writes_it() {
+        assert_eq!(nvidia_version(0x10de, 580 << 22 | 159 << 14 | 4 << 6).as_deref(), Some("580.159.04"));
+        assert_eq!(nvidia_version(0x1002, 1), None);
+    }
+
+    #[test]
     fn the_whole_heap_of_a_card_with_a_large_window_is_taken() {
         // As the H200 reports: its memory, the host's, and one type that is both.
         let host = Flags::HOST_VISIBLE | Flags::HOST_COHERENT;
@@ -265,7 +281,7 @@ mod tests {
     fn a_software_renderer_is_refused_unless_it_is_asked_for() {
         // Only meaningful where one is installed, which CI's package list sees to.
         match Device::find(0, true) {
-            Ok(gpu) => assert!(gpu.card.software),
+            Ok(gpu) => assert!(gpu.card.software && gpu.card.driver.is_none()),
             Err(Refusal::NoLoader(_)) => return,
             Err(refusal) => panic!("{refusal}"),
         }

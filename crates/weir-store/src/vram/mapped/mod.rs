@@ -16,7 +16,7 @@ pub use choice::{Card, Refusal};
 use ash::vk;
 use std::ffi::CStr;
 use std::fmt;
-use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -157,6 +157,18 @@ impl Device {
     /// # Errors
     /// What the driver answered; out of device memory above all.
     pub fn allocate(self: &Arc<Self>, bytes: u64) -> Result<Allocation, VulkanError> {
+        self.allocation(bytes, None)
+    }
+
+    /// Maps memory that another process allocated like that, and exported; the descriptor keeps it alive until then.
+    ///
+    /// # Errors
+    /// What the driver answered.
+    pub fn adopt(self: &Arc<Self>, fd: OwnedFd, bytes: u64) -> Result<Allocation, VulkanError> {
+        self.allocation(bytes, Some(fd))
+    }
+
+    fn allocation(self: &Arc<Self>, bytes: u64, fd: Option<OwnedFd>) -> Result<Allocation, VulkanError> {
         let kind = vk::ExternalMemoryHandleTypeFlags::OPAQUE_FD;
         let mut external = vk::ExternalMemoryBufferCreateInfo::default().handle_types(kind);
         let info = vk::BufferCreateInfo::default()
@@ -172,11 +184,20 @@ impl Device {
             };
             let needs = self.device.get_buffer_memory_requirements(buffer);
             let mut export = vk::ExportMemoryAllocateInfo::default().handle_types(kind);
+            let mut import = vk::ImportMemoryFdInfoKHR::default().handle_type(kind);
             let info = vk::MemoryAllocateInfo::default()
                 .allocation_size(needs.size)
-                .memory_type_index(self.card.memory_type)
-                .push_next(&mut export);
+                .memory_type_index(self.card.memory_type);
+            let info = match &fd {
+                Some(fd) => {
+                    import = import.fd(fd.as_raw_fd());
+                    info.push_next(&mut import)
+                }
+                None => info.push_next(&mut export),
+            };
             let memory = self.device.allocate_memory(&info, None).of("vkAllocateMemory").map_err(destroy)?;
+            // A successful import owns the descriptor; a failed one leaves it to us.
+            let _ = fd.map(IntoRawFd::into_raw_fd);
             let free = |error| {
                 self.device.free_memory(memory, None);
                 destroy(error)

@@ -1,0 +1,327 @@
+//! Opening a card: finding it, taking its memory or taking it over, measuring its paths.
+
+use super::chunks::{Chunks, Hot, Memory, Source};
+use super::engine::{Context, Which};
+use super::gpu::{Gpu, ONLINE};
+use super::kept::{self, KeptGpu};
+use super::mapped::Device;
+use super::mapped::copy::Copies;
+use super::nvml::Nvml;
+use super::options::{PathMode, RingMode, Target, VramUrl};
+use super::ring::{self, Policy, Ring, Tuning};
+use super::table::Table;
+use super::watch::watch;
+use super::{Drivers, Trouble, calibrate};
+use crate::OpenError;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use std::os::fd::OwnedFd;
+use std::path::Path as FilePath;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use weir_core::{ByteSize, PAGE_SIZE};
+
+/// Device memory that is never taken: what drivers and desktops want for themselves (as nbd-vram sizes itself).
+const SPARE: u64 = 1 << 30;
+/// The same, on a card that drives a display.
+const SPARE_DISPLAY: u64 = 3 << 30;
+/// The largest chunk.
+const CHUNK_MAX: u64 = 4 << 30;
+/// Bytes by which importing is tried.
+const PROBE: u64 = 2 << 20;
+
+/// A card that was found, before memory is taken.
+struct Found {
+    source: Source,
+    uuid: [u8; 16],
+    nvml: Option<Nvml>,
+    display: bool,
+    /// Free bytes that are left alone.
+    spare: u64,
+}
+
+/// Memory of a card, with what is known of it.
+struct Room {
+    chunks: Chunks,
+    chunk_bytes: u64,
+    /// Bytes, whole chunks but for the last.
+    bytes: u64,
+    ring: Option<Arc<Ring>>,
+}
+
+impl Gpu {
+    /// Opens one card: finds it, reserves its memory, measures its paths.
+    ///
+    /// # Errors
+    /// When there is no such card, or not so much memory.
+    pub(super) fn open(options: &VramUrl, drivers: &Drivers) -> Result<Arc<Self>, OpenError> {
+        let url = options.to_string();
+        let fail = |what: String| OpenError::new(&url, what);
+        let found = Found::look(options, drivers).map_err(fail)?;
+        let room = found.reserve(options, &url)?;
+        let gpu = found.assemble(options, url.clone(), room);
+        let table = calibrate::measure(&gpu).map_err(|fault| fail(format!("calibration: {fault}")))?;
+        gpu.begin(options, table)?;
+        Ok(gpu)
+    }
+
+    /// Opens the card of a daemon that has ended, with the chunks that were kept of it. Nothing is measured anew: that would
+    /// overwrite pages.
+    ///
+    /// # Errors
+    /// When it is another card, the loaded driver is not that of the libraries, or a chunk cannot be imported. The pages stay
+    /// where they are kept.
+    pub(super) fn reopen(
+        options: &VramUrl,
+        drivers: &Drivers,
+        kept: &KeptGpu,
+        mut take: impl FnMut(usize) -> Option<OwnedFd>,
+    ) -> Result<Arc<Self>, OpenError> {
+        let url = options.to_string();
+        let fail = |what: String| OpenError::new(&url, what);
+        let found = Found::look(options, drivers).map_err(fail)?;
+        found.fits(kept, drivers).map_err(fail)?;
+        let chunks = Chunks::new(kept.chunks, (kept.chunk_bytes / PAGE_SIZE as u64) as u32)
+            .map_err(|error| OpenError::io(&url, "cannot take memory for its map", error))?;
+        for chunk in 0..kept.chunks {
+            // What the keeper does not have had been given back.
+            let Some(fd) = take(chunk) else { continue };
+            let memory = found.source.adopt(fd, kept.allocation_bytes);
+            let memory =
+                memory.map_err(|error| fail(format!("chunk {chunk} cannot be imported: {error}")))?;
+            chunks.install(chunk, memory);
+        }
+        // Without its rings the card is slower, but the pages are there.
+        let ring = ring(options, &found.source, found.display, chunks.hot()).unwrap_or(None);
+        let bytes = u64::from(kept.slots) * PAGE_SIZE as u64;
+        let room = Room { chunks, chunk_bytes: kept.chunk_bytes, bytes, ring };
+        let gpu = found.assemble(options, url, room);
+        // Until the pages are known to be in use again, or not to be wanted, nothing of them is cleared.
+        gpu.kept.store(true, std::sync::atomic::Ordering::Relaxed);
+        let table = kept.table.only(|path| gpu.has(path));
+        gpu.begin(options, table)?;
+        Ok(gpu)
+    }
+
+    /// What another process needs to open this card again.
+    pub(super) fn to_keep(&self) -> KeptGpu {
+        KeptGpu {
+            uuid: self.uuid,
+            mapped: self.source.gpu.is_some(),
+            chunk_bytes: self.chunk_bytes,
+            allocation_bytes: self.chunks.allocation_bytes().unwrap_or(self.chunk_bytes),
+            chunks: self.chunks.count(),
+            slots: self.slots,
+            table: *self.table(),
+        }
+    }
+
+    /// Starts the watching thread.
+    fn begin(self: &Arc<Self>, options: &VramUrl, table: Table) -> Result<(), OpenError> {
+        let _ = self.table.set(table);
+        let watched = Arc::clone(self);
+        let mut policy = Policy::default();
+        policy.always = options.ring == RingMode::On;
+        let watcher = std::thread::Builder::new()
+            .name("weir-vram".to_owned())
+            .spawn(move || watch(&watched, policy))
+            .map_err(|error| OpenError::io(&self.url, "cannot start the watching thread", error))?;
+        *self.watcher.lock().unwrap_or_else(PoisonError::into_inner) = Some(watcher);
+        Ok(())
+    }
+}
+
+impl Found {
+    fn look(options: &VramUrl, drivers: &Drivers) -> Result<Self, String> {
+        let (source, uuid) = find(options, &drivers.cuda)?;
+        let nvml = Nvml::open(&drivers.nvml, uuid);
+        let display = nvml.as_ref().is_some_and(Nvml::drives_display);
+        let spare = options.floor.0.max(if display { SPARE_DISPLAY } else { SPARE });
+        Ok(Found { source, uuid, nvml, display, spare })
+    }
+
+    /// Takes the card's memory.
+    fn reserve(&self, options: &VramUrl, url: &str) -> Result<Room, OpenError> {
+        let fail = |what: String| OpenError::new(url, what);
+        let bytes = size(options, &self.source, self.nvml.as_ref(), self.spare).map_err(fail)?;
+        let size = chunk_bytes(options, bytes);
+        let count = bytes.div_ceil(size) as usize;
+        let used = || self.nvml.as_ref().and_then(Nvml::memory).map(|memory| memory.used);
+        let used_before = used();
+        let chunks = Chunks::new(count, (size / PAGE_SIZE as u64) as u32)
+            .map_err(|error| OpenError::io(url, "cannot take memory for its map", error))?;
+        let ring = ring(options, &self.source, self.display, chunks.hot())
+            .map_err(|error| fail(format!("ring: {error}")))?;
+        let mut taken = 0;
+        for chunk in 0..count {
+            match self.source.take(size) {
+                Ok(memory) => {
+                    chunks.install(chunk, memory);
+                    taken = chunk as u64 + 1;
+                }
+                // Whoever asked for all gets what there is; whoever named a size gets it or hears of it.
+                Err(_) if options.size.is_none() && taken > 0 => break,
+                Err(error) => {
+                    let (want, have) = (ByteSize(bytes), ByteSize(taken * size));
+                    return Err(fail(format!(
+                        "{want} of device memory, but only {have} could be had: {error}"
+                    )));
+                }
+            }
+        }
+        let bytes = bytes.min(taken * size);
+        // A driver may quietly place "device" memory in RAM when the card is full. NVML counts what is on the card.
+        let is_card = options.target != Target::Software;
+        if let (Some(before), Some(after), true) = (used_before, used(), is_card) {
+            let grown = after.saturating_sub(before);
+            if grown < bytes / 2 {
+                let (taken, grown) = (ByteSize(bytes), ByteSize(grown));
+                return Err(fail(format!(
+                    "took {taken}, but the card's use grew by {grown} only: it is no VRAM"
+                )));
+            }
+        }
+        Ok(Room { chunks, chunk_bytes: size, bytes, ring })
+    }
+
+    fn assemble(self, options: &VramUrl, url: String, room: Room) -> Arc<Gpu> {
+        Arc::new(Gpu {
+            url,
+            uuid: self.uuid,
+            path: options.path,
+            floor: options.floor.0,
+            spare: self.spare,
+            display: self.display,
+            chunk_bytes: room.chunk_bytes,
+            slots: (room.bytes / PAGE_SIZE as u64).min(u64::from(u32::MAX)) as u32,
+            copies: Copies::detect(),
+            table: OnceLock::new(),
+            chunks: room.chunks,
+            ring: room.ring,
+            source: self.source,
+            nvml: self.nvml,
+            state: AtomicU8::new(ONLINE),
+            busy: AtomicUsize::new(0),
+            crowd: [const { AtomicU8::new(0) }; 2],
+            entered: AtomicU64::new(0),
+            left: AtomicU64::new(0),
+            stopping: AtomicBool::new(false),
+            watcher: Mutex::new(None),
+            keep: OnceLock::new(),
+            kept: AtomicBool::new(false),
+        })
+    }
+
+    /// Whether what was kept can be imported here.
+    fn fits(&self, kept: &KeptGpu, drivers: &Drivers) -> Result<(), String> {
+        if self.uuid != kept.uuid {
+            return Err("the pages lie on another GPU than the one found here".to_owned());
+        }
+        if kept.mapped && self.source.gpu.is_none() {
+            return Err("the pages were allocated by Vulkan, which is not to be had now".to_owned());
+        }
+        let card = self.source.gpu.as_ref().and_then(|gpu| gpu.card.driver.clone());
+        let libraries = card.or_else(|| self.nvml.as_ref().map(|nvml| nvml.driver().to_owned()));
+        let loaded = std::fs::read_to_string(&drivers.loaded).ok();
+        kept::agree(libraries.as_deref(), loaded.as_deref())
+    }
+}
+
+/// Vulkan's card, CUDA's view of it, and the identifier by which NVML knows it.
+fn find(options: &VramUrl, libcuda: &FilePath) -> Result<(Source, [u8; 16]), String> {
+    let index = if let Target::Index(index) = options.target { index as usize } else { 0 };
+    let gpu = Device::find(index, options.target == Target::Software);
+    let which = match &gpu {
+        Ok(gpu) => Which::Uuid(gpu.card.uuid),
+        Err(_) => Which::Index(index),
+    };
+    // Who wants the window alone wants none of CUDA's memory.
+    let cuda = match (&gpu, options.path) {
+        (Ok(_), PathMode::Mapped) => Err("not wanted with path=mapped".to_owned()),
+        _ => Context::open(libcuda, which),
+    };
+    let uuid = match (&gpu, &cuda) {
+        (Ok(gpu), _) => gpu.card.uuid,
+        (_, Ok(cuda)) => cuda.uuid,
+        _ => [0; 16],
+    };
+    match (gpu, cuda) {
+        (Err(vulkan), Err(cuda)) => Err(format!("no VRAM store here. Vulkan: {vulkan}. CUDA: {cuda}")),
+        (Err(refusal), Ok(_)) if options.target == Target::Software => Err(refusal.to_string()),
+        (gpu, cuda) => {
+            let mut source = Source { gpu: gpu.ok().map(Arc::new), cuda: cuda.ok() };
+            // A driver that will not import leaves the window, which needs no import.
+            if source.gpu.is_some() && matches!(source.take(PROBE), Err(Trouble::Cuda(_))) {
+                source.cuda = None;
+            }
+            Ok((source, uuid))
+        }
+    }
+}
+
+/// Bytes of a chunk: as the URL says, or more where the process may not open enough files. The driver keeps
+/// about two descriptors for each mapped and imported chunk, and calls running out of them out of device memory.
+fn chunk_bytes(options: &VramUrl, bytes: u64) -> u64 {
+    const DESCRIPTORS: u64 = 2;
+    const SPARE_DESCRIPTORS: u64 = 256;
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
+    let limit = match setrlimit(Resource::Nofile, raised) {
+        Ok(()) => limit.maximum,
+        Err(_) => limit.current,
+    };
+    let room = limit.unwrap_or(u64::MAX).saturating_sub(SPARE_DESCRIPTORS).max(64);
+    let mut chunk = options.chunk.0;
+    while bytes.div_ceil(chunk).saturating_mul(DESCRIPTORS) > room && chunk < CHUNK_MAX {
+        chunk *= 2;
+    }
+    chunk
+}
+
+/// Bytes to reserve.
+fn size(options: &VramUrl, source: &Source, nvml: Option<&Nvml>, spare: u64) -> Result<u64, String> {
+    if let Some(size) = options.size {
+        return Ok(size.0);
+    }
+    let free = match (nvml.and_then(Nvml::memory), &source.gpu, &source.cuda) {
+        (Some(memory), _, _) => memory.free,
+        (None, Some(gpu), _) => gpu.free_bytes(),
+        (None, None, Some(cuda)) => cuda.memory().map_err(|error| error.to_string())?.0,
+        (None, None, None) => 0,
+    };
+    let chunks = free.saturating_sub(spare) / options.chunk.0;
+    if chunks == 0 {
+        let (free, spare) = (ByteSize(free), ByteSize(spare));
+        return Err(format!(
+            "{free} of device memory is free, of which {spare} is left to others; free some"
+        ));
+    }
+    Ok(chunks * options.chunk.0)
+}
+
+/// The resident kernel's rings, where the card and the options allow it.
+fn ring(
+    options: &VramUrl,
+    source: &Source,
+    display: bool,
+    hot: &Arc<Hot>,
+) -> Result<Option<Arc<Ring>>, Trouble> {
+    let (Some(gpu), Some(cuda)) = (&source.gpu, &source.cuda) else { return Ok(None) };
+    let wanted = match options.ring {
+        RingMode::Off => false,
+        // A kernel that stays makes a desktop stutter.
+        RingMode::Auto => !display,
+        RingMode::On => true,
+    };
+    if !wanted || cuda.capability < (7, 0) || options.path == PathMode::Mapped {
+        return Ok(None);
+    }
+    let memory: Memory =
+        Source { gpu: Some(Arc::clone(gpu)), cuda: Some(Arc::clone(cuda)) }.take(ring::DEVICE_BYTES)?;
+    let (Some(device), Some(mapped)) = memory.into_parts() else { return Ok(None) };
+    let mut tuning = Tuning::default();
+    if options.blocks > 0 {
+        tuning.blocks = options.blocks;
+    }
+    tuning.blocks = tuning.blocks.min(cuda.multiprocessors * 8);
+    Ok(Some(Arc::new(Ring::new(cuda, mapped, device, tuning, hot)?)))
+}

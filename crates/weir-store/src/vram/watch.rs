@@ -1,0 +1,91 @@
+//! The watching thread: lets the kernel in and out, counts who is at work, minds the head-room.
+
+use super::chunks::LANES_MAX;
+use super::contest::Contest;
+use super::gpu::{CROWD, Gpu};
+use super::ring::{Policy, Seen, Step};
+use super::table::{Batch, Direction};
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+/// How often the watcher looks while pages move, and while none do.
+const TICK_BUSY: Duration = Duration::from_millis(1);
+const TICK_IDLE: Duration = Duration::from_millis(20);
+/// How often it asks who else is on the card, and how much memory is left.
+const ASK_EVERY: Duration = Duration::from_millis(250);
+
+/// Pages a second from which on it is worth finding out by which way a crowd's writes go fastest.
+const THRONG: f64 = 1e6;
+/// Pages of a batch as such a crowd has them.
+const BATCH_OF_CROWD: usize = 64;
+
+/// Lets a crowd's writes go the way that has moved the most pages.
+fn contend(gpu: &Gpu, contests: &mut [Contest; 2], elapsed: Duration, pages: u64, busy: usize, runs: bool) {
+    let ring = gpu.ring_is_resident();
+    let batch = Batch { pages: BATCH_OF_CROWD, neighbours: runs, busy, ring };
+    let contenders = gpu.table().contenders(Direction::Write, batch);
+    let path = contests[usize::from(runs)].step(elapsed, pages, &contenders);
+    gpu.crowd[usize::from(runs)].store(path.map_or(0, |path| path as u8 + 1), Ordering::Relaxed);
+    contests[usize::from(!runs)].pause();
+}
+
+/// Watches until the card is told to stop.
+pub fn watch(gpu: &Gpu, mut policy: Policy) {
+    let (mut looked, mut asked) = (Instant::now(), Instant::now());
+    let total = || gpu.chunks.pages().iter().sum::<u64>();
+    let (mut pages, mut others) = (total(), gpu.ask());
+    let mut written = gpu.chunks.written();
+    let mut contests = [Contest::default(), Contest::default()];
+    let mut seen_by_lane = vec![0u64; LANES_MAX];
+    while !gpu.stopping.load(Ordering::Acquire) {
+        let idle = gpu.busy.load(Ordering::Relaxed) == 0 && !gpu.ring_is_resident();
+        std::thread::park_timeout(if idle { TICK_IDLE } else { TICK_BUSY });
+        if gpu.cuda_is_lost() {
+            gpu.lose();
+        }
+        let elapsed = looked.elapsed();
+        looked = Instant::now();
+        let moved = total().wrapping_sub(pages);
+        pages = pages.wrapping_add(moved);
+        let before = std::mem::replace(&mut written, gpu.chunks.written());
+        let through = written[0].wrapping_sub(before[0]);
+        let sent = written[1].wrapping_sub(before[1]);
+        // The window takes writes faster than the ring until it is full, so those alone ask for no kernel.
+        let crowded = gpu.busy.load(Ordering::Relaxed) >= CROWD;
+        let asking = if crowded { moved } else { moved.saturating_sub(through) };
+        let (busy, runs) = gpu.chunks.busy(&mut seen_by_lane);
+        gpu.busy.store(busy, Ordering::Relaxed);
+        let rate = moved as f64 / elapsed.as_secs_f64().max(1e-6);
+        if busy >= CROWD && rate >= THRONG && through + sent > 0 {
+            contend(gpu, &mut contests, elapsed, moved, busy, 2 * runs > busy);
+        } else {
+            contests.iter_mut().for_each(Contest::pause);
+        }
+        if asked.elapsed() >= ASK_EVERY {
+            others = gpu.ask();
+            asked = Instant::now();
+        }
+        let Some(ring) = &gpu.ring else { continue };
+        let seen = Seen {
+            elapsed,
+            pages: asking,
+            others,
+            stalls: ring.take_stalls(),
+            resident: ring.is_resident(),
+            uncovered: ring.has_uncovered_lanes(),
+        };
+        match policy.step(seen) {
+            Step::Stay => {}
+            Step::Enter => {
+                // Asked afresh: somebody may have come since.
+                others = gpu.ask();
+                asked = Instant::now();
+                if others == 0 {
+                    gpu.enter_ring();
+                }
+            }
+            Step::Leave => gpu.leave_ring(),
+        }
+    }
+    gpu.leave_ring();
+}
