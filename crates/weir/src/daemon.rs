@@ -101,6 +101,8 @@ impl Daemon {
             way_in.stop(GRACE);
         }
         self.shared.worker.stop();
+        // It was told to: what a keeper holds of the stores is wanted no more.
+        self.shared.volume.stores().for_each(|store| store.forget());
     }
 
     /// The device's size.

@@ -7,7 +7,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use weir_core::{ByteSize, Memory, PAGE_SIZE};
 use weir_export::log::{Level, Log};
-use weir_store::{OpenError, Store, StoreUrl};
+use weir_store::{Keep, OpenError, Store, StoreUrl};
 use weir_volume::{Config, Kept, Volume};
 
 /// What a volume is made of.
@@ -37,7 +37,11 @@ pub fn open(plan: &Plan<'_>, keeper: Option<(&Link, &mut Held)>, log: &Log) -> R
             keep(&volume, link).map_err(Failure::failed)?;
             Ok(volume)
         }
-        Some((_, held)) => take_over(plan, held, log),
+        Some((link, held)) => {
+            let volume = take_over(plan, held, log)?;
+            keep_stores(&volume, link, true).map_err(Failure::failed)?;
+            Ok(volume)
+        }
     }
 }
 
@@ -83,14 +87,33 @@ fn keep(volume: &Volume, link: &Link) -> std::io::Result<()> {
     for (index, fd) in fds.records.into_iter().enumerate() {
         link.hold_memory(&records_name(index), fd)?;
     }
+    keep_stores(volume, link, false)
+}
+
+/// Has the keeper hold what the stores have; `held`: it does, and hears only of what comes and goes.
+fn keep_stores(volume: &Volume, link: &Link, held: bool) -> std::io::Result<()> {
     for (index, store) in volume.stores().enumerate() {
-        for keepsake in store.keepsakes() {
-            let hold: fn(&Link, &str, BorrowedFd<'_>) -> _ =
-                if keepsake.is_memory { Link::hold_memory } else { Link::hold_open };
-            hold(link, &store_name(index, &keepsake.name), keepsake.fd)?;
-        }
+        store.keep_with(Arc::new(Shelf { link: link.clone(), store: index }), held)?;
     }
     Ok(())
+}
+
+/// A store's place in the keeper.
+#[derive(Debug)]
+struct Shelf {
+    link: Link,
+    store: usize,
+}
+
+impl Keep for Shelf {
+    fn hold(&self, name: &str, fd: BorrowedFd<'_>, is_memory: bool) -> std::io::Result<()> {
+        let hold = if is_memory { Link::hold_memory } else { Link::hold_open };
+        hold(&self.link, &store_name(self.store, name), fd)
+    }
+
+    fn let_go(&self, name: &str) -> std::io::Result<()> {
+        self.link.let_go(&store_name(self.store, name))
+    }
 }
 
 const MAP: &str = "map";

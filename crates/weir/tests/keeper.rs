@@ -125,14 +125,33 @@ impl Known {
 
 #[test]
 fn every_acknowledged_page_survives_kills_at_random_moments() {
+    survive(&Scene::start("kills", &["--store", "host:8MiB"]));
+}
+
+#[test]
+fn pages_in_gpu_memory_survive_too() {
+    if !has_lavapipe() {
+        println!("skipped: no lavapipe, Mesa's software renderer (package mesa-vulkan-drivers)");
+        return;
+    }
+    survive(&Scene::start("vram-kills", &["--store", "vram:lavapipe?size=8MiB&chunk=1MiB"]));
+}
+
+fn has_lavapipe() -> bool {
+    fs::read_dir("/usr/share/vulkan/icd.d").is_ok_and(|mut entries| {
+        entries.any(|entry| entry.is_ok_and(|entry| entry.file_name().to_string_lossy().starts_with("lvp")))
+    })
+}
+
+/// Kills the scene's daemon under load, again and again, and looks at every page meanwhile and afterwards.
+fn survive(scene: &Scene) {
     let number = |name: &str, default| std::env::var(name).map_or(default, |text| text.parse().unwrap());
     let (kills, seed): (u64, u64) = (number("WEIR_KILLS", 5), number("WEIR_SEED", 20_261_120));
-    let scene = Scene::start("kills", &["--store", "host:8MiB"]);
     let (stop, done) = (AtomicBool::new(false), AtomicU64::new(0));
     let mut stalls = Vec::new();
     thread::scope(|scope| {
         for writer in 0..WRITERS {
-            let (scene, stop, done) = (&scene, &stop, &done);
+            let (stop, done) = (&stop, &done);
             scope.spawn(move || {
                 let mut random = Random(seed ^ writer);
                 let mut known = vec![Known::default(); PAGES as usize];

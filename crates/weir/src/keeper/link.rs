@@ -4,13 +4,21 @@ use super::wire::{Kind, receive, send, split};
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Tells a daemon that a keeper started it, and where to reach it.
 pub const ENVIRONMENT: &str = "WEIR_KEEPER_FD";
 
-/// The daemon's line to its keeper.
+/// The daemon's line to its keeper; clones are the same line.
+#[derive(Clone, Debug)]
+pub struct Link(Arc<Line>);
+
 #[derive(Debug)]
-pub struct Link(OwnedFd);
+struct Line {
+    socket: OwnedFd,
+    /// Whoever has asked has the answer that comes.
+    turn: Mutex<()>,
+}
 
 /// What the keeper has of an earlier daemon, by name.
 #[derive(Debug, Default)]
@@ -52,7 +60,10 @@ impl Link {
         let mut held = HashMap::new();
         while let Some(message) = receive(&socket)? {
             match (split(&message.text), message.fd) {
-                (("begin", _), _) => return Ok(Some((Link(socket), Held(held)))),
+                (("begin", _), _) => {
+                    let line = Line { socket, turn: Mutex::new(()) };
+                    return Ok(Some((Link(Arc::new(line)), Held(held))));
+                }
                 (("have", rest), Some(fd)) => {
                     let name = rest.split_once(' ').map_or(rest, |(_, name)| name);
                     held.insert(name.to_owned(), fd);
@@ -74,9 +85,19 @@ impl Link {
     }
 
     fn hold(&self, kind: Kind, name: &str, fd: BorrowedFd<'_>) -> io::Result<()> {
-        send(&self.0, &format!("hold {} {name}", kind.word()), Some(fd))?;
-        match receive(&self.0)? {
-            Some(message) if message.text == "held" => Ok(()),
+        self.ask(&format!("hold {} {name}", kind.word()), Some(fd), "held", name)
+    }
+
+    /// Has what was kept under a name closed.
+    pub fn let_go(&self, name: &str) -> io::Result<()> {
+        self.ask(&format!("drop {name}"), None, "dropped", name)
+    }
+
+    fn ask(&self, question: &str, fd: Option<BorrowedFd<'_>>, answer: &str, name: &str) -> io::Result<()> {
+        let _turn = self.0.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        send(&self.0.socket, question, fd)?;
+        match receive(&self.0.socket)? {
+            Some(message) if message.text == answer => Ok(()),
             Some(message) => {
                 Err(io::Error::other(format!("the keeper does not keep {name}: {}", message.text)))
             }
@@ -86,21 +107,21 @@ impl Link {
 
     /// Says that the daemon serves.
     pub fn ready(&self) -> io::Result<()> {
-        send(&self.0, "ready", None)
+        send(&self.0.socket, "ready", None)
     }
 
     /// Says that the daemon is about to end because it was told to.
     pub fn ending(&self) -> io::Result<()> {
-        send(&self.0, "ending", None)
+        send(&self.0.socket, "ending", None)
     }
 
     /// Says that the daemon was told to end and does not: it is in use, so if it dies another is needed.
     pub fn staying(&self) -> io::Result<()> {
-        send(&self.0, "staying", None)
+        send(&self.0.socket, "staying", None)
     }
 
     /// Says that the daemon is about to end so that another, perhaps newer, program takes over.
     pub fn replacing(&self) -> io::Result<()> {
-        send(&self.0, "replacing", None)
+        send(&self.0.socket, "replacing", None)
     }
 }

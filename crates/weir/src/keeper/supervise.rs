@@ -5,7 +5,9 @@ use super::wire::{Kind, Message, receive, send, split};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
-use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions};
+use rustix::process::{
+    Pid, PidfdFlags, Resource, Rlimit, Signal, WaitId, WaitIdOptions, getrlimit, setrlimit,
+};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use std::collections::BTreeMap;
 use std::io;
@@ -66,6 +68,7 @@ pub fn run(log: &Log) -> io::Result<i32> {
         signal_hook::low_level::pipe::register(signal, tell.try_clone()?)?;
     }
     let mut keeper = Keeper { log, kept: BTreeMap::new(), set_aside: None, signals };
+    open_many_files();
     // A daemon that dies is followed by the very program that it was, even where an upgrade has put another in its
     // place; one that makes way is followed by that other. Its path is asked for while the two are still one.
     let own = PathBuf::from("/proc/self/exe");
@@ -206,6 +209,10 @@ impl Keeper<'_> {
                     Err(error) => send(line, &format!("refused {error}"), None),
                 }
             }
+            ("drop", name) => {
+                self.kept.remove(name);
+                send(line, "dropped", None)
+            }
             _ => Err(io::Error::other(format!("it said {text:?}"))),
         }
     }
@@ -230,6 +237,13 @@ impl Keeper<'_> {
             (self.log)(Level::Warning, format_args!("cannot pass a signal on to the daemon: {error}"));
         }
     }
+}
+
+/// A descriptor for each chunk of a GPU's memory is more than the usual 1024. The daemon, which has two and more for each,
+/// inherits this. Where it is not allowed, what is one too many is refused with its own error.
+fn open_many_files() {
+    let limit = getrlimit(Resource::Nofile);
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
 }
 
 /// Waits for a child that has ended. After this its memory and descriptors are gone.

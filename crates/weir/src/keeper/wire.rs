@@ -6,6 +6,7 @@
 //! | keeper | `have KIND NAME` + fd | you, or one before you, gave me this |
 //! | keeper | `begin` | that was all |
 //! | daemon | `hold KIND NAME` + fd | keep this; answered by `held` or `refused REASON` |
+//! | daemon | `drop NAME` | close what is kept under that name; answered by `dropped` |
 //! | daemon | `ready` | I serve |
 //! | daemon | `ending` | I was told to stop: do not start another |
 //! | daemon | `staying` | I was told to stop, and am in use: if I die, start another |
