@@ -147,6 +147,8 @@ fn has_lavapipe() -> bool {
 fn survive(scene: &Scene) {
     let number = |name: &str, default| std::env::var(name).map_or(default, |text| text.parse().unwrap());
     let (kills, seed): (u64, u64) = (number("WEIR_KILLS", 5), number("WEIR_SEED", 20_261_120));
+    // A daemon that never served is not followed by another.
+    drop(scene.connect());
     let (stop, done) = (AtomicBool::new(false), AtomicU64::new(0));
     let mut stalls = Vec::new();
     thread::scope(|scope| {
