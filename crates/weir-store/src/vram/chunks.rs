@@ -66,7 +66,7 @@ impl Source {
     pub fn adopt(&self, fd: OwnedFd, bytes: u64) -> Result<Memory, Trouble> {
         let Some(gpu) = &self.gpu else {
             let cuda = self.cuda.as_ref().ok_or(Trouble::NoDriver)?;
-            return Ok(Memory { device: Some(cuda.adopt(fd, bytes)?), mapped: None });
+            return Ok(Memory { device: Some(cuda.adopt(&fd, bytes)?), mapped: None });
         };
         // An import owns its descriptor, so each gets one.
         let second = match &self.cuda {

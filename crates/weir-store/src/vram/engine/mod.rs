@@ -229,7 +229,7 @@ impl Context {
     ///
     /// # Errors
     /// What the driver answered.
-    pub fn adopt(self: &Arc<Self>, fd: OwnedFd, bytes: u64) -> Result<DeviceMemory, CallError> {
+    pub fn adopt(self: &Arc<Self>, fd: &OwnedFd, bytes: u64) -> Result<DeviceMemory, CallError> {
         self.enter()?;
         let mut handle = 0u64;
         // For this kind of handle the descriptor itself stands in the pointer's place; the import does not own it.
