@@ -9,7 +9,7 @@ fuzz_target!(|bytes: &[u8]| {
         assert_eq!(hello.encode(), bytes);
     }
     if let Some(welcome) = Welcome::decode(bytes) {
-        assert_eq!(welcome.encode()[..32], bytes[..32]);
+        assert_eq!(welcome.encode()[..36], bytes[..36]);
     }
     for entry in bytes.chunks_exact(32) {
         let words: [u64; 4] =
@@ -17,6 +17,8 @@ fuzz_target!(|bytes: &[u8]| {
         if let Some(submission) = Submission::decode(words) {
             assert_eq!(submission.encode(), words);
         }
-        assert_eq!(Completed::decode(words).encode()[..2], words[..2]);
+        let completed = Completed::decode(words);
+        assert_eq!(completed.encode()[..2], words[..2]);
+        assert_eq!(Completed::decode(completed.encode()), completed);
     }
 });

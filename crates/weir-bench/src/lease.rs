@@ -10,11 +10,14 @@
 
 mod counters;
 mod design;
+mod flows;
 mod forged;
 mod harness;
 mod rescan;
 mod table;
 mod xarray;
+
+use std::time::Duration;
 
 use crate::report::{Goal, Report, Row};
 
@@ -43,6 +46,14 @@ pub struct Plan {
     pub trials: u64,
     /// Where the random numbers begin.
     pub seed: u64,
+    /// Flows of the end-to-end run, a connection each; 0 for no such run.
+    pub flows: u32,
+    /// Workers that serve them.
+    pub workers: u32,
+    /// How long each design serves in a round of it.
+    pub flow_time: Duration,
+    /// Its rounds.
+    pub flow_rounds: usize,
 }
 
 impl Default for Plan {
@@ -57,13 +68,20 @@ impl Default for Plan {
             rounds: 9,
             trials: 1_000_000,
             seed: 1,
+            flows: 4,
+            workers: 4,
+            flow_time: Duration::from_secs(2),
+            flow_rounds: 5,
         }
     }
 }
 
-/// A plan that cannot be run.
-#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+/// Why nothing was measured.
+#[derive(Debug, thiserror::Error)]
 pub enum PlanError {
+    /// The end-to-end run has no sockets or no memory.
+    #[error("cannot set up the flows")]
+    Flows(#[from] std::io::Error),
     /// A figure is out of range.
     #[error("{what} of {value} cannot be measured: use {range}")]
     Figure {
@@ -92,6 +110,9 @@ pub fn run(plan: &Plan) -> Result<Report, PlanError> {
             rows(&mut report, &work, plan.rounds);
         }
     }
+    if plan.flows > 0 {
+        flows::rows(&mut report, plan)?;
+    }
     rescan::row(&mut report, plan);
     if plan.trials > 0 {
         forged::rows(&mut report, plan);
@@ -117,6 +138,8 @@ fn check(plan: &Plan) -> Result<(), PlanError> {
         1,
         plan.outstanding.min(128).into(),
     )?;
+    figure("a number of flows", plan.flows.into(), "0 to 64", 0, 64)?;
+    figure("a number of workers", plan.workers.into(), "1 to 64", 1, 64)?;
     figure("a region", plan.region, "4KiB to 256GiB", 4096, 256 << 30)?;
     figure("a number of rounds", plan.rounds as u64, "1 to 1000", 1, 1000)
 }
@@ -169,6 +192,10 @@ mod tests {
             pairs: 20_000,
             rounds: 1,
             trials: 50_000,
+            flows: 3,
+            workers: 2,
+            flow_time: Duration::from_millis(100),
+            flow_rounds: 1,
             ..Plan::default()
         };
         let report = run(&plan).unwrap();
@@ -183,6 +210,9 @@ mod tests {
             row("1x64", "ns_net_1t", Some(control));
             row("50x64", "ns_net_2t", Some(control));
             row("50x64", "bytes", Some(control));
+        }
+        for control in ["xarray", "binding", "socket-array", "none"] {
+            assert!(row("flows_3x2", "worker_cpu_percent", Some(control)).value > 0.0);
         }
         assert_eq!(row("forged", "accepted", None).value, 0.0);
         assert_eq!(row("50x64", "idle_connection_bytes", None).met, Some(true));

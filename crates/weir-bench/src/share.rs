@@ -1,11 +1,15 @@
 //! `weir bench share`: pages used in place beside the same pages over NBD, one volume, one run.
 //!
 //! Both servers run in this process and spin as long after a request; the figures count what servers and client
-//! use together. Asleep, nobody spins: that is what one request costs that comes out of the blue.
+//! use together. Asleep, nobody spins: that is what one request costs that comes out of the blue. On one CPU, servers
+//! and client share it, and each transport spins or sleeps as it does best there: equal CPU in the plainest sense.
+//!
+//! The client looks at the first bytes of each page; where it is said to use pages, at all of them.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use weir_core::PAGE_SIZE;
 use weir_export::log::{Level, to_stderr};
 use weir_export::nbd::client::Operation;
@@ -100,6 +104,7 @@ impl Pages {
 struct Shared {
     client: Client,
     pages: Pages,
+    whole: bool,
 }
 
 impl Transport for Shared {
@@ -118,7 +123,7 @@ impl Transport for Shared {
             let completion = self.client.wait().map_err(&failed)?;
             let lease =
                 completion.result.map_err(client("share"))?.ok_or("no page").map_err(client("share"))?;
-            check(completion.tag, self.client.page(&lease));
+            check(completion.tag, self.client.page(&lease), self.whole);
             self.client.give_later(lease).map_err(&failed)?;
             done += 1;
             if depth == 1 {
@@ -133,6 +138,7 @@ impl Transport for Shared {
 struct Nbd {
     client: nbd::client::Client,
     pages: Pages,
+    whole: bool,
 }
 
 impl Transport for Nbd {
@@ -152,7 +158,7 @@ impl Transport for Nbd {
             }
             let reply = self.client.receive().map_err(&failed)?;
             let page = tags.remove(&reply.cookie).ok_or("an unknown reply").map_err(client("nbd"))?;
-            check(page, &reply.data);
+            check(page, &reply.data, self.whole);
             done += 1;
             if depth == 1 {
                 latencies.push(begun.elapsed().as_nanos() as u64);
@@ -163,9 +169,17 @@ impl Transport for Nbd {
     }
 }
 
-/// A page begins with its number; looking is part of using it.
-fn check(page: u32, bytes: &[u8]) {
+/// A page begins with its number, and each 8 bytes begin with it; looking is part of using it.
+fn check(page: u32, bytes: &[u8], whole: bool) {
     assert_eq!(bytes[..4], page.to_le_bytes(), "another page came than was asked for");
+    if whole {
+        let sum = bytes.chunks_exact(8).fold(0u64, |sum, chunk| {
+            sum.wrapping_add(u64::from_le_bytes(chunk.try_into().expect("8 of 8 bytes")))
+        });
+        let count = PAGE_SIZE as u64 / 8;
+        let expected = u64::from(page) * count + ((count * (count - 1) / 2) << 32);
+        assert_eq!(sum, expected, "page {page} is not what was written");
+    }
 }
 
 /// CPU time of this process.
@@ -198,12 +212,30 @@ impl Figures {
     }
 }
 
+/// The three transports, in the order of their figures.
+const FRAMES: usize = 0;
+const IN_PLACE: usize = 1;
+const NBD: usize = 2;
+/// Pages that may be lent in place.
+const LENT: u32 = 1024;
+
+/// How the transports are measured.
+#[derive(Clone, Copy)]
+struct Terms {
+    /// How long servers and share clients look for more before they sleep.
+    spin: Duration,
+    /// The client reads the whole of each page.
+    whole: bool,
+    /// Servers and client share one CPU.
+    one_cpu: bool,
+}
+
 /// Measures what `plan` says.
 ///
 /// # Errors
 /// [`RunError`] names what could not be set up, or which client failed.
 pub fn run(plan: &Plan) -> Result<Report, RunError> {
-    let config = weir_volume::Config { pages: plan.pages, lanes: 8, depth: 64 };
+    let config = weir_volume::Config { pages: plan.pages, lanes: 16, depth: 64 };
     let store = Host::new(config.slots()).map_err(set_up("store"))?;
     let volume = Volume::create(config, vec![Arc::new(store)]).map_err(set_up("volume"))?;
     let mut lane = volume.lane().map_err(set_up("volume"))?;
@@ -218,51 +250,105 @@ pub fn run(plan: &Plan) -> Result<Report, RunError> {
     }
     drop(lane);
     let mut report = Report::new("share", plan.rounds);
-    let mut rows = |suffix: &str, spin: Duration, goals: bool| -> Result<(), RunError> {
-        let (ours, theirs) = both(&volume, plan, spin)?;
-        let id = |id: &str| format!("{id}{suffix}");
-        let latency =
-            Row::lower(id("qd1_read"), "p50_us", ours.p50.median()).beside("nbd-unix", theirs.p50.median());
-        let rate = Row::higher(id("deep_read"), "kiops_per_cpu", ours.kiops_per_cpu.median())
-            .beside("nbd-unix", theirs.kiops_per_cpu.median());
-        report.rows.push(if goals { latency.goal(Goal::Ratio(0.5)) } else { latency });
-        report.rows.push(
-            Row::lower(id("qd1_read"), "p99_us", ours.p99.median()).beside("nbd-unix", theirs.p99.median()),
-        );
-        report.rows.push(if goals { rate.goal(Goal::Ratio(3.0)) } else { rate });
-        report.rows.push(
-            Row::higher(id("deep_read"), "kiops", ours.kiops.median())
-                .beside("nbd-unix", theirs.kiops.median()),
-        );
-        Ok(())
-    };
-    rows("", plan.spin, true)?;
-    rows("_asleep", Duration::ZERO, false)?;
+    let spinning = Terms { spin: plan.spin, whole: false, one_cpu: false };
+    let goals = [Some(0.5), Some(3.0)];
+    let figures = measure(&volume, plan, spinning)?;
+    rows(&mut report, "", &figures, goals);
+    let asleep = measure(&volume, plan, Terms { spin: Duration::ZERO, ..spinning })?;
+    rows(&mut report, "_asleep", &asleep, [None, None]);
+    let used = measure(&volume, plan, Terms { whole: true, ..spinning })?;
+    rows(&mut report, "_used", &used, [None, None]);
+    // Rates only: one at a time, each request is two changes of process.
+    let rates = Plan { singles: 1, ..plan.clone() };
+    let one_cpu = Terms { one_cpu: true, ..spinning };
+    let spun = measure(&volume, &rates, one_cpu)?;
+    let slept = measure(&volume, &rates, Terms { spin: Duration::ZERO, ..one_cpu })?;
+    let best = |way: usize| spun[way].kiops.median().max(slept[way].kiops.median());
+    for (id, way) in [("deep_read_one_cpu", FRAMES), ("deep_read_in_place_one_cpu", IN_PLACE)] {
+        report
+            .rows
+            .push(Row::higher(id, "kiops", best(way)).beside("nbd-unix", best(NBD)).goal(Goal::Ratio(3.0)));
+    }
     Ok(report)
 }
 
-/// Measures both transports over one volume, in turns.
-fn both(volume: &Arc<Volume>, plan: &Plan, spin: Duration) -> Result<(Figures, Figures), RunError> {
+/// The rows of one measurement; goals for the latency, and for the rate by CPU.
+fn rows(report: &mut Report, suffix: &str, figures: &[Figures; 3], [latency, rate]: [Option<f64>; 2]) {
+    let with = |row: Row, goal: Option<f64>| match goal {
+        Some(goal) => row.goal(Goal::Ratio(goal)),
+        None => row,
+    };
+    let nbd = &figures[NBD];
+    for (way, place) in [(FRAMES, ""), (IN_PLACE, "_in_place")] {
+        let ours = &figures[way];
+        let (single, deep) = (format!("qd1_read{place}{suffix}"), format!("deep_read{place}{suffix}"));
+        let p50 = Row::lower(&*single, "p50_us", ours.p50.median()).beside("nbd-unix", nbd.p50.median());
+        report.rows.push(with(p50, latency));
+        report
+            .rows
+            .push(Row::lower(&*single, "p99_us", ours.p99.median()).beside("nbd-unix", nbd.p99.median()));
+        let by_cpu = Row::higher(&*deep, "kiops_per_cpu", ours.kiops_per_cpu.median())
+            .beside("nbd-unix", nbd.kiops_per_cpu.median());
+        report.rows.push(with(by_cpu, rate));
+        report
+            .rows
+            .push(Row::higher(&*deep, "kiops", ours.kiops.median()).beside("nbd-unix", nbd.kiops.median()));
+    }
+}
+
+/// Measures the transports over one volume, in turns.
+fn measure(volume: &Arc<Volume>, plan: &Plan, terms: Terms) -> Result<[Figures; 3], RunError> {
+    // Threads that are started from here on inherit it.
+    let _pinned = terms.one_cpu.then(OneCpu::enter);
+    let spin = terms.spin;
     let log = to_stderr(Level::Warning);
     let path = |kind: &str| std::env::temp_dir().join(format!("weir-bench-{kind}-{}", std::process::id()));
-    let config = share::Config { spin, ..share::Config::at(path("share")) };
+    let config = share::Config { spin, in_place: LENT, ..share::Config::at(path("share")) };
     let share = share::Server::start(volume, &config, Arc::clone(&log)).map_err(set_up("share server"))?;
     let listen = [Listen::Unix(path("nbd"))];
     let config = nbd::Config { connections: 1, spin, ..nbd::Config::default() };
     let _nbd = nbd::Server::start(volume, &config, &listen, &log).map_err(set_up("NBD server"))?;
-    let pages = || Pages { at: 1, pages: plan.pages };
-    let options = Options { spin, ..Options::default() };
-    let mut shared =
-        Shared { client: Client::connect(share.path(), options).map_err(client("share"))?, pages: pages() };
+    let (pages, whole) = (|| Pages { at: 1, pages: plan.pages }, terms.whole);
+    let shared = |in_place| {
+        let options = Options { spin, in_place, ..Options::default() };
+        let client = Client::connect(share.path(), options).map_err(client("share"))?;
+        Ok(Shared { client, pages: pages(), whole })
+    };
+    let (mut frames, mut in_place) = (shared(false)?, shared(true)?);
     let wish = nbd::client::Wish { structured: false, allocation: false, ..nbd::client::Wish::default() };
-    let mut over_nbd =
-        Nbd { client: nbd::client::Client::unix(path("nbd"), &wish).map_err(client("nbd"))?, pages: pages() };
-    let (mut ours, mut theirs) = (Figures::default(), Figures::default());
+    let over_nbd = nbd::client::Client::unix(path("nbd"), &wish).map_err(client("nbd"))?;
+    let mut over_nbd = Nbd { client: over_nbd, pages: pages(), whole };
+    let mut figures: [Figures; 3] = std::array::from_fn(|_| Figures::default());
     for _ in 0..plan.rounds {
-        ours.measure(&mut shared, plan)?;
-        theirs.measure(&mut over_nbd, plan)?;
+        figures[FRAMES].measure(&mut frames, plan)?;
+        figures[IN_PLACE].measure(&mut in_place, plan)?;
+        figures[NBD].measure(&mut over_nbd, plan)?;
     }
-    Ok((ours, theirs))
+    let lent = share.stats().in_place();
+    assert!(lent >= u64::from(plan.reads), "pages were to be lent in place, and only {lent} were");
+    Ok(figures)
+}
+
+/// Keeps this thread, and those that it starts, on one CPU until it is dropped.
+struct OneCpu(CpuSet);
+
+impl OneCpu {
+    fn enter() -> Self {
+        let all = sched_getaffinity(None).unwrap_or_default();
+        let mut one = CpuSet::new();
+        // Not the first, which interrupts like.
+        let last = (0..CpuSet::MAX_CPU).rev().find(|&cpu| all.is_set(cpu)).unwrap_or(0);
+        one.set(last);
+        // Where it is refused, the figures are those of all CPUs: no better for either side.
+        let _ = sched_setaffinity(None, &one);
+        OneCpu(all)
+    }
+}
+
+impl Drop for OneCpu {
+    fn drop(&mut self) {
+        let _ = sched_setaffinity(None, &self.0);
+    }
 }
 
 #[cfg(test)]
@@ -273,7 +359,15 @@ mod tests {
     fn a_small_plan_gives_every_row() {
         let plan = Plan { pages: 256, singles: 200, reads: 2_000, rounds: 1, ..Plan::default() };
         let report = run(&plan).unwrap();
-        for id in ["qd1_read", "deep_read", "qd1_read_asleep", "deep_read_asleep"] {
+        for id in [
+            "qd1_read",
+            "deep_read",
+            "qd1_read_in_place",
+            "deep_read_in_place",
+            "deep_read_asleep",
+            "deep_read_used",
+            "deep_read_in_place_one_cpu",
+        ] {
             let row = report.rows.iter().find(|row| row.id == id).unwrap();
             assert!(row.value > 0.0 && row.control_value.is_some_and(|value| value > 0.0), "{report}");
         }

@@ -12,5 +12,8 @@ mod size;
 pub mod swap_safety;
 
 pub use memory::Memory;
-pub use page::{Checksum, PAGE_SIZE, Page, PageBytes, PageNo, Slot, prefetch, uniform_value};
+pub use page::{
+    Checksum, PAGE_SIZE, Page, PageBytes, PageNo, Slot, prefetch, prefetch_head, prefetch_value,
+    uniform_value,
+};
 pub use size::{ByteSize, SizeError};

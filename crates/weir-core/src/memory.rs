@@ -1,11 +1,11 @@
 //! Memory that stays where it is: mapped once, touched, locked where the system allows it, and, as a
 //! memfd, able to outlive the process that filled it.
 
-use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 use std::fmt;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 
 /// A mapping of whole pages, readable and writable by every thread, of zeros when new.
@@ -119,6 +119,21 @@ impl Memory {
         self.locked
     }
 
+    /// A descriptor that others can map to read, and not to write, for [`Memory::shared`] memory.
+    ///
+    /// From here on only the owner's mode bit opens the memory anew, and only to read: who is not the same user has
+    /// no way to write it. (The same user, or root, could change the mode; they could as well trace this process. A seal
+    /// would stop them, and with them the process that is to take the memory over.)
+    ///
+    /// # Errors
+    /// What `fchmod` or `open` say; `EBADF` for memory without a descriptor.
+    pub fn read_only(&self) -> io::Result<OwnedFd> {
+        let fd = self.fd().ok_or(rustix::io::Errno::BADF)?;
+        rustix::fs::fchmod(fd, Mode::RUSR)?;
+        let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
+        Ok(rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?)
+    }
+
     /// The descriptor to hand to another process, for [`Memory::shared`] memory.
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.fd.as_ref().map(AsFd::as_fd)
@@ -182,6 +197,38 @@ mod tests {
         drop(first);
         // SAFETY: as above.
         assert_eq!(unsafe { second.as_ptr().add(9_999).read() }, 7);
+    }
+
+    #[test]
+    fn a_read_only_descriptor_shows_what_is_written_and_cannot_be_mapped_to_write() {
+        let memory = Memory::shared("weir-test", 4096).unwrap();
+        let fd = memory.read_only().unwrap();
+        let map = |protection| {
+            let flags = MapFlags::SHARED;
+            // SAFETY: a fresh mapping at an address of the kernel's choice.
+            unsafe { rustix::mm::mmap(std::ptr::null_mut(), 4096, protection, flags, &fd, 0) }
+        };
+        let seen = map(ProtFlags::READ).unwrap().cast::<u8>();
+        // SAFETY: both mappings are a page long and only this thread uses them.
+        let byte = unsafe {
+            memory.as_ptr().add(7).write(9);
+            seen.add(7).read()
+        };
+        assert_eq!(byte, 9);
+        assert_eq!(map(ProtFlags::READ | ProtFlags::WRITE).unwrap_err(), rustix::io::Errno::ACCESS);
+        // SAFETY: the mapping is ours; its protection must not change.
+        let raised = unsafe {
+            rustix::mm::mprotect(
+                seen.cast(),
+                4096,
+                rustix::mm::MprotectFlags::READ | rustix::mm::MprotectFlags::WRITE,
+            )
+        };
+        assert_eq!(raised.unwrap_err(), rustix::io::Errno::ACCESS);
+        assert_eq!(rustix::io::write(&fd, &[1]).unwrap_err(), rustix::io::Errno::BADF);
+        assert_eq!(rustix::fs::fstat(&fd).unwrap().st_mode & 0o777, 0o400, "nobody opens it to write");
+        // SAFETY: the mapping was made above and nothing refers to it any more.
+        unsafe { rustix::mm::munmap(seen.cast(), 4096).unwrap() };
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use weir_core::PAGE_SIZE;
 use weir_export::log::{Level, to_stderr};
 use weir_export::share::{Config, Server};
-use weir_share::wire::{Hello, Op, Submission, VERSION, Welcome};
+use weir_share::wire::{Hello, Op, Spot, Submission, VERSION, Welcome};
 use weir_share::{Area, Client, Error, Layout, Lease, Options, Ring, receive, send};
 use weir_store::Host;
 use weir_volume::Volume;
@@ -146,6 +146,111 @@ fn a_page_beyond_the_end_and_a_token_that_is_not_held_are_errors() {
     assert_eq!((entry.tag, entry.status), (5, -rustix::io::Errno::BADF.raw_os_error()));
 }
 
+/// A server that lends in place, and the volume behind it.
+fn lending(name: &str, pages: u32) -> (Server, Arc<Volume>) {
+    let config = weir_volume::Config { pages: PAGES, lanes: 4, depth: 64 };
+    let volume = Volume::create(config, vec![Arc::new(Host::new(config.slots()).unwrap())]).unwrap();
+    let config = Config { clients: 8, frames: 64, entries: 64, in_place: pages, ..Config::at(socket(name)) };
+    (Server::start(&volume, &config, to_stderr(Level::Warning)).unwrap(), volume)
+}
+
+/// Writes pages `0..pages` past the server, as another way in would.
+fn write_anew(volume: &Arc<Volume>, pages: u32, version: u64) {
+    let mut lane = volume.lane().unwrap();
+    for page in 0..pages {
+        let _ = lane.write(0, weir_core::PageNo(page), &page_of(page.into(), version));
+        lane.submit();
+    }
+}
+
+fn connect_in_place(server: &Server) -> Client {
+    Client::connect(server.path(), Options { in_place: true, ..Options::default() }).unwrap()
+}
+
+#[test]
+fn pages_lent_in_place_are_the_stores_own_and_stay_as_they_were_when_they_are_written_anew() {
+    let (server, volume) = lending("place", 128);
+    let mut reader = connect_in_place(&server);
+    write_anew(&volume, PAGES, 1);
+    let mut held: Vec<Lease> = (0..64).map(|number| reader.read(number).unwrap()).collect();
+    assert!(held.iter().all(|lease| matches!(lease.spot(), Spot::Window { window: 0, .. })));
+    assert_eq!((server.stats().in_place(), reader.page_mut(&mut held[0]).is_none()), (64, true));
+    // Every page is written anew many times over: every slot of the store that may be reused is.
+    for version in 2..6 {
+        write_anew(&volume, PAGES, version);
+    }
+    for (number, lease) in held.iter().enumerate() {
+        assert_eq!(reader.page(lease), &page_of(number as u64, 1), "the slot of page {number} was reused");
+    }
+    // A page that is given back is free for others, and its number shows what was written since.
+    for lease in held {
+        reader.give_later(lease).unwrap();
+    }
+    reader.submit().unwrap();
+    let lease = reader.read(5).unwrap();
+    assert_eq!(reader.page(&lease), &page_of(5, 5));
+    reader.give(lease).unwrap();
+    eventually("the return of every lease", || server.stats().out() == 0);
+    assert_eq!((server.stats().refused(), server.stats().double_frees()), (0, 0));
+}
+
+#[test]
+fn more_than_may_be_lent_in_place_is_copied_and_a_page_of_a_window_cannot_be_written_from() {
+    let (server, volume) = lending("limit", 128);
+    let mut clients: Vec<_> = (0..3).map(|_| connect_in_place(&server)).collect();
+    write_anew(&volume, 200, 1);
+    let mut held = Vec::new();
+    for (at, client) in clients.iter_mut().enumerate() {
+        for number in 0..64 {
+            let page = at as u64 * 64 + number;
+            let lease = client.read(page).unwrap();
+            assert_eq!(client.page(&lease), &page_of(page, 1));
+            assert_eq!(matches!(lease.spot(), Spot::Window { .. }), page < 128, "128 pages at a time");
+            held.push(lease);
+        }
+        assert!(client.read(0).is_err(), "its quota is 64, wherever the pages lie");
+    }
+    assert_eq!(server.stats().over_quota(), 3);
+    clients[0].ask_write(7, 0, &held[0]).unwrap();
+    clients[0].submit().unwrap();
+    let refused = clients[0].wait().unwrap().result.unwrap_err();
+    assert_eq!(refused.raw_os_error(), Some(rustix::io::Errno::BADF.raw_os_error()));
+    drop(clients);
+    eventually("the return of all", || server.stats().reclaimed() == 192);
+}
+
+#[test]
+fn a_lent_slot_comes_back_when_its_client_is_gone() {
+    let (server, volume) = lending("gone", 128);
+    for round in 1..20 {
+        let mut reader = connect_in_place(&server);
+        write_anew(&volume, PAGES, round);
+        let held: Vec<Lease> = (0..64).map(|number| reader.read(number).unwrap()).collect();
+        write_anew(&volume, 64, round + 100);
+        assert!(held.iter().all(|lease| matches!(lease.spot(), Spot::Window { .. })), "round {round}");
+        drop(reader);
+        eventually("the return of all", || server.stats().out() == 0);
+    }
+    let status = volume.status();
+    let in_use: u64 = status.stores.iter().map(|store| u64::from(store.used)).sum();
+    assert_eq!(in_use, u64::from(PAGES), "a slot a page, and none besides");
+}
+
+#[test]
+fn where_only_reading_is_allowed_a_write_is_refused() {
+    let config = Config { read_only: true, ..Config::at(socket("read-only")) };
+    let server = Server::start(&volume(), &config, to_stderr(Level::Warning)).unwrap();
+    let mut client = connect(&server);
+    let Error::Failed { source, .. } = client.write(0, &page_of(0, 1)).unwrap_err() else { panic!() };
+    assert_eq!(source.raw_os_error(), Some(rustix::io::Errno::ROFS.raw_os_error()));
+    client.ask_discard(0, 0, 1).unwrap();
+    client.submit().unwrap();
+    assert!(client.wait().unwrap().result.is_err());
+    let lease = client.read(0).unwrap();
+    assert_eq!(client.page(&lease), &[0; PAGE_SIZE]);
+    client.give(lease).unwrap();
+}
+
 /// A client that follows no rules.
 struct Raw {
     welcome: Welcome,
@@ -173,7 +278,7 @@ impl Raw {
     }
 
     fn connect(path: &Path) -> Raw {
-        Raw::greet(path, &Hello { version: VERSION, frames: 8, entries: 8 }.encode())
+        Raw::greet(path, &Hello { version: VERSION, frames: 8, entries: 8, in_place: false }.encode())
     }
 
     fn push(&mut self, submission: Submission) {
@@ -197,10 +302,10 @@ impl Raw {
 fn a_client_of_another_version_or_none_is_turned_away_with_the_reason() {
     let server = server("version", 2, 8);
     let refused = |hello: &[u8]| Raw::greet(server.path(), hello).welcome;
-    let other = refused(&Hello { version: 2, frames: 8, entries: 8 }.encode());
+    let other = refused(&Hello { version: 2, frames: 8, entries: 8, in_place: false }.encode());
     assert_eq!((other.version, other.status), (VERSION, -rustix::io::Errno::PROTONOSUPPORT.raw_os_error()));
     assert_eq!(refused(b"GET / HTTP/1.1").status, -rustix::io::Errno::PROTO.raw_os_error());
-    let zero = refused(&Hello { version: 1, frames: 0, entries: 8 }.encode());
+    let zero = refused(&Hello { version: 1, frames: 0, entries: 8, in_place: false }.encode());
     assert_eq!(zero.status, -rustix::io::Errno::INVAL.raw_os_error());
     assert_eq!(server.stats().turned_away(), 3);
 }
@@ -236,7 +341,8 @@ fn a_client_that_breaks_the_rings_is_cut_off_and_holds_nothing_afterwards() {
 #[test]
 fn client_to_be_killed() {
     let Ok(path) = std::env::var("WEIR_SHARE_VICTIM") else { return };
-    let mut client = Client::connect(path.as_ref(), Options::default()).unwrap();
+    let in_place = std::process::id().is_multiple_of(2);
+    let mut client = Client::connect(path.as_ref(), Options { in_place, ..Options::default() }).unwrap();
     println!("connected");
     let mut held = Vec::new();
     for number in 0u64.. {
@@ -269,7 +375,9 @@ fn victim(path: &Path) -> Child {
 #[test]
 fn clients_killed_at_random_moments_leave_nothing_out() {
     let kills: u64 = if std::env::var_os("WEIR_FULL").is_some() { 10_000 } else { 40 };
-    let server = server("killed", 8, 64);
+    // Every other one has its pages where the store keeps them.
+    let (server, volume) = lending("killed", 128);
+    write_anew(&volume, PAGES, 3);
     let mut random = 88_172_645_463_325_252u64;
     for _ in 0..kills {
         random ^= random << 13;
@@ -294,6 +402,10 @@ fn clients_killed_at_random_moments_leave_nothing_out() {
     );
     assert_eq!((stats.out(), stats.double_frees(), stats.refused(), stats.violations()), (0, 0, 0, 0));
     assert!(stats.reclaimed() > kills, "most died holding something");
+    let status = volume.status();
+    let in_use: u64 = status.stores.iter().map(|store| u64::from(store.used)).sum();
+    assert_eq!(in_use, status.stored, "every slot that no page lies in is free");
+    assert!(stats.in_place() > 0, "some had pages in place");
     // Every frame of every seat is there for the next clients, and every page is a whole one.
     let mut clients: Vec<_> = (0..8).map(|_| connect(&server)).collect();
     for client in &mut clients {
@@ -318,14 +430,18 @@ fn the_client_in_c_writes_and_reads_in_place() {
         .status()
         .expect("a C compiler, cc, is needed for this test");
     assert!(built.success());
-    let server = server("c", 1, 16);
-    let run = Command::new(&program).arg(server.path()).output().unwrap();
+    for flag in [None, Some("in-place")] {
+        let (server, _volume) = lending("c", 128);
+        let run = Command::new(&program).arg(server.path()).args(flag).output().unwrap();
+        let text = String::from_utf8_lossy(&run.stdout) + String::from_utf8_lossy(&run.stderr);
+        assert!(run.status.success() && text == "1000 pages written and read in place\n", "{text}");
+        eventually("the return of every lease", || server.stats().out() == 0);
+        let stats = server.stats();
+        // Page 0 is zeros, which lie nowhere.
+        assert_eq!(stats.in_place(), if flag.is_some() { 999 } else { 0 });
+        // The last return may come with the client's end.
+        assert_eq!((stats.given() + stats.reclaimed(), stats.refused(), stats.writes()), (2000, 0, 1000));
+        assert!(stats.reclaimed() <= 1);
+    }
     std::fs::remove_file(&program).unwrap();
-    let text = String::from_utf8_lossy(&run.stdout) + String::from_utf8_lossy(&run.stderr);
-    assert!(run.status.success() && text == "1000 pages written and read in place\n", "{text}");
-    eventually("the return of every lease", || server.stats().out() == 0);
-    let stats = server.stats();
-    // The last return may come with the client's end.
-    assert_eq!((stats.given() + stats.reclaimed(), stats.refused(), stats.writes()), (2000, 0, 1000));
-    assert!(stats.reclaimed() <= 1);
 }

@@ -434,6 +434,11 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         &self.counts
     }
 
+    /// The counts, to change what else they know. What the table took or gave back must not be counted again.
+    pub fn counts_mut(&mut self) -> &mut C {
+        &mut self.counts
+    }
+
     /// Bytes that the table takes when all of it is in use: image, records, masks, directories and free lists;
     /// without the counts.
     pub fn bytes(&self) -> usize {

@@ -20,19 +20,19 @@ int main(int count, char **arguments)
 	uint64_t page;
 	int error;
 
-	if (count != 2) {
-		fprintf(stderr, "usage: client SOCKET\n");
+	if (count < 2 || count > 3 || (count == 3 && strcmp(arguments[2], "in-place") != 0)) {
+		fprintf(stderr, "usage: client SOCKET [in-place]\n");
 		return 2;
 	}
-	error = weir_share_connect(&share, arguments[1], 64, 64);
+	error = weir_share_connect(&share, arguments[1], 64, 64, count == 3 ? WEIR_SHARE_IN_PLACE : 0);
 	if (error != 0)
 		return fail(arguments[1], error);
 	for (page = 0; page < 1000 && error == 0; page++) {
 		error = weir_share_reserve(&share, &lease);
 		if (error != 0)
 			break;
-		memset(weir_share_page(&share, &lease), (int)(page % 251), WEIR_SHARE_PAGE);
-		memcpy(weir_share_page(&share, &lease), &page, sizeof(page));
+		memset(weir_share_frame(&share, &lease), (int)(page % 251), WEIR_SHARE_PAGE);
+		memcpy(weir_share_frame(&share, &lease), &page, sizeof(page));
 		error = weir_share_write(&share, page % share.pages, &lease);
 		if (error == 0)
 			error = weir_share_give(&share, &lease);

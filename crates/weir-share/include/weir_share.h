@@ -5,7 +5,7 @@
  *
  *     struct weir_share share;
  *     struct weir_lease lease;
- *     if (weir_share_connect(&share, "/run/weir/share.sock", 64, 64) == 0 &&
+ *     if (weir_share_connect(&share, "/run/weir/share.sock", 64, 64, 0) == 0 &&
  *         weir_share_read(&share, 42, &lease) == 0) {
  *             use(weir_share_page(&share, &lease));
  *             weir_share_give(&share, &lease);
@@ -29,6 +29,9 @@
 #define WEIR_SHARE_VERSION 1
 #define WEIR_SHARE_PAGE 4096
 #define WEIR_SHARE_NO_FRAME UINT32_MAX
+#define WEIR_SHARE_WINDOWS_MAX 4
+/* For weir_share_connect(): pages where the stores keep them, if the server lends them so. */
+#define WEIR_SHARE_IN_PLACE 1u
 /* Looks at the completion ring before sleeping. */
 #define WEIR_SHARE_SPINS 2000
 
@@ -52,18 +55,21 @@ struct weir_share {
 	uint64_t pages; /* of the volume */
 	uint32_t frames, entries;
 	uint32_t submitted, seen;
+	uint32_t windows;
+	const unsigned char *window[WEIR_SHARE_WINDOWS_MAX];
+	uint64_t window_bytes[WEIR_SHARE_WINDOWS_MAX];
 };
 
-/* A frame that this client holds, until it gives it back. */
+/* A page that this client holds, until it gives it back: in a frame, or else in a slot of window - 1, to be read only. */
 struct weir_lease {
-	uint32_t token, frame;
+	uint32_t token, frame, window, slot;
 };
 
 /* A request that has ended. */
 struct weir_completion {
 	uint32_t tag;
 	int32_t status;
-	struct weir_lease lease; /* frame WEIR_SHARE_NO_FRAME where there is none */
+	struct weir_lease lease; /* frame WEIR_SHARE_NO_FRAME and window 0 where there is none */
 };
 
 static inline uint32_t *weir_share_index(const struct weir_share *share, int at)
@@ -86,6 +92,11 @@ static inline void weir_share_close(struct weir_share *share)
 	if (share->area)
 		munmap(share->area, share->area_bytes);
 	share->area = NULL;
+	for (i = 0; i < WEIR_SHARE_WINDOWS_MAX; i++) {
+		if (share->window[i])
+			munmap((void *)share->window[i], share->window_bytes[i]);
+		share->window[i] = NULL;
+	}
 	for (i = 0; i < 3; i++) {
 		if (*fds[i] >= 0)
 			close(*fds[i]);
@@ -93,18 +104,37 @@ static inline void weir_share_close(struct weir_share *share)
 	}
 }
 
-/* Receives the welcome and its three descriptors. */
+/* Maps a window and closes its descriptor. */
+static inline int weir_share_open_window(struct weir_share *share, unsigned number, int fd)
+{
+	struct stat found;
+	void *mapped = MAP_FAILED;
+	int error = 0;
+
+	if (fstat(fd, &found) == 0)
+		mapped = mmap(NULL, (size_t)found.st_size, PROT_READ, MAP_SHARED, fd, 0);
+	if (mapped == MAP_FAILED) {
+		error = -errno;
+	} else {
+		share->window[number] = mapped;
+		share->window_bytes[number] = (uint64_t)found.st_size;
+	}
+	close(fd);
+	return error;
+}
+
+/* Receives the welcome and its descriptors. */
 static inline int weir_share_greet(struct weir_share *share, int *area)
 {
 	unsigned char text[64];
 	union {
 		struct cmsghdr header;
-		char space[CMSG_SPACE(3 * sizeof(int))];
+		char space[CMSG_SPACE((3 + WEIR_SHARE_WINDOWS_MAX) * sizeof(int))];
 	} control;
 	struct iovec part = { text, sizeof(text) };
 	struct msghdr message = { 0 };
 	struct cmsghdr *header;
-	int fds[3], count = 0;
+	int fds[3 + WEIR_SHARE_WINDOWS_MAX], count = 0, i, error = 0;
 	ssize_t received;
 	int32_t status;
 	uint32_t version;
@@ -122,7 +152,7 @@ static inline int weir_share_greet(struct weir_share *share, int *area)
 	for (header = CMSG_FIRSTHDR(&message); header; header = CMSG_NXTHDR(&message, header)) {
 		if (header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS) {
 			count = (int)((header->cmsg_len - CMSG_LEN(0)) / sizeof(int));
-			memcpy(fds, CMSG_DATA(header), (size_t)(count > 3 ? 3 : count) * sizeof(int));
+			memcpy(fds, CMSG_DATA(header), (size_t)count * sizeof(int));
 		}
 	}
 	memcpy(&version, text + 8, 4);
@@ -130,23 +160,32 @@ static inline int weir_share_greet(struct weir_share *share, int *area)
 	memcpy(&share->frames, text + 16, 4);
 	memcpy(&share->entries, text + 20, 4);
 	memcpy(&share->pages, text + 24, 8);
-	if (count == 3) {
+	memcpy(&share->windows, text + 32, 4);
+	if (count >= 3) {
 		*area = fds[0];
 		share->server_bell = fds[1];
 		share->client_bell = fds[2];
 	}
+	for (i = 3; i < count; i++) {
+		int failed = weir_share_open_window(share, (unsigned)i - 3, fds[i]);
+
+		error = error ? error : failed;
+	}
+	if (error != 0)
+		return error;
 	if (memcmp(text, "weirshar", 8) != 0)
 		return -EPROTO;
 	if (status != 0)
 		return status < 0 ? status : -EPROTO;
-	if (version != WEIR_SHARE_VERSION || count != 3 || share->entries < 2 || share->entries > 4096 ||
+	if (version != WEIR_SHARE_VERSION || count < 3 || share->windows != (uint32_t)count - 3 || share->entries < 2 || share->entries > 4096 ||
 	    share->frames < 1 || share->frames > 4096)
 		return -EPROTO;
 	return 0;
 }
 
-/* Connects; the server may give fewer frames and entries (a power of two) than asked for. */
-static inline int weir_share_connect(struct weir_share *share, const char *path, uint32_t frames, uint32_t entries)
+/* Connects; the server may give fewer frames and entries (a power of two) than asked for. Flags: WEIR_SHARE_IN_PLACE. */
+static inline int weir_share_connect(struct weir_share *share, const char *path, uint32_t frames, uint32_t entries,
+				     uint32_t flags)
 {
 	struct sockaddr_un address = { .sun_family = AF_UNIX };
 	unsigned char hello[32] = "weirshar";
@@ -163,6 +202,7 @@ static inline int weir_share_connect(struct weir_share *share, const char *path,
 	memcpy(hello + 8, &version, 4);
 	memcpy(hello + 12, &frames, 4);
 	memcpy(hello + 16, &entries, 4);
+	memcpy(hello + 20, &flags, 4);
 	share->socket = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
 	if (share->socket < 0 || connect(share->socket, (struct sockaddr *)&address, sizeof(address)) != 0) {
 		error = -errno;
@@ -195,10 +235,20 @@ static inline int weir_share_connect(struct weir_share *share, const char *path,
 	return error;
 }
 
-/* The content of a frame that is held. */
-static inline void *weir_share_page(const struct weir_share *share, const struct weir_lease *lease)
+/* The content of a frame that is held, to write; NULL for a page in a window. */
+static inline void *weir_share_frame(const struct weir_share *share, const struct weir_lease *lease)
 {
+	if (lease->frame >= share->frames)
+		return NULL;
 	return share->area + weir_share_frames_at(share->entries) + (uint64_t)lease->frame * WEIR_SHARE_PAGE;
+}
+
+/* The content of a page that is held. */
+static inline const void *weir_share_page(const struct weir_share *share, const struct weir_lease *lease)
+{
+	if (lease->window != 0)
+		return share->window[lease->window - 1] + (uint64_t)lease->slot * WEIR_SHARE_PAGE;
+	return weir_share_frame(share, lease);
 }
 
 /* Queues a request; weir_share_submit() sends it off. -EAGAIN when the ring is full. */
@@ -248,9 +298,15 @@ static inline int weir_share_poll(struct weir_share *share, struct weir_completi
 	done->status = (int32_t)(entry[0] >> 32);
 	done->lease.token = (uint32_t)entry[1];
 	done->lease.frame = (uint32_t)(entry[1] >> 32);
+	done->lease.window = (uint32_t)entry[2];
+	done->lease.slot = (uint32_t)(entry[2] >> 32);
 	share->seen++;
 	__atomic_store_n(weir_share_index(share, WEIR_AT_SEEN), share->seen, __ATOMIC_RELEASE);
 	if (done->status == 0 && done->lease.frame != WEIR_SHARE_NO_FRAME && done->lease.frame >= share->frames)
+		return -EPROTO;
+	if (done->lease.window > share->windows ||
+	    (done->lease.window != 0 &&
+	     (uint64_t)done->lease.slot * WEIR_SHARE_PAGE >= share->window_bytes[done->lease.window - 1]))
 		return -EPROTO;
 	return 1;
 }

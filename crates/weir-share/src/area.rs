@@ -2,8 +2,11 @@
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
+use rustix::fs::SealFlags;
+use rustix::mm::{MapFlags, ProtFlags};
 use weir_core::{Memory, PAGE_SIZE, PageBytes};
 
 use crate::wire::{ENTRIES_MAX, ENTRY_WORDS, FRAMES_MAX};
@@ -57,6 +60,7 @@ impl Layout {
         self.frame(self.frames)
     }
 
+    #[inline]
     fn entry(&self, ring: Ring, number: u32) -> usize {
         let first = match ring {
             Ring::Submissions => 0,
@@ -65,9 +69,54 @@ impl Layout {
         PAGE_SIZE + (first + number % self.entries) as usize * ENTRY_BYTES
     }
 
+    #[inline]
     fn frame(&self, frame: u32) -> usize {
         let rings = PAGE_SIZE + 2 * self.entries as usize * ENTRY_BYTES;
         rings.next_multiple_of(PAGE_SIZE) + frame as usize * PAGE_SIZE
+    }
+}
+
+/// A store's memory, mapped to be read: slots of a page each, some of them lent.
+#[derive(Debug)]
+pub struct Window {
+    start: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: an address range of the process, belonging to no thread; it is only read.
+unsafe impl Send for Window {}
+// SAFETY: as above.
+unsafe impl Sync for Window {}
+
+impl Window {
+    /// Maps what the server sent.
+    ///
+    /// # Errors
+    /// `EINVAL` for a descriptor that is empty or could shrink; else what `mmap` says.
+    pub fn open(fd: &OwnedFd) -> io::Result<Self> {
+        if !rustix::fs::fcntl_get_seals(fd)?.contains(SealFlags::SHRINK) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let bytes = rustix::fs::fstat(fd)?.st_size as usize;
+        let (flags, anywhere) = (MapFlags::SHARED, std::ptr::null_mut());
+        // SAFETY: a fresh mapping at an address of the kernel's choice; the seal keeps it from shrinking.
+        let start = unsafe { rustix::mm::mmap(anywhere, bytes, ProtFlags::READ, flags, fd, 0)? };
+        Ok(Window { start: NonNull::new(start.cast()).expect("mmap never returns null"), bytes })
+    }
+
+    /// The page at `slot`, if there is one: to be looked at only while its token is held.
+    #[inline]
+    pub fn slot(&self, slot: u32) -> Option<*const PageBytes> {
+        let at = slot as usize * PAGE_SIZE;
+        // SAFETY: the page was just found to lie inside the mapping.
+        (at < self.bytes).then(|| unsafe { self.start.as_ptr().add(at) }.cast_const().cast())
+    }
+}
+
+impl Drop for Window {
+    fn drop(&mut self) {
+        // SAFETY: the mapping was made by us, and whoever used its pointers borrowed or owned `self`.
+        let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.bytes) };
     }
 }
 
@@ -111,6 +160,7 @@ impl Area {
     }
 
     /// Entries written into a ring so far, by whoever writes it.
+    #[inline]
     pub fn written(&self, ring: Ring) -> &AtomicU32 {
         self.index(match ring {
             Ring::Submissions => SUBMITTED,
@@ -119,6 +169,7 @@ impl Area {
     }
 
     /// Entries read from a ring so far, by whoever reads it.
+    #[inline]
     pub fn read(&self, ring: Ring) -> &AtomicU32 {
         self.index(match ring {
             Ring::Submissions => TAKEN,
@@ -127,20 +178,24 @@ impl Area {
     }
 
     /// Not 0 while the server sleeps and wants its eventfd written.
+    #[inline]
     pub fn server_asleep(&self) -> &AtomicU32 {
         self.index(SERVER_ASLEEP)
     }
 
     /// Not 0 while the client sleeps and wants its eventfd written.
+    #[inline]
     pub fn client_asleep(&self) -> &AtomicU32 {
         self.index(CLIENT_ASLEEP)
     }
 
+    #[inline]
     fn index(&self, at: usize) -> &AtomicU32 {
         // SAFETY: `at` is a multiple of 64 below a page, inside the mapping; the memory is only accessed atomically.
         unsafe { AtomicU32::from_ptr(self.memory.as_ptr().add(at).cast()) }
     }
 
+    #[inline]
     fn words(&self, ring: Ring, number: u32) -> &[AtomicU64; ENTRY_WORDS] {
         // SAFETY: `entry` takes the number modulo the ring's size, so the entry lies inside the mapping, at a multiple of
         // 32; rings are only accessed atomically.
@@ -148,11 +203,13 @@ impl Area {
     }
 
     /// Entry `number` of a ring, counted from the connection's beginning.
+    #[inline]
     pub fn load(&self, ring: Ring, number: u32) -> [u64; ENTRY_WORDS] {
         self.words(ring, number).each_ref().map(|word| word.load(Ordering::Relaxed))
     }
 
     /// Writes entry `number`; [`Area::written`] tells the other side of it.
+    #[inline]
     pub fn store(&self, ring: Ring, number: u32, entry: [u64; ENTRY_WORDS]) {
         for (word, value) in self.words(ring, number).iter().zip(entry) {
             word.store(value, Ordering::Relaxed);
@@ -163,6 +220,7 @@ impl Area {
     ///
     /// # Panics
     /// When there is no such frame.
+    #[inline]
     pub fn frame(&self, frame: u32) -> *mut PageBytes {
         assert!(frame < self.layout.frames, "frame {frame} of {}", self.layout.frames);
         // SAFETY: the frame was just found to lie inside the mapping.

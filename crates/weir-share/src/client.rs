@@ -11,9 +11,11 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connec
 use weir_core::{PAGE_SIZE, PageBytes};
 use weir_lease::{BATCH_REFERENCES_MAX, Token, TokenRange};
 
-use crate::area::{Area, Layout, Ring};
+use crate::area::{Area, Layout, Ring, Window};
 use crate::socket::{receive, send};
-use crate::wire::{Completed, HELLO_BYTES, Hello, NO_FRAME, Op, Submission, VERSION, WELCOME_BYTES, Welcome};
+use crate::wire::{
+    Completed, HELLO_BYTES, Hello, Op, Spot, Submission, VERSION, WELCOME_BYTES, WINDOWS_MAX, Welcome,
+};
 
 const _: () = assert!(HELLO_BYTES <= WELCOME_BYTES);
 
@@ -26,11 +28,14 @@ pub struct Options {
     pub entries: u32,
     /// How long it looks for a completion before it sleeps.
     pub spin: Duration,
+    /// Reads pages where the stores keep them, if the server lends them so: nothing is copied. Then every page of the
+    /// volume lies before this process, to be read, and the stores' memory lives as long as its mapping.
+    pub in_place: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Options { frames: 256, entries: 256, spin: Duration::from_micros(50) }
+        Options { frames: 256, entries: 256, spin: Duration::from_micros(50), in_place: false }
     }
 }
 
@@ -91,19 +96,24 @@ impl From<rustix::io::Errno> for Error {
     }
 }
 
-/// A frame that this client holds. Give it back with [`Client::give`] or [`Client::give_later`]; a dropped one
+/// A page that this client holds. Give it back with [`Client::give`] or [`Client::give_later`]; a dropped one
 /// stays out until the connection closes.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "a lease that is dropped stays out"]
 pub struct Lease {
     token: Token,
-    frame: u32,
+    spot: Spot,
 }
 
 impl Lease {
     /// Its token.
     pub fn token(&self) -> Token {
         self.token
+    }
+
+    /// Where the page lies.
+    pub fn spot(&self) -> Spot {
+        self.spot
     }
 }
 
@@ -112,7 +122,7 @@ impl Lease {
 pub struct Completion {
     /// As given with the request.
     pub tag: u32,
-    /// The page's frame, where the request was for one.
+    /// The page or the frame, where the request was for one.
     pub result: io::Result<Option<Lease>>,
 }
 
@@ -121,6 +131,7 @@ pub struct Completion {
 pub struct Client {
     socket: OwnedFd,
     area: Area,
+    windows: Vec<Window>,
     /// Written to wake the server.
     server_bell: OwnedFd,
     /// Read when the server woke us.
@@ -148,7 +159,8 @@ impl Client {
         let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
             .map_err(error)?;
         connect(&socket, &address).map_err(error)?;
-        let hello = Hello { version: VERSION, frames: options.frames, entries: options.entries };
+        let Options { frames, entries, in_place, .. } = options;
+        let hello = Hello { version: VERSION, frames, entries, in_place };
         match send(&socket, &hello.encode(), &[]) {
             // A server without a free seat says so and closes, before it has heard anything: hear it out.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
@@ -166,11 +178,18 @@ impl Client {
         }
         let layout =
             Layout::new(welcome.frames, welcome.entries).ok_or(Error::Nonsense { what: "layout" })?;
-        let [area, server_bell, client_bell] =
-            <[OwnedFd; 3]>::try_from(fds).map_err(|_| Error::Nonsense { what: "set of descriptors" })?;
+        let mut fds = fds.into_iter();
+        let (Some(area), Some(server_bell), Some(client_bell)) = (fds.next(), fds.next(), fds.next()) else {
+            return Err(Error::Nonsense { what: "set of descriptors" });
+        };
+        if fds.len() != welcome.windows as usize || welcome.windows > WINDOWS_MAX {
+            return Err(Error::Nonsense { what: "number of windows" });
+        }
+        let windows = fds.map(|fd| Window::open(&fd)).collect::<io::Result<_>>()?;
         Ok(Client {
             socket,
             area: Area::adopt(area, layout)?,
+            windows,
             server_bell,
             client_bell,
             pages: welcome.pages,
@@ -201,6 +220,7 @@ impl Client {
     ///
     /// # Errors
     /// [`Error::Full`] when the ring has no room.
+    #[inline]
     pub fn ask_read(&mut self, tag: u32, page: u64) -> Result<(), Error> {
         self.ask(Submission { op: Op::Read, tag, page, token: 0, count: 0 })
     }
@@ -213,7 +233,8 @@ impl Client {
         self.ask(Submission { op: Op::Reserve, tag, page: 0, token: 0, count: 0 })
     }
 
-    /// Asks that the content of a frame becomes the page's. Leave the frame alone until the completion.
+    /// Asks that the content of a frame becomes the page's. Leave the frame alone until the completion. Only a frame can
+    /// be written from: for a page in a window the completion is `EBADF`.
     ///
     /// # Errors
     /// [`Error::Full`] when the ring has no room.
@@ -229,6 +250,7 @@ impl Client {
         self.ask(Submission { op: Op::Discard, tag, page, token: 0, count })
     }
 
+    #[inline]
     fn ask(&mut self, submission: Submission) -> Result<(), Error> {
         // One entry is kept for returns, so that frames can always go back.
         let entries = self.area.layout().entries();
@@ -240,27 +262,44 @@ impl Client {
         Ok(())
     }
 
+    #[inline]
     fn has_room(&self, kept: u32) -> bool {
         let taken = self.area.read(Ring::Submissions).load(Ordering::Acquire);
         self.submitted.wrapping_sub(taken) + kept < self.area.layout().entries().max(kept + 1)
     }
 
+    #[inline]
     fn push(&mut self, submission: Submission) {
         self.area.store(Ring::Submissions, self.submitted, submission.encode());
         self.submitted = self.submitted.wrapping_add(1);
     }
 
-    /// The content of a frame.
+    /// The content of a page.
+    ///
+    /// # Panics
+    /// For the lease of another client that has more frames or windows than this one.
+    #[inline]
     pub fn page(&self, lease: &Lease) -> &PageBytes {
-        // SAFETY: this client holds the frame, so the server does not write it; a write through the client needs
+        let at = match lease.spot {
+            Spot::Frame(frame) => self.area.frame(frame).cast_const(),
+            spot => self.in_window(spot).expect("the lease is this client's"),
+        };
+        // SAFETY: this client holds the frame or slot, so the server does not write it; a write through the client needs
         // `&mut self`.
-        unsafe { &*self.area.frame(lease.frame) }
+        unsafe { &*at }
     }
 
-    /// The content of a frame, to write.
-    pub fn page_mut(&mut self, lease: &mut Lease) -> &mut PageBytes {
+    #[inline]
+    fn in_window(&self, spot: Spot) -> Option<*const PageBytes> {
+        let Spot::Window { window, slot } = spot else { return None };
+        self.windows.get(window as usize)?.slot(slot)
+    }
+
+    /// The content of a frame, to write; `None` for a page in a window.
+    pub fn page_mut(&mut self, lease: &mut Lease) -> Option<&mut PageBytes> {
+        let Spot::Frame(frame) = lease.spot else { return None };
         // SAFETY: this client holds the frame, and `&mut self` keeps every other view of it away.
-        unsafe { &mut *self.area.frame(lease.frame) }
+        Some(unsafe { &mut *self.area.frame(frame) })
     }
 
     /// Gives a frame back with the next [`Client::submit`]. Frames given in the order in which they came go as one.
@@ -268,6 +307,7 @@ impl Client {
     /// # Errors
     /// [`Error::Gone`] when the server is.
     #[expect(clippy::needless_pass_by_value, reason = "what is given back must not be used again")]
+    #[inline]
     pub fn give_later(&mut self, lease: Lease) -> Result<(), Error> {
         let token = lease.token;
         match &mut self.returns {
@@ -334,6 +374,7 @@ impl Client {
     ///
     /// # Errors
     /// [`Error::Nonsense`] when the server names a frame that there is not.
+    #[inline]
     pub fn poll(&mut self) -> Result<Option<Completion>, Error> {
         let written = self.area.written(Ring::Completions).load(Ordering::Acquire);
         if written == self.seen {
@@ -343,11 +384,16 @@ impl Client {
         self.seen = self.seen.wrapping_add(1);
         self.area.read(Ring::Completions).store(self.seen, Ordering::Release);
         self.in_flight = self.in_flight.saturating_sub(1);
-        let Completed { tag, status, token, frame } = completed;
+        let Completed { tag, status, token, spot } = completed;
+        let known = match spot {
+            Spot::Nowhere => true,
+            Spot::Frame(frame) => frame < self.frames(),
+            Spot::Window { .. } => self.in_window(spot).is_some(),
+        };
         let result = match status {
-            0 if frame == NO_FRAME => Ok(None),
-            0 if frame < self.frames() => Ok(Some(Lease { token: Token(token), frame })),
-            0 => return Err(Error::Nonsense { what: "frame number" }),
+            0 if !known => return Err(Error::Nonsense { what: "frame or slot" }),
+            0 if spot == Spot::Nowhere => Ok(None),
+            0 => Ok(Some(Lease { token: Token(token), spot })),
             _ => Err(io::Error::from_raw_os_error(status.wrapping_neg())),
         };
         Ok(Some(Completion { tag, result }))
@@ -357,7 +403,12 @@ impl Client {
     ///
     /// # Errors
     /// [`Error::Gone`] when the server goes away meanwhile.
+    #[inline]
     pub fn wait(&mut self) -> Result<Completion, Error> {
+        // Most often there is one already, and reading the clock costs more than taking it.
+        if let Some(completion) = self.poll()? {
+            return Ok(completion);
+        }
         let begun = Instant::now();
         loop {
             for _ in 0..8 {
@@ -414,7 +465,9 @@ impl Client {
     pub fn write(&mut self, page: u64, bytes: &[u8; PAGE_SIZE]) -> Result<(), Error> {
         self.ask_frame(0)?;
         let mut lease = self.one(Op::Reserve, page)?.ok_or(Error::Nonsense { what: "completion" })?;
-        self.page_mut(&mut lease).copy_from_slice(bytes);
+        self.page_mut(&mut lease)
+            .ok_or(Error::Nonsense { what: "frame to write from" })?
+            .copy_from_slice(bytes);
         self.ask_write(0, page, &lease)?;
         let written = self.one(Op::Write, page);
         self.give(lease)?;

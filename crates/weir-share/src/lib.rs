@@ -3,7 +3,10 @@
 //! A client connects to the server's unix socket and gets an *area*: memory that only it and the server share,
 //! sealed against shrinking. It asks for pages by writing into a ring in the area; each page arrives in a *frame* of
 //! the area, with a [`Token`](weir_lease::Token) that says who holds it. The client uses the page in place, and
-//! returns tokens in ranges. Nothing is copied between the two, and while both are busy no system call is made.
+//! returns tokens in ranges. While both are busy no system call is made.
+//!
+//! Where the server allows it, a client with [`Options::in_place`] gets the stores' own memory too, to read: then its
+//! tokens stand for the slots in which the pages lie, and nothing is copied at all.
 //!
 //! A client may hold as many frames as its area has and no more; whatever it held when its socket closes, be it
 //! by SIGKILL, is free again. Its area belongs to it alone, so what it scribbles there harms nobody else.
@@ -25,6 +28,6 @@ mod client;
 mod socket;
 pub mod wire;
 
-pub use area::{Area, Layout, Ring};
+pub use area::{Area, Layout, Ring, Window};
 pub use client::{Client, Completion, Error, Lease, Options};
 pub use socket::{receive, send};

@@ -11,9 +11,9 @@ use rustix::net::{
 };
 
 /// Descriptors that a message may carry.
-const FDS: usize = 3;
+const FDS: usize = 3 + crate::wire::WINDOWS_MAX as usize;
 
-/// Sends one message with up to three descriptors.
+/// Sends one message with the descriptors that a welcome has, at most.
 ///
 /// # Errors
 /// What `sendmsg` says; `EPIPE` instead of a signal when the other side is gone.

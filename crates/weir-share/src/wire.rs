@@ -18,6 +18,11 @@ pub const DISCARD_MAX: u32 = 1 << 16;
 pub const FRAMES_MAX: u32 = weir_lease::QUOTA_MAX;
 /// Entries that a ring may have.
 pub const ENTRIES_MAX: u32 = 4096;
+/// Windows that a client may get, a descriptor each.
+pub const WINDOWS_MAX: u32 = 4;
+
+/// [`Hello`]'s flag of a client that wants pages where the stores keep them.
+const IN_PLACE: u32 = 1;
 
 /// The client's first and only message on the socket.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -28,6 +33,8 @@ pub struct Hello {
     pub frames: u32,
     /// Entries of each ring it would like, a power of two; the server may give fewer.
     pub entries: u32,
+    /// It would like to read pages where the stores keep them, if the server lends them so.
+    pub in_place: bool,
 }
 
 impl Hello {
@@ -38,22 +45,26 @@ impl Hello {
         bytes[8..12].copy_from_slice(&self.version.to_le_bytes());
         bytes[12..16].copy_from_slice(&self.frames.to_le_bytes());
         bytes[16..20].copy_from_slice(&self.entries.to_le_bytes());
+        bytes[20..24].copy_from_slice(&(u32::from(self.in_place) * IN_PLACE).to_le_bytes());
         bytes
     }
 
     /// The message read, or `None` if it is none: wrong length, wrong magic, or something where zeros belong.
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; HELLO_BYTES] = bytes.try_into().ok()?;
-        (word(bytes, 0) == MAGIC && bytes[20..].iter().all(|&byte| byte == 0)).then(|| Hello {
+        let flags = half(bytes, 20);
+        let known = flags & !IN_PLACE == 0 && bytes[24..].iter().all(|&byte| byte == 0);
+        (word(bytes, 0) == MAGIC && known).then(|| Hello {
             version: half(bytes, 8),
             frames: half(bytes, 12),
             entries: half(bytes, 16),
+            in_place: flags & IN_PLACE != 0,
         })
     }
 }
 
-/// The server's answer. With status 0 three descriptors come along: the area's memfd, the eventfd that wakes the
-/// server, and the one that wakes the client.
+/// The server's answer. With status 0 descriptors come along: the area's memfd, the eventfd that wakes the
+/// server, the one that wakes the client, and one a window.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Welcome {
     /// The server's version.
@@ -67,6 +78,8 @@ pub struct Welcome {
     pub entries: u32,
     /// Pages of the volume.
     pub pages: u64,
+    /// Windows: memory of stores, read-only, in which pages are lent where they lie. At most [`WINDOWS_MAX`].
+    pub windows: u32,
 }
 
 impl Welcome {
@@ -79,6 +92,7 @@ impl Welcome {
         bytes[16..20].copy_from_slice(&self.frames.to_le_bytes());
         bytes[20..24].copy_from_slice(&self.entries.to_le_bytes());
         bytes[24..32].copy_from_slice(&self.pages.to_le_bytes());
+        bytes[32..36].copy_from_slice(&self.windows.to_le_bytes());
         bytes
     }
 
@@ -91,6 +105,7 @@ impl Welcome {
             frames: half(bytes, 16),
             entries: half(bytes, 20),
             pages: word(bytes, 24),
+            windows: half(bytes, 32),
         })
     }
 }
@@ -107,7 +122,7 @@ fn word(bytes: &[u8], at: usize) -> u64 {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub enum Op {
-    /// The page, in a frame of the server's choice: completes with a token.
+    /// The page, in a frame of the server's choice or in a window: completes with a token.
     Read = 1,
     /// The content of the frame that `token` names becomes the page's. The frame stays the client's, which must
     /// leave it alone until the completion.
@@ -138,12 +153,14 @@ pub struct Submission {
 
 impl Submission {
     /// The entry.
+    #[inline]
     pub fn encode(&self) -> [u64; ENTRY_WORDS] {
         let first = u64::from(self.tag) << 32 | self.op as u64;
         [first, self.page, u64::from(self.count) << 32 | u64::from(self.token), 0]
     }
 
     /// The entry read, or `None` for an operation that there is not, or something where zeros belong.
+    #[inline]
     pub fn decode([first, page, tokens, reserved]: [u64; ENTRY_WORDS]) -> Option<Self> {
         let op = match first as u32 {
             1 => Op::Read,
@@ -164,28 +181,67 @@ pub struct Completed {
     /// The submission's.
     pub tag: u32,
     /// 0, or a negative errno: -EIO for a page that cannot be read, -ENOBUFS while the client holds every frame,
-    /// -EINVAL for a page that there is not, -EBADF for a token that the client does not hold.
+    /// -EINVAL for a page that there is not, -EBADF for a token that the client does not hold or that stands for a
+    /// page of a window, -EROFS where only reading is allowed.
     pub status: i32,
     /// The new token, where there is one.
     pub token: u32,
-    /// The frame that it stands for, or [`NO_FRAME`].
-    pub frame: u32,
+    /// What it stands for.
+    pub spot: Spot,
+}
+
+/// Where a lent page lies.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Spot {
+    /// The completion is of something else.
+    Nowhere,
+    /// In this frame of the area, which is the client's to write.
+    Frame(u32),
+    /// In a store's memory, `slot` pages from its beginning: to be read only.
+    Window {
+        /// Which of the welcome's windows.
+        window: u32,
+        /// Pages from its beginning.
+        slot: u32,
+    },
+}
+
+impl Spot {
+    /// Frame, and window and slot, as an entry has them.
+    fn words(self) -> (u32, u64) {
+        match self {
+            Spot::Nowhere => (NO_FRAME, 0),
+            Spot::Frame(frame) => (frame, 0),
+            Spot::Window { window, slot } => (NO_FRAME, u64::from(slot) << 32 | (u64::from(window) + 1)),
+        }
+    }
+
+    fn from_words(frame: u32, place: u64) -> Self {
+        match (frame, (place as u32).checked_sub(1)) {
+            (NO_FRAME, None) => Spot::Nowhere,
+            (NO_FRAME, Some(window)) => Spot::Window { window, slot: (place >> 32) as u32 },
+            _ => Spot::Frame(frame),
+        }
+    }
 }
 
 impl Completed {
     /// The entry.
+    #[inline]
     pub fn encode(&self) -> [u64; ENTRY_WORDS] {
         let first = u64::from(self.status as u32) << 32 | u64::from(self.tag);
-        [first, u64::from(self.frame) << 32 | u64::from(self.token), 0, 0]
+        let (frame, place) = self.spot.words();
+        [first, u64::from(frame) << 32 | u64::from(self.token), place, 0]
     }
 
     /// The entry read.
-    pub fn decode([first, second, ..]: [u64; ENTRY_WORDS]) -> Self {
+    #[inline]
+    pub fn decode([first, second, place, _]: [u64; ENTRY_WORDS]) -> Self {
         Completed {
             tag: first as u32,
             status: (first >> 32) as i32,
             token: second as u32,
-            frame: (second >> 32) as u32,
+            spot: Spot::from_words((second >> 32) as u32, place),
         }
     }
 }
@@ -197,21 +253,25 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_encoded_is_decoded(a: u32, b: u32, c: u32, d: u64, status: i32, op in 1u8..=5) {
-            let hello = Hello { version: a, frames: b, entries: c };
+        fn what_is_encoded_is_decoded(
+            a: u32, b: u32, c in 0..NO_FRAME, d: u64, status: i32, in_place: bool, op in 1u8..=5,
+        ) {
+            let hello = Hello { version: a, frames: b, entries: c, in_place };
             prop_assert_eq!(Hello::decode(&hello.encode()), Some(hello));
-            let welcome = Welcome { version: a, status, frames: b, entries: c, pages: d };
+            let welcome = Welcome { version: a, status, frames: b, entries: c, pages: d, windows: a };
             prop_assert_eq!(Welcome::decode(&welcome.encode()), Some(welcome));
             let op = [Op::Read, Op::Write, Op::Reserve, Op::Give, Op::Discard][usize::from(op) - 1];
             let submission = Submission { op, tag: a, page: d, token: b, count: c };
             prop_assert_eq!(Submission::decode(submission.encode()), Some(submission));
-            let completed = Completed { tag: a, status, token: b, frame: c };
-            prop_assert_eq!(Completed::decode(completed.encode()), completed);
+            for spot in [Spot::Nowhere, Spot::Frame(c), Spot::Window { window: c, slot: a }] {
+                let completed = Completed { tag: a, status, token: b, spot };
+                prop_assert_eq!(Completed::decode(completed.encode()), completed);
+            }
         }
 
         #[test]
-        fn a_greeting_with_a_changed_reserved_byte_is_none(at in 20usize..32, value in 1u8..) {
-            let mut bytes = Hello { version: 1, frames: 1, entries: 1 }.encode();
+        fn a_greeting_with_a_changed_reserved_byte_is_none(at in 20usize..32, value in 2u8..) {
+            let mut bytes = Hello { version: 1, frames: 1, entries: 1, in_place: true }.encode();
             bytes[at] = value;
             prop_assert_eq!(Hello::decode(&bytes), None);
         }
@@ -219,7 +279,7 @@ mod tests {
 
     #[test]
     fn greetings_lie_where_the_document_says() {
-        let bytes = Hello { version: 1, frames: 0x0203_0405, entries: 64 }.encode();
-        assert_eq!(&bytes[..20], b"weirshar\x01\0\0\0\x05\x04\x03\x02\x40\0\0\0");
+        let bytes = Hello { version: 1, frames: 0x0203_0405, entries: 64, in_place: true }.encode();
+        assert_eq!(&bytes[..24], b"weirshar\x01\0\0\0\x05\x04\x03\x02\x40\0\0\0\x01\0\0\0");
     }
 }

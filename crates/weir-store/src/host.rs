@@ -4,7 +4,7 @@
 use crate::{Fault, Keepsake, Lane, OpenError, Progress, State, Store, Ticket};
 use rustix::fs::FallocateFlags;
 use rustix::mm::Advice;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use weir_core::{ByteSize, Memory, PAGE_SIZE, PageBytes, Slot, copy};
@@ -114,6 +114,10 @@ impl Store for Host {
 
     fn keepsakes(&self) -> Vec<Keepsake<'_>> {
         vec![Keepsake { name: KEEPSAKE.to_owned(), fd: self.fd(), is_memory: true }]
+    }
+
+    fn window(&self) -> std::io::Result<Option<OwnedFd>> {
+        self.shared.memory.read_only().map(Some)
     }
 
     fn release(&self, chunk: u32) -> Result<(), Fault> {

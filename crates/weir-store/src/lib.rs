@@ -34,7 +34,7 @@ pub use vram::VramUrl;
 
 use std::fmt;
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use weir_core::{PageBytes, Slot};
 
@@ -104,6 +104,15 @@ pub trait Store: Send + Sync + fmt::Debug {
 
     /// The process ends because it was told to: what is kept is not wanted any more, and may be cleared with the store.
     fn forget(&self) {}
+
+    /// A descriptor of memory in which slot `n` lies at byte `n * PAGE_SIZE`, to be mapped to read by other processes. `None`
+    /// where pages lie otherwise. Reading a slot there is right only while its content stays.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn window(&self) -> io::Result<Option<OwnedFd>> {
+        Ok(None)
+    }
 
     /// Takes memory for a released chunk again. Slow: call it from a worker.
     ///

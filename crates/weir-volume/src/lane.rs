@@ -31,7 +31,7 @@ const SAMPLE_EVERY: u32 = 16;
 pub struct Lane {
     volume: Arc<Volume>,
     seat: usize,
-    stores: Box<[StoreLane]>,
+    pub(crate) stores: Box<[StoreLane]>,
     /// Operations at slow stores; the index is the store's ticket.
     ops: Box<[Op]>,
     idle_ops: Vec<u32>,
@@ -115,13 +115,13 @@ pub enum View<'a> {
 }
 
 /// Keeps what [`view`](Guard::view) shows in place, for as long as it lives. Not to be held while waiting.
-pub struct Guard<'a>(&'a mut Lane);
+pub struct Guard<'a>(pub(crate) &'a mut Lane);
 
 /// Where a page was found, and what proves its content. Valid while the lane is pinned.
 #[derive(Clone, Copy)]
-struct Located {
+pub(crate) struct Located {
     page: PageNo,
-    entry: Entry,
+    pub(crate) entry: Entry,
     /// As the slot's record said while the map named it; the record itself may be gone by the time the content arrives.
     checksum: Option<Checksum>,
 }
@@ -774,7 +774,11 @@ impl Drop for Lane {
 impl Guard<'_> {
     /// What a read of the page finds. A page shown as bytes has been verified.
     pub fn view(&self, page: PageNo) -> View<'_> {
-        let located = self.0.volume.locate(page);
+        self.show(&self.0.volume.locate(page))
+    }
+
+    #[inline]
+    pub(crate) fn show(&self, located: &Located) -> View<'_> {
         match located.entry.place() {
             Place::Empty => View::Fill(0),
             Place::Fill(value) => View::Fill(value),
@@ -840,7 +844,7 @@ impl Volume {
     /// The slot's record is read after the map named the slot. Nobody can claim the slot meanwhile, but whoever replaced the page
     /// may have retired it, and with that its checksum: then the map already says where the new content is.
     #[inline]
-    fn locate(&self, page: PageNo) -> Located {
+    pub(crate) fn locate(&self, page: PageNo) -> Located {
         let mut entry = self.map.load(page);
         loop {
             let Place::Stored { store, slot } = entry.place() else {

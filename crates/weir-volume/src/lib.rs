@@ -35,6 +35,8 @@ mod entry;
 mod epoch;
 mod give_back;
 mod lane;
+#[cfg_attr(loom, allow(dead_code))]
+mod lend;
 mod map;
 mod records;
 mod recover;
@@ -45,6 +47,7 @@ pub use batch::Batch;
 pub use chunks::{ChunkCounts, ChunkState, ChunkStatus};
 pub use give_back::{GiveBackError, MovedUp, Pace};
 pub use lane::{Guard, Lane, View};
+pub use lend::{Lender, Loan, Window};
 pub use recover::{Kept, KeptFds};
 pub use status::{StoreStatus, VolumeStatus};
 
@@ -78,7 +81,12 @@ impl Config {
 
     /// The part of [`slots`](Config::slots) that is not for pages.
     pub fn slack(&self) -> u32 {
-        u32::try_from(self.lanes * (self.depth + lane::HINTS)).unwrap_or(u32::MAX)
+        u32::try_from(self.lanes).unwrap_or(u32::MAX).saturating_mul(self.lane_slots())
+    }
+
+    /// Slots for what one lane has under way.
+    pub fn lane_slots(&self) -> u32 {
+        u32::try_from(self.depth + lane::HINTS).unwrap_or(u32::MAX)
     }
 }
 
@@ -135,6 +143,8 @@ pub struct Volume {
     tiers: Vec<Tier>,
     epochs: Epochs,
     lanes: Box<[LaneSeat]>,
+    /// Whether it has a lender.
+    lending: AtomicBool,
 }
 
 /// A store and its records.
@@ -179,7 +189,8 @@ impl Volume {
 
     fn assemble(config: Config, map: Map, tiers: Vec<Tier>) -> Arc<Self> {
         let lanes = (0..config.lanes).map(|_| LaneSeat::default()).collect();
-        Arc::new(Volume { config, map, tiers, epochs: Epochs::new(config.lanes), lanes })
+        let epochs = Epochs::new(config.lanes);
+        Arc::new(Volume { config, map, tiers, epochs, lanes, lending: AtomicBool::new(false) })
     }
 
     /// Its shape.
@@ -214,14 +225,21 @@ impl Volume {
     }
 
     fn lane_for(self: &Arc<Self>, parts: usize) -> Result<Lane, OpenError> {
-        let free = |seat: &LaneSeat| !seat.taken.swap(true, Ordering::Acquire);
-        match self.lanes.iter().position(free) {
+        match self.take_seat() {
             Some(index) => Lane::open(Arc::clone(self), index, parts),
             None => Err(OpenError::new(
                 "volume",
                 format!("all {} lanes are in use; configure more", self.config.lanes),
             )),
         }
+    }
+
+    fn take_seat(&self) -> Option<usize> {
+        self.lanes.iter().position(|seat| !seat.taken.swap(true, Ordering::Acquire))
+    }
+
+    fn release_seat(&self, seat: usize) {
+        self.lanes[seat].taken.store(false, Ordering::Release);
     }
 
     /// Its stores, in order.

@@ -37,6 +37,12 @@ impl Map {
         Entry(self.word(page).load(Ordering::Acquire))
     }
 
+    /// Starts to bring a page's entry near.
+    #[inline]
+    pub fn prefetch(&self, page: PageNo) {
+        weir_core::prefetch_value(self.word(page));
+    }
+
     /// Sets a page's entry while nobody else uses the map.
     pub fn set(&self, page: PageNo, entry: Entry) {
         self.word(page).store(entry.0, Ordering::SeqCst);

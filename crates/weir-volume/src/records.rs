@@ -16,6 +16,8 @@
 //! strands no slot with a thread that sleeps. To find free ones without a long search, slots are counted by
 //! extents of [`EXTENT_SLOTS`].
 
+use crate::lend::Lent;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use weir_core::{Checksum, Memory, PageNo, Slot};
 
@@ -43,6 +45,8 @@ pub(crate) struct Records {
     /// Free slots of each extent, with [`CLOSED`]. Never less than the truth: a slot is counted before it is freed,
     /// and uncounted after it was claimed.
     extents: Box<[AtomicU32]>,
+    /// Slots that are lent, where any are.
+    lent: OnceLock<Lent>,
 }
 
 /// Where a lane searches next; each lane has its own, so that lanes seldom meet.
@@ -67,7 +71,7 @@ impl Records {
     pub fn over(memory: Memory, slots: u32) -> Self {
         assert!(memory.len() >= slots as usize * 8, "records cover every slot");
         let extents = (0..slots.div_ceil(EXTENT_SLOTS)).map(|_| AtomicU32::new(0)).collect();
-        Records { memory, slots, extents }
+        Records { memory, slots, extents, lent: OnceLock::new() }
     }
 
     /// Frees every slot for which `referenced` is false, and counts. Nobody else may be using the records.
@@ -210,10 +214,31 @@ impl Records {
         })
     }
 
-    /// Frees a slot that was unlinked from the map in `epoch` (0: the map never named it).
+    /// Starts to bring a slot's record near.
+    #[inline]
+    pub fn prefetch(&self, slot: Slot) {
+        weir_core::prefetch_value(self.record(slot));
+    }
+
+    /// Begins to count what is lent.
+    pub fn begin_lending(&self) {
+        self.lent.get_or_init(|| Lent::new(self.slots));
+    }
+
+    pub fn lent(&self) -> Option<&Lent> {
+        self.lent.get()
+    }
+
+    /// Frees a slot that was unlinked from the map in `epoch` (0: the map never named it). One that is lent stays in use
+    /// until it comes back.
     #[inline]
     pub fn retire(&self, slot: Slot, epoch: u64) {
         debug_assert!(epoch & IN_USE == 0);
+        if let Some(lent) = self.lent.get()
+            && !lent.may_free(slot)
+        {
+            return;
+        }
         self.extents[(slot.0 / EXTENT_SLOTS) as usize].fetch_add(1, Ordering::Relaxed);
         self.record(slot).store(epoch, Ordering::Release);
     }

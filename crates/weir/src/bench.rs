@@ -116,6 +116,8 @@ fn lease_plan(options: &BenchLeaseOptions) -> lease::Plan {
         outstanding: options.outstanding,
         region: options.region.0,
         trials: options.trials,
+        flows: options.flows,
+        workers: options.workers,
         ..lease::Plan::default()
     };
     if !options.connections.is_empty() {

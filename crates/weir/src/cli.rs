@@ -136,6 +136,15 @@ pub struct ServeOptions {
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub fuse_threads: u16,
 
+    /// Let local programs use pages through shared memory, at this unix socket (mode 0600). With --swap they may only read.
+    #[arg(long, value_name = "PATH")]
+    pub share: Option<PathBuf>,
+
+    /// Let them read pages where host stores keep them, if they ask for it: nothing is copied, and the whole store lies
+    /// before them, read-only.
+    #[arg(long, requires = "share")]
+    pub share_in_place: bool,
+
     /// The export's name for NBD clients (the empty name means it too), and the file's in a FUSE directory.
     #[arg(long, value_name = "NAME", default_value = "weir")]
     pub name: String,
@@ -568,4 +577,12 @@ pub struct BenchLeaseOptions {
     /// Forged, stale and repeated tokens to try.
     #[arg(long, value_name = "N", default_value_t = 1_000_000)]
     pub trials: u64,
+
+    /// Flows of the end-to-end run over the share transport; 0 leaves it out.
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    pub flows: u32,
+
+    /// Workers that serve the flows; how busy they are is what it measures.
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    pub workers: u32,
 }

@@ -8,7 +8,7 @@ use crate::control::{
 use crate::failure::Failure;
 use crate::keeper::{Held, Link};
 use crate::pages::{self, Plan};
-use crate::ways_in::{self, Fuse, Nbd, PreparedUblk, WayIn};
+use crate::ways_in::{self, Fuse, Nbd, PreparedUblk, Share, WayIn};
 use crate::worker::{self, Worker};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -74,6 +74,9 @@ impl Daemon {
         }
         if let Some(ublk) = ublk {
             ways_in.push(Box::new(ublk.start(&volume, log)?));
+        }
+        if let Some(path) = &options.share {
+            ways_in.push(Box::new(Share::start(&volume, options, path, log)?));
         }
         let lends: Vec<bool> = (0..volume.stores().count()).map(|at| lends(options, at)).collect();
         let worker = Worker::start(&volume, &lends, log)?;

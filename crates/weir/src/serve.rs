@@ -87,9 +87,9 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
 
 /// What no single flag's type can say.
 fn check(options: &ServeOptions) -> Result<(), Failure> {
-    if options.nbd.is_empty() && options.fuse.is_none() && !options.ublk {
+    if options.nbd.is_empty() && options.fuse.is_none() && !options.ublk && options.share.is_none() {
         return Err(Failure::Usage(
-            "--nbd, --ublk and --fuse are missing, so nobody could connect; accepted: --ublk, --nbd unix:PATH, --nbd tcp:HOST:PORT, --fuse FILE".into(),
+            "--nbd, --ublk, --fuse and --share are missing, so nobody could connect; accepted: --ublk, --nbd unix:PATH, --nbd tcp:HOST:PORT, --fuse FILE, --share PATH".into(),
         ));
     }
     let tcp = options.nbd.iter().find(|address| matches!(address, Address::Tcp { .. }));

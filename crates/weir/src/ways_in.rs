@@ -16,6 +16,7 @@ use std::time::Duration;
 use weir_export::fuse;
 use weir_export::log::Log;
 use weir_export::nbd::{self, Identity, Listen, Server};
+use weir_export::share;
 use weir_volume::Volume;
 
 /// A running way in.
@@ -37,8 +38,17 @@ pub trait WayIn: fmt::Debug + Send {
 pub fn lanes(options: &ServeOptions) -> usize {
     let nbd = if options.nbd.is_empty() { 0 } else { usize::from(options.connections) };
     let fuse = if options.fuse.is_some() { usize::from(options.fuse_threads) } else { 0 };
-    nbd + fuse
+    let share = match (&options.share, options.share_in_place) {
+        (None, _) => 0,
+        (Some(_), false) => 1,
+        // Pages lent in place take the room of so many lanes.
+        (Some(_), true) => 1 + IN_PLACE_LANES,
+    };
+    nbd + fuse + share
 }
+
+/// Lanes whose room pages that are lent in place may take together: 4 MiB of pages.
+const IN_PLACE_LANES: usize = 8;
 
 /// The NBD server on all its addresses.
 #[derive(Debug)]
@@ -143,6 +153,56 @@ impl WayIn for Fuse {
 
     fn stop(self: Box<Self>, grace: Duration) {
         self.0.stop(grace);
+    }
+}
+
+/// Pages for local programs, through shared memory.
+#[derive(Debug)]
+pub struct Share {
+    server: share::Server,
+    clients: u64,
+}
+
+impl Share {
+    /// Listens at `path`.
+    ///
+    /// # Errors
+    /// When the socket cannot be had.
+    pub fn start(
+        volume: &Arc<Volume>,
+        options: &ServeOptions,
+        path: &Path,
+        log: &Log,
+    ) -> Result<Self, Failure> {
+        let lane_slots = volume.config().lane_slots();
+        let config = share::Config {
+            spin: Duration::from_micros(options.spin_us.into()),
+            in_place: if options.share_in_place { IN_PLACE_LANES as u32 * lane_slots } else { 0 },
+            // The kernel alone says what its swap holds.
+            read_only: options.swap,
+            ..share::Config::at(path)
+        };
+        let server = share::Server::start(volume, &config, Arc::clone(log))
+            .map_err(|error| Failure::Failed(format!("--share: {}", chain(&error))))?;
+        Ok(Share { server, clients: config.clients.into() })
+    }
+}
+
+impl WayIn for Share {
+    fn exports(&self) -> Vec<Export> {
+        let stats = self.server.stats();
+        vec![Export {
+            kind: "share".to_owned(),
+            address: format!("unix:{}", self.server.path().display()),
+            connections: stats.sessions() - stats.sessions_ended(),
+            connections_most: self.clients,
+            requests: stats.reads() + stats.writes() + stats.faults(),
+            errors: stats.faults(),
+        }]
+    }
+
+    fn stop(self: Box<Self>, _grace: Duration) {
+        // What was asked for is in the clients' own memory: dropping the server hangs up.
     }
 }
 

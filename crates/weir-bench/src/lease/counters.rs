@@ -19,6 +19,12 @@ fn take(counts: &[AtomicU32], pages: &[Place], tokens: &mut [Token]) {
     }
 }
 
+/// The token is the page.
+fn give_pages(counts: &[AtomicU32], tokens: &[Token], back: &mut Vec<u32>) {
+    give(counts, tokens);
+    back.extend(tokens.iter().map(|token| token.0));
+}
+
 fn give(counts: &[AtomicU32], tokens: &[Token]) -> u32 {
     let mut lasts = 0;
     for &Token(page) in tokens {
@@ -50,6 +56,10 @@ impl Design for SocketArrays {
         give(&self.counts[connection as usize], tokens)
     }
 
+    fn give_pages(&mut self, connection: u32, tokens: &[Token], back: &mut Vec<u32>) {
+        give_pages(&self.counts[connection as usize], tokens, back);
+    }
+
     fn bytes(&self) -> usize {
         self.counts.iter().map(|counts| size_of_val(&counts[..])).sum()
     }
@@ -78,6 +88,10 @@ impl Design for RegionCounters {
 
     fn give(&mut self, _: u32, tokens: &[Token]) -> u32 {
         give(&self.counts, tokens)
+    }
+
+    fn give_pages(&mut self, _: u32, tokens: &[Token], back: &mut Vec<u32>) {
+        give_pages(&self.counts, tokens, back);
     }
 
     fn bytes(&self) -> usize {

@@ -13,6 +13,9 @@ pub trait Design: Send {
     /// Gives references back and returns how many pages lost their last, where the design knows.
     fn give(&mut self, connection: u32, tokens: &[Token]) -> u32;
 
+    /// Gives references back and says of which pages they were.
+    fn give_pages(&mut self, connection: u32, tokens: &[Token], back: &mut Vec<u32>);
+
     /// Bytes of memory held now, without what several threads' parts share.
     fn bytes(&self) -> usize;
 
@@ -37,6 +40,10 @@ impl Design for Nothing {
     fn give(&mut self, connection: u32, tokens: &[Token]) -> u32 {
         std::hint::black_box((connection, tokens));
         0
+    }
+
+    fn give_pages(&mut self, _: u32, tokens: &[Token], back: &mut Vec<u32>) {
+        back.extend(tokens.iter().map(|token| token.0));
     }
 
     fn bytes(&self) -> usize {

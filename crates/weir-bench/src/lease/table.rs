@@ -70,6 +70,12 @@ impl<C: PageCounts + Send> Design for Lease<C> {
         lasts
     }
 
+    fn give_pages(&mut self, connection: u32, tokens: &[Token], back: &mut Vec<u32>) {
+        let handle = &self.connections[connection as usize];
+        let returned = self.table.give_tokens(handle, tokens, |place, _| back.push(place.page));
+        assert_eq!(returned.expect("at most a batch").refused, 0, "the client gives back what it holds");
+    }
+
     fn bytes(&self) -> usize {
         self.table.bytes() + self.connections.len() * size_of::<Connection>() + self.counts_bytes
     }

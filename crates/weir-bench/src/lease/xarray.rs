@@ -239,6 +239,17 @@ impl Design for XArrays {
         0
     }
 
+    fn give_pages(&mut self, connection: u32, tokens: &[Token], back: &mut Vec<u32>) {
+        let array = &mut self.arrays[connection as usize];
+        locked(array, |head| {
+            for &Token(token) in tokens {
+                let entry = erase(&mut self.slab, head, token);
+                assert_ne!(entry, 0, "the client gives back what it holds");
+                back.push((entry - 1) as u32);
+            }
+        });
+    }
+
     /// What the kernel's structures of the same number take.
     fn bytes(&self) -> usize {
         (self.slab.nodes.len() - self.slab.unused.len()) * KERNEL_NODE_BYTES

@@ -4,6 +4,7 @@
 //! that one client left in a frame is ever seen by another, and a client that keeps its mapping after its
 //! connection has closed holds memory of its own only. Who holds which frame is a [`weir_lease::Table`]'s business.
 
+mod loans;
 mod server;
 mod session;
 mod stats;

@@ -15,13 +15,14 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::fs::Mode;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
-use weir_core::PAGE_SIZE;
-use weir_lease::{Geometry, OwnedCounts, Table};
+use weir_core::{PAGE_SIZE, seal};
+use weir_lease::{Geometry, Table};
 use weir_share::Layout;
-use weir_share::wire::{HELLO_BYTES, Hello, VERSION, Welcome};
+use weir_share::wire::{HELLO_BYTES, Hello, VERSION, WINDOWS_MAX, Welcome};
 use weir_store::OpenError;
 use weir_volume::{Lane, Volume};
 
+use super::loans::Loans;
 use super::session::{Desk, Session, Violation};
 use super::stats::{Stats, add};
 use crate::log::{Level, Log};
@@ -55,12 +56,26 @@ pub struct Config {
     pub entries: u32,
     /// How long the thread looks for the next request before it sleeps.
     pub spin: Duration,
+    /// Pages that may be lent where the stores keep them, at a time and over all clients; 0: none. A client that asks for
+    /// it gets the stores' memory to read, all of it. More than this are copied into frames. Takes the place of a lane for each
+    /// [`lane_slots`](weir_volume::Config::lane_slots).
+    pub in_place: u32,
+    /// Clients may read only, as where the pages are a kernel's swap.
+    pub read_only: bool,
 }
 
 impl Config {
     /// 64 clients with 1 MiB of frames each, at `path`.
     pub fn at(path: impl Into<PathBuf>) -> Self {
-        Config { path: path.into(), clients: 64, frames: 256, entries: 256, spin: Duration::from_micros(50) }
+        Config {
+            path: path.into(),
+            clients: 64,
+            frames: 256,
+            entries: 256,
+            spin: Duration::from_micros(50),
+            in_place: 0,
+            read_only: false,
+        }
     }
 }
 
@@ -88,7 +103,7 @@ pub enum ServeError {
         #[source]
         source: io::Error,
     },
-    /// The volume has no lane left.
+    /// The volume has no lane left, or cannot lend.
     #[error("the share server gets no lane of the volume")]
     Lane(#[source] OpenError),
     /// No thread, no descriptors.
@@ -128,7 +143,17 @@ impl Server {
             .map_err(io::Error::from)?;
         let (stats, stop) = (Arc::new(Stats::default()), Arc::new(AtomicBool::new(false)));
         let path = config.path.clone();
-        let mut porter = Porter::new(listener, &bell, lane, config, layout, Arc::clone(&stats), log)?;
+        let (lender, windows) = match config.in_place {
+            0 => (None, Vec::new()),
+            slots => {
+                let (lender, windows) =
+                    volume.lender(slots, WINDOWS_MAX as usize).map_err(ServeError::Lane)?;
+                (Some(lender), windows)
+            }
+        };
+        let (stores, windows) = windows.into_iter().unzip();
+        let volume = (lane, Loans::new(clients * layout.frames(), lender, stores), windows);
+        let mut porter = Porter::new(listener, &bell, volume, config, layout, Arc::clone(&stats), log)?;
         let stopped = Arc::clone(&stop);
         let thread =
             std::thread::Builder::new().name("weir-share".to_owned()).spawn(move || porter.run(&stopped))?;
@@ -194,6 +219,7 @@ struct Porter {
     desk: Desk,
     spin: Duration,
     layout: Layout,
+    windows: Vec<OwnedFd>,
     seats: Vec<Seat>,
     /// Seats from here on are empty.
     used: usize,
@@ -206,7 +232,7 @@ impl Porter {
     fn new(
         listener: OwnedFd,
         bell: &OwnedFd,
-        lane: Lane,
+        (lane, loans, windows): (Lane, Loans, Vec<OwnedFd>),
         config: &Config,
         layout: Layout,
         stats: Arc<Stats>,
@@ -220,15 +246,14 @@ impl Porter {
             references: config.clients * layout.frames().next_multiple_of(64),
             quota: layout.frames(),
         };
-        // Every client's frames are a row of pages of one region.
-        let counts = OwnedCounts::new(&[config.clients * layout.frames()]);
         let tickets = TICKETS.min(lane.volume().config().depth as u32);
         let desk = Desk {
-            table: Table::new(geometry, counts).map_err(io::Error::other)?,
+            table: Table::new(geometry, loans).map_err(io::Error::other)?,
             pending: vec![None; tickets as usize],
             free_tickets: (0..tickets).rev().collect(),
             scratch: Box::new([0; PAGE_SIZE]),
             pages: u64::from(lane.volume().pages()),
+            read_only: config.read_only,
             stats,
         };
         let seats = (0..config.clients).map(|_| Seat::Empty).collect();
@@ -240,6 +265,7 @@ impl Porter {
             desk,
             spin,
             layout,
+            windows,
             seats,
             used: 0,
             greetings: 0,
@@ -278,16 +304,24 @@ impl Porter {
 
     /// One round over the rings and the stores. Whether there was anything to do.
     fn serve(&mut self) -> bool {
-        let mut worked = false;
+        // No allocation in here: letting clients in and out is another matter, and comes between rounds.
+        let (worked, cut) = seal::on_io_thread(|| self.round());
+        if let Some((seat, Violation(what))) = cut {
+            add(&self.desk.stats.violations, 1);
+            (self.log)(Level::Warning, format_args!("share: a client is cut off: {what}"));
+            self.vacate(seat);
+        }
+        worked
+    }
+
+    /// Whether there was anything to do, and the last client that broke the format.
+    fn round(&mut self) -> (bool, Option<(usize, Violation)>) {
+        let (mut worked, mut cut) = (false, None);
         for seat in 0..self.used {
             let Seat::Taken { session, .. } = &mut self.seats[seat] else { continue };
             match session.serve(&mut self.lane, &mut self.desk) {
                 Ok(requests) => worked |= requests > 0,
-                Err(Violation(what)) => {
-                    add(&self.desk.stats.violations, 1);
-                    (self.log)(Level::Warning, format_args!("share: a client is cut off: {what}"));
-                    self.vacate(seat);
-                }
+                Err(violation) => (worked, cut) = (true, Some((seat, violation))),
             }
         }
         if worked || self.lane.in_flight() > 0 {
@@ -296,7 +330,7 @@ impl Porter {
         if self.lane.in_flight() > 0 {
             worked |= self.complete();
         }
-        worked
+        (worked, cut)
     }
 
     /// Hands what slow stores have finished to its sessions.
@@ -430,7 +464,8 @@ impl Porter {
         };
         self.sessions += 1;
         let base = seat as u32 * self.layout.frames();
-        let session = match Session::new(self.sessions, seat, base, layout, connection) {
+        let in_place = hello.in_place && !self.windows.is_empty();
+        let session = match Session::new(self.sessions, seat, base, in_place, layout, connection) {
             Ok(session) => session,
             Err((connection, error)) => {
                 self.desk.table.close(connection, |_, _| {});
@@ -457,6 +492,7 @@ impl Porter {
             frames: layout.frames(),
             entries: layout.entries(),
             pages: self.desk.pages,
+            windows: if session.in_place() { self.windows.len() as u32 } else { 0 },
         };
         let area = session.area().fd().ok_or(io::ErrorKind::Unsupported)?;
         epoll::add(
@@ -465,14 +501,24 @@ impl Porter {
             EventData::new_u64(BELL | seat as u64),
             EventFlags::IN,
         )?;
-        let fds = [area, session.server_bell.as_fd(), session.client_bell.as_fd()];
-        weir_share::send(socket, &welcome.encode(), &fds)
+        let mut fds = [area; 3 + WINDOWS_MAX as usize];
+        (fds[1], fds[2]) = (session.server_bell.as_fd(), session.client_bell.as_fd());
+        for (fd, window) in fds[3..].iter_mut().zip(&self.windows) {
+            *fd = window.as_fd();
+        }
+        weir_share::send(socket, &welcome.encode(), &fds[..3 + welcome.windows as usize])
     }
 
     fn turn_away(&self, socket: &OwnedFd, reason: Errno) {
         add(&self.desk.stats.turned_away, 1);
-        let welcome =
-            Welcome { version: VERSION, status: -reason.raw_os_error(), frames: 0, entries: 0, pages: 0 };
+        let welcome = Welcome {
+            version: VERSION,
+            status: -reason.raw_os_error(),
+            frames: 0,
+            entries: 0,
+            pages: 0,
+            windows: 0,
+        };
         // If it cannot be sent, the client sees the socket close instead.
         let _ = weir_share::send(socket, &welcome.encode(), &[]);
     }

@@ -7,16 +7,20 @@ use std::sync::atomic::{Ordering, fence};
 
 use rustix::event::EventfdFlags;
 use weir_core::{PAGE_SIZE, PageBytes, PageNo};
-use weir_lease::{Connection, OwnedCounts, Place, Table, Token, TokenRange};
-use weir_share::wire::{Completed, DISCARD_MAX, NO_FRAME, Op, Submission};
+use weir_lease::{Connection, Place, Table, Token, TokenRange};
+use weir_share::wire::{Completed, DISCARD_MAX, Op, Spot, Submission};
 use weir_share::{Area, Layout, Ring};
 use weir_store::Progress;
-use weir_volume::{Lane, View};
+use weir_volume::{Guard, Lane, Loan, View};
 
+use super::loans::{FRAMES, Loans};
 use super::stats::{Stats, add};
 
 /// Submissions taken from one client before the next one's turn.
 const TURN: u32 = 64;
+/// How many submissions before its turn a page's place is fetched, and then its head.
+const PLACE_AHEAD: u32 = 6;
+const HEAD_AHEAD: u32 = 2;
 
 /// The client broke the format, and is cut off.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -29,20 +33,49 @@ pub(super) struct Pending {
     /// Tells the session from a later one in its seat.
     pub session: u64,
     tag: u32,
-    /// Where the page goes; [`NO_FRAME`] for a write.
-    frame: u32,
+    /// Where the page goes; `None` for a write.
+    frame: Option<u32>,
 }
 
 /// What all sessions share, on the server's thread.
 pub(super) struct Desk {
-    pub table: Table<OwnedCounts>,
+    pub table: Table<Loans>,
     /// By ticket, what waits for the volume.
     pub pending: Vec<Option<Pending>>,
     pub free_tickets: Vec<u32>,
     /// Between a frame, which the client may change at any time, and the volume.
     pub scratch: Box<PageBytes>,
     pub pages: u64,
+    /// Only reading is allowed.
+    pub read_only: bool,
     pub stats: Arc<Stats>,
+}
+
+/// Pages that a run of reads has found, to be lent in one go.
+struct Found {
+    len: usize,
+    tags: [u32; TURN as usize],
+    places: [Place; TURN as usize],
+    spots: [Spot; TURN as usize],
+    tokens: [Token; TURN as usize],
+}
+
+impl Found {
+    fn new() -> Self {
+        const LEN: usize = TURN as usize;
+        Found {
+            len: 0,
+            tags: [0; LEN],
+            places: [Place::page(FRAMES, 0); LEN],
+            spots: [Spot::Nowhere; LEN],
+            tokens: [Token(0); LEN],
+        }
+    }
+
+    fn push(&mut self, tag: u32, place: Place, spot: Spot) {
+        (self.tags[self.len], self.places[self.len], self.spots[self.len]) = (tag, place, spot);
+        self.len += 1;
+    }
 }
 
 /// A client that has been let in.
@@ -55,6 +88,8 @@ pub(super) struct Session {
     connection: Connection,
     /// The first page of the table's region that stands for a frame of this area.
     base: u32,
+    /// Whether it has the windows.
+    in_place: bool,
     free: Vec<u32>,
     taken: u32,
     completed: u32,
@@ -66,6 +101,7 @@ impl Session {
         number: u64,
         seat: usize,
         base: u32,
+        in_place: bool,
         layout: Layout,
         connection: Connection,
     ) -> Result<Self, (Connection, io::Error)> {
@@ -84,11 +120,16 @@ impl Session {
             client_bell,
             connection,
             base,
+            in_place,
             free,
             taken: 0,
             completed: 0,
             in_flight: 0,
         })
+    }
+
+    pub(super) fn in_place(&self) -> bool {
+        self.in_place
     }
 
     pub(super) fn area(&self) -> &Area {
@@ -123,12 +164,25 @@ impl Session {
         }
         let mut room = entries.saturating_sub(unread + self.in_flight);
         let first = self.taken;
-        while self.taken.wrapping_sub(first) < waiting.min(TURN) {
+        let end = first.wrapping_add(waiting.min(TURN));
+        while self.taken != end {
             let entry = self.area.load(Ring::Submissions, self.taken);
             let submission = Submission::decode(entry).ok_or(Violation("an entry that is no submission"))?;
             if submission.op == Op::Give {
                 self.give(desk, submission)?;
-            } else if room == 0 || !self.request(lane, desk, submission) {
+            } else if room == 0 {
+                break;
+            } else if submission.op == Op::Read && submission.page < desk.pages {
+                let done = self.read_run(lane, desk, end, room);
+                room -= done;
+                if done > 0 {
+                    continue;
+                }
+                if !self.read(lane, desk, submission.tag, PageNo(submission.page as u32)) {
+                    break;
+                }
+                room -= 1;
+            } else if !self.request(lane, desk, submission) {
                 break;
             } else {
                 room -= 1;
@@ -145,78 +199,133 @@ impl Session {
         let Submission { op, tag, page, token, count } = submission;
         let number = PageNo(page as u32);
         match op {
-            Op::Read if page < desk.pages => return self.read(lane, desk, tag, number),
+            Op::Write | Op::Discard if desk.read_only => self.fail(tag, rustix::io::Errno::ROFS),
             Op::Write if page < desk.pages => return self.write(lane, desk, tag, number, Token(token)),
             Op::Reserve => match self.free.pop() {
-                Some(frame) => self.hand_out(desk, tag, frame),
+                Some(frame) => self.hand_out_frame(desk, tag, frame),
                 None => self.over_quota(desk, tag),
             },
             Op::Discard if count <= DISCARD_MAX && page.saturating_add(count.into()) <= desk.pages => {
                 lane.discard(number, count);
-                self.complete(tag, 0, 0, NO_FRAME);
+                self.complete(tag, 0, 0, Spot::Nowhere);
             }
             _ => self.fail(tag, rustix::io::Errno::INVAL),
         }
         true
     }
 
+    /// The page that submission `number` asks for, if it asks for one that there is.
+    fn page_asked(&self, desk: &Desk, number: u32) -> Option<(u32, PageNo)> {
+        match Submission::decode(self.area.load(Ring::Submissions, number)) {
+            Some(Submission { op: Op::Read, tag, page, .. }) if page < desk.pages => {
+                Some((tag, PageNo(page as u32)))
+            }
+            _ => None,
+        }
+    }
+
+    /// Reads on from the next submission, `room` pages at most, while memory that the CPU reaches answers. Says how many.
+    fn read_run(&mut self, lane: &mut Lane, desk: &mut Desk, end: u32, room: u32) -> u32 {
+        let guard = lane.pin();
+        let mut found = Found::new();
+        let (mut done, mut faults) = (0, 0);
+        self.look_ahead(desk, &guard, self.taken, HEAD_AHEAD.min(end.wrapping_sub(self.taken)));
+        while done < room && self.taken != end {
+            let Some((tag, page)) = self.page_asked(desk, self.taken) else { break };
+            let left = end.wrapping_sub(self.taken);
+            if left > PLACE_AHEAD
+                && let Some((_, page)) = self.page_asked(desk, self.taken.wrapping_add(PLACE_AHEAD))
+            {
+                guard.prefetch_entry(page);
+            }
+            if left > HEAD_AHEAD {
+                self.look_ahead(desk, &guard, self.taken.wrapping_add(HEAD_AHEAD), 1);
+            }
+            let view = match desk.table.counts_mut().lender.as_mut().filter(|_| self.in_place) {
+                Some(lender) => match guard.lend(page, lender) {
+                    Loan::Lent { store, slot } => {
+                        let window = desk.table.counts().window(store);
+                        let spot = Spot::Window { window: u32::from(window) - 1, slot: slot.0 };
+                        found.push(tag, Place::page(window, slot.0), spot);
+                        self.taken = self.taken.wrapping_add(1);
+                        done += 1;
+                        continue;
+                    }
+                    Loan::Shown(view) => view,
+                },
+                None => guard.view(page),
+            };
+            match view {
+                View::Elsewhere => break,
+                View::Fault(_) => {
+                    faults += 1;
+                    self.fail(tag, rustix::io::Errno::IO);
+                }
+                View::Bytes(_) | View::Fill(_) => match (self.free.pop(), view) {
+                    (None, _) => self.over_quota(desk, tag),
+                    (Some(frame), View::Fill(value)) => {
+                        fill_with(&self.area, frame, value);
+                        found.push(tag, Place::page(FRAMES, self.base + frame), Spot::Frame(frame));
+                    }
+                    (Some(frame), View::Bytes(bytes)) => {
+                        fill(&self.area, frame, bytes);
+                        found.push(tag, Place::page(FRAMES, self.base + frame), Spot::Frame(frame));
+                    }
+                    (Some(frame), _) => self.free.push(frame),
+                },
+            }
+            self.taken = self.taken.wrapping_add(1);
+            done += 1;
+        }
+        guard.count_reads(found.len as u64 + faults, faults);
+        drop(guard);
+        add(&desk.stats.faults, faults);
+        add(&desk.stats.reads, found.len as u64);
+        self.hand_out(desk, &mut found);
+        done
+    }
+
+    fn look_ahead(&self, desk: &Desk, guard: &Guard<'_>, from: u32, count: u32) {
+        for ahead in 0..count {
+            if let Some((_, page)) = self.page_asked(desk, from.wrapping_add(ahead)) {
+                guard.prefetch_head(page);
+            }
+        }
+    }
+
+    /// Reads a page that no memory answers for.
     fn read(&mut self, lane: &mut Lane, desk: &mut Desk, tag: u32, page: PageNo) -> bool {
+        let Some(ticket) = desk.free_tickets.pop() else { return false };
         let Some(frame) = self.free.pop() else {
+            desk.free_tickets.push(ticket);
             self.over_quota(desk, tag);
             return true;
         };
-        let guard = lane.pin();
-        let result = match guard.view(page) {
-            View::Bytes(bytes) => {
-                fill(&self.area, frame, bytes);
-                Some(Ok(()))
-            }
-            View::Fill(value) => {
-                fill_with(&self.area, frame, value);
-                Some(Ok(()))
-            }
-            View::Fault(fault) => Some(Err(fault)),
-            View::Elsewhere => None,
-        };
-        if let Some(result) = result {
-            guard.count_reads(1, u64::from(result.is_err()));
-        }
-        drop(guard);
-        let result = match result {
-            Some(result) => result,
-            None => {
-                let Some(ticket) = desk.free_tickets.pop() else {
-                    self.free.push(frame);
-                    return false;
-                };
-                match lane.read(ticket, page, &mut desk.scratch) {
-                    Progress::Done(result) => {
-                        desk.free_tickets.push(ticket);
-                        if result.is_ok() {
-                            fill(&self.area, frame, &desk.scratch);
-                        }
-                        result
-                    }
-                    Progress::Queued => {
-                        self.begin(desk, ticket, tag, frame);
-                        return true;
-                    }
-                    Progress::Full => {
-                        desk.free_tickets.push(ticket);
-                        self.free.push(frame);
-                        return false;
-                    }
+        match lane.read(ticket, page, &mut desk.scratch) {
+            Progress::Done(result) => {
+                desk.free_tickets.push(ticket);
+                if result.is_ok() {
+                    fill(&self.area, frame, &desk.scratch);
                 }
+                self.end_read(desk, tag, frame, result.is_ok());
+                true
             }
-        };
-        self.end_read(desk, tag, frame, result.is_ok());
-        true
+            Progress::Queued => {
+                self.begin(desk, ticket, tag, Some(frame));
+                true
+            }
+            Progress::Full => {
+                desk.free_tickets.push(ticket);
+                self.free.push(frame);
+                false
+            }
+        }
     }
 
     fn end_read(&mut self, desk: &mut Desk, tag: u32, frame: u32, fine: bool) {
         if fine {
             add(&desk.stats.reads, 1);
-            self.hand_out(desk, tag, frame);
+            self.hand_out_frame(desk, tag, frame);
         } else {
             self.free.push(frame);
             add(&desk.stats.faults, 1);
@@ -225,7 +334,8 @@ impl Session {
     }
 
     fn write(&mut self, lane: &mut Lane, desk: &mut Desk, tag: u32, page: PageNo, token: Token) -> bool {
-        let Some(place) = desk.table.place(&self.connection, token) else {
+        let place = desk.table.place(&self.connection, token).filter(|place| place.region == FRAMES);
+        let Some(place) = place else {
             self.fail(tag, rustix::io::Errno::BADF);
             return true;
         };
@@ -239,7 +349,7 @@ impl Session {
                 desk.free_tickets.push(ticket);
                 self.end_write(desk, tag, result.is_ok());
             }
-            Progress::Queued => self.begin(desk, ticket, tag, NO_FRAME),
+            Progress::Queued => self.begin(desk, ticket, tag, None),
             Progress::Full => {
                 desk.free_tickets.push(ticket);
                 return false;
@@ -251,14 +361,14 @@ impl Session {
     fn end_write(&mut self, desk: &mut Desk, tag: u32, fine: bool) {
         if fine {
             add(&desk.stats.writes, 1);
-            self.complete(tag, 0, 0, NO_FRAME);
+            self.complete(tag, 0, 0, Spot::Nowhere);
         } else {
             add(&desk.stats.faults, 1);
             self.fail(tag, rustix::io::Errno::IO);
         }
     }
 
-    fn begin(&mut self, desk: &mut Desk, ticket: u32, tag: u32, frame: u32) {
+    fn begin(&mut self, desk: &mut Desk, ticket: u32, tag: u32, frame: Option<u32>) {
         desk.pending[ticket as usize] = Some(Pending { seat: self.seat, session: self.number, tag, frame });
         self.in_flight += 1;
     }
@@ -266,29 +376,46 @@ impl Session {
     /// Ends a request that waited for a slow store.
     pub(super) fn finish(&mut self, desk: &mut Desk, pending: Pending, fine: bool, page: Option<&PageBytes>) {
         self.in_flight -= 1;
-        if pending.frame == NO_FRAME {
-            self.end_write(desk, pending.tag, fine);
-        } else {
-            if let Some(page) = page {
-                fill(&self.area, pending.frame, page);
+        match pending.frame {
+            None => self.end_write(desk, pending.tag, fine),
+            Some(frame) => {
+                if let Some(page) = page {
+                    fill(&self.area, frame, page);
+                }
+                self.end_read(desk, pending.tag, frame, fine && page.is_some());
             }
-            self.end_read(desk, pending.tag, pending.frame, fine && page.is_some());
         }
         self.publish();
     }
 
-    /// Lends a frame that is free to the client.
-    fn hand_out(&mut self, desk: &mut Desk, tag: u32, frame: u32) {
-        match desk.table.take(&self.connection, Place::page(0, self.base + frame)) {
-            Ok(token) => {
-                add(&desk.stats.taken, 1);
-                self.complete(tag, 0, token.0, frame);
-            }
-            Err(_) => {
-                self.free.push(frame);
-                self.over_quota(desk, tag);
-            }
+    /// Lends what was found to the client.
+    fn hand_out(&mut self, desk: &mut Desk, found: &mut Found) {
+        let Found { len, tags, places, spots, tokens } = found;
+        let len = *len;
+        let taken = match len {
+            0 => 0,
+            _ => desk.table.take_batch(&self.connection, &places[..len], &mut tokens[..len]).unwrap_or(0),
+        };
+        add(&desk.stats.taken, taken as u64);
+        for at in 0..taken {
+            add(&desk.stats.in_place, u64::from(matches!(spots[at], Spot::Window { .. })));
+            self.complete(tags[at], 0, tokens[at].0, spots[at]);
         }
+        // The client holds as much as it may.
+        for at in taken..len {
+            match spots[at] {
+                Spot::Frame(frame) => self.free.push(frame),
+                _ => desk.table.counts_mut().never_lent(places[at]),
+            }
+            self.over_quota(desk, tags[at]);
+        }
+    }
+
+    /// Lends a frame that is free to the client.
+    fn hand_out_frame(&mut self, desk: &mut Desk, tag: u32, frame: u32) {
+        let mut found = Found::new();
+        found.push(tag, Place::page(FRAMES, self.base + frame), Spot::Frame(frame));
+        self.hand_out(desk, &mut found);
     }
 
     fn over_quota(&mut self, desk: &mut Desk, tag: u32) {
@@ -301,10 +428,12 @@ impl Session {
         let (free, base, stats) = (&mut self.free, self.base, &desk.stats);
         let frames = self.area.layout().frames() as usize;
         let returned = desk.table.give_batch(&self.connection, &[range], |place, last| {
-            if !last || free.len() == frames {
-                add(&stats.double_frees, 1);
-            } else {
-                free.push(place.page - base);
+            if place.region == FRAMES {
+                if !last || free.len() == frames {
+                    add(&stats.double_frees, 1);
+                } else {
+                    free.push(place.page - base);
+                }
             }
         });
         let returned = returned.map_err(|_| Violation("more tokens in one return than a batch has"))?;
@@ -320,8 +449,8 @@ impl Session {
 
     /// Takes back all that the client holds.
     pub(super) fn close(self, desk: &mut Desk) {
-        let held = desk.table.close(self.connection, |_, last| {
-            if !last {
+        let held = desk.table.close(self.connection, |place, last| {
+            if place.region == FRAMES && !last {
                 add(&desk.stats.double_frees, 1);
             }
         });
@@ -330,11 +459,11 @@ impl Session {
     }
 
     fn fail(&mut self, tag: u32, errno: rustix::io::Errno) {
-        self.complete(tag, -errno.raw_os_error(), 0, NO_FRAME);
+        self.complete(tag, -errno.raw_os_error(), 0, Spot::Nowhere);
     }
 
-    fn complete(&mut self, tag: u32, status: i32, token: u32, frame: u32) {
-        let completed = Completed { tag, status, token, frame };
+    fn complete(&mut self, tag: u32, status: i32, token: u32, spot: Spot) {
+        let completed = Completed { tag, status, token, spot };
         self.area.store(Ring::Completions, self.completed, completed.encode());
         self.completed = self.completed.wrapping_add(1);
     }

@@ -13,6 +13,7 @@ pub struct Stats {
     pub(super) writes: AtomicU64,
     pub(super) faults: AtomicU64,
     pub(super) taken: AtomicU64,
+    pub(super) in_place: AtomicU64,
     pub(super) given: AtomicU64,
     pub(super) reclaimed: AtomicU64,
     pub(super) refused: AtomicU64,
@@ -46,6 +47,8 @@ counters! {
     faults
     /// Leases handed out.
     taken
+    /// Of these, leases of pages where the store keeps them.
+    in_place
     /// Leases that clients returned.
     given
     /// Leases taken back from clients that went away.

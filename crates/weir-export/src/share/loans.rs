@@ -1,0 +1,51 @@
+//! Who counts what the table lends: frames here, slots of stores by the volume's lender.
+
+use weir_core::Slot;
+use weir_lease::{OwnedCounts, PageCounts, Place};
+use weir_volume::Lender;
+
+/// The table's region of frames; windows come after it.
+pub(super) const FRAMES: u8 = 0;
+
+pub(super) struct Loans {
+    frames: OwnedCounts,
+    pub lender: Option<Lender>,
+    /// The store behind each window.
+    stores: Vec<usize>,
+}
+
+impl Loans {
+    pub fn new(frames: u32, lender: Option<Lender>, stores: Vec<usize>) -> Self {
+        Loans { frames: OwnedCounts::new(&[frames]), lender, stores }
+    }
+
+    /// The table's region for a store that has a window.
+    #[inline]
+    pub fn window(&self, store: usize) -> u8 {
+        let window =
+            self.stores.iter().position(|&at| at == store).expect("only stores with windows are lent of");
+        window as u8 + 1
+    }
+
+    /// Takes back what the lender lent, and no client got.
+    pub fn never_lent(&mut self, place: Place) {
+        self.give(place);
+    }
+}
+
+impl PageCounts for Loans {
+    #[inline]
+    fn take(&mut self, place: Place) -> bool {
+        // The lender has counted what it lent.
+        place.region != FRAMES || self.frames.take(place)
+    }
+
+    #[inline]
+    fn give(&mut self, place: Place) -> bool {
+        match (place.region, &mut self.lender) {
+            (FRAMES, _) => self.frames.give(place),
+            (window, Some(lender)) => lender.give(self.stores[usize::from(window) - 1], Slot(place.page)),
+            (_, None) => false,
+        }
+    }
+}

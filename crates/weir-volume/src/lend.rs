@@ -1,0 +1,315 @@
+//! Lending pages where they lie: a slot that is lent stays as it is until it is given back, also when its page is
+//! written anew meanwhile.
+//!
+//! A pin would do, but a pin holds back every slot of the volume, and a borrower may be slow. So each lent slot has a
+//! count, and who unlinks a slot from the map looks at it. The lender counts first and then looks at the map once
+//! more; the writer unlinks first and then looks at the count: one of the two sees the other. A slot that was unlinked
+//! while it was lent keeps its record, so that it is nobody's to claim and its chunk nobody's to release, and is retired by its return.
+
+use crate::Volume;
+use crate::entry::Place;
+use crate::lane::{Guard, View};
+use crate::sync::{AtomicU8, Ordering, fence};
+use std::fmt;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use weir_core::{PageNo, Slot};
+use weir_store::OpenError;
+
+/// In a slot's byte: the map does not name it any more, its return frees it.
+const UNLINKED: u8 = 1 << 7;
+/// Times that one slot can be lent at once.
+const TIMES_MAX: u8 = UNLINKED - 1;
+
+/// How often each slot of a store is lent, a byte each.
+pub(crate) struct Lent(Box<[AtomicU8]>);
+
+impl Lent {
+    pub fn new(slots: u32) -> Self {
+        Lent((0..slots).map(|_| AtomicU8::new(0)).collect())
+    }
+
+    fn byte(&self, slot: Slot) -> &AtomicU8 {
+        &self.0[slot.0 as usize]
+    }
+
+    /// Counts a slot as lent once more, for the one lender. `None`: that often it cannot be. `Some(true)`: it was not lent before.
+    /// The map must be looked at again afterwards.
+    fn lend(&self, slot: Slot) -> Option<bool> {
+        let byte = self.byte(slot);
+        let times = byte.load(Ordering::Relaxed) & TIMES_MAX;
+        if times == TIMES_MAX {
+            return None;
+        }
+        // Not a plain store: a writer may set UNLINKED at this moment.
+        byte.fetch_add(1, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        Some(times == 0)
+    }
+
+    /// For whoever has unlinked a slot from the map: whether it may be freed. If not, its return frees it.
+    #[inline]
+    pub fn may_free(&self, slot: Slot) -> bool {
+        fence(Ordering::SeqCst);
+        let byte = self.byte(slot);
+        let mut was = byte.load(Ordering::SeqCst);
+        while was & TIMES_MAX > 0 {
+            match byte.compare_exchange(was, was | UNLINKED, Ordering::SeqCst, Ordering::SeqCst) {
+                Ok(_) => return false,
+                Err(now) => was = now,
+            }
+        }
+        true
+    }
+
+    /// Takes a slot back from one borrower, for the one lender.
+    fn give(&self, slot: Slot) -> Back {
+        // What the borrower read comes before what the next owner of the slot writes.
+        match self.byte(slot).fetch_sub(1, Ordering::SeqCst) - 1 {
+            0 => Back::Last,
+            UNLINKED => {
+                self.byte(slot).store(0, Ordering::SeqCst);
+                Back::LastAndFree
+            }
+            _ => Back::More,
+        }
+    }
+}
+
+impl fmt::Debug for Lent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Lent({} slots)", self.0.len())
+    }
+}
+
+/// What a return leaves.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Back {
+    /// Others have the slot yet.
+    More,
+    /// It was the last, and the page still lies there.
+    Last,
+    /// It was the last, and the slot is free.
+    LastAndFree,
+}
+
+/// Lends pages of a volume where they lie. A volume has one at most; it belongs to one thread.
+///
+/// Slots that stay although their pages were written anew take room that the volume has promised to writers, so a lender
+/// takes seats as lanes do, and lends at most as many slots at a time as these lanes would have under way.
+#[derive(Debug)]
+pub struct Lender {
+    volume: Arc<Volume>,
+    seats: Vec<usize>,
+    /// Whether a store's slots can be lent.
+    lends: Vec<bool>,
+    out: u32,
+    most: u32,
+}
+
+/// What a page that was asked for came to.
+pub enum Loan<'a> {
+    /// It lies there, verified, and stays as it is until [`Lender::give`].
+    Lent {
+        /// The store's place in the order.
+        store: usize,
+        /// The slot.
+        slot: Slot,
+    },
+    /// It cannot be lent, or not now: this is what a reader sees.
+    Shown(View<'a>),
+}
+
+/// A store's memory, for borrowers to map: its place in the order, and its descriptor.
+pub type Window = (usize, OwnedFd);
+
+impl Lender {
+    /// Slots that are lent now.
+    pub fn out(&self) -> u32 {
+        self.out
+    }
+
+    /// Slots that can be lent at a time.
+    pub fn most(&self) -> u32 {
+        self.most
+    }
+
+    /// The volume that it lends of.
+    pub fn volume(&self) -> &Arc<Volume> {
+        &self.volume
+    }
+
+    /// Takes a slot back that a [`Loan`] named. Says whether it was its last borrower.
+    pub fn give(&mut self, store: usize, slot: Slot) -> bool {
+        let records = &self.volume.tiers[store].records;
+        let back = records.lent().map_or(Back::More, |lent| lent.give(slot));
+        if back == Back::LastAndFree {
+            records.retire(slot, self.volume.epochs.now());
+        }
+        self.out -= u32::from(back != Back::More);
+        back != Back::More
+    }
+
+    /// Lends the slot that the map named for `page`, unless the page has been written since.
+    fn lend(&mut self, page: PageNo, here: Place) -> bool {
+        let Place::Stored { store, slot } = here else { return false };
+        let records = &self.volume.tiers[store].records;
+        let Some(lent) = records.lent().filter(|_| self.out < self.most) else { return false };
+        let Some(first) = lent.lend(slot) else { return false };
+        self.out += u32::from(first);
+        let still = self.volume.map.load(page).place() == here;
+        if !still {
+            self.give(store, slot);
+        }
+        still
+    }
+}
+
+impl Drop for Lender {
+    fn drop(&mut self) {
+        // What was not given back stays lent, and keeps its room.
+        if self.out == 0 {
+            self.seats.iter().for_each(|&seat| self.volume.release_seat(seat));
+            self.volume.lending.store(false, std::sync::atomic::Ordering::Release);
+        }
+    }
+}
+
+impl Volume {
+    /// A lender of this volume for `slots` slots at a time, and the memory of the stores that it lends of: the first
+    /// `stores` that can.
+    ///
+    /// # Errors
+    /// When the lanes that it takes the place of are not there, it has a lender already, or a store's memory cannot be shown.
+    pub fn lender(self: &Arc<Self>, slots: u32, stores: usize) -> Result<(Lender, Vec<Window>), OpenError> {
+        let failed = |why: String| OpenError::new("volume", why);
+        let windows: io::Result<Vec<_>> = self.tiers.iter().map(|tier| tier.store.window()).collect();
+        let windows =
+            windows.map_err(|error| failed(format!("a store's memory cannot be shown: {error}")))?;
+        if self.lending.swap(true, std::sync::atomic::Ordering::Acquire) {
+            return Err(failed("its pages are being lent already".to_owned()));
+        }
+        let windows: Vec<Window> =
+            windows.into_iter().enumerate().filter_map(|(at, fd)| Some((at, fd?))).take(stores).collect();
+        let lends = (0..self.tiers.len()).map(|at| windows.iter().any(|&(store, _)| store == at)).collect();
+        let share = self.config.lane_slots();
+        let seats: Vec<usize> = (0..slots.div_ceil(share)).map_while(|_| self.take_seat()).collect();
+        let lender =
+            Lender { volume: Arc::clone(self), out: 0, most: seats.len() as u32 * share, seats, lends };
+        if lender.most < slots {
+            let (lanes, needed) = (self.config.lanes, slots.div_ceil(share));
+            return Err(failed(format!(
+                "lending {slots} pages takes the place of {needed} of its {lanes} lanes, which are in use; configure more"
+            )));
+        }
+        for (tier, _) in self.tiers.iter().zip(&lender.lends).filter(|&(_, &lends)| lends) {
+            tier.records.begin_lending();
+        }
+        Ok((lender, windows))
+    }
+}
+
+impl Guard<'_> {
+    /// Lends a page where it lies, if that can be done; else shows what [`view`](Guard::view) does. Verified either way.
+    #[inline]
+    pub fn lend(&self, page: PageNo, lender: &mut Lender) -> Loan<'_> {
+        let volume = self.0.volume();
+        debug_assert!(Arc::ptr_eq(volume, &lender.volume), "the lender is of another volume");
+        let located = volume.locate(page);
+        let here = located.entry.place();
+        let view = self.show(&located);
+        match (here, view) {
+            (Place::Stored { store, slot }, View::Bytes(_))
+                if lender.lends[store] && lender.lend(page, here) =>
+            {
+                Loan::Lent { store, slot }
+            }
+            (_, view) => Loan::Shown(view),
+        }
+    }
+
+    /// Says that this page will be asked for in a while: brings near what says where it lies.
+    #[inline]
+    pub fn prefetch_entry(&self, page: PageNo) {
+        self.0.volume().map.prefetch(page);
+    }
+
+    /// Says that this page will be asked for after the next one or two: brings its record and its head near.
+    #[inline]
+    pub fn prefetch_head(&self, page: PageNo) {
+        let volume = self.0.volume();
+        if let Place::Stored { store, slot } = volume.map.load(page).place() {
+            volume.tiers[store].records.prefetch(slot);
+            // SAFETY: the map names the slot and this lane is pinned, as in `view`.
+            if let Some(bytes) = unsafe { self.0.stores[store].lane.view(slot) } {
+                weir_core::prefetch_head(bytes);
+            }
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slot_is_freed_by_its_last_return_if_it_was_unlinked_meanwhile_and_not_before() {
+        let lent = Lent::new(2);
+        assert!(lent.may_free(Slot(0)), "never lent");
+        assert_eq!((lent.lend(Slot(0)), lent.lend(Slot(0))), (Some(true), Some(false)));
+        assert!(!lent.may_free(Slot(0)));
+        assert_eq!((lent.give(Slot(0)), lent.give(Slot(0))), (Back::More, Back::LastAndFree));
+        assert_eq!(lent.lend(Slot(0)), Some(true), "as good as new");
+        assert_eq!(lent.give(Slot(0)), Back::Last);
+        assert!(lent.may_free(Slot(0)));
+    }
+
+    #[test]
+    fn a_slot_is_lent_127_times_and_then_no_more() {
+        let lent = Lent::new(1);
+        assert_eq!((0..200).filter(|_| lent.lend(Slot(0)).is_some()).count(), 127);
+        assert!(!lent.may_free(Slot(0)));
+        assert_eq!((0..126).filter(|_| lent.give(Slot(0)) == Back::More).count(), 126);
+        assert_eq!(lent.give(Slot(0)), Back::LastAndFree);
+    }
+}
+
+/// `RUSTFLAGS="--cfg loom" cargo test -p weir-volume --lib --release loom`
+#[cfg(all(test, loom))]
+mod loom_tests {
+    use super::*;
+    use crate::sync::AtomicU64;
+    use loom::sync::Arc;
+    use loom::thread;
+
+    #[test]
+    fn loom_a_lent_slot_is_freed_once_and_never_under_its_borrower() {
+        loom::model(|| {
+            // `map` names slot 0 or nothing; `free` counts how often the slot was freed.
+            let (lent, map) = (Arc::new(Lent::new(1)), Arc::new(AtomicU64::new(1)));
+            let free = Arc::new(AtomicU64::new(0));
+            let writer = {
+                let (lent, map, free) = (Arc::clone(&lent), Arc::clone(&map), Arc::clone(&free));
+                thread::spawn(move || {
+                    map.swap(0, Ordering::SeqCst);
+                    if lent.may_free(Slot(0)) {
+                        free.fetch_add(1, Ordering::SeqCst);
+                    }
+                })
+            };
+            if map.load(Ordering::SeqCst) == 1 {
+                assert_eq!(lent.lend(Slot(0)), Some(true));
+                if map.load(Ordering::SeqCst) == 1 {
+                    // Borrowed for good: until it is given back nobody frees it. (Before this the pin keeps it.)
+                    assert_eq!(free.load(Ordering::SeqCst), 0, "freed under its borrower");
+                }
+                if lent.give(Slot(0)) == Back::LastAndFree {
+                    free.fetch_add(1, Ordering::SeqCst);
+                }
+            }
+            writer.join().unwrap();
+            assert_eq!(free.load(Ordering::SeqCst), 1, "freed once");
+        });
+    }
+}
