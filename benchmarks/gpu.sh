@@ -11,6 +11,7 @@
 #     ways          1    deep and large loads by each way by itself: what calibration should have found
 #     rows          3    every row of the contract, RUNS (3) times
 #     give_back     1.5  threads x pages of giving back, compared
+#     steps         3    a daemon's memory goes and comes; another process takes 90% of the card in steps
 #     coherence     0.7  10^8 pages written one way and read another
 #     memory        0.3  the daemon's memory, and the card's power: idle, mapped only, with CUDA, with the kernel
 #     keeper        1    SIGKILL of the daemon under load, to the first page served
@@ -22,7 +23,7 @@ set -u
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/results}
 shift
-steps=${*:-calibrate ways rows give_back coherence memory keeper block competing}
+steps=${*:-calibrate ways rows give_back steps coherence memory keeper block competing}
 steps=${steps/quick/calibrate ways give_back coherence memory keeper}
 weir=${WEIR:-target/release/weir}
 card=${CARD:-vram:0}
@@ -97,6 +98,14 @@ memory() {
     daemon_memory "with CUDA" "$card?size=8GiB&ring=off"
     daemon_memory "with CUDA and the ring" "$card?size=8GiB"
     bench power --store "$card?size=8GiB" --runs 1 --only power
+}
+
+# A daemon's memory goes and comes under load; then another process allocates 90% of the card in steps of 256 MiB.
+steps() {
+    "$weir" bench give-back --store "$card?size=${STEPS_SIZE:-16GiB}" --size "${STEPS_SIZE:-16GiB}" --cycles "${CYCLES:-20}" \
+        --json "$out/gpu-give-back-daemon.json" || failed=1
+    "$weir" bench give-back --store "$card" --size "${STEPS_SIZE:-16GiB}" --cycles 0 --steps 256MiB \
+        --json "$out/gpu-steps.json" || failed=1
 }
 
 keeper() {

@@ -17,6 +17,7 @@
 
 pub mod block;
 pub mod disk;
+pub mod give_back;
 pub mod lease;
 pub mod memory;
 pub mod queue;

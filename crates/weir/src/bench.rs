@@ -1,13 +1,13 @@
 //! `weir bench`: from flags to a benchmark's plan, and from its report to table, JSON and HTML.
 
 use crate::cli::{
-    Bench, BenchBlockOptions, BenchDiskOptions, BenchLeaseOptions, BenchOptions, BenchQueueOptions,
-    BenchStoreOptions, BenchSwapOptions, BlockControl,
+    Bench, BenchBlockOptions, BenchDiskOptions, BenchGiveBackOptions, BenchLeaseOptions, BenchOptions,
+    BenchQueueOptions, BenchStoreOptions, BenchSwapOptions, BlockControl,
 };
 use crate::failure::{Failure, chain};
 use std::time::Duration;
 use weir_bench::report::Report;
-use weir_bench::{block, disk, lease, memory, queue, share, store, swap};
+use weir_bench::{block, disk, give_back, lease, memory, queue, share, store, swap};
 
 /// Pages a second that `--hold` moves.
 const HOLD_RATE: f64 = 100_000.0;
@@ -29,6 +29,14 @@ pub fn run(options: &BenchOptions) -> Result<(), Failure> {
             return Ok(());
         }
         Bench::Swap(options) => swap::run(&swap_plan(options)).map_err(|error| failed(&error))?,
+        Bench::GiveBack(options) => {
+            give_back::run(&give_back_plan(options)).map_err(|error| failed(&error))?
+        }
+        Bench::Allocate { step } => {
+            let allocated = give_back::allocate(*step).map_err(|error| failed(&error))?;
+            println!("{}", serde_json::to_string(&allocated).expect("numbers always serialise"));
+            return Ok(());
+        }
         Bench::SwapTouch { size, milliseconds, entrance } => {
             let time = Duration::from_millis(*milliseconds);
             let touched = swap::touch(size.0, time, entrance).map_err(|error| failed(&error))?;
@@ -94,6 +102,20 @@ fn swap_plan(options: &BenchSwapOptions) -> swap::Plan {
         spin_us: options.spin_us,
         only: options.only.clone(),
         ..swap::Plan::default()
+    }
+}
+
+fn give_back_plan(options: &BenchGiveBackOptions) -> give_back::Plan {
+    // With some room for writes under way.
+    let below = format!("host:{}", options.size.0 + (64 << 20));
+    give_back::Plan {
+        weir: "/proc/self/exe".into(),
+        store: options.store.to_string(),
+        below: options.below.as_ref().map_or(below, ToString::to_string),
+        size: options.size,
+        cycles: options.cycles,
+        users: options.users.into(),
+        steps: options.steps,
     }
 }
 

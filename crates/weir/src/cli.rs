@@ -377,6 +377,17 @@ pub enum Bench {
     /// What a page costs that comes back from swap: FUSE and a loop device, beside a RAM loop, zram, a file and nbdfuse.
     Swap(BenchSwapOptions),
 
+    /// Memory given back and taken again while programs use the device, and what they notice.
+    GiveBack(BenchGiveBackOptions),
+
+    /// The process that allocates the card, for `give-back`.
+    #[command(hide = true)]
+    Allocate {
+        /// How much at a time.
+        #[arg(long)]
+        step: ByteSize,
+    },
+
     /// The process that swaps, for `swap`.
     #[command(hide = true)]
     SwapTouch {
@@ -429,6 +440,34 @@ pub struct BenchSwapOptions {
     /// A device to measure beside the RAM loop: host, host-asleep, zram, file, nbdfuse, store; may be repeated [default: all].
     #[arg(long, value_name = "DEVICE")]
     pub only: Vec<String>,
+}
+
+/// Which memory, how often, and beside whom.
+#[derive(Debug, Clone, Args)]
+pub struct BenchGiveBackOptions {
+    /// The store whose memory goes and comes.
+    #[arg(long, value_name = "URL", default_value = "vram:0")]
+    pub store: StoreUrl,
+
+    /// What is below it; it must hold the whole device [default: host memory].
+    #[arg(long, value_name = "URL")]
+    pub below: Option<StoreUrl>,
+
+    /// The device's size; every page of it is in use.
+    #[arg(long, default_value = "16GiB")]
+    pub size: ByteSize,
+
+    /// How often half of the device is given back and taken again.
+    #[arg(long, value_name = "N", default_value_t = 20)]
+    pub cycles: usize,
+
+    /// Programs that use the device meanwhile.
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub users: u16,
+
+    /// Then let another process allocate 90% of the card in steps of this size, and end.
+    #[arg(long, value_name = "SIZE")]
+    pub steps: Option<ByteSize>,
 }
 
 /// Which store, how hard.
