@@ -359,6 +359,12 @@ impl Lane {
             self.go_on(op, result, done);
         }
         for _ in 0..stalled {
+            // One after another: what holds slots back may be this lane's own pin, and if each began again while another is under
+            // way, that would stay where it is for ever.
+            let parts_under_way = self.parts.len() - self.idle_parts.len() - self.stalled.len();
+            if parts_under_way > 0 && self.under_way > 0 {
+                break;
+            }
             let op = self.stalled.remove(0);
             match self.advance_part(op, None) {
                 Progress::Done(result) => self.hand_over(op, result, done),
@@ -541,6 +547,11 @@ impl Lane {
     /// are about to be freed: every lane's pin ends, and the volume promised a slot for each page. Does not wait while it
     /// holds others up itself.
     fn claim(&mut self, page: PageNo) -> Option<(usize, Slot)> {
+        if let Some(found) = self.claim_now(page) {
+            return Some(found);
+        }
+        // What this lane knows of the epochs may be old, or nothing yet.
+        self.refresh_safe();
         if let Some(found) = self.claim_now(page) {
             return Some(found);
         }

@@ -30,6 +30,8 @@ pub struct Tally {
     crashes: u64,
     given_back: u64,
     kept_back: u64,
+    stopped: u64,
+    moved_up: u64,
     taken: u64,
     destroyed: u64,
     lost_reads: u64,
@@ -53,6 +55,8 @@ impl Tally {
         self.crashes += other.crashes;
         self.given_back += other.given_back;
         self.kept_back += other.kept_back;
+        self.stopped += other.stopped;
+        self.moved_up += other.moved_up;
         self.taken += other.taken;
         self.destroyed += other.destroyed;
         self.lost_reads += other.lost_reads;
@@ -60,7 +64,7 @@ impl Tally {
     }
 
     /// Everything that some history must have had.
-    pub fn events(&self) -> [(&'static str, u64); 17] {
+    pub fn events(&self) -> [(&'static str, u64); 19] {
         [
             ("a read", self.reads),
             ("a write", self.writes),
@@ -76,6 +80,8 @@ impl Tally {
             ("a daemon that crashed", self.crashes),
             ("a chunk given back", self.given_back),
             ("a chunk that could not be given back", self.kept_back),
+            ("giving back that was stopped midway", self.stopped),
+            ("a page brought up", self.moved_up),
             ("a chunk taken again", self.taken),
             ("a record destroyed", self.destroyed),
             ("a destroyed page read", self.lost_reads),
@@ -117,6 +123,8 @@ pub struct History {
     stores: Vec<Arc<Sim>>,
     volume: Arc<Volume>,
     players: Vec<Player>,
+    /// The lane that gives chunks back and takes them.
+    worker: Option<Lane>,
     pages: Vec<Content>,
     released: Vec<(usize, u32)>,
     dead: Option<usize>,
@@ -153,7 +161,8 @@ impl History {
         let mut chance = Chance::new(seed);
         let config = Config {
             pages: chance.within(1, 200),
-            lanes: chance.within(1, 6) as usize,
+            // One of them is the worker's.
+            lanes: chance.within(2, 7) as usize,
             depth: chance.within(1, 17) as usize,
         };
         let count = chance.within(1, 4);
@@ -179,7 +188,7 @@ impl History {
             })
             .collect();
         let volume = Volume::create(config, as_stores(&stores)).expect("stores of the size asked for");
-        let busy = chance.one_in(2).then(|| chance.within(0, config.lanes as u32) as usize);
+        let busy = chance.one_in(2).then(|| chance.within(0, config.lanes as u32 - 1) as usize);
         let mut history = History {
             seed,
             step: 0,
@@ -188,6 +197,7 @@ impl History {
             stores,
             volume,
             players: Vec::new(),
+            worker: None,
             pages: vec![Content::Nothing; config.pages as usize],
             released: Vec::new(),
             dead: None,
@@ -203,13 +213,14 @@ impl History {
     fn seat_players(&mut self) {
         let volume = &self.volume;
         let player = || Player { lane: volume.lane().expect("a seat for each"), pending: Vec::new() };
-        self.players = std::iter::repeat_with(player).take(self.config.lanes).collect();
+        self.players = std::iter::repeat_with(player).take(self.config.lanes - 1).collect();
+        self.worker = Some(volume.worker_lane().expect("a seat for the worker"));
     }
 
     fn step(&mut self) {
         let at = match self.busy {
             Some(busy) if !self.chance.one_in(8) => busy,
-            _ => self.chance.within(0, self.config.lanes as u32) as usize,
+            _ => self.chance.within(0, self.players.len() as u32) as usize,
         };
         // Half of all operations meet on a few pages.
         let hot = self.config.pages.min(8);
@@ -225,8 +236,8 @@ impl History {
             740..860 => self.poll(at),
             860..960 => self.players[at].lane.submit(),
             960..975 => self.rest(at),
-            975..984 => self.give_back(at),
-            984..992 => self.take(at),
+            975..984 => self.give_back(),
+            984..992 => self.take(),
             992..996 => self.kill(),
             _ => self.crash(),
         }
@@ -415,34 +426,108 @@ impl History {
         (0..self.players.len()).for_each(|at| self.rest(at));
     }
 
-    fn give_back(&mut self, at: usize) {
+    /// The worker gives a chunk back while the others go on; sometimes it is stopped midway, sometimes the daemon dies.
+    fn give_back(&mut self) {
         let store = self.chance.within(0, self.stores.len() as u32) as usize;
         let chunk = self.chance.within(0, 3);
         if self.released.contains(&(store, chunk)) || self.dead == Some(store) {
             return;
         }
         self.rest_all();
-        match self.players[at].lane.give_back(store, chunk) {
-            Ok(_) => {
-                self.tally.given_back += 1;
-                self.released.push((store, chunk));
-            }
+        let volume = Arc::clone(&self.volume);
+        if let Err(error) = volume.begin_give_back(store, &[chunk]) {
+            let expected = matches!(error, GiveBackError::NoRoom { .. } | GiveBackError::NoChunk { .. });
+            assert!(expected, "giving back chunk {chunk} of store {store}: {error}");
+            self.tally.kept_back += 1;
+            return;
+        }
+        // Until it is done the chunk takes no pages.
+        self.released.push((store, chunk));
+        if self.chance.one_in(8) && self.tally.crashes < 3 {
+            self.released.pop();
+            self.tally.stopped += 1;
+            self.crash();
+            assert_eq!(
+                self.chunk_state(store, chunk),
+                Some(ChunkState::Held),
+                "the next daemon opens it again"
+            );
+            return;
+        }
+        let mut left = if self.chance.one_in(4) { self.chance.within(0, 4) } else { u32::MAX };
+        let mut worker = self.worker.take().expect("nobody else has it");
+        let outcome = worker.finish_give_back(store, chunk, &mut |_| {
+            self.interfere();
+            left = left.saturating_sub(1);
+            left > 0
+        });
+        self.worker = Some(worker);
+        if outcome.is_err() {
+            self.released.pop();
+            assert_eq!(
+                self.chunk_state(store, chunk),
+                Some(ChunkState::Held),
+                "what is not given back is held"
+            );
+        }
+        match outcome {
+            Ok(_) => self.tally.given_back += 1,
+            Err(GiveBackError::Stopped) => self.tally.stopped += 1,
             Err(GiveBackError::Pages(failed)) => {
                 self.tally.kept_back += 1;
                 failed.iter().for_each(|&(_, fault)| self.tally.fault(fault));
             }
-            Err(GiveBackError::NoRoom { .. } | GiveBackError::NoChunk { .. }) => self.tally.kept_back += 1,
             Err(other) => panic!("giving back chunk {chunk} of store {store}: {other}"),
         }
     }
 
-    fn take(&mut self, at: usize) {
-        if let Some((store, chunk)) = self.released.pop()
-            && self.dead != Some(store)
-        {
-            self.tally.taken += 1;
-            self.players[at].lane.take(store, chunk).expect("a simulated store always has memory");
+    /// What the others do between two batches of the worker's. They end their batches, as the worker waits for that.
+    fn interfere(&mut self) {
+        for _ in 0..self.chance.within(0, 4) {
+            let at = self.chance.within(0, self.players.len() as u32) as usize;
+            let page = self.chance.within(0, self.config.pages);
+            match self.chance.within(0, 5) {
+                0 | 1 => self.write(at, page),
+                2 => self.write_part(at, page),
+                3 => self.discard(at, page),
+                _ => self.read(at, page),
+            }
         }
+        self.rest_all();
+    }
+
+    fn chunk_state(&self, store: usize, chunk: u32) -> Option<ChunkState> {
+        self.volume.chunks(store).nth(chunk as usize).map(|chunk| chunk.state)
+    }
+
+    /// Takes a chunk again, and brings pages up into the stores that have room now.
+    fn take(&mut self) {
+        let Some((store, chunk)) = self.released.pop() else { return };
+        if self.dead == Some(store) {
+            return;
+        }
+        self.tally.taken += 1;
+        let mut worker = self.worker.take().expect("nobody else has it");
+        worker.take(store, chunk).expect("a simulated store always has memory");
+        self.rest_all();
+        let from = self.chance.within(0, self.stores.len() as u32) as usize;
+        let mut next = 0;
+        loop {
+            match worker.move_up(from, &mut next) {
+                Ok(moved) => {
+                    self.tally.moved_up += u64::from(moved.pages);
+                    if !moved.more {
+                        break;
+                    }
+                }
+                Err(GiveBackError::Pages(failed)) => {
+                    failed.iter().for_each(|&(_, fault)| self.tally.fault(fault));
+                }
+                Err(other) => panic!("bringing pages of store {from} up: {other}"),
+            }
+            self.interfere();
+        }
+        self.worker = Some(worker);
     }
 
     /// A store dies with all it holds. Only where another is left, with room for everything.
@@ -470,6 +555,7 @@ impl History {
             }
         }
         self.players.drain(..).for_each(|player| player.lane.abandon());
+        self.worker.take().expect("nobody else has it").abandon();
         let fds = self.volume.kept_fds();
         let adopt = |fd: &BorrowedFd<'_>| {
             Memory::adopt(fd.try_clone_to_owned().expect("a descriptor")).expect("a mapping")
