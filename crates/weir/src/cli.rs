@@ -3,7 +3,7 @@
 
 use crate::address::Address;
 use crate::backing::Backing;
-use crate::on::{OffOptions, OnOptions, RestartOptions};
+use crate::on::{OffOptions, OnOptions, RestartOptions, TopOptions};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -38,6 +38,9 @@ pub enum Command {
 
     /// Keep pages in stores and serve them as a block device, in the foreground.
     Serve(ServeOptions),
+
+    /// Watch a running daemon: rates, latencies, stores, chunks. q ends.
+    Top(TopOptions),
 
     /// Ask a running daemon how it is.
     Status(StatusOptions),

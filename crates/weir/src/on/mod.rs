@@ -18,10 +18,12 @@ mod sizing;
 mod state;
 mod swap_area;
 mod swaps;
+mod top;
 
 pub use off::run as off;
-pub use options::{OffOptions, OnOptions, RestartOptions};
+pub use options::{OffOptions, OnOptions, RestartOptions, TopOptions};
 pub use restart::run as restart;
+pub use top::run as top;
 
 use crate::control::Status;
 use crate::doctor::Machine;
@@ -85,6 +87,12 @@ fn turn_on(options: &OnOptions, plan: &Plan, journal: &mut Journal) -> Result<()
         journal.intend(Step::Mask { units: plan.masks.clone() })?;
         let masks = plan.masks.iter().map(String::as_str);
         settings::systemctl(&["mask", "--runtime"].into_iter().chain(masks).collect::<Vec<_>>())?;
+    }
+    if let Some(path) = &plan.backing_file {
+        journal.intend(Step::File { path: path.clone() })?;
+        let directory = path.parent().unwrap_or(path);
+        fs::create_dir_all(directory)
+            .map_err(|error| Failure::Failed(format!("cannot make {}: {error}", directory.display())))?;
     }
     let mut devices = Vec::new();
     let mut bytes = 0;
@@ -186,6 +194,9 @@ fn config(options: &OnOptions, plan: &Plan, directory: &Path, size: ByteSize) ->
     let mut config = Table::new();
     let mut put = |key: &str, value: Value| config.insert(key.to_owned(), value);
     put("store", service::list([store]));
+    if !plan.backing.is_empty() {
+        put("backing", service::list(plan.backing.clone()));
+    }
     put("swap", Value::Boolean(true));
     put("keeper", Value::Boolean(true));
     put("control", Value::String(text(service::control_socket(directory))));

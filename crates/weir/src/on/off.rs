@@ -85,6 +85,17 @@ fn undo(step: &Step) -> Result<(), Failure> {
             let units = units.iter().map(String::as_str);
             settings::systemctl(&["unmask", "--runtime"].into_iter().chain(units).collect::<Vec<_>>())
         }
+        Step::File { path } => {
+            match std::fs::remove_file(path) {
+                Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                    return Err(Failure::Failed(format!("cannot remove {}: {error}", path.display())));
+                }
+                _ => {}
+            }
+            // A package keeps the directory; one that nobody else uses goes too.
+            path.parent().map(std::fs::remove_dir);
+            Ok(())
+        }
         Step::Module { name } => {
             front::unload(name);
             Ok(())

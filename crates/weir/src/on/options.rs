@@ -1,6 +1,7 @@
 //! The command lines of `weir on`, `off`, `restart` and `top`.
 
 use super::policy::Policy;
+use crate::backing::Backing;
 use clap::{Args, ValueEnum};
 use std::fmt;
 use std::path::PathBuf;
@@ -26,6 +27,12 @@ pub struct OnOptions {
     /// Where pages are kept: vram (every GPU), host, or a store's URL such as vram:0.
     #[arg(long, value_name = "vram|host|URL", default_value = "vram")]
     pub store: StoreChoice,
+
+    /// A file or block device below the store, as large as the device, encrypted: pages go there when GPU memory is given back.
+    /// auto: /var/lib/weir/backing, for GPU memory and where the disk keeps as much room free again; none; a path, as weir serve
+    /// takes it. May be repeated.
+    #[arg(long, value_name = "auto|none|PATH", default_value = "auto")]
+    pub backing: Vec<BackingChoice>,
 
     /// Equal devices that can be turned off one by one.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16))]
@@ -72,6 +79,22 @@ pub struct RestartOptions {
     pub runtime: PathBuf,
 }
 
+/// Whom to watch.
+#[derive(Debug, Clone, Args)]
+pub struct TopOptions {
+    /// Print one look as lines, and end.
+    #[arg(long)]
+    pub once: bool,
+
+    /// Milliseconds between two looks.
+    #[arg(long, value_name = "N", default_value_t = 1000, value_parser = clap::value_parser!(u16).range(100..))]
+    pub interval_ms: u16,
+
+    /// The daemon's control socket [default: as for weir status].
+    #[arg(long, value_name = "PATH")]
+    pub control: Option<PathBuf>,
+}
+
 /// What makes a block device of the volume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub enum FrontChoice {
@@ -95,6 +118,29 @@ pub enum StoreChoice {
     Host,
     /// Anything else that has a URL, its size in it.
     Url(StoreUrl),
+}
+
+/// Room on a disk below the store.
+#[derive(Debug, Clone, PartialEq)]
+pub enum BackingChoice {
+    /// Where it is of use and the disk has room.
+    Auto,
+    /// None.
+    None,
+    /// This one.
+    At(Backing),
+}
+
+impl FromStr for BackingChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(BackingChoice::Auto),
+            "none" => Ok(BackingChoice::None),
+            _ => text.parse().map(BackingChoice::At),
+        }
+    }
 }
 
 impl FromStr for StoreChoice {

@@ -2,15 +2,16 @@
 
 use super::cards;
 use super::front::{self, Chosen};
-use super::options::{OnOptions, StoreChoice};
+use super::options::{BackingChoice, OnOptions, StoreChoice};
 use super::service::UNIT;
 use super::settings::{self, Wish};
 use super::sizing;
 use super::state::Front;
 use super::swaps::{self, Place, Swap};
+use crate::backing::Backing;
 use crate::doctor::{Capabilities, Machine};
 use crate::failure::Failure;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_store::{StoreUrl, VramUrl};
 
@@ -23,6 +24,10 @@ pub struct Plan {
     pub size: ByteSize,
     /// Why that one.
     pub size_why: String,
+    /// Room on a disk below the store, as `weir serve --backing` takes it.
+    pub backing: Vec<String>,
+    /// The file to make for it.
+    pub backing_file: Option<PathBuf>,
     /// The unit of the daemon, where systemd runs and knows it.
     pub unit: Option<String>,
     /// Its place among the swap devices.
@@ -56,6 +61,8 @@ pub fn check(options: &OnOptions, machine: &Machine) -> Result<Plan, Failure> {
     let masks = hibernation(options, machine, systemd)?;
     let front = front::choose(machine, options.front, &front::loadable)?;
     let (size, size_why) = size(options, machine, || cards::all(machine))?;
+    let mut notes = Vec::new();
+    let (backing, backing_file) = backing(options, size, &free_bytes, &mut notes)?;
     let others = swaps::all().map_err(|error| {
         Failure::Failed(format!("this kernel has no swap: /proc/swaps: {error}; use one with CONFIG_SWAP"))
     })?;
@@ -72,12 +79,14 @@ pub fn check(options: &OnOptions, machine: &Machine) -> Result<Plan, Failure> {
         front,
         size,
         size_why,
+        backing,
+        backing_file,
         unit,
         place: swaps::place(&others, options.priority.map(i32::from)),
         wishes: settings::wishes(machine),
         masks,
         connections: processors.clamp(2, CONNECTIONS_MOST) as u16,
-        notes: notes(machine, &others),
+        notes: [notes, remarks(machine, &others)].concat(),
     })
 }
 
@@ -176,6 +185,64 @@ fn size(
     Ok((size, why))
 }
 
+/// Where `--backing auto` puts its file.
+const BACKING: &str = "/var/lib/weir/backing";
+
+/// What goes below the store, and the file to be made for it.
+fn backing(
+    options: &OnOptions,
+    size: ByteSize,
+    free: &dyn Fn(&Path) -> Option<ByteSize>,
+    notes: &mut Vec<String>,
+) -> Result<(Vec<String>, Option<PathBuf>), Failure> {
+    let at: Vec<&Backing> = options
+        .backing
+        .iter()
+        .filter_map(|choice| match choice {
+            BackingChoice::At(backing) => Some(backing),
+            BackingChoice::Auto | BackingChoice::None => None,
+        })
+        .collect();
+    if !at.is_empty() {
+        if options.parts > 1 {
+            return Err(Failure::Usage(
+                "--backing serves one device, and with it the whole device shrinks and grows; accepted with it: --parts 1"
+                    .to_owned(),
+            ));
+        }
+        return Ok((at.into_iter().map(ToString::to_string).collect(), None));
+    }
+    let wanted = options.backing.iter().all(|choice| *choice == BackingChoice::Auto);
+    if !wanted || options.parts > 1 || !matches!(options.store, StoreChoice::Vram(_)) {
+        return Ok((Vec::new(), None));
+    }
+    let file = PathBuf::from(BACKING);
+    // The directory may not be there yet; its file system is that of the nearest one that is.
+    let room = file.ancestors().skip(1).find_map(free).unwrap_or_default();
+    if file.exists() {
+        notes.push(format!(
+            "no backing: {BACKING} is there and was not made now; remove it, or say --backing {BACKING}"
+        ));
+        Ok((Vec::new(), None))
+    } else if room.0 / 2 < size.0 {
+        notes.push(format!(
+            "no backing: {room} is free for {BACKING}, less than twice {size}; GPU memory is given back only by weir off"
+        ));
+        Ok((Vec::new(), None))
+    } else {
+        notes.push(format!(
+            "backing {BACKING}, {size} of {room} free there: pages go there when GPU memory is given back (--backing none for none)"
+        ));
+        Ok((vec![BACKING.to_owned()], Some(file)))
+    }
+}
+
+/// What the file system of a directory has free; `None` where there is no such directory.
+fn free_bytes(directory: &Path) -> Option<ByteSize> {
+    let found = rustix::fs::statvfs(directory).ok()?;
+    Some(ByteSize(found.f_bavail * found.f_frsize))
+}
+
 fn vram_size(
     url: &VramUrl,
     machine: &Machine,
@@ -227,7 +294,7 @@ fn url_size(url: &StoreUrl) -> ByteSize {
     }
 }
 
-fn notes(machine: &Machine, others: &[Swap]) -> Vec<String> {
+fn remarks(machine: &Machine, others: &[Swap]) -> Vec<String> {
     let mut notes = Vec::new();
     if machine.text("/sys/module/zswap/parameters/enabled").as_deref() == Some("Y") {
         notes.push(
@@ -323,11 +390,32 @@ mod tests {
     }
 
     #[test]
+    fn backing_is_offered_for_gpu_memory_where_the_disk_keeps_as_much_free_again() {
+        let size = ByteSize(4 << 30);
+        let offered = |arguments: &[&str], gib: u64| {
+            let free = move |directory: &Path| (directory == Path::new("/")).then_some(ByteSize(gib << 30));
+            backing(&options(arguments), size, &free, &mut Vec::new())
+        };
+        assert_eq!(offered(&[], 8).ok(), Some((vec![BACKING.to_owned()], Some(BACKING.into()))));
+        for (arguments, gib) in [
+            (&[][..], 7),
+            (&["--backing", "none"], 100),
+            (&["--store", "host"], 100),
+            (&["--parts", "2"], 100),
+        ] {
+            assert_eq!(offered(arguments, gib).ok(), Some((vec![], None)), "{arguments:?}");
+        }
+        let said = offered(&["--backing", "/srv/pages"], 0).expect("taken as it is");
+        assert_eq!(said, (vec!["file:/srv/pages".to_owned()], None));
+        assert!(refusal(offered(&["--backing", "/srv/pages", "--parts", "2"], 0)).contains("--parts 1"));
+    }
+
+    #[test]
     fn zswap_and_swapped_pages_are_mentioned() {
         let zswap = Fixture::new("zswap").with("/sys/module/zswap/parameters/enabled", "Y\n");
         let swap =
             Swap { path: "/dev/sda2".into(), size: ByteSize(1 << 30), used: ByteSize(1 << 20), priority: -2 };
-        assert_eq!(notes(&zswap.machine(), &[swap]).len(), 2);
-        assert_eq!(notes(&Fixture::new("no-zswap").machine(), &[]).len(), 0);
+        assert_eq!(remarks(&zswap.machine(), &[swap]).len(), 2);
+        assert_eq!(remarks(&Fixture::new("no-zswap").machine(), &[]).len(), 0);
     }
 }

@@ -172,11 +172,26 @@ fn main_process(unit: &str) -> Option<Process> {
     identify(String::from_utf8_lossy(&output.stdout).trim().parse().ok()?).ok()
 }
 
-/// The keeper of the daemon that answers there, if one does: `weir on` may have died before it wrote its number down.
+/// The keeper that runs on this directory's configuration, if one does: `weir on` may have died before it wrote its number
+/// down. Its daemon has the same command line, and the keeper for parent.
 fn keeper_of(directory: &Path) -> Option<Process> {
-    let status = control::status(&control_socket(directory)).ok()?;
-    let stat = fs::read_to_string(format!("/proc/{}/stat", status.pid)).ok()?;
-    identify(fields(&stat).nth(1)?.parse().ok()?).ok()
+    let config = config_file(directory);
+    let wanted = ["serve".as_bytes(), b"--config", config.as_os_str().as_encoded_bytes()];
+    let serves = |pid: &u32| {
+        let arguments = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        arguments.split(|byte| *byte == 0).skip(1).take(3).eq(wanted)
+    };
+    let pids: Vec<u32> = fs::read_dir("/proc")
+        .ok()?
+        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+        .filter(serves)
+        .collect();
+    let parent = |pid: u32| -> Option<u32> {
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        fields(&stat).nth(1)?.parse().ok()
+    };
+    let keeper = pids.iter().find(|pid| parent(**pid).is_some_and(|parent| !pids.contains(&parent)))?;
+    identify(*keeper).ok()
 }
 
 fn end(process: Process) -> Result<(), Failure> {

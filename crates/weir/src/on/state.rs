@@ -23,6 +23,11 @@ pub enum Step {
         /// As modprobe knows it.
         name: String,
     },
+    /// A file that was not there before, and its directory.
+    File {
+        /// The file.
+        path: PathBuf,
+    },
     /// A daemon with its keeper.
     Daemon {
         /// Where its configuration, sockets and log are.

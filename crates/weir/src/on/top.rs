@@ -1,0 +1,272 @@
+//! `weir top`: a daemon at work, once a second, until `q`.
+
+use super::options::TopOptions;
+use crate::control::{self, Io, Status};
+use crate::failure::Failure;
+use ratatui::crossterm::event::{self, Event, KeyCode, KeyModifiers};
+use ratatui::layout::{Constraint, Layout};
+use ratatui::style::{Style, Stylize as _};
+use ratatui::widgets::{Cell, Gauge, Paragraph, Row, Table};
+use ratatui::{DefaultTerminal, Frame};
+use std::io::IsTerminal as _;
+use std::path::Path;
+use std::time::{Duration, Instant};
+use weir_core::{ByteSize, PAGE_SIZE};
+
+/// Shows it.
+pub fn run(options: &TopOptions) -> Result<(), Failure> {
+    let path = options.control.clone().unwrap_or_else(control::find);
+    let every = Duration::from_millis(options.interval_ms.into());
+    let first = control::status(&path)?;
+    if options.once {
+        std::thread::sleep(every);
+        let now = control::status(&path)?;
+        print!("{}", plain(&Seen::between(&first, now, every)));
+        return Ok(());
+    }
+    if !std::io::stdout().is_terminal() {
+        return Err(Failure::Usage("weir top draws on a terminal; accepted elsewhere: --once".to_owned()));
+    }
+    let mut terminal = ratatui::try_init().map_err(Failure::failed)?;
+    let outcome = watch(&mut terminal, &path, first, every);
+    ratatui::restore();
+    outcome
+}
+
+fn watch(
+    terminal: &mut DefaultTerminal,
+    path: &Path,
+    mut last: Status,
+    every: Duration,
+) -> Result<(), Failure> {
+    let mut seen = Seen::between(&last, last.clone(), every);
+    let mut at = Instant::now();
+    loop {
+        terminal.draw(|frame| draw(frame, &seen)).map_err(Failure::failed)?;
+        if event::poll(every.saturating_sub(at.elapsed())).map_err(Failure::failed)? {
+            match event::read().map_err(Failure::failed)? {
+                Event::Key(key) if matches!(key.code, KeyCode::Char('q') | KeyCode::Esc) => return Ok(()),
+                Event::Key(key)
+                    if key.code == KeyCode::Char('c') && key.modifiers.contains(KeyModifiers::CONTROL) =>
+                {
+                    return Ok(());
+                }
+                _ => continue,
+            }
+        }
+        match control::status(path) {
+            Ok(now) => {
+                seen = Seen::between(&last, now.clone(), at.elapsed());
+                last = now;
+            }
+            // Another daemon is about to take over, or weir is off by now; the next look says more.
+            Err(_) => seen.away = true,
+        }
+        at = Instant::now();
+    }
+}
+
+/// Two looks at a daemon, and the time between them.
+struct Seen {
+    now: Status,
+    read_rate: f64,
+    write_rate: f64,
+    request_rate: f64,
+    away: bool,
+}
+
+impl Seen {
+    fn between(then: &Status, now: Status, elapsed: Duration) -> Self {
+        // Another daemon counts from zero.
+        let since = |then: u64, now: u64| now.checked_sub(then).unwrap_or(now) as f64 / elapsed.as_secs_f64();
+        let requests = |status: &Status| status.exports.iter().map(|export| export.requests).sum();
+        Seen {
+            read_rate: since(then.read.pages, now.read.pages),
+            write_rate: since(then.write.pages, now.write.pages),
+            request_rate: since(requests(then), requests(&now)),
+            now,
+            away: false,
+        }
+    }
+
+    fn title(&self) -> String {
+        let Status { version, pid, uptime_s, volume, .. } = &self.now;
+        let away = if self.away { ": it does not answer" } else { "" };
+        format!(
+            "weir {version}, process {pid}, up {uptime_s} s, device {}: {} in use, {} of one value{away}",
+            ByteSize(volume.bytes),
+            size(volume.stored),
+            size(volume.filled)
+        )
+    }
+
+    /// Direction, rate, quantiles, failures.
+    fn directions(&self) -> [[String; 7]; 2] {
+        let row = |name: &str, rate: f64, io: &Io| {
+            let quantile = |us: Option<f64>| us.map_or("-".to_owned(), |us| format!("{us:.1}"));
+            [
+                name.to_owned(),
+                format!("{rate:.0}"),
+                format!("{:.1}", rate * PAGE_SIZE as f64 / f64::from(1 << 20)),
+                quantile(io.p50_us),
+                quantile(io.p99_us),
+                quantile(io.p999_us),
+                format!("{}", io.faults),
+            ]
+        };
+        [
+            // As the kernel's user sees them: what is read comes in, what is written goes out.
+            row("in (read)", self.read_rate, &self.now.read),
+            row("out (write)", self.write_rate, &self.now.write),
+        ]
+    }
+}
+
+const COLUMNS: [&str; 7] = ["", "pages/s", "MiB/s", "p50 us", "p99 us", "p99.9 us", "failed"];
+
+fn size(pages: u64) -> ByteSize {
+    ByteSize(pages * PAGE_SIZE as u64)
+}
+
+fn plain(seen: &Seen) -> String {
+    let mut text = seen.title() + "\n";
+    let line = |cells: &[String]| {
+        let cells: Vec<String> = cells
+            .iter()
+            .enumerate()
+            .map(|(at, cell)| if at == 0 { format!("{cell:<12}") } else { format!("{cell:>10}") })
+            .collect();
+        cells.concat() + "\n"
+    };
+    text += &line(&COLUMNS.map(String::from));
+    for row in seen.directions() {
+        text += &line(&row);
+    }
+    for store in &seen.now.stores {
+        let chunks = store.chunks;
+        text += &format!(
+            "{} {}: {} of {}; chunks of {}: {} held, {} reserve, {} emptying, {} given back\n",
+            store.url,
+            store.state,
+            size(store.slots_used),
+            size(store.slots),
+            ByteSize(store.chunk_bytes),
+            chunks.held,
+            chunks.reserve,
+            chunks.emptying,
+            chunks.given_back
+        );
+    }
+    for export in &seen.now.exports {
+        text += &format!(
+            "{} {}: {:.0} requests/s, {} failed\n",
+            export.kind, export.address, seen.request_rate, export.errors
+        );
+    }
+    text
+}
+
+fn draw(frame: &mut Frame<'_>, seen: &Seen) {
+    let stores = seen.now.stores.len() as u16;
+    let parts = Layout::vertical([
+        Constraint::Length(2),
+        Constraint::Length(4),
+        Constraint::Length(3 * stores),
+        Constraint::Length(seen.now.exports.len() as u16 + 1),
+        Constraint::Min(0),
+        Constraint::Length(1),
+    ])
+    .split(frame.area());
+    let title = Paragraph::new(seen.title()).bold();
+    frame.render_widget(if seen.away { title.red() } else { title }, parts[0]);
+
+    let rows = seen.directions().map(|row| Row::new(row.map(Cell::from)));
+    let table = Table::new(rows, [Constraint::Length(12); 7])
+        .header(Row::new(COLUMNS.map(Cell::from)).style(Style::new().dim()));
+    frame.render_widget(table, parts[1]);
+
+    for (store, area) in seen
+        .now
+        .stores
+        .iter()
+        .zip(Layout::vertical(vec![Constraint::Length(3); stores.into()]).split(parts[2]).iter())
+    {
+        let [name, bar, _] =
+            Layout::vertical([Constraint::Length(1), Constraint::Length(1), Constraint::Length(1)])
+                .areas(*area);
+        let chunks = store.chunks;
+        frame.render_widget(
+            Paragraph::new(format!(
+                "{} {}; chunks: {} held, {} reserve, {} emptying, {} given back",
+                store.url, store.state, chunks.held, chunks.reserve, chunks.emptying, chunks.given_back
+            )),
+            name,
+        );
+        let ratio = store.slots_used as f64 / store.slots.max(1) as f64;
+        let label = format!("{} of {}", size(store.slots_used), size(store.slots));
+        frame.render_widget(Gauge::default().ratio(ratio.clamp(0.0, 1.0)).label(label), bar);
+    }
+    let exports: Vec<String> = seen
+        .now
+        .exports
+        .iter()
+        .map(|export| {
+            format!(
+                "{} {}: {} of {} connections, {} requests, {} failed",
+                export.kind,
+                export.address,
+                export.connections,
+                export.connections_most,
+                export.requests,
+                export.errors
+            )
+        })
+        .collect();
+    frame.render_widget(Paragraph::new(exports.join("\n")), parts[3]);
+    frame.render_widget(Paragraph::new("q ends").dim(), parts[5]);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ratatui::Terminal;
+    use ratatui::backend::TestBackend;
+
+    fn status(pages: u64) -> Status {
+        let io =
+            format!(r#"{{"pages":{pages},"faults":0,"corrupt":0,"p50_us":1.5,"p99_us":2.5,"p999_us":null}}"#);
+        let text = format!(
+            r#"{{"schema":1,"version":"0","pid":7,"uptime_s":3,
+                "volume":{{"bytes":1048576,"pages":256,"stored":64,"filled":0,"free":192,"map_bytes":4096}},
+                "stores":[{{"url":"host:1MiB","state":"online","slots":256,"slots_used":64,"chunk_bytes":1048576,
+                            "chunks":{{"held":1,"reserve":0,"emptying":0,"given_back":2}}}}],
+                "read":{io},"write":{io},"discarded":0,
+                "background":{{"given_back_bytes":0,"give_back_bytes_per_s":0,"taken_bytes":0,"take_bytes_per_s":0,
+                               "moved_out":0,"moved_up":0,"threads":1,"items":0,"batches":0,"longest_batch":0,"wakes":0}},
+                "exports":[{{"kind":"nbd","address":"unix:/x","connections":2,"connections_most":4,"requests":9,"errors":0}}],
+                "protection":{{"swap":true,"io_flusher":true,"memory_locked":true,"oom_exempt":true,"io_allocations":0}}}}"#
+        );
+        serde_json::from_str(&text).expect("a status")
+    }
+
+    #[test]
+    fn a_rate_is_what_came_since_the_last_look_and_a_new_daemon_counts_from_zero() {
+        let seen = Seen::between(&status(1000), status(3000), Duration::from_secs(2));
+        assert_eq!(seen.read_rate, 1000.0);
+        let after_restart = Seen::between(&status(1000), status(500), Duration::from_secs(1));
+        assert_eq!(after_restart.read_rate, 500.0);
+    }
+
+    #[test]
+    fn lines_and_screen_show_rates_latencies_and_chunks() {
+        let seen = Seen::between(&status(0), status(2560), Duration::from_secs(1));
+        let mut terminal = Terminal::new(TestBackend::new(100, 24)).expect("a terminal");
+        terminal.draw(|frame| draw(frame, &seen)).expect("drawn");
+        let screen = terminal.backend().to_string();
+        for text in [plain(&seen), screen] {
+            for words in ["2560", "10.0", "1.5", "2 given back", "256KiB of 1MiB", "unix:/x"] {
+                assert!(text.contains(words), "{words} is missing in\n{text}");
+            }
+        }
+    }
+}

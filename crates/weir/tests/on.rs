@@ -1,0 +1,156 @@
+//! `weir on` and `off` on this very machine, by FUSE and a loop device. As root, where both are there.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::{Mutex, MutexGuard};
+use std::thread;
+use std::time::Duration;
+
+/// Settings of the kernel are everybody's: one test at a time.
+static MACHINE: Mutex<()> = Mutex::new(());
+
+struct Place {
+    directory: PathBuf,
+    _machine: MutexGuard<'static, ()>,
+}
+
+impl Place {
+    /// A run-time directory; `None` where this machine lacks what the tests need.
+    fn new(name: &str) -> Option<Self> {
+        let machine = MACHINE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let is_root = fs::metadata("/proc/self").is_ok_and(|own| {
+            use std::os::unix::fs::MetadataExt as _;
+            own.uid() == 0
+        });
+        if !is_root || !Path::new("/dev/fuse").exists() || !Path::new("/dev/loop-control").exists() {
+            println!("skipped: needs root, /dev/fuse and loop devices");
+            return None;
+        }
+        let directory = PathBuf::from(format!("/run/weir-on-test-{}-{name}", std::process::id()));
+        Some(Place { directory, _machine: machine })
+    }
+
+    fn weir(&self, command: &str, arguments: &[&str]) -> Command {
+        let mut weir = Command::new(env!("CARGO_BIN_EXE_weir"));
+        weir.arg(command).arg("--runtime").arg(&self.directory).args(arguments);
+        weir
+    }
+
+    fn on(&self) -> Command {
+        let options = ["--front", "fuse", "--store", "host", "--size", "64MiB", "--unsafe-no-flusher"];
+        self.weir("on", &[&options[..], &["--allow-hibernation"]].concat())
+    }
+
+    fn off(&self) -> Output {
+        self.weir("off", &[]).output().expect("weir runs")
+    }
+
+    /// All that is on the machine because of this directory.
+    fn left(&self) -> Vec<String> {
+        let directory = self.directory.to_str().expect("text");
+        let mut left = Vec::new();
+        for entry in fs::read_dir("/proc").expect("proc").flatten() {
+            let command_line = fs::read(entry.path().join("cmdline")).unwrap_or_default();
+            let text = String::from_utf8_lossy(&command_line).replace('\0', " ");
+            if text.contains(directory) {
+                left.push(text);
+            }
+        }
+        for entry in fs::read_dir("/sys/block").expect("sysfs").flatten() {
+            let file = fs::read_to_string(entry.path().join("loop/backing_file")).unwrap_or_default();
+            if file.contains(directory) {
+                left.push(format!("{} over {file}", entry.path().display()));
+            }
+        }
+        let mounts = fs::read_to_string("/proc/mounts").expect("mounts");
+        left.extend(mounts.lines().filter(|line| line.contains(directory)).map(String::from));
+        if self.directory.exists() {
+            left.push(directory.to_owned());
+        }
+        left
+    }
+
+    fn swaps(&self) -> String {
+        fs::read_to_string("/proc/swaps").expect("swap")
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        if self.directory.exists() {
+            self.off();
+        }
+    }
+}
+
+fn text(output: &Output) -> String {
+    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+}
+
+#[test]
+fn on_and_off_leave_the_machine_as_it_was() {
+    let Some(place) = Place::new("whole") else { return };
+    let before = (place.swaps(), fs::read_to_string("/proc/sys/vm/page-cluster").expect("a setting"));
+    let on = place.on().output().expect("weir runs");
+    assert!(on.status.success(), "{}", text(&on));
+    assert_eq!(place.swaps().lines().count(), before.0.lines().count() + 1, "{}", text(&on));
+    assert_eq!(fs::read_to_string("/proc/sys/vm/page-cluster").expect("a setting"), "0\n");
+    let again = place.on().output().expect("weir runs");
+    assert!(again.status.success() && text(&again).starts_with("already on: /dev/loop"), "{}", text(&again));
+
+    let restart = place.weir("restart", &[]).output().expect("weir runs");
+    assert!(restart.status.success(), "{}", text(&restart));
+
+    let off = place.off();
+    assert!(off.status.success(), "{}", text(&off));
+    assert_eq!((place.swaps(), fs::read_to_string("/proc/sys/vm/page-cluster").expect("a setting")), before);
+    assert_eq!(place.left(), Vec::<String>::new());
+    let again = place.off();
+    assert!(again.status.success() && text(&again).starts_with("not on"), "{}", text(&again));
+}
+
+#[test]
+fn what_a_killed_weir_on_has_done_by_then_is_undone_by_weir_off() {
+    let Some(place) = Place::new("killed") else { return };
+    let before = (place.swaps(), fs::read_to_string("/proc/sys/vm/page-cluster").expect("a setting"));
+    for milliseconds in [0, 5, 10, 20, 40, 60, 80, 120, 160, 240] {
+        let mut on = place.on().stdout(std::process::Stdio::null()).spawn().expect("weir runs");
+        thread::sleep(Duration::from_millis(milliseconds));
+        on.kill().expect("killed");
+        on.wait().expect("gone");
+        let off = place.off();
+        assert!(off.status.success(), "killed after {milliseconds} ms: {}", text(&off));
+        assert_eq!(place.left(), Vec::<String>::new(), "killed after {milliseconds} ms");
+        let after = (place.swaps(), fs::read_to_string("/proc/sys/vm/page-cluster").expect("a setting"));
+        assert_eq!(after, before, "killed after {milliseconds} ms");
+    }
+}
+
+#[test]
+fn a_step_that_fails_takes_back_those_before_it() {
+    let Some(place) = Place::new("fails") else { return };
+    let before = place.swaps();
+    // The kernel takes no second header: a device of one page is no swap area.
+    let mut on = place.weir("on", &["--front", "fuse", "--store", "host:4KiB", "--unsafe-no-flusher"]);
+    let on = on.arg("--allow-hibernation").output().expect("weir runs");
+    assert_eq!(on.status.code(), Some(1), "{}", text(&on));
+    assert!(text(&on).contains("swap area"), "{}", text(&on));
+    assert_eq!(place.left(), Vec::<String>::new());
+    assert_eq!(place.swaps(), before);
+}
+
+#[test]
+fn without_the_flusher_it_is_refused_and_nothing_is_changed() {
+    let Some(place) = Place::new("refused") else { return };
+    let status = fs::read_to_string("/proc/self/status").expect("status");
+    let mask = status.lines().find_map(|line| line.strip_prefix("CapEff:")).expect("capabilities");
+    if u64::from_str_radix(mask.trim(), 16).expect("a number") >> 24 & 1 == 1 {
+        println!("skipped: this system grants CAP_SYS_RESOURCE");
+        return;
+    }
+    let on = place.weir("on", &["--store", "host", "--size", "64MiB"]).output().expect("weir runs");
+    assert_eq!(on.status.code(), Some(1));
+    assert!(text(&on).contains("--unsafe-no-flusher"), "{}", text(&on));
+    assert_eq!(place.left(), Vec::<String>::new());
+}
