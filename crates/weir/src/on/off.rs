@@ -13,6 +13,10 @@ pub fn run(options: &OffOptions) -> Result<(), Failure> {
         return drain::swapoff_here(device);
     }
     if state::read(&options.runtime)?.is_none() {
+        // A weir on that was killed in its first moment leaves an empty directory.
+        if rustix::process::geteuid().is_root() && options.runtime.exists() {
+            Journal::open(&options.runtime)?.remove()?;
+        }
         println!("not on: nothing in {} to turn off", options.runtime.display());
         return Ok(());
     }
