@@ -124,6 +124,17 @@ impl Known {
 }
 
 #[test]
+fn the_keeper_runs_from_memory_so_that_an_upgrade_leaves_no_removed_file_in_use() {
+    let mut scene = Scene::start("memory", &["--store", "host:8MiB"]);
+    drop(scene.connect());
+    let link = |what: &str| fs::read_link(format!("/proc/{}/{what}", scene.keeper.id())).unwrap();
+    assert!(link("exe").starts_with("/memfd:weir (deleted)"), "{}", link("exe").display());
+    let name = fs::read_to_string(format!("/proc/{}/comm", scene.keeper.id())).unwrap();
+    assert_eq!(name.trim(), "weir");
+    assert_eq!(scene.terminate(), Some(0));
+}
+
+#[test]
 fn every_acknowledged_page_survives_kills_at_random_moments() {
     survive(&Scene::start("kills", &["--store", "host:8MiB"]));
 }

@@ -7,6 +7,7 @@
 //! the same map. The keeper has no GPU code, no threads, and memory set aside for the start: the machine may be out of memory, and init, which
 //! would restart a service, may itself be swapped out to the very device that is down.
 
+mod copy;
 mod link;
 mod supervise;
 mod wire;

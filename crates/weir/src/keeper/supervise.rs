@@ -1,5 +1,6 @@
 //! The keeper's side: holds, watches, starts again.
 
+use super::copy;
 use super::link::ENVIRONMENT;
 use super::wire::{Kind, Message, receive, send, split};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -62,6 +63,17 @@ struct Keeper<'a> {
 /// # Errors
 /// When a daemon cannot even be started.
 pub fn run(log: &Log) -> io::Result<i32> {
+    if copy::original().is_none() {
+        let error = copy::run();
+        (log)(
+            Level::Warning,
+            format_args!(
+                "the keeper cannot run from memory ({error}), so an upgrade keeps its old file in use"
+            ),
+        );
+    }
+    // A copy has the name of its descriptor.
+    rustix::thread::set_name(c"weir")?;
     let (signals, tell) = UnixStream::pair()?;
     signals.set_nonblocking(true)?;
     for signal in [SIGTERM, SIGINT] {
@@ -72,7 +84,7 @@ pub fn run(log: &Log) -> io::Result<i32> {
     // A daemon that dies is followed by the very program that it was, even where an upgrade has put another in its
     // place; one that makes way is followed by that other. Its path is asked for while the two are still one.
     let own = PathBuf::from("/proc/self/exe");
-    let installed = std::env::current_exe().unwrap_or_else(|_| own.clone());
+    let installed = copy::original().or_else(|| std::env::current_exe().ok()).unwrap_or_else(|| own.clone());
     let mut program = &own;
     let mut served = false;
     loop {
