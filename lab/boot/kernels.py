@@ -18,6 +18,7 @@ KNOWN = {
     "debian-6.1-cloud": ("qemu", "bookworm", "linux-image-cloud-amd64", "linux-headers-cloud-amd64"),
     "debian-6.1": ("qemu", "bookworm", "linux-image-amd64", "linux-headers-amd64"),
     "debian-6.12-cloud": ("qemu", "bookworm-backports", "linux-image-cloud-amd64", "linux-headers-cloud-amd64"),
+    "debian-7-cloud": ("qemu", "trixie-backports", "linux-image-cloud-amd64", "linux-headers-cloud-amd64"),
     "debian-6.12": ("qemu", "bookworm-backports", "linux-image-amd64", "linux-headers-amd64"),
 }
 
@@ -66,7 +67,8 @@ def find(name, with_headers=False):
         image = os.path.join(root, "usr/bin/linux.uml")
         modules = _only(os.path.join(root, "usr/lib/uml/modules/*"))
     else:
-        image = _only(os.path.join(root, "boot/vmlinuz-*"))
+        # Since 7.x the kernel lies with its modules.
+        image = _only(os.path.join(root, "boot/vmlinuz-*"), os.path.join(root, "lib/modules/*/vmlinuz"))
         modules = _only(os.path.join(root, "lib/modules/*"))
     kernel = Kernel(name, boot, image, os.path.basename(modules), modules)
     if with_headers:
@@ -80,10 +82,10 @@ def _installed_uml():
     return "/" if glob.glob("/usr/lib/uml/modules/*/modules.dep") and os.path.exists("/usr/bin/linux.uml") else None
 
 
-def _only(pattern):
-    found = sorted(glob.glob(pattern))
+def _only(*patterns):
+    found = sorted(path for pattern in patterns for path in glob.glob(pattern))
     if not found:
-        raise Missing(f"{pattern} (the cached kernel is incomplete: remove {cache_dir()} and run again)")
+        raise Missing(f"{patterns[0]} (the cached kernel is incomplete: remove {cache_dir()} and run again)")
     return found[-1]
 
 
@@ -108,6 +110,8 @@ def _fetched(name, boot, suite, package):
                 archive.unpack([*names, "libc6"] if foreign else names, partial)
                 if foreign:
                     _with_its_own_libc(f"{partial}/usr/bin/linux.uml", f"{place}/usr/lib/x86_64-linux-gnu")
+                if not os.path.exists(os.path.join(partial, "lib")):
+                    os.symlink("usr/lib", os.path.join(partial, "lib"))
                 for modules in glob.glob(os.path.join(partial, "lib/modules/*")):
                     subprocess.run(["depmod", "-b", partial, os.path.basename(modules)], check=True)
     return place
