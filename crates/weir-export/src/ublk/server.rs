@@ -5,7 +5,7 @@ use super::device::{Device, Shape};
 use super::engine::{Engine, REQUEST_BYTES_MAX};
 use super::queue::Queue;
 use super::stats::{Counters, Stats};
-use super::uapi::{DeviceInfo, QUEUE_DEPTH_MAX};
+use super::uapi::{DeviceInfo, FEATURE_QUIESCE, QUEUE_DEPTH_MAX};
 use crate::log::{Level, Log};
 use crate::spin::{Spin, SpinGate};
 use rustix::fs::{Mode, OFlags};
@@ -162,6 +162,14 @@ impl Server {
         check(config)?;
         let mut control = Control::open()?;
         clear_up(&mut control, log);
+        if control.features() & FEATURE_QUIESCE == 0 {
+            (log)(
+                Level::Warning,
+                format_args!(
+                    "ublk: before Linux 6.16 the kernel may crash when this process is killed under load; NBD has no such weakness"
+                ),
+            );
+        }
         let shape = Shape {
             pages: volume.pages(),
             queues: config.queues,

@@ -64,12 +64,6 @@ pub const TRY_STOP_DEV: u32 = control(READ_WRITE, 0x17);
 pub const FETCH_REQ: u32 = io(0x20);
 /// Answers a request and offers the buffer again.
 pub const COMMIT_AND_FETCH_REQ: u32 = io(0x21);
-/// Says where each request's buffer is. Linux 7.0.
-pub const PREP_IO_CMDS: u32 = io(0x25);
-/// Answers many requests and offers their buffers again. Linux 7.0.
-pub const COMMIT_IO_CMDS: u32 = io(0x26);
-/// Completes again and again, each time with the tags of many requests. Linux 7.0.
-pub const FETCH_IO_CMDS: u32 = io(0x27);
 
 /// A fetch's result where the device has gone.
 pub const RESULT_ABORT: i32 = -libc::ENODEV;
@@ -80,8 +74,10 @@ pub const FEATURE_USER_RECOVERY: u64 = 1 << 3;
 pub const FEATURE_USER_RECOVERY_REISSUE: u64 = 1 << 4;
 /// Commands are encoded as ioctls are.
 pub const FEATURE_IOCTL_ENCODE: u64 = 1 << 6;
-/// Many requests to a command. Linux 7.0.
-pub const FEATURE_BATCH_IO: u64 = 1 << 15;
+/// The kernel knows how to quiesce a device. Not used: it tells drivers that survive their server's death under load (Linux 6.16) from
+/// older ones, in which completions that are on their way then may outlive the ring that they are for (a NULL pointer in
+/// `tctx_task_work_run`, seen on Debian's 6.12.95).
+pub const FEATURE_QUIESCE: u64 = 1 << 12;
 /// The kernel knows `TRY_STOP_DEV`.
 pub const FEATURE_SAFE_STOP: u64 = 1 << 17;
 
@@ -111,15 +107,10 @@ pub const IO_NO_UNMAP: u32 = 1 << 15;
 /// The kernel swaps.
 pub const IO_SWAP: u32 = 1 << 16;
 
-/// Writes are answered before they are safe. (Ours are not.)
-pub const ATTRIBUTE_VOLATILE_CACHE: u32 = 1 << 2;
 /// [`Parameters::basic`] is filled in.
 pub const PARAMETERS_BASIC: u32 = 1;
 /// [`Parameters::discard`] is filled in.
 pub const PARAMETERS_DISCARD: u32 = 2;
-
-/// A buffer's address follows each element's head.
-pub const BATCH_HAS_ADDRESS: u16 = 1;
 
 /// A structure of the interface, without padding, so that it is no more than its bytes.
 ///
@@ -214,7 +205,7 @@ plain! {
 
     /// `struct ublk_param_basic`.
     BasicParameters: 32 {
-        /// `ATTRIBUTE_` bits.
+        /// Read-only, rotational, with a volatile cache and so on: ours is nothing of it.
         attributes: u32 = 0,
         /// Logical block size, as a power of two.
         logical_shift: u8 = 4,
@@ -287,34 +278,6 @@ plain! {
         /// The buffer for the next request of this tag.
         address: u64 = 8,
     }
-
-    /// `struct ublk_batch_io`: travels inside a submission.
-    BatchCommand: 16 {
-        /// Which queue.
-        queue: u16 = 0,
-        /// `BATCH_` bits.
-        flags: u16 = 2,
-        /// How many elements the buffer has.
-        elements: u16 = 4,
-        /// Bytes of each.
-        element_bytes: u8 = 6,
-        /// Zero.
-        reserved: u8 = 7,
-        /// Zero.
-        reserved2: u64 = 8,
-    }
-
-    /// `struct ublk_elem_header` with the address that [`BATCH_HAS_ADDRESS`] announces.
-    BatchElement: 16 {
-        /// Which request.
-        tag: u16 = 0,
-        /// Zero: buffers are not registered.
-        buffer: u16 = 2,
-        /// Bytes done, or a negative error number.
-        result: i32 = 4,
-        /// The buffer for the next request of this tag.
-        address: u64 = 8,
-    }
 }
 
 /// A queue's descriptors in the mapping of the character device: its offset there, and its length.
@@ -344,9 +307,6 @@ mod tests {
             (TRY_STOP_DEV, 0xc020_7517),
             (FETCH_REQ, 0xc010_7520),
             (COMMIT_AND_FETCH_REQ, 0xc010_7521),
-            (PREP_IO_CMDS, 0xc010_7525),
-            (COMMIT_IO_CMDS, 0xc010_7526),
-            (FETCH_IO_CMDS, 0xc010_7527),
         ] {
             assert_eq!(command, number, "{command:#x} is not {number:#x}");
         }

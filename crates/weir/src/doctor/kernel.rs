@@ -13,12 +13,7 @@ pub fn check(machine: &Machine) -> Vec<Finding> {
         version(&release),
         front_end(&nbd, &ublk, fuse),
         module("nbd", &nbd, "weir attach cannot connect a kernel block device", "modprobe nbd"),
-        module(
-            "ublk",
-            &ublk,
-            "the front end that survives a restart of the daemon is missing",
-            "modprobe ublk_drv",
-        ),
+        ublk_driver(&ublk, &release),
         module(
             "bcache",
             &Module::find(machine, &release, "bcache"),
@@ -96,6 +91,40 @@ fn module(id: &'static str, module: &Module, lost: &str, load: &str) -> Finding 
     }
 }
 
+/// Since when the driver says what it can do, and weir serve --ublk can use it.
+const UBLK: (u32, u32) = (6, 5);
+/// Since when the driver is known to survive its daemon's death under load; on 6.12.95 the kernel dies of it.
+const UBLK_SURVIVES: (u32, u32) = (6, 16);
+
+fn ublk_driver(module: &Module, release: &str) -> Finding {
+    const ID: &str = "ublk";
+    match numbers(release) {
+        _ if !module.usable() => self::module(
+            ID,
+            module,
+            "the front end with the shortest way to the daemon is missing",
+            "modprobe ublk_drv",
+        ),
+        Some(numbers) if numbers < UBLK => Finding::warn(
+            ID,
+            format!("{module}, but {release} is older than 6.5: weir serve --ublk refuses"),
+            "use Linux 6.5 or newer, or weir attach by NBD",
+        ),
+        Some(numbers) if numbers < UBLK_SURVIVES => Finding::warn(
+            ID,
+            format!("{module}; before Linux 6.16 the kernel may crash when the daemon is killed under load"),
+            "use Linux 6.16 or newer, or weir attach by NBD",
+        ),
+        _ => self::module(ID, module, "", "modprobe ublk_drv"),
+    }
+}
+
+/// Major and minor of a kernel's release.
+fn numbers(release: &str) -> Option<(u32, u32)> {
+    let mut numbers = release.split(['.', '-']).map_while(|part| part.parse::<u32>().ok());
+    Some((numbers.next()?, numbers.next()?))
+}
+
 fn front_end(nbd: &Module, ublk: &Module, fuse: bool) -> Finding {
     let ways: Vec<&str> = [(ublk.usable(), "ublk"), (nbd.usable(), "nbd"), (fuse, "FUSE and a loop device")]
         .into_iter()
@@ -113,15 +142,14 @@ fn front_end(nbd: &Module, ublk: &Module, fuse: bool) -> Finding {
 }
 
 fn version(release: &str) -> Finding {
-    let mut numbers = release.split(['.', '-']).map_while(|part| part.parse::<u32>().ok());
-    match (numbers.next(), numbers.next()) {
-        (Some(major), Some(minor)) if (major, minor) >= (5, 14) => Finding::ok("kernel", release),
-        (Some(_), Some(_)) => Finding::fail(
+    match numbers(release) {
+        Some(numbers) if numbers >= (5, 14) => Finding::ok("kernel", release),
+        Some(_) => Finding::fail(
             "kernel",
             format!("{release} is older than 5.14, which has MADV_POPULATE_WRITE"),
             "use Linux 5.14 or newer; 6.8 for the pager's UFFDIO_MOVE",
         ),
-        _ => Finding::fail(
+        None => Finding::fail(
             "kernel",
             format!("release {release:?} says nothing"),
             "run on Linux, with /proc mounted",
