@@ -13,44 +13,49 @@ def rows(share, heartbeat_goal):
     found = []
     for line in _lines(f"{share}/figures"):
         name, metric, value, better, goal = (line.split("\t") + [""])[:5]
-        found.append(_row(name, metric, float(value), better or None, float(goal) if goal else None))
+        found.append(row(name, metric, float(value), better or None, float(goal) if goal else None))
     for line in _lines(f"{share}/heartbeat"):
         gap = float(line.split()[0])
-        found.append(_row(HEARTBEAT, "max_gap_s", gap, "lower", heartbeat_goal))
+        found.append(row(HEARTBEAT, "max_gap_s", gap, "lower", heartbeat_goal))
     return found
 
 
-def _row(name, metric, value, better, goal):
-    row = {"id": name, "metric": metric, "value": value}
+def row(name, metric, value, better, goal):
+    """One figure, and whether it reaches its goal."""
+    figure = {"id": name, "metric": metric, "value": value}
     if better:
-        row["better"] = better
+        figure["better"] = better
     if goal is not None:
-        row["goal"] = goal
-        row["met"] = value <= goal if better == "lower" else value >= goal
-    return row
+        figure["goal"] = goal
+        figure["met"] = value <= goal if better == "lower" else value >= goal
+    return figure
 
 
-def document(tree, scenario, kernel, scale, passed, seconds, figures):
-    """One JSON object for one run."""
+def of(bench, tree, passed, seconds, figures):
+    """One JSON object for what a script of the tests found."""
     return {
         "schema": 1,
-        "bench": "lab",
-        "scenario": scenario.name,
-        "scale": scale,
+        "bench": bench,
         "passed": passed,
         "seconds": round(seconds, 2),
         "commit": _commit(tree),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "kernel": platform.release(), "gpu": None, "driver": None},
-        "guest": {
-            "kernel": kernel.release,
-            "boot": kernel.boot,
-            "memory_mib": scenario.memory_mib,
-            "cpus": 1 if kernel.boot == "uml" else scenario.cpus,
-        },
         "runs": 1,
         "rows": figures,
     }
+
+
+def document(tree, scenario, kernel, scale, passed, seconds, figures):
+    """One JSON object for one run of a scenario."""
+    guest = {
+        "kernel": kernel.release,
+        "boot": kernel.boot,
+        "memory_mib": scenario.memory_mib,
+        "cpus": 1 if kernel.boot == "uml" else scenario.cpus,
+    }
+    more = {"scenario": scenario.name, "scale": scale, "guest": guest}
+    return of("lab", tree, passed, seconds, figures) | more
 
 
 def _lines(path):

@@ -114,6 +114,17 @@ pub trait Store: Send + Sync + fmt::Debug {
         Ok(None)
     }
 
+    /// Whether nothing that a process before this one began can still change a slot. A dead process submits nothing more, but
+    /// what it had submitted may land later, where there is a device behind it.
+    fn is_quiet(&self) -> bool {
+        true
+    }
+
+    /// Why the kernel must not swap onto it, with the next step; `None` where it may.
+    fn unfit_for_swap(&self) -> Option<String> {
+        None
+    }
+
     /// Takes memory for a released chunk again. Slow: call it from a worker.
     ///
     /// # Errors

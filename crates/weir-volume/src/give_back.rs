@@ -50,6 +50,11 @@ pub enum GiveBackError {
         /// Those that were met before the work ended, and what their stores said.
         Vec<(PageNo, Fault)>,
     ),
+    /// A daemon before this one may still be writing into the store.
+    #[error(
+        "what the daemon before had begun to write is still under way; try again when the disk has done it"
+    )]
+    Settling,
     /// A lane has been busy for longer than any operation should take.
     #[error("a lane has been busy for {LANES_WAIT:?}")]
     Busy,
@@ -77,6 +82,11 @@ impl Volume {
     /// # Errors
     /// When one is not there to be given back, or the volume's size needs them.
     pub fn begin_give_back(&self, store: usize, chunks: &[u32]) -> Result<(), GiveBackError> {
+        // A slot in quarantine belongs to no page, so nothing would ever empty it.
+        self.end_quarantines();
+        if self.tiers.get(store).is_some_and(Tier::is_quarantined) {
+            return Err(GiveBackError::Settling);
+        }
         let mut closed = 0;
         let result = chunks.iter().try_for_each(|&chunk| {
             let (tier, slots) = self.find_chunk(store, chunk)?;

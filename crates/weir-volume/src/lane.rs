@@ -115,7 +115,11 @@ pub enum View<'a> {
 }
 
 /// Keeps what [`view`](Guard::view) shows in place, for as long as it lives. Not to be held while waiting.
-pub struct Guard<'a>(pub(crate) &'a mut Lane);
+pub struct Guard<'a> {
+    pub(crate) lane: &'a mut Lane,
+    /// When it began, where it is one of those that are timed.
+    started: Option<Instant>,
+}
 
 /// Where a page was found, and what proves its content. Valid while the lane is pinned.
 #[derive(Clone, Copy)]
@@ -403,7 +407,8 @@ impl Lane {
     /// Keeps pages in place, to look at them where they lie.
     pub fn pin(&mut self) -> Guard<'_> {
         self.enter();
-        Guard(self)
+        let started = self.sample();
+        Guard { lane: self, started }
     }
 
     /// Pins this lane; moves the pin on where nothing holds it, so that a long batch does not keep its own freed slots.
@@ -563,6 +568,7 @@ impl Lane {
         count(&self.metrics().waits);
         let started = Instant::now();
         loop {
+            self.volume.end_quarantines();
             self.enter();
             self.refresh_safe();
             if let Some(found) = self.claim_now(page) {
@@ -785,7 +791,7 @@ impl Drop for Lane {
 impl Guard<'_> {
     /// What a read of the page finds. A page shown as bytes has been verified.
     pub fn view(&self, page: PageNo) -> View<'_> {
-        self.show(&self.0.volume.locate(page))
+        self.show(&self.lane.volume.locate(page))
     }
 
     #[inline]
@@ -797,7 +803,7 @@ impl Guard<'_> {
             Place::Stored { store, slot } => {
                 // SAFETY: the map named the slot after this lane was pinned, so no lane claims it, and so nobody writes it
                 // or releases its chunk, before the pin ends; the result borrows the guard, whose end that is.
-                match unsafe { self.0.stores[store].lane.view(slot) } {
+                match unsafe { self.lane.stores[store].lane.view(slot) } {
                     None => View::Elsewhere,
                     Some(bytes) => match located.verify(bytes) {
                         Ok(()) => View::Bytes(bytes),
@@ -811,25 +817,31 @@ impl Guard<'_> {
     /// Says that [`view`](Guard::view) of the page will follow: starts to bring it nearer to the processor.
     #[inline]
     pub fn prefetch(&self, page: PageNo) {
-        if let Place::Stored { store, slot } = self.0.volume.locate(page).entry.place() {
+        if let Place::Stored { store, slot } = self.lane.volume.locate(page).entry.place() {
             // SAFETY: as in `view`.
-            if let Some(bytes) = unsafe { self.0.stores[store].lane.view(slot) } {
+            if let Some(bytes) = unsafe { self.lane.stores[store].lane.view(slot) } {
                 weir_core::prefetch(bytes);
             }
         }
     }
 
-    /// Counts `pages` pages that were read through this guard, `faults` of them in vain.
+    /// Counts `pages` pages that have been looked at through this guard since it began, `faults` of them in vain. A page of
+    /// those that are timed took its share of the time.
     pub fn count_reads(&self, pages: u64, faults: u64) {
-        let metrics = self.0.metrics();
+        let metrics = self.lane.metrics();
         metrics.reads.add(pages);
         metrics.read_faults.add(faults);
+        if let Some(started) = self.started
+            && pages > 0
+        {
+            metrics.read_latencies.record(started.elapsed() / pages as u32, 1);
+        }
     }
 }
 
 impl Drop for Guard<'_> {
     fn drop(&mut self) {
-        self.0.leave();
+        self.lane.leave();
     }
 }
 

@@ -214,7 +214,7 @@ impl Guard<'_> {
     /// Lends a page where it lies, if that can be done; else shows what [`view`](Guard::view) does. Verified either way.
     #[inline]
     pub fn lend(&self, page: PageNo, lender: &mut Lender) -> Loan<'_> {
-        let volume = self.0.volume();
+        let volume = self.lane.volume();
         debug_assert!(Arc::ptr_eq(volume, &lender.volume), "the lender is of another volume");
         let located = volume.locate(page);
         let here = located.entry.place();
@@ -232,17 +232,17 @@ impl Guard<'_> {
     /// Says that this page will be asked for in a while: brings near what says where it lies.
     #[inline]
     pub fn prefetch_entry(&self, page: PageNo) {
-        self.0.volume().map.prefetch(page);
+        self.lane.volume().map.prefetch(page);
     }
 
     /// Says that this page will be asked for after the next one or two: brings its record and its head near.
     #[inline]
     pub fn prefetch_head(&self, page: PageNo) {
-        let volume = self.0.volume();
+        let volume = self.lane.volume();
         if let Place::Stored { store, slot } = volume.map.load(page).place() {
             volume.tiers[store].records.prefetch(slot);
             // SAFETY: the map names the slot and this lane is pinned, as in `view`.
-            if let Some(bytes) = unsafe { self.0.stores[store].lane.view(slot) } {
+            if let Some(bytes) = unsafe { self.lane.stores[store].lane.view(slot) } {
                 weir_core::prefetch_head(bytes);
             }
         }

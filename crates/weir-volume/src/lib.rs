@@ -38,6 +38,7 @@ mod lane;
 #[cfg_attr(loom, allow(dead_code))]
 mod lend;
 mod map;
+mod quarantine;
 mod records;
 mod recover;
 mod status;
@@ -53,6 +54,7 @@ pub use status::{StoreStatus, VolumeStatus};
 
 use epoch::Epochs;
 use map::Map;
+use quarantine::Quarantine;
 use records::{PAGES_MAX, Records};
 use status::LaneMetrics;
 use std::fmt;
@@ -151,12 +153,7 @@ pub struct Volume {
 struct Tier {
     store: Arc<dyn Store>,
     records: Records,
-}
-
-impl Tier {
-    fn new(store: Arc<dyn Store>, records: Records) -> Self {
-        Tier { store, records }
-    }
+    quarantine: Quarantine,
 }
 
 /// What the volume keeps for a lane: whether it is taken, and its counters.
@@ -165,6 +162,12 @@ impl Tier {
 struct LaneSeat {
     taken: AtomicBool,
     metrics: LaneMetrics,
+}
+
+impl Tier {
+    fn new(store: Arc<dyn Store>, records: Records) -> Self {
+        Tier { store, records, quarantine: Quarantine::default() }
+    }
 }
 
 impl Volume {

@@ -84,6 +84,14 @@ impl Records {
         self.count();
     }
 
+    /// The slots that are in use and for which `referenced` is false: somebody was about to write them.
+    pub fn claimed(&self, referenced: impl Fn(Slot) -> bool) -> Vec<Slot> {
+        (0..self.slots)
+            .map(Slot)
+            .filter(|slot| self.occupant(*slot).is_some() && !referenced(*slot))
+            .collect()
+    }
+
     fn count(&mut self) {
         for extent in 0..self.extents.len() as u32 {
             let free = self

@@ -2,7 +2,8 @@
 //!
 //! The keeper holds three kinds of memory for a volume: the page map, the slot records of each store, and (for a host
 //! store) the pages. The map is the truth. A record that the map does not name belongs to a write that was
-//! never acknowledged, or to a slot that was just freed: either way the slot is free. An entry whose
+//! never acknowledged, or to a slot that was just freed: either way the slot is free, at once or, where the write may
+//! still be on its way to a disk, when that is over. An entry whose
 //! record does not agree cannot come from us; its page is lost, and says so when it is read.
 
 use crate::entry::{Entry, Place};
@@ -121,8 +122,14 @@ impl Volume {
                 }
             }
         }
-        for (tier, named) in tiers.iter_mut().zip(&named) {
-            tier.records.keep_only(|slot| named.contains(slot));
+        for (tier, kept) in tiers.iter_mut().zip(&mut named) {
+            // Asked first: what is over now cannot begin again.
+            if !tier.store.is_quiet() {
+                let under_way = tier.records.claimed(|slot| kept.contains(slot));
+                under_way.iter().for_each(|slot| kept.insert(*slot));
+                tier.quarantine.fill(under_way);
+            }
+            tier.records.keep_only(|slot| kept.contains(slot));
             tier.adopt_chunks();
         }
         let volume = Self::assemble(config, map, tiers);

@@ -92,6 +92,7 @@ impl Volume {
 
     /// Its counts and the condition of its stores.
     pub fn status(&self) -> VolumeStatus {
+        self.end_quarantines();
         let sum = |counter: fn(&LaneMetrics) -> &Counter| -> u64 {
             self.lanes.iter().fold(0, |sum, seat| sum.wrapping_add(counter(&seat.metrics).get()))
         };

@@ -285,9 +285,14 @@ pub struct AttachOptions {
     #[arg(long, value_name = "S", default_value_t = 600, value_parser = clap::value_parser!(u16).range(1..))]
     pub reconnect_timeout: u16,
 
-    /// Replace the dead connections of a device that is there.
+    /// Replace the dead connections of a device that is there. A daemon does so by itself for devices of which it
+    /// knows.
     #[arg(long, requires = "device")]
     pub reconnect: bool,
+
+    /// The daemon's control socket, where it is told of the device [default: as for weir serve].
+    #[arg(long, value_name = "PATH")]
+    pub control: Option<PathBuf>,
 }
 
 /// Which device.
@@ -296,6 +301,10 @@ pub struct DetachOptions {
     /// The device, as `weir attach` printed it.
     #[arg(value_name = "/dev/nbdN")]
     pub device: PathBuf,
+
+    /// The daemon's control socket, where it is told [default: as for weir serve].
+    #[arg(long, value_name = "PATH")]
+    pub control: Option<PathBuf>,
 }
 
 /// Where a RAM disk is mounted, and what it is made of.

@@ -1,6 +1,7 @@
 //! The daemon: stores, the volume over them, and the ways in. `weir serve` runs it in the foreground, `weir try` drives one
 //! in its own process.
 
+use crate::attach::{Attachment, Attachments, NOTE};
 use crate::cli::ServeOptions;
 use crate::control::{
     Io, Moved, Progress, Protection, SCHEMA, Service, Status, Store, Volume as VolumeCounts,
@@ -37,6 +38,7 @@ struct Shared {
     /// Until the daemon stops. The lock is the control plane's: no I/O thread takes it.
     ways_in: Mutex<Vec<Box<dyn WayIn>>>,
     worker: Worker,
+    attachments: Arc<Attachments>,
     protections: Protections,
     swap: bool,
     begun: Instant,
@@ -53,6 +55,8 @@ impl Daemon {
         mut keeper: Option<(&Link, Held)>,
         log: &Log,
     ) -> Result<Self, Failure> {
+        let note = keeper.as_mut().and_then(|(_, held)| held.take(NOTE));
+        let attachments = Attachments::new(keeper.as_ref().map(|(link, _)| (*link).clone()), note, log);
         let ublk =
             if options.ublk { Some(PreparedUblk::new(options, reborrow(&mut keeper), log)?) } else { None };
         let lanes = ways_in::lanes(options) + ublk.as_ref().map_or(0, PreparedUblk::lanes) + worker::lanes();
@@ -64,11 +68,15 @@ impl Daemon {
             depth: DEPTH,
         };
         let volume = pages::open(&plan, reborrow(&mut keeper), log)?;
+        if options.swap {
+            fit_for_swap(&volume)?;
+        }
 
         let mut ways_in: Vec<Box<dyn WayIn>> = Vec::new();
         if !options.nbd.is_empty() {
             ways_in.push(Box::new(Nbd::start(&volume, options, log)?));
         }
+        attachments.resume();
         if let Some(file) = &options.fuse {
             ways_in.push(Box::new(Fuse::start(&volume, options, file, reborrow(&mut keeper), log)?));
         }
@@ -85,6 +93,7 @@ impl Daemon {
             volume,
             ways_in: Mutex::new(ways_in),
             worker,
+            attachments,
             protections,
             swap: options.swap,
             begun: Instant::now(),
@@ -124,6 +133,14 @@ impl Daemon {
     }
 }
 
+/// Whether the kernel may swap onto every store.
+fn fit_for_swap(volume: &Volume) -> Result<(), Failure> {
+    let unfit = volume.stores().find_map(|store| Some((store, store.unfit_for_swap()?)));
+    unfit.map_or(Ok(()), |(store, why)| {
+        Err(Failure::Failed(format!("--swap: --store {} cannot carry swap: {why}", store.name())))
+    })
+}
+
 /// Whether the memory of store `at` is somebody else's when they need it. Room on a disk is not, nor is the last of several stores,
 /// to which the others' pages go.
 fn lends(options: &ServeOptions, at: usize) -> bool {
@@ -145,6 +162,14 @@ impl Service for Shared {
 
     fn take(&self, bytes: Option<u64>, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String> {
         self.worker.take(bytes, tell)
+    }
+
+    fn attached(&self, device: Attachment) -> Result<(), String> {
+        self.attachments.attached(device)
+    }
+
+    fn detached(&self, device: u32) -> Result<(), String> {
+        self.attachments.detached(device)
     }
 }
 
@@ -171,6 +196,7 @@ impl Shared {
             discarded: volume.discards,
             background: self.worker.status(),
             exports: self.ways_in().iter().flat_map(|way_in| way_in.exports()).collect(),
+            attached: self.attachments.names(),
             protection: Protection {
                 swap: self.swap,
                 io_flusher: self.protections.io_flusher,

@@ -209,6 +209,77 @@ fn status_without_a_daemon_says_where_it_looked() {
     assert!(text(&output.stderr).contains("nobody.sock"));
 }
 
+/// Asks a control socket something, as `weir attach` does.
+fn ask(control: &str, request: &str) -> String {
+    let mut stream = UnixStream::connect(control).expect("the daemon listens");
+    stream.write_all(format!("{request}\n").as_bytes()).expect("it reads");
+    let mut line = String::new();
+    BufReader::new(stream).read_line(&mut line).expect("it answers");
+    line
+}
+
+#[test]
+fn a_device_that_was_attached_is_known_to_the_daemon_after_a_crash_and_one_let_go_is_not() {
+    let directory = Directory::new("attached");
+    let mut keeper = Daemon::start(&directory, &["--keeper", "--store", "host:16MiB", "--connections", "2"]);
+    let request = |device: u32, address: &str| {
+        format!(
+            r#"{{"schema":1,"request":"attached","device":{device},"address":"{address}","name":"","connections":2,"request_timeout":5,"reconnect_timeout":600}}"#
+        )
+    };
+    let address = format!("unix:{}", keeper.nbd);
+    assert_eq!(ask(&keeper.control, &request(901, &address)).trim(), r#"{"schema":1}"#);
+    assert_eq!(ask(&keeper.control, &request(902, &address)).trim(), r#"{"schema":1}"#);
+    assert!(ask(&keeper.control, &request(903, "nowhere")).contains("is no address"));
+    assert_eq!(
+        ask(&keeper.control, r#"{"schema":1,"request":"detached","device":901}"#).trim(),
+        r#"{"schema":1}"#
+    );
+
+    let pid = keeper.status()["pid"].as_u64().expect("a number") as i32;
+    let daemon = rustix::process::Pid::from_raw(pid).expect("a process");
+    rustix::process::kill_process(daemon, rustix::process::Signal::KILL).expect("a living daemon");
+    let begun = Instant::now();
+    let again = loop {
+        let output = run(&["status", "--json", "--control", &keeper.control]);
+        let status: Option<serde_json::Value> = serde_json::from_slice(&output.stdout).ok();
+        match status {
+            Some(status) if status["pid"] != pid => break status,
+            _ => assert!(begun.elapsed() < PATIENCE, "no daemon after the first was killed"),
+        }
+        thread::sleep(Duration::from_millis(20));
+    };
+    // Where the kernel has an NBD client it says at once that it knows of no such device.
+    let asked = Path::new("/sys/module/nbd").exists() && again["attached"] == serde_json::json!([]);
+    assert!(asked || again["attached"] == serde_json::json!(["/dev/nbd902"]), "{again}");
+    keeper.terminate();
+}
+
+#[test]
+fn swap_onto_a_file_in_memory_is_refused_whatever_is_forced() {
+    let directory = Directory::new("swap-tmpfs");
+    let address = format!("unix:{}", directory.file("nbd"));
+    let file = format!("/dev/shm/weir-daemon-test-{}", std::process::id());
+    let store = format!("file:{file}?size=16MiB");
+    let output = run(&[
+        "serve",
+        "--swap",
+        "--unsafe-no-flusher",
+        "--store",
+        &store,
+        "--nbd",
+        &address,
+        "--control",
+        &directory.file("control"),
+    ]);
+    let _ = fs::remove_file(&file);
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains(&file) && said.contains("cannot carry swap"), "{said}");
+    // Refused as cached where tmpfs knows no O_DIRECT, as memory where it does.
+    assert!(said.contains("page cache") || said.contains("tmpfs"), "{said}");
+}
+
 #[test]
 fn swap_without_the_flusher_is_refused_unless_it_is_forced() {
     if weir_core::swap_safety::set_io_flusher().is_ok() {

@@ -598,8 +598,8 @@ impl Connection<'_> {
                 }
             }
         }
-        let left = slices.send_or_copy(self.socket, rest);
         guard.count_reads(payload.div_ceil(PAGE_SIZE) as u64, faults);
+        let left = slices.send_or_copy(self.socket, rest);
         drop(guard);
         acks.clear();
         self.counters.errors.add(faults);
@@ -703,8 +703,8 @@ impl Connection<'_> {
         let found = view_range(&guard, offset, length, &mut slices);
         let mut left = Ok(0);
         if send && matches!(found, Found::Bytes { .. }) {
-            left = slices.send_or_copy(self.socket, rest);
             guard.count_reads(u64::from(length.div_ceil(PAGE_SIZE as u32)), 0);
+            left = slices.send_or_copy(self.socket, rest);
         }
         drop(guard);
         match found {

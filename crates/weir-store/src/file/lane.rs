@@ -78,7 +78,9 @@ impl FileLane {
                         container's seccomp profile)";
             OpenError::io(name, what, error)
         })?;
-        let files: Vec<RawFd> = shared.members.iter().map(|member| member.file.as_raw_fd()).collect();
+        // The last is not for I/O: it says when the ring is gone, should this process die.
+        let files = shared.members.iter().map(|member| member.file.as_raw_fd());
+        let files: Vec<RawFd> = files.chain([shared.quiet.token().as_raw_fd()]).collect();
         ring.submitter()
             .register_files(&files)
             .map_err(|error| OpenError::io(name, "cannot register its files with io_uring", error))?;

@@ -7,6 +7,7 @@
 mod backing;
 mod cipher;
 mod lane;
+mod quiet;
 mod signature;
 mod staging;
 mod stripe_url;
@@ -15,10 +16,12 @@ mod url;
 pub use stripe_url::StripeUrl;
 pub use url::FileUrl;
 
-use crate::{Fault, Keepsake, Lane, OpenError, Store};
+use crate::{Fault, Keep, Keepsake, Lane, OpenError, Store};
 use backing::{Backing, HEADER};
 use cipher::Cipher;
 use lane::FileLane;
+use quiet::Quiet;
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -52,6 +55,7 @@ struct Shared {
     unit_slots: u32,
     chunk_slots: u32,
     released: Box<[AtomicBool]>,
+    quiet: Quiet,
 }
 
 /// Where a slot lies.
@@ -174,7 +178,8 @@ impl Shared {
         let cipher = layout.encrypt.then(make).transpose()?;
         let open = |path: &PathBuf| Backing::open(name, path, layout.size_each, layout.overwrite);
         let members = layout.paths.iter().map(open).collect::<Result<_, _>>()?;
-        Self::over(name, layout, cipher, members)
+        let quiet = Quiet::new().map_err(|error| OpenError::io(name, "cannot make a pipe", error))?;
+        Self::over(name, layout, cipher, members, quiet)
     }
 
     fn reopen(name: &str, layout: &Layout<'_>, take: Take<'_>) -> Result<Self, OpenError> {
@@ -190,7 +195,8 @@ impl Shared {
         };
         let adopt = |at| Backing::adopt(name, kept(member_name(at))?, layout.size_each);
         let members = (0..layout.paths.len()).map(adopt).collect::<Result<_, _>>()?;
-        let shared = Self::over(name, layout, cipher, members)?;
+        let quiet = Quiet::after(take).map_err(|error| OpenError::io(name, "cannot make a pipe", error))?;
+        let shared = Self::over(name, layout, cipher, members, quiet)?;
         for (chunk, released) in shared.released.iter().enumerate() {
             // What the last daemon had released is taken again where there is room; the rest changes nothing.
             let (offset, bytes) = shared.chunk(chunk as u32).expect("a chunk of this store");
@@ -205,6 +211,7 @@ impl Shared {
         layout: &Layout<'_>,
         cipher: Option<Cipher>,
         members: Vec<Backing>,
+        quiet: Quiet,
     ) -> Result<Self, OpenError> {
         let page = PAGE_SIZE as u64;
         let smallest = members.iter().map(|member| member.room).min().unwrap_or(0);
@@ -223,6 +230,7 @@ impl Shared {
             unit_slots: (layout.unit.0 / page) as u32,
             chunk_slots,
             released: (0..slots.div_ceil(chunk_slots)).map(|_| AtomicBool::new(false)).collect(),
+            quiet,
         })
     }
 
@@ -280,9 +288,34 @@ impl Store for FileStore {
         FileLane::open(&self.name, Arc::clone(&self.shared), depth.max(1)).map(|lane| Box::new(lane) as _)
     }
 
-    /// The open files, which carry their locks, and the key.
+    fn unfit_for_swap(&self) -> Option<String> {
+        let next = "give a block device, or a file on ext4, xfs or btrfs";
+        if !self.is_direct() {
+            return Some(format!(
+                "it goes through the page cache, so that writing a page out takes memory; {next}"
+            ));
+        }
+        if self.shared.members.iter().any(Backing::is_in_memory) {
+            return Some(format!("it lies on a tmpfs, which is memory; {next}"));
+        }
+        (self.key_is_locked() == Some(false)).then(|| {
+            "its key is not locked in RAM and could be written to the disk; raise RLIMIT_MEMLOCK".to_owned()
+        })
+    }
+
+    fn is_quiet(&self) -> bool {
+        self.shared.quiet.is_quiet()
+    }
+
+    fn keep_with(&self, keep: Arc<dyn Keep>, held: bool) -> io::Result<()> {
+        // Of what a daemon before has left to be kept, only the pipes are not the same for each.
+        let keepsakes = self.keepsakes().into_iter().filter(|it| !held || quiet::is_name(&it.name));
+        keepsakes.into_iter().try_for_each(|it| keep.hold(&it.name, it.fd, it.is_memory))
+    }
+
+    /// The open files, which carry their locks, the key, and what tells when the I/O of this daemon is over.
     fn keepsakes(&self) -> Vec<Keepsake<'_>> {
-        let Shared { members, cipher, .. } = &*self.shared;
+        let Shared { members, cipher, quiet, .. } = &*self.shared;
         let files = members.iter().enumerate().map(|(at, member)| Keepsake {
             name: member_name(at),
             fd: member.file.as_fd(),
@@ -293,7 +326,8 @@ impl Store for FileStore {
             fd: cipher.secret(),
             is_memory: true,
         });
-        files.chain(key).collect()
+        let pipes = quiet.keepsakes().map(|(name, fd)| Keepsake { name, fd, is_memory: false });
+        files.chain(key).chain(pipes).collect()
     }
 
     /// Gives the blocks back to the file system, or tells the device that they are free.
@@ -339,6 +373,7 @@ mod tests {
             unit_slots: 4,
             chunk_slots: 24,
             released: (0..8).map(|_| AtomicBool::new(false)).collect(),
+            quiet: Quiet::new().unwrap(),
         };
         let page = PAGE_SIZE as u64;
         for (slot, member, page_there) in

@@ -4,7 +4,7 @@ use super::chance::Chance;
 use super::{Damage, Shared, hold};
 use crate::{Done, Fault, Lane, Progress, Ticket};
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::Ordering::{self, Relaxed};
 use std::time::Instant;
 use weir_core::{PAGE_SIZE, Page, PageBytes, Slot};
 
@@ -193,5 +193,16 @@ impl Lane for SimLane {
 
     fn in_flight(&self) -> usize {
         self.waiting.len()
+    }
+}
+
+impl Drop for SimLane {
+    fn drop(&mut self) {
+        if !self.shared.outlives_lanes.load(Ordering::SeqCst) {
+            return;
+        }
+        let submitted = self.waiting.iter().filter(|operation| operation.due.is_some());
+        let writes = submitted.filter_map(|operation| Some((operation.slot, *self.pages[operation.page?])));
+        hold(&self.shared.orphans).extend(writes);
     }
 }

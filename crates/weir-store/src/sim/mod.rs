@@ -64,6 +64,9 @@ struct Shared {
     released: Box<[AtomicBool]>,
     operations: AtomicU64,
     lost: AtomicBool,
+    /// Whether writes that a dropped lane had submitted will land one day.
+    outlives_lanes: AtomicBool,
+    orphans: Mutex<Vec<(Slot, PageBytes)>>,
     counts: Counts,
 }
 
@@ -102,6 +105,8 @@ impl Sim {
             released: (0..chunks).map(|_| AtomicBool::new(false)).collect(),
             operations: AtomicU64::new(0),
             lost: AtomicBool::new(false),
+            outlives_lanes: AtomicBool::new(false),
+            orphans: Mutex::default(),
             counts: Counts::default(),
         };
         Ok(Sim { name, lanes: AtomicU64::new(0), shared: Arc::new(shared) })
@@ -124,6 +129,25 @@ impl Sim {
     /// What is wrong with the content of `slot` now.
     pub fn damage(&self, slot: Slot) -> Option<Damage> {
         self.shared.cells.get(slot.0 as usize).and_then(|cell| hold(cell).damage)
+    }
+
+    /// Whether writes that a lane has submitted when it is dropped are still under way, as those of a process that is killed
+    /// are at a disk, until [`land`](Sim::land) lets them land. Otherwise they are never done.
+    pub fn let_writes_outlive_lanes(&self, outlive: bool) {
+        self.shared.outlives_lanes.store(outlive, Ordering::SeqCst);
+    }
+
+    /// Writes of dropped lanes that have not landed yet.
+    pub fn orphans(&self) -> usize {
+        hold(&self.shared.orphans).len()
+    }
+
+    /// Lets the `at`th of them land.
+    pub fn land(&self, at: usize) {
+        let (slot, page) = hold(&self.shared.orphans).swap_remove(at);
+        if !self.shared.is_lost() {
+            hold(&self.shared.cells[slot.0 as usize]).page = page;
+        }
     }
 
     /// Loses the store with all it holds, now.
@@ -152,6 +176,10 @@ impl Store for Sim {
 
     fn state(&self) -> State {
         if self.shared.is_lost() { State::Lost } else { State::Online }
+    }
+
+    fn is_quiet(&self) -> bool {
+        self.orphans() == 0
     }
 
     fn release(&self, chunk: u32) -> Result<(), Fault> {
@@ -208,6 +236,6 @@ impl std::fmt::Debug for Shared {
 }
 
 /// A panic elsewhere does not tear a cell: its content is replaced as a whole.
-fn hold(cell: &Mutex<Cell>) -> MutexGuard<'_, Cell> {
+fn hold<T>(cell: &Mutex<T>) -> MutexGuard<'_, T> {
     cell.lock().unwrap_or_else(PoisonError::into_inner)
 }

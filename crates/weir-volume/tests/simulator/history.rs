@@ -28,6 +28,7 @@ pub struct Tally {
     lost: u64,
     deaths: u64,
     crashes: u64,
+    orphans: u64,
     given_back: u64,
     kept_back: u64,
     stopped: u64,
@@ -53,6 +54,7 @@ impl Tally {
         self.lost += other.lost;
         self.deaths += other.deaths;
         self.crashes += other.crashes;
+        self.orphans += other.orphans;
         self.given_back += other.given_back;
         self.kept_back += other.kept_back;
         self.stopped += other.stopped;
@@ -64,7 +66,7 @@ impl Tally {
     }
 
     /// Everything that some history must have had.
-    pub fn events(&self) -> [(&'static str, u64); 19] {
+    pub fn events(&self) -> [(&'static str, u64); 20] {
         [
             ("a read", self.reads),
             ("a write", self.writes),
@@ -78,6 +80,7 @@ impl Tally {
             ("a lost page", self.lost),
             ("a store that died", self.deaths),
             ("a daemon that crashed", self.crashes),
+            ("a write that outlived its daemon", self.orphans),
             ("a chunk given back", self.given_back),
             ("a chunk that could not be given back", self.kept_back),
             ("giving back that was stopped midway", self.stopped),
@@ -217,7 +220,18 @@ impl History {
         self.worker = Some(volume.worker_lane().expect("a seat for the worker"));
     }
 
+    /// Lets a write of a dead daemon land, every now and then.
+    fn land(&mut self) {
+        for store in &self.stores {
+            let orphans = store.orphans() as u32;
+            if orphans > 0 && self.chance.one_in(8) {
+                store.land(self.chance.within(0, orphans) as usize);
+            }
+        }
+    }
+
     fn step(&mut self) {
+        self.land();
         let at = match self.busy {
             Some(busy) if !self.chance.one_in(8) => busy,
             _ => self.chance.within(0, self.players.len() as u32) as usize,
@@ -286,7 +300,8 @@ impl History {
         let dead = self.dead.map_or(0, |store| self.stores[store].slots());
         let closed = self.released.len() as u32 * CHUNK_SLOTS;
         let in_flight = (self.config.lanes * self.config.depth) as u32;
-        all.saturating_sub(dead + closed + self.config.pages + in_flight) / 2
+        // As many again may be under way from before a crash.
+        all.saturating_sub(dead + closed + self.config.pages + 2 * in_flight) / 2
     }
 
     fn write(&mut self, at: usize, page: u32) {
@@ -436,7 +451,8 @@ impl History {
         self.rest_all();
         let volume = Arc::clone(&self.volume);
         if let Err(error) = volume.begin_give_back(store, &[chunk]) {
-            let expected = matches!(error, GiveBackError::NoRoom { .. } | GiveBackError::NoChunk { .. });
+            use GiveBackError::{NoChunk, NoRoom, Settling};
+            let expected = matches!(error, NoRoom { .. } | NoChunk { .. } | Settling);
             assert!(expected, "giving back chunk {chunk} of store {store}: {error}");
             self.tally.kept_back += 1;
             return;
@@ -554,8 +570,13 @@ impl History {
                 weir_store::Store::take(&*self.stores[store], chunk).expect("memory");
             }
         }
+        // In half of the crashes what the daemon had begun to write is still under way, and lands some time later.
+        let outlive = self.chance.one_in(2);
+        self.stores.iter().for_each(|store| store.let_writes_outlive_lanes(outlive));
         self.players.drain(..).for_each(|player| player.lane.abandon());
         self.worker.take().expect("nobody else has it").abandon();
+        self.stores.iter().for_each(|store| store.let_writes_outlive_lanes(false));
+        self.tally.orphans += self.stores.iter().map(|store| store.orphans() as u64).sum::<u64>();
         let fds = self.volume.kept_fds();
         let adopt = |fd: &BorrowedFd<'_>| {
             Memory::adopt(fd.try_clone_to_owned().expect("a descriptor")).expect("a mapping")
@@ -623,6 +644,9 @@ impl History {
         assert_eq!(self.tally.corrupt, injected.damaged_reads, "corrupt pages seen and injected");
         assert_eq!(self.tally.lost, injected.gone, "lost pages seen and injected");
 
+        for store in &self.stores {
+            (0..store.orphans()).for_each(|_| store.land(0));
+        }
         let status = self.volume.status();
         let used: u64 = status.stores.iter().map(|store| u64::from(store.used)).sum();
         assert_eq!(used, status.stored, "slots in use are pages stored");

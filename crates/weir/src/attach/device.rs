@@ -2,9 +2,9 @@
 //!
 //! By netlink no thread is parked in an ioctl, and a connection that died can be replaced while the device stays.
 
-use super::netlink::{Attributes, Family, u32_in};
+use super::netlink::{Attributes, Events, Family, u32_in};
 use std::io;
-use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 const CONNECT: u8 = 1;
@@ -63,10 +63,11 @@ impl Kernel {
         })
     }
 
-    /// Replaces the dead connections of a device by these.
+    /// Replaces the dead connections of a device by these. Sockets for which there is none are not used, which the
+    /// kernel does not tell.
     ///
     /// # Errors
-    /// `ENOSPC` when none of its connections is dead.
+    /// `EINVAL` when it is not connected.
     pub fn reconnect(&mut self, index: u32, terms: &Terms, sockets: &[OwnedFd]) -> io::Result<()> {
         self.0.call(RECONFIGURE, &with_sockets(at(Some(index)), terms, sockets)).map(drop)
     }
@@ -93,4 +94,37 @@ fn with_sockets(attributes: Attributes, terms: &Terms, sockets: &[OwnedFd]) -> A
         .u64(TIMEOUT, terms.request_timeout.as_secs())
         .u64(DEAD_CONN_TIMEOUT, terms.reconnect_timeout.as_secs())
         .nested(SOCKETS, &items)
+}
+
+/// What the kernel's NBD client says of its own accord: that it has given a connection up.
+#[derive(Debug)]
+pub struct DeadLinks(Events);
+
+impl DeadLinks {
+    /// Listens from here on.
+    ///
+    /// # Errors
+    /// As [`Kernel::open`].
+    pub fn open() -> io::Result<Self> {
+        Events::join("nbd", "nbd_mc_group").map(DeadLinks)
+    }
+
+    /// Hands over the devices that have lost a connection since the last call.
+    ///
+    /// # Errors
+    /// `ENOBUFS` when the kernel could not say all of it.
+    pub fn take(&self, mut device: impl FnMut(u32)) -> io::Result<()> {
+        // It is the only thing that this group is told.
+        self.0.take(|event| {
+            if let Some(index) = u32_in(event, INDEX) {
+                device(index);
+            }
+        })
+    }
+}
+
+impl AsFd for DeadLinks {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
 }

@@ -1,10 +1,16 @@
 //! `weir attach` and `weir detach`: the kernel's own NBD client, connected to a server and let go.
 
+mod attachment;
 mod device;
 mod netlink;
+mod watch;
+
+pub use attachment::Attachment;
+pub use watch::{Attachments, NOTE};
 
 use crate::address::Address;
 use crate::cli::{AttachOptions, DetachOptions};
+use crate::control;
 use crate::device_use;
 use crate::failure::{Failure, chain};
 use device::{Kernel, Terms};
@@ -38,7 +44,7 @@ pub fn connect(options: &AttachOptions) -> Result<u32, Failure> {
     let index = options.device.as_deref().map(number).transpose()?;
     let mut kernel = Kernel::open().map_err(|error| no_kernel(&error))?;
     let wish = Wish { name: options.name.clone(), structured: false, allocation: false };
-    let (first, server) = negotiate(&options.address, &wish)?;
+    let (first, server) = negotiate(&options.address, &wish).map_err(Failure::Failed)?;
     let mut sockets = vec![first];
     if options.connections > 1 && !server.multi_conn() {
         return Err(Failure::Failed(format!(
@@ -47,7 +53,7 @@ pub fn connect(options: &AttachOptions) -> Result<u32, Failure> {
         )));
     }
     for _ in 1..options.connections {
-        sockets.push(negotiate(&options.address, &wish)?.0);
+        sockets.push(negotiate(&options.address, &wish).map_err(Failure::Failed)?.0);
     }
     let terms = Terms {
         bytes: server.bytes,
@@ -73,7 +79,31 @@ pub fn connect(options: &AttachOptions) -> Result<u32, Failure> {
             queue.display()
         );
     }
+    remember(options, index);
     Ok(index)
+}
+
+/// Tells the server's daemon which device it serves, so that it can replace lost connections by itself. A server that is
+/// no Weir has no such socket, and works without.
+fn remember(options: &AttachOptions, index: u32) {
+    let address = match &options.address {
+        Address::Unix(path) => Address::Unix(std::path::absolute(path).unwrap_or_else(|_| path.clone())),
+        tcp @ Address::Tcp { .. } => tcp.clone(),
+    };
+    let attachment = Attachment {
+        device: index,
+        address: address.to_string(),
+        name: options.name.clone(),
+        connections: options.connections,
+        request_timeout: options.request_timeout,
+        reconnect_timeout: options.reconnect_timeout,
+    };
+    let path = options.control.clone().unwrap_or_else(control::default_path);
+    if path.exists()
+        && let Err(error) = control::attached(&path, attachment)
+    {
+        eprintln!("weir: {error}; after a crash of the server run weir attach --reconnect");
+    }
 }
 
 /// Lets a device go, unless something uses it.
@@ -91,11 +121,16 @@ pub fn detach(options: &DetachOptions) -> Result<(), Failure> {
         Failure::Failed(format!("the kernel refused to let /dev/nbd{index} go: {error}{}", advice(&error)))
     })?;
     settle(|| sectors(index) == Some(0));
+    let path = options.control.clone().unwrap_or_else(control::default_path);
+    if path.exists() {
+        // A daemon that still remembers it notices by itself that it is gone.
+        let _ = control::detached(&path, index);
+    }
     Ok(())
 }
 
-fn negotiate(address: &Address, wish: &Wish) -> Result<(OwnedFd, client::Terms), Failure> {
-    let failed = |error: ClientError| Failure::Failed(format!("{address}: {}", chain(&error)));
+fn negotiate(address: &Address, wish: &Wish) -> Result<(OwnedFd, client::Terms), String> {
+    let failed = |error: ClientError| format!("{address}: {}", chain(&error));
     let connect = |source| ClientError::Connect { address: address.to_string(), source };
     match address {
         Address::Unix(path) => {

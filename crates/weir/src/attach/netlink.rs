@@ -1,10 +1,10 @@
 //! Generic netlink, as much of it as the kernel's NBD client needs (include/uapi/linux/netlink.h, genetlink.h): one
-//! request, its answers, and the final acknowledgement.
+//! request, its answers, and the final acknowledgement; and what a group is told.
 
 use rustix::net::netlink::{GENERIC, SocketAddrNetlink};
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
 
 const HEADER: usize = 16;
 const GENERIC_HEADER: usize = 4;
@@ -20,6 +20,9 @@ const GENL_ID_CTRL: u16 = 0x10;
 const CTRL_CMD_GETFAMILY: u8 = 3;
 const CTRL_ATTR_FAMILY_ID: u16 = 1;
 const CTRL_ATTR_FAMILY_NAME: u16 = 2;
+const CTRL_ATTR_MCAST_GROUPS: u16 = 7;
+const CTRL_ATTR_MCAST_GRP_NAME: u16 = 1;
+const CTRL_ATTR_MCAST_GRP_ID: u16 = 2;
 
 /// Longest answer; the kernel's are a few hundred bytes.
 const ANSWER_MOST: usize = 8192;
@@ -55,18 +58,28 @@ impl Attributes {
     }
 }
 
-/// The content of the attribute `wanted` in a list, if it is there and the list is whole that far.
-fn find(mut list: &[u8], wanted: u16) -> Option<&[u8]> {
-    while let Some((header, _)) = list.split_first_chunk::<ATTRIBUTE_HEADER>() {
+/// The attributes of a list, type and content, as far as the list is whole.
+fn attributes(mut list: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
+    std::iter::from_fn(move || {
+        let (header, _) = list.split_first_chunk::<ATTRIBUTE_HEADER>()?;
         let length = usize::from(u16::from_ne_bytes([header[0], header[1]]));
         let kind = u16::from_ne_bytes([header[2], header[3]]) & NLA_TYPE_MASK;
         let content = list.get(ATTRIBUTE_HEADER..length)?;
-        if kind == wanted {
-            return Some(content);
-        }
-        list = list.get(length.next_multiple_of(4)..)?;
-    }
-    None
+        list = list.get(length.next_multiple_of(4)..).unwrap_or_default();
+        Some((kind, content))
+    })
+}
+
+/// The content of the attribute `wanted` in a list, if it is there and the list is whole that far.
+fn find(list: &[u8], wanted: u16) -> Option<&[u8]> {
+    attributes(list).find(|(kind, _)| *kind == wanted).map(|(_, content)| content)
+}
+
+/// The number of a family's multicast group, in the kernel's answer about the family.
+fn group_in(family: &[u8], name: &[u8]) -> Option<u32> {
+    attributes(find(family, CTRL_ATTR_MCAST_GROUPS)?)
+        .find(|(_, group)| find(group, CTRL_ATTR_MCAST_GRP_NAME) == Some(name))
+        .and_then(|(_, group)| u32_in(group, CTRL_ATTR_MCAST_GRP_ID))
 }
 
 /// The attribute `wanted` as a 32-bit number (of an answer's list, without headers).
@@ -134,16 +147,21 @@ impl Family {
     /// # Errors
     /// `ENOENT` where the kernel has no such family.
     pub fn open(name: &str, version: u8) -> io::Result<Self> {
+        let (control, answer) = Self::about(name)?;
+        let id = find(&answer, CTRL_ATTR_FAMILY_ID).and_then(|id| id.try_into().ok());
+        let id = u16::from_ne_bytes(id.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOENT))?);
+        Ok(Family { id, version, ..control })
+    }
+
+    /// Asks the kernel's control family about another.
+    fn about(name: &str) -> io::Result<(Family, Vec<u8>)> {
         let flags = SocketFlags::CLOEXEC;
         let socket = rustix::net::socket_with(AddressFamily::NETLINK, SocketType::RAW, flags, Some(GENERIC))?;
         rustix::net::bind(&socket, &SocketAddrNetlink::new(0, 0))?;
         let mut control = Family { socket, id: GENL_ID_CTRL, version: 2, sequence: 0 };
-        let name = [name.as_bytes(), &[0]].concat();
-        let answer =
-            control.call(CTRL_CMD_GETFAMILY, &Attributes::default().bytes(CTRL_ATTR_FAMILY_NAME, &name))?;
-        let id = find(&answer, CTRL_ATTR_FAMILY_ID).and_then(|id| id.try_into().ok());
-        let id = u16::from_ne_bytes(id.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOENT))?);
-        Ok(Family { id, version, ..control })
+        let name = Attributes::default().bytes(CTRL_ATTR_FAMILY_NAME, &[name.as_bytes(), &[0]].concat());
+        let answer = control.call(CTRL_CMD_GETFAMILY, &name)?;
+        Ok((control, answer))
     }
 
     /// Sends a command and returns the attributes of its answer, none where it has only been acknowledged.
@@ -169,6 +187,61 @@ impl Family {
     }
 }
 
+/// What a family tells a multicast group.
+#[derive(Debug)]
+pub struct Events(OwnedFd);
+
+impl Events {
+    /// Joins a group.
+    ///
+    /// # Errors
+    /// `ENOENT` where the kernel has no such family or group.
+    pub fn join(family: &str, group: &str) -> io::Result<Self> {
+        let (control, answer) = Family::about(family)?;
+        let group = group_in(&answer, &[group.as_bytes(), &[0]].concat());
+        let group: u32 = group.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOENT))?;
+        // SAFETY: the option takes a 32-bit number, which is read and not kept.
+        let joined = unsafe {
+            libc::setsockopt(
+                control.socket.as_raw_fd(),
+                libc::SOL_NETLINK,
+                libc::NETLINK_ADD_MEMBERSHIP,
+                (&raw const group).cast(),
+                size_of::<u32>() as libc::socklen_t,
+            )
+        };
+        if joined < 0 { Err(io::Error::last_os_error()) } else { Ok(Events(control.socket)) }
+    }
+
+    /// Hands over the attributes of every event that waits.
+    ///
+    /// # Errors
+    /// `ENOBUFS` when some were lost.
+    pub fn take(&self, mut event: impl FnMut(&[u8])) -> io::Result<()> {
+        let mut buffer = [0; ANSWER_MOST];
+        loop {
+            match rustix::net::recv(&self.0, &mut buffer[..], RecvFlags::DONTWAIT) {
+                Ok((received, _)) => {
+                    for message in messages(&buffer[..received], 0)? {
+                        if let Message::Answer(content) = message {
+                            event(content);
+                        }
+                    }
+                }
+                Err(rustix::io::Errno::AGAIN) => return Ok(()),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+    }
+}
+
+impl AsFd for Events {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -183,6 +256,28 @@ mod tests {
         assert_eq!(find(&list.0, 7).and_then(|inner| u32_in(inner, 1)), Some(7));
         assert_eq!(u32_in(&list.0, 2), None, "eight bytes are not a 32-bit number");
         assert_eq!(find(&list.0, 3), None);
+    }
+
+    #[test]
+    fn a_group_is_found_by_its_name_among_others() {
+        let group = |name: &[u8], number| {
+            let group = Attributes::default().bytes(CTRL_ATTR_MCAST_GRP_NAME, name);
+            group.u32(CTRL_ATTR_MCAST_GRP_ID, number)
+        };
+        let groups =
+            Attributes::default().nested(1, &group(b"other\0", 4)).nested(2, &group(b"nbd_mc_group\0", 7));
+        let family = Attributes::default().u32(1, 9).nested(CTRL_ATTR_MCAST_GROUPS, &groups);
+        assert_eq!(group_in(&family.0, b"nbd_mc_group\0"), Some(7));
+        assert_eq!(group_in(&family.0, b"nbd_mc\0"), None);
+        assert_eq!(group_in(&groups.0, b"nbd_mc_group\0"), None);
+    }
+
+    #[test]
+    fn the_control_familys_own_group_can_be_joined_and_tells_nothing_by_itself() {
+        let events = Events::join("nlctrl", "notify").expect("every kernel has it");
+        events.take(|event| panic!("{event:?}")).expect("nothing waits");
+        let error = Events::join("nlctrl", "weir-has-none").expect_err("no such group");
+        assert_eq!(error.raw_os_error(), Some(libc::ENOENT));
     }
 
     #[test]

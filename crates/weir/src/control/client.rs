@@ -1,6 +1,7 @@
 //! The asking end.
 
 use super::{Line, Moved, PATIENCE, Progress, Refusal, Reply, Request, SCHEMA, Status};
+use crate::attach::Attachment;
 use crate::failure::Failure;
 use serde::Serialize;
 use std::io::{self, BufRead as _, BufReader, Write as _};
@@ -59,6 +60,28 @@ pub fn ask_for(
         }
     }
     Err(broken(io::ErrorKind::UnexpectedEof.into()))
+}
+
+/// Tells the daemon at `path` of a device that the kernel has connected to it.
+///
+/// # Errors
+/// One line: none listens there, or its own words when it cannot remember it.
+pub fn attached(path: &Path, device: Attachment) -> Result<(), String> {
+    tell(path, Request::Attached(device))
+}
+
+/// Tells the daemon at `path` of a device that the kernel has let go.
+///
+/// # Errors
+/// As [`attached`].
+pub fn detached(path: &Path, device: u32) -> Result<(), String> {
+    tell(path, Request::Detached { device })
+}
+
+fn tell(path: &Path, request: Request) -> Result<(), String> {
+    let line =
+        ask(path, request).map_err(|error| format!("no daemon answers at {}: {error}", path.display()))?;
+    serde_json::from_str::<Refusal>(&line).map_or(Ok(()), |refusal| Err(refusal.error))
 }
 
 fn ask(path: &Path, request: Request) -> io::Result<String> {

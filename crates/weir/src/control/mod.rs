@@ -2,17 +2,19 @@
 //!
 //! `{"schema":1,"request":"status"}` is answered by a [`Status`] on one line. `{"schema":1,"request":"give-back","bytes":N}` and `take`
 //! (without bytes: all) are answered by any number of lines `{"schema":1,"progress":{...}}` and a last one,
-//! `{"schema":1,"result":{...}}`. Whatever cannot be done is answered by `{"schema":1,"error":"..."}`. The socket is its owner's
-//! alone (mode 0600).
+//! `{"schema":1,"result":{...}}`. `{"schema":1,"request":"attached",...}` with the fields of an [`Attachment`], and
+//! `{"schema":1,"request":"detached","device":N}`, are answered by `{"schema":1}`. Whatever cannot be done is answered by
+//! `{"schema":1,"error":"..."}`. The socket is its owner's alone (mode 0600).
 
 mod client;
 mod server;
 mod status;
 
-pub use client::{ask_for, status};
+pub use client::{ask_for, attached, detached, status};
 pub use server::Server;
 pub use status::{Background, Export, Io, Protection, Status, Store, Volume};
 
+use crate::attach::Attachment;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -27,7 +29,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 const REQUEST_MOST: u64 = 4096;
 
 /// What can be asked.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(tag = "request", rename_all = "kebab-case")]
 enum Request {
     /// How are you?
@@ -41,6 +43,13 @@ enum Request {
     Take {
         #[serde(default)]
         bytes: Option<u64>,
+    },
+    /// The kernel has connected a device to you.
+    Attached(Attachment),
+    /// The kernel has let a device go.
+    Detached {
+        /// Its number.
+        device: u32,
     },
 }
 
@@ -60,6 +69,24 @@ pub trait Service: Send + Sync + 'static {
     /// # Errors
     /// As [`give_back`](Service::give_back).
     fn take(&self, bytes: Option<u64>, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String>;
+
+    /// Remembers a device.
+    ///
+    /// # Errors
+    /// One line: what is missing.
+    fn attached(&self, device: Attachment) -> Result<(), String>;
+
+    /// Forgets a device.
+    ///
+    /// # Errors
+    /// One line: what is missing.
+    fn detached(&self, device: u32) -> Result<(), String>;
+}
+
+/// Something was done, and there is nothing to say of it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
+struct Acknowledged {
+    schema: u32,
 }
 
 /// How far a long request is.

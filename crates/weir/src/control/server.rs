@@ -1,6 +1,8 @@
 //! The daemon's end.
 
-use super::{Line, Moved, PATIENCE, Progress, REQUEST_MOST, Refusal, Reply, Request, SCHEMA, Service};
+use super::{
+    Acknowledged, Line, Moved, PATIENCE, Progress, REQUEST_MOST, Refusal, Reply, Request, SCHEMA, Service,
+};
 use crate::failure::Failure;
 use std::fs;
 use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
@@ -92,7 +94,16 @@ fn answer(client: UnixStream, service: &Arc<dyn Service>) -> io::Result<()> {
         Ok(Request::Status) => write_line(&client, &service.status()),
         Ok(Request::GiveBack { bytes }) => at_length(client, move |tell| service.give_back(bytes, tell)),
         Ok(Request::Take { bytes }) => at_length(client, move |tell| service.take(bytes, tell)),
-        Err(error) => write_line(&client, &Refusal { schema: SCHEMA, error }),
+        Ok(Request::Attached(device)) => acknowledge(&client, service.attached(device)),
+        Ok(Request::Detached { device }) => acknowledge(&client, service.detached(device)),
+        Err(error) => acknowledge(&client, Err(error)),
+    }
+}
+
+fn acknowledge(client: &UnixStream, done: Result<(), String>) -> io::Result<()> {
+    match done {
+        Ok(()) => write_line(client, &Acknowledged { schema: SCHEMA }),
+        Err(error) => write_line(client, &Refusal { schema: SCHEMA, error }),
     }
 }
 

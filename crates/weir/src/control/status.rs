@@ -31,6 +31,9 @@ pub struct Status {
     pub background: Background,
     /// Ways in.
     pub exports: Vec<Export>,
+    /// Devices of the kernel's NBD client that are connected again if the daemon dies.
+    #[serde(default)]
+    pub attached: Vec<String>,
     /// What keeps the daemon from waiting for itself.
     pub protection: Protection,
 }
@@ -259,6 +262,9 @@ impl fmt::Display for Status {
                 f,
                 "{kind:<10}{address}: {connections} of {connections_most} connections; {requests} requests, {errors} failed"
             )?;
+        }
+        if !self.attached.is_empty() {
+            writeln!(f, "{:<10}{}", "attached", self.attached.join(", "))?;
         }
         writeln!(
             f,

@@ -1,0 +1,119 @@
+//! How to tell that nothing that a dead daemon began can still reach a slot.
+//!
+//! A process that is gone submits nothing more. But what it had submitted may land later: the kernel neither cancels block
+//! I/O that is under way nor waits for it when a process ends, and takes its rings down afterwards, from a work queue
+//! (`io_ring_exit_work` in io_uring/io_uring.c). So every ring of a store has the writing end of one pipe among its registered
+//! files, which the kernel lets go of only when each request of the ring has been completed. The reading end outlives the
+//! daemon in the keeper, and hangs up at the moment after which no slot changes any more.
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::pipe::PipeFlags;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+/// One store's pipe, and those of the daemons before that are not quiet yet.
+#[derive(Debug)]
+pub(super) struct Quiet {
+    reading: OwnedFd,
+    writing: OwnedFd,
+    before: Vec<OwnedFd>,
+}
+
+/// The keepsake that is a pipe; the first is the newest.
+fn name(at: usize) -> String {
+    format!("quiet.{at}")
+}
+
+/// Whether a keepsake of this name is such a pipe.
+pub(super) fn is_name(name: &str) -> bool {
+    name.starts_with("quiet.")
+}
+
+impl Quiet {
+    /// For a store that nobody had before.
+    pub fn new() -> io::Result<Self> {
+        let (reading, writing) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
+        Ok(Quiet { reading, writing, before: Vec::new() })
+    }
+
+    /// For a store that other daemons had; `take` hands over what they left.
+    pub fn after(take: &mut dyn FnMut(&str) -> Option<OwnedFd>) -> io::Result<Self> {
+        let mut before: Vec<OwnedFd> = (0..).map_while(|at| take(&name(at))).collect();
+        before.retain(|pipe| !has_hung_up(pipe.as_fd()));
+        Ok(Quiet { before, ..Quiet::new()? })
+    }
+
+    /// What each ring registers.
+    pub fn token(&self) -> BorrowedFd<'_> {
+        self.writing.as_fd()
+    }
+
+    /// What the keeper is to hold, with the names.
+    pub fn keepsakes(&self) -> impl Iterator<Item = (String, BorrowedFd<'_>)> {
+        let pipes = std::iter::once(&self.reading).chain(&self.before);
+        pipes.enumerate().map(|(at, pipe)| (name(at), pipe.as_fd()))
+    }
+
+    /// Whether every ring of the daemons before is gone.
+    pub fn is_quiet(&self) -> bool {
+        self.before.iter().all(|pipe| has_hung_up(pipe.as_fd()))
+    }
+}
+
+fn has_hung_up(pipe: BorrowedFd<'_>) -> bool {
+    let mut fds = [PollFd::from_borrowed_fd(pipe, PollFlags::empty())];
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    // Where it cannot be told, it has not.
+    rustix::event::poll(&mut fds, Some(&now)).is_ok() && fds[0].revents().contains(PollFlags::HUP)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use io_uring::IoUring;
+    use std::os::fd::AsRawFd;
+    use std::time::{Duration, Instant};
+
+    fn kept(quiet: &Quiet) -> Vec<(String, OwnedFd)> {
+        quiet.keepsakes().map(|(name, fd)| (name, fd.try_clone_to_owned().unwrap())).collect()
+    }
+
+    fn after(mut kept: Vec<(String, OwnedFd)>) -> Quiet {
+        let mut take = |name: &str| {
+            let at = kept.iter().position(|(kept, _)| kept == name)?;
+            Some(kept.remove(at).1)
+        };
+        Quiet::after(&mut take).unwrap()
+    }
+
+    #[test]
+    fn it_is_quiet_only_when_the_ring_of_the_dead_is_gone_however_many_daemons_later() {
+        let Ok(ring) = IoUring::new(4) else {
+            eprintln!(
+                "skipped: it_is_quiet_only_when_the_ring_of_the_dead_is_gone: io_uring is refused here"
+            );
+            return;
+        };
+        let first = Quiet::new().unwrap();
+        assert!(first.is_quiet(), "nobody was there before");
+        ring.submitter().register_files(&[first.token().as_raw_fd()]).unwrap();
+        let left = kept(&first);
+        drop(first);
+        let second = after(left);
+        assert!(!second.is_quiet(), "the ring is still there");
+        let left = kept(&second);
+        drop(second);
+        let third = after(left);
+        assert!(!third.is_quiet(), "and still, for the daemon after the next");
+        drop(ring);
+        let begun = Instant::now();
+        while !third.is_quiet() {
+            assert!(begun.elapsed() < Duration::from_secs(10), "the ring is gone and nobody says so");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!(
+            after(kept(&third)).before.iter().all(|pipe| !has_hung_up(pipe.as_fd())),
+            "what is over is forgotten"
+        );
+    }
+}

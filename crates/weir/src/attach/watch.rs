@@ -1,0 +1,204 @@
+//! The daemon's side of an attached device: remembers it in the keeper, and connects it again, after a crash of the daemon
+//! before or whenever the kernel has given a connection up.
+
+use super::attachment::{Attachment, read_note, write_note};
+use super::device::{DeadLinks, Kernel, Terms};
+use super::negotiate;
+use crate::address::Address;
+use crate::keeper::Link;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::io;
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread;
+use std::time::Duration;
+use weir_export::log::{Level, Log};
+use weir_export::nbd::client::Wish;
+
+/// The keeper's name for the list.
+pub const NOTE: &str = "attached";
+
+/// When to look again after a start, or after an event that brought no success: the server has no seat free before it has
+/// noticed that a connection is gone, or memory is short just now.
+const LOOKS: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(3)];
+
+/// The devices that are attached to this daemon.
+pub struct Attachments {
+    list: Mutex<List>,
+    keeper: Option<Link>,
+    log: Log,
+}
+
+#[derive(Default)]
+struct List {
+    devices: Vec<Attachment>,
+    is_watched: bool,
+}
+
+impl std::fmt::Debug for Attachments {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_list().entries(&self.list().devices).finish()
+    }
+}
+
+impl Attachments {
+    /// None, or those of the daemon before, by its note.
+    pub fn new(keeper: Option<Link>, note: Option<OwnedFd>, log: &Log) -> Arc<Self> {
+        let devices = note.map(read_note).transpose().unwrap_or_else(|error| {
+            log(Level::Warning, format_args!("the devices attached before are not known: {error}"));
+            None
+        });
+        let list = List { devices: devices.unwrap_or_default(), is_watched: false };
+        Arc::new(Attachments { list: Mutex::new(list), keeper, log: Arc::clone(log) })
+    }
+
+    /// Connects again what was attached to the daemon before. To be called once this one listens.
+    pub fn resume(self: &Arc<Self>) {
+        let mut list = self.list();
+        if !list.devices.is_empty() {
+            self.watch(&mut list);
+        }
+    }
+
+    /// Remembers a device that was connected to this daemon.
+    ///
+    /// # Errors
+    /// One line: why it cannot be remembered.
+    pub fn attached(self: &Arc<Self>, device: Attachment) -> Result<(), String> {
+        device.address.parse::<Address>().map_err(|error| error.to_string())?;
+        let mut list = self.list();
+        list.devices.retain(|other| other.device != device.device);
+        list.devices.push(device);
+        self.watch(&mut list);
+        self.keep(&list)
+    }
+
+    /// Forgets a device.
+    ///
+    /// # Errors
+    /// As [`attached`](Attachments::attached).
+    pub fn detached(&self, device: u32) -> Result<(), String> {
+        let mut list = self.list();
+        list.devices.retain(|other| other.device != device);
+        self.keep(&list)
+    }
+
+    /// The devices, as `/dev/nbd0`.
+    pub fn names(&self) -> Vec<String> {
+        self.list().devices.iter().map(|device| format!("/dev/nbd{}", device.device)).collect()
+    }
+
+    fn list(&self) -> MutexGuard<'_, List> {
+        self.list.lock().expect("nobody panics while holding it")
+    }
+
+    fn keep(&self, list: &List) -> Result<(), String> {
+        let Some(keeper) = &self.keeper else { return Ok(()) };
+        write_note(&list.devices)
+            .and_then(|note| keeper.hold_memory(NOTE, note.as_fd()))
+            .map_err(|error| format!("the keeper does not remember the device: {error}"))
+    }
+
+    fn watch(self: &Arc<Self>, list: &mut List) {
+        if list.is_watched {
+            return;
+        }
+        let all = Arc::clone(self);
+        let work = move || {
+            if let Err(error) = all.run() {
+                let what = "devices will not be connected again by themselves";
+                (all.log)(Level::Warning, format_args!("{what}: {error}; use weir attach --reconnect"));
+                all.list().is_watched = false;
+            }
+        };
+        // Without the thread the device works all the same, until a connection is lost.
+        match thread::Builder::new().name("weir-attached".into()).spawn(work) {
+            Ok(_) => list.is_watched = true,
+            Err(error) => (self.log)(Level::Warning, format_args!("cannot watch attached devices: {error}")),
+        }
+    }
+
+    /// Replaces connections as they die, for as long as the daemon lives.
+    fn run(&self) -> io::Result<()> {
+        // First the ear, then the look: what dies in between is heard.
+        let links = DeadLinks::open()?;
+        let mut kernel = Kernel::open()?;
+        let mut looks = LOOKS.iter();
+        for device in self.devices() {
+            self.reconnect(&mut kernel, &device);
+        }
+        loop {
+            let pause = looks.next().map(|pause| Timespec::try_from(*pause).expect("seconds"));
+            let mut fds = [PollFd::new(&links, PollFlags::IN)];
+            match poll(&mut fds, pause.as_ref()) {
+                Err(rustix::io::Errno::INTR) => continue,
+                heard => heard?,
+            };
+            let mut dead = Vec::new();
+            match links.take(|device| dead.push(device)) {
+                Ok(()) => {}
+                Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => dead.clear(),
+                Err(error) => return Err(error),
+            }
+            // A look without an event, or with lost ones, is at all of them.
+            let all = dead.is_empty();
+            let mut missed = false;
+            for device in self.devices() {
+                if all || dead.contains(&device.device) {
+                    missed |= !self.reconnect(&mut kernel, &device);
+                }
+            }
+            if missed && looks.len() == 0 {
+                looks = LOOKS.iter();
+            }
+        }
+    }
+
+    fn devices(&self) -> Vec<Attachment> {
+        self.list().devices.clone()
+    }
+
+    /// Offers the kernel a new connection for each that may be dead. Returns whether it took them, as far as one can tell.
+    fn reconnect(&self, kernel: &mut Kernel, device: &Attachment) -> bool {
+        let Ok(address) = device.address.parse::<Address>() else { return true };
+        let wish = Wish { name: device.name.clone(), structured: false, allocation: false };
+        for number in 1..=device.connections {
+            // One at a time: where only one is dead, the server may have a seat for one only.
+            let (socket, server) = match negotiate(&address, &wish) {
+                Ok(connection) => connection,
+                Err(error) => {
+                    let device = device.device;
+                    (self.log)(Level::Info, format_args!("/dev/nbd{device}: connection {number}: {error}"));
+                    return false;
+                }
+            };
+            let terms = Terms {
+                bytes: server.bytes,
+                flags: server.flags,
+                request_timeout: Duration::from_secs(device.request_timeout.into()),
+                reconnect_timeout: Duration::from_secs(device.reconnect_timeout.into()),
+            };
+            match kernel.reconnect(device.device, &terms, &[socket]) {
+                Ok(()) => {}
+                Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+                    let index = device.device;
+                    (self.log)(Level::Info, format_args!("/dev/nbd{index} is no longer attached"));
+                    // What the keeper remembers matters to the next daemon only, which would find the same.
+                    let _ = self.detached(index);
+                    return true;
+                }
+                Err(error) => {
+                    let device = device.device;
+                    (self.log)(
+                        Level::Warning,
+                        format_args!("/dev/nbd{device} is not connected again: {error}"),
+                    );
+                    return false;
+                }
+            }
+        }
+        let index = device.device;
+        (self.log)(Level::Info, format_args!("/dev/nbd{index}: its lost connections are replaced"));
+        true
+    }
+}
