@@ -1,7 +1,7 @@
 //! What makes a block device of a daemon's volume: which ways there are here, and each way's attach and detach.
 
 use super::options::FrontChoice;
-use super::service::{self, fuse_file, nbd_socket};
+use super::service::{self, control_socket, fuse_file, nbd_socket};
 use super::state::{Front, Journal, Step};
 use crate::address::Address;
 use crate::attach;
@@ -208,7 +208,7 @@ pub fn detach(front: Front, path: &Path, file: Option<&Path>) -> Result<(), Fail
         // It goes with its daemon, which stays as long as the device is in use.
         Front::Ublk => Ok(()),
         Front::Nbd if !nbd_is_attached(path) => Ok(()),
-        Front::Nbd => attach::detach(&DetachOptions { device: path.to_owned() }),
+        Front::Nbd => attach::detach(&DetachOptions { device: path.to_owned(), control: None }),
         Front::Fuse => loops_of(file.unwrap_or(path))
             .into_iter()
             .try_for_each(|device| device.detach().map_err(|error| Failure::Failed(chain(&error)))),
@@ -235,6 +235,7 @@ fn nbd_options(directory: &Path, device: &Path, connections: u16, reconnect: boo
         request_timeout: 5,
         reconnect_timeout: 600,
         reconnect,
+        control: Some(control_socket(directory)),
     }
 }
 
