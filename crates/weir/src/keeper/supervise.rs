@@ -105,8 +105,11 @@ pub fn run(log: &Log) -> io::Result<i32> {
                 (log)(Level::Info, format_args!("the daemon makes way for another"));
             }
             End::Exit(code) if life.was_told || !served => return Ok(code),
-            // Nobody's pages are at stake before the first daemon served.
-            End::Signal(number) if life.was_told || !served => return Ok(128 + number),
+            // Nobody's pages are at stake before there was anything to keep. From then on they may be: a daemon listens a little
+            // before it says that it is ready.
+            End::Signal(number) if life.was_told || (!served && keeper.kept.is_empty()) => {
+                return Ok(128 + number);
+            }
             end => (log)(
                 Level::Warning,
                 format_args!(
