@@ -101,7 +101,7 @@ impl Backing {
     pub(super) fn is_in_memory(&self) -> bool {
         const TMPFS: i64 = 0x0102_1994; // include/uapi/linux/magic.h
         const RAMFS: i64 = 0x8584_58f6;
-        rustix::fs::fstatfs(&self.file).is_ok_and(|fs| [TMPFS, RAMFS].contains(&(fs.f_type as i64)))
+        rustix::fs::fstatfs(&self.file).is_ok_and(|fs| [TMPFS, RAMFS].contains(&fs.f_type))
     }
 
     fn length(&self, name: &str) -> Result<u64, OpenError> {
