@@ -9,21 +9,22 @@
 #
 #     calibrate     0.2  what each way costs, and what is chosen for which batch
 #     ways          1    deep and large loads by each way by itself: what calibration should have found
-#     rows          3    every row of the contract, RUNS (3) times
+#     large         0.5  a megabyte at a time, by way and by thread
+#     rows          2    every row of the contract, RUNS (3) times
 #     give_back     1.5  threads x pages of giving back, compared
 #     steps         3    a daemon's memory goes and comes; another process takes 90% of the card in steps
 #     coherence     0.7  10^8 pages written one way and read another
 #     memory        0.3  the daemon's memory, and the card's power: idle, mapped only, with CUDA, with the kernel
 #     keeper        1    SIGKILL of the daemon under load, to the first page served
-#     block         3    NBD over VRAM, beside nbdkit
+#     block         2    NBD over VRAM, beside nbdkit
 #     competing     0.7  a matrix product's speed alone and beside Weir
 #
-# `quick` stands for all but rows, block and competing. Each call prints how long each step took.
+# `quick` stands for all but large, rows, block and competing. Each call prints how long each step took.
 set -u
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/results}
 shift
-steps=${*:-calibrate ways rows give_back steps coherence memory keeper block competing}
+steps=${*:-calibrate ways large rows give_back steps coherence memory keeper block competing}
 steps=${steps/quick/calibrate ways give_back coherence memory keeper}
 weir=${WEIR:-target/release/weir}
 card=${CARD:-vram:0}
@@ -53,6 +54,16 @@ ways() {
     done
 }
 
+large() {
+    for threads in 8 16; do
+        for way in engine ring auto; do
+            echo "-- path=$way, $threads threads"
+            "$weir" bench store --store "$card?size=8GiB&path=$way" --runs 1 --only large --threads "$threads" \
+                --json "$out/gpu-large-$way-$threads.json" 2>&1 | grep -E '^large'
+        done
+    done
+}
+
 rows() {
     bench store --store "$store" --runs "$runs" --coherence-seconds 1
 }
@@ -77,7 +88,7 @@ watts() {
 # A daemon over $1; its resident memory once it serves, and the card's power after two seconds.
 daemon_memory() {
     local name=$1 url=$2
-    "$weir" serve --store "$url" --nbd "unix:$scratch/nbd" --control "$scratch/control" --log warn &
+    "$weir" serve --store "$url" ${3:+--connections "$3"} --nbd "unix:$scratch/nbd" --control "$scratch/control" --log warn &
     local pid=$! i
     for ((i = 0; i < 200; i++)); do
         [ -S "$scratch/nbd" ] && break
@@ -95,6 +106,7 @@ memory() {
     : > "$out/gpu-memory.txt"
     echo "nothing open: power:$(watts)W" | tee -a "$out/gpu-memory.txt"
     daemon_memory "mapped only" "$card?size=8GiB&path=mapped"
+    daemon_memory "mapped only, 2 connections" "$card?size=8GiB&path=mapped" 2
     daemon_memory "with CUDA" "$card?size=8GiB&ring=off"
     daemon_memory "with CUDA and the ring" "$card?size=8GiB"
     bench power --store "$card?size=8GiB" --runs 1 --only power
@@ -109,16 +121,14 @@ steps() {
 }
 
 keeper() {
-    "$weir" bench restart --help > /dev/null 2>&1 || { echo "SKIP keeper: this weir has no bench restart"; return; }
-    "$weir" bench restart --store "$card?size=10GiB" --bytes 8GiB --kills 5 --json "$out/gpu-keeper.json" || failed=1
+    "$weir" bench restart --store "$card?size=9GiB" --bytes 8GiB --kills "${KILLS:-3}" \
+        --json "$out/gpu-keeper.json" || failed=1
 }
 
 block() {
     command -v fio > /dev/null || { echo "SKIP block: no fio"; return; }
     "$weir" bench block --store "$card?size=9GiB" --size 8GiB --seconds "${SECONDS_EACH:-2}" --runs 1 \
         --json "$out/gpu-block-vram.json" || failed=1
-    "$weir" bench block --store "$card?size=9GiB" --size 8GiB --seconds "${SECONDS_EACH:-2}" --runs 1 --spin-us 100 \
-        --only qd1 --only sporadic --json "$out/gpu-block-vram-spin.json" || failed=1
 }
 
 # Matrix products for some seconds, alone and beside a store under load.

@@ -22,6 +22,7 @@ pub mod lease;
 pub mod memory;
 pub mod queue;
 pub mod report;
+pub mod restart;
 pub mod share;
 pub mod store;
 pub mod swap;

@@ -7,7 +7,7 @@ use crate::cli::{
 use crate::failure::{Failure, chain};
 use std::time::Duration;
 use weir_bench::report::Report;
-use weir_bench::{block, disk, give_back, lease, memory, queue, share, store, swap};
+use weir_bench::{block, disk, give_back, lease, memory, queue, restart, share, store, swap};
 
 /// Pages a second that `--hold` moves.
 const HOLD_RATE: f64 = 100_000.0;
@@ -47,6 +47,11 @@ pub fn run(options: &BenchOptions) -> Result<(), Failure> {
             store::calibrate(&options.store).map_err(|error| failed(&error))?
         }
         Bench::Store(options) => store::run(&store_plan(options)).map_err(|error| failed(&error))?,
+        Bench::Restart { store, bytes, kills } => {
+            let weir = std::env::current_exe().map_err(|error| failed(&error))?;
+            restart::run(&restart::Plan { weir, store: store.to_string(), bytes: bytes.0, kills: *kills })
+                .map_err(|error| failed(&error))?
+        }
         Bench::Memory { size } => memory::run(&memory::Plan { bytes: size.0, ..Default::default() })
             .map_err(|error| failed(&error))?,
     };

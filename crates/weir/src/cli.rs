@@ -414,6 +414,19 @@ pub enum Bench {
         entrance: PathBuf,
     },
 
+    /// Kills a daemon under load: how long until the keeper's next one serves, and whether every page is what it was.
+    Restart {
+        /// Its store, with some MiB more than is written.
+        #[arg(long, value_name = "URL", default_value = "host:1088MiB")]
+        store: StoreUrl,
+        /// Bytes that are written and compared.
+        #[arg(long, default_value = "1GiB")]
+        bytes: ByteSize,
+        /// Kills.
+        #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+        kills: u32,
+    },
+
     /// What memory a volume takes besides the pages themselves.
     Memory {
         /// The volume's size.

@@ -97,7 +97,8 @@ impl Part {
     /// # Errors
     /// A fault.
     pub fn fill(&mut self, lane: &mut impl Pages) -> Result<(), BenchError> {
-        const BATCH: usize = 32;
+        /// As many as the smallest lane here has room for.
+        const BATCH: usize = 16;
         for start in (0..self.generations.len()).step_by(BATCH) {
             let end = (start + BATCH).min(self.generations.len());
             lane.plan(0, end - start);

@@ -4,7 +4,7 @@
 //! operations are timed one by one; deep rows are pages finished by all threads over the longest thread's time.
 
 mod coherence;
-mod content;
+pub(crate) mod content;
 mod control;
 mod give_back;
 mod load;

@@ -251,13 +251,13 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// A megabyte of neighbours at a time, on four threads.
+    /// A megabyte of neighbours at a time.
     fn large(&mut self) -> Result<(), BenchError> {
         for (id, reads, kind) in [("large_read", 100, Kind::Read), ("large_write", 0, Kind::Write)] {
             if !self.wanted(id) {
                 continue;
             }
-            let threads = self.plan.threads.min(8);
+            let threads = self.plan.threads;
             let mut pair = Pair::default();
             for _ in 0..self.plan.runs {
                 let mut workers = self.workers(threads, 4 * LARGE)?;

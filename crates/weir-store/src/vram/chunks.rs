@@ -7,6 +7,7 @@
 //! stores, and [`membarrier`] makes them visible in time.
 
 use super::engine::{Context, DeviceMemory};
+use super::mapped::copy::prefetch_lines;
 use super::mapped::{Allocation, Device};
 use super::table::Path;
 use super::{Trouble, membarrier};
@@ -255,6 +256,14 @@ impl Site {
     pub fn gate(&self) -> &Gate {
         // SAFETY: `_hot` keeps it.
         unsafe { self.gate.as_ref() }
+    }
+
+    /// Starts to bring near what an operation touches.
+    #[inline]
+    pub fn prefetch(&self) {
+        prefetch_lines(self.gate.as_ptr().cast(), 1);
+        prefetch_lines(self.pin.as_ptr().cast(), 2);
+        prefetch_lines(self.places.as_ptr().cast(), 1);
     }
 
     /// This lane's pin.

@@ -3,7 +3,7 @@
 use super::chunks::{Site, Way};
 use super::engine::BatchLane;
 use super::gpu::{CROWD, Gpu};
-use super::mapped::copy::Copies;
+use super::mapped::copy::{Copies, prefetch_lines};
 use super::options::PathMode;
 use super::ring::{Admission, RingLane};
 use super::table::{Batch, Direction, Path};
@@ -252,6 +252,12 @@ impl Lane for GpuLane {
     #[inline]
     fn plan(&mut self, reads: usize, writes: usize) {
         let near = &self.near;
+        // One miss after another is what a page after a pause costs; asked for together they come together.
+        near.site.prefetch();
+        near.copies.prefetch(writes > 0);
+        let code =
+            if writes > 0 { <Self as Lane>::write as *const u8 } else { <Self as Lane>::read as *const u8 };
+        prefetch_lines(code, 6);
         // A page now and then is planned as the one before: after a pause every cache line of the choice is cold,
         // and they cost more than the page.
         let alone = near.flying == 0 && near.neighbours < NEIGHBOURS && reads + writes <= 1;

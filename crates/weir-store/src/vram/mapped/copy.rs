@@ -52,6 +52,13 @@ impl Copies {
         all
     }
 
+    /// Starts to bring the code of a copy near.
+    #[inline]
+    pub fn prefetch(&self, to_device: bool) {
+        let code = if to_device { self.to_device } else { self.from_device };
+        prefetch_lines(code as *const u8, 3);
+    }
+
     /// Stores a page into device memory and makes it globally visible: whatever this thread stores next, a
     /// doorbell for instance, is seen by the device after it.
     ///
@@ -97,6 +104,21 @@ pub unsafe fn store_line(line: &[u64; 8], dst: *mut u8) {
         for (word, value) in line.iter().enumerate() {
             dst.cast::<u64>().add(word).write_volatile(*value);
         }
+    }
+}
+
+/// Starts to bring lines near, code or data, wherever they are; touches nothing.
+#[inline]
+pub fn prefetch_lines(at: *const u8, lines: usize) {
+    for line in 0..lines {
+        let at = at.wrapping_add(line * 64);
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: a prefetch has no effect that could be seen, whatever the address.
+        unsafe {
+            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(at.cast::<i8>());
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = at;
     }
 }
 

@@ -1,0 +1,310 @@
+//! `weir bench restart`: a daemon under load is killed, again and again, and the keeper's next one takes its pages over.
+//!
+//! All pages are written once. Then threads read and write pages of their own at random, over NBD, while the daemon gets a
+//! SIGKILL. Timed is from there to the first page that a new connection reads; after each kill every page of the device is
+//! read and compared. A page may be the last acknowledged one or the one that was under way, and nothing else.
+
+use crate::report::{Goal, Report, Row, Runs};
+use crate::store::content::{Random, is_stamped, stamp};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+use weir_core::{PAGE_SIZE, Page, PageBytes};
+use weir_export::nbd::client::{Client, ClientError, Wish};
+
+/// Connections that use the device.
+const USERS: u32 = 4;
+/// Pages of a request while all are written or compared.
+const RUN: u32 = 256;
+/// How long a daemon may take before the run is given up.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Load before each kill.
+const LOAD: Duration = Duration::from_secs(1);
+
+/// What to run.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// The program under test.
+    pub weir: PathBuf,
+    /// Its store.
+    pub store: String,
+    /// Bytes that are written, killed over, and compared.
+    pub bytes: u64,
+    /// Kills.
+    pub kills: u32,
+}
+
+/// Why there are no figures.
+#[derive(Debug, thiserror::Error)]
+pub enum RestartError {
+    /// The program could not be started, or a file of it not read.
+    #[error("cannot run the daemon")]
+    Program(#[from] std::io::Error),
+    /// No daemon served in time.
+    #[error("no daemon serves after {} s", PATIENCE.as_secs())]
+    Absent,
+    /// A request failed while the daemon lived.
+    #[error("a request failed")]
+    Request(#[from] ClientError),
+    /// A page is neither the one acknowledged nor the one under way.
+    #[error("page {page} is not its generation {generation}, nor the one under way")]
+    Mismatch {
+        /// Its number.
+        page: u32,
+        /// The generation that was acknowledged last.
+        generation: u32,
+    },
+}
+
+/// A keeper and its daemon.
+struct Scene {
+    directory: PathBuf,
+    keeper: Child,
+}
+
+/// A user's pages: those with its number, counted by users. It alone writes them, so it knows what each may be.
+struct Part {
+    first: u32,
+    acknowledged: Vec<u32>,
+    /// The last one sent. Later than the acknowledged one if the daemon died over it, until the page is read again.
+    sent: Vec<u32>,
+    /// Never used twice.
+    next: u32,
+    random: Random,
+}
+
+/// Runs `plan`.
+///
+/// # Errors
+/// When no daemon comes back, or a page is wrong: the one thing that must never happen.
+pub fn run(plan: &Plan) -> Result<Report, RestartError> {
+    let scene = Scene::start(plan)?;
+    let pages = (plan.bytes / PAGE_SIZE as u64) as u32 / (USERS * RUN) * (USERS * RUN);
+    let each = pages / USERS;
+    let mut parts: Vec<Part> = (0..USERS).map(|user| Part::new(user * each, each)).collect();
+    together(&mut parts, |part| part.fill(&scene))?;
+    let (mut pauses, mut operations, mut compared) = (Runs::default(), 0, 0u64);
+    for _ in 0..plan.kills {
+        let stop = AtomicBool::new(false);
+        let done = AtomicU64::new(0);
+        let pause = std::thread::scope(|scope| {
+            let users: Vec<_> = parts
+                .iter_mut()
+                .map(|part| {
+                    let (scene, stop, done) = (&scene, &stop, &done);
+                    scope.spawn(move || part.load(scene, stop, done))
+                })
+                .collect();
+            std::thread::sleep(LOAD);
+            let pause = scene.kill_and_wait();
+            std::thread::sleep(LOAD / 2);
+            stop.store(true, Ordering::Relaxed);
+            for user in users {
+                user.join().unwrap_or(Err(RestartError::Absent))?;
+            }
+            pause
+        })?;
+        pauses.push(pause.as_secs_f64() * 1e3);
+        operations += done.into_inner();
+        together(&mut parts, |part| part.compare(&scene))?;
+        compared += u64::from(pages) * PAGE_SIZE as u64;
+        eprintln!(
+            "served again after {:.1} ms; {operations} operations so far, 0 mismatches",
+            pause.as_secs_f64() * 1e3
+        );
+    }
+    let mut report = Report::new("restart", plan.kills as usize);
+    let gib = compared as f64 / f64::from(1 << 30);
+    report.rows = vec![
+        Row::lower("keeper_restart", "median_ms", pauses.median()),
+        Row::lower("keeper_restart", "longest_ms", pauses.max()).goal(Goal::Value(1000.0)),
+        // A mismatch ends the run with an error instead of a row.
+        Row::lower("keeper_restart", "mismatches", 0.0).goal(Goal::Value(0.0)),
+        Row::higher("keeper_restart", "gib_compared", gib),
+        Row::higher("keeper_restart", "operations", operations as f64),
+    ];
+    Ok(report)
+}
+
+/// One thread a part; the first error of any.
+fn together(
+    parts: &mut [Part],
+    work: impl Fn(&mut Part) -> Result<(), RestartError> + Sync,
+) -> Result<(), RestartError> {
+    std::thread::scope(|scope| {
+        let work = &work;
+        let threads: Vec<_> = parts.iter_mut().map(|part| scope.spawn(move || work(part))).collect();
+        threads.into_iter().try_for_each(|thread| thread.join().unwrap_or(Err(RestartError::Absent)))
+    })
+}
+
+impl Scene {
+    fn start(plan: &Plan) -> Result<Self, RestartError> {
+        let directory = std::env::temp_dir().join(format!("weir-bench-restart-{}", std::process::id()));
+        std::fs::create_dir(&directory)?;
+        let connections = (2 * USERS).to_string();
+        let keeper = Command::new(&plan.weir)
+            .args(["serve", "--keeper", "--log", "warn", "--connections", &connections])
+            .args(["--store", &plan.store, "--nbd"])
+            .arg(format!("unix:{}", directory.join("nbd").display()))
+            .arg("--control")
+            .arg(directory.join("control"))
+            .stdin(Stdio::null())
+            .spawn()?;
+        Ok(Scene { directory, keeper })
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.directory.join("nbd")
+    }
+
+    /// The living daemon: the keeper's only child.
+    fn daemon(&self) -> Option<rustix::process::Pid> {
+        let pid = self.keeper.id();
+        let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?;
+        rustix::process::Pid::from_raw(children.trim().parse().ok()?)
+    }
+
+    /// Kills the daemon, and waits until the next one gives a page: how long that took.
+    fn kill_and_wait(&self) -> Result<Duration, RestartError> {
+        let daemon = self.daemon().ok_or(RestartError::Absent)?;
+        let since = Instant::now();
+        rustix::process::kill_process(daemon, rustix::process::Signal::KILL).map_err(std::io::Error::from)?;
+        loop {
+            // The old daemon's socket may still be there to connect to, but nobody answers.
+            if self.daemon() != Some(daemon)
+                && connect(&self.socket()).and_then(|mut it| it.read(0, PAGE_SIZE as u32)).is_ok()
+            {
+                return Ok(since.elapsed());
+            }
+            if since.elapsed() > PATIENCE {
+                return Err(RestartError::Absent);
+            }
+            std::thread::sleep(Duration::from_micros(500));
+        }
+    }
+
+    /// A connection, as soon as there is a daemon that gives one.
+    fn connect(&self) -> Result<Client, RestartError> {
+        let since = Instant::now();
+        loop {
+            match connect(&self.socket()) {
+                Ok(client) => return Ok(client),
+                Err(_) if since.elapsed() > PATIENCE => return Err(RestartError::Absent),
+                Err(_) => std::thread::sleep(Duration::from_millis(1)),
+            }
+        }
+    }
+}
+
+fn connect(socket: &Path) -> Result<Client, ClientError> {
+    Client::unix(socket, &Wish::default())
+}
+
+impl Drop for Scene {
+    fn drop(&mut self) {
+        if let Some(pid) = rustix::process::Pid::from_raw(self.keeper.id() as i32) {
+            let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
+        }
+        let since = Instant::now();
+        while since.elapsed() < PATIENCE && matches!(self.keeper.try_wait(), Ok(None)) {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let daemon = self.daemon();
+        let _ = self.keeper.kill();
+        let _ = self.keeper.wait();
+        if let Some(daemon) = daemon {
+            let _ = rustix::process::kill_process(daemon, rustix::process::Signal::KILL);
+        }
+        let _ = std::fs::remove_dir_all(&self.directory);
+    }
+}
+
+impl Part {
+    fn new(first: u32, pages: u32) -> Self {
+        let none = vec![0; pages as usize];
+        Part {
+            first,
+            acknowledged: none.clone(),
+            sent: none,
+            next: 1,
+            random: Random::new(u64::from(first) + 1),
+        }
+    }
+
+    fn offset(&self, index: usize) -> u64 {
+        (u64::from(self.first) + index as u64) * PAGE_SIZE as u64
+    }
+
+    /// Writes every page.
+    fn fill(&mut self, scene: &Scene) -> Result<(), RestartError> {
+        let mut client = scene.connect()?;
+        let mut bytes = vec![0x6b; RUN as usize * PAGE_SIZE];
+        for start in (0..self.sent.len()).step_by(RUN as usize) {
+            for (at, page) in bytes.chunks_exact_mut(PAGE_SIZE).enumerate() {
+                let index = start + at;
+                self.sent[index] = self.next;
+                stamp(page.try_into().expect("a page"), self.first + index as u32, self.sent[index]);
+            }
+            client.write(self.offset(start), &bytes)?;
+            self.next += 1;
+            let run = start..start + RUN as usize;
+            self.acknowledged[run.clone()].copy_from_slice(&self.sent[run]);
+        }
+        Ok(())
+    }
+
+    /// Reads every page and compares.
+    fn compare(&mut self, scene: &Scene) -> Result<(), RestartError> {
+        let mut client = scene.connect()?;
+        for start in (0..self.sent.len()).step_by(RUN as usize) {
+            let bytes = client.read(self.offset(start), RUN * PAGE_SIZE as u32)?;
+            for (at, page) in bytes.chunks_exact(PAGE_SIZE).enumerate() {
+                self.check(start + at, page.try_into().expect("a page"))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What a page turned out to be is what it stays.
+    fn check(&mut self, index: usize, page: &PageBytes) -> Result<(), RestartError> {
+        let number = self.first + index as u32;
+        for generation in [self.acknowledged[index], self.sent[index]] {
+            if is_stamped(page, number, generation) {
+                (self.acknowledged[index], self.sent[index]) = (generation, generation);
+                return Ok(());
+            }
+        }
+        Err(RestartError::Mismatch { page: number, generation: self.acknowledged[index] })
+    }
+
+    /// Reads and writes at random until it is told to stop, across the daemon's death.
+    fn load(&mut self, scene: &Scene, stop: &AtomicBool, done: &AtomicU64) -> Result<(), RestartError> {
+        let mut client = scene.connect()?;
+        let mut page = Page([0x6b; PAGE_SIZE]);
+        while !stop.load(Ordering::Relaxed) {
+            let index = self.random.below(self.sent.len() as u32) as usize;
+            let offset = self.offset(index);
+            let outcome = if self.random.below(2) == 0 {
+                self.sent[index] = self.next;
+                self.next += 1;
+                stamp(&mut page, self.first + index as u32, self.sent[index]);
+                client.write(offset, &page[..]).map(|()| self.acknowledged[index] = self.sent[index])
+            } else {
+                match client.read(offset, PAGE_SIZE as u32) {
+                    Ok(bytes) => {
+                        self.check(index, bytes.as_slice().try_into().expect("a page"))?;
+                        Ok(())
+                    }
+                    Err(error) => Err(error),
+                }
+            };
+            match outcome {
+                Ok(()) => _ = done.fetch_add(1, Ordering::Relaxed),
+                Err(_) => client = scene.connect()?,
+            }
+        }
+        Ok(())
+    }
+}
