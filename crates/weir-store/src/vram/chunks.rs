@@ -156,6 +156,10 @@ pub struct Gate {
     pub lost: AtomicBool,
     /// The resident kernel is on the card. To be believed for a choice of path only: the ring has its own protocol.
     pub resident: AtomicBool,
+    /// The watching thread sleeps for long: whoever moves a page wakes it.
+    pub asleep: AtomicBool,
+    /// Pins that were ever open: those at and above this were not.
+    pins_used: AtomicU32,
 }
 
 /// Where a chunk is; null and 0 where it is not.
@@ -350,8 +354,13 @@ impl Chunks {
         (0..self.count()).filter(|&chunk| self.has(chunk)).count()
     }
 
+    /// The pins that were ever open.
+    fn used(&self) -> &[Pin] {
+        &self.hot.pins()[..self.hot.gate().pins_used.load(Ordering::Acquire) as usize]
+    }
+
     fn sum(&self, counter: impl Fn(&Pin) -> &AtomicU64) -> u64 {
-        self.hot.pins().iter().map(|pin| counter(pin).load(Ordering::Relaxed)).sum()
+        self.used().iter().map(|pin| counter(pin).load(Ordering::Relaxed)).sum()
     }
 
     /// Pages that all lanes ever moved, by path.
@@ -367,7 +376,7 @@ impl Chunks {
     /// Lanes that moved pages since the last call with the same `seen`, and how many of them write neighbours.
     pub fn busy(&self, seen: &mut [u64]) -> (usize, usize) {
         let (mut busy, mut runs) = (0, 0);
-        for (pin, seen) in self.hot.pins().iter().zip(seen) {
+        for (pin, seen) in self.used().iter().zip(seen) {
             let pages = pin.pages.iter().map(|pages| pages.load(Ordering::Relaxed)).sum();
             if std::mem::replace(seen, pages) != pages {
                 busy += 1;
@@ -379,7 +388,9 @@ impl Chunks {
 
     /// A free pin, or `None` when [`LANES_MAX`] lanes are open.
     pub fn open_pin(&self) -> Option<usize> {
-        self.hot.pins().iter().position(|pin| !pin.open.swap(true, Ordering::AcqRel))
+        let pin = self.hot.pins().iter().position(|pin| !pin.open.swap(true, Ordering::AcqRel))?;
+        self.hot.gate().pins_used.fetch_max(pin as u32 + 1, Ordering::AcqRel);
+        Some(pin)
     }
 
     /// The pin at `index`.

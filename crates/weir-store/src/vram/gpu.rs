@@ -18,7 +18,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path as FilePath;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::thread::JoinHandle;
+use std::thread::{JoinHandle, Thread};
 use weir_core::PAGE_SIZE;
 
 /// Lanes at work from which on the window is full of writes: two or three fill an H200's.
@@ -53,6 +53,8 @@ pub struct Gpu {
     pub(super) left: AtomicU64,
     pub(super) stopping: AtomicBool,
     pub(super) watcher: Mutex<Option<JoinHandle<()>>>,
+    /// The same thread, for whoever wakes it.
+    pub(super) watching: OnceLock<Thread>,
     /// Who keeps the chunks beyond this process, and by which number this card goes there.
     pub(super) keep: OnceLock<(Arc<dyn Keep>, usize)>,
     /// What it holds is to be found again: nothing is cleared at the end.
@@ -190,6 +192,16 @@ impl Gpu {
         self.chunks.hot().gate().lost.store(true, Ordering::Relaxed);
     }
 
+    /// Wakes the watching thread, once, if it sleeps for long.
+    #[inline(never)]
+    pub(super) fn wake(&self) {
+        if self.chunks.hot().gate().asleep.swap(false, Ordering::AcqRel)
+            && let Some(thread) = self.watching.get()
+        {
+            thread.unpark();
+        }
+    }
+
     /// The way that was found for writes of several lanes at once, in batches.
     pub(super) fn crowd_path(&self, runs: bool) -> Option<Path> {
         let path = self.crowd[usize::from(runs)].load(Ordering::Relaxed).checked_sub(1)?;
@@ -266,9 +278,13 @@ impl Gpu {
         trouble.fault()
     }
 
-    /// Looks after head-room. Returns how many others use the card.
-    pub(super) fn ask(&self) -> u32 {
-        let Some(nvml) = &self.nvml else { return 0 };
+    /// Other processes that use the card. Asking costs milliseconds.
+    pub(super) fn others(&self) -> u32 {
+        self.nvml.as_ref().map_or(0, Nvml::others)
+    }
+
+    /// Looks after head-room.
+    pub(super) fn mind_headroom(&self) {
         if let Some(headroom) = self.headroom() {
             // With a chunk's difference between both directions, so that it does not flutter.
             let state = self.state.load(Ordering::Relaxed);
@@ -278,7 +294,6 @@ impl Gpu {
                 let _ = self.state.compare_exchange(DRAINING, ONLINE, Ordering::Relaxed, Ordering::Relaxed);
             }
         }
-        nvml.others()
     }
 }
 

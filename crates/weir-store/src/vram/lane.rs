@@ -136,6 +136,10 @@ impl GpuLane {
             return Err(Fault::Lost);
         }
         let resident = gate.resident.load(std::sync::atomic::Ordering::Relaxed);
+        if gate.asleep.load(std::sync::atomic::Ordering::Relaxed) {
+            self.gpu.wake();
+        }
+        let near = &self.near;
         let in_range = slot.0 < near.slots;
         if near.has_ring && resident != near.resident {
             let [reads, writes] = near.planned;

@@ -125,6 +125,7 @@ impl Gpu {
             .name("weir-vram".to_owned())
             .spawn(move || watch(&watched, policy))
             .map_err(|error| OpenError::io(&self.url, "cannot start the watching thread", error))?;
+        let _ = self.watching.set(watcher.thread().clone());
         *self.watcher.lock().unwrap_or_else(PoisonError::into_inner) = Some(watcher);
         Ok(())
     }
@@ -206,6 +207,7 @@ impl Found {
             left: AtomicU64::new(0),
             stopping: AtomicBool::new(false),
             watcher: Mutex::new(None),
+            watching: OnceLock::new(),
             keep: OnceLock::new(),
             kept: AtomicBool::new(false),
         })

@@ -8,10 +8,16 @@ use super::table::{Batch, Direction};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// How often the watcher looks while pages move, and while none do.
+/// How often it looks while many pages move or the kernel is there, while few do, and after a second in which none did. A page
+/// that comes then wakes it.
 const TICK_BUSY: Duration = Duration::from_millis(1);
 const TICK_IDLE: Duration = Duration::from_millis(20);
-/// How often it asks who else is on the card, and how much memory is left.
+const TICK_ASLEEP: Duration = Duration::from_secs(1);
+/// Without a page for so long it sleeps.
+const QUIET: Duration = Duration::from_secs(1);
+/// Pages in one look from which on many move.
+const MANY: u64 = 32;
+/// How often it asks how much memory is left, and, while the kernel is there, who else is on the card.
 const ASK_EVERY: Duration = Duration::from_millis(250);
 
 /// Pages a second from which on it is worth finding out by which way a crowd's writes go fastest.
@@ -33,20 +39,30 @@ fn contend(gpu: &Gpu, contests: &mut [Contest; 2], elapsed: Duration, pages: u64
 pub fn watch(gpu: &Gpu, mut policy: Policy) {
     let (mut looked, mut asked) = (Instant::now(), Instant::now());
     let total = || gpu.chunks.pages().iter().sum::<u64>();
-    let (mut pages, mut others) = (total(), gpu.ask());
+    let (mut pages, mut others) = (total(), 0);
     let mut written = gpu.chunks.written();
     let mut contests = [Contest::default(), Contest::default()];
     let mut seen_by_lane = vec![0u64; LANES_MAX];
+    let (mut moved, mut quiet) = (0, Duration::ZERO);
+    gpu.mind_headroom();
     while !gpu.stopping.load(Ordering::Acquire) {
-        let idle = gpu.busy.load(Ordering::Relaxed) == 0 && !gpu.ring_is_resident();
-        std::thread::park_timeout(if idle { TICK_IDLE } else { TICK_BUSY });
+        let tick = match () {
+            () if moved >= MANY || gpu.ring_is_resident() => TICK_BUSY,
+            () if quiet < QUIET || policy.always => TICK_IDLE,
+            () => TICK_ASLEEP,
+        };
+        let asleep = &gpu.chunks.hot().gate().asleep;
+        asleep.store(tick == TICK_ASLEEP, Ordering::Release);
+        std::thread::park_timeout(tick);
+        asleep.store(false, Ordering::Release);
         if gpu.cuda_is_lost() {
             gpu.lose();
         }
         let elapsed = looked.elapsed();
         looked = Instant::now();
-        let moved = total().wrapping_sub(pages);
+        moved = total().wrapping_sub(pages);
         pages = pages.wrapping_add(moved);
+        quiet = if moved == 0 { quiet + elapsed } else { Duration::ZERO };
         let before = std::mem::replace(&mut written, gpu.chunks.written());
         let through = written[0].wrapping_sub(before[0]);
         let sent = written[1].wrapping_sub(before[1]);
@@ -61,8 +77,10 @@ pub fn watch(gpu: &Gpu, mut policy: Policy) {
         } else {
             contests.iter_mut().for_each(Contest::pause);
         }
+        let resident = gpu.ring_is_resident();
         if asked.elapsed() >= ASK_EVERY {
-            others = gpu.ask();
+            gpu.mind_headroom();
+            others = if resident { gpu.others() } else { 0 };
             asked = Instant::now();
         }
         let Some(ring) = &gpu.ring else { continue };
@@ -71,15 +89,16 @@ pub fn watch(gpu: &Gpu, mut policy: Policy) {
             pages: asking,
             others,
             stalls: ring.take_stalls(),
-            resident: ring.is_resident(),
+            resident,
             uncovered: ring.has_uncovered_lanes(),
         };
-        match policy.step(seen) {
+        let step = policy.step(seen);
+        // Whoever was there has been minded; whether they still are is asked before the kernel enters again.
+        others = 0;
+        match step {
             Step::Stay => {}
             Step::Enter => {
-                // Asked afresh: somebody may have come since.
-                others = gpu.ask();
-                asked = Instant::now();
+                others = gpu.others();
                 if others == 0 {
                     gpu.enter_ring();
                 }
