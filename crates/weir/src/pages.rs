@@ -37,11 +37,7 @@ pub fn open(plan: &Plan<'_>, keeper: Option<(&Link, &mut Held)>, log: &Log) -> R
             keep(&volume, link).map_err(Failure::failed)?;
             Ok(volume)
         }
-        Some((link, held)) => {
-            let volume = take_over(plan, held, log)?;
-            keep_stores(&volume, link, true).map_err(Failure::failed)?;
-            Ok(volume)
-        }
+        Some((link, held)) => take_over(plan, link, held, log),
     }
 }
 
@@ -51,7 +47,7 @@ fn create(plan: &Plan<'_>) -> Result<Arc<Volume>, Failure> {
     Volume::create(config, stores).map_err(|error| Failure::Failed(chain(&error)))
 }
 
-fn take_over(plan: &Plan<'_>, held: &mut Held, log: &Log) -> Result<Arc<Volume>, Failure> {
+fn take_over(plan: &Plan<'_>, link: &Link, held: &mut Held, log: &Log) -> Result<Arc<Volume>, Failure> {
     let missing = |what: &str| Failure::Failed(format!("the keeper does not hold {what}"));
     let map = |fd: OwnedFd| {
         Memory::adopt(fd)
@@ -66,6 +62,8 @@ fn take_over(plan: &Plan<'_>, held: &mut Held, log: &Log) -> Result<Arc<Volume>,
     }
     let kept = Kept { map: map(held.take(MAP).ok_or_else(|| missing(MAP))?)?, records };
     let config = config(plan, &stores)?;
+    // Before the volume, which releases again what a daemon was giving back when it died: the keeper must hear of it.
+    keep_stores(&stores, link, true).map_err(Failure::failed)?;
     let (volume, lost) =
         Volume::take_over(config, stores, kept).map_err(|error| Failure::Failed(chain(&error)))?;
     let status = volume.status();
@@ -87,12 +85,16 @@ fn keep(volume: &Volume, link: &Link) -> std::io::Result<()> {
     for (index, fd) in fds.records.into_iter().enumerate() {
         link.hold_memory(&records_name(index), fd)?;
     }
-    keep_stores(volume, link, false)
+    keep_stores(volume.stores(), link, false)
 }
 
 /// Has the keeper hold what the stores have; `held`: it does, and hears only of what comes and goes.
-fn keep_stores(volume: &Volume, link: &Link, held: bool) -> std::io::Result<()> {
-    for (index, store) in volume.stores().enumerate() {
+fn keep_stores<'a>(
+    stores: impl IntoIterator<Item = &'a Arc<dyn Store>>,
+    link: &Link,
+    held: bool,
+) -> std::io::Result<()> {
+    for (index, store) in stores.into_iter().enumerate() {
         store.keep_with(Arc::new(Shelf { link: link.clone(), store: index }), held)?;
     }
     Ok(())

@@ -23,6 +23,11 @@ struct Scene {
 
 impl Scene {
     fn start(name: &str, flags: &[&str]) -> Self {
+        Self::try_start(name, flags, &[]).expect("the daemon starts")
+    }
+
+    /// `None` where the daemon ends at its start.
+    fn try_start(name: &str, flags: &[&str], environment: &[(&str, &std::path::Path)]) -> Option<Self> {
         let directory = std::env::temp_dir().join(format!("weir-{}-{name}", std::process::id()));
         fs::create_dir_all(&directory).unwrap();
         let address = format!("unix:{}", directory.join("nbd").display());
@@ -31,15 +36,19 @@ impl Scene {
             .arg(directory.join("control"))
             .args(flags)
             .env("WEIR_SEAL", "abort")
+            .envs(environment.iter().copied())
             .spawn()
             .unwrap();
-        let scene = Scene { directory, daemon };
+        let mut scene = Scene { directory, daemon };
         let begun = Instant::now();
         while UnixStream::connect(scene.directory.join("control")).is_err() {
             assert!(begun.elapsed() < PATIENCE, "the daemon does not listen");
+            if scene.daemon.try_wait().unwrap().is_some() {
+                return None;
+            }
             thread::sleep(Duration::from_millis(5));
         }
-        scene
+        Some(scene)
     }
 
     fn connect(&self) -> Client {
@@ -267,6 +276,76 @@ fn a_long_request_is_answered_by_lines_of_progress_and_a_last_line() {
     let (last, progress) = lines.split_last().expect("a last line");
     assert_eq!((&last["schema"], &last["result"]["bytes"]), (&1.into(), &4_194_304.into()), "{last}");
     assert!(progress.iter().all(|line| line["schema"] == 1 && line["progress"].is_object()), "{progress:?}");
+}
+
+/// A management library whose card is what a file says: "free total display others".
+fn fake_management_library(directory: &std::path::Path) -> bool {
+    let fake = concat!(env!("CARGO_MANIFEST_DIR"), "/../weir-store/tests/fake_nvml/fake_nvml.c");
+    let start = directory.join("start.c");
+    let code = "char *getenv(const char *); void fake_nvml_file(const char *);\n\
+        __attribute__((constructor)) static void start(void) { fake_nvml_file(getenv(\"WEIR_FAKE_CARD\")); }\n";
+    fs::write(&start, code).unwrap();
+    let built = Command::new("cc")
+        .args(["-shared", "-fPIC", "-w", "-o"])
+        .arg(directory.join("libnvidia-ml.so.1"))
+        .args([fake.as_ref(), start.as_os_str()])
+        .status();
+    built.is_ok_and(|status| status.success())
+}
+
+#[test]
+fn a_card_that_runs_short_gets_its_memory_back_unasked_and_lends_it_again_when_nobody_needs_it() {
+    let directory = std::env::temp_dir().join(format!("weir-{}-card", std::process::id()));
+    fs::create_dir_all(&directory).unwrap();
+    let card = directory.join("card");
+    let free = |mib: u64| {
+        let new = directory.join("card.new");
+        fs::write(&new, format!("{} {} 0 0\n", mib << 20, 24u64 << 30)).unwrap();
+        fs::rename(&new, &card).unwrap();
+    };
+    free(8192);
+    if !fake_management_library(&directory) {
+        println!("skipped: no C compiler for the fake management library");
+        return;
+    }
+    let stores = [
+        "--store",
+        "vram:lavapipe?size=16MiB&chunk=4MiB&path=mapped",
+        "--store",
+        "host:16MiB",
+        "--size",
+        "16MiB",
+    ];
+    let environment = [("LD_LIBRARY_PATH", directory.as_path()), ("WEIR_FAKE_CARD", &card)];
+    let Some(scene) = Scene::try_start("governed", &stores, &environment) else {
+        println!("skipped: no software renderer for vram:lavapipe");
+        return;
+    };
+    let mut client = scene.connect();
+    (0..4096).for_each(|page| write(&mut client, page, 5));
+    assert_eq!(scene.away(), 0, "there is enough for everybody");
+    let wait_for = |away: u64| {
+        let begun = Instant::now();
+        while scene.away() != away {
+            assert!(begun.elapsed() < PATIENCE, "{} chunks are away, not {away}", scene.away());
+            thread::sleep(Duration::from_millis(5));
+        }
+        begun.elapsed()
+    };
+    // Somebody allocates: less than the floor is left.
+    free(300);
+    let took = wait_for(4);
+    assert!(took < Duration::from_secs(5), "it took {took:?}");
+    (0..4096).for_each(|page| check(&mut client, page, 5));
+    free(8192);
+    wait_for(0);
+    (0..4096).for_each(|page| check(&mut client, page, 5));
+    // What somebody gave back by hand stays away.
+    assert!(scene.weir(&["give-back", "all"]).status.success());
+    thread::sleep(Duration::from_secs(7));
+    assert_eq!(scene.away(), 4);
+    drop(scene);
+    fs::remove_dir_all(&directory).unwrap();
 }
 
 #[test]
