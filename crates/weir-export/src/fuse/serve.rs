@@ -111,10 +111,15 @@ impl<S: Service> Worker<S> {
             if found == Ok(Incoming::Nothing) {
                 in_a_row = 0;
                 found = spin
-                    .attempt(|| match self.look() {
-                        Ok(Incoming::Nothing) => Ok(None),
-                        Ok(found) => Ok(Some(found)),
-                        Err(errno) => Err(errno),
+                    .attempt(|| {
+                        // The answer just given has work waiting for this very processor (a loop device's request ends in a
+                        // softirq): without this it would wait until the spinning ends.
+                        rustix::thread::sched_yield();
+                        match self.look() {
+                            Ok(Incoming::Nothing) => Ok(None),
+                            Ok(found) => Ok(Some(found)),
+                            Err(errno) => Err(errno),
+                        }
                     })
                     .map(|found| found.unwrap_or(Incoming::Nothing));
             } else {
