@@ -48,7 +48,7 @@ impl Default for Plan {
             store: None,
             time: Duration::from_secs(3),
             runs: 3,
-            spin_us: 100,
+            spin_us: 20,
             only: Vec::new(),
         }
     }

@@ -458,8 +458,8 @@ pub struct BenchSwapOptions {
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..))]
     pub runs: u16,
 
-    /// Microseconds for which the spinning server spins.
-    #[arg(long, value_name = "N", default_value_t = 100)]
+    /// Microseconds for which the spinning server spins: 20 is what `weir on` has it do by default.
+    #[arg(long, value_name = "N", default_value_t = 20)]
     pub spin_us: u32,
 
     /// A device to measure beside the RAM loop: host, host-asleep, zram, file, nbdfuse, store; may be repeated [default: all].

@@ -9,6 +9,7 @@ use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 use weir_core::ByteSize;
 use weir_core::swap_safety::{self, Protections};
+use weir_export::fuse;
 use weir_export::log::{self, Level};
 
 /// Runs the daemon until it is told to stop.
@@ -26,10 +27,13 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
     });
     let keeper = keeper::Link::open().map_err(Failure::failed)?;
     if options.keeper && keeper.is_none() {
-        return match keeper::run(&log).map_err(Failure::failed)? {
-            0 => Ok(()),
-            _ => Err(Failure::Said),
-        };
+        let left = options.fuse.as_deref().map(fuse::Left::before);
+        let code = keeper::run(&log).map_err(Failure::failed)?;
+        // A daemon that dies over its own start, or is told to stop before it listens, leaves what the one before it mounted.
+        if let Some(left) = left {
+            left.clear();
+        }
+        return if code == 0 { Ok(()) } else { Err(Failure::Said) };
     }
     // Handlers first, so that an early SIGTERM ends the daemon in good order too.
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGUSR1]).map_err(Failure::failed)?;

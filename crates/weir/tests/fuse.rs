@@ -145,6 +145,20 @@ fn the_file_appears_and_goes_with_the_daemon() {
 }
 
 #[test]
+fn nothing_stays_mounted_if_the_keeper_is_told_to_end_while_a_daemon_starts() {
+    let Some(mut scene) = Scene::start("early", &["--keeper", "--store", "host:8MiB"]) else { return };
+    let daemon = scene.daemon().unwrap();
+    rustix::process::kill_process(daemon, rustix::process::Signal::KILL).unwrap();
+    // The next one is there, and does not listen to signals yet; or listens already; or is not there yet.
+    let begun = Instant::now();
+    while scene.daemon().is_none_or(|next| next == daemon) && begun.elapsed() < PATIENCE {
+        thread::sleep(Duration::from_micros(100));
+    }
+    assert!(scene.terminate().is_some());
+    assert!(!is_mounted(&scene.file()) && !scene.file().exists());
+}
+
+#[test]
 fn nothing_fails_and_every_page_survives_when_the_daemon_is_killed_under_load() {
     if !kernel_sends_again() {
         return println!("\nskipped: this kernel cannot send requests again (6.9 can)");

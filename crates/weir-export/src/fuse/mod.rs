@@ -19,6 +19,7 @@ mod server;
 mod stats;
 pub mod wire;
 
+pub use mount::Left;
 pub use pool::THREADS_MAX;
 pub use range::IO_MAX;
 pub use server::{Config, Keepsake, ServeError, Server};

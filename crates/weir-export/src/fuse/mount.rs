@@ -17,6 +17,9 @@ use std::process::{Command, Stdio};
 /// What users without mount(2) have.
 const FUSERMOUNT: [&str; 2] = ["fusermount3", "fusermount"];
 
+/// The file system's type is `fuse.` and this.
+pub(super) const SUBTYPE: &str = "weir";
+
 /// Why nothing could be mounted.
 #[derive(Debug, thiserror::Error)]
 pub enum MountError {
@@ -149,6 +152,35 @@ impl Drop for Mount {
     fn drop(&mut self) {
         // Nobody is left to be told; the mount is found dead by whoever looks at it next.
         let _ = self.undo();
+    }
+}
+
+/// What servers that were killed may leave at a mount point, for the process that outlives them all.
+#[derive(Debug)]
+pub struct Left {
+    point: PathBuf,
+    /// Whether there was nothing, so that a file there is a server's.
+    vacant: bool,
+}
+
+impl Left {
+    /// To be called before the first server starts.
+    pub fn before(point: &Path) -> Left {
+        let vacant =
+            std::fs::symlink_metadata(point).is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
+        Left { point: point.to_owned(), vacant }
+    }
+
+    /// Once every server is gone: takes away a dead mount, and the file under it if a server made that.
+    pub fn clear(self) {
+        if std::fs::metadata(&self.point).as_ref().is_err_and(is_dead) {
+            // Where it cannot be, the next start says so.
+            let _ = clear_dead(&self.point, SUBTYPE);
+        }
+        let empty = |meta: std::fs::Metadata| meta.is_file() && meta.len() == 0;
+        if self.vacant && std::fs::symlink_metadata(&self.point).is_ok_and(empty) {
+            let _ = std::fs::remove_file(&self.point);
+        }
     }
 }
 

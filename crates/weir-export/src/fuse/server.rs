@@ -2,7 +2,7 @@
 
 use super::device::{Device, Incoming};
 use super::disk::{Disk, Shape};
-use super::mount::{Mount, MountError, Options, owner};
+use super::mount::{Mount, MountError, Options, SUBTYPE, owner};
 use super::pool::{Pool, THREADS_MAX};
 use super::ram_disk::{self, RamDisk};
 use super::range::{IO_MAX, Ranges};
@@ -153,7 +153,7 @@ impl Server {
         let begun = Begun { made: made.then(|| point.to_owned()) };
         let owner = owner(point);
         let options =
-            Options { source: &config.name, subtype: "weir", default_permissions: true, read_max: IO_MAX };
+            Options { source: &config.name, subtype: SUBTYPE, default_permissions: true, read_max: IO_MAX };
         let (mount, connection) = Mount::new(point, &options)?;
         let flags = greet(&connection)?;
         let can_resend = flags & init::HAS_RESEND != 0;
@@ -233,7 +233,7 @@ impl Server {
         }
         let owner = owner(point);
         let options =
-            Options { source: &config.name, subtype: "weir", default_permissions: true, read_max: IO_MAX };
+            Options { source: &config.name, subtype: SUBTYPE, default_permissions: true, read_max: IO_MAX };
         let (mount, connection) = Mount::new(point, &options)?;
         greet(&connection)?;
         let queues = (0..config.threads).map(|_| connection.clone_queue()).collect::<io::Result<_>>();
