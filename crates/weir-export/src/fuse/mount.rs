@@ -76,12 +76,10 @@ impl Mount {
     /// See [`MountError`].
     pub fn new(point: &Path, options: &Options<'_>) -> Result<(Mount, Device), MountError> {
         let failed = |source| MountError::Point { path: point.to_owned(), source };
-        let mut meta = std::fs::metadata(point);
-        if meta.as_ref().is_err_and(is_dead) {
+        if is_dead(point) {
             clear_dead(point, options.subtype)?;
-            meta = std::fs::metadata(point);
         }
-        let meta = meta.map_err(failed)?;
+        let meta = std::fs::metadata(point).map_err(failed)?;
         let absolute = std::fs::canonicalize(point).map_err(failed)?;
         let device = Device::open().map_err(MountError::Device)?;
         let kind = if meta.is_dir() { 0o040000 } else { 0o100000 };
@@ -173,7 +171,7 @@ impl Left {
 
     /// Once every server is gone: takes away a dead mount, and the file under it if a server made that.
     pub fn clear(self) {
-        if std::fs::metadata(&self.point).as_ref().is_err_and(is_dead) {
+        if is_dead(&self.point) {
             // Where it cannot be, the next start says so.
             let _ = clear_dead(&self.point, SUBTYPE);
         }
@@ -184,9 +182,9 @@ impl Left {
     }
 }
 
-/// What a look at a mount says whose server is gone.
-fn is_dead(error: &io::Error) -> bool {
-    error.raw_os_error() == Some(rustix::io::Errno::NOTCONN.raw_os_error())
+/// Whether the server of what is mounted there is gone. Not by a look at attributes: the kernel may have those.
+fn is_dead(point: &Path) -> bool {
+    rustix::fs::statfs(point).is_err_and(|errno| errno == rustix::io::Errno::NOTCONN)
 }
 
 /// Takes away a mount whose server is gone, if it was one of this kind.
