@@ -9,7 +9,10 @@ pub fn check(machine: &Machine) -> Vec<Finding> {
     let card = nvidia.is_some() || !render.is_empty();
     let mut findings = vec![match (nvidia, render.is_empty()) {
         (Some(seen), _) => Finding::ok("gpu", seen),
-        (None, false) => Finding::ok("gpu", format!("/dev/dri/{}", render.join(", /dev/dri/"))),
+        (None, false) => {
+            let cards: Vec<String> = render.iter().map(|name| with_driver(machine, name)).collect();
+            Finding::ok("gpu", cards.join(", "))
+        }
         (None, true) => Finding::warn(
             "gpu",
             "none: neither /dev/nvidia0 nor a render node in /dev/dri",
@@ -27,6 +30,15 @@ pub fn check(machine: &Machine) -> Vec<Finding> {
         ));
     }
     findings
+}
+
+/// `/dev/dri/renderD128 (amdgpu)`.
+fn with_driver(machine: &Machine, name: &str) -> String {
+    let uevent = machine.text(&format!("/sys/class/drm/{name}/device/uevent")).unwrap_or_default();
+    match uevent.lines().find_map(|line| line.strip_prefix("DRIVER=")) {
+        Some(driver) => format!("/dev/dri/{name} ({driver})"),
+        None => format!("/dev/dri/{name}"),
+    }
 }
 
 fn nvidia(machine: &Machine) -> Option<String> {
@@ -92,5 +104,14 @@ mod tests {
         assert_eq!(findings[0].seen, "/dev/nvidia0, driver 580.159.04");
         let level = |id| findings.iter().find(|finding| finding.id == id).unwrap().level;
         assert_eq!((level("cuda"), level("nvml"), level("vulkan")), (Level::Ok, Level::Warn, Level::Warn));
+    }
+
+    #[test]
+    fn every_card_is_named_with_its_driver() {
+        let fixture = Fixture::new("two-cards")
+            .with("/dev/dri/renderD128", "")
+            .with("/dev/dri/renderD129", "")
+            .with("/sys/class/drm/renderD128/device/uevent", "DRIVER=amdgpu\nPCI_CLASS=30000\n");
+        assert_eq!(check(&fixture.machine())[0].seen, "/dev/dri/renderD128 (amdgpu), /dev/dri/renderD129");
     }
 }

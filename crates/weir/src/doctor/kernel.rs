@@ -9,9 +9,10 @@ pub fn check(machine: &Machine) -> Vec<Finding> {
     let nbd = Module::find(machine, &release, "nbd");
     let ublk = Module::find(machine, &release, "ublk_drv");
     let fuse = machine.has("/dev/fuse");
+    let loop_device = Module::find(machine, &release, "loop");
     vec![
         version(&release),
-        front_end(&nbd, &ublk, fuse),
+        front_end(&nbd, &ublk, fuse && loop_device.usable()),
         module("nbd", &nbd, "weir attach cannot connect a kernel block device", "modprobe nbd"),
         ublk_driver(&ublk, &release),
         module(
@@ -27,6 +28,7 @@ pub fn check(machine: &Machine) -> Vec<Finding> {
             "modprobe raid0",
         ),
         fuse_device(machine, fuse),
+        module("loop", &loop_device, "a FUSE file cannot become a block device", "modprobe loop"),
         userfaultfd(machine),
         io_uring(machine),
         cgroup(machine),

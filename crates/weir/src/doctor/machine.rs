@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use weir_core::ByteSize;
 
 /// A machine, seen through the directory that holds its files.
 #[derive(Debug)]
@@ -40,6 +41,12 @@ impl Machine {
     pub fn may_use(&self, path: &str) -> bool {
         use rustix::fs::Access;
         rustix::fs::access(self.at(path), Access::READ_OK | Access::WRITE_OK).is_ok()
+    }
+
+    /// What root may still write to the file system of this path.
+    pub fn room(&self, path: &str) -> Option<ByteSize> {
+        let file_system = rustix::fs::statvfs(self.at(path)).ok()?;
+        Some(ByteSize(file_system.f_bavail.saturating_mul(file_system.f_frsize)))
     }
 
     /// The names in a directory that `wanted` accepts, sorted; none where there is no directory.

@@ -69,14 +69,17 @@ fn huge_pages(machine: &Machine) -> Finding {
 
 fn hibernation(machine: &Machine) -> Finding {
     let states = machine.text("/sys/power/state").unwrap_or_default();
-    if states.split(' ').any(|state| state == "disk") {
-        Finding::warn(
+    let resume = machine.text("/sys/power/resume").filter(|device| !device.is_empty() && device != "0:0");
+    if !states.split(' ').any(|state| state == "disk") {
+        return Finding::ok("hibernation", "not possible here, so no image can end up in GPU memory");
+    }
+    match resume {
+        Some(device) => Finding::ok("hibernation", format!("possible; its image goes to the disk {device}")),
+        None => Finding::warn(
             "hibernation",
-            "possible: an image must never be written to GPU memory, which loses power",
-            "keep a disk swap with resume= for it, and detach Weir's device before hibernating",
-        )
-    } else {
-        Finding::ok("hibernation", "not possible here, so no image can end up in GPU memory")
+            "possible, and no resume= says where its image goes: never to GPU memory, which loses power",
+            "boot with resume= and a disk; where systemd runs, weir on masks hibernation until weir off",
+        ),
     }
 }
 
@@ -108,5 +111,7 @@ mod tests {
     fn hibernation_is_a_warning_where_the_kernel_can_do_it() {
         let fixture = Fixture::new("disk").with("/sys/power/state", "freeze mem disk\n");
         assert_eq!(hibernation(&fixture.machine()).level, Level::Warn);
+        let resume = fixture.with("/sys/power/resume", "259:3\n");
+        assert_eq!(hibernation(&resume.machine()).level, Level::Ok);
     }
 }

@@ -8,6 +8,7 @@ mod kernel;
 mod machine;
 mod memory;
 mod process;
+mod system;
 
 use crate::cli::DoctorOptions;
 use crate::failure::Failure;
@@ -88,6 +89,7 @@ impl Report {
         checks.extend(kernel::check(machine));
         checks.extend(process::check(machine));
         checks.extend(memory::check(machine));
+        checks.extend(system::check(machine));
         let worst = checks.iter().map(|finding| finding.level).max().unwrap_or(Level::Ok);
         Report { schema: 1, version: env!("CARGO_PKG_VERSION"), worst, checks }
     }

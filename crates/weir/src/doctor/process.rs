@@ -3,7 +3,9 @@
 use super::Finding;
 use super::machine::Machine;
 use rustix::process::{Resource, getrlimit};
+use std::thread;
 use weir_core::ByteSize;
+use weir_core::swap_safety::{self, Unprotected};
 
 // include/uapi/linux/capability.h
 const CAP_IPC_LOCK: u32 = 14;
@@ -16,7 +18,7 @@ const FILES_WANTED: u64 = 4096;
 pub fn check(machine: &Machine) -> Vec<Finding> {
     let capabilities = Capabilities::of(machine);
     vec![
-        flusher(capabilities),
+        flusher(try_flusher()),
         memory_lock(capabilities, getrlimit(Resource::Memlock).current),
         attach(capabilities),
         open_files(getrlimit(Resource::Nofile).maximum),
@@ -49,16 +51,27 @@ impl Capabilities {
     }
 }
 
-fn flusher(capabilities: Capabilities) -> Finding {
-    if capabilities.has(CAP_SYS_RESOURCE) {
-        Finding::ok("io-flusher", "CAP_SYS_RESOURCE: PR_SET_IO_FLUSHER and an OOM score of -1000 can be set")
-    } else {
-        Finding::warn(
+/// Sets the flag on a thread that ends with it: having the capability is not the same as being allowed.
+fn try_flusher() -> Result<bool, Unprotected> {
+    thread::spawn(|| swap_safety::set_io_flusher().and_then(|()| swap_safety::has_io_flusher()))
+        .join()
+        .expect("two system calls do not panic")
+}
+
+fn flusher(tried: Result<bool, Unprotected>) -> Finding {
+    match tried {
+        Ok(true) => Finding::ok("io-flusher", "PR_SET_IO_FLUSHER was tried and holds"),
+        Ok(false) => Finding::warn(
             "io-flusher",
-            "no CAP_SYS_RESOURCE: under memory pressure the daemon could wait for its own device",
+            "PR_SET_IO_FLUSHER was tried, and nothing came of it",
+            "use a kernel of the distribution's; until then --unsafe-no-flusher accepts the risk",
+        ),
+        Err(error) => Finding::warn(
+            "io-flusher",
+            format!("{error}: under memory pressure the daemon could wait for its own device"),
             "run as root with CAP_SYS_RESOURCE (systemd: AmbientCapabilities), or accept the risk by \
              --unsafe-no-flusher",
-        )
+        ),
     }
 }
 
@@ -107,7 +120,18 @@ mod tests {
         let capabilities = Capabilities::of(&fixture.machine());
         assert!(capabilities.has(CAP_SYS_ADMIN) && capabilities.has(CAP_IPC_LOCK));
         assert!(!capabilities.has(CAP_SYS_RESOURCE));
-        assert_eq!(flusher(capabilities).level, Level::Warn);
+        assert!(!capabilities.may_set_flusher());
+    }
+
+    #[test]
+    fn the_flusher_flag_is_tried_and_does_not_stay() {
+        let tried = try_flusher();
+        let allowed = tried.is_ok();
+        assert_eq!(flusher(tried).level, if allowed { Level::Ok } else { Level::Warn });
+        assert_eq!(flusher(Ok(false)).level, Level::Warn);
+        if allowed {
+            assert!(!swap_safety::has_io_flusher().unwrap(), "this thread is as it was");
+        }
     }
 
     #[test]

@@ -1,0 +1,160 @@
+//! What surrounds the daemon: the init system, sleep, the battery, and room on the disk.
+
+use super::Finding;
+use super::machine::Machine;
+use weir_core::ByteSize;
+
+/// Less than this is no backing worth the name.
+const ROOM_WANTED: ByteSize = ByteSize(1 << 30);
+
+const UNIT_DIRECTORIES: [&str; 4] =
+    ["/etc/systemd/system", "/run/systemd/system", "/usr/lib/systemd/system", "/lib/systemd/system"];
+
+pub fn check(machine: &Machine) -> Vec<Finding> {
+    vec![systemd(machine), suspend(machine), battery(machine), backing(machine.room("/var/lib"))]
+}
+
+fn has_unit(machine: &Machine, name: &str) -> bool {
+    UNIT_DIRECTORIES.iter().any(|directory| machine.has(&format!("{directory}/{name}")))
+}
+
+fn systemd(machine: &Machine) -> Finding {
+    // sd_booted(3)
+    if !machine.has("/run/systemd/system") {
+        Finding::ok("systemd", "not the init here: weir on runs the daemon by itself")
+    } else if !has_unit(machine, "weir.service") {
+        Finding::warn(
+            "systemd",
+            "runs, but has no weir.service: at shutdown the daemon is killed before what it holds is back",
+            "install the package (packaging/deb makes it), or run weir off before you shut down",
+        )
+    } else if machine.has("/sys/fs/cgroup/system.slice/weir.service") {
+        Finding::ok("systemd", "weir.service is active")
+    } else {
+        Finding::ok("systemd", "weir.service is installed and not active")
+    }
+}
+
+fn suspend(machine: &Machine) -> Finding {
+    let states = machine.text("/sys/power/state").unwrap_or_default();
+    let sleeps = states.split_whitespace().any(|state| matches!(state, "mem" | "standby" | "freeze"));
+    // Only NVIDIA's driver says whether it saves all of its memory; the others do.
+    let kept = machine.value("/proc/driver/nvidia/params", "PreserveVideoMemoryAllocations");
+    match kept.as_deref() {
+        _ if !sleeps => Finding::ok("suspend", "not possible here"),
+        None => Finding::ok("suspend", "possible; memory keeps what it holds"),
+        Some("1") => Finding::ok("suspend", "possible; the GPU's driver saves its memory"),
+        Some(_) if machine.has("/run/systemd/system") && has_unit(machine, "weir-sleep.service") => {
+            Finding::ok("suspend", "possible; weir-sleep.service takes pages out of GPU memory before")
+        }
+        Some(_) => Finding::warn(
+            "suspend",
+            "possible, and GPU memory loses what it holds",
+            "run weir off before, install the package (weir-sleep.service), or load nvidia with \
+             NVreg_PreserveVideoMemoryAllocations=1",
+        ),
+    }
+}
+
+fn battery(machine: &Machine) -> Finding {
+    let supply = |name: &str, file: &str| machine.text(&format!("/sys/class/power_supply/{name}/{file}"));
+    let batteries = machine.names("/sys/class/power_supply", |name| {
+        // A mouse's battery says nothing of the machine's.
+        supply(name, "type").as_deref() == Some("Battery")
+            && supply(name, "scope").as_deref() != Some("Device")
+    });
+    if batteries.is_empty() {
+        return Finding::ok("battery", "none");
+    }
+    let status = |name: &String| supply(name, "status").unwrap_or_default();
+    let seen: Vec<String> = batteries
+        .iter()
+        .map(|name| {
+            let percent = supply(name, "capacity").unwrap_or("?".to_owned());
+            format!("{name} at {percent} %, {}", status(name).to_lowercase())
+        })
+        .collect();
+    if batteries.iter().any(|name| status(name) == "Discharging") {
+        Finding::warn(
+            "battery",
+            format!("{}: a GPU that holds pages stays awake", seen.join("; ")),
+            "weir on --policy battery, or WEIR_BATTERY_OFF in /etc/default/weir, or weir off",
+        )
+    } else {
+        Finding::ok("battery", seen.join("; "))
+    }
+}
+
+fn backing(room: Option<ByteSize>) -> Finding {
+    match room {
+        Some(room) if room >= ROOM_WANTED => {
+            Finding::ok("backing", format!("{room} free below /var/lib, for --backing"))
+        }
+        Some(room) => Finding::warn(
+            "backing",
+            format!("only {room} free below /var/lib: what GPU memory gives back has nowhere to go"),
+            "free some, or name a path on another disk to --backing",
+        ),
+        None => Finding::warn("backing", "/var/lib cannot be looked at", "name a path to --backing"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Level;
+    use super::super::machine::Fixture;
+    use super::*;
+
+    #[test]
+    fn a_unit_is_missed_only_where_systemd_runs() {
+        let level = |fixture: &Fixture| systemd(&fixture.machine()).level;
+        assert_eq!(level(&Fixture::new("init")), Level::Ok);
+        let runs = Fixture::new("systemd").with("/run/systemd/system/x", "");
+        assert_eq!(level(&runs), Level::Warn);
+        let installed = runs.with("/lib/systemd/system/weir.service", "");
+        assert!(systemd(&installed.machine()).seen.contains("not active"));
+        let active = installed.with("/sys/fs/cgroup/system.slice/weir.service/cgroup.procs", "1");
+        assert_eq!(systemd(&active.machine()).seen, "weir.service is active");
+    }
+
+    #[test]
+    fn suspend_matters_where_the_driver_does_not_save_its_memory() {
+        let sleeps = Fixture::new("sleeps").with("/sys/power/state", "freeze mem\n");
+        assert_eq!(suspend(&sleeps.machine()).level, Level::Ok);
+        let params = "/proc/driver/nvidia/params";
+        let loses = sleeps.with(params, "EnableMSI: 1\nPreserveVideoMemoryAllocations: 0\n");
+        assert_eq!(suspend(&loses.machine()).level, Level::Warn);
+        let unit = loses.with("/run/systemd/system/weir-sleep.service", "");
+        assert_eq!(suspend(&unit.machine()).level, Level::Ok);
+        let saves = Fixture::new("saves")
+            .with("/sys/power/state", "mem")
+            .with(params, "PreserveVideoMemoryAllocations: 1");
+        assert!(suspend(&saves.machine()).seen.contains("saves"));
+    }
+
+    #[test]
+    fn a_battery_matters_while_it_is_used_and_a_mouse_s_never() {
+        let supply = "/sys/class/power_supply";
+        let mouse = Fixture::new("mouse")
+            .with(&format!("{supply}/hid/type"), "Battery\n")
+            .with(&format!("{supply}/hid/scope"), "Device\n")
+            .with(&format!("{supply}/hid/status"), "Discharging\n");
+        assert_eq!(battery(&mouse.machine()).seen, "none");
+        let laptop = mouse
+            .with(&format!("{supply}/BAT0/type"), "Battery\n")
+            .with(&format!("{supply}/BAT0/capacity"), "41\n")
+            .with(&format!("{supply}/BAT0/status"), "Discharging\n");
+        let finding = battery(&laptop.machine());
+        assert_eq!(finding.level, Level::Warn);
+        assert!(finding.seen.starts_with("BAT0 at 41 %, discharging"), "{}", finding.seen);
+        let charging = laptop.with(&format!("{supply}/BAT0/status"), "Charging\n");
+        assert_eq!(battery(&charging.machine()).level, Level::Ok);
+    }
+
+    #[test]
+    fn little_room_on_the_disk_is_a_warning() {
+        assert_eq!(backing(Some(ROOM_WANTED)).level, Level::Ok);
+        assert_eq!(backing(Some(ByteSize(ROOM_WANTED.0 - 1))).level, Level::Warn);
+        assert_eq!(backing(None).level, Level::Warn);
+    }
+}
