@@ -213,6 +213,7 @@ mod tests {
         }
         for control in ["xarray", "binding", "socket-array", "none"] {
             assert!(row("flows_3x2", "worker_cpu_percent", Some(control)).value > 0.0);
+            assert!(row("flows_3x2", "worker_ns_per_page", Some(control)).value > 0.0);
         }
         assert_eq!(row("forged", "accepted", None).value, 0.0);
         assert_eq!(row("50x64", "idle_connection_bytes", None).met, Some(true));

@@ -205,14 +205,18 @@ impl Area {
     /// Entry `number` of a ring, counted from the connection's beginning.
     #[inline]
     pub fn load(&self, ring: Ring, number: u32) -> [u64; ENTRY_WORDS] {
-        self.words(ring, number).each_ref().map(|word| word.load(Ordering::Relaxed))
+        // Spelled out: what `each_ref` and `map` become is two calls a word.
+        let words = self.words(ring, number);
+        let load = |at: usize| words[at].load(Ordering::Relaxed);
+        [load(0), load(1), load(2), load(3)]
     }
 
     /// Writes entry `number`; [`Area::written`] tells the other side of it.
     #[inline]
     pub fn store(&self, ring: Ring, number: u32, entry: [u64; ENTRY_WORDS]) {
-        for (word, value) in self.words(ring, number).iter().zip(entry) {
-            word.store(value, Ordering::Relaxed);
+        let words = self.words(ring, number);
+        for at in 0..ENTRY_WORDS {
+            words[at].store(entry[at], Ordering::Relaxed);
         }
     }
 

@@ -215,6 +215,7 @@ impl Session {
     }
 
     /// The page that submission `number` asks for, if it asks for one that there is.
+    #[inline]
     fn page_asked(&self, desk: &Desk, number: u32) -> Option<(u32, PageNo)> {
         match Submission::decode(self.area.load(Ring::Submissions, number)) {
             Some(Submission { op: Op::Read, tag, page, .. }) if page < desk.pages => {
@@ -285,6 +286,7 @@ impl Session {
         done
     }
 
+    #[inline]
     fn look_ahead(&self, desk: &Desk, guard: &Guard<'_>, from: u32, count: u32) {
         for ahead in 0..count {
             if let Some((_, page)) = self.page_asked(desk, from.wrapping_add(ahead)) {
@@ -462,6 +464,7 @@ impl Session {
         self.complete(tag, -errno.raw_os_error(), 0, Spot::Nowhere);
     }
 
+    #[inline]
     fn complete(&mut self, tag: u32, status: i32, token: u32, spot: Spot) {
         let completed = Completed { tag, status, token, spot };
         self.area.store(Ring::Completions, self.completed, completed.encode());
