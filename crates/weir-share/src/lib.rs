@@ -6,7 +6,7 @@
 //! returns tokens in ranges. While both are busy no system call is made.
 //!
 //! Where the server allows it, a client with [`Options::in_place`] gets the stores' own memory too, to read: then its
-//! tokens stand for the slots in which the pages lie, and nothing is copied at all.
+//! tokens stand for the slots in which the pages lie, and nothing is copied at all. docs/share.md says what that costs.
 //!
 //! A client may hold as many frames as its area has and no more; whatever it held when its socket closes, be it
 //! by SIGKILL, is free again. Its area belongs to it alone, so what it scribbles there harms nobody else.

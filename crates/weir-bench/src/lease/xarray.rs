@@ -8,7 +8,9 @@
 //! `tcp_xa_pool_refill` and `tcp_xa_pool_commit`, up to 17 indices are reserved under one lock and filled under
 //! another; as in `sock_devmem_dontneed`, a batch is erased under one lock.
 //!
-//! It is leaner than the kernel's code, which serves every use of an xarray: `lab/run lease` measures that one.
+//! It is leaner than the kernel's code, which serves every use of an xarray and takes its nodes through RCU: `lab/run
+//! lease` measures that one. And it does less than the table beside it: it does not count a page's references,
+//! which in the kernel is the page pool's business. `no_counts_ns_net` is the table with as much to do.
 
 use std::hint::spin_loop;
 use std::sync::atomic::{AtomicBool, Ordering};
