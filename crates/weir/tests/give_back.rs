@@ -278,6 +278,48 @@ fn a_long_request_is_answered_by_lines_of_progress_and_a_last_line() {
     assert!(progress.iter().all(|line| line["schema"] == 1 && line["progress"].is_object()), "{progress:?}");
 }
 
+#[test]
+fn what_was_given_back_stays_given_back_when_the_daemon_is_killed() {
+    let scene = Scene::start(
+        "killed",
+        &["--keeper", "--store", "host:128MiB", "--store", "host:40MiB", "--size", "32MiB"],
+    );
+    let mut client = scene.connect();
+    (0..2000).for_each(|page| write(&mut client, page, 1));
+    let gave = scene.weir(&["give-back", "all"]);
+    assert!(gave.status.success(), "{}", said(&gave));
+    assert_eq!(scene.away(), 1);
+    let first = scene.status()["pid"].as_i64().unwrap();
+    let pid = rustix::process::Pid::from_raw(first as i32).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+    let begun = Instant::now();
+    let answers = || scene.weir(&["status"]).status.success();
+    while !answers() || scene.status()["pid"] == first {
+        assert!(begun.elapsed() < PATIENCE, "no other daemon");
+        thread::sleep(Duration::from_millis(10));
+    }
+    let second = scene.status()["pid"].as_i64().unwrap();
+    let check_all = |round| {
+        let mut client = scene.connect();
+        (0..2000).for_each(|page| check(&mut client, page, round));
+    };
+    assert_eq!(scene.away(), 1, "the next daemon knows");
+    check_all(1);
+    let mut client = scene.connect();
+    (0..2000).for_each(|page| write(&mut client, page, 2));
+    assert!(scene.weir(&["take", "all"]).status.success());
+    assert_eq!(scene.away(), 0);
+    check_all(2);
+    // The keeper goes with the test; its daemon would start to wonder.
+    let pid = rustix::process::Pid::from_raw(scene.daemon.id() as i32).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    let process = std::path::PathBuf::from(format!("/proc/{second}"));
+    while process.exists() && begun.elapsed() < PATIENCE {
+        thread::sleep(Duration::from_millis(10));
+    }
+    assert!(!process.exists(), "the daemon ends with its keeper");
+}
+
 /// A management library whose card is what a file says: "free total display others".
 fn fake_management_library(directory: &std::path::Path) -> bool {
     let fake = concat!(env!("CARGO_MANIFEST_DIR"), "/../weir-store/tests/fake_nvml/fake_nvml.c");
