@@ -46,6 +46,7 @@ fn shared(options: &str, batch: Batch) -> Arc<dyn Store> {
 }
 
 conformance!(mapped: Arc::new(VramStore::open_with(&url(""), &drivers(Path::new("/no/libcuda.so.1"))).unwrap()) as Arc<dyn Store>);
+conformance!(transfer_queue: Arc::new(blind()) as Arc<dyn Store>);
 conformance!(engine_of_cuda_13: shared("&path=engine", Batch::Cuda13));
 conformance!(engine_of_cuda_12: shared("&path=engine", Batch::Cuda12));
 conformance!(engine_without_batches: shared("&path=engine", Batch::None));
@@ -53,6 +54,14 @@ conformance!(ring: shared("&path=ring&ring=on", Batch::Cuda13));
 conformance!(by_measurement: shared("", Batch::Cuda13));
 
 conformance!(striped_over_two_gpus: Arc::new(striped()) as Arc<dyn Store>);
+
+/// A card whose memory the processor does not see, without CUDA.
+fn blind() -> VramStore {
+    let store =
+        VramStore::open_with(&url("&window=off"), &drivers(Path::new("/no/libcuda.so.1"))).expect("a store");
+    assert!(store.gpus()[0].describe().ends_with("by engine"), "{}", store.gpus()[0].describe());
+    store
+}
 
 /// Two GPUs by CUDA alone, with two chunks each.
 fn striped() -> VramStore {
@@ -459,9 +468,12 @@ impl Shelf {
 fn a_store_is_found_again_by_the_chunks_that_were_kept() {
     let cuda = FakeCuda::build(Batch::Cuda13);
     let no_cuda = Path::new("/no/libcuda.so.1");
-    for (url, library) in
-        [(url(""), cuda.path()), (url("&path=mapped"), no_cuda), (url("&path=ring&ring=on"), cuda.path())]
-    {
+    for (url, library) in [
+        (url(""), cuda.path()),
+        (url("&path=mapped"), no_cuda),
+        (url("&path=ring&ring=on"), cuda.path()),
+        (url("&window=off"), no_cuda),
+    ] {
         let drivers = drivers(library);
         let shelf = Arc::new(Shelf::default());
         let store = VramStore::open_with(&url, &drivers).expect("a store");
@@ -561,4 +573,34 @@ fn a_failed_take_over_leaves_the_pages_for_the_next() {
     let again = shelf.reopen(&url, &good).expect("the store again");
     let mut lane = again.lane(4).expect("a lane");
     assert!((0..1024).all(|slot| read(lane.as_mut(), slot) == Ok(page(slot))));
+}
+
+#[test]
+fn without_a_window_cuda_goes_before_the_transfer_queue() {
+    let cuda = FakeCuda::build(Batch::Cuda13);
+    let store = VramStore::open_with(&url("&window=off"), &drivers(cuda.path())).expect("a store");
+    assert!(store.gpus()[0].describe().contains("Fake GPU"), "{}", store.gpus()[0].describe());
+    let mut lane = store.lane(4).expect("a lane");
+    write(lane.as_mut(), 3, &page(3)).expect("written");
+    assert_eq!(read(lane.as_mut(), 3), Ok(page(3)));
+}
+
+#[test]
+fn neighbours_by_the_transfer_queue_come_back_across_the_staging_memory_s_end() {
+    let store = blind();
+    let mut lane = store.lane(8).expect("a lane");
+    for round in 0..5u32 {
+        for slot in 0..6 {
+            assert_eq!(lane.write(slot, Slot(slot), &page(round * 6 + slot)), Progress::Queued);
+        }
+        lane.submit();
+        let mut written = 0;
+        while written < 6 {
+            lane.poll(&mut |done: Done<'_>| {
+                assert_eq!(done.result, Ok(()));
+                written += 1;
+            });
+        }
+        assert!((0..6).all(|slot| read(lane.as_mut(), slot) == Ok(page(round * 6 + slot))), "round {round}");
+    }
 }

@@ -92,12 +92,17 @@ impl Memory {
 
     /// Where the processor sees it; null where it does not.
     pub fn host(&self) -> *mut u8 {
-        self.mapped.as_ref().map_or(ptr::null_mut(), |mapped| mapped.host().as_ptr())
+        let host = self.mapped.as_ref().and_then(Allocation::host);
+        host.map_or(ptr::null_mut(), NonNull::as_ptr)
     }
 
-    /// Where the card sees it; 0 without CUDA.
+    /// Where the card sees it: an address for CUDA, a buffer for a transfer queue; 0 if only the processor sees it.
     pub fn device(&self) -> u64 {
-        self.device.as_ref().map_or(0, |device| device.address)
+        match (&self.device, &self.mapped) {
+            (Some(device), _) => device.address,
+            (None, Some(mapped)) if mapped.host().is_none() => mapped.buffer(),
+            _ => 0,
+        }
     }
 
     /// Both parts, for an owner of its own.
@@ -301,10 +306,10 @@ impl Site {
         result
     }
 
-    /// The slot's address on the card, valid until the operation is counted as finished. `None`: the chunk has no
-    /// memory, and nothing was counted.
+    /// The slot's chunk on the card and its offset there, valid until the operation is counted as finished. `None`: the
+    /// chunk has no memory, and nothing was counted.
     #[inline]
-    pub fn begin(&self, way: Way, slot: Slot) -> Option<u64> {
+    pub fn begin(&self, way: Way, slot: Slot) -> Option<(u64, u64)> {
         let (pin, (_, place, offset)) = (self.pin(), self.place(slot)?);
         let (queued, way) = (pin.queued[way as usize].load(Ordering::Relaxed), way as usize);
         pin.queued[way].store(queued + 1, Ordering::Relaxed);
@@ -314,7 +319,7 @@ impl Site {
             pin.queued[way].store(queued, Ordering::Relaxed);
             return None;
         }
-        Some(device + offset as u64)
+        Some((device, offset as u64))
     }
 
     /// Takes back what [`begin`](Self::begin) counted: the operation goes another way.

@@ -1,9 +1,9 @@
 //! One card as a store: its chunks, its three paths, its state, and the thread that watches over it.
 
 use super::chunks::{Chunks, LANES_MAX, Source};
-use super::engine::{BatchLane, Context, Which};
+use super::engine::{Context, Which};
 use super::headroom::Headroom;
-use super::lane::GpuLane;
+use super::lane::{Engine, GpuLane};
 use super::mapped::Device;
 use super::mapped::copy::Copies;
 use super::nvml::Nvml;
@@ -132,8 +132,10 @@ impl Gpu {
     /// Whether there is that path.
     pub fn has(&self, path: Path) -> bool {
         match path {
-            Path::Mapped => self.source.gpu.is_some(),
-            Path::Engine => self.source.cuda.is_some(),
+            Path::Mapped => self.source.gpu.as_ref().is_some_and(|gpu| gpu.card.window),
+            Path::Engine => {
+                self.source.cuda.is_some() || (self.source.gpu.is_some() && !self.has(Path::Mapped))
+            }
             Path::Ring => self.ring.is_some(),
         }
     }
@@ -215,7 +217,7 @@ impl Gpu {
 
     /// How many cards Vulkan, or else CUDA, lists.
     pub(super) fn count(libcuda: &FilePath) -> usize {
-        let vulkan = (0..).take_while(|&index| Device::find(index, false).is_ok()).count();
+        let vulkan = (0..).take_while(|&index| Device::find(index, false, false).is_ok()).count();
         if vulkan > 0 {
             return vulkan;
         }
@@ -238,12 +240,8 @@ impl Gpu {
                 None => None,
             };
             let _paused = self.pause_ring();
-            let engine = match &self.source.cuda {
-                Some(cuda) => Some(
-                    BatchLane::new(cuda, depth.max(1)).map_err(|error| fail(format!("no lane: {error}")))?,
-                ),
-                None => None,
-            };
+            let engine = Engine::open(&self.source, depth.max(1));
+            let engine = engine.map_err(|error| fail(format!("no lane: {error}")))?;
             Ok((engine, ring))
         })();
         match opened {

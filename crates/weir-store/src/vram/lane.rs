@@ -1,9 +1,11 @@
 //! One thread's way to the card: the mapping at once, the engine and the ring by completion.
 
-use super::chunks::{Site, Way};
+use super::Trouble;
+use super::chunks::{Site, Source, Way};
 use super::engine::BatchLane;
 use super::gpu::{CROWD, Gpu};
 use super::mapped::copy::{Copies, prefetch_lines};
+use super::mapped::queue::{Place, QueueLane};
 use super::options::PathMode;
 use super::ring::{Admission, RingLane};
 use super::table::{Batch, Direction, Path};
@@ -21,7 +23,7 @@ const DEEP: usize = 8;
 pub struct GpuLane {
     near: Near,
     // The lanes before the card: their memory is the card's.
-    engine: Option<BatchLane>,
+    engine: Option<Engine>,
     ring: Option<RingLane>,
     gpu: Arc<Gpu>,
 }
@@ -47,8 +49,74 @@ struct Near {
     forced: bool,
 }
 
+/// Who copies: CUDA's engines, or Vulkan's transfer queue where there is neither CUDA nor a window.
+pub(super) enum Engine {
+    Cuda(BatchLane),
+    Queue(QueueLane),
+}
+
+impl Engine {
+    /// One thread's; `None` where the window is all there is.
+    pub fn open(source: &Source, depth: usize) -> Result<Option<Self>, Trouble> {
+        match source {
+            Source { cuda: Some(cuda), .. } => Ok(Some(Engine::Cuda(BatchLane::new(cuda, depth)?))),
+            Source { gpu: Some(gpu), .. } if !gpu.card.window => {
+                Ok(Some(Engine::Queue(QueueLane::new(gpu, depth)?)))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    fn in_flight(&self) -> usize {
+        match self {
+            Engine::Cuda(lane) => lane.in_flight(),
+            Engine::Queue(lane) => lane.in_flight(),
+        }
+    }
+
+    fn has_room(&self) -> bool {
+        match self {
+            Engine::Cuda(lane) => lane.has_room(),
+            Engine::Queue(lane) => lane.has_room(),
+        }
+    }
+
+    fn write(&mut self, ticket: Ticket, (chunk, offset): (u64, u64), page: &PageBytes) {
+        match self {
+            Engine::Cuda(lane) => lane.write(ticket, chunk + offset, page),
+            Engine::Queue(lane) => lane.write(ticket, Place { buffer: chunk, offset }, page),
+        }
+    }
+
+    fn read(&mut self, ticket: Ticket, (chunk, offset): (u64, u64)) {
+        match self {
+            Engine::Cuda(lane) => lane.read(ticket, chunk + offset),
+            Engine::Queue(lane) => lane.read(ticket, Place { buffer: chunk, offset }),
+        }
+    }
+
+    fn submit(&mut self) {
+        match self {
+            Engine::Cuda(lane) => lane.submit(),
+            Engine::Queue(lane) => lane.submit(),
+        }
+    }
+
+    fn poll(&mut self, done: &mut dyn FnMut(Done<'_>)) {
+        match self {
+            Engine::Cuda(lane) => lane.poll(done),
+            Engine::Queue(lane) => lane.poll(done),
+        }
+    }
+
+    /// A transfer queue that does not answer has lost the card; CUDA says so by itself.
+    fn has_lost_the_card(&self) -> bool {
+        matches!(self, Engine::Queue(lane) if lane.is_dead())
+    }
+}
+
 impl GpuLane {
-    pub(super) fn new(gpu: &Arc<Gpu>, pin: usize, engine: Option<BatchLane>, ring: Option<RingLane>) -> Self {
+    pub(super) fn new(gpu: &Arc<Gpu>, pin: usize, engine: Option<Engine>, ring: Option<RingLane>) -> Self {
         let near = Near {
             site: gpu.chunks().hot().site(pin),
             copies: *gpu.copies(),
@@ -153,8 +221,8 @@ impl GpuLane {
         &mut self,
         path: Path,
         slot: Slot,
-        by_engine: impl FnOnce(&mut BatchLane, u64),
-        by_ring: impl FnOnce(&mut RingLane, u64),
+        by_engine: impl FnOnce(&mut Engine, (u64, u64)),
+        by_ring: impl FnOnce(&mut RingLane, (u64, u64)),
     ) -> Option<Progress> {
         if self.gpu.cuda_is_lost() {
             self.gpu.lose();
@@ -162,13 +230,13 @@ impl GpuLane {
         }
         let way = if path == Path::Ring { Way::Ring } else { Way::Engine };
         let site = &self.near.site;
-        let Some(address) = site.begin(way, slot) else {
+        let Some(place) = site.begin(way, slot) else {
             return Some(Progress::Done(Err(Fault::Lost)));
         };
         match (path, &mut self.engine, &mut self.ring) {
             (Path::Ring, _, Some(ring)) => match ring.admits() {
                 Admission::Yes => {
-                    by_ring(ring, address);
+                    by_ring(ring, place);
                     self.near.flying += 1;
                     return Some(Progress::Queued);
                 }
@@ -176,7 +244,7 @@ impl GpuLane {
             },
             (Path::Engine, Some(engine), _) => {
                 if engine.has_room() {
-                    by_engine(engine, address);
+                    by_engine(engine, place);
                     self.near.flying += 1;
                     return Some(Progress::Queued);
                 }
@@ -194,8 +262,8 @@ impl GpuLane {
         let queued = self.later(
             path,
             slot,
-            |engine, address| engine.write(ticket, address, page),
-            |ring, address| ring.write(ticket, address, page),
+            |engine, place| engine.write(ticket, place, page),
+            |ring, (chunk, offset)| ring.write(ticket, chunk + offset, page),
         );
         match queued {
             Some(Progress::Queued) => {
@@ -216,8 +284,8 @@ impl GpuLane {
         let queued = self.later(
             path,
             slot,
-            |engine, address| engine.read(ticket, address),
-            |ring, address| ring.read(ticket, address),
+            |engine, place| engine.read(ticket, place),
+            |ring, (chunk, offset)| ring.read(ticket, chunk + offset),
         );
         match queued {
             Some(progress) => progress,
@@ -334,7 +402,7 @@ impl Lane for GpuLane {
             }
         }
         self.near.flying -= finished as u32;
-        if self.gpu.cuda_is_lost() {
+        if self.gpu.cuda_is_lost() || self.engine.as_ref().is_some_and(Engine::has_lost_the_card) {
             self.gpu.lose();
         }
     }

@@ -61,10 +61,13 @@ pub struct VramUrl {
     pub path: PathMode,
     /// Blocks of the resident kernel; 0 for the usual.
     pub blocks: u32,
+    /// Whether the processor's window onto the card is used; `false`: as if there were none.
+    pub window: bool,
 }
 
-const KEYS: &[&str] = &["size", "chunk", "floor", "ring", "path", "blocks"];
+const KEYS: &[&str] = &["size", "chunk", "floor", "ring", "path", "blocks", "window"];
 const RINGS: [(&str, RingMode); 3] = [("auto", RingMode::Auto), ("on", RingMode::On), ("off", RingMode::Off)];
+const WINDOWS: [(&str, bool); 2] = [("on", true), ("off", false)];
 const PATHS: [(&str, PathMode); 4] = [
     ("auto", PathMode::Auto),
     ("mapped", PathMode::Mapped),
@@ -88,6 +91,7 @@ impl VramUrl {
             ring: RingMode::Auto,
             path: PathMode::Auto,
             blocks: 0,
+            window: true,
         }
     }
 
@@ -108,6 +112,7 @@ impl VramUrl {
                 "floor" => url.floor = value(key, text, "a size, such as 512MiB")?,
                 "ring" => url.ring = one_of(key, text, &RINGS, "auto, on or off")?,
                 "path" => url.path = one_of(key, text, &PATHS, "auto, mapped, engine or ring")?,
+                "window" => url.window = one_of(key, text, &WINDOWS, "on or off")?,
                 _ => url.blocks = value(key, text, "a number of blocks, such as 128")?,
             }
         }
@@ -152,7 +157,8 @@ impl fmt::Display for VramUrl {
         query.pair(self.floor != Self::FLOOR, "floor", Exact(self.floor))?;
         query.pair(self.ring != RingMode::default(), "ring", name_of(&self.ring, &RINGS))?;
         query.pair(self.path != PathMode::default(), "path", name_of(&self.path, &PATHS))?;
-        query.pair(self.blocks != 0, "blocks", self.blocks)
+        query.pair(self.blocks != 0, "blocks", self.blocks)?;
+        query.pair(!self.window, "window", name_of(&self.window, &WINDOWS))
     }
 }
 
@@ -163,7 +169,7 @@ mod tests {
 
     #[test]
     fn a_url_says_card_and_options() {
-        let url = "vram:1?size=16GiB&chunk=64MiB&floor=1GiB&ring=off&path=mapped&blocks=64";
+        let url = "vram:1?size=16GiB&chunk=64MiB&floor=1GiB&ring=off&path=mapped&blocks=64&window=off";
         let StoreUrl::Vram(read) = url.parse().unwrap() else { panic!("a vram URL") };
         assert_eq!(read.target, Target::Index(1));
         assert_eq!((read.size, read.chunk.0, read.floor.0), (Some(ByteSize(16 << 30)), 64 << 20, 1 << 30));

@@ -231,14 +231,14 @@ impl Found {
 /// Vulkan's card, CUDA's view of it, and the identifier by which NVML knows it.
 fn find(options: &VramUrl, libcuda: &FilePath) -> Result<(Source, [u8; 16]), String> {
     let index = if let Target::Index(index) = options.target { index as usize } else { 0 };
-    let gpu = Device::find(index, options.target == Target::Software);
+    let gpu = Device::find(index, options.target == Target::Software, !options.window);
     let which = match &gpu {
         Ok(gpu) => Which::Uuid(gpu.card.uuid),
         Err(_) => Which::Index(index),
     };
     // Who wants the window alone wants none of CUDA's memory.
     let cuda = match (&gpu, options.path) {
-        (Ok(_), PathMode::Mapped) => Err("not wanted with path=mapped".to_owned()),
+        (Ok(gpu), PathMode::Mapped) if gpu.card.window => Err("not wanted with path=mapped".to_owned()),
         _ => Context::open(libcuda, which),
     };
     let uuid = match (&gpu, &cuda) {
@@ -249,6 +249,8 @@ fn find(options: &VramUrl, libcuda: &FilePath) -> Result<(Source, [u8; 16]), Str
     match (gpu, cuda) {
         (Err(vulkan), Err(cuda)) => Err(format!("no VRAM store here. Vulkan: {vulkan}. CUDA: {cuda}")),
         (Err(refusal), Ok(_)) if options.target == Target::Software => Err(refusal.to_string()),
+        // CUDA reaches such memory better than a transfer queue.
+        (Ok(gpu), Ok(cuda)) if !gpu.card.window => Ok((Source { gpu: None, cuda: Some(cuda) }, uuid)),
         (gpu, cuda) => {
             let mut source = Source { gpu: gpu.ok().map(Arc::new), cuda: cuda.ok() };
             // A driver that will not import leaves the window, which needs no import.

@@ -27,8 +27,11 @@ pub struct Card {
     pub bytes: u64,
     /// A processor that plays a GPU. Only ever chosen by name.
     pub software: bool,
+    /// The processor sees all of it; else pages go by the transfer queue.
+    pub window: bool,
     pub(super) physical: vk::PhysicalDevice,
     pub(super) memory_type: u32,
+    pub(super) staging_type: u32,
     pub(super) heap: usize,
     pub(super) queue: u32,
     /// Where it sits; the order in which `nvidia-smi` counts.
@@ -59,7 +62,8 @@ pub enum Refusal {
 
 impl fmt::Display for Card {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}, {} mapped", self.name, ByteSize(self.bytes))
+        let how = if self.window { "mapped" } else { "by the transfer queue (Resizable BAR is off)" };
+        write!(f, "{}, {} {how}", self.name, ByteSize(self.bytes))
     }
 }
 
@@ -69,14 +73,16 @@ impl Device {
     ///
     /// # Errors
     /// When there is none such; the reason says what was found instead.
-    pub fn find(index: usize, software: bool) -> Result<Self, Refusal> {
+    ///
+    /// With `blind` no card's memory counts as visible, as if Resizable BAR were off.
+    pub fn find(index: usize, software: bool, blind: bool) -> Result<Self, Refusal> {
         // SAFETY: loading runs the loader's initialisers, as every Vulkan program does.
         let entry = unsafe { ash::Entry::load() }.map_err(|error| Refusal::NoLoader(error.to_string()))?;
         let app = vk::ApplicationInfo::default().application_name(c"weir").api_version(vk::API_VERSION_1_1);
         let info = vk::InstanceCreateInfo::default().application_info(&app);
         // SAFETY: `info` outlives the call.
         let instance = unsafe { entry.create_instance(&info, None) }.of("vkCreateInstance")?;
-        match choose(&instance, index, software) {
+        match choose(&instance, index, software, blind) {
             Ok(card) => Ok(Device::open(entry, instance, card)?),
             Err(refusal) => {
                 // SAFETY: nothing made from the instance is left.
@@ -88,12 +94,16 @@ impl Device {
 }
 
 /// Cards that will do, in the order of their PCI addresses, and a sentence for each that will not.
-fn cards(instance: &ash::Instance, software: bool) -> Result<(Vec<Card>, Vec<String>), VulkanError> {
+fn cards(
+    instance: &ash::Instance,
+    software: bool,
+    blind: bool,
+) -> Result<(Vec<Card>, Vec<String>), VulkanError> {
     // SAFETY: the instance is alive.
     let physicals = unsafe { instance.enumerate_physical_devices() }.of("vkEnumeratePhysicalDevices")?;
     let (mut fit, mut unfit) = (Vec::new(), Vec::new());
     for physical in physicals {
-        match judge(instance, physical, software) {
+        match judge(instance, physical, software, blind) {
             Ok(card) => fit.push(card),
             Err(why) => unfit.push(why),
         }
@@ -102,8 +112,8 @@ fn cards(instance: &ash::Instance, software: bool) -> Result<(Vec<Card>, Vec<Str
     Ok((fit, unfit))
 }
 
-fn choose(instance: &ash::Instance, index: usize, software: bool) -> Result<Card, Refusal> {
-    let (mut fit, unfit) = cards(instance, software)?;
+fn choose(instance: &ash::Instance, index: usize, software: bool, blind: bool) -> Result<Card, Refusal> {
+    let (mut fit, unfit) = cards(instance, software, blind)?;
     let have = fit.len();
     if index < have {
         return Ok(fit.swap_remove(index));
@@ -119,7 +129,12 @@ fn choose(instance: &ash::Instance, index: usize, software: bool) -> Result<Card
 }
 
 /// A card, or why this is none.
-fn judge(instance: &ash::Instance, physical: vk::PhysicalDevice, software: bool) -> Result<Card, String> {
+fn judge(
+    instance: &ash::Instance,
+    physical: vk::PhysicalDevice,
+    software: bool,
+    blind: bool,
+) -> Result<Card, String> {
     let mut ids = vk::PhysicalDeviceIDProperties::default();
     let mut pci = vk::PhysicalDevicePCIBusInfoPropertiesEXT::default();
     let mut properties = vk::PhysicalDeviceProperties2::default().push_next(&mut ids).push_next(&mut pci);
@@ -152,16 +167,22 @@ fn judge(instance: &ash::Instance, physical: vk::PhysicalDevice, software: bool)
                 .intersects(vk::QueueFlags::TRANSFER | vk::QueueFlags::COMPUTE | vk::QueueFlags::GRAPHICS)
         })
         .ok_or_else(|| format!("{name} has no queue that copies"))?;
-    let (memory_type, heap, bytes) =
-        visible_memory(&memory, software).map_err(|why| format!("{name} {why}"))?;
+    let visible = visible_memory(&memory, software).ok().filter(|_| !blind);
+    let (memory_type, heap, bytes) = match visible {
+        Some(found) => found,
+        None => hidden_memory(&memory, software).ok_or_else(|| format!("{name} has no memory of its own"))?,
+    };
+    let staging_type = staging_memory(&memory).ok_or_else(|| format!("{name} reads no host memory"))?;
     Ok(Card {
         name,
         driver: nvidia_version(properties.properties.vendor_id, properties.properties.driver_version),
         uuid: ids.device_uuid,
         bytes,
         software,
+        window: visible.is_some(),
         physical,
         memory_type,
+        staging_type,
         heap,
         queue: queue as u32,
         pci: (pci.pci_domain, pci.pci_bus, pci.pci_device),
@@ -220,6 +241,34 @@ fn visible_memory(
     Ok((index as u32, heap, bytes))
 }
 
+/// Memory of the card alone, in its largest heap.
+fn hidden_memory(memory: &vk::PhysicalDeviceMemoryProperties, software: bool) -> Option<(u32, usize, u64)> {
+    use vk::MemoryPropertyFlags as Flags;
+    let heaps = memory.memory_heaps_as_slice();
+    let types = memory.memory_types_as_slice().iter().enumerate();
+    let (index, kind) = types
+        .filter(|(_, kind)| kind.property_flags.contains(Flags::DEVICE_LOCAL))
+        .filter(|(_, kind)| software || !kind.property_flags.contains(Flags::HOST_CACHED))
+        .filter(|(_, kind)| heaps[kind.heap_index as usize].flags.contains(vk::MemoryHeapFlags::DEVICE_LOCAL))
+        .rev()
+        .max_by_key(|(_, kind)| heaps[kind.heap_index as usize].size)?;
+    let heap = kind.heap_index as usize;
+    Some((index as u32, heap, heaps[heap].size))
+}
+
+/// Host memory that a copy goes through: cached, if there is such, as the processor reads what was read.
+fn staging_memory(memory: &vk::PhysicalDeviceMemoryProperties) -> Option<u32> {
+    use vk::MemoryPropertyFlags as Flags;
+    let wanted = Flags::HOST_VISIBLE | Flags::HOST_COHERENT;
+    let rank = |flags: Flags| (flags.contains(Flags::HOST_CACHED), !flags.contains(Flags::DEVICE_LOCAL));
+    let types = memory.memory_types_as_slice().iter().enumerate();
+    types
+        .filter(|(_, kind)| kind.property_flags.contains(wanted))
+        .rev()
+        .max_by_key(|(_, kind)| rank(kind.property_flags))
+        .map(|(index, _)| index as u32)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -262,10 +311,14 @@ mod tests {
     }
 
     #[test]
-    fn a_256_mib_window_is_refused_and_the_sentence_says_what_to_switch_on() {
-        let memory = memory(&[(Flags::DEVICE_LOCAL, 0), (BAR, 1)], &[(8 << 30, true), (256 << 20, true)]);
+    fn a_256_mib_window_is_left_alone_and_the_memory_behind_it_taken() {
+        let host = Flags::HOST_VISIBLE | Flags::HOST_COHERENT;
+        let types = [(Flags::DEVICE_LOCAL, 0), (host, 1), (host | Flags::HOST_CACHED, 1), (BAR, 2)];
+        let memory = memory(&types, &[(8 << 30, true), (16 << 30, false), (256 << 20, true)]);
         let why = visible_memory(&memory, false).unwrap_err();
         assert!(why.contains("256MiB of 8GiB") && why.contains("Resizable BAR"), "{why}");
+        assert_eq!(hidden_memory(&memory, false), Some((0, 0, 8 << 30)));
+        assert_eq!(staging_memory(&memory), Some(2));
     }
 
     #[test]
@@ -280,12 +333,12 @@ mod tests {
     #[test]
     fn a_software_renderer_is_refused_unless_it_is_asked_for() {
         // Only meaningful where one is installed, which CI's package list sees to.
-        match Device::find(0, true) {
+        match Device::find(0, true, false) {
             Ok(gpu) => assert!(gpu.card.software && gpu.card.driver.is_none()),
             Err(Refusal::NoLoader(_)) => return,
             Err(refusal) => panic!("{refusal}"),
         }
-        if let Ok(gpu) = Device::find(0, false) {
+        if let Ok(gpu) = Device::find(0, false, false) {
             assert!(!gpu.card.software, "{} passed for a discrete GPU", gpu.card);
         }
     }

@@ -10,6 +10,7 @@
 
 mod choice;
 pub mod copy;
+pub mod queue;
 
 pub use choice::{Card, Refusal};
 
@@ -27,8 +28,11 @@ pub struct Device {
     device: ash::Device,
     instance: ash::Instance,
     external: ash::khr::external_memory_fd::Device,
-    /// Clearing uses the one queue; only workers clear.
+    /// Only workers clear.
     clearing: Mutex<Clearing>,
+    /// The one queue, and whose turn it is to hand something to it.
+    queue: vk::Queue,
+    queue_turn: Mutex<()>,
     /// Whether the driver reports budgets (VK_EXT_memory_budget).
     budget: bool,
     /// Keeps the loader's library; last, so that it outlives everything made from it.
@@ -36,7 +40,6 @@ pub struct Device {
 }
 
 struct Clearing {
-    queue: vk::Queue,
     pool: vk::CommandPool,
     commands: vk::CommandBuffer,
     fence: vk::Fence,
@@ -47,7 +50,7 @@ pub struct Allocation {
     gpu: Arc<Device>,
     memory: vk::DeviceMemory,
     buffer: vk::Buffer,
-    host: NonNull<u8>,
+    host: Option<NonNull<u8>>,
     /// Bytes, as the driver rounded them: what an importer must name.
     pub bytes: u64,
 }
@@ -116,7 +119,7 @@ impl Device {
             let device = instance.create_device(physical, &info, None).of("vkCreateDevice")?;
             let external = ash::khr::external_memory_fd::Device::new(&instance, &device);
             let queue = device.get_device_queue(card.queue, 0);
-            let clearing = match Clearing::new(&device, queue, card.queue) {
+            let clearing = match Clearing::new(&device, card.queue) {
                 Ok(clearing) => clearing,
                 Err(error) => {
                     device.destroy_device(None);
@@ -129,6 +132,8 @@ impl Device {
                 instance,
                 external,
                 clearing: Mutex::new(clearing),
+                queue,
+                queue_turn: Mutex::new(()),
                 budget,
                 _entry: entry,
             })
@@ -157,7 +162,15 @@ impl Device {
     /// # Errors
     /// What the driver answered; out of device memory above all.
     pub fn allocate(self: &Arc<Self>, bytes: u64) -> Result<Allocation, VulkanError> {
-        self.allocation(bytes, None)
+        self.allocation(bytes, self.card.memory_type, self.card.window, true, None)
+    }
+
+    /// Takes host memory that the card copies from and to, mapped.
+    ///
+    /// # Errors
+    /// What the driver answered.
+    fn staging(self: &Arc<Self>, bytes: u64) -> Result<Allocation, VulkanError> {
+        self.allocation(bytes, self.card.staging_type, true, false, None)
     }
 
     /// Maps memory that another process allocated like that, and exported; the descriptor keeps it alive until then.
@@ -165,16 +178,23 @@ impl Device {
     /// # Errors
     /// What the driver answered.
     pub fn adopt(self: &Arc<Self>, fd: OwnedFd, bytes: u64) -> Result<Allocation, VulkanError> {
-        self.allocation(bytes, Some(fd))
+        self.allocation(bytes, self.card.memory_type, self.card.window, true, Some(fd))
     }
 
-    fn allocation(self: &Arc<Self>, bytes: u64, fd: Option<OwnedFd>) -> Result<Allocation, VulkanError> {
+    fn allocation(
+        self: &Arc<Self>,
+        bytes: u64,
+        memory_type: u32,
+        mapped: bool,
+        shared: bool,
+        fd: Option<OwnedFd>,
+    ) -> Result<Allocation, VulkanError> {
         let kind = vk::ExternalMemoryHandleTypeFlags::OPAQUE_FD;
         let mut external = vk::ExternalMemoryBufferCreateInfo::default().handle_types(kind);
         let info = vk::BufferCreateInfo::default()
             .size(bytes)
-            .usage(vk::BufferUsageFlags::TRANSFER_DST | vk::BufferUsageFlags::TRANSFER_SRC)
-            .push_next(&mut external);
+            .usage(vk::BufferUsageFlags::TRANSFER_DST | vk::BufferUsageFlags::TRANSFER_SRC);
+        let info = if shared { info.push_next(&mut external) } else { info };
         // SAFETY: the handles belong to this device; on every error what was made so far is destroyed.
         unsafe {
             let buffer = self.device.create_buffer(&info, None).of("vkCreateBuffer")?;
@@ -185,15 +205,15 @@ impl Device {
             let needs = self.device.get_buffer_memory_requirements(buffer);
             let mut export = vk::ExportMemoryAllocateInfo::default().handle_types(kind);
             let mut import = vk::ImportMemoryFdInfoKHR::default().handle_type(kind);
-            let info = vk::MemoryAllocateInfo::default()
-                .allocation_size(needs.size)
-                .memory_type_index(self.card.memory_type);
+            let info =
+                vk::MemoryAllocateInfo::default().allocation_size(needs.size).memory_type_index(memory_type);
             let info = match &fd {
                 Some(fd) => {
                     import = import.fd(fd.as_raw_fd());
                     info.push_next(&mut import)
                 }
-                None => info.push_next(&mut export),
+                None if shared => info.push_next(&mut export),
+                None => info,
             };
             let memory = self.device.allocate_memory(&info, None).of("vkAllocateMemory").map_err(destroy)?;
             // A successful import owns the descriptor; a failed one leaves it to us.
@@ -203,14 +223,14 @@ impl Device {
                 destroy(error)
             };
             self.device.bind_buffer_memory(buffer, memory, 0).of("vkBindBufferMemory").map_err(free)?;
-            let host = self
-                .device
-                .map_memory(memory, 0, vk::WHOLE_SIZE, vk::MemoryMapFlags::empty())
-                .of("vkMapMemory")
-                .map_err(free)?;
-            let host = NonNull::new(host.cast::<u8>())
-                .ok_or(VulkanError { call: "vkMapMemory", result: vk::Result::ERROR_MEMORY_MAP_FAILED })
-                .map_err(free)?;
+            let host = if mapped {
+                let whole = self.device.map_memory(memory, 0, vk::WHOLE_SIZE, vk::MemoryMapFlags::empty());
+                let host = NonNull::new(whole.of("vkMapMemory").map_err(free)?.cast::<u8>());
+                let none = VulkanError { call: "vkMapMemory", result: vk::Result::ERROR_MEMORY_MAP_FAILED };
+                Some(host.ok_or(none).map_err(free)?)
+            } else {
+                None
+            };
             Ok(Allocation { gpu: Arc::clone(self), memory, buffer, host, bytes: needs.size })
         }
     }
@@ -237,8 +257,8 @@ impl fmt::Debug for Device {
 
 impl Clearing {
     /// # Safety
-    /// `queue` is of `family` and belongs to `device`.
-    unsafe fn new(device: &ash::Device, queue: vk::Queue, family: u32) -> Result<Self, VulkanError> {
+    /// `device` has queues of `family`.
+    unsafe fn new(device: &ash::Device, family: u32) -> Result<Self, VulkanError> {
         // SAFETY: the caller's promise; what was made is destroyed on every error.
         unsafe {
             let info = vk::CommandPoolCreateInfo::default()
@@ -256,17 +276,17 @@ impl Clearing {
                 .create_fence(&vk::FenceCreateInfo::default(), None)
                 .of("vkCreateFence")
                 .map_err(destroy)?;
-            Ok(Clearing { queue, pool, commands, fence })
+            Ok(Clearing { pool, commands, fence })
         }
     }
 
     /// Fills the buffer with zeros and waits for it.
-    fn clear(&mut self, device: &ash::Device, buffer: vk::Buffer) -> Result<(), VulkanError> {
+    fn clear(&mut self, gpu: &Device, buffer: vk::Buffer) -> Result<(), VulkanError> {
         /// Device memory fills at terabytes a second; a card that takes longer than this has hung.
         const LIMIT_NS: u64 = 2_000_000_000;
-        let commands = [self.commands];
-        // SAFETY: `&mut self` makes this the only user of the queue and its command buffer, and the previous
-        // submission ended before this one begins.
+        let (device, commands) = (&gpu.device, [self.commands]);
+        // SAFETY: `&mut self` makes this the only user of its command buffer, whose previous submission ended before this
+        // one begins; the queue has its turns.
         unsafe {
             let begin =
                 vk::CommandBufferBeginInfo::default().flags(vk::CommandBufferUsageFlags::ONE_TIME_SUBMIT);
@@ -274,7 +294,9 @@ impl Clearing {
             device.cmd_fill_buffer(self.commands, buffer, 0, vk::WHOLE_SIZE, 0);
             device.end_command_buffer(self.commands).of("vkEndCommandBuffer")?;
             let submit = [vk::SubmitInfo::default().command_buffers(&commands)];
-            device.queue_submit(self.queue, &submit, self.fence).of("vkQueueSubmit")?;
+            let turn = gpu.queue_turn.lock().unwrap_or_else(PoisonError::into_inner);
+            device.queue_submit(gpu.queue, &submit, self.fence).of("vkQueueSubmit")?;
+            drop(turn);
             device.wait_for_fences(&[self.fence], true, LIMIT_NS).of("vkWaitForFences")?;
             device.reset_fences(&[self.fence]).of("vkResetFences")
         }
@@ -282,9 +304,14 @@ impl Clearing {
 }
 
 impl Allocation {
-    /// Where the processor sees it.
-    pub fn host(&self) -> NonNull<u8> {
+    /// Where the processor sees it; `None` where the card has no window onto it.
+    pub fn host(&self) -> Option<NonNull<u8>> {
         self.host
+    }
+
+    /// What the card's transfer queue calls it.
+    pub fn buffer(&self) -> u64 {
+        vk::Handle::as_raw(self.buffer)
     }
 
     /// A descriptor of this memory, for CUDA or for another process. The memory lives while one is open.
@@ -308,7 +335,7 @@ impl Allocation {
     /// When the card did not do it.
     pub fn clear(&self) -> Result<(), VulkanError> {
         let mut clearing = self.gpu.clearing.lock().unwrap_or_else(PoisonError::into_inner);
-        clearing.clear(&self.gpu.device, self.buffer)
+        clearing.clear(&self.gpu, self.buffer)
     }
 }
 
@@ -316,7 +343,9 @@ impl Drop for Allocation {
     fn drop(&mut self) {
         // SAFETY: made by this device, and nobody uses them any more: the owner is being dropped.
         unsafe {
-            self.gpu.device.unmap_memory(self.memory);
+            if self.host.is_some() {
+                self.gpu.device.unmap_memory(self.memory);
+            }
             self.gpu.device.destroy_buffer(self.buffer, None);
             self.gpu.device.free_memory(self.memory, None);
         }

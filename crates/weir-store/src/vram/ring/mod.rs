@@ -26,7 +26,7 @@ mod protocol;
 pub use policy::{Policy, Seen, Step};
 
 use super::chunks::Hot;
-use super::engine::{CallError, Context, DeviceMemory, Kernel, OwnStream, Pinned};
+use super::engine::{CallError, Context, CudaError, DeviceMemory, Kernel, OwnStream, Pinned};
 use super::mapped::Allocation;
 use super::mapped::copy::{fence_stores, store_line};
 use super::membarrier;
@@ -34,7 +34,7 @@ use crate::{Done, Fault, Ticket};
 use protocol::{ControlBlock, DESCRIPTOR, FIRST, LANES, LaneBlock, THREADS, descriptor};
 use std::ffi::CStr;
 use std::mem::ManuallyDrop;
-use std::ptr;
+use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering, compiler_fence};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -113,8 +113,13 @@ struct Seat {
     kernel: Kernel,
     stream: OwnStream,
     device: DeviceMemory,
-    memory: Allocation,
+    /// Where the processor sees it.
+    host: NonNull<u8>,
+    _memory: Allocation,
 }
+
+// SAFETY: the address is plain memory, which `_memory` keeps.
+unsafe impl Send for Seat {}
 
 impl Ring {
     /// Readies rings in `memory`, which CUDA knows as `device`; the kernel is loaded and not yet started.
@@ -128,13 +133,15 @@ impl Ring {
         tuning: Tuning,
         hot: &Arc<Hot>,
     ) -> Result<Self, CallError> {
+        let unmapped = CallError { call: "a mapping for the ring", error: CudaError(801) };
+        let host = memory.host().ok_or(unmapped)?;
         let kernel = context.kernel(PTX, c"weir_ring")?;
         let stream = context.stream()?;
         device.clear()?;
         Ok(Ring {
             state: AtomicU32::new(ABSENT),
             cells: std::array::from_fn(|_| Cell::default()),
-            seat: Mutex::new(Seat { kernel, stream, device, memory }),
+            seat: Mutex::new(Seat { kernel, stream, device, host, _memory: memory }),
             context: Arc::clone(context),
             tuning,
             hot: Arc::clone(hot),
@@ -199,7 +206,7 @@ impl Ring {
         }
         block.blocks = share(self.tuning, lanes).min(depth_min);
         // SAFETY: the control block's place in the mapped memory is ours while the kernel is absent.
-        unsafe { ptr::write_volatile(seat.memory.host().as_ptr().cast::<ControlBlock>(), block) };
+        unsafe { ptr::write_volatile(seat.host.as_ptr().cast::<ControlBlock>(), block) };
         fence_stores();
         seat.kernel.launch(&seat.stream, lanes * block.blocks, THREADS, seat.device.address)?;
         for cell in &self.cells {
@@ -250,7 +257,7 @@ impl Ring {
             std::thread::yield_now();
         }
         // SAFETY: the control block's first word, mapped and aligned; the kernel reads it.
-        unsafe { ptr::write_volatile(seat.memory.host().as_ptr().cast::<u32>(), 1) };
+        unsafe { ptr::write_volatile(seat.host.as_ptr().cast::<u32>(), 1) };
         fence_stores();
         loop {
             if seat.stream.is_idle()? {
@@ -280,7 +287,7 @@ impl Ring {
         let staging = self.context.pinned(depth * PAGE_SIZE).map_err(taken)?;
         let done = self.context.pinned(PAGE_SIZE).map_err(taken)?;
         // SAFETY: the ring's place in the mapped memory is as long as all rings together.
-        let ring = unsafe { paused._seat.memory.host().as_ptr().add(ring_offset(index)) };
+        let ring = unsafe { paused._seat.host.as_ptr().add(ring_offset(index)) };
         let cell = &self.cells[index];
         // Numbers only grow, so what an earlier lane left in the ring is never taken for new.
         let first = match cell.depth.load(Ordering::Relaxed) {

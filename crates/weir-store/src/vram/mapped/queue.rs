@@ -1,0 +1,303 @@
+//! Copies by the card's transfer queue, for memory that the processor does not see: cards without Resizable BAR, where there is
+//! no CUDA. Slower than a window to begin with, and the only way there.
+//!
+//! As with CUDA's batches ([`crate::vram::engine`]), operations take staging pages in turn, neighbours become one copy, and a
+//! batch is done when its fence is.
+
+use super::{Allocation, Device, Named, VulkanError};
+use crate::{Done, Fault, Ticket};
+use ash::vk;
+use ash::vk::Handle;
+use std::ptr;
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
+use weir_core::{PAGE_SIZE, PageBytes};
+
+/// Batches that may be under way at once.
+const BATCHES: usize = 4;
+/// A batch that takes longer than this has met a card that will not answer.
+const LIMIT: Duration = Duration::from_secs(2);
+/// Polls between two looks at the clock.
+const CLOCK_EVERY: u32 = 4096;
+
+/// Where a page lies: an allocation's buffer, as a number, and the offset in it.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+pub struct Place {
+    /// From [`Allocation::buffer`].
+    pub buffer: u64,
+    /// In bytes.
+    pub offset: u64,
+}
+
+/// One thread's staging memory and its batches.
+pub struct QueueLane {
+    device: Arc<Device>,
+    staging: Allocation,
+    pool: vk::CommandPool,
+    operations: Box<[Operation]>,
+    /// Numbers of operations, ever growing: those below `finished` were handed over, those below `started` are in a
+    /// batch, those below `queued` wait. `number % depth` is the staging page.
+    finished: u64,
+    started: u64,
+    queued: u64,
+    batches: [Batch; BATCHES],
+    begun: u64,
+    ended: u64,
+    polls: u32,
+    dead: bool,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Operation {
+    ticket: Ticket,
+    write: bool,
+    place: Place,
+}
+
+struct Batch {
+    commands: vk::CommandBuffer,
+    fence: vk::Fence,
+    /// The operation after its last.
+    end: u64,
+    begun: Option<Instant>,
+    failed: Option<Fault>,
+}
+
+// SAFETY: the staging address is plain memory, and Vulkan's handles may move between threads; this lane alone uses them.
+unsafe impl Send for QueueLane {}
+
+impl QueueLane {
+    /// A lane with `depth` staging pages.
+    ///
+    /// # Errors
+    /// When the driver has no memory for it.
+    pub fn new(device: &Arc<Device>, depth: usize) -> Result<Self, VulkanError> {
+        let staging = device.staging((depth * PAGE_SIZE) as u64)?;
+        let d = &device.device;
+        let nothing = || Batch {
+            commands: vk::CommandBuffer::null(),
+            fence: vk::Fence::null(),
+            end: 0,
+            begun: None,
+            failed: None,
+        };
+        // SAFETY: every create-info outlives its call; what was made goes with the lane, on errors too.
+        unsafe {
+            let info = vk::CommandPoolCreateInfo::default()
+                .queue_family_index(device.card.queue)
+                .flags(vk::CommandPoolCreateFlags::RESET_COMMAND_BUFFER);
+            let pool = d.create_command_pool(&info, None).of("vkCreateCommandPool")?;
+            let mut lane = QueueLane {
+                device: Arc::clone(device),
+                staging,
+                pool,
+                operations: vec![Operation::default(); depth].into_boxed_slice(),
+                finished: 0,
+                started: 0,
+                queued: 0,
+                batches: std::array::from_fn(|_| nothing()),
+                begun: 0,
+                ended: 0,
+                polls: 0,
+                dead: false,
+            };
+            let info = vk::CommandBufferAllocateInfo::default()
+                .command_pool(pool)
+                .command_buffer_count(BATCHES as u32);
+            let commands = d.allocate_command_buffers(&info).of("vkAllocateCommandBuffers")?;
+            for (batch, commands) in lane.batches.iter_mut().zip(commands) {
+                batch.commands = commands;
+                batch.fence = d.create_fence(&vk::FenceCreateInfo::default(), None).of("vkCreateFence")?;
+            }
+            Ok(lane)
+        }
+    }
+
+    /// Operations queued and not yet handed over.
+    pub fn in_flight(&self) -> usize {
+        (self.queued - self.finished) as usize
+    }
+
+    /// Whether another operation has room.
+    pub fn has_room(&self) -> bool {
+        self.in_flight() < self.operations.len()
+    }
+
+    fn staging_offset(&self, number: u64) -> usize {
+        (number % self.operations.len() as u64) as usize * PAGE_SIZE
+    }
+
+    fn staging_page(&self, number: u64) -> *mut u8 {
+        let host = self.staging.host().map_or(ptr::null_mut(), ptr::NonNull::as_ptr);
+        // SAFETY: staging memory is mapped, with a page for each operation.
+        unsafe { host.add(self.staging_offset(number)) }
+    }
+
+    /// Queues a write; there is room.
+    pub fn write(&mut self, ticket: Ticket, place: Place, page: &PageBytes) {
+        // SAFETY: no operation in flight uses this staging page, as there is room.
+        unsafe { ptr::copy_nonoverlapping(page.as_ptr(), self.staging_page(self.queued), PAGE_SIZE) };
+        self.push(Operation { ticket, write: true, place });
+    }
+
+    /// Queues a read; there is room.
+    pub fn read(&mut self, ticket: Ticket, place: Place) {
+        self.push(Operation { ticket, write: false, place });
+    }
+
+    fn push(&mut self, operation: Operation) {
+        let index = (self.queued % self.operations.len() as u64) as usize;
+        self.operations[index] = operation;
+        self.queued += 1;
+    }
+
+    /// Starts what waits, if a batch is free; [`poll`](Self::poll) starts it otherwise.
+    pub fn submit(&mut self) {
+        if self.started == self.queued || self.begun - self.ended == BATCHES as u64 {
+            return;
+        }
+        let failed = if self.dead { Some(Fault::Lost) } else { self.start().err().map(fault) };
+        let batch = &mut self.batches[(self.begun % BATCHES as u64) as usize];
+        batch.end = self.queued;
+        batch.begun = failed.is_none().then(Instant::now);
+        batch.failed = failed;
+        self.begun += 1;
+        self.started = self.queued;
+    }
+
+    /// Records the waiting operations and hands them to the queue.
+    fn start(&self) -> Result<(), VulkanError> {
+        let batch = &self.batches[(self.begun % BATCHES as u64) as usize];
+        let (d, commands) = (&self.device.device, batch.commands);
+        let info = vk::CommandBufferBeginInfo::default().flags(vk::CommandBufferUsageFlags::ONE_TIME_SUBMIT);
+        // SAFETY: the batch has ended, so its commands and its fence are this lane's to record and to set; every buffer
+        // is a chunk's that stays until the batch has ended, or the staging memory.
+        unsafe {
+            d.begin_command_buffer(commands, &info).of("vkBeginCommandBuffer")?;
+            let mut at = self.started;
+            while at < self.queued {
+                at = self.record_run(commands, at);
+            }
+            // The processor reads what was copied into the staging memory.
+            let barrier = [vk::MemoryBarrier::default()
+                .src_access_mask(vk::AccessFlags::TRANSFER_WRITE)
+                .dst_access_mask(vk::AccessFlags::HOST_READ)];
+            let (copies, host) = (vk::PipelineStageFlags::TRANSFER, vk::PipelineStageFlags::HOST);
+            d.cmd_pipeline_barrier(commands, copies, host, vk::DependencyFlags::empty(), &barrier, &[], &[]);
+            d.end_command_buffer(commands).of("vkEndCommandBuffer")?;
+            d.reset_fences(&[batch.fence]).of("vkResetFences")?;
+            let all = [commands];
+            let submit = [vk::SubmitInfo::default().command_buffers(&all)];
+            // One queue for all lanes and for clearing.
+            let _turn = self.device.queue_turn.lock().unwrap_or_else(PoisonError::into_inner);
+            d.queue_submit(self.device.queue, &submit, batch.fence).of("vkQueueSubmit")
+        }
+    }
+
+    /// Records one copy of as many neighbours as follow `first`; the number after the last of them.
+    ///
+    /// # Safety
+    /// `commands` is being recorded, by this thread.
+    unsafe fn record_run(&self, commands: vk::CommandBuffer, first: u64) -> u64 {
+        let depth = self.operations.len() as u64;
+        let operation = |number: u64| self.operations[(number % depth) as usize];
+        let Operation { write, place, .. } = operation(first);
+        let mut end = first + 1;
+        // Neighbours on the card, and in the staging memory, which begins anew at its end.
+        while end < self.queued && !end.is_multiple_of(depth) {
+            let next = operation(end);
+            let offset = place.offset + (end - first) * PAGE_SIZE as u64;
+            if next.write != write || next.place != (Place { offset, ..place }) {
+                break;
+            }
+            end += 1;
+        }
+        let (chunk, staging) = (vk::Buffer::from_raw(place.buffer), self.staging.buffer);
+        let (near, far) = (self.staging_offset(first) as u64, place.offset);
+        let size = (end - first) * PAGE_SIZE as u64;
+        let (from, to, src, dst) =
+            if write { (staging, chunk, near, far) } else { (chunk, staging, far, near) };
+        let region = [vk::BufferCopy::default().src_offset(src).dst_offset(dst).size(size)];
+        // SAFETY: the caller's promise, and both ranges lie in their buffers.
+        unsafe { self.device.device.cmd_copy_buffer(commands, from, to, &region) };
+        end
+    }
+
+    /// Hands over the operations of every batch that has ended.
+    pub fn poll(&mut self, done: &mut dyn FnMut(Done<'_>)) {
+        while self.ended < self.begun {
+            let at = (self.ended % BATCHES as u64) as usize;
+            let Some(outcome) = self.outcome(at) else { break };
+            let end = self.batches[at].end;
+            while self.finished < end {
+                let operation = self.operations[(self.finished % self.operations.len() as u64) as usize];
+                // SAFETY: the copy into this staging page has ended, and none starts before it is handed over.
+                let page = unsafe { &*self.staging_page(self.finished).cast::<PageBytes>() };
+                self.finished += 1;
+                let page = (outcome.is_ok() && !operation.write).then_some(page);
+                done(Done { ticket: operation.ticket, result: outcome, page });
+            }
+            self.ended += 1;
+        }
+        self.submit();
+    }
+
+    /// How a batch ended; `None` while it has not.
+    fn outcome(&mut self, at: usize) -> Option<Result<(), Fault>> {
+        let batch = &self.batches[at];
+        if let Some(fault) = batch.failed {
+            return Some(Err(fault));
+        }
+        if self.dead {
+            return Some(Err(Fault::Lost));
+        }
+        // SAFETY: the fence was handed to the queue.
+        match unsafe { self.device.device.get_fence_status(batch.fence) } {
+            Ok(true) => return Some(Ok(())),
+            Ok(false) => {}
+            Err(result) => {
+                self.dead = true;
+                return Some(Err(fault(VulkanError { call: "vkGetFenceStatus", result })));
+            }
+        }
+        self.polls = self.polls.wrapping_add(1);
+        let late = self.polls.is_multiple_of(CLOCK_EVERY)
+            && batch.begun.is_some_and(|begun| begun.elapsed() > LIMIT);
+        if !late {
+            return None;
+        }
+        // The copy may still land in the staging pages at any time: this lane never uses them again.
+        self.dead = true;
+        Some(Err(Fault::Timeout))
+    }
+
+    /// Whether the card did not answer, for good.
+    pub fn is_dead(&self) -> bool {
+        self.dead
+    }
+}
+
+/// What a driver error means for the operations of the batch.
+fn fault(error: VulkanError) -> Fault {
+    if error.is_lost() { Fault::Lost } else { Fault::Io(libc::EIO) }
+}
+
+impl Drop for QueueLane {
+    fn drop(&mut self) {
+        const LIMIT_NS: u64 = 2_000_000_000;
+        let d = &self.device.device;
+        let flying = (self.ended..self.begun).map(|number| &self.batches[(number % BATCHES as u64) as usize]);
+        let fences: Vec<vk::Fence> =
+            flying.filter(|batch| batch.failed.is_none()).map(|batch| batch.fence).collect();
+        // SAFETY: what is in flight is waited for before anything that it uses is destroyed; all was made by this lane.
+        unsafe {
+            if !fences.is_empty() {
+                let _ = d.wait_for_fences(&fences, true, LIMIT_NS);
+            }
+            for batch in &self.batches {
+                d.destroy_fence(batch.fence, None);
+            }
+            d.destroy_command_pool(self.pool, None);
+        }
+    }
+}
