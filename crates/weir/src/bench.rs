@@ -52,6 +52,11 @@ pub fn run(options: &BenchOptions) -> Result<(), Failure> {
             restart::run(&restart::Plan { weir, store: store.to_string(), bytes: bytes.0, kills: *kills })
                 .map_err(|error| failed(&error))?
         }
+        Bench::Show { file } => {
+            let text = std::fs::read_to_string(file)
+                .map_err(|error| Failure::Failed(format!("cannot read {}: {error}", file.display())))?;
+            Report::from_json(&text).map_err(|error| failed(&error))?
+        }
         Bench::Memory { size } => memory::run(&memory::Plan { bytes: size.0, ..Default::default() })
             .map_err(|error| failed(&error))?,
     };

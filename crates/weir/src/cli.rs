@@ -427,6 +427,12 @@ pub enum Bench {
         kills: u32,
     },
 
+    /// Shows a result that was saved; with --report, draws it.
+    Show {
+        /// The JSON file.
+        file: PathBuf,
+    },
+
     /// What memory a volume takes besides the pages themselves.
     Memory {
         /// The volume's size.

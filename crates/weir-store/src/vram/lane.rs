@@ -49,8 +49,8 @@ struct Near {
     forced: bool,
 }
 
-#[allow(clippy::large_enum_variant, reason = "one a lane, and no pointer more on the way to it")]
 /// Who copies: CUDA's engines, or Vulkan's transfer queue where there is neither CUDA nor a window.
+#[allow(clippy::large_enum_variant, reason = "one a lane, and no pointer more on the way to it")]
 pub(super) enum Engine {
     Cuda(BatchLane),
     Queue(QueueLane),
