@@ -23,7 +23,9 @@ const MISTAKES: &[(&[&str], &[&str])] = &[
     (&["serve", "--store", "host:1GB"], &["--store", "host:1GB", "such as 8GiB"]),
     (&["serve", "--store", "disk:/dev/sda"], &["--store", "disk", "host:, vram:, file:"]),
     (&["serve", "--store", "sim:oops=1"], &["--store", "oops", "seed, size"]),
-    (&["serve", "--store", "host:1MiB"], &["--nbd", "unix:PATH, tcp:HOST:PORT"]),
+    (&["serve", "--store", "host:1MiB"], &["--nbd", "--ublk", "unix:PATH", "tcp:HOST:PORT"]),
+    (&["serve", "--store", "host:1MiB", "--ublk", "--queues", "0"], &["--queues", "0", "1..=256"]),
+    (&["serve", "--store", "host:1MiB", "--ublk", "--depth", "2000"], &["--depth", "2000", "1..=1024"]),
     (&["serve", "--store", "host:1MiB", "--size", "8X"], &["--size", "8X", "512MiB"]),
     (&["serve", "--store", "host:1MiB", "--nbd", "unix:/x", "--size", "5000"], &["--size", "5000", "4KiB"]),
     (&["serve", "--store", "host:1MiB", "--nbd", "/tmp/x"], &["--nbd", "/tmp/x", "unix:PATH"]),
@@ -50,6 +52,19 @@ const MISTAKES: &[(&[&str], &[&str])] = &[
     (&["bench", "memory", "--size", "64GB"], &["--size", "64GB", "512MiB"]),
     (&["detach", "/dev/sda"], &["/dev/sda", "/dev/nbd0"]),
 ];
+
+#[test]
+fn without_its_driver_ublk_is_refused_with_the_next_step() {
+    if std::path::Path::new("/dev/ublk-control").exists() {
+        println!("skipped: this kernel has a ublk driver; lab/ublk-swap uses it");
+        return;
+    }
+    let control = format!("{}/ublk-refused.sock", env!("CARGO_TARGET_TMPDIR"));
+    let output = weir(&["serve", "--store", "host:1MiB", "--ublk", "--queues", "1", "--control", &control]);
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("--ublk") && said.contains("modprobe ublk_drv"), "{said}");
+}
 
 #[test]
 fn a_mistake_is_one_line_that_names_key_value_and_what_is_accepted_and_exits_2() {
