@@ -166,7 +166,7 @@ impl Server {
             (log)(
                 Level::Warning,
                 format_args!(
-                    "ublk: before Linux 6.16 the kernel may crash when this process is killed under load; NBD has no such weakness"
+                    "ublk: before Linux 6.16 the kernel may crash when this process is killed under load; see weir doctor"
                 ),
             );
         }

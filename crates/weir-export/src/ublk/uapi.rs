@@ -76,7 +76,7 @@ pub const FEATURE_USER_RECOVERY_REISSUE: u64 = 1 << 4;
 pub const FEATURE_IOCTL_ENCODE: u64 = 1 << 6;
 /// The kernel knows how to quiesce a device. Not used: it tells drivers that survive their server's death under load (Linux 6.16) from
 /// older ones, in which completions that are on their way then may outlive the ring that they are for (a NULL pointer in
-/// `tctx_task_work_run`, seen on Debian's 6.12.95).
+/// `tctx_task_work_run`, seen on Debian's 6.12.95; not on 6.12.117, which has the repair and not the flag).
 pub const FEATURE_QUIESCE: u64 = 1 << 12;
 /// The kernel knows `TRY_STOP_DEV`.
 pub const FEATURE_SAFE_STOP: u64 = 1 << 17;

@@ -95,7 +95,8 @@ fn module(id: &'static str, module: &Module, lost: &str, load: &str) -> Finding 
 
 /// Since when the driver says what it can do, and weir serve --ublk can use it.
 const UBLK: (u32, u32) = (6, 5);
-/// Since when the driver is known to survive its daemon's death under load; on 6.12.95 the kernel dies of it.
+/// Since when the driver is known to survive its daemon's death under load. Debian's 6.12.95 dies of it; stable kernels have taken
+/// the repair over since (6.12.117 has it), which a release's first two numbers do not say.
 const UBLK_SURVIVES: (u32, u32) = (6, 16);
 
 fn ublk_driver(module: &Module, release: &str) -> Finding {
@@ -115,7 +116,7 @@ fn ublk_driver(module: &Module, release: &str) -> Finding {
         Some(numbers) if numbers < UBLK_SURVIVES => Finding::warn(
             ID,
             format!("{module}; before Linux 6.16 the kernel may crash when the daemon is killed under load"),
-            "use Linux 6.16 or newer, or weir attach by NBD",
+            "use Linux 6.16 or a stable kernel of late 2026 (6.12.117), or weir attach by NBD",
         ),
         _ => self::module(ID, module, "", "modprobe ublk_drv"),
     }
