@@ -249,6 +249,23 @@ fn a_new_server_goes_on_with_the_mount_of_one_that_is_gone() {
 }
 
 #[test]
+fn a_mount_whose_server_died_is_replaced_by_the_next() {
+    let point = path("dead");
+    let volume = volume(100, 1);
+    let config = Config { threads: 1, ..Config::default() };
+    let Some(first) = serve(&volume, &config, &point) else { return };
+    let file = open(first.file());
+    first.abandon();
+    assert!(is_mounted(&point) && file.write_at(&[1], 0).is_err(), "nobody answers any more");
+    drop(file);
+    let second = Server::start(&volume, &config, &point, &quiet()).unwrap();
+    open(second.file()).write_all_at(&[1], 0).unwrap();
+    drop(second);
+    assert!(!is_mounted(&point));
+    fs::remove_file(&point).unwrap();
+}
+
+#[test]
 fn a_loop_device_over_the_file_is_a_disk_with_direct_i_o_and_discard() {
     let point = path("loop");
     let volume = volume(8192, 4);
