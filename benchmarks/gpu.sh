@@ -17,6 +17,7 @@
 #     memory        0.3  the daemon's memory, and the card's power: idle, mapped only, with CUDA, with the kernel
 #     keeper        1    SIGKILL of the daemon under load, to the first page served
 #     block         2    NBD over VRAM, beside nbdkit
+#     striped       0.5  deep and large loads on one GPU and over all (two or more)
 #     competing     0.7  a matrix product's speed alone and beside Weir
 #
 # `quick` stands for all but large, rows, block and competing. Each call prints how long each step took.
@@ -24,7 +25,7 @@ set -u
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/results}
 shift
-steps=${*:-calibrate ways large rows give_back steps coherence memory keeper block competing}
+steps=${*:-calibrate ways large rows give_back steps coherence memory keeper block striped competing}
 steps=${steps/quick/calibrate ways give_back coherence memory keeper}
 weir=${WEIR:-target/release/weir}
 card=${CARD:-vram:0}
@@ -129,6 +130,14 @@ block() {
     command -v fio > /dev/null || { echo "SKIP block: no fio"; return; }
     "$weir" bench block --store "$card?size=9GiB" --size 8GiB --seconds "${SECONDS_EACH:-2}" --runs 1 \
         --json "$out/gpu-block-vram.json" || failed=1
+}
+
+striped() {
+    local gpus
+    gpus=$(nvidia-smi -L 2>/dev/null | wc -l)
+    [ "$gpus" -ge 2 ] || { echo "SKIP striped: $gpus GPU"; return; }
+    bench one --store "vram:0?size=16GiB" --runs "$runs" --only deep --only large
+    bench striped --store "vram:?size=32GiB" --runs "$runs" --only deep --only large
 }
 
 # Matrix products for some seconds, alone and beside a store under load.
