@@ -49,10 +49,12 @@ pub fn watch(gpu: &Gpu, mut policy: Policy) {
         let tick = match () {
             () if moved >= MANY || gpu.ring_is_resident() => TICK_BUSY,
             () if quiet < QUIET || policy.always => TICK_IDLE,
-            () => TICK_ASLEEP,
+            () if gpu.nvml.is_some() => TICK_ASLEEP,
+            // Nobody says how much memory is left, so there is nothing to look for.
+            () => Duration::MAX,
         };
         let asleep = &gpu.chunks.hot().gate().asleep;
-        asleep.store(tick == TICK_ASLEEP, Ordering::Release);
+        asleep.store(tick >= TICK_ASLEEP, Ordering::Release);
         std::thread::park_timeout(tick);
         asleep.store(false, Ordering::Release);
         if gpu.cuda_is_lost() {
