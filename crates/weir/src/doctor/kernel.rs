@@ -273,6 +273,21 @@ mod tests {
     }
 
     #[test]
+    fn a_ublk_driver_is_as_good_as_its_kernel() {
+        for (module, release, level, word) in [
+            (Module::Loaded, "7.3.4-cloud-amd64", Level::Ok, "loaded"),
+            (Module::Loadable, "6.16.0", Level::Ok, "modprobe ublk_drv"),
+            (Module::Loaded, "6.12.95-cloud-amd64", Level::Warn, "killed under load"),
+            (Module::Loaded, "6.4.0", Level::Warn, "older than 6.5"),
+            (Module::Missing, "7.3.4", Level::Warn, "missing"),
+        ] {
+            let finding = ublk_driver(&module, release);
+            assert_eq!(finding.level, level, "{release}");
+            assert!(finding.seen.contains(word), "{release}: {}", finding.seen);
+        }
+    }
+
+    #[test]
     fn one_way_in_is_enough_and_none_fails() {
         assert_eq!(front_end(&Module::Missing, &Module::Missing, false).level, Level::Fail);
         assert_eq!(front_end(&Module::Missing, &Module::Missing, true).level, Level::Ok);
