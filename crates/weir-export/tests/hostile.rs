@@ -181,10 +181,12 @@ fn ten_thousand_idle_connections_take_no_memory_and_cost_the_others_nothing() {
     for at in 0..64 {
         other.write(at * 4096, &page(at)).unwrap();
     }
-    // Measured up to three times: this process shares its processors with other tests.
-    let mut figures = Vec::new();
-    for _ in 0..3 {
-        let (before, memory) = (p99(&mut other, 4000), resident_kib());
+    // Without and with, in turns: this process shares its processors with other tests, and what it is slowed down by comes and
+    // goes. The medians are what counts.
+    let (mut quiet, mut flooded) = (Vec::new(), Vec::new());
+    for _ in 0..5 {
+        let memory = resident_kib();
+        quiet.push(p99(&mut other, 4000));
         let mut idle = Vec::with_capacity(wanted);
         while idle.len() < wanted {
             idle.push(UnixStream::connect(&served.socket).unwrap());
@@ -192,7 +194,7 @@ fn ten_thousand_idle_connections_take_no_memory_and_cost_the_others_nothing() {
                 is_served(&mut other, idle.len() as u64);
             }
         }
-        let during = p99(&mut other, 4000);
+        flooded.push(p99(&mut other, 4000));
         let grown = resident_kib().saturating_sub(memory);
         assert!(grown < 8192, "{wanted} idle connections took {grown} KiB");
         assert!(served.logs(&format!("{PENDING_MAX} others negotiate")));
@@ -200,14 +202,14 @@ fn ten_thousand_idle_connections_take_no_memory_and_cost_the_others_nothing() {
         let start = Instant::now();
         is_served(&mut served.client(), 1);
         assert!(start.elapsed() < Duration::from_secs(2));
-        figures.push((before, during));
-        if during <= 2 * before {
-            break;
-        }
     }
-    println!("p99 of another client in us, before and during: {figures:?}");
-    let (before, during) = *figures.last().unwrap();
-    assert!(during <= 2 * before, "p99 {before} us before, {during} us during");
+    println!("p99 of another client in us, without {quiet:?} and with {flooded:?}");
+    let median = |figures: &mut Vec<u128>| {
+        figures.sort_unstable();
+        figures[figures.len() / 2]
+    };
+    let (before, during) = (median(&mut quiet), median(&mut flooded));
+    assert!(during <= 2 * before, "p99 {before} us without, {during} us with them");
     served.shutdown();
 }
 

@@ -1,4 +1,6 @@
 //! Clients that nobody here wrote, from Debian's packages libnbd-bin, python3-libnbd, qemu-utils, fio and nbdkit.
+//!
+//! `WEIR_SCALE=full cargo test -p weir-export --test tools` is the full scale: 60 s of fio's verification by 16 jobs, images of 1 GiB.
 
 mod common;
 
@@ -7,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 use weir_core::{ByteSize, PAGE_SIZE};
+use weir_export::nbd::Config;
 use weir_store::{Sim, SimUrl};
 
 const MIB: usize = 1 << 20;
@@ -42,6 +45,10 @@ impl Drop for Scratch {
     fn drop(&mut self) {
         let _ = std::fs::remove_file(&self.0);
     }
+}
+
+fn is_full_scale() -> bool {
+    std::env::var_os("WEIR_SCALE").is_some_and(|scale| scale == "full")
 }
 
 /// An image with data, holes and pages of one value.
@@ -90,8 +97,9 @@ fn nbdcopy_brings_an_image_in_and_out_over_several_connections() {
     if !have("nbdcopy", "libnbd-bin") {
         return;
     }
-    let served = Served::host("nbdcopy", 16_384, &few());
-    let (from, to) = (Scratch::with("copy-in", &image(64 * MIB)), Scratch::new("copy-out"));
+    let bytes = if is_full_scale() { 1 << 30 } else { 64 * MIB };
+    let served = Served::host("nbdcopy", (bytes / PAGE_SIZE) as u32, &few());
+    let (from, to) = (Scratch::with("copy-in", &image(bytes)), Scratch::new("copy-out"));
     run(Command::new("nbdcopy").args(["--threads=4", "--connections=4"]).arg(from.path()).arg(served.uri()));
     run(Command::new("nbdcopy").args(["--threads=4", "--connections=4"]).arg(served.uri()).arg(to.path()));
     assert!(std::fs::read(from.path()).unwrap() == std::fs::read(to.path()).unwrap());
@@ -149,8 +157,9 @@ fn qemu_img_converts_to_and_from_it_and_qemu_io_reads_what_it_wrote() {
     if !have("qemu-img", "qemu-utils") {
         return;
     }
-    let served = Served::host("qemu", 8192, &few());
-    let (from, to) = (Scratch::with("qemu-in", &image(32 * MIB)), Scratch::new("qemu-out"));
+    let bytes = if is_full_scale() { 1 << 30 } else { 32 * MIB };
+    let served = Served::host("qemu", (bytes / PAGE_SIZE) as u32, &few());
+    let (from, to) = (Scratch::with("qemu-in", &image(bytes)), Scratch::new("qemu-out"));
     let raw = ["convert", "-f", "raw", "-O", "raw"];
     run(Command::new("qemu-img").args(raw).arg("-n").arg(from.path()).arg(served.uri()));
     run(Command::new("qemu-img").args(raw).arg(served.uri()).arg(to.path()));
@@ -188,25 +197,28 @@ fn fio_verifies_random_mixed_writes_of_several_jobs() {
     if !have("fio", "fio") {
         return;
     }
-    let served = Served::host("fio", 16_384, &few());
-    let said = run(Command::new("fio").args([
+    let jobs = if is_full_scale() { 16 } else { 4 };
+    let config = Config { connections: jobs, ..Config::default() };
+    let served = Served::host("fio", jobs as u32 * 4096, &config);
+    let how_long =
+        if is_full_scale() { ["--time_based", "--runtime=60"] } else { ["--loops=3", "--group_reporting=0"] };
+    let said = run(Command::new("fio").args(how_long).args([
         "--name=verify",
         "--ioengine=nbd",
         &format!("--uri={}", served.uri()),
         "--rw=randrw",
         "--bsrange=4k-64k",
         "--size=16m",
-        "--numjobs=4",
+        &format!("--numjobs={jobs}"),
         "--offset_increment=16m",
         "--iodepth=16",
         "--verify=crc32c",
         "--verify_fatal=1",
         "--verify_state_save=0",
         "--verify_backlog=64",
-        "--loops=3",
         "--output-format=terse",
     ]));
-    assert!(said.lines().count() >= 4, "{said}");
+    assert!(said.lines().count() >= jobs, "{said}");
     assert_eq!(served.server().stats().errors, 0);
     assert_eq!(served.volume.status().read_faults, 0);
     served.shutdown();
