@@ -3,7 +3,7 @@
 
 use crate::address::Address;
 use crate::backing::Backing;
-use crate::on::{OffOptions, OnOptions, RestartOptions, TopOptions};
+use crate::on::{BatteryOptions, OffOptions, OnOptions, RestartOptions, TopOptions};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -38,6 +38,9 @@ pub enum Command {
 
     /// Keep pages in stores and serve them as a block device, in the foreground.
     Serve(ServeOptions),
+
+    /// Turn off when the battery is low, and on again with mains: looks once and does what is due, for a timer or a udev rule.
+    Battery(BatteryOptions),
 
     /// Watch a running daemon: rates, latencies, stores, chunks. q ends.
     Top(TopOptions),

@@ -54,6 +54,7 @@ fn run(cli: Cli) -> Result<(), Failure> {
         Command::Off(options) => on::off(&options),
         Command::Restart(options) => on::restart(&options),
         Command::Top(options) => on::top(&options),
+        Command::Battery(options) => on::battery(&options),
         Command::Status(options) => status::run(&options),
         Command::Attach(options) => attach::attach(&options),
         Command::Detach(options) => attach::detach(&options),

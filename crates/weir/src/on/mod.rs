@@ -4,6 +4,7 @@
 //! before it is done. `weir off` undoes them in reverse, beginning with the pages. Where a step fails, or the machine goes
 //! down between two, what was done is undone from the journal.
 
+mod battery;
 mod cards;
 mod drain;
 mod front;
@@ -20,8 +21,9 @@ mod swap_area;
 mod swaps;
 mod top;
 
+pub use battery::run as battery;
 pub use off::run as off;
-pub use options::{OffOptions, OnOptions, RestartOptions, TopOptions};
+pub use options::{BatteryOptions, OffOptions, OnOptions, RestartOptions, TopOptions};
 pub use restart::run as restart;
 pub use top::run as top;
 
@@ -63,7 +65,7 @@ pub fn on(options: &OnOptions) -> Result<(), Failure> {
         journal = off::finish(journal)?.reopen(&options.runtime)?;
     }
     match turn_on(options, &plan, &mut journal) {
-        Ok(()) => Ok(()),
+        Ok(()) => battery::forget(&options.runtime),
         Err(failure) => {
             forget_interrupt();
             match off::finish(journal).and_then(off::Finished::remove) {
@@ -79,7 +81,8 @@ pub fn on(options: &OnOptions) -> Result<(), Failure> {
 }
 
 fn turn_on(options: &OnOptions, plan: &Plan, journal: &mut Journal) -> Result<(), Failure> {
-    journal.enter(Phase::TurningOn)?;
+    // What comes after the command's own name.
+    journal.begin(std::env::args().skip(2).collect())?;
     for module in &plan.front.modules {
         front::load(module, journal)?;
     }

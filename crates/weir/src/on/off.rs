@@ -3,7 +3,7 @@
 
 use super::options::OffOptions;
 use super::state::{Journal, Phase, Step};
-use super::{drain, front, service, settings, state, swaps, watch_interrupts};
+use super::{battery, drain, front, service, settings, state, swaps, watch_interrupts};
 use crate::failure::Failure;
 use std::path::Path;
 
@@ -11,6 +11,9 @@ use std::path::Path;
 pub fn run(options: &OffOptions) -> Result<(), Failure> {
     if let Some(device) = &options.swapoff {
         return drain::swapoff_here(device);
+    }
+    if rustix::process::geteuid().is_root() {
+        battery::forget(&options.runtime)?;
     }
     if state::read(&options.runtime)?.is_none() {
         // A weir on that was killed in its first moment leaves an empty directory.

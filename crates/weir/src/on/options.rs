@@ -79,6 +79,18 @@ pub struct RestartOptions {
     pub runtime: PathBuf,
 }
 
+/// When to go off.
+#[derive(Debug, Clone, Args)]
+pub struct BatteryOptions {
+    /// Percent of the battery below which it goes off, without mains.
+    #[arg(long, value_name = "PERCENT", default_value_t = 30, value_parser = clap::value_parser!(u8).range(1..=100))]
+    pub below: u8,
+
+    /// The directory that weir on was given.
+    #[arg(long, value_name = "DIRECTORY", default_value = DIRECTORY)]
+    pub runtime: PathBuf,
+}
+
 /// Whom to watch.
 #[derive(Debug, Clone, Args)]
 pub struct TopOptions {

@@ -114,6 +114,9 @@ pub struct State {
     pub version: String,
     /// How far it came.
     pub phase: Phase,
+    /// What `weir on` was given, to do the same again.
+    #[serde(default)]
+    pub arguments: Vec<String>,
     /// What was done, in order.
     pub steps: Vec<Step>,
 }
@@ -162,6 +165,7 @@ impl Journal {
             schema: SCHEMA,
             version: env!("CARGO_PKG_VERSION").to_owned(),
             phase: Phase::TurningOn,
+            arguments: Vec::new(),
             steps: Vec::new(),
         };
         let state = read(directory)?.unwrap_or(fresh);
@@ -189,6 +193,12 @@ impl Journal {
     pub fn strike(&mut self) -> Result<(), Failure> {
         self.state.steps.pop();
         self.save()
+    }
+
+    /// Writes down what `weir on` was given.
+    pub fn begin(&mut self, arguments: Vec<String>) -> Result<(), Failure> {
+        self.state.arguments = arguments;
+        self.enter(Phase::TurningOn)
     }
 
     /// Writes down how far it came.

@@ -1,0 +1,139 @@
+//! `weir battery`: off when the battery runs low, on again with mains. For a timer, or a udev rule on power_supply: it looks once,
+//! does what is due, and ends.
+
+use super::options::{BatteryOptions, OffOptions};
+use super::state::{self, Phase};
+use crate::doctor::Machine;
+use crate::failure::Failure;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Where the machine's power comes from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Power {
+    /// Mains, or a charger.
+    mains: bool,
+    /// What the fullest of its batteries has; `None` without any.
+    percent: Option<u8>,
+}
+
+/// What is due.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Verdict {
+    Stay,
+    Off,
+    On,
+}
+
+impl Power {
+    fn of(machine: &Machine) -> Self {
+        const SUPPLIES: &str = "/sys/class/power_supply";
+        let value = |name: &str, key: &str| machine.text(&format!("{SUPPLIES}/{name}/{key}"));
+        let mut power = Power { mains: false, percent: None };
+        for name in machine.names(SUPPLIES, |_| true) {
+            match value(&name, "type").as_deref() {
+                // A mouse has a battery too; its scope is the device.
+                Some("Battery") if value(&name, "scope").as_deref() != Some("Device") => {
+                    let percent = value(&name, "capacity").and_then(|text| text.parse().ok());
+                    power.percent = power.percent.max(percent);
+                }
+                Some("Battery") | None => {}
+                Some(_) => power.mains |= value(&name, "online").as_deref() == Some("1"),
+            }
+        }
+        power
+    }
+
+    /// Below `threshold` percent and without mains it goes off; what went off so comes back with mains. What the user turned
+    /// off stays off, and a machine without a battery is left alone.
+    fn verdict(self, threshold: u8, is_on: bool, went_off: bool) -> Verdict {
+        match (self.percent, is_on) {
+            (Some(percent), true) if !self.mains && percent < threshold => Verdict::Off,
+            (_, false) if went_off && self.mains => Verdict::On,
+            _ => Verdict::Stay,
+        }
+    }
+}
+
+/// Looks once, and does what is due.
+pub fn run(options: &BatteryOptions) -> Result<(), Failure> {
+    let note = note(&options.runtime);
+    let state = state::read(&options.runtime)?;
+    let is_on = state.as_ref().is_some_and(|state| state.phase == Phase::On);
+    match Power::of(&Machine::this()).verdict(options.below, is_on, note.exists()) {
+        Verdict::Stay => Ok(()),
+        Verdict::Off => {
+            println!("on battery and below {} %: turning off", options.below);
+            let arguments = state.map(|state| state.arguments).unwrap_or_default();
+            super::off(&OffOptions { runtime: options.runtime.clone(), swapoff: None })?;
+            let text = serde_json::to_vec(&arguments).map_err(Failure::failed)?;
+            fs::write(&note, text)
+                .map_err(|error| Failure::Failed(format!("cannot write {}: {error}", note.display())))
+        }
+        Verdict::On => {
+            println!("mains is back: turning on again");
+            let text = fs::read(&note).map_err(Failure::failed)?;
+            let arguments: Vec<String> = serde_json::from_slice(&text).map_err(Failure::failed)?;
+            // A process of its own: its arguments are parsed as they were the first time.
+            let status = Command::new("/proc/self/exe").arg("on").args(arguments).status();
+            if status.map_err(Failure::failed)?.success() {
+                forget(&options.runtime)
+            } else {
+                Err(Failure::Said)
+            }
+        }
+    }
+}
+
+/// The user has decided, so nothing comes back by itself.
+pub fn forget(runtime: &Path) -> Result<(), Failure> {
+    match fs::remove_file(note(runtime)) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(Failure::failed(error)),
+        _ => Ok(()),
+    }
+}
+
+/// Beside the run-time directory, which is gone while Weir is off.
+fn note(runtime: &Path) -> PathBuf {
+    runtime.with_extension("battery")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::doctor::Fixture;
+
+    #[test]
+    fn supplies_are_told_apart_and_a_mouse_does_not_count() {
+        let at = |name: &str, key: &str| format!("/sys/class/power_supply/{name}/{key}");
+        let fixture = Fixture::new("power")
+            .with(&at("AC", "type"), "Mains\n")
+            .with(&at("AC", "online"), "0\n")
+            .with(&at("BAT0", "type"), "Battery\n")
+            .with(&at("BAT0", "capacity"), "20\n")
+            .with(&at("hid-1", "type"), "Battery\n")
+            .with(&at("hid-1", "scope"), "Device\n")
+            .with(&at("hid-1", "capacity"), "90\n");
+        assert_eq!(Power::of(&fixture.machine()), Power { mains: false, percent: Some(20) });
+        let none = Power::of(&Fixture::new("no-power").machine());
+        assert_eq!(none, Power { mains: false, percent: None });
+    }
+
+    #[test]
+    fn it_goes_off_when_low_and_comes_back_only_with_mains_and_only_if_it_went_so() {
+        let power = |mains, percent| Power { mains, percent };
+        for (power, is_on, went_off, due) in [
+            (power(false, Some(20)), true, false, Verdict::Off),
+            (power(false, Some(30)), true, false, Verdict::Stay),
+            (power(true, Some(5)), true, false, Verdict::Stay),
+            (power(false, None), true, false, Verdict::Stay),
+            (power(true, Some(20)), false, true, Verdict::On),
+            (power(false, Some(90)), false, true, Verdict::Stay),
+            (power(true, Some(90)), false, false, Verdict::Stay),
+        ] {
+            assert_eq!(power.verdict(30, is_on, went_off), due, "{power:?} {is_on} {went_off}");
+        }
+    }
+}
