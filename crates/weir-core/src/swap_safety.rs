@@ -85,6 +85,21 @@ pub fn exempt_from_oom_killer() -> Result<(), Unprotected> {
     })
 }
 
+/// Makes the calling thread a real-time thread of the lowest priority: the kernel lets such a thread reach into the memory that it
+/// keeps below `vm.min_free_kbytes` (mm/page_alloc.c, `gfp_to_alloc_flags`: `rt_task`), and lets it run as soon as a request comes.
+///
+/// # Errors
+/// `EPERM` without `CAP_SYS_NICE`, or where systemd's `RestrictRealtime=` forbids it.
+pub fn reach_reserves() -> io::Result<()> {
+    let lowest = libc::sched_param { sched_priority: 1 };
+    let policy = libc::SCHED_RR | libc::SCHED_RESET_ON_FORK;
+    // SAFETY: 0 is the calling thread; the parameter outlives the call.
+    match unsafe { libc::sched_setscheduler(0, policy, &lowest) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 /// Sets all three, and returns what holds with what could not be set. Call it before the first thread.
 pub fn protect() -> (Protections, Vec<Unprotected>) {
     let mut missing = Vec::new();

@@ -170,7 +170,12 @@ impl Server {
             let mut worker = Worker::new(lane).map_err(resources)?;
             self.memory_locked &= worker.is_locked();
             let (seats, ready) = (Arc::clone(&self.seats), ready.clone());
+            let swap = config.swap;
             let serve = move || {
+                if swap {
+                    // Each reply takes a buffer of the kernel. Where this is denied, the server waits its turn for memory.
+                    let _ = weir_core::swap_safety::reach_reserves();
+                }
                 let flusher = if must_flush { weir_core::swap_safety::has_io_flusher() } else { Ok(true) };
                 let fine = matches!(flusher, Ok(true));
                 let _ = ready.send(flusher);

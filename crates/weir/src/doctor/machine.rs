@@ -32,6 +32,11 @@ impl Machine {
         text.lines().find_map(|line| Some(line.strip_prefix(key)?.strip_prefix(':')?.trim().to_owned()))
     }
 
+    /// A number of `/proc/meminfo`, in KiB.
+    pub fn kibibytes(&self, key: &str) -> Option<u64> {
+        self.value("/proc/meminfo", key)?.strip_suffix(" kB")?.parse().ok()
+    }
+
     /// Whether something is at this path.
     pub fn has(&self, path: &str) -> bool {
         self.at(path).exists()

@@ -74,6 +74,7 @@ pub fn check(options: &OnOptions, machine: &Machine) -> Result<Plan, Failure> {
         && options.runtime == Path::new(super::options::DIRECTORY))
     .then(|| UNIT.to_owned())
     .filter(|unit| settings::systemctl(&["cat", unit]).is_ok());
+    let wishes = settings::wishes(machine, front.front);
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     Ok(Plan {
         front,
@@ -83,7 +84,7 @@ pub fn check(options: &OnOptions, machine: &Machine) -> Result<Plan, Failure> {
         backing_file,
         unit,
         place: swaps::place(&others, options.priority.map(i32::from)),
-        wishes: settings::wishes(machine),
+        wishes,
         masks,
         connections: processors.clamp(2, CONNECTIONS_MOST) as u16,
         notes: [notes, remarks(machine, &others)].concat(),

@@ -1,6 +1,6 @@
 //! The few settings of the kernel that `weir on` changes, each with its reason, and how each is put back.
 
-use super::state::{Journal, Step};
+use super::state::{Front, Journal, Step};
 use crate::doctor::Machine;
 use crate::failure::Failure;
 use std::fs;
@@ -21,7 +21,7 @@ pub struct Wish {
 }
 
 /// What is to be changed on this machine; a setting that it does not have, or that is right already, is left alone.
-pub fn wishes(machine: &Machine) -> Vec<Wish> {
+pub fn wishes(machine: &Machine, front: Front) -> Vec<Wish> {
     let wish = |path: &str, after: &str, why| {
         let before = machine.text(path).filter(|before| before != after)?;
         Some(Wish { path: path.into(), before, after: after.to_owned(), why })
@@ -29,7 +29,25 @@ pub fn wishes(machine: &Machine) -> Vec<Wish> {
     // Readahead is for disks that seek. Of the pages that a fault reads beside its own one in five is used (measured by
     // nbd-vram's users: 10 to 21 % of faults are sequential), and each costs the faulting program time.
     let page_cluster = wish("/proc/sys/vm/page-cluster", "0", "a fault reads its own page only");
-    page_cluster.into_iter().collect()
+    // Every reply by NBD takes a buffer of the kernel, also when no memory is free; its threads may take from this reserve.
+    const MIN_FREE: &str = "/proc/sys/vm/min_free_kbytes";
+    let reserve = (front == Front::Nbd)
+        .then(|| {
+            let wanted = reserve_kib(machine.kibibytes("MemTotal")?);
+            let now: u64 = machine.text(MIN_FREE)?.parse().ok()?;
+            if wanted > now {
+                wish(MIN_FREE, &wanted.to_string(), "a reserve for the server's replies")
+            } else {
+                None
+            }
+        })
+        .flatten();
+    page_cluster.into_iter().chain(reserve).collect()
+}
+
+/// A twentieth of the memory, 16 MiB at least and 128 MiB at most.
+fn reserve_kib(total_kib: u64) -> u64 {
+    (total_kib / 20).clamp(16 << 10, 128 << 10)
 }
 
 /// Changes one, once the journal has it.
@@ -87,9 +105,24 @@ mod tests {
     #[test]
     fn what_is_right_already_is_not_touched() {
         let cluster = |value| Fixture::new("cluster").with("/proc/sys/vm/page-cluster", value);
-        assert_eq!(wishes(&cluster("0\n").machine()), []);
-        let wishes = wishes(&cluster("3\n").machine());
+        assert_eq!(wishes(&cluster("0\n").machine(), Front::Ublk), []);
+        let wishes = wishes(&cluster("3\n").machine(), Front::Ublk);
         assert_eq!((wishes[0].before.as_str(), wishes[0].after.as_str()), ("3", "0"));
+    }
+
+    #[test]
+    fn nbd_gets_a_reserve_unless_there_is_a_larger_one() {
+        let machine = |reserve: &str| {
+            Fixture::new("reserve")
+                .with("/proc/meminfo", "MemTotal:  1048576 kB\n")
+                .with("/proc/sys/vm/min_free_kbytes", reserve)
+        };
+        let small = machine("4096\n");
+        assert_eq!(wishes(&small.machine(), Front::Nbd)[0].after, "52428");
+        assert_eq!(wishes(&small.machine(), Front::Ublk), []);
+        let large = machine("90000\n");
+        assert_eq!(wishes(&large.machine(), Front::Nbd), []);
+        assert_eq!((reserve_kib(1 << 10), reserve_kib(1 << 30)), (16 << 10, 128 << 10));
     }
 
     #[test]
