@@ -90,7 +90,8 @@ impl Service {
     fn spawn(&self) -> io::Result<Child> {
         let log = fs::File::create(log_file(&self.directory))?;
         let mut command = Command::new(std::env::current_exe()?);
-        command.args(["serve", "--config"]).arg(config_file(&self.directory));
+        // systemd's last kill spree passes over a name that begins with @ (https://systemd.io/ROOT_STORAGE_DAEMONS).
+        command.arg0("@weir").args(["serve", "--config"]).arg(config_file(&self.directory));
         command.current_dir("/").stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
         // SAFETY: between fork and exec only setsid is called, which is async-signal-safe.
         unsafe { command.pre_exec(|| Ok(rustix::process::setsid().map(drop)?)) };
