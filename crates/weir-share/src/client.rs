@@ -19,12 +19,6 @@ use crate::wire::{
 
 const _: () = assert!(HELLO_BYTES <= WELCOME_BYTES);
 
-/// A CPU offered to others that comes back later than this is a CPU that others want: whoever sleeps instead is
-/// woken at once, and whoever offers it again waits for all of them.
-const CROWDED: Duration = Duration::from_micros(100);
-/// Waits for which it is not offered again.
-const CROWDED_WAITS: u32 = 1000;
-
 /// What a client would like.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
@@ -144,8 +138,6 @@ pub struct Client {
     client_bell: OwnedFd,
     pages: u64,
     spin: Duration,
-    /// Waits to come that sleep at once, because others want the CPU.
-    crowded: u32,
     submitted: u32,
     seen: u32,
     in_flight: u32,
@@ -202,7 +194,6 @@ impl Client {
             client_bell,
             pages: welcome.pages,
             spin: options.spin,
-            crowded: 0,
             submitted: 0,
             seen: 0,
             in_flight: 0,
@@ -418,27 +409,20 @@ impl Client {
         if let Some(completion) = self.poll()? {
             return Ok(completion);
         }
-        let mut looked = Duration::ZERO;
         let begun = Instant::now();
-        while self.crowded == 0 {
+        loop {
             for _ in 0..8 {
                 if let Some(completion) = self.poll()? {
                     return Ok(completion);
                 }
                 std::hint::spin_loop();
             }
-            let now = begun.elapsed();
-            if now > looked + CROWDED {
-                self.crowded = CROWDED_WAITS;
-            }
-            if now >= self.spin {
+            if begun.elapsed() >= self.spin {
                 break;
             }
-            looked = now;
             // The server may wait for this very CPU: the scheduler likes to wake it where its client runs.
             std::thread::yield_now();
         }
-        self.crowded = self.crowded.saturating_sub(1);
         loop {
             self.area.client_asleep().store(1, Ordering::Relaxed);
             fence(Ordering::SeqCst);

@@ -35,10 +35,6 @@ const TICKETS: u32 = 256;
 const ROUNDS: u32 = 64;
 /// Rounds without work between two offers of the CPU to others.
 const YIELD: u32 = 4;
-/// An offered CPU that comes back later than this is one that others want, and for this long whoever has nothing to do
-/// sleeps at once: then it is woken at once, where an offer waits for all of them.
-const CROWDED: Duration = Duration::from_micros(100);
-const CROWDED_FOR: Duration = Duration::from_millis(10);
 /// Descriptors of stores that a sleep listens to.
 const STORES: usize = 8;
 
@@ -280,24 +276,18 @@ impl Porter {
 
     fn run(&mut self, stop: &AtomicBool) {
         let mut last_work = Instant::now();
-        let mut crowded: Option<Instant> = None;
         let mut rounds = 0;
         while !stop.load(Ordering::Acquire) {
-            let mut spin = self.spin;
             if self.serve() {
                 last_work = Instant::now();
-            } else if crowded.is_some_and(|since| since.elapsed() < CROWDED_FOR) {
-                spin = Duration::ZERO;
-            } else if rounds % YIELD == 0 && !spin.is_zero() {
+            } else if rounds % YIELD == 0 {
                 // The client may wait for this very CPU: the scheduler likes to wake it where its server runs.
-                let offered = Instant::now();
                 std::thread::yield_now();
-                crowded = (offered.elapsed() > CROWDED).then(Instant::now);
             } else {
                 std::hint::spin_loop();
             }
             rounds += 1;
-            let idle = last_work.elapsed() >= spin;
+            let idle = last_work.elapsed() >= self.spin;
             if idle && !self.lane.must_poll() {
                 self.sleep();
                 // Whoever rang is served before the next sleep; a spin begins with its request.
