@@ -4,7 +4,7 @@ use super::chunks::LANES_MAX;
 use super::contest::Contest;
 use super::gpu::{CROWD, Gpu};
 use super::ring::{Policy, Seen, Step};
-use super::table::{Batch, Direction};
+use super::table::{Batch, Direction, Path};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -29,7 +29,11 @@ const BATCH_OF_CROWD: usize = 64;
 fn contend(gpu: &Gpu, contests: &mut [Contest; 2], elapsed: Duration, pages: u64, busy: usize, runs: bool) {
     let ring = gpu.ring_is_resident();
     let batch = Batch { pages: BATCH_OF_CROWD, neighbours: runs, busy, ring };
-    let contenders = gpu.table().contenders(Direction::Write, batch);
+    let mut contenders = gpu.table().contenders(Direction::Write, batch);
+    // Runs of neighbours fill the link by DMA, whichever engine does it; the window never does.
+    if runs && contenders.iter().any(|&path| path != Path::Mapped) {
+        contenders.retain(|&path| path != Path::Mapped);
+    }
     let path = contests[usize::from(runs)].step(elapsed, pages, &contenders);
     gpu.crowd[usize::from(runs)].store(path.map_or(0, |path| path as u8 + 1), Ordering::Relaxed);
     contests[usize::from(!runs)].pause();

@@ -48,8 +48,8 @@ pub const DEVICE_BYTES: u64 = (4096 + LANES * DEPTH_MAX * DESCRIPTOR) as u64;
 const LEAVE_LIMIT: Duration = Duration::from_millis(100);
 /// How long a descriptor may go unserved before the card counts as gone.
 const SERVE_LIMIT: Duration = Duration::from_secs(2);
-/// A descriptor that waited this long has been through a time slice of somebody else's.
-const STALL: Duration = Duration::from_millis(1);
+/// A lane that was served nothing for so long has been through a time slice of somebody else's. Its own queue is at most 1 ms long.
+const STALL: Duration = Duration::from_millis(3);
 /// Polls without progress between two looks at the clock.
 const CLOCK_EVERY: u32 = 1024;
 /// Descriptors that gather before they are started without being asked.
