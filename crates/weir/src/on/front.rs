@@ -175,7 +175,7 @@ pub fn attach(
         Front::Nbd => {
             let path = free_nbd_device()?;
             journal.intend(Step::Device { path: path.clone(), front, file: None })?;
-            attach::connect(&nbd_options(directory, &path, connections, false))?;
+            attach::connect(&nbd_options(directory, &path, connections))?;
             Ok(path)
         }
         Front::Fuse => {
@@ -188,18 +188,6 @@ pub fn attach(
             Ok(device.path().to_owned())
         }
     }
-}
-
-/// Gives an NBD device new connections to the daemon in `directory`.
-pub fn reconnect(directory: &Path, device: &Path, connections: u16) -> Result<(), Failure> {
-    attach::connect(&nbd_options(directory, device, connections, true)).map(drop)
-}
-
-/// How many connections an NBD device has: as many as hardware queues.
-pub fn connections(device: &Path) -> u16 {
-    let name = device.file_name().unwrap_or_default();
-    let queues = fs::read_dir(Path::new("/sys/block").join(name).join("mq")).map_or(0, Iterator::count);
-    queues.clamp(1, 256) as u16
 }
 
 /// Lets a device go that nothing uses; one that is gone already is no error.
@@ -226,7 +214,7 @@ fn loops_of(file: &Path) -> Vec<LoopDevice> {
         .collect()
 }
 
-fn nbd_options(directory: &Path, device: &Path, connections: u16, reconnect: bool) -> AttachOptions {
+fn nbd_options(directory: &Path, device: &Path, connections: u16) -> AttachOptions {
     AttachOptions {
         address: Address::Unix(nbd_socket(directory)),
         device: Some(device.to_owned()),
@@ -234,7 +222,7 @@ fn nbd_options(directory: &Path, device: &Path, connections: u16, reconnect: boo
         connections,
         request_timeout: 5,
         reconnect_timeout: 600,
-        reconnect,
+        reconnect: false,
         control: Some(control_socket(directory)),
     }
 }

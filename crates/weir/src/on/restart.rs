@@ -1,13 +1,14 @@
 //! `weir restart`: another daemon under a device that stays, for instance after an upgrade. The daemon ends in good order and
-//! its keeper starts the program that now lies where the old one did; that one takes every page over.
+//! its keeper starts the program that now lies where the old one did; that one takes every page over, and gives NBD devices new
+//! connections.
 
 use super::options::RestartOptions;
-use super::state::{Front, Journal, Phase, Step};
-use super::{front, service};
+use super::service;
+use super::state::{Journal, Phase, Step};
 use crate::control;
 use crate::failure::Failure;
 use rustix::process::{Pid, Signal};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -27,30 +28,18 @@ pub fn run(options: &RestartOptions) -> Result<(), Failure> {
     // From here on this process may not wait for pages that nobody serves.
     weir_core::swap_safety::lock_all_memory()
         .map_err(|error| Failure::Failed(format!("{error}; run as root")))?;
-    for (directory, devices) in parts(&journal) {
-        replace(&directory, &devices)?;
-    }
-    Ok(())
+    directories(&journal).try_for_each(replace)
 }
 
-/// Each daemon's directory, with its NBD devices.
-fn parts(journal: &Journal) -> Vec<(PathBuf, Vec<PathBuf>)> {
-    let mut parts: Vec<(PathBuf, Vec<PathBuf>)> = Vec::new();
-    for step in &journal.state().steps {
-        match step {
-            Step::Daemon { directory, .. } => parts.push((directory.clone(), Vec::new())),
-            Step::Device { path, front: Front::Nbd, .. } => {
-                if let Some((_, devices)) = parts.last_mut() {
-                    devices.push(path.clone());
-                }
-            }
-            _ => {}
-        }
-    }
-    parts
+/// Each daemon's directory.
+fn directories(journal: &Journal) -> impl Iterator<Item = &Path> {
+    journal.state().steps.iter().filter_map(|step| match step {
+        Step::Daemon { directory, .. } => Some(directory.as_path()),
+        _ => None,
+    })
 }
 
-fn replace(directory: &Path, devices: &[PathBuf]) -> Result<(), Failure> {
+fn replace(directory: &Path) -> Result<(), Failure> {
     let socket = service::control_socket(directory);
     let before = control::status(&socket)?;
     let pid = Pid::from_raw(before.pid as i32).ok_or_else(|| Failure::failed("the daemon has no number"))?;
@@ -71,15 +60,6 @@ fn replace(directory: &Path, devices: &[PathBuf]) -> Result<(), Failure> {
             _ => thread::sleep(Duration::from_millis(10)),
         }
     };
-    for device in devices {
-        // Where the daemon has seen to it already there is no dead connection left to replace.
-        let connections = front::connections(device);
-        if let Err(failure) = front::reconnect(directory, device, connections)
-            && !matches!(&failure, Failure::Failed(reason) if reason.contains("none of its connections is dead"))
-        {
-            return Err(failure);
-        }
-    }
     println!(
         "restarted: weir {} (process {}) is now weir {} (process {}), after {:.2} s",
         before.version,
