@@ -376,9 +376,12 @@ impl Lane {
                 Progress::Full => self.stalled.push(op),
             }
         }
-        // What went on may have queued its second half.
+        // What went on may have queued its second half. Where nothing is under way any more the pin ends here: its owner may have
+        // nothing more to submit, and until then no slot that others retire would be free.
         if resume {
             self.submit();
+        } else {
+            self.leave();
         }
     }
 
