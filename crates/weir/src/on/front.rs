@@ -45,6 +45,15 @@ impl Front {
         }
     }
 
+    /// The first kernel on which it is taken without being asked for.
+    fn trusted_since(self) -> (u32, u32) {
+        match self {
+            // Before, the kernel itself may crash when the daemon is killed under load (docs/ublk.md).
+            Front::Ublk => (6, 16),
+            Front::Nbd | Front::Fuse => self.since(),
+        }
+    }
+
     /// The options of `weir serve` that make it, for a daemon in `directory`.
     pub fn config(self, directory: &Path, connections: u16) -> Vec<(&'static str, Value)> {
         let text = |path: PathBuf| path.display().to_string();
@@ -103,9 +112,9 @@ pub fn choose(
             .filter(|(_, sign)| !machine.has(sign))
             .map(|(module, _)| *module)
             .collect();
-        let (major, minor) = front.since();
+        let (major, minor) = if asked.is_some() { front.since() } else { front.trusted_since() };
         if version(&release).is_some_and(|version| version < (major, minor)) {
-            lacking.push(format!("{} needs Linux {major}.{minor}, this is {release}", front.name()));
+            lacking.push(format!("{} wants Linux {major}.{minor}, this is {release}", front.name()));
         } else if let Some(module) = absent.iter().find(|module| !loadable(module)) {
             lacking.push(format!("{} needs the kernel module {module}, which is not there", front.name()));
         } else {
@@ -259,8 +268,17 @@ mod tests {
         let old = nbd("front-old", "6.1.0-9-amd64\n");
         let chosen = choose(&old.machine(), FrontChoice::Auto, &|_| true).expect("nbd is there");
         assert_eq!((chosen.front, chosen.modules.len()), (Front::Nbd, 0));
-        assert_eq!(chosen.why, "ublk needs Linux 6.5, this is 6.1.0-9-amd64");
-        let new = nbd("front-new", "6.12.1\n");
+        assert_eq!(chosen.why, "ublk wants Linux 6.16, this is 6.1.0-9-amd64");
+        let early = nbd("front-early", "6.12.1\n");
+        let chosen = choose(&early.machine(), FrontChoice::Auto, &|_| true).expect("nbd is there");
+        assert_eq!(
+            chosen.front,
+            Front::Nbd,
+            "a kernel that may die with the daemon is not trusted with ublk"
+        );
+        let chosen = choose(&early.machine(), FrontChoice::Ublk, &|_| true).expect("it was asked for");
+        assert_eq!(chosen.front, Front::Ublk);
+        let new = nbd("front-new", "6.18.1\n");
         let chosen = choose(&new.machine(), FrontChoice::Auto, &|_| true).expect("ublk can be loaded");
         assert_eq!((chosen.front, chosen.modules), (Front::Ublk, vec!["ublk_drv"]));
         let chosen = choose(&new.machine(), FrontChoice::Fuse, &|module| module == "loop");
