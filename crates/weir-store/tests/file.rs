@@ -197,6 +197,8 @@ fn a_device_with_bad_blocks_fails_the_operations_on_them_and_no_others() {
     let Some(device) = Loop::over(&path) else { return };
     let store = FileStore::open(&FileUrl::new(&device.0)).unwrap();
     assert_eq!(store.slots(), 3 * 256, "all of the device but the header");
+    let unfit = store.unfit_for_swap().unwrap_or_default();
+    assert!(!unfit.contains("tmpfs"), "the device's name lies on one, the device does not: {unfit}");
     let mut lane = store.lane(256).unwrap();
     let all = range(0, 256);
     assert!(write(&mut *lane, &all, 1).iter().all(Result::is_ok));

@@ -97,11 +97,12 @@ impl Backing {
         Ok(backing)
     }
 
-    /// Whether it is a file on a file system that has no disk. Such a one takes O_DIRECT since Linux 6.6.
+    /// Whether it is a file on a file system that has no disk. Such a one takes O_DIRECT since Linux 6.6. A device's name lies on
+    /// one too, and the device does not.
     pub(super) fn is_in_memory(&self) -> bool {
         const TMPFS: i64 = 0x0102_1994; // include/uapi/linux/magic.h
         const RAMFS: i64 = 0x8584_58f6;
-        rustix::fs::fstatfs(&self.file).is_ok_and(|fs| [TMPFS, RAMFS].contains(&fs.f_type))
+        !self.is_device && rustix::fs::fstatfs(&self.file).is_ok_and(|fs| [TMPFS, RAMFS].contains(&fs.f_type))
     }
 
     fn length(&self, name: &str) -> Result<u64, OpenError> {
