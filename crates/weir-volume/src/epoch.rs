@@ -45,6 +45,22 @@ impl Epochs {
         self.pins[lane].0.store(UNPINNED, Ordering::Release);
     }
 
+    /// An epoch for a lane that is pinned already: what it finds in the map after this was not retired before that epoch. (Who
+    /// retired it then unlinked it first, and so before this load, in the one order of all `SeqCst` operations.)
+    #[inline]
+    pub fn look(&self) -> u64 {
+        let now = self.global.load(Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        now
+    }
+
+    /// Moves the pin of a lane that is pinned on to an epoch that [`look`](Epochs::look) returned, for it has read all that it
+    /// found before that.
+    #[inline]
+    pub fn move_on(&self, lane: usize, epoch: u64) {
+        self.pins[lane].0.store(epoch, Ordering::Release);
+    }
+
     /// The epoch to tag a slot with, once it has been unlinked by a `SeqCst` operation.
     #[inline]
     pub fn now(&self) -> u64 {

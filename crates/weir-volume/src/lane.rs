@@ -2,6 +2,7 @@
 
 use crate::batch::Batch;
 use crate::entry::{Entry, Place};
+use crate::looking::Looking;
 use crate::records::{Cursor, Occupant};
 use crate::status::LaneMetrics;
 use crate::{Tier, Volume};
@@ -44,10 +45,10 @@ pub struct Lane {
     /// What the poll under way has found finished.
     finished: Vec<(u32, Result<(), Fault>)>,
     in_flight: usize,
-    /// Of these, operations that a store is working on. While there are any, the pin stays where it is.
+    /// Of these, operations that a store is working on.
     under_way: usize,
-    /// The epoch this lane is pinned at.
-    pinned: Option<u64>,
+    /// The epochs this lane looks at.
+    looking: Looking,
     /// What was retired before this epoch may be reused.
     safe: u64,
     claims_since_safe: u32,
@@ -65,6 +66,8 @@ pub(crate) struct StoreLane {
 struct Op {
     ticket: Ticket,
     started: Option<Instant>,
+    /// The epoch in which what is being read was found.
+    found: u64,
     work: Work,
 }
 
@@ -158,7 +161,7 @@ impl Lane {
                 return Err(error);
             }
         };
-        let op = || Op { ticket: 0, started: None, work: Work::Idle };
+        let op = || Op { ticket: 0, started: None, found: 0, work: Work::Idle };
         let blank = || Box::new([0; PAGE_SIZE]);
         let part = || Part { base: blank(), patch: blank(), offset: 0, len: 0, moving: None };
         Ok(Lane {
@@ -174,7 +177,7 @@ impl Lane {
             finished: Vec::with_capacity(depth),
             in_flight: 0,
             under_way: 0,
-            pinned: None,
+            looking: Looking::default(),
             safe: 0,
             claims_since_safe: 0,
             taker: 0,
@@ -226,6 +229,7 @@ impl Lane {
                     Progress::Queued => {
                         self.under_way += 1;
                         self.start(ticket, started, Work::Read(located));
+                        self.ops[op as usize].found = self.looking.begin();
                         return Progress::Queued;
                     }
                 }
@@ -417,17 +421,12 @@ impl Lane {
     /// Pins this lane; moves the pin on where nothing holds it, so that a long batch does not keep its own freed slots.
     #[inline]
     fn enter(&mut self) {
-        match self.pinned {
-            Some(epoch) if self.under_way > 0 || epoch == self.volume.epochs.now() => {}
-            _ => self.pinned = Some(self.volume.epochs.pin(self.seat)),
-        }
+        self.looking.enter(&self.volume.epochs, self.seat);
     }
 
     #[inline]
     fn leave(&mut self) {
-        if self.under_way == 0 && self.pinned.take().is_some() {
-            self.volume.epochs.unpin(self.seat);
-        }
+        self.looking.leave(&self.volume.epochs, self.seat);
     }
 
     pub(crate) fn metrics(&self) -> &LaneMetrics {
@@ -446,12 +445,12 @@ impl Lane {
     /// Takes the next idle operation, which the caller has already used as a ticket.
     fn start(&mut self, ticket: Ticket, started: Option<Instant>, work: Work) {
         let op = self.idle_ops.pop().expect("the caller saw an idle operation");
-        self.ops[op as usize] = Op { ticket, started, work };
+        self.ops[op as usize] = Op { ticket, started, found: 0, work };
         self.in_flight += 1;
     }
 
     fn end(&mut self, op: u32) -> Op {
-        let idle = Op { ticket: 0, started: None, work: Work::Idle };
+        let idle = Op { ticket: 0, started: None, found: 0, work: Work::Idle };
         let ended = std::mem::replace(&mut self.ops[op as usize], idle);
         if let Work::Part { part, .. } = ended.work {
             self.idle_parts.push(part);
@@ -634,7 +633,7 @@ impl Lane {
     /// Takes what a store has finished. Reads are handed over on the spot, where their content lies; the rest is noted, for
     /// the store's lane is lent to its own poll.
     fn poll_store(&mut self, at: usize, done: &mut dyn FnMut(Done<'_>)) {
-        let Lane { stores, ops, parts, finished, volume, seat, under_way, .. } = self;
+        let Lane { stores, ops, parts, finished, volume, seat, under_way, looking, .. } = self;
         stores[at].lane.poll(&mut |completion| {
             let op = &ops[completion.ticket as usize];
             let mut result = completion.result;
@@ -643,6 +642,7 @@ impl Lane {
                     let verified =
                         |()| completion.page.map_or(Err(Fault::Lost), |bytes| located.verify(bytes));
                     result = result.and_then(verified);
+                    looking.end(op.found, &volume.epochs, *seat);
                     volume.seat(*seat).read_ended(op.started, result);
                     done(Done {
                         ticket: op.ticket,
@@ -654,6 +654,7 @@ impl Lane {
                     if let Some(bytes) = completion.page {
                         parts[part as usize].base.copy_from_slice(bytes);
                     }
+                    looking.end(op.found, &volume.epochs, *seat);
                 }
                 Work::Write { .. } | Work::Part { .. } => {}
                 Work::Idle => unreachable!("a store completed operation {} twice", completion.ticket),
@@ -711,6 +712,7 @@ impl Lane {
             match (answer.take(), to) {
                 // Nothing is under way: begin, or begin again, with what the page holds now.
                 (None, _) => {
+                    self.enter();
                     let from = self.volume.locate(from.page);
                     if self.parts[part as usize].moving.is_some_and(|place| place != from.entry.place()) {
                         return Progress::Done(Ok(()));
@@ -732,6 +734,7 @@ impl Lane {
                             Progress::Full => return Progress::Full,
                             Progress::Queued => {
                                 self.under_way += 1;
+                                self.ops[op as usize].found = self.looking.begin();
                                 return Progress::Queued;
                             }
                         },

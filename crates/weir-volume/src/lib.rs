@@ -37,6 +37,8 @@ mod give_back;
 mod lane;
 #[cfg_attr(loom, allow(dead_code))]
 mod lend;
+#[cfg_attr(loom, allow(dead_code))]
+mod looking;
 mod map;
 mod quarantine;
 mod records;

@@ -3,8 +3,8 @@
 use proptest::prelude::*;
 use std::collections::HashMap;
 use std::sync::Arc;
-use weir_core::{PAGE_SIZE, PageBytes, PageNo};
-use weir_store::{Host, Progress, Store};
+use weir_core::{ByteSize, PAGE_SIZE, PageBytes, PageNo};
+use weir_store::{Host, Progress, Sim, SimUrl, Store};
 use weir_volume::{Config, GiveBackError, Kept, Lane, View, Volume};
 
 const CHUNK: u32 = 32_768;
@@ -344,4 +344,45 @@ fn lanes_are_bounded_and_their_seats_come_back() {
     assert!(volume.lane().err().unwrap().to_string().contains("all 1 lanes"));
     drop(lane);
     assert!(volume.lane().is_ok());
+}
+
+#[test]
+fn a_lane_that_always_has_something_under_way_runs_out_of_no_slots() {
+    let config = Config { pages: 256, lanes: 2, depth: 16 };
+    let url = SimUrl {
+        size: ByteSize(u64::from(config.slots()) * PAGE_SIZE as u64),
+        delay: 4,
+        ..SimUrl::default()
+    };
+    let volume = Volume::create(config, vec![Arc::new(Sim::open(url).unwrap())]).unwrap();
+    for reads in [false, true] {
+        let mut lane = volume.lane().unwrap();
+        let (mut page, mut out) = ([0; PAGE_SIZE], [0; PAGE_SIZE]);
+        let mut done = 0;
+        for at in 0..20_000u32 {
+            // Unlike any other, so that each takes a slot.
+            page[..4].copy_from_slice(&at.to_le_bytes());
+            page[4] = 1;
+            let number = PageNo(at % 256);
+            let progress = if reads && at % 2 == 1 {
+                lane.read(at % 16, number, &mut out)
+            } else {
+                lane.write(at % 16, number, &page)
+            };
+            match progress {
+                Progress::Done(result) => result.unwrap(),
+                Progress::Queued => done += 1,
+                Progress::Full => panic!("operation {at} found no room"),
+            }
+            lane.submit();
+            // Never all of them: something is always under way.
+            while lane.in_flight() > 8 {
+                lane.poll(&mut |completion| completion.result.unwrap());
+            }
+        }
+        assert!(done > 10_000, "{done} went through the store's queue");
+        while lane.in_flight() > 0 {
+            lane.poll(&mut |completion| completion.result.unwrap());
+        }
+    }
 }

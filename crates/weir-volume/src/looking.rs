@@ -1,0 +1,101 @@
+//! Which epochs a lane still looks at: what it found in the map then must stay where it is until its reads have ended.
+//!
+//! A lane that always has something under way never comes to an instant without. So its pin does not stay until then: reads
+//! are counted in two groups, those of the epoch it is pinned at and those begun since, and when the first group has ended
+//! the pin moves on to where the second began. Writes need no pin: nobody else claims the slot that they claimed.
+
+use crate::epoch::Epochs;
+
+/// A lane's pin, and the reads that need it.
+#[derive(Debug, Default)]
+pub(crate) struct Looking {
+    /// The epoch of the pin.
+    pinned: Option<u64>,
+    /// Reads under way that were found in that epoch.
+    older: usize,
+    /// The epoch in which what is found now is found; that of the pin or a later one.
+    now: u64,
+    /// Reads under way that were found in that, if it is a later one.
+    newer: usize,
+}
+
+impl Looking {
+    /// From here on, what the lane of this seat finds in the map stays where it is.
+    #[inline]
+    pub fn enter(&mut self, epochs: &Epochs, seat: usize) {
+        let global = epochs.now();
+        let current = self.pinned.is_some() && self.now == global;
+        if current || self.newer > 0 {
+            return;
+        }
+        if self.pinned.is_none() || self.older == 0 {
+            self.now = epochs.pin(seat);
+            self.pinned = Some(self.now);
+        } else {
+            self.now = epochs.look();
+        }
+    }
+
+    /// A read of what was found goes on by itself. Returns what [`end`](Looking::end) is to be told.
+    #[inline]
+    pub fn begin(&mut self) -> u64 {
+        debug_assert!(self.pinned.is_some(), "nothing is found without a pin");
+        if self.pinned == Some(self.now) {
+            self.older += 1;
+        } else {
+            self.newer += 1;
+        }
+        self.now
+    }
+
+    /// A read has ended, its content taken.
+    #[inline]
+    pub fn end(&mut self, began: u64, epochs: &Epochs, seat: usize) {
+        if self.pinned == Some(began) {
+            self.older -= 1;
+        } else {
+            self.newer -= 1;
+        }
+        if self.older == 0 && self.newer > 0 {
+            epochs.move_on(seat, self.now);
+            self.pinned = Some(self.now);
+            self.older = std::mem::take(&mut self.newer);
+        }
+    }
+
+    /// Ends the pin, unless a read needs it.
+    #[inline]
+    pub fn leave(&mut self, epochs: &Epochs, seat: usize) {
+        if self.older + self.newer == 0 && self.pinned.take().is_some() {
+            epochs.unpin(seat);
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_without_end_let_go_of_what_was_retired_before_them() {
+        let (epochs, mut looking) = (Epochs::new(1), Looking::default());
+        looking.enter(&epochs, 0);
+        let mut under_way = looking.begin();
+        for _ in 0..10 {
+            let retired = epochs.now();
+            assert!(retired >= epochs.safe(), "the read under way may have found it");
+            looking.enter(&epochs, 0);
+            let next = looking.begin();
+            assert!(retired >= epochs.safe());
+            looking.end(under_way, &epochs, 0);
+            looking.leave(&epochs, 0);
+            assert!(retired < epochs.safe(), "the next one was begun after it was retired");
+            assert!(epochs.now() > epochs.safe(), "and holds back what is retired now");
+            under_way = next;
+        }
+        looking.end(under_way, &epochs, 0);
+        looking.leave(&epochs, 0);
+        let retired = epochs.now();
+        assert!(retired < epochs.safe(), "nobody looks any more");
+    }
+}
