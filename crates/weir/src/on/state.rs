@@ -131,6 +131,20 @@ impl State {
     }
 }
 
+/// Takes the lock. A child that somebody starts at this moment has it too until it runs its own program, so one refusal says little.
+fn lock_soon(file: &fs::File) -> rustix::io::Result<()> {
+    const TRIES: u32 = 25;
+    let mut result = Ok(());
+    for _ in 0..TRIES {
+        result = rustix::fs::flock(file, rustix::fs::FlockOperation::NonBlockingLockExclusive);
+        if result != Err(rustix::io::Errno::WOULDBLOCK) {
+            break;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    result
+}
+
 /// The run-time directory, held against another `weir on` or `off`, with the state in it.
 #[derive(Debug)]
 pub struct Journal {
@@ -151,7 +165,7 @@ impl Journal {
         };
         fs::DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(failed)?;
         let lock = fs::File::open(directory).map_err(failed)?;
-        match rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
+        match lock_soon(&lock) {
             Ok(()) => {}
             Err(rustix::io::Errno::WOULDBLOCK) => {
                 return Err(Failure::Failed(format!(
