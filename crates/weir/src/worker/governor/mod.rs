@@ -1,4 +1,4 @@
-//! The governor: looks after the memory that each card's owner is left with, by its [`Policy`](policy::Policy).
+//! The governor: looks after the memory that each card's owner is left with, by its [`Policy`].
 //!
 //! It looks closely while somebody allocates, and seldom at rest. Somebody who comes opens the card's device file, and that wakes it.
 
