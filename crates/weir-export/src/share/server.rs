@@ -445,8 +445,17 @@ impl Porter {
                 self.greetings -= 1;
                 self.welcome(seat, socket, Hello::decode(&bytes[..count]));
             }
-            _ => self.greetings -= 1,
+            _ => {
+                self.greetings -= 1;
+                self.forget(&socket);
+            }
         }
+    }
+
+    /// No more events of a socket that is about to be closed. Closing alone does not see to that while a child that this process is
+    /// just starting has the descriptor too, and the next client in the seat would be taken for the one that has gone.
+    fn forget(&self, socket: &OwnedFd) {
+        let _ = epoll::delete(&self.epoll, socket);
     }
 
     /// Answers a greeting, and gives the client what it needs.
@@ -476,6 +485,7 @@ impl Porter {
         if let Err(error) = self.let_in(seat, &socket, &session) {
             // Gone already, or out of descriptors: either way nobody is there to tell.
             (self.log)(Level::Info, format_args!("share: a client left at the door: {error}"));
+            self.forget(&socket);
             let connection = session.leave();
             self.desk.table.close(connection, |_, _| {});
             return;
@@ -511,6 +521,7 @@ impl Porter {
 
     fn turn_away(&self, socket: &OwnedFd, reason: Errno) {
         add(&self.desk.stats.turned_away, 1);
+        self.forget(socket);
         let welcome = Welcome {
             version: VERSION,
             status: -reason.raw_os_error(),
@@ -527,8 +538,12 @@ impl Porter {
     fn vacate(&mut self, seat: usize) {
         match std::mem::replace(&mut self.seats[seat], Seat::Empty) {
             Seat::Empty => {}
-            Seat::Greeting { .. } => self.greetings -= 1,
+            Seat::Greeting { socket, .. } => {
+                self.greetings -= 1;
+                self.forget(&socket);
+            }
             Seat::Taken { session, socket } => {
+                self.forget(&socket);
                 // The client holds the bell, too, so closing it here would not take it out of the epoll.
                 let _ = epoll::delete(&self.epoll, &session.server_bell);
                 drop(socket);
