@@ -341,10 +341,10 @@ fn a_client_that_breaks_the_rings_is_cut_off_and_holds_nothing_afterwards() {
 #[test]
 fn client_to_be_killed() {
     let Ok(path) = std::env::var("WEIR_SHARE_VICTIM") else { return };
-    let in_place = std::process::id().is_multiple_of(2);
+    let in_place = std::env::var_os("WEIR_SHARE_VICTIM_IN_PLACE").is_some();
     let mut client = Client::connect(path.as_ref(), Options { in_place, ..Options::default() }).unwrap();
+    let mut held = vec![client.read(0).unwrap(), client.read(1).unwrap()];
     println!("connected");
-    let mut held = Vec::new();
     for number in 0u64.. {
         let page = number * 13 % u64::from(PAGES);
         match number % 4 {
@@ -355,10 +355,11 @@ fn client_to_be_killed() {
     }
 }
 
-fn victim(path: &Path) -> Child {
+fn victim(path: &Path, in_place: bool) -> Child {
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "client_to_be_killed", "--nocapture", "--test-threads=1"])
         .env("WEIR_SHARE_VICTIM", path)
+        .envs(in_place.then_some(("WEIR_SHARE_VICTIM_IN_PLACE", "1")))
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
         .spawn()
@@ -379,11 +380,11 @@ fn clients_killed_at_random_moments_leave_nothing_out() {
     let (server, volume) = lending("killed", 128);
     write_anew(&volume, PAGES, 3);
     let mut random = 88_172_645_463_325_252u64;
-    for _ in 0..kills {
+    for kill in 0..kills {
         random ^= random << 13;
         random ^= random >> 7;
         random ^= random << 17;
-        let mut child = victim(server.path());
+        let mut child = victim(server.path(), kill % 2 == 1);
         std::thread::sleep(Duration::from_micros(random % 3000));
         child.kill().unwrap();
         child.wait().unwrap();
