@@ -129,6 +129,8 @@ pub struct History {
     /// The lane that gives chunks back and takes them.
     worker: Option<Lane>,
     pages: Vec<Content>,
+    /// Whether each store alone holds the volume.
+    roomy: bool,
     released: Vec<(usize, u32)>,
     dead: Option<usize>,
     /// In half of all histories one lane does most of the work, and the others' reads take as long as hundreds of its writes.
@@ -171,7 +173,9 @@ impl History {
         let count = chance.within(1, 4);
         // Tight: exactly the slots that the volume asks for. Roomy: enough for a store to die or give back chunks.
         let roomy = chance.one_in(2);
-        let slots_each = if roomy { 3 * CHUNK_SLOTS } else { config.slots().div_ceil(count) };
+        // With one chunk each, giving it back empties the whole store, and taking it again brings pages up.
+        let chunks = chance.pick(&[1, 3]);
+        let slots_each = if roomy { chunks * CHUNK_SLOTS } else { config.slots().div_ceil(count) };
         let rate = |chance: &mut Chance| chance.pick(&[0.0, 0.0, 0.0, 1e-3, 1e-2, 0.1]);
         let stores: Vec<_> = (0..count)
             .map(|_| {
@@ -202,6 +206,7 @@ impl History {
             players: Vec::new(),
             worker: None,
             pages: vec![Content::Nothing; config.pages as usize],
+            roomy,
             released: Vec::new(),
             dead: None,
             busy,
@@ -548,8 +553,7 @@ impl History {
 
     /// A store dies with all it holds. Only where another is left, with room for everything.
     fn kill(&mut self) {
-        let roomy = self.stores[0].slots() == 3 * CHUNK_SLOTS;
-        if self.dead.is_some() || self.stores.len() < 2 || !roomy || !self.released.is_empty() {
+        if self.dead.is_some() || self.stores.len() < 2 || !self.roomy || !self.released.is_empty() {
             return;
         }
         self.tally.deaths += 1;
