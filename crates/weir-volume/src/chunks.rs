@@ -43,12 +43,18 @@ pub struct ChunkStatus {
     pub slots: u32,
     /// Slots that hold a page.
     pub used: u32,
+    /// Nobody asked for it to be given back; see [`Volume::note_unasked`].
+    pub unasked: bool,
 }
 
 /// A chunk's word, behind the slot records, so that the next daemon knows what this one gave back.
 const HELD: u64 = 0;
 const EMPTYING: u64 = 1;
 const GIVEN_BACK: u64 = 2;
+/// The word's part that is the state.
+const STATE: u64 = 0xff;
+/// Besides, of a chunk that is not held: nobody asked.
+const UNASKED: u64 = 0x100;
 
 /// How many chunks a store has.
 pub(crate) fn count(store: &dyn Store) -> u32 {
@@ -57,7 +63,7 @@ pub(crate) fn count(store: &dyn Store) -> u32 {
 
 impl Tier {
     pub fn chunk_state(&self, chunk: u32) -> ChunkState {
-        match self.records.chunk_word(chunk).load(Ordering::Acquire) {
+        match self.records.chunk_word(chunk).load(Ordering::Acquire) & STATE {
             HELD => ChunkState::Held,
             EMPTYING => ChunkState::Emptying,
             _ => ChunkState::GivenBack,
@@ -71,8 +77,20 @@ impl Tier {
             ChunkState::Emptying => EMPTYING,
             ChunkState::GivenBack => GIVEN_BACK,
         };
+        let kept = if to == ChunkState::Held { 0 } else { UNASKED };
         let word = self.records.chunk_word(chunk);
-        word.compare_exchange(code(from), code(to), Ordering::AcqRel, Ordering::Acquire).is_ok()
+        let next = |now: u64| (now & STATE == code(from)).then_some(code(to) | now & kept);
+        word.fetch_update(Ordering::AcqRel, Ordering::Acquire, next).is_ok()
+    }
+
+    /// Notes whether anybody asked for a chunk that is not held to be given back.
+    fn note(&self, chunk: u32, unasked: bool) {
+        let next = |now: u64| {
+            let note = if unasked { UNASKED } else { 0 };
+            (now & STATE != HELD).then_some(now & !UNASKED | note)
+        };
+        // One that is held has nothing to note.
+        let _ = self.records.chunk_word(chunk).fetch_update(Ordering::AcqRel, Ordering::Acquire, next);
     }
 
     /// Goes on where a daemon before left off: what it had given back stays given back, what it was emptying is open again.
@@ -106,7 +124,9 @@ impl Tier {
         let slots = self.chunk(chunk)?;
         let free = self.records.free_in(extents(&slots));
         let slots = slots.len() as u32;
-        Some(ChunkStatus { chunk, state: self.chunk_state(chunk), slots, used: slots.saturating_sub(free) })
+        let unasked = self.records.chunk_word(chunk).load(Ordering::Acquire) & UNASKED != 0;
+        let used = slots.saturating_sub(free);
+        Some(ChunkStatus { chunk, state: self.chunk_state(chunk), slots, used, unasked })
     }
 
     fn chunk_statuses(&self) -> impl Iterator<Item = ChunkStatus> {
@@ -137,6 +157,16 @@ impl Volume {
     /// The chunks of store `store` that can be given back; none where there is no such store.
     pub fn chunks(&self, store: usize) -> impl Iterator<Item = ChunkStatus> {
         self.tiers.get(store).into_iter().flat_map(Tier::chunk_statuses)
+    }
+
+    /// Notes of chunks that are given back, or about to be, whether nobody asked for it: so that whoever decided it may take them
+    /// again, also after the daemon has died. The note goes when a chunk is taken.
+    pub fn note_unasked(&self, store: usize, chunks: &[u32], unasked: bool) {
+        let Some(tier) = self.tiers.get(store) else { return };
+        chunks
+            .iter()
+            .filter(|&&chunk| tier.chunk(chunk).is_some())
+            .for_each(|&chunk| tier.note(chunk, unasked));
     }
 
     /// Slots that the stores offer beyond what the volume's size needs: so many can be given back. Those of stores that are lost

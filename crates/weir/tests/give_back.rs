@@ -1,87 +1,40 @@
 //! `weir give-back` and `weir take`: a daemon's memory goes and comes while clients use the device.
 
+mod common;
+
+use common::{Daemon, PATIENCE};
 use std::fs;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
-use std::process::{Child, Command, Output};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
-use weir_export::nbd::client::{Client, Wish};
+use weir_export::nbd::client::Client;
 
 const PAGE: usize = 4096;
-const PATIENCE: Duration = Duration::from_secs(30);
 /// Two stores: four chunks of 4 MiB, and room for everything below them.
 const STORES: [&str; 6] =
     ["--store", "sim:size=16MiB,chunk=4MiB", "--store", "host:16MiB", "--size", "16MiB"];
 
-struct Scene {
-    directory: PathBuf,
-    daemon: Child,
+fn start(name: &str, flags: &[&str]) -> Daemon {
+    try_start(name, flags, &[]).expect("the daemon starts")
 }
 
-impl Scene {
-    fn start(name: &str, flags: &[&str]) -> Self {
-        Self::try_start(name, flags, &[]).expect("the daemon starts")
-    }
-
-    /// `None` where the daemon ends at its start.
-    fn try_start(name: &str, flags: &[&str], environment: &[(&str, &std::path::Path)]) -> Option<Self> {
-        let directory = std::env::temp_dir().join(format!("weir-{}-{name}", std::process::id()));
-        fs::create_dir_all(&directory).unwrap();
-        let address = format!("unix:{}", directory.join("nbd").display());
-        let daemon = Command::new(env!("CARGO_BIN_EXE_weir"))
-            .args(["serve", "--log", "warn", "--connections", "4", "--nbd", &address, "--control"])
-            .arg(directory.join("control"))
-            .args(flags)
-            .env("WEIR_SEAL", "abort")
-            .envs(environment.iter().copied())
-            .spawn()
-            .unwrap();
-        let mut scene = Scene { directory, daemon };
-        let begun = Instant::now();
-        while UnixStream::connect(scene.directory.join("control")).is_err() {
-            assert!(begun.elapsed() < PATIENCE, "the daemon does not listen");
-            if scene.daemon.try_wait().unwrap().is_some() {
-                return None;
-            }
-            thread::sleep(Duration::from_millis(5));
-        }
-        Some(scene)
-    }
-
-    fn connect(&self) -> Client {
-        Client::unix(self.directory.join("nbd"), &Wish::default()).expect("a connection")
-    }
-
-    fn weir(&self, arguments: &[&str]) -> Output {
-        Command::new(env!("CARGO_BIN_EXE_weir"))
-            .args(arguments)
-            .arg("--control")
-            .arg(self.directory.join("control"))
-            .output()
-            .unwrap()
-    }
-
-    fn status(&self) -> serde_json::Value {
-        let output = self.weir(&["status", "--json"]);
-        assert!(output.status.success(), "{output:?}");
-        serde_json::from_slice(&output.stdout).unwrap()
-    }
-
-    /// Chunks of the first store that were given back.
-    fn away(&self) -> u64 {
-        self.status()["stores"][0]["chunks"]["given_back"].as_u64().unwrap()
-    }
+/// `None` where the daemon ends at its start.
+fn try_start(name: &str, flags: &[&str], environment: &[(&str, &Path)]) -> Option<Daemon> {
+    let flags = [&["--log", "warn"], flags].concat();
+    let mut daemon = Daemon::spawn(name, &flags, |command, directory| {
+        Daemon::with_nbd(command, directory);
+        command.envs(environment.iter().copied());
+    });
+    daemon.comes_up(Daemon::listens).then_some(daemon)
 }
 
-impl Drop for Scene {
-    fn drop(&mut self) {
-        let _ = self.daemon.kill();
-        let _ = self.daemon.wait();
-        let _ = fs::remove_dir_all(&self.directory);
-    }
+/// Chunks of the first store that were given back.
+fn away(scene: &Daemon) -> u64 {
+    scene.status()["stores"][0]["chunks"]["given_back"].as_u64().unwrap()
 }
 
 /// Ends the users also where the test fails.
@@ -119,7 +72,7 @@ fn check(client: &mut Client, page: u64, round: u64) {
 
 #[test]
 fn memory_goes_and_comes_while_clients_use_every_page() {
-    let scene = Scene::start("give-back", &STORES);
+    let scene = start("give-back", &STORES);
     let pages = (16 << 20) / PAGE as u64;
     let mut client = scene.connect();
     (0..pages).for_each(|page| write(&mut client, page, 0));
@@ -145,11 +98,11 @@ fn memory_goes_and_comes_while_clients_use_every_page() {
         for round in 0..4 {
             let gave = scene.weir(&["give-back", if round % 2 == 0 { "all" } else { "6MiB" }]);
             assert!(gave.status.success(), "{}", said(&gave));
-            let away = if round % 2 == 0 { 4 } else { 2 };
-            assert_eq!(scene.away(), away, "6 MiB are two chunks of 4");
+            let gone = if round % 2 == 0 { 4 } else { 2 };
+            assert_eq!(away(&scene), gone, "6 MiB are two chunks of 4");
             let took = scene.weir(&["take", "all"]);
             assert!(took.status.success(), "{}", said(&took));
-            assert_eq!(scene.away(), 0);
+            assert_eq!(away(&scene), 0);
         }
         drop(ends);
         users.into_iter().map(|user| user.join().unwrap()).collect::<Vec<_>>()
@@ -165,7 +118,7 @@ fn memory_goes_and_comes_while_clients_use_every_page() {
 
 #[test]
 fn pages_come_back_up_once_there_is_room_and_nobody_is_at_work() {
-    let scene = Scene::start("rise", &STORES);
+    let scene = start("rise", &STORES);
     let mut client = scene.connect();
     (0..2000).for_each(|page| write(&mut client, page, 7));
     let used = || {
@@ -192,10 +145,8 @@ fn pages_come_back_up_once_there_is_room_and_nobody_is_at_work() {
 fn backing_makes_the_device_larger_than_the_memory_and_holds_everything_when_that_goes() {
     let file = std::env::temp_dir().join(format!("weir-{}-backing-file", std::process::id()));
     let path = file.to_str().unwrap();
-    let scene = Scene::start(
-        "backing",
-        &["--store", "sim:size=16MiB,chunk=4MiB", "--size", "32MiB", "--backing", path],
-    );
+    let scene =
+        start("backing", &["--store", "sim:size=16MiB,chunk=4MiB", "--size", "32MiB", "--backing", path]);
     let blocks = std::os::unix::fs::MetadataExt::blocks(&fs::metadata(&file).unwrap()) * 512;
     assert!(blocks >= 32 << 20, "all of its room is taken at the start: {blocks}");
     let pages = (32 << 20) / PAGE as u64;
@@ -209,11 +160,11 @@ fn backing_makes_the_device_larger_than_the_memory_and_holds_everything_when_tha
     let gave = scene.weir(&["give-back", "all"]);
     assert!(gave.status.success(), "{}", said(&gave));
     let status = scene.status();
-    assert_eq!((&status["stores"][0]["slots_used"], scene.away()), (&0.into(), 4));
+    assert_eq!((&status["stores"][0]["slots_used"], away(&scene)), (&0.into(), 4));
     // Every page can be written anew in what is left.
     (0..pages).for_each(|page| write(&mut client, page, 2));
     assert!(scene.weir(&["take", "8MiB"]).status.success());
-    assert_eq!(scene.away(), 2);
+    assert_eq!(away(&scene), 2);
     (0..pages).for_each(|page| check(&mut client, page, 2));
     let kept = fs::read(&file).unwrap();
     let needle = &stamped(5, 2)[..64];
@@ -247,7 +198,7 @@ fn backing_that_cannot_be_had_is_refused_in_one_line_before_anything_serves() {
 
 #[test]
 fn without_room_elsewhere_nothing_is_given_back_and_one_line_says_why() {
-    let scene = Scene::start("no-room", &["--store", "sim:size=16MiB,chunk=4MiB"]);
+    let scene = start("no-room", &["--store", "sim:size=16MiB,chunk=4MiB"]);
     let mut client = scene.connect();
     write(&mut client, 3, 1);
     for amount in ["all", "4MiB"] {
@@ -260,14 +211,14 @@ fn without_room_elsewhere_nothing_is_given_back_and_one_line_says_why() {
     assert_eq!(more.status.code(), Some(1));
     assert!(said(&more).contains("only 2"), "{}", said(&more));
     check(&mut client, 3, 1);
-    assert_eq!(scene.away(), 0);
+    assert_eq!(away(&scene), 0);
     // Nothing was given back, so there is nothing to take: done.
     assert!(scene.weir(&["take", "all"]).status.success());
 }
 
 #[test]
 fn a_long_request_is_answered_by_lines_of_progress_and_a_last_line() {
-    let scene = Scene::start("lines", &STORES);
+    let scene = start("lines", &STORES);
     let mut stream = UnixStream::connect(scene.directory.join("control")).unwrap();
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
     stream.write_all(b"{\"schema\":1,\"request\":\"give-back\",\"bytes\":4194304}\n").unwrap();
@@ -280,44 +231,28 @@ fn a_long_request_is_answered_by_lines_of_progress_and_a_last_line() {
 
 #[test]
 fn what_was_given_back_stays_given_back_when_the_daemon_is_killed() {
-    let scene = Scene::start(
-        "killed",
-        &["--keeper", "--store", "host:128MiB", "--store", "host:40MiB", "--size", "32MiB"],
-    );
+    let mut scene =
+        start("killed", &["--keeper", "--store", "host:128MiB", "--store", "host:40MiB", "--size", "32MiB"]);
     let mut client = scene.connect();
     (0..2000).for_each(|page| write(&mut client, page, 1));
     let gave = scene.weir(&["give-back", "all"]);
     assert!(gave.status.success(), "{}", said(&gave));
-    assert_eq!(scene.away(), 1);
-    let first = scene.status()["pid"].as_i64().unwrap();
-    let pid = rustix::process::Pid::from_raw(first as i32).unwrap();
-    rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
-    let begun = Instant::now();
-    let answers = || scene.weir(&["status"]).status.success();
-    while !answers() || scene.status()["pid"] == first {
-        assert!(begun.elapsed() < PATIENCE, "no other daemon");
-        thread::sleep(Duration::from_millis(10));
-    }
+    assert_eq!(away(&scene), 1);
+    scene.kill_daemon();
     let second = scene.status()["pid"].as_i64().unwrap();
     let check_all = |round| {
         let mut client = scene.connect();
         (0..2000).for_each(|page| check(&mut client, page, round));
     };
-    assert_eq!(scene.away(), 1, "the next daemon knows");
+    assert_eq!(away(&scene), 1, "the next daemon knows");
     check_all(1);
     let mut client = scene.connect();
     (0..2000).for_each(|page| write(&mut client, page, 2));
     assert!(scene.weir(&["take", "all"]).status.success());
-    assert_eq!(scene.away(), 0);
+    assert_eq!(away(&scene), 0);
     check_all(2);
-    // The keeper goes with the test; its daemon would start to wonder.
-    let pid = rustix::process::Pid::from_raw(scene.daemon.id() as i32).unwrap();
-    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
-    let process = std::path::PathBuf::from(format!("/proc/{second}"));
-    while process.exists() && begun.elapsed() < PATIENCE {
-        thread::sleep(Duration::from_millis(10));
-    }
-    assert!(!process.exists(), "the daemon ends with its keeper");
+    assert_eq!(scene.terminate(), Some(0));
+    assert!(!Path::new(&format!("/proc/{second}")).exists(), "the daemon ends with its keeper");
 }
 
 /// A management library whose card is what a file says: "free total display others".
@@ -335,59 +270,98 @@ fn fake_management_library(directory: &std::path::Path) -> bool {
     built.is_ok_and(|status| status.success())
 }
 
-#[test]
-fn a_card_that_runs_short_gets_its_memory_back_unasked_and_lends_it_again_when_nobody_needs_it() {
-    let directory = std::env::temp_dir().join(format!("weir-{}-card", std::process::id()));
-    fs::create_dir_all(&directory).unwrap();
-    let card = directory.join("card");
-    let free = |mib: u64| {
-        let new = directory.join("card.new");
-        fs::write(&new, format!("{} {} 0 0\n", mib << 20, 24u64 << 30)).unwrap();
-        fs::rename(&new, &card).unwrap();
-    };
-    free(8192);
-    if !fake_management_library(&directory) {
-        println!("skipped: no C compiler for the fake management library");
-        return;
+/// A daemon on a card whose free memory is what the test says.
+struct Governed {
+    scene: Daemon,
+    directory: PathBuf,
+}
+
+impl Governed {
+    /// `None`, having said why, where this machine has no such card to offer.
+    fn start(name: &str, flags: &[&str]) -> Option<Self> {
+        let directory = std::env::temp_dir().join(format!("weir-{}-{name}-card", std::process::id()));
+        fs::create_dir_all(&directory).unwrap();
+        set_free(&directory, 8192);
+        if !fake_management_library(&directory) {
+            println!("skipped: no C compiler for the fake management library");
+            return None;
+        }
+        let store = "vram:lavapipe?size=16MiB&chunk=4MiB&path=mapped";
+        let flags = [&["--store", store, "--store", "host:16MiB", "--size", "16MiB"], flags].concat();
+        let card = directory.join("card");
+        let environment = [("LD_LIBRARY_PATH", directory.as_path()), ("WEIR_FAKE_CARD", &card)];
+        let Some(scene) = try_start(name, &flags, &environment) else {
+            println!("skipped: no software renderer for vram:lavapipe");
+            return None;
+        };
+        Some(Governed { scene, directory })
     }
-    let stores = [
-        "--store",
-        "vram:lavapipe?size=16MiB&chunk=4MiB&path=mapped",
-        "--store",
-        "host:16MiB",
-        "--size",
-        "16MiB",
-    ];
-    let environment = [("LD_LIBRARY_PATH", directory.as_path()), ("WEIR_FAKE_CARD", &card)];
-    let Some(scene) = Scene::try_start("governed", &stores, &environment) else {
-        println!("skipped: no software renderer for vram:lavapipe");
-        return;
-    };
-    let mut client = scene.connect();
-    (0..4096).for_each(|page| write(&mut client, page, 5));
-    assert_eq!(scene.away(), 0, "there is enough for everybody");
-    let wait_for = |away: u64| {
+
+    fn free(&self, mib: u64) {
+        set_free(&self.directory, mib);
+    }
+
+    fn wait_for(&self, chunks: u64) -> Duration {
         let begun = Instant::now();
-        while scene.away() != away {
-            assert!(begun.elapsed() < PATIENCE, "{} chunks are away, not {away}", scene.away());
+        while away(&self.scene) != chunks {
+            assert!(begun.elapsed() < PATIENCE, "{} chunks are away, not {chunks}", away(&self.scene));
             thread::sleep(Duration::from_millis(5));
         }
         begun.elapsed()
-    };
+    }
+}
+
+impl Drop for Governed {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.directory);
+    }
+}
+
+fn set_free(directory: &Path, mib: u64) {
+    let new = directory.join("card.new");
+    fs::write(&new, format!("{} {} 0 0\n", mib << 20, 24u64 << 30)).unwrap();
+    fs::rename(&new, directory.join("card")).unwrap();
+}
+
+#[test]
+fn a_card_that_runs_short_gets_its_memory_back_unasked_and_lends_it_again_when_nobody_needs_it() {
+    let Some(card) = Governed::start("governed", &[]) else { return };
+    let mut client = card.scene.connect();
+    (0..4096).for_each(|page| write(&mut client, page, 5));
+    assert_eq!(away(&card.scene), 0, "there is enough for everybody");
     // Somebody allocates: less than the floor is left.
-    free(300);
-    let took = wait_for(4);
+    card.free(300);
+    let took = card.wait_for(4);
     assert!(took < Duration::from_secs(5), "it took {took:?}");
     (0..4096).for_each(|page| check(&mut client, page, 5));
-    free(8192);
-    wait_for(0);
+    card.free(8192);
+    card.wait_for(0);
     (0..4096).for_each(|page| check(&mut client, page, 5));
     // What somebody gave back by hand stays away.
-    assert!(scene.weir(&["give-back", "all"]).status.success());
+    assert!(card.scene.weir(&["give-back", "all"]).status.success());
     thread::sleep(Duration::from_secs(7));
-    assert_eq!(scene.away(), 4);
-    drop(scene);
-    fs::remove_dir_all(&directory).unwrap();
+    assert_eq!(away(&card.scene), 4);
+}
+
+#[test]
+fn a_daemon_that_follows_another_takes_back_what_that_one_gave_unasked_and_nothing_else() {
+    let Some(card) = Governed::start("heir", &["--keeper"]) else { return };
+    let gave = card.scene.weir(&["give-back", "4MiB"]);
+    assert!(gave.status.success(), "{}", said(&gave));
+    card.free(300);
+    card.wait_for(4);
+    card.scene.kill_daemon();
+    assert_eq!(away(&card.scene), 4);
+    card.free(8192);
+    card.wait_for(1);
+    // Once somebody wants all of it, what went unasked is not taken again either.
+    card.free(300);
+    card.wait_for(4);
+    let gave = card.scene.weir(&["give-back", "all"]);
+    assert!(gave.status.success(), "{}", said(&gave));
+    card.free(8192);
+    thread::sleep(Duration::from_secs(7));
+    assert_eq!(away(&card.scene), 4);
 }
 
 #[test]

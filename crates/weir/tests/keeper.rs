@@ -2,83 +2,23 @@
 //!
 //! `WEIR_KILLS=100 cargo test --release -p weir --test keeper` is the full scale; `WEIR_SEED` repeats a run.
 
+mod common;
+
+use common::{Daemon, PATIENCE, WEIR};
 use std::fs;
-use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
-use weir_export::nbd::client::{Client, Wish};
 
 const PAGE: usize = 4096;
 const PAGES: u64 = 2000;
 const WRITERS: u64 = 2;
-const PATIENCE: Duration = Duration::from_secs(20);
 
-struct Scene {
-    directory: PathBuf,
-    keeper: Child,
-}
-
-impl Scene {
-    fn start(name: &str, flags: &[&str]) -> Self {
-        let directory = std::env::temp_dir().join(format!("weir-{}-{name}", std::process::id()));
-        fs::create_dir_all(&directory).unwrap();
-        let address = format!("unix:{}", directory.join("nbd").display());
-        let keeper = Command::new(env!("CARGO_BIN_EXE_weir"))
-            .args(["serve", "--keeper", "--connections", "4", "--nbd", &address, "--control"])
-            .arg(directory.join("control"))
-            .args(flags)
-            .env("WEIR_SEAL", "abort")
-            .stderr(Stdio::inherit())
-            .spawn()
-            .unwrap();
-        Scene { directory, keeper }
-    }
-
-    /// A connection, as soon as there is a daemon that gives one.
-    fn connect(&self) -> Client {
-        let begun = Instant::now();
-        loop {
-            match Client::unix(self.directory.join("nbd"), &Wish::default()) {
-                Ok(client) => return client,
-                Err(error) => assert!(begun.elapsed() < PATIENCE, "no daemon for {PATIENCE:?}: {error}"),
-            }
-            thread::sleep(Duration::from_millis(1));
-        }
-    }
-
-    /// The living daemon: the keeper's only child.
-    fn daemon(&self) -> Option<rustix::process::Pid> {
-        let pid = self.keeper.id();
-        let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?;
-        rustix::process::Pid::from_raw(children.trim().parse().ok()?)
-    }
-
-    fn terminate(&mut self) -> Option<i32> {
-        let pid = rustix::process::Pid::from_child(&self.keeper);
-        rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
-        let begun = Instant::now();
-        while begun.elapsed() < PATIENCE {
-            if let Some(status) = self.keeper.try_wait().unwrap() {
-                return status.code();
-            }
-            thread::sleep(Duration::from_millis(5));
-        }
-        None
-    }
-}
-
-impl Drop for Scene {
-    fn drop(&mut self) {
-        let daemon = self.daemon();
-        let _ = self.keeper.kill();
-        let _ = self.keeper.wait();
-        if let Some(daemon) = daemon {
-            let _ = rustix::process::kill_process(daemon, rustix::process::Signal::KILL);
-        }
-        let _ = fs::remove_dir_all(&self.directory);
-    }
+fn start(name: &str, flags: &[&str]) -> Daemon {
+    let flags = [&["--keeper"], flags].concat();
+    Daemon::spawn(name, &flags, Daemon::with_nbd)
 }
 
 /// SplitMix64.
@@ -125,18 +65,18 @@ impl Known {
 
 #[test]
 fn the_keeper_runs_from_memory_so_that_an_upgrade_leaves_no_removed_file_in_use() {
-    let mut scene = Scene::start("memory", &["--store", "host:8MiB"]);
+    let mut scene = start("memory", &["--store", "host:8MiB"]);
     drop(scene.connect());
-    let link = |what: &str| fs::read_link(format!("/proc/{}/{what}", scene.keeper.id())).unwrap();
+    let link = |what: &str| fs::read_link(format!("/proc/{}/{what}", scene.process.id())).unwrap();
     assert!(link("exe").starts_with("/memfd:weir (deleted)"), "{}", link("exe").display());
-    let name = fs::read_to_string(format!("/proc/{}/comm", scene.keeper.id())).unwrap();
+    let name = fs::read_to_string(format!("/proc/{}/comm", scene.process.id())).unwrap();
     assert_eq!(name.trim(), "weir");
     assert_eq!(scene.terminate(), Some(0));
 }
 
 #[test]
 fn every_acknowledged_page_survives_kills_at_random_moments() {
-    survive(&Scene::start("kills", &["--store", "host:8MiB"]));
+    survive(&start("kills", &["--store", "host:8MiB"]));
 }
 
 #[test]
@@ -145,7 +85,7 @@ fn pages_in_gpu_memory_survive_too() {
         println!("skipped: no lavapipe, Mesa's software renderer (package mesa-vulkan-drivers)");
         return;
     }
-    survive(&Scene::start("vram-kills", &["--store", "vram:lavapipe?size=8MiB&chunk=1MiB"]));
+    survive(&start("vram-kills", &["--store", "vram:lavapipe?size=8MiB&chunk=1MiB"]));
 }
 
 fn has_lavapipe() -> bool {
@@ -155,7 +95,7 @@ fn has_lavapipe() -> bool {
 }
 
 /// Kills the scene's daemon under load, again and again, and looks at every page meanwhile and afterwards.
-fn survive(scene: &Scene) {
+fn survive(scene: &Daemon) {
     let number = |name: &str, default| std::env::var(name).map_or(default, |text| text.parse().unwrap());
     let (kills, seed): (u64, u64) = (number("WEIR_KILLS", 5), number("WEIR_SEED", 20_261_120));
     // A daemon that never served is not followed by another.
@@ -233,7 +173,7 @@ fn survive(scene: &Scene) {
 
 #[test]
 fn the_keeper_ends_with_its_daemon_when_told_and_leaves_nothing() {
-    let mut scene = Scene::start("told", &["--store", "host:1MiB"]);
+    let mut scene = start("told", &["--store", "host:1MiB"]);
     drop(scene.connect());
     let daemon = scene.daemon().unwrap();
     assert_eq!(scene.terminate(), Some(0));
@@ -244,7 +184,91 @@ fn the_keeper_ends_with_its_daemon_when_told_and_leaves_nothing() {
 #[test]
 fn a_daemon_that_never_served_is_not_started_again() {
     let begun = Instant::now();
-    let mut scene = Scene::start("hopeless", &["--store", "host:1TiB"]);
-    assert_eq!(scene.keeper.wait().unwrap().code(), Some(1));
+    let mut scene = start("hopeless", &["--store", "host:1TiB"]);
+    assert_eq!(scene.process.wait().unwrap().code(), Some(1));
     assert!(begun.elapsed() < PATIENCE);
+}
+
+/// A program that an upgrade replaces, and a keeper that was started from it.
+struct Installed(Daemon);
+
+impl Installed {
+    fn start(name: &str) -> Self {
+        let directory = std::env::temp_dir().join(format!("weir-{}-{name}", std::process::id()));
+        fs::create_dir_all(&directory).unwrap();
+        let program = directory.join("weir");
+        fs::copy(WEIR, &program).unwrap();
+        let mut command = Command::new(&program);
+        command
+            .args(["serve", "--keeper", "--store", "host:8MiB", "--control"])
+            .arg(directory.join("control"));
+        Daemon::with_nbd(&mut command, &directory);
+        // Another test's child may hold the program's file open for writing at this moment.
+        let begun = Instant::now();
+        let process = loop {
+            match command.spawn() {
+                Ok(process) => break process,
+                Err(error) => assert!(begun.elapsed() < PATIENCE, "{error}"),
+            }
+            thread::sleep(Duration::from_millis(5));
+        };
+        let mut daemon = Daemon { directory, process };
+        assert!(daemon.comes_up(Daemon::listens));
+        Installed(daemon)
+    }
+
+    /// As a package does it: a new file takes the old one's name.
+    fn upgrade(&self, put: impl FnOnce(&Path)) {
+        let new = self.0.directory.join("weir.new");
+        put(&new);
+        fs::rename(new, self.0.directory.join("weir")).unwrap();
+    }
+
+    /// The file that the living daemon runs.
+    fn runs(&self) -> PathBuf {
+        fs::read_link(format!("/proc/{}/exe", self.0.status()["pid"])).unwrap()
+    }
+}
+
+#[test]
+fn a_daemon_that_dies_after_an_upgrade_is_followed_by_the_new_program() {
+    let mut weir = Installed::start("upgrade");
+    let mut client = weir.0.connect();
+    client.write(0, &stamped(0, 1)).unwrap();
+    weir.0.kill_daemon();
+    assert!(weir.runs().starts_with("/memfd:weir (deleted)"), "nothing was upgraded: {:?}", weir.runs());
+    weir.upgrade(|new| {
+        fs::copy(WEIR, new).unwrap();
+    });
+    for _ in 0..2 {
+        weir.0.kill_daemon();
+        assert_eq!(weir.runs(), weir.0.directory.join("weir"));
+    }
+    assert_eq!(weir.0.connect().read(0, PAGE as u32).unwrap(), stamped(0, 1));
+    assert_eq!(weir.0.terminate(), Some(0));
+}
+
+#[test]
+fn a_new_program_that_cannot_take_over_is_given_up_for_the_old_one() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let mut weir = Installed::start("downgrade");
+    let mut client = weir.0.connect();
+    client.write(0, &stamped(0, 1)).unwrap();
+    let script = |text: &'static str| {
+        move |new: &Path| {
+            fs::write(new, text).unwrap();
+            fs::set_permissions(new, fs::Permissions::from_mode(0o755)).unwrap();
+        }
+    };
+    // One that runs and does not serve, one that the kernel does not run, and none.
+    weir.upgrade(script("#!/bin/sh\nexit 1\n"));
+    weir.0.kill_daemon();
+    assert!(weir.runs().starts_with("/memfd:weir (deleted)"), "{:?}", weir.runs());
+    weir.upgrade(script("half of a program"));
+    weir.0.kill_daemon();
+    fs::remove_file(weir.0.directory.join("weir")).unwrap();
+    weir.0.kill_daemon();
+    assert!(weir.runs().starts_with("/memfd:weir (deleted)"), "{:?}", weir.runs());
+    assert_eq!(weir.0.connect().read(0, PAGE as u32).unwrap(), stamped(0, 1));
+    assert_eq!(weir.0.terminate(), Some(0));
 }

@@ -248,6 +248,10 @@ impl Backing {
                 .map_err(|errno| OpenError::io(name, "cannot shorten it", errno))?;
         }
         let done = loop {
+            // Asked first: fallocate takes all that others have free before it fails.
+            if self.lacks_room(total) {
+                break Err(Errno::NOSPC.into());
+            }
             match rustix::fs::fallocate(&self.file, FallocateFlags::empty(), 0, total) {
                 Err(Errno::INTR) => {}
                 Err(Errno::OPNOTSUPP) => break self.fill(total),
@@ -277,6 +281,14 @@ impl Backing {
             );
             OpenError::io(name, what, error)
         })
+    }
+
+    /// Whether its file system has less free than what the file lacks.
+    fn lacks_room(&self, total: u64) -> bool {
+        let has = rustix::fs::fstat(&self.file).map_or(0, |stat| (stat.st_blocks as u64).saturating_mul(512));
+        let free = rustix::fs::fstatvfs(&self.file)
+            .map_or(u64::MAX, |stat| stat.f_bavail.saturating_mul(stat.f_frsize));
+        total.saturating_sub(has) > free
     }
 
     /// The slow way to allocate, for file systems without fallocate: write zeros.

@@ -9,23 +9,48 @@ use std::ffi::OsString;
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd as _;
+use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::process::CommandExt as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Says to the copy which file it was copied from.
-const ENVIRONMENT: &str = "WEIR_PROGRAM";
+/// Says to the copy which file it was copied from, and its [`Stamp`].
+const ENVIRONMENT: [&str; 2] = ["WEIR_PROGRAM", "WEIR_PROGRAM_STAMP"];
 
-/// The file that a new daemon is to come from. `None` before [`run`].
-pub fn original() -> Option<PathBuf> {
-    std::env::var_os(ENVIRONMENT).map(PathBuf::from)
+/// What tells a file from the one that takes its place in an upgrade.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Stamp(String);
+
+impl Stamp {
+    /// Of the file that is at `path` now; `None` where there is none.
+    pub fn of(path: &Path) -> Option<Self> {
+        let file = std::fs::metadata(path).ok()?;
+        let (changed, nanoseconds) = (file.mtime(), file.mtime_nsec());
+        Some(Stamp(format!("{}-{}-{}-{changed}.{nanoseconds}", file.dev(), file.ino(), file.size())))
+    }
+}
+
+/// Whether this process is the copy.
+pub fn is_copy() -> bool {
+    std::env::var_os(ENVIRONMENT[0]).is_some()
+}
+
+/// The file that this program came from, and what it was like then. Asked for first thing, while the two are still one, where
+/// there is no copy.
+pub fn original() -> (PathBuf, Option<Stamp>) {
+    let own = || PathBuf::from("/proc/self/exe");
+    match (std::env::var_os(ENVIRONMENT[0]), std::env::var(ENVIRONMENT[1])) {
+        (Some(path), Ok(stamp)) => (path.into(), Some(Stamp(stamp))),
+        _ => (std::env::current_exe().unwrap_or_else(|_| own()), Stamp::of(&own())),
+    }
 }
 
 /// Becomes the copy, with the same arguments and the same number. Returns only if that fails, and then nothing is lost by going
 /// on as before.
 pub fn run() -> io::Error {
     let become_copy = || -> io::Result<io::Error> {
-        let original = std::env::current_exe()?;
+        let (original, stamp) = original();
+        let stamp = stamp.ok_or(io::ErrorKind::NotFound)?;
         let copy = memfd()?;
         io::copy(&mut File::open("/proc/self/exe")?, &mut &copy)?;
         let mut arguments = std::env::args_os();
@@ -33,7 +58,8 @@ pub fn run() -> io::Error {
         Ok(Command::new(format!("/proc/self/fd/{}", copy.as_raw_fd()))
             .arg0(name)
             .args(arguments)
-            .env(ENVIRONMENT, original)
+            .env(ENVIRONMENT[0], original)
+            .env(ENVIRONMENT[1], stamp.0)
             .exec())
     };
     become_copy().unwrap_or_else(|error| error)

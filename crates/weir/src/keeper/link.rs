@@ -1,6 +1,6 @@
 //! The daemon's side: what it was handed when it started, and what it gives to be kept.
 
-use super::wire::{Kind, receive, send, split};
+use super::wire::{FORMAT, Kind, receive, send, split};
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -60,6 +60,11 @@ impl Link {
         let mut held = HashMap::new();
         while let Some(message) = receive(&socket)? {
             match (split(&message.text), message.fd) {
+                (("begin", format), _) if format.parse() != Ok(FORMAT) => {
+                    return Err(io::Error::other(format!(
+                        "the keeper holds pages in format {format:?}, this weir knows {FORMAT}; to upgrade run weir off, then weir on"
+                    )));
+                }
                 (("begin", _), _) => {
                     let line = Line { socket, turn: Mutex::new(()) };
                     return Ok(Some((Link(Arc::new(line)), Held(held))));

@@ -1,8 +1,8 @@
 //! The keeper's side: holds, watches, starts again.
 
-use super::copy;
+use super::copy::{self, Stamp};
 use super::link::ENVIRONMENT;
-use super::wire::{Kind, Message, receive, send, split};
+use super::wire::{FORMAT, Kind, Message, receive, send, split};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
@@ -26,6 +26,8 @@ use weir_export::log::{Level, Log};
 const SET_ASIDE_BYTES: usize = 64 << 20;
 /// A daemon that lived less long than this failed to start, as far as restarting at once is concerned.
 const SHORT_LIFE: Duration = Duration::from_secs(1);
+/// A new program may be killed early; one whose daemons die so early so often in a row does not work.
+const SHORT_LIVES_MOST: u32 = 5;
 /// How long to wait before the next try then.
 const PAUSE: Duration = Duration::from_secs(1);
 
@@ -63,7 +65,7 @@ struct Keeper<'a> {
 /// # Errors
 /// When a daemon cannot even be started.
 pub fn run(log: &Log) -> io::Result<i32> {
-    if copy::original().is_none() {
+    if !copy::is_copy() {
         let error = copy::run();
         (log)(
             Level::Warning,
@@ -81,25 +83,31 @@ pub fn run(log: &Log) -> io::Result<i32> {
     }
     let mut keeper = Keeper { log, kept: BTreeMap::new(), set_aside: None, signals };
     open_many_files();
-    // A daemon that dies is followed by the very program that it was, even where an upgrade has put another in its
-    // place; one that makes way is followed by that other. Its path is asked for while the two are still one.
-    let own = PathBuf::from("/proc/self/exe");
-    let installed = copy::original().or_else(|| std::env::current_exe().ok()).unwrap_or_else(|| own.clone());
-    let mut program = &own;
+    let mut programs = Programs::new();
     let mut served = false;
     loop {
         keeper.set_aside = None;
         let born = Instant::now();
-        let life = match keeper.one_life(program) {
-            Err(_) if program != &own => {
-                program = &own;
+        let life = match keeper.one_life(programs.next()) {
+            // It may be half written just now.
+            Err(_) if programs.is_new() => {
+                programs.give_up();
                 continue;
             }
             life => life?,
         };
         served |= life.was_ready;
-        // A new program that does not come to serve is given up for the old one.
-        program = if life.makes_way { &installed } else { &own };
+        programs.short_lives = if born.elapsed() < SHORT_LIFE { programs.short_lives + 1 } else { 0 };
+        let serves = life.was_ready && programs.short_lives < SHORT_LIVES_MOST;
+        if programs.is_new() && !life.was_told && !life.makes_way && !serves {
+            (log)(
+                Level::Warning,
+                format_args!("the program that is installed now does not serve; starting the one before it"),
+            );
+            programs.give_up();
+        } else {
+            programs.look(life.makes_way);
+        }
         match life.end {
             End::Exit(0) if life.makes_way => {
                 (log)(Level::Info, format_args!("the daemon makes way for another"));
@@ -120,6 +128,59 @@ pub fn run(log: &Log) -> io::Result<i32> {
         if born.elapsed() < SHORT_LIFE && !life.was_ready {
             std::thread::sleep(PAUSE);
         }
+    }
+}
+
+/// Which program the next daemon is: the one that is installed, where an upgrade has put another in the place of the keeper's own,
+/// or the keeper's own. That one needs no disk to be started from, and it is what remains where the other fails.
+#[derive(Debug)]
+struct Programs {
+    own: PathBuf,
+    installed: PathBuf,
+    /// What the keeper's own was like when it was the installed one.
+    stamp: Option<Stamp>,
+    /// The new one that is to be started.
+    new: Option<Stamp>,
+    given_up: Option<Stamp>,
+    /// Daemons in a row that lived less than [`SHORT_LIFE`].
+    short_lives: u32,
+}
+
+impl Programs {
+    /// The first daemon is the keeper's own program.
+    fn new() -> Self {
+        let (installed, stamp) = copy::original();
+        Programs {
+            own: PathBuf::from("/proc/self/exe"),
+            installed,
+            stamp,
+            new: None,
+            given_up: None,
+            short_lives: 0,
+        }
+    }
+
+    /// Looks what is installed now. Whoever has the daemon make way wants that one, also if it was given up before.
+    fn look(&mut self, makes_way: bool) {
+        if makes_way {
+            self.given_up = None;
+        }
+        let now = Stamp::of(&self.installed);
+        self.new = now.filter(|now| self.stamp.as_ref() != Some(now) && self.given_up.as_ref() != Some(now));
+    }
+
+    fn is_new(&self) -> bool {
+        self.new.is_some()
+    }
+
+    /// The new one is not started again, until yet another takes its place.
+    fn give_up(&mut self) {
+        self.short_lives = 0;
+        self.given_up = self.new.take();
+    }
+
+    fn next(&self) -> &Path {
+        if self.is_new() { &self.installed } else { &self.own }
     }
 }
 
@@ -190,7 +251,7 @@ impl Keeper<'_> {
             };
             send(line, &format!("have {} {name}", kind.word()), Some(fd))?;
         }
-        send(line, "begin", None)
+        send(line, &format!("begin {FORMAT}"), None)
     }
 
     fn answer(&mut self, line: &OwnedFd, message: Message, life: &mut Life) -> io::Result<()> {

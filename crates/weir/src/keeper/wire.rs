@@ -4,13 +4,13 @@
 //! | from | datagram | means |
 //! |---|---|---|
 //! | keeper | `have KIND NAME` + fd | you, or one before you, gave me this |
-//! | keeper | `begin` | that was all |
+//! | keeper | `begin FORMAT` | that was all, and is of this [`FORMAT`] |
 //! | daemon | `hold KIND NAME` + fd | keep this; answered by `held` or `refused REASON` |
 //! | daemon | `drop NAME` | close what is kept under that name; answered by `dropped` |
 //! | daemon | `ready` | I serve |
 //! | daemon | `ending` | I was told to stop: do not start another |
 //! | daemon | `staying` | I was told to stop, and am in use: if I die, start another |
-//! | daemon | `replacing` | I was told to make way: start the program that lies there now |
+//! | daemon | `replacing` | I was told to make way for the program that is installed now |
 //!
 //! KIND is `memory` (a sealed memfd, to be mapped and locked) or `descriptor` (to be held open).
 
@@ -22,6 +22,10 @@ use rustix::net::{
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+/// The version of what one daemon leaves to the next: these datagrams, the names, and the layout of what lies under them (page
+/// map, slot records, the stores' own). A program of another format takes nothing over, and the keeper goes back to its own.
+pub const FORMAT: u32 = 1;
 
 /// Longest datagram; names are short.
 const MESSAGE_MAX: usize = 256;

@@ -210,20 +210,23 @@ impl Crew {
         stores.flat_map(|(store, it)| (0..it.headroom().len()).map(move |card| Card { store, card }))
     }
 
-    /// Chunks of a card that are held, and that were given back.
+    /// Chunks of a card that are held, and that were given back without anybody's asking.
     pub fn chunk_counts(&self, card: Card) -> (u32, u32) {
         let count = |state| self.chunks(state, Some(card)).len() as u32;
         (count(ChunkState::Held), count(ChunkState::GivenBack))
     }
 
-    /// The chunks of stores that lend (of one card, or of all), in a state; those with the fewest pages first, store by store.
+    /// The chunks of stores that lend, in a state; those with the fewest pages first, store by store. Of one card (`only`) the
+    /// governor asks, whose business is not what somebody else gave back.
     fn chunks(&self, state: ChunkState, only: Option<Card>) -> Vec<Chunk> {
         let mut all = Vec::new();
         for (store, it) in self.volume.stores().enumerate().filter(|&(at, _)| self.lends[at]) {
             let wanted = |chunk: u32| only.is_none_or(|only| only == Card { store, card: it.card(chunk) });
             let chunks = self.volume.chunks(store);
-            let mut chunks: Vec<_> =
-                chunks.filter(|chunk| chunk.state == state && wanted(chunk.chunk)).collect();
+            let mine = |unasked: bool| unasked || only.is_none() || state != ChunkState::GivenBack;
+            let mut chunks: Vec<_> = chunks
+                .filter(|chunk| chunk.state == state && wanted(chunk.chunk) && mine(chunk.unasked))
+                .collect();
             chunks.sort_by_key(|chunk| chunk.used);
             all.extend(chunks.iter().map(|it| Chunk { store, chunk: it.chunk, slots: it.slots }));
         }
@@ -232,6 +235,10 @@ impl Crew {
 
     fn give_back(self: &Arc<Self>, job: &Arc<Job>) -> Result<Moved, String> {
         let began = Instant::now();
+        if job.only.is_none() && job.bytes.is_none() {
+            // All of it is somebody's wish now, also what is away already.
+            self.note_unasked(&self.chunks(ChunkState::GivenBack, None), false);
+        }
         let held = self.chunks(ChunkState::Held, job.only);
         let there: u64 = held.iter().map(|chunk| chunk.bytes()).sum();
         let spare = bytes(self.volume.spare_slots());
@@ -279,6 +286,10 @@ impl Crew {
         }
     }
 
+    fn note_unasked(&self, chunks: &[Chunk], unasked: bool) {
+        chunks.iter().for_each(|it| self.volume.note_unasked(it.store, &[it.chunk], unasked));
+    }
+
     /// Closes all `chunks`, then empties them with every thread there is. Says why, if one stayed.
     fn empty_all(self: &Arc<Self>, job: &Arc<Job>, chunks: Vec<Chunk>) -> Option<String> {
         for (at, store) in self.volume.stores().enumerate() {
@@ -288,6 +299,9 @@ impl Crew {
                 closed.for_each(|chunk| self.volume.keep(chunk.store, chunk.chunk));
                 return Some(format!("{}: {error}", store.name()));
             }
+        }
+        if job.only.is_some() {
+            self.note_unasked(&chunks, true);
         }
         let threads = self.lanes.len().min(chunks.len());
         let list = Arc::new(List {

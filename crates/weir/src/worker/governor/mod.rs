@@ -21,8 +21,6 @@ use weir_store::vram::Headroom;
 struct Governed {
     card: Card,
     policy: Policy,
-    /// Chunks that were given back here by the governor, and not taken since.
-    away: u32,
     look_at: Duration,
     /// It has said that nothing can be given.
     said: bool,
@@ -43,13 +41,7 @@ impl Governor {
     pub fn start(crew: &Arc<Crew>, log: &Log) -> Result<Option<Self>, Failure> {
         let cards: Vec<Governed> = crew
             .cards()
-            .map(|card| Governed {
-                card,
-                policy: Policy::default(),
-                away: 0,
-                look_at: Duration::ZERO,
-                said: false,
-            })
+            .map(|card| Governed { card, policy: Policy::default(), look_at: Duration::ZERO, said: false })
             .collect();
         if cards.is_empty() {
             return Ok(None);
@@ -94,9 +86,8 @@ impl Governed {
             self.look_at = began.elapsed() + Duration::from_secs(1);
             return;
         };
-        let (held, given_back) = crew.chunk_counts(self.card);
-        self.away = self.away.min(given_back);
-        let look = Look { at: began.elapsed(), room, held, away: self.away, newcomer, told };
+        let (held, away) = crew.chunk_counts(self.card);
+        let look = Look { at: began.elapsed(), room, held, away, newcomer, told };
         let (step, again) = self.policy.step(&look);
         let (wish, chunks) = match step {
             Step::Nothing => {
@@ -110,10 +101,6 @@ impl Governed {
         let outcome = Job::governed(crew, wish, bytes, self.card).run_on(crew, &mut |_| ());
         // Counted afresh: a job that ended early may have done a part.
         let moved = crew.chunk_counts(self.card).0.abs_diff(held);
-        self.away = match wish {
-            Wish::GiveBack => self.away + moved,
-            Wish::Take => self.away.saturating_sub(moved),
-        };
         if let Err(why) = outcome
             && !self.said
             && !crew.is_stopping()

@@ -1,0 +1,132 @@
+//! `weir serve` as a process, for the tests of this folder: with a directory of its own, and gone with it when a test ends.
+#![allow(dead_code, reason = "each test file uses its part of it")]
+
+use rustix::mount::{UnmountFlags, unmount};
+use rustix::process::{Pid, Signal, kill_process};
+use std::fs;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output};
+use std::thread;
+use std::time::{Duration, Instant};
+use weir_export::nbd::client::{Client, Wish};
+
+pub const PATIENCE: Duration = Duration::from_secs(30);
+
+pub const WEIR: &str = env!("CARGO_BIN_EXE_weir");
+
+/// A daemon, or with `--keeper` its keeper. An allocation on an I/O thread aborts it.
+pub struct Daemon {
+    pub directory: PathBuf,
+    pub process: Child,
+}
+
+impl Daemon {
+    /// Starts one with these flags besides its control socket; `more` adds what has paths in it. It may not listen yet.
+    pub fn spawn(name: &str, flags: &[&str], more: impl FnOnce(&mut Command, &Path)) -> Self {
+        // A short path: a socket's has at most 107 bytes.
+        let directory = std::env::temp_dir().join(format!("weir-{}-{name}", std::process::id()));
+        fs::create_dir_all(&directory).unwrap();
+        let mut command = Command::new(WEIR);
+        command.arg("serve").arg("--control").arg(directory.join("control")).args(flags);
+        command.env("WEIR_SEAL", "abort");
+        more(&mut command, &directory);
+        let process = command.spawn().unwrap();
+        Daemon { directory, process }
+    }
+
+    /// Waits until `up` holds; false where the process ends before.
+    pub fn comes_up(&mut self, up: impl Fn(&Self) -> bool) -> bool {
+        let begun = Instant::now();
+        while !up(self) {
+            assert!(begun.elapsed() < PATIENCE, "the daemon does not listen");
+            if self.process.try_wait().unwrap().is_some() {
+                return false;
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+        true
+    }
+
+    /// Whether it answers at its control socket, which comes last.
+    pub fn listens(&self) -> bool {
+        UnixStream::connect(self.control()).is_ok()
+    }
+
+    pub fn control(&self) -> PathBuf {
+        self.directory.join("control")
+    }
+
+    /// A command that asks it something.
+    pub fn weir(&self, arguments: &[&str]) -> Output {
+        Command::new(WEIR).args(arguments).arg("--control").arg(self.control()).output().unwrap()
+    }
+
+    pub fn status(&self) -> serde_json::Value {
+        let output = self.weir(&["status", "--json"]);
+        assert!(output.status.success(), "{output:?}");
+        serde_json::from_slice(&output.stdout).unwrap()
+    }
+
+    /// The flags of an NBD server at the place where [`connect`](Self::connect) looks for it.
+    pub fn with_nbd(command: &mut Command, directory: &Path) {
+        let address = format!("unix:{}", directory.join("nbd").display());
+        command.args(["--connections", "4", "--nbd", &address]);
+    }
+
+    /// An NBD connection, as soon as there is a daemon that gives one.
+    pub fn connect(&self) -> Client {
+        let begun = Instant::now();
+        loop {
+            match Client::unix(self.directory.join("nbd"), &Wish::default()) {
+                Ok(client) => return client,
+                Err(error) => assert!(begun.elapsed() < PATIENCE, "no daemon for {PATIENCE:?}: {error}"),
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// The living daemon of a keeper: its only child.
+    pub fn daemon(&self) -> Option<Pid> {
+        let pid = self.process.id();
+        let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?;
+        Pid::from_raw(children.trim().parse().ok()?)
+    }
+
+    /// Kills the daemon of a keeper and waits for the next to answer.
+    pub fn kill_daemon(&self) {
+        let first = self.status()["pid"].as_i64().unwrap();
+        kill_process(Pid::from_raw(first as i32).unwrap(), Signal::KILL).unwrap();
+        let begun = Instant::now();
+        while !self.weir(&["status"]).status.success() || self.status()["pid"] == first {
+            assert!(begun.elapsed() < PATIENCE, "no other daemon");
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// Sends SIGTERM and returns the exit code, if it ends.
+    pub fn terminate(&mut self) -> Option<i32> {
+        kill_process(Pid::from_child(&self.process), Signal::TERM).unwrap();
+        let begun = Instant::now();
+        while begun.elapsed() < PATIENCE {
+            if let Some(status) = self.process.try_wait().unwrap() {
+                return status.code();
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+        None
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let daemon = self.daemon();
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+        if let Some(daemon) = daemon {
+            let _ = kill_process(daemon, Signal::KILL);
+        }
+        let _ = unmount(self.directory.join("disk"), UnmountFlags::DETACH);
+        let _ = fs::remove_dir_all(&self.directory);
+    }
+}
