@@ -7,6 +7,7 @@ pub mod copy;
 mod memory;
 pub mod metrics;
 mod page;
+mod resident;
 pub mod seal;
 mod size;
 pub mod swap_safety;
@@ -16,4 +17,5 @@ pub use page::{
     Checksum, PAGE_SIZE, Page, PageBytes, PageNo, Slot, prefetch, prefetch_head, prefetch_value,
     uniform_value,
 };
+pub use resident::Resident;
 pub use size::{ByteSize, SizeError};

@@ -1,7 +1,9 @@
 //! Lines for the operator, from threads that must not allocate.
 
+use rustix::io::Errno;
 use std::fmt::{self, Write};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// How much a line matters.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -16,18 +18,31 @@ pub enum Level {
 pub type Log = Arc<dyn Fn(Level, fmt::Arguments<'_>) + Send + Sync>;
 
 /// A log that writes each line to standard error in one write, without allocating; longer lines than
-/// [`LINE_MAX`] are cut. Lines below `least` are left out.
+/// [`LINE_MAX`] are cut. Lines below `least` are left out. Where standard error does not wait (`O_NONBLOCK`), lines that it does
+/// not take are lost, and the next one that it takes is preceded by how many they were.
 pub fn to_stderr(least: Level) -> Log {
+    let lost = AtomicU64::new(0);
     Arc::new(move |level, line| {
         if level > least {
             return;
         }
-        let mut text = Line::default();
-        // A line that does not fit is cut: `Line` reports the overflow and keeps what fitted.
-        let _ = write!(text, "weir: {line}");
-        text.end();
-        let _ = rustix::io::write(rustix::stdio::stderr(), &text.bytes[..text.len]);
+        let before = lost.swap(0, Ordering::Relaxed);
+        if before > 0 && !say(format_args!("{before} lines before this one were lost: nobody took them")) {
+            lost.fetch_add(before, Ordering::Relaxed);
+        }
+        if !say(line) {
+            lost.fetch_add(1, Ordering::Relaxed);
+        }
     })
+}
+
+/// Whether the line was taken, or will never be.
+fn say(line: fmt::Arguments<'_>) -> bool {
+    let mut text = Line::default();
+    // A line that does not fit is cut: `Line` reports the overflow and keeps what fitted.
+    let _ = write!(text, "weir: {line}");
+    text.end();
+    rustix::io::write(rustix::stdio::stderr(), &text.bytes[..text.len]) != Err(Errno::AGAIN)
 }
 
 /// The longest line, with its end.

@@ -3,6 +3,7 @@
 
 use std::error::Error;
 use std::fmt::Display;
+use std::io::{self, Write as _};
 use std::process::ExitCode;
 
 /// Why the program ends early.
@@ -28,11 +29,11 @@ impl Failure {
     pub fn report(self) -> ExitCode {
         match self {
             Failure::Failed(reason) => {
-                eprintln!("weir: {}", one_line(&reason));
+                say(&reason);
                 ExitCode::from(1)
             }
             Failure::Usage(reason) => {
-                eprintln!("weir: {}", one_line(&reason));
+                say(&reason);
                 ExitCode::from(2)
             }
             Failure::Said => ExitCode::from(1),
@@ -43,6 +44,11 @@ impl Failure {
             }
         }
     }
+}
+
+/// One line, if standard error takes it.
+fn say(reason: &str) {
+    let _ = writeln!(io::stderr(), "weir: {}", one_line(reason));
 }
 
 impl From<clap::Error> for Failure {

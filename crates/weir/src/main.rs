@@ -20,6 +20,7 @@ mod manual;
 mod mount;
 mod on;
 mod pages;
+mod relay;
 mod serve;
 mod status;
 mod trial;

@@ -4,6 +4,7 @@ use crate::cli::{LogLevel, ServeOptions};
 use crate::control::{Server, default_path};
 use crate::daemon::Daemon;
 use crate::failure::Failure;
+use crate::relay::Relay;
 use crate::{address::Address, config, keeper};
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
@@ -14,7 +15,8 @@ use weir_export::log::{self, Level};
 
 /// Runs the daemon until it is told to stop.
 pub fn run(options: ServeOptions) -> Result<(), Failure> {
-    let options = match &options.config {
+    let file = options.config.clone();
+    let options = match &file {
         Some(path) => config::read(path)?,
         None => options,
     };
@@ -28,13 +30,15 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
     let keeper = keeper::Link::open().map_err(Failure::failed)?;
     if options.keeper && keeper.is_none() {
         let left = options.fuse.as_deref().map(fuse::Left::before);
-        let code = keeper::run(&log).map_err(Failure::failed)?;
+        let code = keeper::run(&log, file.as_deref()).map_err(Failure::failed)?;
         // A daemon that dies over its own start, or is told to stop before it listens, leaves what the one before it mounted.
         if let Some(left) = left {
             left.clear();
         }
         return if code == 0 { Ok(()) } else { Err(Failure::Said) };
     }
+    // A daemon's lines go by its keeper's.
+    let _relay = keeper.is_none().then(Relay::start).transpose().map_err(Failure::failed)?;
     // Handlers first, so that an early SIGTERM ends the daemon in good order too.
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGUSR1]).map_err(Failure::failed)?;
 

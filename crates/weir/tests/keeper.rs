@@ -74,6 +74,63 @@ fn the_keeper_runs_from_memory_so_that_an_upgrade_leaves_no_removed_file_in_use(
     assert_eq!(scene.terminate(), Some(0));
 }
 
+/// What the journal is, and a log on tmpfs, once it was swapped out to the device that is down.
+#[test]
+fn a_daemon_is_replaced_though_nobody_takes_its_lines() {
+    let (_nobody_reads, stderr) = rustix::pipe::pipe().unwrap();
+    rustix::io::ioctl_fionbio(&stderr, true).unwrap();
+    while rustix::io::write(&stderr, &[b'x'; PAGE]).is_ok() {}
+    rustix::io::ioctl_fionbio(&stderr, false).unwrap();
+    let scene = Daemon::spawn("mute", &["--keeper", "--store", "host:8MiB"], |command, directory| {
+        Daemon::with_nbd(command, directory);
+        command.stderr(stderr);
+    });
+    let page = stamped(7, 1);
+    scene.connect().write(7 * PAGE as u64, &page).unwrap();
+    let daemon = scene.daemon().unwrap();
+    rustix::process::kill_process(daemon, rustix::process::Signal::KILL).unwrap();
+    eventually("the end of the daemon", || scene.daemon() != Some(daemon));
+    assert!(scene.connect().read(7 * PAGE as u64, PAGE as u32).unwrap() == page);
+}
+
+/// Or a keeper on tmpfs waits for the device that it is to bring back.
+#[test]
+fn what_the_next_daemon_reads_is_locked_in_the_keeper() {
+    let directory = std::env::temp_dir().join(format!("weir-{}-resident", std::process::id()));
+    fs::create_dir_all(&directory).unwrap();
+    let file = directory.join("weir.toml");
+    let [nbd, control] = ["nbd", "control"].map(|name| directory.join(name));
+    let text = "store = ['host:1MiB']\nkeeper = true\n";
+    fs::write(&file, format!("{text}nbd = ['unix:{}']\ncontrol = '{}'\n", nbd.display(), control.display()))
+        .unwrap();
+    let process = Command::new(WEIR).args(["serve", "--config"]).arg(&file).spawn().unwrap();
+    let mut scene = Daemon { directory, process };
+    drop(scene.connect());
+    let read_maps = || fs::read_to_string(format!("/proc/{}/smaps", scene.process.id())).unwrap();
+    // The keeper hears that the daemon serves a little later than its clients do.
+    eventually("the configuration in the keeper", || read_maps().contains("weir.toml"));
+    let maps = read_maps();
+    for name in ["/memfd:weir (deleted)", "weir.toml"] {
+        let mut lines = maps.lines().skip_while(|line| !(line.contains(" r--s ") && line.ends_with(name)));
+        let mut of = |key: &str| {
+            let line = lines.find(|line| line.starts_with(key));
+            line.unwrap_or_else(|| panic!("{name} is not held in memory")).split_once(':').unwrap().1.trim()
+        };
+        let (size, present, flags) = (of("Size:"), of("Rss:"), of("VmFlags:"));
+        assert_eq!(present, size, "{name}");
+        assert!(flags.split(' ').any(|flag| flag == "lo"), "{name} is not locked: {flags}");
+    }
+    assert_eq!(scene.terminate(), Some(0));
+}
+
+fn eventually(what: &str, holds: impl Fn() -> bool) {
+    let begun = Instant::now();
+    while !holds() {
+        assert!(begun.elapsed() < PATIENCE, "{what} did not come in {PATIENCE:?}");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
 #[test]
 fn every_acknowledged_page_survives_kills_at_random_moments() {
     survive(&start("kills", &["--store", "host:8MiB"]));

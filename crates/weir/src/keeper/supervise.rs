@@ -2,7 +2,9 @@
 
 use super::copy::{self, Stamp};
 use super::link::ENVIRONMENT;
+use super::resident;
 use super::wire::{FORMAT, Kind, Message, receive, send, split};
+use crate::relay::Relay;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
@@ -18,7 +20,7 @@ use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
-use weir_core::Memory;
+use weir_core::{Memory, Resident};
 use weir_export::log::{Level, Log};
 
 /// Memory that is free again while a daemon starts: its own pages, stacks, page tables and heap, with the page tables
@@ -56,6 +58,9 @@ struct Keeper<'a> {
     log: &'a Log,
     kept: BTreeMap<String, Kept>,
     set_aside: Option<Memory>,
+    /// The configuration's file, and its pages in memory.
+    config: Option<&'a Path>,
+    config_pages: Option<Resident>,
     signals: UnixStream,
 }
 
@@ -64,7 +69,7 @@ struct Keeper<'a> {
 ///
 /// # Errors
 /// When a daemon cannot even be started.
-pub fn run(log: &Log) -> io::Result<i32> {
+pub fn run(log: &Log, config: Option<&Path>) -> io::Result<i32> {
     if !copy::is_copy() {
         let error = copy::run();
         (log)(
@@ -74,6 +79,8 @@ pub fn run(log: &Log) -> io::Result<i32> {
             ),
         );
     }
+    let _relay = Relay::start()?;
+    let _program_pages = held(log, "its program", resident::program());
     // A copy has the name of its descriptor.
     rustix::thread::set_name(c"weir")?;
     let (signals, tell) = UnixStream::pair()?;
@@ -81,7 +88,8 @@ pub fn run(log: &Log) -> io::Result<i32> {
     for signal in [SIGTERM, SIGINT] {
         signal_hook::low_level::pipe::register(signal, tell.try_clone()?)?;
     }
-    let mut keeper = Keeper { log, kept: BTreeMap::new(), set_aside: None, signals };
+    let mut keeper =
+        Keeper { log, kept: BTreeMap::new(), set_aside: None, config, config_pages: None, signals };
     open_many_files();
     let mut programs = Programs::new();
     let mut served = false;
@@ -189,7 +197,7 @@ impl Keeper<'_> {
         let flags = SocketFlags::CLOEXEC;
         let (ours, theirs) =
             rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
-        // The child inherits its end by number. This process has one thread, so nobody else starts a child meanwhile.
+        // The child inherits its end by number. No other thread of this process starts a child meanwhile.
         rustix::io::fcntl_setfd(&theirs, rustix::io::FdFlags::empty())?;
         let mut arguments = std::env::args_os();
         let child = Command::new(program)
@@ -261,6 +269,9 @@ impl Keeper<'_> {
                 life.was_ready = true;
                 // Where memory is short right now, the next start is a little less certain; serving goes first.
                 self.set_aside = Memory::anonymous(SET_ASIDE_BYTES).ok();
+                // Now, not once: an upgrade may have put another file in its place.
+                let pages = self.config.map(resident::file);
+                self.config_pages = pages.and_then(|pages| held(self.log, "the configuration", pages));
                 Ok(())
             }
             ("ending", _) => {
@@ -311,6 +322,20 @@ impl Keeper<'_> {
         life.was_told = true;
         if let Err(error) = rustix::process::pidfd_send_signal(daemon, Signal::TERM) {
             (self.log)(Level::Warning, format_args!("cannot pass a signal on to the daemon: {error}"));
+        }
+    }
+}
+
+/// What is held in memory, or a line that says that it is not.
+fn held(log: &Log, what: &str, pages: io::Result<Resident>) -> Option<Resident> {
+    match pages {
+        Ok(pages) => Some(pages),
+        Err(error) => {
+            (log)(
+                Level::Warning,
+                format_args!("the keeper cannot lock {what} in memory ({error}): raise RLIMIT_MEMLOCK"),
+            );
+            None
         }
     }
 }
