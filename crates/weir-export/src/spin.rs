@@ -115,15 +115,19 @@ mod tests {
             attempts += 1;
         }
         assert_eq!(attempts, 9, "1 ms halves 9 times before it falls below 2 us");
+        // However long this thread was kept from running since.
+        spin.most = Duration::from_secs(3600);
         spin.woke();
         let mut looked = false;
         let _: Looked = spin.attempt(|| {
             looked = true;
             Ok(Some(()))
         });
-        assert!(looked, "the request came within 1 ms of the attempt");
-        std::thread::sleep(Duration::from_millis(3));
+        assert!(looked, "the request came within the limit of the attempt");
+        spin.most = Duration::from_millis(1);
         spin.now = Duration::ZERO;
+        assert_eq!(spin.attempt(|| -> Looked { Ok(None) }), Ok(None));
+        std::thread::sleep(Duration::from_millis(3));
         spin.woke();
         assert_eq!(spin.now, Duration::ZERO, "3 ms is too late");
     }

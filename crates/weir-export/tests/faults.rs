@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Served, few, noise, page};
+use common::{PATIENCE, Served, few, noise, page};
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -182,7 +182,7 @@ fn a_store_that_is_lost_turns_every_request_into_an_error_and_hangs_none() {
 fn a_client_that_leaves_with_requests_under_way_leaves_nothing_behind() {
     let slow = SimUrl { latency: Duration::from_millis(30), ..SimUrl::default() };
     let (served, _) = served("leaves", 1024, &slow);
-    let deadline = Instant::now() + Duration::from_secs(20);
+    let deadline = Instant::now() + PATIENCE;
     let seat = || loop {
         assert!(Instant::now() < deadline, "no seat comes free");
         if let Ok(client) = Client::unix(&served.socket, &Default::default()) {

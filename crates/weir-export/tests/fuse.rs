@@ -19,7 +19,7 @@ use weir_volume::Volume;
 #[global_allocator]
 static ALLOCATOR: SealedAllocator = SealedAllocator;
 
-const GRACE: Duration = Duration::from_secs(5);
+const GRACE: Duration = Duration::from_secs(60);
 
 fn quiet() -> Log {
     Arc::new(|level, line| {

@@ -85,7 +85,7 @@ fn an_image_goes_in_and_out_under_tls_and_nothing_goes_without() {
 
     let clear = Command::new("nbdinfo").arg(uri("nbd")).output().unwrap();
     assert!(!clear.status.success(), "it was served without TLS");
-    server.shutdown(std::time::Duration::from_secs(2));
+    server.shutdown(common::PATIENCE);
 }
 
 #[test]
@@ -99,7 +99,7 @@ fn bytes_in_the_clear_do_not_count_as_said_inside_tls() {
     let mut said = Vec::new();
     let _ = stream.read_to_end(&mut said);
     assert_eq!(said.len(), 20, "the acknowledgement of STARTTLS, and then nothing");
-    server.shutdown(std::time::Duration::from_secs(2));
+    server.shutdown(common::PATIENCE);
 }
 
 #[test]

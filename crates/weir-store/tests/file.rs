@@ -9,6 +9,7 @@ use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 use weir_core::{ByteSize, PAGE_SIZE, PageBytes, Slot};
 use weir_store::conformance::content;
 use weir_store::{Done, Fault, FileStore, FileUrl, Lane, Progress, Store};
@@ -131,9 +132,9 @@ fn a_weir_file_is_taken_again_at_its_size_or_another() {
     assert!(refusal(&FileUrl::new(&path)).contains("how large"), "a new file needs a size");
     assert!(!path.exists());
     for mib in [4, 8, 2] {
-        drop(FileStore::open(&url(&path, mib)).unwrap());
+        drop(opened(&url(&path, mib)));
         assert_eq!(path.metadata().unwrap().len(), (mib + 1) * MIB);
-        let again = FileStore::open(&FileUrl::new(&path)).unwrap();
+        let again = opened(&FileUrl::new(&path));
         assert_eq!(u64::from(again.slots()), mib * 256);
     }
 }
@@ -159,7 +160,7 @@ fn two_stores_never_share_a_file() {
     let error = refusal(&url(&path, 1));
     assert!(error.contains("in use by another process"), "{error}");
     drop(first);
-    FileStore::open(&url(&path, 1)).expect("free again");
+    opened(&url(&path, 1)); // free again
 }
 
 #[test]
@@ -195,7 +196,7 @@ fn a_device_with_bad_blocks_fails_the_operations_on_them_and_no_others() {
     let path = directory.file("disk");
     File::create(&path).unwrap().set_len(4 * MIB).unwrap();
     let Some(device) = Loop::over(&path) else { return };
-    let store = FileStore::open(&FileUrl::new(&device.0)).unwrap();
+    let store = opened(&FileUrl::new(&device.0));
     assert_eq!(store.slots(), 3 * 256, "all of the device but the header");
     let unfit = store.unfit_for_swap().unwrap_or_default();
     assert!(!unfit.contains("tmpfs"), "the device's name lies on one, the device does not: {unfit}");
@@ -256,20 +257,28 @@ fn a_device_that_carries_a_file_system_or_is_in_use_is_refused() {
     File::open(&path).unwrap().read_exact_at(&mut mark, 0x438).unwrap();
     assert_ne!(&mark, b"\x53\xef", "what was there is not taken for whole again");
     drop(opened(&told));
-    assert!(refusal(&url(&device.0, 4)).contains("has room for 3MiB, 4MiB is asked for"));
+    soon(|| match refusal(&url(&device.0, 4)) {
+        no_room if no_room.contains("has room for 3MiB, 4MiB is asked for") => Ok(()),
+        other => Err(other),
+    });
     opened(&FileUrl::new(&device.0)); // a Weir device needs no telling
 }
 
 /// Opens it soon: a child that another test starts at this moment has our descriptors too until it runs its own program, and so
 /// keeps a device in use that was closed here.
 fn opened(url: &FileUrl) -> FileStore {
-    for _ in 0..50 {
-        if let Ok(store) = FileStore::open(url) {
-            return store;
+    soon(|| FileStore::open(url))
+}
+
+fn soon<T, E: std::fmt::Debug>(mut open: impl FnMut() -> Result<T, E>) -> T {
+    let begun = Instant::now();
+    loop {
+        match open() {
+            Ok(opened) => return opened,
+            Err(error) => assert!(begun.elapsed() < Duration::from_secs(60), "{error:?}"),
         }
-        std::thread::sleep(std::time::Duration::from_millis(20));
+        std::thread::sleep(Duration::from_millis(20));
     }
-    FileStore::open(url).unwrap()
 }
 
 #[test]
@@ -299,7 +308,7 @@ fn the_next_daemon_takes_over_every_page_and_the_lock() {
         let error = weir_store::reopen(&url, &mut take).unwrap_err().to_string();
         assert!(error.contains("does not hold"), "everything was taken: {error}");
         drop(second);
-        weir_store::open(&url).expect("nobody holds the lock any more");
+        soon(|| weir_store::open(&url)); // nobody holds the lock any more
     }
 }
 

@@ -15,6 +15,9 @@ use weir_core::{PAGE_SIZE, Page, PageBytes, Slot};
 use weir_store::vram::{Drivers, VramStore, VramUrl};
 use weir_store::{Done, Fault, Keep, Lane, Progress, State, Store, StoreUrl, conformance};
 
+/// How long a machine with other things to do may take for what takes no time.
+const PATIENCE: Duration = Duration::from_secs(60);
+
 fn url(options: &str) -> VramUrl {
     let url = format!("vram:lavapipe?size=4MiB&chunk=1MiB{options}");
     match url.parse().expect("a URL") {
@@ -95,7 +98,7 @@ fn complete(
     let mut outcome = None;
     while outcome.is_none() {
         lane.poll(&mut |done: Done<'_>| outcome = Some(done.result.map(|()| done.page.copied())));
-        assert!(since.elapsed() < Duration::from_secs(10), "no answer");
+        assert!(since.elapsed() < PATIENCE, "no answer");
     }
     outcome.expect("just filled")
 }
@@ -113,14 +116,15 @@ fn read(lane: &mut dyn Lane, slot: u32) -> Result<Page, Fault> {
 
 /// A lane whose operations go `path` ("ring" waits until the kernel is there).
 fn lane(faked: &Faked) -> Box<dyn Lane> {
-    let lane = faked.store.lane(32).expect("a lane");
-    let since = Instant::now();
-    while faked.store.name().contains("ring=on") && !faked.store.gpus()[0].ring_is_resident() {
-        assert!(since.elapsed() < Duration::from_secs(5), "the kernel did not enter");
-        std::thread::sleep(Duration::from_millis(1));
+    let mut lane = faked.store.lane(32).expect("a lane");
+    if faked.store.name().contains("ring=on") {
+        let served = || faked.store.gpus()[0].counters().pages[2];
+        let before = served();
+        soon("served by the kernel", || {
+            let _ = read(lane.as_mut(), 0);
+            served() > before
+        });
     }
-    // The lane may be newer than the kernel: wait until it is served too.
-    std::thread::sleep(Duration::from_millis(50));
     lane
 }
 
@@ -338,9 +342,15 @@ fn chunks_come_and_go_under_load_and_the_ring_makes_way() {
             .map(|worker| {
                 let stop = &stop;
                 scope.spawn(move || {
-                    let mut lane = store.lane(16).expect("a lane");
+                    // Refused where the kernel is not let run for so long that it does not make way.
+                    let mut opened = None;
+                    soon("open", || {
+                        opened = store.lane(16).ok();
+                        opened.is_some()
+                    });
+                    let mut lane = opened.expect("just opened");
                     let mut rounds = 0u32;
-                    while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                    while rounds < 10 || !stop.load(std::sync::atomic::Ordering::Relaxed) {
                         let slot = worker * 85 + rounds % 85; // Chunk 0, which stays.
                         write(lane.as_mut(), slot, &page(rounds)).expect("written");
                         assert_eq!(read(lane.as_mut(), slot), Ok(page(rounds)));
@@ -353,24 +363,37 @@ fn chunks_come_and_go_under_load_and_the_ring_makes_way() {
                 })
             })
             .collect();
-        for _ in 0..30 {
-            store.release(3).expect("released");
-            store.take(3).expect("taken");
-            std::thread::sleep(Duration::from_millis(2));
-        }
+        // On until the kernel has come back between two chunks, however late the machine lets it.
+        let mut cycles = 0;
+        soon("back between two chunks", || {
+            in_time(|| store.release(3));
+            in_time(|| store.take(3));
+            cycles += 1;
+            cycles >= 30 && store.gpus()[0].counters().ring_entered > 1
+        });
         stop.store(true, std::sync::atomic::Ordering::Relaxed);
         for worker in workers {
-            assert!(worker.join().expect("no panic") > 10);
+            assert!(worker.join().expect("no panic") >= 10);
         }
     });
-    assert!(store.gpus()[0].counters().ring_entered > 1, "{:?}", store.gpus()[0].counters());
+    assert_eq!(store.state(), State::Online);
+}
+
+/// Again and again where a thread that the store waits for is not let run: refused for now, and nothing has changed.
+fn in_time(mut act: impl FnMut() -> Result<(), Fault>) {
+    let mut result = Err(Fault::Timeout);
+    soon("in time", || {
+        result = act();
+        result != Err(Fault::Timeout)
+    });
+    result.expect("done");
 }
 
 /// Waits for what the watching thread does a few times a second.
 fn soon(what: &str, mut is: impl FnMut() -> bool) {
     let since = Instant::now();
     while !is() {
-        assert!(since.elapsed() < Duration::from_secs(10), "not {what} in 10 s");
+        assert!(since.elapsed() < PATIENCE, "not {what} in {PATIENCE:?}");
         std::thread::sleep(Duration::from_millis(5));
     }
 }

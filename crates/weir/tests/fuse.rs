@@ -100,8 +100,8 @@ fn nothing_fails_and_every_page_survives_when_the_daemon_is_killed_under_load() 
     if !kernel_sends_again() {
         return println!("\nskipped: this kernel cannot send requests again (6.9 can)");
     }
-    let number = |name: &str, default| std::env::var(name).map_or(default, |text| text.parse().unwrap());
-    let (kills, seed): (u64, u64) = (number("WEIR_KILLS", 5), number("WEIR_SEED", 20_261_121));
+    let number = |name: &str, default: u64| std::env::var(name).map_or(default, |text| text.parse().unwrap());
+    let (kills, seed) = (number("WEIR_KILLS", 5) as usize, number("WEIR_SEED", 20_261_121));
     let flags = ["--keeper", "--store", "host:8MiB", "--fuse-threads", "3", "--spin-us", "20"];
     let Some(mut scene) = start("kills", &flags) else { return };
     let (stop, done) = (AtomicBool::new(false), AtomicU64::new(0));
@@ -138,7 +138,7 @@ fn nothing_fails_and_every_page_survives_when_the_daemon_is_killed_under_load() 
             });
         }
         let mut state = !seed;
-        for _ in 0..kills {
+        while stalls.len() < kills {
             thread::sleep(Duration::from_millis(20 + random(&mut state) % 200));
             let Some(daemon) = scene.daemon() else { continue };
             if rustix::process::kill_process(daemon, rustix::process::Signal::KILL).is_err() {

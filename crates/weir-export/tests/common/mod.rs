@@ -6,7 +6,7 @@ use std::fmt::Write;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use weir_core::PAGE_SIZE;
 use weir_core::seal::{Policy, SealedAllocator, seal};
 use weir_export::log::Log;
@@ -14,6 +14,9 @@ use weir_export::nbd::client::{Client, Wish};
 use weir_export::nbd::{Config, Listen, Server};
 use weir_store::{Host, Store};
 use weir_volume::Volume;
+
+/// How long a machine with other things to do may take for what takes no time. Only a hang is longer.
+pub const PATIENCE: Duration = Duration::from_secs(60);
 
 #[global_allocator]
 static ALLOCATOR: SealedAllocator = SealedAllocator;
@@ -87,17 +90,18 @@ impl Served {
 
     /// Whether a line with `text` was logged, now or soon.
     pub fn logs(&self, text: &str) -> bool {
-        (0..200).any(|_| {
-            let found = self.logs_now(text);
-            if !found {
-                std::thread::sleep(Duration::from_millis(10));
+        let begun = Instant::now();
+        while !self.logs_now(text) {
+            if begun.elapsed() > PATIENCE {
+                return false;
             }
-            found
-        })
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        true
     }
 
     pub fn shutdown(mut self) {
-        let busy = self.server.take().unwrap().shutdown(Duration::from_secs(5));
+        let busy = self.server.take().unwrap().shutdown(PATIENCE);
         assert_eq!(busy, 0, "threads that did not come back");
     }
 }

@@ -108,7 +108,7 @@ mod tests {
         drop(ring);
         let begun = Instant::now();
         while !third.is_quiet() {
-            assert!(begun.elapsed() < Duration::from_secs(10), "the ring is gone and nobody says so");
+            assert!(begun.elapsed() < Duration::from_secs(60), "the ring is gone and nobody says so");
             std::thread::sleep(Duration::from_millis(1));
         }
         assert!(

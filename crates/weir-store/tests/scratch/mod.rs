@@ -32,7 +32,7 @@ impl Directory {
         match mounted {
             Ok(()) => Some(()),
             Err(errno) => {
-                eprintln!("not run: mounting a tmpfs needs root here ({errno})");
+                eprintln!("skipped: mounting a tmpfs needs root here ({errno})");
                 None
             }
         }
@@ -58,7 +58,7 @@ impl Loop {
     pub fn over(file: &Path) -> Option<Self> {
         let output = Command::new("losetup").args(["--find", "--show"]).arg(file).output().expect("losetup");
         if !output.status.success() {
-            eprintln!("not run: losetup: {}", String::from_utf8_lossy(&output.stderr).trim());
+            eprintln!("skipped: losetup: {}", String::from_utf8_lossy(&output.stderr).trim());
             return None;
         }
         Some(Loop(String::from_utf8(output.stdout).expect("a path").trim().into()))
