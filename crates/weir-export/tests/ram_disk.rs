@@ -99,8 +99,8 @@ t\"; chmod 755 d/sh; d/sh -c 'exit 0'; rm -r a d out; mkfifo fifo; rmdir a 2>/de
     let names: Vec<_> = fs::read_dir(&disk.point).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(names.len(), 5, "{names:?}");
     disk.shell("rm -rf ./*");
-    // What is freed is freed in the volume, not only forgotten.
-    assert_eq!(disk.volume.status().stored, 0);
+    // What is freed is freed in the volume, not only forgotten: when the kernel forgets it, a moment later.
+    eventually("pages stay in the volume", || disk.volume.status().stored == 0);
 }
 
 #[test]
@@ -179,7 +179,7 @@ fn a_file_without_a_name_lives_until_it_is_closed_and_its_room_comes_back() {
     eventually("the room does not come back", || {
         rustix::fs::statvfs(&disk.point).unwrap().f_bfree == before.f_bfree
     });
-    assert_eq!(disk.volume.status().stored, 0);
+    eventually("pages stay in the volume", || disk.volume.status().stored == 0);
 }
 
 #[test]

@@ -19,6 +19,8 @@ use weir_store::{Done, Fault, Keep, Lane, Progress, State, Store, StoreUrl, conf
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn url(options: &str) -> VramUrl {
+    // The renderer and the fake driver's threads answer when the machine lets them run.
+    weir_store::vram::set_answer_limit(Duration::from_secs(15));
     let url = format!("vram:lavapipe?size=4MiB&chunk=1MiB{options}");
     match url.parse().expect("a URL") {
         StoreUrl::Vram(url) => url,

@@ -156,7 +156,9 @@ fn survive(scene: &Daemon) {
     let number = |name: &str, default: u64| std::env::var(name).map_or(default, |text| text.parse().unwrap());
     let (kills, seed) = (number("WEIR_KILLS", 5) as usize, number("WEIR_SEED", 20_261_120));
     // A daemon that never served is not followed by another.
+    let begun = Instant::now();
     drop(scene.connect());
+    let start = begun.elapsed();
     let (stop, done) = (AtomicBool::new(false), AtomicU64::new(0));
     let mut stalls = Vec::new();
     thread::scope(|scope| {
@@ -225,10 +227,13 @@ fn survive(scene: &Daemon) {
         stalls.len(),
         done.load(Ordering::Relaxed)
     );
-    // What the machine does besides makes one stall longer; what the keeper does wrong, all of them. At full scale the machine is
-    // a quiet one.
-    let judged = if std::env::var_os("WEIR_KILLS").is_some() { longest } else { stalls[0] };
-    assert!(judged < Duration::from_secs(2), "stalled for {stalls:?}");
+    // At full scale the machine is a quiet one. Else what it does besides makes one stall longer, or the start of any daemon; what
+    // the keeper does wrong makes all of them longer than that.
+    let (judged, limit) = match std::env::var_os("WEIR_KILLS") {
+        Some(_) => (longest, Duration::from_secs(2)),
+        None => (stalls[0], Duration::from_secs(2) + 4 * start),
+    };
+    assert!(judged < limit, "stalled for {stalls:?}, and the first daemon took {start:?} to start");
 }
 
 #[test]

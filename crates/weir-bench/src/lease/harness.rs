@@ -8,6 +8,7 @@ use weir_lease::{BATCH_TOKENS_MAX, Place, SharedCounts, Token};
 
 use super::counters::{RegionCounters, SocketArrays};
 use super::design::{Design, Nothing};
+use super::kernel::KernelXArrays;
 use super::table::Lease;
 use super::xarray::XArrays;
 use super::{DESIGN_BYTES_MAX, Plan};
@@ -68,6 +69,7 @@ pub struct Figures {
     pub shared: Figure,
     pub uncounted: Figure,
     pub xarray: Figure,
+    pub kernel: Figure,
     pub region: Figure,
     /// Absent where it would take more memory than [`DESIGN_BYTES_MAX`].
     pub arrays: Option<Figure>,
@@ -127,6 +129,7 @@ pub fn measure(work: &Workload, rounds: usize, with_arrays: bool) -> Figures {
     let mut shared = Bench::new(work, shares().map(|n| Lease::shared(n, work.outstanding, counts.clone())));
     let mut uncounted = Bench::new(work, shares().map(|n| Lease::uncounted(n, work.outstanding)));
     let mut xarray = Bench::new(work, shares().map(XArrays::new));
+    let mut kernel = Bench::new(work, KernelXArrays::parts(shares(), work.pages));
     let mut region = Bench::new(work, RegionCounters::parts(work.threads, work.pages));
     let mut arrays =
         with_arrays.then(|| Bench::new(work, shares().map(|n| SocketArrays::new(n, work.pages))));
@@ -139,6 +142,7 @@ pub fn measure(work: &Workload, rounds: usize, with_arrays: bool) -> Figures {
                 &mut shared.times,
                 &mut uncounted.times,
                 &mut xarray.times,
+                &mut kernel.times,
                 &mut region.times,
             ] {
                 *times = Runs::default();
@@ -152,6 +156,7 @@ pub fn measure(work: &Workload, rounds: usize, with_arrays: bool) -> Figures {
         shared.round(work);
         uncounted.round(work);
         xarray.round(work);
+        kernel.round(work);
         region.round(work);
         if let Some(arrays) = &mut arrays {
             arrays.round(work);
@@ -164,6 +169,7 @@ pub fn measure(work: &Workload, rounds: usize, with_arrays: bool) -> Figures {
         shared: shared.figure(harness),
         uncounted: uncounted.figure(harness),
         xarray: xarray.figure(harness),
+        kernel: kernel.figure(harness),
         region: region.figure(harness),
         arrays: arrays.map(|arrays| arrays.figure(harness)),
     }

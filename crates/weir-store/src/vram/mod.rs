@@ -43,6 +43,21 @@ pub use store::VramStore;
 use engine::CallError;
 use mapped::VulkanError;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+/// Milliseconds that a card may take for what it was told before it counts as gone: whoever waits for a page must hear in time.
+static ANSWER_MS: AtomicU64 = AtomicU64::new(2000);
+
+pub(crate) fn answer_limit() -> Duration {
+    Duration::from_millis(ANSWER_MS.load(Ordering::Relaxed))
+}
+
+/// For programs that play a card, as tests have them: they work only as far as the machine lets them. For the whole process.
+#[doc(hidden)]
+pub fn set_answer_limit(limit: Duration) {
+    ANSWER_MS.store(limit.as_millis() as u64, Ordering::Relaxed);
+}
 
 /// The vendor's libraries, found at run time; others in their place are how tests inject errors.
 #[derive(Clone, Debug)]

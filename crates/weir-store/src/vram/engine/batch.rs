@@ -6,17 +6,16 @@
 
 use super::driver::{Event, MemLocation, MemcpyAttributes, check};
 use super::{CallError, Context, CudaError, DevicePtr, OwnStream, Pinned};
+use crate::vram::answer_limit;
 use crate::{Done, Fault, Ticket};
 use std::ffi::c_void;
 use std::ptr;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use weir_core::{PAGE_SIZE, PageBytes};
 
 /// Batches that may be under way at once. Two would keep the engine busy; more let small ones overlap.
 const BATCHES: usize = 8;
-/// A batch that takes longer than this has met a card that will not answer.
-const LIMIT: Duration = Duration::from_secs(2);
 /// Polls between two looks at the clock.
 const CLOCK_EVERY: u32 = 4096;
 
@@ -264,7 +263,7 @@ impl BatchLane {
         }
         self.polls = self.polls.wrapping_add(1);
         let late = self.polls.is_multiple_of(CLOCK_EVERY)
-            && batch.begun.is_some_and(|begun| begun.elapsed() > LIMIT);
+            && batch.begun.is_some_and(|begun| begun.elapsed() > answer_limit());
         if !late {
             return None;
         }

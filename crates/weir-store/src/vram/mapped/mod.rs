@@ -14,6 +14,7 @@ pub mod queue;
 
 pub use choice::{Card, Refusal};
 
+use super::answer_limit;
 use ash::vk;
 use std::ffi::CStr;
 use std::fmt;
@@ -282,8 +283,8 @@ impl Clearing {
 
     /// Fills the buffer with zeros and waits for it.
     fn clear(&mut self, gpu: &Device, buffer: vk::Buffer) -> Result<(), VulkanError> {
-        /// Device memory fills at terabytes a second; a card that takes longer than this has hung.
-        const LIMIT_NS: u64 = 2_000_000_000;
+        // Device memory fills at terabytes a second; a card that takes longer has hung.
+        let limit = answer_limit().as_nanos() as u64;
         let (device, commands) = (&gpu.device, [self.commands]);
         // SAFETY: `&mut self` makes this the only user of its command buffer, whose previous submission ended before this
         // one begins; the queue has its turns.
@@ -297,7 +298,7 @@ impl Clearing {
             let turn = gpu.queue_turn.lock().unwrap_or_else(PoisonError::into_inner);
             device.queue_submit(gpu.queue, &submit, self.fence).of("vkQueueSubmit")?;
             drop(turn);
-            device.wait_for_fences(&[self.fence], true, LIMIT_NS).of("vkWaitForFences")?;
+            device.wait_for_fences(&[self.fence], true, limit).of("vkWaitForFences")?;
             device.reset_fences(&[self.fence]).of("vkResetFences")
         }
     }

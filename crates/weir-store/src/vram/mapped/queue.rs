@@ -5,18 +5,17 @@
 //! batch is done when its fence is.
 
 use super::{Allocation, Device, Named, VulkanError};
+use crate::vram::answer_limit;
 use crate::{Done, Fault, Ticket};
 use ash::vk;
 use ash::vk::Handle;
 use std::ptr;
 use std::sync::{Arc, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use weir_core::{PAGE_SIZE, PageBytes};
 
 /// Batches that may be under way at once.
 const BATCHES: usize = 4;
-/// A batch that takes longer than this has met a card that will not answer.
-const LIMIT: Duration = Duration::from_secs(2);
 /// Polls between two looks at the clock.
 const CLOCK_EVERY: u32 = 4096;
 
@@ -262,7 +261,7 @@ impl QueueLane {
         }
         self.polls = self.polls.wrapping_add(1);
         let late = self.polls.is_multiple_of(CLOCK_EVERY)
-            && batch.begun.is_some_and(|begun| begun.elapsed() > LIMIT);
+            && batch.begun.is_some_and(|begun| begun.elapsed() > answer_limit());
         if !late {
             return None;
         }
@@ -284,7 +283,6 @@ fn fault(error: VulkanError) -> Fault {
 
 impl Drop for QueueLane {
     fn drop(&mut self) {
-        const LIMIT_NS: u64 = 2_000_000_000;
         let d = &self.device.device;
         let flying = (self.ended..self.begun).map(|number| &self.batches[(number % BATCHES as u64) as usize]);
         let fences: Vec<vk::Fence> =
@@ -292,7 +290,7 @@ impl Drop for QueueLane {
         // SAFETY: what is in flight is waited for before anything that it uses is destroyed; all was made by this lane.
         unsafe {
             if !fences.is_empty() {
-                let _ = d.wait_for_fences(&fences, true, LIMIT_NS);
+                let _ = d.wait_for_fences(&fences, true, answer_limit().as_nanos() as u64);
             }
             for batch in &self.batches {
                 d.destroy_fence(batch.fence, None);

@@ -25,6 +25,7 @@ mod protocol;
 
 pub use policy::{Policy, Seen, Step};
 
+use super::answer_limit;
 use super::chunks::Hot;
 use super::engine::{CallError, Context, CudaError, DeviceMemory, Kernel, OwnStream, Pinned};
 use super::mapped::Allocation;
@@ -46,8 +47,6 @@ pub const DEPTH_MAX: usize = 256;
 pub const DEVICE_BYTES: u64 = (4096 + LANES * DEPTH_MAX * DESCRIPTOR) as u64;
 /// How long leaving waits for lanes and for the kernel before it gives up.
 const LEAVE_LIMIT: Duration = Duration::from_millis(100);
-/// How long a descriptor may go unserved before the card counts as gone.
-const SERVE_LIMIT: Duration = Duration::from_secs(2);
 /// A lane that was served nothing for so long has been through a time slice of somebody else's. Its own queue is at most 1 ms long.
 const STALL: Duration = Duration::from_millis(3);
 /// Polls without progress between two looks at the clock.
@@ -264,7 +263,7 @@ impl Ring {
                 self.set(ABSENT);
                 return Ok(true);
             }
-            if since.elapsed() > SERVE_LIMIT {
+            if since.elapsed() > answer_limit() {
                 self.context.declare_lost();
                 return Ok(false);
             }
@@ -526,7 +525,7 @@ impl RingLane {
             let stalls = &self.cell().stalls;
             stalls.store(stalls.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
         }
-        if waited > SERVE_LIMIT || self.ring.context.is_lost() {
+        if waited > answer_limit() || self.ring.context.is_lost() {
             // The card may still write into the staging pages at any time: this lane never uses them again.
             self.dead = true;
             self.ring.context.declare_lost();
