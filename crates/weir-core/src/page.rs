@@ -77,33 +77,31 @@ fn mix(page: u32, generation: u32) -> u32 {
     (z ^ (z >> 31)) as u32
 }
 
-/// Starts to bring a page into the second-level cache, and returns at once. The processor's own prefetchers stop
-/// at page boundaries; for pages that lie apart this overlaps the misses of one with the work on another.
+/// Starts to bring a page into the second-level cache, and returns at once. For whoever will go through the page from its
+/// head two pages later: a quarter of it is asked for, and the processor's own prefetchers, which stop at page boundaries,
+/// bring the rest. Asking for all of it keeps the processor waiting for its own requests: 380 ns a page out of memory on
+/// the test host, 335 without any prefetch, 220 so.
 #[inline]
 pub fn prefetch(page: &PageBytes) {
+    prefetch_lines(page, 16);
+}
+
+/// The same with less of the page: enough to have its address translated and the processor's own prefetchers begin.
+#[inline]
+pub fn prefetch_head(page: &PageBytes) {
+    prefetch_lines(page, 4);
+}
+
+#[inline]
+fn prefetch_lines(page: &PageBytes, lines: usize) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
-    for line in page.chunks_exact(64) {
+    for line in page.chunks_exact(64).take(lines) {
         use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
         // SAFETY: a hint; it reads nothing that the program could see, and SSE is in every x86-64.
         unsafe { _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast()) };
     }
     #[cfg(not(all(target_arch = "x86_64", not(miri))))]
-    let _ = page;
-}
-
-/// Starts to bring the head of a page near, and returns at once: enough to have its address translated and the
-/// processor's own prefetchers begin, which then read the rest. For whoever will go through the page from its head
-/// two pages later: fetching all of it by hand keeps the processor waiting for its own requests.
-#[inline]
-pub fn prefetch_head(page: &PageBytes) {
-    #[cfg(all(target_arch = "x86_64", not(miri)))]
-    for line in page.chunks_exact(64).take(4) {
-        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-        // SAFETY: as in `prefetch`.
-        unsafe { _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast()) };
-    }
-    #[cfg(not(all(target_arch = "x86_64", not(miri))))]
-    let _ = page;
+    let _ = (page, lines);
 }
 
 /// Starts to bring one value near, and returns at once.
@@ -112,7 +110,7 @@ pub fn prefetch_value<T>(value: &T) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: as in `prefetch`.
+        // SAFETY: as in `prefetch_lines`.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(value).cast()) };
     }
     #[cfg(not(all(target_arch = "x86_64", not(miri))))]

@@ -161,6 +161,19 @@ impl Lane for HostLane {
         }))
     }
 
+    fn writes_past_caches(&self) -> bool {
+        true
+    }
+
+    fn write_past_caches(&mut self, slot: Slot, page: &PageBytes) -> Result<(), Fault> {
+        // SAFETY: as in `write`; a slot is aligned to pages.
+        self.0.at(slot).map(|at| unsafe { copy::page_past_caches(at, page) })
+    }
+
+    fn settle(&mut self) {
+        copy::settle();
+    }
+
     fn prepare(&self, slot: Slot) {
         if let Ok(at) = self.0.at(slot) {
             copy::prefetch_for_write(at);

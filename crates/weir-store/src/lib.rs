@@ -205,6 +205,23 @@ pub trait Lane: Send {
     /// nothing to the slot.
     fn prepare(&self, _slot: Slot) {}
 
+    /// Whether the store has [`write_past_caches`](Lane::write_past_caches).
+    fn writes_past_caches(&self) -> bool {
+        false
+    }
+
+    /// Writes a page into a slot at once and past the caches, in no order: others see it after [`settle`](Lane::settle). For
+    /// long runs of pages.
+    ///
+    /// # Errors
+    /// As a completed [`write`](Lane::write); `Unsupported` where the store has no such way.
+    fn write_past_caches(&mut self, _slot: Slot, _page: &PageBytes) -> Result<(), Fault> {
+        Err(Fault::Unsupported)
+    }
+
+    /// Waits until what was [written past the caches](Lane::write_past_caches) is there for everybody.
+    fn settle(&mut self) {}
+
     /// Starts everything queued since the last call.
     fn submit(&mut self) {}
 

@@ -30,8 +30,8 @@ const SAMPLE_EVERY: u32 = 16;
 /// that finds nothing in flight is one batch: slots freed meanwhile, by any lane, may not be reused before it ends.
 /// So end batches, by `submit`, before waiting for anything.
 pub struct Lane {
-    volume: Arc<Volume>,
-    seat: usize,
+    pub(crate) volume: Arc<Volume>,
+    pub(crate) seat: usize,
     pub(crate) stores: Box<[StoreLane]>,
     /// Operations at slow stores; the index is the store's ticket.
     ops: Box<[Op]>,
@@ -53,7 +53,7 @@ pub struct Lane {
     safe: u64,
     claims_since_safe: u32,
     /// The store that the last slot was claimed in.
-    taker: usize,
+    pub(crate) taker: usize,
     until_sample: u32,
 }
 
@@ -117,7 +117,8 @@ pub enum View<'a> {
     Fault(Fault),
 }
 
-/// Keeps what [`view`](Guard::view) shows in place, for as long as it lives. Not to be held while waiting.
+/// Keeps what [`view`](Guard::view) shows in place, for as long as it lives. It holds back every slot that is
+/// freed meanwhile, so not for longer than a millisecond or two.
 pub struct Guard<'a> {
     pub(crate) lane: &'a mut Lane,
     /// When it began, where it is one of those that are timed.
@@ -420,7 +421,7 @@ impl Lane {
 
     /// Pins this lane; moves the pin on where nothing holds it, so that a long batch does not keep its own freed slots.
     #[inline]
-    fn enter(&mut self) {
+    pub(crate) fn enter(&mut self) {
         self.looking.enter(&self.volume.epochs, self.seat);
     }
 
@@ -429,12 +430,23 @@ impl Lane {
         self.looking.leave(&self.volume.epochs, self.seat);
     }
 
+    /// Counts `pages` pages written together since `started`, if that is timed; each took its share.
+    pub(crate) fn count_writes(&self, pages: u64, started: Option<Instant>) {
+        let metrics = self.metrics();
+        metrics.writes.add(pages);
+        if let Some(started) = started
+            && pages > 0
+        {
+            metrics.write_latencies.record(started.elapsed() / pages as u32, 1);
+        }
+    }
+
     pub(crate) fn metrics(&self) -> &LaneMetrics {
         self.volume.seat(self.seat)
     }
 
     #[inline]
-    fn sample(&mut self) -> Option<Instant> {
+    pub(crate) fn sample(&mut self) -> Option<Instant> {
         if self.until_sample == 0 {
             self.until_sample = SAMPLE_EVERY;
         }
@@ -480,6 +492,11 @@ impl Lane {
             // With operations under way this lane itself may be what holds slots back: they must be polled first.
             return (if self.under_way > 0 { Written::Full } else { Written::Failed(Fault::Full) }, was);
         };
+        // The next write will most likely go there, and writing memory that is far away takes longer than all the rest of a
+        // write.
+        if let Some(next) = self.stores[store].hints.first() {
+            self.stores[store].lane.prepare(next);
+        }
         let entry = Entry::new(Place::Stored { store, slot }, was.next_generation());
         let checksum = Checksum::of(bytes, page, entry.generation());
         // The record may be complete before the content is: until the map names the slot, nobody looks.
@@ -507,7 +524,7 @@ impl Lane {
     ///
     /// Every write of a page counts its generation on by one, also when several lanes write it at once, so that no entry of a
     /// page ever comes back (before 2^26 writes) and `condition` means what it says.
-    fn publish(&mut self, page: PageNo, mut entry: Entry, condition: Option<Entry>) -> bool {
+    pub(crate) fn publish(&mut self, page: PageNo, mut entry: Entry, condition: Option<Entry>) -> bool {
         let map = &self.volume.map;
         let old = match condition {
             Some(was) if map.replace(page, was, entry) => was,
@@ -544,7 +561,7 @@ impl Lane {
     }
 
     /// Frees the slot of an entry that was never published.
-    fn unclaim(&self, entry: Entry) {
+    pub(crate) fn unclaim(&self, entry: Entry) {
         if let Place::Stored { store, slot } = entry.place() {
             self.volume.tiers[store].records.retire(slot, 0);
         }
@@ -584,7 +601,7 @@ impl Lane {
     }
 
     /// A store that is draining is asked last: its slots are part of what the volume promised.
-    fn claim_now(&mut self, page: PageNo) -> Option<(usize, Slot)> {
+    pub(crate) fn claim_now(&mut self, page: PageNo) -> Option<(usize, Slot)> {
         self.claims_since_safe += 1;
         let found = self.claim_in(page, State::Online);
         if found.is_some() || self.reach < self.stores.len() {
@@ -610,11 +627,6 @@ impl Lane {
             {
                 store.hints.pop();
                 self.taker = at;
-                // The next write will most likely go there, and writing memory that is far away takes longer than all
-                // the rest of a write.
-                if let Some(next) = store.hints.first() {
-                    store.lane.prepare(next);
-                }
                 return Some((at, slot));
             }
             if let Some(slot) = tier.records.claim(&mut store.cursor, page, self.safe) {
@@ -820,11 +832,14 @@ impl Guard<'_> {
         }
     }
 
-    /// Says that [`view`](Guard::view) of the page will follow: starts to bring it nearer to the processor.
+    /// Says that [`view`](Guard::view) of this page will follow that of one or two others: brings its record and its head
+    /// near.
     #[inline]
     pub fn prefetch(&self, page: PageNo) {
-        if let Place::Stored { store, slot } = self.lane.volume.locate(page).entry.place() {
-            // SAFETY: as in `view`.
+        let volume = &self.lane.volume;
+        if let Place::Stored { store, slot } = volume.map.load(page).place() {
+            volume.tiers[store].records.prefetch(slot);
+            // SAFETY: the map names the slot and this lane is pinned, as in `view`.
             if let Some(bytes) = unsafe { self.lane.stores[store].lane.view(slot) } {
                 weir_core::prefetch(bytes);
             }
@@ -852,7 +867,7 @@ impl Drop for Guard<'_> {
 }
 
 impl Volume {
-    fn seat(&self, seat: usize) -> &LaneMetrics {
+    pub(crate) fn seat(&self, seat: usize) -> &LaneMetrics {
         &self.lanes[seat].metrics
     }
 

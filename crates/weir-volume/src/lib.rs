@@ -43,6 +43,7 @@ mod map;
 mod quarantine;
 mod records;
 mod recover;
+mod run;
 mod status;
 mod sync;
 

@@ -45,6 +45,16 @@ fn write(lane: &mut Lane, page: u32, bytes: &PageBytes) {
     assert_eq!(done, Progress::Done(Ok(())));
 }
 
+/// As a front end does it: together what can be written together, and the rest one by one. Returns how many were written
+/// together.
+fn write_run(lane: &mut Lane, first: u32, pages: &[PageBytes]) -> usize {
+    let done = lane.write_run(PageNo(first), pages);
+    for (page, bytes) in (first..).zip(pages).skip(done) {
+        write(lane, page, bytes);
+    }
+    done
+}
+
 fn read(lane: &mut Lane, page: u32) -> PageBytes {
     let mut bytes = [0xee; PAGE_SIZE];
     assert_eq!(lane.read(0, PageNo(page), &mut bytes), Progress::Done(Ok(())));
@@ -55,6 +65,7 @@ fn read(lane: &mut Lane, page: u32) -> PageBytes {
 enum Action {
     Write { page: u32, seed: u8 },
     Uniform { page: u32, value: u32 },
+    Run { page: u32, seeds: Vec<u8> },
     Part { page: u32, offset: usize, len: usize, seed: u8 },
     Discard { page: u32, count: u32 },
     Zero { page: u32, count: u32 },
@@ -69,6 +80,8 @@ fn action() -> impl Strategy<Value = Action> {
     prop_oneof![
         4 => (page.clone(), any::<u8>()).prop_map(|(page, seed)| Action::Write { page, seed }),
         1 => (page.clone(), any::<u32>()).prop_map(|(page, value)| Action::Uniform { page, value }),
+        2 => (page.clone(), prop::collection::vec(any::<u8>(), 1..PAGES as usize))
+            .prop_map(|(page, seeds)| Action::Run { page: page.min(PAGES - seeds.len() as u32), seeds }),
         2 => (page.clone(), 0..PAGE_SIZE, 1..PAGE_SIZE, any::<u8>())
             .prop_map(|(page, offset, len, seed)| Action::Part { page, offset, len: len.min(PAGE_SIZE - offset), seed }),
         1 => (page.clone(), 1..8u32).prop_map(|(page, count)| Action::Discard { page, count: count.min(PAGES - page) }),
@@ -97,6 +110,13 @@ proptest! {
                     bytes.chunks_exact_mut(4).for_each(|word| word.copy_from_slice(&value.to_ne_bytes()));
                     write(lane, page, &bytes);
                     model.insert(page, bytes);
+                }
+                Action::Run { page, seeds } => {
+                    // Some of one value, which take no slot.
+                    let bytes = |seed: u8| if seed < 50 { [seed; PAGE_SIZE] } else { stamped(page, seed.into()) };
+                    let run: Vec<PageBytes> = seeds.iter().map(|seed| bytes(*seed)).collect();
+                    write_run(lane, page, &run);
+                    model.extend((page..).zip(run));
                 }
                 Action::Part { page, offset, len, seed } => {
                     let patch = vec![seed; len];
@@ -164,6 +184,53 @@ fn a_full_volume_can_be_overwritten_for_ever_from_every_lane() {
         (u64::from(pages), pages),
         "no slot leaked, none freed twice"
     );
+}
+
+#[test]
+fn runs_from_every_lane_overwrite_a_full_volume_and_readers_see_only_whole_pages_of_them() {
+    let (length, threads) = (if cfg!(miri) { 4 } else { 48u32 }, 3);
+    let volume = volume(length * threads, 2 * threads as usize);
+    let rounds = if cfg!(miri) { 3 } else { 300 };
+    let together = std::sync::atomic::AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        for first in (0..threads).map(|thread| thread * length) {
+            let (writing, reading, together) = (Arc::clone(&volume), Arc::clone(&volume), &together);
+            scope.spawn(move || {
+                let mut lane = writing.lane().unwrap();
+                for round in 1..rounds {
+                    let run: Vec<_> = (first..first + length).map(|page| stamped(page, round)).collect();
+                    together
+                        .fetch_add(write_run(&mut lane, first, &run), std::sync::atomic::Ordering::Relaxed);
+                    lane.submit();
+                }
+            });
+            scope.spawn(move || {
+                let mut lane = reading.lane().unwrap();
+                let mut newest = vec![0; length as usize];
+                for at in 0..length * rounds {
+                    let page = first + at % length;
+                    let bytes = read(&mut lane, page);
+                    lane.submit();
+                    if bytes == [0; PAGE_SIZE] && newest[(at % length) as usize] == 0 {
+                        continue; // not written yet
+                    }
+                    let (found, generation) = stamp(&bytes);
+                    assert_eq!(found, page);
+                    assert!(generation >= newest[(at % length) as usize], "page {page} went back in time");
+                    newest[(at % length) as usize] = generation;
+                }
+            });
+        }
+    });
+    let status = volume.status();
+    let pages = u64::from(length * threads);
+    assert_eq!(
+        (status.stored, u64::from(status.stores[0].used)),
+        (pages, pages),
+        "no slot leaked, none freed twice"
+    );
+    assert_eq!((status.corrupt, status.writes), (0, pages * u64::from(rounds - 1)));
+    assert!(together.into_inner() > 0, "some were written together");
 }
 
 #[test]

@@ -78,8 +78,8 @@ impl Ranges {
                     None | Some(View::Fill(0)) => &ZEROS,
                     Some(View::Fill(_) | View::Elsewhere | View::Fault(_)) => break,
                 };
-                if let Some(Some(next)) = (at + 1 < span).then(|| place(at + 1)) {
-                    guard.prefetch(next);
+                if let Some(Some(ahead)) = (at + 2 < span).then(|| place(at + 2)) {
+                    guard.prefetch(ahead);
                 }
                 slices[1 + at] = IoSlice::new(&bytes[part(at, within, length)]);
                 found += 1;

@@ -22,14 +22,20 @@ use rustix::net::RecvFlags;
 use std::fmt;
 use std::io;
 use std::os::fd::BorrowedFd;
+use std::time::Duration;
 use weir_core::{PAGE_SIZE, PageNo};
 use weir_store::Progress;
 use weir_volume::{Guard, Lane, View};
 
 /// What one `recv` takes at most: a queue depth of 16 with 16 KiB each; larger payloads stream through it.
 const INPUT_BYTES: usize = 256 << 10;
-/// Payload of one `sendmsg`. What the socket does not take at once is copied, so this bounds that buffer too.
-const ROUND_BYTES: usize = CHUNK_MAX as usize;
+/// Payload of one `sendmsg`, and the longest piece of a read that is proven intact and sent at once from where it lies:
+/// it stays in the second-level cache from the one to the other. What the client does not take is copied, so
+/// this bounds that buffer too.
+const PIECE_MAX: u32 = 512 << 10;
+/// How long pages may be kept in place while the client takes them; what it has not taken by then is copied. A client that reads
+/// has room for more within microseconds.
+const PINNED_WAIT: Duration = Duration::from_millis(1);
 /// Room for the headers of one round and for acknowledgements that wait for it.
 const HEADS_BYTES: usize = 32 << 10;
 /// The longest header with its slack.
@@ -155,7 +161,7 @@ impl Worker {
                 reads: Vec::with_capacity(READS_MAX),
                 acks: Vec::with_capacity(HEADS_BYTES),
                 heads: Buffer::new(HEADS_BYTES)?,
-                rest: Buffer::new(ROUND_BYTES + 2 * HEADS_BYTES)?,
+                rest: Buffer::new(PIECE_MAX as usize + 2 * HEADS_BYTES)?,
                 write: None,
             },
         })
@@ -331,7 +337,7 @@ impl Connection<'_> {
                 if self.desk.reads.len() == READS_MAX {
                     self.answer_reads()?;
                 }
-                let apart = !self.rules.structured && request.length > CHUNK_MAX;
+                let apart = !self.rules.structured && request.length > PIECE_MAX;
                 self.desk.reads.push(Read { request, done: 0, apart });
                 Ok(())
             }
@@ -361,7 +367,8 @@ impl Connection<'_> {
             let within = (payload.offset % PAGE_SIZE as u64) as usize;
             let (pages, part) = payload.bytes.as_chunks::<PAGE_SIZE>();
             if within == 0 && part.is_empty() {
-                for (page, number) in pages.iter().zip(first..) {
+                let done = self.desk.lane.write_run(PageNo(first), pages);
+                for (page, number) in pages.iter().zip(first..).skip(done) {
                     self.write_with(&mut write, |lane, ticket| lane.write(ticket, PageNo(number), page))?;
                 }
             } else {
@@ -571,23 +578,24 @@ impl Connection<'_> {
         }
         let (mut payload, mut faults) = (0, 0);
         while at < reads.len() {
-            let next = reads.get(at + 1).map(|next| PageNo((next.request.offset / PAGE_SIZE as u64) as u32));
+            let ahead =
+                reads.get(at + 2).map(|ahead| PageNo((ahead.request.offset / PAGE_SIZE as u64) as u32));
             let read = &mut reads[at];
             if read.apart {
                 at += 1;
                 continue;
             }
-            let length = (read.request.length - read.done).min(CHUNK_MAX);
-            let fits = payload == 0 || payload + length as usize <= ROUND_BYTES;
-            if !fits || slices.room() < SPAN_MAX + 1 || heads.len() < HEAD_MAX {
+            let length = (read.request.length - read.done).min(PIECE_MAX);
+            let fits = payload == 0 || payload + length <= PIECE_MAX;
+            if !fits || slices.room() < span(length) + 1 || heads.len() < HEAD_MAX {
                 break;
             }
-            if let Some(next) = next {
-                guard.prefetch(next);
+            if let Some(ahead) = ahead {
+                guard.prefetch(ahead);
             }
             match compose(&guard, read, length, self.rules.structured, &mut heads, &mut slices) {
                 Composed::Answered => {
-                    payload += length as usize;
+                    payload += length;
                     read.done += length;
                     at += usize::from(read.done == read.request.length);
                 }
@@ -598,8 +606,8 @@ impl Connection<'_> {
                 }
             }
         }
-        guard.count_reads(payload.div_ceil(PAGE_SIZE) as u64, faults);
-        let left = slices.send_or_copy(self.socket, rest);
+        guard.count_reads(u64::from(payload.div_ceil(PAGE_SIZE as u32)), faults);
+        let left = slices.send_or_copy(self.socket, rest, PINNED_WAIT);
         drop(guard);
         acks.clear();
         self.counters.errors.add(faults);
@@ -704,7 +712,7 @@ impl Connection<'_> {
         let mut left = Ok(0);
         if send && matches!(found, Found::Bytes { .. }) {
             guard.count_reads(u64::from(length.div_ceil(PAGE_SIZE as u32)), 0);
-            left = slices.send_or_copy(self.socket, rest);
+            left = slices.send_or_copy(self.socket, rest, PINNED_WAIT);
         }
         drop(guard);
         match found {
@@ -897,8 +905,8 @@ fn view_range<'a>(guard: &'a Guard<'_>, offset: u64, length: u32, slices: &mut S
         let page = at / PAGE_SIZE as u64;
         let next = end.min((page + 1) * PAGE_SIZE as u64);
         let within = (at % PAGE_SIZE as u64) as usize;
-        if next < end {
-            guard.prefetch(PageNo(page as u32 + 1));
+        if next + (PAGE_SIZE as u64) < end {
+            guard.prefetch(PageNo(page as u32 + 2));
         }
         let bytes = match guard.view(PageNo(page as u32)) {
             View::Bytes(bytes) => {
@@ -924,6 +932,11 @@ fn push_pages<'a>(flight: &'a Flight, index: u16, offset: u64, length: u32, slic
         slices.push(&flight.page(number)[within..within + take]);
         at += take as u64;
     }
+}
+
+/// Pages that a range of `length` bytes touches, wherever it begins.
+fn span(length: u32) -> usize {
+    length as usize / PAGE_SIZE + 2
 }
 
 /// The pages that a range covers completely; empty, with its ends anywhere, where there is none.

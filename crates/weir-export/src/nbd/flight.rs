@@ -11,7 +11,7 @@ use std::io;
 use weir_core::{PAGE_SIZE, PageBytes};
 use weir_store::{Done, Fault, Ticket};
 
-/// The longest piece of a read that is answered at once.
+/// The longest piece of a read that slow stores fetch at once.
 pub(super) const CHUNK_MAX: u32 = 256 << 10;
 /// Pages that such a piece touches when it is not aligned.
 pub(super) const SPAN_MAX: usize = CHUNK_MAX as usize / PAGE_SIZE + 1;

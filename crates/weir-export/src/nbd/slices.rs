@@ -1,10 +1,12 @@
 //! A bounded list of byte slices, gathered for one `sendmsg`.
 
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{SendAncillaryBuffer, SendFlags};
 use std::io::IoSlice;
 use std::os::fd::BorrowedFd;
+use std::time::{Duration, Instant};
 
-/// Slices of one `sendmsg`; the kernel takes 1024. Enough for three chunks of 256 KiB, and cheap to set up.
+/// Slices of one `sendmsg`; the kernel takes 1024. Enough for a piece of a read and many short ones, and cheap to set up.
 pub(super) const SLICES_MAX: usize = 256;
 
 /// What one `sendmsg` will send.
@@ -53,29 +55,41 @@ impl<'a> Slices<'a> {
         (self.len, self.bytes) = mark;
     }
 
-    /// Sends as much as the socket takes at once, and copies the rest to the front of `rest`, which is large
+    /// Sends what the client takes within `patience`, and copies the rest to the front of `rest`, which is large
     /// enough. Returns the rest's length.
     ///
     /// # Errors
     /// When the connection is broken.
-    pub fn send_or_copy(&self, socket: BorrowedFd<'_>, rest: &mut [u8]) -> rustix::io::Result<usize> {
-        if self.bytes == 0 {
-            return Ok(0);
+    pub fn send_or_copy(
+        &mut self,
+        socket: BorrowedFd<'_>,
+        rest: &mut [u8],
+        patience: Duration,
+    ) -> rustix::io::Result<usize> {
+        let mut list = &mut self.list[..self.len];
+        let mut deadline = None;
+        while self.bytes > 0 {
+            let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+            match rustix::net::sendmsg(socket, list, &mut SendAncillaryBuffer::default(), flags) {
+                Ok(sent) => {
+                    self.bytes -= sent;
+                    IoSlice::advance_slices(&mut list, sent);
+                }
+                Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => {}
+                Err(errno) => return Err(errno),
+            }
+            if self.bytes > 0
+                && !wait_for_room(socket, *deadline.get_or_insert_with(|| Instant::now() + patience))?
+            {
+                break;
+            }
         }
-        let list = &self.list[..self.len];
-        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-        let mut sent = match rustix::net::sendmsg(socket, list, &mut SendAncillaryBuffer::default(), flags) {
-            Ok(sent) => sent,
-            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => 0,
-            Err(errno) => return Err(errno),
-        };
         let mut copied = 0;
-        for slice in list {
-            let skip = sent.min(slice.len());
-            sent -= skip;
-            let left = &slice[skip..];
-            rest[copied..copied + left.len()].copy_from_slice(left);
-            copied += left.len();
+        if self.bytes > 0 {
+            for slice in list {
+                rest[copied..copied + slice.len()].copy_from_slice(slice);
+                copied += slice.len();
+            }
         }
         Ok(copied)
     }
@@ -98,6 +112,17 @@ impl<'a> Slices<'a> {
             }
         }
         Ok(())
+    }
+}
+
+/// Sleeps until the socket has room or the deadline has passed; returns whether it has.
+fn wait_for_room(socket: BorrowedFd<'_>, deadline: Instant) -> rustix::io::Result<bool> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+    match rustix::event::poll(&mut [PollFd::from_borrowed_fd(socket, PollFlags::OUT)], Some(&timeout)) {
+        Ok(ready) => Ok(ready > 0),
+        Err(rustix::io::Errno::INTR) => Ok(true),
+        Err(errno) => Err(errno),
     }
 }
 

@@ -32,6 +32,36 @@ pub fn a_lane_has_room_for_its_depth(store: &dyn Store) {
     }
 }
 
+/// What a lane has written past the caches every lane reads once it has settled, from any thread; a store without that way
+/// refuses it, and writes nothing.
+pub fn pages_written_past_the_caches_are_there_once_settled(store: &dyn Store) {
+    let mut writer = store.lane(4).expect("a lane");
+    let slots: Vec<Slot> = (0..64.min(store.slots())).rev().map(Slot).collect();
+    for slot in &slots {
+        let mut reader = Watched::open(store, 4);
+        assert_eq!(reader.write_now(*slot, &content(*slot, 1)), Ok(()));
+    }
+    let possible = writer.writes_past_caches();
+    for serial in 2..6 {
+        for slot in &slots {
+            let wanted = if possible { Ok(()) } else { Err(Fault::Unsupported) };
+            assert_eq!(writer.write_past_caches(*slot, &content(*slot, serial)), wanted);
+        }
+        writer.settle();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut reader = Watched::open(store, 4);
+                let expected = if possible { serial } else { 1 };
+                for slot in &slots {
+                    let page = reader.read_now(*slot).expect("a written slot reads");
+                    assert_eq!(*page, content(*slot, expected), "slot {slot:?} holds {}", label(&page));
+                }
+            });
+        });
+    }
+    assert!(writer.write_past_caches(Slot(store.slots()), &content(Slot(0), 1)).is_err());
+}
+
 /// Operations in flight have no effect on a later lane once their own is dropped.
 pub fn a_lane_may_be_dropped_with_operations_in_flight(store: &dyn Store) {
     for serial in 1..20 {

@@ -20,7 +20,8 @@ mod interleaving;
 pub use claims::{
     a_lane_has_room_for_its_depth, a_lane_may_be_dropped_with_operations_in_flight,
     a_lane_may_move_to_another_thread, a_released_chunk_faults_and_comes_back_empty,
-    a_slot_outside_the_store_is_a_fault, threads_with_lanes_of_their_own_do_not_disturb_one_another,
+    a_slot_outside_the_store_is_a_fault, pages_written_past_the_caches_are_there_once_settled,
+    threads_with_lanes_of_their_own_do_not_disturb_one_another,
     waiting_on_the_wake_fd_finds_every_completion,
 };
 pub use content::content;
@@ -39,6 +40,7 @@ macro_rules! conformance {
                 a_lane_may_move_to_another_thread,
                 a_released_chunk_faults_and_comes_back_empty,
                 a_slot_outside_the_store_is_a_fault,
+                pages_written_past_the_caches_are_there_once_settled,
                 threads_with_lanes_of_their_own_do_not_disturb_one_another,
                 waiting_on_the_wake_fd_finds_every_completion,
             );

@@ -1,0 +1,80 @@
+//! Many pages in a row, written at once.
+//!
+//! Written one by one, each page's publication waits until the page has arrived in memory that is far away. So a
+//! group of pages gets all its slots first, then all its content, past the caches, then waits once, and is published.
+
+use crate::entry::{Entry, Place};
+use crate::lane::Lane;
+use crate::records::Occupant;
+use weir_core::{Checksum, PageBytes, PageNo, uniform_value};
+
+/// Pages of a group: enough to make the wait cheap, and few beside the slots that a lane remembers having freed.
+const GROUP: usize = 16;
+/// Fewer pages than this are as well written one by one.
+pub(crate) const LEAST: usize = 4;
+
+impl Lane {
+    /// Writes as many of `pages`, from the first on, as can be written at once, to `first` and those after it; returns how
+    /// many. The others are for [`write`](Lane::write), which knows how to wait, to queue and to fail.
+    pub fn write_run(&mut self, first: PageNo, pages: &[PageBytes]) -> usize {
+        let mut done = 0;
+        // Most likely the store that will take them; a wrong guess costs one claim.
+        if !self.stores[self.taker].lane.writes_past_caches() {
+            return 0;
+        }
+        while pages.len() - done >= LEAST {
+            let group = &pages[done..pages.len().min(done + GROUP)];
+            let written = self.write_group(PageNo(first.0 + done as u32), group);
+            done += written;
+            if written < group.len() {
+                break;
+            }
+        }
+        done
+    }
+
+    fn write_group(&mut self, first: PageNo, pages: &[PageBytes]) -> usize {
+        self.enter();
+        let started = self.sample();
+        let numbered = || pages.iter().zip((first.0..).map(PageNo));
+        let mut entries = [Entry::default(); GROUP];
+        let mut claimed = 0;
+        for (bytes, page) in numbered() {
+            // Never waiting for a slot while holding some: others might wait for these.
+            let place = match uniform_value(bytes) {
+                Some(value) => Some(Place::Fill(value)),
+                None => self.claim_now(page).map(|(store, slot)| Place::Stored { store, slot }),
+            };
+            let Some(place) = place else { break };
+            entries[claimed] = Entry::new(place, self.volume.map.load(page).next_generation());
+            claimed += 1;
+            if let Place::Stored { store, .. } = place
+                && !self.stores[store].lane.writes_past_caches()
+            {
+                break;
+            }
+        }
+        let mut written = 0;
+        for (entry, (bytes, page)) in entries[..claimed].iter().zip(numbered()) {
+            if let Place::Stored { store, slot } = entry.place() {
+                if self.stores[store].lane.write_past_caches(slot, bytes).is_err() {
+                    break;
+                }
+                let checksum = Checksum::of(bytes, page, entry.generation());
+                self.volume.tiers[store].records.fill_in(slot, Occupant { page, checksum });
+            }
+            written += 1;
+        }
+        for store in &mut self.stores {
+            store.lane.settle();
+        }
+        for (entry, (_, page)) in entries[..written].iter().zip(numbered()) {
+            self.publish(page, *entry, None);
+        }
+        for entry in &entries[written..claimed] {
+            self.unclaim(*entry);
+        }
+        self.count_writes(written as u64, started);
+        written
+    }
+}
