@@ -33,7 +33,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         2 => (0u32..260).prop_map(Step::Open),
         1 => at.clone().prop_map(Step::Close),
         12 => (at.clone(), 0u8..3, 0u32..6, 0u8..66).prop_map(|(c, r, p, f)| Step::Take(c, r, p, f)),
-        3 => (at.clone(), 1u32..150).prop_map(|(c, n)| Step::TakeMany(c, n)),
+        3 => (at.clone(), 1u32..if cfg!(miri) { 70 } else { 150 }).prop_map(|(c, n)| Step::TakeMany(c, n)),
         8 => (at.clone(), at.clone()).prop_map(|(c, n)| Step::Give(c, n)),
         4 => (at.clone(), at.clone(), 0u32..100).prop_map(|(c, n, count)| Step::GiveRange(c, n, count)),
         2 => (at.clone(), at.clone()).prop_map(|(c, n)| Step::GiveOthers(c, n)),
@@ -41,13 +41,13 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         1 => (at, any::<u32>()).prop_map(|(c, n)| Step::GiveAny(c, n)),
         1 => Just(Step::Recover),
     ];
-    prop::collection::vec(step, 0..if cfg!(miri) { 40 } else { 200 })
+    prop::collection::vec(step, 0..if cfg!(miri) { 16 } else { 200 })
 }
 
 /// Cases a test runs: Miri is a thousand times slower.
 fn cases() -> ProptestConfig {
     ProptestConfig {
-        cases: if cfg!(miri) { 4 } else { 512 },
+        cases: if cfg!(miri) { 2 } else { 512 },
         failure_persistence: None,
         ..ProptestConfig::default()
     }

@@ -125,4 +125,42 @@ mod loom_tests {
             reader.join().unwrap();
         });
     }
+
+    #[test]
+    fn loom_a_pin_that_moves_on_still_holds_back_what_was_found_since_it_looked() {
+        // A lane with reads under way without end: what it found before it looked it has read, what it finds since it has not.
+        loom::model(|| {
+            let epochs = Arc::new(Epochs::new(1));
+            let map = Arc::new(AtomicU64::new(1));
+            let content = Arc::new(AtomicU64::new(11));
+            let reader = {
+                let (epochs, map, content) = (Arc::clone(&epochs), Arc::clone(&map), Arc::clone(&content));
+                thread::spawn(move || {
+                    epochs.pin(0);
+                    let before = map.load(Ordering::Acquire);
+                    let epoch = epochs.look();
+                    let since = map.load(Ordering::Acquire);
+                    if before == 1 {
+                        assert_eq!(
+                            content.load(Ordering::Relaxed),
+                            11,
+                            "reused under the read that was under way"
+                        );
+                    }
+                    epochs.move_on(0, epoch);
+                    if since == 1 {
+                        assert_eq!(content.load(Ordering::Relaxed), 11, "reused under the read begun since");
+                    }
+                    epochs.unpin(0);
+                })
+            };
+            map.swap(2, Ordering::SeqCst);
+            let retired = epochs.now();
+            // The writer tries again and again: here, twice.
+            if retired < epochs.safe() || retired < epochs.safe() {
+                content.store(99, Ordering::Relaxed);
+            }
+            reader.join().unwrap();
+        });
+    }
 }
