@@ -5,6 +5,7 @@
 
 pub mod buffer;
 pub mod fuse;
+pub mod latency;
 pub mod log;
 pub mod loop_device;
 pub mod nbd;

@@ -172,6 +172,10 @@ pub struct ServeOptions {
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=1_000_000))]
     pub spin_us: u32,
 
+    /// While requests come in bursts, keep the machine's processors out of deep sleep (/dev/cpu_dma_latency). Costs power then.
+    #[arg(long)]
+    pub cpu_latency: bool,
+
     /// Serve TCP under TLS, with server-cert.pem and server-key.pem of this directory; if it has a ca-cert.pem,
     /// clients must show a certificate that it has signed. Not for swap.
     #[arg(long, value_name = "DIRECTORY", conflicts_with = "insecure")]

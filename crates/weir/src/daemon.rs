@@ -4,7 +4,7 @@
 use crate::attach::{Attachment, Attachments, NOTE};
 use crate::cli::ServeOptions;
 use crate::control::{
-    Io, Moved, Progress, Protection, SCHEMA, Service, Status, Store, Volume as VolumeCounts,
+    CpuLatency, Io, Moved, Progress, Protection, SCHEMA, Service, Status, Store, Volume as VolumeCounts,
 };
 use crate::failure::Failure;
 use crate::keeper::{Held, Link};
@@ -15,7 +15,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use weir_core::seal;
 use weir_core::swap_safety::Protections;
-use weir_export::log::Log;
+use weir_export::latency;
+use weir_export::log::{Level, Log};
 use weir_store::StoreUrl;
 use weir_volume::Volume;
 
@@ -72,6 +73,17 @@ impl Daemon {
             fit_for_swap(&volume)?;
         }
 
+        if options.cpu_latency
+            && let Err(error) = latency::hold_in_bursts()
+        {
+            (log)(
+                Level::Warning,
+                format_args!(
+                    "--cpu-latency: cannot open {} ({error}), so processors sleep as deeply as ever",
+                    latency::DEVICE
+                ),
+            );
+        }
         let mut ways_in: Vec<Box<dyn WayIn>> = Vec::new();
         if !options.nbd.is_empty() {
             ways_in.push(Box::new(Nbd::start(&volume, options, log)?));
@@ -197,6 +209,7 @@ impl Shared {
             background: self.worker.status(),
             exports: self.ways_in().iter().flat_map(|way_in| way_in.exports()).collect(),
             attached: self.attachments.names(),
+            cpu_latency: latency::bursts().map(|it| CpuLatency { held: it.held, bursts: it.count }),
             protection: Protection {
                 swap: self.swap,
                 io_flusher: self.protections.io_flusher,

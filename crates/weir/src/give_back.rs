@@ -3,6 +3,7 @@
 use crate::cli::{Amount, MemoryOptions};
 use crate::control::{self, Progress};
 use crate::failure::Failure;
+use crate::on;
 use indicatif::{ProgressBar, ProgressStyle};
 use std::io::IsTerminal as _;
 use std::time::{Duration, Instant};
@@ -23,6 +24,10 @@ pub fn take(options: &MemoryOptions) -> Result<(), Failure> {
 
 fn ask(options: &MemoryOptions, take: bool, did: &str) -> Result<(), Failure> {
     let path = options.control.clone().unwrap_or_else(control::find);
+    if let Some(directory) = on::parts::among(&path) {
+        let work = if take { on::parts::take } else { on::parts::give_back };
+        return work(&directory, options.amount);
+    }
     let bytes = match options.amount {
         Amount::All => None,
         Amount::Size(size) => Some(size.0),

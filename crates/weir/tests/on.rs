@@ -83,10 +83,16 @@ impl Place {
         left
     }
 
-    /// What the kernel swaps to. How much is on it the kernel changes as it likes.
+    /// Its swap devices, and their priorities. Other programs have theirs.
     fn swaps(&self) -> Vec<String> {
-        let swaps = fs::read_to_string("/proc/swaps").expect("swap");
-        swaps.lines().skip(1).filter_map(|line| Some(line.split_whitespace().next()?.to_owned())).collect()
+        let directory = self.directory.to_str().expect("text");
+        let table = fs::read_to_string("/proc/swaps").expect("swap");
+        let is_ours = |line: &&str| {
+            let name = line.split_whitespace().next().and_then(|path| path.strip_prefix("/dev/"));
+            let file = name.map(|name| fs::read_to_string(format!("/sys/block/{name}/loop/backing_file")));
+            file.is_some_and(|file| file.is_ok_and(|file| file.contains(directory)))
+        };
+        table.lines().filter(is_ours).map(String::from).collect()
     }
 }
 
@@ -108,7 +114,7 @@ fn on_and_off_leave_the_machine_as_it_was() {
     let before = (place.swaps(), fs::read_to_string("/proc/sys/vm/page-cluster").expect("a setting"));
     let on = place.on().output().expect("weir runs");
     assert!(on.status.success(), "{}", text(&on));
-    assert_eq!(place.swaps().len(), before.0.len() + 1, "{}", text(&on));
+    assert_eq!(place.swaps().len(), 1, "{}", text(&on));
     assert_eq!(fs::read_to_string("/proc/sys/vm/page-cluster").expect("a setting"), "0\n");
     let again = place.on().output().expect("weir runs");
     assert!(again.status.success() && text(&again).starts_with("already on: /dev/loop"), "{}", text(&again));
@@ -122,6 +128,75 @@ fn on_and_off_leave_the_machine_as_it_was() {
     assert_eq!(place.left(), Vec::<String>::new());
     let again = place.off();
     assert!(again.status.success() && text(&again).starts_with("not on"), "{}", text(&again));
+}
+
+#[test]
+fn a_device_in_parts_is_given_back_and_taken_part_by_part() {
+    let Some(place) = Place::new("parts") else { return };
+    let before = (place.swaps(), fs::read_to_string("/proc/sys/vm/page-cluster").expect("a setting"));
+    let on = place.on().args(["--parts", "3"]).output().expect("weir runs");
+    assert!(on.status.success(), "{}", text(&on));
+    let ours = || place.swaps().len();
+    assert_eq!(ours(), 3);
+    let ask = |command: &str, amount: &str| {
+        let mut weir = Command::new(env!("CARGO_BIN_EXE_weir"));
+        weir.args([command, amount, "--control"]).arg(place.directory.join("control.sock"));
+        let output = weir.output().expect("weir runs");
+        (output.status.code(), text(&output))
+    };
+    let refused = ask("give-back", "1GiB");
+    assert!(refused.0 == Some(1) && refused.1.contains("ask for that, or for all"), "{refused:?}");
+    // A third of 64 MiB is 21.3 MiB, so 30 MiB are two parts.
+    for (command, amount, left) in [
+        ("give-back", "30MiB", 1),
+        ("take", "1MiB", 2),
+        ("give-back", "all", 0),
+        ("take", "all", 3),
+        ("give-back", "21MiB", 2),
+    ] {
+        let asked = ask(command, amount);
+        assert!(asked.0 == Some(0), "{command} {amount}: {}", asked.1);
+        assert_eq!(ours(), left, "{command} {amount}: {}", asked.1);
+    }
+    let off = place.off();
+    assert!(off.status.success(), "{}", text(&off));
+    assert_eq!((place.swaps(), fs::read_to_string("/proc/sys/vm/page-cluster").expect("a setting")), before);
+    assert_eq!(place.left(), Vec::<String>::new());
+}
+
+#[test]
+fn it_goes_off_on_a_low_battery_and_comes_back_with_mains_as_it_was() {
+    let Some(place) = Place::new("battery") else { return };
+    let before = place.swaps();
+    let supplies = std::env::temp_dir().join(format!("weir-supplies-{}", std::process::id()));
+    let supply = |name: &str, key: &str, value: &str| {
+        fs::create_dir_all(supplies.join(name)).expect("a supply");
+        fs::write(supplies.join(name).join(key), value).expect("a supply");
+    };
+    let look = || {
+        let output = place.weir("battery", &["--supplies", supplies.to_str().expect("text")]).output();
+        let output = output.expect("weir runs");
+        assert!(output.status.success(), "{}", text(&output));
+        text(&output)
+    };
+    supply("AC", "type", "Mains\n");
+    supply("AC", "online", "0\n");
+    supply("BAT0", "type", "Battery\n");
+    supply("BAT0", "capacity", "29\n");
+    assert_eq!(look(), "", "what is off stays off");
+    let on = place.on().args(["--priority", "77"]).output().expect("weir runs");
+    assert!(on.status.success(), "{}", text(&on));
+    let said = look();
+    assert!(said.contains("below 30 %"), "{said}");
+    assert_eq!(place.swaps(), before);
+    assert_eq!(look(), "", "not before mains is back");
+    supply("AC", "online", "1\n");
+    let said = look();
+    assert!(said.contains("mains is back"), "{said}");
+    assert!(place.swaps().iter().any(|line| line.ends_with("\t77")), "{:?}", place.swaps());
+    assert!(place.off().status.success());
+    assert_eq!(look(), "", "what the user turned off stays off");
+    fs::remove_dir_all(&supplies).expect("removed");
 }
 
 #[test]

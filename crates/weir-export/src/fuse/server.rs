@@ -148,14 +148,10 @@ impl Server {
         log: &Log,
     ) -> Result<Server, ServeError> {
         check(config)?;
-        let resources = |error| ServeError::Resources(config.threads, error);
         let made = make(point)?;
         let begun = Begun { made: made.then(|| point.to_owned()) };
         let owner = owner(point);
-        let options =
-            Options { source: &config.name, subtype: SUBTYPE, default_permissions: true, read_max: IO_MAX };
-        let (mount, connection) = Mount::new(point, &options)?;
-        let flags = greet(&connection)?;
+        let (mount, connection, flags) = mounted(config, point)?;
         let can_resend = flags & init::HAS_RESEND != 0;
         if !can_resend {
             log(
@@ -165,11 +161,9 @@ impl Server {
                 ),
             );
         }
-        let queues = (0..config.threads).map(|_| connection.clone_queue()).collect::<io::Result<_>>();
-        let mut server =
-            Server::new(config, connection, queues.map_err(resources)?, can_resend, mount, made)?;
+        let opened = Opened { mount, connection, queues: Vec::new(), can_resend, made };
+        let server = Server::disk(volume, config, opened, owner, log)?;
         begun.keep();
-        server.run(volume, config, owner, log)?;
         Ok(server)
     }
 
@@ -195,24 +189,19 @@ impl Server {
         let connection = Device::adopt(connection).map_err(resources)?;
         // More than there are threads now were of a configuration with more: what they had comes back by the resend too.
         let kept: Vec<OwnedFd> = (0..THREADS_MAX).map_while(|number| take(&queue_name(number))).collect();
-        let can_resend = !kept.is_empty();
-        let mut queues =
-            kept.into_iter().map(Device::adopt).collect::<io::Result<Vec<_>>>().map_err(resources)?;
+        let queues: Vec<_> =
+            kept.into_iter().map(Device::adopt).collect::<io::Result<_>>().map_err(resources)?;
+        let can_resend = !queues.is_empty();
         if can_resend {
             connection.resend().map_err(|errno| {
                 ServeError::Kernel(format!("the kernel does not send requests again: {errno}"))
             })?;
         }
-        while queues.len() < config.threads {
-            queues.push(connection.clone_queue().map_err(resources)?);
-        }
-        queues.truncate(config.threads);
         let mount = Mount::adopt(point).map_err(resources)?;
-        let mut server = Server::new(config, connection, queues, can_resend, mount, made)?;
         // The mount point's owner is behind the mount, and a look at it would wait for this process.
         let owner = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
-        server.run(volume, config, owner, log)?;
-        Ok(server)
+        let opened = Opened { mount, connection, queues, can_resend, made };
+        Server::disk(volume, config, opened, owner, log)
     }
 
     /// Mounts an empty file system on the directory `point`, whose files' pages lie in the volume. All that it holds is gone
@@ -227,59 +216,32 @@ impl Server {
         log: &Log,
     ) -> Result<Server, ServeError> {
         check(config)?;
-        let resources = |error| ServeError::Resources(config.threads, error);
         if fs::metadata(point).is_ok_and(|meta| !meta.is_dir()) {
             return Err(ServeError::Config(format!("{} is no directory", point.display())));
         }
         let owner = owner(point);
-        let options =
-            Options { source: &config.name, subtype: SUBTYPE, default_permissions: true, read_max: IO_MAX };
-        let (mount, connection) = Mount::new(point, &options)?;
-        greet(&connection)?;
-        let queues = (0..config.threads).map(|_| connection.clone_queue()).collect::<io::Result<_>>();
-        let mut server = Server::new(config, connection, queues.map_err(resources)?, false, mount, false)?;
+        let (mount, connection, _) = mounted(config, point)?;
         let shared = ram_disk::Shared::new(volume.pages(), owner);
-        server.start_threads(volume, config, log, || RamDisk {
+        let file = mount.point().to_owned();
+        let opened = Opened { mount, connection, queues: Vec::new(), can_resend: false, made: false };
+        Server::new(volume, config, opened, file, log, || RamDisk {
             shared: Arc::clone(&shared),
             listing: Vec::with_capacity(IO_MAX as usize / 8),
-        })?;
-        Ok(server)
-    }
-
-    fn new(
-        config: &Config,
-        connection: Device,
-        queues: Vec<Device>,
-        can_resend: bool,
-        mount: Mount,
-        made: bool,
-    ) -> Result<Server, ServeError> {
-        let pool = Pool::new(config.threads).map_err(|error| ServeError::Resources(config.threads, error))?;
-        Ok(Server {
-            pool: Arc::new(pool),
-            counters: (0..config.threads).map(|_| Counters::default()).collect(),
-            threads: Vec::with_capacity(config.threads),
-            connection,
-            queues,
-            can_resend,
-            file: mount.point().to_owned(),
-            mount: Some(mount),
-            made,
-            memory_locked: true,
         })
     }
 
-    /// Starts the threads.
-    fn run(
-        &mut self,
+    /// One file for the volume.
+    fn disk(
         volume: &Arc<Volume>,
         config: &Config,
+        opened: Opened,
         owner: (u32, u32),
         log: &Log,
-    ) -> Result<(), ServeError> {
-        let is_file = is_file(self.mount.as_ref().expect("mounted").point());
+    ) -> Result<Server, ServeError> {
+        let mut file = opened.mount.point().to_owned();
+        let is_file = is_file(&file);
         if !is_file {
-            self.file.push(&config.name);
+            file.push(&config.name);
         }
         let shape = Arc::new(Shape {
             name: (!is_file).then(|| config.name.clone()),
@@ -287,7 +249,38 @@ impl Server {
             owner,
             born: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
         });
-        self.start_threads(volume, config, log, || Disk { shape: Arc::clone(&shape) })
+        Server::new(volume, config, opened, file, log, || Disk { shape: Arc::clone(&shape) })
+    }
+
+    /// A descriptor for each thread, and the threads.
+    fn new<S: Service + 'static>(
+        volume: &Arc<Volume>,
+        config: &Config,
+        opened: Opened,
+        file: PathBuf,
+        log: &Log,
+        service: impl Fn() -> S,
+    ) -> Result<Server, ServeError> {
+        let resources = |error| ServeError::Resources(config.threads, error);
+        let Opened { mount, connection, mut queues, can_resend, made } = opened;
+        while queues.len() < config.threads {
+            queues.push(connection.clone_queue().map_err(resources)?);
+        }
+        queues.truncate(config.threads);
+        let mut server = Server {
+            pool: Arc::new(Pool::new(config.threads).map_err(resources)?),
+            counters: (0..config.threads).map(|_| Counters::default()).collect(),
+            threads: Vec::with_capacity(config.threads),
+            connection,
+            queues,
+            can_resend,
+            file,
+            mount: Some(mount),
+            made,
+            memory_locked: true,
+        };
+        server.start_threads(volume, config, log, service)?;
+        Ok(server)
     }
 
     fn start_threads<S: Service + 'static>(
@@ -426,6 +419,16 @@ impl Drop for Server {
     }
 }
 
+/// A connection that is mounted, and what there is to it before there are threads.
+struct Opened {
+    mount: Mount,
+    connection: Device,
+    /// Those of a server before.
+    queues: Vec<Device>,
+    can_resend: bool,
+    made: bool,
+}
+
 /// A start that may fail: what it made goes with it.
 struct Begun {
     made: Option<PathBuf>,
@@ -458,6 +461,15 @@ fn check(config: &Config) -> Result<(), ServeError> {
         return Err(ServeError::Config(error));
     }
     Ok(())
+}
+
+/// Mounts on `point` and says hello: the mount, its connection, and what both sides know.
+fn mounted(config: &Config, point: &Path) -> Result<(Mount, Device, u64), ServeError> {
+    let options =
+        Options { source: &config.name, subtype: SUBTYPE, default_permissions: true, read_max: IO_MAX };
+    let (mount, connection) = Mount::new(point, &options)?;
+    let flags = greet(&connection)?;
+    Ok((mount, connection, flags))
 }
 
 /// Makes the file to mount over, if there is nothing. Whether it did.

@@ -34,6 +34,9 @@ pub struct Status {
     /// Devices of the kernel's NBD client that are connected again if the daemon dies.
     #[serde(default)]
     pub attached: Vec<String>,
+    /// Processors kept awake in bursts; null unless that was asked for.
+    #[serde(default)]
+    pub cpu_latency: Option<CpuLatency>,
     /// What keeps the daemon from waiting for itself.
     pub protection: Protection,
 }
@@ -144,6 +147,15 @@ pub struct Export {
     pub requests: u64,
     /// Those answered with an error.
     pub errors: u64,
+}
+
+/// The bound on how deeply processors may sleep, by `/dev/cpu_dma_latency`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct CpuLatency {
+    /// It is in force now: a burst of requests is going on.
+    pub held: bool,
+    /// Bursts so far.
+    pub bursts: u64,
 }
 
 /// What holds of [`weir_core::swap_safety`] and the sealed allocator.
@@ -265,6 +277,10 @@ impl fmt::Display for Status {
         }
         if !self.attached.is_empty() {
             writeln!(f, "{:<10}{}", "attached", self.attached.join(", "))?;
+        }
+        if let Some(CpuLatency { held, bursts }) = self.cpu_latency {
+            let now = if held { "bounded now" } else { "not bounded now" };
+            writeln!(f, "{:<10}processors' sleep is {now}; {bursts} bursts", "latency")?;
         }
         writeln!(
             f,

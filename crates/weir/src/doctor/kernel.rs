@@ -12,7 +12,7 @@ pub fn check(machine: &Machine) -> Vec<Finding> {
     let loop_device = Module::find(machine, &release, "loop");
     vec![
         version(&release),
-        front_end(&nbd, &ublk, fuse && loop_device.usable()),
+        front_end(nbd, ublk, fuse && loop_device.usable()),
         module("nbd", &nbd, "weir attach cannot connect a kernel block device", "modprobe nbd"),
         ublk_driver(&ublk, &release),
         module(
@@ -128,11 +128,19 @@ fn numbers(release: &str) -> Option<(u32, u32)> {
     Some((numbers.next()?, numbers.next()?))
 }
 
-fn front_end(nbd: &Module, ublk: &Module, fuse: bool) -> Finding {
-    let ways: Vec<&str> = [(ublk.usable(), "ublk"), (nbd.usable(), "nbd"), (fuse, "FUSE and a loop device")]
-        .into_iter()
-        .filter_map(|(there, way)| there.then_some(way))
-        .collect();
+fn front_end(nbd: Module, ublk: Module, fuse: bool) -> Finding {
+    if fuse && !nbd.usable() && !ublk.usable() {
+        return Finding::warn(
+            "front-end",
+            "only FUSE and a loop device, whose drivers take memory for each page that goes out: the machine may freeze once none is free",
+            "use a kernel with ublk or nbd; weir on --front fuse accepts the risk",
+        );
+    }
+    let ways: Vec<&str> =
+        [(ublk.usable(), "ublk"), (nbd.usable(), "nbd"), (fuse, "FUSE and a loop device (at a risk)")]
+            .into_iter()
+            .filter_map(|(there, way)| there.then_some(way))
+            .collect();
     if ways.is_empty() {
         Finding::fail(
             "front-end",
@@ -289,9 +297,9 @@ mod tests {
 
     #[test]
     fn one_way_in_is_enough_and_none_fails() {
-        assert_eq!(front_end(&Module::Missing, &Module::Missing, false).level, Level::Fail);
-        assert_eq!(front_end(&Module::Missing, &Module::Missing, true).level, Level::Ok);
-        assert_eq!(front_end(&Module::Loadable, &Module::Missing, false).seen, "nbd");
+        assert_eq!(front_end(Module::Missing, Module::Missing, false).level, Level::Fail);
+        assert_eq!(front_end(Module::Missing, Module::Missing, true).level, Level::Warn);
+        assert_eq!(front_end(Module::Loadable, Module::Missing, false).seen, "nbd");
     }
 
     #[test]

@@ -11,7 +11,13 @@ const UNIT_DIRECTORIES: [&str; 4] =
     ["/etc/systemd/system", "/run/systemd/system", "/usr/lib/systemd/system", "/lib/systemd/system"];
 
 pub fn check(machine: &Machine) -> Vec<Finding> {
-    vec![systemd(machine), suspend(machine), battery(machine), backing(machine.room("/var/lib"))]
+    vec![
+        systemd(machine),
+        suspend(machine),
+        battery(machine),
+        cpu_latency(machine),
+        backing(machine.room("/var/lib")),
+    ]
 }
 
 fn has_unit(machine: &Machine, name: &str) -> bool {
@@ -85,6 +91,34 @@ fn battery(machine: &Machine) -> Finding {
     }
 }
 
+fn cpu_latency(machine: &Machine) -> Finding {
+    use weir_export::latency::DEVICE;
+    let driver = machine.text("/sys/devices/system/cpu/cpuidle/current_driver").unwrap_or("none".to_owned());
+    if machine.may_use(DEVICE) && driver == "none" {
+        Finding::ok(
+            "cpu-latency",
+            format!("{DEVICE} can be opened, and changes nothing: no idle driver (a virtual machine)"),
+        )
+    } else if machine.may_use(DEVICE) {
+        Finding::ok(
+            "cpu-latency",
+            format!("{DEVICE} can be opened, for weir on --policy low-latency; idle driver {driver}"),
+        )
+    } else if machine.has(DEVICE) {
+        Finding::warn(
+            "cpu-latency",
+            format!("{DEVICE} cannot be opened by this user, so --policy low-latency only spins"),
+            "run as root",
+        )
+    } else {
+        Finding::warn(
+            "cpu-latency",
+            format!("no {DEVICE}, so --policy low-latency only spins"),
+            "use a kernel with CONFIG_CPU_IDLE and CONFIG_PM",
+        )
+    }
+}
+
 fn backing(room: Option<ByteSize>) -> Finding {
     match room {
         Some(room) if room >= ROOM_WANTED => {
@@ -149,6 +183,17 @@ mod tests {
         assert!(finding.seen.starts_with("BAT0 at 41 %, discharging"), "{}", finding.seen);
         let charging = laptop.with(&format!("{supply}/BAT0/status"), "Charging\n");
         assert_eq!(battery(&charging.machine()).level, Level::Ok);
+    }
+
+    #[test]
+    fn the_file_that_keeps_processors_awake_is_looked_for() {
+        let driver = "/sys/devices/system/cpu/cpuidle/current_driver";
+        let fixture = Fixture::new("idle").with(driver, "intel_idle\n");
+        assert_eq!(cpu_latency(&fixture.machine()).level, Level::Warn);
+        let there = fixture.with("/dev/cpu_dma_latency", "");
+        assert!(cpu_latency(&there.machine()).seen.ends_with("idle driver intel_idle"));
+        let virtual_machine = there.with(driver, "none\n");
+        assert!(cpu_latency(&virtual_machine.machine()).seen.contains("changes nothing"));
     }
 
     #[test]

@@ -1,5 +1,5 @@
-//! `weir battery`: off when the battery runs low, on again with mains. For a timer, or a udev rule on power_supply: it looks once,
-//! does what is due, and ends.
+//! `weir battery`: off when the battery runs low, on again with mains. For a timer and a udev rule on power_supply (`weir-power.service` of the
+//! package): it looks once, does what is due, and ends.
 
 use super::options::{BatteryOptions, OffOptions};
 use super::state::{self, Phase};
@@ -28,11 +28,10 @@ enum Verdict {
 }
 
 impl Power {
-    fn of(machine: &Machine) -> Self {
-        const SUPPLIES: &str = "/sys/class/power_supply";
-        let value = |name: &str, key: &str| machine.text(&format!("{SUPPLIES}/{name}/{key}"));
+    fn of(machine: &Machine, supplies: &str) -> Self {
+        let value = |name: &str, key: &str| machine.text(&format!("{supplies}/{name}/{key}"));
         let mut power = Power { mains: false, percent: None };
-        for name in machine.names(SUPPLIES, |_| true) {
+        for name in machine.names(supplies, |_| true) {
             match value(&name, "type").as_deref() {
                 // A mouse has a battery too; its scope is the device.
                 Some("Battery") if value(&name, "scope").as_deref() != Some("Device") => {
@@ -62,7 +61,7 @@ pub fn run(options: &BatteryOptions) -> Result<(), Failure> {
     let note = note(&options.runtime);
     let state = state::read(&options.runtime)?;
     let is_on = state.as_ref().is_some_and(|state| state.phase == Phase::On);
-    match Power::of(&Machine::this()).verdict(options.below, is_on, note.exists()) {
+    match Power::of(&Machine::this(), &options.supplies).verdict(options.below, is_on, note.exists()) {
         Verdict::Stay => Ok(()),
         Verdict::Off => {
             println!("on battery and below {} %: turning off", options.below);
@@ -116,8 +115,11 @@ mod tests {
             .with(&at("hid-1", "type"), "Battery\n")
             .with(&at("hid-1", "scope"), "Device\n")
             .with(&at("hid-1", "capacity"), "90\n");
-        assert_eq!(Power::of(&fixture.machine()), Power { mains: false, percent: Some(20) });
-        let none = Power::of(&Fixture::new("no-power").machine());
+        assert_eq!(
+            Power::of(&fixture.machine(), "/sys/class/power_supply"),
+            Power { mains: false, percent: Some(20) }
+        );
+        let none = Power::of(&Fixture::new("no-power").machine(), "/sys/class/power_supply");
         assert_eq!(none, Power { mains: false, percent: None });
     }
 

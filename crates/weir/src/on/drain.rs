@@ -58,7 +58,7 @@ pub fn check_room(devices: &[PathBuf]) -> Result<(), Failure> {
     }
     Err(Failure::Failed(format!(
         "{swapped} is swapped out, and {lacking} of it would not fit: {} of RAM and {other_swap} of other swap are free; \
-         close some programs, or add swap (a file will do), then run weir off again; nothing was changed",
+         close some programs, or add swap (a file will do), then try again; nothing was changed",
         room.available
     )))
 }
@@ -131,7 +131,7 @@ fn still_on(device: &Path, used: ByteSize, status: ExitStatus) -> String {
     } else {
         format!("swapoff failed ({status})")
     };
-    format!("{why}: {device} stays on with {used}; nothing is lost, run weir off again when there is room")
+    format!("{why}: {device} stays on with {used}; nothing is lost, try again when there is room")
 }
 
 /// A bar on a terminal, a line now and then elsewhere.

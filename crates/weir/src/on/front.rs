@@ -54,6 +54,20 @@ impl Front {
         }
     }
 
+    /// What no kernel makes good, where there is something: then it is taken only by who asks for it.
+    pub fn risk(self) -> Option<&'static str> {
+        match self {
+            Front::Ublk | Front::Nbd => None,
+            Front::Fuse => Some(FUSE_RISK),
+        }
+    }
+
+    /// The connections of the kernel that a daemon with these options was made for.
+    pub fn connections(self, config: &toml::Table) -> u16 {
+        let value = config.get("connections").and_then(Value::as_integer).unwrap_or_default();
+        u16::try_from(value).unwrap_or_default().saturating_sub(SPARE_CONNECTIONS)
+    }
+
     /// The options of `weir serve` that make it, for a daemon in `directory`.
     pub fn config(self, directory: &Path, connections: u16) -> Vec<(&'static str, Value)> {
         let text = |path: PathBuf| path.display().to_string();
@@ -70,6 +84,10 @@ impl Front {
         }
     }
 }
+
+/// drivers/block/loop.c, `loop_process_work`, sets `PF_MEMALLOC_NOIO` and no more; fs/fuse/file.c, `fuse_io_alloc`, takes memory like anybody.
+const FUSE_RISK: &str = "the kernel's loop and FUSE drivers take memory for each page that goes out and wait for it like anybody, so the \
+     machine may freeze once no memory is free at all";
 
 /// Connections that the daemon serves beyond the kernel's: dead ones that it has not noticed yet, and somebody who looks.
 const SPARE_CONNECTIONS: u16 = 2;
@@ -117,6 +135,8 @@ pub fn choose(
             lacking.push(format!("{} wants Linux {major}.{minor}, this is {release}", front.name()));
         } else if let Some(module) = absent.iter().find(|module| !loadable(module)) {
             lacking.push(format!("{} needs the kernel module {module}, which is not there", front.name()));
+        } else if let (Some(risk), None) = (front.risk(), asked) {
+            lacking.push(format!("{0} is there, but {risk} (--front {0} accepts that)", front.name()));
         } else {
             let why = if asked.is_some() { "as asked".to_owned() } else { lacking.join("; ") };
             return Ok(Chosen { front, modules: absent, why });
@@ -285,6 +305,17 @@ mod tests {
         assert!(chosen.is_err(), "there is no fuse");
         let chosen = choose(&new.machine(), FrontChoice::Fuse, &|_| true).expect("both can be loaded");
         assert_eq!((chosen.front, chosen.modules), (Front::Fuse, vec!["fuse", "loop"]));
+    }
+
+    #[test]
+    fn fuse_is_taken_only_by_who_asks_for_it() {
+        let machine = Fixture::new("front-fuse").with("/dev/fuse", "").with("/dev/loop-control", "");
+        let Err(Failure::Failed(error)) = choose(&machine.machine(), FrontChoice::Auto, &|_| false) else {
+            panic!("it may freeze the machine")
+        };
+        assert!(error.contains("may freeze") && error.contains("--front fuse"), "{error}");
+        let chosen = choose(&machine.machine(), FrontChoice::Fuse, &|_| false).expect("asked for");
+        assert!(chosen.front.risk().is_some());
     }
 
     #[test]

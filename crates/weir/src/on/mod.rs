@@ -10,6 +10,7 @@ mod drain;
 mod front;
 mod off;
 mod options;
+pub mod parts;
 mod policy;
 mod preflight;
 mod restart;
@@ -82,7 +83,7 @@ pub fn on(options: &OnOptions) -> Result<(), Failure> {
 
 fn turn_on(options: &OnOptions, plan: &Plan, journal: &mut Journal) -> Result<(), Failure> {
     // What comes after the command's own name.
-    journal.begin(std::env::args().skip(2).collect())?;
+    journal.begin(std::env::args().skip(2).collect(), options.parts)?;
     for module in &plan.front.modules {
         front::load(module, journal)?;
     }
@@ -144,6 +145,9 @@ fn report(options: &OnOptions, plan: &Plan, devices: &[PathBuf], size: ByteSize)
     }
     for note in &plan.notes {
         println!("note      {note}");
+    }
+    if let Some(risk) = plan.front.front.risk() {
+        println!("note      --front {}: {risk}", plan.front.front.name());
     }
     if options.unsafe_no_flusher {
         println!("note      --unsafe-no-flusher: under memory pressure the machine may freeze");
@@ -207,6 +211,9 @@ fn config(options: &OnOptions, plan: &Plan, directory: &Path, size: ByteSize) ->
         put(key, value);
     }
     put("spin-us", Value::Integer(options.policy.spin_us().into()));
+    if options.policy.bounds_cpu_latency() {
+        put("cpu-latency", Value::Boolean(true));
+    }
     if options.unsafe_no_flusher {
         put("unsafe-no-flusher", Value::Boolean(true));
     }

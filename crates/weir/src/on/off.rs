@@ -18,7 +18,7 @@ pub fn run(options: &OffOptions) -> Result<(), Failure> {
     if state::read(&options.runtime)?.is_none() {
         // A weir on that was killed in its first moment leaves an empty directory.
         if rustix::process::geteuid().is_root() && options.runtime.exists() {
-            Journal::open(&options.runtime)?.remove()?;
+            Journal::open(&options.runtime)?.delete()?;
         }
         println!("not on: nothing in {} to turn off", options.runtime.display());
         return Ok(());
@@ -42,12 +42,12 @@ pub struct Finished(Journal);
 impl Finished {
     /// Removes it, and its directory.
     pub fn remove(self) -> Result<(), Failure> {
-        self.0.remove()
+        self.0.delete()
     }
 
     /// Begins a new one in the same place.
     pub fn reopen(self, directory: &Path) -> Result<Journal, Failure> {
-        self.0.remove()?;
+        self.0.delete()?;
         Journal::open(directory)
     }
 }
@@ -82,12 +82,14 @@ pub fn undo_last(journal: &mut Journal) -> Result<(), Failure> {
     journal.strike()
 }
 
-fn undo(step: &Step) -> Result<(), Failure> {
+pub fn undo(step: &Step) -> Result<(), Failure> {
     match step {
         Step::Swap { path, .. } => drain::swapoff(path),
         Step::Setting { path, before, after, .. } => settings::restore(path, before, after),
         Step::Device { path, front, file } => front::detach(*front, path, file.as_deref()),
         Step::Daemon { directory, unit, process } => service::stop(directory, unit.as_deref(), *process),
+        // Its memory is its owner's already.
+        Step::Away { .. } => Ok(()),
         Step::Mask { units } => {
             let units = units.iter().map(String::as_str);
             settings::systemctl(&["unmask", "--runtime"].into_iter().chain(units).collect::<Vec<_>>())

@@ -20,7 +20,7 @@ pub struct OnOptions {
     #[arg(long)]
     pub size: Option<ByteSize>,
 
-    /// What makes it a block device [default: the first that works here of ublk, nbd, fuse].
+    /// What makes it a block device [default: the first that works here of ublk and nbd].
     #[arg(long, value_enum, default_value_t)]
     pub front: FrontChoice,
 
@@ -34,7 +34,7 @@ pub struct OnOptions {
     #[arg(long, value_name = "auto|none|PATH", default_value = "auto")]
     pub backing: Vec<BackingChoice>,
 
-    /// Equal devices that can be turned off one by one.
+    /// Equal devices, each with its own daemon: weir give-back turns as many of them off as it takes, weir take on again.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16))]
     pub parts: u8,
 
@@ -89,6 +89,10 @@ pub struct BatteryOptions {
     /// The directory that weir on was given.
     #[arg(long, value_name = "DIRECTORY", default_value = DIRECTORY)]
     pub runtime: PathBuf,
+
+    /// Where the kernel lists power supplies; for tests.
+    #[arg(long, value_name = "DIRECTORY", default_value = "/sys/class/power_supply", hide = true)]
+    pub supplies: String,
 }
 
 /// Whom to watch.
@@ -110,14 +114,15 @@ pub struct TopOptions {
 /// What makes a block device of the volume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub enum FrontChoice {
-    /// The first that works here.
+    /// The first that works here of ublk and nbd.
     #[default]
     Auto,
     /// The kernel's ublk driver (Linux 6.0).
     Ublk,
     /// The kernel's NBD client.
     Nbd,
-    /// A FUSE file under a loop device: needs no module beyond those two.
+    /// A FUSE file under a loop device: needs no module beyond those two. The kernel's drivers of both take memory for each page that
+    /// goes out, so the machine may freeze once none is free at all.
     Fuse,
 }
 

@@ -14,7 +14,7 @@ pub enum Policy {
     /// Look for the next request for 20 microseconds.
     #[default]
     Balanced,
-    /// Look for the next request for 200 microseconds.
+    /// Look for the next request for 200 microseconds, and keep processors out of deep sleep during a burst of requests.
     LowLatency,
 }
 
@@ -26,5 +26,10 @@ impl Policy {
             Policy::Balanced => 20,
             Policy::LowLatency => 200,
         }
+    }
+
+    /// Whether processors may not sleep deeply while requests come in bursts.
+    pub fn bounds_cpu_latency(self) -> bool {
+        self == Policy::LowLatency
     }
 }

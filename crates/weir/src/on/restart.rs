@@ -21,7 +21,7 @@ pub fn run(options: &RestartOptions) -> Result<(), Failure> {
     if journal.state().phase != Phase::On {
         let directory = options.runtime.display();
         if journal.state().steps.is_empty() {
-            journal.remove()?;
+            journal.delete()?;
         }
         return Err(Failure::Failed(format!("weir is not on in {directory}; weir on turns it on")));
     }

@@ -50,7 +50,8 @@ pub fn fuse_file(directory: &Path) -> PathBuf {
     directory.join("disk")
 }
 
-fn config_file(directory: &Path) -> PathBuf {
+/// The options of its daemon.
+pub fn config_file(directory: &Path) -> PathBuf {
     directory.join("weir.toml")
 }
 

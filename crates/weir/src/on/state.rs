@@ -63,6 +63,19 @@ pub enum Step {
         /// Their names.
         units: Vec<String>,
     },
+    /// A part that was turned off to give its memory back, with what it takes to turn it on again.
+    Away {
+        /// Where its daemon was.
+        directory: PathBuf,
+        /// The daemon's options.
+        config: String,
+        /// What made its device.
+        front: Front,
+        /// The priority of its device.
+        priority: i32,
+        /// Its size.
+        bytes: u64,
+    },
     /// A device on which the kernel swaps.
     Swap {
         /// The device.
@@ -117,6 +130,9 @@ pub struct State {
     /// What `weir on` was given, to do the same again.
     #[serde(default)]
     pub arguments: Vec<String>,
+    /// How many devices there are, those that are away among them.
+    #[serde(default)]
+    pub parts: u8,
     /// What was done, in order.
     pub steps: Vec<Step>,
 }
@@ -131,7 +147,7 @@ impl State {
     }
 }
 
-/// Takes the lock. A child that somebody starts at this moment has it too until it runs its own program, so one refusal says little.
+/// Takes the lock. A child that a killed weir on had just started has it too until it runs its own program, so one refusal says little.
 fn lock_soon(file: &fs::File) -> rustix::io::Result<()> {
     const TRIES: u32 = 25;
     let mut result = Ok(());
@@ -149,9 +165,20 @@ fn lock_soon(file: &fs::File) -> rustix::io::Result<()> {
 #[derive(Debug)]
 pub struct Journal {
     directory: PathBuf,
-    /// Keeps the lock.
-    _lock: fs::File,
+    _lock: Lock,
     state: State,
+}
+
+/// The lock. It is let go of by name: closing would leave it to a child that another thread has just started, until that one runs
+/// its own program.
+#[derive(Debug)]
+struct Lock(fs::File);
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // It goes with the last descriptor at the latest.
+        let _ = rustix::fs::flock(&self.0, rustix::fs::FlockOperation::Unlock);
+    }
 }
 
 impl Journal {
@@ -180,10 +207,11 @@ impl Journal {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             phase: Phase::TurningOn,
             arguments: Vec::new(),
+            parts: 0,
             steps: Vec::new(),
         };
         let state = read(directory)?.unwrap_or(fresh);
-        Ok(Journal { directory: directory.to_owned(), _lock: lock, state })
+        Ok(Journal { directory: directory.to_owned(), _lock: Lock(lock), state })
     }
 
     /// What is done.
@@ -209,9 +237,16 @@ impl Journal {
         self.save()
     }
 
+    /// Strikes out a step that is not the last.
+    pub fn remove(&mut self, which: impl Fn(&Step) -> bool) -> Result<(), Failure> {
+        self.state.steps.retain(|step| !which(step));
+        self.save()
+    }
+
     /// Writes down what `weir on` was given.
-    pub fn begin(&mut self, arguments: Vec<String>) -> Result<(), Failure> {
+    pub fn begin(&mut self, arguments: Vec<String>, parts: u8) -> Result<(), Failure> {
         self.state.arguments = arguments;
+        self.state.parts = parts;
         self.enter(Phase::TurningOn)
     }
 
@@ -235,7 +270,7 @@ impl Journal {
     }
 
     /// Removes the file, and the directory if nothing else is in it.
-    pub fn remove(self) -> Result<(), Failure> {
+    pub fn delete(self) -> Result<(), Failure> {
         for name in [FILE, "state.json.new"] {
             match fs::remove_file(self.directory.join(name)) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(Failure::failed(error)),
@@ -305,7 +340,7 @@ mod tests {
         journal.strike().expect("written");
         journal.strike().expect("written");
         assert_eq!(read(&directory).expect("readable").expect("there").steps, []);
-        journal.remove().expect("removed");
+        journal.delete().expect("removed");
         assert!(!directory.exists());
     }
 
@@ -315,7 +350,21 @@ mod tests {
         let journal = Journal::open(&directory).expect("a journal");
         let Err(Failure::Failed(error)) = Journal::open(&directory) else { panic!("both have it") };
         assert!(error.contains("another weir on"), "{error}");
-        journal.remove().expect("removed");
+        journal.delete().expect("removed");
+    }
+
+    #[test]
+    fn a_child_that_still_has_the_descriptor_does_not_keep_the_lock() {
+        let directory = directory("child");
+        let journal = Journal::open(&directory).expect("a journal");
+        // What a child is between fork and exec: another holder of the same open file.
+        let child = journal._lock.0.try_clone().expect("a descriptor");
+        drop(journal);
+        let again = fs::File::open(&directory).expect("there");
+        let free = rustix::fs::flock(&again, rustix::fs::FlockOperation::NonBlockingLockExclusive);
+        assert_eq!(free, Ok(()));
+        drop(child);
+        fs::remove_dir_all(&directory).expect("removed");
     }
 
     #[test]

@@ -1,0 +1,176 @@
+//! Keeping processors out of deep sleep while requests come in bursts.
+//!
+//! A processor that sleeps deeply takes tens of microseconds and more to wake, which a sporadic fault feels. Linux lets a process bound
+//! that: whoever has `/dev/cpu_dma_latency` open and has written a number of microseconds to it keeps every processor from
+//! idle states whose exit takes longer (Documentation/power/pm_qos_interface.rst). The bound ends with the descriptor, so with the process.
+//!
+//! It holds for the whole machine and costs power, so it is there only during a burst: from the second of two requests less than
+//! [`QUIET`] apart until none has come for so long. Each change wakes all processors, so it is not made for each request, and a thread of
+//! its own makes it, not one that serves.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::thread::{self, Thread};
+use std::time::{Duration, Instant};
+
+/// The kernel's file.
+pub const DEVICE: &str = "/dev/cpu_dma_latency";
+
+/// A burst is over when nothing has come for so long.
+const QUIET: Duration = Duration::from_millis(100);
+
+/// The shallowest sleep of a processor ends within this; below it the kernel would have it spin (`drivers/idle/intel_idle.c`:
+/// C1 takes 1 or 2 us).
+const BOUND_US: i32 = 2;
+
+/// `PM_QOS_CPU_LATENCY_DEFAULT_VALUE`: as if nothing had been written.
+const NO_BOUND_US: i32 = 2_000_000_000;
+
+static HOLDER: OnceLock<Arc<Holder>> = OnceLock::new();
+
+/// How it is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Bursts {
+    /// The bound is in force now.
+    pub held: bool,
+    /// Times that it came into force.
+    pub count: u64,
+}
+
+/// From now on every burst of requests to this process keeps processors awake, until the process ends.
+///
+/// # Errors
+/// When the device cannot be opened, or there is no thread.
+pub fn hold_in_bursts() -> io::Result<()> {
+    if HOLDER.get().is_none() {
+        let holder = Holder::start(Path::new(DEVICE))?;
+        // Whoever came first does the same.
+        let _ = HOLDER.set(holder);
+    }
+    Ok(())
+}
+
+/// How it is; `None` where nobody asked for it.
+pub fn bursts() -> Option<Bursts> {
+    let holder = HOLDER.get()?;
+    Some(Bursts { held: holder.held.load(Ordering::Relaxed), count: holder.count.load(Ordering::Relaxed) })
+}
+
+/// A thread has served, and is about to wait for the next request.
+pub(crate) fn served() {
+    if let Some(holder) = HOLDER.get() {
+        holder.served(Instant::now());
+    }
+}
+
+#[derive(Debug)]
+struct Holder {
+    begun: Instant,
+    /// Microseconds from `begun` to the last request.
+    last_us: AtomicU64,
+    /// A burst is going on; set by whoever serves, cleared by the thread.
+    burst: AtomicBool,
+    held: AtomicBool,
+    count: AtomicU64,
+    thread: OnceLock<Thread>,
+}
+
+impl Holder {
+    fn start(device: &Path) -> io::Result<Arc<Self>> {
+        let file = File::options().write(true).open(device)?;
+        let holder = Arc::new(Holder {
+            begun: Instant::now(),
+            // Long ago.
+            last_us: AtomicU64::new(0),
+            burst: AtomicBool::new(false),
+            held: AtomicBool::new(false),
+            count: AtomicU64::new(0),
+            thread: OnceLock::new(),
+        });
+        let own = Arc::clone(&holder);
+        let started = thread::Builder::new()
+            .name("weir-latency".into())
+            .stack_size(64 << 10)
+            .spawn(move || own.run(file))?;
+        let _ = holder.thread.set(started.thread().clone());
+        Ok(holder)
+    }
+
+    fn served(&self, now: Instant) {
+        let now_us = now.duration_since(self.begun).as_micros() as u64;
+        // Several threads may write it at once; any of theirs will do.
+        let before_us = self.last_us.load(Ordering::Relaxed);
+        self.last_us.store(now_us, Ordering::Relaxed);
+        let is_burst = before_us != 0 && now_us.saturating_sub(before_us) < QUIET.as_micros() as u64;
+        if is_burst && !self.burst.load(Ordering::Relaxed) && !self.burst.swap(true, Ordering::Release) {
+            self.thread.get().map(Thread::unpark);
+        }
+    }
+
+    fn run(&self, mut device: File) {
+        loop {
+            while !self.burst.load(Ordering::Acquire) {
+                thread::park();
+            }
+            if device.write_all(&BOUND_US.to_ne_bytes()).is_ok() {
+                self.count.fetch_add(1, Ordering::Relaxed);
+                self.held.store(true, Ordering::Relaxed);
+            }
+            while self.since_last() < QUIET {
+                thread::park_timeout(QUIET - self.since_last().min(QUIET - Duration::from_millis(1)));
+            }
+            // What cannot be written is as it was; the next burst tries again.
+            if device.write_all(&NO_BOUND_US.to_ne_bytes()).is_ok() {
+                self.held.store(false, Ordering::Relaxed);
+            }
+            self.burst.store(false, Ordering::Release);
+        }
+    }
+
+    fn since_last(&self) -> Duration {
+        self.begun.elapsed().saturating_sub(Duration::from_micros(self.last_us.load(Ordering::Relaxed)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    #[test]
+    fn a_burst_holds_the_bound_until_it_has_been_quiet_and_one_request_does_not() {
+        let path = std::env::temp_dir().join(format!("weir-latency-{}", std::process::id()));
+        fs::write(&path, "").expect("a file in the device's place");
+        let holder = Holder::start(&path).expect("started");
+        let written = || {
+            let bytes = fs::read(&path).expect("there");
+            bytes.chunks(4).map(|four| i32::from_ne_bytes(four.try_into().unwrap())).collect::<Vec<_>>()
+        };
+        let until = |what: &str, done: &dyn Fn() -> bool| {
+            let begun = Instant::now();
+            while !done() {
+                assert!(begun.elapsed() < Duration::from_secs(20), "{what}");
+                thread::sleep(Duration::from_millis(1));
+            }
+        };
+        let at = |ms: u64| holder.begun + Duration::from_millis(ms);
+        holder.served(at(10));
+        holder.served(at(500));
+        thread::sleep(Duration::from_millis(50));
+        assert_eq!(written(), [], "requests that are half a second apart are no burst");
+        // Until far into the future, so that the burst goes on while the test looks.
+        holder.served(at(20_000));
+        holder.served(at(20_010));
+        until("the bound comes", &|| holder.held.load(Ordering::Relaxed));
+        assert_eq!(written(), [BOUND_US]);
+        holder.last_us.store(1, Ordering::Relaxed);
+        holder.thread.get().expect("started").unpark();
+        until("the bound goes", &|| !holder.held.load(Ordering::Relaxed));
+        assert_eq!(written(), [BOUND_US, NO_BOUND_US]);
+        assert_eq!(holder.count.load(Ordering::Relaxed), 1);
+        fs::remove_file(&path).expect("removed");
+    }
+}

@@ -1,0 +1,280 @@
+//! A device in parts (`weir on --parts`): `weir give-back` turns some of them off, which frees their memory while the others stay,
+//! and `weir take` turns them on again.
+
+use super::state::{Front, Journal, Phase, State, Step};
+use super::{drain, front, make_swap_area, off, service, state, swaps, watch_interrupts};
+use crate::cli::Amount;
+use crate::control;
+use crate::failure::Failure;
+use service::Service;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+use weir_core::ByteSize;
+
+/// A part that is on.
+#[derive(Clone, PartialEq, Eq, Debug)]
+struct Part {
+    directory: PathBuf,
+    device: PathBuf,
+    front: Front,
+    priority: i32,
+}
+
+/// The run-time directory of the daemon that answers at `control`, where it is one of several parts.
+pub fn among(control: &Path) -> Option<PathBuf> {
+    let directory = control.parent()?;
+    let state = state::read(directory).ok()??;
+    (state.parts > 1).then(|| directory.to_owned())
+}
+
+/// Turns as many parts off as hold `amount`.
+///
+/// # Errors
+/// When their pages fit nowhere else; then nothing is changed.
+pub fn give_back(directory: &Path, amount: Amount) -> Result<(), Failure> {
+    let begun = Instant::now();
+    let mut journal = open(directory)?;
+    let parts = on(journal.state());
+    let mut chosen = Vec::new();
+    let mut bytes = 0;
+    // The first answers weir status, so it is the last to go.
+    for part in parts.iter().rev() {
+        if matches!(amount, Amount::Size(wanted) if bytes >= wanted.0) {
+            break;
+        }
+        let size = size(part)?;
+        bytes += size;
+        chosen.push((part.clone(), size));
+    }
+    match amount {
+        Amount::Size(wanted) if wanted.0 > bytes => {
+            return Err(Failure::Failed(format!(
+                "cannot give back {wanted}: {} parts with {} are on; ask for that, or for all",
+                parts.len(),
+                ByteSize(bytes)
+            )));
+        }
+        _ => {}
+    }
+    let devices: Vec<PathBuf> = chosen.iter().map(|(part, _)| part.device.clone()).collect();
+    drain::check_room(&devices)?;
+    watch_interrupts()?;
+    // This process must not wait for pages of its own while it takes the device away.
+    let _ = weir_core::swap_safety::lock_all_memory();
+    for (part, size) in &chosen {
+        turn_off(&mut journal, part, *size)?;
+    }
+    println!(
+        "gave back {} in {:.2} s{}; {} of {} parts stay on",
+        ByteSize(bytes),
+        begun.elapsed().as_secs_f64(),
+        listed(&devices, " are off", " is off"),
+        parts.len() - chosen.len(),
+        journal.state().parts
+    );
+    Ok(())
+}
+
+/// Turns as many parts on again as hold `amount`.
+///
+/// # Errors
+/// When the memory is not to be had. Those that were turned on stay so.
+pub fn take(directory: &Path, amount: Amount) -> Result<(), Failure> {
+    let begun = Instant::now();
+    let mut journal = open(directory)?;
+    watch_interrupts()?;
+    let mut bytes = 0;
+    let mut devices = Vec::new();
+    // The last that went comes first: the first part, if it is among them.
+    for step in away(journal.state()).into_iter().rev() {
+        if matches!(amount, Amount::Size(wanted) if bytes >= wanted.0) {
+            break;
+        }
+        let Step::Away { bytes: size, .. } = &step else { continue };
+        let device = turn_on(&mut journal, &step).map_err(|failure| match failure {
+            Failure::Failed(why) => Failure::Failed(format!(
+                "took {}: {why}; end what uses the memory, then weir take again",
+                ByteSize(bytes)
+            )),
+            other => other,
+        })?;
+        bytes += size;
+        devices.push(device);
+    }
+    println!(
+        "took {} in {:.2} s{}; {} of {} parts are on",
+        ByteSize(bytes),
+        begun.elapsed().as_secs_f64(),
+        listed(&devices, " are on again", " is on again"),
+        on(journal.state()).len(),
+        journal.state().parts
+    );
+    Ok(())
+}
+
+fn listed(devices: &[PathBuf], many: &str, one: &str) -> String {
+    let names: Vec<String> = devices.iter().map(|device| device.display().to_string()).collect();
+    match names.len() {
+        0 => String::new(),
+        1 => format!(": {}{one}", names[0]),
+        _ => format!(": {}{many}", names.join(", ")),
+    }
+}
+
+/// The journal, where weir is on and every part is either on or away.
+fn open(directory: &Path) -> Result<Journal, Failure> {
+    let mut journal = Journal::open(directory)?;
+    if journal.state().phase != Phase::On {
+        return Err(Failure::Failed(format!(
+            "weir is not on in {}: weir on, or weir off, was interrupted there; run it again",
+            directory.display()
+        )));
+    }
+    // Whoever was turning a part off or on when it died left some of its steps.
+    for step in away(journal.state()) {
+        let Step::Away { directory, .. } = &step else { continue };
+        take_away(&mut journal, directory)?;
+    }
+    Ok(journal)
+}
+
+/// The parts that are on, in order.
+fn on(state: &State) -> Vec<Part> {
+    let mut parts = Vec::new();
+    let mut latest = None;
+    for step in &state.steps {
+        match step {
+            Step::Daemon { directory, .. } => latest = Some(directory),
+            Step::Device { path, front, .. } => {
+                let Some(directory) = latest.take() else { continue };
+                let priority = state.steps.iter().find_map(|step| match step {
+                    Step::Swap { path: swap, priority } if swap == path => Some(*priority),
+                    _ => None,
+                });
+                let Some(priority) = priority else { continue };
+                let (directory, device) = (directory.clone(), path.clone());
+                parts.push(Part { directory, device, front: *front, priority });
+            }
+            _ => {}
+        }
+    }
+    parts.sort_by_key(|part| part.directory.components().count());
+    parts
+}
+
+fn away(state: &State) -> Vec<Step> {
+    state.steps.iter().filter(|step| matches!(step, Step::Away { .. })).cloned().collect()
+}
+
+fn size(part: &Part) -> Result<u64, Failure> {
+    control::status(&service::control_socket(&part.directory)).map(|status| status.volume.bytes)
+}
+
+fn turn_off(journal: &mut Journal, part: &Part, bytes: u64) -> Result<(), Failure> {
+    let config = fs::read_to_string(service::config_file(&part.directory)).map_err(|error| {
+        Failure::Failed(format!(
+            "cannot read the options of the part in {}: {error}",
+            part.directory.display()
+        ))
+    })?;
+    let away = Step::Away {
+        directory: part.directory.clone(),
+        config,
+        front: part.front,
+        priority: part.priority,
+        bytes,
+    };
+    journal.intend(away.clone())?;
+    let done = take_away(journal, &part.directory);
+    if done.is_err() && matches!(swaps::find(&part.device), Ok(Some(_))) {
+        // Its pages did not come back, so it is on as before.
+        journal.remove(|step| *step == away)?;
+    }
+    done
+}
+
+/// Undoes what there is of a part: swap, device, daemon, in this order.
+fn take_away(journal: &mut Journal, directory: &Path) -> Result<(), Failure> {
+    let after = journal.state().steps.iter().skip_while(|step| !is_daemon(step, directory)).skip(1);
+    let device = after.take_while(|step| !matches!(step, Step::Daemon { .. })).find_map(|step| match step {
+        Step::Device { path, .. } => Some(path.clone()),
+        _ => None,
+    });
+    let Some(device) = device else { return undo(journal, |step| is_daemon(step, directory)) };
+    undo(journal, |step| matches!(step, Step::Swap { path, .. } if *path == device))?;
+    undo(journal, |step| matches!(step, Step::Device { path, .. } if *path == device))?;
+    undo(journal, |step| is_daemon(step, directory))
+}
+
+fn is_daemon(step: &Step, of: &Path) -> bool {
+    matches!(step, Step::Daemon { directory, .. } if directory == of)
+}
+
+fn undo(journal: &mut Journal, which: impl Fn(&Step) -> bool) -> Result<(), Failure> {
+    let Some(step) = journal.state().steps.iter().find(|step| which(step)).cloned() else { return Ok(()) };
+    off::undo(&step)?;
+    journal.remove(|other| *other == step)
+}
+
+fn turn_on(journal: &mut Journal, away: &Step) -> Result<PathBuf, Failure> {
+    let Step::Away { directory, config, front, priority, .. } = away else {
+        return Err(Failure::failed("nothing of this part is away"));
+    };
+    let config: toml::Table = config.parse().map_err(Failure::failed)?;
+    let connections = front.connections(&config);
+    let service = Service { directory: directory.clone(), unit: None, config };
+    let turn_on = |journal: &mut Journal| {
+        let status = service.start(journal)?;
+        let device = front::attach(*front, directory, connections, &status, journal)?;
+        make_swap_area(&device, ByteSize(status.volume.bytes))?;
+        journal.intend(Step::Swap { path: device.clone(), priority: *priority })?;
+        swaps::on(&device, *priority).map_err(|error| {
+            Failure::Failed(format!("the kernel refuses {} as swap: {error}; see dmesg", device.display()))
+        })?;
+        Ok(device)
+    };
+    match turn_on(journal) {
+        Ok(device) => {
+            journal.remove(|step| step == away)?;
+            Ok(device)
+        }
+        Err(failure) => {
+            super::forget_interrupt();
+            match take_away(journal, directory) {
+                Ok(()) => Err(failure),
+                Err(also) => {
+                    also.report();
+                    Err(failure)
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_found_with_their_devices_wherever_their_steps_are() {
+        let daemon =
+            |directory: &str| Step::Daemon { directory: directory.into(), unit: None, process: None };
+        let device = |path: &str| Step::Device { path: path.into(), front: Front::Nbd, file: None };
+        let swap = |path: &str| Step::Swap { path: path.into(), priority: 7 };
+        let steps = vec![
+            // The first part was away for a while.
+            daemon("/run/weir/2"),
+            device("/dev/nbd1"),
+            swap("/dev/nbd1"),
+            daemon("/run/weir"),
+            device("/dev/nbd0"),
+            swap("/dev/nbd0"),
+            daemon("/run/weir/3"),
+        ];
+        let state =
+            State { schema: 1, version: String::new(), phase: Phase::On, arguments: vec![], parts: 3, steps };
+        let found: Vec<_> = on(&state).into_iter().map(|part| part.device).collect();
+        assert_eq!(found, [Path::new("/dev/nbd0"), Path::new("/dev/nbd1")], "the third is no swap");
+    }
+}
