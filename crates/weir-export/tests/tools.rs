@@ -1,6 +1,6 @@
 //! Clients that nobody here wrote, from Debian's packages libnbd-bin, python3-libnbd, qemu-utils, fio and nbdkit.
 //!
-//! `WEIR_SCALE=full cargo test -p weir-export --test tools` is the full scale: 60 s of fio's verification by 16 jobs, images of 1 GiB.
+//! `tests/torture tools` is the full scale: 60 s of fio's verification by 16 jobs, images of 1 GiB.
 
 mod common;
 
@@ -219,6 +219,10 @@ fn fio_verifies_random_mixed_writes_of_several_jobs() {
         "--output-format=terse",
     ]));
     assert!(said.lines().count() >= jobs, "{said}");
+    let stats = served.server().stats();
+    println!("figure: fio_verify jobs {jobs} higher");
+    println!("figure: fio_verify requests {} higher", stats.requests);
+    println!("figure: fio_verify errors {} lower 0", stats.errors);
     assert_eq!(served.server().stats().errors, 0);
     assert_eq!(served.volume.status().read_faults, 0);
     served.shutdown();

@@ -5,7 +5,7 @@
 //! injected, and each injected one is seen once. After each history no slot is lost and every count agrees.
 //!
 //! `cargo test -p weir-volume --test simulator` plays the seeds in `seeds.txt` and 300 others;
-//! `WEIR_SIMULATOR_SEEDS=100000` plays so many, `WEIR_SIMULATOR_SEED=17` plays one. A failure names its seed: add
+//! `WEIR_SIMULATOR_SEEDS=1000` plays so many, `tests/torture simulator` 100,000, and `WEIR_SIMULATOR_SEED=17` plays one. A failure names its seed: add
 //! it to `seeds.txt`.
 
 mod chance;
@@ -36,7 +36,8 @@ fn every_acknowledged_page_is_read_back_or_an_error_and_every_error_was_injected
         println!("{:#?}", History::play(seed));
         return;
     }
-    let count = number("WEIR_SIMULATOR_SEEDS").unwrap_or(300);
+    let full = std::env::var_os("WEIR_SCALE").is_some_and(|scale| scale == "full");
+    let count = number("WEIR_SIMULATOR_SEEDS").unwrap_or(if full { 100_000 } else { 300 });
     // New seeds each time: what one run misses, another finds. The failing one is named.
     let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("a clock past 1970");
     let mut fresh = Chance::new(now.as_nanos() as u64);
@@ -51,6 +52,11 @@ fn every_acknowledged_page_is_read_back_or_an_error_and_every_error_was_injected
         total.add(&History::play(fresh.bits()));
     }
     println!("{count} histories and the kept ones in {:.1?}: {total:#?}", started.elapsed());
+    println!("figure: simulator histories {count} higher");
+    for (what, times) in total.events() {
+        println!("figure: events {} {times} higher 1", what.replace(' ', "_"));
+    }
+    println!("figure: simulator wrong_pages 0 lower 0");
 }
 
 #[test]
