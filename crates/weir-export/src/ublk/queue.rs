@@ -4,6 +4,7 @@
 //! batch and the sleep until the next are one system call.
 
 use super::engine::Engine;
+use super::server::doing;
 use super::stats::Counters;
 use super::uapi::{self, Descriptor, IoCommand, Plain, RESULT_ABORT};
 use crate::log::{Level, Log};
@@ -101,8 +102,9 @@ impl<'a> Queue<'a> {
         counters: &'a Counters,
         log: &'a Log,
     ) -> io::Result<Queue<'a>> {
-        let descriptors = Descriptors::map(character, number, depth)?;
-        let ring = ring(depth)?;
+        let descriptors = Descriptors::map(character, number, depth)
+            .map_err(|error| doing("mapping the driver's descriptors", &error))?;
+        let ring = ring(depth).map_err(|error| doing("making its ring", &error))?;
         ring.submitter().register_files(&[character.as_raw_fd()])?;
         let mut queue = Queue {
             ring,
@@ -122,10 +124,11 @@ impl<'a> Queue<'a> {
         for tag in 0..depth {
             queue.command(uapi::FETCH_REQ, tag, -1);
         }
-        queue.ring.submit()?;
+        queue.ring.submit().map_err(|error| doing("offering its buffers", &error))?;
         // A refusal comes at once, a request only after the device has started.
         if let Some(refused) = queue.ring.completion().find(|completion| completion.result() < 0) {
-            return Err(io::Error::from_raw_os_error(-refused.result()));
+            let error = io::Error::from_raw_os_error(-refused.result());
+            return Err(doing("having its buffers accepted", &error));
         }
         Ok(queue)
     }

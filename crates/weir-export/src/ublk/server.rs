@@ -229,7 +229,8 @@ impl Server {
         for number in 0..queues {
             let lane = volume.lane().map_err(|source| UblkError::Lane { queue: number, queues, source })?;
             let failed = |source| UblkError::Queue { queue: number, queues, source };
-            let engine = Engine::new(lane, info.depth, info.buffer_bytes).map_err(failed)?;
+            let engine = Engine::new(lane, info.depth, info.buffer_bytes)
+                .map_err(|error| failed(doing("taking its buffers", &error)))?;
             if config.swap && !engine.is_locked() {
                 return Err(failed(io::Error::other(
                     "its buffers cannot be locked in memory, as swap needs: raise RLIMIT_MEMLOCK",
@@ -251,7 +252,8 @@ impl Server {
             let ready = ready.clone();
             let builder =
                 std::thread::Builder::new().name(format!("weir-ublk-{number}")).stack_size(STACK_BYTES);
-            self.threads.push(builder.spawn(move || thread.run(&ready)).map_err(failed)?);
+            let spawned = builder.spawn(move || thread.run(&ready));
+            self.threads.push(spawned.map_err(|error| failed(doing("starting its thread", &error)))?);
         }
         drop(ready);
         for _ in 0..queues {
@@ -383,6 +385,11 @@ impl Thread {
             (self.log)(Level::Warning, format_args!("ublk: queue {number} serves no more: {error}"));
         }
     }
+}
+
+/// The same error, with what was being done.
+pub(super) fn doing(what: &str, error: &io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("{what}: {error}"))
 }
 
 fn open(path: &str) -> Result<OwnedFd, UblkError> {
