@@ -85,16 +85,38 @@ pub fn exempt_from_oom_killer() -> Result<(), Unprotected> {
     })
 }
 
+/// Whether what a thread starts is as urgent as it is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Children {
+    /// Its threads and processes are real-time too, until they say otherwise.
+    Inherit,
+    /// They are ordinary ones.
+    Ordinary,
+}
+
 /// Makes the calling thread a real-time thread of the lowest priority: the kernel lets such a thread reach into the memory that it
-/// keeps below `vm.min_free_kbytes` (mm/page_alloc.c, `gfp_to_alloc_flags`: `rt_task`), and lets it run as soon as a request comes.
+/// keeps below `vm.min_free_kbytes`, past what it keeps back besides against fragmentation (mm/page_alloc.c, `gfp_to_alloc_flags`:
+/// `rt_task`; `zone_watermark_fast`), and lets it run as soon as there is work.
 ///
 /// # Errors
 /// `EPERM` without `CAP_SYS_NICE`, or where systemd's `RestrictRealtime=` forbids it.
-pub fn reach_reserves() -> io::Result<()> {
-    let lowest = libc::sched_param { sched_priority: 1 };
-    let policy = libc::SCHED_RR | libc::SCHED_RESET_ON_FORK;
+pub fn reach_reserves(children: Children) -> io::Result<()> {
+    let reset = if children == Children::Ordinary { libc::SCHED_RESET_ON_FORK } else { 0 };
+    schedule(libc::SCHED_RR | reset, 1)
+}
+
+/// Makes the calling thread an ordinary one again.
+///
+/// # Errors
+/// What `sched_setscheduler` says.
+pub fn leave_reserves() -> io::Result<()> {
+    schedule(libc::SCHED_OTHER, 0)
+}
+
+fn schedule(policy: libc::c_int, sched_priority: libc::c_int) -> io::Result<()> {
+    let parameter = libc::sched_param { sched_priority };
     // SAFETY: 0 is the calling thread; the parameter outlives the call.
-    match unsafe { libc::sched_setscheduler(0, policy, &lowest) } {
+    match unsafe { libc::sched_setscheduler(0, policy, &parameter) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
@@ -121,6 +143,26 @@ pub fn protect() -> (Protections, Vec<Unprotected>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_thread_is_urgent_until_it_says_otherwise_and_its_children_as_it_chose() {
+        // SAFETY: 0 is the calling thread.
+        let policy = || unsafe { libc::sched_getscheduler(0) } & !libc::SCHED_RESET_ON_FORK;
+        let of_a_child = move || std::thread::spawn(policy).join().unwrap();
+        std::thread::spawn(move || {
+            if let Err(error) = reach_reserves(Children::Ordinary) {
+                println!("skipped: real-time threads are not allowed here: {error}");
+                return;
+            }
+            assert_eq!((policy(), of_a_child()), (libc::SCHED_RR, libc::SCHED_OTHER));
+            reach_reserves(Children::Inherit).unwrap();
+            assert_eq!((policy(), of_a_child()), (libc::SCHED_RR, libc::SCHED_RR));
+            leave_reserves().unwrap();
+            assert_eq!((policy(), of_a_child()), (libc::SCHED_OTHER, libc::SCHED_OTHER));
+        })
+        .join()
+        .unwrap();
+    }
 
     #[test]
     fn the_flusher_is_set_and_inherited_or_the_missing_capability_is_named() {

@@ -9,7 +9,7 @@ use crate::{address::Address, config, keeper};
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 use weir_core::ByteSize;
-use weir_core::swap_safety::{self, Protections};
+use weir_core::swap_safety::{self, Children, Protections};
 use weir_export::fuse;
 use weir_export::log::{self, Level};
 
@@ -30,7 +30,7 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
     let keeper = keeper::Link::open().map_err(Failure::failed)?;
     if options.keeper && keeper.is_none() {
         let left = options.fuse.as_deref().map(fuse::Left::before);
-        let code = keeper::run(&log, file.as_deref()).map_err(Failure::failed)?;
+        let code = keeper::run(&log, file.as_deref(), options.swap).map_err(Failure::failed)?;
         // A daemon that dies over its own start, or is told to stop before it listens, leaves what the one before it mounted.
         if let Some(left) = left {
             left.clear();
@@ -39,6 +39,10 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
     }
     // A daemon's lines go by its keeper's.
     let _relay = keeper.is_none().then(Relay::start).transpose().map_err(Failure::failed)?;
+    if options.swap && keeper.is_some() {
+        // As the keeper started it; its threads are ordinary ones, or choose for themselves.
+        let _ = swap_safety::reach_reserves(Children::Ordinary);
+    }
     // Handlers first, so that an early SIGTERM ends the daemon in good order too.
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGUSR1]).map_err(Failure::failed)?;
 
@@ -62,6 +66,9 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
 
     if let Some(link) = &link {
         link.ready().map_err(Failure::failed)?;
+    }
+    if options.swap {
+        let _ = swap_safety::leave_reserves();
     }
     let mut told = signals.forever();
     let signal = loop {

@@ -12,7 +12,7 @@ use std::io;
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
-use weir_core::swap_safety::Unprotected;
+use weir_core::swap_safety::{self, Children, Unprotected};
 use weir_store::OpenError;
 use weir_volume::Volume;
 
@@ -174,9 +174,9 @@ impl Server {
             let serve = move || {
                 if swap {
                     // Each reply takes a buffer of the kernel. Where this is denied, the server waits its turn for memory.
-                    let _ = weir_core::swap_safety::reach_reserves();
+                    let _ = swap_safety::reach_reserves(Children::Ordinary);
                 }
-                let flusher = if must_flush { weir_core::swap_safety::has_io_flusher() } else { Ok(true) };
+                let flusher = if must_flush { swap_safety::has_io_flusher() } else { Ok(true) };
                 let fine = matches!(flusher, Ok(true));
                 let _ = ready.send(flusher);
                 drop(ready);

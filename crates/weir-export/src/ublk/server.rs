@@ -18,7 +18,7 @@ use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use weir_core::PAGE_SIZE;
-use weir_core::swap_safety::{self, Unprotected};
+use weir_core::swap_safety::{self, Children, Unprotected};
 use weir_store::OpenError;
 use weir_volume::Volume;
 
@@ -245,6 +245,7 @@ impl Server {
                 processors: config.spin.is_zero().then(|| self.affinity(number)).flatten(),
                 gate: Arc::clone(&gate),
                 spin: config.spin,
+                swap: config.swap,
                 must_flush: config.swap && !config.unsafe_no_flusher,
                 counters: Arc::clone(&self.counters),
                 log: Arc::clone(log),
@@ -353,6 +354,7 @@ struct Thread {
     processors: Option<CpuSet>,
     gate: Arc<SpinGate>,
     spin: Duration,
+    swap: bool,
     must_flush: bool,
     counters: Arc<[Counters]>,
     log: Log,
@@ -374,7 +376,14 @@ impl Thread {
         }
         let spin = (!self.spin.is_zero()).then(|| Spin::new(&self.gate, self.spin));
         let counters = &self.counters[usize::from(number)];
+        if self.swap {
+            // The kernel makes the ring's memory in one go, or not at all. Denied, it may take another daemon to succeed.
+            let _ = swap_safety::reach_reserves(Children::Ordinary);
+        }
         let queue = Queue::open(number, self.depth, &self.character, self.engine, spin, counters, &self.log);
+        if self.swap {
+            let _ = swap_safety::leave_reserves();
+        }
         let mut queue = match queue {
             Ok(queue) => queue,
             Err(error) => return drop(ready.send(Err((number, ReadyError::Io(error))))),

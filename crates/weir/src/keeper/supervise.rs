@@ -20,12 +20,13 @@ use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
+use weir_core::swap_safety::{self, Children};
 use weir_core::{Memory, Resident};
 use weir_export::log::{Level, Log};
 
-/// Memory that is free again while a daemon starts: its own pages, stacks, page tables and heap, with the page tables
-/// of what it maps (2 MiB for each GiB).
-const SET_ASIDE_BYTES: usize = 64 << 20;
+/// Memory that is free again while a daemon starts, at least: its own pages, stacks, page tables and heap, with the page
+/// tables of what it maps (2 MiB for each GiB).
+const SET_ASIDE_LEAST: usize = 64 << 20;
 /// A daemon that lived less long than this failed to start, as far as restarting at once is concerned.
 const SHORT_LIFE: Duration = Duration::from_secs(1);
 /// A new program may be killed early; one whose daemons die so early so often in a row does not work.
@@ -60,6 +61,8 @@ struct Keeper<'a> {
     set_aside: Option<Memory>,
     /// The configuration's file, and its pages in memory.
     config: Option<&'a Path>,
+    /// Whether a kernel may swap on what is served.
+    swap: bool,
     config_pages: Option<Resident>,
     signals: UnixStream,
 }
@@ -69,7 +72,7 @@ struct Keeper<'a> {
 ///
 /// # Errors
 /// When a daemon cannot even be started.
-pub fn run(log: &Log, config: Option<&Path>) -> io::Result<i32> {
+pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
     if !copy::is_copy() {
         let error = copy::run();
         (log)(
@@ -89,7 +92,7 @@ pub fn run(log: &Log, config: Option<&Path>) -> io::Result<i32> {
         signal_hook::low_level::pipe::register(signal, tell.try_clone()?)?;
     }
     let mut keeper =
-        Keeper { log, kept: BTreeMap::new(), set_aside: None, config, config_pages: None, signals };
+        Keeper { log, kept: BTreeMap::new(), set_aside: None, config, swap, config_pages: None, signals };
     open_many_files();
     let mut programs = Programs::new();
     let mut served = false;
@@ -200,12 +203,21 @@ impl Keeper<'_> {
         // The child inherits its end by number. No other thread of this process starts a child meanwhile.
         rustix::io::fcntl_setfd(&theirs, rustix::io::FdFlags::empty())?;
         let mut arguments = std::env::args_os();
+        // Where memory is short, the new daemon has the kernel's reserve from its first page on, until it serves. What is denied
+        // makes its start slower, or another one necessary.
+        if self.swap {
+            let _ = swap_safety::reach_reserves(Children::Inherit);
+        }
         let child = Command::new(program)
             // Its name too: one that begins with @ keeps init from killing the daemon at the machine's end.
             .arg0(arguments.next().unwrap_or_else(|| "weir".into()))
             .args(arguments)
             .env(ENVIRONMENT, theirs.as_raw_fd().to_string())
-            .spawn()?;
+            .spawn();
+        if self.swap {
+            let _ = swap_safety::leave_reserves();
+        }
+        let child = child?;
         drop(theirs);
         let pid = Pid::from_child(&child);
         let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
@@ -234,7 +246,7 @@ impl Keeper<'_> {
             if spoke && let Some(socket) = &line {
                 match receive(socket) {
                     Ok(Some(message)) => {
-                        if let Err(error) = self.answer(socket, message, &mut life) {
+                        if let Err(error) = self.answer(socket, message, pid, &mut life) {
                             (self.log)(Level::Warning, format_args!("cannot answer the daemon: {error}"));
                         }
                         // What it has said before it ended comes first.
@@ -262,13 +274,13 @@ impl Keeper<'_> {
         send(line, &format!("begin {FORMAT}"), None)
     }
 
-    fn answer(&mut self, line: &OwnedFd, message: Message, life: &mut Life) -> io::Result<()> {
+    fn answer(&mut self, line: &OwnedFd, message: Message, daemon: Pid, life: &mut Life) -> io::Result<()> {
         let Message { text, fd } = message;
         match split(&text) {
             ("ready", _) => {
                 life.was_ready = true;
                 // Where memory is short right now, the next start is a little less certain; serving goes first.
-                self.set_aside = Memory::anonymous(SET_ASIDE_BYTES).ok();
+                self.set_aside = Memory::anonymous(own_memory(daemon) * 5 / 4).ok();
                 // Now, not once: an upgrade may have put another file in its place.
                 let pages = self.config.map(resident::file);
                 self.config_pages = pages.and_then(|pages| held(self.log, "the configuration", pages));
@@ -324,6 +336,17 @@ impl Keeper<'_> {
             (self.log)(Level::Warning, format_args!("cannot pass a signal on to the daemon: {error}"));
         }
     }
+}
+
+/// What a daemon has that nobody else has, and the next will need: at least [`SET_ASIDE_LEAST`] bytes.
+fn own_memory(daemon: Pid) -> usize {
+    let status =
+        std::fs::read_to_string(format!("/proc/{}/status", daemon.as_raw_nonzero())).unwrap_or_default();
+    let of = |key: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(key));
+        line.and_then(|line| line.split_whitespace().next()?.parse::<usize>().ok()).unwrap_or(0) << 10
+    };
+    (of("RssAnon:") + of("VmPTE:")).max(SET_ASIDE_LEAST)
 }
 
 /// What is held in memory, or a line that says that it is not.
