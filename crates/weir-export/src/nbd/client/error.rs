@@ -1,0 +1,35 @@
+//! What can go wrong with a connection, or with one request.
+
+use super::super::wire::Errno;
+use std::io;
+
+/// Why a connection is of no more use, or one request failed.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// The server cannot be reached.
+    #[error("cannot connect to {address}: is the server running?")]
+    Connect {
+        /// Where it was looked for.
+        address: String,
+        /// What the system said.
+        #[source]
+        source: io::Error,
+    },
+    /// The connection broke, or the server was silent for too long.
+    #[error("the connection broke")]
+    Broken(#[from] io::Error),
+    /// The server refused the negotiation.
+    #[error("the server refused {what}: {message}")]
+    Refused {
+        /// What was asked for.
+        what: &'static str,
+        /// The server's words.
+        message: String,
+    },
+    /// The server does not keep to the protocol.
+    #[error("the server breaks the protocol: {0}")]
+    Protocol(String),
+    /// The server answered this request with an error. The connection is fine.
+    #[error("{0}")]
+    Failed(Errno),
+}

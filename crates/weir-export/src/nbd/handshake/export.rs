@@ -1,0 +1,29 @@
+//! What is exported.
+
+use super::super::wire::transmission_flag;
+
+/// What is exported, as clients see it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Export {
+    /// The name that clients ask for; the empty name always means this export too. At most [`NAME_MAX`] bytes.
+    pub name: String,
+    /// For people, at most [`NAME_MAX`] bytes.
+    pub description: String,
+    /// Size in bytes.
+    pub bytes: u64,
+    /// Whether writes are refused.
+    pub read_only: bool,
+}
+
+impl Export {
+    /// The transmission flags for a connection with or without structured replies.
+    pub fn flags(&self, structured: bool) -> u16 {
+        use transmission_flag::{
+            CAN_MULTI_CONN, HAS_FLAGS, READ_ONLY, SEND_CACHE, SEND_DF, SEND_FAST_ZERO, SEND_FLUSH, SEND_FUA,
+            SEND_TRIM, SEND_WRITE_ZEROES,
+        };
+        let always = HAS_FLAGS | SEND_FLUSH | SEND_FUA | CAN_MULTI_CONN | SEND_CACHE;
+        let access = if self.read_only { READ_ONLY } else { SEND_TRIM | SEND_WRITE_ZEROES | SEND_FAST_ZERO };
+        always | access | if structured { SEND_DF } else { 0 }
+    }
+}

@@ -1,0 +1,371 @@
+//! The server's half of the negotiation, without a socket: bytes in, bytes out.
+//!
+//! [`Handshake::advance`] is given what the client has sent and not yet been consumed, and handles at most one
+//! option, so that what it says at once is bounded by [`OUTPUT_MAX`]; a client that does not read is not
+//! answered further. What a client may make the server hold is bounded by [`INPUT_MAX`].
+
+mod ending;
+mod export;
+mod message;
+
+pub use ending::Ending;
+pub use export::Export;
+
+use super::wire::{
+    self, BASE_ALLOCATION, BASE_ALLOCATION_ID, OPTION_BYTES, client_flag, handshake_flag, info, option,
+    option_reply, u32_at, u64_at,
+};
+use message::{error, reply, split_info, split_queries};
+
+/// The longest option data that are looked at; longer ones are skipped and answered with `ERR_TOO_BIG`.
+/// The longest legitimate ones are an export name and a few context queries of 4096 bytes each.
+pub const OPTION_DATA_MAX: usize = 12 << 10;
+/// Room for unconsumed input that the caller needs: one option with its header.
+pub const INPUT_MAX: usize = OPTION_BYTES + OPTION_DATA_MAX;
+/// Option data longer than this end the session: nobody means well with them.
+const OPTION_SKIP_MAX: u32 = 1 << 20;
+/// Options in one session; libnbd and QEMU send about ten.
+const OPTIONS_MAX: u32 = 256;
+/// Longest export name; short enough that no reply exceeds [`OUTPUT_MAX`].
+pub const NAME_MAX: usize = 255;
+/// An upper bound of what one call of [`Handshake::advance`] appends to its output.
+pub const OUTPUT_MAX: usize = 2048;
+
+/// How TLS stands on a connection.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Tls {
+    /// Not offered.
+    Off,
+    /// Required, and not yet begun.
+    Required,
+    /// The bytes given and taken are those inside TLS.
+    Active,
+}
+
+/// What a connection carries into transmission.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Negotiated {
+    /// Reads are answered by structured replies.
+    pub structured: bool,
+    /// `base:allocation` was selected, so that block status may be asked.
+    pub allocation: bool,
+}
+
+/// What [`Handshake::advance`] came to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[must_use]
+pub enum Step {
+    /// The input holds no further complete message.
+    NeedMore,
+    /// Something was consumed and perhaps answered; call again with the rest.
+    Again,
+    /// Send the output; TLS begins then. What follows is for a new [`Handshake`] with [`Tls::Active`].
+    StartTls,
+    /// Send the output; requests follow, the rest of the input first.
+    Transmission(Negotiated),
+    /// Send the output, then close the connection.
+    Close(Ending),
+}
+
+/// Under which of its names a client asked for the export.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Called {
+    ByDefault,
+    ByName,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Phase {
+    ClientFlags,
+    Options,
+    /// The rest of data too long to be looked at, then `ERR_TOO_BIG` to this option.
+    Skip {
+        option: u32,
+        left: u32,
+    },
+    Over,
+}
+
+/// One connection's negotiation.
+#[derive(Debug)]
+pub struct Handshake<'e> {
+    export: &'e Export,
+    tls: Tls,
+    phase: Phase,
+    fixed: bool,
+    no_zeroes: bool,
+    structured: bool,
+    /// The name under which `base:allocation` was selected, if it was.
+    allocation: Option<Called>,
+    options: u32,
+}
+
+impl<'e> Handshake<'e> {
+    /// Begins a negotiation about `export`; [`greeting`](Handshake::greeting) is to be sent first, unless TLS
+    /// is [`Tls::Active`].
+    pub fn new(export: &'e Export, tls: Tls) -> Self {
+        let phase = if tls == Tls::Active { Phase::Options } else { Phase::ClientFlags };
+        Handshake {
+            export,
+            tls,
+            phase,
+            fixed: tls == Tls::Active,
+            no_zeroes: false,
+            structured: false,
+            allocation: None,
+            options: 0,
+        }
+    }
+
+    /// What a server says first.
+    pub fn greeting() -> [u8; 18] {
+        let mut bytes = [0; 18];
+        bytes[..8].copy_from_slice(&wire::INIT_MAGIC.to_be_bytes());
+        bytes[8..16].copy_from_slice(&wire::OPTION_MAGIC.to_be_bytes());
+        let flags = handshake_flag::FIXED_NEWSTYLE | handshake_flag::NO_ZEROES;
+        bytes[16..].copy_from_slice(&flags.to_be_bytes());
+        bytes
+    }
+
+    /// Consumes at most one message from the front of `input` and appends what is to be sent, at most
+    /// [`OUTPUT_MAX`] bytes, to `output`. Returns how many bytes were consumed. `room` says whether another
+    /// connection may enter transmission.
+    pub fn advance(&mut self, input: &[u8], room: bool, output: &mut Vec<u8>) -> (usize, Step) {
+        match self.phase {
+            Phase::ClientFlags => match u32_at(input, 0) {
+                None => (0, Step::NeedMore),
+                Some(flags) => (4, self.client_flags(flags)),
+            },
+            Phase::Skip { option, left } => {
+                let skipped = input.len().min(left as usize);
+                let left = left - skipped as u32;
+                if left > 0 {
+                    self.phase = Phase::Skip { option, left };
+                    return (skipped, Step::NeedMore);
+                }
+                self.phase = Phase::Options;
+                error(output, option, option_reply::ERR_TOO_BIG, "the option's data are too long");
+                (skipped, Step::Again)
+            }
+            Phase::Options => self.option(input, room, output),
+            Phase::Over => (0, Step::NeedMore),
+        }
+    }
+
+    fn client_flags(&mut self, flags: u32) -> Step {
+        if flags & !(client_flag::FIXED_NEWSTYLE | client_flag::NO_ZEROES) != 0 {
+            return self.close(Ending::ClientFlags(flags));
+        }
+        self.fixed = flags & client_flag::FIXED_NEWSTYLE != 0;
+        self.no_zeroes = flags & client_flag::NO_ZEROES != 0;
+        self.phase = Phase::Options;
+        Step::Again
+    }
+
+    fn option(&mut self, input: &[u8], room: bool, output: &mut Vec<u8>) -> (usize, Step) {
+        let (Some(magic), Some(option), Some(length)) =
+            (u64_at(input, 0), u32_at(input, 8), u32_at(input, 12))
+        else {
+            return (0, Step::NeedMore);
+        };
+        if magic != wire::OPTION_MAGIC {
+            return (0, self.close(Ending::Magic(magic)));
+        }
+        if length > OPTION_SKIP_MAX {
+            return (0, self.close(Ending::OptionLength { option, length }));
+        }
+        if length as usize > OPTION_DATA_MAX {
+            if option == option::EXPORT_NAME {
+                return (0, self.close(Ending::NoSuchExport));
+            }
+            self.options += 1;
+            self.phase = Phase::Skip { option, left: length };
+            return (OPTION_BYTES, Step::Again);
+        }
+        let Some(data) = input.get(OPTION_BYTES..OPTION_BYTES + length as usize) else {
+            return (0, Step::NeedMore);
+        };
+        self.options += 1;
+        let step = if self.options > OPTIONS_MAX {
+            self.close(Ending::TooManyOptions)
+        } else {
+            self.answer(option, data, room, output)
+        };
+        (OPTION_BYTES + data.len(), step)
+    }
+
+    fn answer(&mut self, option: u32, data: &[u8], room: bool, output: &mut Vec<u8>) -> Step {
+        if option == option::ABORT {
+            reply(output, option, option_reply::ACK, &[]);
+            return self.close(Ending::Abort);
+        }
+        if self.tls == Tls::Required && option != option::STARTTLS {
+            if option == option::EXPORT_NAME {
+                return self.close(Ending::TlsRequired);
+            }
+            error(output, option, option_reply::ERR_TLS_REQD, "this server requires TLS");
+            return Step::Again;
+        }
+        match option {
+            option::EXPORT_NAME => return self.export_name(data, room, output),
+            option::INFO | option::GO => return self.info(option, data, room, output),
+            option::STARTTLS => return self.start_tls(data, output),
+            option::LIST => self.list(data, output),
+            option::STRUCTURED_REPLY => {
+                if data.is_empty() {
+                    self.structured = true;
+                    reply(output, option, option_reply::ACK, &[]);
+                } else {
+                    error(output, option, option_reply::ERR_INVALID, "this option takes no data");
+                }
+            }
+            option::LIST_META_CONTEXT | option::SET_META_CONTEXT => self.meta_context(option, data, output),
+            _ => error(output, option, option_reply::ERR_UNSUP, "unknown option"),
+        }
+        Step::Again
+    }
+
+    fn export_name(&mut self, name: &[u8], room: bool, output: &mut Vec<u8>) -> Step {
+        let Some(called) = self.called(name) else {
+            return self.close(Ending::NoSuchExport);
+        };
+        if !room {
+            return self.close(Ending::NoRoom);
+        }
+        output.extend_from_slice(&self.export.bytes.to_be_bytes());
+        output.extend_from_slice(&self.export.flags(self.structured).to_be_bytes());
+        if !self.no_zeroes {
+            output.extend_from_slice(&[0; 124]);
+        }
+        self.transmission(called)
+    }
+
+    fn info(&mut self, option: u32, data: &[u8], room: bool, output: &mut Vec<u8>) -> Step {
+        let Some((name, requests)) = split_info(data) else {
+            error(output, option, option_reply::ERR_INVALID, "lengths do not add up");
+            return Step::Again;
+        };
+        let Some(called) = self.called(name) else {
+            error(output, option, option_reply::ERR_UNKNOWN, "no such export");
+            return Step::Again;
+        };
+        if option == option::GO && !room {
+            let text = "every connection is in use; raise the limit of connections";
+            error(output, option, option_reply::ERR_POLICY, text);
+            return Step::Again;
+        }
+        let export = self.export;
+        let mut about = [0; 12];
+        about[..2].copy_from_slice(&info::EXPORT.to_be_bytes());
+        about[2..10].copy_from_slice(&export.bytes.to_be_bytes());
+        about[10..].copy_from_slice(&export.flags(self.structured).to_be_bytes());
+        reply(output, option, option_reply::INFO, &[&about]);
+
+        let mut sizes = [0; 14];
+        sizes[..2].copy_from_slice(&info::BLOCK_SIZE.to_be_bytes());
+        for (at, size) in [1, weir_core::PAGE_SIZE as u32, wire::PAYLOAD_MAX].into_iter().enumerate() {
+            sizes[2 + 4 * at..6 + 4 * at].copy_from_slice(&size.to_be_bytes());
+        }
+        reply(output, option, option_reply::INFO, &[&sizes]);
+
+        let asked = |what: u16| requests.chunks_exact(2).any(|request| request == what.to_be_bytes());
+        for (what, text) in [(info::NAME, &export.name), (info::DESCRIPTION, &export.description)] {
+            if asked(what) {
+                reply(output, option, option_reply::INFO, &[&what.to_be_bytes(), text.as_bytes()]);
+            }
+        }
+        reply(output, option, option_reply::ACK, &[]);
+        if option == option::GO { self.transmission(called) } else { Step::Again }
+    }
+
+    fn start_tls(&mut self, data: &[u8], output: &mut Vec<u8>) -> Step {
+        let option = option::STARTTLS;
+        if !data.is_empty() {
+            error(output, option, option_reply::ERR_INVALID, "this option takes no data");
+            return Step::Again;
+        }
+        match self.tls {
+            Tls::Off => {
+                error(output, option, option_reply::ERR_POLICY, "this server was started without TLS");
+                Step::Again
+            }
+            Tls::Active => {
+                error(output, option, option_reply::ERR_INVALID, "TLS is active already");
+                Step::Again
+            }
+            Tls::Required if !self.fixed => self.close(Ending::TlsRequired),
+            Tls::Required => {
+                reply(output, option, option_reply::ACK, &[]);
+                self.phase = Phase::Over;
+                Step::StartTls
+            }
+        }
+    }
+
+    fn list(&self, data: &[u8], output: &mut Vec<u8>) {
+        if !data.is_empty() {
+            error(output, option::LIST, option_reply::ERR_INVALID, "this option takes no data");
+            return;
+        }
+        let name = self.export.name.as_bytes();
+        let length = (name.len() as u32).to_be_bytes();
+        let description = self.export.description.as_bytes();
+        reply(output, option::LIST, option_reply::SERVER, &[&length, name, description]);
+        reply(output, option::LIST, option_reply::ACK, &[]);
+    }
+
+    fn meta_context(&mut self, option: u32, data: &[u8], output: &mut Vec<u8>) {
+        let set = option == option::SET_META_CONTEXT;
+        if set {
+            self.allocation = None; // whatever comes of it, the earlier selection is replaced
+        }
+        if !self.structured {
+            error(output, option, option_reply::ERR_INVALID, "structured replies must be negotiated first");
+            return;
+        }
+        let Some((name, queries)) = split_queries(data) else {
+            error(output, option, option_reply::ERR_INVALID, "lengths do not add up");
+            return;
+        };
+        let Some(called) = self.called(name) else {
+            error(output, option, option_reply::ERR_UNKNOWN, "no such export");
+            return;
+        };
+        let mut any = false;
+        let mut found = false;
+        for query in queries {
+            any = true;
+            found |= query == BASE_ALLOCATION || (!set && query == b"base:");
+        }
+        if found || (!set && !any) {
+            let id = if set { BASE_ALLOCATION_ID } else { 0 };
+            reply(output, option, option_reply::META_CONTEXT, &[&id.to_be_bytes(), BASE_ALLOCATION]);
+        }
+        if set && found {
+            self.allocation = Some(called);
+        }
+        reply(output, option, option_reply::ACK, &[]);
+    }
+
+    fn called(&self, name: &[u8]) -> Option<Called> {
+        if name.is_empty() {
+            Some(Called::ByDefault)
+        } else {
+            (name == self.export.name.as_bytes()).then_some(Called::ByName)
+        }
+    }
+
+    fn transmission(&mut self, called: Called) -> Step {
+        self.phase = Phase::Over;
+        let allocation = self.structured && self.allocation == Some(called);
+        Step::Transmission(Negotiated { structured: self.structured, allocation })
+    }
+
+    fn close(&mut self, ending: Ending) -> Step {
+        self.phase = Phase::Over;
+        Step::Close(ending)
+    }
+}
+
+#[cfg(test)]
+mod tests;
