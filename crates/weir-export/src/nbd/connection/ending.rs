@@ -1,0 +1,57 @@
+//! How a connection ends.
+
+use super::super::transmission::Violation;
+use std::fmt;
+
+/// How a connection ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Ending {
+    /// The client said so.
+    Disconnect,
+    /// The client closed the connection, or the server is going down.
+    Closed,
+    /// The same, in the middle of a request.
+    Torn,
+    /// The client does not keep to the protocol.
+    Violation(Violation),
+    /// The system reports an error.
+    Broken(rustix::io::Errno),
+    /// The client does not take its replies.
+    Stalled,
+    /// A page could no longer be proven intact after the header of its reply had left.
+    Lost,
+}
+
+impl Ending {
+    /// Whether it is the client's usual way to leave.
+    pub fn is_usual(&self) -> bool {
+        matches!(self, Ending::Disconnect | Ending::Closed)
+    }
+}
+
+impl fmt::Display for Ending {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Ending::Disconnect => f.write_str("the client disconnected"),
+            Ending::Closed => f.write_str("the connection was closed"),
+            Ending::Torn => f.write_str("the client left in the middle of a request"),
+            Ending::Violation(violation) => write!(f, "{violation}"),
+            // By its number: its name comes from libc, through the allocator.
+            Ending::Broken(errno) => write!(f, "the connection broke: errno {}", errno.raw_os_error()),
+            Ending::Stalled => f.write_str("the client does not read its replies; connection dropped"),
+            Ending::Lost => f.write_str("a page was lost while it was being sent; connection dropped"),
+        }
+    }
+}
+
+impl From<rustix::io::Errno> for Ending {
+    fn from(errno: rustix::io::Errno) -> Self {
+        match errno {
+            // The socket's own timeout on sends.
+            rustix::io::Errno::AGAIN => Ending::Stalled,
+            // The client closed the connection, with bytes unread or replies under way.
+            rustix::io::Errno::CONNRESET | rustix::io::Errno::PIPE => Ending::Closed,
+            errno => Ending::Broken(errno),
+        }
+    }
+}

@@ -1,0 +1,371 @@
+//! One connection in transmission, served by one thread: take what the client has sent, do all of it, answer all
+//! of it.
+//!
+//! A batch is what one `recv` brought. Its writes are done while it is parsed. Its reads come afterwards: pages
+//! that lie in memory go out from where they lie, verified, in the same `sendmsg` as the acknowledgements
+//! (the protocol lets replies change places). What a slow store must fetch is started, and answered when it
+//! arrives. Nothing here allocates: what does not fit waits in the socket.
+
+mod block_status;
+mod ending;
+mod read;
+mod slow;
+mod write;
+
+pub(super) use ending::Ending;
+
+use super::flight::{CHUNK_MAX, Flight, PAGES};
+use super::handshake::Negotiated;
+use super::slices::Slices;
+use super::stats::Counters;
+use super::transmission::{self as reply, Event, Parser, Request, Rules, none_chunk, simple_reply};
+use super::wire::{Errno, command};
+use crate::buffer::Buffer;
+use crate::spin::Spin;
+use rustix::net::RecvFlags;
+use std::io;
+use std::os::fd::BorrowedFd;
+use weir_core::{PAGE_SIZE, PageNo};
+use weir_volume::Lane;
+
+/// What one `recv` takes at most: a queue depth of 16 with 16 KiB each; larger payloads stream through it.
+const INPUT_BYTES: usize = 256 << 10;
+/// Payload of one `sendmsg`, and the longest piece of a read that is proven intact and sent at once from where it lies:
+/// it stays in the second-level cache from the one to the other. What the client does not take is copied, so
+/// this bounds that buffer too.
+const PIECE_MAX: u32 = 512 << 10;
+/// Room for the headers of one round and for acknowledgements that wait for it.
+const HEADS_BYTES: usize = 32 << 10;
+/// The longest header with its slack.
+const HEAD_MAX: usize = 64;
+/// Reads of a batch that wait to be answered together.
+const READS_MAX: usize = 256;
+
+static ZEROS: [u8; PAGE_SIZE] = [0; PAGE_SIZE];
+
+/// A read of the batch.
+#[derive(Clone, Copy)]
+struct Read {
+    request: Request,
+    /// Bytes answered.
+    done: u32,
+    /// It is not for the common `sendmsg`: it must be fetched from a slow store, or takes several sends between
+    /// which no other reply may come.
+    apart: bool,
+}
+
+/// The write whose payload is arriving, or whose parts are being issued.
+#[derive(Clone, Copy)]
+struct Write {
+    cookie: u64,
+    error: Option<Errno>,
+    /// Its entry, once an operation of it did not finish at once.
+    entry: Option<u16>,
+}
+
+/// What the thread of a connection works with, all of it taken before the process is sealed.
+pub(super) struct Worker {
+    input: Buffer,
+    work: Desk,
+}
+
+/// All of a worker but its input, which is being looked at while this works.
+struct Desk {
+    lane: Lane,
+    flight: Flight,
+    reads: Vec<Read>,
+    acks: Vec<u8>,
+    heads: Buffer,
+    rest: Buffer,
+    write: Option<Write>,
+}
+
+/// A connection, for as long as it is served.
+struct Connection<'a> {
+    socket: BorrowedFd<'a>,
+    rules: Rules,
+    counters: &'a Counters,
+    desk: &'a mut Desk,
+}
+
+impl Worker {
+    /// Takes the memory.
+    ///
+    /// # Errors
+    /// When it cannot be had.
+    pub fn new(lane: Lane) -> io::Result<Worker> {
+        Ok(Worker {
+            input: Buffer::new(INPUT_BYTES)?,
+            work: Desk {
+                lane,
+                flight: Flight::new()?,
+                reads: Vec::with_capacity(READS_MAX),
+                acks: Vec::with_capacity(HEADS_BYTES),
+                heads: Buffer::new(HEADS_BYTES)?,
+                rest: Buffer::new(PIECE_MAX as usize + 2 * HEADS_BYTES)?,
+                write: None,
+            },
+        })
+    }
+
+    /// Whether its memory is pinned in RAM.
+    pub fn is_locked(&self) -> bool {
+        self.input.is_locked() && self.work.heads.is_locked() && self.work.rest.is_locked()
+    }
+
+    /// Serves a connection until it ends. `early` is what the client has sent after its last option.
+    pub fn serve(
+        &mut self,
+        socket: BorrowedFd<'_>,
+        negotiated: Negotiated,
+        read_only: bool,
+        early: &[u8],
+        spin: &mut Spin<'_>,
+        counters: &Counters,
+    ) -> Ending {
+        let rules = Rules {
+            bytes: self.work.lane.volume().bytes(),
+            read_only,
+            structured: negotiated.structured,
+            allocation: negotiated.allocation,
+            unfragmented_max: CHUNK_MAX,
+        };
+        let mut connection = Connection { socket, rules, counters, desk: &mut self.work };
+        let ending = match connection.run(&mut self.input, early, spin) {
+            Ok(ending) | Err(ending) => ending,
+        };
+        connection.clear();
+        ending
+    }
+}
+
+impl Connection<'_> {
+    fn run(&mut self, input: &mut [u8], early: &[u8], spin: &mut Spin<'_>) -> Result<Ending, Ending> {
+        let mut parser = Parser::new();
+        input[..early.len()].copy_from_slice(early);
+        let mut filled = early.len();
+        loop {
+            self.plan(&parser, &input[..filled]);
+            let mut unparsed = &input[..filled];
+            let last = loop {
+                match parser.next(&mut unparsed) {
+                    Ok(Some(Event::Request(request))) if request.command == command::DISC => {
+                        break Some(Ending::Disconnect);
+                    }
+                    Ok(Some(Event::Request(request))) => self.request(request)?,
+                    Ok(Some(Event::Payload(payload))) => self.payload(&payload)?,
+                    Ok(None) => break None,
+                    Err(violation) => break Some(Ending::Violation(violation)),
+                }
+            };
+            let left = unparsed.len();
+            self.end_batch()?;
+            if let Some(ending) = last {
+                self.finish_flight()?;
+                return Ok(ending);
+            }
+            // Less than a page and a header, so this is cheap.
+            input.copy_within(filled - left..filled, 0);
+            filled = left;
+            let received = self.receive(&mut input[filled..], spin)?;
+            if received == 0 {
+                self.finish_flight()?;
+                let torn = filled > 0 || self.desk.write.is_some();
+                return Ok(if torn { Ending::Torn } else { Ending::Closed });
+            }
+            filled += received;
+        }
+    }
+
+    /// Announces what has been received, so that the stores know how much comes before the first of it.
+    fn plan(&mut self, parser: &Parser, received: &[u8]) {
+        let Some(mut batch) = self.desk.lane.batch() else { return };
+        // More than can be under way at once would be counted for nothing.
+        let mut room = PAGES as u32;
+        let writes = parser.survey(received, |request| {
+            if request.command == command::READ && request.length > 0 && self.rules.check(request).is_ok() {
+                let first = (request.offset / PAGE_SIZE as u64) as u32;
+                let last = ((request.offset + u64::from(request.length) - 1) / PAGE_SIZE as u64) as u32;
+                let pages = room.min(last - first + 1);
+                room -= pages;
+                batch.reads((first..first + pages).map(PageNo));
+            }
+        });
+        batch.writes(writes);
+        batch.announce();
+    }
+
+    /// Waits for bytes of the client. 0 means that there will be none.
+    fn receive(&mut self, into: &mut [u8], spin: &mut Spin<'_>) -> Result<usize, Ending> {
+        while !self.desk.flight.is_empty() {
+            // Looking at the store first: its completions are what clients wait for.
+            if !self.take_completions()?
+                && let Some(received) = self.listen(into)?
+            {
+                self.counters.batches.add(1);
+                return Ok(received);
+            }
+        }
+        if let Some(received) = spin.attempt(|| receive_now(self.socket, into))? {
+            self.counters.batches.add(1);
+            return Ok(received);
+        }
+        loop {
+            match rustix::net::recv(self.socket, &mut *into, RecvFlags::empty()) {
+                Ok((received, _)) => {
+                    spin.woke();
+                    self.counters.batches.add(1);
+                    return Ok(received);
+                }
+                Err(rustix::io::Errno::INTR) => {}
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+    }
+
+    /// With operations at slow stores: sleeps until the client or a store has something; takes it if it is the
+    /// client.
+    fn listen(&mut self, into: &mut [u8]) -> Result<Option<usize>, Ending> {
+        if !self.desk.lane.must_poll() {
+            self.sleep_for(true)?;
+        }
+        receive_now(self.socket, into)
+    }
+
+    fn request(&mut self, request: Request) -> Result<(), Ending> {
+        let counters = self.counters;
+        counters.requests.add(1);
+        let checked = self.rules.check(&request);
+        match (request.command, checked) {
+            // A refused write's payload must be consumed all the same.
+            (command::WRITE, checked) => {
+                counters.writes.add(1);
+                counters.bytes_written.add(u64::from(request.length));
+                let write = Write { cookie: request.cookie, error: checked.err(), entry: None };
+                if request.length == 0 {
+                    return self.end_write(write);
+                }
+                self.desk.write = Some(write);
+                Ok(())
+            }
+            (_, Err(error)) => self.refuse(&request, error),
+            (command::READ, Ok(())) => {
+                counters.reads.add(1);
+                counters.bytes_read.add(u64::from(request.length));
+                if request.length == 0 {
+                    return if self.rules.structured {
+                        self.acknowledge(&none_chunk(request.cookie))
+                    } else {
+                        self.acknowledge(&simple_reply(request.cookie, None))
+                    };
+                }
+                if self.desk.reads.len() == READS_MAX {
+                    self.answer_reads()?;
+                }
+                let apart = !self.rules.structured && request.length > PIECE_MAX;
+                self.desk.reads.push(Read { request, done: 0, apart });
+                Ok(())
+            }
+            (command::TRIM, Ok(())) => {
+                counters.trims.add(1);
+                let pages = whole_pages(&request);
+                if !pages.is_empty() {
+                    self.desk.lane.discard(PageNo(pages.start), pages.end - pages.start);
+                }
+                self.acknowledge(&simple_reply(request.cookie, None))
+            }
+            (command::WRITE_ZEROES, Ok(())) => {
+                counters.trims.add(1);
+                self.write_zeroes(&request)
+            }
+            (command::BLOCK_STATUS, Ok(())) => self.block_status(&request),
+            // A flush has nothing to wait for: what was acknowledged is where it will stay, in the map that every
+            // connection shares. A page that will be read lies in the fastest place already.
+            _ => self.acknowledge(&simple_reply(request.cookie, None)),
+        }
+    }
+
+    /// Answers a request with an error.
+    fn refuse(&mut self, request: &Request, error: Errno) -> Result<(), Ending> {
+        self.count_error(Some(error));
+        let structured =
+            self.rules.structured && matches!(request.command, command::READ | command::BLOCK_STATUS);
+        if structured {
+            self.acknowledge(&reply::error_chunk(request.cookie, error))
+        } else {
+            self.acknowledge(&simple_reply(request.cookie, Some(error)))
+        }
+    }
+
+    fn count_error(&self, error: Option<Errno>) {
+        self.counters.errors.add(u64::from(error.is_some()));
+    }
+
+    /// Queues a reply without data for the next send.
+    fn acknowledge(&mut self, reply: &[u8]) -> Result<(), Ending> {
+        self.make_ack_room(reply.len())?;
+        self.desk.acks.extend_from_slice(reply);
+        Ok(())
+    }
+
+    fn make_ack_room(&mut self, bytes: usize) -> Result<(), Ending> {
+        if self.desk.acks.len() + bytes > HEADS_BYTES { self.send_acks() } else { Ok(()) }
+    }
+
+    fn send_acks(&mut self) -> Result<(), Ending> {
+        if self.desk.acks.is_empty() {
+            return Ok(());
+        }
+        self.desk.lane.submit();
+        let mut slices = Slices::new();
+        slices.push(&self.desk.acks);
+        slices.send_all(self.socket)?;
+        self.desk.acks.clear();
+        Ok(())
+    }
+
+    /// Everything received has been looked at: starts what is queued and answers what is done.
+    fn end_batch(&mut self) -> Result<(), Ending> {
+        self.answer_reads()?;
+        self.send_acks()?;
+        self.desk.lane.submit();
+        if !self.desk.flight.is_empty() {
+            self.take_completions()?;
+        }
+        Ok(())
+    }
+
+    /// Leaves the desk as a new connection expects it: nothing of this one may come back later.
+    fn clear(&mut self) {
+        let Desk { lane, flight, reads, acks, write, .. } = &mut *self.desk;
+        lane.submit();
+        loop {
+            lane.poll(&mut |done| flight.complete(&done));
+            if lane.in_flight() == 0 {
+                break;
+            }
+            // Stores answer or fail in bounded time; until then a short nap costs nobody anything.
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        flight.reset();
+        reads.clear();
+        acks.clear();
+        *write = None;
+    }
+}
+
+/// What the client has sent, if it has sent anything.
+fn receive_now(socket: BorrowedFd<'_>, into: &mut [u8]) -> Result<Option<usize>, Ending> {
+    match rustix::net::recv(socket, into, RecvFlags::DONTWAIT) {
+        Ok((received, _)) => Ok(Some(received)),
+        Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => Ok(None),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+/// The pages that a range covers completely; empty, with its ends anywhere, where there is none.
+pub(super) fn whole_pages(request: &Request) -> std::ops::Range<u32> {
+    let end = request.offset + u64::from(request.length);
+    let first = request.offset.div_ceil(PAGE_SIZE as u64) as u32;
+    first..((end / PAGE_SIZE as u64) as u32)
+}

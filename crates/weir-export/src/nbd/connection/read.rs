@@ -1,0 +1,251 @@
+//! Reads of memory: pages go out from where they lie, proven intact.
+
+use super::super::flight::{CHUNK_MAX, Work, errno};
+use super::super::slices::{Slices, take_front};
+use super::super::transmission::{Request, data_chunk, error_offset_chunk, hole_chunk, simple_reply};
+use super::super::wire::{Errno, command_flag};
+use super::slow::push_pages;
+use super::{Connection, Desk, Ending, HEAD_MAX, PIECE_MAX, Read, ZEROS};
+use std::time::Duration;
+use weir_core::{PAGE_SIZE, PageNo};
+use weir_volume::{Guard, View};
+
+/// How long pages may be kept in place while the client takes them; what it has not taken by then is copied. A client that reads
+/// has room for more within microseconds.
+const PINNED_WAIT: Duration = Duration::from_millis(1);
+
+impl Connection<'_> {
+    /// Answers the reads of the batch, together with its acknowledgements; those for slow stores are begun.
+    pub(super) fn answer_reads(&mut self) -> Result<(), Ending> {
+        if self.desk.reads.is_empty() {
+            return Ok(());
+        }
+        self.desk.lane.submit();
+        let mut at = 0;
+        while at < self.desk.reads.len() {
+            at = self.round(at)?;
+        }
+        for at in 0..self.desk.reads.len() {
+            let read = self.desk.reads[at];
+            match (read.apart, self.rules.structured || read.request.length <= CHUNK_MAX) {
+                (false, _) => {}
+                (true, true) => self.fetch(&read)?,
+                (true, false) => self.stream(&read.request)?,
+            }
+        }
+        self.desk.reads.clear();
+        Ok(())
+    }
+
+    /// One `sendmsg`: the acknowledgements, and as many reads from the `at`th on as fit. Returns the first that was not
+    /// reached, or not completely answered.
+    fn round(&mut self, mut at: usize) -> Result<usize, Ending> {
+        let Desk { lane, reads, acks, heads, rest, .. } = &mut *self.desk;
+        let guard = lane.pin();
+        let mut heads: &mut [u8] = heads;
+        let mut slices = Slices::new();
+        if !acks.is_empty() {
+            slices.push(acks);
+        }
+        let (mut payload, mut faults) = (0, 0);
+        while at < reads.len() {
+            let ahead =
+                reads.get(at + 2).map(|ahead| PageNo((ahead.request.offset / PAGE_SIZE as u64) as u32));
+            let read = &mut reads[at];
+            if read.apart {
+                at += 1;
+                continue;
+            }
+            let length = (read.request.length - read.done).min(PIECE_MAX);
+            let fits = payload == 0 || payload + length <= PIECE_MAX;
+            if !fits || slices.room() < span(length) + 1 || heads.len() < HEAD_MAX {
+                break;
+            }
+            if let Some(ahead) = ahead {
+                guard.prefetch(ahead);
+            }
+            match compose(&guard, read, length, self.rules.structured, &mut heads, &mut slices) {
+                Composed::Answered => {
+                    payload += length;
+                    read.done += length;
+                    at += usize::from(read.done == read.request.length);
+                }
+                Composed::Apart => read.apart = true,
+                Composed::Failed => {
+                    faults += 1;
+                    at += 1;
+                }
+            }
+        }
+        guard.count_reads(u64::from(payload.div_ceil(PAGE_SIZE as u32)), faults);
+        let left = slices.send_or_copy(self.socket, rest, PINNED_WAIT);
+        drop(guard);
+        acks.clear();
+        self.counters.errors.add(faults);
+        let left = left?;
+        if left > 0 {
+            let mut slices = Slices::new();
+            slices.push(&rest[..left]);
+            slices.send_all(self.socket)?;
+        }
+        Ok(at)
+    }
+
+    /// Answers a long read by one simple reply: once its header has left there is no way to report an error, so
+    /// all of it is proven intact first, and again while it is sent, as it may be rewritten in between.
+    fn stream(&mut self, request: &Request) -> Result<(), Ending> {
+        self.send_acks()?;
+        self.finish_flight()?;
+        let chunks = (0..request.length)
+            .step_by(CHUNK_MAX as usize)
+            .map(|done| (request.offset + u64::from(done), (request.length - done).min(CHUNK_MAX)));
+        for (offset, length) in chunks.clone() {
+            if let Err(error) = self.with_chunk(offset, length, None, false)? {
+                return self.refuse(request, error);
+            }
+        }
+        let mut head = Some(simple_reply(request.cookie, None));
+        for (offset, length) in chunks {
+            if self.with_chunk(offset, length, head.take(), true)?.is_err() {
+                return Err(Ending::Lost);
+            }
+        }
+        Ok(())
+    }
+
+    /// Proves a range of at most [`CHUNK_MAX`] bytes intact and, if `send`, sends it behind `head`.
+    fn with_chunk(
+        &mut self,
+        offset: u64,
+        length: u32,
+        head: Option<[u8; 16]>,
+        send: bool,
+    ) -> Result<Result<(), Errno>, Ending> {
+        let head = head.as_ref().map_or(&[][..], |head| head);
+        let Desk { lane, rest, .. } = &mut *self.desk;
+        let guard = lane.pin();
+        let mut slices = Slices::new();
+        slices.push(head);
+        let found = view_range(&guard, offset, length, &mut slices);
+        let mut left = Ok(0);
+        if send && matches!(found, Found::Bytes { .. }) {
+            guard.count_reads(u64::from(length.div_ceil(PAGE_SIZE as u32)), 0);
+            left = slices.send_or_copy(self.socket, rest, PINNED_WAIT);
+        }
+        drop(guard);
+        match found {
+            Found::Bytes { .. } => {
+                let mut slices = Slices::new();
+                slices.push(&rest[..left?]);
+                slices.send_all(self.socket)?;
+                return Ok(Ok(()));
+            }
+            Found::Fault { error, .. } => return Ok(Err(error)),
+            Found::Elsewhere => {}
+        }
+        let index = self.begin(Work::Held { offset, length }, 0, offset, length)?;
+        self.desk.flight.issued(index);
+        while !self.desk.flight.is_finished(index) {
+            self.make_room()?;
+        }
+        let entry = self.desk.flight.entry(index);
+        let result = entry.error.map_or(Ok(()), |(error, _)| Err(error));
+        if send && result.is_ok() {
+            let mut slices = Slices::new();
+            slices.push(head);
+            push_pages(&self.desk.flight, index, offset, length, &mut slices);
+            slices.send_all(self.socket)?;
+        }
+        self.desk.flight.release(index);
+        Ok(result)
+    }
+}
+
+enum Composed {
+    Answered,
+    Apart,
+    Failed,
+}
+
+/// Adds the answer to the next `length` bytes of `read` to `slices`, if they lie in memory.
+fn compose<'a>(
+    guard: &'a Guard<'_>,
+    read: &Read,
+    length: u32,
+    structured: bool,
+    heads: &mut &'a mut [u8],
+    slices: &mut Slices<'a>,
+) -> Composed {
+    let cookie = read.request.cookie;
+    let offset = read.request.offset + u64::from(read.done);
+    let last = read.done + length == read.request.length;
+    let mark = slices.mark();
+    let head = slices.reserve();
+    match view_range(guard, offset, length, slices) {
+        Found::Bytes { zeros } if structured => {
+            if zeros && read.request.flags & command_flag::DF == 0 {
+                slices.rewind(mark);
+                slices.push(take_front(heads, &hole_chunk(cookie, last, offset, length)));
+            } else {
+                slices.set(head, take_front(heads, &data_chunk(cookie, last, offset, length)));
+            }
+            Composed::Answered
+        }
+        Found::Bytes { .. } => {
+            slices.set(head, take_front(heads, &simple_reply(cookie, None)));
+            Composed::Answered
+        }
+        Found::Elsewhere => {
+            slices.rewind(mark);
+            Composed::Apart
+        }
+        Found::Fault { error, at } => {
+            slices.rewind(mark);
+            slices.push(if structured {
+                take_front(heads, &error_offset_chunk(cookie, error, at))
+            } else {
+                take_front(heads, &simple_reply(cookie, Some(error)))
+            });
+            Composed::Failed
+        }
+    }
+}
+
+enum Found {
+    /// All of it, verified. `zeros`: known to be nothing but zeros.
+    Bytes { zeros: bool },
+    /// Some of it lies where only [`Lane::read`] reaches.
+    Elsewhere,
+    /// The page with the byte `at` cannot be read.
+    Fault { error: Errno, at: u64 },
+}
+
+/// Adds the bytes of a range to `slices`, page by page, from where they lie.
+fn view_range<'a>(guard: &'a Guard<'_>, offset: u64, length: u32, slices: &mut Slices<'a>) -> Found {
+    let (end, mut at, mut zeros) = (offset + u64::from(length), offset, true);
+    while at < end {
+        let page = at / PAGE_SIZE as u64;
+        let next = end.min((page + 1) * PAGE_SIZE as u64);
+        let within = (at % PAGE_SIZE as u64) as usize;
+        if next + (PAGE_SIZE as u64) < end {
+            guard.prefetch(PageNo(page as u32 + 2));
+        }
+        let bytes = match guard.view(PageNo(page as u32)) {
+            View::Bytes(bytes) => {
+                zeros = false;
+                bytes
+            }
+            View::Fill(0) => &ZEROS,
+            View::Fill(_) | View::Elsewhere => return Found::Elsewhere,
+            View::Fault(fault) => return Found::Fault { error: errno(fault), at },
+        };
+        slices.push(&bytes[within..within + (next - at) as usize]);
+        at = next;
+    }
+    Found::Bytes { zeros }
+}
+
+/// Pages that a range of `length` bytes touches, wherever it begins.
+fn span(length: u32) -> usize {
+    length as usize / PAGE_SIZE + 2
+}

@@ -1,0 +1,178 @@
+//! Requests at stores that take their time: begun, waited for, answered as they arrive.
+
+use super::super::flight::{CHUNK_MAX, Flight, SPAN_MAX, Work, errno};
+use super::super::slices::{Slices, take_front};
+use super::super::transmission::{data_chunk, error_offset_chunk, none_chunk, simple_reply};
+use super::{Connection, Desk, Ending, HEAD_MAX, Read};
+use rustix::event::{PollFd, PollFlags, Timespec};
+use weir_core::{PAGE_SIZE, PageNo};
+use weir_store::Progress;
+
+/// How long a thread sleeps at most while slow stores work; they wake it earlier.
+const STORE_NAP: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+
+impl Connection<'_> {
+    /// Sleeps until a slow store has something, or, if `client`, until the client has.
+    pub(super) fn sleep_for(&self, client: bool) -> Result<(), Ending> {
+        const FDS_MAX: usize = 17;
+        let listen = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
+        let mut fds: [PollFd<'_>; FDS_MAX] = std::array::from_fn(|_| listen(self.socket));
+        let mut count = usize::from(client);
+        for fd in self.desk.lane.wake_fds().take(FDS_MAX - 1) {
+            fds[count] = listen(fd);
+            count += 1;
+        }
+        match rustix::event::poll(&mut fds[..count], Some(&STORE_NAP)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
+    /// Begins the rest of a read at slow stores.
+    pub(super) fn fetch(&mut self, read: &Read) -> Result<(), Ending> {
+        let (request, mut done) = (&read.request, read.done);
+        let mut stream = None;
+        if request.length - done > CHUNK_MAX || done > 0 {
+            while !self.desk.flight.has_room(0) {
+                self.make_room()?;
+            }
+            stream = Some(self.desk.flight.begin(Work::Stream, request.cookie, 0));
+        }
+        while done < request.length {
+            let offset = request.offset + u64::from(done);
+            // Chunks meet between pages, so that no page is read for two of them.
+            let whole = CHUNK_MAX - (offset % PAGE_SIZE as u64) as u32;
+            let length = (request.length - done).min(whole);
+            let index = self.begin(Work::Read { offset, length, stream }, request.cookie, offset, length)?;
+            self.desk.flight.issued(index);
+            done += length;
+        }
+        if let Some(stream) = stream {
+            self.desk.flight.issued(stream);
+        }
+        Ok(())
+    }
+
+    /// Begins an entry and queues its reads.
+    pub(super) fn begin(&mut self, work: Work, cookie: u64, offset: u64, length: u32) -> Result<u16, Ending> {
+        let first = offset / PAGE_SIZE as u64;
+        let span = ((offset + u64::from(length)).div_ceil(PAGE_SIZE as u64) - first) as usize;
+        while !self.desk.flight.has_room(span) {
+            self.make_room()?;
+        }
+        let index = self.desk.flight.begin(work, cookie, span);
+        let mut at = 0;
+        while at < span {
+            let Desk { lane, flight, .. } = &mut *self.desk;
+            let number = first + at as u64;
+            match lane.read(Flight::ticket(index, at), PageNo(number as u32), flight.page_of(index, at)) {
+                Progress::Done(Ok(())) => {}
+                Progress::Done(Err(fault)) => {
+                    flight.fail(index, errno(fault), (number * PAGE_SIZE as u64).max(offset));
+                }
+                Progress::Queued => flight.queued(index),
+                Progress::Full => {
+                    self.make_room()?;
+                    continue;
+                }
+            }
+            at += 1;
+        }
+        Ok(index)
+    }
+
+    /// Waits until something that is under way has come back, and answers what is finished.
+    pub(super) fn make_room(&mut self) -> Result<(), Ending> {
+        self.desk.lane.submit();
+        let before = self.desk.lane.in_flight();
+        // An operation that has come back made room, whether or not its request is finished.
+        if self.take_completions()? || self.desk.lane.in_flight() < before || before == 0 {
+            return Ok(());
+        }
+        self.send_acks()?;
+        if !self.desk.lane.must_poll() {
+            self.sleep_for(false)?;
+        }
+        self.take_completions().map(drop)
+    }
+
+    /// Answers everything that is under way.
+    pub(super) fn finish_flight(&mut self) -> Result<(), Ending> {
+        while !self.desk.flight.is_empty() {
+            self.make_room()?;
+        }
+        Ok(())
+    }
+
+    /// Takes what slow stores have finished, and answers the requests of which that was the last. Returns whether
+    /// there were any.
+    pub(super) fn take_completions(&mut self) -> Result<bool, Ending> {
+        let Desk { lane, flight, .. } = &mut *self.desk;
+        lane.poll(&mut |done| flight.complete(&done));
+        let any = !flight.ready().is_empty();
+        while !self.desk.flight.ready().is_empty() {
+            self.answer_ready()?;
+        }
+        Ok(any)
+    }
+
+    /// One `sendmsg` with the answers to finished requests.
+    fn answer_ready(&mut self) -> Result<(), Ending> {
+        let Desk { flight, heads, .. } = &mut *self.desk;
+        let structured = self.rules.structured;
+        let mut heads: &mut [u8] = heads;
+        let mut slices = Slices::new();
+        let (mut count, mut errors) = (0, 0);
+        for &index in flight.ready() {
+            if slices.room() < SPAN_MAX + 1 || heads.len() < HEAD_MAX {
+                break;
+            }
+            let entry = flight.entry(index);
+            let cookie = entry.cookie;
+            count += 1;
+            errors +=
+                u64::from(entry.error.is_some() && !matches!(entry.work, Work::Read { stream: Some(_), .. }));
+            match (entry.work, entry.error) {
+                (Work::Read { stream: Some(_), .. }, Some(_)) => {} // its stream says so, at the end
+                (Work::Read { offset, length, stream }, None) => {
+                    let head = if structured {
+                        take_front(&mut heads, &data_chunk(cookie, stream.is_none(), offset, length))
+                    } else {
+                        take_front(&mut heads, &simple_reply(cookie, None))
+                    };
+                    slices.push(head);
+                    push_pages(flight, index, offset, length, &mut slices);
+                }
+                (Work::Stream, None) => slices.push(take_front(&mut heads, &none_chunk(cookie))),
+                (Work::Stream | Work::Read { .. }, Some((error, at))) if structured => {
+                    slices.push(take_front(&mut heads, &error_offset_chunk(cookie, error, at)));
+                }
+                (_, error) => {
+                    let error = error.map(|(error, _)| error);
+                    slices.push(take_front(&mut heads, &simple_reply(cookie, error)));
+                }
+            }
+        }
+        slices.send_all(self.socket)?;
+        flight.release_ready(count);
+        self.counters.errors.add(errors);
+        Ok(())
+    }
+}
+
+/// Adds the bytes that an entry has read.
+pub(super) fn push_pages<'a>(
+    flight: &'a Flight,
+    index: u16,
+    offset: u64,
+    length: u32,
+    slices: &mut Slices<'a>,
+) {
+    let (end, mut at) = (offset + u64::from(length), offset);
+    for &number in flight.entry(index).pages() {
+        let within = (at % PAGE_SIZE as u64) as usize;
+        let take = (PAGE_SIZE - within).min((end - at) as usize);
+        slices.push(&flight.page(number)[within..within + take]);
+        at += take as u64;
+    }
+}

@@ -1,0 +1,117 @@
+//! Writes: pages go to the volume as they lie in the input.
+
+use super::super::flight::{Flight, Work, errno};
+use super::super::transmission::{Payload, Request, simple_reply};
+use super::super::wire::{Errno, command_flag};
+use super::{Connection, Ending, Write, ZEROS, whole_pages};
+use weir_core::{PAGE_SIZE, PageNo};
+use weir_store::Progress;
+use weir_volume::Lane;
+
+impl Connection<'_> {
+    pub(super) fn payload(&mut self, payload: &Payload<'_>) -> Result<(), Ending> {
+        let mut write = self.desk.write.take().expect("the parser gives payload after its write");
+        if write.error.is_none() {
+            let first = (payload.offset / PAGE_SIZE as u64) as u32;
+            let within = (payload.offset % PAGE_SIZE as u64) as usize;
+            let (pages, part) = payload.bytes.as_chunks::<PAGE_SIZE>();
+            if within == 0 && part.is_empty() {
+                let done = self.desk.lane.write_run(PageNo(first), pages);
+                for (page, number) in pages.iter().zip(first..).skip(done) {
+                    self.write_with(&mut write, |lane, ticket| lane.write(ticket, PageNo(number), page))?;
+                }
+            } else {
+                let bytes = payload.bytes;
+                self.write_with(&mut write, |lane, ticket| {
+                    lane.write_part(ticket, PageNo(first), within, bytes)
+                })?;
+            }
+        }
+        if payload.left > 0 {
+            self.desk.write = Some(write);
+            return Ok(());
+        }
+        self.end_write(write)
+    }
+
+    /// Makes one operation of `write` happen, now or later.
+    fn write_with(
+        &mut self,
+        write: &mut Write,
+        mut operation: impl FnMut(&mut Lane, u32) -> Progress,
+    ) -> Result<(), Ending> {
+        loop {
+            let Some(index) = write.entry.or(self.desk.flight.next()) else {
+                self.make_room()?;
+                continue;
+            };
+            match operation(&mut self.desk.lane, Flight::ticket(index, 0)) {
+                Progress::Done(Ok(())) => {}
+                Progress::Done(Err(fault)) => write.error = Some(errno(fault)),
+                Progress::Queued => {
+                    let flight = &mut self.desk.flight;
+                    let entry =
+                        *write.entry.get_or_insert_with(|| flight.begin(Work::Write, write.cookie, 0));
+                    flight.queued(entry);
+                }
+                Progress::Full => {
+                    self.make_room()?;
+                    continue;
+                }
+            }
+            return Ok(());
+        }
+    }
+
+    /// The last operation of `write` has been issued.
+    pub(super) fn end_write(&mut self, write: Write) -> Result<(), Ending> {
+        match write.entry {
+            None => {
+                self.count_error(write.error);
+                self.acknowledge(&simple_reply(write.cookie, write.error))
+            }
+            Some(entry) => {
+                if let Some(error) = write.error {
+                    self.desk.flight.fail(entry, error, 0);
+                }
+                self.desk.flight.issued(entry);
+                Ok(())
+            }
+        }
+    }
+
+    pub(super) fn write_zeroes(&mut self, request: &Request) -> Result<(), Ending> {
+        let pages = whole_pages(request);
+        let end = request.offset + u64::from(request.length);
+        let (whole_start, whole_end) =
+            (u64::from(pages.start) * PAGE_SIZE as u64, u64::from(pages.end) * PAGE_SIZE as u64);
+        if pages.is_empty() && request.length > 0 && request.flags & command_flag::FAST_ZERO != 0 {
+            // Parts of pages cost as much as writing them.
+            return self.refuse(request, Errno::NotSupported);
+        }
+        let mut write = Write { cookie: request.cookie, error: None, entry: None };
+        let edges = if whole_start <= whole_end {
+            [(request.offset, whole_start.min(end)), (whole_end.max(request.offset), end)]
+        } else {
+            // Within one page, touching neither of its ends.
+            [(request.offset, end), (end, end)]
+        };
+        for (from, to) in edges {
+            if from < to {
+                let page = PageNo((from / PAGE_SIZE as u64) as u32);
+                let within = (from % PAGE_SIZE as u64) as usize;
+                let zeros = &ZEROS[..(to - from) as usize];
+                self.write_with(&mut write, |lane, ticket| lane.write_part(ticket, page, within, zeros))?;
+            }
+        }
+        if !pages.is_empty() {
+            let (first, count) = (PageNo(pages.start), pages.end - pages.start);
+            if request.flags & command_flag::NO_HOLE != 0 {
+                self.desk.lane.zero(first, count);
+            } else {
+                self.desk.lane.discard(first, count);
+            }
+        }
+        self.end_write(write)
+    }
+}
