@@ -43,7 +43,6 @@ mod map;
 mod quarantine;
 mod records;
 mod recover;
-mod run;
 mod status;
 mod sync;
 

@@ -3,8 +3,8 @@
 //! Written one by one, each page's publication waits until the page has arrived in memory that is far away. So a
 //! group of pages gets all its slots first, then all its content, past the caches, then waits once, and is published.
 
+use super::Lane;
 use crate::entry::{Entry, Place};
-use crate::lane::Lane;
 use crate::records::Occupant;
 use weir_core::{Checksum, PageBytes, PageNo, uniform_value};
 

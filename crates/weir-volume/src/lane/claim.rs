@@ -1,0 +1,116 @@
+//! A free slot for a write.
+
+use super::Lane;
+use super::count::count;
+use std::time::{Duration, Instant};
+use weir_core::{PageNo, Slot};
+use weir_store::State;
+
+/// Slots that a lane remembers having freed, to use them again while their memory is still in the cache.
+pub(crate) const HINTS: usize = 64;
+/// How long a write waits for a slot that other lanes are about to free, before it fails.
+pub(super) const SLOT_WAIT: Duration = Duration::from_secs(2);
+
+/// The last [`HINTS`] slots freed by this lane, oldest first.
+pub(super) struct Hints {
+    pub(super) slots: [Slot; HINTS],
+    pub(super) first: usize,
+    pub(super) len: usize,
+}
+
+impl Lane {
+    /// A free slot in the first store that takes pages and has one. Where all are taken, waits for those that
+    /// are about to be freed: every lane's pin ends, and the volume promised a slot for each page. Does not wait while it
+    /// holds others up itself.
+    pub(super) fn claim(&mut self, page: PageNo) -> Option<(usize, Slot)> {
+        if let Some(found) = self.claim_now(page) {
+            return Some(found);
+        }
+        // What this lane knows of the epochs may be old, or nothing yet.
+        self.refresh_safe();
+        if let Some(found) = self.claim_now(page) {
+            return Some(found);
+        }
+        // Waiting frees slots, and brings no store back. A page that is to move up waits for nothing: it lies well where it is.
+        let any_left = self.volume.tiers.iter().any(|tier| tier.store.state() != State::Lost);
+        if self.under_way > 0 || !any_left || self.reach < self.stores.len() {
+            return None;
+        }
+        count(&self.metrics().waits);
+        let started = Instant::now();
+        loop {
+            self.volume.end_quarantines();
+            self.enter();
+            self.refresh_safe();
+            if let Some(found) = self.claim_now(page) {
+                return Some(found);
+            }
+            if started.elapsed() > SLOT_WAIT {
+                return None;
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    /// A store that is draining is asked last: its slots are part of what the volume promised.
+    pub(super) fn claim_now(&mut self, page: PageNo) -> Option<(usize, Slot)> {
+        self.claims_since_safe += 1;
+        let found = self.claim_in(page, State::Online);
+        if found.is_some() || self.reach < self.stores.len() {
+            return found;
+        }
+        self.claim_in(page, State::Draining)
+    }
+
+    #[inline]
+    fn claim_in(&mut self, page: PageNo, state: State) -> Option<(usize, Slot)> {
+        for at in 0..self.reach {
+            let tier = &self.volume.tiers[at];
+            if tier.store.state() != state {
+                continue;
+            }
+            if self.claims_since_safe > HINTS as u32 / 2 && self.stores[at].hints.len > 0 {
+                self.refresh_safe();
+            }
+            let tier = &self.volume.tiers[at];
+            let store = &mut self.stores[at];
+            if let Some(slot) = store.hints.first()
+                && tier.records.try_claim(slot, page, self.safe)
+            {
+                store.hints.pop();
+                self.taker = at;
+                return Some((at, slot));
+            }
+            if let Some(slot) = tier.records.claim(&mut store.cursor, page, self.safe) {
+                self.taker = at;
+                return Some((at, slot));
+            }
+        }
+        None
+    }
+
+    fn refresh_safe(&mut self) {
+        self.safe = self.volume.epochs.safe();
+        self.claims_since_safe = 0;
+    }
+}
+
+impl Hints {
+    pub(super) fn first(&self) -> Option<Slot> {
+        (self.len > 0).then(|| self.slots[self.first])
+    }
+
+    pub(super) fn pop(&mut self) {
+        self.first = (self.first + 1) % HINTS;
+        self.len -= 1;
+    }
+
+    /// Adds a slot; the oldest is forgotten when there are too many (a search still finds it).
+    pub(super) fn push(&mut self, slot: Slot) {
+        if self.len == HINTS {
+            self.pop();
+        }
+        self.slots[(self.first + self.len) % HINTS] = slot;
+        self.len += 1;
+    }
+}

@@ -1,0 +1,124 @@
+//! What slow stores have finished.
+
+use super::{Lane, Work};
+use weir_store::{Done, Fault, Progress};
+
+impl Lane {
+    /// Starts what has been queued, and ends the batch if nothing is in flight.
+    pub fn submit(&mut self) {
+        for store in &mut self.stores {
+            store.lane.submit();
+        }
+        self.leave();
+    }
+
+    /// Hands over every operation that has finished at a slow store. Never waits.
+    pub fn poll(&mut self, done: &mut dyn FnMut(Done<'_>)) {
+        if self.in_flight == 0 {
+            return;
+        }
+        for at in 0..self.stores.len() {
+            self.poll_store(at, done);
+        }
+        // Only those that were stalled before this poll: one that stalls again waits for the next.
+        let stalled = self.stalled.len();
+        let resume = stalled > 0 || !self.finished.is_empty();
+        while let Some((op, result)) = self.finished.pop() {
+            self.go_on(op, result, done);
+        }
+        for _ in 0..stalled {
+            // One after another: what holds slots back may be this lane's own pin, and if each began again while another is under
+            // way, that would stay where it is for ever.
+            let parts_under_way = self.parts.len() - self.idle_parts.len() - self.stalled.len();
+            if parts_under_way > 0 && self.under_way > 0 {
+                break;
+            }
+            let op = self.stalled.remove(0);
+            match self.advance_part(op, None) {
+                Progress::Done(result) => self.hand_over(op, result, done),
+                Progress::Queued => {}
+                Progress::Full => self.stalled.push(op),
+            }
+        }
+        // What went on may have queued its second half. Where nothing is under way any more the pin ends here: its owner may have
+        // nothing more to submit, and until then no slot that others retire would be free.
+        if resume {
+            self.submit();
+        } else {
+            self.leave();
+        }
+    }
+
+    /// Takes what a store has finished. Reads are handed over on the spot, where their content lies; the rest is noted, for
+    /// the store's lane is lent to its own poll.
+    fn poll_store(&mut self, at: usize, done: &mut dyn FnMut(Done<'_>)) {
+        let Lane { stores, ops, parts, finished, volume, seat, under_way, looking, .. } = self;
+        stores[at].lane.poll(&mut |completion| {
+            let op = &ops[completion.ticket as usize];
+            let mut result = completion.result;
+            match op.work {
+                Work::Read(located) => {
+                    let verified =
+                        |()| completion.page.map_or(Err(Fault::Lost), |bytes| located.verify(bytes));
+                    result = result.and_then(verified);
+                    looking.end(op.found, &volume.epochs, *seat);
+                    volume.seat(*seat).read_ended(op.started, result);
+                    done(Done {
+                        ticket: op.ticket,
+                        result,
+                        page: completion.page.filter(|_| result.is_ok()),
+                    });
+                }
+                Work::Part { part, to: None, .. } => {
+                    if let Some(bytes) = completion.page {
+                        parts[part as usize].base.copy_from_slice(bytes);
+                    }
+                    looking.end(op.found, &volume.epochs, *seat);
+                }
+                Work::Write { .. } | Work::Part { .. } => {}
+                Work::Idle => unreachable!("a store completed operation {} twice", completion.ticket),
+            }
+            *under_way -= 1;
+            finished.push((completion.ticket, result));
+        });
+    }
+
+    /// Goes on with an operation whose store has answered.
+    fn go_on(&mut self, op: u32, result: Result<(), Fault>, done: &mut dyn FnMut(Done<'_>)) {
+        let result = match self.ops[op as usize].work {
+            Work::Read(_) => {
+                self.end(op);
+                return;
+            }
+            Work::Write { page, entry } => {
+                match result {
+                    Ok(()) => {
+                        self.publish(page, entry, None);
+                    }
+                    Err(_) => self.unclaim(entry),
+                }
+                result
+            }
+            Work::Part { .. } => match self.advance_part(op, Some(result)) {
+                Progress::Done(result) => result,
+                Progress::Queued => return,
+                Progress::Full => {
+                    self.stalled.push(op);
+                    return;
+                }
+            },
+            Work::Idle => unreachable!("operation {op} is not under way"),
+        };
+        self.hand_over(op, result, done);
+    }
+
+    fn hand_over(&mut self, op: u32, result: Result<(), Fault>, done: &mut dyn FnMut(Done<'_>)) {
+        let ended = self.end(op);
+        let moved =
+            matches!(ended.work, Work::Part { part, .. } if self.parts[part as usize].moving.is_some());
+        if !moved {
+            self.volume.seat(self.seat).write_ended(ended.started, result);
+        }
+        done(Done { ticket: ended.ticket, result, page: None });
+    }
+}

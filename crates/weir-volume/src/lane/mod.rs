@@ -1,0 +1,325 @@
+//! One thread's way into a volume.
+
+mod claim;
+mod completion;
+mod count;
+mod located;
+mod part;
+mod publish;
+mod run;
+mod view;
+
+pub(crate) use claim::HINTS;
+pub(crate) use located::Located;
+pub use view::{Guard, View};
+
+use crate::batch::Batch;
+use crate::entry::{Entry, Place};
+use crate::looking::Looking;
+use crate::records::Cursor;
+use crate::status::LaneMetrics;
+use crate::{Tier, Volume};
+use claim::{Hints, SLOT_WAIT};
+use count::count;
+use part::Part;
+use publish::Written;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+use weir_core::{PAGE_SIZE, PageBytes, PageNo, Slot};
+use weir_store::{Fault, OpenError, Progress, Ticket};
+
+/// Partial writes that a lane may have under way; more answer [`Progress::Full`].
+pub(crate) const PARTS: usize = 8;
+
+/// A lane of a [`Volume`]: reads, writes and discards pages, for one thread.
+///
+/// Operations that a store finishes at once answer [`Progress::Done`]; others answer [`Progress::Queued`] and are
+/// started by [`submit`](Lane::submit) and handed over by [`poll`](Lane::poll). From the first operation to the `submit`
+/// that finds nothing in flight is one batch: slots freed meanwhile, by any lane, may not be reused before it ends.
+/// So end batches, by `submit`, before waiting for anything.
+pub struct Lane {
+    volume: Arc<Volume>,
+    seat: usize,
+    pub(crate) stores: Box<[StoreLane]>,
+    /// Operations at slow stores; the index is the store's ticket.
+    ops: Box<[Op]>,
+    idle_ops: Vec<u32>,
+    parts: Box<[Part]>,
+    idle_parts: Vec<u32>,
+    /// Stores, from the first on, in which this lane looks for a slot.
+    pub(crate) reach: usize,
+    /// Partial writes that found a store full, to be tried again by the next poll.
+    stalled: Vec<u32>,
+    /// What the poll under way has found finished.
+    finished: Vec<(u32, Result<(), Fault>)>,
+    in_flight: usize,
+    /// Of these, operations that a store is working on.
+    under_way: usize,
+    /// The epochs this lane looks at.
+    looking: Looking,
+    /// What was retired before this epoch may be reused.
+    safe: u64,
+    claims_since_safe: u32,
+    /// The store that the last slot was claimed in.
+    taker: usize,
+    until_sample: u32,
+}
+
+pub(crate) struct StoreLane {
+    pub(crate) lane: Box<dyn weir_store::Lane>,
+    cursor: Cursor,
+    hints: Hints,
+}
+
+struct Op {
+    ticket: Ticket,
+    started: Option<Instant>,
+    /// The epoch in which what is being read was found.
+    found: u64,
+    work: Work,
+}
+
+#[derive(Clone, Copy)]
+enum Work {
+    Idle,
+    Read(Located),
+    /// A whole page on its way to `entry`'s slot; published when it has arrived.
+    Write {
+        page: PageNo,
+        entry: Entry,
+    },
+    /// A partial write: at first the old content on its way in (`from` says which), then the new on its way out.
+    Part {
+        part: u32,
+        from: Located,
+        to: Option<Entry>,
+    },
+}
+
+impl Lane {
+    /// Opens the lane in `seat`, for `parts` partial writes at a time.
+    pub(crate) fn open(volume: Arc<Volume>, seat: usize, parts: usize) -> Result<Self, OpenError> {
+        let depth = volume.config.depth.max(1);
+        let lanes = volume.config.lanes;
+        let open = |tier: &Tier| {
+            Ok(StoreLane {
+                lane: tier.store.lane(depth)?,
+                cursor: tier.records.cursor(seat, lanes),
+                hints: Hints { slots: [Slot(0); HINTS], first: 0, len: 0 },
+            })
+        };
+        let stores: Box<[StoreLane]> = match volume.tiers.iter().map(open).collect() {
+            Ok(stores) => stores,
+            Err(error) => {
+                volume.lanes[seat].taken.store(false, Ordering::Release);
+                return Err(error);
+            }
+        };
+        let op = || Op { ticket: 0, started: None, found: 0, work: Work::Idle };
+        let blank = || Box::new([0; PAGE_SIZE]);
+        let part = || Part { base: blank(), patch: blank(), offset: 0, len: 0, moving: None };
+        Ok(Lane {
+            volume,
+            seat,
+            reach: stores.len(),
+            stores,
+            ops: std::iter::repeat_with(op).take(depth).collect(),
+            idle_ops: (0..depth as u32).rev().collect(),
+            parts: std::iter::repeat_with(part).take(parts).collect(),
+            idle_parts: (0..parts as u32).rev().collect(),
+            stalled: Vec::with_capacity(parts),
+            finished: Vec::with_capacity(depth),
+            in_flight: 0,
+            under_way: 0,
+            looking: Looking::default(),
+            safe: 0,
+            claims_since_safe: 0,
+            taker: 0,
+            until_sample: 0,
+        })
+    }
+
+    /// The volume this is a lane of.
+    pub fn volume(&self) -> &Arc<Volume> {
+        &self.volume
+    }
+
+    /// Announces a batch to every store, so that they can choose how to do it. Optional. Where it is known which pages
+    /// will be read, [`batch`](Lane::batch) tells each store of its own alone.
+    pub fn plan(&mut self, reads: usize, writes: usize) {
+        for store in &mut self.stores {
+            store.lane.plan(reads, writes);
+        }
+    }
+
+    /// A batch to announce; `None` where no store would do anything differently for it.
+    pub fn batch(&mut self) -> Option<Batch<'_>> {
+        let heeded = self.stores.iter().any(|store| store.lane.heeds_plan());
+        heeded.then(|| Batch::new(&self.volume, &mut self.stores, self.taker))
+    }
+
+    /// Reads a page. With [`Progress::Done`] `out` holds it; with [`Progress::Queued`] it comes with the completion.
+    pub fn read(&mut self, ticket: Ticket, page: PageNo, out: &mut PageBytes) -> Progress {
+        self.enter();
+        let started = self.sample();
+        count(&self.metrics().reads);
+        let located = self.volume.locate(page);
+        let result = match located.entry.place() {
+            Place::Empty => {
+                out.fill(0);
+                Ok(())
+            }
+            Place::Fill(value) => {
+                fill(out, value);
+                Ok(())
+            }
+            Place::Lost => Err(Fault::Lost),
+            Place::Stored { store, slot } => {
+                let Some(&op) = self.idle_ops.last() else { return Progress::Full };
+                match self.stores[store].lane.read(op, slot, out) {
+                    Progress::Done(Ok(())) => located.verify(out),
+                    Progress::Done(Err(fault)) => Err(fault),
+                    Progress::Full => return Progress::Full,
+                    Progress::Queued => {
+                        self.under_way += 1;
+                        self.start(ticket, started, Work::Read(located));
+                        self.ops[op as usize].found = self.looking.begin();
+                        return Progress::Queued;
+                    }
+                }
+            }
+        };
+        self.volume.seat(self.seat).read_ended(started, result);
+        Progress::Done(result)
+    }
+
+    /// Writes a whole page. `bytes` may be reused as soon as this returns; the write is acknowledged by
+    /// [`Progress::Done`] or by its completion.
+    pub fn write(&mut self, ticket: Ticket, page: PageNo, bytes: &PageBytes) -> Progress {
+        self.enter();
+        let started = self.sample();
+        count(&self.metrics().writes);
+        let Some(&op) = self.idle_ops.last() else { return Progress::Full };
+        let was = self.volume.map.load(page);
+        let result = match self.write_from(op, page, bytes, was, false) {
+            (Written::Published | Written::Overtaken, _) => Ok(()),
+            (Written::Failed(fault), _) => Err(fault),
+            (Written::Full, _) => return Progress::Full,
+            (Written::Queued, entry) => {
+                self.start(ticket, started, Work::Write { page, entry });
+                return Progress::Queued;
+            }
+        };
+        self.volume.seat(self.seat).write_ended(started, result);
+        Progress::Done(result)
+    }
+
+    /// Forgets pages `first..first + count`: they read as zeros, and their slots are free.
+    pub fn discard(&mut self, first: PageNo, count: u32) {
+        self.replace_all(first, count, Place::Empty);
+        self.metrics().discards.add(u64::from(count));
+    }
+
+    /// Makes pages `first..first + count` zeros that count as written.
+    pub fn zero(&mut self, first: PageNo, count: u32) {
+        self.replace_all(first, count, Place::Fill(0));
+        self.metrics().writes.add(u64::from(count));
+    }
+
+    fn replace_all(&mut self, first: PageNo, count: u32, place: Place) {
+        for page in (first.0..first.0 + count).map(PageNo) {
+            self.enter();
+            let was = self.volume.map.load(page);
+            if was.place() != place {
+                self.publish(page, Entry::new(place, was.next_generation()), None);
+            }
+        }
+    }
+
+    /// Whether the page has been written since it was last discarded.
+    pub fn mapped(&self, page: PageNo) -> bool {
+        self.volume.map.load(page).place() != Place::Empty
+    }
+
+    /// Whether the page is known to read as zeros without looking into a store.
+    pub fn known_zero(&self, page: PageNo) -> bool {
+        matches!(self.volume.map.load(page).place(), Place::Empty | Place::Fill(0))
+    }
+
+    /// Operations queued and not yet handed over.
+    pub fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+
+    /// Descriptors that become readable when [`poll`](Lane::poll) has something to hand over.
+    pub fn wake_fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.stores.iter().filter(|store| store.lane.in_flight() > 0).filter_map(|store| store.lane.wake_fd())
+    }
+
+    /// Whether something is in flight that no descriptor announces, so that the thread must not sleep.
+    pub fn must_poll(&self) -> bool {
+        !self.stalled.is_empty()
+            || self.stores.iter().any(|store| store.lane.in_flight() > 0 && store.lane.wake_fd().is_none())
+    }
+
+    /// Gives the lane up as the death of its process would: what it has under way is neither finished nor undone. For
+    /// tests of taking over; no other lane may use the volume afterwards.
+    pub fn abandon(mut self) {
+        self.in_flight = 0;
+    }
+
+    /// Pins this lane; moves the pin on where nothing holds it, so that a long batch does not keep its own freed slots.
+    #[inline]
+    fn enter(&mut self) {
+        self.looking.enter(&self.volume.epochs, self.seat);
+    }
+
+    #[inline]
+    fn leave(&mut self) {
+        self.looking.leave(&self.volume.epochs, self.seat);
+    }
+
+    pub(crate) fn metrics(&self) -> &LaneMetrics {
+        self.volume.seat(self.seat)
+    }
+
+    /// Takes the next idle operation, which the caller has already used as a ticket.
+    fn start(&mut self, ticket: Ticket, started: Option<Instant>, work: Work) {
+        let op = self.idle_ops.pop().expect("the caller saw an idle operation");
+        self.ops[op as usize] = Op { ticket, started, found: 0, work };
+        self.in_flight += 1;
+    }
+
+    fn end(&mut self, op: u32) -> Op {
+        let idle = Op { ticket: 0, started: None, found: 0, work: Work::Idle };
+        let ended = std::mem::replace(&mut self.ops[op as usize], idle);
+        if let Work::Part { part, .. } = ended.work {
+            self.idle_parts.push(part);
+        }
+        self.idle_ops.push(op);
+        self.in_flight -= 1;
+        ended
+    }
+}
+
+impl Drop for Lane {
+    fn drop(&mut self) {
+        // Writes under way hold slots that nobody else knows of, so let them end; a store that hangs is given up on.
+        let started = Instant::now();
+        while self.in_flight > 0 && started.elapsed() < SLOT_WAIT {
+            self.submit();
+            self.poll(&mut |_| {});
+            std::thread::yield_now();
+        }
+        self.volume.epochs.unpin(self.seat);
+        self.volume.lanes[self.seat].taken.store(false, Ordering::Release);
+    }
+}
+
+pub(super) fn fill(page: &mut PageBytes, value: u32) {
+    for word in page.chunks_exact_mut(4) {
+        word.copy_from_slice(&value.to_ne_bytes());
+    }
+}

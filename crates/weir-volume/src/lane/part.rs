@@ -1,0 +1,150 @@
+//! Parts of pages: the old content comes in, is patched, and goes out to a new slot. A page that moves is a part of nothing.
+
+use super::count::count;
+use super::located::Located;
+use super::publish::Written;
+use super::{Lane, Work, fill};
+use crate::entry::{Entry, Place};
+use std::time::Instant;
+use weir_core::{PAGE_SIZE, PageBytes, PageNo};
+use weir_store::{Fault, Progress, Ticket};
+
+/// What a partial write needs while it is under way. A page that moves is one, of nothing.
+pub(super) struct Part {
+    pub(super) base: Box<PageBytes>,
+    pub(super) patch: Box<PageBytes>,
+    pub(super) offset: usize,
+    pub(super) len: usize,
+    /// Where a page lies that is only to move: once it lies elsewhere there is nothing left to do.
+    pub(super) moving: Option<Place>,
+}
+
+impl Lane {
+    /// Writes a part of a page, `offset + bytes.len()` at most a page, atomically: the rest keeps what it holds when this takes
+    /// effect, also if another lane writes the page at the same time. Slower than a whole page; callers that
+    /// can align do.
+    pub fn write_part(&mut self, ticket: Ticket, page: PageNo, offset: usize, bytes: &[u8]) -> Progress {
+        self.enter();
+        let started = self.sample();
+        count(&self.metrics().writes);
+        let progress = self.start_part(ticket, started, page, (offset, bytes), None);
+        if let Progress::Done(result) = progress {
+            self.volume.seat(self.seat).write_ended(started, result);
+        }
+        progress
+    }
+
+    /// Writes `page` anew with the content that it has, if it still lies at `from`: into the first store that this lane reaches
+    /// and that has room. Somebody who writes the page meanwhile has done as much.
+    pub(crate) fn move_page(&mut self, ticket: Ticket, page: PageNo, from: Place) -> Progress {
+        self.enter();
+        self.start_part(ticket, None, page, (0, &[]), Some(from))
+    }
+
+    fn start_part(
+        &mut self,
+        ticket: Ticket,
+        started: Option<Instant>,
+        page: PageNo,
+        (offset, bytes): (usize, &[u8]),
+        moving: Option<Place>,
+    ) -> Progress {
+        let (Some(&part), Some(&op)) = (self.idle_parts.last(), self.idle_ops.last()) else {
+            return Progress::Full;
+        };
+        self.idle_parts.pop();
+        let state = &mut self.parts[part as usize];
+        state.patch[..bytes.len()].copy_from_slice(bytes);
+        (state.offset, state.len, state.moving) = (offset, bytes.len(), moving);
+        assert!(offset + bytes.len() <= PAGE_SIZE, "a part lies within its page");
+        let from = Located { page, entry: Entry::default(), checksum: None };
+        self.start(ticket, started, Work::Part { part, from, to: None });
+        match self.advance_part(op, None) {
+            Progress::Queued => Progress::Queued,
+            Progress::Full => {
+                self.stalled.push(op);
+                Progress::Queued
+            }
+            Progress::Done(result) => {
+                self.end(op);
+                Progress::Done(result)
+            }
+        }
+    }
+
+    /// Takes a partial write as far as it goes without waiting. `answer` is what the store said of the half under way.
+    pub(super) fn advance_part(&mut self, op: u32, mut answer: Option<Result<(), Fault>>) -> Progress {
+        loop {
+            let Work::Part { part, from, to } = self.ops[op as usize].work else {
+                unreachable!("operation {op} is no partial write")
+            };
+            match (answer.take(), to) {
+                // Nothing is under way: begin, or begin again, with what the page holds now.
+                (None, _) => {
+                    self.enter();
+                    let from = self.volume.locate(from.page);
+                    if self.parts[part as usize].moving.is_some_and(|place| place != from.entry.place()) {
+                        return Progress::Done(Ok(()));
+                    }
+                    self.ops[op as usize].work = Work::Part { part, from, to: None };
+                    let base = &mut self.parts[part as usize].base;
+                    answer = Some(match from.entry.place() {
+                        Place::Empty => {
+                            base.fill(0);
+                            Ok(())
+                        }
+                        Place::Fill(value) => {
+                            fill(base, value);
+                            Ok(())
+                        }
+                        Place::Lost => Err(Fault::Lost),
+                        Place::Stored { store, slot } => match self.stores[store].lane.read(op, slot, base) {
+                            Progress::Done(result) => result,
+                            Progress::Full => return Progress::Full,
+                            Progress::Queued => {
+                                self.under_way += 1;
+                                self.ops[op as usize].found = self.looking.begin();
+                                return Progress::Queued;
+                            }
+                        },
+                    });
+                }
+                // The old content is here: patch it and send it out.
+                (Some(Ok(())), None) => {
+                    let state = &mut self.parts[part as usize];
+                    if let Err(fault) = from.verify(&state.base) {
+                        return Progress::Done(Err(fault));
+                    }
+                    let range = state.offset..state.offset + state.len;
+                    state.base[range].copy_from_slice(&state.patch[..state.len]);
+                    let parts = std::mem::take(&mut self.parts);
+                    let bytes = &parts[part as usize].base;
+                    let (written, entry) = self.write_from(op, from.page, bytes, from.entry, true);
+                    self.parts = parts;
+                    match written {
+                        Written::Published => return Progress::Done(Ok(())),
+                        Written::Overtaken => {} // begin again
+                        Written::Failed(fault) => return Progress::Done(Err(fault)),
+                        Written::Full => return Progress::Full,
+                        Written::Queued => {
+                            self.ops[op as usize].work = Work::Part { part, from, to: Some(entry) };
+                            return Progress::Queued;
+                        }
+                    }
+                }
+                // The new content is out.
+                (Some(Ok(())), Some(entry)) => {
+                    if self.publish(from.page, entry, Some(from.entry)) {
+                        return Progress::Done(Ok(()));
+                    }
+                }
+                (Some(Err(fault)), to) => {
+                    if let Some(entry) = to {
+                        self.unclaim(entry);
+                    }
+                    return Progress::Done(Err(fault));
+                }
+            }
+        }
+    }
+}
