@@ -66,21 +66,57 @@ pub fn chain(error: &dyn Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {
-        text = format!("{text}: {error}");
+        let more = error.to_string();
+        // Some say their cause themselves.
+        if !text.ends_with(&more) {
+            text = format!("{text}: {more}");
+        }
         cause = error.source();
     }
     text
 }
 
-/// What clap complains of, without the usage text after it, on one line.
+/// What clap complains of on one line, without the usage text after it unless something is missing.
 pub fn complaint(error: &clap::Error) -> String {
     let text = error.to_string();
     let text = text.strip_prefix("error: ").unwrap_or(&text);
     let end = ["\n\nUsage:", "\n\nFor more information"].into_iter().filter_map(|mark| text.find(mark)).min();
-    let paragraphs = text[..end.unwrap_or(text.len())].split("\n\n").map(one_line);
-    paragraphs.collect::<Vec<_>>().join("; ")
+    let (said, rest) = text.split_at(end.unwrap_or(text.len()));
+    let mut parts: Vec<String> = said.split("\n\n").map(one_line).collect();
+    if error.kind() == clap::error::ErrorKind::MissingRequiredArgument {
+        let usage = rest.lines().find_map(|line| line.strip_prefix("Usage: "));
+        parts.extend(usage.map(|usage| format!("usage: {usage}")));
+    }
+    // The standard library's words for what is no number.
+    let said = parts.join("; ").replace("invalid digit found in string", "not a whole number");
+    said.replace("number too large to fit in target type", "too large a number")
 }
 
 fn one_line(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::Cli;
+    use clap::Parser as _;
+
+    #[test]
+    fn a_cause_is_said_once() {
+        #[derive(Debug, thiserror::Error)]
+        #[error("cannot listen: {0}")]
+        struct Says(#[source] std::io::Error);
+        let error = Says(std::io::ErrorKind::NotFound.into());
+        assert_eq!(chain(&error), error.to_string());
+    }
+
+    #[test]
+    fn what_is_missing_is_shown_and_what_is_no_number_is_called_so() {
+        let complaint = |arguments: &[&str]| complaint(&Cli::try_parse_from(arguments).expect_err("wrong"));
+        let missing = complaint(&["weir", "give-back"]);
+        assert!(missing.ends_with("usage: weir give-back <SIZE|all>"), "{missing}");
+        let number = complaint(&["weir", "serve", "--store", "host:1MiB", "--connections", "many"]);
+        assert!(number.ends_with("not a whole number"), "{number}");
+    }
 }

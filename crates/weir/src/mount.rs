@@ -12,6 +12,7 @@ use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
+use weir_export::fuse::mount::is_served;
 use weir_export::fuse::{Config, Server};
 use weir_export::log::{self, Level, Log};
 use weir_store::vram::Target;
@@ -27,6 +28,16 @@ const READY: &[u8] = b"ready\n";
 
 /// Mounts a disk, and returns when it is there; or, in the foreground, when it is gone.
 pub fn run(options: &MountOptions) -> Result<(), Failure> {
+    // The outer process has looked for the inner one.
+    if let Ok(directory) = std::path::absolute(&options.directory)
+        && !options.announce
+        && is_served(&directory)
+    {
+        let directory = directory.display();
+        return Err(Failure::Failed(format!(
+            "a disk is mounted at {directory} already; fusermount3 -u {directory} ends it, and everything on it is gone then"
+        )));
+    }
     if options.foreground { serve(options) } else { in_background() }
 }
 

@@ -214,6 +214,11 @@ pub fn is_mounted(point: &Path) -> bool {
     filesystem(point).is_some()
 }
 
+/// Whether a file system of this program is mounted at `point`, which is absolute, and lives.
+pub fn is_served(point: &Path) -> bool {
+    filesystem(point).is_some_and(|kind| kind == format!("fuse.{SUBTYPE}")) && !is_dead(point)
+}
+
 /// As mountinfo writes it: blanks and backslashes in octal.
 fn escape(path: &[u8]) -> Vec<u8> {
     let mut escaped = Vec::with_capacity(path.len());

@@ -20,13 +20,8 @@ struct Envelope {
 /// # Errors
 /// When none listens there, or it speaks another schema.
 pub fn status(path: &Path) -> Result<Status, Failure> {
-    let failed = |problem: String| {
-        Failure::Failed(format!(
-            "no status from {}: {problem}; is weir serve running with this --control?",
-            path.display()
-        ))
-    };
-    let line = ask(path, Request::Status).map_err(|error| failed(error.to_string()))?;
+    let failed = |problem: String| Failure::Failed(format!("no status from {}: {problem}", path.display()));
+    let line = ask(path, Request::Status).map_err(|error| unreachable(path, &error))?;
     serde_json::from_str(&line).map_err(|error| match serde_json::from_str::<Refusal>(&line) {
         Ok(refusal) => failed(refusal.error),
         Err(_) => failed(format!("the answer is not of schema {SCHEMA}: {error}")),
@@ -44,12 +39,7 @@ pub fn ask_for(
     mut tell: impl FnMut(Progress),
 ) -> Result<Moved, Failure> {
     let request = if take { Request::Take { bytes } } else { Request::GiveBack { bytes } };
-    let broken = |error: io::Error| {
-        Failure::Failed(format!(
-            "no answer from {}: {error}; is weir serve running with this --control?",
-            path.display()
-        ))
-    };
+    let broken = |error: io::Error| unreachable(path, &error);
     for line in BufReader::new(send(path, request).map_err(broken)?).lines() {
         let reply: Reply = serde_json::from_str(&line.map_err(broken)?)
             .map_err(|error| broken(io::Error::other(format!("not of schema {SCHEMA}: {error}"))))?;
@@ -60,6 +50,20 @@ pub fn ask_for(
         }
     }
     Err(broken(io::ErrorKind::UnexpectedEof.into()))
+}
+
+/// Why nobody answers, and what to do about it.
+fn unreachable(path: &Path, error: &io::Error) -> Failure {
+    let path = path.display();
+    Failure::Failed(match error.kind() {
+        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => format!(
+            "no daemon answers at {path}; weir on turns swap on, weir serve runs a daemon without, --control names the socket of another"
+        ),
+        io::ErrorKind::PermissionDenied => {
+            format!("the daemon at {path} answers its owner alone: use sudo")
+        }
+        _ => format!("no answer from {path}: {error}; is it a daemon's control socket, and of this version?"),
+    })
 }
 
 /// Tells the daemon at `path` of a device that the kernel has connected to it.

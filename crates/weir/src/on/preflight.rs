@@ -56,6 +56,7 @@ const HOST_SPARE: ByteSize = ByteSize(256 << 20);
 /// # Errors
 /// The first thing that stands in the way.
 pub fn check(options: &OnOptions, machine: &Machine) -> Result<Plan, Failure> {
+    sizes(options)?;
     protections(options, machine)?;
     let systemd = machine.has("/run/systemd/system");
     let masks = hibernation(options, machine, systemd)?;
@@ -134,29 +135,34 @@ fn hibernation(options: &OnOptions, machine: &Machine, systemd: bool) -> Result<
     ))
 }
 
+/// Whether store and size go together.
+fn sizes(options: &OnOptions) -> Result<(), Failure> {
+    match (&options.store, options.size) {
+        (StoreChoice::Url(_), None) if options.parts == 1 => Ok(()),
+        (StoreChoice::Url(url), _) => Err(Failure::Usage(format!(
+            "--store {url} carries its own size: --size and --parts cannot change it; accepted with them: --store vram, --store host"
+        ))),
+        (StoreChoice::Host, None) => Err(Failure::Usage(
+            "--store host takes RAM away from everything else, so say how much: --size 2GiB".to_owned(),
+        )),
+        _ => Ok(()),
+    }
+}
+
 /// The size that was asked for, or the one that fits, with the reason.
 fn size(
     options: &OnOptions,
     machine: &Machine,
     cards: impl FnOnce() -> Vec<sizing::Card>,
 ) -> Result<(ByteSize, String), Failure> {
+    sizes(options)?;
     let asked = |size: ByteSize| (size, "as asked".to_owned());
     let (size, why) = match (&options.store, options.size) {
-        (StoreChoice::Url(url), None) if options.parts == 1 => {
+        (StoreChoice::Url(url), _) => {
             let size = url_size(url);
             (size, if size.0 == 0 { format!("what {url} holds") } else { "as its URL says".to_owned() })
         }
-        (StoreChoice::Url(url), _) => {
-            return Err(Failure::Usage(format!(
-                "--store {url} carries its own size: --size and --parts cannot change it; accepted with them: --store vram, --store host"
-            )));
-        }
-        (StoreChoice::Host, None) => {
-            return Err(Failure::Usage(
-                "--store host takes RAM away from everything else, so say how much: --size 2GiB".to_owned(),
-            ));
-        }
-        (StoreChoice::Host, Some(size)) => asked(size),
+        (StoreChoice::Host, size) => asked(size.unwrap_or_default()),
         (StoreChoice::Vram(url), size) => match size.or(url.size) {
             Some(size) => asked(size),
             None => vram_size(url, machine, &cards())?,

@@ -188,7 +188,9 @@ impl Journal {
     /// When it cannot be made, another process has it, or the file is not of this schema.
     pub fn open(directory: &Path) -> Result<Self, Failure> {
         let failed = |error: io::Error| {
-            Failure::Failed(format!("cannot use {}: {error}; run as root", directory.display()))
+            let is_root = rustix::process::geteuid().is_root();
+            let next = if is_root { "give another --runtime DIRECTORY" } else { "use sudo" };
+            Failure::Failed(format!("cannot use {}: {error}; {next}", directory.display()))
         };
         fs::DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(failed)?;
         let lock = fs::File::open(directory).map_err(failed)?;
