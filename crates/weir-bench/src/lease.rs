@@ -217,7 +217,7 @@ mod tests {
                 row("50x64", "bytes", Some(control));
             }
         }
-        for control in ["xarray", "binding", "socket-array", "none"] {
+        for control in ["xarray-kernel", "xarray", "binding", "socket-array", "none"] {
             assert!(row("flows_3x2", "worker_cpu_percent", Some(control)).value > 0.0);
             assert!(row("flows_3x2", "worker_ns_per_page", Some(control)).value > 0.0);
         }

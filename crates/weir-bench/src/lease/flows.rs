@@ -23,6 +23,7 @@ use weir_share::{Area, Client, Layout, Options, Ring};
 use super::Plan;
 use super::counters::{RegionCounters, SocketArrays};
 use super::design::{Design, Nothing};
+use super::kernel::KernelXArrays;
 use super::table::Lease;
 use super::xarray::XArrays;
 use crate::report::{Report, Row, Runs};
@@ -52,7 +53,7 @@ pub fn rows(report: &mut Report, plan: &Plan) -> io::Result<()> {
     let (flows, workers) = (plan.flows, plan.workers.min(plan.flows));
     let mut source = Memory::anonymous(SOURCE_PAGES * PAGE_SIZE)?;
     fill(&mut source);
-    let mut figures: [Figures; 5] = std::array::from_fn(|_| Figures::default());
+    let mut figures: [Figures; 6] = std::array::from_fn(|_| Figures::default());
     // Turns, so that what drifts drifts for all.
     for _ in 0..plan.flow_rounds.max(1) {
         let shares = || (0..workers).map(|worker| (flows + workers - 1 - worker) / workers);
@@ -62,12 +63,20 @@ pub fn rows(report: &mut Report, plan: &Plan) -> io::Result<()> {
         run(next(), boxed(shares().map(|_| Nothing)))?;
         run(next(), boxed(shares().map(|flows| Lease::owned(flows, FRAMES, FRAMES * flows))))?;
         run(next(), boxed(shares().map(XArrays::new)))?;
+        run(next(), boxed(KernelXArrays::parts(shares(), FRAMES * flows)))?;
         run(next(), boxed(RegionCounters::parts(workers, FRAMES * flows)))?;
         run(next(), boxed(shares().map(|flows| SocketArrays::new(flows, FRAMES * flows))))?;
     }
-    let [none, lease, xarray, region, arrays] = &figures;
+    let [none, lease, xarray, kernel, region, arrays] = &figures;
     let id = format!("flows_{flows}x{workers}");
-    for (control, of) in [("xarray", xarray), ("binding", region), ("socket-array", arrays), ("none", none)] {
+    let controls = [
+        (KernelXArrays::NAME, kernel),
+        ("xarray", xarray),
+        ("binding", region),
+        ("socket-array", arrays),
+        ("none", none),
+    ];
+    for (control, of) in controls {
         let busy = Row::lower(&id, "worker_cpu_percent", lease.busy.median());
         report.rows.push(busy.beside(control, of.busy.median()));
         // The same for those pages that did arrive: on a busy machine not all come in time.

@@ -53,10 +53,14 @@ impl Model {
             assert_eq!(held, self.of(connection.index()));
             assert_eq!(table.outstanding(connection) as usize, held.len());
         }
-        for (region, &pages) in pages.iter().enumerate() {
-            for page in 0..pages {
-                let place = Place::page(region as u8, page);
-                assert_eq!(table.counts().of(place), Some(self.out(place) as u64), "{place:?}");
+        let mut out: Vec<Vec<u64>> = pages.iter().map(|&pages| vec![0; pages as usize]).collect();
+        for place in self.held.values() {
+            out[usize::from(place.region)][place.page as usize] += 1;
+        }
+        for (region, counts) in out.iter().enumerate() {
+            for (page, &count) in counts.iter().enumerate() {
+                let place = Place::page(region as u8, page as u32);
+                assert_eq!(table.counts().of(place), Some(count), "{place:?}");
             }
         }
     }

@@ -5,7 +5,14 @@ use super::machine::Machine;
 use weir_core::ByteSize;
 
 pub fn check(machine: &Machine) -> Vec<Finding> {
-    vec![memory(machine), swap(machine), zswap(machine), huge_pages(machine), hibernation(machine)]
+    vec![
+        memory(machine),
+        swap(machine),
+        zswap(machine),
+        huge_pages(machine),
+        shared_huge_pages(machine),
+        hibernation(machine),
+    ]
 }
 
 fn memory(machine: &Machine) -> Finding {
@@ -67,6 +74,20 @@ fn huge_pages(machine: &Machine) -> Finding {
     }
 }
 
+/// Host stores are shared memory, for which the kernel has a setting of its own.
+fn shared_huge_pages(machine: &Machine) -> Finding {
+    let text = machine.text("/sys/kernel/mm/transparent_hugepage/shmem_enabled").unwrap_or_default();
+    match text.split(['[', ']']).nth(1) {
+        Some(choice @ ("never" | "deny")) => Finding::warn(
+            "shared-huge-pages",
+            format!("{choice}: a read from a host store costs about a quarter more CPU"),
+            "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled, before the daemon starts",
+        ),
+        Some(choice) => Finding::ok("shared-huge-pages", choice),
+        None => Finding::ok("shared-huge-pages", "not in this kernel"),
+    }
+}
+
 fn hibernation(machine: &Machine) -> Finding {
     let states = machine.text("/sys/power/state").unwrap_or_default();
     let resume = machine.text("/sys/power/resume").filter(|device| !device.is_empty() && device != "0:0");
@@ -96,6 +117,16 @@ mod tests {
             "Filename\t\t\t\tType\t\tSize\t\tUsed\t\tPriority\n/dev/nbd0   partition\t8388604\t\t0\t\t100\n",
         );
         assert_eq!(swap(&fixture.machine()).seen, "/dev/nbd0 8.0GiB priority 100");
+    }
+
+    #[test]
+    fn shared_memory_without_huge_pages_is_told_of() {
+        let path = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
+        let never = Fixture::new("shmem").with(path, "always within_size advise [never] deny force\n");
+        let found = shared_huge_pages(&never.machine());
+        assert!(found.level == Level::Warn && found.next.is_some(), "{found:?}");
+        let advise = never.with(path, "always within_size [advise] never deny force\n");
+        assert_eq!(shared_huge_pages(&advise.machine()).level, Level::Ok);
     }
 
     #[test]
