@@ -176,6 +176,35 @@ impl Queue {
     /// Gives `owner` to the queue, to run once. What is owned cannot be pending, so this is cheaper than
     /// [`Queue::schedule`] by an exchange at either end.
     ///
+    /// ```
+    /// use std::sync::mpsc;
+    /// use weir_queue::{Item, Queue, Work, has_item};
+    ///
+    /// struct Write {
+    ///     page: u32,
+    ///     done: mpsc::Sender<u32>,
+    ///     item: Item<Write>,
+    /// }
+    /// has_item!(Write, item);
+    ///
+    /// impl Work for Write {
+    ///     type Pointer = Box<Write>;
+    ///     fn run(this: Box<Write>) {
+    ///         let _ = this.done.send(this.page);
+    ///     }
+    /// }
+    ///
+    /// let (done, results) = mpsc::channel();
+    /// let queue = Queue::builder().name("writer").start()?;
+    /// for page in 0..100 {
+    ///     let job = Box::new(Write { page, done: done.clone(), item: Item::new() });
+    ///     assert!(queue.give(job).is_ok(), "refused, and given back, once the queue has stopped");
+    /// }
+    /// drop(done);
+    /// assert!(results.iter().eq(0..100), "in the order in which this thread gave them");
+    /// # Ok::<(), weir_queue::StartError>(())
+    /// ```
+    ///
     /// # Errors
     /// The owner, if the queue has stopped.
     #[inline]

@@ -21,6 +21,25 @@ const COUNT_MAX: u32 = u32::MAX / 2;
 /// Counts of pages that several tables lend. Give each table a clone. One atomic addition for each reference
 /// taken and one for each returned; of all tables exactly one learns that a page's last reference is back.
 ///
+/// ```
+/// use weir_lease::{Geometry, Place, SharedCounts, Table};
+///
+/// // A table for each of two threads; both lend of one region of 1,000 pages.
+/// let counts = SharedCounts::new(&[1_000]);
+/// let geometry = Geometry { connections: 8, references: 512, quota: 64 };
+/// let mut tables = [Table::new(geometry, counts.clone())?, Table::new(geometry, counts.clone())?];
+/// let [one, two] = tables.each_mut();
+///
+/// let (here, there) = (one.open(64)?, two.open(64)?);
+/// let (a, b) = (one.take(&here, Place::page(0, 7))?, two.take(&there, Place::page(0, 7))?);
+/// assert_eq!(counts.of(Place::page(0, 7)), Some(2));
+///
+/// // Whoever returns it last hears of it, whichever table that is.
+/// assert!(!one.give(&here, a).expect("held").last);
+/// assert!(two.give(&there, b).expect("held").last);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
 /// As with an `Arc`, only somebody who knows the page to be alive may take a reference to it: a page whose last
 /// return was reported must not be lent again until its owner says so.
 #[derive(Clone, Debug)]
