@@ -7,6 +7,7 @@ use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A mapping of whole pages, readable and writable by every thread, of zeros when new.
 ///
@@ -78,6 +79,13 @@ impl Memory {
             )?
         };
         Self::settle(start.cast(), bytes, Some(fd))
+    }
+
+    /// From here on memory is taken without asking whether the machine has it to spare: this process takes the place of one that
+    /// had as much and is dead. Where memory is short, `MemAvailable` is 0, for it leaves out what the kernel holds back; the
+    /// kernel lets a thread that brings swap back have of that ([`reach_reserves`](crate::swap_safety::reach_reserves)).
+    pub fn succeed() {
+        SUCCEEDS.store(true, Ordering::Relaxed);
     }
 
     /// Takes every page now, so that none is taken later on an I/O path, and pins them if allowed.
@@ -166,11 +174,14 @@ fn available() -> Option<u64> {
     line.trim().strip_suffix(" kB")?.parse::<u64>().ok().map(|kib| kib << 10)
 }
 
+/// Whether this process takes the place of one that had as much memory.
+static SUCCEEDS: AtomicBool = AtomicBool::new(false);
+
 /// The length to take for `bytes` bytes, if the machine has that much: populating more than there is would not fail, it
 /// would set the OOM killer on somebody else. Not for memory that is adopted: that is taken already.
 fn new_pages(bytes: usize) -> io::Result<usize> {
     let bytes = whole_pages(bytes)?;
-    match available() {
+    match available().filter(|_| !SUCCEEDS.load(Ordering::Relaxed)) {
         Some(available) if bytes as u64 > available => Err(io::Error::from_raw_os_error(libc::ENOMEM)),
         _ => Ok(bytes),
     }

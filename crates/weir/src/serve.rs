@@ -8,8 +8,8 @@ use crate::relay::Relay;
 use crate::{address::Address, config, keeper};
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
-use weir_core::ByteSize;
 use weir_core::swap_safety::{self, Children, Protections};
+use weir_core::{ByteSize, Memory};
 use weir_export::fuse;
 use weir_export::log::{self, Level};
 
@@ -47,6 +47,9 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGUSR1]).map_err(Failure::failed)?;
 
     let (link, held) = keeper.unzip();
+    if held.as_ref().is_some_and(|held| !held.is_empty()) {
+        Memory::succeed();
+    }
     let daemon = Daemon::start(&options, protections, link.as_ref().zip(held), &log)?;
     let path = options.control.clone().unwrap_or_else(default_path);
     let control = Server::start(&path, daemon.service())?;

@@ -27,6 +27,8 @@ use weir_export::log::{Level, Log};
 /// Memory that is free again while a daemon starts, at least: its own pages, stacks, page tables and heap, with the page
 /// tables of what it maps (2 MiB for each GiB).
 const SET_ASIDE_LEAST: usize = 64 << 20;
+/// How long until what could not be set aside is asked for again.
+const SET_ASIDE_AGAIN: Timespec = Timespec { tv_sec: 5, tv_nsec: 0 };
 /// A daemon that lived less long than this failed to start, as far as restarting at once is concerned.
 const SHORT_LIFE: Duration = Duration::from_secs(1);
 /// A new program may be killed early; one whose daemons die so early so often in a row does not work.
@@ -235,11 +237,16 @@ impl Keeper<'_> {
                 PollFd::from_borrowed_fd(self.signals.as_fd(), PollFlags::IN),
                 PollFd::from_borrowed_fd(line_fd, PollFlags::IN),
             ];
-            match poll(&mut fds, None::<&Timespec>) {
+            // What could not be set aside when the daemon began to serve is asked for again, until it is there.
+            let wait = (life.was_ready && self.set_aside.is_none()).then_some(&SET_ASIDE_AGAIN);
+            let events = match poll(&mut fds, wait) {
                 Err(Errno::INTR) => continue,
                 result => result?,
             };
             let [ended, signalled, spoke] = fds.map(|fd| !fd.revents().is_empty());
+            if events == 0 {
+                self.set_aside(pid);
+            }
             if signalled {
                 self.pass_on_signal(&pidfd, &mut life);
             }
@@ -262,6 +269,11 @@ impl Keeper<'_> {
         }
     }
 
+    /// Where memory is short right now, the next start is a little less certain; serving goes first.
+    fn set_aside(&mut self, daemon: Pid) {
+        self.set_aside = Memory::anonymous(own_memory(daemon) * 5 / 4).ok();
+    }
+
     /// Gives a new daemon all that is kept.
     fn hand_over(&self, line: &OwnedFd) -> io::Result<()> {
         for (name, kept) in &self.kept {
@@ -279,8 +291,7 @@ impl Keeper<'_> {
         match split(&text) {
             ("ready", _) => {
                 life.was_ready = true;
-                // Where memory is short right now, the next start is a little less certain; serving goes first.
-                self.set_aside = Memory::anonymous(own_memory(daemon) * 5 / 4).ok();
+                self.set_aside(daemon);
                 // Now, not once: an upgrade may have put another file in its place.
                 let pages = self.config.map(resident::file);
                 self.config_pages = pages.and_then(|pages| held(self.log, "the configuration", pages));
