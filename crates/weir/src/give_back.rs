@@ -36,6 +36,10 @@ fn ask(options: &MemoryOptions, take: bool, did: &str) -> Result<(), Failure> {
     let outcome = control::ask_for(&path, take, bytes, |progress| shown.show(progress));
     shown.bar.finish_and_clear();
     let moved = outcome?;
+    if take && moved.bytes == 0 {
+        println!("nothing is given back, so there is nothing to take");
+        return Ok(());
+    }
     let rate = moved.bytes as f64 / moved.seconds.max(1e-6) / 1e9;
     let pages = if take { String::new() } else { format!(", {} pages moved", moved.pages) };
     println!("{did} {} in {:.2} s ({rate:.1} GB/s{pages})", ByteSize(moved.bytes), moved.seconds);

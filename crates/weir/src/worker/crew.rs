@@ -12,6 +12,9 @@ use weir_core::{ByteSize, PAGE_SIZE};
 use weir_queue::{Item, Queue, Work, has_item};
 use weir_volume::{ChunkState, Lane, Volume};
 
+/// What to do where every store is needed.
+const MORE_ROOM: &str = "for more weir on and weir serve take --backing PATH, and weir on --parts N";
+
 /// The threads, their lanes, and what they did.
 #[derive(Debug)]
 pub struct Crew {
@@ -259,11 +262,16 @@ impl Crew {
         };
         let total: u64 = wanted.iter().map(|chunk| chunk.bytes()).sum();
         if total > spare || (wanted.is_empty() && there > 0) {
-            return Err(format!(
-                "cannot give back {}: the stores hold {} more than the device of {device} needs; ask for less, or start weir serve with --backing PATH",
-                ByteSize(if wanted.is_empty() { there } else { total }),
-                ByteSize(spare)
-            ));
+            let asked = ByteSize(job.bytes.unwrap_or(there));
+            let seen = if spare == 0 {
+                format!("the device of {device} needs all that its stores hold")
+            } else {
+                format!(
+                    "the stores hold only {} more than the device of {device} needs: ask for less",
+                    ByteSize(spare)
+                )
+            };
+            return Err(format!("cannot give back {asked}: {seen}; {MORE_ROOM}"));
         }
         job.reach.total_bytes.store(total, Ordering::Relaxed);
         self.rise.end();
@@ -279,7 +287,7 @@ impl Crew {
             _ if given >= asked => Ok(moved),
             Some(trouble) => Err(format!("gave back {} of {}: {trouble}", ByteSize(given), ByteSize(asked))),
             None => Err(format!(
-                "gave back {} of {}: the rest is needed to hold the device of {device}; start weir serve with --backing PATH",
+                "gave back {} of {}: the rest is needed to hold the device of {device}; {MORE_ROOM}",
                 ByteSize(given),
                 ByteSize(asked)
             )),
