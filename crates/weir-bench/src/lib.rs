@@ -16,6 +16,7 @@
 //! ```
 
 pub mod block;
+pub mod compress;
 pub mod disk;
 pub mod give_back;
 pub mod lease;

@@ -185,7 +185,7 @@ impl Lane {
     }
 
     /// Moves pages of store `from` up into faster stores, as long as these have room: a batch's worth, looking at slots from `*next`
-    /// on (0 at first). The faster stores keep the room that writes under way need.
+    /// on (0 at first; where there are packs, at pages). The faster stores keep the room that writes under way need.
     ///
     /// # Errors
     /// When a page cannot be read.
@@ -199,11 +199,18 @@ impl Lane {
         let (mut found, mut looked) = (0, 0);
         self.reach = from;
         let mut outcome = Outcome::default();
-        while found < batch && *next < tier.records.slots() && looked < SEARCH {
-            let slot = Slot(*next);
+        // A pack's record does not say whose it is; the map does.
+        let by_page = tier.records.has_packs();
+        let end = if by_page { volume.pages() } else { tier.records.slots() };
+        while found < batch && *next < end && looked < SEARCH {
+            let at = *next;
             *next += 1;
             looked += 1;
-            found += u32::from(self.start_move(tier, from, slot, batch, &mut outcome).1);
+            found += u32::from(if by_page {
+                self.start_move_of(PageNo(at), from, 0..tier.records.slots(), batch, &mut outcome)
+            } else {
+                self.start_move(tier, from, Slot(at), batch, &mut outcome).1
+            });
         }
         let ended = self.settle(&mut outcome);
         self.reach = volume.tiers.len();
@@ -215,7 +222,7 @@ impl Lane {
         if !outcome.failed.is_empty() {
             return Err(GiveBackError::Pages(outcome.failed));
         }
-        let more = batch > 0 && !is_full && *next < tier.records.slots();
+        let more = batch > 0 && !is_full && *next < end;
         Ok(MovedUp { pages: outcome.moved, more })
     }
 
@@ -232,27 +239,24 @@ impl Lane {
         loop {
             // Lanes that claimed a slot here before it was closed publish it, or free it, before their pin ends.
             self.wait_for_lanes()?;
-            let (mut left, mut queued, mut queued_in_all) = (false, 0, 0);
+            let mut left = false;
+            let mut batches = Batches { size: batch, queued: 0, queued_in_all: 0, moved: &mut moved };
             let mut outcome = Outcome::default();
             for slot in slots.clone().map(Slot) {
                 let (occupied, started) = self.start_move(tier, store, slot, batch, &mut outcome);
                 left |= occupied;
-                queued += u32::from(started);
-                queued_in_all += u32::from(started);
-                if queued == batch || slot.0 + 1 == slots.end {
-                    self.settle(&mut outcome)?;
-                    self.submit();
-                    self.metrics().moved_out.add(u64::from(outcome.moved));
-                    moved += outcome.moved;
-                    if !outcome.failed.is_empty() {
-                        return Err(GiveBackError::Pages(outcome.failed));
-                    }
-                    if queued > 0 && !pace(outcome.moved) {
-                        return Err(GiveBackError::Stopped);
-                    }
-                    (queued, outcome) = (0, Outcome::default());
+                batches.count(started);
+                self.end_batch(&mut batches, &mut outcome, pace, slot.0 + 1 == slots.end)?;
+            }
+            if left && tier.records.has_packs() {
+                let pages = self.volume().pages();
+                for page in (0..pages).map(PageNo) {
+                    let started = self.start_move_of(page, store, slots.clone(), batch, &mut outcome);
+                    batches.count(started);
+                    self.end_batch(&mut batches, &mut outcome, pace, page.0 + 1 == pages)?;
                 }
             }
+            let queued_in_all = batches.queued_in_all;
             if !left {
                 return Ok(moved);
             }
@@ -280,6 +284,29 @@ impl Lane {
         if page.0 >= self.volume().pages() || self.volume().map.load(page).place() != here {
             return (true, false);
         }
+        self.queue_move(page, here, batch, outcome);
+        (true, true)
+    }
+
+    /// Starts to move a page, if it lies in one of these slots of store `store`. Says whether it did.
+    fn start_move_of(
+        &mut self,
+        page: PageNo,
+        store: usize,
+        slots: Range<u32>,
+        batch: u32,
+        outcome: &mut Outcome,
+    ) -> bool {
+        let here = self.volume().map.load(page).place();
+        let lies_there =
+            matches!(here, Place::Stored { store: at, slot } if at == store && slots.contains(&slot.0));
+        if lies_there {
+            self.queue_move(page, here, batch, outcome);
+        }
+        lies_there
+    }
+
+    fn queue_move(&mut self, page: PageNo, here: Place, batch: u32, outcome: &mut Outcome) {
         if self.in_flight() == 0 {
             self.plan(batch as usize, batch as usize);
         }
@@ -293,8 +320,34 @@ impl Lane {
                     continue;
                 }
             }
-            return (true, true);
+            return;
         }
+    }
+
+    /// Waits for a batch of moves, if it is full or the `last`, and counts what came of it.
+    fn end_batch(
+        &mut self,
+        batches: &mut Batches<'_>,
+        outcome: &mut Outcome,
+        pace: &mut dyn FnMut(u32) -> bool,
+        last: bool,
+    ) -> Result<(), GiveBackError> {
+        if batches.queued < batches.size && !last {
+            return Ok(());
+        }
+        self.settle(outcome)?;
+        self.submit();
+        self.metrics().moved_out.add(u64::from(outcome.moved));
+        *batches.moved += outcome.moved;
+        let outcome = std::mem::take(outcome);
+        if !outcome.failed.is_empty() {
+            return Err(GiveBackError::Pages(outcome.failed));
+        }
+        let queued = std::mem::take(&mut batches.queued);
+        if queued > 0 && !pace(outcome.moved) {
+            return Err(GiveBackError::Stopped);
+        }
+        Ok(())
     }
 
     /// Waits for everything that is in flight.
@@ -328,6 +381,21 @@ impl Lane {
 
 /// Slots that one step upwards looks at, at most: a store may be large and empty.
 const SEARCH: u32 = 1 << 16;
+
+/// The moves of one pass over a chunk.
+struct Batches<'a> {
+    size: u32,
+    queued: u32,
+    queued_in_all: u32,
+    moved: &'a mut u32,
+}
+
+impl Batches<'_> {
+    fn count(&mut self, started: bool) {
+        self.queued += u32::from(started);
+        self.queued_in_all += u32::from(started);
+    }
+}
 
 /// What became of a batch of moves.
 #[derive(Default)]

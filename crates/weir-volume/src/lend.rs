@@ -145,7 +145,7 @@ impl Lender {
         let records = &self.volume.tiers[store].records;
         let back = records.lent().map_or(Back::More, |lent| lent.give(slot));
         if back == Back::LastAndFree {
-            records.retire(slot, self.volume.epochs.now());
+            records.retire(slot, || self.volume.epochs.now());
         }
         self.out -= u32::from(back != Back::More);
         back != Back::More

@@ -30,6 +30,7 @@
 
 mod batch;
 mod chunks;
+mod compress;
 mod entry;
 #[cfg_attr(loom, allow(dead_code))]
 mod epoch;
@@ -40,6 +41,7 @@ mod lend;
 #[cfg_attr(loom, allow(dead_code))]
 mod looking;
 mod map;
+mod pack;
 mod quarantine;
 mod records;
 mod recover;
@@ -48,6 +50,7 @@ mod sync;
 
 pub use batch::Batch;
 pub use chunks::{ChunkCounts, ChunkState, ChunkStatus};
+pub use compress::Compression;
 pub use give_back::{GiveBackError, MovedUp, Pace};
 pub use lane::{Guard, Lane, View};
 pub use lend::{Lender, Loan, Window};
@@ -60,8 +63,8 @@ use quarantine::Quarantine;
 use records::{PAGES_MAX, Records};
 use status::LaneMetrics;
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_store::{OpenError, Store};
 
@@ -149,6 +152,8 @@ pub struct Volume {
     lanes: Box<[LaneSeat]>,
     /// Whether it has a lender.
     lending: AtomicBool,
+    /// How its lanes compress, if they do.
+    compression: OnceLock<Compression>,
 }
 
 /// A store and its records.
@@ -195,7 +200,15 @@ impl Volume {
     fn assemble(config: Config, map: Map, tiers: Vec<Tier>) -> Arc<Self> {
         let lanes = (0..config.lanes).map(|_| LaneSeat::default()).collect();
         let epochs = Epochs::new(config.lanes);
-        Arc::new(Volume { config, map, tiers, epochs, lanes, lending: AtomicBool::new(false) })
+        Arc::new(Volume {
+            config,
+            map,
+            tiers,
+            epochs,
+            lanes,
+            lending: AtomicBool::new(false),
+            compression: OnceLock::new(),
+        })
     }
 
     /// Its shape.
@@ -211,6 +224,22 @@ impl Volume {
     /// Its size in bytes.
     pub fn bytes(&self) -> u64 {
         u64::from(self.config.pages) * PAGE_SIZE as u64
+    }
+
+    /// Has lanes compress pages from here on, where several of them then fit into one slot. Before the first lane is opened.
+    ///
+    /// # Panics
+    /// When a lane is open.
+    pub fn compress(&self, compression: Compression) {
+        let open = self.lanes.iter().any(|seat| seat.taken.load(Ordering::Acquire));
+        assert!(!open, "a lane that is open would not understand what others have compressed");
+        self.tiers.iter().for_each(|tier| tier.records.begin_packs());
+        let _ = self.compression.set(compression);
+    }
+
+    /// How pages are compressed, if they are.
+    pub fn compression(&self) -> Option<Compression> {
+        self.compression.get().copied()
     }
 
     /// Opens a lane. It is one thread's; dropping it frees its seat.

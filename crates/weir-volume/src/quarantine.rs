@@ -41,7 +41,7 @@ impl Tier {
         }
         if let Ok(mut slots) = self.quarantine.slots.try_lock() {
             // Frees no memory: this may be an I/O thread.
-            slots.drain(..).for_each(|slot| self.records.retire(slot, 0));
+            slots.drain(..).for_each(|slot| self.records.free_slot(slot, 0));
             self.quarantine.any.store(false, Ordering::Relaxed);
         }
     }

@@ -11,22 +11,31 @@
 //! +---+--------------------------------------------- +
 //! ```
 //!
+//! The last [`PACK_COUNTS`] numbers of a page name none, but a [pack](crate::pack) with so many pages in it that the map
+//! names; the last of them to go frees the slot.
+//!
 //! The records are the free list as well: a slot is claimed by a compare-and-exchange on its record, and a retired
 //! slot carries its epoch in it. That costs no memory besides, leaves nothing to rebuild but counts after a crash, and
 //! strands no slot with a thread that sleeps. To find free ones without a long search, slots are counted by
 //! extents of [`EXTENT_SLOTS`].
 
 use crate::lend::Lent;
+use crate::pack::MEMBERS_MAX;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use weir_core::{Checksum, Memory, PageNo, Slot};
 
 /// Slots that are counted together: 4 MiB of pages, 8 KiB of records.
 pub(crate) const EXTENT_SLOTS: u32 = 1024;
-/// Pages that a record can name, which bounds a volume to 8 TiB.
-pub(crate) const PAGES_MAX: u32 = 1 << 31;
+/// Pages that a record can name, which bounds a volume to 8 TiB less 1 MiB.
+pub(crate) const PAGES_MAX: u32 = (1 << 31) - PACK_COUNTS;
+/// How many pages of a pack a record can count, and none of them.
+const PACK_COUNTS: u32 = 256;
+/// One page in a record's count of them.
+const ONE_PAGE: u64 = 1 << 32;
 
 const IN_USE: u64 = 1 << 63;
+const PAGE_MASK: u32 = (1 << 31) - 1;
 /// In an extent's count: no slot may be claimed here (its chunk is being given back).
 const CLOSED: u32 = 1 << 31;
 
@@ -35,6 +44,29 @@ const CLOSED: u32 = 1 << 31;
 pub(crate) struct Occupant {
     pub page: PageNo,
     pub checksum: Checksum,
+}
+
+impl Occupant {
+    /// A pack of which the map names `pages` pages.
+    pub fn pack(pages: u32, checksum: Checksum) -> Self {
+        debug_assert!(pages < PACK_COUNTS);
+        Occupant { page: PageNo(PAGES_MAX + pages), checksum }
+    }
+
+    /// Whether it is a pack.
+    #[inline]
+    pub fn is_pack(self) -> bool {
+        self.page.0 >= PAGES_MAX
+    }
+}
+
+/// What [`Records::retire`] came to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Retired {
+    /// The slot is free.
+    pub freed: bool,
+    /// It holds, or held, a pack.
+    pub pack: bool,
 }
 
 /// The records of one store.
@@ -47,6 +79,8 @@ pub(crate) struct Records {
     extents: Box<[AtomicU32]>,
     /// Slots that are lent, where any are.
     lent: OnceLock<Lent>,
+    /// Whether there are packs, so that nobody looks for them where there are none.
+    packs: AtomicBool,
 }
 
 /// Where a lane searches next; each lane has its own, so that lanes seldom meet.
@@ -71,7 +105,7 @@ impl Records {
     pub fn over(memory: Memory, slots: u32) -> Self {
         assert!(memory.len() >= slots as usize * 8, "records cover every slot");
         let extents = (0..slots.div_ceil(EXTENT_SLOTS)).map(|_| AtomicU32::new(0)).collect();
-        Records { memory, slots, extents, lent: OnceLock::new() }
+        Records { memory, slots, extents, lent: OnceLock::new(), packs: AtomicBool::new(false) }
     }
 
     /// Frees every slot for which `referenced` is false, and counts. Nobody else may be using the records.
@@ -217,7 +251,7 @@ impl Records {
     pub fn occupant(&self, slot: Slot) -> Option<Occupant> {
         let record = self.record(slot).load(Ordering::Acquire);
         (record & IN_USE != 0).then_some(Occupant {
-            page: PageNo((record >> 32) as u32 & (PAGES_MAX - 1)),
+            page: PageNo((record >> 32) as u32 & PAGE_MASK),
             checksum: Checksum(record as u32),
         })
     }
@@ -237,18 +271,79 @@ impl Records {
         self.lent.get()
     }
 
-    /// Frees a slot that was unlinked from the map in `epoch` (0: the map never named it). One that is lent stays in use
-    /// until it comes back.
+    /// Says that there are packs, or will be.
+    pub fn begin_packs(&self) {
+        self.packs.store(true, Ordering::Relaxed);
+    }
+
     #[inline]
-    pub fn retire(&self, slot: Slot, epoch: u64) {
-        debug_assert!(epoch & IN_USE == 0);
+    pub fn has_packs(&self) -> bool {
+        self.packs.load(Ordering::Relaxed)
+    }
+
+    /// Takes a page that was unlinked from the map out of its slot, and frees the slot if that was its last. `epoch` says when
+    /// (0: the map never named it). A slot that is lent stays in use until it comes back.
+    #[inline]
+    pub fn retire(&self, slot: Slot, epoch: impl FnOnce() -> u64) -> Retired {
+        let pack = self.has_packs() && self.occupant(slot).is_some_and(Occupant::is_pack);
+        if pack && self.leave_pack(slot) > 0 {
+            return Retired { freed: false, pack };
+        }
         if let Some(lent) = self.lent.get()
             && !lent.may_free(slot)
         {
-            return;
+            return Retired { freed: false, pack };
         }
+        // Asked now: whoever left a pack before this one did so before this moment.
+        self.free_slot(slot, epoch());
+        Retired { freed: true, pack }
+    }
+
+    /// Frees a slot that the map does not name, whatever it was claimed for.
+    #[inline]
+    pub fn free_slot(&self, slot: Slot, epoch: u64) {
+        debug_assert!(epoch & IN_USE == 0);
         self.extents[(slot.0 / EXTENT_SLOTS) as usize].fetch_add(1, Ordering::Relaxed);
         self.record(slot).store(epoch, Ordering::Release);
+    }
+
+    /// Counts one page of a pack less, and says how many are left.
+    fn leave_pack(&self, slot: Slot) -> u32 {
+        let was = self.record(slot).fetch_sub(ONE_PAGE, Ordering::SeqCst);
+        let pages = ((was >> 32) as u32 & PAGE_MASK).wrapping_sub(PAGES_MAX);
+        assert!(
+            was & IN_USE != 0 && (1..PACK_COUNTS).contains(&pages),
+            "slot {} holds no page of a pack",
+            slot.0
+        );
+        pages - 1
+    }
+
+    /// Begins to count anew how many pages of each pack the map names. Nobody else may be using the records.
+    pub fn forget_pack_pages(&self) {
+        for slot in (0..self.slots).map(Slot) {
+            if let Some(occupant) = self.occupant(slot)
+                && occupant.is_pack()
+            {
+                self.begin_packs();
+                self.fill_in(slot, Occupant::pack(0, occupant.checksum));
+            }
+        }
+    }
+
+    /// Whether the map may name `slot` for `page`, as far as its record says. A pack counts it. Nobody else may be using the records.
+    pub fn names(&self, slot: Slot, page: PageNo) -> bool {
+        match self.occupant(slot) {
+            Some(occupant) if occupant.is_pack() => {
+                let room = occupant.page.0 - PAGES_MAX < MEMBERS_MAX as u32;
+                if room {
+                    self.record(slot).fetch_add(ONE_PAGE, Ordering::Relaxed);
+                }
+                room
+            }
+            Some(occupant) => occupant.page == page,
+            None => false,
+        }
     }
 
     /// Keeps slots of these extents from being claimed. Claims already under way end with their lane's pin.
@@ -299,7 +394,7 @@ mod tests {
         let records = Records::new(100, 0).unwrap();
         let mut cursor = records.cursor(0, 1);
         while records.claim(&mut cursor, PageNo(0), 1).is_some() {}
-        records.retire(Slot(3), 0);
+        records.retire(Slot(3), || 0);
         assert_eq!(records.claim(&mut cursor, PageNo(1), 1), Some(Slot(3)));
     }
 
@@ -308,7 +403,7 @@ mod tests {
         let records = Records::new(1, 0).unwrap();
         let mut cursor = records.cursor(0, 1);
         let slot = records.claim(&mut cursor, PageNo(5), 1).unwrap();
-        records.retire(slot, 7);
+        records.retire(slot, || 7);
         assert_eq!(records.free(), 1, "it is room, though not yet");
         assert_eq!(records.claim(&mut cursor, PageNo(5), 7), None);
         assert_eq!(records.claim(&mut cursor, PageNo(5), 8), Some(slot));
@@ -335,7 +430,7 @@ mod tests {
         let slots: Vec<_> = (0..4).map(|page| records.claim(&mut cursor, PageNo(page), 1).unwrap()).collect();
         let kept = Occupant { page: PageNo(1), checksum: Checksum(77) };
         records.fill_in(slots[1], kept);
-        records.retire(slots[3], 5);
+        records.retire(slots[3], || 5);
         let fd = records.memory().fd().unwrap().try_clone_to_owned().unwrap();
         drop(records);
         let mut found = Records::over(Memory::adopt(fd).unwrap(), 10);
@@ -343,6 +438,30 @@ mod tests {
         assert_eq!(found.free(), 9);
         assert_eq!(found.occupant(slots[1]), Some(kept));
         assert_eq!(found.occupant(slots[0]), None);
+    }
+
+    #[test]
+    fn a_pack_is_freed_by_the_last_of_its_pages_in_the_epoch_of_that_moment() {
+        let records = Records::new(2, 0).unwrap();
+        records.begin_packs();
+        let mut cursor = records.cursor(0, 1);
+        let slot = records.claim(&mut cursor, PageNo(5), 1).unwrap();
+        records.fill_in(slot, Occupant::pack(3, Checksum(9)));
+        let kept = Retired { freed: false, pack: true };
+        assert_eq!([0, 0].map(|_| records.retire(slot, || panic!("not yet"))), [kept, kept]);
+        assert_eq!(records.occupant(slot), Some(Occupant::pack(1, Checksum(9))));
+        assert_eq!(records.retire(slot, || 7), Retired { freed: true, pack: true });
+        assert!(!records.try_claim(slot, PageNo(0), 7) && records.try_claim(slot, PageNo(0), 8));
+    }
+
+    #[test]
+    fn pages_of_a_pack_are_counted_anew_by_what_the_map_says() {
+        let records = Records::new(1, 0).unwrap();
+        let slot = records.claim(&mut records.cursor(0, 1), PageNo(5), 1).unwrap();
+        records.fill_in(slot, Occupant::pack(9, Checksum(9)));
+        records.forget_pack_pages();
+        assert!(records.has_packs() && records.names(slot, PageNo(1)) && records.names(slot, PageNo(2)));
+        assert_eq!(records.occupant(slot), Some(Occupant::pack(2, Checksum(9))));
     }
 
     proptest! {

@@ -1,14 +1,14 @@
 //! Taking over the pages of a daemon that has died.
 //!
 //! The keeper holds three kinds of memory for a volume: the page map, the slot records of each store, and (for a host
-//! store) the pages. The map is the truth. A record that the map does not name belongs to a write that was
+//! store) the pages. The map is the truth, also of how many pages of a pack are wanted. A record that the map does not name belongs to a write that was
 //! never acknowledged, or to a slot that was just freed: either way the slot is free, at once or, where the write may
 //! still be on its way to a disk, when that is over. An entry whose
 //! record does not agree cannot come from us; its page is lost, and says so when it is read.
 
 use crate::entry::{Entry, Place};
 use crate::map::Map;
-use crate::records::Records;
+use crate::records::{Occupant, Records};
 use crate::{Config, CreateError, Tier, Volume, check, chunks};
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -100,19 +100,23 @@ impl Volume {
             })
             .collect();
         let mut named: Vec<Bitmap> = tiers.iter().map(|tier| Bitmap::new(tier.records.slots())).collect();
-        let (mut lost, mut stored, mut filled) = (0, 0, 0);
+        let (mut lost, mut stored, mut filled, mut packed, mut packs) = (0, 0, 0, 0, 0);
+        tiers.iter().for_each(|tier| tier.records.forget_pack_pages());
         for page in (0..config.pages).map(PageNo) {
             let entry = map.load(page);
             match entry.place() {
                 Place::Empty | Place::Lost => {}
                 Place::Fill(_) => filled += 1,
                 Place::Stored { store, slot } => {
-                    let agrees = tiers.get(store).is_some_and(|tier| {
-                        slot.0 < tier.records.slots()
-                            && !named[store].contains(slot)
-                            && tier.records.occupant(slot).is_some_and(|occupant| occupant.page == page)
+                    let found = tiers.get(store).filter(|tier| slot.0 < tier.records.slots());
+                    let occupant = found.and_then(|tier| tier.records.occupant(slot));
+                    let is_pack = occupant.is_some_and(Occupant::is_pack);
+                    let agrees = found.is_some_and(|tier| {
+                        (is_pack || !named[store].contains(slot)) && tier.records.names(slot, page)
                     });
                     if agrees {
+                        packs += u64::from(is_pack && !named[store].contains(slot));
+                        packed += u64::from(is_pack);
                         named[store].insert(slot);
                         stored += 1;
                     } else {
@@ -137,6 +141,8 @@ impl Volume {
         if let Some(seat) = volume.lanes.first() {
             seat.metrics.stored.add(stored);
             seat.metrics.filled.add(filled);
+            seat.metrics.packed.add(packed);
+            seat.metrics.packs.add(packs);
         }
         Ok((volume, lost))
     }

@@ -1,7 +1,7 @@
 //! What a volume tells about itself. Reading it costs the I/O path nothing: lanes count for themselves, in memory
 //! that only they write, and whoever asks sums up.
 
-use crate::{ChunkCounts, Volume};
+use crate::{ChunkCounts, Compression, Volume};
 use weir_core::metrics::{Counter, Distribution, Latencies};
 use weir_store::State;
 
@@ -14,6 +14,11 @@ pub(crate) struct LaneMetrics {
     /// Pages that took a slot, and pages that gave one up; either wraps.
     pub stored: Counter,
     pub unstored: Counter,
+    /// Of these pages, those that took a place in a pack, and those that gave one up; and packs made and gone.
+    pub packed: Counter,
+    pub unpacked: Counter,
+    pub packs: Counter,
+    pub unpacks: Counter,
     /// Pages that became one repeated value, and that ceased to be.
     pub filled: Counter,
     pub unfilled: Counter,
@@ -37,6 +42,12 @@ pub struct VolumeStatus {
     pub pages: u32,
     /// Pages that lie in a slot of a store.
     pub stored: u64,
+    /// Among these, pages that lie compressed in packs, and the slots that these packs take.
+    pub packed: u64,
+    /// See [`packed`](VolumeStatus::packed).
+    pub packs: u64,
+    /// How pages are compressed, if they are.
+    pub compression: Option<Compression>,
     /// Pages that repeat one value, which the map alone holds.
     pub filled: u64,
     /// Pages read.
@@ -111,6 +122,9 @@ impl Volume {
         VolumeStatus {
             pages: self.pages(),
             stored: sum(|lane| &lane.stored).wrapping_sub(sum(|lane| &lane.unstored)),
+            packed: sum(|lane| &lane.packed).wrapping_sub(sum(|lane| &lane.unpacked)),
+            packs: sum(|lane| &lane.packs).wrapping_sub(sum(|lane| &lane.unpacks)),
+            compression: self.compression(),
             filled: sum(|lane| &lane.filled).wrapping_sub(sum(|lane| &lane.unfilled)),
             reads: sum(|lane| &lane.reads),
             writes: sum(|lane| &lane.writes),

@@ -7,7 +7,7 @@ use crate::cli::{
 use crate::failure::{Failure, chain};
 use std::time::Duration;
 use weir_bench::report::Report;
-use weir_bench::{block, disk, give_back, lease, memory, queue, restart, share, store, swap};
+use weir_bench::{block, compress, disk, give_back, lease, memory, queue, restart, share, store, swap};
 
 /// Pages a second that `--hold` moves.
 const HOLD_RATE: f64 = 100_000.0;
@@ -56,6 +56,10 @@ pub fn run(options: &BenchOptions) -> Result<(), Failure> {
             let text = std::fs::read_to_string(file)
                 .map_err(|error| Failure::Failed(format!("cannot read {}: {error}", file.display())))?;
             Report::from_json(&text).map_err(|error| failed(&error))?
+        }
+        Bench::Compress { size, runs } => {
+            compress::run(&compress::Plan { bytes: size.0, runs: usize::from(*runs) })
+                .map_err(|error| failed(&error))?
         }
         Bench::Memory { size } => memory::run(&memory::Plan { bytes: size.0, ..Default::default() })
             .map_err(|error| failed(&error))?,

@@ -3,6 +3,7 @@
 
 use crate::address::Address;
 use crate::backing::Backing;
+use crate::compress::Algorithm;
 use crate::on::{BatteryOptions, OffOptions, OnOptions, RestartOptions, TopOptions};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
@@ -128,6 +129,11 @@ pub struct ServeOptions {
     /// repeated.
     #[arg(long, value_name = "PATH")]
     pub backing: Vec<Backing>,
+
+    /// Compress pages that are written together, where several of them then fit into the room of one: more pages stay in the first
+    /// stores, and less moves when memory is given back. The device stays as large as it is.
+    #[arg(long, value_name = "ALGORITHM", value_enum)]
+    pub compress: Option<Algorithm>,
 
     /// Serve by NBD at unix:PATH or tcp:HOST:PORT. May be repeated.
     #[arg(long, value_name = "ADDRESS")]
@@ -438,6 +444,17 @@ pub enum Bench {
     Show {
         /// The JSON file.
         file: PathBuf,
+    },
+
+    /// What compression costs a page and holds less, beside a volume without.
+    Compress {
+        /// Pages to write and read, in bytes.
+        #[arg(long, default_value = "256MiB")]
+        size: ByteSize,
+
+        /// Times that each volume is filled and read.
+        #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u8).range(1..=100))]
+        runs: u8,
     },
 
     /// What memory a volume takes besides the pages themselves.

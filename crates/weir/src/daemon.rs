@@ -67,6 +67,7 @@ impl Daemon {
             size: options.size,
             lanes,
             depth: DEPTH,
+            compress: options.compress,
         };
         let volume = pages::open(&plan, reborrow(&mut keeper), log)?;
         if options.swap {

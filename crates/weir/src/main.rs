@@ -8,6 +8,7 @@ mod attach;
 mod backing;
 mod bench;
 mod cli;
+mod compress;
 mod config;
 mod control;
 mod daemon;

@@ -123,7 +123,14 @@ fn start(options: &MountOptions, log: &Log) -> Result<(StoreUrl, Server), Failur
 fn volume(store: &StoreUrl, options: &MountOptions, log: &Log) -> Result<Arc<Volume>, Failure> {
     let lanes = usize::from(options.threads);
     pages::open(
-        &Plan { stores: std::slice::from_ref(store), size: None, backing: &[], lanes, depth: DEPTH },
+        &Plan {
+            stores: std::slice::from_ref(store),
+            size: None,
+            backing: &[],
+            lanes,
+            depth: DEPTH,
+            compress: None,
+        },
         None,
         log,
     )

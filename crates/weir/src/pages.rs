@@ -1,6 +1,7 @@
 //! The volume of a daemon: made new, or taken over from the daemon before.
 
 use crate::backing::Backing;
+use crate::compress::Algorithm;
 use crate::failure::{Failure, chain};
 use crate::keeper::{Held, Link};
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -23,6 +24,8 @@ pub struct Plan<'a> {
     pub lanes: usize,
     /// Pages that each moves at a time at slow stores.
     pub depth: usize,
+    /// How they are compressed, if they are.
+    pub compress: Option<Algorithm>,
 }
 
 /// Makes a volume; with a keeper, one that outlives this process, or the one that an earlier process left.
@@ -30,15 +33,19 @@ pub struct Plan<'a> {
 /// # Errors
 /// When a store cannot be had, the size asked for is no size, or the keeper's pages do not fit the plan.
 pub fn open(plan: &Plan<'_>, keeper: Option<(&Link, &mut Held)>, log: &Log) -> Result<Arc<Volume>, Failure> {
-    match keeper {
-        None => create(plan),
+    let volume = match keeper {
+        None => create(plan)?,
         Some((link, held)) if held.is_empty() => {
             let volume = create(plan)?;
             keep(&volume, link).map_err(Failure::failed)?;
-            Ok(volume)
+            volume
         }
-        Some((link, held)) => take_over(plan, link, held, log),
+        Some((link, held)) => take_over(plan, link, held, log)?,
+    };
+    if let Some(algorithm) = plan.compress {
+        volume.compress(algorithm.into());
     }
+    Ok(volume)
 }
 
 fn create(plan: &Plan<'_>) -> Result<Arc<Volume>, Failure> {

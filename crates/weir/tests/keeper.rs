@@ -15,6 +15,8 @@ use std::time::{Duration, Instant};
 const PAGE: usize = 4096;
 const PAGES: u64 = 2000;
 const WRITERS: u64 = 2;
+/// Pages in a row that belong to one writer, and that it writes one by one or at once.
+const RUN: u64 = 8;
 
 fn start(name: &str, flags: &[&str]) -> Daemon {
     let flags = [&["--keeper"], flags].concat();
@@ -137,6 +139,25 @@ fn every_acknowledged_page_survives_kills_at_random_moments() {
 }
 
 #[test]
+fn compressed_pages_survive_too() {
+    let mut scenes = vec![("lz4", "host:8MiB"), ("zstd", "host:8MiB")];
+    if has_lavapipe() {
+        scenes.push(("zstd", "vram:lavapipe?size=8MiB&chunk=1MiB"));
+    }
+    for (algorithm, store) in scenes {
+        let name = format!("{algorithm}-{}", &store[..4]);
+        let scene = start(&name, &["--store", store, "--compress", algorithm]);
+        survive(&scene, &name);
+        let status = scene.status();
+        let compress = &status["volume"]["compress"];
+        assert_eq!(compress["algorithm"], algorithm);
+        let (packed, ratio) = (compress["packed"].as_u64().unwrap(), compress["ratio"].as_f64().unwrap());
+        assert!(packed > PAGES / 4 && ratio > 1.2, "{compress}");
+        assert_eq!(status["protection"]["io_allocations"], 0);
+    }
+}
+
+#[test]
 fn pages_in_gpu_memory_survive_too() {
     if !has_lavapipe() {
         println!("skipped: no lavapipe, Mesa's software renderer (package mesa-vulkan-drivers)");
@@ -172,15 +193,21 @@ fn survive(scene: &Daemon, store: &str) {
                 let mut client = scene.connect();
                 let mut generation = 0;
                 while !stop.load(Ordering::Relaxed) {
-                    let page = random.next() % (PAGES / WRITERS) * WRITERS + writer;
-                    let state = &mut known[page as usize];
+                    let run = random.next() % (PAGES / RUN / WRITERS) * WRITERS + writer;
+                    let page = run * RUN + random.next() % RUN;
                     let outcome = if random.next().is_multiple_of(2) {
                         generation += 1;
-                        state.sent = generation;
-                        client
-                            .write(page * PAGE as u64, &stamped(page, generation))
-                            .map(|()| state.acknowledged = generation)
+                        let whole = run * RUN..(run + 1) * RUN;
+                        let pages = if random.next().is_multiple_of(2) { whole } else { page..page + 1 };
+                        pages.clone().for_each(|page| known[page as usize].sent = generation);
+                        let bytes: Vec<u8> =
+                            pages.clone().flat_map(|page| stamped(page, generation)).collect();
+                        let written = client.write(pages.start * PAGE as u64, &bytes);
+                        written.map(|()| {
+                            pages.for_each(|page| known[page as usize].acknowledged = generation);
+                        })
                     } else {
+                        let state = &known[page as usize];
                         client.read(page * PAGE as u64, PAGE as u32).map(|bytes| {
                             assert!(
                                 state.allows(page, &bytes),
@@ -196,7 +223,7 @@ fn survive(scene: &Daemon, store: &str) {
                     }
                 }
                 let mut client = scene.connect();
-                for page in (writer..PAGES).step_by(WRITERS as usize) {
+                for page in (0..PAGES).filter(|page| page / RUN % WRITERS == writer) {
                     let bytes = client.read(page * PAGE as u64, PAGE as u32).unwrap();
                     assert!(
                         known[page as usize].allows(page, &bytes),

@@ -33,7 +33,7 @@ impl Lane {
         }
         // Waiting frees slots, and brings no store back. A page that is to move up waits for nothing: it lies well where it is.
         let any_left = self.volume.tiers.iter().any(|tier| tier.store.state() != State::Lost);
-        if self.under_way > 0 || !any_left || self.reach < self.stores.len() {
+        if self.holds_slots() || !any_left || self.reach < self.stores.len() {
             return None;
         }
         count(&self.metrics().waits);
@@ -50,6 +50,11 @@ impl Lane {
             }
             std::thread::yield_now();
         }
+    }
+
+    /// Whether this lane has slots that are neither free nor published, and need a poll to become one of them.
+    pub(super) fn holds_slots(&self) -> bool {
+        self.under_way > 0 || !self.finished.is_empty()
     }
 
     /// A store that is draining is asked last: its slots are part of what the volume promised.

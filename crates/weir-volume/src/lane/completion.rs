@@ -1,11 +1,15 @@
 //! What slow stores have finished.
 
+use super::packing::{Carried, expand_apart};
 use super::{Lane, Work};
 use weir_store::{Done, Fault, Progress};
 
 impl Lane {
     /// Starts what has been queued, and ends the batch if nothing is in flight.
     pub fn submit(&mut self) {
+        if self.packing.is_some() {
+            self.close_pack();
+        }
         for store in &mut self.stores {
             store.lane.submit();
         }
@@ -22,7 +26,7 @@ impl Lane {
         }
         // Only those that were stalled before this poll: one that stalls again waits for the next.
         let stalled = self.stalled.len();
-        let resume = stalled > 0 || !self.finished.is_empty();
+        let resume = stalled > 0 || !self.finished.is_empty() || self.has_open_pack();
         while let Some((op, result)) = self.finished.pop() {
             self.go_on(op, result, done);
         }
@@ -52,22 +56,24 @@ impl Lane {
     /// Takes what a store has finished. Reads are handed over on the spot, where their content lies; the rest is noted, for
     /// the store's lane is lent to its own poll.
     fn poll_store(&mut self, at: usize, done: &mut dyn FnMut(Done<'_>)) {
-        let Lane { stores, ops, parts, finished, volume, seat, under_way, looking, .. } = self;
+        let Lane { stores, ops, parts, finished, volume, seat, under_way, looking, packing, .. } = self;
         stores[at].lane.poll(&mut |completion| {
             let op = &ops[completion.ticket as usize];
             let mut result = completion.result;
             match op.work {
                 Work::Read(located) => {
-                    let verified =
-                        |()| completion.page.map_or(Err(Fault::Lost), |bytes| located.verify(bytes));
-                    result = result.and_then(verified);
+                    let mut page = completion.page;
+                    result = result.and_then(|()| {
+                        let bytes = page.ok_or(Fault::Lost)?;
+                        located.verify(bytes)?;
+                        if located.packed {
+                            page = Some(expand_apart(packing, bytes, located.page)?);
+                        }
+                        Ok(())
+                    });
                     looking.end(op.found, &volume.epochs, *seat);
                     volume.seat(*seat).read_ended(op.started, result);
-                    done(Done {
-                        ticket: op.ticket,
-                        result,
-                        page: completion.page.filter(|_| result.is_ok()),
-                    });
+                    done(Done { ticket: op.ticket, result, page: page.filter(|_| result.is_ok()) });
                 }
                 Work::Part { part, to: None, .. } => {
                     if let Some(bytes) = completion.page {
@@ -85,6 +91,10 @@ impl Lane {
 
     /// Goes on with an operation whose store has answered.
     fn go_on(&mut self, op: u32, result: Result<(), Fault>, done: &mut dyn FnMut(Done<'_>)) {
+        if let Carried::Leads { .. } = self.ops[op as usize].carried {
+            self.end_pack(op, result, done);
+            return;
+        }
         let result = match self.ops[op as usize].work {
             Work::Read(_) => {
                 self.end(op);
@@ -112,7 +122,7 @@ impl Lane {
         self.hand_over(op, result, done);
     }
 
-    fn hand_over(&mut self, op: u32, result: Result<(), Fault>, done: &mut dyn FnMut(Done<'_>)) {
+    pub(super) fn hand_over(&mut self, op: u32, result: Result<(), Fault>, done: &mut dyn FnMut(Done<'_>)) {
         let ended = self.end(op);
         let moved =
             matches!(ended.work, Work::Part { part, .. } if self.parts[part as usize].moving.is_some());

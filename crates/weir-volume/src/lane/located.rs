@@ -2,6 +2,7 @@
 
 use crate::Volume;
 use crate::entry::{Entry, Place};
+use crate::pack;
 use weir_core::{Checksum, PageBytes, PageNo};
 use weir_store::Fault;
 
@@ -12,6 +13,8 @@ pub(crate) struct Located {
     pub(crate) entry: Entry,
     /// As the slot's record said while the map named it; the record itself may be gone by the time the content arrives.
     pub(super) checksum: Option<Checksum>,
+    /// It lies in a pack with others, and the checksum is the pack's.
+    pub(super) packed: bool,
 }
 
 impl Volume {
@@ -24,15 +27,17 @@ impl Volume {
         let mut entry = self.map.load(page);
         loop {
             let Place::Stored { store, slot } = entry.place() else {
-                return Located { page, entry, checksum: None };
+                return Located { page, entry, checksum: None, packed: false };
             };
             if let Some(occupant) = self.tiers[store].records.occupant(slot) {
-                let checksum = (occupant.page == page).then_some(occupant.checksum);
-                return Located { page, entry, checksum };
+                let packed = occupant.is_pack();
+                // Whether it is one of the pack's pages, the pack itself says.
+                let checksum = (packed || occupant.page == page).then_some(occupant.checksum);
+                return Located { page, entry, checksum, packed };
             }
             let now = self.map.load(page);
             if now == entry {
-                return Located { page, entry, checksum: None };
+                return Located { page, entry, checksum: None, packed: false };
             }
             entry = now;
         }
@@ -44,6 +49,7 @@ impl Located {
     #[inline]
     pub(super) fn verify(&self, bytes: &PageBytes) -> Result<(), Fault> {
         let right = match self.entry.place() {
+            Place::Stored { .. } if self.packed => self.checksum == Some(pack::checksum(bytes)),
             Place::Stored { .. } => {
                 self.checksum == Some(Checksum::of(bytes, self.page, self.entry.generation()))
             }

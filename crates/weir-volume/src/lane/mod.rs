@@ -4,6 +4,7 @@ mod claim;
 mod completion;
 mod count;
 mod located;
+mod packing;
 mod part;
 mod publish;
 mod run;
@@ -21,6 +22,7 @@ use crate::status::LaneMetrics;
 use crate::{Tier, Volume};
 use claim::{Hints, SLOT_WAIT};
 use count::count;
+use packing::{Carried, Packed, Packing};
 use part::Part;
 use publish::Written;
 use std::os::fd::BorrowedFd;
@@ -52,7 +54,7 @@ pub struct Lane {
     pub(crate) reach: usize,
     /// Partial writes that found a store full, to be tried again by the next poll.
     stalled: Vec<u32>,
-    /// What the poll under way has found finished.
+    /// What the poll under way has found finished, or has been finished since without anybody to tell.
     finished: Vec<(u32, Result<(), Fault>)>,
     in_flight: usize,
     /// Of these, operations that a store is working on.
@@ -65,6 +67,8 @@ pub struct Lane {
     /// The store that the last slot was claimed in.
     taker: usize,
     until_sample: u32,
+    /// What compresses, where the volume does.
+    packing: Option<Box<Packing>>,
 }
 
 pub(crate) struct StoreLane {
@@ -79,6 +83,8 @@ struct Op {
     /// The epoch in which what is being read was found.
     found: u64,
     work: Work,
+    /// Its place in a pack.
+    carried: Carried,
 }
 
 #[derive(Clone, Copy)]
@@ -90,7 +96,8 @@ enum Work {
         page: PageNo,
         entry: Entry,
     },
-    /// A partial write: at first the old content on its way in (`from` says which), then the new on its way out.
+    /// A partial write: at first the old content on its way in (`from` says which), then the new on its way out. (While either kind
+    /// of write waits in a pack, its entry is none yet.)
     Part {
         part: u32,
         from: Located,
@@ -117,7 +124,14 @@ impl Lane {
                 return Err(error);
             }
         };
-        let op = || Op { ticket: 0, started: None, found: 0, work: Work::Idle };
+        let packing = match Packing::of(&volume) {
+            Ok(packing) => packing,
+            Err(error) => {
+                volume.release_seat(seat);
+                return Err(OpenError::new("volume", format!("no memory to compress pages in: {error}")));
+            }
+        };
+        let op = || Op::IDLE;
         let blank = || Box::new([0; PAGE_SIZE]);
         let part = || Part { base: blank(), patch: blank(), offset: 0, len: 0, moving: None };
         Ok(Lane {
@@ -138,6 +152,7 @@ impl Lane {
             claims_since_safe: 0,
             taker: 0,
             until_sample: 0,
+            packing,
         })
     }
 
@@ -178,9 +193,8 @@ impl Lane {
             Place::Lost => Err(Fault::Lost),
             Place::Stored { store, slot } => {
                 let Some(&op) = self.idle_ops.last() else { return Progress::Full };
-                match self.stores[store].lane.read(op, slot, out) {
-                    Progress::Done(Ok(())) => located.verify(out),
-                    Progress::Done(Err(fault)) => Err(fault),
+                match self.read_slot(op, &located, store, slot, out) {
+                    Progress::Done(result) => result,
                     Progress::Full => return Progress::Full,
                     Progress::Queued => {
                         self.under_way += 1;
@@ -202,6 +216,16 @@ impl Lane {
         let started = self.sample();
         count(&self.metrics().writes);
         let Some(&op) = self.idle_ops.last() else { return Progress::Full };
+        if self.packing.is_some() {
+            match self.pack(op, page, bytes) {
+                Packed::Joined => {
+                    self.start(ticket, started, Work::Write { page, entry: Entry::default() });
+                    return Progress::Queued;
+                }
+                Packed::Full => return Progress::Full,
+                Packed::Not => {}
+            }
+        }
         let was = self.volume.map.load(page);
         let result = match self.write_from(op, page, bytes, was, false) {
             (Written::Published | Written::Overtaken, _) => Ok(()),
@@ -261,6 +285,8 @@ impl Lane {
     /// Whether something is in flight that no descriptor announces, so that the thread must not sleep.
     pub fn must_poll(&self) -> bool {
         !self.stalled.is_empty()
+            || !self.finished.is_empty()
+            || self.has_open_pack()
             || self.stores.iter().any(|store| store.lane.in_flight() > 0 && store.lane.wake_fd().is_none())
     }
 
@@ -288,13 +314,13 @@ impl Lane {
     /// Takes the next idle operation, which the caller has already used as a ticket.
     fn start(&mut self, ticket: Ticket, started: Option<Instant>, work: Work) {
         let op = self.idle_ops.pop().expect("the caller saw an idle operation");
-        self.ops[op as usize] = Op { ticket, started, found: 0, work };
+        let begun = &mut self.ops[op as usize];
+        (begun.ticket, begun.started, begun.found, begun.work) = (ticket, started, 0, work);
         self.in_flight += 1;
     }
 
     fn end(&mut self, op: u32) -> Op {
-        let idle = Op { ticket: 0, started: None, found: 0, work: Work::Idle };
-        let ended = std::mem::replace(&mut self.ops[op as usize], idle);
+        let ended = std::mem::replace(&mut self.ops[op as usize], Op::IDLE);
         if let Work::Part { part, .. } = ended.work {
             self.idle_parts.push(part);
         }
@@ -302,6 +328,10 @@ impl Lane {
         self.in_flight -= 1;
         ended
     }
+}
+
+impl Op {
+    const IDLE: Op = Op { ticket: 0, started: None, found: 0, work: Work::Idle, carried: Carried::No };
 }
 
 impl Drop for Lane {

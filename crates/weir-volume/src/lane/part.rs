@@ -2,6 +2,7 @@
 
 use super::count::count;
 use super::located::Located;
+use super::packing::Packed;
 use super::publish::Written;
 use super::{Lane, Work, fill};
 use crate::entry::{Entry, Place};
@@ -57,7 +58,7 @@ impl Lane {
         state.patch[..bytes.len()].copy_from_slice(bytes);
         (state.offset, state.len, state.moving) = (offset, bytes.len(), moving);
         assert!(offset + bytes.len() <= PAGE_SIZE, "a part lies within its page");
-        let from = Located { page, entry: Entry::default(), checksum: None };
+        let from = Located { page, entry: Entry::default(), checksum: None, packed: false };
         self.start(ticket, started, Work::Part { part, from, to: None });
         match self.advance_part(op, None) {
             Progress::Queued => Progress::Queued,
@@ -111,10 +112,22 @@ impl Lane {
                 }
                 // The old content is here: patch it and send it out.
                 (Some(Ok(())), None) => {
-                    let state = &mut self.parts[part as usize];
-                    if let Err(fault) = from.verify(&state.base) {
+                    if let Err(fault) = from.verify(&self.parts[part as usize].base) {
                         return Progress::Done(Err(fault));
                     }
+                    if self.packing.is_some() {
+                        match self.pack_part(op, part, &from) {
+                            Ok(Packed::Joined) => {
+                                let to = Some(Entry::default());
+                                self.ops[op as usize].work = Work::Part { part, from, to };
+                                return Progress::Queued;
+                            }
+                            Ok(Packed::Full) => return Progress::Full,
+                            Ok(Packed::Not) => {}
+                            Err(fault) => return Progress::Done(Err(fault)),
+                        }
+                    }
+                    let state = &mut self.parts[part as usize];
                     let range = state.offset..state.offset + state.len;
                     state.base[range].copy_from_slice(&state.patch[..state.len]);
                     let parts = std::mem::take(&mut self.parts);

@@ -36,7 +36,7 @@ impl Lane {
         }
         let Some((store, slot)) = self.claim(page) else {
             // With operations under way this lane itself may be what holds slots back: they must be polled first.
-            return (if self.under_way > 0 { Written::Full } else { Written::Failed(Fault::Full) }, was);
+            return (if self.holds_slots() { Written::Full } else { Written::Failed(Fault::Full) }, was);
         };
         // The next write will most likely go there, and writing memory that is far away takes longer than all the rest of a
         // write.
@@ -97,8 +97,14 @@ impl Lane {
         match old.place() {
             Place::Stored { store, slot } => {
                 count(&metrics.unstored);
-                self.volume.tiers[store].records.retire(slot, self.volume.epochs.now());
-                self.stores[store].hints.push(slot);
+                let retired = self.volume.tiers[store].records.retire(slot, || self.volume.epochs.now());
+                if retired.pack {
+                    count(&metrics.unpacked);
+                    metrics.unpacks.add(u64::from(retired.freed));
+                }
+                if retired.freed {
+                    self.stores[store].hints.push(slot);
+                }
             }
             Place::Fill(_) => count(&metrics.unfilled),
             Place::Empty | Place::Lost => {}
@@ -109,7 +115,7 @@ impl Lane {
     /// Frees the slot of an entry that was never published.
     pub(super) fn unclaim(&self, entry: Entry) {
         if let Place::Stored { store, slot } = entry.place() {
-            self.volume.tiers[store].records.retire(slot, 0);
+            self.volume.tiers[store].records.retire(slot, || 0);
         }
     }
 }
@@ -121,6 +127,9 @@ impl Volume {
         if let Place::Stored { store, slot } = entry.place() {
             let records = &self.tiers[store].records;
             let written = records.occupant(slot).expect("the slot was claimed for this entry");
+            if written.is_pack() {
+                return Entry::new(entry.place(), generation);
+            }
             let checksum = written.checksum.renewed(page, entry.generation(), generation);
             records.fill_in(slot, Occupant { page, checksum });
         }

@@ -18,6 +18,10 @@ impl Lane {
     /// many. The others are for [`write`](Lane::write), which knows how to wait, to queue and to fail.
     pub fn write_run(&mut self, first: PageNo, pages: &[PageBytes]) -> usize {
         let mut done = 0;
+        // What is compressed waits for company in its own way.
+        if self.packing.as_ref().is_some_and(|packing| packing.compresses()) {
+            return 0;
+        }
         // Most likely the store that will take them; a wrong guess costs one claim.
         if !self.stores[self.taker].lane.writes_past_caches() {
             return 0;

@@ -53,6 +53,7 @@ impl Guard<'_> {
                 // or releases its chunk, before the pin ends; the result borrows the guard, whose end that is.
                 match unsafe { self.lane.stores[store].lane.view(slot) } {
                     None => View::Elsewhere,
+                    Some(_) if located.packed => View::Elsewhere,
                     Some(bytes) => match located.verify(bytes) {
                         Ok(()) => View::Bytes(bytes),
                         Err(fault) => View::Fault(fault),

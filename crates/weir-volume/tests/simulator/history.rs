@@ -1,14 +1,14 @@
 //! One seed's history: a volume, its stores, and everything that happens to them.
 
 use crate::chance::Chance;
-use crate::model::{Content, uniform, unique};
+use crate::model::{Content, squeezable, uniform, unique};
 use std::os::fd::BorrowedFd;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use weir_core::{ByteSize, Memory, PAGE_SIZE, PageBytes, PageNo};
 use weir_store::{Done, Fault, Injected, Progress, Sim, SimUrl, Store};
-use weir_volume::{ChunkState, Config, GiveBackError, Kept, Lane, View, Volume};
+use weir_volume::{ChunkState, Compression, Config, GiveBackError, Kept, Lane, View, Volume};
 
 /// Slots of a simulated chunk: an extent of the volume's records, the least that can be given back.
 const CHUNK_SLOTS: u32 = 1024;
@@ -36,6 +36,9 @@ pub struct Tally {
     taken: u64,
     destroyed: u64,
     lost_reads: u64,
+    /// Pages that lay in packs at the end, and the slots they took.
+    packed: u64,
+    packs: u64,
     /// Of everything that was read, in order.
     trace: u64,
 }
@@ -62,11 +65,13 @@ impl Tally {
         self.taken += other.taken;
         self.destroyed += other.destroyed;
         self.lost_reads += other.lost_reads;
+        self.packed += other.packed;
+        self.packs += other.packs;
         self.trace ^= other.trace;
     }
 
     /// Everything that some history must have had.
-    pub fn events(&self) -> [(&'static str, u64); 20] {
+    pub fn events(&self) -> [(&'static str, u64); 22] {
         [
             ("a read", self.reads),
             ("a write", self.writes),
@@ -88,6 +93,8 @@ impl Tally {
             ("a chunk taken again", self.taken),
             ("a record destroyed", self.destroyed),
             ("a destroyed page read", self.lost_reads),
+            ("a page in a pack", self.packed),
+            ("a pack of several pages", self.packed.saturating_sub(self.packs)),
         ]
     }
 
@@ -135,6 +142,9 @@ pub struct History {
     dead: Option<usize>,
     /// In half of all histories one lane does most of the work, and the others' reads take as long as hundreds of its writes.
     busy: Option<usize>,
+    /// Half of all histories compress, some not to the end.
+    compression: Option<Compression>,
+    compresses: bool,
     serial: u32,
     writes_since_rest: u32,
     /// Faults that this daemon has reported; its successor counts anew.
@@ -195,6 +205,12 @@ impl History {
             })
             .collect();
         let volume = Volume::create(config, as_stores(&stores)).expect("stores of the size asked for");
+        // From a stream of its own, so that the histories of seeds stay what they were.
+        let compression = match Chance::new(!seed).within(0, 4) {
+            0 => Some(Compression::Lz4),
+            1 => Some(Compression::Zstd),
+            _ => None,
+        };
         let busy = chance.one_in(2).then(|| chance.within(0, config.lanes as u32 - 1) as usize);
         let mut history = History {
             seed,
@@ -210,12 +226,19 @@ impl History {
             released: Vec::new(),
             dead: None,
             busy,
+            compression,
+            compresses: compression.is_some(),
             serial: 0,
             writes_since_rest: 0,
             tally: Tally::default(),
         };
+        history.compress();
         history.seat_players();
         history
+    }
+
+    fn compress(&self) {
+        self.compression.iter().for_each(|with| self.volume.compress(*with));
     }
 
     fn seat_players(&mut self) {
@@ -316,6 +339,7 @@ impl History {
         let bytes = match self.chance.within(0, 8) {
             0 => uniform(self.serial),
             1 => uniform(0),
+            2..6 if self.compresses => squeezable(self.serial),
             _ => unique(self.serial),
         };
         let content = Content::Bytes(Rc::new(bytes));
@@ -586,15 +610,21 @@ impl History {
             Memory::adopt(fd.try_clone_to_owned().expect("a descriptor")).expect("a mapping")
         };
         let kept = Kept { map: adopt(&fds.map), records: fds.records.iter().map(adopt).collect() };
-        let destroyed = if self.chance.one_in(2) { self.destroy_a_record(&kept) } else { None };
+        let destroyed = if self.chance.one_in(2) { self.destroy_a_record(&kept) } else { Vec::new() };
         let (volume, lost) =
             Volume::take_over(self.config, as_stores(&self.stores), kept).expect("the same shape");
-        assert_eq!(lost, u64::from(destroyed.is_some()), "pages lost by the crash");
-        if let Some(page) = destroyed {
+        assert_eq!(lost, destroyed.len() as u64, "pages lost by the crash");
+        for page in destroyed {
             self.tally.destroyed += 1;
             self.pages[page as usize] = Content::Lost;
         }
         self.volume = volume;
+        // Sometimes the next one does it otherwise, or no more.
+        if self.compression.is_some() && self.chance.one_in(4) {
+            let next = [None, Some(Compression::Lz4), Some(Compression::Zstd)];
+            self.compression = self.chance.pick(&next);
+        }
+        self.compress();
         for &(store, chunk) in &self.released {
             let state = self.volume.chunks(store).nth(chunk as usize).map(|chunk| chunk.state);
             assert_eq!(state, Some(ChunkState::GivenBack), "chunk {chunk} of store {store} after a crash");
@@ -602,8 +632,8 @@ impl History {
         self.seat_players();
     }
 
-    /// Wipes the record of a slot that some page lies in, and says which page's.
-    fn destroy_a_record(&mut self, kept: &Kept) -> Option<u32> {
+    /// Wipes the record of a slot that some page lies in, and says which pages'.
+    fn destroy_a_record(&mut self, kept: &Kept) -> Vec<u32> {
         let store = self.chance.within(0, self.stores.len() as u32) as usize;
         let records = kept.records[store].as_ptr().cast::<AtomicU64>();
         // SAFETY: one 64-bit record for each slot, in a mapping that lives as long as `kept`, always used as atomics.
@@ -616,10 +646,14 @@ impl History {
         let entry = map[page as usize].load(Ordering::Relaxed);
         // The kind `stored`, this store, and the slot: see entry.rs.
         if entry >> 58 != 2 << 4 | store as u64 {
-            return None;
+            return Vec::new();
         }
         records[entry as u32 as usize].store(0, Ordering::Relaxed);
-        Some(page)
+        let same = |&page: &u32| {
+            let other = map[page as usize].load(Ordering::Relaxed);
+            other >> 58 == entry >> 58 && other as u32 == entry as u32
+        };
+        (0..self.config.pages).filter(same).collect()
     }
 
     /// Reads everything once more, and compares all counts.
@@ -640,20 +674,33 @@ impl History {
                     gone: sum.gone + store.gone,
                 }
             });
-        assert_eq!(
-            self.tally.io_faults,
-            injected.read_errors + injected.write_errors,
-            "I/O errors seen and injected"
-        );
+        let injected_io = injected.read_errors + injected.write_errors;
+        if self.compresses {
+            // A write that fails is that of every page in the pack, and may have failed unseen when its daemon died.
+            let all_seen = self.tally.crashes == 0;
+            assert!(!all_seen || self.tally.io_faults >= injected_io, "I/O errors injected are seen");
+            assert!(injected_io > 0 || self.tally.io_faults == 0, "I/O errors seen are injected");
+            assert!(!all_seen || self.tally.lost >= injected.gone, "lost pages injected are seen");
+            assert!(injected.gone > 0 || self.tally.lost == 0, "lost pages seen are injected");
+        } else {
+            assert_eq!(self.tally.io_faults, injected_io, "I/O errors seen and injected");
+            assert_eq!(self.tally.lost, injected.gone, "lost pages seen and injected");
+        }
         assert_eq!(self.tally.corrupt, injected.damaged_reads, "corrupt pages seen and injected");
-        assert_eq!(self.tally.lost, injected.gone, "lost pages seen and injected");
 
         for store in &self.stores {
             (0..store.orphans()).for_each(|_| store.land(0));
         }
         let status = self.volume.status();
         let used: u64 = status.stores.iter().map(|store| u64::from(store.used)).sum();
-        assert_eq!(used, status.stored, "slots in use are pages stored");
+        assert_eq!(
+            used,
+            status.stored - status.packed + status.packs,
+            "slots in use are pages stored, or packs"
+        );
+        assert!(status.packs <= status.packed, "no pack is left empty");
+        self.tally.packed += status.packed;
+        self.tally.packs += status.packs;
         let in_a_slot = |content: &&Content| match content {
             Content::Nothing | Content::Lost => false,
             Content::Bytes(bytes) => weir_core::uniform_value(bytes).is_none(),

@@ -46,3 +46,13 @@ pub fn uniform(value: u32) -> PageBytes {
     bytes.chunks_exact_mut(4).for_each(|word| word.copy_from_slice(&value.to_ne_bytes()));
     bytes
 }
+
+/// A page that nobody else writes, and that compresses, to between a fiftieth and three quarters of its size.
+pub fn squeezable(serial: u32) -> PageBytes {
+    let mut bytes = unique(serial);
+    let noise = 8 << (serial % 9);
+    for (at, byte) in bytes.iter_mut().enumerate().skip(noise) {
+        *byte = (serial as u8).wrapping_add((at / 64) as u8);
+    }
+    bytes
+}

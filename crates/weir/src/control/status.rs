@@ -42,7 +42,7 @@ pub struct Status {
 }
 
 /// The device's pages.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Volume {
     /// Its size.
     pub bytes: u64,
@@ -56,6 +56,26 @@ pub struct Volume {
     pub free: u64,
     /// Memory for the page map and the slot records.
     pub map_bytes: u64,
+    /// What compression came to, where there is or was any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub compress: Option<Compress>,
+}
+
+/// What lies compressed.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Compress {
+    /// As `--compress` took it; `none` if only what a daemon before had compressed is left.
+    pub algorithm: String,
+    /// Bytes of pages in stores, before.
+    pub stored_bytes: u64,
+    /// Bytes of the slots in which they lie, compressed or not.
+    pub held_bytes: u64,
+    /// The one by the other; null where nothing is stored.
+    pub ratio: Option<f64>,
+    /// Of these pages, those that share a slot with others.
+    pub packed: u64,
+    /// The slots that they share.
+    pub packs: u64,
 }
 
 /// A store.
@@ -202,7 +222,39 @@ impl Volume {
             // The counts are read one after another while lanes work: never below zero, then.
             free: pages.saturating_sub(status.stored + status.filled),
             map_bytes,
+            compress: Compress::of(status),
         }
+    }
+}
+
+impl Compress {
+    fn of(status: &VolumeStatus) -> Option<Self> {
+        let VolumeStatus { stored, packed, packs, compression, .. } = *status;
+        if compression.is_none() && packed == 0 {
+            return None;
+        }
+        // Counts of lanes at work, as above.
+        let slots = (stored + packs).saturating_sub(packed);
+        Some(Compress {
+            algorithm: compression.map_or_else(|| "none".to_owned(), |algorithm| algorithm.to_string()),
+            stored_bytes: stored * PAGE_SIZE as u64,
+            held_bytes: slots * PAGE_SIZE as u64,
+            ratio: (slots > 0).then(|| stored as f64 / slots as f64),
+            packed,
+            packs,
+        })
+    }
+}
+
+impl fmt::Display for Compress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Compress { algorithm, packed, packs, .. } = self;
+        let (stored, held) = (ByteSize(self.stored_bytes), ByteSize(self.held_bytes));
+        write!(f, "compress  {algorithm}: {stored} of pages held in {held}")?;
+        if let Some(ratio) = self.ratio {
+            write!(f, ", {ratio:.2} to 1")?;
+        }
+        writeln!(f, "; {packed} pages share {packs} slots")
     }
 }
 
@@ -246,7 +298,7 @@ impl fmt::Display for Background {
 impl fmt::Display for Status {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let size = |pages: u64| ByteSize(pages * PAGE_SIZE as u64);
-        let Volume { bytes, stored, filled, free, map_bytes, .. } = self.volume;
+        let Volume { bytes, stored, filled, free, map_bytes, .. } = self.volume.clone();
         writeln!(f, "weir {}, process {}, up {} s", self.version, self.pid, self.uptime_s)?;
         writeln!(
             f,
@@ -257,6 +309,9 @@ impl fmt::Display for Status {
             size(free),
             ByteSize(map_bytes)
         )?;
+        if let Some(compress) = &self.volume.compress {
+            compress.fmt(f)?;
+        }
         for store in &self.stores {
             let (used, slots) = (size(store.slots_used), size(store.slots));
             writeln!(f, "store     {} {}: {used} of {slots} in use", store.url, store.state)?;

@@ -31,6 +31,7 @@ pub use top::run as top;
 use crate::control::Status;
 use crate::doctor::Machine;
 use crate::failure::Failure;
+use clap::ValueEnum as _;
 use options::StoreChoice;
 use preflight::Plan;
 use service::Service;
@@ -203,6 +204,9 @@ fn config(options: &OnOptions, plan: &Plan, directory: &Path, size: ByteSize) ->
     put("store", service::list([store]));
     if !plan.backing.is_empty() {
         put("backing", service::list(plan.backing.clone()));
+    }
+    if let Some(algorithm) = options.compress.and_then(|it| it.to_possible_value()) {
+        put("compress", Value::String(algorithm.get_name().to_owned()));
     }
     put("swap", Value::Boolean(true));
     put("keeper", Value::Boolean(true));

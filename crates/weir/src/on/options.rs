@@ -2,6 +2,7 @@
 
 use super::policy::Policy;
 use crate::backing::Backing;
+use crate::compress::Algorithm;
 use clap::{Args, ValueEnum};
 use std::fmt;
 use std::path::PathBuf;
@@ -33,6 +34,10 @@ pub struct OnOptions {
     /// takes it. May be repeated.
     #[arg(long, value_name = "auto|none|PATH", default_value = "auto")]
     pub backing: Vec<BackingChoice>,
+
+    /// Compress pages, as weir serve does: more of them stay in the store, and less moves to the backing.
+    #[arg(long, value_name = "ALGORITHM", value_enum)]
+    pub compress: Option<Algorithm>,
 
     /// Equal devices, each with its own daemon: weir give-back turns as many of them off as it takes, weir take on again.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16))]

@@ -1,0 +1,334 @@
+//! How a lane compresses: pages that are written in one batch share slots.
+//!
+//! A page that shrinks enough waits in the lane's open pack, unacknowledged, until the pack is full or the batch is submitted.
+//! Then the pack is written like a page, and each of its pages published by itself. So a slot is still written whole,
+//! once, before the map names it, and stores know nothing of it. A page that finds no company is written as it is.
+//!
+//! The operations that wait in a pack are linked: the first leads, and its number is the ticket of the pack's write.
+
+use super::count::count;
+use super::{Lane, Located, Work};
+use crate::Volume;
+use crate::compress::{Codec, WORST};
+use crate::entry::{Entry, Place};
+use crate::pack::{self, MEMBER_MAX, OpenPack};
+use crate::records::Occupant;
+use std::io;
+use weir_core::{Checksum, PAGE_SIZE, PageBytes, PageNo, Slot, uniform_value};
+use weir_store::{Done, Fault, Progress};
+
+/// A lane's memory for it.
+pub(super) struct Packing {
+    codec: Codec,
+    open: OpenPack,
+    /// The operations that wait in the open pack: the first and the last.
+    first: u32,
+    last: u32,
+    /// A page's compressed bytes, at the front.
+    small: Box<[u8; WORST]>,
+    page: Box<PageBytes>,
+}
+
+/// An operation's place in a pack.
+#[derive(Clone, Copy)]
+pub(super) enum Carried {
+    /// In none.
+    No,
+    /// In the open pack, or behind another in one that is on its way. `next` is the one behind it.
+    Waits { next: Option<u32> },
+    /// First of a pack on its way to this slot.
+    Leads { store: usize, slot: Slot, next: Option<u32> },
+}
+
+/// What became of a page that was to be packed.
+pub(super) enum Packed {
+    /// It waits in the open pack.
+    Joined,
+    /// To be written as it is.
+    Not,
+    /// Something must be polled first.
+    Full,
+}
+
+impl Packing {
+    /// What a lane of this volume needs; `None` where nothing is compressed.
+    ///
+    /// # Errors
+    /// When there is no memory for it.
+    pub fn of(volume: &Volume) -> io::Result<Option<Box<Self>>> {
+        if !volume.tiers.iter().any(|tier| tier.records.has_packs()) {
+            return Ok(None);
+        }
+        // Packs of a daemon before may be by another algorithm.
+        let codec = Codec::new(volume.compression(), true)?;
+        let (small, page) = (Box::new([0; WORST]), Box::new([0; PAGE_SIZE]));
+        Ok(Some(Box::new(Packing { codec, open: OpenPack::new(), first: 0, last: 0, small, page })))
+    }
+
+    /// Whether it compresses, or only expands what a daemon before had compressed.
+    pub fn compresses(&self) -> bool {
+        self.codec.compression().is_some()
+    }
+
+    /// Expands `page` out of `slot`, which has been verified. It may be in none, if the store gave a slot that never was its own.
+    fn expand(&mut self, slot: &PageBytes, page: PageNo) -> Result<&PageBytes, Fault> {
+        let (compression, bytes) = pack::find(slot, page).ok_or(Fault::Corrupt)?;
+        if !self.codec.expand(compression, bytes, &mut self.page) {
+            return Err(Fault::Corrupt);
+        }
+        Ok(&self.page)
+    }
+}
+
+/// Expands a page out of a slot that lies elsewhere.
+pub(super) fn expand_apart<'a>(
+    packing: &'a mut Option<Box<Packing>>,
+    slot: &PageBytes,
+    page: PageNo,
+) -> Result<&'a PageBytes, Fault> {
+    packing.as_mut().ok_or(Fault::Corrupt)?.expand(slot, page)
+}
+
+impl Lane {
+    pub(super) fn has_open_pack(&self) -> bool {
+        self.packing.as_ref().is_some_and(|packing| packing.open.pages() > 0)
+    }
+
+    /// Reads what was located in `slot`; with [`Progress::Done`] it is verified and, if it has to be, expanded.
+    #[inline]
+    pub(super) fn read_slot(
+        &mut self,
+        op: u32,
+        located: &Located,
+        store: usize,
+        slot: Slot,
+        out: &mut PageBytes,
+    ) -> Progress {
+        if located.packed {
+            // SAFETY: the map named the slot after this lane was pinned, so nobody writes it or releases its chunk before the pin
+            // ends, and the view does not outlive this call.
+            if let Some(bytes) = unsafe { self.stores[store].lane.view(slot) } {
+                let expanded =
+                    located.verify(bytes).and_then(|()| expand_apart(&mut self.packing, bytes, located.page));
+                return Progress::Done(expanded.map(|page| *out = *page));
+            }
+        }
+        match self.stores[store].lane.read(op, slot, out) {
+            Progress::Done(Ok(())) => {}
+            other => return other,
+        }
+        let result = located.verify(out);
+        if located.packed && result.is_ok() {
+            let expanded = expand_apart(&mut self.packing, out, located.page).copied();
+            return Progress::Done(expanded.map(|page| *out = page));
+        }
+        Progress::Done(result)
+    }
+
+    /// Has a page that is written by operation `op`, which is yet to be started, wait in the open pack, if it shrinks enough.
+    pub(super) fn pack(&mut self, op: u32, page: PageNo, bytes: &PageBytes) -> Packed {
+        let Some(packing) = &mut self.packing else { return Packed::Not };
+        if uniform_value(bytes).is_some() {
+            return Packed::Not;
+        }
+        match packing.codec.compress(bytes, &mut packing.small) {
+            Some(length) if length <= MEMBER_MAX => self.join(op, page, length),
+            _ => Packed::Not,
+        }
+    }
+
+    /// The same for a partial write whose old content, verified, is in its base. Where it does not join a pack, the base is expanded.
+    pub(super) fn pack_part(&mut self, op: u32, part: u32, from: &Located) -> Result<Packed, Fault> {
+        let Some(packing) = &mut self.packing else { return Ok(Packed::Not) };
+        let state = &mut self.parts[part as usize];
+        if from.packed {
+            let (compression, bytes) = pack::find(&state.base, from.page).ok_or(Fault::Corrupt)?;
+            if state.moving.is_some() && packing.codec.compression() == Some(compression) {
+                // Nothing in it changes: it goes as it is.
+                let length = bytes.len();
+                packing.small[..length].copy_from_slice(bytes);
+                return Ok(self.join(op, from.page, length));
+            }
+            let page = *packing.expand(&state.base, from.page)?;
+            *state.base = page;
+        }
+        if state.moving.is_some() {
+            return Ok(Packed::Not);
+        }
+        let range = state.offset..state.offset + state.len;
+        state.base[range].copy_from_slice(&state.patch[..state.len]);
+        let base = *state.base;
+        Ok(self.pack(op, from.page, &base))
+    }
+
+    /// Adds the compressed bytes in `small` to the open pack.
+    fn join(&mut self, op: u32, page: PageNo, length: usize) -> Packed {
+        let Some(packing) = &mut self.packing else { return Packed::Not };
+        let Some(compression) = packing.codec.compression() else { return Packed::Not };
+        if !packing.open.takes(compression, page, length) && !self.close_pack() {
+            return Packed::Full;
+        }
+        let Some(packing) = &mut self.packing else { return Packed::Not };
+        if packing.open.pages() == 0 {
+            packing.first = op;
+        } else {
+            self.ops[packing.last as usize].carried = Carried::Waits { next: Some(op) };
+        }
+        packing.last = op;
+        packing.open.add(compression, page, &packing.small[..length]);
+        self.ops[op as usize].carried = Carried::Waits { next: None };
+        Packed::Joined
+    }
+
+    /// Sends the open pack on its way. `false`: it must wait until something has been polled.
+    pub(super) fn close_pack(&mut self) -> bool {
+        let Some((op, pages)) = self.packing.as_ref().map(|packing| (packing.first, packing.open.pages()))
+        else {
+            return true;
+        };
+        if pages == 0 {
+            return true;
+        }
+        let page = match self.ops[op as usize].work {
+            Work::Write { page, .. } => page,
+            Work::Part { from, .. } => from.page,
+            Work::Idle | Work::Read(_) => unreachable!("operation {op} waits in a pack and writes nothing"),
+        };
+        let claimed = self.claim(page);
+        if claimed.is_none() && self.holds_slots() {
+            return false;
+        }
+        let sent = match claimed {
+            None => self.fail_pack(op),
+            Some((store, slot)) if pages == 1 => self.send_single(op, page, store, slot),
+            Some((store, slot)) => self.send_pack(op, pages, store, slot),
+        };
+        if let Some(packing) = self.packing.as_mut().filter(|_| sent) {
+            packing.open.clear();
+        }
+        sent
+    }
+
+    /// There is no slot for the open pack, and waiting brings none.
+    fn fail_pack(&mut self, first: u32) -> bool {
+        let mut next = Some(first);
+        while let Some(op) = next {
+            next = self.leave_pack(op);
+            self.finished.push((op, Err(Fault::Full)));
+        }
+        true
+    }
+
+    /// Takes an operation out of its pack, and names the one behind it.
+    fn leave_pack(&mut self, op: u32) -> Option<u32> {
+        match std::mem::replace(&mut self.ops[op as usize].carried, Carried::No) {
+            Carried::No => None,
+            Carried::Waits { next } | Carried::Leads { next, .. } => next,
+        }
+    }
+
+    fn send_pack(&mut self, first: u32, pages: usize, store: usize, slot: Slot) -> bool {
+        let Some(packing) = &self.packing else { return true };
+        let records = &self.volume.tiers[store].records;
+        // One more than there are pages: the pack is whole until all of them have been published.
+        let checksum = pack::checksum(packing.open.bytes());
+        records.fill_in(slot, Occupant::pack(pages as u32 + 1, checksum));
+        match self.stores[store].lane.write(first, slot, packing.open.bytes()) {
+            Progress::Full => {
+                records.free_slot(slot, 0);
+                return false;
+            }
+            Progress::Done(result) => self.finished.push((first, result)),
+            Progress::Queued => self.under_way += 1,
+        }
+        let Carried::Waits { next } = self.ops[first as usize].carried else {
+            unreachable!("operation {first} leads no pack")
+        };
+        self.ops[first as usize].carried = Carried::Leads { store, slot, next };
+        true
+    }
+
+    /// Sends the only page of the open pack on its way, uncompressed: it takes a slot anyway.
+    fn send_single(&mut self, op: u32, page: PageNo, store: usize, slot: Slot) -> bool {
+        let Some(packing) = &mut self.packing else { return true };
+        let records = &self.volume.tiers[store].records;
+        let was = match self.ops[op as usize].work {
+            Work::Part { from, .. } => from.entry,
+            _ => self.volume.map.load(page),
+        };
+        let entry = Entry::new(Place::Stored { store, slot }, was.next_generation());
+        let Packing { codec, open, page: bytes, .. } = &mut **packing;
+        let small = pack::find(open.bytes(), page);
+        let whole = small.is_some_and(|(compression, small)| codec.expand(compression, small, bytes));
+        if !whole {
+            // What a compressor made of a page expands to it; but nothing else may ever be stored in its place.
+            records.free_slot(slot, 0);
+            self.leave_pack(op);
+            self.finished.push((op, Err(Fault::Corrupt)));
+            return true;
+        }
+        let checksum = Checksum::of(bytes, page, entry.generation());
+        records.fill_in(slot, Occupant { page, checksum });
+        match self.stores[store].lane.write(op, slot, bytes) {
+            Progress::Full => {
+                records.free_slot(slot, 0);
+                return false;
+            }
+            Progress::Done(result) => self.finished.push((op, result)),
+            Progress::Queued => self.under_way += 1,
+        }
+        self.leave_pack(op);
+        match &mut self.ops[op as usize].work {
+            Work::Write { entry: to, .. } => *to = entry,
+            Work::Part { to, .. } => *to = Some(entry),
+            Work::Idle | Work::Read(_) => {}
+        }
+        true
+    }
+
+    /// Publishes the pages of a pack whose store has answered, each by itself.
+    pub(super) fn end_pack(&mut self, first: u32, result: Result<(), Fault>, done: &mut dyn FnMut(Done<'_>)) {
+        let Carried::Leads { store, slot, .. } = self.ops[first as usize].carried else {
+            unreachable!("operation {first} leads no pack")
+        };
+        if result.is_ok() {
+            count(&self.metrics().packs);
+        } else {
+            self.volume.tiers[store].records.free_slot(slot, 0);
+        }
+        let mut next = Some(first);
+        while let Some(op) = next {
+            next = self.leave_pack(op);
+            if let Err(fault) = result {
+                self.hand_over(op, Err(fault), done);
+                continue;
+            }
+            let (page, was, condition) = match self.ops[op as usize].work {
+                Work::Write { page, .. } => (page, self.volume.map.load(page), None),
+                Work::Part { from, .. } => (from.page, from.entry, Some(from.entry)),
+                Work::Idle | Work::Read(_) => unreachable!("operation {op} was in a pack and writes nothing"),
+            };
+            let entry = Entry::new(Place::Stored { store, slot }, was.next_generation());
+            // One that is overtaken leaves the pack.
+            if self.publish(page, entry, condition) {
+                count(&self.metrics().packed);
+                self.hand_over(op, Ok(()), done);
+            } else {
+                self.begin_part_again(op, done);
+            }
+        }
+        if result.is_ok() {
+            let retired = self.volume.tiers[store].records.retire(slot, || self.volume.epochs.now());
+            self.metrics().unpacks.add(u64::from(retired.freed));
+        }
+    }
+
+    /// Begins a partial write anew whose page was written by somebody else meanwhile.
+    fn begin_part_again(&mut self, op: u32, done: &mut dyn FnMut(Done<'_>)) {
+        match self.advance_part(op, None) {
+            Progress::Done(result) => self.hand_over(op, result, done),
+            Progress::Queued => {}
+            Progress::Full => self.stalled.push(op),
+        }
+    }
+}

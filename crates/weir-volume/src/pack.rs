@@ -1,0 +1,142 @@
+//! A pack: one slot that holds several compressed pages.
+//!
+//! ```text
+//!  0       1       2                                               4096
+//! +-------+-------+--------------------------+--------+------------+
+//! | how   | pages | page (4), start (2), ... |  free  | ... second, first page
+//! +-------+-------+--------------------------+--------+------------+
+//! ```
+//!
+//! Numbers are little-endian. The first page's bytes end where the slot does, each other's where those of the one before
+//! begin. A page is in a pack once at most. A pack is written whole and never changed.
+
+use crate::compress::Compression;
+use crate::records::PAGES_MAX;
+use weir_core::{Checksum, PAGE_SIZE, Page, PageBytes, PageNo};
+
+/// Pages in a pack at most: how many are lost with a slot.
+pub(crate) const MEMBERS_MAX: usize = 32;
+/// Bytes of the largest page that goes into a pack: two of them fill one.
+pub(crate) const MEMBER_MAX: usize = (PAGE_SIZE - HEAD) / 2 - PLACE;
+const HEAD: usize = 2;
+/// What the head says of a page.
+const PLACE: usize = 6;
+
+/// Proves that bytes are the pack that was written. Which pages are in it is part of the content.
+pub(crate) fn checksum(pack: &PageBytes) -> Checksum {
+    Checksum::of(pack, PageNo(PAGES_MAX), 0)
+}
+
+/// Finds a page in a pack.
+pub(crate) fn find(pack: &PageBytes, page: PageNo) -> Option<(Compression, &[u8])> {
+    let compression = Compression::of_code(pack[0])?;
+    let places = pack[HEAD..].chunks_exact(PLACE).take(usize::from(pack[1]).min(MEMBERS_MAX));
+    let mut end = PAGE_SIZE;
+    for place in places {
+        let number = u32::from_le_bytes(place[..4].try_into().expect("4 of 6 bytes"));
+        let start = usize::from(u16::from_le_bytes(place[4..].try_into().expect("2 of 6 bytes")));
+        let bytes = pack.get(start..end)?;
+        if number == page.0 {
+            return Some((compression, bytes));
+        }
+        end = start;
+    }
+    None
+}
+
+/// A pack that is being filled.
+pub(crate) struct OpenPack {
+    bytes: Box<Page>,
+    pages: usize,
+    start: usize,
+}
+
+impl OpenPack {
+    pub fn new() -> Self {
+        OpenPack { bytes: Box::new(Page::zeroed()), pages: 0, start: PAGE_SIZE }
+    }
+
+    pub fn pages(&self) -> usize {
+        self.pages
+    }
+
+    pub fn bytes(&self) -> &PageBytes {
+        &self.bytes
+    }
+
+    /// Whether `length` bytes of `page` can be added.
+    pub fn takes(&self, compression: Compression, page: PageNo, length: usize) -> bool {
+        self.pages == 0
+            || self.pages < MEMBERS_MAX
+                && HEAD + (self.pages + 1) * PLACE + length <= self.start
+                && self.bytes[0] == compression.code()
+                && find(&self.bytes, page).is_none()
+    }
+
+    /// Adds a page that it [`takes`](OpenPack::takes), of [`MEMBER_MAX`] bytes at most.
+    pub fn add(&mut self, compression: Compression, page: PageNo, bytes: &[u8]) {
+        debug_assert!(self.takes(compression, page, bytes.len()) && bytes.len() <= MEMBER_MAX);
+        let start = self.start - bytes.len();
+        self.bytes[start..self.start].copy_from_slice(bytes);
+        let place = HEAD + self.pages * PLACE;
+        self.bytes[place..place + 4].copy_from_slice(&page.0.to_le_bytes());
+        self.bytes[place + 4..place + PLACE].copy_from_slice(&(start as u16).to_le_bytes());
+        (self.start, self.pages) = (start, self.pages + 1);
+        (self.bytes[0], self.bytes[1]) = (compression.code(), self.pages as u8);
+    }
+
+    /// Begins anew.
+    pub fn clear(&mut self) {
+        (self.pages, self.start, self.bytes[1]) = (0, PAGE_SIZE, 0);
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn what_was_added_is_found_and_nothing_else(
+            members in prop::collection::vec((0..100u32, prop::collection::vec(any::<u8>(), 0..=MEMBER_MAX)), 1..40),
+            zstd: bool,
+        ) {
+            let compression = if zstd { Compression::Zstd } else { Compression::Lz4 };
+            let mut pack = OpenPack::new();
+            for _ in 0..2 {
+                let mut added = std::collections::HashMap::new();
+                for (page, bytes) in &members {
+                    if !pack.takes(compression, PageNo(*page), bytes.len()) {
+                        continue;
+                    }
+                    pack.add(compression, PageNo(*page), bytes);
+                    prop_assert!(added.insert(*page, bytes).is_none(), "a page is in a pack once");
+                }
+                prop_assert_eq!(pack.pages(), added.len());
+                for page in 0..100 {
+                    let found = find(pack.bytes(), PageNo(page));
+                    prop_assert_eq!(found, added.get(&page).map(|bytes| (compression, &bytes[..])));
+                }
+                pack.clear();
+                prop_assert_eq!(find(pack.bytes(), PageNo(members[0].0)), None);
+            }
+        }
+
+        #[test]
+        fn rubbish_is_searched_without_harm(bytes in prop::collection::vec(any::<u8>(), PAGE_SIZE), page: u32) {
+            let bytes: PageBytes = bytes.try_into().unwrap();
+            let _ = find(&bytes, PageNo(page));
+        }
+    }
+
+    #[test]
+    fn two_of_the_largest_fill_a_pack() {
+        let mut pack = OpenPack::new();
+        for page in 0..2 {
+            assert!(pack.takes(Compression::Lz4, PageNo(page), MEMBER_MAX));
+            pack.add(Compression::Lz4, PageNo(page), &[1; MEMBER_MAX]);
+        }
+        assert!(!pack.takes(Compression::Lz4, PageNo(2), 0));
+    }
+}
