@@ -128,7 +128,9 @@ keeper() {
 
 block() {
     command -v fio > /dev/null || { echo "SKIP block: no fio"; return; }
-    "$weir" bench block --store "$card?size=9GiB" --size 8GiB --seconds "${SECONDS_EACH:-2}" --runs 1 \
+    # CASES: `--only qd1 --only seq` and the like; all without.
+    # shellcheck disable=SC2086
+    "$weir" bench block --store "$card?size=9GiB" --size 8GiB --seconds "${SECONDS_EACH:-2}" --runs 1 ${CASES:-} \
         --json "$out/gpu-block-vram.json" || failed=1
 }
 

@@ -2,13 +2,16 @@
 //!
 //! fio drives both by its libnbd engine, one job after the other, in turns, several times over; figures are medians.
 //! Weir runs twice: asleep between requests, which is how it is used, and spinning, which is what `--spin-us` buys.
+//! For single requests a third server, which keeps no pages at all, says what is left to the client and the system.
 //! Every page of both has been written before, so that none is a hole. The processor time that a server spends on
 //! a request is read from `/proc`, since a server that is fast because it takes both processors is not fast.
 
+mod echo;
 mod fio;
 mod server;
 
 use crate::report::{Goal, Report, Row, Runs};
+use echo::Echo;
 use server::Server;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -29,7 +32,7 @@ pub struct Plan {
     pub runs: usize,
     /// Microseconds of the spinning server.
     pub spin_us: u32,
-    /// The cases to run, by their row ids; none for all.
+    /// The cases to run, by their row ids or what these begin with (`qd1`); none for all.
     pub only: Vec<String>,
 }
 
@@ -61,7 +64,7 @@ pub enum BlockError {
         package: &'static str,
     },
     /// A case that there is not.
-    #[error("{0:?} is no case; accepted: {cases}", cases = CASES.map(|case| case.id).join(", "))]
+    #[error("{0:?} is no case; accepted, or what they begin with: {cases}", cases = CASES.map(|case| case.id).join(", "))]
     Case(String),
     /// The directory for the sockets.
     #[error("cannot make a directory for the sockets")]
@@ -88,6 +91,11 @@ impl Case {
 
     const fn long(id: &'static str, write: bool) -> Case {
         Case { id, write, sequential: true, block: 1 << 20, jobs: 1, depth: 8, pause: 0 }
+    }
+
+    /// Whether it is meant by a name: its own, or the part before an underscore.
+    fn is_called(&self, name: &str) -> bool {
+        self.id.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('_'))
     }
 
     fn is_single(&self) -> bool {
@@ -141,7 +149,7 @@ impl Way {
 /// # Errors
 /// When fio or nbdkit is missing, or a server does not come up.
 pub fn run(plan: &Plan) -> Result<Report, BlockError> {
-    if let Some(unknown) = plan.only.iter().find(|id| CASES.iter().all(|case| case.id != **id)) {
+    if let Some(unknown) = plan.only.iter().find(|id| !CASES.iter().any(|case| case.is_called(id))) {
         return Err(BlockError::Case(unknown.clone()));
     }
     let sockets = server::Directory::new().map_err(BlockError::Directory)?;
@@ -150,25 +158,37 @@ pub fn run(plan: &Plan) -> Result<Report, BlockError> {
         Server::weir(plan, plan.spin_us, &sockets)?,
         Server::nbdkit(plan, &sockets)?,
     ];
+    let echo = Echo::start(plan, &sockets)?;
     for server in &servers {
         fio::fill(server, plan.size)?;
     }
     let mut report = Report::new("block", plan.runs);
     for case in CASES {
-        if !plan.only.is_empty() && !plan.only.iter().any(|id| id == case.id) {
+        if !plan.only.is_empty() && !plan.only.iter().any(|id| case.is_called(id)) {
             continue;
         }
         // What waits between requests needs longer for as many of them.
         let time = if case.pause > 0 { plan.time * 2 } else { plan.time };
         let mut ways: [Way; 3] = Default::default();
+        let mut bare = Way::default();
         for run in 0..plan.runs {
             // Each server goes first in turn.
             for turn in 0..servers.len() {
                 let at = (run + turn) % servers.len();
                 ways[at].push(fio::run(&servers[at], case, plan.size, time)?);
             }
+            if case.is_single() {
+                bare.push(fio::latencies(&echo.socket, case, plan.size, time)?.0);
+            }
         }
         report.rows.extend(rows(case, &ways));
+        if case.is_single() {
+            let spinning = ways[1].p50_us.median();
+            report.rows.push(
+                Row::lower(case.id, "spinning_p50_us", spinning)
+                    .beside("a server of nothing", bare.p50_us.median()),
+            );
+        }
     }
     Ok(report)
 }

@@ -5,6 +5,7 @@
 
 mod html;
 mod machine;
+mod plot;
 mod runs;
 mod table;
 
@@ -169,6 +170,14 @@ impl Report {
     /// [`ReportError::Write`] when the file cannot be written, [`ReportError::Chart`] when a chart cannot be drawn.
     pub fn write_html(&self, path: &Path) -> Result<(), ReportError> {
         write(path, &html::page(self)?)
+    }
+
+    /// Writes one picture (SVG) to `path`: how each figure that has a goal compares with its control.
+    ///
+    /// # Errors
+    /// [`ReportError::Write`] when the file cannot be written, [`ReportError::Chart`] when nothing can be drawn.
+    pub fn write_plot(&self, path: &Path) -> Result<(), ReportError> {
+        write(path, &plot::svg(self)?)
     }
 }
 

@@ -5,6 +5,7 @@ use crate::cli::{
     BenchQueueOptions, BenchStoreOptions, BenchSwapOptions, BlockControl,
 };
 use crate::failure::{Failure, chain};
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 use weir_bench::report::Report;
 use weir_bench::{block, compress, disk, give_back, lease, memory, queue, restart, share, store, swap};
@@ -52,10 +53,17 @@ pub fn run(options: &BenchOptions) -> Result<(), Failure> {
             restart::run(&restart::Plan { weir, store: store.to_string(), bytes: bytes.0, kills: *kills })
                 .map_err(|error| failed(&error))?
         }
-        Bench::Show { file } => {
-            let text = std::fs::read_to_string(file)
-                .map_err(|error| Failure::Failed(format!("cannot read {}: {error}", file.display())))?;
-            Report::from_json(&text).map_err(|error| failed(&error))?
+        Bench::Show { files, plots: Some(directory) } => return draw(files, directory),
+        Bench::Show { files, plots: None } => {
+            let (last, others) = files.split_last().expect("clap wants one at least");
+            if !others.is_empty() && (options.json.is_some() || options.report.is_some()) {
+                let what = "--json and --report are for one file; accepted for several: --plots DIRECTORY";
+                return Err(Failure::Usage(format!("{} files: {what}", files.len())));
+            }
+            for file in others {
+                println!("{}", saved(file)?);
+            }
+            saved(last)?
         }
         Bench::Compress { size, runs } => {
             compress::run(&compress::Plan { bytes: size.0, runs: usize::from(*runs) })
@@ -72,6 +80,26 @@ pub fn run(options: &BenchOptions) -> Result<(), Failure> {
         report.write_html(path).map_err(|error| failed(&error))?;
     }
     verdict(&report)
+}
+
+/// A report from a file.
+fn saved(file: &Path) -> Result<Report, Failure> {
+    let text = std::fs::read_to_string(file)
+        .map_err(|error| Failure::Failed(format!("cannot read {}: {error}", file.display())))?;
+    Report::from_json(&text)
+        .map_err(|error| Failure::Failed(format!("{}: {}", file.display(), chain(&error))))
+}
+
+/// Draws each file's picture into `directory`.
+fn draw(files: &[PathBuf], directory: &Path) -> Result<(), Failure> {
+    std::fs::create_dir_all(directory)
+        .map_err(|error| Failure::Failed(format!("cannot make {}: {error}", directory.display())))?;
+    for file in files {
+        let picture = directory.join(file.file_name().unwrap_or_default()).with_extension("svg");
+        saved(file)?.write_plot(&picture).map_err(|error| failed(&error))?;
+        println!("{}", picture.display());
+    }
+    Ok(())
 }
 
 fn verdict(report: &Report) -> Result<(), Failure> {

@@ -440,10 +440,14 @@ pub enum Bench {
         kills: u32,
     },
 
-    /// Shows a result that was saved; with --report, draws it.
+    /// Shows results that were saved; with --report or --plots, draws them.
     Show {
-        /// The JSON file.
-        file: PathBuf,
+        /// The JSON files; with --json or --report, one.
+        #[arg(required = true)]
+        files: Vec<PathBuf>,
+        /// Write a picture of each into this directory: FILE.svg, each figure that has a goal beside its control.
+        #[arg(long, value_name = "DIRECTORY")]
+        plots: Option<PathBuf>,
     },
 
     /// What compression costs a page and holds less, beside a volume without.
@@ -596,7 +600,7 @@ pub struct BenchBlockOptions {
     #[arg(long, value_name = "N", default_value_t = 50)]
     pub spin_us: u32,
 
-    /// A case to run, such as qd1_read; may be repeated [default: all].
+    /// A case to run, such as qd1_read, or several by what they begin with (qd1); may be repeated [default: all].
     #[arg(long, value_name = "CASE")]
     pub only: Vec<String>,
 }

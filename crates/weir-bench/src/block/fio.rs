@@ -3,6 +3,7 @@
 use super::server::Server;
 use super::{BlockError, Case, Figures};
 use serde_json::Value;
+use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 use weir_core::ByteSize;
@@ -11,39 +12,52 @@ use weir_core::ByteSize;
 pub(super) fn fill(server: &Server, size: ByteSize) -> Result<(), BlockError> {
     let fill =
         Case { id: "fill", write: true, sequential: true, block: 1 << 20, jobs: 1, depth: 4, pause: 0 };
-    fio(server, fill, size, &[]).map(drop)
+    fio(&server.socket, fill, size, &[]).map(drop)
 }
 
-/// Runs a case for `time`.
+/// Runs a case for `time` on a server that is a process of its own.
 pub(super) fn run(
     server: &Server,
     case: Case,
     size: ByteSize,
     time: Duration,
 ) -> Result<Figures, BlockError> {
+    let before = server.cpu_time();
+    let (mut figures, requests) = latencies(&server.socket, case, size, time)?;
+    let used = server.cpu_time() - before;
+    figures.cpu_us = used.as_secs_f64() * 1e6 / requests.max(1.0);
+    Ok(figures)
+}
+
+/// Runs a case for `time`; returns the figures that the client sees, and how many requests it made.
+pub(super) fn latencies(
+    socket: &Path,
+    case: Case,
+    size: ByteSize,
+    time: Duration,
+) -> Result<(Figures, f64), BlockError> {
     let runtime = format!("--runtime={}ms", time.as_millis());
     let mut more = vec!["--time_based", &runtime, "--norandommap"];
     let pause = format!("--thinktime={}ms", case.pause);
     if case.pause > 0 {
         more.push(&pause);
     }
-    let before = server.cpu_time();
-    let result = fio(server, case, size, &more)?;
-    let used = server.cpu_time() - before;
+    let result = fio(socket, case, size, &more)?;
     let side = &result["jobs"][0][if case.write { "write" } else { "read" }];
     let figure = |value: &Value| {
         value.as_f64().ok_or_else(|| failed("its JSON lacks a figure that version 3 has".to_owned()))
     };
     let percentile = |key: &str| figure(&side["clat_ns"]["percentile"][key]).map(|value| value / 1e3);
-    Ok(Figures {
+    let figures = Figures {
         per_second: figure(&side["iops"])?,
         p50_us: percentile("50.000000")?,
         p99_us: percentile("99.000000")?,
-        cpu_us: used.as_secs_f64() * 1e6 / figure(&side["total_ios"])?.max(1.0),
-    })
+        cpu_us: 0.0,
+    };
+    Ok((figures, figure(&side["total_ios"])?))
 }
 
-fn fio(server: &Server, case: Case, size: ByteSize, more: &[&str]) -> Result<Value, BlockError> {
+fn fio(socket: &Path, case: Case, size: ByteSize, more: &[&str]) -> Result<Value, BlockError> {
     let direction = match (case.sequential, case.write) {
         (false, false) => "randread",
         (false, true) => "randwrite",
@@ -53,7 +67,7 @@ fn fio(server: &Server, case: Case, size: ByteSize, more: &[&str]) -> Result<Val
     let output = Command::new("fio")
         .args(["--name=block", "--ioengine=nbd", "--group_reporting", "--randrepeat=1"])
         .arg("--output-format=json")
-        .arg(format!("--uri=nbd+unix:///?socket={}", server.socket.display()))
+        .arg(format!("--uri=nbd+unix:///?socket={}", socket.display()))
         .arg(format!("--rw={direction}"))
         .arg(format!("--bs={}", case.block))
         .arg(format!("--numjobs={}", case.jobs))

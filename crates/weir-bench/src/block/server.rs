@@ -18,6 +18,11 @@ impl Directory {
         std::fs::create_dir(&path)?;
         Ok(Directory(path))
     }
+
+    /// Where the server of this name listens.
+    pub fn socket(&self, name: &str) -> PathBuf {
+        self.0.join(format!("{name}.sock"))
+    }
 }
 
 impl Drop for Directory {
@@ -36,7 +41,7 @@ pub(super) struct Server {
 impl Server {
     pub fn weir(plan: &Plan, spin_us: u32, directory: &Directory) -> Result<Server, BlockError> {
         let name = format!("weir-{spin_us}");
-        let socket = directory.0.join(format!("{name}.sock"));
+        let socket = directory.socket(&name);
         let mut command = Command::new(&plan.weir);
         let store = plan.store.clone().unwrap_or_else(|| format!("host:{}", plan.size.0));
         command.arg("serve").args(["--size", &plan.size.0.to_string(), "--connections", "32"]);
@@ -47,7 +52,7 @@ impl Server {
     }
 
     pub fn nbdkit(plan: &Plan, directory: &Directory) -> Result<Server, BlockError> {
-        let socket = directory.0.join("nbdkit.sock");
+        let socket = directory.socket("nbdkit");
         let mut command = Command::new("nbdkit");
         command.args(["--foreground", "--exit-with-parent", "--threads", "16", "--unix"]);
         command.arg(&socket).args(["memory", &plan.size.0.to_string()]);

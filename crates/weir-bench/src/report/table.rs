@@ -70,7 +70,7 @@ pub(super) fn headings() -> [&'static str; 8] {
 }
 
 /// Four digits or so: decimals for small numbers, none for large ones.
-fn number(value: f64) -> String {
+pub(super) fn number(value: f64) -> String {
     let decimals = match value.abs() {
         v if v >= 1000.0 => 0,
         v if v >= 100.0 => 1,
