@@ -27,7 +27,7 @@ pub fn check(machine: &Machine) -> Vec<Finding> {
             "the kernel cannot stripe disks under a cache",
             "modprobe raid0",
         ),
-        fuse_device(machine, fuse),
+        fuse_device(machine, fuse, &release),
         module("loop", &loop_device, "a FUSE file cannot become a block device", "modprobe loop"),
         userfaultfd(machine),
         io_uring(machine),
@@ -168,9 +168,18 @@ fn version(release: &str) -> Finding {
     }
 }
 
-fn fuse_device(machine: &Machine, there: bool) -> Finding {
+/// Since when a new daemon can have the kernel send again what the one before had in hand.
+const FUSE_RESENDS: (u32, u32) = (6, 9);
+
+fn fuse_device(machine: &Machine, there: bool, release: &str) -> Finding {
     if !there {
         Finding::warn("fuse", "no /dev/fuse", "modprobe fuse")
+    } else if numbers(release).is_some_and(|numbers| numbers < FUSE_RESENDS) {
+        Finding::warn(
+            "fuse",
+            "before Linux 6.9 what a daemon has in hand when it dies fails: no weir restart under a FUSE file",
+            "use Linux 6.9 or newer for swap that way, or nbd; weir mount is as good as ever",
+        )
     } else if machine.may_use("/dev/fuse") {
         Finding::ok("fuse", "/dev/fuse can be opened")
     } else {
@@ -293,6 +302,13 @@ mod tests {
             assert_eq!(finding.level, level, "{release}");
             assert!(finding.seen.contains(word), "{release}: {}", finding.seen);
         }
+    }
+
+    #[test]
+    fn a_kernel_that_cannot_send_fuse_requests_again_is_told_apart() {
+        let fixture = Fixture::new("resend").with("/dev/fuse", "");
+        let level = |release| fuse_device(&fixture.machine(), true, release).level;
+        assert_eq!((level("6.1.0-9-amd64"), level("6.9.0")), (Level::Warn, Level::Ok));
     }
 
     #[test]

@@ -54,12 +54,21 @@ impl Front {
         }
     }
 
-    /// What no kernel makes good, where there is something: then it is taken only by who asks for it.
-    pub fn risk(self) -> Option<&'static str> {
+    /// What speaks against it on the kernel of this release, where there is something: then it is taken only by who asks for it.
+    pub fn risk(self, release: &str) -> Option<String> {
         match self {
             Front::Ublk | Front::Nbd => None,
-            Front::Fuse => Some(FUSE_RISK),
+            Front::Fuse if self.outlives_its_daemon(release) => Some(FUSE_RISK.to_owned()),
+            Front::Fuse => Some(format!(
+                "{FUSE_RISK}; and before Linux 6.9 what the daemon has in hand when it dies is lost to whoever waits for it"
+            )),
         }
+    }
+
+    /// Whether what a daemon has in hand when it dies is done by the next, on the kernel of this release.
+    pub fn outlives_its_daemon(self, release: &str) -> bool {
+        // FUSE_NOTIFY_RESEND.
+        self != Front::Fuse || version(release).is_none_or(|version| version >= (6, 9))
     }
 
     /// The connections of the kernel that a daemon with these options was made for.
@@ -135,7 +144,7 @@ pub fn choose(
             lacking.push(format!("{} wants Linux {major}.{minor}, this is {release}", front.name()));
         } else if let Some(module) = absent.iter().find(|module| !loadable(module)) {
             lacking.push(format!("{} needs the kernel module {module}, which is not there", front.name()));
-        } else if let (Some(risk), None) = (front.risk(), asked) {
+        } else if let (Some(risk), None) = (front.risk(&release), asked) {
             lacking.push(format!("{0} is there, but {risk} (--front {0} accepts that)", front.name()));
         } else {
             let why = if asked.is_some() { "as asked".to_owned() } else { lacking.join("; ") };
@@ -315,7 +324,9 @@ mod tests {
         };
         assert!(error.contains("may freeze") && error.contains("--front fuse"), "{error}");
         let chosen = choose(&machine.machine(), FrontChoice::Fuse, &|_| false).expect("asked for");
-        assert!(chosen.front.risk().is_some());
+        let risk = |release| chosen.front.risk(release).expect("there is one");
+        assert!(risk("6.1.0-9-amd64").contains("6.9") && !risk("6.18.1").contains("6.9"));
+        assert!(Front::Nbd.risk("6.1.0").is_none() && Front::Nbd.outlives_its_daemon("6.1.0"));
     }
 
     #[test]

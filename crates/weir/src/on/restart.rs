@@ -25,6 +25,15 @@ pub fn run(options: &RestartOptions) -> Result<(), Failure> {
         }
         return Err(Failure::Failed(format!("weir is not on in {directory}; weir on turns it on")));
     }
+    let release = super::release();
+    let fails =
+        |step: &Step| matches!(step, Step::Device { front, .. } if !front.outlives_its_daemon(&release));
+    if journal.state().steps.iter().any(fails) {
+        return Err(Failure::Failed(format!(
+            "on Linux {release} requests that the daemon has in hand fail when it is replaced under a FUSE file (6.9 sends them again), and \
+             programs die of that; run weir off, then weir on"
+        )));
+    }
     // From here on this process may not wait for pages that nobody serves.
     weir_core::swap_safety::lock_all_memory()
         .map_err(|error| Failure::Failed(format!("{error}; run as root")))?;
