@@ -229,7 +229,9 @@ fn runs_from_every_lane_overwrite_a_full_volume_and_readers_see_only_whole_pages
         (pages, pages),
         "no slot leaked, none freed twice"
     );
-    assert_eq!((status.corrupt, status.writes), (0, pages * u64::from(rounds - 1)));
+    assert_eq!(status.corrupt, 0);
+    // A write that finds the volume full for the moment is counted again when it is tried again.
+    assert!(status.writes >= pages * u64::from(rounds - 1), "{} writes", status.writes);
     assert!(together.into_inner() > 0, "some were written together");
 }
 
