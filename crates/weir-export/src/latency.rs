@@ -5,7 +5,7 @@
 //! idle states whose exit takes longer (Documentation/power/pm_qos_interface.rst). The bound ends with the descriptor, so with the process.
 //!
 //! It holds for the whole machine and costs power, so it is there only during a burst: from the second of two requests less than
-//! [`QUIET`] apart until none has come for so long. Each change wakes all processors, so it is not made for each request, and a thread of
+//! `QUIET` apart until none has come for so long. Each change wakes all processors, so it is not made for each request, and a thread of
 //! its own makes it, not one that serves.
 
 use std::fs::File;

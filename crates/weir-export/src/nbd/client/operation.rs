@@ -109,7 +109,7 @@ pub struct Extent {
 /// A finished request.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Reply {
-    /// What [`Client::queue`] returned for it.
+    /// What [`Client::queue`](super::Client::queue) returned for it.
     pub cookie: u64,
     /// Whether it succeeded.
     pub result: Result<(), Errno>,

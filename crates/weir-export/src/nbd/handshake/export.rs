@@ -5,9 +5,9 @@ use super::super::wire::transmission_flag;
 /// What is exported, as clients see it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Export {
-    /// The name that clients ask for; the empty name always means this export too. At most [`NAME_MAX`] bytes.
+    /// The name that clients ask for; the empty name always means this export too. At most [`NAME_MAX`](super::NAME_MAX) bytes.
     pub name: String,
-    /// For people, at most [`NAME_MAX`] bytes.
+    /// For people, at most [`NAME_MAX`](super::NAME_MAX) bytes.
     pub description: String,
     /// Size in bytes.
     pub bytes: u64,
