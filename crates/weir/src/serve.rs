@@ -37,8 +37,9 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
         }
         return if code == 0 { Ok(()) } else { Err(Failure::Said) };
     }
-    // A daemon's lines go by its keeper's.
-    let _relay = keeper.is_none().then(Relay::start).transpose().map_err(Failure::failed)?;
+    // A daemon's lines go by its keeper's. Where nobody swaps, standard error can be waited for, and has a last word too.
+    let _relay =
+        (options.swap && keeper.is_none()).then(Relay::start).transpose().map_err(Failure::failed)?;
     if options.swap && keeper.is_some() {
         // As the keeper started it; its threads are ordinary ones, or choose for themselves.
         let _ = swap_safety::reach_reserves(Children::Ordinary);
