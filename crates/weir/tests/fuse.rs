@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{Daemon, PATIENCE};
+use common::{Daemon, PATIENCE, kills, number};
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
@@ -100,9 +100,7 @@ fn nothing_fails_and_every_page_survives_when_the_daemon_is_killed_under_load() 
     if !kernel_sends_again() {
         return println!("\nskipped: this kernel cannot send requests again (6.9 can)");
     }
-    let number = |name: &str, default: u64| std::env::var(name).map_or(default, |text| text.parse().unwrap());
-    let full = std::env::var_os("WEIR_SCALE").is_some_and(|scale| scale == "full");
-    let kills = number("WEIR_KILLS", if full { 100 } else { 5 }) as usize;
+    let kills = kills();
     let seed = number("WEIR_SEED", 20_261_121);
     let flags = ["--keeper", "--store", "host:8MiB", "--fuse-threads", "3", "--spin-us", "20"];
     let Some(mut scene) = start("kills", &flags) else { return };

@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{Daemon, PATIENCE, WEIR};
+use common::{Daemon, PATIENCE, WEIR, kills, number};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -174,9 +174,7 @@ fn has_lavapipe() -> bool {
 
 /// Kills the scene's daemon under load, again and again, and looks at every page meanwhile and afterwards.
 fn survive(scene: &Daemon, store: &str) {
-    let number = |name: &str, default: u64| std::env::var(name).map_or(default, |text| text.parse().unwrap());
-    let full = std::env::var_os("WEIR_SCALE").is_some_and(|scale| scale == "full");
-    let kills = number("WEIR_KILLS", if full { 100 } else { 5 }) as usize;
+    let kills = kills();
     let seed = number("WEIR_SEED", 20_261_120);
     // A daemon that never served is not followed by another.
     let begun = Instant::now();

@@ -298,7 +298,7 @@ impl fmt::Display for Background {
 impl fmt::Display for Status {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let size = |pages: u64| ByteSize(pages * PAGE_SIZE as u64);
-        let Volume { bytes, stored, filled, free, map_bytes, .. } = self.volume.clone();
+        let Volume { bytes, stored, filled, free, map_bytes, ref compress, .. } = self.volume;
         writeln!(f, "weir {}, process {}, up {} s", self.version, self.pid, self.uptime_s)?;
         writeln!(
             f,
@@ -309,7 +309,7 @@ impl fmt::Display for Status {
             size(free),
             ByteSize(map_bytes)
         )?;
-        if let Some(compress) = &self.volume.compress {
+        if let Some(compress) = compress {
             compress.fmt(f)?;
         }
         for store in &self.stores {

@@ -2,16 +2,17 @@
 
 use super::Finding;
 use super::machine::Machine;
+use super::release::{FUSE_RESENDS, UBLK, UBLK_SURVIVES, version};
 use std::fmt;
 
 pub fn check(machine: &Machine) -> Vec<Finding> {
-    let release = machine.text("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let release = machine.release();
     let nbd = Module::find(machine, &release, "nbd");
     let ublk = Module::find(machine, &release, "ublk_drv");
     let fuse = machine.has("/dev/fuse");
     let loop_device = Module::find(machine, &release, "loop");
     vec![
-        version(&release),
+        kernel(&release),
         front_end(nbd, ublk, fuse && loop_device.usable()),
         module("nbd", &nbd, "weir attach cannot connect a kernel block device", "modprobe nbd"),
         ublk_driver(&ublk, &release),
@@ -93,39 +94,27 @@ fn module(id: &'static str, module: &Module, lost: &str, load: &str) -> Finding 
     }
 }
 
-/// Since when the driver says what it can do, and weir serve --ublk can use it.
-const UBLK: (u32, u32) = (6, 5);
-/// Since when the driver is known to survive its daemon's death under load. Debian's 6.12.95 dies of it; stable kernels have taken
-/// the repair over since (6.12.117 has it), which a release's first two numbers do not say.
-const UBLK_SURVIVES: (u32, u32) = (6, 16);
-
 fn ublk_driver(module: &Module, release: &str) -> Finding {
     const ID: &str = "ublk";
-    match numbers(release) {
+    match version(release) {
         _ if !module.usable() => self::module(
             ID,
             module,
             "the front end with the shortest way to the daemon is missing",
             "modprobe ublk_drv",
         ),
-        Some(numbers) if numbers < UBLK => Finding::warn(
+        Some(version) if version < UBLK => Finding::warn(
             ID,
             format!("{module}, but {release} is older than 6.5: weir serve --ublk refuses"),
             "use Linux 6.5 or newer, or weir attach by NBD",
         ),
-        Some(numbers) if numbers < UBLK_SURVIVES => Finding::warn(
+        Some(version) if version < UBLK_SURVIVES => Finding::warn(
             ID,
             format!("{module}; before Linux 6.16 the kernel may crash when the daemon is killed under load"),
             "use Linux 6.16 or a stable kernel of late 2026 (6.12.117), or weir attach by NBD",
         ),
         _ => self::module(ID, module, "", "modprobe ublk_drv"),
     }
-}
-
-/// Major and minor of a kernel's release.
-fn numbers(release: &str) -> Option<(u32, u32)> {
-    let mut numbers = release.split(['.', '-']).map_while(|part| part.parse::<u32>().ok());
-    Some((numbers.next()?, numbers.next()?))
 }
 
 fn front_end(nbd: Module, ublk: Module, fuse: bool) -> Finding {
@@ -152,9 +141,9 @@ fn front_end(nbd: Module, ublk: Module, fuse: bool) -> Finding {
     }
 }
 
-fn version(release: &str) -> Finding {
-    match numbers(release) {
-        Some(numbers) if numbers >= (5, 14) => Finding::ok("kernel", release),
+fn kernel(release: &str) -> Finding {
+    match version(release) {
+        Some(version) if version >= (5, 14) => Finding::ok("kernel", release),
         Some(_) => Finding::fail(
             "kernel",
             format!("{release} is older than 5.14, which has MADV_POPULATE_WRITE"),
@@ -168,13 +157,10 @@ fn version(release: &str) -> Finding {
     }
 }
 
-/// Since when a new daemon can have the kernel send again what the one before had in hand.
-const FUSE_RESENDS: (u32, u32) = (6, 9);
-
 fn fuse_device(machine: &Machine, there: bool, release: &str) -> Finding {
     if !there {
         Finding::warn("fuse", "no /dev/fuse", "modprobe fuse")
-    } else if numbers(release).is_some_and(|numbers| numbers < FUSE_RESENDS) {
+    } else if version(release).is_some_and(|version| version < FUSE_RESENDS) {
         Finding::warn(
             "fuse",
             "before Linux 6.9 what a daemon has in hand when it dies fails: no weir restart under a FUSE file",
@@ -285,7 +271,7 @@ mod tests {
             ("7.2-rc1", Level::Ok),
             ("", Level::Fail),
         ] {
-            assert_eq!(version(release).level, level, "{release}");
+            assert_eq!(kernel(release).level, level, "{release}");
         }
     }
 

@@ -32,9 +32,15 @@ impl Machine {
         text.lines().find_map(|line| Some(line.strip_prefix(key)?.strip_prefix(':')?.trim().to_owned()))
     }
 
-    /// A number of `/proc/meminfo`, in KiB.
-    pub fn kibibytes(&self, key: &str) -> Option<u64> {
-        self.value("/proc/meminfo", key)?.strip_suffix(" kB")?.parse().ok()
+    /// A size in `/proc/meminfo` or in a process's `status`.
+    pub fn size(&self, path: &str, key: &str) -> Option<ByteSize> {
+        let kib: u64 = self.value(path, key)?.strip_suffix(" kB")?.parse().ok()?;
+        Some(ByteSize(kib << 10))
+    }
+
+    /// The kernel's release, as `uname -r` has it; empty if that cannot be read.
+    pub fn release(&self) -> String {
+        self.text("/proc/sys/kernel/osrelease").unwrap_or_default()
     }
 
     /// Whether something is at this path.

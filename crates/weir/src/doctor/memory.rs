@@ -16,15 +16,11 @@ pub fn check(machine: &Machine) -> Vec<Finding> {
 }
 
 fn memory(machine: &Machine) -> Finding {
-    match (kibibytes(machine, "MemTotal"), kibibytes(machine, "MemAvailable")) {
+    let size = |key| machine.size("/proc/meminfo", key);
+    match (size("MemTotal"), size("MemAvailable")) {
         (Some(total), Some(free)) => Finding::ok("memory", format!("{total}, {free} available")),
         _ => Finding::fail("memory", "/proc/meminfo says nothing", "mount /proc"),
     }
-}
-
-fn kibibytes(machine: &Machine, key: &str) -> Option<ByteSize> {
-    let value = machine.value("/proc/meminfo", key)?;
-    Some(ByteSize(value.strip_suffix(" kB")?.parse::<u64>().ok()? << 10))
 }
 
 fn swap(machine: &Machine) -> Finding {

@@ -8,6 +8,7 @@ mod kernel;
 mod machine;
 mod memory;
 mod process;
+pub mod release;
 mod system;
 
 use crate::cli::DoctorOptions;

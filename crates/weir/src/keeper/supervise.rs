@@ -4,6 +4,7 @@ use super::copy::{self, Stamp};
 use super::link::ENVIRONMENT;
 use super::resident;
 use super::wire::{FORMAT, Kind, Message, receive, send, split};
+use crate::doctor::Machine;
 use crate::relay::Relay;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -351,13 +352,9 @@ impl Keeper<'_> {
 
 /// What a daemon has that nobody else has, and the next will need: at least [`SET_ASIDE_LEAST`] bytes.
 fn own_memory(daemon: Pid) -> usize {
-    let status =
-        std::fs::read_to_string(format!("/proc/{}/status", daemon.as_raw_nonzero())).unwrap_or_default();
-    let of = |key: &str| {
-        let line = status.lines().find_map(|line| line.strip_prefix(key));
-        line.and_then(|line| line.split_whitespace().next()?.parse::<usize>().ok()).unwrap_or(0) << 10
-    };
-    (of("RssAnon:") + of("VmPTE:")).max(SET_ASIDE_LEAST)
+    let status = format!("/proc/{}/status", daemon.as_raw_nonzero());
+    let of = |key| Machine::this().size(&status, key).unwrap_or_default().0 as usize;
+    (of("RssAnon") + of("VmPTE")).max(SET_ASIDE_LEAST)
 }
 
 /// What is held in memory, or a line that says that it is not.

@@ -8,6 +8,7 @@ use crate::attach;
 use crate::cli::{AttachOptions, DetachOptions};
 use crate::control::Status;
 use crate::doctor::Machine;
+use crate::doctor::release::{self, version};
 use crate::failure::{Failure, chain};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -38,7 +39,7 @@ impl Front {
     fn since(self) -> (u32, u32) {
         match self {
             // A daemon that may be replaced under its device, and the ioctls by their own numbers.
-            Front::Ublk => (6, 5),
+            Front::Ublk => release::UBLK,
             Front::Nbd => (5, 6),
             // LOOP_CONFIGURE, which sets direct I/O at once.
             Front::Fuse => (5, 8),
@@ -48,8 +49,8 @@ impl Front {
     /// The first kernel on which it is taken without being asked for.
     fn trusted_since(self) -> (u32, u32) {
         match self {
-            // Before, the kernel itself may crash when the daemon is killed under load (docs/ublk.md).
-            Front::Ublk => (6, 16),
+            // Before, the kernel itself may crash when the daemon is killed under load.
+            Front::Ublk => release::UBLK_SURVIVES,
             Front::Nbd | Front::Fuse => self.since(),
         }
     }
@@ -67,8 +68,7 @@ impl Front {
 
     /// Whether what a daemon has in hand when it dies is done by the next, on the kernel of this release.
     pub fn outlives_its_daemon(self, release: &str) -> bool {
-        // FUSE_NOTIFY_RESEND.
-        self != Front::Fuse || version(release).is_none_or(|version| version >= (6, 9))
+        self != Front::Fuse || version(release).is_none_or(|version| version >= release::FUSE_RESENDS)
     }
 
     /// The connections of the kernel that a daemon with these options was made for.
@@ -130,7 +130,7 @@ pub fn choose(
         FrontChoice::Nbd => Some(Front::Nbd),
         FrontChoice::Fuse => Some(Front::Fuse),
     };
-    let release = machine.text("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let release = machine.release();
     let mut lacking = Vec::new();
     for front in ALL.into_iter().filter(|front| asked.is_none_or(|asked| asked == *front)) {
         let absent: Vec<&str> = front
@@ -155,12 +155,6 @@ pub fn choose(
         "no block device can be made here: {}; install the modules of the kernel that runs, or boot one that has them",
         lacking.join("; ")
     )))
-}
-
-/// `(6, 12)` of `6.12.9-amd64`.
-fn version(release: &str) -> Option<(u32, u32)> {
-    let mut numbers = release.split(['.', '-']).map(str::parse);
-    Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
 }
 
 /// Whether the kernel's own module loader knows a module.

@@ -147,18 +147,13 @@ fn report(options: &OnOptions, plan: &Plan, devices: &[PathBuf], size: ByteSize)
     for note in &plan.notes {
         println!("note      {note}");
     }
-    if let Some(risk) = plan.front.front.risk(&release()) {
+    if let Some(risk) = plan.front.front.risk(&Machine::this().release()) {
         println!("note      --front {}: {risk}", plan.front.front.name());
     }
     if options.unsafe_no_flusher {
         println!("note      --unsafe-no-flusher: under memory pressure the machine may freeze");
     }
     println!("on. weir status and weir top show it at work; weir off undoes all of this");
-}
-
-/// The kernel's, as `uname -r` has it.
-fn release() -> String {
-    Machine::this().text("/proc/sys/kernel/osrelease").unwrap_or_default()
 }
 
 /// A daemon of one part, with less memory where the card has not so much.

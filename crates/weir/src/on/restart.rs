@@ -6,6 +6,7 @@ use super::options::RestartOptions;
 use super::service;
 use super::state::{Journal, Phase, Step};
 use crate::control;
+use crate::doctor::Machine;
 use crate::failure::Failure;
 use rustix::process::{Pid, Signal};
 use std::path::Path;
@@ -25,7 +26,7 @@ pub fn run(options: &RestartOptions) -> Result<(), Failure> {
         }
         return Err(Failure::Failed(format!("weir is not on in {directory}; weir on turns it on")));
     }
-    let release = super::release();
+    let release = Machine::this().release();
     let fails =
         |step: &Step| matches!(step, Step::Device { front, .. } if !front.outlives_its_daemon(&release));
     if journal.state().steps.iter().any(fails) {

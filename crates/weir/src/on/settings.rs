@@ -33,7 +33,7 @@ pub fn wishes(machine: &Machine, front: Front) -> Vec<Wish> {
     const MIN_FREE: &str = "/proc/sys/vm/min_free_kbytes";
     let reserve = (front == Front::Nbd)
         .then(|| {
-            let wanted = reserve_kib(machine.kibibytes("MemTotal")?);
+            let wanted = reserve_kib(machine.size("/proc/meminfo", "MemTotal")?.0 >> 10);
             let now: u64 = machine.text(MIN_FREE)?.parse().ok()?;
             if wanted > now {
                 wish(MIN_FREE, &wanted.to_string(), "a reserve for the server's replies")

@@ -16,6 +16,17 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 
 pub const WEIR: &str = env!("CARGO_BIN_EXE_weir");
 
+/// A number of the environment, which chooses by hand.
+pub fn number(name: &str, default: u64) -> u64 {
+    std::env::var(name).map_or(default, |text| text.parse().unwrap())
+}
+
+/// How often a daemon is to be killed.
+pub fn kills() -> usize {
+    let full = std::env::var_os("WEIR_SCALE").is_some_and(|scale| scale == "full");
+    number("WEIR_KILLS", if full { 100 } else { 5 }) as usize
+}
+
 /// A daemon, or with `--keeper` its keeper. An allocation on an I/O thread aborts it.
 pub struct Daemon {
     pub directory: PathBuf,
