@@ -17,15 +17,22 @@
 #     memory        0.3  the daemon's memory, and the card's power: idle, mapped only, with CUDA, with the kernel
 #     keeper        1    SIGKILL of the daemon under load, to the first page served
 #     block         2    NBD over VRAM, beside nbdkit
+#     block_host    2    NBD over host memory on this machine, beside nbdkit
+#     swap          3    faults from VRAM by FUSE and a loop device, beside a RAM loop, zram and a file; as root
+#     commands      2    ioping, fio and dd on the same disk (benchmarks/commands); as root, ioping
+#     headline      3    swap on VRAM full of live pages, and another process takes 90% of the card (benchmarks/headline); as
+#                        root, TORTURE says where the lab's program is (target/release/torture)
+#     queue         1    the work queue, on this machine's processors
 #     striped       0.5  deep and large loads on one GPU and over all (two or more)
 #     competing     0.7  a matrix product's speed alone and beside Weir
 #
-# `quick` stands for all but large, rows, block and competing. Each call prints how long each step took.
+# `quick` stands for calibrate, ways, give_back, coherence, memory and keeper. Each call prints how long each step took.
 set -u
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/results}
 shift
-steps=${*:-calibrate ways large rows give_back steps coherence memory keeper block striped competing}
+steps=${*:-calibrate ways large rows give_back steps coherence memory keeper block block_host swap commands headline queue
+    striped competing}
 steps=${steps/quick/calibrate ways give_back coherence memory keeper}
 weir=${WEIR:-target/release/weir}
 card=${CARD:-vram:0}
@@ -132,6 +139,33 @@ block() {
     # shellcheck disable=SC2086
     "$weir" bench block --store "$card?size=9GiB" --size 8GiB --seconds "${SECONDS_EACH:-2}" --runs 1 ${CASES:-} \
         --json "$out/gpu-block-vram.json" || failed=1
+}
+
+block_host() {
+    command -v fio > /dev/null || { echo "SKIP block_host: no fio"; return; }
+    # shellcheck disable=SC2086
+    "$weir" bench block --size 8GiB --seconds "${SECONDS_EACH:-2}" --runs "$runs" ${CASES:-} \
+        --json "$out/gpu-block-host.json" || failed=1
+}
+
+swap() {
+    [ "$(id -u)" = 0 ] || { echo "SKIP swap: needs root"; return; }
+    "$weir" bench swap --store "$card?size=2GiB" --runs "$runs" --json "$out/gpu-swap.json" || failed=1
+}
+
+commands() {
+    command -v ioping > /dev/null || { echo "SKIP commands: no ioping"; return; }
+    benchmarks/commands "$weir" --runs "$runs" --json "$out/gpu-commands.json" || failed=1
+}
+
+headline() {
+    local torture=${TORTURE:-target/release/torture}
+    [ -x "$torture" ] || { echo "SKIP headline: no $torture"; return; }
+    benchmarks/headline "$weir" "$torture" --json "$out/gpu-headline.json" || failed=1
+}
+
+queue() {
+    "$weir" bench queue --json "$out/queue.json" || failed=1
 }
 
 striped() {
