@@ -31,11 +31,13 @@ impl Epochs {
         }
     }
 
-    /// From here to [`unpin`](Epochs::unpin), what `lane` finds in the map stays where it is.
+    /// From here to [`unpin`](Epochs::unpin), what `lane` finds in the map stays where it is. One that is pinned already gives
+    /// up what it has found before.
     #[inline]
     pub fn pin(&self, lane: usize) -> u64 {
         let now = self.global.load(Ordering::Relaxed);
-        self.pins[lane].0.store(now, Ordering::Relaxed);
+        // As `unpin`: what was read under the pin before comes first.
+        self.pins[lane].0.store(now, Ordering::Release);
         fence(Ordering::SeqCst);
         now
     }

@@ -258,6 +258,8 @@ impl Lane {
             }
             let queued_in_all = batches.queued_in_all;
             if !left {
+                // Others may have freed slots since the wait above, under a lane that had found a page there.
+                self.wait_for_lanes()?;
                 return Ok(moved);
             }
             if queued_in_all == 0 {

@@ -1,0 +1,132 @@
+//! A chunk's memory goes only when nobody looks at it any more.
+
+use std::cell::UnsafeCell;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+use weir_core::{PAGE_SIZE, PageBytes, PageNo, Slot};
+use weir_store::{Fault, Lane, OpenError, Progress, Store};
+use weir_volume::{Config, View, Volume};
+
+/// So many slots that it takes a while to look through their records. Only those that are used take memory.
+const SLOTS: u32 = 1 << 18;
+
+#[derive(Debug)]
+struct Pages {
+    memory: UnsafeCell<Vec<PageBytes>>,
+    written: Mutex<Vec<Slot>>,
+}
+
+// SAFETY: the volume never has a slot written while somebody reads it.
+unsafe impl Sync for Pages {}
+
+impl Pages {
+    fn at(&self, slot: Slot) -> *mut PageBytes {
+        assert!(slot.0 < SLOTS);
+        // SAFETY: the vector itself never changes, and the slot lies within it.
+        unsafe { (*self.memory.get()).as_ptr().add(slot.0 as usize).cast_mut() }
+    }
+}
+
+/// One large chunk; what was written there is overwritten when it is released.
+#[derive(Debug)]
+struct Wide(Arc<Pages>);
+
+impl Store for Wide {
+    fn name(&self) -> &str {
+        "wide"
+    }
+
+    fn slots(&self) -> u32 {
+        SLOTS
+    }
+
+    fn chunk_slots(&self) -> u32 {
+        SLOTS
+    }
+
+    fn lane(&self, _depth: usize) -> Result<Box<dyn Lane>, OpenError> {
+        Ok(Box::new(WideLane(Arc::clone(&self.0))))
+    }
+
+    fn release(&self, _chunk: u32) -> Result<(), Fault> {
+        for slot in self.0.written.lock().unwrap().drain(..) {
+            // SAFETY: a released chunk is nobody's.
+            unsafe { self.0.at(slot).write_volatile([0xdd; PAGE_SIZE]) };
+        }
+        Ok(())
+    }
+
+    fn take(&self, _chunk: u32) -> Result<(), Fault> {
+        Ok(())
+    }
+}
+
+struct WideLane(Arc<Pages>);
+
+impl Lane for WideLane {
+    fn write(&mut self, _ticket: u32, slot: Slot, page: &PageBytes) -> Progress {
+        self.0.written.lock().unwrap().push(slot);
+        // SAFETY: whoever writes a slot has claimed it.
+        unsafe { self.0.at(slot).write(*page) };
+        Progress::Done(Ok(()))
+    }
+
+    fn read(&mut self, _ticket: u32, slot: Slot, page: &mut PageBytes) -> Progress {
+        // SAFETY: the slot is not written while the lane is pinned.
+        *page = unsafe { self.0.at(slot).read() };
+        Progress::Done(Ok(()))
+    }
+
+    unsafe fn view(&self, slot: Slot) -> Option<&PageBytes> {
+        // SAFETY: the caller's word.
+        Some(unsafe { &*self.0.at(slot) })
+    }
+}
+
+fn page(number: u32) -> PageBytes {
+    std::array::from_fn(|at| (at as u32 ^ number) as u8)
+}
+
+#[test]
+fn a_page_that_is_looked_at_stays_though_its_chunk_is_given_back_and_it_is_written_anew() {
+    let config = Config { pages: 1, lanes: 3, depth: 1 };
+    let memory = || UnsafeCell::new(vec![[0; PAGE_SIZE]; SLOTS as usize]);
+    let wide = || Arc::new(Wide(Arc::new(Pages { memory: memory(), written: Mutex::default() })));
+    let volume = Volume::create(config, vec![wide(), wide()]).unwrap();
+    let [mut worker, mut reader, mut writer] = [(); 3].map(|()| volume.lane().unwrap());
+    let stop = AtomicBool::new(false);
+    let goes_on = || !stop.load(Ordering::Relaxed);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for number in (0..).take_while(|_| goes_on()) {
+                assert_eq!(writer.write(0, PageNo(0), &page(number)), Progress::Done(Ok(())));
+                writer.submit();
+                std::thread::sleep(Duration::from_micros(500));
+            }
+        });
+        scope.spawn(|| {
+            while goes_on() {
+                let guard = reader.pin();
+                let View::Bytes(bytes) = guard.view(PageNo(0)) else { continue };
+                let (seen, begun) = (*bytes, Instant::now());
+                while begun.elapsed() < Duration::from_micros(200) {
+                    std::hint::spin_loop();
+                }
+                if *bytes != seen {
+                    stop.store(true, Ordering::Relaxed);
+                    panic!("it changed under its reader");
+                }
+            }
+        });
+        let begun = Instant::now();
+        while goes_on() && begun.elapsed() < Duration::from_secs(2) {
+            worker.give_back(0, 0).unwrap();
+            worker.take(0, 0).unwrap();
+            while goes_on() && volume.status().stores[0].used == 0 {
+                std::thread::yield_now();
+            }
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+}
