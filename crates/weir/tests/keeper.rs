@@ -282,6 +282,29 @@ fn a_daemon_that_never_served_is_not_started_again() {
     assert!(begun.elapsed() < PATIENCE);
 }
 
+#[test]
+fn a_keeper_that_cannot_start_another_daemon_now_tries_again_and_keeps_the_pages() {
+    use rustix::process::{Pid, Resource, Rlimit, Signal, kill_process, prlimit};
+    let mut scene = start("short", &["--store", "host:8MiB"]);
+    assert!(scene.comes_up(Daemon::listens));
+    let page = stamped(7, 1);
+    scene.connect().write(7 * PAGE as u64, &page).unwrap();
+    let keeper = Pid::from_child(&scene.process);
+    let none = Rlimit { current: Some(3), ..rustix::process::getrlimit(Resource::Nofile) };
+    let enough = prlimit(Some(keeper), Resource::Nofile, none).unwrap();
+    kill_process(scene.daemon().unwrap(), Signal::KILL).unwrap();
+    eventually("the end of the daemon", || scene.daemon().is_none());
+    thread::sleep(Duration::from_millis(500));
+    assert_eq!(scene.process.try_wait().unwrap(), None, "the keeper gave the pages up");
+    prlimit(Some(keeper), Resource::Nofile, enough).unwrap();
+    assert!(scene.connect().read(7 * PAGE as u64, PAGE as u32).unwrap() == page);
+    let before = scene.daemon();
+    prlimit(Some(keeper), Resource::Nofile, none).unwrap();
+    kill_process(before.unwrap(), Signal::KILL).unwrap();
+    eventually("the end of the daemon", || scene.daemon() != before);
+    assert_eq!(scene.terminate(), Some(1), "and it can be told to give up");
+}
+
 /// A program that an upgrade replaces, and a keeper that was started from it.
 struct Installed(Daemon);
 

@@ -108,6 +108,17 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
                 programs.give_up();
                 continue;
             }
+            // Short of processes, descriptors or memory: that passes, and the pages would be gone for good.
+            Err(error) if !keeper.kept.is_empty() => {
+                (log)(
+                    Level::Warning,
+                    format_args!("another daemon cannot be started yet, trying again: {error}"),
+                );
+                if keeper.is_told_within(PAUSE) {
+                    return Err(error);
+                }
+                continue;
+            }
             life => life?,
         };
         served |= life.was_ready;
@@ -220,12 +231,22 @@ impl Keeper<'_> {
         if self.swap {
             let _ = swap_safety::leave_reserves();
         }
-        let child = child?;
+        let pid = Pid::from_child(&child?);
         drop(theirs);
-        let pid = Pid::from_child(&child);
+        let life = self.watch(pid, ours);
+        if life.is_err() {
+            // Or two daemons would write the same map.
+            let _ = rustix::process::kill_process(pid, Signal::KILL);
+            reap(pid)?;
+        }
+        life
+    }
+
+    /// Serves a daemon until it ends.
+    fn watch(&mut self, pid: Pid, line: OwnedFd) -> io::Result<Life> {
         let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
         let mut life = Life { end: End::Exit(0), was_ready: false, was_told: false, makes_way: false };
-        let mut line = Some(ours);
+        let mut line = Some(line);
         if let Err(error) = self.hand_over(line.as_ref().expect("just made")) {
             // It died before it listened; its end is noticed below.
             (self.log)(Level::Warning, format_args!("the new daemon did not take over: {error}"));
@@ -268,6 +289,13 @@ impl Keeper<'_> {
                 return Ok(life);
             }
         }
+    }
+
+    /// Waits, and says whether somebody told the keeper to end meanwhile.
+    fn is_told_within(&self, wait: Duration) -> bool {
+        let wait = Timespec { tv_sec: wait.as_secs() as i64, tv_nsec: wait.subsec_nanos().into() };
+        let mut fds = [PollFd::from_borrowed_fd(self.signals.as_fd(), PollFlags::IN)];
+        matches!(poll(&mut fds, Some(&wait)), Ok(ready) if ready > 0)
     }
 
     /// Where memory is short right now, the next start is a little less certain; serving goes first.
