@@ -5,6 +5,7 @@ use std::error::Error;
 use std::fmt::Display;
 use std::io::{self, Write as _};
 use std::process::ExitCode;
+use std::sync::OnceLock;
 
 /// Why the program ends early.
 #[derive(Debug)]
@@ -44,6 +45,27 @@ impl Failure {
             }
         }
     }
+}
+
+/// Why standard output did not take something.
+static UNPRINTED: OnceLock<io::Error> = OnceLock::new();
+
+/// Notes what became of a line on standard output. That nobody reads on is no failure.
+#[cfg_attr(test, allow(dead_code, reason = "tests print for the test harness"))]
+pub fn printed(result: io::Result<()>) {
+    if let Err(error) = result
+        && error.kind() != io::ErrorKind::BrokenPipe
+    {
+        let _ = UNPRINTED.set(error);
+    }
+}
+
+/// Whether standard output took everything.
+///
+/// # Errors
+/// Why it did not.
+pub fn all_printed() -> Result<(), Failure> {
+    UNPRINTED.get().map_or(Ok(()), |error| Err(Failure::Failed(format!("standard output: {error}"))))
 }
 
 /// One line, if standard error takes it.

@@ -3,6 +3,25 @@
 //! This is the program: one command line, one daemon in the foreground, and what asks the daemon things. What it
 //! does with pages is in the crates below it.
 
+/// As the standard library's, but nothing panics: where nobody reads on (`weir status | head -1`) nothing is lost, and what
+/// cannot be written for another reason is said at the end.
+#[cfg(not(test))]
+macro_rules! print {
+    ($($text:tt)*) => {{
+        use std::io::Write as _;
+        crate::failure::printed(write!(std::io::stdout(), $($text)*));
+    }};
+}
+
+/// Likewise.
+#[cfg(not(test))]
+macro_rules! println {
+    ($($text:tt)*) => {{
+        use std::io::Write as _;
+        crate::failure::printed(writeln!(std::io::stdout(), $($text)*));
+    }};
+}
+
 mod address;
 mod attach;
 mod backing;
@@ -40,7 +59,7 @@ static ALLOCATOR: SealedAllocator = SealedAllocator;
 
 fn main() -> ExitCode {
     let outcome = Cli::try_parse().map_err(Failure::from).and_then(run);
-    match outcome {
+    match outcome.and_then(|()| failure::all_printed()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => failure.report(),
     }

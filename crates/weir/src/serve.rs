@@ -113,6 +113,9 @@ fn check(options: &ServeOptions) -> Result<(), Failure> {
     }
     let tcp = options.nbd.iter().find(|address| matches!(address, Address::Tcp { .. }));
     match tcp {
+        Some(address) if options.swap && options.tls.is_some() => Err(Failure::Usage(format!(
+            "--swap: --nbd {address} under --tls takes memory for each record, so swap by it can freeze; accepted with --swap: --nbd unix:PATH, --ublk, --fuse FILE"
+        ))),
         Some(address) if !options.insecure && options.tls.is_none() => Err(Failure::Usage(format!(
             "--nbd {address} would carry pages in the clear; accepted: unix:PATH, --tls DIRECTORY, or --insecure for the loopback interface"
         ))),

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use weir_export::fuse;
 use weir_export::log::Log;
-use weir_export::nbd::{self, Identity, Listen, Server};
+use weir_export::nbd::{self, Identity, Listen, ListenError, ServeError, Server};
 use weir_export::share;
 use weir_volume::Volume;
 
@@ -73,8 +73,12 @@ impl Nbd {
             unsafe_no_flusher: options.unsafe_no_flusher,
             ..nbd::Config::default()
         };
-        let server =
-            Server::start(volume, &config, &listen, log).map_err(|error| Failure::Failed(chain(&error)))?;
+        let server = Server::start(volume, &config, &listen, log).map_err(|error| match error {
+            ServeError::Listen(ListenError::Exposed { .. }) => {
+                Failure::Usage(format!("--insecure: {}", chain(&error)))
+            }
+            _ => Failure::Failed(chain(&error)),
+        })?;
         Ok(Nbd(server))
     }
 }

@@ -37,6 +37,14 @@ const MISTAKES: &[(&[&str], &[&str])] = &[
         &["serve", "--store", "host:1MiB", "--nbd", "tcp:localhost:9"],
         &["--nbd", "tcp:localhost:9", "--insecure"],
     ),
+    (
+        &["serve", "--store", "host:1MiB", "--nbd", "tcp:0.0.0.0:10809", "--insecure"],
+        &["--insecure", "tcp:0.0.0.0:10809", "127.0.0.1"],
+    ),
+    (
+        &["serve", "--store", "host:1MiB", "--nbd", "tcp:127.0.0.1:9", "--tls", "/x", "--swap"],
+        &["--swap", "tcp:127.0.0.1:9", "--tls", "unix:PATH"],
+    ),
     (&["serve", "--store", "host:1MiB", "--connections", "0"], &["--connections", "0", "1..=1024"]),
     (&["serve", "--store", "host:1MiB", "--log", "loud"], &["--log", "loud", "warn, info"]),
     (&["serve", "--store", "host:1MiB", "--unsafe-no-flusher"], &["--swap"]),
@@ -99,6 +107,25 @@ fn a_mistake_in_the_configuration_is_one_line_too() {
     let absent = weir(&["serve", "--config", "/nowhere/weir.toml"]);
     assert_eq!(absent.status.code(), Some(1));
     assert!(text(&absent.stderr).contains("/nowhere/weir.toml"));
+}
+
+#[test]
+fn output_that_nobody_reads_on_is_no_error_and_a_full_disk_is() {
+    for arguments in [&["doctor"][..], &["doctor", "--json"], &["completions", "bash"], &["--help"]] {
+        let (reader, writer) = std::io::pipe().expect("a pipe");
+        drop(reader);
+        let mut command = Command::new(env!("CARGO_BIN_EXE_weir"));
+        let output = command.args(arguments).stdout(writer).output().expect("the program starts");
+        let said = text(&output.stderr);
+        assert!(matches!(output.status.code(), Some(0 | 1)) && said.is_empty(), "{arguments:?}: {said}");
+    }
+    let full = fs::OpenOptions::new().write(true).open("/dev/full").expect("it is always there");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_weir"));
+    let output =
+        command.args(["bench", "memory", "--size", "64MiB"]).stdout(full).output().expect("it starts");
+    let said = text(&output.stderr);
+    assert_eq!((output.status.code(), said.lines().count()), (Some(1), 1), "{said}");
+    assert!(said.contains("No space left"), "{said}");
 }
 
 #[test]
