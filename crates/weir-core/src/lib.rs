@@ -3,6 +3,7 @@
 //!
 //! Nothing here knows of stores, volumes or block devices.
 
+mod available;
 pub mod copy;
 mod memory;
 pub mod metrics;

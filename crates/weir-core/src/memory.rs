@@ -1,6 +1,7 @@
 //! Memory that stays where it is: mapped once, touched, locked where the system allows it, and, as a
 //! memfd, able to outlive the process that filled it.
 
+use crate::available::available;
 use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 use std::fmt;
@@ -167,18 +168,11 @@ impl fmt::Debug for Memory {
     }
 }
 
-/// Bytes that can be taken without pushing others out: `MemAvailable` of /proc/meminfo, if that can be read.
-fn available() -> Option<u64> {
-    let meminfo = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    line.trim().strip_suffix(" kB")?.parse::<u64>().ok().map(|kib| kib << 10)
-}
-
 /// Whether this process takes the place of one that had as much memory.
 static SUCCEEDS: AtomicBool = AtomicBool::new(false);
 
-/// The length to take for `bytes` bytes, if the machine has that much: populating more than there is would not fail, it
-/// would set the OOM killer on somebody else. Not for memory that is adopted: that is taken already.
+/// The length to take for `bytes` bytes, if there is that much: populating more than there is would not fail, it would set the
+/// OOM killer on somebody, in a cgroup with a limit on this process itself. Not for memory that is adopted: that is taken already.
 fn new_pages(bytes: usize) -> io::Result<usize> {
     let bytes = whole_pages(bytes)?;
     match available().filter(|_| !SUCCEEDS.load(Ordering::Relaxed)) {

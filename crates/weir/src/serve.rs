@@ -30,7 +30,11 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
     let keeper = keeper::Link::open().map_err(Failure::failed)?;
     if options.keeper && keeper.is_none() {
         let left = options.fuse.as_deref().map(fuse::Left::before);
-        let code = keeper::run(&log, file.as_deref(), options.swap).map_err(Failure::failed)?;
+        let code = keeper::run(&log, file.as_deref(), options.swap).map_err(|error| {
+            Failure::Failed(format!(
+                "--keeper: no daemon can be started: {error}; look at the limits on open files and processes"
+            ))
+        })?;
         // A daemon that dies over its own start, or is told to stop before it listens, leaves what the one before it mounted.
         if let Some(left) = left {
             left.clear();

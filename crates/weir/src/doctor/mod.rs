@@ -66,9 +66,9 @@ impl fmt::Display for Finding {
             Level::Warn => "warn",
             Level::Fail => "FAIL",
         };
-        write!(f, "{level:<5}{:<16}{}", self.id, self.seen)?;
+        write!(f, "{level:<5}{:<18}{}", self.id, self.seen)?;
         match &self.next {
-            Some(next) => write!(f, "\n{:21}-> {next}", ""),
+            Some(next) => write!(f, "\n{:23}-> {next}", ""),
             None => Ok(()),
         }
     }

@@ -1,0 +1,125 @@
+//! How much memory there is to be had without setting the OOM killer on anybody: the machine's, and the share of it that a
+//! container or a service may have.
+
+use std::fs;
+use std::path::Path;
+
+/// Bytes that can be taken without pushing others out; `None` where nobody says.
+pub(crate) fn available() -> Option<u64> {
+    of_the_machine().into_iter().chain(of_cgroups(Path::new("/"))).min()
+}
+
+/// `MemAvailable` of /proc/meminfo.
+fn of_the_machine() -> Option<u64> {
+    let meminfo = fs::read_to_string("/proc/meminfo").ok()?;
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    line.trim().strip_suffix(" kB")?.parse::<u64>().ok().map(|kib| kib << 10)
+}
+
+/// A version of cgroups: where its hierarchy is mounted, and what its files are called.
+struct Version {
+    mount: &'static str,
+    limit: &'static str,
+    used: &'static str,
+    /// Lines of `memory.stat`: files that nobody minds to lose.
+    files: [&'static str; 2],
+}
+
+const V1: Version = Version {
+    mount: "sys/fs/cgroup/memory",
+    limit: "memory.limit_in_bytes",
+    used: "memory.usage_in_bytes",
+    files: ["total_inactive_file ", "total_active_file "],
+};
+
+const V2: Version = Version {
+    mount: "sys/fs/cgroup",
+    limit: "memory.max",
+    used: "memory.current",
+    files: ["inactive_file ", "active_file "],
+};
+
+/// What is left of the limits of the groups that this process is in, the lowest.
+fn of_cgroups(root: &Path) -> Option<u64> {
+    let groups = fs::read_to_string(root.join("proc/self/cgroup")).ok()?;
+    // "4:memory:/path", or "0::/path" for version 2.
+    let group = |line: &str| {
+        let mut fields = line.splitn(3, ':').skip(1);
+        let (controllers, path) = (fields.next()?, fields.next()?);
+        let version = match controllers {
+            "" => V2,
+            names if names.split(',').any(|name| name == "memory") => V1,
+            _ => return None,
+        };
+        left(&version, &root.join(version.mount), path)
+    };
+    groups.lines().filter_map(group).min()
+}
+
+/// Of a group and those above it. In a container its path may be one of the host's, where only the uppermost is to be seen.
+fn left(version: &Version, mount: &Path, path: &str) -> Option<u64> {
+    let group = mount.join(path.trim_start_matches('/'));
+    let groups = group.ancestors().take_while(|group| group.starts_with(mount));
+    groups.filter_map(|group| left_in(version, group)).min()
+}
+
+fn left_in(version: &Version, group: &Path) -> Option<u64> {
+    let number = |file| fs::read_to_string(group.join(file)).ok()?.trim().parse::<u64>().ok();
+    // "max" is no number, and no limit.
+    let (limit, used) = (number(version.limit)?, number(version.used)?);
+    let stat = fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
+    let file = |key| stat.lines().find_map(|line| line.strip_prefix(key)?.trim().parse::<u64>().ok());
+    let files: u64 = version.files.into_iter().filter_map(file).sum();
+    Some(limit.saturating_sub(used.saturating_sub(files)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fixture(name: &str, files: &[(&str, &str)]) -> Option<u64> {
+        let root = std::env::temp_dir().join(format!("weir-available-{}-{name}", std::process::id()));
+        for (path, text) in files {
+            let path = root.join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+        let left = of_cgroups(&root);
+        let _ = fs::remove_dir_all(&root);
+        left
+    }
+
+    #[test]
+    fn the_lowest_limit_above_a_process_counts_and_files_do_not() {
+        let v2 = [
+            ("proc/self/cgroup", "0::/a/b\n"),
+            ("sys/fs/cgroup/memory.stat", "anon 5\n"),
+            ("sys/fs/cgroup/a/memory.max", "1000\n"),
+            ("sys/fs/cgroup/a/memory.current", "700\n"),
+            ("sys/fs/cgroup/a/memory.stat", "anon 500\nfile 200\ninactive_file 120\nactive_file 80\n"),
+            ("sys/fs/cgroup/a/b/memory.max", "max\n"),
+            ("sys/fs/cgroup/a/b/memory.current", "600\n"),
+        ];
+        assert_eq!(fixture("v2", &v2), Some(500));
+        let v1 = [
+            ("proc/self/cgroup", "5:cpu,cpuacct:/x\n4:memory:/x\n0::/\n"),
+            ("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n"),
+            ("sys/fs/cgroup/memory/memory.usage_in_bytes", "900\n"),
+            ("sys/fs/cgroup/memory/x/memory.limit_in_bytes", "400\n"),
+            ("sys/fs/cgroup/memory/x/memory.usage_in_bytes", "500\n"),
+        ];
+        assert_eq!(fixture("v1", &v1), Some(0), "over its limit");
+    }
+
+    #[test]
+    fn a_group_of_the_host_is_looked_for_in_what_a_container_sees() {
+        let inside = [
+            ("proc/self/cgroup", "0::/docker/1234\n"),
+            ("sys/fs/cgroup/memory.max", "300\n"),
+            ("sys/fs/cgroup/memory.current", "100\n"),
+        ];
+        assert_eq!(fixture("inside", &inside), Some(200));
+        assert_eq!(fixture("nothing", &[("proc/self/cgroup", "0::/\n")]), None);
+        assert_eq!(fixture("no-proc", &[]), None);
+    }
+}
