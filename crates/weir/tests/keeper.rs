@@ -305,6 +305,27 @@ fn a_keeper_that_cannot_start_another_daemon_now_tries_again_and_keeps_the_pages
     assert_eq!(scene.terminate(), Some(1), "and it can be told to give up");
 }
 
+/// How many threads a daemon has decides how its stores are divided.
+#[test]
+fn a_daemon_that_finds_fewer_processors_than_the_one_before_takes_its_pages_over() {
+    if thread::available_parallelism().is_ok_and(|count| count.get() < 8) {
+        println!("skipped: a daemon has as many threads on this machine's processors as on one");
+        return;
+    }
+    let scene = start("processors", &["--store", "host:8MiB"]);
+    let page = stamped(7, 1);
+    scene.connect().write(7 * PAGE as u64, &page).unwrap();
+    let keeper = rustix::process::Pid::from_child(&scene.process);
+    let all = rustix::thread::sched_getaffinity(Some(keeper)).unwrap();
+    let mut one = rustix::thread::CpuSet::new();
+    one.set((0..rustix::thread::CpuSet::MAX_CPU).find(|&cpu| all.is_set(cpu)).unwrap());
+    rustix::thread::sched_setaffinity(Some(keeper), &one).unwrap();
+    let before = scene.daemon().unwrap();
+    rustix::process::kill_process(before, rustix::process::Signal::KILL).unwrap();
+    eventually("the end of the daemon", || scene.daemon() != Some(before));
+    assert!(scene.connect().read(7 * PAGE as u64, PAGE as u32).unwrap() == page);
+}
+
 /// A program that an upgrade replaces, and a keeper that was started from it.
 struct Installed(Daemon);
 

@@ -9,6 +9,16 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// Tells a daemon that a keeper started it, and where to reach it.
 pub const ENVIRONMENT: &str = "WEIR_KEEPER_FD";
 
+/// Tells a daemon how many processors its keeper found.
+pub(super) const PROCESSORS: &str = "WEIR_KEEPER_PROCESSORS";
+
+/// Processors to plan threads for. Each thread has its share of the stores, so all daemons of one keeper go by the same number,
+/// though processors come and go.
+pub fn processors() -> usize {
+    let told = std::env::var(PROCESSORS).ok().and_then(|text| text.parse().ok());
+    told.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
+}
+
 /// The daemon's line to its keeper; clones are the same line.
 #[derive(Clone, Debug)]
 pub struct Link(Arc<Line>);

@@ -14,5 +14,5 @@ mod resident;
 mod supervise;
 mod wire;
 
-pub use link::{Held, Link};
+pub use link::{Held, Link, processors};
 pub use supervise::run;

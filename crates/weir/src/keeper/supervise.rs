@@ -1,7 +1,7 @@
 //! The keeper's side: holds, watches, starts again.
 
 use super::copy::{self, Stamp};
-use super::link::ENVIRONMENT;
+use super::link::{ENVIRONMENT, PROCESSORS, processors};
 use super::resident;
 use super::wire::{FORMAT, Kind, Message, receive, send, split};
 use crate::doctor::Machine;
@@ -68,6 +68,8 @@ struct Keeper<'a> {
     swap: bool,
     config_pages: Option<Resident>,
     signals: UnixStream,
+    /// What every daemon plans its threads for.
+    processors: usize,
 }
 
 /// Runs the daemon (this program again, with the same arguments) until it ends because it was told to, starting another
@@ -94,8 +96,16 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
     for signal in [SIGTERM, SIGINT] {
         signal_hook::low_level::pipe::register(signal, tell.try_clone()?)?;
     }
-    let mut keeper =
-        Keeper { log, kept: BTreeMap::new(), set_aside: None, config, swap, config_pages: None, signals };
+    let mut keeper = Keeper {
+        log,
+        kept: BTreeMap::new(),
+        set_aside: None,
+        config,
+        swap,
+        config_pages: None,
+        signals,
+        processors: processors(),
+    };
     open_many_files();
     let mut programs = Programs::new();
     let mut served = false;
@@ -227,6 +237,7 @@ impl Keeper<'_> {
             .arg0(arguments.next().unwrap_or_else(|| "weir".into()))
             .args(arguments)
             .env(ENVIRONMENT, theirs.as_raw_fd().to_string())
+            .env(PROCESSORS, self.processors.to_string())
             .spawn();
         if self.swap {
             let _ = swap_safety::leave_reserves();

@@ -7,7 +7,7 @@ use crate::cli::ServeOptions;
 use crate::control::Export;
 use crate::device_use;
 use crate::failure::{Failure, chain};
-use crate::keeper::{Held, Link};
+use crate::keeper::{Held, Link, processors};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -60,9 +60,8 @@ impl PreparedUblk {
         keeper: Option<(&Link, &mut Held)>,
         log: &Log,
     ) -> Result<Self, Failure> {
-        let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let config = Config {
-            queues: options.queues.unwrap_or(processors.min(QUEUES_MOST) as u16),
+            queues: options.queues.unwrap_or(processors().min(QUEUES_MOST) as u16),
             depth: options.depth,
             spin: Duration::from_micros(options.spin_us.into()),
             swap: options.swap,

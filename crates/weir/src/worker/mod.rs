@@ -11,6 +11,7 @@ mod rise;
 
 use crate::control::{Background, Moved, Progress};
 use crate::failure::Failure;
+use crate::keeper;
 use crew::Crew;
 use governor::Governor;
 use job::{Job, Wish};
@@ -23,8 +24,7 @@ const THREADS_MOST: usize = 4;
 
 /// Lanes of the volume that the worker takes: one a thread.
 pub fn lanes() -> usize {
-    let processors = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    (processors / 4).clamp(1, THREADS_MOST)
+    (keeper::processors() / 4).clamp(1, THREADS_MOST)
 }
 
 /// The worker of a daemon.
