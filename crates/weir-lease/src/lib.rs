@@ -2,7 +2,7 @@
 //!
 //! A server lends pages (of a dma-buf, a shared area, a GPU) to connections that use them in place and give them
 //! back in batches. The table remembers who holds what. Linux keeps an xarray per socket for this
-//! (`SO_DEVMEM_DONTNEED`); this table does the same at a tenth of the time, and more:
+//! (`SO_DEVMEM_DONTNEED`); this table does the same in about a tenth of the time, and more:
 //!
 //! - A [`Token`] is 32 bits and names a *slot* of its connection and the *lap* in which it was taken. The slot, 8
 //!   bytes, names the page: so 256 regions of 256 GiB each are within reach of 32 bits.

@@ -1,4 +1,4 @@
-//! The rows: what each measures, beside what, and what was promised (blueprint, performance contract).
+//! The rows: what each measures, beside what, and what was promised (SPECIFICATION.md).
 
 use super::control::{BareCopy, CopyEngine};
 use super::load::{Kind, Pages, Part, together};
