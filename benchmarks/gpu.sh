@@ -24,7 +24,7 @@
 #                        root, TORTURE says where the lab's program is (target/release/torture)
 #     queue         1    the work queue, on this machine's processors
 #     striped       0.5  deep and large loads on one GPU and over all (two or more)
-#     competing     0.7  a matrix product's speed alone and beside Weir
+#     competing     1.5  a matrix product's speed alone and beside Weir (benchmarks/competing)
 #
 # `quick` stands for calibrate, ways, give_back, coherence, memory and keeper. Each call prints how long each step took.
 set -u
@@ -176,36 +176,9 @@ striped() {
     bench striped --store "vram:?size=32GiB" --runs "$runs" --only deep --only large
 }
 
-# Matrix products for some seconds, alone and beside a store under load.
 competing() {
     python3 -c 'import torch; torch.cuda.init()' 2>/dev/null || { echo "SKIP competing: no PyTorch"; return; }
-    job() {
-        python3 - <<'PY'
-import time
-import torch
-a = torch.randn(8192, 8192, device='cuda', dtype=torch.bfloat16)
-b = torch.randn(8192, 8192, device='cuda', dtype=torch.bfloat16)
-for _ in range(20):
-    a @ b
-torch.cuda.synchronize()
-begun, count = time.time(), 0
-while time.time() - begun < 4:
-    for _ in range(10):
-        a @ b
-    torch.cuda.synchronize()
-    count += 10
-print(f'{count * 2 * 8192**3 / (time.time() - begun) / 1e12:.1f} TFLOP/s')
-PY
-    }
-    echo "alone: $(job)"
-    for ring in off auto; do
-        "$weir" bench store --store "$card?size=8GiB&ring=$ring" --hold 14 2> "$scratch/hold-$ring" &
-        local pid=$!
-        sleep 3
-        echo "beside 100 k pages/s, ring=$ring: $(job)"
-        wait "$pid"
-        tail -n 1 "$scratch/hold-$ring"
-    done
+    benchmarks/competing "$weir" --runs "$runs" --json "$out/gpu-competing.json" || failed=1
 }
 
 for step in $steps; do

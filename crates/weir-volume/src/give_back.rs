@@ -165,6 +165,31 @@ impl Lane {
         emptied
     }
 
+    /// Moves pages out of one of `parts` equal parts of such a chunk, so that several lanes can empty one chunk together. Whatever
+    /// stays is left to [`finish_give_back`](Lane::finish_give_back), which comes after all of them.
+    ///
+    /// # Errors
+    /// When a page cannot be moved, or `pace` ends the work. The chunk is as it was, less what was moved.
+    pub fn move_out(
+        &mut self,
+        store: usize,
+        chunk: u32,
+        (part, parts): (u32, u32),
+        pace: Pace<'_>,
+    ) -> Result<u32, GiveBackError> {
+        let volume = Arc::clone(self.volume());
+        let (tier, slots) = volume.find_chunk(store, chunk)?;
+        let size = (slots.end - slots.start).div_ceil(parts.max(1));
+        let start = slots.start.saturating_add(size.saturating_mul(part)).min(slots.end);
+        let slots = start..start.saturating_add(size).min(slots.end);
+        let size = volume.config.depth.max(1) as u32;
+        let mut moved = 0;
+        let mut batches = Batches { size, queued: 0, queued_in_all: 0, moved: &mut moved };
+        let outcome = self.move_slots(tier, store, slots, &mut batches, &mut Outcome::default(), pace);
+        self.submit();
+        outcome.map(|_| moved)
+    }
+
     /// Takes memory for a chunk that was given back, and uses it again. Nothing to do for one that was not.
     ///
     /// # Errors
@@ -242,12 +267,7 @@ impl Lane {
             let mut left = false;
             let mut batches = Batches { size: batch, queued: 0, queued_in_all: 0, moved: &mut moved };
             let mut outcome = Outcome::default();
-            for slot in slots.clone().map(Slot) {
-                let (occupied, started) = self.start_move(tier, store, slot, batch, &mut outcome);
-                left |= occupied;
-                batches.count(started);
-                self.end_batch(&mut batches, &mut outcome, pace, slot.0 + 1 == slots.end)?;
-            }
+            left |= self.move_slots(tier, store, slots.clone(), &mut batches, &mut outcome, pace)?;
             if left && tier.records.has_packs() {
                 let pages = self.volume().pages();
                 for page in (0..pages).map(PageNo) {
@@ -270,6 +290,26 @@ impl Lane {
                 std::thread::sleep(Duration::from_millis(1));
             }
         }
+    }
+
+    /// Moves what lies in these slots. Says whether any was in use.
+    fn move_slots(
+        &mut self,
+        tier: &Tier,
+        store: usize,
+        slots: Range<u32>,
+        batches: &mut Batches<'_>,
+        outcome: &mut Outcome,
+        pace: Pace<'_>,
+    ) -> Result<bool, GiveBackError> {
+        let (batch, mut left) = (batches.size, false);
+        for slot in slots.clone().map(Slot) {
+            let (occupied, started) = self.start_move(tier, store, slot, batch, outcome);
+            left |= occupied;
+            batches.count(started);
+            self.end_batch(batches, outcome, pace, slot.0 + 1 == slots.end)?;
+        }
+        Ok(left)
     }
 
     /// Starts to move what lies in a slot, if the map names it. Says whether the slot is in use, and whether a move was started.

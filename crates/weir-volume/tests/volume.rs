@@ -331,9 +331,16 @@ fn a_chunk_is_given_back_and_taken_again_under_load_and_no_page_changes() {
                 }
             });
         }
-        let mut worker = volume.lane().unwrap();
+        let mut workers = [volume.lane().unwrap(), volume.lane().unwrap()];
         for _ in 0..20 {
-            worker.give_back(0, 0).unwrap();
+            volume.begin_give_back(0, &[0]).unwrap();
+            std::thread::scope(|scope| {
+                for (worker, part) in workers.iter_mut().zip(0..) {
+                    scope.spawn(move || worker.move_out(0, 0, (part, 2), &mut |_| true).unwrap());
+                }
+            });
+            let [worker, _] = &mut workers;
+            worker.finish_give_back(0, 0, &mut |_| true).unwrap();
             assert_eq!(volume.status().stores[0].used, 0);
             assert!(rustix_blocks(&first) == 0, "the memory has gone back");
             worker.take(0, 0).unwrap();
@@ -350,6 +357,27 @@ fn a_chunk_is_given_back_and_taken_again_under_load_and_no_page_changes() {
 fn rustix_blocks(host: &Host) -> u64 {
     let file = std::fs::File::from(host.fd().try_clone_to_owned().unwrap());
     std::os::unix::fs::MetadataExt::blocks(&file.metadata().unwrap())
+}
+
+#[test]
+fn a_chunk_goes_in_parts_and_what_stays_goes_with_the_last() {
+    let config = Config { pages: 10, lanes: 1, depth: 4 };
+    let stores: Vec<Arc<dyn Store>> =
+        vec![Arc::new(Host::new(CHUNK).unwrap()), Arc::new(Host::new(config.slots()).unwrap())];
+    let volume = Volume::create(config, stores).unwrap();
+    write_all(&volume, 10, 1);
+    let mut lane = volume.lane().unwrap();
+    volume.begin_give_back(0, &[0]).unwrap();
+    // A store's first slots are taken first.
+    assert_eq!(lane.move_out(0, 0, (1, 2), &mut |_| true).unwrap(), 0);
+    assert_eq!(lane.move_out(0, 0, (u32::MAX, u32::MAX), &mut |_| true).unwrap(), 0, "there is no such part");
+    assert_eq!(lane.move_out(0, 0, (0, CHUNK / 4), &mut |_| true).unwrap(), 4, "a part of four slots");
+    let stopped = lane.move_out(0, 0, (0, 2), &mut |_| false);
+    assert!(matches!(stopped, Err(GiveBackError::Stopped)), "{stopped:?}");
+    assert_eq!(lane.finish_give_back(0, 0, &mut |_| true).unwrap(), 2, "a batch went before the stop");
+    for page in 0..10 {
+        assert_eq!(stamp(&read(&mut lane, page)), (page, 1));
+    }
 }
 
 #[test]

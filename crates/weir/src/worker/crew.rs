@@ -5,7 +5,7 @@ use super::pace::Pace;
 use super::rise::Rise;
 use crate::control::{Background, Moved};
 use crate::failure::{Failure, chain};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Instant;
 use weir_core::{ByteSize, PAGE_SIZE};
@@ -89,10 +89,14 @@ impl Chunk {
     }
 }
 
-/// Closed chunks that wait for a thread to empty them.
+/// Closed chunks that wait to be emptied: one after the other, each by all threads together. Whoever waits for memory gets it chunk by
+/// chunk, not as many at once as there are threads, after as much longer.
 #[derive(Debug)]
 struct List {
     chunks: Vec<Chunk>,
+    /// By chunk: how many of its parts, one a thread, are not done.
+    left: Vec<AtomicU32>,
+    /// The next part, counted over all chunks.
     next: AtomicUsize,
     job: Arc<Job>,
     threads: usize,
@@ -311,8 +315,9 @@ impl Crew {
         if job.only.is_some() {
             self.note_unasked(&chunks, true);
         }
-        let threads = self.lanes.len().min(chunks.len());
+        let threads = self.lanes.len();
         let list = Arc::new(List {
+            left: chunks.iter().map(|_| AtomicU32::new(threads as u32)).collect(),
             chunks,
             next: AtomicUsize::new(0),
             job: Arc::clone(job),
@@ -324,7 +329,7 @@ impl Crew {
             self.queues()[thread].schedule(&Arc::new(help));
         }
         self.empty(0, &list);
-        for queue in &self.queues()[1..threads.max(1)] {
+        for queue in &self.queues()[1..] {
             queue.flush();
         }
         // What no thread came to, as the daemon stops.
@@ -334,18 +339,26 @@ impl Crew {
         list.trouble.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// One thread's part: takes chunk after chunk.
+    /// One thread's share: takes part after part, and finishes the chunks of which it does the last.
     fn empty(&self, thread: usize, list: &List) {
         let mut lane = self.lane(thread);
         let mut pace = Pace::of(list.threads);
         let Reach { bytes, pages, .. } = &list.job.reach;
+        let mut moved = |moved: u32| {
+            pages.fetch_add(moved.into(), Ordering::Relaxed);
+            pace.step(moved);
+            !self.is_stopping()
+        };
         while !self.is_stopping() {
-            let Some(chunk) = list.chunks.get(list.next.fetch_add(1, Ordering::Relaxed)) else { return };
-            let emptied = lane.finish_give_back(chunk.store, chunk.chunk, &mut |moved| {
-                pages.fetch_add(moved.into(), Ordering::Relaxed);
-                pace.step(moved);
-                !self.is_stopping()
-            });
+            let next = list.next.fetch_add(1, Ordering::Relaxed);
+            let (at, part) = (next / list.threads, (next % list.threads) as u32);
+            let Some(chunk) = list.chunks.get(at) else { return };
+            // What cannot be moved is met again, and told of, when the chunk is finished.
+            let _ = lane.move_out(chunk.store, chunk.chunk, (part, list.threads as u32), &mut moved);
+            if list.left[at].fetch_sub(1, Ordering::AcqRel) > 1 || self.is_stopping() {
+                continue;
+            }
+            let emptied = lane.finish_give_back(chunk.store, chunk.chunk, &mut moved);
             match emptied {
                 Ok(_) => {
                     bytes.fetch_add(chunk.bytes(), Ordering::Relaxed);
