@@ -15,6 +15,8 @@ use weir_store::{Fault, Progress, State};
 
 /// How long giving back waits for lanes that are in the middle of something before it gives up.
 const LANES_WAIT: Duration = Duration::from_secs(10);
+/// Most batches end within microseconds: for so long it looks again at once.
+const LANES_LOOK: Duration = Duration::from_micros(20);
 
 /// Called by long work after each batch with the pages that it moved: to take its time, or, by false, to end the work.
 pub type Pace<'a> = &'a mut dyn FnMut(u32) -> bool;
@@ -412,10 +414,11 @@ impl Lane {
         let epochs = &self.volume().epochs;
         let (now, started) = (epochs.now(), Instant::now());
         while epochs.safe() <= now {
-            if started.elapsed() > LANES_WAIT {
-                return Err(GiveBackError::Busy);
+            match started.elapsed() {
+                waited if waited > LANES_WAIT => return Err(GiveBackError::Busy),
+                waited if waited > LANES_LOOK => std::thread::sleep(Duration::from_micros(50)),
+                _ => (0..32).for_each(|_| std::hint::spin_loop()),
             }
-            std::thread::sleep(Duration::from_micros(50));
         }
         Ok(())
     }

@@ -172,6 +172,7 @@ fn disk_options(options: &BenchDiskOptions) -> disk::Options {
 
 fn queue_options(options: &BenchQueueOptions) -> queue::Options {
     let &BenchQueueOptions { single, multi, producers, rounds } = options;
+    let [single, multi, producers, rounds] = [single, multi, producers, rounds].map(|number| number as usize);
     queue::Options { single, multi, producers, rounds }
 }
 

@@ -637,27 +637,27 @@ pub struct BenchDiskOptions {
 #[derive(Debug, Clone, Args)]
 pub struct BenchQueueOptions {
     /// Jobs in a round of one producer.
-    #[arg(default_value_t = 3_000_000)]
-    pub single: usize,
+    #[arg(default_value_t = 3_000_000, value_parser = clap::value_parser!(u32).range(1..))]
+    pub single: u32,
 
     /// Jobs in a round of several producers.
-    #[arg(default_value_t = 6_000_000)]
-    pub multi: usize,
+    #[arg(default_value_t = 6_000_000, value_parser = clap::value_parser!(u32).range(1..))]
+    pub multi: u32,
 
     /// Producers in such a round.
-    #[arg(default_value_t = 8)]
-    pub producers: usize,
+    #[arg(default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub producers: u32,
 
     /// Rounds; the figures are medians.
-    #[arg(default_value_t = 50)]
-    pub rounds: usize,
+    #[arg(default_value_t = 50, value_parser = clap::value_parser!(u32).range(1..))]
+    pub rounds: u32,
 }
 
 /// How many connections hold how much.
 #[derive(Debug, Clone, Args)]
 pub struct BenchLeaseOptions {
     /// Connections; may be repeated, each is a row [default: 1, 1000, 10000].
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub connections: Vec<u32>,
 
     /// References that each connection holds.
@@ -669,7 +669,7 @@ pub struct BenchLeaseOptions {
     pub region: ByteSize,
 
     /// Threads; may be repeated, each is a column [default: 1, 2].
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
     pub threads: Vec<u32>,
 
     /// Forged, stale and repeated tokens to try.

@@ -57,6 +57,8 @@ const MISTAKES: &[(&[&str], &[&str])] = &[
     (&["attach", "unix:/x", "--reconnect"], &["--device"]),
     (&["attach", "unix:/x", "--device", "/dev/sda"], &["--device", "/dev/sda", "/dev/nbd0"]),
     (&["bench", "lease", "--outstanding", "many"], &["--outstanding", "many"]),
+    (&["bench", "lease", "--connections", "0"], &["--connections", "0", "1..=1000000"]),
+    (&["bench", "queue", "1000", "1000", "100000"], &["PRODUCERS", "100000", "1..=1024"]),
     (&["bench", "memory", "--size", "64GB"], &["--size", "64GB", "512MiB"]),
     (&["detach", "/dev/sda"], &["/dev/sda", "/dev/nbd0"]),
 ];
