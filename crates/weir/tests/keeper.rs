@@ -326,6 +326,38 @@ fn a_daemon_that_finds_fewer_processors_than_the_one_before_takes_its_pages_over
     assert!(scene.connect().read(7 * PAGE as u64, PAGE as u32).unwrap() == page);
 }
 
+/// How often the threads of a process have gone to sleep.
+fn sleeps(process: u32) -> u64 {
+    let tasks = fs::read_dir(format!("/proc/{process}/task")).unwrap();
+    let of = |status: String| {
+        let line = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
+        line.unwrap().trim().parse::<u64>().unwrap()
+    };
+    tasks.map(|task| of(fs::read_to_string(task.unwrap().path().join("status")).unwrap())).sum()
+}
+
+#[test]
+fn an_idle_daemon_and_its_keeper_make_no_wake_ups() {
+    let mut scene = start("idle", &["--store", "host:8MiB", "--spin-us", "50"]);
+    assert!(scene.comes_up(Daemon::listens));
+    let mut clients = [scene.connect(), scene.connect()];
+    for client in &mut clients {
+        client.write(0, &[7; 4096]).unwrap();
+    }
+    let both = [scene.process.id(), scene.daemon().unwrap().as_raw_nonzero().get() as u32];
+    let begun = Instant::now();
+    // The start has its last steps, and each reply a last spin.
+    loop {
+        let before = both.map(sleeps);
+        thread::sleep(Duration::from_secs(2));
+        if both.map(sleeps) == before {
+            break;
+        }
+        assert!(begun.elapsed() < PATIENCE, "idle threads wake up");
+    }
+    assert_eq!(scene.terminate(), Some(0));
+}
+
 /// A program that an upgrade replaces, and a keeper that was started from it.
 struct Installed(Daemon);
 
