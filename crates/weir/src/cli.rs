@@ -303,7 +303,7 @@ pub struct AttachOptions {
     #[arg(long, requires = "device")]
     pub reconnect: bool,
 
-    /// The daemon's control socket, where it is told of the device [default: as for weir serve].
+    /// The daemon's control socket, where it is told of the device [default: the user's own daemon's, else the system's].
     #[arg(long, value_name = "PATH")]
     pub control: Option<PathBuf>,
 }
@@ -315,7 +315,7 @@ pub struct DetachOptions {
     #[arg(value_name = "/dev/nbdN")]
     pub device: PathBuf,
 
-    /// The daemon's control socket, where it is told [default: as for weir serve].
+    /// The daemon's control socket, where it is told [default: the user's own daemon's, else the system's].
     #[arg(long, value_name = "PATH")]
     pub control: Option<PathBuf>,
 }

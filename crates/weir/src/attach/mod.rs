@@ -98,7 +98,7 @@ fn remember(options: &AttachOptions, index: u32) {
         request_timeout: options.request_timeout,
         reconnect_timeout: options.reconnect_timeout,
     };
-    let path = options.control.clone().unwrap_or_else(control::default_path);
+    let path = options.control.clone().unwrap_or_else(control::find);
     if path.exists()
         && let Err(error) = control::attached(&path, attachment)
     {
@@ -121,7 +121,7 @@ pub fn detach(options: &DetachOptions) -> Result<(), Failure> {
         Failure::Failed(format!("the kernel refused to let /dev/nbd{index} go: {error}{}", advice(&error)))
     })?;
     settle(|| sectors(index) == Some(0));
-    let path = options.control.clone().unwrap_or_else(control::default_path);
+    let path = options.control.clone().unwrap_or_else(control::find);
     if path.exists() {
         // A daemon that still remembers it notices by itself that it is gone.
         let _ = control::detached(&path, index);
