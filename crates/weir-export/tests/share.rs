@@ -425,6 +425,16 @@ fn clients_killed_at_random_moments_leave_nothing_out() {
 }
 
 #[test]
+fn the_header_is_one_for_cpp_too() {
+    let header = Path::new(env!("CARGO_MANIFEST_DIR")).join("../weir-share/include/weir_share.h");
+    let flags = ["-std=c++11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", "-x", "c++"];
+    match Command::new("c++").args(flags).arg("/dev/null").arg("-include").arg(&header).status() {
+        Ok(status) => assert!(status.success()),
+        Err(error) => println!("skipped: no C++ compiler: {error}"),
+    }
+}
+
+#[test]
 fn the_client_in_c_writes_and_reads_in_place() {
     let here = Path::new(env!("CARGO_MANIFEST_DIR")).join("../weir-share");
     let program = socket("c-client").with_extension("out");

@@ -116,7 +116,7 @@ static inline int weir_share_open_window(struct weir_share *share, unsigned numb
 	if (mapped == MAP_FAILED) {
 		error = -errno;
 	} else {
-		share->window[number] = mapped;
+		share->window[number] = (const unsigned char *)mapped;
 		share->window_bytes[number] = (uint64_t)found.st_size;
 	}
 	close(fd);
@@ -132,13 +132,14 @@ static inline int weir_share_greet(struct weir_share *share, int *area)
 		char space[CMSG_SPACE((3 + WEIR_SHARE_WINDOWS_MAX) * sizeof(int))];
 	} control;
 	struct iovec part = { text, sizeof(text) };
-	struct msghdr message = { 0 };
+	struct msghdr message;
 	struct cmsghdr *header;
 	int fds[3 + WEIR_SHARE_WINDOWS_MAX], count = 0, i, error = 0;
 	ssize_t received;
 	int32_t status;
 	uint32_t version;
 
+	memset(&message, 0, sizeof(message));
 	message.msg_iov = &part;
 	message.msg_iovlen = 1;
 	message.msg_control = &control;
@@ -187,7 +188,7 @@ static inline int weir_share_greet(struct weir_share *share, int *area)
 static inline int weir_share_connect(struct weir_share *share, const char *path, uint32_t frames, uint32_t entries,
 				     uint32_t flags)
 {
-	struct sockaddr_un address = { .sun_family = AF_UNIX };
+	struct sockaddr_un address;
 	unsigned char hello[32] = "weirshar";
 	uint32_t version = WEIR_SHARE_VERSION;
 	struct stat found;
@@ -198,6 +199,8 @@ static inline int weir_share_connect(struct weir_share *share, const char *path,
 	share->socket = share->server_bell = share->client_bell = -1;
 	if (strlen(path) >= sizeof(address.sun_path))
 		return -ENAMETOOLONG;
+	memset(&address, 0, sizeof(address));
+	address.sun_family = AF_UNIX;
 	strcpy(address.sun_path, path);
 	memcpy(hello + 8, &version, 4);
 	memcpy(hello + 12, &frames, 4);
@@ -226,7 +229,7 @@ static inline int weir_share_connect(struct weir_share *share, const char *path,
 		if (mapped == MAP_FAILED)
 			error = -errno;
 		else
-			share->area = mapped;
+			share->area = (unsigned char *)mapped;
 	}
 	if (area >= 0)
 		close(area);
@@ -351,9 +354,10 @@ static inline int weir_share_wait(struct weir_share *share, struct weir_completi
 static inline int weir_share_do(struct weir_share *share, enum weir_share_op op, uint64_t page, uint32_t token,
 				struct weir_lease *lease)
 {
-	struct weir_completion done = { 0 };
+	struct weir_completion done;
 	int error = weir_share_ask(share, op, 0, page, token, 0);
 
+	memset(&done, 0, sizeof(done));
 	if (error == 0)
 		error = weir_share_submit(share);
 	if (error == 0)
