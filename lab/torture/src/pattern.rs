@@ -8,6 +8,18 @@ pub const WORDS: usize = weir_core::PAGE_SIZE / 8;
 /// One page of the tortured memory.
 pub type Page = [u64; WORDS];
 
+/// What pages hold, for a compressor.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, clap::ValueEnum)]
+pub enum Contents {
+    /// Nothing that could be made smaller.
+    #[default]
+    Noise,
+    /// Pages that become a half to a sixth of their size.
+    Small,
+    /// In turns: noise, twice what becomes smaller, and one 32-bit value all over.
+    Mixed,
+}
+
 /// Which page it is, of whom, and the how-manieth content.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Identity {
@@ -17,6 +29,8 @@ pub struct Identity {
     pub number: u64,
     /// Counts a page's contents from 1.
     pub generation: u64,
+    /// The kind of pages that the run writes.
+    pub contents: Contents,
 }
 
 /// What was found in place of the page that was written.
@@ -46,7 +60,7 @@ impl fmt::Display for Mismatch {
         match self {
             Mismatch::Zeros => write!(f, "all zeros"),
             Mismatch::Stale { generation } => write!(f, "stale, generation {generation}"),
-            Mismatch::Misplaced { found: Identity { writer, number, generation } } => {
+            Mismatch::Misplaced { found: Identity { writer, number, generation, .. } } => {
                 write!(f, "page {number} of writer {writer:#x}, generation {generation}")
             }
             Mismatch::Damaged { word } => write!(f, "damaged from byte {}", word * 8),
@@ -54,8 +68,8 @@ impl fmt::Display for Mismatch {
     }
 }
 
-/// Writes the one content that belongs to `identity`: three words that name it, then a body that a
-/// compressor gains nothing from.
+/// Writes the one content that belongs to `identity`: three words that name it, then a body that follows from them. A page of one
+/// value has no room for a name; the value follows from it.
 pub fn fill(page: &mut Page, identity: Identity) {
     for (word, value) in page.iter_mut().zip(words(identity)) {
         *word = value;
@@ -77,7 +91,7 @@ fn diagnose(page: &Page, wanted: Identity, word: usize) -> Mismatch {
     if page.iter().all(|&word| word == 0) {
         return Mismatch::Zeros;
     }
-    let found = Identity { writer: page[0], number: page[1], generation: page[2] };
+    let found = Identity { writer: page[0], number: page[1], generation: page[2], ..wanted };
     if page.iter().zip(words(found)).any(|(&found, wanted)| found != wanted) {
         return Mismatch::Damaged { word };
     }
@@ -89,9 +103,21 @@ fn diagnose(page: &Page, wanted: Identity, word: usize) -> Mismatch {
 
 /// The words of a page's content.
 fn words(identity: Identity) -> impl Iterator<Item = u64> {
-    let Identity { writer, number, generation } = identity;
-    let mut body = Random(mix(writer ^ mix(number ^ mix(generation))));
-    [writer, number, generation].into_iter().chain(std::iter::repeat_with(move || body.draw()))
+    let Identity { writer, number, generation, contents } = identity;
+    let seed = mix(writer ^ mix(number ^ mix(generation)));
+    // One word in so many is drawn, the others are all the same; 0: no word is.
+    let drawn = match (contents, number % 4) {
+        (Contents::Mixed, 3) => 0,
+        (Contents::Noise, _) | (Contents::Mixed, 0) => 1,
+        (Contents::Small | Contents::Mixed, _) => 4 << (mix(number) % 3),
+    };
+    let same = if drawn == 0 { (seed >> 32) | (seed >> 32 << 32) } else { seed };
+    let (name, mut body) = ([writer, number, generation], Random(seed));
+    (0..WORDS).map(move |at| match name.get(at) {
+        Some(word) if drawn > 0 => *word,
+        _ if drawn > 0 && at % drawn == 0 => body.draw(),
+        _ => same,
+    })
 }
 
 /// The finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
@@ -134,7 +160,7 @@ mod tests {
         page
     }
 
-    const WANTED: Identity = Identity { writer: 7, number: 3, generation: 2 };
+    const WANTED: Identity = Identity { writer: 7, number: 3, generation: 2, contents: Contents::Noise };
 
     #[test]
     fn a_page_as_written_passes() {
@@ -153,6 +179,34 @@ mod tests {
         let mut torn = page(WANTED);
         torn[256..].copy_from_slice(&page(older)[256..]);
         assert_eq!(check(&torn, WANTED), Err(Mismatch::Damaged { word: 256 }));
+    }
+
+    #[test]
+    fn pages_of_every_kind_differ_from_each_other_and_from_their_own_past() {
+        for contents in [Contents::Noise, Contents::Small, Contents::Mixed] {
+            let mut seen = std::collections::HashSet::new();
+            for number in 0..200 {
+                for generation in 1..4 {
+                    let identity = Identity { number, generation, contents, ..WANTED };
+                    let page = page(identity);
+                    assert_eq!(check(&page, identity), Ok(()));
+                    assert!(seen.insert(page), "{identity:?} is like another");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn mixed_pages_are_a_quarter_of_one_value_and_half_of_them_repeat_themselves() {
+        let distinct = |number| {
+            let page = page(Identity { number, contents: Contents::Mixed, ..WANTED });
+            page.iter().collect::<std::collections::HashSet<_>>().len()
+        };
+        assert_eq!(distinct(3), 1);
+        assert_eq!(distinct(0), WORDS);
+        for number in [1, 2, 5, 6] {
+            assert!(distinct(number) <= WORDS / 4 + 4, "page {number}");
+        }
     }
 
     proptest! {

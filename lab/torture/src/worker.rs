@@ -1,7 +1,7 @@
 //! One process of the torture: writes its pages in one order, reads them back in others, rewrites some, and
 //! reads all of them a last time.
 
-use crate::pattern::{self, Identity, Page, Random, WORDS, mix};
+use crate::pattern::{self, Contents, Identity, Page, Random, WORDS, mix};
 use std::time::{Duration, Instant};
 
 /// Mismatches that are described; the others are only counted.
@@ -16,6 +16,8 @@ pub struct Work {
     pub process: u64,
     /// Pages that it touches.
     pub pages: usize,
+    /// What they hold.
+    pub contents: Contents,
     /// Rounds of reading everything back go on for at least this long; the last one always finishes.
     pub at_least: Duration,
 }
@@ -60,7 +62,7 @@ impl Tally {
 pub fn run(work: Work, mut complain: impl FnMut(&str)) -> Tally {
     let writer = mix(work.seed ^ mix(work.process));
     let mut random = Random(writer);
-    let mut memory = Memory::new(writer, work.pages);
+    let mut memory = Memory::new(writer, work);
     let started = Instant::now();
     for number in random.order(work.pages) {
         memory.write(number as usize);
@@ -82,6 +84,7 @@ pub fn run(work: Work, mut complain: impl FnMut(&str)) -> Tally {
 /// The tortured pages, and what each should hold.
 struct Memory {
     writer: u64,
+    contents: Contents,
     /// Holds the pages from `first` on. Zeroed by the kernel on paper only: a page gets memory when the torture's order
     /// comes to it. (A vector of page-aligned elements would be zeroed by hand.)
     words: Vec<u64>,
@@ -92,11 +95,12 @@ struct Memory {
 }
 
 impl Memory {
-    fn new(writer: u64, count: usize) -> Self {
+    fn new(writer: u64, Work { pages: count, contents, .. }: Work) -> Self {
         let words = vec![0; (count + 1) * WORDS];
         let first = words.as_ptr().align_offset(weir_core::PAGE_SIZE);
         Memory {
             writer,
+            contents,
             words,
             first,
             generations: vec![0; count],
@@ -112,7 +116,7 @@ impl Memory {
 
     fn identity(&self, number: usize) -> Identity {
         let generation = u64::from(self.generations[number]);
-        Identity { writer: self.writer, number: number as u64, generation }
+        Identity { writer: self.writer, number: number as u64, generation, contents: self.contents }
     }
 
     fn write(&mut self, number: usize) {
@@ -147,7 +151,8 @@ impl Memory {
 mod tests {
     use super::*;
 
-    const WORK: Work = Work { seed: 1, process: 0, pages: 300, at_least: Duration::ZERO };
+    const WORK: Work =
+        Work { seed: 1, process: 0, pages: 300, contents: Contents::Noise, at_least: Duration::ZERO };
 
     #[test]
     fn every_page_is_written_and_read_back() {
@@ -164,7 +169,7 @@ mod tests {
 
     #[test]
     fn a_page_changed_behind_its_back_is_counted_and_described() {
-        let mut memory = Memory::new(9, 4);
+        let mut memory = Memory::new(9, Work { pages: 4, ..WORK });
         (0..4).for_each(|number| memory.write(number));
         memory.page(2)[100] ^= 1;
         let mut said = Vec::new();

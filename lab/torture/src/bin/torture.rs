@@ -11,6 +11,7 @@ use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_torture::cgroup::Cgroup;
+use weir_torture::pattern::Contents;
 use weir_torture::swap;
 use weir_torture::worker::{self, Tally, Work};
 
@@ -30,6 +31,9 @@ struct Options {
     /// Processes that share the work
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..=1024))]
     processes: u64,
+    /// What pages hold
+    #[arg(long, value_enum, default_value_t)]
+    contents: Contents,
     /// Everything random follows from it
     #[arg(long, default_value_t = 1)]
     seed: u64,
@@ -69,6 +73,7 @@ fn work(options: &Options, process: &str, entrance: &str) -> io::Result<()> {
         seed: options.seed,
         process: process.parse().map_err(io::Error::other)?,
         pages: (options.size.0 / options.processes) as usize / PAGE_SIZE,
+        contents: options.contents,
         at_least: Duration::from_secs(options.seconds),
     };
     let tally = worker::run(work, |line| eprintln!("torture: process {process}: {line}"));
