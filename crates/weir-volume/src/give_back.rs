@@ -14,7 +14,7 @@ use weir_core::{ByteSize, PAGE_SIZE, PageNo, Slot};
 use weir_store::{Fault, Progress, State};
 
 /// How long giving back waits for lanes that are in the middle of something before it gives up.
-const LANES_WAIT: Duration = Duration::from_secs(10);
+pub(crate) const LANES_WAIT: Duration = Duration::from_secs(10);
 /// Most batches end within microseconds: for so long it looks again at once.
 const LANES_LOOK: Duration = Duration::from_micros(20);
 

@@ -30,6 +30,8 @@
 
 mod batch;
 mod chunks;
+#[cfg_attr(loom, allow(dead_code))]
+mod compact;
 mod compress;
 mod entry;
 #[cfg_attr(loom, allow(dead_code))]
@@ -50,6 +52,7 @@ mod sync;
 
 pub use batch::Batch;
 pub use chunks::{ChunkCounts, ChunkState, ChunkStatus};
+pub use compact::{Compacted, Sparse};
 pub use compress::Compression;
 pub use give_back::{GiveBackError, MovedUp, Pace};
 pub use lane::{Guard, Lane, View};
@@ -154,6 +157,8 @@ pub struct Volume {
     lending: AtomicBool,
     /// How its lanes compress, if they do.
     compression: OnceLock<Compression>,
+    /// Whom to tell that pages have left packs.
+    when_left: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
 
 /// A store and its records.
@@ -208,6 +213,7 @@ impl Volume {
             lanes,
             lending: AtomicBool::new(false),
             compression: OnceLock::new(),
+            when_left: OnceLock::new(),
         })
     }
 

@@ -44,16 +44,29 @@ pub(crate) fn find(pack: &PageBytes, page: PageNo) -> Option<(Compression, &[u8]
     None
 }
 
+/// The pages of a pack, in order.
+pub(crate) fn members(pack: &PageBytes) -> impl Iterator<Item = PageNo> {
+    let places = pack[HEAD..].chunks_exact(PLACE).take(usize::from(pack[1]).min(MEMBERS_MAX));
+    places.map(|place| PageNo(u32::from_le_bytes(place[..4].try_into().expect("4 of 6 bytes"))))
+}
+
+/// What a pack's pages are compressed by.
+pub(crate) fn compression(pack: &PageBytes) -> Option<Compression> {
+    Compression::of_code(pack[0])
+}
+
 /// A pack that is being filled.
 pub(crate) struct OpenPack {
     bytes: Box<Page>,
     pages: usize,
     start: usize,
+    /// It had no room for one more.
+    full: bool,
 }
 
 impl OpenPack {
     pub fn new() -> Self {
-        OpenPack { bytes: Box::new(Page::zeroed()), pages: 0, start: PAGE_SIZE }
+        OpenPack { bytes: Box::new(Page::zeroed()), pages: 0, start: PAGE_SIZE, full: false }
     }
 
     pub fn pages(&self) -> usize {
@@ -67,10 +80,27 @@ impl OpenPack {
     /// Whether `length` bytes of `page` can be added.
     pub fn takes(&self, compression: Compression, page: PageNo, length: usize) -> bool {
         self.pages == 0
-            || self.pages < MEMBERS_MAX
-                && HEAD + (self.pages + 1) * PLACE + length <= self.start
+            || self.has_room(length)
                 && self.bytes[0] == compression.code()
                 && find(&self.bytes, page).is_none()
+    }
+
+    fn has_room(&self, length: usize) -> bool {
+        self.pages < MEMBERS_MAX && HEAD + (self.pages + 1) * PLACE + length <= self.start
+    }
+
+    /// Notes that `length` bytes were to be added and were not.
+    pub fn refuse(&mut self, length: usize) {
+        self.full |= !self.has_room(length);
+    }
+
+    /// For how many pages like these it has room: for those in it, where one more was refused.
+    pub fn room(&self) -> usize {
+        if self.full || self.pages == 0 {
+            return self.pages;
+        }
+        let each = (PAGE_SIZE - self.start).div_ceil(self.pages) + PLACE;
+        ((PAGE_SIZE - HEAD) / each).clamp(self.pages, MEMBERS_MAX)
     }
 
     /// Adds a page that it [`takes`](OpenPack::takes), of [`MEMBER_MAX`] bytes at most.
@@ -87,7 +117,7 @@ impl OpenPack {
 
     /// Begins anew.
     pub fn clear(&mut self) {
-        (self.pages, self.start, self.bytes[1]) = (0, PAGE_SIZE, 0);
+        (self.pages, self.start, self.full, self.bytes[1]) = (0, PAGE_SIZE, false, 0);
     }
 }
 
@@ -114,6 +144,9 @@ mod tests {
                     prop_assert!(added.insert(*page, bytes).is_none(), "a page is in a pack once");
                 }
                 prop_assert_eq!(pack.pages(), added.len());
+                prop_assert!(super::members(pack.bytes()).all(|page| added.contains_key(&page.0)));
+                prop_assert_eq!(super::members(pack.bytes()).count(), added.len());
+                prop_assert!((added.len()..=MEMBERS_MAX).contains(&pack.room()));
                 for page in 0..100 {
                     let found = find(pack.bytes(), PageNo(page));
                     prop_assert_eq!(found, added.get(&page).map(|bytes| (compression, &bytes[..])));
@@ -127,7 +160,22 @@ mod tests {
         fn rubbish_is_searched_without_harm(bytes in prop::collection::vec(any::<u8>(), PAGE_SIZE), page: u32) {
             let bytes: PageBytes = bytes.try_into().unwrap();
             let _ = find(&bytes, PageNo(page));
+            assert!(members(&bytes).count() <= MEMBERS_MAX);
         }
+    }
+
+    #[test]
+    fn room_is_for_pages_of_the_same_size_until_one_is_refused() {
+        let mut pack = OpenPack::new();
+        pack.add(Compression::Lz4, PageNo(0), &[1; 1000]);
+        assert_eq!(pack.room(), 4);
+        pack.refuse(1000);
+        assert_eq!(pack.room(), 4);
+        pack.refuse(4000);
+        assert_eq!(pack.room(), 1);
+        pack.clear();
+        pack.add(Compression::Lz4, PageNo(0), &[1; 10]);
+        assert_eq!(pack.room(), MEMBERS_MAX);
     }
 
     #[test]

@@ -11,8 +11,8 @@
 //! +---+--------------------------------------------- +
 //! ```
 //!
-//! The last [`PACK_COUNTS`] numbers of a page name none, but a [pack](crate::pack) with so many pages in it that the map
-//! names; the last of them to go frees the slot.
+//! The last [`PACKS`] numbers of a page name none, but a [pack](crate::pack): how many pages it has room for, and how many of
+//! those in it the map names; the last of them to go frees the slot.
 //!
 //! The records are the free list as well: a slot is claimed by a compare-and-exchange on its record, and a retired
 //! slot carries its epoch in it. That costs no memory besides, leaves nothing to rebuild but counts after a crash, and
@@ -27,10 +27,15 @@ use weir_core::{Checksum, Memory, PageNo, Slot};
 
 /// Slots that are counted together: 4 MiB of pages, 8 KiB of records.
 pub(crate) const EXTENT_SLOTS: u32 = 1024;
-/// Pages that a record can name, which bounds a volume to 8 TiB less 1 MiB.
-pub(crate) const PAGES_MAX: u32 = (1 << 31) - PACK_COUNTS;
+/// Pages that a record can name, which bounds a volume to 8 TiB less 32 MiB.
+pub(crate) const PAGES_MAX: u32 = (1 << 31) - PACKS;
+/// What a record can say of a pack: room and count.
+const PACKS: u32 = 64 * PACK_COUNTS;
 /// How many pages of a pack a record can count, and none of them.
-const PACK_COUNTS: u32 = 256;
+const PACK_COUNTS: u32 = 128;
+/// What a pack counts besides its pages until they have all been published, so that it is whole until then, and that nobody takes it
+/// for one that is there.
+const UNPUBLISHED: u32 = 64;
 /// One page in a record's count of them.
 const ONE_PAGE: u64 = 1 << 32;
 
@@ -47,10 +52,23 @@ pub(crate) struct Occupant {
 }
 
 impl Occupant {
-    /// A pack of which the map names `pages` pages.
-    pub fn pack(pages: u32, checksum: Checksum) -> Self {
-        debug_assert!(pages < PACK_COUNTS);
-        Occupant { page: PageNo(PAGES_MAX + pages), checksum }
+    /// A pack of which the map names `pages` pages, and that has room for `room` such.
+    pub fn pack(pages: u32, room: u32, checksum: Checksum) -> Self {
+        debug_assert!(pages < PACK_COUNTS && room < PACKS / PACK_COUNTS);
+        Occupant { page: PageNo(PAGES_MAX + room * PACK_COUNTS + pages), checksum }
+    }
+
+    /// A pack of `pages` pages that the map is about to name; see [`Records::published`].
+    pub fn unpublished_pack(pages: u32, room: u32, checksum: Checksum) -> Self {
+        Self::pack(pages + UNPUBLISHED, room, checksum)
+    }
+
+    /// How many of a pack's pages the map names, and for how many there is room; `None` for what is no pack, or not yet published.
+    #[inline]
+    pub fn fill(self) -> Option<(u32, u32)> {
+        let of_pack = self.page.0.checked_sub(PAGES_MAX)?;
+        let (room, pages) = (of_pack / PACK_COUNTS, of_pack % PACK_COUNTS);
+        (pages < UNPUBLISHED).then_some((pages, room.max(pages)))
     }
 
     /// Whether it is a pack.
@@ -286,7 +304,7 @@ impl Records {
     #[inline]
     pub fn retire(&self, slot: Slot, epoch: impl FnOnce() -> u64) -> Retired {
         let pack = self.has_packs() && self.occupant(slot).is_some_and(Occupant::is_pack);
-        if pack && self.leave_pack(slot) > 0 {
+        if pack && self.leave_pack(slot, 1) > 0 {
             return Retired { freed: false, pack };
         }
         if let Some(lent) = self.lent.get()
@@ -299,6 +317,16 @@ impl Records {
         Retired { freed: true, pack }
     }
 
+    /// Ends the publication of a pack: from here on it has the pages that the map names. Says whether it had none any more, and is
+    /// free.
+    pub fn published(&self, slot: Slot, epoch: impl FnOnce() -> u64) -> bool {
+        let gone = self.leave_pack(slot, UNPUBLISHED) == 0;
+        if gone {
+            self.free_slot(slot, epoch());
+        }
+        gone
+    }
+
     /// Frees a slot that the map does not name, whatever it was claimed for.
     #[inline]
     pub fn free_slot(&self, slot: Slot, epoch: u64) {
@@ -307,16 +335,13 @@ impl Records {
         self.record(slot).store(epoch, Ordering::Release);
     }
 
-    /// Counts one page of a pack less, and says how many are left.
-    fn leave_pack(&self, slot: Slot) -> u32 {
-        let was = self.record(slot).fetch_sub(ONE_PAGE, Ordering::SeqCst);
-        let pages = ((was >> 32) as u32 & PAGE_MASK).wrapping_sub(PAGES_MAX);
-        assert!(
-            was & IN_USE != 0 && (1..PACK_COUNTS).contains(&pages),
-            "slot {} holds no page of a pack",
-            slot.0
-        );
-        pages - 1
+    /// Counts `by` pages of a pack less, and says how many are left.
+    fn leave_pack(&self, slot: Slot, by: u32) -> u32 {
+        let was = self.record(slot).fetch_sub(u64::from(by) * ONE_PAGE, Ordering::SeqCst);
+        let of_pack = ((was >> 32) as u32 & PAGE_MASK).checked_sub(PAGES_MAX);
+        let pages = of_pack.map_or(0, |of_pack| of_pack % PACK_COUNTS);
+        assert!(was & IN_USE != 0 && pages >= by, "slot {} holds no page of a pack", slot.0);
+        pages - by
     }
 
     /// Begins to count anew how many pages of each pack the map names. Nobody else may be using the records.
@@ -326,7 +351,8 @@ impl Records {
                 && occupant.is_pack()
             {
                 self.begin_packs();
-                self.fill_in(slot, Occupant::pack(0, occupant.checksum));
+                let room = (occupant.page.0 - PAGES_MAX) / PACK_COUNTS;
+                self.fill_in(slot, Occupant::pack(0, room, occupant.checksum));
             }
         }
     }
@@ -335,11 +361,11 @@ impl Records {
     pub fn names(&self, slot: Slot, page: PageNo) -> bool {
         match self.occupant(slot) {
             Some(occupant) if occupant.is_pack() => {
-                let room = occupant.page.0 - PAGES_MAX < MEMBERS_MAX as u32;
-                if room {
+                let more = occupant.fill().is_some_and(|(pages, _)| pages < MEMBERS_MAX as u32);
+                if more {
                     self.record(slot).fetch_add(ONE_PAGE, Ordering::Relaxed);
                 }
-                room
+                more
             }
             Some(occupant) => occupant.page == page,
             None => false,
@@ -446,22 +472,39 @@ mod tests {
         records.begin_packs();
         let mut cursor = records.cursor(0, 1);
         let slot = records.claim(&mut cursor, PageNo(5), 1).unwrap();
-        records.fill_in(slot, Occupant::pack(3, Checksum(9)));
+        records.fill_in(slot, Occupant::pack(3, 5, Checksum(9)));
         let kept = Retired { freed: false, pack: true };
         assert_eq!([0, 0].map(|_| records.retire(slot, || panic!("not yet"))), [kept, kept]);
-        assert_eq!(records.occupant(slot), Some(Occupant::pack(1, Checksum(9))));
+        assert_eq!(records.occupant(slot), Some(Occupant::pack(1, 5, Checksum(9))));
         assert_eq!(records.retire(slot, || 7), Retired { freed: true, pack: true });
         assert!(!records.try_claim(slot, PageNo(0), 7) && records.try_claim(slot, PageNo(0), 8));
+    }
+
+    #[test]
+    fn a_pack_says_how_full_it_is_once_it_is_published_and_never_before() {
+        let records = Records::new(2, 0).unwrap();
+        records.begin_packs();
+        let mut cursor = records.cursor(0, 1);
+        for (pages, room, left) in [(3, 9, 0), (32, 32, 32), (2, 3, 1)] {
+            let slot = records.claim(&mut cursor, PageNo(5), 1).unwrap();
+            records.fill_in(slot, Occupant::unpublished_pack(pages, room, Checksum(9)));
+            (left..pages).for_each(|_| assert!(!records.retire(slot, || panic!("not yet")).freed));
+            assert_eq!(records.occupant(slot).unwrap().fill(), None);
+            assert_eq!(records.published(slot, || 0), left == 0);
+            let found = records.occupant(slot).and_then(Occupant::fill);
+            assert_eq!(found, (left > 0).then_some((left, room)));
+        }
+        assert_eq!(Occupant { page: PageNo(PAGES_MAX - 1), checksum: Checksum(0) }.fill(), None);
     }
 
     #[test]
     fn pages_of_a_pack_are_counted_anew_by_what_the_map_says() {
         let records = Records::new(1, 0).unwrap();
         let slot = records.claim(&mut records.cursor(0, 1), PageNo(5), 1).unwrap();
-        records.fill_in(slot, Occupant::pack(9, Checksum(9)));
+        records.fill_in(slot, Occupant::unpublished_pack(9, 10, Checksum(9)));
         records.forget_pack_pages();
         assert!(records.has_packs() && records.names(slot, PageNo(1)) && records.names(slot, PageNo(2)));
-        assert_eq!(records.occupant(slot), Some(Occupant::pack(2, Checksum(9))));
+        assert_eq!(records.occupant(slot), Some(Occupant::pack(2, 10, Checksum(9))));
     }
 
     proptest! {

@@ -31,6 +31,8 @@ pub(crate) struct LaneMetrics {
     /// Pages that a worker moved out of chunks that were given back, and up again afterwards.
     pub moved_out: Counter,
     pub moved_up: Counter,
+    /// Pages that it moved out of packs that were no longer full.
+    pub compacted: Counter,
     pub read_latencies: Latencies,
     pub write_latencies: Latencies,
 }
@@ -68,6 +70,8 @@ pub struct VolumeStatus {
     pub moved_out: u64,
     /// Pages moved up again into faster stores that had room.
     pub moved_up: u64,
+    /// Pages moved together that were left in packs which others had left.
+    pub compacted: u64,
     /// Latency of reads, sampled.
     pub read_latencies: Distribution,
     /// Latency of writes, sampled.
@@ -135,6 +139,7 @@ impl Volume {
             waits: sum(|lane| &lane.waits),
             moved_out: sum(|lane| &lane.moved_out),
             moved_up: sum(|lane| &lane.moved_up),
+            compacted: sum(|lane| &lane.compacted),
             read_latencies: distribution(|lane| &lane.read_latencies),
             write_latencies: distribution(|lane| &lane.write_latencies),
             stores: stores.collect(),

@@ -12,6 +12,7 @@ mod view;
 
 pub(crate) use claim::HINTS;
 pub(crate) use located::Located;
+pub(crate) use packing::OPENED_MAX;
 pub use view::{Guard, View};
 
 use crate::batch::Batch;

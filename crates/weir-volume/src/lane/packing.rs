@@ -7,15 +7,15 @@
 //! The operations that wait in a pack are linked: the first leads, and its number is the ticket of the pack's write.
 
 use super::count::count;
-use super::{Lane, Located, Work};
+use super::{Lane, Located, Part, Work};
 use crate::Volume;
 use crate::compress::{Codec, WORST};
 use crate::entry::{Entry, Place};
-use crate::pack::{self, MEMBER_MAX, OpenPack};
+use crate::pack::{self, MEMBER_MAX, MEMBERS_MAX, OpenPack};
 use crate::records::Occupant;
 use std::io;
 use weir_core::{Checksum, PAGE_SIZE, PageBytes, PageNo, Slot, uniform_value};
-use weir_store::{Done, Fault, Progress};
+use weir_store::{Done, Fault, Progress, Ticket};
 
 /// A lane's memory for it.
 pub(super) struct Packing {
@@ -27,7 +27,18 @@ pub(super) struct Packing {
     /// A page's compressed bytes, at the front.
     small: Box<[u8; WORST]>,
     page: Box<PageBytes>,
+    /// Pages that have left packs since the volume was last told.
+    left: u32,
+    /// What [`Lane::open_up`] found.
+    found: Vec<(PageNo, Slot)>,
 }
+
+/// Pages that leave packs between two times that a lane says so.
+const TELL_EVERY: u32 = 128;
+/// Packs that a lane opens up at a time, at most.
+pub(crate) const OPENED_MAX: usize = 32;
+/// In the place of a page's number, where a whole pack is read.
+pub(super) const EVERY_MEMBER: PageNo = PageNo(u32::MAX);
 
 /// An operation's place in a pack.
 #[derive(Clone, Copy)]
@@ -62,7 +73,17 @@ impl Packing {
         // Packs of a daemon before may be by another algorithm.
         let codec = Codec::new(volume.compression(), true)?;
         let (small, page) = (Box::new([0; WORST]), Box::new([0; PAGE_SIZE]));
-        Ok(Some(Box::new(Packing { codec, open: OpenPack::new(), first: 0, last: 0, small, page })))
+        let found = Vec::with_capacity(OPENED_MAX * MEMBERS_MAX);
+        Ok(Some(Box::new(Packing {
+            codec,
+            open: OpenPack::new(),
+            first: 0,
+            last: 0,
+            small,
+            page,
+            left: 0,
+            found,
+        })))
     }
 
     /// Whether it compresses, or only expands what a daemon before had compressed.
@@ -165,8 +186,11 @@ impl Lane {
     fn join(&mut self, op: u32, page: PageNo, length: usize) -> Packed {
         let Some(packing) = &mut self.packing else { return Packed::Not };
         let Some(compression) = packing.codec.compression() else { return Packed::Not };
-        if !packing.open.takes(compression, page, length) && !self.close_pack() {
-            return Packed::Full;
+        if !packing.open.takes(compression, page, length) {
+            packing.open.refuse(length);
+            if !self.close_pack() {
+                return Packed::Full;
+            }
         }
         let Some(packing) = &mut self.packing else { return Packed::Not };
         if packing.open.pages() == 0 {
@@ -230,9 +254,8 @@ impl Lane {
     fn send_pack(&mut self, first: u32, pages: usize, store: usize, slot: Slot) -> bool {
         let Some(packing) = &self.packing else { return true };
         let records = &self.volume.tiers[store].records;
-        // One more than there are pages: the pack is whole until all of them have been published.
-        let checksum = pack::checksum(packing.open.bytes());
-        records.fill_in(slot, Occupant::pack(pages as u32 + 1, checksum));
+        let (room, checksum) = (packing.open.room() as u32, pack::checksum(packing.open.bytes()));
+        records.fill_in(slot, Occupant::unpublished_pack(pages as u32, room, checksum));
         match self.stores[store].lane.write(first, slot, packing.open.bytes()) {
             Progress::Full => {
                 records.free_slot(slot, 0);
@@ -318,8 +341,8 @@ impl Lane {
             }
         }
         if result.is_ok() {
-            let retired = self.volume.tiers[store].records.retire(slot, || self.volume.epochs.now());
-            self.metrics().unpacks.add(u64::from(retired.freed));
+            let gone = self.volume.tiers[store].records.published(slot, || self.volume.epochs.now());
+            self.metrics().unpacks.add(u64::from(gone));
         }
     }
 
@@ -330,5 +353,77 @@ impl Lane {
             Progress::Queued => {}
             Progress::Full => self.stalled.push(op),
         }
+    }
+
+    /// A page has left a pack: every so often the volume is told, for whoever brings the others together.
+    #[cold]
+    pub(super) fn left_pack(&mut self) {
+        let Some(packing) = &mut self.packing else { return };
+        packing.left += 1;
+        if packing.left >= TELL_EVERY {
+            packing.left = 0;
+            self.volume.packs_are_left();
+        }
+    }
+
+    /// Reads the pack in a slot, if one is there, and adds those of its pages that still lie there to [`opened`](Lane::opened). Packs by
+    /// another algorithm have none.
+    pub(crate) fn open_up(&mut self, ticket: Ticket, store: usize, slot: Slot) -> Progress {
+        self.enter();
+        let (Some(&part), Some(&op)) = (self.idle_parts.last(), self.idle_ops.last()) else {
+            return Progress::Full;
+        };
+        // What is published after this lane was pinned stays as it is until the pin ends.
+        let occupant = self.volume.tiers[store].records.occupant(slot);
+        let Some(occupant) = occupant.filter(|it| it.fill().is_some()) else { return Progress::Done(Ok(())) };
+        let here = Place::Stored { store, slot };
+        let from = Located {
+            page: EVERY_MEMBER,
+            entry: Entry::new(here, 0),
+            checksum: Some(occupant.checksum),
+            packed: true,
+        };
+        self.idle_parts.pop();
+        let state = &mut self.parts[part as usize];
+        (state.offset, state.len, state.moving) = (0, 0, Some(here));
+        self.start(ticket, None, Work::Part { part, from, to: None });
+        match self.stores[store].lane.read(op, slot, &mut self.parts[part as usize].base) {
+            Progress::Done(result) => {
+                let progress = self.advance_part(op, Some(result));
+                self.end(op);
+                progress
+            }
+            Progress::Queued => {
+                self.under_way += 1;
+                self.ops[op as usize].found = self.looking.begin();
+                Progress::Queued
+            }
+            Progress::Full => {
+                self.end(op);
+                Progress::Full
+            }
+        }
+    }
+
+    /// Notes which pages of the pack in a part's base lie there.
+    pub(super) fn note_members(&mut self, part: u32) {
+        let Lane { packing: Some(packing), parts, volume, .. } = self else { return };
+        let Part { base, moving, .. } = &parts[part as usize];
+        let Some(Place::Stored { slot, .. }) = *moving else { return };
+        if pack::compression(base) != packing.codec.compression() {
+            return;
+        }
+        let there =
+            |page: &PageNo| page.0 < volume.pages() && Some(volume.map.load(*page).place()) == *moving;
+        for page in pack::members(base).filter(there) {
+            if packing.found.len() < packing.found.capacity() {
+                packing.found.push((page, slot));
+            }
+        }
+    }
+
+    /// One of the pages that [`open_up`](Lane::open_up) found, the last first, and where.
+    pub(crate) fn opened(&mut self) -> Option<(PageNo, Slot)> {
+        self.packing.as_mut()?.found.pop()
     }
 }

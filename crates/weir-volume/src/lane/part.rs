@@ -2,7 +2,7 @@
 
 use super::count::count;
 use super::located::Located;
-use super::packing::Packed;
+use super::packing::{EVERY_MEMBER, Packed};
 use super::publish::Written;
 use super::{Lane, Work, fill};
 use crate::entry::{Entry, Place};
@@ -114,6 +114,10 @@ impl Lane {
                 (Some(Ok(())), None) => {
                     if let Err(fault) = from.verify(&self.parts[part as usize].base) {
                         return Progress::Done(Err(fault));
+                    }
+                    if from.page == EVERY_MEMBER {
+                        self.note_members(part);
+                        return Progress::Done(Ok(()));
                     }
                     if self.packing.is_some() {
                         match self.pack_part(op, part, &from) {

@@ -105,6 +105,9 @@ impl Lane {
                 if retired.freed {
                     self.stores[store].hints.push(slot);
                 }
+                if retired.pack {
+                    self.left_pack();
+                }
             }
             Place::Fill(_) => count(&metrics.unfilled),
             Place::Empty | Place::Lost => {}

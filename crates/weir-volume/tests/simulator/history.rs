@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use weir_core::{ByteSize, Memory, PAGE_SIZE, PageBytes, PageNo};
 use weir_store::{Done, Fault, Injected, Progress, Sim, SimUrl, Store};
-use weir_volume::{ChunkState, Compression, Config, GiveBackError, Kept, Lane, View, Volume};
+use weir_volume::{ChunkState, Compression, Config, GiveBackError, Kept, Lane, Sparse, View, Volume};
 
 /// Slots of a simulated chunk: an extent of the volume's records, the least that can be given back.
 const CHUNK_SLOTS: u32 = 1024;
@@ -34,6 +34,8 @@ pub struct Tally {
     stopped: u64,
     moved_up: u64,
     taken: u64,
+    compacted: u64,
+    torn_compactions: u64,
     destroyed: u64,
     lost_reads: u64,
     /// Pages that lay in packs at the end, and the slots they took.
@@ -63,6 +65,8 @@ impl Tally {
         self.stopped += other.stopped;
         self.moved_up += other.moved_up;
         self.taken += other.taken;
+        self.compacted += other.compacted;
+        self.torn_compactions += other.torn_compactions;
         self.destroyed += other.destroyed;
         self.lost_reads += other.lost_reads;
         self.packed += other.packed;
@@ -71,7 +75,7 @@ impl Tally {
     }
 
     /// Everything that some history must have had.
-    pub fn events(&self) -> [(&'static str, u64); 22] {
+    pub fn events(&self) -> [(&'static str, u64); 24] {
         [
             ("a read", self.reads),
             ("a write", self.writes),
@@ -91,6 +95,8 @@ impl Tally {
             ("giving back that was stopped midway", self.stopped),
             ("a page brought up", self.moved_up),
             ("a chunk taken again", self.taken),
+            ("a page brought together with others", self.compacted),
+            ("a crash in the middle of that", self.torn_compactions),
             ("a record destroyed", self.destroyed),
             ("a destroyed page read", self.lost_reads),
             ("a page in a pack", self.packed),
@@ -276,7 +282,8 @@ impl History {
             660..690 => self.zero(at, page),
             690..740 => self.view(at, page),
             740..860 => self.poll(at),
-            860..960 => self.players[at].lane.submit(),
+            860..950 => self.players[at].lane.submit(),
+            950..960 => self.compact(),
             960..975 => self.rest(at),
             975..984 => self.give_back(),
             984..992 => self.take(),
@@ -573,6 +580,44 @@ impl History {
             self.interfere();
         }
         self.worker = Some(worker);
+    }
+
+    /// The worker empties packs while the others go on; sometimes the daemon dies while pages are on their way.
+    fn compact(&mut self) {
+        self.rest_all();
+        let store = self.chance.within(0, self.stores.len() as u32) as usize;
+        let sparse = Sparse::up_to(self.chance.pick(&[4, 8, 11, 16]));
+        let mut left = if self.chance.one_in(4) { self.chance.within(0, 3) } else { u32::MAX };
+        let mut worker = self.worker.take().expect("nobody else has it");
+        let mut next = 0;
+        loop {
+            let done = worker.compact(store, &mut next, sparse, &mut |fault| {
+                match fault {
+                    // Where a store is full to the last slot pages stay where they are.
+                    Some(Fault::Full) => {}
+                    Some(fault) => self.tally.fault(fault),
+                    None => self.interfere(),
+                }
+                left = left.saturating_sub(u32::from(fault.is_none()));
+                left > 0 || self.tally.crashes >= 3
+            });
+            match done {
+                Ok(done) => {
+                    self.tally.compacted += u64::from(done.pages);
+                    if !done.more {
+                        self.worker = Some(worker);
+                        return;
+                    }
+                }
+                Err(GiveBackError::Stopped) => {
+                    self.tally.torn_compactions += 1;
+                    self.worker = Some(worker);
+                    self.crash();
+                    return;
+                }
+                Err(other) => panic!("emptying packs of store {store}: {other}"),
+            }
+        }
     }
 
     /// A store dies with all it holds. Only where another is left, with room for everything.

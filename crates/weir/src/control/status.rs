@@ -123,6 +123,9 @@ pub struct Background {
     pub moved_out: u64,
     /// Pages moved up again since.
     pub moved_up: u64,
+    /// Compressed pages moved together whose neighbours had gone.
+    #[serde(default)]
+    pub compacted: u64,
     /// Threads that do it.
     pub threads: u64,
     /// Items that their queues ran.
@@ -278,11 +281,13 @@ impl From<&weir_volume::StoreStatus> for Store {
 
 impl fmt::Display for Background {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Background { moved_out, moved_up, threads, items, batches, longest_batch, wakes, .. } = self;
+        let Background {
+            moved_out, moved_up, compacted, threads, items, batches, longest_batch, wakes, ..
+        } = self;
         let rate = |bytes: u64| format!("{:.1} GB/s", bytes as f64 / 1e9);
         writeln!(
             f,
-            "memory    {} given back ({} last), {} taken ({} last); pages moved: {moved_out} out, {moved_up} up",
+            "memory    {} given back ({} last), {} taken ({} last); pages moved: {moved_out} out, {moved_up} up, {compacted} together",
             ByteSize(self.given_back_bytes),
             rate(self.give_back_bytes_per_s),
             ByteSize(self.taken_bytes),

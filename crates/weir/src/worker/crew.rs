@@ -1,5 +1,6 @@
 //! The threads that empty chunks, and how they share the work.
 
+use super::gather::Gather;
 use super::job::{Job, Reach, Wish};
 use super::pace::Pace;
 use super::rise::Rise;
@@ -25,6 +26,7 @@ pub struct Crew {
     /// By store: whether its memory is given back when somebody asks.
     lends: Box<[bool]>,
     rise: Arc<Rise>,
+    gather: Arc<Gather>,
     stopping: AtomicBool,
     given_back: Total,
     taken: Total,
@@ -142,11 +144,13 @@ impl Crew {
             lanes,
             lends: lends.into(),
             rise: Rise::new(Weak::clone(crew)),
+            gather: Gather::new(Weak::clone(crew)),
             stopping: AtomicBool::new(false),
             given_back: Total::default(),
             taken: Total::default(),
         });
         crew.queues.set(queues).expect("set once");
+        crew.gather.begin(&crew);
         Ok(crew)
     }
 
@@ -173,6 +177,15 @@ impl Crew {
         self.lanes[thread].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Stores have more room than before: what went below for want of it may come up.
+    pub fn room_was_made(&self) {
+        let stores = self.volume.status().stores;
+        let below = stores.iter().skip(1).any(|store| store.used > 0);
+        if below && stores.iter().rev().skip(1).any(|store| store.used < store.slots) {
+            self.rise.begin(self);
+        }
+    }
+
     fn queues(&self) -> &[Queue] {
         self.queues.get().expect("set before anyone has a crew")
     }
@@ -191,6 +204,7 @@ impl Crew {
         Background {
             moved_out: volume.moved_out,
             moved_up: volume.moved_up,
+            compacted: volume.compacted,
             given_back_bytes: read(&self.given_back.bytes),
             give_back_bytes_per_s: read(&self.given_back.bytes_per_s),
             taken_bytes: read(&self.taken.bytes),

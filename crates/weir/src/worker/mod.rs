@@ -1,9 +1,10 @@
-//! Work beside the I/O path: memory given back to its owner, taken again, and pages brought back up.
+//! Work beside the I/O path: memory given back to its owner, taken again, pages brought back up, and shared slots filled again.
 //!
 //! One queue takes the jobs, so they never run side by side; the threads of a few others help it to empty chunks. All of them sleep
 //! until there is something to do. Each has a lane of the volume. The governor asks them to keep a card's owner well served.
 
 mod crew;
+mod gather;
 mod governor;
 mod job;
 mod pace;

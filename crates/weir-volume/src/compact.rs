@@ -1,0 +1,234 @@
+//! Bringing pages together again whose packs others have left.
+//!
+//! A pack's slot is free when the last of its pages has gone. Where pages are replaced in no order, packs grow sparse, and hold slots
+//! for little. So the emptiest are emptied: their pages go into new packs, as compressed as they are, and are published one by one,
+//! like any page that moves. Readers and writers go on; a page that is written meanwhile is simply no longer there.
+//!
+//! A volume never needs this to keep its promise (see ARCHITECTURE.md), so it is done when it pays: a slot for each two that are emptied,
+//! at worst. It takes no memory, and where a store is full no more of its slots than one at a time.
+
+use crate::entry::Place;
+use crate::lane::OPENED_MAX;
+use crate::{GiveBackError, Lane, Volume};
+use std::sync::Arc;
+use std::time::Instant;
+use weir_core::Slot;
+use weir_store::{Fault, Progress};
+
+/// Which packs are to be emptied: those as sparse as this, or more.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Sparse {
+    /// In parts of [`WHOLE`].
+    fill_most: u32,
+}
+
+impl Sparse {
+    /// Packs that are full to so many sixteenths, or less; what [`Volume::sparse`] would choose is known better.
+    pub fn up_to(sixteenths: u32) -> Self {
+        Sparse { fill_most: sixteenths.min(WHOLE) }
+    }
+}
+
+/// What emptying packs came to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Compacted {
+    /// Pages moved.
+    pub pages: u32,
+    /// Whether there are slots left to look at.
+    pub more: bool,
+}
+
+/// A pack that is full, in parts.
+const WHOLE: u32 = 16;
+/// Packs that are fuller stay: to empty them would move many pages for little.
+const FILL_MOST: u32 = 11;
+/// Slots wasted that are worth beginning for.
+const WASTE_LEAST: u64 = 32;
+/// Of so many slots with packs one may be wasted, and where the store has little room one of the second number.
+const WASTE_ONE_IN: (u64, u64) = (4, 8);
+/// A store has little room where one slot of so many is free.
+const ROOM_ONE_IN: u32 = 16;
+/// Slots that one step looks at, at most.
+const SEARCH: u32 = 1 << 16;
+
+/// How full a pack is, in parts; `None` for what is none.
+fn fill(occupant: Option<crate::records::Occupant>) -> Option<u32> {
+    let (pages, room) = occupant?.fill()?;
+    (pages > 0).then(|| (pages * WHOLE).div_ceil(room))
+}
+
+impl Volume {
+    /// Has `told` called, by whatever lane, every now and then while pages leave packs. Once; not on another's behalf.
+    pub fn when_packs_are_left(&self, told: Box<dyn Fn() + Send + Sync>) {
+        let _ = self.when_left.set(told);
+    }
+
+    pub(crate) fn packs_are_left(&self) {
+        if let Some(told) = self.when_left.get() {
+            told();
+        }
+    }
+
+    /// Pages that have left packs so far, but for those that were brought together, and packs that there are.
+    pub fn packs_left(&self) -> (u64, u64) {
+        let sum = |count: fn(&crate::status::LaneMetrics) -> u64| -> u64 {
+            self.lanes.iter().fold(0, |sum, seat| sum.wrapping_add(count(&seat.metrics)))
+        };
+        (
+            sum(|lane| lane.unpacked.get()).wrapping_sub(sum(|lane| lane.compacted.get())),
+            sum(|lane| lane.packs.get()).wrapping_sub(sum(|lane| lane.unpacks.get())),
+        )
+    }
+
+    /// Which packs of a store are worth emptying, if too many slots are wasted. Looks at every record.
+    pub fn sparse(&self, store: usize) -> Option<Sparse> {
+        let tier = self.tiers.get(store).filter(|tier| tier.records.has_packs())?;
+        self.compression()?;
+        let mut packs = [0u64; WHOLE as usize + 1];
+        for slot in (0..tier.records.slots()).map(Slot) {
+            if let Some(fill) = fill(tier.records.occupant(slot)) {
+                packs[fill as usize] += 1;
+            }
+        }
+        let little_room = tier.records.open_free() < tier.records.slots() / ROOM_ONE_IN;
+        let one_in = if little_room { WASTE_ONE_IN.1 } else { WASTE_ONE_IN.0 };
+        sparse(&packs, one_in)
+    }
+}
+
+/// Chooses by the number of packs of each fill. Those just full enough to stay are wasted by half of what may be.
+fn sparse(packs: &[u64], one_in: u64) -> Option<Sparse> {
+    let total: u64 = packs.iter().sum();
+    let wasted = |(fill, count): (usize, &u64)| count * (u64::from(WHOLE) - fill as u64);
+    // In parts of a slot: what is wasted, and what is left of that once packs up to some fill have gone.
+    let waste: u64 = packs.iter().enumerate().map(wasted).sum();
+    let whole = u64::from(WHOLE);
+    if waste * one_in < total * whole {
+        return None;
+    }
+    let mut left = waste;
+    for (fill_most, count) in packs.iter().enumerate().take(FILL_MOST as usize + 1) {
+        left -= wasted((fill_most, count));
+        if left * 2 * one_in <= total * whole || fill_most == FILL_MOST as usize {
+            return (waste - left >= WASTE_LEAST * whole).then_some(Sparse { fill_most: fill_most as u32 });
+        }
+    }
+    None
+}
+
+impl Lane {
+    /// Empties packs of store `store` that are `sparse`: a batch's worth, from slot `*next` on (0 at first). Tells `watch` of each page
+    /// that could not be moved, and once of nothing, while pages are on their way: by false it ends the work there and then.
+    ///
+    /// # Errors
+    /// When it was stopped, or a store has not answered for long. Every page is where it was, or where it was to go.
+    pub fn compact(
+        &mut self,
+        store: usize,
+        next: &mut u32,
+        sparse: Sparse,
+        watch: &mut dyn FnMut(Option<Fault>) -> bool,
+    ) -> Result<Compacted, GiveBackError> {
+        let volume = Arc::clone(self.volume());
+        let Some(tier) = volume.tiers.get(store) else { return Ok(Compacted { pages: 0, more: false }) };
+        // Slots are free after a batch, not before: where there are few, a new pack or two at a time.
+        let room =
+            volume.tiers[..=store].iter().map(|tier| tier.records.open_free()).fold(0, u32::saturating_add);
+        let batch = (room / 2).clamp(2, OPENED_MAX as u32);
+        let (mut found, mut looked, mut pages) = (0, 0, 0);
+        while found < batch && looked < SEARCH && *next < tier.records.slots() {
+            let slot = Slot(*next);
+            *next += 1;
+            looked += 1;
+            if fill(tier.records.occupant(slot)).is_none_or(|fill| fill > sparse.fill_most) {
+                continue;
+            }
+            found += 1;
+            if self.in_flight() == 0 {
+                self.plan(batch as usize, batch as usize);
+            }
+            self.try_until_taken(watch, &mut 0, &mut |lane| lane.open_up(slot.0, store, slot));
+        }
+        self.settle_watched(watch, &mut 0)?;
+        // Of two packs that others have left meanwhile nothing may be left to bring together.
+        while let Some((page, slot)) = self.opened() {
+            let here = Place::Stored { store, slot };
+            self.try_until_taken(watch, &mut pages, &mut |lane| lane.move_page(page.0, page, here));
+        }
+        if found > 0 && !watch(None) {
+            return Err(GiveBackError::Stopped);
+        }
+        let settled = self.settle_watched(watch, &mut pages);
+        self.submit();
+        self.metrics().compacted.add(u64::from(pages));
+        settled?;
+        Ok(Compacted { pages, more: *next < tier.records.slots() })
+    }
+
+    fn try_until_taken(
+        &mut self,
+        watch: &mut dyn FnMut(Option<Fault>) -> bool,
+        done: &mut u32,
+        attempt: &mut dyn FnMut(&mut Lane) -> Progress,
+    ) {
+        loop {
+            match attempt(self) {
+                Progress::Done(result) => note(result, watch, done),
+                Progress::Queued => {}
+                Progress::Full => {
+                    self.submit();
+                    self.poll(&mut |ended| note(ended.result, watch, done));
+                    continue;
+                }
+            }
+            return;
+        }
+    }
+
+    fn settle_watched(
+        &mut self,
+        watch: &mut dyn FnMut(Option<Fault>) -> bool,
+        done: &mut u32,
+    ) -> Result<(), GiveBackError> {
+        let started = Instant::now();
+        while self.in_flight() > 0 {
+            self.submit();
+            self.poll(&mut |ended| note(ended.result, watch, done));
+            if started.elapsed() > crate::give_back::LANES_WAIT {
+                return Err(GiveBackError::Busy);
+            }
+            std::hint::spin_loop();
+        }
+        Ok(())
+    }
+}
+
+fn note(result: Result<(), Fault>, watch: &mut dyn FnMut(Option<Fault>) -> bool, done: &mut u32) {
+    match result {
+        Ok(()) => *done += 1,
+        Err(fault) => {
+            watch(Some(fault));
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_emptiest_go_as_far_as_it_takes_and_none_that_are_nearly_full() {
+        let of = |counts: &[(usize, u64)]| {
+            let mut packs = [0; WHOLE as usize + 1];
+            counts.iter().for_each(|&(fill, count)| packs[fill] = count);
+            sparse(&packs, WASTE_ONE_IN.0).map(|it| it.fill_most)
+        };
+        assert_eq!(of(&[(16, 1000)]), None, "all are full");
+        assert_eq!(of(&[(8, 100), (16, 1000)]), None, "a twentieth is wasted");
+        assert_eq!(of(&[(1, 20)]), None, "not worth beginning for");
+        assert_eq!(of(&[(4, 500), (8, 100), (16, 1000)]), Some(4), "those suffice");
+        assert_eq!(of(&[(4, 100), (8, 500), (16, 500)]), Some(8));
+        assert_eq!(of(&[(12, 1000)]), None, "moving three pages for the room of one is not worth it");
+        assert_eq!(of(&[(11, 1000)]), Some(FILL_MOST));
+    }
+}

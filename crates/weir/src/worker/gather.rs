@@ -1,0 +1,130 @@
+//! Bringing together again what is left in shared slots that other pages have left: a little at a time, and only when lanes have said that
+//! pages left.
+
+use super::crew::Crew;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::{Duration, Instant};
+use weir_queue::{Item, Work, has_item};
+use weir_volume::{GiveBackError, Sparse, Volume};
+
+/// The volume is in use where it moves more pages a second.
+const IDLE_PAGES_PER_S: f64 = 5000.0;
+/// How long one turn moves pages, and how long it rests where the volume is in use: a tenth of one processor.
+const TURN: Duration = Duration::from_millis(2);
+const REST: Duration = Duration::from_millis(20);
+/// Pages that must have left since the last look, at least; and one for so many shared slots.
+const LEFT_LEAST: u64 = 256;
+const LEFT_ONE_IN: u64 = 8;
+
+/// The job that schedules itself until nothing is worth gathering any more.
+#[derive(Debug)]
+pub struct Gather {
+    item: Item<Gather>,
+    crew: Weak<Crew>,
+    at: Mutex<Place>,
+}
+
+/// How far it has come.
+#[derive(Debug, Default)]
+struct Place {
+    sweep: Option<Sweep>,
+    /// Whether there was a sweep since the last look.
+    swept: bool,
+    /// Pages that had left at the last look; `None`: there was none.
+    left: Option<u64>,
+    operations: u64,
+}
+
+/// One way through a store's slots.
+#[derive(Clone, Copy, Debug)]
+struct Sweep {
+    store: usize,
+    slot: u32,
+    sparse: Sparse,
+}
+
+has_item!(Gather, item);
+
+impl Work for Gather {
+    type Pointer = Arc<Gather>;
+
+    fn run(this: Arc<Gather>) {
+        let Some(crew) = this.crew.upgrade() else { return };
+        if this.turn(&crew) && !crew.is_stopping() {
+            crew.queue().schedule(&this);
+        }
+    }
+}
+
+impl Gather {
+    pub fn new(crew: Weak<Crew>) -> Arc<Self> {
+        Arc::new(Gather { item: Item::new(), crew, at: Mutex::default() })
+    }
+
+    /// Has `crew` do it from now on: at once, for what a daemon before has left, and whenever lanes say that pages left.
+    pub fn begin(self: &Arc<Self>, crew: &Crew) {
+        if crew.volume().compression().is_none() {
+            return;
+        }
+        let this = Arc::clone(self);
+        crew.volume().when_packs_are_left(Box::new(move || {
+            if let Some(crew) = this.crew.upgrade() {
+                crew.queue().schedule(&this);
+            }
+        }));
+        crew.queue().schedule(self);
+    }
+
+    /// One turn; whether there is more to do.
+    fn turn(&self, crew: &Crew) -> bool {
+        let mut at = self.at.lock().unwrap_or_else(PoisonError::into_inner);
+        let volume = crew.volume();
+        let began = Instant::now();
+        if at.sweep.is_none() {
+            let (left, packs) = volume.packs_left();
+            let enough = LEFT_LEAST.max(packs / LEFT_ONE_IN);
+            if at.left.is_some_and(|before| left.wrapping_sub(before) < enough) {
+                return false;
+            }
+            at.left = Some(left);
+            at.sweep = sweep_from(volume, 0);
+            at.swept = at.sweep.is_some();
+            at.operations = volume.operations();
+        }
+        let mut lane = crew.lane(0);
+        while let Some(Sweep { store, mut slot, sparse }) = at.sweep {
+            // A page that cannot be read stays where it is, and says so to whoever reads it.
+            let mut watch = |_| !crew.is_stopping();
+            let more = match lane.compact(store, &mut slot, sparse, &mut watch) {
+                Ok(done) => done.more,
+                Err(GiveBackError::Stopped) => return false,
+                Err(_) => false,
+            };
+            at.sweep = if more { Some(Sweep { store, slot, sparse }) } else { sweep_from(volume, store + 1) };
+            if began.elapsed() >= TURN {
+                break;
+            }
+        }
+        drop(lane);
+        if at.sweep.is_none() {
+            if std::mem::take(&mut at.swept) {
+                crew.room_was_made();
+            }
+            return false;
+        }
+        let operations = volume.operations();
+        let rate = operations.wrapping_sub(at.operations) as f64 / began.elapsed().as_secs_f64().max(1e-3);
+        drop(at);
+        if rate > IDLE_PAGES_PER_S {
+            std::thread::sleep(REST);
+        }
+        self.at.lock().unwrap_or_else(PoisonError::into_inner).operations = volume.operations();
+        true
+    }
+}
+
+/// The first store from this one on that wastes too much.
+fn sweep_from(volume: &Volume, first: usize) -> Option<Sweep> {
+    (first..volume.stores().count())
+        .find_map(|store| Some(Sweep { store, slot: 0, sparse: volume.sparse(store)? }))
+}

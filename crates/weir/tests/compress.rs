@@ -1,0 +1,85 @@
+//! A daemon that compresses: what is left in shared slots comes together again by itself, and at rest nobody wakes.
+
+mod common;
+
+use common::{Daemon, PATIENCE};
+use std::thread;
+use std::time::{Duration, Instant};
+
+const PAGE: usize = 4096;
+/// Pages in one request: the daemon sees them together, as a kernel sends what it swaps out.
+const RUN: u64 = 32;
+const PAGES: u64 = 6144;
+
+/// A page of which about an eighth is noise, or all.
+fn stamped(page: u64, round: u64, noisy: bool) -> Vec<u8> {
+    let mut state = page << 20 | round;
+    let words = (0..PAGE / 8).map(|at| {
+        if noisy || at % 8 == 0 {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            state ^ state >> 29
+        } else {
+            round
+        }
+    });
+    words.flat_map(u64::to_le_bytes).collect()
+}
+
+#[test]
+fn what_others_have_left_comes_together_and_up_while_clients_use_it_and_then_nobody_wakes() {
+    let flags = ["--store", "host:8MiB", "--store", "host:40MiB", "--size", "24MiB", "--compress", "lz4"];
+    let scene = Daemon::spawn("gather", &flags, Daemon::with_nbd);
+    let mut client = scene.connect();
+    for first in (0..PAGES).step_by(RUN as usize) {
+        let bytes: Vec<u8> = (first..first + RUN).flat_map(|page| stamped(page, 1, false)).collect();
+        client.write(first * PAGE as u64, &bytes).unwrap();
+    }
+    let status = scene.status();
+    let ratio = |status: &serde_json::Value| status["volume"]["compress"]["ratio"].as_f64().unwrap();
+    assert!(ratio(&status) > 3.5, "{}", status["volume"]);
+    // The device is three times its first store, and all of it lies there.
+    assert_eq!(status["stores"][1]["slots_used"], 0, "{}", status["stores"]);
+
+    // In no order, each by itself, so that most shared slots keep a page or none.
+    let changed = |page: u64| !page.is_multiple_of(3);
+    for page in (0..PAGES).map(|at| at * 1237 % PAGES).filter(|page| changed(*page)) {
+        client.write(page * PAGE as u64, &stamped(page, 2, true)).unwrap();
+    }
+    let begun = Instant::now();
+    let together = |status: &serde_json::Value| status["background"]["compacted"].as_u64().unwrap();
+    let gathered = loop {
+        let status = scene.status();
+        let (packed, packs) =
+            (&status["volume"]["compress"]["packed"], &status["volume"]["compress"]["packs"]);
+        let fill = packed.as_u64().unwrap() as f64 / packs.as_u64().unwrap() as f64;
+        if together(&status) > 500 && fill > 2.5 {
+            break status;
+        }
+        assert!(begun.elapsed() < PATIENCE, "{}: {}", status["volume"], status["background"]);
+        thread::sleep(Duration::from_millis(20));
+    };
+    for page in 0..PAGES {
+        let expected = if changed(page) { stamped(page, 2, true) } else { stamped(page, 1, false) };
+        let found = client.read(page * PAGE as u64, PAGE as u32).unwrap();
+        assert!(found == expected, "page {page}");
+    }
+    assert_eq!(gathered["protection"]["io_allocations"], 0);
+
+    // What is left to do is done, and then nothing is.
+    let begun = Instant::now();
+    let worker = || {
+        let status = scene.status();
+        ["wakes", "items", "compacted", "moved_up"].map(|what| status["background"][what].as_u64().unwrap())
+    };
+    let mut before = worker();
+    loop {
+        thread::sleep(Duration::from_secs(1));
+        let now = worker();
+        if now == before {
+            break;
+        }
+        assert!(begun.elapsed() < PATIENCE, "the worker does not come to rest: {before:?}, {now:?}");
+        before = now;
+    }
+    assert_eq!(worker(), before, "at rest");
+}
