@@ -9,10 +9,12 @@
 
 use crate::entry::Place;
 use crate::lane::OPENED_MAX;
+use crate::status::LaneMetrics;
 use crate::{GiveBackError, Lane, Volume};
 use std::sync::Arc;
 use std::time::Instant;
 use weir_core::Slot;
+use weir_core::metrics::Counter;
 use weir_store::{Fault, Progress};
 
 /// Which packs are to be emptied: those as sparse as this, or more.
@@ -48,6 +50,9 @@ const WASTE_LEAST: u64 = 32;
 const WASTE_ONE_IN: (u64, u64) = (4, 8);
 /// A store has little room where one slot of so many is free.
 const ROOM_ONE_IN: u32 = 16;
+/// Pages that must have left since the last look, at least; and one for so many packs.
+const LEFT_LEAST: u64 = 256;
+const LEFT_ONE_IN: u64 = 8;
 /// Slots that one step looks at, at most.
 const SEARCH: u32 = 1 << 16;
 
@@ -69,15 +74,21 @@ impl Volume {
         }
     }
 
-    /// Pages that have left packs so far, but for those that were brought together, and packs that there are.
-    pub fn packs_left(&self) -> (u64, u64) {
-        let sum = |count: fn(&crate::status::LaneMetrics) -> u64| -> u64 {
-            self.lanes.iter().fold(0, |sum, seat| sum.wrapping_add(count(&seat.metrics)))
+    /// Whether so many pages have left packs since the last look that another is worth it; then that is now. `*looked` is the caller's, none
+    /// at first.
+    pub fn packs_were_left(&self, looked: &mut Option<u64>) -> bool {
+        let sum = |count: fn(&LaneMetrics) -> &Counter| -> u64 {
+            self.lanes.iter().fold(0, |sum, seat| sum.wrapping_add(count(&seat.metrics).get()))
         };
-        (
-            sum(|lane| lane.unpacked.get()).wrapping_sub(sum(|lane| lane.compacted.get())),
-            sum(|lane| lane.packs.get()).wrapping_sub(sum(|lane| lane.unpacks.get())),
-        )
+        let packs = sum(|lane| &lane.packs).wrapping_sub(sum(|lane| &lane.unpacks));
+        // Those that were brought together have left too, but that is no reason to look again.
+        let left = sum(|lane| &lane.unpacked).wrapping_sub(sum(|lane| &lane.compacted));
+        let enough = LEFT_LEAST.max(packs / LEFT_ONE_IN);
+        if looked.is_some_and(|before| left.wrapping_sub(before) < enough) {
+            return false;
+        }
+        *looked = Some(left);
+        true
     }
 
     /// Which packs of a store are worth emptying, if too many slots are wasted. Looks at every record.

@@ -246,7 +246,7 @@ fn a_store_that_is_full_needs_no_room_to_make_room() {
 }
 
 /// What may happen to a volume, on one page or a few in a row.
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 enum Event {
     Write {
         first: u32,

@@ -64,6 +64,12 @@ pub fn check(options: &OnOptions, machine: &Machine) -> Result<Plan, Failure> {
     let (size, size_why) = size(options, machine, || cards::all(machine))?;
     let mut notes = Vec::new();
     let (backing, backing_file) = backing(options, size, &free_bytes, &mut notes)?;
+    if options.compress.is_some() && backing.is_empty() {
+        notes.push(
+            "--compress gains nothing here: the device is as large as what the store holds of pages that do not shrink; a --backing PATH?size=SIZE makes it larger"
+                .to_owned(),
+        );
+    }
     let others = swaps::all().map_err(|error| {
         Failure::Failed(format!("this kernel has no swap: /proc/swaps: {error}; use one with CONFIG_SWAP"))
     })?;

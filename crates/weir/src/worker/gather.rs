@@ -12,9 +12,6 @@ const IDLE_PAGES_PER_S: f64 = 5000.0;
 /// How long one turn moves pages, and how long it rests where the volume is in use: a tenth of one processor.
 const TURN: Duration = Duration::from_millis(2);
 const REST: Duration = Duration::from_millis(20);
-/// Pages that must have left since the last look, at least; and one for so many shared slots.
-const LEFT_LEAST: u64 = 256;
-const LEFT_ONE_IN: u64 = 8;
 
 /// The job that schedules itself until nothing is worth gathering any more.
 #[derive(Debug)]
@@ -30,8 +27,8 @@ struct Place {
     sweep: Option<Sweep>,
     /// Whether there was a sweep since the last look.
     swept: bool,
-    /// Pages that had left at the last look; `None`: there was none.
-    left: Option<u64>,
+    /// When it last looked, in pages that had left.
+    looked: Option<u64>,
     operations: u64,
 }
 
@@ -81,12 +78,9 @@ impl Gather {
         let volume = crew.volume();
         let began = Instant::now();
         if at.sweep.is_none() {
-            let (left, packs) = volume.packs_left();
-            let enough = LEFT_LEAST.max(packs / LEFT_ONE_IN);
-            if at.left.is_some_and(|before| left.wrapping_sub(before) < enough) {
+            if !volume.packs_were_left(&mut at.looked) {
                 return false;
             }
-            at.left = Some(left);
             at.sweep = sweep_from(volume, 0);
             at.swept = at.sweep.is_some();
             at.operations = volume.operations();
