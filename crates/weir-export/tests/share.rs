@@ -337,6 +337,24 @@ fn a_client_that_breaks_the_rings_is_cut_off_and_holds_nothing_afterwards() {
     eventually("the return of everything", || server.stats().out() == 0);
 }
 
+#[test]
+fn a_client_that_does_not_read_its_completions_costs_no_processor() {
+    let server = server("deaf", 1, 64);
+    let mut raw = Raw::connect(server.path());
+    for tag in 0..12 {
+        raw.push(Submission { op: Op::Read, tag, page: 0, token: 0, count: 0 });
+        // The ring is full of completions after 8; what comes then waits.
+        eventually("the look at it", || tag >= 8 || server.stats().taken() > u64::from(tag));
+    }
+    let sleeps = server.stats().sleeps();
+    eventually("the sleeps of a server that waits for room", || server.stats().sleeps() > sleeps + 20);
+    let area = raw.area.as_ref().unwrap();
+    area.read(Ring::Completions).store(8, std::sync::atomic::Ordering::SeqCst);
+    eventually("the rest", || {
+        area.written(Ring::Completions).load(std::sync::atomic::Ordering::SeqCst) == 12
+    });
+}
+
 /// Not a test of its own: the client that [`clients_killed_at_random_moments_leave_nothing_out`] kills.
 #[test]
 fn client_to_be_killed() {

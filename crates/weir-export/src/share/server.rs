@@ -27,6 +27,8 @@ use super::session::{Desk, Session, Violation};
 use super::stats::{Stats, add};
 use crate::log::{Level, Log};
 
+/// How soon a client that left no room, or a volume that had none, is looked at again.
+const STALL: Duration = Duration::from_millis(1);
 /// How long a client may take to say its first word.
 const GREETING: Duration = Duration::from_secs(2);
 /// Requests that may wait for slow stores, over all clients.
@@ -362,16 +364,20 @@ impl Porter {
         sessions().for_each(|session| session.set_asleep(true));
         // A client rings if it finds the flag after it has submitted: one of the two sees the other.
         fence(Ordering::SeqCst);
-        if !sessions().any(|session| session.has_work()) {
+        if !sessions().any(|session| session.has_work() && !session.is_stalled()) {
+            let stalled = sessions().any(|session| session.has_work()).then_some(STALL);
+            let greeting = (self.greetings > 0).then_some(GREETING);
             add(&self.desk.stats.sleeps, 1);
             let mut stores = self.lane.wake_fds();
             let fds: [BorrowedFd<'_>; 1 + STORES] = std::array::from_fn(|at| {
                 if at == 0 { None } else { stores.next() }.unwrap_or(self.epoll.as_fd())
             });
             let mut fds = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
-            let greeting = Timespec { tv_sec: GREETING.as_secs() as i64, tv_nsec: 0 };
+            let wait = stalled
+                .or(greeting)
+                .map(|wait| Timespec { tv_sec: wait.as_secs() as i64, tv_nsec: wait.subsec_nanos().into() });
             // Whatever the outcome, the rings and sockets are looked at next.
-            let _ = rustix::event::poll(&mut fds, (self.greetings > 0).then_some(&greeting));
+            let _ = rustix::event::poll(&mut fds, wait.as_ref());
         }
         sessions().for_each(|session| session.set_asleep(false));
     }

@@ -94,6 +94,8 @@ pub(super) struct Session {
     taken: u32,
     completed: u32,
     in_flight: u32,
+    /// The last look came to nothing: the client leaves no room for completions, or the volume has none.
+    stalled: bool,
 }
 
 impl Session {
@@ -125,6 +127,7 @@ impl Session {
             taken: 0,
             completed: 0,
             in_flight: 0,
+            stalled: false,
         })
     }
 
@@ -141,6 +144,11 @@ impl Session {
         self.area.written(Ring::Submissions).load(Ordering::Acquire) != self.taken
     }
 
+    /// Whether what waits cannot be done now. Nobody rings when it can.
+    pub(super) fn is_stalled(&self) -> bool {
+        self.stalled
+    }
+
     /// Says whether the client has to ring before it is looked at again.
     pub(super) fn set_asleep(&self, asleep: bool) {
         self.area.server_asleep().store(u32::from(asleep), Ordering::Relaxed);
@@ -149,6 +157,7 @@ impl Session {
     /// Takes what the client has submitted, a turn's worth of it, and says how many requests that were.
     pub(super) fn serve(&mut self, lane: &mut Lane, desk: &mut Desk) -> Result<u32, Violation> {
         let written = self.area.written(Ring::Submissions).load(Ordering::Acquire);
+        self.stalled = false;
         if written == self.taken {
             return Ok(0);
         }
@@ -191,6 +200,7 @@ impl Session {
         }
         self.area.read(Ring::Submissions).store(self.taken, Ordering::Release);
         self.publish();
+        self.stalled = self.taken == first;
         Ok(self.taken.wrapping_sub(first))
     }
 
