@@ -47,7 +47,7 @@ const FILL_MOST: u32 = 11;
 /// Slots wasted that are worth beginning for.
 const WASTE_LEAST: u64 = 32;
 /// Of so many slots with packs one may be wasted, and where the store has little room one of the second number.
-const WASTE_ONE_IN: (u64, u64) = (4, 8);
+const WASTE_ONE_IN: (u64, u64) = (6, 12);
 /// A store has little room where one slot of so many is free.
 const ROOM_ONE_IN: u32 = 16;
 /// Pages that must have left since the last look, at least; and one for so many packs.
