@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{Daemon, PATIENCE, WEIR, kills, number};
+use common::{Daemon, PATIENCE, WEIR, has_lavapipe, kills, number};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -164,12 +164,6 @@ fn pages_in_gpu_memory_survive_too() {
         return;
     }
     survive(&start("vram-kills", &["--store", "vram:lavapipe?size=8MiB&chunk=1MiB"]), "vram");
-}
-
-fn has_lavapipe() -> bool {
-    fs::read_dir("/usr/share/vulkan/icd.d").is_ok_and(|mut entries| {
-        entries.any(|entry| entry.is_ok_and(|entry| entry.file_name().to_string_lossy().starts_with("lvp")))
-    })
 }
 
 /// Kills the scene's daemon under load, again and again, and looks at every page meanwhile and afterwards.

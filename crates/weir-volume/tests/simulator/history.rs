@@ -584,7 +584,10 @@ impl History {
 
     /// The worker empties packs while the others go on; sometimes the daemon dies while pages are on their way.
     fn compact(&mut self) {
-        self.rest_all();
+        // Others may be in the middle of something, but for where they keep the last slots that there are.
+        if !self.roomy || self.chance.one_in(4) {
+            self.rest_all();
+        }
         let store = self.chance.within(0, self.stores.len() as u32) as usize;
         let sparse = Sparse::up_to(self.chance.pick(&[4, 8, 11, 16]));
         let mut left = if self.chance.one_in(4) { self.chance.within(0, 3) } else { u32::MAX };

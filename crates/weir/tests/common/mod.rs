@@ -21,6 +21,13 @@ pub fn number(name: &str, default: u64) -> u64 {
     std::env::var(name).map_or(default, |text| text.parse().unwrap())
 }
 
+/// Whether Mesa's software renderer is here, in whose memory pages lie as on a card.
+pub fn has_lavapipe() -> bool {
+    fs::read_dir("/usr/share/vulkan/icd.d").is_ok_and(|mut entries| {
+        entries.any(|entry| entry.is_ok_and(|entry| entry.file_name().to_string_lossy().starts_with("lvp")))
+    })
+}
+
 /// How often a daemon is to be killed.
 pub fn kills() -> usize {
     let full = std::env::var_os("WEIR_SCALE").is_some_and(|scale| scale == "full");
