@@ -11,6 +11,7 @@
 #     ways          1    deep and large loads by each way by itself: what calibration should have found
 #     large         0.5  a megabyte at a time, by way and by thread
 #     rows          2    every row of the contract, RUNS (3) times
+#     scaling       0.5  deep loads by 1, 2, 4, ... threads
 #     give_back     1.5  threads x pages of giving back, compared
 #     steps         3    a daemon's memory goes and comes; another process takes 90% of the card in steps
 #     coherence     0.7  10^8 pages written one way and read another
@@ -31,7 +32,7 @@ set -u
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/results}
 shift
-steps=${*:-calibrate ways large rows give_back steps coherence memory keeper block block_host swap commands headline queue
+steps=${*:-calibrate ways large rows scaling give_back steps coherence memory keeper block block_host swap commands headline queue
     striped competing}
 steps=${steps/quick/calibrate ways give_back coherence memory keeper}
 weir=${WEIR:-target/release/weir}
@@ -74,6 +75,10 @@ large() {
 
 rows() {
     bench store --store "$store" --runs "$runs" --coherence-seconds 1
+}
+
+scaling() {
+    bench scaling --store "$card?size=8GiB" --runs 1 --only threads
 }
 
 give_back() {

@@ -59,6 +59,7 @@ pub fn run(plan: &Plan) -> Result<Report, BenchError> {
     let mut bench = Bench { plan, store, control, gpu, report: Report::new("store", plan.runs), pages };
     bench.single()?;
     bench.deep()?;
+    bench.scaling()?;
     bench.large()?;
     bench.volume()?;
     bench.give_back()?;
@@ -229,26 +230,47 @@ impl Bench<'_> {
             if !self.wanted(id) {
                 continue;
             }
-            let (threads, depth) = (self.plan.threads, self.plan.depth);
-            let mut pair = Pair::default();
-            for _ in 0..self.plan.runs {
-                let mut workers = self.workers(threads, depth)?;
-                let warm = self.scaled(Duration::from_millis(300));
-                together(&mut workers, |lane, part| part.deep(lane, reads, depth, 1, warm))?;
-                let time = self.scaled(Duration::from_secs(1));
-                let before = self.moved();
-                let rate = together(&mut workers, |lane, part| part.deep(lane, reads, depth, 1, time))?;
-                self.say_ways(id, before);
-                pair.ours.push(rate / 1e6);
-                drop(workers);
-                if let Some(control) = &self.control {
-                    let kind = if reads > 50 { Kind::Read } else { Kind::Write };
-                    pair.control.push(control.rate(kind, threads, 4096, time / 2)? / 1e6);
-                }
-            }
+            let pair = self.crowd(id, reads, self.plan.threads, Duration::from_secs(1))?;
             self.push(Row::higher(id, "m_pages_s", pair.ours.median()), &pair, goal.map(Goal::Value));
         }
         Ok(())
+    }
+
+    /// The same with 1, 2, 4, ... threads, up to as many as the deep rows have.
+    fn scaling(&mut self) -> Result<(), BenchError> {
+        let most = self.plan.threads;
+        let doubled = std::iter::successors(Some(1), |threads| Some(threads * 2)).take_while(|&it| it < most);
+        for threads in doubled.chain([most]).collect::<Vec<_>>() {
+            for (kind, reads) in [("read", 100), ("write", 0)] {
+                let id = format!("threads_{threads}_{kind}");
+                if self.wanted(&id) {
+                    let pair = self.crowd(&id, reads, threads, Duration::from_millis(400))?;
+                    self.push(Row::higher(&id, "m_pages_s", pair.ours.median()), &pair, None);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Millions of pages a second that so many threads move, `reads` of a hundred by reading, in every run.
+    fn crowd(&self, id: &str, reads: u32, threads: usize, time: Duration) -> Result<Pair, BenchError> {
+        let (depth, time) = (self.plan.depth, self.scaled(time));
+        let mut pair = Pair::default();
+        for _ in 0..self.plan.runs {
+            let mut workers = self.workers(threads, depth)?;
+            let warm = self.scaled(Duration::from_millis(300));
+            together(&mut workers, |lane, part| part.deep(lane, reads, depth, 1, warm))?;
+            let before = self.moved();
+            let rate = together(&mut workers, |lane, part| part.deep(lane, reads, depth, 1, time))?;
+            self.say_ways(id, before);
+            pair.ours.push(rate / 1e6);
+            drop(workers);
+            if let Some(control) = &self.control {
+                let kind = if reads > 50 { Kind::Read } else { Kind::Write };
+                pair.control.push(control.rate(kind, threads, 4096, time / 2)? / 1e6);
+            }
+        }
+        Ok(pair)
     }
 
     /// A megabyte of neighbours at a time.
