@@ -114,9 +114,11 @@ impl Daemon {
         Ok(Daemon { shared: Arc::new(shared) })
     }
 
-    /// What would be lost if it stopped now, and what to do about it; see [`WayIn::in_use`].
+    /// What would be lost if it stopped now, and what to do about it; see [`WayIn::in_use`]. The kernel's own NBD clients of this
+    /// machine count too; those of others are not known.
     pub fn in_use(&self) -> Option<String> {
-        self.shared.ways_in().iter().find_map(|way_in| way_in.in_use())
+        let way_in = self.shared.ways_in().iter().find_map(|way_in| way_in.in_use());
+        way_in.or_else(|| self.shared.attachments.in_use())
     }
 
     /// Answers what has been received, then hangs up; the sockets are gone when this returns.

@@ -4,6 +4,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use std::fs;
 use std::io;
+use std::path::Path;
 
 /// What uses a device such as `/dev/nbd0`, with what ends it: `as swap: run swapoff /dev/nbd0`. `None` where nothing does, or
 /// there is no such device.
@@ -11,20 +12,32 @@ use std::io;
 /// # Errors
 /// When it cannot be told.
 pub fn user(device: &str) -> io::Result<Option<String>> {
-    if is_listed(&fs::read_to_string("/proc/swaps")?, device) {
+    user_at(Path::new("/"), device)
+}
+
+/// As [`user`], of the system whose files are below `root`.
+pub(crate) fn user_at(root: &Path, device: &str) -> io::Result<Option<String>> {
+    if is_listed(&fs::read_to_string(root.join("proc/swaps"))?, device) {
         return Ok(Some(format!("as swap: run swapoff {device}")));
     }
     // This process may have a mount namespace of its own; the first process sees what the machine's users see.
-    let mounts =
-        ["/proc/self/mounts", "/proc/1/mounts"].map(|path| fs::read_to_string(path).unwrap_or_default());
+    let mounts = ["proc/self/mounts", "proc/1/mounts"]
+        .map(|path| fs::read_to_string(root.join(path)).unwrap_or_default());
     if mounts.iter().any(|mounts| is_listed(mounts, device)) {
         return Ok(Some(format!("as a file system: run umount {device}")));
     }
     let name = device.strip_prefix("/dev/").unwrap_or(device);
-    if fs::read_dir(format!("/sys/block/{name}/holders")).map_or(0, Iterator::count) > 0 {
+    if fs::read_dir(root.join(format!("sys/block/{name}/holders"))).map_or(0, Iterator::count) > 0 {
         return Ok(Some("by another block device: stop that".to_owned()));
     }
     Ok(None)
+}
+
+/// What a daemon that is told to stop says of a device that it serves, by what [`user`] or [`user_or_owner`] found; `None` where
+/// it may stop. What cannot be told counts as in use.
+pub fn why_not_stop(device: &str, user: io::Result<Option<String>>) -> Option<String> {
+    let user = user.unwrap_or_else(|error| Some(format!("for all that can be told ({error}): try again")))?;
+    Some(format!("{device} is in use {user}"))
 }
 
 /// As [`user`], and also sees who has the device open for himself in any namespace. For a device that answers: opening it may
@@ -75,5 +88,12 @@ mod tests {
     #[test]
     fn a_device_that_is_not_there_has_no_user() {
         assert_eq!(user_or_owner("/dev/weir-has-none").expect("told"), None);
+    }
+
+    #[test]
+    fn what_cannot_be_told_keeps_a_daemon() {
+        let line = why_not_stop("/dev/nbd0", Err(io::ErrorKind::PermissionDenied.into())).expect("a reason");
+        assert!(line.starts_with("/dev/nbd0 is in use for all that can be told ("), "{line}");
+        assert_eq!(why_not_stop("/dev/nbd0", Ok(None)), None);
     }
 }

@@ -5,6 +5,7 @@ use super::attachment::{Attachment, read_note, write_note};
 use super::device::{DeadLinks, Kernel, Terms};
 use super::negotiate;
 use crate::address::Address;
+use crate::device_use;
 use crate::keeper::Link;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::io;
@@ -86,6 +87,15 @@ impl Attachments {
     /// The devices, as `/dev/nbd0`.
     pub fn names(&self) -> Vec<String> {
         self.list().devices.iter().map(|device| format!("/dev/nbd{}", device.device)).collect()
+    }
+
+    /// The first that something uses, and what ends that: with the daemon its pages would be gone.
+    pub fn in_use(&self) -> Option<String> {
+        self.in_use_by(device_use::user)
+    }
+
+    fn in_use_by(&self, user: impl Fn(&str) -> io::Result<Option<String>>) -> Option<String> {
+        self.names().iter().find_map(|device| device_use::why_not_stop(device, user(device)))
     }
 
     fn list(&self) -> MutexGuard<'_, List> {
@@ -200,5 +210,46 @@ impl Attachments {
         let index = device.device;
         (self.log)(Level::Info, format_args!("/dev/nbd{index}: its lost connections are replaced"));
         true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    #[test]
+    fn an_attached_device_that_is_swap_or_mounted_is_in_use_and_others_are_not() {
+        let root = std::env::temp_dir().join(format!("weir-attached-in-use-{}", std::process::id()));
+        let write = |path: &str, text: &str| {
+            let path = root.join(path);
+            fs::create_dir_all(path.parent().expect("has one")).expect("directory");
+            fs::write(path, text).expect("written");
+        };
+        write("proc/swaps", "Filename Type Size Used Priority\n/dev/nbd1 partition 1 0 -2\n");
+        write("proc/1/mounts", "/dev/nbd3 /mnt ext4 rw 0 0\n");
+        let in_use = |devices: &[u32]| {
+            let attachment = |&device| Attachment {
+                device,
+                address: "unix:/run/weir/nbd.sock".into(),
+                name: String::new(),
+                connections: 1,
+                request_timeout: 5,
+                reconnect_timeout: 600,
+            };
+            let note = write_note(&devices.iter().map(attachment).collect::<Vec<_>>());
+            let log: Log = Arc::new(|_, _| {});
+            let attachments = Attachments::new(None, Some(note.expect("memory")), &log);
+            attachments.in_use_by(|device| device_use::user_at(&root, device))
+        };
+        let said = [&[][..], &[0, 2], &[0, 1], &[3]].map(in_use);
+        fs::remove_dir_all(&root).expect("removed");
+        let lines = [
+            None,
+            None,
+            Some("/dev/nbd1 is in use as swap: run swapoff /dev/nbd1"),
+            Some("/dev/nbd3 is in use as a file system: run umount /dev/nbd3"),
+        ];
+        assert_eq!(said.each_ref().map(Option::as_deref), lines);
     }
 }

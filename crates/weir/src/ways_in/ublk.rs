@@ -142,9 +142,7 @@ impl WayIn for Ublk {
 
     fn in_use(&self) -> Option<String> {
         let device = self.server.device().to_string();
-        let user = device_use::user_or_owner(&device)
-            .unwrap_or_else(|error| Some(format!("for all that can be told ({error}): try again")))?;
-        Some(format!("{device} is in use {user}"))
+        device_use::why_not_stop(&device, device_use::user_or_owner(&device))
     }
 
     fn stop(self: Box<Self>, _grace: Duration) {
