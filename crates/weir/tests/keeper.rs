@@ -5,6 +5,7 @@
 mod common;
 
 use common::{Daemon, PATIENCE, WEIR, has_lavapipe, kills, number};
+use rustix::process::Pid;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -266,6 +267,38 @@ fn the_keeper_ends_with_its_daemon_when_told_and_leaves_nothing() {
     assert_eq!(scene.terminate(), Some(0));
     assert!(rustix::process::test_kill_process(daemon).is_err(), "the daemon is gone");
     assert!(!scene.directory.join("nbd").exists() && !scene.directory.join("control").exists());
+}
+
+/// Only one that serves can say that its device is in use.
+#[test]
+fn a_signal_waits_for_the_daemon_that_takes_another_s_place() {
+    let mut scene = start("told-early", &["--store", "host:8MiB"]);
+    drop(scene.connect());
+    let daemon = scene.daemon().unwrap();
+    rustix::process::kill_process(daemon, rustix::process::Signal::KILL).unwrap();
+    let next = loop {
+        if let Some(next) = scene.daemon().filter(|next| *next != daemon) {
+            break next;
+        }
+    };
+    // The signal comes while it does not listen for signals yet.
+    rustix::process::kill_process(next, rustix::process::Signal::STOP).unwrap();
+    let status = fs::read_to_string(format!("/proc/{}/status", next.as_raw_nonzero())).unwrap();
+    let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:")).unwrap().trim();
+    let listens = u64::from_str_radix(caught, 16).unwrap() >> (libc::SIGTERM - 1) & 1 == 1;
+    rustix::process::kill_process(Pid::from_child(&scene.process), rustix::process::Signal::TERM).unwrap();
+    thread::sleep(Duration::from_millis(300));
+    rustix::process::kill_process(next, rustix::process::Signal::CONT).unwrap();
+    let begun = Instant::now();
+    let code = loop {
+        if let Some(status) = scene.process.try_wait().unwrap() {
+            break status.code();
+        }
+        assert!(begun.elapsed() < PATIENCE, "the keeper stays");
+        thread::sleep(Duration::from_millis(5));
+    };
+    // By its own end, and not by the signal, which would be 143.
+    assert_eq!(code, Some(0), "it listened for signals: {listens}");
 }
 
 #[test]

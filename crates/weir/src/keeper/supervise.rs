@@ -36,6 +36,8 @@ const SHORT_LIFE: Duration = Duration::from_secs(1);
 const SHORT_LIVES_MOST: u32 = 5;
 /// How long to wait before the next try then.
 const PAUSE: Duration = Duration::from_secs(1);
+/// How long a signal waits at most for a daemon that takes another's place: only one that serves can say that it is in use.
+const HEARING: Duration = Duration::from_secs(10);
 
 /// Something kept.
 enum Kept {
@@ -68,6 +70,8 @@ struct Keeper<'a> {
     swap: bool,
     config_pages: Option<Resident>,
     signals: UnixStream,
+    /// When a signal that waits for a daemon to serve is passed on all the same.
+    told_by: Option<Instant>,
     /// What every daemon plans its threads for.
     processors: usize,
 }
@@ -104,6 +108,7 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
         swap,
         config_pages: None,
         signals,
+        told_by: None,
         processors: processors(),
     };
     open_many_files();
@@ -124,7 +129,7 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
                     Level::Warning,
                     format_args!("another daemon cannot be started yet, trying again: {error}"),
                 );
-                if keeper.is_told_within(PAUSE) {
+                if keeper.is_told_within(PAUSE) || keeper.told_by.is_some() {
                     return Err(error);
                 }
                 continue;
@@ -258,11 +263,17 @@ impl Keeper<'_> {
         let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
         let mut life = Life { end: End::Exit(0), was_ready: false, was_told: false, makes_way: false };
         let mut line = Some(line);
+        // From the first daemon on that kept something, something may be in use.
+        let takes_over = !self.kept.is_empty();
         if let Err(error) = self.hand_over(line.as_ref().expect("just made")) {
             // It died before it listened; its end is noticed below.
             (self.log)(Level::Warning, format_args!("the new daemon did not take over: {error}"));
         }
         loop {
+            let listens = life.was_ready || !takes_over;
+            if self.told_by.is_some_and(|by| listens || Instant::now() >= by) {
+                self.pass_on_signal(&pidfd, &mut life);
+            }
             let fallback = pidfd.as_fd();
             let line_fd = line.as_ref().map_or(fallback, AsFd::as_fd);
             let mut fds = [
@@ -271,17 +282,22 @@ impl Keeper<'_> {
                 PollFd::from_borrowed_fd(line_fd, PollFlags::IN),
             ];
             // What could not be set aside when the daemon began to serve is asked for again, until it is there.
-            let wait = (life.was_ready && self.set_aside.is_none()).then_some(&SET_ASIDE_AGAIN);
-            let events = match poll(&mut fds, wait) {
+            let again = life.was_ready && self.set_aside.is_none();
+            let wait = match self.told_by {
+                Some(by) => Timespec::try_from(by.saturating_duration_since(Instant::now())).ok(),
+                None => again.then_some(SET_ASIDE_AGAIN),
+            };
+            let events = match poll(&mut fds, wait.as_ref()) {
                 Err(Errno::INTR) => continue,
                 result => result?,
             };
             let [ended, signalled, spoke] = fds.map(|fd| !fd.revents().is_empty());
-            if events == 0 {
+            if events == 0 && again {
                 self.set_aside(pid);
             }
-            if signalled {
-                self.pass_on_signal(&pidfd, &mut life);
+            // The dead hear nothing; what was meant for them is for the next.
+            if signalled && !ended {
+                self.hear_signal();
             }
             if spoke && let Some(socket) = &line {
                 match receive(socket) {
@@ -377,11 +393,16 @@ impl Keeper<'_> {
         Ok(())
     }
 
-    /// SIGTERM and SIGINT to the keeper mean the daemon, and that no other follows, unless the daemon says that it stays.
-    fn pass_on_signal(&mut self, daemon: &OwnedFd, life: &mut Life) {
+    fn hear_signal(&mut self) {
         use std::io::Read as _;
         let mut bytes = [0; 64];
         while self.signals.read(&mut bytes).is_ok_and(|read| read > 0) {}
+        self.told_by.get_or_insert_with(|| Instant::now() + HEARING);
+    }
+
+    /// SIGTERM and SIGINT to the keeper mean the daemon, and that no other follows, unless the daemon says that it stays.
+    fn pass_on_signal(&mut self, daemon: &OwnedFd, life: &mut Life) {
+        self.told_by = None;
         life.was_told = true;
         if let Err(error) = rustix::process::pidfd_send_signal(daemon, Signal::TERM) {
             (self.log)(Level::Warning, format_args!("cannot pass a signal on to the daemon: {error}"));
