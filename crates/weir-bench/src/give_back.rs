@@ -94,7 +94,13 @@ pub fn run(plan: &Plan) -> Result<Report, GiveBackError> {
         steps(plan, step, &daemon, &load, &mut report)?;
     }
     let total = load.stop()?;
+    let worker = daemon.request("\"status\"")?["background"].clone();
+    let count = |key: &str| worker[key].as_u64().unwrap_or(0) as f64;
     report.rows.extend([
+        Row::lower("worker", "items", count("items")),
+        Row::higher("worker", "items_per_batch", count("items") / count("batches").max(1.0)),
+        Row::higher("worker", "longest_batch", count("longest_batch")),
+        Row::lower("worker", "wakes_per_item", count("wakes") / count("items").max(1.0)),
         Row::higher("pages", "checked", total.checked as f64),
         Row::lower("pages", "mismatches", total.mismatches as f64).goal(Goal::Value(0.0)),
     ]);
