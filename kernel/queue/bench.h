@@ -5,6 +5,7 @@
  * from the first producer's start to the end of the last item; wakes are the
  * worker's voluntary context switches.
  */
+#include <linux/delay.h>
 #include <linux/ktime.h>
 #include <linux/math64.h>
 #include <linux/sort.h>
