@@ -4,7 +4,9 @@ import contextlib
 import dataclasses
 import fcntl
 import glob
+import gzip
 import os
+import re
 import shutil
 import subprocess
 
@@ -20,7 +22,18 @@ KNOWN = {
     "debian-6.12-cloud": ("qemu", "bookworm-backports", "linux-image-cloud-amd64", "linux-headers-cloud-amd64"),
     "debian-7-cloud": ("qemu", "trixie-backports", "linux-image-cloud-amd64", "linux-headers-cloud-amd64"),
     "debian-6.12": ("qemu", "bookworm-backports", "linux-image-amd64", "linux-headers-amd64"),
+    # Debian's source and configuration, with what its own User-Mode Linux lacks; built once.
+    "uml-7.2-smp": ("uml", "sid", "linux-source-7.2", None),
 }
+
+# What the built one has besides, and does without.
+SWITCHED_ON = ["SMP", "PSI", "DEBUG_INFO_NONE"]
+MODULES = ["BLK_DEV_UBLK"]
+SWITCHED_OFF = ["DEBUG_KERNEL", "DEBUG_INFO", "DEBUG_INFO_DWARF_TOOLCHAIN_DEFAULT", "MODULE_SIG"]
+# Its other modules stay out, which spares most of the time: these are what scenarios load.
+WANTED = r"BLK_DEV_(UBLK|NBD|LOOP)|ZRAM|FUSE_FS|CRYPTO_.*|LZO.*|LZ4.*|ZSTD.*|XXHASH.*"
+# Programs that the build runs, and what has them.
+BUILD_TOOLS = {"gcc": "gcc", "make": "make", "flex": "flex", "bison": "bison", "bc": "bc", "xz": "xz-utils"}
 
 
 # What runs where User-Mode Linux 6.1 cannot.
@@ -62,7 +75,8 @@ def find(name, with_headers=False):
     """The kernel called `name`, fetched if this machine does not have it yet."""
     boot, suite, image_package, headers_package = KNOWN[name]
     installed = _installed_uml() if name == "uml-6.1" else None
-    root = installed or _fetched(name, boot, suite, image_package)
+    provide = _built if image_package.startswith("linux-source-") else _fetched
+    root = installed or provide(name, boot, suite, image_package)
     if boot == "uml":
         image = os.path.join(root, "usr/bin/linux.uml")
         modules = _only(os.path.join(root, "usr/lib/uml/modules/*"))
@@ -115,6 +129,52 @@ def _fetched(name, boot, suite, package):
                 for modules in glob.glob(os.path.join(partial, "lib/modules/*")):
                     subprocess.run(["depmod", "-b", partial, os.path.basename(modules)], check=True)
     return place
+
+
+def _built(name, _boot, suite, package):
+    """A User-Mode Linux of our own from Debian's source package, complete or not there at all."""
+    place = os.path.join(cache_dir(), "kernels", name)
+    with one_at_a_time(name):
+        if not os.path.isdir(place):
+            for tool, of in BUILD_TOOLS.items():
+                if shutil.which(tool) is None:
+                    raise Missing(f"{tool} (package {of}: {name} is built from Debian's source)")
+            archive = Archive(cache_dir(), suite)
+            archive.refresh()
+            with whole(place) as partial:
+                scratch = os.path.join(partial, "build")
+                archive.unpack([package, "user-mode-linux"], scratch)
+                _build(name, scratch, package, partial)
+                shutil.rmtree(scratch)
+    return place
+
+
+def _build(name, scratch, package, into):
+    print(f"lab: building {name}, once, which takes some minutes", flush=True)
+    subprocess.run(["tar", "-xf", f"{scratch}/usr/src/{package}.tar.xz", "-C", scratch], check=True)
+    source = os.path.join(scratch, package)
+    with gzip.open(f"{scratch}/usr/share/doc/user-mode-linux/config.gz", "rt", encoding="utf-8") as file:
+        config = file.read()
+    config = re.sub(rf"^(CONFIG_(?!({WANTED})=)\w+)=m$", r"# \1 is not set", config, flags=re.M)
+    with open(f"{source}/.config", "w", encoding="utf-8") as file:
+        file.write(config)
+    switches = [argument for flag, names in (("-e", SWITCHED_ON), ("-m", MODULES), ("-d", SWITCHED_OFF))
+                for each in names for argument in (flag, each)]
+    make = ["make", "-s", "ARCH=um"]
+    steps = [
+        ["scripts/config", *switches, "--set-val", "NR_CPUS", "4", "--set-str", "SYSTEM_TRUSTED_KEYS", ""],
+        [*make, "olddefconfig"],
+        [*make, f"-j{os.cpu_count()}", "linux", "modules"],
+        [*make, f"INSTALL_MOD_PATH={into}/usr", "modules_install"],
+    ]
+    for step in steps:
+        done = subprocess.run(step, cwd=source, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise Missing(f"{name}: {' '.join(step[:3])} fails: {done.stderr.strip()[-400:]}")
+    os.makedirs(f"{into}/usr/bin")
+    shutil.copy2(f"{source}/linux", f"{into}/usr/bin/linux.uml")
+    os.makedirs(f"{into}/usr/lib/uml")
+    os.rename(f"{into}/usr/lib/modules", f"{into}/usr/lib/uml/modules")
 
 
 def _headers(name, suite, package, release):

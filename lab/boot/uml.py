@@ -1,7 +1,12 @@
-"""User-Mode Linux: a kernel as a process. Boots in about a second, one CPU, the host's / read-only by hostfs."""
+"""User-Mode Linux: a kernel as a process. Boots in about a second, the host's / read-only by hostfs."""
 
 # Where a root of the guest's own is.
 DISK = "/dev/ubda"
+
+
+def has_smp(kernel):
+    """Whether it can have more than one CPU."""
+    return kernel.name.endswith("-smp")
 
 
 def command(kernel, guest):
@@ -21,6 +26,9 @@ def command(kernel, guest):
         "panic=-1",
         *guest.kernel_arguments(),
     ]
+    if has_smp(kernel):
+        # More than one CPU needs programs to run under seccomp instead of ptrace.
+        line += ["seccomp=on", f"ncpus={guest.cpus}"]
     if guest.image:
         # What the guest writes goes to a file of the run.
         line.append(f"ubd0={guest.share}/disk,{guest.image}")

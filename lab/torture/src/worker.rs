@@ -2,6 +2,7 @@
 //! reads all of them a last time.
 
 use crate::pattern::{self, Contents, Identity, Page, Random, WORDS, mix};
+use crate::swap;
 use std::time::{Duration, Instant};
 
 /// Mismatches that are described; the others are only counted.
@@ -18,13 +19,20 @@ pub struct Work {
     pub pages: usize,
     /// What they hold.
     pub contents: Contents,
-    /// Rounds of reading everything back go on for at least this long; the last one always finishes.
+    /// No more are touched once so much swap is in use; `None`: all of them are.
+    pub until_swap_kib: Option<u64>,
+    /// Once that is done, rounds of reading everything back go on for at least this long; the last one always finishes.
     pub at_least: Duration,
 }
+
+/// Pages between two looks at how much swap is in use.
+const LOOK_EACH: usize = 16;
 
 /// What came of it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Tally {
+    /// Pages that it had.
+    pub touched: u64,
     /// Pages written, rewrites included.
     pub written: u64,
     /// Pages read back and compared.
@@ -38,6 +46,7 @@ pub struct Tally {
 impl Tally {
     /// Adds another process's: counts add up, the longest stays the longest.
     pub fn add(&mut self, other: Tally) {
+        self.touched += other.touched;
         self.written += other.written;
         self.checked += other.checked;
         self.mismatches += other.mismatches;
@@ -46,15 +55,16 @@ impl Tally {
 
     /// One line, for the parent process.
     pub fn to_line(self) -> String {
-        format!("{} {} {} {}", self.written, self.checked, self.mismatches, self.longest_us)
+        format!("{} {} {} {} {}", self.touched, self.written, self.checked, self.mismatches, self.longest_us)
     }
 
     /// Reads that line.
     pub fn from_line(line: &str) -> Option<Tally> {
         let mut numbers = line.split(' ').map(str::parse);
         let mut number = || numbers.next()?.ok();
+        let touched = number()?;
         let (written, checked, mismatches, longest_us) = (number()?, number()?, number()?, number()?);
-        Some(Tally { written, checked, mismatches, longest_us })
+        Some(Tally { touched, written, checked, mismatches, longest_us })
     }
 }
 
@@ -63,13 +73,11 @@ pub fn run(work: Work, mut complain: impl FnMut(&str)) -> Tally {
     let writer = mix(work.seed ^ mix(work.process));
     let mut random = Random(writer);
     let mut memory = Memory::new(writer, work);
+    let pages = memory.fill(work, &mut random);
     let started = Instant::now();
-    for number in random.order(work.pages) {
-        memory.write(number as usize);
-    }
     loop {
         let last = started.elapsed() >= work.at_least;
-        for number in random.order(work.pages) {
+        for number in random.order(pages) {
             memory.check(number as usize, &mut complain);
             if !last && random.draw().is_multiple_of(2) {
                 memory.write(number as usize);
@@ -107,6 +115,21 @@ impl Memory {
             tally: Tally::default(),
             last: Instant::now(),
         }
+    }
+
+    /// Writes each page once, or the first of them until so much swap is in use. Returns how many.
+    fn fill(&mut self, work: Work, random: &mut Random) -> usize {
+        let mut pages = work.pages;
+        if let Some(most) = work.until_swap_kib {
+            let full = |page: usize| {
+                page.is_multiple_of(LOOK_EACH) && swap::used_kib().is_ok_and(|used| used >= most)
+            };
+            pages = (0..work.pages).take_while(|page| !full(*page)).inspect(|page| self.write(*page)).count();
+        } else {
+            random.order(pages).into_iter().for_each(|number| self.write(number as usize));
+        }
+        self.tally.touched = pages as u64;
+        pages
     }
 
     fn page(&mut self, number: usize) -> &mut Page {
@@ -151,13 +174,27 @@ impl Memory {
 mod tests {
     use super::*;
 
-    const WORK: Work =
-        Work { seed: 1, process: 0, pages: 300, contents: Contents::Noise, at_least: Duration::ZERO };
+    const WORK: Work = Work {
+        seed: 1,
+        process: 0,
+        pages: 300,
+        contents: Contents::Noise,
+        until_swap_kib: None,
+        at_least: Duration::ZERO,
+    };
 
     #[test]
     fn every_page_is_written_and_read_back() {
         let tally = run(WORK, |line| panic!("{line}"));
-        assert_eq!((tally.written, tally.checked, tally.mismatches), (300, 300, 0));
+        assert_eq!((tally.touched, tally.written, tally.checked, tally.mismatches), (300, 300, 300, 0));
+    }
+
+    #[test]
+    fn so_much_swap_in_use_ends_the_filling_and_what_was_touched_is_read_back() {
+        let none = run(Work { until_swap_kib: Some(0), ..WORK }, |line| panic!("{line}"));
+        assert_eq!((none.touched, none.written, none.checked), (0, 0, 0));
+        let all = run(Work { until_swap_kib: Some(u64::MAX), ..WORK }, |line| panic!("{line}"));
+        assert_eq!((all.touched, all.written, all.checked, all.mismatches), (300, 300, 300, 0));
     }
 
     #[test]
@@ -180,8 +217,8 @@ mod tests {
 
     #[test]
     fn a_tally_survives_its_line() {
-        let tally = Tally { written: 1, checked: 2, mismatches: 3, longest_us: 4 };
+        let tally = Tally { touched: 5, written: 1, checked: 2, mismatches: 3, longest_us: 4 };
         assert_eq!(Tally::from_line(&tally.to_line()), Some(tally));
-        assert_eq!(Tally::from_line("1 2 x 4"), None);
+        assert_eq!(Tally::from_line("5 1 2 x 4"), None);
     }
 }

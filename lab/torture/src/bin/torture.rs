@@ -28,6 +28,9 @@ struct Options {
     /// RAM that all processes together may keep (a memory cgroup; needs root). Without: no limit
     #[arg(long)]
     limit: Option<ByteSize>,
+    /// Touch no more once so much swap is in use, in the whole system
+    #[arg(long)]
+    until_swap: Option<ByteSize>,
     /// Processes that share the work
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..=1024))]
     processes: u64,
@@ -37,7 +40,7 @@ struct Options {
     /// Everything random follows from it
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Go on reading back and rewriting for at least this long
+    /// Then go on reading back and rewriting for at least this long
     #[arg(long, default_value_t = 0)]
     seconds: u64,
     /// Append the figures as lines of ID, METRIC, VALUE, BETTER, GOAL with tabs between
@@ -74,6 +77,7 @@ fn work(options: &Options, process: &str, entrance: &str) -> io::Result<()> {
         process: process.parse().map_err(io::Error::other)?,
         pages: (options.size.0 / options.processes) as usize / PAGE_SIZE,
         contents: options.contents,
+        until_swap_kib: options.until_swap.map(|most| most.0 >> 10),
         at_least: Duration::from_secs(options.seconds),
     };
     let tally = worker::run(work, |line| eprintln!("torture: process {process}: {line}"));
@@ -86,15 +90,17 @@ fn torture(options: &Options) -> io::Result<bool> {
     let cgroup = options.limit.map(|limit| Cgroup::new(&name, limit.0)).transpose()?;
     let (in_before, out_before) = swap::pages_moved()?;
     let swap_before = swap::used_kib()?;
+    let stalls_before = swap::direct_reclaims()?;
     let started = Instant::now();
     let entrance = cgroup.as_ref().map(Cgroup::entrance).unwrap_or_default();
     let mut children = (0..options.processes)
         .map(|process| start_worker(process, &entrance))
         .collect::<io::Result<Vec<Child>>>()?;
 
-    let mut swap_peak = 0;
+    let (mut swap_peak, mut free_least) = (0, u64::MAX);
     while children.iter_mut().map(Child::try_wait).collect::<io::Result<Vec<_>>>()?.contains(&None) {
         swap_peak = swap_peak.max(swap::used_kib()?.saturating_sub(swap_before));
+        free_least = free_least.min(swap::free_kib()?);
         std::thread::sleep(SAMPLE);
     }
     let mut total = Tally::default();
@@ -113,9 +119,10 @@ fn torture(options: &Options) -> io::Result<bool> {
     let killed = lost.max(cgroup.as_ref().map_or(0, Cgroup::killed));
 
     let mut report = Report { file: options.figures.as_deref().map(open_to_append).transpose()? };
-    report.row("touched_mib", options.size.0 >> 20, "")?;
+    let touched = total.touched * PAGE_SIZE as u64;
+    report.row("touched_mib", touched >> 20, "")?;
     if let Some(limit) = options.limit {
-        let over = options.size.0 as f64 / limit.0 as f64;
+        let over = touched as f64 / limit.0 as f64;
         report.row("touched_over_limit", format!("{over:.2}"), "higher")?;
     }
     report.row("processes", options.processes, "")?;
@@ -123,6 +130,8 @@ fn torture(options: &Options) -> io::Result<bool> {
     // What exceeds the limit must have gone somewhere: with none of it in swap, nothing was tested.
     let swaps = options.limit.is_some_and(|limit| options.size > limit);
     report.row("swap_peak_mib", swap_peak >> 10, if swaps { "higher\t1" } else { "" })?;
+    report.row("free_least_kib", free_least, "")?;
+    report.row("direct_reclaims", swap::direct_reclaims()? - stalls_before, "")?;
     report.row("pages_swapped_out", out_after - out_before, "")?;
     report.row("pages_swapped_in", in_after - in_before, "")?;
     report.row("pages_written", total.written, "")?;
