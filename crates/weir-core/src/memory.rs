@@ -8,6 +8,7 @@ use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
+use crate::swap_safety::locks_all_memory;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A mapping of whole pages, readable and writable by every thread, of zeros when new.
@@ -42,7 +43,7 @@ impl Memory {
                 MapFlags::PRIVATE,
             )?
         };
-        Self::settle(start.cast(), bytes, None)
+        Self::settle(start.cast(), bytes, None, Advice::LinuxPopulateWrite)
     }
 
     /// Memory behind a descriptor, sealed against a change of size: another process that gets the descriptor
@@ -55,7 +56,7 @@ impl Memory {
         let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         rustix::fs::ftruncate(&fd, bytes as u64)?;
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
-        Self::adopt(fd)
+        Self::map(fd, Advice::LinuxPopulateWrite)
     }
 
     /// Maps the whole of a memfd that another process made with [`Memory::shared`].
@@ -64,6 +65,12 @@ impl Memory {
     /// `EINVAL` for a descriptor that is empty or could still shrink under the mapping (which would turn
     /// accesses into SIGBUS); else what `fstat` or `mmap` say.
     pub fn adopt(fd: OwnedFd) -> io::Result<Self> {
+        // Its pages are there already. A reader's fault maps those around it too, a writer's one page only: half the time, of
+        // which a kernel may be waiting for every millisecond.
+        Self::map(fd, Advice::LinuxPopulateRead)
+    }
+
+    fn map(fd: OwnedFd, populate: Advice) -> io::Result<Self> {
         if !rustix::fs::fcntl_get_seals(&fd)?.contains(SealFlags::SHRINK) {
             return Err(io::Error::from_raw_os_error(libc::EINVAL));
         }
@@ -79,7 +86,7 @@ impl Memory {
                 0,
             )?
         };
-        Self::settle(start.cast(), bytes, Some(fd))
+        Self::settle(start.cast(), bytes, Some(fd), populate)
     }
 
     /// From here on memory is taken without asking whether the machine has it to spare: this process takes the place of one that
@@ -90,16 +97,17 @@ impl Memory {
     }
 
     /// Takes every page now, so that none is taken later on an I/O path, and pins them if allowed.
-    fn settle(start: *mut u8, bytes: usize, fd: Option<OwnedFd>) -> io::Result<Self> {
+    fn settle(start: *mut u8, bytes: usize, fd: Option<OwnedFd>, populate: Advice) -> io::Result<Self> {
         let mut memory =
             Memory { start: NonNull::new(start).expect("mmap never returns null"), bytes, fd, locked: false };
         // Fewer TLB misses where the kernel grants it, and a start that is ten times as fast; not worth an error.
         // SAFETY: the range is the mapping just made; this advice does not change its content.
         let _ = unsafe { rustix::mm::madvise(start.cast(), bytes, Advice::LinuxHugepage) };
-        // SAFETY: likewise. MADV_POPULATE_WRITE (5.14) reports ENOMEM as an error, where touching would be SIGBUS.
-        unsafe { rustix::mm::madvise(start.cast(), bytes, Advice::LinuxPopulateWrite)? };
+        // SAFETY: likewise. MADV_POPULATE_WRITE and _READ (5.14) report ENOMEM as an error, where touching would be SIGBUS.
+        unsafe { rustix::mm::madvise(start.cast(), bytes, populate)? };
+        // To lock it once more would be to walk through all of it once more.
         // SAFETY: likewise; locking changes no content.
-        memory.locked = unsafe { rustix::mm::mlock(start.cast(), bytes) }.is_ok();
+        memory.locked = locks_all_memory() || unsafe { rustix::mm::mlock(start.cast(), bytes) }.is_ok();
         Ok(memory)
     }
 
@@ -202,6 +210,23 @@ mod tests {
         drop(first);
         // SAFETY: as above.
         assert_eq!(unsafe { second.as_ptr().add(9_999).read() }, 7);
+    }
+
+    #[test]
+    fn memory_that_is_adopted_is_mapped_and_locked_to_the_last_page() {
+        let first = Memory::shared("weir-test", 64 * crate::PAGE_SIZE).unwrap();
+        let second = Memory::adopt(first.fd().unwrap().try_clone_to_owned().unwrap()).unwrap();
+        let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let at = format!("{:x}-", second.as_ptr().addr());
+        let of = |key: &str| {
+            let mapping = smaps.lines().skip_while(|line| !line.starts_with(&at));
+            let line = mapping.skip(1).find_map(|line| line.strip_prefix(key)).expect("a mapping of ours");
+            line.trim().strip_suffix(" kB").and_then(|kib| kib.parse::<usize>().ok()).expect("KiB")
+        };
+        assert_eq!(of("Rss:"), 256);
+        if second.is_locked() {
+            assert_eq!(of("Locked:"), of("Pss:"));
+        }
     }
 
     #[test]

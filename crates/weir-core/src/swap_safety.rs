@@ -8,6 +8,7 @@
 //! - An OOM score of -1000 keeps the kernel from killing the one process whose death loses everybody's pages.
 
 use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Which of the protections are in place.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -70,8 +71,17 @@ pub fn lock_all_memory() -> Result<(), Unprotected> {
             reason: "raise RLIMIT_MEMLOCK (systemd: LimitMEMLOCK=infinity) or grant CAP_IPC_LOCK",
             source: errno.into(),
         },
-    )
+    )?;
+    LOCKS_ALL.store(true, Ordering::Relaxed);
+    Ok(())
 }
+
+/// Whether [`lock_all_memory`] was granted: what is mapped from then on is locked from its first page on.
+pub(crate) fn locks_all_memory() -> bool {
+    LOCKS_ALL.load(Ordering::Relaxed)
+}
+
+static LOCKS_ALL: AtomicBool = AtomicBool::new(false);
 
 /// Exempts the process from the OOM killer.
 ///

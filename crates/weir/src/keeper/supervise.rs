@@ -34,7 +34,7 @@ const SET_ASIDE_AGAIN: Timespec = Timespec { tv_sec: 5, tv_nsec: 0 };
 const SHORT_LIFE: Duration = Duration::from_secs(1);
 /// A new program may be killed early; one whose daemons die so early so often in a row does not work.
 const SHORT_LIVES_MOST: u32 = 5;
-/// How long to wait before the next try then.
+/// How long to wait before the next try where one after the other dies before it serves.
 const PAUSE: Duration = Duration::from_secs(1);
 /// How long a signal waits at most for a daemon that takes another's place: only one that serves can say that it is in use.
 const HEARING: Duration = Duration::from_secs(10);
@@ -114,6 +114,7 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
     open_many_files();
     let mut programs = Programs::new();
     let mut served = false;
+    let mut stillborn = 0;
     loop {
         keeper.set_aside = None;
         let born = Instant::now();
@@ -165,10 +166,17 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
                 ),
             ),
         }
-        if born.elapsed() < SHORT_LIFE && !life.was_ready {
-            std::thread::sleep(PAUSE);
+        stillborn = if born.elapsed() < SHORT_LIFE && !life.was_ready { stillborn + 1 } else { 0 };
+        if let Some(pause) = pause_after(stillborn) {
+            std::thread::sleep(pause);
         }
     }
+}
+
+/// How long to wait before the next daemon, after so many in a row that died early and had not served. One may have been killed
+/// while it took over, with requests waiting for the next.
+fn pause_after(stillborn: u32) -> Option<Duration> {
+    (stillborn > 1).then_some(PAUSE)
 }
 
 /// Which program the next daemon is: the one that is installed, where an upgrade has put another in the place of the keeper's own,
@@ -452,5 +460,15 @@ fn reap(pid: Pid) -> io::Result<End> {
                 });
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_that_is_killed_over_its_start_is_followed_at_once_and_only_a_series_is_slowed_down() {
+        assert_eq!([0, 1, 2, 9].map(pause_after), [None, None, Some(PAUSE), Some(PAUSE)]);
     }
 }
