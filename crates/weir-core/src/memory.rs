@@ -2,13 +2,13 @@
 //! memfd, able to outlive the process that filled it.
 
 use crate::available::available;
+use crate::swap_safety::locks_all_memory;
 use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
-use crate::swap_safety::locks_all_memory;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A mapping of whole pages, readable and writable by every thread, of zeros when new.

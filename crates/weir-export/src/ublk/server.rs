@@ -248,7 +248,11 @@ impl Server {
                 std::thread::Builder::new().name(format!("weir-ublk-{number}")).stack_size(STACK_BYTES);
             let spawned = builder.spawn(move || thread.run(&ready));
             let spawned = spawned.map_err(|error| doing("starting its thread", &error));
-            self.threads.push(spawned.map_err(|source| UblkError::Queue { queue: number, queues, source })?);
+            self.threads.push(spawned.map_err(|source| UblkError::Queue {
+                queue: number,
+                queues,
+                source,
+            })?);
         }
         drop(ready);
         for _ in 0..queues {
