@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use weir_core::PAGE_SIZE;
 use weir_core::swap_safety::{self, Children, Unprotected};
 use weir_store::OpenError;
-use weir_volume::{Lane, Volume};
+use weir_volume::Volume;
 
 /// Stack of a thread; with `mlockall` all of it is resident.
 const STACK_BYTES: usize = 256 << 10;
@@ -228,11 +228,18 @@ impl Server {
         let (ready, started) = mpsc::channel::<Ready>();
         for number in 0..queues {
             let lane = volume.lane().map_err(|source| UblkError::Lane { queue: number, queues, source })?;
+            let failed = |source| UblkError::Queue { queue: number, queues, source };
+            let engine = Engine::new(lane, info.depth, info.buffer_bytes)
+                .map_err(|error| failed(doing("taking its buffers", &error)))?;
+            if config.swap && !engine.is_locked() {
+                return Err(failed(io::Error::other(
+                    "its buffers cannot be locked in memory, as swap needs: raise RLIMIT_MEMLOCK",
+                )));
+            }
             let thread = Thread {
                 number,
                 depth: info.depth,
-                request_bytes: info.buffer_bytes,
-                lane,
+                engine,
                 character: Arc::clone(&character),
                 // A thread that spins would be in the way of those that it serves, on their own processor.
                 processors: config.spin.is_zero().then(|| self.affinity(number)).flatten(),
@@ -247,12 +254,7 @@ impl Server {
             let builder =
                 std::thread::Builder::new().name(format!("weir-ublk-{number}")).stack_size(STACK_BYTES);
             let spawned = builder.spawn(move || thread.run(&ready));
-            let spawned = spawned.map_err(|error| doing("starting its thread", &error));
-            self.threads.push(spawned.map_err(|source| UblkError::Queue {
-                queue: number,
-                queues,
-                source,
-            })?);
+            self.threads.push(spawned.map_err(|error| failed(doing("starting its thread", &error)))?);
         }
         drop(ready);
         for _ in 0..queues {
@@ -347,8 +349,7 @@ impl Found {
 struct Thread {
     number: u16,
     depth: u16,
-    request_bytes: u32,
-    lane: Lane,
+    engine: Engine,
     character: Arc<OwnedFd>,
     processors: Option<CpuSet>,
     gate: Arc<SpinGate>,
@@ -379,10 +380,7 @@ impl Thread {
             // The kernel makes the ring's memory in one go, or not at all. Denied, it may take another daemon to succeed.
             let _ = swap_safety::reach_reserves(Children::Ordinary);
         }
-        // All queues take their buffers at the same time.
-        let queue = engine(self.lane, self.depth, self.request_bytes, self.swap).and_then(|engine| {
-            Queue::open(number, self.depth, &self.character, engine, spin, counters, &self.log)
-        });
+        let queue = Queue::open(number, self.depth, &self.character, self.engine, spin, counters, &self.log);
         if self.swap {
             let _ = swap_safety::leave_reserves();
         }
@@ -396,16 +394,6 @@ impl Thread {
             (self.log)(Level::Warning, format_args!("ublk: queue {number} serves no more: {error}"));
         }
     }
-}
-
-fn engine(lane: Lane, depth: u16, request_bytes: u32, swap: bool) -> io::Result<Engine> {
-    let engine =
-        Engine::new(lane, depth, request_bytes).map_err(|error| doing("taking its buffers", &error))?;
-    if swap && !engine.is_locked() {
-        let advice = "its buffers cannot be locked in memory, as swap needs: raise RLIMIT_MEMLOCK";
-        return Err(io::Error::other(advice));
-    }
-    Ok(engine)
 }
 
 /// The same error, with what was being done.
