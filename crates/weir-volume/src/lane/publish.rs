@@ -101,12 +101,10 @@ impl Lane {
                 if retired.pack {
                     count(&metrics.unpacked);
                     metrics.unpacks.add(u64::from(retired.freed));
+                    self.left_pack();
                 }
                 if retired.freed {
                     self.stores[store].hints.push(slot);
-                }
-                if retired.pack {
-                    self.left_pack();
                 }
             }
             Place::Fill(_) => count(&metrics.unfilled),
