@@ -36,6 +36,11 @@ impl Looking {
         }
     }
 
+    #[inline]
+    pub fn is_pinned(&self) -> bool {
+        self.pinned.is_some()
+    }
+
     /// A read of what was found goes on by itself. Returns what [`end`](Looking::end) is to be told.
     #[inline]
     pub fn begin(&mut self) -> u64 {

@@ -23,6 +23,11 @@ impl Lane {
     /// are about to be freed: every lane's pin ends, and the volume promised a slot for each page. Does not wait while it
     /// holds others up itself.
     pub(super) fn claim(&mut self, page: PageNo) -> Option<(usize, Slot)> {
+        // Who closes a chunk waits for the pins of those that may not have seen it closed. A pack is also sent by a poll, where
+        // nothing has pinned the lane.
+        if !self.looking.is_pinned() {
+            self.enter();
+        }
         if let Some(found) = self.claim_now(page) {
             return Some(found);
         }
@@ -117,5 +122,26 @@ impl Hints {
         }
         self.slots[(self.first + self.len) % HINTS] = slot;
         self.len += 1;
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use crate::{Config, Volume};
+    use std::sync::Arc;
+    use weir_core::PageNo;
+    use weir_store::Host;
+
+    #[test]
+    fn a_lane_that_claims_a_slot_is_pinned() {
+        let config = Config { pages: 64, lanes: 1, depth: 4 };
+        let store = Arc::new(Host::new(config.slots()).expect("memory"));
+        let volume = Volume::create(config, vec![store]).expect("a volume");
+        let mut lane = volume.lane().expect("a lane");
+        assert!(!lane.looking.is_pinned());
+        assert!(lane.claim(PageNo(3)).is_some());
+        assert!(lane.looking.is_pinned(), "who empties the slot's chunk would not wait for it");
+        lane.leave();
+        assert!(!lane.looking.is_pinned());
     }
 }
