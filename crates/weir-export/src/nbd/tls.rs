@@ -12,7 +12,7 @@ use rustls::{RootCertStore, ServerConfig, ServerConnection};
 use std::fmt;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
@@ -174,6 +174,9 @@ impl Relay {
             if done || closing.is_some_and(|since| since.elapsed() > PATIENCE) {
                 return Ok(());
             }
+            if !client_open && self.session.is_handshaking() {
+                return Err(ErrorKind::UnexpectedEof.into());
+            }
             self.wait(client_open, server_open)?;
             if client_open && self.sent == self.received.len() {
                 match again(self.session.read_tls(&mut self.socket))? {
@@ -224,17 +227,30 @@ impl Relay {
         };
         let wants_write = self.session.wants_write();
         let takes_plain = server_open && !wants_write && !self.session.is_handshaking();
-        let mut fds = [
-            PollFd::from_borrowed_fd(self.socket.as_fd(), flags(client_open && !waiting, wants_write)),
-            PollFd::from_borrowed_fd(self.plain.as_fd(), flags(takes_plain, waiting)),
+        let asked = [
+            (self.socket.as_fd(), flags(client_open && !waiting, wants_write)),
+            (self.plain.as_fd(), flags(takes_plain, waiting)),
         ];
         // Deadlines are looked at once a second while they run; an established connection wakes nobody.
         let limited = self.session.is_handshaking() || !server_open;
         let second = Timespec { tv_sec: 1, tv_nsec: 0 };
-        match rustix::event::poll(&mut fds, limited.then_some(&second)) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
-            Err(errno) => Err(errno.into()),
-        }
+        wait_for(asked, limited.then_some(&second))
+    }
+}
+
+/// Waits for what is asked of either. One of which nothing is asked is left out: poll tells of a hang-up unasked, at once and
+/// again and again.
+fn wait_for(asked: [(BorrowedFd<'_>, PollFlags); 2], limit: Option<&Timespec>) -> io::Result<()> {
+    let mut fds = asked.map(|(fd, flags)| PollFd::from_borrowed_fd(fd, flags));
+    let fds = match asked.map(|(_, flags)| flags.is_empty()) {
+        [false, false] => &mut fds[..],
+        [false, true] => &mut fds[..1],
+        [true, false] => &mut fds[1..],
+        [true, true] => &mut [],
+    };
+    match rustix::event::poll(fds, limit) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+        Err(errno) => Err(errno.into()),
     }
 }
 
@@ -244,5 +260,29 @@ fn again<T>(result: io::Result<T>) -> io::Result<Option<T>> {
         Ok(value) => Ok(Some(value)),
         Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(None),
         Err(error) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_that_has_hung_up_wakes_nobody_unless_it_is_asked() {
+        let (dead, peer) = UnixStream::pair().unwrap();
+        drop(peer);
+        let (live, mut peer) = UnixStream::pair().unwrap();
+        let wait = |dead_flags, live_flags| {
+            let begun = Instant::now();
+            let limit = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
+            wait_for([(dead.as_fd(), dead_flags), (live.as_fd(), live_flags)], Some(&limit)).unwrap();
+            wait_for([(live.as_fd(), live_flags), (dead.as_fd(), dead_flags)], Some(&limit)).unwrap();
+            begun.elapsed() >= Duration::from_millis(200)
+        };
+        assert!(wait(PollFlags::empty(), PollFlags::IN), "it waits for the other");
+        assert!(wait(PollFlags::empty(), PollFlags::empty()));
+        assert!(!wait(PollFlags::IN, PollFlags::IN), "its end is asked for");
+        peer.write_all(b"x").unwrap();
+        assert!(!wait(PollFlags::empty(), PollFlags::IN), "the other has something");
     }
 }
