@@ -80,10 +80,17 @@ impl Seats {
         self.seats[number].lock().state = State::Idle;
     }
 
-    /// The thread has left, or will not come.
+    /// The thread has left, or will not come. A connection that it had ends.
     pub fn vacate(&self, number: usize) {
-        self.seats[number].lock().state = State::Empty;
+        let mut mail = self.seats[number].lock();
+        mail.shut(Shutdown::Both);
+        (mail.state, mail.socket, mail.given) = (State::Empty, None, None);
         self.seats[number].bell.notify_all();
+    }
+
+    /// Vacates the seat when it is dropped, as the thread's last deed, also where that ends by a panic.
+    pub fn vacate_at_end(&self, number: usize) -> Sitting<'_> {
+        Sitting(self, number)
     }
 
     fn serve(&self, number: usize, worker: &mut Worker, socket: OwnedFd) {
@@ -184,6 +191,15 @@ impl Seats {
     }
 }
 
+/// See [`Seats::vacate_at_end`].
+pub(super) struct Sitting<'a>(&'a Seats, usize);
+
+impl Drop for Sitting<'_> {
+    fn drop(&mut self) {
+        self.0.vacate(self.1);
+    }
+}
+
 impl Seat {
     /// A thread that panicked while it held the lock left nothing half done: every change is one assignment.
     fn lock(&self) -> MutexGuard<'_, Mailbox> {
@@ -211,5 +227,34 @@ impl Mailbox {
             // It fails where the client has gone already, which is what is wanted.
             let _ = rustix::net::shutdown(socket, how);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Read;
+    use std::os::unix::net::UnixStream;
+    use std::sync::Arc;
+
+    #[test]
+    fn a_thread_that_panics_leaves_its_seat_and_its_client() {
+        let seats = Seats::new(1, Duration::ZERO, false, Arc::new(|_, _| {}));
+        seats.open(0);
+        let (ours, mut client) = UnixStream::pair().unwrap();
+        client.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        seats.give(ours.into(), Negotiated { structured: false, allocation: false }, &[]).unwrap();
+        let ended = std::thread::scope(|scope| {
+            let sit = || {
+                let _sitting = seats.vacate_at_end(0);
+                let _socket = seats.seats[0].wait().expect("a connection");
+                panic!("as a bug would");
+            };
+            scope.spawn(sit).join()
+        });
+        assert!(ended.is_err());
+        assert_eq!(client.read(&mut [0]).unwrap(), 0, "the connection ends");
+        assert_eq!(seats.stats().connected, 0);
+        assert_eq!(seats.close(Duration::ZERO), 0, "nobody is waited for");
     }
 }

@@ -172,6 +172,7 @@ impl Server {
             let (seats, ready) = (Arc::clone(&self.seats), ready.clone());
             let swap = config.swap;
             let serve = move || {
+                let _sitting = seats.vacate_at_end(number);
                 if swap {
                     // Each reply takes a buffer of the kernel. Where this is denied, the server waits its turn for memory.
                     let _ = swap_safety::reach_reserves(Children::Ordinary);
@@ -183,7 +184,6 @@ impl Server {
                 if fine {
                     seats.sit(number, &mut worker);
                 }
-                seats.vacate(number);
             };
             self.seats.open(number);
             let spawned = thread(&format!("weir-nbd-{number}")).spawn(serve);
