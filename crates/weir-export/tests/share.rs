@@ -373,6 +373,46 @@ fn client_to_be_killed() {
     }
 }
 
+/// In a process of its own, for descriptors are counted by process.
+#[test]
+fn a_server_without_descriptors_waits_and_then_lets_clients_in() {
+    const NAME: &str = "a_server_without_descriptors_waits_and_then_lets_clients_in";
+    if std::env::var_os("WEIR_SHARE_DESCRIPTORS").is_none() {
+        let status = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", NAME, "--nocapture", "--test-threads=1"])
+            .env("WEIR_SHARE_DESCRIPTORS", "1")
+            .status();
+        assert!(status.unwrap().success());
+        return;
+    }
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    use std::os::fd::AsRawFd;
+    let server = server("descriptors", 2, 8);
+    drop(connect(&server));
+    let flags = SocketFlags::CLOEXEC;
+    let client = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+    eventually("the first client's end", || server.stats().sessions_ended() == 1);
+    // The lowest number that is free is the client's next.
+    let free = rustix::io::dup(&client).unwrap().as_raw_fd();
+    let before = getrlimit(Resource::Nofile);
+    setrlimit(Resource::Nofile, Rlimit { current: Some(free as u64), ..before }).unwrap();
+    rustix::net::connect(&client, &SocketAddrUnix::new(server.path()).unwrap()).unwrap();
+    let spent = || {
+        let now = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+        Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
+    };
+    let begun = spent();
+    std::thread::sleep(Duration::from_millis(600));
+    let used = spent() - begun;
+    assert!(used < Duration::from_millis(100), "{used:?} of a processor in 0.6 s of waiting");
+    setrlimit(Resource::Nofile, before).unwrap();
+    send(&client, &Hello { version: VERSION, frames: 8, entries: 8, in_place: false }.encode(), &[]).unwrap();
+    let mut bytes = [0; 64];
+    let (count, _) = receive(&client, &mut bytes).unwrap();
+    assert_eq!(Welcome::decode(&bytes[..count]).unwrap().status, 0);
+}
+
 fn victim(path: &Path, in_place: bool) -> Child {
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "client_to_be_killed", "--nocapture", "--test-threads=1"])

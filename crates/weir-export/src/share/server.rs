@@ -31,6 +31,8 @@ use crate::log::{Level, Log};
 const STALL: Duration = Duration::from_millis(1);
 /// How long a client may take to say its first word.
 const GREETING: Duration = Duration::from_secs(2);
+/// How long nobody is let in after a client could not be for want of descriptors or memory.
+const ADMIT_PAUSE: Duration = Duration::from_millis(100);
 /// Requests that may wait for slow stores, over all clients.
 const TICKETS: u32 = 256;
 /// Rounds over the rings between two looks at the sockets.
@@ -226,6 +228,10 @@ struct Porter {
     /// Seats from here on are empty.
     used: usize,
     greetings: usize,
+    /// Until when nobody is let in.
+    paused: Option<Instant>,
+    /// Whether the last client that came could not be let in.
+    is_short: bool,
     sessions: u64,
     log: Log,
 }
@@ -271,6 +277,8 @@ impl Porter {
             seats,
             used: 0,
             greetings: 0,
+            paused: None,
+            is_short: false,
             sessions: 0,
             log,
         })
@@ -367,14 +375,17 @@ impl Porter {
         if !sessions().any(|session| session.has_work() && !session.is_stalled()) {
             let stalled = sessions().any(|session| session.has_work()).then_some(STALL);
             let greeting = (self.greetings > 0).then_some(GREETING);
+            let pause = self.paused.map(|until| until.saturating_duration_since(Instant::now()));
             add(&self.desk.stats.sleeps, 1);
             let mut stores = self.lane.wake_fds();
             let fds: [BorrowedFd<'_>; 1 + STORES] = std::array::from_fn(|at| {
                 if at == 0 { None } else { stores.next() }.unwrap_or(self.epoll.as_fd())
             });
             let mut fds = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
-            let wait = stalled
-                .or(greeting)
+            let wait = [stalled, greeting, pause]
+                .into_iter()
+                .flatten()
+                .min()
                 .map(|wait| Timespec { tv_sec: wait.as_secs() as i64, tv_nsec: wait.subsec_nanos().into() });
             // Whatever the outcome, the rings and sockets are looked at next.
             let _ = rustix::event::poll(&mut fds, wait.as_ref());
@@ -399,6 +410,10 @@ impl Porter {
                 seat => self.hear(seat as usize),
             }
         }
+        if self.paused.is_some_and(|until| Instant::now() >= until) {
+            self.paused = None;
+            self.listen_for(EventFlags::IN);
+        }
         if self.greetings > 0 {
             for seat in 0..self.used {
                 if matches!(&self.seats[seat], Seat::Greeting { since, .. } if since.elapsed() >= GREETING) {
@@ -414,10 +429,23 @@ impl Porter {
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
             let socket = match rustix::net::accept_with(&self.listener, flags) {
                 Ok(socket) => socket,
-                Err(Errno::INTR) => continue,
-                // Nobody waits any more, or there are no descriptors now.
-                Err(_) => return,
+                Err(Errno::INTR | Errno::CONNABORTED) => continue,
+                Err(Errno::AGAIN) => return,
+                Err(errno) => {
+                    // Out of descriptors or memory: whoever waits stays at the door, and this would spin.
+                    if !std::mem::replace(&mut self.is_short, true) {
+                        let next = "raise the limit of open files";
+                        (self.log)(
+                            Level::Warning,
+                            format_args!("share: cannot let a client in yet: {errno}; {next}"),
+                        );
+                    }
+                    self.listen_for(EventFlags::empty());
+                    self.paused = Some(Instant::now() + ADMIT_PAUSE);
+                    return;
+                }
             };
+            self.is_short = false;
             let Some(seat) = self.seats.iter().position(|seat| matches!(seat, Seat::Empty)) else {
                 self.turn_away(&socket, Errno::USERS);
                 continue;
@@ -429,6 +457,11 @@ impl Porter {
                 self.greetings += 1;
             }
         }
+    }
+
+    fn listen_for(&self, events: EventFlags) {
+        // It was added at the start and is open: there is nothing that could fail.
+        let _ = epoll::modify(&self.epoll, &self.listener, EventData::new_u64(LISTENER), events);
     }
 
     /// A client's socket has something: its greeting, or its end.
