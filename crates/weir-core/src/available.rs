@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 /// Bytes that can be taken without pushing others out; `None` where nobody says.
-pub(crate) fn available() -> Option<u64> {
+pub fn available() -> Option<u64> {
     of_the_machine().into_iter().chain(of_cgroups(Path::new("/"))).min()
 }
 

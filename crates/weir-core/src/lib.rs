@@ -13,6 +13,7 @@ pub mod seal;
 mod size;
 pub mod swap_safety;
 
+pub use available::available;
 pub use memory::Memory;
 pub use page::{
     Checksum, PAGE_SIZE, Page, PageBytes, PageNo, Slot, prefetch, prefetch_head, prefetch_value,

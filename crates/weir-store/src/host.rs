@@ -130,7 +130,18 @@ impl Store for Host {
     }
 
     fn take(&self, chunk: u32) -> Result<(), Fault> {
+        self.take_of(chunk, weir_core::available())
+    }
+}
+
+impl Host {
+    /// Takes a chunk's memory again, if `available` has room for it: to populate more than there is would not fail, it would set
+    /// the OOM killer on somebody.
+    fn take_of(&self, chunk: u32, available: Option<u64>) -> Result<(), Fault> {
         let (offset, bytes) = self.shared.chunk(chunk)?;
+        if available.is_some_and(|available| bytes > available) {
+            return Err(Fault::Io(libc::ENOMEM));
+        }
         // SAFETY: the range lies inside the mapping; populating changes no content.
         unsafe {
             let start = self.shared.memory.as_ptr().add(offset as usize);
@@ -207,6 +218,21 @@ mod tests {
         assert_eq!(lane.read(0, last, &mut page), Progress::Done(Ok(())));
         assert_eq!(page, [0; PAGE_SIZE], "a chunk taken anew holds nothing old");
         assert_eq!(host.release(2), Err(Fault::Lost), "there is no third chunk");
+    }
+
+    #[test]
+    fn a_chunk_that_the_machine_has_no_room_for_is_not_taken() {
+        let host = Host::new(CHUNK_SLOTS + 10).unwrap();
+        host.release(1).unwrap();
+        let blocks = || rustix::fs::fstat(host.fd()).unwrap().st_blocks;
+        let before = blocks();
+        assert_eq!(host.take_of(1, Some(9 * PAGE_SIZE as u64)), Err(Fault::Io(libc::ENOMEM)));
+        assert_eq!(blocks(), before);
+        let mut lane = host.lane(1).unwrap();
+        let last = Slot(CHUNK_SLOTS + 9);
+        assert_eq!(lane.write(0, last, &[7; PAGE_SIZE]), Progress::Done(Err(Fault::Lost)));
+        host.take_of(1, Some(10 * PAGE_SIZE as u64)).unwrap();
+        assert_eq!(lane.write(0, last, &[7; PAGE_SIZE]), Progress::Done(Ok(())));
     }
 
     #[test]
