@@ -335,14 +335,21 @@ impl Store for FileStore {
         let (offset, bytes) = self.shared.chunk(chunk)?;
         let released = &self.shared.released[chunk as usize];
         released.store(true, Ordering::SeqCst);
-        for member in &self.shared.members {
-            if let Err(errno) = member.punch(offset, bytes) {
-                released.store(false, Ordering::SeqCst);
-                return Err(match errno {
-                    rustix::io::Errno::OPNOTSUPP => Fault::Unsupported,
-                    errno => Fault::Io(errno.raw_os_error()),
-                });
+        let members = &self.shared.members;
+        for (at, member) in members.iter().enumerate() {
+            let Err(errno) = member.punch(offset, bytes) else { continue };
+            // A chunk that stays is whole: those before have a hole there, and this one may have got half of one.
+            let changes_nothing = errno == rustix::io::Errno::OPNOTSUPP;
+            let holed = &members[..if changes_nothing { at } else { at + 1 }];
+            if !holed.iter().all(|member| member.refill(offset, bytes).is_ok()) {
+                // Its room has gone to somebody else, so all of it counts as given back until it is taken again.
+                for member in holed {
+                    let _ = member.punch(offset, bytes);
+                }
+                return Ok(());
             }
+            released.store(false, Ordering::SeqCst);
+            return Err(if changes_nothing { Fault::Unsupported } else { Fault::Io(errno.raw_os_error()) });
         }
         Ok(())
     }
@@ -361,6 +368,7 @@ impl Store for FileStore {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs::File;
 
     #[test]
     fn a_stripe_lays_units_on_its_members_in_turns_and_no_two_slots_in_one_place() {
@@ -400,5 +408,55 @@ mod tests {
                 );
             }
         }
+    }
+
+    /// A stripe over a memfd and `second`, of one chunk.
+    fn two_members(second: File) -> FileStore {
+        let first = memfd();
+        let member = |file| Backing { file, room: 64 << 12, is_device: false, is_direct: false };
+        let shared = Shared {
+            members: Box::new([member(first), member(second)]),
+            cipher: None,
+            slots: 128,
+            unit_slots: 4,
+            chunk_slots: 128,
+            released: Box::new([AtomicBool::new(false)]),
+            quiet: Quiet::new().unwrap(),
+        };
+        FileStore { name: "stripe".to_owned(), shared: Arc::new(shared) }
+    }
+
+    fn memfd() -> File {
+        use rustix::fs::MemfdFlags;
+        let fd = rustix::fs::memfd_create("weir-stripe", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING);
+        let file = File::from(fd.unwrap());
+        rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, HEADER + (64 << 12)).unwrap();
+        file
+    }
+
+    fn blocks(store: &FileStore) -> i64 {
+        rustix::fs::fstat(&store.shared.members[0].file).unwrap().st_blocks
+    }
+
+    #[test]
+    fn a_chunk_that_one_member_does_not_release_stays_whole_on_the_others() {
+        let sealed = memfd();
+        rustix::fs::fcntl_add_seals(&sealed, rustix::fs::SealFlags::WRITE).unwrap();
+        let store = two_members(sealed);
+        let before = blocks(&store);
+        assert_eq!(store.release(0), Err(Fault::Io(libc::EPERM)));
+        assert_eq!(blocks(&store), before, "the first has its blocks again");
+        assert!(store.shared.place(Slot(0)).is_ok(), "and the chunk holds pages");
+    }
+
+    #[test]
+    fn a_chunk_that_cannot_be_made_whole_again_counts_as_released() {
+        let writable = memfd();
+        let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&writable));
+        let store = two_members(File::open(path).unwrap());
+        let before = blocks(&store);
+        assert_eq!(store.release(0), Ok(()));
+        assert!(blocks(&store) < before);
+        assert_eq!(store.shared.place(Slot(0)).err(), Some(Fault::Lost), "nothing is written into a hole");
     }
 }
