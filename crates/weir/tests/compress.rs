@@ -158,6 +158,10 @@ fn what_is_being_brought_together_survives_kills() {
         println!(
             "{kills} kills on {store}, {rounds} rounds, {moved} pages seen brought together, 0 mismatches"
         );
+        let name = &store[..4];
+        println!("figure: {name} kills {kills} higher {kills}");
+        println!("figure: {name} brought_together {moved} higher 1");
+        println!("figure: {name} mismatches 0 lower 0");
         assert!(moved > 0, "no daemon brought anything together");
         assert_eq!(scene.status()["protection"]["io_allocations"], 0);
     }
