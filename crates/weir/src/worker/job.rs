@@ -46,9 +46,28 @@ impl Work for Job {
     type Pointer = Arc<Job>;
 
     fn run(this: Arc<Job>) {
+        let ending = Ending(&this);
         let outcome = this.crew.run(&this);
-        *this.outcome.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome);
-        this.ended.notify_all();
+        ending.with(outcome);
+    }
+}
+
+/// Whoever waits for a job hears of its end, also where that is a panic: the queue goes on after one.
+struct Ending<'a>(&'a Job);
+
+impl Ending<'_> {
+    fn with(self, outcome: Result<Moved, String>) {
+        *self.0.outcome.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome);
+    }
+}
+
+impl Drop for Ending<'_> {
+    fn drop(&mut self) {
+        let mut outcome = self.0.outcome.lock().unwrap_or_else(PoisonError::into_inner);
+        outcome.get_or_insert_with(|| {
+            Err("the worker failed at it, which is a bug: weir status says what was done, the daemon's log why it ended".into())
+        });
+        self.0.ended.notify_all();
     }
 }
 
@@ -98,5 +117,70 @@ impl Job {
                 pages: read(&self.reach.pages),
             });
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Instant;
+    use weir_core::PAGE_SIZE;
+    use weir_store::{Fault, Host, Lane, OpenError, Store};
+    use weir_volume::{Config, Volume};
+
+    /// A store that panics when a chunk is to be taken.
+    #[derive(Debug)]
+    struct Bursting(Host);
+
+    impl Store for Bursting {
+        fn name(&self) -> &str {
+            "bursting"
+        }
+
+        fn slots(&self) -> u32 {
+            self.0.slots()
+        }
+
+        fn chunk_slots(&self) -> u32 {
+            self.0.chunk_slots()
+        }
+
+        fn lane(&self, depth: usize) -> Result<Box<dyn Lane>, OpenError> {
+            self.0.lane(depth)
+        }
+
+        fn release(&self, chunk: u32) -> Result<(), Fault> {
+            self.0.release(chunk)
+        }
+
+        fn take(&self, _chunk: u32) -> Result<(), Fault> {
+            panic!("as a bug would");
+        }
+    }
+
+    #[test]
+    fn who_waits_for_a_job_hears_of_a_panic_and_the_next_job_runs() {
+        let config = Config { pages: 64, lanes: 1 + super::super::lanes(), depth: 4 };
+        let below = Host::new(config.slots()).expect("memory");
+        let first = Bursting(Host::new(4 << 20 >> 12).expect("memory"));
+        let chunk = u64::from(first.slots()) * PAGE_SIZE as u64;
+        let volume = Volume::create(config, vec![Arc::new(first), Arc::new(below)]).expect("a volume");
+        let crew = Crew::start(&volume, &[true, false]).expect("threads");
+        let (ended, end) = std::sync::mpsc::channel();
+        let jobs = Arc::clone(&crew);
+        std::thread::spawn(move || {
+            for wish in [Wish::GiveBack, Wish::Take, Wish::Take] {
+                let _ = ended.send(Job::new(&jobs, wish, None).run_on(&jobs, &mut |_| {}));
+            }
+        });
+        let next = || end.recv_timeout(Duration::from_secs(60)).expect("an answer");
+        let begun = Instant::now();
+        assert_eq!(next().expect("the chunk is given back").bytes, chunk);
+        for _ in 0..2 {
+            let error = next().expect_err("it panicked");
+            assert!(error.contains("a bug"), "{error}");
+        }
+        assert!(begun.elapsed() < Duration::from_secs(60));
+        crew.stop();
     }
 }
