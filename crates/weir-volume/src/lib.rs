@@ -57,13 +57,14 @@ pub use compress::Compression;
 pub use give_back::{GiveBackError, MovedUp, Pace};
 pub use lane::{Guard, Lane, View};
 pub use lend::{Lender, Loan, Window};
+pub use records::PAGES_MAX;
 pub use recover::{Kept, KeptFds};
 pub use status::{StoreStatus, VolumeStatus};
 
 use epoch::Epochs;
 use map::Map;
 use quarantine::Quarantine;
-use records::{PAGES_MAX, Records};
+use records::Records;
 use status::LaneMetrics;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -28,7 +28,7 @@ use weir_core::{Checksum, Memory, PageNo, Slot};
 /// Slots that are counted together: 4 MiB of pages, 8 KiB of records.
 pub(crate) const EXTENT_SLOTS: u32 = 1024;
 /// Pages that a record can name, which bounds a volume to 8 TiB less 32 MiB.
-pub(crate) const PAGES_MAX: u32 = (1 << 31) - PACKS;
+pub const PAGES_MAX: u32 = (1 << 31) - PACKS;
 /// What a record can say of a pack: room and count.
 const PACKS: u32 = 64 * PACK_COUNTS;
 /// How many pages of a pack a record can count, and none of them.

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use weir_core::{ByteSize, Memory, PAGE_SIZE};
 use weir_export::log::{Level, Log};
 use weir_store::{Keep, OpenError, Store, StoreUrl};
-use weir_volume::{Config, Kept, Volume};
+use weir_volume::{Config, Kept, PAGES_MAX, Volume};
 
 /// What a volume is made of.
 #[derive(Debug)]
@@ -219,5 +219,7 @@ fn pages(size: ByteSize) -> Result<u32, Failure> {
         )));
     }
     u32::try_from(pages)
-        .map_err(|_| Failure::Usage(format!("--size cannot be {size}: accepted: below 16TiB")))
+        .ok()
+        .filter(|pages| *pages <= PAGES_MAX)
+        .ok_or_else(|| Failure::Usage(format!("--size cannot be {size}: accepted: at most 8TiB less 32MiB")))
 }

@@ -115,6 +115,9 @@ fn check(options: &ServeOptions) -> Result<(), Failure> {
             "--nbd, --ublk, --fuse and --share are missing, so nobody could connect; accepted: --ublk, --nbd unix:PATH, --nbd tcp:HOST:PORT, --fuse FILE, --share PATH".into(),
         ));
     }
+    if options.queues.is_some() && !options.ublk {
+        return Err(Failure::Usage("--queues are those of a ublk device: accepted with --ublk".into()));
+    }
     let tcp = options.nbd.iter().find(|address| matches!(address, Address::Tcp { .. }));
     match tcp {
         Some(address) if options.swap && options.tls.is_some() => Err(Failure::Usage(format!(
@@ -122,6 +125,10 @@ fn check(options: &ServeOptions) -> Result<(), Failure> {
         ))),
         Some(address) if !options.insecure && options.tls.is_none() => Err(Failure::Usage(format!(
             "--nbd {address} would carry pages in the clear; accepted: unix:PATH, --tls DIRECTORY, or --insecure for the loopback interface"
+        ))),
+        None if options.tls.is_some() || options.insecure => Err(Failure::Usage(format!(
+            "{} is about TCP, and no --nbd tcp:HOST:PORT is given: leave it out, or give one",
+            if options.insecure { "--insecure" } else { "--tls" }
         ))),
         _ => Ok(()),
     }

@@ -28,6 +28,23 @@ const MISTAKES: &[(&[&str], &[&str])] = &[
     (&["serve", "--store", "host:1MiB", "--ublk", "--depth", "2000"], &["--depth", "2000", "1..=1024"]),
     (&["serve", "--store", "host:1MiB", "--size", "8X"], &["--size", "8X", "512MiB"]),
     (&["serve", "--store", "host:1MiB", "--nbd", "unix:/x", "--size", "5000"], &["--size", "5000", "4KiB"]),
+    (
+        &["serve", "--store", "host:1MiB", "--nbd", "unix:/x", "--size", "8TiB"],
+        &["--size", "8TiB", "8TiB less 32MiB"],
+    ),
+    (
+        &["serve", "--store", "host:1MiB", "--nbd", "unix:/x", "--size", "17TiB"],
+        &["--size", "17TiB", "8TiB less 32MiB"],
+    ),
+    (&["serve", "--store", "host:1MiB", "--nbd", "unix:/x", "--queues", "2"], &["--queues", "--ublk"]),
+    (
+        &["serve", "--store", "host:1MiB", "--nbd", "unix:/x", "--insecure"],
+        &["--insecure", "--nbd tcp:HOST:PORT"],
+    ),
+    (
+        &["serve", "--store", "host:1MiB", "--nbd", "unix:/x", "--tls", "/y"],
+        &["--tls", "--nbd tcp:HOST:PORT"],
+    ),
     (&["serve", "--store", "host:1MiB", "--nbd", "/tmp/x"], &["--nbd", "/tmp/x", "unix:PATH"]),
     (
         &["serve", "--store", "host:1MiB", "--nbd", "tcp:localhost:0"],
