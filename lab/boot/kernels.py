@@ -27,11 +27,11 @@ KNOWN = {
 }
 
 # What the built one has besides, and does without.
-SWITCHED_ON = ["SMP", "PSI", "DEBUG_INFO_NONE"]
-MODULES = ["BLK_DEV_UBLK"]
+SWITCHED_ON = ["SMP", "PSI", "POWER_SUPPLY", "DEBUG_INFO_NONE"]
+MODULES = ["BLK_DEV_UBLK", "TEST_POWER"]
 SWITCHED_OFF = ["DEBUG_KERNEL", "DEBUG_INFO", "DEBUG_INFO_DWARF_TOOLCHAIN_DEFAULT", "MODULE_SIG"]
 # Its other modules stay out, which spares most of the time: these are what scenarios load.
-WANTED = r"BLK_DEV_(UBLK|NBD|LOOP)|ZRAM|FUSE_FS|CRYPTO_.*|LZO.*|LZ4.*|ZSTD.*|XXHASH.*"
+WANTED = r"BLK_DEV_(UBLK|NBD|LOOP)|ZRAM|FUSE_FS|AUTOFS_FS|CRYPTO_.*|LZO.*|LZ4.*|ZSTD.*|XXHASH.*"
 # Programs that the build runs, and what has them.
 BUILD_TOOLS = {"gcc": "gcc", "make": "make", "flex": "flex", "bison": "bison", "bc": "bc", "xz": "xz-utils"}
 

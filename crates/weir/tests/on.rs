@@ -1,6 +1,7 @@
 //! `weir on` and `off` on this very machine, by FUSE and a loop device. As root, where both are there.
 
 use std::fs;
+use std::io::{BufRead as _, BufReader, Read as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::{Mutex, MutexGuard};
@@ -194,6 +195,20 @@ fn it_goes_off_on_a_low_battery_and_comes_back_with_mains_as_it_was() {
     let said = look();
     assert!(said.contains("mains is back"), "{said}");
     assert!(place.swaps().iter().any(|line| line.ends_with("\t77")), "{:?}", place.swaps());
+
+    // A charger that comes while it is turning off starts nobody.
+    supply("AC", "online", "0\n");
+    let mut battery = place.weir("battery", &["--supplies", supplies.to_str().expect("text")]);
+    let mut battery = battery.stdout(std::process::Stdio::piped()).spawn().expect("weir runs");
+    let mut said = String::new();
+    let mut lines = BufReader::new(battery.stdout.take().expect("a pipe"));
+    lines.read_line(&mut said).expect("text");
+    assert!(said.contains("turning off"), "{said}");
+    supply("AC", "online", "1\n");
+    lines.read_to_string(&mut said).expect("text");
+    assert!(battery.wait().expect("ended").success() && said.contains("mains is back"), "{said}");
+    assert!(place.swaps().iter().any(|line| line.ends_with("\t77")), "{:?}", place.swaps());
+
     assert!(place.off().status.success());
     assert_eq!(look(), "", "what the user turned off stays off");
     fs::remove_dir_all(&supplies).expect("removed");

@@ -56,20 +56,27 @@ impl Power {
     }
 }
 
-/// Looks once, and does what is due.
+/// Looks once, and does what is due. It looks again after it has turned off: that takes as long as there are pages to bring back, and
+/// a charger that came meanwhile starts nobody who is at work already.
 pub fn run(options: &BatteryOptions) -> Result<(), Failure> {
+    while look(options)? == Verdict::Off {}
+    Ok(())
+}
+
+fn look(options: &BatteryOptions) -> Result<Verdict, Failure> {
     let note = note(&options.runtime);
     let state = state::read(&options.runtime)?;
     let is_on = state.as_ref().is_some_and(|state| state.phase == Phase::On);
-    match Power::of(&Machine::this(), &options.supplies).verdict(options.below, is_on, note.exists()) {
-        Verdict::Stay => Ok(()),
+    let verdict = Power::of(&Machine::this(), &options.supplies).verdict(options.below, is_on, note.exists());
+    match verdict {
+        Verdict::Stay => {}
         Verdict::Off => {
             println!("on battery and below {} %: turning off", options.below);
             let arguments = state.map(|state| state.arguments).unwrap_or_default();
             super::off(&OffOptions { runtime: options.runtime.clone(), swapoff: None })?;
             let text = serde_json::to_vec(&arguments).map_err(Failure::failed)?;
             fs::write(&note, text)
-                .map_err(|error| Failure::Failed(format!("cannot write {}: {error}", note.display())))
+                .map_err(|error| Failure::Failed(format!("cannot write {}: {error}", note.display())))?;
         }
         Verdict::On => {
             println!("mains is back: turning on again");
@@ -77,13 +84,13 @@ pub fn run(options: &BatteryOptions) -> Result<(), Failure> {
             let arguments: Vec<String> = serde_json::from_slice(&text).map_err(Failure::failed)?;
             // A process of its own: its arguments are parsed as they were the first time.
             let status = Command::new("/proc/self/exe").arg("on").args(arguments).status();
-            if status.map_err(Failure::failed)?.success() {
-                forget(&options.runtime)
-            } else {
-                Err(Failure::Said)
+            if !status.map_err(Failure::failed)?.success() {
+                return Err(Failure::Said);
             }
+            forget(&options.runtime)?;
         }
     }
+    Ok(verdict)
 }
 
 /// The user has decided, so nothing comes back by itself.
