@@ -3,7 +3,9 @@
 //! fio drives both by its libnbd engine, one job after the other, in turns, several times over; figures are medians.
 //! Weir runs twice: asleep between requests, which is how it is used, and spinning, which is what `--spin-us` buys.
 //! For single requests a third server, which keeps no pages at all, says what is left to the client and the system.
-//! Every page of both has been written before, so that none is a hole. The processor time that a server spends on
+//! Every page of both has been written before, in order, so that none is a hole. A page that Weir overwrites moves, so whether
+//! neighbours lie beside each other depends on who wrote last: long requests come first, on a device written in order, and again at the end
+//! (`scattered_read`), after every page has been written once more in no order. The processor time that a server spends on
 //! a request is read from `/proc`, since a server that is fast because it takes both processors is not fast.
 
 mod echo;
@@ -103,7 +105,9 @@ impl Case {
     }
 }
 
-const CASES: [Case; 10] = [
+const CASES: [Case; 11] = [
+    Case::long("seq_read", false),
+    Case::long("seq_write", true),
     Case::pages("qd1_read", false, 1, 1),
     Case::pages("qd1_write", true, 1, 1),
     Case::pages("1x32_read", false, 1, 32),
@@ -111,10 +115,12 @@ const CASES: [Case; 10] = [
     Case::pages("4x16_write", true, 4, 16),
     Case::pages("16x8_read", false, 16, 8),
     Case::pages("16x8_write", true, 16, 8),
-    Case::long("seq_read", false),
-    Case::long("seq_write", true),
     Case { pause: 20, ..Case::pages("sporadic_read", false, 1, 1) },
+    Case::long(SCATTERED, false),
 ];
+
+/// The case before which pages are written in no order.
+const SCATTERED: &str = "scattered_read";
 
 /// What one run of a case on one server came to.
 #[derive(Clone, Copy, Debug, Default)]
@@ -166,6 +172,9 @@ pub fn run(plan: &Plan) -> Result<Report, BlockError> {
     for case in CASES {
         if !plan.only.is_empty() && !plan.only.iter().any(|id| case.is_called(id)) {
             continue;
+        }
+        if case.id == SCATTERED {
+            servers.iter().try_for_each(|server| fio::scatter(server, plan.size))?;
         }
         // What waits between requests needs longer for as many of them.
         let time = if case.pause > 0 { plan.time * 2 } else { plan.time };

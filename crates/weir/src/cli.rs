@@ -553,7 +553,7 @@ pub struct BenchStoreOptions {
     pub only: Vec<String>,
 
     /// How memory is given back, as drain threads and pages that each reads at once; may be repeated, to compare.
-    #[arg(long, value_name = "THREADSxPAGES", default_value = "3x32")]
+    #[arg(long, value_name = "THREADSxPAGES", default_value = "4x32")]
     pub give_back: Vec<Effort>,
 
     /// Seconds for each pair of paths of the coherence rows.

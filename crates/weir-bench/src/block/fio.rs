@@ -15,6 +15,12 @@ pub(super) fn fill(server: &Server, size: ByteSize) -> Result<(), BlockError> {
     fio(&server.socket, fill, size, &[]).map(drop)
 }
 
+/// Writes every page once more, in no order.
+pub(super) fn scatter(server: &Server, size: ByteSize) -> Result<(), BlockError> {
+    let scatter = Case::pages("scatter", true, 1, 32);
+    fio(&server.socket, scatter, size, &[]).map(drop)
+}
+
 /// Runs a case for `time` on a server that is a process of its own.
 pub(super) fn run(
     server: &Server,
