@@ -2,16 +2,14 @@
 //! pages left.
 
 use super::crew::Crew;
+use super::pace::{REST, is_in_use};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 use weir_queue::{Item, Work, has_item};
 use weir_volume::{GiveBackError, Sparse, Volume};
 
-/// The volume is in use where it moves more pages a second.
-const IDLE_PAGES_PER_S: f64 = 5000.0;
-/// How long one turn moves pages, and how long it rests where the volume is in use: a tenth of one processor.
+/// How long one turn moves pages. With the rest where the volume is in use, a tenth of one processor.
 const TURN: Duration = Duration::from_millis(2);
-const REST: Duration = Duration::from_millis(20);
 
 /// The job that schedules itself until nothing is worth gathering any more.
 #[derive(Debug)]
@@ -106,10 +104,9 @@ impl Gather {
             }
             return false;
         }
-        let operations = volume.operations();
-        let rate = operations.wrapping_sub(at.operations) as f64 / began.elapsed().as_secs_f64().max(1e-3);
+        let moved = volume.operations().wrapping_sub(at.operations);
         drop(at);
-        if rate > IDLE_PAGES_PER_S {
+        if is_in_use(moved, began.elapsed()) {
             std::thread::sleep(REST);
         }
         self.at.lock().unwrap_or_else(PoisonError::into_inner).operations = volume.operations();

@@ -8,6 +8,16 @@ pub const RATE: f64 = 12e9;
 /// Being ahead by less is not worth a sleep.
 const AHEAD: Duration = Duration::from_micros(100);
 
+/// The volume is in use where it moves more pages a second.
+const IDLE_PAGES_PER_S: f64 = 5000.0;
+/// How long what can wait rests where the volume is in use.
+pub const REST: Duration = Duration::from_millis(20);
+
+/// Whether a volume that moved so many pages in this time is in use.
+pub fn is_in_use(pages: u64, time: Duration) -> bool {
+    pages as f64 / time.as_secs_f64().max(1e-3) > IDLE_PAGES_PER_S
+}
+
 /// One thread's pace.
 #[derive(Debug)]
 pub struct Pace {

@@ -1,15 +1,13 @@
 //! Bringing pages back up once faster stores have room again: a little at a time, while nobody else is at work.
 
 use super::crew::Crew;
+use super::pace::{REST, is_in_use};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 use weir_queue::{Item, Work, has_item};
 
-/// The volume is in use where it moves more pages a second.
-const IDLE_PAGES_PER_S: f64 = 5000.0;
-/// How long one turn moves pages, and how long it rests where the volume is in use.
+/// How long one turn moves pages.
 const TURN: Duration = Duration::from_millis(5);
-const REST: Duration = Duration::from_millis(20);
 
 /// The job that schedules itself until there is nothing left to bring up.
 #[derive(Debug)]
@@ -68,10 +66,9 @@ impl Rise {
             return false;
         }
         let operations = crew.volume().operations();
-        let rate =
-            operations.wrapping_sub(at.operations) as f64 / at.looked.elapsed().as_secs_f64().max(1e-3);
+        let in_use = is_in_use(operations.wrapping_sub(at.operations), at.looked.elapsed());
         (at.operations, at.looked) = (operations, Instant::now());
-        if rate > IDLE_PAGES_PER_S {
+        if in_use {
             drop(at);
             std::thread::sleep(REST);
             return true;
