@@ -5,6 +5,13 @@ import json
 import os
 import platform
 import subprocess
+import sys
+
+sys.dont_write_bytecode = True
+TREE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, os.path.join(TREE, "lab"))
+
+from boot import report  # noqa: E402
 
 
 def row(name, metric, value, better="lower", control=None, control_value=None, goal=None, goal_of="value"):
@@ -47,17 +54,14 @@ def write(bench, runs, rows, path=None):
             times = "x" if figure["goal_of"] == "ratio" else ""
             goal = f"  goal {sign} {figure['goal']:g}{times}: {'yes' if met(figure) else 'NO'}"
         print(f"{figure['id']:14} {figure['metric']:24} {figure['value']:12.4g}{beside}{goal}", flush=True)
-    commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], stdout=subprocess.PIPE, text=True, check=False)
-    with open("/proc/cpuinfo", encoding="utf-8") as file:
-        cpu = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), "unknown")
     gpu, driver = card()
     document = {
         "schema": 1,
         "bench": bench,
-        "commit": os.environ.get("WEIR_COMMIT", commit.stdout.strip()),
+        "commit": os.environ.get("WEIR_COMMIT") or report.commit(TREE),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "machine": {
-            "cpu": cpu,
+            "cpu": report.cpu(),
             "cores": len(os.sched_getaffinity(0)),
             "kernel": platform.release(),
             "gpu": gpu,

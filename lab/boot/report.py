@@ -43,9 +43,9 @@ def of(bench, tree, passed, seconds, figures):
         "bench": bench,
         "passed": passed,
         "seconds": round(seconds, 2),
-        "commit": _commit(tree),
+        "commit": commit(tree),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "kernel": platform.release(), "gpu": None, "driver": None},
+        "machine": {"cpu": cpu(), "cores": os.cpu_count(), "kernel": platform.release(), "gpu": None, "driver": None},
         "runs": 1,
         "rows": figures,
     }
@@ -71,13 +71,15 @@ def _lines(path):
         return []
 
 
-def _commit(tree):
+def commit(tree):
+    """The commit under test; None outside a repository."""
     command = ["git", "-C", tree, "rev-parse", "--short=12", "HEAD"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() or None
 
 
-def _cpu():
+def cpu():
+    """The processor's name."""
     for line in _lines("/proc/cpuinfo"):
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
