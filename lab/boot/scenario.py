@@ -6,7 +6,10 @@ import re
 
 from . import kernels
 
-SCALES = ("ci", "full")
+CI, FULL = SCALES = ("ci", "full")
+# What the heartbeat may be late at CI scale, as a multiple: anybody's machine runs that, with other work on it. A machine
+# that freezes stands still for minutes.
+CI_PATIENCE = 10
 ABOUT = "about"
 # key -> default; None where it must be given.
 KEYS = {
@@ -46,6 +49,12 @@ class Scenario:
     builds: list  # cargo packages whose programs the guest runs
     modules: list  # directories with a Kbuild Makefile
     own_root: bool  # Debian with systemd, on a disk of its own
+
+    def heartbeat_goal(self, scale):
+        """The longest gap, in seconds, that a run of this scale passes with; None where there is none."""
+        if self.heartbeat_s is None:
+            return None
+        return self.heartbeat_s * (1 if scale == FULL else CI_PATIENCE)
 
 
 def read(path):
