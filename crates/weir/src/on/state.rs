@@ -5,7 +5,7 @@ use crate::failure::Failure;
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::io::{self, Write as _};
-use std::os::unix::fs::DirBuilderExt as _;
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
 /// The version of the file.
@@ -161,6 +161,13 @@ fn lock_soon(file: &fs::File) -> rustix::io::Result<()> {
     result
 }
 
+/// Whether this open directory is the one that the path leads to now.
+fn is_at(open: &fs::File, path: &Path) -> bool {
+    let identity = |found: io::Result<fs::Metadata>| found.map(|found| (found.dev(), found.ino())).ok();
+    let there = identity(fs::metadata(path));
+    there.is_some() && there == identity(open.metadata())
+}
+
 /// The run-time directory, held against another `weir on` or `off`, with the state in it.
 #[derive(Debug)]
 pub struct Journal {
@@ -192,18 +199,28 @@ impl Journal {
             let next = if is_root { "give another --runtime DIRECTORY" } else { "use sudo" };
             Failure::Failed(format!("cannot use {}: {error}; {next}", directory.display()))
         };
-        fs::DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(failed)?;
-        let lock = fs::File::open(directory).map_err(failed)?;
-        match lock_soon(&lock) {
-            Ok(()) => {}
-            Err(rustix::io::Errno::WOULDBLOCK) => {
-                return Err(Failure::Failed(format!(
-                    "another weir on, off or restart is at work in {}; wait for it",
-                    directory.display()
-                )));
+        let lock = loop {
+            fs::DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(failed)?;
+            let lock = match fs::File::open(directory) {
+                // Whoever had it has removed it just now.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                lock => lock.map_err(failed)?,
+            };
+            match lock_soon(&lock) {
+                Ok(()) => {}
+                Err(rustix::io::Errno::WOULDBLOCK) => {
+                    return Err(Failure::Failed(format!(
+                        "another weir on, off or restart is at work in {}; wait for it",
+                        directory.display()
+                    )));
+                }
+                Err(errno) => return Err(failed(errno.into())),
             }
-            Err(errno) => return Err(failed(errno.into())),
-        }
+            // The lock of a directory that was removed meanwhile keeps nobody out of the one that is there now.
+            if is_at(&lock, directory) {
+                break lock;
+            }
+        };
         let fresh = State {
             schema: SCHEMA,
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -367,6 +384,35 @@ mod tests {
         assert_eq!(free, Ok(()));
         drop(child);
         fs::remove_dir_all(&directory).expect("removed");
+    }
+
+    #[test]
+    fn who_waited_for_a_directory_that_was_removed_has_the_one_that_is_there_now() {
+        let directory = directory("removed");
+        let off = Journal::open(&directory).expect("a journal");
+        let waits = std::thread::spawn({
+            let directory = directory.clone();
+            move || Journal::open(&directory).expect("once the first has let it go")
+        });
+        // Until it waits: it has the directory open then.
+        let opened = |entry: fs::DirEntry| fs::read_link(entry.path()).is_ok_and(|path| path == directory);
+        let twice = || {
+            fs::read_dir("/proc/self/fd")
+                .expect("descriptors")
+                .flatten()
+                .filter_map(|fd| opened(fd).then_some(()))
+                .count()
+                > 1
+        };
+        while !twice() {
+            std::thread::yield_now();
+        }
+        off.delete().expect("removed");
+        let mut on = waits.join().expect("no panic");
+        on.intend(swap()).expect("it has a directory to write to");
+        let Err(Failure::Failed(error)) = Journal::open(&directory) else { panic!("two have it") };
+        assert!(error.contains("another weir on"), "{error}");
+        on.delete().expect("removed");
     }
 
     #[test]
