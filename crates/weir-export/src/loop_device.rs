@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 const CTL_GET_FREE: Opcode = 0x4C82;
 const CONFIGURE: Opcode = 0x4C0A;
 const CLR_FD: Opcode = 0x4C01;
+const GET_STATUS64: Opcode = 0x4C05;
 const FLAG_DIRECT_IO: u32 = 16;
 
 /// Other programs look for a free device at the same time.
@@ -27,6 +28,14 @@ const SETTLE: Duration = Duration::from_secs(5);
 struct Config {
     fd: u32,
     block_size: u32,
+    info: Info,
+    reserved: [u64; 8],
+}
+
+/// `struct loop_info64`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Info {
     device: u64,
     inode: u64,
     rdevice: u64,
@@ -40,14 +49,41 @@ struct Config {
     crypt_name: [u8; 64],
     encrypt_key: [u8; 32],
     init: [u64; 2],
-    reserved: [u64; 8],
+}
+
+impl Info {
+    const EMPTY: Info = Info {
+        device: 0,
+        inode: 0,
+        rdevice: 0,
+        offset: 0,
+        size_limit: 0,
+        number: 0,
+        encrypt_type: 0,
+        encrypt_key_size: 0,
+        flags: 0,
+        file_name: [0; 64],
+        crypt_name: [0; 64],
+        encrypt_key: [0; 32],
+        init: [0; 2],
+    };
+
+    /// With the file's name, which the kernel keeps and shows where it cannot see the file: cut, and with a zero at its end.
+    fn named(file: &Path) -> Info {
+        let mut info = Info::EMPTY;
+        let name = file.as_os_str().as_encoded_bytes();
+        let length = name.len().min(info.file_name.len() - 1);
+        info.file_name[..length].copy_from_slice(&name[..length]);
+        info
+    }
 }
 
 const _: () = {
     assert!(size_of::<Config>() == 304);
-    assert!(std::mem::offset_of!(Config, device) == 8);
-    assert!(std::mem::offset_of!(Config, flags) == 8 + 52);
-    assert!(std::mem::offset_of!(Config, file_name) == 8 + 56);
+    assert!(size_of::<Info>() == 232);
+    assert!(std::mem::offset_of!(Config, info) == 8);
+    assert!(std::mem::offset_of!(Info, flags) == 52);
+    assert!(std::mem::offset_of!(Info, file_name) == 56);
     assert!(std::mem::offset_of!(Config, reserved) == 8 + 232);
 };
 
@@ -140,6 +176,31 @@ impl LoopDevice {
         }
     }
 
+    /// All devices over `file`, also where its file system is out of sight by now, because it was unmounted under them.
+    pub fn over(file: &Path) -> Vec<LoopDevice> {
+        let names = fs::read_dir("/sys/block")
+            .into_iter()
+            .flatten()
+            .filter_map(|entry| Some(entry.ok()?.file_name()));
+        names
+            .filter(|name| name.as_encoded_bytes().starts_with(b"loop"))
+            .filter_map(|name| LoopDevice::find(&Path::new("/dev").join(name)).ok())
+            .filter(|device| device.backing_file().as_deref() == Some(file) || device.was_made_of(file))
+            .collect()
+    }
+
+    /// Whether it was set up for a file of this name. Opening it reads nothing of it: it has no partitions to look for.
+    fn was_made_of(&self, file: &Path) -> bool {
+        if file.as_os_str().len() >= Info::EMPTY.file_name.len() {
+            return false; // The kernel has no more than its beginning.
+        }
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+        let Ok(opened) = rustix::fs::open(&self.path, flags, Mode::empty()) else { return false };
+        let mut info = Info::EMPTY;
+        let told = call(&opened, GET_STATUS64, (&raw mut info).cast());
+        told.is_ok() && info.file_name == Info::named(file).file_name
+    }
+
     /// The device, such as `/dev/loop7`.
     pub fn path(&self) -> &Path {
         &self.path
@@ -218,33 +279,17 @@ fn configure(device: &OwnedFd, backing: &OwnedFd, file: &Path) -> rustix::io::Re
     let mut config = Config {
         fd: backing.as_raw_fd() as u32,
         block_size: weir_core::PAGE_SIZE as u32,
-        device: 0,
-        inode: 0,
-        rdevice: 0,
-        offset: 0,
-        size_limit: 0,
-        number: 0,
-        encrypt_type: 0,
-        encrypt_key_size: 0,
-        flags: FLAG_DIRECT_IO,
-        file_name: [0; 64],
-        crypt_name: [0; 64],
-        encrypt_key: [0; 32],
-        init: [0; 2],
+        info: Info { flags: FLAG_DIRECT_IO, ..Info::named(file) },
         reserved: [0; 8],
     };
-    // What losetup shows where it cannot see the file; cut, and with a zero at its end.
-    let name = file.as_os_str().as_encoded_bytes();
-    let length = name.len().min(config.file_name.len() - 1);
-    config.file_name[..length].copy_from_slice(&name[..length]);
     call(device, CONFIGURE, (&raw mut config).cast()).map(drop)
 }
 
-/// An ioctl of the loop driver: the argument is null or a [`Config`]; the answer is a number.
+/// An ioctl of the loop driver: the argument is null, or leads to a [`Config`] or an [`Info`]; the answer is a number.
 struct Call(Opcode, *mut c_void);
 
-// SAFETY: the three commands that use this take no argument or read the `Config` that the pointer leads to, which outlives
-// the call; none writes to it.
+// SAFETY: the commands that use this take no argument, or read the `Config` that the pointer leads to, or fill the `Info` that it
+// leads to, of which any bytes are one; both outlive the call.
 unsafe impl Ioctl for Call {
     type Output = i32;
     const IS_MUTATING: bool = false;

@@ -7,6 +7,7 @@ pub use ublk::PreparedUblk;
 use crate::address::Address;
 use crate::cli::ServeOptions;
 use crate::control::Export;
+use crate::device_use;
 use crate::failure::{Failure, chain};
 use crate::keeper::{Held, Link};
 use std::fmt;
@@ -15,6 +16,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use weir_export::fuse;
 use weir_export::log::Log;
+use weir_export::loop_device::LoopDevice;
 use weir_export::nbd::{self, Identity, Listen, ListenError, ServeError, Server};
 use weir_export::share;
 use weir_volume::Volume;
@@ -153,6 +155,19 @@ impl WayIn for Fuse {
             requests: stats.requests,
             errors: stats.errors,
         }]
+    }
+
+    /// By loop devices over the file: what swaps there is lost with this process, as on any other device.
+    fn in_use(&self) -> Option<String> {
+        // As the kernel shows it. The file itself is no link.
+        let file = self.0.file();
+        let directory = file.parent().and_then(|parent| parent.canonicalize().ok());
+        let file =
+            directory.zip(file.file_name()).map_or(file.to_owned(), |(parent, name)| parent.join(name));
+        LoopDevice::over(&file).iter().find_map(|device| {
+            let device = device.path().display().to_string();
+            device_use::why_not_stop(&device, device_use::user_or_owner(&device))
+        })
     }
 
     fn stop(self: Box<Self>, grace: Duration) {

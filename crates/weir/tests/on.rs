@@ -131,6 +131,105 @@ fn on_and_off_leave_the_machine_as_it_was() {
     assert!(again.status.success() && text(&again).starts_with("not on"), "{}", text(&again));
 }
 
+/// The processes that `weir on` left at work, by its journal: the keepers.
+fn keepers(place: &Place) -> Vec<u32> {
+    let text = fs::read(place.directory.join("state.json")).expect("a journal");
+    let state: serde_json::Value = serde_json::from_slice(&text).expect("JSON");
+    let steps = state["steps"].as_array().expect("steps").iter();
+    steps.filter_map(|step| step["process"]["pid"].as_u64()).map(|pid| pid as u32).collect()
+}
+
+fn signal(pid: u32, signal: rustix::process::Signal) {
+    let pid = rustix::process::Pid::from_raw(pid as i32).expect("a process");
+    rustix::process::kill_process(pid, signal).expect("there");
+}
+
+#[test]
+fn a_daemon_whose_file_carries_swap_stays_when_it_is_told_to_end() {
+    let Some(place) = Place::new("told") else { return };
+    let on = place.on().output().expect("weir runs");
+    assert!(on.status.success(), "{}", text(&on));
+    let keeper = keepers(&place)[0];
+    let log = || fs::read_to_string(place.directory.join("weir.log")).expect("a log");
+    signal(keeper, rustix::process::Signal::TERM);
+    let begun = Instant::now();
+    while !log().contains("not stopping") {
+        assert!(Path::new(&format!("/proc/{keeper}")).exists(), "it went, and its pages with it: {}", log());
+        assert!(begun.elapsed() < Duration::from_secs(30), "{}", log());
+        thread::sleep(Duration::from_millis(20));
+    }
+    assert!(log().contains("is in use as swap: run swapoff /dev/loop"), "{}", log());
+    assert_eq!(place.swaps().len(), 1);
+    assert!(place.off().status.success());
+    assert_eq!(place.left(), Vec::<String>::new());
+}
+
+#[test]
+fn after_daemon_and_keeper_were_killed_off_takes_away_the_mount_and_the_device() {
+    let Some(place) = Place::new("both") else { return };
+    let on = place.on().output().expect("weir runs");
+    assert!(on.status.success(), "{}", text(&on));
+    let keeper = keepers(&place)[0];
+    let children = fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children")).expect("a keeper");
+    let daemon = children.trim().parse().expect("its daemon");
+    signal(keeper, rustix::process::Signal::KILL);
+    signal(daemon, rustix::process::Signal::KILL);
+    let off = place.off();
+    assert!(off.status.success(), "{}", text(&off));
+    assert_eq!(place.left(), Vec::<String>::new());
+
+    // Where the keeper alone is gone, the daemon goes on serving, until it is turned off.
+    let on = place.on().output().expect("weir runs");
+    assert!(on.status.success(), "{}", text(&on));
+    signal(keepers(&place)[0], rustix::process::Signal::KILL);
+    assert_eq!(place.swaps().len(), 1);
+    let off = place.off();
+    assert!(off.status.success(), "{}", text(&off));
+    assert_eq!(place.left(), Vec::<String>::new());
+
+    // The same, with the file out of the device's sight.
+    let on = place.on().output().expect("weir runs");
+    assert!(on.status.success(), "{}", text(&on));
+    let device =
+        place.swaps()[0].split_whitespace().next().expect("a device").replace("/dev/", "/sys/block/");
+    let unmount = Command::new("umount").arg("-l").arg(place.directory.join("disk")).status();
+    assert!(unmount.expect("umount").success());
+    let off = place.off();
+    assert!(off.status.success(), "{}", text(&off));
+    assert_eq!(place.left(), Vec::<String>::new());
+    let file = fs::read_to_string(Path::new(&device).join("loop/backing_file")).unwrap_or_default();
+    assert_ne!(file, "/\n", "{device} is still there");
+}
+
+#[test]
+fn a_daemon_of_somebody_else_in_its_directory_is_neither_taken_for_its_own_nor_disturbed() {
+    let Some(place) = Place::new("other") else { return };
+    let at = |name: &str| place.directory.join(name);
+    let mut other = Command::new(env!("CARGO_BIN_EXE_weir"));
+    other.args(["serve", "--store", "host:8MiB", "--fuse"]).arg(at("disk"));
+    fs::create_dir(&place.directory).expect("made");
+    let mut other = other.arg("--control").arg(at("control.sock")).spawn().expect("weir runs");
+    let begun = Instant::now();
+    while !at("control.sock").exists() {
+        assert!(begun.elapsed() < Duration::from_secs(30) && other.try_wait().expect("told").is_none());
+        thread::sleep(Duration::from_millis(10));
+    }
+    let before = place.swaps();
+    let on = place.on().output().expect("weir runs");
+    let (socket, swaps) = (at("control.sock").exists(), place.swaps());
+    place.off();
+    other.kill().expect("killed");
+    other.wait().expect("gone");
+    // By the next, as usual.
+    assert!(place.on().status().expect("weir runs").success());
+    assert!(place.off().status.success());
+    assert_eq!(on.status.code(), Some(1), "{}", text(&on));
+    assert!(text(&on).contains("did not start answers at"), "{}", text(&on));
+    assert!(socket, "its socket was removed");
+    assert_eq!(swaps, before);
+    assert_eq!(place.left(), Vec::<String>::new());
+}
+
 #[test]
 fn a_device_in_parts_is_given_back_and_taken_part_by_part() {
     let Some(place) = Place::new("parts") else { return };

@@ -169,6 +169,11 @@ impl Left {
         Left { point: point.to_owned(), vacant }
     }
 
+    /// For whoever did not see the first server start. An empty file that nobody serves is taken for a server's.
+    pub fn by_others(point: &Path) -> Left {
+        Left { point: point.to_owned(), vacant: true }
+    }
+
     /// Once every server is gone: takes away a dead mount, and the file under it if a server made that.
     pub fn clear(self) {
         if is_dead(&self.point) {

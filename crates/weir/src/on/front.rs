@@ -229,21 +229,10 @@ pub fn detach(front: Front, path: &Path, file: Option<&Path>) -> Result<(), Fail
         Front::Ublk => Ok(()),
         Front::Nbd if !nbd_is_attached(path) => Ok(()),
         Front::Nbd => attach::detach(&DetachOptions { device: path.to_owned(), control: None }),
-        Front::Fuse => loops_of(file.unwrap_or(path))
+        Front::Fuse => LoopDevice::over(file.unwrap_or(path))
             .into_iter()
             .try_for_each(|device| device.detach().map_err(|error| Failure::Failed(chain(&error)))),
     }
-}
-
-/// The loop devices over a file.
-fn loops_of(file: &Path) -> Vec<LoopDevice> {
-    let names =
-        fs::read_dir("/sys/block").into_iter().flatten().filter_map(|entry| Some(entry.ok()?.file_name()));
-    names
-        .filter(|name| name.to_string_lossy().starts_with("loop"))
-        .filter_map(|name| LoopDevice::find(&Path::new("/dev").join(name)).ok())
-        .filter(|device| device.backing_file().as_deref() == Some(file))
-        .collect()
 }
 
 fn nbd_options(directory: &Path, device: &Path, connections: u16) -> AttachOptions {

@@ -5,16 +5,20 @@ use super::state::{Journal, Process, Step};
 use crate::control::{self, Status};
 use crate::failure::Failure;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal};
 use std::fs;
 use std::io;
 use std::os::fd::AsFd as _;
+use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 use toml::{Table, Value};
+use weir_export::fuse;
 
 /// The unit that the package installs; its configuration is the file that [`Service`] writes.
 pub const UNIT: &str = "weir.service";
@@ -65,6 +69,14 @@ impl Service {
     /// # Errors
     /// The last line that it said, where it ended instead.
     pub fn start(&self, journal: &mut Journal) -> Result<Status, Failure> {
+        let control = control_socket(&self.directory);
+        if UnixStream::connect(&control).is_ok() {
+            // It may lack every protection that swap needs, and it would be taken for the one that is started here.
+            return Err(Failure::Failed(format!(
+                "a daemon that weir on did not start answers at {}; end it first",
+                control.display()
+            )));
+        }
         let step =
             |process| Step::Daemon { directory: self.directory.clone(), unit: self.unit.clone(), process };
         journal.intend(step(None))?;
@@ -144,9 +156,14 @@ fn last_line(directory: &Path) -> Option<String> {
 /// When it does not end in time. It is not killed: that is for somebody who has looked.
 pub fn stop(directory: &Path, unit: Option<&str>, process: Option<Process>) -> Result<(), Failure> {
     // The unit refuses to be stopped by hand, and would while the device is in use: it ends with its process.
-    if let Some(process) = process.or_else(|| unit.and_then(main_process)).or_else(|| keeper_of(directory)) {
+    if let Some(process) = process.or_else(|| unit.and_then(main_process)) {
         end(process)?;
     }
+    // One whose number was not written down, or whose keeper was killed.
+    if let Some(process) = keeper_of(directory) {
+        end(process)?;
+    }
+    fuse::Left::by_others(&fuse_file(directory)).clear();
     if let Some(unit) = unit {
         // A unit that has failed is listed until it is reset.
         let _ = systemctl(&["reset-failed", unit]);
@@ -175,11 +192,16 @@ fn main_process(unit: &str) -> Option<Process> {
 }
 
 /// The keeper that runs on this directory's configuration, if one does: `weir on` may have died before it wrote its number
-/// down. Its daemon has the same command line, and the keeper for parent.
+/// down. Its daemon has the same command line, and the keeper for parent; where that was killed, the daemon is found. Nobody else's
+/// process is taken for one.
 fn keeper_of(directory: &Path) -> Option<Process> {
     let config = config_file(directory);
     let wanted = ["serve".as_bytes(), b"--config", config.as_os_str().as_encoded_bytes()];
+    let own = rustix::process::geteuid().as_raw();
     let serves = |pid: &u32| {
+        if !fs::metadata(format!("/proc/{pid}")).is_ok_and(|it| it.uid() == own) {
+            return false;
+        }
         let arguments = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
         arguments.split(|byte| *byte == 0).skip(1).take(3).eq(wanted)
     };
@@ -207,16 +229,24 @@ fn end(process: Process) -> Result<(), Failure> {
     let Some(pid) = Pid::from_raw(process.pid as i32) else { return Ok(()) };
     let pidfd = match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
         Ok(pidfd) => pidfd,
-        Err(rustix::io::Errno::SRCH) => return Ok(()),
+        Err(Errno::SRCH) => return Ok(()),
         Err(errno) => return Err(failed(errno.into())),
     };
     match rustix::process::pidfd_send_signal(&pidfd, Signal::TERM) {
-        Ok(()) | Err(rustix::io::Errno::SRCH) => {}
+        Ok(()) | Err(Errno::SRCH) => {}
         Err(errno) => return Err(failed(errno.into())),
     }
     let mut ended = [PollFd::from_borrowed_fd(pidfd.as_fd(), PollFlags::IN)];
-    let timeout = Timespec { tv_sec: END.as_secs() as i64, tv_nsec: 0 };
-    match poll(&mut ended, Some(&timeout)).map_err(|errno| failed(errno.into()))? {
+    let begun = Instant::now();
+    let ready = loop {
+        let timeout = Timespec::try_from(END.saturating_sub(begun.elapsed())).expect("seconds");
+        match poll(&mut ended, Some(&timeout)) {
+            // Ctrl-C comes too late: nothing is swapped there any more, and half of it off is of no use.
+            Err(Errno::INTR) => {}
+            result => break result.map_err(|errno| failed(errno.into()))?,
+        }
+    };
+    match ready {
         0 => Err(Failure::Failed(format!(
             "the daemon, process {}, has not ended {} s after SIGTERM; nothing uses its device any more, so it can be killed",
             process.pid,
