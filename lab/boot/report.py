@@ -25,28 +25,45 @@ def rows(share, heartbeat_goal, open_gap=False):
     return found
 
 
-def row(name, metric, value, better, goal):
-    """One figure, and whether it reaches its goal."""
-    figure = {"id": name, "metric": metric, "value": value}
-    if better:
-        figure["better"] = better
+def row(name, metric, value, better="lower", goal=None, control=None, control_value=None, goal_of="value", ratio=None):
+    """One figure, and whether it is as good as its goal. `goal_of`: whether the goal is for the value or for its ratio to the
+    control's, which may be given where it is not that of the two values (a median of pairs)."""
+    if ratio is None and control_value:
+        ratio = value / control_value
+    judged = value if goal_of == "value" else ratio
+    reached = None
     if goal is not None:
-        figure["goal"] = goal
-        figure["met"] = value <= goal if better == "lower" else value >= goal
-    return figure
+        reached = judged is not None and (judged <= goal if better == "lower" else judged >= goal)
+    return {
+        "id": name,
+        "metric": metric,
+        "value": round(value, 4),
+        "control": control,
+        "control_value": None if control_value is None else round(control_value, 4),
+        "ratio": None if ratio is None else round(ratio, 4),
+        "goal": goal,
+        "goal_of": None if goal is None else goal_of,
+        "better": better,
+        "met": reached,
+    }
 
 
-def of(bench, tree, passed, seconds, figures):
-    """One JSON object for what a script of the tests found."""
+def of(bench, commit, card, runs, figures):
+    """One JSON object for what a script found. `card`: a GPU's name and its driver's version, where one was used."""
+    gpu, driver = card or ("none", "none")
     return {
         "schema": 1,
         "bench": bench,
-        "passed": passed,
-        "seconds": round(seconds, 2),
-        "commit": commit(tree),
+        "commit": commit,
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "machine": {"cpu": cpu(), "cores": os.cpu_count(), "kernel": platform.release(), "gpu": None, "driver": None},
-        "runs": 1,
+        "machine": {
+            "cpu": cpu(),
+            "cores": len(os.sched_getaffinity(0)),
+            "kernel": platform.release(),
+            "gpu": gpu,
+            "driver": driver,
+        },
+        "runs": runs,
         "rows": figures,
     }
 
@@ -59,8 +76,8 @@ def document(tree, scenario, kernel, scale, passed, seconds, figures):
         "memory_mib": scenario.memory_mib,
         "cpus": 1 if kernel.boot == "uml" and not uml.has_smp(kernel) else scenario.cpus,
     }
-    more = {"scenario": scenario.name, "scale": scale, "guest": guest}
-    return of("lab", tree, passed, seconds, figures) | more
+    more = {"scenario": scenario.name, "scale": scale, "guest": guest, "passed": passed, "seconds": round(seconds, 2)}
+    return of("lab", commit(tree), None, 1, figures) | more
 
 
 def _lines(path):
