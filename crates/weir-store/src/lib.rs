@@ -25,7 +25,7 @@ mod url;
 pub mod vram;
 
 pub use error::{Fault, OpenError};
-pub use file::{FileStore, FileUrl, StripeUrl};
+pub use file::{FileStore, FileUrl, StripeUrl, is_left_over};
 pub use host::Host;
 pub use open::{open, reopen};
 pub use sim::{Damage, Injected, Sim, SimUrl};

@@ -26,6 +26,7 @@ use crate::file::{FileUrl, StripeUrl};
 use crate::sim::SimUrl;
 use crate::vram::VramUrl;
 use std::fmt;
+use std::path::PathBuf;
 use std::str::FromStr;
 use weir_core::{ByteSize, PAGE_SIZE};
 
@@ -87,6 +88,31 @@ pub enum UrlProblem {
 }
 
 impl StoreUrl {
+    /// The files and devices that it names.
+    pub fn paths(&self) -> &[PathBuf] {
+        match self {
+            StoreUrl::File(file) => std::slice::from_ref(&file.path),
+            StoreUrl::Stripe(stripe) => &stripe.paths,
+            StoreUrl::Host { .. } | StoreUrl::Vram(_) | StoreUrl::Sim(_) => &[],
+        }
+    }
+
+    /// The same for a process in another directory: every path from the root on.
+    ///
+    /// # Errors
+    /// When this process is in a directory that is gone.
+    pub fn absolute(mut self) -> std::io::Result<Self> {
+        let paths = match &mut self {
+            StoreUrl::File(file) => std::slice::from_mut(&mut file.path),
+            StoreUrl::Stripe(stripe) => &mut stripe.paths[..],
+            StoreUrl::Host { .. } | StoreUrl::Vram(_) | StoreUrl::Sim(_) => &mut [],
+        };
+        for path in paths {
+            *path = std::path::absolute(&*path)?;
+        }
+        Ok(self)
+    }
+
     /// The same store with room for `slots` pages more, where the URL says how large it is: what a volume needs for
     /// writes under way comes on top of what its user asked for.
     pub fn enlarged(&self, slots: u32) -> Self {

@@ -4,6 +4,8 @@
 //! device where nobody says otherwise.
 
 use std::fmt;
+use std::io;
+use std::path::PathBuf;
 use std::str::FromStr;
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_store::StoreUrl;
@@ -20,6 +22,19 @@ impl Backing {
             file.size.get_or_insert(ByteSize(u64::from(slots) * PAGE_SIZE as u64));
         }
         url
+    }
+
+    /// The files and devices that it names.
+    pub fn paths(&self) -> &[PathBuf] {
+        self.0.paths()
+    }
+
+    /// The same for a process in another directory.
+    ///
+    /// # Errors
+    /// When this process is in a directory that is gone.
+    pub fn absolute(self) -> io::Result<Self> {
+        self.0.absolute().map(Backing)
     }
 
     /// Whether its size follows from the device's: a file that says none. A block device has its own.

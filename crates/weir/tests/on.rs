@@ -231,6 +231,103 @@ fn a_daemon_of_somebody_else_in_its_directory_is_neither_taken_for_its_own_nor_d
 }
 
 #[test]
+fn names_are_those_of_where_it_was_said_and_a_file_that_it_made_goes_with_it() {
+    let Some(place) = Place::new("names") else { return };
+    // Not on a tmpfs: that cannot carry swap.
+    let here =
+        PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("weir-on-test-{}", std::process::id()));
+    fs::create_dir_all(&here).expect("a directory");
+    fs::create_dir(&place.directory).expect("a directory");
+    std::os::unix::fs::symlink(&place.directory, here.join("link")).expect("a link");
+    let on = || {
+        let mut on = place.on();
+        on.current_dir(&here).args(["--backing", "pages"]);
+        on
+    };
+    let output = on().output().expect("weir runs");
+    assert!(output.status.success(), "{}", text(&output));
+    assert!(here.join("pages").exists() && !Path::new("/pages").exists(), "{}", text(&output));
+    let mut off = Command::new(env!("CARGO_BIN_EXE_weir"));
+    let off = off.args(["off", "--runtime", "link"]).current_dir(&here).output().expect("weir runs");
+    assert!(off.status.success(), "{}", text(&off));
+    assert!(!here.join("pages").exists(), "it was made by weir on");
+    assert_eq!(place.left(), Vec::<String>::new());
+
+    // A file that was there is its owner's.
+    fs::write(here.join("pages"), b"").expect("a file");
+    fs::create_dir(&place.directory).expect("a directory");
+    let mut by_link = Command::new(env!("CARGO_BIN_EXE_weir"));
+    by_link.args(["on", "--runtime", "link", "--front", "fuse", "--store", "host", "--size", "64MiB"]);
+    by_link.args(["--unsafe-no-flusher", "--allow-hibernation", "--backing", "pages"]).current_dir(&here);
+    let output = by_link.output().expect("weir runs");
+    assert!(output.status.success(), "{}", text(&output));
+    let off = place.off();
+    assert!(off.status.success(), "{}", text(&off));
+    assert!(here.join("pages").exists());
+    assert_eq!(place.left(), Vec::<String>::new());
+    fs::remove_dir_all(&here).expect("removed");
+}
+
+#[test]
+fn it_goes_off_and_leaves_nothing_where_its_directory_is_full() {
+    let Some(place) = Place::new("full") else { return };
+    let umount = || Command::new("umount").arg(&place.directory).output().expect("umount").status.success();
+    fs::create_dir(&place.directory).expect("a directory");
+    let mut mount = Command::new("mount");
+    mount.args(["-t", "tmpfs", "-o", "size=256k,mode=700", "weir-on-test"]).arg(&place.directory);
+    if !mount.status().expect("mount").success() {
+        return println!("skipped: no tmpfs can be mounted here");
+    }
+    let fill = |but: usize| {
+        let mut file = fs::File::create(place.directory.join("fill")).expect("a file");
+        while std::io::Write::write(&mut file, &[1; 4096]).is_ok_and(|written| written == 4096) {}
+        let bytes = file.metadata().expect("a file").len() as usize;
+        file.set_len((bytes - 4096 * but) as u64).expect("shorter");
+    };
+    let before = (place.swaps(), fs::read_to_string("/proc/sys/vm/page-cluster").expect("a setting"));
+    let is_as_before = |when: &str| {
+        let after = (place.swaps(), fs::read_to_string("/proc/sys/vm/page-cluster").expect("a setting"));
+        assert_eq!(after, before, "{when}");
+        let directory = place.directory.to_str().expect("text");
+        let left = || {
+            place
+                .left_now()
+                .into_iter()
+                .filter(|left| left != directory && !left.starts_with("weir-on-test "))
+        };
+        let begun = Instant::now();
+        while left().next().is_some() {
+            assert!(begun.elapsed() < Duration::from_secs(30), "{when}: {:?}", left().collect::<Vec<_>>());
+            thread::sleep(Duration::from_millis(20));
+        }
+        fs::remove_file(place.directory.join("fill")).expect("removed");
+    };
+    let on = place.on().output().expect("weir runs");
+    assert!(on.status.success(), "{}", text(&on));
+    fill(0);
+    let off = place.off();
+    assert!(off.status.success(), "{}", text(&off));
+    is_as_before("off");
+    for pages in 0..4 {
+        fill(pages);
+        let on = place.on().output().expect("weir runs");
+        if on.status.success() {
+            let off = place.off();
+            assert!(off.status.success(), "{}", text(&off));
+        } else {
+            assert!(
+                text(&on).contains("No space left") && !text(&on).contains("run weir off"),
+                "{}",
+                text(&on)
+            );
+        }
+        is_as_before(&format!("on, with {pages} pages left"));
+    }
+    assert!(umount());
+    fs::remove_dir(&place.directory).expect("removed");
+}
+
+#[test]
 fn a_device_in_parts_is_given_back_and_taken_part_by_part() {
     let Some(place) = Place::new("parts") else { return };
     let before = (place.swaps(), fs::read_to_string("/proc/sys/vm/page-cluster").expect("a setting"));

@@ -338,6 +338,20 @@ impl Backing {
     }
 }
 
+/// Whether a file is one of Weir's that nobody has open as such any more: after a crash of the machine, for instance. What it holds
+/// was encrypted with a key that is gone.
+pub fn is_left_over(path: &Path) -> bool {
+    let is_ours = || -> std::io::Result<bool> {
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+        let file = File::from(rustix::fs::open(path, flags, Mode::empty())?);
+        let mut start = [0; MAGIC.len()];
+        file.read_exact_at(&mut start, 0)?;
+        rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)?;
+        Ok(file.metadata()?.is_file() && start == MAGIC)
+    };
+    is_ours().unwrap_or(false)
+}
+
 /// Opens with O_DIRECT where the file system takes it; says whether it did.
 fn open_file(path: &Path, is_device: bool, is_new: bool) -> Result<(File, bool), Errno> {
     let flags = OFlags::RDWR | OFlags::CLOEXEC;

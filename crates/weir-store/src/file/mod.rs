@@ -13,6 +13,7 @@ mod staging;
 mod stripe_url;
 mod url;
 
+pub use backing::is_left_over;
 pub use stripe_url::StripeUrl;
 pub use url::FileUrl;
 

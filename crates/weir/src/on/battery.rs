@@ -2,7 +2,7 @@
 //! package): it looks once, does what is due, and ends.
 
 use super::options::{BatteryOptions, OffOptions};
-use super::state::{self, Phase};
+use super::state::{self, Again, Phase};
 use crate::doctor::Machine;
 use crate::failure::Failure;
 use std::fs;
@@ -72,18 +72,20 @@ fn look(options: &BatteryOptions) -> Result<Verdict, Failure> {
         Verdict::Stay => {}
         Verdict::Off => {
             println!("on battery and below {} %: turning off", options.below);
-            let arguments = state.map(|state| state.arguments).unwrap_or_default();
+            let again = state.map(|state| state.again).unwrap_or_default();
             super::off(&OffOptions { runtime: options.runtime.clone(), swapoff: None })?;
-            let text = serde_json::to_vec(&arguments).map_err(Failure::failed)?;
+            let text = serde_json::to_vec(&again).map_err(Failure::failed)?;
             fs::write(&note, text)
                 .map_err(|error| Failure::Failed(format!("cannot write {}: {error}", note.display())))?;
         }
         Verdict::On => {
             println!("mains is back: turning on again");
             let text = fs::read(&note).map_err(Failure::failed)?;
-            let arguments: Vec<String> = serde_json::from_slice(&text).map_err(Failure::failed)?;
+            let again: Again = serde_json::from_slice(&text).map_err(Failure::failed)?;
             // A process of its own: its arguments are parsed as they were the first time.
-            let status = Command::new("/proc/self/exe").arg("on").args(arguments).status();
+            let directory = if again.directory.is_dir() { &*again.directory } else { Path::new("/") };
+            let mut on = Command::new("/proc/self/exe");
+            let status = on.arg("on").args(again.arguments).current_dir(directory).status();
             if !status.map_err(Failure::failed)?.success() {
                 return Err(Failure::Said);
             }

@@ -35,7 +35,7 @@ use clap::ValueEnum as _;
 use options::StoreChoice;
 use preflight::Plan;
 use service::Service;
-use state::{Journal, Phase, Step};
+use state::{Again, Journal, Phase, Step};
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -48,6 +48,7 @@ use weir_store::{StoreUrl, VramUrl};
 /// Turns it on.
 pub fn on(options: &OnOptions) -> Result<(), Failure> {
     let machine = Machine::this();
+    let options = &options.clone().absolute().map_err(Failure::failed)?;
     if let Some(state) = state::read(&options.runtime).or_else(|failure| match failure {
         // Without root nothing can be read; the preflight says so in better words.
         Failure::Failed(_) if !rustix::process::geteuid().is_root() => Ok(None),
@@ -82,9 +83,18 @@ pub fn on(options: &OnOptions) -> Result<(), Failure> {
     }
 }
 
+/// What was said after the command's own name, and where.
+fn again() -> Result<Again, Failure> {
+    let arguments = std::env::args_os().skip(2).map(std::ffi::OsString::into_string);
+    let arguments = arguments.collect::<Result<_, _>>().map_err(|argument| {
+        Failure::Usage(format!("{} is no text (UTF-8): rename it", argument.display()))
+    })?;
+    let directory = std::env::current_dir().ok().filter(|directory| directory.to_str().is_some());
+    Ok(Again { arguments, directory: directory.unwrap_or_else(|| "/".into()) })
+}
+
 fn turn_on(options: &OnOptions, plan: &Plan, journal: &mut Journal) -> Result<(), Failure> {
-    // What comes after the command's own name.
-    journal.begin(std::env::args().skip(2).collect(), options.parts)?;
+    journal.begin(again()?, options.parts)?;
     for module in &plan.front.modules {
         front::load(module, journal)?;
     }
@@ -93,11 +103,12 @@ fn turn_on(options: &OnOptions, plan: &Plan, journal: &mut Journal) -> Result<()
         let masks = plan.masks.iter().map(String::as_str);
         settings::systemctl(&["mask", "--runtime"].into_iter().chain(masks).collect::<Vec<_>>())?;
     }
-    if let Some(path) = &plan.backing_file {
+    for path in &plan.files {
         journal.intend(Step::File { path: path.clone() })?;
-        let directory = path.parent().unwrap_or(path);
-        fs::create_dir_all(directory)
-            .map_err(|error| Failure::Failed(format!("cannot make {}: {error}", directory.display())))?;
+        if let Some(directory) = off::own_directory(path) {
+            fs::create_dir_all(directory)
+                .map_err(|error| Failure::Failed(format!("cannot make {}: {error}", directory.display())))?;
+        }
     }
     let mut devices = Vec::new();
     let mut bytes = 0;

@@ -2,6 +2,7 @@
 //! that still holds some is never let go.
 
 use super::options::OffOptions;
+use super::preflight::BACKING;
 use super::state::{Journal, Phase, Step};
 use super::{battery, drain, front, service, settings, state, swaps, watch_interrupts};
 use crate::failure::Failure;
@@ -60,7 +61,9 @@ pub fn finish(mut journal: Journal) -> Result<Finished, Failure> {
     let devices: Vec<_> = journal.state().swaps().map(Path::to_owned).collect();
     drain::check_room(&devices)?;
     if !journal.state().steps.is_empty() {
-        journal.enter(Phase::TurningOff)?;
+        // Where nothing can be written (the file system is full), it is undone all the same: what the journal says too much, after
+        // a crash in the middle, is undone twice.
+        let _ = journal.enter(Phase::TurningOff);
     }
     while !journal.state().steps.is_empty() {
         undo_last(&mut journal)?;
@@ -79,7 +82,13 @@ pub fn undo_last(journal: &mut Journal) -> Result<(), Failure> {
         }
         return Err(failure);
     }
-    journal.strike()
+    let _ = journal.strike();
+    Ok(())
+}
+
+/// The directory of a file, where it is made and removed with it.
+pub fn own_directory(file: &Path) -> Option<&Path> {
+    file.parent().filter(|_| file == Path::new(BACKING))
 }
 
 pub fn undo(step: &Step) -> Result<(), Failure> {
@@ -101,8 +110,8 @@ pub fn undo(step: &Step) -> Result<(), Failure> {
                 }
                 _ => {}
             }
-            // A package keeps the directory; one that nobody else uses goes too.
-            path.parent().map(std::fs::remove_dir);
+            // One that somebody else uses stays.
+            own_directory(path).map(std::fs::remove_dir);
             Ok(())
         }
         Step::Module { name } => {

@@ -5,7 +5,8 @@ use crate::backing::Backing;
 use crate::compress::Algorithm;
 use clap::{Args, ValueEnum};
 use std::fmt;
-use std::path::PathBuf;
+use std::io;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use weir_core::ByteSize;
 use weir_store::vram::Target;
@@ -60,15 +61,42 @@ pub struct OnOptions {
     pub allow_hibernation: bool,
 
     /// The directory for state, sockets and log.
-    #[arg(long, value_name = "DIRECTORY", default_value = DIRECTORY)]
+    #[arg(long, value_name = "DIRECTORY", default_value = DIRECTORY, value_parser = runtime)]
     pub runtime: PathBuf,
+}
+
+impl OnOptions {
+    /// The same for a daemon, which works elsewhere: with every path from the root on.
+    pub fn absolute(mut self) -> io::Result<Self> {
+        for choice in &mut self.backing {
+            if let BackingChoice::At(backing) = choice {
+                *backing = backing.clone().absolute()?;
+            }
+        }
+        if let StoreChoice::Url(url) = self.store {
+            self.store = StoreChoice::Url(url.absolute()?);
+        }
+        Ok(self)
+    }
+}
+
+/// A run-time directory as the kernel names what lies in it: from the root on, and past symbolic links, as far as it is there.
+fn runtime(text: &str) -> Result<PathBuf, String> {
+    let path = std::path::absolute(text).map_err(|error| error.to_string())?;
+    let found = path.ancestors().find_map(|there| Some((there, there.canonicalize().ok()?)));
+    Ok(match found {
+        Some((there, real)) => {
+            real.components().chain(path.strip_prefix(there).unwrap_or(Path::new("")).components()).collect()
+        }
+        None => path,
+    })
 }
 
 /// Which device is to go.
 #[derive(Debug, Clone, Args)]
 pub struct OffOptions {
     /// The directory that weir on was given.
-    #[arg(long, value_name = "DIRECTORY", default_value = DIRECTORY)]
+    #[arg(long, value_name = "DIRECTORY", default_value = DIRECTORY, value_parser = runtime)]
     pub runtime: PathBuf,
 
     /// Only stop swapping on this device: what weir off runs in a process of its own.
@@ -80,7 +108,7 @@ pub struct OffOptions {
 #[derive(Debug, Clone, Args)]
 pub struct RestartOptions {
     /// The directory that weir on was given.
-    #[arg(long, value_name = "DIRECTORY", default_value = DIRECTORY)]
+    #[arg(long, value_name = "DIRECTORY", default_value = DIRECTORY, value_parser = runtime)]
     pub runtime: PathBuf,
 }
 
@@ -92,7 +120,7 @@ pub struct BatteryOptions {
     pub below: u8,
 
     /// The directory that weir on was given.
-    #[arg(long, value_name = "DIRECTORY", default_value = DIRECTORY)]
+    #[arg(long, value_name = "DIRECTORY", default_value = DIRECTORY, value_parser = runtime)]
     pub runtime: PathBuf,
 
     /// Where the kernel lists power supplies; for tests.

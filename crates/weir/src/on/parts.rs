@@ -272,8 +272,14 @@ mod tests {
             swap("/dev/nbd0"),
             daemon("/run/weir/3"),
         ];
-        let state =
-            State { schema: 1, version: String::new(), phase: Phase::On, arguments: vec![], parts: 3, steps };
+        let state = State {
+            schema: 1,
+            version: String::new(),
+            phase: Phase::On,
+            again: state::Again::default(),
+            parts: 3,
+            steps,
+        };
         let found: Vec<_> = on(&state).into_iter().map(|part| part.device).collect();
         assert_eq!(found, [Path::new("/dev/nbd0"), Path::new("/dev/nbd1")], "the third is no swap");
     }

@@ -26,8 +26,8 @@ pub struct Plan {
     pub size_why: String,
     /// Room on a disk below the store, as `weir serve --backing` takes it.
     pub backing: Vec<String>,
-    /// The file to make for it.
-    pub backing_file: Option<PathBuf>,
+    /// Files that are made for it or for the store, and go with it.
+    pub files: Vec<PathBuf>,
     /// The unit of the daemon, where systemd runs and knows it.
     pub unit: Option<String>,
     /// Its place among the swap devices.
@@ -63,7 +63,10 @@ pub fn check(options: &OnOptions, machine: &Machine) -> Result<Plan, Failure> {
     let front = front::choose(machine, options.front, &front::loadable)?;
     let (size, size_why) = size(options, machine, || cards::all(machine))?;
     let mut notes = Vec::new();
-    let (backing, backing_file) = backing(options, size, &free_bytes, &mut notes)?;
+    let (backing, mut files) = backing(options, size, &Disk::this(), &mut notes)?;
+    if let StoreChoice::Url(url) = &options.store {
+        files.extend(new_files(url.paths()));
+    }
     if options.compress.is_some() && backing.is_empty() {
         notes.push(
             "--compress gains nothing here: the device is as large as what the store holds of pages that do not shrink; a --backing PATH?size=SIZE makes it larger"
@@ -88,7 +91,7 @@ pub fn check(options: &OnOptions, machine: &Machine) -> Result<Plan, Failure> {
         size,
         size_why,
         backing,
-        backing_file,
+        files,
         unit,
         place: swaps::place(&others, options.priority.map(i32::from)),
         wishes,
@@ -199,15 +202,35 @@ fn size(
 }
 
 /// Where `--backing auto` puts its file.
-const BACKING: &str = "/var/lib/weir/backing";
+pub const BACKING: &str = "/var/lib/weir/backing";
 
-/// What goes below the store, and the file to be made for it.
+/// What `--backing auto` looks at.
+struct Disk<'a> {
+    /// What the file system of a directory has free; `None` where there is no such directory.
+    free: &'a dyn Fn(&Path) -> Option<ByteSize>,
+    /// The file of an earlier Weir that did not end by `weir off`, and its room.
+    left_over: &'a dyn Fn(&Path) -> Option<ByteSize>,
+    is_there: &'a dyn Fn(&Path) -> bool,
+}
+
+impl Disk<'_> {
+    fn this() -> Self {
+        Disk { free: &free_bytes, left_over: &left_over, is_there: &|path| path.symlink_metadata().is_ok() }
+    }
+}
+
+/// Of these the files that are not there yet.
+fn new_files(paths: &[PathBuf]) -> impl Iterator<Item = PathBuf> {
+    paths.iter().filter(|path| path.symlink_metadata().is_err()).cloned()
+}
+
+/// What goes below the store, and the files to be made for it.
 fn backing(
     options: &OnOptions,
     size: ByteSize,
-    free: &dyn Fn(&Path) -> Option<ByteSize>,
+    disk: &Disk<'_>,
     notes: &mut Vec<String>,
-) -> Result<(Vec<String>, Option<PathBuf>), Failure> {
+) -> Result<(Vec<String>, Vec<PathBuf>), Failure> {
     let at: Vec<&Backing> = options
         .backing
         .iter()
@@ -223,34 +246,41 @@ fn backing(
                     .to_owned(),
             ));
         }
-        return Ok((at.into_iter().map(ToString::to_string).collect(), None));
+        let files = at.iter().flat_map(|backing| new_files(backing.paths())).collect();
+        return Ok((at.into_iter().map(ToString::to_string).collect(), files));
     }
     let wanted = options.backing.iter().all(|choice| *choice == BackingChoice::Auto);
     if !wanted || options.parts > 1 || !matches!(options.store, StoreChoice::Vram(_)) {
-        return Ok((Vec::new(), None));
+        return Ok((Vec::new(), Vec::new()));
     }
     let file = PathBuf::from(BACKING);
+    let left_over = (disk.left_over)(&file);
     // The directory may not be there yet; its file system is that of the nearest one that is.
-    let room = file.ancestors().skip(1).find_map(free).unwrap_or_default();
-    if file.exists() {
+    let free = file.ancestors().skip(1).find_map(disk.free).unwrap_or_default();
+    let room = ByteSize(free.0 + left_over.unwrap_or_default().0);
+    if (disk.is_there)(&file) && left_over.is_none() {
         notes.push(format!(
             "no backing: {BACKING} is there and was not made now; remove it, or say --backing {BACKING}"
         ));
-        Ok((Vec::new(), None))
+        Ok((Vec::new(), Vec::new()))
     } else if room.0 / 2 < size.0 {
         notes.push(format!(
             "no backing: {room} is free for {BACKING}, less than twice {size}; GPU memory is given back only by weir off"
         ));
-        Ok((Vec::new(), None))
+        Ok((Vec::new(), Vec::new()))
     } else {
         notes.push(format!(
             "backing {BACKING}, {size} of {room} free there: pages go there when GPU memory is given back (--backing none for none)"
         ));
-        Ok((vec![BACKING.to_owned()], Some(file)))
+        Ok((vec![BACKING.to_owned()], vec![file]))
     }
 }
 
-/// What the file system of a directory has free; `None` where there is no such directory.
+fn left_over(file: &Path) -> Option<ByteSize> {
+    weir_store::is_left_over(file).then(|| ByteSize(file.metadata().map_or(0, |it| it.len())))
+}
+
+/// See [`Disk::free`].
 fn free_bytes(directory: &Path) -> Option<ByteSize> {
     let found = rustix::fs::statvfs(directory).ok()?;
     Some(ByteSize(found.f_bavail * found.f_frsize))
@@ -407,19 +437,29 @@ mod tests {
         let size = ByteSize(4 << 30);
         let offered = |arguments: &[&str], gib: u64| {
             let free = move |directory: &Path| (directory == Path::new("/")).then_some(ByteSize(gib << 30));
-            backing(&options(arguments), size, &free, &mut Vec::new())
+            let disk = Disk { free: &free, left_over: &|_| None, is_there: &|_| false };
+            backing(&options(arguments), size, &disk, &mut Vec::new())
         };
-        assert_eq!(offered(&[], 8).ok(), Some((vec![BACKING.to_owned()], Some(BACKING.into()))));
+        let taken = (vec![BACKING.to_owned()], vec![PathBuf::from(BACKING)]);
+        assert_eq!(offered(&[], 8).ok(), Some(taken.clone()));
+        // After the power went off its file is still there: it is taken again, and somebody else's is not.
+        let there = |left_over: Option<ByteSize>| {
+            let free = |directory: &Path| (directory == Path::new("/")).then_some(ByteSize(4 << 30));
+            let disk = Disk { free: &free, left_over: &|_| left_over, is_there: &|_| true };
+            backing(&options(&[]), size, &disk, &mut Vec::new()).ok()
+        };
+        assert_eq!(there(Some(size)), Some(taken));
+        assert_eq!(there(None), Some((vec![], vec![])));
         for (arguments, gib) in [
             (&[][..], 7),
             (&["--backing", "none"], 100),
             (&["--store", "host"], 100),
             (&["--parts", "2"], 100),
         ] {
-            assert_eq!(offered(arguments, gib).ok(), Some((vec![], None)), "{arguments:?}");
+            assert_eq!(offered(arguments, gib).ok(), Some((vec![], vec![])), "{arguments:?}");
         }
         let said = offered(&["--backing", "/srv/pages"], 0).expect("taken as it is");
-        assert_eq!(said, (vec!["file:/srv/pages".to_owned()], None));
+        assert_eq!(said, (vec!["file:/srv/pages".to_owned()], vec![PathBuf::from("/srv/pages")]));
         assert!(refusal(offered(&["--backing", "/srv/pages", "--parts", "2"], 0)).contains("--parts 1"));
     }
 

@@ -118,6 +118,17 @@ pub enum Phase {
     TurningOff,
 }
 
+/// What it takes to do the same again.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct Again {
+    /// What `weir on` was given.
+    #[serde(default)]
+    pub arguments: Vec<String>,
+    /// Where; no directory means the root.
+    #[serde(default)]
+    pub directory: PathBuf,
+}
+
 /// The content of the file.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct State {
@@ -128,8 +139,8 @@ pub struct State {
     /// How far it came.
     pub phase: Phase,
     /// What `weir on` was given, to do the same again.
-    #[serde(default)]
-    pub arguments: Vec<String>,
+    #[serde(flatten)]
+    pub again: Again,
     /// How many devices there are, those that are away among them.
     #[serde(default)]
     pub parts: u8,
@@ -225,7 +236,7 @@ impl Journal {
             schema: SCHEMA,
             version: env!("CARGO_PKG_VERSION").to_owned(),
             phase: Phase::TurningOn,
-            arguments: Vec::new(),
+            again: Again::default(),
             parts: 0,
             steps: Vec::new(),
         };
@@ -263,8 +274,8 @@ impl Journal {
     }
 
     /// Writes down what `weir on` was given.
-    pub fn begin(&mut self, arguments: Vec<String>, parts: u8) -> Result<(), Failure> {
-        self.state.arguments = arguments;
+    pub fn begin(&mut self, again: Again, parts: u8) -> Result<(), Failure> {
+        self.state.again = again;
         self.state.parts = parts;
         self.enter(Phase::TurningOn)
     }
