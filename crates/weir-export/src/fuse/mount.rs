@@ -189,7 +189,9 @@ impl Left {
 
 /// Whether the server of what is mounted there is gone. Not by a look at attributes: the kernel may have those.
 fn is_dead(point: &Path) -> bool {
-    rustix::fs::statfs(point).is_err_and(|errno| errno == rustix::io::Errno::NOTCONN)
+    use rustix::io::Errno;
+    // The second where it goes while it is asked.
+    rustix::fs::statfs(point).is_err_and(|errno| matches!(errno, Errno::NOTCONN | Errno::CONNABORTED))
 }
 
 /// Takes away a mount whose server is gone, if it was one of this kind.

@@ -41,6 +41,8 @@ pub(super) type Time = Duration;
 #[derive(Debug)]
 pub(super) struct Tree {
     nodes: HashMap<u64, Node>,
+    /// All names together: a node may have any number of them.
+    names: usize,
     next: u64,
     room: Room,
 }
@@ -138,7 +140,7 @@ impl Tree {
             lookups: 1,
             body: Body::Directory(Directory::new(ROOT)),
         };
-        Tree { nodes: HashMap::from([(ROOT, root)]), next: ROOT + 1, room: Room::new(pages) }
+        Tree { nodes: HashMap::from([(ROOT, root)]), names: 0, next: ROOT + 1, room: Room::new(pages) }
     }
 
     pub fn room(&self) -> &Room {
@@ -248,7 +250,7 @@ impl Tree {
     /// Makes a node with a name.
     pub fn make(&mut self, parent: u64, name: &[u8], new: New, now: Time) -> Result<u64> {
         self.vacant(parent, name)?;
-        if self.nodes.len() >= self.nodes_max() {
+        if self.nodes.len().max(self.names) >= self.nodes_max() {
             return Err(Errno::NOSPC);
         }
         let above = self.node(parent)?;
@@ -279,6 +281,9 @@ impl Tree {
         self.vacant(parent, name)?;
         if self.is_directory(node) {
             return Err(Errno::PERM);
+        }
+        if self.names >= self.nodes_max() {
+            return Err(Errno::NOSPC);
         }
         let linked = self.node_mut(node)?;
         linked.links += 1;
@@ -413,6 +418,11 @@ impl Tree {
     /// Gives every page of a range of a file a place; where there is no room for all, none.
     pub fn reserve(&mut self, node: u64, pages: std::ops::Range<u64>) -> Result<()> {
         let (file, room) = self.file_mut(node)?;
+        let most = file.held + u64::from(room.free());
+        if pages.end.saturating_sub(pages.start) > most {
+            // Before each of them is looked at: there may be as many as the largest file has.
+            return Err(Errno::NOSPC);
+        }
         let missing = pages.clone().filter(|page| file.place(*page).is_none()).count() as u64;
         if missing > u64::from(room.free()) {
             return Err(Errno::NOSPC);
@@ -530,6 +540,7 @@ impl Tree {
         directory.next += 1;
         directory.names.insert(name.into(), Entry { node, cookie });
         directory.order.insert(cookie, name.into());
+        self.names += 1;
         self.touched(parent, now)
     }
 
@@ -538,6 +549,7 @@ impl Tree {
         let directory = self.directory_mut(parent)?;
         let entry = directory.names.remove(name).ok_or(Errno::NOENT)?;
         directory.order.remove(&entry.cookie);
+        self.names -= 1;
         if self.is_directory(entry.node) {
             self.node_mut(parent)?.links -= 1;
         }

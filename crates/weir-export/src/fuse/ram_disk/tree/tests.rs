@@ -328,6 +328,47 @@ fn a_file_that_does_not_fit_takes_nothing() {
 }
 
 #[test]
+fn a_range_that_cannot_fit_is_refused_without_a_look_at_each_of_its_pages() {
+    let mut tree = Tree::new(4, (0, 0), 0o755, NOW);
+    let node = tree.make(ROOT, b"file", new(FILE), NOW).expect("made");
+    let most = SIZE_MAX / PAGE_SIZE as u64;
+    let begun = std::time::Instant::now();
+    for _ in 0..100 {
+        assert_eq!(tree.reserve(node, 0..most), Err(Errno::NOSPC));
+    }
+    let at_once = begun.elapsed();
+    // The control: a look at each page of a thousandth of it, once.
+    let begun = std::time::Instant::now();
+    let looked = (0..most / 1000).filter(|page| tree.place(node, *page).is_some()).count();
+    assert!(
+        looked == 0 && at_once < begun.elapsed(),
+        "{at_once:?}, a part of the looks {:?}",
+        begun.elapsed()
+    );
+    tree.reserve(node, 1..4).expect("these fit");
+    tree.reserve(node, 0..4).expect("and so does the rest");
+    assert_eq!(tree.reserve(node, 0..5), Err(Errno::NOSPC));
+}
+
+#[test]
+fn names_are_bounded_too() {
+    let mut tree = Tree::new(4, (0, 0), 0o755, NOW);
+    let node = tree.make(ROOT, b"file", new(FILE), NOW).expect("made");
+    let most = tree.nodes_max();
+    let name = |at: usize| format!("link{at}").into_bytes();
+    for at in 0..most - 1 {
+        tree.link(node, ROOT, &name(at), NOW).expect("linked");
+    }
+    assert_eq!(tree.link(node, ROOT, b"one too many", NOW), Err(Errno::NOSPC));
+    assert_eq!(tree.make(ROOT, b"a file too many", new(FILE), NOW), Err(Errno::NOSPC));
+    tree.rename((ROOT, &name(0)), (ROOT, b"another"), 0, NOW).expect("renamed");
+    tree.rename((ROOT, &name(1)), (ROOT, b"another"), 0, NOW).expect("of the same node: nothing happens");
+    tree.unlink(ROOT, b"another", NOW).expect("unlinked");
+    tree.make(ROOT, b"in its place", new(FILE), NOW).expect("made");
+    assert_eq!(tree.link(node, ROOT, b"one too many", NOW), Err(Errno::NOSPC));
+}
+
+#[test]
 fn listings_go_on_where_they_were_whatever_happens_meanwhile() {
     let mut tree = Tree::new(10, (0, 0), 0o755, NOW);
     for name in [b"one", b"two", b"six"] {
