@@ -9,13 +9,13 @@ import subprocess
 from .outcome import Failed, Missing
 
 
-def programs(tree, packages, into):
-    """Builds cargo packages with assertions on and copies their programs."""
+def programs(tree, packages, into, profile):
+    """Builds cargo packages and copies their programs."""
     if shutil.which("cargo") is None:
         raise Missing("cargo (the guest runs programs of this workspace)")
     os.makedirs(into, exist_ok=True)
     selected = [argument for package in packages for argument in ("-p", package)]
-    command = ["cargo", "build", "--quiet", "--profile", "checked", "--bins", "--message-format=json-render-diagnostics"]
+    command = ["cargo", "build", "--quiet", "--profile", profile, "--bins", "--message-format=json-render-diagnostics"]
     done = subprocess.run([*command, *selected], cwd=tree, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
         raise Failed(f"cargo build {' '.join(selected)}: exit {done.returncode}")

@@ -22,11 +22,14 @@ KEYS = {
     "heartbeat": "",
     "needs": "",
     "builds": "",
+    "profile-full": "checked",
     "modules": "",
     "root": "host",
 }
 # Whose / is the guest's.
 ROOTS = ("host", "debian")
+# How its programs are built: with every assertion, or as they are shipped, which is for comparisons with other programs.
+PROFILES = ("checked", "release")
 
 
 class BadScenario(Exception):
@@ -47,6 +50,7 @@ class Scenario:
     heartbeat_s: float | None  # longest gap allowed, where the scenario promises one
     needs: list  # programs on the host's PATH
     builds: list  # cargo packages whose programs the guest runs
+    profile: dict  # scale -> cargo's, for them
     modules: list  # directories with a Kbuild Makefile
     own_root: bool  # Debian with systemd, on a disk of its own
 
@@ -78,6 +82,8 @@ def read(path):
         raise BadScenario(f"{name}: kernel {said['kernel']!r}; known are {', '.join(kernels.KNOWN)}")
     if said["root"] not in ROOTS:
         raise BadScenario(f"{name}: root {said['root']!r}; known are {', '.join(ROOTS)}")
+    if said["profile-full"] not in PROFILES:
+        raise BadScenario(f"{name}: profile-full {said['profile-full']!r}; known are {', '.join(PROFILES)}")
     memory = re.fullmatch(r"(\d+)([MG])", said["memory"])
     if not memory:
         raise BadScenario(f"{name}: memory {said['memory']!r}; accepted are 512M, 2G and the like")
@@ -92,6 +98,7 @@ def read(path):
         heartbeat_s=float(said["heartbeat"]) if said["heartbeat"] else None,
         needs=said["needs"].split(),
         builds=said["builds"].split(),
+        profile={"ci": "checked", "full": said["profile-full"]},
         modules=said["modules"].split(),
         own_root=said["root"] == "debian",
     )

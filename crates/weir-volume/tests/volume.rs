@@ -2,6 +2,7 @@
 
 use proptest::prelude::*;
 use std::collections::HashMap;
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use weir_core::{ByteSize, PAGE_SIZE, PageBytes, PageNo};
@@ -61,6 +62,17 @@ fn read(lane: &mut Lane, page: u32) -> PageBytes {
     bytes
 }
 
+/// As a front end does it: together what can be read together, and the rest one by one.
+fn read_run(lane: &mut Lane, first: u32, count: u32) -> Vec<PageBytes> {
+    let mut pages = vec![[0xee; PAGE_SIZE]; count as usize];
+    let done = lane.read_run(PageNo(first), &mut pages);
+    assert!(pages[done..].iter().all(|page| *page == [0xee; PAGE_SIZE]), "what was not read is as it was");
+    for (number, page) in (first..).zip(&mut pages).skip(done) {
+        *page = read(lane, number);
+    }
+    pages
+}
+
 #[derive(Clone, Debug)]
 enum Action {
     Write { page: u32, seed: u8 },
@@ -70,6 +82,7 @@ enum Action {
     Discard { page: u32, count: u32 },
     Zero { page: u32, count: u32 },
     Read { page: u32 },
+    ReadRun { page: u32, count: u32 },
     EndBatch,
 }
 
@@ -86,7 +99,8 @@ fn action() -> impl Strategy<Value = Action> {
             .prop_map(|(page, offset, len, seed)| Action::Part { page, offset, len: len.min(PAGE_SIZE - offset), seed }),
         1 => (page.clone(), 1..8u32).prop_map(|(page, count)| Action::Discard { page, count: count.min(PAGES - page) }),
         1 => (page.clone(), 1..8u32).prop_map(|(page, count)| Action::Zero { page, count: count.min(PAGES - page) }),
-        4 => page.prop_map(|page| Action::Read { page }),
+        4 => page.clone().prop_map(|page| Action::Read { page }),
+        2 => (page, 1..8u32).prop_map(|(page, count)| Action::ReadRun { page, count: count.min(PAGES - page) }),
         2 => Just(Action::EndBatch),
     ]
 }
@@ -141,6 +155,11 @@ proptest! {
                         View::Elsewhere | View::Fault(_) => false,
                     };
                     prop_assert!(seen, "a view shows what a read returns");
+                }
+                Action::ReadRun { page, count } => {
+                    for (number, bytes) in (page..).zip(read_run(lane, page, count)) {
+                        prop_assert!(bytes == model.get(&number).copied().unwrap_or([0; PAGE_SIZE]));
+                    }
                 }
                 Action::EndBatch => lane.submit(),
             }
@@ -208,16 +227,19 @@ fn runs_from_every_lane_overwrite_a_full_volume_and_readers_see_only_whole_pages
                 let mut lane = reading.lane().unwrap();
                 let mut newest = vec![0; length as usize];
                 for at in 0..length * rounds {
-                    let page = first + at % length;
-                    let bytes = read(&mut lane, page);
+                    let from = at % length;
+                    let run = read_run(&mut lane, first + from, (1 + at % 5).min(length - from));
                     lane.submit();
-                    if bytes == [0; PAGE_SIZE] && newest[(at % length) as usize] == 0 {
-                        continue; // not written yet
+                    for (at, bytes) in (from..).zip(&run) {
+                        let (page, newest) = (first + at, &mut newest[at as usize]);
+                        if *bytes == [0; PAGE_SIZE] && *newest == 0 {
+                            continue; // not written yet
+                        }
+                        let (found, generation) = stamp(bytes);
+                        assert_eq!(found, page);
+                        assert!(generation >= *newest, "page {page} went back in time");
+                        *newest = generation;
                     }
-                    let (found, generation) = stamp(&bytes);
-                    assert_eq!(found, page);
-                    assert!(generation >= newest[(at % length) as usize], "page {page} went back in time");
-                    newest[(at % length) as usize] = generation;
                 }
             });
         }
@@ -233,6 +255,33 @@ fn runs_from_every_lane_overwrite_a_full_volume_and_readers_see_only_whole_pages
     // A write that finds the volume full for the moment is counted again when it is tried again.
     assert!(status.writes >= pages * u64::from(rounds - 1), "{} writes", status.writes);
     assert!(together.into_inner() > 0, "some were written together");
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "a file is written")]
+fn a_run_ends_before_a_page_that_its_store_has_changed() {
+    let config = Config { pages: 16, lanes: 1, depth: 4 };
+    let store = Arc::new(Host::new(config.slots()).unwrap());
+    let memory = std::fs::File::from(store.fd().try_clone_to_owned().unwrap());
+    let volume = Volume::create(config, vec![store]).unwrap();
+    let mut lane = volume.lane().unwrap();
+    let written: Vec<_> = (0..16).map(|page| stamped(page, 1)).collect();
+    write_run(&mut lane, 0, &written);
+    assert!(read_run(&mut lane, 0, 16) == written);
+    // Where page 9 lies, only its stamp tells.
+    let mut slot = [0; PAGE_SIZE];
+    let at = (0..u64::from(config.slots()))
+        .map(|slot| slot * PAGE_SIZE as u64)
+        .find(|at| memory.read_exact_at(&mut slot, *at).is_ok() && slot == written[9])
+        .unwrap();
+    memory.write_all_at(&[!written[9][100]], at + 100).unwrap();
+    let mut back = vec![[0xee; PAGE_SIZE]; 16];
+    assert_eq!(lane.read_run(PageNo(0), &mut back), 9);
+    assert!(back[..9] == written[..9], "what lies before it is read");
+    assert!(back[9..].iter().all(|page| *page == [0xee; PAGE_SIZE]), "and nothing of it is handed out");
+    assert_eq!(lane.read(0, PageNo(9), &mut back[9]), Progress::Done(Err(Fault::Corrupt)));
+    assert_eq!(lane.read_run(PageNo(10), &mut back[10..]), 6);
+    assert_eq!(volume.status().corrupt, 1, "counted once");
 }
 
 #[test]

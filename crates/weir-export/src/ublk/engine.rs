@@ -11,7 +11,7 @@ use crate::buffer::Buffer;
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::BorrowedFd;
-use weir_core::{PAGE_SIZE, PageNo};
+use weir_core::{PAGE_SIZE, PageBytes, PageNo};
 use weir_store::{Done, Fault, Progress, Ticket};
 use weir_volume::Lane;
 
@@ -176,7 +176,7 @@ impl Engine {
             Kind::Zero => self.lane.zero(PageNo(first), pages),
             Kind::Flush => {}
             Kind::Read | Kind::Write => {
-                for at in work.next..pages {
+                for at in work.next + self.run(tag, work)..pages {
                     // What has failed already is not worth more.
                     if self.flight.works[usize::from(tag)].error.is_some() {
                         break;
@@ -205,6 +205,22 @@ impl Engine {
         true
     }
 
+    /// Does as many of a request's pages at once as can be, from where it stopped; returns how many. A page alone is as well done by
+    /// itself.
+    fn run(&mut self, tag: u16, Work { request, next, .. }: Work) -> u32 {
+        let Request { kind, first, pages } = request;
+        if pages - next < 2 {
+            return 0;
+        }
+        let first = PageNo(first + next);
+        let pages = &mut self.flight.pages(tag)[next as usize..pages as usize];
+        let done = match kind {
+            Kind::Read => self.lane.read_run(first, pages),
+            _ => self.lane.write_run(first, pages),
+        };
+        done as u32
+    }
+
     /// The next answer, and forgets it.
     pub fn finished(&mut self, counters: &Counters) -> Option<(u16, i32)> {
         let (tag, result) = self.flight.finished.pop_front()?;
@@ -229,9 +245,14 @@ impl Engine {
 }
 
 impl Flight {
-    fn page(&mut self, ticket: Ticket) -> &mut weir_core::PageBytes {
-        let (tag, at) = ((ticket >> PAGE_BITS) as usize, (ticket & ((1 << PAGE_BITS) - 1)) as usize);
-        &mut self.memory.pages_mut()[tag * self.span + at]
+    fn pages(&mut self, tag: u16) -> &mut [PageBytes] {
+        let from = usize::from(tag) * self.span;
+        &mut self.memory.pages_mut()[from..from + self.span]
+    }
+
+    fn page(&mut self, ticket: Ticket) -> &mut PageBytes {
+        let (tag, at) = ((ticket >> PAGE_BITS) as u16, (ticket & ((1 << PAGE_BITS) - 1)) as usize);
+        &mut self.pages(tag)[at]
     }
 
     fn fail(&mut self, tag: u16, fault: Fault) {
@@ -273,8 +294,9 @@ fn errno(fault: Fault) -> i32 {
 mod tests {
     use super::super::uapi::{IO_NO_UNMAP, IO_SWAP, PAGE_SECTORS, op};
     use super::*;
+    use std::os::unix::fs::FileExt;
     use std::sync::Arc;
-    use weir_store::StoreUrl;
+    use weir_store::{Host, StoreUrl};
     use weir_volume::{Config, Volume};
 
     const REQUEST_BYTES: u32 = 64 << 10;
@@ -347,6 +369,29 @@ mod tests {
                 assert_eq!(content(&mut engine, tag, SPAN), written[usize::from(tag)], "{url} {tag}");
             }
         }
+    }
+
+    #[test]
+    fn a_changed_page_within_a_long_request_is_an_error_of_that_request() {
+        let pages = 2 * SPAN;
+        let store = Arc::new(Host::new(1024).unwrap());
+        let memory = std::fs::File::from(store.fd().try_clone_to_owned().unwrap());
+        let volume = Volume::create(Config { pages, lanes: 1, depth: 8 }, vec![store]).unwrap();
+        let mut engine = Engine::new(volume.lane().unwrap(), 16, REQUEST_BYTES).unwrap();
+        (0..2).for_each(|tag| fill(&mut engine, tag, 1 + 100 * u32::from(tag)));
+        let page = content(&mut engine, 1, SPAN)[5 * PAGE_SIZE..6 * PAGE_SIZE].to_vec();
+        let both = |operation| [descriptor(operation, 0, SPAN), descriptor(operation, SPAN, SPAN)];
+        run(&mut engine, &both(op::WRITE.into()));
+        let mut slot = vec![0; PAGE_SIZE];
+        let at = (0..1024 * PAGE_SIZE as u64)
+            .step_by(PAGE_SIZE)
+            .find(|at| memory.read_exact_at(&mut slot, *at).is_ok() && slot == page)
+            .unwrap();
+        memory.write_all_at(&[!page[7]], at + 7).unwrap();
+        let (mut results, counters) = run(&mut engine, &both(op::READ.into()));
+        results.sort_unstable();
+        assert_eq!(results, [(0, REQUEST_BYTES as i32), (1, -libc::EIO)]);
+        assert_eq!(counters.errors.get(), 1);
     }
 
     #[test]

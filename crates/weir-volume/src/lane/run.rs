@@ -1,9 +1,12 @@
-//! Many pages in a row, written at once.
+//! Many pages in a row, read or written at once.
+//!
+//! Read one by one, each page's copy waits for memory that is far away, and the checksum then goes over the copy. Here a page is asked
+//! for two pages ahead, proven where it lies, which brings it near, and copied from there.
 //!
 //! Written one by one, each page's publication waits until the page has arrived in memory that is far away. So a
 //! group of pages gets all its slots first, then all its content, past the caches, then waits once, and is published.
 
-use super::Lane;
+use super::{Lane, View, fill};
 use crate::entry::{Entry, Place};
 use crate::records::Occupant;
 use weir_core::{Checksum, PageBytes, PageNo, uniform_value};
@@ -13,7 +16,30 @@ const GROUP: usize = 16;
 /// Fewer pages than this are as well written one by one.
 pub(crate) const LEAST: usize = 4;
 
+/// How many pages ahead a page is asked for.
+const AHEAD: usize = 2;
+
 impl Lane {
+    /// Reads as many pages from `first` on into `out` as lie in memory and can be proven there; returns how many. The others are for
+    /// [`read`](Lane::read), which knows how to wait, to queue and to fail.
+    pub fn read_run(&mut self, first: PageNo, out: &mut [PageBytes]) -> usize {
+        let guard = self.pin();
+        let mut done = 0;
+        for at in 0..out.len() {
+            if at + AHEAD < out.len() {
+                guard.prefetch(PageNo(first.0 + (at + AHEAD) as u32));
+            }
+            match guard.view(PageNo(first.0 + at as u32)) {
+                View::Bytes(bytes) => out[at].copy_from_slice(bytes),
+                View::Fill(value) => fill(&mut out[at], value),
+                View::Elsewhere | View::Fault(_) => break,
+            }
+            done += 1;
+        }
+        guard.count_reads(done as u64, 0);
+        done
+    }
+
     /// Writes as many of `pages`, from the first on, as can be written at once, to `first` and those after it; returns how
     /// many. The others are for [`write`](Lane::write), which knows how to wait, to queue and to fail.
     pub fn write_run(&mut self, first: PageNo, pages: &[PageBytes]) -> usize {
