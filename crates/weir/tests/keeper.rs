@@ -332,6 +332,26 @@ fn a_keeper_that_cannot_start_another_daemon_now_tries_again_and_keeps_the_pages
     assert_eq!(scene.terminate(), Some(1), "and it can be told to give up");
 }
 
+/// It cannot tell whether a kernel swaps there. As soon as a daemon can be started, that one hears what the keeper was told.
+#[test]
+fn a_keeper_of_swap_that_cannot_start_another_daemon_now_does_not_give_the_pages_up_when_it_is_told_to_end() {
+    use rustix::process::{Pid, Resource, Rlimit, Signal, kill_process, prlimit};
+    let flags = ["--store", "host:8MiB", "--swap", "--unsafe-no-flusher"];
+    let mut scene = start("short-swap", &flags);
+    assert!(scene.comes_up(Daemon::listens));
+    let keeper = Pid::from_child(&scene.process);
+    let none = Rlimit { current: Some(3), ..rustix::process::getrlimit(Resource::Nofile) };
+    let enough = prlimit(Some(keeper), Resource::Nofile, none).unwrap();
+    kill_process(scene.daemon().unwrap(), Signal::KILL).unwrap();
+    eventually("the end of the daemon", || scene.daemon().is_none());
+    kill_process(keeper, Signal::TERM).unwrap();
+    thread::sleep(Duration::from_millis(1500));
+    assert_eq!(scene.process.try_wait().unwrap(), None, "the keeper gave the pages up");
+    prlimit(Some(keeper), Resource::Nofile, enough).unwrap();
+    // Nothing uses them, so the next daemon ends in good order, and the keeper with it.
+    assert_eq!(scene.process.wait().unwrap().code(), Some(0));
+}
+
 /// How many threads a daemon has decides how its stores are divided.
 #[test]
 fn a_daemon_that_finds_fewer_processors_than_the_one_before_takes_its_pages_over() {

@@ -8,6 +8,7 @@ use crate::address::Address;
 use crate::device_use;
 use crate::keeper::Link;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -33,6 +34,8 @@ pub struct Attachments {
 #[derive(Default)]
 struct List {
     devices: Vec<Attachment>,
+    /// Those that the daemon before had: its connections died with it.
+    lost: BTreeSet<u32>,
     is_watched: bool,
 }
 
@@ -49,7 +52,9 @@ impl Attachments {
             log(Level::Warning, format_args!("the devices attached before are not known: {error}"));
             None
         });
-        let list = List { devices: devices.unwrap_or_default(), is_watched: false };
+        let devices = devices.unwrap_or_default();
+        let lost = devices.iter().map(|device| device.device).collect();
+        let list = List { devices, lost, is_watched: false };
         Arc::new(Attachments { list: Mutex::new(list), keeper, log: Arc::clone(log) })
     }
 
@@ -134,8 +139,9 @@ impl Attachments {
         let links = DeadLinks::open()?;
         let mut kernel = Kernel::open()?;
         let mut looks = LOOKS.iter();
+        let mut lost = std::mem::take(&mut self.list().lost);
         for device in self.devices() {
-            self.reconnect(&mut kernel, &device);
+            self.reconnect(&mut kernel, &device, &mut lost);
         }
         loop {
             let pause = looks.next().map(|pause| Timespec::try_from(*pause).expect("seconds"));
@@ -146,7 +152,7 @@ impl Attachments {
             };
             let mut dead = Vec::new();
             match links.take(|device| dead.push(device)) {
-                Ok(()) => {}
+                Ok(()) => lost.extend(&dead),
                 Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => dead.clear(),
                 Err(error) => return Err(error),
             }
@@ -155,7 +161,7 @@ impl Attachments {
             let mut missed = false;
             for device in self.devices() {
                 if all || dead.contains(&device.device) {
-                    missed |= !self.reconnect(&mut kernel, &device);
+                    missed |= !self.reconnect(&mut kernel, &device, &mut lost);
                 }
             }
             if missed && looks.len() == 0 {
@@ -168,8 +174,9 @@ impl Attachments {
         self.list().devices.clone()
     }
 
-    /// Offers the kernel a new connection for each that may be dead. Returns whether it took them, as far as one can tell.
-    fn reconnect(&self, kernel: &mut Kernel, device: &Attachment) -> bool {
+    /// Offers the kernel a new connection for each that may be dead. Returns whether it took them, as far as one can tell: it does
+    /// not say whether one was dead, so only of devices in `lost` is it known that there was something to replace.
+    fn reconnect(&self, kernel: &mut Kernel, device: &Attachment, lost: &mut BTreeSet<u32>) -> bool {
         let Ok(address) = device.address.parse::<Address>() else { return true };
         let wish = Wish { name: device.name.clone(), structured: false, allocation: false };
         for number in 1..=device.connections {
@@ -208,7 +215,9 @@ impl Attachments {
             }
         }
         let index = device.device;
-        (self.log)(Level::Info, format_args!("/dev/nbd{index}: its lost connections are replaced"));
+        if lost.remove(&index) {
+            (self.log)(Level::Info, format_args!("/dev/nbd{index}: its lost connections are replaced"));
+        }
         true
     }
 }

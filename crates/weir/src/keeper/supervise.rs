@@ -115,6 +115,7 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
     let mut programs = Programs::new();
     let mut served = false;
     let mut stillborn = 0;
+    let mut tries: u64 = 1;
     loop {
         keeper.set_aside = None;
         let born = Instant::now();
@@ -126,17 +127,29 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
             }
             // Short of processes, descriptors or memory: that passes, and the pages would be gone for good.
             Err(error) if !keeper.kept.is_empty() => {
-                (log)(
-                    Level::Warning,
-                    format_args!("another daemon cannot be started yet, trying again: {error}"),
-                );
-                if keeper.is_told_within(PAUSE) || keeper.told_by.is_some() {
-                    return Err(error);
+                // Not each time: nobody knows for how long.
+                if tries.is_power_of_two() {
+                    (log)(
+                        Level::Warning,
+                        format_args!("another daemon cannot be started yet, trying again: {error}"),
+                    );
+                }
+                tries += 1;
+                if keeper.is_told_within(PAUSE) {
+                    keeper.hear_signal();
+                }
+                if keeper.told_by.is_some() {
+                    // Only a daemon can tell whether a kernel swaps here, and what it has swapped would be lost.
+                    if !swap {
+                        return Err(error);
+                    }
+                    keeper.told_by = Some(Instant::now() + HEARING);
                 }
                 continue;
             }
             life => life?,
         };
+        tries = 1;
         served |= life.was_ready;
         programs.short_lives = if born.elapsed() < SHORT_LIFE { programs.short_lives + 1 } else { 0 };
         let serves = life.was_ready && programs.short_lives < SHORT_LIVES_MOST;
