@@ -411,6 +411,33 @@ fn it_goes_off_on_a_low_battery_and_comes_back_with_mains_as_it_was() {
 }
 
 #[test]
+fn what_was_turned_off_for_a_sleep_comes_back_as_it_was_unless_the_user_decides_otherwise() {
+    let Some(place) = Place::new("sleep") else { return };
+    let note = place.directory.with_extension("sleep");
+    let note_text = note.to_str().expect("text");
+    let sleep = || place.weir("off", &["--remember", note_text]).output().expect("weir runs");
+    let wake = || {
+        let mut weir = Command::new(env!("CARGO_BIN_EXE_weir"));
+        let output = weir.args(["on", "--again", note_text]).output().expect("weir runs");
+        assert!(output.status.success(), "{}", text(&output));
+    };
+    let on = place.on().args(["--priority", "78"]).output().expect("weir runs");
+    assert!(on.status.success(), "{}", text(&on));
+    let slept = sleep();
+    assert!(slept.status.success() && note.exists(), "{}", text(&slept));
+    assert_eq!(place.swaps(), Vec::<String>::new());
+    wake();
+    assert!(place.swaps().iter().any(|line| line.ends_with("\t78")), "{:?}", place.swaps());
+    assert!(!note.exists());
+    assert!(sleep().status.success());
+    assert!(place.off().status.success(), "the user's last word");
+    wake();
+    assert!(sleep().status.success() && !note.exists(), "what was off is not turned on");
+    assert_eq!(place.swaps(), Vec::<String>::new());
+    assert_eq!(place.left(), Vec::<String>::new());
+}
+
+#[test]
 fn what_a_killed_weir_on_has_done_by_then_is_undone_by_weir_off() {
     let Some(place) = Place::new("killed") else { return };
     let before = (place.swaps(), fs::read_to_string("/proc/sys/vm/page-cluster").expect("a setting"));

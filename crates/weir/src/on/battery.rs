@@ -1,14 +1,11 @@
 //! `weir battery`: off when the battery runs low, on again with mains. For a timer and a udev rule on power_supply (`weir-power.service` of the
 //! package): it looks once, does what is due, and ends.
 
+use super::again;
 use super::options::{BatteryOptions, OffOptions};
-use super::state::{self, Again, Phase};
+use super::state::{self, Phase};
 use crate::doctor::Machine;
 use crate::failure::Failure;
-use std::fs;
-use std::io;
-use std::path::{Path, PathBuf};
-use std::process::Command;
 
 /// Where the machine's power comes from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -64,48 +61,26 @@ pub fn run(options: &BatteryOptions) -> Result<(), Failure> {
 }
 
 fn look(options: &BatteryOptions) -> Result<Verdict, Failure> {
-    let note = note(&options.runtime);
+    let note = again::note(&options.runtime, "battery");
     let state = state::read(&options.runtime)?;
-    let is_on = state.as_ref().is_some_and(|state| state.phase == Phase::On);
+    let is_on = state.is_some_and(|state| state.phase == Phase::On);
     let verdict = Power::of(&Machine::this(), &options.supplies).verdict(options.below, is_on, note.exists());
     match verdict {
         Verdict::Stay => {}
         Verdict::Off => {
             println!("on battery and below {} %: turning off", options.below);
-            let again = state.map(|state| state.again).unwrap_or_default();
-            super::off(&OffOptions { runtime: options.runtime.clone(), swapoff: None })?;
-            let text = serde_json::to_vec(&again).map_err(Failure::failed)?;
-            fs::write(&note, text)
-                .map_err(|error| Failure::Failed(format!("cannot write {}: {error}", note.display())))?;
+            super::off(&OffOptions {
+                runtime: options.runtime.clone(),
+                swapoff: None,
+                remember: Some(note),
+            })?;
         }
         Verdict::On => {
             println!("mains is back: turning on again");
-            let text = fs::read(&note).map_err(Failure::failed)?;
-            let again: Again = serde_json::from_slice(&text).map_err(Failure::failed)?;
-            // A process of its own: its arguments are parsed as they were the first time.
-            let directory = if again.directory.is_dir() { &*again.directory } else { Path::new("/") };
-            let mut on = Command::new("/proc/self/exe");
-            let status = on.arg("on").args(again.arguments).current_dir(directory).status();
-            if !status.map_err(Failure::failed)?.success() {
-                return Err(Failure::Said);
-            }
-            forget(&options.runtime)?;
+            again::turn_on(&note)?;
         }
     }
     Ok(verdict)
-}
-
-/// The user has decided, so nothing comes back by itself.
-pub fn forget(runtime: &Path) -> Result<(), Failure> {
-    match fs::remove_file(note(runtime)) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(Failure::failed(error)),
-        _ => Ok(()),
-    }
-}
-
-/// Beside the run-time directory, which is gone while Weir is off.
-fn note(runtime: &Path) -> PathBuf {
-    runtime.with_extension("battery")
 }
 
 #[cfg(test)]

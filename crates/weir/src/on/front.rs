@@ -6,7 +6,7 @@ use super::state::{Front, Journal, Step};
 use crate::address::Address;
 use crate::attach;
 use crate::cli::{AttachOptions, DetachOptions};
-use crate::control::Status;
+use crate::control::{self, Status};
 use crate::doctor::Machine;
 use crate::doctor::release::{self, version};
 use crate::failure::{Failure, chain};
@@ -201,18 +201,19 @@ pub fn attach(
             let path = export.map(|export| PathBuf::from(&export.address)).ok_or_else(|| {
                 Failure::Failed("the daemon does not say which ublk device it has made".to_owned())
             })?;
-            journal.intend(Step::Device { path: path.clone(), front, file: None })?;
+            journal.intend(Step::Device { path: path.clone(), front, file: None, by: None })?;
             Ok(path)
         }
         Front::Nbd => {
             let path = free_nbd_device()?;
-            journal.intend(Step::Device { path: path.clone(), front, file: None })?;
+            let (file, by) = (Some(nbd_socket(directory)), Some(std::process::id()));
+            journal.intend(Step::Device { path: path.clone(), front, file, by })?;
             attach::connect(&nbd_options(directory, &path, connections))?;
             Ok(path)
         }
         Front::Fuse => {
             let file = fuse_file(directory);
-            let step = |path| Step::Device { path, front, file: Some(file.clone()) };
+            let step = |path| Step::Device { path, front, file: Some(file.clone()), by: None };
             // The kernel picks the device, so until it has only the file is known.
             journal.intend(step(PathBuf::new()))?;
             let device = LoopDevice::attach(&file).map_err(|error| Failure::Failed(chain(&error)))?;
@@ -223,11 +224,11 @@ pub fn attach(
 }
 
 /// Lets a device go that nothing uses; one that is gone already is no error.
-pub fn detach(front: Front, path: &Path, file: Option<&Path>) -> Result<(), Failure> {
+pub fn detach(front: Front, path: &Path, file: Option<&Path>, by: Option<u32>) -> Result<(), Failure> {
     match front {
         // It goes with its daemon, which stays as long as the device is in use.
         Front::Ublk => Ok(()),
-        Front::Nbd if !nbd_is_attached(path) => Ok(()),
+        Front::Nbd if !nbd_is_attached(path) || !nbd_is_ours(path, file, by) => Ok(()),
         Front::Nbd => attach::detach(&DetachOptions { device: path.to_owned(), control: None }),
         Front::Fuse => LoopDevice::over(file.unwrap_or(path))
             .into_iter()
@@ -250,6 +251,19 @@ fn nbd_options(directory: &Path, device: &Path, connections: u16) -> AttachOptio
 
 fn nbd_is_attached(path: &Path) -> bool {
     path.file_name().is_some_and(|name| Path::new("/sys/block").join(name).join("pid").exists())
+}
+
+/// Whether a connected device is the one of the journal, and not one that somebody else took before `weir on` could, or since. The
+/// kernel tells who connected it. In a process namespace of its own that number says nothing, but the daemon knows its devices.
+fn nbd_is_ours(path: &Path, socket: Option<&Path>, by: Option<u32>) -> bool {
+    let Some(by) = by else { return true };
+    let who = path.file_name().map(|name| Path::new("/sys/block").join(name).join("pid"));
+    let who = who.and_then(|file| fs::read_to_string(file).ok()?.trim().parse().ok());
+    let knows = |directory| {
+        control::status(&control_socket(directory))
+            .is_ok_and(|it| it.attached.iter().any(|name| path == Path::new(name)))
+    };
+    who == Some(by) || socket.and_then(Path::parent).is_some_and(knows)
 }
 
 /// An NBD device that nobody has. It is chosen here and not by the kernel, so that the journal can name it beforehand.

@@ -4,6 +4,7 @@
 //! before it is done. `weir off` undoes them in reverse, beginning with the pages. Where a step fails, or the machine goes
 //! down between two, what was done is undone from the journal.
 
+mod again;
 mod battery;
 mod cards;
 mod drain;
@@ -47,6 +48,9 @@ use weir_store::{StoreUrl, VramUrl};
 
 /// Turns it on.
 pub fn on(options: &OnOptions) -> Result<(), Failure> {
+    if let Some(note) = &options.again {
+        return again::turn_on(note);
+    }
     let machine = Machine::this();
     let options = &options.clone().absolute().map_err(Failure::failed)?;
     if let Some(state) = state::read(&options.runtime).or_else(|failure| match failure {
@@ -68,7 +72,7 @@ pub fn on(options: &OnOptions) -> Result<(), Failure> {
         journal = off::finish(journal)?.reopen(&options.runtime)?;
     }
     match turn_on(options, &plan, &mut journal) {
-        Ok(()) => battery::forget(&options.runtime),
+        Ok(()) => again::forget(&options.runtime),
         Err(failure) => {
             forget_interrupt();
             match off::finish(journal).and_then(off::Finished::remove) {
@@ -84,7 +88,7 @@ pub fn on(options: &OnOptions) -> Result<(), Failure> {
 }
 
 /// What was said after the command's own name, and where.
-fn again() -> Result<Again, Failure> {
+fn invocation() -> Result<Again, Failure> {
     let arguments = std::env::args_os().skip(2).map(std::ffi::OsString::into_string);
     let arguments = arguments.collect::<Result<_, _>>().map_err(|argument| {
         Failure::Usage(format!("{} is no text (UTF-8): rename it", argument.display()))
@@ -94,7 +98,7 @@ fn again() -> Result<Again, Failure> {
 }
 
 fn turn_on(options: &OnOptions, plan: &Plan, journal: &mut Journal) -> Result<(), Failure> {
-    journal.begin(again()?, options.parts)?;
+    journal.begin(invocation()?, options.parts)?;
     for module in &plan.front.modules {
         front::load(module, journal)?;
     }

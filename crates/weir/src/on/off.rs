@@ -4,7 +4,7 @@
 use super::options::OffOptions;
 use super::preflight::BACKING;
 use super::state::{Journal, Phase, Step};
-use super::{battery, drain, front, service, settings, state, swaps, watch_interrupts};
+use super::{again, drain, front, service, settings, state, swaps, watch_interrupts};
 use crate::failure::Failure;
 use std::path::Path;
 
@@ -14,7 +14,7 @@ pub fn run(options: &OffOptions) -> Result<(), Failure> {
         return drain::swapoff_here(device);
     }
     if rustix::process::geteuid().is_root() {
-        battery::forget(&options.runtime)?;
+        again::forget(&options.runtime)?;
     }
     if state::read(&options.runtime)?.is_none() {
         // A weir on that was killed in its first moment leaves an empty directory.
@@ -31,7 +31,13 @@ pub fn run(options: &OffOptions) -> Result<(), Failure> {
     // This process must not wait for pages of its own while it takes the device away.
     let _ = weir_core::swap_safety::lock_all_memory();
     let journal = Journal::open(&options.runtime)?;
-    finish(journal)?.remove()?;
+    let state = journal.state().clone();
+    let finished = finish(journal)?;
+    // Another weir off may have been faster.
+    if let Some(note) = options.remember.as_ref().filter(|_| !state.steps.is_empty()) {
+        again::remember(note, &state.again)?;
+    }
+    finished.remove()?;
     println!("off");
     Ok(())
 }
@@ -95,7 +101,7 @@ pub fn undo(step: &Step) -> Result<(), Failure> {
     match step {
         Step::Swap { path, .. } => drain::swapoff(path),
         Step::Setting { path, before, after, .. } => settings::restore(path, before, after),
-        Step::Device { path, front, file } => front::detach(*front, path, file.as_deref()),
+        Step::Device { path, front, file, by } => front::detach(*front, path, file.as_deref(), *by),
         Step::Daemon { directory, unit, process } => service::stop(directory, unit.as_deref(), *process),
         // Its memory is its owner's already.
         Step::Away { .. } => Ok(()),

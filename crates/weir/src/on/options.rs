@@ -60,6 +60,10 @@ pub struct OnOptions {
     #[arg(long)]
     pub allow_hibernation: bool,
 
+    /// As this note of weir off --remember says, and not at all where there is none.
+    #[arg(long, value_name = "FILE", hide = true, exclusive = true)]
+    pub again: Option<PathBuf>,
+
     /// The directory for state, sockets and log.
     #[arg(long, value_name = "DIRECTORY", default_value = DIRECTORY, value_parser = runtime)]
     pub runtime: PathBuf,
@@ -98,6 +102,10 @@ pub struct OffOptions {
     /// The directory that weir on was given.
     #[arg(long, value_name = "DIRECTORY", default_value = DIRECTORY, value_parser = runtime)]
     pub runtime: PathBuf,
+
+    /// Write down what is turned off, for weir on --again.
+    #[arg(long, value_name = "FILE", hide = true)]
+    pub remember: Option<PathBuf>,
 
     /// Only stop swapping on this device: what weir off runs in a process of its own.
     #[arg(long, value_name = "DEVICE", hide = true)]

@@ -260,7 +260,7 @@ mod tests {
     fn parts_are_found_with_their_devices_wherever_their_steps_are() {
         let daemon =
             |directory: &str| Step::Daemon { directory: directory.into(), unit: None, process: None };
-        let device = |path: &str| Step::Device { path: path.into(), front: Front::Nbd, file: None };
+        let device = |path: &str| Step::Device { path: path.into(), front: Front::Nbd, file: None, by: None };
         let swap = |path: &str| Step::Swap { path: path.into(), priority: 7 };
         let steps = vec![
             // The first part was away for a while.

@@ -43,9 +43,12 @@ pub enum Step {
         path: PathBuf,
         /// How it was made.
         front: Front,
-        /// The file under a loop device.
+        /// The file under a loop device, or the socket behind an NBD device.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         file: Option<PathBuf>,
+        /// The process that connected an NBD device.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        by: Option<u32>,
     },
     /// A file of the kernel's settings.
     Setting {
