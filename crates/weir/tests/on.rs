@@ -411,6 +411,24 @@ fn it_goes_off_on_a_low_battery_and_comes_back_with_mains_as_it_was() {
 }
 
 #[test]
+fn off_waits_for_a_swapoff_that_is_at_work_already() {
+    let Some(place) = Place::new("elsewhere") else { return };
+    for round in 0..10 {
+        let on = place.on().output().expect("weir runs");
+        assert!(on.status.success(), "{}", text(&on));
+        let device = place.swaps()[0].split_whitespace().next().expect("a device").to_owned();
+        // As a weir off leaves behind that is killed just now.
+        let mut other = Command::new(env!("CARGO_BIN_EXE_weir"));
+        let mut other = other.args(["off", "--swapoff", &device]).spawn().expect("weir runs");
+        thread::sleep(Duration::from_millis(round));
+        let off = place.off();
+        other.wait().expect("gone");
+        assert!(off.status.success(), "round {round}: {}", text(&off));
+        assert_eq!(place.left(), Vec::<String>::new());
+    }
+}
+
+#[test]
 fn what_was_turned_off_for_a_sleep_comes_back_as_it_was_unless_the_user_decides_otherwise() {
     let Some(place) = Place::new("sleep") else { return };
     let note = place.directory.with_extension("sleep");

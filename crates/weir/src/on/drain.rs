@@ -72,11 +72,20 @@ fn available() -> Result<ByteSize, Failure> {
         .ok_or_else(|| Failure::failed("/proc/meminfo has no MemAvailable"))
 }
 
+/// Exit code of the child when another swapoff of the device is at work: that of a `weir off` that was killed, for instance. The
+/// kernel says EINVAL (mm/swapfile.c: the area is not `SWP_WRITEOK`).
+const ELSEWHERE: i32 = 4;
+
 /// The child's work.
 pub fn swapoff_here(device: &Path) -> Result<(), Failure> {
     match swaps::off(device) {
         Ok(()) => Ok(()),
         Err(error) if error.raw_os_error() == Some(libc::ENOMEM) => std::process::exit(NO_MEMORY),
+        Err(error)
+            if error.raw_os_error() == Some(libc::EINVAL) && matches!(swaps::find(device), Ok(Some(_))) =>
+        {
+            std::process::exit(ELSEWHERE)
+        }
         Err(error) => Err(Failure::Failed(format!("swapoff {}: {error}", device.display()))),
     }
 }
@@ -87,17 +96,22 @@ pub fn swapoff(device: &Path) -> Result<(), Failure> {
     let failed =
         |error: io::Error| Failure::Failed(format!("cannot run swapoff {}: {error}", device.display()));
     forget_interrupt();
-    let mut child = Command::new("/proc/self/exe")
-        .args(["off", "--swapoff"])
-        .arg(device)
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .spawn()
-        .map_err(failed)?;
+    let start = || {
+        let mut swapoff = Command::new("/proc/self/exe");
+        swapoff.args(["off", "--swapoff"]).arg(device).stdin(Stdio::null()).stdout(Stdio::null());
+        swapoff.spawn().map_err(failed)
+    };
+    let mut child = start()?;
     let mut progress = Progress::new(swap.used);
     let status = loop {
-        if let Some(status) = child.try_wait().map_err(failed)? {
-            break status;
+        match child.try_wait().map_err(failed)? {
+            // With the other's end it is off, or this one's turn.
+            Some(status) if status.code() == Some(ELSEWHERE) && !interrupted() => {
+                thread::sleep(LOOK);
+                child = start()?;
+            }
+            Some(status) => break status,
+            None => {}
         }
         if interrupted() {
             stop(&child);
@@ -122,7 +136,9 @@ fn stop(child: &Child) {
 
 fn still_on(device: &Path, used: ByteSize, status: ExitStatus) -> String {
     let device = device.display();
-    let why = if interrupted() {
+    let why = if status.code() == Some(ELSEWHERE) {
+        "another swapoff is at work, and goes on".to_owned()
+    } else if interrupted() {
         "interrupted".to_owned()
     } else if status.code() == Some(NO_MEMORY) {
         "there is not enough memory for its pages, or a memory cgroup's limit leaves them no room".to_owned()
