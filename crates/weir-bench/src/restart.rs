@@ -6,9 +6,12 @@
 
 use crate::report::{Goal, Report, Row, Runs};
 use crate::store::content::{Random, is_stamped, stamp};
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, Page, PageBytes};
 use weir_export::nbd::client::{Client, ClientError, Wish};
@@ -61,6 +64,18 @@ pub enum RestartError {
 struct Scene {
     directory: PathBuf,
     keeper: Child,
+    stages: Arc<Mutex<Stages>>,
+}
+
+/// What the daemons said that their stages took: milliseconds by name.
+type Stages = BTreeMap<String, Runs>;
+
+/// How long it took.
+struct Pause {
+    /// From the kill until the daemon was gone.
+    gone: Duration,
+    /// From the kill to the first page.
+    served: Duration,
 }
 
 /// A user's pages: those with its number, counted by users. It alone writes them, so it knows what each may be.
@@ -84,7 +99,8 @@ pub fn run(plan: &Plan) -> Result<Report, RestartError> {
     let each = pages / USERS;
     let mut parts: Vec<Part> = (0..USERS).map(|user| Part::new(user * each, each)).collect();
     together(&mut parts, |part| part.fill(&scene))?;
-    let (mut pauses, mut operations, mut compared) = (Runs::default(), 0, 0u64);
+    let (mut pauses, mut gone) = (Runs::default(), Runs::default());
+    let (mut operations, mut compared) = (0, 0u64);
     for _ in 0..plan.kills {
         let stop = AtomicBool::new(false);
         let done = AtomicU64::new(0);
@@ -105,13 +121,15 @@ pub fn run(plan: &Plan) -> Result<Report, RestartError> {
             }
             pause
         })?;
-        pauses.push(pause.as_secs_f64() * 1e3);
+        pauses.push(milliseconds(pause.served));
+        gone.push(milliseconds(pause.gone));
         operations += done.into_inner();
         together(&mut parts, |part| part.compare(&scene))?;
         compared += u64::from(pages) * PAGE_SIZE as u64;
         eprintln!(
-            "served again after {:.1} ms; {operations} operations so far, 0 mismatches",
-            pause.as_secs_f64() * 1e3
+            "served again after {:.1} ms, {:.1} of them until the daemon was gone; {operations} operations so far, 0 mismatches",
+            milliseconds(pause.served),
+            milliseconds(pause.gone)
         );
     }
     let mut report = Report::new("restart", plan.kills as usize);
@@ -123,8 +141,34 @@ pub fn run(plan: &Plan) -> Result<Report, RestartError> {
         Row::lower("keeper_restart", "mismatches", 0.0).goal(Goal::Value(0.0)),
         Row::higher("keeper_restart", "gib_compared", gib),
         Row::higher("keeper_restart", "operations", operations as f64),
+        Row::lower("keeper_restart", "gone_ms", gone.median()),
     ];
+    let stages = scene.stages.lock().unwrap_or_else(PoisonError::into_inner);
+    report.rows.extend(
+        stages.iter().map(|(name, took)| Row::lower("keeper_restart", &format!("{name}_ms"), took.median())),
+    );
     Ok(report)
+}
+
+fn milliseconds(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}
+
+/// Takes `name 1.5 ms` out of a daemon's line about its start, as often as it is there.
+fn note_stages(line: &str, stages: &mut Stages) {
+    let Some((head, text)) = line.rsplit_once(": ") else { return };
+    let behind = match (head.contains("taken over in"), head.contains("all of it open")) {
+        (true, _) => "",
+        (_, true) => "behind_",
+        _ => return,
+    };
+    for stage in text.split(", ") {
+        if let [name, took, "ms"] = stage.split(' ').collect::<Vec<_>>()[..]
+            && let Ok(took) = took.parse()
+        {
+            stages.entry(format!("{behind}{name}")).or_default().push(took);
+        }
+    }
 }
 
 /// One thread a part; the first error of any.
@@ -145,14 +189,25 @@ impl Scene {
         std::fs::create_dir(&directory)?;
         let connections = (2 * USERS).to_string();
         let keeper = Command::new(&plan.weir)
-            .args(["serve", "--keeper", "--log", "warn", "--connections", &connections])
+            .args(["serve", "--keeper", "--log", "info", "--connections", &connections])
             .args(["--store", &plan.store, "--nbd"])
             .arg(format!("unix:{}", directory.join("nbd").display()))
             .arg("--control")
             .arg(directory.join("control"))
             .stdin(Stdio::null())
+            .stderr(Stdio::piped())
             .spawn()?;
-        Ok(Scene { directory, keeper })
+        let stages = Arc::<Mutex<Stages>>::default();
+        let mut scene = Scene { directory, keeper, stages: Arc::clone(&stages) };
+        // Until the keeper closes it.
+        let lines = BufReader::new(scene.keeper.stderr.take().expect("it is a pipe")).lines();
+        std::thread::spawn(move || {
+            for line in lines.map_while(Result::ok).filter(|line| !line.contains("nbd: connection")) {
+                note_stages(&line, &mut stages.lock().unwrap_or_else(PoisonError::into_inner));
+                eprintln!("{line}");
+            }
+        });
+        Ok(scene)
     }
 
     fn socket(&self) -> PathBuf {
@@ -167,16 +222,20 @@ impl Scene {
     }
 
     /// Kills the daemon, and waits until the next one gives a page: how long that took.
-    fn kill_and_wait(&self) -> Result<Duration, RestartError> {
+    fn kill_and_wait(&self) -> Result<Pause, RestartError> {
         let daemon = self.daemon().ok_or(RestartError::Absent)?;
         let since = Instant::now();
         rustix::process::kill_process(daemon, rustix::process::Signal::KILL).map_err(std::io::Error::from)?;
+        let mut gone = None;
         loop {
             // The old daemon's socket may still be there to connect to, but nobody answers.
-            if self.daemon() != Some(daemon)
+            if gone.is_none() && self.daemon() != Some(daemon) {
+                gone = Some(since.elapsed());
+            }
+            if let Some(gone) = gone
                 && connect(&self.socket()).and_then(|mut it| it.read(0, PAGE_SIZE as u32)).is_ok()
             {
-                return Ok(since.elapsed());
+                return Ok(Pause { gone, served: since.elapsed() });
             }
             if since.elapsed() > PATIENCE {
                 return Err(RestartError::Absent);
@@ -306,5 +365,31 @@ impl Part {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_daemons_say_of_their_stages_is_found_and_nothing_else() {
+        let mut stages = Stages::new();
+        for line in [
+            "weir: taken over in 268.0 ms: dying 3.0 ms, start 20.0 ms, driver 165.5 ms",
+            "weir: vram:0?size=9GiB: all of it open after 500.0 ms: cuda 210.0 ms, import 40.0 ms",
+            "weir: took over 5 pages from the daemon before, 0 of one value each; 0 lost",
+        ] {
+            note_stages(line, &mut stages);
+        }
+        let all: Vec<_> = stages.iter().map(|(name, took)| (name.as_str(), took.median())).collect();
+        let expected = [
+            ("behind_cuda", 210.0),
+            ("behind_import", 40.0),
+            ("driver", 165.5),
+            ("dying", 3.0),
+            ("start", 20.0),
+        ];
+        assert_eq!(all, expected);
     }
 }

@@ -77,7 +77,7 @@ pub fn lock_all_memory() -> Result<(), Unprotected> {
 }
 
 /// Whether [`lock_all_memory`] was granted: what is mapped from then on is locked from its first page on.
-pub(crate) fn locks_all_memory() -> bool {
+pub fn locks_all_memory() -> bool {
     LOCKS_ALL.load(Ordering::Relaxed)
 }
 

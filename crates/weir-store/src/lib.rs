@@ -36,6 +36,7 @@ use std::fmt;
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::time::Duration;
 use weir_core::{PageBytes, Slot};
 
 /// What a caller calls one of its operations; comes back with its completion.
@@ -102,6 +103,15 @@ pub trait Store: Send + Sync + fmt::Debug {
         keepsakes.iter().try_for_each(|it| keep.hold(&it.name, it.fd, it.is_memory))
     }
 
+    /// What its opening took until the first operation, stage by stage; empty where that is not worth a line.
+    fn stages(&self) -> Vec<(&'static str, Duration)> {
+        Vec::new()
+    }
+
+    /// Calls `tell` once what the store opens behind its first operations is there, or will not come; at once where it is over
+    /// already, for each part of it, and never where there is nothing of the kind.
+    fn when_joined(&self, _tell: Tell) {}
+
     /// The process ends because it was told to: what is kept is not wanted any more, and may be cleared with the store.
     fn forget(&self) {}
 
@@ -132,6 +142,22 @@ pub trait Store: Send + Sync + fmt::Debug {
     fn take(&self, _chunk: u32) -> Result<(), Fault> {
         Err(Fault::Unsupported)
     }
+}
+
+/// Who is told how the opening of a store went on; see [`Store::when_joined`].
+pub type Tell = Arc<dyn Fn(&Joined) + Send + Sync>;
+
+/// How what a store opens behind its first operations went.
+#[derive(Clone, Debug)]
+pub struct Joined {
+    /// The store, or the part of it.
+    pub store: String,
+    /// What each stage took.
+    pub stages: Vec<(&'static str, Duration)>,
+    /// What is not there, and why.
+    pub missing: Option<String>,
+    /// Since the opening of the store began.
+    pub after: Duration,
 }
 
 /// Who holds what must outlive this process. See [`Store::keep_with`].

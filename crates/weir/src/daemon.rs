@@ -9,6 +9,7 @@ use crate::control::{
 use crate::failure::Failure;
 use crate::keeper::{Held, Link};
 use crate::pages::{self, Plan};
+use crate::stages::{self, Stages};
 use crate::ways_in::{self, Fuse, Nbd, PreparedUblk, Share, WayIn};
 use crate::worker::{self, Worker};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -17,7 +18,7 @@ use weir_core::seal;
 use weir_core::swap_safety::Protections;
 use weir_export::latency;
 use weir_export::log::{Level, Log};
-use weir_store::StoreUrl;
+use weir_store::{Joined, StoreUrl, Tell};
 use weir_volume::Volume;
 
 /// How long requests that are under way may take when the daemon stops.
@@ -56,6 +57,7 @@ impl Daemon {
         mut keeper: Option<(&Link, Held)>,
         log: &Log,
     ) -> Result<Self, Failure> {
+        let took_over = keeper.as_ref().is_some_and(|(_, held)| !held.is_empty());
         let note = keeper.as_mut().and_then(|(_, held)| held.take(NOTE));
         let attachments = Attachments::new(keeper.as_ref().map(|(link, _)| (*link).clone()), note, log);
         let ublk =
@@ -69,7 +71,8 @@ impl Daemon {
             depth: DEPTH,
             compress: options.compress,
         };
-        let volume = pages::open(&plan, reborrow(&mut keeper), log)?;
+        let mut stages = keeper.as_ref().map_or_else(Stages::default, |(_, held)| held.stages());
+        let volume = pages::open(&plan, reborrow(&mut keeper), &mut stages, log)?;
         if options.swap {
             fit_for_swap(&volume)?;
         }
@@ -88,6 +91,7 @@ impl Daemon {
         let mut ways_in: Vec<Box<dyn WayIn>> = Vec::new();
         if !options.nbd.is_empty() {
             ways_in.push(Box::new(Nbd::start(&volume, options, log)?));
+            stages.end("connections");
         }
         attachments.resume();
         if let Some(file) = &options.fuse {
@@ -111,7 +115,33 @@ impl Daemon {
             swap: options.swap,
             begun: Instant::now(),
         };
+        if took_over {
+            (log)(
+                Level::Info,
+                format_args!("taken over in {:.1} ms: {stages}", stages.total().as_secs_f64() * 1e3),
+            );
+        }
         Ok(Daemon { shared: Arc::new(shared) })
+    }
+
+    /// Says how what the stores open behind their first operations went, and calls `then` after that.
+    pub fn when_joined(&self, log: &Log, then: impl Fn() + Send + Sync + 'static) {
+        let log = Arc::clone(log);
+        let tell: Tell = Arc::new(move |joined: &Joined| {
+            let Joined { store, stages, missing, after } = joined;
+            let (after, stages) = (after.as_secs_f64() * 1e3, stages::line(stages));
+            match missing {
+                None => {
+                    (log)(Level::Info, format_args!("{store}: all of it open after {after:.1} ms: {stages}"))
+                }
+                Some(why) => (log)(
+                    Level::Warning,
+                    format_args!("{store}: goes on by the window alone, which is slower ({why}): {stages}"),
+                ),
+            }
+            then();
+        });
+        self.shared.volume.stores().for_each(|store| store.when_joined(Arc::clone(&tell)));
     }
 
     /// What would be lost if it stopped now, and what to do about it; see [`WayIn::in_use`]. The kernel's own NBD clients of this

@@ -42,6 +42,7 @@ mod on;
 mod pages;
 mod relay;
 mod serve;
+mod stages;
 mod status;
 mod trial;
 mod ways_in;

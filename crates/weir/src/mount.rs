@@ -3,6 +3,7 @@
 use crate::cli::MountOptions;
 use crate::failure::{Failure, chain};
 use crate::pages::{self, Plan};
+use crate::stages::Stages;
 use rustix::event::{PollFd, PollFlags};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use std::fs::OpenOptions;
@@ -132,6 +133,7 @@ fn volume(store: &StoreUrl, options: &MountOptions, log: &Log) -> Result<Arc<Vol
             compress: None,
         },
         None,
+        &mut Stages::default(),
         log,
     )
 }

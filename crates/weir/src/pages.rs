@@ -4,6 +4,7 @@ use crate::backing::Backing;
 use crate::compress::Algorithm;
 use crate::failure::{Failure, chain};
 use crate::keeper::{Held, Link};
+use crate::stages::Stages;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use weir_core::{ByteSize, Memory, PAGE_SIZE};
@@ -32,7 +33,12 @@ pub struct Plan<'a> {
 ///
 /// # Errors
 /// When a store cannot be had, the size asked for is no size, or the keeper's pages do not fit the plan.
-pub fn open(plan: &Plan<'_>, keeper: Option<(&Link, &mut Held)>, log: &Log) -> Result<Arc<Volume>, Failure> {
+pub fn open(
+    plan: &Plan<'_>,
+    keeper: Option<(&Link, &mut Held)>,
+    stages: &mut Stages,
+    log: &Log,
+) -> Result<Arc<Volume>, Failure> {
     let volume = match keeper {
         None => create(plan)?,
         Some((link, held)) if held.is_empty() => {
@@ -40,7 +46,7 @@ pub fn open(plan: &Plan<'_>, keeper: Option<(&Link, &mut Held)>, log: &Log) -> R
             keep(&volume, link).map_err(Failure::failed)?;
             volume
         }
-        Some((link, held)) => take_over(plan, link, held, log)?,
+        Some((link, held)) => take_over(plan, link, held, stages, log)?,
     };
     if let Some(algorithm) = plan.compress {
         volume.compress(algorithm.into());
@@ -54,7 +60,13 @@ fn create(plan: &Plan<'_>) -> Result<Arc<Volume>, Failure> {
     Volume::create(config, stores).map_err(|error| Failure::Failed(chain(&error)))
 }
 
-fn take_over(plan: &Plan<'_>, link: &Link, held: &mut Held, log: &Log) -> Result<Arc<Volume>, Failure> {
+fn take_over(
+    plan: &Plan<'_>,
+    link: &Link,
+    held: &mut Held,
+    stages: &mut Stages,
+    log: &Log,
+) -> Result<Arc<Volume>, Failure> {
     let missing = |what: &str| Failure::Failed(format!("the keeper does not hold {what}"));
     let map = |fd: OwnedFd| {
         Memory::adopt(fd)
@@ -62,6 +74,8 @@ fn take_over(plan: &Plan<'_>, link: &Link, held: &mut Held, log: &Log) -> Result
     };
     let stores =
         stores(plan, |index, url| weir_store::reopen(url, &mut |name| held.take(&store_name(index, name))))?;
+    stages.note_all(stores.iter().flat_map(|store| store.stages()));
+    stages.end("stores");
     let mut records = Vec::new();
     for index in 0..stores.len() {
         let name = records_name(index);
@@ -73,6 +87,7 @@ fn take_over(plan: &Plan<'_>, link: &Link, held: &mut Held, log: &Log) -> Result
     keep_stores(&stores, link, true).map_err(Failure::failed)?;
     let (volume, lost) =
         Volume::take_over(config, stores, kept).map_err(|error| Failure::Failed(chain(&error)))?;
+    stages.end("map");
     let status = volume.status();
     (log)(
         if lost == 0 { Level::Info } else { Level::Warning },

@@ -75,6 +75,11 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
     if let Some(link) = &link {
         link.ready().map_err(Failure::failed)?;
     }
+    let line = link.clone();
+    daemon.when_joined(&log, move || {
+        // Once more, for the memory that was taken since: the next daemon will need as much.
+        let _ = line.as_ref().map(|link| link.ready());
+    });
     if options.swap {
         let _ = swap_safety::leave_reserves();
     }

@@ -167,6 +167,64 @@ fn pages_in_gpu_memory_survive_too() {
     survive(&start("vram-kills", &["--store", "vram:lavapipe?size=8MiB&chunk=1MiB"]), "vram");
 }
 
+/// A libcuda without a GPU, in whose `cuInit` a daemon stays while the returned file is there.
+fn with_slow_cuda(command: &mut Command, directory: &Path) -> PathBuf {
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/../weir-store/tests/fake_cuda/fake_cuda.c");
+    let built = Command::new("cc")
+        .args(["-shared", "-fPIC", "-O1", "-pthread", "-w", "-DBATCH_13", "-o"])
+        .arg(directory.join("libcuda.so.1"))
+        .arg(source)
+        .status()
+        .expect("cc, the C compiler");
+    assert!(built.success(), "cc {source}");
+    let held = directory.join("held");
+    command.env("LD_LIBRARY_PATH", directory).env("FAKE_CUDA_HOLDS", "cuInit").env("FAKE_CUDA_HELD", &held);
+    held
+}
+
+#[test]
+fn the_next_daemon_serves_before_cuda_is_open_and_by_it_afterwards() {
+    if !has_lavapipe() {
+        println!("skipped: no lavapipe, Mesa's software renderer (package mesa-vulkan-drivers)");
+        return;
+    }
+    let mut held = PathBuf::new();
+    let store = "vram:lavapipe?size=8MiB&chunk=1MiB&path=engine&ring=off";
+    let mut scene = Daemon::spawn("late", &["--keeper", "--store", store], |command, directory| {
+        Daemon::with_nbd(command, directory);
+        held = with_slow_cuda(command, directory);
+        command.stderr(fs::File::create(directory.join("log")).unwrap());
+    });
+    let log = scene.directory.join("log");
+    let said = |what: &str| fs::read_to_string(&log).unwrap().matches(what).count();
+    let mut client = scene.connect();
+    (0..64).for_each(|page| client.write(page * PAGE as u64, &stamped(page, 1)).unwrap());
+    fs::write(&held, "").unwrap();
+    // The second dies over it: what is not open yet is nothing to take over.
+    for round in 1..3 {
+        let daemon = scene.daemon().unwrap();
+        rustix::process::kill_process(daemon, rustix::process::Signal::KILL).unwrap();
+        eventually("the end of the daemon", || scene.daemon() != Some(daemon));
+        let mut client = scene.connect();
+        for page in 0..64 {
+            assert!(client.read(page * PAGE as u64, PAGE as u32).unwrap() == stamped(page, 1), "page {page}");
+        }
+        client.write(64 * PAGE as u64, &stamped(64, round)).unwrap();
+        eventually("the line about the take-over", || said("taken over in ") as u64 == round);
+        assert_eq!((said("driver "), said("all of it open")), (round as usize, 0));
+    }
+    let mut client = scene.connect();
+    fs::remove_file(&held).unwrap();
+    eventually("the rest", || said("all of it open after ") == 1);
+    for page in 0..65 {
+        let generation = if page == 64 { 2 } else { 1 };
+        let bytes = client.read(page * PAGE as u64, PAGE as u32).unwrap();
+        assert!(bytes == stamped(page, generation), "page {page} by the engine");
+    }
+    assert_eq!(scene.status()["protection"]["io_allocations"], 0);
+    assert_eq!(scene.terminate(), Some(0));
+}
+
 /// Kills the scene's daemon under load, again and again, and looks at every page meanwhile and afterwards.
 fn survive(scene: &Daemon, store: &str) {
     let kills = kills();

@@ -4,21 +4,23 @@ use super::chunks::{Chunks, LANES_MAX, Source};
 use super::engine::{Context, Which};
 use super::headroom::Headroom;
 use super::lane::{Engine, GpuLane};
+use super::late::Late;
 use super::mapped::Device;
 use super::mapped::copy::Copies;
 use super::nvml::Nvml;
-use super::options::PathMode;
+use super::options::{PathMode, VramUrl};
 use super::ring::{Paused, Ring};
 use super::table::{Path, Table};
-use super::{Trouble, kept};
+use super::{Drivers, Trouble, kept};
 use crate::{Fault, Keep, OpenError, State};
 use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path as FilePath;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{JoinHandle, Thread};
+use std::time::Duration;
 use weir_core::PAGE_SIZE;
 
 /// Lanes at work from which on the window is full of writes: two or three fill an H200's.
@@ -34,16 +36,20 @@ pub struct Gpu {
     pub(super) uuid: [u8; 16],
     pub(super) path: PathMode,
     pub(super) floor: u64,
-    pub(super) spare: u64,
-    pub(super) display: bool,
+    pub(super) owner: OnceLock<Owner>,
     pub(super) chunk_bytes: u64,
     pub(super) slots: u32,
     pub(super) copies: Copies,
     pub(super) table: OnceLock<Table>,
     pub(super) chunks: Chunks,
-    pub(super) ring: Option<Arc<Ring>>,
+    pub(super) ring: OnceLock<Arc<Ring>>,
     pub(super) source: Source,
-    pub(super) nvml: Option<Nvml>,
+    /// Whoever takes memory for a chunk, or says that CUDA is there, does so alone.
+    pub(super) taking: Mutex<()>,
+    /// What is opened behind the first operations, where something is.
+    pub(super) late: Option<Arc<Late>>,
+    /// What opening took until the first operation.
+    pub(super) stages: Vec<(&'static str, Duration)>,
     pub(super) state: AtomicU8,
     /// Lanes that moved pages when the watcher last looked.
     pub(super) busy: AtomicUsize,
@@ -59,6 +65,29 @@ pub struct Gpu {
     pub(super) keep: OnceLock<(Arc<dyn Keep>, usize)>,
     /// What it holds is to be found again: nothing is cleared at the end.
     pub(super) kept: AtomicBool,
+}
+
+/// Whose the card is besides, as far as the management library says.
+pub(super) struct Owner {
+    pub nvml: Option<Nvml>,
+    /// A display hangs on it.
+    pub display: bool,
+    /// Free bytes that are left alone.
+    pub spare: u64,
+}
+
+/// Device memory that is never taken: what drivers and desktops want for themselves (as nbd-vram sizes itself).
+const SPARE: u64 = 1 << 30;
+/// The same, on a card that drives a display.
+const SPARE_DISPLAY: u64 = 3 << 30;
+
+impl Owner {
+    pub fn look(options: &VramUrl, drivers: &Drivers, uuid: [u8; 16]) -> Self {
+        let nvml = Nvml::open(&drivers.nvml, uuid);
+        let display = nvml.as_ref().is_some_and(Nvml::drives_display);
+        let spare = options.floor.0.max(if display { SPARE_DISPLAY } else { SPARE });
+        Owner { nvml, display, spare }
+    }
 }
 
 /// What happened since the store was opened.
@@ -90,22 +119,46 @@ impl Gpu {
             chunks_held: self.chunks.held(),
             ring_entered: self.entered.load(Ordering::Relaxed),
             ring_left: self.left.load(Ordering::Relaxed),
-            power_mw: self.nvml.as_ref().and_then(Nvml::power_mw),
+            power_mw: self.nvml().and_then(Nvml::power_mw),
         }
     }
 
     /// How much of the card is left to its owner: one call of the management library, some ten microseconds. `None`
     /// where it is not there; then nothing is known about other processes.
     pub fn headroom(&self) -> Option<Headroom> {
-        let memory = self.nvml.as_ref()?.memory()?;
+        let owner = self.owner.get()?;
+        let memory = owner.nvml.as_ref()?.memory()?;
         Some(Headroom {
             free: memory.free,
             total: memory.total,
-            display: self.display,
+            display: owner.display,
             floor: self.floor,
-            spare: self.spare,
+            spare: owner.spare,
             chunk: self.chunk_bytes,
         })
+    }
+
+    /// The management library, where it is there, and once it is.
+    pub(super) fn nvml(&self) -> Option<&Nvml> {
+        self.owner.get()?.nvml.as_ref()
+    }
+
+    /// The resident kernel's rings, as above.
+    fn ring(&self) -> Option<&Arc<Ring>> {
+        self.ring.get()
+    }
+
+    pub(super) fn source(&self) -> &Source {
+        &self.source
+    }
+
+    /// Nobody else takes memory for a chunk until the guard is dropped.
+    pub(super) fn taking(&self) -> MutexGuard<'_, ()> {
+        self.taking.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn is_stopping(&self) -> bool {
+        self.stopping.load(Ordering::Acquire)
     }
 
     /// A descriptor of a chunk's memory, which lives while one is open; `None` for a released chunk. What a keeper
@@ -119,13 +172,13 @@ impl Gpu {
 
     /// One line about the card and its paths, for logs.
     pub fn describe(&self) -> String {
-        let name = match (&self.source.gpu, &self.source.cuda) {
+        let name = match (&self.source.gpu, self.source.cuda()) {
             (Some(gpu), _) => gpu.card.to_string(),
             (None, Some(cuda)) => format!("{}, not mapped", cuda.name),
             (None, None) => String::new(),
         };
         let paths: Vec<&str> = Path::ALL.into_iter().filter(|&path| self.has(path)).map(Path::name).collect();
-        let driver = self.nvml.as_ref().map_or("unknown", Nvml::driver);
+        let driver = self.nvml().map_or("unknown", Nvml::driver);
         format!("{name}, driver {driver}, {}, by {}", self.copies.name, paths.join(" and "))
     }
 
@@ -134,20 +187,20 @@ impl Gpu {
         match path {
             Path::Mapped => self.source.gpu.as_ref().is_some_and(|gpu| gpu.card.window),
             Path::Engine => {
-                self.source.cuda.is_some() || (self.source.gpu.is_some() && !self.has(Path::Mapped))
+                self.source.cuda().is_some() || (self.source.gpu.is_some() && !self.has(Path::Mapped))
             }
-            Path::Ring => self.ring.is_some(),
+            Path::Ring => self.ring().is_some(),
         }
     }
 
     /// Whether the resident kernel is on the card.
     pub fn ring_is_resident(&self) -> bool {
-        self.ring.as_ref().is_some_and(|ring| ring.is_resident())
+        self.ring().is_some_and(|ring| ring.is_resident())
     }
 
     /// Puts the kernel on the card now, without waiting for load; for calibration and benchmarks.
     pub fn enter_ring(&self) -> bool {
-        let Some(ring) = &self.ring else { return false };
+        let Some(ring) = self.ring() else { return false };
         if ring.enter().is_ok() && ring.is_resident() {
             self.entered.fetch_add(1, Ordering::Relaxed);
         }
@@ -155,7 +208,7 @@ impl Gpu {
     }
 
     pub(super) fn leave_ring(&self) {
-        if let Some(ring) = &self.ring
+        if let Some(ring) = self.ring()
             && ring.is_resident()
             && matches!(ring.leave(), Ok(true))
         {
@@ -164,7 +217,7 @@ impl Gpu {
     }
 
     pub(super) fn pause_ring(&self) -> Option<Result<Paused<'_>, Fault>> {
-        self.ring.as_ref().map(|ring| ring.pause())
+        self.ring().map(|ring| ring.pause())
     }
 
     pub(super) fn chunks(&self) -> &Chunks {
@@ -185,7 +238,7 @@ impl Gpu {
 
     /// Whether CUDA said so. The watcher carries it over into the state, which is all that an operation looks at.
     pub(super) fn cuda_is_lost(&self) -> bool {
-        self.source.cuda.as_ref().is_some_and(|cuda| cuda.is_lost())
+        self.source.cuda().is_some_and(|cuda| cuda.is_lost())
     }
 
     /// Says so to every lane.
@@ -212,7 +265,7 @@ impl Gpu {
 
     /// A lane that knows the mapping only.
     pub(super) fn bare_lane(self: &Arc<Self>) -> Option<GpuLane> {
-        Some(GpuLane::new(self, self.chunks.open_pin()?, None, None))
+        Some(GpuLane::new(self, self.chunks.open_pin()?, None, None, None))
     }
 
     /// How many cards Vulkan, or else CUDA, lists.
@@ -233,9 +286,12 @@ impl Gpu {
         let pin = self.chunks.open_pin().ok_or_else(|| {
             fail(format!("{LANES_MAX} lanes are open already, which is the most it can serve"))
         })?;
+        if let Some(berth) = self.late.as_ref().and_then(|late| late.berth(depth)) {
+            return Ok(GpuLane::new(self, pin, None, None, Some(berth)));
+        }
         let opened = (|| {
             // A ring of its own where one is free; the pause ends before the engine's lane waits for another.
-            let ring = match &self.ring {
+            let ring = match self.ring() {
                 Some(ring) => ring.lane(depth).map_err(|fault| fail(format!("no ring: {fault}")))?,
                 None => None,
             };
@@ -245,7 +301,7 @@ impl Gpu {
             Ok((engine, ring))
         })();
         match opened {
-            Ok((engine, ring)) => Ok(GpuLane::new(self, pin, engine, ring)),
+            Ok((engine, ring)) => Ok(GpuLane::new(self, pin, engine, ring, None)),
             Err(error) => {
                 self.chunks.pin(pin).close();
                 Err(error)
@@ -278,7 +334,7 @@ impl Gpu {
 
     /// Other processes that use the card. Asking costs milliseconds.
     pub(super) fn others(&self) -> u32 {
-        self.nvml.as_ref().map_or(0, Nvml::others)
+        self.nvml().map_or(0, Nvml::others)
     }
 
     /// Looks after head-room.
@@ -343,6 +399,7 @@ impl Gpu {
         if self.state() == State::Lost {
             return Err(Fault::Lost);
         }
+        let _alone = self.taking();
         if self.chunks.has(chunk as usize) {
             return Ok(());
         }
@@ -376,9 +433,12 @@ impl Gpu {
         self.kept.store(false, Ordering::Relaxed);
     }
 
-    /// Ends the watching thread. Idempotent.
+    /// Ends the watching thread, and what is still being opened. Idempotent.
     pub(super) fn stop_watching(&self) {
         self.stopping.store(true, Ordering::Release);
+        if let Some(late) = &self.late {
+            late.end();
+        }
         if let Some(watcher) = self.watcher.lock().unwrap_or_else(PoisonError::into_inner).take() {
             watcher.thread().unpark();
             let _ = watcher.join();
@@ -389,7 +449,7 @@ impl Gpu {
 impl Drop for Gpu {
     fn drop(&mut self) {
         // The kernel first: it would hold up every unmapping.
-        self.ring = None;
+        self.ring.take();
         if self.kept.load(Ordering::Relaxed) {
             return;
         }

@@ -4,6 +4,7 @@ use super::Trouble;
 use super::chunks::{Site, Source, Way};
 use super::engine::BatchLane;
 use super::gpu::{CROWD, Gpu};
+use super::late::{Berth, Parts};
 use super::mapped::copy::{Copies, prefetch_lines};
 use super::mapped::queue::{Place, QueueLane};
 use super::options::PathMode;
@@ -25,6 +26,8 @@ pub struct GpuLane {
     // The lanes before the card: their memory is the card's.
     engine: Option<Engine>,
     ring: Option<RingLane>,
+    /// Where both come from, if they come later. Kept to the end: an I/O thread frees nothing.
+    berth: Option<Arc<Berth>>,
     gpu: Arc<Gpu>,
 }
 
@@ -47,6 +50,8 @@ struct Near {
     has_ring: bool,
     /// The path is set for measuring and stays.
     forced: bool,
+    /// The window is all it has until the rest is open.
+    waits: bool,
 }
 
 /// Who copies: CUDA's engines, or Vulkan's transfer queue where there is neither CUDA nor a window.
@@ -59,11 +64,9 @@ pub(super) enum Engine {
 impl Engine {
     /// One thread's; `None` where the window is all there is.
     pub fn open(source: &Source, depth: usize) -> Result<Option<Self>, Trouble> {
-        match source {
-            Source { cuda: Some(cuda), .. } => Ok(Some(Engine::Cuda(BatchLane::new(cuda, depth)?))),
-            Source { gpu: Some(gpu), .. } if !gpu.card.window => {
-                Ok(Some(Engine::Queue(QueueLane::new(gpu, depth)?)))
-            }
+        match (&source.gpu, source.cuda()) {
+            (_, Some(cuda)) => Ok(Some(Engine::Cuda(BatchLane::new(cuda, depth)?))),
+            (Some(gpu), None) if !gpu.card.window => Ok(Some(Engine::Queue(QueueLane::new(gpu, depth)?))),
             _ => Ok(None),
         }
     }
@@ -117,7 +120,13 @@ impl Engine {
 }
 
 impl GpuLane {
-    pub(super) fn new(gpu: &Arc<Gpu>, pin: usize, engine: Option<Engine>, ring: Option<RingLane>) -> Self {
+    pub(super) fn new(
+        gpu: &Arc<Gpu>,
+        pin: usize,
+        engine: Option<Engine>,
+        ring: Option<RingLane>,
+        berth: Option<Arc<Berth>>,
+    ) -> Self {
         let near = Near {
             site: gpu.chunks().hot().site(pin),
             copies: *gpu.copies(),
@@ -131,8 +140,9 @@ impl GpuLane {
             writes: Path::Mapped,
             has_ring: ring.is_some(),
             forced: false,
+            waits: berth.is_some(),
         };
-        let mut lane = GpuLane { near, engine, ring, gpu: Arc::clone(gpu) };
+        let mut lane = GpuLane { near, engine, ring, berth, gpu: Arc::clone(gpu) };
         lane.decide(1, 1);
         lane
     }
@@ -144,6 +154,23 @@ impl GpuLane {
             Direction::Read => self.near.reads = path,
             Direction::Write => self.near.writes = path,
         }
+    }
+
+    /// Takes what was opened since.
+    #[cold]
+    #[inline(never)]
+    fn join(&mut self) {
+        let Some(Parts { ring, engine }) = self.berth.as_ref().and_then(|berth| berth.take()) else { return };
+        (self.near.waits, self.near.has_ring) = (false, ring.is_some());
+        (self.ring, self.engine) = (ring, engine);
+        let [reads, writes] = self.near.planned;
+        self.decide(reads, writes);
+    }
+
+    /// Whether there is something to [take](Self::join).
+    #[inline]
+    fn is_joined(&self) -> bool {
+        self.near.waits && self.near.site.gate().joined.load(std::sync::atomic::Ordering::Acquire)
     }
 
     /// Chooses for a batch.
@@ -160,6 +187,9 @@ impl GpuLane {
     }
 
     fn choose(&self, direction: Direction, pages: usize) -> Path {
+        if self.near.waits {
+            return Path::Mapped;
+        }
         let resident = self.near.resident;
         let fixed = match self.gpu.path() {
             PathMode::Auto => None,
@@ -207,6 +237,9 @@ impl GpuLane {
         let resident = gate.resident.load(std::sync::atomic::Ordering::Relaxed);
         if gate.asleep.load(std::sync::atomic::Ordering::Relaxed) {
             self.gpu.wake();
+        }
+        if self.is_joined() {
+            self.join();
         }
         let near = &self.near;
         let in_range = slot.0 < near.slots;
@@ -331,6 +364,10 @@ impl Lane for GpuLane {
         let code =
             if writes > 0 { <Self as Lane>::write as *const u8 } else { <Self as Lane>::read as *const u8 };
         prefetch_lines(code, 6);
+        if self.is_joined() {
+            self.join();
+        }
+        let near = &self.near;
         // A page now and then is planned as the one before: after a pause every cache line of the choice is cold,
         // and they cost more than the page.
         let alone = near.flying == 0 && near.neighbours < NEIGHBOURS && reads + writes <= 1;
@@ -415,6 +452,9 @@ impl Lane for GpuLane {
 
 impl Drop for GpuLane {
     fn drop(&mut self) {
+        if let Some(Parts { ring, engine }) = self.berth.as_ref().and_then(|berth| berth.close()) {
+            (self.ring, self.engine) = (ring, engine);
+        }
         // Pinned memory is unmapped with the lanes, which a resident kernel would hold up.
         self.ring = None;
         let paused = self.gpu.pause_ring();

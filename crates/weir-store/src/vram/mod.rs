@@ -23,6 +23,7 @@ mod gpu;
 mod headroom;
 mod kept;
 mod lane;
+mod late;
 pub mod mapped;
 mod membarrier;
 mod nvml;
@@ -89,6 +90,9 @@ pub(crate) enum Trouble {
     /// CUDA refused.
     #[error(transparent)]
     Cuda(#[from] CallError),
+    /// The process has no descriptor left.
+    #[error("no file descriptor is left: raise the limit on open files")]
+    NoDescriptor,
     /// There is neither.
     #[error("neither Vulkan nor CUDA is there")]
     NoDriver,
@@ -103,7 +107,7 @@ impl Trouble {
         match self {
             Trouble::Vulkan(error) => error.is_lost(),
             Trouble::Cuda(error) => error.error.is_sticky(),
-            Trouble::NoDriver | Trouble::LaneBusy => false,
+            Trouble::NoDescriptor | Trouble::NoDriver | Trouble::LaneBusy => false,
         }
     }
 

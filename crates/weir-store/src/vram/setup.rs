@@ -2,14 +2,14 @@
 
 use super::chunks::{Chunks, Hot, Memory, Source};
 use super::engine::{Context, Which};
-use super::gpu::{Gpu, ONLINE};
+use super::gpu::{Gpu, ONLINE, Owner};
 use super::kept::{self, KeptGpu};
-use super::mapped::Device;
+use super::late::{Late, Opening};
 use super::mapped::copy::Copies;
+use super::mapped::{Device, Refusal};
 use super::nvml::Nvml;
 use super::options::{PathMode, RingMode, Target, VramUrl};
 use super::ring::{self, Policy, Ring, Tuning};
-use super::table::Table;
 use super::watch::watch;
 use super::{Drivers, Trouble, calibrate};
 use crate::OpenError;
@@ -18,12 +18,9 @@ use std::os::fd::OwnedFd;
 use std::path::Path as FilePath;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 use weir_core::{ByteSize, PAGE_SIZE};
 
-/// Device memory that is never taken: what drivers and desktops want for themselves (as nbd-vram sizes itself).
-const SPARE: u64 = 1 << 30;
-/// The same, on a card that drives a display.
-const SPARE_DISPLAY: u64 = 3 << 30;
 /// The largest chunk.
 const CHUNK_MAX: u64 = 4 << 30;
 /// Bytes by which importing is tried.
@@ -33,10 +30,8 @@ const PROBE: u64 = 2 << 20;
 struct Found {
     source: Source,
     uuid: [u8; 16],
-    nvml: Option<Nvml>,
-    display: bool,
-    /// Free bytes that are left alone.
-    spare: u64,
+    /// `None`: not asked yet.
+    owner: Option<Owner>,
 }
 
 /// Memory of a card, with what is known of it.
@@ -46,6 +41,9 @@ struct Room {
     /// Bytes, whole chunks but for the last.
     bytes: u64,
     ring: Option<Arc<Ring>>,
+    stages: Vec<(&'static str, Duration)>,
+    /// CUDA and the management library may still come.
+    late: bool,
 }
 
 impl Gpu {
@@ -60,12 +58,13 @@ impl Gpu {
         let room = found.reserve(options, &url)?;
         let gpu = found.assemble(options, url.clone(), room);
         let table = calibrate::measure(&gpu).map_err(|fault| fail(format!("calibration: {fault}")))?;
-        gpu.begin(options, table)?;
+        let _ = gpu.table.set(table);
+        gpu.begin(options)?;
         Ok(gpu)
     }
 
     /// Opens the card of a daemon that has ended, with the chunks that were kept of it. Nothing is measured anew: that would
-    /// overwrite pages.
+    /// overwrite pages. Where the window is enough to serve, the rest is opened [behind](super::late) the first operations.
     ///
     /// # Errors
     /// When it is another card, the loaded driver is not that of the libraries, or a chunk cannot be imported. The pages stay
@@ -78,27 +77,38 @@ impl Gpu {
     ) -> Result<Arc<Self>, OpenError> {
         let url = options.to_string();
         let fail = |what: String| OpenError::new(&url, what);
-        let found = Found::look(options, drivers).map_err(fail)?;
+        let since = Instant::now();
+        let (found, by_window) = Found::again(options, drivers, kept).map_err(fail)?;
         found.fits(kept, drivers).map_err(fail)?;
+        let opening =
+            Opening { options: options.clone(), drivers: drivers.clone(), costs: kept.table, since };
+        let later = by_window && opening.wants_cuda();
+        let late = later || found.owner.is_none();
+        let driver = since.elapsed();
         let chunks = Chunks::new(kept.chunks, (kept.chunk_bytes / PAGE_SIZE as u64) as u32)
             .map_err(|error| OpenError::io(&url, "cannot take memory for its map", error))?;
         for chunk in 0..kept.chunks {
             // What the keeper does not have had been given back.
             let Some(fd) = take(chunk) else { continue };
-            let memory = found.source.adopt(fd, kept.allocation_bytes);
+            let memory = found.source.adopt(fd, kept.allocation_bytes, later);
             let memory =
                 memory.map_err(|error| fail(format!("chunk {chunk} cannot be imported: {error}")))?;
             chunks.install(chunk, memory);
         }
         // Without its rings the card is slower, but the pages are there.
-        let ring = ring(options, &found.source, found.display, chunks.hot()).unwrap_or(None);
+        let ring = found.ring(options, chunks.hot()).unwrap_or(None);
         let bytes = u64::from(kept.slots) * PAGE_SIZE as u64;
-        let room = Room { chunks, chunk_bytes: kept.chunk_bytes, bytes, ring };
-        let gpu = found.assemble(options, url, room);
+        let stages = vec![("driver", driver), ("chunks", since.elapsed() - driver)];
+        let room = Room { chunks, chunk_bytes: kept.chunk_bytes, bytes, ring, stages, late };
+        let gpu = found.assemble(options, url.clone(), room);
         // Until the pages are known to be in use again, or not to be wanted, nothing of them is cleared.
         gpu.kept.store(true, std::sync::atomic::Ordering::Relaxed);
-        let table = kept.table.only(|path| gpu.has(path));
-        gpu.begin(options, table)?;
+        if !later {
+            let _ = gpu.table.set(kept.table.only(|path| gpu.has(path)));
+        }
+        gpu.begin(options)?;
+        Late::begin(&gpu, opening)
+            .map_err(|error| OpenError::io(&url, "cannot start the thread that opens CUDA", error))?;
         Ok(gpu)
     }
 
@@ -116,8 +126,7 @@ impl Gpu {
     }
 
     /// Starts the watching thread.
-    fn begin(self: &Arc<Self>, options: &VramUrl, table: Table) -> Result<(), OpenError> {
-        let _ = self.table.set(table);
+    fn begin(self: &Arc<Self>, options: &VramUrl) -> Result<(), OpenError> {
         let watched = Arc::clone(self);
         let mut policy = Policy::default();
         policy.always = options.ring == RingMode::On;
@@ -133,25 +142,49 @@ impl Gpu {
 
 impl Found {
     fn look(options: &VramUrl, drivers: &Drivers) -> Result<Self, String> {
-        let (source, uuid) = find(options, &drivers.cuda)?;
-        let nvml = Nvml::open(&drivers.nvml, uuid);
-        let display = nvml.as_ref().is_some_and(Nvml::drives_display);
-        let spare = options.floor.0.max(if display { SPARE_DISPLAY } else { SPARE });
-        Ok(Found { source, uuid, nvml, display, spare })
+        let (source, uuid) = find(options, vulkan(options), &drivers.cuda)?;
+        Ok(Found { source, uuid, owner: Some(Owner::look(options, drivers, uuid)) })
+    }
+
+    /// The card of a daemon that has ended, and whether its window is enough to serve by, so that CUDA and the management
+    /// library may come later.
+    fn again(options: &VramUrl, drivers: &Drivers, kept: &KeptGpu) -> Result<(Self, bool), String> {
+        match vulkan(options) {
+            Ok(gpu) if gpu.card.window && kept.mapped => {
+                let (uuid, version_is_known) = (gpu.card.uuid, gpu.card.driver.is_some());
+                let source = Source::new(Some(Arc::new(gpu)), None);
+                let owner = (!version_is_known).then(|| Owner::look(options, drivers, uuid));
+                Ok((Found { source, uuid, owner }, true))
+            }
+            gpu => {
+                let (source, uuid) = find(options, gpu, &drivers.cuda)?;
+                Ok((Found { source, uuid, owner: Some(Owner::look(options, drivers, uuid)) }, false))
+            }
+        }
+    }
+
+    fn nvml(&self) -> Option<&Nvml> {
+        self.owner.as_ref()?.nvml.as_ref()
+    }
+
+    /// The resident kernel's rings, where both drivers are there.
+    fn ring(&self, options: &VramUrl, hot: &Arc<Hot>) -> Result<Option<Arc<Ring>>, Trouble> {
+        let Some(cuda) = self.source.cuda() else { return Ok(None) };
+        ring(options, &self.source, cuda, self.owner.as_ref().is_some_and(|owner| owner.display), hot)
     }
 
     /// Takes the card's memory.
     fn reserve(&self, options: &VramUrl, url: &str) -> Result<Room, OpenError> {
         let fail = |what: String| OpenError::new(url, what);
-        let bytes = size(options, &self.source, self.nvml.as_ref(), self.spare).map_err(fail)?;
+        let spare = self.owner.as_ref().map_or(options.floor.0, |owner| owner.spare);
+        let bytes = size(options, &self.source, self.nvml(), spare).map_err(fail)?;
         let size = chunk_bytes(options, bytes);
         let count = bytes.div_ceil(size) as usize;
-        let used = || self.nvml.as_ref().and_then(Nvml::memory).map(|memory| memory.used);
+        let used = || self.nvml().and_then(Nvml::memory).map(|memory| memory.used);
         let used_before = used();
         let chunks = Chunks::new(count, (size / PAGE_SIZE as u64) as u32)
             .map_err(|error| OpenError::io(url, "cannot take memory for its map", error))?;
-        let ring = ring(options, &self.source, self.display, chunks.hot())
-            .map_err(|error| fail(format!("ring: {error}")))?;
+        let ring = self.ring(options, chunks.hot()).map_err(|error| fail(format!("ring: {error}")))?;
         let mut taken = 0;
         for chunk in 0..count {
             match self.source.take(size) {
@@ -181,7 +214,7 @@ impl Found {
                 )));
             }
         }
-        Ok(Room { chunks, chunk_bytes: size, bytes, ring })
+        Ok(Room { chunks, chunk_bytes: size, bytes, ring, stages: Vec::new(), late: false })
     }
 
     fn assemble(self, options: &VramUrl, url: String, room: Room) -> Arc<Gpu> {
@@ -190,16 +223,17 @@ impl Found {
             uuid: self.uuid,
             path: options.path,
             floor: options.floor.0,
-            spare: self.spare,
-            display: self.display,
+            owner: self.owner.map_or_else(OnceLock::new, OnceLock::from),
             chunk_bytes: room.chunk_bytes,
             slots: (room.bytes / PAGE_SIZE as u64).min(u64::from(u32::MAX)) as u32,
             copies: Copies::detect(),
             table: OnceLock::new(),
             chunks: room.chunks,
-            ring: room.ring,
+            ring: room.ring.map_or_else(OnceLock::new, OnceLock::from),
             source: self.source,
-            nvml: self.nvml,
+            taking: Mutex::new(()),
+            late: room.late.then(Arc::default),
+            stages: room.stages,
             state: AtomicU8::new(ONLINE),
             busy: AtomicUsize::new(0),
             crowd: [const { AtomicU8::new(0) }; 2],
@@ -222,19 +256,30 @@ impl Found {
             return Err("the pages were allocated by Vulkan, which is not to be had now".to_owned());
         }
         let card = self.source.gpu.as_ref().and_then(|gpu| gpu.card.driver.clone());
-        let libraries = card.or_else(|| self.nvml.as_ref().map(|nvml| nvml.driver().to_owned()));
+        let libraries = card.or_else(|| self.nvml().map(|nvml| nvml.driver().to_owned()));
         let loaded = std::fs::read_to_string(&drivers.loaded).ok();
         kept::agree(libraries.as_deref(), loaded.as_deref())
     }
 }
 
+/// Vulkan's card.
+fn vulkan(options: &VramUrl) -> Result<Device, Refusal> {
+    Device::find(index(options), options.target == Target::Software, !options.window)
+}
+
+fn index(options: &VramUrl) -> usize {
+    if let Target::Index(index) = options.target { index as usize } else { 0 }
+}
+
 /// Vulkan's card, CUDA's view of it, and the identifier by which NVML knows it.
-fn find(options: &VramUrl, libcuda: &FilePath) -> Result<(Source, [u8; 16]), String> {
-    let index = if let Target::Index(index) = options.target { index as usize } else { 0 };
-    let gpu = Device::find(index, options.target == Target::Software, !options.window);
+fn find(
+    options: &VramUrl,
+    gpu: Result<Device, Refusal>,
+    libcuda: &FilePath,
+) -> Result<(Source, [u8; 16]), String> {
     let which = match &gpu {
         Ok(gpu) => Which::Uuid(gpu.card.uuid),
-        Err(_) => Which::Index(index),
+        Err(_) => Which::Index(index(options)),
     };
     // Who wants the window alone wants none of CUDA's memory.
     let cuda = match (&gpu, options.path) {
@@ -250,14 +295,12 @@ fn find(options: &VramUrl, libcuda: &FilePath) -> Result<(Source, [u8; 16]), Str
         (Err(vulkan), Err(cuda)) => Err(format!("no VRAM store here. Vulkan: {vulkan}. CUDA: {cuda}")),
         (Err(refusal), Ok(_)) if options.target == Target::Software => Err(refusal.to_string()),
         // CUDA reaches such memory better than a transfer queue.
-        (Ok(gpu), Ok(cuda)) if !gpu.card.window => Ok((Source { gpu: None, cuda: Some(cuda) }, uuid)),
+        (Ok(gpu), Ok(cuda)) if !gpu.card.window => Ok((Source::new(None, Some(cuda)), uuid)),
         (gpu, cuda) => {
-            let mut source = Source { gpu: gpu.ok().map(Arc::new), cuda: cuda.ok() };
+            let source = Source::new(gpu.ok().map(Arc::new), cuda.ok());
             // A driver that will not import leaves the window, which needs no import.
-            if source.gpu.is_some() && matches!(source.take(PROBE), Err(Trouble::Cuda(_))) {
-                source.cuda = None;
-            }
-            Ok((source, uuid))
+            let refuses = source.gpu.is_some() && matches!(source.take(PROBE), Err(Trouble::Cuda(_)));
+            Ok((if refuses { source.without_cuda() } else { source }, uuid))
         }
     }
 }
@@ -286,7 +329,7 @@ fn size(options: &VramUrl, source: &Source, nvml: Option<&Nvml>, spare: u64) -> 
     if let Some(size) = options.size {
         return Ok(size.0);
     }
-    let free = match (nvml.and_then(Nvml::memory), &source.gpu, &source.cuda) {
+    let free = match (nvml.and_then(Nvml::memory), &source.gpu, source.cuda()) {
         (Some(memory), _, _) => memory.free,
         (None, Some(gpu), _) => gpu.free_bytes(),
         (None, None, Some(cuda)) => cuda.memory().map_err(|error| error.to_string())?.0,
@@ -303,13 +346,14 @@ fn size(options: &VramUrl, source: &Source, nvml: Option<&Nvml>, spare: u64) -> 
 }
 
 /// The resident kernel's rings, where the card and the options allow it.
-fn ring(
+pub(super) fn ring(
     options: &VramUrl,
     source: &Source,
+    cuda: &Arc<Context>,
     display: bool,
     hot: &Arc<Hot>,
 ) -> Result<Option<Arc<Ring>>, Trouble> {
-    let (Some(gpu), Some(cuda)) = (&source.gpu, &source.cuda) else { return Ok(None) };
+    let Some(gpu) = &source.gpu else { return Ok(None) };
     let wanted = match options.ring {
         RingMode::Off => false,
         // A kernel that stays makes a desktop stutter.
@@ -320,7 +364,7 @@ fn ring(
         return Ok(None);
     }
     let memory: Memory =
-        Source { gpu: Some(Arc::clone(gpu)), cuda: Some(Arc::clone(cuda)) }.take(ring::DEVICE_BYTES)?;
+        Source::new(Some(Arc::clone(gpu)), Some(Arc::clone(cuda))).take(ring::DEVICE_BYTES)?;
     let (Some(device), Some(mapped)) = memory.into_parts() else { return Ok(None) };
     let mut tuning = Tuning::default();
     if options.blocks > 0 {

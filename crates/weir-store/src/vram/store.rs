@@ -10,10 +10,11 @@ use super::kept::{self, KeptStore};
 use super::lane::GpuLane;
 use super::options::{Target, VramUrl};
 use super::table::{self, Direction};
-use crate::{Done, Fault, Keep, Lane, OpenError, Progress, State, Store, Ticket};
+use crate::{Done, Fault, Keep, Lane, OpenError, Progress, State, Store, Tell, Ticket};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::time::Duration;
 use weir_core::{ByteSize, Memory, PageBytes, Slot};
 
 /// The memory of one GPU, or of all.
@@ -190,11 +191,23 @@ impl Store for VramStore {
         self.gpus.iter().enumerate().try_for_each(|(index, gpu)| gpu.keep_with(&keep, index, held))
     }
 
+    fn stages(&self) -> Vec<(&'static str, Duration)> {
+        self.gpus.iter().flat_map(|gpu| gpu.stages.iter().copied()).collect()
+    }
+
+    fn when_joined(&self, tell: Tell) {
+        for late in self.gpus.iter().filter_map(|gpu| gpu.late.as_ref()) {
+            late.when_over(Arc::clone(&tell));
+        }
+    }
+
     fn forget(&self) {
         self.gpus.iter().for_each(|gpu| gpu.forget());
     }
 
     fn headroom(&self) -> Vec<Headroom> {
+        // Whoever asks first asks whether there is anything to ask.
+        self.gpus.iter().filter_map(|gpu| gpu.late.as_ref()).for_each(|late| late.wait_for_owner());
         self.gpus.iter().filter_map(|gpu| gpu.headroom()).collect()
     }
 

@@ -53,7 +53,7 @@ pub fn watch(gpu: &Gpu, mut policy: Policy) {
         let tick = match () {
             () if moved >= MANY || gpu.ring_is_resident() => TICK_BUSY,
             () if quiet < QUIET || policy.always => TICK_IDLE,
-            () if gpu.nvml.is_some() => TICK_ASLEEP,
+            () if gpu.nvml().is_some() => TICK_ASLEEP,
             // Nobody says how much memory is left, so there is nothing to look for.
             () => Duration::MAX,
         };
@@ -89,7 +89,7 @@ pub fn watch(gpu: &Gpu, mut policy: Policy) {
             others = if resident { gpu.others() } else { 0 };
             asked = Instant::now();
         }
-        let Some(ring) = &gpu.ring else { continue };
+        let Some(ring) = gpu.ring.get() else { continue };
         let seen = Seen {
             elapsed,
             pages: asking,

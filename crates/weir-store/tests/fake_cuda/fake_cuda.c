@@ -41,8 +41,29 @@ void fake_cuda_fail(const char *call, int skip, int times, int code) {
     pthread_mutex_unlock(&failures_lock);
 }
 
+// --- calls that take long ---
+
+static char held[48];
+
+// From now on `call` does not return; until it is called with "".
+void fake_cuda_hold(const char *call) {
+    pthread_mutex_lock(&failures_lock);
+    strncpy(held, call, sizeof held - 1);
+    pthread_mutex_unlock(&failures_lock);
+}
+
+// For other processes: the call that FAKE_CUDA_HOLDS names does not return while the file FAKE_CUDA_HELD is there.
+static int is_held(const char *call) {
+    const char *name = getenv("FAKE_CUDA_HOLDS"), *file = getenv("FAKE_CUDA_HELD");
+    pthread_mutex_lock(&failures_lock);
+    int is = strcmp(held, call) == 0;
+    pthread_mutex_unlock(&failures_lock);
+    return is || (name && file && strcmp(name, call) == 0 && access(file, F_OK) == 0);
+}
+
 static result injected(const char *call) {
     result code = 0;
+    while (is_held(call)) usleep(1000);
     pthread_mutex_lock(&failures_lock);
     for (int i = 0; i < 16; i++) {
         struct failure *f = &failures[i];

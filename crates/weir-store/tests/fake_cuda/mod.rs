@@ -60,6 +60,17 @@ impl FakeCuda {
         }
     }
 
+    /// From now on `call` does not return, until this is called with an empty name.
+    pub fn hold(&self, call: &str) {
+        let call = CString::new(call).expect("a name");
+        // SAFETY: the signature is the one in fake_cuda.c; the name is copied before the call returns.
+        unsafe {
+            let hold =
+                self.library.get::<unsafe extern "C" fn(*const c_char)>(b"fake_cuda_hold\0").expect("it");
+            hold(call.as_ptr());
+        }
+    }
+
     /// Copies made one by one, batches, and copies inside batches, so far.
     pub fn copies(&self) -> [i32; 3] {
         // SAFETY: the signature is the one in fake_cuda.c.

@@ -1,16 +1,28 @@
 //! The daemon's side: what it was handed when it started, and what it gives to be kept.
 
 use super::wire::{FORMAT, Kind, receive, send, split};
+use crate::stages::Stages;
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 /// Tells a daemon that a keeper started it, and where to reach it.
 pub const ENVIRONMENT: &str = "WEIR_KEEPER_FD";
 
 /// Tells a daemon how many processors its keeper found.
 pub(super) const PROCESSORS: &str = "WEIR_KEEPER_PROCESSORS";
+
+/// Tells a daemon when the one before it was gone, and how long its end took before that from the first sign of it on:
+/// nanoseconds of the monotonic clock, and nanoseconds.
+pub(super) const GONE: &str = "WEIR_KEEPER_GONE";
+
+/// Now, in nanoseconds of the clock that all processes share.
+pub(super) fn now() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}
 
 /// Processors to plan threads for. Each thread has its share of the stores, so all daemons of one keeper go by the same number,
 /// though processors come and go.
@@ -35,6 +47,17 @@ struct Line {
 pub struct Held(HashMap<String, OwnedFd>);
 
 impl Held {
+    /// What has been spent on taking its place so far.
+    pub fn stages(&self) -> Stages {
+        let told = std::env::var(GONE).ok();
+        let told = told.as_deref().and_then(|text| text.split_once(' '));
+        let Some((gone, dying)) = told.and_then(|(at, by)| Some((at.parse().ok()?, by.parse().ok()?))) else {
+            return Stages::default();
+        };
+        let start = now().saturating_sub(gone);
+        Stages::after([("dying", Duration::from_nanos(dying)), ("start", Duration::from_nanos(start))])
+    }
+
     /// Whether there was no daemon before this one.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
@@ -120,7 +143,7 @@ impl Link {
         }
     }
 
-    /// Says that the daemon serves.
+    /// Says that the daemon serves; and once more whenever it has taken memory since that the next will need too.
     pub fn ready(&self) -> io::Result<()> {
         send(&self.0.socket, "ready", None)
     }

@@ -1,7 +1,7 @@
 //! The keeper's side: holds, watches, starts again.
 
 use super::copy::{self, Stamp};
-use super::link::{ENVIRONMENT, PROCESSORS, processors};
+use super::link::{ENVIRONMENT, GONE, PROCESSORS, now, processors};
 use super::resident;
 use super::wire::{FORMAT, Kind, Message, receive, send, split};
 use crate::doctor::Machine;
@@ -74,6 +74,8 @@ struct Keeper<'a> {
     told_by: Option<Instant>,
     /// What every daemon plans its threads for.
     processors: usize,
+    /// When the last daemon was gone, and how long that took from the first sign of it on.
+    gone: Option<(u64, Duration)>,
 }
 
 /// Runs the daemon (this program again, with the same arguments) until it ends because it was told to, starting another
@@ -110,6 +112,7 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
         signals,
         told_by: None,
         processors: processors(),
+        gone: None,
     };
     open_many_files();
     let mut programs = Programs::new();
@@ -264,6 +267,7 @@ impl Keeper<'_> {
             .args(arguments)
             .env(ENVIRONMENT, theirs.as_raw_fd().to_string())
             .env(PROCESSORS, self.processors.to_string())
+            .envs(self.gone.map(|(at, took)| (GONE, format!("{at} {}", took.as_nanos()))))
             .spawn();
         if self.swap {
             let _ = swap_safety::leave_reserves();
@@ -284,6 +288,7 @@ impl Keeper<'_> {
         let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
         let mut life = Life { end: End::Exit(0), was_ready: false, was_told: false, makes_way: false };
         let mut line = Some(line);
+        let mut hung_up = None;
         // From the first daemon on that kept something, something may be in use.
         let takes_over = !self.kept.is_empty();
         if let Err(error) = self.hand_over(line.as_ref().expect("just made")) {
@@ -329,11 +334,12 @@ impl Keeper<'_> {
                         // What it has said before it ended comes first.
                         continue;
                     }
-                    Ok(None) | Err(_) => line = None,
+                    Ok(None) | Err(_) => (line, hung_up) = (None, Some(Instant::now())),
                 }
             }
             if ended {
                 life.end = reap(pid)?;
+                self.gone = Some((now(), hung_up.map_or(Duration::ZERO, |since| since.elapsed())));
                 return Ok(life);
             }
         }
@@ -368,6 +374,7 @@ impl Keeper<'_> {
         match split(&text) {
             ("ready", _) => {
                 life.was_ready = true;
+                self.set_aside = None;
                 self.set_aside(daemon);
                 // Now, not once: an upgrade may have put another file in its place.
                 let pages = self.config.map(resident::file);

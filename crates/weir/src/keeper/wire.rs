@@ -7,7 +7,7 @@
 //! | keeper | `begin FORMAT` | that was all, and is of this [`FORMAT`] |
 //! | daemon | `hold KIND NAME` + fd | keep this; answered by `held` or `refused REASON` |
 //! | daemon | `drop NAME` | close what is kept under that name; answered by `dropped` |
-//! | daemon | `ready` | I serve |
+//! | daemon | `ready` | I serve; said again, I have more memory than I had |
 //! | daemon | `ending` | I was told to stop: do not start another |
 //! | daemon | `staying` | I was told to stop, and am in use: if I die, start another |
 //! | daemon | `replacing` | I was told to make way for the program that is installed now |

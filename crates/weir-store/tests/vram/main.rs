@@ -1,19 +1,21 @@
 //! VRAM without a GPU: the mapped path on Mesa's software renderer, the engine and the ring on a fake CUDA driver
 //! that imports the renderer's memory, and each error that a real driver may answer with.
 
+#[path = "../fake_cuda/mod.rs"]
 mod fake_cuda;
+#[path = "../fake_nvml/mod.rs"]
 mod fake_nvml;
+mod kept;
 
 use fake_cuda::{Batch, FakeCuda};
 use fake_nvml::{Card, FakeNvml};
-use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, Page, PageBytes, Slot};
 use weir_store::vram::{Drivers, VramStore, VramUrl};
-use weir_store::{Done, Fault, Keep, Lane, Progress, State, Store, StoreUrl, conformance};
+use weir_store::{Done, Fault, Lane, Progress, State, Store, StoreUrl, conformance};
 
 /// How long a machine with other things to do may take for what takes no time.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -459,145 +461,6 @@ fn a_management_library_that_fails_says_nothing_and_breaks_nothing() {
     std::fs::remove_file(nvml.path().with_extension("card")).expect("removed");
     assert!(store.headroom().is_empty());
     assert_eq!(store.state(), State::Online);
-}
-
-/// A keeper in this process: descriptors by name.
-#[derive(Debug, Default)]
-struct Shelf(std::sync::Mutex<std::collections::BTreeMap<String, OwnedFd>>);
-
-impl Keep for Shelf {
-    fn hold(&self, name: &str, fd: BorrowedFd<'_>, _is_memory: bool) -> std::io::Result<()> {
-        self.0.lock().unwrap().insert(name.to_owned(), fd.try_clone_to_owned()?);
-        Ok(())
-    }
-
-    fn let_go(&self, name: &str) -> std::io::Result<()> {
-        self.0.lock().unwrap().remove(name);
-        Ok(())
-    }
-}
-
-impl Shelf {
-    fn names(&self) -> Vec<String> {
-        self.0.lock().unwrap().keys().cloned().collect()
-    }
-
-    /// As a new process does it: the shelf keeps its own.
-    fn reopen(&self, url: &VramUrl, drivers: &Drivers) -> Result<VramStore, weir_store::OpenError> {
-        let mut take = |name: &str| Some(self.0.lock().unwrap().get(name)?.try_clone().unwrap());
-        VramStore::reopen_with(url, drivers, &mut take)
-    }
-}
-
-#[test]
-fn a_store_is_found_again_by_the_chunks_that_were_kept() {
-    let cuda = FakeCuda::build(Batch::Cuda13);
-    let no_cuda = Path::new("/no/libcuda.so.1");
-    for (url, library) in [
-        (url(""), cuda.path()),
-        (url("&path=mapped"), no_cuda),
-        (url("&path=ring&ring=on"), cuda.path()),
-        (url("&window=off"), no_cuda),
-    ] {
-        let drivers = drivers(library);
-        let shelf = Arc::new(Shelf::default());
-        let store = VramStore::open_with(&url, &drivers).expect("a store");
-        store.keep_with(shelf.clone(), false).expect("kept");
-        assert_eq!(shelf.names(), ["chunk.0.0", "chunk.0.1", "chunk.0.2", "chunk.0.3", "plan"]);
-        let mut lane = store.lane(4).expect("a lane");
-        for slot in 0..store.slots() {
-            write(lane.as_mut(), slot, &page(slot)).expect("written");
-        }
-        // Given back: not to be found again. And one that came later is.
-        store.release(1).expect("released");
-        store.release(2).expect("released");
-        store.take(2).expect("taken");
-        write(lane.as_mut(), 2 * 256, &page(77)).expect("written");
-        assert_eq!(shelf.names(), ["chunk.0.0", "chunk.0.2", "chunk.0.3", "plan"]);
-        drop(lane);
-        drop(store);
-        for generation in 0..3 {
-            let again = shelf.reopen(&url, &drivers).expect("the store again");
-            assert_eq!(again.slots(), 1024);
-            let mut lane = again.lane(4).expect("a lane");
-            for slot in (0..256).chain(768..1024) {
-                assert_eq!(
-                    read(lane.as_mut(), slot),
-                    Ok(page(slot)),
-                    "{url} slot {slot}, generation {generation}"
-                );
-            }
-            assert_eq!(read(lane.as_mut(), 512), Ok(page(77)));
-            assert_eq!(read(lane.as_mut(), 256), Err(Fault::Lost));
-            again.keep_with(shelf.clone(), true).expect("kept");
-            if generation == 0 {
-                again.take(1).expect("taken");
-                assert_eq!(shelf.names().len(), 5);
-                write(lane.as_mut(), 300, &page(300)).expect("written");
-                assert_eq!(read(lane.as_mut(), 300), Ok(page(300)));
-                drop(lane);
-                again.release(1).expect("released");
-            }
-        }
-        // Told to end, it leaves nothing readable.
-        let last = shelf.reopen(&url, &drivers).expect("the store again");
-        last.keep_with(shelf.clone(), true).expect("kept");
-        last.forget();
-        drop(last);
-        let after = shelf.reopen(&url, &drivers).expect("the store again");
-        let mut lane = after.lane(4).expect("a lane");
-        assert_eq!(read(lane.as_mut(), 3), Ok(Page::zeroed()));
-    }
-}
-
-#[test]
-fn chunks_of_cuda_alone_on_two_cards_are_found_again() {
-    let cuda = FakeCuda::build(Batch::Cuda13);
-    let drivers = drivers(cuda.path());
-    let mut url = url("");
-    url.target = weir_store::vram::Target::All;
-    let store = VramStore::open_with(&url, &drivers).expect("two fake GPUs");
-    let shelf = Arc::new(Shelf::default());
-    store.keep_with(shelf.clone(), false).expect("kept");
-    let mut lane = store.lane(4).expect("a lane");
-    (0..1024).for_each(|slot| write(lane.as_mut(), slot, &page(slot)).expect("written"));
-    drop(lane);
-    drop(store);
-    let again = shelf.reopen(&url, &drivers).expect("the store again");
-    let mut lane = again.lane(4).expect("a lane");
-    assert!((0..1024).all(|slot| read(lane.as_mut(), slot) == Ok(page(slot))));
-}
-
-#[test]
-fn a_failed_take_over_leaves_the_pages_for_the_next() {
-    let cuda = FakeCuda::build(Batch::Cuda13);
-    let nvml = FakeNvml::build(CARD);
-    let good = Drivers { nvml: nvml.path().into(), ..drivers(cuda.path()) };
-    let url = url("");
-    let store = VramStore::open_with(&url, &good).expect("a store");
-    let shelf = Arc::new(Shelf::default());
-    store.keep_with(shelf.clone(), false).expect("kept");
-    let mut lane = store.lane(4).expect("a lane");
-    (0..1024).for_each(|slot| write(lane.as_mut(), slot, &page(slot)).expect("written"));
-    drop(lane);
-    drop(store);
-    // The third import fails: the first is the probe.
-    cuda.fail("cuImportExternalMemory", 2, 1, 1);
-    let why = shelf.reopen(&url, &good).expect_err("an import failed").to_string();
-    assert!(why.contains("chunk 1 cannot be imported"), "{why}");
-    // An upgrade put other libraries in place than the module that is loaded.
-    let version = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("version-{}", std::process::id()));
-    std::fs::write(&version, "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Sun Nov 1\n")
-        .unwrap();
-    let upgraded = Drivers { loaded: version.clone(), ..good.clone() };
-    let why = shelf.reopen(&url, &upgraded).expect_err("versions differ").to_string();
-    assert!(why.contains("580.159.04") && why.contains("0.fake"), "{why}");
-    std::fs::remove_file(version).unwrap();
-    let why = VramStore::reopen_with(&url, &good, &mut |_| None).expect_err("nothing kept").to_string();
-    assert!(why.contains("does not hold its plan"), "{why}");
-    let again = shelf.reopen(&url, &good).expect("the store again");
-    let mut lane = again.lane(4).expect("a lane");
-    assert!((0..1024).all(|slot| read(lane.as_mut(), slot) == Ok(page(slot))));
 }
 
 #[test]

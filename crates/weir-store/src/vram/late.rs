@@ -1,0 +1,335 @@
+//! What a card's first page does not need, opened behind it.
+//!
+//! A daemon that takes another's place is waited for: by programs that sleep in page faults. A page needs its chunk's
+//! mapping and nothing else. CUDA's context, its view of every chunk, the resident kernel and the management library take
+//! longer to open than all the rest, so a thread opens them while lanes already serve by the window. Lanes are given their
+//! parts through a [`Berth`] and pick them up between two operations, without taking memory.
+//!
+//! It begins once the chunks are mapped, and not beside that: the driver lets one thread at a time do most of both.
+
+use super::Drivers;
+use super::engine::{BatchLane, Context, Which};
+use super::gpu::{Gpu, Owner};
+use super::lane::Engine;
+use super::options::VramUrl;
+use super::ring::{Ring, RingLane};
+use super::setup;
+use super::table::{Direction, Path, Table};
+use crate::{Joined, Tell};
+use std::cell::UnsafeCell;
+use std::fmt;
+use std::io;
+use std::mem;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use weir_core::swap_safety::{self, Children};
+
+/// How long a store that is closed waits for a driver that is being opened.
+const END_LIMIT: Duration = Duration::from_secs(10);
+
+/// The opening of one card's late parts.
+#[derive(Default)]
+pub struct Late {
+    progress: Mutex<Progress>,
+    /// Rung when the owner is known, and when it is over.
+    bell: Condvar,
+}
+
+#[derive(Default)]
+struct Progress {
+    /// Who else has the card is known, as far as it can be.
+    has_owner: bool,
+    /// No lane waits any more: it has its parts, or there are none.
+    settled: bool,
+    over: Option<Joined>,
+    /// Lanes without their parts, and the depth of each.
+    waiting: Vec<(usize, Arc<Berth>)>,
+    tell: Vec<Tell>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What is to be opened.
+pub struct Opening {
+    pub options: VramUrl,
+    pub drivers: Drivers,
+    /// What the ways cost, those that may not come included.
+    pub costs: Table,
+    /// When the opening of the card began.
+    pub since: Instant,
+}
+
+impl Opening {
+    /// The daemon before had it.
+    pub fn wants_cuda(&self) -> bool {
+        self.costs.get(Path::Engine, Direction::Read).is_some()
+    }
+}
+
+impl Late {
+    fn lock(&self) -> MutexGuard<'_, Progress> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Starts it. `gpu` serves already.
+    ///
+    /// # Errors
+    /// When there is no thread for it.
+    pub fn begin(gpu: &Arc<Gpu>, opening: Opening) -> io::Result<()> {
+        let Some(late) = &gpu.late else { return Ok(()) };
+        let (weak, its) = (Arc::downgrade(gpu), Arc::clone(late));
+        let url = gpu.url().to_owned();
+        let open = move || {
+            // As the thread that started the rest: programs wait for memory that others could have.
+            if swap_safety::locks_all_memory() {
+                let _ = swap_safety::reach_reserves(Children::Ordinary);
+            }
+            let mut stages = Vec::new();
+            let missing = its.open(&weak, &opening, &mut stages).err();
+            its.finish(&Joined { store: url, stages, missing, after: opening.since.elapsed() });
+        };
+        let mut progress = late.lock();
+        progress.thread = Some(std::thread::Builder::new().name("weir-vram-open".to_owned()).spawn(open)?);
+        Ok(())
+    }
+
+    /// A place for the parts of a lane that is opened now; `None` where there is nothing to wait for any more.
+    pub fn berth(&self, depth: usize) -> Option<Arc<Berth>> {
+        let mut progress = self.lock();
+        if progress.settled {
+            return None;
+        }
+        let berth = Arc::new(Berth::default());
+        progress.waiting.push((depth, Arc::clone(&berth)));
+        Some(berth)
+    }
+
+    /// Waits until it is known who else has the card.
+    pub fn wait_for_owner(&self) {
+        let waits = |progress: &mut Progress| !progress.has_owner && progress.over.is_none();
+        drop(self.bell.wait_timeout_while(self.lock(), END_LIMIT, waits));
+    }
+
+    /// Calls `tell` when it is over.
+    pub fn when_over(&self, tell: Tell) {
+        let mut progress = self.lock();
+        match &progress.over {
+            None => progress.tell.push(tell),
+            Some(joined) => {
+                let joined = joined.clone();
+                drop(progress);
+                tell(&joined);
+            }
+        }
+    }
+
+    /// Waits until it is over, which the card's `stopping` makes soon. A driver that does not answer is left to itself.
+    pub fn end(&self) {
+        let waits = |progress: &mut Progress| progress.over.is_none();
+        let waited = self.bell.wait_timeout_while(self.lock(), END_LIMIT, waits);
+        let (mut progress, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let thread = progress.thread.take().filter(|_| progress.over.is_some());
+        drop(progress);
+        if let Some(thread) = thread {
+            let _ = thread.join();
+        }
+    }
+
+    fn finish(&self, joined: &Joined) {
+        let mut progress = self.lock();
+        (progress.settled, progress.has_owner) = (true, true);
+        progress.waiting.clear();
+        progress.over = Some(joined.clone());
+        let tell = mem::take(&mut progress.tell);
+        drop(progress);
+        self.bell.notify_all();
+        tell.iter().for_each(|tell| tell(joined));
+    }
+
+    /// The error says what is missing, and what follows from that. While a driver is being opened nothing here keeps the card.
+    fn open(
+        &self,
+        gpu: &Weak<Gpu>,
+        opening: &Opening,
+        stages: &mut Vec<(&'static str, Duration)>,
+    ) -> Result<(), String> {
+        let mut since = Instant::now();
+        let mut stage = |name| stages.push((name, mem::replace(&mut since, Instant::now()).elapsed()));
+        let known = |gpu: Arc<Gpu>| (gpu.uuid, gpu.owner.get().is_some());
+        let Some((uuid, is_known)) = gpu.upgrade().map(known) else { return Ok(()) };
+        let owner = (!is_known).then(|| Owner::look(&opening.options, &opening.drivers, uuid));
+        let goes_on = |gpu: Arc<Gpu>| {
+            let _ = owner.map(|owner| gpu.owner.set(owner));
+            opening.wants_cuda() && !gpu.is_stopping()
+        };
+        let goes_on = gpu.upgrade().is_some_and(goes_on);
+        self.lock().has_owner = true;
+        self.bell.notify_all();
+        stage("management");
+        if !goes_on {
+            return Ok(());
+        }
+        let cuda =
+            Context::open(&opening.drivers.cuda, Which::Uuid(uuid)).map_err(|why| format!("CUDA: {why}"));
+        let Some(gpu) = gpu.upgrade() else { return Ok(()) };
+        stage("cuda");
+        let joined = cuda.and_then(|cuda| self.join(&gpu, &cuda, opening, &mut stage));
+        if joined.is_err() {
+            gpu.chunks().without_cuda();
+        }
+        let _ = gpu.table.set(opening.costs.only(|path| gpu.has(path)));
+        gpu.wake();
+        joined.or_else(|why| if gpu.is_stopping() { Ok(()) } else { Err(why) })
+    }
+
+    /// Gives the card and its lanes what CUDA has for them: all of it or nothing.
+    fn join(
+        &self,
+        gpu: &Arc<Gpu>,
+        cuda: &Arc<Context>,
+        opening: &Opening,
+        stage: &mut impl FnMut(&'static str),
+    ) -> Result<(), String> {
+        let import = || {
+            (0..gpu.chunks().count()).try_for_each(|chunk| match gpu.is_stopping() {
+                true => Err("it is being closed".to_owned()),
+                false => gpu.chunks().import(chunk, cuda).map_err(|why| format!("chunk {chunk}: {why}")),
+            })
+        };
+        import()?;
+        stage("import");
+        // Without its rings the card is slower, and everything else is there.
+        let display = gpu.owner.get().is_some_and(|owner| owner.display);
+        let ring =
+            setup::ring(&opening.options, gpu.source(), cuda, display, gpu.chunks().hot()).unwrap_or(None);
+        stage("ring");
+        let mut made: Vec<(Arc<Berth>, Parts)> = Vec::new();
+        let mut progress = loop {
+            let mut progress = self.lock();
+            if progress.waiting.is_empty() {
+                break progress;
+            }
+            let waiting = mem::take(&mut progress.waiting);
+            drop(progress);
+            for (depth, berth) in waiting {
+                match Parts::open(cuda, ring.as_ref(), depth) {
+                    Ok(parts) => made.push((berth, parts)),
+                    Err(why) => {
+                        made.into_iter().for_each(|(_, parts)| parts.close(ring.as_ref()));
+                        return Err(format!("a lane's memory: {why}"));
+                    }
+                }
+            }
+        };
+        {
+            // What was taken since the chunks were imported.
+            let _no_other = gpu.taking();
+            if let Err(why) = import() {
+                drop(progress);
+                made.into_iter().for_each(|(_, parts)| parts.close(ring.as_ref()));
+                return Err(why);
+            }
+            gpu.source().add_cuda(cuda);
+            if let Some(ring) = &ring {
+                let _ = gpu.ring.set(Arc::clone(ring));
+            }
+        }
+        progress.settled = true;
+        drop(progress);
+        for (berth, parts) in made {
+            if let Some(parts) = berth.fill(parts) {
+                parts.close(ring.as_ref());
+            }
+        }
+        gpu.chunks().hot().gate().joined.store(true, Ordering::Release);
+        stage("lanes");
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Late {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Late").field("over", &self.lock().over).finish_non_exhaustive()
+    }
+}
+
+/// What a lane has besides the window. Dropped in this order.
+pub struct Parts {
+    pub ring: Option<RingLane>,
+    pub engine: Option<Engine>,
+}
+
+impl Parts {
+    fn open(cuda: &Arc<Context>, ring: Option<&Arc<Ring>>, depth: usize) -> Result<Self, String> {
+        let ring_lane = match ring {
+            Some(ring) => ring.lane(depth).map_err(|fault| fault.to_string())?,
+            None => None,
+        };
+        let _paused = ring.map(|ring| ring.pause());
+        let engine = BatchLane::new(cuda, depth.max(1)).map_err(|error| error.to_string())?;
+        Ok(Parts { ring: ring_lane, engine: Some(Engine::Cuda(engine)) })
+    }
+
+    /// Pinned memory is unmapped with them, which a resident kernel would hold up.
+    pub fn close(self, ring: Option<&Arc<Ring>>) {
+        let Parts { ring: lane, engine } = self;
+        drop(lane);
+        let paused = ring.map(|ring| ring.pause());
+        drop(engine);
+        drop(paused);
+    }
+}
+
+const EMPTY: u8 = 0;
+const FULL: u8 = 1;
+const CLOSED: u8 = 2;
+
+/// Where a lane's parts are left for it. The lane moves them out; the place itself is freed with the lane, so that a thread
+/// that may not touch the allocator does not.
+pub struct Berth {
+    state: AtomicU8,
+    parts: UnsafeCell<Option<Parts>>,
+}
+
+// SAFETY: the parts may go from thread to thread. Whoever fills it touches them while the state is EMPTY, its lane after it
+// has seen FULL.
+unsafe impl Sync for Berth {}
+// SAFETY: as above.
+unsafe impl Send for Berth {}
+
+impl Default for Berth {
+    fn default() -> Self {
+        Berth { state: AtomicU8::new(EMPTY), parts: UnsafeCell::new(None) }
+    }
+}
+
+impl Berth {
+    /// Leaves parts, once; gives them back if the lane is closed.
+    fn fill(&self, parts: Parts) -> Option<Parts> {
+        // SAFETY: the lane does not look before FULL, and nobody else fills it.
+        let place = unsafe { &mut *self.parts.get() };
+        *place = Some(parts);
+        match self.state.compare_exchange(EMPTY, FULL, Ordering::AcqRel, Ordering::Acquire) {
+            Ok(_) => None,
+            Err(_) => place.take(),
+        }
+    }
+
+    /// The parts, once they are there; for its lane.
+    pub fn take(&self) -> Option<Parts> {
+        if self.state.load(Ordering::Acquire) != FULL {
+            return None;
+        }
+        self.close()
+    }
+
+    /// The lane goes, or has its parts: nobody shall leave any.
+    pub fn close(&self) -> Option<Parts> {
+        if self.state.swap(CLOSED, Ordering::AcqRel) != FULL {
+            return None;
+        }
+        // SAFETY: it was FULL, so whoever filled it is done, and nobody but the lane comes here.
+        unsafe { (*self.parts.get()).take() }
+    }
+}

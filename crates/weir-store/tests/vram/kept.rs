@@ -1,0 +1,310 @@
+//! A store found again by what was kept of it: with every page, at once by the window, and with CUDA as soon as that is open.
+
+use super::fake_cuda::{Batch, FakeCuda};
+use super::fake_nvml::FakeNvml;
+use super::{CARD, drivers, page, read, soon, url, write};
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use weir_core::Page;
+use weir_store::vram::{Counters, Drivers, Target, VramStore, VramUrl};
+use weir_store::{Fault, Joined, Keep, Lane, State, Store};
+
+/// A keeper in this process: descriptors by name.
+#[derive(Debug, Default)]
+struct Shelf(Mutex<std::collections::BTreeMap<String, OwnedFd>>);
+
+impl Keep for Shelf {
+    fn hold(&self, name: &str, fd: BorrowedFd<'_>, _is_memory: bool) -> std::io::Result<()> {
+        self.0.lock().unwrap().insert(name.to_owned(), fd.try_clone_to_owned()?);
+        Ok(())
+    }
+
+    fn let_go(&self, name: &str) -> std::io::Result<()> {
+        self.0.lock().unwrap().remove(name);
+        Ok(())
+    }
+}
+
+impl Shelf {
+    fn names(&self) -> Vec<String> {
+        self.0.lock().unwrap().keys().cloned().collect()
+    }
+
+    /// As a new process does it: the shelf keeps its own.
+    fn reopen(&self, url: &VramUrl, drivers: &Drivers) -> Result<VramStore, weir_store::OpenError> {
+        let mut take = |name: &str| Some(self.0.lock().unwrap().get(name)?.try_clone().unwrap());
+        VramStore::reopen_with(url, drivers, &mut take)
+    }
+}
+
+#[test]
+fn a_store_is_found_again_by_the_chunks_that_were_kept() {
+    let cuda = FakeCuda::build(Batch::Cuda13);
+    let no_cuda = Path::new("/no/libcuda.so.1");
+    for (url, library) in [
+        (url(""), cuda.path()),
+        (url("&path=mapped"), no_cuda),
+        (url("&path=ring&ring=on"), cuda.path()),
+        (url("&window=off"), no_cuda),
+    ] {
+        let drivers = drivers(library);
+        let shelf = Arc::new(Shelf::default());
+        let store = VramStore::open_with(&url, &drivers).expect("a store");
+        store.keep_with(shelf.clone(), false).expect("kept");
+        assert_eq!(shelf.names(), ["chunk.0.0", "chunk.0.1", "chunk.0.2", "chunk.0.3", "plan"]);
+        let mut lane = store.lane(4).expect("a lane");
+        for slot in 0..store.slots() {
+            write(lane.as_mut(), slot, &page(slot)).expect("written");
+        }
+        // Given back: not to be found again. And one that came later is.
+        store.release(1).expect("released");
+        store.release(2).expect("released");
+        store.take(2).expect("taken");
+        write(lane.as_mut(), 2 * 256, &page(77)).expect("written");
+        assert_eq!(shelf.names(), ["chunk.0.0", "chunk.0.2", "chunk.0.3", "plan"]);
+        drop(lane);
+        drop(store);
+        for generation in 0..3 {
+            let again = shelf.reopen(&url, &drivers).expect("the store again");
+            assert_eq!(again.slots(), 1024);
+            let mut lane = again.lane(4).expect("a lane");
+            for slot in (0..256).chain(768..1024) {
+                assert_eq!(
+                    read(lane.as_mut(), slot),
+                    Ok(page(slot)),
+                    "{url} slot {slot}, generation {generation}"
+                );
+            }
+            assert_eq!(read(lane.as_mut(), 512), Ok(page(77)));
+            assert_eq!(read(lane.as_mut(), 256), Err(Fault::Lost));
+            again.keep_with(shelf.clone(), true).expect("kept");
+            if generation == 0 {
+                again.take(1).expect("taken");
+                assert_eq!(shelf.names().len(), 5);
+                write(lane.as_mut(), 300, &page(300)).expect("written");
+                assert_eq!(read(lane.as_mut(), 300), Ok(page(300)));
+                drop(lane);
+                again.release(1).expect("released");
+            }
+        }
+        // Told to end, it leaves nothing readable.
+        let last = shelf.reopen(&url, &drivers).expect("the store again");
+        last.keep_with(shelf.clone(), true).expect("kept");
+        last.forget();
+        drop(last);
+        let after = shelf.reopen(&url, &drivers).expect("the store again");
+        let mut lane = after.lane(4).expect("a lane");
+        assert_eq!(read(lane.as_mut(), 3), Ok(Page::zeroed()));
+    }
+}
+
+#[test]
+fn chunks_of_cuda_alone_on_two_cards_are_found_again() {
+    let cuda = FakeCuda::build(Batch::Cuda13);
+    let drivers = drivers(cuda.path());
+    let mut url = url("");
+    url.target = Target::All;
+    let store = VramStore::open_with(&url, &drivers).expect("two fake GPUs");
+    let shelf = Arc::new(Shelf::default());
+    store.keep_with(shelf.clone(), false).expect("kept");
+    let mut lane = store.lane(4).expect("a lane");
+    (0..1024).for_each(|slot| write(lane.as_mut(), slot, &page(slot)).expect("written"));
+    drop(lane);
+    drop(store);
+    let again = shelf.reopen(&url, &drivers).expect("the store again");
+    let mut lane = again.lane(4).expect("a lane");
+    assert!((0..1024).all(|slot| read(lane.as_mut(), slot) == Ok(page(slot))));
+}
+
+/// A store that its process left behind: every page written, and what a keeper would have of it.
+fn left_behind(url: &VramUrl, drivers: &Drivers) -> Arc<Shelf> {
+    let store = VramStore::open_with(url, drivers).expect("a store");
+    let shelf = Arc::new(Shelf::default());
+    store.keep_with(shelf.clone(), false).expect("kept");
+    let mut lane = store.lane(4).expect("a lane");
+    (0..1024).for_each(|slot| write(lane.as_mut(), slot, &page(slot)).expect("written"));
+    shelf
+}
+
+fn holds_every_page(lane: &mut dyn Lane) -> bool {
+    (0..1024).all(|slot| read(lane, slot) == Ok(page(slot)))
+}
+
+fn counters(store: &VramStore) -> Counters {
+    store.gpus()[0].counters()
+}
+
+/// What is told once the rest is open.
+fn outcome(store: &VramStore) -> Joined {
+    let told = Arc::new(Mutex::new(None));
+    let tell = Arc::clone(&told);
+    store.when_joined(Arc::new(move |joined| *tell.lock().unwrap() = Some(joined.clone())));
+    soon("over", || told.lock().unwrap().is_some());
+    let joined = told.lock().unwrap().take();
+    joined.expect("just seen")
+}
+
+#[test]
+fn pages_are_served_while_cuda_is_still_being_opened_and_by_it_once_it_is() {
+    for (call, options) in [
+        ("cuInit", "&path=engine&ring=off"),
+        ("cuDevicePrimaryCtxRetain", "&path=ring&ring=on"),
+        ("cuImportExternalMemory", "&path=engine&ring=off"),
+        ("cuModuleLoadData", "&path=ring&ring=on"),
+        ("cuMemHostAlloc", "&path=engine&ring=off"),
+    ] {
+        let cuda = FakeCuda::build(Batch::Cuda13);
+        let drivers = drivers(cuda.path());
+        let url = url(options);
+        let shelf = left_behind(&url, &drivers);
+        cuda.hold(call);
+        let store = shelf.reopen(&url, &drivers).expect("the store again");
+        store.keep_with(shelf.clone(), true).expect("kept");
+        let mut lane = store.lane(4).expect("a lane");
+        assert!(holds_every_page(lane.as_mut()), "{call}");
+        write(lane.as_mut(), 7, &page(7777)).expect("written");
+        assert_eq!((store.state(), read(lane.as_mut(), 7)), (State::Online, Ok(page(7777))));
+        let by = counters(&store).pages;
+        assert!(by[0] >= 1026 && by[1..] == [0, 0], "{call}: {by:?}");
+        // Chunks come and go meanwhile.
+        store.release(1).expect("released");
+        store.release(2).expect("released");
+        if call != "cuImportExternalMemory" {
+            store.take(1).expect("taken");
+            write(lane.as_mut(), 300, &page(300)).expect("written");
+        }
+        cuda.hold("");
+        let joined = outcome(&store);
+        assert_eq!(joined.missing, None, "{call}");
+        assert!(joined.stages.iter().any(|stage| stage.0 == "cuda"), "{joined:?}");
+        let way = if options.contains("ring=on") { 2 } else { 1 };
+        soon("by the way that was asked for", || {
+            assert_eq!(read(lane.as_mut(), 7), Ok(page(7777)));
+            counters(&store).pages[way] > 0
+        });
+        let mut later = store.lane(4).expect("a lane");
+        for slot in (8..256).chain(768..1024) {
+            assert_eq!(read(later.as_mut(), slot), Ok(page(slot)), "{call}");
+        }
+        assert_eq!(read(lane.as_mut(), 600), Err(Fault::Lost), "{call}: given back meanwhile");
+        if call != "cuImportExternalMemory" {
+            assert_eq!(read(later.as_mut(), 300), Ok(page(300)), "{call}: taken meanwhile");
+        }
+    }
+}
+
+#[test]
+fn a_driver_that_fails_behind_the_first_operations_leaves_the_window() {
+    for call in [
+        "cuInit",
+        "cuDevicePrimaryCtxRetain",
+        "cuImportExternalMemory",
+        "cuExternalMemoryGetMappedBuffer",
+        "cuMemHostAlloc",
+        "cuStreamCreateWithPriority",
+        "cuEventCreate",
+    ] {
+        // Refused, out of memory, and an error after which its context is gone: none of them is the window's.
+        for code in [1, 2, 999] {
+            let cuda = FakeCuda::build(Batch::Cuda13);
+            let drivers = drivers(cuda.path());
+            let url = url("&path=engine&ring=off");
+            let shelf = left_behind(&url, &drivers);
+            // Its second chunk, lane or event, where there are several.
+            let skip = if call.starts_with("cuInit") || call.starts_with("cuDevice") { 0 } else { 1 };
+            cuda.fail(call, skip, -1, code);
+            let store = shelf.reopen(&url, &drivers).expect("the store again");
+            store.keep_with(shelf.clone(), true).expect("kept");
+            let mut lanes = [store.lane(4).expect("a lane"), store.lane(4).expect("a lane")];
+            let why = outcome(&store).missing.expect("something is missing");
+            assert!(why.contains(&format!("CUDA error {code}")) || why.contains("answered"), "{call}: {why}");
+            assert!(lanes.iter_mut().all(|lane| holds_every_page(lane.as_mut())), "{call}");
+            assert_eq!(store.state(), State::Online, "{call} answered {code}");
+            let by = counters(&store).pages;
+            assert!(by[0] >= 2048 && by[1..] == [0, 0], "{call}: {by:?}");
+            // Nothing holds on to what was given back.
+            store.release(1).expect("released");
+            store.take(1).expect("taken");
+            write(lanes[0].as_mut(), 256, &page(1)).expect("written");
+            assert_eq!(read(lanes[1].as_mut(), 256), Ok(page(1)));
+            let mut later = store.lane(4).expect("a lane");
+            assert_eq!(read(later.as_mut(), 9), Ok(page(9)));
+        }
+    }
+}
+
+#[test]
+fn a_store_can_be_closed_while_cuda_is_being_opened() {
+    for call in ["cuInit", "cuImportExternalMemory", "cuMemHostAlloc"] {
+        let cuda = FakeCuda::build(Batch::Cuda13);
+        let drivers = drivers(cuda.path());
+        let url = url("&path=engine&ring=off");
+        let shelf = left_behind(&url, &drivers);
+        cuda.hold(call);
+        let store = shelf.reopen(&url, &drivers).expect("the store again");
+        store.keep_with(shelf.clone(), true).expect("kept");
+        let mut lane = store.lane(4).expect("a lane");
+        assert_eq!(read(lane.as_mut(), 3), Ok(page(3)));
+        let lanes_end = Arc::new(AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            let ended = Arc::clone(&lanes_end);
+            let closing = scope.spawn(move || {
+                drop(lane);
+                ended.store(true, Ordering::Release);
+                store.forget();
+                drop(store);
+            });
+            soon("closed but for the card", || lanes_end.load(Ordering::Acquire));
+            cuda.hold("");
+            closing.join().expect("no panic");
+        });
+        // Told to end, it left nothing readable, whatever was half open.
+        let after = shelf.reopen(&url, &drivers).expect("the store again");
+        let mut lane = after.lane(4).expect("a lane");
+        assert_eq!(read(lane.as_mut(), 3), Ok(Page::zeroed()), "{call}");
+    }
+}
+
+#[test]
+fn whoever_asks_for_the_head_room_is_told_when_the_library_is_open() {
+    let nvml = FakeNvml::build(CARD);
+    let drivers = Drivers { nvml: nvml.path().into(), ..drivers(Path::new("/no/libcuda.so.1")) };
+    let url = url("");
+    let shelf = left_behind(&url, &drivers);
+    let store = shelf.reopen(&url, &drivers).expect("the store again");
+    assert_eq!(store.headroom().len(), 1);
+}
+
+#[test]
+fn a_failed_take_over_leaves_the_pages_for_the_next() {
+    let cuda = FakeCuda::build(Batch::Cuda13);
+    // By CUDA alone, or the window would be left.
+    let (alone, mut there) = (drivers(cuda.path()), url(""));
+    there.target = Target::Index(0);
+    let shelf = left_behind(&there, &alone);
+    cuda.fail("cuMemImportFromShareableHandle", 1, 1, 1);
+    let why = shelf.reopen(&there, &alone).expect_err("an import failed").to_string();
+    assert!(why.contains("chunk 1 cannot be imported"), "{why}");
+    let again = shelf.reopen(&there, &alone).expect("the store again");
+    assert!(holds_every_page(again.lane(4).expect("a lane").as_mut()));
+
+    let nvml = FakeNvml::build(CARD);
+    let good = Drivers { nvml: nvml.path().into(), ..alone };
+    let url = url("");
+    let shelf = left_behind(&url, &good);
+    // An upgrade put other libraries in place than the module that is loaded.
+    let version = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("version-{}", std::process::id()));
+    std::fs::write(&version, "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Sun Nov 1\n")
+        .unwrap();
+    let upgraded = Drivers { loaded: version.clone(), ..good.clone() };
+    let why = shelf.reopen(&url, &upgraded).expect_err("versions differ").to_string();
+    assert!(why.contains("580.159.04") && why.contains("0.fake"), "{why}");
+    std::fs::remove_file(version).unwrap();
+    let why = VramStore::reopen_with(&url, &good, &mut |_| None).expect_err("nothing kept").to_string();
+    assert!(why.contains("does not hold its plan"), "{why}");
+    let again = shelf.reopen(&url, &good).expect("the store again");
+    let mut lane = again.lane(4).expect("a lane");
+    assert!(holds_every_page(lane.as_mut()));
+}
