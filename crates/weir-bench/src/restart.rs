@@ -145,7 +145,7 @@ pub fn run(plan: &Plan) -> Result<Report, RestartError> {
     ];
     let stages = scene.stages.lock().unwrap_or_else(PoisonError::into_inner);
     report.rows.extend(
-        stages.iter().map(|(name, took)| Row::lower("keeper_restart", &format!("{name}_ms"), took.median())),
+        stages.iter().map(|(name, took)| Row::lower("keeper_restart", format!("{name}_ms"), took.median())),
     );
     Ok(report)
 }
