@@ -132,7 +132,7 @@ impl Daemon {
             let (after, stages) = (after.as_secs_f64() * 1e3, stages::line(stages));
             match missing {
                 None => {
-                    (log)(Level::Info, format_args!("{store}: all of it open after {after:.1} ms: {stages}"))
+                    (log)(Level::Info, format_args!("{store}: all of it open after {after:.1} ms: {stages}"));
                 }
                 Some(why) => (log)(
                     Level::Warning,

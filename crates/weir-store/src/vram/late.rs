@@ -87,6 +87,10 @@ impl Late {
             }
             let mut stages = Vec::new();
             let missing = its.open(&weak, &opening, &mut stages).err();
+            if weak.upgrade().is_none_or(|gpu| gpu.is_stopping()) {
+                // It is being closed: there is nothing to tell.
+                its.lock().tell.clear();
+            }
             its.finish(&Joined { store: url, stages, missing, after: opening.since.elapsed() });
         };
         let mut progress = late.lock();
