@@ -19,6 +19,8 @@ BOOTS = {"uml": uml, "qemu": qemu}
 # Escape sequences and control characters, all but tab and newline.
 CONTROL = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[()][A-Z0-9]|\x1b.|[\x00-\x08\x0b-\x1f\x7f]")
 PR_SET_CHILD_SUBREAPER = 36
+# How often a silent guest is looked at.
+LOOK_S = 0.2
 # Nobody logs in; what systemd does is in the guest's journal, for the scenario to look at.
 SYSTEMD_ARGUMENTS = ["systemd.getty_auto=no", "systemd.show_status=no", "systemd.log_target=kmsg"]
 # Waits for a line; where its input closes without one, this process was killed, and the guest must not go on alone.
@@ -100,21 +102,41 @@ def _boot(kernel, guest, deadline, out):
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
-        in_time = _copy(console, deadline, out)
+        in_time = _copy(console, deadline, out, Alarm(console.pid, f"{guest.share}/wake"))
     finally:
         _end(processes, watch)
     if not in_time:
         raise Failed(f"the time limit of {guest.limit_s} s passed")
 
 
-def _copy(console, deadline, out):
+class Alarm:
+    """Wakes a User-Mode Linux that sleeps, which takes a signal from outside: as many seconds after it wrote `path` as that says."""
+
+    def __init__(self, pid, path):
+        self.pid, self.path = pid, path
+
+    def look(self):
+        """To be called a few times a second."""
+        try:
+            with open(self.path, encoding="ascii") as file:
+                said = file.read()
+            if said.endswith("\n") and time.time() >= os.stat(self.path).st_mtime + float(said):
+                os.unlink(self.path)
+                os.kill(self.pid, signal.SIGUSR1)
+        except FileNotFoundError:
+            pass
+
+
+def _copy(console, deadline, out, alarm):
     """Copies until the console closes (true) or the deadline passes (false)."""
     pending = b""
     stream = console.stdout
     while True:
-        left = deadline - time.monotonic()
-        if left <= 0 or not select.select([stream], [], [], left)[0]:
+        if time.monotonic() >= deadline:
             return False
+        alarm.look()
+        if not select.select([stream], [], [], LOOK_S)[0]:
+            continue
         data = os.read(stream.fileno(), 1 << 16)
         lines = (pending + data).split(b"\n")
         pending = lines.pop() if data else b""

@@ -59,6 +59,8 @@ use weir_core::seal::SealedAllocator;
 static ALLOCATOR: SealedAllocator = SealedAllocator;
 
 fn main() -> ExitCode {
+    // What `ps` and `top` show, and how others know a daemon. One that runs from memory would have its descriptor's name.
+    let _ = rustix::thread::set_name(c"weir");
     let outcome = Cli::try_parse().map_err(Failure::from).and_then(run);
     match outcome.and_then(|()| failure::all_printed()) {
         Ok(()) => ExitCode::SUCCESS,

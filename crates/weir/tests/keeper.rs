@@ -72,8 +72,10 @@ fn the_keeper_runs_from_memory_so_that_an_upgrade_leaves_no_removed_file_in_use(
     drop(scene.connect());
     let link = |what: &str| fs::read_link(format!("/proc/{}/{what}", scene.process.id())).unwrap();
     assert!(link("exe").starts_with("/memfd:weir (deleted)"), "{}", link("exe").display());
-    let name = fs::read_to_string(format!("/proc/{}/comm", scene.process.id())).unwrap();
-    assert_eq!(name.trim(), "weir");
+    let daemon = scene.daemon().unwrap().as_raw_nonzero().get() as u32;
+    for process in [scene.process.id(), daemon] {
+        assert_eq!(fs::read_to_string(format!("/proc/{process}/comm")).unwrap(), "weir\n");
+    }
     assert_eq!(scene.terminate(), Some(0));
 }
 

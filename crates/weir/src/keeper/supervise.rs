@@ -95,8 +95,6 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
     }
     let _relay = Relay::start()?;
     let _program_pages = held(log, "its program", resident::program());
-    // A copy has the name of its descriptor.
-    rustix::thread::set_name(c"weir")?;
     let (signals, tell) = UnixStream::pair()?;
     signals.set_nonblocking(true)?;
     for signal in [SIGTERM, SIGINT] {
