@@ -17,6 +17,11 @@ impl Buffer {
         Memory::anonymous(bytes).map(Buffer)
     }
 
+    /// Where it begins, for those who agree by other means who may touch which part.
+    pub fn as_mut_ptr(&self) -> *mut u8 {
+        self.0.as_ptr()
+    }
+
     /// Whether it is pinned in RAM.
     pub fn is_locked(&self) -> bool {
         self.0.is_locked()

@@ -63,6 +63,44 @@ fn ranges_of_any_alignment_and_length_up_to_32_mib_come_back_as_written() {
     served.shutdown();
 }
 
+/// More of them than there is memory for long pieces: those who come later are served in smaller ones.
+#[test]
+fn clients_that_leave_their_long_replies_unread_keep_nobody_else_from_theirs() {
+    const STALLED: usize = 7;
+    for kind in ["host:", "sim:delay=3,size="] {
+        let config = Config { connections: STALLED + 3, ..few() };
+        let open = |slots| weir_store::open(&format!("{kind}{}KiB", slots * 4).parse().unwrap()).unwrap();
+        let served = Served::over("unread", 1024, &config, open);
+        let data = noise(7, 4 * MIB);
+        served.client().write(0, &data).unwrap();
+        let mut stalled: Vec<Client> = (0..STALLED)
+            .map(|at| if at % 2 == 0 { served.client() } else { served.simple_client() })
+            .collect();
+        for client in &mut stalled {
+            (0..4).for_each(|at| _ = client.queue(Operation::read(at * MIB as u64, MIB as u32)));
+            client.send().unwrap();
+        }
+        for mut client in [served.client(), served.simple_client()] {
+            for (offset, length) in
+                [(0, 4 * MIB), (4095, 300_000), (MIB + 1, 2 * MIB), (5, 100_000), (0, 4096)]
+            {
+                let back = client.read(offset as u64, length as u32).unwrap();
+                assert!(back == data[offset..offset + length], "{offset} {length}");
+            }
+        }
+        for client in &mut stalled {
+            let mut came = 0;
+            while client.in_flight() > 0 {
+                let reply = client.receive().unwrap();
+                assert!((0..4).any(|at| reply.data == data[at * MIB..(at + 1) * MIB]));
+                came += 1;
+            }
+            assert_eq!(came, 4);
+        }
+        served.shutdown();
+    }
+}
+
 #[test]
 fn zeroes_and_trims_of_any_alignment_touch_their_range_only() {
     let served = Served::host("zeroes", 256, &few());

@@ -4,10 +4,12 @@
 //! by the ticket; when the last one is back the entry is ready to be answered. Fixed in size: what does
 //! not fit waits in the socket.
 
+use super::pool::{Loan, Pool};
 use super::wire::Errno;
 use crate::buffer::Buffer;
 use std::collections::VecDeque;
 use std::io;
+use std::sync::Arc;
 use weir_core::{PAGE_SIZE, PageBytes};
 use weir_store::{Done, Fault, Ticket};
 
@@ -16,8 +18,11 @@ pub(super) const CHUNK_MAX: u32 = 256 << 10;
 /// Pages that such a piece touches when it is not aligned.
 pub(super) const SPAN_MAX: usize = CHUNK_MAX as usize / PAGE_SIZE + 1;
 /// Pages that reads under way may fill: a request of 1 MiB, wherever it begins, and one chunk more, so that the next is read while it
-/// is sent.
-pub(super) const PAGES: usize = 5 * SPAN_MAX;
+/// is sent. Those of the first chunk are the connection's own, the others it borrows.
+pub(super) const PAGES: usize = (1 + LOANS) * SPAN_MAX;
+const LOANS: usize = 4;
+/// Bytes of what is borrowed.
+pub(super) const LOAN_BYTES: usize = SPAN_MAX * PAGE_SIZE;
 /// Requests under way. More would not fit the pages, but writes need none.
 const ENTRIES: usize = 256;
 
@@ -58,26 +63,52 @@ pub(super) struct Flight {
     entries: Box<[Entry]>,
     idle: Vec<u16>,
     memory: Buffer,
+    pool: Arc<Pool>,
+    loans: [Option<Loan>; LOANS],
     idle_pages: Vec<u16>,
     ready: VecDeque<u16>,
 }
 
 impl Flight {
-    pub fn new() -> io::Result<Flight> {
+    /// `pool` has units of [`LOAN_BYTES`].
+    pub fn new(pool: &Arc<Pool>) -> io::Result<Flight> {
         let entry =
             || Entry { work: Work::Idle, cookie: 0, error: None, left: 0, span: 0, pages: [0; SPAN_MAX] };
         Ok(Flight {
             entries: std::iter::repeat_with(entry).take(ENTRIES).collect(),
             idle: (0..ENTRIES as u16).rev().collect(),
-            memory: Buffer::new(PAGES * PAGE_SIZE)?,
-            idle_pages: (0..PAGES as u16).rev().collect(),
+            memory: Buffer::new(SPAN_MAX * PAGE_SIZE)?,
+            pool: Arc::clone(pool),
+            loans: [const { None }; LOANS],
+            idle_pages: Self::own_pages(Vec::with_capacity(PAGES)),
             ready: VecDeque::with_capacity(ENTRIES),
         })
     }
 
-    /// Whether an entry with `span` pages can begin, with one to spare for its stream.
-    pub fn has_room(&self, span: usize) -> bool {
-        self.idle.len() >= 2 && self.idle_pages.len() >= span
+    fn own_pages(mut idle: Vec<u16>) -> Vec<u16> {
+        idle.clear();
+        idle.extend((0..SPAN_MAX as u16).rev());
+        idle
+    }
+
+    /// Whether an entry with `span` pages can begin, with one to spare for its stream; borrows pages for it where that helps.
+    pub fn has_room(&mut self, span: usize) -> bool {
+        while self.idle_pages.len() < span {
+            let Some(place) = self.loans.iter().position(Option::is_none) else { return false };
+            self.loans[place] = self.pool.borrow();
+            if self.loans[place].is_none() {
+                return false;
+            }
+            let first = (1 + place) * SPAN_MAX;
+            self.idle_pages.extend((first as u16..(first + SPAN_MAX) as u16).rev());
+        }
+        self.idle.len() >= 2
+    }
+
+    /// Gives back what is borrowed. Nothing is under way.
+    fn give_back(&mut self) {
+        self.loans = [const { None }; LOANS];
+        self.idle_pages = Self::own_pages(std::mem::take(&mut self.idle_pages));
     }
 
     /// The entry that [`begin`](Flight::begin) would take next, where there is room.
@@ -110,13 +141,23 @@ impl Flight {
     }
 
     pub fn page(&self, number: u16) -> &PageBytes {
-        &self.memory.pages()[usize::from(number)]
+        let (unit, at) = (usize::from(number) / SPAN_MAX, usize::from(number) % SPAN_MAX);
+        match unit.checked_sub(1) {
+            None => &self.memory.pages()[at],
+            Some(loan) => &self.loans[loan].as_ref().expect("a page under way is kept").as_chunks().0[at],
+        }
     }
 
     /// The memory of the `at`th page of an entry.
     pub fn page_of(&mut self, index: u16, at: usize) -> &mut PageBytes {
-        let number = self.entries[usize::from(index)].pages[at];
-        &mut self.memory.pages_mut()[usize::from(number)]
+        let number = usize::from(self.entries[usize::from(index)].pages[at]);
+        let (unit, at) = (number / SPAN_MAX, number % SPAN_MAX);
+        match unit.checked_sub(1) {
+            None => &mut self.memory.pages_mut()[at],
+            Some(loan) => {
+                &mut self.loans[loan].as_mut().expect("a page under way is kept").as_chunks_mut().0[at]
+            }
+        }
     }
 
     /// One more operation of the entry is outstanding.
@@ -192,6 +233,9 @@ impl Flight {
         if let Work::Read { stream: Some(stream), .. } = work {
             self.one_less(stream);
         }
+        if self.is_empty() && self.loans[0].is_some() {
+            self.give_back();
+        }
     }
 
     /// Forgets everything, once nothing is under way.
@@ -199,8 +243,7 @@ impl Flight {
         self.ready.clear();
         self.idle.clear();
         self.idle.extend((0..ENTRIES as u16).rev());
-        self.idle_pages.clear();
-        self.idle_pages.extend((0..PAGES as u16).rev());
+        self.give_back();
     }
 
     /// Whether nothing is under way and everything has been answered.
@@ -223,7 +266,7 @@ mod tests {
 
     #[test]
     fn a_stream_is_ready_only_after_its_last_chunk_and_carries_the_first_error() {
-        let mut flight = Flight::new().unwrap();
+        let mut flight = Flight::new(&Pool::new(4, LOAN_BYTES).unwrap()).unwrap();
         let stream = flight.begin(Work::Stream, 7, 0);
         let read = |offset| Work::Read { offset, length: 2 * PAGE_SIZE as u32, stream: Some(stream) };
         let (first, second) = (flight.begin(read(0), 7, 2), flight.begin(read(8192), 7, 2));
@@ -252,7 +295,7 @@ mod tests {
 
     #[test]
     fn the_bytes_of_a_completion_land_in_their_page() {
-        let mut flight = Flight::new().unwrap();
+        let mut flight = Flight::new(&Pool::new(4, LOAN_BYTES).unwrap()).unwrap();
         let index = flight.begin(Work::Read { offset: 0, length: 8192, stream: None }, 1, 2);
         flight.queued(index);
         *flight.page_of(index, 0) = [1; PAGE_SIZE];
@@ -268,17 +311,36 @@ mod tests {
 
     #[test]
     fn room_runs_out_and_comes_back() {
-        let mut flight = Flight::new().unwrap();
+        let pool = Pool::new(6, LOAN_BYTES).unwrap();
+        let mut flight = Flight::new(&pool).unwrap();
+        let mut other = Flight::new(&pool).unwrap();
         let mut begun = Vec::new();
         while flight.has_room(SPAN_MAX) {
             begun.push(flight.begin(Work::Held { offset: 0, length: CHUNK_MAX }, 0, SPAN_MAX));
+            let mark = begun.len() as u8;
+            (0..SPAN_MAX).for_each(|at| flight.page_of(begun[begun.len() - 1], at).fill(mark));
         }
         assert_eq!(begun.len(), 5);
+        let marked = |index: u16, mark: u8| {
+            flight.entry(index).pages().iter().all(|number| *flight.page(*number) == [mark; PAGE_SIZE])
+        };
+        assert!(begun.iter().zip(1..).all(|(index, mark)| marked(*index, mark)), "no page is two entries'");
+        // What is left for another is less, and never nothing.
+        let room = std::iter::from_fn(|| {
+            other
+                .has_room(SPAN_MAX)
+                .then(|| other.begin(Work::Held { offset: 0, length: CHUNK_MAX }, 0, SPAN_MAX))
+        });
+        assert_eq!(room.count(), 3);
         assert!(flight.has_room(0), "writes need no pages");
         for index in begun {
             assert!(flight.issued(index) && flight.is_finished(index));
             flight.release(index);
         }
         assert!(flight.is_empty());
+        assert!(
+            std::iter::from_fn(|| pool.borrow()).collect::<Vec<_>>().len() == 4,
+            "what was borrowed is given back"
+        );
     }
 }

@@ -12,6 +12,7 @@ mod control;
 mod flight;
 pub mod handshake;
 mod listen;
+mod pool;
 mod seat;
 mod server;
 mod slices;

@@ -1,6 +1,6 @@
 //! The server as its owner sees it: started whole, asked for its counts, shut down in bounded time.
 
-use super::connection::Worker;
+use super::connection::{Shared, Worker};
 use super::control::{Bell, Control};
 use super::handshake::{Export, NAME_MAX};
 use super::listen::{Listen, ListenError, Listener};
@@ -28,7 +28,7 @@ pub struct Config {
     pub description: String,
     /// Refuse writes.
     pub read_only: bool,
-    /// Connections that may be served at once: a thread, a lane and about 1 MiB of locked memory each.
+    /// Connections that may be served at once: a thread, a lane and about 1 MiB of locked memory each, and some that they share.
     pub connections: usize,
     /// How long a thread looks for a client's next request before it sleeps; zero for not at all.
     pub spin: Duration,
@@ -161,13 +161,15 @@ impl Server {
         let resources = |source| ServeError::Resources { connections, source };
         let must_flush = config.swap && !config.unsafe_no_flusher;
         let (ready, started) = mpsc::channel();
+        let shared = Shared::new(connections).map_err(resources)?;
+        self.memory_locked &= shared.is_locked();
         for number in 0..connections {
             let lane = volume.lane().map_err(|source| ServeError::Lane {
                 number: number + 1,
                 connections,
                 source,
             })?;
-            let mut worker = Worker::new(lane).map_err(resources)?;
+            let mut worker = Worker::new(lane, &shared).map_err(resources)?;
             self.memory_locked &= worker.is_locked();
             let (seats, ready) = (Arc::clone(&self.seats), ready.clone());
             let swap = config.swap;

@@ -14,8 +14,9 @@ mod write;
 
 pub(super) use ending::Ending;
 
-use super::flight::{CHUNK_MAX, Flight, PAGES};
+use super::flight::{CHUNK_MAX, Flight, LOAN_BYTES, PAGES};
 use super::handshake::Negotiated;
+use super::pool::Pool;
 use super::slices::Slices;
 use super::stats::Counters;
 use super::transmission::{self as reply, Event, Parser, Request, Rules, none_chunk, simple_reply};
@@ -25,6 +26,7 @@ use crate::spin::Spin;
 use rustix::net::RecvFlags;
 use std::io;
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 use weir_core::{PAGE_SIZE, PageNo};
 use weir_volume::Lane;
 
@@ -32,8 +34,10 @@ use weir_volume::Lane;
 const INPUT_BYTES: usize = 256 << 10;
 /// Payload of one `sendmsg`, and the longest piece of a read that is proven intact and sent at once from where it lies:
 /// it stays in the second-level cache from the one to the other. What the client does not take is copied, so
-/// this bounds that buffer too.
+/// there must be a buffer for all of it, which is borrowed.
 const PIECE_MAX: u32 = 512 << 10;
+/// The same without that: what a connection's own buffer takes.
+const OWN_PIECE_MAX: u32 = 64 << 10;
 /// Room for the headers of one round and for acknowledgements that wait for it.
 const HEADS_BYTES: usize = 32 << 10;
 /// The longest header with its slack.
@@ -63,6 +67,37 @@ struct Write {
     entry: Option<u16>,
 }
 
+/// What all connections share: memory for long requests, of which few are answered at a time.
+pub(super) struct Shared {
+    /// For what a client has not taken of a long piece.
+    rests: Arc<Pool>,
+    /// For pages on their way from slow stores.
+    chunks: Arc<Pool>,
+}
+
+/// Connections that answer long requests at once without a wait for memory.
+const LONG_AT_ONCE: usize = 4;
+
+impl Shared {
+    /// Takes the memory, for so many connections.
+    ///
+    /// # Errors
+    /// When it cannot be had.
+    pub fn new(connections: usize) -> io::Result<Self> {
+        let busy = connections.min(LONG_AT_ONCE);
+        Ok(Shared {
+            rests: Pool::new(busy, PIECE_MAX as usize + 2 * HEADS_BYTES)?,
+            // Each has one of its own.
+            chunks: Pool::new(3 * busy, LOAN_BYTES)?,
+        })
+    }
+
+    /// Whether it is pinned in RAM.
+    pub fn is_locked(&self) -> bool {
+        self.rests.is_locked() && self.chunks.is_locked()
+    }
+}
+
 /// What the thread of a connection works with, all of it taken before the process is sealed.
 pub(super) struct Worker {
     input: Buffer,
@@ -77,6 +112,7 @@ struct Desk {
     acks: Vec<u8>,
     heads: Buffer,
     rest: Buffer,
+    rests: Arc<Pool>,
     write: Option<Write>,
 }
 
@@ -93,16 +129,17 @@ impl Worker {
     ///
     /// # Errors
     /// When it cannot be had.
-    pub fn new(lane: Lane) -> io::Result<Worker> {
+    pub fn new(lane: Lane, shared: &Shared) -> io::Result<Worker> {
         Ok(Worker {
             input: Buffer::new(INPUT_BYTES)?,
             work: Desk {
                 lane,
-                flight: Flight::new()?,
+                flight: Flight::new(&shared.chunks)?,
                 reads: Vec::with_capacity(READS_MAX),
                 acks: Vec::with_capacity(HEADS_BYTES),
                 heads: Buffer::new(HEADS_BYTES)?,
-                rest: Buffer::new(PIECE_MAX as usize + 2 * HEADS_BYTES)?,
+                rest: Buffer::new(OWN_PIECE_MAX as usize + 2 * HEADS_BYTES)?,
+                rests: Arc::clone(&shared.rests),
                 write: None,
             },
         })

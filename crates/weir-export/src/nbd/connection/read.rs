@@ -1,11 +1,12 @@
 //! Reads of memory: pages go out from where they lie, proven intact.
 
 use super::super::flight::{CHUNK_MAX, Work, errno};
+use super::super::pool::Loan;
 use super::super::slices::{Slices, take_front};
 use super::super::transmission::{Request, data_chunk, error_offset_chunk, hole_chunk, simple_reply};
 use super::super::wire::{Errno, command_flag};
 use super::slow::push_pages;
-use super::{Connection, Desk, Ending, HEAD_MAX, PIECE_MAX, Read, ZEROS};
+use super::{Connection, Desk, Ending, HEAD_MAX, OWN_PIECE_MAX, PIECE_MAX, Read, ZEROS};
 use std::time::Duration;
 use weir_core::{PAGE_SIZE, PageNo};
 use weir_volume::{Guard, View};
@@ -40,7 +41,13 @@ impl Connection<'_> {
     /// One `sendmsg`: the acknowledgements, and as many reads from the `at`th on as fit. Returns the first that was not
     /// reached, or not completely answered.
     fn round(&mut self, mut at: usize) -> Result<usize, Ending> {
-        let Desk { lane, reads, acks, heads, rest, .. } = &mut *self.desk;
+        let Desk { lane, reads, acks, heads, rest, rests, .. } = &mut *self.desk;
+        // What one alone is longer than is not for a connection's own buffer either.
+        let mut loan = is_long(&reads[at..]).then(|| rests.borrow()).flatten();
+        let (rest, piece_max): (&mut [u8], u32) = match &mut loan {
+            Some(loan) => (loan, PIECE_MAX),
+            None => (rest, OWN_PIECE_MAX),
+        };
         let guard = lane.pin();
         let mut heads: &mut [u8] = heads;
         let mut slices = Slices::new();
@@ -56,8 +63,13 @@ impl Connection<'_> {
                 at += 1;
                 continue;
             }
-            let length = (read.request.length - read.done).min(PIECE_MAX);
-            let fits = payload == 0 || payload + length <= PIECE_MAX;
+            if !self.rules.structured && read.request.length > piece_max {
+                // It cannot be answered in pieces.
+                read.apart = true;
+                continue;
+            }
+            let length = (read.request.length - read.done).min(piece_max);
+            let fits = payload == 0 || payload + length <= piece_max;
             if !fits || slices.room() < span(length) + 1 || heads.len() < HEAD_MAX {
                 break;
             }
@@ -96,33 +108,41 @@ impl Connection<'_> {
     fn stream(&mut self, request: &Request) -> Result<(), Ending> {
         self.send_acks()?;
         self.finish_flight()?;
+        let mut loan = self.desk.rests.borrow();
+        let chunk_max = if loan.is_some() { CHUNK_MAX } else { OWN_PIECE_MAX };
         let chunks = (0..request.length)
-            .step_by(CHUNK_MAX as usize)
-            .map(|done| (request.offset + u64::from(done), (request.length - done).min(CHUNK_MAX)));
+            .step_by(chunk_max as usize)
+            .map(|done| (request.offset + u64::from(done), (request.length - done).min(chunk_max)));
         for (offset, length) in chunks.clone() {
-            if let Err(error) = self.with_chunk(offset, length, None, false)? {
+            if let Err(error) = self.with_chunk(offset, length, None, false, &mut loan)? {
                 return self.refuse(request, error);
             }
         }
         let mut head = Some(simple_reply(request.cookie, None));
         for (offset, length) in chunks {
-            if self.with_chunk(offset, length, head.take(), true)?.is_err() {
+            if self.with_chunk(offset, length, head.take(), true, &mut loan)?.is_err() {
                 return Err(Ending::Lost);
             }
         }
         Ok(())
     }
 
-    /// Proves a range of at most [`CHUNK_MAX`] bytes intact and, if `send`, sends it behind `head`.
+    /// Proves a range intact and, if `send`, sends it behind `head`: at most [`CHUNK_MAX`] bytes with a `loan` for what the client
+    /// does not take, else [`OWN_PIECE_MAX`].
     fn with_chunk(
         &mut self,
         offset: u64,
         length: u32,
         head: Option<[u8; 16]>,
         send: bool,
+        loan: &mut Option<Loan>,
     ) -> Result<Result<(), Errno>, Ending> {
         let head = head.as_ref().map_or(&[][..], |head| head);
         let Desk { lane, rest, .. } = &mut *self.desk;
+        let rest: &mut [u8] = match loan {
+            Some(loan) => loan,
+            None => rest,
+        };
         let guard = lane.pin();
         let mut slices = Slices::new();
         slices.push(head);
@@ -159,6 +179,15 @@ impl Connection<'_> {
         self.desk.flight.release(index);
         Ok(result)
     }
+}
+
+/// Whether what waits is more than a connection's own buffer takes.
+fn is_long(reads: &[Read]) -> bool {
+    let mut bytes = 0;
+    reads.iter().any(|read| {
+        bytes += read.request.length - read.done;
+        bytes > OWN_PIECE_MAX
+    })
 }
 
 enum Composed {
