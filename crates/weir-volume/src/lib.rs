@@ -254,20 +254,20 @@ impl Volume {
     /// # Errors
     /// When all [`Config::lanes`] are taken, or a store has no memory for it.
     pub fn lane(self: &Arc<Self>) -> Result<Lane, OpenError> {
-        self.lane_for(lane::PARTS)
+        self.lane_for(lane::PARTS, PAGE_SIZE)
     }
 
-    /// Opens a lane for a worker, which moves as many pages at a time as [`Config::depth`] says.
+    /// Opens a lane for a worker, which moves as many pages at a time as [`Config::depth`] says. It writes whole pages only.
     ///
     /// # Errors
     /// As [`lane`](Volume::lane).
     pub fn worker_lane(self: &Arc<Self>) -> Result<Lane, OpenError> {
-        self.lane_for(self.config.depth.max(1))
+        self.lane_for(self.config.depth.max(1), 0)
     }
 
-    fn lane_for(self: &Arc<Self>, parts: usize) -> Result<Lane, OpenError> {
+    fn lane_for(self: &Arc<Self>, parts: usize, patch: usize) -> Result<Lane, OpenError> {
         match self.take_seat() {
-            Some(index) => Lane::open(Arc::clone(self), index, parts),
+            Some(index) => Lane::open(Arc::clone(self), index, parts, patch),
             None => Err(OpenError::new(
                 "volume",
                 format!("all {} lanes are in use; configure more", self.config.lanes),

@@ -107,8 +107,13 @@ enum Work {
 }
 
 impl Lane {
-    /// Opens the lane in `seat`, for `parts` partial writes at a time.
-    pub(crate) fn open(volume: Arc<Volume>, seat: usize, parts: usize) -> Result<Self, OpenError> {
+    /// Opens the lane in `seat`, for `parts` partial writes of at most `patch` bytes at a time.
+    pub(crate) fn open(
+        volume: Arc<Volume>,
+        seat: usize,
+        parts: usize,
+        patch: usize,
+    ) -> Result<Self, OpenError> {
         let depth = volume.config.depth.max(1);
         let lanes = volume.config.lanes;
         let open = |tier: &Tier| {
@@ -133,8 +138,13 @@ impl Lane {
             }
         };
         let op = || Op::IDLE;
-        let blank = || Box::new([0; PAGE_SIZE]);
-        let part = || Part { base: blank(), patch: blank(), offset: 0, len: 0, moving: None };
+        let part = || Part {
+            base: Box::new([0; PAGE_SIZE]),
+            patch: vec![0; patch].into_boxed_slice(),
+            offset: 0,
+            len: 0,
+            moving: None,
+        };
         Ok(Lane {
             volume,
             seat,

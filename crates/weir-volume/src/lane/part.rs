@@ -13,7 +13,8 @@ use weir_store::{Fault, Progress, Ticket};
 /// What a partial write needs while it is under way. A page that moves is one, of nothing.
 pub(super) struct Part {
     pub(super) base: Box<PageBytes>,
-    pub(super) patch: Box<PageBytes>,
+    /// Empty in a lane that only moves pages.
+    pub(super) patch: Box<[u8]>,
     pub(super) offset: usize,
     pub(super) len: usize,
     /// Where a page lies that is only to move: once it lies elsewhere there is nothing left to do.
