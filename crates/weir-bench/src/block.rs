@@ -186,7 +186,7 @@ pub fn run(plan: &Plan) -> Result<Report, BlockError> {
                 let at = (run + turn) % servers.len();
                 ways[at].push(fio::run(&servers[at], case, plan.size, time)?);
             }
-            if case.is_single() {
+            if case.is_single() || case.sequential {
                 bare.push(fio::latencies(&echo.socket, case, plan.size, time)?.0);
             }
         }
@@ -196,6 +196,11 @@ pub fn run(plan: &Plan) -> Result<Report, BlockError> {
             report.rows.push(
                 Row::lower(case.id, "spinning_p50_us", spinning)
                     .beside("a server of nothing", bare.p50_us.median()),
+            );
+        } else if case.sequential {
+            let of = |way: &Way| way.per_second.median() * f64::from(case.block) / 1e6;
+            report.rows.push(
+                Row::higher(case.id, "mb_per_s", of(&ways[0])).beside("a server of nothing", of(&bare)),
             );
         }
     }

@@ -13,6 +13,8 @@ enum Call {
     Plan(usize, usize),
     Read,
     Write,
+    /// Of something.
+    Submit,
     Poll,
 }
 
@@ -74,6 +76,9 @@ impl Lane for WatchedLane {
     }
 
     fn submit(&mut self) {
+        if matches!(self.calls.lock().unwrap().last(), Some(Call::Read | Call::Write)) {
+            self.note(Call::Submit);
+        }
         self.lane.submit();
     }
 
@@ -109,6 +114,7 @@ fn counts(calls: &[Call]) -> ([usize; 4], [usize; 4]) {
             Call::Plan(reads, writes) => (sum[0], sum[1]) = (sum[0] + reads, sum[1] + writes),
             Call::Read => sum[2] += 1,
             Call::Write => sum[3] += 1,
+            Call::Submit => {}
             Call::Poll => early = early.or(Some(sum)),
         }
         assert!(sum[2] <= sum[0] && sum[3] <= sum[1], "done before it was announced: {calls:?}");
@@ -176,5 +182,32 @@ fn pages_that_lie_in_no_store_are_not_announced() {
     assert_eq!(client.read(0, 128 << 10).unwrap()[..64 << 10], [0; 64 << 10]);
     let calls = calls.lock().unwrap().clone();
     assert_eq!(calls[0], Call::Plan(16, 0), "{calls:?}");
+    served.shutdown();
+}
+
+#[test]
+fn a_long_read_is_started_piece_by_piece_and_the_next_piece_before_the_last_is_sent() {
+    let (served, calls) = served("pieces");
+    for mut client in [served.client(), served.simple_client()] {
+        // Simple replies come whole, so theirs is not piece by piece.
+        let structured = client.terms().structured;
+        client.read(0, 4 << 20).unwrap();
+        let mut noted = calls.lock().unwrap();
+        let calls = noted.clone();
+        noted.clear();
+        drop(noted);
+        if structured {
+            let before_first_poll = calls.iter().take_while(|call| **call != Call::Poll);
+            let pieces: Vec<&Call> = before_first_poll.filter(|call| **call != Call::Read).collect();
+            assert!(
+                matches!(pieces[..], [Call::Plan(..), Call::Submit, Call::Submit, Call::Submit, ..]),
+                "{pieces:?}"
+            );
+            let first = calls.iter().position(|call| *call == Call::Submit).unwrap();
+            let reads = calls[..first].iter().filter(|call| **call == Call::Read).count();
+            assert_eq!(reads, 64, "the first piece is 256 KiB");
+        }
+        assert_eq!(calls.iter().filter(|call| **call == Call::Read).count() % 1024, 0);
+    }
     served.shutdown();
 }

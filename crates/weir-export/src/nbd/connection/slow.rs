@@ -11,6 +11,9 @@ use weir_store::Progress;
 /// How long a thread sleeps at most while slow stores work; they wake it earlier.
 const STORE_NAP: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
+/// From so many bytes on a piece of a read is started by itself; shorter ones wait for the batch.
+const PIPED: u32 = 64 << 10;
+
 impl Connection<'_> {
     /// Sleeps until a slow store has something, or, if `client`, until the client has.
     pub(super) fn sleep_for(&self, client: bool) -> Result<(), Ending> {
@@ -45,6 +48,10 @@ impl Connection<'_> {
             let length = (request.length - done).min(whole);
             let index = self.begin(Work::Read { offset, length, stream }, request.cookie, offset, length)?;
             self.desk.flight.issued(index);
+            if length >= PIPED {
+                // The store works on it while the next is begun, and on that while this is proven and sent.
+                self.desk.lane.submit();
+            }
             done += length;
         }
         if let Some(stream) = stream {
