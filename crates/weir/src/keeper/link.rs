@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::io;
 use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// Tells a daemon that a keeper started it, and where to reach it.
 pub const ENVIRONMENT: &str = "WEIR_KEEPER_FD";
@@ -15,13 +15,13 @@ pub const ENVIRONMENT: &str = "WEIR_KEEPER_FD";
 pub(super) const PROCESSORS: &str = "WEIR_KEEPER_PROCESSORS";
 
 /// Tells a daemon when the one before it was gone, and how long its end took before that from the first sign of it on:
-/// nanoseconds of the monotonic clock, and nanoseconds.
+/// nanoseconds of [`now`], and nanoseconds.
 pub(super) const GONE: &str = "WEIR_KEEPER_GONE";
 
-/// Now, in nanoseconds of the clock that all processes share.
+/// Now, in nanoseconds of a clock that all processes share. Where somebody sets that clock meanwhile, one line of the log is wrong.
+/// (rustix's monotonic one panics in a kernel whose vDSO has no getcpu, as User-Mode Linux's, and a keeper must not.)
 pub(super) fn now() -> u64 {
-    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_nanos() as u64)
 }
 
 /// Processors to plan threads for. Each thread has its share of the stores, so all daemons of one keeper go by the same number,

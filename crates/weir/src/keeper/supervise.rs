@@ -18,6 +18,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt as _;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -272,7 +273,9 @@ impl Keeper<'_> {
         }
         let pid = Pid::from_child(&child?);
         drop(theirs);
-        let life = self.watch(pid, ours);
+        // With the keeper the pages would be gone: a bug here costs a daemon, and no more.
+        let life = catch_unwind(AssertUnwindSafe(|| self.watch(pid, ours)))
+            .unwrap_or_else(|_| Err(io::Error::other("a bug in the keeper, reported above")));
         if life.is_err() {
             // Or two daemons would write the same map.
             let _ = rustix::process::kill_process(pid, Signal::KILL);
