@@ -1,5 +1,6 @@
 //! `/dev/fuse`: one request a read, one reply a write.
 
+use super::reply::Reply;
 use super::wire::{NOTIFY_RESEND, OutHeader};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
@@ -75,29 +76,6 @@ impl Device {
         }
     }
 
-    /// The header of an answer with `body` bytes.
-    pub fn header(unique: u64, body: usize) -> [u8; OutHeader::BYTES] {
-        OutHeader { len: (OutHeader::BYTES + body) as u32, error: 0, unique }.encode()
-    }
-
-    /// Answers a request with a structure, or with nothing.
-    ///
-    /// # Errors
-    /// As [`send`](Device::send).
-    pub fn answer(&self, unique: u64, body: &[u8]) -> rustix::io::Result<()> {
-        self.send(&[IoSlice::new(&Device::header(unique, body.len())), IoSlice::new(body)])
-    }
-
-    /// Answers a request with an error.
-    ///
-    /// # Errors
-    /// As [`send`](Device::send).
-    pub fn refuse(&self, unique: u64, errno: Errno) -> rustix::io::Result<()> {
-        let header =
-            OutHeader { len: OutHeader::BYTES as u32, error: -errno.raw_os_error(), unique }.encode();
-        self.send(&[IoSlice::new(&header)])
-    }
-
     /// Has the kernel send again every request that has been read from any descriptor of the connection and not been
     /// answered (Linux 6.9).
     ///
@@ -107,12 +85,10 @@ impl Device {
         let header = OutHeader { len: OutHeader::BYTES as u32, error: NOTIFY_RESEND, unique: 0 }.encode();
         self.send(&[IoSlice::new(&header)])
     }
+}
 
-    /// Sends an answer: its header, then its body.
-    ///
-    /// # Errors
-    /// What the kernel says, other than that nobody waits for the answer any more.
-    pub fn send(&self, slices: &[IoSlice<'_>]) -> rustix::io::Result<()> {
+impl Reply for Device {
+    fn send(&self, slices: &[IoSlice<'_>]) -> rustix::io::Result<()> {
         loop {
             match rustix::io::writev(&self.0, slices) {
                 // Unmounted meanwhile, or who asked has been killed: nobody misses the answer.
@@ -123,9 +99,6 @@ impl Device {
         }
     }
 }
-
-/// A header and the pages of the largest read, whose first and last may be parts of pages.
-pub const SLICES_MAX: usize = 2 + 256;
 
 impl AsFd for Device {
     fn as_fd(&self) -> BorrowedFd<'_> {

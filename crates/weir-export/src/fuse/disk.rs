@@ -1,7 +1,7 @@
 //! The file system of one file: a volume's bytes, as large as the volume, that a loop device takes for a disk.
 
-use super::device::Device;
 use super::range::{IO_MAX, Ranges};
+use super::reply::Reply;
 use super::request::{Message, Request};
 use super::serve::Service;
 use super::stats::Counters;
@@ -76,15 +76,15 @@ impl Service for Disk {
         &mut self,
         message: &Message<'_>,
         ranges: &mut Ranges,
-        device: &Device,
+        reply: &dyn Reply,
         counters: &Counters,
     ) -> rustix::io::Result<()> {
         let (shape, node, unique) = (&*self.shape, message.header.nodeid, message.header.unique);
-        let answer = |body: &[u8]| device.answer(unique, body);
-        let refuse = |errno| device.refuse(unique, errno);
+        let answer = |body: &[u8]| reply.answer(unique, body);
+        let refuse = |errno| reply.refuse(unique, errno);
         let on_file = node == shape.file();
         match message.request {
-            Request::Read { what } if on_file => self.read(unique, &what, ranges, device, counters),
+            Request::Read { what } if on_file => self.read(unique, &what, ranges, reply, counters),
             Request::Write { what, data } if on_file => {
                 counters.writes.add(1);
                 counters.bytes_written.add(data.len() as u64);
@@ -148,7 +148,7 @@ impl Service for Disk {
                 answer(&OpenOut { fh: 0, open_flags, padding: 0 }.encode())
             }
             Request::Opendir if node == ROOT && !on_file => answer(&OpenOut::default().encode()),
-            Request::Readdir { what } if node == ROOT && !on_file => self.list(unique, &what, device),
+            Request::Readdir { what } if node == ROOT && !on_file => self.list(unique, &what, reply),
             Request::Release { .. } | Request::Releasedir { .. } | Request::Destroy => answer(&[]),
             Request::Statfs => {
                 // The file takes all the room there is.
@@ -180,7 +180,7 @@ impl Disk {
         unique: u64,
         what: &ReadIn,
         ranges: &mut Ranges,
-        device: &Device,
+        reply: &dyn Reply,
         counters: &Counters,
     ) -> rustix::io::Result<()> {
         let length = self.shape.clip(what.offset, u64::from(what.size.min(IO_MAX))) as usize;
@@ -188,9 +188,9 @@ impl Disk {
         counters.bytes_read.add(length as u64);
         let (first, within) = split(what.offset);
         if length == 0 {
-            return device.answer(unique, &[]);
+            return reply.answer(unique, &[]);
         }
-        let result = ranges.read(device, unique, within, length, |at| Some(PageNo(first + at as u32)))?;
+        let result = ranges.read(reply, unique, within, length, |at| Some(PageNo(first + at as u32)))?;
         counters.errors.add(u64::from(result.is_err()));
         Ok(())
     }
@@ -226,7 +226,7 @@ impl Disk {
         }
     }
 
-    fn list(&self, unique: u64, what: &ReadIn, device: &Device) -> rustix::io::Result<()> {
+    fn list(&self, unique: u64, what: &ReadIn, reply: &dyn Reply) -> rustix::io::Result<()> {
         const DIRECTORY: u32 = 4;
         const FILE: u32 = 8;
         let name = self.shape.name.as_deref().unwrap_or_default();
@@ -243,7 +243,7 @@ impl Disk {
             bytes[length + Dirent::BYTES..][..name.len()].copy_from_slice(name.as_bytes());
             length = end;
         }
-        device.answer(unique, &bytes[..length])
+        reply.answer(unique, &bytes[..length])
     }
 }
 

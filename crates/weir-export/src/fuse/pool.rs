@@ -128,6 +128,11 @@ impl Pool {
         self.gone.as_fd()
     }
 
+    /// Readable once the threads shall leave.
+    pub fn bell(&self) -> BorrowedFd<'_> {
+        self.bell.as_fd()
+    }
+
     /// Whether the threads shall leave.
     pub fn is_stopping(&self) -> bool {
         self.stop.load(Ordering::Relaxed)

@@ -3,8 +3,8 @@
 //! Pages that lie in memory are answered from where they lie, verified; what a slow store must fetch is started all at once
 //! and waited for. Nothing here allocates.
 
-use super::device::{Device, SLICES_MAX};
 use super::pool::Pool;
+use super::reply::{Reply, SLICES_MAX, header};
 use crate::buffer::Buffer;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
@@ -59,14 +59,14 @@ impl Ranges {
     /// Outer: the connection's. Inner: what the request was refused with.
     pub fn read(
         &mut self,
-        device: &Device,
+        reply: &dyn Reply,
         unique: u64,
         within: usize,
         length: usize,
         place: impl Fn(usize) -> Place,
     ) -> rustix::io::Result<Result<(), Errno>> {
         let span = (within + length).div_ceil(PAGE_SIZE);
-        let header = Device::header(unique, length);
+        let header = header(unique, length);
         {
             let guard = self.lane.pin();
             let mut slices = [IoSlice::new(&[]); SLICES_MAX];
@@ -85,14 +85,14 @@ impl Ranges {
                 found += 1;
             }
             if found == span {
-                let sent = device.send(&slices[..1 + span]);
+                let sent = reply.send(&slices[..1 + span]);
                 guard.count_reads(span as u64, 0);
                 return sent.map(Ok);
             }
         }
         if let Err(fault) = self.fetch(span, &place) {
             let errno = errno(fault);
-            device.refuse(unique, errno)?;
+            reply.refuse(unique, errno)?;
             return Ok(Err(errno));
         }
         let mut slices = [IoSlice::new(&[]); SLICES_MAX];
@@ -100,7 +100,7 @@ impl Ranges {
         for (at, page) in self.pages.pages()[..span].iter().enumerate() {
             slices[1 + at] = IoSlice::new(&page[part(at, within, length)]);
         }
-        device.send(&slices[..1 + span]).map(Ok)
+        reply.send(&slices[..1 + span]).map(Ok)
     }
 
     /// Brings the first `span` pages of a range into `pages`.

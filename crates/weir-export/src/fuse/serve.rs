@@ -3,7 +3,9 @@
 use super::device::{Device, Incoming};
 use super::pool::Pool;
 use super::range::{IO_MAX, Ranges};
-use super::request::{self, Message};
+use super::reply::Reply;
+use super::request::{self, Malformed, Message};
+use super::ring::{self, Ring};
 use super::stats::Counters;
 use super::wire::{InHeader, WriteIn};
 use crate::buffer::Buffer;
@@ -33,7 +35,7 @@ pub(super) trait Service: Send {
         &mut self,
         message: &Message<'_>,
         ranges: &mut Ranges,
-        device: &Device,
+        reply: &dyn Reply,
         counters: &Counters,
     ) -> rustix::io::Result<()>;
 }
@@ -57,6 +59,7 @@ pub(super) struct Worker<S> {
     pub spin: Duration,
     pub counters: Arc<[Counters]>,
     pub log: Log,
+    pub ring: Option<Ring>,
     input: Buffer,
     ranges: Ranges,
     service: S,
@@ -79,7 +82,7 @@ impl<S: Service> Worker<S> {
         log: Log,
     ) -> io::Result<Self> {
         let input = Buffer::new(INPUT_BYTES)?;
-        Ok(Worker { number, device, pool, spin, counters, log, input, ranges, service })
+        Ok(Worker { number, device, pool, spin, counters, log, ring: None, input, ranges, service })
     }
 
     /// Whether its memory is pinned in RAM.
@@ -91,7 +94,10 @@ impl<S: Service> Worker<S> {
     pub fn run(&mut self) -> Ending {
         weir_core::seal::on_io_thread(|| {
             self.pool.join(self.number);
-            let ending = self.look_and_serve();
+            let ending = match self.ring.take() {
+                Some(ring) => self.serve_ring(ring).unwrap_or_else(|| self.look_and_serve()),
+                None => self.look_and_serve(),
+            };
             self.pool.away();
             if let Ending::Broken(errno) = ending {
                 // By its number: its name comes from libc, through the allocator.
@@ -151,20 +157,89 @@ impl<S: Service> Worker<S> {
         Ending::Stopped
     }
 
+    /// Serves what comes by the ring; `None` where the kernel will have none.
+    fn serve_ring(&mut self, mut ring: Ring) -> Option<Ending> {
+        let pool = Arc::clone(&self.pool);
+        if let Err(error) = ring.open(&self.device, pool.bell(), self.number == 0) {
+            (self.log)(Level::Info, format_args!("fuse: no ring, /dev/fuse it is: {error}"));
+            return None;
+        }
+        while !pool.is_stopping() {
+            if let Err(errno) = ring.turn(true) {
+                return Some(Ending::Broken(errno));
+            }
+            while let Some(event) = ring.next() {
+                let served = match event {
+                    ring::Event::Request(at) => {
+                        let Worker { number, counters, ranges, service, .. } = self;
+                        ring.handle(at, |message, reply| {
+                            answer(message, service, ranges, reply, &counters[*number])
+                        })
+                    }
+                    ring::Event::Device => match self.drain() {
+                        Ok(Ending::Stopped) => {
+                            ring.watch_device(&self.device);
+                            Ok(())
+                        }
+                        Ok(ending) => return Some(ending),
+                        Err(errno) => Err(errno),
+                    },
+                    ring::Event::Bell => Ok(()),
+                    ring::Event::Gone(Errno::NOTCONN | Errno::CONNABORTED | Errno::CANCELED) => {
+                        return Some(Ending::Unmounted);
+                    }
+                    ring::Event::Gone(errno) => Err(errno),
+                };
+                if let Err(errno) = served {
+                    return Some(Ending::Broken(errno));
+                }
+            }
+        }
+        let _ = ring.turn(false);
+        Some(Ending::Stopped)
+    }
+
+    /// Serves what there is at the device.
+    fn drain(&mut self) -> rustix::io::Result<Ending> {
+        loop {
+            match self.look()? {
+                Incoming::Request(bytes) => self.serve(bytes)?,
+                Incoming::Nothing => return Ok(Ending::Stopped),
+                Incoming::Unmounted => return Ok(Ending::Unmounted),
+            }
+        }
+    }
+
     fn look(&mut self) -> rustix::io::Result<Incoming> {
         self.device.read(&mut self.input[INPUT_AT..])
     }
 
+    /// Serves what has been read.
     fn serve(&mut self, bytes: usize) -> rustix::io::Result<()> {
         let Worker { number, device, counters, input, ranges, service, .. } = self;
-        let counters = &counters[*number];
-        counters.requests.add(1);
-        match request::parse(&input[INPUT_AT..INPUT_AT + bytes]) {
-            Ok(message) => service.serve(&message, ranges, device, counters),
-            Err(malformed) => {
-                counters.errors.add(1);
-                device.refuse(malformed.unique, Errno::INVAL)
-            }
+        answer(
+            request::parse(&input[INPUT_AT..INPUT_AT + bytes]),
+            service,
+            ranges,
+            device,
+            &counters[*number],
+        )
+    }
+}
+
+fn answer(
+    message: Result<Message<'_>, Malformed>,
+    service: &mut impl Service,
+    ranges: &mut Ranges,
+    reply: &dyn Reply,
+    counters: &Counters,
+) -> rustix::io::Result<()> {
+    counters.requests.add(1);
+    match message {
+        Ok(message) => service.serve(&message, ranges, reply, counters),
+        Err(malformed) => {
+            counters.errors.add(1);
+            reply.refuse(malformed.unique, Errno::INVAL)
         }
     }
 }

@@ -6,7 +6,9 @@ use super::mount::{Mount, MountError, Options, SUBTYPE, owner};
 use super::pool::{Pool, THREADS_MAX};
 use super::ram_disk::{self, RamDisk};
 use super::range::{IO_MAX, Ranges};
+use super::reply::Reply as _;
 use super::request::{self, Request};
+use super::ring::{self, Ring};
 use super::serve::{Ending, Service, Worker};
 use super::stats::{Counters, Stats};
 use super::wire::{InitIn, InitOut, MAJOR, MINOR, MINOR_LEAST, init};
@@ -151,7 +153,7 @@ impl Server {
         let made = make(point)?;
         let begun = Begun { made: made.then(|| point.to_owned()) };
         let owner = owner(point);
-        let (mount, connection, flags) = mounted(config, point)?;
+        let (mount, connection, flags, rings) = mounted(config, point, log)?;
         let can_resend = flags & init::HAS_RESEND != 0;
         if !can_resend {
             log(
@@ -161,7 +163,7 @@ impl Server {
                 ),
             );
         }
-        let opened = Opened { mount, connection, queues: Vec::new(), can_resend, made };
+        let opened = Opened { mount, connection, queues: Vec::new(), can_resend, made, rings };
         let server = Server::disk(volume, config, opened, owner, log)?;
         begun.keep();
         Ok(server)
@@ -200,7 +202,7 @@ impl Server {
         let mount = Mount::adopt(point).map_err(resources)?;
         // The mount point's owner is behind the mount, and a look at it would wait for this process.
         let owner = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
-        let opened = Opened { mount, connection, queues, can_resend, made };
+        let opened = Opened { mount, connection, queues, can_resend, made, rings: Vec::new() };
         Server::disk(volume, config, opened, owner, log)
     }
 
@@ -220,10 +222,10 @@ impl Server {
             return Err(ServeError::Config(format!("{} is no directory", point.display())));
         }
         let owner = owner(point);
-        let (mount, connection, _) = mounted(config, point)?;
+        let (mount, connection, _, rings) = mounted(config, point, log)?;
         let shared = ram_disk::Shared::new(volume.pages(), owner);
         let file = mount.point().to_owned();
-        let opened = Opened { mount, connection, queues: Vec::new(), can_resend: false, made: false };
+        let opened = Opened { mount, connection, queues: Vec::new(), can_resend: false, made: false, rings };
         Server::new(volume, config, opened, file, log, || RamDisk {
             shared: Arc::clone(&shared),
             listing: Vec::with_capacity(IO_MAX as usize / 8),
@@ -262,7 +264,7 @@ impl Server {
         service: impl Fn() -> S,
     ) -> Result<Server, ServeError> {
         let resources = |error| ServeError::Resources(config.threads, error);
-        let Opened { mount, connection, mut queues, can_resend, made } = opened;
+        let Opened { mount, connection, mut queues, can_resend, made, rings } = opened;
         while queues.len() < config.threads {
             queues.push(connection.clone_queue().map_err(resources)?);
         }
@@ -279,7 +281,7 @@ impl Server {
             made,
             memory_locked: true,
         };
-        server.start_threads(volume, config, log, service)?;
+        server.start_threads(volume, config, log, rings, service)?;
         Ok(server)
     }
 
@@ -288,8 +290,10 @@ impl Server {
         volume: &Arc<Volume>,
         config: &Config,
         log: &Log,
+        rings: Vec<Ring>,
         service: impl Fn() -> S,
     ) -> Result<(), ServeError> {
+        let mut rings = rings.into_iter();
         let resources = |error| ServeError::Resources(config.threads, error);
         let must_flush = config.swap && !config.unsafe_no_flusher;
         let (ready, started) = mpsc::channel();
@@ -308,6 +312,7 @@ impl Server {
                 Arc::clone(log),
             )
             .map_err(resources)?;
+            worker.ring = rings.next();
             self.memory_locked &= worker.is_locked();
             let ready = ready.clone();
             let serve = move || {
@@ -427,6 +432,7 @@ struct Opened {
     queues: Vec<Device>,
     can_resend: bool,
     made: bool,
+    rings: Vec<Ring>,
 }
 
 /// A start that may fail: what it made goes with it.
@@ -463,13 +469,26 @@ fn check(config: &Config) -> Result<(), ServeError> {
     Ok(())
 }
 
-/// Mounts on `point` and says hello: the mount, its connection, and what both sides know.
-fn mounted(config: &Config, point: &Path) -> Result<(Mount, Device, u64), ServeError> {
+/// Mounts on `point` and says hello: the mount, its connection, what both sides know, and the rings to use.
+fn mounted(config: &Config, point: &Path, log: &Log) -> Result<(Mount, Device, u64, Vec<Ring>), ServeError> {
     let options =
         Options { source: &config.name, subtype: SUBTYPE, default_permissions: true, read_max: IO_MAX };
+    let var = |name, default| {
+        std::env::var(name).ok().and_then(|text: String| text.parse().ok()).unwrap_or(default)
+    };
+    let mut rings = Vec::new();
+    if var("WEIR_RING", 0) > 0 && ring::is_enabled() {
+        match Ring::prepare(config.threads, var("WEIR_RING", 0), IO_MAX as usize) {
+            Ok(prepared) => rings = prepared,
+            Err(error) => log(Level::Info, format_args!("fuse: no ring, /dev/fuse it is: {error}")),
+        }
+    }
     let (mount, connection) = Mount::new(point, &options)?;
-    let flags = greet(&connection)?;
-    Ok((mount, connection, flags))
+    let flags = greet(&connection, !rings.is_empty())?;
+    if flags & init::OVER_IO_URING == 0 {
+        rings.clear();
+    }
+    Ok((mount, connection, flags, rings))
 }
 
 /// Makes the file to mount over, if there is nothing. Whether it did.
@@ -495,7 +514,7 @@ fn is_file(point: &Path) -> bool {
 }
 
 /// Answers the kernel's first request. Returns what both sides know, of what the kernel offered.
-fn greet(connection: &Device) -> Result<u64, ServeError> {
+fn greet(connection: &Device, ring: bool) -> Result<u64, ServeError> {
     let failed =
         |error: io::Error| ServeError::Kernel(format!("the kernel's FUSE does not say hello: {error}"));
     let mut input = vec![0; HELLO_BYTES];
@@ -512,7 +531,7 @@ fn greet(connection: &Device) -> Result<u64, ServeError> {
         let Request::Init { offer, flags } = message.request else {
             return Err(failed(io::Error::other("it began with another request")));
         };
-        let (answer, more) = reply_to(&offer, flags)?;
+        let (answer, more) = reply_to(&offer, flags, ring)?;
         connection.answer(message.header.unique, &answer.encode()).map_err(|errno| failed(errno.into()))?;
         if !more {
             return Ok(flags);
@@ -521,7 +540,7 @@ fn greet(connection: &Device) -> Result<u64, ServeError> {
 }
 
 /// What to answer to the kernel's offer, and whether it will offer again.
-fn reply_to(offer: &InitIn, flags: u64) -> Result<(InitOut, bool), ServeError> {
+fn reply_to(offer: &InitIn, flags: u64, ring: bool) -> Result<(InitOut, bool), ServeError> {
     if offer.major > MAJOR {
         // It comes back with our version.
         return Ok((InitOut { major: MAJOR, minor: MINOR, ..InitOut::default() }, true));
@@ -539,6 +558,7 @@ fn reply_to(offer: &InitIn, flags: u64) -> Result<(InitOut, bool), ServeError> {
         | init::MAX_PAGES
         | init::INIT_EXT
         | init::HAS_RESEND;
+    let want = if ring { want | init::OVER_IO_URING } else { want };
     let agreed = flags & want;
     let answer = InitOut {
         major: MAJOR,
@@ -563,14 +583,15 @@ mod tests {
     #[test]
     fn the_kernels_offer_is_answered_by_what_both_know() {
         let offer = |major, minor| InitIn { major, minor, max_readahead: 131_072, flags: 0 };
-        let (answer, more) = reply_to(&offer(7, 45), init::HAS_RESEND | init::ASYNC_DIO | 1 << 60).unwrap();
+        let (answer, more) =
+            reply_to(&offer(7, 45), init::HAS_RESEND | init::ASYNC_DIO | 1 << 60, false).unwrap();
         assert!(!more);
         assert_eq!((answer.minor, answer.max_pages, answer.max_write), (MINOR, 256, 1 << 20));
         assert_eq!((answer.flags, answer.flags2), (1 << 15, 1 << 7));
-        let (answer, more) = reply_to(&offer(8, 0), 0).unwrap();
+        let (answer, more) = reply_to(&offer(8, 0), 0, false).unwrap();
         assert!(more && answer.major == 7);
         for (major, minor) in [(7, 30), (6, 40)] {
-            let error = reply_to(&offer(major, minor), 0).unwrap_err().to_string();
+            let error = reply_to(&offer(major, minor), 0, false).unwrap_err().to_string();
             assert!(error.contains("Linux 5.4"), "{error}");
         }
     }

@@ -66,6 +66,8 @@ pub mod init {
     pub const INIT_EXT: u64 = 1 << 30;
     /// The kernel can be asked to send again what it has not been answered.
     pub const HAS_RESEND: u64 = 1 << 39;
+    /// Requests may come by a ring (Linux 6.14, where the module's parameter `enable_uring` says so).
+    pub const OVER_IO_URING: u64 = 1 << 41;
 }
 
 /// How the kernel treats an open file.
@@ -280,6 +282,15 @@ structure!(
 structure!(
     /// A directory's entry, before its name; each begins at a multiple of 8.
     Dirent, 24 { ino: u64, offset: u64, name_bytes: u32, kind: u32 }
+);
+
+structure!(
+    /// What a ring's entry says beside the request: `fuse_uring_ent_in_out`.
+    RingRequest, 32 { flags: u64, commit: u64, payload: u32, padding: u32, reserved: u64 }
+);
+structure!(
+    /// The argument of a ring's command: `fuse_uring_cmd_req`.
+    RingCommand, 24 { flags: u64, commit: u64, queue: u16, padding_1: u16, padding_2: u32 }
 );
 
 #[cfg(test)]

@@ -6,8 +6,8 @@
 mod room;
 mod tree;
 
-use super::device::Device;
 use super::range::{IO_MAX, Ranges};
+use super::reply::Reply;
 use super::request::{Message, Request};
 use super::serve::Service;
 use super::stats::Counters;
@@ -68,33 +68,33 @@ impl Service for RamDisk {
         &mut self,
         message: &Message<'_>,
         ranges: &mut Ranges,
-        device: &Device,
+        reply: &dyn Reply,
         counters: &Counters,
     ) -> rustix::io::Result<()> {
         let (header, node, unique) = (&message.header, message.header.nodeid, message.header.unique);
         let finish = |answer: Answer<Vec<u8>>| match answer {
-            Ok(body) => device.answer(unique, &body),
-            Err(errno) => device.refuse(unique, errno),
+            Ok(body) => reply.answer(unique, &body),
+            Err(errno) => reply.refuse(unique, errno),
         };
         match message.request {
             Request::Read { what } => {
                 counters.reads.add(1);
-                self.read(node, unique, &what, ranges, device, counters)
+                self.read(node, unique, &what, ranges, reply, counters)
             }
             Request::Write { what, data } => {
                 counters.writes.add(1);
                 counters.bytes_written.add(data.len() as u64);
                 match self.write(node, &what, data, ranges) {
-                    Ok(()) => device.answer(unique, &WriteOut { size: what.size, padding: 0 }.encode()),
+                    Ok(()) => reply.answer(unique, &WriteOut { size: what.size, padding: 0 }.encode()),
                     Err(errno) => {
                         counters.errors.add(1);
-                        device.refuse(unique, errno)
+                        reply.refuse(unique, errno)
                     }
                 }
             }
             Request::Readdir { what } => match self.list(node, &what) {
-                Ok(()) => device.answer(unique, &self.listing),
-                Err(errno) => device.refuse(unique, errno),
+                Ok(()) => reply.answer(unique, &self.listing),
+                Err(errno) => reply.refuse(unique, errno),
             },
             // Nobody waits for an answer to these.
             Request::Forget { lookups } => {
@@ -195,21 +195,21 @@ impl RamDisk {
         unique: u64,
         what: &ReadIn,
         ranges: &mut Ranges,
-        device: &Device,
+        reply: &dyn Reply,
         counters: &Counters,
     ) -> rustix::io::Result<()> {
         let tree = self.shared.read();
         let size = match tree.size(node) {
             Ok(size) => size,
-            Err(errno) => return device.refuse(unique, errno),
+            Err(errno) => return reply.refuse(unique, errno),
         };
         let length = size.saturating_sub(what.offset).min(u64::from(what.size.min(IO_MAX))) as usize;
         counters.bytes_read.add(length as u64);
         if length == 0 {
-            return device.answer(unique, &[]);
+            return reply.answer(unique, &[]);
         }
         let (first, within) = (what.offset / PAGE, (what.offset % PAGE) as usize);
-        let result = ranges.read(device, unique, within, length, |at| tree.place(node, first + at as u64))?;
+        let result = ranges.read(reply, unique, within, length, |at| tree.place(node, first + at as u64))?;
         counters.errors.add(u64::from(result.is_err()));
         Ok(())
     }

@@ -1,0 +1,140 @@
+//! An entry's memory: a page whose front is the kernel's `fuse_uring_req_header`, then the payload.
+//!
+//! The header lies in three parts: the request's own at 0 (where the kernel then looks for the answer's), what belongs to its
+//! opcode at 128, and lengths at 256. Put together they are what a read of `/dev/fuse` brings, so one parser does for both.
+
+use super::super::reply::Reply;
+use super::super::request::{self, Malformed, Message};
+use super::super::wire::{InHeader, OutHeader, RingRequest, opcode};
+use rustix::io::Errno;
+use std::cell::{Cell, RefCell};
+use std::io::IoSlice;
+use weir_core::PAGE_SIZE;
+
+/// Where the payload begins.
+pub const PAYLOAD_AT: usize = PAGE_SIZE;
+/// Bytes of `fuse_uring_req_header`.
+pub const HEADERS: usize = LENGTHS_AT + RingRequest::BYTES;
+/// Bytes of the longest request that is no write: a name and a link's target, and the headers.
+pub const SMALL_MAX: usize = 2 * PAGE_SIZE;
+
+const OPERATION_AT: usize = 128;
+const OPERATION_MAX: usize = LENGTHS_AT - OPERATION_AT;
+const LENGTHS_AT: usize = 256;
+/// Bytes of the longest answer to a write.
+const WRITE_ANSWER_MAX: usize = 64;
+
+/// What the kernel says that it put into an entry.
+#[derive(Clone, Copy, Debug)]
+pub struct Incoming {
+    header: InHeader,
+    /// What to name in the answer.
+    pub commit: u64,
+    payload: usize,
+}
+
+impl Incoming {
+    pub fn read(memory: &[u8]) -> Incoming {
+        let header = InHeader::decode(&mut &memory[..]).expect("an entry has more than a page");
+        let lengths = RingRequest::decode(&mut &memory[LENGTHS_AT..]).expect("an entry has more than a page");
+        Incoming { header, commit: lengths.commit, payload: lengths.payload as usize }
+    }
+
+    /// Bytes of the part that belongs to the opcode; `None` where the lengths contradict each other or the memory.
+    fn operation(&self, room: usize) -> Option<usize> {
+        let operation = (self.header.len as usize).checked_sub(InHeader::BYTES)?.checked_sub(self.payload)?;
+        (operation <= OPERATION_MAX && self.payload <= room).then_some(operation)
+    }
+
+    /// Parses the request, has `serve` answer it, and puts the answer where the kernel looks for it. Returns its length.
+    ///
+    /// # Errors
+    /// Those of `serve`.
+    pub fn answer(
+        self,
+        memory: &mut [u8],
+        scratch: &mut [u8; SMALL_MAX],
+        serve: impl FnOnce(Result<Message<'_>, Malformed>, &dyn Reply) -> rustix::io::Result<()>,
+    ) -> rustix::io::Result<usize> {
+        let malformed = Malformed { opcode: self.header.opcode, unique: self.header.unique };
+        let operation = self.operation(memory.len() - PAYLOAD_AT);
+        let front = InHeader::BYTES + operation.unwrap_or(0);
+        let (header, bytes) = if self.header.opcode == opcode::WRITE {
+            // In front of its data, which lie at a page's start. The answer must not come over them while they are looked at.
+            let start = PAYLOAD_AT - front;
+            memory.copy_within(OPERATION_AT..OPERATION_AT + front - InHeader::BYTES, start + InHeader::BYTES);
+            memory.copy_within(..InHeader::BYTES, start);
+            let mut small = [0; WRITE_ANSWER_MAX];
+            let reply = Answer::to(&mut small, self.header.unique);
+            let message = match operation {
+                Some(_) => request::parse(&memory[start..PAYLOAD_AT + self.payload]),
+                None => Err(malformed),
+            };
+            serve(message, &reply)?;
+            let (header, bytes) = reply.sent();
+            memory[PAYLOAD_AT..PAYLOAD_AT + bytes].copy_from_slice(&small[..bytes]);
+            (header, bytes)
+        } else {
+            let (page, payload) = memory.split_at_mut(PAYLOAD_AT);
+            let whole = front + self.payload;
+            let message = match operation {
+                Some(operation) if whole <= SMALL_MAX => {
+                    scratch[..InHeader::BYTES].copy_from_slice(&page[..InHeader::BYTES]);
+                    scratch[InHeader::BYTES..front].copy_from_slice(&page[OPERATION_AT..][..operation]);
+                    scratch[front..whole].copy_from_slice(&payload[..self.payload]);
+                    request::parse(&scratch[..whole])
+                }
+                _ => Err(malformed),
+            };
+            let reply = Answer::to(payload, self.header.unique);
+            serve(message, &reply)?;
+            reply.sent()
+        };
+        memory[..OutHeader::BYTES].copy_from_slice(&header);
+        let lengths = RingRequest { commit: self.commit, payload: bytes as u32, ..RingRequest::default() };
+        memory[LENGTHS_AT..][..RingRequest::BYTES].copy_from_slice(&lengths.encode());
+        Ok(bytes)
+    }
+}
+
+/// An answer on its way into an entry.
+struct Answer<'a> {
+    body: RefCell<&'a mut [u8]>,
+    sent: Cell<([u8; OutHeader::BYTES], usize)>,
+}
+
+fn error(unique: u64, errno: Errno) -> [u8; OutHeader::BYTES] {
+    OutHeader { len: OutHeader::BYTES as u32, error: -errno.raw_os_error(), unique }.encode()
+}
+
+impl<'a> Answer<'a> {
+    /// What is not answered was not known.
+    fn to(body: &'a mut [u8], unique: u64) -> Answer<'a> {
+        Answer { body: RefCell::new(body), sent: Cell::new((error(unique, Errno::NOSYS), 0)) }
+    }
+
+    fn sent(&self) -> ([u8; OutHeader::BYTES], usize) {
+        self.sent.get()
+    }
+}
+
+impl Reply for Answer<'_> {
+    fn send(&self, slices: &[IoSlice<'_>]) -> rustix::io::Result<()> {
+        let Some((header, body)) = slices.split_first() else { return Err(Errno::INVAL) };
+        let header: [u8; OutHeader::BYTES] = (**header).try_into().map_err(|_| Errno::INVAL)?;
+        let mut room = self.body.borrow_mut();
+        let mut at = 0;
+        for slice in body {
+            let Some(to) = room.get_mut(at..at + slice.len()) else {
+                // Longer than anything that was asked for.
+                let unique = OutHeader::decode(&mut &header[..]).map_or(0, |header| header.unique);
+                self.sent.set((error(unique, Errno::IO), 0));
+                return Ok(());
+            };
+            to.copy_from_slice(slice);
+            at += slice.len();
+        }
+        self.sent.set((header, at));
+        Ok(())
+    }
+}
