@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use weir_export::fuse::{Config, Server};
 use weir_export::log::{Level, to_stderr};
-use weir_store::{Host, Store};
+use weir_store::Host;
 use weir_volume::Volume;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -13,14 +13,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let file = arguments.next().ok_or("which FILE?")?;
     let spin_us = arguments.next().map_or(Ok(0), |text| text.parse())?;
     let config = Config { spin: Duration::from_micros(spin_us), ..Config::default() };
-    let threads = std::env::var("THREADS").ok().and_then(|text| text.parse().ok()).unwrap_or(4);
-    let config = Config { threads, ..config };
     let shape = weir_volume::Config { pages: 65_536, lanes: config.threads, depth: 64 };
-    let store: Arc<dyn Store> = match std::env::var("STORE") {
-        Ok(url) => weir_store::open(&url.parse()?)?,
-        Err(_) => Arc::new(Host::new(shape.slots())?),
-    };
-    let volume = Volume::create(shape, vec![store])?;
+    let volume = Volume::create(shape, vec![Arc::new(Host::new(shape.slots())?)])?;
     let start = if Path::new(&file).is_dir() { Server::ram_disk } else { Server::start };
     let server = start(&volume, &config, Path::new(&file), &to_stderr(Level::Info))?;
     println!("{} is {} bytes", server.file().display(), volume.bytes());

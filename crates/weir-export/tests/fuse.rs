@@ -222,7 +222,7 @@ fn many_readers_and_writers_at_once_see_their_own_pages() {
 #[test]
 fn a_new_server_goes_on_with_the_mount_of_one_that_is_gone() {
     let point = path("take-over");
-    let config = Config { threads: 2, ..Config::default() };
+    let config = Config { threads: 2, ring: false, ..Config::default() };
     let volume = volume(1000, 4);
     let Some(first) = serve(&volume, &config, &point) else { return };
     let file = open(first.file());

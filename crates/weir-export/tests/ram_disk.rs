@@ -1,5 +1,8 @@
 //! The RAM disk through a real mount, with the tools that people use.
 
+mod enable_uring;
+
+use enable_uring::EnableUring;
 use rustix::fs::{FallocateFlags, RenameFlags, SeekFrom};
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
@@ -85,7 +88,12 @@ fn content(seed: u64, bytes: usize) -> Vec<u8> {
 
 #[test]
 fn ordinary_tools_do_what_they_do_on_any_disk() {
-    let Some(disk) = Disk::new("tools", 16_384) else { return };
+    if let Some(disk) = Disk::new("tools", 16_384) {
+        ordinary_tools(&disk);
+    }
+}
+
+fn ordinary_tools(disk: &Disk) {
     disk.shell(
         "mkdir -p a/b/c; cp -r /etc/os-release a/; cp /bin/sh a/b/sh; cmp /bin/sh a/b/sh; mv a/b d; test ! -e a/b
          ln -s d/sh link; cmp link /bin/sh; test \"$(readlink link)\" = d/sh; ln d/sh hard; test $(stat -c %h hard) = 2
@@ -105,7 +113,12 @@ t\"; chmod 755 d/sh; d/sh -c 'exit 0'; rm -r a d out; mkfifo fifo; rmdir a 2>/de
 
 #[test]
 fn a_file_is_its_model_whatever_is_done_to_it() {
-    let Some(disk) = Disk::new("model", 4096) else { return };
+    if let Some(disk) = Disk::new("model", 4096) {
+        a_files_model(&disk);
+    }
+}
+
+fn a_files_model(disk: &Disk) {
     let path = disk.at("file");
     let mut file = OpenOptions::new().read(true).write(true).create(true).truncate(true).open(&path).unwrap();
     let mut model: Vec<u8> = Vec::new();
@@ -158,6 +171,17 @@ fn a_file_is_its_model_whatever_is_done_to_it() {
     }
     rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
     assert!(fs::read(&path).unwrap() == model);
+}
+
+#[test]
+fn by_rings_it_is_the_same_disk() {
+    let Some(_enabled) = EnableUring::set("Y") else { return };
+    let Some(disk) = Disk::new("rings", 16_384) else { return };
+    ordinary_tools(&disk);
+    a_files_model(&disk);
+    let stats = disk.server.as_ref().expect("running").stats();
+    // What the kernel forgets comes by the device all the same.
+    assert!(stats.by_ring > 1000 && stats.by_ring < stats.requests, "{stats:?}");
 }
 
 #[test]

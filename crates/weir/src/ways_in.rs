@@ -126,6 +126,8 @@ impl Fuse {
             spin: Duration::from_micros(options.spin_us.into()),
             swap: options.swap,
             unsafe_no_flusher: options.unsafe_no_flusher,
+            // A file that must outlive its daemon cannot have one, and a thread that looks for requests looks at the device.
+            ring: keeper.is_none() && !options.swap && options.spin_us == 0,
         };
         let failed = |error: fuse::ServeError| Failure::Failed(format!("--fuse: {}", chain(&error)));
         let Some((link, held)) = keeper else {

@@ -1,5 +1,9 @@
 //! `weir mount` as a process: in the background and in the foreground, as root and as an ordinary user.
 
+#[path = "../../weir-export/tests/enable_uring/mod.rs"]
+mod enable_uring;
+
+use enable_uring::EnableUring;
 use std::fs;
 use std::os::unix::fs::{MetadataExt as _, chown};
 use std::os::unix::process::CommandExt as _;
@@ -56,7 +60,7 @@ fn refused(output: &Output) -> bool {
     refused
 }
 
-fn until(what: &str, done: impl Fn() -> bool) {
+fn until(what: &str, mut done: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !done() {
         assert!(begun.elapsed() < PATIENCE, "{what}");
@@ -174,4 +178,59 @@ fn what_cannot_be_is_one_line_that_says_why() {
     }
     assert_eq!(fs::read(&file).unwrap(), b"precious");
     fs::remove_file(&file).unwrap();
+}
+
+/// What a process has open: the names of its descriptors.
+fn open_by(pid: u32) -> Vec<String> {
+    let fds = fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten();
+    fds.filter_map(|fd| fs::read_link(fd.path()).ok()?.into_os_string().into_string().ok()).collect()
+}
+
+#[test]
+fn by_rings_a_signal_ends_it_under_load_and_a_disk_that_was_killed_is_replaced() {
+    use rustix::process::{Pid, Signal, kill_process};
+    let Some(_enabled) = EnableUring::set("Y") else { return };
+    let directory = Directory::new("rings");
+    for signal in [Signal::KILL, Signal::TERM] {
+        let mut child = weir(&["--foreground", "--store", "host:16MiB"], &directory.0).spawn().unwrap();
+        let file = directory.0.join("file");
+        let begun = Instant::now();
+        // What a killed one left is a mount too, and answers nothing.
+        while !is_mounted(&directory.0) || fs::write(&file, vec![7; 1 << 20]).is_err() {
+            if child.try_wait().unwrap().is_some() {
+                return println!("\nskipped: no FUSE mount here");
+            }
+            assert!(begun.elapsed() < PATIENCE);
+            thread::sleep(Duration::from_millis(10));
+        }
+        let rings = open_by(child.id()).iter().filter(|name| name.contains("io_uring")).count();
+        assert!(rings > 0, "requests come by rings");
+        let load = "while dd if=/dev/zero of=$1 bs=4k count=200 conv=notrunc oflag=direct; do :; done";
+        let mut clients: Vec<_> = (0..3)
+            .map(|number| {
+                let file = directory.0.join(format!("load-{number}"));
+                Command::new("sh")
+                    .args(["-c", load, "sh"])
+                    .arg(file)
+                    .stderr(std::process::Stdio::null())
+                    .spawn()
+                    .unwrap()
+            })
+            .collect();
+        until("nothing is written", || {
+            fs::metadata(directory.0.join("load-2")).is_ok_and(|meta| meta.len() > 0)
+        });
+        kill_process(Pid::from_child(&child), signal).unwrap();
+        assert_eq!(child.wait().unwrap().code(), (signal == Signal::TERM).then_some(0));
+        // The kernel closes a dead process's rings a moment later; until then it looks alive.
+        until("a dead disk answers", || !is_mounted(&directory.0) || fs::metadata(&directory.0).is_err());
+        for client in &mut clients {
+            // They fail on what is gone, or write into the directory below it.
+            until("a client waits for ever", || {
+                let _ = kill_process(Pid::from_child(client), Signal::TERM);
+                client.try_wait().unwrap().is_some()
+            });
+        }
+    }
+    assert!(!is_mounted(&directory.0));
 }

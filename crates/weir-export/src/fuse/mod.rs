@@ -1,7 +1,8 @@
 //! FUSE: a volume as a file that every kernel with FUSE can use, as a disk by way of a loop device.
 //!
 //! The protocol is that of the kernel's `include/uapi/linux/fuse.h`. What can be decided without a descriptor is: [`request`]
-//! takes bytes and gives requests, [`wire`] holds numbers and structures. [`device`] reads and answers, [`mount`] puts a connection into the
+//! takes bytes and gives requests, [`wire`] holds numbers and structures. [`device`] reads and answers, where the kernel
+//! offers it [`ring`] does, [`mount`] puts a connection into the
 //! file system. [`Server`] serves one file with several threads, all of them started before the process is sealed.
 //!
 //! There is no page cache on the way to that file: is opened for direct I/O, so each request of the loop

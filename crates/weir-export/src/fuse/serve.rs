@@ -59,6 +59,7 @@ pub(super) struct Worker<S> {
     pub spin: Duration,
     pub counters: Arc<[Counters]>,
     pub log: Log,
+    /// Taken by [`run`](Worker::run).
     pub ring: Option<Ring>,
     input: Buffer,
     ranges: Ranges,
@@ -87,14 +88,17 @@ impl<S: Service> Worker<S> {
 
     /// Whether its memory is pinned in RAM.
     pub fn is_locked(&self) -> bool {
-        self.input.is_locked() && self.ranges.is_locked()
+        let ring = self.ring.as_ref().is_none_or(Ring::is_locked);
+        ring && self.input.is_locked() && self.ranges.is_locked()
     }
 
     /// Serves until there is nothing left to serve.
     pub fn run(&mut self) -> Ending {
+        // Dropped where memory may be given back.
+        let mut ring = self.ring.take();
         weir_core::seal::on_io_thread(|| {
             self.pool.join(self.number);
-            let ending = match self.ring.take() {
+            let ending = match &mut ring {
                 Some(ring) => self.serve_ring(ring).unwrap_or_else(|| self.look_and_serve()),
                 None => self.look_and_serve(),
             };
@@ -158,10 +162,18 @@ impl<S: Service> Worker<S> {
     }
 
     /// Serves what comes by the ring; `None` where the kernel will have none.
-    fn serve_ring(&mut self, mut ring: Ring) -> Option<Ending> {
+    fn serve_ring(&mut self, ring: &mut Ring) -> Option<Ending> {
         let pool = Arc::clone(&self.pool);
         if let Err(error) = ring.open(&self.device, pool.bell(), self.number == 0) {
-            (self.log)(Level::Info, format_args!("fuse: no ring, /dev/fuse it is: {error}"));
+            // By its number: its name comes from libc, through the allocator.
+            let number = error.raw_os_error().unwrap_or(0);
+            (self.log)(
+                Level::Warning,
+                format_args!(
+                    "fuse: the kernel refuses thread {}'s ring: errno {number}; going on by /dev/fuse",
+                    self.number
+                ),
+            );
             return None;
         }
         while !pool.is_stopping() {
@@ -172,7 +184,8 @@ impl<S: Service> Worker<S> {
                 let served = match event {
                     ring::Event::Request(at) => {
                         let Worker { number, counters, ranges, service, .. } = self;
-                        ring.handle(at, |message, reply| {
+                        counters[*number].by_ring.add(1);
+                        ring.answer(at, |message, reply| {
                             answer(message, service, ranges, reply, &counters[*number])
                         })
                     }
@@ -184,6 +197,7 @@ impl<S: Service> Worker<S> {
                         Ok(ending) => return Some(ending),
                         Err(errno) => Err(errno),
                     },
+                    // Looked at above, once everything that came with it has been answered.
                     ring::Event::Bell => Ok(()),
                     ring::Event::Gone(Errno::NOTCONN | Errno::CONNABORTED | Errno::CANCELED) => {
                         return Some(Ending::Unmounted);
@@ -195,6 +209,7 @@ impl<S: Service> Worker<S> {
                 }
             }
         }
+        // What has been answered leaves. If it cannot, nobody waits for it any more.
         let _ = ring.turn(false);
         Some(Ending::Stopped)
     }

@@ -7,6 +7,7 @@ use weir_core::metrics::Counter;
 #[repr(align(128))]
 pub(super) struct Counters {
     pub requests: Counter,
+    pub by_ring: Counter,
     pub reads: Counter,
     pub writes: Counter,
     pub discards: Counter,
@@ -23,6 +24,8 @@ pub struct Stats {
     pub threads: u64,
     /// Requests of every kind.
     pub requests: u64,
+    /// Of these, those that came by rings; the others came by `/dev/fuse`.
+    pub by_ring: u64,
     /// Reads.
     pub reads: u64,
     /// Writes.
@@ -42,6 +45,7 @@ pub struct Stats {
 impl Stats {
     pub(super) fn add(&mut self, counters: &Counters) {
         self.requests += counters.requests.get();
+        self.by_ring += counters.by_ring.get();
         self.reads += counters.reads.get();
         self.writes += counters.writes.get();
         self.discards += counters.discards.get();

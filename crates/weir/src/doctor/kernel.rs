@@ -157,6 +157,9 @@ fn kernel(release: &str) -> Finding {
     }
 }
 
+/// Whether FUSE may use rings (Linux 6.14). Only mounts made later heed it.
+const ENABLE_URING: &str = "/sys/module/fuse/parameters/enable_uring";
+
 fn fuse_device(machine: &Machine, there: bool, release: &str) -> Finding {
     if !there {
         Finding::warn("fuse", "no /dev/fuse", "modprobe fuse")
@@ -167,7 +170,14 @@ fn fuse_device(machine: &Machine, there: bool, release: &str) -> Finding {
             "use Linux 6.9 or newer for swap that way, or nbd; weir mount is as good as ever",
         )
     } else if machine.may_use("/dev/fuse") {
-        Finding::ok("fuse", "/dev/fuse can be opened")
+        match machine.text(ENABLE_URING).as_deref() {
+            Some("Y") => Finding::ok("fuse", "/dev/fuse can be opened, and requests come by rings"),
+            Some(_) => Finding::ok(
+                "fuse",
+                &format!("/dev/fuse can be opened; weir mount is faster by rings: echo Y > {ENABLE_URING}"),
+            ),
+            None => Finding::ok("fuse", "/dev/fuse can be opened"),
+        }
     } else {
         Finding::warn(
             "fuse",
@@ -295,6 +305,15 @@ mod tests {
         let fixture = Fixture::new("resend").with("/dev/fuse", "");
         let level = |release| fuse_device(&fixture.machine(), true, release).level;
         assert_eq!((level("6.1.0-9-amd64"), level("6.9.0")), (Level::Warn, Level::Ok));
+    }
+
+    #[test]
+    fn rings_that_fuse_may_not_use_are_told_of_with_the_next_step() {
+        for (value, word) in [("N", "echo Y > /sys/module/fuse"), ("Y", "come by rings")] {
+            let fixture = Fixture::new(value).with("/dev/fuse", "").with(ENABLE_URING, value);
+            let seen = fuse_device(&fixture.machine(), true, "6.18.0").seen;
+            assert!(seen.contains(word), "{seen}");
+        }
     }
 
     #[test]

@@ -138,3 +138,107 @@ impl Reply for Answer<'_> {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::request::Request;
+    use super::super::super::wire::{ReadIn, WriteIn};
+    use super::*;
+    use proptest::prelude::*;
+
+    const PAYLOAD: usize = 2 * PAGE_SIZE;
+
+    fn put(opcode: u32, operation: &[u8], payload: &[u8]) -> Vec<u8> {
+        let mut memory = vec![0xaa; PAYLOAD_AT + PAYLOAD];
+        let len = (InHeader::BYTES + operation.len() + payload.len()) as u32;
+        let header = InHeader { len, opcode, unique: 8, nodeid: 1, ..InHeader::default() };
+        memory[..InHeader::BYTES].copy_from_slice(&header.encode());
+        memory[OPERATION_AT..][..operation.len()].copy_from_slice(operation);
+        let lengths = RingRequest { commit: 8, payload: payload.len() as u32, ..RingRequest::default() };
+        memory[LENGTHS_AT..][..RingRequest::BYTES].copy_from_slice(&lengths.encode());
+        memory[PAYLOAD_AT..][..payload.len()].copy_from_slice(payload);
+        memory
+    }
+
+    fn answered(memory: &[u8]) -> (OutHeader, &[u8]) {
+        let header = OutHeader::decode(&mut &memory[..]).unwrap();
+        let lengths = RingRequest::decode(&mut &memory[LENGTHS_AT..]).unwrap();
+        (header, &memory[PAYLOAD_AT..][..lengths.payload as usize])
+    }
+
+    fn answer(
+        memory: &mut [u8],
+        serve: impl FnOnce(Result<Message<'_>, Malformed>, &dyn Reply) -> rustix::io::Result<()>,
+    ) -> usize {
+        Incoming::read(memory).answer(memory, &mut [0; SMALL_MAX], serve).unwrap()
+    }
+
+    #[test]
+    fn a_request_is_put_together_and_its_answer_taken_apart() {
+        let what = ReadIn { offset: 4096, size: 5000, ..ReadIn::default() };
+        let mut memory = put(opcode::READ, &what.encode(), b"");
+        let data: Vec<u8> = (0..5000).map(|at| at as u8).collect();
+        answer(&mut memory, |message, reply| {
+            assert_eq!(message.unwrap().request, Request::Read { what });
+            reply.answer(8, &data)
+        });
+        let (header, body) = answered(&memory);
+        assert_eq!((header.unique, header.error, header.len), (8, 0, 5016));
+        assert_eq!(body, data);
+
+        let mut memory = put(opcode::LOOKUP, b"", b"name\0");
+        answer(&mut memory, |message, reply| {
+            assert_eq!(message.unwrap().request, Request::Lookup { name: b"name" });
+            reply.refuse(8, Errno::NOENT)
+        });
+        assert_eq!(answered(&memory).0.error, -2);
+    }
+
+    #[test]
+    fn a_writes_data_are_looked_at_where_they_lie_and_the_answer_follows() {
+        let what = WriteIn { offset: 1, size: 4096, ..WriteIn::default() };
+        let data = [7; 4096];
+        let mut memory = put(opcode::WRITE, &what.encode(), &data);
+        let place = memory[PAYLOAD_AT..].as_ptr();
+        answer(&mut memory, |message, reply| {
+            let Request::Write { data: found, .. } = message.unwrap().request else { panic!("a write") };
+            reply.answer(8, &[1; 8])?;
+            assert_eq!(found, data, "the answer does not come over the data");
+            assert_eq!(found.as_ptr(), place);
+            Ok(())
+        });
+        assert_eq!(answered(&memory).1, [1; 8]);
+    }
+
+    #[test]
+    fn what_is_not_answered_or_answered_with_too_much_is_an_error() {
+        let mut memory = put(opcode::STATFS, b"", b"");
+        answer(&mut memory, |_, _| Ok(()));
+        assert_eq!(answered(&memory).0.error, -Errno::NOSYS.raw_os_error());
+        let mut memory = put(opcode::STATFS, b"", b"");
+        answer(&mut memory, |_, reply| reply.answer(8, &[0; PAYLOAD + 1]));
+        assert_eq!((answered(&memory).0.error, answered(&memory).1.len()), (-Errno::IO.raw_os_error(), 0));
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_lies_in_an_entry_is_answered_within_it(
+            len in prop_oneof![any::<u32>(), 0u32..20_000], payload in prop_oneof![any::<u32>(), 0u32..10_000],
+            opcode in 0u32..60, front in proptest::collection::vec(any::<u8>(), PAYLOAD_AT), seed: u8,
+        ) {
+            let mut memory = vec![seed; PAYLOAD_AT + PAYLOAD];
+            memory[..PAYLOAD_AT].copy_from_slice(&front);
+            memory[..8].copy_from_slice(&[len.to_ne_bytes(), opcode.to_ne_bytes()].concat());
+            memory[LENGTHS_AT + 16..][..4].copy_from_slice(&payload.to_ne_bytes());
+            let bytes = answer(&mut memory, |message, reply| match message {
+                Ok(Message { request: Request::Write { what, data }, .. }) => {
+                    assert_eq!(data.len(), what.size as usize);
+                    reply.answer(1, &[0; 8])
+                }
+                Ok(_) => reply.answer(1, &[9; 100]),
+                Err(malformed) => reply.refuse(malformed.unique, Errno::INVAL),
+            });
+            prop_assert!(bytes <= 100 && answered(&memory).1.len() == bytes);
+        }
+    }
+}

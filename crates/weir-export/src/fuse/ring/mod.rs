@@ -1,12 +1,17 @@
 //! Requests by a ring instead of `/dev/fuse` (FUSE over io_uring, Linux 6.14: fs/fuse/dev_uring.c).
 //!
 //! The kernel has a queue for every processor that there may ever be, and puts a request into that of the processor on which its
-//! caller runs. A queue takes requests once something is offered to *every* queue; until then, and for what nobody waits for
-//! (`FORGET`, `INTERRUPT`) always, there is `/dev/fuse`. One command answers a request and takes the next one.
+//! caller runs. It begins once something is offered to *every* queue, so each thread serves the queues of some
+//! neighbouring processors, and stays on these: whoever asks and whoever answers then share a cache, and neither wakes another
+//! processor. One command answers a request and takes the next one. `FORGET` and `INTERRUPT` come by `/dev/fuse` as ever, and everything
+//! does where the kernel refuses an offer.
+//!
+//! What a dead server had in a ring fails, so nobody can take it over: for that there is `/dev/fuse`.
 
 mod entry;
 
 use super::device::Device;
+use super::range::IO_MAX;
 use super::reply::Reply;
 use super::request::{Malformed, Message};
 use super::wire::RingCommand;
@@ -17,219 +22,227 @@ use io_uring::{IoUring, cqueue, opcode, squeue};
 use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::thread::CpuSet;
+use std::fmt;
 use std::fs;
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
+/// Commands to the device (include/uapi/linux/fuse.h).
 const REGISTER: u32 = 1;
 const COMMIT_AND_FETCH: u32 = 2;
-
-/// Bytes of an answer that is not kept back until others are ready.
-const LARGE: usize = 64 << 10;
 
 /// What a completion is about, where it is not an entry.
 const BELL: u64 = 1 << 32;
 const DEVICE: u64 = BELL + 1;
 
-type Uring = IoUring<squeue::Entry128, cqueue::Entry>;
+/// What all entries of a connection take at most. There is one for each processor: more of them were no faster (measured).
+const MEMORY_MAX: usize = 64 << 20;
+/// Below this a request is not worth its way.
+const PAYLOAD_LEAST: usize = 128 << 10;
+/// An answer above this is sent before the next request is looked at.
+const LARGE: usize = 64 << 10;
 
-/// Whether the kernel would have requests come by a ring: the module's parameter.
-pub fn is_enabled() -> bool {
-    fs::read_to_string("/sys/module/fuse/parameters/enable_uring").is_ok_and(|text| text.trim() == "Y")
+/// Why requests come by `/dev/fuse`.
+#[derive(Debug)]
+pub(super) enum Unavailable {
+    /// The kernel has none, or its parameter says no.
+    Disabled,
+    /// The processors' numbers have gaps, or there are too many for the memory.
+    Processors,
+    /// No ring can be had.
+    Refused(io::Error),
 }
 
-/// Processors that there may ever be: the kernel's queues are numbered so. `None` where their numbers have gaps.
-fn processors() -> Option<usize> {
-    let text = fs::read_to_string("/sys/devices/system/cpu/possible").ok()?;
-    let last = text.trim().strip_prefix("0-").unwrap_or(text.trim());
-    last.parse::<usize>().ok()?.checked_add(1)
+impl fmt::Display for Unavailable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Unavailable::Disabled => f.write_str("/sys/module/fuse/parameters/enable_uring is not Y"),
+            Unavailable::Processors => {
+                f.write_str("too many possible processors, or gaps between their numbers")
+            }
+            Unavailable::Refused(error) => write!(f, "no ring: {error}"),
+        }
+    }
 }
 
-/// A thread's ring, with the entries of the queues that it serves.
+/// The rings of a connection's threads, before the kernel has heard of them.
+#[derive(Debug)]
+pub(super) struct Prepared {
+    pub rings: Vec<Ring>,
+    /// Bytes of the largest read or write that fits.
+    pub io_max: u32,
+}
+
+impl Prepared {
+    /// Everything by `/dev/fuse`.
+    pub fn none() -> Prepared {
+        Prepared { rings: Vec::new(), io_max: IO_MAX }
+    }
+}
+
+/// Makes a ring for each of up to `threads` threads, with all memory that they need.
+///
+/// # Errors
+/// Why not.
+pub(super) fn prepare(threads: usize) -> Result<Prepared, Unavailable> {
+    let parameter = fs::read_to_string("/sys/module/fuse/parameters/enable_uring");
+    if !parameter.is_ok_and(|text| text.trim() == "Y") {
+        return Err(Unavailable::Disabled);
+    }
+    let possible = fs::read_to_string("/sys/devices/system/cpu/possible").ok();
+    let processors = possible.as_deref().and_then(count).ok_or(Unavailable::Processors)?;
+    let payload = payload(processors).ok_or(Unavailable::Processors)?;
+    let threads = threads.min(processors);
+    let rings = (0..threads).map(|thread| Ring::new(share(processors, threads, thread), payload));
+    let rings = rings.collect::<io::Result<_>>().map_err(Unavailable::Refused)?;
+    Ok(Prepared { rings, io_max: payload as u32 })
+}
+
+/// How many processors a list such as `0-3` has, which the kernel's queues are numbered by. `None` where their numbers have gaps.
+fn count(list: &str) -> Option<usize> {
+    let list = list.trim();
+    let last: u16 = list.strip_prefix("0-").unwrap_or(list).parse().ok()?;
+    (list == "0" || list.starts_with("0-")).then_some(usize::from(last) + 1)
+}
+
+/// Bytes for the data of an entry.
+fn payload(processors: usize) -> Option<usize> {
+    let each = MEMORY_MAX / processors;
+    let most = if each < IO_MAX as usize { (each + 1).next_power_of_two() / 2 } else { IO_MAX as usize };
+    (most >= PAYLOAD_LEAST).then_some(most)
+}
+
+/// The processors whose queues a thread serves.
+fn share(processors: usize, threads: usize, thread: usize) -> Range<usize> {
+    processors * thread / threads..processors * (thread + 1) / threads
+}
+
+/// A thread's ring, with an entry for each queue that it serves.
 pub(super) struct Ring {
-    io: Uring,
-    entries: Vec<Entry>,
+    // Closed before the memory goes that it names.
+    io: IoUring<squeue::Entry128, cqueue::Entry>,
     memory: Buffer,
     payload: usize,
-    /// What the kernel reads while entries are registered.
-    vectors: Vec<[libc::iovec; 2]>,
-    /// A request that is no write, whole.
+    queues: Range<usize>,
+    /// A request that is no write, put together.
     scratch: Box<[u8; SMALL_MAX]>,
-    cpus: CpuSet,
 }
 
-// SAFETY: the pointers in `vectors` are into `memory`, which this value owns.
-unsafe impl Send for Ring {}
-
-#[derive(Clone, Copy)]
-struct Entry {
-    queue: u16,
-    commit: u64,
-    state: State,
+impl fmt::Debug for Ring {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Ring").field("queues", &self.queues).finish_non_exhaustive()
+    }
 }
 
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum State {
-    /// The kernel's.
-    Offered,
-    /// There is a request in it.
-    Filled,
-    Gone,
-}
-
-/// What there is to do.
+/// Something that happened.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Event {
+    /// There is a request in this entry.
     Request(usize),
+    /// There is a request at the device, or will be none any more.
     Device,
+    /// The bell that was named rings.
     Bell,
+    /// An entry does not come back: mostly because the connection has ended.
     Gone(Errno),
 }
 
 impl Ring {
-    /// A ring for each of `threads` threads, with `depth` entries for each processor's queue; nothing is said to the kernel about them yet.
-    pub fn prepare(threads: usize, depth: usize, payload: usize) -> io::Result<Vec<Ring>> {
-        let processors = processors().ok_or_else(|| io::Error::other("the processors' numbers have gaps"))?;
-        (0..threads.min(processors))
-            .map(|thread| {
-                let queues = (0..processors).filter(|queue| queue % threads == thread);
-                Ring::new(queues, depth, payload)
-            })
-            .collect()
-    }
-
-    fn new(queues: impl Iterator<Item = usize>, depth: usize, payload: usize) -> io::Result<Ring> {
-        let mut cpus = CpuSet::new();
-        let mut entries = Vec::new();
-        for queue in queues {
-            cpus.set(queue);
-            let entry = Entry { queue: queue as u16, commit: 0, state: State::Offered };
-            entries.extend(std::iter::repeat_n(entry, depth));
-        }
-        let stride = PAYLOAD_AT + payload;
-        let memory = Buffer::new(entries.len() * stride)?;
-        let room = entries.len() as u32 + 2;
-        // The thread that is to serve enables it: it is the only one that may submit.
+    fn new(queues: Range<usize>, payload: usize) -> io::Result<Ring> {
+        let room = queues.len() as u32 + 2;
+        // Completions are put into it when the thread asks. Only that thread may submit: it enables it.
         let io = IoUring::builder()
             .setup_single_issuer()
             .setup_defer_taskrun()
-            .setup_taskrun_flag()
             .setup_r_disabled()
             .setup_cqsize(2 * room)
             .build(room)?;
-        let mut ring = Ring {
-            io,
-            vectors: Vec::with_capacity(entries.len()),
-            entries,
-            memory,
-            payload,
-            scratch: Box::new([0; SMALL_MAX]),
-            cpus,
-        };
-        for at in 0..ring.entries.len() {
-            let start = ring.memory[at * stride..].as_mut_ptr();
-            let vector = |start: *mut u8, bytes| libc::iovec { iov_base: start.cast(), iov_len: bytes };
-            let payload_start = start.wrapping_add(PAYLOAD_AT);
-            ring.vectors.push([vector(start, entry::HEADERS), vector(payload_start, payload)]);
-        }
-        Ok(ring)
+        let memory = Buffer::new(queues.len() * (PAYLOAD_AT + payload))?;
+        Ok(Ring { io, memory, payload, queues, scratch: Box::new([0; SMALL_MAX]) })
     }
 
+    /// Whether its memory is pinned in RAM.
     pub fn is_locked(&self) -> bool {
         self.memory.is_locked()
     }
 
-    /// Offers every entry to the kernel. Call it on the thread that is to serve.
+    /// Offers every entry to the kernel, and has `bell` watched, and the device if `and_device`. Call it on the thread that is to serve.
     ///
     /// # Errors
     /// When the kernel refuses: then requests come by `/dev/fuse`.
-    pub fn open(&mut self, device: &Device, bell: BorrowedFd<'_>, also_device: bool) -> io::Result<()> {
-        if std::env::var_os("WEIR_NOPIN").is_none() {
-            // Elsewhere it is as right, and slower.
-            let _ = rustix::thread::sched_setaffinity(None, &self.cpus);
-        }
+    pub fn open(&mut self, device: &Device, bell: BorrowedFd<'_>, and_device: bool) -> io::Result<()> {
+        let mut processors = CpuSet::new();
+        self.queues.clone().filter(|queue| *queue < CpuSet::MAX_CPU).for_each(|queue| processors.set(queue));
+        // Elsewhere it is as right, and slower: a container may have none of these processors.
+        let _ = rustix::thread::sched_setaffinity(None, &processors);
         self.io.submitter().register_enable_rings()?;
         self.io.submitter().register_files(&[device.as_fd().as_raw_fd()])?;
         // Saves a look-up for each system call; as good without.
         let _ = self.io.submitter().register_ring_fd();
-        for at in 0..self.entries.len() {
-            self.command(REGISTER, at);
+        for at in 0..self.queues.len() {
+            let start = self.entry(at).as_mut_ptr();
+            let vectors = [
+                libc::iovec { iov_base: start.cast(), iov_len: entry::HEADERS },
+                libc::iovec { iov_base: start.wrapping_add(PAYLOAD_AT).cast(), iov_len: self.payload },
+            ];
+            let mut command = self.command(REGISTER, at, 0, vectors.as_ptr() as u64);
+            set_len(&mut command, vectors.len() as u32);
+            self.push(&command);
+            // The kernel reads the vectors now.
+            self.io.submit()?;
         }
-        self.io.submit()?;
         if let Some(refused) = self.io.completion().find(|completion| completion.result() < 0) {
             return Err(io::Error::from_raw_os_error(-refused.result()));
         }
         self.watch(bell, BELL);
-        if also_device {
-            self.watch(device.as_fd(), DEVICE);
+        if and_device {
+            self.watch_device(device);
         }
         Ok(())
     }
 
-    /// Has the ring say when a descriptor is readable, once.
+    /// Has [`Event::Device`] come once, when there is something.
+    pub fn watch_device(&mut self, device: &Device) {
+        self.watch(device.as_fd(), DEVICE);
+    }
+
     fn watch(&mut self, fd: BorrowedFd<'_>, data: u64) {
         let events = PollFlags::IN.bits();
         let poll = opcode::PollAdd::new(Fd(fd.as_raw_fd()), events.into()).build().user_data(data);
         self.push(&poll.into());
     }
 
-    pub fn watch_device(&mut self, device: &Device) {
-        self.watch(device.as_fd(), DEVICE);
-    }
-
-    fn push(&mut self, entry: &squeue::Entry128) {
-        // SAFETY: what commands name is this value's memory, which the kernel uses until the ring is closed: `io` is dropped first.
-        unsafe { self.io.submission().push(entry) }.expect("room for one command an entry and two polls");
-    }
-
-    fn command(&mut self, command: u32, at: usize) {
-        let Entry { queue, commit, .. } = self.entries[at];
-        let mut bytes = [0; 80];
-        let argument = RingCommand { commit, queue, ..RingCommand::default() };
-        bytes[..RingCommand::BYTES].copy_from_slice(&argument.encode());
-        let mut build = opcode::UringCmd80::new(Fixed(0), command).cmd(bytes);
-        if command == REGISTER {
-            build = build.addr(Some(self.vectors[at].as_ptr() as u64));
-        }
-        let mut entry = build.build().user_data(at as u64);
-        if command == REGISTER {
-            set_len(&mut entry, 2);
-        }
-        self.push(&entry);
-    }
-
-    /// Sends what has been answered, and waits for something to do unless `look` is set.
+    /// Sends what has been answered. With `wait`, returns when something has happened.
+    ///
+    /// # Errors
+    /// When the ring fails.
     pub fn turn(&mut self, wait: bool) -> rustix::io::Result<()> {
         match self.io.submit_and_wait(usize::from(wait)) {
-            Err(error) => match Errno::from_io_error(&error) {
-                Some(Errno::INTR) | None => Ok(()),
-                Some(errno) => Err(errno),
-            },
             Ok(_) => Ok(()),
+            Err(error) => match Errno::from_io_error(&error) {
+                Some(Errno::INTR) => Ok(()),
+                errno => Err(errno.unwrap_or(Errno::IO)),
+            },
         }
     }
 
     /// The next thing that happened.
     pub fn next(&mut self) -> Option<Event> {
         let completion = self.io.completion().next()?;
-        let result = completion.result();
-        Some(match completion.user_data() {
-            BELL => Event::Bell,
-            DEVICE => Event::Device,
-            at => {
-                let at = at as usize;
-                if result == 0 {
-                    self.entries[at].state = State::Filled;
-                    Event::Request(at)
-                } else {
-                    self.entries[at].state = State::Gone;
-                    Event::Gone(Errno::from_raw_os_error(-result))
-                }
-            }
+        Some(match (completion.user_data(), completion.result()) {
+            (BELL, _) => Event::Bell,
+            (DEVICE, _) => Event::Device,
+            (at, 0) if (at as usize) < self.queues.len() => Event::Request(at as usize),
+            (_, result) => Event::Gone(Errno::from_raw_os_error(result.wrapping_neg())),
         })
     }
 
-    /// Has `serve` answer an entry's request, and queues the answer.
-    pub fn handle(
+    /// Has `serve` answer the request in an entry, and offers the entry again with the answer.
+    ///
+    /// # Errors
+    /// Those of `serve`, and the ring's.
+    pub fn answer(
         &mut self,
         at: usize,
         serve: impl FnOnce(Result<Message<'_>, Malformed>, &dyn Reply) -> rustix::io::Result<()>,
@@ -237,18 +250,67 @@ impl Ring {
         let stride = PAYLOAD_AT + self.payload;
         let memory = &mut self.memory[at * stride..][..stride];
         let incoming = Incoming::read(memory);
-        self.entries[at].commit = incoming.commit;
-        let large = incoming.answer(memory, &mut self.scratch, serve)? > LARGE;
-        self.entries[at].state = State::Offered;
-        self.command(COMMIT_AND_FETCH, at);
-        if large { self.turn(false) } else { Ok(()) }
+        let commit = incoming.commit;
+        let bytes = incoming.answer(memory, &mut self.scratch, serve)?;
+        let command = self.command(COMMIT_AND_FETCH, at, commit, 0);
+        self.push(&command);
+        if bytes > LARGE { self.turn(false) } else { Ok(()) }
+    }
+
+    fn entry(&mut self, at: usize) -> &mut [u8] {
+        let stride = PAYLOAD_AT + self.payload;
+        &mut self.memory[at * stride..][..stride]
+    }
+
+    fn command(&self, command: u32, at: usize, commit: u64, address: u64) -> squeue::Entry128 {
+        let mut bytes = [0; 80];
+        let argument =
+            RingCommand { commit, queue: (self.queues.start + at) as u16, ..RingCommand::default() };
+        bytes[..RingCommand::BYTES].copy_from_slice(&argument.encode());
+        let command = opcode::UringCmd80::new(Fixed(0), command).cmd(bytes).addr(Some(address));
+        command.build().user_data(at as u64)
+    }
+
+    fn push(&mut self, command: &squeue::Entry128) {
+        // SAFETY: entries are this value's memory, which outlives `io` in the order of its fields; an entry is looked at here
+        // only while the kernel has nothing to put into it. Polls name descriptors that outlive the thread.
+        unsafe { self.io.submission().push(command) }.expect("room for one command an entry and two polls");
     }
 }
 
-/// Sets a field that the crate has no setter for, of a command that names a vector of buffers.
-fn set_len(entry: &mut squeue::Entry128, len: u32) {
+/// Sets a field that the crate has no setter for: of how many buffers a vector is.
+fn set_len(command: &mut squeue::Entry128, len: u32) {
     const LEN_AT: usize = 24;
     const _: () = assert!(size_of::<squeue::Entry128>() == 128);
-    // SAFETY: the entry is the kernel's `io_uring_sqe` of 128 bytes, plain numbers, with `len`, a u32, at byte 24.
-    unsafe { std::ptr::from_mut(entry).cast::<u8>().add(LEN_AT).cast::<u32>().write(len) };
+    // SAFETY: it is the kernel's `io_uring_sqe` of 128 bytes, plain numbers, with `len`, a u32, at byte 24.
+    unsafe { std::ptr::from_mut(command).cast::<u8>().add(LEN_AT).cast::<u32>().write(len) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn processors_are_counted_where_their_numbers_have_no_gaps() {
+        let counts = ["0\n", "0-3\n", "0-255", "0-1,4-5", "1-3", "", "0-"].map(count);
+        assert_eq!(counts, [Some(1), Some(4), Some(256), None, None, None, None]);
+    }
+
+    #[test]
+    fn entries_take_what_is_promised_at_most() {
+        assert_eq!(
+            [1, 4, 64, 65, 512].map(payload),
+            [1 << 20, 1 << 20, 1 << 20, 512 << 10, 128 << 10].map(Some)
+        );
+        assert_eq!(payload(513), None);
+        assert!((1..=512).all(|processors| payload(processors).unwrap() * processors <= MEMORY_MAX));
+    }
+
+    #[test]
+    fn every_queue_is_served_by_one_thread() {
+        for (processors, threads) in [(4, 1), (4, 3), (4, 4), (7, 3), (64, 5)] {
+            let all: Vec<_> = (0..threads).flat_map(|thread| share(processors, threads, thread)).collect();
+            assert_eq!(all, (0..processors).collect::<Vec<_>>());
+        }
+    }
 }

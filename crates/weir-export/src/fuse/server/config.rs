@@ -1,0 +1,89 @@
+//! How a volume is served, and why it cannot be.
+
+use super::super::mount::MountError;
+use super::super::pool::THREADS_MAX;
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
+use weir_core::swap_safety::Unprotected;
+use weir_store::OpenError;
+
+/// How a volume is served.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// The file's name, where the mount point is a directory.
+    pub name: String,
+    /// Threads that serve: each has a lane and about 2 MiB of locked memory.
+    pub threads: usize,
+    /// How long a thread looks for the next request before it sleeps; zero for not at all.
+    pub spin: Duration,
+    /// The file is to carry swap: every thread must have the I/O flusher flag unless
+    /// [`unsafe_no_flusher`](Config::unsafe_no_flusher) is set.
+    pub swap: bool,
+    /// Serve swap without the flusher flag.
+    pub unsafe_no_flusher: bool,
+    /// Have requests come by rings where the kernel offers it and every page lies in memory. Nobody can take such a server
+    /// over: without [`keepsakes`](super::Server::keepsakes) it fails what it had in hand when it is killed.
+    pub ring: bool,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Config {
+            name: "weir".to_owned(),
+            threads: 4,
+            spin: Duration::ZERO,
+            swap: false,
+            unsafe_no_flusher: false,
+            ring: true,
+        }
+    }
+}
+
+/// Why a server cannot start.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// It cannot be mounted.
+    #[error(transparent)]
+    Mount(#[from] MountError),
+    /// The file to mount over cannot be made.
+    #[error("cannot make {path}, to mount over it")]
+    Point {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The kernel's FUSE is too old, or does not answer.
+    #[error("{0}")]
+    Kernel(String),
+    /// A configuration that is no good.
+    #[error("{0}")]
+    Config(String),
+    /// A thread's lane cannot be opened.
+    #[error("FUSE thread {0} gets no lane")]
+    Lane(usize, #[source] OpenError),
+    /// A thread does not have the flusher flag.
+    #[error("a thread that would serve swap lacks the I/O flusher flag")]
+    Flusher(#[source] Unprotected),
+    /// No memory, threads or descriptors.
+    #[error("cannot take memory, threads and descriptors for {0} FUSE threads; ask for fewer")]
+    Resources(usize, #[source] io::Error),
+}
+
+/// Refuses what cannot be.
+pub(super) fn check(config: &Config) -> Result<(), ServeError> {
+    if config.threads == 0 || config.threads > THREADS_MAX {
+        let error = format!("{} FUSE threads; accepted: 1 to {THREADS_MAX}", config.threads);
+        return Err(ServeError::Config(error));
+    }
+    if config.name.is_empty() || config.name.len() > 255 || config.name.contains(['/', '\0', ',']) {
+        let error = format!(
+            "the file cannot have the name {:?}; accepted: 1 to 255 bytes without / and ,",
+            config.name
+        );
+        return Err(ServeError::Config(error));
+    }
+    Ok(())
+}

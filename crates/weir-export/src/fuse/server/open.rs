@@ -1,0 +1,101 @@
+//! A connection on its way: mounted, greeted, and gone again if what follows fails.
+
+use super::super::device::Device;
+use super::super::mount::{Mount, Options, SUBTYPE};
+use super::super::range::IO_MAX;
+use super::super::ring::{self, Prepared, Ring};
+use super::super::wire::init;
+use super::hello::{Wish, greet};
+use super::{Config, ServeError};
+use crate::log::{Level, Log};
+use std::fs::{self, OpenOptions};
+use std::io;
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+use weir_volume::Volume;
+
+/// A connection that is mounted, and what there is to it before there are threads.
+pub(super) struct Opened {
+    pub mount: Mount,
+    pub connection: Device,
+    /// Those of a server before.
+    pub queues: Vec<Device>,
+    pub can_resend: bool,
+    pub made: bool,
+    /// For the first threads; none: all comes by `/dev/fuse`.
+    pub rings: Vec<Ring>,
+}
+
+/// A start that may fail: what it made goes with it.
+pub(super) struct Begun {
+    pub made: Option<PathBuf>,
+}
+
+impl Begun {
+    pub fn keep(mut self) {
+        self.made = None;
+    }
+}
+
+impl Drop for Begun {
+    fn drop(&mut self) {
+        if let Some(path) = &self.made {
+            let _ = fs::remove_file(path);
+        }
+    }
+}
+
+/// Mounts on `point` and says hello. Nothing was there before to take over.
+pub(super) fn mounted(
+    volume: &Volume,
+    config: &Config,
+    point: &Path,
+    log: &Log,
+) -> Result<Opened, ServeError> {
+    let options =
+        Options { source: &config.name, subtype: SUBTYPE, default_permissions: true, read_max: IO_MAX };
+    // Before the kernel is told of them, since it keeps everything back until they are there.
+    let Prepared { mut rings, io_max } = if config.ring && lies_in_memory(volume) {
+        ring::prepare(config.threads).unwrap_or_else(|why| {
+            log(Level::Info, format_args!("fuse: requests come by /dev/fuse: {why}"));
+            Prepared::none()
+        })
+    } else {
+        Prepared::none()
+    };
+    let (mount, connection) = Mount::new(point, &options)?;
+    let offered = greet(&connection, Wish { io_max, ring: !rings.is_empty() })?;
+    if offered & init::OVER_IO_URING == 0 {
+        rings.clear();
+    }
+    let can_resend = offered & init::HAS_RESEND != 0 && rings.is_empty();
+    Ok(Opened { mount, connection, queues: Vec::new(), can_resend, made: false, rings })
+}
+
+/// Whether every page is answered at once. A thread with a ring is the only one that serves its processors, and must not wait: behind
+/// one that reads from a disk, 16 requests of one program came at half the rate (measured).
+fn lies_in_memory(volume: &Volume) -> bool {
+    volume.stores().all(|store| matches!(store.window(), Ok(Some(_))))
+}
+
+/// Makes the file to mount over, if there is nothing. Whether it did.
+pub(super) fn make(point: &Path) -> Result<bool, ServeError> {
+    match OpenOptions::new().write(true).create_new(true).mode(0o600).open(point) {
+        Ok(_) => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(false),
+        // What is mounted there is looked at later.
+        Err(error) if error.raw_os_error() == Some(rustix::io::Errno::NOTCONN.raw_os_error()) => Ok(false),
+        Err(source) => Err(ServeError::Point { path: point.to_owned(), source }),
+    }
+}
+
+/// Whether the mount's root is a file. Asks the mount table's device only: a stat would wait for this process.
+pub(super) fn is_file(point: &Path) -> bool {
+    // O_PATH resolves the mount without asking its server, and the type of a root inode is known from the mount.
+    use rustix::fs::{AtFlags, Mode, OFlags, StatxFlags};
+    let open = rustix::fs::open(point, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
+    let kind = open.and_then(|fd| {
+        rustix::fs::statx(&fd, "", AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC, StatxFlags::TYPE)
+    });
+    kind.is_ok_and(|stat| u32::from(stat.stx_mode) & 0o170000 == 0o100000)
+}
