@@ -174,7 +174,7 @@ fn fuse_device(machine: &Machine, there: bool, release: &str) -> Finding {
             Some("Y") => Finding::ok("fuse", "/dev/fuse can be opened, and requests come by rings"),
             Some(_) => Finding::ok(
                 "fuse",
-                &format!("/dev/fuse can be opened; weir mount is faster by rings: echo Y > {ENABLE_URING}"),
+                format!("/dev/fuse can be opened; weir mount is faster by rings: echo Y > {ENABLE_URING}"),
             ),
             None => Finding::ok("fuse", "/dev/fuse can be opened"),
         }
