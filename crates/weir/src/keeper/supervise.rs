@@ -64,7 +64,9 @@ struct Life {
 struct Keeper<'a> {
     log: &'a Log,
     kept: BTreeMap<String, Kept>,
-    set_aside: Option<Memory>,
+    set_aside: Vec<Memory>,
+    /// It is less than the next daemon will need.
+    lacks: bool,
     /// The configuration's file, and its pages in memory.
     config: Option<&'a Path>,
     /// Whether a kernel may swap on what is served.
@@ -104,7 +106,8 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
     let mut keeper = Keeper {
         log,
         kept: BTreeMap::new(),
-        set_aside: None,
+        set_aside: Vec::new(),
+        lacks: false,
         config,
         swap,
         config_pages: None,
@@ -119,7 +122,7 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
     let mut stillborn = 0;
     let mut tries: u64 = 1;
     loop {
-        keeper.set_aside = None;
+        (keeper.set_aside, keeper.lacks) = (Vec::new(), false);
         let born = Instant::now();
         let life = match keeper.one_life(programs.next()) {
             // It may be half written just now.
@@ -309,7 +312,7 @@ impl Keeper<'_> {
                 PollFd::from_borrowed_fd(line_fd, PollFlags::IN),
             ];
             // What could not be set aside when the daemon began to serve is asked for again, until it is there.
-            let again = life.was_ready && self.set_aside.is_none();
+            let again = life.was_ready && self.lacks;
             let wait = match self.told_by {
                 Some(by) => Timespec::try_from(by.saturating_duration_since(Instant::now())).ok(),
                 None => again.then_some(SET_ASIDE_AGAIN),
@@ -355,7 +358,14 @@ impl Keeper<'_> {
 
     /// Where memory is short right now, the next start is a little less certain; serving goes first.
     fn set_aside(&mut self, daemon: Pid) {
-        self.set_aside = Memory::anonymous(own_memory(daemon) * 5 / 4).ok();
+        let have: usize = self.set_aside.iter().map(Memory::len).sum();
+        let more = (own_memory(daemon) * 5 / 4).saturating_sub(have);
+        self.lacks = false;
+        if more > 0 {
+            let taken = Memory::anonymous(more).ok();
+            self.lacks = taken.is_none();
+            self.set_aside.extend(taken);
+        }
     }
 
     /// Gives a new daemon all that is kept.
@@ -375,7 +385,6 @@ impl Keeper<'_> {
         match split(&text) {
             ("ready", _) => {
                 life.was_ready = true;
-                self.set_aside = None;
                 self.set_aside(daemon);
                 // Now, not once: an upgrade may have put another file in its place.
                 let pages = self.config.map(resident::file);
