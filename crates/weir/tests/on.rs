@@ -328,6 +328,20 @@ fn it_goes_off_and_leaves_nothing_where_its_directory_is_full() {
 }
 
 #[test]
+fn off_removes_no_directory_that_it_did_not_make() {
+    let Some(place) = Place::new("empty") else { return };
+    fs::create_dir(&place.directory).expect("made");
+    let mode = |mode| {
+        use std::os::unix::fs::PermissionsExt as _;
+        fs::set_permissions(&place.directory, fs::Permissions::from_mode(mode)).expect("its mode");
+    };
+    mode(0o755);
+    assert!(place.off().status.success() && place.directory.exists(), "somebody's empty directory");
+    mode(0o700);
+    assert!(place.off().status.success() && !place.directory.exists(), "what a killed weir on leaves");
+}
+
+#[test]
 fn a_device_in_parts_is_given_back_and_taken_part_by_part() {
     let Some(place) = Place::new("parts") else { return };
     let before = (place.swaps(), fs::read_to_string("/proc/sys/vm/page-cluster").expect("a setting"));

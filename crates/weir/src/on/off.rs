@@ -6,6 +6,7 @@ use super::preflight::BACKING;
 use super::state::{Journal, Phase, Step};
 use super::{again, drain, front, service, settings, state, swaps, watch_interrupts};
 use crate::failure::Failure;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
 /// Turns it off.
@@ -17,8 +18,9 @@ pub fn run(options: &OffOptions) -> Result<(), Failure> {
         again::forget(&options.runtime)?;
     }
     if state::read(&options.runtime)?.is_none() {
-        // A weir on that was killed in its first moment leaves an empty directory.
-        if rustix::process::geteuid().is_root() && options.runtime.exists() {
+        // A weir on that was killed in its first moment leaves an empty directory, and no other than this mode.
+        let is_private = options.runtime.metadata().is_ok_and(|it| it.is_dir() && it.mode() & 0o777 == 0o700);
+        if rustix::process::geteuid().is_root() && is_private {
             Journal::open(&options.runtime)?.delete()?;
         }
         println!("not on: nothing in {} to turn off", options.runtime.display());
