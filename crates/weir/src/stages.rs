@@ -24,8 +24,9 @@ impl Stages {
 
     /// A stage ends here. What parts of it took may have been [noted](Self::note_all); this is the rest of it.
     pub fn end(&mut self, name: &'static str) {
-        let took = std::mem::replace(&mut self.since, Instant::now()).elapsed();
-        self.took.push((name, took));
+        let now = Instant::now();
+        self.took.push((name, now - self.since));
+        self.since = now;
     }
 
     /// Notes parts of the stage under way.
