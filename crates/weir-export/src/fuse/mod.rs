@@ -2,7 +2,7 @@
 //!
 //! The protocol is that of the kernel's `include/uapi/linux/fuse.h`. What can be decided without a descriptor is: [`request`]
 //! takes bytes and gives requests, [`wire`] holds numbers and structures. [`device`] reads and answers, where the kernel
-//! offers it [`ring`] does, [`mount`] puts a connection into the
+//! offers it `ring` does, [`mount`] puts a connection into the
 //! file system. [`Server`] serves one file with several threads, all of them started before the process is sealed.
 //!
 //! There is no page cache on the way to that file: is opened for direct I/O, so each request of the loop
