@@ -222,8 +222,10 @@ fn by_rings_a_signal_ends_it_under_load_and_a_disk_that_was_killed_is_replaced()
         });
         kill_process(Pid::from_child(&child), signal).unwrap();
         assert_eq!(child.wait().unwrap().code(), (signal == Signal::TERM).then_some(0));
-        // The kernel closes a dead process's rings a moment later; until then it looks alive.
-        until("a dead disk answers", || !is_mounted(&directory.0) || fs::metadata(&directory.0).is_err());
+        // The kernel closes a dead process's rings a moment later; until then it looks alive. What it has cached it goes on telling.
+        until("a dead disk answers", || {
+            !is_mounted(&directory.0) || fs::write(directory.0.join("probe"), b"new").is_err()
+        });
         for client in &mut clients {
             // They fail on what is gone, or write into the directory below it.
             until("a client waits for ever", || {
