@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Daemon, PATIENCE, has_lavapipe, kills};
+use common::{Daemon, Ends, PATIENCE, has_lavapipe, kills};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -140,6 +140,7 @@ fn what_is_being_brought_together_survives_kills() {
                 }
                 round
             });
+            let ends = Ends(stop);
             let mut moved = 0;
             for kill in 0..kills as u64 {
                 // Soon after it has begun to move pages, or at any time.
@@ -152,7 +153,7 @@ fn what_is_being_brought_together_survives_kills() {
                 moved += together() - before.min(together());
                 scene.kill_daemon();
             }
-            stop.store(true, Ordering::Relaxed);
+            drop(ends);
             (moved, user.join().unwrap())
         });
         println!(

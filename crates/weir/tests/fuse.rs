@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{Daemon, PATIENCE, kills, number};
+use common::{Daemon, Ends, PATIENCE, kills, number};
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
@@ -137,6 +137,7 @@ fn nothing_fails_and_every_page_survives_when_the_daemon_is_killed_under_load() 
                 }
             });
         }
+        let ends = Ends(&stop);
         let mut state = !seed;
         while stalls.len() < kills {
             thread::sleep(Duration::from_millis(20 + random(&mut state) % 200));
@@ -151,7 +152,7 @@ fn nothing_fails_and_every_page_survives_when_the_daemon_is_killed_under_load() 
             }
             stalls.push(killed.elapsed());
         }
-        stop.store(true, Ordering::Relaxed);
+        drop(ends);
     });
     stalls.sort();
     let [median, longest] = [stalls[stalls.len() / 2], stalls[stalls.len() - 1]];

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Daemon, PATIENCE};
+use common::{Daemon, Ends, PATIENCE};
 use std::fs;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::net::UnixStream;
@@ -35,15 +35,6 @@ fn try_start(name: &str, flags: &[&str], environment: &[(&str, &Path)]) -> Optio
 /// Chunks of the first store that were given back.
 fn away(scene: &Daemon) -> u64 {
     scene.status()["stores"][0]["chunks"]["given_back"].as_u64().unwrap()
-}
-
-/// Ends the users also where the test fails.
-struct Ends<'a>(&'a AtomicBool);
-
-impl Drop for Ends<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
-    }
 }
 
 fn said(output: &Output) -> String {

@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{Daemon, PATIENCE, WEIR, has_lavapipe, kills, number};
+use common::{Daemon, Ends, PATIENCE, WEIR, has_lavapipe, kills, number};
 use rustix::process::Pid;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -285,6 +285,7 @@ fn survive(scene: &Daemon, store: &str) {
                 }
             });
         }
+        let ends = Ends(&stop);
         let mut random = Random(!seed);
         while stalls.len() < kills {
             thread::sleep(Duration::from_millis(20 + random.next() % 200));
@@ -300,7 +301,7 @@ fn survive(scene: &Daemon, store: &str) {
             }
             stalls.push(killed.elapsed());
         }
-        stop.store(true, Ordering::Relaxed);
+        drop(ends);
     });
     stalls.sort();
     let [median, longest] = [stalls[stalls.len() / 2], stalls[stalls.len() - 1]];

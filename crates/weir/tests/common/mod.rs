@@ -7,6 +7,7 @@ use std::fs;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 use weir_export::nbd::client::{Client, Wish};
@@ -15,6 +16,15 @@ use weir_export::nbd::client::{Client, Wish};
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
 pub const WEIR: &str = env!("CARGO_BIN_EXE_weir");
+
+/// Ends those who work in other threads, also where the test fails: they would be waited for.
+pub struct Ends<'a>(pub &'a AtomicBool);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
 
 /// A number of the environment, which chooses by hand.
 pub fn number(name: &str, default: u64) -> u64 {
@@ -81,10 +91,17 @@ impl Daemon {
         Command::new(WEIR).args(arguments).arg("--control").arg(self.control()).output().unwrap()
     }
 
+    /// What it says of itself, as soon as there is a daemon that does: it answers clients a little earlier.
     pub fn status(&self) -> serde_json::Value {
-        let output = self.weir(&["status", "--json"]);
-        assert!(output.status.success(), "{output:?}");
-        serde_json::from_slice(&output.stdout).unwrap()
+        let begun = Instant::now();
+        loop {
+            let output = self.weir(&["status", "--json"]);
+            if output.status.success() {
+                return serde_json::from_slice(&output.stdout).unwrap();
+            }
+            assert!(begun.elapsed() < PATIENCE, "{output:?}");
+            thread::sleep(Duration::from_millis(5));
+        }
     }
 
     /// The flags of an NBD server at the place where [`connect`](Self::connect) looks for it.
