@@ -1,6 +1,9 @@
 //! The FUSE server through real mounts: files, loop devices, faults, and a server that goes on where another was killed.
 
-use std::fs::{self, File, OpenOptions};
+mod fuse_mounts;
+
+use fuse_mounts::{GRACE, content, open, quiet, serve};
+use std::fs;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
@@ -8,26 +11,15 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 use weir_core::PAGE_SIZE;
-use weir_core::seal::{Policy, SealedAllocator, seal};
+use weir_core::seal::SealedAllocator;
 use weir_export::fuse::mount::is_mounted;
-use weir_export::fuse::{Config, ServeError, Server};
-use weir_export::log::{Level, Log};
+use weir_export::fuse::{Config, Server};
 use weir_export::loop_device::LoopDevice;
 use weir_store::{Host, Store, StoreUrl};
 use weir_volume::Volume;
 
 #[global_allocator]
 static ALLOCATOR: SealedAllocator = SealedAllocator;
-
-const GRACE: Duration = Duration::from_secs(60);
-
-fn quiet() -> Log {
-    Arc::new(|level, line| {
-        if level == Level::Warning {
-            panic!("{line}");
-        }
-    })
-}
 
 fn volume(pages: u32, threads: usize) -> Arc<Volume> {
     let shape = weir_volume::Config { pages, lanes: threads, depth: 64 };
@@ -43,34 +35,6 @@ fn over(url: &str, pages: u32, threads: usize) -> Arc<Volume> {
 
 fn path(name: &str) -> PathBuf {
     std::env::temp_dir().join(format!("weir-fuse-test-{name}-{}", std::process::id()))
-}
-
-/// A server over a file of its own; `None`, having said why, where this machine cannot mount.
-fn serve(volume: &Arc<Volume>, config: &Config, point: &Path) -> Option<Server> {
-    match Server::start(volume, config, point, &quiet()) {
-        Ok(server) => {
-            seal(Policy::Abort);
-            Some(server)
-        }
-        Err(ServeError::Mount(error)) => {
-            println!("\nskipped: no FUSE mount here: {error}");
-            None
-        }
-        Err(error) => panic!("{error}"),
-    }
-}
-
-fn open(path: &Path) -> File {
-    OpenOptions::new().read(true).write(true).open(path).unwrap()
-}
-
-fn content(seed: u64, bytes: usize) -> Vec<u8> {
-    let mut state = seed;
-    let mut word = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 33) as u8
-    };
-    (0..bytes).map(|_| word()).collect()
 }
 
 #[test]

@@ -1,40 +1,32 @@
 //! The FUSE server with requests by rings: every processor's, fewer threads than processors, and every way in which it ends.
 
 mod enable_uring;
+mod fuse_mounts;
 
 use enable_uring::EnableUring;
+use fuse_mounts::{GRACE, content, eventually, open};
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::process::{Pid, Signal, kill_process};
 use rustix::thread::CpuSet;
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use weir_core::PAGE_SIZE;
-use weir_core::seal::{Policy, SealedAllocator, seal};
+use weir_core::seal::SealedAllocator;
 use weir_export::fuse::mount::is_mounted;
-use weir_export::fuse::{Config, ServeError, Server};
-use weir_export::log::{Level, Log};
+use weir_export::fuse::{Config, Server};
 use weir_store::{Host, StoreUrl};
 use weir_volume::Volume;
 
 #[global_allocator]
 static ALLOCATOR: SealedAllocator = SealedAllocator;
 
-const GRACE: Duration = Duration::from_secs(60);
 const PAGES: u32 = 4096;
-
-fn quiet() -> Log {
-    Arc::new(|level, line| {
-        if level == Level::Warning {
-            panic!("{line}");
-        }
-    })
-}
 
 fn volume(threads: usize) -> Arc<Volume> {
     let shape = weir_volume::Config { pages: PAGES, lanes: threads, depth: 64 };
@@ -47,18 +39,7 @@ fn path(name: &str) -> PathBuf {
 
 /// A server over a file of its own; `None`, having said why, where this machine cannot mount.
 fn serve(volume: &Arc<Volume>, threads: usize, point: &Path) -> Option<Server> {
-    let config = Config { threads, ..Config::default() };
-    match Server::start(volume, &config, point, &quiet()) {
-        Ok(server) => {
-            seal(Policy::Abort);
-            Some(server)
-        }
-        Err(ServeError::Mount(error)) => {
-            println!("\nskipped: no FUSE mount here: {error}");
-            None
-        }
-        Err(error) => panic!("{error}"),
-    }
+    fuse_mounts::serve(volume, &Config { threads, ..Config::default() }, point)
 }
 
 /// The same with requests by rings; a kernel that has the parameter has them.
@@ -68,27 +49,6 @@ fn by_rings(threads: usize, name: &str) -> Option<(EnableUring, Server)> {
     open(server.file()).write_all_at(&[1], 0).unwrap();
     assert!(server.stats().by_ring > 0, "requests come by rings: {:?}", server.stats());
     Some((enabled, server))
-}
-
-fn open(path: &Path) -> File {
-    OpenOptions::new().read(true).write(true).open(path).unwrap()
-}
-
-fn content(seed: u64, bytes: usize) -> Vec<u8> {
-    let mut state = seed;
-    let mut byte = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 33) as u8
-    };
-    (0..bytes).map(|_| byte()).collect()
-}
-
-fn eventually(what: &str, mut done: impl FnMut() -> bool) {
-    let begun = Instant::now();
-    while !done() {
-        assert!(begun.elapsed() < GRACE, "{what}");
-        thread::sleep(Duration::from_millis(10));
-    }
 }
 
 /// The processors on which this test may run.

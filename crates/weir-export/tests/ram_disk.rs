@@ -1,8 +1,10 @@
 //! The RAM disk through a real mount, with the tools that people use.
 
 mod enable_uring;
+mod fuse_mounts;
 
 use enable_uring::EnableUring;
+use fuse_mounts::{content, eventually};
 use rustix::fs::{FallocateFlags, RenameFlags, SeekFrom};
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
@@ -11,7 +13,7 @@ use std::os::unix::fs::{FileExt as _, MetadataExt as _, PermissionsExt as _, sym
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 use weir_export::fuse::mount::is_mounted;
 use weir_export::fuse::{Config, ServeError, Server};
 use weir_export::log::Log;
@@ -66,24 +68,6 @@ impl Drop for Disk {
         assert!(!is_mounted(&self.point));
         let _ = fs::remove_dir(&self.point);
     }
-}
-
-/// Waits for what the kernel or another process is about to do.
-fn eventually(what: &str, mut done: impl FnMut() -> bool) {
-    let begun = Instant::now();
-    while !done() {
-        assert!(begun.elapsed() < Duration::from_secs(60), "{what}");
-        std::thread::sleep(Duration::from_millis(10));
-    }
-}
-
-fn content(seed: u64, bytes: usize) -> Vec<u8> {
-    let mut state = seed;
-    let mut byte = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 33) as u8
-    };
-    (0..bytes).map(|_| byte()).collect()
 }
 
 #[test]

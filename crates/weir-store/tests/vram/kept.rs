@@ -128,6 +128,21 @@ fn left_behind(url: &VramUrl, drivers: &Drivers) -> Arc<Shelf> {
     shelf
 }
 
+/// The store again with its lanes, while CUDA waits in `cuInit`: no further before the lanes are there, or they would meet
+/// themselves what a test does to a later call.
+fn opening<const LANES: usize>(
+    cuda: &FakeCuda,
+    shelf: &Arc<Shelf>,
+    url: &VramUrl,
+    drivers: &Drivers,
+) -> (VramStore, [Box<dyn Lane>; LANES]) {
+    cuda.hold("cuInit");
+    let store = shelf.reopen(url, drivers).expect("the store again");
+    store.keep_with(shelf.clone(), true).expect("kept");
+    let lanes = std::array::from_fn(|_| store.lane(4).expect("a lane"));
+    (store, lanes)
+}
+
 fn holds_every_page(lane: &mut dyn Lane) -> bool {
     (0..1024).all(|slot| read(lane, slot) == Ok(page(slot)))
 }
@@ -159,11 +174,7 @@ fn pages_are_served_while_cuda_is_still_being_opened_and_by_it_once_it_is() {
         let drivers = drivers(cuda.path());
         let url = url(options);
         let shelf = left_behind(&url, &drivers);
-        // No further before the lane is there, or that would wait for the call itself.
-        cuda.hold("cuInit");
-        let store = shelf.reopen(&url, &drivers).expect("the store again");
-        store.keep_with(shelf.clone(), true).expect("kept");
-        let mut lane = store.lane(4).expect("a lane");
+        let (store, [mut lane]) = opening(&cuda, &shelf, &url, &drivers);
         cuda.hold(call);
         assert!(holds_every_page(lane.as_mut()), "{call}");
         write(lane.as_mut(), 7, &page(7777)).expect("written");
@@ -217,11 +228,7 @@ fn a_driver_that_fails_behind_the_first_operations_leaves_the_window() {
             // Its second chunk, lane or event, where there are several.
             let skip = if call.starts_with("cuInit") || call.starts_with("cuDevice") { 0 } else { 1 };
             cuda.fail(call, skip, -1, code);
-            // No further before the lanes are there, or opening those would fail.
-            cuda.hold("cuInit");
-            let store = shelf.reopen(&url, &drivers).expect("the store again");
-            store.keep_with(shelf.clone(), true).expect("kept");
-            let mut lanes = [store.lane(4).expect("a lane"), store.lane(4).expect("a lane")];
+            let (store, mut lanes) = opening::<2>(&cuda, &shelf, &url, &drivers);
             cuda.hold("");
             let why = outcome(&store).missing.expect("something is missing");
             assert!(why.contains(&format!("CUDA error {code}")) || why.contains("answered"), "{call}: {why}");
@@ -247,11 +254,7 @@ fn a_store_can_be_closed_while_cuda_is_being_opened() {
         let drivers = drivers(cuda.path());
         let url = url("&path=engine&ring=off");
         let shelf = left_behind(&url, &drivers);
-        // No further before the lane is there, or that would wait for the call itself.
-        cuda.hold("cuInit");
-        let store = shelf.reopen(&url, &drivers).expect("the store again");
-        store.keep_with(shelf.clone(), true).expect("kept");
-        let mut lane = store.lane(4).expect("a lane");
+        let (store, [mut lane]) = opening(&cuda, &shelf, &url, &drivers);
         cuda.hold(call);
         assert_eq!(read(lane.as_mut(), 3), Ok(page(3)));
         let lanes_end = Arc::new(AtomicBool::new(false));

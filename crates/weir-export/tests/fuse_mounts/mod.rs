@@ -1,0 +1,58 @@
+//! What the tests of FUSE through real mounts share.
+#![allow(dead_code, reason = "each test file uses its part of it")]
+
+use std::fs::{File, OpenOptions};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use weir_core::seal::{Policy, seal};
+use weir_export::fuse::{Config, ServeError, Server};
+use weir_export::log::{Level, Log};
+use weir_volume::Volume;
+
+pub const GRACE: Duration = Duration::from_secs(60);
+
+pub fn quiet() -> Log {
+    Arc::new(|level, line| {
+        if level == Level::Warning {
+            panic!("{line}");
+        }
+    })
+}
+
+/// A server over a file of its own; `None`, having said why, where this machine cannot mount.
+pub fn serve(volume: &Arc<Volume>, config: &Config, point: &Path) -> Option<Server> {
+    match Server::start(volume, config, point, &quiet()) {
+        Ok(server) => {
+            seal(Policy::Abort);
+            Some(server)
+        }
+        Err(ServeError::Mount(error)) => {
+            println!("\nskipped: no FUSE mount here: {error}");
+            None
+        }
+        Err(error) => panic!("{error}"),
+    }
+}
+
+pub fn open(path: &Path) -> File {
+    OpenOptions::new().read(true).write(true).open(path).unwrap()
+}
+
+pub fn content(seed: u64, bytes: usize) -> Vec<u8> {
+    let mut state = seed;
+    let mut byte = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as u8
+    };
+    (0..bytes).map(|_| byte()).collect()
+}
+
+/// Waits for what the kernel or another process is about to do.
+pub fn eventually(what: &str, mut done: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !done() {
+        assert!(begun.elapsed() < GRACE, "{what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
