@@ -3,6 +3,7 @@
 mod attachment;
 mod device;
 mod netlink;
+mod readers;
 mod watch;
 
 pub use attachment::Attachment;
@@ -14,6 +15,7 @@ use crate::control;
 use crate::device_use;
 use crate::failure::{Failure, chain};
 use device::{Kernel, Terms};
+use readers::NotReplaced;
 use std::fs;
 use std::io;
 use std::net::TcpStream;
@@ -43,8 +45,24 @@ pub fn attach(options: &AttachOptions) -> Result<(), Failure> {
 pub fn connect(options: &AttachOptions) -> Result<u32, Failure> {
     let index = options.device.as_deref().map(number).transpose()?;
     let mut kernel = Kernel::open().map_err(|error| no_kernel(&error))?;
-    let wish = Wish { name: options.name.clone(), structured: false, allocation: false };
-    let (first, server) = negotiate(&options.address, &wish).map_err(Failure::Failed)?;
+    let refused = |error: io::Error| {
+        let device =
+            options.device.as_ref().map_or("an NBD device".into(), |device| device.display().to_string());
+        Failure::Failed(format!("the kernel refused to connect {device}: {error}{}", advice(&error)))
+    };
+    if let Some(index) = index.filter(|_| options.reconnect) {
+        let replaced = readers::replace(&mut kernel, index, options.connections, false, || {
+            open(options).map(|(socket, server)| (socket, terms(options, &server)))
+        });
+        match replaced {
+            Ok(_) => {}
+            Err(NotReplaced::Kernel(error)) => return Err(refused(error)),
+            Err(other) => return Err(Failure::Failed(format!("/dev/nbd{index}: {other}"))),
+        }
+        remember(options, index);
+        return Ok(index);
+    }
+    let (first, server) = open(options).map_err(Failure::Failed)?;
     let mut sockets = vec![first];
     if options.connections > 1 && !server.multi_conn() {
         return Err(Failure::Failed(format!(
@@ -53,24 +71,9 @@ pub fn connect(options: &AttachOptions) -> Result<u32, Failure> {
         )));
     }
     for _ in 1..options.connections {
-        sockets.push(negotiate(&options.address, &wish).map_err(Failure::Failed)?.0);
+        sockets.push(open(options).map_err(Failure::Failed)?.0);
     }
-    let terms = Terms {
-        bytes: server.bytes,
-        flags: server.flags,
-        request_timeout: Duration::from_secs(options.request_timeout.into()),
-        reconnect_timeout: Duration::from_secs(options.reconnect_timeout.into()),
-    };
-    let refused = |error: io::Error| {
-        let device =
-            options.device.as_ref().map_or("an NBD device".into(), |device| device.display().to_string());
-        Failure::Failed(format!("the kernel refused to connect {device}: {error}{}", advice(&error)))
-    };
-    let index = match index.filter(|_| options.reconnect) {
-        Some(index) => kernel.reconnect(index, &terms, &sockets).map(|()| index),
-        None => kernel.connect(index, &terms, &sockets),
-    }
-    .map_err(refused)?;
+    let index = kernel.connect(index, &terms(options, &server), &sockets).map_err(refused)?;
     settle(|| sectors(index) == Some(server.bytes / 512));
     let queue = PathBuf::from(format!("/sys/block/nbd{index}/queue/max_sectors_kb"));
     if let Err(error) = fs::write(&queue, MAX_SECTORS_KB) {
@@ -81,6 +84,19 @@ pub fn connect(options: &AttachOptions) -> Result<u32, Failure> {
     }
     remember(options, index);
     Ok(index)
+}
+
+fn open(options: &AttachOptions) -> Result<(OwnedFd, client::Terms), String> {
+    negotiate(&options.address, &Wish { name: options.name.clone(), structured: false, allocation: false })
+}
+
+fn terms(options: &AttachOptions, server: &client::Terms) -> Terms {
+    Terms {
+        bytes: server.bytes,
+        flags: server.flags,
+        request_timeout: Duration::from_secs(options.request_timeout.into()),
+        reconnect_timeout: Duration::from_secs(options.reconnect_timeout.into()),
+    }
 }
 
 /// Tells the server's daemon which device it serves, so that it can replace lost connections by itself. A server that is

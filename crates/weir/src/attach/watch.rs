@@ -4,11 +4,13 @@
 use super::attachment::{Attachment, read_note, write_note};
 use super::device::{DeadLinks, Kernel, Terms};
 use super::negotiate;
+use super::readers::{self, NotReplaced};
 use crate::address::Address;
 use crate::device_use;
 use crate::keeper::Link;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::collections::BTreeSet;
+use std::fmt;
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -39,8 +41,8 @@ struct List {
     is_watched: bool,
 }
 
-impl std::fmt::Debug for Attachments {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Debug for Attachments {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_list().entries(&self.list().devices).finish()
     }
 }
@@ -152,7 +154,7 @@ impl Attachments {
             };
             let mut dead = Vec::new();
             match links.take(|device| dead.push(device)) {
-                Ok(()) => lost.extend(&dead),
+                Ok(()) => {}
                 Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => dead.clear(),
                 Err(error) => return Err(error),
             }
@@ -174,51 +176,50 @@ impl Attachments {
         self.list().devices.clone()
     }
 
-    /// Offers the kernel a new connection for each that may be dead. Returns whether it took them, as far as one can tell: it does
-    /// not say whether one was dead, so only of devices in `lost` is it known that there was something to replace.
+    /// Replaces a device's dead connections, all of them where it is in `lost`. Returns whether none is left.
     fn reconnect(&self, kernel: &mut Kernel, device: &Attachment, lost: &mut BTreeSet<u32>) -> bool {
         let Ok(address) = device.address.parse::<Address>() else { return true };
         let wish = Wish { name: device.name.clone(), structured: false, allocation: false };
-        for number in 1..=device.connections {
-            // One at a time: where only one is dead, the server may have a seat for one only.
-            let (socket, server) = match negotiate(&address, &wish) {
-                Ok(connection) => connection,
-                Err(error) => {
-                    let device = device.device;
-                    (self.log)(Level::Info, format_args!("/dev/nbd{device}: connection {number}: {error}"));
-                    return false;
-                }
-            };
+        let say = |level, text: fmt::Arguments<'_>| {
+            (self.log)(level, format_args!("/dev/nbd{}{text}", device.device));
+        };
+        let open = || {
+            let (socket, server) = negotiate(&address, &wish)?;
             let terms = Terms {
                 bytes: server.bytes,
                 flags: server.flags,
                 request_timeout: Duration::from_secs(device.request_timeout.into()),
                 reconnect_timeout: Duration::from_secs(device.reconnect_timeout.into()),
             };
-            match kernel.reconnect(device.device, &terms, &[socket]) {
-                Ok(()) => {}
-                Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
-                    let index = device.device;
-                    (self.log)(Level::Info, format_args!("/dev/nbd{index} is no longer attached"));
-                    // What the keeper remembers matters to the next daemon only, which would find the same.
-                    let _ = self.detached(index);
-                    return true;
-                }
-                Err(error) => {
-                    let device = device.device;
-                    (self.log)(
-                        Level::Warning,
-                        format_args!("/dev/nbd{device} is not connected again: {error}"),
-                    );
-                    return false;
-                }
+            Ok((socket, terms))
+        };
+        let all = lost.remove(&device.device);
+        match readers::replace(kernel, device.device, device.connections, all, open) {
+            Ok(0) => true,
+            Ok(_) => {
+                say(Level::Info, format_args!(": its lost connections are replaced"));
+                true
+            }
+            Err(error @ NotReplaced::StillRead(_)) => {
+                lost.insert(device.device);
+                say(Level::Warning, format_args!(": {error}"));
+                false
+            }
+            Err(error @ (NotReplaced::Server(_) | NotReplaced::Unread)) => {
+                say(Level::Info, format_args!(": {error}"));
+                false
+            }
+            Err(NotReplaced::Kernel(error)) if error.raw_os_error() == Some(libc::EINVAL) => {
+                say(Level::Info, format_args!(" is no longer attached"));
+                // What the keeper remembers matters to the next daemon only, which would find the same.
+                let _ = self.detached(device.device);
+                true
+            }
+            Err(NotReplaced::Kernel(error)) => {
+                say(Level::Warning, format_args!(" is not connected again: {error}"));
+                false
             }
         }
-        let index = device.device;
-        if lost.remove(&index) {
-            (self.log)(Level::Info, format_args!("/dev/nbd{index}: its lost connections are replaced"));
-        }
-        true
     }
 }
 
