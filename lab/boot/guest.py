@@ -19,6 +19,8 @@ BOOTS = {"uml": uml, "qemu": qemu}
 # Escape sequences and control characters, all but tab and newline.
 CONTROL = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[()][A-Z0-9]|\x1b.|[\x00-\x08\x0b-\x1f\x7f]")
 PR_SET_CHILD_SUBREAPER = 36
+# How often a guest is started that ends before its scenario begins.
+STARTS = 3
 # How often a silent guest is looked at.
 LOOK_S = 0.2
 # Nobody logs in; what systemd does is in the guest's journal, for the scenario to look at.
@@ -71,7 +73,12 @@ def run(kernel, guest, out):
     # UML forks a process for each of the guest's: orphans come to us, so that the end can be a certain one.
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     deadline = time.monotonic() + guest.limit_s
-    _boot(kernel, guest, deadline, out)
+    # An emulated kernel may die of its emulator while it starts (lab/README.md).
+    for left in reversed(range(STARTS)):
+        _boot(kernel, guest, deadline, out)
+        if os.path.exists(f"{guest.share}/begun") or not left:
+            break
+        out.write("lab: the kernel ended before the scenario began; starting it again\n")
     while os.path.exists(f"{guest.share}/again"):
         os.unlink(f"{guest.share}/again")
         _boot(kernel, guest, deadline, out)

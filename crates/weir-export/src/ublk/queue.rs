@@ -125,12 +125,11 @@ impl<'a> Queue<'a> {
             queue.command(uapi::FETCH_REQ, tag, -1);
         }
         queue.ring.submit().map_err(|error| doing("offering its buffers", &error))?;
-        // A refusal comes at once, a request only after the device has started.
-        if let Some(refused) = queue.ring.completion().find(|completion| completion.result() < 0) {
-            let error = io::Error::from_raw_os_error(-refused.result());
-            return Err(doing("having its buffers accepted", &error));
+        // A refusal comes at once; so may a request, where the device had a server before.
+        match queue.collect() {
+            None => Ok(queue),
+            Some((_, error)) => Err(doing("having its buffers accepted", &error)),
         }
-        Ok(queue)
     }
 
     /// Serves until the device has gone.
@@ -139,7 +138,12 @@ impl<'a> Queue<'a> {
     /// When the ring fails, which leaves the device without this queue.
     pub fn serve(&mut self) -> io::Result<()> {
         loop {
-            self.collect();
+            if let Some((tag, error)) = self.collect()
+                && error.raw_os_error() != Some(-RESULT_ABORT)
+            {
+                let number = self.number;
+                (self.log)(Level::Warning, format_args!("ublk: queue {number}: tag {tag} is lost: {error}"));
+            }
             self.engine.begin(self.counters);
             self.engine.turn();
             while let Some((tag, result)) = self.engine.finished(self.counters) {
@@ -152,9 +156,10 @@ impl<'a> Queue<'a> {
         }
     }
 
-    /// Takes every completion that is there into the engine's batch.
-    fn collect(&mut self) {
-        let Queue { ring, descriptors, engine, counters, polled, gone, log, number, .. } = self;
+    /// Takes every completion that is there into the engine's batch. Returns a tag that the driver will not use any more, and why.
+    fn collect(&mut self) -> Option<(u64, io::Error)> {
+        let Queue { ring, descriptors, engine, counters, polled, gone, .. } = self;
+        let mut lost = None;
         for completion in ring.completion() {
             let (data, result) = (completion.user_data(), completion.result());
             if data >= STORE {
@@ -165,12 +170,10 @@ impl<'a> Queue<'a> {
                 engine.take(tag, &descriptors.get(tag), counters);
             } else {
                 *gone += 1;
-                if result != RESULT_ABORT {
-                    let error = io::Error::from_raw_os_error(-result);
-                    (log)(Level::Warning, format_args!("ublk: queue {number}: tag {data} is lost: {error}"));
-                }
+                lost = Some((data, io::Error::from_raw_os_error(-result)));
             }
         }
+        lost
     }
 
     /// Sends what has been queued, and sleeps until there is something to do.

@@ -10,7 +10,7 @@ use crate::log::{Level, Log};
 use crate::spin::{Spin, SpinGate};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
-use rustix::thread::CpuSet;
+use rustix::thread::{CpuSet, MembarrierCommand};
 use std::fmt;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -26,6 +26,8 @@ use weir_volume::Volume;
 const STACK_BYTES: usize = 256 << 10;
 /// How long the driver may take to clear up after a dead server, or to show a device.
 const PATIENCE: Duration = Duration::from_secs(30);
+/// How long at least a processor has for putting a request back.
+const RETURN: Duration = Duration::from_millis(20);
 /// How often to look.
 const LOOK: Duration = Duration::from_millis(2);
 
@@ -204,7 +206,10 @@ impl Server {
     ) -> Result<Server, UblkError> {
         let Found { device, control, info } = found;
         let mut server = Server::new(device, control, &info);
-        server.start(volume, config, &info, log, Device::end_recovery)?;
+        server.start(volume, config, &info, log, |device, control| {
+            let_requests_return();
+            device.end_recovery(control)
+        })?;
         Ok(server)
     }
 
@@ -219,7 +224,7 @@ impl Server {
         config: &Config,
         info: &DeviceInfo,
         log: &Log,
-        publish: fn(Device, &mut Control) -> Result<(), ControlError>,
+        publish: impl FnOnce(Device, &mut Control) -> Result<(), ControlError>,
     ) -> Result<(), UblkError> {
         let queues = info.queues;
         let character = Arc::new(open(&self.device.character())?);
@@ -394,6 +399,17 @@ impl Thread {
             (self.log)(Level::Warning, format_args!("ublk: queue {number} serves no more: {error}"));
         }
     }
+}
+
+/// Waits until every processor that found no server has put its request back where the end of the recovery finds it. Since Linux 7.0 the
+/// driver hands requests out from the moment when a queue's buffers are all offered; a processor that looked just before puts its
+/// request on a list that only the end of the recovery looks at, and after that nobody would (docs/ublk.md).
+fn let_requests_return() {
+    let begun = Instant::now();
+    // It looks and puts back within one read-side section of RCU, whose end this waits for: on several processors, of which none is
+    // a nohz_full one.
+    let _ = rustix::thread::membarrier(MembarrierCommand::Global);
+    std::thread::sleep(RETURN.saturating_sub(begun.elapsed()));
 }
 
 /// The same error, with what was being done.

@@ -15,7 +15,7 @@ use crate::control;
 use crate::device_use;
 use crate::failure::{Failure, chain};
 use device::{Kernel, Terms};
-use readers::NotReplaced;
+use readers::{Known, NotReplaced};
 use std::fs;
 use std::io;
 use std::net::TcpStream;
@@ -51,7 +51,7 @@ pub fn connect(options: &AttachOptions) -> Result<u32, Failure> {
         Failure::Failed(format!("the kernel refused to connect {device}: {error}{}", advice(&error)))
     };
     if let Some(index) = index.filter(|_| options.reconnect) {
-        let replaced = readers::replace(&mut kernel, index, options.connections, false, || {
+        let replaced = readers::replace(&mut kernel, index, options.connections, Known::SomeMayHave, || {
             open(options).map(|(socket, server)| (socket, terms(options, &server)))
         });
         match replaced {

@@ -1,9 +1,10 @@
 //! The kernel's threads that read from a device's connections, and connections replaced only when those of the dead have gone.
 //!
-//! A thread of the driver looks for its connection's socket anew before every reply (drivers/block/nbd.c, recv_work). One that has not
-//! noticed yet that its connection died reads from the replacement, beside the thread that belongs to it: they tear the replies
-//! apart, and pages come back damaged (docs/nbd.md). No interface says when it has gone, but its name does: a kernel worker at
-//! work is called `kworker/u8:3+nbd0-recv` (Linux 5.4).
+//! A thread that has read the header of a reply may wait for whoever sent the request, a program that waits for a processor with the
+//! request's lock held. Then it takes the reply's data from the socket that the connection has by that time (drivers/block/nbd.c,
+//! nbd_handle_reply): from the replacement, where another reply begins. The page is damaged, and so is every reply behind it
+//! (docs/nbd.md). No interface says when such a thread has gone, but its name does: a kernel worker at work is called
+//! `kworker/u8:3+nbd0-recv` (Linux 5.4).
 
 use super::device::{Kernel, Terms};
 use std::fs;
@@ -19,6 +20,17 @@ const STEADY: Duration = Duration::from_millis(200);
 const PATIENCE: Duration = Duration::from_secs(5);
 const LONGEST_NAP: Duration = Duration::from_millis(20);
 
+/// What is known of a device's connections.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Known {
+    /// All of them died, just now.
+    AllDied,
+    /// Some may have died.
+    SomeMayHave,
+    /// Some may have, and long ago: whoever would read from a dead one has noticed.
+    SomeMayHaveLongAgo,
+}
+
 /// Why connections are not replaced.
 #[derive(Debug, thiserror::Error)]
 pub enum NotReplaced {
@@ -28,16 +40,13 @@ pub enum NotReplaced {
     /// The kernel refuses it.
     #[error("the kernel refuses a new connection")]
     Kernel(#[source] io::Error),
-    /// It still reads from so many that died.
-    #[error("the kernel still reads from {0} connections that are dead")]
-    StillRead(usize),
     /// It took a new one and does not read from it yet.
     #[error("the kernel does not read from a new connection yet")]
     Unread,
 }
 
-/// Replaces those of a device's `connections` that are dead, `all` of them for certain or as many as the kernel no longer reads from,
-/// each by what `open` makes. Returns how many.
+/// Replaces those of a device's `connections` that are dead, each by what `open` makes. Returns how many; what it cannot know counts
+/// as none.
 ///
 /// # Errors
 /// See [`NotReplaced`]; some may have been replaced.
@@ -45,22 +54,29 @@ pub fn replace(
     kernel: &mut Kernel,
     device: u32,
     connections: u16,
-    all: bool,
+    known: Known,
     mut open: impl FnMut() -> Result<(OwnedFd, Terms), String>,
 ) -> Result<u16, NotReplaced> {
     let readers = Readers::of(device, Path::new("/proc"));
-    let alive = if all { readers.none() } else { readers.steady() };
-    if all && alive > 0 {
-        return Err(NotReplaced::StillRead(alive));
-    }
+    let (mut reading, dead) = match known {
+        // One that is still there waits for a request that waits for a new connection: it will see that its reply is an old one.
+        Known::AllDied => (readers.none(), connections),
+        Known::SomeMayHave => {
+            let reading = readers.steady();
+            (reading, connections.saturating_sub(reading as u16))
+        }
+        Known::SomeMayHaveLongAgo => (0, connections),
+    };
     let mut replaced = 0;
-    while alive + usize::from(replaced) < usize::from(connections) {
+    for _ in 0..dead {
         // One at a time: where only one is dead, the server may have a seat for one only.
         let (socket, terms) = open().map_err(NotReplaced::Server)?;
+        // It is not used where none is dead, which the kernel does not tell.
         kernel.reconnect(device, &terms, &[socket]).map_err(NotReplaced::Kernel)?;
-        if !readers.more_than(alive + usize::from(replaced)) {
-            return Err(NotReplaced::Unread);
+        if known == Known::SomeMayHaveLongAgo {
+            continue;
         }
+        reading = readers.more_than(reading).ok_or(NotReplaced::Unread)?;
         replaced += 1;
     }
     Ok(replaced)
@@ -121,16 +137,16 @@ impl Readers {
         last.unwrap_or(0)
     }
 
-    /// Waits until there are more than `before`; false where that does not happen.
-    fn more_than(&self, before: usize) -> bool {
-        let mut are_more = true;
+    /// Waits until there are more than `before` and returns how many; nothing where that does not happen.
+    fn more_than(&self, before: usize) -> Option<usize> {
+        let mut now = before + 1;
         if self.are_seen {
             self.wait(|count, since| {
-                are_more = count > before;
-                are_more || since > PATIENCE
+                now = count;
+                count > before || since > PATIENCE
             });
         }
-        are_more
+        (now > before).then_some(now)
     }
 
     /// Asks `enough`, of their number and the time that has passed, until it is.
@@ -211,7 +227,7 @@ mod tests {
         let readers = proc.readers();
         assert_eq!(readers.none(), 0);
         assert_eq!(readers.steady(), 0);
-        assert!(readers.more_than(7));
+        assert_eq!(readers.more_than(7), Some(8));
     }
 
     #[test]
@@ -232,7 +248,7 @@ mod tests {
             thread::sleep(Duration::from_millis(50));
             assert!(!waiter.is_finished(), "the new one has not begun");
             proc.call(31, "kworker/u8:1+nbd0-recv");
-            assert!(waiter.join().expect("no panic"));
+            assert_eq!(waiter.join().expect("no panic"), Some(1));
         });
     }
 }

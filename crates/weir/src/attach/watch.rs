@@ -4,7 +4,7 @@
 use super::attachment::{Attachment, read_note, write_note};
 use super::device::{DeadLinks, Kernel, Terms};
 use super::negotiate;
-use super::readers::{self, NotReplaced};
+use super::readers::{self, Known, NotReplaced};
 use crate::address::Address;
 use crate::device_use;
 use crate::keeper::Link;
@@ -24,7 +24,7 @@ pub const NOTE: &str = "attached";
 
 /// When to look again after a start, or after an event that brought no success: the server has no seat free before it has
 /// noticed that a connection is gone, or memory is short just now.
-const LOOKS: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(3)];
+const LOOKS: [Duration; 3] = [Duration::from_millis(500), Duration::from_secs(3), Duration::from_secs(3)];
 
 /// The devices that are attached to this daemon.
 pub struct Attachments {
@@ -140,11 +140,12 @@ impl Attachments {
         // First the ear, then the look: what dies in between is heard.
         let links = DeadLinks::open()?;
         let mut kernel = Kernel::open()?;
-        let mut looks = LOOKS.iter();
-        let mut lost = std::mem::take(&mut self.list().lost);
+        let lost = std::mem::take(&mut self.list().lost);
         for device in self.devices() {
-            self.reconnect(&mut kernel, &device, &mut lost);
+            let known = if lost.contains(&device.device) { Known::AllDied } else { Known::SomeMayHave };
+            self.reconnect(&mut kernel, &device, known);
         }
+        let mut looks = LOOKS.iter();
         loop {
             let pause = looks.next().map(|pause| Timespec::try_from(*pause).expect("seconds"));
             let mut fds = [PollFd::new(&links, PollFlags::IN)];
@@ -160,13 +161,17 @@ impl Attachments {
             }
             // A look without an event, or with lost ones, is at all of them.
             let all = dead.is_empty();
+            let last = all && looks.len() == 0;
             let mut missed = false;
             for device in self.devices() {
                 if all || dead.contains(&device.device) {
-                    missed |= !self.reconnect(&mut kernel, &device, &mut lost);
+                    let known = if last { Known::SomeMayHaveLongAgo } else { Known::SomeMayHave };
+                    let replaced = self.reconnect(&mut kernel, &device, known);
+                    // An event without a dead connection: the kernel has not noticed yet, or it is an old one.
+                    missed |= replaced.is_none() || (!all && replaced == Some(0));
                 }
             }
-            if missed && looks.len() == 0 {
+            if missed && (!all || looks.len() == 0) {
                 looks = LOOKS.iter();
             }
         }
@@ -176,9 +181,9 @@ impl Attachments {
         self.list().devices.clone()
     }
 
-    /// Replaces a device's dead connections, all of them where it is in `lost`. Returns whether none is left.
-    fn reconnect(&self, kernel: &mut Kernel, device: &Attachment, lost: &mut BTreeSet<u32>) -> bool {
-        let Ok(address) = device.address.parse::<Address>() else { return true };
+    /// Replaces a device's dead connections. Returns how many, or nothing where it is to be tried again.
+    fn reconnect(&self, kernel: &mut Kernel, device: &Attachment, known: Known) -> Option<u16> {
+        let Ok(address) = device.address.parse::<Address>() else { return Some(0) };
         let wish = Wish { name: device.name.clone(), structured: false, allocation: false };
         let say = |level, text: fmt::Arguments<'_>| {
             (self.log)(level, format_args!("/dev/nbd{}{text}", device.device));
@@ -193,31 +198,25 @@ impl Attachments {
             };
             Ok((socket, terms))
         };
-        let all = lost.remove(&device.device);
-        match readers::replace(kernel, device.device, device.connections, all, open) {
-            Ok(0) => true,
-            Ok(_) => {
+        match readers::replace(kernel, device.device, device.connections, known, open) {
+            Ok(0) => Some(0),
+            Ok(count) => {
                 say(Level::Info, format_args!(": its lost connections are replaced"));
-                true
-            }
-            Err(error @ NotReplaced::StillRead(_)) => {
-                lost.insert(device.device);
-                say(Level::Warning, format_args!(": {error}"));
-                false
+                Some(count)
             }
             Err(error @ (NotReplaced::Server(_) | NotReplaced::Unread)) => {
                 say(Level::Info, format_args!(": {error}"));
-                false
+                None
             }
             Err(NotReplaced::Kernel(error)) if error.raw_os_error() == Some(libc::EINVAL) => {
                 say(Level::Info, format_args!(" is no longer attached"));
                 // What the keeper remembers matters to the next daemon only, which would find the same.
                 let _ = self.detached(device.device);
-                true
+                Some(0)
             }
             Err(NotReplaced::Kernel(error)) => {
                 say(Level::Warning, format_args!(" is not connected again: {error}"));
-                false
+                None
             }
         }
     }
