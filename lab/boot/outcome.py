@@ -7,3 +7,7 @@ class Missing(Exception):
 
 class Failed(Exception):
     """The scenario or its kernel did not do what it should: exit 1."""
+
+
+class Died(Failed):
+    """The kernel ended by no doing of the scenario's: before it began, or of its emulator. Worth another start."""

@@ -68,6 +68,11 @@ def of(bench, commit, card, runs, figures):
     }
 
 
+def verdict(bench, tree, passed, seconds, figures):
+    """The same for a test: it passed or it did not, after so many seconds."""
+    return of(bench, commit(tree), None, 1, figures) | {"passed": passed, "seconds": round(seconds, 2)}
+
+
 def document(tree, scenario, kernel, scale, passed, seconds, figures):
     """One JSON object for one run of a scenario."""
     guest = {
@@ -76,8 +81,7 @@ def document(tree, scenario, kernel, scale, passed, seconds, figures):
         "memory_mib": scenario.memory_mib,
         "cpus": 1 if kernel.boot == "uml" and not uml.has_smp(kernel) else scenario.cpus,
     }
-    more = {"scenario": scenario.name, "scale": scale, "guest": guest, "passed": passed, "seconds": round(seconds, 2)}
-    return of("lab", commit(tree), None, 1, figures) | more
+    return verdict("lab", tree, passed, seconds, figures) | {"scenario": scenario.name, "scale": scale, "guest": guest}
 
 
 def _lines(path):
