@@ -9,5 +9,5 @@ class Failed(Exception):
     """The scenario or its kernel did not do what it should: exit 1."""
 
 
-class Died(Failed):
+class Died(Exception):
     """The kernel ended by no doing of the scenario's: before it began, or of its emulator. Worth another start."""

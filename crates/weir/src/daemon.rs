@@ -90,10 +90,11 @@ impl Daemon {
         }
         let mut ways_in: Vec<Box<dyn WayIn>> = Vec::new();
         if !options.nbd.is_empty() {
-            ways_in.push(Box::new(Nbd::start(&volume, options, log)?));
+            let nbd = Nbd::start(&volume, options, log)?;
+            attachments.resume(nbd.kernel_connections());
+            ways_in.push(Box::new(nbd));
             stages.end("connections");
         }
-        attachments.resume();
         if let Some(file) = &options.fuse {
             ways_in.push(Box::new(Fuse::start(&volume, options, file, reborrow(&mut keeper), log)?));
         }

@@ -17,7 +17,7 @@ use std::time::Duration;
 use weir_export::fuse;
 use weir_export::log::Log;
 use weir_export::loop_device::LoopDevice;
-use weir_export::nbd::{self, Identity, Listen, ListenError, ServeError, Server};
+use weir_export::nbd::{self, Identity, KernelConnections, Listen, ListenError, ServeError, Server};
 use weir_export::share;
 use weir_volume::Volume;
 
@@ -82,6 +82,13 @@ impl Nbd {
             _ => Failure::Failed(chain(&error)),
         })?;
         Ok(Nbd(server))
+    }
+}
+
+impl Nbd {
+    /// Its connections with the kernel.
+    pub fn kernel_connections(&self) -> KernelConnections {
+        self.0.kernel_connections()
     }
 }
 

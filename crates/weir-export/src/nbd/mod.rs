@@ -23,6 +23,6 @@ pub mod wire;
 
 pub use control::{PATIENCE, PENDING_MAX};
 pub use listen::{Listen, ListenError};
-pub use server::{Config, ServeError, Server};
+pub use server::{Config, KernelConnections, ServeError, Server};
 pub use stats::Stats;
 pub use tls::{Identity, IdentityError};

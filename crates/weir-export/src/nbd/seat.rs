@@ -181,6 +181,21 @@ impl Seats {
         busy
     }
 
+    /// Connections that the kernel may have: those of no other living process than this one, which may have made them for it.
+    pub fn kernels(&self) -> usize {
+        self.seats.iter().filter(|seat| seat.lock().socket.as_ref().is_some_and(is_kernels)).count()
+    }
+
+    /// Ends those.
+    pub fn hang_up_kernels(&self) {
+        for seat in &self.seats {
+            let mail = seat.lock();
+            if mail.socket.as_ref().is_some_and(is_kernels) {
+                mail.shut(Shutdown::Both);
+            }
+        }
+    }
+
     pub fn stats(&self) -> Stats {
         let mut stats = Stats { connections_max: self.seats.len() as u64, ..Stats::default() };
         for seat in &self.seats {
@@ -221,6 +236,14 @@ impl Seat {
     }
 }
 
+/// Whether no other living process made the connection. Where that cannot be told, it may be the kernel's.
+fn is_kernels(socket: &OwnedFd) -> bool {
+    let maker = rustix::net::sockopt::socket_peercred(socket).map_or(0, |peer| peer.pid.as_raw_pid());
+    maker <= 0
+        || maker as u32 == std::process::id()
+        || !std::path::Path::new(&format!("/proc/{maker}")).exists()
+}
+
 impl Mailbox {
     fn shut(&self, how: Shutdown) {
         if let Some(socket) = &self.socket {
@@ -236,6 +259,17 @@ mod tests {
     use std::io::Read;
     use std::os::unix::net::UnixStream;
     use std::sync::Arc;
+
+    #[test]
+    fn what_this_process_connected_for_the_kernel_is_hung_up() {
+        let seats = Seats::new(2, Duration::ZERO, false, Arc::new(|_, _| {}));
+        seats.open(0);
+        let (ours, mut client) = UnixStream::pair().unwrap();
+        seats.give(ours.into(), Negotiated { structured: false, allocation: false }, &[]).unwrap();
+        assert_eq!(seats.kernels(), 1);
+        seats.hang_up_kernels();
+        assert_eq!(client.read(&mut [0]).unwrap(), 0);
+    }
 
     #[test]
     fn a_thread_that_panics_leaves_its_seat_and_its_client() {

@@ -106,6 +106,28 @@ impl fmt::Debug for Server {
     }
 }
 
+/// The connections of a server that the kernel's client may have.
+#[derive(Clone)]
+pub struct KernelConnections(Arc<Seats>);
+
+impl fmt::Debug for KernelConnections {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "KernelConnections({})", self.count())
+    }
+}
+
+impl KernelConnections {
+    /// How many there are.
+    pub fn count(&self) -> usize {
+        self.0.kernels()
+    }
+
+    /// Ends them.
+    pub fn hang_up(&self) {
+        self.0.hang_up_kernels();
+    }
+}
+
 impl Server {
     /// Listens, starts every thread and takes all memory; the process may be sealed afterwards. Clients are served
     /// from here on.
@@ -210,6 +232,11 @@ impl Server {
     /// Where it listens, with the ports that the system chose.
     pub fn addresses(&self) -> &[Listen] {
         &self.addresses
+    }
+
+    /// Its connections with the kernel.
+    pub fn kernel_connections(&self) -> KernelConnections {
+        KernelConnections(Arc::clone(&self.seats))
     }
 
     /// Its counts.

@@ -139,7 +139,7 @@ impl<'a> Queue<'a> {
     pub fn serve(&mut self) -> io::Result<()> {
         loop {
             if let Some((tag, error)) = self.collect()
-                && error.raw_os_error() != Some(-RESULT_ABORT)
+                && !is_abort(&error)
             {
                 let number = self.number;
                 (self.log)(Level::Warning, format_args!("ublk: queue {number}: tag {tag} is lost: {error}"));
@@ -170,7 +170,9 @@ impl<'a> Queue<'a> {
                 engine.take(tag, &descriptors.get(tag), counters);
             } else {
                 *gone += 1;
-                lost = Some((data, io::Error::from_raw_os_error(-result)));
+                if lost.as_ref().is_none_or(|(_, error): &(u64, io::Error)| is_abort(error)) {
+                    lost = Some((data, io::Error::from_raw_os_error(-result)));
+                }
             }
         }
         lost
@@ -253,6 +255,11 @@ impl<'a> Queue<'a> {
         let entry = opcode::UringCmd16::new(Fixed(0), command).cmd(bytes).build().user_data(tag.into());
         push(&mut self.ring, &entry);
     }
+}
+
+/// Whether a tag is lost only because the device goes.
+fn is_abort(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(-RESULT_ABORT)
 }
 
 fn push(ring: &mut IoUring, entry: &squeue::Entry) {

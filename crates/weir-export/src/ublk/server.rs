@@ -401,13 +401,13 @@ impl Thread {
     }
 }
 
-/// Waits until every processor that found no server has put its request back where the end of the recovery finds it. Since Linux 7.0 the
-/// driver hands requests out from the moment when a queue's buffers are all offered; a processor that looked just before puts its
-/// request on a list that only the end of the recovery looks at, and after that nobody would (docs/ublk.md).
+/// Waits until every processor that found no server has put its request back where the end of the recovery finds it. Since Linux 6.15 (and
+/// 6.14.6) the driver hands requests out from the moment when all buffers are offered, a queue's own since 7.0; a processor that looked
+/// just before puts its request on a list that only the end of the recovery looks at, and after that nobody would (docs/ublk.md).
 fn let_requests_return() {
     let begun = Instant::now();
-    // It looks and puts back within one read-side section of RCU, whose end this waits for: on several processors, of which none is
-    // a nohz_full one.
+    // It looks and puts back within one read-side section of RCU, whose end this waits for. Not on a single processor, nor where one is
+    // a nohz_full one: there the pause must do.
     let _ = rustix::thread::membarrier(MembarrierCommand::Global);
     std::thread::sleep(RETURN.saturating_sub(begun.elapsed()));
 }

@@ -4,6 +4,7 @@ mod attachment;
 mod device;
 mod netlink;
 mod readers;
+mod replace;
 mod watch;
 
 pub use attachment::Attachment;
@@ -15,7 +16,7 @@ use crate::control;
 use crate::device_use;
 use crate::failure::{Failure, chain};
 use device::{Kernel, Terms};
-use readers::{Known, NotReplaced};
+use readers::Readers;
 use std::fs;
 use std::io;
 use std::net::TcpStream;
@@ -27,6 +28,9 @@ use weir_export::nbd::client::{self, Client, ClientError, Wish};
 
 /// The largest request that the kernel is to send, in KiB: what one connection's buffer holds at once.
 const MAX_SECTORS_KB: &str = "256";
+
+/// How long nothing changes before a device that somebody reconnects by hand is taken to be at rest.
+const STEADY: Duration = Duration::from_millis(200);
 
 /// How long the kernel takes to publish a device or to take it away.
 const SETTLE: Duration = Duration::from_secs(5);
@@ -51,13 +55,11 @@ pub fn connect(options: &AttachOptions) -> Result<u32, Failure> {
         Failure::Failed(format!("the kernel refused to connect {device}: {error}{}", advice(&error)))
     };
     if let Some(index) = index.filter(|_| options.reconnect) {
-        let replaced = readers::replace(&mut kernel, index, options.connections, Known::SomeMayHave, || {
-            open(options).map(|(socket, server)| (socket, terms(options, &server)))
-        });
-        match replaced {
-            Ok(_) => {}
-            Err(NotReplaced::Kernel(error)) => return Err(refused(error)),
-            Err(other) => return Err(Failure::Failed(format!("/dev/nbd{index}: {other}"))),
+        for _ in 0..options.connections {
+            wait_for_readers(index);
+            let (socket, server) = open(options).map_err(Failure::Failed)?;
+            // It is not used where none is dead, which the kernel does not tell.
+            kernel.reconnect(index, &terms(options, &server), &[socket]).map_err(refused)?;
         }
         remember(options, index);
         return Ok(index);
@@ -88,6 +90,20 @@ pub fn connect(options: &AttachOptions) -> Result<u32, Failure> {
 
 fn open(options: &AttachOptions) -> Result<(OwnedFd, client::Terms), String> {
     negotiate(&options.address, &Wish { name: options.name.clone(), structured: false, allocation: false })
+}
+
+/// Waits until the number of the kernel's readers does not change: those of dead connections have gone, as far as one can tell without
+/// their server, and that of a new one has begun (see [`replace`]).
+fn wait_for_readers(index: u32) {
+    let readers = Readers::of(index);
+    let (mut last, mut since, begun) = (readers.count(), Instant::now(), Instant::now());
+    while last.is_some() && since.elapsed() < STEADY && begun.elapsed() < SETTLE {
+        std::thread::sleep(Duration::from_millis(10));
+        let now = readers.count();
+        if now != last {
+            (last, since) = (now, Instant::now());
+        }
+    }
 }
 
 fn terms(options: &AttachOptions, server: &client::Terms) -> Terms {

@@ -4,31 +4,35 @@
 use super::attachment::{Attachment, read_note, write_note};
 use super::device::{DeadLinks, Kernel, Terms};
 use super::negotiate;
-use super::readers::{self, Known, NotReplaced};
+use super::readers::Readers;
+use super::replace::{Ends, Look, NotReplaced, Outcome, Pace, replace};
 use crate::address::Address;
 use crate::device_use;
 use crate::keeper::Link;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::thread;
 use std::time::Duration;
+use weir_core::swap_safety::{self, Children};
 use weir_export::log::{Level, Log};
+use weir_export::nbd::KernelConnections;
 use weir_export::nbd::client::Wish;
 
 /// The keeper's name for the list.
 pub const NOTE: &str = "attached";
 
-/// When to look again after a start, or after an event that brought no success: the server has no seat free before it has
-/// noticed that a connection is gone, or memory is short just now.
+/// When to look again after a start or an event: neither end may have noticed yet that a connection is gone, or memory is short just now.
 const LOOKS: [Duration; 3] = [Duration::from_millis(500), Duration::from_secs(3), Duration::from_secs(3)];
 
 /// The devices that are attached to this daemon.
 pub struct Attachments {
     list: Mutex<List>,
+    /// The server's end of their connections.
+    served: OnceLock<KernelConnections>,
     keeper: Option<Link>,
     log: Log,
 }
@@ -36,9 +40,9 @@ pub struct Attachments {
 #[derive(Default)]
 struct List {
     devices: Vec<Attachment>,
-    /// Those that the daemon before had: its connections died with it.
-    lost: BTreeSet<u32>,
     is_watched: bool,
+    /// The devices are of the daemon before: their connections died with it.
+    is_taken_over: bool,
 }
 
 impl fmt::Debug for Attachments {
@@ -55,15 +59,20 @@ impl Attachments {
             None
         });
         let devices = devices.unwrap_or_default();
-        let lost = devices.iter().map(|device| device.device).collect();
-        let list = List { devices, lost, is_watched: false };
-        Arc::new(Attachments { list: Mutex::new(list), keeper, log: Arc::clone(log) })
+        let list = List { is_taken_over: !devices.is_empty(), devices, is_watched: false };
+        Arc::new(Attachments {
+            list: Mutex::new(list),
+            served: OnceLock::new(),
+            keeper,
+            log: Arc::clone(log),
+        })
     }
 
-    /// Connects again what was attached to the daemon before. To be called once this one listens.
-    pub fn resume(self: &Arc<Self>) {
+    /// Connects again what was attached to the daemon before. To be called once this one listens, with its connections.
+    pub fn resume(self: &Arc<Self>, served: KernelConnections) {
+        let _ = self.served.set(served);
         let mut list = self.list();
-        if !list.devices.is_empty() {
+        if list.is_taken_over {
             self.watch(&mut list);
         }
     }
@@ -140,39 +149,32 @@ impl Attachments {
         // First the ear, then the look: what dies in between is heard.
         let links = DeadLinks::open()?;
         let mut kernel = Kernel::open()?;
-        let lost = std::mem::take(&mut self.list().lost);
-        for device in self.devices() {
-            let known = if lost.contains(&device.device) { Known::AllDied } else { Known::SomeMayHave };
-            self.reconnect(&mut kernel, &device, known);
-        }
-        let mut looks = LOOKS.iter();
+        // Devices that may have dead connections, each with the looks that are left.
+        let mut suspects: BTreeMap<u32, usize> = BTreeMap::new();
+        let mut suspect_all = std::mem::take(&mut self.list().is_taken_over);
         loop {
-            let pause = looks.next().map(|pause| Timespec::try_from(*pause).expect("seconds"));
-            let mut fds = [PollFd::new(&links, PollFlags::IN)];
-            match poll(&mut fds, pause.as_ref()) {
-                Err(rustix::io::Errno::INTR) => continue,
+            if std::mem::take(&mut suspect_all) {
+                suspects.extend(self.devices().iter().map(|device| (device.device, LOOKS.len())));
+            }
+            for device in self.devices() {
+                let Some(left) = suspects.get_mut(&device.device) else { continue };
+                let is_whole = self.reconnect(&mut kernel, &device);
+                // One that cannot be helped now is looked at again and again.
+                *left = left.saturating_sub(usize::from(is_whole || *left > 1));
+            }
+            let known = self.devices();
+            suspects.retain(|index, left| *left > 0 && known.iter().any(|device| device.device == *index));
+            let most = suspects.values().max();
+            let pause = most.map(|left| Timespec::try_from(LOOKS[LOOKS.len() - left]).expect("seconds"));
+            match poll(&mut [PollFd::new(&links, PollFlags::IN)], pause.as_ref()) {
+                Ok(0) | Err(rustix::io::Errno::INTR) => continue,
                 heard => heard?,
             };
-            let mut dead = Vec::new();
-            match links.take(|device| dead.push(device)) {
+            match links.take(|device| suspects.extend([(device, LOOKS.len())])) {
                 Ok(()) => {}
-                Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => dead.clear(),
+                // Some were not heard.
+                Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => suspect_all = true,
                 Err(error) => return Err(error),
-            }
-            // A look without an event, or with lost ones, is at all of them.
-            let all = dead.is_empty();
-            let last = all && looks.len() == 0;
-            let mut missed = false;
-            for device in self.devices() {
-                if all || dead.contains(&device.device) {
-                    let known = if last { Known::SomeMayHaveLongAgo } else { Known::SomeMayHave };
-                    let replaced = self.reconnect(&mut kernel, &device, known);
-                    // An event without a dead connection: the kernel has not noticed yet, or it is an old one.
-                    missed |= replaced.is_none() || (!all && replaced == Some(0));
-                }
-            }
-            if missed && (!all || looks.len() == 0) {
-                looks = LOOKS.iter();
             }
         }
     }
@@ -181,44 +183,94 @@ impl Attachments {
         self.list().devices.clone()
     }
 
-    /// Replaces a device's dead connections. Returns how many, or nothing where it is to be tried again.
-    fn reconnect(&self, kernel: &mut Kernel, device: &Attachment, known: Known) -> Option<u16> {
-        let Ok(address) = device.address.parse::<Address>() else { return Some(0) };
-        let wish = Wish { name: device.name.clone(), structured: false, allocation: false };
+    /// Replaces a device's dead connections. Returns whether it has none, or none that can be helped.
+    fn reconnect(&self, kernel: &mut Kernel, device: &Attachment) -> bool {
         let say = |level, text: fmt::Arguments<'_>| {
             (self.log)(level, format_args!("/dev/nbd{}{text}", device.device));
         };
-        let open = || {
-            let (socket, server) = negotiate(&address, &wish)?;
-            let terms = Terms {
-                bytes: server.bytes,
-                flags: server.flags,
-                request_timeout: Duration::from_secs(device.request_timeout.into()),
-                reconnect_timeout: Duration::from_secs(device.reconnect_timeout.into()),
-            };
-            Ok((socket, terms))
-        };
-        match readers::replace(kernel, device.device, device.connections, known, open) {
-            Ok(0) => Some(0),
-            Ok(count) => {
-                say(Level::Info, format_args!(": its lost connections are replaced"));
-                Some(count)
-            }
+        let Some(mut connections) = self.connections(kernel, device) else { return true };
+        let pace = Pace::within(Duration::from_secs(device.reconnect_timeout.into()));
+        // Memory may be what everybody waits for until the device is connected.
+        let _ = swap_safety::reach_reserves(Children::Ordinary);
+        let replaced = replace(&mut connections, device.connections.into(), pace);
+        let _ = swap_safety::leave_reserves();
+        match replaced {
+            Ok(Outcome::Whole) => return true,
+            Ok(Outcome::Replaced) => say(Level::Info, format_args!(": its lost connections are replaced")),
+            Ok(Outcome::Forced(left)) => say(
+                Level::Warning,
+                format_args!(
+                    ": its lost connections are replaced; the kernel still reads from {left} of them"
+                ),
+            ),
             Err(error @ (NotReplaced::Server(_) | NotReplaced::Unread)) => {
                 say(Level::Info, format_args!(": {error}"));
-                None
             }
             Err(NotReplaced::Kernel(error)) if error.raw_os_error() == Some(libc::EINVAL) => {
                 say(Level::Info, format_args!(" is no longer attached"));
                 // What the keeper remembers matters to the next daemon only, which would find the same.
                 let _ = self.detached(device.device);
-                Some(0)
             }
             Err(NotReplaced::Kernel(error)) => {
                 say(Level::Warning, format_args!(" is not connected again: {error}"));
-                None
             }
         }
+        false
+    }
+
+    /// Both ends of a device's connections; `None` where its address makes no sense or nothing is served by NBD.
+    fn connections<'a>(&self, kernel: &'a mut Kernel, device: &'a Attachment) -> Option<Connections<'a>> {
+        Some(Connections {
+            kernel,
+            device,
+            address: device.address.parse().ok()?,
+            served: self.served.get()?.clone(),
+            readers: Readers::of(device.device),
+            others: self
+                .devices()
+                .iter()
+                .filter(|other| *other != device)
+                .map(|o| Readers::of(o.device))
+                .collect(),
+        })
+    }
+}
+
+/// The connections of one device.
+struct Connections<'a> {
+    kernel: &'a mut Kernel,
+    device: &'a Attachment,
+    address: Address,
+    served: KernelConnections,
+    readers: Readers,
+    /// Those of the daemon's other devices.
+    others: Vec<Readers>,
+}
+
+impl Ends for Connections<'_> {
+    fn look(&self) -> Look {
+        let served = self.served.count();
+        let Some(own) = self.readers.count() else {
+            return Look { served, read: served, own: self.others.is_empty().then_some(served) };
+        };
+        let others: usize = self.others.iter().filter_map(Readers::count).sum();
+        Look { served, read: own + others, own: Some(own) }
+    }
+
+    fn hang_up(&self) {
+        self.served.hang_up();
+    }
+
+    fn offer(&mut self) -> Result<(), NotReplaced> {
+        let wish = Wish { name: self.device.name.clone(), structured: false, allocation: false };
+        let (socket, server) = negotiate(&self.address, &wish).map_err(NotReplaced::Server)?;
+        let terms = Terms {
+            bytes: server.bytes,
+            flags: server.flags,
+            request_timeout: Duration::from_secs(self.device.request_timeout.into()),
+            reconnect_timeout: Duration::from_secs(self.device.reconnect_timeout.into()),
+        };
+        self.kernel.reconnect(self.device.device, &terms, &[socket]).map_err(NotReplaced::Kernel)
     }
 }
 
