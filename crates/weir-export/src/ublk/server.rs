@@ -26,8 +26,8 @@ use weir_volume::Volume;
 const STACK_BYTES: usize = 256 << 10;
 /// How long the driver may take to clear up after a dead server, or to show a device.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// How long at least a processor has for putting a request back.
-const RETURN: Duration = Duration::from_millis(20);
+/// How long whoever was interrupted has for putting a request back, where the kernel does not say when he has.
+const RETURN: Duration = Duration::from_millis(250);
 /// How often to look.
 const LOOK: Duration = Duration::from_millis(2);
 
@@ -405,11 +405,12 @@ impl Thread {
 /// 6.14.6) the driver hands requests out from the moment when all buffers are offered, a queue's own since 7.0; a processor that looked
 /// just before puts its request on a list that only the end of the recovery looks at, and after that nobody would (docs/ublk.md).
 fn let_requests_return() {
-    let begun = Instant::now();
-    // It looks and puts back within one read-side section of RCU, whose end this waits for. Not on a single processor, nor where one is
-    // a nohz_full one: there the pause must do.
-    let _ = rustix::thread::membarrier(MembarrierCommand::Global);
-    std::thread::sleep(RETURN.saturating_sub(begun.elapsed()));
+    // It looks and puts back within one read-side section of RCU, whose end the kernel waits for here: if there are several processors,
+    // none of them a nohz_full one.
+    let several = std::thread::available_parallelism().is_ok_and(|processors| processors.get() > 1);
+    if !several || rustix::thread::membarrier(MembarrierCommand::Global).is_err() {
+        std::thread::sleep(RETURN);
+    }
 }
 
 /// The same error, with what was being done.
