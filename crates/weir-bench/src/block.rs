@@ -1,7 +1,9 @@
 //! `weir bench block`: Weir's NBD server over host memory, beside nbdkit's memory plugin on the same kind of socket.
 //!
 //! fio drives both by its libnbd engine, one job after the other, in turns, several times over; figures are medians.
-//! Weir runs twice: asleep between requests, which is how it is used, and spinning, which is what `--spin-us` buys.
+//! Weir runs twice: asleep between requests, which is how it is used, and spinning, which is what `--spin-us` buys. Over host memory both
+//! are there at once; over a store they come one after the other, each beside nbdkit, since two daemons on one card keep each other's
+//! resident kernel away.
 //! For single requests a third server, which keeps no pages at all, says what is left to the client and the system.
 //! Every page of both has been written before, in order, so that none is a hole. A page that Weir overwrites moves, so whether
 //! neighbours lie beside each other depends on who wrote last: long requests come first, on a device written in order, and again at the end
@@ -150,6 +152,19 @@ impl Way {
     }
 }
 
+/// Where a server's runs are kept.
+const ASLEEP: usize = 0;
+const SPINNING: usize = 1;
+const NBDKIT: usize = 2;
+
+/// The runs of a case, on every server.
+#[derive(Default)]
+struct Measured {
+    ways: [Way; 3],
+    /// On the server that keeps no pages.
+    bare: Way,
+}
+
 /// Runs every case on every server, in turns.
 ///
 /// # Errors
@@ -159,52 +174,80 @@ pub fn run(plan: &Plan) -> Result<Report, BlockError> {
         return Err(BlockError::Case(unknown.clone()));
     }
     let sockets = server::Directory::new().map_err(BlockError::Directory)?;
-    let servers = [
-        Server::weir(plan, 0, &sockets)?,
-        Server::weir(plan, plan.spin_us, &sockets)?,
-        Server::nbdkit(plan, &sockets)?,
-    ];
+    let cases: Vec<Case> = CASES
+        .into_iter()
+        .filter(|case| plan.only.is_empty() || plan.only.iter().any(|id| case.is_called(id)))
+        .collect();
+    let nbdkit = Server::nbdkit(plan, &sockets)?;
+    fio::fill(&nbdkit, plan.size)?;
     let echo = Echo::start(plan, &sockets)?;
-    for server in &servers {
-        fio::fill(server, plan.size)?;
+    let mut measured: Vec<Measured> = cases.iter().map(|_| Measured::default()).collect();
+    for present in passes(plan) {
+        let weirs = present
+            .iter()
+            .map(|&way| Ok((way, Server::weir(plan, [0, plan.spin_us][way], &sockets)?)))
+            .collect::<Result<Vec<(usize, Server)>, BlockError>>()?;
+        weirs.iter().try_for_each(|(_, server)| fio::fill(server, plan.size))?;
+        let servers: Vec<(usize, &Server)> =
+            weirs.iter().map(|(way, server)| (*way, server)).chain([(NBDKIT, &nbdkit)]).collect();
+        for (case, into) in cases.iter().zip(&mut measured) {
+            measure(plan, *case, &servers, &echo, into)?;
+        }
     }
     let mut report = Report::new("block", plan.runs);
-    for case in CASES {
-        if !plan.only.is_empty() && !plan.only.iter().any(|id| case.is_called(id)) {
-            continue;
-        }
-        if case.id == SCATTERED {
-            servers.iter().try_for_each(|server| fio::scatter(server, plan.size))?;
-        }
-        // What waits between requests needs longer for as many of them.
-        let time = if case.pause > 0 { plan.time * 2 } else { plan.time };
-        let mut ways: [Way; 3] = Default::default();
-        let mut bare = Way::default();
-        for run in 0..plan.runs {
-            // Each server goes first in turn.
-            for turn in 0..servers.len() {
-                let at = (run + turn) % servers.len();
-                ways[at].push(fio::run(&servers[at], case, plan.size, time)?);
-            }
-            if case.is_single() || case.sequential {
-                bare.push(fio::latencies(&echo.socket, case, plan.size, time)?.0);
-            }
-        }
-        report.rows.extend(rows(case, &ways));
-        if case.is_single() {
-            let spinning = ways[1].p50_us.median();
-            report.rows.push(
-                Row::lower(case.id, "spinning_p50_us", spinning)
-                    .beside("a server of nothing", bare.p50_us.median()),
-            );
-        } else if case.sequential {
-            let of = |way: &Way| way.per_second.median() * f64::from(case.block) / 1e6;
-            report.rows.push(
-                Row::higher(case.id, "mb_per_s", of(&ways[0])).beside("a server of nothing", of(&bare)),
-            );
-        }
+    for (case, measured) in cases.iter().zip(&measured) {
+        report.rows.extend(rows(*case, &measured.ways));
+        report.rows.extend(beside_nothing(*case, measured));
     }
     Ok(report)
+}
+
+/// Which of Weir's servers are there at once.
+fn passes(plan: &Plan) -> &'static [&'static [usize]] {
+    match plan.store {
+        None => &[&[ASLEEP, SPINNING]],
+        Some(_) => &[&[ASLEEP], &[SPINNING]],
+    }
+}
+
+/// Runs a case on these servers in turns.
+fn measure(
+    plan: &Plan,
+    case: Case,
+    servers: &[(usize, &Server)],
+    echo: &Echo,
+    into: &mut Measured,
+) -> Result<(), BlockError> {
+    if case.id == SCATTERED {
+        servers.iter().try_for_each(|(_, server)| fio::scatter(server, plan.size))?;
+    }
+    // What waits between requests needs longer for as many of them.
+    let time = if case.pause > 0 { plan.time * 2 } else { plan.time };
+    for run in 0..plan.runs {
+        // Each server goes first in turn.
+        for turn in 0..servers.len() {
+            let (way, server) = servers[(run + turn) % servers.len()];
+            into.ways[way].push(fio::run(server, case, plan.size, time)?);
+        }
+        if case.is_single() || case.sequential {
+            into.bare.push(fio::latencies(&echo.socket, case, plan.size, time)?.0);
+        }
+    }
+    Ok(())
+}
+
+/// What a server that keeps no pages leaves of a case to the client and the system.
+fn beside_nothing(case: Case, Measured { ways, bare }: &Measured) -> Option<Row> {
+    const CONTROL: &str = "a server of nothing";
+    if case.is_single() {
+        let row = Row::lower(case.id, "spinning_p50_us", ways[SPINNING].p50_us.median());
+        Some(row.beside(CONTROL, bare.p50_us.median()))
+    } else if case.sequential {
+        let of = |way: &Way| way.per_second.median() * f64::from(case.block) / 1e6;
+        Some(Row::higher(case.id, "mb_per_s", of(&ways[ASLEEP])).beside(CONTROL, of(bare)))
+    } else {
+        None
+    }
 }
 
 /// The performance contract is stated for a machine of 2 processors, and for one of 16.
