@@ -177,7 +177,7 @@ striped() {
     local gpus
     gpus=$(nvidia-smi -L 2>/dev/null | wc -l)
     [ "$gpus" -ge 2 ] || { echo "SKIP striped: $gpus GPU"; return; }
-    bench one --store "vram:0?size=16GiB" --runs "$runs" --only deep --only large
+    bench striped-one --store "vram:0?size=16GiB" --runs "$runs" --only deep --only large
     bench striped --store "vram:?size=32GiB" --runs "$runs" --only deep --only large
 }
 
