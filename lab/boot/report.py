@@ -6,8 +6,6 @@ import platform
 import subprocess
 import time
 
-from . import uml
-
 HEARTBEAT = "heartbeat"
 
 
@@ -79,7 +77,7 @@ def document(tree, scenario, kernel, scale, passed, seconds, figures):
         "kernel": kernel.release,
         "boot": kernel.boot,
         "memory_mib": scenario.memory_mib,
-        "cpus": 1 if kernel.boot == "uml" and not uml.has_smp(kernel) else scenario.cpus,
+        "cpus": scenario.cpus,
     }
     return verdict("lab", tree, passed, seconds, figures) | {"scenario": scenario.name, "scale": scale, "guest": guest}
 

@@ -45,7 +45,7 @@ class Scenario:
     about: str
     kernel: str  # a name of kernels.KNOWN
     memory_mib: int
-    cpus: int  # UML has one whatever is asked
+    cpus: int  # of an emulated machine; boot/uml.py says what UML gets
     limit_s: dict  # scale -> seconds
     heartbeat_s: float | None  # longest gap allowed, where the scenario promises one
     needs: list  # programs on the host's PATH
