@@ -18,6 +18,11 @@ DISK, DISK_MODULES = "/dev/vda", ["virtio_blk", "crc32c_generic", "ext4"]
 VIRTIOFSD = ["/usr/libexec/virtiofsd", "/usr/lib/qemu/virtiofsd"]
 
 
+def cpus(_kernel, asked, wanted):
+    """How many CPUs it gets: what the scenario wants, unless the run asks for others."""
+    return asked or wanted
+
+
 def command(kernel, guest):
     """The command line that boots `guest` on `kernel`, its console on stdout, and the environment it needs."""
     line = [

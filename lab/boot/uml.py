@@ -9,9 +9,11 @@ def has_smp(kernel):
     return kernel.name.endswith("-smp")
 
 
-def cpus(kernel, asked):
-    """How many CPUs it gets. One, unless the run asks for more: to take a page from a program that runs on another CPU, the kernel only
-    makes a note (flush_tlb_page in arch/um), so until that program enters the kernel, milliseconds later, what it writes is lost."""
+def cpus(kernel, asked, _wanted):
+    """How many CPUs it gets, whatever the scenario wants: one, unless the run asks for more. To take a page from a program that runs on
+    another CPU, the kernel only makes a note (flush_tlb_page in arch/um), so until that program enters the kernel, milliseconds
+    later, what it writes is lost.
+    """
     return (asked or 1) if has_smp(kernel) else 1
 
 
