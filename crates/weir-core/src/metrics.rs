@@ -74,10 +74,24 @@ impl Default for Distribution {
     }
 }
 
+impl std::ops::AddAssign<&Distribution> for Distribution {
+    fn add_assign(&mut self, other: &Distribution) {
+        for (sum, count) in self.counts.iter_mut().zip(&other.counts) {
+            *sum += count;
+        }
+    }
+}
+
 impl Distribution {
     /// How many operations.
     pub fn count(&self) -> u64 {
         self.counts.iter().sum()
+    }
+
+    /// Every duration that occurred, as the upper bound of what was counted together, in nanoseconds, and how often; rising.
+    pub fn buckets(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
+        let occurred = self.counts.iter().enumerate().filter(|&(_, &count)| count > 0);
+        occurred.map(|(at, &count)| (upper_bound(at), count))
     }
 
     /// The duration that `quantile` (0 to 1) of the operations did not exceed, to 6 % above.
@@ -144,5 +158,10 @@ mod tests {
         assert!(total.quantile(0.98).unwrap() < Duration::from_micros(2));
         assert!(total.quantile(0.99).unwrap() > Duration::from_micros(900));
         assert_eq!(Distribution::default().quantile(0.5), None);
+        assert_eq!(total.buckets().map(|(_, count)| count).collect::<Vec<_>>(), [98, 2]);
+        let twice = total.clone();
+        total += &twice;
+        assert_eq!(total.buckets().map(|(_, count)| count).collect::<Vec<_>>(), [196, 4]);
+        assert!(total.buckets().is_sorted());
     }
 }

@@ -170,7 +170,6 @@ struct Tier {
 }
 
 /// What the volume keeps for a lane: whether it is taken, and its counters.
-#[derive(Default)]
 #[repr(align(128))]
 struct LaneSeat {
     taken: AtomicBool,
@@ -204,7 +203,8 @@ impl Volume {
     }
 
     fn assemble(config: Config, map: Map, tiers: Vec<Tier>) -> Arc<Self> {
-        let lanes = (0..config.lanes).map(|_| LaneSeat::default()).collect();
+        let seat = |_| LaneSeat { taken: AtomicBool::new(false), metrics: LaneMetrics::new(tiers.len()) };
+        let lanes = (0..config.lanes).map(seat).collect();
         let epochs = Epochs::new(config.lanes);
         Arc::new(Volume {
             config,

@@ -1,15 +1,26 @@
 //! What a volume tells about itself. Reading it costs the I/O path nothing: lanes count for themselves, in memory
 //! that only they write, and whoever asks sums up.
 
+use crate::entry::Place;
 use crate::{ChunkCounts, Compression, Volume};
 use weir_core::metrics::{Counter, Distribution, Latencies};
 use weir_store::State;
 
+/// What one lane had to do with one store; the lane is the only writer, and shares no cache line.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+pub(crate) struct Traffic {
+    pub reads: Counter,
+    pub writes: Counter,
+    pub read_latencies: Latencies,
+    pub write_latencies: Latencies,
+}
+
 /// One lane's counters; the lane is their only writer.
 #[derive(Debug, Default)]
 pub(crate) struct LaneMetrics {
-    pub reads: Counter,
-    pub writes: Counter,
+    /// By store; the last is of pages that lie in none: of one value, never written, or lost.
+    pub traffic: Box<[Traffic]>,
     pub discards: Counter,
     /// Pages that took a slot, and pages that gave one up; either wraps.
     pub stored: Counter,
@@ -33,8 +44,27 @@ pub(crate) struct LaneMetrics {
     pub moved_up: Counter,
     /// Pages that it moved out of packs that were no longer full.
     pub compacted: Counter,
-    pub read_latencies: Latencies,
-    pub write_latencies: Latencies,
+}
+
+impl LaneMetrics {
+    pub fn new(stores: usize) -> Self {
+        LaneMetrics { traffic: (0..=stores).map(|_| Traffic::default()).collect(), ..LaneMetrics::default() }
+    }
+
+    /// Where pages that lie there are counted.
+    #[inline]
+    pub fn traffic(&self, place: Place) -> &Traffic {
+        match place {
+            Place::Stored { store, .. } => self.traffic_of(Some(store)),
+            _ => self.traffic_of(None),
+        }
+    }
+
+    /// Where pages of this store, or of none, are counted.
+    #[inline]
+    pub fn traffic_of(&self, store: Option<usize>) -> &Traffic {
+        &self.traffic[store.unwrap_or(self.traffic.len() - 1)]
+    }
 }
 
 /// A volume at one moment. Counts are since it was made; those of lanes at work may be a little behind.
@@ -93,6 +123,14 @@ pub struct StoreStatus {
     pub used: u32,
     /// Its chunks: held, reserve, emptying, given back.
     pub chunks: ChunkCounts,
+    /// Pages that were read from it, and that were written to it.
+    pub reads: u64,
+    /// See [`reads`](StoreStatus::reads).
+    pub writes: u64,
+    /// Latency of these reads, sampled.
+    pub read_latencies: Distribution,
+    /// Latency of these writes, sampled.
+    pub write_latencies: Distribution,
 }
 
 impl Volume {
@@ -100,7 +138,8 @@ impl Volume {
     /// volume is in use.
     pub fn operations(&self) -> u64 {
         let of = |lane: &LaneMetrics| {
-            lane.reads.get().wrapping_add(lane.writes.get()).wrapping_add(lane.discards.get())
+            let moved = |traffic: &Traffic| traffic.reads.get().wrapping_add(traffic.writes.get());
+            lane.traffic.iter().fold(lane.discards.get(), |sum, traffic| sum.wrapping_add(moved(traffic)))
         };
         self.lanes.iter().fold(0, |sum, seat| sum.wrapping_add(of(&seat.metrics)))
     }
@@ -111,18 +150,20 @@ impl Volume {
         let sum = |counter: fn(&LaneMetrics) -> &Counter| -> u64 {
             self.lanes.iter().fold(0, |sum, seat| sum.wrapping_add(counter(&seat.metrics).get()))
         };
-        let distribution = |latencies: fn(&LaneMetrics) -> &Latencies| {
-            let mut total = Distribution::default();
-            self.lanes.iter().for_each(|seat| latencies(&seat.metrics).add_to(&mut total));
-            total
-        };
-        let stores = self.tiers.iter().map(|tier| StoreStatus {
+        let traffic: Vec<Summed> = (0..=self.tiers.len()).map(|at| self.summed(at)).collect();
+        let stores = self.tiers.iter().zip(&traffic).map(|(tier, traffic)| StoreStatus {
             name: tier.store.name().to_owned(),
             state: tier.store.state(),
             slots: tier.records.slots(),
             used: tier.records.slots() - tier.records.free(),
             chunks: tier.chunk_counts(),
+            reads: traffic.reads,
+            writes: traffic.writes,
+            read_latencies: traffic.read_latencies.clone(),
+            write_latencies: traffic.write_latencies.clone(),
         });
+        let mut all = Summed::default();
+        traffic.iter().for_each(|of| all.add(of));
         VolumeStatus {
             pages: self.pages(),
             stored: sum(|lane| &lane.stored).wrapping_sub(sum(|lane| &lane.unstored)),
@@ -130,8 +171,8 @@ impl Volume {
             packs: sum(|lane| &lane.packs).wrapping_sub(sum(|lane| &lane.unpacks)),
             compression: self.compression(),
             filled: sum(|lane| &lane.filled).wrapping_sub(sum(|lane| &lane.unfilled)),
-            reads: sum(|lane| &lane.reads),
-            writes: sum(|lane| &lane.writes),
+            reads: all.reads,
+            writes: all.writes,
             discards: sum(|lane| &lane.discards),
             read_faults: sum(|lane| &lane.read_faults),
             write_faults: sum(|lane| &lane.write_faults),
@@ -140,9 +181,41 @@ impl Volume {
             moved_out: sum(|lane| &lane.moved_out),
             moved_up: sum(|lane| &lane.moved_up),
             compacted: sum(|lane| &lane.compacted),
-            read_latencies: distribution(|lane| &lane.read_latencies),
-            write_latencies: distribution(|lane| &lane.write_latencies),
             stores: stores.collect(),
+            read_latencies: all.read_latencies,
+            write_latencies: all.write_latencies,
         }
+    }
+
+    /// What all lanes had to do with the store at a place of the list.
+    fn summed(&self, at: usize) -> Summed {
+        let mut sum = Summed::default();
+        for Traffic { reads, writes, read_latencies, write_latencies } in
+            self.lanes.iter().map(|seat| &seat.metrics.traffic[at])
+        {
+            sum.reads += reads.get();
+            sum.writes += writes.get();
+            read_latencies.add_to(&mut sum.read_latencies);
+            write_latencies.add_to(&mut sum.write_latencies);
+        }
+        sum
+    }
+}
+
+/// The [`Traffic`] of several lanes or stores.
+#[derive(Default)]
+struct Summed {
+    reads: u64,
+    writes: u64,
+    read_latencies: Distribution,
+    write_latencies: Distribution,
+}
+
+impl Summed {
+    fn add(&mut self, other: &Summed) {
+        self.reads += other.reads;
+        self.writes += other.writes;
+        self.read_latencies += &other.read_latencies;
+        self.write_latencies += &other.write_latencies;
     }
 }

@@ -403,6 +403,103 @@ fn a_chunk_is_given_back_and_taken_again_under_load_and_no_page_changes() {
     assert_eq!(volume.status().corrupt, 0);
 }
 
+#[test]
+fn pages_are_counted_and_timed_by_the_store_that_they_lie_in() {
+    const FIRST: u32 = 96;
+    let config = Config { pages: 256, lanes: 1, depth: 4 };
+    let stores: Vec<Arc<dyn Store>> =
+        vec![Arc::new(Host::new(FIRST).unwrap()), Arc::new(Host::new(config.slots()).unwrap())];
+    let volume = Volume::create(config, stores).unwrap();
+    let mut lane = volume.lane().unwrap();
+    for page in 0..192 {
+        write(&mut lane, page, &stamped(page, 1));
+    }
+    lane.submit();
+    // Of one value, so in no store: written one by one, and 8 at a stroke.
+    (192..200).for_each(|page| write(&mut lane, page, &[7; PAGE_SIZE]));
+    lane.zero(PageNo(200), 8);
+    let in_first = u64::from(volume.status().stores[0].used);
+    assert!(in_first > 0 && in_first <= u64::from(FIRST));
+
+    for page in 0..200 {
+        read(&mut lane, page);
+    }
+    assert_eq!(read_run(&mut lane, 0, 192).len(), 192);
+    let guard = lane.pin();
+    assert!(matches!(guard.view(PageNo(0)), View::Bytes(_)));
+    assert!(matches!(guard.view(PageNo(191)), View::Bytes(_)));
+    guard.count_reads(2, 0);
+    drop(guard);
+
+    let status = volume.status();
+    let [first, second] = &status.stores[..] else { panic!("two stores") };
+    assert_eq!((first.writes, second.writes, status.writes), (in_first, 192 - in_first, 192 + 8 + 8));
+    assert_eq!(first.reads, 2 * in_first + 1);
+    assert_eq!(second.reads, 2 * (192 - in_first) + 1);
+    assert_eq!(status.reads, 2 * 192 + 8 + 2, "8 of them from no store");
+    for store in [first, second] {
+        assert!(store.read_latencies.count() > 0 && store.write_latencies.count() > 0);
+    }
+}
+
+#[test]
+fn what_waits_at_a_store_is_counted_once_and_what_only_moves_is_not() {
+    // Pages can be looked at in place in the first store; the second has them fetched, one operation after another.
+    let config = Config { pages: 256, lanes: 1, depth: 2 };
+    let slow = SimUrl { size: ByteSize(2 << 20), delay: 3, ..SimUrl::default() };
+    let stores: Vec<Arc<dyn Store>> =
+        vec![Arc::new(Host::new(64).unwrap()), Arc::new(Sim::open(slow).unwrap())];
+    let volume = Volume::create(config, stores).unwrap();
+    let mut lane = volume.lane().unwrap();
+    for page in 0..192 {
+        finish(&mut lane, |lane| lane.write(0, PageNo(page), &stamped(page, 1)));
+    }
+    let in_first = u64::from(volume.status().stores[0].used);
+    assert!(in_first > 0 && in_first < 192);
+    let counts = || {
+        let status = volume.status();
+        let of = |at: usize| (status.stores[at].reads, status.stores[at].writes);
+        (of(0), of(1), (status.reads, status.writes))
+    };
+    assert_eq!(counts(), ((0, in_first), (0, 192 - in_first), (0, 192)));
+
+    // A run ends where looking does; what is left is fetched.
+    let mut out = vec![[0; PAGE_SIZE]; 192];
+    let seen = lane.read_run(PageNo(0), &mut out);
+    lane.submit();
+    assert_eq!(counts().2, (seen as u64, 192));
+    for page in seen as u32..192 {
+        let mut bytes = [0; PAGE_SIZE];
+        finish(&mut lane, |lane| lane.read(0, PageNo(page), &mut bytes));
+    }
+    assert_eq!(counts(), ((in_first, in_first), (192 - in_first, 192 - in_first), (192, 192)));
+
+    for page in [0, 191] {
+        finish(&mut lane, |lane| lane.write_part(0, PageNo(page), 100, b"part"));
+    }
+    let (first, second, all) = counts();
+    assert_eq!((first.1 + second.1, all), (194, (192, 194)), "a part is one write and no read");
+}
+
+/// Has an operation go on until it is done.
+fn finish(lane: &mut Lane, mut begin: impl FnMut(&mut Lane) -> Progress) {
+    loop {
+        match begin(lane) {
+            Progress::Done(result) => return result.unwrap(),
+            Progress::Queued => break,
+            Progress::Full => {
+                lane.submit();
+                lane.poll(&mut |_| {});
+            }
+        }
+    }
+    lane.submit();
+    while lane.in_flight() > 0 {
+        lane.poll(&mut |done| done.result.unwrap());
+        lane.submit();
+    }
+}
+
 fn rustix_blocks(host: &Host) -> u64 {
     let file = std::fs::File::from(host.fd().try_clone_to_owned().unwrap());
     std::os::unix::fs::MetadataExt::blocks(&file.metadata().unwrap())

@@ -236,7 +236,7 @@ impl Shared {
             pid: std::process::id(),
             uptime_s: self.begun.elapsed().as_secs(),
             volume: VolumeCounts::of(&volume, self.volume.memory_bytes()),
-            stores: volume.stores.iter().map(Store::from).collect(),
+            stores: volume.stores.iter().map(|store| Store::of(store, volume.reads)).collect(),
             read: Io::reads(&volume),
             write: Io::writes(&volume),
             discarded: volume.discards,

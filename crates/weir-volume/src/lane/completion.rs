@@ -72,7 +72,7 @@ impl Lane {
                         Ok(())
                     });
                     looking.end(op.found, &volume.epochs, *seat);
-                    volume.seat(*seat).read_ended(op.started, result);
+                    volume.seat(*seat).read_ended(op.work.place(), op.started, result);
                     done(Done { ticket: op.ticket, result, page: page.filter(|_| result.is_ok()) });
                 }
                 Work::Part { part, to: None, .. } => {
@@ -127,7 +127,7 @@ impl Lane {
         let moved =
             matches!(ended.work, Work::Part { part, .. } if self.parts[part as usize].moving.is_some());
         if !moved {
-            self.volume.seat(self.seat).write_ended(ended.started, result);
+            self.metrics().write_ended(ended.work.place(), ended.started, result);
         }
         done(Done { ticket: ended.ticket, result, page: None });
     }

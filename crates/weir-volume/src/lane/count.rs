@@ -2,9 +2,11 @@
 
 use super::Lane;
 use crate::Volume;
+use crate::entry::{Place, STORES_MAX};
 use crate::status::LaneMetrics;
-use std::time::Instant;
-use weir_core::metrics::{Counter, Latencies};
+use std::cell::Cell;
+use std::time::{Duration, Instant};
+use weir_core::metrics::Counter;
 use weir_store::Fault;
 
 /// One operation in so many is timed: reading the clock twice costs a tenth of a write to host memory.
@@ -19,17 +21,6 @@ impl Lane {
         self.until_sample -= 1;
         (self.until_sample == 0).then(Instant::now)
     }
-
-    /// Counts `pages` pages written together since `started`, if that is timed; each took its share.
-    pub(super) fn count_writes(&self, pages: u64, started: Option<Instant>) {
-        let metrics = self.metrics();
-        metrics.writes.add(pages);
-        if let Some(started) = started
-            && pages > 0
-        {
-            metrics.write_latencies.record(started.elapsed() / pages as u32, 1);
-        }
-    }
 }
 
 impl Volume {
@@ -39,31 +30,142 @@ impl Volume {
 }
 
 impl LaneMetrics {
+    /// A page that lies, or was found, in `place` has been read, or could not be.
     #[inline]
-    pub(super) fn read_ended(&self, started: Option<Instant>, result: Result<(), Fault>) {
-        ended(started, result, &self.read_latencies, &self.read_faults);
-        if result == Err(Fault::Corrupt) {
-            count(&self.corrupt);
+    pub(super) fn read_ended(&self, place: Place, started: Option<Instant>, result: Result<(), Fault>) {
+        let traffic = self.traffic(place);
+        count(&traffic.reads);
+        if let Some(started) = started {
+            traffic.read_latencies.record(started.elapsed(), 1);
+        }
+        if let Err(fault) = result {
+            count(&self.read_faults);
+            if fault == Fault::Corrupt {
+                count(&self.corrupt);
+            }
         }
     }
 
+    /// A page has been written to `place`, or could not be.
     #[inline]
-    pub(super) fn write_ended(&self, started: Option<Instant>, result: Result<(), Fault>) {
-        ended(started, result, &self.write_latencies, &self.write_faults);
+    pub(super) fn write_ended(&self, place: Place, started: Option<Instant>, result: Result<(), Fault>) {
+        let traffic = self.traffic(place);
+        count(&traffic.writes);
+        if let Some(started) = started {
+            traffic.write_latencies.record(started.elapsed(), 1);
+        }
+        if result.is_err() {
+            count(&self.write_faults);
+        }
+    }
+
+    /// `pages` pages that lay as `places` says have been read together since `started`, if that is timed: each took its share.
+    #[inline]
+    pub(super) fn reads_ended(&self, pages: u64, places: &Places, started: Option<Instant>) {
+        places.share_out(pages, |store, pages| self.traffic_of(store).reads.add(pages));
+        if let Some(each) = each(pages, started) {
+            self.traffic_of(places.most()).read_latencies.record(each, 1);
+        }
+    }
+
+    /// The same for pages that have been written.
+    pub(super) fn writes_ended(&self, pages: u64, places: &Places, started: Option<Instant>) {
+        places.share_out(pages, |store, pages| self.traffic_of(store).writes.add(pages));
+        if let Some(each) = each(pages, started) {
+            self.traffic_of(places.most()).write_latencies.record(each, 1);
+        }
     }
 }
 
-#[inline]
-fn ended(started: Option<Instant>, result: Result<(), Fault>, latencies: &Latencies, faults: &Counter) {
-    if let Some(started) = started {
-        latencies.record(started.elapsed(), 1);
+fn each(pages: u64, started: Option<Instant>) -> Option<Duration> {
+    started.filter(|_| pages > 0).map(|started| started.elapsed() / pages as u32)
+}
+
+/// How many of some pages lay in which store, and how many in none, which comes last.
+#[derive(Default)]
+pub(super) struct Places {
+    counts: [Cell<u32>; STORES_MAX + 1],
+    /// A bit for each count that is not 0: mostly there is one.
+    used: Cell<u32>,
+    all: Cell<u32>,
+}
+
+impl Places {
+    #[inline]
+    pub(super) fn add(&self, place: Place) {
+        let at = match place {
+            Place::Stored { store, .. } => store,
+            _ => STORES_MAX,
+        };
+        self.counts[at].set(self.counts[at].get() + 1);
+        self.used.set(self.used.get() | 1 << at);
+        self.all.set(self.all.get() + 1);
     }
-    if result.is_err() {
-        count(faults);
+
+    /// Hands `pages` pages out to the stores. Where there are fewer than have been added, since some were looked at for a request that
+    /// was then answered in another way, each store has its proportion; where there are more, the others lay in none.
+    #[inline]
+    fn share_out(&self, pages: u64, mut give: impl FnMut(Option<usize>, u64)) {
+        let all = u64::from(self.all.get());
+        if pages > all {
+            give(None, pages - all);
+        }
+        let pages = pages.min(all);
+        let (mut lay, mut given) = (0, 0);
+        for (store, count) in self.stores() {
+            lay += u64::from(count);
+            let upto = if lay == all { pages } else { pages * lay / all };
+            give(store, upto - given);
+            given = upto;
+        }
+    }
+
+    /// Where most lay.
+    fn most(&self) -> Option<usize> {
+        self.stores().max_by_key(|(_, count)| *count).and_then(|(store, _)| store)
+    }
+
+    #[inline]
+    fn stores(&self) -> impl Iterator<Item = (Option<usize>, u32)> + '_ {
+        let mut left = self.used.get();
+        std::iter::from_fn(move || {
+            let at = left.trailing_zeros() as usize;
+            let count = self.counts.get(at)?.get();
+            left &= left - 1;
+            Some(((at < STORES_MAX).then_some(at), count))
+        })
     }
 }
 
 #[inline]
 pub(super) fn count(counter: &Counter) {
     counter.add(1);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use weir_core::Slot;
+
+    #[test]
+    fn pages_are_shared_out_as_they_lay_and_none_is_lost() {
+        let places = Places::default();
+        let shared = |pages| {
+            let mut shared = Vec::new();
+            places.share_out(pages, |store, pages| shared.push((store, pages)));
+            shared
+        };
+        assert_eq!((shared(0), shared(3)), (vec![], vec![(None, 3)]), "holes that nobody looked at");
+        assert_eq!(places.most(), None);
+        let stored = |store| Place::Stored { store, slot: Slot(0) };
+        for place in [stored(0), stored(15), stored(15), Place::Fill(7), Place::Empty, stored(15)] {
+            places.add(place);
+        }
+        assert_eq!(shared(6), [(Some(0), 1), (Some(15), 3), (None, 2)]);
+        assert_eq!(shared(9), [(None, 3), (Some(0), 1), (Some(15), 3), (None, 2)]);
+        for pages in 0..6 {
+            assert_eq!(shared(pages).iter().map(|(_, pages)| pages).sum::<u64>(), pages);
+        }
+        assert_eq!(places.most(), Some(15));
+    }
 }

@@ -22,7 +22,6 @@ use crate::records::Cursor;
 use crate::status::LaneMetrics;
 use crate::{Tier, Volume};
 use claim::{Hints, SLOT_WAIT};
-use count::count;
 use packing::{Carried, Packed, Packing};
 use part::Part;
 use publish::Written;
@@ -190,7 +189,6 @@ impl Lane {
     pub fn read(&mut self, ticket: Ticket, page: PageNo, out: &mut PageBytes) -> Progress {
         self.enter();
         let started = self.sample();
-        count(&self.metrics().reads);
         let located = self.volume.locate(page);
         let result = match located.entry.place() {
             Place::Empty => {
@@ -216,7 +214,7 @@ impl Lane {
                 }
             }
         };
-        self.volume.seat(self.seat).read_ended(started, result);
+        self.metrics().read_ended(located.entry.place(), started, result);
         Progress::Done(result)
     }
 
@@ -225,7 +223,6 @@ impl Lane {
     pub fn write(&mut self, ticket: Ticket, page: PageNo, bytes: &PageBytes) -> Progress {
         self.enter();
         let started = self.sample();
-        count(&self.metrics().writes);
         let Some(&op) = self.idle_ops.last() else { return Progress::Full };
         if self.packing.is_some() {
             match self.pack(op, page, bytes) {
@@ -238,16 +235,17 @@ impl Lane {
             }
         }
         let was = self.volume.map.load(page);
-        let result = match self.write_from(op, page, bytes, was, false) {
-            (Written::Published | Written::Overtaken, _) => Ok(()),
-            (Written::Failed(fault), _) => Err(fault),
-            (Written::Full, _) => return Progress::Full,
-            (Written::Queued, entry) => {
+        let (written, entry) = self.write_from(op, page, bytes, was, false);
+        let result = match written {
+            Written::Published | Written::Overtaken => Ok(()),
+            Written::Failed(fault) => Err(fault),
+            Written::Full => return Progress::Full,
+            Written::Queued => {
                 self.start(ticket, started, Work::Write { page, entry });
                 return Progress::Queued;
             }
         };
-        self.volume.seat(self.seat).write_ended(started, result);
+        self.metrics().write_ended(entry.place(), started, result);
         Progress::Done(result)
     }
 
@@ -260,7 +258,7 @@ impl Lane {
     /// Makes pages `first..first + count` zeros that count as written.
     pub fn zero(&mut self, first: PageNo, count: u32) {
         self.replace_all(first, count, Place::Fill(0));
-        self.metrics().writes.add(u64::from(count));
+        self.metrics().traffic_of(None).writes.add(u64::from(count));
     }
 
     fn replace_all(&mut self, first: PageNo, count: u32, place: Place) {
@@ -338,6 +336,26 @@ impl Lane {
         self.idle_ops.push(op);
         self.in_flight -= 1;
         ended
+    }
+}
+
+impl Work {
+    /// A write goes there.
+    fn goes_to(&mut self, there: Entry) {
+        match self {
+            Work::Write { entry, .. } => *entry = there,
+            Work::Part { to, .. } => *to = Some(there),
+            Work::Idle | Work::Read(_) => {}
+        }
+    }
+
+    /// Where the page lies that is read, or is to lie that is written.
+    fn place(&self) -> Place {
+        match self {
+            Work::Idle | Work::Part { to: None, .. } => Place::Empty,
+            Work::Read(located) => located.entry.place(),
+            Work::Write { entry, .. } | Work::Part { to: Some(entry), .. } => entry.place(),
+        }
     }
 }
 

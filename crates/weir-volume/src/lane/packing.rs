@@ -301,11 +301,7 @@ impl Lane {
             Progress::Queued => self.under_way += 1,
         }
         self.leave_pack(op);
-        match &mut self.ops[op as usize].work {
-            Work::Write { entry: to, .. } => *to = entry,
-            Work::Part { to, .. } => *to = Some(entry),
-            Work::Idle | Work::Read(_) => {}
-        }
+        self.ops[op as usize].work.goes_to(entry);
         true
     }
 
@@ -335,6 +331,7 @@ impl Lane {
             // One that is overtaken leaves the pack.
             if self.publish(page, entry, condition) {
                 count(&self.metrics().packed);
+                self.ops[op as usize].work.goes_to(entry);
                 self.hand_over(op, Ok(()), done);
             } else {
                 self.begin_part_again(op, done);

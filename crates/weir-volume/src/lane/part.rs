@@ -1,6 +1,5 @@
 //! Parts of pages: the old content comes in, is patched, and goes out to a new slot. A page that moves is a part of nothing.
 
-use super::count::count;
 use super::located::Located;
 use super::packing::{EVERY_MEMBER, Packed};
 use super::publish::Written;
@@ -28,12 +27,7 @@ impl Lane {
     pub fn write_part(&mut self, ticket: Ticket, page: PageNo, offset: usize, bytes: &[u8]) -> Progress {
         self.enter();
         let started = self.sample();
-        count(&self.metrics().writes);
-        let progress = self.start_part(ticket, started, page, (offset, bytes), None);
-        if let Progress::Done(result) = progress {
-            self.volume.seat(self.seat).write_ended(started, result);
-        }
-        progress
+        self.start_part(ticket, started, page, (offset, bytes), None)
     }
 
     /// Writes `page` anew with the content that it has, if it still lies at `from`: into the first store that this lane reaches
@@ -68,7 +62,10 @@ impl Lane {
                 Progress::Queued
             }
             Progress::Done(result) => {
-                self.end(op);
+                let ended = self.end(op);
+                if moving.is_none() {
+                    self.metrics().write_ended(ended.work.place(), started, result);
+                }
                 Progress::Done(result)
             }
         }
@@ -140,7 +137,10 @@ impl Lane {
                     let (written, entry) = self.write_from(op, from.page, bytes, from.entry, true);
                     self.parts = parts;
                     match written {
-                        Written::Published => return Progress::Done(Ok(())),
+                        Written::Published => {
+                            self.ops[op as usize].work.goes_to(entry);
+                            return Progress::Done(Ok(()));
+                        }
                         Written::Overtaken => {} // begin again
                         Written::Failed(fault) => return Progress::Done(Err(fault)),
                         Written::Full => return Progress::Full,

@@ -19,7 +19,7 @@ pub(super) enum Written {
 
 impl Lane {
     /// Writes `bytes` as the successor of entry `was`, and publishes it if the store finishes at once. With `only_if_unchanged`
-    /// it takes effect only while the page still is as `was` says. Returns the new entry with the outcome.
+    /// it takes effect only while the page still is as `was` says. Returns the new entry with the outcome; none where no slot was found.
     pub(super) fn write_from(
         &mut self,
         op: u32,
@@ -36,7 +36,8 @@ impl Lane {
         }
         let Some((store, slot)) = self.claim(page) else {
             // With operations under way this lane itself may be what holds slots back: they must be polled first.
-            return (if self.holds_slots() { Written::Full } else { Written::Failed(Fault::Full) }, was);
+            let full = if self.holds_slots() { Written::Full } else { Written::Failed(Fault::Full) };
+            return (full, Entry::default());
         };
         // The next write will most likely go there, and writing memory that is far away takes longer than all the rest of a
         // write.

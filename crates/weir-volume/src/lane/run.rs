@@ -6,6 +6,7 @@
 //! Written one by one, each page's publication waits until the page has arrived in memory that is far away. So a
 //! group of pages gets all its slots first, then all its content, past the caches, then waits once, and is published.
 
+use super::count::Places;
 use super::{Lane, View, fill};
 use crate::entry::{Entry, Place};
 use crate::records::Occupant;
@@ -104,7 +105,9 @@ impl Lane {
         for entry in &entries[written..claimed] {
             self.unclaim(*entry);
         }
-        self.count_writes(written as u64, started);
+        let places = Places::default();
+        entries[..written].iter().for_each(|entry| places.add(entry.place()));
+        self.metrics().writes_ended(written as u64, &places, started);
         written
     }
 }

@@ -1,6 +1,7 @@
 //! Pages seen where they lie.
 
 use super::Lane;
+use super::count::Places;
 use super::located::Located;
 use crate::entry::Place;
 use std::time::Instant;
@@ -25,6 +26,8 @@ pub struct Guard<'a> {
     pub(crate) lane: &'a mut Lane,
     /// When it began, where it is one of those that are timed.
     started: Option<Instant>,
+    /// Where the pages lay that it has shown.
+    shown: Places,
 }
 
 impl Lane {
@@ -32,7 +35,7 @@ impl Lane {
     pub fn pin(&mut self) -> Guard<'_> {
         self.enter();
         let started = self.sample();
-        Guard { lane: self, started }
+        Guard { lane: self, started, shown: Places::default() }
     }
 }
 
@@ -44,6 +47,16 @@ impl Guard<'_> {
 
     #[inline]
     pub(crate) fn show(&self, located: &Located) -> View<'_> {
+        let view = self.find(located);
+        // What is elsewhere is counted when it has been read from there.
+        if !matches!(view, View::Elsewhere) {
+            self.shown.add(located.entry.place());
+        }
+        view
+    }
+
+    #[inline]
+    fn find(&self, located: &Located) -> View<'_> {
         match located.entry.place() {
             Place::Empty => View::Fill(0),
             Place::Fill(value) => View::Fill(value),
@@ -81,13 +94,8 @@ impl Guard<'_> {
     /// those that are timed took its share of the time.
     pub fn count_reads(&self, pages: u64, faults: u64) {
         let metrics = self.lane.metrics();
-        metrics.reads.add(pages);
         metrics.read_faults.add(faults);
-        if let Some(started) = self.started
-            && pages > 0
-        {
-            metrics.read_latencies.record(started.elapsed() / pages as u32, 1);
-        }
+        metrics.reads_ended(pages, &self.shown, self.started);
     }
 }
 

@@ -79,7 +79,7 @@ pub struct Compress {
 }
 
 /// A store.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Store {
     /// Its URL.
     pub url: String,
@@ -93,6 +93,15 @@ pub struct Store {
     pub chunk_bytes: u64,
     /// Its chunks, by where they stand.
     pub chunks: Chunks,
+    /// Reads of pages that lay in it, also those that failed. Not from daemons before 0.1.0 of November 2026.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub read: Option<Traffic>,
+    /// Writes to it, likewise.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub write: Option<Traffic>,
+    /// The share of all reads whose page lay in it; null before the first. (Pages of one value lie in no store.)
+    #[serde(default)]
+    pub hit_rate: Option<f64>,
 }
 
 /// A store's chunks: the parts in which memory comes and goes.
@@ -138,21 +147,33 @@ pub struct Background {
     pub wakes: u64,
 }
 
-/// One direction's counts since the start, and its latencies (of a sample, to 6 %).
+/// One direction's counts since the start, and its latencies.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Io {
-    /// Pages moved.
-    pub pages: u64,
+    /// Pages moved, and how long they took.
+    #[serde(flatten)]
+    pub traffic: Traffic,
     /// Pages that failed.
     pub faults: u64,
     /// Among those, pages whose content was not what had been written.
     pub corrupt: u64,
+}
+
+/// Pages that went one way since the start, and how long they took (of a sample, to 6 %).
+#[derive(Clone, PartialEq, Default, Debug, Serialize, Deserialize)]
+pub struct Traffic {
+    /// How many.
+    pub pages: u64,
     /// Median, in microseconds; null before the first.
     pub p50_us: Option<f64>,
     /// 99 of 100 took no longer.
     pub p99_us: Option<f64>,
     /// 999 of 1000 took no longer.
     pub p999_us: Option<f64>,
+    /// The whole sample: nanoseconds at most, and how many; rising. What one status has more than an earlier one is what
+    /// happened between them.
+    #[serde(default)]
+    pub latencies_ns: Vec<(u64, u64)>,
 }
 
 /// A way in.
@@ -197,19 +218,62 @@ pub struct Protection {
 }
 
 impl Io {
-    fn new(pages: u64, faults: u64, corrupt: u64, latencies: &Distribution) -> Self {
-        let quantile = |q| latencies.quantile(q).map(|took| took.as_nanos() as f64 / 1000.0);
-        Io { pages, faults, corrupt, p50_us: quantile(0.5), p99_us: quantile(0.99), p999_us: quantile(0.999) }
-    }
-
     /// Of a volume's reads.
     pub fn reads(of: &VolumeStatus) -> Self {
-        Self::new(of.reads, of.read_faults, of.corrupt, &of.read_latencies)
+        let traffic = Traffic::new(of.reads, &of.read_latencies);
+        Io { traffic, faults: of.read_faults, corrupt: of.corrupt }
     }
 
     /// Of a volume's writes.
     pub fn writes(of: &VolumeStatus) -> Self {
-        Self::new(of.writes, of.write_faults, 0, &of.write_latencies)
+        Io { traffic: Traffic::new(of.writes, &of.write_latencies), faults: of.write_faults, corrupt: 0 }
+    }
+}
+
+impl Traffic {
+    fn new(pages: u64, latencies: &Distribution) -> Self {
+        Self::of_sample(pages, latencies.buckets().collect())
+    }
+
+    fn of_sample(pages: u64, latencies_ns: Vec<(u64, u64)>) -> Self {
+        let all: u64 = latencies_ns.iter().map(|(_, count)| count).sum();
+        let quantile = |share: f64| {
+            let rank = (all as f64 * share).ceil().max(1.0) as u64;
+            let mut seen = 0;
+            let reached = latencies_ns.iter().find(|(_, count)| {
+                seen += count;
+                seen >= rank
+            });
+            reached.map(|(at_most, _)| *at_most as f64 / 1000.0)
+        };
+        Traffic {
+            pages,
+            p50_us: quantile(0.5),
+            p99_us: quantile(0.99),
+            p999_us: quantile(0.999),
+            latencies_ns,
+        }
+    }
+
+    /// What there was between an earlier look at the same daemon and this one.
+    pub fn since(&self, then: &Traffic) -> Traffic {
+        let pages = self.pages.saturating_sub(then.pages);
+        let was = |bound: u64| {
+            let found = then.latencies_ns.binary_search_by_key(&bound, |(at_most, _)| *at_most);
+            found.map_or(0, |at| then.latencies_ns[at].1)
+        };
+        let more = self.latencies_ns.iter().map(|&(bound, count)| (bound, count.saturating_sub(was(bound))));
+        Traffic::of_sample(pages, more.filter(|(_, count)| *count > 0).collect())
+    }
+}
+
+impl fmt::Display for Traffic {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} pages", self.pages)?;
+        match (self.p50_us, self.p99_us) {
+            (Some(p50), Some(p99)) => write!(f, ", p50 {p50:.1} us, p99 {p99:.1} us"),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -261,8 +325,9 @@ impl fmt::Display for Compress {
     }
 }
 
-impl From<&weir_volume::StoreStatus> for Store {
-    fn from(status: &weir_volume::StoreStatus) -> Self {
+impl Store {
+    /// One of a volume of which `reads` pages have been read.
+    pub fn of(status: &weir_volume::StoreStatus, reads: u64) -> Self {
         Store {
             url: status.name.clone(),
             state: format!("{:?}", status.state).to_lowercase(),
@@ -275,6 +340,9 @@ impl From<&weir_volume::StoreStatus> for Store {
                 emptying: status.chunks.emptying.into(),
                 given_back: status.chunks.given_back.into(),
             },
+            read: Some(Traffic::new(status.reads, &status.read_latencies)),
+            write: Some(Traffic::new(status.writes, &status.write_latencies)),
+            hit_rate: (reads > 0).then(|| status.reads as f64 / reads as f64),
         }
     }
 }
@@ -326,6 +394,11 @@ impl fmt::Display for Status {
                 "          chunks of {}: {held} held, {reserve} reserve, {emptying} emptying, {given_back} given back",
                 ByteSize(store.chunk_bytes)
             )?;
+            let hits =
+                store.hit_rate.map_or(String::new(), |rate| format!(" ({:.1} % of all)", rate * 100.0));
+            if let (Some(read), Some(write)) = (&store.read, &store.write) {
+                writeln!(f, "          read{hits}: {read}; written: {write}")?;
+            }
         }
         self.background.fmt(f)?;
         for export in &self.exports {
@@ -348,8 +421,9 @@ impl fmt::Display for Status {
             "", "pages", "faults", "corrupt", "p50 us", "p99 us", "p99.9 us"
         )?;
         for (name, io) in [("read", &self.read), ("write", &self.write)] {
-            write!(f, "{name:<10}{:>12} {:>8} {:>8}", io.pages, io.faults, io.corrupt)?;
-            for quantile in [io.p50_us, io.p99_us, io.p999_us] {
+            let Io { traffic, faults, corrupt } = io;
+            write!(f, "{name:<10}{:>12} {faults:>8} {corrupt:>8}", traffic.pages)?;
+            for quantile in [traffic.p50_us, traffic.p99_us, traffic.p999_us] {
                 match quantile {
                     Some(us) => write!(f, " {us:>9.1}")?,
                     None => write!(f, " {:>9}", "-")?,

@@ -1,7 +1,7 @@
 //! `weir top`: a daemon at work, once a second, until `q`.
 
 use super::options::TopOptions;
-use crate::control::{self, Io, Status};
+use crate::control::{self, Status, Traffic};
 use crate::failure::Failure;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyModifiers};
 use ratatui::layout::{Constraint, Layout};
@@ -69,6 +69,8 @@ fn watch(
 /// Two looks at a daemon, and the time between them.
 struct Seen {
     now: Status,
+    read: Traffic,
+    write: Traffic,
     read_rate: f64,
     write_rate: f64,
     request_rate: f64,
@@ -77,13 +79,21 @@ struct Seen {
 
 impl Seen {
     fn between(then: &Status, now: Status, elapsed: Duration) -> Self {
+        let rate = |count: u64| count as f64 / elapsed.as_secs_f64();
         // Another daemon counts from zero.
-        let since = |then: u64, now: u64| now.checked_sub(then).unwrap_or(now) as f64 / elapsed.as_secs_f64();
-        let requests = |status: &Status| status.exports.iter().map(|export| export.requests).sum();
+        let then = (then.pid == now.pid).then_some(then);
+        let between = |of: fn(&Status) -> &Traffic| match then {
+            Some(then) => of(&now).since(of(then)),
+            None => of(&now).clone(),
+        };
+        let (read, write) = (between(|status| &status.read.traffic), between(|status| &status.write.traffic));
+        let requests = |status: &Status| -> u64 { status.exports.iter().map(|export| export.requests).sum() };
         Seen {
-            read_rate: since(then.read.pages, now.read.pages),
-            write_rate: since(then.write.pages, now.write.pages),
-            request_rate: since(requests(then), requests(&now)),
+            read_rate: rate(read.pages),
+            write_rate: rate(write.pages),
+            request_rate: rate(requests(&now).saturating_sub(then.map_or(0, requests))),
+            read,
+            write,
             now,
             away: false,
         }
@@ -100,24 +110,24 @@ impl Seen {
         )
     }
 
-    /// Direction, rate, quantiles, failures.
+    /// Direction, rate, quantiles of what came since the last look, failures since the start.
     fn directions(&self) -> [[String; 7]; 2] {
-        let row = |name: &str, rate: f64, io: &Io| {
+        let row = |name: &str, rate: f64, between: &Traffic, faults: u64| {
             let quantile = |us: Option<f64>| us.map_or("-".to_owned(), |us| format!("{us:.1}"));
             [
                 name.to_owned(),
                 format!("{rate:.0}"),
                 format!("{:.1}", rate * PAGE_SIZE as f64 / f64::from(1 << 20)),
-                quantile(io.p50_us),
-                quantile(io.p99_us),
-                quantile(io.p999_us),
-                format!("{}", io.faults),
+                quantile(between.p50_us),
+                quantile(between.p99_us),
+                quantile(between.p999_us),
+                format!("{faults}"),
             ]
         };
         [
             // As the kernel's user sees them: what is read comes in, what is written goes out.
-            row("in (read)", self.read_rate, &self.now.read),
-            row("out (write)", self.write_rate, &self.now.write),
+            row("in (read)", self.read_rate, &self.read, self.now.read.faults),
+            row("out (write)", self.write_rate, &self.write, self.now.write.faults),
         ]
     }
 }
@@ -233,8 +243,13 @@ mod tests {
     use ratatui::backend::TestBackend;
 
     fn status(pages: u64) -> Status {
-        let io =
-            format!(r#"{{"pages":{pages},"faults":0,"corrupt":0,"p50_us":1.5,"p99_us":2.5,"p999_us":null}}"#);
+        // The first page took 9 us, each that followed 1.5 us. The quantiles stand for those since the start.
+        let slow = pages.min(1);
+        let io = format!(
+            r#"{{"pages":{pages},"faults":0,"corrupt":0,"p50_us":9.0,"p99_us":9.0,"p999_us":9.0,
+                "latencies_ns":[[1500,{}],[9000,{slow}]]}}"#,
+            pages - slow
+        );
         let text = format!(
             r#"{{"schema":1,"version":"0","pid":7,"uptime_s":3,
                 "volume":{{"bytes":1048576,"pages":256,"stored":64,"filled":0,"free":192,"map_bytes":4096}},
@@ -253,8 +268,10 @@ mod tests {
     fn a_rate_is_what_came_since_the_last_look_and_a_new_daemon_counts_from_zero() {
         let seen = Seen::between(&status(1000), status(3000), Duration::from_secs(2));
         assert_eq!(seen.read_rate, 1000.0);
-        let after_restart = Seen::between(&status(1000), status(500), Duration::from_secs(1));
-        assert_eq!(after_restart.read_rate, 500.0);
+        assert_eq!(seen.read.p999_us, Some(1.5), "the slow one was before");
+        let another = Status { pid: 8, ..status(1500) };
+        let after_restart = Seen::between(&status(1000), another, Duration::from_secs(1));
+        assert_eq!((after_restart.read_rate, after_restart.read.p999_us), (1500.0, Some(9.0)));
     }
 
     #[test]
