@@ -153,6 +153,20 @@ fn what_cannot_be_a_store_is_named() {
 }
 
 #[test]
+fn a_file_whose_owner_is_just_letting_it_go_is_waited_for() {
+    let directory = Directory::new();
+    let path = directory.file("store");
+    let first = FileStore::open(&url(&path, 1)).unwrap();
+    let going = std::thread::spawn(move || {
+        std::thread::sleep(std::time::Duration::from_millis(60));
+        drop(first);
+    });
+    // Not by `opened`, which would try again by itself.
+    FileStore::open(&url(&path, 1)).unwrap();
+    going.join().unwrap();
+}
+
+#[test]
 fn two_stores_never_share_a_file() {
     let directory = Directory::new();
     let path = directory.file("store");

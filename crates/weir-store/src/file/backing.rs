@@ -12,6 +12,7 @@ use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::time::Duration;
 use weir_core::{ByteSize, PAGE_SIZE, Page};
 
 /// Where pages begin: after the header, on a boundary of whatever a disk may call a block.
@@ -53,7 +54,7 @@ impl Backing {
             Err(Errno::NOENT) => (false, true),
             Err(errno) => return Err(OpenError::io(name, format!("cannot look at {shown}"), errno)),
         };
-        let (file, is_direct) = open_file(path, is_device, is_new).map_err(|errno| {
+        let (file, is_direct) = soon(|| open_file(path, is_device, is_new)).map_err(|errno| {
             let what = match errno {
                 Errno::BUSY => {
                     "is in use (mounted, swap, part of an array, or another Weir's); detach it first"
@@ -119,8 +120,7 @@ impl Backing {
         overwrite: bool,
     ) -> Result<Self, OpenError> {
         let shown = path.display();
-        let before = self.length(name)?;
-        match rustix::fs::flock(&self.file, FlockOperation::NonBlockingLockExclusive) {
+        match soon(|| rustix::fs::flock(&self.file, FlockOperation::NonBlockingLockExclusive)) {
             Ok(()) => {}
             Err(Errno::WOULDBLOCK) => {
                 return Err(OpenError::new(
@@ -130,6 +130,16 @@ impl Backing {
             }
             Err(errno) => return Err(OpenError::io(name, format!("cannot lock {shown}"), errno)),
         }
+        // Whoever had it may have removed it.
+        let identity = |stat: rustix::fs::Stat| (stat.st_dev, stat.st_ino);
+        let here = rustix::fs::fstat(&self.file).map(identity);
+        if rustix::fs::stat(path).map(identity) != here {
+            return Err(OpenError::new(
+                name,
+                format!("{shown} was taken away while it was opened; try again"),
+            ));
+        }
+        let before = self.length(name)?;
         let content = self.content(name, before)?;
         match content {
             Content::Nothing | Content::Weir => {}
@@ -346,10 +356,27 @@ pub fn is_left_over(path: &Path) -> bool {
         let file = File::from(rustix::fs::open(path, flags, Mode::empty())?);
         let mut start = [0; MAGIC.len()];
         file.read_exact_at(&mut start, 0)?;
-        rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)?;
-        Ok(file.metadata()?.is_file() && start == MAGIC)
+        if start != MAGIC || !file.metadata()?.is_file() {
+            return Ok(false);
+        }
+        soon(|| rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive))?;
+        Ok(true)
     };
     is_ours().unwrap_or(false)
+}
+
+/// Asks for something until it is no longer in use, for half a second at most: a process that used io_uring has its files for some
+/// milliseconds after it has ended, until a worker of the kernel has closed them.
+fn soon<T>(attempt: impl Fn() -> Result<T, Errno>) -> Result<T, Errno> {
+    const TRIES: u32 = 25;
+    const EACH: Duration = Duration::from_millis(20);
+    for _ in 1..TRIES {
+        match attempt() {
+            Err(Errno::WOULDBLOCK | Errno::BUSY) => std::thread::sleep(EACH),
+            answer => return answer,
+        }
+    }
+    attempt()
 }
 
 /// Opens with O_DIRECT where the file system takes it; says whether it did.
