@@ -13,7 +13,7 @@ use std::time::Duration;
 use weir_core::PAGE_SIZE;
 use weir_core::seal::SealedAllocator;
 use weir_export::fuse::mount::is_mounted;
-use weir_export::fuse::{Config, Server};
+use weir_export::fuse::{Config, ServeError, Server};
 use weir_export::loop_device::LoopDevice;
 use weir_store::{Host, Store, StoreUrl};
 use weir_volume::Volume;
@@ -208,7 +208,39 @@ fn a_new_server_goes_on_with_the_mount_of_one_that_is_gone() {
         println!("\nskipped: this kernel does not send requests again");
     }
     drop(file);
-    drop(second);
+    assert_eq!(second.stop(GRACE), 0);
+    assert!(!is_mounted(&point) && !point.exists());
+}
+
+#[test]
+fn a_server_that_cannot_take_over_leaves_everything_to_the_next() {
+    let point = path("cannot");
+    let config = Config { threads: 1, ring: false, ..Config::default() };
+    let volume = volume(1000, 1);
+    let Some(first) = serve(&volume, &config, &point) else { return };
+    let file = open(first.file());
+    file.write_all_at(&content(1, 8192), 4096).unwrap();
+    let kept: Vec<(String, OwnedFd)> = first
+        .keepsakes()
+        .into_iter()
+        .map(|keepsake| (keepsake.name, keepsake.fd.try_clone_to_owned().unwrap()))
+        .collect();
+    first.abandon();
+    let mut take =
+        |name: &str| kept.iter().find(|(kept, _)| kept == name).map(|(_, fd)| fd.try_clone().unwrap());
+    // One lane is too few for two threads.
+    let greedy = Config { threads: 2, ..config.clone() };
+    let failed = Server::take_over(&volume, &greedy, &point, &mut take, &quiet()).err();
+    assert!(matches!(failed, Some(ServeError::Lane(1, _))), "{failed:?}");
+    assert!(is_mounted(&point));
+    let second = Server::take_over(&volume, &config, &point, &mut take, &quiet()).unwrap();
+    for file in [&file, &open(second.file())] {
+        let mut back = vec![0; 8192];
+        file.read_exact_at(&mut back, 4096).unwrap();
+        assert!(back == content(1, 8192));
+    }
+    drop(file);
+    assert_eq!(second.stop(GRACE), 0);
     assert!(!is_mounted(&point) && !point.exists());
 }
 

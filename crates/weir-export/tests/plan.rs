@@ -102,6 +102,8 @@ fn served(name: &str) -> (Served, Arc<Mutex<Vec<Call>>>) {
         Arc::new(Watched { store: Sim::open(url).unwrap(), calls: Arc::clone(&calls) })
     });
     served.client().write(0, &noise(1, PAGES as usize * PAGE_SIZE)).unwrap();
+    // A connection that ends has its lane submit and poll once more, and then says so.
+    assert!(served.logs(": the connection was closed"));
     calls.lock().unwrap().clear();
     (served, calls)
 }

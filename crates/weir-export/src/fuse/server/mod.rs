@@ -8,7 +8,7 @@ pub use config::{Config, ServeError};
 
 use super::device::Device;
 use super::disk::{Disk, Shape};
-use super::mount::{Mount, owner};
+use super::mount::{self, Mount, owner};
 use super::pool::{Pool, THREADS_MAX};
 use super::ram_disk::{self, RamDisk};
 use super::range::{IO_MAX, Ranges};
@@ -85,6 +85,7 @@ impl Server {
         log: &Log,
     ) -> Result<Server, ServeError> {
         check(config)?;
+        mount::replace_dead(point, mount::SUBTYPE)?;
         let made = make(point)?;
         let begun = Begun { made: made.then(|| point.to_owned()) };
         let owner = owner(point);
@@ -151,6 +152,7 @@ impl Server {
         log: &Log,
     ) -> Result<Server, ServeError> {
         check(config)?;
+        mount::replace_dead(point, mount::SUBTYPE)?;
         if fs::metadata(point).is_ok_and(|meta| !meta.is_dir()) {
             return Err(ServeError::Config(format!("{} is no directory", point.display())));
         }
@@ -357,6 +359,10 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
+        // One that took over and then could not start: whoever comes next finds everything as it was.
+        if self.mount.as_ref().is_some_and(Mount::stays) {
+            self.mount.take();
+        }
         self.end(Duration::from_secs(2));
     }
 }

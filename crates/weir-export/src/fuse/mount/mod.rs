@@ -1,6 +1,9 @@
 //! Puts a FUSE connection into the file system: by mount(2) where that is allowed, else by `fusermount3`.
 
+mod dead;
+
 use super::device::Device;
+use dead::{Life, life};
 use rustix::mount::{MountFlags, UnmountFlags};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SocketFlags, SocketType,
@@ -34,6 +37,11 @@ pub enum MountError {
         /// What the system said.
         source: io::Error,
     },
+    /// Something is mounted there that does not answer.
+    #[error(
+        "what is mounted on {0} does not answer, and its server may live; wait for it or end it, then run umount -f {0}"
+    )]
+    Silent(PathBuf),
     /// A daemon that is gone left its mount there.
     #[error("{0} is a mount point whose server is gone; run fusermount3 -u {0} (or umount {0})")]
     Stale(PathBuf),
@@ -76,9 +84,7 @@ impl Mount {
     /// See [`MountError`].
     pub fn new(point: &Path, options: &Options<'_>) -> Result<(Mount, Device), MountError> {
         let failed = |source| MountError::Point { path: point.to_owned(), source };
-        if is_dead(point) {
-            clear_dead(point, options.subtype)?;
-        }
+        replace_dead(point, options.subtype)?;
         let meta = std::fs::metadata(point).map_err(failed)?;
         let absolute = std::fs::canonicalize(point).map_err(failed)?;
         let device = Device::open().map_err(MountError::Device)?;
@@ -93,14 +99,14 @@ impl Mount {
         }
     }
 
-    /// Takes over a mount that another process made.
+    /// Takes over a mount that another process made. It stays when this is dropped; [`unmount`](Self::unmount) takes it away.
     ///
     /// # Errors
     /// When the path does not exist.
     pub fn adopt(point: &Path) -> io::Result<Mount> {
         // Not canonicalised: a look at the mount itself would wait for its server, which is this process.
         let point = std::path::absolute(point)?;
-        Ok(Mount { point, by_fusermount: rustix::process::geteuid().as_raw() != 0, armed: true })
+        Ok(Mount { point, by_fusermount: rustix::process::geteuid().as_raw() != 0, armed: false })
     }
 
     /// Where it is.
@@ -113,7 +119,13 @@ impl Mount {
     /// # Errors
     /// What the system says.
     pub fn unmount(mut self) -> io::Result<()> {
+        self.armed = true;
         self.undo()
+    }
+
+    /// Whether it stays where it is when this is dropped.
+    pub(super) fn stays(&self) -> bool {
+        !self.armed
     }
 
     /// Leaves it in the file system.
@@ -164,8 +176,9 @@ pub struct Left {
 impl Left {
     /// To be called before the first server starts.
     pub fn before(point: &Path) -> Left {
-        let vacant =
-            std::fs::symlink_metadata(point).is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
+        // A look at a mount might wait for ever.
+        let vacant = !std::path::absolute(point).is_ok_and(|point| is_mounted(&point))
+            && std::fs::symlink_metadata(point).is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
         Left { point: point.to_owned(), vacant }
     }
 
@@ -176,9 +189,11 @@ impl Left {
 
     /// Once every server is gone: takes away a dead mount, and the file under it if a server made that.
     pub fn clear(self) {
-        if is_dead(&self.point) {
+        match life(&self.point) {
+            Life::Alive => {}
+            Life::Silent => return,
             // Where it cannot be, the next start says so.
-            let _ = clear_dead(&self.point, SUBTYPE);
+            found => drop(clear_dead(&self.point, SUBTYPE, found)),
         }
         let empty = |meta: std::fs::Metadata| meta.is_file() && meta.len() == 0;
         if self.vacant && std::fs::symlink_metadata(&self.point).is_ok_and(empty) {
@@ -187,43 +202,64 @@ impl Left {
     }
 }
 
-/// Whether the server of what is mounted there is gone. Not by a look at attributes: the kernel may have those.
-fn is_dead(point: &Path) -> bool {
-    use rustix::io::Errno;
-    // The second where it goes while it is asked.
-    rustix::fs::statfs(point).is_err_and(|errno| matches!(errno, Errno::NOTCONN | Errno::CONNABORTED))
+/// Takes away what is mounted at `point` if its server is gone. Before anything else is asked of `point`: the kernel may
+/// let that wait for ever.
+///
+/// # Errors
+/// [`MountError::Stale`] where it is of another kind, or cannot be taken away; [`MountError::Silent`] where that is not
+/// known.
+pub(super) fn replace_dead(point: &Path, subtype: &str) -> Result<(), MountError> {
+    match life(point) {
+        Life::Alive => Ok(()),
+        Life::Silent => Err(MountError::Silent(point.to_owned())),
+        found @ (Life::Dead | Life::Kept) => clear_dead(point, subtype, found),
+    }
 }
 
 /// Takes away a mount whose server is gone, if it was one of this kind.
-fn clear_dead(point: &Path, subtype: &str) -> Result<(), MountError> {
+fn clear_dead(point: &Path, subtype: &str, found: Life) -> Result<(), MountError> {
     let stale = || MountError::Stale(point.to_owned());
     let point = std::path::absolute(point).map_err(|_| stale())?;
-    if filesystem(&point).is_none_or(|kind| kind != format!("fuse.{subtype}")) {
+    if mounted(&point).is_none_or(|mounted| mounted.kind != format!("fuse.{subtype}")) {
         return Err(stale());
+    }
+    if found == Life::Kept {
+        // Ends the connection, also where it says "busy" because somebody waits.
+        let _ = rustix::mount::unmount(&point, UnmountFlags::FORCE | UnmountFlags::NOFOLLOW);
     }
     let by_fusermount = rustix::process::geteuid().as_raw() != 0;
     Mount { point, by_fusermount, armed: true }.unmount().map_err(|_| stale())
 }
 
-/// The type of the file system that is mounted at `point`, which is absolute.
-fn filesystem(point: &Path) -> Option<String> {
+/// What `/proc/self/mountinfo` says of a mount.
+struct Mounted {
+    /// Its file system's.
+    kind: String,
+    /// The minor number of its file system's device, by which the kernel calls a FUSE connection.
+    device: u32,
+}
+
+/// What is mounted at `point`, which is absolute.
+fn mounted(point: &Path) -> Option<Mounted> {
     let table = std::fs::read("/proc/self/mountinfo").ok()?;
     let escaped = escape(point.as_os_str().as_bytes());
     let mut lines = table.split(|byte| *byte == b'\n').map(|line| line.split(|byte| *byte == b' '));
     // The last one lies on top.
     let mut top = lines.rfind(|fields| fields.clone().nth(4) == Some(&escaped[..]))?;
+    let device = String::from_utf8_lossy(top.nth(2)?).split_once(':')?.1.parse().ok()?;
     top.find(|field| *field == b"-")?;
-    top.next().map(|kind| String::from_utf8_lossy(kind).into_owned())
+    Some(Mounted { kind: String::from_utf8_lossy(top.next()?).into_owned(), device })
 }
 
 /// Whether something is mounted at `point`, which is absolute.
 pub fn is_mounted(point: &Path) -> bool {
-    filesystem(point).is_some()
+    mounted(point).is_some()
 }
 
 /// Whether a file system of this program is mounted at `point`, which is absolute, and lives.
 pub fn is_served(point: &Path) -> bool {
-    filesystem(point).is_some_and(|kind| kind == format!("fuse.{SUBTYPE}")) && !is_dead(point)
+    mounted(point).is_some_and(|mounted| mounted.kind == format!("fuse.{SUBTYPE}"))
+        && matches!(life(point), Life::Alive | Life::Silent)
 }
 
 /// As mountinfo writes it: blanks and backslashes in octal.
@@ -319,7 +355,7 @@ mod tests {
     #[test]
     fn mount_points_are_found_by_the_names_that_mountinfo_gives_them() {
         assert_eq!(escape(b"/a b\\c"), b"/a\\040b\\134c");
-        assert_eq!(filesystem(Path::new("/proc")).as_deref(), Some("proc"));
+        assert_eq!(mounted(Path::new("/proc")).map(|mounted| mounted.kind).as_deref(), Some("proc"));
         assert!(!is_mounted(Path::new("/proc/self")));
     }
 }

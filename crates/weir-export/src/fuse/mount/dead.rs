@@ -1,0 +1,127 @@
+//! Whether the server of a mount is gone, found out without waiting for it.
+//!
+//! A connection ends when its last descriptor is closed, and then everything that asks it fails. Where requests come by
+//! rings, the descriptor is also held by the rings' commands, which end with their ring; Linux 6.18 has been seen to let
+//! a ring wait for its commands for as long as the connection lived, twenty minutes until it was ended by hand, and
+//! with it everybody who had asked. A forced unmount ends a connection, so that is what such a mount gets, and no other:
+//! a connection that a keeper holds between two servers must live.
+
+use rustix::io::Errno;
+use std::ffi::OsStr;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
+use std::sync::mpsc;
+use std::time::Duration;
+use std::{fs, io};
+
+/// A server that lives answers in far less; a kernel that lets go of one needs some of it.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// What is known of a mount's server.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Life {
+    /// It answers, or nothing of FUSE is mounted.
+    Alive,
+    /// It does not answer, and may yet.
+    Silent,
+    /// It is gone, and the kernel says so.
+    Dead,
+    /// It is gone, and the kernel keeps the connection: whoever asks waits until that is ended.
+    Kept,
+}
+
+/// Looks at the server of what is mounted at `point`, for at most twice [`PATIENCE`].
+pub(super) fn life(point: &Path) -> Life {
+    let asked = point.to_owned();
+    // Not by a look at attributes: the kernel may have those.
+    match within(move || rustix::fs::statfs(&asked).map(drop)) {
+        // The second where it goes while it is asked.
+        Some(Err(Errno::NOTCONN | Errno::CONNABORTED)) => Life::Dead,
+        Some(_) => Life::Alive,
+        None => {
+            let ours = std::path::absolute(point).ok().and_then(|point| super::mounted(&point));
+            let ours = ours.filter(|mounted| mounted.kind == format!("fuse.{}", super::SUBTYPE));
+            // A process that waits in exec has its descriptors looked at after that.
+            match ours.and_then(|mounted| within(move || may_be_held(mounted.device))) {
+                Some(false) => Life::Kept,
+                _ => Life::Silent,
+            }
+        }
+    }
+}
+
+/// What `ask` comes to, unless it takes longer than [`PATIENCE`]; its thread waits on for as long as the kernel wants.
+fn within<T: Send + 'static>(ask: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+    let (answer, answered) = mpsc::channel();
+    std::thread::Builder::new().spawn(move || answer.send(ask())).ok()?;
+    answered.recv_timeout(PATIENCE).ok()
+}
+
+/// Whether a process has a descriptor of the connection that is mounted as `device`, or might have: what this process
+/// may not look at counts as that, since a server that lives must never be taken for dead.
+fn may_be_held(device: u32) -> bool {
+    if !rustix::process::geteuid().is_root() || !names_connections() || !sees_every_process() {
+        return true;
+    }
+    let Ok(processes) = fs::read_dir("/proc") else { return true };
+    let mut processes =
+        processes.flatten().filter(|entry| entry.file_name().to_string_lossy().parse::<u32>().is_ok());
+    processes.any(|process| match fs::read_dir(process.path().join("fd")) {
+        Ok(descriptors) => descriptors.flatten().any(|fd| may_be(&process.path(), &fd.file_name(), device)),
+        Err(error) => !is_gone(&error),
+    })
+}
+
+/// The same of one descriptor of one process.
+fn may_be(process: &Path, fd: &OsStr, device: u32) -> bool {
+    let info = match fs::read_link(process.join("fd").join(fd)) {
+        Ok(target) if target == Path::new("/dev/fuse") => fs::read_to_string(process.join("fdinfo").join(fd)),
+        Ok(_) => return false,
+        Err(error) => Err(error),
+    };
+    match info {
+        // One that is not mounted yet names none.
+        Ok(info) => connection(&info) == Some(device),
+        // Some systems give the first process more than root has, and so hide it; it serves no disks.
+        Err(error) => !is_gone(&error) && process != Path::new("/proc/1"),
+    }
+}
+
+/// The process has ended, or has closed it.
+fn is_gone(error: &io::Error) -> bool {
+    let errno = Errno::from_io_error(error);
+    matches!(errno, Some(Errno::NOENT | Errno::SRCH))
+}
+
+/// Whether `/proc` has every process of the machine: in the first PID namespace, whose number is a constant of the kernel
+/// (`PROC_PID_INIT_INO`, include/linux/proc_ns.h).
+fn sees_every_process() -> bool {
+    fs::metadata("/proc/self/ns/pid").is_ok_and(|namespace| namespace.ino() == 0xEFFF_FFFC)
+}
+
+/// Whether this kernel says which connection a mounted descriptor is of: Linux 6.16 and newer.
+fn names_connections() -> bool {
+    let uname = rustix::system::uname();
+    let release = uname.release().to_string_lossy();
+    let mut numbers = release.split(['.', '-']).map_while(|part| part.parse::<u32>().ok());
+    (numbers.next(), numbers.next()) >= (Some(6), Some(16))
+}
+
+/// The connection that a descriptor's `fdinfo` names, by the minor number of its file system's device.
+fn connection(info: &str) -> Option<u32> {
+    info.lines().find_map(|line| line.strip_prefix("fuse_connection:")?.trim().parse().ok())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_descriptor_says_its_connection_where_the_kernel_does() {
+        assert_eq!(
+            connection("pos:\t0\nflags:\t02100002\nmnt_id:\t24\nino:\t94\nfuse_connection:\t39\n"),
+            Some(39)
+        );
+        assert_eq!(connection("pos:\t0\nflags:\t02100002\n"), None);
+    }
+}

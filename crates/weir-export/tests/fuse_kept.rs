@@ -1,0 +1,66 @@
+//! A mount that lives without a server. Alone in its process: a program that another test started would inherit its files,
+//! and wait for it on the way.
+
+mod fuse_mounts;
+
+use fuse_mounts::{eventually, open, quiet, serve};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+use std::fs;
+use std::io::IoSlice;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileExt as _;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::thread;
+use weir_core::seal::SealedAllocator;
+use weir_export::fuse::mount::{MountError, is_mounted, is_served};
+use weir_export::fuse::{Config, ServeError, Server};
+use weir_store::Host;
+use weir_volume::Volume;
+
+#[global_allocator]
+static ALLOCATOR: SealedAllocator = SealedAllocator;
+
+#[test]
+fn a_mount_that_the_kernel_keeps_without_a_server_is_replaced_and_who_waits_for_it_is_told() {
+    if !rustix::process::geteuid().is_root() {
+        println!("\nskipped: only root may end a connection by a forced unmount");
+        return;
+    }
+    let point = std::env::temp_dir().join(format!("weir-fuse-test-kept-{}", std::process::id()));
+    let shape = weir_volume::Config { pages: 100, lanes: 1, depth: 64 };
+    let volume = Volume::create(shape, vec![Arc::new(Host::new(shape.slots()).unwrap())]).unwrap();
+    let config = Config { threads: 1, ring: false, ..Config::default() };
+    let Some(first) = serve(&volume, &config, &point) else { return };
+    let file = open(first.file());
+    // On its way from one socket to another, a descriptor is the kernel's alone: the connection lives, served by nobody.
+    let (sender, receiver) = UnixStream::pair().unwrap();
+    let kept: Vec<OwnedFd> =
+        first.keepsakes().into_iter().map(|keepsake| keepsake.fd.try_clone_to_owned().unwrap()).collect();
+    first.abandon();
+    // A descriptor is held, so somebody may answer yet.
+    let refused = Server::start(&volume, &config, &point, &quiet()).err();
+    assert!(matches!(refused, Some(ServeError::Mount(MountError::Silent(_)))), "{refused:?}");
+    assert!(is_served(&point));
+    send(&sender, kept);
+    let waiting = thread::spawn(move || file.write_at(&[1], 0));
+    let second = Server::start(&volume, &config, &point, &quiet()).unwrap();
+    eventually("who waits is not told", || waiting.is_finished());
+    assert!(waiting.join().unwrap().is_err());
+    open(second.file()).write_all_at(&[1], 0).unwrap();
+    drop(second);
+    assert!(!is_mounted(&point));
+    fs::remove_file(&point).unwrap();
+    drop(receiver);
+}
+
+/// Puts descriptors on their way, and closes them here.
+fn send(socket: &UnixStream, fds: Vec<OwnedFd>) {
+    let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    assert!(control.push(SendAncillaryMessage::ScmRights(&borrowed)));
+    rustix::net::sendmsg(socket, &[IoSlice::new(&[0])], &mut control, SendFlags::empty()).unwrap();
+    drop(fds);
+}
