@@ -17,13 +17,13 @@
 #     coherence     0.7  10^8 pages written one way and read another
 #     memory        0.3  the daemon's memory, and the card's power: idle, mapped only, with CUDA, with the kernel
 #     keeper        1    SIGKILL of the daemon under load, to the first page served, with what each stage took
-#     block         2    NBD over VRAM, beside nbdkit; long requests beside a server of nothing too, which is the socket alone
+#     block         4    NBD over VRAM, beside nbdkit; long requests beside a server of nothing too, which is the socket alone
 #     block_host    2    NBD over host memory on this machine, beside nbdkit
 #     swap          3    faults from VRAM by FUSE and a loop device, beside a RAM loop, zram and a file; as root
 #     commands      2    ioping, fio and dd on the same disk (benchmarks/commands); as root, ioping
 #     headline      3    swap on VRAM full of live pages, and another process takes 90% of the card (benchmarks/headline); as
 #                        root, TORTURE says where the lab's program is (target/release/torture)
-#     queue         1    the work queue, on this machine's processors
+#     queue         10   the work queue, on this machine's processors
 #     striped       0.5  deep and large loads on one GPU and over all (two or more)
 #     competing     1.5  a matrix product's speed alone and beside Weir (benchmarks/competing)
 #
