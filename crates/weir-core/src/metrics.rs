@@ -89,21 +89,29 @@ impl Distribution {
     }
 
     /// Every duration that occurred, as the upper bound of what was counted together, in nanoseconds, and how often; rising.
-    pub fn buckets(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
+    pub fn buckets(&self) -> impl Iterator<Item = (u64, u64)> + Clone {
         let occurred = self.counts.iter().enumerate().filter(|&(_, &count)| count > 0);
         occurred.map(|(at, &count)| (upper_bound(at), count))
     }
 
-    /// The duration that `quantile` (0 to 1) of the operations did not exceed, to 6 % above.
+    /// The duration that `share` (0 to 1) of the operations did not exceed, to 6 % above.
     /// `None` where there were none.
-    pub fn quantile(&self, quantile: f64) -> Option<Duration> {
-        let rank = (self.count() as f64 * quantile.clamp(0.0, 1.0)).ceil().max(1.0) as u64;
-        let mut seen = 0;
-        self.counts.iter().enumerate().find_map(|(at, count)| {
-            seen += count;
-            (seen >= rank).then(|| Duration::from_nanos(upper_bound(at)))
-        })
+    pub fn quantile(&self, share: f64) -> Option<Duration> {
+        quantile(self.buckets(), share).map(Duration::from_nanos)
     }
+}
+
+/// The value that `share` (0 to 1) of all did not exceed, where `buckets` has values and how often each occurred, rising.
+/// `None` where there are none.
+pub fn quantile(buckets: impl Iterator<Item = (u64, u64)> + Clone, share: f64) -> Option<u64> {
+    let all: u64 = buckets.clone().map(|(_, count)| count).sum();
+    let rank = (all as f64 * share.clamp(0.0, 1.0)).ceil().max(1.0) as u64;
+    let mut seen = 0;
+    let mut reached = buckets.skip_while(|(_, count)| {
+        seen += count;
+        seen < rank
+    });
+    reached.next().map(|(value, _)| value)
 }
 
 impl std::fmt::Debug for Distribution {

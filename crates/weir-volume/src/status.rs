@@ -151,7 +151,9 @@ impl Volume {
             self.lanes.iter().fold(0, |sum, seat| sum.wrapping_add(counter(&seat.metrics).get()))
         };
         let traffic: Vec<Summed> = (0..=self.tiers.len()).map(|at| self.summed(at)).collect();
-        let stores = self.tiers.iter().zip(&traffic).map(|(tier, traffic)| StoreStatus {
+        let mut all = Summed::default();
+        traffic.iter().for_each(|of| all.add(of));
+        let stores = self.tiers.iter().zip(traffic).map(|(tier, traffic)| StoreStatus {
             name: tier.store.name().to_owned(),
             state: tier.store.state(),
             slots: tier.records.slots(),
@@ -159,11 +161,9 @@ impl Volume {
             chunks: tier.chunk_counts(),
             reads: traffic.reads,
             writes: traffic.writes,
-            read_latencies: traffic.read_latencies.clone(),
-            write_latencies: traffic.write_latencies.clone(),
+            read_latencies: traffic.read_latencies,
+            write_latencies: traffic.write_latencies,
         });
-        let mut all = Summed::default();
-        traffic.iter().for_each(|of| all.add(of));
         VolumeStatus {
             pages: self.pages(),
             stored: sum(|lane| &lane.stored).wrapping_sub(sum(|lane| &lane.unstored)),

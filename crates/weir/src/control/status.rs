@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
-use weir_core::metrics::Distribution;
+use weir_core::metrics::{Distribution, quantile};
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_volume::VolumeStatus;
 
@@ -236,16 +236,7 @@ impl Traffic {
     }
 
     fn of_sample(pages: u64, latencies_ns: Vec<(u64, u64)>) -> Self {
-        let all: u64 = latencies_ns.iter().map(|(_, count)| count).sum();
-        let quantile = |share: f64| {
-            let rank = (all as f64 * share).ceil().max(1.0) as u64;
-            let mut seen = 0;
-            let reached = latencies_ns.iter().find(|(_, count)| {
-                seen += count;
-                seen >= rank
-            });
-            reached.map(|(at_most, _)| *at_most as f64 / 1000.0)
-        };
+        let quantile = |share| quantile(latencies_ns.iter().copied(), share).map(|ns| ns as f64 / 1000.0);
         Traffic {
             pages,
             p50_us: quantile(0.5),
