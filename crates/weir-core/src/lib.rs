@@ -8,6 +8,7 @@ pub mod copy;
 mod memory;
 pub mod metrics;
 mod page;
+pub mod release;
 mod resident;
 pub mod seal;
 mod size;

@@ -7,6 +7,8 @@ pub const UBLK: (u32, u32) = (6, 5);
 pub const UBLK_SURVIVES: (u32, u32) = (6, 16);
 /// Since when a new daemon can have the kernel send again what the one before had in hand (`FUSE_NOTIFY_RESEND`).
 pub const FUSE_RESENDS: (u32, u32) = (6, 9);
+/// Since when `/proc/PID/fdinfo` says of which FUSE connection a descriptor is.
+pub const FUSE_NAMES_CONNECTIONS: (u32, u32) = (6, 16);
 
 /// `(6, 12)` of `6.12.9-amd64`.
 pub fn version(release: &str) -> Option<(u32, u32)> {

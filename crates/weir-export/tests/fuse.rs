@@ -2,9 +2,8 @@
 
 mod fuse_mounts;
 
-use fuse_mounts::{GRACE, content, open, quiet, serve};
+use fuse_mounts::{GRACE, content, kept, open, quiet, serve, volume};
 use std::fs;
-use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -15,16 +14,11 @@ use weir_core::seal::SealedAllocator;
 use weir_export::fuse::mount::is_mounted;
 use weir_export::fuse::{Config, ServeError, Server};
 use weir_export::loop_device::LoopDevice;
-use weir_store::{Host, Store, StoreUrl};
+use weir_store::{Store, StoreUrl};
 use weir_volume::Volume;
 
 #[global_allocator]
 static ALLOCATOR: SealedAllocator = SealedAllocator;
-
-fn volume(pages: u32, threads: usize) -> Arc<Volume> {
-    let shape = weir_volume::Config { pages, lanes: threads, depth: 64 };
-    Volume::create(shape, vec![Arc::new(Host::new(shape.slots()).unwrap())]).unwrap()
-}
 
 fn over(url: &str, pages: u32, threads: usize) -> Arc<Volume> {
     let shape = weir_volume::Config { pages, lanes: threads, depth: 64 };
@@ -191,14 +185,9 @@ fn a_new_server_goes_on_with_the_mount_of_one_that_is_gone() {
     let Some(first) = serve(&volume, &config, &point) else { return };
     let file = open(first.file());
     file.write_all_at(&content(1, 8192), 4096).unwrap();
-    let kept: Vec<(String, OwnedFd)> = first
-        .keepsakes()
-        .into_iter()
-        .map(|keepsake| (keepsake.name, keepsake.fd.try_clone_to_owned().unwrap()))
-        .collect();
+    let mut kept = kept(&first);
     let resends = kept.len() > 1;
     first.abandon();
-    let mut kept: std::collections::HashMap<_, _> = kept.into_iter().collect();
     let second =
         Server::take_over(&volume, &config, &point, &mut |name| kept.remove(name), &quiet()).unwrap();
     let mut back = vec![0; 8192];
@@ -220,14 +209,9 @@ fn a_server_that_cannot_take_over_leaves_everything_to_the_next() {
     let Some(first) = serve(&volume, &config, &point) else { return };
     let file = open(first.file());
     file.write_all_at(&content(1, 8192), 4096).unwrap();
-    let kept: Vec<(String, OwnedFd)> = first
-        .keepsakes()
-        .into_iter()
-        .map(|keepsake| (keepsake.name, keepsake.fd.try_clone_to_owned().unwrap()))
-        .collect();
+    let kept = kept(&first);
     first.abandon();
-    let mut take =
-        |name: &str| kept.iter().find(|(kept, _)| kept == name).map(|(_, fd)| fd.try_clone().unwrap());
+    let mut take = |name: &str| kept.get(name).map(|fd| fd.try_clone().unwrap());
     // One lane is too few for two threads.
     let greedy = Config { threads: 2, ..config.clone() };
     let failed = Server::take_over(&volume, &greedy, &point, &mut take, &quiet()).err();

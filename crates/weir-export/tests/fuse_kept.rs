@@ -3,7 +3,7 @@
 
 mod fuse_mounts;
 
-use fuse_mounts::{eventually, open, quiet, serve};
+use fuse_mounts::{eventually, kept, open, quiet, serve, volume};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use std::fs;
 use std::io::IoSlice;
@@ -11,13 +11,10 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt as _;
 use std::os::unix::net::UnixStream;
-use std::sync::Arc;
 use std::thread;
 use weir_core::seal::SealedAllocator;
 use weir_export::fuse::mount::{MountError, is_mounted, is_served};
 use weir_export::fuse::{Config, ServeError, Server};
-use weir_store::Host;
-use weir_volume::Volume;
 
 #[global_allocator]
 static ALLOCATOR: SealedAllocator = SealedAllocator;
@@ -29,15 +26,13 @@ fn a_mount_that_the_kernel_keeps_without_a_server_is_replaced_and_who_waits_for_
         return;
     }
     let point = std::env::temp_dir().join(format!("weir-fuse-test-kept-{}", std::process::id()));
-    let shape = weir_volume::Config { pages: 100, lanes: 1, depth: 64 };
-    let volume = Volume::create(shape, vec![Arc::new(Host::new(shape.slots()).unwrap())]).unwrap();
+    let volume = volume(100, 1);
     let config = Config { threads: 1, ring: false, ..Config::default() };
     let Some(first) = serve(&volume, &config, &point) else { return };
     let file = open(first.file());
     // On its way from one socket to another, a descriptor is the kernel's alone: the connection lives, served by nobody.
     let (sender, receiver) = UnixStream::pair().unwrap();
-    let kept: Vec<OwnedFd> =
-        first.keepsakes().into_iter().map(|keepsake| keepsake.fd.try_clone_to_owned().unwrap()).collect();
+    let kept: Vec<OwnedFd> = kept(&first).into_values().collect();
     first.abandon();
     // A descriptor is held, so somebody may answer yet.
     let refused = Server::start(&volume, &config, &point, &quiet()).err();

@@ -20,7 +20,7 @@ use weir_core::PAGE_SIZE;
 use weir_core::seal::SealedAllocator;
 use weir_export::fuse::mount::is_mounted;
 use weir_export::fuse::{Config, Server};
-use weir_store::{Host, StoreUrl};
+use weir_store::StoreUrl;
 use weir_volume::Volume;
 
 #[global_allocator]
@@ -29,8 +29,7 @@ static ALLOCATOR: SealedAllocator = SealedAllocator;
 const PAGES: u32 = 4096;
 
 fn volume(threads: usize) -> Arc<Volume> {
-    let shape = weir_volume::Config { pages: PAGES, lanes: threads, depth: 64 };
-    Volume::create(shape, vec![Arc::new(Host::new(shape.slots()).unwrap())]).unwrap()
+    fuse_mounts::volume(PAGES, threads)
 }
 
 fn path(name: &str) -> PathBuf {

@@ -1,13 +1,16 @@
 //! What the tests of FUSE through real mounts share.
 #![allow(dead_code, reason = "each test file uses its part of it")]
 
+use std::collections::HashMap;
 use std::fs::{File, OpenOptions};
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use weir_core::seal::{Policy, seal};
 use weir_export::fuse::{Config, ServeError, Server};
 use weir_export::log::{Level, Log};
+use weir_store::Host;
 use weir_volume::Volume;
 
 pub const GRACE: Duration = Duration::from_secs(60);
@@ -18,6 +21,11 @@ pub fn quiet() -> Log {
             panic!("{line}");
         }
     })
+}
+
+pub fn volume(pages: u32, threads: usize) -> Arc<Volume> {
+    let shape = weir_volume::Config { pages, lanes: threads, depth: 64 };
+    Volume::create(shape, vec![Arc::new(Host::new(shape.slots()).unwrap())]).unwrap()
 }
 
 /// A server over a file of its own; `None`, having said why, where this machine cannot mount.
@@ -33,6 +41,12 @@ pub fn serve(volume: &Arc<Volume>, config: &Config, point: &Path) -> Option<Serv
         }
         Err(error) => panic!("{error}"),
     }
+}
+
+/// What a keeper would hold of a server, by name.
+pub fn kept(server: &Server) -> HashMap<String, OwnedFd> {
+    let keepsakes = server.keepsakes().into_iter();
+    keepsakes.map(|keepsake| (keepsake.name, keepsake.fd.try_clone_to_owned().unwrap())).collect()
 }
 
 pub fn open(path: &Path) -> File {

@@ -2,8 +2,8 @@
 
 use super::Finding;
 use super::machine::Machine;
-use super::release::{FUSE_RESENDS, UBLK, UBLK_SURVIVES, version};
 use std::fmt;
+use weir_core::release::{FUSE_RESENDS, UBLK, UBLK_SURVIVES, version};
 
 pub fn check(machine: &Machine) -> Vec<Finding> {
     let release = machine.release();

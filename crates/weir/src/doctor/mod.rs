@@ -8,7 +8,6 @@ mod kernel;
 mod machine;
 mod memory;
 mod process;
-pub mod release;
 mod system;
 
 use crate::cli::DoctorOptions;

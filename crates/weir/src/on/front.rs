@@ -8,12 +8,12 @@ use crate::attach;
 use crate::cli::{AttachOptions, DetachOptions};
 use crate::control::{self, Status};
 use crate::doctor::Machine;
-use crate::doctor::release::{self, version};
 use crate::failure::{Failure, chain};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use toml::Value;
+use weir_core::release::{self, version};
 use weir_export::loop_device::LoopDevice;
 
 impl Front {

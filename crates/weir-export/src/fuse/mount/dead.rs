@@ -13,6 +13,7 @@ use std::path::Path;
 use std::sync::mpsc;
 use std::time::Duration;
 use std::{fs, io};
+use weir_core::release::{FUSE_NAMES_CONNECTIONS, version};
 
 /// A server that lives answers in far less; a kernel that lets go of one needs some of it.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -40,7 +41,7 @@ pub(super) fn life(point: &Path) -> Life {
         Some(_) => Life::Alive,
         None => {
             let ours = std::path::absolute(point).ok().and_then(|point| super::mounted(&point));
-            let ours = ours.filter(|mounted| mounted.kind == format!("fuse.{}", super::SUBTYPE));
+            let ours = ours.filter(super::Mounted::is_ours);
             // A process that waits in exec has its descriptors looked at after that.
             match ours.and_then(|mounted| within(move || may_be_held(mounted.device))) {
                 Some(false) => Life::Kept,
@@ -99,12 +100,10 @@ fn sees_every_process() -> bool {
     fs::metadata("/proc/self/ns/pid").is_ok_and(|namespace| namespace.ino() == 0xEFFF_FFFC)
 }
 
-/// Whether this kernel says which connection a mounted descriptor is of: Linux 6.16 and newer.
+/// Whether this kernel says which connection a mounted descriptor is of.
 fn names_connections() -> bool {
-    let uname = rustix::system::uname();
-    let release = uname.release().to_string_lossy();
-    let mut numbers = release.split(['.', '-']).map_while(|part| part.parse::<u32>().ok());
-    (numbers.next(), numbers.next()) >= (Some(6), Some(16))
+    let release = rustix::system::uname();
+    version(&release.release().to_string_lossy()).is_some_and(|version| version >= FUSE_NAMES_CONNECTIONS)
 }
 
 /// The connection that a descriptor's `fdinfo` names, by the minor number of its file system's device.

@@ -21,7 +21,7 @@ use std::process::{Command, Stdio};
 const FUSERMOUNT: [&str; 2] = ["fusermount3", "fusermount"];
 
 /// The file system's type is `fuse.` and this.
-pub(super) const SUBTYPE: &str = "weir";
+const SUBTYPE: &str = "weir";
 
 /// Why nothing could be mounted.
 #[derive(Debug, thiserror::Error)]
@@ -69,8 +69,6 @@ pub struct Mount {
 pub struct Options<'a> {
     /// What `df` shows as the device.
     pub source: &'a str,
-    /// The part of the file system's type after `fuse.`.
-    pub subtype: &'a str,
     /// The kernel checks permissions by mode and owner.
     pub default_permissions: bool,
     /// The largest read.
@@ -78,13 +76,12 @@ pub struct Options<'a> {
 }
 
 impl Mount {
-    /// Mounts a connection on a file or directory; its root is of the same kind.
+    /// Mounts a connection on a file or directory; its root is of the same kind. [`replace_dead`] comes before.
     ///
     /// # Errors
     /// See [`MountError`].
     pub fn new(point: &Path, options: &Options<'_>) -> Result<(Mount, Device), MountError> {
         let failed = |source| MountError::Point { path: point.to_owned(), source };
-        replace_dead(point, options.subtype)?;
         let meta = std::fs::metadata(point).map_err(failed)?;
         let absolute = std::fs::canonicalize(point).map_err(failed)?;
         let device = Device::open().map_err(MountError::Device)?;
@@ -193,7 +190,7 @@ impl Left {
             Life::Alive => {}
             Life::Silent => return,
             // Where it cannot be, the next start says so.
-            found => drop(clear_dead(&self.point, SUBTYPE, found)),
+            found => drop(clear_dead(&self.point, found)),
         }
         let empty = |meta: std::fs::Metadata| meta.is_file() && meta.len() == 0;
         if self.vacant && std::fs::symlink_metadata(&self.point).is_ok_and(empty) {
@@ -208,27 +205,26 @@ impl Left {
 /// # Errors
 /// [`MountError::Stale`] where it is of another kind, or cannot be taken away; [`MountError::Silent`] where that is not
 /// known.
-pub(super) fn replace_dead(point: &Path, subtype: &str) -> Result<(), MountError> {
+pub(super) fn replace_dead(point: &Path) -> Result<(), MountError> {
     match life(point) {
         Life::Alive => Ok(()),
         Life::Silent => Err(MountError::Silent(point.to_owned())),
-        found @ (Life::Dead | Life::Kept) => clear_dead(point, subtype, found),
+        found @ (Life::Dead | Life::Kept) => clear_dead(point, found),
     }
 }
 
-/// Takes away a mount whose server is gone, if it was one of this kind.
-fn clear_dead(point: &Path, subtype: &str, found: Life) -> Result<(), MountError> {
+/// Takes away a mount whose server is gone, if it was one of this program's.
+fn clear_dead(point: &Path, found: Life) -> Result<(), MountError> {
     let stale = || MountError::Stale(point.to_owned());
-    let point = std::path::absolute(point).map_err(|_| stale())?;
-    if mounted(&point).is_none_or(|mounted| mounted.kind != format!("fuse.{subtype}")) {
+    let mount = Mount::adopt(point).map_err(|_| stale())?;
+    if !mounted(&mount.point).is_some_and(|mounted| mounted.is_ours()) {
         return Err(stale());
     }
     if found == Life::Kept {
         // Ends the connection, also where it says "busy" because somebody waits.
-        let _ = rustix::mount::unmount(&point, UnmountFlags::FORCE | UnmountFlags::NOFOLLOW);
+        let _ = rustix::mount::unmount(&mount.point, UnmountFlags::FORCE | UnmountFlags::NOFOLLOW);
     }
-    let by_fusermount = rustix::process::geteuid().as_raw() != 0;
-    Mount { point, by_fusermount, armed: true }.unmount().map_err(|_| stale())
+    mount.unmount().map_err(|_| stale())
 }
 
 /// What `/proc/self/mountinfo` says of a mount.
@@ -237,6 +233,13 @@ struct Mounted {
     kind: String,
     /// The minor number of its file system's device, by which the kernel calls a FUSE connection.
     device: u32,
+}
+
+impl Mounted {
+    /// Whether it is a file system of this program.
+    fn is_ours(&self) -> bool {
+        self.kind == format!("fuse.{SUBTYPE}")
+    }
 }
 
 /// What is mounted at `point`, which is absolute.
@@ -258,7 +261,7 @@ pub fn is_mounted(point: &Path) -> bool {
 
 /// Whether a file system of this program is mounted at `point`, which is absolute, and lives.
 pub fn is_served(point: &Path) -> bool {
-    mounted(point).is_some_and(|mounted| mounted.kind == format!("fuse.{SUBTYPE}"))
+    mounted(point).is_some_and(|mounted| mounted.is_ours())
         && matches!(life(point), Life::Alive | Life::Silent)
 }
 
@@ -284,7 +287,7 @@ fn mount(device: &Device, point: &Path, kind: u32, options: &Options<'_>) -> io:
         options.read_max,
     );
     let data = CString::new(data).expect("no zero in it");
-    let fstype = format!("fuse.{}", options.subtype);
+    let fstype = format!("fuse.{SUBTYPE}");
     let flags = MountFlags::NOSUID | MountFlags::NODEV;
     Ok(rustix::mount::mount(options.source, point, fstype.as_str(), flags, data.as_c_str())?)
 }
@@ -300,8 +303,8 @@ fn fusermount(point: &Path, options: &Options<'_>) -> Result<Device, MountError>
     rustix::io::fcntl_setfd(&theirs, rustix::io::FdFlags::empty()).map_err(|errno| failed(errno.into()))?;
     let permissions = if options.default_permissions { ",default_permissions" } else { "" };
     let words = format!(
-        "rw,nosuid,nodev,fsname={},subtype={},max_read={}{permissions}",
-        options.source, options.subtype, options.read_max
+        "rw,nosuid,nodev,fsname={},subtype={SUBTYPE},max_read={}{permissions}",
+        options.source, options.read_max
     );
     let mut said = None;
     for program in FUSERMOUNT {

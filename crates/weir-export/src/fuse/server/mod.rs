@@ -85,7 +85,7 @@ impl Server {
         log: &Log,
     ) -> Result<Server, ServeError> {
         check(config)?;
-        mount::replace_dead(point, mount::SUBTYPE)?;
+        mount::replace_dead(point)?;
         let made = make(point)?;
         let begun = Begun { made: made.then(|| point.to_owned()) };
         let owner = owner(point);
@@ -152,7 +152,7 @@ impl Server {
         log: &Log,
     ) -> Result<Server, ServeError> {
         check(config)?;
-        mount::replace_dead(point, mount::SUBTYPE)?;
+        mount::replace_dead(point)?;
         if fs::metadata(point).is_ok_and(|meta| !meta.is_dir()) {
             return Err(ServeError::Config(format!("{} is no directory", point.display())));
         }

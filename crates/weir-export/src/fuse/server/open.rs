@@ -1,7 +1,7 @@
 //! A connection on its way: mounted, greeted, and gone again if what follows fails.
 
 use super::super::device::Device;
-use super::super::mount::{Mount, Options, SUBTYPE};
+use super::super::mount::{Mount, Options};
 use super::super::range::IO_MAX;
 use super::super::ring::{self, Prepared, Ring};
 use super::super::wire::init;
@@ -52,8 +52,7 @@ pub(super) fn mounted(
     point: &Path,
     log: &Log,
 ) -> Result<Opened, ServeError> {
-    let options =
-        Options { source: &config.name, subtype: SUBTYPE, default_permissions: true, read_max: IO_MAX };
+    let options = Options { source: &config.name, default_permissions: true, read_max: IO_MAX };
     // Before the kernel is told of them, since it keeps everything back until they are there.
     let Prepared { mut rings, io_max } = if config.ring && lies_in_memory(volume) {
         ring::prepare(config.threads).unwrap_or_else(|why| {
