@@ -1,5 +1,7 @@
 """User-Mode Linux: a kernel as a process. Boots in about a second, the host's / read-only by hostfs."""
 
+import os
+
 # Where a root of the guest's own is.
 DISK = "/dev/ubda"
 
@@ -26,7 +28,8 @@ def command(kernel, guest):
         "root=/dev/root",
         "rootflags=/",
         "ro",
-        f"init={guest.share}/init",
+        # Not the one in the share, which may lie below /dev, where the guest has its own by then.
+        f"init={os.path.join(os.path.dirname(os.path.abspath(__file__)), 'init')}",
         "con0=null,fd:1",
         "con=null",
         "quiet",
