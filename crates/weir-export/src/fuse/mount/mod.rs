@@ -76,7 +76,7 @@ pub struct Options<'a> {
 }
 
 impl Mount {
-    /// Mounts a connection on a file or directory; its root is of the same kind. [`replace_dead`] comes before.
+    /// Mounts a connection on a file or directory; its root is of the same kind. What a dead server left there must be gone.
     ///
     /// # Errors
     /// See [`MountError`].
