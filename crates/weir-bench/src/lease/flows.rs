@@ -1,4 +1,4 @@
-//! An end-to-end run in the manner of kperf (source 4: 4 flows, 4 workers): pages go to their users over the share
+//! An end-to-end run in the manner of kperf (4 flows, 4 workers, as that series has it): pages go to their users over the share
 //! transport at a fixed rate, and what counts is how busy the workers are with each design.
 //!
 //! A worker is the server's side of one connection or several: for each page asked for it takes a free frame, copies the

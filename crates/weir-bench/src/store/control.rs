@@ -1,4 +1,4 @@
-//! The controls: one copy-engine call a request and a stream a thread, as nbd-vram does it (source 0), on device memory
+//! The controls: one copy-engine call a request and a stream a thread, as nbd-vram does it, on device memory
 //! of its own beside the store's; and the mapped copy with nothing around it.
 
 use super::BenchError;

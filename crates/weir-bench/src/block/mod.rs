@@ -196,7 +196,7 @@ pub fn run(plan: &Plan) -> Result<Report, BlockError> {
     }
     let mut report = Report::new("block", plan.runs);
     for (case, measured) in cases.iter().zip(&measured) {
-        report.rows.extend(rows(*case, &measured.ways));
+        report.rows.extend(rows(*case, On::of(plan), &measured.ways));
         report.rows.extend(beside_nothing(*case, measured));
     }
     Ok(report)
@@ -250,23 +250,41 @@ fn beside_nothing(case: Case, Measured { ways, bare }: &Measured) -> Option<Row>
     }
 }
 
-/// The performance contract is stated for a machine of 2 processors, and for one of 16.
-fn is_large() -> bool {
-    std::thread::available_parallelism().is_ok_and(|count| count.get() >= 8)
+/// What goals are stated for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum On {
+    /// A machine of 2 processors.
+    Small,
+    /// One of 16.
+    Large,
+    /// A GPU's memory on that.
+    Card,
 }
 
-fn rows(case: Case, [asleep, spinning, nbdkit]: &[Way; 3]) -> Vec<Row> {
+impl On {
+    fn of(plan: &Plan) -> On {
+        let large = std::thread::available_parallelism().is_ok_and(|count| count.get() >= 8);
+        match &plan.store {
+            _ if !large => On::Small,
+            Some(store) if store.starts_with("vram") => On::Card,
+            _ => On::Large,
+        }
+    }
+}
+
+fn rows(case: Case, on: On, [asleep, spinning, nbdkit]: &[Way; 3]) -> Vec<Row> {
     const CONTROL: &str = "nbdkit-memory";
     let lower = |metric: &str, ours: &Runs, theirs: &Runs| {
         Row::lower(case.id, metric, ours.median()).beside(CONTROL, theirs.median())
     };
     let mut rows = Vec::new();
     if case.is_single() {
-        let [asleep_goal, spinning_goal, p99_goal] = match (case.pause > 0, is_large()) {
-            (true, true) => [Some(Goal::Ratio(0.6)), None, Some(Goal::Ratio(0.6))],
-            (true, false) => [None, None, None],
-            (false, true) => [None, Some(Goal::Value(12.0)), None],
-            (false, false) => [Some(Goal::Ratio(0.8)), Some(Goal::Ratio(0.5)), None],
+        let [asleep_goal, spinning_goal, p99_goal] = match (case.pause > 0, on) {
+            (true, On::Small) => [None, None, None],
+            (true, On::Large | On::Card) => [Some(Goal::Ratio(0.6)), None, Some(Goal::Ratio(0.6))],
+            (false, On::Small) => [Some(Goal::Ratio(0.8)), Some(Goal::Ratio(0.5)), None],
+            (false, On::Large) => [None, Some(Goal::Value(12.0)), None],
+            (false, On::Card) => [None, Some(Goal::Value(14.0)), None],
         };
         let judge = |row: Row, goal: Option<Goal>| match goal {
             Some(goal) => row.goal(goal),
@@ -279,12 +297,13 @@ fn rows(case: Case, [asleep, spinning, nbdkit]: &[Way; 3]) -> Vec<Row> {
     } else {
         let scale = if case.sequential { f64::from(case.block) / 1e6 } else { 1.0 };
         let metric = if case.sequential { "mb_per_s" } else { "iops" };
-        let goal = match (case.id, is_large()) {
-            ("4x16_read", false) => Some(Goal::Ratio(1.8)),
-            ("4x16_write", false) => Some(Goal::Ratio(1.25)),
-            ("seq_read", false) => Some(Goal::Ratio(1.3)),
-            ("seq_write", false) => Some(Goal::Ratio(1.0)),
-            ("16x8_read" | "16x8_write", true) => Some(Goal::Value(1.2e6)),
+        let goal = match (case.id, on) {
+            ("4x16_read", On::Small) => Some(Goal::Ratio(1.8)),
+            ("4x16_write", On::Small) => Some(Goal::Ratio(1.25)),
+            ("seq_read", On::Small) => Some(Goal::Ratio(1.3)),
+            ("seq_write", On::Small) => Some(Goal::Ratio(1.0)),
+            ("16x8_read" | "16x8_write", On::Large) => Some(Goal::Value(1.2e6)),
+            ("16x8_read" | "16x8_write", On::Card) => Some(Goal::Value(1e6)),
             _ => None,
         };
         let higher = |metric: &str, ours: &Way| {
