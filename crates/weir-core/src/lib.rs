@@ -5,10 +5,10 @@
 
 mod available;
 pub mod copy;
+pub mod kernel_release;
 mod memory;
 pub mod metrics;
 mod page;
-pub mod release;
 mod resident;
 pub mod seal;
 mod size;

@@ -179,9 +179,9 @@ pub struct Traffic {
 /// A way in.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Export {
-    /// `nbd` or `ublk`.
+    /// `nbd`, `ublk`, `fuse` or `share`.
     pub kind: String,
-    /// As `--nbd` took it, or the block device.
+    /// As `--nbd`, `--fuse` or `--share` took it, or the block device.
     pub address: String,
     /// Connections in use now; queues of a block device.
     pub connections: u64,

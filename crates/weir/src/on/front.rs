@@ -13,7 +13,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use toml::Value;
-use weir_core::release::{self, version};
+use weir_core::kernel_release::{self, version};
 use weir_export::loop_device::LoopDevice;
 
 impl Front {
@@ -39,7 +39,7 @@ impl Front {
     fn since(self) -> (u32, u32) {
         match self {
             // A daemon that may be replaced under its device, and the ioctls by their own numbers.
-            Front::Ublk => release::UBLK,
+            Front::Ublk => kernel_release::UBLK,
             Front::Nbd => (5, 6),
             // LOOP_CONFIGURE, which sets direct I/O at once.
             Front::Fuse => (5, 8),
@@ -50,7 +50,7 @@ impl Front {
     fn trusted_since(self) -> (u32, u32) {
         match self {
             // Before, the kernel itself may crash when the daemon is killed under load.
-            Front::Ublk => release::UBLK_SURVIVES,
+            Front::Ublk => kernel_release::UBLK_SURVIVES,
             Front::Nbd | Front::Fuse => self.since(),
         }
     }
@@ -68,7 +68,7 @@ impl Front {
 
     /// Whether what a daemon has in hand when it dies is done by the next, on the kernel of this release.
     pub fn outlives_its_daemon(self, release: &str) -> bool {
-        self != Front::Fuse || version(release).is_none_or(|version| version >= release::FUSE_RESENDS)
+        self != Front::Fuse || version(release).is_none_or(|version| version >= kernel_release::FUSE_RESENDS)
     }
 
     /// The connections of the kernel that a daemon with these options was made for.

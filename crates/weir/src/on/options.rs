@@ -158,7 +158,7 @@ pub enum FrontChoice {
     /// The first that works here of ublk and nbd.
     #[default]
     Auto,
-    /// The kernel's ublk driver (Linux 6.0).
+    /// The kernel's ublk driver (by itself from Linux 6.16 on, by name from 6.5).
     Ublk,
     /// The kernel's NBD client.
     Nbd,

@@ -49,7 +49,7 @@ pub fn lanes(options: &ServeOptions) -> usize {
     nbd + fuse + share
 }
 
-/// Lanes whose room pages that are lent in place may take together: 4 MiB of pages.
+/// Lanes whose room pages that are lent in place may take together: 10 MiB of pages.
 const IN_PLACE_LANES: usize = 8;
 
 /// The NBD server on all its addresses.
