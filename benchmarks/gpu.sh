@@ -10,7 +10,7 @@
 #     calibrate     0.2  what each way costs, and what is chosen for which batch
 #     ways          1    deep and large loads by each way by itself: what calibration should have found
 #     large         0.5  a megabyte at a time, by way and by thread
-#     rows          2    every row of the contract, RUNS (3) times
+#     rows          2    every row of SPECIFICATION.md, RUNS (3) times
 #     scaling       0.5  deep loads by 1, 2, 4, ... threads
 #     give_back     1.5  threads x pages of giving back, compared
 #     steps         3    a daemon's memory goes and comes; another process takes 90% of the card in steps
