@@ -45,16 +45,22 @@ pub fn original() -> (PathBuf, Option<Stamp>) {
     }
 }
 
+/// The name of whoever carries swap: init leaves alone what begins with @ when it kills all that is left at the machine's end
+/// (<https://systemd.io/ROOT_STORAGE_DAEMONS>).
+pub const SWAP_NAME: &str = "@weir";
+
 /// Becomes the copy, with the same arguments and the same number. Returns only if that fails, and then nothing is lost by going
 /// on as before.
-pub fn run() -> io::Error {
+pub fn run(swap: bool) -> io::Error {
     let become_copy = || -> io::Result<io::Error> {
         let (original, stamp) = original();
         let stamp = stamp.ok_or(io::ErrorKind::NotFound)?;
         let copy = memfd()?;
         io::copy(&mut File::open("/proc/self/exe")?, &mut &copy)?;
         let mut arguments = std::env::args_os();
-        let name = arguments.next().unwrap_or_else(|| OsString::from("weir"));
+        let own = arguments.next();
+        let name = if swap { Some(SWAP_NAME.into()) } else { own };
+        let name = name.unwrap_or_else(|| OsString::from("weir"));
         Ok(Command::new(format!("/proc/self/fd/{}", copy.as_raw_fd()))
             .arg0(name)
             .args(arguments)

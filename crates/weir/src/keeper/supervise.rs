@@ -88,7 +88,7 @@ struct Keeper<'a> {
 /// When a daemon cannot even be started.
 pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
     if !copy::is_copy() {
-        let error = copy::run();
+        let error = copy::run(swap);
         (log)(
             Level::Warning,
             format_args!(
@@ -264,7 +264,7 @@ impl Keeper<'_> {
             let _ = swap_safety::reach_reserves(Children::Inherit);
         }
         let child = Command::new(program)
-            // Its name too: one that begins with @ keeps init from killing the daemon at the machine's end.
+            // Its name too.
             .arg0(arguments.next().unwrap_or_else(|| "weir".into()))
             .args(arguments)
             .env(ENVIRONMENT, theirs.as_raw_fd().to_string())

@@ -28,6 +28,20 @@ const START: Duration = Duration::from_secs(300);
 /// How long it may take to end.
 const END: Duration = Duration::from_secs(30);
 
+/// Before the command that runs in a scope of the system's. In that of a user's session the daemon would be killed some time after
+/// the user has gone, and stand still with all users' processes before a sleep, while others wait for their pages.
+/// Without default dependencies, the scope is not ended when the machine is.
+const SCOPE: [&str; 8] = [
+    "--scope",
+    "--quiet",
+    "--collect",
+    "--slice=system.slice",
+    "--description=Weir, a daemon that keeps swapped pages",
+    "--property=DefaultDependencies=no",
+    "--property=SendSIGKILL=no",
+    "--",
+];
+
 /// A daemon to start: its directory and its options.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Service {
@@ -102,9 +116,15 @@ impl Service {
     /// In its own session, so that no terminal takes it along.
     fn spawn(&self) -> io::Result<Child> {
         let log = fs::File::create(log_file(&self.directory))?;
-        let mut command = Command::new(std::env::current_exe()?);
-        // systemd's last kill spree passes over a name that begins with @ (https://systemd.io/ROOT_STORAGE_DAEMONS).
-        command.arg0("@weir").args(["serve", "--config"]).arg(config_file(&self.directory));
+        let program = std::env::current_exe()?;
+        let mut command = if systemd_runs() {
+            let mut command = Command::new("systemd-run");
+            command.args(SCOPE).arg(program);
+            command
+        } else {
+            Command::new(program)
+        };
+        command.args(["serve", "--config"]).arg(config_file(&self.directory));
         command.current_dir("/").stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
         // SAFETY: between fork and exec only setsid is called, which is async-signal-safe.
         unsafe { command.pre_exec(|| Ok(rustix::process::setsid().map(drop)?)) };
@@ -124,7 +144,8 @@ impl Service {
             };
             if ended {
                 return Err(Failure::Failed(match &self.unit {
-                    Some(unit) => format!("{unit} ended at once; see journalctl -u {unit}"),
+                    Some(unit) => last_line_of_unit(unit)
+                        .unwrap_or_else(|| format!("{unit} ended at once; see journalctl -u {unit}")),
                     None => {
                         last_line(&self.directory).unwrap_or("the daemon ended without a word".to_owned())
                     }
@@ -143,9 +164,31 @@ impl Service {
     }
 }
 
+/// Whether systemd is this machine's init (sd_booted(3)), and starts scopes.
+fn systemd_runs() -> bool {
+    Path::new("/run/systemd/system").is_dir()
+        && Command::new("systemd-run").arg("--version").stdout(Stdio::null()).status().is_ok()
+}
+
 /// What a daemon said last, without the program's name.
 fn last_line(directory: &Path) -> Option<String> {
-    let text = fs::read_to_string(log_file(directory)).ok()?;
+    last_of(&fs::read_to_string(log_file(directory)).ok()?)
+}
+
+/// What the daemon of a unit that has failed said last, where there is a journal.
+fn last_line_of_unit(unit: &str) -> Option<String> {
+    let said = |program: &str, arguments: &[&str]| {
+        let output = Command::new(program).args(arguments).stdin(Stdio::null()).output().ok()?;
+        String::from_utf8(output.stdout).ok()
+    };
+    let invocation = said("systemctl", &["show", "--property=InvocationID", "--value", unit])?;
+    // The field is of lines that the unit's own processes wrote: what systemd says of them comes after, and is no reason.
+    let own = format!("_SYSTEMD_INVOCATION_ID={}", invocation.trim());
+    said("journalctl", &["--sync"]);
+    last_of(&said("journalctl", &["--quiet", "--output=cat", "--lines=1", &own])?)
+}
+
+fn last_of(text: &str) -> Option<String> {
     let line = text.lines().last()?;
     Some(line.strip_prefix("weir: ").unwrap_or(line).to_owned())
 }
