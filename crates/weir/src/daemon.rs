@@ -210,6 +210,14 @@ impl Service for Shared {
         self.worker.take(bytes, tell)
     }
 
+    fn sleep(&self, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String> {
+        self.worker.sleep(tell)
+    }
+
+    fn wake(&self, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String> {
+        self.worker.wake(tell)
+    }
+
     fn attached(&self, device: Attachment) -> Result<(), String> {
         self.attachments.attached(device)
     }

@@ -28,11 +28,11 @@ pub fn among(control: &Path) -> Option<PathBuf> {
     (state.parts > 1).then(|| directory.to_owned())
 }
 
-/// Turns as many parts off as hold `amount`.
+/// Turns as many parts off as hold `amount`; without one all, until the machine has slept.
 ///
 /// # Errors
 /// When their pages fit nowhere else; then nothing is changed.
-pub fn give_back(directory: &Path, amount: Amount) -> Result<(), Failure> {
+pub fn give_back(directory: &Path, amount: Option<Amount>) -> Result<(), Failure> {
     let begun = Instant::now();
     let mut journal = open(directory)?;
     let parts = on(journal.state());
@@ -40,7 +40,7 @@ pub fn give_back(directory: &Path, amount: Amount) -> Result<(), Failure> {
     let mut bytes = 0;
     // The first answers weir status, so it is the last to go.
     for part in parts.iter().rev() {
-        if matches!(amount, Amount::Size(wanted) if bytes >= wanted.0) {
+        if matches!(amount, Some(Amount::Size(wanted)) if bytes >= wanted.0) {
             break;
         }
         let size = size(part)?;
@@ -48,7 +48,7 @@ pub fn give_back(directory: &Path, amount: Amount) -> Result<(), Failure> {
         chosen.push((part.clone(), size));
     }
     match amount {
-        Amount::Size(wanted) if wanted.0 > bytes => {
+        Some(Amount::Size(wanted)) if wanted.0 > bytes => {
             return Err(Failure::Failed(format!(
                 "cannot give back {wanted}: {} parts with {} are on; ask for that, or for all",
                 parts.len(),
@@ -63,7 +63,7 @@ pub fn give_back(directory: &Path, amount: Amount) -> Result<(), Failure> {
     // This process must not wait for pages of its own while it takes the device away.
     let _ = weir_core::swap_safety::lock_all_memory();
     for (part, size) in &chosen {
-        turn_off(&mut journal, part, *size)?;
+        turn_off(&mut journal, part, *size, amount.is_none())?;
     }
     println!(
         "gave back {} in {:.2} s{}; {} of {} parts stay on",
@@ -76,11 +76,11 @@ pub fn give_back(directory: &Path, amount: Amount) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Turns as many parts on again as hold `amount`.
+/// Turns as many parts on again as hold `amount`; without one those that were turned off for a sleep.
 ///
 /// # Errors
 /// When the memory is not to be had. Those that were turned on stay so.
-pub fn take(directory: &Path, amount: Amount) -> Result<(), Failure> {
+pub fn take(directory: &Path, amount: Option<Amount>) -> Result<(), Failure> {
     let begun = Instant::now();
     let mut journal = open(directory)?;
     watch_interrupts()?;
@@ -88,10 +88,13 @@ pub fn take(directory: &Path, amount: Amount) -> Result<(), Failure> {
     let mut devices = Vec::new();
     // The last that went comes first: the first part, if it is among them.
     for step in away(journal.state()).into_iter().rev() {
-        if matches!(amount, Amount::Size(wanted) if bytes >= wanted.0) {
+        if matches!(amount, Some(Amount::Size(wanted)) if bytes >= wanted.0) {
             break;
         }
-        let Step::Away { bytes: size, .. } = &step else { continue };
+        let Step::Away { bytes: size, asleep, .. } = &step else { continue };
+        if amount.is_none() && !asleep {
+            continue;
+        }
         let device = turn_on(&mut journal, &step).map_err(|failure| match failure {
             Failure::Failed(why) => Failure::Failed(format!(
                 "took {}: {why}; end what uses the memory, then weir take again",
@@ -171,7 +174,7 @@ fn size(part: &Part) -> Result<u64, Failure> {
     control::status(&service::control_socket(&part.directory)).map(|status| status.volume.bytes)
 }
 
-fn turn_off(journal: &mut Journal, part: &Part, bytes: u64) -> Result<(), Failure> {
+fn turn_off(journal: &mut Journal, part: &Part, bytes: u64, asleep: bool) -> Result<(), Failure> {
     let config = fs::read_to_string(service::config_file(&part.directory)).map_err(|error| {
         Failure::Failed(format!(
             "cannot read the options of the part in {}: {error}",
@@ -184,6 +187,7 @@ fn turn_off(journal: &mut Journal, part: &Part, bytes: u64) -> Result<(), Failur
         front: part.front,
         priority: part.priority,
         bytes,
+        asleep,
     };
     journal.intend(away.clone())?;
     let done = take_away(journal, &part.directory);
