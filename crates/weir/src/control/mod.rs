@@ -12,7 +12,7 @@ mod status;
 
 pub use client::{ask_for, attached, detached, status};
 pub use server::Server;
-pub use status::{Background, CpuLatency, Export, Io, Protection, Status, Store, Traffic, Volume};
+pub use status::{Background, CpuLatency, Export, Io, Looks, Protection, Status, Store, Traffic, Volume};
 
 use crate::attach::Attachment;
 use serde::{Deserialize, Serialize};
