@@ -1,16 +1,16 @@
 //! A device in parts (`weir on --parts`): `weir give-back` turns some of them off, which frees their memory while the others stay,
-//! and `weir take` turns them on again.
+//! and `weir take` turns them on again. `weir status` lists them.
 
 use super::state::{Front, Journal, Phase, State, Step};
 use super::{drain, front, make_swap_area, off, service, state, swaps, watch_interrupts};
 use crate::cli::Amount;
-use crate::control;
+use crate::control::{self, Status};
 use crate::failure::Failure;
 use service::Service;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
-use weir_core::ByteSize;
+use weir_core::{ByteSize, PAGE_SIZE};
 
 /// A part that is on.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -24,8 +24,57 @@ struct Part {
 /// The run-time directory of the daemon that answers at `control`, where it is one of several parts.
 pub fn among(control: &Path) -> Option<PathBuf> {
     let directory = control.parent()?;
-    let state = state::read(directory).ok()??;
-    (state.parts > 1).then(|| directory.to_owned())
+    (count(control) > 1).then(|| directory.to_owned())
+}
+
+/// Of how many parts the daemon that answers at `control` is the first; 0 where Weir is not on there.
+pub fn count(control: &Path) -> u8 {
+    control.parent().and_then(|directory| state::read(directory).ok()?).map_or(0, |state| state.parts)
+}
+
+/// A line for each part: its device, what lies in it, and where its own daemon says more.
+///
+/// # Errors
+/// When what `weir on` has written down cannot be read.
+pub fn lines(directory: &Path) -> Result<String, Failure> {
+    let Some(state) = state::read(directory)? else { return Ok(String::new()) };
+    Ok(listing(directory, &state, |socket| control::status(socket).ok()))
+}
+
+fn listing(root: &Path, state: &State, ask: impl Fn(&Path) -> Option<Status>) -> String {
+    let number = |directory: &Path| {
+        let name = directory.strip_prefix(root).ok().and_then(|name| name.to_str()?.parse::<u8>().ok());
+        name.unwrap_or(1)
+    };
+    let mut lines: Vec<(u8, String)> = away(state)
+        .iter()
+        .filter_map(|step| match step {
+            Step::Away { directory, bytes, .. } => {
+                Some((number(directory), format!("off, {}; weir take all turns it on", ByteSize(*bytes))))
+            }
+            _ => None,
+        })
+        .collect();
+    for Part { directory, device, .. } in on(state) {
+        let number = number(&directory);
+        let socket = service::control_socket(&directory);
+        let line = match ask(&socket) {
+            Some(Status { volume, .. }) => {
+                let (bytes, stored) = (ByteSize(volume.bytes), ByteSize(volume.stored * PAGE_SIZE as u64));
+                let more = match number {
+                    1 => "see below".to_owned(),
+                    _ => format!("weir status --control {}", socket.display()),
+                };
+                format!("{}, {bytes}: {stored} stored; {more}", device.display())
+            }
+            None => format!("{}: its daemon does not answer at {}", device.display(), socket.display()),
+        };
+        lines.push((number, line));
+    }
+    lines.sort();
+    let line = |(number, line): &(u8, String)| format!("part {number:<5}{line}\n");
+    let first = format!("{:<10}{}, each with its own daemon\n", "parts", state.parts);
+    first + &lines.iter().map(line).collect::<String>()
 }
 
 /// Turns as many parts off as hold `amount`; without one all, until the machine has slept.
@@ -258,6 +307,7 @@ fn turn_on(journal: &mut Journal, away: &Step) -> Result<PathBuf, Failure> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::top;
     use super::*;
 
     #[test]
@@ -286,5 +336,40 @@ mod tests {
         };
         let found: Vec<_> = on(&state).into_iter().map(|part| part.device).collect();
         assert_eq!(found, [Path::new("/dev/nbd0"), Path::new("/dev/nbd1")], "the third is no swap");
+    }
+    #[test]
+    fn every_part_has_a_line_with_what_lies_in_it_or_why_that_is_not_known() {
+        let steps = vec![
+            Step::Daemon { directory: "/run/weir".into(), unit: None, process: None },
+            Step::Device { path: "/dev/nbd0".into(), front: Front::Nbd, file: None, by: None },
+            Step::Swap { path: "/dev/nbd0".into(), priority: 7 },
+            Step::Away {
+                directory: "/run/weir/2".into(),
+                config: String::new(),
+                front: Front::Nbd,
+                priority: 7,
+                bytes: 1 << 20,
+                asleep: false,
+            },
+            Step::Daemon { directory: "/run/weir/3".into(), unit: None, process: None },
+            Step::Device { path: "/dev/nbd2".into(), front: Front::Nbd, file: None, by: None },
+            Step::Swap { path: "/dev/nbd2".into(), priority: 7 },
+            Step::Daemon { directory: "/run/weir/4".into(), unit: None, process: None },
+            Step::Device { path: "/dev/nbd3".into(), front: Front::Nbd, file: None, by: None },
+            Step::Swap { path: "/dev/nbd3".into(), priority: 7 },
+        ];
+        let again = state::Again::default();
+        let state = State { schema: 1, version: String::new(), phase: Phase::On, again, parts: 4, steps };
+        let answers =
+            |socket: &Path| (socket != Path::new("/run/weir/4/control.sock")).then(|| top::tests::status(0));
+        let listed = listing(Path::new("/run/weir"), &state, answers);
+        assert_eq!(
+            listed,
+            "parts     4, each with its own daemon\n\
+             part 1    /dev/nbd0, 1MiB: 256KiB stored; see below\n\
+             part 2    off, 1MiB; weir take all turns it on\n\
+             part 3    /dev/nbd2, 1MiB: 256KiB stored; weir status --control /run/weir/3/control.sock\n\
+             part 4    /dev/nbd3: its daemon does not answer at /run/weir/4/control.sock\n"
+        );
     }
 }
