@@ -43,8 +43,17 @@ pub struct ChunkStatus {
     pub slots: u32,
     /// Slots that hold a page.
     pub used: u32,
-    /// Nobody asked for it to be given back; see [`Volume::note_unasked`].
+    /// Of one that is not held: why.
+    pub note: Note,
+}
+
+/// Why a chunk is not held; by default because somebody asked. See [`Volume::note`].
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Note {
+    /// Nobody asked for it to be given back.
     pub unasked: bool,
+    /// The machine sleeps, or is about to: it stays away until that is over.
+    pub asleep: bool,
 }
 
 /// A chunk's word, behind the slot records, so that the next daemon knows what this one gave back.
@@ -53,8 +62,10 @@ const EMPTYING: u64 = 1;
 const GIVEN_BACK: u64 = 2;
 /// The word's part that is the state.
 const STATE: u64 = 0xff;
-/// Besides, of a chunk that is not held: nobody asked.
+/// Besides, of a chunk that is not held, its [`Note`]: nobody asked.
 const UNASKED: u64 = 0x100;
+/// The machine sleeps.
+const ASLEEP: u64 = 0x200;
 
 /// How many chunks a store has.
 pub(crate) fn count(store: &dyn Store) -> u32 {
@@ -77,17 +88,18 @@ impl Tier {
             ChunkState::Emptying => EMPTYING,
             ChunkState::GivenBack => GIVEN_BACK,
         };
-        let kept = if to == ChunkState::Held { 0 } else { UNASKED };
+        let kept = if to == ChunkState::Held { 0 } else { UNASKED | ASLEEP };
         let word = self.records.chunk_word(chunk);
         let next = |now: u64| (now & STATE == code(from)).then_some(code(to) | now & kept);
         word.fetch_update(Ordering::AcqRel, Ordering::Acquire, next).is_ok()
     }
 
-    /// Notes whether anybody asked for a chunk that is not held to be given back.
-    fn note(&self, chunk: u32, unasked: bool) {
+    /// Notes why a chunk is not held.
+    fn note(&self, chunk: u32, note: Note) {
         let next = |now: u64| {
-            let note = if unasked { UNASKED } else { 0 };
-            (now & STATE != HELD).then_some(now & !UNASKED | note)
+            let unasked = if note.unasked { UNASKED } else { 0 };
+            let asleep = if note.asleep { ASLEEP } else { 0 };
+            (now & STATE != HELD).then_some(now & !(UNASKED | ASLEEP) | unasked | asleep)
         };
         // One that is held has nothing to note.
         let _ = self.records.chunk_word(chunk).fetch_update(Ordering::AcqRel, Ordering::Acquire, next);
@@ -124,9 +136,10 @@ impl Tier {
         let slots = self.chunk(chunk)?;
         let free = self.records.free_in(extents(&slots));
         let slots = slots.len() as u32;
-        let unasked = self.records.chunk_word(chunk).load(Ordering::Acquire) & UNASKED != 0;
+        let word = self.records.chunk_word(chunk).load(Ordering::Acquire);
+        let note = Note { unasked: word & UNASKED != 0, asleep: word & ASLEEP != 0 };
         let used = slots.saturating_sub(free);
-        Some(ChunkStatus { chunk, state: self.chunk_state(chunk), slots, used, unasked })
+        Some(ChunkStatus { chunk, state: self.chunk_state(chunk), slots, used, note })
     }
 
     fn chunk_statuses(&self) -> impl Iterator<Item = ChunkStatus> {
@@ -159,14 +172,11 @@ impl Volume {
         self.tiers.get(store).into_iter().flat_map(Tier::chunk_statuses)
     }
 
-    /// Notes of chunks that are given back, or about to be, whether nobody asked for it: so that whoever decided it may take them
-    /// again, also after the daemon has died. The note goes when a chunk is taken.
-    pub fn note_unasked(&self, store: usize, chunks: &[u32], unasked: bool) {
+    /// Notes of chunks that are given back, or about to be, why: so that whoever decided it may take them again, also after the
+    /// daemon has died. The note goes when a chunk is taken.
+    pub fn note(&self, store: usize, chunks: &[u32], note: Note) {
         let Some(tier) = self.tiers.get(store) else { return };
-        chunks
-            .iter()
-            .filter(|&&chunk| tier.chunk(chunk).is_some())
-            .for_each(|&chunk| tier.note(chunk, unasked));
+        chunks.iter().filter(|&&chunk| tier.chunk(chunk).is_some()).for_each(|&chunk| tier.note(chunk, note));
     }
 
     /// Slots that the stores offer beyond what the volume's size needs: so many can be given back. Those of stores that are lost

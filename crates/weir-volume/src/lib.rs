@@ -51,7 +51,7 @@ mod status;
 mod sync;
 
 pub use batch::Batch;
-pub use chunks::{ChunkCounts, ChunkState, ChunkStatus};
+pub use chunks::{ChunkCounts, ChunkState, ChunkStatus, Note};
 pub use compact::{Compacted, Sparse};
 pub use compress::Compression;
 pub use give_back::{GiveBackError, MovedUp, Pace};

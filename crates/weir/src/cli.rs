@@ -242,8 +242,13 @@ pub struct StatusOptions {
 #[derive(Debug, Clone, Args)]
 pub struct MemoryOptions {
     /// How much: 512MiB, 4G, ..., or all. Rounded up to whole chunks (128 MiB, unless the store's URL says otherwise).
-    #[arg(value_name = "SIZE|all")]
-    pub amount: Amount,
+    #[arg(value_name = "SIZE|all", required_unless_present = "sleep")]
+    pub amount: Option<Amount>,
+
+    /// Around the sleep of the machine: give-back gives all there is, and take takes what that gave, no more than the cards' owners
+    /// leave; what was away before stays so.
+    #[arg(long, conflicts_with = "amount")]
+    pub sleep: bool,
 
     /// The daemon's control socket [default: as for weir serve].
     #[arg(long, value_name = "PATH")]

@@ -4,7 +4,8 @@
 use crate::attach::{Attachment, Attachments, NOTE};
 use crate::cli::ServeOptions;
 use crate::control::{
-    CpuLatency, Io, Moved, Progress, Protection, SCHEMA, Service, Status, Store, Volume as VolumeCounts,
+    CpuLatency, Io, Looks, Moved, Progress, Protection, SCHEMA, Service, Status, Store,
+    Volume as VolumeCounts,
 };
 use crate::failure::Failure;
 use crate::keeper::{Held, Link};
@@ -44,6 +45,7 @@ struct Shared {
     protections: Protections,
     swap: bool,
     begun: Instant,
+    looks: Looks,
 }
 
 impl Daemon {
@@ -115,6 +117,7 @@ impl Daemon {
             protections,
             swap: options.swap,
             begun: Instant::now(),
+            looks: Looks::default(),
         };
         if took_over {
             (log)(
@@ -210,6 +213,14 @@ impl Service for Shared {
         self.worker.take(bytes, tell)
     }
 
+    fn sleep(&self, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String> {
+        self.worker.sleep(tell)
+    }
+
+    fn wake(&self, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String> {
+        self.worker.wake(tell)
+    }
+
     fn attached(&self, device: Attachment) -> Result<(), String> {
         self.attachments.attached(device)
     }
@@ -230,15 +241,17 @@ impl Shared {
 
     fn status(&self) -> Status {
         let volume = self.volume.status();
+        let up = self.begun.elapsed();
         Status {
             schema: SCHEMA,
             version: env!("CARGO_PKG_VERSION").to_owned(),
             pid: std::process::id(),
-            uptime_s: self.begun.elapsed().as_secs(),
+            uptime_s: up.as_secs(),
             volume: VolumeCounts::of(&volume, self.volume.memory_bytes()),
             stores: volume.stores.iter().map(|store| Store::of(store, volume.reads)).collect(),
             read: Io::reads(&volume),
             write: Io::writes(&volume),
+            rates: Some(self.looks.look(up, volume.reads, volume.writes)),
             discarded: volume.discards,
             background: self.worker.status(),
             exports: self.ways_in().iter().flat_map(|way_in| way_in.exports()).collect(),

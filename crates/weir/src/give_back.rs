@@ -1,7 +1,7 @@
 //! `weir give-back` and `weir take`: ask the daemon, and show how far it is.
 
 use crate::cli::{Amount, MemoryOptions};
-use crate::control::{self, Progress};
+use crate::control::{self, Progress, Request};
 use crate::failure::Failure;
 use crate::on;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -29,20 +29,31 @@ fn ask(options: &MemoryOptions, take: bool, did: &str) -> Result<(), Failure> {
         return work(&directory, options.amount);
     }
     let bytes = match options.amount {
-        Amount::All => None,
-        Amount::Size(size) => Some(size.0),
+        Some(Amount::Size(size)) => Some(size.0),
+        _ => None,
+    };
+    let request = match (take, options.sleep) {
+        (false, false) => Request::GiveBack { bytes },
+        (true, false) => Request::Take { bytes },
+        (false, true) => Request::Sleep,
+        (true, true) => Request::Wake,
     };
     let mut shown = Shown::new();
-    let outcome = control::ask_for(&path, take, bytes, |progress| shown.show(progress));
+    let outcome = control::ask_for(&path, request, |progress| shown.show(progress));
     shown.bar.finish_and_clear();
     let moved = outcome?;
-    if take && moved.bytes == 0 {
-        println!("nothing is given back, so there is nothing to take");
+    if take && moved.bytes == 0 && moved.left_bytes == 0 {
+        let why = if options.sleep { " for a sleep" } else { "" };
+        println!("nothing is given back{why}, so there is nothing to take");
         return Ok(());
     }
     let rate = moved.bytes as f64 / moved.seconds.max(1e-6) / 1e9;
     let pages = if take { String::new() } else { format!(", {} pages moved", moved.pages) };
-    println!("{did} {} in {:.2} s ({rate:.1} GB/s{pages})", ByteSize(moved.bytes), moved.seconds);
+    print!("{did} {} in {:.2} s ({rate:.1} GB/s{pages})", ByteSize(moved.bytes), moved.seconds);
+    match moved.left_bytes {
+        0 => println!(),
+        left => println!("; {} more once the card's owner leaves it", ByteSize(left)),
+    }
     Ok(())
 }
 

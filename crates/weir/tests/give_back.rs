@@ -253,6 +253,27 @@ fn what_was_given_back_stays_given_back_when_the_daemon_is_killed() {
     assert!(!Path::new(&format!("/proc/{second}")).exists(), "the daemon ends with its keeper");
 }
 
+#[test]
+fn what_went_for_a_sleep_and_nothing_else_comes_again_also_from_the_next_daemon() {
+    let scene =
+        start("asleep", &["--keeper", "--store", "host:256MiB", "--store", "host:40MiB", "--size", "32MiB"]);
+    let asked = |arguments: &[&str]| {
+        let output = scene.weir(arguments);
+        assert!(output.status.success(), "{arguments:?}: {}", said(&output));
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    };
+    let nothing = asked(&["take", "--sleep"]);
+    assert!(nothing.contains("nothing is given back for a sleep"), "{nothing}");
+    asked(&["give-back", "1MiB"]);
+    assert_eq!(away(&scene), 1, "a chunk is 128 MiB");
+    asked(&["give-back", "--sleep"]);
+    assert_eq!(away(&scene), 2);
+    scene.kill_daemon();
+    assert_eq!(away(&scene), 2);
+    asked(&["take", "--sleep"]);
+    assert_eq!(away(&scene), 1);
+}
+
 /// A management library whose card is what a file says: "free total display others".
 fn fake_management_library(directory: &std::path::Path) -> bool {
     let fake = concat!(env!("CARGO_MANIFEST_DIR"), "/../weir-store/tests/fake_nvml/fake_nvml.c");
@@ -382,8 +403,9 @@ fn the_benchmark_drives_a_daemon_and_finds_every_page() {
 
 #[test]
 fn a_wrong_amount_is_a_mistake_in_usage() {
-    for amount in ["0", "much", "-1GiB"] {
-        let output = Command::new(env!("CARGO_BIN_EXE_weir")).args(["give-back", amount]).output().unwrap();
-        assert_eq!(output.status.code(), Some(2), "{amount}: {}", said(&output));
+    for amount in [&["0"][..], &["much"], &["-1GiB"], &[], &["all", "--sleep"]] {
+        let mut weir = Command::new(env!("CARGO_BIN_EXE_weir"));
+        let output = weir.arg("give-back").args(amount).output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{amount:?}: {}", said(&output));
     }
 }

@@ -364,6 +364,9 @@ fn a_device_in_parts_is_given_back_and_taken_part_by_part() {
         ("give-back", "all", 0),
         ("take", "all", 3),
         ("give-back", "21MiB", 2),
+        // What was away before a sleep stays away after it.
+        ("give-back", "--sleep", 0),
+        ("take", "--sleep", 2),
     ] {
         let asked = ask(command, amount);
         assert!(asked.0 == Some(0), "{command} {amount}: {}", asked.1);

@@ -28,17 +28,11 @@ pub fn status(path: &Path) -> Result<Status, Failure> {
     })
 }
 
-/// Asks the daemon at `path` to give memory back, or with `take` to take it again, and calls `tell` while it does.
+/// Asks the daemon at `path` for memory to go or to come, and calls `tell` while it does.
 ///
 /// # Errors
 /// When no daemon listens there, or with its own words when it cannot.
-pub fn ask_for(
-    path: &Path,
-    take: bool,
-    bytes: Option<u64>,
-    mut tell: impl FnMut(Progress),
-) -> Result<Moved, Failure> {
-    let request = if take { Request::Take { bytes } } else { Request::GiveBack { bytes } };
+pub fn ask_for(path: &Path, request: Request, mut tell: impl FnMut(Progress)) -> Result<Moved, Failure> {
     let broken = |error: io::Error| unreachable(path, &error);
     for line in BufReader::new(send(path, request).map_err(broken)?).lines() {
         let reply: Reply = serde_json::from_str(&line.map_err(broken)?)

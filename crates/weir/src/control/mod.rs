@@ -1,7 +1,7 @@
 //! The daemon's control socket: one request a connection, a line of JSON each way.
 //!
 //! `{"schema":1,"request":"status"}` is answered by a [`Status`] on one line. `{"schema":1,"request":"give-back","bytes":N}` and `take`
-//! (without bytes: all) are answered by any number of lines `{"schema":1,"progress":{...}}` and a last one,
+//! (without bytes: all), `sleep` and `wake` are answered by any number of lines `{"schema":1,"progress":{...}}` and a last one,
 //! `{"schema":1,"result":{...}}`. `{"schema":1,"request":"attached",...}` with the fields of an [`Attachment`], and
 //! `{"schema":1,"request":"detached","device":N}`, are answered by `{"schema":1}`. Whatever cannot be done is answered by
 //! `{"schema":1,"error":"..."}`. The socket is its owner's alone (mode 0600).
@@ -12,7 +12,7 @@ mod status;
 
 pub use client::{ask_for, attached, detached, status};
 pub use server::Server;
-pub use status::{Background, CpuLatency, Export, Io, Protection, Status, Store, Traffic, Volume};
+pub use status::{Background, CpuLatency, Export, Io, Looks, Protection, Status, Store, Traffic, Volume};
 
 use crate::attach::Attachment;
 use serde::{Deserialize, Serialize};
@@ -31,7 +31,7 @@ const REQUEST_MOST: u64 = 4096;
 /// What can be asked.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(tag = "request", rename_all = "kebab-case")]
-enum Request {
+pub enum Request {
     /// How are you?
     Status,
     /// Give memory back; all that can be, where no bytes are named.
@@ -44,6 +44,10 @@ enum Request {
         #[serde(default)]
         bytes: Option<u64>,
     },
+    /// Give everything back until the machine has slept.
+    Sleep,
+    /// Take again what went for that, as far as there is room for it.
+    Wake,
     /// The kernel has connected a device to you.
     Attached(Attachment),
     /// The kernel has let a device go.
@@ -69,6 +73,18 @@ pub trait Service: Send + Sync + 'static {
     /// # Errors
     /// As [`give_back`](Service::give_back).
     fn take(&self, bytes: Option<u64>, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String>;
+
+    /// Gives everything back until the machine has slept.
+    ///
+    /// # Errors
+    /// As [`give_back`](Service::give_back).
+    fn sleep(&self, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String>;
+
+    /// Takes again what went for a sleep, as far as there is room for it.
+    ///
+    /// # Errors
+    /// As [`give_back`](Service::give_back).
+    fn wake(&self, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String>;
 
     /// Remembers a device.
     ///
@@ -105,6 +121,9 @@ pub struct Progress {
 pub struct Moved {
     /// Memory given back, or taken.
     pub bytes: u64,
+    /// Memory left to the governor after a sleep, since the cards' owners have it now.
+    #[serde(default)]
+    pub left_bytes: u64,
     /// Pages moved for it.
     pub pages: u64,
     /// How long it took.

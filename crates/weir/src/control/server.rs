@@ -94,6 +94,8 @@ fn answer(client: UnixStream, service: &Arc<dyn Service>) -> io::Result<()> {
         Ok(Request::Status) => write_line(&client, &service.status()),
         Ok(Request::GiveBack { bytes }) => at_length(client, move |tell| service.give_back(bytes, tell)),
         Ok(Request::Take { bytes }) => at_length(client, move |tell| service.take(bytes, tell)),
+        Ok(Request::Sleep) => at_length(client, move |tell| service.sleep(tell)),
+        Ok(Request::Wake) => at_length(client, move |tell| service.wake(tell)),
         Ok(Request::Attached(device)) => acknowledge(&client, service.attached(device)),
         Ok(Request::Detached { device }) => acknowledge(&client, service.detached(device)),
         Err(error) => acknowledge(&client, Err(error)),

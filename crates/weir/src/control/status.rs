@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 use weir_core::metrics::{Distribution, quantile};
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_volume::VolumeStatus;
@@ -25,6 +27,9 @@ pub struct Status {
     pub read: Io,
     /// Writes.
     pub write: Io,
+    /// How much of both came since an earlier look, a second.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rates: Option<Rates>,
     /// Pages discarded.
     pub discarded: u64,
     /// Memory given back and taken again.
@@ -176,6 +181,38 @@ pub struct Traffic {
     pub latencies_ns: Vec<(u64, u64)>,
 }
 
+/// What was read and written since somebody looked before, a second or more ago; at first, since the start.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Rates {
+    /// So long ago.
+    pub seconds: f64,
+    /// Bytes read, a second.
+    pub read_bytes_per_s: u64,
+    /// Bytes written, a second.
+    pub write_bytes_per_s: u64,
+}
+
+/// What earlier looks saw, for the rates of the next: nothing runs in between. Whoever asks within a second has the rates since the
+/// look before, so that two who ask in turns do not take each other's time.
+#[derive(Default, Debug)]
+pub struct Looks(Mutex<Kept>);
+
+#[derive(Default, Debug)]
+struct Kept {
+    /// What rates are told since.
+    then: Look,
+    /// What they will be told since, once it is old enough.
+    next: Look,
+}
+
+#[derive(Clone, Copy, Default, Debug)]
+struct Look {
+    /// Since the start.
+    at: Duration,
+    read: u64,
+    written: u64,
+}
+
 /// A way in.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Export {
@@ -255,6 +292,37 @@ impl Traffic {
         };
         let more = self.latencies_ns.iter().map(|&(bound, count)| (bound, count.saturating_sub(was(bound))));
         Traffic::of_sample(pages, more.filter(|(_, count)| *count > 0).collect())
+    }
+}
+
+impl Looks {
+    /// Shorter times say little.
+    const APART: Duration = Duration::from_secs(1);
+
+    /// Looks, so long after the start, at pages read and written since then.
+    pub fn look(&self, at: Duration, read: u64, written: u64) -> Rates {
+        let now = Look { at, read, written };
+        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if at.saturating_sub(kept.next.at) >= Self::APART {
+            kept.then = std::mem::replace(&mut kept.next, now);
+        }
+        let seconds = at.saturating_sub(kept.then.at).as_secs_f64().max(1e-3);
+        let rate =
+            |now: u64, then: u64| (now.saturating_sub(then) as f64 * PAGE_SIZE as f64 / seconds) as u64;
+        Rates {
+            seconds,
+            read_bytes_per_s: rate(read, kept.then.read),
+            write_bytes_per_s: rate(written, kept.then.written),
+        }
+    }
+}
+
+impl fmt::Display for Rates {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Rates { seconds, read_bytes_per_s, write_bytes_per_s } = *self;
+        let rate = |bytes: u64| format!("{:.1} MB/s", bytes as f64 / 1e6);
+        let (read, written) = (rate(read_bytes_per_s), rate(write_bytes_per_s));
+        writeln!(f, "rate      {read} read, {written} written in the last {seconds:.1} s")
     }
 }
 
@@ -422,6 +490,9 @@ impl fmt::Display for Status {
             }
             writeln!(f)?;
         }
+        if let Some(rates) = self.rates {
+            rates.fmt(f)?;
+        }
         let Protection { swap, io_flusher, memory_locked, oom_exempt, io_allocations } = self.protection;
         let yes = |holds| if holds { "yes" } else { "no" };
         writeln!(
@@ -432,5 +503,32 @@ impl fmt::Display for Status {
             yes(memory_locked),
             yes(oom_exempt)
         )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rates_are_those_since_a_look_at_least_a_second_ago_and_at_first_since_the_start() {
+        let looks = Looks::default();
+        let look = |at_ms: u64, read: u64, written: u64| {
+            let rates = looks.look(Duration::from_millis(at_ms), read, written);
+            let pages = |bytes: u64| bytes / PAGE_SIZE as u64;
+            (rates.seconds, pages(rates.read_bytes_per_s), pages(rates.write_bytes_per_s))
+        };
+        assert_eq!(look(500, 50, 0), (0.5, 100, 0));
+        assert_eq!(look(4000, 400, 800), (4.0, 100, 200));
+        assert_eq!(look(4500, 900, 900), (4.5, 200, 200), "the look before was half a second ago");
+        assert_eq!(look(6000, 1400, 800), (2.0, 500, 0));
+        assert_eq!(look(6000, 1400, 800), (2.0, 500, 0));
+        assert_eq!(look(7000, 1400, 1000), (1.0, 0, 200));
+    }
+
+    #[test]
+    fn lines_show_the_rates_with_their_time() {
+        let rates = Rates { seconds: 12.34, read_bytes_per_s: 1_500_000, write_bytes_per_s: 0 };
+        assert_eq!(rates.to_string(), "rate      1.5 MB/s read, 0.0 MB/s written in the last 12.3 s\n");
     }
 }

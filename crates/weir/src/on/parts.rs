@@ -1,16 +1,16 @@
 //! A device in parts (`weir on --parts`): `weir give-back` turns some of them off, which frees their memory while the others stay,
-//! and `weir take` turns them on again.
+//! and `weir take` turns them on again. `weir status` lists them.
 
 use super::state::{Front, Journal, Phase, State, Step};
 use super::{drain, front, make_swap_area, off, service, state, swaps, watch_interrupts};
 use crate::cli::Amount;
-use crate::control;
+use crate::control::{self, Status};
 use crate::failure::Failure;
 use service::Service;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
-use weir_core::ByteSize;
+use weir_core::{ByteSize, PAGE_SIZE};
 
 /// A part that is on.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -24,15 +24,64 @@ struct Part {
 /// The run-time directory of the daemon that answers at `control`, where it is one of several parts.
 pub fn among(control: &Path) -> Option<PathBuf> {
     let directory = control.parent()?;
-    let state = state::read(directory).ok()??;
-    (state.parts > 1).then(|| directory.to_owned())
+    (count(control) > 1).then(|| directory.to_owned())
 }
 
-/// Turns as many parts off as hold `amount`.
+/// Of how many parts the daemon that answers at `control` is the first; 0 where Weir is not on there.
+pub fn count(control: &Path) -> u8 {
+    control.parent().and_then(|directory| state::read(directory).ok()?).map_or(0, |state| state.parts)
+}
+
+/// A line for each part: its device, what lies in it, and where its own daemon says more.
+///
+/// # Errors
+/// When what `weir on` has written down cannot be read.
+pub fn lines(directory: &Path) -> Result<String, Failure> {
+    let Some(state) = state::read(directory)? else { return Ok(String::new()) };
+    Ok(listing(directory, &state, |socket| control::status(socket).ok()))
+}
+
+fn listing(root: &Path, state: &State, ask: impl Fn(&Path) -> Option<Status>) -> String {
+    let number = |directory: &Path| {
+        let name = directory.strip_prefix(root).ok().and_then(|name| name.to_str()?.parse::<u8>().ok());
+        name.unwrap_or(1)
+    };
+    let mut lines: Vec<(u8, String)> = away(state)
+        .iter()
+        .filter_map(|step| match step {
+            Step::Away { directory, bytes, .. } => {
+                Some((number(directory), format!("off, {}; weir take all turns it on", ByteSize(*bytes))))
+            }
+            _ => None,
+        })
+        .collect();
+    for Part { directory, device, .. } in on(state) {
+        let number = number(&directory);
+        let socket = service::control_socket(&directory);
+        let line = match ask(&socket) {
+            Some(Status { volume, .. }) => {
+                let (bytes, stored) = (ByteSize(volume.bytes), ByteSize(volume.stored * PAGE_SIZE as u64));
+                let more = match number {
+                    1 => "see below".to_owned(),
+                    _ => format!("weir status --control {}", socket.display()),
+                };
+                format!("{}, {bytes}: {stored} stored; {more}", device.display())
+            }
+            None => format!("{}: its daemon does not answer at {}", device.display(), socket.display()),
+        };
+        lines.push((number, line));
+    }
+    lines.sort();
+    let line = |(number, line): &(u8, String)| format!("part {number:<5}{line}\n");
+    let first = format!("{:<10}{}, each with its own daemon\n", "parts", state.parts);
+    first + &lines.iter().map(line).collect::<String>()
+}
+
+/// Turns as many parts off as hold `amount`; without one all, until the machine has slept.
 ///
 /// # Errors
 /// When their pages fit nowhere else; then nothing is changed.
-pub fn give_back(directory: &Path, amount: Amount) -> Result<(), Failure> {
+pub fn give_back(directory: &Path, amount: Option<Amount>) -> Result<(), Failure> {
     let begun = Instant::now();
     let mut journal = open(directory)?;
     let parts = on(journal.state());
@@ -40,7 +89,7 @@ pub fn give_back(directory: &Path, amount: Amount) -> Result<(), Failure> {
     let mut bytes = 0;
     // The first answers weir status, so it is the last to go.
     for part in parts.iter().rev() {
-        if matches!(amount, Amount::Size(wanted) if bytes >= wanted.0) {
+        if matches!(amount, Some(Amount::Size(wanted)) if bytes >= wanted.0) {
             break;
         }
         let size = size(part)?;
@@ -48,7 +97,7 @@ pub fn give_back(directory: &Path, amount: Amount) -> Result<(), Failure> {
         chosen.push((part.clone(), size));
     }
     match amount {
-        Amount::Size(wanted) if wanted.0 > bytes => {
+        Some(Amount::Size(wanted)) if wanted.0 > bytes => {
             return Err(Failure::Failed(format!(
                 "cannot give back {wanted}: {} parts with {} are on; ask for that, or for all",
                 parts.len(),
@@ -63,7 +112,7 @@ pub fn give_back(directory: &Path, amount: Amount) -> Result<(), Failure> {
     // This process must not wait for pages of its own while it takes the device away.
     let _ = weir_core::swap_safety::lock_all_memory();
     for (part, size) in &chosen {
-        turn_off(&mut journal, part, *size)?;
+        turn_off(&mut journal, part, *size, amount.is_none())?;
     }
     println!(
         "gave back {} in {:.2} s{}; {} of {} parts stay on",
@@ -76,11 +125,11 @@ pub fn give_back(directory: &Path, amount: Amount) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Turns as many parts on again as hold `amount`.
+/// Turns as many parts on again as hold `amount`; without one those that were turned off for a sleep.
 ///
 /// # Errors
 /// When the memory is not to be had. Those that were turned on stay so.
-pub fn take(directory: &Path, amount: Amount) -> Result<(), Failure> {
+pub fn take(directory: &Path, amount: Option<Amount>) -> Result<(), Failure> {
     let begun = Instant::now();
     let mut journal = open(directory)?;
     watch_interrupts()?;
@@ -88,10 +137,13 @@ pub fn take(directory: &Path, amount: Amount) -> Result<(), Failure> {
     let mut devices = Vec::new();
     // The last that went comes first: the first part, if it is among them.
     for step in away(journal.state()).into_iter().rev() {
-        if matches!(amount, Amount::Size(wanted) if bytes >= wanted.0) {
+        if matches!(amount, Some(Amount::Size(wanted)) if bytes >= wanted.0) {
             break;
         }
-        let Step::Away { bytes: size, .. } = &step else { continue };
+        let Step::Away { bytes: size, asleep, .. } = &step else { continue };
+        if amount.is_none() && !asleep {
+            continue;
+        }
         let device = turn_on(&mut journal, &step).map_err(|failure| match failure {
             Failure::Failed(why) => Failure::Failed(format!(
                 "took {}: {why}; end what uses the memory, then weir take again",
@@ -171,7 +223,7 @@ fn size(part: &Part) -> Result<u64, Failure> {
     control::status(&service::control_socket(&part.directory)).map(|status| status.volume.bytes)
 }
 
-fn turn_off(journal: &mut Journal, part: &Part, bytes: u64) -> Result<(), Failure> {
+fn turn_off(journal: &mut Journal, part: &Part, bytes: u64, asleep: bool) -> Result<(), Failure> {
     let config = fs::read_to_string(service::config_file(&part.directory)).map_err(|error| {
         Failure::Failed(format!(
             "cannot read the options of the part in {}: {error}",
@@ -184,6 +236,7 @@ fn turn_off(journal: &mut Journal, part: &Part, bytes: u64) -> Result<(), Failur
         front: part.front,
         priority: part.priority,
         bytes,
+        asleep,
     };
     journal.intend(away.clone())?;
     let done = take_away(journal, &part.directory);
@@ -254,6 +307,7 @@ fn turn_on(journal: &mut Journal, away: &Step) -> Result<PathBuf, Failure> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::top;
     use super::*;
 
     #[test]
@@ -282,5 +336,40 @@ mod tests {
         };
         let found: Vec<_> = on(&state).into_iter().map(|part| part.device).collect();
         assert_eq!(found, [Path::new("/dev/nbd0"), Path::new("/dev/nbd1")], "the third is no swap");
+    }
+    #[test]
+    fn every_part_has_a_line_with_what_lies_in_it_or_why_that_is_not_known() {
+        let steps = vec![
+            Step::Daemon { directory: "/run/weir".into(), unit: None, process: None },
+            Step::Device { path: "/dev/nbd0".into(), front: Front::Nbd, file: None, by: None },
+            Step::Swap { path: "/dev/nbd0".into(), priority: 7 },
+            Step::Away {
+                directory: "/run/weir/2".into(),
+                config: String::new(),
+                front: Front::Nbd,
+                priority: 7,
+                bytes: 1 << 20,
+                asleep: false,
+            },
+            Step::Daemon { directory: "/run/weir/3".into(), unit: None, process: None },
+            Step::Device { path: "/dev/nbd2".into(), front: Front::Nbd, file: None, by: None },
+            Step::Swap { path: "/dev/nbd2".into(), priority: 7 },
+            Step::Daemon { directory: "/run/weir/4".into(), unit: None, process: None },
+            Step::Device { path: "/dev/nbd3".into(), front: Front::Nbd, file: None, by: None },
+            Step::Swap { path: "/dev/nbd3".into(), priority: 7 },
+        ];
+        let again = state::Again::default();
+        let state = State { schema: 1, version: String::new(), phase: Phase::On, again, parts: 4, steps };
+        let answers =
+            |socket: &Path| (socket != Path::new("/run/weir/4/control.sock")).then(|| top::tests::status(0));
+        let listed = listing(Path::new("/run/weir"), &state, answers);
+        assert_eq!(
+            listed,
+            "parts     4, each with its own daemon\n\
+             part 1    /dev/nbd0, 1MiB: 256KiB stored; see below\n\
+             part 2    off, 1MiB; weir take all turns it on\n\
+             part 3    /dev/nbd2, 1MiB: 256KiB stored; weir status --control /run/weir/3/control.sock\n\
+             part 4    /dev/nbd3: its daemon does not answer at /run/weir/4/control.sock\n"
+        );
     }
 }

@@ -78,6 +78,9 @@ pub enum Step {
         priority: i32,
         /// Its size.
         bytes: u64,
+        /// It is off while the machine sleeps, and nobody asked for more.
+        #[serde(default)]
+        asleep: bool,
     },
     /// A device on which the kernel swaps.
     Swap {

@@ -1,6 +1,7 @@
 //! `weir top`: a daemon at work, once a second, until `q`.
 
 use super::options::TopOptions;
+use super::parts;
 use crate::control::{self, Status, Traffic};
 use crate::failure::Failure;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyModifiers};
@@ -21,7 +22,7 @@ pub fn run(options: &TopOptions) -> Result<(), Failure> {
     if options.once {
         std::thread::sleep(every);
         let now = control::status(&path)?;
-        print!("{}", plain(&Seen::between(&first, now, every)));
+        print!("{}", plain(&Seen { parts: parts::count(&path), ..Seen::between(&first, now, every) }));
         return Ok(());
     }
     if !std::io::stdout().is_terminal() {
@@ -39,7 +40,8 @@ fn watch(
     mut last: Status,
     every: Duration,
 ) -> Result<(), Failure> {
-    let mut seen = Seen::between(&last, last.clone(), every);
+    let parts = parts::count(path);
+    let mut seen = Seen { parts, ..Seen::between(&last, last.clone(), every) };
     let mut at = Instant::now();
     loop {
         terminal.draw(|frame| draw(frame, &seen)).map_err(Failure::failed)?;
@@ -56,7 +58,7 @@ fn watch(
         }
         match control::status(path) {
             Ok(now) => {
-                seen = Seen::between(&last, now.clone(), at.elapsed());
+                seen = Seen { parts, ..Seen::between(&last, now.clone(), at.elapsed()) };
                 last = now;
             }
             // Another daemon is about to take over, or weir is off by now; the next look says more.
@@ -75,6 +77,8 @@ struct Seen {
     write_rate: f64,
     request_rate: f64,
     away: bool,
+    /// Of so many this daemon's device is the first.
+    parts: u8,
 }
 
 impl Seen {
@@ -96,14 +100,19 @@ impl Seen {
             write,
             now,
             away: false,
+            parts: 0,
         }
     }
 
     fn title(&self) -> String {
         let Status { version, pid, uptime_s, volume, .. } = &self.now;
         let away = if self.away { ": it does not answer" } else { "" };
+        let device = match self.parts {
+            0 | 1 => "device".to_owned(),
+            parts => format!("part 1 of {parts} (weir status lists them)"),
+        };
         format!(
-            "weir {version}, process {pid}, up {uptime_s} s, device {}: {} in use, {} of one value{away}",
+            "weir {version}, process {pid}, up {uptime_s} s, {device} {}: {} in use, {} of one value{away}",
             ByteSize(volume.bytes),
             size(volume.stored),
             size(volume.filled)
@@ -237,12 +246,12 @@ fn draw(frame: &mut Frame<'_>, seen: &Seen) {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use super::*;
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
 
-    fn status(pages: u64) -> Status {
+    pub fn status(pages: u64) -> Status {
         // The first page took 9 us, each that followed 1.5 us. The quantiles stand for those since the start.
         let slow = pages.min(1);
         let io = format!(
@@ -285,5 +294,7 @@ mod tests {
                 assert!(text.contains(words), "{words} is missing in\n{text}");
             }
         }
+        let title = Seen { parts: 3, ..seen }.title();
+        assert!(title.contains("part 1 of 3 (weir status lists them) 1MiB:"), "{title}");
     }
 }

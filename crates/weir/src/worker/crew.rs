@@ -11,7 +11,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Instant;
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_queue::{Item, Queue, Work, has_item};
-use weir_volume::{ChunkState, Lane, Volume};
+use weir_store::vram::Headroom;
+use weir_volume::{ChunkState, ChunkStatus, Lane, Note, Volume};
 
 /// What to do where every store is needed.
 const MORE_ROOM: &str = "for more weir on and weir serve take --backing PATH, and weir on --parts N";
@@ -83,6 +84,7 @@ struct Chunk {
     store: usize,
     chunk: u32,
     slots: u32,
+    note: Note,
 }
 
 impl Chunk {
@@ -220,9 +222,19 @@ impl Crew {
     /// Does a job, on the worker's thread.
     pub fn run(self: &Arc<Self>, job: &Arc<Job>) -> Result<Moved, String> {
         match job.wish {
-            Wish::GiveBack => self.give_back(job),
-            Wish::Take => self.take(job),
+            Wish::GiveBack | Wish::Sleep => self.give_back(job),
+            Wish::Take | Wish::Wake => self.take(job),
         }
+    }
+
+    fn card(&self, chunk: &Chunk) -> Card {
+        let card = self.volume.stores().nth(chunk.store).map_or(0, |store| store.card(chunk.chunk));
+        Card { store: chunk.store, card }
+    }
+
+    /// How much of a card is left to its owner, where it says so.
+    pub fn room(&self, card: Card) -> Option<Headroom> {
+        self.volume.stores().nth(card.store)?.headroom().get(card.card).copied()
     }
 
     /// The cards that say how much of them is left, of stores that lend.
@@ -231,25 +243,27 @@ impl Crew {
         stores.flat_map(|(store, it)| (0..it.headroom().len()).map(move |card| Card { store, card }))
     }
 
-    /// Chunks of a card that are held, and that were given back without anybody's asking.
+    /// Chunks of a card that are held, and that were given back without anybody's asking and may be taken.
     pub fn chunk_counts(&self, card: Card) -> (u32, u32) {
         let count = |state| self.chunks(state, Some(card)).len() as u32;
         (count(ChunkState::Held), count(ChunkState::GivenBack))
     }
 
     /// The chunks of stores that lend, in a state; those with the fewest pages first, store by store. Of one card (`only`) the
-    /// governor asks, whose business is not what somebody else gave back.
+    /// governor asks, whose business is not what somebody else gave back, nor what is away for a sleep.
     fn chunks(&self, state: ChunkState, only: Option<Card>) -> Vec<Chunk> {
         let mut all = Vec::new();
         for (store, it) in self.volume.stores().enumerate().filter(|&(at, _)| self.lends[at]) {
             let wanted = |chunk: u32| only.is_none_or(|only| only == Card { store, card: it.card(chunk) });
             let chunks = self.volume.chunks(store);
-            let mine = |unasked: bool| unasked || only.is_none() || state != ChunkState::GivenBack;
+            let governed = Note { unasked: true, asleep: false };
+            let mine = |note| note == governed || only.is_none() || state != ChunkState::GivenBack;
             let mut chunks: Vec<_> = chunks
-                .filter(|chunk| chunk.state == state && wanted(chunk.chunk) && mine(chunk.unasked))
+                .filter(|chunk| chunk.state == state && wanted(chunk.chunk) && mine(chunk.note))
                 .collect();
             chunks.sort_by_key(|chunk| chunk.used);
-            all.extend(chunks.iter().map(|it| Chunk { store, chunk: it.chunk, slots: it.slots }));
+            let chunk = |it: &ChunkStatus| Chunk { store, chunk: it.chunk, slots: it.slots, note: it.note };
+            all.extend(chunks.iter().map(chunk));
         }
         all
     }
@@ -257,8 +271,15 @@ impl Crew {
     fn give_back(self: &Arc<Self>, job: &Arc<Job>) -> Result<Moved, String> {
         let began = Instant::now();
         if job.only.is_none() && job.bytes.is_none() {
-            // All of it is somebody's wish now, also what is away already.
-            self.note_unasked(&self.chunks(ChunkState::GivenBack, None), false);
+            let mut away = self.chunks(ChunkState::GivenBack, None);
+            if job.wish == Wish::Sleep {
+                // The governor takes nothing before the sleep is over; what somebody gave back is left to them.
+                away.retain(|it| it.note.unasked);
+                self.note(&away, |note| Note { asleep: true, ..note });
+            } else {
+                // All of it is somebody's wish now, also what is away already.
+                self.note(&away, |_| Note::default());
+            }
         }
         let held = self.chunks(ChunkState::Held, job.only);
         let there: u64 = held.iter().map(|chunk| chunk.bytes()).sum();
@@ -298,8 +319,8 @@ impl Crew {
         let given = job.reach.bytes.load(Ordering::Relaxed);
         let seconds = began.elapsed().as_secs_f64();
         self.given_back.add(given, seconds);
-        let moved =
-            Moved { bytes: given, pages: self.volume.status().moved_out.wrapping_sub(before), seconds };
+        let pages = self.volume.status().moved_out.wrapping_sub(before);
+        let moved = Moved { bytes: given, left_bytes: 0, pages, seconds };
         let asked = job.bytes.map_or(there, |_| total);
         match trouble {
             _ if given >= asked => Ok(moved),
@@ -312,8 +333,8 @@ impl Crew {
         }
     }
 
-    fn note_unasked(&self, chunks: &[Chunk], unasked: bool) {
-        chunks.iter().for_each(|it| self.volume.note_unasked(it.store, &[it.chunk], unasked));
+    fn note(&self, chunks: &[Chunk], note: impl Fn(Note) -> Note) {
+        chunks.iter().for_each(|it| self.volume.note(it.store, &[it.chunk], note(it.note)));
     }
 
     /// Closes all `chunks`, then empties them with every thread there is. Says why, if one stayed.
@@ -326,9 +347,7 @@ impl Crew {
                 return Some(format!("{}: {error}", store.name()));
             }
         }
-        if job.only.is_some() {
-            self.note_unasked(&chunks, true);
-        }
+        self.note(&chunks, |_| Note { unasked: job.only.is_some(), asleep: job.wish == Wish::Sleep });
         let threads = self.lanes.len();
         let list = Arc::new(List {
             left: chunks.iter().map(|_| AtomicU32::new(threads as u32)).collect(),
@@ -388,7 +407,10 @@ impl Crew {
 
     fn take(&self, job: &Job) -> Result<Moved, String> {
         let began = Instant::now();
-        let away = self.chunks(ChunkState::GivenBack, job.only);
+        let away = match job.wish {
+            Wish::Wake => self.woken(),
+            _ => self.chunks(ChunkState::GivenBack, job.only),
+        };
         let wanted = match job.bytes {
             Some(wanted) => upto(&away, |sum, _| sum < wanted),
             None => away,
@@ -401,10 +423,16 @@ impl Crew {
             if self.is_stopping() {
                 break;
             }
+            let room = if job.wish == Wish::Wake { self.room(self.card(&chunk)) } else { None };
+            // What the card's owner would miss stays with the governor.
+            if room.is_some_and(|room| !room.has_recovered()) {
+                continue;
+            }
             match lane.take(chunk.store, chunk.chunk) {
                 Ok(()) => {
                     job.reach.bytes.fetch_add(chunk.bytes(), Ordering::Relaxed);
                 }
+                Err(_) if room.is_some() => {}
                 Err(error) => {
                     let store = self.volume.stores().nth(chunk.store).map_or("", |store| store.name());
                     trouble = Some(format!(
@@ -423,9 +451,19 @@ impl Crew {
             self.rise.begin(self);
         }
         match trouble {
-            None => Ok(Moved { bytes: taken, pages: 0, seconds }),
+            None => Ok(Moved { bytes: taken, left_bytes: total.saturating_sub(taken), pages: 0, seconds }),
             Some(trouble) => Err(format!("took {} of {}: {trouble}", ByteSize(taken), ByteSize(total))),
         }
+    }
+
+    /// The sleep is over: what is away for it, and was not before. It is the governor's from here on, as what it had given already
+    /// is again, so that nothing stays away for ever where it cannot be taken now or the daemon dies.
+    fn woken(&self) -> Vec<Chunk> {
+        let mut asleep = self.chunks(ChunkState::GivenBack, None);
+        asleep.retain(|it| it.note.asleep);
+        self.note(&asleep, |_| Note { unasked: true, asleep: false });
+        asleep.retain(|it| !it.note.unasked);
+        asleep
     }
 }
 
@@ -442,4 +480,110 @@ fn upto(chunks: &[Chunk], more: impl Fn(u64, &Chunk) -> bool) -> Vec<Chunk> {
 
 fn bytes(slots: u32) -> u64 {
     u64::from(slots) * PAGE_SIZE as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use weir_store::{Fault, Host, OpenError, Sim, SimUrl, Store};
+    use weir_volume::Config;
+
+    const MIB: u64 = 1 << 20;
+    const CHUNK: u64 = 4 * MIB;
+    const CARD: Card = Card { store: 0, card: 0 };
+
+    /// A store of four chunks on a card that says how much of it is free.
+    #[derive(Debug)]
+    struct OnCard {
+        sim: Sim,
+        free: Arc<AtomicU64>,
+    }
+
+    impl Store for OnCard {
+        fn name(&self) -> &str {
+            "on-card"
+        }
+
+        fn slots(&self) -> u32 {
+            self.sim.slots()
+        }
+
+        fn chunk_slots(&self) -> u32 {
+            self.sim.chunk_slots()
+        }
+
+        fn lane(&self, depth: usize) -> Result<Box<dyn weir_store::Lane>, OpenError> {
+            self.sim.lane(depth)
+        }
+
+        fn release(&self, chunk: u32) -> Result<(), Fault> {
+            self.free.fetch_add(CHUNK, Ordering::Relaxed);
+            self.sim.release(chunk)
+        }
+
+        fn take(&self, chunk: u32) -> Result<(), Fault> {
+            self.free.fetch_sub(CHUNK, Ordering::Relaxed);
+            self.sim.take(chunk)
+        }
+
+        fn headroom(&self) -> Vec<Headroom> {
+            let (free, floor, spare) = (self.free.load(Ordering::Relaxed), MIB, 2 * MIB);
+            vec![Headroom { free, total: 64 * MIB, display: false, floor, spare, chunk: CHUNK }]
+        }
+    }
+
+    fn crew() -> (Arc<Crew>, Arc<AtomicU64>) {
+        let free = Arc::new(AtomicU64::new(2 * MIB));
+        let config = Config { pages: 64, lanes: 1 + super::super::lanes(), depth: 4 };
+        let url = SimUrl { size: ByteSize(4 * CHUNK), chunk: Some(ByteSize(CHUNK)), ..SimUrl::default() };
+        let first = OnCard { sim: Sim::open(url).expect("memory"), free: Arc::clone(&free) };
+        let below = Host::new(config.slots()).expect("memory");
+        let volume = Volume::create(config, vec![Arc::new(first), Arc::new(below)]).expect("a volume");
+        (Crew::start(&volume, &[true, false]).expect("threads"), free)
+    }
+
+    fn ask(crew: &Arc<Crew>, wish: Wish, bytes: Option<u64>) -> Moved {
+        Job::new(crew, wish, bytes).run_on(crew, &mut |_| {}).expect("it is done")
+    }
+
+    #[test]
+    fn after_a_sleep_memory_is_where_it_was_and_what_was_given_back_by_hand_stays_away() {
+        let (crew, _) = crew();
+        ask(&crew, Wish::GiveBack, Some(CHUNK));
+        let governed = Job::governed(&crew, Wish::GiveBack, CHUNK, CARD).run_on(&crew, &mut |_| {});
+        assert_eq!(governed.expect("it is done").bytes, CHUNK);
+        assert_eq!(crew.chunk_counts(CARD), (2, 1));
+        // Twice, as where somebody asks for another sleep at once.
+        assert_eq!([0; 2].map(|_| ask(&crew, Wish::Sleep, None).bytes), [2 * CHUNK, 0]);
+        assert_eq!(crew.chunk_counts(CARD), (0, 0), "the governor takes nothing meanwhile");
+        let woken = ask(&crew, Wish::Wake, None);
+        assert_eq!((woken.bytes, woken.left_bytes), (2 * CHUNK, 0));
+        assert_eq!(crew.chunk_counts(CARD), (2, 1));
+        assert_eq!(ask(&crew, Wish::Wake, None).bytes, 0, "once");
+        assert_eq!(ask(&crew, Wish::Take, None).bytes, 2 * CHUNK);
+        crew.stop();
+    }
+
+    #[test]
+    fn what_a_card_cannot_spare_after_a_sleep_is_left_to_the_governor() {
+        let (crew, free) = crew();
+        assert_eq!(ask(&crew, Wish::Sleep, None).bytes, 4 * CHUNK);
+        // Somebody else was there first.
+        free.store(CHUNK + 2 * MIB, Ordering::Relaxed);
+        let woken = ask(&crew, Wish::Wake, None);
+        assert_eq!((woken.bytes, woken.left_bytes), (CHUNK, 3 * CHUNK));
+        assert!(free.load(Ordering::Relaxed) >= MIB, "the floor is kept");
+        assert_eq!(crew.chunk_counts(CARD), (1, 3));
+        crew.stop();
+    }
+
+    #[test]
+    fn whoever_wants_all_of_it_while_the_machine_sleeps_has_it_after() {
+        let (crew, _) = crew();
+        ask(&crew, Wish::Sleep, None);
+        ask(&crew, Wish::GiveBack, None);
+        assert_eq!(ask(&crew, Wish::Wake, None).bytes, 0);
+        assert_eq!(crew.chunk_counts(CARD), (0, 0));
+        crew.stop();
+    }
 }

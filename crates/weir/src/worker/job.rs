@@ -15,6 +15,10 @@ const TELL_EVERY: Duration = Duration::from_millis(100);
 pub enum Wish {
     GiveBack,
     Take,
+    /// All memory goes until the machine has slept.
+    Sleep,
+    /// What went for that, and nothing else, comes again.
+    Wake,
 }
 
 /// A job, in the queue or at work.

@@ -62,6 +62,22 @@ impl Worker {
         Job::new(&self.crew, Wish::Take, bytes).run_on(&self.crew, tell)
     }
 
+    /// Gives everything back until the machine has slept. What somebody gave back before stays theirs.
+    ///
+    /// # Errors
+    /// As [`give_back`](Worker::give_back).
+    pub fn sleep(&self, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String> {
+        Job::new(&self.crew, Wish::Sleep, None).run_on(&self.crew, tell)
+    }
+
+    /// Takes again what went for a sleep, as far as the cards' owners leave it; the rest is the governor's.
+    ///
+    /// # Errors
+    /// As [`give_back`](Worker::give_back).
+    pub fn wake(&self, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String> {
+        Job::new(&self.crew, Wish::Wake, None).run_on(&self.crew, tell)
+    }
+
     /// Ends its threads, after the batch of pages that each is at. Idempotent.
     pub fn stop(&self) {
         self.crew.stop();

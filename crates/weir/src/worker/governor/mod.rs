@@ -14,7 +14,6 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use weir_export::log::{Level, Log};
-use weir_store::vram::Headroom;
 
 /// One card of one store.
 #[derive(Debug)]
@@ -82,7 +81,7 @@ fn govern(crew: &Arc<Crew>, mut cards: Vec<Governed>, arrivals: &Arrivals, log: 
 
 impl Governed {
     fn look(&mut self, crew: &Arc<Crew>, newcomer: bool, told: bool, began: Instant, log: &Log) {
-        let Some(room) = self.room(crew) else {
+        let Some(room) = crew.room(self.card) else {
             self.look_at = began.elapsed() + Duration::from_secs(1);
             return;
         };
@@ -109,13 +108,8 @@ impl Governed {
             (log)(Level::Warning, format_args!("memory is short on the card, and {why}"));
         }
         self.said &= moved == 0;
-        let free = self.room(crew).map(|room| room.free);
+        let free = crew.room(self.card).map(|room| room.free);
         self.policy.done(began.elapsed(), step, moved, free);
         self.look_at = began.elapsed() + again;
-    }
-
-    fn room(&self, crew: &Crew) -> Option<Headroom> {
-        let store = crew.volume().stores().nth(self.card.store)?;
-        store.headroom().get(self.card.card).copied()
     }
 }

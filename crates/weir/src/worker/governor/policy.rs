@@ -56,8 +56,8 @@ pub enum Step {
 /// One card's policy.
 #[derive(Debug, Default)]
 pub struct Policy {
-    /// Free memory after the last look, and what was done then.
-    free: Option<u64>,
+    /// Free memory and chunks there after the last look, and what was done then.
+    seen: Option<(u64, u32)>,
     /// When somebody last came, allocated, or was given memory.
     stirred: Option<Duration>,
     taken: Option<Duration>,
@@ -68,8 +68,10 @@ impl Policy {
     /// What to do, and after how long to look again at the latest.
     pub fn step(&mut self, look: &Look) -> (Step, Duration) {
         let Headroom { free, floor, chunk, display, .. } = look.room;
-        let fell = self.free.map_or(0, |before| before.saturating_sub(free));
-        self.free = Some(free);
+        // What somebody had Weir take (weir take, the end of a sleep) is no one's fall.
+        let own = |held| u64::from(look.held.saturating_sub(held)) * chunk;
+        let fell = self.seen.map_or(0, |(before, held)| before.saturating_sub(free + own(held)));
+        self.seen = Some((free, look.held));
         // A fall by less than a chunk is what drivers do all day.
         if look.newcomer || fell >= chunk / 2 || free < floor {
             self.stirred = Some(look.at);
@@ -106,7 +108,14 @@ impl Policy {
             self.refused = Some(at);
         }
         // Its own doing is no one's fall.
-        self.free = free.or(self.free);
+        if let Some((before, held)) = &mut self.seen {
+            *before = free.unwrap_or(*before);
+            match step {
+                Step::Nothing => {}
+                Step::GiveBack(_) => *held = held.saturating_sub(chunks),
+                Step::Take(_) => *held += chunks,
+            }
+        }
     }
 }
 
@@ -331,5 +340,28 @@ mod tests {
         assert_eq!(policy.step(&look(0, 5 << 30, true)).0, Step::Nothing);
         assert_eq!(policy.step(&look(20, 5 << 30, false)).0, Step::Nothing);
         assert_eq!(policy.step(&look(31, 5 << 30, false)).0, Step::Take(4));
+    }
+    #[test]
+    fn what_weir_itself_was_told_to_take_is_nobodys_allocation() {
+        let room = |free: u64| Headroom {
+            free,
+            total: 24 << 30,
+            display: false,
+            floor: 512 * MIB,
+            spare: 1024 * MIB,
+            chunk: 128 * MIB,
+        };
+        let look = |at: u64, free, held| Look {
+            at: Duration::from_secs(at),
+            room: room(free),
+            held,
+            away: 0,
+            newcomer: false,
+            told: true,
+        };
+        let mut policy = Policy::default();
+        assert_eq!(policy.step(&look(0, (1 << 30) + 100 * 128 * MIB, 0)).0, Step::Nothing);
+        assert_eq!(policy.step(&look(1, 1 << 30, 100)), (Step::Nothing, REST), "it was weir take");
+        assert_eq!(policy.step(&look(2, 512 * MIB, 100)).0, Step::GiveBack(5), "now it was not");
     }
 }
