@@ -116,6 +116,6 @@ impl Governed {
 
     fn room(&self, crew: &Crew) -> Option<Headroom> {
         let store = crew.volume().stores().nth(self.card.store)?;
-        store.headroom().get(self.card.card).copied()
+        store.headroom().get(self.card.card).copied().flatten()
     }
 }
