@@ -76,9 +76,9 @@ pub trait Store: Send + Sync + fmt::Debug {
         Err(Fault::Unsupported)
     }
 
-    /// How much of each card is left to its owner, where the store lies on cards that say so; else empty. Costs some ten
-    /// microseconds a card: for a governor that looks a few times a second.
-    fn headroom(&self) -> Vec<vram::Headroom> {
+    /// How much of each card is left to its owner, `None` for a card that does not say; empty where the store lies on none. Costs
+    /// some ten microseconds a card: for a governor that looks a few times a second.
+    fn headroom(&self) -> Vec<Option<vram::Headroom>> {
         Vec::new()
     }
 

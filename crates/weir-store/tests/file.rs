@@ -4,9 +4,10 @@
 mod scratch;
 
 use rustix::fs::FallocateFlags;
+use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
 use scratch::{Directory, Loop};
 use std::fs::{File, OpenOptions};
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -276,6 +277,26 @@ fn a_device_that_carries_a_file_system_or_is_in_use_is_refused() {
         other => Err(other),
     });
     opened(&FileUrl::new(&device.0)); // a Weir device needs no telling
+}
+
+#[test]
+fn who_may_not_write_is_told_what_he_lacks_and_root_is_not_told_to_be_root() {
+    let directory = Directory::new();
+    let own = directory.file("own");
+    std::fs::create_dir(&own).unwrap();
+    std::fs::set_permissions(&own, std::fs::Permissions::from_mode(0o555)).unwrap();
+    let url = url(&own.join("store"), 4);
+    // Root as in a unit: the capabilities of a thread are its own.
+    let without = std::thread::spawn(move || {
+        let none = CapabilitySet::empty();
+        let none = CapabilitySets { effective: none, permitted: none, inheritable: none };
+        set_capabilities(None, none).expect("less is always granted");
+        refusal(&url)
+    });
+    let error = without.join().expect("no panic");
+    let is_root = rustix::process::geteuid().is_root();
+    assert_eq!(error.contains("CAP_DAC_OVERRIDE"), is_root, "{error}");
+    assert_eq!(error.contains("run as root"), !is_root, "{error}");
 }
 
 /// Opens it soon: a child that another test starts at this moment has our descriptors too until it runs its own program, and so

@@ -25,6 +25,11 @@ use weir_volume::Volume;
 /// How long requests that are under way may take when the daemon stops.
 const GRACE: Duration = Duration::from_secs(2);
 
+/// How long it waits for whoever has a device open: udev looks at one that was written to, for a second or so.
+const LET_GO: Duration = Duration::from_secs(10);
+/// How often it tries.
+const TRY: Duration = Duration::from_millis(250);
+
 /// Pages that one connection moves at a time at slow stores: a request of 1 MiB.
 const DEPTH: usize = 256;
 
@@ -155,6 +160,16 @@ impl Daemon {
         way_in.or_else(|| self.shared.attachments.in_use())
     }
 
+    /// Takes its devices away. What keeps one there for longer than a look takes, and what to do about it; then it serves on. To be
+    /// called before [`stop`](Daemon::stop).
+    pub fn let_go(&self) -> Option<String> {
+        let begun = Instant::now();
+        let_go(&self.shared.ways_in, || {
+            std::thread::sleep(TRY);
+            begun.elapsed() < LET_GO
+        })
+    }
+
     /// Answers what has been received, then hangs up; the sockets are gone when this returns.
     pub fn stop(self) {
         let ways_in = std::mem::take(&mut *self.shared.ways_in());
@@ -180,6 +195,20 @@ impl Daemon {
     pub fn service(&self) -> Arc<dyn Service> {
         Arc::clone(&self.shared) as _
     }
+}
+
+/// Has every way in let go. `again` is asked whether to go on trying, and waits a little: status is answered meanwhile.
+fn let_go(ways_in: &Mutex<Vec<Box<dyn WayIn>>>, mut again: impl FnMut() -> bool) -> Option<String> {
+    loop {
+        let user = lock(ways_in).iter_mut().find_map(|way_in| way_in.let_go());
+        if user.is_none() || !again() {
+            return user;
+        }
+    }
+}
+
+fn lock(ways_in: &Mutex<Vec<Box<dyn WayIn>>>) -> MutexGuard<'_, Vec<Box<dyn WayIn>>> {
+    ways_in.lock().expect("nobody panics while holding it")
 }
 
 /// Whether the kernel may swap onto every store.
@@ -236,7 +265,7 @@ fn reborrow<'a>(keeper: &'a mut Option<(&Link, Held)>) -> Option<(&'a Link, &'a 
 
 impl Shared {
     fn ways_in(&self) -> MutexGuard<'_, Vec<Box<dyn WayIn>>> {
-        self.ways_in.lock().expect("nobody panics while holding it")
+        lock(&self.ways_in)
     }
 
     fn status(&self) -> Status {
@@ -264,6 +293,44 @@ impl Shared {
                 oom_exempt: self.protections.oom_exempt,
                 io_allocations: seal::violations(),
             },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::control::Export;
+
+    /// A device that somebody has open for so many more tries.
+    #[derive(Debug)]
+    struct Open(u32);
+
+    impl WayIn for Open {
+        fn exports(&self) -> Vec<Export> {
+            Vec::new()
+        }
+
+        fn let_go(&mut self) -> Option<String> {
+            self.0 = self.0.checked_sub(1)?;
+            Some("in use".to_owned())
+        }
+
+        fn stop(self: Box<Self>, _grace: Duration) {}
+    }
+
+    #[test]
+    fn a_device_that_udev_looks_at_goes_and_one_that_stays_open_is_served_on() {
+        for (open, most, user) in [(0, 0, None), (3, 9, None), (3, 2, Some("in use".to_owned()))] {
+            let ways_in: Mutex<Vec<Box<dyn WayIn>>> =
+                Mutex::new(vec![Box::new(Open(0)), Box::new(Open(open))]);
+            let mut tries = 0;
+            let told = let_go(&ways_in, || {
+                assert!(ways_in.try_lock().is_ok(), "status is answered meanwhile");
+                tries += 1;
+                tries <= most
+            });
+            assert_eq!(told, user, "{open} more tries, of {most}");
         }
     }
 }

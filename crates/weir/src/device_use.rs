@@ -4,6 +4,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use std::fs;
 use std::io;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
 /// What uses a device such as `/dev/nbd0`, with what ends it: `as swap: run swapoff /dev/nbd0`. `None` where nothing does, or
@@ -57,6 +58,32 @@ pub fn user_or_owner(device: &str) -> io::Result<Option<String>> {
     }
 }
 
+/// What a daemon says of a device that the driver does not take away because somebody has it open, be it to read.
+pub fn why_open(device: &str) -> String {
+    let user = user(device).ok().flatten().or_else(|| opener_at(Path::new("/"), device));
+    let user = user.unwrap_or_else(|| {
+        format!("by a program that has it open: run fuser -v {device} as root, and end what it names")
+    });
+    format!("{device} is in use {user}")
+}
+
+/// The first process that has a device open, of those below `root` into which this one may look, with what ends that.
+pub fn opener_at(root: &Path, device: &str) -> Option<String> {
+    let identity = |found: fs::Metadata| (found.file_type(), found.rdev());
+    let wanted = fs::metadata(device).map(identity).ok()?;
+    let is_it = |file: fs::DirEntry| {
+        // The name first: a look at a file on a server that is away would wait for it.
+        let is_device = fs::read_link(file.path()).is_ok_and(|name| name.starts_with("/dev"));
+        is_device && fs::metadata(file.path()).is_ok_and(|found| identity(found) == wanted)
+    };
+    fs::read_dir(root.join("proc")).ok()?.flatten().find_map(|process| {
+        let pid: u32 = process.file_name().to_str()?.parse().ok()?;
+        let name = || fs::read_to_string(process.path().join("comm")).unwrap_or_default();
+        let has_it = fs::read_dir(process.path().join("fd")).ok()?.flatten().any(is_it);
+        has_it.then(|| format!("by {}, process {pid}, which has it open: end that", name().trim_end()))
+    })
+}
+
 /// Whether a table such as /proc/swaps names the device, or a partition of it, in the first column of a line.
 fn is_listed(table: &str, device: &str) -> bool {
     table.lines().filter_map(|line| line.split_whitespace().next()).any(|name| {
@@ -88,6 +115,22 @@ mod tests {
     #[test]
     fn a_device_that_is_not_there_has_no_user() {
         assert_eq!(user_or_owner("/dev/weir-has-none").expect("told"), None);
+    }
+
+    #[test]
+    fn who_has_a_device_open_is_named() {
+        let root = std::env::temp_dir().join(format!("weir-device-opener-{}", std::process::id()));
+        for (pid, name, device) in [("7", "shell", "/dev/zero"), ("12", "hexdump", "/dev/null")] {
+            let process = root.join("proc").join(pid);
+            fs::create_dir_all(process.join("fd")).expect("directory");
+            fs::write(process.join("comm"), format!("{name}\n")).expect("written");
+            std::os::unix::fs::symlink(device, process.join("fd/3")).expect("link");
+        }
+        let told = ["/dev/null", "/dev/full"].map(|device| opener_at(&root, device));
+        fs::remove_dir_all(&root).expect("removed");
+        assert_eq!(told, [Some("by hexdump, process 12, which has it open: end that".to_owned()), None]);
+        let line = why_open("/dev/weir-has-none");
+        assert!(line.starts_with("/dev/weir-has-none is in use by a program"), "{line}");
     }
 
     #[test]

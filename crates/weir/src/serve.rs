@@ -96,11 +96,13 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
             log(Level::Warning, format_args!("no keeper holds the pages, so this daemon cannot be replaced"));
             continue;
         }
-        let Some(user) = daemon.in_use().filter(|_| signal.is_some()) else { break signal };
-        log(Level::Warning, format_args!("not stopping: {user}, then stop weir again"));
         if let Some(link) = &link {
+            // Until its devices have gone: if it died meanwhile, another would be needed.
             let _ = link.staying();
         }
+        let user = daemon.in_use().or_else(|| daemon.let_go());
+        let Some(user) = user.filter(|_| signal.is_some()) else { break signal };
+        log(Level::Warning, format_args!("not stopping: {user}, then stop weir again"));
     };
     if let Some(link) = &link {
         // Where the keeper is gone already, nobody starts another daemon anyway.

@@ -192,17 +192,26 @@ impl Device {
         call(driver, "END_USER_RECOVERY", uapi::END_USER_RECOVERY, Some(self), process, &mut [])
     }
 
-    /// Takes the block device away, its threads' fetches come back. Where the driver can tell, one that is open stays.
+    /// Takes the block device away, its threads' fetches come back. Where the driver can tell, one that somebody has open stays:
+    /// false. One that is gone already is no error.
     ///
     /// # Errors
-    /// `EBUSY` when somebody has it open.
-    pub fn stop(self, driver: &mut impl Driver, features: u64) -> Result<(), ControlError> {
+    /// What else the driver refuses.
+    pub fn stop(self, driver: &mut impl Driver, features: u64) -> Result<bool, ControlError> {
         let (name, command) = if features & FEATURE_SAFE_STOP == 0 {
             ("STOP_DEV", uapi::STOP_DEV)
         } else {
             ("TRY_STOP_DEV", uapi::TRY_STOP_DEV)
         };
-        call(driver, name, command, Some(self), 0, &mut [])
+        match call(driver, name, command, Some(self), 0, &mut []) {
+            Err(ControlError::Refused { ref source, .. }) if source.raw_os_error() == Some(libc::EBUSY) => {
+                Ok(false)
+            }
+            Err(ControlError::Refused { ref source, .. }) if source.raw_os_error() == Some(libc::ENODEV) => {
+                Ok(true)
+            }
+            stopped => stopped.map(|()| true),
+        }
     }
 
     /// Gives up a device that nobody has seen, or that has been stopped, so that its threads' fetches come back.
@@ -423,9 +432,12 @@ mod tests {
         let mut driver = Fake { open: true, ..fake() };
         let (device, _) = Device::add(&mut driver, RECOVERY, &SHAPE, drop).unwrap();
         device.start(&mut driver).unwrap();
-        let error = device.stop(&mut driver, FEATURE_SAFE_STOP).unwrap_err();
-        assert!(error.to_string().contains("somebody uses it"), "{error}");
+        assert!(!device.stop(&mut driver, FEATURE_SAFE_STOP).unwrap());
         assert_eq!(device.info(&mut driver).unwrap().state, STATE_LIVE);
+        driver.open = false;
+        assert!(device.stop(&mut driver, FEATURE_SAFE_STOP).unwrap(), "once it is closed");
+        device.forget(&mut driver).unwrap();
+        assert!(device.stop(&mut driver, FEATURE_SAFE_STOP).unwrap(), "gone already");
     }
 
     #[test]

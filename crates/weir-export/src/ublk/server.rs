@@ -110,7 +110,8 @@ pub enum UblkError {
     Flusher(#[source] Unprotected),
 }
 
-/// A device being served. Dropping it leaves the device to the driver as the process's death does; [`Server::stop`] removes it.
+/// A device being served. Dropping it leaves the device to the driver as the process's death does; [`Server::stop`] and
+/// [`Server::remove`] take it away.
 pub struct Server {
     device: Device,
     control: Control,
@@ -314,14 +315,21 @@ impl Server {
         stats
     }
 
-    /// Removes the device. The caller has seen that nobody uses it: the kernel would take it from whoever does, unless it
-    /// can tell (Linux 7.0), and then refuses.
+    /// Takes the block device away. The caller has seen that nobody uses it: the kernel would take it from whoever does, unless it
+    /// can tell (Linux 7.0), and then refuses. False where somebody has it open, be it to read: it is served on.
     ///
     /// # Errors
-    /// What the driver refuses; the device is served on by the threads, which are left to themselves.
-    pub fn stop(mut self) -> Result<(), UblkError> {
+    /// What else the driver refuses; the device is served on.
+    pub fn stop(&mut self) -> Result<bool, UblkError> {
         let features = self.control.features();
-        self.device.stop(&mut self.control, features)?;
+        Ok(self.device.stop(&mut self.control, features)?)
+    }
+
+    /// Removes what is left of a device that has been stopped.
+    ///
+    /// # Errors
+    /// What the driver refuses.
+    pub fn remove(mut self) -> Result<(), UblkError> {
         self.join();
         self.device.forget(&mut self.control)?;
         Ok(())

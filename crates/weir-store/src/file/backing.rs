@@ -60,7 +60,11 @@ impl Backing {
                     "is in use (mounted, swap, part of an array, or another Weir's); detach it first"
                 }
                 Errno::NOENT => "is in a directory that does not exist; create that first",
-                Errno::ROFS | Errno::ACCESS => "cannot be written; run as root, or choose another place",
+                Errno::ROFS => "is on a read-only file system; choose another place",
+                Errno::ACCESS if rustix::process::geteuid().is_root() => {
+                    "cannot be written, as this root lacks CAP_DAC_OVERRIDE (a unit's or a container's bounds); choose another place"
+                }
+                Errno::ACCESS => "cannot be written; run as root, or choose another place",
                 _ => "cannot be opened",
             };
             OpenError::io(name, format!("{shown} {what}"), errno)

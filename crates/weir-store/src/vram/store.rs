@@ -205,10 +205,10 @@ impl Store for VramStore {
         self.gpus.iter().for_each(|gpu| gpu.forget());
     }
 
-    fn headroom(&self) -> Vec<Headroom> {
+    fn headroom(&self) -> Vec<Option<Headroom>> {
         // Whoever asks first asks whether there is anything to ask.
         self.gpus.iter().filter_map(|gpu| gpu.late.as_ref()).for_each(|late| late.wait_for_owner());
-        self.gpus.iter().filter_map(|gpu| gpu.headroom()).collect()
+        self.gpus.iter().map(|gpu| gpu.headroom()).collect()
     }
 
     fn card(&self, chunk: u32) -> usize {

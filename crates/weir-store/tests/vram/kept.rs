@@ -284,7 +284,7 @@ fn whoever_asks_for_the_head_room_is_told_when_the_library_is_open() {
     let url = url("");
     let shelf = left_behind(&url, &drivers);
     let store = shelf.reopen(&url, &drivers).expect("the store again");
-    assert_eq!(store.headroom().len(), 1);
+    assert!(store.headroom()[0].is_some());
 }
 
 #[test]

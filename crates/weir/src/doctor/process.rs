@@ -18,7 +18,7 @@ const FILES_WANTED: u64 = 4096;
 pub fn check(machine: &Machine) -> Vec<Finding> {
     let capabilities = Capabilities::of(machine);
     vec![
-        flusher(try_flusher()),
+        flusher(try_flusher(), is_root(machine)),
         memory_lock(capabilities, getrlimit(Resource::Memlock).current),
         attach(capabilities),
         open_files(getrlimit(Resource::Nofile).maximum),
@@ -58,19 +58,31 @@ fn try_flusher() -> Result<bool, Unprotected> {
         .expect("two system calls do not panic")
 }
 
-fn flusher(tried: Result<bool, Unprotected>) -> Finding {
+/// Whether this process acts as root, or as the root of a container.
+fn is_root(machine: &Machine) -> bool {
+    let ids = machine.value("/proc/self/status", "Uid");
+    ids.is_some_and(|ids| ids.split_whitespace().nth(1) == Some("0"))
+}
+
+/// The daemon refuses swap without it, so doctor does; but what a user may not has nothing to say about root.
+fn flusher(tried: Result<bool, Unprotected>, is_root: bool) -> Finding {
     match tried {
         Ok(true) => Finding::ok("io-flusher", "PR_SET_IO_FLUSHER was tried and holds"),
-        Ok(false) => Finding::warn(
+        Ok(false) => Finding::fail(
             "io-flusher",
             "PR_SET_IO_FLUSHER was tried, and nothing came of it",
             "use a kernel of the distribution's; until then --unsafe-no-flusher accepts the risk",
         ),
-        Err(error) => Finding::warn(
+        Err(error) if is_root => Finding::fail(
             "io-flusher",
             format!("{error}: under memory pressure the daemon could wait for its own device"),
-            "run as root with CAP_SYS_RESOURCE (systemd: AmbientCapabilities), or accept the risk by \
-             --unsafe-no-flusher",
+            "let root have CAP_SYS_RESOURCE (a container: --cap-add SYS_RESOURCE; systemd: CapabilityBoundingSet), or \
+             accept the risk by --unsafe-no-flusher",
+        ),
+        Err(error) => Finding::warn(
+            "io-flusher",
+            error.to_string(),
+            "run weir doctor as root to see whether swap can have it",
         ),
     }
 }
@@ -112,6 +124,7 @@ mod tests {
     use super::super::Level;
     use super::super::machine::Fixture;
     use super::*;
+    use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
 
     #[test]
     fn capabilities_are_read_bit_by_bit() {
@@ -127,11 +140,33 @@ mod tests {
     fn the_flusher_flag_is_tried_and_does_not_stay() {
         let tried = try_flusher();
         let allowed = tried.is_ok();
-        assert_eq!(flusher(tried).level, if allowed { Level::Ok } else { Level::Warn });
-        assert_eq!(flusher(Ok(false)).level, Level::Warn);
+        assert_eq!(flusher(tried, true).level, if allowed { Level::Ok } else { Level::Fail });
+        assert_eq!(flusher(Ok(false), false).level, Level::Fail, "no user's business");
         if allowed {
             assert!(!swap_safety::has_io_flusher().unwrap(), "this thread is as it was");
         }
+    }
+
+    #[test]
+    fn doctor_refuses_where_root_cannot_have_the_flusher_and_sends_others_to_root() {
+        let checks = |name, ids| {
+            let fixture = Fixture::new(name).with("/proc/self/status", ids);
+            // The capabilities of a thread are its own, and what it starts has no more.
+            let without = thread::spawn(move || {
+                let none = CapabilitySet::empty();
+                let none = CapabilitySets { effective: none, permitted: none, inheritable: none };
+                set_capabilities(None, none).expect("less is always granted");
+                check(&fixture.machine())
+            });
+            let checks = without.join().expect("no panic");
+            checks.into_iter().find(|finding| finding.id == "io-flusher").expect("it is looked at")
+        };
+        let root = checks("flusher-root", "Uid:\t0\t0\t0\t0\n");
+        assert_eq!(root.level, Level::Fail, "{root}");
+        assert!(root.to_string().contains("--unsafe-no-flusher"), "{root}");
+        let user = checks("flusher-user", "Uid:\t1000\t1000\t1000\t1000\n");
+        assert_eq!(user.level, Level::Warn, "{user}");
+        assert!(user.to_string().contains("as root"), "{user}");
     }
 
     #[test]

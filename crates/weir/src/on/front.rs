@@ -2,7 +2,7 @@
 
 use super::options::FrontChoice;
 use super::service::{self, control_socket, fuse_file, nbd_socket};
-use super::state::{Front, Journal, Step};
+use super::state::{Front, Journal, State, Step};
 use crate::address::Address;
 use crate::attach;
 use crate::cli::{AttachOptions, DetachOptions};
@@ -236,6 +236,27 @@ pub fn detach(front: Front, path: &Path, file: Option<&Path>, by: Option<u32>) -
     }
 }
 
+/// The devices that go with their daemons.
+pub fn ublk_devices(state: &State) -> Vec<PathBuf> {
+    let ublk = |step: &Step| match step {
+        Step::Device { path, front: Front::Ublk, .. } => Some(path.clone()),
+        _ => None,
+    };
+    state.steps.iter().filter_map(ublk).collect()
+}
+
+/// Whether a device has gone, whose daemon has ended. One does not where the keeper was killed too.
+pub fn check_gone(device: &Path) -> Result<(), Failure> {
+    let is_there = device.file_name().is_some_and(|name| Path::new("/sys/block").join(name).exists());
+    if !is_there {
+        return Ok(());
+    }
+    Err(Failure::Failed(format!(
+        "{} is still there and has no daemon, so whoever touches it waits for ever: restart the machine",
+        device.display()
+    )))
+}
+
 fn nbd_options(directory: &Path, device: &Path, connections: u16) -> AttachOptions {
     AttachOptions {
         address: Address::Unix(nbd_socket(directory)),
@@ -324,6 +345,19 @@ mod tests {
         let risk = |release| chosen.front.risk(release).expect("there is one");
         assert!(risk("6.1.0-9-amd64").contains("6.9") && !risk("6.18.1").contains("6.9"));
         assert!(Front::Nbd.risk("6.1.0").is_none() && Front::Nbd.outlives_its_daemon("6.1.0"));
+    }
+
+    #[test]
+    fn a_device_that_its_daemon_left_behind_is_told_of() {
+        check_gone(Path::new("/dev/weir-has-none")).expect("it has gone");
+        let Some(device) = fs::read_dir("/sys/block").ok().and_then(|mut all| all.next()?.ok()) else {
+            println!("skipped: a_device_that_its_daemon_left_behind_is_told_of: no block device");
+            return;
+        };
+        let Err(Failure::Failed(error)) = check_gone(&Path::new("/dev").join(device.file_name())) else {
+            panic!("it is there")
+        };
+        assert!(error.contains("has no daemon"), "{error}");
     }
 
     #[test]

@@ -73,9 +73,11 @@ pub fn finish(mut journal: Journal) -> Result<Finished, Failure> {
         // a crash in the middle, is undone twice.
         let _ = journal.enter(Phase::TurningOff);
     }
+    let left = front::ublk_devices(journal.state());
     while !journal.state().steps.is_empty() {
         undo_last(&mut journal)?;
     }
+    left.iter().try_for_each(|device| front::check_gone(device))?;
     Ok(Finished(journal))
 }
 

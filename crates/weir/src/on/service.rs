@@ -3,13 +3,14 @@
 use super::settings::systemctl;
 use super::state::{Journal, Process, Step};
 use crate::control::{self, Status};
+use crate::device_use;
 use crate::failure::Failure;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal};
 use std::fs;
 use std::io;
-use std::os::fd::AsFd as _;
+use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt as _;
@@ -27,6 +28,8 @@ pub const UNIT: &str = "weir.service";
 const START: Duration = Duration::from_secs(300);
 /// How long it may take to end.
 const END: Duration = Duration::from_secs(30);
+/// How long it waits at most for who has its device open, and a little.
+const OPEN: Duration = Duration::from_secs(12);
 
 /// Before the command that runs in a scope of the system's. In that of a user's session the daemon would be killed some time after
 /// the user has gone, and stand still with all users' processes before a sleep, while others wait for their pages.
@@ -200,11 +203,11 @@ fn last_of(text: &str) -> Option<String> {
 pub fn stop(directory: &Path, unit: Option<&str>, process: Option<Process>) -> Result<(), Failure> {
     // The unit refuses to be stopped by hand, and would while the device is in use: it ends with its process.
     if let Some(process) = process.or_else(|| unit.and_then(main_process)) {
-        end(process)?;
+        end(process, directory)?;
     }
     // One whose number was not written down, or whose keeper was killed.
     if let Some(process) = keeper_of(directory) {
-        end(process)?;
+        end(process, directory)?;
     }
     fuse::Left::by_others(&fuse_file(directory)).clear();
     if let Some(unit) = unit {
@@ -261,7 +264,7 @@ fn keeper_of(directory: &Path) -> Option<Process> {
     identify(*keeper).ok()
 }
 
-fn end(process: Process) -> Result<(), Failure> {
+fn end(process: Process, directory: &Path) -> Result<(), Failure> {
     let Ok(now) = identify(process.pid) else { return Ok(()) };
     if now != process {
         return Ok(());
@@ -279,24 +282,44 @@ fn end(process: Process) -> Result<(), Failure> {
         Ok(()) | Err(Errno::SRCH) => {}
         Err(errno) => return Err(failed(errno.into())),
     }
-    let mut ended = [PollFd::from_borrowed_fd(pidfd.as_fd(), PollFlags::IN)];
+    let has_ended = |within| ended(pidfd.as_fd(), within).map_err(|errno| failed(errno.into()));
+    if has_ended(OPEN)? {
+        return Ok(());
+    }
+    if let Some(user) = open_device(directory) {
+        return Err(Failure::Failed(format!(
+            "{user}, then try again; nothing is swapped there any more, and the daemon, process {}, serves it until then",
+            process.pid
+        )));
+    }
+    if has_ended(END)? {
+        return Ok(());
+    }
+    Err(Failure::Failed(format!(
+        "the daemon, process {}, has not ended {} s after SIGTERM; nothing uses its device any more, so it can be killed",
+        process.pid,
+        (OPEN + END).as_secs()
+    )))
+}
+
+/// Whether a process ends in time.
+fn ended(pidfd: BorrowedFd<'_>, within: Duration) -> Result<bool, Errno> {
     let begun = Instant::now();
-    let ready = loop {
-        let timeout = Timespec::try_from(END.saturating_sub(begun.elapsed())).expect("seconds");
-        match poll(&mut ended, Some(&timeout)) {
+    loop {
+        let timeout = Timespec::try_from(within.saturating_sub(begun.elapsed())).expect("seconds");
+        match poll(&mut [PollFd::from_borrowed_fd(pidfd, PollFlags::IN)], Some(&timeout)) {
             // Ctrl-C comes too late: nothing is swapped there any more, and half of it off is of no use.
             Err(Errno::INTR) => {}
-            result => break result.map_err(|errno| failed(errno.into()))?,
+            ready => return ready.map(|ready| ready > 0),
         }
-    };
-    match ready {
-        0 => Err(Failure::Failed(format!(
-            "the daemon, process {}, has not ended {} s after SIGTERM; nothing uses its device any more, so it can be killed",
-            process.pid,
-            END.as_secs()
-        ))),
-        _ => Ok(()),
     }
+}
+
+/// What keeps the daemon in `directory` from ending: somebody has its ublk device open. Where it is on its way down it answers no more.
+fn open_device(directory: &Path) -> Option<String> {
+    let status = control::status(&control_socket(directory)).ok()?;
+    let export = status.exports.into_iter().find(|export| export.kind == "ublk")?;
+    Some(device_use::why_open(&export.address))
 }
 
 /// A running process, by its number. A zombie has ended.
@@ -341,7 +364,8 @@ mod tests {
     #[test]
     fn a_process_that_is_gone_or_another_one_is_not_signalled() {
         let own = identify(std::process::id()).expect("this process");
-        end(Process { started: own.started + 1, ..own }).expect("passed over, or this test would be dead");
-        end(Process { pid: u32::MAX - 7, started: 1 }).expect("passed over");
+        let pass_over = |process| end(process, Path::new("/nowhere"));
+        pass_over(Process { started: own.started + 1, ..own }).expect("or this test would be dead");
+        pass_over(Process { pid: u32::MAX - 7, started: 1 }).expect("nobody's");
     }
 }

@@ -32,6 +32,12 @@ pub trait WayIn: fmt::Debug + Send {
         None
     }
 
+    /// Takes away, before [`stop`](WayIn::stop), what would be left without a server, and whoever touched it would wait for ever. What
+    /// keeps it there, and what to do about it; then it is served on. `None` once it has gone.
+    fn let_go(&mut self) -> Option<String> {
+        None
+    }
+
     /// Answers what has been received, for at most `grace`, then lets its clients go. Nothing of it is left in the file system.
     fn stop(self: Box<Self>, grace: Duration);
 }

@@ -145,9 +145,17 @@ impl WayIn for Ublk {
         device_use::why_not_stop(&device, device_use::user_or_owner(&device))
     }
 
+    fn let_go(&mut self) -> Option<String> {
+        match self.server.stop() {
+            Ok(true) => None,
+            Ok(false) => Some(device_use::why_open(&self.server.device().to_string())),
+            Err(error) => Some(chain(&error)),
+        }
+    }
+
     fn stop(self: Box<Self>, _grace: Duration) {
         let device = self.server.device();
-        if let Err(error) = self.server.stop() {
+        if let Err(error) = self.server.remove() {
             (self.log)(Level::Warning, format_args!("{device} is not removed: {}", chain(&error)));
         }
     }

@@ -234,13 +234,16 @@ impl Crew {
 
     /// How much of a card is left to its owner, where it says so.
     pub fn room(&self, card: Card) -> Option<Headroom> {
-        self.volume.stores().nth(card.store)?.headroom().get(card.card).copied()
+        self.volume.stores().nth(card.store)?.headroom().get(card.card).copied().flatten()
     }
 
     /// The cards that say how much of them is left, of stores that lend.
     pub fn cards(&self) -> impl Iterator<Item = Card> {
         let stores = self.volume.stores().enumerate().filter(|&(at, _)| self.lends[at]);
-        stores.flat_map(|(store, it)| (0..it.headroom().len()).map(move |card| Card { store, card }))
+        stores.flat_map(|(store, it)| {
+            let rooms = it.headroom().into_iter().enumerate();
+            rooms.filter_map(move |(card, room)| room.map(|_| Card { store, card }))
+        })
     }
 
     /// Chunks of a card that are held, and that were given back without anybody's asking and may be taken.
@@ -485,6 +488,7 @@ fn bytes(slots: u32) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use weir_store::vram::Headroom;
     use weir_store::{Fault, Host, OpenError, Sim, SimUrl, Store};
     use weir_volume::Config;
 
@@ -526,9 +530,9 @@ mod tests {
             self.sim.take(chunk)
         }
 
-        fn headroom(&self) -> Vec<Headroom> {
+        fn headroom(&self) -> Vec<Option<Headroom>> {
             let (free, floor, spare) = (self.free.load(Ordering::Relaxed), MIB, 2 * MIB);
-            vec![Headroom { free, total: 64 * MIB, display: false, floor, spare, chunk: CHUNK }]
+            vec![Some(Headroom { free, total: 64 * MIB, display: false, floor, spare, chunk: CHUNK })]
         }
     }
 
@@ -584,6 +588,52 @@ mod tests {
         ask(&crew, Wish::GiveBack, None);
         assert_eq!(ask(&crew, Wish::Wake, None).bytes, 0);
         assert_eq!(crew.chunk_counts(CARD), (0, 0));
+        crew.stop();
+    }
+
+    const CHUNK_SLOTS: u32 = 1024;
+
+    /// A store on two cards, of which only the second says how much of it is left: AMD's and NVIDIA's.
+    #[derive(Debug)]
+    struct Mixed(Host);
+
+    impl Store for Mixed {
+        fn name(&self) -> &str {
+            "mixed"
+        }
+
+        fn slots(&self) -> u32 {
+            self.0.slots()
+        }
+
+        fn chunk_slots(&self) -> u32 {
+            CHUNK_SLOTS
+        }
+
+        fn lane(&self, depth: usize) -> Result<Box<dyn weir_store::Lane>, OpenError> {
+            self.0.lane(depth)
+        }
+
+        fn headroom(&self) -> Vec<Option<Headroom>> {
+            let second = Headroom { free: 0, total: 1, display: false, floor: 1, spare: 1, chunk: 1 };
+            vec![None, Some(second)]
+        }
+
+        fn card(&self, chunk: u32) -> usize {
+            usize::from(chunk == 3)
+        }
+    }
+
+    #[test]
+    fn a_card_that_says_nothing_does_not_give_back_for_one_that_does() {
+        let config = Config { pages: 64, lanes: super::super::lanes(), depth: 4 };
+        let store = Mixed(Host::new(4 * CHUNK_SLOTS).expect("memory"));
+        let volume = Volume::create(config, vec![Arc::new(store)]).expect("a volume");
+        let crew = Crew::start(&volume, &[true]).expect("threads");
+        let cards: Vec<Card> = crew.cards().collect();
+        assert_eq!(cards, [Card { store: 0, card: 1 }]);
+        let held = crew.chunks(ChunkState::Held, Some(cards[0]));
+        assert_eq!(held.iter().map(|chunk| chunk.chunk).collect::<Vec<_>>(), [3]);
         crew.stop();
     }
 }
