@@ -174,7 +174,7 @@ fn size(
         (StoreChoice::Host, size) => asked(size.unwrap_or_default()),
         (StoreChoice::Vram(url), size) => match size.or(url.size) {
             Some(size) => asked(size),
-            None => vram_size(url, machine, &cards())?,
+            None => vram_size(url, options.parts.into(), machine, &cards())?,
         },
     };
     let unit = unit(&options.store);
@@ -288,6 +288,7 @@ fn free_bytes(directory: &Path) -> Option<ByteSize> {
 
 fn vram_size(
     url: &VramUrl,
+    parts: u64,
     machine: &Machine,
     cards: &[sizing::Card],
 ) -> Result<(ByteSize, String), Failure> {
@@ -299,7 +300,7 @@ fn vram_size(
         }
         Target::Software => &[],
     };
-    let Some(size) = sizing::of_cards(chosen) else {
+    let Some(size) = sizing::of_cards(chosen, url, parts) else {
         let next = "for memory of a card whose driver does not tell, say --size; without a card: --store host --size 2GiB";
         let nodes = machine.names("/dev/dri", |name| name.starts_with("renderD"));
         return Err(Failure::Failed(match (chosen, nodes.is_empty()) {
@@ -307,18 +308,23 @@ fn vram_size(
             ([], false) => format!("no driver tells how much memory {url} has; {next}"),
             (cards, _) => {
                 let total: u64 = cards.iter().map(|card| card.total.0).sum();
-                let free: u64 = cards.iter().filter_map(|card| card.free).map(|free| free.0).sum();
+                let free: u64 = cards.iter().map(|card| card.free().0).sum();
                 format!(
-                    "too little GPU memory is free: {} of {}, and others keep 1GiB a card, 3GiB with a display; close what uses it, or say --size",
+                    "too little GPU memory is free: {} of {}; of a card others keep 1GiB, 3GiB with a display, and {} stays free; close what uses it, or say --size",
                     ByteSize(free),
-                    ByteSize(total)
+                    ByteSize(total),
+                    url.floor
                 )
             }
         }));
     };
-    let kept: u64 = chosen.iter().map(|card| card.total.0).sum::<u64>() - size.0;
+    let free: u64 = chosen.iter().map(|card| card.free().0).sum();
+    let taken = size.0 + sizing::beyond(url, parts).0 * chosen.len() as u64;
     let display = if chosen.iter().any(|card| card.display) { ", a display among them" } else { "" };
-    Ok((size, format!("{} is left to others{display}", ByteSize(kept))))
+    let left = ByteSize(free.saturating_sub(taken));
+    let is_known = chosen.iter().all(|card| card.free.is_some());
+    let what = if is_known { "stays free" } else { "is left to others" };
+    Ok((size, format!("about {left} {what}{display}")))
 }
 
 /// What sizes of this store are a multiple of.
@@ -430,6 +436,25 @@ mod tests {
             let said = refusal(size(arguments));
             assert!(said.contains(words), "{arguments:?}: {said}");
         }
+    }
+
+    #[test]
+    fn the_size_is_shown_with_what_is_really_left_free() {
+        let machine = Fixture::new("left").machine();
+        let why = |arguments: &[&str], free: Option<u64>| {
+            let free = free.map(|mib| ByteSize(mib << 20));
+            let card = sizing::Card { total: ByteSize(8 << 30), free, display: true };
+            size(&options(arguments), &machine, || vec![card]).expect("a size")
+        };
+        let (size, said) = why(&[], Some(4608));
+        assert_eq!(size, ByteSize(3968 << 20));
+        assert_eq!(said, "about 512MiB stays free, a display among them");
+        assert!(why(&["--parts", "4"], Some(4608)).1.starts_with("about 512MiB stays free"));
+        assert!(why(&["--store", "vram:?floor=1GiB"], Some(4608)).1.starts_with("about 1GiB stays free"));
+        assert!(why(&[], None).1.starts_with("about 2.9GiB is left to others"));
+        let tight = sizing::Card { total: ByteSize(8 << 30), free: Some(ByteSize(700 << 20)), display: true };
+        let said = refusal(super::size(&options(&[]), &machine, || vec![tight]));
+        assert!(said.contains("700MiB of 8GiB") && said.contains("512MiB stays free"), "{said}");
     }
 
     #[test]
