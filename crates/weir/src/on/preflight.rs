@@ -9,7 +9,7 @@ use super::sizing;
 use super::state::Front;
 use super::swaps::{self, Place, Swap};
 use crate::backing::Backing;
-use crate::doctor::{Capabilities, Machine};
+use crate::doctor::{self, Capabilities, Machine};
 use crate::failure::Failure;
 use std::path::{Path, PathBuf};
 use weir_core::{ByteSize, PAGE_SIZE};
@@ -97,7 +97,7 @@ pub fn check(options: &OnOptions, machine: &Machine) -> Result<Plan, Failure> {
         wishes,
         masks,
         connections: processors.clamp(2, CONNECTIONS_MOST) as u16,
-        notes: [notes, remarks(machine, &others)].concat(),
+        notes: [notes, remarks(options, machine, &others)].concat(),
     })
 }
 
@@ -119,10 +119,11 @@ fn protections(options: &OnOptions, machine: &Machine) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The units to mask, so that no hibernation image is written to memory that loses its power.
+/// The units to mask, so that no hibernation image is written to memory that loses its power, and no page lies there meanwhile.
 ///
 /// The kernel takes the device of `resume=`; without that, systemd takes the swap device of the highest priority that is
-/// large enough, and the kernel by itself the first there is (kernel/power/swap.c). Either may be Weir's.
+/// large enough, and the kernel by itself the first there is (kernel/power/swap.c). Either may be Weir's. Wherever the image goes,
+/// what is in GPU memory is not in it.
 fn hibernation(options: &OnOptions, machine: &Machine, systemd: bool) -> Result<Vec<String>, Failure> {
     let states = machine.text("/sys/power/state").unwrap_or_default();
     let possible = states.split_whitespace().any(|state| state == "disk");
@@ -131,6 +132,14 @@ fn hibernation(options: &OnOptions, machine: &Machine, systemd: bool) -> Result<
     }
     if systemd {
         return Ok(HIBERNATION.map(String::from).to_vec());
+    }
+    if matches!(options.store, StoreChoice::Vram(_)) {
+        return Err(Failure::Failed(
+            "hibernation is possible here (/sys/power/state has disk), and pages in GPU memory do not survive the power going \
+             off, wherever its image goes; boot with nohibernate, or promise not to hibernate before weir off by \
+             --allow-hibernation"
+                .to_owned(),
+        ));
     }
     let resume = machine.text("/sys/power/resume").unwrap_or_default();
     if !resume.is_empty() && resume != "0:0" {
@@ -343,8 +352,14 @@ fn url_size(url: &StoreUrl) -> ByteSize {
     }
 }
 
-fn remarks(machine: &Machine, others: &[Swap]) -> Vec<String> {
+fn remarks(options: &OnOptions, machine: &Machine, others: &[Swap]) -> Vec<String> {
     let mut notes = Vec::new();
+    if matches!(options.store, StoreChoice::Vram(_)) && doctor::suspend_loses_pages(machine) {
+        notes.push(
+            "pages in GPU memory do not survive a suspend here: install the package (weir-sleep.service), or run weir off, or weir give-back all, before"
+                .to_owned(),
+        );
+    }
     if machine.text("/sys/module/zswap/parameters/enabled").as_deref() == Some("Y") {
         notes.push(
             "zswap is on: pages are compressed in RAM first and come to Weir when its pool is full"
@@ -404,13 +419,17 @@ mod tests {
         let can = |name, resume: &str| {
             Fixture::new(name).with("/sys/power/state", "freeze mem disk\n").with("/sys/power/resume", resume)
         };
-        let unset = can("resume-unset", "0:0\n");
-        let said = refusal(hibernation(&options(&[]), &unset.machine(), false));
+        let (unset, disk) = (can("resume-unset", "0:0\n"), can("resume-disk", "8:2\n"));
+        let host = options(&["--store", "host", "--size", "1G"]);
+        let said = refusal(hibernation(&host, &unset.machine(), false));
         assert!(said.contains("nohibernate") && said.contains("--allow-hibernation"), "{said}");
-        let masks = hibernation(&options(&[]), &unset.machine(), true).expect("systemd masks it");
-        assert_eq!(masks.len(), 3);
-        let disk = can("resume-disk", "8:2\n");
-        assert_eq!(hibernation(&options(&[]), &disk.machine(), false).ok(), Some(vec![]));
+        assert_eq!(hibernation(&host, &disk.machine(), false).ok(), Some(vec![]), "the image has its pages");
+        for machine in [&unset, &disk] {
+            let said = refusal(hibernation(&options(&[]), &machine.machine(), false));
+            assert!(said.contains("GPU memory") && said.contains("--allow-hibernation"), "{said}");
+            let masks = hibernation(&options(&[]), &machine.machine(), true).expect("systemd masks it");
+            assert_eq!(masks.len(), 3);
+        }
         let never = Fixture::new("no-disk").with("/sys/power/state", "freeze mem\n");
         assert_eq!(hibernation(&options(&[]), &never.machine(), true).ok(), Some(vec![]));
         let allowed = hibernation(&options(&["--allow-hibernation"]), &unset.machine(), false);
@@ -493,7 +512,23 @@ mod tests {
         let zswap = Fixture::new("zswap").with("/sys/module/zswap/parameters/enabled", "Y\n");
         let swap =
             Swap { path: "/dev/sda2".into(), size: ByteSize(1 << 30), used: ByteSize(1 << 20), priority: -2 };
-        assert_eq!(remarks(&zswap.machine(), &[swap]).len(), 2);
-        assert_eq!(remarks(&Fixture::new("no-zswap").machine(), &[]).len(), 0);
+        assert_eq!(remarks(&options(&[]), &zswap.machine(), &[swap]).len(), 2);
+        assert_eq!(remarks(&options(&[]), &Fixture::new("no-zswap").machine(), &[]).len(), 0);
+    }
+
+    #[test]
+    fn a_suspend_that_would_lose_the_pages_is_mentioned() {
+        let loses = Fixture::new("suspend-loses")
+            .with("/sys/power/state", "freeze mem\n")
+            .with("/proc/driver/nvidia/params", "PreserveVideoMemoryAllocations: 0\n");
+        let said = remarks(&options(&[]), &loses.machine(), &[]);
+        assert!(
+            said.len() == 1 && said[0].contains("weir-sleep.service") && said[0].contains("weir off"),
+            "{said:?}"
+        );
+        let host = options(&["--store", "host", "--size", "1G"]);
+        assert_eq!(remarks(&host, &loses.machine(), &[]), Vec::<String>::new());
+        let saves = loses.with("/proc/driver/nvidia/params", "PreserveVideoMemoryAllocations: 1\n");
+        assert_eq!(remarks(&options(&[]), &saves.machine(), &[]), Vec::<String>::new());
     }
 }
