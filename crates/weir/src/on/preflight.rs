@@ -13,11 +13,16 @@ use crate::doctor::{self, Capabilities, Machine};
 use crate::failure::Failure;
 use std::path::{Path, PathBuf};
 use weir_core::{ByteSize, PAGE_SIZE};
+use weir_store::vram::{PathMode, RingMode};
 use weir_store::{StoreUrl, VramUrl};
 
 /// What `weir on` is going to do.
 #[derive(Debug)]
 pub struct Plan {
+    /// Where pages are kept.
+    pub store: StoreChoice,
+    /// Why they go there by another way than the store would choose.
+    pub path_why: Option<String>,
     /// The block device.
     pub front: Chosen,
     /// The first size to try, of all parts together.
@@ -86,7 +91,10 @@ pub fn check(options: &OnOptions, machine: &Machine) -> Result<Plan, Failure> {
     .filter(|unit| settings::systemctl(&["cat", unit]).is_ok());
     let wishes = settings::wishes(machine, front.front);
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    let (store, path_why) = path(&options.store, machine);
     Ok(Plan {
+        store,
+        path_why,
         front,
         size,
         size_why,
@@ -336,6 +344,24 @@ fn vram_size(
     Ok((size, format!("about {left} {what}{display}")))
 }
 
+/// The store, and why its pages go by the window alone where nobody said how: on a laptop the memory that a CUDA context takes, of
+/// the RAM and of the card, is worth more than its speed. A card without a window is served as ever.
+fn path(store: &StoreChoice, machine: &Machine) -> (StoreChoice, Option<String>) {
+    match (store, machine.portable()) {
+        (StoreChoice::Vram(url), Some(case))
+            if url.path.is_none() && url.ring != RingMode::On && url.window =>
+        {
+            let mapped = VramUrl { path: Some(PathMode::Mapped), ..url.clone() };
+            let any = VramUrl { path: Some(PathMode::Auto), ..url.clone() };
+            let why = format!(
+                "mapped: this is a laptop (chassis type {case}), so no CUDA context takes memory where the card has Resizable BAR; --store '{any}' uses every way"
+            );
+            (StoreChoice::Vram(mapped), Some(why))
+        }
+        (store, _) => (store.clone(), None),
+    }
+}
+
 /// What sizes of this store are a multiple of.
 pub fn unit(store: &StoreChoice) -> u64 {
     match store {
@@ -505,6 +531,33 @@ mod tests {
         let said = offered(&["--backing", "/srv/pages"], 0).expect("taken as it is");
         assert_eq!(said, (vec!["file:/srv/pages".to_owned()], vec![PathBuf::from("/srv/pages")]));
         assert!(refusal(offered(&["--backing", "/srv/pages", "--parts", "2"], 0)).contains("--parts 1"));
+    }
+
+    #[test]
+    fn on_a_laptop_pages_go_by_the_window_alone_unless_the_url_says_how() {
+        let case = |case: &str| {
+            Fixture::new(&format!("case-{case}")).with("/sys/class/dmi/id/chassis_type", &format!("{case}\n"))
+        };
+        let chosen = |fixture: &Fixture, store: &str| {
+            let store = options(&["--store", store, "--size", "1G"]).store;
+            let (store, why) = path(&store, &fixture.machine());
+            (store.to_string(), why)
+        };
+        for portable in ["8", "9", "10", "14", "30", "31", "32"] {
+            let laptop = case(portable);
+            let (store, why) = chosen(&laptop, "vram:0?floor=1GiB");
+            assert_eq!(store, "vram:0?floor=1GiB&path=mapped");
+            let why = why.expect("a reason");
+            assert!(why.contains(portable) && why.contains("vram:0?floor=1GiB&path=auto"), "{why}");
+        }
+        let laptop = case("10");
+        for said in ["vram:?path=auto", "vram:?path=engine", "vram:?ring=on", "vram:?window=off", "host:1GiB"]
+        {
+            assert_eq!(chosen(&laptop, said), (said.to_owned(), None));
+        }
+        for (fixture, said) in [(case("3"), "vram:"), (Fixture::new("no-dmi"), "vram:1")] {
+            assert_eq!(chosen(&fixture, said), (said.to_owned(), None));
+        }
     }
 
     #[test]
