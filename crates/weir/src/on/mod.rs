@@ -36,7 +36,7 @@ use clap::ValueEnum as _;
 use options::StoreChoice;
 use preflight::Plan;
 use service::Service;
-use state::{Again, Journal, Phase, Step};
+use state::{Again, Journal, Phase, State, Step};
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -60,8 +60,7 @@ pub fn on(options: &OnOptions) -> Result<(), Failure> {
     })? && state.phase == Phase::On
         && state.swaps().all(|path| matches!(swaps::find(path), Ok(Some(_))))
     {
-        let devices: Vec<String> = state.swaps().map(|path| path.display().to_string()).collect();
-        println!("already on: {}; weir status says how it is, weir off turns it off", devices.join(", "));
+        println!("{}", already(&state, &options.runtime));
         return Ok(());
     }
     let plan = preflight::check(options, &machine)?;
@@ -85,6 +84,14 @@ pub fn on(options: &OnOptions) -> Result<(), Failure> {
             }
         }
     }
+}
+
+fn already(state: &State, directory: &Path) -> String {
+    if state.is_all_away() {
+        return format!("already on, but {}; weir off turns it off", parts::all_away(state, directory));
+    }
+    let devices: Vec<String> = state.swaps().map(|path| path.display().to_string()).collect();
+    format!("already on: {}; weir status says how it is, weir off turns it off", devices.join(", "))
 }
 
 /// What was said after the command's own name, and where.

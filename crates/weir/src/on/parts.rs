@@ -1,6 +1,7 @@
 //! A device in parts (`weir on --parts`): `weir give-back` turns some of them off, which frees their memory while the others stay,
 //! and `weir take` turns them on again.
 
+use super::options::DIRECTORY;
 use super::state::{Front, Journal, Phase, State, Step};
 use super::{drain, front, make_swap_area, off, service, state, swaps, watch_interrupts};
 use crate::cli::Amount;
@@ -26,6 +27,21 @@ pub fn among(control: &Path) -> Option<PathBuf> {
     let directory = control.parent()?;
     let state = state::read(directory).ok()??;
     (state.parts > 1).then(|| directory.to_owned())
+}
+
+/// Why nobody answers at `control`, where that is because every part has given its memory back; and the way out.
+pub fn silence(control: &Path) -> Option<String> {
+    let directory = control.parent()?;
+    let state = state::read(directory).ok()??;
+    state.is_all_away().then(|| all_away(&state, directory))
+}
+
+/// What to say of a device in `directory` whose parts are all away.
+pub fn all_away(state: &State, directory: &Path) -> String {
+    let socket = service::control_socket(directory);
+    let elsewhere = directory != Path::new(DIRECTORY);
+    let control = if elsewhere { format!(" --control {}", socket.display()) } else { String::new() };
+    format!("all {} parts are given back: weir take all{control} turns them on again", state.parts)
 }
 
 /// Turns as many parts off as hold `amount`.
@@ -256,6 +272,17 @@ fn turn_on(journal: &mut Journal, away: &Step) -> Result<PathBuf, Failure> {
 mod tests {
     use super::*;
 
+    fn state(steps: Vec<Step>) -> State {
+        State {
+            schema: 1,
+            version: String::new(),
+            phase: Phase::On,
+            again: state::Again::default(),
+            parts: 3,
+            steps,
+        }
+    }
+
     #[test]
     fn parts_are_found_with_their_devices_wherever_their_steps_are() {
         let daemon =
@@ -272,15 +299,41 @@ mod tests {
             swap("/dev/nbd0"),
             daemon("/run/weir/3"),
         ];
-        let state = State {
-            schema: 1,
-            version: String::new(),
-            phase: Phase::On,
-            again: state::Again::default(),
-            parts: 3,
-            steps,
-        };
+        let state = state(steps);
         let found: Vec<_> = on(&state).into_iter().map(|part| part.device).collect();
         assert_eq!(found, [Path::new("/dev/nbd0"), Path::new("/dev/nbd1")], "the third is no swap");
+    }
+
+    #[test]
+    fn who_finds_nobody_since_all_parts_are_away_is_told_to_take_them_again() {
+        let directory = std::env::temp_dir().join(format!("weir-away-{}", std::process::id()));
+        fs::create_dir_all(&directory).expect("a directory");
+        let control = service::control_socket(&directory);
+        let away = |part: &str| Step::Away {
+            directory: directory.join(part),
+            config: String::new(),
+            front: Front::Nbd,
+            priority: 7,
+            bytes: 1 << 20,
+        };
+        let swap = Step::Swap { path: "/dev/nbd0".into(), priority: 7 };
+        let said = |steps: Vec<Step>| {
+            let text = serde_json::to_vec(&state(steps)).expect("text");
+            fs::write(directory.join("state.json"), text).expect("written");
+            silence(&control)
+        };
+        let words = said(vec![away(""), away("2"), away("3")]).expect("all are away");
+        let way_out = format!("weir take all --control {}", control.display());
+        assert!(words.contains("all 3 parts") && words.contains(&way_out), "{words}");
+        let crate::failure::Failure::Failed(words) = control::status(&control).expect_err("nobody is there")
+        else {
+            panic!("asked rightly")
+        };
+        assert!(words.contains(&way_out) && !words.contains("weir on turns"), "{words}");
+        assert_eq!(said(vec![away("2"), away("3"), swap]), None);
+        assert_eq!(said(vec![]), None);
+        fs::remove_dir_all(&directory).expect("removed");
+        assert_eq!(silence(&control), None);
+        assert!(all_away(&state(vec![]), Path::new(DIRECTORY)).contains("weir take all turns"));
     }
 }
