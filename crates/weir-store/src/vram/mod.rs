@@ -38,6 +38,7 @@ pub use bare::Bare;
 pub use gpu::{Counters, Gpu};
 pub use headroom::Headroom;
 pub use lane::GpuLane;
+pub use mapped::{Listed, list};
 pub use options::{PathMode, RingMode, Target, VramUrl};
 pub use store::VramStore;
 

@@ -57,8 +57,8 @@ pub struct VramUrl {
     pub floor: ByteSize,
     /// The resident kernel.
     pub ring: RingMode,
-    /// The way of pages.
-    pub path: PathMode,
+    /// The way of pages; `None`: nobody said, which is auto.
+    pub path: Option<PathMode>,
     /// Blocks of the resident kernel; 0 for the usual.
     pub blocks: u32,
     /// Whether the processor's window onto the card is used; `false`: as if there were none.
@@ -89,7 +89,7 @@ impl VramUrl {
             chunk: Self::CHUNK,
             floor: Self::FLOOR,
             ring: RingMode::Auto,
-            path: PathMode::Auto,
+            path: None,
             blocks: 0,
             window: true,
         }
@@ -111,7 +111,7 @@ impl VramUrl {
                 "chunk" => url.chunk = chunk(text)?,
                 "floor" => url.floor = value(key, text, "a size, such as 512MiB")?,
                 "ring" => url.ring = one_of(key, text, &RINGS, "auto, on or off")?,
-                "path" => url.path = one_of(key, text, &PATHS, "auto, mapped, engine or ring")?,
+                "path" => url.path = Some(one_of(key, text, &PATHS, "auto, mapped, engine or ring")?),
                 "window" => url.window = one_of(key, text, &WINDOWS, "on or off")?,
                 _ => url.blocks = value(key, text, "a number of blocks, such as 128")?,
             }
@@ -156,7 +156,7 @@ impl fmt::Display for VramUrl {
         query.pair(self.chunk != Self::CHUNK, "chunk", Exact(self.chunk))?;
         query.pair(self.floor != Self::FLOOR, "floor", Exact(self.floor))?;
         query.pair(self.ring != RingMode::default(), "ring", name_of(&self.ring, &RINGS))?;
-        query.pair(self.path != PathMode::default(), "path", name_of(&self.path, &PATHS))?;
+        query.pair(self.path.is_some(), "path", name_of(&self.path.unwrap_or_default(), &PATHS))?;
         query.pair(self.blocks != 0, "blocks", self.blocks)?;
         query.pair(!self.window, "window", name_of(&self.window, &WINDOWS))
     }
@@ -173,8 +173,9 @@ mod tests {
         let StoreUrl::Vram(read) = url.parse().unwrap() else { panic!("a vram URL") };
         assert_eq!(read.target, Target::Index(1));
         assert_eq!((read.size, read.chunk.0, read.floor.0), (Some(ByteSize(16 << 30)), 64 << 20, 1 << 30));
-        assert_eq!((read.ring, read.path, read.blocks), (RingMode::Off, PathMode::Mapped, 64));
+        assert_eq!((read.ring, read.path, read.blocks), (RingMode::Off, Some(PathMode::Mapped), 64));
         assert_eq!(read.to_string(), url);
+        assert_eq!("vram:0?path=auto".parse::<StoreUrl>().unwrap().to_string(), "vram:0?path=auto");
         assert_eq!("vram:lavapipe".parse(), Ok(StoreUrl::Vram(VramUrl::new(Target::Software))));
     }
 

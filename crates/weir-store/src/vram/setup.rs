@@ -221,7 +221,7 @@ impl Found {
         Arc::new(Gpu {
             url,
             uuid: self.uuid,
-            path: options.path,
+            path: options.path.unwrap_or_default(),
             floor: options.floor.0,
             owner: self.owner.map_or_else(OnceLock::new, OnceLock::from),
             chunk_bytes: room.chunk_bytes,
@@ -283,7 +283,7 @@ fn find(
     };
     // Who wants the window alone wants none of CUDA's memory.
     let cuda = match (&gpu, options.path) {
-        (Ok(gpu), PathMode::Mapped) if gpu.card.window => Err("not wanted with path=mapped".to_owned()),
+        (Ok(gpu), Some(PathMode::Mapped)) if gpu.card.window => Err("not wanted with path=mapped".to_owned()),
         _ => Context::open(libcuda, which),
     };
     let uuid = match (&gpu, &cuda) {
@@ -360,7 +360,7 @@ pub(super) fn ring(
         RingMode::Auto => !display,
         RingMode::On => true,
     };
-    if !wanted || cuda.capability < (7, 0) || options.path == PathMode::Mapped {
+    if !wanted || cuda.capability < (7, 0) || options.path == Some(PathMode::Mapped) {
         return Ok(None);
     }
     let memory: Memory =

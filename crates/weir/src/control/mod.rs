@@ -15,8 +15,9 @@ pub use server::Server;
 pub use status::{Background, CpuLatency, Export, Io, Looks, Protection, Status, Store, Traffic, Volume};
 
 use crate::attach::Attachment;
+use crate::on::parts;
 use serde::{Deserialize, Serialize};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// The version of what travels and of what `weir status --json` prints.
@@ -154,11 +155,13 @@ struct Refusal {
     error: String,
 }
 
-/// Where a daemon is likely to answer: the user's own, or else the system's, which `weir on` starts.
+/// Where a daemon is likely to answer: the user's own, or else the system's, which `weir on` starts, or has started: where all parts
+/// of its device are given back none answers.
 pub fn find() -> PathBuf {
     let own = default_path();
     let system = PathBuf::from("/run/weir/control.sock");
-    if !own.exists() && system.exists() { system } else { own }
+    let is_there = |path: &Path| path.exists() || parts::among(path).is_some();
+    if !own.exists() && is_there(&system) { system } else { own }
 }
 
 /// Where the daemon listens unless told otherwise: the user's own run-time directory, or the system's.

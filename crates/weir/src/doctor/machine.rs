@@ -43,6 +43,14 @@ impl Machine {
         self.text("/proc/sys/kernel/osrelease").unwrap_or_default()
     }
 
+    /// The SMBIOS type of the machine's case, if it is one to carry about.
+    pub fn portable(&self) -> Option<u8> {
+        // Portable, laptop, notebook, sub-notebook, tablet, convertible, detachable (SMBIOS 3.7, 7.4.1).
+        const PORTABLE: [u8; 7] = [8, 9, 10, 14, 30, 31, 32];
+        let case = self.text("/sys/class/dmi/id/chassis_type")?.parse().ok()?;
+        PORTABLE.contains(&case).then_some(case)
+    }
+
     /// Whether something is at this path.
     pub fn has(&self, path: &str) -> bool {
         self.at(path).exists()

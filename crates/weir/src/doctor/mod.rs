@@ -18,6 +18,7 @@ pub use machine::Machine;
 pub use process::Capabilities;
 use serde::Serialize;
 use std::fmt;
+pub use system::suspend_loses_pages;
 
 /// What a finding means for somebody who wants to swap on Weir.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize)]

@@ -41,25 +41,48 @@ fn systemd(machine: &Machine) -> Finding {
     }
 }
 
-fn suspend(machine: &Machine) -> Finding {
+fn can_suspend(machine: &Machine) -> bool {
     let states = machine.text("/sys/power/state").unwrap_or_default();
-    let sleeps = states.split_whitespace().any(|state| matches!(state, "mem" | "standby" | "freeze"));
-    // Only NVIDIA's driver says whether it saves all of its memory; the others do.
-    let kept = machine.value("/proc/driver/nvidia/params", "PreserveVideoMemoryAllocations");
-    match kept.as_deref() {
-        _ if !sleeps => Finding::ok("suspend", "not possible here"),
-        None => Finding::ok("suspend", "possible; memory keeps what it holds"),
-        Some("1") => Finding::ok("suspend", "possible; the GPU's driver saves its memory"),
-        Some(_) if machine.has("/run/systemd/system") && has_unit(machine, "weir-sleep.service") => {
-            Finding::ok("suspend", "possible; weir-sleep.service takes pages out of GPU memory before")
-        }
-        Some(_) => Finding::warn(
+    states.split_whitespace().any(|state| matches!(state, "mem" | "standby" | "freeze"))
+}
+
+/// Whether NVIDIA's driver saves all of its memory; `None` without it. The others' move theirs to RAM.
+fn driver_saves(machine: &Machine) -> Option<bool> {
+    let kept = machine.value("/proc/driver/nvidia/params", "PreserveVideoMemoryAllocations")?;
+    Some(kept == "1")
+}
+
+/// Whether systemd runs weir-sleep.service before the machine sleeps: the unit alone does nothing.
+fn has_sleep_unit(machine: &Machine) -> bool {
+    let hooked = |kind| has_unit(machine, &format!("sleep.target.{kind}/weir-sleep.service"));
+    machine.has("/run/systemd/system") && ["requires", "wants"].into_iter().any(hooked)
+}
+
+/// Whether a suspend loses pages in GPU memory: its driver does not save them, and nobody takes them out before.
+pub fn suspend_loses_pages(machine: &Machine) -> bool {
+    can_suspend(machine) && driver_saves(machine) == Some(false) && !has_sleep_unit(machine)
+}
+
+fn suspend(machine: &Machine) -> Finding {
+    if suspend_loses_pages(machine) {
+        return Finding::warn(
             "suspend",
             "possible, and GPU memory loses what it holds",
-            "run weir off before, install the package (weir-sleep.service), or load nvidia with \
+            "run weir off before, install the package (weir-sleep.service, which sleep.target requires), or load nvidia with \
              NVreg_PreserveVideoMemoryAllocations=1",
-        ),
+        );
     }
+    let has_card = !machine.names("/dev/dri", |name| name.starts_with("renderD")).is_empty();
+    let seen = match driver_saves(machine) {
+        _ if !can_suspend(machine) => "not possible here",
+        Some(true) => "possible; the GPU's driver saves its memory",
+        Some(false) => "possible; weir-sleep.service takes pages out of GPU memory before",
+        None if has_card => {
+            "possible; the GPU's driver moves its memory to RAM before, as all but NVIDIA's do"
+        }
+        None => "possible; RAM keeps what it holds",
+    };
+    Finding::ok("suspend", seen)
 }
 
 fn battery(machine: &Machine) -> Finding {
@@ -84,7 +107,8 @@ fn battery(machine: &Machine) -> Finding {
         Finding::warn(
             "battery",
             format!("{}: a GPU that holds pages stays awake", seen.join("; ")),
-            "weir on --policy battery, or WEIR_BATTERY_OFF in /etc/default/weir, or weir off",
+            "weir off, or weir give-back all where there is a backing; WEIR_BATTERY_OFF=30 in /etc/default/weir, or weir battery from \
+             cron, turns it off below 30 %",
         )
     } else {
         Finding::ok("battery", seen.join("; "))
@@ -158,12 +182,18 @@ mod tests {
         let params = "/proc/driver/nvidia/params";
         let loses = sleeps.with(params, "EnableMSI: 1\nPreserveVideoMemoryAllocations: 0\n");
         assert_eq!(suspend(&loses.machine()).level, Level::Warn);
+        assert!(suspend_loses_pages(&loses.machine()));
         let unit = loses.with("/run/systemd/system/weir-sleep.service", "");
+        assert_eq!(suspend(&unit.machine()).level, Level::Warn, "nothing starts it");
+        let unit = unit.with("/usr/lib/systemd/system/sleep.target.requires/weir-sleep.service", "");
         assert_eq!(suspend(&unit.machine()).level, Level::Ok);
+        assert!(!suspend_loses_pages(&unit.machine()));
         let saves = Fixture::new("saves")
             .with("/sys/power/state", "mem")
             .with(params, "PreserveVideoMemoryAllocations: 1");
         assert!(suspend(&saves.machine()).seen.contains("saves"));
+        let other = Fixture::new("moves").with("/sys/power/state", "mem").with("/dev/dri/renderD128", "");
+        assert!(suspend(&other.machine()).seen.contains("to RAM before"));
     }
 
     #[test]
@@ -181,6 +211,11 @@ mod tests {
         let finding = battery(&laptop.machine());
         assert_eq!(finding.level, Level::Warn);
         assert!(finding.seen.starts_with("BAT0 at 41 %, discharging"), "{}", finding.seen);
+        let next = finding.next.expect("a next step");
+        assert!(
+            next.contains("weir off") && next.contains("give-back all") && !next.contains("--policy"),
+            "{next}"
+        );
         let charging = laptop.with(&format!("{supply}/BAT0/status"), "Charging\n");
         assert_eq!(battery(&charging.machine()).level, Level::Ok);
     }

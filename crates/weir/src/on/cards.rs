@@ -1,51 +1,108 @@
 //! The machine's GPUs, as the sizing asks for them: how much memory, how much of it free, whether with a display.
+//!
+//! `vram:1` must be the same card here and in the store, so the store is asked which cards it would open. What it does not know of
+//! them, or not as well, their drivers say.
 
 use super::sizing::Card;
 use crate::doctor::Machine;
 use std::process::{Command, Stdio};
 use weir_core::ByteSize;
+use weir_store::vram::{self, Listed};
 
-/// All cards whose memory the driver tells: NVIDIA's by `nvidia-smi`, which comes with the driver, AMD's by sysfs. Intel's
-/// driver tells no total.
+/// A card, and its PCI address as the kernel writes it.
+type Addressed = (String, Card);
+
+/// All cards that the store would open, in its order.
 pub fn all(machine: &Machine) -> Vec<Card> {
+    of_store(machine, &vram::list(), &nvidia())
+}
+
+/// Those that Vulkan lists, each as its driver tells. Without Vulkan the store counts by CUDA, as `nvidia-smi` does; AMD's cards are
+/// shown then all the same, so that a refusal says what is there.
+fn of_store(machine: &Machine, listed: &[Listed], nvidia: &[Addressed]) -> Vec<Card> {
+    let told = |card: &Listed| {
+        let device = format!("/sys/bus/pci/devices/{}", card.address);
+        let by_nvidia = nvidia.iter().find(|(address, _)| *address == card.address).map(|(_, card)| *card);
+        by_nvidia.or_else(|| by_sysfs(machine, &device)).unwrap_or_else(|| Card {
+            total: ByteSize(card.total),
+            free: card.free.map(ByteSize),
+            display: has_display(machine, &device),
+        })
+    };
+    match (listed, nvidia) {
+        ([], []) => amd(machine),
+        ([], nvidia) => nvidia.iter().map(|(_, card)| *card).collect(),
+        (listed, _) => listed.iter().map(told).collect(),
+    }
+}
+
+/// NVIDIA's cards by `nvidia-smi`, which comes with the driver.
+fn nvidia() -> Vec<Addressed> {
     let smi = Command::new("nvidia-smi")
-        .args(["--query-gpu=memory.total,memory.free,display_active", "--format=csv,noheader,nounits"])
+        .args([
+            "--query-gpu=pci.bus_id,memory.total,memory.free,display_active",
+            "--format=csv,noheader,nounits",
+        ])
         .stdin(Stdio::null())
         .stderr(Stdio::null())
         .output();
-    let nvidia = smi.ok().filter(|output| output.status.success());
-    let nvidia = nvidia.map(|output| parse_smi(&String::from_utf8_lossy(&output.stdout))).unwrap_or_default();
-    if nvidia.is_empty() { amd(machine) } else { nvidia }
+    let output = smi.ok().filter(|output| output.status.success());
+    output.map(|output| parse_smi(&String::from_utf8_lossy(&output.stdout))).unwrap_or_default()
 }
 
-/// Lines of `8192, 7900, Enabled`, sizes in MiB.
-fn parse_smi(text: &str) -> Vec<Card> {
+/// Lines of `00000000:01:00.0, 8192, 7900, Enabled`, sizes in MiB.
+fn parse_smi(text: &str) -> Vec<Addressed> {
     let line = |line: &str| {
         let mut columns = line.split(',').map(str::trim);
+        let (domain, rest) = columns.next()?.split_once(':')?;
+        let domain = u32::from_str_radix(domain, 16).ok()?;
         let mut mebibytes = || Some(ByteSize(columns.next()?.parse::<u64>().ok()? << 20));
         let (total, free) = (mebibytes()?, mebibytes()?);
-        Some(Card { total, free: Some(free), display: columns.next()? == "Enabled" })
+        let card = Card { total, free: Some(free), display: columns.next()? == "Enabled" };
+        Some((format!("{domain:04x}:{}", rest.to_ascii_lowercase()), card))
     };
     text.lines().filter_map(line).collect()
 }
 
+/// AMD's cards by sysfs alone, in the order of their PCI addresses. The part of the RAM that an integrated GPU has for its own is
+/// told like a card's memory; what is no more than others are left is left out.
 fn amd(machine: &Machine) -> Vec<Card> {
     let is_card = |name: &str| {
         name.strip_prefix("card").is_some_and(|rest| rest.bytes().all(|byte| byte.is_ascii_digit()))
     };
-    let cards = machine.names("/sys/class/drm", is_card);
-    let card = |name: &String| {
-        let number =
-            |file: &str| machine.text(&format!("/sys/class/drm/{name}/device/{file}"))?.parse::<u64>().ok();
-        let total = number("mem_info_vram_total")?;
-        let free = number("mem_info_vram_used").map(|used| ByteSize(total.saturating_sub(used)));
-        let outputs = machine.names("/sys/class/drm", |output| output.starts_with(&format!("{name}-")));
-        let connected = |output: &String| {
-            machine.text(&format!("/sys/class/drm/{output}/status")).as_deref() == Some("connected")
-        };
-        Some(Card { total: ByteSize(total), free, display: outputs.iter().any(connected) })
-    };
-    cards.iter().filter_map(card).collect()
+    let mut devices: Vec<(Option<String>, String)> = machine
+        .names("/sys/class/drm", is_card)
+        .iter()
+        .map(|name| format!("/sys/class/drm/{name}/device"))
+        .map(|device| (slot(machine, &device), device))
+        .collect();
+    devices.sort();
+    let cards = devices.iter().filter_map(|(_, device)| by_sysfs(machine, device));
+    cards.filter(|card| card.total > card.headroom()).collect()
+}
+
+/// A device's PCI address.
+fn slot(machine: &Machine, device: &str) -> Option<String> {
+    let uevent = machine.text(&format!("{device}/uevent"))?;
+    uevent.lines().find_map(|line| line.strip_prefix("PCI_SLOT_NAME=")).map(str::to_owned)
+}
+
+/// What AMD's driver tells of a device; Intel's tells no total.
+fn by_sysfs(machine: &Machine, device: &str) -> Option<Card> {
+    let number = |file: &str| machine.text(&format!("{device}/{file}"))?.parse::<u64>().ok();
+    let total = number("mem_info_vram_total")?;
+    let free = number("mem_info_vram_used").map(|used| ByteSize(total.saturating_sub(used)));
+    Some(Card { total: ByteSize(total), free, display: has_display(machine, device) })
+}
+
+/// Whether one of a device's outputs is connected: `drm/card1/card1-DP-1/status`.
+fn has_display(machine: &Machine, device: &str) -> bool {
+    machine.names(&format!("{device}/drm"), |name| name.starts_with("card")).iter().any(|card| {
+        let directory = format!("{device}/drm/{card}");
+        let outputs = machine.names(&directory, |output| output.starts_with(&format!("{card}-")));
+        let status = |output: &String| machine.text(&format!("{directory}/{output}/status"));
+        outputs.iter().any(|output| status(output).as_deref() == Some("connected"))
+    })
 }
 
 #[cfg(test)]
@@ -53,27 +110,65 @@ mod tests {
     use super::*;
     use crate::doctor::Fixture;
 
-    #[test]
-    fn what_nvidia_smi_says_is_read_line_by_line() {
-        let cards = parse_smi("8192, 7900, Enabled\n143771, 143000, Disabled\n[N/A], 1, Disabled\n");
-        let card = |total: u64, free: u64, display| Card {
-            total: ByteSize(total << 20),
-            free: Some(ByteSize(free << 20)),
-            display,
-        };
-        assert_eq!(cards, [card(8192, 7900, true), card(143_771, 143_000, false)]);
+    fn card(total: u64, free: u64, display: bool) -> Card {
+        Card { total: ByteSize(total << 20), free: Some(ByteSize(free << 20)), display }
+    }
+
+    /// A machine with a card of AMD's driver below `device`, with 1 GiB of it in use.
+    fn with_amd(fixture: Fixture, device: &str, address: &str, mib: u64) -> Fixture {
+        fixture
+            .with(&format!("{device}/uevent"), &format!("DRIVER=amdgpu\nPCI_SLOT_NAME={address}\n"))
+            .with(&format!("{device}/mem_info_vram_total"), &format!("{}\n", mib << 20))
+            .with(&format!("{device}/mem_info_vram_used"), &format!("{}\n", 1024u64.min(mib) << 20))
     }
 
     #[test]
-    fn an_amd_card_tells_its_memory_and_displays_by_sysfs() {
-        let fixture = Fixture::new("amd")
-            .with("/sys/class/drm/card1/device/mem_info_vram_total", "8573157376\n")
-            .with("/sys/class/drm/card1/device/mem_info_vram_used", "73157376\n")
-            .with("/sys/class/drm/card1-DP-1/status", "connected\n");
-        let cards = amd(&fixture.machine());
+    fn what_nvidia_smi_says_is_read_line_by_line() {
+        let cards = parse_smi(
+            "00000000:01:00.0, 8192, 7900, Enabled\n00010000:C1:00.0, 143771, 143000, Disabled\n00000000:02:00.0, [N/A], 1, Disabled\n",
+        );
+        let there = |address: &str, card| (address.to_owned(), card);
         assert_eq!(
             cards,
-            [Card { total: ByteSize(8_573_157_376), free: Some(ByteSize(8_500_000_000)), display: true }]
+            [
+                there("0000:01:00.0", card(8192, 7900, true)),
+                there("10000:c1:00.0", card(143_771, 143_000, false))
+            ]
         );
+    }
+
+    #[test]
+    fn cards_are_those_of_the_store_in_its_order_each_as_its_driver_tells() {
+        let listed = |address: &str, free| Listed { address: address.to_owned(), total: 6 << 30, free };
+        // An APU and a card of AMD's, a card of NVIDIA's and one of Intel's; the store does not list the APU.
+        let pci = |address: &str| format!("/sys/bus/pci/devices/{address}");
+        let fixture = with_amd(Fixture::new("mixed"), &pci("0000:08:00.0"), "0000:08:00.0", 512);
+        let fixture = with_amd(fixture, &pci("0000:03:00.0"), "0000:03:00.0", 16384)
+            .with("/sys/class/drm/card0/device/mem_info_vram_total", "536870912\n")
+            .with(&format!("{}/drm/card1/card1-DP-1/status", pci("0000:03:00.0")), "connected\n")
+            .with(&format!("{}/drm/card2/card2-DP-2/status", pci("0000:05:00.0")), "connected\n");
+        let nvidia = parse_smi("00000000:04:00.0, 8192, 7900, Disabled\n");
+        let listed = [
+            listed("0000:03:00.0", None),
+            listed("0000:04:00.0", None),
+            listed("0000:05:00.0", Some(5 << 30)),
+        ];
+        let seen = of_store(&fixture.machine(), &listed, &nvidia);
+        assert_eq!(seen, [card(16384, 15360, true), card(8192, 7900, false), card(6144, 5120, true)]);
+        let seen = of_store(&fixture.machine(), &[], &nvidia);
+        assert_eq!(seen, [card(8192, 7900, false)], "as CUDA counts");
+    }
+
+    #[test]
+    fn without_vulkan_sysfs_tells_of_amd_s_cards_and_what_an_apu_has_of_the_ram_is_none() {
+        let device = |card: u32| format!("/sys/class/drm/card{card}/device");
+        let fixture = with_amd(Fixture::new("apu"), &device(0), "0000:08:00.0", 2048);
+        let fixture = with_amd(fixture, &device(1), "0000:0c:00.0", 8192);
+        let fixture = with_amd(fixture, &device(2), "0000:03:00.0", 16384)
+            .with(&format!("{}/drm/card0/card0-eDP-1/status", device(0)), "connected\n")
+            .with(&format!("{}/drm/card1/card1-DP-1/status", device(1)), "connected\n")
+            .with(&format!("{}/drm/card2/card2-DP-2/status", device(2)), "disconnected\n");
+        let seen = of_store(&fixture.machine(), &[], &[]);
+        assert_eq!(seen, [card(16384, 15360, false), card(8192, 7168, true)], "by PCI address");
     }
 }

@@ -36,7 +36,7 @@ use clap::ValueEnum as _;
 use options::StoreChoice;
 use preflight::Plan;
 use service::Service;
-use state::{Again, Journal, Phase, Step};
+use state::{Again, Journal, Phase, State, Step};
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -60,8 +60,7 @@ pub fn on(options: &OnOptions) -> Result<(), Failure> {
     })? && state.phase == Phase::On
         && state.swaps().all(|path| matches!(swaps::find(path), Ok(Some(_))))
     {
-        let devices: Vec<String> = state.swaps().map(|path| path.display().to_string()).collect();
-        println!("already on: {}; weir status says how it is, weir off turns it off", devices.join(", "));
+        println!("{}", already(&state, &options.runtime));
         return Ok(());
     }
     let plan = preflight::check(options, &machine)?;
@@ -85,6 +84,14 @@ pub fn on(options: &OnOptions) -> Result<(), Failure> {
             }
         }
     }
+}
+
+fn already(state: &State, directory: &Path) -> String {
+    if state.is_all_away() {
+        return format!("already on, but {}; weir off turns it off", parts::all_away(state, directory));
+    }
+    let devices: Vec<String> = state.swaps().map(|path| path.display().to_string()).collect();
+    format!("already on: {}; weir status says how it is, weir off turns it off", devices.join(", "))
 }
 
 /// What was said after the command's own name, and where.
@@ -143,12 +150,15 @@ fn turn_on(options: &OnOptions, plan: &Plan, journal: &mut Journal) -> Result<()
 
 fn report(options: &OnOptions, plan: &Plan, devices: &[PathBuf], size: ByteSize) {
     let names: Vec<String> = devices.iter().map(|device| device.display().to_string()).collect();
-    let smaller = if size < plan.size && matches!(options.store, StoreChoice::Vram(_)) {
+    let smaller = if size < plan.size && matches!(plan.store, StoreChoice::Vram(_)) {
         format!("; {} was not to be had", plan.size)
     } else {
         String::new()
     };
-    println!("size      {size} on {} ({}{smaller})", options.store, plan.size_why);
+    println!("size      {size} on {} ({}{smaller})", plan.store, plan.size_why);
+    if let Some(why) = &plan.path_why {
+        println!("path      {why}");
+    }
     let why = if plan.front.why.is_empty() { String::new() } else { format!(" ({})", plan.front.why) };
     println!("device    {} by {}{why}", names.join(", "), plan.front.front.name());
     println!("priority  {}: {}", plan.place.priority, plan.place.why);
@@ -178,7 +188,7 @@ fn start(
     directory: &Path,
     journal: &mut Journal,
 ) -> Result<Status, Failure> {
-    let part = |size| sizing::part(size, options.parts.into(), preflight::unit(&options.store));
+    let part = |size| sizing::part(size, options.parts.into(), preflight::unit(&plan.store));
     let mut last = None;
     let steps = journal.state().steps.len();
     for size in sizing::tries(plan.size) {
@@ -189,7 +199,7 @@ fn start(
         };
         match service.start(journal) {
             Ok(status) => return Ok(status),
-            Err(Failure::Failed(reason)) if lacks_device_memory(&options.store, &reason) => {
+            Err(Failure::Failed(reason)) if lacks_device_memory(&plan.store, &reason) => {
                 if journal.state().steps.len() > steps {
                     off::undo_last(journal)?;
                 }
@@ -209,7 +219,7 @@ fn lacks_device_memory(store: &StoreChoice, reason: &str) -> bool {
 /// The options of `weir serve`.
 fn config(options: &OnOptions, plan: &Plan, directory: &Path, size: ByteSize) -> Table {
     let text = |path: PathBuf| path.display().to_string();
-    let store = match &options.store {
+    let store = match &plan.store {
         StoreChoice::Vram(url) => StoreUrl::Vram(VramUrl { size: Some(size), ..url.clone() }).to_string(),
         StoreChoice::Host => StoreUrl::Host { size }.to_string(),
         StoreChoice::Url(url) => url.to_string(),

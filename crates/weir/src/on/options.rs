@@ -56,7 +56,8 @@ pub struct OnOptions {
     #[arg(long)]
     pub unsafe_no_flusher: bool,
 
-    /// Go on although hibernation could write its image to the device. Do not hibernate then.
+    /// Go on although hibernation could write its image to the device, and loses pages in GPU memory wherever that goes. Do not
+    /// hibernate then, or run weir off before.
     #[arg(long)]
     pub allow_hibernation: bool,
 

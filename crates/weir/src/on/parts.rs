@@ -1,6 +1,7 @@
 //! A device in parts (`weir on --parts`): `weir give-back` turns some of them off, which frees their memory while the others stay,
 //! and `weir take` turns them on again. `weir status` lists them.
 
+use super::options::DIRECTORY;
 use super::state::{Front, Journal, Phase, State, Step};
 use super::{drain, front, make_swap_area, off, service, state, swaps, watch_interrupts};
 use crate::cli::Amount;
@@ -75,6 +76,21 @@ fn listing(root: &Path, state: &State, ask: impl Fn(&Path) -> Option<Status>) ->
     let line = |(number, line): &(u8, String)| format!("part {number:<5}{line}\n");
     let first = format!("{:<10}{}, each with its own daemon\n", "parts", state.parts);
     first + &lines.iter().map(line).collect::<String>()
+}
+
+/// Why nobody answers at `control`, where that is because every part has given its memory back; and the way out.
+pub fn silence(control: &Path) -> Option<String> {
+    let directory = control.parent()?;
+    let state = state::read(directory).ok()??;
+    state.is_all_away().then(|| all_away(&state, directory))
+}
+
+/// What to say of a device in `directory` whose parts are all away.
+pub fn all_away(state: &State, directory: &Path) -> String {
+    let socket = service::control_socket(directory);
+    let elsewhere = directory != Path::new(DIRECTORY);
+    let control = if elsewhere { format!(" --control {}", socket.display()) } else { String::new() };
+    format!("all {} parts are given back: weir take all{control} turns them on again", state.parts)
 }
 
 /// Turns as many parts off as hold `amount`; without one all, until the machine has slept.
@@ -310,6 +326,17 @@ mod tests {
     use super::super::top;
     use super::*;
 
+    fn state(steps: Vec<Step>) -> State {
+        State {
+            schema: 1,
+            version: String::new(),
+            phase: Phase::On,
+            again: state::Again::default(),
+            parts: 3,
+            steps,
+        }
+    }
+
     #[test]
     fn parts_are_found_with_their_devices_wherever_their_steps_are() {
         let daemon =
@@ -326,17 +353,11 @@ mod tests {
             swap("/dev/nbd0"),
             daemon("/run/weir/3"),
         ];
-        let state = State {
-            schema: 1,
-            version: String::new(),
-            phase: Phase::On,
-            again: state::Again::default(),
-            parts: 3,
-            steps,
-        };
+        let state = state(steps);
         let found: Vec<_> = on(&state).into_iter().map(|part| part.device).collect();
         assert_eq!(found, [Path::new("/dev/nbd0"), Path::new("/dev/nbd1")], "the third is no swap");
     }
+
     #[test]
     fn every_part_has_a_line_with_what_lies_in_it_or_why_that_is_not_known() {
         let steps = vec![
@@ -358,8 +379,7 @@ mod tests {
             Step::Device { path: "/dev/nbd3".into(), front: Front::Nbd, file: None, by: None },
             Step::Swap { path: "/dev/nbd3".into(), priority: 7 },
         ];
-        let again = state::Again::default();
-        let state = State { schema: 1, version: String::new(), phase: Phase::On, again, parts: 4, steps };
+        let state = State { parts: 4, ..state(steps) };
         let answers =
             |socket: &Path| (socket != Path::new("/run/weir/4/control.sock")).then(|| top::tests::status(0));
         let listed = listing(Path::new("/run/weir"), &state, answers);
@@ -371,5 +391,39 @@ mod tests {
              part 3    /dev/nbd2, 1MiB: 256KiB stored; weir status --control /run/weir/3/control.sock\n\
              part 4    /dev/nbd3: its daemon does not answer at /run/weir/4/control.sock\n"
         );
+    }
+
+    #[test]
+    fn who_finds_nobody_since_all_parts_are_away_is_told_to_take_them_again() {
+        let directory = std::env::temp_dir().join(format!("weir-away-{}", std::process::id()));
+        fs::create_dir_all(&directory).expect("a directory");
+        let control = service::control_socket(&directory);
+        let away = |part: &str| Step::Away {
+            directory: directory.join(part),
+            config: String::new(),
+            front: Front::Nbd,
+            priority: 7,
+            bytes: 1 << 20,
+            asleep: false,
+        };
+        let swap = Step::Swap { path: "/dev/nbd0".into(), priority: 7 };
+        let said = |steps: Vec<Step>| {
+            let text = serde_json::to_vec(&state(steps)).expect("text");
+            fs::write(directory.join("state.json"), text).expect("written");
+            silence(&control)
+        };
+        let words = said(vec![away(""), away("2"), away("3")]).expect("all are away");
+        let way_out = format!("weir take all --control {}", control.display());
+        assert!(words.contains("all 3 parts") && words.contains(&way_out), "{words}");
+        let crate::failure::Failure::Failed(words) = control::status(&control).expect_err("nobody is there")
+        else {
+            panic!("asked rightly")
+        };
+        assert!(words.contains(&way_out) && !words.contains("weir on turns"), "{words}");
+        assert_eq!(said(vec![away("2"), away("3"), swap]), None);
+        assert_eq!(said(vec![]), None);
+        fs::remove_dir_all(&directory).expect("removed");
+        assert_eq!(silence(&control), None);
+        assert!(all_away(&state(vec![]), Path::new(DIRECTORY)).contains("weir take all turns"));
     }
 }

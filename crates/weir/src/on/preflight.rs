@@ -9,15 +9,20 @@ use super::sizing;
 use super::state::Front;
 use super::swaps::{self, Place, Swap};
 use crate::backing::Backing;
-use crate::doctor::{Capabilities, Machine};
+use crate::doctor::{self, Capabilities, Machine};
 use crate::failure::Failure;
 use std::path::{Path, PathBuf};
 use weir_core::{ByteSize, PAGE_SIZE};
+use weir_store::vram::{PathMode, RingMode};
 use weir_store::{StoreUrl, VramUrl};
 
 /// What `weir on` is going to do.
 #[derive(Debug)]
 pub struct Plan {
+    /// Where pages are kept.
+    pub store: StoreChoice,
+    /// Why they go there by another way than the store would choose.
+    pub path_why: Option<String>,
     /// The block device.
     pub front: Chosen,
     /// The first size to try, of all parts together.
@@ -86,7 +91,10 @@ pub fn check(options: &OnOptions, machine: &Machine) -> Result<Plan, Failure> {
     .filter(|unit| settings::systemctl(&["cat", unit]).is_ok());
     let wishes = settings::wishes(machine, front.front);
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    let (store, path_why) = path(&options.store, machine);
     Ok(Plan {
+        store,
+        path_why,
         front,
         size,
         size_why,
@@ -97,7 +105,7 @@ pub fn check(options: &OnOptions, machine: &Machine) -> Result<Plan, Failure> {
         wishes,
         masks,
         connections: processors.clamp(2, CONNECTIONS_MOST) as u16,
-        notes: [notes, remarks(machine, &others)].concat(),
+        notes: [notes, remarks(options, machine, &others)].concat(),
     })
 }
 
@@ -119,10 +127,11 @@ fn protections(options: &OnOptions, machine: &Machine) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The units to mask, so that no hibernation image is written to memory that loses its power.
+/// The units to mask, so that no hibernation image is written to memory that loses its power, and no page lies there meanwhile.
 ///
 /// The kernel takes the device of `resume=`; without that, systemd takes the swap device of the highest priority that is
-/// large enough, and the kernel by itself the first there is (kernel/power/swap.c). Either may be Weir's.
+/// large enough, and the kernel by itself the first there is (kernel/power/swap.c). Either may be Weir's. Wherever the image goes,
+/// what is in GPU memory is not in it.
 fn hibernation(options: &OnOptions, machine: &Machine, systemd: bool) -> Result<Vec<String>, Failure> {
     let states = machine.text("/sys/power/state").unwrap_or_default();
     let possible = states.split_whitespace().any(|state| state == "disk");
@@ -131,6 +140,14 @@ fn hibernation(options: &OnOptions, machine: &Machine, systemd: bool) -> Result<
     }
     if systemd {
         return Ok(HIBERNATION.map(String::from).to_vec());
+    }
+    if matches!(options.store, StoreChoice::Vram(_)) {
+        return Err(Failure::Failed(
+            "hibernation is possible here (/sys/power/state has disk), and pages in GPU memory do not survive the power going \
+             off, wherever its image goes; boot with nohibernate, or promise not to hibernate before weir off by \
+             --allow-hibernation"
+                .to_owned(),
+        ));
     }
     let resume = machine.text("/sys/power/resume").unwrap_or_default();
     if !resume.is_empty() && resume != "0:0" {
@@ -174,7 +191,7 @@ fn size(
         (StoreChoice::Host, size) => asked(size.unwrap_or_default()),
         (StoreChoice::Vram(url), size) => match size.or(url.size) {
             Some(size) => asked(size),
-            None => vram_size(url, machine, &cards())?,
+            None => vram_size(url, options.parts.into(), machine, &cards())?,
         },
     };
     let unit = unit(&options.store);
@@ -288,6 +305,7 @@ fn free_bytes(directory: &Path) -> Option<ByteSize> {
 
 fn vram_size(
     url: &VramUrl,
+    parts: u64,
     machine: &Machine,
     cards: &[sizing::Card],
 ) -> Result<(ByteSize, String), Failure> {
@@ -299,7 +317,7 @@ fn vram_size(
         }
         Target::Software => &[],
     };
-    let Some(size) = sizing::of_cards(chosen) else {
+    let Some(size) = sizing::of_cards(chosen, url, parts) else {
         let next = "for memory of a card whose driver does not tell, say --size; without a card: --store host --size 2GiB";
         let nodes = machine.names("/dev/dri", |name| name.starts_with("renderD"));
         return Err(Failure::Failed(match (chosen, nodes.is_empty()) {
@@ -307,18 +325,41 @@ fn vram_size(
             ([], false) => format!("no driver tells how much memory {url} has; {next}"),
             (cards, _) => {
                 let total: u64 = cards.iter().map(|card| card.total.0).sum();
-                let free: u64 = cards.iter().filter_map(|card| card.free).map(|free| free.0).sum();
+                let free: u64 = cards.iter().map(|card| card.free().0).sum();
                 format!(
-                    "too little GPU memory is free: {} of {}, and others keep 1GiB a card, 3GiB with a display; close what uses it, or say --size",
+                    "too little GPU memory is free: {} of {}; of a card others keep 1GiB, 3GiB with a display, and {} stays free; close what uses it, or say --size",
                     ByteSize(free),
-                    ByteSize(total)
+                    ByteSize(total),
+                    url.floor
                 )
             }
         }));
     };
-    let kept: u64 = chosen.iter().map(|card| card.total.0).sum::<u64>() - size.0;
+    let free: u64 = chosen.iter().map(|card| card.free().0).sum();
+    let taken = size.0 + sizing::beyond(url, parts).0 * chosen.len() as u64;
     let display = if chosen.iter().any(|card| card.display) { ", a display among them" } else { "" };
-    Ok((size, format!("{} is left to others{display}", ByteSize(kept))))
+    let left = ByteSize(free.saturating_sub(taken));
+    let is_known = chosen.iter().all(|card| card.free.is_some());
+    let what = if is_known { "stays free" } else { "is left to others" };
+    Ok((size, format!("about {left} {what}{display}")))
+}
+
+/// The store, and why its pages go by the window alone where nobody said how: on a laptop the memory that a CUDA context takes, of
+/// the RAM and of the card, is worth more than its speed. A card without a window is served as ever.
+fn path(store: &StoreChoice, machine: &Machine) -> (StoreChoice, Option<String>) {
+    match (store, machine.portable()) {
+        (StoreChoice::Vram(url), Some(case))
+            if url.path.is_none() && url.ring != RingMode::On && url.window =>
+        {
+            let mapped = VramUrl { path: Some(PathMode::Mapped), ..url.clone() };
+            let any = VramUrl { path: Some(PathMode::Auto), ..url.clone() };
+            let why = format!(
+                "mapped: this is a laptop (chassis type {case}), so no CUDA context takes memory where the card has Resizable BAR; --store '{any}' uses every way"
+            );
+            (StoreChoice::Vram(mapped), Some(why))
+        }
+        (store, _) => (store.clone(), None),
+    }
 }
 
 /// What sizes of this store are a multiple of.
@@ -337,8 +378,14 @@ fn url_size(url: &StoreUrl) -> ByteSize {
     }
 }
 
-fn remarks(machine: &Machine, others: &[Swap]) -> Vec<String> {
+fn remarks(options: &OnOptions, machine: &Machine, others: &[Swap]) -> Vec<String> {
     let mut notes = Vec::new();
+    if matches!(options.store, StoreChoice::Vram(_)) && doctor::suspend_loses_pages(machine) {
+        notes.push(
+            "pages in GPU memory do not survive a suspend here: install the package (weir-sleep.service), or run weir off, or weir give-back all, before"
+                .to_owned(),
+        );
+    }
     if machine.text("/sys/module/zswap/parameters/enabled").as_deref() == Some("Y") {
         notes.push(
             "zswap is on: pages are compressed in RAM first and come to Weir when its pool is full"
@@ -398,13 +445,17 @@ mod tests {
         let can = |name, resume: &str| {
             Fixture::new(name).with("/sys/power/state", "freeze mem disk\n").with("/sys/power/resume", resume)
         };
-        let unset = can("resume-unset", "0:0\n");
-        let said = refusal(hibernation(&options(&[]), &unset.machine(), false));
+        let (unset, disk) = (can("resume-unset", "0:0\n"), can("resume-disk", "8:2\n"));
+        let host = options(&["--store", "host", "--size", "1G"]);
+        let said = refusal(hibernation(&host, &unset.machine(), false));
         assert!(said.contains("nohibernate") && said.contains("--allow-hibernation"), "{said}");
-        let masks = hibernation(&options(&[]), &unset.machine(), true).expect("systemd masks it");
-        assert_eq!(masks.len(), 3);
-        let disk = can("resume-disk", "8:2\n");
-        assert_eq!(hibernation(&options(&[]), &disk.machine(), false).ok(), Some(vec![]));
+        assert_eq!(hibernation(&host, &disk.machine(), false).ok(), Some(vec![]), "the image has its pages");
+        for machine in [&unset, &disk] {
+            let said = refusal(hibernation(&options(&[]), &machine.machine(), false));
+            assert!(said.contains("GPU memory") && said.contains("--allow-hibernation"), "{said}");
+            let masks = hibernation(&options(&[]), &machine.machine(), true).expect("systemd masks it");
+            assert_eq!(masks.len(), 3);
+        }
         let never = Fixture::new("no-disk").with("/sys/power/state", "freeze mem\n");
         assert_eq!(hibernation(&options(&[]), &never.machine(), true).ok(), Some(vec![]));
         let allowed = hibernation(&options(&["--allow-hibernation"]), &unset.machine(), false);
@@ -430,6 +481,25 @@ mod tests {
             let said = refusal(size(arguments));
             assert!(said.contains(words), "{arguments:?}: {said}");
         }
+    }
+
+    #[test]
+    fn the_size_is_shown_with_what_is_really_left_free() {
+        let machine = Fixture::new("left").machine();
+        let why = |arguments: &[&str], free: Option<u64>| {
+            let free = free.map(|mib| ByteSize(mib << 20));
+            let card = sizing::Card { total: ByteSize(8 << 30), free, display: true };
+            size(&options(arguments), &machine, || vec![card]).expect("a size")
+        };
+        let (size, said) = why(&[], Some(4608));
+        assert_eq!(size, ByteSize(3968 << 20));
+        assert_eq!(said, "about 512MiB stays free, a display among them");
+        assert!(why(&["--parts", "4"], Some(4608)).1.starts_with("about 512MiB stays free"));
+        assert!(why(&["--store", "vram:?floor=1GiB"], Some(4608)).1.starts_with("about 1GiB stays free"));
+        assert!(why(&[], None).1.starts_with("about 2.9GiB is left to others"));
+        let tight = sizing::Card { total: ByteSize(8 << 30), free: Some(ByteSize(700 << 20)), display: true };
+        let said = refusal(super::size(&options(&[]), &machine, || vec![tight]));
+        assert!(said.contains("700MiB of 8GiB") && said.contains("512MiB stays free"), "{said}");
     }
 
     #[test]
@@ -464,11 +534,54 @@ mod tests {
     }
 
     #[test]
+    fn on_a_laptop_pages_go_by_the_window_alone_unless_the_url_says_how() {
+        let case = |case: &str| {
+            Fixture::new(&format!("case-{case}")).with("/sys/class/dmi/id/chassis_type", &format!("{case}\n"))
+        };
+        let chosen = |fixture: &Fixture, store: &str| {
+            let store = options(&["--store", store, "--size", "1G"]).store;
+            let (store, why) = path(&store, &fixture.machine());
+            (store.to_string(), why)
+        };
+        for portable in ["8", "9", "10", "14", "30", "31", "32"] {
+            let laptop = case(portable);
+            let (store, why) = chosen(&laptop, "vram:0?floor=1GiB");
+            assert_eq!(store, "vram:0?floor=1GiB&path=mapped");
+            let why = why.expect("a reason");
+            assert!(why.contains(portable) && why.contains("vram:0?floor=1GiB&path=auto"), "{why}");
+        }
+        let laptop = case("10");
+        for said in ["vram:?path=auto", "vram:?path=engine", "vram:?ring=on", "vram:?window=off", "host:1GiB"]
+        {
+            assert_eq!(chosen(&laptop, said), (said.to_owned(), None));
+        }
+        for (fixture, said) in [(case("3"), "vram:"), (Fixture::new("no-dmi"), "vram:1")] {
+            assert_eq!(chosen(&fixture, said), (said.to_owned(), None));
+        }
+    }
+
+    #[test]
     fn zswap_and_swapped_pages_are_mentioned() {
         let zswap = Fixture::new("zswap").with("/sys/module/zswap/parameters/enabled", "Y\n");
         let swap =
             Swap { path: "/dev/sda2".into(), size: ByteSize(1 << 30), used: ByteSize(1 << 20), priority: -2 };
-        assert_eq!(remarks(&zswap.machine(), &[swap]).len(), 2);
-        assert_eq!(remarks(&Fixture::new("no-zswap").machine(), &[]).len(), 0);
+        assert_eq!(remarks(&options(&[]), &zswap.machine(), &[swap]).len(), 2);
+        assert_eq!(remarks(&options(&[]), &Fixture::new("no-zswap").machine(), &[]).len(), 0);
+    }
+
+    #[test]
+    fn a_suspend_that_would_lose_the_pages_is_mentioned() {
+        let loses = Fixture::new("suspend-loses")
+            .with("/sys/power/state", "freeze mem\n")
+            .with("/proc/driver/nvidia/params", "PreserveVideoMemoryAllocations: 0\n");
+        let said = remarks(&options(&[]), &loses.machine(), &[]);
+        assert!(
+            said.len() == 1 && said[0].contains("weir-sleep.service") && said[0].contains("weir off"),
+            "{said:?}"
+        );
+        let host = options(&["--store", "host", "--size", "1G"]);
+        assert_eq!(remarks(&host, &loses.machine(), &[]), Vec::<String>::new());
+        let saves = loses.with("/proc/driver/nvidia/params", "PreserveVideoMemoryAllocations: 1\n");
+        assert_eq!(remarks(&options(&[]), &saves.machine(), &[]), Vec::<String>::new());
     }
 }

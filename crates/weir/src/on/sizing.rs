@@ -1,9 +1,11 @@
 //! How large the device is to be when nobody says.
 //!
 //! The rules are those of nbd-vram's installer: what a card has, less 1 GiB for whoever else uses it, less 3 GiB where it drives a
-//! display; and where that is not to be had, 512 MiB less, again and again.
+//! display; and where that is not to be had, 512 MiB less, again and again. Where others have taken their share already, the floor
+//! stays free: below it the store would ask at once for what it was just given.
 
 use weir_core::ByteSize;
+use weir_store::VramUrl;
 
 const MIB: u64 = 1 << 20;
 
@@ -15,6 +17,9 @@ pub const HEADROOM_DISPLAY: ByteSize = ByteSize(3 << 30);
 pub const STEP: ByteSize = ByteSize(512 * MIB);
 /// Less than this is not worth a device.
 pub const LEAST: ByteSize = ByteSize(256 * MIB);
+/// What a daemon without a backing takes beyond its size, for writes under way: 1.25 MiB for each of its connections and threads,
+/// of which `weir on` makes 14 at most.
+const UNDER_WAY: ByteSize = ByteSize(32 * MIB);
 
 /// A card's memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -27,18 +32,36 @@ pub struct Card {
     pub display: bool,
 }
 
-/// What one card can lend: its total less the headroom, and no more than is free now; whole steps of 128 MiB, the chunk of
-/// the store. `None` where that is less than [`LEAST`].
-pub fn of_card(card: Card) -> Option<ByteSize> {
-    let headroom = if card.display { HEADROOM_DISPLAY } else { HEADROOM };
-    let lent = card.total.0.saturating_sub(headroom.0).min(card.free.map_or(u64::MAX, |free| free.0));
-    let lent = ByteSize(lent / (128 * MIB) * (128 * MIB));
+impl Card {
+    /// What is left to others.
+    pub fn headroom(self) -> ByteSize {
+        if self.display { HEADROOM_DISPLAY } else { HEADROOM }
+    }
+
+    /// What nobody has now; all of it, where that is not known.
+    pub fn free(self) -> ByteSize {
+        self.free.unwrap_or(self.total)
+    }
+}
+
+/// What the daemons of a device in `parts` may take of each card beyond its size: a store takes whole chunks.
+pub fn beyond(url: &VramUrl, parts: u64) -> ByteSize {
+    ByteSize(UNDER_WAY.0.next_multiple_of(url.chunk.0) * parts)
+}
+
+/// What one card can lend: its total less the headroom, and no more than is free now less the floor and what the daemons take
+/// beyond; whole steps of 128 MiB, the usual chunk of the store, or of a larger chunk. `None` where that is less than [`LEAST`].
+pub fn of_card(card: Card, url: &VramUrl, parts: u64) -> Option<ByteSize> {
+    let spare = card.free().0.saturating_sub(url.floor.0).saturating_sub(beyond(url, parts).0);
+    let lent = card.total.0.saturating_sub(card.headroom().0).min(spare);
+    let step = url.chunk.max(VramUrl::CHUNK).0;
+    let lent = ByteSize(lent / step * step);
     (lent >= LEAST).then_some(lent)
 }
 
 /// What all cards can lend together. The store takes equal parts of each, so the smallest decides.
-pub fn of_cards(cards: &[Card]) -> Option<ByteSize> {
-    let least = cards.iter().map(|card| of_card(*card)).min().flatten()?;
+pub fn of_cards(cards: &[Card], url: &VramUrl, parts: u64) -> Option<ByteSize> {
+    let least = cards.iter().map(|card| of_card(*card, url, parts)).min().flatten()?;
     Some(ByteSize(least.0 * cards.len() as u64))
 }
 
@@ -64,27 +87,43 @@ mod tests {
         ByteSize(gib << 30)
     }
 
-    #[test]
-    fn a_card_keeps_1_gib_for_others_and_3_with_a_display() {
-        let card = |display| Card { total: gib(8), free: None, display };
-        assert_eq!(of_card(card(false)), Some(gib(7)));
-        assert_eq!(of_card(card(true)), Some(gib(5)));
+    fn vram() -> VramUrl {
+        VramUrl::new(weir_store::vram::Target::All)
+    }
+
+    fn lent(card: Card) -> Option<ByteSize> {
+        of_card(card, &vram(), 1)
+    }
+
+    /// What the store takes of each card for a device of this size: the rounding of `weir-store/vram`.
+    fn taken(size: ByteSize, cards: u64, url: &VramUrl, parts: u64) -> u64 {
+        let part = part(size, parts, url.chunk.0).0 + UNDER_WAY.0;
+        part.div_ceil(cards).next_multiple_of(url.chunk.0) * parts
     }
 
     #[test]
-    fn what_others_have_taken_already_is_not_lent() {
-        let card = Card { total: gib(8), free: Some(gib(2)), display: false };
-        assert_eq!(of_card(card), Some(gib(2)));
-        assert_eq!(
-            of_card(Card { total: gib(2), free: None, display: true }),
-            None,
-            "nothing is left to lend"
-        );
+    fn a_card_keeps_1_gib_for_others_and_3_with_a_display() {
+        let card = |display| Card { total: gib(8), free: None, display };
+        assert_eq!(lent(card(false)), Some(gib(7)));
+        assert_eq!(lent(card(true)), Some(gib(5)));
+    }
+
+    #[test]
+    fn of_what_others_have_left_the_floor_and_a_chunk_for_writes_under_way_stay_free() {
+        let mib = |mib| Some(ByteSize(mib * MIB));
+        let desktop = Card { total: gib(8), free: mib(4608), display: true };
+        assert_eq!(lent(desktop), mib(4608 - 512 - 128));
+        let large = VramUrl { chunk: gib(1), floor: gib(1), ..vram() };
+        assert_eq!(of_card(desktop, &large, 1), mib(2048));
+        assert_eq!(of_card(desktop, &vram(), 4), mib(4608 - 512 - 4 * 128), "each daemon takes its own");
+        assert_eq!(lent(Card { total: gib(8), free: mib(800), display: false }), None);
+        assert_eq!(lent(Card { total: gib(2), free: None, display: true }), None, "nothing is left to lend");
     }
 
     #[test]
     fn the_smallest_of_several_cards_decides() {
         let card = |total| Card { total: gib(total), free: None, display: false };
+        let of_cards = |cards: &[Card]| of_cards(cards, &vram(), 1);
         assert_eq!(of_cards(&[card(8), card(24)]), Some(gib(14)));
         assert_eq!(of_cards(&[card(8), card(1)]), None);
         assert_eq!(of_cards(&[]), None);
@@ -108,11 +147,21 @@ mod tests {
         }
 
         #[test]
-        fn nothing_is_lent_that_the_headroom_needs(total in 0u64..1 << 40, display: bool) {
-            let card = Card { total: ByteSize(total), free: None, display };
-            if let Some(size) = of_card(card) {
-                let headroom = if display { HEADROOM_DISPLAY } else { HEADROOM };
-                prop_assert!(size.0 + headroom.0 <= total);
+        fn nothing_is_lent_that_the_headroom_or_the_floor_needs(
+            total in 0u64..1 << 40,
+            used in 0u64..1 << 36,
+            display: bool,
+            cards in 1u64..9,
+            parts in 1u64..17,
+            chunk in 20u32..33,
+        ) {
+            let free = total.saturating_sub(used);
+            let card = Card { total: ByteSize(total), free: Some(ByteSize(free)), display };
+            let url = VramUrl { chunk: ByteSize(1 << chunk), ..vram() };
+            if let Some(size) = of_card(card, &url, parts) {
+                prop_assert!(size.0 + card.headroom().0 <= total);
+                let taken = taken(ByteSize(size.0 * cards), cards, &url, parts);
+                prop_assert!(taken + url.floor.0 <= free, "{taken} of {free} are taken for {size}");
             }
         }
     }

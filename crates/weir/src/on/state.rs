@@ -162,6 +162,12 @@ impl State {
             _ => None,
         })
     }
+
+    /// Whether it is on, and every part has given its memory back: there is nothing to swap on, and nobody who answers.
+    pub fn is_all_away(&self) -> bool {
+        let is_away = |step: &Step| matches!(step, Step::Away { .. });
+        self.phase == Phase::On && self.swaps().next().is_none() && self.steps.iter().any(is_away)
+    }
 }
 
 /// Takes the lock. A child that a killed weir on had just started has it too until it runs its own program, so one refusal says little.

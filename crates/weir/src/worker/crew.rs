@@ -488,7 +488,6 @@ fn bytes(slots: u32) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use weir_store::vram::Headroom;
     use weir_store::{Fault, Host, OpenError, Sim, SimUrl, Store};
     use weir_volume::Config;
 

@@ -34,8 +34,19 @@ pub struct Card {
     pub(super) staging_type: u32,
     pub(super) heap: usize,
     pub(super) queue: u32,
-    /// Where it sits; the order in which `nvidia-smi` counts.
-    pci: (u32, u32, u32),
+    /// Where it sits: domain, bus, device, function; the order in which `nvidia-smi` counts.
+    pci: [u32; 4],
+}
+
+/// A card that a store would open, before it is opened.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Listed {
+    /// Its PCI address as the kernel writes it: `0000:03:00.0`.
+    pub address: String,
+    /// Bytes of the memory that the store takes from.
+    pub total: u64,
+    /// What of it this process could have, where the driver reckons that.
+    pub free: Option<u64>,
 }
 
 /// Why there is no mapped VRAM here. Each is an answer, not a crash: the store may still work through CUDA.
@@ -76,12 +87,7 @@ impl Device {
     ///
     /// With `blind` no card's memory counts as visible, as if Resizable BAR were off.
     pub fn find(index: usize, software: bool, blind: bool) -> Result<Self, Refusal> {
-        // SAFETY: loading runs the loader's initialisers, as every Vulkan program does.
-        let entry = unsafe { ash::Entry::load() }.map_err(|error| Refusal::NoLoader(error.to_string()))?;
-        let app = vk::ApplicationInfo::default().application_name(c"weir").api_version(vk::API_VERSION_1_1);
-        let info = vk::InstanceCreateInfo::default().application_info(&app);
-        // SAFETY: `info` outlives the call.
-        let instance = unsafe { entry.create_instance(&info, None) }.of("vkCreateInstance")?;
+        let (entry, instance) = begin()?;
         match choose(&instance, index, software, blind) {
             Ok(card) => Ok(Device::open(entry, instance, card)?),
             Err(refusal) => {
@@ -90,6 +96,61 @@ impl Device {
                 Err(refusal)
             }
         }
+    }
+}
+
+fn begin() -> Result<(ash::Entry, ash::Instance), Refusal> {
+    // SAFETY: loading runs the loader's initialisers, as every Vulkan program does.
+    let entry = unsafe { ash::Entry::load() }.map_err(|error| Refusal::NoLoader(error.to_string()))?;
+    let app = vk::ApplicationInfo::default().application_name(c"weir").api_version(vk::API_VERSION_1_1);
+    let info = vk::InstanceCreateInfo::default().application_info(&app);
+    // SAFETY: `info` outlives the call.
+    let instance = unsafe { entry.create_instance(&info, None) }.of("vkCreateInstance")?;
+    Ok((entry, instance))
+}
+
+/// The discrete cards, in the order in which `vram:0`, `vram:1`, ... count them. None is opened, so this is cheap; empty where there
+/// is no Vulkan.
+pub fn list() -> Vec<Listed> {
+    listed(false)
+}
+
+fn listed(software: bool) -> Vec<Listed> {
+    let Ok((_entry, instance)) = begin() else { return Vec::new() };
+    let listed =
+        |card: Card| Listed { address: address(card.pci), total: card.bytes, free: card.budget(&instance) };
+    let (fit, _) = cards(&instance, software, false).unwrap_or_default();
+    let listed = fit.into_iter().map(listed).collect();
+    // SAFETY: nothing made from the instance is left.
+    unsafe { instance.destroy_instance(None) };
+    listed
+}
+
+/// As the kernel writes it.
+fn address([domain, bus, device, function]: [u32; 4]) -> String {
+    format!("{domain:04x}:{bus:02x}:{device:02x}.{function:x}")
+}
+
+impl Card {
+    /// Whether the driver reports budgets (VK_EXT_memory_budget).
+    pub(super) fn has_budget(&self, instance: &ash::Instance) -> bool {
+        // SAFETY: the physical device belongs to this instance.
+        let extensions = unsafe { instance.enumerate_device_extension_properties(self.physical) };
+        let is_budget =
+            |it: &vk::ExtensionProperties| it.extension_name_as_c_str() == Ok(ash::ext::memory_budget::NAME);
+        extensions.is_ok_and(|extensions| extensions.iter().any(is_budget))
+    }
+
+    /// Bytes of its memory that this process could still have, where the driver reckons that.
+    pub(super) fn budget(&self, instance: &ash::Instance) -> Option<u64> {
+        if !self.has_budget(instance) {
+            return None;
+        }
+        let mut budget = vk::PhysicalDeviceMemoryBudgetPropertiesEXT::default();
+        let mut properties = vk::PhysicalDeviceMemoryProperties2::default().push_next(&mut budget);
+        // SAFETY: the physical device belongs to this instance; both structures outlive the call.
+        unsafe { instance.get_physical_device_memory_properties2(self.physical, &mut properties) };
+        Some(budget.heap_budget[self.heap].saturating_sub(budget.heap_usage[self.heap]))
     }
 }
 
@@ -185,7 +246,7 @@ fn judge(
         staging_type,
         heap,
         queue: queue as u32,
-        pci: (pci.pci_domain, pci.pci_bus, pci.pci_device),
+        pci: [pci.pci_domain, pci.pci_bus, pci.pci_device, pci.pci_function],
     })
 }
 
@@ -328,6 +389,22 @@ mod tests {
         assert!(visible_memory(&cached, true).is_ok(), "a software renderer may be chosen by name");
         let host = memory(&[(BAR, 0)], &[(8 << 30, false)]);
         assert!(visible_memory(&host, false).is_err());
+    }
+
+    #[test]
+    fn an_address_is_written_as_the_kernel_writes_it() {
+        assert_eq!(address([0, 0x3, 0, 0]), "0000:03:00.0");
+        assert_eq!(address([0x1_0000, 0xc1, 0x1f, 7]), "10000:c1:1f.7");
+    }
+
+    #[test]
+    fn what_is_listed_is_what_is_opened() {
+        for software in [false, true] {
+            let open = (0..).map_while(|index| Device::find(index, software, false).ok());
+            let opened: Vec<_> = open.map(|gpu| (address(gpu.card.pci), gpu.card.bytes)).collect();
+            let listed: Vec<_> = listed(software).into_iter().map(|it| (it.address, it.total)).collect();
+            assert_eq!(listed, opened);
+        }
     }
 
     #[test]

@@ -12,11 +12,10 @@ mod choice;
 pub mod copy;
 pub mod queue;
 
-pub use choice::{Card, Refusal};
+pub use choice::{Card, Listed, Refusal, list};
 
 use super::answer_limit;
 use ash::vk;
-use std::ffi::CStr;
 use std::fmt;
 use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::ptr::NonNull;
@@ -34,8 +33,6 @@ pub struct Device {
     /// The one queue, and whose turn it is to hand something to it.
     queue: vk::Queue,
     queue_turn: Mutex<()>,
-    /// Whether the driver reports budgets (VK_EXT_memory_budget).
-    budget: bool,
     /// Keeps the loader's library; last, so that it outlives everything made from it.
     _entry: ash::Entry,
 }
@@ -104,11 +101,8 @@ impl Device {
         let physical = card.physical;
         // SAFETY: `physical` belongs to `instance`; every create-info outlives its call.
         unsafe {
-            let have = instance.enumerate_device_extension_properties(physical).of("listing extensions")?;
-            let has = |name: &CStr| have.iter().any(|it| it.extension_name_as_c_str() == Ok(name));
-            let budget = has(ash::ext::memory_budget::NAME);
             let mut extensions = vec![ash::khr::external_memory_fd::NAME.as_ptr()];
-            if budget {
+            if card.has_budget(&instance) {
                 extensions.push(ash::ext::memory_budget::NAME.as_ptr());
             }
             let queues = [vk::DeviceQueueCreateInfo::default()
@@ -135,7 +129,6 @@ impl Device {
                 clearing: Mutex::new(clearing),
                 queue,
                 queue_turn: Mutex::new(()),
-                budget,
                 _entry: entry,
             })
         }
@@ -143,19 +136,7 @@ impl Device {
 
     /// Bytes of device memory that this process could still have, as the driver reckons.
     pub fn free_bytes(&self) -> u64 {
-        let mut budget = vk::PhysicalDeviceMemoryBudgetPropertiesEXT::default();
-        let mut properties = vk::PhysicalDeviceMemoryProperties2::default();
-        if self.budget {
-            properties = properties.push_next(&mut budget);
-        }
-        // SAFETY: the physical device belongs to this instance; both structures outlive the call.
-        unsafe { self.instance.get_physical_device_memory_properties2(self.card.physical, &mut properties) };
-        let size = properties.memory_properties.memory_heaps[self.card.heap].size;
-        if self.budget {
-            budget.heap_budget[self.card.heap].saturating_sub(budget.heap_usage[self.card.heap])
-        } else {
-            size
-        }
+        self.card.budget(&self.instance).unwrap_or(self.card.bytes)
     }
 
     /// Takes `bytes` of device memory, mapped, able to be exported.
