@@ -16,6 +16,9 @@ const LEAST: Duration = Duration::from_micros(2);
 /// Pauses between two looks; half a microsecond or so.
 const PAUSES: u32 = 16;
 
+/// From here on whoever else wants the processor has it first: a thread that looks for as long as this is no better than one that waits.
+const POLITE: Duration = Duration::from_micros(200);
+
 /// How many threads may spin at once.
 #[derive(Debug)]
 pub(crate) struct SpinGate {
@@ -73,10 +76,15 @@ impl<'a> Spin<'a> {
             return Ok(None);
         }
         let found = loop {
-            match look() {
-                // Looking takes the socket's locks, for which the client must not be made to wait.
-                Ok(None) if start.elapsed() < self.now => (0..PAUSES).for_each(|_| std::hint::spin_loop()),
-                found => break found,
+            let found = look();
+            let looked = start.elapsed();
+            if !matches!(found, Ok(None)) || looked >= self.now {
+                break found;
+            }
+            // Looking takes the socket's locks, for which the client must not be made to wait.
+            (0..PAUSES).for_each(|_| std::hint::spin_loop());
+            if looked >= POLITE {
+                std::thread::yield_now();
             }
         };
         self.gate.leave();

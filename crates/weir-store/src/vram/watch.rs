@@ -17,8 +17,10 @@ const TICK_ASLEEP: Duration = Duration::from_secs(1);
 const QUIET: Duration = Duration::from_secs(1);
 /// Pages in one look from which on many move.
 const MANY: u64 = 32;
-/// How often it asks how much memory is left, and, while the kernel is there, who else is on the card.
-const ASK_EVERY: Duration = Duration::from_millis(250);
+/// How often it asks how much memory is left, and, while the kernel is there, who else is on the card; while many pages move, and else. The
+/// driver takes milliseconds to answer, more than a hundred pages do.
+const ASK_BUSY: Duration = Duration::from_millis(250);
+const ASK_IDLE: Duration = Duration::from_secs(1);
 
 /// Pages a second from which on it is worth finding out by which way a crowd's writes go fastest.
 const THRONG: f64 = 1e6;
@@ -84,7 +86,8 @@ pub fn watch(gpu: &Gpu, mut policy: Policy) {
             contests.iter_mut().for_each(Contest::pause);
         }
         let resident = gpu.ring_is_resident();
-        if asked.elapsed() >= ASK_EVERY {
+        let ask_every = if resident || moved >= MANY { ASK_BUSY } else { ASK_IDLE };
+        if asked.elapsed() >= ask_every {
             gpu.mind_headroom();
             others = if resident { gpu.others() } else { 0 };
             asked = Instant::now();
