@@ -51,6 +51,8 @@ struct Shared {
     swap: bool,
     begun: Instant,
     looks: Looks,
+    /// A store that a sleep may cost what it holds, and that cannot be emptied before.
+    stays: Option<String>,
 }
 
 impl Daemon {
@@ -123,6 +125,7 @@ impl Daemon {
             swap: options.swap,
             begun: Instant::now(),
             looks: Looks::default(),
+            stays: stays(options),
         };
         if took_over {
             (log)(
@@ -229,6 +232,12 @@ fn lends(options: &ServeOptions, at: usize) -> bool {
     }
 }
 
+/// A store of GPU memory, which a sleep may cost what it holds, that does not lend.
+fn stays(options: &ServeOptions) -> Option<String> {
+    let stays = |&at: &usize| matches!(options.store[at], StoreUrl::Vram(_)) && !lends(options, at);
+    (0..options.store.len()).find(stays).map(|at| options.store[at].to_string())
+}
+
 impl Service for Shared {
     fn status(&self) -> Status {
         Shared::status(self)
@@ -243,6 +252,11 @@ impl Service for Shared {
     }
 
     fn sleep(&self, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String> {
+        if let Some(store) = &self.stays {
+            return Err(format!(
+                "cannot give back for a sleep: {store} is the last store, so nothing takes its pages; weir serve takes --backing PATH, or that store first"
+            ));
+        }
         self.worker.sleep(tell)
     }
 
@@ -300,7 +314,9 @@ impl Shared {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cli::{Cli, Command};
     use crate::control::Export;
+    use clap::Parser as _;
 
     /// A device that somebody has open for so many more tries.
     #[derive(Debug)]
@@ -332,5 +348,20 @@ mod tests {
             });
             assert_eq!(told, user, "{open} more tries, of {most}");
         }
+    }
+    #[test]
+    fn gpu_memory_that_no_store_lies_below_cannot_be_emptied_for_a_sleep() {
+        let of = |arguments: &[&str]| {
+            let command = [&["weir", "serve", "--nbd", "unix:/nowhere"], arguments].concat();
+            match Cli::try_parse_from(command).expect("right").command {
+                Command::Serve(options) => stays(&options),
+                _ => panic!("weir serve"),
+            }
+        };
+        let last = ["--store", "host:4GiB", "--store", "vram:0"];
+        assert_eq!(of(&last).as_deref(), Some("vram:0"));
+        assert_eq!(of(&[&last[..], &["--backing", "/a"]].concat()), None);
+        assert_eq!(of(&["--store", "vram:0", "--store", "host:4GiB"]), None);
+        assert_eq!(of(&["--store", "vram:0"]), None, "the worker says what fits nowhere");
     }
 }

@@ -11,8 +11,9 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Instant;
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_queue::{Item, Queue, Work, has_item};
+use weir_store::Fault;
 use weir_store::vram::Headroom;
-use weir_volume::{ChunkState, ChunkStatus, Lane, Note, Volume};
+use weir_volume::{ChunkState, ChunkStatus, GiveBackError, Lane, Note, Volume};
 
 /// What to do where every store is needed.
 const MORE_ROOM: &str = "for more weir on and weir serve take --backing PATH, and weir on --parts N";
@@ -273,17 +274,6 @@ impl Crew {
 
     fn give_back(self: &Arc<Self>, job: &Arc<Job>) -> Result<Moved, String> {
         let began = Instant::now();
-        if job.only.is_none() && job.bytes.is_none() {
-            let mut away = self.chunks(ChunkState::GivenBack, None);
-            if job.wish == Wish::Sleep {
-                // The governor takes nothing before the sleep is over; what somebody gave back is left to them.
-                away.retain(|it| it.note.unasked);
-                self.note(&away, |note| Note { asleep: true, ..note });
-            } else {
-                // All of it is somebody's wish now, also what is away already.
-                self.note(&away, |_| Note::default());
-            }
-        }
         let held = self.chunks(ChunkState::Held, job.only);
         let there: u64 = held.iter().map(|chunk| chunk.bytes()).sum();
         let spare = bytes(self.volume.spare_slots());
@@ -314,6 +304,17 @@ impl Crew {
                 )
             };
             return Err(format!("cannot give back {asked}: {seen}; {MORE_ROOM}"));
+        }
+        if job.only.is_none() && job.bytes.is_none() {
+            let mut away = self.chunks(ChunkState::GivenBack, None);
+            if job.wish == Wish::Sleep {
+                // The governor takes nothing before the sleep is over; what somebody gave back is left to them.
+                away.retain(|it| it.note.unasked);
+                self.note(&away, |note| Note { asleep: true, ..note });
+            } else {
+                // All of it is somebody's wish now, also what is away already.
+                self.note(&away, |_| Note::default());
+            }
         }
         job.reach.total_bytes.store(total, Ordering::Relaxed);
         self.rise.end();
@@ -435,11 +436,12 @@ impl Crew {
                 Ok(()) => {
                     job.reach.bytes.fetch_add(chunk.bytes(), Ordering::Relaxed);
                 }
-                Err(_) if room.is_some() => {}
+                Err(GiveBackError::Store(Fault::Full)) if room.is_some() => {}
                 Err(error) => {
                     let store = self.volume.stores().nth(chunk.store).map_or("", |store| store.name());
+                    let again = if job.wish == Wish::Wake { "--sleep" } else { "all" };
                     trouble = Some(format!(
-                        "{store} has no more now ({}); end what uses it, then weir take again",
+                        "{store} has no more now ({}); end what uses it, then weir take {again}",
                         chain(&error)
                     ));
                     break;
@@ -459,14 +461,17 @@ impl Crew {
         }
     }
 
-    /// The sleep is over: what is away for it, and was not before. It is the governor's from here on, as what it had given already
-    /// is again, so that nothing stays away for ever where it cannot be taken now or the daemon dies.
+    /// The sleep is over: what is away for it, and was not before. Where there is a governor it is that one's from here on, as what it had
+    /// given already is again, so that nothing stays away for ever if it cannot be taken now or the daemon dies; elsewhere it is
+    /// away for a sleep until it is taken.
     fn woken(&self) -> Vec<Chunk> {
         let mut asleep = self.chunks(ChunkState::GivenBack, None);
         asleep.retain(|it| it.note.asleep);
-        self.note(&asleep, |_| Note { unasked: true, asleep: false });
-        asleep.retain(|it| !it.note.unasked);
-        asleep
+        let (governed, mut woken): (Vec<_>, Vec<_>) =
+            asleep.into_iter().partition(|it| self.room(self.card(it)).is_some());
+        self.note(&governed, |_| Note { unasked: true, asleep: false });
+        woken.extend(governed.into_iter().filter(|it| !it.note.unasked));
+        woken
     }
 }
 
@@ -488,18 +493,27 @@ fn bytes(slots: u32) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use weir_store::{Fault, Host, OpenError, Sim, SimUrl, Store};
+    use weir_store::{Host, OpenError, Sim, SimUrl, Store};
     use weir_volume::Config;
 
     const MIB: u64 = 1 << 20;
     const CHUNK: u64 = 4 * MIB;
     const CARD: Card = Card { store: 0, card: 0 };
 
-    /// A store of four chunks on a card that says how much of it is free.
+    /// A store of four chunks on a card.
     #[derive(Debug)]
     struct OnCard {
         sim: Sim,
-        free: Arc<AtomicU64>,
+        owner: Arc<Owner>,
+    }
+
+    /// What the card's owner does with it.
+    #[derive(Debug, Default)]
+    struct Owner {
+        free: AtomicU64,
+        /// The card does not say how much of it is free.
+        silent: AtomicBool,
+        lost: AtomicBool,
     }
 
     impl Store for OnCard {
@@ -520,29 +534,53 @@ mod tests {
         }
 
         fn release(&self, chunk: u32) -> Result<(), Fault> {
-            self.free.fetch_add(CHUNK, Ordering::Relaxed);
+            self.owner.free.fetch_add(CHUNK, Ordering::Relaxed);
             self.sim.release(chunk)
         }
 
         fn take(&self, chunk: u32) -> Result<(), Fault> {
-            self.free.fetch_sub(CHUNK, Ordering::Relaxed);
+            if self.owner.lost.load(Ordering::Relaxed) {
+                return Err(Fault::Lost);
+            }
+            let left = |free: u64| free.checked_sub(CHUNK);
+            self.owner
+                .free
+                .fetch_update(Ordering::Relaxed, Ordering::Relaxed, left)
+                .map_err(|_| Fault::Full)?;
             self.sim.take(chunk)
         }
 
         fn headroom(&self) -> Vec<Option<Headroom>> {
-            let (free, floor, spare) = (self.free.load(Ordering::Relaxed), MIB, 2 * MIB);
-            vec![Some(Headroom { free, total: 64 * MIB, display: false, floor, spare, chunk: CHUNK })]
+            let (free, floor, spare) = (self.owner.free.load(Ordering::Relaxed), MIB, 2 * MIB);
+            let says = !self.owner.silent.load(Ordering::Relaxed);
+            vec![says.then_some(Headroom {
+                free,
+                total: 64 * MIB,
+                display: false,
+                floor,
+                spare,
+                chunk: CHUNK,
+            })]
         }
     }
 
-    fn crew() -> (Arc<Crew>, Arc<AtomicU64>) {
-        let free = Arc::new(AtomicU64::new(2 * MIB));
-        let config = Config { pages: 64, lanes: 1 + super::super::lanes(), depth: 4 };
+    /// Over a device of so many pages; below the card there is room for all of them but `less`.
+    fn crew_of(pages: u32, less: u32) -> (Arc<Crew>, Arc<Owner>) {
+        let owner = Arc::new(Owner { free: AtomicU64::new(2 * MIB), ..Owner::default() });
+        let config = Config { pages, lanes: 1 + super::super::lanes(), depth: 4 };
         let url = SimUrl { size: ByteSize(4 * CHUNK), chunk: Some(ByteSize(CHUNK)), ..SimUrl::default() };
-        let first = OnCard { sim: Sim::open(url).expect("memory"), free: Arc::clone(&free) };
-        let below = Host::new(config.slots()).expect("memory");
+        let first = OnCard { sim: Sim::open(url).expect("memory"), owner: Arc::clone(&owner) };
+        let below = Host::new(config.slots() - less).expect("memory");
         let volume = Volume::create(config, vec![Arc::new(first), Arc::new(below)]).expect("a volume");
-        (Crew::start(&volume, &[true, false]).expect("threads"), free)
+        (Crew::start(&volume, &[true, false]).expect("threads"), owner)
+    }
+
+    fn crew() -> (Arc<Crew>, Arc<Owner>) {
+        crew_of(64, 0)
+    }
+
+    fn refused(crew: &Arc<Crew>, wish: Wish) -> String {
+        Job::new(crew, wish, None).run_on(crew, &mut |_| {}).expect_err("refused")
     }
 
     fn ask(crew: &Arc<Crew>, wish: Wish, bytes: Option<u64>) -> Moved {
@@ -569,14 +607,49 @@ mod tests {
 
     #[test]
     fn what_a_card_cannot_spare_after_a_sleep_is_left_to_the_governor() {
-        let (crew, free) = crew();
+        let (crew, owner) = crew();
         assert_eq!(ask(&crew, Wish::Sleep, None).bytes, 4 * CHUNK);
         // Somebody else was there first.
-        free.store(CHUNK + 2 * MIB, Ordering::Relaxed);
+        owner.free.store(CHUNK + 2 * MIB, Ordering::Relaxed);
         let woken = ask(&crew, Wish::Wake, None);
         assert_eq!((woken.bytes, woken.left_bytes), (CHUNK, 3 * CHUNK));
-        assert!(free.load(Ordering::Relaxed) >= MIB, "the floor is kept");
+        assert!(owner.free.load(Ordering::Relaxed) >= MIB, "the floor is kept");
         assert_eq!(crew.chunk_counts(CARD), (1, 3));
+        crew.stop();
+    }
+
+    #[test]
+    fn a_card_that_did_not_survive_the_sleep_is_told_of() {
+        let (crew, owner) = crew();
+        ask(&crew, Wish::Sleep, None);
+        owner.lost.store(true, Ordering::Relaxed);
+        let why = refused(&crew, Wish::Wake);
+        assert!(why.contains("no longer holds"), "{why}");
+        crew.stop();
+    }
+
+    #[test]
+    fn what_no_governor_looks_after_is_away_for_a_sleep_until_it_is_taken() {
+        let (crew, owner) = crew();
+        owner.silent.store(true, Ordering::Relaxed);
+        ask(&crew, Wish::Sleep, None);
+        owner.free.store(CHUNK, Ordering::Relaxed);
+        let why = refused(&crew, Wish::Wake);
+        assert!(why.contains("weir take --sleep"), "{why}");
+        owner.free.store(4 * CHUNK, Ordering::Relaxed);
+        assert_eq!(ask(&crew, Wish::Wake, None).bytes, 3 * CHUNK);
+        crew.stop();
+    }
+
+    #[test]
+    fn a_sleep_that_is_refused_takes_nothing_from_the_governor() {
+        // One chunk is more than the device needs.
+        let chunk_pages = (CHUNK / PAGE_SIZE as u64) as u32;
+        let (crew, _) = crew_of(4 * chunk_pages, 3 * chunk_pages);
+        let governed = Job::governed(&crew, Wish::GiveBack, CHUNK, CARD).run_on(&crew, &mut |_| {});
+        assert_eq!(governed.expect("it is done").bytes, CHUNK);
+        refused(&crew, Wish::Sleep);
+        assert_eq!(crew.chunk_counts(CARD), (3, 1));
         crew.stop();
     }
 
