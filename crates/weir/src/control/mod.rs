@@ -15,7 +15,11 @@ pub use server::Server;
 pub use status::{Background, CpuLatency, Export, Io, Looks, Protection, Status, Store, Traffic, Volume};
 
 use crate::attach::Attachment;
+use crate::failure::Failure;
 use serde::{Deserialize, Serialize};
+use std::fs;
+use std::io;
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -167,10 +171,32 @@ pub fn find() -> PathBuf {
     if !own.exists() && system.exists() { system } else { own }
 }
 
-/// Where the daemon listens unless told otherwise: the user's own run-time directory, or the system's.
+/// Where the daemon listens unless told otherwise: in the user's own run-time directory, or the system's.
 pub fn default_path() -> PathBuf {
+    default_directory().join(SOCKET)
+}
+
+fn default_directory() -> PathBuf {
     let directory = std::env::var_os("XDG_RUNTIME_DIR").filter(|directory| !directory.is_empty());
-    directory
-        .map_or_else(|| PathBuf::from(SYSTEM), |directory| PathBuf::from(directory).join("weir"))
-        .join(SOCKET)
+    directory.map_or_else(|| PathBuf::from(SYSTEM), |directory| PathBuf::from(directory).join("weir"))
+}
+
+/// Makes the directory of `path` where that is a run-time directory: the user's own or the system's. Nobody else's is made.
+pub fn make_run_time_directory(path: &Path) -> Result<(), Failure> {
+    let directories = [default_directory(), PathBuf::from(SYSTEM)];
+    let Some(directory) = directories.iter().find(|directory| path.parent() == Some(directory)) else {
+        return Ok(());
+    };
+    make_directory(directory).map_err(|error| {
+        Failure::Failed(format!(
+            "cannot make {} for {}: {error}; run it as root, or name another place",
+            directory.display(),
+            path.display()
+        ))
+    })
+}
+
+/// Its owner's alone, as the sockets in it.
+fn make_directory(directory: &Path) -> io::Result<()> {
+    fs::DirBuilder::new().recursive(true).mode(0o700).create(directory)
 }
