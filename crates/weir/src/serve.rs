@@ -1,13 +1,14 @@
 //! `weir serve`: the daemon in the foreground, until SIGTERM or SIGINT.
 
 use crate::cli::{LogLevel, ServeOptions};
-use crate::control::{Server, default_path};
+use crate::control::{Server, default_path, make_run_time_directory};
 use crate::daemon::Daemon;
 use crate::failure::Failure;
 use crate::relay::Relay;
 use crate::{address::Address, config, keeper};
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
+use std::path::Path;
 use weir_core::swap_safety::{self, Children, Protections};
 use weir_core::{ByteSize, Memory};
 use weir_export::fuse;
@@ -21,6 +22,8 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
         None => options,
     };
     check(&options)?;
+    // The control socket would make it, but comes last.
+    paths(&options).try_for_each(make_run_time_directory)?;
     // Before any thread: the flusher flag is inherited by the threads that come after it.
     let protections = if options.swap { protect(options.unsafe_no_flusher)? } else { Protections::default() };
     let log = log::to_stderr(match options.log {
@@ -113,6 +116,15 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
     daemon.stop();
 
     Ok(())
+}
+
+/// Where the ways in are in the file system.
+fn paths(options: &ServeOptions) -> impl Iterator<Item = &Path> {
+    let sockets = options.nbd.iter().filter_map(|address| match address {
+        Address::Unix(path) => Some(path.as_path()),
+        Address::Tcp { .. } => None,
+    });
+    sockets.chain(options.fuse.as_deref()).chain(options.share.as_deref())
 }
 
 /// What no single flag's type can say.

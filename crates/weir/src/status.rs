@@ -1,13 +1,12 @@
 //! `weir status`: asks the daemon how it is.
 
 use crate::cli::StatusOptions;
-use crate::control;
 use crate::failure::Failure;
 use crate::on;
 
 /// Prints the daemon's answer.
 pub fn run(options: &StatusOptions) -> Result<(), Failure> {
-    let path = options.control.clone().unwrap_or_else(control::find);
+    let path = options.control.clone().unwrap_or_else(on::parts::find);
     if let Some(directory) = on::parts::among(&path).filter(|_| !options.json) {
         print!("{}", on::parts::lines(&directory)?);
         // The first may be off, and that has been said.
@@ -15,7 +14,7 @@ pub fn run(options: &StatusOptions) -> Result<(), Failure> {
             return Ok(());
         }
     }
-    let status = control::status(&path)?;
+    let status = on::parts::status(&path)?;
     if options.json {
         println!("{}", serde_json::to_string_pretty(&status).map_err(Failure::failed)?);
     } else {

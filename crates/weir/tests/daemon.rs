@@ -164,6 +164,36 @@ fn a_configuration_file_serves_as_its_flags_would() {
 }
 
 #[test]
+fn the_run_time_directory_is_made_before_the_first_way_in_and_nobody_elses_is() {
+    let directory = Directory::new("run-time");
+    let serve = |addresses: &[&str]| {
+        let mut command =
+            weir(&[&["serve", "--store", "host:16MiB", "--connections", "1"], addresses].concat());
+        command.env("XDG_RUNTIME_DIR", &directory.0);
+        command
+    };
+    let nbd = directory.file("weir/nbd.sock");
+    let (address, share) = (format!("unix:{nbd}"), directory.file("weir/share.sock"));
+    let mut places = vec!["--share", &share];
+    let file = directory.file("weir/disk");
+    if rustix::process::geteuid().is_root() && Path::new("/dev/fuse").exists() {
+        places.extend(["--fuse", &file]);
+    }
+    // Each is the first of its own daemon.
+    for places in [vec!["--nbd", &address], places] {
+        let mut daemon = Daemon::spawn(serve(&places), directory.file("weir/control.sock"), nbd.clone());
+        let mode = fs::metadata(directory.0.join("weir")).expect("made").permissions().mode();
+        assert_eq!(mode & 0o777, 0o700);
+        assert_eq!(daemon.terminate(), Some(0), "{}", daemon.said());
+        fs::remove_dir(directory.0.join("weir")).expect("nothing is left in it");
+    }
+    let elsewhere = format!("unix:{}", directory.file("elsewhere/nbd.sock"));
+    let refused = serve(&["--nbd", &elsewhere]).output().expect("the program starts");
+    assert_eq!(refused.status.code(), Some(1), "{}", text(&refused.stderr));
+    assert!(!directory.0.join("elsewhere").exists());
+}
+
+#[test]
 fn a_second_daemon_is_refused_and_a_dead_ones_socket_is_not() {
     let directory = Directory::new("twice");
     let control = directory.file("control.sock");

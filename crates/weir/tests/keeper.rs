@@ -79,6 +79,37 @@ fn the_keeper_runs_from_memory_so_that_an_upgrade_leaves_no_removed_file_in_use(
     assert_eq!(scene.terminate(), Some(0));
 }
 
+/// The final kill at the machine's end passes over names that begin with @.
+#[test]
+fn keeper_and_daemon_of_swap_have_their_name_with_and_without_a_copy_in_memory() {
+    // The copy is larger than any file may be: what a system that lets no file in memory be executed comes to.
+    for (name, limit) in [("copy", "unlimited"), ("no-copy", "32768")] {
+        let directory = std::env::temp_dir().join(format!("weir-{}-{name}", std::process::id()));
+        fs::create_dir_all(&directory).unwrap();
+        let script = format!("trap '' XFSZ; ulimit -f {limit}; exec \"$0\" \"$@\"");
+        let mut command = Command::new("sh");
+        command.args(["-c", &script, WEIR, "serve", "--swap", "--unsafe-no-flusher", "--keeper"]);
+        command.args(["--store", "host:1MiB", "--control"]).arg(directory.join("control"));
+        Daemon::with_nbd(&mut command, &directory);
+        let log = directory.join("log");
+        let process = command.stderr(fs::File::create(&log).unwrap()).spawn().unwrap();
+        let mut scene = Daemon { directory, process };
+        drop(scene.connect());
+        let is_copy = |process: u32| {
+            fs::read_link(format!("/proc/{process}/exe")).unwrap().starts_with("/memfd:weir (deleted)")
+        };
+        assert_eq!(is_copy(scene.process.id()), name == "copy", "{}", fs::read_to_string(&log).unwrap());
+        let daemon = scene.daemon().unwrap().as_raw_nonzero().get() as u32;
+        for process in [scene.process.id(), daemon] {
+            let line = fs::read(format!("/proc/{process}/cmdline")).unwrap();
+            assert!(line.starts_with(b"@weir\0serve\0"), "{name}: {}", String::from_utf8_lossy(&line));
+        }
+        let said = fs::read_to_string(&log).unwrap().matches("cannot run from memory").count();
+        assert_eq!(said, usize::from(name == "no-copy"), "{}", fs::read_to_string(&log).unwrap());
+        assert_eq!(scene.terminate(), Some(0));
+    }
+}
+
 /// What the journal is, and a log on tmpfs, once it was swapped out to the device that is down.
 #[test]
 fn a_daemon_is_replaced_though_nobody_takes_its_lines() {

@@ -98,7 +98,7 @@ static void count(int which, int by) {
 // --- device and context ---
 
 result cuInit(unsigned flags) { CALL; return 0; }
-// Two, for stores striped over several.
+// Two, for stores striped over several. As CUDA counts unless told otherwise: the fast one first, though its slot is the second.
 result cuDeviceGetCount(int *count) { CALL; *count = 2; return 0; }
 result cuDeviceGet(int *device, int index) { CALL; *device = index; return 0; }
 // lavapipe's own: what Vulkan says, CUDA must say too.
@@ -107,10 +107,17 @@ result cuDeviceGetUuid(unsigned char *uuid, int device) {
     memcpy(uuid, "mesa22.3.6\0\0\0\0\0\0", 16);
     return 0;
 }
-result cuDeviceGetName(char *name, int length, int device) { CALL; strncpy(name, "Fake GPU", length); return 0; }
+result cuDeviceGetName(char *name, int length, int device) {
+    CALL;
+    strncpy(name, device == 0 ? "Fast Fake GPU" : "Slow Fake GPU", length);
+    return 0;
+}
 result cuDeviceGetAttribute(int *value, int attribute, int device) {
     CALL;
-    *value = attribute == 75 ? 9 : attribute == 76 ? 0 : 4;
+    int domain = 50, bus = 33, slot = 34, major = 75, minor = 76;
+    if (attribute == bus) *value = 2 - device;
+    else if (attribute == domain || attribute == slot || attribute == minor) *value = 0;
+    else *value = attribute == major ? 9 : 4;
     return 0;
 }
 result cuDevicePrimaryCtxRetain(void **context, int device) { CALL; *context = &copies; return 0; }

@@ -337,6 +337,18 @@ fn cuda_alone_works_without_the_window() {
 }
 
 #[test]
+fn cuda_s_cards_are_counted_by_pci_address_and_not_the_fastest_first() {
+    let cuda = FakeCuda::build(Batch::Cuda13);
+    let mut url = url("");
+    for (index, card) in [(0, "Slow Fake GPU"), (1, "Fast Fake GPU")] {
+        url.target = weir_store::vram::Target::Index(index);
+        let store = VramStore::open_with(&url, &drivers(cuda.path())).expect("a store by CUDA alone");
+        let described = store.gpus()[0].describe();
+        assert!(described.starts_with(card), "vram:{index} is {described}");
+    }
+}
+
+#[test]
 fn chunks_come_and_go_under_load_and_the_ring_makes_way() {
     let faked = faked("&path=ring&ring=on", Batch::Cuda13);
     let store = &faked.store;

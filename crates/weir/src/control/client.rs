@@ -3,7 +3,6 @@
 use super::{Line, Moved, PATIENCE, Progress, Refusal, Reply, Request, SCHEMA, Status};
 use crate::attach::Attachment;
 use crate::failure::Failure;
-use crate::on::parts;
 use serde::Serialize;
 use std::io::{self, BufRead as _, BufReader, Write as _};
 use std::os::unix::net::UnixStream;
@@ -49,16 +48,12 @@ pub fn ask_for(path: &Path, request: Request, mut tell: impl FnMut(Progress)) ->
 
 /// Why nobody answers, and what to do about it.
 fn unreachable(path: &Path, error: &io::Error) -> Failure {
-    let silence = parts::silence(path);
     let path = path.display();
-    Failure::Failed(match (error.kind(), silence) {
-        (io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused, Some(why)) => {
-            format!("no daemon answers at {path}: {why}")
-        }
-        (io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused, None) => format!(
+    Failure::Failed(match error.kind() {
+        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => format!(
             "no daemon answers at {path}; weir on turns swap on, weir serve runs a daemon without, --control names the socket of another"
         ),
-        (io::ErrorKind::PermissionDenied, _) => {
+        io::ErrorKind::PermissionDenied => {
             format!("the daemon at {path} answers its owner alone: use sudo")
         }
         _ => format!("no answer from {path}: {error}; is it a daemon's control socket, and of this version?"),

@@ -15,8 +15,11 @@ pub use server::Server;
 pub use status::{Background, CpuLatency, Export, Io, Looks, Protection, Status, Store, Traffic, Volume};
 
 use crate::attach::Attachment;
-use crate::on::parts;
+use crate::failure::Failure;
 use serde::{Deserialize, Serialize};
+use std::fs;
+use std::io;
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -25,6 +28,12 @@ pub const SCHEMA: u32 = 1;
 
 /// How long either side waits for the other.
 const PATIENCE: Duration = Duration::from_secs(5);
+
+/// The system's run-time directory, where `weir on` keeps what belongs to it.
+pub const SYSTEM: &str = "/run/weir";
+
+/// The socket in a run-time directory.
+pub const SOCKET: &str = "control.sock";
 
 /// Longest request.
 const REQUEST_MOST: u64 = 4096;
@@ -155,19 +164,39 @@ struct Refusal {
     error: String,
 }
 
-/// Where a daemon is likely to answer: the user's own, or else the system's, which `weir on` starts, or has started: where all parts
-/// of its device are given back none answers.
+/// Where a daemon is likely to answer: the user's own, or else the system's, which `weir on` starts.
 pub fn find() -> PathBuf {
     let own = default_path();
-    let system = PathBuf::from("/run/weir/control.sock");
-    let is_there = |path: &Path| path.exists() || parts::among(path).is_some();
-    if !own.exists() && is_there(&system) { system } else { own }
+    let system = Path::new(SYSTEM).join(SOCKET);
+    if !own.exists() && system.exists() { system } else { own }
 }
 
-/// Where the daemon listens unless told otherwise: the user's own run-time directory, or the system's.
+/// Where the daemon listens unless told otherwise: in the user's own run-time directory, or the system's.
 pub fn default_path() -> PathBuf {
+    default_directory().join(SOCKET)
+}
+
+fn default_directory() -> PathBuf {
     let directory = std::env::var_os("XDG_RUNTIME_DIR").filter(|directory| !directory.is_empty());
-    directory
-        .map_or_else(|| PathBuf::from("/run/weir"), |directory| PathBuf::from(directory).join("weir"))
-        .join("control.sock")
+    directory.map_or_else(|| PathBuf::from(SYSTEM), |directory| PathBuf::from(directory).join("weir"))
+}
+
+/// Makes the directory of `path` where that is a run-time directory: the user's own or the system's. Nobody else's is made.
+pub fn make_run_time_directory(path: &Path) -> Result<(), Failure> {
+    let directories = [default_directory(), PathBuf::from(SYSTEM)];
+    let Some(directory) = directories.iter().find(|directory| path.parent() == Some(directory)) else {
+        return Ok(());
+    };
+    make_directory(directory).map_err(|error| {
+        Failure::Failed(format!(
+            "cannot make {} for {}: {error}; run it as root, or name another place",
+            directory.display(),
+            path.display()
+        ))
+    })
+}
+
+/// Its owner's alone, as the sockets in it.
+fn make_directory(directory: &Path) -> io::Result<()> {
+    fs::DirBuilder::new().recursive(true).mode(0o700).create(directory)
 }

@@ -2,11 +2,12 @@
 
 use super::{
     Acknowledged, Line, Moved, PATIENCE, Progress, REQUEST_MOST, Refusal, Reply, Request, SCHEMA, Service,
+    make_directory,
 };
 use crate::failure::Failure;
 use std::fs;
 use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
-use std::os::unix::fs::{DirBuilderExt as _, FileTypeExt as _, PermissionsExt as _};
+use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -61,7 +62,7 @@ impl Drop for Server {
 /// Makes the directory, and removes the socket of a daemon that is gone; never anything else.
 fn make_room(path: &Path) -> Result<(), Failure> {
     if let Some(directory) = path.parent().filter(|directory| !directory.as_os_str().is_empty()) {
-        fs::DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(|error| {
+        make_directory(directory).map_err(|error| {
             Failure::Failed(format!(
                 "cannot make {}: {error}; give another --control PATH",
                 directory.display()

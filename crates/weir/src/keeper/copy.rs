@@ -50,25 +50,30 @@ pub fn original() -> (PathBuf, Option<Stamp>) {
 pub const SWAP_NAME: &str = "@weir";
 
 /// Becomes the copy, with the same arguments and the same number. Returns only if that fails, and then nothing is lost by going
-/// on as before.
+/// on as before: whoever carries swap has its name without a copy too.
 pub fn run(swap: bool) -> io::Error {
+    let mut arguments = std::env::args_os();
+    let own = arguments.next().unwrap_or_else(|| OsString::from("weir"));
+    let name = if swap { OsString::from(SWAP_NAME) } else { own.clone() };
+    let named = |program: &Path| {
+        let mut command = Command::new(program);
+        command.arg0(&name).args(std::env::args_os().skip(1));
+        command
+    };
     let become_copy = || -> io::Result<io::Error> {
         let (original, stamp) = original();
         let stamp = stamp.ok_or(io::ErrorKind::NotFound)?;
         let copy = memfd()?;
         io::copy(&mut File::open("/proc/self/exe")?, &mut &copy)?;
-        let mut arguments = std::env::args_os();
-        let own = arguments.next();
-        let name = if swap { Some(SWAP_NAME.into()) } else { own };
-        let name = name.unwrap_or_else(|| OsString::from("weir"));
-        Ok(Command::new(format!("/proc/self/fd/{}", copy.as_raw_fd()))
-            .arg0(name)
-            .args(arguments)
-            .env(ENVIRONMENT[0], original)
-            .env(ENVIRONMENT[1], stamp.0)
-            .exec())
+        let path = format!("/proc/self/fd/{}", copy.as_raw_fd());
+        Ok(named(Path::new(&path)).env(ENVIRONMENT[0], original).env(ENVIRONMENT[1], stamp.0).exec())
     };
-    become_copy().unwrap_or_else(|error| error)
+    let error = become_copy().unwrap_or_else(|error| error);
+    // Once: with that name it comes by here again.
+    if name != own {
+        return named(Path::new("/proc/self/exe")).exec();
+    }
+    error
 }
 
 fn memfd() -> io::Result<File> {

@@ -17,8 +17,8 @@ pub fn all(machine: &Machine) -> Vec<Card> {
     of_store(machine, &vram::list(), &nvidia())
 }
 
-/// Those that Vulkan lists, each as its driver tells. Without Vulkan the store counts by CUDA, as `nvidia-smi` does; AMD's cards are
-/// shown then all the same, so that a refusal says what is there.
+/// Those that Vulkan lists, each as its driver tells. Without Vulkan the store takes CUDA's by PCI address, as they come from
+/// `nvidia`; AMD's cards are shown then all the same, so that a refusal says what is there.
 fn of_store(machine: &Machine, listed: &[Listed], nvidia: &[Addressed]) -> Vec<Card> {
     let told = |card: &Listed| {
         let device = format!("/sys/bus/pci/devices/{}", card.address);
@@ -50,7 +50,7 @@ fn nvidia() -> Vec<Addressed> {
     output.map(|output| parse_smi(&String::from_utf8_lossy(&output.stdout))).unwrap_or_default()
 }
 
-/// Lines of `00000000:01:00.0, 8192, 7900, Enabled`, sizes in MiB.
+/// Lines of `00000000:01:00.0, 8192, 7900, Enabled`, sizes in MiB. By PCI address, which `nvidia-smi` does not promise.
 fn parse_smi(text: &str) -> Vec<Addressed> {
     let line = |line: &str| {
         let mut columns = line.split(',').map(str::trim);
@@ -61,7 +61,9 @@ fn parse_smi(text: &str) -> Vec<Addressed> {
         let card = Card { total, free: Some(free), display: columns.next()? == "Enabled" };
         Some((format!("{domain:04x}:{}", rest.to_ascii_lowercase()), card))
     };
-    text.lines().filter_map(line).collect()
+    let mut lines: Vec<&str> = text.lines().collect();
+    lines.sort_unstable();
+    lines.into_iter().filter_map(line).collect()
 }
 
 /// AMD's cards by sysfs alone, in the order of their PCI addresses. The part of the RAM that an integrated GPU has for its own is
@@ -123,9 +125,9 @@ mod tests {
     }
 
     #[test]
-    fn what_nvidia_smi_says_is_read_line_by_line() {
+    fn what_nvidia_smi_says_is_read_line_by_line_and_put_in_the_order_of_addresses() {
         let cards = parse_smi(
-            "00000000:01:00.0, 8192, 7900, Enabled\n00010000:C1:00.0, 143771, 143000, Disabled\n00000000:02:00.0, [N/A], 1, Disabled\n",
+            "00010000:C1:00.0, 143771, 143000, Disabled\n00000000:01:00.0, 8192, 7900, Enabled\n00000000:02:00.0, [N/A], 1, Disabled\n",
         );
         let there = |address: &str, card| (address.to_owned(), card);
         assert_eq!(
@@ -156,7 +158,7 @@ mod tests {
         let seen = of_store(&fixture.machine(), &listed, &nvidia);
         assert_eq!(seen, [card(16384, 15360, true), card(8192, 7900, false), card(6144, 5120, true)]);
         let seen = of_store(&fixture.machine(), &[], &nvidia);
-        assert_eq!(seen, [card(8192, 7900, false)], "as CUDA counts");
+        assert_eq!(seen, [card(8192, 7900, false)], "as the store counts without Vulkan");
     }
 
     #[test]

@@ -13,7 +13,7 @@ use weir_store::vram::Target;
 use weir_store::{StoreUrl, UrlError, VramUrl};
 
 /// Where `weir on` keeps what belongs to it.
-pub const DIRECTORY: &str = "/run/weir";
+pub use crate::control::SYSTEM as DIRECTORY;
 
 /// What the device is to be. What is not said is chosen, and shown.
 #[derive(Debug, Clone, Args)]

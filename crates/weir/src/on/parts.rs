@@ -78,8 +78,26 @@ fn listing(root: &Path, state: &State, ask: impl Fn(&Path) -> Option<Status>) ->
     first + &lines.iter().map(line).collect::<String>()
 }
 
+/// Where a daemon is likely to answer, or has answered: where all parts of the system's device are given back none does.
+pub fn find() -> PathBuf {
+    let found = control::find();
+    let system = service::control_socket(Path::new(DIRECTORY));
+    if !found.exists() && among(&system).is_some() { system } else { found }
+}
+
+/// How the daemon at `control` is; where none answers since every part has given its memory back, that is said.
+///
+/// # Errors
+/// As [`control::status`].
+pub fn status(control: &Path) -> Result<Status, Failure> {
+    control::status(control).map_err(|failure| match silence(control) {
+        Some(why) => Failure::Failed(format!("no daemon answers at {}: {why}", control.display())),
+        None => failure,
+    })
+}
+
 /// Why nobody answers at `control`, where that is because every part has given its memory back; and the way out.
-pub fn silence(control: &Path) -> Option<String> {
+fn silence(control: &Path) -> Option<String> {
     let directory = control.parent()?;
     let state = state::read(directory).ok()??;
     state.is_all_away().then(|| all_away(&state, directory))
@@ -323,7 +341,6 @@ fn turn_on(journal: &mut Journal, away: &Step) -> Result<PathBuf, Failure> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::top;
     use super::*;
 
     fn state(steps: Vec<Step>) -> State {
@@ -381,7 +398,7 @@ mod tests {
         ];
         let state = State { parts: 4, ..state(steps) };
         let answers =
-            |socket: &Path| (socket != Path::new("/run/weir/4/control.sock")).then(|| top::tests::status(0));
+            |socket: &Path| (socket != Path::new("/run/weir/4/control.sock")).then(|| Status::example(0));
         let listed = listing(Path::new("/run/weir"), &state, answers);
         assert_eq!(
             listed,
@@ -415,8 +432,7 @@ mod tests {
         let words = said(vec![away(""), away("2"), away("3")]).expect("all are away");
         let way_out = format!("weir take all --control {}", control.display());
         assert!(words.contains("all 3 parts") && words.contains(&way_out), "{words}");
-        let crate::failure::Failure::Failed(words) = control::status(&control).expect_err("nobody is there")
-        else {
+        let Failure::Failed(words) = status(&control).expect_err("nobody is there") else {
             panic!("asked rightly")
         };
         assert!(words.contains(&way_out) && !words.contains("weir on turns"), "{words}");

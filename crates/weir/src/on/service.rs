@@ -63,7 +63,7 @@ pub fn nbd_socket(directory: &Path) -> PathBuf {
 
 /// Where it answers `weir status`.
 pub fn control_socket(directory: &Path) -> PathBuf {
-    directory.join("control.sock")
+    directory.join(control::SOCKET)
 }
 
 /// The file of a FUSE mount.

@@ -16,9 +16,9 @@ use weir_core::{ByteSize, PAGE_SIZE};
 
 /// Shows it.
 pub fn run(options: &TopOptions) -> Result<(), Failure> {
-    let path = options.control.clone().unwrap_or_else(control::find);
+    let path = options.control.clone().unwrap_or_else(parts::find);
     let every = Duration::from_millis(options.interval_ms.into());
-    let first = control::status(&path)?;
+    let first = parts::status(&path)?;
     if options.once {
         std::thread::sleep(every);
         let now = control::status(&path)?;
@@ -246,46 +246,24 @@ fn draw(frame: &mut Frame<'_>, seen: &Seen) {
 }
 
 #[cfg(test)]
-pub mod tests {
+mod tests {
     use super::*;
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
 
-    pub fn status(pages: u64) -> Status {
-        // The first page took 9 us, each that followed 1.5 us. The quantiles stand for those since the start.
-        let slow = pages.min(1);
-        let io = format!(
-            r#"{{"pages":{pages},"faults":0,"corrupt":0,"p50_us":9.0,"p99_us":9.0,"p999_us":9.0,
-                "latencies_ns":[[1500,{}],[9000,{slow}]]}}"#,
-            pages - slow
-        );
-        let text = format!(
-            r#"{{"schema":1,"version":"0","pid":7,"uptime_s":3,
-                "volume":{{"bytes":1048576,"pages":256,"stored":64,"filled":0,"free":192,"map_bytes":4096}},
-                "stores":[{{"url":"host:1MiB","state":"online","slots":256,"slots_used":64,"chunk_bytes":1048576,
-                            "chunks":{{"held":1,"reserve":0,"emptying":0,"given_back":2}}}}],
-                "read":{io},"write":{io},"discarded":0,
-                "background":{{"given_back_bytes":0,"give_back_bytes_per_s":0,"taken_bytes":0,"take_bytes_per_s":0,
-                               "moved_out":0,"moved_up":0,"threads":1,"items":0,"batches":0,"longest_batch":0,"wakes":0}},
-                "exports":[{{"kind":"nbd","address":"unix:/x","connections":2,"connections_most":4,"requests":9,"errors":0}}],
-                "protection":{{"swap":true,"io_flusher":true,"memory_locked":true,"oom_exempt":true,"io_allocations":0}}}}"#
-        );
-        serde_json::from_str(&text).expect("a status")
-    }
-
     #[test]
     fn a_rate_is_what_came_since_the_last_look_and_a_new_daemon_counts_from_zero() {
-        let seen = Seen::between(&status(1000), status(3000), Duration::from_secs(2));
+        let seen = Seen::between(&Status::example(1000), Status::example(3000), Duration::from_secs(2));
         assert_eq!(seen.read_rate, 1000.0);
         assert_eq!(seen.read.p999_us, Some(1.5), "the slow one was before");
-        let another = Status { pid: 8, ..status(1500) };
-        let after_restart = Seen::between(&status(1000), another, Duration::from_secs(1));
+        let another = Status { pid: 8, ..Status::example(1500) };
+        let after_restart = Seen::between(&Status::example(1000), another, Duration::from_secs(1));
         assert_eq!((after_restart.read_rate, after_restart.read.p999_us), (1500.0, Some(9.0)));
     }
 
     #[test]
     fn lines_and_screen_show_rates_latencies_and_chunks() {
-        let seen = Seen::between(&status(0), status(2560), Duration::from_secs(1));
+        let seen = Seen::between(&Status::example(0), Status::example(2560), Duration::from_secs(1));
         let mut terminal = Terminal::new(TestBackend::new(100, 24)).expect("a terminal");
         terminal.draw(|frame| draw(frame, &seen)).expect("drawn");
         let screen = terminal.backend().to_string();

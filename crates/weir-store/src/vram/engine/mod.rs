@@ -27,6 +27,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 const ATTRIBUTE_MAJOR: c_int = 75;
 const ATTRIBUTE_MINOR: c_int = 76;
 const ATTRIBUTE_MULTIPROCESSORS: c_int = 16;
+/// `CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID`, `.._BUS_ID` and `.._DEVICE_ID`.
+const ATTRIBUTES_PCI: [c_int; 3] = [50, 33, 34];
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
 const HANDLE_POSIX_FD: c_int = 1;
 /// Chunks that CUDA allocates begin at multiples of this, which every card's granularity divides.
@@ -37,7 +39,7 @@ const ALIGNMENT: usize = 2 << 20;
 pub enum Which {
     /// The one that Vulkan calls by this identifier.
     Uuid([u8; 16]),
-    /// By CUDA's own count.
+    /// By PCI address, as the cards of Vulkan are counted. CUDA's own count begins with the fastest.
     Index(usize),
 }
 
@@ -80,12 +82,7 @@ impl Context {
         let driver = Driver::load(library)?;
         let found = find(&driver, which).map_err(|error| error.to_string())?;
         let (device, uuid) = found.ok_or_else(|| format!("CUDA does not list the card {which:?}"))?;
-        let attribute = |which| {
-            let mut value = 0;
-            // SAFETY: `value` outlives the call.
-            check("cuDeviceGetAttribute", unsafe { (driver.device_attribute)(&mut value, which, device) })
-                .map(|()| value)
-        };
+        let attribute = |which| attribute(&driver, device, which);
         let mut name = [0 as c_char; 128];
         let mut handle = ptr::null_mut();
         // SAFETY: the outputs outlive the calls; the flags are set before the context exists.
@@ -333,6 +330,7 @@ impl fmt::Debug for Context {
 }
 
 fn find(driver: &Driver, which: Which) -> Result<Option<(Device, [u8; 16])>, CallError> {
+    let mut cards = Vec::new();
     // SAFETY: every output outlives its call; cuInit comes first, as the interface asks.
     unsafe {
         check("cuInit", (driver.init)(0))?;
@@ -342,16 +340,26 @@ fn find(driver: &Driver, which: Which) -> Result<Option<(Device, [u8; 16])>, Cal
             let (mut device, mut uuid) = (0, [0; 16]);
             check("cuDeviceGet", (driver.device_get)(&mut device, index))?;
             check("cuDeviceGetUuid", (driver.device_uuid)(&mut uuid, device))?;
-            let is_it = match which {
-                Which::Uuid(wanted) => uuid == wanted,
-                Which::Index(wanted) => index as usize == wanted,
-            };
-            if is_it {
-                return Ok(Some((device, uuid)));
+            let mut pci = [0; 3];
+            for (number, which) in pci.iter_mut().zip(ATTRIBUTES_PCI) {
+                *number = attribute(driver, device, which)?;
             }
+            cards.push((pci, device, uuid));
         }
     }
-    Ok(None)
+    cards.sort_by_key(|&(pci, ..)| pci);
+    let found = match which {
+        Which::Uuid(wanted) => cards.iter().find(|(.., uuid)| *uuid == wanted),
+        Which::Index(index) => cards.get(index),
+    };
+    Ok(found.map(|&(_, device, uuid)| (device, uuid)))
+}
+
+fn attribute(driver: &Driver, device: Device, which: c_int) -> Result<c_int, CallError> {
+    let mut value = 0;
+    // SAFETY: `value` outlives the call.
+    check("cuDeviceGetAttribute", unsafe { (driver.device_attribute)(&mut value, which, device) })
+        .map(|()| value)
 }
 
 /// Device memory with an address that copies and kernels use.
