@@ -16,10 +16,16 @@ use rustix::mm::{MapFlags, ProtFlags};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::ptr::NonNull;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How long a thread sleeps at most while slow stores work; they wake it earlier.
 const STORE_NAP: Duration = Duration::from_secs(1);
+
+/// How long it may take to offer every buffer.
+const OFFERING: Duration = Duration::from_secs(10);
+
+/// How long a thread leaves the kernel in peace that has no memory for a request of the ring, or no room for its completions.
+const REFUSED_NAP: Duration = Duration::from_millis(1);
 
 /// Stores of a volume at most, each with a descriptor to wait for.
 const STORES_MAX: usize = 16;
@@ -124,7 +130,10 @@ impl<'a> Queue<'a> {
         for tag in 0..depth {
             queue.command(uapi::FETCH_REQ, tag, -1);
         }
-        queue.ring.submit().map_err(|error| doing("offering its buffers", &error))?;
+        let begun = Instant::now();
+        while !queue.ring.submission().is_empty() && begun.elapsed() < OFFERING {
+            passed(queue.ring.submit()).map_err(|error| doing("offering its buffers", &error))?;
+        }
         // A refusal comes at once; so may a request, where the device had a server before.
         match queue.collect() {
             None => Ok(queue),
@@ -195,7 +204,7 @@ impl<'a> Queue<'a> {
                 // The flag says that completions wait to be put into the ring, which takes a system call.
                 let due = ring.submission().taskrun();
                 if due {
-                    ring.submit()?;
+                    passed(ring.submit())?;
                 }
                 io::Result::Ok((!ring.completion().is_empty()).then_some(()))
             })?;
@@ -211,24 +220,17 @@ impl<'a> Queue<'a> {
     }
 
     fn send(&mut self) -> io::Result<()> {
-        match self.ring.submit() {
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(()),
-            sent => sent.map(drop),
-        }
+        passed(self.ring.submit())
     }
 
     fn sleep(&mut self, most: Option<Duration>) -> io::Result<()> {
-        let woken = match most {
+        passed(match most {
             None => self.ring.submit_and_wait(1),
             Some(most) => {
                 let most = Timespec::from(most);
                 self.ring.submitter().submit_with_args(1, &SubmitArgs::new().timespec(&most))
             }
-        };
-        match woken {
-            Err(error) if matches!(error.raw_os_error(), Some(libc::EINTR | libc::ETIME)) => Ok(()),
-            woken => woken.map(drop),
-        }
+        })
     }
 
     /// Has the ring wake this thread when a store has something.
@@ -254,6 +256,20 @@ impl<'a> Queue<'a> {
         let bytes = argument.bytes().try_into().expect("an argument of 16 bytes");
         let entry = opcode::UringCmd16::new(Fixed(0), command).cmd(bytes).build().user_data(tag.into());
         push(&mut self.ring, &entry);
+    }
+}
+
+/// What a ring says that is no end of it: a signal came, the time is up, or the kernel has no memory for a request now, which under a
+/// full swap is when it needs this thread most. What was not sent stays in the ring for the next call.
+fn passed(entered: io::Result<usize>) -> io::Result<()> {
+    let Err(error) = entered else { return Ok(()) };
+    match error.raw_os_error() {
+        Some(libc::EINTR | libc::ETIME) => Ok(()),
+        Some(libc::EAGAIN | libc::EBUSY | libc::ENOMEM) => {
+            std::thread::sleep(REFUSED_NAP);
+            Ok(())
+        }
+        _ => Err(error),
     }
 }
 
@@ -283,5 +299,20 @@ fn ring(depth: u16) -> io::Result<IoUring> {
             IoUring::builder().setup_cqsize(2 * entries).build(entries)
         }
         ring => ring,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kernel_without_memory_for_a_request_is_asked_again() {
+        let said = |errno| passed(Err(io::Error::from_raw_os_error(errno)));
+        for errno in [libc::EINTR, libc::ETIME, libc::EAGAIN, libc::EBUSY, libc::ENOMEM] {
+            said(errno).expect("it passes");
+        }
+        passed(Ok(0)).expect("nothing was taken");
+        said(libc::EBADF).expect_err("the ring is gone");
     }
 }
