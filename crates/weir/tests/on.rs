@@ -367,6 +367,11 @@ fn a_device_in_parts_is_given_back_and_taken_part_by_part() {
         // What was away before a sleep stays away after it.
         ("give-back", "--sleep", 0),
         ("take", "--sleep", 2),
+        // Once somebody wants it away, it is not away for the sleep alone.
+        ("give-back", "--sleep", 0),
+        ("give-back", "all", 0),
+        ("take", "--sleep", 0),
+        ("take", "all", 3),
     ] {
         let asked = ask(command, amount);
         assert!(asked.0 == Some(0), "{command} {amount}: {}", asked.1);

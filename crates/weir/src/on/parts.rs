@@ -127,6 +127,14 @@ pub fn give_back(directory: &Path, amount: Option<Amount>) -> Result<(), Failure
     watch_interrupts()?;
     // This process must not wait for pages of its own while it takes the device away.
     let _ = weir_core::swap_safety::lock_all_memory();
+    if matches!(amount, Some(Amount::All)) {
+        // All of it is somebody's wish now, also what is away for a sleep already.
+        journal.revise(|step| {
+            if let Step::Away { asleep, .. } = step {
+                *asleep = false;
+            }
+        })?;
+    }
     for (part, size) in &chosen {
         turn_off(&mut journal, part, *size, amount.is_none())?;
     }

@@ -285,6 +285,12 @@ impl Journal {
         self.save()
     }
 
+    /// Corrects steps, wherever they are.
+    pub fn revise(&mut self, change: impl FnMut(&mut Step)) -> Result<(), Failure> {
+        self.state.steps.iter_mut().for_each(change);
+        self.save()
+    }
+
     /// Writes down what `weir on` was given.
     pub fn begin(&mut self, again: Again, parts: u8) -> Result<(), Failure> {
         self.state.again = again;
