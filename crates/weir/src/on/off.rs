@@ -3,7 +3,7 @@
 
 use super::options::OffOptions;
 use super::preflight::BACKING;
-use super::state::{Journal, Phase, Step};
+use super::state::{Front, Journal, Phase, Step};
 use super::{again, drain, front, service, settings, state, swaps, watch_interrupts};
 use crate::failure::Failure;
 use std::os::unix::fs::MetadataExt as _;
@@ -72,11 +72,9 @@ pub fn finish(mut journal: Journal, note: Option<&Path>) -> Result<Finished, Fai
         let _ = journal.enter(Phase::TurningOff);
         undo_swaps(&mut journal, note)?;
     }
-    let left = front::ublk_devices(journal.state());
     while !journal.state().steps.is_empty() {
         undo_last(&mut journal)?;
     }
-    left.iter().try_for_each(|device| front::check_gone(device))?;
     Ok(Finished(journal))
 }
 
@@ -107,11 +105,15 @@ fn is_on(step: &Step) -> bool {
     matches!(step, Step::Swap { path, .. } if matches!(swaps::find(path), Ok(Some(_))))
 }
 
-/// Undoes the last step and strikes it out.
+/// Undoes the last step and strikes it out. A ublk device goes with its daemon, so whether it has gone is asked at the end.
 pub fn undo_last(journal: &mut Journal) -> Result<(), Failure> {
-    let Some(step) = journal.state().steps.last().cloned() else { return Ok(()) };
+    let steps = &journal.state().steps;
+    let is_ublk = |step: &&Step| matches!(step, Step::Device { front: Front::Ublk, .. });
+    let Some(step) = steps.iter().rfind(|step| !is_ublk(step)).or(steps.last()).cloned() else {
+        return Ok(());
+    };
     undo(&step)?;
-    let _ = journal.strike();
+    let _ = journal.remove(|other| *other == step);
     Ok(())
 }
 
@@ -147,5 +149,37 @@ pub fn undo(step: &Step) -> Result<(), Failure> {
             front::unload(name);
             Ok(())
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_ublk_device_is_asked_for_after_its_daemon_has_ended_however_often_that_takes() {
+        let directory = std::env::temp_dir().join(format!("weir-off-{}", std::process::id()));
+        let blocks = std::fs::read_dir("/sys/block").ok();
+        let Some(name) = blocks.and_then(|mut all| Some(all.next()?.ok()?.file_name())) else {
+            println!("skipped: a_ublk_device_is_asked_for_after_its_daemon_has_ended: no block device");
+            return;
+        };
+        let device = |path| Step::Device { path, front: Front::Ublk, file: None, by: None };
+        let mut journal = Journal::open(&directory).expect("a journal");
+        journal.intend(Step::File { path: directory.join("made") }).expect("written");
+        journal
+            .intend(Step::Daemon { directory: directory.join("2"), unit: None, process: None })
+            .expect("written");
+        journal.intend(device(Path::new("/dev").join(name))).expect("written");
+        undo_last(&mut journal).expect("no daemon");
+        undo_last(&mut journal).expect("no file");
+        for _ in 0..2 {
+            let Err(Failure::Failed(said)) = undo_last(&mut journal) else { panic!("it is still there") };
+            assert!(said.contains("has no daemon"), "{said}");
+        }
+        journal.amend(device("/dev/weir-has-none".into())).expect("written");
+        undo_last(&mut journal).expect("it has gone");
+        assert_eq!(journal.state().steps, []);
+        journal.delete().expect("removed");
     }
 }

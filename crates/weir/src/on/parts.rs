@@ -271,7 +271,7 @@ fn turn_off(journal: &mut Journal, part: &Part, bytes: u64, asleep: bool) -> Res
     done
 }
 
-/// Undoes what there is of a part: swap, device, daemon, in this order.
+/// Undoes what there is of a part: swap, device, daemon, in this order; a ublk device goes with its daemon.
 fn take_away(journal: &mut Journal, directory: &Path) -> Result<(), Failure> {
     let after = journal.state().steps.iter().skip_while(|step| !is_daemon(step, directory)).skip(1);
     let device = after.take_while(|step| !matches!(step, Step::Daemon { .. })).find_map(|step| match step {
@@ -280,8 +280,11 @@ fn take_away(journal: &mut Journal, directory: &Path) -> Result<(), Failure> {
     });
     let Some(device) = device else { return undo(journal, |step| is_daemon(step, directory)) };
     undo(journal, |step| matches!(step, Step::Swap { path, .. } if *path == device))?;
-    undo(journal, |step| matches!(step, Step::Device { path, .. } if *path == device))?;
-    undo(journal, |step| is_daemon(step, directory))
+    let is_device = |step: &Step| matches!(step, Step::Device { path, .. } if *path == device);
+    let is_ublk = |step: &Step| matches!(step, Step::Device { front: Front::Ublk, .. });
+    undo(journal, |step| is_device(step) && !is_ublk(step))?;
+    undo(journal, |step| is_daemon(step, directory))?;
+    undo(journal, is_device)
 }
 
 fn is_daemon(step: &Step, of: &Path) -> bool {
