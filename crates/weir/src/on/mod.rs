@@ -25,7 +25,7 @@ mod top;
 
 pub use battery::run as battery;
 pub use off::run as off;
-pub use options::{BatteryOptions, OffOptions, OnOptions, RestartOptions, TopOptions};
+pub use options::{BatteryOptions, DIRECTORY, OffOptions, OnOptions, RestartOptions, TopOptions};
 pub use restart::run as restart;
 pub use top::run as top;
 
