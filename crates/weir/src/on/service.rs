@@ -1,5 +1,6 @@
 //! The daemon under its keeper: started so that it outlives `weir on`, and ended.
 
+use super::options::DIRECTORY;
 use super::settings::systemctl;
 use super::state::{Journal, Process, Step};
 use crate::control::{self, Status};
@@ -34,7 +35,7 @@ const OPEN: Duration = Duration::from_secs(12);
 /// Before the command that runs in a scope of the system's. In that of a user's session the daemon would be killed some time after
 /// the user has gone, and stand still with all users' processes before a sleep, while others wait for their pages.
 /// Without default dependencies, the scope is not ended when the machine is.
-const SCOPE: [&str; 8] = [
+const SCOPE: [&str; 7] = [
     "--scope",
     "--quiet",
     "--collect",
@@ -42,8 +43,9 @@ const SCOPE: [&str; 8] = [
     "--description=Weir, a daemon that keeps swapped pages",
     "--property=DefaultDependencies=no",
     "--property=SendSIGKILL=no",
-    "--",
 ];
+/// The package's timer looks at the battery while there is a scope that wants it, on behalf of [`DIRECTORY`] alone.
+const WATCHED: &str = "--property=Wants=weir-power.timer";
 
 /// A daemon to start: its directory and its options.
 #[derive(Clone, PartialEq, Debug)]
@@ -122,7 +124,11 @@ impl Service {
         let program = std::env::current_exe()?;
         let mut command = if systemd_runs() {
             let mut command = Command::new("systemd-run");
-            command.args(SCOPE).arg(program);
+            command.args(SCOPE);
+            if self.directory.starts_with(DIRECTORY) {
+                command.arg(WATCHED);
+            }
+            command.arg("--").arg(program);
             command
         } else {
             Command::new(program)
