@@ -65,8 +65,8 @@ pub fn finish(mut journal: Journal, note: Option<&Path>) -> Result<Finished, Fai
     drain::check_room(&devices)?;
     let state = journal.state();
     if !state.steps.is_empty() {
-        // Whoever took the last device away has said whether it comes back.
-        let note = note.filter(|_| state.phase != Phase::TurningOff || !devices.is_empty());
+        // What was not on does not come back, and whoever took the last device away has said whether it does.
+        let note = note.filter(|_| state.phase == Phase::On || !devices.is_empty());
         // Where nothing can be written (the file system is full), it is undone all the same: what the journal says too much, after
         // a crash in the middle, is undone twice.
         let _ = journal.enter(Phase::TurningOff);
