@@ -60,11 +60,15 @@ pub fn user_or_owner(device: &str) -> io::Result<Option<String>> {
 
 /// What a daemon says of a device that the driver does not take away because somebody has it open, be it to read.
 pub fn why_open(device: &str) -> String {
-    let user = user(device).ok().flatten().or_else(|| opener_at(Path::new("/"), device));
-    let user = user.unwrap_or_else(|| {
+    let user = user_or_opener(device).unwrap_or_else(|| {
         format!("by a program that has it open: run fuser -v {device} as root, and end what it names")
     });
     format!("{device} is in use {user}")
+}
+
+/// As [`user`], or whoever has the device open, be it to read; `None` also where it cannot be told.
+pub fn user_or_opener(device: &str) -> Option<String> {
+    user(device).ok().flatten().or_else(|| opener_at(Path::new("/"), device))
 }
 
 /// The first process that has a device open, of those below `root` into which this one may look, with what ends that.

@@ -367,6 +367,11 @@ fn a_device_in_parts_is_given_back_and_taken_part_by_part() {
         // What was away before a sleep stays away after it.
         ("give-back", "--sleep", 0),
         ("take", "--sleep", 2),
+        // Once somebody wants it away, it is not away for the sleep alone.
+        ("give-back", "--sleep", 0),
+        ("give-back", "all", 0),
+        ("take", "--sleep", 0),
+        ("take", "all", 3),
     ] {
         let asked = ask(command, amount);
         assert!(asked.0 == Some(0), "{command} {amount}: {}", asked.1);
@@ -375,6 +380,40 @@ fn a_device_in_parts_is_given_back_and_taken_part_by_part() {
     let off = place.off();
     assert!(off.status.success(), "{}", text(&off));
     assert_eq!((place.swaps(), fs::read_to_string("/proc/sys/vm/page-cluster").expect("a setting")), before);
+    assert_eq!(place.left(), Vec::<String>::new());
+}
+
+#[test]
+fn an_off_that_fails_leaves_every_part_as_it_was_and_forgets_none() {
+    let Some(place) = Place::new("forgets") else { return };
+    let before = place.swaps();
+    let on = place.on().args(["--parts", "3"]).output().expect("weir runs");
+    assert!(on.status.success(), "{}", text(&on));
+    let ask = |command: &str, amount: &str| {
+        let mut weir = Command::new(env!("CARGO_BIN_EXE_weir"));
+        weir.args([command, amount, "--control"]).arg(place.directory.join("control.sock"));
+        let output = weir.output().expect("weir runs");
+        assert!(output.status.success(), "{command} {amount}: {}", text(&output));
+        place.swaps().len()
+    };
+    assert_eq!(ask("give-back", "21MiB"), 2);
+    // Who may not administer the machine cannot turn swap off.
+    let mut off = Command::new("setpriv");
+    off.args(["--bounding-set", "-sys_admin", env!("CARGO_BIN_EXE_weir"), "off", "--runtime"]);
+    let off = off.arg(&place.directory).output().expect("setpriv");
+    assert!(!off.status.success() && text(&off).contains("stays on"), "{}", text(&off));
+    assert_eq!(place.swaps().len(), 2);
+    assert_eq!(ask("take", "all"), 3, "the part that was away is still known");
+    // One that cannot be remembered does not happen, also where all of swap was off by then.
+    let nowhere = place.directory.join("nowhere/note");
+    let off =
+        place.weir("off", &["--remember", nowhere.to_str().expect("text")]).output().expect("weir runs");
+    assert!(!off.status.success() && text(&off).contains("cannot write"), "{}", text(&off));
+    assert_eq!(place.swaps().len(), 3, "{}", text(&off));
+    assert_eq!(ask("give-back", "all"), 0);
+    assert_eq!(ask("take", "all"), 3);
+    assert!(place.off().status.success());
+    assert_eq!(place.swaps(), before);
     assert_eq!(place.left(), Vec::<String>::new());
 }
 
@@ -501,6 +540,47 @@ fn what_was_turned_off_for_a_sleep_comes_back_as_it_was_unless_the_user_decides_
     wake();
     assert!(sleep().status.success() && !note.exists(), "what was off is not turned on");
     assert_eq!(place.swaps(), Vec::<String>::new());
+    assert_eq!(place.left(), Vec::<String>::new());
+}
+
+#[test]
+fn what_was_turned_off_for_a_sleep_comes_back_also_where_the_rest_could_not_be_undone() {
+    let Some(place) = Place::new("half") else { return };
+    let note = place.directory.with_extension("sleep");
+    let note_text = note.to_str().expect("text");
+    let sleep = || place.weir("off", &["--remember", note_text]).output().expect("weir runs");
+    // A file that cannot be removed, since it is a directory.
+    let obstacle = place.directory.join("obstacle");
+    let on_with_obstacle = || {
+        let on = place.on().args(["--priority", "79"]).output().expect("weir runs");
+        assert!(on.status.success(), "{}", text(&on));
+        fs::create_dir(&obstacle).expect("a directory");
+        let journal = place.directory.join("state.json");
+        let mut state: serde_json::Value =
+            serde_json::from_slice(&fs::read(&journal).expect("a journal")).expect("JSON");
+        let step = serde_json::json!({ "step": "file", "path": obstacle });
+        state["steps"].as_array_mut().expect("steps").push(step);
+        fs::write(&journal, state.to_string()).expect("written");
+    };
+    on_with_obstacle();
+    for _ in 0..2 {
+        let slept = sleep();
+        assert!(!slept.status.success() && text(&slept).contains("cannot remove"), "{}", text(&slept));
+        assert_eq!(place.swaps(), Vec::<String>::new());
+        assert!(note.exists(), "nobody knows that it is to come back");
+    }
+    fs::remove_dir(&obstacle).expect("removed");
+    let mut wake = Command::new(env!("CARGO_BIN_EXE_weir"));
+    let woken = wake.args(["on", "--again", note_text]).output().expect("weir runs");
+    assert!(woken.status.success() && !note.exists(), "{}", text(&woken));
+    assert!(place.swaps().iter().any(|line| line.ends_with("\t79")), "{:?}", place.swaps());
+    assert!(place.off().status.success());
+
+    // What the user has turned off does not come back because a sleep did the rest.
+    on_with_obstacle();
+    assert!(!place.off().status.success() && !sleep().status.success());
+    fs::remove_dir(&obstacle).expect("removed");
+    assert!(sleep().status.success() && !note.exists());
     assert_eq!(place.left(), Vec::<String>::new());
 }
 

@@ -2,6 +2,8 @@
 
 use super::Finding;
 use super::machine::Machine;
+use crate::on::DIRECTORY;
+use std::path::Path;
 use weir_core::ByteSize;
 
 /// Less than this is no backing worth the name.
@@ -58,13 +60,14 @@ fn has_sleep_unit(machine: &Machine) -> bool {
     machine.has("/run/systemd/system") && ["requires", "wants"].into_iter().any(hooked)
 }
 
-/// Whether a suspend loses pages in GPU memory: its driver does not save them, and nobody takes them out before.
-pub fn suspend_loses_pages(machine: &Machine) -> bool {
-    can_suspend(machine) && driver_saves(machine) == Some(false) && !has_sleep_unit(machine)
+/// Whether a suspend loses pages in GPU memory: its driver does not save them, and nobody takes them out before. The unit does so for [`DIRECTORY`] alone.
+pub fn suspend_loses_pages(machine: &Machine, runtime: &Path) -> bool {
+    let are_taken_out = has_sleep_unit(machine) && runtime == Path::new(DIRECTORY);
+    can_suspend(machine) && driver_saves(machine) == Some(false) && !are_taken_out
 }
 
 fn suspend(machine: &Machine) -> Finding {
-    if suspend_loses_pages(machine) {
+    if suspend_loses_pages(machine, Path::new(DIRECTORY)) {
         return Finding::warn(
             "suspend",
             "possible, and GPU memory loses what it holds",
@@ -76,7 +79,9 @@ fn suspend(machine: &Machine) -> Finding {
     let seen = match driver_saves(machine) {
         _ if !can_suspend(machine) => "not possible here",
         Some(true) => "possible; the GPU's driver saves its memory",
-        Some(false) => "possible; weir-sleep.service takes pages out of GPU memory before",
+        Some(false) => {
+            "possible; weir-sleep.service takes pages out of GPU memory before, but not those of --runtime DIRECTORY"
+        }
         None if has_card => {
             "possible; the GPU's driver moves its memory to RAM before, as all but NVIDIA's do"
         }
@@ -182,12 +187,15 @@ mod tests {
         let params = "/proc/driver/nvidia/params";
         let loses = sleeps.with(params, "EnableMSI: 1\nPreserveVideoMemoryAllocations: 0\n");
         assert_eq!(suspend(&loses.machine()).level, Level::Warn);
-        assert!(suspend_loses_pages(&loses.machine()));
+        let loses_pages =
+            |fixture: &Fixture, runtime| suspend_loses_pages(&fixture.machine(), Path::new(runtime));
+        assert!(loses_pages(&loses, DIRECTORY));
         let unit = loses.with("/run/systemd/system/weir-sleep.service", "");
         assert_eq!(suspend(&unit.machine()).level, Level::Warn, "nothing starts it");
         let unit = unit.with("/usr/lib/systemd/system/sleep.target.requires/weir-sleep.service", "");
         assert_eq!(suspend(&unit.machine()).level, Level::Ok);
-        assert!(!suspend_loses_pages(&unit.machine()));
+        assert!(!loses_pages(&unit, DIRECTORY));
+        assert!(loses_pages(&unit, "/run/other"), "the unit does not know that directory");
         let saves = Fixture::new("saves")
             .with("/sys/power/state", "mem")
             .with(params, "PreserveVideoMemoryAllocations: 1");

@@ -2,7 +2,7 @@
 
 use super::options::FrontChoice;
 use super::service::{self, control_socket, fuse_file, nbd_socket};
-use super::state::{Front, Journal, State, Step};
+use super::state::{Front, Journal, Step};
 use crate::address::Address;
 use crate::attach;
 use crate::cli::{AttachOptions, DetachOptions};
@@ -226,8 +226,8 @@ pub fn attach(
 /// Lets a device go that nothing uses; one that is gone already is no error.
 pub fn detach(front: Front, path: &Path, file: Option<&Path>, by: Option<u32>) -> Result<(), Failure> {
     match front {
-        // It goes with its daemon, which stays as long as the device is in use.
-        Front::Ublk => Ok(()),
+        // It goes with its daemon, which stays as long as the device is in use, and has ended by now.
+        Front::Ublk => check_gone(path),
         Front::Nbd if !nbd_is_attached(path) || !nbd_is_ours(path, file, by) => Ok(()),
         Front::Nbd => attach::detach(&DetachOptions { device: path.to_owned(), control: None }),
         Front::Fuse => LoopDevice::over(file.unwrap_or(path))
@@ -236,17 +236,8 @@ pub fn detach(front: Front, path: &Path, file: Option<&Path>, by: Option<u32>) -
     }
 }
 
-/// The devices that go with their daemons.
-pub fn ublk_devices(state: &State) -> Vec<PathBuf> {
-    let ublk = |step: &Step| match step {
-        Step::Device { path, front: Front::Ublk, .. } => Some(path.clone()),
-        _ => None,
-    };
-    state.steps.iter().filter_map(ublk).collect()
-}
-
 /// Whether a device has gone, whose daemon has ended. One does not where the keeper was killed too.
-pub fn check_gone(device: &Path) -> Result<(), Failure> {
+fn check_gone(device: &Path) -> Result<(), Failure> {
     let is_there = device.file_name().is_some_and(|name| Path::new("/sys/block").join(name).exists());
     if !is_there {
         return Ok(());

@@ -25,7 +25,7 @@ mod top;
 
 pub use battery::run as battery;
 pub use off::run as off;
-pub use options::{BatteryOptions, OffOptions, OnOptions, RestartOptions, TopOptions};
+pub use options::{BatteryOptions, DIRECTORY, OffOptions, OnOptions, RestartOptions, TopOptions};
 pub use restart::run as restart;
 pub use top::run as top;
 
@@ -68,13 +68,13 @@ pub fn on(options: &OnOptions) -> Result<(), Failure> {
     let mut journal = Journal::open(&options.runtime)?;
     if !journal.state().steps.is_empty() {
         println!("an earlier weir on or off did not come to its end: undoing what it left");
-        journal = off::finish(journal)?.reopen(&options.runtime)?;
+        journal = off::finish(journal, None)?.reopen(&options.runtime)?;
     }
     match turn_on(options, &plan, &mut journal) {
         Ok(()) => again::forget(&options.runtime),
         Err(failure) => {
             forget_interrupt();
-            match off::finish(journal).and_then(off::Finished::remove) {
+            match off::finish(journal, None).and_then(off::Finished::remove) {
                 Ok(()) => Err(failure),
                 Err(also) => {
                     also.report();

@@ -3,7 +3,7 @@
 
 use super::options::OffOptions;
 use super::preflight::BACKING;
-use super::state::{Journal, Phase, Step};
+use super::state::{Front, Journal, Phase, Step};
 use super::{again, drain, front, service, settings, state, swaps, watch_interrupts};
 use crate::failure::Failure;
 use std::os::unix::fs::MetadataExt as _;
@@ -14,7 +14,8 @@ pub fn run(options: &OffOptions) -> Result<(), Failure> {
     if let Some(device) = &options.swapoff {
         return drain::swapoff_here(device);
     }
-    if rustix::process::geteuid().is_root() {
+    // Who comes back later has not decided.
+    if rustix::process::geteuid().is_root() && options.remember.is_none() {
         again::forget(&options.runtime)?;
     }
     if state::read(&options.runtime)?.is_none() {
@@ -32,14 +33,7 @@ pub fn run(options: &OffOptions) -> Result<(), Failure> {
     watch_interrupts()?;
     // This process must not wait for pages of its own while it takes the device away.
     let _ = weir_core::swap_safety::lock_all_memory();
-    let journal = Journal::open(&options.runtime)?;
-    let state = journal.state().clone();
-    let finished = finish(journal)?;
-    // Another weir off may have been faster.
-    if let Some(note) = options.remember.as_ref().filter(|_| !state.steps.is_empty()) {
-        again::remember(note, &state.again)?;
-    }
-    finished.remove()?;
+    finish(Journal::open(&options.runtime)?, options.remember.as_deref())?.remove()?;
     println!("off");
     Ok(())
 }
@@ -61,38 +55,65 @@ impl Finished {
     }
 }
 
-/// Undoes all steps.
+/// Undoes all steps. Where `note` is given, it says what comes back as soon as nothing is swapped here any more: what fails after that
+/// is no reason to forget it.
 ///
 /// # Errors
 /// At the first that cannot be undone. What is undone by then is struck out, and the rest is as it was.
-pub fn finish(mut journal: Journal) -> Result<Finished, Failure> {
+pub fn finish(mut journal: Journal, note: Option<&Path>) -> Result<Finished, Failure> {
     let devices: Vec<_> = journal.state().swaps().map(Path::to_owned).collect();
     drain::check_room(&devices)?;
-    if !journal.state().steps.is_empty() {
+    let state = journal.state();
+    if !state.steps.is_empty() {
+        // What was not on does not come back, and whoever took the last device away has said whether it does.
+        let note = note.filter(|_| state.phase == Phase::On || !devices.is_empty());
         // Where nothing can be written (the file system is full), it is undone all the same: what the journal says too much, after
         // a crash in the middle, is undone twice.
         let _ = journal.enter(Phase::TurningOff);
+        undo_swaps(&mut journal, note)?;
     }
-    let left = front::ublk_devices(journal.state());
     while !journal.state().steps.is_empty() {
         undo_last(&mut journal)?;
     }
-    left.iter().try_for_each(|device| front::check_gone(device))?;
     Ok(Finished(journal))
 }
 
-/// Undoes the last step and strikes it out.
-pub fn undo_last(journal: &mut Journal) -> Result<(), Failure> {
-    let Some(step) = journal.state().steps.last().cloned() else { return Ok(()) };
-    if let Err(failure) = undo(&step) {
-        // Still swapping means: as good as on.
-        if matches!(&step, Step::Swap { path, .. } if matches!(swaps::find(path), Ok(Some(_)))) {
-            let all_on = journal.state().swaps().all(|path| matches!(swaps::find(path), Ok(Some(_))));
-            journal.enter(if all_on { Phase::On } else { Phase::TurningOff })?;
+/// Takes all swap devices away, and none where one cannot go: parts that are away can be taken again only where the others are on.
+fn undo_swaps(journal: &mut Journal, note: Option<&Path>) -> Result<(), Failure> {
+    let is_swap = |step: &&Step| matches!(step, Step::Swap { .. });
+    let swaps: Vec<Step> = journal.state().steps.iter().rev().filter(is_swap).cloned().collect();
+    let on_before: Vec<Step> = swaps.iter().filter(|step| is_on(step)).cloned().collect();
+    let remember = || note.map_or(Ok(()), |note| again::remember(note, &journal.state().again));
+    if let Err(failure) = swaps.iter().try_for_each(undo).and_then(|()| remember()) {
+        for step in on_before.iter().filter(|step| !is_on(step)) {
+            if let Step::Swap { path, priority } = step
+                && let Err(error) = swaps::on(path, *priority)
+            {
+                eprintln!("weir: {} does not come on again: {error}; see dmesg", path.display());
+            }
         }
+        // Still swapping means: as good as on.
+        let phase = if swaps.iter().all(is_on) { Phase::On } else { Phase::TurningOff };
+        let _ = journal.enter(phase);
         return Err(failure);
     }
-    let _ = journal.strike();
+    let _ = journal.remove(|step| is_swap(&step));
+    Ok(())
+}
+
+fn is_on(step: &Step) -> bool {
+    matches!(step, Step::Swap { path, .. } if matches!(swaps::find(path), Ok(Some(_))))
+}
+
+/// Undoes the last step and strikes it out. A ublk device goes with its daemon, so whether it has gone is asked at the end.
+pub fn undo_last(journal: &mut Journal) -> Result<(), Failure> {
+    let steps = &journal.state().steps;
+    let is_ublk = |step: &&Step| matches!(step, Step::Device { front: Front::Ublk, .. });
+    let Some(step) = steps.iter().rfind(|step| !is_ublk(step)).or(steps.last()).cloned() else {
+        return Ok(());
+    };
+    undo(&step)?;
+    let _ = journal.remove(|other| *other == step);
     Ok(())
 }
 
@@ -128,5 +149,37 @@ pub fn undo(step: &Step) -> Result<(), Failure> {
             front::unload(name);
             Ok(())
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_ublk_device_is_asked_for_after_its_daemon_has_ended_however_often_that_takes() {
+        let directory = std::env::temp_dir().join(format!("weir-off-{}", std::process::id()));
+        let blocks = std::fs::read_dir("/sys/block").ok();
+        let Some(name) = blocks.and_then(|mut all| Some(all.next()?.ok()?.file_name())) else {
+            println!("skipped: a_ublk_device_is_asked_for_after_its_daemon_has_ended: no block device");
+            return;
+        };
+        let device = |path| Step::Device { path, front: Front::Ublk, file: None, by: None };
+        let mut journal = Journal::open(&directory).expect("a journal");
+        journal.intend(Step::File { path: directory.join("made") }).expect("written");
+        journal
+            .intend(Step::Daemon { directory: directory.join("2"), unit: None, process: None })
+            .expect("written");
+        journal.intend(device(Path::new("/dev").join(name))).expect("written");
+        undo_last(&mut journal).expect("no daemon");
+        undo_last(&mut journal).expect("no file");
+        for _ in 0..2 {
+            let Err(Failure::Failed(said)) = undo_last(&mut journal) else { panic!("it is still there") };
+            assert!(said.contains("has no daemon"), "{said}");
+        }
+        journal.amend(device("/dev/weir-has-none".into())).expect("written");
+        undo_last(&mut journal).expect("it has gone");
+        assert_eq!(journal.state().steps, []);
+        journal.delete().expect("removed");
     }
 }

@@ -145,6 +145,14 @@ pub fn give_back(directory: &Path, amount: Option<Amount>) -> Result<(), Failure
     watch_interrupts()?;
     // This process must not wait for pages of its own while it takes the device away.
     let _ = weir_core::swap_safety::lock_all_memory();
+    if matches!(amount, Some(Amount::All)) {
+        // All of it is somebody's wish now, also what is away for a sleep already.
+        journal.revise(|step| {
+            if let Step::Away { asleep, .. } = step {
+                *asleep = false;
+            }
+        })?;
+    }
     for (part, size) in &chosen {
         turn_off(&mut journal, part, *size, amount.is_none())?;
     }
@@ -281,7 +289,7 @@ fn turn_off(journal: &mut Journal, part: &Part, bytes: u64, asleep: bool) -> Res
     done
 }
 
-/// Undoes what there is of a part: swap, device, daemon, in this order.
+/// Undoes what there is of a part: swap, device, daemon, in this order; a ublk device goes with its daemon.
 fn take_away(journal: &mut Journal, directory: &Path) -> Result<(), Failure> {
     let after = journal.state().steps.iter().skip_while(|step| !is_daemon(step, directory)).skip(1);
     let device = after.take_while(|step| !matches!(step, Step::Daemon { .. })).find_map(|step| match step {
@@ -290,8 +298,11 @@ fn take_away(journal: &mut Journal, directory: &Path) -> Result<(), Failure> {
     });
     let Some(device) = device else { return undo(journal, |step| is_daemon(step, directory)) };
     undo(journal, |step| matches!(step, Step::Swap { path, .. } if *path == device))?;
-    undo(journal, |step| matches!(step, Step::Device { path, .. } if *path == device))?;
-    undo(journal, |step| is_daemon(step, directory))
+    let is_device = |step: &Step| matches!(step, Step::Device { path, .. } if *path == device);
+    let is_ublk = |step: &Step| matches!(step, Step::Device { front: Front::Ublk, .. });
+    undo(journal, |step| is_device(step) && !is_ublk(step))?;
+    undo(journal, |step| is_daemon(step, directory))?;
+    undo(journal, is_device)
 }
 
 fn is_daemon(step: &Step, of: &Path) -> bool {

@@ -2,7 +2,7 @@
 
 use super::cards;
 use super::front::{self, Chosen};
-use super::options::{BackingChoice, OnOptions, StoreChoice};
+use super::options::{BackingChoice, DIRECTORY, OnOptions, StoreChoice};
 use super::service::UNIT;
 use super::settings::{self, Wish};
 use super::sizing;
@@ -83,12 +83,10 @@ pub fn check(options: &OnOptions, machine: &Machine) -> Result<Plan, Failure> {
     })?;
     let parts = usize::from(options.parts);
     // The unit has mounts of its own, in which a FUSE file would be out of sight.
-    let unit = (systemd
-        && parts == 1
-        && front.front != Front::Fuse
-        && options.runtime == Path::new(super::options::DIRECTORY))
-    .then(|| UNIT.to_owned())
-    .filter(|unit| settings::systemctl(&["cat", unit]).is_ok());
+    let unit =
+        (systemd && parts == 1 && front.front != Front::Fuse && options.runtime == Path::new(DIRECTORY))
+            .then(|| UNIT.to_owned())
+            .filter(|unit| settings::systemctl(&["cat", unit]).is_ok());
     let wishes = settings::wishes(machine, front.front);
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     let (store, path_why) = path(&options.store, machine);
@@ -380,11 +378,17 @@ fn url_size(url: &StoreUrl) -> ByteSize {
 
 fn remarks(options: &OnOptions, machine: &Machine, others: &[Swap]) -> Vec<String> {
     let mut notes = Vec::new();
-    if matches!(options.store, StoreChoice::Vram(_)) && doctor::suspend_loses_pages(machine) {
-        notes.push(
-            "pages in GPU memory do not survive a suspend here: install the package (weir-sleep.service), or run weir off, or weir give-back all, before"
-                .to_owned(),
-        );
+    let runtime = &options.runtime;
+    if matches!(options.store, StoreChoice::Vram(_)) && doctor::suspend_loses_pages(machine, runtime) {
+        const LOST: &str = "pages in GPU memory do not survive a suspend here";
+        notes.push(if runtime == Path::new(DIRECTORY) {
+            format!("{LOST}: install the package (weir-sleep.service), or run weir off, or weir give-back all, before")
+        } else {
+            format!(
+                "{LOST}, and weir-sleep.service looks after {DIRECTORY} alone: run weir off --runtime {} before, or leave --runtime out",
+                runtime.display()
+            )
+        });
     }
     if machine.text("/sys/module/zswap/parameters/enabled").as_deref() == Some("Y") {
         notes.push(
@@ -581,6 +585,12 @@ mod tests {
         );
         let host = options(&["--store", "host", "--size", "1G"]);
         assert_eq!(remarks(&host, &loses.machine(), &[]), Vec::<String>::new());
+        // The unit of the package helps only who leaves the directory as it is.
+        let unit = "/usr/lib/systemd/system/sleep.target.requires/weir-sleep.service";
+        let loses = loses.with("/run/systemd/system/x", "").with(unit, "");
+        assert_eq!(remarks(&options(&[]), &loses.machine(), &[]), Vec::<String>::new());
+        let said = remarks(&options(&["--runtime", "/run/other"]), &loses.machine(), &[]);
+        assert!(said.len() == 1 && said[0].contains("weir off --runtime /run/other"), "{said:?}");
         let saves = loses.with("/proc/driver/nvidia/params", "PreserveVideoMemoryAllocations: 1\n");
         assert_eq!(remarks(&options(&[]), &saves.machine(), &[]), Vec::<String>::new());
     }

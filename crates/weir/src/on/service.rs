@@ -1,5 +1,6 @@
 //! The daemon under its keeper: started so that it outlives `weir on`, and ended.
 
+use super::options::DIRECTORY;
 use super::settings::systemctl;
 use super::state::{Journal, Process, Step};
 use crate::control::{self, Status};
@@ -34,7 +35,7 @@ const OPEN: Duration = Duration::from_secs(12);
 /// Before the command that runs in a scope of the system's. In that of a user's session the daemon would be killed some time after
 /// the user has gone, and stand still with all users' processes before a sleep, while others wait for their pages.
 /// Without default dependencies, the scope is not ended when the machine is.
-const SCOPE: [&str; 8] = [
+const SCOPE: [&str; 7] = [
     "--scope",
     "--quiet",
     "--collect",
@@ -42,8 +43,9 @@ const SCOPE: [&str; 8] = [
     "--description=Weir, a daemon that keeps swapped pages",
     "--property=DefaultDependencies=no",
     "--property=SendSIGKILL=no",
-    "--",
 ];
+/// The package's timer looks at the battery while there is a scope that wants it, on behalf of [`DIRECTORY`] alone.
+const WATCHED: &str = "--property=Wants=weir-power.timer";
 
 /// A daemon to start: its directory and its options.
 #[derive(Clone, PartialEq, Debug)]
@@ -122,7 +124,11 @@ impl Service {
         let program = std::env::current_exe()?;
         let mut command = if systemd_runs() {
             let mut command = Command::new("systemd-run");
-            command.args(SCOPE).arg(program);
+            command.args(SCOPE);
+            if self.directory.starts_with(DIRECTORY) {
+                command.arg(WATCHED);
+            }
+            command.arg("--").arg(program);
             command
         } else {
             Command::new(program)
@@ -296,10 +302,22 @@ fn end(process: Process, directory: &Path) -> Result<(), Failure> {
         return Ok(());
     }
     Err(Failure::Failed(format!(
-        "the daemon, process {}, has not ended {} s after SIGTERM; nothing uses its device any more, so it can be killed",
+        "the daemon, process {}, has not ended {} s after SIGTERM; {}",
         process.pid,
-        (OPEN + END).as_secs()
+        (OPEN + END).as_secs(),
+        next_step(directory)
     )))
+}
+
+/// What to do about a daemon that does not end. An NBD or loop device gets errors once nobody serves it; a ublk device waits.
+fn next_step(directory: &Path) -> &'static str {
+    let options = fs::read_to_string(config_file(directory)).unwrap_or_default();
+    let is_ublk = options.parse::<Table>().is_ok_and(|options| options.contains_key("ublk"));
+    if is_ublk {
+        "run weir off again, and do not kill it: whoever touches its ublk device would wait for ever"
+    } else {
+        "nothing uses its device any more, so it can be killed"
+    }
 }
 
 /// Whether a process ends in time.
@@ -315,11 +333,12 @@ fn ended(pidfd: BorrowedFd<'_>, within: Duration) -> Result<bool, Errno> {
     }
 }
 
-/// What keeps the daemon in `directory` from ending: somebody has its ublk device open. Where it is on its way down it answers no more.
+/// What keeps the daemon in `directory` from ending: somebody who has its ublk device open. Where it is on its way down it answers no
+/// more; and where nobody has it open, it may not have heard yet, as while it takes over from another.
 fn open_device(directory: &Path) -> Option<String> {
     let status = control::status(&control_socket(directory)).ok()?;
-    let export = status.exports.into_iter().find(|export| export.kind == "ublk")?;
-    Some(device_use::why_open(&export.address))
+    let device = status.exports.into_iter().find(|export| export.kind == "ublk")?.address;
+    device_use::user_or_opener(&device).map(|user| format!("{device} is in use {user}"))
 }
 
 /// A running process, by its number. A zombie has ended.
@@ -359,6 +378,20 @@ mod tests {
     #[test]
     fn a_name_with_parentheses_does_not_shift_the_fields() {
         assert_eq!(fields("7 (a) b) (c) S 1 2").take(2).collect::<Vec<_>>(), ["S", "1"]);
+    }
+
+    #[test]
+    fn a_daemon_whose_ublk_device_would_wait_for_ever_is_not_to_be_killed() {
+        let directory = std::env::temp_dir().join(format!("weir-next-step-{}", std::process::id()));
+        fs::create_dir_all(&directory).expect("a directory");
+        let said = |options: &str| {
+            fs::write(config_file(&directory), options).expect("written");
+            next_step(&directory)
+        };
+        let (ublk, nbd) = (said("ublk = true\nswap = true\n"), said("nbd = [\"unix:/ublk\"]\n"));
+        fs::remove_dir_all(&directory).expect("removed");
+        assert!(ublk.contains("do not kill") && ublk.contains("weir off"), "{ublk}");
+        assert!(nbd.contains("can be killed"), "{nbd}");
     }
 
     #[test]

@@ -273,15 +273,15 @@ impl Journal {
         self.intend(step)
     }
 
-    /// Strikes the last step out: it is undone.
-    pub fn strike(&mut self) -> Result<(), Failure> {
-        self.state.steps.pop();
+    /// Strikes steps out: they are undone.
+    pub fn remove(&mut self, which: impl Fn(&Step) -> bool) -> Result<(), Failure> {
+        self.state.steps.retain(|step| !which(step));
         self.save()
     }
 
-    /// Strikes out a step that is not the last.
-    pub fn remove(&mut self, which: impl Fn(&Step) -> bool) -> Result<(), Failure> {
-        self.state.steps.retain(|step| !which(step));
+    /// Corrects steps, wherever they are.
+    pub fn revise(&mut self, change: impl FnMut(&mut Step)) -> Result<(), Failure> {
+        self.state.steps.iter_mut().for_each(change);
         self.save()
     }
 
@@ -379,8 +379,7 @@ mod tests {
         let mut journal = Journal::open(&directory).expect("again");
         assert_eq!(journal.state().phase, Phase::TurningOn);
         assert_eq!(journal.state().swaps().collect::<Vec<_>>(), [Path::new("/dev/nbd0")]);
-        journal.strike().expect("written");
-        journal.strike().expect("written");
+        journal.remove(|_| true).expect("written");
         assert_eq!(read(&directory).expect("readable").expect("there").steps, []);
         journal.delete().expect("removed");
         assert!(!directory.exists());
