@@ -51,7 +51,7 @@ class Guest:
                 raise Missing(f"a path without spaces, commas and colons, instead of {host!r}")
             mounts.append(f"lab_mount={host}:{guest}:{mode}")
         own = [f"lab_root={BOOTS[self.boot].DISK}", *SYSTEMD_ARGUMENTS] if self.image else []
-        return [f"lab_boot={self.boot}", *own, *mounts]
+        return [f"lab_boot={self.boot}", f"lab_limit={self.limit_s}", *own, *mounts]
 
 
 def new_share():

@@ -80,7 +80,8 @@ fn suspend(machine: &Machine) -> Finding {
         _ if !can_suspend(machine) => "not possible here",
         Some(true) => "possible; the GPU's driver saves its memory",
         Some(false) => {
-            "possible; weir-sleep.service takes pages out of GPU memory before, but not those of --runtime DIRECTORY"
+            "possible; weir-sleep.service takes pages out of GPU memory before, but not those of --runtime DIRECTORY, nor where \
+             rtcwake or /sys/power/state go past systemd"
         }
         None if has_card => {
             "possible; the GPU's driver moves its memory to RAM before, as all but NVIDIA's do"

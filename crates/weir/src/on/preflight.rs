@@ -382,7 +382,7 @@ fn remarks(options: &OnOptions, machine: &Machine, others: &[Swap]) -> Vec<Strin
     if matches!(options.store, StoreChoice::Vram(_)) && doctor::suspend_loses_pages(machine, runtime) {
         const LOST: &str = "pages in GPU memory do not survive a suspend here";
         notes.push(if runtime == Path::new(DIRECTORY) {
-            format!("{LOST}: install the package (weir-sleep.service), or run weir off, or weir give-back all, before")
+            format!("{LOST}: install the package (weir-sleep.service), or run weir off before, or weir give-back --sleep before and weir take --sleep after")
         } else {
             format!(
                 "{LOST}, and weir-sleep.service looks after {DIRECTORY} alone: run weir off --runtime {} before, or leave --runtime out",

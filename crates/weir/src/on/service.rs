@@ -18,7 +18,7 @@ use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use toml::{Table, Value};
 use weir_export::fuse;
 
@@ -104,6 +104,7 @@ impl Service {
         };
         fs::create_dir_all(&self.directory).map_err(failed)?;
         fs::write(config_file(&self.directory), self.config.to_string()).map_err(failed)?;
+        let begun = SystemTime::now();
         let mut child = match &self.unit {
             Some(unit) => {
                 systemctl(&["start", unit])?;
@@ -115,7 +116,7 @@ impl Service {
                 Some(child)
             }
         };
-        self.wait(child.as_mut())
+        self.wait(child.as_mut(), begun)
     }
 
     /// In its own session, so that no terminal takes it along.
@@ -140,7 +141,7 @@ impl Service {
         command.spawn()
     }
 
-    fn wait(&self, mut child: Option<&mut Child>) -> Result<Status, Failure> {
+    fn wait(&self, mut child: Option<&mut Child>, started: SystemTime) -> Result<Status, Failure> {
         let begun = Instant::now();
         loop {
             if let Ok(status) = control::status(&control_socket(&self.directory)) {
@@ -153,7 +154,7 @@ impl Service {
             };
             if ended {
                 return Err(Failure::Failed(match &self.unit {
-                    Some(unit) => last_line_of_unit(unit)
+                    Some(unit) => last_line_of_unit(unit, started)
                         .unwrap_or_else(|| format!("{unit} ended at once; see journalctl -u {unit}")),
                     None => {
                         last_line(&self.directory).unwrap_or("the daemon ended without a word".to_owned())
@@ -184,17 +185,18 @@ fn last_line(directory: &Path) -> Option<String> {
     last_of(&fs::read_to_string(log_file(directory)).ok()?)
 }
 
-/// What the daemon of a unit that has failed said last, where there is a journal.
-fn last_line_of_unit(unit: &str) -> Option<String> {
-    let said = |program: &str, arguments: &[&str]| {
-        let output = Command::new(program).args(arguments).stdin(Stdio::null()).output().ok()?;
+/// What the daemon of a unit that has failed said last since it was started, where there is a journal.
+fn last_line_of_unit(unit: &str, started: SystemTime) -> Option<String> {
+    let said = |arguments: &[&str]| {
+        let output = Command::new("journalctl").args(arguments).stdin(Stdio::null()).output().ok()?;
         String::from_utf8(output.stdout).ok()
     };
-    let invocation = said("systemctl", &["show", "--property=InvocationID", "--value", unit])?;
-    // The field is of lines that the unit's own processes wrote: what systemd says of them comes after, and is no reason.
-    let own = format!("_SYSTEMD_INVOCATION_ID={}", invocation.trim());
-    said("journalctl", &["--sync"]);
-    last_of(&said("journalctl", &["--quiet", "--output=cat", "--lines=1", &own])?)
+    // The field is of lines that the unit's own processes wrote: what systemd says of them comes after, and is no reason. The number of
+    // the start would be exact, but lines of processes that end at once may lack it.
+    let own = format!("_SYSTEMD_UNIT={unit}");
+    let since = format!("--since=@{}", started.duration_since(UNIX_EPOCH).ok()?.as_secs());
+    said(&["--sync"]);
+    last_of(&said(&["--quiet", "--output=cat", "--lines=1", &since, &own])?)
 }
 
 fn last_of(text: &str) -> Option<String> {
