@@ -22,6 +22,8 @@ PR_SET_CHILD_SUBREAPER = 36
 MEMORY = "/dev/shm"
 # What a kernel says that ran into its own half-changed code, which only an emulated processor shows it (lab/README.md).
 EMULATOR = b"Oops: int3"
+# Before what init has the kernel say of those who wait, near the time limit; and words of those who wait for a disk of ours.
+BLOCKED, OURS = b"Show Blocked State", re.compile(rb"swap|shmem|ublk|nbd|blk_")
 # How often a silent guest is looked at.
 LOOK_S = 0.2
 # Nobody logs in; what systemd does is in the guest's journal, for the scenario to look at.
@@ -41,6 +43,7 @@ class Guest:
     mounts: list = dataclasses.field(default_factory=list)  # (host path, guest path, "ro" or "rw")
     boot: str = ""
     emulator_erred: bool = False
+    blocked: list = dataclasses.field(default_factory=list)  # what the kernel said of those who wait
     image: str | None = None  # the file system of a root of its own; else the host's / is its root, read-only
 
     def kernel_arguments(self):
@@ -121,6 +124,10 @@ def _boot(kernel, guest, deadline, out):
     finally:
         _end(processes, watch)
     if not in_time:
+        # The host's files come to an emulated guest by a server, of which a request has been lost under load.
+        stuck = any(b"task:" in text for text in guest.blocked)
+        if kernel.boot == "qemu" and stuck and not any(OURS.search(text) for text in guest.blocked):
+            raise Died("everybody who is stuck there waits for a file of the host's (its console is above)")
         raise Failed(f"the time limit of {guest.limit_s} s passed")
 
 
@@ -157,6 +164,8 @@ def _copy(console, deadline, out, alarm, guest):
         pending = lines.pop() if data else b""
         for text in lines:
             guest.emulator_erred |= EMULATOR in text
+            if guest.blocked or BLOCKED in text:
+                guest.blocked.append(text)
             out.write(CONTROL.sub(b"", text).decode(errors="replace") + "\n")
         out.flush()
         if not data:
