@@ -27,9 +27,9 @@ pub(crate) struct SpinGate {
 }
 
 impl SpinGate {
-    /// Half of `processors`, at least one.
+    /// Half of `processors`: of one none, since whoever is to send the next request needs it.
     pub fn new(processors: usize) -> Self {
-        SpinGate { most: (processors / 2).max(1), spinning: AtomicUsize::new(0) }
+        SpinGate { most: processors / 2, spinning: AtomicUsize::new(0) }
     }
 
     fn enter(&self) -> bool {
@@ -154,5 +154,9 @@ mod tests {
         assert_eq!(looked, Ok(Some(())));
         let again: Looked = second.attempt(|| Ok(Some(())));
         assert_eq!(again, Ok(Some(())));
+        let gate = SpinGate::new(1);
+        let alone: Looked =
+            Spin::new(&gate, Duration::from_millis(1)).attempt(|| panic!("who sends needs it"));
+        assert_eq!(alone, Ok(None));
     }
 }
