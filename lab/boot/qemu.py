@@ -35,6 +35,8 @@ def command(kernel, guest):
         *("-chardev", f"socket,id=root,path={guest.share}/virtiofs.sock"),
         *("-device", "vhost-user-fs-pci,chardev=root,tag=host,queue-size=1024"),
         *("-chardev", "stdio,id=console,signal=off", "-serial", "chardev:console"),
+        # What shows that the guest lives where virtiofs does not.
+        *("-chardev", f"file,id=alive,path={guest.share}/alive", "-serial", "chardev:alive"),
         *("-kernel", kernel.image, "-initrd", f"{guest.share}/initramfs"),
         "-append",
         " ".join(
