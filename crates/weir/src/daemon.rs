@@ -349,6 +349,7 @@ mod tests {
             assert_eq!(told, user, "{open} more tries, of {most}");
         }
     }
+
     #[test]
     fn gpu_memory_that_no_store_lies_below_cannot_be_emptied_for_a_sleep() {
         let of = |arguments: &[&str]| {

@@ -38,7 +38,12 @@ pub(crate) fn user_at(root: &Path, device: &str) -> io::Result<Option<String>> {
 /// it may stop. What cannot be told counts as in use.
 pub fn why_not_stop(device: &str, user: io::Result<Option<String>>) -> Option<String> {
     let user = user.unwrap_or_else(|error| Some(format!("for all that can be told ({error}): try again")))?;
-    Some(format!("{device} is in use {user}"))
+    Some(in_use(device, &user))
+}
+
+/// What people read of a device in use; `user` is what the functions here found.
+pub fn in_use(device: &str, user: &str) -> String {
+    format!("{device} is in use {user}")
 }
 
 /// As [`user`], and also sees who has the device open for himself in any namespace. For a device that answers: opening it may
@@ -63,7 +68,7 @@ pub fn why_open(device: &str) -> String {
     let user = user_or_opener(device).unwrap_or_else(|| {
         format!("by a program that has it open: run fuser -v {device} as root, and end what it names")
     });
-    format!("{device} is in use {user}")
+    in_use(device, &user)
 }
 
 /// As [`user`], or whoever has the device open, be it to read; `None` also where it cannot be told.

@@ -81,9 +81,7 @@ pub fn swapoff_here(device: &Path) -> Result<(), Failure> {
     match swaps::off(device) {
         Ok(()) => Ok(()),
         Err(error) if error.raw_os_error() == Some(libc::ENOMEM) => std::process::exit(NO_MEMORY),
-        Err(error)
-            if error.raw_os_error() == Some(libc::EINVAL) && matches!(swaps::find(device), Ok(Some(_))) =>
-        {
+        Err(error) if error.raw_os_error() == Some(libc::EINVAL) && swaps::is_on(device) => {
             std::process::exit(ELSEWHERE)
         }
         Err(error) => Err(Failure::Failed(format!("swapoff {}: {error}", device.display()))),

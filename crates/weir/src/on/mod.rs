@@ -58,7 +58,7 @@ pub fn on(options: &OnOptions) -> Result<(), Failure> {
         Failure::Failed(_) if !rustix::process::geteuid().is_root() => Ok(None),
         failure => Err(failure),
     })? && state.phase == Phase::On
-        && state.swaps().all(|path| matches!(swaps::find(path), Ok(Some(_))))
+        && state.swaps().all(swaps::is_on)
     {
         println!("{}", already(&state, &options.runtime));
         return Ok(());

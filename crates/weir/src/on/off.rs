@@ -102,7 +102,7 @@ fn undo_swaps(journal: &mut Journal, note: Option<&Path>) -> Result<(), Failure>
 }
 
 fn is_on(step: &Step) -> bool {
-    matches!(step, Step::Swap { path, .. } if matches!(swaps::find(path), Ok(Some(_))))
+    matches!(step, Step::Swap { path, .. } if swaps::is_on(path))
 }
 
 /// Undoes the last step and strikes it out. A ublk device goes with its daemon, so whether it has gone is asked at the end.

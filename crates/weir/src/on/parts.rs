@@ -24,13 +24,19 @@ struct Part {
 
 /// The run-time directory of the daemon that answers at `control`, where it is one of several parts.
 pub fn among(control: &Path) -> Option<PathBuf> {
-    let directory = control.parent()?;
-    (count(control) > 1).then(|| directory.to_owned())
+    let (directory, state) = state_at(control)?;
+    (state.parts > 1).then(|| directory.to_owned())
 }
 
 /// Of how many parts the daemon that answers at `control` is the first; 0 where Weir is not on there.
 pub fn count(control: &Path) -> u8 {
-    control.parent().and_then(|directory| state::read(directory).ok()?).map_or(0, |state| state.parts)
+    state_at(control).map_or(0, |(_, state)| state.parts)
+}
+
+/// What `weir on` has written down beside `control`, and in which directory.
+fn state_at(control: &Path) -> Option<(&Path, State)> {
+    let directory = control.parent()?;
+    Some((directory, state::read(directory).ok()??))
 }
 
 /// A line for each part: its device, what lies in it, and where its own daemon says more.
@@ -98,8 +104,7 @@ pub fn status(control: &Path) -> Result<Status, Failure> {
 
 /// Why nobody answers at `control`, where that is because every part has given its memory back; and the way out.
 fn silence(control: &Path) -> Option<String> {
-    let directory = control.parent()?;
-    let state = state::read(directory).ok()??;
+    let (directory, state) = state_at(control)?;
     state.is_all_away().then(|| all_away(&state, directory))
 }
 
@@ -282,7 +287,7 @@ fn turn_off(journal: &mut Journal, part: &Part, bytes: u64, asleep: bool) -> Res
     };
     journal.intend(away.clone())?;
     let done = take_away(journal, &part.directory);
-    if done.is_err() && matches!(swaps::find(&part.device), Ok(Some(_))) {
+    if done.is_err() && swaps::is_on(&part.device) {
         // Its pages did not come back, so it is on as before.
         journal.remove(|step| *step == away)?;
     }

@@ -340,7 +340,7 @@ fn ended(pidfd: BorrowedFd<'_>, within: Duration) -> Result<bool, Errno> {
 fn open_device(directory: &Path) -> Option<String> {
     let status = control::status(&control_socket(directory)).ok()?;
     let device = status.exports.into_iter().find(|export| export.kind == "ublk")?.address;
-    device_use::user_or_opener(&device).map(|user| format!("{device} is in use {user}"))
+    device_use::user_or_opener(&device).map(|user| device_use::in_use(&device, &user))
 }
 
 /// A running process, by its number. A zombie has ended.

@@ -48,6 +48,11 @@ pub fn find(path: &Path) -> io::Result<Option<Swap>> {
     Ok(all()?.into_iter().find(|swap| Path::new(&swap.path) == path))
 }
 
+/// Whether a device is known to be swap now.
+pub fn is_on(path: &Path) -> bool {
+    matches!(find(path), Ok(Some(_)))
+}
+
 /// Where Weir's device goes among the others, and why, in words.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Place {

@@ -341,6 +341,7 @@ mod tests {
         assert_eq!(policy.step(&look(20, 5 << 30, false)).0, Step::Nothing);
         assert_eq!(policy.step(&look(31, 5 << 30, false)).0, Step::Take(4));
     }
+
     #[test]
     fn what_weir_itself_was_told_to_take_is_nobodys_allocation() {
         let room = |free: u64| Headroom {
