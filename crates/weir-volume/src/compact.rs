@@ -208,7 +208,7 @@ impl Lane {
             if started.elapsed() > crate::give_back::LANES_WAIT {
                 return Err(GiveBackError::Busy);
             }
-            std::hint::spin_loop();
+            self.rest();
         }
         Ok(())
     }

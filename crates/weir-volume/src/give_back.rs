@@ -403,7 +403,7 @@ impl Lane {
             if started.elapsed() > LANES_WAIT {
                 return Err(GiveBackError::Busy);
             }
-            std::hint::spin_loop();
+            self.rest();
         }
         Ok(())
     }

@@ -47,6 +47,7 @@ mod pack;
 mod quarantine;
 mod records;
 mod recover;
+mod rest;
 mod status;
 mod sync;
 

@@ -258,6 +258,12 @@ impl Records {
         true
     }
 
+    /// Whether this slot, which could not be claimed, can be once its epoch has passed.
+    pub fn waits_for_epoch(&self, slot: Slot) -> bool {
+        let is_free = self.record(slot).load(Ordering::Relaxed) & IN_USE == 0;
+        is_free && self.extents[(slot.0 / EXTENT_SLOTS) as usize].load(Ordering::Relaxed) & CLOSED == 0
+    }
+
     /// Says what a claimed slot holds. To be published by a `SeqCst` write of the map.
     #[inline]
     pub fn fill_in(&self, slot: Slot, occupant: Occupant) {

@@ -235,7 +235,7 @@ impl Ranges {
 
     fn nap(&mut self) {
         if self.lane.must_poll() {
-            return std::hint::spin_loop();
+            return self.lane.rest();
         }
         const FDS_MAX: usize = 16;
         let mut wake = self.lane.wake_fds();

@@ -238,6 +238,11 @@ impl Engine {
         self.lane.must_poll() || (self.lane.in_flight() == 0 && !self.waiting.is_empty())
     }
 
+    /// Rests between two turns where [`must_poll`](Engine::must_poll) says so.
+    pub fn rest(&mut self) {
+        self.lane.rest();
+    }
+
     /// Descriptors that become readable when [`turn`](Engine::turn) has something to do.
     pub fn wake_fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.lane.wake_fds()

@@ -191,7 +191,7 @@ impl<'a> Queue<'a> {
     fn wait(&mut self) -> io::Result<()> {
         if self.engine.is_busy() {
             if self.engine.must_poll() {
-                std::hint::spin_loop();
+                self.engine.rest();
                 return self.send();
             }
             self.poll_stores();

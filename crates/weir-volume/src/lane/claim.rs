@@ -2,6 +2,7 @@
 
 use super::Lane;
 use super::count::count;
+use crate::rest::Rest;
 use std::time::{Duration, Instant};
 use weir_core::{PageNo, Slot};
 use weir_store::State;
@@ -10,6 +11,9 @@ use weir_store::State;
 pub(crate) const HINTS: usize = 64;
 /// How long a write waits for a slot that other lanes are about to free, before it fails.
 pub(super) const SLOT_WAIT: Duration = Duration::from_secs(2);
+
+/// Looks for a slot without a nap: each goes through the records.
+const LOOKS: u32 = 4;
 
 /// The last [`HINTS`] slots freed by this lane, oldest first.
 pub(super) struct Hints {
@@ -42,7 +46,7 @@ impl Lane {
             return None;
         }
         count(&self.metrics().waits);
-        let started = Instant::now();
+        let (started, mut rest) = (Instant::now(), Rest::default());
         loop {
             self.volume.end_quarantines();
             self.enter();
@@ -53,7 +57,7 @@ impl Lane {
             if started.elapsed() > SLOT_WAIT {
                 return None;
             }
-            std::thread::yield_now();
+            rest.until_next(LOOKS);
         }
     }
 
@@ -84,12 +88,17 @@ impl Lane {
             }
             let tier = &self.volume.tiers[at];
             let store = &mut self.stores[at];
-            if let Some(slot) = store.hints.first()
-                && tier.records.try_claim(slot, page, self.safe)
-            {
+            while let Some(slot) = store.hints.first() {
+                if tier.records.try_claim(slot, page, self.safe) {
+                    store.hints.pop();
+                    self.taker = at;
+                    return Some((at, slot));
+                }
+                if tier.records.waits_for_epoch(slot) {
+                    break;
+                }
+                // Somebody else has it, or its chunk is closed: the next is as good.
                 store.hints.pop();
-                self.taker = at;
-                return Some((at, slot));
             }
             if let Some(slot) = tier.records.claim(&mut store.cursor, page, self.safe) {
                 self.taker = at;
@@ -127,9 +136,10 @@ impl Hints {
 
 #[cfg(all(test, not(loom)))]
 mod tests {
+    use crate::records::EXTENT_SLOTS;
     use crate::{Config, Volume};
     use std::sync::Arc;
-    use weir_core::PageNo;
+    use weir_core::{PageNo, Slot};
     use weir_store::Host;
 
     #[test]
@@ -143,5 +153,41 @@ mod tests {
         assert!(lane.looking.is_pinned(), "who empties the slot's chunk would not wait for it");
         lane.leave();
         assert!(!lane.looking.is_pinned());
+    }
+
+    #[test]
+    fn a_hint_that_cannot_be_had_gives_way_to_the_next() {
+        let config = Config { pages: 64, lanes: 1, depth: 4 };
+        let store = Arc::new(Host::new(3 * EXTENT_SLOTS).expect("memory"));
+        let volume = Volume::create(config, vec![store]).expect("a volume");
+        let mut lane = volume.lane().expect("a lane");
+        let records = &volume.tiers[0].records;
+        let (closed, taken, free) = (Slot(5), Slot(EXTENT_SLOTS + 5), Slot(2 * EXTENT_SLOTS + 77));
+        assert!(records.try_claim(taken, PageNo(1), 1));
+        records.close(0..1);
+        for hint in [closed, taken, free] {
+            lane.stores[0].hints.push(hint);
+        }
+        assert_eq!(lane.claim(PageNo(3)), Some((0, free)));
+        assert_eq!(lane.stores[0].hints.len, 0);
+    }
+
+    #[test]
+    fn a_hint_whose_epoch_has_not_passed_is_kept() {
+        let config = Config { pages: 64, lanes: 2, depth: 4 };
+        let store = Arc::new(Host::new(2 * EXTENT_SLOTS).expect("memory"));
+        let volume = Volume::create(config, vec![store]).expect("a volume");
+        let (mut lane, mut reader) = (volume.lane().expect("a lane"), volume.lane().expect("a lane"));
+        reader.enter();
+        let records = &volume.tiers[0].records;
+        let slot = Slot(EXTENT_SLOTS + 77);
+        assert!(records.try_claim(slot, PageNo(1), 1));
+        records.retire(slot, || volume.epochs.now());
+        lane.stores[0].hints.push(slot);
+        assert_ne!(lane.claim(PageNo(3)), Some((0, slot)), "somebody may be looking at it");
+        reader.leave();
+        lane.leave();
+        lane.refresh_safe();
+        assert_eq!(lane.claim(PageNo(4)), Some((0, slot)));
     }
 }

@@ -56,7 +56,7 @@ impl Lane {
     /// Takes what a store has finished. Reads are handed over on the spot, where their content lies; the rest is noted, for
     /// the store's lane is lent to its own poll.
     fn poll_store(&mut self, at: usize, done: &mut dyn FnMut(Done<'_>)) {
-        let Lane { stores, ops, parts, finished, volume, seat, under_way, looking, packing, .. } = self;
+        let Lane { stores, ops, parts, finished, volume, seat, under_way, looking, packing, rest, .. } = self;
         stores[at].lane.poll(&mut |completion| {
             let op = &ops[completion.ticket as usize];
             let mut result = completion.result;
@@ -85,6 +85,7 @@ impl Lane {
                 Work::Idle => unreachable!("a store completed operation {} twice", completion.ticket),
             }
             *under_way -= 1;
+            rest.end();
             finished.push((completion.ticket, result));
         });
     }
@@ -123,6 +124,7 @@ impl Lane {
     }
 
     pub(super) fn hand_over(&mut self, op: u32, result: Result<(), Fault>, done: &mut dyn FnMut(Done<'_>)) {
+        self.rest.end();
         let ended = self.end(op);
         let moved =
             matches!(ended.work, Work::Part { part, .. } if self.parts[part as usize].moving.is_some());

@@ -19,6 +19,7 @@ use crate::batch::Batch;
 use crate::entry::{Entry, Place};
 use crate::looking::Looking;
 use crate::records::Cursor;
+use crate::rest::Rest;
 use crate::status::LaneMetrics;
 use crate::{Tier, Volume};
 use claim::{Hints, SLOT_WAIT};
@@ -34,6 +35,9 @@ use weir_store::{Fault, OpenError, Progress, Ticket};
 
 /// Partial writes that a lane may have under way; more answer [`Progress::Full`].
 pub(crate) const PARTS: usize = 8;
+
+/// Polls in vain without a nap: a fraction of a millisecond.
+const POLLS: u32 = 1000;
 
 /// A lane of a [`Volume`]: reads, writes and discards pages, for one thread.
 ///
@@ -67,6 +71,8 @@ pub struct Lane {
     /// The store that the last slot was claimed in.
     taker: usize,
     until_sample: u32,
+    /// Polls in vain.
+    rest: Rest,
     /// What compresses, where the volume does.
     packing: Option<Box<Packing>>,
 }
@@ -162,6 +168,7 @@ impl Lane {
             claims_since_safe: 0,
             taker: 0,
             until_sample: 0,
+            rest: Rest::default(),
             packing,
         })
     }
@@ -291,12 +298,19 @@ impl Lane {
         self.stores.iter().filter(|store| store.lane.in_flight() > 0).filter_map(|store| store.lane.wake_fd())
     }
 
-    /// Whether something is in flight that no descriptor announces, so that the thread must not sleep.
+    /// Whether something is in flight that no descriptor announces, so that the thread must poll again, with a
+    /// [`rest`](Lane::rest) in between.
     pub fn must_poll(&self) -> bool {
         !self.stalled.is_empty()
             || !self.finished.is_empty()
             || self.has_open_pack()
             || self.stores.iter().any(|store| store.lane.in_flight() > 0 && store.lane.wake_fd().is_none())
+    }
+
+    /// Rests between two polls: briefly, and once many have found nothing for long enough that a thread of a lower rank runs, which
+    /// may be what this one waits for.
+    pub fn rest(&mut self) {
+        self.rest.until_next(POLLS);
     }
 
     /// Gives the lane up as the death of its process would: what it has under way is neither finished nor undone. For
@@ -370,7 +384,7 @@ impl Drop for Lane {
         while self.in_flight > 0 && started.elapsed() < SLOT_WAIT {
             self.submit();
             self.poll(&mut |_| {});
-            std::thread::yield_now();
+            self.rest();
         }
         self.volume.epochs.unpin(self.seat);
         self.volume.lanes[self.seat].taken.store(false, Ordering::Release);

@@ -263,7 +263,9 @@ impl Connection<'_> {
     /// With operations at slow stores: sleeps until the client or a store has something; takes it if it is the
     /// client.
     fn listen(&mut self, into: &mut [u8]) -> Result<Option<usize>, Ending> {
-        if !self.desk.lane.must_poll() {
+        if self.desk.lane.must_poll() {
+            self.desk.lane.rest();
+        } else {
             self.sleep_for(true)?;
         }
         receive_now(self.socket, into)

@@ -97,7 +97,9 @@ impl Connection<'_> {
             return Ok(());
         }
         self.send_acks()?;
-        if !self.desk.lane.must_poll() {
+        if self.desk.lane.must_poll() {
+            self.desk.lane.rest();
+        } else {
             self.sleep_for(false)?;
         }
         self.take_completions().map(drop)
