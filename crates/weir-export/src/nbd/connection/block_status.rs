@@ -24,16 +24,55 @@ impl Connection<'_> {
         let mut extents = [[0u8; 8]; EXTENTS_MAX];
         let (mut count, mut at) = (0, request.offset);
         while at < end && count < most {
-            let start = at;
-            let kind = flags(at / PAGE_SIZE as u64);
-            while at < end && flags(at / PAGE_SIZE as u64) == kind {
-                at = (at / PAGE_SIZE as u64 + 1) * PAGE_SIZE as u64;
-            }
-            extents[count] = reply::extent((at.min(end) - start) as u32, kind);
-            count += 1;
+            let (next, kind) = next_extent(at, end, flags);
+            extents[count] = reply::extent((next - at) as u32, kind);
+            (at, count) = (next, count + 1);
         }
         self.make_ack_room(HEAD_MAX + 8 * count)?;
         self.acknowledge(&reply::block_status_chunk(request.cookie, count))?;
         self.acknowledge(extents[..count].as_flattened())
+    }
+}
+
+/// The extent of the pages that are as `flags` says of the one at byte `start`: where it ends, and what it is. A page may change from
+/// one look to the next, so its first is looked at once: an extent is never empty.
+fn next_extent(start: u64, end: u64, flags: impl Fn(u64) -> u32) -> (u64, u32) {
+    let (mut page, kind) = (start / PAGE_SIZE as u64, flags(start / PAGE_SIZE as u64));
+    loop {
+        page += 1;
+        let at = (page * PAGE_SIZE as u64).min(end);
+        if at == end || flags(page) != kind {
+            return (at, kind);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::next_extent;
+    use std::cell::Cell;
+
+    #[test]
+    fn an_extent_has_a_page_at_least_however_often_it_changes_between_two_looks() {
+        let looks = Cell::new(0);
+        let changing = |_| {
+            looks.set(looks.get() + 1);
+            looks.get() % 2
+        };
+        let (mut at, mut count) = (100, 0);
+        while at < 10 * 4096 {
+            let (next, _) = next_extent(at, 10 * 4096, changing);
+            assert!(next > at && (next % 4096 == 0), "{at}..{next}");
+            (at, count) = (next, count + 1);
+        }
+        assert!((5..=10).contains(&count), "{count}");
+    }
+
+    #[test]
+    fn neighbours_of_a_kind_are_one_extent_within_the_range() {
+        let kind = |page| u32::from(page >= 3);
+        assert_eq!(next_extent(100, 50_000, kind), (3 * 4096, 0));
+        assert_eq!(next_extent(3 * 4096, 50_000, kind), (50_000, 1));
+        assert_eq!(next_extent(5, 6, kind), (6, 0));
     }
 }
