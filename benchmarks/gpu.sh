@@ -18,6 +18,8 @@
 #     memory        0.3  the daemon's memory, and the card's power: idle, mapped only, with CUDA, with the kernel
 #     keeper        1    SIGKILL of the daemon under load, to the first page served, with what each stage took
 #     block         4    NBD over VRAM, beside nbdkit; long requests beside a server of nothing too, which is the socket alone
+#     long          5.5  1 MiB at a time by one job and by four, with the window and by CUDA alone, beside nbdkit, a server of nothing
+#                        and, where NBD_VRAM names its program, nbd-vram (goals: 1.0x of it by one job, 1.1x by four); LONG_SECONDS each
 #     block_host    2    NBD over host memory on this machine, beside nbdkit
 #     swap          3    faults from VRAM by FUSE and a loop device, beside a RAM loop, zram and a file; as root
 #     commands      2    ioping, fio and dd on the same disk (benchmarks/commands); as root, ioping
@@ -32,7 +34,7 @@ set -u
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/results}
 shift
-steps=${*:-calibrate ways large rows scaling give_back steps coherence memory keeper block block_host swap commands headline queue
+steps=${*:-calibrate ways large rows scaling give_back steps coherence memory keeper block long block_host swap commands headline queue
     striped competing}
 steps=${steps/quick/calibrate ways give_back coherence memory keeper}
 weir=${WEIR:-target/release/weir}
@@ -144,6 +146,12 @@ block() {
     # shellcheck disable=SC2086
     "$weir" bench block --store "$card?size=9GiB" --size 8GiB --seconds "${SECONDS_EACH:-2}" --runs 1 ${CASES:-} \
         --json "$out/gpu-block-vram.json" || failed=1
+}
+
+long() {
+    command -v fio > /dev/null || { echo "SKIP long: no fio"; return; }
+    "$weir" bench long --store "$card?size=9GiB" --size 8GiB --seconds "${LONG_SECONDS:-5}" --runs "$runs" \
+        ${NBD_VRAM:+--nbd-vram "$NBD_VRAM"} --json "$out/gpu-long.json" || failed=1
 }
 
 block_host() {

@@ -1,8 +1,8 @@
 //! `weir bench`: from flags to a benchmark's plan, and from its report to table, JSON and HTML.
 
 use crate::cli::{
-    Bench, BenchBlockOptions, BenchDiskOptions, BenchGiveBackOptions, BenchLeaseOptions, BenchOptions,
-    BenchQueueOptions, BenchStoreOptions, BenchSwapOptions, BlockControl,
+    Bench, BenchBlockOptions, BenchDiskOptions, BenchGiveBackOptions, BenchLeaseOptions, BenchLongOptions,
+    BenchOptions, BenchQueueOptions, BenchStoreOptions, BenchSwapOptions, BlockControl,
 };
 use crate::failure::{Failure, chain};
 use std::path::{Path, PathBuf};
@@ -17,6 +17,7 @@ const HOLD_RATE: f64 = 100_000.0;
 pub fn run(options: &BenchOptions) -> Result<(), Failure> {
     let report = match &options.bench {
         Bench::Block(options) => block::run(&block_plan(options)).map_err(|error| failed(&error))?,
+        Bench::Long(options) => block::run_long(&long_plan(options)).map_err(|error| failed(&error))?,
         Bench::Disk(options) => disk::run(&disk_options(options)).map_err(|error| failed(&error))?,
         Bench::Queue(options) => queue::run(&queue_options(options)).map_err(|error| failed(&error))?,
         Bench::Lease(options) => lease::run(&lease_plan(options)).map_err(|error| failed(&error))?,
@@ -132,6 +133,17 @@ fn block_plan(options: &BenchBlockOptions) -> block::Plan {
         only: options.only.clone(),
         ..block::Plan::default()
     }
+}
+
+fn long_plan(options: &BenchLongOptions) -> block::Long {
+    let plan = block::Plan {
+        size: options.size,
+        store: options.store.as_ref().map(ToString::to_string),
+        time: Duration::from_secs(options.seconds.into()),
+        runs: options.runs.into(),
+        ..block::Plan::default()
+    };
+    block::Long { plan, nbd_vram: options.nbd_vram.clone() }
 }
 
 fn swap_plan(options: &BenchSwapOptions) -> swap::Plan {

@@ -386,6 +386,10 @@ pub enum Bench {
     /// The NBD server with a host store, asleep and spinning, beside nbdkit's memory plugin, driven by fio.
     Block(BenchBlockOptions),
 
+    /// Requests of 1 MiB by one job and by four: a store, with and without a card's window, beside nbdkit, nbd-vram and a
+    /// server that keeps nothing.
+    Long(BenchLongOptions),
+
     /// The file store beside fio's own io_uring engine, on the same disk.
     Disk(BenchDiskOptions),
 
@@ -608,6 +612,30 @@ pub struct BenchBlockOptions {
     /// A case to run, such as qd1_read, or several by what they begin with (qd1); may be repeated [default: all].
     #[arg(long, value_name = "CASE")]
     pub only: Vec<String>,
+}
+
+/// Which store, beside which program, how long and how often.
+#[derive(Debug, Clone, Args)]
+pub struct BenchLongOptions {
+    /// The device's size.
+    #[arg(long, default_value = "256MiB")]
+    pub size: ByteSize,
+
+    /// Weir's store [default: host memory].
+    #[arg(long, value_name = "URL")]
+    pub store: Option<StoreUrl>,
+
+    /// The program of nbd-vram, to run beside it.
+    #[arg(long, value_name = "PROGRAM")]
+    pub nbd_vram: Option<PathBuf>,
+
+    /// Seconds that a case runs on each server.
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..))]
+    pub seconds: u16,
+
+    /// How often; the figures are medians.
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..))]
+    pub runs: u16,
 }
 
 /// A server to run beside Weir.

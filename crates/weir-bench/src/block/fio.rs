@@ -30,8 +30,10 @@ pub(super) fn run(
 ) -> Result<Figures, BlockError> {
     let before = server.cpu_time();
     let (mut figures, requests) = latencies(&server.socket, case, size, time)?;
-    let used = server.cpu_time() - before;
-    figures.cpu_us = used.as_secs_f64() * 1e6 / requests.max(1.0);
+    let after = server.cpu_time();
+    let [user, system] =
+        [0, 1].map(|mode| (after[mode] - before[mode]).as_secs_f64() * 1e6 / requests.max(1.0));
+    (figures.cpu_us, figures.user_us) = (user + system, user);
     Ok(figures)
 }
 
@@ -59,6 +61,7 @@ pub(super) fn latencies(
         p50_us: percentile("50.000000")?,
         p99_us: percentile("99.000000")?,
         cpu_us: 0.0,
+        user_us: 0.0,
     };
     Ok((figures, figure(&side["total_ios"])?))
 }

@@ -12,10 +12,12 @@
 
 mod echo;
 mod fio;
+mod long;
 mod server;
 
 use crate::report::{Goal, Report, Row, Runs};
 use echo::Echo;
+pub use long::{Long, run as run_long};
 use server::Server;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -132,6 +134,8 @@ struct Figures {
     p99_us: f64,
     /// Processor time of the server for each request.
     cpu_us: f64,
+    /// Of this in user mode.
+    user_us: f64,
 }
 
 /// Several runs of a case on one server.
@@ -141,6 +145,7 @@ struct Way {
     p50_us: Runs,
     p99_us: Runs,
     cpu_us: Runs,
+    user_us: Runs,
 }
 
 impl Way {
@@ -149,6 +154,7 @@ impl Way {
         self.p50_us.push(figures.p50_us);
         self.p99_us.push(figures.p99_us);
         self.cpu_us.push(figures.cpu_us);
+        self.user_us.push(figures.user_us);
     }
 }
 
@@ -185,7 +191,12 @@ pub fn run(plan: &Plan) -> Result<Report, BlockError> {
     for present in passes(plan) {
         let weirs = present
             .iter()
-            .map(|&way| Ok((way, Server::weir(plan, [0, plan.spin_us][way], &sockets)?)))
+            .map(|&way| {
+                Ok((way, {
+                    let name = ["weir", "weir-spinning"][way];
+                    Server::weir(plan, [0, plan.spin_us][way], name, &sockets)?
+                }))
+            })
             .collect::<Result<Vec<(usize, Server)>, BlockError>>()?;
         weirs.iter().try_for_each(|(_, server)| fio::fill(server, plan.size))?;
         let servers: Vec<(usize, &Server)> =

@@ -2,7 +2,7 @@
 
 use super::{BlockError, Plan};
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -39,9 +39,9 @@ pub(super) struct Server {
 }
 
 impl Server {
-    pub fn weir(plan: &Plan, spin_us: u32, directory: &Directory) -> Result<Server, BlockError> {
-        let name = format!("weir-{spin_us}");
-        let socket = directory.socket(&name);
+    /// `name` is its own among the servers of a run.
+    pub fn weir(plan: &Plan, spin_us: u32, name: &str, directory: &Directory) -> Result<Server, BlockError> {
+        let socket = directory.socket(name);
         let mut command = Command::new(&plan.weir);
         let store = plan.store.clone().unwrap_or_else(|| format!("host:{}", plan.size.0));
         command.arg("serve").args(["--size", &plan.size.0.to_string(), "--connections", "32"]);
@@ -57,6 +57,15 @@ impl Server {
         command.args(["--foreground", "--exit-with-parent", "--threads", "16", "--unix"]);
         command.arg(&socket).args(["memory", &plan.size.0.to_string()]);
         Server::start(command, socket, "nbdkit", "nbdkit")
+    }
+
+    /// nbd-vram as it starts by itself, with a thread for each connection.
+    pub fn nbd_vram(plan: &Plan, program: &Path, directory: &Directory) -> Result<Server, BlockError> {
+        let socket = directory.socket("nbd-vram");
+        let mut command = Command::new(program);
+        command.env("VRAM_SOCK_PATH", &socket).env("VRAM_NBD_THREADS", "16");
+        command.env("VRAM_SETUP_SIZE_MB", (plan.size.0 >> 20).to_string());
+        Server::start(command, socket, "nbd-vram", "nbd-vram, from its own repository")
     }
 
     fn start(
@@ -81,15 +90,15 @@ impl Server {
         Ok(Server { child, socket })
     }
 
-    /// Processor time it has used, in user and in kernel mode (proc(5), fields 14 and 15 of `stat`).
-    pub fn cpu_time(&self) -> Duration {
+    /// Processor time it has used in user and in kernel mode (proc(5), fields 14 and 15 of `stat`).
+    pub fn cpu_time(&self) -> [Duration; 2] {
         let ticks = || {
             let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id())).ok()?;
             let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
-            Some(fields.get(11)?.parse::<u64>().ok()? + fields.get(12)?.parse::<u64>().ok()?)
+            Some([fields.get(11)?.parse::<u64>().ok()?, fields.get(12)?.parse::<u64>().ok()?])
         };
         let per_second = rustix::param::clock_ticks_per_second();
-        Duration::from_secs_f64(ticks().unwrap_or(0) as f64 / per_second as f64)
+        ticks().unwrap_or([0; 2]).map(|ticks| Duration::from_secs_f64(ticks as f64 / per_second as f64))
     }
 }
 

@@ -1,0 +1,116 @@
+//! `weir bench long`: requests of 1 MiB, by one job and by four, each with eight under way.
+//!
+//! Weir serves a store, and a second time without the processor's window onto a card where the store is one; beside it nbdkit's
+//! memory plugin, a server that keeps no pages, and, where its program is named, nbd-vram, which keeps pages on the same card without a
+//! checksum. fio asks all of them in turns, at addresses in no order. Every device is written in order before; writes then
+//! move Weir's pages about, between one run of the reads and the next.
+
+use super::echo::Echo;
+use super::server::{Directory, Server};
+use super::{BlockError, Case, Plan, Way, fio};
+use crate::report::{Goal, Report, Row};
+use std::path::PathBuf;
+
+/// What to measure besides what a [`Plan`] says.
+#[derive(Clone, Debug)]
+pub struct Long {
+    /// Weir, device, store, time and runs.
+    pub plan: Plan,
+    /// The program of nbd-vram.
+    pub nbd_vram: Option<PathBuf>,
+}
+
+const CASES: [Case; 4] = [
+    long("1x8_read", false, 1),
+    long("1x8_write", true, 1),
+    long("4x8_read", false, 4),
+    long("4x8_write", true, 4),
+];
+
+const fn long(id: &'static str, write: bool, jobs: u32) -> Case {
+    Case { id, write, sequential: false, block: 1 << 20, jobs, depth: 8, pause: 0 }
+}
+
+/// Who is asked.
+struct Asked {
+    name: &'static str,
+    /// Its rows, where it is Weir; else it is a control.
+    prefix: Option<&'static str>,
+    /// `None`: it is part of this process.
+    server: Option<Server>,
+    ways: [Way; CASES.len()],
+}
+
+impl Asked {
+    fn weir(prefix: &'static str, server: Server) -> Asked {
+        Asked { prefix: Some(prefix), ..Asked::control("weir", Some(server)) }
+    }
+
+    fn control(name: &'static str, server: Option<Server>) -> Asked {
+        Asked { name, prefix: None, server, ways: Default::default() }
+    }
+}
+
+/// Runs every case on every server, in turns.
+///
+/// # Errors
+/// When fio, nbdkit or nbd-vram is missing, or a server does not come up.
+pub fn run(Long { plan, nbd_vram }: &Long) -> Result<Report, BlockError> {
+    let sockets = Directory::new().map_err(BlockError::Directory)?;
+    let echo = Echo::start(plan, &sockets)?;
+    let mut asked = vec![Asked::weir("", Server::weir(plan, 0, "weir", &sockets)?)];
+    if let Some(store) = plan.store.as_ref().filter(|store| store.starts_with("vram:")) {
+        let alone = format!("{store}{}window=off", if store.contains('?') { "&" } else { "?" });
+        let plan = Plan { store: Some(alone), ..plan.clone() };
+        asked.push(Asked::weir("cuda_alone_", Server::weir(&plan, 0, "weir-cuda", &sockets)?));
+    }
+    if let Some(program) = nbd_vram {
+        asked.push(Asked::control("nbd-vram", Some(Server::nbd_vram(plan, program, &sockets)?)));
+    }
+    asked.push(Asked::control("nbdkit-memory", Some(Server::nbdkit(plan, &sockets)?)));
+    asked.push(Asked::control("a server of nothing", None));
+    for Asked { server, .. } in &asked {
+        server.iter().try_for_each(|server| fio::fill(server, plan.size))?;
+    }
+    for run in 0..plan.runs {
+        for (at, case) in CASES.into_iter().enumerate() {
+            for turn in 0..asked.len() {
+                let count = asked.len();
+                let Asked { server, ways, .. } = &mut asked[(run + turn) % count];
+                ways[at].push(match server {
+                    Some(server) => fio::run(server, case, plan.size, plan.time)?,
+                    None => fio::latencies(&echo.socket, case, plan.size, plan.time)?.0,
+                });
+            }
+        }
+    }
+    let mut report = Report::new("long", plan.runs);
+    for (at, case) in CASES.into_iter().enumerate() {
+        let weirs = asked.iter().filter_map(|it| Some((it.prefix?, &it.ways[at])));
+        for (prefix, weir) in weirs {
+            for control in asked.iter().filter(|it| it.prefix.is_none()) {
+                report.rows.extend(rows(case, prefix, weir, control.name, &control.ways[at]));
+            }
+        }
+    }
+    Ok(report)
+}
+
+/// Weir beside one control.
+fn rows(case: Case, prefix: &str, weir: &Way, control: &'static str, theirs: &Way) -> Vec<Row> {
+    let rate = |way: &Way| way.per_second.median() * f64::from(case.block) / 1e6;
+    let id = format!("{prefix}{}", case.id);
+    let row = Row::higher(&id, "mb_per_s", rate(weir)).beside(control, rate(theirs));
+    // Stated for the one that keeps its pages on the card too.
+    let goal = if case.jobs == 1 { 1.0 } else { 1.1 };
+    let mut rows = vec![if control == "nbd-vram" { row.goal(Goal::Ratio(goal)) } else { row }];
+    if theirs.cpu_us.median() > 0.0 {
+        for (metric, runs) in
+            [("server_cpu_us", |way: &Way| &way.cpu_us), ("server_user_us", |way: &Way| &way.user_us)]
+                as [(&str, fn(&Way) -> &crate::report::Runs); 2]
+        {
+            rows.push(Row::lower(&id, metric, runs(weir).median()).beside(control, runs(theirs).median()));
+        }
+    }
+    rows
+}
