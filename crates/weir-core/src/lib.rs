@@ -15,7 +15,7 @@ mod size;
 pub mod swap_safety;
 
 pub use available::available;
-pub use memory::Memory;
+pub use memory::{Memory, Watch, unlocked, unwatched};
 pub use page::{
     Checksum, PAGE_SIZE, Page, PageBytes, PageNo, Slot, prefetch, prefetch_head, prefetch_value,
     uniform_value,

@@ -3,13 +3,13 @@
 
 use crate::available::available;
 use crate::swap_safety::locks_all_memory;
-use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
-use rustix::mm::{Advice, MapFlags, ProtFlags};
+use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags, SeekFrom};
+use rustix::mm::{Advice, MapFlags, MlockFlags, MprotectFlags, ProtFlags};
 use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 /// A mapping of whole pages, readable and writable by every thread, of zeros when new.
 ///
@@ -34,16 +34,9 @@ impl Memory {
     /// What `mmap` says, `ENOMEM` above all.
     pub fn anonymous(bytes: usize) -> io::Result<Self> {
         let bytes = new_pages(bytes)?;
-        // SAFETY: a fresh private mapping at an address of the kernel's choice disturbs nothing.
-        let start = unsafe {
-            rustix::mm::mmap_anonymous(
-                std::ptr::null_mut(),
-                bytes,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::PRIVATE,
-            )?
-        };
-        Self::settle(start.cast(), bytes, None, Advice::LinuxPopulateWrite)
+        let memory = Self::map(bytes, None)?;
+        memory.take(0, bytes, &mut unwatched)?;
+        Ok(memory)
     }
 
     /// Memory behind a descriptor, sealed against a change of size: another process that gets the descriptor
@@ -52,41 +45,37 @@ impl Memory {
     /// # Errors
     /// What `memfd_create`, `ftruncate` or `mmap` say.
     pub fn shared(name: &str, bytes: usize) -> io::Result<Self> {
+        Self::shared_watched(name, bytes, &mut unwatched)
+    }
+
+    /// As [`Memory::shared`], for so much of it that somebody wants to know how far it is, or to end it.
+    ///
+    /// # Errors
+    /// As [`Memory::shared`]; and what `watch` says, when it has gone back.
+    pub fn shared_watched(name: &str, bytes: usize, watch: Watch<'_>) -> io::Result<Self> {
         let bytes = new_pages(bytes)?;
         let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         rustix::fs::ftruncate(&fd, bytes as u64)?;
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
-        Self::map(fd, Advice::LinuxPopulateWrite)
+        let memory = Self::map(bytes, Some(fd))?;
+        memory.take(0, bytes, watch)?;
+        Ok(memory)
     }
 
-    /// Maps the whole of a memfd that another process made with [`Memory::shared`].
+    /// Maps the whole of a memfd that another process made with [`Memory::shared`]. Only the pages that it has are populated:
+    /// a hole is memory that was given back, and stays so until [`Memory::take`].
     ///
     /// # Errors
     /// `EINVAL` for a descriptor that is empty or could still shrink under the mapping (which would turn
     /// accesses into SIGBUS); else what `fstat` or `mmap` say.
     pub fn adopt(fd: OwnedFd) -> io::Result<Self> {
-        // Its pages are there already. A reader's fault maps those around it too, a writer's one page only: half the time, of
-        // which a kernel may be waiting for every millisecond.
-        Self::map(fd, Advice::LinuxPopulateRead)
-    }
-
-    fn map(fd: OwnedFd, populate: Advice) -> io::Result<Self> {
         if !rustix::fs::fcntl_get_seals(&fd)?.contains(SealFlags::SHRINK) {
             return Err(io::Error::from_raw_os_error(libc::EINVAL));
         }
         let bytes = whole_pages(rustix::fs::fstat(&fd)?.st_size as usize)?;
-        // SAFETY: a fresh mapping at an address of the kernel's choice; the seal keeps it from shrinking.
-        let start = unsafe {
-            rustix::mm::mmap(
-                std::ptr::null_mut(),
-                bytes,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::SHARED,
-                &fd,
-                0,
-            )?
-        };
-        Self::settle(start.cast(), bytes, Some(fd), populate)
+        let memory = Self::map(bytes, Some(fd))?;
+        memory.populate_again(0, bytes)?;
+        Ok(memory)
     }
 
     /// From here on memory is taken without asking whether the machine has it to spare: this process takes the place of one that
@@ -96,19 +85,82 @@ impl Memory {
         SUCCEEDS.store(true, Ordering::Relaxed);
     }
 
-    /// Takes every page now, so that none is taken later on an I/O path, and pins them if allowed.
-    fn settle(start: *mut u8, bytes: usize, fd: Option<OwnedFd>, populate: Advice) -> io::Result<Self> {
-        let mut memory =
-            Memory { start: NonNull::new(start).expect("mmap never returns null"), bytes, fd, locked: false };
+    /// Maps address space without a single page of memory, which is pinned as it comes if allowed, and never part of a core file.
+    fn map(bytes: usize, fd: Option<OwnedFd>) -> io::Result<Self> {
+        // Without access: where `mlockall` holds for what is mapped later, mapping alone would populate the holes too.
+        let (anywhere, none) = (std::ptr::null_mut(), ProtFlags::empty());
+        // SAFETY: a fresh mapping at an address of the kernel's choice disturbs nothing; a seal keeps a descriptor's from shrinking.
+        let start = unsafe {
+            match &fd {
+                Some(fd) => rustix::mm::mmap(anywhere, bytes, none, MapFlags::SHARED, fd, 0)?,
+                None => rustix::mm::mmap_anonymous(anywhere, bytes, none, MapFlags::PRIVATE)?,
+            }
+        };
+        let start = NonNull::new(start.cast()).expect("mmap never returns null");
+        let mut memory = Memory { start, bytes, fd, locked: true };
+        let at = memory.start.as_ptr().cast();
+        // SAFETY: the range is the mapping just made, and this changes no content, here and below.
+        unsafe { rustix::mm::madvise(at, bytes, Advice::LinuxDontDump)? };
         // Fewer TLB misses where the kernel grants it, and a start that is ten times as fast; not worth an error.
-        // SAFETY: the range is the mapping just made; this advice does not change its content.
-        let _ = unsafe { rustix::mm::madvise(start.cast(), bytes, Advice::LinuxHugepage) };
-        // SAFETY: likewise. MADV_POPULATE_WRITE and _READ (5.14) report ENOMEM as an error, where touching would be SIGBUS.
-        unsafe { rustix::mm::madvise(start.cast(), bytes, populate)? };
-        // To lock it once more would be to walk through all of it once more.
-        // SAFETY: likewise; locking changes no content.
-        memory.locked = locks_all_memory() || unsafe { rustix::mm::mlock(start.cast(), bytes) }.is_ok();
+        // SAFETY: as above.
+        let _ = unsafe { rustix::mm::madvise(at, bytes, Advice::LinuxHugepage) };
+        // SAFETY: as above.
+        memory.locked =
+            unsafe { rustix::mm::mlock_with(at, bytes, MlockFlags::ONFAULT) }.is_ok() || locks_all_memory();
+        if !memory.locked {
+            UNLOCKED.fetch_add(bytes as u64, Ordering::Relaxed);
+        }
+        // SAFETY: as above; nobody knows the mapping yet.
+        unsafe { rustix::mm::mprotect(at, bytes, MprotectFlags::READ | MprotectFlags::WRITE)? };
         Ok(memory)
+    }
+
+    /// Takes the pages of a range, so that none is taken later on an I/O path: piece by piece, by several threads where there is
+    /// much to do. What they hold already stays.
+    ///
+    /// # Errors
+    /// What `madvise` says, `ENOMEM` above all, and what `watch` says. A part may be taken then.
+    ///
+    /// # Panics
+    /// When the range lies outside.
+    pub fn take(&self, offset: usize, bytes: usize, watch: Watch<'_>) -> io::Result<()> {
+        let populate = |at, bytes| self.advise(offset + at, bytes, Advice::LinuxPopulateWrite);
+        in_pieces(bytes, &populate, watch)
+    }
+
+    /// Maps those pages of a range that another process has taken, so that they are pinned here too and none is faulted in later
+    /// on an I/O path.
+    ///
+    /// # Errors
+    /// What `lseek` or `madvise` say.
+    ///
+    /// # Panics
+    /// When the range lies outside.
+    pub fn populate_again(&self, offset: usize, bytes: usize) -> io::Result<()> {
+        let (mut at, end) = (offset, offset + bytes);
+        let fd = self.fd().ok_or(rustix::io::Errno::BADF)?;
+        while at < end {
+            let data = match rustix::fs::seek(fd, SeekFrom::Data(at as u64)) {
+                Err(rustix::io::Errno::NXIO) => break,
+                from => from? as usize,
+            };
+            if data >= end {
+                break;
+            }
+            let hole = (rustix::fs::seek(fd, SeekFrom::Hole(data as u64))? as usize).min(end);
+            // A reader's fault maps those around it too, a writer's one page only: half the time, of which a kernel may be
+            // waiting for every millisecond.
+            self.advise(data, hole - data, Advice::LinuxPopulateRead)?;
+            at = hole;
+        }
+        Ok(())
+    }
+
+    /// MADV_POPULATE_WRITE and _READ (5.14) report ENOMEM as an error, where touching would be SIGBUS.
+    fn advise(&self, offset: usize, bytes: usize, advice: Advice) -> io::Result<()> {
+        assert!(offset.checked_add(bytes).is_some_and(|end| end <= self.bytes), "outside of the memory");
+        // SAFETY: the range lies inside the mapping; populating changes no content.
+        Ok(unsafe { rustix::mm::madvise(self.as_ptr().add(offset).cast(), bytes, advice)? })
     }
 
     /// The length that memory for `bytes` bytes has.
@@ -159,6 +211,9 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
+        if !self.locked {
+            UNLOCKED.fetch_sub(self.bytes as u64, Ordering::Relaxed);
+        }
         // SAFETY: the mapping was made by us, and whoever used its pointer borrowed or owned `self`.
         let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.bytes) };
     }
@@ -174,6 +229,71 @@ impl fmt::Debug for Memory {
             if self.locked { ", locked" } else { "" }
         )
     }
+}
+
+/// Bytes of this process's [`Memory`] that could not be pinned in RAM: the kernel may write them to the machine's swap.
+pub fn unlocked() -> u64 {
+    UNLOCKED.load(Ordering::Relaxed)
+}
+
+static UNLOCKED: AtomicU64 = AtomicU64::new(0);
+
+/// Hears how far something that takes long has come: bytes done, and bytes in all. An error ends it.
+pub type Watch<'a> = &'a mut dyn FnMut(u64, u64) -> io::Result<()>;
+
+/// A [`Watch`] that hears nothing and lets everything go on.
+///
+/// # Errors
+/// None.
+pub fn unwatched(_: u64, _: u64) -> io::Result<()> {
+    Ok(())
+}
+
+/// Bytes that one thread takes at a time: a few hundredths of a second, after which it can be ended.
+const PIECE: usize = 64 << 20;
+/// Threads that take memory at a time. Zeroing it is bound by the memory's own speed, which some processors use up.
+const CREW_MOST: usize = 16;
+/// Enough for a system call; it may be locked and populated whole.
+const CREW_STACK: usize = 64 << 10;
+
+/// Does `bytes` bytes of work in pieces, on all processors. The calling thread does its share, and speaks to `watch`.
+fn in_pieces(
+    bytes: usize,
+    work: &(dyn Fn(usize, usize) -> io::Result<()> + Sync),
+    watch: Watch<'_>,
+) -> io::Result<()> {
+    let pieces = bytes.div_ceil(PIECE);
+    let (next, done) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    let one = || -> Option<io::Result<()>> {
+        let at = next.fetch_add(1, Ordering::Relaxed);
+        let from = (at < pieces).then(|| at * PIECE)?;
+        let length = PIECE.min(bytes - from);
+        let worked = work(from, length);
+        done.fetch_add(length, Ordering::Relaxed);
+        // Past the end: nobody begins another piece.
+        worked.inspect_err(|_| next.store(pieces, Ordering::Relaxed)).into()
+    };
+    // Asking for the processors reads files, which small memory need not wait for.
+    let crew = if pieces > 1 { std::thread::available_parallelism().map_or(1, usize::from) } else { 1 };
+    std::thread::scope(|scope| {
+        let others: Vec<_> = (1..pieces.min(crew).min(CREW_MOST))
+            .map_while(|_| {
+                let builder = std::thread::Builder::new().stack_size(CREW_STACK);
+                // One thread does it too, only slower.
+                builder.spawn_scoped(scope, || std::iter::from_fn(one).collect::<io::Result<()>>()).ok()
+            })
+            .collect();
+        let mut mine = Ok(());
+        while let Some(worked) = one() {
+            mine = worked.and_then(|()| watch(done.load(Ordering::Relaxed) as u64, bytes as u64));
+            if mine.is_err() {
+                next.store(pieces, Ordering::Relaxed);
+                break;
+            }
+        }
+        let theirs = others.into_iter().map(|other| other.join().expect("populating does not panic"));
+        theirs.fold(mine, Result::and)
+    })
 }
 
 /// Whether this process takes the place of one that had as much memory.
@@ -218,17 +338,85 @@ mod tests {
     fn memory_that_is_adopted_is_mapped_and_locked_to_the_last_page() {
         let first = Memory::shared("weir-test", 64 * crate::PAGE_SIZE).unwrap();
         let second = Memory::adopt(first.fd().unwrap().try_clone_to_owned().unwrap()).unwrap();
-        let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
-        let at = format!("{:x}-", second.as_ptr().addr());
-        let of = |key: &str| {
-            let mapping = smaps.lines().skip_while(|line| !line.starts_with(&at));
-            let line = mapping.skip(1).find_map(|line| line.strip_prefix(key)).expect("a mapping of ours");
-            line.trim().strip_suffix(" kB").and_then(|kib| kib.parse::<usize>().ok()).expect("KiB")
-        };
-        assert_eq!(of("Rss:"), 256);
+        assert_eq!(smaps(&second, "Rss:"), "256 kB");
         if second.is_locked() {
-            assert_eq!(of("Locked:"), of("Pss:"));
+            assert_eq!(smaps(&second, "Locked:"), smaps(&second, "Pss:"));
         }
+    }
+
+    /// A field of a mapping of this process in smaps.
+    fn smaps(memory: &Memory, key: &str) -> String {
+        let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let at = format!("{:x}-", memory.as_ptr().addr());
+        let mut lines = smaps.lines().skip_while(|line| !line.starts_with(&at)).skip(1);
+        lines.find_map(|line| line.strip_prefix(key)).expect("a mapping of ours").trim().to_owned()
+    }
+
+    fn blocks(memory: &Memory) -> i64 {
+        rustix::fs::fstat(memory.fd().unwrap()).unwrap().st_blocks
+    }
+
+    #[test]
+    fn memory_that_was_given_back_stays_away_when_it_is_adopted_and_is_pinned_again_when_it_is_taken() {
+        let first = Memory::shared("weir-test", 64 * crate::PAGE_SIZE).unwrap();
+        let hole = (16 * crate::PAGE_SIZE, 32 * crate::PAGE_SIZE);
+        let flags = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(first.fd().unwrap(), flags, hole.0 as u64, hole.1 as u64).unwrap();
+        let given = blocks(&first);
+        let second = Memory::adopt(first.fd().unwrap().try_clone_to_owned().unwrap()).unwrap();
+        assert_eq!(blocks(&first), given);
+        assert_eq!(smaps(&second, "Rss:"), "128 kB");
+        first.take(hole.0, hole.1, &mut unwatched).unwrap();
+        assert_eq!(smaps(&second, "Rss:"), "128 kB", "nobody has told the second yet");
+        second.populate_again(hole.0, hole.1).unwrap();
+        assert_eq!(smaps(&second, "Rss:"), "256 kB");
+        if second.is_locked() {
+            assert_eq!(smaps(&second, "Locked:"), smaps(&second, "Pss:"));
+        }
+    }
+
+    #[test]
+    fn no_memory_is_part_of_a_core_file() {
+        let shared = Memory::shared("weir-test", 10_000).unwrap();
+        let adopted = Memory::adopt(shared.fd().unwrap().try_clone_to_owned().unwrap()).unwrap();
+        for memory in [&shared, &adopted, &Memory::anonymous(10_000).unwrap()] {
+            let flags = smaps(memory, "VmFlags:");
+            assert!(flags.split(' ').any(|flag| flag == "dd"), "{memory:?}: {flags}");
+        }
+    }
+
+    #[test]
+    fn whoever_watches_hears_of_every_piece_and_can_end_it() {
+        let bytes = 3 * PIECE + crate::PAGE_SIZE;
+        let mut heard = Vec::new();
+        let mut listen = |done, all| {
+            heard.push((done, all));
+            Ok(())
+        };
+        let memory = Memory::shared_watched("weir-test", bytes, &mut listen).unwrap();
+        assert_eq!(blocks(&memory) as usize * 512, bytes, "every page is there");
+        assert!(heard.is_sorted() && heard.iter().all(|(done, all)| done <= all && *all == bytes as u64));
+        assert!(!heard.is_empty());
+
+        let mut heard = 0;
+        let mut end = |_, _| {
+            heard += 1;
+            Err(io::ErrorKind::Interrupted.into())
+        };
+        let error = Memory::shared_watched("weir-test", bytes, &mut end).unwrap_err();
+        assert_eq!((error.kind(), heard), (io::ErrorKind::Interrupted, 1));
+    }
+
+    #[test]
+    fn a_piece_that_fails_ends_the_others_with_its_error() {
+        let begun = AtomicUsize::new(0);
+        let work = |at, _| {
+            begun.fetch_add(1, Ordering::Relaxed);
+            if at == 0 { Err(io::Error::from_raw_os_error(libc::ENOMEM)) } else { Ok(()) }
+        };
+        let error = in_pieces(1 << 50, &work, &mut unwatched).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::ENOMEM));
+        assert!(begun.load(Ordering::Relaxed) < (1 << 50) / PIECE, "the rest is left alone");
     }
 
     #[test]
@@ -249,13 +437,8 @@ mod tests {
         assert_eq!(byte, 9);
         assert_eq!(map(ProtFlags::READ | ProtFlags::WRITE).unwrap_err(), rustix::io::Errno::ACCESS);
         // SAFETY: the mapping is ours; its protection must not change.
-        let raised = unsafe {
-            rustix::mm::mprotect(
-                seen.cast(),
-                4096,
-                rustix::mm::MprotectFlags::READ | rustix::mm::MprotectFlags::WRITE,
-            )
-        };
+        let raised =
+            unsafe { rustix::mm::mprotect(seen.cast(), 4096, MprotectFlags::READ | MprotectFlags::WRITE) };
         assert_eq!(raised.unwrap_err(), rustix::io::Errno::ACCESS);
         assert_eq!(rustix::io::write(&fd, &[1]).unwrap_err(), rustix::io::Errno::BADF);
         assert_eq!(rustix::fs::fstat(&fd).unwrap().st_mode & 0o777, 0o400, "nobody opens it to write");

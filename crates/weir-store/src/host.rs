@@ -1,13 +1,13 @@
 //! `host:SIZE`: pages in RAM. What tests and `weir try` stand on, what give-back moves to where there is no disk,
 //! and the control that shows what the rest of Weir costs when the store costs nothing.
 
-use crate::{Fault, Keepsake, Lane, OpenError, Progress, State, Store, Ticket};
+use crate::{Fault, Keep, Keepsake, Lane, OpenError, Progress, State, Store, Ticket};
 use rustix::fs::FallocateFlags;
-use rustix::mm::Advice;
+use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use weir_core::{ByteSize, Memory, PAGE_SIZE, PageBytes, Slot, copy};
+use std::sync::{Arc, OnceLock};
+use weir_core::{ByteSize, Memory, PAGE_SIZE, PageBytes, Slot, copy, unwatched};
 
 /// Slots of a chunk: 128 MiB, as a GPU's chunks.
 const CHUNK_SLOTS: u32 = 32_768;
@@ -30,6 +30,8 @@ struct Shared {
     slots: u32,
     /// Chunks whose memory has been given back.
     released: Box<[AtomicBool]>,
+    /// It locks the pages too, and is told of those that come later.
+    keep: OnceLock<Arc<dyn Keep>>,
 }
 
 impl Host {
@@ -55,7 +57,7 @@ impl Host {
     fn over(name: String, memory: Memory, slots: u32) -> Self {
         let chunks = slots.div_ceil(CHUNK_SLOTS);
         let released = (0..chunks).map(|_| AtomicBool::new(false)).collect();
-        Host { name, shared: Arc::new(Shared { memory, slots, released }) }
+        Host { name, shared: Arc::new(Shared { memory, slots, released, keep: OnceLock::new() }) }
     }
 
     /// The descriptor of its memory, for the keeper.
@@ -116,17 +118,28 @@ impl Store for Host {
         vec![Keepsake { name: KEEPSAKE.to_owned(), fd: self.fd(), is_memory: true }]
     }
 
-    fn window(&self) -> std::io::Result<Option<OwnedFd>> {
+    fn keep_with(&self, keep: Arc<dyn Keep>, held: bool) -> io::Result<()> {
+        if !held {
+            keep.hold(KEEPSAKE, self.fd(), true)?;
+        }
+        // A volume has one keeper in its life.
+        let _ = self.shared.keep.set(keep);
+        Ok(())
+    }
+
+    fn window(&self) -> io::Result<Option<OwnedFd>> {
         self.shared.memory.read_only().map(Some)
     }
 
     fn release(&self, chunk: u32) -> Result<(), Fault> {
         let (offset, bytes) = self.shared.chunk(chunk)?;
-        self.shared.released[chunk as usize].store(true, Ordering::SeqCst);
         // Punching frees locked pages too, where MADV_REMOVE refuses them.
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         rustix::fs::fallocate(self.fd(), flags, offset, bytes)
-            .map_err(|errno| Fault::Io(errno.raw_os_error()))
+            .map_err(|errno| Fault::Io(errno.raw_os_error()))?;
+        // Only now: one that could not be released takes pages on.
+        self.shared.released[chunk as usize].store(true, Ordering::SeqCst);
+        Ok(())
     }
 
     fn take(&self, chunk: u32) -> Result<(), Fault> {
@@ -142,12 +155,12 @@ impl Host {
         if available.is_some_and(|available| bytes > available) {
             return Err(Fault::Io(libc::ENOMEM));
         }
-        // SAFETY: the range lies inside the mapping; populating changes no content.
-        unsafe {
-            let start = self.shared.memory.as_ptr().add(offset as usize);
-            rustix::mm::madvise(start.cast(), bytes as usize, Advice::LinuxPopulateWrite)
+        let taken = self.shared.memory.take(offset as usize, bytes as usize, &mut unwatched);
+        taken.map_err(|error| Fault::Io(error.raw_os_error().unwrap_or(libc::ENOMEM)))?;
+        if let Some(keep) = self.shared.keep.get() {
+            // Else they are mapped by nobody when this process dies, and swapped out first. A keeper that is gone holds nothing.
+            let _ = keep.took(KEEPSAKE, offset, bytes);
         }
-        .map_err(|errno| Fault::Io(errno.raw_os_error()))?;
         self.shared.released[chunk as usize].store(false, Ordering::SeqCst);
         Ok(())
     }
@@ -200,6 +213,8 @@ impl Lane for HostLane {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::fs::{MemfdFlags, SealFlags};
+    use std::sync::Mutex;
 
     #[test]
     fn a_released_chunk_frees_its_memory_and_faults_until_it_is_taken_again() {
@@ -221,6 +236,20 @@ mod tests {
     }
 
     #[test]
+    fn a_chunk_that_cannot_be_released_takes_pages_on() {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let fd = rustix::fs::memfd_create("weir-test", flags).unwrap();
+        rustix::fs::ftruncate(&fd, 8 * PAGE_SIZE as u64).unwrap();
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK).unwrap();
+        let host = Host::adopt(Memory::adopt(fd).unwrap());
+        // The kernel punches no hole into memory that is sealed against writes by others.
+        rustix::fs::fcntl_add_seals(host.fd(), SealFlags::FUTURE_WRITE).unwrap();
+        assert_eq!(host.release(0), Err(Fault::Io(libc::EPERM)));
+        let mut lane = host.lane(1).unwrap();
+        assert_eq!(lane.write(0, Slot(3), &[7; PAGE_SIZE]), Progress::Done(Ok(())));
+    }
+
+    #[test]
     fn a_chunk_that_the_machine_has_no_room_for_is_not_taken() {
         let host = Host::new(CHUNK_SLOTS + 10).unwrap();
         host.release(1).unwrap();
@@ -233,6 +262,47 @@ mod tests {
         assert_eq!(lane.write(0, last, &[7; PAGE_SIZE]), Progress::Done(Err(Fault::Lost)));
         host.take_of(1, Some(10 * PAGE_SIZE as u64)).unwrap();
         assert_eq!(lane.write(0, last, &[7; PAGE_SIZE]), Progress::Done(Ok(())));
+    }
+
+    #[test]
+    fn memory_that_was_given_back_stays_away_when_the_store_is_taken_over() {
+        let host = Host::new(3 * CHUNK_SLOTS).unwrap();
+        let blocks = |host: &Host| rustix::fs::fstat(host.fd()).unwrap().st_blocks;
+        host.release(1).unwrap();
+        let given_back = blocks(&host);
+        for _ in 0..3 {
+            let fd = host.fd().try_clone_to_owned().unwrap();
+            assert_eq!(blocks(&Host::adopt(Memory::adopt(fd).unwrap())), given_back);
+        }
+    }
+
+    #[derive(Debug, Default)]
+    struct Hears(Mutex<Vec<String>>);
+
+    impl Keep for Hears {
+        fn hold(&self, name: &str, _fd: BorrowedFd<'_>, is_memory: bool) -> io::Result<()> {
+            self.0.lock().unwrap().push(format!("{name} {is_memory}"));
+            Ok(())
+        }
+
+        fn took(&self, name: &str, offset: u64, bytes: u64) -> io::Result<()> {
+            self.0.lock().unwrap().push(format!("{name} {offset} {bytes}"));
+            Ok(())
+        }
+
+        fn let_go(&self, _name: &str) -> io::Result<()> {
+            unreachable!("its memory is kept for as long as it lives")
+        }
+    }
+
+    #[test]
+    fn the_keeper_hears_which_pages_have_come_again() {
+        let host = Host::new(CHUNK_SLOTS + 10).unwrap();
+        let keep = Arc::new(Hears::default());
+        host.keep_with(Arc::clone(&keep) as _, false).unwrap();
+        host.release(1).unwrap();
+        host.take(1).unwrap();
+        assert_eq!(*keep.0.lock().unwrap(), ["pages true".to_owned(), format!("pages {} 40960", 128 << 20)]);
     }
 
     #[test]

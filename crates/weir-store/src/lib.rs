@@ -168,6 +168,14 @@ pub trait Keep: Send + Sync + fmt::Debug {
     /// When it cannot, or is gone.
     fn hold(&self, name: &str, fd: BorrowedFd<'_>, is_memory: bool) -> io::Result<()>;
 
+    /// Hears that memory held under that name has pages again in a range where it had none, so that they are locked there too.
+    ///
+    /// # Errors
+    /// When it is gone.
+    fn took(&self, _name: &str, _offset: u64, _bytes: u64) -> io::Result<()> {
+        Ok(())
+    }
+
     /// Closes what it held under that name.
     ///
     /// # Errors

@@ -135,6 +135,10 @@ impl Keep for Shelf {
         hold(&self.link, &store_name(self.store, name), fd)
     }
 
+    fn took(&self, name: &str, offset: u64, bytes: u64) -> std::io::Result<()> {
+        self.link.took(&store_name(self.store, name), offset, bytes)
+    }
+
     fn let_go(&self, name: &str) -> std::io::Result<()> {
         self.link.let_go(&store_name(self.store, name))
     }

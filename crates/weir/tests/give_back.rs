@@ -253,6 +253,71 @@ fn what_was_given_back_stays_given_back_when_the_daemon_is_killed() {
     assert!(!Path::new(&format!("/proc/{second}")).exists(), "the daemon ends with its keeper");
 }
 
+/// What the keeper's mapping of the largest host store says: KiB there, KiB locked, and the blocks that the memory has in all.
+fn kept_pages(keeper: u32) -> (u64, u64, u64) {
+    let smaps = fs::read_to_string(format!("/proc/{keeper}/smaps")).unwrap();
+    let lines: Vec<&str> = smaps.lines().collect();
+    let bytes = |header: &str| {
+        let (from, to) = header.split_once(' ')?.0.split_once('-')?;
+        Some(u64::from_str_radix(to, 16).ok()? - u64::from_str_radix(from, 16).ok()?)
+    };
+    let of_a_store = |&at: &usize| lines[at].contains("/memfd:weir-host");
+    let largest = (0..lines.len()).filter(of_a_store).max_by_key(|&at| bytes(lines[at])).expect("a store");
+    let mapping = &lines[largest..];
+    let kib = |key: &str| {
+        let line = mapping.iter().find_map(|line| line.strip_prefix(key)).expect("a mapping of the keeper");
+        line.trim().strip_suffix(" kB").unwrap().parse().unwrap()
+    };
+    let address = mapping[0].split(' ').next().unwrap();
+    let file = fs::metadata(format!("/proc/{keeper}/map_files/{address}")).unwrap();
+    (kib("Rss:"), kib("Locked:"), std::os::unix::fs::MetadataExt::blocks(&file))
+}
+
+#[test]
+fn memory_that_was_given_back_stays_away_across_any_number_of_deaths() {
+    for swap in [&[][..], &["--swap", "--unsafe-no-flusher"]] {
+        let stores = ["--keeper", "--store", "host:256MiB", "--store", "host:40MiB", "--size", "32MiB"];
+        let mut scene = start("away", &[&stores[..], swap].concat());
+        let keeper = scene.process.id();
+        let mut client = scene.connect();
+        (0..2000).for_each(|page| write(&mut client, page, 1));
+        let all = kept_pages(keeper);
+        assert!(scene.weir(&["give-back", "128MiB"]).status.success());
+        let given_back = kept_pages(keeper);
+        assert_eq!(all.2 - given_back.2, 128 << 11, "a chunk went");
+        for kill in 1..=3 {
+            let stop = AtomicBool::new(false);
+            let most = thread::scope(|scope| {
+                let watch = scope.spawn(|| {
+                    let mut most = 0;
+                    while !stop.load(Ordering::Relaxed) {
+                        most = most.max(kept_pages(keeper).2);
+                    }
+                    most
+                });
+                let ends = Ends(&stop);
+                scene.kill_daemon();
+                assert_eq!(away(&scene), 1);
+                drop(ends);
+                watch.join().unwrap()
+            });
+            assert_eq!(most, given_back.2, "{swap:?}: kill {kill}");
+        }
+        let mut client = scene.connect();
+        (0..2000).for_each(|page| check(&mut client, page, 1));
+        assert!(scene.weir(&["take", "all"]).status.success());
+        // It hears of it a little later.
+        let begun = Instant::now();
+        while kept_pages(keeper).0 != all.0 {
+            assert!(begun.elapsed() < PATIENCE, "the keeper maps {:?}, not {all:?}", kept_pages(keeper));
+            thread::sleep(Duration::from_millis(5));
+        }
+        let taken = kept_pages(keeper);
+        assert_eq!((taken.2, taken.1 > 0), (all.2, all.1 > 0), "{swap:?}");
+        assert_eq!(scene.terminate(), Some(0));
+    }
+}
+
 #[test]
 fn what_went_for_a_sleep_and_nothing_else_comes_again_also_from_the_next_daemon() {
     let scene =

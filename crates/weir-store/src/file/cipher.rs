@@ -12,7 +12,6 @@
 
 use aes::Aes256;
 use aes::cipher::{Array, Block, BlockCipherDecrypt, BlockCipherEncrypt, KeyInit};
-use rustix::mm::Advice;
 use rustix::rand::GetRandomFlags;
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -68,10 +67,6 @@ impl Cipher {
     fn with_secret(secret: Memory) -> io::Result<Self> {
         const { assert!(size_of::<Keys>() <= PAGE_SIZE && align_of::<Keys>() <= PAGE_SIZE) };
         let memory = Memory::anonymous(PAGE_SIZE)?;
-        for mapping in [&memory, &secret] {
-            // SAFETY: the range is one of our mappings; this advice only leaves it out of core dumps.
-            unsafe { rustix::mm::madvise(mapping.as_ptr().cast(), mapping.len(), Advice::LinuxDontDump)? };
-        }
         let half = |at: usize| {
             let mut half = [0; SECRET / 2];
             // SAFETY: within the page that holds the key, which nobody writes once it was drawn.

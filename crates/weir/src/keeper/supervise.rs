@@ -413,6 +413,7 @@ impl Keeper<'_> {
                     Err(error) => send(line, &format!("refused {error}"), None),
                 }
             }
+            ("took", what) => self.lock_again(what),
             ("drop", name) => {
                 self.kept.remove(name);
                 send(line, "dropped", None)
@@ -429,6 +430,21 @@ impl Keeper<'_> {
         };
         self.kept.insert(name.to_owned(), kept);
         Ok(())
+    }
+
+    /// Locks pages that came into memory that is held: `NAME OFFSET BYTES`.
+    fn lock_again(&self, what: &str) -> io::Result<()> {
+        let mut words = what.rsplitn(3, ' ');
+        let mut number = || words.next()?.parse::<usize>().ok();
+        let (bytes, offset) = (number(), number());
+        match (words.next().and_then(|name| self.kept.get(name)), offset, bytes) {
+            (Some(Kept::Memory(memory)), Some(offset), Some(bytes))
+                if offset.checked_add(bytes).is_some_and(|end| end <= memory.len()) =>
+            {
+                memory.populate_again(offset, bytes)
+            }
+            _ => Err(io::ErrorKind::InvalidInput.into()),
+        }
     }
 
     fn hear_signal(&mut self) {

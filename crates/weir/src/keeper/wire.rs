@@ -6,6 +6,7 @@
 //! | keeper | `have KIND NAME` + fd | you, or one before you, gave me this |
 //! | keeper | `begin FORMAT` | that was all, and is of this [`FORMAT`] |
 //! | daemon | `hold KIND NAME` + fd | keep this; answered by `held` or `refused REASON` |
+//! | daemon | `took NAME OFFSET BYTES` | the memory kept under that name has pages there again: lock them too |
 //! | daemon | `drop NAME` | close what is kept under that name; answered by `dropped` |
 //! | daemon | `ready` | I serve; said again, I have more memory than I had |
 //! | daemon | `ending` | I was told to stop: do not start another |
