@@ -27,6 +27,7 @@
 #                        root, TORTURE says where the lab's program is (target/release/torture)
 #     queue         10   the work queue, on this machine's processors
 #     striped       0.5  deep and large loads on one GPU and over all (two or more)
+#     batch_sweep   3    how many copies a call to the driver may name: it crashes processes and kills channels, not the machine
 #     competing     1.5  a matrix product's speed alone and beside Weir (benchmarks/competing)
 #
 # `quick` stands for calibrate, ways, give_back, coherence, memory and keeper. Each call prints how long each step took.
@@ -187,6 +188,16 @@ striped() {
     [ "$gpus" -ge 2 ] || { echo "SKIP striped: $gpus GPU"; return; }
     bench striped-one --store "vram:0?size=16GiB" --runs "$runs" --only deep --only large
     bench striped --store "vram:?size=32GiB" --runs "$runs" --only deep --only large
+}
+
+# Not among the steps that run without being named. COPIES and SWEEP_SECONDS say what.
+batch_sweep() {
+    local copies=() count
+    for count in ${COPIES:-16 64 256 1024 2048}; do
+        copies+=(--sweep-copies "$count")
+    done
+    timeout "${SWEEP_LIMIT:-400}" "$weir" bench store --store "$card" --batch-sweep "${copies[@]}" \
+        --sweep-seconds "${SWEEP_SECONDS:-4}" --json "$out/gpu-batch-sweep.json" || failed=1
 }
 
 competing() {

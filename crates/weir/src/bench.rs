@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use weir_bench::report::Report;
 use weir_bench::{block, compress, disk, give_back, lease, memory, queue, restart, share, store, swap};
+use weir_store::{StoreUrl, VramUrl};
 
 /// Pages a second that `--hold` moves.
 const HOLD_RATE: f64 = 100_000.0;
@@ -44,6 +45,21 @@ pub fn run(options: &BenchOptions) -> Result<(), Failure> {
             let touched = swap::touch(size.0, time, entrance).map_err(|error| failed(&error))?;
             println!("{}", serde_json::to_string(&touched).expect("numbers always serialise"));
             return Ok(());
+        }
+        Bench::BatchBurn { store, shape, seconds } => {
+            let burnt =
+                store::batches::burn(card(store)?, *shape, *seconds).map_err(|error| failed(&error))?;
+            println!("{}", serde_json::to_string(&burnt).expect("numbers always serialise"));
+            return Ok(());
+        }
+        Bench::Store(options) if options.batch_sweep => {
+            let sweep = store::batches::Sweep {
+                weir: "/proc/self/exe".into(),
+                store: card(&options.store)?.clone(),
+                seconds: options.sweep_seconds,
+                copies: options.sweep_copies.clone(),
+            };
+            store::batches::sweep(&sweep).map_err(|error| failed(&error))?
         }
         Bench::Store(options) if options.calibrate => {
             store::calibrate(&options.store).map_err(|error| failed(&error))?
@@ -81,6 +97,14 @@ pub fn run(options: &BenchOptions) -> Result<(), Failure> {
         report.write_html(path).map_err(|error| failed(&error))?;
     }
     verdict(&report)
+}
+
+/// The card that a benchmark of GPU memory alone is for.
+fn card(store: &StoreUrl) -> Result<&VramUrl, Failure> {
+    match store {
+        StoreUrl::Vram(url) => Ok(url),
+        other => Err(Failure::Usage(format!("--store {other} is on no card; accepted: vram:0, vram:N"))),
+    }
 }
 
 /// A report from a file.

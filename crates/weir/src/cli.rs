@@ -422,6 +422,20 @@ pub enum Bench {
         step: ByteSize,
     },
 
+    /// The process that a driver may crash, for `store --batch-sweep`.
+    #[command(hide = true)]
+    BatchBurn {
+        /// The card.
+        #[arg(long)]
+        store: StoreUrl,
+        /// The load, as JSON.
+        #[arg(long)]
+        shape: weir_bench::store::batches::Shape,
+        /// How long.
+        #[arg(long)]
+        seconds: u64,
+    },
+
     /// The process that swaps, for `swap`.
     #[command(hide = true)]
     SwapTouch {
@@ -580,6 +594,19 @@ pub struct BenchStoreOptions {
     /// Only show what each path of the card costs, as measured when the store is opened.
     #[arg(long)]
     pub calibrate: bool,
+
+    /// Only find out how many copies a call to the card's driver may name: each shape of load in a process of its own, since drivers
+    /// crash. Takes minutes; a driver that fails leaves a line in the kernel's log.
+    #[arg(long)]
+    pub batch_sweep: bool,
+
+    /// Copies of a call for --batch-sweep; may be repeated.
+    #[arg(long, value_name = "N", default_values_t = [16, 64, 256, 1024, 2048], value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub sweep_copies: Vec<u32>,
+
+    /// Seconds for each shape of --batch-sweep.
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    pub sweep_seconds: u64,
 }
 
 /// How long and how often each case of the block benchmark runs.

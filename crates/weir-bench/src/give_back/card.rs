@@ -35,7 +35,7 @@ pub struct Allocated {
 /// Without CUDA, or when a step does not succeed in 10 s.
 pub fn allocate(step: ByteSize) -> Result<Allocated, GiveBackError> {
     let failed = |why: String| GiveBackError::Process { what: "CUDA", why };
-    let context = Context::open(Path::new("libcuda.so.1"), Which::Index(0)).map_err(failed)?;
+    let context = Context::open(Path::new("libcuda.so.1"), Which::Index(0), 1).map_err(failed)?;
     let (_, total) = context.memory().map_err(|error| failed(error.to_string()))?;
     let most = (total as f64 * SHARE) as u64;
     let (mut held, mut times) = (Vec::new(), Vec::new());

@@ -28,7 +28,7 @@ pub struct Copier<'a> {
 impl CopyEngine {
     /// Opens the control; `None` where there is no CUDA.
     pub fn open(bytes: u64) -> Option<Self> {
-        let context = Context::open(Path::new("libcuda.so.1"), Which::Index(0)).ok()?;
+        let context = Context::open(Path::new("libcuda.so.1"), Which::Index(0), 1).ok()?;
         let memory = context.allocate(bytes).ok()?;
         Some(CopyEngine { context, memory })
     }

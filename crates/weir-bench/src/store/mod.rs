@@ -3,6 +3,7 @@
 //! 4 KiB pages at random places, each checked for its number and generation; one wrong page fails the run. Single
 //! operations are timed one by one; deep rows are pages finished by all threads over the longest thread's time.
 
+pub mod batches;
 mod coherence;
 pub(crate) mod content;
 mod control;
@@ -64,6 +65,9 @@ pub enum BenchError {
     /// The volume could not be made.
     #[error("the volume: {0}")]
     Volume(String),
+    /// A process of the benchmark could not be started.
+    #[error("a process of the benchmark: {0}")]
+    Process(std::io::Error),
     /// A thread of the benchmark panicked.
     #[error("a thread of the benchmark panicked")]
     Panic,

@@ -274,7 +274,7 @@ impl Gpu {
         if vulkan > 0 {
             return vulkan;
         }
-        (0..).take_while(|&index| Context::open(libcuda, Which::Index(index)).is_ok()).count()
+        (0..).take_while(|&index| Context::open(libcuda, Which::Index(index), 1).is_ok()).count()
     }
 
     /// Opens a lane with room for `depth` operations in flight on each path.

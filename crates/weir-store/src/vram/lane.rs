@@ -87,14 +87,14 @@ impl Engine {
 
     fn write(&mut self, ticket: Ticket, (chunk, offset): (u64, u64), page: &PageBytes) {
         match self {
-            Engine::Cuda(lane) => lane.write(ticket, chunk + offset, page),
+            Engine::Cuda(lane) => lane.write(ticket, (chunk, offset), page),
             Engine::Queue(lane) => lane.write(ticket, Place { buffer: chunk, offset }, page),
         }
     }
 
     fn read(&mut self, ticket: Ticket, (chunk, offset): (u64, u64)) {
         match self {
-            Engine::Cuda(lane) => lane.read(ticket, chunk + offset),
+            Engine::Cuda(lane) => lane.read(ticket, (chunk, offset)),
             Engine::Queue(lane) => lane.read(ticket, Place { buffer: chunk, offset }),
         }
     }

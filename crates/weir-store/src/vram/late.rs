@@ -174,8 +174,8 @@ impl Late {
         if !goes_on {
             return Ok(());
         }
-        let cuda =
-            Context::open(&opening.drivers.cuda, Which::Uuid(uuid)).map_err(|why| format!("CUDA: {why}"));
+        let cuda = Context::open(&opening.drivers.cuda, Which::Uuid(uuid), opening.options.engine_batch)
+            .map_err(|why| format!("CUDA: {why}"));
         let Some(gpu) = gpu.upgrade() else { return Ok(()) };
         stage("cuda");
         let joined = cuda.and_then(|cuda| self.join(&gpu, &cuda, opening, &mut stage));

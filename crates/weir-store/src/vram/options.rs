@@ -63,9 +63,11 @@ pub struct VramUrl {
     pub blocks: u32,
     /// Whether the processor's window onto the card is used; `false`: as if there were none.
     pub window: bool,
+    /// Copies that one call to the copy engine's driver names at most; 1: a call for each copy.
+    pub engine_batch: u32,
 }
 
-const KEYS: &[&str] = &["size", "chunk", "floor", "ring", "path", "blocks", "window"];
+const KEYS: &[&str] = &["size", "chunk", "floor", "ring", "path", "blocks", "window", "engine_batch"];
 const RINGS: [(&str, RingMode); 3] = [("auto", RingMode::Auto), ("on", RingMode::On), ("off", RingMode::Off)];
 const WINDOWS: [(&str, bool); 2] = [("on", true), ("off", false)];
 const PATHS: [(&str, PathMode); 4] = [
@@ -81,6 +83,12 @@ impl VramUrl {
     /// What is left to others unless the URL says otherwise.
     pub const FLOOR: ByteSize = ByteSize(512 << 20);
 
+    /// Copies of a call unless the URL says otherwise. NVIDIA's driver 580.159.04 killed its channel where calls named 2,048, and in a
+    /// daemon whose calls named 256 at most: this is a quarter of that (docs/gpu.md).
+    pub const ENGINE_BATCH: u32 = 64;
+    /// The most that can be asked for: for the sweep that looks for the number at which a driver fails.
+    pub const ENGINE_BATCH_MAX: u32 = 4096;
+
     /// The usual, for one card or all.
     pub fn new(target: Target) -> Self {
         VramUrl {
@@ -92,6 +100,7 @@ impl VramUrl {
             path: None,
             blocks: 0,
             window: true,
+            engine_batch: Self::ENGINE_BATCH,
         }
     }
 
@@ -113,6 +122,7 @@ impl VramUrl {
                 "ring" => url.ring = one_of(key, text, &RINGS, "auto, on or off")?,
                 "path" => url.path = Some(one_of(key, text, &PATHS, "auto, mapped, engine or ring")?),
                 "window" => url.window = one_of(key, text, &WINDOWS, "on or off")?,
+                "engine_batch" => url.engine_batch = engine_batch(text)?,
                 _ => url.blocks = value(key, text, "a number of blocks, such as 128")?,
             }
         }
@@ -127,6 +137,16 @@ fn chunk(text: &str) -> Result<ByteSize, UrlProblem> {
         Ok(chunk)
     } else {
         Err(UrlProblem::Value { key: "chunk", value: text.to_owned(), expected })
+    }
+}
+
+fn engine_batch(text: &str) -> Result<u32, UrlProblem> {
+    let expected = "a number of copies from 1 to 4096, such as 64; 1 for a call each";
+    let copies: u32 = value("engine_batch", text, expected)?;
+    if (1..=VramUrl::ENGINE_BATCH_MAX).contains(&copies) {
+        Ok(copies)
+    } else {
+        Err(UrlProblem::Value { key: "engine_batch", value: text.to_owned(), expected })
     }
 }
 
@@ -158,7 +178,8 @@ impl fmt::Display for VramUrl {
         query.pair(self.ring != RingMode::default(), "ring", name_of(&self.ring, &RINGS))?;
         query.pair(self.path.is_some(), "path", name_of(&self.path.unwrap_or_default(), &PATHS))?;
         query.pair(self.blocks != 0, "blocks", self.blocks)?;
-        query.pair(!self.window, "window", name_of(&self.window, &WINDOWS))
+        query.pair(!self.window, "window", name_of(&self.window, &WINDOWS))?;
+        query.pair(self.engine_batch != Self::ENGINE_BATCH, "engine_batch", self.engine_batch)
     }
 }
 
@@ -169,11 +190,12 @@ mod tests {
 
     #[test]
     fn a_url_says_card_and_options() {
-        let url = "vram:1?size=16GiB&chunk=64MiB&floor=1GiB&ring=off&path=mapped&blocks=64&window=off";
+        let url = "vram:1?size=16GiB&chunk=64MiB&floor=1GiB&ring=off&path=mapped&blocks=64&window=off&engine_batch=16";
         let StoreUrl::Vram(read) = url.parse().unwrap() else { panic!("a vram URL") };
         assert_eq!(read.target, Target::Index(1));
         assert_eq!((read.size, read.chunk.0, read.floor.0), (Some(ByteSize(16 << 30)), 64 << 20, 1 << 30));
         assert_eq!((read.ring, read.path, read.blocks), (RingMode::Off, Some(PathMode::Mapped), 64));
+        assert_eq!(read.engine_batch, 16);
         assert_eq!(read.to_string(), url);
         assert_eq!("vram:0?path=auto".parse::<StoreUrl>().unwrap().to_string(), "vram:0?path=auto");
         assert_eq!("vram:lavapipe".parse(), Ok(StoreUrl::Vram(VramUrl::new(Target::Software))));
@@ -186,6 +208,9 @@ mod tests {
             ("vram:0?chunk=100MiB", "power of two"),
             ("vram:0?ring=maybe", "auto, on or off"),
             ("vram:0?path=dma", "mapped, engine or ring"),
+            ("vram:0?engine_batch=0", "from 1 to 4096"),
+            ("vram:0?engine_batch=5000", "from 1 to 4096"),
+            ("vram:0?engine_batch=many", "from 1 to 4096"),
             ("vram:0?colour=red", "accepted: size, chunk"),
         ] {
             let error = url.parse::<StoreUrl>().unwrap_err().to_string();

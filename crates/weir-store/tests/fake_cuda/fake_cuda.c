@@ -5,7 +5,9 @@
 // Memory exported by Mesa's lavapipe is a memfd whose first page says, in its second word, where the data begins.
 
 #define _GNU_SOURCE
+#include <fcntl.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -61,8 +63,46 @@ static int is_held(const char *call) {
     return is || (name && file && strcmp(name, call) == 0 && access(file, F_OK) == 0);
 }
 
+// --- a context that dies ---
+
+// What every call answers once the context is dead; 0 while it lives.
+static result dead_code;
+// Whether releasing the context makes room for one that lives.
+static int is_final;
+static result dead(void) {
+    return __atomic_load_n(&dead_code, __ATOMIC_ACQUIRE);
+}
+static void die(result code) {
+    __atomic_store_n(&dead_code, code, __ATOMIC_RELEASE);
+}
+// From now on every call answers `code`; with `final`, also those of the next context.
+void fake_cuda_die(result code, int final) {
+    is_final = final;
+    die(code);
+}
+
+// For other processes: once the file that FAKE_CUDA_DIES names is there it is removed, and the context dies as its first letter says: of a
+// launch failure (l), of one that no new context survives (f), by a fault in the driver's code (s).
+static void die_if_told(void) {
+    static const char *file;
+    static int asked;
+    if (!asked) file = getenv("FAKE_CUDA_DIES"), asked = 1;
+    if (!file || access(file, F_OK) != 0) return;
+    char how = 0;
+    int fd = open(file, O_RDONLY);
+    if (fd < 0) return;
+    ssize_t got = read(fd, &how, 1);
+    close(fd);
+    if (got != 1 || unlink(file) != 0) return;
+    if (how == 's') raise(SIGSEGV);
+    fake_cuda_die(719, how == 'f');
+}
+
 static result injected(const char *call) {
     result code = 0;
+    die_if_told();
+    int is_release = strncmp(call, "cuDevicePrimaryCtxRe", 20) == 0;
+    if (dead() && strcmp(call, "serve") != 0 && (is_final || !is_release)) return dead();
     while (is_held(call)) usleep(1000);
     pthread_mutex_lock(&failures_lock);
     for (int i = 0; i < 16; i++) {
@@ -121,7 +161,7 @@ result cuDeviceGetAttribute(int *value, int attribute, int device) {
     return 0;
 }
 result cuDevicePrimaryCtxRetain(void **context, int device) { CALL; *context = &copies; return 0; }
-result cuDevicePrimaryCtxRelease_v2(int device) { CALL; return 0; }
+result cuDevicePrimaryCtxRelease_v2(int device) { CALL; die(0); return 0; }
 result cuDevicePrimaryCtxSetFlags_v2(int device, unsigned flags) { CALL; return 0; }
 result cuCtxSetCurrent(void *context) { CALL; return 0; }
 result cuMemGetInfo_v2(size_t *free, size_t *total) { CALL; *free = 1ull << 31; *total = 1ull << 32; return 0; }
@@ -180,14 +220,22 @@ result cuMemCreate(uint64_t *handle, size_t size, const void *prop, uint64_t fla
     return 0;
 }
 result cuMemRelease(uint64_t handle) { CALL; close(handle); return 0; }
+// One behind another, as the driver's are; never used twice.
 result cuMemAddressReserve(address *out, size_t size, size_t alignment, address at, uint64_t flags) {
     CALL;
-    void *p = mmap(0, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (p == MAP_FAILED) return OUT_OF_MEMORY;
-    *out = (address)p;
-    return 0;
+    static address next, end;
+    static const size_t arena = 64ull << 30;
+    pthread_mutex_lock(&failures_lock);
+    if (!next) {
+        void *p = mmap(0, arena, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (p != MAP_FAILED) next = (address)p, end = next + arena;
+    }
+    int fits = next && next + size <= end;
+    if (fits) *out = next, next += size;
+    pthread_mutex_unlock(&failures_lock);
+    return fits ? 0 : OUT_OF_MEMORY;
 }
-result cuMemAddressFree(address at, size_t size) { CALL; munmap((void *)at, size); return 0; }
+result cuMemAddressFree(address at, size_t size) { CALL; return 0; }
 result cuMemMap(address at, size_t size, size_t offset, uint64_t handle, uint64_t flags) {
     CALL;
     void *p = mmap((void *)at, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, handle, 0);
@@ -257,25 +305,35 @@ result cuMemsetD8Async(address at, unsigned char value, size_t bytes, void *stre
     memset((void *)at, value, bytes);
     return 0;
 }
-static void batch(const address *to, const address *from, const size_t *sizes, size_t n) {
+// The most copies that a call has named, and how many it may name: one more and the channel dies, as a driver's does.
+static int batch_largest, batch_limit = 1 << 30;
+void fake_cuda_batch_limit(int limit) {
+    __atomic_store_n(&batch_limit, limit, __ATOMIC_RELAXED);
+}
+int fake_cuda_batch_largest(void) {
+    return __atomic_load_n(&batch_largest, __ATOMIC_RELAXED);
+}
+static result batch(const address *to, const address *from, const size_t *sizes, size_t n) {
     count(1, 1);
     count(2, n);
+    if ((int)n > fake_cuda_batch_largest()) __atomic_store_n(&batch_largest, (int)n, __ATOMIC_RELAXED);
+    if ((int)n > __atomic_load_n(&batch_limit, __ATOMIC_RELAXED)) die(719);
+    if (dead()) return dead();
     for (size_t i = 0; i < n; i++) memcpy((void *)to[i], (void *)from[i], sizes[i]);
+    return 0;
 }
 #ifdef BATCH_12
 result cuMemcpyBatchAsync(const address *to, const address *from, const size_t *sizes, size_t n, const void *attributes,
                           const size_t *indices, size_t attribute_count, size_t *failed, void *stream) {
     CALL;
-    batch(to, from, sizes, n);
-    return 0;
+    return batch(to, from, sizes, n);
 }
 #endif
 #ifdef BATCH_13
 result cuMemcpyBatchAsync_v2(const address *to, const address *from, const size_t *sizes, size_t n,
                              const void *attributes, const size_t *indices, size_t attribute_count, void *stream) {
     CALL;
-    batch(to, from, sizes, n);
-    return 0;
+    return batch(to, from, sizes, n);
 }
 #endif
 

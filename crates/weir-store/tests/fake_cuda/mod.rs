@@ -71,6 +71,37 @@ impl FakeCuda {
         }
     }
 
+    /// From now on a call that names more copies kills the context.
+    pub fn limit_batches(&self, copies: i32) {
+        // SAFETY: the signature is the one in fake_cuda.c.
+        unsafe {
+            let limit =
+                self.library.get::<unsafe extern "C" fn(c_int)>(b"fake_cuda_batch_limit\0").expect("it");
+            limit(copies);
+        }
+    }
+
+    /// The most copies that one call has named so far.
+    pub fn largest_batch(&self) -> i32 {
+        // SAFETY: the signature is the one in fake_cuda.c.
+        unsafe {
+            let largest = self
+                .library
+                .get::<unsafe extern "C" fn() -> c_int>(b"fake_cuda_batch_largest\0")
+                .expect("it");
+            largest()
+        }
+    }
+
+    /// The context dies of `code`; `for_good`: so does every later one of this process.
+    pub fn die(&self, code: i32, for_good: bool) {
+        // SAFETY: the signature is the one in fake_cuda.c.
+        unsafe {
+            let die = self.library.get::<unsafe extern "C" fn(c_int, c_int)>(b"fake_cuda_die\0").expect("it");
+            die(code, c_int::from(for_good));
+        }
+    }
+
     /// Copies made one by one, batches, and copies inside batches, so far.
     pub fn copies(&self) -> [i32; 3] {
         // SAFETY: the signature is the one in fake_cuda.c.

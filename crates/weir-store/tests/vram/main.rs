@@ -195,6 +195,76 @@ fn neighbours_in_a_batch_become_one_copy() {
     assert!((0..32).all(|slot| read(lane.as_mut(), slot) == Ok(page(slot))));
 }
 
+/// Writes `pages` slots, `stride` apart and so that none is the next one's neighbour, all in flight together; then reads them.
+fn scattered(lane: &mut dyn Lane, pages: u32, stride: u32) {
+    for number in 0..pages {
+        let progress = lane.write(number, Slot(number * stride), &page(number));
+        assert_eq!(progress, Progress::Queued);
+    }
+    lane.submit();
+    let (mut written, since) = (0, Instant::now());
+    while written < pages {
+        lane.poll(&mut |done: Done<'_>| {
+            assert_eq!(done.result, Ok(()));
+            written += 1;
+        });
+        assert!(since.elapsed() < PATIENCE, "no answer");
+    }
+    assert!((0..pages).all(|number| read(lane, number * stride) == Ok(page(number))));
+}
+
+#[test]
+fn a_call_names_no_more_copies_than_the_url_allows() {
+    for (options, most) in [("", 64), ("&engine_batch=200", 200), ("&engine_batch=16", 16)] {
+        for batch in [Batch::Cuda13, Batch::Cuda12] {
+            let faked = faked(&format!("&path=engine&ring=off{options}"), batch);
+            // One more and the channel dies, as the driver's does past some hundred.
+            faked.cuda.limit_batches(most);
+            let mut lane = faked.store.lane(256).expect("a lane");
+            scattered(lane.as_mut(), 256, 3);
+            assert_eq!(faked.cuda.largest_batch(), most.min(256), "{options} by {batch:?}");
+            assert_eq!(faked.store.state(), State::Online);
+        }
+    }
+}
+
+#[test]
+fn with_batches_of_one_every_copy_is_a_call_of_its_own() {
+    let faked = faked("&path=engine&ring=off&engine_batch=1", Batch::Cuda13);
+    let mut lane = faked.store.lane(64).expect("a lane");
+    let before = faked.cuda.copies();
+    scattered(lane.as_mut(), 64, 3);
+    let after = faked.cuda.copies();
+    assert_eq!((after[0] - before[0], after[1]), (128, 0), "64 written and 64 read, and no call for several");
+}
+
+#[test]
+fn no_copy_reaches_across_two_chunks() {
+    let cuda = FakeCuda::build(Batch::Cuda13);
+    let mut url = url("&ring=off");
+    url.target = weir_store::vram::Target::Index(0);
+    let store = VramStore::open_with(&url, &drivers(cuda.path())).expect("a store by CUDA alone");
+    let mut lane = store.lane(8).expect("a lane");
+    // Each of the three boundaries, since the chunks' addresses may come in any order.
+    for boundary in [256, 512, 768] {
+        let before = cuda.copies();
+        for slot in boundary - 4..boundary + 4 {
+            assert_eq!(lane.write(slot, Slot(slot), &page(slot)), Progress::Queued);
+        }
+        lane.submit();
+        let (mut written, since) = (0, Instant::now());
+        while written < 8 {
+            lane.poll(&mut |done: Done<'_>| {
+                assert_eq!(done.result, Ok(()));
+                written += 1;
+            });
+            assert!(since.elapsed() < PATIENCE, "no answer");
+        }
+        let after = cuda.copies();
+        assert_eq!((after[0] - before[0], after[2] - before[2]), (0, 2), "a copy for each chunk");
+    }
+}
+
 #[test]
 fn a_batch_that_the_driver_refuses_fails_alone_and_whole() {
     for (batch, call) in [(Batch::Cuda13, "cuMemcpyBatchAsync_v2"), (Batch::Cuda12, "cuMemcpyBatchAsync")] {

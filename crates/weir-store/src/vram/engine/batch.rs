@@ -47,6 +47,9 @@ pub struct BatchLane {
 struct Operation {
     ticket: Ticket,
     write: bool,
+    /// The first page of a chunk. What lies before it at neighbouring addresses is another allocation, and no copy
+    /// may reach across both.
+    opens_chunk: bool,
     device: DevicePtr,
 }
 
@@ -110,16 +113,16 @@ impl BatchLane {
         unsafe { self.staging.as_ptr().add(index * PAGE_SIZE) }
     }
 
-    /// Queues a write; there is room.
-    pub fn write(&mut self, ticket: Ticket, device: DevicePtr, page: &PageBytes) {
+    /// Queues a write to `offset` in the chunk that begins at `chunk`; there is room.
+    pub fn write(&mut self, ticket: Ticket, (chunk, offset): (DevicePtr, u64), page: &PageBytes) {
         // SAFETY: no operation in flight uses this staging page, as there is room.
         unsafe { ptr::copy_nonoverlapping(page.as_ptr(), self.staging_page(self.queued), PAGE_SIZE) };
-        self.push(Operation { ticket, write: true, device });
+        self.push(Operation { ticket, write: true, opens_chunk: offset == 0, device: chunk + offset });
     }
 
-    /// Queues a read; there is room.
-    pub fn read(&mut self, ticket: Ticket, device: DevicePtr) {
-        self.push(Operation { ticket, write: false, device });
+    /// Queues a read, likewise.
+    pub fn read(&mut self, ticket: Ticket, (chunk, offset): (DevicePtr, u64)) {
+        self.push(Operation { ticket, write: false, opens_chunk: offset == 0, device: chunk + offset });
     }
 
     fn push(&mut self, operation: Operation) {
@@ -129,35 +132,41 @@ impl BatchLane {
         self.queued += 1;
     }
 
-    /// Starts what waits, if a batch is free; [`poll`](Self::poll) starts it otherwise.
+    /// Starts what waits, as far as batches are free; [`poll`](Self::poll) starts the rest.
     pub fn submit(&mut self) {
-        if self.started == self.queued || self.begun - self.ended == BATCHES as u64 {
-            return;
+        while self.started != self.queued && self.begun - self.ended < BATCHES as u64 {
+            let end = self.gather();
+            let failed = self.start().err().map(fault);
+            let batch = &mut self.batches[(self.begun % BATCHES as u64) as usize];
+            batch.end = end;
+            batch.begun = failed.is_none().then(Instant::now);
+            batch.failed = failed;
+            self.begun += 1;
+            self.started = end;
         }
-        self.gather();
-        let failed = self.start().err().map(fault);
-        let batch = &mut self.batches[(self.begun % BATCHES as u64) as usize];
-        batch.end = self.queued;
-        batch.begun = failed.is_none().then(Instant::now);
-        batch.failed = failed;
-        self.begun += 1;
-        self.started = self.queued;
     }
 
-    /// Turns the waiting operations into as few copies as their addresses allow.
-    fn gather(&mut self) {
+    /// Turns the waiting operations into as few copies as their addresses allow, and no more than one call may name. Returns
+    /// the number after the last of them.
+    fn gather(&mut self) -> u64 {
         self.destinations.clear();
         self.sources.clear();
         self.sizes.clear();
         self.to_device.clear();
         let depth = self.operations.len() as u64;
+        // Plain copies are a call each, so an event may follow as many as there are.
+        let most = if self.context.batch_copies() > 1 { self.context.batch_copies() } else { usize::MAX };
         let mut next = (false, 0, 0);
         for number in self.started..self.queued {
             let operation = self.operations[(number % depth) as usize];
             let staging = self.staging_page(number) as DevicePtr;
-            if next == (operation.write, operation.device, staging) && !self.sizes.is_empty() {
+            let goes_on = next == (operation.write, operation.device, staging) && !operation.opens_chunk;
+            if goes_on && !self.sizes.is_empty() {
                 *self.sizes.last_mut().expect("not empty") += PAGE_SIZE;
             } else {
+                if self.sizes.len() == most {
+                    return number;
+                }
                 let (to, from) =
                     if operation.write { (operation.device, staging) } else { (staging, operation.device) };
                 self.destinations.push(to);
@@ -167,6 +176,7 @@ impl BatchLane {
             }
             next = (operation.write, operation.device + PAGE_SIZE as u64, staging + PAGE_SIZE as u64);
         }
+        self.queued
     }
 
     /// Hands the copies to the driver and puts the event behind them.
@@ -198,7 +208,7 @@ impl BatchLane {
         let attributes =
             MemcpyAttributes { source_order: 1, source: nowhere, destination: nowhere, flags: 0 };
         let first = 0usize;
-        if count > 1 {
+        if count > 1 && self.context.batch_copies() > 1 {
             if let Some(batch) = d.copy_batch_13 {
                 // SAFETY: the arrays hold `count` entries, the one attribute covers them from the first on, and
                 // every address is a page of staging or of a chunk that stays until the batch has ended.

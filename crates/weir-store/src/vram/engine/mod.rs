@@ -51,6 +51,8 @@ pub struct Context {
     /// Tells contexts apart in the thread-local note of which one is current; never 0.
     number: u64,
     lost: AtomicBool,
+    /// Copies that one call names at most; 1: a call for each copy.
+    batch_copies: usize,
     /// As the driver calls it.
     pub name: String,
     /// What Vulkan and NVML know it by, too.
@@ -73,11 +75,11 @@ thread_local! {
 }
 
 impl Context {
-    /// Opens a card with the driver library at `library`.
+    /// Opens a card with the driver library at `library`. One call names `batch_copies` copies at most.
     ///
     /// # Errors
     /// A sentence: no library, no card, no such card, versions that differ.
-    pub fn open(library: &Path, which: Which) -> Result<Arc<Self>, String> {
+    pub fn open(library: &Path, which: Which, batch_copies: u32) -> Result<Arc<Self>, String> {
         static NUMBERS: AtomicU64 = AtomicU64::new(1);
         let driver = Driver::load(library)?;
         let found = find(&driver, which).map_err(|error| error.to_string())?;
@@ -104,6 +106,7 @@ impl Context {
             handle,
             number: NUMBERS.fetch_add(1, Ordering::Relaxed),
             lost: AtomicBool::new(false),
+            batch_copies: batch_copies as usize,
             name: text(&name),
             uuid,
             capability,
@@ -122,6 +125,11 @@ impl Context {
     /// Marks the card as gone: a kernel or a copy that never ends.
     pub fn declare_lost(&self) {
         self.lost.store(true, Ordering::Relaxed);
+    }
+
+    /// Copies that one call names at most; 1: a call for each copy.
+    pub fn batch_copies(&self) -> usize {
+        self.batch_copies
     }
 
     /// Whether the driver takes a batch of copies in one call (CUDA 12.8 and later).

@@ -1,0 +1,344 @@
+//! `weir bench store --batch-sweep`: how many copies a call to the card's driver may name.
+//!
+//! NVIDIA's `cuMemcpyBatchAsync` has killed its channel, and with it everything that a process had on the card, for calls that name
+//! too many copies. Nobody documents how many. So each shape runs in a process of its own, with a time limit, since a driver may
+//! also crash or hang; and every page that is read is checked.
+
+use super::BenchError;
+use super::content::{Random, is_stamped, stamp};
+use crate::report::{Goal, Report, Row};
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+use weir_core::{PAGE_SIZE, Page, Slot};
+use weir_store::vram::{PathMode, RingMode, VramUrl};
+use weir_store::{Done, Lane, Progress, Store, StoreUrl};
+
+/// Pages that each thread has for itself.
+const PART: u32 = 16_384;
+/// Pages that a call moves at most, so that staging memory stays small.
+const CALL_PAGES: u32 = 4096;
+/// What opening and closing the store may take besides.
+const OPENING: Duration = Duration::from_secs(20);
+
+/// What the copies of a run are.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub enum Ways {
+    /// All to the card.
+    Write,
+    /// All from it.
+    Read,
+    /// Either, copy by copy.
+    Mixed,
+}
+
+/// One run.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Shape {
+    /// Threads, each with a stream.
+    pub threads: u32,
+    /// Copies that a call names.
+    pub copies: u32,
+    /// Calls that each thread has in flight.
+    pub calls: u32,
+    /// Every fourth copy is of 1 to so many pages; the others of one.
+    pub longest: u32,
+    /// Which way.
+    pub ways: Ways,
+}
+
+impl Shape {
+    fn id(self) -> String {
+        let Shape { threads, copies, calls, longest, ways } = self;
+        let ways = match ways {
+            Ways::Write => "write",
+            Ways::Read => "read",
+            Ways::Mixed => "mixed",
+        };
+        format!("{ways}_{copies}x{calls}x{threads}_runs_to_{longest}")
+    }
+}
+
+/// What to run.
+#[derive(Clone, Debug)]
+pub struct Sweep {
+    /// This program, for the processes.
+    pub weir: PathBuf,
+    /// The card.
+    pub store: VramUrl,
+    /// For each shape.
+    pub seconds: u64,
+    /// Copies of a call; several.
+    pub copies: Vec<u32>,
+}
+
+/// What a process that lived says.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub struct Burnt {
+    /// Pages moved, each that was read checked.
+    pub pages: u64,
+    /// In so many seconds.
+    pub seconds: f64,
+}
+
+/// Every shape of `copies`: many small calls in flight, and few large ones, as many threads and a few.
+fn shapes(copies: u32) -> [Shape; 5] {
+    let shape = |threads, calls, longest, ways| Shape { threads, copies, calls, longest, ways };
+    [
+        shape(16, 8, 1, Ways::Mixed),
+        shape(16, 8, 64, Ways::Write),
+        shape(16, 8, 64, Ways::Mixed),
+        shape(4, 4, 4, Ways::Write),
+        shape(16, 4, 1, Ways::Read),
+    ]
+}
+
+/// Runs all of it. A row for each shape: pages a second, and 1 where it died. What the store does by itself must not die.
+///
+/// # Errors
+/// When no process can be started.
+pub fn sweep(plan: &Sweep) -> Result<Report, BenchError> {
+    let mut report = Report::new("store", 1);
+    for &copies in &plan.copies {
+        for shape in shapes(copies) {
+            let before = kernel_lines().len();
+            let outcome = burn_apart(plan, shape)?;
+            let said: Vec<String> = kernel_lines().into_iter().skip(before).collect();
+            let outcome = match (outcome, said.is_empty()) {
+                (Ok(burnt), true) => Ok(burnt),
+                (Ok(_), false) => Err(said.join("; ")),
+                (Err(why), _) => Err([vec![why], said].concat().join("; ")),
+            };
+            let id = shape.id();
+            let rate = outcome.as_ref().map_or(0.0, |burnt| burnt.pages as f64 / burnt.seconds);
+            match &outcome {
+                Ok(_) => eprintln!("{id}: {:.2} M pages/s", rate / 1e6),
+                Err(why) => eprintln!("{id}: DEAD: {why}"),
+            }
+            report.rows.push(Row::higher(id.clone(), "pages_per_s", rate));
+            let died = Row::lower(id, "died", f64::from(u8::from(outcome.is_err())));
+            let is_shipped = copies <= VramUrl::ENGINE_BATCH;
+            report.rows.push(if is_shipped { died.goal(Goal::Value(0.0)) } else { died });
+        }
+    }
+    Ok(report)
+}
+
+/// Lines of the driver's in the kernel's log, where this process may read it.
+fn kernel_lines() -> Vec<String> {
+    let Ok(output) = Command::new("dmesg").stderr(Stdio::null()).output() else { return Vec::new() };
+    let text = String::from_utf8_lossy(&output.stdout);
+    text.lines().filter(|line| line.contains("NVRM: Xid")).map(ToOwned::to_owned).collect()
+}
+
+/// Runs one shape in a process of its own.
+fn burn_apart(plan: &Sweep, shape: Shape) -> Result<Result<Burnt, String>, BenchError> {
+    let shape_text = serde_json::to_string(&shape).expect("numbers always serialise");
+    let failed = |what: std::io::Error| BenchError::Process(what);
+    let mut child = Command::new(&plan.weir)
+        .args(["bench", "batch-burn", "--store", &StoreUrl::Vram(plan.store.clone()).to_string()])
+        .args(["--shape", &shape_text, "--seconds", &plan.seconds.to_string()])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .map_err(failed)?;
+    let limit = Instant::now() + Duration::from_secs(plan.seconds) + OPENING;
+    while child.try_wait().map_err(failed)?.is_none() {
+        if Instant::now() > limit {
+            child.kill().map_err(failed)?;
+            child.wait().map_err(failed)?;
+            return Ok(Err("no answer".to_owned()));
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let output = child.wait_with_output().map_err(failed)?;
+    if output.status.success() {
+        return Ok(serde_json::from_slice(&output.stdout).map_err(|error| error.to_string()));
+    }
+    let said = String::from_utf8_lossy(&output.stderr);
+    Ok(Err(format!("{}: {}", output.status, said.lines().last().unwrap_or_default())))
+}
+
+/// One shape, in this process, by the copy engine of CUDA alone.
+///
+/// # Errors
+/// When the store cannot be opened, an operation fails, or a page is wrong.
+pub fn burn(url: &VramUrl, shape: Shape, seconds: u64) -> Result<Burnt, BenchError> {
+    let bytes = u64::from(shape.threads * PART) * PAGE_SIZE as u64;
+    let url = VramUrl {
+        size: Some(weir_core::ByteSize(bytes)),
+        window: false,
+        path: Some(PathMode::Engine),
+        ring: RingMode::Off,
+        engine_batch: shape.copies,
+        ..url.clone()
+    };
+    let store = weir_store::open(&StoreUrl::Vram(url))?;
+    let stop = AtomicBool::new(false);
+    let since = Instant::now();
+    let pages = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..shape.threads)
+            .map(|thread| {
+                let (store, stop) = (store.as_ref(), &stop);
+                scope.spawn(move || {
+                    let moved = burn_part(store, shape, thread, seconds, stop);
+                    stop.store(true, Ordering::Relaxed);
+                    moved
+                })
+            })
+            .collect();
+        let moved = threads.into_iter().map(|thread| thread.join().unwrap_or(Err(BenchError::Panic)));
+        moved.sum::<Result<u64, BenchError>>()
+    })?;
+    Ok(Burnt { pages, seconds: since.elapsed().as_secs_f64() })
+}
+
+/// One thread's load over its own pages. A page's content is its number, so it does not matter which of two writes is last.
+fn burn_part(
+    store: &dyn Store,
+    shape: Shape,
+    thread: u32,
+    seconds: u64,
+    stop: &AtomicBool,
+) -> Result<u64, BenchError> {
+    let mean = 0.75 + (f64::from(shape.longest) + 1.0) / 8.0;
+    let call_pages = ((f64::from(shape.copies) * mean) as u32).clamp(1, CALL_PAGES).min(PART / 2);
+    let mut lane = store.lane((call_pages * shape.calls) as usize)?;
+    let lane = lane.as_mut();
+    let first = thread * PART;
+    let mut load = Burning { page: Page::zeroed(), waiting: 0, moved: 0, result: Ok(()) };
+    for number in first..first + PART {
+        load.queue(lane, number, true)?;
+        if (number + 1) % call_pages == 0 {
+            lane.submit();
+        }
+    }
+    load.until(lane, 0)?;
+    load.moved = 0;
+    let mut random = Random::new(u64::from(thread) + 1);
+    let until = Instant::now() + Duration::from_secs(seconds);
+    while !stop.load(Ordering::Relaxed) && Instant::now() < until {
+        load.until(lane, (call_pages * (shape.calls - 1)) as usize)?;
+        let mut left = call_pages;
+        let writes = shape.ways == Ways::Write;
+        while left > 0 {
+            let is_run = shape.longest > 1 && random.below(4) == 0;
+            let run = if is_run { 1 + random.below(shape.longest) } else { 1 }.min(left);
+            let at = first + random.below(PART - run);
+            let write = if shape.ways == Ways::Mixed { random.below(2) == 0 } else { writes };
+            for number in at..at + run {
+                load.queue(lane, number, write)?;
+            }
+            left -= run;
+        }
+        lane.submit();
+    }
+    load.until(lane, 0)?;
+    Ok(load.moved)
+}
+
+struct Burning {
+    page: Page,
+    waiting: usize,
+    moved: u64,
+    result: Result<(), BenchError>,
+}
+
+impl Burning {
+    fn queue(&mut self, lane: &mut dyn Lane, number: u32, write: bool) -> Result<(), BenchError> {
+        loop {
+            let progress = if write {
+                stamp(&mut self.page, number, 1);
+                lane.write(number, Slot(number), &self.page)
+            } else {
+                lane.read(number, Slot(number), &mut self.page)
+            };
+            match progress {
+                Progress::Queued => {
+                    self.waiting += 1;
+                    return Ok(());
+                }
+                Progress::Full => {
+                    lane.submit();
+                    self.poll(lane)?;
+                }
+                Progress::Done(result) => {
+                    self.moved += 1;
+                    return result.map_err(BenchError::Fault);
+                }
+            }
+        }
+    }
+
+    fn poll(&mut self, lane: &mut dyn Lane) -> Result<(), BenchError> {
+        let Burning { waiting, moved, result, .. } = self;
+        lane.poll(&mut |done: Done<'_>| {
+            *waiting -= 1;
+            *moved += 1;
+            let number = done.ticket;
+            let right = done.page.is_none_or(|page| is_stamped(page, number, 1));
+            let outcome = match done.result {
+                Ok(()) if !right => Err(BenchError::Mismatch { number, generation: 1 }),
+                other => other.map_err(BenchError::Fault),
+            };
+            if result.is_ok() {
+                *result = outcome;
+            }
+        });
+        std::mem::replace(&mut self.result, Ok(()))
+    }
+
+    /// Goes on until no more than so many are in flight.
+    fn until(&mut self, lane: &mut dyn Lane, most: usize) -> Result<(), BenchError> {
+        while self.waiting > most {
+            self.poll(lane)?;
+        }
+        Ok(())
+    }
+}
+
+impl std::str::FromStr for Shape {
+    type Err = serde_json::Error;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        serde_json::from_str(text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shape_goes_to_its_process_and_back() {
+        for shape in shapes(64) {
+            let text = serde_json::to_string(&shape).unwrap();
+            assert_eq!(text.parse::<Shape>().unwrap(), shape);
+        }
+    }
+
+    #[test]
+    fn a_thread_s_load_is_whole_over_a_store_that_answers() {
+        let store = weir_store::open(&"host:64MiB".parse().unwrap()).unwrap();
+        for shape in shapes(16) {
+            let moved = burn_part(store.as_ref(), shape, 0, 0, &AtomicBool::new(false)).unwrap();
+            assert_eq!(moved, 0, "no time was given, and nothing failed");
+        }
+    }
+
+    #[test]
+    fn a_process_that_dies_is_a_row_and_the_sweep_goes_on() {
+        let store = match "vram:0".parse() {
+            Ok(StoreUrl::Vram(url)) => url,
+            other => panic!("{other:?}"),
+        };
+        let plan = Sweep { weir: "/bin/false".into(), store, seconds: 0, copies: vec![64, 128] };
+        let report = sweep(&plan).unwrap();
+        assert_eq!(report.rows.len(), 20);
+        assert!(report.rows.iter().filter(|row| row.metric == "died").all(|row| row.value == 1.0));
+        assert!(!report.all_met(), "what is shipped died");
+    }
+}
