@@ -1,18 +1,14 @@
 //! Where the server listens: a unix socket of its owner's, or TCP, under TLS or only for this machine.
 
 use super::tls::Identity;
-use rustix::fs::Mode;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use crate::local_socket::{self, BindError, SocketFile};
+use rustix::net::{SocketFlags, SocketType};
 use std::fmt;
 use std::io;
 use std::net::{TcpListener, ToSocketAddrs};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
-
-/// Connections that may wait to be accepted.
-const BACKLOG: i32 = 128;
 
 /// An address to listen on, with what protects it.
 #[derive(Clone, Debug)]
@@ -54,12 +50,9 @@ impl fmt::Display for Listen {
 /// Why an address cannot be listened on.
 #[derive(Debug, thiserror::Error)]
 pub enum ListenError {
-    /// Somebody answers there.
-    #[error("{0}: another server listens there; stop it or choose another path")]
-    InUse(String),
-    /// There is a file that is no socket.
-    #[error("{0}: a file that is no socket is in the way; remove it or choose another path")]
-    NotASocket(String),
+    /// A unix socket cannot be had.
+    #[error(transparent)]
+    Local(#[from] BindError),
     /// TCP without TLS on an address that others reach.
     #[error(
         "{address}: {resolved} is not a loopback address, and without TLS anyone who reaches it reads and writes \
@@ -87,14 +80,17 @@ pub(super) struct Listener {
     socket: OwnedFd,
     /// What was asked for, with the port that was chosen.
     pub bound: Listen,
-    /// A unix socket's file: its device and inode, so that only our own is removed.
-    file: Option<(PathBuf, u64, u64)>,
+    /// A unix socket's file.
+    _file: Option<SocketFile>,
 }
 
 impl Listener {
     pub fn bind(listen: &Listen) -> Result<Listener, ListenError> {
         match listen {
-            Listen::Unix(path) => bind_unix(listen, path),
+            Listen::Unix(path) => {
+                let (socket, file) = local_socket::listen(path, SocketType::STREAM)?;
+                Ok(Listener { socket, bound: listen.clone(), _file: Some(file) })
+            }
             Listen::Tls { host, port, .. } | Listen::Insecure { host, port } => bind_tcp(listen, host, *port),
         }
     }
@@ -125,53 +121,6 @@ impl AsFd for Listener {
     }
 }
 
-impl Drop for Listener {
-    fn drop(&mut self) {
-        if let Some((path, device, inode)) = &self.file {
-            let ours = std::fs::symlink_metadata(path)
-                .is_ok_and(|file| (file.dev(), file.ino()) == (*device, *inode));
-            if ours {
-                // Where it cannot be removed it is stale, and the next server will replace it.
-                let _ = std::fs::remove_file(path);
-            }
-        }
-    }
-}
-
-fn bind_unix(listen: &Listen, path: &Path) -> Result<Listener, ListenError> {
-    let failed =
-        |errno: rustix::io::Errno| ListenError::Io { address: listen.to_string(), source: errno.into() };
-    let address = SocketAddrUnix::new(path).map_err(failed)?;
-    let new = || {
-        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
-    };
-    let socket = new().map_err(failed)?;
-    // Before bind: the file then has this mode from its first moment (net/unix/af_unix.c, unix_bind_bsd).
-    rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR).map_err(failed)?;
-    match rustix::net::bind(&socket, &address) {
-        Ok(()) => {}
-        Err(rustix::io::Errno::ADDRINUSE) => {
-            let is_socket = std::fs::symlink_metadata(path).is_ok_and(|file| file.file_type().is_socket());
-            if !is_socket {
-                return Err(ListenError::NotASocket(listen.to_string()));
-            }
-            match rustix::net::connect(new().map_err(failed)?, &address) {
-                // Left behind by a server that was killed.
-                Err(rustix::io::Errno::CONNREFUSED) => {}
-                _ => return Err(ListenError::InUse(listen.to_string())),
-            }
-            rustix::fs::unlink(path).map_err(failed)?;
-            rustix::net::bind(&socket, &address).map_err(failed)?;
-        }
-        Err(errno) => return Err(failed(errno)),
-    }
-    rustix::net::listen(&socket, BACKLOG).map_err(failed)?;
-    let file = std::fs::symlink_metadata(path)
-        .map_err(|source| ListenError::Io { address: listen.to_string(), source })?;
-    Ok(Listener { socket, bound: listen.clone(), file: Some((path.to_owned(), file.dev(), file.ino())) })
-}
-
 fn bind_tcp(listen: &Listen, host: &str, port: u16) -> Result<Listener, ListenError> {
     let failed = |source| ListenError::Io { address: listen.to_string(), source };
     let addresses: Vec<_> = (host, port).to_socket_addrs().map_err(failed)?.collect();
@@ -187,46 +136,12 @@ fn bind_tcp(listen: &Listen, host: &str, port: u16) -> Result<Listener, ListenEr
     if let Listen::Tls { port, .. } | Listen::Insecure { port, .. } = &mut bound {
         *port = chosen;
     }
-    Ok(Listener { socket: listener.into(), bound, file: None })
+    Ok(Listener { socket: listener.into(), bound, _file: None })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::unix::fs::PermissionsExt;
-
-    fn path(name: &str) -> PathBuf {
-        std::env::temp_dir().join(format!("weir-listen-{name}-{}", std::process::id()))
-    }
-
-    #[test]
-    fn a_unix_socket_is_its_owners_alone_and_goes_with_the_server() {
-        let path = path("mode");
-        let listener = Listener::bind(&Listen::Unix(path.clone())).unwrap();
-        let mode = std::fs::symlink_metadata(&path).unwrap().permissions().mode();
-        assert_eq!(mode & 0o777, 0o600);
-        let error = Listener::bind(&Listen::Unix(path.clone())).unwrap_err();
-        assert!(matches!(error, ListenError::InUse(_)), "{error}");
-        drop(listener);
-        assert!(!path.exists());
-    }
-
-    #[test]
-    fn a_stale_socket_is_replaced_and_any_other_file_is_not() {
-        let path = path("stale");
-        drop(std::os::unix::net::UnixListener::bind(&path).unwrap()); // std leaves the file behind
-        assert!(path.exists());
-        let ours = Listener::bind(&Listen::Unix(path.clone())).unwrap();
-
-        // A socket that has taken the place of ours meanwhile is not ours to remove.
-        std::fs::remove_file(&path).unwrap();
-        std::fs::write(&path, b"precious").unwrap();
-        drop(ours);
-        assert_eq!(std::fs::read(&path).unwrap(), b"precious");
-        let error = Listener::bind(&Listen::Unix(path.clone())).unwrap_err();
-        assert!(matches!(error, ListenError::NotASocket(_)), "{error}");
-        std::fs::remove_file(&path).unwrap();
-    }
 
     #[test]
     fn tcp_without_tls_is_for_this_machine_only() {

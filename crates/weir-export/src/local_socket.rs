@@ -1,0 +1,152 @@
+//! Unix sockets that a server listens on: their owner's alone, never taken from a server that lives, removed only by their own.
+
+use rustix::fs::Mode;
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+/// Connections that may wait to be accepted.
+const BACKLOG: i32 = 128;
+
+/// Why a unix socket cannot be listened on.
+#[derive(Debug, thiserror::Error)]
+pub enum BindError {
+    /// Somebody answers there.
+    #[error("unix:{}: another server listens there; stop it or choose another path", .0.display())]
+    InUse(PathBuf),
+    /// There is a file that is no socket.
+    #[error("unix:{}: a file that is no socket is in the way; remove it or choose another path", .0.display())]
+    NotASocket(PathBuf),
+    /// The system refuses.
+    #[error("unix:{}: cannot listen there; is its directory there and writable, and is the path short?", path.display())]
+    Io {
+        /// Where.
+        path: PathBuf,
+        /// What it said.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// The file of a socket that listens, removed when this is dropped if it is still the same one.
+#[derive(Debug)]
+pub struct SocketFile {
+    path: PathBuf,
+    device: u64,
+    inode: u64,
+}
+
+impl SocketFile {
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        let ours = std::fs::symlink_metadata(&self.path)
+            .is_ok_and(|file| (file.dev(), file.ino()) == (self.device, self.inode));
+        if ours {
+            // A socket that cannot be removed is stale, and the next server will replace it.
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// Listens at `path`, non-blocking, mode 0600. A socket that a dead server left is replaced.
+///
+/// # Errors
+/// When somebody listens there, when another file is there, or when the system refuses.
+pub fn listen(path: &Path, kind: SocketType) -> Result<(OwnedFd, SocketFile), BindError> {
+    let failed = |errno: Errno| BindError::Io { path: path.to_owned(), source: errno.into() };
+    let address = SocketAddrUnix::new(path).map_err(failed)?;
+    let new = || {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None)
+    };
+    let socket = new().map_err(failed)?;
+    // Before bind: the file then has this mode from its first moment (net/unix/af_unix.c, unix_bind_bsd).
+    rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR).map_err(failed)?;
+    match rustix::net::bind(&socket, &address) {
+        Ok(()) => {}
+        Err(Errno::ADDRINUSE) => {
+            let is_socket = std::fs::symlink_metadata(path).is_ok_and(|file| file.file_type().is_socket());
+            if !is_socket {
+                return Err(BindError::NotASocket(path.to_owned()));
+            }
+            match rustix::net::connect(new().map_err(failed)?, &address) {
+                // Left behind by a server that was killed.
+                Err(Errno::CONNREFUSED) => {}
+                // Also a server that is too busy to answer, or one of another kind.
+                _ => return Err(BindError::InUse(path.to_owned())),
+            }
+            rustix::fs::unlink(path).map_err(failed)?;
+            rustix::net::bind(&socket, &address).map_err(failed)?;
+        }
+        Err(errno) => return Err(failed(errno)),
+    }
+    rustix::net::listen(&socket, BACKLOG).map_err(failed)?;
+    let file =
+        std::fs::symlink_metadata(path).map_err(|source| BindError::Io { path: path.to_owned(), source })?;
+    Ok((socket, SocketFile { path: path.to_owned(), device: file.dev(), inode: file.ino() }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    const KINDS: [SocketType; 2] = [SocketType::STREAM, SocketType::SEQPACKET];
+
+    fn path(name: &str) -> PathBuf {
+        std::env::temp_dir().join(format!("weir-socket-{name}-{}", std::process::id()))
+    }
+
+    #[test]
+    fn a_unix_socket_is_its_owners_alone_and_goes_with_the_server() {
+        let path = path("mode");
+        for kind in KINDS {
+            let listener = listen(&path, kind).unwrap();
+            let mode = std::fs::symlink_metadata(&path).unwrap().permissions().mode();
+            assert_eq!(mode & 0o777, 0o600);
+            // By a server of either kind.
+            for other in KINDS {
+                let error = listen(&path, other).unwrap_err();
+                assert!(matches!(error, BindError::InUse(_)), "{error}");
+            }
+            drop(listener);
+            assert!(!path.exists());
+        }
+    }
+
+    #[test]
+    fn a_stale_socket_is_replaced_and_any_other_file_is_not() {
+        let path = path("stale");
+        drop(std::os::unix::net::UnixListener::bind(&path).unwrap()); // std leaves the file behind
+        assert!(path.exists());
+        let ours = listen(&path, SocketType::STREAM).unwrap();
+
+        // What has taken the place of ours meanwhile is not ours to remove.
+        std::fs::remove_file(&path).unwrap();
+        std::fs::write(&path, b"precious").unwrap();
+        drop(ours);
+        assert_eq!(std::fs::read(&path).unwrap(), b"precious");
+        let error = listen(&path, SocketType::STREAM).unwrap_err();
+        assert!(matches!(error, BindError::NotASocket(_)), "{error}");
+        std::fs::remove_file(&path).unwrap();
+    }
+
+    #[test]
+    fn a_server_removes_no_other_servers_socket() {
+        let path = path("other");
+        let first = listen(&path, SocketType::SEQPACKET).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        let _second = listen(&path, SocketType::SEQPACKET).unwrap();
+        drop(first);
+        assert!(path.exists(), "the second server's socket was removed by the first");
+    }
+}
