@@ -4,6 +4,7 @@ use rustix::io::Errno;
 use std::fmt::{self, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 /// How much a line matters.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -34,6 +35,47 @@ pub fn to_stderr(least: Level) -> Log {
             lost.fetch_add(1, Ordering::Relaxed);
         }
     })
+}
+
+/// Lines of a server about its clients: those beyond `most` in each period are counted, and the next period's first line
+/// says how many they were. So nobody can flood the log.
+pub(crate) struct Throttle {
+    log: Log,
+    server: &'static str,
+    most: u32,
+    period: Duration,
+    begun: Instant,
+    lines: u32,
+    swallowed: u32,
+}
+
+impl Throttle {
+    /// What clients do: 20 lines a second.
+    pub fn new(log: Log, server: &'static str) -> Self {
+        let (period, begun) = (Duration::from_secs(1), Instant::now());
+        Throttle { log, server, most: 20, period, begun, lines: 0, swallowed: 0 }
+    }
+
+    /// A condition that lasts, and is found again and again: one line a minute.
+    pub fn condition(log: Log, server: &'static str) -> Self {
+        Throttle { most: 1, period: Duration::from_secs(60), ..Throttle::new(log, server) }
+    }
+
+    pub fn line(&mut self, level: Level, line: fmt::Arguments<'_>) {
+        let server = self.server;
+        if self.begun.elapsed() >= self.period {
+            if self.swallowed > 0 {
+                (self.log)(level, format_args!("{server}: {} more lines like the last", self.swallowed));
+            }
+            (self.begun, self.lines, self.swallowed) = (Instant::now(), 0, 0);
+        }
+        self.lines += 1;
+        if self.lines <= self.most {
+            (self.log)(level, format_args!("{server}: {line}"));
+        } else {
+            self.swallowed += 1;
+        }
+    }
 }
 
 /// Whether the line was taken, or will never be.
@@ -79,6 +121,27 @@ impl Write for Line {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_flood_of_lines_is_counted_and_a_condition_is_said_once_a_period() {
+        let said = Arc::new(std::sync::Mutex::new(Vec::new()));
+        let heard = Arc::clone(&said);
+        let log: Log = Arc::new(move |_, line| heard.lock().unwrap().push(line.to_string()));
+        let mut flood =
+            Throttle { period: Duration::from_secs(3600), ..Throttle::new(Arc::clone(&log), "x") };
+        for number in 0..1000 {
+            flood.line(Level::Warning, format_args!("{number}"));
+        }
+        assert_eq!(said.lock().unwrap().len(), 20);
+        said.lock().unwrap().clear();
+        flood.period = Duration::ZERO;
+        flood.line(Level::Warning, format_args!("later"));
+        assert_eq!(*said.lock().unwrap(), ["x: 980 more lines like the last", "x: later"]);
+        said.lock().unwrap().clear();
+        let mut condition = Throttle { period: Duration::from_secs(3600), ..Throttle::condition(log, "x") };
+        (0..1000).for_each(|_| condition.line(Level::Warning, format_args!("no descriptors")));
+        assert_eq!(*said.lock().unwrap(), ["x: no descriptors"]);
+    }
 
     #[test]
     fn a_line_that_is_too_long_is_cut_and_still_ends() {

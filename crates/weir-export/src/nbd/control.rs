@@ -8,13 +8,14 @@ use super::handshake::{Export, Handshake, INPUT_MAX, OUTPUT_MAX, Step, Tls};
 use super::listen::{Listen, Listener};
 use super::seat::Seats;
 use super::tls;
-use crate::log::{Level, Log};
+use crate::log::{Level, Log, Throttle};
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::event::{EventfdFlags, Timespec};
 use rustix::net::{RecvFlags, SendFlags};
 use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Connections that negotiate at once.
@@ -29,9 +30,6 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// A piece of a long read: while the client copies one out the next is proven intact. With 64 KiB the two wake each other
 /// twice as often.
 const SEND_BUFFER_BYTES: usize = 512 << 10;
-
-/// Lines of one kind that one second may bring; a flood is summed up.
-const LINES_PER_SECOND: u32 = 20;
 
 const WAKE: u64 = u64::MAX;
 const LISTENER: u64 = 1 << 32;
@@ -83,6 +81,8 @@ pub(super) struct Control<'e> {
     /// Until when new connections are left alone.
     paused: Option<Instant>,
     log: Throttle,
+    /// Says that no connection can be accepted, ten times a second tried again.
+    shortage: Throttle,
 }
 
 impl<'e> Control<'e> {
@@ -109,8 +109,9 @@ impl<'e> Control<'e> {
             output: Vec::with_capacity(OUTPUT_MAX),
         };
         let places = std::iter::repeat_with(place).take(PENDING_MAX).collect();
-        let log = Throttle::new(log);
-        Ok(Control { epoll, listeners, export, seats, send_patience, places, paused: None, log })
+        let shortage = Throttle::condition(Arc::clone(&log), "nbd");
+        let log = Throttle::new(log, "nbd");
+        Ok(Control { epoll, listeners, export, seats, send_patience, places, paused: None, log, shortage })
     }
 
     /// Works until the bell rings.
@@ -126,7 +127,7 @@ impl<'e> Control<'e> {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(errno) => {
                     // Only a bug makes it fail; without it there is nothing to do but to keep what is served.
-                    self.log.line(Level::Warning, format_args!("nbd: no new connections: epoll: {errno}"));
+                    self.log.line(Level::Warning, format_args!("no new connections: epoll: {errno}"));
                     return;
                 }
             }
@@ -168,9 +169,9 @@ impl<'e> Control<'e> {
                 Ok(None) => return,
                 Err(error) => {
                     // Out of descriptors or memory: the connection stays in the queue, and this would spin.
-                    self.log.line(
+                    self.shortage.line(
                         Level::Warning,
-                        format_args!("nbd: cannot accept: {error}; raise the limit of open files"),
+                        format_args!("cannot accept: {error}; raise the limit of open files"),
                     );
                     for at in 0..self.listeners.len() {
                         self.listen_for(at, EventFlags::empty());
@@ -210,7 +211,7 @@ impl<'e> Control<'e> {
             }
         };
         if let Err(errno) = epoll::add(&self.epoll, &socket, EventData::new_u64(at as u64), EventFlags::IN) {
-            self.log.line(Level::Warning, format_args!("nbd: connection refused: epoll: {errno}"));
+            self.log.line(Level::Warning, format_args!("connection refused: epoll: {errno}"));
             return;
         }
         let place = &mut self.places[at];
@@ -229,13 +230,13 @@ impl<'e> Control<'e> {
         let Listen::Tls { identity, .. } = &self.listeners[listener].bound else { return };
         if early > 0 {
             // Bytes in the clear that would count as said inside TLS: somebody in the middle may have put them there.
-            let line = "nbd: connection dropped: bytes in the clear after NBD_OPT_STARTTLS";
+            let line = "connection dropped: bytes in the clear after NBD_OPT_STARTTLS";
             return self.log.line(Level::Warning, format_args!("{line}"));
         }
         match tls::relay(identity, socket) {
             Ok(plain) => self.place(plain, listener, Tls::Active),
             Err(error) => {
-                self.log.line(Level::Warning, format_args!("nbd: no TLS for a connection: {error}"));
+                self.log.line(Level::Warning, format_args!("no TLS for a connection: {error}"));
             }
         }
     }
@@ -243,7 +244,7 @@ impl<'e> Control<'e> {
     fn drop_pending(&mut self, at: usize, why: fmt::Arguments<'_>) {
         // Closing the socket takes it out of the epoll set.
         self.places[at].pending = None;
-        self.log.line(Level::Warning, format_args!("nbd: connection dropped while negotiating: {why}"));
+        self.log.line(Level::Warning, format_args!("connection dropped while negotiating: {why}"));
     }
 
     /// Gets on with a negotiation as far as it goes.
@@ -282,7 +283,7 @@ impl<'e> Control<'e> {
                 self.places[at].pending = None;
                 let level =
                     if ending == super::handshake::Ending::Abort { Level::Info } else { Level::Warning };
-                self.log.line(level, format_args!("nbd: negotiation ended: {ending}"));
+                self.log.line(level, format_args!("negotiation ended: {ending}"));
                 return Ok(false);
             }
             Some(Step::StartTls) => {
@@ -307,10 +308,10 @@ impl<'e> Control<'e> {
                 let early = &self.places[at].input[..early];
                 match self.seats.give(socket, negotiated, early) {
                     Ok(seat) => {
-                        self.log.line(Level::Info, format_args!("nbd: connection {seat}: begins"));
+                        self.log.line(Level::Info, format_args!("connection {seat}: begins"));
                     }
                     Err(error) => {
-                        self.log.line(Level::Warning, format_args!("nbd: connection dropped: {error}"));
+                        self.log.line(Level::Warning, format_args!("connection dropped: {error}"));
                     }
                 }
                 return Ok(false);
@@ -328,7 +329,7 @@ impl<'e> Control<'e> {
             Ok((0, _)) => {
                 // Port scanners and health checks do this; it is not worth a warning.
                 self.places[at].pending = None;
-                self.log.line(Level::Info, format_args!("nbd: a client left while negotiating"));
+                self.log.line(Level::Info, format_args!("a client left while negotiating"));
                 Ok(false)
             }
             Ok((received, _)) => {
@@ -341,35 +342,6 @@ impl<'e> Control<'e> {
                 Ok(false)
             }
             Err(errno) => Err(errno.into()),
-        }
-    }
-}
-
-/// A log that a flood cannot flood.
-struct Throttle {
-    log: Log,
-    second: Instant,
-    lines: u32,
-    swallowed: u32,
-}
-
-impl Throttle {
-    fn new(log: Log) -> Self {
-        Throttle { log, second: Instant::now(), lines: 0, swallowed: 0 }
-    }
-
-    fn line(&mut self, level: Level, line: fmt::Arguments<'_>) {
-        if self.second.elapsed() >= Duration::from_secs(1) {
-            if self.swallowed > 0 {
-                (self.log)(level, format_args!("nbd: {} more lines like the last", self.swallowed));
-            }
-            (self.second, self.lines, self.swallowed) = (Instant::now(), 0, 0);
-        }
-        self.lines += 1;
-        if self.lines <= LINES_PER_SECOND {
-            (self.log)(level, line);
-        } else {
-            self.swallowed += 1;
         }
     }
 }
