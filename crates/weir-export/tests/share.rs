@@ -1,17 +1,19 @@
 //! The share server as its clients see it: honest, greedy, killed and hostile ones.
 
 use std::io::{BufRead, BufReader};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use weir_core::PAGE_SIZE;
+use weir_core::{PAGE_SIZE, PageBytes, PageNo, Slot};
 use weir_export::log::{Level, to_stderr};
 use weir_export::share::{Config, Server};
 use weir_share::wire::{Hello, Op, Spot, Submission, VERSION, Welcome};
 use weir_share::{Area, Client, Error, Layout, Lease, Options, Ring, receive, send};
-use weir_store::Host;
+use weir_store::{Done, Host, Lane, OpenError, Progress, Store, Ticket};
 use weir_volume::Volume;
 
 const PAGES: u32 = 4096;
@@ -37,6 +39,13 @@ fn eventually(what: &str, done: impl Fn() -> bool) {
         assert!(begun.elapsed() < Duration::from_secs(60), "{what} did not happen");
         std::thread::sleep(Duration::from_millis(1));
     }
+}
+
+/// Does it on a thread of its own, so that one that is stopped fails the test instead of stopping it too.
+fn within_a_minute<T: Send + 'static>(what: &str, action: impl FnOnce() -> T + Send + 'static) -> T {
+    let (told, heard) = mpsc::channel();
+    std::thread::spawn(move || told.send(action()));
+    heard.recv_timeout(Duration::from_secs(60)).unwrap_or_else(|_| panic!("{what} did not end"))
 }
 
 fn page_of(number: u64, version: u64) -> [u8; PAGE_SIZE] {
@@ -255,26 +264,36 @@ fn where_only_reading_is_allowed_a_write_is_refused() {
 struct Raw {
     welcome: Welcome,
     area: Option<Area>,
-    bell: Option<std::os::fd::OwnedFd>,
+    /// All that came with the welcome: the area, the server's bell, and what else there is.
+    fds: Vec<OwnedFd>,
     written: u32,
-    _socket: std::os::fd::OwnedFd,
+    socket: OwnedFd,
 }
 
 impl Raw {
-    fn greet(path: &Path, hello: &[u8]) -> Raw {
+    /// A connection that has not said anything.
+    fn dial(path: &Path) -> OwnedFd {
         use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
         let flags = SocketFlags::CLOEXEC;
         let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
         connect(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
+        socket
+    }
+
+    fn greet(path: &Path, hello: &[u8]) -> Raw {
+        Raw::greet_with(path, hello, &[])
+    }
+
+    fn greet_with(path: &Path, hello: &[u8], descriptors: &[BorrowedFd<'_>]) -> Raw {
+        let socket = Raw::dial(path);
         // Turned away already, perhaps: the answer says so.
-        let _ = send(&socket, hello, &[]);
+        let _ = send(&socket, hello, descriptors);
         let mut bytes = [0; 64];
         let (count, fds) = receive(&socket, &mut bytes).unwrap();
         let welcome = Welcome::decode(&bytes[..count]).unwrap();
-        let mut fds = fds.into_iter();
         let layout = Layout::new(welcome.frames, welcome.entries);
-        let area = layout.map(|layout| Area::adopt(fds.next().unwrap(), layout).unwrap());
-        Raw { welcome, area, bell: fds.next(), written: 0, _socket: socket }
+        let area = layout.map(|layout| Area::adopt(fds[0].try_clone().unwrap(), layout).unwrap());
+        Raw { welcome, area, fds, written: 0, socket }
     }
 
     fn connect(path: &Path) -> Raw {
@@ -293,8 +312,9 @@ impl Raw {
 
     fn tell(&self, written: u32) {
         let area = self.area.as_ref().unwrap();
-        area.written(Ring::Submissions).store(written, std::sync::atomic::Ordering::SeqCst);
-        rustix::io::write(self.bell.as_ref().unwrap(), &1u64.to_ne_bytes()).unwrap();
+        area.written(Ring::Submissions).store(written, Ordering::SeqCst);
+        // A bell that is full has been rung.
+        let _ = rustix::io::write(&self.fds[1], &1u64.to_ne_bytes());
     }
 }
 
@@ -302,10 +322,10 @@ impl Raw {
 fn a_client_of_another_version_or_none_is_turned_away_with_the_reason() {
     let server = server("version", 2, 8);
     let refused = |hello: &[u8]| Raw::greet(server.path(), hello).welcome;
-    let other = refused(&Hello { version: 2, frames: 8, entries: 8, in_place: false }.encode());
+    let other = refused(&Hello { version: VERSION + 1, frames: 8, entries: 8, in_place: false }.encode());
     assert_eq!((other.version, other.status), (VERSION, -rustix::io::Errno::PROTONOSUPPORT.raw_os_error()));
     assert_eq!(refused(b"GET / HTTP/1.1").status, -rustix::io::Errno::PROTO.raw_os_error());
-    let zero = refused(&Hello { version: 1, frames: 0, entries: 8, in_place: false }.encode());
+    let zero = refused(&Hello { version: VERSION, frames: 0, entries: 8, in_place: false }.encode());
     assert_eq!(zero.status, -rustix::io::Errno::INVAL.raw_os_error());
     assert_eq!(server.stats().turned_away(), 3);
 }
@@ -335,6 +355,254 @@ fn a_client_that_breaks_the_rings_is_cut_off_and_holds_nothing_afterwards() {
         honest.give(lease).unwrap();
     }
     eventually("the return of everything", || server.stats().out() == 0);
+}
+
+#[test]
+fn a_socket_at_which_somebody_answers_is_neither_taken_nor_removed() {
+    let first = server("taken", 2, 8);
+    let again = Server::start(&volume(), &Config::at(first.path()), to_stderr(Level::Warning)).unwrap_err();
+    assert!(again.to_string().contains("another server listens there"), "{again}");
+    drop(connect(&first));
+    // Somebody removes it by hand, and a second server begins.
+    std::fs::remove_file(first.path()).unwrap();
+    let second = server("taken", 2, 8);
+    drop(first);
+    drop(connect(&second));
+}
+
+#[test]
+fn clients_that_are_cut_off_one_after_the_other_do_not_flood_the_log() {
+    let lines = Arc::new(std::sync::atomic::AtomicU64::new(0));
+    let counted = Arc::clone(&lines);
+    let log: weir_export::log::Log = Arc::new(move |_, _| {
+        counted.fetch_add(1, Ordering::SeqCst);
+    });
+    let config = Config { clients: 2, frames: 8, ..Config::at(socket("flood")) };
+    let server = Server::start(&volume(), &config, log).unwrap();
+    let begun = Instant::now();
+    for number in 1..=200 {
+        let mut raw = Raw::connect(server.path());
+        raw.push_words([77, 0, 0, 0]);
+        eventually("the cut", || server.stats().violations() == number);
+    }
+    let most = 21 * (begun.elapsed().as_secs() + 1);
+    let lines = lines.load(Ordering::SeqCst);
+    assert!((1..=most).contains(&lines), "{lines} lines in {:?}", begun.elapsed());
+}
+
+/// A volume with hardly any slack, whose writers fail as soon as one lane holds freed slots back.
+fn tight_volume() -> Arc<Volume> {
+    let config = weir_volume::Config { pages: 64, lanes: 3, depth: 8 };
+    Volume::create(config, vec![Arc::new(Host::new(config.slots()).unwrap())]).unwrap()
+}
+
+/// Others are served: a client of the same server, and writers of the same volume by another way in.
+fn others_are_served(mut honest: Client, volume: &Arc<Volume>) -> Client {
+    let honest = within_a_minute("another client's read", move || {
+        let lease = honest.read(1).unwrap();
+        honest.give(lease).unwrap();
+        honest
+    });
+    let volume = Arc::clone(volume);
+    within_a_minute("writing by another way in", move || {
+        let mut lane = volume.lane().unwrap();
+        for (version, page) in (1..=40).flat_map(|version| (2..64).map(move |page| (version, page))) {
+            let written = lane.write(0, PageNo(page), &page_of(page.into(), version));
+            assert_eq!(written, Progress::Done(Ok(())), "page {page}, version {version}");
+            lane.submit();
+        }
+    });
+    honest
+}
+
+#[test]
+fn nothing_that_a_client_does_to_the_descriptors_it_shares_stops_the_server() {
+    let volume = tight_volume();
+    let config = Config { clients: 2, frames: 16, entries: 64, ..Config::at(socket("spoiled")) };
+    let server = Server::start(&volume, &config, to_stderr(Level::Warning)).unwrap();
+    let mut honest = connect(&server);
+    for op in [Op::Discard, Op::Read] {
+        let mut raw = Raw::connect(server.path());
+        // O_NONBLOCK belongs to the open file, which both sides have: each one full, or empty, and set to wait.
+        for fd in &raw.fds {
+            let _ = rustix::io::write(fd, &(u64::MAX - 1).to_ne_bytes());
+            let flags = rustix::fs::fcntl_getfl(fd).unwrap();
+            rustix::fs::fcntl_setfl(fd, flags - rustix::fs::OFlags::NONBLOCK).unwrap();
+        }
+        rustix::io::read(&raw.fds[1], &mut [0; 8]).unwrap();
+        // It sleeps, it says, and is woken again and again without taking note.
+        for request in 0..2000 {
+            let area = raw.area.as_ref().unwrap();
+            area.client_asleep().store(1, Ordering::SeqCst);
+            area.read(Ring::Completions).store(request, Ordering::SeqCst);
+            raw.push(Submission { op, tag: 0, page: 0, token: 0, count: 1 });
+            eventually("the answer", || {
+                raw.area.as_ref().unwrap().written(Ring::Completions).load(Ordering::SeqCst) > request
+            });
+        }
+        honest = others_are_served(honest, &volume);
+    }
+    within_a_minute("the server's end", move || drop(server));
+}
+
+/// A descriptor whose last close takes as long as its owner likes: TCP with data that nobody takes and SO_LINGER, and the
+/// end that does not take it.
+fn lingering() -> (OwnedFd, std::net::TcpStream) {
+    use std::io::Write as _;
+    let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let mut stream = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    stream.set_nonblocking(true).unwrap();
+    while stream.write(&[0; 65536]).is_ok() {}
+    stream.set_nonblocking(false).unwrap();
+    rustix::net::sockopt::set_socket_linger(&stream, Some(Duration::from_secs(3600))).unwrap();
+    (stream.into(), listener.accept().unwrap().0)
+}
+
+#[test]
+fn no_descriptor_that_a_client_sends_is_closed_by_the_thread_that_serves() {
+    let volume = tight_volume();
+    let config = Config { clients: 4, frames: 16, entries: 64, ..Config::at(socket("lingering")) };
+    let server = Server::start(&volume, &config, to_stderr(Level::Warning)).unwrap();
+    let mut honest = connect(&server);
+    let mut ends = Vec::new();
+    let mut lingering = || {
+        let (fd, end) = lingering();
+        ends.push(end);
+        fd
+    };
+    let hello = Hello { version: VERSION, frames: 8, entries: 8, in_place: false }.encode();
+
+    // With a greeting; with a word after it; with something that is no greeting; before the server has read anything.
+    let raw = Raw::greet_with(server.path(), &hello, &[lingering().as_fd()]);
+    assert_eq!(raw.welcome.status, 0);
+    honest = others_are_served(honest, &volume);
+    // Where the kernel refuses to take it, there is nothing to close.
+    let _ = send(&raw.socket, b"more", &[lingering().as_fd()]);
+    honest = others_are_served(honest, &volume);
+    drop(raw);
+    honest = others_are_served(honest, &volume);
+    let raw = Raw::greet_with(server.path(), b"none", &[lingering().as_fd()]);
+    assert_eq!(raw.welcome.status, -rustix::io::Errno::PROTO.raw_os_error());
+    honest = others_are_served(honest, &volume);
+    let left = Raw::dial(server.path());
+    send(&left, b"none", &[lingering().as_fd()]).unwrap();
+    drop(left);
+    honest = others_are_served(honest, &volume);
+    let _last = Raw::greet_with(server.path(), &hello, &[lingering().as_fd()]);
+    others_are_served(honest, &volume);
+    within_a_minute("the server's end", move || drop(server));
+}
+
+/// A store that takes writes at once, and answers reads once it is opened.
+#[derive(Debug)]
+struct Gated {
+    host: Host,
+    gate: Arc<Gate>,
+}
+
+#[derive(Debug)]
+struct Gate {
+    is_open: AtomicBool,
+    bell: OwnedFd,
+}
+
+struct GatedLane {
+    lane: Box<dyn Lane>,
+    gate: Arc<Gate>,
+    held: Vec<(Ticket, Slot)>,
+    page: Box<PageBytes>,
+}
+
+impl Gated {
+    fn new(slots: u32) -> Self {
+        let bell = rustix::event::eventfd(0, rustix::event::EventfdFlags::NONBLOCK).unwrap();
+        let gate = Arc::new(Gate { is_open: AtomicBool::new(false), bell });
+        Gated { host: Host::new(slots).unwrap(), gate }
+    }
+}
+
+impl Gate {
+    fn open(&self) {
+        self.is_open.store(true, Ordering::SeqCst);
+        rustix::io::write(&self.bell, &1u64.to_ne_bytes()).unwrap();
+    }
+}
+
+impl Store for Gated {
+    fn name(&self) -> &str {
+        "gated"
+    }
+
+    fn slots(&self) -> u32 {
+        self.host.slots()
+    }
+
+    fn lane(&self, depth: usize) -> Result<Box<dyn Lane>, OpenError> {
+        let held = Vec::with_capacity(depth);
+        let (gate, page) = (Arc::clone(&self.gate), Box::new([0; PAGE_SIZE]));
+        Ok(Box::new(GatedLane { lane: self.host.lane(depth)?, gate, held, page }))
+    }
+}
+
+impl Lane for GatedLane {
+    fn write(&mut self, ticket: Ticket, slot: Slot, page: &PageBytes) -> Progress {
+        self.lane.write(ticket, slot, page)
+    }
+
+    fn read(&mut self, ticket: Ticket, slot: Slot, _page: &mut PageBytes) -> Progress {
+        self.held.push((ticket, slot));
+        Progress::Queued
+    }
+
+    fn poll(&mut self, done: &mut dyn FnMut(Done<'_>)) {
+        if self.gate.is_open.load(Ordering::SeqCst) {
+            while let Some((ticket, slot)) = self.held.pop() {
+                let read = self.lane.read(ticket, slot, &mut self.page);
+                assert_eq!(read, Progress::Done(Ok(())));
+                done(Done { ticket, result: Ok(()), page: Some(&self.page) });
+            }
+        }
+    }
+
+    fn in_flight(&self) -> usize {
+        self.held.len()
+    }
+
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.gate.bell.as_fd())
+    }
+}
+
+#[test]
+fn any_of_sixteen_slow_stores_wakes_the_server() {
+    const STORES: u32 = 16;
+    let config = weir_volume::Config { pages: PAGES, lanes: 2, depth: 64 };
+    let each = config.slots().div_ceil(STORES);
+    let stores: Vec<_> = (0..STORES).map(|_| Arc::new(Gated::new(each))).collect();
+    let shared = stores.iter().map(|store| Arc::clone(store) as Arc<dyn Store>).collect();
+    let volume = Volume::create(config, shared).unwrap();
+    write_anew(&volume, PAGES, 1);
+    let server = Server::start(&volume, &Config::at(socket("stores")), to_stderr(Level::Warning)).unwrap();
+    let mut client = connect(&server);
+    // Pages fill one store after the other: one page of each store that has any is asked for.
+    let pages: Vec<u32> = (0..PAGES / each).map(|store| store * each + each / 2).collect();
+    for &page in &pages {
+        client.ask_read(page, page.into()).unwrap();
+    }
+    let sleeps = server.stats().sleeps();
+    client.submit().unwrap();
+    eventually("the server's sleep", || server.stats().sleeps() > sleeps);
+    assert!(pages.len() > 8);
+    for (store, &page) in stores.iter().zip(&pages).rev() {
+        store.gate.open();
+        client = within_a_minute("the read of a page whose store has answered", move || {
+            let done = client.wait().unwrap();
+            let lease = done.result.unwrap().unwrap();
+            assert_eq!((done.tag, client.page(&lease)), (page, &page_of(page.into(), 1)));
+            client.give(lease).unwrap();
+            client
+        });
+    }
 }
 
 #[test]

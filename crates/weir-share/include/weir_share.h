@@ -26,7 +26,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-#define WEIR_SHARE_VERSION 1
+#define WEIR_SHARE_VERSION 2
 #define WEIR_SHARE_PAGE 4096
 #define WEIR_SHARE_NO_FRAME UINT32_MAX
 #define WEIR_SHARE_WINDOWS_MAX 4
@@ -49,7 +49,7 @@ enum {
 
 /* A connection. */
 struct weir_share {
-	int socket, server_bell, client_bell;
+	int socket, server_bell;
 	unsigned char *area;
 	uint64_t area_bytes;
 	uint64_t pages; /* of the volume */
@@ -86,7 +86,7 @@ static inline uint64_t weir_share_frames_at(uint32_t entries)
 
 static inline void weir_share_close(struct weir_share *share)
 {
-	int *fds[] = { &share->socket, &share->server_bell, &share->client_bell };
+	int *fds[] = { &share->socket, &share->server_bell };
 	unsigned i;
 
 	if (share->area)
@@ -97,7 +97,7 @@ static inline void weir_share_close(struct weir_share *share)
 			munmap((void *)share->window[i], share->window_bytes[i]);
 		share->window[i] = NULL;
 	}
-	for (i = 0; i < 3; i++) {
+	for (i = 0; i < 2; i++) {
 		if (*fds[i] >= 0)
 			close(*fds[i]);
 		*fds[i] = -1;
@@ -129,12 +129,12 @@ static inline int weir_share_greet(struct weir_share *share, int *area)
 	unsigned char text[64];
 	union {
 		struct cmsghdr header;
-		char space[CMSG_SPACE((3 + WEIR_SHARE_WINDOWS_MAX) * sizeof(int))];
+		char space[CMSG_SPACE((2 + WEIR_SHARE_WINDOWS_MAX) * sizeof(int))];
 	} control;
 	struct iovec part = { text, sizeof(text) };
 	struct msghdr message;
 	struct cmsghdr *header;
-	int fds[3 + WEIR_SHARE_WINDOWS_MAX], count = 0, i, error = 0;
+	int fds[2 + WEIR_SHARE_WINDOWS_MAX], count = 0, i, error = 0;
 	ssize_t received;
 	int32_t status;
 	uint32_t version;
@@ -162,13 +162,12 @@ static inline int weir_share_greet(struct weir_share *share, int *area)
 	memcpy(&share->entries, text + 20, 4);
 	memcpy(&share->pages, text + 24, 8);
 	memcpy(&share->windows, text + 32, 4);
-	if (count >= 3) {
+	if (count >= 2) {
 		*area = fds[0];
 		share->server_bell = fds[1];
-		share->client_bell = fds[2];
 	}
-	for (i = 3; i < count; i++) {
-		int failed = weir_share_open_window(share, (unsigned)i - 3, fds[i]);
+	for (i = 2; i < count; i++) {
+		int failed = weir_share_open_window(share, (unsigned)i - 2, fds[i]);
 
 		error = error ? error : failed;
 	}
@@ -178,7 +177,7 @@ static inline int weir_share_greet(struct weir_share *share, int *area)
 		return -EPROTO;
 	if (status != 0)
 		return status < 0 ? status : -EPROTO;
-	if (version != WEIR_SHARE_VERSION || count < 3 || share->windows != (uint32_t)count - 3 || share->entries < 2 || share->entries > 4096 ||
+	if (version != WEIR_SHARE_VERSION || count < 2 || share->windows != (uint32_t)count - 2 || share->entries < 2 || share->entries > 4096 ||
 	    share->frames < 1 || share->frames > 4096)
 		return -EPROTO;
 	return 0;
@@ -196,7 +195,7 @@ static inline int weir_share_connect(struct weir_share *share, const char *path,
 	void *mapped;
 
 	memset(share, 0, sizeof(*share));
-	share->socket = share->server_bell = share->client_bell = -1;
+	share->socket = share->server_bell = -1;
 	if (strlen(path) >= sizeof(address.sun_path))
 		return -ENAMETOOLONG;
 	memset(&address, 0, sizeof(address));
@@ -329,8 +328,9 @@ static inline int weir_share_wait(struct weir_share *share, struct weir_completi
 			sched_yield();
 	}
 	for (;;) {
-		struct pollfd fds[2] = { { share->client_bell, POLLIN, 0 }, { share->socket, POLLIN, 0 } };
-		uint64_t count;
+		struct pollfd fd = { share->socket, POLLIN, 0 };
+		char rings[1];
+		ssize_t received;
 
 		__atomic_store_n(asleep, 1, __ATOMIC_RELAXED);
 		__atomic_thread_fence(__ATOMIC_SEQ_CST);
@@ -339,14 +339,20 @@ static inline int weir_share_wait(struct weir_share *share, struct weir_completi
 			__atomic_store_n(asleep, 0, __ATOMIC_RELAXED);
 			return found < 0 ? found : 0;
 		}
-		if (poll(fds, 2, -1) < 0 && errno != EINTR)
+		if (poll(&fd, 1, -1) < 0 && errno != EINTR)
 			return -errno;
-		if (fds[0].revents != 0) {
-			if (read(share->client_bell, &count, sizeof(count)) < 0 && errno != EAGAIN && errno != EINTR)
-				return -errno;
-		} else if (fds[1].revents != 0) {
-			return -EPIPE;
-		}
+		do {
+			received = recv(share->socket, rings, sizeof(rings), MSG_DONTWAIT);
+		} while (received > 0 || (received < 0 && errno == EINTR));
+		if (received < 0 && errno == EAGAIN)
+			continue;
+		if (received < 0 && errno != ECONNRESET)
+			return -errno;
+		/* The server has gone. What it completed before counts. */
+		found = weir_share_poll(share, done);
+		if (found != 0)
+			return found < 0 ? found : 0;
+		return -EPIPE;
 	}
 }
 

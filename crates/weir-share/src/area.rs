@@ -183,7 +183,7 @@ impl Area {
         self.index(SERVER_ASLEEP)
     }
 
-    /// Not 0 while the client sleeps and wants its eventfd written.
+    /// Not 0 while the client sleeps and wants a byte on its socket.
     #[inline]
     pub fn client_asleep(&self) -> &AtomicU32 {
         self.index(CLIENT_ASLEEP)

@@ -12,7 +12,7 @@ use weir_core::{PAGE_SIZE, PageBytes};
 use weir_lease::{BATCH_REFERENCES_MAX, Token, TokenRange};
 
 use crate::area::{Area, Layout, Ring, Window};
-use crate::socket::{receive, send};
+use crate::socket::{receive, send, take_rings};
 use crate::wire::{
     Completed, HELLO_BYTES, Hello, Op, Spot, Submission, VERSION, WELCOME_BYTES, WINDOWS_MAX, Welcome,
 };
@@ -134,8 +134,6 @@ pub struct Client {
     windows: Vec<Window>,
     /// Written to wake the server.
     server_bell: OwnedFd,
-    /// Read when the server woke us.
-    client_bell: OwnedFd,
     pages: u64,
     spin: Duration,
     submitted: u32,
@@ -179,7 +177,7 @@ impl Client {
         let layout =
             Layout::new(welcome.frames, welcome.entries).ok_or(Error::Nonsense { what: "layout" })?;
         let mut fds = fds.into_iter();
-        let (Some(area), Some(server_bell), Some(client_bell)) = (fds.next(), fds.next(), fds.next()) else {
+        let (Some(area), Some(server_bell)) = (fds.next(), fds.next()) else {
             return Err(Error::Nonsense { what: "set of descriptors" });
         };
         if fds.len() != welcome.windows as usize || welcome.windows > WINDOWS_MAX {
@@ -191,7 +189,6 @@ impl Client {
             area: Area::adopt(area, layout)?,
             windows,
             server_bell,
-            client_bell,
             pages: welcome.pages,
             spin: options.spin,
             submitted: 0,
@@ -430,21 +427,17 @@ impl Client {
                 self.area.client_asleep().store(0, Ordering::Relaxed);
                 return Ok(completion);
             }
-            let mut fds =
-                [PollFd::new(&self.client_bell, PollFlags::IN), PollFd::new(&self.socket, PollFlags::IN)];
+            let mut fds = [PollFd::new(&self.socket, PollFlags::IN)];
             rustix::io::retry_on_intr(|| poll(&mut fds, None))?;
-            let (woken, gone) = (!fds[0].revents().is_empty(), !fds[1].revents().is_empty());
-            if woken {
-                let mut count = [0; 8];
-                rustix::io::read(&self.client_bell, &mut count)?;
-            } else if gone {
-                return Err(Error::Gone);
+            if !take_rings(&self.socket)? {
+                // What it completed before it went counts.
+                return self.poll()?.ok_or(Error::Gone);
             }
         }
     }
 
     fn is_gone(&self) -> Result<bool, Error> {
-        let mut fds = [PollFd::new(&self.socket, PollFlags::IN)];
+        let mut fds = [PollFd::new(&self.socket, PollFlags::RDHUP)];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         Ok(rustix::io::retry_on_intr(|| poll(&mut fds, Some(&now)))? > 0)
     }
@@ -481,7 +474,8 @@ impl Client {
 }
 
 impl AsFd for Client {
-    /// Becomes readable when the server has gone.
+    /// Becomes readable when the server wakes this client, which it does only while [`Client::wait`] sleeps, and hangs up when
+    /// the server has gone.
     fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
         self.socket.as_fd()
     }

@@ -30,4 +30,4 @@ pub mod wire;
 
 pub use area::{Area, Layout, Ring, Window};
 pub use client::{Client, Completion, Error, Lease, Options};
-pub use socket::{receive, send};
+pub use socket::{peek, receive, ring, send};

@@ -1,9 +1,9 @@
-//! The wire format, version 1. Everything is little-endian; docs/share.md is the same in prose.
+//! The wire format, version 2. Everything is little-endian; docs/share.md is the same in prose.
 
 /// "weirshar": the first word of every greeting.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"weirshar");
 /// The version of all that is described here.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// Bytes of [`Hello`].
 pub const HELLO_BYTES: usize = 32;
 /// Bytes of [`Welcome`].
@@ -24,7 +24,7 @@ pub const WINDOWS_MAX: u32 = 4;
 /// [`Hello`]'s flag of a client that wants pages where the stores keep them.
 const IN_PLACE: u32 = 1;
 
-/// The client's first and only message on the socket.
+/// The client's first and only message on the socket. The server reads nothing after it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Hello {
     /// Its version of the format.
@@ -64,7 +64,7 @@ impl Hello {
 }
 
 /// The server's answer. With status 0 descriptors come along: the area's memfd, the eventfd that wakes the
-/// server, the one that wakes the client, and one a window.
+/// server, and one a window. Each later message on the socket is one byte that wakes the client.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Welcome {
     /// The server's version.

@@ -30,8 +30,8 @@ pub(crate) enum Place {
     Lost,
 }
 
-/// Stores that an entry can name.
-pub(crate) const STORES_MAX: usize = 16;
+/// Stores that a volume can have: those that an entry can name.
+pub const STORES_MAX: usize = 16;
 const GENERATION_MASK: u32 = (1 << 26) - 1;
 const KIND_FILL: u64 = 1;
 const KIND_STORED: u64 = 2;

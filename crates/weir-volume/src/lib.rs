@@ -55,6 +55,7 @@ pub use batch::Batch;
 pub use chunks::{ChunkCounts, ChunkState, ChunkStatus, Note};
 pub use compact::{Compacted, Sparse};
 pub use compress::Compression;
+pub use entry::STORES_MAX;
 pub use give_back::{GiveBackError, MovedUp, Pace};
 pub use lane::{Guard, Lane, View};
 pub use lend::{Lender, Loan, Window};

@@ -1,31 +1,36 @@
 //! The server's thread: lets clients in, serves their rings, notices when they go.
+//!
+//! Nothing that a client shares may stop it. It never reads a client's doorbell (epoll tells of each ring), rings a client through a
+//! socket of whose two ends the client has the other one, and leaves the closing of sockets to a thread of its own: closing drops
+//! what the client sent and nobody read, and descriptors among it may take as long to close as their owner likes.
 
 use std::fmt;
 use std::io;
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::sync::mpsc::{self, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
-use rustix::fs::Mode;
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::net::{Shutdown, SocketFlags, SocketType};
 use weir_core::{PAGE_SIZE, seal};
 use weir_lease::{Geometry, Table};
 use weir_share::Layout;
 use weir_share::wire::{HELLO_BYTES, Hello, VERSION, WINDOWS_MAX, Welcome};
 use weir_store::OpenError;
-use weir_volume::{Lane, Volume};
+use weir_volume::{Lane, STORES_MAX, Volume};
 
 use super::loans::Loans;
 use super::session::{Desk, Session, Violation};
 use super::stats::{Stats, add};
-use crate::log::{Level, Log};
+use crate::local_socket::{self, BindError, SocketFile};
+use crate::log::{Level, Log, Throttle};
 
 /// How soon a client that left no room, or a volume that had none, is looked at again.
 const STALL: Duration = Duration::from_millis(1);
@@ -39,8 +44,8 @@ const TICKETS: u32 = 256;
 const ROUNDS: u32 = 64;
 /// Rounds without work between two offers of the CPU to others.
 const YIELD: u32 = 4;
-/// Descriptors of stores that a sleep listens to.
-const STORES: usize = 8;
+/// How long the server waits for its thread at the end. A store may hold it up; it is left behind then.
+const END: Duration = Duration::from_secs(5);
 
 const LISTENER: u64 = u64::MAX;
 const STOP: u64 = u64::MAX - 1;
@@ -99,14 +104,8 @@ pub enum ServeError {
         entries: u32,
     },
     /// The socket cannot be made.
-    #[error("cannot listen on {}; is the directory there, and writable?", path.display())]
-    Listen {
-        /// Where.
-        path: PathBuf,
-        /// What the system said.
-        #[source]
-        source: io::Error,
-    },
+    #[error(transparent)]
+    Listen(#[from] BindError),
     /// The volume has no lane left, or cannot lend.
     #[error("the share server gets no lane of the volume")]
     Lane(#[source] OpenError),
@@ -120,13 +119,17 @@ pub struct Server {
     stats: Arc<Stats>,
     stop: Arc<AtomicBool>,
     bell: OwnedFd,
-    path: PathBuf,
+    socket: SocketFile,
     thread: Option<JoinHandle<()>>,
+    log: Log,
 }
 
 impl fmt::Debug for Server {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Server").field("path", &self.path).field("stats", &self.stats).finish_non_exhaustive()
+        f.debug_struct("Server")
+            .field("socket", &self.socket)
+            .field("stats", &self.stats)
+            .finish_non_exhaustive()
     }
 }
 
@@ -141,12 +144,10 @@ impl Server {
             .filter(|_| (1..=16384).contains(&clients))
             .ok_or(ServeError::Config { clients, frames, entries })?;
         let lane = volume.lane().map_err(ServeError::Lane)?;
-        let listener = listen(&config.path)
-            .map_err(|source| ServeError::Listen { path: config.path.clone(), source })?;
+        let (listener, socket) = local_socket::listen(&config.path, SocketType::SEQPACKET)?;
         let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(io::Error::from)?;
         let (stats, stop) = (Arc::new(Stats::default()), Arc::new(AtomicBool::new(false)));
-        let path = config.path.clone();
         let (lender, windows) = match config.in_place {
             0 => (None, Vec::new()),
             slots => {
@@ -157,11 +158,11 @@ impl Server {
         };
         let (stores, windows) = windows.into_iter().unzip();
         let volume = (lane, Loans::new(clients * layout.frames(), lender, stores), windows);
-        let mut porter = Porter::new(listener, &bell, volume, config, layout, Arc::clone(&stats), log)?;
-        let stopped = Arc::clone(&stop);
+        let (counted, stopped) = (Arc::clone(&stats), Arc::clone(&stop));
+        let porter = Porter::new(listener, &bell, volume, config, layout, counted, Arc::clone(&log))?;
         let thread =
             std::thread::Builder::new().name("weir-share".to_owned()).spawn(move || porter.run(&stopped))?;
-        Ok(Server { stats, stop, bell, path, thread: Some(thread) })
+        Ok(Server { stats, stop, bell, socket, thread: Some(thread), log })
     }
 
     /// Its counters.
@@ -171,7 +172,7 @@ impl Server {
 
     /// Where it listens.
     pub fn path(&self) -> &Path {
-        &self.path
+        self.socket.path()
     }
 }
 
@@ -179,26 +180,22 @@ impl Drop for Server {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Release);
         let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
+        let Some(thread) = self.thread.take() else { return };
+        let begun = Instant::now();
+        while !thread.is_finished() && begun.elapsed() < END {
+            std::thread::sleep(Duration::from_millis(1));
         }
-        let _ = std::fs::remove_file(&self.path);
+        if thread.is_finished() {
+            let _ = thread.join();
+        } else {
+            (self.log)(
+                Level::Warning,
+                format_args!(
+                    "share: its thread has not ended within {END:?} and is left behind: does a store hang?"
+                ),
+            );
+        }
     }
-}
-
-fn listen(path: &Path) -> io::Result<OwnedFd> {
-    use std::os::unix::fs::FileTypeExt;
-    // A socket that a dead server left; anything else stays, and bind fails.
-    if std::fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket()) {
-        std::fs::remove_file(path)?;
-    }
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
-    // Before it has a name: whoever may connect sees every page, so only its owner may.
-    rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
-    rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
-    rustix::net::listen(&socket, 128)?;
-    Ok(socket)
 }
 
 /// A place for one client.
@@ -230,10 +227,12 @@ struct Porter {
     greetings: usize,
     /// Until when nobody is let in.
     paused: Option<Instant>,
-    /// Whether the last client that came could not be let in.
-    is_short: bool,
     sessions: u64,
-    log: Log,
+    /// Closes what clients sent things to.
+    closer: Sender<OwnedFd>,
+    log: Throttle,
+    /// Says that nobody can be let in, ten times a second tried again.
+    shortage: Throttle,
 }
 
 impl Porter {
@@ -264,6 +263,10 @@ impl Porter {
             read_only: config.read_only,
             stats,
         };
+        let (closer, to_close) = mpsc::channel::<OwnedFd>();
+        // Ends with this. Nobody waits for it.
+        let close = move || to_close.into_iter().for_each(drop);
+        std::thread::Builder::new().name("weir-share-close".to_owned()).spawn(close)?;
         let seats = (0..config.clients).map(|_| Seat::Empty).collect();
         let spin = config.spin;
         Ok(Porter {
@@ -278,13 +281,14 @@ impl Porter {
             used: 0,
             greetings: 0,
             paused: None,
-            is_short: false,
             sessions: 0,
-            log,
+            closer,
+            shortage: Throttle::condition(Arc::clone(&log), "share"),
+            log: Throttle::new(log, "share"),
         })
     }
 
-    fn run(&mut self, stop: &AtomicBool) {
+    fn run(mut self, stop: &AtomicBool) {
         let mut last_work = Instant::now();
         let mut rounds = 0;
         while !stop.load(Ordering::Acquire) {
@@ -310,6 +314,9 @@ impl Porter {
         for seat in 0..self.used {
             self.vacate(seat);
         }
+        // Clients wait in it that nobody has let in.
+        let Porter { listener, closer, .. } = self;
+        let _ = closer.send(listener);
     }
 
     /// One round over the rings and the stores. Whether there was anything to do.
@@ -318,7 +325,7 @@ impl Porter {
         let (worked, cut) = seal::on_io_thread(|| self.round());
         if let Some((seat, Violation(what))) = cut {
             add(&self.desk.stats.violations, 1);
-            (self.log)(Level::Warning, format_args!("share: a client is cut off: {what}"));
+            self.log.line(Level::Warning, format_args!("a client is cut off: {what}"));
             self.vacate(seat);
         }
         worked
@@ -339,6 +346,14 @@ impl Porter {
         }
         if self.lane.in_flight() > 0 {
             worked |= self.complete();
+        }
+        // After the lane has let go of what it looked at: whatever happens here, no writer of the volume waits for it.
+        if worked {
+            for seat in &mut self.seats[..self.used] {
+                if let Seat::Taken { socket, session } = seat {
+                    session.publish(socket);
+                }
+            }
         }
         (worked, cut)
     }
@@ -377,18 +392,20 @@ impl Porter {
             let greeting = (self.greetings > 0).then_some(GREETING);
             let pause = self.paused.map(|until| until.saturating_duration_since(Instant::now()));
             add(&self.desk.stats.sleeps, 1);
-            let mut stores = self.lane.wake_fds();
-            let fds: [BorrowedFd<'_>; 1 + STORES] = std::array::from_fn(|at| {
-                if at == 0 { None } else { stores.next() }.unwrap_or(self.epoll.as_fd())
-            });
-            let mut fds = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+            let listen = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
+            let mut fds: [PollFd<'_>; 1 + STORES_MAX] = std::array::from_fn(|_| listen(self.epoll.as_fd()));
+            let mut count = 1;
+            for fd in self.lane.wake_fds() {
+                fds[count] = listen(fd);
+                count += 1;
+            }
             let wait = [stalled, greeting, pause]
                 .into_iter()
                 .flatten()
                 .min()
                 .map(|wait| Timespec { tv_sec: wait.as_secs() as i64, tv_nsec: wait.subsec_nanos().into() });
             // Whatever the outcome, the rings and sockets are looked at next.
-            let _ = rustix::event::poll(&mut fds, wait.as_ref());
+            let _ = rustix::event::poll(&mut fds[..count], wait.as_ref());
         }
         sessions().for_each(|session| session.set_asleep(false));
     }
@@ -402,11 +419,8 @@ impl Porter {
             match event.data.u64() {
                 LISTENER => self.admit(),
                 STOP => {}
-                bell if bell & BELL != 0 => {
-                    if let Some(Seat::Taken { session, .. }) = self.seats.get((bell & !BELL) as usize) {
-                        let _ = rustix::io::read(&session.server_bell, &mut [0; 8]);
-                    }
-                }
+                // Each ring is one event. Reading the bell could wait, since its flags are the client's too.
+                bell if bell & BELL != 0 => {}
                 seat => self.hear(seat as usize),
             }
         }
@@ -433,29 +447,27 @@ impl Porter {
                 Err(Errno::AGAIN) => return,
                 Err(errno) => {
                     // Out of descriptors or memory: whoever waits stays at the door, and this would spin.
-                    if !std::mem::replace(&mut self.is_short, true) {
-                        let next = "raise the limit of open files";
-                        (self.log)(
-                            Level::Warning,
-                            format_args!("share: cannot let a client in yet: {errno}; {next}"),
-                        );
-                    }
+                    self.shortage.line(
+                        Level::Warning,
+                        format_args!("cannot let a client in yet: {errno}; raise the limit of open files"),
+                    );
                     self.listen_for(EventFlags::empty());
                     self.paused = Some(Instant::now() + ADMIT_PAUSE);
                     return;
                 }
             };
-            self.is_short = false;
             let Some(seat) = self.seats.iter().position(|seat| matches!(seat, Seat::Empty)) else {
-                self.turn_away(&socket, Errno::USERS);
+                self.turn_away(socket, Errno::USERS);
                 continue;
             };
             let interest = EventFlags::IN | EventFlags::RDHUP;
-            if epoll::add(&self.epoll, &socket, EventData::new_u64(seat as u64), interest).is_ok() {
-                self.seats[seat] = Seat::Greeting { socket, since: Instant::now() };
-                self.used = self.used.max(seat + 1);
-                self.greetings += 1;
+            if epoll::add(&self.epoll, &socket, EventData::new_u64(seat as u64), interest).is_err() {
+                self.turn_away(socket, Errno::NOMEM);
+                continue;
             }
+            self.seats[seat] = Seat::Greeting { socket, since: Instant::now() };
+            self.used = self.used.max(seat + 1);
+            self.greetings += 1;
         }
     }
 
@@ -468,7 +480,7 @@ impl Porter {
     fn hear(&mut self, seat: usize) {
         match self.seats.get(seat) {
             Some(Seat::Greeting { .. }) => {}
-            // After the greeting a client says nothing more: it has gone, or it breaks the format.
+            // After the greeting nothing is listened for but the end.
             Some(Seat::Taken { .. }) => return self.vacate(seat),
             _ => return,
         }
@@ -476,39 +488,42 @@ impl Porter {
             return;
         };
         let mut bytes = [0; HELLO_BYTES + 1];
-        match weir_share::receive(&socket, &mut bytes) {
+        match weir_share::peek(&socket, &mut bytes) {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                 self.seats[seat] = Seat::Greeting { socket, since };
             }
-            Ok((count, _)) if count > 0 => {
+            Ok(count) if count > 0 => {
                 self.greetings -= 1;
                 self.welcome(seat, socket, Hello::decode(&bytes[..count]));
             }
             _ => {
                 self.greetings -= 1;
-                self.forget(&socket);
+                self.hang_up(socket);
             }
         }
     }
 
-    /// No more events of a socket that is about to be closed. Closing alone does not see to that while a child that this process is
-    /// just starting has the descriptor too, and the next client in the seat would be taken for the one that has gone.
-    fn forget(&self, socket: &OwnedFd) {
-        let _ = epoll::delete(&self.epoll, socket);
+    /// Has a client's socket closed, and lets the client know at once. No more events of it either: closing alone does not see to
+    /// that while somebody else has the descriptor too, and the next client in the seat would be taken for this one.
+    fn hang_up(&self, socket: OwnedFd) {
+        let _ = epoll::delete(&self.epoll, &socket);
+        let _ = rustix::net::shutdown(&socket, Shutdown::Both);
+        // The closer lives as long as this.
+        let _ = self.closer.send(socket);
     }
 
     /// Answers a greeting, and gives the client what it needs.
     fn welcome(&mut self, seat: usize, socket: OwnedFd, hello: Option<Hello>) {
         let hello = match hello {
             Some(hello) if hello.version == VERSION => hello,
-            Some(_) => return self.turn_away(&socket, Errno::PROTONOSUPPORT),
-            None => return self.turn_away(&socket, Errno::PROTO),
+            Some(_) => return self.turn_away(socket, Errno::PROTONOSUPPORT),
+            None => return self.turn_away(socket, Errno::PROTO),
         };
         let (frames, entries) =
             (hello.frames.min(self.layout.frames()), hello.entries.min(self.layout.entries()));
-        let Some(layout) = Layout::new(frames, entries) else { return self.turn_away(&socket, Errno::INVAL) };
+        let Some(layout) = Layout::new(frames, entries) else { return self.turn_away(socket, Errno::INVAL) };
         let Ok(connection) = self.desk.table.open(frames) else {
-            return self.turn_away(&socket, Errno::USERS);
+            return self.turn_away(socket, Errno::USERS);
         };
         self.sessions += 1;
         let base = seat as u32 * self.layout.frames();
@@ -517,14 +532,14 @@ impl Porter {
             Ok(session) => session,
             Err((connection, error)) => {
                 self.desk.table.close(connection, |_, _| {});
-                (self.log)(Level::Warning, format_args!("share: no memory for a client's area: {error}"));
-                return self.turn_away(&socket, Errno::NOMEM);
+                self.log.line(Level::Warning, format_args!("no memory for a client's area: {error}"));
+                return self.turn_away(socket, Errno::NOMEM);
             }
         };
         if let Err(error) = self.let_in(seat, &socket, &session) {
             // Gone already, or out of descriptors: either way nobody is there to tell.
-            (self.log)(Level::Info, format_args!("share: a client left at the door: {error}"));
-            self.forget(&socket);
+            self.log.line(Level::Info, format_args!("a client left at the door: {error}"));
+            self.hang_up(socket);
             let connection = session.leave();
             self.desk.table.close(connection, |_, _| {});
             return;
@@ -544,23 +559,20 @@ impl Porter {
             windows: if session.in_place() { self.windows.len() as u32 } else { 0 },
         };
         let area = session.area().fd().ok_or(io::ErrorKind::Unsupported)?;
-        epoll::add(
-            &self.epoll,
-            &session.server_bell,
-            EventData::new_u64(BELL | seat as u64),
-            EventFlags::IN,
-        )?;
-        let mut fds = [area; 3 + WINDOWS_MAX as usize];
-        (fds[1], fds[2]) = (session.server_bell.as_fd(), session.client_bell.as_fd());
-        for (fd, window) in fds[3..].iter_mut().zip(&self.windows) {
+        let bell = EventData::new_u64(BELL | seat as u64);
+        epoll::add(&self.epoll, &session.server_bell, bell, EventFlags::IN | EventFlags::ET)?;
+        // What it says from here on nobody reads.
+        epoll::modify(&self.epoll, socket, EventData::new_u64(seat as u64), EventFlags::RDHUP)?;
+        let mut fds = [area; 2 + WINDOWS_MAX as usize];
+        fds[1] = session.server_bell.as_fd();
+        for (fd, window) in fds[2..].iter_mut().zip(&self.windows) {
             *fd = window.as_fd();
         }
-        weir_share::send(socket, &welcome.encode(), &fds[..3 + welcome.windows as usize])
+        weir_share::send(socket, &welcome.encode(), &fds[..2 + welcome.windows as usize])
     }
 
-    fn turn_away(&self, socket: &OwnedFd, reason: Errno) {
+    fn turn_away(&self, socket: OwnedFd, reason: Errno) {
         add(&self.desk.stats.turned_away, 1);
-        self.forget(socket);
         let welcome = Welcome {
             version: VERSION,
             status: -reason.raw_os_error(),
@@ -570,7 +582,8 @@ impl Porter {
             windows: 0,
         };
         // If it cannot be sent, the client sees the socket close instead.
-        let _ = weir_share::send(socket, &welcome.encode(), &[]);
+        let _ = weir_share::send(&socket, &welcome.encode(), &[]);
+        self.hang_up(socket);
     }
 
     /// Takes back all that whoever sits there had.
@@ -579,13 +592,12 @@ impl Porter {
             Seat::Empty => {}
             Seat::Greeting { socket, .. } => {
                 self.greetings -= 1;
-                self.forget(&socket);
+                self.hang_up(socket);
             }
             Seat::Taken { session, socket } => {
-                self.forget(&socket);
+                self.hang_up(socket);
                 // The client holds the bell, too, so closing it here would not take it out of the epoll.
                 let _ = epoll::delete(&self.epoll, &session.server_bell);
-                drop(socket);
                 session.close(&mut self.desk);
             }
         }

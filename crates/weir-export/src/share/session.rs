@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
 use rustix::event::EventfdFlags;
-use weir_core::{PAGE_SIZE, PageBytes, PageNo};
+use weir_core::{PageBytes, PageNo, copy};
 use weir_lease::{Connection, Place, Table, Token, TokenRange};
 use weir_share::wire::{Completed, DISCARD_MAX, Op, Spot, Submission};
 use weir_share::{Area, Layout, Ring};
@@ -83,8 +83,8 @@ pub(super) struct Session {
     pub number: u64,
     seat: usize,
     area: Area,
+    /// Written by the client to wake the server. Never read: its flags are the client's too.
     pub server_bell: OwnedFd,
-    pub client_bell: OwnedFd,
     connection: Connection,
     /// The first page of the table's region that stands for a frame of this area.
     base: u32,
@@ -93,6 +93,8 @@ pub(super) struct Session {
     free: Vec<u32>,
     taken: u32,
     completed: u32,
+    /// Completions that the client knows of.
+    published: u32,
     in_flight: u32,
     /// The last look came to nothing: the client leaves no room for completions, or the volume has none.
     stalled: bool,
@@ -108,8 +110,8 @@ impl Session {
         connection: Connection,
     ) -> Result<Self, (Connection, io::Error)> {
         let bell = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
-        let made = Area::create(layout).and_then(|area| Ok((area, bell()?, bell()?)));
-        let (area, server_bell, client_bell) = match made {
+        let made = Area::create(layout).and_then(|area| Ok((area, bell()?)));
+        let (area, server_bell) = match made {
             Ok(made) => made,
             Err(error) => return Err((connection, error)),
         };
@@ -119,13 +121,13 @@ impl Session {
             seat,
             area,
             server_bell,
-            client_bell,
             connection,
             base,
             in_place,
             free,
             taken: 0,
             completed: 0,
+            published: 0,
             in_flight: 0,
             stalled: false,
         })
@@ -199,7 +201,6 @@ impl Session {
             self.taken = self.taken.wrapping_add(1);
         }
         self.area.read(Ring::Submissions).store(self.taken, Ordering::Release);
-        self.publish();
         self.stalled = self.taken == first;
         Ok(self.taken.wrapping_sub(first))
     }
@@ -275,7 +276,7 @@ impl Session {
                 View::Bytes(_) | View::Fill(_) => match (self.free.pop(), view) {
                     (None, _) => self.over_quota(desk, tag),
                     (Some(frame), View::Fill(value)) => {
-                        fill_with(&self.area, frame, value);
+                        fill_with(&self.area, frame, value, &mut desk.scratch);
                         found.push(tag, Place::page(FRAMES, self.base + frame), Spot::Frame(frame));
                     }
                     (Some(frame), View::Bytes(bytes)) => {
@@ -352,10 +353,9 @@ impl Session {
             return true;
         };
         let Some(ticket) = desk.free_tickets.pop() else { return false };
-        let scratch: *mut PageBytes = &raw mut *desk.scratch;
-        // SAFETY: the frame lies in this area, as its place came from the table. The client may write it meanwhile: then
-        // the copy is any mixture of its bytes, which is its own loss, and the copy is what is stored and checksummed.
-        unsafe { std::ptr::copy_nonoverlapping(self.area.frame(place.page - self.base), scratch, 1) };
+        // SAFETY: the frame lies in this area, as its place came from the table, and frames are page-aligned. The client may
+        // write it meanwhile: then the copy is any mixture of its bytes, which is its own loss. The copy is what is stored.
+        unsafe { copy::page_from_shared(&mut desk.scratch, self.area.frame(place.page - self.base).cast()) };
         match lane.write(ticket, page, &desk.scratch) {
             Progress::Done(result) => {
                 desk.free_tickets.push(ticket);
@@ -397,7 +397,6 @@ impl Session {
                 self.end_read(desk, pending.tag, frame, fine && page.is_some());
             }
         }
-        self.publish();
     }
 
     /// Lends what was found to the client.
@@ -482,27 +481,29 @@ impl Session {
     }
 
     /// Tells the client of its completions.
-    fn publish(&self) {
+    pub(super) fn publish(&mut self, socket: &OwnedFd) {
+        if self.published == self.completed {
+            return;
+        }
+        self.published = self.completed;
         self.area.written(Ring::Completions).store(self.completed, Ordering::Release);
         // The client looks at the ring after it has said that it sleeps: one of the two sees the other.
         fence(Ordering::SeqCst);
         if self.area.client_asleep().load(Ordering::Relaxed) != 0 {
             self.area.client_asleep().store(0, Ordering::Relaxed);
-            // Full already if the client never reads it: then it is awake, or does not want to be.
-            let _ = rustix::io::write(&self.client_bell, &1u64.to_ne_bytes());
+            weir_share::ring(socket);
         }
     }
 }
 
 fn fill(area: &Area, frame: u32, bytes: &PageBytes) {
-    // SAFETY: the frame is free or being filled, so only a client that breaks the rules looks at it, and it sees bytes.
-    unsafe { std::ptr::copy_nonoverlapping(bytes, area.frame(frame), 1) };
+    // SAFETY: the frame is free or being filled, so only a client that breaks the rules touches it, and the copy minds no race.
+    unsafe { copy::page_to_shared(area.frame(frame).cast(), bytes) };
 }
 
-fn fill_with(area: &Area, frame: u32, value: u32) {
-    let words: *mut u32 = area.frame(frame).cast();
-    for word in 0..PAGE_SIZE / size_of::<u32>() {
-        // SAFETY: as in `fill`; a frame is page-aligned and has this many words.
-        unsafe { words.add(word).write(value) };
+fn fill_with(area: &Area, frame: u32, value: u32, scratch: &mut PageBytes) {
+    for word in scratch.chunks_exact_mut(size_of::<u32>()) {
+        word.copy_from_slice(&value.to_ne_bytes());
     }
+    fill(area, frame, scratch);
 }
