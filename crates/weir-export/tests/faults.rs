@@ -144,6 +144,28 @@ fn long_and_unaligned_requests_to_a_slow_store_come_back_as_written() {
 }
 
 #[test]
+fn a_read_that_begins_within_a_page_and_is_as_long_as_a_chunk_has_one_reply() {
+    let (served, _) = served("ragged", 1024, &SimUrl { delay: 3, ..SimUrl::default() });
+    let content = noise(4, 1 << 20);
+    for mut client in [served.client(), served.simple_client()] {
+        client.write(0, &content).unwrap();
+        for (offset, length) in
+            [(512, 256 << 10), (4095, (256 << 10) - 4094), (1, 256 << 10), (2048, 255 << 10)]
+        {
+            let cookies = [(offset, length), (0, 4096)]
+                .map(|(offset, length)| client.queue(Operation::read(offset as u64, length as u32)));
+            client.send().unwrap();
+            for _ in 0..2 {
+                let reply = client.receive().unwrap();
+                let (from, length) = if reply.cookie == cookies[0] { (offset, length) } else { (0, 4096) };
+                assert!(reply.data == content[from..from + length], "{offset} {length}");
+            }
+        }
+    }
+    served.shutdown();
+}
+
+#[test]
 fn a_long_read_over_a_bad_page_fails_as_a_whole_and_the_connection_goes_on() {
     let bad = SimUrl { lost_slot: Some(100), delay: 3, ..SimUrl::default() };
     for (name, simple) in [("bad", false), ("bad-simple", true)] {

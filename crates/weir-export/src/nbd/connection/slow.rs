@@ -43,9 +43,11 @@ impl Connection<'_> {
         }
         while done < request.length {
             let offset = request.offset + u64::from(done);
-            // Chunks meet between pages, so that no page is read for two of them.
+            // Chunks meet between pages, so that no page is read for two of them. Where there is one alone it is whole: it is the
+            // reply.
             let whole = CHUNK_MAX - (offset % PAGE_SIZE as u64) as u32;
-            let length = (request.length - done).min(whole);
+            let left = request.length - done;
+            let length = if stream.is_some() { left.min(whole) } else { left };
             let index = self.begin(Work::Read { offset, length, stream }, request.cookie, offset, length)?;
             self.desk.flight.issued(index);
             if length >= PIPED {
