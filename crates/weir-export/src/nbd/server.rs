@@ -1,6 +1,7 @@
 //! The server as its owner sees it: started whole, asked for its counts, shut down in bounded time.
 
-use super::connection::{Shared, Worker};
+use super::carrier::Carriers;
+use super::connection::{LONG_AT_ONCE, Shared, Worker};
 use super::control::{Bell, Control};
 use super::handshake::{Export, NAME_MAX};
 use super::listen::{Listen, ListenError, Listener};
@@ -30,6 +31,8 @@ pub struct Config {
     pub read_only: bool,
     /// Connections that may be served at once: a thread, a lane and about 1 MiB of locked memory each, and some that they share.
     pub connections: usize,
+    /// Threads that send long replies beside those of the connections.
+    pub carriers: usize,
     /// How long a thread looks for a client's next request before it sleeps; zero for not at all.
     pub spin: Duration,
     /// How long a client may leave its replies unread before its connection is dropped.
@@ -48,6 +51,7 @@ impl Default for Config {
             description: "Weir volume".to_owned(),
             read_only: false,
             connections: 32,
+            carriers: carriers(std::thread::available_parallelism().map_or(1, usize::from)),
             spin: Duration::ZERO,
             send_patience: Duration::from_secs(60),
             swap: false,
@@ -93,6 +97,7 @@ pub enum ServeError {
 /// A running NBD server. Dropping it shuts it down, with no grace.
 pub struct Server {
     seats: Arc<Seats>,
+    carriers: Arc<Carriers>,
     bell: Arc<Bell>,
     addresses: Vec<Listen>,
     control: Option<JoinHandle<()>>,
@@ -154,6 +159,7 @@ impl Server {
         let seats = Arc::new(Seats::new(config.connections, config.spin, config.read_only, Arc::clone(log)));
         let mut server = Server {
             seats: Arc::clone(&seats),
+            carriers: Carriers::new(config.carriers.min(config.connections)),
             bell: Arc::clone(&bell),
             addresses,
             control: None,
@@ -181,9 +187,8 @@ impl Server {
     fn start_seats(&mut self, volume: &Arc<Volume>, config: &Config) -> Result<(), ServeError> {
         let connections = config.connections;
         let resources = |source| ServeError::Resources { connections, source };
-        let must_flush = config.swap && !config.unsafe_no_flusher;
         let (ready, started) = mpsc::channel();
-        let shared = Shared::new(connections).map_err(resources)?;
+        let shared = Shared::new(connections, &self.carriers).map_err(resources)?;
         self.memory_locked &= shared.is_locked();
         for number in 0..connections {
             let lane = volume.lane().map_err(|source| ServeError::Lane {
@@ -193,19 +198,11 @@ impl Server {
             })?;
             let mut worker = Worker::new(lane, &shared).map_err(resources)?;
             self.memory_locked &= worker.is_locked();
-            let (seats, ready) = (Arc::clone(&self.seats), ready.clone());
-            let swap = config.swap;
+            let seats = Arc::clone(&self.seats);
+            let arrive = arrival(config, &ready);
             let serve = move || {
                 let _sitting = seats.vacate_at_end(number);
-                if swap {
-                    // Each reply takes a buffer of the kernel. Where this is denied, the server waits its turn for memory.
-                    let _ = swap_safety::reach_reserves(Children::Ordinary);
-                }
-                let flusher = if must_flush { swap_safety::has_io_flusher() } else { Ok(true) };
-                let fine = matches!(flusher, Ok(true));
-                let _ = ready.send(flusher);
-                drop(ready);
-                if fine {
+                if arrive() {
                     seats.sit(number, &mut worker);
                 }
             };
@@ -216,7 +213,17 @@ impl Server {
                 resources(error)
             })?);
         }
-        for _ in 0..connections {
+        for number in 0..self.carriers.count() {
+            let carriers = Arc::clone(&self.carriers);
+            let arrive = arrival(config, &ready);
+            let carry = move || {
+                if arrive() {
+                    carriers.carry(number);
+                }
+            };
+            self.threads.push(thread(&format!("weir-carry-{number}")).spawn(carry).map_err(resources)?);
+        }
+        for _ in 0..self.threads.len() {
             match started.recv().expect("every thread answers") {
                 Ok(true) => {}
                 Ok(false) => {
@@ -263,6 +270,7 @@ impl Server {
             let _ = control.join();
         }
         let busy = self.seats.close(grace);
+        self.carriers.close();
         for thread in self.threads.drain(..) {
             // Those that wait for a store are left to themselves.
             if busy == 0 || thread.is_finished() {
@@ -277,6 +285,30 @@ impl Drop for Server {
     fn drop(&mut self) {
         self.stop(Duration::ZERO);
     }
+}
+
+/// What a thread that serves does first; it says whether the thread may go on.
+fn arrival(
+    config: &Config,
+    ready: &mpsc::Sender<Result<bool, Unprotected>>,
+) -> impl FnOnce() -> bool + Send + 'static {
+    let (swap, must_flush) = (config.swap, config.swap && !config.unsafe_no_flusher);
+    let ready = ready.clone();
+    move || {
+        if swap {
+            // Each reply takes a buffer of the kernel. Where this is denied, the server waits its turn for memory.
+            let _ = swap_safety::reach_reserves(Children::Ordinary);
+        }
+        let flusher = if must_flush { swap_safety::has_io_flusher() } else { Ok(true) };
+        let fine = matches!(flusher, Ok(true));
+        let _ = ready.send(flusher);
+        fine
+    }
+}
+
+/// Carriers for so many processors: a connection that has one keeps two of them busy, and its client a third.
+fn carriers(processors: usize) -> usize {
+    if processors < 8 { 0 } else { LONG_AT_ONCE }
 }
 
 fn thread(name: &str) -> std::thread::Builder {

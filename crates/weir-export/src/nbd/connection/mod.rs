@@ -14,7 +14,8 @@ mod write;
 
 pub(super) use ending::Ending;
 
-use super::flight::{CHUNK_MAX, Flight, LOAN_BYTES, PAGES};
+use super::carrier::{Carriers, Hired, PARCELS};
+use super::flight::{CHUNK_MAX, Flight, LOAN_BYTES, LOANS, PAGES};
 use super::handshake::Negotiated;
 use super::pool::Pool;
 use super::slices::Slices;
@@ -73,22 +74,26 @@ pub(super) struct Shared {
     rests: Arc<Pool>,
     /// For pages on their way from slow stores.
     chunks: Arc<Pool>,
+    /// Who sends them.
+    carriers: Arc<Carriers>,
 }
 
 /// Connections that answer long requests at once without a wait for memory.
-const LONG_AT_ONCE: usize = 4;
+pub(super) const LONG_AT_ONCE: usize = 4;
 
 impl Shared {
     /// Takes the memory, for so many connections.
     ///
     /// # Errors
     /// When it cannot be had.
-    pub fn new(connections: usize) -> io::Result<Self> {
+    pub fn new(connections: usize, carriers: &Arc<Carriers>) -> io::Result<Self> {
         let busy = connections.min(LONG_AT_ONCE);
+        let carried = carriers.count() * (PARCELS + 1);
         Ok(Shared {
             rests: Pool::new(busy, PIECE_MAX as usize + 2 * HEADS_BYTES)?,
             // Each has one of its own.
-            chunks: Pool::new(3 * busy, LOAN_BYTES)?,
+            chunks: Pool::new((LOANS - 1) * busy + carried, LOAN_BYTES)?,
+            carriers: Arc::clone(carriers),
         })
     }
 
@@ -113,6 +118,7 @@ struct Desk {
     heads: Buffer,
     rest: Buffer,
     rests: Arc<Pool>,
+    carriers: Arc<Carriers>,
     write: Option<Write>,
 }
 
@@ -122,6 +128,8 @@ struct Connection<'a> {
     rules: Rules,
     counters: &'a Counters,
     desk: &'a mut Desk,
+    /// The thread that sends its long replies, while there are some.
+    hired: Option<Hired<'a>>,
 }
 
 impl Worker {
@@ -140,6 +148,7 @@ impl Worker {
                 heads: Buffer::new(HEADS_BYTES)?,
                 rest: Buffer::new(OWN_PIECE_MAX as usize + 2 * HEADS_BYTES)?,
                 rests: Arc::clone(&shared.rests),
+                carriers: Arc::clone(&shared.carriers),
                 write: None,
             },
         })
@@ -167,7 +176,7 @@ impl Worker {
             allocation: negotiated.allocation,
             unfragmented_max: CHUNK_MAX,
         };
-        let mut connection = Connection { socket, rules, counters, desk: &mut self.work };
+        let mut connection = Connection { socket, rules, counters, desk: &mut self.work, hired: None };
         let ending = match connection.run(&mut self.input, early, spin) {
             Ok(ending) | Err(ending) => ending,
         };
@@ -242,6 +251,15 @@ impl Connection<'_> {
                 self.counters.batches.add(1);
                 return Ok(received);
             }
+        }
+        if self.hired.is_some() {
+            // Requests that are there come first: the store works on them while the carrier sends.
+            if let Some(received) = receive_now(self.socket, into)? {
+                self.counters.batches.add(1);
+                return Ok(received);
+            }
+            self.be_still()?;
+            self.hired = None;
         }
         if let Some(received) = spin.attempt(|| receive_now(self.socket, into))? {
             self.counters.batches.add(1);
@@ -356,11 +374,17 @@ impl Connection<'_> {
             return Ok(());
         }
         self.desk.lane.submit();
+        self.be_still()?;
         let mut slices = Slices::new();
         slices.push(&self.desk.acks);
         slices.send_all(self.socket)?;
         self.desk.acks.clear();
         Ok(())
+    }
+
+    /// Waits until the carrier has sent all that it has: from then on this thread may send.
+    fn be_still(&self) -> Result<(), Ending> {
+        self.hired.as_ref().map_or(Ok(()), Hired::be_still).map_err(Ending::from)
     }
 
     /// Everything received has been looked at: starts what is queued and answers what is done.
@@ -376,6 +400,7 @@ impl Connection<'_> {
 
     /// Leaves the desk as a new connection expects it: nothing of this one may come back later.
     fn clear(&mut self) {
+        self.hired = None;
         let Desk { lane, flight, reads, acks, write, .. } = &mut *self.desk;
         lane.submit();
         loop {
