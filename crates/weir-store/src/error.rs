@@ -42,7 +42,7 @@ pub enum Fault {
     /// The slot's memory is gone: a released chunk, a lost device.
     #[error("the store no longer holds this slot")]
     Lost,
-    /// No answer in time.
+    /// No answer in time. What was asked for may still happen.
     #[error("no answer in time")]
     Timeout,
     /// The content came back and is not what was written.
@@ -54,4 +54,7 @@ pub enum Fault {
     /// No free slot anywhere.
     #[error("no free slot")]
     Full,
+    /// A write that had no effect, since its client has gone.
+    #[error("its client has gone")]
+    Forsaken,
 }

@@ -42,6 +42,13 @@ use weir_core::{PageBytes, Slot};
 /// What a caller calls one of its operations; comes back with its completion.
 pub type Ticket = u32;
 
+/// Within this time each operation is answered, whatever the device does, if its lane is polled once in [`POLL_EVERY`]. Well below
+/// the time after which a kernel gives its connection up.
+pub const ANSWER_WITHIN: Duration = Duration::from_secs(2);
+
+/// How long who has operations under way sleeps at most before the next poll.
+pub const POLL_EVERY: Duration = Duration::from_millis(200);
+
 /// A row of slots that keep pages.
 pub trait Store: Send + Sync + fmt::Debug {
     /// The store as a URL of the command line, for logs and status: `host:8GiB`, `vram:0`.
@@ -209,7 +216,8 @@ pub enum State {
 ///
 /// Operations that are in flight together have no order, whichever lanes they are in: a read beside a write of
 /// its slot finds either content or a mixture, and two writes leave either. A caller that cares waits for the first.
-/// A dropped lane has no effect any more: what it had in flight has finished, or never will.
+/// A dropped lane has no effect any more: what it had in flight has finished, or never will. Only a device that hangs may still write
+/// slots whose writes had not [settled](Lane::settled).
 pub trait Lane: Send {
     /// Announces a batch, so that the store can choose its path before the first operation of it. Optional.
     fn plan(&mut self, _reads: usize, _writes: usize) {}
@@ -259,8 +267,14 @@ pub trait Lane: Send {
     /// Starts everything queued since the last call.
     fn submit(&mut self) {}
 
-    /// Hands over every operation that has finished, in any order. Never waits.
+    /// Hands over every operation that has finished, in any order. Never waits. One that has not finished within
+    /// [`ANSWER_WITHIN`] is handed over with [`Fault::Timeout`]. If it is a write, it may still change its slot until
+    /// [`settled`](Lane::settled) names it.
     fn poll(&mut self, _done: &mut dyn FnMut(Done<'_>)) {}
+
+    /// Names the slots of writes that were handed over with [`Fault::Timeout`] and have ended since, as the last poll found. Nobody
+    /// else may use such a slot before.
+    fn settled(&mut self, _free: &mut dyn FnMut(Slot)) {}
 
     /// Operations started or queued and not yet handed over.
     fn in_flight(&self) -> usize {
@@ -277,7 +291,7 @@ pub trait Lane: Send {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Progress {
-    /// It is finished already, with this result, and no completion follows.
+    /// It is finished already, with this result, and no completion follows. With an error nothing has begun.
     Done(Result<(), Fault>),
     /// It waits for [`Lane::submit`]; its completion comes by [`Lane::poll`].
     Queued,

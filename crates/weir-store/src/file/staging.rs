@@ -61,6 +61,10 @@ impl Staging {
         self.free += 1;
     }
 
+    pub(super) fn is_in_use(&self, page: usize) -> bool {
+        self.used[page / 64] & 1 << (page % 64) != 0
+    }
+
     /// Where a page lies.
     pub(super) fn address(&self, page: usize) -> *mut u8 {
         assert!(page < self.pages, "a page of the staging area");

@@ -10,11 +10,17 @@ use weir_core::{PAGE_SIZE, Page, PageBytes, Slot};
 
 /// EIO, by its number on every architecture of Linux.
 const EIO: i32 = 5;
+/// ETIMEDOUT, likewise but for MIPS.
+const ETIMEDOUT: i32 = 110;
 
 pub(super) struct SimLane {
     shared: Arc<Shared>,
     chance: Chance,
     waiting: Vec<Operation>,
+    /// Writes that were answered with a timeout and have not landed.
+    late: Vec<Operation>,
+    /// Slots of those that have landed since.
+    settled: Vec<Slot>,
     depth: usize,
     /// Contents of the writes that wait, by [`Operation::page`].
     pages: Box<[Page]>,
@@ -52,6 +58,8 @@ impl SimLane {
         SimLane {
             chance: Chance::of_lane(shared.url.seed, number),
             waiting: Vec::with_capacity(depth),
+            late: Vec::with_capacity(depth),
+            settled: Vec::with_capacity(depth),
             depth,
             pages: vec![Page::zeroed(); depth].into(),
             free_pages: (0..depth).collect(),
@@ -63,6 +71,15 @@ impl SimLane {
 
     fn finishes_at_once(&self) -> bool {
         self.depth == 0
+    }
+
+    /// What is answered where there is no room for one more.
+    fn refusal(&self) -> Option<Progress> {
+        if self.waiting.len() + self.late.len() + self.settled.len() < self.depth {
+            return None;
+        }
+        let hung = self.waiting.is_empty() && self.settled.is_empty();
+        Some(if hung { Progress::Done(Err(Fault::Io(ETIMEDOUT))) } else { Progress::Full })
     }
 
     /// Draws the same numbers whatever comes of them, so that one probability changed leaves the rest as it was.
@@ -135,8 +152,8 @@ impl Lane for SimLane {
             let fate = self.draw_write(slot);
             return Progress::Done(self.shared.write(slot, page, fate));
         }
-        if self.waiting.len() == self.depth {
-            return Progress::Full;
+        if let Some(refusal) = self.refusal() {
+            return refusal;
         }
         self.shared.count_operation();
         let fate = self.draw_write(slot);
@@ -151,8 +168,8 @@ impl Lane for SimLane {
             let fate = self.draw_read();
             return Progress::Done(self.shared.read(slot, page, fate));
         }
-        if self.waiting.len() == self.depth {
-            return Progress::Full;
+        if let Some(refusal) = self.refusal() {
+            return refusal;
         }
         self.shared.count_operation();
         let fate = self.draw_read();
@@ -168,6 +185,16 @@ impl Lane for SimLane {
 
     fn poll(&mut self, done: &mut dyn FnMut(Done<'_>)) {
         self.polls += 1;
+        let hangs = self.shared.hangs.load(Ordering::SeqCst);
+        if !hangs {
+            for operation in self.late.drain(..) {
+                let kept = operation.page.expect("a write");
+                // Nobody waits for how it ends.
+                let _ = self.shared.write(operation.slot, &self.pages[kept], operation.fate);
+                self.free_pages.push(kept);
+                self.settled.push(operation.slot);
+            }
+        }
         let now = if self.shared.url.latency.is_zero() { None } else { Some(Instant::now()) };
         let mut at = 0;
         while let Some(&Operation { ticket, slot, fate, page, due, .. }) = self.waiting.get(at) {
@@ -176,8 +203,14 @@ impl Lane for SimLane {
                 at += 1;
                 continue;
             }
-            self.waiting.swap_remove(at);
+            let operation = self.waiting.swap_remove(at);
             match page {
+                _ if hangs => {
+                    if page.is_some() {
+                        self.late.push(operation);
+                    }
+                    done(Done { ticket, result: Err(Fault::Timeout), page: None });
+                }
                 Some(kept) => {
                     let result = self.shared.write(slot, &self.pages[kept], fate);
                     self.free_pages.push(kept);
@@ -191,6 +224,10 @@ impl Lane for SimLane {
         }
     }
 
+    fn settled(&mut self, free: &mut dyn FnMut(Slot)) {
+        self.settled.drain(..).for_each(free);
+    }
+
     fn in_flight(&self) -> usize {
         self.waiting.len()
     }
@@ -201,7 +238,7 @@ impl Drop for SimLane {
         if !self.shared.outlives_lanes.load(Ordering::SeqCst) {
             return;
         }
-        let submitted = self.waiting.iter().filter(|operation| operation.due.is_some());
+        let submitted = self.waiting.iter().chain(&self.late).filter(|operation| operation.due.is_some());
         let writes = submitted.filter_map(|operation| Some((operation.slot, *self.pages[operation.page?])));
         hold(&self.shared.orphans).extend(writes);
     }

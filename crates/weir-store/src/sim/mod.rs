@@ -66,6 +66,8 @@ struct Shared {
     lost: AtomicBool,
     /// Whether writes that a dropped lane had submitted will land one day.
     outlives_lanes: AtomicBool,
+    /// Whether nothing finishes.
+    hangs: AtomicBool,
     orphans: Mutex<Vec<(Slot, PageBytes)>>,
     counts: Counts,
 }
@@ -106,6 +108,7 @@ impl Sim {
             operations: AtomicU64::new(0),
             lost: AtomicBool::new(false),
             outlives_lanes: AtomicBool::new(false),
+            hangs: AtomicBool::new(false),
             orphans: Mutex::default(),
             counts: Counts::default(),
         };
@@ -148,6 +151,12 @@ impl Sim {
         if !self.shared.is_lost() {
             hold(&self.shared.cells[slot.0 as usize]).page = page;
         }
+    }
+
+    /// Whether it hangs, as a disk that retries. While it does, what is due ends with [`Fault::Timeout`], and writes that ended so
+    /// land afterwards. Only where operations take polls or time at all.
+    pub fn hang(&self, hangs: bool) {
+        self.shared.hangs.store(hangs, Ordering::SeqCst);
     }
 
     /// Loses the store with all it holds, now.
