@@ -11,15 +11,15 @@ use rustix::io::Errno;
 use std::io::{self, IoSlice};
 use std::sync::Arc;
 use weir_core::{PAGE_SIZE, PageBytes, PageNo};
-use weir_store::{Fault, Progress};
+use weir_store::{Fault, POLL_EVERY, Progress};
 use weir_volume::{Lane, View};
 
 /// Bytes of the largest read or write.
 pub const IO_MAX: u32 = 1 << 20;
 /// Pages that such a one touches at most.
 const SPAN_MAX: usize = IO_MAX as usize / PAGE_SIZE + 1;
-/// How long a thread sleeps at most while slow stores work; they wake it earlier.
-const STORE_NAP: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+/// How long a thread sleeps at most while slow stores work: they wake it earlier, or must be asked.
+const STORE_NAP: Timespec = Timespec { tv_sec: 0, tv_nsec: POLL_EVERY.as_nanos() as i64 };
 
 static ZEROS: PageBytes = [0; PAGE_SIZE];
 
@@ -273,7 +273,12 @@ fn part(at: usize, within: usize, length: usize) -> std::ops::Range<usize> {
 fn errno(fault: Fault) -> Errno {
     match fault {
         Fault::Full => Errno::NOSPC,
-        Fault::Io(_) | Fault::Lost | Fault::Timeout | Fault::Corrupt | Fault::Unsupported => Errno::IO,
+        Fault::Io(_)
+        | Fault::Lost
+        | Fault::Timeout
+        | Fault::Corrupt
+        | Fault::Unsupported
+        | Fault::Forsaken => Errno::IO,
     }
 }
 

@@ -338,7 +338,12 @@ impl Flight {
 pub(super) fn errno(fault: Fault) -> Errno {
     match fault {
         Fault::Full => Errno::NoSpace,
-        Fault::Io(_) | Fault::Lost | Fault::Timeout | Fault::Corrupt | Fault::Unsupported => Errno::Io,
+        Fault::Io(_)
+        | Fault::Lost
+        | Fault::Timeout
+        | Fault::Corrupt
+        | Fault::Unsupported
+        | Fault::Forsaken => Errno::Io,
     }
 }
 

@@ -291,7 +291,12 @@ impl Flight {
 fn errno(fault: Fault) -> i32 {
     match fault {
         Fault::Full => -libc::ENOSPC,
-        Fault::Io(_) | Fault::Lost | Fault::Timeout | Fault::Corrupt | Fault::Unsupported => -libc::EIO,
+        Fault::Io(_)
+        | Fault::Lost
+        | Fault::Timeout
+        | Fault::Corrupt
+        | Fault::Unsupported
+        | Fault::Forsaken => -libc::EIO,
     }
 }
 

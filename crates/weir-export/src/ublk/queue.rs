@@ -18,9 +18,6 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::ptr::NonNull;
 use std::time::{Duration, Instant};
 
-/// How long a thread sleeps at most while slow stores work; they wake it earlier.
-const STORE_NAP: Duration = Duration::from_secs(1);
-
 /// How long it may take to offer every buffer.
 const OFFERING: Duration = Duration::from_secs(10);
 
@@ -195,7 +192,7 @@ impl<'a> Queue<'a> {
                 return self.send();
             }
             self.poll_stores();
-            return self.sleep(Some(STORE_NAP));
+            return self.sleep(Some(weir_store::POLL_EVERY));
         }
         if self.spin.is_some() {
             self.send()?;

@@ -14,6 +14,31 @@ impl Lane {
             store.lane.submit();
         }
         self.leave();
+        if self.unsettled > 0 {
+            self.settle_idle();
+        }
+    }
+
+    /// Frees what has settled at stores that owe no answer, and that nobody polls for that reason.
+    #[cold]
+    pub(super) fn settle_idle(&mut self) {
+        for at in 0..self.stores.len() {
+            if self.stores[at].lane.in_flight() == 0 {
+                self.stores[at]
+                    .lane
+                    .poll(&mut |done| unreachable!("operation {} was answered before", done.ticket));
+                self.free_settled(at);
+            }
+        }
+    }
+
+    /// Frees slots of writes that were late and can do no more harm.
+    fn free_settled(&mut self, at: usize) {
+        let Lane { stores, volume, unsettled, .. } = self;
+        stores[at].lane.settled(&mut |slot| {
+            volume.tiers[at].records.free_slot(slot, 0);
+            *unsettled -= 1;
+        });
     }
 
     /// Hands over every operation that has finished at a slow store. Never waits.
@@ -23,6 +48,9 @@ impl Lane {
         }
         for at in 0..self.stores.len() {
             self.poll_store(at, done);
+            if self.unsettled > 0 {
+                self.free_settled(at);
+            }
         }
         // Only those that were stalled before this poll: one that stalls again waits for the next.
         let stalled = self.stalled.len();
@@ -38,6 +66,10 @@ impl Lane {
                 break;
             }
             let op = self.stalled.remove(0);
+            if self.ops[op as usize].forsaken {
+                self.drop_forsaken(op, Ok(()), done);
+                continue;
+            }
             match self.advance_part(op, None) {
                 Progress::Done(result) => self.hand_over(op, result, done),
                 Progress::Queued => {}
@@ -96,6 +128,10 @@ impl Lane {
             self.end_pack(op, result, done);
             return;
         }
+        if self.ops[op as usize].forsaken {
+            self.drop_forsaken(op, result, done);
+            return;
+        }
         let result = match self.ops[op as usize].work {
             Work::Read(_) => {
                 self.end(op);
@@ -106,7 +142,7 @@ impl Lane {
                     Ok(()) => {
                         self.publish(page, entry, None);
                     }
-                    Err(_) => self.unclaim(entry),
+                    Err(fault) => self.unclaim_failed(entry, fault),
                 }
                 result
             }
@@ -121,6 +157,23 @@ impl Lane {
             Work::Idle => unreachable!("operation {op} is not under way"),
         };
         self.hand_over(op, result, done);
+    }
+
+    /// Ends a write whose client has gone. `result` is what the store said.
+    pub(super) fn drop_forsaken(
+        &mut self,
+        op: u32,
+        result: Result<(), Fault>,
+        done: &mut dyn FnMut(Done<'_>),
+    ) {
+        let ended = self.end(op);
+        if let Work::Write { entry, .. } | Work::Part { to: Some(entry), .. } = ended.work {
+            match result {
+                Ok(()) => self.unclaim(entry),
+                Err(fault) => self.unclaim_failed(entry, fault),
+            }
+        }
+        done(Done { ticket: ended.ticket, result: Err(Fault::Forsaken), page: None });
     }
 
     pub(super) fn hand_over(&mut self, op: u32, result: Result<(), Fault>, done: &mut dyn FnMut(Done<'_>)) {

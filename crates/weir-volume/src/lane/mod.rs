@@ -63,6 +63,8 @@ pub struct Lane {
     in_flight: usize,
     /// Of these, operations that a store is working on.
     under_way: usize,
+    /// Slots of writes that a store did not answer in time, and that may still land.
+    unsettled: usize,
     /// The epochs this lane looks at.
     looking: Looking,
     /// What was retired before this epoch may be reused.
@@ -91,6 +93,8 @@ struct Op {
     work: Work,
     /// Its place in a pack.
     carried: Carried,
+    /// A write that must not take effect any more.
+    forsaken: bool,
 }
 
 #[derive(Clone, Copy)]
@@ -163,6 +167,7 @@ impl Lane {
             finished: Vec::with_capacity(depth),
             in_flight: 0,
             under_way: 0,
+            unsettled: 0,
             looking: Looking::default(),
             safe: 0,
             claims_since_safe: 0,
@@ -278,6 +283,20 @@ impl Lane {
         }
     }
 
+    /// Gives up the writes under way that `whose` says yes to: they take no effect from here on, and are handed over with
+    /// [`Fault::Forsaken`]. For those of a client that has gone: it may have sent them again by another lane, and newer ones after
+    /// them.
+    pub fn forsake(&mut self, whose: impl Fn(Ticket) -> bool) {
+        for op in &mut self.ops {
+            let writes = match op.work {
+                Work::Idle | Work::Read(_) => false,
+                Work::Write { .. } => true,
+                Work::Part { part, .. } => self.parts[part as usize].moving.is_none(),
+            };
+            op.forsaken |= writes && whose(op.ticket);
+        }
+    }
+
     /// Whether the page has been written since it was last discarded.
     pub fn mapped(&self, page: PageNo) -> bool {
         self.volume.map.load(page).place() != Place::Empty
@@ -316,7 +335,7 @@ impl Lane {
     /// Gives the lane up as the death of its process would: what it has under way is neither finished nor undone. For
     /// tests of taking over; no other lane may use the volume afterwards.
     pub fn abandon(mut self) {
-        self.in_flight = 0;
+        (self.in_flight, self.unsettled) = (0, 0);
     }
 
     /// Pins this lane; moves the pin on where nothing holds it, so that a long batch does not keep its own freed slots.
@@ -374,14 +393,15 @@ impl Work {
 }
 
 impl Op {
-    const IDLE: Op = Op { ticket: 0, started: None, found: 0, work: Work::Idle, carried: Carried::No };
+    const IDLE: Op =
+        Op { ticket: 0, started: None, found: 0, work: Work::Idle, carried: Carried::No, forsaken: false };
 }
 
 impl Drop for Lane {
     fn drop(&mut self) {
         // Writes under way hold slots that nobody else knows of, so let them end; a store that hangs is given up on.
         let started = Instant::now();
-        while self.in_flight > 0 && started.elapsed() < SLOT_WAIT {
+        while self.in_flight + self.unsettled > 0 && started.elapsed() < SLOT_WAIT {
             self.submit();
             self.poll(&mut |_| {});
             self.rest();

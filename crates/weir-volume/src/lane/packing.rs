@@ -310,16 +310,21 @@ impl Lane {
         let Carried::Leads { store, slot, .. } = self.ops[first as usize].carried else {
             unreachable!("operation {first} leads no pack")
         };
-        if result.is_ok() {
-            count(&self.metrics().packs);
-        } else {
-            self.volume.tiers[store].records.free_slot(slot, 0);
+        match result {
+            Ok(()) => count(&self.metrics().packs),
+            Err(Fault::Timeout) => self.unsettled += 1,
+            Err(_) => self.volume.tiers[store].records.free_slot(slot, 0),
         }
         let mut next = Some(first);
         while let Some(op) = next {
             next = self.leave_pack(op);
             if let Err(fault) = result {
                 self.hand_over(op, Err(fault), done);
+                continue;
+            }
+            if self.ops[op as usize].forsaken {
+                self.ops[op as usize].work.goes_to(Entry::new(Place::Stored { store, slot }, 0));
+                self.drop_forsaken(op, Ok(()), done);
                 continue;
             }
             let (page, was, condition) = match self.ops[op as usize].work {

@@ -158,7 +158,7 @@ impl Lane {
                 }
                 (Some(Err(fault)), to) => {
                     if let Some(entry) = to {
-                        self.unclaim(entry);
+                        self.unclaim_failed(entry, fault);
                     }
                     return Progress::Done(Err(fault));
                 }

@@ -114,6 +114,14 @@ impl Lane {
         true
     }
 
+    /// Frees the slot of an entry whose write its store has ended with `fault`: at once, or where the write may still land, when it has.
+    pub(super) fn unclaim_failed(&mut self, entry: Entry, fault: Fault) {
+        match (fault, entry.place()) {
+            (Fault::Timeout, Place::Stored { .. }) => self.unsettled += 1,
+            _ => self.unclaim(entry),
+        }
+    }
+
     /// Frees the slot of an entry that was never published.
     pub(super) fn unclaim(&self, entry: Entry) {
         if let Place::Stored { store, slot } = entry.place() {

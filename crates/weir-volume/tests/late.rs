@@ -1,0 +1,198 @@
+//! Writes that come late: those of a client that has gone take no effect, and those that a store does not answer keep their slot.
+
+use std::sync::Arc;
+use weir_core::{ByteSize, PAGE_SIZE, PageBytes, PageNo};
+use weir_store::{Fault, Progress, Sim, SimUrl};
+use weir_volume::{Compression, Config, Lane, Volume};
+
+/// A volume on a store whose operations take two polls, and that hangs when told to.
+fn volume(config: Config) -> (Arc<Volume>, Arc<Sim>) {
+    let size = ByteSize(u64::from(config.slots()) * PAGE_SIZE as u64);
+    let sim = Arc::new(Sim::open(SimUrl { size, delay: 2, ..SimUrl::default() }).unwrap());
+    (Volume::create(config, vec![Arc::clone(&sim) as _]).unwrap(), sim)
+}
+
+/// A page that shrinks to a third, if it is asked to.
+fn stamped(page: u32, generation: u32) -> PageBytes {
+    let mut bytes = [generation as u8; PAGE_SIZE];
+    for (at, word) in bytes[..1000].chunks_exact_mut(4).enumerate() {
+        let value = (page << 20 ^ generation << 10 ^ at as u32).wrapping_mul(0x9e37_79b9);
+        word.copy_from_slice(&value.rotate_left(at as u32).to_le_bytes());
+    }
+    bytes
+}
+
+/// Sees everything through; tickets and results.
+fn finish(lane: &mut Lane) -> Vec<(u32, Result<(), Fault>)> {
+    let mut ended = Vec::new();
+    while lane.in_flight() > 0 {
+        lane.submit();
+        lane.poll(&mut |done| ended.push((done.ticket, done.result)));
+    }
+    lane.submit();
+    ended.sort_unstable_by_key(|(ticket, _)| *ticket);
+    ended
+}
+
+fn write(lane: &mut Lane, page: u32, bytes: &PageBytes) {
+    assert_eq!(lane.write(page, PageNo(page), bytes), Progress::Queued);
+}
+
+fn read(lane: &mut Lane, page: u32) -> PageBytes {
+    let mut back = [0xee; PAGE_SIZE];
+    match lane.read(0, PageNo(page), &mut back) {
+        Progress::Done(result) => result.unwrap(),
+        Progress::Full => panic!("room for one read"),
+        Progress::Queued => {
+            lane.submit();
+            while lane.in_flight() > 0 {
+                lane.poll(&mut |done| back = *done.page.expect("it can be read"));
+            }
+        }
+    }
+    lane.submit();
+    back
+}
+
+const CONFIG: Config = Config { pages: 64, lanes: 2, depth: 16 };
+
+#[test]
+fn a_write_that_is_forsaken_takes_no_effect_after_a_newer_one_was_acknowledged() {
+    let (volume, _) = volume(CONFIG);
+    let (mut gone, mut other) = (volume.lane().unwrap(), volume.lane().unwrap());
+    // Page 1 as a whole, page 2 in part, page 3 by somebody who stays.
+    for page in 1..=3 {
+        write(&mut other, page, &stamped(page, 1));
+    }
+    finish(&mut other);
+    write(&mut gone, 1, &stamped(1, 2));
+    assert_eq!(gone.write_part(2, PageNo(2), 100, &[2; 100]), Progress::Queued);
+    write(&mut gone, 3, &stamped(3, 2));
+    gone.submit();
+    gone.forsake(|ticket| ticket < 3);
+    for page in 1..=2 {
+        write(&mut other, page, &stamped(page, 3));
+    }
+    assert!(finish(&mut other).iter().all(|(_, result)| *result == Ok(())));
+    let ended = finish(&mut gone);
+    assert_eq!(ended, [(1, Err(Fault::Forsaken)), (2, Err(Fault::Forsaken)), (3, Ok(()))]);
+    for (page, generation) in [(1, 3), (2, 3), (3, 2)] {
+        assert!(read(&mut other, page) == stamped(page, generation), "page {page}");
+    }
+    let status = volume.status();
+    assert_eq!((status.stored, status.stores[0].used), (3, 3), "what was forsaken has no slot");
+    assert_eq!((status.write_faults, status.read_faults), (0, 0));
+}
+
+#[test]
+fn a_partial_write_is_forsaken_also_between_its_halves() {
+    for polls in 0..5 {
+        let (volume, _) = volume(CONFIG);
+        let (mut gone, mut other) = (volume.lane().unwrap(), volume.lane().unwrap());
+        write(&mut other, 2, &stamped(2, 1));
+        finish(&mut other);
+        assert_eq!(gone.write_part(2, PageNo(2), 100, &[2; 100]), Progress::Queued);
+        gone.submit();
+        let mut is_done = false;
+        for _ in 0..polls {
+            gone.poll(&mut |_| is_done = true);
+        }
+        gone.forsake(|_| true);
+        write(&mut other, 2, &stamped(2, 3));
+        finish(&mut other);
+        assert!(is_done || finish(&mut gone) == [(2, Err(Fault::Forsaken))], "after {polls} polls");
+        assert!(read(&mut other, 2) == stamped(2, 3), "after {polls} polls");
+        assert_eq!(volume.status().stores[0].used, 1);
+    }
+}
+
+#[test]
+fn pages_that_wait_in_a_pack_are_forsaken_one_by_one() {
+    // The pack is sent before they are forsaken, or after.
+    for sent in [false, true] {
+        let (volume, _) = volume(CONFIG);
+        volume.compress(Compression::Lz4);
+        let (mut gone, mut other) = (volume.lane().unwrap(), volume.lane().unwrap());
+        for page in 0..3 {
+            write(&mut gone, page, &stamped(page, 1));
+        }
+        if sent {
+            gone.submit();
+        }
+        gone.forsake(|ticket| ticket != 1);
+        for page in [0, 2] {
+            write(&mut other, page, &stamped(page, 2));
+        }
+        finish(&mut other);
+        let ended = finish(&mut gone);
+        assert_eq!(ended, [(0, Err(Fault::Forsaken)), (1, Ok(())), (2, Err(Fault::Forsaken))]);
+        for (page, generation) in [(0, 2), (1, 1), (2, 2)] {
+            assert!(read(&mut other, page) == stamped(page, generation), "page {page}");
+        }
+        other.discard(PageNo(0), 3);
+        other.submit();
+        let status = volume.status();
+        assert_eq!((status.stored, status.packs, status.stores[0].used), (0, 0, 0), "no pack is left behind");
+    }
+}
+
+#[test]
+fn the_slot_of_a_write_that_has_no_answer_is_used_again_only_after_it_has_landed() {
+    for compress in [false, true] {
+        let (volume, sim) = volume(CONFIG);
+        if compress {
+            volume.compress(Compression::Lz4);
+        }
+        let (mut late, mut other) = (volume.lane().unwrap(), volume.lane().unwrap());
+        for page in 0..3 {
+            write(&mut late, page, &stamped(page, 1));
+        }
+        assert_eq!(late.write_part(3, PageNo(3), 0, &[3; 100]), Progress::Queued);
+        late.submit();
+        sim.hang(true);
+        let ended = finish(&mut late);
+        assert!(
+            ended.len() == 4 && ended.iter().all(|(_, result)| *result == Err(Fault::Timeout)),
+            "{ended:?}"
+        );
+        let held = volume.status().stores[0].used;
+        assert!(held == if compress { 2 } else { 4 } || compress && held == 1, "{held} slots");
+        sim.hang(false);
+        // Others use every slot that there is but these.
+        for generation in 2..6 {
+            for page in 0..64 {
+                while other.write(page, PageNo(page), &stamped(page, generation)) == Progress::Full {
+                    finish(&mut other);
+                }
+            }
+            assert!(finish(&mut other).iter().all(|(_, result)| *result == Ok(())));
+        }
+        late.submit();
+        for page in 0..64 {
+            assert!(read(&mut other, page) == stamped(page, 5), "page {page}");
+        }
+        let status = volume.status();
+        assert_eq!(u64::from(status.stores[0].used), status.stored - status.packed + status.packs);
+    }
+}
+
+#[test]
+fn a_disk_that_hangs_again_and_again_uses_no_slot_up() {
+    let (volume, sim) = volume(CONFIG);
+    let mut lane = volume.lane().unwrap();
+    for round in 0..20 {
+        sim.hang(true);
+        for page in 0..64 {
+            // More than the lane has room for: what it cannot even begin fails at once.
+            match lane.write(page, PageNo(page), &stamped(page, round)) {
+                Progress::Queued => {}
+                Progress::Full => assert!(finish(&mut lane).iter().all(|(_, result)| result.is_err())),
+                Progress::Done(result) => assert!(matches!(result, Err(Fault::Io(_))), "{result:?}"),
+            }
+        }
+        finish(&mut lane);
+        sim.hang(false);
+        lane.submit();
+        assert_eq!(volume.status().stores[0].used, 0, "round {round}");
+    }
+}
