@@ -7,7 +7,7 @@ use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
-use weir_core::{ByteSize, Memory, PAGE_SIZE, PageBytes, Slot, copy, unwatched};
+use weir_core::{ByteSize, Memory, PAGE_SIZE, PageBytes, Slot, Watch, copy, unwatched};
 
 /// Slots of a chunk: 128 MiB, as a GPU's chunks.
 const CHUNK_SLOTS: u32 = 32_768;
@@ -40,9 +40,17 @@ impl Host {
     /// # Errors
     /// When there is not that much.
     pub fn new(slots: u32) -> Result<Self, OpenError> {
+        Self::watched(slots, &mut unwatched)
+    }
+
+    /// As [`Host::new`], for so many that somebody wants to know how far it is, or to end it.
+    ///
+    /// # Errors
+    /// As [`Host::new`]; and what `watch` says.
+    pub fn watched(slots: u32, watch: Watch<'_>) -> Result<Self, OpenError> {
         let bytes = u64::from(slots) * PAGE_SIZE as u64;
         let name = format!("host:{}", ByteSize(bytes));
-        match Memory::shared("weir-host", bytes as usize) {
+        match Memory::shared_watched("weir-host", bytes as usize, watch) {
             Ok(memory) => Ok(Self::over(name, memory, slots)),
             Err(error) => Err(OpenError::no_memory(name, bytes, error)),
         }

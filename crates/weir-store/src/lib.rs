@@ -27,7 +27,7 @@ pub mod vram;
 pub use error::{Fault, OpenError};
 pub use file::{FileStore, FileUrl, StripeUrl, is_left_over};
 pub use host::Host;
-pub use open::{open, reopen};
+pub use open::{open, open_watched, reopen};
 pub use sim::{Damage, Injected, Sim, SimUrl};
 pub use url::{StoreUrl, UrlError, UrlProblem};
 pub use vram::VramUrl;
@@ -149,6 +149,16 @@ pub trait Store: Send + Sync + fmt::Debug {
     fn take(&self, _chunk: u32) -> Result<(), Fault> {
         Err(Fault::Unsupported)
     }
+}
+
+/// What is done about the room of a file before it takes pages.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Room {
+    /// Its blocks are set aside, so that the device never meets a full disk.
+    Reserved,
+    /// They are written too: else the first write of each is a transaction of its file system, which takes memory. A kernel that
+    /// swaps needs it so.
+    Written,
 }
 
 /// Who is told how the opening of a store went on; see [`Store::when_joined`].

@@ -1,10 +1,10 @@
 //! From a name to a store.
 
 use crate::vram::{Drivers, VramStore};
-use crate::{FileStore, Host, OpenError, Sim, Store, StoreUrl, host};
+use crate::{FileStore, Host, OpenError, Room, Sim, Store, StoreUrl, host};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use weir_core::{Memory, PAGE_SIZE};
+use weir_core::{Memory, PAGE_SIZE, Watch, unwatched};
 
 /// Opens the store that `url` names: takes its memory, allocates its file. May take seconds for a large one.
 ///
@@ -17,22 +17,31 @@ use weir_core::{Memory, PAGE_SIZE};
 /// # Errors
 /// When the room cannot be had, or the machine lacks what the store needs.
 pub fn open(url: &StoreUrl) -> Result<Arc<dyn Store>, OpenError> {
+    open_watched(url, Room::Reserved, &mut unwatched)
+}
+
+/// As [`open`]. `watch` hears how far it is where much memory is taken or much room is written, and can end it.
+///
+/// # Errors
+/// As [`open`]; and what `watch` says, as its [source](OpenError::source).
+pub fn open_watched(url: &StoreUrl, room: Room, watch: Watch<'_>) -> Result<Arc<dyn Store>, OpenError> {
     match url {
-        StoreUrl::Host { size } => Ok(Arc::new(Host::new((size.0 / PAGE_SIZE as u64) as u32)?)),
+        StoreUrl::Host { size } => Ok(Arc::new(Host::watched((size.0 / PAGE_SIZE as u64) as u32, watch)?)),
         StoreUrl::Sim(sim) => Ok(Arc::new(Sim::open(sim.clone())?)),
-        StoreUrl::File(file) => Ok(Arc::new(FileStore::open(file)?)),
-        StoreUrl::Stripe(stripe) => Ok(Arc::new(FileStore::open_stripe(stripe)?)),
+        StoreUrl::File(file) => Ok(Arc::new(FileStore::open_watched(file, room, watch)?)),
+        StoreUrl::Stripe(stripe) => Ok(Arc::new(FileStore::open_stripe_watched(stripe, room, watch)?)),
         StoreUrl::Vram(url) => Ok(Arc::new(VramStore::open(url)?)),
     }
 }
 
 /// Opens the store of a daemon that has ended, with every page that it held. `take` hands over the
-/// [keepsakes](crate::Store::keepsakes) of that store by name.
+/// [keepsakes](crate::Store::keepsakes) of that store by name. `room` is that of the daemon before.
 ///
 /// # Errors
 /// When something is missing, or this kind of store does not outlive its process.
 pub fn reopen(
     url: &StoreUrl,
+    room: Room,
     take: &mut dyn FnMut(&str) -> Option<OwnedFd>,
 ) -> Result<Arc<dyn Store>, OpenError> {
     match url {
@@ -43,8 +52,8 @@ pub fn reopen(
             })?;
             Ok(Arc::new(Host::adopt(memory)))
         }
-        StoreUrl::File(file) => Ok(Arc::new(FileStore::reopen(file, take)?)),
-        StoreUrl::Stripe(stripe) => Ok(Arc::new(FileStore::reopen_stripe(stripe, take)?)),
+        StoreUrl::File(file) => Ok(Arc::new(FileStore::reopen(file, room, take)?)),
+        StoreUrl::Stripe(stripe) => Ok(Arc::new(FileStore::reopen_stripe(stripe, room, take)?)),
         StoreUrl::Vram(url) => Ok(Arc::new(VramStore::reopen_with(url, &Drivers::default(), take)?)),
         StoreUrl::Sim(_) => Err(OpenError::new(
             url.to_string(),
@@ -73,16 +82,20 @@ mod tests {
             let at = kept.iter().position(|(kept, _)| kept == name)?;
             Some(kept.remove(at).1)
         };
-        let second = reopen(&url, &mut take).unwrap();
+        let second = reopen(&url, Room::Reserved, &mut take).unwrap();
         let mut page = [0; PAGE_SIZE];
         let _ = second.lane(1).unwrap().read(0, Slot(3), &mut page);
         assert_eq!(page, [7; PAGE_SIZE]);
-        assert!(reopen(&url, &mut take).unwrap_err().to_string().contains("does not hold"), "it was taken");
+        assert!(
+            reopen(&url, Room::Reserved, &mut take).unwrap_err().to_string().contains("does not hold"),
+            "it was taken"
+        );
     }
 
     #[test]
     fn what_ends_with_the_daemon_says_so() {
-        let error = reopen(&"sim:seed=1".parse().unwrap(), &mut |_| None).unwrap_err().to_string();
+        let error =
+            reopen(&"sim:seed=1".parse().unwrap(), Room::Reserved, &mut |_| None).unwrap_err().to_string();
         assert!(error.contains("sim:") && error.contains("end with the daemon"), "{error}");
     }
 

@@ -13,7 +13,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 use weir_core::{ByteSize, PAGE_SIZE, PageBytes, Slot};
 use weir_store::conformance::content;
-use weir_store::{Done, Fault, FileStore, FileUrl, Lane, Progress, Store};
+use weir_store::{Done, Fault, FileStore, FileUrl, Lane, Progress, Room, Store};
 
 const MIB: u64 = 1 << 20;
 
@@ -78,6 +78,103 @@ fn all_its_room_is_there_before_the_first_page() {
     assert_eq!(file.mode() & 0o777, 0o600);
     assert_eq!(store.slots(), 4096);
     assert!(store.name().ends_with("store?size=16MiB&chunk=1MiB"), "{}", store.name());
+}
+
+/// What filefrag says of a file; `None`, having said so, where it cannot.
+fn extents(test: &str, path: &Path) -> Option<String> {
+    let said = Command::new("filefrag").arg("-v").arg(path).output();
+    let said = said.ok().filter(|said| said.status.success()).map(|said| said.stdout);
+    if said.is_none() {
+        println!("skipped: {test}: filefrag, or a file system that it can ask");
+    }
+    said.map(|said| String::from_utf8_lossy(&said).into_owned())
+}
+
+#[test]
+fn what_a_kernel_swaps_on_has_no_extent_that_is_only_set_aside() {
+    let test = "what_a_kernel_swaps_on_has_no_extent_that_is_only_set_aside";
+    let directory = Directory::new();
+    let path = directory.file("store");
+    drop(FileStore::open(&url(&path, 16)).unwrap());
+    let Some(reserved) = extents(test, &path) else { return };
+    if !reserved.contains("unwritten") {
+        println!("skipped: {test}: a file system that sets blocks aside without writing them");
+        return;
+    }
+    // Of a file that was set aside before, what is missing is written.
+    let written = soon(|| {
+        let mut heard = Vec::new();
+        let mut watch = |done, all| {
+            heard.push((done, all));
+            Ok(())
+        };
+        let store = FileStore::open_watched(&url(&path, 16), Room::Written, &mut watch);
+        let whole = heard.is_sorted() && heard.last() == Some(&(17 * MIB, 17 * MIB));
+        assert!(store.is_err() || whole, "{heard:?}");
+        store
+    });
+    let now = extents(test, &path).unwrap();
+    assert!(!now.contains("unwritten"), "{now}");
+    written.release(2).unwrap();
+    written.take(2).unwrap();
+    let now = extents(test, &path).unwrap();
+    assert!(!now.contains("unwritten"), "what is taken again is written too: {now}");
+}
+
+#[test]
+fn writing_the_room_ends_when_told_to_and_leaves_no_new_file() {
+    let directory = Directory::new();
+    let path = directory.file("store");
+    let mut end = |_, _| Err(std::io::ErrorKind::Interrupted.into());
+    let error = FileStore::open_watched(&url(&path, 16), Room::Written, &mut end).unwrap_err();
+    assert_eq!(error.source.map(|error| error.kind()), Some(std::io::ErrorKind::Interrupted));
+    assert!(!path.exists());
+}
+
+#[test]
+fn a_file_that_others_could_read_is_its_owners_alone_once_it_is_a_store() {
+    let directory = Directory::new();
+    let path = directory.file("store");
+    File::create(&path).unwrap();
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o644)).unwrap();
+    let _store = FileStore::open(&FileUrl { encrypt: false, ..url(&path, 1) }).unwrap();
+    assert_eq!(path.metadata().unwrap().mode() & 0o777, 0o600);
+}
+
+#[test]
+fn a_file_that_others_can_read_and_that_stays_so_is_refused() {
+    let test = "a_file_that_others_can_read_and_that_stays_so_is_refused";
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: {test}: root, to make a file of somebody else");
+        return;
+    }
+    let directory = Directory::new();
+    let path = directory.file("store");
+    File::create(&path).unwrap();
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o666)).unwrap();
+    std::os::unix::fs::chown(&path, Some(65534), None).unwrap();
+    // Capabilities are a thread's own.
+    let error = std::thread::scope(|scope| {
+        let as_no_owner = || {
+            let none = CapabilitySet::empty();
+            let none = CapabilitySets { effective: none, permitted: none, inheritable: none };
+            set_capabilities(None, none).expect("less is always granted");
+            refusal(&url(&path, 1))
+        };
+        scope.spawn(as_no_owner).join().unwrap()
+    });
+    assert!(error.contains("others may read") && error.contains("chmod 600"), "{error}");
+    assert_eq!(path.metadata().unwrap().len(), 0, "nothing was done to it");
+}
+
+#[test]
+fn a_device_that_does_not_exist_is_never_made() {
+    let path = Path::new("/dev").join(format!("weir-no-such-device-{}", std::process::id()));
+    for path in [path.clone(), path.join("below")] {
+        let error = refusal(&url(&path, 1));
+        assert!(error.contains("does not exist") && error.contains("lsblk"), "{error}");
+    }
+    assert!(!path.exists());
 }
 
 #[test]
@@ -336,11 +433,11 @@ fn the_next_daemon_takes_over_every_page_and_the_lock() {
         let error = weir_store::open(&url).expect_err("the keeper holds the lock").to_string();
         assert!(error.contains("in use by another process"), "{error}");
         let mut take = |name: &str| kept.iter_mut().find(|(kept, _)| kept == name)?.1.take();
-        let second = weir_store::reopen(&url, &mut take).unwrap();
+        let second = weir_store::reopen(&url, Room::Reserved, &mut take).unwrap();
         for (slot, page) in read(&mut *second.lane(512).unwrap(), &all).iter().enumerate() {
             assert!(*page == Ok(content(Slot(slot as u32), 1)), "slot {slot}");
         }
-        let error = weir_store::reopen(&url, &mut take).unwrap_err().to_string();
+        let error = weir_store::reopen(&url, Room::Reserved, &mut take).unwrap_err().to_string();
         assert!(error.contains("does not hold"), "everything was taken: {error}");
         drop(second);
         soon(|| weir_store::open(&url)); // nobody holds the lock any more
@@ -355,7 +452,7 @@ fn a_kept_file_of_another_size_is_refused() {
     let file = first.keepsakes()[0].fd.try_clone_to_owned().unwrap();
     let mut file = Some(file);
     let larger = FileUrl { encrypt: false, ..url(&path, 2) };
-    let error = FileStore::reopen(&larger, &mut |_| file.take()).unwrap_err().to_string();
+    let error = FileStore::reopen(&larger, Room::Reserved, &mut |_| file.take()).unwrap_err().to_string();
     assert!(error.contains("it holds 1MiB, the URL asks for 2MiB"), "{error}");
 }
 

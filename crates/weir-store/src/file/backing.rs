@@ -5,15 +5,15 @@
 //! else may be somebody's data and needs `overwrite=on`.
 
 use super::signature;
-use crate::OpenError;
-use rustix::fs::{FallocateFlags, FileType, FlockOperation, Mode, OFlags};
+use crate::{OpenError, Room};
+use rustix::fs::{FallocateFlags, FileType, FlockOperation, Mode, OFlags, SeekFrom};
 use rustix::io::Errno;
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::Duration;
-use weir_core::{ByteSize, PAGE_SIZE, Page};
+use weir_core::{ByteSize, PAGE_SIZE, Page, Watch, unwatched};
 
 /// Where pages begin: after the header, on a boundary of whatever a disk may call a block.
 pub(super) const HEADER: u64 = 1 << 20;
@@ -40,6 +40,8 @@ impl Backing {
         path: &Path,
         size: Option<ByteSize>,
         overwrite: bool,
+        room: Room,
+        watch: Watch<'_>,
     ) -> Result<Self, OpenError> {
         let shown = path.display();
         let (is_device, is_new) = match rustix::fs::stat(path) {
@@ -51,6 +53,10 @@ impl Backing {
                     return Err(OpenError::new(name, what));
                 }
             },
+            Err(Errno::NOENT) if is_for_devices(path) => {
+                let what = format!("{shown} does not exist; lsblk lists the devices that there are");
+                return Err(OpenError::new(name, what));
+            }
             Err(Errno::NOENT) => (false, true),
             Err(errno) => return Err(OpenError::io(name, format!("cannot look at {shown}"), errno)),
         };
@@ -70,7 +76,14 @@ impl Backing {
             OpenError::io(name, format!("{shown} {what}"), errno)
         })?;
         let backing = Backing { file, room: 0, is_device, is_direct };
-        let ready = backing.take(name, path, size, overwrite);
+        let ready = backing.take(name, path, size, overwrite).and_then(|backing| {
+            if room == Room::Written {
+                backing.write_out(0, HEADER + backing.room, watch).map_err(|error| {
+                    OpenError::io(name, format!("cannot write all the room of {shown}"), error)
+                })?;
+            }
+            Ok(backing)
+        });
         if ready.is_err() && is_new {
             // Ours, and empty until now: leave nothing behind, least of all a full disk.
             let _ = std::fs::remove_file(path);
@@ -112,7 +125,7 @@ impl Backing {
 
     fn length(&self, name: &str) -> Result<u64, OpenError> {
         // A device's length is where its end is; fstat calls it 0.
-        rustix::fs::seek(&self.file, rustix::fs::SeekFrom::End(0))
+        rustix::fs::seek(&self.file, SeekFrom::End(0))
             .map_err(|errno| OpenError::io(name, "cannot tell its length", errno))
     }
 
@@ -143,6 +156,7 @@ impl Backing {
                 format!("{shown} was taken away while it was opened; try again"),
             ));
         }
+        self.make_private(name, path)?;
         let before = self.length(name)?;
         let content = self.content(name, before)?;
         match content {
@@ -174,6 +188,21 @@ impl Backing {
         }
         self.write_header(name)?;
         Ok(self)
+    }
+
+    /// Takes a file from all others: pages may lie in it as they are. A device is the system's, which lets its group read it.
+    fn make_private(&self, name: &str, path: &Path) -> Result<(), OpenError> {
+        let failed = |errno| {
+            let what = format!("others may read {0}; chmod 600 {0}, or choose another file", path.display());
+            OpenError::io(name, what, errno)
+        };
+        let own = Mode::RUSR | Mode::WUSR;
+        let mode = Mode::from_raw_mode(rustix::fs::fstat(&self.file).map_err(failed)?.st_mode);
+        let others = Mode::RWXG | Mode::RWXO;
+        if self.is_device || !mode.intersects(others) {
+            return Ok(());
+        }
+        rustix::fs::fchmod(&self.file, own).map_err(failed)
     }
 
     /// Whose data it holds.
@@ -307,20 +336,56 @@ impl Backing {
 
     /// The slow way to allocate, for file systems without fallocate: write zeros.
     fn fill(&mut self, total: u64) -> std::io::Result<()> {
-        let zeros = vec![Page::zeroed(); 256];
-        // SAFETY: `Page` is 4096 bytes without padding, so a row of them is a row of bytes.
-        let bytes =
-            unsafe { std::slice::from_raw_parts(zeros.as_ptr().cast::<u8>(), zeros.len() * PAGE_SIZE) };
+        let zeros = zeros();
         let mut at = 0;
         while at < total {
-            let length = (total - at).min(bytes.len() as u64) as usize;
-            match self.file.write_all_at(&bytes[..length], at) {
-                Ok(()) => at += length as u64,
+            match self.write_zeros(&zeros, at, total) {
+                Ok(written) => at += written,
                 Err(error) if self.loses_direct(&error) => {}
                 Err(error) => return Err(error),
             }
         }
         Ok(())
+    }
+
+    /// Writes at most a row of zeros at `at`, and says how many.
+    fn write_zeros(&self, zeros: &[Page], at: u64, end: u64) -> std::io::Result<u64> {
+        let length = (end - at).min(size_of_val(zeros) as u64) as usize;
+        // SAFETY: `Page` is 4096 bytes without padding, so a row of them is a row of bytes.
+        let bytes = unsafe { std::slice::from_raw_parts(zeros.as_ptr().cast::<u8>(), length) };
+        self.file.write_all_at(bytes, at)?;
+        Ok(length as u64)
+    }
+
+    /// Writes what its file system has only set aside, which reads as a hole. What lies there is nobody's.
+    ///
+    /// A write into such an extent splits it and ends in a transaction: memory and a journal, on the way out of memory.
+    fn write_out(&self, offset: u64, bytes: u64, watch: Watch<'_>) -> std::io::Result<()> {
+        if self.is_device {
+            return Ok(());
+        }
+        let (mut at, end) = (offset, offset + bytes);
+        let zeros = zeros();
+        while at < end {
+            let data = match rustix::fs::seek(&self.file, SeekFrom::Data(at)) {
+                Err(Errno::NXIO) => end,
+                // Whole pages, as O_DIRECT asks.
+                data => data?.next_multiple_of(PAGE_SIZE as u64).min(end),
+            };
+            while at < data {
+                at += self.write_zeros(&zeros, at, data)?;
+                watch(at - offset, bytes)?;
+            }
+            if at < end {
+                let hole = rustix::fs::seek(&self.file, SeekFrom::Hole(at))?.min(end);
+                let written = hole / PAGE_SIZE as u64 * PAGE_SIZE as u64;
+                // Of a page that is written in part, all is written.
+                at = if written > at { written } else { at + self.write_zeros(&zeros[..1], at, end)? };
+                watch(at - offset, bytes)?;
+            }
+        }
+        // Where it goes through the page cache, blocks are written only now.
+        self.file.sync_data()
     }
 
     fn write_header(&mut self, name: &str) -> Result<(), OpenError> {
@@ -337,19 +402,36 @@ impl Backing {
     }
 
     /// Takes blocks again.
-    pub(super) fn refill(&self, offset: u64, bytes: u64) -> Result<(), Errno> {
+    pub(super) fn refill(&self, offset: u64, bytes: u64, room: Room) -> std::io::Result<()> {
         if self.is_device {
             return Ok(()); // Its blocks were only discarded; they are still its own.
         }
-        match rustix::fs::fallocate(self.file.as_fd(), FallocateFlags::KEEP_SIZE, offset, bytes) {
-            Err(errno) => {
-                // Half a chunk is of no use to anyone.
-                let _ = self.punch(offset, bytes);
-                Err(errno)
-            }
-            Ok(()) => Ok(()),
+        let flags = FallocateFlags::KEEP_SIZE;
+        let mut done = rustix::fs::fallocate(self.file.as_fd(), flags, offset, bytes).map_err(Into::into);
+        if room == Room::Written {
+            done = done.and_then(|()| self.write_out(offset, bytes, &mut unwatched));
         }
+        if done.is_err() {
+            // Half a chunk is of no use to anyone.
+            let _ = self.punch(offset, bytes);
+        }
+        done
     }
+}
+
+/// A row of them: the larger a write, the fewer of them.
+fn zeros() -> Vec<Page> {
+    vec![Page::zeroed(); (4 << 20) / PAGE_SIZE]
+}
+
+/// Whether only devices have names there: in /dev, where no other file system is mounted. A file would be made of memory, and
+/// stay.
+fn is_for_devices(path: &Path) -> bool {
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let directory = parent.canonicalize().unwrap_or_else(|_| parent.to_owned());
+    let file_system = |path: &Path| rustix::fs::stat(path).map(|stat| stat.st_dev).ok();
+    let (here, devices) = (file_system(&directory), file_system(Path::new("/dev")));
+    directory.starts_with("/dev") && (here.is_none() || here == devices)
 }
 
 /// Whether a file is one of Weir's that nobody has open as such any more: after a crash of the machine, for instance. What it holds

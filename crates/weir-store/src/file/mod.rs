@@ -17,7 +17,7 @@ pub use backing::is_left_over;
 pub use stripe_url::StripeUrl;
 pub use url::FileUrl;
 
-use crate::{Fault, Keep, Keepsake, Lane, OpenError, Store};
+use crate::{Fault, Keep, Keepsake, Lane, OpenError, Room, Store};
 use backing::{Backing, HEADER};
 use cipher::Cipher;
 use lane::FileLane;
@@ -27,7 +27,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use weir_core::{ByteSize, PAGE_SIZE, Slot};
+use weir_core::{ByteSize, PAGE_SIZE, Slot, Watch, unwatched};
 
 /// Hands over a keepsake by its name, once.
 type Take<'a> = &'a mut dyn FnMut(&str) -> Option<OwnedFd>;
@@ -57,6 +57,7 @@ struct Shared {
     chunk_slots: u32,
     released: Box<[AtomicBool]>,
     quiet: Quiet,
+    room: Room,
 }
 
 /// Where a slot lies.
@@ -120,17 +121,25 @@ impl FileStore {
     /// # Errors
     /// When it cannot be opened or locked, holds something else, or there is not that much room.
     pub fn open(url: &FileUrl) -> Result<Self, OpenError> {
+        Self::open_watched(url, Room::Reserved, &mut unwatched)
+    }
+
+    /// As [`FileStore::open`]. `watch` hears how far it is where room is to be written.
+    ///
+    /// # Errors
+    /// As [`FileStore::open`]; and what `watch` says.
+    pub fn open_watched(url: &FileUrl, room: Room, watch: Watch<'_>) -> Result<Self, OpenError> {
         let (name, layout) = (url.to_string(), Layout::of_file(url));
-        Ok(Self::named(url, Shared::open(&name, &layout)?))
+        Ok(Self::named(url, Shared::open(&name, &layout, room, watch)?))
     }
 
     /// Takes over the file and the key of a daemon that has ended. `take` hands over its keepsakes by name.
     ///
     /// # Errors
     /// When one is missing, or they are not this URL's.
-    pub fn reopen(url: &FileUrl, take: Take<'_>) -> Result<Self, OpenError> {
+    pub fn reopen(url: &FileUrl, room: Room, take: Take<'_>) -> Result<Self, OpenError> {
         let (name, layout) = (url.to_string(), Layout::of_file(url));
-        Ok(Self::named(url, Shared::reopen(&name, &layout, take)?))
+        Ok(Self::named(url, Shared::reopen(&name, &layout, room, take)?))
     }
 
     fn named(url: &FileUrl, shared: Shared) -> Self {
@@ -143,17 +152,25 @@ impl FileStore {
     /// # Errors
     /// As [`FileStore::open`], of any of them.
     pub fn open_stripe(url: &StripeUrl) -> Result<Self, OpenError> {
+        Self::open_stripe_watched(url, Room::Reserved, &mut unwatched)
+    }
+
+    /// As [`FileStore::open_watched`], of all of them.
+    ///
+    /// # Errors
+    /// As [`FileStore::open_watched`].
+    pub fn open_stripe_watched(url: &StripeUrl, room: Room, watch: Watch<'_>) -> Result<Self, OpenError> {
         let (name, layout) = (url.to_string(), Layout::of_stripe(url)?);
-        Ok(Self::named_stripe(url, Shared::open(&name, &layout)?))
+        Ok(Self::named_stripe(url, Shared::open(&name, &layout, room, watch)?))
     }
 
     /// As [`FileStore::reopen`], of all of them.
     ///
     /// # Errors
     /// As [`FileStore::reopen`].
-    pub fn reopen_stripe(url: &StripeUrl, take: Take<'_>) -> Result<Self, OpenError> {
+    pub fn reopen_stripe(url: &StripeUrl, room: Room, take: Take<'_>) -> Result<Self, OpenError> {
         let (name, layout) = (url.to_string(), Layout::of_stripe(url)?);
-        Ok(Self::named_stripe(url, Shared::reopen(&name, &layout, take)?))
+        Ok(Self::named_stripe(url, Shared::reopen(&name, &layout, room, take)?))
     }
 
     fn named_stripe(url: &StripeUrl, shared: Shared) -> Self {
@@ -173,17 +190,21 @@ impl FileStore {
 }
 
 impl Shared {
-    fn open(name: &str, layout: &Layout<'_>) -> Result<Self, OpenError> {
+    fn open(name: &str, layout: &Layout<'_>, room: Room, watch: Watch<'_>) -> Result<Self, OpenError> {
         let make =
             || Cipher::ephemeral().map_err(|error| OpenError::io(name, "cannot make a key for it", error));
         let cipher = layout.encrypt.then(make).transpose()?;
-        let open = |path: &PathBuf| Backing::open(name, path, layout.size_each, layout.overwrite);
-        let members = layout.paths.iter().map(open).collect::<Result<_, _>>()?;
+        let count = layout.paths.len() as u64;
+        let open = |(at, path): (usize, &PathBuf)| {
+            let mut watch = |done, all| watch(all * at as u64 + done, all * count);
+            Backing::open(name, path, layout.size_each, layout.overwrite, room, &mut watch)
+        };
+        let members = layout.paths.iter().enumerate().map(open).collect::<Result<_, _>>()?;
         let quiet = Quiet::new().map_err(|error| OpenError::io(name, "cannot make a pipe", error))?;
-        Self::over(name, layout, cipher, members, quiet)
+        Self::over(name, layout, cipher, members, quiet, room)
     }
 
-    fn reopen(name: &str, layout: &Layout<'_>, take: Take<'_>) -> Result<Self, OpenError> {
+    fn reopen(name: &str, layout: &Layout<'_>, room: Room, take: Take<'_>) -> Result<Self, OpenError> {
         let mut kept = |what: String| {
             take(&what).ok_or_else(|| OpenError::new(name, format!("the keeper does not hold its {what}")))
         };
@@ -197,11 +218,11 @@ impl Shared {
         let adopt = |at| Backing::adopt(name, kept(member_name(at))?, layout.size_each);
         let members = (0..layout.paths.len()).map(adopt).collect::<Result<_, _>>()?;
         let quiet = Quiet::after(take).map_err(|error| OpenError::io(name, "cannot make a pipe", error))?;
-        let shared = Self::over(name, layout, cipher, members, quiet)?;
+        let shared = Self::over(name, layout, cipher, members, quiet, room)?;
         for (chunk, released) in shared.released.iter().enumerate() {
             // What the last daemon had released is taken again where there is room; the rest changes nothing.
             let (offset, bytes) = shared.chunk(chunk as u32).expect("a chunk of this store");
-            let has_room = |member: &Backing| member.refill(offset, bytes).is_ok();
+            let has_room = |member: &Backing| member.refill(offset, bytes, Room::Reserved).is_ok();
             released.store(!shared.members.iter().all(has_room), Ordering::Relaxed);
         }
         Ok(shared)
@@ -213,6 +234,7 @@ impl Shared {
         cipher: Option<Cipher>,
         members: Vec<Backing>,
         quiet: Quiet,
+        room: Room,
     ) -> Result<Self, OpenError> {
         let page = PAGE_SIZE as u64;
         let smallest = members.iter().map(|member| member.room).min().unwrap_or(0);
@@ -232,6 +254,7 @@ impl Shared {
             chunk_slots,
             released: (0..slots.div_ceil(chunk_slots)).map(|_| AtomicBool::new(false)).collect(),
             quiet,
+            room,
         })
     }
 
@@ -342,7 +365,7 @@ impl Store for FileStore {
             // A chunk that stays is whole: those before have a hole there, and this one may have got half of one.
             let changes_nothing = errno == rustix::io::Errno::OPNOTSUPP;
             let holed = &members[..if changes_nothing { at } else { at + 1 }];
-            if !holed.iter().all(|member| member.refill(offset, bytes).is_ok()) {
+            if !holed.iter().all(|member| member.refill(offset, bytes, self.shared.room).is_ok()) {
                 // Its room has gone to somebody else, so all of it counts as given back until it is taken again.
                 for member in holed {
                     let _ = member.punch(offset, bytes);
@@ -359,7 +382,8 @@ impl Store for FileStore {
     fn take(&self, chunk: u32) -> Result<(), Fault> {
         let (offset, bytes) = self.shared.chunk(chunk)?;
         for member in &self.shared.members {
-            member.refill(offset, bytes).map_err(|errno| Fault::Io(errno.raw_os_error()))?;
+            let refilled = member.refill(offset, bytes, self.shared.room);
+            refilled.map_err(|error| Fault::Io(error.raw_os_error().unwrap_or(libc::EIO)))?;
         }
         self.shared.released[chunk as usize].store(false, Ordering::SeqCst);
         Ok(())
@@ -383,6 +407,7 @@ mod tests {
             chunk_slots: 24,
             released: (0..8).map(|_| AtomicBool::new(false)).collect(),
             quiet: Quiet::new().unwrap(),
+            room: Room::Reserved,
         };
         let page = PAGE_SIZE as u64;
         for (slot, member, page_there) in
@@ -423,6 +448,7 @@ mod tests {
             chunk_slots: 128,
             released: Box::new([AtomicBool::new(false)]),
             quiet: Quiet::new().unwrap(),
+            room: Room::Reserved,
         };
         FileStore { name: "stripe".to_owned(), shared: Arc::new(shared) }
     }
