@@ -11,6 +11,7 @@ use crate::failure::Failure;
 use crate::keeper::{Held, Link};
 use crate::pages::{self, Plan};
 use crate::stages::{self, Stages};
+use crate::start::Start;
 use crate::ways_in::{self, Fuse, Nbd, PreparedUblk, Share, WayIn};
 use crate::worker::{self, Worker};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -19,7 +20,7 @@ use weir_core::seal;
 use weir_core::swap_safety::Protections;
 use weir_export::latency;
 use weir_export::log::{Level, Log};
-use weir_store::{Joined, StoreUrl, Tell};
+use weir_store::{Joined, Room, StoreUrl, Tell};
 use weir_volume::Volume;
 
 /// How long requests that are under way may take when the daemon stops.
@@ -64,6 +65,7 @@ impl Daemon {
         options: &ServeOptions,
         protections: Protections,
         mut keeper: Option<(&Link, Held)>,
+        start: &mut Start<'_>,
         log: &Log,
     ) -> Result<Self, Failure> {
         let took_over = keeper.as_ref().is_some_and(|(_, held)| !held.is_empty());
@@ -79,9 +81,10 @@ impl Daemon {
             lanes,
             depth: DEPTH,
             compress: options.compress,
+            room: if options.swap { Room::Written } else { Room::Reserved },
         };
         let mut stages = keeper.as_ref().map_or_else(Stages::default, |(_, held)| held.stages());
-        let volume = pages::open(&plan, reborrow(&mut keeper), &mut stages, log)?;
+        let volume = pages::open(&plan, reborrow(&mut keeper), &mut stages, start, log)?;
         if options.swap {
             fit_for_swap(&volume)?;
         }

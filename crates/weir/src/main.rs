@@ -43,6 +43,7 @@ mod pages;
 mod relay;
 mod serve;
 mod stages;
+mod start;
 mod status;
 mod trial;
 mod ways_in;

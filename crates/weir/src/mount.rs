@@ -4,7 +4,8 @@ use crate::cli::MountOptions;
 use crate::failure::{Failure, chain};
 use crate::pages::{self, Plan};
 use crate::stages::Stages;
-use rustix::event::{PollFd, PollFlags};
+use crate::start::{Start, warn_of_unlocked_memory};
+use rustix::event::{PollFd, PollFlags, Timespec};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use std::fs::OpenOptions;
 use std::io::{self, Read as _, Write as _};
@@ -17,7 +18,7 @@ use weir_export::fuse::mount::is_served;
 use weir_export::fuse::{Config, Server};
 use weir_export::log::{self, Level, Log};
 use weir_store::vram::Target;
-use weir_store::{StoreUrl, VramUrl};
+use weir_store::{Room, StoreUrl, VramUrl};
 use weir_volume::Volume;
 
 /// How long requests that are under way may take when the disk ends.
@@ -70,9 +71,21 @@ fn serve(options: &MountOptions) -> Result<(), Failure> {
         let tell = tell.try_clone().map_err(Failure::failed)?;
         signal_hook::low_level::pipe::register(signal, tell).map_err(Failure::failed)?;
     }
-    let (store, server) = start(options, &log)?;
+    let shown = log::to_stderr(Level::Info);
+    let mut start = Start::new(&shown, || is_told(&signals, options.announce).then_some(SIGTERM));
+    let started = mount(options, &mut start, &log);
+    if start.ended_by().is_some() {
+        return Err(Failure::Said);
+    }
+    drop(start);
+    let (store, server) = started?;
+    warn_of_unlocked_memory(&log);
     if options.announce {
-        announce().map_err(Failure::failed)?;
+        if announce().is_err() {
+            // Nobody waits for the disk any more.
+            server.stop(GRACE);
+            return Err(Failure::Said);
+        }
     } else {
         eprintln!(
             "weir: a disk of {} in {store} at {}; fusermount3 -u {} ends it, and everything on it is gone then",
@@ -95,19 +108,31 @@ fn serve(options: &MountOptions) -> Result<(), Failure> {
     Ok(())
 }
 
+/// Whether a signal has come, or the outer process, which waits for the disk, has gone.
+fn is_told(signals: &UnixStream, announces: bool) -> bool {
+    let stdout = io::stdout();
+    let mut fds = [
+        PollFd::from_borrowed_fd(signals.as_fd(), PollFlags::IN),
+        PollFd::from_borrowed_fd(stdout.as_fd(), PollFlags::empty()),
+    ];
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    let watched = if announces { &mut fds[..] } else { &mut fds[..1] };
+    rustix::event::poll(watched, Some(&now)).is_ok_and(|events| events > 0)
+}
+
 /// On the store asked for, else on the first GPU's memory, else on host memory.
-fn start(options: &MountOptions, log: &Log) -> Result<(StoreUrl, Server), Failure> {
+fn mount(options: &MountOptions, start: &mut Start<'_>, log: &Log) -> Result<(StoreUrl, Server), Failure> {
     let (store, volume) = match &options.store {
-        Some(store) => (store.clone(), volume(store, options, log)?),
+        Some(store) => (store.clone(), volume(store, options, start, log)?),
         None => {
             let size = options.size;
             let vram = StoreUrl::Vram(VramUrl { size: Some(size), ..VramUrl::new(Target::Index(0)) });
-            match volume(&vram, options, log) {
+            match volume(&vram, options, start, log) {
                 Ok(volume) => (vram, volume),
                 Err(Failure::Failed(why)) => {
                     eprintln!("weir: no GPU memory ({why}): using host memory");
                     let host = StoreUrl::Host { size };
-                    let volume = volume(&host, options, log)?;
+                    let volume = volume(&host, options, start, log)?;
                     (host, volume)
                 }
                 Err(other) => return Err(other),
@@ -121,7 +146,12 @@ fn start(options: &MountOptions, log: &Log) -> Result<(StoreUrl, Server), Failur
     }
 }
 
-fn volume(store: &StoreUrl, options: &MountOptions, log: &Log) -> Result<Arc<Volume>, Failure> {
+fn volume(
+    store: &StoreUrl,
+    options: &MountOptions,
+    start: &mut Start<'_>,
+    log: &Log,
+) -> Result<Arc<Volume>, Failure> {
     let lanes = usize::from(options.threads);
     pages::open(
         &Plan {
@@ -131,9 +161,11 @@ fn volume(store: &StoreUrl, options: &MountOptions, log: &Log) -> Result<Arc<Vol
             lanes,
             depth: DEPTH,
             compress: None,
+            room: Room::Reserved,
         },
         None,
         &mut Stages::default(),
+        start,
         log,
     )
 }

@@ -5,11 +5,12 @@ use crate::compress::Algorithm;
 use crate::failure::{Failure, chain};
 use crate::keeper::{Held, Link};
 use crate::stages::Stages;
+use crate::start::Start;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use weir_core::{ByteSize, Memory, PAGE_SIZE};
 use weir_export::log::{Level, Log};
-use weir_store::{Keep, OpenError, Store, StoreUrl};
+use weir_store::{Keep, OpenError, Room, Store, StoreUrl};
 use weir_volume::{Config, Kept, PAGES_MAX, Volume};
 
 /// What a volume is made of.
@@ -27,6 +28,8 @@ pub struct Plan<'a> {
     pub depth: usize,
     /// How they are compressed, if they are.
     pub compress: Option<Algorithm>,
+    /// What is done about the room of files before the first page.
+    pub room: Room,
 }
 
 /// Makes a volume; with a keeper, one that outlives this process, or the one that an earlier process left.
@@ -37,12 +40,13 @@ pub fn open(
     plan: &Plan<'_>,
     keeper: Option<(&Link, &mut Held)>,
     stages: &mut Stages,
+    start: &mut Start<'_>,
     log: &Log,
 ) -> Result<Arc<Volume>, Failure> {
     let volume = match keeper {
-        None => create(plan)?,
+        None => create(plan, start)?,
         Some((link, held)) if held.is_empty() => {
-            let volume = create(plan)?;
+            let volume = create(plan, start)?;
             keep(&volume, link).map_err(Failure::failed)?;
             volume
         }
@@ -54,8 +58,8 @@ pub fn open(
     Ok(volume)
 }
 
-fn create(plan: &Plan<'_>) -> Result<Arc<Volume>, Failure> {
-    let stores = stores(plan, |_, url| weir_store::open(url))?;
+fn create(plan: &Plan<'_>, start: &mut Start<'_>) -> Result<Arc<Volume>, Failure> {
+    let stores = stores(plan, |_, url| weir_store::open_watched(url, plan.room, &mut start.watch(url)))?;
     let config = config(plan, &stores)?;
     Volume::create(config, stores).map_err(|error| Failure::Failed(chain(&error)))
 }
@@ -72,8 +76,10 @@ fn take_over(
         Memory::adopt(fd)
             .map_err(|error| Failure::failed(format!("cannot map what the keeper holds: {error}")))
     };
-    let stores =
-        stores(plan, |index, url| weir_store::reopen(url, &mut |name| held.take(&store_name(index, name))))?;
+    // Nobody ends this one: somebody's pages are at stake, and only a daemon that serves can say whether they are in use.
+    let stores = stores(plan, |index, url| {
+        weir_store::reopen(url, plan.room, &mut |name| held.take(&store_name(index, name)))
+    })?;
     stages.note_all(stores.iter().flat_map(|store| store.stages()));
     stages.end("stores");
     let mut records = Vec::new();
@@ -159,16 +165,20 @@ fn stores(
     plan: &Plan<'_>,
     mut open: impl FnMut(usize, &StoreUrl) -> Result<Arc<dyn Store>, OpenError>,
 ) -> Result<Vec<Arc<dyn Store>>, Failure> {
-    let mut open = |at, url: &StoreUrl| open(at, url).map_err(|error| Failure::Failed(chain(&error)));
+    // An error names what was asked for, not what that was made of.
+    let mut open = |at, url: &StoreUrl, asked: &dyn ToString| {
+        open(at, url)
+            .map_err(|error| Failure::Failed(chain(&OpenError { store: asked.to_string(), ..error })))
+    };
     let fast = enlarged(plan);
     let mut stores = Vec::new();
-    for (at, url) in fast.iter().enumerate() {
-        stores.push(open(at, url)?);
+    for (at, (url, asked)) in fast.iter().zip(plan.stores).enumerate() {
+        stores.push(open(at, url, asked)?);
     }
     // What says its size first; what is left to hold is shared by those that say none.
     let mut backing: Vec<Option<Arc<dyn Store>>> = vec![None; plan.backing.len()];
     for (at, it) in plan.backing.iter().enumerate().filter(|(_, it)| !it.follows()) {
-        backing[at] = Some(open(fast.len() + at, &it.url(None))?);
+        backing[at] = Some(open(fast.len() + at, &it.url(None), it)?);
     }
     let following = plan.backing.iter().filter(|it| it.follows()).count() as u32;
     if following > 0 {
@@ -179,7 +189,7 @@ fn stores(
         };
         let each = device.saturating_add(slack(plan)).saturating_sub(there).div_ceil(following).max(1);
         for (at, it) in plan.backing.iter().enumerate().filter(|(_, it)| it.follows()) {
-            backing[at] = Some(open(fast.len() + at, &it.url(Some(each)))?);
+            backing[at] = Some(open(fast.len() + at, &it.url(Some(each)), it)?);
         }
     }
     stores.extend(backing.into_iter().flatten());

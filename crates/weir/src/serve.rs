@@ -5,6 +5,7 @@ use crate::control::{Server, default_path, make_run_time_directory};
 use crate::daemon::Daemon;
 use crate::failure::Failure;
 use crate::relay::Relay;
+use crate::start::{Start, warn_of_unlocked_memory};
 use crate::{address::Address, config, keeper};
 use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
@@ -58,7 +59,18 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
     if held.as_ref().is_some_and(|held| !held.is_empty()) {
         Memory::succeed();
     }
-    let daemon = Daemon::start(&options, protections, link.as_ref().zip(held), &log)?;
+    let mut start = Start::new(&log, || signals.pending().find(|signal| [SIGTERM, SIGINT].contains(signal)));
+    let started = Daemon::start(&options, protections, link.as_ref().zip(held), &mut start, &log);
+    if let Some(signal) = start.ended_by() {
+        // Nobody has connected yet.
+        if let Some(link) = &link {
+            let _ = link.ending();
+        }
+        log(Level::Info, format_args!("stopping on signal {signal}, before anything is served"));
+        return Ok(());
+    }
+    drop(start);
+    let daemon = started?;
     let path = options.control.clone().unwrap_or_else(default_path);
     let control = Server::start(&path, daemon.service())?;
     let backing = options.backing.iter().map(|backing| format!("{backing} below"));
@@ -75,6 +87,7 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
         ),
     );
 
+    warn_of_unlocked_memory(&log);
     if let Some(link) = &link {
         link.ready().map_err(Failure::failed)?;
     }

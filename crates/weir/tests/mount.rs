@@ -236,3 +236,21 @@ fn by_rings_a_signal_ends_it_under_load_and_a_disk_that_was_killed_is_replaced()
     }
     assert!(!is_mounted(&directory.0));
 }
+
+#[test]
+fn whoever_gives_up_waiting_for_a_disk_ends_its_making_without_another_word() {
+    let scene = Directory::new("given-up");
+    let directory = scene.0.join("disk");
+    fs::create_dir_all(&directory).unwrap();
+    let said = scene.0.join("said");
+    let mut outer =
+        weir(&["--store", "host:2GiB"], &directory).stderr(fs::File::create(&said).unwrap()).spawn().unwrap();
+    until("the inner process begins", || servers(&directory) == 2);
+    // As a terminal does, to those of a command that it knows: to the outer process alone.
+    outer.kill().unwrap();
+    outer.wait().unwrap();
+    until("the inner process ends", || servers(&directory) == 0);
+    assert!(!is_mounted(&directory));
+    let said = fs::read_to_string(&said).unwrap();
+    assert!(!said.contains("Broken pipe"), "{said}");
+}

@@ -12,6 +12,7 @@ use crate::address::Address;
 use crate::cli::{ServeOptions, TryOptions};
 use crate::daemon::Daemon;
 use crate::failure::{Failure, chain};
+use crate::start::Start;
 use connection::{Connection, Tally};
 use indicatif::{ProgressBar, ProgressStyle};
 use report::Report;
@@ -53,20 +54,17 @@ fn start(options: &TryOptions, socket: &Path) -> Result<Daemon, Failure> {
         ..ServeOptions::default()
     };
     let log = log::to_stderr(Level::Warning);
+    let daemon =
+        |store| Daemon::start(&serve(store), Protections::default(), None, &mut Start::silent(), &log);
     if let Some(store) = &options.store {
-        return Daemon::start(&serve(store.clone()), Protections::default(), None, &log);
+        return daemon(store.clone());
     }
     let size = Some(options.size);
-    match Daemon::start(
-        &serve(StoreUrl::Vram(VramUrl { size, ..VramUrl::new(Target::Index(0)) })),
-        Protections::default(),
-        None,
-        &log,
-    ) {
+    match daemon(StoreUrl::Vram(VramUrl { size, ..VramUrl::new(Target::Index(0)) })) {
         Ok(daemon) => Ok(daemon),
         Err(Failure::Failed(why)) => {
             println!("no GPU memory ({why}): using host memory");
-            Daemon::start(&serve(StoreUrl::Host { size: options.size }), Protections::default(), None, &log)
+            daemon(StoreUrl::Host { size: options.size })
         }
         Err(other) => Err(other),
     }
