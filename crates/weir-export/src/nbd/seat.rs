@@ -9,6 +9,7 @@ use crate::spin::{Spin, SpinGate};
 use rustix::net::Shutdown;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -18,6 +19,8 @@ pub(super) struct Seats {
     gate: SpinGate,
     spin: Duration,
     read_only: bool,
+    /// Sockets are being shut for reading.
+    closing: AtomicBool,
     log: Log,
 }
 
@@ -63,7 +66,14 @@ impl Seats {
         let seat =
             || Seat { mailbox: Mutex::new(mailbox()), bell: Condvar::new(), counters: Counters::default() };
         let seats = std::iter::repeat_with(seat).take(count).collect();
-        Seats { seats, gate: SpinGate::new(processors), spin, read_only, log }
+        Seats {
+            seats,
+            gate: SpinGate::new(processors),
+            spin,
+            read_only,
+            closing: AtomicBool::new(false),
+            log,
+        }
     }
 
     /// The life of a seat's thread: serves what it is given until it shall leave.
@@ -104,8 +114,15 @@ impl Seats {
         };
         let mut spin = Spin::new(&self.gate, self.spin);
         let early = &early[..early_len];
-        let ending =
-            worker.serve(socket.as_fd(), negotiated, self.read_only, early, &mut spin, &seat.counters);
+        let ending = worker.serve(
+            socket.as_fd(),
+            negotiated,
+            self.read_only,
+            &self.closing,
+            early,
+            &mut spin,
+            &seat.counters,
+        );
         let level = if ending.is_usual() { Level::Info } else { Level::Warning };
         (self.log)(level, format_args!("nbd: connection {number}: {ending}"));
         drop(socket);
@@ -147,6 +164,7 @@ impl Seats {
     /// `grace`, when their connection has been cut. Returns how many were still busy some time after that: they wait for a
     /// store.
     pub fn close(&self, grace: Duration) -> usize {
+        self.closing.store(true, Ordering::SeqCst);
         for seat in &self.seats {
             let mut mail = seat.lock();
             if mail.state != State::Empty {

@@ -8,6 +8,7 @@
 
 mod block_status;
 mod ending;
+mod presence;
 mod read;
 mod slow;
 mod write;
@@ -24,10 +25,12 @@ use super::transmission::{self as reply, Event, Parser, Request, Rules, none_chu
 use super::wire::{Errno, command};
 use crate::buffer::Buffer;
 use crate::spin::Spin;
+use presence::Presence;
 use rustix::net::RecvFlags;
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use weir_core::{PAGE_SIZE, PageNo};
 use weir_volume::Lane;
 
@@ -130,6 +133,7 @@ struct Connection<'a> {
     desk: &'a mut Desk,
     /// The thread that sends its long replies, while there are some.
     hired: Option<Hired<'a>>,
+    presence: Presence<'a>,
 }
 
 impl Worker {
@@ -159,12 +163,15 @@ impl Worker {
         self.input.is_locked() && self.work.heads.is_locked() && self.work.rest.is_locked()
     }
 
-    /// Serves a connection until it ends. `early` is what the client has sent after its last option.
+    /// Serves a connection until it ends. `early` is what the client has sent after its last option; `closing` says that the server
+    /// has shut the socket for reading.
+    #[allow(clippy::too_many_arguments)] // each is a part of the connection, given once
     pub fn serve(
         &mut self,
         socket: BorrowedFd<'_>,
         negotiated: Negotiated,
         read_only: bool,
+        closing: &AtomicBool,
         early: &[u8],
         spin: &mut Spin<'_>,
         counters: &Counters,
@@ -176,7 +183,9 @@ impl Worker {
             allocation: negotiated.allocation,
             unfragmented_max: CHUNK_MAX,
         };
-        let mut connection = Connection { socket, rules, counters, desk: &mut self.work, hired: None };
+        let presence = Presence::new(closing);
+        let mut connection =
+            Connection { socket, rules, counters, desk: &mut self.work, hired: None, presence };
         let ending = match connection.run(&mut self.input, early, spin) {
             Ok(ending) | Err(ending) => ending,
         };
@@ -190,6 +199,7 @@ impl Connection<'_> {
         let mut parser = Parser::new();
         input[..early.len()].copy_from_slice(early);
         let mut filled = early.len();
+        self.presence.received(early);
         loop {
             self.plan(&parser, &input[..filled]);
             let mut unparsed = &input[..filled];
@@ -205,9 +215,14 @@ impl Connection<'_> {
                 }
             };
             let left = unparsed.len();
+            if last == Some(Ending::Disconnect) {
+                self.presence.has_said_goodbye();
+            }
             self.end_batch()?;
             if let Some(ending) = last {
-                self.finish_flight()?;
+                if ending == Ending::Disconnect {
+                    self.finish_flight()?;
+                }
                 return Ok(ending);
             }
             // Less than a page and a header, so this is cheap.
@@ -215,11 +230,14 @@ impl Connection<'_> {
             filled = left;
             let received = self.receive(&mut input[filled..], spin)?;
             if received == 0 {
-                self.finish_flight()?;
+                if self.presence.is_closing() {
+                    self.finish_flight()?;
+                }
                 let torn = filled > 0 || self.desk.write.is_some();
                 return Ok(if torn { Ending::Torn } else { Ending::Closed });
             }
             filled += received;
+            self.presence.received(&input[filled - received..filled]);
         }
     }
 
@@ -324,6 +342,7 @@ impl Connection<'_> {
                 Ok(())
             }
             (command::TRIM, Ok(())) => {
+                self.see_client()?;
                 counters.trims.add(1);
                 let pages = whole_pages(&request);
                 if !pages.is_empty() {
@@ -332,6 +351,7 @@ impl Connection<'_> {
                 self.acknowledge(&simple_reply(request.cookie, None))
             }
             (command::WRITE_ZEROES, Ok(())) => {
+                self.see_client()?;
                 counters.trims.add(1);
                 self.write_zeroes(&request)
             }
@@ -377,9 +397,9 @@ impl Connection<'_> {
         self.be_still()?;
         let mut slices = Slices::new();
         slices.push(&self.desk.acks);
-        slices.send_all(self.socket)?;
+        let sent = slices.send_all(self.socket);
         self.desk.acks.clear();
-        Ok(())
+        self.unless_leaving(sent)
     }
 
     /// Waits until the carrier has sent all that it has: from then on this thread may send.
@@ -398,17 +418,22 @@ impl Connection<'_> {
         Ok(())
     }
 
-    /// Leaves the desk as a new connection expects it: nothing of this one may come back later.
+    /// Leaves the desk as a new connection expects it: nothing of this one may come back later. Writes that are under way take no
+    /// effect any more, unless their client has left as it should: it may have sent them again on another connection, and newer
+    /// ones after them.
     fn clear(&mut self) {
         self.hired = None;
         let Desk { lane, flight, reads, acks, write, .. } = &mut *self.desk;
+        if !self.presence.is_leaving() {
+            lane.forsake(|_| true);
+        }
         lane.submit();
         loop {
             lane.poll(&mut |done| flight.complete(&done));
             if lane.in_flight() == 0 {
                 break;
             }
-            // Stores answer or fail in bounded time; until then a short nap costs nobody anything.
+            // Stores answer within [`weir_store::ANSWER_WITHIN`]; until then a short nap costs nobody anything.
             std::thread::sleep(std::time::Duration::from_millis(1));
         }
         flight.reset();

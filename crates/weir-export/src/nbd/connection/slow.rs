@@ -7,10 +7,10 @@ use super::super::transmission::{data_chunk, error_offset_chunk, none_chunk, sim
 use super::{Connection, Desk, Ending, HEAD_MAX, Read};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use weir_core::{PAGE_SIZE, PageNo};
-use weir_store::Progress;
+use weir_store::{POLL_EVERY, Progress};
 
-/// How long a thread sleeps at most while slow stores work; they wake it earlier.
-const STORE_NAP: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+/// How long a thread sleeps at most while slow stores work: they wake it earlier, or must be asked.
+const STORE_NAP: Timespec = Timespec { tv_sec: 0, tv_nsec: POLL_EVERY.as_nanos() as i64 };
 
 /// From so many bytes on a piece of a read is started by itself; shorter ones wait for the batch.
 const PIPED: u32 = 64 << 10;
@@ -125,6 +125,9 @@ impl Connection<'_> {
     /// Takes what slow stores have finished, and answers the requests of which that was the last. Returns whether
     /// there were any.
     pub(super) fn take_completions(&mut self) -> Result<bool, Ending> {
+        if !self.desk.flight.is_empty() {
+            self.see_client()?;
+        }
         let Desk { lane, flight, .. } = &mut *self.desk;
         lane.poll(&mut |done| flight.complete(&done));
         let any = !flight.ready().is_empty();
@@ -185,10 +188,10 @@ impl Connection<'_> {
                 }
             }
         }
-        slices.send_all(self.socket)?;
+        let sent = slices.send_all(self.socket);
         flight.release_ready(count);
         self.counters.errors.add(errors);
-        Ok(())
+        self.unless_leaving(sent)
     }
 }
 

@@ -12,6 +12,7 @@ impl Connection<'_> {
     pub(super) fn payload(&mut self, payload: &Payload<'_>) -> Result<(), Ending> {
         let mut write = self.desk.write.take().expect("the parser gives payload after its write");
         if write.error.is_none() {
+            self.see_client()?;
             let first = (payload.offset / PAGE_SIZE as u64) as u32;
             let within = (payload.offset % PAGE_SIZE as u64) as usize;
             let (pages, part) = payload.bytes.as_chunks::<PAGE_SIZE>();
