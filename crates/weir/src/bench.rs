@@ -179,6 +179,7 @@ fn swap_plan(options: &BenchSwapOptions) -> swap::Plan {
         runs: options.runs.into(),
         spin_us: options.spin_us,
         only: options.only.clone(),
+        page_clusters: options.page_cluster.clone(),
         ..swap::Plan::default()
     }
 }

@@ -522,6 +522,10 @@ pub struct BenchSwapOptions {
     /// A device to measure beside the RAM loop: host, host-asleep, zram, file, nbdfuse, store; may be repeated [default: all].
     #[arg(long, value_name = "DEVICE")]
     pub only: Vec<String>,
+
+    /// Values of vm.page-cluster to measure each device at: 0,3 compares a page a fault with the kernel's default.
+    #[arg(long, value_name = "LIST", default_value = "0", value_delimiter = ',', value_parser = clap::value_parser!(u8).range(..=10))]
+    pub page_cluster: Vec<u8>,
 }
 
 /// Which memory, how often, and beside whom.

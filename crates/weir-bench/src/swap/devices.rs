@@ -84,18 +84,24 @@ impl Drop for Scratch {
     }
 }
 
-/// A setting of the kernel, put back when dropped: a fault reads its own page only, as `weir on` has it.
+/// A setting of the kernel, put back when dropped: a fault reads at most 2 to the power of this many pages.
 pub(super) struct PageCluster(String);
 
 impl PageCluster {
     const FILE: &str = "/proc/sys/vm/page-cluster";
 
+    /// Remembers what it is.
+    ///
+    /// # Errors
+    /// When it cannot be read.
+    pub fn kept() -> io::Result<PageCluster> {
+        Ok(PageCluster(fs::read_to_string(Self::FILE)?))
+    }
+
     /// # Errors
     /// When this process may not change it.
-    pub fn single() -> io::Result<PageCluster> {
-        let was = fs::read_to_string(Self::FILE)?;
-        fs::write(Self::FILE, "0")?;
-        Ok(PageCluster(was))
+    pub fn set(&self, value: u8) -> io::Result<()> {
+        fs::write(Self::FILE, value.to_string())
     }
 }
 

@@ -2,9 +2,10 @@
 //! (where they are installed) nbdkit with nbdfuse.
 //!
 //! Each device in turn is the swap that the kernel fills first. A child process under a memory limit writes more than it may keep,
-//! then touches pages at random, one after the other (the latency of a major fault), then all of them in order, then one each
-//! 20 ms, which is what a desktop feels. A fault brings its own page only (vm.page-cluster 0), on every device. Every page is checked. Needs root, loop devices, a memory cgroup of either version, and no
-//! second program that swaps meanwhile.
+//! then touches pages at random, one after the other (the latency of a major fault), then all of them in order, then stretches of
+//! 16 at random places, then one each 20 ms, which is what a desktop feels. A fault brings its own page only (vm.page-cluster 0), on
+//! every device, unless others are asked for: then each device is measured at each. Every page is checked. Needs root, loop
+//! devices, a memory cgroup of either version, and no second program that swaps meanwhile.
 
 mod cgroup;
 mod devices;
@@ -37,6 +38,8 @@ pub struct Plan {
     pub spin_us: u32,
     /// The devices to measure; none for all. The RAM loop always is.
     pub only: Vec<String>,
+    /// Values of vm.page-cluster, each measured on each device.
+    pub page_clusters: Vec<u8>,
 }
 
 impl Default for Plan {
@@ -50,6 +53,7 @@ impl Default for Plan {
             runs: 3,
             spin_us: 20,
             only: Vec::new(),
+            page_clusters: vec![0],
         }
     }
 }
@@ -99,20 +103,24 @@ impl SwapError {
 struct Way {
     fault_p50: Runs,
     fault_p99: Runs,
+    pages_per_fault: Runs,
     sporadic_p50: Runs,
     sporadic_p99: Runs,
     out: Runs,
     into: Runs,
+    mixed: Runs,
 }
 
 impl Way {
     fn push(&mut self, touched: &Touch) {
         self.fault_p50.push(touched.fault_p50_us);
         self.fault_p99.push(touched.fault_p99_us);
+        self.pages_per_fault.push(touched.pages_per_fault);
         self.sporadic_p50.push(touched.sporadic_p50_us);
         self.sporadic_p99.push(touched.sporadic_p99_us);
         self.out.push(touched.out_mb_per_s);
         self.into.push(touched.in_mb_per_s);
+        self.mixed.push(touched.mixed_mb_per_s);
     }
 }
 
@@ -130,11 +138,12 @@ pub fn run(plan: &Plan) -> Result<Report, SwapError> {
     }
     let scratch =
         Scratch::new().map_err(SwapError::failed("cannot make a directory for sockets and files"))?;
-    let _setting = PageCluster::single().map_err(|error| {
-        SwapError::Machine(format!("vm.page-cluster cannot be set ({error}); run as root"))
-    })?;
+    let denied = |error| SwapError::Machine(format!("vm.page-cluster cannot be set ({error}); run as root"));
+    let setting = PageCluster::kept().map_err(denied)?;
     let bytes = plan.size.0 + plan.size.0 / 4 + (16 << 20);
-    let mut ways: Vec<(Kind, Way)> = Vec::new();
+    // Each device with what was measured at each value.
+    let mut ways: Vec<(Kind, Vec<Way>)> = Vec::new();
+    let nothing = || plan.page_clusters.iter().map(|_| Way::default()).collect();
     for kind in kinds {
         if kind.name() != RAM_LOOP
             && !plan.only.is_empty()
@@ -144,7 +153,7 @@ pub fn run(plan: &Plan) -> Result<Report, SwapError> {
         }
         // Once for each to see whether it works: what does not is left out of every run.
         match Device::new(&kind, plan, bytes, &scratch) {
-            Ok(_) => ways.push((kind, Way::default())),
+            Ok(_) => ways.push((kind, nothing())),
             Err(error) if kind.name() == RAM_LOOP => return Err(error),
             Err(error) => eprintln!("weir: {} is left out: {}", kind.name(), chain(&error)),
         }
@@ -153,34 +162,41 @@ pub fn run(plan: &Plan) -> Result<Report, SwapError> {
         // Each device goes first in turn.
         for turn in 0..ways.len() {
             let at = (run + turn) % ways.len();
-            let (kind, way) = &mut ways[at];
-            let device = Device::new(kind, plan, bytes, &scratch)?;
-            let touched = touch::run(plan, &device)?;
-            device.end()?;
-            if touched.mismatches > 0 {
-                let device = kind.name().to_owned();
-                return Err(SwapError::Mismatch { device, mismatches: touched.mismatches });
+            let (kind, ways) = &mut ways[at];
+            for (&cluster, way) in plan.page_clusters.iter().zip(ways) {
+                setting.set(cluster).map_err(denied)?;
+                let device = Device::new(kind, plan, bytes, &scratch)?;
+                let touched = touch::run(plan, &device)?;
+                device.end()?;
+                if touched.mismatches > 0 {
+                    let device = kind.name().to_owned();
+                    return Err(SwapError::Mismatch { device, mismatches: touched.mismatches });
+                }
+                way.push(&touched);
             }
-            way.push(&touched);
         }
     }
     let mut report = Report::new("swap", plan.runs);
-    let control = &ways.iter().find(|(kind, _)| kind.name() == RAM_LOOP).expect("measured first").1;
-    for (kind, way) in &ways {
-        if kind.name() != RAM_LOOP {
-            report.rows.extend(rows(kind, way, control));
+    let controls = &ways.iter().find(|(kind, _)| kind.name() == RAM_LOOP).expect("measured first").1;
+    for (kind, ways) in ways.iter().filter(|(kind, _)| kind.name() != RAM_LOOP) {
+        for ((cluster, way), control) in plan.page_clusters.iter().zip(ways).zip(controls) {
+            // One value needs no name.
+            let name = match plan.page_clusters.len() {
+                1 => kind.name().to_owned(),
+                _ => format!("{}_cluster_{cluster}", kind.name()),
+            };
+            report.rows.extend(rows(&name, kind, way, control));
         }
     }
     Ok(report)
 }
 
-fn rows(kind: &Kind, way: &Way, control: &Way) -> Vec<Row> {
+fn rows(name: &str, kind: &Kind, way: &Way, control: &Way) -> Vec<Row> {
     let lower = |what: &str, metric: &str, ours: &Runs, theirs: &Runs| {
-        Row::lower(format!("{}_{what}", kind.name()), metric, ours.median()).beside(RAM_LOOP, theirs.median())
+        Row::lower(format!("{name}_{what}"), metric, ours.median()).beside(RAM_LOOP, theirs.median())
     };
     let higher = |what: &str, ours: &Runs, theirs: &Runs| {
-        Row::higher(format!("{}_{what}", kind.name()), "mb_per_s", ours.median())
-            .beside(RAM_LOOP, theirs.median())
+        Row::higher(format!("{name}_{what}"), "mb_per_s", ours.median()).beside(RAM_LOOP, theirs.median())
     };
     let mut p50 = lower("fault", "p50_us", &way.fault_p50, &control.fault_p50);
     let mut p99 = lower("fault", "p99_us", &way.fault_p99, &control.fault_p99);
@@ -199,10 +215,12 @@ fn rows(kind: &Kind, way: &Way, control: &Way) -> Vec<Row> {
     vec![
         p50,
         p99,
+        lower("fault", "pages_in", &way.pages_per_fault, &control.pages_per_fault),
         lower("sporadic", "p50_us", &way.sporadic_p50, &control.sporadic_p50),
         lower("sporadic", "p99_us", &way.sporadic_p99, &control.sporadic_p99),
         higher("out", &way.out, &control.out),
         higher("in", &way.into, &control.into),
+        higher("mixed", &way.mixed, &control.mixed),
     ]
 }
 

@@ -14,6 +14,8 @@ use weir_core::PAGE_SIZE;
 
 /// The pause before each sporadic fault.
 const PAUSE: Duration = Duration::from_millis(20);
+/// Pages that are read in order from each random place: 64 KiB, a small record or a column of a matrix.
+const STRETCH: usize = 16;
 /// Faults that are timed at most.
 const FAULTS_MAX: usize = 200_000;
 /// Touches in vain (the page was in RAM) after which there is nothing in swap.
@@ -28,14 +30,18 @@ pub struct Touch {
     pub fault_p99_us: f64,
     /// Major faults timed.
     pub faults: u64,
+    /// Pages that came in for each of them: more than one is what the kernel read ahead.
+    pub pages_per_fault: f64,
     /// One each 20 ms.
     pub sporadic_p50_us: f64,
     /// 99 of 100 took no longer.
     pub sporadic_p99_us: f64,
     /// While the memory was written for the first time.
     pub out_mb_per_s: f64,
-    /// While all of it was read in order.
+    /// While all of it was read in order: memory that the program went through.
     pub in_mb_per_s: f64,
+    /// While stretches of [`STRETCH`] pages at random places were read in order: the same.
+    pub mixed_mb_per_s: f64,
     /// Pages that were not what had been written.
     pub mismatches: u64,
 }
@@ -76,20 +82,32 @@ pub fn touch(bytes: u64, time: Duration, entrance: &Path) -> io::Result<Touch> {
     touch.out_mb_per_s = rate(swapped()?.1 - out_before, begun);
 
     let mut random = 0x9e37_79b9_7f4a_7c15;
+    let (in_before, _) = swapped()?;
     let begun = Instant::now();
     let mut taken = Vec::with_capacity(FAULTS_MAX);
     while begun.elapsed() < time && taken.len() < FAULTS_MAX {
         taken.push(region.fault(&mut random, &mut touch.mismatches)?);
     }
     touch.faults = taken.len() as u64;
+    touch.pages_per_fault = (swapped()?.0 - in_before) as f64 / touch.faults.max(1) as f64;
     (touch.fault_p50_us, touch.fault_p99_us) = percentiles(&mut taken);
 
-    let (in_before, _) = swapped()?;
     let begun = Instant::now();
     for page in 0..region.pages {
         touch.mismatches += u64::from(!region.is_right(page));
     }
-    touch.in_mb_per_s = rate(swapped()?.0 - in_before, begun);
+    touch.in_mb_per_s = rate(region.pages as u64, begun);
+
+    let begun = Instant::now();
+    let mut read = 0;
+    while begun.elapsed() < time {
+        let first = splitmix(&mut random) as usize % (region.pages - STRETCH);
+        for page in first..first + STRETCH {
+            touch.mismatches += u64::from(!region.is_right(page));
+        }
+        read += STRETCH as u64;
+    }
+    touch.mixed_mb_per_s = rate(read, begun);
 
     let begun = Instant::now();
     let mut taken = Vec::new();
