@@ -24,6 +24,13 @@ MEMORY = "/dev/shm"
 EMULATOR = b"Oops: int3"
 # After so long without its files a guest that is alive has lost them.
 LOST_S = 20
+# What a program waits in whose files do not come. Whoever waits for memory or swap waits in something else.
+FOR_FILES = re.compile(rb"request_wait_answer|virtio_fs|filemap_fault|filemap_get_pages|filemap_update_page")
+FOR_MEMORY = re.compile(rb"swap|alloc_pages|try_to_free|shrink_|mem_cgroup|folio_alloc")
+# After so long without a beat of the heart that needs nothing but a processor, the emulator does not run the guest.
+STOPPED_S = 60
+# A guest that has not begun its scenario by then does not come up; half of its time limit where that is less.
+BOOT_S = 240
 # How often a silent guest is looked at.
 LOOK_S = 0.2
 # Nobody logs in; what systemd does is in the guest's journal, for the scenario to look at.
@@ -53,7 +60,8 @@ class Guest:
                 raise Missing(f"a path without spaces, commas and colons, instead of {host!r}")
             mounts.append(f"lab_mount={host}:{guest}:{mode}")
         own = [f"lab_root={BOOTS[self.boot].DISK}", *SYSTEMD_ARGUMENTS] if self.image else []
-        return [f"lab_boot={self.boot}", f"lab_limit={self.limit_s}", *own, *mounts]
+        # A kernel that went wrong ends its scenario there and then, instead of standing still until the time limit.
+        return ["oops=panic", f"lab_boot={self.boot}", f"lab_limit={self.limit_s}", *own, *mounts]
 
 
 def new_share():
@@ -148,12 +156,15 @@ def _copy(console, deadline, out, alarm, guest):
     """Copies until the console closes (true) or the deadline passes (false), and notes what the emulator does wrong."""
     pending = b""
     stream = console.stdout
+    pulse = Pulse(guest)
     while True:
         if time.monotonic() >= deadline:
             return False
         alarm.look()
-        if _has_lost_files(guest):
-            raise Died("it is alive, and no file of the host's has reached it any more")
+        why = pulse.look()
+        if why:
+            out.writelines(f"{line}\n" for line in BOOTS[guest.boot].where(guest))
+            raise Died(why)
         if not select.select([stream], [], [], LOOK_S)[0]:
             continue
         data = os.read(stream.fileno(), 1 << 16)
@@ -167,15 +178,53 @@ def _copy(console, deadline, out, alarm, guest):
             return True
 
 
-def _has_lost_files(guest):
-    """Whether an emulated guest's heart beats on its serial line and not in the file that comes by virtiofs (lab/README.md)."""
-    try:
-        # Before its first beat the time that its scenario began.
-        begun, on_line = (os.stat(f"{guest.share}/{name}").st_mtime for name in ("begun", "alive"))
-        in_file = os.stat(f"{guest.share}/heartbeat").st_mtime if os.path.exists(f"{guest.share}/heartbeat") else begun
-    except FileNotFoundError:
-        return False
-    return on_line - in_file > LOST_S
+class Pulse:
+    """Tells a guest that its emulator or its file server has left alone from one that hangs by what it does (lab/README.md).
+
+    Times are those in which this process ran: a host that stood still itself is no evidence.
+    """
+
+    def __init__(self, guest):
+        self.share, self.emulated = guest.share, guest.boot == "qemu"
+        self.boot_s = min(BOOT_S, guest.limit_s / 2)
+        # The lab's own tests have less.
+        self.patience = float(os.environ.get("WEIR_LAB_PATIENCE", "1"))
+        self.looked = time.monotonic()
+        self.begun = False
+        self.silent_s = {"heartbeat": 0.0, "alive": 0.0, "begun": 0.0}
+        self.seen = dict.fromkeys(self.silent_s)
+
+    def look(self):
+        """To be called a few times a second. Why the guest is to be given up; None where it is well, or hangs by itself."""
+        now = time.monotonic()
+        passed, self.looked = min(now - self.looked, 1.0), now
+        for name in self.silent_s:
+            try:
+                seen = os.stat(f"{self.share}/{name}")
+                # The emulator makes the line's file before anybody writes there.
+                seen = seen.st_mtime_ns if seen.st_size or name == "begun" else None
+            except FileNotFoundError:
+                seen = None
+            new = seen != self.seen[name]
+            self.seen[name] = seen
+            self.silent_s[name] = 0.0 if new else self.silent_s[name] + passed
+        if self.seen["begun"] is None:
+            return f"it has not begun its scenario after {self.boot_s:.0f} s" if self.silent_s["begun"] > self.boot_s else None
+        if not self.begun:
+            self.begun = True
+            self.silent_s = dict.fromkeys(self.silent_s, 0.0)
+        if not self.emulated or self.seen["alive"] is None:
+            return None
+        if self.silent_s["alive"] > STOPPED_S * self.patience:
+            return f"its processors stand still: nothing ran on them for {self.silent_s['alive']:.0f} s"
+        if self.silent_s["heartbeat"] - self.silent_s["alive"] > LOST_S * self.patience and self._waits_for_files():
+            return "it is alive, and no file of the host's has reached it any more"
+        return None
+
+    def _waits_for_files(self):
+        with open(f"{self.share}/alive", "rb") as file:
+            last = file.read().rstrip().rsplit(b"\n", 1)[-1]
+        return bool(FOR_FILES.search(last)) and not FOR_MEMORY.search(last)
 
 
 def _end(processes, watch):

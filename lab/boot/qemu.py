@@ -4,7 +4,9 @@ The host's / comes by virtiofs; its cache is the host's page cache, so programs 
 """
 
 import os
+import re
 import shutil
+import socket
 import subprocess
 import time
 
@@ -15,6 +17,8 @@ from .outcome import Missing
 ROOT_MODULES = ["virtio_pci", "virtiofs"]
 # A root of the guest's own, and what it needs.
 DISK, DISK_MODULES = "/dev/vda", ["virtio_blk", "crc32c_generic", "ext4"]
+# How long it may take to answer.
+MONITOR_S = 3
 VIRTIOFSD = ["/usr/libexec/virtiofsd", "/usr/lib/qemu/virtiofsd"]
 
 
@@ -37,6 +41,8 @@ def command(kernel, guest):
         *("-chardev", "stdio,id=console,signal=off", "-serial", "chardev:console"),
         # What shows that the guest lives where virtiofs does not.
         *("-chardev", f"file,id=alive,path={guest.share}/alive", "-serial", "chardev:alive"),
+        # Asked where the processors are, where they seem to be nowhere.
+        *("-chardev", f"socket,id=monitor,path={guest.share}/monitor,server=on,wait=off", "-mon", "chardev=monitor"),
         *("-kernel", kernel.image, "-initrd", f"{guest.share}/initramfs"),
         "-append",
         " ".join(
@@ -50,6 +56,23 @@ def command(kernel, guest):
     if guest.image:
         line += ["-drive", f"file={guest.share}/disk,format=qcow2,if=virtio,cache=unsafe"]
     return line, {}
+
+
+def where(guest):
+    """Where the guest's processors are, and whether each waits for an interrupt (HLT=1): what the emulator says, a line each."""
+    said = b""
+    try:
+        with socket.socket(socket.AF_UNIX) as monitor:
+            monitor.settimeout(MONITOR_S)
+            monitor.connect(f"{guest.share}/monitor")
+            monitor.sendall(b"info status\ninfo registers -a\n")
+            while data := monitor.recv(1 << 16):
+                said += data
+    except OSError as error:
+        if not said:
+            return [f"lab: the emulator does not answer: {error}"]
+    found = re.findall(r"VM status: \w+|CPU#\d+|RIP=\w+ RFL=\w+|HLT=\d", said.decode(errors="replace"))
+    return ["lab: the emulator says: " + " ".join(found)]
 
 
 def prepare(kernel, guest):
@@ -71,16 +94,18 @@ def prepare(kernel, guest):
         # What the guest writes goes to a file of the run.
         over = ["-b", guest.image, "-F", "raw", f"{guest.share}/disk"]
         subprocess.run(["qemu-img", "create", "-q", "-f", "qcow2", *over], check=True)
-    socket = f"{guest.share}/virtiofs.sock"
+    path = f"{guest.share}/virtiofs.sock"
     log = open(f"{guest.share}/virtiofsd.log", "wb")  # noqa: SIM115 - the child's for as long as it lives
+    # Nobody but the guest changes what it sees. With cache=auto each open of a file throws away what is known of it, so each program
+    # that starts takes libc's pages away from all others: on a busy host they did little else (invalidate_inode_pages2 in fuse_open).
     if server == VIRTIOFSD[0]:
-        shared = ["--shared-dir", "/", "--sandbox", "none", "--cache", "auto"]
+        shared = ["--shared-dir", "/", "--sandbox", "none", "--cache", "always"]
     else:
-        shared = ["-o", "source=/", "-o", "sandbox=chroot", "-o", "cache=auto"]
-    process = subprocess.Popen([server, f"--socket-path={socket}", *shared], stdout=log, stderr=log)
+        shared = ["-o", "source=/", "-o", "sandbox=chroot", "-o", "cache=always"]
+    process = subprocess.Popen([server, f"--socket-path={path}", *shared], stdout=log, stderr=log)
     log.close()
     for _ in range(200):
-        if os.path.exists(socket):
+        if os.path.exists(path):
             return [process]
         if process.poll() is not None:
             break

@@ -17,6 +17,7 @@ KEYS = {
     "kernel": "uml-6.1",
     "memory": "512M",
     "cpus": "2",
+    "takes": "60",
     "limit": "120",
     "limit-full": "900",
     "heartbeat": "",

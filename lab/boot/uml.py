@@ -50,3 +50,8 @@ def command(kernel, guest):
 def prepare(_kernel, _guest):
     """Nothing: hostfs is built into the kernel, and the guest mounts what it needs by itself."""
     return []
+
+
+def where(_guest):
+    """Nothing: its processors are the host's."""
+    return []

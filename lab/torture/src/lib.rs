@@ -6,6 +6,7 @@
 //! told from a good one, and from each other.
 
 pub mod cgroup;
+pub mod disk;
 pub mod pattern;
 pub mod swap;
 pub mod worker;

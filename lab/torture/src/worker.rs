@@ -1,7 +1,7 @@
 //! One process of the torture: writes its pages in one order, reads them back in others, rewrites some, and
 //! reads all of them a last time.
 
-use crate::pattern::{self, Contents, Identity, Page, Random, WORDS, mix};
+use crate::pattern::{self, Contents, Identity, Mismatch, Page, Random, WORDS, mix};
 use crate::swap;
 use std::time::{Duration, Instant};
 
@@ -39,6 +39,8 @@ pub struct Tally {
     pub checked: u64,
     /// Pages that were not what was written.
     pub mismatches: u64,
+    /// Requests that the device answered with an error.
+    pub refused: u64,
     /// The longest time that one page took, in microseconds: its fault, and whatever held it up.
     pub longest_us: u64,
 }
@@ -50,12 +52,14 @@ impl Tally {
         self.written += other.written;
         self.checked += other.checked;
         self.mismatches += other.mismatches;
+        self.refused += other.refused;
         self.longest_us = self.longest_us.max(other.longest_us);
     }
 
     /// One line, for the parent process.
     pub fn to_line(self) -> String {
-        format!("{} {} {} {} {}", self.touched, self.written, self.checked, self.mismatches, self.longest_us)
+        let Tally { touched, written, checked, mismatches, refused, longest_us } = self;
+        format!("{touched} {written} {checked} {mismatches} {refused} {longest_us}")
     }
 
     /// Reads that line.
@@ -63,8 +67,9 @@ impl Tally {
         let mut numbers = line.split(' ').map(str::parse);
         let mut number = || numbers.next()?.ok();
         let touched = number()?;
-        let (written, checked, mismatches, longest_us) = (number()?, number()?, number()?, number()?);
-        Some(Tally { touched, written, checked, mismatches, longest_us })
+        let (written, checked) = (number()?, number()?);
+        let (mismatches, refused, longest_us) = (number()?, number()?, number()?);
+        Some(Tally { touched, written, checked, mismatches, refused, longest_us })
     }
 }
 
@@ -86,6 +91,20 @@ pub fn run(work: Work, mut complain: impl FnMut(&str)) -> Tally {
         if last {
             return memory.tally;
         }
+    }
+}
+
+/// Counts a page that is not what it should be, and tells of the first few.
+pub(crate) fn describe(
+    tally: &mut Tally,
+    complain: &mut impl FnMut(&str),
+    number: usize,
+    wanted: &str,
+    found: Mismatch,
+) {
+    tally.mismatches += 1;
+    if tally.mismatches <= DESCRIBED {
+        complain(&format!("page {number}, {wanted}: {found}"));
     }
 }
 
@@ -153,10 +172,8 @@ impl Memory {
     fn check(&mut self, number: usize, complain: &mut impl FnMut(&str)) {
         let identity = self.identity(number);
         if let Err(mismatch) = pattern::check(self.page(number), identity) {
-            self.tally.mismatches += 1;
-            if self.tally.mismatches <= DESCRIBED {
-                complain(&format!("page {number}, generation {}: {mismatch}", identity.generation));
-            }
+            let wanted = format!("generation {}", identity.generation);
+            describe(&mut self.tally, complain, number, &wanted, mismatch);
         }
         self.tally.checked += 1;
         self.clock();
@@ -217,8 +234,8 @@ mod tests {
 
     #[test]
     fn a_tally_survives_its_line() {
-        let tally = Tally { touched: 5, written: 1, checked: 2, mismatches: 3, longest_us: 4 };
+        let tally = Tally { touched: 5, written: 1, checked: 2, mismatches: 3, refused: 6, longest_us: 4 };
         assert_eq!(Tally::from_line(&tally.to_line()), Some(tally));
-        assert_eq!(Tally::from_line("5 1 2 x 4"), None);
+        assert_eq!(Tally::from_line("5 1 2 x 6 4"), None);
     }
 }

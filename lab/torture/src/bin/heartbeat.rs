@@ -3,38 +3,70 @@
 //! `heartbeat FILE` writes the longest gap and the number of beats after each beat, and ends, counting the gap
 //! then open, once its standard input closes. A beat is real work: fresh memory from the kernel and a
 //! file written, so it stands still when allocation does.
+//!
+//! `heartbeat --of PROCESS LINE` needs nothing but a processor and its clock: its memory is locked, its thread a real-time one,
+//! and LINE, a serial line, stays open. Each beat says in which functions of the kernel that other heart waits. So it tells a
+//! kernel that stands still from one whose programs wait, and what they wait for.
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+use std::io::Write as _;
 use std::time::{Duration, Instant};
 use std::{env, fs, io, process};
+use weir_core::swap_safety;
 
 const PERIOD: Duration = Duration::from_secs(1);
 /// Memory that each beat asks for, touches and gives back.
 const FRESH_BYTES: usize = 256 << 10;
 
 fn main() {
-    let Some(file) = env::args_os().nth(1) else {
-        eprintln!("usage: heartbeat FILE");
-        process::exit(2);
+    let arguments: Vec<_> = env::args().skip(1).collect();
+    let (file, done) = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        [file] => (file, beat(file)),
+        ["--of", process, line] => (line, watch(process, line)),
+        _ => {
+            eprintln!("usage: heartbeat FILE | --of PROCESS LINE");
+            process::exit(2);
+        }
     };
+    if let Err(error) = done {
+        eprintln!("heartbeat: {file}: {error}");
+        process::exit(1);
+    }
+}
+
+fn beat(file: &str) -> io::Result<()> {
     let mut last = Instant::now();
     let mut longest = Duration::ZERO;
     for beats in 1_u64.. {
-        let stopped = sleep_until_stopped(PERIOD);
-        let done = stopped.and_then(|stopped| touch_fresh_memory().map(|()| stopped));
+        let stopped = sleep_until_stopped(PERIOD)?;
+        touch_fresh_memory()?;
         longest = longest.max(last.elapsed());
         last = Instant::now();
-        let text = format!("{:.3} {beats}\n", longest.as_secs_f64());
-        match done.and_then(|stopped| fs::write(&file, text).map(|()| stopped)) {
-            Ok(true) => return,
-            Ok(false) => {}
-            Err(error) => {
-                eprintln!("heartbeat: {}: {error}", file.display());
-                process::exit(1);
-            }
+        fs::write(file, format!("{:.3} {beats}\n", longest.as_secs_f64()))?;
+        if stopped {
+            break;
         }
     }
+    Ok(())
+}
+
+fn watch(process: &str, line: &str) -> io::Result<()> {
+    let mut line = fs::OpenOptions::new().write(true).open(line)?;
+    swap_safety::lock_all_memory().map_err(io::Error::other)?;
+    swap_safety::reach_reserves(swap_safety::Children::Ordinary)?;
+    let stack = format!("/proc/{process}/stack");
+    for beats in 1_u64.. {
+        let stopped = sleep_until_stopped(PERIOD)?;
+        // It may have ended.
+        let frames = fs::read_to_string(&stack).unwrap_or_default();
+        let functions = frames.lines().filter_map(|frame| frame.split([' ', '+']).nth(1));
+        writeln!(line, "{beats} {}", functions.collect::<Vec<_>>().join("<"))?;
+        if stopped {
+            break;
+        }
+    }
+    Ok(())
 }
 
 /// Waits for a period, or less when standard input closes: that is the sign to end.

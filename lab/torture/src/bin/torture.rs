@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_torture::cgroup::Cgroup;
 use weir_torture::pattern::Contents;
-use weir_torture::swap;
 use weir_torture::worker::{self, Tally, Work};
+use weir_torture::{disk, swap};
 
 /// How often swap use is looked at while the processes run.
 const SAMPLE: Duration = Duration::from_millis(200);
@@ -28,6 +28,9 @@ struct Options {
     /// RAM that all processes together may keep (a memory cgroup; needs root). Without: no limit
     #[arg(long)]
     limit: Option<ByteSize>,
+    /// Instead of memory, write this block device: pages that it refuses for a while (EIO, ETIMEDOUT) are counted
+    #[arg(long, value_name = "PATH", conflicts_with_all = ["limit", "until_swap"])]
+    device: Option<PathBuf>,
     /// Touch no more once so much swap is in use, in the whole system
     #[arg(long)]
     until_swap: Option<ByteSize>,
@@ -80,7 +83,11 @@ fn work(options: &Options, process: &str, entrance: &str) -> io::Result<()> {
         until_swap_kib: options.until_swap.map(|most| most.0 >> 10),
         at_least: Duration::from_secs(options.seconds),
     };
-    let tally = worker::run(work, |line| eprintln!("torture: process {process}: {line}"));
+    let complain = |line: &str| eprintln!("torture: process {process}: {line}");
+    let tally = match &options.device {
+        Some(device) => disk::run(work, device, complain)?,
+        None => worker::run(work, complain),
+    };
     writeln!(io::stdout(), "{}", tally.to_line())
 }
 
@@ -136,6 +143,9 @@ fn torture(options: &Options) -> io::Result<bool> {
     report.row("pages_swapped_in", in_after - in_before, "")?;
     report.row("pages_written", total.written, "")?;
     report.row("pages_checked", total.checked, "")?;
+    if options.device.is_some() {
+        report.row("refused", total.refused, "")?;
+    }
     report.row("longest_touch_s", format!("{:.3}", total.longest_us as f64 / 1e6), "lower")?;
     report.row("killed", killed, "lower\t0")?;
     report.row("mismatches", total.mismatches, "lower\t0")?;
