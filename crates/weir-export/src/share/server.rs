@@ -27,7 +27,7 @@ use weir_store::OpenError;
 use weir_volume::{Lane, STORES_MAX, Volume};
 
 use super::loans::Loans;
-use super::session::{Desk, Session, Violation};
+use super::session::{Desk, Pending, Session, Violation};
 use super::stats::{Stats, add};
 use crate::local_socket::{self, BindError, SocketFile};
 use crate::log::{Level, Log, Throttle};
@@ -598,6 +598,10 @@ impl Porter {
                 self.hang_up(socket);
                 // The client holds the bell, too, so closing it here would not take it out of the epoll.
                 let _ = epoll::delete(&self.epoll, &session.server_bell);
+                // Others may write those pages anew before a slow store has done with these.
+                let pending = &self.desk.pending;
+                let is_its = |waiting: &Pending| waiting.session == session.number;
+                self.lane.forsake(|ticket| pending[ticket as usize].as_ref().is_some_and(is_its));
                 session.close(&mut self.desk);
             }
         }
