@@ -27,6 +27,9 @@ use weir_core::{Checksum, Memory, PageNo, Slot};
 
 /// Slots that are counted together: 4 MiB of pages, 8 KiB of records.
 pub(crate) const EXTENT_SLOTS: u32 = 1024;
+/// Records, and extents, that a search for a run looks at.
+const LOOKS_MAX: u32 = 8192;
+const EXTENTS_MAX: u32 = 256;
 /// Pages that a record can name, which bounds a volume to 8 TiB less 32 MiB.
 pub const PAGES_MAX: u32 = (1 << 31) - PACKS;
 /// What a record can say of a pack: room and count.
@@ -236,6 +239,46 @@ impl Records {
             }
         }
         None
+    }
+
+    /// A run of free slots for `want` pages that are written together, `most` at most, from `cursor` on; or the longest that a
+    /// bounded search sees. Whoever uses it claims each slot by itself: others may be faster.
+    pub fn find_run(&self, cursor: &mut Cursor, want: u32, most: u32, safe: u64) -> std::ops::Range<u32> {
+        let extents = self.extents.len() as u32;
+        let (mut best, mut looks) = (0..0, LOOKS_MAX);
+        let mut extent = cursor.0 / EXTENT_SLOTS;
+        let mut start = cursor.0;
+        for _ in 0..=extents.min(EXTENTS_MAX) {
+            if extent >= extents {
+                (extent, start) = (0, 0);
+            }
+            let range = self.range(extent);
+            let free = self.extents[extent as usize].load(Ordering::Relaxed);
+            let mut run = 0..0;
+            if free & CLOSED == 0 && free as usize > best.len() {
+                for slot in start.max(range.start)..range.end {
+                    let record = self.record(Slot(slot)).load(Ordering::Relaxed);
+                    looks -= 1;
+                    if record & IN_USE == 0 && record < safe {
+                        run = if run.end == slot { run.start..slot + 1 } else { slot..slot + 1 };
+                        if run.len() > best.len() {
+                            best = run.clone();
+                        }
+                    } else if best.len() as u32 >= want {
+                        break;
+                    }
+                    if looks == 0 || best.len() as u32 == most {
+                        break;
+                    }
+                }
+            }
+            if looks == 0 || best.len() as u32 >= want {
+                break;
+            }
+            (extent, start) = (extent + 1, 0);
+        }
+        *cursor = Cursor(if best.is_empty() { (extent + 1) * EXTENT_SLOTS } else { best.end });
+        best
     }
 
     /// Claims this one slot, if it is free and its epoch has passed.

@@ -1,7 +1,7 @@
 //! A free slot for a write.
 
-use super::Lane;
 use super::count::count;
+use super::{Lane, StoreLane};
 use crate::rest::Rest;
 use std::time::{Duration, Instant};
 use weir_core::{PageNo, Slot};
@@ -9,6 +9,13 @@ use weir_store::State;
 
 /// Slots that a lane remembers having freed, to use them again while their memory is still in the cache.
 pub(crate) const HINTS: usize = 64;
+/// Pages written together that are worth slots side by side: a copy engine moves neighbours at once, and so do long reads.
+pub(super) const LONG: usize = 16;
+/// The longest run of slots that a lane plans to use, one that is long enough not to look for a longer one, and the shortest that is
+/// better than any slot.
+const RUN_MAX: u32 = 256;
+const RUN_FINE: u32 = 64;
+const RUN_LEAST: usize = 8;
 /// How long a write waits for a slot that other lanes are about to free, before it fails.
 pub(super) const SLOT_WAIT: Duration = Duration::from_secs(2);
 
@@ -86,6 +93,12 @@ impl Lane {
             if self.claims_since_safe > HINTS as u32 / 2 && self.stores[at].hints.len > 0 {
                 self.refresh_safe();
             }
+            if self.long > 0
+                && let Some(slot) = self.claim_in_run(at, page)
+            {
+                self.taker = at;
+                return Some((at, slot));
+            }
             let tier = &self.volume.tiers[at];
             let store = &mut self.stores[at];
             while let Some(slot) = store.hints.first() {
@@ -105,6 +118,30 @@ impl Lane {
                 return Some((at, slot));
             }
         }
+        None
+    }
+
+    /// The next slot of the run that this lane writes into, or the first of another.
+    fn claim_in_run(&mut self, at: usize, page: PageNo) -> Option<Slot> {
+        if self.stores[at].run.is_empty() {
+            if self.barren {
+                return None;
+            }
+            self.refresh_safe();
+            let StoreLane { run, run_cursor, .. } = &mut self.stores[at];
+            *run = self.volume.tiers[at].records.find_run(run_cursor, RUN_FINE, RUN_MAX, self.safe);
+            self.barren = run.len() < RUN_LEAST;
+            if self.barren {
+                *run = 0..0;
+            }
+        }
+        let slot = Slot(self.stores[at].run.next()?);
+        if self.volume.tiers[at].records.try_claim(slot, page, self.safe) {
+            self.long -= 1;
+            return Some(slot);
+        }
+        // Another lane is at it.
+        self.stores[at].run = 0..0;
         None
     }
 
@@ -136,11 +173,12 @@ impl Hints {
 
 #[cfg(all(test, not(loom)))]
 mod tests {
+    use crate::entry::Place;
     use crate::records::EXTENT_SLOTS;
     use crate::{Config, Volume};
     use std::sync::Arc;
-    use weir_core::{PageNo, Slot};
-    use weir_store::Host;
+    use weir_core::{ByteSize, PAGE_SIZE, PageNo, Slot};
+    use weir_store::{Host, Progress, Sim, SimUrl, Store};
 
     #[test]
     fn a_lane_that_claims_a_slot_is_pinned() {
@@ -189,5 +227,56 @@ mod tests {
         lane.leave();
         lane.refresh_safe();
         assert_eq!(lane.claim(PageNo(4)), Some((0, slot)));
+    }
+
+    /// Writes 64 pages from `first` on as a connection does that receives them at once.
+    fn write_piece(lane: &mut crate::Lane, first: u32, generation: u32) {
+        let mut pages = vec![[0; PAGE_SIZE]; 64];
+        for (page, number) in pages.iter_mut().zip(first..) {
+            page[..4].copy_from_slice(&number.to_le_bytes());
+            page[4..8].copy_from_slice(&generation.to_le_bytes());
+        }
+        let done = lane.write_run(PageNo(first), &pages);
+        for (page, number) in pages.iter().zip(first..).skip(done) {
+            while lane.write(0, PageNo(number), page) == Progress::Full {
+                lane.submit();
+                lane.poll(&mut |done| done.result.unwrap());
+            }
+        }
+        lane.submit();
+    }
+
+    #[test]
+    fn long_writes_over_long_writes_keep_pages_that_follow_one_another_side_by_side() {
+        const PAGES: u32 = 8192;
+        let config = Config { pages: PAGES, lanes: 3, depth: 256 };
+        let slots = config.slots() + PAGES / 8;
+        let size = ByteSize(u64::from(slots) * PAGE_SIZE as u64);
+        let sim = || Arc::new(Sim::open(SimUrl { size, delay: 3, ..SimUrl::default() }).unwrap());
+        let stores: [Arc<dyn Store>; 2] = [sim(), Arc::new(Host::new(slots).unwrap())];
+        for store in stores {
+            let volume = Volume::create(config, vec![store]).unwrap();
+            let mut lanes = [(); 3].map(|()| volume.lane().unwrap());
+            let mut dice = 7u64;
+            for round in 0..600 {
+                dice = dice.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                let block = (dice >> 33) as u32 % (PAGES / 256);
+                for piece in 0..4 {
+                    write_piece(&mut lanes[round as usize % 3], block * 256 + piece * 64, round);
+                }
+            }
+            for lane in &mut lanes {
+                while lane.in_flight() > 0 {
+                    lane.submit();
+                    lane.poll(&mut |done| done.result.unwrap());
+                }
+            }
+            let slot = |page| match volume.map.load(PageNo(page)).place() {
+                Place::Stored { slot, .. } => slot.0,
+                _ => panic!("page {page} was written"),
+            };
+            let breaks = (1..PAGES).filter(|page| slot(*page) != slot(page - 1) + 1).count() as u32;
+            assert!(breaks * 10 < PAGES, "{breaks} of {PAGES} pages do not lie behind the one before");
+        }
     }
 }

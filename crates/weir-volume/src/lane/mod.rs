@@ -72,6 +72,10 @@ pub struct Lane {
     claims_since_safe: u32,
     /// The store that the last slot was claimed in.
     taker: usize,
+    /// Pages of a long write that have no slot yet.
+    long: u32,
+    /// There was no run for it.
+    barren: bool,
     until_sample: u32,
     /// Polls in vain.
     rest: Rest,
@@ -83,6 +87,9 @@ pub(crate) struct StoreLane {
     pub(crate) lane: Box<dyn weir_store::Lane>,
     cursor: Cursor,
     hints: Hints,
+    /// Slots side by side, free when they were found, for a long write; and where to look for the next.
+    run: std::ops::Range<u32>,
+    run_cursor: Cursor,
 }
 
 struct Op {
@@ -130,6 +137,8 @@ impl Lane {
                 lane: tier.store.lane(depth)?,
                 cursor: tier.records.cursor(seat, lanes),
                 hints: Hints { slots: [Slot(0); HINTS], first: 0, len: 0 },
+                run: 0..0,
+                run_cursor: tier.records.cursor(seat, lanes),
             })
         };
         let stores: Box<[StoreLane]> = match volume.tiers.iter().map(open).collect() {
@@ -172,6 +181,8 @@ impl Lane {
             safe: 0,
             claims_since_safe: 0,
             taker: 0,
+            long: 0,
+            barren: false,
             until_sample: 0,
             rest: Rest::default(),
             packing,

@@ -6,6 +6,7 @@
 //! Written one by one, each page's publication waits until the page has arrived in memory that is far away. So a
 //! group of pages gets all its slots first, then all its content, past the caches, then waits once, and is published.
 
+use super::claim::LONG;
 use super::count::Places;
 use super::{Lane, View, fill};
 use crate::entry::{Entry, Place};
@@ -42,9 +43,11 @@ impl Lane {
     }
 
     /// Writes as many of `pages`, from the first on, as can be written at once, to `first` and those after it; returns how
-    /// many. The others are for [`write`](Lane::write), which knows how to wait, to queue and to fail.
+    /// many. The others are for [`write`](Lane::write), which knows how to wait, to queue and to fail, and gives them slots
+    /// side by side where there are such.
     pub fn write_run(&mut self, first: PageNo, pages: &[PageBytes]) -> usize {
         let mut done = 0;
+        (self.long, self.barren) = (if pages.len() < LONG { 0 } else { pages.len() as u32 }, false);
         // What is compressed waits for company in its own way.
         if self.packing.as_ref().is_some_and(|packing| packing.compresses()) {
             return 0;
