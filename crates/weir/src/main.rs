@@ -42,6 +42,7 @@ mod on;
 mod pages;
 mod relay;
 mod serve;
+mod signals;
 mod stages;
 mod start;
 mod status;

@@ -5,12 +5,14 @@ use crate::failure::{Failure, chain};
 use crate::pages::{self, Plan};
 use crate::stages::Stages;
 use crate::start::{Start, warn_of_unlocked_memory};
+use crate::signals;
 use rustix::event::{PollFd, PollFlags, Timespec};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGTERM};
 use std::fs::OpenOptions;
 use std::io::{self, Read as _, Write as _};
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
@@ -65,14 +67,19 @@ fn in_background() -> Result<(), Failure> {
 
 fn serve(options: &MountOptions) -> Result<(), Failure> {
     let log = log::to_stderr(Level::Warning);
+    signals::ignore_strays();
+    // What lies on the disk is gone with it, also where nobody has a file open while the terminal closes.
+    signals::ignore(SIGHUP);
     // Handlers first, so that an early SIGTERM ends the disk in good order too.
-    let (signals, tell) = UnixStream::pair().map_err(Failure::failed)?;
-    for signal in [SIGTERM, SIGINT, SIGHUP] {
+    let (told, tell) = UnixStream::pair().map_err(Failure::failed)?;
+    told.set_nonblocking(true).map_err(Failure::failed)?;
+    for signal in signals::END.into_iter().filter(|signal| *signal != SIGHUP) {
         let tell = tell.try_clone().map_err(Failure::failed)?;
         signal_hook::low_level::pipe::register(signal, tell).map_err(Failure::failed)?;
     }
+    Server::look_at(&options.directory).map_err(|error| Failure::Failed(chain(&error)))?;
     let shown = log::to_stderr(Level::Info);
-    let mut start = Start::new(&shown, || is_told(&signals, options.announce).then_some(SIGTERM));
+    let mut start = Start::new(&shown, || is_told(&told, options.announce).then_some(SIGTERM));
     let started = mount(options, &mut start, &log);
     if start.ended_by().is_some() {
         return Err(Failure::Said);
@@ -87,23 +94,18 @@ fn serve(options: &MountOptions) -> Result<(), Failure> {
             return Err(Failure::Said);
         }
     } else {
-        eprintln!(
-            "weir: a disk of {} in {store} at {}; fusermount3 -u {} ends it, and everything on it is gone then",
-            options.size,
-            options.directory.display(),
-            options.directory.display()
+        // Not eprintln!, which panics where the terminal is gone.
+        (log::to_stderr(Level::Info))(
+            Level::Info,
+            format_args!(
+                "a disk of {} in {store} at {}; fusermount3 -u {} ends it, and everything on it is gone then",
+                options.size,
+                options.directory.display(),
+                options.directory.display()
+            ),
         );
     }
-    let mut fds = [
-        PollFd::from_borrowed_fd(signals.as_fd(), PollFlags::IN),
-        PollFd::from_borrowed_fd(server.unmounted(), PollFlags::IN),
-    ];
-    loop {
-        match rustix::event::poll(&mut fds, None) {
-            Err(rustix::io::Errno::INTR) => {}
-            result => break result.map(drop).map_err(Failure::failed)?,
-        }
-    }
+    until_unmounted(&server, told, &options.directory, &log).map_err(Failure::failed)?;
     server.stop(GRACE);
     Ok(())
 }
@@ -120,6 +122,37 @@ fn is_told(signals: &UnixStream, announces: bool) -> bool {
     rustix::event::poll(watched, Some(&now)).is_ok_and(|events| events > 0)
 }
 
+/// Returns once the disk is unmounted. A signal unmounts it if nobody has a file open there.
+fn until_unmounted(server: &Server, mut told: UnixStream, directory: &Path, log: &Log) -> io::Result<()> {
+    loop {
+        let mut fds = [
+            PollFd::from_borrowed_fd(told.as_fd(), PollFlags::IN),
+            PollFd::from_borrowed_fd(server.unmounted(), PollFlags::IN),
+        ];
+        match rustix::event::poll(&mut fds, None) {
+            Err(rustix::io::Errno::INTR) => continue,
+            result => result?,
+        };
+        let [told_to_end, unmounted] = fds.map(|fd| !fd.revents().is_empty());
+        if unmounted {
+            return Ok(());
+        }
+        if told_to_end {
+            let mut bytes = [0; 64];
+            while told.read(&mut bytes).is_ok_and(|read| read > 0) {}
+            if let Err(error) = server.unmount_unused() {
+                let directory = directory.display();
+                (log)(
+                    Level::Warning,
+                    format_args!(
+                        "not stopping: {directory} is in use ({error}); fuser -vm {directory} says by whom, fusermount3 -u {directory} ends it after that"
+                    ),
+                );
+            }
+        }
+    }
+}
+
 /// On the store asked for, else on the first GPU's memory, else on host memory.
 fn mount(options: &MountOptions, start: &mut Start<'_>, log: &Log) -> Result<(StoreUrl, Server), Failure> {
     let (store, volume) = match &options.store {
@@ -130,7 +163,7 @@ fn mount(options: &MountOptions, start: &mut Start<'_>, log: &Log) -> Result<(St
             match volume(&vram, options, start, log) {
                 Ok(volume) => (vram, volume),
                 Err(Failure::Failed(why)) => {
-                    eprintln!("weir: no GPU memory ({why}): using host memory");
+                    (log)(Level::Warning, format_args!("no GPU memory ({why}): using host memory"));
                     let host = StoreUrl::Host { size };
                     let volume = volume(&host, options, start, log)?;
                     (host, volume)

@@ -1,4 +1,4 @@
-//! `weir serve`: the daemon in the foreground, until SIGTERM or SIGINT.
+//! `weir serve`: the daemon in the foreground, until it is told to stop and nothing uses it.
 
 use crate::cli::{LogLevel, ServeOptions};
 use crate::control::{Server, default_path, make_run_time_directory};
@@ -6,8 +6,8 @@ use crate::daemon::Daemon;
 use crate::failure::Failure;
 use crate::relay::Relay;
 use crate::start::{Start, warn_of_unlocked_memory};
-use crate::{address::Address, config, keeper};
-use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
+use crate::{address::Address, config, keeper, signals};
+use signal_hook::consts::SIGUSR1;
 use signal_hook::iterator::Signals;
 use std::path::Path;
 use weir_core::swap_safety::{self, Children, Protections};
@@ -23,6 +23,7 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
         None => options,
     };
     check(&options)?;
+    signals::ignore_strays();
     // The control socket would make it, but comes last.
     paths(&options).try_for_each(make_run_time_directory)?;
     // Before any thread: the flusher flag is inherited by the threads that come after it.
@@ -46,20 +47,19 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
         return if code == 0 { Ok(()) } else { Err(Failure::Said) };
     }
     // A daemon's lines go by its keeper's. Where nobody swaps, standard error can be waited for, and has a last word too.
-    let _relay =
-        (options.swap && keeper.is_none()).then(Relay::start).transpose().map_err(Failure::failed)?;
+    let _relay = (options.swap && keeper.is_none()).then(Relay::start).transpose().map_err(Failure::failed)?;
     if options.swap && keeper.is_some() {
         // As the keeper started it; its threads are ordinary ones, or choose for themselves.
         let _ = swap_safety::reach_reserves(Children::Ordinary);
     }
     // Handlers first, so that an early SIGTERM ends the daemon in good order too.
-    let mut signals = Signals::new([SIGTERM, SIGINT, SIGUSR1]).map_err(Failure::failed)?;
+    let mut signals = Signals::new(signals::END.into_iter().chain([SIGUSR1])).map_err(Failure::failed)?;
 
     let (link, held) = keeper.unzip();
     if held.as_ref().is_some_and(|held| !held.is_empty()) {
         Memory::succeed();
     }
-    let mut start = Start::new(&log, || signals.pending().find(|signal| [SIGTERM, SIGINT].contains(signal)));
+    let mut start = Start::new(&log, || signals.pending().find(|signal| signals::END.contains(signal)));
     let started = Daemon::start(&options, protections, link.as_ref().zip(held), &mut start, &log);
     if let Some(signal) = start.ended_by() {
         // Nobody has connected yet.

@@ -124,6 +124,57 @@ fn in_the_foreground_a_signal_ends_it_and_nothing_stays_mounted() {
 }
 
 #[test]
+fn no_signal_ends_a_disk_that_is_in_use() {
+    use rustix::process::{Pid, Signal, kill_process};
+    let directory = Directory::new("in-use");
+    let said = std::env::temp_dir().join(format!("weir-mount-{}-said", std::process::id()));
+    let mut command = weir(&["--foreground", "--store", "host:8MiB"], &directory.0);
+    let mut child = command.stderr(fs::File::create(&said).unwrap()).spawn().unwrap();
+    let begun = Instant::now();
+    while !is_mounted(&directory.0) {
+        if child.try_wait().unwrap().is_some() {
+            return println!("\nskipped: no_signal_ends_a_disk_that_is_in_use: no FUSE mount here");
+        }
+        assert!(begun.elapsed() < PATIENCE);
+        thread::sleep(Duration::from_millis(10));
+    }
+    let path = directory.0.join("file");
+    let open = fs::File::create(&path).unwrap();
+    fs::write(&path, b"here").unwrap();
+    let end = [Signal::QUIT, Signal::TERM, Signal::INT];
+    for (number, signal) in end.into_iter().enumerate() {
+        kill_process(Pid::from_child(&child), signal).unwrap();
+        let lines = || fs::read_to_string(&said).unwrap().matches("not stopping: ").count();
+        until("it does not say that it stays", || lines() > number || child.try_wait().unwrap().is_some());
+        assert_eq!(fs::read(&path).unwrap(), b"here", "after {signal:?}");
+    }
+    for signal in [Signal::PIPE, Signal::USR1, Signal::USR2, Signal::ALARM] {
+        kill_process(Pid::from_child(&child), signal).unwrap();
+    }
+    drop(open);
+    // A terminal that closes asks nobody whether he has a file open.
+    kill_process(Pid::from_child(&child), Signal::HUP).unwrap();
+    thread::sleep(Duration::from_secs(1));
+    assert_eq!(fs::read(&path).unwrap(), b"here");
+    until("it stays though nobody uses it", || {
+        let _ = kill_process(Pid::from_child(&child), Signal::TERM);
+        child.try_wait().unwrap().is_some()
+    });
+    assert!(!is_mounted(&directory.0));
+    fs::remove_file(&said).unwrap();
+}
+
+/// What is missing is missing whatever the store holds, and taking its memory takes seconds.
+#[test]
+fn a_place_that_cannot_be_is_refused_before_any_memory_is_taken() {
+    for directory in ["/nonexistent/directory", "/etc/passwd"] {
+        let output = weir(&["--foreground", "--store", "host:1TiB"], Path::new(directory)).output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{}", said(&output));
+        assert!(said(&output).contains(directory), "{}", said(&output));
+    }
+}
+
+#[test]
 fn an_ordinary_user_mounts_writes_and_unmounts() {
     if !rustix::process::geteuid().is_root() {
         return println!("\nskipped: the other tests of this file run as an ordinary user here");
@@ -220,8 +271,17 @@ fn by_rings_a_signal_ends_it_under_load_and_a_disk_that_was_killed_is_replaced()
         until("nothing is written", || {
             fs::metadata(directory.0.join("load-2")).is_ok_and(|meta| meta.len() > 0)
         });
-        kill_process(Pid::from_child(&child), signal).unwrap();
-        assert_eq!(child.wait().unwrap().code(), (signal == Signal::TERM).then_some(0));
+        if signal == Signal::KILL {
+            kill_process(Pid::from_child(&child), signal).unwrap();
+            child.wait().unwrap();
+        } else {
+            // At a moment at which no client has a file open.
+            until("it stays though it is told to end", || {
+                let _ = kill_process(Pid::from_child(&child), signal);
+                child.try_wait().unwrap().is_some()
+            });
+            assert_eq!(child.wait().unwrap().code(), Some(0));
+        }
         // The kernel closes a dead process's rings a moment later; until then it looks alive. What it has cached it goes on telling.
         until("a dead disk answers", || {
             !is_mounted(&directory.0) || fs::write(directory.0.join("probe"), b"new").is_err()

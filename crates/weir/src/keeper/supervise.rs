@@ -6,13 +6,14 @@ use super::resident;
 use super::wire::{FORMAT, Kind, Message, receive, send, split};
 use crate::doctor::Machine;
 use crate::relay::Relay;
+use crate::signals;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use rustix::process::{
     Pid, PidfdFlags, Resource, Rlimit, Signal, WaitId, WaitIdOptions, getrlimit, setrlimit,
 };
-use signal_hook::consts::{SIGINT, SIGTERM};
+
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -100,7 +101,7 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
     let _program_pages = held(log, "its program", resident::program());
     let (signals, tell) = UnixStream::pair()?;
     signals.set_nonblocking(true)?;
-    for signal in [SIGTERM, SIGINT] {
+    for signal in signals::END {
         signal_hook::low_level::pipe::register(signal, tell.try_clone()?)?;
     }
     let mut keeper = Keeper {

@@ -120,6 +120,17 @@ impl Mount {
         self.undo()
     }
 
+    /// Takes it out of the file system if nobody has anything open there.
+    ///
+    /// # Errors
+    /// `EBUSY` where somebody has, or what the system says.
+    pub(super) fn unmount_unused(&self) -> io::Result<()> {
+        if self.by_fusermount {
+            return run_fusermount(&["-u", "--"], &self.point);
+        }
+        Ok(rustix::mount::unmount(&self.point, UnmountFlags::NOFOLLOW)?)
+    }
+
     /// Whether it stays where it is when this is dropped.
     pub(super) fn stays(&self) -> bool {
         !self.armed
@@ -138,21 +149,25 @@ impl Mount {
             let flags = UnmountFlags::DETACH | UnmountFlags::NOFOLLOW;
             return Ok(rustix::mount::unmount(&self.point, flags)?);
         }
-        let mut last = io::Error::from(io::ErrorKind::NotFound);
-        for program in FUSERMOUNT {
-            let run = Command::new(program)
-                .args(["-u", "-z", "--"])
-                .arg(&self.point)
-                .stderr(Stdio::null())
-                .status();
-            match run {
-                Ok(status) if status.success() => return Ok(()),
-                Ok(status) => last = io::Error::other(format!("{program}: {status}")),
-                Err(error) => last = error,
-            }
-        }
-        Err(last)
+        run_fusermount(&["-u", "-z", "--"], &self.point)
     }
+}
+
+/// Has the set-uid program of the distribution do something at `point`.
+fn run_fusermount(arguments: &[&str], point: &Path) -> io::Result<()> {
+    let mut last = io::Error::from(io::ErrorKind::NotFound);
+    for program in FUSERMOUNT {
+        match Command::new(program).args(arguments).arg(point).stdin(Stdio::null()).output() {
+            Ok(output) if output.status.success() => return Ok(()),
+            Ok(output) => {
+                let text = String::from_utf8_lossy(&output.stderr);
+                last = io::Error::other(text.lines().last().unwrap_or("it failed").trim().to_owned());
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
 }
 
 impl Drop for Mount {

@@ -152,10 +152,7 @@ impl Server {
         log: &Log,
     ) -> Result<Server, ServeError> {
         check(config)?;
-        mount::replace_dead(point)?;
-        if fs::metadata(point).is_ok_and(|meta| !meta.is_dir()) {
-            return Err(ServeError::Config(format!("{} is no directory", point.display())));
-        }
+        Server::look_at(point)?;
         let owner = owner(point);
         let opened = mounted(volume, config, point, log)?;
         let shared = ram_disk::Shared::new(volume.pages(), owner);
@@ -164,6 +161,20 @@ impl Server {
             shared: Arc::clone(&shared),
             listing: Vec::with_capacity(IO_MAX as usize / 8),
         })
+    }
+
+    /// Whether a [`ram_disk`](Server::ram_disk) can be mounted at `point`, for whoever wants to know before he takes its memory. What a
+    /// dead one left there is gone then.
+    ///
+    /// # Errors
+    /// As [`ram_disk`](Server::ram_disk), where there is no directory or something else is mounted.
+    pub fn look_at(point: &Path) -> Result<(), ServeError> {
+        mount::replace_dead(point)?;
+        match fs::metadata(point) {
+            Ok(meta) if meta.is_dir() => Ok(()),
+            Ok(_) => Err(ServeError::Config(format!("{} is no directory", point.display()))),
+            Err(source) => Err(mount::MountError::Point { path: point.to_owned(), source }.into()),
+        }
     }
 
     /// One file for the volume.
@@ -314,6 +325,14 @@ impl Server {
             );
         }
         all
+    }
+
+    /// Unmounts it if nobody has anything open there; [`unmounted`](Server::unmounted) becomes readable then.
+    ///
+    /// # Errors
+    /// Why it stays: `EBUSY`, or what the program said that unmounts for ordinary users.
+    pub fn unmount_unused(&self) -> io::Result<()> {
+        self.mount.as_ref().map_or(Ok(()), Mount::unmount_unused)
     }
 
     /// Answers what has been read, lets the threads end, and unmounts. Returns how many threads did not come back within
