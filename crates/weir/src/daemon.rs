@@ -100,6 +100,9 @@ impl Daemon {
                 ),
             );
         }
+        if let Some((link, _)) = &keeper {
+            link.opening().map_err(Failure::failed)?;
+        }
         let mut ways_in: Vec<Box<dyn WayIn>> = Vec::new();
         if !options.nbd.is_empty() {
             let nbd = Nbd::start(&volume, options, log)?;

@@ -112,12 +112,11 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
             log(Level::Warning, format_args!("no keeper holds the pages, so this daemon cannot be replaced"));
             continue;
         }
-        if let Some(link) = &link {
-            // Until its devices have gone: if it died meanwhile, another would be needed.
-            let _ = link.staying();
-        }
         let user = daemon.in_use().or_else(|| daemon.let_go());
         let Some(user) = user.filter(|_| signal.is_some()) else { break signal };
+        if let Some(link) = &link {
+            let _ = link.staying();
+        }
         log(Level::Warning, format_args!("not stopping: {user}, then stop weir again"));
     };
     if let Some(link) = &link {

@@ -196,6 +196,34 @@ fn no_signal_ends_what_carries_swap() {
     }
 }
 
+/// Which is what whoever tells a daemon that hangs to stop, and then kills it, does to its pages.
+#[test]
+fn a_daemon_that_hangs_and_is_killed_after_its_keeper_was_told_to_end_is_replaced() {
+    if !is_possible("a_daemon_that_hangs_and_is_killed_after_its_keeper_was_told_to_end_is_replaced") {
+        return;
+    }
+    let mut scene = start("hangs", Carries::FileSystem, true);
+    let daemon = pid(&scene);
+    let user = User::new(&scene, Carries::FileSystem);
+    let [keeper, one] = [Pid::from_child(&scene.process), Pid::from_raw(daemon as i32).unwrap()];
+    kill_process(one, Signal::STOP).unwrap();
+    kill_process(keeper, Signal::TERM).unwrap();
+    thread::sleep(LIVES_FOR);
+    kill_process(one, Signal::KILL).unwrap();
+    let begun = Instant::now();
+    while scene.daemon().is_none_or(|next| next == one) {
+        assert!(begun.elapsed() < PATIENCE, "the keeper gave the pages up");
+        thread::sleep(Duration::from_millis(10));
+    }
+    // This one is asked, and says that it is in use.
+    assert!(user.is_whole());
+    thread::sleep(LIVES_FOR);
+    assert_ne!(pid(&scene), daemon);
+    assert!(user.is_whole());
+    drop(user);
+    assert_eq!(scene.terminate(), Some(0));
+}
+
 /// A shell on a terminal of its own, which closes when this is dropped.
 struct Terminal(Child);
 

@@ -149,12 +149,17 @@ impl Link {
         }
     }
 
+    /// Says that the daemon is about to listen: from here on somebody may have pages here.
+    pub fn opening(&self) -> io::Result<()> {
+        send(&self.0.socket, "opening", None)
+    }
+
     /// Says that the daemon serves; and once more whenever it has taken memory since that the next will need too.
     pub fn ready(&self) -> io::Result<()> {
         send(&self.0.socket, "ready", None)
     }
 
-    /// Says that the daemon is about to end because it was told to.
+    /// Says that the daemon was told to end, and is about to: nobody needs its pages.
     pub fn ending(&self) -> io::Result<()> {
         send(&self.0.socket, "ending", None)
     }

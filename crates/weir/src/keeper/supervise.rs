@@ -13,7 +13,6 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use rustix::process::{
     Pid, PidfdFlags, Resource, Rlimit, Signal, WaitId, WaitIdOptions, getrlimit, setrlimit,
 };
-
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -58,13 +57,18 @@ enum End {
 struct Life {
     end: End,
     was_ready: bool,
-    was_told: bool,
+    /// It said that it ends, since nobody needs its pages.
+    is_done: bool,
+    /// It was told to end, and has not said yet whether it does.
+    owes_answer: bool,
     makes_way: bool,
 }
 
 struct Keeper<'a> {
     log: &'a Log,
     kept: BTreeMap<String, Kept>,
+    /// A daemon has listened, so that somebody may need what is kept. Only a daemon can tell that nobody does.
+    is_needed: bool,
     set_aside: Vec<Memory>,
     /// It is less than the next daemon will need.
     lacks: bool,
@@ -107,6 +111,7 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
     let mut keeper = Keeper {
         log,
         kept: BTreeMap::new(),
+        is_needed: false,
         set_aside: Vec::new(),
         lacks: false,
         config,
@@ -119,7 +124,6 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
     };
     open_many_files();
     let mut programs = Programs::new();
-    let mut served = false;
     let mut stillborn = 0;
     let mut tries: u64 = 1;
     loop {
@@ -132,7 +136,7 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
                 continue;
             }
             // Short of processes, descriptors or memory: that passes, and the pages would be gone for good.
-            Err(error) if !keeper.kept.is_empty() => {
+            Err(error) if keeper.is_needed => {
                 // Not each time: nobody knows for how long.
                 if tries.is_power_of_two() {
                     (log)(
@@ -145,10 +149,6 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
                     keeper.hear_signal();
                 }
                 if keeper.told_by.is_some() {
-                    // Only a daemon can tell whether a kernel swaps here, and what it has swapped would be lost.
-                    if !swap {
-                        return Err(error);
-                    }
                     keeper.told_by = Some(Instant::now() + HEARING);
                 }
                 continue;
@@ -156,10 +156,9 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
             life => life?,
         };
         tries = 1;
-        served |= life.was_ready;
         programs.short_lives = if born.elapsed() < SHORT_LIFE { programs.short_lives + 1 } else { 0 };
         let serves = life.was_ready && programs.short_lives < SHORT_LIVES_MOST;
-        if programs.is_new() && !life.was_told && !life.makes_way && !serves {
+        if programs.is_new() && !life.is_done && !life.makes_way && !serves {
             (log)(
                 Level::Warning,
                 format_args!("the program that is installed now does not serve; starting the one before it"),
@@ -172,18 +171,18 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
             End::Exit(0) if life.makes_way => {
                 (log)(Level::Info, format_args!("the daemon makes way for another"));
             }
-            End::Exit(code) if life.was_told || !served => return Ok(code),
-            // Nobody's pages are at stake before there was anything to keep. From then on they may be: a daemon listens a little
-            // before it says that it is ready.
-            End::Signal(number) if life.was_told || (!served && keeper.kept.is_empty()) => {
-                return Ok(128 + number);
-            }
+            End::Exit(code) if life.is_done || !keeper.is_needed => return Ok(code),
+            End::Signal(number) if life.is_done || !keeper.is_needed => return Ok(128 + number),
             end => (log)(
                 Level::Warning,
                 format_args!(
                     "the daemon ended unasked ({end:?}); starting another, which takes its pages over"
                 ),
             ),
+        }
+        if life.owes_answer {
+            // It hung, or was killed over the answer: the next one is asked.
+            keeper.told_by = Some(Instant::now() + HEARING);
         }
         stillborn = if born.elapsed() < SHORT_LIFE && !life.was_ready { stillborn + 1 } else { 0 };
         if let Some(pause) = pause_after(stillborn) {
@@ -291,7 +290,13 @@ impl Keeper<'_> {
     /// Serves a daemon until it ends.
     fn watch(&mut self, pid: Pid, line: OwnedFd) -> io::Result<Life> {
         let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
-        let mut life = Life { end: End::Exit(0), was_ready: false, was_told: false, makes_way: false };
+        let mut life = Life {
+            end: End::Exit(0),
+            was_ready: false,
+            is_done: false,
+            owes_answer: false,
+            makes_way: false,
+        };
         let mut line = Some(line);
         let mut hung_up = None;
         // From the first daemon on that kept something, something may be in use.
@@ -384,8 +389,12 @@ impl Keeper<'_> {
     fn answer(&mut self, line: &OwnedFd, message: Message, daemon: Pid, life: &mut Life) -> io::Result<()> {
         let Message { text, fd } = message;
         match split(&text) {
+            ("opening", _) => {
+                self.is_needed = true;
+                Ok(())
+            }
             ("ready", _) => {
-                life.was_ready = true;
+                (life.was_ready, self.is_needed) = (true, true);
                 self.set_aside(daemon);
                 // Now, not once: an upgrade may have put another file in its place.
                 let pages = self.config.map(resident::file);
@@ -393,11 +402,11 @@ impl Keeper<'_> {
                 Ok(())
             }
             ("ending", _) => {
-                life.was_told = true;
+                (life.is_done, life.owes_answer) = (true, false);
                 Ok(())
             }
             ("staying", _) => {
-                life.was_told = false;
+                life.owes_answer = false;
                 Ok(())
             }
             ("replacing", _) => {
@@ -455,10 +464,10 @@ impl Keeper<'_> {
         self.told_by.get_or_insert_with(|| Instant::now() + HEARING);
     }
 
-    /// SIGTERM and SIGINT to the keeper mean the daemon, and that no other follows, unless the daemon says that it stays.
+    /// A signal to the keeper means the daemon, which says whether it ends or stays. No other follows one that ends.
     fn pass_on_signal(&mut self, daemon: &OwnedFd, life: &mut Life) {
         self.told_by = None;
-        life.was_told = true;
+        life.owes_answer = true;
         if let Err(error) = rustix::process::pidfd_send_signal(daemon, Signal::TERM) {
             (self.log)(Level::Warning, format_args!("cannot pass a signal on to the daemon: {error}"));
         }

@@ -8,8 +8,9 @@
 //! | daemon | `hold KIND NAME` + fd | keep this; answered by `held` or `refused REASON` |
 //! | daemon | `took NAME OFFSET BYTES` | the memory kept under that name has pages there again: lock them too |
 //! | daemon | `drop NAME` | close what is kept under that name; answered by `dropped` |
+//! | daemon | `opening` | I am about to listen: from here on somebody may have pages here |
 //! | daemon | `ready` | I serve; said again, I have more memory than I had |
-//! | daemon | `ending` | I was told to stop: do not start another |
+//! | daemon | `ending` | I was told to stop, and nobody needs the pages: do not start another |
 //! | daemon | `staying` | I was told to stop, and am in use: if I die, start another |
 //! | daemon | `replacing` | I was told to make way for the program that is installed now |
 //!
