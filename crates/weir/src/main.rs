@@ -30,6 +30,7 @@ mod cli;
 mod compress;
 mod config;
 mod control;
+mod core_dump;
 mod daemon;
 mod device_use;
 mod doctor;

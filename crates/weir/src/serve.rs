@@ -6,7 +6,7 @@ use crate::daemon::Daemon;
 use crate::failure::Failure;
 use crate::relay::Relay;
 use crate::start::{Start, warn_of_unlocked_memory};
-use crate::{address::Address, config, keeper, signals};
+use crate::{address::Address, config, core_dump, keeper, signals};
 use signal_hook::consts::SIGUSR1;
 use signal_hook::iterator::Signals;
 use std::path::Path;
@@ -24,6 +24,7 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
     };
     check(&options)?;
     signals::ignore_strays();
+    core_dump::forbid()?;
     // The control socket would make it, but comes last.
     paths(&options).try_for_each(make_run_time_directory)?;
     // Before any thread: the flusher flag is inherited by the threads that come after it.

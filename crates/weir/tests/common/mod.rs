@@ -38,7 +38,78 @@ pub fn has_lavapipe() -> bool {
     })
 }
 
-/// How often a daemon is to be killed.
+/// By what a daemon is killed: from outside, or by what it or a driver does wrong. The last two write a core where they may.
+pub const KILLS: [(Signal, &str); 3] =
+    [(Signal::KILL, ""), (Signal::ABORT, "-abrt"), (Signal::SEGV, "-segv")];
+
+/// How long whoever used a daemon waited for the next one, by what it was killed.
+#[derive(Default)]
+pub struct Stalls([Vec<Duration>; KILLS.len()]);
+
+impl Stalls {
+    /// The signal that is next. Each has its turn, so that all meet the same machine.
+    pub fn next(&self) -> Signal {
+        KILLS[self.count() % KILLS.len()].0
+    }
+
+    pub fn push(&mut self, stall: Duration) {
+        let at = self.count() % KILLS.len();
+        self.0[at].push(stall);
+    }
+
+    pub fn count(&self) -> usize {
+        self.0.iter().map(Vec::len).sum()
+    }
+
+    /// The shortest of all. What the machine does besides makes one stall longer; what a keeper does wrong makes all of them longer.
+    pub fn shortest(&self) -> Duration {
+        *self.0.iter().flatten().min().expect("one at least")
+    }
+
+    /// Prints the figures, `kills` by each signal.
+    pub fn print(mut self, store: &str, kills: usize) {
+        let mut by_kill = None;
+        for (stalls, (signal, suffix)) in self.0.iter_mut().zip(KILLS) {
+            stalls.sort();
+            let [median, longest] = [stalls[stalls.len() / 2], stalls[stalls.len() - 1]];
+            println!("{} by {signal:?}: stall median {median:.1?}, longest {longest:.1?}", stalls.len());
+            println!("figure: {store}{suffix} kills {} higher {kills}", stalls.len());
+            println!("figure: {store}{suffix} stall_p50_s {:.3} lower", median.as_secs_f64());
+            println!("figure: {store}{suffix} stall_max_s {:.3} lower", longest.as_secs_f64());
+            let by_kill = *by_kill.get_or_insert(median);
+            if signal != Signal::KILL {
+                let beside = median.as_secs_f64() / by_kill.as_secs_f64();
+                println!("figure: {store}{suffix} stall_p50_beside_kill {beside:.2} lower");
+            }
+        }
+    }
+}
+
+/// Kills a process as `signal` does: false where it was gone already.
+pub fn kill(process: Pid, signal: Signal) -> bool {
+    let is_sent = kill_process(process, signal).is_ok();
+    // Rust's handler looks for a stack that overflowed, and has what it finds to be something else happen once more.
+    while signal == Signal::SEGV && is_sent && lives(process) {
+        let _ = kill_process(process, signal);
+        thread::sleep(Duration::from_micros(200));
+    }
+    is_sent
+}
+
+/// Whether a process is there, and is no zombie.
+fn lives(process: Pid) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{}/stat", process.as_raw_nonzero())).unwrap_or_default();
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
+}
+
+/// Lets this process and what it starts write cores as large as they like, where the system allows it.
+pub fn allow_cores() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let maximum = getrlimit(Resource::Core).maximum;
+    setrlimit(Resource::Core, Rlimit { current: maximum, maximum }).unwrap();
+}
+
+/// How often a daemon is to be killed, by each of [`KILLS`].
 pub fn kills() -> usize {
     let full = std::env::var_os("WEIR_SCALE").is_some_and(|scale| scale == "full");
     number("WEIR_KILLS", if full { 100 } else { 5 }) as usize
@@ -58,7 +129,8 @@ impl Daemon {
         fs::create_dir_all(&directory).unwrap();
         let mut command = Command::new(WEIR);
         command.arg("serve").arg("--control").arg(directory.join("control")).args(flags);
-        command.env("WEIR_SEAL", "abort");
+        // Where its core would be.
+        command.env("WEIR_SEAL", "abort").current_dir(&directory);
         more(&mut command, &directory);
         let process = command.spawn().unwrap();
         Daemon { directory, process }
@@ -127,6 +199,15 @@ impl Daemon {
         let pid = self.process.id();
         let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?;
         Pid::from_raw(children.trim().parse().ok()?)
+    }
+
+    /// The cores in its directory.
+    pub fn cores(&self) -> Vec<PathBuf> {
+        let entries = fs::read_dir(&self.directory).unwrap().map(|entry| entry.unwrap().path());
+        let is_core = |path: &PathBuf| {
+            path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"core"))
+        };
+        entries.filter(is_core).collect()
     }
 
     /// Kills the daemon of a keeper and waits for the next to answer.
