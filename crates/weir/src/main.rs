@@ -26,6 +26,7 @@ mod address;
 mod attach;
 mod backing;
 mod bench;
+mod bug;
 mod cli;
 mod compress;
 mod config;

@@ -5,7 +5,7 @@ use crate::failure::{Failure, chain};
 use crate::pages::{self, Plan};
 use crate::stages::Stages;
 use crate::start::{Start, warn_of_unlocked_memory};
-use crate::{core_dump, signals};
+use crate::{bug, core_dump, signals};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use signal_hook::consts::{SIGHUP, SIGTERM};
 use std::fs::OpenOptions;
@@ -71,6 +71,7 @@ fn serve(options: &MountOptions) -> Result<(), Failure> {
     // What lies on the disk is gone with it, also where nobody has a file open while the terminal closes.
     signals::ignore(SIGHUP);
     core_dump::forbid()?;
+    bug::end_process(&log, false);
     // Handlers first, so that an early SIGTERM ends the disk in good order too.
     let (told, tell) = UnixStream::pair().map_err(Failure::failed)?;
     told.set_nonblocking(true).map_err(Failure::failed)?;

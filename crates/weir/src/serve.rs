@@ -6,7 +6,7 @@ use crate::daemon::Daemon;
 use crate::failure::Failure;
 use crate::relay::Relay;
 use crate::start::{Start, warn_of_unlocked_memory};
-use crate::{address::Address, config, core_dump, keeper, signals};
+use crate::{address::Address, bug, config, core_dump, keeper, signals};
 use signal_hook::consts::SIGUSR1;
 use signal_hook::iterator::Signals;
 use std::path::Path;
@@ -48,11 +48,12 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
         return if code == 0 { Ok(()) } else { Err(Failure::Said) };
     }
     // A daemon's lines go by its keeper's. Where nobody swaps, standard error can be waited for, and has a last word too.
-    let _relay = (options.swap && keeper.is_none()).then(Relay::start).transpose().map_err(Failure::failed)?;
+    let relay = (options.swap && keeper.is_none()).then(Relay::start).transpose().map_err(Failure::failed)?;
     if options.swap && keeper.is_some() {
         // As the keeper started it; its threads are ordinary ones, or choose for themselves.
         let _ = swap_safety::reach_reserves(Children::Ordinary);
     }
+    bug::end_process(&log, relay.is_some());
     // Handlers first, so that an early SIGTERM ends the daemon in good order too.
     let mut signals = Signals::new(signals::END.into_iter().chain([SIGUSR1])).map_err(Failure::failed)?;
 

@@ -103,11 +103,6 @@ impl<S: Service> Worker<S> {
                 None => self.look_and_serve(),
             };
             self.pool.away();
-            if let Ending::Broken(errno) = ending {
-                // By its number: its name comes from libc, through the allocator.
-                let number = errno.raw_os_error();
-                (self.log)(Level::Warning, format_args!("fuse: thread {} ends: errno {number}", self.number));
-            }
             ending
         })
     }

@@ -253,7 +253,6 @@ impl Server {
                 spin: config.spin,
                 swap: config.swap,
                 must_flush: config.swap && !config.unsafe_no_flusher,
-                recoverable: config.recoverable,
                 counters: Arc::clone(&self.counters),
                 log: Arc::clone(log),
             };
@@ -370,7 +369,6 @@ struct Thread {
     spin: Duration,
     swap: bool,
     must_flush: bool,
-    recoverable: bool,
     counters: Arc<[Counters]>,
     log: Log,
 }
@@ -406,11 +404,8 @@ impl Thread {
         let _ = ready.send(Ok(()));
         let served = weir_core::seal::on_io_thread(|| queue.serve());
         if let Err(error) = served {
-            (self.log)(Level::Warning, format_args!("ublk: queue {number} serves no more: {error}"));
-            if self.recoverable {
-                // Its requests would wait for ever; the next daemon has them sent again.
-                std::process::abort();
-            }
+            // Its requests would wait for ever. The process decides what a panic ends; the next daemon has them sent again.
+            panic!("ublk: queue {number} serves no more: {error}");
         }
     }
 }

@@ -229,12 +229,13 @@ impl Shared {
         if self.is_lost() || first >= end { Err(Fault::Lost) } else { Ok(&self.cells[first..end]) }
     }
 
-    /// Counts an operation, and loses the store if that was one too many.
+    /// Counts an operation, and loses the store if that was one too many, or panics.
     fn count_operation(&self) {
         let earlier = self.operations.fetch_add(1, Ordering::Relaxed);
         if self.url.die_after.is_some_and(|limit| earlier >= limit) {
             self.lost.store(true, Ordering::SeqCst);
         }
+        assert!(self.url.panic_after.is_none_or(|limit| earlier < limit), "as the store's URL says");
     }
 }
 

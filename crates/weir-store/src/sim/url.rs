@@ -17,6 +17,7 @@ const KEYS: &[&str] = &[
     "delay",
     "latency_us",
     "die_after",
+    "panic_after",
 ];
 
 /// What a simulated store does wrong, and when. Probabilities are per operation, from 0 to 1, default 0.
@@ -46,6 +47,8 @@ pub struct SimUrl {
     pub latency: Duration,
     /// After so many operations, of all lanes together, the store is lost with all it holds.
     pub die_after: Option<u64>,
+    /// After so many, each operation panics, as code with a bug does.
+    pub panic_after: Option<u64>,
 }
 
 impl Default for SimUrl {
@@ -63,6 +66,7 @@ impl Default for SimUrl {
             delay: 0,
             latency: Duration::ZERO,
             die_after: None,
+            panic_after: None,
         }
     }
 }
@@ -84,7 +88,8 @@ impl SimUrl {
                 "latency_us" => {
                     url.latency = Duration::from_micros(value(key, text, "a number of microseconds")?);
                 }
-                _ => url.die_after = Some(value(key, text, "a number of operations")?),
+                "die_after" => url.die_after = Some(value(key, text, "a number of operations")?),
+                _ => url.panic_after = Some(value(key, text, "a number of operations")?),
             }
         }
         Ok(url)
@@ -115,6 +120,7 @@ impl fmt::Display for SimUrl {
         query.pair(self.lost_slot.is_some(), "lost_slot", self.lost_slot.unwrap_or_default())?;
         query.pair(self.delay > 0, "delay", self.delay)?;
         query.pair(self.latency > Duration::ZERO, "latency_us", self.latency.as_micros())?;
-        query.pair(self.die_after.is_some(), "die_after", self.die_after.unwrap_or_default())
+        query.pair(self.die_after.is_some(), "die_after", self.die_after.unwrap_or_default())?;
+        query.pair(self.panic_after.is_some(), "panic_after", self.panic_after.unwrap_or_default())
     }
 }

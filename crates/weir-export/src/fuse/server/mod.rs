@@ -266,8 +266,16 @@ impl Server {
                 let fine = matches!(flusher, Ok(true));
                 let _ = ready.send(flusher);
                 drop(ready);
-                if fine && worker.run() == Ending::Unmounted {
-                    worker.pool.gone();
+                if !fine {
+                    return;
+                }
+                match worker.run() {
+                    Ending::Unmounted => worker.pool.gone(),
+                    // Its requests would wait for ever. The process decides what a panic ends.
+                    Ending::Broken(errno) if !worker.pool.is_stopping() => {
+                        panic!("fuse: thread {number} cannot serve: {errno}");
+                    }
+                    Ending::Broken(_) | Ending::Stopped => {}
                 }
             };
             let name = format!("weir-fuse-{number}");
