@@ -36,7 +36,7 @@ use std::fmt;
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 use weir_core::{PageBytes, Slot};
 
 /// What a caller calls one of its operations; comes back with its completion.
@@ -93,6 +93,14 @@ pub trait Store: Send + Sync + fmt::Debug {
     fn card(&self, _chunk: u32) -> usize {
         0
     }
+
+    /// The condition of each of its parts that can fail by itself, a card for example; empty where nothing is to be said.
+    fn conditions(&self) -> Vec<Condition> {
+        Vec::new()
+    }
+
+    /// Has `tell` called whenever a part's condition changes, once for each change, by a thread that may wait.
+    fn when_changed(&self, _tell: TellChange) {}
 
     /// What must outlive this process for [`reopen`] to find the pages again; a keeper holds it. Empty where the pages end
     /// with the process.
@@ -163,6 +171,28 @@ pub enum Room {
 
 /// Who is told how the opening of a store went on; see [`Store::when_joined`].
 pub type Tell = Arc<dyn Fn(&Joined) + Send + Sync>;
+
+/// Who is told of changes; see [`Store::when_changed`].
+pub type TellChange = Arc<dyn Fn(&Condition) + Send + Sync>;
+
+/// How a part of a store is, since when, and why.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Condition {
+    /// What it is: `NVIDIA H200, driver 580.159.04`.
+    pub part: String,
+    /// Whether it can be relied on.
+    pub state: State,
+    /// The ways to it that it has now.
+    pub ways: Vec<&'static str>,
+    /// Each fast way that it has not, and why.
+    pub missing: Vec<(&'static str, String)>,
+    /// Since when it is so.
+    pub since: SystemTime,
+    /// What happened then; `None`: it was opened.
+    pub why: Option<String>,
+    /// Another process could reach all that is kept of it.
+    pub wants_another_process: bool,
+}
 
 /// How what a store opens behind its first operations went.
 #[derive(Clone, Debug)]

@@ -1,9 +1,10 @@
 //! One card as a store: its chunks, its three paths, its state, and the thread that watches over it.
 
 use super::chunks::{Chunks, LANES_MAX, Source};
+use super::condition::{Death, Turn, xid};
 use super::engine::{Context, Which};
 use super::headroom::Headroom;
-use super::lane::{Engine, GpuLane};
+use super::lane::{CutOff, Engine, GpuLane};
 use super::late::Late;
 use super::mapped::Device;
 use super::mapped::copy::Copies;
@@ -11,8 +12,8 @@ use super::nvml::Nvml;
 use super::options::{PathMode, VramUrl};
 use super::ring::{Paused, Ring};
 use super::table::{Path, Table};
-use super::{Drivers, Trouble, kept};
-use crate::{Fault, Keep, OpenError, State};
+use super::{Drivers, Trouble, answer_limit, kept};
+use crate::{Condition, Fault, Keep, OpenError, State, TellChange};
 use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -20,8 +21,8 @@ use std::path::Path as FilePath;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{JoinHandle, Thread};
-use std::time::Duration;
-use weir_core::PAGE_SIZE;
+use std::time::{Duration, Instant};
+use weir_core::{ByteSize, PAGE_SIZE};
 
 /// Lanes at work from which on the window is full of writes: two or three fill an H200's.
 pub(super) const CROWD: usize = 3;
@@ -51,6 +52,12 @@ pub struct Gpu {
     /// What opening took until the first operation.
     pub(super) stages: Vec<(&'static str, Duration)>,
     pub(super) state: AtomicU8,
+    /// When and why it last changed.
+    pub(super) turn: Mutex<Turn>,
+    /// Who is told of changes.
+    pub(super) tell: Mutex<Vec<TellChange>>,
+    /// Why it is lost, from whoever saw it first.
+    pub(super) loss: OnceLock<&'static str>,
     /// Lanes that moved pages when the watcher last looked.
     pub(super) busy: AtomicUsize,
     /// The way that a crowd's writes take, by what is written: single pages or runs. 0: by cost; else a path and 1.
@@ -189,7 +196,7 @@ impl Gpu {
             Path::Engine => {
                 self.source.cuda().is_some() || (self.source.gpu.is_some() && !self.has(Path::Mapped))
             }
-            Path::Ring => self.ring().is_some(),
+            Path::Ring => self.ring().is_some() && !self.cuda_is_lost(),
         }
     }
 
@@ -236,15 +243,96 @@ impl Gpu {
         self.busy.load(Ordering::Relaxed)
     }
 
-    /// Whether CUDA said so. The watcher carries it over into the state, which is all that an operation looks at.
+    /// Whether CUDA has died.
+    #[inline]
     pub(super) fn cuda_is_lost(&self) -> bool {
-        self.source.cuda().is_some_and(|cuda| cuda.is_lost())
+        self.source.dead().is_some()
+    }
+
+    /// How lanes go on once CUDA has died. The watching thread hears of it.
+    #[cold]
+    pub(super) fn without_cuda(&self) -> CutOff {
+        let Some(cuda) = self.source.dead() else { return CutOff::ByTheWindow };
+        self.alarm();
+        if self.has(Path::Mapped) {
+            return CutOff::ByTheWindow;
+        }
+        if self.is_kept() && cuda.dead_for() < answer_limit() {
+            // Who kills this process may be of lower rank than this thread.
+            std::thread::sleep(Duration::from_millis(1));
+            return CutOff::Waits;
+        }
+        self.lose("CUDA was the only way to it");
+        CutOff::Lost(match cuda.death() {
+            Some(Death::NoAnswer(_)) => Fault::Timeout,
+            _ => Fault::Lost,
+        })
+    }
+
+    /// Whether another process can reach what it holds once this one has ended.
+    pub(super) fn is_kept(&self) -> bool {
+        self.kept.load(Ordering::Relaxed) && self.keep.get().is_some()
     }
 
     /// Says so to every lane.
-    pub(super) fn lose(&self) {
+    pub(super) fn lose(&self, why: &'static str) {
+        let _ = self.loss.set(why);
         self.state.store(LOST, Ordering::Relaxed);
         self.chunks.hot().gate().lost.store(true, Ordering::Relaxed);
+        self.alarm();
+    }
+
+    /// Has the watching thread look now.
+    pub(super) fn alarm(&self) {
+        if let Some(thread) = self.watching.get() {
+            thread.unpark();
+        }
+    }
+
+    /// The card's condition.
+    pub fn condition(&self) -> Condition {
+        let turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let ways = Path::ALL.into_iter().filter(|&path| self.has(path)).map(Path::name).collect();
+        let mut missing: Vec<(&'static str, String)> = self.source.refused.to_vec();
+        if let Some(death) = self.source.dead().and_then(|cuda| cuda.death()) {
+            missing.push((Path::Engine.name(), death.to_string()));
+        }
+        Condition {
+            part: self.part(),
+            state: self.state(),
+            ways,
+            missing,
+            since: turn.since,
+            why: turn.why,
+            wants_another_process: self.cuda_is_lost() && !self.has(Path::Mapped) && self.is_kept(),
+        }
+    }
+
+    /// Notes and tells that the condition has changed, and why. For threads that may wait.
+    pub(super) fn turn(&self, why: Option<String>) {
+        *self.turn.lock().unwrap_or_else(PoisonError::into_inner) = Turn::now(why);
+        let tell = self.tell.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let condition = self.condition();
+        tell.iter().for_each(|tell| tell(&condition));
+    }
+
+    /// Has `tell` called at each change, and now if there was one.
+    pub(super) fn when_changed(&self, tell: TellChange) {
+        self.tell.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(&tell));
+        let condition = self.condition();
+        if condition.why.is_some() {
+            tell(&condition);
+        }
+    }
+
+    /// Its name and its driver's version.
+    fn part(&self) -> String {
+        let name = match (&self.source.gpu, self.source.context()) {
+            (Some(gpu), _) => gpu.card.to_string(),
+            (None, Some(cuda)) => cuda.name.clone(),
+            (None, None) => String::new(),
+        };
+        format!("{name}, driver {}", self.nvml().map_or("unknown", Nvml::driver))
     }
 
     /// Wakes the watching thread, once, if it sleeps for long.
@@ -326,8 +414,13 @@ impl Gpu {
     }
 
     fn note(&self, trouble: Trouble) -> Fault {
-        if trouble.is_lost() {
-            self.lose();
+        match trouble {
+            // The lanes find out what that means.
+            Trouble::Cuda(error) if error.error.is_sticky() => {
+                let _ = self.without_cuda();
+            }
+            Trouble::Vulkan(error) if error.is_lost() => self.lose("Vulkan lost the device"),
+            _ => {}
         }
         trouble.fault()
     }
@@ -342,11 +435,40 @@ impl Gpu {
         if let Some(headroom) = self.headroom() {
             // With a chunk's difference between both directions, so that it does not flutter.
             let state = self.state.load(Ordering::Relaxed);
-            if state == ONLINE && headroom.is_short() {
-                let _ = self.state.compare_exchange(ONLINE, DRAINING, Ordering::Relaxed, Ordering::Relaxed);
-            } else if state == DRAINING && headroom.has_recovered() {
-                let _ = self.state.compare_exchange(DRAINING, ONLINE, Ordering::Relaxed, Ordering::Relaxed);
+            let (next, what) = match state {
+                ONLINE if headroom.is_short() => (DRAINING, "is below the floor of"),
+                DRAINING if headroom.has_recovered() => (ONLINE, "is above the floor again, of"),
+                _ => return,
+            };
+            if self.state.compare_exchange(state, next, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
+                let (free, floor) = (ByteSize(headroom.free), ByteSize(self.floor));
+                self.turn(Some(format!("free memory of the card, {free}, {what} {floor}")));
             }
+        }
+    }
+
+    /// Takes leave of CUDA once it has died, and says so. For the watching thread, once.
+    pub(super) fn mind_death(self: &Arc<Self>) {
+        let Some(cuda) = self.source.dead() else { return };
+        let why = cuda.death().map_or_else(String::new, |death| death.to_string());
+        let why = [Some(format!("CUDA is lost: {why}")), xid()].into_iter().flatten().collect::<Vec<_>>();
+        let _ = self.without_cuda();
+        self.turn(Some(why.join("; ")));
+        if !self.has(Path::Mapped) {
+            return;
+        }
+        // What was under way is done anew by the window. After that nobody uses the context, and it goes with all that it has on the
+        // card: the driver may take as long as it likes.
+        let since = Instant::now();
+        while !self.chunks.is_settled() && since.elapsed() < answer_limit() && !self.is_stopping() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        if self.chunks.is_settled() {
+            let (gpu, cuda) = (Arc::clone(self), Arc::clone(cuda));
+            let _ = std::thread::Builder::new().name("weir-vram-end".to_owned()).spawn(move || {
+                cuda.retire();
+                gpu.chunks.without_cuda();
+            });
         }
     }
 }
@@ -370,7 +492,6 @@ impl Gpu {
     /// Whether it can be relied on.
     pub fn state(&self) -> State {
         match self.state.load(Ordering::Relaxed) {
-            _ if self.cuda_is_lost() => State::Lost,
             LOST => State::Lost,
             DRAINING => State::Draining,
             _ => State::Online,
@@ -396,7 +517,7 @@ impl Gpu {
         if chunk as usize >= self.chunks.count() {
             return Err(Fault::Io(libc::EINVAL));
         }
-        if self.state() == State::Lost {
+        if self.state() == State::Lost || (self.cuda_is_lost() && !self.has(Path::Mapped)) {
             return Err(Fault::Lost);
         }
         let _alone = self.taking();

@@ -12,7 +12,7 @@ use super::ring::{Admission, RingLane};
 use super::table::{Batch, Direction, Path};
 use crate::{Done, Fault, Lane, Progress, Ticket};
 use std::sync::Arc;
-use weir_core::{PageBytes, Slot};
+use weir_core::{Page, PageBytes, Slot};
 
 /// From so many slots in a row on, the next batch is taken to go on like that.
 const NEIGHBOURS: u32 = 15;
@@ -23,6 +23,8 @@ const DEEP: usize = 8;
 /// by every later one of every lane.
 pub struct GpuLane {
     near: Near,
+    /// For a page that is read anew, by the window, after CUDA has died.
+    spare: Option<Box<Page>>,
     // The lanes before the card: their memory is the card's.
     engine: Option<Engine>,
     ring: Option<RingLane>,
@@ -52,6 +54,27 @@ struct Near {
     forced: bool,
     /// The window is all it has until the rest is open.
     waits: bool,
+    /// The window is all it has from now on: CUDA has died.
+    cut_off: bool,
+}
+
+/// An operation whose end nobody knows.
+pub struct Salvaged<'a> {
+    pub ticket: Ticket,
+    pub slot: Slot,
+    /// What was to be written; `None` for a read.
+    pub page: Option<&'a PageBytes>,
+}
+
+/// How a lane goes on once CUDA has died.
+#[derive(Clone, Copy, Debug)]
+pub enum CutOff {
+    /// The processor reaches the card's memory by itself.
+    ByTheWindow,
+    /// Another process is about to take over, with all that is kept: what is under way waits for that.
+    Waits,
+    /// There is no way left.
+    Lost(Fault),
 }
 
 /// Who copies: CUDA's engines, or Vulkan's transfer queue where there is neither CUDA nor a window.
@@ -85,16 +108,16 @@ impl Engine {
         }
     }
 
-    fn write(&mut self, ticket: Ticket, (chunk, offset): (u64, u64), page: &PageBytes) {
+    fn write(&mut self, ticket: Ticket, slot: Slot, (chunk, offset): (u64, u64), page: &PageBytes) {
         match self {
-            Engine::Cuda(lane) => lane.write(ticket, (chunk, offset), page),
+            Engine::Cuda(lane) => lane.write(ticket, slot, (chunk, offset), page),
             Engine::Queue(lane) => lane.write(ticket, Place { buffer: chunk, offset }, page),
         }
     }
 
-    fn read(&mut self, ticket: Ticket, (chunk, offset): (u64, u64)) {
+    fn read(&mut self, ticket: Ticket, slot: Slot, (chunk, offset): (u64, u64)) {
         match self {
-            Engine::Cuda(lane) => lane.read(ticket, (chunk, offset)),
+            Engine::Cuda(lane) => lane.read(ticket, slot, (chunk, offset)),
             Engine::Queue(lane) => lane.read(ticket, Place { buffer: chunk, offset }),
         }
     }
@@ -141,8 +164,16 @@ impl GpuLane {
             has_ring: ring.is_some(),
             forced: false,
             waits: berth.is_some(),
+            cut_off: false,
         };
-        let mut lane = GpuLane { near, engine, ring, berth, gpu: Arc::clone(gpu) };
+        let mut lane = GpuLane {
+            near,
+            spare: Some(Box::new(Page::zeroed())),
+            engine,
+            ring,
+            berth,
+            gpu: Arc::clone(gpu),
+        };
         lane.decide(1, 1);
         lane
     }
@@ -177,7 +208,7 @@ impl GpuLane {
     #[inline(never)]
     fn decide(&mut self, reads: u32, writes: u32) {
         self.near.resident = self.near.has_ring && self.gpu.ring_is_resident();
-        if self.near.forced {
+        if self.near.forced || self.near.cut_off {
             return;
         }
         self.near.planned = [reads, writes];
@@ -218,6 +249,7 @@ impl GpuLane {
     /// The way to take when the ring is away or full: the lane has room for its depth, whatever the ring has.
     fn otherwise(&self) -> Path {
         match &self.ring {
+            _ if self.near.cut_off => Path::Mapped,
             Some(ring) if ring.in_flight() > 0 && self.gpu.has(Path::Engine) => Path::Engine,
             _ if self.gpu.has(Path::Mapped) => Path::Mapped,
             _ => Path::Engine,
@@ -259,8 +291,11 @@ impl GpuLane {
         by_ring: impl FnOnce(&mut RingLane, (u64, u64)),
     ) -> Option<Progress> {
         if self.gpu.cuda_is_lost() {
-            self.gpu.lose();
-            return Some(Progress::Done(Err(Fault::Lost)));
+            return match self.cut_off() {
+                CutOff::ByTheWindow => None,
+                CutOff::Waits => Some(Progress::Full),
+                CutOff::Lost(_) => Some(Progress::Done(Err(Fault::Lost))),
+            };
         }
         let way = if path == Path::Ring { Way::Ring } else { Way::Engine };
         let site = &self.near.site;
@@ -296,8 +331,8 @@ impl GpuLane {
         let queued = self.later(
             path,
             slot,
-            |engine, place| engine.write(ticket, place, page),
-            |ring, (chunk, offset)| ring.write(ticket, chunk + offset, page),
+            |engine, place| engine.write(ticket, slot, place, page),
+            |ring, (chunk, offset)| ring.write(ticket, slot, chunk + offset, page),
         );
         match queued {
             Some(Progress::Queued) => {
@@ -318,8 +353,8 @@ impl GpuLane {
         let queued = self.later(
             path,
             slot,
-            |engine, place| engine.read(ticket, place),
-            |ring, (chunk, offset)| ring.read(ticket, chunk + offset),
+            |engine, place| engine.read(ticket, slot, place),
+            |ring, (chunk, offset)| ring.read(ticket, slot, chunk + offset),
         );
         match queued {
             Some(progress) => progress,
@@ -329,6 +364,58 @@ impl GpuLane {
                 other => self.read_later(ticket, slot, page, other),
             },
         }
+    }
+
+    /// How it goes on without CUDA, which has died.
+    #[cold]
+    #[inline(never)]
+    fn cut_off(&mut self) -> CutOff {
+        let how = self.gpu.without_cuda();
+        if matches!(how, CutOff::ByTheWindow) {
+            let near = &mut self.near;
+            // What is measured is not the window.
+            if near.forced {
+                return CutOff::Lost(Fault::Lost);
+            }
+            (near.cut_off, near.has_ring, near.resident) = (true, false, false);
+            (near.reads, near.writes) = (Path::Mapped, Path::Mapped);
+        }
+        how
+    }
+
+    /// Ends what CUDA had under way when it died: by the window, or as a fault.
+    #[cold]
+    #[inline(never)]
+    fn salvage(&mut self, done: &mut dyn FnMut(Done<'_>)) {
+        let fault = match self.cut_off() {
+            CutOff::ByTheWindow => None,
+            CutOff::Waits => return,
+            CutOff::Lost(fault) => Some(fault),
+        };
+        let Some(mut spare) = self.spare.take() else { return };
+        let (mut ring, mut engine) = (self.ring.take(), self.engine.take());
+        let (pin, mut ended) = (self.near.site.pin(), [0u64; 2]);
+        let mut redo = |way: Way, it: Salvaged<'_>| {
+            ended[way as usize] += 1;
+            let progress = match (fault, it.page) {
+                (Some(fault), _) => Progress::Done(Err(fault)),
+                (None, Some(page)) => self.store(it.slot, page),
+                (None, None) => self.load(it.slot, &mut spare),
+            };
+            let Progress::Done(result) = progress else { unreachable!("the window answers at once") };
+            let page = (it.page.is_none() && result.is_ok()).then_some(&**spare);
+            done(Done { ticket: it.ticket, result, page });
+        };
+        if let Some(ring) = &mut ring {
+            ring.salvage(&mut |it| redo(Way::Ring, it));
+        }
+        if let Some(Engine::Cuda(engine)) = &mut engine {
+            engine.salvage(&mut |it| redo(Way::Engine, it));
+        }
+        pin.finish(Way::Ring, ended[Way::Ring as usize]);
+        pin.finish(Way::Engine, ended[Way::Engine as usize]);
+        (self.ring, self.engine, self.spare) = (ring, engine, Some(spare));
+        self.near.flying = 0;
     }
 
     /// Writes through the window.
@@ -440,8 +527,11 @@ impl Lane for GpuLane {
             }
         }
         self.near.flying -= finished as u32;
-        if self.gpu.cuda_is_lost() || self.engine.as_ref().is_some_and(Engine::has_lost_the_card) {
-            self.gpu.lose();
+        if self.gpu.cuda_is_lost() {
+            self.salvage(done);
+        }
+        if self.engine.as_ref().is_some_and(Engine::has_lost_the_card) {
+            self.gpu.lose("Vulkan's transfer queue had no answer in time, or lost the device");
         }
     }
 

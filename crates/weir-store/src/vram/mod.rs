@@ -17,6 +17,7 @@
 mod bare;
 mod calibrate;
 mod chunks;
+mod condition;
 mod contest;
 pub mod engine;
 mod gpu;

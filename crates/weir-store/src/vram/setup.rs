@@ -1,6 +1,7 @@
 //! Opening a card: finding it, taking its memory or taking it over, measuring its paths.
 
 use super::chunks::{Chunks, Hot, Memory, Source};
+use super::condition::Turn;
 use super::engine::{Context, Which};
 use super::gpu::{Gpu, ONLINE, Owner};
 use super::kept::{self, KeptGpu};
@@ -10,6 +11,7 @@ use super::mapped::{Device, Refusal};
 use super::nvml::Nvml;
 use super::options::{PathMode, RingMode, Target, VramUrl};
 use super::ring::{self, Policy, Ring, Tuning};
+use super::table::Path;
 use super::watch::watch;
 use super::{Drivers, Trouble, calibrate};
 use crate::OpenError;
@@ -235,6 +237,9 @@ impl Found {
             late: room.late.then(Arc::default),
             stages: room.stages,
             state: AtomicU8::new(ONLINE),
+            turn: Mutex::new(Turn::now(None)),
+            tell: Mutex::default(),
+            loss: OnceLock::new(),
             busy: AtomicUsize::new(0),
             crowd: [const { AtomicU8::new(0) }; 2],
             entered: AtomicU64::new(0),
@@ -295,12 +300,24 @@ fn find(
         (Err(vulkan), Err(cuda)) => Err(format!("no VRAM store here. Vulkan: {vulkan}. CUDA: {cuda}")),
         (Err(refusal), Ok(_)) if options.target == Target::Software => Err(refusal.to_string()),
         // CUDA reaches such memory better than a transfer queue.
-        (Ok(gpu), Ok(cuda)) if !gpu.card.window => Ok((Source::new(None, Some(cuda)), uuid)),
+        (Ok(gpu), Ok(cuda)) if !gpu.card.window => {
+            let why =
+                if options.window { "the processor sees too little of its memory" } else { "window=off" };
+            let source = Source::new(None, Some(cuda));
+            Ok((source.refuses(Path::Mapped.name(), Some(why.to_owned())), uuid))
+        }
         (gpu, cuda) => {
-            let source = Source::new(gpu.ok().map(Arc::new), cuda.ok());
+            let (no_window, no_cuda) =
+                (gpu.as_ref().err().map(ToString::to_string), cuda.as_ref().err().cloned());
+            let source = Source::new(gpu.ok().map(Arc::new), cuda.ok())
+                .refuses(Path::Mapped.name(), no_window)
+                .refuses(Path::Engine.name(), no_cuda);
             // A driver that will not import leaves the window, which needs no import.
             let refuses = source.gpu.is_some() && matches!(source.take(PROBE), Err(Trouble::Cuda(_)));
-            Ok((if refuses { source.without_cuda() } else { source }, uuid))
+            let why = "CUDA does not import what Vulkan allocates".to_owned();
+            let source =
+                if refuses { source.without_cuda().refuses(Path::Engine.name(), Some(why)) } else { source };
+            Ok((source, uuid))
         }
     }
 }

@@ -10,7 +10,9 @@ use super::kept::{self, KeptStore};
 use super::lane::GpuLane;
 use super::options::{Target, VramUrl};
 use super::table::{self, Direction};
-use crate::{Done, Fault, Keep, Lane, OpenError, Progress, State, Store, Tell, Ticket};
+use crate::{
+    Condition, Done, Fault, Keep, Lane, OpenError, Progress, State, Store, Tell, TellChange, Ticket,
+};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -189,6 +191,14 @@ impl Store for VramStore {
             keep.hold(kept::PLAN, plan.fd().expect("it is a memfd"), true)?;
         }
         self.gpus.iter().enumerate().try_for_each(|(index, gpu)| gpu.keep_with(&keep, index, held))
+    }
+
+    fn conditions(&self) -> Vec<Condition> {
+        self.gpus.iter().map(|gpu| gpu.condition()).collect()
+    }
+
+    fn when_changed(&self, tell: TellChange) {
+        self.gpus.iter().for_each(|gpu| gpu.when_changed(Arc::clone(&tell)));
     }
 
     fn stages(&self) -> Vec<(&'static str, Duration)> {

@@ -5,6 +5,8 @@ use super::contest::Contest;
 use super::gpu::{CROWD, Gpu};
 use super::ring::{Policy, Seen, Step};
 use super::table::{Batch, Direction, Path};
+use crate::State;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -42,7 +44,8 @@ fn contend(gpu: &Gpu, contests: &mut [Contest; 2], elapsed: Duration, pages: u64
 }
 
 /// Watches until the card is told to stop.
-pub fn watch(gpu: &Gpu, mut policy: Policy) {
+pub fn watch(gpu: &Arc<Gpu>, mut policy: Policy) {
+    let (mut is_dead, mut is_lost) = (false, false);
     let (mut looked, mut asked) = (Instant::now(), Instant::now());
     let total = || gpu.chunks.pages().iter().sum::<u64>();
     let (mut pages, mut others) = (total(), 0);
@@ -63,8 +66,14 @@ pub fn watch(gpu: &Gpu, mut policy: Policy) {
         asleep.store(tick >= TICK_ASLEEP, Ordering::Release);
         std::thread::park_timeout(tick);
         asleep.store(false, Ordering::Release);
-        if gpu.cuda_is_lost() {
-            gpu.lose();
+        if gpu.cuda_is_lost() && !is_dead {
+            is_dead = true;
+            gpu.mind_death();
+        }
+        if gpu.state() == State::Lost && !is_lost {
+            is_lost = true;
+            let why = gpu.condition().why.into_iter().chain(gpu.loss.get().map(|&why| why.to_owned()));
+            gpu.turn(Some(why.collect::<Vec<_>>().join("; ")));
         }
         let elapsed = looked.elapsed();
         looked = Instant::now();
@@ -92,7 +101,7 @@ pub fn watch(gpu: &Gpu, mut policy: Policy) {
             others = if resident { gpu.others() } else { 0 };
             asked = Instant::now();
         }
-        let Some(ring) = gpu.ring.get() else { continue };
+        let Some(ring) = gpu.ring.get().filter(|_| !gpu.cuda_is_lost()) else { continue };
         let seen = Seen {
             elapsed,
             pages: asking,

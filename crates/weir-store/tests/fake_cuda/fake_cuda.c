@@ -75,6 +75,14 @@ static result dead(void) {
 static void die(result code) {
     __atomic_store_n(&dead_code, code, __ATOMIC_RELEASE);
 }
+// Kernels that run, and how often a context was released: a kernel does not outlive its own.
+static int kernels, releases;
+static result release(void) {
+    __atomic_fetch_add(&releases, 1, __ATOMIC_ACQ_REL);
+    while (__atomic_load_n(&kernels, __ATOMIC_ACQUIRE)) usleep(100);
+    die(0);
+    return 0;
+}
 // From now on every call answers `code`; with `final`, also those of the next context.
 void fake_cuda_die(result code, int final) {
     is_final = final;
@@ -161,7 +169,7 @@ result cuDeviceGetAttribute(int *value, int attribute, int device) {
     return 0;
 }
 result cuDevicePrimaryCtxRetain(void **context, int device) { CALL; *context = &copies; return 0; }
-result cuDevicePrimaryCtxRelease_v2(int device) { CALL; die(0); return 0; }
+result cuDevicePrimaryCtxRelease_v2(int device) { CALL; return release(); }
 result cuDevicePrimaryCtxSetFlags_v2(int device, unsigned flags) { CALL; return 0; }
 result cuCtxSetCurrent(void *context) { CALL; return 0; }
 result cuMemGetInfo_v2(size_t *free, size_t *total) { CALL; *free = 1ull << 31; *total = 1ull << 32; return 0; }
@@ -362,6 +370,7 @@ struct launch {
     struct control *control;
     unsigned grid;
     struct stream *stream;
+    int release;
 };
 
 static void *resident(void *argument) {
@@ -374,7 +383,8 @@ static void *resident(void *argument) {
         uint32_t head = control->lanes[index / blocks].head;
         seq[index] = head + ((index - head) & (blocks - 1));
     }
-    while (!__atomic_load_n(&control->stop, __ATOMIC_ACQUIRE)) {
+    while (!dead() && __atomic_load_n(&releases, __ATOMIC_ACQUIRE) == launch.release &&
+           !__atomic_load_n(&control->stop, __ATOMIC_ACQUIRE)) {
         int idle = 1;
         for (unsigned index = 0; index < launch.grid; index++) {
             struct lane *lane = &control->lanes[index / blocks];
@@ -392,6 +402,7 @@ static void *resident(void *argument) {
     }
     free(seq);
     __atomic_store_n(&launch.stream->running, 2, __ATOMIC_RELEASE);
+    __atomic_fetch_sub(&kernels, 1, __ATOMIC_ACQ_REL);
     return 0;
 }
 
@@ -411,6 +422,8 @@ result cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, uns
     launch->control = (struct control *)*(address *)arguments[0];
     launch->grid = gx;
     launch->stream = stream;
+    launch->release = __atomic_load_n(&releases, __ATOMIC_ACQUIRE);
     stream->running = 1;
+    __atomic_fetch_add(&kernels, 1, __ATOMIC_ACQ_REL);
     return pthread_create(&stream->thread, 0, resident, launch) ? OUT_OF_MEMORY : 0;
 }

@@ -7,9 +7,9 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-use weir_core::Page;
+use weir_core::{Page, Slot};
 use weir_store::vram::{Counters, Drivers, Target, VramStore, VramUrl};
-use weir_store::{Fault, Joined, Keep, Lane, State, Store};
+use weir_store::{Condition, Fault, Joined, Keep, Lane, Progress, State, Store};
 
 /// A keeper in this process: descriptors by name.
 #[derive(Debug, Default)]
@@ -285,6 +285,40 @@ fn whoever_asks_for_the_head_room_is_told_when_the_library_is_open() {
     let shelf = left_behind(&url, &drivers);
     let store = shelf.reopen(&url, &drivers).expect("the store again");
     assert!(store.headroom()[0].is_some());
+}
+
+#[test]
+fn by_cuda_alone_what_is_kept_waits_for_another_process_and_is_whole_there() {
+    let cuda = FakeCuda::build(Batch::Cuda13);
+    let drivers = drivers(cuda.path());
+    let mut url = url("");
+    url.target = Target::Index(0);
+    let store = VramStore::open_with(&url, &drivers).expect("a store");
+    let shelf = Arc::new(Shelf::default());
+    store.keep_with(shelf.clone(), false).expect("kept");
+    let mut lane = store.lane(16).expect("a lane");
+    (0..1024).for_each(|slot| write(lane.as_mut(), slot, &page(slot)).expect("written"));
+    let wants = Arc::new(AtomicBool::new(false));
+    let told = Arc::clone(&wants);
+    store.when_changed(Arc::new(move |it: &Condition| {
+        told.store(it.wants_another_process, Ordering::Release)
+    }));
+    for number in 0..8 {
+        assert_eq!(lane.write(number, Slot(number * 3), &page(number * 3)), Progress::Queued);
+    }
+    lane.submit();
+    cuda.die(719, false);
+    // Nothing under way is refused before somebody had time to take over, and no more is taken.
+    lane.poll(&mut |done| panic!("answered: {done:?}"));
+    assert_eq!(lane.write(9, Slot(1000), &page(1)), Progress::Full);
+    soon("asked for another process", || wants.load(Ordering::Acquire));
+    lane.poll(&mut |done| panic!("answered: {done:?}"));
+    // As a process that ends: nothing of it is undone. Releasing the context is what its end does to the driver.
+    std::mem::forget((lane, store));
+    let next = FakeCuda::build(Batch::Cuda13);
+    let drivers = super::drivers(next.path());
+    let again = shelf.reopen(&url, &drivers).expect("the store again");
+    assert!(holds_every_page(again.lane(4).expect("a lane").as_mut()));
 }
 
 #[test]

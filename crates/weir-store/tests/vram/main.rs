@@ -1,6 +1,7 @@
 //! VRAM without a GPU: the mapped path on Mesa's software renderer, the engine and the ring on a fake CUDA driver
 //! that imports the renderer's memory, and each error that a real driver may answer with.
 
+mod death;
 #[path = "../fake_cuda/mod.rs"]
 mod fake_cuda;
 #[path = "../fake_nvml/mod.rs"]
@@ -13,7 +14,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use weir_core::{PAGE_SIZE, Page, PageBytes, Slot};
+use weir_core::{ByteSize, PAGE_SIZE, Page, PageBytes, Slot};
 use weir_store::vram::{Drivers, VramStore, VramUrl};
 use weir_store::{Done, Fault, Lane, Progress, State, Store, StoreUrl, conformance};
 
@@ -243,10 +244,11 @@ fn no_copy_reaches_across_two_chunks() {
     let cuda = FakeCuda::build(Batch::Cuda13);
     let mut url = url("&ring=off");
     url.target = weir_store::vram::Target::Index(0);
+    // As large as the driver's granularity, so that their addresses are neighbours.
+    (url.chunk, url.size) = (ByteSize(2 << 20), Some(ByteSize(8 << 20)));
     let store = VramStore::open_with(&url, &drivers(cuda.path())).expect("a store by CUDA alone");
     let mut lane = store.lane(8).expect("a lane");
-    // Each of the three boundaries, since the chunks' addresses may come in any order.
-    for boundary in [256, 512, 768] {
+    for boundary in [512, 1024, 1536] {
         let before = cuda.copies();
         for slot in boundary - 4..boundary + 4 {
             assert_eq!(lane.write(slot, Slot(slot), &page(slot)), Progress::Queued);
@@ -298,41 +300,6 @@ fn an_asynchronous_failure_reaches_the_batch_that_it_belongs_to() {
     assert_eq!(write(lane.as_mut(), 2, &page(2)), Err(Fault::Io(libc::EIO)));
     assert_eq!(write(lane.as_mut(), 3, &page(3)), Ok(()));
     assert_eq!(read(lane.as_mut(), 1), Ok(page(1)));
-}
-
-#[test]
-fn a_sticky_error_loses_the_store_and_nothing_hangs() {
-    // Illegal address, uncorrectable ECC error, launch failure, unknown: each with the context gone for good.
-    for code in [700, 214, 719, 999] {
-        let faked = faked("&path=engine&ring=off", Batch::Cuda13);
-        let mut lane = lane(&faked);
-        write(lane.as_mut(), 1, &page(1)).expect("written");
-        faked.cuda.fail("cuEventQuery", 0, -1, code);
-        assert_eq!(write(lane.as_mut(), 2, &page(2)), Err(Fault::Lost), "{code}");
-        assert_eq!(faked.store.state(), State::Lost, "{code}");
-        assert_eq!(read(lane.as_mut(), 1), Err(Fault::Lost), "{code}");
-        assert_eq!(faked.store.take(0), Err(Fault::Lost), "{code}");
-    }
-}
-
-#[test]
-fn a_copy_that_never_ends_times_out_and_loses_the_store() {
-    let faked = faked("&path=engine&ring=off", Batch::Cuda13);
-    let mut lane = lane(&faked);
-    faked.cuda.fail("cuEventQuery", 0, -1, 600);
-    assert_eq!(write(lane.as_mut(), 2, &page(2)), Err(Fault::Timeout));
-    assert_eq!(faked.store.state(), State::Lost);
-}
-
-#[test]
-fn a_kernel_that_stops_serving_times_out_and_loses_the_store() {
-    let faked = faked("&path=ring&ring=on", Batch::Cuda13);
-    let mut lane = lane(&faked);
-    write(lane.as_mut(), 1, &page(1)).expect("written");
-    assert_eq!(read(lane.as_mut(), 1), Ok(page(1)));
-    faked.cuda.fail("serve", 0, -1, 1);
-    assert_eq!(read(lane.as_mut(), 1), Err(Fault::Timeout));
-    assert_eq!(faked.store.state(), State::Lost);
 }
 
 #[test]

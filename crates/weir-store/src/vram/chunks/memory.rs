@@ -14,6 +14,8 @@ pub struct Source {
     pub gpu: Option<Arc<Device>>,
     /// The card's engines, where CUDA is; they may come later.
     cuda: OnceLock<Arc<Context>>,
+    /// Each way that was not to be had when the card was found, and why.
+    pub refused: Vec<(&'static str, String)>,
 }
 
 /// One chunk's memory; the engine's view of it is dropped before what it is a view of.
@@ -28,12 +30,29 @@ pub struct Memory {
 impl Source {
     /// What there is of both.
     pub fn new(gpu: Option<Arc<Device>>, cuda: Option<Arc<Context>>) -> Self {
-        Source { gpu, cuda: cuda.map_or_else(OnceLock::new, OnceLock::from) }
+        Source { gpu, cuda: cuda.map_or_else(OnceLock::new, OnceLock::from), refused: Vec::new() }
     }
 
-    /// The card's engines.
+    /// The card's engines, while they live.
     pub fn cuda(&self) -> Option<&Arc<Context>> {
+        self.cuda.get().filter(|cuda| !cuda.is_lost())
+    }
+
+    /// The card's engines, once they have died.
+    #[inline]
+    pub fn dead(&self) -> Option<&Arc<Context>> {
+        self.cuda.get().filter(|cuda| cuda.is_lost())
+    }
+
+    /// The card's engines, dead or alive.
+    pub fn context(&self) -> Option<&Arc<Context>> {
         self.cuda.get()
+    }
+
+    /// Notes a way that is not to be had, and why.
+    pub fn refuses(mut self, way: &'static str, why: Option<String>) -> Self {
+        self.refused.extend(why.map(|why| (way, why)));
+        self
     }
 
     /// They are there from now on, for memory that is [taken](Self::take) later; what there is must be
@@ -44,7 +63,7 @@ impl Source {
 
     /// The same without them.
     pub fn without_cuda(self) -> Self {
-        Source { gpu: self.gpu, cuda: OnceLock::new() }
+        Source { gpu: self.gpu, cuda: OnceLock::new(), refused: self.refused }
     }
 
     /// Takes `bytes` of device memory, mapped and imported as far as this machine can.

@@ -158,6 +158,15 @@ impl Chunks {
         }
     }
 
+    /// Whether no lane has anything in flight by a way that answers later.
+    pub fn is_settled(&self) -> bool {
+        self.hot.pins().iter().all(|pin| {
+            (0..2).all(|way| {
+                pin.finished[way].load(Ordering::Acquire) >= pin.queued[way].load(Ordering::Acquire)
+            })
+        })
+    }
+
     /// Whether the chunk has memory.
     pub fn has(&self, chunk: usize) -> bool {
         self.held_memory(chunk).is_some()

@@ -7,12 +7,14 @@
 use super::driver::{Event, MemLocation, MemcpyAttributes, check};
 use super::{CallError, Context, CudaError, DevicePtr, OwnStream, Pinned};
 use crate::vram::answer_limit;
+use crate::vram::condition::Death;
+use crate::vram::lane::Salvaged;
 use crate::{Done, Fault, Ticket};
 use std::ffi::c_void;
 use std::ptr;
 use std::sync::Arc;
 use std::time::Instant;
-use weir_core::{PAGE_SIZE, PageBytes};
+use weir_core::{PAGE_SIZE, PageBytes, Slot};
 
 /// Batches that may be under way at once. Two would keep the engine busy; more let small ones overlap.
 const BATCHES: usize = 8;
@@ -47,6 +49,7 @@ pub struct BatchLane {
 struct Operation {
     ticket: Ticket,
     write: bool,
+    slot: u32,
     /// The first page of a chunk. What lies before it at neighbouring addresses is another allocation, and no copy
     /// may reach across both.
     opens_chunk: bool,
@@ -114,15 +117,17 @@ impl BatchLane {
     }
 
     /// Queues a write to `offset` in the chunk that begins at `chunk`; there is room.
-    pub fn write(&mut self, ticket: Ticket, (chunk, offset): (DevicePtr, u64), page: &PageBytes) {
+    pub fn write(&mut self, ticket: Ticket, slot: Slot, (chunk, offset): (DevicePtr, u64), page: &PageBytes) {
         // SAFETY: no operation in flight uses this staging page, as there is room.
         unsafe { ptr::copy_nonoverlapping(page.as_ptr(), self.staging_page(self.queued), PAGE_SIZE) };
-        self.push(Operation { ticket, write: true, opens_chunk: offset == 0, device: chunk + offset });
+        let opens_chunk = offset == 0;
+        self.push(Operation { ticket, write: true, slot: slot.0, opens_chunk, device: chunk + offset });
     }
 
     /// Queues a read, likewise.
-    pub fn read(&mut self, ticket: Ticket, (chunk, offset): (DevicePtr, u64)) {
-        self.push(Operation { ticket, write: false, opens_chunk: offset == 0, device: chunk + offset });
+    pub fn read(&mut self, ticket: Ticket, slot: Slot, (chunk, offset): (DevicePtr, u64)) {
+        let opens_chunk = offset == 0;
+        self.push(Operation { ticket, write: false, slot: slot.0, opens_chunk, device: chunk + offset });
     }
 
     fn push(&mut self, operation: Operation) {
@@ -238,11 +243,16 @@ impl BatchLane {
         Ok(())
     }
 
-    /// Hands over the operations of every batch that has ended.
+    /// Hands over the operations of every batch that has ended. Where the context has died the rest stays in flight, to be
+    /// [salvaged](Self::salvage).
     pub fn poll(&mut self, done: &mut dyn FnMut(Done<'_>)) {
         while self.ended < self.begun {
             let at = (self.ended % BATCHES as u64) as usize;
             let Some(outcome) = self.outcome(at) else { break };
+            if outcome.is_err() && self.context.is_lost() {
+                // For whoever owns the lane: it may have another way.
+                return;
+            }
             let end = self.batches[at].end;
             while self.finished < end {
                 let operation = self.operations[(self.finished % self.operations.len() as u64) as usize];
@@ -255,6 +265,21 @@ impl BatchLane {
             self.ended += 1;
         }
         self.submit();
+    }
+
+    /// Hands over all that is in flight, for somebody to do it another way: nobody knows how much of it was done. Never again
+    /// does the lane take anything.
+    pub fn salvage(&mut self, redo: &mut dyn FnMut(Salvaged<'_>)) {
+        self.dead = true;
+        while self.finished < self.queued {
+            let Operation { ticket, write, slot, .. } =
+                self.operations[(self.finished % self.operations.len() as u64) as usize];
+            // SAFETY: a write's staging page was filled when it was queued, and the card only reads it.
+            let page = write.then(|| unsafe { &*self.staging_page(self.finished).cast::<PageBytes>() });
+            self.finished += 1;
+            redo(Salvaged { ticket, slot: Slot(slot), page });
+        }
+        (self.started, self.ended) = (self.queued, self.begun);
     }
 
     /// How a batch ended; `None` while it has not.
@@ -279,7 +304,7 @@ impl BatchLane {
         }
         // The copy may still land in the staging pages at any time: this lane never uses them again.
         self.dead = true;
-        self.context.declare_lost();
+        self.context.declare_lost(Death::NoAnswer("a batch of copies"));
         Some(Err(Fault::Timeout))
     }
 }
@@ -291,12 +316,16 @@ fn fault(error: CallError) -> Fault {
 
 impl Drop for BatchLane {
     fn drop(&mut self) {
-        let _ = self.stream.synchronize();
-        for batch in &self.batches {
-            if !batch.event.is_null() {
-                // SAFETY: made by `new`, and nothing waits for it any more.
-                let _ = unsafe { (self.context.driver.event_destroy)(batch.event) };
+        let BatchLane { context, stream, batches, .. } = self;
+        context.end(|driver| {
+            // One that does not answer would be waited for without a limit.
+            if !context.is_lost() {
+                let _ = stream.synchronize();
             }
-        }
+            for batch in batches.iter().filter(|batch| !batch.event.is_null()) {
+                // SAFETY: made by `new`, and nothing waits for it any more.
+                let _ = unsafe { (driver.event_destroy)(batch.event) };
+            }
+        });
     }
 }

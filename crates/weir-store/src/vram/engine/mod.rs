@@ -10,6 +10,7 @@ mod driver;
 pub use batch::BatchLane;
 pub use driver::{CallError, CudaError, DevicePtr, text as c_text};
 
+use crate::vram::condition::Death;
 use driver::{
     AccessDesc, AllocationProp, ContextHandle, Device, Driver, ExternalMemory, ExternalMemoryBuffer,
     ExternalMemoryHandle, Function, LOCATION_DEVICE, MemLocation, Module, Stream, check, text,
@@ -20,8 +21,9 @@ use std::fmt;
 use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::path::Path;
 use std::ptr::{self, NonNull};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
+use std::time::{Duration, Instant};
 
 /// `CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR`, `.._MINOR` and `.._MULTIPROCESSOR_COUNT`.
 const ATTRIBUTE_MAJOR: c_int = 75;
@@ -51,6 +53,10 @@ pub struct Context {
     /// Tells contexts apart in the thread-local note of which one is current; never 0.
     number: u64,
     lost: AtomicBool,
+    death: OnceLock<Death>,
+    died: OnceLock<Instant>,
+    /// The driver has destroyed it: no handle of it may be used any more. Whoever drops one looks, and holds on to it.
+    retired: RwLock<bool>,
     /// Copies that one call names at most; 1: a call for each copy.
     batch_copies: usize,
     /// As the driver calls it.
@@ -106,6 +112,9 @@ impl Context {
             handle,
             number: NUMBERS.fetch_add(1, Ordering::Relaxed),
             lost: AtomicBool::new(false),
+            death: OnceLock::new(),
+            died: OnceLock::new(),
+            retired: RwLock::new(false),
             batch_copies: batch_copies as usize,
             name: text(&name),
             uuid,
@@ -122,9 +131,40 @@ impl Context {
         self.lost.load(Ordering::Relaxed)
     }
 
-    /// Marks the card as gone: a kernel or a copy that never ends.
-    pub fn declare_lost(&self) {
-        self.lost.store(true, Ordering::Relaxed);
+    /// Marks it as dead.
+    pub(super) fn declare_lost(&self, death: Death) {
+        let _ = self.death.set(death);
+        let _ = self.died.set(Instant::now());
+        self.lost.store(true, Ordering::Release);
+    }
+
+    /// How long it has been dead.
+    pub(super) fn dead_for(&self) -> Duration {
+        self.died.get().map_or(Duration::ZERO, Instant::elapsed)
+    }
+
+    /// What it died of, once it is [lost](Self::is_lost).
+    pub(super) fn death(&self) -> Option<Death> {
+        self.death.get().copied()
+    }
+
+    /// Has the driver destroy a context that is dead, with all that it has on the card: what was under way can change
+    /// nothing afterwards. Nobody uses it any more but to drop what was made of it. May take as long as the driver likes.
+    pub(super) fn retire(&self) {
+        let mut retired = self.retired.write().unwrap_or_else(PoisonError::into_inner);
+        if !std::mem::replace(&mut *retired, true) {
+            drop(retired);
+            // SAFETY: retained once in `open`; everything made from it is used by nobody any more.
+            let _ = unsafe { (self.driver.context_release)(self.device) };
+        }
+    }
+
+    /// Calls `end` with the driver, to destroy something that was made of this context, unless that went with it.
+    fn end(&self, end: impl FnOnce(&Driver)) {
+        let retired = self.retired.read().unwrap_or_else(PoisonError::into_inner);
+        if !*retired && self.enter().is_ok() {
+            end(&self.driver);
+        }
     }
 
     /// Copies that one call names at most; 1: a call for each copy.
@@ -139,6 +179,14 @@ impl Context {
 
     /// Makes this context current on the calling thread, if it is not.
     fn enter(&self) -> Result<(), CallError> {
+        if self.is_lost() {
+            // It may be destroyed already.
+            let error = match self.death() {
+                Some(Death::Answered(CallError { error, .. })) => error,
+                _ => CudaError(999),
+            };
+            return Err(CallError { call: "its dead context", error });
+        }
         if CURRENT.get() == self.number {
             return Ok(());
         }
@@ -152,7 +200,7 @@ impl Context {
     fn check(&self, call: &'static str, result: c_int) -> Result<(), CallError> {
         check(call, result).inspect_err(|error| {
             if error.error.is_sticky() {
-                self.declare_lost();
+                self.declare_lost(Death::Answered(*error));
             }
         })
     }
@@ -323,8 +371,10 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: retained once in `open`; everything made from it holds an Arc and is gone.
-        let _ = unsafe { (self.driver.context_release)(self.device) };
+        if !*self.retired.get_mut().unwrap_or_else(PoisonError::into_inner) {
+            // SAFETY: retained once in `open`; everything made from it holds an Arc and is gone.
+            let _ = unsafe { (self.driver.context_release)(self.device) };
+        }
         if CURRENT.get() == self.number {
             CURRENT.set(0);
         }
@@ -426,12 +476,11 @@ impl DeviceMemory {
 
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
-        let d = &self.context.driver;
-        let _ = self.context.enter();
+        let origin = &self.origin;
         // SAFETY: made by this context; the owner saw to it that no copy uses it any more. A failure here has
         // nobody to tell and nothing to undo.
-        unsafe {
-            match self.origin {
+        self.context.end(|d| unsafe {
+            match *origin {
                 Origin::Imported(external) => {
                     let _ = (d.mem_free)(self.address);
                     let _ = (d.destroy_imported)(external);
@@ -442,7 +491,7 @@ impl Drop for DeviceMemory {
                     let _ = (d.vmm_release)(handle);
                 }
             }
-        }
+        });
     }
 }
 
@@ -479,9 +528,11 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        let _ = self.context.enter();
-        // SAFETY: allocated by this context and used by nobody any more.
-        let _ = unsafe { (self.context.driver.host_free)(self.address.as_ptr().cast::<c_void>()) };
+        let address = self.address.as_ptr().cast::<c_void>();
+        self.context.end(|driver| {
+            // SAFETY: allocated by this context and used by nobody any more.
+            let _ = unsafe { (driver.host_free)(address) };
+        });
     }
 }
 
@@ -558,9 +609,11 @@ impl OwnStream {
 
 impl Drop for OwnStream {
     fn drop(&mut self) {
-        let _ = self.context.enter();
-        // SAFETY: made by this context. Work still in it finishes on its own; its owner synchronised first.
-        let _ = unsafe { (self.context.driver.stream_destroy)(self.stream) };
+        let stream = self.stream;
+        self.context.end(|driver| {
+            // SAFETY: made by this context. Work still in it finishes on its own; its owner synchronised first.
+            let _ = unsafe { (driver.stream_destroy)(stream) };
+        });
     }
 }
 
@@ -603,8 +656,10 @@ impl Kernel {
 
 impl Drop for Kernel {
     fn drop(&mut self) {
-        let _ = self.context.enter();
-        // SAFETY: loaded by this context, and its kernel has ended.
-        let _ = unsafe { (self.context.driver.module_unload)(self.module) };
+        let module = self.module;
+        self.context.end(|driver| {
+            // SAFETY: loaded by this context, and its kernel has ended.
+            let _ = unsafe { (driver.module_unload)(module) };
+        });
     }
 }

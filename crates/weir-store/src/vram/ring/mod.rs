@@ -27,7 +27,9 @@ pub use policy::{Policy, Seen, Step};
 
 use super::answer_limit;
 use super::chunks::Hot;
+use super::condition::Death;
 use super::engine::{CallError, Context, CudaError, DeviceMemory, Kernel, OwnStream, Pinned};
+use super::lane::Salvaged;
 use super::mapped::Allocation;
 use super::mapped::copy::{fence_stores, store_line};
 use super::membarrier;
@@ -39,7 +41,7 @@ use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering, compiler_fence};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
-use weir_core::{PAGE_SIZE, PageBytes};
+use weir_core::{PAGE_SIZE, PageBytes, Slot};
 
 /// The most slots a ring has; a lane may have fewer.
 pub const DEPTH_MAX: usize = 256;
@@ -241,6 +243,11 @@ impl Ring {
         if self.state.load(Ordering::Relaxed) == ABSENT {
             return Ok(true);
         }
+        if self.context.is_lost() {
+            // It went with its context, and so may the lanes' memory have.
+            self.set(ABSENT);
+            return Ok(true);
+        }
         self.set(LEAVING);
         membarrier::all_threads();
         let since = Instant::now();
@@ -264,7 +271,7 @@ impl Ring {
                 return Ok(true);
             }
             if since.elapsed() > answer_limit() {
-                self.context.declare_lost();
+                self.context.declare_lost(Death::NoAnswer("the resident kernel, told to leave,"));
                 return Ok(false);
             }
             std::thread::yield_now();
@@ -394,6 +401,7 @@ pub struct RingLane {
 struct Operation {
     ticket: Ticket,
     write: bool,
+    slot: u32,
     from: u64,
     to: u64,
 }
@@ -433,31 +441,31 @@ impl RingLane {
         self.queued.wrapping_sub(self.finished) as usize
     }
 
-    fn slot(&self, number: u32) -> usize {
+    fn place(&self, number: u32) -> usize {
         number as usize % self.operations.len()
     }
 
     fn staging_page(&self, number: u32) -> *mut u8 {
         // SAFETY: there is a staging page for each slot.
-        unsafe { self.memory[0].as_ptr().add(self.slot(number) * PAGE_SIZE) }
+        unsafe { self.memory[0].as_ptr().add(self.place(number) * PAGE_SIZE) }
     }
 
     /// Queues a write; [`admits`](Self::admits) said yes just now.
-    pub fn write(&mut self, ticket: Ticket, device: u64, page: &PageBytes) {
+    pub fn write(&mut self, ticket: Ticket, slot: Slot, device: u64, page: &PageBytes) {
         let staging = self.staging_page(self.queued);
         // SAFETY: no operation in flight uses this staging page, as there is room.
         unsafe { ptr::copy_nonoverlapping(page.as_ptr(), staging, PAGE_SIZE) };
-        self.push(Operation { ticket, write: true, from: staging as u64, to: device });
+        self.push(Operation { ticket, write: true, slot: slot.0, from: staging as u64, to: device });
     }
 
     /// Queues a read; [`admits`](Self::admits) said yes just now.
-    pub fn read(&mut self, ticket: Ticket, device: u64) {
+    pub fn read(&mut self, ticket: Ticket, slot: Slot, device: u64) {
         let staging = self.staging_page(self.queued);
-        self.push(Operation { ticket, write: false, from: device, to: staging as u64 });
+        self.push(Operation { ticket, write: false, slot: slot.0, from: device, to: staging as u64 });
     }
 
     fn push(&mut self, operation: Operation) {
-        let slot = self.slot(self.queued);
+        let slot = self.place(self.queued);
         self.operations[slot] = operation;
         self.queued = self.queued.wrapping_add(1);
         if self.queued.wrapping_sub(self.started) >= GATHER {
@@ -473,7 +481,7 @@ impl RingLane {
         // Staging pages before descriptors: ordinary stores may be overtaken by non-temporal ones.
         fence_stores();
         while self.started != self.queued {
-            let slot = self.slot(self.started);
+            let slot = self.place(self.started);
             let operation = self.operations[slot];
             let line = descriptor(self.started, operation.from, operation.to);
             // SAFETY: the slot's line lies in this lane's ring; the kernel is done with what it held, as the
@@ -487,37 +495,50 @@ impl RingLane {
         cell.adding.store(0, Ordering::Release);
     }
 
-    /// Hands over what has been served, in order.
+    /// Hands over what has been served, in order. Where the context has died the rest stays in flight, to be
+    /// [salvaged](Self::salvage).
     pub fn poll(&mut self, done: &mut dyn FnMut(Done<'_>)) {
         let served: *const AtomicU32 = self.memory[1].as_ptr().cast();
         while self.finished != self.started {
-            let (number, slot) = (self.finished, self.slot(self.finished));
+            let (number, slot) = (self.finished, self.place(self.finished));
             // SAFETY: there is a word for each slot, which the card writes and the processor reads.
             let is_served = unsafe { (*served.add(slot)).load(Ordering::Acquire) == number };
-            let result = match () {
-                () if is_served => Ok(()),
-                () if self.dead => Err(Fault::Lost),
-                () => match self.wait_longer() {
-                    true => break,
-                    false => Err(Fault::Timeout),
-                },
-            };
+            if !is_served {
+                self.wait_longer();
+                break;
+            }
             let operation = self.operations[slot];
             // SAFETY: the card has written this staging page and is done with it: it released the number after.
             let page = unsafe { &*self.staging_page(number).cast::<PageBytes>() };
             self.finished = number.wrapping_add(1);
             self.waiting = None;
             self.polls = 0;
-            let page = (is_served && !operation.write).then_some(page);
-            done(Done { ticket: operation.ticket, result, page });
+            let page = (!operation.write).then_some(page);
+            done(Done { ticket: operation.ticket, result: Ok(()), page });
         }
     }
 
-    /// Whether an operation that has not been served may still be. Looks at the clock now and then.
-    fn wait_longer(&mut self) -> bool {
+    /// Hands over all that is in flight, for somebody to do it another way: nobody knows how much of it was done. Never again
+    /// does the lane take anything.
+    pub fn salvage(&mut self, redo: &mut dyn FnMut(Salvaged<'_>)) {
+        self.dead = true;
+        while self.finished != self.queued {
+            let Operation { ticket, write, slot, .. } = self.operations[self.place(self.finished)];
+            // SAFETY: a write's staging page was filled when it was queued, and the card only reads it.
+            let page = write.then(|| unsafe { &*self.staging_page(self.finished).cast::<PageBytes>() });
+            self.finished = self.finished.wrapping_add(1);
+            redo(Salvaged { ticket, slot: Slot(slot), page });
+        }
+        self.started = self.queued;
+        let cell = self.cell();
+        cell.adding.store(0, Ordering::Release);
+    }
+
+    /// Looks at the clock now and then, for an operation that has not been served yet.
+    fn wait_longer(&mut self) {
         self.polls += 1;
         if !self.polls.is_multiple_of(CLOCK_EVERY) {
-            return true;
+            return;
         }
         let since = *self.waiting.get_or_insert_with(Instant::now);
         let waited = since.elapsed();
@@ -525,13 +546,11 @@ impl RingLane {
             let stalls = &self.cell().stalls;
             stalls.store(stalls.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
         }
-        if waited > answer_limit() || self.ring.context.is_lost() {
+        if waited > answer_limit() {
             // The card may still write into the staging pages at any time: this lane never uses them again.
             self.dead = true;
-            self.ring.context.declare_lost();
-            return false;
+            self.ring.context.declare_lost(Death::NoAnswer("the resident kernel"));
         }
-        true
     }
 }
 
