@@ -39,6 +39,15 @@ fn its_pages_are_errors_and_never_zeros_until_they_are_written_again_elsewhere()
 }
 
 #[test]
+fn writes_that_find_no_room_for_it_are_errors_of_a_lost_store_and_not_of_a_full_one() {
+    let (stores, volume) = volume();
+    let mut lane = volume.lane().unwrap();
+    stores.iter().for_each(|store| store.kill());
+    assert_eq!(lane.write(0, PageNo(1), &page(1)), Progress::Done(Err(Fault::Lost)));
+    assert_eq!(lane.write_part(0, PageNo(2), 8, &[1]), Progress::Done(Err(Fault::Lost)));
+}
+
+#[test]
 fn its_slots_are_no_room_to_give_another_stores_chunks_back_into() {
     let (stores, volume) = volume();
     let mut lane = volume.lane().unwrap();

@@ -5,7 +5,7 @@ use super::{Lane, StoreLane};
 use crate::rest::Rest;
 use std::time::{Duration, Instant};
 use weir_core::{PageNo, Slot};
-use weir_store::State;
+use weir_store::{Fault, State};
 
 /// Slots that a lane remembers having freed, to use them again while their memory is still in the cache.
 pub(crate) const HINTS: usize = 64;
@@ -143,6 +143,12 @@ impl Lane {
         // Another lane is at it.
         self.stores[at].run = 0..0;
         None
+    }
+
+    /// Why there is no slot. A volume promises one for each page, so where a store is lost, that is why.
+    pub(super) fn no_slot(&self) -> Fault {
+        let is_lost = self.volume.tiers.iter().any(|tier| tier.store.state() == State::Lost);
+        if is_lost { Fault::Lost } else { Fault::Full }
     }
 
     fn refresh_safe(&mut self) {

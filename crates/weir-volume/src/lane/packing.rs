@@ -235,10 +235,11 @@ impl Lane {
 
     /// There is no slot for the open pack, and waiting brings none.
     fn fail_pack(&mut self, first: u32) -> bool {
+        let fault = self.no_slot();
         let mut next = Some(first);
         while let Some(op) = next {
             next = self.leave_pack(op);
-            self.finished.push((op, Err(Fault::Full)));
+            self.finished.push((op, Err(fault)));
         }
         true
     }
