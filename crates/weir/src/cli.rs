@@ -67,6 +67,14 @@ pub enum Command {
     /// Say what this machine offers, and what to do about what it lacks.
     Doctor(DoctorOptions),
 
+    /// The process that drivers may crash or hold up, for `doctor` and `serve`.
+    #[command(hide = true)]
+    LookAtCards {
+        /// Which.
+        #[arg(long)]
+        store: StoreUrl,
+    },
+
     /// Measure, each figure beside its control.
     Bench(BenchOptions),
 

@@ -88,6 +88,10 @@ fn run(cli: Cli) -> Result<(), Failure> {
         Command::Detach(options) => attach::detach(&options),
         Command::Mount(options) => mount::run(&options),
         Command::Doctor(options) => doctor::run(options),
+        Command::LookAtCards { store } => {
+            doctor::cards::run(&store);
+            Ok(())
+        }
         Command::Bench(options) => bench::run(&options),
         Command::Completions { shell } => manual::completions(shell),
         Command::Man { directory } => manual::pages(&directory),

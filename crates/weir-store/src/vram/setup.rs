@@ -29,7 +29,7 @@ const CHUNK_MAX: u64 = 4 << 30;
 const PROBE: u64 = 2 << 20;
 
 /// A card that was found, before memory is taken.
-struct Found {
+pub(super) struct Found {
     source: Source,
     uuid: [u8; 16],
     /// `None`: not asked yet.
@@ -143,7 +143,7 @@ impl Gpu {
 }
 
 impl Found {
-    fn look(options: &VramUrl, drivers: &Drivers) -> Result<Self, String> {
+    pub(super) fn look(options: &VramUrl, drivers: &Drivers) -> Result<Self, String> {
         let (source, uuid) = find(options, vulkan(options), &drivers.cuda)?;
         Ok(Found { source, uuid, owner: Some(Owner::look(options, drivers, uuid)) })
     }
@@ -167,6 +167,16 @@ impl Found {
 
     fn nvml(&self) -> Option<&Nvml> {
         self.owner.as_ref()?.nvml.as_ref()
+    }
+
+    pub(super) fn source(&self) -> &Source {
+        &self.source
+    }
+
+    /// Why there will be no resident kernel; `None` if there may be one.
+    pub(super) fn no_ring(&self, options: &VramUrl, cuda: &Context) -> Option<String> {
+        let display = self.owner.as_ref().is_some_and(|owner| owner.display);
+        no_ring(options, cuda, display).map(str::to_owned)
     }
 
     /// The resident kernel's rings, where both drivers are there.
@@ -362,6 +372,18 @@ fn size(options: &VramUrl, source: &Source, nvml: Option<&Nvml>, spare: u64) -> 
     Ok(chunks * options.chunk.0)
 }
 
+/// Why the card or the options allow no resident kernel.
+fn no_ring(options: &VramUrl, cuda: &Context, display: bool) -> Option<&'static str> {
+    match options.ring {
+        RingMode::Off => Some("ring=off"),
+        // A kernel that stays makes a desktop stutter.
+        RingMode::Auto if display => Some("the card drives a display; ring=on has it all the same"),
+        _ if options.path == Some(PathMode::Mapped) => Some("path=mapped"),
+        _ if cuda.capability < (7, 0) => Some("the card is older than compute capability 7.0"),
+        RingMode::Auto | RingMode::On => None,
+    }
+}
+
 /// The resident kernel's rings, where the card and the options allow it.
 pub(super) fn ring(
     options: &VramUrl,
@@ -371,13 +393,7 @@ pub(super) fn ring(
     hot: &Arc<Hot>,
 ) -> Result<Option<Arc<Ring>>, Trouble> {
     let Some(gpu) = &source.gpu else { return Ok(None) };
-    let wanted = match options.ring {
-        RingMode::Off => false,
-        // A kernel that stays makes a desktop stutter.
-        RingMode::Auto => !display,
-        RingMode::On => true,
-    };
-    if !wanted || cuda.capability < (7, 0) || options.path == Some(PathMode::Mapped) {
+    if no_ring(options, cuda, display).is_some() {
         return Ok(None);
     }
     let memory: Memory =

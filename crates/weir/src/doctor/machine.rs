@@ -1,5 +1,6 @@
 //! The machine as files: what `/proc`, `/sys`, `/dev` and the library directories say.
 
+use super::cards::{self, Looked};
 use std::fs;
 use std::path::{Path, PathBuf};
 use weir_core::ByteSize;
@@ -8,12 +9,19 @@ use weir_core::ByteSize;
 #[derive(Debug)]
 pub struct Machine {
     root: PathBuf,
+    /// What looking at the cards comes to; `None`: they are looked at.
+    looked: Option<Looked>,
 }
 
 impl Machine {
     /// The one this runs on.
     pub fn this() -> Self {
-        Machine { root: "/".into() }
+        Machine { root: "/".into(), looked: None }
+    }
+
+    /// Looks at the cards, which takes a second or so.
+    pub fn look_at_cards(&self) -> Looked {
+        self.looked.clone().unwrap_or_else(|| cards::look(&cards::all()))
     }
 
     fn at(&self, path: &str) -> PathBuf {
@@ -103,10 +111,14 @@ impl Machine {
     }
 }
 
+#[cfg(test)]
+use super::cards::Seen;
+
 /// A machine made of files that a test writes.
 #[cfg(test)]
 pub struct Fixture {
     root: PathBuf,
+    looked: Looked,
 }
 
 #[cfg(test)]
@@ -115,7 +127,8 @@ impl Fixture {
     pub fn new(name: &str) -> Self {
         let root = std::env::temp_dir().join(format!("weir-doctor-{}-{name}", std::process::id()));
         fs::create_dir_all(&root).unwrap();
-        Fixture { root }
+        let seen = Seen { refused: Some("no GPU".to_owned()), ..Seen::default() };
+        Fixture { root, looked: Looked::Seen(seen) }
     }
 
     /// Adds a file.
@@ -126,9 +139,15 @@ impl Fixture {
         self
     }
 
+    /// Has this come of looking at the cards.
+    pub fn looked(mut self, looked: Looked) -> Self {
+        self.looked = looked;
+        self
+    }
+
     /// The machine that has those files.
     pub fn machine(&self) -> Machine {
-        Machine { root: self.root.clone() }
+        Machine { root: self.root.clone(), looked: Some(self.looked.clone()) }
     }
 }
 

@@ -3,6 +3,7 @@
 //! Every check reads the machine through [`Machine`], a directory that is `/` in life and a fixture in tests, so each
 //! can be shown both a machine that has a thing and one that has not.
 
+pub mod cards;
 mod gpu;
 mod kernel;
 mod machine;

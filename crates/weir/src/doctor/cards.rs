@@ -1,0 +1,177 @@
+//! Looking at the cards in a process of its own: a driver that crashes or never answers costs that process.
+
+use serde::{Deserialize, Serialize};
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+use weir_store::StoreUrl;
+use weir_store::vram::{self, Target, VramUrl};
+
+/// How long the drivers may take. Opening one card takes half a second to a second.
+const LIMIT: Duration = Duration::from_secs(8);
+/// Where the loader looks for drivers.
+pub const DRIVER_FILES: [&str; 2] = ["/usr/share/vulkan/icd.d", "/etc/vulkan/icd.d"];
+
+/// What came of looking.
+#[derive(Clone, PartialEq, Debug)]
+pub enum Looked {
+    /// The drivers answered.
+    Seen(Seen),
+    /// They did not, within so many seconds.
+    NoAnswer(u64),
+    /// The process that asked them ended otherwise than it should: how.
+    Died(String),
+}
+
+/// What the drivers said.
+#[derive(Clone, PartialEq, Default, Debug, Serialize, Deserialize)]
+pub struct Seen {
+    /// Cards.
+    pub cards: Vec<Card>,
+    /// Why there is none.
+    pub refused: Option<String>,
+    /// Vulkan's drivers that cannot be loaded.
+    pub broken: Vec<Broken>,
+}
+
+/// A card.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Card {
+    /// Its name.
+    pub name: String,
+    /// The ways to its memory.
+    pub ways: Vec<String>,
+    /// Each of the others, and why not.
+    pub missing: Vec<(String, String)>,
+}
+
+/// A driver of Vulkan's that cannot be loaded.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Broken {
+    /// The file that names it.
+    pub file: String,
+    /// What the loader said.
+    pub why: String,
+}
+
+impl Card {
+    pub fn has(&self, way: &str) -> bool {
+        self.ways.iter().any(|it| it == way)
+    }
+}
+
+/// Looks at the cards that `store` names, in a process of its own.
+pub fn look(store: &VramUrl) -> Looked {
+    let url = StoreUrl::Vram(store.clone()).to_string();
+    let mut command = Command::new("/proc/self/exe");
+    command.args(["look-at-cards", "--store", &url]);
+    ask(command, LIMIT)
+}
+
+/// Runs what looks, for so long at most.
+fn ask(mut command: Command, limit: Duration) -> Looked {
+    let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn();
+    let mut child = match child {
+        Ok(child) => child,
+        Err(error) => return Looked::Died(format!("it could not be started: {error}")),
+    };
+    let until = Instant::now() + limit;
+    let status = loop {
+        match child.try_wait() {
+            Ok(Some(status)) => break status,
+            Ok(None) if Instant::now() < until => std::thread::sleep(Duration::from_millis(10)),
+            Ok(None) => {
+                // One that waits in the kernel for the card ends when that does: nobody waits for it here.
+                let _ = child.kill();
+                return Looked::NoAnswer(limit.as_secs());
+            }
+            Err(error) => return Looked::Died(error.to_string()),
+        }
+    };
+    let mut said = String::new();
+    let read = child.stdout.take().map(|mut stdout| stdout.read_to_string(&mut said));
+    match (status.success(), read, serde_json::from_str(&said)) {
+        (true, Some(Ok(_)), Ok(seen)) => Looked::Seen(seen),
+        _ => Looked::Died(format!("{status}")),
+    }
+}
+
+/// What the process does: prints a [`Seen`].
+pub fn run(store: &StoreUrl) {
+    let StoreUrl::Vram(url) = store else { return };
+    let mut seen = Seen { broken: broken(), ..Seen::default() };
+    match vram::look(url) {
+        Ok(cards) => {
+            seen.cards = cards
+                .into_iter()
+                .map(|card| Card {
+                    name: card.name,
+                    ways: card.ways.into_iter().map(str::to_owned).collect(),
+                    missing: card.missing.into_iter().map(|(way, why)| (way.to_owned(), why)).collect(),
+                })
+                .collect();
+        }
+        Err(why) => seen.refused = Some(why),
+    }
+    println!("{}", serde_json::to_string(&seen).expect("strings always serialise"));
+}
+
+fn broken() -> Vec<Broken> {
+    let named = std::env::var_os("VK_DRIVER_FILES").or_else(|| std::env::var_os("VK_ICD_FILENAMES"));
+    let files: Vec<PathBuf> = match named {
+        Some(files) => std::env::split_paths(&files).collect(),
+        None => DRIVER_FILES
+            .into_iter()
+            .filter_map(|directory| std::fs::read_dir(directory).ok())
+            .flat_map(|entries| entries.filter_map(|entry| Some(entry.ok()?.path())))
+            .filter(|path| path.extension().is_some_and(|extension| extension == "json"))
+            .collect(),
+    };
+    files
+        .into_iter()
+        .filter_map(|file| Some(Broken { why: why_broken(&file)?, file: file.display().to_string() }))
+        .collect()
+}
+
+fn why_broken(file: &Path) -> Option<String> {
+    let text = match std::fs::read_to_string(file) {
+        Ok(text) => text,
+        Err(error) => return Some(error.to_string()),
+    };
+    let json: serde_json::Value = serde_json::from_str(&text).ok()?;
+    let library = Path::new(json.get("ICD")?.get("library_path")?.as_str()?);
+    // A path is from the file's directory, a name is the loader's to find.
+    let library = match library.components().count() {
+        1 => library.to_owned(),
+        _ => file.parent().unwrap_or(Path::new("/")).join(library),
+    };
+    vram::why_not_loaded(&library)
+}
+
+/// Every card.
+pub fn all() -> VramUrl {
+    VramUrl::new(Target::All)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shell(script: &str) -> Command {
+        let mut command = Command::new("/bin/sh");
+        command.args(["-c", script]);
+        command
+    }
+
+    #[test]
+    fn a_driver_that_hangs_crashes_or_talks_nonsense_costs_the_process_that_asks() {
+        assert_eq!(ask(shell("sleep 1000"), Duration::from_secs(1)), Looked::NoAnswer(1));
+        let Looked::Died(how) = ask(shell("kill -SEGV $$"), LIMIT) else { panic!("it died") };
+        assert!(how.contains("SIGSEGV"), "{how}");
+        assert!(matches!(ask(shell("echo nonsense"), LIMIT), Looked::Died(_)));
+        let nothing = r#"echo '{"cards":[],"refused":"none","broken":[]}'"#;
+        let Looked::Seen(seen) = ask(shell(nothing), LIMIT) else { panic!("it answered") };
+        assert_eq!(seen.refused.as_deref(), Some("none"));
+    }
+}
