@@ -4,7 +4,7 @@
 use crate::entry::Place;
 use crate::{ChunkCounts, Compression, Volume};
 use weir_core::metrics::{Counter, Distribution, Latencies};
-use weir_store::State;
+use weir_store::{Condition, State};
 
 /// What one lane had to do with one store; the lane is the only writer, and shares no cache line.
 #[derive(Debug, Default)]
@@ -117,6 +117,8 @@ pub struct StoreStatus {
     pub name: String,
     /// Whether it can be relied on.
     pub state: State,
+    /// That of each part of it that can fail by itself.
+    pub conditions: Vec<Condition>,
     /// Slots it has.
     pub slots: u32,
     /// Slots that hold a page.
@@ -156,6 +158,7 @@ impl Volume {
         let stores = self.tiers.iter().zip(traffic).map(|(tier, traffic)| StoreStatus {
             name: tier.store.name().to_owned(),
             state: tier.store.state(),
+            conditions: tier.store.conditions(),
             slots: tier.records.slots(),
             used: tier.records.slots() - tier.records.free(),
             chunks: tier.chunk_counts(),

@@ -4,7 +4,7 @@
 use crate::attach::{Attachment, Attachments, NOTE};
 use crate::cli::ServeOptions;
 use crate::control::{
-    CpuLatency, Io, Looks, Moved, Progress, Protection, SCHEMA, Service, Status, Store,
+    Condition, CpuLatency, Io, Looks, Moved, Progress, Protection, SCHEMA, Service, Status, Store,
     Volume as VolumeCounts,
 };
 use crate::failure::Failure;
@@ -160,6 +160,39 @@ impl Daemon {
             then();
         });
         self.shared.volume.stores().for_each(|store| store.when_joined(Arc::clone(&tell)));
+    }
+
+    /// Says how each part of the stores is now, and has every change said. Where another process could reach what this one
+    /// cannot any more, this one ends as if it had been killed, for the keeper to start that one.
+    pub fn mind_stores(&self, has_keeper: bool, log: &Log) {
+        for store in self.shared.volume.stores() {
+            for condition in store.conditions() {
+                let condition = Condition::of(&condition);
+                let (level, more) = match condition.is_slow() {
+                    true => (
+                        Level::Warning,
+                        "; slower by far than through the window: weir doctor says what to do",
+                    ),
+                    false => (Level::Info, ""),
+                };
+                (log)(level, format_args!("{}: {condition}{more}", store.name()));
+            }
+            let (name, log) = (store.name().to_owned(), Arc::clone(log));
+            store.when_changed(Arc::new(move |changed| {
+                (log)(Level::Warning, format_args!("{name}: {}", Condition::of(changed)));
+                if changed.wants_another_process && has_keeper {
+                    (log)(
+                        Level::Warning,
+                        format_args!("{name}: its pages are there for another process, so this one ends"),
+                    );
+                    // As it would be ended from outside, for which everything is prepared.
+                    let _ = rustix::process::kill_process(
+                        rustix::process::getpid(),
+                        rustix::process::Signal::KILL,
+                    );
+                }
+            }));
+        }
     }
 
     /// What would be lost if it stopped now, and what to do about it; see [`WayIn::in_use`]. The kernel's own NBD clients of this

@@ -3,6 +3,7 @@
 use crate::cli::{LogLevel, ServeOptions};
 use crate::control::{Server, default_path, make_run_time_directory};
 use crate::daemon::Daemon;
+use crate::doctor::cards::{self, Looked};
 use crate::failure::Failure;
 use crate::relay::Relay;
 use crate::start::{Start, warn_of_unlocked_memory};
@@ -13,7 +14,9 @@ use std::path::Path;
 use weir_core::swap_safety::{self, Children, Protections};
 use weir_core::{ByteSize, Memory};
 use weir_export::fuse;
-use weir_export::log::{self, Level};
+use weir_export::log::{self, Level, Log};
+use weir_store::StoreUrl;
+use weir_store::vram::{PathMode, Target, VramUrl};
 
 /// Runs the daemon until it is told to stop.
 pub fn run(options: ServeOptions) -> Result<(), Failure> {
@@ -34,7 +37,8 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
         LogLevel::Info => Level::Info,
     });
     let keeper = keeper::Link::open().map_err(Failure::failed)?;
-    if options.keeper && keeper.is_none() {
+    let is_kept = options.keeper || (keeper.is_none() && (keeper::is_copy() || needs_keeper(&options, &log)));
+    if is_kept && keeper.is_none() {
         let left = options.fuse.as_deref().map(fuse::Left::before);
         let code = keeper::run(&log, file.as_deref(), options.swap).map_err(|error| {
             Failure::Failed(format!(
@@ -90,6 +94,7 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
     );
 
     warn_of_unlocked_memory(&log);
+    daemon.mind_stores(link.is_some(), &log);
     if let Some(link) = &link {
         link.ready().map_err(Failure::failed)?;
     }
@@ -130,6 +135,33 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
     daemon.stop();
 
     Ok(())
+}
+
+/// Whether pages would lie in a card's memory that CUDA alone reaches. After some errors of its driver only another process reaches
+/// it again, so a keeper must hold it.
+fn needs_keeper(options: &ServeOptions, log: &Log) -> bool {
+    let needs = |url: &VramUrl| {
+        if url.target == Target::Software || url.path == Some(PathMode::Mapped) {
+            return false;
+        }
+        match cards::look(url) {
+            Looked::Seen(seen) => seen.cards.iter().any(|card| !card.has("mapped")),
+            // The store says what is the matter, or waits as long.
+            Looked::NoAnswer(_) | Looked::Died(_) => true,
+        }
+    };
+    let vram = options.store.iter().filter_map(|store| match store {
+        StoreUrl::Vram(url) => Some((store, url)),
+        _ => None,
+    });
+    let Some((store, _)) = vram.into_iter().find(|(_, url)| needs(url)) else { return false };
+    (log)(
+        Level::Info,
+        format_args!(
+            "{store}: CUDA is the only way to it, and an error of its driver is survived by another process alone: as with --keeper"
+        ),
+    );
+    true
 }
 
 /// Where the ways in are in the file system.

@@ -498,7 +498,9 @@ impl Lane for GpuLane {
             ring.submit();
         }
         if let Some(engine) = &mut self.engine {
+            self.near.site.pin().pass();
             engine.submit();
+            self.near.site.pin().pass();
         }
     }
 
@@ -520,7 +522,9 @@ impl Lane for GpuLane {
         if let Some(engine) = &mut self.engine {
             let before = engine.in_flight();
             if before > 0 {
+                pin.pass();
                 engine.poll(done);
+                pin.pass();
                 let handed = before - engine.in_flight();
                 pin.finish(Way::Engine, handed as u64);
                 finished += handed;

@@ -1,6 +1,8 @@
 //! The watching thread: lets the kernel in and out, counts who is at work, minds the head-room.
 
+use super::answer_limit;
 use super::chunks::LANES_MAX;
+use super::condition::Death;
 use super::contest::Contest;
 use super::gpu::{CROWD, Gpu};
 use super::ring::{Policy, Seen, Step};
@@ -29,6 +31,25 @@ const THRONG: f64 = 1e6;
 /// Pages of a batch as such a crowd has them.
 const BATCH_OF_CROWD: usize = 64;
 
+/// How long a thread may be inside the driver: longer than that a call does not come back, and no thread on a machine that works
+/// waits so long for a processor.
+fn call_limit() -> Duration {
+    2 * answer_limit()
+}
+
+/// Looks for calls into the driver that do not come back. `since` is when each was first seen, and for the how-manieth time.
+fn mind_calls(gpu: &Gpu, since: &mut [(u32, Instant)]) {
+    for (lane, count) in gpu.chunks.inside() {
+        if since[lane].0 != count {
+            since[lane] = (count, Instant::now());
+        } else if since[lane].1.elapsed() > call_limit()
+            && let Some(cuda) = gpu.source().cuda()
+        {
+            cuda.declare_lost(Death::NoAnswer("a call into the driver"));
+        }
+    }
+}
+
 /// Lets a crowd's writes go the way that has moved the most pages.
 fn contend(gpu: &Gpu, contests: &mut [Contest; 2], elapsed: Duration, pages: u64, busy: usize, runs: bool) {
     let ring = gpu.ring_is_resident();
@@ -53,11 +74,12 @@ pub fn watch(gpu: &Arc<Gpu>, mut policy: Policy) {
     let mut contests = [Contest::default(), Contest::default()];
     let mut seen_by_lane = vec![0u64; LANES_MAX];
     let (mut moved, mut quiet) = (0, Duration::ZERO);
+    let mut calls = vec![(0, Instant::now()); LANES_MAX];
     gpu.mind_headroom();
     while !gpu.stopping.load(Ordering::Acquire) {
         let tick = match () {
             () if moved >= MANY || gpu.ring_is_resident() => TICK_BUSY,
-            () if quiet < QUIET || policy.always => TICK_IDLE,
+            () if quiet < QUIET || policy.always || gpu.chunks.inside().next().is_some() => TICK_IDLE,
             () if gpu.nvml().is_some() => TICK_ASLEEP,
             // Nobody says how much memory is left, so there is nothing to look for.
             () => Duration::MAX,
@@ -66,6 +88,7 @@ pub fn watch(gpu: &Arc<Gpu>, mut policy: Policy) {
         asleep.store(tick >= TICK_ASLEEP, Ordering::Release);
         std::thread::park_timeout(tick);
         asleep.store(false, Ordering::Release);
+        mind_calls(gpu, &mut calls);
         if gpu.cuda_is_lost() && !is_dead {
             is_dead = true;
             gpu.mind_death();
@@ -102,14 +125,12 @@ pub fn watch(gpu: &Arc<Gpu>, mut policy: Policy) {
             asked = Instant::now();
         }
         let Some(ring) = gpu.ring.get().filter(|_| !gpu.cuda_is_lost()) else { continue };
-        let seen = Seen {
-            elapsed,
-            pages: asking,
-            others,
-            stalls: ring.take_stalls(),
-            resident,
-            uncovered: ring.has_uncovered_lanes(),
-        };
+        let stalls = ring.take_stalls();
+        if stalls > 0 {
+            ring.ask();
+        }
+        let seen =
+            Seen { elapsed, pages: asking, others, stalls, resident, uncovered: ring.has_uncovered_lanes() };
         let step = policy.step(seen);
         // Whoever was there has been minded; whether they still are is asked before the kernel enters again.
         others = 0;

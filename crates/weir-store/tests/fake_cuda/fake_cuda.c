@@ -7,7 +7,6 @@
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -102,7 +101,7 @@ static void die_if_told(void) {
     ssize_t got = read(fd, &how, 1);
     close(fd);
     if (got != 1 || unlink(file) != 0) return;
-    if (how == 's') raise(SIGSEGV);
+    if (how == 's') *(volatile int *)8 = 1;
     fake_cuda_die(719, how == 'f');
 }
 

@@ -7,10 +7,12 @@
 //! `{"schema":1,"error":"..."}`. The socket is its owner's alone (mode 0600).
 
 mod client;
+mod condition;
 mod server;
 mod status;
 
 pub use client::{ask_for, attached, detached, status};
+pub use condition::Condition;
 pub use server::Server;
 pub use status::{Background, CpuLatency, Export, Io, Looks, Protection, Status, Store, Traffic, Volume};
 

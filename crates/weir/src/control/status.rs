@@ -1,5 +1,6 @@
 //! What the daemon says of itself, as JSON and as lines for people.
 
+use super::condition::Condition;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
@@ -90,6 +91,9 @@ pub struct Store {
     pub url: String,
     /// `online`, `draining` or `lost`.
     pub state: String,
+    /// How each card is that it lies on, since when, and why. Not from daemons before 0.1.0 of November 2026.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub conditions: Vec<Condition>,
     /// Pages it has room for.
     pub slots: u64,
     /// Those in use.
@@ -390,6 +394,7 @@ impl Store {
         Store {
             url: status.name.clone(),
             state: format!("{:?}", status.state).to_lowercase(),
+            conditions: status.conditions.iter().map(Condition::of).collect(),
             slots: status.slots.into(),
             slots_used: status.used.into(),
             chunk_bytes: u64::from(status.chunks.slots) * PAGE_SIZE as u64,
@@ -447,6 +452,9 @@ impl fmt::Display for Status {
         for store in &self.stores {
             let (used, slots) = (size(store.slots_used), size(store.slots));
             writeln!(f, "store     {} {}: {used} of {slots} in use", store.url, store.state)?;
+            for condition in &store.conditions {
+                writeln!(f, "          {condition}")?;
+            }
             let Chunks { held, reserve, emptying, given_back } = store.chunks;
             writeln!(
                 f,

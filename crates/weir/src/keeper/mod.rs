@@ -14,5 +14,6 @@ mod resident;
 mod supervise;
 mod wire;
 
+pub use copy::is_copy;
 pub use link::{Held, Link, processors};
 pub use supervise::run;

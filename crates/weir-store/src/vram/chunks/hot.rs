@@ -70,6 +70,8 @@ pub struct Pin {
     pub(super) sent: AtomicU64,
     /// What it writes are neighbours.
     pub(super) runs: AtomicBool,
+    /// Odd while the lane is inside the driver; it counts.
+    pub(super) inside: AtomicU32,
 }
 
 impl Hot {
@@ -240,6 +242,12 @@ impl Pin {
     #[inline]
     pub fn count_sent(&self) {
         self.sent.store(self.sent.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+    }
+
+    /// The lane goes into the driver, or has come out of it.
+    #[inline]
+    pub fn pass(&self) {
+        self.inside.store(self.inside.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
     }
 
     /// Says whether this lane writes neighbours.

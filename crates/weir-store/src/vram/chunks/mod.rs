@@ -94,6 +94,12 @@ impl Chunks {
         (busy, runs)
     }
 
+    /// Lanes that are inside the driver now: which, and for the how-manieth time.
+    pub fn inside(&self) -> impl Iterator<Item = (usize, u32)> {
+        let inside = |pin: &Pin| pin.inside.load(Ordering::Relaxed);
+        self.used().iter().map(inside).enumerate().filter(|(_, count)| count % 2 == 1)
+    }
+
     /// A free pin, or `None` when [`LANES_MAX`] lanes are open.
     pub fn open_pin(&self) -> Option<usize> {
         let pin = self.hot.pins().iter().position(|pin| !pin.open.swap(true, Ordering::AcqRel))?;

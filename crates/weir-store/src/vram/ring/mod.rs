@@ -165,6 +165,15 @@ impl Ring {
         self.cells.iter().map(|cell| cell.stalls.swap(0, Ordering::Relaxed)).sum()
     }
 
+    /// Asks the driver whether the kernel still runs: one that died serves nothing and says nothing.
+    pub fn ask(&self) {
+        if self.is_resident()
+            && let Ok(seat) = self.seat.try_lock()
+        {
+            let _ = seat.stream.is_idle();
+        }
+    }
+
     /// Whether a lane was opened that the resident kernel does not serve.
     pub fn has_uncovered_lanes(&self) -> bool {
         self.is_resident()
