@@ -1,9 +1,10 @@
 //! Writes that come late: those of a client that has gone take no effect, and those that a store does not answer keep their slot.
 
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
-use weir_core::{ByteSize, PAGE_SIZE, PageBytes, PageNo};
-use weir_store::{Fault, Progress, Sim, SimUrl};
-use weir_volume::{Compression, Config, Lane, Volume};
+use weir_core::{ByteSize, Memory, PAGE_SIZE, PageBytes, PageNo};
+use weir_store::{Fault, Progress, Sim, SimUrl, Store};
+use weir_volume::{Compression, Config, Kept, Lane, Volume};
 
 /// A volume on a store whose operations take two polls, and that hangs when told to.
 fn volume(config: Config) -> (Arc<Volume>, Arc<Sim>) {
@@ -195,4 +196,63 @@ fn a_disk_that_hangs_again_and_again_uses_no_slot_up() {
         lane.submit();
         assert_eq!(volume.status().stores[0].used, 0, "round {round}");
     }
+}
+
+/// Fills the lanes with writes under way, and has the daemon die.
+fn die_at_work(volume: &Arc<Volume>, sim: &Sim, round: u32) -> Arc<Volume> {
+    let config = *volume.config();
+    let mut lanes: Vec<Lane> = (0..config.lanes).map(|_| volume.lane().unwrap()).collect();
+    for lane in &mut lanes {
+        for page in (0..config.pages).cycle() {
+            if lane.write(page, PageNo(page), &stamped(page, 1000 + round)) != Progress::Queued {
+                break;
+            }
+        }
+        lane.submit();
+        assert!(lane.in_flight() > 0, "a lane may write");
+    }
+    sim.let_writes_outlive_lanes(true);
+    lanes.into_iter().for_each(Lane::abandon);
+    sim.let_writes_outlive_lanes(false);
+    let fds = volume.kept_fds();
+    let adopt = |fd: &BorrowedFd<'_>| Memory::adopt(fd.try_clone_to_owned().unwrap()).unwrap();
+    let kept = Kept { map: adopt(&fds.map), records: fds.records.iter().map(adopt).collect() };
+    let stores: Vec<Arc<dyn Store>> = volume.stores().cloned().collect();
+    let (next, lost) = Volume::take_over(config, stores, kept).unwrap();
+    assert_eq!(lost, 0);
+    next
+}
+
+#[test]
+fn daemons_that_die_one_after_the_other_over_a_disk_that_hangs_leave_the_next_slots_enough() {
+    // Of 384 slots besides the pages' each daemon has up to 256 under way when it dies.
+    let (mut volume, sim) = volume(Config { pages: 64, lanes: 2, depth: 128 });
+    for round in 0..8 {
+        let mut lanes = [volume.lane().unwrap(), volume.lane().unwrap()];
+        for again in 0..4 {
+            for page in 0..64 {
+                let (lane, bytes) = (&mut lanes[page as usize % 2], stamped(page, 4 * round + again));
+                while lane.write(page, PageNo(page), &bytes) == Progress::Full {
+                    assert!(finish(lane).iter().all(|(_, result)| *result == Ok(())), "round {round}");
+                }
+            }
+            for lane in &mut lanes {
+                assert!(finish(lane).iter().all(|(_, result)| *result == Ok(())), "round {round}");
+            }
+        }
+        for page in 0..64 {
+            assert!(read(&mut lanes[0], page) == stamped(page, 4 * round + 3), "round {round}, page {page}");
+        }
+        drop(lanes);
+        volume = die_at_work(&volume, &sim, round);
+    }
+    // The disk comes back, with every write that they left, and what they wrote is where nobody looks.
+    while sim.orphans() > 0 {
+        sim.land(0);
+    }
+    let mut lane = volume.lane().unwrap();
+    for page in 0..64 {
+        assert!(read(&mut lane, page) == stamped(page, 31), "page {page}");
+    }
+    assert_eq!(volume.status().stores[0].used, 64);
 }

@@ -23,7 +23,7 @@ use weir_core::{PAGE_SIZE, seal};
 use weir_lease::{Geometry, Table};
 use weir_share::Layout;
 use weir_share::wire::{HELLO_BYTES, Hello, VERSION, WINDOWS_MAX, Welcome};
-use weir_store::OpenError;
+use weir_store::{OpenError, POLL_EVERY};
 use weir_volume::{Lane, STORES_MAX, Volume};
 
 use super::loans::Loans;
@@ -305,6 +305,8 @@ impl Porter {
             if idle && !self.lane.must_poll() {
                 self.sleep();
                 // Whoever rang is served before the next sleep; a spin begins with its request.
+            } else if idle {
+                self.lane.rest();
             }
             if idle || rounds >= ROUNDS {
                 rounds = 0;
@@ -399,7 +401,8 @@ impl Porter {
                 fds[count] = listen(fd);
                 count += 1;
             }
-            let wait = [stalled, greeting, pause]
+            let answer = (self.lane.in_flight() > 0).then_some(POLL_EVERY);
+            let wait = [stalled, greeting, pause, answer]
                 .into_iter()
                 .flatten()
                 .min()
@@ -596,6 +599,12 @@ impl Porter {
             }
             Seat::Taken { session, socket } => {
                 self.hang_up(socket);
+                // Others may have written these pages anew since.
+                let Desk { pending, .. } = &self.desk;
+                self.lane.forsake(|ticket| {
+                    let waiting = pending[ticket as usize].as_ref();
+                    waiting.is_some_and(|it| it.seat == seat && it.session == session.number)
+                });
                 // The client holds the bell, too, so closing it here would not take it out of the epoll.
                 let _ = epoll::delete(&self.epoll, &session.server_bell);
                 // Others may write those pages anew before a slow store has done with these.

@@ -2,6 +2,7 @@
 
 use super::count::count;
 use super::{Lane, StoreLane};
+use crate::Tier;
 use crate::rest::Rest;
 use std::time::{Duration, Instant};
 use weir_core::{PageNo, Slot};
@@ -54,23 +55,46 @@ impl Lane {
         }
         count(&self.metrics().waits);
         let (started, mut rest) = (Instant::now(), Rest::default());
+        // One that has just waited in vain does not wait again for each page of a batch.
+        let waits = self.refused.is_none_or(|at| at.elapsed() >= SLOT_WAIT);
         loop {
             self.volume.end_quarantines();
+            if self.unsettled > 0 {
+                self.settle_idle();
+            }
             self.enter();
             self.refresh_safe();
             if let Some(found) = self.claim_now(page) {
                 return Some(found);
             }
+            if !waits {
+                return None;
+            }
             if started.elapsed() > SLOT_WAIT {
+                self.refused = Some(Instant::now());
                 return None;
             }
             rest.until_next(LOOKS);
         }
     }
 
+    /// Why there is no slot: others hold them, or a disk that hangs. To a worker it is the same: the page lies well where it is.
+    pub(super) fn no_slot(&self) -> Fault {
+        if self.parts.iter().any(|part| part.patch.is_empty()) {
+            return Fault::Full;
+        }
+        let hangs = self.unsettled > 0 || self.volume.tiers.iter().any(Tier::is_quarantined);
+        if hangs { Fault::Timeout } else { Fault::Full }
+    }
+
     /// Whether this lane has slots that are neither free nor published, and need a poll to become one of them.
     pub(super) fn holds_slots(&self) -> bool {
         self.under_way > 0 || !self.finished.is_empty()
+    }
+
+    /// Slots that are neither free nor published on this lane's account, at most.
+    fn slots_held(&self) -> usize {
+        self.under_way + self.finished.len() + self.unsettled
     }
 
     /// A store that is draining is asked last: its slots are part of what the volume promised.
@@ -88,6 +112,9 @@ impl Lane {
         for at in 0..self.reach {
             let tier = &self.volume.tiers[at];
             if tier.store.state() != state {
+                continue;
+            }
+            if tier.is_quarantined() && self.slots_held() >= self.volume.share_in_quarantine() as usize {
                 continue;
             }
             if self.claims_since_safe > HINTS as u32 / 2 && self.stores[at].hints.len > 0 {

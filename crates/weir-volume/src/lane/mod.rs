@@ -65,6 +65,8 @@ pub struct Lane {
     under_way: usize,
     /// Slots of writes that a store did not answer in time, and that may still land.
     unsettled: usize,
+    /// When this lane last waited for a slot in vain.
+    refused: Option<Instant>,
     /// The epochs this lane looks at.
     looking: Looking,
     /// What was retired before this epoch may be reused.
@@ -177,6 +179,7 @@ impl Lane {
             in_flight: 0,
             under_way: 0,
             unsettled: 0,
+            refused: None,
             looking: Looking::default(),
             safe: 0,
             claims_since_safe: 0,

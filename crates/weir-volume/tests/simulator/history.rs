@@ -148,6 +148,8 @@ pub struct History {
     dead: Option<usize>,
     /// In half of all histories one lane does most of the work, and the others' reads take as long as hundreds of its writes.
     busy: Option<usize>,
+    /// In a quarter of all histories the disk hangs under what a daemon had under way when it died, to the end.
+    hangs: bool,
     /// Half of all histories compress, some not to the end.
     compression: Option<Compression>,
     compresses: bool,
@@ -232,6 +234,8 @@ impl History {
             released: Vec::new(),
             dead: None,
             busy,
+            // From a stream of its own, likewise.
+            hangs: Chance::new(seed.rotate_left(32)).one_in(4),
             compression,
             compresses: compression.is_some(),
             serial: 0,
@@ -256,6 +260,9 @@ impl History {
 
     /// Lets a write of a dead daemon land, every now and then.
     fn land(&mut self) {
+        if self.hangs {
+            return;
+        }
         for store in &self.stores {
             let orphans = store.orphans() as u32;
             if orphans > 0 && self.chance.one_in(8) {
