@@ -403,8 +403,18 @@ impl Connection<'_> {
     }
 
     /// Waits until the carrier has sent all that it has: from then on this thread may send.
-    fn be_still(&self) -> Result<(), Ending> {
-        self.hired.as_ref().map_or(Ok(()), Hired::be_still).map_err(Ending::from)
+    fn be_still(&mut self) -> Result<(), Ending> {
+        let Some(carrier) = &self.hired else { return Ok(()) };
+        let sent = carrier.be_still();
+        self.carried(sent)
+    }
+
+    /// What a parcel came to. A carrier that cannot send is of no more use.
+    fn carried(&mut self, sent: rustix::io::Result<()>) -> Result<(), Ending> {
+        if sent.is_err() {
+            self.hired = None;
+        }
+        self.unless_leaving(sent)
     }
 
     /// Everything received has been looked at: starts what is queued and answers what is done.

@@ -146,7 +146,8 @@ impl Connection<'_> {
         if let Some(carrier) = &self.hired
             && let Some(parcel) = pack(&mut self.desk.flight, self.rules.structured)
         {
-            carrier.send(parcel)?;
+            let sent = carrier.send(parcel);
+            self.carried(sent)?;
             self.counters.carried.add(1);
             self.desk.flight.release_ready(1);
             return Ok(());
