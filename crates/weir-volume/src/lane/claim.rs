@@ -78,15 +78,6 @@ impl Lane {
         }
     }
 
-    /// Why there is no slot: others hold them, or a disk that hangs. To a worker it is the same: the page lies well where it is.
-    pub(super) fn no_slot(&self) -> Fault {
-        if self.parts.iter().any(|part| part.patch.is_empty()) {
-            return Fault::Full;
-        }
-        let hangs = self.unsettled > 0 || self.volume.tiers.iter().any(Tier::is_quarantined);
-        if hangs { Fault::Timeout } else { Fault::Full }
-    }
-
     /// Whether this lane has slots that are neither free nor published, and need a poll to become one of them.
     pub(super) fn holds_slots(&self) -> bool {
         self.under_way > 0 || !self.finished.is_empty()
@@ -172,10 +163,18 @@ impl Lane {
         None
     }
 
-    /// Why there is no slot. A volume promises one for each page, so where a store is lost, that is why.
+    /// Why there is no slot. A volume promises one for each page, so where a store is lost, or a disk hangs and keeps slots, that is
+    /// why. To a worker a disk that hangs is a full one: the page lies well where it is.
     pub(super) fn no_slot(&self) -> Fault {
-        let is_lost = self.volume.tiers.iter().any(|tier| tier.store.state() == State::Lost);
-        if is_lost { Fault::Lost } else { Fault::Full }
+        let tiers = &self.volume.tiers;
+        let is_worker = self.parts.iter().any(|part| part.patch.is_empty());
+        if tiers.iter().any(|tier| tier.store.state() == State::Lost) {
+            Fault::Lost
+        } else if !is_worker && (self.unsettled > 0 || tiers.iter().any(Tier::is_quarantined)) {
+            Fault::Timeout
+        } else {
+            Fault::Full
+        }
     }
 
     fn refresh_safe(&mut self) {
