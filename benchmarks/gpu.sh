@@ -22,6 +22,7 @@
 #                        and, where NBD_VRAM names its program, nbd-vram (goals: 1.0x of it by one job, 1.1x by four); LONG_SECONDS each
 #     block_host    2    NBD over host memory on this machine, beside nbdkit
 #     swap          3    faults from VRAM by FUSE and a loop device, beside a RAM loop, zram and a file; as root
+#     page_cluster  4    the same at vm.page-cluster 0 to 5: random, in order and mixed; as root
 #     commands      2    ioping, fio and dd on the same disk (benchmarks/commands); as root, ioping
 #     headline      3    swap on VRAM full of live pages, and another process takes 90% of the card (benchmarks/headline); as
 #                        root, TORTURE says where the lab's program is (target/release/torture)
@@ -35,7 +36,7 @@ set -u
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/results}
 shift
-steps=${*:-calibrate ways large rows scaling give_back steps coherence memory keeper block long block_host swap commands headline queue
+steps=${*:-calibrate ways large rows scaling give_back steps coherence memory keeper block long block_host swap page_cluster commands headline queue
     striped competing}
 steps=${steps/quick/calibrate ways give_back coherence memory keeper}
 weir=${WEIR:-target/release/weir}
@@ -165,6 +166,12 @@ block_host() {
 swap() {
     [ "$(id -u)" = 0 ] || { echo "SKIP swap: needs root"; return; }
     "$weir" bench swap --store "$card?size=2GiB" --runs "$runs" --json "$out/gpu-swap.json" || failed=1
+}
+
+page_cluster() {
+    [ "$(id -u)" = 0 ] || { echo "SKIP page_cluster: needs root"; return; }
+    "$weir" bench swap --store "$card" --only store --only host --page-cluster 0,1,2,3,4,5 --size 1GiB --limit 256MiB --seconds 2 \
+        --runs "$runs" --json "$out/gpu-page-cluster.json" || failed=1
 }
 
 commands() {

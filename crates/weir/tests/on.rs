@@ -105,6 +105,12 @@ impl Drop for Place {
     }
 }
 
+/// The settings that `weir on` has ever changed.
+fn settings() -> Vec<String> {
+    let read = |name| fs::read_to_string(format!("/proc/sys/vm/{name}")).expect("a setting");
+    ["page-cluster", "min_free_kbytes"].map(read).to_vec()
+}
+
 fn text(output: &Output) -> String {
     format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
 }
@@ -112,11 +118,11 @@ fn text(output: &Output) -> String {
 #[test]
 fn on_and_off_leave_the_machine_as_it_was() {
     let Some(place) = Place::new("whole") else { return };
-    let before = (place.swaps(), fs::read_to_string("/proc/sys/vm/page-cluster").expect("a setting"));
+    let before = (place.swaps(), settings());
     let on = place.on().output().expect("weir runs");
     assert!(on.status.success(), "{}", text(&on));
     assert_eq!(place.swaps().len(), 1, "{}", text(&on));
-    assert_eq!(fs::read_to_string("/proc/sys/vm/page-cluster").expect("a setting"), "0\n");
+    assert_eq!(settings(), before.1, "by FUSE none has to be another");
     let again = place.on().output().expect("weir runs");
     assert!(again.status.success() && text(&again).starts_with("already on: /dev/loop"), "{}", text(&again));
 
@@ -125,7 +131,7 @@ fn on_and_off_leave_the_machine_as_it_was() {
 
     let off = place.off();
     assert!(off.status.success(), "{}", text(&off));
-    assert_eq!((place.swaps(), fs::read_to_string("/proc/sys/vm/page-cluster").expect("a setting")), before);
+    assert_eq!((place.swaps(), settings()), before);
     assert_eq!(place.left(), Vec::<String>::new());
     let again = place.off();
     assert!(again.status.success() && text(&again).starts_with("not on"), "{}", text(&again));
@@ -284,9 +290,9 @@ fn it_goes_off_and_leaves_nothing_where_its_directory_is_full() {
         let bytes = file.metadata().expect("a file").len() as usize;
         file.set_len((bytes - 4096 * but) as u64).expect("shorter");
     };
-    let before = (place.swaps(), fs::read_to_string("/proc/sys/vm/page-cluster").expect("a setting"));
+    let before = (place.swaps(), settings());
     let is_as_before = |when: &str| {
-        let after = (place.swaps(), fs::read_to_string("/proc/sys/vm/page-cluster").expect("a setting"));
+        let after = (place.swaps(), settings());
         assert_eq!(after, before, "{when}");
         let directory = place.directory.to_str().expect("text");
         let left = || {
@@ -344,7 +350,7 @@ fn off_removes_no_directory_that_it_did_not_make() {
 #[test]
 fn a_device_in_parts_is_given_back_and_taken_part_by_part() {
     let Some(place) = Place::new("parts") else { return };
-    let before = (place.swaps(), fs::read_to_string("/proc/sys/vm/page-cluster").expect("a setting"));
+    let before = (place.swaps(), settings());
     let on = place.on().args(["--parts", "3"]).output().expect("weir runs");
     assert!(on.status.success(), "{}", text(&on));
     let ours = || place.swaps().len();
@@ -379,7 +385,7 @@ fn a_device_in_parts_is_given_back_and_taken_part_by_part() {
     }
     let off = place.off();
     assert!(off.status.success(), "{}", text(&off));
-    assert_eq!((place.swaps(), fs::read_to_string("/proc/sys/vm/page-cluster").expect("a setting")), before);
+    assert_eq!((place.swaps(), settings()), before);
     assert_eq!(place.left(), Vec::<String>::new());
 }
 
@@ -587,7 +593,7 @@ fn what_was_turned_off_for_a_sleep_comes_back_also_where_the_rest_could_not_be_u
 #[test]
 fn what_a_killed_weir_on_has_done_by_then_is_undone_by_weir_off() {
     let Some(place) = Place::new("killed") else { return };
-    let before = (place.swaps(), fs::read_to_string("/proc/sys/vm/page-cluster").expect("a setting"));
+    let before = (place.swaps(), settings());
     for milliseconds in [0, 5, 10, 20, 40, 60, 80, 120, 160, 240] {
         let mut on = place.on().stdout(std::process::Stdio::null()).spawn().expect("weir runs");
         thread::sleep(Duration::from_millis(milliseconds));
@@ -596,7 +602,7 @@ fn what_a_killed_weir_on_has_done_by_then_is_undone_by_weir_off() {
         let off = place.off();
         assert!(off.status.success(), "killed after {milliseconds} ms: {}", text(&off));
         assert_eq!(place.left(), Vec::<String>::new(), "killed after {milliseconds} ms");
-        let after = (place.swaps(), fs::read_to_string("/proc/sys/vm/page-cluster").expect("a setting"));
+        let after = (place.swaps(), settings());
         assert_eq!(after, before, "killed after {milliseconds} ms");
     }
 }

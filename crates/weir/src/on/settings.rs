@@ -20,29 +20,26 @@ pub struct Wish {
     pub why: &'static str,
 }
 
-/// What is to be changed on this machine; a setting that it does not have, or that is right already, is left alone.
+/// What is to be changed on this machine; a setting that it does not have, or that is right already, is left alone. Each has a
+/// figure in docs/guide.md, and so has what is not here: vm.page-cluster.
 pub fn wishes(machine: &Machine, front: Front) -> Vec<Wish> {
-    let wish = |path: &str, after: &str, why| {
-        let before = machine.text(path).filter(|before| before != after)?;
-        Some(Wish { path: path.into(), before, after: after.to_owned(), why })
-    };
-    // Readahead is for disks that seek. Of the pages that a fault reads beside its own one in five is used (measured by
-    // nbd-vram's users: 10 to 21 % of faults are sequential), and each costs the faulting program time.
-    let page_cluster = wish("/proc/sys/vm/page-cluster", "0", "a fault reads its own page only");
-    // Every reply by NBD takes a buffer of the kernel, also when no memory is free; its threads may take from this reserve.
+    reserve(machine, front).into_iter().collect()
+}
+
+/// Every reply by NBD takes a buffer of the kernel, also when no memory is free; its threads may take from this reserve.
+fn reserve(machine: &Machine, front: Front) -> Option<Wish> {
     const MIN_FREE: &str = "/proc/sys/vm/min_free_kbytes";
-    let reserve = (front == Front::Nbd)
-        .then(|| {
-            let wanted = reserve_kib(machine.size("/proc/meminfo", "MemTotal")?.0 >> 10);
-            let now: u64 = machine.text(MIN_FREE)?.parse().ok()?;
-            if wanted > now {
-                wish(MIN_FREE, &wanted.to_string(), "a reserve for the server's replies")
-            } else {
-                None
-            }
-        })
-        .flatten();
-    page_cluster.into_iter().chain(reserve).collect()
+    if front != Front::Nbd {
+        return None;
+    }
+    let wanted = reserve_kib(machine.size("/proc/meminfo", "MemTotal")?.0 >> 10);
+    let before = machine.text(MIN_FREE)?;
+    (wanted > before.parse().ok()?).then(|| Wish {
+        path: MIN_FREE.into(),
+        before,
+        after: wanted.to_string(),
+        why: "a reserve for the server's replies",
+    })
 }
 
 /// A twentieth of the memory, 16 MiB at least and 128 MiB at most.
@@ -103,11 +100,11 @@ mod tests {
     use crate::doctor::Fixture;
 
     #[test]
-    fn what_is_right_already_is_not_touched() {
-        let cluster = |value| Fixture::new("cluster").with("/proc/sys/vm/page-cluster", value);
-        assert_eq!(wishes(&cluster("0\n").machine(), Front::Ublk), []);
-        let wishes = wishes(&cluster("3\n").machine(), Front::Ublk);
-        assert_eq!((wishes[0].before.as_str(), wishes[0].after.as_str()), ("3", "0"));
+    fn what_the_kernel_reads_ahead_is_left_to_it() {
+        let machine = Fixture::new("cluster").with("/proc/sys/vm/page-cluster", "3\n");
+        for front in [Front::Ublk, Front::Nbd, Front::Fuse] {
+            assert_eq!(wishes(&machine.machine(), front), []);
+        }
     }
 
     #[test]
