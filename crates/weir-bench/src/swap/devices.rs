@@ -1,13 +1,13 @@
 //! The devices that are compared, each set up as the swap that the kernel fills first, and taken down again.
 
 use super::{Plan, RAM_LOOP, SwapError};
-use rustix::fs::MemfdFlags;
 use std::fs::{self, File};
 use std::io::{self, Write as _};
 use std::os::fd::AsRawFd as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
+use weir_core::Memory;
 use weir_export::fuse::mount::is_mounted;
 use weir_export::loop_device::LoopDevice;
 
@@ -120,7 +120,7 @@ pub(super) struct Device {
     looped: Option<Looped>,
     zram: Option<Zram>,
     server: Option<Server>,
-    _memory: Option<File>,
+    _memory: Option<Memory>,
     file: Option<PathBuf>,
 }
 
@@ -140,7 +140,8 @@ impl Device {
         let path = match kind {
             Kind::RamLoop => {
                 let memory = memory(bytes).map_err(say("cannot take memory"))?;
-                let path = PathBuf::from(format!("/proc/{}/fd/{}", std::process::id(), memory.as_raw_fd()));
+                let fd = memory.fd().expect("shared memory has one").as_raw_fd();
+                let path = PathBuf::from(format!("/proc/{}/fd/{fd}", std::process::id()));
                 device._memory = Some(memory);
                 device.over(&path)?
             }
@@ -227,10 +228,13 @@ impl Drop for Device {
     }
 }
 
-/// Memory with a descriptor, all of it taken now, so that it is charged to nobody else later.
-fn memory(bytes: u64) -> io::Result<File> {
-    let mut memory = File::from(rustix::fs::memfd_create("weir-bench-swap", MemfdFlags::CLOEXEC)?);
-    fill(&mut memory, bytes)?;
+/// Memory with a descriptor, all of it taken now, so that it is charged to nobody else later, and locked: what is swapped out
+/// onto the loop device that lies on it waits for itself for ever.
+fn memory(bytes: u64) -> io::Result<Memory> {
+    let memory = Memory::shared("weir-bench-swap", bytes as usize)?;
+    if !memory.is_locked() {
+        return Err(io::Error::other("it cannot be locked: raise RLIMIT_MEMLOCK, or run as root"));
+    }
     Ok(memory)
 }
 
@@ -349,5 +353,28 @@ impl Drop for Server {
         }
         let _ = self.0.kill();
         let _ = self.0.wait();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_swapped_to_is_never_swapped_out_itself() {
+        let bytes = 4 << 20;
+        let memory = match memory(bytes) {
+            Ok(memory) => memory,
+            Err(error) => {
+                println!("skipped: what_is_swapped_to_is_never_swapped_out_itself: {error}");
+                return;
+            }
+        };
+        let fd = memory.fd().expect("shared memory has one").as_raw_fd();
+        assert_eq!(fs::metadata(format!("/proc/self/fd/{fd}")).expect("a file").len(), bytes);
+        let locked = fs::read_to_string("/proc/self/status").expect("a process has one");
+        let locked = locked.lines().find_map(|line| line.strip_prefix("VmLck:")).expect("a line");
+        let kib: u64 = locked.trim().trim_end_matches(" kB").parse().expect("a number");
+        assert!(kib >= bytes >> 10, "{kib} KiB are locked");
     }
 }
