@@ -62,7 +62,9 @@ pub struct UrlError {
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum UrlProblem {
     /// It names no kind of store that there is.
-    #[error("no kind of store is called {0:?}; accepted: host:, vram:, file:, stripe:, sim:")]
+    #[error(
+        "no kind of store is called {0:?}; accepted: host:8GiB, vram:, file:PATH, stripe:PATH,PATH, sim:"
+    )]
     Scheme(String),
     /// A key that this kind of store does not know.
     #[error("unknown key {key:?}; accepted: {}", accepted.join(", "))]
@@ -277,8 +279,8 @@ mod tests {
     #[test]
     fn an_error_names_the_part_the_value_and_what_is_accepted() {
         for (url, parts) in [
-            ("", ["\"\"", "accepted: host:, vram:"]),
-            ("disk:/dev/sda", ["\"disk\"", "accepted: host:, vram:"]),
+            ("", ["\"\"", "accepted: host:8GiB, vram:"]),
+            ("disk:/dev/sda", ["\"disk\"", "accepted: host:8GiB, vram:"]),
             ("host:", ["size cannot be \"\"", "whole pages"]),
             ("host:5000", ["size cannot be \"5000\"", "whole pages"]),
             ("host:16TiB", ["size cannot be \"16TiB\"", "below 16TiB"]),

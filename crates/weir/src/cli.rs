@@ -4,12 +4,12 @@
 use crate::address::Address;
 use crate::backing::Backing;
 use crate::compress::Algorithm;
-use crate::on::{BatteryOptions, OffOptions, OnOptions, RestartOptions, TopOptions};
+use crate::on::{BatteryOptions, OffOptions, OnOptions, RestartOptions, StoreChoice, TopOptions};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
 use std::str::FromStr;
 use weir_bench::store::Effort;
-use weir_core::ByteSize;
+use weir_core::{ByteSize, PAGE_SIZE};
 use weir_store::StoreUrl;
 
 /// Lets memory overflow where you chose: into idle GPU memory, host memory or files.
@@ -98,13 +98,13 @@ pub struct TryOptions {
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u16).range(1..=3600))]
     pub seconds: u16,
 
-    /// Memory to use.
-    #[arg(long, default_value = "256MiB")]
-    pub size: ByteSize,
+    /// Memory to use [default: 256MiB, or what --store says].
+    #[arg(long, value_parser = whole_pages)]
+    pub size: Option<ByteSize>,
 
-    /// Where to keep pages [default: GPU memory if there is any, else host memory].
-    #[arg(long, value_name = "URL", conflicts_with = "size")]
-    pub store: Option<StoreUrl>,
+    /// Where to keep pages: vram, host, vram:0, file:/path, ... [default: GPU memory if there is any, else host memory].
+    #[arg(long, value_name = "URL")]
+    pub store: Option<StoreChoice>,
 
     /// NBD connections to use at once.
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=64))]
@@ -124,7 +124,7 @@ pub struct ServeOptions {
 
     /// The device's size: 512MiB, 8G, ... [default: what all stores hold; with --backing what the stores hold or the backing, whichever is
     /// more].
-    #[arg(long)]
+    #[arg(long, value_parser = whole_pages)]
     pub size: Option<ByteSize>,
 
     /// Where pages are kept, the fastest first: vram:, vram:0?size=8GiB, host:8GiB, file:/path?size=64GiB,
@@ -166,7 +166,7 @@ pub struct ServeOptions {
     pub share_in_place: bool,
 
     /// The export's name for NBD clients (the empty name means it too), and the file's in a FUSE directory.
-    #[arg(long, value_name = "NAME", default_value = "weir")]
+    #[arg(long, value_name = "NAME", default_value = "weir", value_parser = name)]
     pub name: String,
 
     /// Serve as a block device of the kernel's ublk driver; `weir status` has its name, /dev/ublkbN. As root, Linux 6.5 or newer.
@@ -222,6 +222,23 @@ pub struct ServeOptions {
     /// How much to say on standard error.
     #[arg(long, value_name = "LEVEL", value_enum, default_value_t)]
     pub log: LogLevel,
+}
+
+/// The size of a device: pages, and one at least.
+fn whole_pages(text: &str) -> Result<ByteSize, String> {
+    let size: ByteSize = text.parse().map_err(|error| format!("{error}"))?;
+    if size.0 == 0 || !size.0.is_multiple_of(PAGE_SIZE as u64) {
+        return Err("accepted: a multiple of 4KiB above 0, such as 8GiB".into());
+    }
+    Ok(size)
+}
+
+/// A name that a line can hold.
+fn name(text: &str) -> Result<String, String> {
+    if text.contains(char::is_control) {
+        return Err("accepted: a name without control characters, such as a newline".into());
+    }
+    Ok(text.to_owned())
 }
 
 /// How much the daemon says.
@@ -343,13 +360,18 @@ pub struct MountOptions {
     #[arg(value_name = "DIR")]
     pub directory: PathBuf,
 
-    /// Room for the content of files.
-    #[arg(long, default_value = "1GiB")]
-    pub size: ByteSize,
+    /// Room for the content of files [default: 1GiB, or what --store says].
+    #[arg(long, value_parser = whole_pages)]
+    pub size: Option<ByteSize>,
 
-    /// Where files lie, with its size: vram:0?size=4GiB, host:8GiB [default: the first GPU's memory, else host memory].
-    #[arg(long, value_name = "URL", conflicts_with = "size")]
-    pub store: Option<StoreUrl>,
+    /// Where files lie: vram, host, vram:0, host:8GiB, file:/path, ... [default: the first GPU's memory, else host memory].
+    #[arg(long, value_name = "URL")]
+    pub store: Option<StoreChoice>,
+
+    /// Let other users in too, as far as the modes and owners of its files let them: otherwise the kernel lets in only the user
+    /// who mounts it. For users other than root /etc/fuse.conf must say user_allow_other.
+    #[arg(long)]
+    pub allow_other: bool,
 
     /// Threads that serve; one waits, the others come when there is more to do.
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=64))]

@@ -45,6 +45,7 @@ mod pages;
 mod relay;
 mod serve;
 mod signals;
+mod some_store;
 mod stages;
 mod start;
 mod status;
@@ -66,8 +67,10 @@ fn main() -> ExitCode {
     // What `ps` and `top` show, and how others know a daemon. One that runs from memory would have its descriptor's name.
     let _ = rustix::thread::set_name(c"weir");
     let outcome = Cli::try_parse().map_err(Failure::from).and_then(run);
-    match outcome.and_then(|()| failure::all_printed()) {
-        Ok(()) => ExitCode::SUCCESS,
+    match outcome {
+        // What was said was perhaps not heard.
+        Ok(()) => failure::all_printed().map_or_else(Failure::report, |()| ExitCode::SUCCESS),
+        Err(Failure::Said) => failure::all_printed().err().unwrap_or(Failure::Said).report(),
         Err(failure) => failure.report(),
     }
 }

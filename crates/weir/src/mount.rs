@@ -3,6 +3,7 @@
 use crate::cli::MountOptions;
 use crate::failure::{Failure, chain};
 use crate::pages::{self, Plan};
+use crate::some_store;
 use crate::stages::Stages;
 use crate::start::{Start, warn_of_unlocked_memory};
 use crate::{bug, core_dump, signals};
@@ -16,13 +17,15 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
+use weir_core::ByteSize;
 use weir_export::fuse::mount::is_served;
 use weir_export::fuse::{Config, Server};
 use weir_export::log::{self, Level, Log};
-use weir_store::vram::Target;
-use weir_store::{Room, StoreUrl, VramUrl};
+use weir_store::{Room, StoreUrl};
 use weir_volume::Volume;
 
+/// Room for files where nobody says how much.
+const SIZE: ByteSize = ByteSize(1 << 30);
 /// How long requests that are under way may take when the disk ends.
 const GRACE: Duration = Duration::from_secs(2);
 /// Pages that one thread moves at a time at slow stores.
@@ -100,8 +103,7 @@ fn serve(options: &MountOptions) -> Result<(), Failure> {
         (log::to_stderr(Level::Info))(
             Level::Info,
             format_args!(
-                "a disk of {} in {store} at {}; fusermount3 -u {} ends it, and everything on it is gone then",
-                options.size,
+                "a disk in {store} at {}; fusermount3 -u {} ends it, and everything on it is gone then",
                 options.directory.display(),
                 options.directory.display()
             ),
@@ -157,24 +159,14 @@ fn until_unmounted(server: &Server, mut told: UnixStream, directory: &Path, log:
 
 /// On the store asked for, else on the first GPU's memory, else on host memory.
 fn mount(options: &MountOptions, start: &mut Start<'_>, log: &Log) -> Result<(StoreUrl, Server), Failure> {
-    let (store, volume) = match &options.store {
-        Some(store) => (store.clone(), volume(store, options, start, log)?),
-        None => {
-            let size = options.size;
-            let vram = StoreUrl::Vram(VramUrl { size: Some(size), ..VramUrl::new(Target::Index(0)) });
-            match volume(&vram, options, start, log) {
-                Ok(volume) => (vram, volume),
-                Err(Failure::Failed(why)) => {
-                    (log)(Level::Warning, format_args!("no GPU memory ({why}): using host memory"));
-                    let host = StoreUrl::Host { size };
-                    let volume = volume(&host, options, start, log)?;
-                    (host, volume)
-                }
-                Err(other) => return Err(other),
-            }
-        }
+    let (store, volume) = some_store::open(options.store.as_ref(), options.size, SIZE, log, |store| {
+        volume(store, options, start, log)
+    })?;
+    let config = Config {
+        threads: usize::from(options.threads),
+        allow_other: options.allow_other,
+        ..Config::default()
     };
-    let config = Config { threads: usize::from(options.threads), ..Config::default() };
     match Server::ram_disk(&volume, &config, &options.directory, log) {
         Ok(server) => Ok((store, server)),
         Err(error) => Err(Failure::Failed(chain(&error))),
@@ -191,7 +183,7 @@ fn volume(
     pages::open(
         &Plan {
             stores: std::slice::from_ref(store),
-            size: None,
+            size: options.size,
             backing: &[],
             lanes,
             depth: DEPTH,

@@ -232,7 +232,7 @@ fn config(plan: &Plan<'_>, stores: &[Arc<dyn Store>]) -> Result<Config, Failure>
 fn too_small(slots: u32, config: &Config) -> Failure {
     let size = |pages: u32| ByteSize(u64::from(pages) * PAGE_SIZE as u64);
     Failure::Failed(format!(
-        "the stores hold {}, and {} connections keep {} of that for writes under way: give more --store or fewer --connections",
+        "the stores hold {}, and {} connections or threads keep {} of that for writes under way: give more --store, or fewer of them",
         size(slots),
         config.lanes,
         size(config.slack())

@@ -180,6 +180,12 @@ fn check(options: &ServeOptions) -> Result<(), Failure> {
             "--nbd, --ublk, --fuse and --share are missing, so nobody could connect; accepted: --ublk, --nbd unix:PATH, --nbd tcp:HOST:PORT, --fuse FILE, --share PATH".into(),
         ));
     }
+    if options.fuse.is_some() && !fuse::is_file_name(&options.name) {
+        let (name, accepted) = (&options.name, fuse::FILE_NAME);
+        return Err(Failure::Usage(format!(
+            "--name {name:?} is no name of a file, as --fuse needs; accepted: {accepted}"
+        )));
+    }
     if options.queues.is_some() && !options.ublk {
         return Err(Failure::Usage("--queues are those of a ublk device: accepted with --ublk".into()));
     }

@@ -5,7 +5,7 @@ mod enable_uring;
 
 use enable_uring::EnableUring;
 use std::fs;
-use std::os::unix::fs::{MetadataExt as _, chown};
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, chown};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -210,6 +210,65 @@ fn an_ordinary_user_mounts_writes_and_unmounts() {
     assert!(lines.next().unwrap().starts_with("65534 6"));
     until("its process stays", || servers(&directory.0) == 0);
     assert_eq!(fs::metadata(&directory.0).unwrap().uid(), NOBODY);
+}
+
+#[test]
+fn a_disk_is_open_to_other_users_if_it_is_told_so_and_not_else() {
+    if !rustix::process::geteuid().is_root() {
+        return println!("\nskipped: only root can be two users");
+    }
+    for (flags, is_open) in [
+        (&["--size", "8MiB", "--store", "host"][..], false),
+        (&["--allow-other", "--store", "host:8MiB"], true),
+    ] {
+        let directory = Directory::new("other");
+        let output = weir(flags, &directory.0).output().unwrap();
+        if refused(&output) {
+            return;
+        }
+        assert!(output.status.success(), "{}", said(&output));
+        fs::write(directory.0.join("public"), b"for all").unwrap();
+        fs::write(directory.0.join("private"), b"for root").unwrap();
+        let open_to = |name: &str, mode| {
+            fs::set_permissions(directory.0.join(name), fs::Permissions::from_mode(mode)).unwrap()
+        };
+        open_to(".", 0o1777);
+        open_to("private", 0o600);
+        let as_nobody = |script: &str| {
+            let mut command = Command::new("sh");
+            command.args(["-c", script]).arg("sh").arg(&directory.0).current_dir("/");
+            command.uid(NOBODY).gid(NOBODY).output().unwrap()
+        };
+        let read = as_nobody("cat $1/public && echo mine >$1/mine");
+        assert_eq!(read.status.success(), is_open, "{}", said(&read));
+        // Modes and owners go for everybody.
+        assert!(!as_nobody("cat $1/private").status.success());
+        assert!(!as_nobody("rm -f $1/public").status.success());
+        if is_open {
+            assert_eq!(fs::metadata(directory.0.join("mine")).unwrap().uid(), NOBODY);
+        }
+    }
+}
+
+#[test]
+fn an_ordinary_user_who_may_not_open_a_disk_to_others_hears_where_that_is_said() {
+    if !rustix::process::geteuid().is_root() || Command::new("fusermount3").arg("--version").output().is_err()
+    {
+        return println!("\nskipped: this needs root, to be another user, and fusermount3 (package fuse3)");
+    }
+    let says = |line: &str| line.trim() == "user_allow_other";
+    if fs::read_to_string("/etc/fuse.conf").is_ok_and(|text| text.lines().any(says)) {
+        return println!("\nskipped: /etc/fuse.conf lets every user open a disk to others");
+    }
+    let directory = Directory::new("not-other");
+    chown(&directory.0, Some(NOBODY), Some(NOBODY)).unwrap();
+    let mut command = weir(&["--allow-other", "--store", "host:8MiB"], &directory.0);
+    let Ok(output) = command.uid(NOBODY).gid(NOBODY).current_dir("/").output() else {
+        return println!("\nskipped: an ordinary user cannot run the program where it lies");
+    };
+    let said = said(&output);
+    assert_eq!((output.status.code(), said.lines().count()), (Some(1), 1), "{said}");
+    assert!(said.contains("user_allow_other") && said.contains("/etc/fuse.conf"), "{said}");
 }
 
 #[test]

@@ -25,5 +25,5 @@ pub mod wire;
 pub use mount::Left;
 pub use pool::THREADS_MAX;
 pub use range::IO_MAX;
-pub use server::{Config, Keepsake, ServeError, Server};
+pub use server::{Config, FILE_NAME, Keepsake, ServeError, Server, is_file_name};
 pub use stats::Stats;

@@ -25,7 +25,9 @@ mod top;
 
 pub use battery::run as battery;
 pub use off::run as off;
-pub use options::{BatteryOptions, DIRECTORY, OffOptions, OnOptions, RestartOptions, TopOptions};
+pub use options::{
+    BatteryOptions, DIRECTORY, OffOptions, OnOptions, RestartOptions, StoreChoice, TopOptions,
+};
 pub use restart::run as restart;
 pub use top::run as top;
 
@@ -33,7 +35,6 @@ use crate::control::Status;
 use crate::doctor::Machine;
 use crate::failure::Failure;
 use clap::ValueEnum as _;
-use options::StoreChoice;
 use preflight::Plan;
 use service::Service;
 use state::{Again, Journal, Phase, State, Step};

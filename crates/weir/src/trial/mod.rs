@@ -12,6 +12,7 @@ use crate::address::Address;
 use crate::cli::{ServeOptions, TryOptions};
 use crate::daemon::Daemon;
 use crate::failure::{Failure, chain};
+use crate::some_store;
 use crate::start::Start;
 use connection::{Connection, Tally};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -28,8 +29,9 @@ use weir_core::swap_safety::Protections;
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_export::log::{self, Level};
 use weir_export::nbd::client::{Client, ClientError, Wish};
-use weir_store::vram::Target;
-use weir_store::{StoreUrl, VramUrl};
+
+/// Memory to use where nobody says how much.
+const SIZE: ByteSize = ByteSize(256 << 20);
 
 /// Runs the trial and prints its report. Fails when one page or one answer was wrong.
 pub fn run(options: &TryOptions) -> Result<(), Failure> {
@@ -47,27 +49,18 @@ pub fn run(options: &TryOptions) -> Result<(), Failure> {
 
 /// A daemon on the store asked for, else on the first GPU's memory, else on host memory.
 fn start(options: &TryOptions, socket: &Path) -> Result<Daemon, Failure> {
-    let serve = |store: StoreUrl| ServeOptions {
-        store: vec![store],
-        nbd: vec![Address::Unix(socket.to_owned())],
-        connections: options.connections,
-        ..ServeOptions::default()
-    };
     let log = log::to_stderr(Level::Warning);
-    let daemon =
-        |store| Daemon::start(&serve(store), Protections::default(), None, &mut Start::silent(), &log);
-    if let Some(store) = &options.store {
-        return daemon(store.clone());
-    }
-    let size = Some(options.size);
-    match daemon(StoreUrl::Vram(VramUrl { size, ..VramUrl::new(Target::Index(0)) })) {
-        Ok(daemon) => Ok(daemon),
-        Err(Failure::Failed(why)) => {
-            println!("no GPU memory ({why}): using host memory");
-            daemon(StoreUrl::Host { size: options.size })
-        }
-        Err(other) => Err(other),
-    }
+    let (_, daemon) = some_store::open(options.store.as_ref(), options.size, SIZE, &log, |store| {
+        let serve = ServeOptions {
+            store: vec![store.clone()],
+            size: options.size,
+            nbd: vec![Address::Unix(socket.to_owned())],
+            connections: options.connections,
+            ..ServeOptions::default()
+        };
+        Daemon::start(&serve, Protections::default(), None, &mut Start::silent(), &log)
+    })?;
+    Ok(daemon)
 }
 
 fn exercise(options: &TryOptions, seed: u64, daemon: &Daemon, socket: &Path) -> Result<Report, Failure> {

@@ -141,6 +141,7 @@ impl Fuse {
             unsafe_no_flusher: options.unsafe_no_flusher,
             // A file that must outlive its daemon cannot have one, and a thread that looks for requests looks at the device.
             ring: keeper.is_none() && !options.swap && options.spin_us == 0,
+            allow_other: false,
         };
         let failed = |error: fuse::ServeError| Failure::Failed(format!("--fuse: {}", chain(&error)));
         let Some((link, held)) = keeper else {

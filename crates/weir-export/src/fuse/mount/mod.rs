@@ -71,8 +71,18 @@ pub struct Options<'a> {
     pub source: &'a str,
     /// The kernel checks permissions by mode and owner.
     pub default_permissions: bool,
+    /// Other users than the one who mounts may use it.
+    pub allow_other: bool,
     /// The largest read.
     pub read_max: u32,
+}
+
+impl Options<'_> {
+    /// Whom the kernel lets in, as both ways of mounting say it.
+    fn access(&self) -> String {
+        let words = [(self.default_permissions, ",default_permissions"), (self.allow_other, ",allow_other")];
+        words.into_iter().filter_map(|(is_set, word)| is_set.then_some(word)).collect()
+    }
 }
 
 impl Mount {
@@ -293,9 +303,9 @@ fn escape(path: &[u8]) -> Vec<u8> {
 }
 
 fn mount(device: &Device, point: &Path, kind: u32, options: &Options<'_>) -> io::Result<()> {
-    let permissions = if options.default_permissions { ",default_permissions" } else { "" };
+    let access = options.access();
     let data = format!(
-        "fd={},rootmode={kind:o},user_id={},group_id={},max_read={}{permissions}",
+        "fd={},rootmode={kind:o},user_id={},group_id={},max_read={}{access}",
         device.as_fd().as_raw_fd(),
         rustix::process::getuid().as_raw(),
         rustix::process::getgid().as_raw(),
@@ -316,9 +326,9 @@ fn fusermount(point: &Path, options: &Options<'_>) -> Result<Device, MountError>
             .map_err(|errno| failed(errno.into()))?;
     // Inherited by number. Another child started at this instant would inherit it too, and close it when it ends.
     rustix::io::fcntl_setfd(&theirs, rustix::io::FdFlags::empty()).map_err(|errno| failed(errno.into()))?;
-    let permissions = if options.default_permissions { ",default_permissions" } else { "" };
+    let access = options.access();
     let words = format!(
-        "rw,nosuid,nodev,fsname={},subtype={SUBTYPE},max_read={}{permissions}",
+        "rw,nosuid,nodev,fsname={},subtype={SUBTYPE},max_read={}{access}",
         options.source, options.read_max
     );
     let mut said = None;

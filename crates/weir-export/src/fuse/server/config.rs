@@ -25,6 +25,9 @@ pub struct Config {
     /// Have requests come by rings where the kernel offers it and every page lies in memory. Nobody can take such a server
     /// over: without [`keepsakes`](super::Server::keepsakes) it fails what it had in hand when it is killed.
     pub ring: bool,
+    /// Other users than the one who mounts may use it, as far as modes and owners let them. For users other than root
+    /// `/etc/fuse.conf` must say `user_allow_other`.
+    pub allow_other: bool,
 }
 
 impl Default for Config {
@@ -36,6 +39,7 @@ impl Default for Config {
             swap: false,
             unsafe_no_flusher: false,
             ring: true,
+            allow_other: false,
         }
     }
 }
@@ -72,17 +76,25 @@ pub enum ServeError {
     Resources(usize, #[source] io::Error),
 }
 
+/// What [`is_file_name`] takes.
+pub const FILE_NAME: &str =
+    "1 to 255 bytes without slash, comma and control characters, and neither . nor ..";
+
+/// Whether a file can have the name, in a directory and among the options of a mount.
+pub fn is_file_name(name: &str) -> bool {
+    (1..=255).contains(&name.len())
+        && !matches!(name, "." | "..")
+        && !name.contains(|letter: char| matches!(letter, '/' | ',') || letter.is_control())
+}
+
 /// Refuses what cannot be.
 pub(super) fn check(config: &Config) -> Result<(), ServeError> {
     if config.threads == 0 || config.threads > THREADS_MAX {
         let error = format!("{} FUSE threads; accepted: 1 to {THREADS_MAX}", config.threads);
         return Err(ServeError::Config(error));
     }
-    if config.name.is_empty() || config.name.len() > 255 || config.name.contains(['/', '\0', ',']) {
-        let error = format!(
-            "the file cannot have the name {:?}; accepted: 1 to 255 bytes without / and ,",
-            config.name
-        );
+    if !is_file_name(&config.name) {
+        let error = format!("the file cannot have the name {:?}; accepted: {FILE_NAME}", config.name);
         return Err(ServeError::Config(error));
     }
     Ok(())

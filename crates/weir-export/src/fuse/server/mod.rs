@@ -4,7 +4,7 @@ mod config;
 mod hello;
 mod open;
 
-pub use config::{Config, ServeError};
+pub use config::{Config, FILE_NAME, ServeError, is_file_name};
 
 use super::device::Device;
 use super::disk::{Disk, Shape};

@@ -52,7 +52,12 @@ pub(super) fn mounted(
     point: &Path,
     log: &Log,
 ) -> Result<Opened, ServeError> {
-    let options = Options { source: &config.name, default_permissions: true, read_max: IO_MAX };
+    let options = Options {
+        source: &config.name,
+        default_permissions: true,
+        allow_other: config.allow_other,
+        read_max: IO_MAX,
+    };
     // Before the kernel is told of them, since it keeps everything back until they are there.
     let Prepared { mut rings, io_max } = if config.ring && lies_in_memory(volume) {
         ring::prepare(config.threads).unwrap_or_else(|why| {
