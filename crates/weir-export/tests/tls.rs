@@ -103,6 +103,29 @@ fn bytes_in_the_clear_do_not_count_as_said_inside_tls() {
 }
 
 #[test]
+fn a_key_that_cannot_be_used_is_named_with_those_that_can() {
+    let Some(certificates) = Certificates::new("keys") else { return };
+    // 1024 bits are too few, and 2432 (what GnuTLS makes for "medium") no size that ring knows.
+    for bits in ["1024", "2432", "2048"] {
+        let key = certificates.0.join("server-key.pem");
+        let make = [
+            "openssl req -x509 -nodes -subj /CN=localhost -keyout server-key.pem -out server-cert.pem -newkey rsa:",
+            bits,
+        ];
+        let made =
+            Command::new("sh").current_dir(&certificates.0).args(["-c", &make.concat()]).output().unwrap();
+        assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+        let identity = Identity::from_directory(&certificates.0);
+        if bits == "2048" {
+            identity.unwrap();
+            continue;
+        }
+        let said = identity.unwrap_err().to_string();
+        assert!(said.contains(key.to_str().unwrap()) && said.contains("2048, 3072 or 4096"), "{said}");
+    }
+}
+
+#[test]
 fn swap_over_tls_and_an_unusable_certificate_are_refused_in_words() {
     let Some(certificates) = Certificates::new("words") else { return };
     let identity = Arc::new(Identity::from_directory(&certificates.0).unwrap());

@@ -60,6 +60,10 @@ pub enum IdentityError {
     },
 }
 
+/// What is wrong with any other key; ring is what the cryptography here is made by.
+const KEYS: &str =
+    "no key that can be used: RSA of 2048, 3072 or 4096 bits, ECDSA on P-256 or P-384, or Ed25519 can";
+
 impl Identity {
     /// Reads the files that QEMU, nbdkit and libnbd use by the same names: `server-cert.pem` and `server-key.pem`.
     /// If there is a `ca-cert.pem`, clients must show a certificate that it has signed.
@@ -80,6 +84,8 @@ impl Identity {
         let chain = certificates("server-cert.pem")?;
         let key = PrivateKeyDer::from_pem_file(file("server-key.pem"))
             .map_err(|error| failed("server-key.pem", &error))?;
+        // Asked here, since later errors name no file.
+        rustls::crypto::ring::sign::any_supported_type(&key).map_err(|_| failed("server-key.pem", &KEYS))?;
         let unusable =
             |source| IdentityError::Unusable { directory: directory.display().to_string(), source };
         let provider = Arc::new(rustls::crypto::ring::default_provider());
