@@ -5,6 +5,7 @@
 
 mod available;
 pub mod copy;
+mod file_kind;
 pub mod kernel_release;
 mod memory;
 pub mod metrics;
@@ -15,6 +16,7 @@ mod size;
 pub mod swap_safety;
 
 pub use available::available;
+pub use file_kind::file_kind;
 pub use memory::{Memory, Watch, unlocked, unwatched};
 pub use page::{
     Checksum, PAGE_SIZE, Page, PageBytes, PageNo, Slot, prefetch, prefetch_head, prefetch_value,

@@ -7,6 +7,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use weir_core::file_kind;
 
 /// Connections that may wait to be accepted.
 const BACKLOG: i32 = 128;
@@ -17,11 +18,16 @@ pub enum BindError {
     /// Somebody answers there.
     #[error("unix:{}: another server listens there; stop it or choose another path", .0.display())]
     InUse(PathBuf),
-    /// There is a file that is no socket.
-    #[error("unix:{}: a file that is no socket is in the way; remove it or choose another path", .0.display())]
-    NotASocket(PathBuf),
+    /// There is something that is no socket.
+    #[error("unix:{}: {kind} is in the way; choose another path", path.display())]
+    NotASocket {
+        /// Where.
+        path: PathBuf,
+        /// What it is.
+        kind: &'static str,
+    },
     /// The system refuses.
-    #[error("unix:{}: cannot listen there; is its directory there and writable, and is the path short?", path.display())]
+    #[error("unix:{}: cannot listen there, in a directory that must exist and be writable", path.display())]
     Io {
         /// Where.
         path: PathBuf,
@@ -74,9 +80,11 @@ pub fn listen(path: &Path, kind: SocketType) -> Result<(OwnedFd, SocketFile), Bi
     match rustix::net::bind(&socket, &address) {
         Ok(()) => {}
         Err(Errno::ADDRINUSE) => {
-            let is_socket = std::fs::symlink_metadata(path).is_ok_and(|file| file.file_type().is_socket());
-            if !is_socket {
-                return Err(BindError::NotASocket(path.to_owned()));
+            // Gone meanwhile: then what follows says so.
+            if let Ok(there) = std::fs::symlink_metadata(path)
+                && !there.file_type().is_socket()
+            {
+                return Err(BindError::NotASocket { path: path.to_owned(), kind: file_kind(there.mode()) });
             }
             match rustix::net::connect(new().map_err(failed)?, &address) {
                 // Left behind by a server that was killed.
@@ -136,7 +144,7 @@ mod tests {
         drop(ours);
         assert_eq!(std::fs::read(&path).unwrap(), b"precious");
         let error = listen(&path, SocketType::STREAM).unwrap_err();
-        assert!(matches!(error, BindError::NotASocket(_)), "{error}");
+        assert!(error.to_string().contains("a file is in the way"), "{error}");
         std::fs::remove_file(&path).unwrap();
     }
 

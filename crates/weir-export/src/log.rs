@@ -112,7 +112,10 @@ impl Line {
 impl Write for Line {
     fn write_str(&mut self, text: &str) -> fmt::Result {
         let take = text.len().min(LINE_MAX - self.len);
-        self.bytes[self.len..self.len + take].copy_from_slice(&text.as_bytes()[..take]);
+        let taken = &mut self.bytes[self.len..self.len + take];
+        taken.copy_from_slice(&text.as_bytes()[..take]);
+        // What others named stays on its line, and says nothing to a terminal.
+        taken.iter_mut().filter(|byte| byte.is_ascii_control()).for_each(|byte| *byte = b'?');
         self.len += take;
         if take == text.len() { Ok(()) } else { Err(fmt::Error) }
     }
@@ -149,6 +152,11 @@ mod tests {
         assert!(write!(line, "{:600}", 'x').is_err());
         line.end();
         assert_eq!((line.len, line.bytes[LINE_MAX - 1]), (LINE_MAX, b'\n'));
+
+        let mut line = Line::default();
+        write!(line, "named {}", "a\nb\x1b[2J").unwrap();
+        line.end();
+        assert_eq!(&line.bytes[..line.len], b"named a?b?[2J\n");
 
         let mut line = Line::default();
         write!(line, "short {}", 1).unwrap();

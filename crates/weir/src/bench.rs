@@ -5,6 +5,8 @@ use crate::cli::{
     BenchOptions, BenchQueueOptions, BenchStoreOptions, BenchSwapOptions, BlockControl,
 };
 use crate::failure::{Failure, chain};
+use std::fs::{self, OpenOptions};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use weir_bench::report::Report;
@@ -16,6 +18,12 @@ const HOLD_RATE: f64 = 100_000.0;
 
 /// Measures, prints the table, writes the files; fails where a goal was missed.
 pub fn run(options: &BenchOptions) -> Result<(), Failure> {
+    // A run may take an hour.
+    for path in options.json.iter().chain(&options.report) {
+        check_writable(path).map_err(|error| {
+            Failure::Failed(format!("cannot write {}: {error}; name another file", path.display()))
+        })?;
+    }
     let report = match &options.bench {
         Bench::Block(options) => block::run(&block_plan(options)).map_err(|error| failed(&error))?,
         Bench::Long(options) => block::run_long(&long_plan(options)).map_err(|error| failed(&error))?,
@@ -97,6 +105,17 @@ pub fn run(options: &BenchOptions) -> Result<(), Failure> {
         report.write_html(path).map_err(|error| failed(&error))?;
     }
     verdict(&report)
+}
+
+/// Whether the file can be written, which stays as it is.
+fn check_writable(path: &Path) -> io::Result<()> {
+    match OpenOptions::new().write(true).create_new(true).open(path) {
+        Ok(_) => fs::remove_file(path),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+            OpenOptions::new().write(true).open(path).map(drop)
+        }
+        Err(error) => Err(error),
+    }
 }
 
 /// The card that a benchmark of GPU memory alone is for.

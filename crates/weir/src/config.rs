@@ -12,8 +12,10 @@
 
 use crate::cli::ServeOptions;
 use crate::failure::{Failure, complaint};
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args as _, Command, FromArgMatches as _};
 use std::fs;
+use std::io;
 use std::path::Path;
 use toml::{Table, Value};
 
@@ -21,14 +23,29 @@ use toml::{Table, Value};
 pub fn read(path: &Path) -> Result<ServeOptions, Failure> {
     let usage = |problem: String| Failure::Usage(format!("{}: {problem}", path.display()));
     let text = fs::read_to_string(path).map_err(|error| {
-        Failure::Failed(format!("cannot read the configuration {}: {error}", path.display()))
+        let shown = path.display();
+        match error.kind() {
+            io::ErrorKind::InvalidData => usage("it is no text (UTF-8); save it as UTF-8".into()),
+            _ => Failure::Failed(format!(
+                "cannot read the configuration {shown}: {error}; --config names a TOML file that this user may read"
+            )),
+        }
     })?;
     let table: Table = text.parse().map_err(|error: toml::de::Error| {
         let line = error.span().map_or(1, |span| text[..span.start].lines().count().max(1));
         usage(format!("line {line} is not TOML: {}", error.message()))
     })?;
     let flags = flags(&table).map_err(usage)?;
-    parse(flags).map_err(|error| usage(complaint(&error)))
+    parse(flags).map_err(|error| usage(missing(&error).unwrap_or_else(|| complaint(&error))))
+}
+
+/// The keys that are missing, where that is what the error is about: clap names the flags.
+fn missing(error: &clap::Error) -> Option<String> {
+    let Some(ContextValue::Strings(flags)) = error.get(ContextKind::InvalidArg) else { return None };
+    let keys = flags.iter().filter_map(|flag| flag.strip_prefix("--")?.split([' ', '=']).next());
+    let keys = keys.collect::<Vec<_>>().join(", ");
+    (error.kind() == ErrorKind::MissingRequiredArgument)
+        .then(|| format!("these keys are missing: {keys}; weir serve --help has an example of each"))
 }
 
 fn parse(flags: Vec<String>) -> Result<ServeOptions, clap::Error> {

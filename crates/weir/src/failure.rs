@@ -1,6 +1,7 @@
 //! How the program ends when it does not end well: one line on standard error, and an exit code that scripts can
 //! rely on (1 it failed, 2 it was asked wrongly).
 
+use clap::error::ErrorKind;
 use std::error::Error;
 use std::fmt::Display;
 use std::io::{self, Write as _};
@@ -51,7 +52,6 @@ impl Failure {
 static UNPRINTED: OnceLock<io::Error> = OnceLock::new();
 
 /// Notes what became of a line on standard output. That nobody reads on is no failure.
-#[cfg_attr(test, allow(dead_code, reason = "tests print for the test harness"))]
 pub fn printed(result: io::Result<()>) {
     if let Err(error) = result
         && error.kind() != io::ErrorKind::BrokenPipe
@@ -65,17 +65,27 @@ pub fn printed(result: io::Result<()>) {
 /// # Errors
 /// Why it did not.
 pub fn all_printed() -> Result<(), Failure> {
-    UNPRINTED.get().map_or(Ok(()), |error| Err(Failure::Failed(format!("standard output: {error}"))))
+    let said = |error| format!("cannot write to standard output: {error}; part of the answer is missing");
+    UNPRINTED.get().map_or(Ok(()), |error| Err(Failure::Failed(said(error))))
 }
 
 /// One line, if standard error takes it.
 fn say(reason: &str) {
-    let _ = writeln!(io::stderr(), "weir: {}", one_line(reason));
+    let _ = writeln!(io::stderr(), "weir: {}", with_next_step(&one_line(reason)));
+}
+
+/// Descriptors run out anywhere, and the next step is always the same.
+fn with_next_step(reason: &str) -> String {
+    let none_left = io::Error::from(rustix::io::Errno::MFILE).to_string();
+    let what = if reason == none_left { "cannot start: " } else { "" };
+    let next =
+        if reason.contains(&none_left) { "; raise the limit of open files (ulimit -n 1024)" } else { "" };
+    format!("{what}{reason}{next}")
 }
 
 impl From<clap::Error> for Failure {
     fn from(error: clap::Error) -> Self {
-        use clap::error::ErrorKind::*;
+        use ErrorKind::*;
         match error.kind() {
             DisplayHelp | DisplayVersion | DisplayHelpOnMissingArgumentOrSubcommand => Failure::Asked(error),
             _ => Failure::Usage(complaint(&error)),
@@ -105,9 +115,15 @@ pub fn complaint(error: &clap::Error) -> String {
     let end = ["\n\nUsage:", "\n\nFor more information"].into_iter().filter_map(|mark| text.find(mark)).min();
     let (said, rest) = text.split_at(end.unwrap_or(text.len()));
     let mut parts: Vec<String> = said.split("\n\n").map(one_line).collect();
-    if error.kind() == clap::error::ErrorKind::MissingRequiredArgument {
-        let usage = rest.lines().find_map(|line| line.strip_prefix("Usage: "));
-        parts.extend(usage.map(|usage| format!("usage: {usage}")));
+    let usage = rest.lines().find_map(|line| line.strip_prefix("Usage: "));
+    match error.kind() {
+        ErrorKind::MissingRequiredArgument => parts.extend(usage.map(|usage| format!("usage: {usage}"))),
+        ErrorKind::UnknownArgument | ErrorKind::InvalidSubcommand if parts.len() == 1 => {
+            let is_command = |word: &&str| word.starts_with(|letter: char| letter.is_ascii_lowercase());
+            let command = usage.map(|usage| usage.split(' ').take_while(is_command).collect::<Vec<_>>());
+            parts.extend(command.map(|words| format!("{} --help lists what is accepted", words.join(" "))));
+        }
+        _ => {}
     }
     // The standard library's words for what is no number.
     let said = parts.join("; ").replace("invalid digit found in string", "not a whole number");

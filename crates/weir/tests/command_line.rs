@@ -15,13 +15,24 @@ fn text(bytes: &[u8]) -> String {
 const MISTAKES: &[(&[&str], &[&str])] = &[
     (&["bogus"], &["bogus"]),
     (&["doctor", "--jsn"], &["--jsn", "--json"]),
-    (&["doctor", "extra"], &["extra"]),
+    (&["doctor", "extra"], &["extra", "weir doctor --help"]),
+    (&["-5"], &["-5", "weir --help"]),
+    (&["serve", "-5"], &["-5", "weir serve --help"]),
+    (&["bench", "nosuch"], &["nosuch", "weir bench --help"]),
+    (&["serve", "--store", "host"], &["--store", "host", "host:8GiB"]),
+    (&["serve", "--store", "host:1MiB", "--fuse", "/x", "--name", ".."], &["--name", "..", "accepted"]),
+    (&["serve", "--store", "host:1MiB", "--fuse", "/x", "--name", "."], &["--name", "\".\"", "accepted"]),
+    (&["serve", "--store", "host:1MiB", "--fuse", "/x", "--name", "a/b"], &["--name", "a/b", "accepted"]),
+    (
+        &["serve", "--store", "host:1MiB", "--nbd", "unix:/x", "--name", "a\nb"],
+        &["--name", "control characters"],
+    ),
     (&["completions", "basic"], &["SHELL", "basic", "bash", "zsh", "fish"]),
     (&["completions"], &["SHELL"]),
     (&["man"], &["DIRECTORY"]),
     (&["serve"], &["--store"]),
     (&["serve", "--store", "host:1GB"], &["--store", "host:1GB", "such as 8GiB"]),
-    (&["serve", "--store", "disk:/dev/sda"], &["--store", "disk", "host:, vram:, file:"]),
+    (&["serve", "--store", "disk:/dev/sda"], &["--store", "disk", "host:8GiB, vram:, file:PATH"]),
     (&["serve", "--store", "sim:oops=1"], &["--store", "oops", "seed, size"]),
     (&["serve", "--store", "host:1MiB"], &["--nbd", "--ublk", "unix:PATH", "tcp:HOST:PORT"]),
     (&["serve", "--store", "host:1MiB", "--ublk", "--queues", "0"], &["--queues", "0", "1..=256"]),
@@ -67,7 +78,10 @@ const MISTAKES: &[(&[&str], &[&str])] = &[
     (&["serve", "--store", "host:1MiB", "--unsafe-no-flusher"], &["--swap"]),
     (&["serve", "--config", "x.toml", "--store", "host:1MiB"], &["--config"]),
     (&["try", "--seconds", "ten"], &["--seconds", "ten"]),
-    (&["try", "--store", "host:1MiB", "--size", "1MiB"], &["--store", "--size"]),
+    (&["try", "--size", "0"], &["--size", "0", "4KiB"]),
+    (&["mount", "m", "--size", "0"], &["--size", "0", "4KiB"]),
+    (&["mount", "m", "--size", "5000"], &["--size", "5000", "4KiB"]),
+    (&["mount", "m", "--store", "hots"], &["--store", "hots", "host:8GiB"]),
     (&["status", "--control"], &["--control", "PATH"]),
     (&["attach"], &["ADDRESS"]),
     (&["attach", "nbd.sock"], &["ADDRESS", "nbd.sock", "unix:PATH"]),
@@ -115,6 +129,8 @@ fn a_mistake_in_the_configuration_is_one_line_too() {
         ("value", "store = 'host:1MB'", ["--store", "host:1MB", "such as 8GiB"]),
         ("type", "store = 'host:1MiB'\nswap = 1", ["swap", "1", "true, false"]),
         ("syntax", "store = 'host:1MiB'\n\nnbd = [", ["line 3", "TOML", "syntax.toml"]),
+        ("empty", "", ["empty.toml", "missing: store", "weir serve --help"]),
+        ("needs", "store = 'host:1MiB'\nunsafe-no-flusher = true", ["needs.toml", "missing: swap", "--help"]),
     ] {
         let file = directory.join(format!("{name}.toml"));
         fs::write(&file, toml).expect("writable");
@@ -123,6 +139,11 @@ fn a_mistake_in_the_configuration_is_one_line_too() {
         assert_eq!((output.status.code(), said.lines().count()), (Some(2), 1), "{name}: {said}");
         assert!(words.iter().all(|word| said.contains(word)), "{name}: {said}");
     }
+    let file = directory.join("latin-1.toml");
+    fs::write(&file, b"name = '\xe9'").expect("writable");
+    let output = weir(&["serve", "--config", file.to_str().expect("UTF-8")]);
+    let said = text(&output.stderr);
+    assert!(output.status.code() == Some(2) && said.contains("save it as UTF-8"), "{said}");
     let absent = weir(&["serve", "--config", "/nowhere/weir.toml"]);
     assert_eq!(absent.status.code(), Some(1));
     assert!(text(&absent.stderr).contains("/nowhere/weir.toml"));
@@ -138,13 +159,104 @@ fn output_that_nobody_reads_on_is_no_error_and_a_full_disk_is() {
         let said = text(&output.stderr);
         assert!(matches!(output.status.code(), Some(0 | 1)) && said.is_empty(), "{arguments:?}: {said}");
     }
-    let full = fs::OpenOptions::new().write(true).open("/dev/full").expect("it is always there");
-    let mut command = Command::new(env!("CARGO_BIN_EXE_weir"));
-    let output =
-        command.args(["bench", "memory", "--size", "64MiB"]).stdout(full).output().expect("it starts");
-    let said = text(&output.stderr);
-    assert_eq!((output.status.code(), said.lines().count()), (Some(1), 1), "{said}");
-    assert!(said.contains("No space left"), "{said}");
+    for arguments in [
+        &["bench", "memory", "--size", "64MiB"][..],
+        &["doctor"],
+        &["doctor", "--json"],
+        &["completions", "zsh"],
+    ] {
+        let full = fs::OpenOptions::new().write(true).open("/dev/full").expect("it is always there");
+        let mut command = Command::new(env!("CARGO_BIN_EXE_weir"));
+        let output = command.args(arguments).stdout(full).output().expect("it starts");
+        let said = text(&output.stderr);
+        assert_eq!((output.status.code(), said.lines().count()), (Some(1), 1), "{arguments:?}: {said}");
+        assert!(said.contains("standard output") && said.contains("No space left"), "{arguments:?}: {said}");
+    }
+}
+
+#[test]
+fn what_is_short_or_in_the_way_is_named_with_the_next_step() {
+    let directory = env!("CARGO_TARGET_TMPDIR");
+    let limited = |arguments: &str| {
+        let script = format!("ulimit -n 4; exec {} {arguments}", env!("CARGO_BIN_EXE_weir"));
+        Command::new("sh").args(["-c", &script]).output().expect("a shell")
+    };
+    let file = |path: &str| weir(&["serve", "--store", path, "--nbd", "unix:/nowhere/x"]);
+    let server = std::path::Path::new(directory).join("no-daemon.sock");
+    let _ = fs::remove_file(&server);
+    let listener = std::os::unix::net::UnixListener::bind(&server).expect("a socket");
+    std::thread::spawn(move || {
+        use std::io::{Read as _, Write as _};
+        for mut client in listener.incoming().flatten() {
+            let _ = client.read(&mut [0; 4096]);
+            // As an NBD server greets, and a line's end, so that nobody waits.
+            let _ = client.write_all(b"NBDMAGICIHAVEOPT\n");
+        }
+    });
+    for (output, words) in [
+        (limited("serve --store host:1MiB --nbd unix:/nowhere/x"), ["open files", "raise the limit"]),
+        (
+            file("file:/dev/null?size=1MiB"),
+            ["/dev/null is a character device", "give a file or a block device"],
+        ),
+        (file(&format!("file:{directory}?size=1MiB")), ["is a directory", "give a file or a block device"]),
+        (weir(&["status", "--control", server.to_str().expect("UTF-8")]), ["no daemon", "--control"]),
+    ] {
+        let said = text(&output.stderr);
+        assert_eq!((output.status.code(), said.lines().count()), (Some(1), 1), "{said}");
+        assert!(words.iter().all(|word| said.contains(word)), "{words:?}: {said}");
+    }
+}
+
+#[test]
+fn no_directory_is_made_above_the_one_that_was_named() {
+    let directory = std::path::Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let missing = directory.join("not-there");
+    let _ = fs::remove_dir_all(&missing);
+    let inside = |name: &str| missing.join(name).to_str().expect("UTF-8").to_owned();
+    let nbd = format!("unix:{}", directory.join("not-there.sock").display());
+    for arguments in [
+        &["man", &inside("man")][..],
+        &["serve", "--store", "host:1MiB", "--nbd", &nbd, "--control", &inside("control.sock")],
+    ] {
+        // A daemon that starts after all would stay.
+        let mut command = Command::new("timeout");
+        let output = command.arg("60").arg(env!("CARGO_BIN_EXE_weir")).args(arguments).output();
+        let output = output.expect("coreutils");
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        let last = said.lines().last().expect("a line");
+        assert!(last.contains("not-there/") && !missing.exists(), "{said}");
+    }
+}
+
+#[test]
+fn a_file_that_a_benchmark_cannot_write_is_said_before_it_runs() {
+    for flag in ["--json", "--report"] {
+        let output = weir(&["bench", "memory", "--size", "64MiB", flag, "/nowhere/figures"]);
+        let said = text(&output.stderr);
+        assert!(output.status.code() == Some(1) && output.stdout.is_empty(), "{}", text(&output.stdout));
+        assert!(said.contains("/nowhere/figures") && said.contains("another file"), "{said}");
+    }
+}
+
+#[test]
+fn the_guide_lists_every_benchmark() {
+    let guide = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/guide.md");
+    let guide = fs::read_to_string(guide).expect("it is there");
+    let (_, section) = guide.split_once("\n## Benchmarks\n").expect("a section on benchmarks");
+    let help = text(&weir(&["bench", "--help"]).stdout);
+    let listed = help.lines().skip_while(|line| *line != "Commands:").skip(1);
+    let names = listed
+        .take_while(|line| !line.is_empty())
+        .filter_map(|line| line.strip_prefix("  ")?.split(' ').next())
+        .filter(|name| !name.is_empty() && *name != "help");
+    let mut count = 0;
+    for name in names {
+        assert!(section.contains(&format!("weir bench {name}")), "weir bench {name} is not in the guide");
+        count += 1;
+    }
+    assert!(count >= 11, "{help}");
 }
 
 #[test]

@@ -93,13 +93,8 @@ impl Bench<'_> {
             Some(goal) => row.goal(goal),
             None => row,
         };
-        eprintln!(
-            "{:<22} {:<8} {:>10.3}  control {:>10.3}",
-            row.id,
-            row.metric,
-            row.value,
-            row.control_value.unwrap_or(f64::NAN)
-        );
+        let control = row.control_value.map(|value| format!("  control {value:>10.3}")).unwrap_or_default();
+        eprintln!("{:<22} {:<8} {:>10.3}{control}", row.id, row.metric, row.value);
         self.report.rows.push(row);
     }
 

@@ -48,8 +48,9 @@ impl Backing {
             Ok(stat) => match FileType::from_raw_mode(stat.st_mode) {
                 FileType::BlockDevice => (true, false),
                 FileType::RegularFile => (false, false),
-                other => {
-                    let what = format!("{shown} is a {other:?}; give a file or a block device");
+                _ => {
+                    let kind = weir_core::file_kind(stat.st_mode);
+                    let what = format!("{shown} is {kind}; give a file or a block device");
                     return Err(OpenError::new(name, what));
                 }
             },

@@ -24,7 +24,9 @@ pub fn status(path: &Path) -> Result<Status, Failure> {
     let line = ask(path, Request::Status).map_err(|error| unreachable(path, &error))?;
     serde_json::from_str(&line).map_err(|error| match serde_json::from_str::<Refusal>(&line) {
         Ok(refusal) => failed(refusal.error),
-        Err(_) => failed(format!("the answer is not of schema {SCHEMA}: {error}")),
+        Err(_) => failed(format!(
+            "what answers there is no daemon of this version ({error}); --control names a daemon's control socket, which is none of --nbd or --share"
+        )),
     })
 }
 

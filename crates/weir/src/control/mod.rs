@@ -200,5 +200,8 @@ pub fn make_run_time_directory(path: &Path) -> Result<(), Failure> {
 
 /// Its owner's alone, as the sockets in it.
 fn make_directory(directory: &Path) -> io::Result<()> {
-    fs::DirBuilder::new().recursive(true).mode(0o700).create(directory)
+    match fs::DirBuilder::new().mode(0o700).create(directory) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+        made => made,
+    }
 }

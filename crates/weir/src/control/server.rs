@@ -2,7 +2,7 @@
 
 use super::{
     Acknowledged, Line, Moved, PATIENCE, Progress, REQUEST_MOST, Refusal, Reply, Request, SCHEMA, Service,
-    make_directory,
+    make_run_time_directory,
 };
 use crate::failure::Failure;
 use std::fs;
@@ -32,7 +32,7 @@ impl Server {
     pub fn start(path: &Path, service: Arc<dyn Service>) -> Result<Self, Failure> {
         let failed = |error: io::Error| {
             Failure::Failed(format!(
-                "cannot listen at {}: {error}; give another --control PATH",
+                "cannot listen at {}: {error}; is its directory there, and writable? --control names another",
                 path.display()
             ))
         };
@@ -61,14 +61,7 @@ impl Drop for Server {
 
 /// Makes the directory, and removes the socket of a daemon that is gone; never anything else.
 fn make_room(path: &Path) -> Result<(), Failure> {
-    if let Some(directory) = path.parent().filter(|directory| !directory.as_os_str().is_empty()) {
-        make_directory(directory).map_err(|error| {
-            Failure::Failed(format!(
-                "cannot make {}: {error}; give another --control PATH",
-                directory.display()
-            ))
-        })?;
-    }
+    make_run_time_directory(path)?;
     match fs::symlink_metadata(path) {
         Err(_) => Ok(()),
         Ok(there) if !there.file_type().is_socket() => Err(Failure::Failed(format!(
