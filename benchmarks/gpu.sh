@@ -29,6 +29,7 @@
 #     queue         10   the work queue, on this machine's processors
 #     striped       0.5  deep and large loads on one GPU and over all (two or more)
 #     batch_sweep   3    how many copies a call to the driver may name: it crashes processes and kills channels, not the machine
+#     driver_faults 3    the driver fails under a daemon, FAULTS (3) times in each of five cases (benchmarks/driver-faults); as root
 #     competing     1.5  a matrix product's speed alone and beside Weir (benchmarks/competing)
 #
 # `quick` stands for calibrate, ways, give_back, coherence, memory and keeper. Each call prints how long each step took.
@@ -205,6 +206,13 @@ batch_sweep() {
     done
     timeout "${SWEEP_LIMIT:-400}" "$weir" bench store --store "$card" --batch-sweep "${copies[@]}" \
         --sweep-seconds "${SWEEP_SECONDS:-4}" --json "$out/gpu-batch-sweep.json" || failed=1
+}
+
+# Not among the steps that run without being named. SHIM names the built shim where there is no C compiler.
+driver_faults() {
+    [ "$(id -u)" = 0 ] || { echo "SKIP driver_faults: needs root"; return; }
+    timeout "${FAULTS_LIMIT:-580}" benchmarks/driver-faults/run "$weir" --times "${FAULTS:-3}" --store "$card?size=4GiB" \
+        ${FAULT_CASES:+--cases "$FAULT_CASES"} --json "$out/gpu-driver-faults.json" || failed=1
 }
 
 competing() {

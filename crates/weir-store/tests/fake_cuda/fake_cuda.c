@@ -313,7 +313,7 @@ result cuMemsetD8Async(address at, unsigned char value, size_t bytes, void *stre
     return 0;
 }
 // The most copies that a call has named, and how many it may name: one more and the channel dies, as a driver's does.
-static int batch_largest, batch_limit = 1 << 30;
+static int batch_largest, batch_limit = 1024;
 void fake_cuda_batch_limit(int limit) {
     __atomic_store_n(&batch_limit, limit, __ATOMIC_RELAXED);
 }
