@@ -31,7 +31,7 @@ pub use options::{
 pub use restart::run as restart;
 pub use top::run as top;
 
-use crate::control::Status;
+use crate::control::{Condition, Status};
 use crate::doctor::Machine;
 use crate::failure::Failure;
 use clap::ValueEnum as _;
@@ -124,6 +124,7 @@ fn turn_on(options: &OnOptions, plan: &Plan, journal: &mut Journal) -> Result<()
     }
     let mut devices = Vec::new();
     let mut bytes = 0;
+    let mut cards = Vec::new();
     for part in 0..options.parts {
         let directory = directory(&options.runtime, part);
         let status = start(options, plan, &directory, journal)?;
@@ -133,6 +134,9 @@ fn turn_on(options: &OnOptions, plan: &Plan, journal: &mut Journal) -> Result<()
         make_swap_area(&device, size)?;
         devices.push(device);
         bytes += size.0;
+        if part == 0 {
+            cards = status.stores.into_iter().flat_map(|store| store.conditions).collect();
+        }
     }
     check_interrupted()?;
     for wish in &plan.wishes {
@@ -145,11 +149,11 @@ fn turn_on(options: &OnOptions, plan: &Plan, journal: &mut Journal) -> Result<()
         })?;
     }
     journal.enter(Phase::On)?;
-    report(options, plan, &devices, ByteSize(bytes));
+    report(options, plan, &devices, ByteSize(bytes), &cards);
     Ok(())
 }
 
-fn report(options: &OnOptions, plan: &Plan, devices: &[PathBuf], size: ByteSize) {
+fn report(options: &OnOptions, plan: &Plan, devices: &[PathBuf], size: ByteSize, cards: &[Condition]) {
     let names: Vec<String> = devices.iter().map(|device| device.display().to_string()).collect();
     let smaller = if size < plan.size && matches!(plan.store, StoreChoice::Vram(_)) {
         format!("; {} was not to be had", plan.size)
@@ -159,6 +163,12 @@ fn report(options: &OnOptions, plan: &Plan, devices: &[PathBuf], size: ByteSize)
     println!("size      {size} on {} ({}{smaller})", plan.store, plan.size_why);
     if let Some(why) = &plan.path_why {
         println!("path      {why}");
+    }
+    for card in cards {
+        println!("card      {card}");
+        if card.is_slow() {
+            println!("note      slower by far than through the window: weir doctor says what to do");
+        }
     }
     let why = if plan.front.why.is_empty() { String::new() } else { format!(" ({})", plan.front.why) };
     println!("device    {} by {}{why}", names.join(", "), plan.front.front.name());
