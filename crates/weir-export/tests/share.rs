@@ -659,7 +659,7 @@ fn a_write_of_a_client_that_is_gone_takes_no_effect() {
     let size = ByteSize(u64::from(config.slots()) * PAGE_SIZE as u64);
     let slow = SimUrl { size, latency: Duration::from_millis(500), ..SimUrl::default() };
     let volume = Volume::create(config, vec![Arc::new(Sim::open(slow).unwrap())]).unwrap();
-    let config = Config { clients: 2, frames: 8, entries: 64, ..Config::at(socket("gone")) };
+    let config = Config { clients: 2, frames: 8, entries: 64, ..Config::at(socket("forsaken")) };
     let server = Server::start(&volume, &config, to_stderr(Level::Warning)).unwrap();
     let mut client = connect(&server);
     client.ask_frame(0).unwrap();
