@@ -284,21 +284,27 @@ impl Records {
     /// Claims this one slot, if it is free and its epoch has passed.
     #[inline]
     pub fn try_claim(&self, slot: Slot, page: PageNo, safe: u64) -> bool {
-        let record = self.record(slot);
-        let now = record.load(Ordering::Relaxed);
-        if now >= safe || now & IN_USE != 0 {
-            return false;
-        }
+        self.claimable(slot, safe).is_some_and(|free| self.claim_if(slot, free, page))
+    }
+
+    /// The record of a slot that can be claimed now.
+    #[inline]
+    pub(crate) fn claimable(&self, slot: Slot, safe: u64) -> Option<u64> {
+        let free = self.record(slot).load(Ordering::Relaxed);
         let count = &self.extents[(slot.0 / EXTENT_SLOTS) as usize];
-        if count.load(Ordering::Relaxed) & CLOSED != 0 {
-            return false;
-        }
+        (free < safe && free & IN_USE == 0 && count.load(Ordering::Relaxed) & CLOSED == 0).then_some(free)
+    }
+
+    /// Claims a slot whose record is still what it was. Its extent may be closed by now: who closed it waits for this lane's pin.
+    #[inline]
+    pub(crate) fn claim_if(&self, slot: Slot, free: u64, page: PageNo) -> bool {
         let claimed = in_use(Occupant { page, checksum: Checksum(0) });
-        if record.compare_exchange(now, claimed, Ordering::SeqCst, Ordering::Relaxed).is_err() {
-            return false;
+        let swapped =
+            self.record(slot).compare_exchange(free, claimed, Ordering::SeqCst, Ordering::Relaxed).is_ok();
+        if swapped {
+            self.extents[(slot.0 / EXTENT_SLOTS) as usize].fetch_sub(1, Ordering::Relaxed);
         }
-        count.fetch_sub(1, Ordering::Relaxed);
-        true
+        swapped
     }
 
     /// Whether this slot, which could not be claimed, can be once its epoch has passed.

@@ -111,10 +111,8 @@ impl Volume {
                     let found = tiers.get(store).filter(|tier| slot.0 < tier.records.slots());
                     let occupant = found.and_then(|tier| tier.records.occupant(slot));
                     let is_pack = occupant.is_some_and(Occupant::is_pack);
-                    let agrees = found.is_some_and(|tier| {
-                        (is_pack || !named[store].contains(slot)) && tier.records.names(slot, page)
-                    });
-                    if agrees {
+                    // A slot's record names one page, or is a pack's: so no two pages agree on a slot.
+                    if found.is_some_and(|tier| tier.records.names(slot, page)) {
                         packs += u64::from(is_pack && !named[store].contains(slot));
                         packed += u64::from(is_pack);
                         named[store].insert(slot);
@@ -145,5 +143,44 @@ impl Volume {
             seat.metrics.packs.add(packs);
         }
         Ok((volume, lost))
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use weir_core::{PAGE_SIZE, PageBytes};
+    use weir_store::{Fault, Host, Progress};
+
+    #[test]
+    fn of_two_pages_that_name_one_slot_the_one_that_its_record_names_is_there_and_the_other_lost() {
+        let config = Config { pages: 8, lanes: 1, depth: 4 };
+        let host = Host::new(config.slots()).expect("memory");
+        let adopt = |fd: BorrowedFd<'_>| {
+            Memory::adopt(fd.try_clone_to_owned().expect("a descriptor")).expect("a mapping")
+        };
+        let pages = adopt(host.fd());
+        let volume = Volume::create(config, vec![Arc::new(host)]).expect("a volume");
+        let content: PageBytes = std::array::from_fn(|at| (at * 7 >> 3) as u8);
+        let mut lane = volume.lane().expect("a lane");
+        assert_eq!(lane.write(0, PageNo(3), &content), Progress::Done(Ok(())));
+        lane.submit();
+        // One before it, which is looked at first, and one behind.
+        for page in [2, 5] {
+            volume.map.set(PageNo(page), volume.map.load(PageNo(3)));
+        }
+        let fds = volume.kept_fds();
+        let kept = Kept { map: adopt(fds.map), records: fds.records.into_iter().map(adopt).collect() };
+        drop((lane, volume));
+        let (volume, lost) =
+            Volume::take_over(config, vec![Arc::new(Host::adopt(pages))], kept).expect("a volume");
+        assert_eq!(lost, 2);
+        let mut lane = volume.lane().expect("a lane");
+        let mut read = |page| {
+            let mut found = [0; PAGE_SIZE];
+            (lane.read(0, PageNo(page), &mut found), found == content)
+        };
+        assert_eq!(read(3), (Progress::Done(Ok(())), true));
+        assert_eq!([2, 5].map(|page| read(page).0), [Progress::Done(Err(Fault::Lost)); 2]);
     }
 }

@@ -455,6 +455,15 @@ fn nothing_is_allocated_once_lanes_are_open() {
     }
 }
 
+/// Ends those who work in other threads, also where the test fails: they would be waited for.
+struct Ends<'a>(&'a AtomicBool);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 #[test]
 fn under_load_chunks_come_and_go_and_another_daemon_finds_every_page() {
     const CHUNK: u32 = 32_768;
@@ -469,6 +478,7 @@ fn under_load_chunks_come_and_go_and_another_daemon_finds_every_page() {
         volume.compress(with);
         let stop = AtomicBool::new(false);
         let last: Vec<Vec<u32>> = std::thread::scope(|scope| {
+            let ends = Ends(&stop);
             let workers: Vec<_> = (0..threads)
                 .map(|thread| {
                     let (volume, stop) = (&volume, &stop);
@@ -517,10 +527,7 @@ fn under_load_chunks_come_and_go_and_another_daemon_finds_every_page() {
                 match worker.give_back(0, 0) {
                     Ok(_) => assert_eq!(volume.status().stores[0].used, 0),
                     Err(weir_volume::GiveBackError::Busy) => continue,
-                    Err(error) => {
-                        stop.store(true, Ordering::Relaxed);
-                        panic!("{error}");
-                    }
+                    Err(error) => panic!("{error}"),
                 }
                 worker.take(0, 0).unwrap();
                 for store in 0..2 {
@@ -539,7 +546,7 @@ fn under_load_chunks_come_and_go_and_another_daemon_finds_every_page() {
                 while worker.move_up(1, &mut next).unwrap().more {}
                 rounds += 1;
             }
-            stop.store(true, Ordering::Relaxed);
+            drop(ends);
             workers.into_iter().map(|worker| worker.join().unwrap()).collect()
         });
         let before = volume.status();

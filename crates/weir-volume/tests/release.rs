@@ -2,11 +2,11 @@
 
 use std::cell::UnsafeCell;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
-use weir_core::{PAGE_SIZE, PageBytes, PageNo, Slot};
-use weir_store::{Fault, Lane, OpenError, Progress, Store};
-use weir_volume::{Config, View, Volume};
+use weir_core::{ByteSize, Memory, PAGE_SIZE, PageBytes, PageNo, Slot};
+use weir_store::{Fault, Lane, OpenError, Progress, Sim, SimUrl, Store};
+use weir_volume::{ChunkState, Config, Kept, View, Volume};
 
 /// So many slots that it takes a while to look through their records. Only those that are used take memory.
 const SLOTS: u32 = 1 << 18;
@@ -129,4 +129,86 @@ fn a_page_that_is_looked_at_stays_though_its_chunk_is_given_back_and_it_is_writt
         }
         stop.store(true, Ordering::Relaxed);
     });
+}
+
+/// A store that looks, whenever its memory has gone or is about to come, at what a daemon would find that followed one which dies
+/// at that moment.
+#[derive(Debug)]
+struct Followed {
+    sim: Sim,
+    volume: OnceLock<Weak<Volume>>,
+    found: Mutex<Vec<ChunkState>>,
+}
+
+impl Followed {
+    const SLOTS: u32 = 1024;
+
+    fn sim() -> Sim {
+        let bytes = |slots: u32| ByteSize(u64::from(slots) * PAGE_SIZE as u64);
+        let (size, chunk) = (bytes(2 * Self::SLOTS), Some(bytes(Self::SLOTS)));
+        Sim::open(SimUrl { size, chunk, ..SimUrl::default() }).unwrap()
+    }
+
+    fn follow(&self, chunk: u32) {
+        let volume = self.volume.get().and_then(Weak::upgrade).unwrap();
+        // What the keeper holds goes on with the daemon that lives.
+        let copy = |fd: std::os::fd::BorrowedFd<'_>| {
+            let copy = Memory::shared("weir-test", rustix::fs::fstat(fd).unwrap().st_size as usize).unwrap();
+            let original = Memory::adopt(fd.try_clone_to_owned().unwrap()).unwrap();
+            // SAFETY: both are as long, the copy is nobody else's, and the test has no thread that writes the original.
+            unsafe { copy.as_ptr().copy_from_nonoverlapping(original.as_ptr(), copy.len()) };
+            copy
+        };
+        let fds = volume.kept_fds();
+        let kept = Kept { map: copy(fds.map), records: fds.records.into_iter().map(copy).collect() };
+        let config = Config { pages: 64, lanes: 1, depth: 4 };
+        let (next, lost) = Volume::take_over(config, vec![Arc::new(Self::sim())], kept).unwrap();
+        assert_eq!(lost, 0);
+        self.found.lock().unwrap().push(next.chunks(0).nth(chunk as usize).unwrap().state);
+    }
+}
+
+impl Store for Followed {
+    fn name(&self) -> &str {
+        "followed"
+    }
+
+    fn slots(&self) -> u32 {
+        self.sim.slots()
+    }
+
+    fn chunk_slots(&self) -> u32 {
+        self.sim.chunk_slots()
+    }
+
+    fn lane(&self, depth: usize) -> Result<Box<dyn Lane>, OpenError> {
+        self.sim.lane(depth)
+    }
+
+    fn release(&self, chunk: u32) -> Result<(), Fault> {
+        self.sim.release(chunk)?;
+        self.follow(chunk);
+        Ok(())
+    }
+
+    fn take(&self, chunk: u32) -> Result<(), Fault> {
+        self.follow(chunk);
+        self.sim.take(chunk)
+    }
+}
+
+#[test]
+fn a_daemon_that_dies_while_memory_goes_or_comes_leaves_a_chunk_that_the_next_one_does_not_use() {
+    let store = Arc::new(Followed { sim: Followed::sim(), volume: OnceLock::new(), found: Mutex::default() });
+    let config = Config { pages: 64, lanes: 1, depth: 4 };
+    let volume = Volume::create(config, vec![Arc::clone(&store) as _]).unwrap();
+    store.volume.set(Arc::downgrade(&volume)).unwrap();
+    let mut lane = volume.lane().unwrap();
+    for number in 0..64 {
+        assert_eq!(lane.write(0, PageNo(number), &page(number)), Progress::Done(Ok(())));
+    }
+    lane.give_back(0, 0).unwrap();
+    lane.take(0, 0).unwrap();
+    assert_eq!(*store.found.lock().unwrap(), [ChunkState::GivenBack; 2]);
+    assert_eq!(volume.chunks(0).next().unwrap().state, ChunkState::Held);
 }

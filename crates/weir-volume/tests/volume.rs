@@ -4,6 +4,7 @@ use proptest::prelude::*;
 use std::collections::HashMap;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use weir_core::{ByteSize, PAGE_SIZE, PageBytes, PageNo};
 use weir_store::{Fault, Host, Progress, Sim, SimUrl, Store};
@@ -353,6 +354,15 @@ fn write_all(volume: &Arc<Volume>, pages: u32, generation: u32) {
     }
 }
 
+/// Ends those who work in other threads, also where the test fails: they would be waited for.
+struct Ends<'a>(&'a AtomicBool);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 #[test]
 fn a_chunk_is_given_back_and_taken_again_under_load_and_no_page_changes() {
     let pages = 1000;
@@ -362,15 +372,17 @@ fn a_chunk_is_given_back_and_taken_again_under_load_and_no_page_changes() {
     let volume = Volume::create(config, stores).unwrap();
     write_all(&volume, pages, 0);
     assert_eq!(volume.status().stores[0].used, pages, "the first store fills first");
-    let stop = std::sync::atomic::AtomicBool::new(false);
+    let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
+        let _ends = Ends(&stop);
         for thread in 0..2 {
             let (volume, stop) = (Arc::clone(&volume), &stop);
             scope.spawn(move || {
+                let _ends = Ends(stop);
                 let mut lane = volume.lane().unwrap();
                 let mut generations = vec![0; pages as usize];
                 let mut at = thread;
-                while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                while !stop.load(Ordering::Relaxed) {
                     let page = at % pages;
                     assert_eq!(stamp(&read(&mut lane, page)), (page, generations[page as usize]));
                     generations[page as usize] += 1;
@@ -395,10 +407,10 @@ fn a_chunk_is_given_back_and_taken_again_under_load_and_no_page_changes() {
             worker.take(0, 0).unwrap();
             // New writes go to the first store again; wait until some have.
             while volume.status().stores[0].used == 0 {
+                assert!(!stop.load(Ordering::Relaxed), "nobody writes any more");
                 std::thread::yield_now();
             }
         }
-        stop.store(true, std::sync::atomic::Ordering::Relaxed);
     });
     assert_eq!(volume.status().corrupt, 0);
 }

@@ -205,11 +205,11 @@ impl Hints {
 
 #[cfg(all(test, not(loom)))]
 mod tests {
-    use crate::entry::Place;
-    use crate::records::EXTENT_SLOTS;
+    use crate::entry::{Entry, Place};
+    use crate::records::{EXTENT_SLOTS, Occupant};
     use crate::{Config, Volume};
     use std::sync::Arc;
-    use weir_core::{ByteSize, PAGE_SIZE, PageNo, Slot};
+    use weir_core::{ByteSize, Checksum, PAGE_SIZE, PageBytes, PageNo, Slot};
     use weir_store::{Host, Progress, Sim, SimUrl, Store};
 
     #[test]
@@ -223,6 +223,63 @@ mod tests {
         assert!(lane.looking.is_pinned(), "who empties the slot's chunk would not wait for it");
         lane.leave();
         assert!(!lane.looking.is_pinned());
+    }
+
+    /// How often a thread of this process has given its processor up.
+    fn naps(thread: &std::path::Path) -> u64 {
+        let status = std::fs::read_to_string(thread.join("status")).expect("a thread");
+        let line = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
+        line.and_then(|naps| naps.trim().parse().ok()).expect("a number")
+    }
+
+    #[test]
+    fn a_page_whose_slot_was_claimed_just_before_its_chunk_was_closed_is_moved_before_the_chunk_goes() {
+        let config = Config { pages: 64, lanes: 3, depth: 4 };
+        let store = || {
+            let size = ByteSize(u64::from(2 * EXTENT_SLOTS) * PAGE_SIZE as u64);
+            let chunk = Some(ByteSize(u64::from(EXTENT_SLOTS) * PAGE_SIZE as u64));
+            Arc::new(Sim::open(SimUrl { size, chunk, ..SimUrl::default() }).expect("memory"))
+        };
+        let volume = Volume::create(config, vec![store()]).expect("a volume");
+        let [mut late, mut worker, mut reader] = [(); 3].map(|()| volume.lane().expect("a lane"));
+        let (page, slot, content) = (PageNo(3), Slot(77), unique());
+        let records = &volume.tiers[0].records;
+        // The first half of a claim, then the chunk is closed.
+        late.enter();
+        let free = records.claimable(slot, volume.epochs.safe()).expect("a free slot");
+        volume.begin_give_back(0, &[0]).expect("room elsewhere");
+        let (tell, told) = std::sync::mpsc::channel();
+        std::thread::scope(|scope| {
+            let giving = scope.spawn(move || {
+                let thread = std::path::Path::new("/proc")
+                    .join(std::fs::read_link("/proc/thread-self").expect("proc"));
+                tell.send(thread).expect("somebody waits");
+                worker.finish_give_back(0, 0, &mut |_| true)
+            });
+            let thread = told.recv().expect("a thread");
+            let before = naps(&thread);
+            // It naps while it waits for lanes, and nowhere before.
+            while !giving.is_finished() && naps(&thread) < before + 3 {
+                std::thread::yield_now();
+            }
+            // The second half, and the page is there.
+            assert!(records.claim_if(slot, free, page));
+            let entry = Entry::new(Place::Stored { store: 0, slot }, volume.map.load(page).next_generation());
+            let checksum = Checksum::of(&content, page, entry.generation());
+            records.fill_in(slot, Occupant { page, checksum });
+            assert_eq!(late.stores[0].lane.write(0, slot, &content), Progress::Done(Ok(())));
+            assert!(late.publish(page, entry, None));
+            late.leave();
+            // A machine that stands still may have made it give up: then the chunk stays.
+            let _ = giving.join().expect("no panic");
+        });
+        let mut found = [0; PAGE_SIZE];
+        assert_eq!(reader.read(0, page, &mut found), Progress::Done(Ok(())));
+        assert!(found == content);
+    }
+
+    fn unique() -> PageBytes {
+        std::array::from_fn(|at| (at * 7 >> 3) as u8)
     }
 
     #[test]

@@ -430,3 +430,43 @@ impl Lane {
         self.packing.as_mut()?.found.pop()
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::{Compression, Config};
+    use std::sync::Arc;
+    use weir_store::Host;
+
+    #[test]
+    fn a_pack_that_is_left_by_its_last_page_while_it_is_published_waits_for_those_who_look_at_it() {
+        let config = Config { pages: 8, lanes: 3, depth: 8 };
+        let store = Arc::new(Host::new(config.slots()).expect("memory"));
+        let volume = Volume::create(config, vec![store]).expect("a volume");
+        volume.compress(Compression::Lz4);
+        let [mut writer, mut other, mut reader] = [(); 3].map(|()| volume.lane().expect("a lane"));
+        for page in 0..3 {
+            let content = std::array::from_fn(|at| (at / 512) as u8 + page as u8);
+            assert_eq!(writer.write(page, PageNo(page), &content), Progress::Queued);
+        }
+        writer.submit();
+        let mut packs = Vec::new();
+        writer.poll(&mut |done| {
+            let page = PageNo(done.ticket);
+            let Place::Stored { slot, .. } = volume.map.load(page).place() else {
+                panic!("it was published")
+            };
+            packs.push(slot);
+            // Somebody has found the first page there, and all are written anew.
+            reader.enter();
+            assert_eq!(other.write(0, page, &[0; PAGE_SIZE]), Progress::Done(Ok(())));
+            other.submit();
+        });
+        assert_eq!(packs, [packs[0]; 3], "one pack");
+        let records = &volume.tiers[0].records;
+        assert!(records.occupant(packs[0]).is_none(), "nobody is left in it");
+        assert!(records.claimable(packs[0], volume.epochs.safe()).is_none(), "a reader is looking at it");
+        reader.leave();
+        assert!(records.claimable(packs[0], volume.epochs.safe()).is_some());
+    }
+}
