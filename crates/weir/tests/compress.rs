@@ -98,6 +98,10 @@ fn what_is_being_brought_together_survives_kills() {
     let mut stores = vec!["host:8MiB"];
     if has_lavapipe() {
         stores.push("vram:lavapipe?size=8MiB&chunk=1MiB");
+    } else {
+        println!(
+            "skipped: what_is_being_brought_together_survives_kills: lavapipe, Mesa's software renderer (package mesa-vulkan-drivers)"
+        );
     }
     for store in stores {
         let flags =

@@ -46,25 +46,42 @@ fn stamped(page: u64, generation: u64) -> Vec<u8> {
     bytes
 }
 
-/// A page's history as its one writer knows it.
-#[derive(Clone, Copy, Default)]
-struct Known {
-    acknowledged: u64,
-    /// The last one sent; later than `acknowledged` if the daemon died over it.
-    sent: u64,
-}
+/// The generations that a page may be, as its one writer knows it: one, and those that were sent to daemons which died over them.
+#[derive(Clone)]
+struct Known(Vec<u64>);
 
 impl Known {
-    fn allows(&self, page: u64, bytes: &[u8]) -> bool {
-        let is = |generation| {
-            if generation == 0 {
-                bytes.iter().all(|byte| *byte == 0)
-            } else {
-                bytes == stamped(page, generation)
-            }
-        };
-        is(self.acknowledged) || is(self.sent)
+    fn sent(&mut self, generation: u64) {
+        self.0.push(generation);
     }
+
+    fn acknowledged(&mut self, generation: u64) {
+        self.0 = vec![generation];
+    }
+
+    /// Whether it may be what was read. It is that from then on: what a dead daemon had begun takes effect before its end, or never.
+    fn allows(&mut self, page: u64, bytes: &[u8]) -> bool {
+        let is = |generation: u64| match generation {
+            0 => bytes.iter().all(|byte| *byte == 0),
+            _ => bytes == stamped(page, generation),
+        };
+        let found = self.0.iter().copied().find(|generation| is(*generation));
+        self.0 = found.into_iter().collect();
+        found.is_some()
+    }
+}
+
+#[test]
+fn a_page_that_was_read_as_new_is_never_allowed_to_be_old_again() {
+    let mut page = Known(vec![3]);
+    page.sent(4);
+    page.sent(5);
+    assert!(page.clone().allows(7, &stamped(7, 3)), "neither took effect");
+    assert!(page.allows(7, &stamped(7, 4)), "the first of them did");
+    for generation in [3, 5] {
+        assert!(!page.clone().allows(7, &stamped(7, generation)));
+    }
+    assert!(page.allows(7, &stamped(7, 4)) && !page.allows(8, &stamped(7, 4)));
 }
 
 #[test]
@@ -178,6 +195,10 @@ fn compressed_pages_survive_too() {
     let mut scenes = vec![("lz4", "host:8MiB"), ("zstd", "host:8MiB")];
     if has_lavapipe() {
         scenes.push(("zstd", "vram:lavapipe?size=8MiB&chunk=1MiB"));
+    } else {
+        println!(
+            "skipped: compressed_pages_survive_too: lavapipe, Mesa's software renderer (package mesa-vulkan-drivers)"
+        );
     }
     for (algorithm, store) in scenes {
         let name = format!("{algorithm}-{}", &store[..4]);
@@ -276,7 +297,7 @@ fn survive(scene: &Daemon, store: &str) {
             let (stop, done) = (&stop, &done);
             scope.spawn(move || {
                 let mut random = Random(seed ^ writer);
-                let mut known = vec![Known::default(); PAGES as usize];
+                let mut known = vec![Known(vec![0]); PAGES as usize];
                 let mut client = scene.connect();
                 let mut generation = 0;
                 while !stop.load(Ordering::Relaxed) {
@@ -286,15 +307,15 @@ fn survive(scene: &Daemon, store: &str) {
                         generation += 1;
                         let whole = run * RUN..(run + 1) * RUN;
                         let pages = if random.next().is_multiple_of(2) { whole } else { page..page + 1 };
-                        pages.clone().for_each(|page| known[page as usize].sent = generation);
+                        pages.clone().for_each(|page| known[page as usize].sent(generation));
                         let bytes: Vec<u8> =
                             pages.clone().flat_map(|page| stamped(page, generation)).collect();
                         let written = client.write(pages.start * PAGE as u64, &bytes);
                         written.map(|()| {
-                            pages.for_each(|page| known[page as usize].acknowledged = generation);
+                            pages.for_each(|page| known[page as usize].acknowledged(generation));
                         })
                     } else {
-                        let state = &known[page as usize];
+                        let state = &mut known[page as usize];
                         client.read(page * PAGE as u64, PAGE as u32).map(|bytes| {
                             assert!(
                                 state.allows(page, &bytes),
@@ -340,10 +361,12 @@ fn survive(scene: &Daemon, store: &str) {
     });
     println!("{} operations, 0 mismatches; seed {seed}", done.load(Ordering::Relaxed));
     println!("figure: {store} mismatches 0 lower 0");
-    // What the machine does besides makes one stall longer, or the start of any daemon; what the keeper does wrong makes all of
-    // them longer than that.
-    let (shortest, limit) = (stalls.shortest(), Duration::from_secs(2) + 4 * start);
-    assert!(shortest < limit, "stalled for {shortest:?}, and the first daemon took {start:?} to start");
+    // A restart takes a fifth of a second, and longer where the machine has other work, as the first start has shown.
+    for (tenths, seconds) in [(5, 5), (9, 15)] {
+        let (most, limit) = (stalls.most_of(tenths), Duration::from_secs(seconds) + 4 * start);
+        let said = format!("the first daemon took {start:?} to start, {tenths} tenths of the next {most:?}");
+        assert!(most < limit, "{said} at most: {stalls:?}");
+    }
     stalls.print(store, kills);
     assert_eq!(scene.cores(), Vec::<PathBuf>::new(), "pages lie on a disk");
 }

@@ -43,7 +43,7 @@ pub const KILLS: [(Signal, &str); 3] =
     [(Signal::KILL, ""), (Signal::ABORT, "-abrt"), (Signal::SEGV, "-segv")];
 
 /// How long whoever used a daemon waited for the next one, by what it was killed.
-#[derive(Default)]
+#[derive(Default, Debug)]
 pub struct Stalls([Vec<Duration>; KILLS.len()]);
 
 impl Stalls {
@@ -61,9 +61,11 @@ impl Stalls {
         self.0.iter().map(Vec::len).sum()
     }
 
-    /// The shortest of all. What the machine does besides makes one stall longer; what a keeper does wrong makes all of them longer.
-    pub fn shortest(&self) -> Duration {
-        *self.0.iter().flatten().min().expect("one at least")
+    /// How long so many tenths of all took at most.
+    pub fn most_of(&self, tenths: usize) -> Duration {
+        let mut all: Vec<Duration> = self.0.iter().flatten().copied().collect();
+        all.sort();
+        all[(all.len() * tenths).div_ceil(10).saturating_sub(1)]
     }
 
     /// Prints the figures, `kills` by each signal.
@@ -72,9 +74,11 @@ impl Stalls {
         for (stalls, (signal, suffix)) in self.0.iter_mut().zip(KILLS) {
             stalls.sort();
             let [median, longest] = [stalls[stalls.len() / 2], stalls[stalls.len() - 1]];
+            let most = stalls[(stalls.len() * 9).div_ceil(10) - 1];
             println!("{} by {signal:?}: stall median {median:.1?}, longest {longest:.1?}", stalls.len());
             println!("figure: {store}{suffix} kills {} higher {kills}", stalls.len());
             println!("figure: {store}{suffix} stall_p50_s {:.3} lower", median.as_secs_f64());
+            println!("figure: {store}{suffix} stall_p90_s {:.3} lower", most.as_secs_f64());
             println!("figure: {store}{suffix} stall_max_s {:.3} lower", longest.as_secs_f64());
             let by_kill = *by_kill.get_or_insert(median);
             if signal != Signal::KILL {
