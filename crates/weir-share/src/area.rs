@@ -101,6 +101,9 @@ impl Window {
         let (flags, anywhere) = (MapFlags::SHARED, std::ptr::null_mut());
         // SAFETY: a fresh mapping at an address of the kernel's choice; the seal keeps it from shrinking.
         let start = unsafe { rustix::mm::mmap(anywhere, bytes, ProtFlags::READ, flags, fd, 0)? };
+        // Others' pages are none of this program's core files.
+        // SAFETY: the mapping just made; this changes no content.
+        let _ = unsafe { rustix::mm::madvise(start, bytes, rustix::mm::Advice::LinuxDontDump) };
         Ok(Window { start: NonNull::new(start.cast()).expect("mmap never returns null"), bytes })
     }
 

@@ -11,6 +11,8 @@ use weir_export::log::{Level, Log};
 const WORTH: Duration = Duration::from_millis(500);
 /// How often a plain line says how far it is.
 const LINE_EVERY: Duration = Duration::from_secs(5);
+/// What such a line begins with.
+pub const LINE: &str = "starting: ";
 
 /// Shows how far a start is: a bar on a terminal, a line now and then elsewhere. Ends it when somebody asks for that.
 pub struct Start<'a> {
@@ -72,7 +74,7 @@ impl Shown {
             if self.said.elapsed() >= LINE_EVERY {
                 self.said = Instant::now();
                 let (what, done, all) = (&self.what, ByteSize(done), ByteSize(all));
-                log(Level::Info, format_args!("starting: {done} of {all} of {what}"));
+                log(Level::Info, format_args!("{LINE}{done} of {all} of {what}"));
             }
             return;
         }

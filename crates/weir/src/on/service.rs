@@ -6,6 +6,7 @@ use super::state::{Journal, Process, Step};
 use crate::control::{self, Status};
 use crate::device_use;
 use crate::failure::Failure;
+use crate::start;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal};
@@ -25,8 +26,9 @@ use weir_export::fuse;
 /// The unit that the package installs; its configuration is the file that [`Service`] writes.
 pub const UNIT: &str = "weir.service";
 
-/// How long a daemon may take to serve: a large card's memory is taken and cleared, a backing file is written.
-const START: Duration = Duration::from_secs(300);
+/// How long a daemon may take to serve: a large card's memory is taken and cleared, and a backing file is written, a TiB at
+/// 300 MB/s. It says how far it is, and whoever does not want to wait interrupts it.
+const START: Duration = Duration::from_secs(3600);
 /// How long it may take to end.
 const END: Duration = Duration::from_secs(30);
 /// How long it waits at most for who has its device open, and a little.
@@ -142,7 +144,7 @@ impl Service {
     }
 
     fn wait(&self, mut child: Option<&mut Child>, started: SystemTime) -> Result<Status, Failure> {
-        let begun = Instant::now();
+        let (begun, mut said) = (Instant::now(), None);
         loop {
             if let Ok(status) = control::status(&control_socket(&self.directory)) {
                 return Ok(status);
@@ -169,6 +171,12 @@ impl Service {
                 )));
             }
             super::check_interrupted()?;
+            let line = self.unit.is_none().then(|| last_line(&self.directory)).flatten();
+            let line = line.filter(|line| line.starts_with(start::LINE));
+            if let Some(line) = line.filter(|line| said.as_ref() != Some(line)) {
+                eprintln!("weir: {line}");
+                said = Some(line);
+            }
             thread::sleep(Duration::from_millis(20));
         }
     }
