@@ -1,14 +1,18 @@
-//! Long reads from a slow store, which a thread beside the connection's own sends.
+//! Long reads from a slow store, and long writes, whose bytes a thread beside the connection's own moves.
 
 mod common;
 
 use common::{PATIENCE, Served, few, noise, page};
 use std::collections::HashMap;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_export::nbd::Config;
 use weir_export::nbd::client::{Client, Operation, Wish};
+use weir_export::nbd::transmission::Request;
+use weir_export::nbd::wire::command;
 use weir_store::{Sim, SimUrl};
 
 const PAGES: u32 = 2048;
@@ -153,4 +157,120 @@ fn a_client_that_leaves_while_a_carrier_sends_takes_neither_memory_nor_carrier_w
     let mut client = seat(&served);
     assert!(client.read(0, 3 << 20).unwrap() == content[..3 << 20]);
     served.shutdown();
+}
+
+#[test]
+fn long_writes_from_several_connections_lie_where_they_belong_whoever_receives_them() {
+    for (name, carriers) in [("received", 2), ("unreceived", 0)] {
+        let served = served(name, &Config { carriers, ..few() });
+        // Each has a part of the device, a little past its middle unaligned, and writes it again and again.
+        let part = (PAGES as usize * PAGE_SIZE) / 4;
+        let threads: Vec<_> = (0..3u64)
+            .map(|number| {
+                let mut client = served.client();
+                std::thread::spawn(move || rewrite(&mut client, number, number as usize * part, part))
+            })
+            .collect();
+        let content = threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect::<Vec<_>>();
+        // Another connection sees the same.
+        assert!(served.client().read(0, 3 * part as u32).unwrap() == content);
+        let stats = served.server().stats();
+        assert_eq!((stats.errors, stats.carried > 0), (0, carriers > 0), "{stats:?}");
+        served.shutdown();
+    }
+}
+
+/// Writes of many lengths, whole pages and ragged, and reads of what was written; returns what the part holds.
+fn rewrite(client: &mut Client, number: u64, from: usize, part: usize) -> Vec<u8> {
+    let mut content = vec![0; part];
+    let dice = noise(number + 70, 40 * 8);
+    for (round, word) in dice.chunks_exact(8).enumerate() {
+        let word = u64::from_le_bytes(word.try_into().unwrap());
+        let mut length = [part / 2, 512 << 10, (768 << 10) + 4096, 600_001, 9_000][round % 5];
+        let mut offset = (word >> 8) as usize % (part - length);
+        if word & 3 > 0 {
+            offset -= offset % PAGE_SIZE;
+            length = length.next_multiple_of(PAGE_SIZE).min(part - offset);
+        }
+        let data = noise(word, length);
+        content[offset..offset + length].copy_from_slice(&data);
+        // Two at once, with a short one between them.
+        client.queue(Operation::write((from + offset) as u64, &data));
+        client.queue(Operation::write(from as u64, &page(word)));
+        content[..PAGE_SIZE].copy_from_slice(&page(word));
+        if offset >= PAGE_SIZE {
+            client.queue(Operation::write((from + offset) as u64, &data));
+        }
+        client.send().unwrap();
+        while client.in_flight() > 0 {
+            assert_eq!(client.receive().unwrap().result, Ok(()));
+        }
+        if offset < PAGE_SIZE {
+            // Both were in flight together: either may have come last.
+            client.write(from as u64, &content[..PAGE_SIZE]).unwrap();
+        }
+        assert!(
+            client.read((from + offset) as u64, length as u32).unwrap() == content[offset..offset + length]
+        );
+    }
+    content
+}
+
+#[test]
+fn a_client_that_stops_within_a_payload_holds_up_nobody_and_its_end_is_noticed() {
+    let served = served("stopped-carried", &Config { carriers: 1, ..few() });
+    let content = filled(&served);
+    for round in 0..6 {
+        let begun = Instant::now();
+        while served.server().stats().connected > 0 {
+            assert!(begun.elapsed() < PATIENCE, "the connection before does not end");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        // So its carrier is free, and its seat.
+        let before = served.server().stats().carried;
+        let mut stopped = raw(&served);
+        let request = Request { flags: 0, command: command::WRITE, cookie: 1, offset: 0, length: 4 << 20 };
+        stopped.write_all(&request.encode()).unwrap();
+        stopped.write_all(&content[..(1 << 20) + 100 * round]).unwrap();
+        while served.server().stats().carried == before {
+            assert!(begun.elapsed() < PATIENCE, "no carrier received anything");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let mut other = seat(&served);
+        assert!(other.read(2 << 20, 1 << 20).unwrap() == content[2 << 20..3 << 20]);
+        drop(other);
+        drop(stopped);
+    }
+    assert!(served.client().read(0, 4 << 20).unwrap() == content[..4 << 20]);
+    served.shutdown();
+}
+
+#[test]
+fn a_server_that_ends_does_not_wait_for_the_rest_of_a_payload() {
+    let mut served = served("cut-received", &few());
+    let mut stopped = raw(&served);
+    let request = Request { flags: 0, command: command::WRITE, cookie: 1, offset: 0, length: 4 << 20 };
+    stopped.write_all(&request.encode()).unwrap();
+    stopped.write_all(&noise(1, 1 << 20)).unwrap();
+    let begun = Instant::now();
+    while served.server().stats().carried == 0 {
+        assert!(begun.elapsed() < PATIENCE, "no carrier received anything");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let busy = served.server.take().unwrap().shutdown(Duration::from_millis(10));
+    assert_eq!(busy, 0, "threads wait for a client that sends nothing");
+    drop(stopped);
+}
+
+/// A connection in transmission, with simple replies, for a client that stops where ours would not.
+fn raw(served: &Served) -> UnixStream {
+    let mut stream = UnixStream::connect(&served.socket).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.read_exact(&mut [0; 18]).unwrap();
+    // Fixed newstyle without zeroes; NBD_OPT_EXPORT_NAME with the default name.
+    stream.write_all(&3u32.to_be_bytes()).unwrap();
+    stream.write_all(b"IHAVEOPT").unwrap();
+    stream.write_all(&[1u32.to_be_bytes(), 0u32.to_be_bytes()].concat()).unwrap();
+    stream.read_exact(&mut [0; 10]).unwrap();
+    stream
 }

@@ -1,13 +1,14 @@
-//! Threads that send long replies, so that a connection's own thread proves the next part meanwhile.
+//! Threads that send long replies and receive long writes, so that a connection's own thread works on another part meanwhile.
 //!
-//! To copy 1 MiB into a socket takes a thread longer than everything else that the server does for it. A connection with
-//! long reads at a slow store hires one of these threads for as long as it has some; where none is free it sends by itself. What
-//! is handed over has been proven, lies in memory that the parcel owns, and leaves in the order in which it came.
+//! To copy 1 MiB into or out of a socket takes a thread longer than everything else that the server does for it. A connection with
+//! long reads at a slow store, or long writes, hires one of these threads for as long as it has some; where none is free it does
+//! both by itself. What is handed over has been proven, lies in memory that the parcel owns, and leaves in the order in which it
+//! came. What is received is a part of a write's payload, no more, and a connection asks for it while nothing is to be sent.
 
 use super::pool::Loan;
 use super::slices::Slices;
 use rustix::io::Errno;
-use rustix::net::Shutdown;
+use rustix::net::{RecvFlags, Shutdown};
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -67,6 +68,14 @@ struct State {
     parcels: VecDeque<Parcel>,
     /// It has the socket and a parcel.
     sends: bool,
+    /// What is to be received: into which bytes of what.
+    wanted: Option<(Loan, Range<usize>)>,
+    /// It has the socket, and receives.
+    receives: bool,
+    /// What was received, and up to which byte it has been filled.
+    received: Option<(Loan, usize)>,
+    /// The connection sleeps until then.
+    awaits_received: bool,
     /// Nothing more leaves on this socket.
     failed: Option<Errno>,
     /// The thread shall leave when it has nothing to send.
@@ -93,6 +102,10 @@ impl Carriers {
             socket: None,
             parcels: VecDeque::with_capacity(PARCELS),
             sends: false,
+            wanted: None,
+            receives: false,
+            received: None,
+            awaits_received: false,
             failed: None,
             leaves: false,
             gone: false,
@@ -153,7 +166,11 @@ impl Carrier {
     fn carry(&self) {
         let mut state = self.lock();
         loop {
-            let Some(parcel) = state.parcels.pop_front() else {
+            let work = match state.parcels.pop_front() {
+                Some(parcel) => Some(Work::Send(parcel)),
+                None => state.wanted.take().map(|(loan, range)| Work::Receive(loan, range)),
+            };
+            let Some(work) = work else {
                 if state.leaves {
                     return;
                 }
@@ -163,13 +180,16 @@ impl Carrier {
                 continue;
             };
             let Some(socket) = state.socket.take() else { continue };
-            state.sends = true;
+            (state.sends, state.receives) =
+                (matches!(work, Work::Send(_)), matches!(work, Work::Receive(..)));
             drop(state);
-            let sent = parcel.send(socket.as_fd());
-            // What it borrowed may be what the connection waits for.
-            drop(parcel);
+            let (sent, received) = match work {
+                Work::Send(parcel) => (parcel.send(socket.as_fd()), None),
+                Work::Receive(loan, range) => (Ok(()), Some(receive(socket.as_fd(), loan, range))),
+            };
             state = self.lock();
-            (state.sends, state.socket) = (false, Some(socket));
+            (state.sends, state.receives, state.socket) = (false, false, Some(socket));
+            state.received = received.or(state.received.take());
             if let Err(errno) = sent {
                 state.failed = Some(errno);
                 state.parcels.clear();
@@ -178,13 +198,36 @@ impl Carrier {
         }
     }
 
-    /// Wakes the connection where it waits for no more than this.
+    /// Wakes the connection where it waits for this.
     fn tell(&self, state: &mut State) {
+        if state.awaits_received && (!state.receives || state.failed.is_some()) {
+            state.awaits_received = false;
+            self.room.notify_one();
+        }
         if state.awaited.is_some_and(|few| state.left() <= few || state.failed.is_some()) {
             state.awaited = None;
             self.room.notify_one();
         }
     }
+}
+
+enum Work {
+    Send(Parcel),
+    Receive(Loan, Range<usize>),
+}
+
+/// Fills a range of what is borrowed, as far as the client sends. Returns up to where.
+fn receive(socket: BorrowedFd<'_>, mut loan: Loan, range: Range<usize>) -> (Loan, usize) {
+    let mut filled = range.start;
+    while filled < range.end {
+        match rustix::net::recv(socket, &mut loan[filled..range.end], RecvFlags::empty()) {
+            Ok((received @ 1.., _)) => filled += received,
+            Err(Errno::INTR) => {}
+            // What ended it, whoever receives next will meet with.
+            Ok((0, _)) | Err(_) => break,
+        }
+    }
+    (loan, filled)
 }
 
 /// Says that a carrier's thread has gone.
@@ -193,7 +236,8 @@ struct Leaving<'a>(&'a Carrier);
 impl Drop for Leaving<'_> {
     fn drop(&mut self) {
         let mut state = self.0.lock();
-        (state.gone, state.sends) = (true, false);
+        (state.gone, state.sends, state.receives) = (true, false, false);
+        (state.wanted, state.received) = (None, None);
         state.failed = Some(Errno::IO);
         state.parcels.clear();
         self.0.tell(&mut state);
@@ -239,6 +283,38 @@ impl Hired<'_> {
         Ok(())
     }
 
+    /// Has bytes received into a range of `loan`. Nothing is to be sent until they are [there](Hired::received).
+    pub fn receive(&self, loan: Loan, range: Range<usize>) {
+        let mut state = self.carrier().lock();
+        debug_assert!(state.left() == 0 && state.wanted.is_none() && !state.receives);
+        state.wanted = Some((loan, range));
+        if std::mem::take(&mut state.sleeps) {
+            self.carrier().work.notify_one();
+        }
+    }
+
+    /// What was received, and up to which byte; less than was asked for where the client has ended the stream. `None`: not yet,
+    /// unless it is to be waited for.
+    ///
+    /// # Errors
+    /// When the carrier's thread has gone.
+    pub fn received(&self, wait: bool) -> rustix::io::Result<Option<(Loan, usize)>> {
+        let mut state = self.carrier().lock();
+        loop {
+            if let Some(received) = state.received.take() {
+                return Ok(Some(received));
+            }
+            if let Some(errno) = state.failed {
+                return Err(errno);
+            }
+            if !wait {
+                return Ok(None);
+            }
+            state.awaits_received = true;
+            state = self.carrier().room.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
     /// Whether everything has left.
     pub fn is_still(&self) -> bool {
         self.carrier().lock().left() == 0
@@ -257,15 +333,17 @@ impl Drop for Hired<'_> {
     fn drop(&mut self) {
         let mut state = self.carrier().lock();
         state.parcels.clear();
-        if state.sends {
-            // It may wait for a client that reads nothing.
+        (state.wanted, state.received) = (None, None);
+        if state.sends || state.receives {
+            // It may wait for a client that reads nothing, or sends nothing.
             let _ = rustix::net::shutdown(self.socket, Shutdown::Both);
         }
-        while state.sends {
-            state.awaited = Some(0);
+        while state.sends || state.receives {
+            (state.awaited, state.awaits_received) = (Some(0), true);
             state = self.carrier().room.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
-        (state.socket, state.awaited) = (None, None);
+        (state.received, state.socket) = (None, None);
+        (state.awaited, state.awaits_received) = (None, false);
         drop(state);
         self.carriers.idle.fetch_or(1 << self.number, Ordering::Release);
     }

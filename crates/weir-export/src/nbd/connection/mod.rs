@@ -6,6 +6,7 @@
 //! (the protocol lets replies change places). What a slow store must fetch is started, and answered when it
 //! arrives. Nothing here allocates: what does not fit waits in the socket.
 
+mod ahead;
 mod block_status;
 mod ending;
 mod presence;
@@ -121,6 +122,7 @@ struct Desk {
     heads: Buffer,
     rest: Buffer,
     rests: Arc<Pool>,
+    chunks: Arc<Pool>,
     carriers: Arc<Carriers>,
     write: Option<Write>,
 }
@@ -133,6 +135,8 @@ struct Connection<'a> {
     desk: &'a mut Desk,
     /// The thread that sends its long replies, while there are some.
     hired: Option<Hired<'a>>,
+    /// While it receives: how long the part of a write's payload is, with what was there already.
+    ahead: Option<usize>,
     presence: Presence<'a>,
 }
 
@@ -152,6 +156,7 @@ impl Worker {
                 heads: Buffer::new(HEADS_BYTES)?,
                 rest: Buffer::new(OWN_PIECE_MAX as usize + 2 * HEADS_BYTES)?,
                 rests: Arc::clone(&shared.rests),
+                chunks: Arc::clone(&shared.chunks),
                 carriers: Arc::clone(&shared.carriers),
                 write: None,
             },
@@ -185,7 +190,7 @@ impl Worker {
         };
         let presence = Presence::new(closing);
         let mut connection =
-            Connection { socket, rules, counters, desk: &mut self.work, hired: None, presence };
+            Connection { socket, rules, counters, desk: &mut self.work, hired: None, ahead: None, presence };
         let ending = match connection.run(&mut self.input, early, spin) {
             Ok(ending) | Err(ending) => ending,
         };
@@ -208,7 +213,12 @@ impl Connection<'_> {
                     Ok(Some(Event::Request(request))) if request.command == command::DISC => {
                         break Some(Ending::Disconnect);
                     }
-                    Ok(Some(Event::Request(request))) => self.request(request)?,
+                    Ok(Some(Event::Request(request))) => {
+                        self.request(request)?;
+                        if request.command == command::WRITE {
+                            self.receive_ahead(&request, &parser, &mut unparsed);
+                        }
+                    }
                     Ok(Some(Event::Payload(payload))) => self.payload(&payload)?,
                     Ok(None) => break None,
                     Err(violation) => break Some(Ending::Violation(violation)),
@@ -219,6 +229,9 @@ impl Connection<'_> {
                 self.presence.has_said_goodbye();
             }
             self.end_batch()?;
+            if let Some(ending) = self.take_ahead(&mut parser)? {
+                return Ok(ending);
+            }
             if let Some(ending) = last {
                 if ending == Ending::Disconnect {
                     self.finish_flight()?;
@@ -230,10 +243,8 @@ impl Connection<'_> {
             filled = left;
             let received = self.receive(&mut input[filled..], spin)?;
             if received == 0 {
-                if self.presence.is_closing() {
-                    self.finish_flight()?;
-                }
                 let torn = filled > 0 || self.desk.write.is_some();
+                self.end_torn()?;
                 return Ok(if torn { Ending::Torn } else { Ending::Closed });
             }
             filled += received;
@@ -400,6 +411,19 @@ impl Connection<'_> {
         let sent = slices.send_all(self.socket);
         self.desk.acks.clear();
         self.unless_leaving(sent)
+    }
+
+    /// The client sends no more. Where that is this server's doing, what has been received whole is answered; a write of which a part
+    /// is missing fails, for nobody else would end it.
+    fn end_torn(&mut self) -> Result<(), Ending> {
+        if !self.presence.is_closing() {
+            return Ok(());
+        }
+        if let Some(write) = self.desk.write.take() {
+            self.end_write(Write { error: Some(Errno::Io), ..write })?;
+        }
+        self.send_acks()?;
+        self.finish_flight()
     }
 
     /// Waits until the carrier has sent all that it has: from then on this thread may send.

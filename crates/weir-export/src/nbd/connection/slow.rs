@@ -15,8 +15,8 @@ const STORE_NAP: Timespec = Timespec { tv_sec: 0, tv_nsec: POLL_EVERY.as_nanos()
 /// From so many bytes on a piece of a read is started by itself; shorter ones wait for the batch.
 const PIPED: u32 = 64 << 10;
 
-/// From so many bytes on a read is worth a carrier.
-const CARRIED: u32 = 2 * CHUNK_MAX;
+/// From so many bytes on a request is worth a carrier.
+pub(super) const CARRIED: u32 = 2 * CHUNK_MAX;
 
 impl Connection<'_> {
     /// Sleeps until a slow store has something, or, if `client`, until the client has.
@@ -143,7 +143,8 @@ impl Connection<'_> {
             self.desk.flight.release_ready(1);
             return Ok(());
         }
-        if let Some(carrier) = &self.hired
+        if self.ahead.is_none()
+            && let Some(carrier) = &self.hired
             && let Some(parcel) = pack(&mut self.desk.flight, self.rules.structured)
         {
             let sent = carrier.send(parcel);
