@@ -34,53 +34,88 @@ const fn long(id: &'static str, write: bool, jobs: u32) -> Case {
 /// Who is asked.
 struct Asked {
     name: &'static str,
-    /// Its rows, where it is Weir; else it is a control.
+    /// What its rows begin with, where it is Weir; else it is a control.
     prefix: Option<&'static str>,
     /// `None`: it is part of this process.
     server: Option<Server>,
+    /// It is asked no more: what it has not answered costs its own rows, and not the run.
+    fails: bool,
     ways: [Way; CASES.len()],
 }
 
 impl Asked {
-    fn weir(prefix: &'static str, server: Server) -> Asked {
-        Asked { prefix: Some(prefix), ..Asked::control("weir", Some(server)) }
+    fn weir(prefix: &'static str, server: Result<Server, BlockError>) -> Asked {
+        Asked { prefix: Some(prefix), ..Asked::control("weir", server) }
     }
 
-    fn control(name: &'static str, server: Option<Server>) -> Asked {
-        Asked { name, prefix: None, server, ways: Default::default() }
+    fn control(name: &'static str, server: Result<Server, BlockError>) -> Asked {
+        let mut asked = Asked { name, prefix: None, server: None, fails: false, ways: Default::default() };
+        asked.server = asked.complain("at its start", server);
+        asked.fails = asked.server.is_none();
+        asked
+    }
+
+    fn called(&self) -> String {
+        format!("{}{}", self.prefix.unwrap_or_default(), self.name)
+    }
+
+    /// What came out, or a line that says why nothing did.
+    fn complain<T>(&self, when: &str, result: Result<T, BlockError>) -> Option<T> {
+        result.inspect_err(|error| eprintln!("{} fails {when}: {error}; it is left out", self.called())).ok()
     }
 }
 
 /// Runs every case on every server, in turns.
 ///
 /// # Errors
-/// When fio, nbdkit or nbd-vram is missing, or a server does not come up.
+/// When there is no directory for the sockets. A server that fails is left out from there on: of Weir's that misses its goals.
 pub fn run(Long { plan, nbd_vram }: &Long) -> Result<Report, BlockError> {
     let sockets = Directory::new().map_err(BlockError::Directory)?;
     let echo = Echo::start(plan, &sockets)?;
-    let mut asked = vec![Asked::weir("", Server::weir(plan, 0, "weir", &sockets)?)];
-    if let Some(store) = plan.store.as_ref().filter(|store| store.starts_with("vram:")) {
+    let alone = plan.store.as_ref().filter(|store| store.starts_with("vram:")).map(|store| {
         let alone = format!("{store}{}window=off", if store.contains('?') { "&" } else { "?" });
-        let plan = Plan { store: Some(alone), ..plan.clone() };
-        asked.push(Asked::weir("cuda_alone_", Server::weir(&plan, 0, "weir-cuda", &sockets)?));
+        Plan { store: Some(alone), ..plan.clone() }
+    });
+    let mut asked = vec![Asked::weir("", Server::weir(plan, 0, "weir", &sockets))];
+    asked.extend(alone.map(|plan| Asked::weir("cuda_alone_", Server::weir(&plan, 0, "weir-cuda", &sockets))));
+    asked.extend(
+        nbd_vram
+            .as_ref()
+            .map(|program| Asked::control("nbd-vram", Server::nbd_vram(plan, program, &sockets))),
+    );
+    asked.push(Asked::control("nbdkit-memory", Server::nbdkit(plan, &sockets)));
+    for asked in &mut asked {
+        if let Some(server) = &asked.server {
+            asked.fails |= asked.complain("before", fio::fill(server, plan.size)).is_none();
+        }
     }
-    if let Some(program) = nbd_vram {
-        asked.push(Asked::control("nbd-vram", Some(Server::nbd_vram(plan, program, &sockets)?)));
-    }
-    asked.push(Asked::control("nbdkit-memory", Some(Server::nbdkit(plan, &sockets)?)));
-    asked.push(Asked::control("a server of nothing", None));
-    for Asked { server, .. } in &asked {
-        server.iter().try_for_each(|server| fio::fill(server, plan.size))?;
-    }
+    asked.push(Asked {
+        name: "a server of nothing",
+        prefix: None,
+        server: None,
+        fails: false,
+        ways: Default::default(),
+    });
     for run in 0..plan.runs {
         for (at, case) in CASES.into_iter().enumerate() {
             for turn in 0..asked.len() {
                 let count = asked.len();
-                let Asked { server, ways, .. } = &mut asked[(run + turn) % count];
-                ways[at].push(match server {
-                    Some(server) => fio::run(server, case, plan.size, plan.time)?,
-                    None => fio::latencies(&echo.socket, case, plan.size, plan.time)?.0,
-                });
+                let asked = &mut asked[(run + turn) % count];
+                if asked.fails {
+                    continue;
+                }
+                let figures = match &asked.server {
+                    Some(server) => fio::run(server, case, plan.size, plan.time),
+                    None => fio::latencies(&echo.socket, case, plan.size, plan.time).map(|it| it.0),
+                };
+                match asked.complain(case.id, figures) {
+                    Some(figures) => {
+                        let rate = figures.per_second * f64::from(case.block) / 1e6;
+                        eprintln!("{} {}: {rate:.0} MB/s", asked.called(), case.id);
+                        asked.ways[at].push(figures);
+                    }
+                    None => asked.fails = true,
+                }
             }
         }
     }
@@ -88,7 +123,7 @@ pub fn run(Long { plan, nbd_vram }: &Long) -> Result<Report, BlockError> {
     for (at, case) in CASES.into_iter().enumerate() {
         let weirs = asked.iter().filter_map(|it| Some((it.prefix?, &it.ways[at])));
         for (prefix, weir) in weirs {
-            for control in asked.iter().filter(|it| it.prefix.is_none()) {
+            for control in asked.iter().filter(|it| it.prefix.is_none() && !it.ways[at].is_empty()) {
                 report.rows.extend(rows(case, prefix, weir, control.name, &control.ways[at]));
             }
         }
@@ -98,13 +133,17 @@ pub fn run(Long { plan, nbd_vram }: &Long) -> Result<Report, BlockError> {
 
 /// Weir beside one control.
 fn rows(case: Case, prefix: &str, weir: &Way, control: &'static str, theirs: &Way) -> Vec<Row> {
-    let rate = |way: &Way| way.per_second.median() * f64::from(case.block) / 1e6;
+    // One that failed did nothing, and misses its goal.
+    let rate = |way: &Way| match way.is_empty() {
+        true => 0.0,
+        false => way.per_second.median() * f64::from(case.block) / 1e6,
+    };
     let id = format!("{prefix}{}", case.id);
     let row = Row::higher(&id, "mb_per_s", rate(weir)).beside(control, rate(theirs));
     // Stated for the one that keeps its pages on the card too.
     let goal = if case.jobs == 1 { 1.0 } else { 1.1 };
     let mut rows = vec![if control == "nbd-vram" { row.goal(Goal::Ratio(goal)) } else { row }];
-    if theirs.cpu_us.median() > 0.0 {
+    if !weir.is_empty() && theirs.cpu_us.median() > 0.0 {
         for (metric, runs) in
             [("server_cpu_us", |way: &Way| &way.cpu_us), ("server_user_us", |way: &Way| &way.user_us)]
                 as [(&str, fn(&Way) -> &crate::report::Runs); 2]

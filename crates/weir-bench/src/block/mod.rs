@@ -149,6 +149,11 @@ struct Way {
 }
 
 impl Way {
+    /// Whether nothing was measured.
+    fn is_empty(&self) -> bool {
+        self.per_second.is_empty()
+    }
+
     fn push(&mut self, figures: Figures) {
         self.per_second.push(figures.per_second);
         self.p50_us.push(figures.p50_us);
