@@ -1,6 +1,7 @@
 // A libcuda.so.1 that passes everything on to the driver's own, and has that one fail when a file says so:
 //
-//     b   while the file is there each batch of copies names 2,048, its own ones again and again: some drivers' channel dies of that
+//     b   while the file is there each batch of copies names 2,048, its own ones again and again: some drivers' channel dies of that.
+//         Copies to the card are in batches where the URL says engine_batch= alone.
 //     k   once: a kernel writes where nothing is, and the context dies of it (Xid 31)
 //
 // FAULT names the file. The driver's library is linked as libcuda-real.so, by whoever builds this (benchmarks/driver-faults/run).
@@ -46,6 +47,13 @@ static void kill_context(void *stream) {
     void *arguments[] = {&nowhere};
     if (load(&module, PTX) == 0 && get(&function, module, "bad") == 0)
         launch(function, 1, 1, 1, 1, 1, 1, 0, stream, arguments, 0);
+}
+
+int cuMemcpyHtoDAsync_v2(address to, const void *from, size_t bytes, void *stream) {
+    static int (*copy)(address, const void *, size_t, void *);
+    if (!copy) copy = real("cuMemcpyHtoDAsync_v2");
+    if (fault() == 'k') kill_context(stream);
+    return copy(to, from, bytes, stream);
 }
 
 int cuMemcpyBatchAsync_v2(const address *to, const address *from, const size_t *sizes, size_t count, const void *attributes,

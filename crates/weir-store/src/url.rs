@@ -311,13 +311,12 @@ mod tests {
         let sized = || proptest::option::of(some_size());
         prop_oneof![
             some_size().prop_map(|size| StoreUrl::Host { size }),
-            (any::<Option<u32>>(), sized(), 20u32..33, any::<u32>(), 1u32..4097).prop_map(
-                |(gpu, size, chunk, blocks, engine_batch)| {
+            (any::<Option<u32>>(), sized(), 20u32..33, any::<u32>(), proptest::option::of(1u32..4097))
+                .prop_map(|(gpu, size, chunk, blocks, engine_batch)| {
                     let target = gpu.map_or(Target::All, Target::Index);
                     let chunk = ByteSize(1 << chunk);
                     StoreUrl::Vram(VramUrl { size, chunk, blocks, engine_batch, ..VramUrl::new(target) })
-                }
-            ),
+                }),
             (some_path(), sized(), any::<bool>(), any::<bool>(), some_size()).prop_map(
                 |(path, size, encrypt, overwrite, chunk)| {
                     StoreUrl::File(FileUrl { path, size, encrypt, overwrite, chunk })

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use std::path::Path;
 use std::time::{Duration, Instant};
 use weir_core::ByteSize;
-use weir_store::vram::engine::{Context, Which};
+use weir_store::vram::engine::{BatchCopies, Context, Which};
 
 /// How long a step may take before it is given up.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -35,7 +35,9 @@ pub struct Allocated {
 /// Without CUDA, or when a step does not succeed in 10 s.
 pub fn allocate(step: ByteSize) -> Result<Allocated, GiveBackError> {
     let failed = |why: String| GiveBackError::Process { what: "CUDA", why };
-    let context = Context::open(Path::new("libcuda.so.1"), Which::Index(0), 1).map_err(failed)?;
+    let context =
+        Context::open(Path::new("libcuda.so.1"), Which::Index(0), BatchCopies { reads: 1, writes: 1 })
+            .map_err(failed)?;
     let (_, total) = context.memory().map_err(|error| failed(error.to_string()))?;
     let most = (total as f64 * SHARE) as u64;
     let (mut held, mut times) = (Vec::new(), Vec::new());

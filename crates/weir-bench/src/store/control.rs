@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, Page};
-use weir_store::vram::engine::{CallError, Context, DeviceMemory, OwnStream, Pinned, Which};
+use weir_store::vram::engine::{BatchCopies, CallError, Context, DeviceMemory, OwnStream, Pinned, Which};
 use weir_store::vram::{Bare, Gpu};
 
 /// Device memory and the context it is of.
@@ -28,7 +28,9 @@ pub struct Copier<'a> {
 impl CopyEngine {
     /// Opens the control; `None` where there is no CUDA.
     pub fn open(bytes: u64) -> Option<Self> {
-        let context = Context::open(Path::new("libcuda.so.1"), Which::Index(0), 1).ok()?;
+        let context =
+            Context::open(Path::new("libcuda.so.1"), Which::Index(0), BatchCopies { reads: 1, writes: 1 })
+                .ok()?;
         let memory = context.allocate(bytes).ok()?;
         Some(CopyEngine { context, memory })
     }

@@ -512,6 +512,7 @@ mod tests {
         let shared = Shared {
             members: Box::new([member(&reading), member(&writing)]),
             cipher: None,
+            room: crate::Room::Reserved,
             slots: 128,
             unit_slots: 1,
             chunk_slots: 128,

@@ -2,7 +2,7 @@
 
 use super::chunks::{Chunks, LANES_MAX, Source};
 use super::condition::{Death, Turn, xid};
-use super::engine::{Context, Which};
+use super::engine::{BatchCopies, Context, Which};
 use super::headroom::Headroom;
 use super::lane::{CutOff, Engine, GpuLane};
 use super::late::Late;
@@ -362,7 +362,11 @@ impl Gpu {
         if vulkan > 0 {
             return vulkan;
         }
-        (0..).take_while(|&index| Context::open(libcuda, Which::Index(index), 1).is_ok()).count()
+        (0..)
+            .take_while(|&index| {
+                Context::open(libcuda, Which::Index(index), BatchCopies { reads: 1, writes: 1 }).is_ok()
+            })
+            .count()
     }
 
     /// Opens a lane with room for `depth` operations in flight on each path.

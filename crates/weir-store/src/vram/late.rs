@@ -174,7 +174,7 @@ impl Late {
         if !goes_on {
             return Ok(());
         }
-        let cuda = Context::open(&opening.drivers.cuda, Which::Uuid(uuid), opening.options.engine_batch)
+        let cuda = Context::open(&opening.drivers.cuda, Which::Uuid(uuid), opening.options.batch_copies())
             .map_err(|why| format!("CUDA: {why}"));
         let Some(gpu) = gpu.upgrade() else { return Ok(()) };
         stage("cuda");

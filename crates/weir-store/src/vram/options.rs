@@ -3,6 +3,7 @@
 //! `vram:` is every GPU, `vram:0` the first as `nvidia-smi` counts, `vram:lavapipe` a software renderer for tests.
 //! After a question mark come options: `vram:0?size=16GiB&ring=off`.
 
+use super::engine::BatchCopies;
 use crate::url::{Exact, Query, UrlProblem, pairs, size, split_query, value};
 use std::fmt;
 use weir_core::ByteSize;
@@ -63,8 +64,9 @@ pub struct VramUrl {
     pub blocks: u32,
     /// Whether the processor's window onto the card is used; `false`: as if there were none.
     pub window: bool,
-    /// Copies that one call to the copy engine's driver names at most; 1: a call for each copy.
-    pub engine_batch: u32,
+    /// Copies that one call to the copy engine's driver names at most, in both directions; 1: a call for each copy; `None`: nobody
+    /// said, which is [`ENGINE_BATCH`](Self::ENGINE_BATCH) for reads and 1 for writes.
+    pub engine_batch: Option<u32>,
 }
 
 const KEYS: &[&str] = &["size", "chunk", "floor", "ring", "path", "blocks", "window", "engine_batch"];
@@ -83,8 +85,9 @@ impl VramUrl {
     /// What is left to others unless the URL says otherwise.
     pub const FLOOR: ByteSize = ByteSize(512 << 20);
 
-    /// Copies of a call unless the URL says otherwise. NVIDIA's driver 580.159.04 killed its channel where calls named 2,048, and in a
-    /// daemon whose calls named 256 at most: this is a quarter of that (docs/gpu.md).
+    /// Copies from the card that a call names unless the URL says otherwise: a quarter of the most that a daemon ever named, of which none
+    /// failed. Copies to the card are a call each: NVIDIA's driver 580.159.04 killed its channel over batches of them, down to 64 a call
+    /// (docs/gpu.md).
     pub const ENGINE_BATCH: u32 = 64;
     /// The most that can be asked for: for the sweep that looks for the number at which a driver fails.
     pub const ENGINE_BATCH_MAX: u32 = 4096;
@@ -100,7 +103,15 @@ impl VramUrl {
             path: None,
             blocks: 0,
             window: true,
-            engine_batch: Self::ENGINE_BATCH,
+            engine_batch: None,
+        }
+    }
+
+    /// What one call to the driver may name.
+    pub(super) fn batch_copies(&self) -> BatchCopies {
+        match self.engine_batch {
+            Some(copies) => BatchCopies { reads: copies, writes: copies },
+            None => BatchCopies { reads: Self::ENGINE_BATCH, writes: 1 },
         }
     }
 
@@ -122,7 +133,7 @@ impl VramUrl {
                 "ring" => url.ring = one_of(key, text, &RINGS, "auto, on or off")?,
                 "path" => url.path = Some(one_of(key, text, &PATHS, "auto, mapped, engine or ring")?),
                 "window" => url.window = one_of(key, text, &WINDOWS, "on or off")?,
-                "engine_batch" => url.engine_batch = engine_batch(text)?,
+                "engine_batch" => url.engine_batch = Some(engine_batch(text)?),
                 _ => url.blocks = value(key, text, "a number of blocks, such as 128")?,
             }
         }
@@ -179,7 +190,7 @@ impl fmt::Display for VramUrl {
         query.pair(self.path.is_some(), "path", name_of(&self.path.unwrap_or_default(), &PATHS))?;
         query.pair(self.blocks != 0, "blocks", self.blocks)?;
         query.pair(!self.window, "window", name_of(&self.window, &WINDOWS))?;
-        query.pair(self.engine_batch != Self::ENGINE_BATCH, "engine_batch", self.engine_batch)
+        query.pair(self.engine_batch.is_some(), "engine_batch", self.engine_batch.unwrap_or_default())
     }
 }
 
@@ -195,7 +206,7 @@ mod tests {
         assert_eq!(read.target, Target::Index(1));
         assert_eq!((read.size, read.chunk.0, read.floor.0), (Some(ByteSize(16 << 30)), 64 << 20, 1 << 30));
         assert_eq!((read.ring, read.path, read.blocks), (RingMode::Off, Some(PathMode::Mapped), 64));
-        assert_eq!(read.engine_batch, 16);
+        assert_eq!(read.engine_batch, Some(16));
         assert_eq!(read.to_string(), url);
         assert_eq!("vram:0?path=auto".parse::<StoreUrl>().unwrap().to_string(), "vram:0?path=auto");
         assert_eq!("vram:lavapipe".parse(), Ok(StoreUrl::Vram(VramUrl::new(Target::Software))));

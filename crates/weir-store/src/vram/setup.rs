@@ -299,7 +299,7 @@ fn find(
     // Who wants the window alone wants none of CUDA's memory.
     let cuda = match (&gpu, options.path) {
         (Ok(gpu), Some(PathMode::Mapped)) if gpu.card.window => Err("not wanted with path=mapped".to_owned()),
-        _ => Context::open(libcuda, which, options.engine_batch),
+        _ => Context::open(libcuda, which, options.batch_copies()),
     };
     let uuid = match (&gpu, &cuda) {
         (Ok(gpu), _) => gpu.card.uuid,

@@ -203,20 +203,13 @@ fn scattered(lane: &mut dyn Lane, pages: u32, stride: u32) {
         assert_eq!(progress, Progress::Queued);
     }
     lane.submit();
-    let (mut written, since) = (0, Instant::now());
-    while written < pages {
-        lane.poll(&mut |done: Done<'_>| {
-            assert_eq!(done.result, Ok(()));
-            written += 1;
-        });
-        assert!(since.elapsed() < PATIENCE, "no answer");
-    }
+    drain(lane, pages);
     assert!((0..pages).all(|number| read(lane, number * stride) == Ok(page(number))));
 }
 
 #[test]
 fn a_call_names_no_more_copies_than_the_url_allows() {
-    for (options, most) in [("", 64), ("&engine_batch=200", 200), ("&engine_batch=16", 16)] {
+    for (options, most) in [("&engine_batch=200", 200), ("&engine_batch=16", 16)] {
         for batch in [Batch::Cuda13, Batch::Cuda12] {
             let faked = faked(&format!("&path=engine&ring=off{options}"), batch);
             // One more and the channel dies, as the driver's does past some hundred.
@@ -227,6 +220,55 @@ fn a_call_names_no_more_copies_than_the_url_allows() {
             assert_eq!(faked.store.state(), State::Online);
         }
     }
+}
+
+#[test]
+fn writes_are_plain_copies_and_reads_batches_of_at_most_64_unless_the_url_says_otherwise() {
+    let faked = faked("&path=engine&ring=off", Batch::Cuda13);
+    let mut lane = faked.store.lane(256).expect("a lane");
+    let before = faked.cuda.copies();
+    for number in 0..200 {
+        assert_eq!(lane.write(number, Slot(number * 3), &page(number)), Progress::Queued);
+    }
+    lane.submit();
+    let mut done = drain(lane.as_mut(), 200);
+    let written = faked.cuda.copies();
+    assert_eq!(
+        (written[0] - before[0], written[1] - before[1]),
+        (200, 0),
+        "a call for each copy to the card"
+    );
+    let mut nowhere = page(0);
+    for number in 0..200 {
+        assert_eq!(lane.read(number, Slot(number * 3), &mut nowhere), Progress::Queued);
+    }
+    lane.submit();
+    done += drain(lane.as_mut(), 200);
+    let after = faked.cuda.copies();
+    assert_eq!((after[1] - written[1], after[2] - written[2], done), (4, 200, 400), "64, 64, 64 and 8");
+    assert_eq!(faked.cuda.largest_batch(), 64);
+    // Together too: what goes to the card is never among what a call for several names.
+    for number in 0..100 {
+        assert_eq!(lane.write(number, Slot(number * 6), &page(number)), Progress::Queued);
+        assert_eq!(lane.read(number + 100, Slot(number * 6 + 3), &mut nowhere), Progress::Queued);
+    }
+    lane.submit();
+    drain(lane.as_mut(), 200);
+    let mixed = faked.cuda.copies();
+    assert_eq!((mixed[0] - after[0], mixed[2] - after[2]), (100, 100));
+}
+
+/// Polls until so many are done, all of them well.
+fn drain(lane: &mut dyn Lane, operations: u32) -> u32 {
+    let (mut done, since) = (0, Instant::now());
+    while done < operations {
+        lane.poll(&mut |it: Done<'_>| {
+            assert_eq!(it.result, Ok(()));
+            done += 1;
+        });
+        assert!(since.elapsed() < PATIENCE, "no answer");
+    }
+    done
 }
 
 #[test]
@@ -242,7 +284,7 @@ fn with_batches_of_one_every_copy_is_a_call_of_its_own() {
 #[test]
 fn no_copy_reaches_across_two_chunks() {
     let cuda = FakeCuda::build(Batch::Cuda13);
-    let mut url = url("&ring=off");
+    let mut url = url("&ring=off&engine_batch=8");
     url.target = weir_store::vram::Target::Index(0);
     // As large as the driver's granularity, so that their addresses are neighbours.
     (url.chunk, url.size) = (ByteSize(2 << 20), Some(ByteSize(8 << 20)));
@@ -254,14 +296,7 @@ fn no_copy_reaches_across_two_chunks() {
             assert_eq!(lane.write(slot, Slot(slot), &page(slot)), Progress::Queued);
         }
         lane.submit();
-        let (mut written, since) = (0, Instant::now());
-        while written < 8 {
-            lane.poll(&mut |done: Done<'_>| {
-                assert_eq!(done.result, Ok(()));
-                written += 1;
-            });
-            assert!(since.elapsed() < PATIENCE, "no answer");
-        }
+        drain(lane.as_mut(), 8);
         let after = cuda.copies();
         assert_eq!((after[0] - before[0], after[2] - before[2]), (0, 2), "a copy for each chunk");
     }
@@ -270,7 +305,7 @@ fn no_copy_reaches_across_two_chunks() {
 #[test]
 fn a_batch_that_the_driver_refuses_fails_alone_and_whole() {
     for (batch, call) in [(Batch::Cuda13, "cuMemcpyBatchAsync_v2"), (Batch::Cuda12, "cuMemcpyBatchAsync")] {
-        let faked = faked("&path=engine&ring=off", batch);
+        let faked = faked("&path=engine&ring=off&engine_batch=8", batch);
         let mut lane = lane(&faked);
         for round in 0..3 {
             if round == 1 {

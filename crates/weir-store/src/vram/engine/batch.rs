@@ -36,11 +36,8 @@ pub struct BatchLane {
     /// Batches ever begun and ended; `begun % BATCHES` is the next.
     begun: u64,
     ended: u64,
-    /// One copy a run of neighbours; room for the worst case, every page by itself.
-    destinations: Vec<DevicePtr>,
-    sources: Vec<DevicePtr>,
-    sizes: Vec<usize>,
-    to_device: Vec<bool>,
+    /// From the card, and to it.
+    copies: [Copies; 2],
     polls: u32,
     dead: bool,
 }
@@ -62,6 +59,26 @@ struct Batch {
     end: u64,
     begun: Option<Instant>,
     failed: Option<Fault>,
+}
+
+/// One copy a run of neighbours; room for the worst case, every page by itself.
+struct Copies {
+    to: Vec<DevicePtr>,
+    from: Vec<DevicePtr>,
+    sizes: Vec<usize>,
+}
+
+impl Copies {
+    fn new(depth: usize) -> Self {
+        let addresses = || Vec::with_capacity(depth);
+        Copies { to: addresses(), from: addresses(), sizes: Vec::with_capacity(depth) }
+    }
+
+    fn clear(&mut self) {
+        self.to.clear();
+        self.from.clear();
+        self.sizes.clear();
+    }
 }
 
 // SAFETY: the event handles may be used from any thread; everything else is Send by itself.
@@ -86,10 +103,7 @@ impl BatchLane {
             batches: [const { Batch { event: ptr::null_mut(), end: 0, begun: None, failed: None } }; BATCHES],
             begun: 0,
             ended: 0,
-            destinations: Vec::with_capacity(depth),
-            sources: Vec::with_capacity(depth),
-            sizes: Vec::with_capacity(depth),
-            to_device: Vec::with_capacity(depth),
+            copies: [Copies::new(depth), Copies::new(depth)],
             polls: 0,
             dead: false,
         };
@@ -151,35 +165,31 @@ impl BatchLane {
         }
     }
 
-    /// Turns the waiting operations into as few copies as their addresses allow, and no more than one call may name. Returns
-    /// the number after the last of them.
+    /// Turns the waiting operations into as few copies as their addresses allow, and no more than calls may name. Returns the
+    /// number after the last of them.
     fn gather(&mut self) -> u64 {
-        self.destinations.clear();
-        self.sources.clear();
-        self.sizes.clear();
-        self.to_device.clear();
+        self.copies.iter_mut().for_each(Copies::clear);
         let depth = self.operations.len() as u64;
-        // Plain copies are a call each, so an event may follow as many as there are.
-        let most = if self.context.batch_copies() > 1 { self.context.batch_copies() } else { usize::MAX };
         let mut next = (false, 0, 0);
         for number in self.started..self.queued {
             let operation = self.operations[(number % depth) as usize];
+            let Operation { write, device, .. } = operation;
             let staging = self.staging_page(number) as DevicePtr;
-            let goes_on = next == (operation.write, operation.device, staging) && !operation.opens_chunk;
-            if goes_on && !self.sizes.is_empty() {
-                *self.sizes.last_mut().expect("not empty") += PAGE_SIZE;
+            let copies = &mut self.copies[usize::from(write)];
+            if next == (write, device, staging) && !operation.opens_chunk && !copies.sizes.is_empty() {
+                *copies.sizes.last_mut().expect("not empty") += PAGE_SIZE;
             } else {
-                if self.sizes.len() == most {
+                // Plain copies are a call each, so an event may follow as many as there are.
+                let most = self.context.batch_copies(write);
+                if most > 1 && copies.sizes.len() == most {
                     return number;
                 }
-                let (to, from) =
-                    if operation.write { (operation.device, staging) } else { (staging, operation.device) };
-                self.destinations.push(to);
-                self.sources.push(from);
-                self.sizes.push(PAGE_SIZE);
-                self.to_device.push(operation.write);
+                let (to, from) = if write { (device, staging) } else { (staging, device) };
+                copies.to.push(to);
+                copies.from.push(from);
+                copies.sizes.push(PAGE_SIZE);
             }
-            next = (operation.write, operation.device + PAGE_SIZE as u64, staging + PAGE_SIZE as u64);
+            next = (write, device + PAGE_SIZE as u64, staging + PAGE_SIZE as u64);
         }
         self.queued
     }
@@ -191,7 +201,7 @@ impl BatchLane {
         }
         self.context.enter()?;
         let event = self.batches[(self.begun % BATCHES as u64) as usize].event;
-        let copied = self.copy();
+        let copied = self.copy(false).and_then(|()| self.copy(true));
         let recorded = copied.and_then(|()| {
             // SAFETY: event and stream are alive.
             let result = unsafe { (self.context.driver.event_record)(event, self.stream.stream) };
@@ -204,16 +214,17 @@ impl BatchLane {
         recorded
     }
 
-    fn copy(&self) -> Result<(), CallError> {
+    fn copy(&self, write: bool) -> Result<(), CallError> {
         let d = &self.context.driver;
-        let (to, from, sizes) = (self.destinations.as_ptr(), self.sources.as_ptr(), self.sizes.as_ptr());
-        let (count, stream) = (self.sizes.len(), self.stream.stream);
+        let copies = &self.copies[usize::from(write)];
+        let (to, from, sizes) = (copies.to.as_ptr(), copies.from.as_ptr(), copies.sizes.as_ptr());
+        let (count, stream) = (copies.sizes.len(), self.stream.stream);
         // Ordered with the stream (1): a source is read when its turn comes. No hints: nothing is managed memory.
         let nowhere = MemLocation { kind: 0, id: 0 };
         let attributes =
             MemcpyAttributes { source_order: 1, source: nowhere, destination: nowhere, flags: 0 };
         let first = 0usize;
-        if count > 1 && self.context.batch_copies() > 1 {
+        if count > 1 && self.context.batch_copies(write) > 1 {
             if let Some(batch) = d.copy_batch_13 {
                 // SAFETY: the arrays hold `count` entries, the one attribute covers them from the first on, and
                 // every address is a page of staging or of a chunk that stays until the batch has ended.
@@ -228,11 +239,10 @@ impl BatchLane {
                 return self.context.check("cuMemcpyBatchAsync", result);
             }
         }
-        for copy in 0..count {
-            let (to, from, bytes) = (self.destinations[copy], self.sources[copy], self.sizes[copy]);
+        for ((&to, &from), &bytes) in copies.to.iter().zip(&copies.from).zip(&copies.sizes) {
             // SAFETY: as above.
             let result = unsafe {
-                if self.to_device[copy] {
+                if write {
                     (d.copy_to_device)(to, from as *const c_void, bytes, stream)
                 } else {
                     (d.copy_to_host)(to as *mut c_void, from, bytes, stream)

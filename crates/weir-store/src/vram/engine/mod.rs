@@ -36,6 +36,15 @@ const HANDLE_POSIX_FD: c_int = 1;
 /// Chunks that CUDA allocates begin at multiples of this, which every card's granularity divides.
 const ALIGNMENT: usize = 2 << 20;
 
+/// Copies that one call to the driver names at most, by direction; 1: a call for each copy.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct BatchCopies {
+    /// From the card.
+    pub reads: u32,
+    /// To it.
+    pub writes: u32,
+}
+
 /// How to name a card to CUDA.
 #[derive(Clone, Copy, Debug)]
 pub enum Which {
@@ -57,8 +66,7 @@ pub struct Context {
     died: OnceLock<Instant>,
     /// The driver has destroyed it: no handle of it may be used any more. Whoever drops one looks, and holds on to it.
     retired: RwLock<bool>,
-    /// Copies that one call names at most; 1: a call for each copy.
-    batch_copies: usize,
+    batch_copies: BatchCopies,
     /// As the driver calls it.
     pub name: String,
     /// What Vulkan and NVML know it by, too.
@@ -81,11 +89,11 @@ thread_local! {
 }
 
 impl Context {
-    /// Opens a card with the driver library at `library`. One call names `batch_copies` copies at most.
+    /// Opens a card with the driver library at `library`. `batch_copies` bounds what one call names.
     ///
     /// # Errors
     /// A sentence: no library, no card, no such card, versions that differ.
-    pub fn open(library: &Path, which: Which, batch_copies: u32) -> Result<Arc<Self>, String> {
+    pub fn open(library: &Path, which: Which, batch_copies: BatchCopies) -> Result<Arc<Self>, String> {
         static NUMBERS: AtomicU64 = AtomicU64::new(1);
         let driver = Driver::load(library)?;
         let found = find(&driver, which).map_err(|error| error.to_string())?;
@@ -115,7 +123,7 @@ impl Context {
             death: OnceLock::new(),
             died: OnceLock::new(),
             retired: RwLock::new(false),
-            batch_copies: batch_copies as usize,
+            batch_copies,
             name: text(&name),
             uuid,
             capability,
@@ -167,9 +175,9 @@ impl Context {
         }
     }
 
-    /// Copies that one call names at most; 1: a call for each copy.
-    pub fn batch_copies(&self) -> usize {
-        self.batch_copies
+    /// Copies to the card (`write`) or from it that one call names at most; 1: a call for each copy.
+    pub fn batch_copies(&self, write: bool) -> usize {
+        (if write { self.batch_copies.writes } else { self.batch_copies.reads }) as usize
     }
 
     /// Whether the driver takes a batch of copies in one call (CUDA 12.8 and later).
