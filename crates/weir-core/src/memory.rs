@@ -160,7 +160,8 @@ impl Memory {
     fn advise(&self, offset: usize, bytes: usize, advice: Advice) -> io::Result<()> {
         assert!(offset.checked_add(bytes).is_some_and(|end| end <= self.bytes), "outside of the memory");
         // SAFETY: the range lies inside the mapping; populating changes no content.
-        Ok(unsafe { rustix::mm::madvise(self.as_ptr().add(offset).cast(), bytes, advice)? })
+        unsafe { rustix::mm::madvise(self.as_ptr().add(offset).cast(), bytes, advice)? };
+        Ok(())
     }
 
     /// The length that memory for `bytes` bytes has.

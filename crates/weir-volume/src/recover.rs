@@ -161,7 +161,7 @@ mod tests {
         };
         let pages = adopt(host.fd());
         let volume = Volume::create(config, vec![Arc::new(host)]).expect("a volume");
-        let content: PageBytes = std::array::from_fn(|at| (at * 7 >> 3) as u8);
+        let content: PageBytes = std::array::from_fn(|at| ((at * 7) >> 3) as u8);
         let mut lane = volume.lane().expect("a lane");
         assert_eq!(lane.write(0, PageNo(3), &content), Progress::Done(Ok(())));
         lane.submit();

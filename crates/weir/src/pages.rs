@@ -6,6 +6,7 @@ use crate::failure::{Failure, chain};
 use crate::keeper::{Held, Link};
 use crate::stages::Stages;
 use crate::start::Start;
+use std::fmt::Display;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use weir_core::{ByteSize, Memory, PAGE_SIZE};
@@ -59,7 +60,8 @@ pub fn open(
 }
 
 fn create(plan: &Plan<'_>, start: &mut Start<'_>) -> Result<Arc<Volume>, Failure> {
-    let stores = stores(plan, |_, url| weir_store::open_watched(url, plan.room, &mut start.watch(url)))?;
+    let stores =
+        stores(plan, |_, url, asked| weir_store::open_watched(url, plan.room, &mut start.watch(asked)))?;
     let config = config(plan, &stores)?;
     Volume::create(config, stores).map_err(|error| Failure::Failed(chain(&error)))
 }
@@ -77,7 +79,7 @@ fn take_over(
             .map_err(|error| Failure::failed(format!("cannot map what the keeper holds: {error}")))
     };
     // Nobody ends this one: somebody's pages are at stake, and only a daemon that serves can say whether they are in use.
-    let stores = stores(plan, |index, url| {
+    let stores = stores(plan, |index, url, _| {
         weir_store::reopen(url, plan.room, &mut |name| held.take(&store_name(index, name)))
     })?;
     stages.note_all(stores.iter().flat_map(|store| store.stages()));
@@ -160,14 +162,14 @@ fn store_name(store: usize, keepsake: &str) -> String {
     format!("store.{store}.{keepsake}")
 }
 
-/// Opens the stores in order, then the backing. `open` is told each one's place.
+/// Opens the stores in order, then the backing. `open` is told each one's place, and what it was asked for as.
 fn stores(
     plan: &Plan<'_>,
-    mut open: impl FnMut(usize, &StoreUrl) -> Result<Arc<dyn Store>, OpenError>,
+    mut open: impl FnMut(usize, &StoreUrl, &dyn Display) -> Result<Arc<dyn Store>, OpenError>,
 ) -> Result<Vec<Arc<dyn Store>>, Failure> {
     // An error names what was asked for, not what that was made of.
-    let mut open = |at, url: &StoreUrl, asked: &dyn ToString| {
-        open(at, url)
+    let mut open = |at, url: &StoreUrl, asked: &dyn Display| {
+        open(at, url, asked)
             .map_err(|error| Failure::Failed(chain(&OpenError { store: asked.to_string(), ..error })))
     };
     let fast = enlarged(plan);

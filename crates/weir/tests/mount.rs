@@ -230,7 +230,7 @@ fn a_disk_is_open_to_other_users_if_it_is_told_so_and_not_else() {
         fs::write(directory.0.join("public"), b"for all").unwrap();
         fs::write(directory.0.join("private"), b"for root").unwrap();
         let open_to = |name: &str, mode| {
-            fs::set_permissions(directory.0.join(name), fs::Permissions::from_mode(mode)).unwrap()
+            fs::set_permissions(directory.0.join(name), fs::Permissions::from_mode(mode)).unwrap();
         };
         open_to(".", 0o1777);
         open_to("private", 0o600);

@@ -422,7 +422,7 @@ impl Drop for FileLane {
             let wait = types::SubmitArgs::new().timespec(&nap);
             match self.ring.submitter().submit_with_args(1, &wait) {
                 Err(error) if error.raw_os_error() != Some(libc::ETIME) => {
-                    std::thread::sleep(POLL_EVERY / 100)
+                    std::thread::sleep(POLL_EVERY / 100);
                 }
                 _ => {}
             }

@@ -279,7 +279,7 @@ mod tests {
     }
 
     fn unique() -> PageBytes {
-        std::array::from_fn(|at| (at * 7 >> 3) as u8)
+        std::array::from_fn(|at| ((at * 7) >> 3) as u8)
     }
 
     #[test]
