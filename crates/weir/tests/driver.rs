@@ -228,3 +228,26 @@ fn doctor_opens_what_it_reports_and_waits_for_no_driver() {
     assert!(begun.elapsed() < PATIENCE, "it waited for the driver");
     fs::remove_dir_all(&directory).unwrap();
 }
+
+#[test]
+fn doctor_fails_with_the_step_where_a_vulkan_driver_s_library_is_missing() {
+    if !has_lavapipe() {
+        println!(
+            "skipped: doctor_fails_with_the_step_where_a_vulkan_driver_s_library_is_missing: Vulkan's loader (libvulkan1)"
+        );
+        return;
+    }
+    let directory = std::env::temp_dir().join(format!("weir-{}-icd", std::process::id()));
+    fs::create_dir_all(&directory).unwrap();
+    let file = directory.join("nvidia_icd.json");
+    fs::write(&file, r#"{"file_format_version":"1.0.1","ICD":{"library_path":"libGLX_no_such.so.0","api_version":"1.4.312"}}"#)
+        .unwrap();
+    let output = Command::new(WEIR).arg("doctor").env("VK_DRIVER_FILES", &file).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    let vulkan =
+        text.lines().skip_while(|line| !line.contains(" vulkan ")).take(2).collect::<Vec<_>>().join(" ");
+    assert!(vulkan.starts_with("FAIL ") && vulkan.contains("libGLX_no_such.so.0"), "{text}");
+    assert!(vulkan.contains("-> install") && vulkan.contains("libglx0 libegl1"), "{text}");
+    assert_eq!(output.status.code(), Some(1));
+    fs::remove_dir_all(&directory).unwrap();
+}
