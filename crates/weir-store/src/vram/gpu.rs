@@ -317,8 +317,8 @@ impl Gpu {
     }
 
     /// Has `tell` called at each change, and now if there was one.
-    pub(super) fn when_changed(&self, tell: TellChange) {
-        self.tell.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(&tell));
+    pub(super) fn when_changed(&self, tell: &TellChange) {
+        self.tell.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(tell));
         let condition = self.condition();
         if condition.why.is_some() {
             tell(&condition);

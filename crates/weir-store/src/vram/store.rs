@@ -198,7 +198,7 @@ impl Store for VramStore {
     }
 
     fn when_changed(&self, tell: TellChange) {
-        self.gpus.iter().for_each(|gpu| gpu.when_changed(Arc::clone(&tell)));
+        self.gpus.iter().for_each(|gpu| gpu.when_changed(&tell));
     }
 
     fn stages(&self) -> Vec<(&'static str, Duration)> {

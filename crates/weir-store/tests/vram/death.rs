@@ -18,7 +18,7 @@ impl Told {
         let told = Told::default();
         let list = Arc::clone(&told.0);
         store.when_changed(Arc::new(move |condition: &Condition| {
-            list.lock().unwrap().push(condition.clone())
+            list.lock().unwrap().push(condition.clone());
         }));
         told
     }

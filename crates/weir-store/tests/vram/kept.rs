@@ -301,7 +301,7 @@ fn by_cuda_alone_what_is_kept_waits_for_another_process_and_is_whole_there() {
     let wants = Arc::new(AtomicBool::new(false));
     let told = Arc::clone(&wants);
     store.when_changed(Arc::new(move |it: &Condition| {
-        told.store(it.wants_another_process, Ordering::Release)
+        told.store(it.wants_another_process, Ordering::Release);
     }));
     for number in 0..8 {
         assert_eq!(lane.write(number, Slot(number * 3), &page(number * 3)), Progress::Queued);
@@ -314,7 +314,7 @@ fn by_cuda_alone_what_is_kept_waits_for_another_process_and_is_whole_there() {
     soon("asked for another process", || wants.load(Ordering::Acquire));
     lane.poll(&mut |done| panic!("answered: {done:?}"));
     // As a process that ends: nothing of it is undone. Releasing the context is what its end does to the driver.
-    std::mem::forget((lane, store));
+    Box::leak(Box::new((lane, store)));
     let next = FakeCuda::build(Batch::Cuda13);
     let drivers = super::drivers(next.path());
     let again = shelf.reopen(&url, &drivers).expect("the store again");
