@@ -242,8 +242,8 @@ fn what_cannot_be_a_store_is_named() {
     let directory = Directory::new();
     for (path, part) in [
         (directory.file("absent/store"), "directory that does not exist"),
-        (directory.file(""), "is a Directory"),
-        ("/dev/null".into(), "is a CharacterDevice"),
+        (directory.file(""), "is a directory"),
+        ("/dev/null".into(), "is a character device"),
     ] {
         let error = refusal(&url(&path, 1));
         assert!(error.contains(part) && error.contains(path.to_str().unwrap()), "{error}");

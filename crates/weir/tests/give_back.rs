@@ -179,7 +179,7 @@ fn backing_that_cannot_be_had_is_refused_in_one_line_before_anything_serves() {
     for (path, words) in [
         ("/nowhere/at/all/backing", "does not exist"),
         (data_path, "would be lost"),
-        ("/tmp", "Directory"),
+        ("/tmp", "a directory"),
         (&format!("{data_path}.large?size=8TiB"), "free"),
     ] {
         let output = Command::new(env!("CARGO_BIN_EXE_weir"))

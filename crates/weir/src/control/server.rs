@@ -7,7 +7,7 @@ use super::{
 use crate::failure::Failure;
 use std::fs;
 use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
-use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -65,8 +65,9 @@ fn make_room(path: &Path) -> Result<(), Failure> {
     match fs::symlink_metadata(path) {
         Err(_) => Ok(()),
         Ok(there) if !there.file_type().is_socket() => Err(Failure::Failed(format!(
-            "{} is there and no socket; give another --control PATH",
-            path.display()
+            "{} is {}; give another --control PATH",
+            path.display(),
+            weir_core::file_kind(there.mode())
         ))),
         Ok(_) if UnixStream::connect(path).is_ok() => Err(Failure::Failed(format!(
             "a daemon already answers at {}; stop it, or give another --control PATH",
