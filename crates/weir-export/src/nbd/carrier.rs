@@ -14,6 +14,7 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 /// Parcels that wait for a carrier at most, besides the one that it sends.
 pub(super) const PARCELS: usize = 3;
@@ -293,25 +294,35 @@ impl Hired<'_> {
         }
     }
 
-    /// What was received, and up to which byte; less than was asked for where the client has ended the stream. `None`: not yet,
-    /// unless it is to be waited for.
+    /// What was received, and up to which byte; less than was asked for where the client has ended the stream. `None`: not within
+    /// `patience`, without which it is waited for.
     ///
     /// # Errors
     /// When the carrier's thread has gone.
-    pub fn received(&self, wait: bool) -> rustix::io::Result<Option<(Loan, usize)>> {
+    pub fn received(&self, patience: Option<Duration>) -> rustix::io::Result<Option<(Loan, usize)>> {
+        let room = &self.carrier().room;
         let mut state = self.carrier().lock();
+        let mut patience = patience;
         loop {
             if let Some(received) = state.received.take() {
+                state.awaits_received = false;
                 return Ok(Some(received));
             }
             if let Some(errno) = state.failed {
                 return Err(errno);
             }
-            if !wait {
+            if patience == Some(Duration::ZERO) {
+                state.awaits_received = false;
                 return Ok(None);
             }
             state.awaits_received = true;
-            state = self.carrier().room.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = match patience {
+                None => room.wait(state).unwrap_or_else(PoisonError::into_inner),
+                Some(time) => {
+                    patience = Some(Duration::ZERO);
+                    room.wait_timeout(state, time).unwrap_or_else(PoisonError::into_inner).0
+                }
+            };
         }
     }
 

@@ -5,7 +5,11 @@ use super::super::pool::Loan;
 use super::super::transmission::{Event, Parser, Request};
 use super::slow::CARRIED;
 use super::{Connection, Ending};
+use std::time::Duration;
 use weir_core::PAGE_SIZE;
+
+/// How often a store is looked at while a client makes a pause within a payload: for two seconds, then the store has answered.
+const STORE_LOOK: Duration = Duration::from_millis(1);
 
 impl Connection<'_> {
     /// Where much of a write's payload is still to come, has the carrier receive the next part of it. The part of a page with which
@@ -67,17 +71,18 @@ impl Connection<'_> {
     fn wait_ahead(&mut self) -> Result<(Loan, usize), Ending> {
         loop {
             let Some(carrier) = &self.hired else { return Err(Ending::Closed) };
-            let wait = self.desk.flight.is_empty();
-            if let Some(received) = carrier.received(wait)? {
+            let patience = match (self.desk.flight.is_empty(), self.desk.lane.must_poll()) {
+                (true, _) => None,
+                (false, true) => Some(Duration::ZERO),
+                // A client that is within a payload has the next part of it there sooner than a store answers.
+                (false, false) => Some(STORE_LOOK),
+            };
+            if let Some(received) = carrier.received(patience)? {
                 self.counters.carried.add(1);
                 return Ok(received);
             }
-            if !self.take_completions()? {
-                if self.desk.lane.must_poll() {
-                    self.desk.lane.rest();
-                } else {
-                    self.sleep_for(false)?;
-                }
+            if !self.take_completions()? && self.desk.lane.must_poll() {
+                self.desk.lane.rest();
             }
         }
     }
