@@ -383,7 +383,7 @@ impl Gpu {
         }
         let opened = (|| {
             // A ring of its own where one is free; the pause ends before the engine's lane waits for another.
-            let ring = match self.ring() {
+            let ring = match self.ring().filter(|_| !self.cuda_is_lost()) {
                 Some(ring) => ring.lane(depth).map_err(|fault| fail(format!("no ring: {fault}")))?,
                 None => None,
             };

@@ -164,6 +164,9 @@ fn under_load_no_page_is_lost_when_the_context_dies() {
             dead.store(true, Ordering::Release);
         });
         assert_eq!(faked.store.state(), State::Online, "{options}");
+        let mut later = faked.store.lane(4).expect("a lane without CUDA");
+        write(later.as_mut(), 1000, &page(1000)).expect("written");
+        assert_eq!(read(later.as_mut(), 1000), Ok(page(1000)), "{options}");
     }
 }
 

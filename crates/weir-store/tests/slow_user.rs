@@ -1,0 +1,63 @@
+//! The time that a store's user takes is not the driver's. Alone in its process, since it shortens what a driver may take.
+
+#[path = "fake_cuda/mod.rs"]
+#[allow(dead_code, reason = "the other tests use the rest")]
+mod fake_cuda;
+
+use fake_cuda::{Batch, FakeCuda};
+use std::time::{Duration, Instant};
+use weir_core::{PAGE_SIZE, Slot};
+use weir_store::vram::{Drivers, VramStore};
+use weir_store::{Done, Progress, Store, StoreUrl};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+#[test]
+fn a_slow_user_of_what_came_back_is_not_taken_for_a_driver_that_hangs() {
+    let cuda = FakeCuda::build(Batch::Cuda13);
+    let drivers = Drivers {
+        cuda: cuda.path().into(),
+        nvml: "/no/libnvidia-ml.so.1".into(),
+        loaded: "/no/version".into(),
+    };
+    let url = match "vram:0?size=4MiB&chunk=2MiB".parse() {
+        Ok(StoreUrl::Vram(url)) => url,
+        other => panic!("{other:?}"),
+    };
+    let store = VramStore::open_with(&url, &drivers).expect("a store by CUDA alone");
+    // A call may take twice as long.
+    weir_store::vram::set_answer_limit(Duration::from_millis(500));
+    let mut lane = store.lane(4).expect("a lane");
+    let mut nowhere = [0; PAGE_SIZE];
+    assert_eq!(lane.read(0, Slot(1), &mut nowhere), Progress::Queued);
+    lane.submit();
+    let (mut seen, since) = (false, Instant::now());
+    while !seen {
+        lane.poll(&mut |done: Done<'_>| {
+            std::thread::sleep(Duration::from_secs(3));
+            seen = done.result == Ok(());
+        });
+        assert!(since.elapsed() < PATIENCE, "no answer");
+    }
+    assert_eq!(store.conditions()[0].why, None, "the context lives");
+    // And one that does hang is seen.
+    cuda.hold("cuEventQuery");
+    std::thread::scope(|scope| {
+        let hangs = scope.spawn(move || {
+            assert_eq!(lane.read(0, Slot(1), &mut nowhere), Progress::Queued);
+            lane.submit();
+            let mut result = None;
+            while result.is_none() {
+                lane.poll(&mut |done: Done<'_>| result = Some(done.result));
+            }
+            result
+        });
+        let since = Instant::now();
+        while !store.conditions()[0].why.as_ref().is_some_and(|why| why.contains("a call into the driver")) {
+            assert!(since.elapsed() < PATIENCE, "nobody saw it: {:?}", store.conditions());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        cuda.hold("");
+        assert!(hangs.join().expect("no panic").is_some_and(|result| result.is_err()));
+    });
+}
