@@ -8,12 +8,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use weir_core::{ByteSize, PAGE_SIZE, PageBytes, PageNo, Slot};
+use weir_core::{PAGE_SIZE, PageBytes, PageNo, Slot};
 use weir_export::log::{Level, to_stderr};
 use weir_export::share::{Config, Server};
 use weir_share::wire::{Hello, Op, Spot, Submission, VERSION, Welcome};
 use weir_share::{Area, Client, Error, Layout, Lease, Options, Ring, receive, send};
-use weir_store::{Done, Host, Lane, OpenError, Progress, Sim, SimUrl, Store, Ticket};
+use weir_store::{Done, Host, Lane, OpenError, Progress, Store, Ticket};
 use weir_volume::Volume;
 
 const PAGES: u32 = 4096;
@@ -651,32 +651,6 @@ fn any_of_sixteen_slow_stores_wakes_the_server() {
             client
         });
     }
-}
-
-#[test]
-fn a_write_of_a_client_that_is_gone_takes_no_effect() {
-    let config = weir_volume::Config { pages: 64, lanes: 2, depth: 64 };
-    let size = ByteSize(u64::from(config.slots()) * PAGE_SIZE as u64);
-    let slow = SimUrl { size, latency: Duration::from_millis(500), ..SimUrl::default() };
-    let volume = Volume::create(config, vec![Arc::new(Sim::open(slow).unwrap())]).unwrap();
-    let config = Config { clients: 2, frames: 8, entries: 64, ..Config::at(socket("forsaken")) };
-    let server = Server::start(&volume, &config, to_stderr(Level::Warning)).unwrap();
-    let mut client = connect(&server);
-    client.ask_frame(0).unwrap();
-    client.submit().unwrap();
-    let mut frame = client.wait().unwrap().result.unwrap().unwrap();
-    *client.page_mut(&mut frame).unwrap() = page_of(7, 1);
-    client.ask_write(1, 7, &frame).unwrap();
-    client.submit().unwrap();
-    eventually("the write's start", || volume.status().stores[0].used == 1);
-    drop(client);
-    eventually("the client's end", || server.stats().sessions_ended() == 1);
-    // Somebody else writes the page, which has an effect at once.
-    let mut other = volume.lane().unwrap();
-    other.zero(PageNo(7), 1);
-    other.submit();
-    eventually("the write's end", || volume.status().stores[0].used == 0 || !other.known_zero(PageNo(7)));
-    assert!(other.known_zero(PageNo(7)), "what was written by a client that has gone came back");
 }
 
 #[test]

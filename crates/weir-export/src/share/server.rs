@@ -599,12 +599,6 @@ impl Porter {
             }
             Seat::Taken { session, socket } => {
                 self.hang_up(socket);
-                // Others may have written these pages anew since.
-                let Desk { pending, .. } = &self.desk;
-                self.lane.forsake(|ticket| {
-                    let waiting = pending[ticket as usize].as_ref();
-                    waiting.is_some_and(|it| it.seat == seat && it.session == session.number)
-                });
                 // The client holds the bell, too, so closing it here would not take it out of the epoll.
                 let _ = epoll::delete(&self.epoll, &session.server_bell);
                 // Others may write those pages anew before a slow store has done with these.
