@@ -5,6 +5,7 @@ use crate::cli::{
     BenchOptions, BenchQueueOptions, BenchStoreOptions, BenchSwapOptions, BlockControl,
 };
 use crate::failure::{Failure, chain};
+use crate::guard;
 use std::fs::{self, OpenOptions};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -16,7 +17,7 @@ use weir_store::{StoreUrl, VramUrl};
 /// Pages a second that `--hold` moves.
 const HOLD_RATE: f64 = 100_000.0;
 
-/// Measures, prints the table, writes the files; fails where a goal was missed.
+/// Measures, prints the table, writes the files; fails where a goal was missed. What is changed for that goes back whatever happens.
 pub fn run(options: &BenchOptions) -> Result<(), Failure> {
     // A run may take an hour.
     for path in options.json.iter().chain(&options.report) {
@@ -24,6 +25,15 @@ pub fn run(options: &BenchOptions) -> Result<(), Failure> {
             Failure::Failed(format!("cannot write {}: {error}; name another file", path.display()))
         })?;
     }
+    match &options.bench {
+        // These change nothing, or are the child of one that does.
+        Bench::Show { .. } | Bench::SwapTouch { .. } | Bench::Allocate { .. } => measure(options),
+        Bench::Disk(disk) => guard::run(Some(&disk.directory), || measure(options)),
+        _ => guard::run(None, || measure(options)),
+    }
+}
+
+fn measure(options: &BenchOptions) -> Result<(), Failure> {
     let report = match &options.bench {
         Bench::Block(options) => block::run(&block_plan(options)).map_err(|error| failed(&error))?,
         Bench::Long(options) => block::run_long(&long_plan(options)).map_err(|error| failed(&error))?,

@@ -37,6 +37,7 @@ mod device_use;
 mod doctor;
 mod failure;
 mod give_back;
+mod guard;
 mod keeper;
 mod manual;
 mod mount;
@@ -77,7 +78,7 @@ fn main() -> ExitCode {
 
 fn run(cli: Cli) -> Result<(), Failure> {
     match cli.command {
-        Command::Try(options) => trial::run(&options),
+        Command::Try(options) => guard::run(None, || trial::run(&options)),
         Command::Serve(options) => serve::run(options),
         Command::GiveBack(options) => give_back::give_back(&options),
         Command::Take(options) => give_back::take(&options),

@@ -9,25 +9,45 @@ use std::{fs, io, thread};
 pub(super) struct Cgroup(PathBuf);
 
 impl Cgroup {
-    /// Makes one that may keep `bytes` in RAM; swap is not limited.
-    pub fn new(name: &str, bytes: u64) -> io::Result<Cgroup> {
+    /// That of run `pid`, be it there or not.
+    pub fn of(pid: u32) -> Cgroup {
         let root = Path::new("/sys/fs/cgroup");
-        let unified = root.join("cgroup.controllers").exists();
-        let parent = if unified { root.to_owned() } else { root.join("memory") };
+        let parent = if Self::is_unified() { root.to_owned() } else { root.join("memory") };
+        Cgroup(parent.join(format!("weir-bench-swap-{pid}")))
+    }
+
+    fn is_unified() -> bool {
+        Path::new("/sys/fs/cgroup/cgroup.controllers").exists()
+    }
+
+    /// Makes that of run `pid`, which may keep `bytes` in RAM; swap is not limited.
+    pub fn new(pid: u32, bytes: u64) -> io::Result<Cgroup> {
+        let unified = Self::is_unified();
+        let cgroup = Self::of(pid);
         let say = |path: &Path| {
             let path = path.display().to_string();
             move |error: io::Error| io::Error::new(error.kind(), format!("{path}: {error}"))
         };
         if unified {
             // A controller must be handed down before a child has it; where it already is, this changes nothing.
-            let _ = fs::write(parent.join("cgroup.subtree_control"), "+memory");
+            let _ = fs::write("/sys/fs/cgroup/cgroup.subtree_control", "+memory");
         }
-        let path = parent.join(name);
-        fs::create_dir(&path).map_err(say(&path))?;
-        let cgroup = Cgroup(path);
+        if let Err(error) = fs::create_dir(&cgroup.0) {
+            // It is somebody else's to remove.
+            let path = std::mem::ManuallyDrop::new(cgroup).0.clone();
+            return Err(say(&path)(error));
+        }
         let limit = cgroup.0.join(if unified { "memory.max" } else { "memory.limit_in_bytes" });
         fs::write(&limit, bytes.to_string()).map_err(say(&limit))?;
         Ok(cgroup)
+    }
+
+    /// Kills whoever is in it.
+    pub fn kill(&self) {
+        let processes = fs::read_to_string(self.entrance()).unwrap_or_default();
+        for pid in processes.lines().filter_map(|line| rustix::process::Pid::from_raw(line.parse().ok()?)) {
+            let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+        }
     }
 
     /// The file that a process writes 0 into to come under the limit.

@@ -4,6 +4,7 @@ use super::{Plan, RAM_LOOP, SwapError};
 use std::fs::{self, File};
 use std::io::{self, Write as _};
 use std::os::fd::AsRawFd as _;
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -66,12 +67,22 @@ impl Kind {
     }
 }
 
+/// Where the run of a process has its sockets and files, and notes of what it changes.
+pub(super) fn scratch_path(pid: u32) -> PathBuf {
+    PathBuf::from(format!("/var/tmp/weir-bench-swap-{pid}"))
+}
+
+/// What the kernel calls the memory under its loop device.
+pub(super) fn memory_name(pid: u32) -> String {
+    format!("memfd:weir-bench-swap-{pid}")
+}
+
 /// A directory that goes with everything in it.
 pub(super) struct Scratch(PathBuf);
 
 impl Scratch {
     pub fn new() -> io::Result<Scratch> {
-        let path = PathBuf::from(format!("/var/tmp/weir-bench-swap-{}", std::process::id()));
+        let path = scratch_path(std::process::id());
         fs::create_dir(&path)?;
         Ok(Scratch(path))
     }
@@ -89,13 +100,31 @@ pub(super) struct PageCluster(String);
 
 impl PageCluster {
     const FILE: &str = "/proc/sys/vm/page-cluster";
+    /// The value of before, and the boot that it was of.
+    const NOTE: &str = "page-cluster";
+    const BOOT: &str = "/proc/sys/kernel/random/boot_id";
 
-    /// Remembers what it is.
+    /// Remembers what it is, also for whoever undoes what this process leaves.
     ///
     /// # Errors
-    /// When it cannot be read.
-    pub fn kept() -> io::Result<PageCluster> {
-        Ok(PageCluster(fs::read_to_string(Self::FILE)?))
+    /// When it cannot be read or noted.
+    pub fn kept(scratch: &Scratch) -> io::Result<PageCluster> {
+        let was = fs::read_to_string(Self::FILE)?;
+        let boot = fs::read_to_string(Self::BOOT)?;
+        fs::write(scratch.0.join(Self::NOTE), format!("{}\n{boot}", was.trim()))?;
+        Ok(PageCluster(was))
+    }
+
+    /// As the note of a run that was killed says.
+    ///
+    /// # Errors
+    /// When this process may not change it.
+    pub fn put_back(scratch: &Path) -> io::Result<()> {
+        let note = fs::read_to_string(scratch.join(Self::NOTE)).unwrap_or_default();
+        match note.split_once('\n') {
+            Some((was, boot)) if boot == fs::read_to_string(Self::BOOT)? => fs::write(Self::FILE, was),
+            _ => Ok(()),
+        }
     }
 
     /// # Errors
@@ -146,7 +175,8 @@ impl Device {
                 device.over(&path)?
             }
             Kind::Zram => {
-                let zram = Zram::new(bytes).map_err(say("cannot make a device (modprobe zram, as root)"))?;
+                let zram = Zram::new(bytes, scratch)
+                    .map_err(say("cannot make a device (modprobe zram, as root)"))?;
                 device.zram.insert(zram).path()
             }
             Kind::File => {
@@ -231,7 +261,8 @@ impl Drop for Device {
 /// Memory with a descriptor, all of it taken now, so that it is charged to nobody else later, and locked: what is swapped out
 /// onto the loop device that lies on it waits for itself for ever.
 fn memory(bytes: u64) -> io::Result<Memory> {
-    let memory = Memory::shared("weir-bench-swap", bytes as usize)?;
+    let name = memory_name(std::process::id());
+    let memory = Memory::shared(name.trim_start_matches("memfd:"), bytes as usize)?;
     if !memory.is_locked() {
         return Err(io::Error::other("it cannot be locked: raise RLIMIT_MEMLOCK, or run as root"));
     }
@@ -270,11 +301,12 @@ impl Drop for Swap {
     }
 }
 
-fn program(command: &mut Command) -> io::Result<()> {
+/// Runs a program that a terminal's signals do not reach: half of what it does is worse than none.
+pub(super) fn program(command: &mut Command) -> io::Result<()> {
     // util-linux lies where ordinary users do not look.
     let path = std::env::var_os("PATH").unwrap_or_default();
     let path = [path.to_string_lossy().as_ref(), "/usr/sbin", "/sbin"].join(":");
-    let output = command.env("PATH", path).stdin(Stdio::null()).output()?;
+    let output = command.env("PATH", path).process_group(0).stdin(Stdio::null()).output()?;
     if output.status.success() {
         return Ok(());
     }
@@ -291,18 +323,24 @@ impl Drop for Looped {
     }
 }
 
+/// The devices that a run has made, for whoever undoes what it leaves.
+pub(super) const ZRAM: &str = "zram";
+
 /// A zram device of our own.
-struct Zram(u32);
+pub(super) struct Zram(pub u32);
 
 impl Zram {
-    fn new(bytes: u64) -> io::Result<Zram> {
+    fn new(bytes: u64, scratch: &Scratch) -> io::Result<Zram> {
         let number = fs::read_to_string("/sys/class/zram-control/hot_add")?;
         let zram = Zram(number.trim().parse().map_err(io::Error::other)?);
+        let note = scratch.0.join(ZRAM);
+        let before = fs::read_to_string(&note).unwrap_or_default();
+        fs::write(&note, format!("{before}{}\n", zram.0))?;
         fs::write(format!("/sys/block/zram{}/disksize", zram.0), bytes.to_string())?;
         Ok(zram)
     }
 
-    fn path(&self) -> PathBuf {
+    pub fn path(&self) -> PathBuf {
         PathBuf::from(format!("/dev/zram{}", self.0))
     }
 }
@@ -311,6 +349,10 @@ impl Drop for Zram {
     fn drop(&mut self) {
         let begun = Instant::now();
         while let Err(error) = fs::write("/sys/class/zram-control/hot_remove", self.0.to_string()) {
+            // Another run's, which has taken it away already.
+            if !Path::new(&format!("/sys/block/zram{}", self.0)).exists() {
+                return;
+            }
             if begun.elapsed() > Duration::from_secs(5) {
                 eprintln!("weir: cannot remove zram{}: {error}", self.0);
                 return;

@@ -10,6 +10,7 @@
 mod cgroup;
 mod devices;
 mod touch;
+mod undo;
 
 use crate::report::{Goal, Report, Row, Runs};
 use devices::{Device, Kind, PageCluster, Scratch};
@@ -18,6 +19,7 @@ use std::time::Duration;
 use weir_core::ByteSize;
 
 pub use touch::{Touch, touch};
+pub use undo::undo;
 
 /// What to measure.
 #[derive(Clone, Debug)]
@@ -139,7 +141,7 @@ pub fn run(plan: &Plan) -> Result<Report, SwapError> {
     let scratch =
         Scratch::new().map_err(SwapError::failed("cannot make a directory for sockets and files"))?;
     let denied = |error| SwapError::Machine(format!("vm.page-cluster cannot be set ({error}); run as root"));
-    let setting = PageCluster::kept().map_err(denied)?;
+    let setting = PageCluster::kept(&scratch).map_err(denied)?;
     let bytes = plan.size.0 + plan.size.0 / 4 + (16 << 20);
     // Each device with what was measured at each value.
     let mut ways: Vec<(Kind, Vec<Way>)> = Vec::new();

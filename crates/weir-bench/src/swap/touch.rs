@@ -49,7 +49,7 @@ pub struct Touch {
 /// Runs a child on the device, which is the first that the kernel swaps to.
 pub(super) fn run(plan: &Plan, device: &Device) -> Result<Touch, SwapError> {
     let failed = |what: &str| SwapError::failed(format!("{}: {what}", device.name()));
-    let cgroup = Cgroup::new(&format!("weir-bench-swap-{}", std::process::id()), plan.limit.0)
+    let cgroup = Cgroup::new(std::process::id(), plan.limit.0)
         .map_err(SwapError::failed("cannot limit a child's memory (a memory cgroup, as root)"))?;
     let output = Command::new(&plan.weir)
         .args(["bench", "swap-touch", "--size", &plan.size.0.to_string()])

@@ -280,10 +280,9 @@ fn make_swap_area(device: &Path, size: ByteSize) -> Result<(), Failure> {
 
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
-/// From here on Ctrl-C and SIGTERM are noticed between steps instead of ending the process in the middle of one.
+/// From here on what would end this process is noticed between steps instead of ending the process in the middle of one.
 fn watch_interrupts() -> Result<(), Failure> {
-    use signal_hook::consts::{SIGINT, SIGTERM};
-    for signal in [SIGINT, SIGTERM] {
+    for signal in crate::signals::END {
         let flag: Arc<AtomicBool> = Arc::default();
         signal_hook::flag::register(signal, Arc::clone(&flag)).map_err(Failure::failed)?;
         FLAGS.lock().expect("nobody panics while holding it").push(flag);

@@ -18,6 +18,8 @@ pub fn run(options: &OffOptions) -> Result<(), Failure> {
     if rustix::process::geteuid().is_root() && options.remember.is_none() {
         again::forget(&options.runtime)?;
     }
+    // Also what a benchmark left that was killed.
+    crate::guard::clear_up(None)?;
     if state::read(&options.runtime)?.is_none() {
         // A weir on that was killed in its first moment leaves an empty directory, and no other than this mode.
         let is_private = options.runtime.metadata().is_ok_and(|it| it.is_dir() && it.mode() & 0o777 == 0o700);

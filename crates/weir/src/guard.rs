@@ -1,0 +1,270 @@
+//! What changes the machine for a while runs in a child of this process, which puts everything back whatever ends that child: its own
+//! end, a signal, a crash. Where both are killed, the next command that has a guard does it, and `weir off`.
+//!
+//! All that such a child leaves can be found by the number of its process, which is part of each name that it makes.
+
+use crate::failure::Failure;
+use crate::signals;
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::mount::UnmountFlags;
+use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, kill_process};
+use std::fs;
+use std::io::{self, Read as _};
+use std::os::fd::AsFd as _;
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::ExitStatusExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus};
+use std::thread;
+use std::time::{Duration, Instant};
+use weir_bench::swap;
+
+/// Tells the child who guards it.
+const ENVIRONMENT: &str = "WEIR_GUARD";
+/// How long a server may take to end in good order.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// What the names begin with that belong to a child.
+const OURS: [&str; 2] = ["weir-bench-", "weir-try-"];
+
+/// Runs `work` in a child, and undoes what it leaves. `elsewhere` is where it makes files besides the usual directories.
+///
+/// # Errors
+/// What `work` says, or that it was interrupted, or what cannot be undone.
+pub fn run(elsewhere: Option<&Path>, work: impl FnOnce() -> Result<(), Failure>) -> Result<(), Failure> {
+    let guard = std::env::var(ENVIRONMENT).ok().and_then(|text| text.parse().ok());
+    if guard.is_some() && guard == parent() {
+        // Both are killed, or none: what is left over is undone by others then, and nothing is added to it.
+        rustix::process::set_parent_process_death_signal(Some(Signal::KILL)).map_err(Failure::failed)?;
+        return if guard == parent() { work() } else { Err(Failure::Said) };
+    }
+    clear_up(elsewhere)?;
+    let (mut told, tell) = UnixStream::pair().map_err(Failure::failed)?;
+    told.set_nonblocking(true).map_err(Failure::failed)?;
+    for signal in signals::END {
+        let tell = tell.try_clone().map_err(Failure::failed)?;
+        signal_hook::low_level::pipe::register(signal, tell).map_err(Failure::failed)?;
+    }
+    // What the child has started is this process's, once the child is dead.
+    rustix::process::set_child_subreaper(Some(rustix::process::getpid())).map_err(Failure::failed)?;
+    let mut child = Command::new("/proc/self/exe")
+        .args(std::env::args_os().skip(1))
+        .env(ENVIRONMENT, std::process::id().to_string())
+        .spawn()
+        .map_err(Failure::failed)?;
+    let status = watch(&mut child, &told).map_err(Failure::failed)?;
+    undo(child.id(), elsewhere)?;
+    if told.read(&mut [0; 1]).is_ok() {
+        return Err(Failure::Failed("interrupted; what was changed on this machine is as it was".to_owned()));
+    }
+    match (status.code(), status.signal()) {
+        (Some(0), _) => Ok(()),
+        // It has said why.
+        (Some(code), _) => std::process::exit(code),
+        (None, signal) => Err(Failure::Failed(format!(
+            "the process that did the work was ended by signal {}; what it changed is as it was",
+            signal.unwrap_or_default()
+        ))),
+    }
+}
+
+/// Undoes what commands left that were killed with their guards.
+///
+/// # Errors
+/// The first thing that cannot be undone.
+pub fn clear_up(elsewhere: Option<&Path>) -> Result<(), Failure> {
+    let mut pids: Vec<u32> = entries(elsewhere).iter().filter_map(|path| maker(path)).collect();
+    pids.sort_unstable();
+    pids.dedup();
+    pids.into_iter().filter(|pid| is_left(*pid)).try_for_each(|pid| undo(pid, elsewhere))
+}
+
+/// Whether process `pid` has come to its end, or comes to it here, because its guard is gone.
+fn is_left(pid: u32) -> bool {
+    let Some(process) = Pid::from_raw(pid as i32) else { return true };
+    let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+    let mut variables = environment.split(|byte| *byte == 0);
+    let guard = variables.find_map(|it| it.strip_prefix(format!("{ENVIRONMENT}=").as_bytes()));
+    let guard = guard.and_then(|number| Pid::from_raw(std::str::from_utf8(number).ok()?.parse().ok()?));
+    // One without a guard is a stranger, to whom the number was given since.
+    if guard.is_some_and(is_gone) {
+        end(&[process], Signal::KILL);
+    }
+    is_gone(process)
+}
+
+fn parent() -> Option<u32> {
+    Some(rustix::process::getppid()?.as_raw_nonzero().get() as u32)
+}
+
+/// Waits for the child's end, and brings it about if a signal comes.
+fn watch(child: &mut Child, told: &UnixStream) -> io::Result<ExitStatus> {
+    let pidfd = rustix::process::pidfd_open(Pid::from_child(child), PidfdFlags::empty())?;
+    loop {
+        let mut fds = [
+            PollFd::from_borrowed_fd(pidfd.as_fd(), PollFlags::IN),
+            PollFd::from_borrowed_fd(told.as_fd(), PollFlags::IN),
+        ];
+        match poll(&mut fds, None) {
+            Err(Errno::INTR) => continue,
+            result => result?,
+        };
+        if !fds[1].revents().is_empty() {
+            child.kill()?;
+        }
+        return child.wait();
+    }
+}
+
+/// Puts back what process `pid`, which is dead, has changed.
+fn undo(pid: u32, elsewhere: Option<&Path>) -> Result<(), Failure> {
+    let left: Vec<PathBuf> = entries(elsewhere).into_iter().filter(|path| maker(path) == Some(pid)).collect();
+    // Those that serve a device are needed until nothing uses it. What one that ends has started comes to this process.
+    let begun = Instant::now();
+    while begun.elapsed() < PATIENCE {
+        let others: Vec<Pid> = children().into_iter().filter(|child| !names(*child, &left)).collect();
+        if others.is_empty() {
+            break;
+        }
+        end(&others, Signal::KILL);
+    }
+    for directory in left.iter().filter(|path| path.is_dir()) {
+        swap::undo(directory, pid).map_err(|error| {
+            Failure::Failed(format!("{}: not all is undone: {error}; run weir off", directory.display()))
+        })?;
+    }
+    let servers: Vec<Pid> = processes().into_iter().filter(|process| names(*process, &left)).collect();
+    end(&servers, Signal::TERM);
+    for point in mounts().into_iter().filter(|point| left.iter().any(|path| point.starts_with(path))) {
+        let _ = rustix::mount::unmount(&point, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW);
+    }
+    for path in &left {
+        let removed = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
+        match removed {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(Failure::Failed(format!("cannot remove {}: {error}; remove it", path.display())));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// What has a name of ours and is this user's, where such things are made.
+fn entries(elsewhere: Option<&Path>) -> Vec<PathBuf> {
+    let mut places = vec![std::env::temp_dir(), PathBuf::from("/var/tmp")];
+    places.extend(elsewhere.map(Path::to_owned));
+    places.dedup();
+    let us = rustix::process::geteuid().as_raw();
+    let is_ours = |path: &PathBuf| {
+        let name = path.file_name().unwrap_or_default().as_bytes();
+        OURS.iter().any(|ours| name.starts_with(ours.as_bytes()))
+            && fs::symlink_metadata(path).is_ok_and(|it| it.uid() == us && !it.is_symlink())
+    };
+    let entries = places.iter().filter_map(|place| fs::read_dir(place).ok()).flatten().flatten();
+    entries.map(|entry| entry.path()).filter(is_ours).collect()
+}
+
+/// The process that made a file: the first number between the dashes of its name.
+fn maker(path: &Path) -> Option<u32> {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    name.split('-').find_map(|part| part.parse().ok())
+}
+
+/// The processes that this one is to wait for.
+fn children() -> Vec<Pid> {
+    let pid = std::process::id();
+    let text = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+    text.split_whitespace().filter_map(|word| Pid::from_raw(word.parse().ok()?)).collect()
+}
+
+fn processes() -> Vec<Pid> {
+    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let own = rustix::process::getpid();
+    let pids = entries.filter_map(|entry| Pid::from_raw(entry.file_name().to_str()?.parse().ok()?));
+    pids.filter(|pid| *pid != own).collect()
+}
+
+/// Whether a process was started with one of these paths, or something in it.
+fn names(process: Pid, paths: &[PathBuf]) -> bool {
+    let line = fs::read(format!("/proc/{}/cmdline", process.as_raw_nonzero())).unwrap_or_default();
+    let is_named = |path: &PathBuf| {
+        let path = path.as_os_str().as_bytes();
+        let mut at = line.windows(path.len()).enumerate().filter(|(_, window)| *window == path);
+        // Not one whose number only begins like this one.
+        at.any(|(at, _)| !line.get(at + path.len()).is_some_and(u8::is_ascii_digit))
+    };
+    paths.iter().any(is_named)
+}
+
+/// Ends processes, and waits for them; by SIGKILL where they take too long.
+fn end(processes: &[Pid], signal: Signal) {
+    let mut left = processes.to_vec();
+    left.retain(|process| kill_process(*process, signal).is_ok());
+    let begun = Instant::now();
+    let mut was_killed = false;
+    while !left.is_empty() && begun.elapsed() < 2 * PATIENCE {
+        left.retain(|process| !is_gone(*process));
+        if begun.elapsed() > PATIENCE && !was_killed {
+            was_killed = true;
+            left.iter().for_each(|process| {
+                let _ = kill_process(*process, Signal::KILL);
+            });
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Whether a process is dead; one that is this process's to wait for is waited for.
+fn is_gone(process: Pid) -> bool {
+    match rustix::process::waitid(WaitId::Pid(process), WaitIdOptions::EXITED | WaitIdOptions::NOHANG) {
+        Ok(found) => found.is_some(),
+        Err(_) => {
+            let stat =
+                fs::read_to_string(format!("/proc/{}/stat", process.as_raw_nonzero())).unwrap_or_default();
+            // Dead, and its parent has not looked yet.
+            stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with(['Z', 'X']))
+        }
+    }
+}
+
+/// Where something is mounted.
+fn mounts() -> Vec<PathBuf> {
+    let table = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+    // No name of ours has a blank, which would be written otherwise.
+    table.lines().filter_map(|line| line.split(' ').nth(1).map(PathBuf::from)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_belongs_to_the_process_whose_number_it_has_between_dashes() {
+        let of = |name: &str| maker(Path::new(name));
+        assert_eq!(of("/var/tmp/weir-bench-swap-123"), Some(123));
+        assert_eq!(of("/var/tmp/weir-bench-123-sealed"), Some(123));
+        assert_eq!(of("/tmp/weir-bench-flow-7-0"), Some(7));
+        assert_eq!(of("/tmp/weir-bench-swap"), None);
+    }
+
+    #[test]
+    fn a_process_is_known_by_a_path_that_it_was_started_with() {
+        let directory = std::env::temp_dir().join("weir-bench-guard-12");
+        let mut sleeper =
+            Command::new("sh").args(["-c", "sleep 60", "sh"]).arg(directory.join("x")).spawn().unwrap();
+        let pid = Pid::from_child(&sleeper);
+        // It runs this program until it runs its own.
+        let begun = Instant::now();
+        while !names(pid, &[directory.clone()]) && begun.elapsed() < PATIENCE {
+            thread::sleep(Duration::from_millis(1));
+        }
+        let found =
+            [&directory, &directory.with_file_name("weir-bench-guard-1")].map(|it| names(pid, &[it.clone()]));
+        sleeper.kill().unwrap();
+        sleeper.wait().unwrap();
+        assert_eq!(found, [true, false]);
+    }
+}
