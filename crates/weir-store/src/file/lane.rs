@@ -524,11 +524,13 @@ mod tests {
         (lane, reading, writing)
     }
 
+    type Ended = (Ticket, Result<(), Fault>);
+
     /// Polls until `enough`, with what was handed over and which slots have settled.
     fn poll_until(
         lane: &mut FileLane,
-        enough: impl Fn(&[(Ticket, Result<(), Fault>)], &[Slot]) -> bool,
-    ) -> (Vec<(Ticket, Result<(), Fault>)>, Vec<Slot>) {
+        enough: impl Fn(&[Ended], &[Slot]) -> bool,
+    ) -> (Vec<Ended>, Vec<Slot>) {
         let (begun, mut ended, mut settled) = (Instant::now(), Vec::new(), Vec::new());
         while !enough(&ended, &settled) {
             lane.poll(&mut |done| ended.push((done.ticket, done.result)));
