@@ -1,4 +1,4 @@
-//! What lies at a path, in words.
+//! Kinds of files, in words.
 
 use rustix::fs::FileType;
 

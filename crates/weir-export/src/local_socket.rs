@@ -1,4 +1,5 @@
-//! Unix sockets that a server listens on: their owner's alone, never taken from a server that lives, removed only by their own.
+//! Unix sockets that a server listens on: their owner's alone, never taken from a server that
+//! lives, removed only by their own.
 
 use rustix::fs::Mode;
 use rustix::io::Errno;
@@ -21,17 +22,17 @@ pub enum BindError {
     /// There is something that is no socket.
     #[error("unix:{}: {kind} is in the way; choose another path", path.display())]
     NotASocket {
-        /// Where.
+        /// The socket's path.
         path: PathBuf,
-        /// What it is.
+        /// Its kind.
         kind: &'static str,
     },
     /// The system refuses.
     #[error("unix:{}: cannot listen there, in a directory that must exist and be writable", path.display())]
     Io {
-        /// Where.
+        /// The socket's path.
         path: PathBuf,
-        /// What it said.
+        /// Its answer.
         #[source]
         source: io::Error,
     },
@@ -46,7 +47,7 @@ pub struct SocketFile {
 }
 
 impl SocketFile {
-    /// Where it is.
+    /// Its path.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -75,7 +76,8 @@ pub fn listen(path: &Path, kind: SocketType) -> Result<(OwnedFd, SocketFile), Bi
         rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None)
     };
     let socket = new().map_err(failed)?;
-    // Before bind: the file then has this mode from its first moment (net/unix/af_unix.c, unix_bind_bsd).
+    // Before bind: the file then has this mode from its first moment (net/unix/af_unix.c,
+    // unix_bind_bsd).
     rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR).map_err(failed)?;
     match rustix::net::bind(&socket, &address) {
         Ok(()) => {}
@@ -134,11 +136,12 @@ mod tests {
     #[test]
     fn a_stale_socket_is_replaced_and_any_other_file_is_not() {
         let path = path("stale");
-        drop(std::os::unix::net::UnixListener::bind(&path).unwrap()); // std leaves the file behind
+        // std leaves the file behind.
+        drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
         assert!(path.exists());
         let ours = listen(&path, SocketType::STREAM).unwrap();
 
-        // What has taken the place of ours meanwhile is not ours to remove.
+        // A file that has taken the place of ours meanwhile is not ours to remove.
         std::fs::remove_file(&path).unwrap();
         std::fs::write(&path, b"precious").unwrap();
         drop(ours);

@@ -37,8 +37,8 @@ pub fn to_stderr(least: Level) -> Log {
     })
 }
 
-/// Lines of a server about its clients: those beyond `most` in each period are counted, and the next period's first line
-/// says how many they were. So nobody can flood the log.
+/// Lines of a server about its clients: those beyond `most` in each period are counted, and the
+/// next period's first line says how many they were. So nobody can flood the log.
 pub(crate) struct Throttle {
     log: Log,
     server: &'static str,
@@ -50,13 +50,13 @@ pub(crate) struct Throttle {
 }
 
 impl Throttle {
-    /// What clients do: 20 lines a second.
+    /// For events of clients: 20 lines a second.
     pub fn new(log: Log, server: &'static str) -> Self {
         let (period, begun) = (Duration::from_secs(1), Instant::now());
         Throttle { log, server, most: 20, period, begun, lines: 0, swallowed: 0 }
     }
 
-    /// A condition that lasts, and is found again and again: one line a minute.
+    /// For a condition that lasts, and is found again and again: one line a minute.
     pub fn condition(log: Log, server: &'static str) -> Self {
         Throttle { most: 1, period: Duration::from_secs(60), ..Throttle::new(log, server) }
     }
@@ -114,7 +114,7 @@ impl Write for Line {
         let take = text.len().min(LINE_MAX - self.len);
         let taken = &mut self.bytes[self.len..self.len + take];
         taken.copy_from_slice(&text.as_bytes()[..take]);
-        // What others named stays on its line, and says nothing to a terminal.
+        // A name that others chose stays on its line, and says nothing to a terminal.
         taken.iter_mut().filter(|byte| byte.is_ascii_control()).for_each(|byte| *byte = b'?');
         self.len += take;
         if take == text.len() { Ok(()) } else { Err(fmt::Error) }
@@ -154,7 +154,7 @@ mod tests {
         assert_eq!((line.len, line.bytes[LINE_MAX - 1]), (LINE_MAX, b'\n'));
 
         let mut line = Line::default();
-        write!(line, "named {}", "a\nb\x1b[2J").unwrap();
+        write!(line, "named a\nb\x1b[2J").unwrap();
         line.end();
         assert_eq!(&line.bytes[..line.len], b"named a?b?[2J\n");
 

@@ -41,7 +41,8 @@ fn eventually(what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
-/// Does it on a thread of its own, so that one that is stopped fails the test instead of stopping it too.
+/// Does it on a thread of its own, so that one that is stopped fails the test instead of stopping
+/// it too.
 fn within_a_minute<T: Send + 'static>(what: &str, action: impl FnOnce() -> T + Send + 'static) -> T {
     let (told, heard) = mpsc::channel();
     std::thread::spawn(move || told.send(action()));
@@ -396,7 +397,8 @@ fn tight_volume() -> Arc<Volume> {
     Volume::create(config, vec![Arc::new(Host::new(config.slots()).unwrap())]).unwrap()
 }
 
-/// Others are served: a client of the same server, and writers of the same volume by another way in.
+/// Others are served: a client of the same server, and writers of the same volume by another way
+/// in.
 fn others_are_served(mut honest: Client, volume: &Arc<Volume>) -> Client {
     let honest = within_a_minute("another client's read", move || {
         let lease = honest.read(1).unwrap();
@@ -423,7 +425,8 @@ fn nothing_that_a_client_does_to_the_descriptors_it_shares_stops_the_server() {
     let mut honest = connect(&server);
     for op in [Op::Discard, Op::Read] {
         let mut raw = Raw::connect(server.path());
-        // O_NONBLOCK belongs to the open file, which both sides have: each one full, or empty, and set to wait.
+        // O_NONBLOCK belongs to the open file, which both sides have: each one full, or empty, and
+        // set to wait.
         for fd in &raw.fds {
             let _ = rustix::io::write(fd, &(u64::MAX - 1).to_ne_bytes());
             let flags = rustix::fs::fcntl_getfl(fd).unwrap();
@@ -445,8 +448,8 @@ fn nothing_that_a_client_does_to_the_descriptors_it_shares_stops_the_server() {
     within_a_minute("the server's end", move || drop(server));
 }
 
-/// A descriptor whose last close takes as long as its owner likes: TCP with data that nobody takes and SO_LINGER, and the
-/// end that does not take it.
+/// A descriptor whose last close takes as long as its owner likes: TCP with data that nobody takes
+/// and SO_LINGER, and the end that does not take it.
 fn lingering() -> (OwnedFd, std::net::TcpStream) {
     use std::io::Write as _;
     let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
@@ -472,11 +475,12 @@ fn no_descriptor_that_a_client_sends_is_closed_by_the_thread_that_serves() {
     };
     let hello = Hello { version: VERSION, frames: 8, entries: 8, in_place: false }.encode();
 
-    // With a greeting; with a word after it; with something that is no greeting; before the server has read anything.
+    // With a greeting; with a word after it; with something that is no greeting; before the server
+    // has read anything.
     let raw = Raw::greet_with(server.path(), &hello, &[lingering().as_fd()]);
     assert_eq!(raw.welcome.status, 0);
     honest = others_are_served(honest, &volume);
-    // Where the kernel refuses to take it, there is nothing to close.
+    // If the kernel refuses to take it, there is nothing to close.
     let _ = send(&raw.socket, b"more", &[lingering().as_fd()]);
     honest = others_are_served(honest, &volume);
     drop(raw);
@@ -493,7 +497,8 @@ fn no_descriptor_that_a_client_sends_is_closed_by_the_thread_that_serves() {
     within_a_minute("the server's end", move || drop(server));
 }
 
-/// A store that answers reads, and the writes that begin with [`HELD`], once it is opened, and all else at once.
+/// A store that answers reads, and the writes that begin with [`HELD`], once it is opened, and all
+/// else at once.
 #[derive(Debug)]
 struct Gated {
     host: Host,
@@ -613,7 +618,8 @@ fn a_write_of_a_client_that_has_gone_is_never_published() {
         second.give(lease).unwrap();
         assert!(intact, "page 7 went back to what was written before");
     };
-    // Each read makes the server look at its stores, and one that began before the held write ended proves nothing.
+    // Each read makes the server look at its stores, and one that began before the held write ended
+    // proves nothing.
     eventually("the end of the held write", || {
         read();
         used() == 1

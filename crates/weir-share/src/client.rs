@@ -430,7 +430,7 @@ impl Client {
             let mut fds = [PollFd::new(&self.socket, PollFlags::IN)];
             rustix::io::retry_on_intr(|| poll(&mut fds, None))?;
             if !take_rings(&self.socket)? {
-                // What it completed before it went counts.
+                // A completion from before its end counts.
                 return self.poll()?.ok_or(Error::Gone);
             }
         }
@@ -474,8 +474,8 @@ impl Client {
 }
 
 impl AsFd for Client {
-    /// Becomes readable when the server wakes this client, which it does only while [`Client::wait`] sleeps, and hangs up when
-    /// the server has gone.
+    /// Becomes readable when the server wakes this client, which it does only while
+    /// [`Client::wait`] sleeps, and hangs up when the server has gone.
     fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
         self.socket.as_fd()
     }

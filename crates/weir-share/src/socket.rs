@@ -29,8 +29,8 @@ pub fn send(socket: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Resu
     if sent == bytes.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
 }
 
-/// Sends the byte that wakes a client. Never waits: the socket's own flags do not matter, and where nothing more fits the client
-/// has enough to wake up for.
+/// Sends the byte that wakes a client. Never waits: the socket's own flags do not matter, and where
+/// nothing more fits the client has enough to wake up for.
 pub fn ring(socket: impl AsFd) {
     // A client that has gone is noticed by its socket's end.
     let _ = rustix::net::send(socket, &[0], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
@@ -39,7 +39,7 @@ pub fn ring(socket: impl AsFd) {
 /// Takes the bytes that [`ring`] sent. `false`: the other side is gone.
 ///
 /// # Errors
-/// What `recv` says.
+/// Those of `recv`.
 pub fn take_rings(socket: impl AsFd) -> io::Result<bool> {
     use rustix::io::Errno;
     loop {
@@ -53,11 +53,12 @@ pub fn take_rings(socket: impl AsFd) -> io::Result<bool> {
     }
 }
 
-/// Looks at the first message and leaves it where it is. So descriptors in it are not closed here, for the last close of a
-/// descriptor takes as long as its owner likes (TCP with `SO_LINGER`). Says how long the message is, 0 when the other side is gone.
+/// Looks at the first message and leaves it where it is. So descriptors in it are not closed here,
+/// for the last close of a descriptor takes as long as its owner likes (TCP with `SO_LINGER`). Says
+/// how long the message is, 0 when the other side is gone.
 ///
 /// # Errors
-/// What `recv` says; `WouldBlock` when there is none.
+/// Those of `recv`; `WouldBlock` when there is none.
 pub fn peek(socket: impl AsFd, bytes: &mut [u8]) -> io::Result<usize> {
     let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
     Ok(rustix::io::retry_on_intr(|| recv(&socket, &mut *bytes, flags))?.0)

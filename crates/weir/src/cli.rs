@@ -102,7 +102,8 @@ pub struct TryOptions {
     #[arg(long, value_parser = whole_pages)]
     pub size: Option<ByteSize>,
 
-    /// Where to keep pages: vram, host, vram:0, file:/path, ... [default: GPU memory if there is any, else host memory].
+    /// The store: vram, host, vram:0, file:/path, ... [default: GPU memory if there is any, else
+    /// host memory].
     #[arg(long, value_name = "URL")]
     pub store: Option<StoreChoice>,
 
@@ -364,12 +365,14 @@ pub struct MountOptions {
     #[arg(long, value_parser = whole_pages)]
     pub size: Option<ByteSize>,
 
-    /// Where files lie: vram, host, vram:0, host:8GiB, file:/path, ... [default: the first GPU's memory, else host memory].
+    /// The store of all files: vram, host, vram:0, host:8GiB, file:/path, ... [default: the first
+    /// GPU's memory, else host memory].
     #[arg(long, value_name = "URL")]
     pub store: Option<StoreChoice>,
 
-    /// Let other users in too, as far as the modes and owners of its files let them: otherwise the kernel lets in only the user
-    /// who mounts it. For users other than root /etc/fuse.conf must say user_allow_other.
+    /// Let other users in too, as far as the modes and owners of its files let them: otherwise the
+    /// kernel lets in only the user who mounts it. For users other than root /etc/fuse.conf must say
+    /// user_allow_other.
     #[arg(long)]
     pub allow_other: bool,
 

@@ -69,7 +69,7 @@ fn main() -> ExitCode {
     let _ = rustix::thread::set_name(c"weir");
     let outcome = Cli::try_parse().map_err(Failure::from).and_then(run);
     match outcome {
-        // What was said was perhaps not heard.
+        // Perhaps nobody heard what was said.
         Ok(()) => failure::all_printed().map_or_else(Failure::report, |()| ExitCode::SUCCESS),
         Err(Failure::Said) => failure::all_printed().err().unwrap_or(Failure::Said).report(),
         Err(failure) => failure.report(),

@@ -1,4 +1,5 @@
-//! The store of `weir try` and `weir mount`: the one asked for, else the first GPU's memory, else host memory.
+//! The store of `weir try` and `weir mount`: the one asked for, else the first GPU's memory, else
+//! host memory.
 
 use crate::failure::Failure;
 use crate::on::StoreChoice;
@@ -7,7 +8,8 @@ use weir_export::log::{Level, Log};
 use weir_store::vram::Target;
 use weir_store::{StoreUrl, VramUrl};
 
-/// Opens it by `open`. A store that does not say its size has `size`, and `default` where nobody says one.
+/// Opens it by `open`. A store that does not say its size has `size`, and `default` where nobody
+/// says one.
 pub fn open<T>(
     asked: Option<&StoreChoice>,
     size: Option<ByteSize>,

@@ -60,7 +60,7 @@ pub enum IdentityError {
     },
 }
 
-/// What is wrong with any other key; ring is what the cryptography here is made by.
+/// The problem of any other key; ring is what the cryptography here is made by.
 const KEYS: &str =
     "no key that can be used: RSA of 2048, 3072 or 4096 bits, ECDSA on P-256 or P-384, or Ed25519 can";
 

@@ -1,8 +1,9 @@
 //! The server's thread: lets clients in, serves their rings, notices when they go.
 //!
-//! Nothing that a client shares may stop it. It never reads a client's doorbell (epoll tells of each ring), rings a client through a
-//! socket of whose two ends the client has the other one, and leaves the closing of sockets to a thread of its own: closing drops
-//! what the client sent and nobody read, and descriptors among it may take as long to close as their owner likes.
+//! Nothing that a client shares may stop it. It never reads a client's doorbell (epoll tells of
+//! each ring), rings a client through a socket of whose two ends the client has the other one, and
+//! leaves the closing of sockets to a thread of its own: closing drops what the client sent and
+//! nobody read, and descriptors among it may take as long to close as their owner likes.
 
 use std::fmt;
 use std::io;
@@ -44,7 +45,8 @@ const TICKETS: u32 = 256;
 const ROUNDS: u32 = 64;
 /// Rounds without work between two offers of the CPU to others.
 const YIELD: u32 = 4;
-/// How long the server waits for its thread at the end. A store may hold it up; it is left behind then.
+/// How long the server waits for its thread at the end. A store may hold it up; it is left behind
+/// then.
 const END: Duration = Duration::from_secs(5);
 
 const LISTENER: u64 = u64::MAX;
@@ -349,7 +351,8 @@ impl Porter {
         if self.lane.in_flight() > 0 {
             worked |= self.complete();
         }
-        // After the lane has let go of what it looked at: whatever happens here, no writer of the volume waits for it.
+        // After the lane has let go of what it looked at: whatever happens here, no writer of the
+        // volume waits for it.
         if worked {
             for seat in &mut self.seats[..self.used] {
                 if let Seat::Taken { socket, session } = seat {
@@ -422,7 +425,8 @@ impl Porter {
             match event.data.u64() {
                 LISTENER => self.admit(),
                 STOP => {}
-                // Each ring is one event. Reading the bell could wait, since its flags are the client's too.
+                // Each ring is one event. Reading the bell could wait, since its flags are the
+                // client's too.
                 bell if bell & BELL != 0 => {}
                 seat => self.hear(seat as usize),
             }
@@ -506,8 +510,9 @@ impl Porter {
         }
     }
 
-    /// Has a client's socket closed, and lets the client know at once. No more events of it either: closing alone does not see to
-    /// that while somebody else has the descriptor too, and the next client in the seat would be taken for this one.
+    /// Has a client's socket closed, and lets the client know at once. No more events of it either:
+    /// closing alone does not see to that while somebody else has the descriptor too, and the next
+    /// client in the seat would be taken for this one.
     fn hang_up(&self, socket: OwnedFd) {
         let _ = epoll::delete(&self.epoll, &socket);
         let _ = rustix::net::shutdown(&socket, Shutdown::Both);
@@ -564,7 +569,7 @@ impl Porter {
         let area = session.area().fd().ok_or(io::ErrorKind::Unsupported)?;
         let bell = EventData::new_u64(BELL | seat as u64);
         epoll::add(&self.epoll, &session.server_bell, bell, EventFlags::IN | EventFlags::ET)?;
-        // What it says from here on nobody reads.
+        // Nobody reads what it says from here on.
         epoll::modify(&self.epoll, socket, EventData::new_u64(seat as u64), EventFlags::RDHUP)?;
         let mut fds = [area; 2 + WINDOWS_MAX as usize];
         fds[1] = session.server_bell.as_fd();

@@ -353,8 +353,9 @@ impl Session {
             return true;
         };
         let Some(ticket) = desk.free_tickets.pop() else { return false };
-        // SAFETY: the frame lies in this area, as its place came from the table, and frames are page-aligned. The client may
-        // write it meanwhile: then the copy is any mixture of its bytes, which is its own loss. The copy is what is stored.
+        // SAFETY: the frame lies in this area, as its place came from the table, and frames are
+        // page-aligned. The client may write it meanwhile: then the copy is any mixture of its
+        // bytes, which is its own loss. The copy is what is stored.
         unsafe { copy::page_from_shared(&mut desk.scratch, self.area.frame(place.page - self.base).cast()) };
         match lane.write(ticket, page, &desk.scratch) {
             Progress::Done(result) => {
@@ -497,7 +498,8 @@ impl Session {
 }
 
 fn fill(area: &Area, frame: u32, bytes: &PageBytes) {
-    // SAFETY: the frame is free or being filled, so only a client that breaks the rules touches it, and the copy minds no race.
+    // SAFETY: the frame is free or being filled, so only a client that breaks the rules touches it,
+    // and the copy minds no race.
     unsafe { copy::page_to_shared(area.frame(frame).cast(), bytes) };
 }
 

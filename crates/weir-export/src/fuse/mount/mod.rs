@@ -78,7 +78,7 @@ pub struct Options<'a> {
 }
 
 impl Options<'_> {
-    /// Whom the kernel lets in, as both ways of mounting say it.
+    /// The users whom the kernel lets in, as both ways of mounting say it.
     fn access(&self) -> String {
         let words = [(self.default_permissions, ",default_permissions"), (self.allow_other, ",allow_other")];
         words.into_iter().filter_map(|(is_set, word)| is_set.then_some(word)).collect()

@@ -76,7 +76,7 @@ pub enum ServeError {
     Resources(usize, #[source] io::Error),
 }
 
-/// What [`is_file_name`] takes.
+/// The names that [`is_file_name`] takes.
 pub const FILE_NAME: &str =
     "1 to 255 bytes without slash, comma and control characters, and neither . nor ..";
 
