@@ -5,6 +5,7 @@ use crate::control::{Server, default_path, make_run_time_directory};
 use crate::daemon::Daemon;
 use crate::doctor::cards::{self, Looked};
 use crate::failure::Failure;
+use crate::keeper::Held;
 use crate::relay::Relay;
 use crate::start::{Start, warn_of_unlocked_memory};
 use crate::{address::Address, bug, config, core_dump, keeper, signals};
@@ -66,7 +67,10 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
         Memory::succeed();
     }
     let mut start = Start::new(&log, || signals.pending().find(|signal| signals::END.contains(signal)));
-    let started = Daemon::start(&options, protections, link.as_ref().zip(held), &mut start, &log);
+    let is_first = held.as_ref().is_none_or(Held::is_empty);
+    let path = options.control.clone().unwrap_or_else(default_path);
+    let started = Daemon::start(&options, protections, link.as_ref().zip(held), &mut start, &log)
+        .and_then(|daemon| Ok((Server::start(&path, daemon.service())?, daemon)));
     if let Some(signal) = start.ended_by() {
         // Nobody has connected yet.
         if let Some(link) = &link {
@@ -76,9 +80,12 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
         return Ok(());
     }
     drop(start);
-    let daemon = started?;
-    let path = options.control.clone().unwrap_or_else(default_path);
-    let control = Server::start(&path, daemon.service())?;
+    let (control, daemon) = started.inspect_err(|_| {
+        if let Some(link) = link.as_ref().filter(|_| is_first) {
+            // It begins with nobody's pages, and says why it cannot.
+            let _ = link.ending();
+        }
+    })?;
     let backing = options.backing.iter().map(|backing| format!("{backing} below"));
     let stores: Vec<String> = options.store.iter().map(ToString::to_string).chain(backing).collect();
     let addresses: Vec<String> = daemon.status().exports.into_iter().map(|export| export.address).collect();
@@ -191,8 +198,13 @@ fn check(options: &ServeOptions) -> Result<(), Failure> {
     }
     let tcp = options.nbd.iter().find(|address| matches!(address, Address::Tcp { .. }));
     match tcp {
-        Some(address) if options.swap && options.tls.is_some() => Err(Failure::Usage(format!(
-            "--swap: --nbd {address} under --tls takes memory for each record, so swap by it can freeze; accepted with --swap: --nbd unix:PATH, --ublk, --fuse FILE"
+        Some(address) if options.swap => Err(Failure::Usage(format!(
+            "--swap: --nbd {address} {}; accepted with --swap: --nbd unix:PATH, --ublk, --fuse FILE",
+            if options.tls.is_some() {
+                "under --tls takes memory for each record, so swap by it can freeze"
+            } else {
+                "lets every user of this machine read and write what other programs have swapped out"
+            }
         ))),
         Some(address) if !options.insecure && options.tls.is_none() => Err(Failure::Usage(format!(
             "--nbd {address} would carry pages in the clear; accepted: unix:PATH, --tls DIRECTORY, or --insecure for the loopback interface"

@@ -5,14 +5,14 @@ use super::{
     make_run_time_directory,
 };
 use crate::failure::Failure;
-use std::fs;
+use rustix::net::SocketType;
 use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
-use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
+use weir_export::local_socket::{self, BindError, SocketFile};
 
 /// Long requests at a time; each has a thread that waits for the worker.
 const LONG_MOST: usize = 16;
@@ -21,7 +21,7 @@ static LONG: AtomicUsize = AtomicUsize::new(0);
 /// A listening control socket. Dropping it removes the socket from the file system.
 #[derive(Debug)]
 pub struct Server {
-    path: PathBuf,
+    _file: SocketFile,
 }
 
 impl Server {
@@ -36,10 +36,21 @@ impl Server {
                 path.display()
             ))
         };
-        make_room(path)?;
-        let listener = UnixListener::bind(path).map_err(failed)?;
-        let server = Server { path: path.to_owned() };
-        fs::set_permissions(path, fs::Permissions::from_mode(0o600)).map_err(failed)?;
+        make_run_time_directory(path)?;
+        let (socket, file) = local_socket::listen(path, SocketType::STREAM).map_err(|error| match error {
+            BindError::InUse(path) => Failure::Failed(format!(
+                "a daemon already answers at {}; stop it, or give another --control PATH",
+                path.display()
+            )),
+            BindError::NotASocket { path, kind } => Failure::Failed(format!(
+                "{} is {kind}; give another --control PATH",
+                path.display()
+            )),
+            BindError::Io { source, .. } => failed(source),
+        })?;
+        let listener = UnixListener::from(socket);
+        listener.set_nonblocking(false).map_err(failed)?;
+        let server = Server { _file: file };
         thread::Builder::new()
             .name("weir-control".into())
             .spawn(move || {
@@ -50,30 +61,6 @@ impl Server {
             })
             .map_err(failed)?;
         Ok(server)
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = fs::remove_file(&self.path);
-    }
-}
-
-/// Makes the directory, and removes the socket of a daemon that is gone; never anything else.
-fn make_room(path: &Path) -> Result<(), Failure> {
-    make_run_time_directory(path)?;
-    match fs::symlink_metadata(path) {
-        Err(_) => Ok(()),
-        Ok(there) if !there.file_type().is_socket() => Err(Failure::Failed(format!(
-            "{} is {}; give another --control PATH",
-            path.display(),
-            weir_core::file_kind(there.mode())
-        ))),
-        Ok(_) if UnixStream::connect(path).is_ok() => Err(Failure::Failed(format!(
-            "a daemon already answers at {}; stop it, or give another --control PATH",
-            path.display()
-        ))),
-        Ok(_) => fs::remove_file(path).map_err(Failure::failed),
     }
 }
 
