@@ -4,7 +4,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use std::fs;
 use std::io;
-use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::Path;
 
 /// What uses a device such as `/dev/nbd0`, with what ends it: `as swap: run swapoff /dev/nbd0`. `None` where nothing does, or
@@ -18,13 +18,20 @@ pub fn user(device: &str) -> io::Result<Option<String>> {
 
 /// As [`user`], of the system whose files are below `root`.
 pub(crate) fn user_at(root: &Path, device: &str) -> io::Result<Option<String>> {
-    if is_listed(&fs::read_to_string(root.join("proc/swaps"))?, device) {
+    let numbers = numbers(root, device);
+    let swaps = fs::read_to_string(root.join("proc/swaps"))?;
+    if is_listed(&swaps, device) || swaps.lines().any(|line| is_node_of(root, line, &numbers)) {
         return Ok(Some(format!("as swap: run swapoff {device}")));
     }
     // This process may have a mount namespace of its own; the first process sees what the machine's users see.
     let mounts = ["proc/self/mounts", "proc/1/mounts"]
         .map(|path| fs::read_to_string(root.join(path)).unwrap_or_default());
-    if mounts.iter().any(|mounts| is_listed(mounts, device)) {
+    let mounted = ["proc/self/mountinfo", "proc/1/mountinfo"]
+        .map(|path| fs::read_to_string(root.join(path)).unwrap_or_default());
+    let mut mounted = mounted.iter().flat_map(|table| table.lines());
+    let is_mounted =
+        mounted.any(|line| line.split(' ').nth(2).is_some_and(|it| numbers.iter().any(|of| of == it)));
+    if is_mounted || mounts.iter().any(|mounts| is_listed(mounts, device)) {
         return Ok(Some(format!("as a file system: run umount {device}")));
     }
     let name = device.strip_prefix("/dev/").unwrap_or(device);
@@ -93,9 +100,30 @@ pub fn opener_at(root: &Path, device: &str) -> Option<String> {
     })
 }
 
+/// The numbers of a device and its partitions, as `43:0`. A device keeps them whatever becomes of its node in /dev.
+fn numbers(root: &Path, device: &str) -> Vec<String> {
+    let name = device.strip_prefix("/dev/").unwrap_or(device);
+    let block = root.join("sys/block").join(name);
+    let parts = fs::read_dir(&block).into_iter().flatten().flatten().map(|entry| entry.path());
+    let files = std::iter::once(block.clone()).chain(parts).map(|path| path.join("dev"));
+    files.filter_map(|file| Some(fs::read_to_string(file).ok()?.trim().to_owned())).collect()
+}
+
+/// Whether the first column of a line of /proc/swaps is a node with one of these numbers.
+fn is_node_of(root: &Path, line: &str, numbers: &[String]) -> bool {
+    let name = line.split_whitespace().next().unwrap_or_default();
+    let is_it = |found: fs::Metadata| {
+        let (major, minor) = (rustix::fs::major(found.rdev()), rustix::fs::minor(found.rdev()));
+        found.file_type().is_block_device() && numbers.contains(&format!("{major}:{minor}"))
+    };
+    fs::metadata(root.join(name.trim_start_matches('/'))).is_ok_and(is_it)
+}
+
 /// Whether a table such as /proc/swaps names the device, or a partition of it, in the first column of a line.
 fn is_listed(table: &str, device: &str) -> bool {
     table.lines().filter_map(|line| line.split_whitespace().next()).any(|name| {
+        // A node that was removed since.
+        let name = name.strip_suffix("\\040(deleted)").unwrap_or(name);
         name.strip_prefix(device).is_some_and(|rest| {
             let partition = rest.strip_prefix('p').unwrap_or("x");
             rest.is_empty() || (!partition.is_empty() && partition.bytes().all(|byte| byte.is_ascii_digit()))
@@ -109,16 +137,45 @@ mod tests {
 
     #[test]
     fn a_device_and_its_partitions_are_listed_and_its_namesakes_are_not() {
-        let table = "Filename Type\n/dev/ublkb1 partition 1 0 -2\n/dev/nbd0p3 /mnt ext4 rw 0 0\n";
+        let table = "Filename Type\n/dev/ublkb1 partition 1 0 -2\n/dev/nbd0p3 /mnt ext4 rw 0 0\n/dev/nbd5\\040(deleted) partition 1 0 -3\n";
         for (device, listed) in [
             ("/dev/ublkb1", true),
             ("/dev/nbd0", true),
+            ("/dev/nbd5", true),
             ("/dev/ublkb", false),
             ("/dev/ublkb11", false),
             ("/dev/nb", false),
         ] {
             assert_eq!(is_listed(table, device), listed, "{device}");
         }
+    }
+
+    #[test]
+    fn a_device_is_known_by_its_number_whatever_its_node_is_called() {
+        let root = std::env::temp_dir().join(format!("weir-device-number-{}", std::process::id()));
+        let write = |path: &str, text: &str| {
+            let path = root.join(path);
+            fs::create_dir_all(path.parent().expect("has one")).expect("directory");
+            fs::write(path, text).expect("written");
+        };
+        write("sys/block/nbd3/dev", "43:96\n");
+        write("sys/block/nbd4/dev", "43:128\n");
+        write("sys/block/nbd4/nbd4p1/dev", "43:129\n");
+        write("proc/swaps", "Filename Type\n/dev/elsewhere partition 1 0 -2\n");
+        write("proc/self/mountinfo", "36 35 43:129 / /mnt rw - ext4 /dev/gone rw\n");
+        fs::create_dir_all(root.join("dev")).expect("directory");
+        let block = rustix::fs::FileType::BlockDevice;
+        let number = rustix::fs::makedev(43, 96);
+        let made =
+            rustix::fs::mknodat(rustix::fs::CWD, root.join("dev/elsewhere"), block, Mode::RUSR, number);
+        let users =
+            ["/dev/nbd3", "/dev/nbd4", "/dev/nbd5"].map(|device| user_at(&root, device).expect("told"));
+        fs::remove_dir_all(&root).expect("removed");
+        if made.is_ok() {
+            assert_eq!(users[0].as_deref(), Some("as swap: run swapoff /dev/nbd3"));
+        }
+        assert_eq!(users[1].as_deref(), Some("as a file system: run umount /dev/nbd4"));
+        assert_eq!(users[2], None);
     }
 
     #[test]
