@@ -141,3 +141,15 @@ fn swap_over_tls_and_an_unusable_certificate_are_refused_in_words() {
     let error = Identity::from_directory(&certificates.0).unwrap_err().to_string();
     assert!(error.contains("server-cert.pem") && error.contains("server-key.pem"), "{error}");
 }
+
+#[test]
+fn a_ca_that_cannot_be_looked_at_lets_nobody_in_and_none_is_told_of() {
+    let Some(certificates) = Certificates::new("dangling") else { return };
+    let ca = certificates.0.join("ca-cert.pem");
+    assert!(Identity::from_directory(&certificates.0).unwrap().checks_clients());
+    std::fs::rename(&ca, certificates.0.join("elsewhere.pem")).unwrap();
+    assert!(!Identity::from_directory(&certificates.0).unwrap().checks_clients());
+    std::os::unix::fs::symlink("/nowhere/ca-cert.pem", &ca).unwrap();
+    let error = Identity::from_directory(&certificates.0).unwrap_err().to_string();
+    assert!(error.contains("ca-cert.pem"), "{error}");
+}

@@ -73,6 +73,10 @@ const MISTAKES: &[(&[&str], &[&str])] = &[
         &["serve", "--store", "host:1MiB", "--nbd", "tcp:127.0.0.1:9", "--tls", "/x", "--swap"],
         &["--swap", "tcp:127.0.0.1:9", "--tls", "unix:PATH"],
     ),
+    (
+        &["serve", "--store", "host:1MiB", "--nbd", "tcp:127.0.0.1:9", "--insecure", "--swap"],
+        &["--swap", "tcp:127.0.0.1:9", "every user", "unix:PATH"],
+    ),
     (&["serve", "--store", "host:1MiB", "--connections", "0"], &["--connections", "0", "1..=1024"]),
     (&["serve", "--store", "host:1MiB", "--log", "loud"], &["--log", "loud", "warn, info"]),
     (&["serve", "--store", "host:1MiB", "--unsafe-no-flusher"], &["--swap"]),

@@ -29,7 +29,10 @@ const RELAYS_MAX: usize = 128;
 static RELAYS: AtomicUsize = AtomicUsize::new(0);
 
 /// A server's certificate and key, and whose clients it accepts.
-pub struct Identity(Arc<ServerConfig>);
+pub struct Identity {
+    config: Arc<ServerConfig>,
+    checks_clients: bool,
+}
 
 impl fmt::Debug for Identity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -86,13 +89,19 @@ impl Identity {
             .map_err(|error| failed("server-key.pem", &error))?;
         // Asked here, since later errors name no file.
         rustls::crypto::ring::sign::any_supported_type(&key).map_err(|_| failed("server-key.pem", &KEYS))?;
+        // Also one that cannot be looked at, or a link to nothing: whoever put it there does not want everybody let in.
+        let checks_clients = match std::fs::symlink_metadata(file("ca-cert.pem")) {
+            Err(error) if error.kind() == ErrorKind::NotFound => false,
+            Err(error) => return Err(failed("ca-cert.pem", &error)),
+            Ok(_) => true,
+        };
         let unusable =
             |source| IdentityError::Unusable { directory: directory.display().to_string(), source };
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let builder = ServerConfig::builder_with_provider(Arc::clone(&provider))
             .with_safe_default_protocol_versions()
             .map_err(unusable)?;
-        let builder = if file("ca-cert.pem").exists() {
+        let builder = if checks_clients {
             let mut roots = RootCertStore::empty();
             for root in certificates("ca-cert.pem")? {
                 roots.add(root).map_err(unusable)?;
@@ -104,7 +113,15 @@ impl Identity {
         } else {
             builder.with_no_client_auth()
         };
-        Ok(Identity(Arc::new(builder.with_single_cert(chain, key).map_err(unusable)?)))
+        let config = Arc::new(builder.with_single_cert(chain, key).map_err(unusable)?);
+        Ok(Identity { config, checks_clients })
+    }
+}
+
+impl Identity {
+    /// Whether clients must show a certificate.
+    pub fn checks_clients(&self) -> bool {
+        self.checks_clients
     }
 }
 
@@ -127,7 +144,7 @@ pub(super) fn relay(identity: &Identity, socket: OwnedFd) -> io::Result<OwnedFd>
     let (ours, theirs) = UnixStream::pair()?;
     ours.set_nonblocking(true)?;
     theirs.set_nonblocking(true)?;
-    let mut session = ServerConnection::new(Arc::clone(&identity.0)).map_err(io::Error::other)?;
+    let mut session = ServerConnection::new(Arc::clone(&identity.config)).map_err(io::Error::other)?;
     session.set_buffer_limit(Some(BUFFER_BYTES));
     let socket = TcpStream::from(socket);
     std::thread::Builder::new().name("weir-nbd-tls".to_owned()).spawn(move || {

@@ -15,7 +15,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 use weir_export::fuse;
-use weir_export::log::Log;
+use weir_export::log::{Level, Log};
 use weir_export::loop_device::LoopDevice;
 use weir_export::nbd::{self, Identity, KernelConnections, Listen, ListenError, ServeError, Server};
 use weir_export::share;
@@ -71,6 +71,14 @@ impl Nbd {
         let identity = options.tls.as_deref().map(Identity::from_directory).transpose();
         let identity =
             identity.map_err(|error| Failure::Failed(format!("--tls: {}", chain(&error))))?.map(Arc::new);
+        if identity.as_ref().is_some_and(|identity| !identity.checks_clients()) {
+            (log)(
+                Level::Warning,
+                format_args!(
+                    "--tls: clients need no certificate, so whoever reaches the port can read and write; a ca-cert.pem there says whose they must be"
+                ),
+            );
+        }
         let listen: Vec<Listen> =
             options.nbd.iter().map(|address| listen(address, identity.as_ref())).collect();
         let config = nbd::Config {
