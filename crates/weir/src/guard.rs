@@ -89,7 +89,7 @@ fn is_left(pid: u32) -> bool {
     let guard = variables.find_map(|it| it.strip_prefix(format!("{ENVIRONMENT}=").as_bytes()));
     let guard = guard.and_then(|number| Pid::from_raw(std::str::from_utf8(number).ok()?.parse().ok()?));
     // One without a guard is a stranger, to whom the number was given since.
-    if guard.is_some_and(is_gone) {
+    if guard.is_some_and(is_gone) || is_exiting(process) {
         end(&[process], Signal::KILL);
     }
     is_gone(process)
@@ -228,6 +228,16 @@ fn is_gone(process: Pid) -> bool {
             stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with(['Z', 'X']))
         }
     }
+}
+
+/// Whether a process is on its way out, which takes as long as it has memory to give back; its environment goes first.
+fn is_exiting(process: Pid) -> bool {
+    // include/linux/sched.h
+    const PF_EXITING: u32 = 4;
+    let stat = fs::read_to_string(format!("/proc/{}/stat", process.as_raw_nonzero())).unwrap_or_default();
+    // proc_pid_stat(5): the ninth field, and the name before it may have blanks.
+    let flags = stat.rsplit_once(") ").and_then(|(_, rest)| rest.split(' ').nth(6)?.parse::<u32>().ok());
+    flags.is_some_and(|flags| flags & PF_EXITING != 0)
 }
 
 /// Where something is mounted.

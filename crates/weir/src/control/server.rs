@@ -42,10 +42,9 @@ impl Server {
                 "a daemon already answers at {}; stop it, or give another --control PATH",
                 path.display()
             )),
-            BindError::NotASocket { path, kind } => Failure::Failed(format!(
-                "{} is {kind}; give another --control PATH",
-                path.display()
-            )),
+            BindError::NotASocket { path, kind } => {
+                Failure::Failed(format!("{} is {kind}; give another --control PATH", path.display()))
+            }
             BindError::Io { source, .. } => failed(source),
         })?;
         let listener = UnixListener::from(socket);
