@@ -257,7 +257,7 @@ impl Gpu {
         if self.has(Path::Mapped) {
             return CutOff::ByTheWindow;
         }
-        if self.is_kept() && cuda.dead_for() < answer_limit() {
+        if self.is_kept() && self.state() != State::Lost && cuda.dead_for() < answer_limit() {
             // Who kills this process may be of lower rank than this thread.
             std::thread::sleep(Duration::from_millis(1));
             return CutOff::Waits;
@@ -304,7 +304,10 @@ impl Gpu {
             missing,
             since: turn.since,
             why: turn.why,
-            wants_another_process: self.cuda_is_lost() && !self.has(Path::Mapped) && self.is_kept(),
+            wants_another_process: self.cuda_is_lost()
+                && !self.has(Path::Mapped)
+                && self.is_kept()
+                && self.state() != State::Lost,
         }
     }
 
@@ -456,6 +459,11 @@ impl Gpu {
         let Some(cuda) = self.source.dead() else { return };
         let why = cuda.death().map_or_else(String::new, |death| death.to_string());
         let why = [Some(format!("CUDA is lost: {why}")), xid()].into_iter().flatten().collect::<Vec<_>>();
+        // One that has left the bus is there for no process, and the other stores' pages are not to wait for it.
+        let is_gone = self.nvml().is_some_and(|nvml| nvml.memory().is_none());
+        if is_gone && !self.has(Path::Mapped) {
+            self.lose("the card does not answer its management library either");
+        }
         let _ = self.without_cuda();
         self.turn(Some(why.join("; ")));
         if !self.has(Path::Mapped) {

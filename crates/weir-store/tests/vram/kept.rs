@@ -322,6 +322,35 @@ fn by_cuda_alone_what_is_kept_waits_for_another_process_and_is_whole_there() {
 }
 
 #[test]
+fn a_card_that_has_left_the_bus_is_lost_at_once_and_costs_no_process() {
+    let (cuda, nvml) = (FakeCuda::build(Batch::Cuda13), FakeNvml::build(CARD));
+    let mut url = url("");
+    url.target = Target::Index(0);
+    let shelf = left_behind(&url, &drivers(cuda.path()));
+    let drivers = Drivers { nvml: nvml.path().into(), ..drivers(cuda.path()) };
+    let store = shelf.reopen(&url, &drivers).expect("the store again");
+    store.keep_with(shelf, true).expect("kept");
+    let told = Arc::new(Mutex::new(Vec::new()));
+    let tell = Arc::clone(&told);
+    store.when_changed(Arc::new(move |it: &Condition| tell.lock().unwrap().push(it.clone())));
+    let mut lane = store.lane(4).expect("a lane");
+    write(lane.as_mut(), 1, &page(1)).expect("written");
+    std::fs::remove_file(nvml.path().with_extension("card")).expect("removed");
+    cuda.die(719, true);
+    assert_eq!(lane.write(0, Slot(1), &page(2)), Progress::Queued);
+    lane.submit();
+    let (mut result, since) = (None, std::time::Instant::now());
+    while result.is_none() {
+        lane.poll(&mut |done| result = Some(done.result));
+        assert!(since.elapsed() < super::PATIENCE, "no answer");
+    }
+    assert_eq!((result, store.state()), (Some(Err(Fault::Lost)), State::Lost));
+    soon("told", || !told.lock().unwrap().is_empty());
+    let told = told.lock().unwrap();
+    assert!(told.iter().all(|it| it.state == State::Lost && !it.wants_another_process), "{told:?}");
+}
+
+#[test]
 fn a_failed_take_over_leaves_the_pages_for_the_next() {
     let cuda = FakeCuda::build(Batch::Cuda13);
     // By CUDA alone, or the window would be left.
