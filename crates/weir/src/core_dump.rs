@@ -3,11 +3,12 @@
 use crate::failure::Failure;
 use rustix::process::{DumpableBehavior, Resource, Rlimit, set_dumpable_behavior, setrlimit};
 
-/// Keeps the kernel from writing this process's memory anywhere when it dies, to a file or to a handler's pipe (fs/coredump.c looks at
-/// this before `core_pattern`). So a death costs no time either. Each program that is started begins anew: call it in each.
+/// Keeps the kernel from writing this process's memory anywhere when it dies, to a file or to a
+/// handler's pipe (fs/coredump.c looks at this before `core_pattern`). So a death costs no time
+/// either. Each program that is started begins anew: call it in each.
 ///
 /// # Errors
-/// Where the system refuses, in one line.
+/// In one line, if the system refuses.
 pub fn forbid() -> Result<(), Failure> {
     let refused = |errno| {
         Failure::Failed(format!(

@@ -1,7 +1,9 @@
-//! What changes the machine for a while runs in a child of this process, which puts everything back whatever ends that child: its own
-//! end, a signal, a crash. Where both are killed, the next command that has a guard does it, and `weir off`.
+//! Work that changes the machine for a while runs in a child of this process, which puts everything back
+//! whatever ends that child: its own end, a signal, a crash. Where both are killed, the next
+//! command that has a guard does it, and `weir off`.
 //!
-//! All that such a child leaves can be found by the number of its process, which is part of each name that it makes.
+//! All that such a child leaves can be found by the number of its process, which is part of each
+//! name that it makes.
 
 use crate::failure::Failure;
 use crate::signals;
@@ -26,17 +28,19 @@ use weir_bench::swap;
 const ENVIRONMENT: &str = "WEIR_GUARD";
 /// How long a server may take to end in good order.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// What the names begin with that belong to a child.
+/// The beginnings of a child's names.
 const OURS: [&str; 2] = ["weir-bench-", "weir-try-"];
 
-/// Runs `work` in a child, and undoes what it leaves. `elsewhere` is where it makes files besides the usual directories.
+/// Runs `work` in a child, and undoes what it leaves. `elsewhere` is where it makes files besides
+/// the usual directories.
 ///
 /// # Errors
-/// What `work` says, or that it was interrupted, or what cannot be undone.
+/// Those of `work`, or that it was interrupted, or what cannot be undone.
 pub fn run(elsewhere: Option<&Path>, work: impl FnOnce() -> Result<(), Failure>) -> Result<(), Failure> {
     let guard = std::env::var(ENVIRONMENT).ok().and_then(|text| text.parse().ok());
     if guard.is_some() && guard == parent() {
-        // Both are killed, or none: what is left over is undone by others then, and nothing is added to it.
+        // Both are killed, or none: what is left over is undone by others then, and nothing is
+        // added to it.
         rustix::process::set_parent_process_death_signal(Some(Signal::KILL)).map_err(Failure::failed)?;
         return if guard == parent() { work() } else { Err(Failure::Said) };
     }
@@ -47,7 +51,7 @@ pub fn run(elsewhere: Option<&Path>, work: impl FnOnce() -> Result<(), Failure>)
         let tell = tell.try_clone().map_err(Failure::failed)?;
         signal_hook::low_level::pipe::register(signal, tell).map_err(Failure::failed)?;
     }
-    // What the child has started is this process's, once the child is dead.
+    // Programs that the child has started are this process's, once the child is dead.
     rustix::process::set_child_subreaper(Some(rustix::process::getpid())).map_err(Failure::failed)?;
     let mut child = Command::new("/proc/self/exe")
         .args(std::env::args_os().skip(1))
@@ -121,7 +125,8 @@ fn watch(child: &mut Child, told: &UnixStream) -> io::Result<ExitStatus> {
 /// Puts back what process `pid`, which is dead, has changed.
 fn undo(pid: u32, elsewhere: Option<&Path>) -> Result<(), Failure> {
     let left: Vec<PathBuf> = entries(elsewhere).into_iter().filter(|path| maker(path) == Some(pid)).collect();
-    // Those that serve a device are needed until nothing uses it. What one that ends has started comes to this process.
+    // Those that serve a device are needed until nothing uses it. What one that ends has started
+    // comes to this process.
     let begun = Instant::now();
     while begun.elapsed() < PATIENCE {
         let others: Vec<Pid> = children().into_iter().filter(|child| !names(*child, &left)).collect();
@@ -152,7 +157,7 @@ fn undo(pid: u32, elsewhere: Option<&Path>) -> Result<(), Failure> {
     Ok(())
 }
 
-/// What has a name of ours and is this user's, where such things are made.
+/// Files and directories with a name of ours that are this user's.
 fn entries(elsewhere: Option<&Path>) -> Vec<PathBuf> {
     let mut places = vec![std::env::temp_dir(), PathBuf::from("/var/tmp")];
     places.extend(elsewhere.map(Path::to_owned));
@@ -230,7 +235,8 @@ fn is_gone(process: Pid) -> bool {
     }
 }
 
-/// Whether a process is on its way out, which takes as long as it has memory to give back; its environment goes first.
+/// Whether a process is on its way out, which takes as long as it has memory to give back; its
+/// environment goes first.
 fn is_exiting(process: Pid) -> bool {
     // include/linux/sched.h
     const PF_EXITING: u32 = 4;
@@ -240,7 +246,7 @@ fn is_exiting(process: Pid) -> bool {
     flags.is_some_and(|flags| flags & PF_EXITING != 0)
 }
 
-/// Where something is mounted.
+/// All mount points.
 fn mounts() -> Vec<PathBuf> {
     let table = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
     // No name of ours has a blank, which would be written otherwise.

@@ -1,4 +1,5 @@
-//! A bug that is found on an I/O thread ends its process, which can be replaced: what lives also serves.
+//! A bug that is found on an I/O thread ends its process, which can be replaced: what lives also
+//! serves.
 
 mod common;
 
@@ -16,7 +17,8 @@ const PAGE: usize = 4096;
 /// Its third operation panics, on the thread that has the request.
 const STORE: &str = "sim:size=8MiB,panic_after=2";
 
-/// A daemon over such a store. An allocation on an I/O thread must not end it before the panic does.
+/// A daemon over such a store. An allocation on an I/O thread must not end it before the panic
+/// does.
 fn start(name: &str, flags: &[&str], way_in: impl FnOnce(&mut Command, &Path)) -> Daemon {
     let flags = [&["--store", STORE], flags].concat();
     Daemon::spawn(&format!("bug-{name}"), &flags, |command, directory| {
@@ -83,7 +85,8 @@ fn a_daemon_whose_fuse_thread_panics_ends_and_does_not_leave_a_request_waiting()
     assert_eq!(end(&mut scene), Some(libc::SIGABRT), "{}", log(&scene));
 }
 
-/// The pages of this kind of store end with the daemon; those of all others are in `tests/keeper`, where daemons are killed by SIGABRT.
+/// The pages of this kind of store end with the daemon; those of all others are in `tests/keeper`,
+/// where daemons are killed by SIGABRT.
 #[test]
 fn a_keeper_replaces_a_daemon_whose_thread_panics() {
     let mut scene = start("keeper", &["--keeper"], Daemon::with_nbd);

@@ -1,4 +1,5 @@
-//! What a command changes on a machine it undoes when it is interrupted; or the next one does, if it was killed.
+//! A command undoes all that it changed on a machine when it is interrupted; or the next one does,
+//! if it was killed.
 //!
 //! `WEIR_SCALE=full` interrupts twenty times.
 
@@ -23,8 +24,8 @@ fn alone() -> MutexGuard<'static, ()> {
     MACHINE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What of the machine a benchmark of swap changes: swaps, loop devices, control groups, its directories, the kernel's setting, and
-/// processes, so far as they are a benchmark's.
+/// As much of the machine as a benchmark of swap changes: swaps, loop devices, control groups, its
+/// directories, the kernel's setting, and processes, so far as they are a benchmark's.
 fn machine() -> Vec<String> {
     let mut found = Vec::new();
     let names = |directory: &str, what: &str| -> Vec<String> {

@@ -371,7 +371,7 @@ fn survive(scene: &Daemon, store: &str) {
     assert_eq!(scene.cores(), Vec::<PathBuf>::new(), "pages lie on a disk");
 }
 
-/// Where the kernel writes cores, until this is dropped.
+/// The place to which the kernel writes cores, until this is dropped.
 struct CorePattern(String);
 
 impl CorePattern {
@@ -550,7 +550,7 @@ fn the_pages_of_a_daemon_that_was_never_ready_are_kept_though_the_next_ones_cann
         kill_process(first, Signal::STOP).unwrap();
         let control = scene.control();
         if !control.exists() {
-            // What is no socket is not removed: the next daemons end with exit code 1.
+            // A file that is no socket is not removed: the next daemons end with exit code 1.
             fs::write(&control, b"").unwrap();
             kill_process(first, Signal::KILL).unwrap();
             break scene;

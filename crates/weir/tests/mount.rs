@@ -164,7 +164,7 @@ fn no_signal_ends_a_disk_that_is_in_use() {
     fs::remove_file(&said).unwrap();
 }
 
-/// What is missing is missing whatever the store holds, and taking its memory takes seconds.
+/// A missing directory is missing whatever the store holds, and taking its memory takes seconds.
 #[test]
 fn a_place_that_cannot_be_is_refused_before_any_memory_is_taken() {
     for directory in ["/nonexistent/directory", "/etc/passwd"] {

@@ -1,4 +1,4 @@
-//! What a terminal, a session or init sends: it ends no daemon, and no keeper, whose device is in use.
+//! Signals of a terminal, a session or init end no daemon, and no keeper, whose device is in use.
 
 mod common;
 
@@ -42,10 +42,10 @@ enum Carries {
     Swap,
 }
 
-/// What uses a loop device over the daemon's file.
+/// A user of a loop device over the daemon's file.
 struct User {
     device: Option<LoopDevice>,
-    /// Where the file system is, if it is one.
+    /// The mount point, if it is a file system.
     mounted: Option<PathBuf>,
 }
 
@@ -111,7 +111,7 @@ fn disk(scene: &Daemon) -> PathBuf {
     scene.directory.join("disk")
 }
 
-/// What `weir serve` is told, as words.
+/// The words of `weir serve`.
 fn serve(directory: &Path, carries: Carries, has_keeper: bool) -> Vec<String> {
     let at = |name: &str| directory.join(name).display().to_string();
     let mut words = vec!["serve".to_owned(), "--control".into(), at("control"), "--fuse".into(), at("disk")];
@@ -196,7 +196,7 @@ fn no_signal_ends_what_carries_swap() {
     }
 }
 
-/// Which is what whoever tells a daemon that hangs to stop, and then kills it, does to its pages.
+/// A person who tells a daemon that hangs to stop, and then kills it, must not lose its pages.
 #[test]
 fn a_daemon_that_hangs_and_is_killed_after_its_keeper_was_told_to_end_is_replaced() {
     if !is_possible("a_daemon_that_hangs_and_is_killed_after_its_keeper_was_told_to_end_is_replaced") {

@@ -67,12 +67,12 @@ impl Kind {
     }
 }
 
-/// Where the run of a process has its sockets and files, and notes of what it changes.
+/// The directory of a process's run: its sockets and files, and notes of what it changes.
 pub(super) fn scratch_path(pid: u32) -> PathBuf {
     PathBuf::from(format!("/var/tmp/weir-bench-swap-{pid}"))
 }
 
-/// What the kernel calls the memory under its loop device.
+/// The kernel's name for the memory under its loop device.
 pub(super) fn memory_name(pid: u32) -> String {
     format!("memfd:weir-bench-swap-{pid}")
 }

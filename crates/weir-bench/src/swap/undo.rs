@@ -7,11 +7,12 @@ use std::process::Command;
 use std::{fs, io};
 use weir_export::loop_device::LoopDevice;
 
-/// Turns off the swap of run `pid`, which is dead, takes its devices away and puts the kernel's setting back. What serves those devices
-/// must live until this returns. `scratch` is the directory of that run; of any other nothing is undone.
+/// Turns off the swap of run `pid`, which is dead, takes its devices away and puts the kernel's
+/// setting back. What serves those devices must live until this returns. `scratch` is the directory
+/// of that run; of any other nothing is undone.
 ///
 /// # Errors
-/// What is still there; to be tried again.
+/// The first thing that stays, to be tried again.
 pub fn undo(scratch: &Path, pid: u32) -> io::Result<()> {
     if scratch.file_name() != super::devices::scratch_path(pid).file_name() {
         return Ok(());

@@ -133,7 +133,7 @@ impl Daemon {
         fs::create_dir_all(&directory).unwrap();
         let mut command = Command::new(WEIR);
         command.arg("serve").arg("--control").arg(directory.join("control")).args(flags);
-        // Where its core would be.
+        // Its core would be there.
         command.env("WEIR_SEAL", "abort").current_dir(&directory);
         more(&mut command, &directory);
         let process = command.spawn().unwrap();
