@@ -48,7 +48,8 @@ impl Memory {
         Self::shared_watched(name, bytes, &mut unwatched)
     }
 
-    /// As [`Memory::shared`], for so much of it that somebody wants to know how far it is, or to end it.
+    /// As [`Memory::shared`], for so much of it that somebody wants to know how far it is, or to
+    /// end it.
     ///
     /// # Errors
     /// As [`Memory::shared`]; and what `watch` says, when it has gone back.
@@ -62,8 +63,9 @@ impl Memory {
         Ok(memory)
     }
 
-    /// Maps the whole of a memfd that another process made with [`Memory::shared`]. Only the pages that it has are populated:
-    /// a hole is memory that was given back, and stays so until [`Memory::take`].
+    /// Maps the whole of a memfd that another process made with [`Memory::shared`]. Only the pages
+    /// that it has are populated: a hole is memory that was given back, and stays so until
+    /// [`Memory::take`].
     ///
     /// # Errors
     /// `EINVAL` for a descriptor that is empty or could still shrink under the mapping (which would turn
@@ -85,11 +87,14 @@ impl Memory {
         SUCCEEDS.store(true, Ordering::Relaxed);
     }
 
-    /// Maps address space without a single page of memory, which is pinned as it comes if allowed, and never part of a core file.
+    /// Maps address space without a single page of memory, which is pinned as it comes if allowed,
+    /// and never part of a core file.
     fn map(bytes: usize, fd: Option<OwnedFd>) -> io::Result<Self> {
-        // Without access: where `mlockall` holds for what is mapped later, mapping alone would populate the holes too.
+        // Without access: where `mlockall` holds for what is mapped later, mapping alone would
+        // populate the holes too.
         let (anywhere, none) = (std::ptr::null_mut(), ProtFlags::empty());
-        // SAFETY: a fresh mapping at an address of the kernel's choice disturbs nothing; a seal keeps a descriptor's from shrinking.
+        // SAFETY: a fresh mapping at an address of the kernel's choice disturbs nothing; a seal
+        // keeps a descriptor's from shrinking.
         let start = unsafe {
             match &fd {
                 Some(fd) => rustix::mm::mmap(anywhere, bytes, none, MapFlags::SHARED, fd, 0)?,
@@ -115,8 +120,8 @@ impl Memory {
         Ok(memory)
     }
 
-    /// Takes the pages of a range, so that none is taken later on an I/O path: piece by piece, by several threads where there is
-    /// much to do. What they hold already stays.
+    /// Takes the pages of a range, so that none is taken later on an I/O path: piece by piece, by
+    /// several threads where there is much to do. What they hold already stays.
     ///
     /// # Errors
     /// What `madvise` says, `ENOMEM` above all, and what `watch` says. A part may be taken then.
@@ -128,8 +133,8 @@ impl Memory {
         in_pieces(bytes, &populate, watch)
     }
 
-    /// Maps those pages of a range that another process has taken, so that they are pinned here too and none is faulted in later
-    /// on an I/O path.
+    /// Maps those pages of a range that another process has taken, so that they are pinned here too
+    /// and none is faulted in later on an I/O path.
     ///
     /// # Errors
     /// What `lseek` or `madvise` say.
@@ -148,15 +153,16 @@ impl Memory {
                 break;
             }
             let hole = (rustix::fs::seek(fd, SeekFrom::Hole(data as u64))? as usize).min(end);
-            // A reader's fault maps those around it too, a writer's one page only: half the time, of which a kernel may be
-            // waiting for every millisecond.
+            // A reader's fault maps those around it too, a writer's one page only: half the time,
+            // of which a kernel may be waiting for every millisecond.
             self.advise(data, hole - data, Advice::LinuxPopulateRead)?;
             at = hole;
         }
         Ok(())
     }
 
-    /// MADV_POPULATE_WRITE and _READ (5.14) report ENOMEM as an error, where touching would be SIGBUS.
+    /// MADV_POPULATE_WRITE and _READ (5.14) report ENOMEM as an error, where touching would be
+    /// SIGBUS.
     fn advise(&self, offset: usize, bytes: usize, advice: Advice) -> io::Result<()> {
         assert!(offset.checked_add(bytes).is_some_and(|end| end <= self.bytes), "outside of the memory");
         // SAFETY: the range lies inside the mapping; populating changes no content.
@@ -232,14 +238,16 @@ impl fmt::Debug for Memory {
     }
 }
 
-/// Bytes of this process's [`Memory`] that could not be pinned in RAM: the kernel may write them to the machine's swap.
+/// Bytes of this process's [`Memory`] that could not be pinned in RAM: the kernel may write them to
+/// the machine's swap.
 pub fn unlocked() -> u64 {
     UNLOCKED.load(Ordering::Relaxed)
 }
 
 static UNLOCKED: AtomicU64 = AtomicU64::new(0);
 
-/// Hears how far something that takes long has come: bytes done, and bytes in all. An error ends it.
+/// Hears how far something that takes long has come: bytes done, and bytes in all. An error ends
+/// it.
 pub type Watch<'a> = &'a mut dyn FnMut(u64, u64) -> io::Result<()>;
 
 /// A [`Watch`] that hears nothing and lets everything go on.
@@ -250,14 +258,17 @@ pub fn unwatched(_: u64, _: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// Bytes that one thread takes at a time: a few hundredths of a second, after which it can be ended.
+/// Bytes that one thread takes at a time: a few hundredths of a second, after which it can be
+/// ended.
 const PIECE: usize = 64 << 20;
-/// Threads that take memory at a time. Zeroing it is bound by the memory's own speed, which some processors use up.
+/// Threads that take memory at a time. Zeroing it is bound by the memory's own speed, which some
+/// processors use up.
 const CREW_MOST: usize = 16;
 /// Enough for a system call; it may be locked and populated whole.
 const CREW_STACK: usize = 64 << 10;
 
-/// Does `bytes` bytes of work in pieces, on all processors. The calling thread does its share, and speaks to `watch`.
+/// Does `bytes` bytes of work in pieces, on all processors. The calling thread does its share, and
+/// speaks to `watch`.
 fn in_pieces(
     bytes: usize,
     work: &(dyn Fn(usize, usize) -> io::Result<()> + Sync),

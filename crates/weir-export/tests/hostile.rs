@@ -213,14 +213,15 @@ fn ten_thousand_idle_connections_take_no_memory_and_cost_the_others_nothing() {
     served.shutdown();
 }
 
-/// Nanoseconds of processor that the server's threads used: how long it took says what else the machine does, not this.
+/// Nanoseconds of processor that the server's threads used: how long it took says what else the
+/// machine does, not this.
 #[derive(Clone, Copy, Debug)]
 struct Work {
     serving: u64,
     accepting: u64,
 }
 
-/// What single-page reads cost the server, `count` of them.
+/// Measures what single-page reads cost the server, `count` of them.
 fn work_for(client: &mut Client, count: u64) -> Work {
     let before = work();
     for at in 0..count {
@@ -230,7 +231,7 @@ fn work_for(client: &mut Client, count: u64) -> Work {
     Work { serving: after.serving - before.serving, accepting: after.accepting - before.accepting }
 }
 
-/// What the threads have used so far.
+/// Sums what the threads have used so far.
 fn work() -> Work {
     let mut work = Work { serving: 0, accepting: 0 };
     for thread in std::fs::read_dir("/proc/self/task").unwrap() {

@@ -166,7 +166,8 @@ impl Host {
         let taken = self.shared.memory.take(offset as usize, bytes as usize, &mut unwatched);
         taken.map_err(|error| Fault::Io(error.raw_os_error().unwrap_or(libc::ENOMEM)))?;
         if let Some(keep) = self.shared.keep.get() {
-            // Else they are mapped by nobody when this process dies, and swapped out first. A keeper that is gone holds nothing.
+            // Else they are mapped by nobody when this process dies, and swapped out first. A
+            // keeper that is gone holds nothing.
             let _ = keep.took(KEEPSAKE, offset, bytes);
         }
         self.shared.released[chunk as usize].store(false, Ordering::SeqCst);

@@ -159,13 +159,13 @@ pub trait Store: Send + Sync + fmt::Debug {
     }
 }
 
-/// What is done about the room of a file before it takes pages.
+/// How the room of a file is made ready before it takes pages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Room {
     /// Its blocks are set aside, so that the device never meets a full disk.
     Reserved,
-    /// They are written too: else the first write of each is a transaction of its file system, which takes memory. A kernel that
-    /// swaps needs it so.
+    /// They are written too: else the first write of each is a transaction of its file system,
+    /// which takes memory. A kernel that swaps needs it so.
     Written,
 }
 
@@ -215,7 +215,8 @@ pub trait Keep: Send + Sync + fmt::Debug {
     /// When it cannot, or is gone.
     fn hold(&self, name: &str, fd: BorrowedFd<'_>, is_memory: bool) -> io::Result<()>;
 
-    /// Hears that memory held under that name has pages again in a range where it had none, so that they are locked there too.
+    /// Hears that memory held under that name has pages again in a range where it had none, so that
+    /// they are locked there too.
     ///
     /// # Errors
     /// When it is gone.

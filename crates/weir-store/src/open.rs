@@ -20,7 +20,8 @@ pub fn open(url: &StoreUrl) -> Result<Arc<dyn Store>, OpenError> {
     open_watched(url, Room::Reserved, &mut unwatched)
 }
 
-/// As [`open`]. `watch` hears how far it is where much memory is taken or much room is written, and can end it.
+/// As [`open`]. `watch` hears how far it is where much memory is taken or much room is written, and
+/// can end it.
 ///
 /// # Errors
 /// As [`open`]; and what `watch` says, as its [source](OpenError::source).

@@ -80,7 +80,7 @@ fn all_its_room_is_there_before_the_first_page() {
     assert!(store.name().ends_with("store?size=16MiB&chunk=1MiB"), "{}", store.name());
 }
 
-/// What filefrag says of a file; `None`, having said so, where it cannot.
+/// The words of filefrag on a file; `None`, having said so, where it cannot.
 fn extents(test: &str, path: &Path) -> Option<String> {
     let said = Command::new("filefrag").arg("-v").arg(path).output();
     let said = said.ok().filter(|said| said.status.success()).map(|said| said.stdout);

@@ -295,7 +295,8 @@ impl Records {
         (free < safe && free & IN_USE == 0 && count.load(Ordering::Relaxed) & CLOSED == 0).then_some(free)
     }
 
-    /// Claims a slot whose record is still what it was. Its extent may be closed by now: who closed it waits for this lane's pin.
+    /// Claims a slot whose record is still what it was. Its extent may be closed by now: who closed
+    /// it waits for this lane's pin.
     #[inline]
     pub(crate) fn claim_if(&self, slot: Slot, free: u64, page: PageNo) -> bool {
         let claimed = in_use(Occupant { page, checksum: Checksum(0) });

@@ -111,7 +111,8 @@ impl Volume {
                     let found = tiers.get(store).filter(|tier| slot.0 < tier.records.slots());
                     let occupant = found.and_then(|tier| tier.records.occupant(slot));
                     let is_pack = occupant.is_some_and(Occupant::is_pack);
-                    // A slot's record names one page, or is a pack's: so no two pages agree on a slot.
+                    // A slot's record names one page, or is a pack's: so no two pages agree on a
+                    // slot.
                     if found.is_some_and(|tier| tier.records.names(slot, page)) {
                         packs += u64::from(is_pack && !named[store].contains(slot));
                         packed += u64::from(is_pack);

@@ -131,8 +131,8 @@ fn a_page_that_is_looked_at_stays_though_its_chunk_is_given_back_and_it_is_writt
     });
 }
 
-/// A store that looks, whenever its memory has gone or is about to come, at what a daemon would find that followed one which dies
-/// at that moment.
+/// A store that looks, whenever its memory has gone or is about to come, at what a daemon would
+/// find that followed one which dies at that moment.
 #[derive(Debug)]
 struct Followed {
     sim: Sim,
@@ -155,7 +155,8 @@ impl Followed {
         let copy = |fd: std::os::fd::BorrowedFd<'_>| {
             let copy = Memory::shared("weir-test", rustix::fs::fstat(fd).unwrap().st_size as usize).unwrap();
             let original = Memory::adopt(fd.try_clone_to_owned().unwrap()).unwrap();
-            // SAFETY: both are as long, the copy is nobody else's, and the test has no thread that writes the original.
+            // SAFETY: both are as long, the copy is nobody else's, and the test has no thread that
+            // writes the original.
             unsafe { copy.as_ptr().copy_from_nonoverlapping(original.as_ptr(), copy.len()) };
             copy
         };

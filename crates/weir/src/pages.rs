@@ -29,7 +29,7 @@ pub struct Plan<'a> {
     pub depth: usize,
     /// How they are compressed, if they are.
     pub compress: Option<Algorithm>,
-    /// What is done about the room of files before the first page.
+    /// How the room of files is made ready before the first page.
     pub room: Room,
 }
 
@@ -78,7 +78,8 @@ fn take_over(
         Memory::adopt(fd)
             .map_err(|error| Failure::failed(format!("cannot map what the keeper holds: {error}")))
     };
-    // Nobody ends this one: somebody's pages are at stake, and only a daemon that serves can say whether they are in use.
+    // Nobody ends this one: somebody's pages are at stake, and only a daemon that serves can say
+    // whether they are in use.
     let stores = stores(plan, |index, url, _| {
         weir_store::reopen(url, plan.room, &mut |name| held.take(&store_name(index, name)))
     })?;
@@ -162,7 +163,8 @@ fn store_name(store: usize, keepsake: &str) -> String {
     format!("store.{store}.{keepsake}")
 }
 
-/// Opens the stores in order, then the backing. `open` is told each one's place, and what it was asked for as.
+/// Opens the stores in order, then the backing. `open` is told each one's place, and what it was
+/// asked for as.
 fn stores(
     plan: &Plan<'_>,
     mut open: impl FnMut(usize, &StoreUrl, &dyn Display) -> Result<Arc<dyn Store>, OpenError>,

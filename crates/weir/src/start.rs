@@ -1,4 +1,5 @@
-//! How far a start is, and its early end. To take memory, or to write the room of a file, takes up to two seconds a GiB.
+//! How far a start is, and its early end. To take memory, or to write the room of a file, takes up
+//! to two seconds a GiB.
 
 use indicatif::{ProgressBar, ProgressStyle};
 use std::fmt::Display;
@@ -7,14 +8,15 @@ use std::time::{Duration, Instant};
 use weir_core::{ByteSize, unlocked};
 use weir_export::log::{Level, Log};
 
-/// What is over by then needs no bar.
+/// A start that is over by then needs no bar.
 const WORTH: Duration = Duration::from_millis(500);
 /// How often a plain line says how far it is.
 const LINE_EVERY: Duration = Duration::from_secs(5);
-/// What such a line begins with.
+/// How such a line begins.
 pub const LINE: &str = "starting: ";
 
-/// Shows how far a start is: a bar on a terminal, a line now and then elsewhere. Ends it when somebody asks for that.
+/// Shows how far a start is: a bar on a terminal, a line now and then elsewhere. Ends it when
+/// somebody asks for that.
 pub struct Start<'a> {
     log: Option<Log>,
     /// The signal that came, if one did.
@@ -52,7 +54,7 @@ impl<'a> Start<'a> {
     }
 }
 
-/// What is shown of one store.
+/// The bar or the lines of one store.
 struct Shown {
     log: Option<Log>,
     what: String,

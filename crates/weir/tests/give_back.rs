@@ -253,7 +253,8 @@ fn what_was_given_back_stays_given_back_when_the_daemon_is_killed() {
     assert!(!Path::new(&format!("/proc/{second}")).exists(), "the daemon ends with its keeper");
 }
 
-/// What the keeper's mapping of the largest host store says: KiB there, KiB locked, and the blocks that the memory has in all.
+/// Reads of the keeper's mapping of the largest host store: KiB there, KiB locked, and the blocks
+/// that the memory has in all.
 fn kept_pages(keeper: u32) -> (u64, u64, u64) {
     let smaps = fs::read_to_string(format!("/proc/{keeper}/smaps")).unwrap();
     let lines: Vec<&str> = smaps.lines().collect();

@@ -46,7 +46,8 @@ fn stamped(page: u64, generation: u64) -> Vec<u8> {
     bytes
 }
 
-/// The generations that a page may be, as its one writer knows it: one, and those that were sent to daemons which died over them.
+/// The generations that a page may be, as its one writer knows it: one, and those that were sent to
+/// daemons which died over them.
 #[derive(Clone)]
 struct Known(Vec<u64>);
 
@@ -59,7 +60,8 @@ impl Known {
         self.0 = vec![generation];
     }
 
-    /// Whether it may be what was read. It is that from then on: what a dead daemon had begun takes effect before its end, or never.
+    /// Whether it may be what was read. It is that from then on: what a dead daemon had begun takes
+    /// effect before its end, or never.
     fn allows(&mut self, page: u64, bytes: &[u8]) -> bool {
         let is = |generation: u64| match generation {
             0 => bytes.iter().all(|byte| *byte == 0),
@@ -361,7 +363,8 @@ fn survive(scene: &Daemon, store: &str) {
     });
     println!("{} operations, 0 mismatches; seed {seed}", done.load(Ordering::Relaxed));
     println!("figure: {store} mismatches 0 lower 0");
-    // A restart takes a fifth of a second, and longer where the machine has other work, as the first start has shown.
+    // A restart takes a fifth of a second, and longer where the machine has other work, as the
+    // first start has shown.
     for (tenths, seconds) in [(5, 5), (9, 15)] {
         let (most, limit) = (stalls.most_of(tenths), Duration::from_secs(seconds) + 4 * start);
         let said = format!("the first daemon took {start:?} to start, {tenths} tenths of the next {most:?}");

@@ -1,4 +1,5 @@
-//! What the memory of `weir serve` is like: how its taking is watched and ended, locked or said not to be, and in no core file.
+//! The memory of `weir serve`: how its taking is watched and ended, locked or said not to be, and
+//! in no core file.
 
 mod common;
 
@@ -11,9 +12,10 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-/// The mappings of a process that may hold what clients wrote: written by it, of more than a MiB, and not of a program's file.
-/// Each with whether core files leave it out. Its heap and stack, where single pages lie for moments, no advice can leave out for
-/// good: a process without core files must.
+/// The mappings of a process that may hold what clients wrote: written by it, of more than a MiB,
+/// and not of a program's file. Each with whether core files leave it out. Its heap and stack,
+/// where single pages lie for moments, no advice can leave out for good: a process without core
+/// files must.
 fn mappings(pid: u32) -> Vec<(String, bool)> {
     let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
     let is_header =
@@ -111,7 +113,8 @@ fn what_is_not_locked_is_said_once_at_the_start_with_the_next_step() {
     fs::remove_dir_all(&directory).unwrap();
 }
 
-/// Whether a process is a daemon that has said what it does on SIGTERM and, as no keeper does, on SIGUSR1.
+/// Whether a process is a daemon that has said what it does on SIGTERM and, as no keeper does, on
+/// SIGUSR1.
 fn catches_signals(pid: u32) -> bool {
     const BOTH: u64 = 1 << 14 | 1 << 9;
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();

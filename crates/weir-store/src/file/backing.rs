@@ -191,7 +191,8 @@ impl Backing {
         Ok(self)
     }
 
-    /// Takes a file from all others: pages may lie in it as they are. A device is the system's, which lets its group read it.
+    /// Takes a file from all others: pages may lie in it as they are. A device is the system's,
+    /// which lets its group read it.
     fn make_private(&self, name: &str, path: &Path) -> Result<(), OpenError> {
         let failed = |errno| {
             let what = format!("others may read {0}; chmod 600 {0}, or choose another file", path.display());
@@ -358,9 +359,11 @@ impl Backing {
         Ok(length as u64)
     }
 
-    /// Writes what its file system has only set aside, which reads as a hole. What lies there is nobody's.
+    /// Writes what its file system has only set aside, which reads as a hole. What lies there is
+    /// nobody's.
     ///
-    /// A write into such an extent splits it and ends in a transaction: memory and a journal, on the way out of memory.
+    /// A write into such an extent splits it and ends in a transaction: memory and a journal, on
+    /// the way out of memory.
     fn write_out(&self, offset: u64, bytes: u64, watch: Watch<'_>) -> std::io::Result<()> {
         if self.is_device {
             return Ok(());
@@ -385,7 +388,7 @@ impl Backing {
                 watch(at - offset, bytes)?;
             }
         }
-        // Where it goes through the page cache, blocks are written only now.
+        // Through the page cache, blocks are written only now.
         self.file.sync_data()
     }
 
@@ -425,8 +428,8 @@ fn zeros() -> Vec<Page> {
     vec![Page::zeroed(); (4 << 20) / PAGE_SIZE]
 }
 
-/// Whether only devices have names there: in /dev, where no other file system is mounted. A file would be made of memory, and
-/// stay.
+/// Whether only devices have names there: in /dev, where no other file system is mounted. A file
+/// would be made of memory, and stay.
 fn is_for_devices(path: &Path) -> bool {
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let directory = parent.canonicalize().unwrap_or_else(|_| parent.to_owned());

@@ -126,8 +126,8 @@ impl Link {
         self.ask(&format!("hold {} {name}", kind.word()), Some(fd), "held", name)
     }
 
-    /// Says that a memfd that is kept has pages where it had none, to be locked there too. What is said is done also when this
-    /// process dies over it, so nobody waits for an answer.
+    /// Says that a memfd that is kept has pages where it had none, to be locked there too. What is
+    /// said is done also when this process dies over it, so nobody waits for an answer.
     pub fn took(&self, name: &str, offset: u64, bytes: u64) -> io::Result<()> {
         send(&self.0.socket, &format!("took {name} {offset} {bytes}"), None)
     }

@@ -26,8 +26,9 @@ use weir_export::fuse;
 /// The unit that the package installs; its configuration is the file that [`Service`] writes.
 pub const UNIT: &str = "weir.service";
 
-/// How long a daemon may take to serve: a large card's memory is taken and cleared, and a backing file is written, a TiB at
-/// 300 MB/s. It says how far it is, and whoever does not want to wait interrupts it.
+/// How long a daemon may take to serve: a large card's memory is taken and cleared, and a backing
+/// file is written, a TiB at 300 MB/s. It says how far it is, and whoever does not want to wait
+/// interrupts it.
 const START: Duration = Duration::from_secs(3600);
 /// How long it may take to end.
 const END: Duration = Duration::from_secs(30);
