@@ -217,6 +217,28 @@ fn rewrite(client: &mut Client, number: u64, from: usize, part: usize) -> Vec<u8
 }
 
 #[test]
+fn a_payload_in_parts_waits_for_no_store_that_has_answered() {
+    let served = served("prompt-carried", &Config { carriers: 1, ..few() });
+    let (content, mut client) = (filled(&served), seat(&served));
+    let begun = Instant::now();
+    // Two thousand parts: a nap for each of them, as a store that says nothing is looked at, would take minutes.
+    let mut rounds = 0;
+    while served.server().stats().carried < 2000 {
+        for half in content.chunks_exact(content.len() / 2).enumerate() {
+            client.queue(Operation::write((half.0 * half.1.len()) as u64, half.1));
+        }
+        client.send().unwrap();
+        while client.in_flight() > 0 {
+            assert_eq!(client.receive().unwrap().result, Ok(()));
+        }
+        rounds += 1;
+        assert!(begun.elapsed() < 3 * PATIENCE, "{rounds} rounds, {:?}", served.server().stats());
+    }
+    assert!(client.read(0, content.len() as u32).unwrap() == content);
+    served.shutdown();
+}
+
+#[test]
 fn a_client_that_stops_within_a_payload_holds_up_nobody_and_its_end_is_noticed() {
     let served = served("stopped-carried", &Config { carriers: 1, ..few() });
     let content = filled(&served);
