@@ -105,7 +105,7 @@ fn numbers(root: &Path, device: &str) -> Vec<String> {
     let name = device.strip_prefix("/dev/").unwrap_or(device);
     let block = root.join("sys/block").join(name);
     let parts = fs::read_dir(&block).into_iter().flatten().flatten().map(|entry| entry.path());
-    let files = std::iter::once(block.clone()).chain(parts).map(|path| path.join("dev"));
+    let files = std::iter::once(block).chain(parts).map(|path| path.join("dev"));
     files.filter_map(|file| Some(fs::read_to_string(file).ok()?.trim().to_owned())).collect()
 }
 

@@ -274,11 +274,11 @@ mod tests {
         let pid = Pid::from_child(&sleeper);
         // It runs this program until it runs its own.
         let begun = Instant::now();
-        while !names(pid, &[directory.clone()]) && begun.elapsed() < PATIENCE {
+        while !names(pid, std::slice::from_ref(&directory)) && begun.elapsed() < PATIENCE {
             thread::sleep(Duration::from_millis(1));
         }
-        let found =
-            [&directory, &directory.with_file_name("weir-bench-guard-1")].map(|it| names(pid, &[it.clone()]));
+        let found = [&directory, &directory.with_file_name("weir-bench-guard-1")]
+            .map(|it| names(pid, std::slice::from_ref(it)));
         sleeper.kill().unwrap();
         sleeper.wait().unwrap();
         assert_eq!(found, [true, false]);
