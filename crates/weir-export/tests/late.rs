@@ -138,7 +138,8 @@ fn a_write_of_a_connection_that_has_ended_is_never_published() {
         first.queue(Operation::write(offset + from as u64, &old[from..from + length]));
         first.send().unwrap();
         gate.wait();
-        // The client gives it up, as the kernel's does after its I/O timeout, and writes the same, then something newer.
+        // The client gives it up, as the kernel's does after its I/O timeout, and writes the same,
+        // then something newer.
         drop(first);
         let new = page(2).repeat(3);
         second.write(offset, &page(3).repeat(3)).unwrap();

@@ -1,12 +1,15 @@
 //! Slots that nobody may use yet, because a write of a daemon that has died may still land in them.
 //!
-//! Such a write went to a slot that was claimed and not yet published: its record is in use and the map does not name it. To
-//! use the slot at once would be to let the device choose which of two writes comes last. Slots that the map names,
-//! and free ones, are in no danger: a write is published, and its slot freed again, only after it has ended.
+//! Such a write went to a slot that was claimed and not yet published: its record is in use and the
+//! map does not name it. To use the slot at once would be to let the device choose which of two
+//! writes comes last. Slots that the map names, and free ones, are in no danger: a write is
+//! published, and its slot freed again, only after it has ended.
 //!
-//! Quarantined slots look used until their store says that the dead daemon's I/O is over. Of one daemon there are at most as many as
-//! operations that can be under way, which is part of what [`Config::slack`](crate::Config::slack) sets aside. Where daemon after
-//! daemon dies over a disk that hangs, each has less under way there: what is in quarantine and what it adds stay within that part.
+//! Quarantined slots look used until their store says that the dead daemon's I/O is over. Of one
+//! daemon there are at most as many as operations that can be under way, which is part of what
+//! [`Config::slack`](crate::Config::slack) sets aside. Where daemon after daemon dies over a disk
+//! that hangs, each has less under way there: what is in quarantine and what it adds stay within
+//! that part.
 
 use crate::lane::HINTS;
 use crate::{Tier, Volume};
@@ -36,7 +39,8 @@ impl Tier {
         self.quarantine.count.load(Ordering::Relaxed) > 0
     }
 
-    /// Frees the slots in quarantine, if their time is over. Waits for nobody: one caller is enough.
+    /// Frees the slots in quarantine, if their time is over. Waits for nobody: one caller is
+    /// enough.
     fn end_quarantine(&self) {
         if !self.is_quarantined() || !self.store.is_quiet() {
             return;
@@ -50,13 +54,15 @@ impl Tier {
 }
 
 impl Volume {
-    /// Frees what a daemon before had under way when it died, where that can no longer change anything.
+    /// Frees what a daemon before had under way when it died, where that can no longer change
+    /// anything.
     pub(crate) fn end_quarantines(&self) {
         self.tiers.iter().for_each(Tier::end_quarantine);
     }
 
-    /// How many writes a lane may have under way at stores with slots in quarantine. Should this daemon die too, they are added to
-    /// those. One at least, so that pages go out while the disk does something, until half of what lanes need besides is used up.
+    /// How many writes a lane may have under way at stores with slots in quarantine. Should this
+    /// daemon die too, they are added to those. One at least, so that pages go out while the disk
+    /// does something, until half of what lanes need besides is used up.
     #[cold]
     pub(crate) fn share_in_quarantine(&self) -> u32 {
         let held: u32 = self.tiers.iter().map(|tier| tier.quarantine.count.load(Ordering::Relaxed)).sum();

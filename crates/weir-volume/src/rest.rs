@@ -1,7 +1,8 @@
 //! Rests of a thread that waits for another.
 //!
-//! What it waits for may take a microsecond, so it looks again at once; or the thread that must bring it may wait for this very
-//! processor. `sched_yield` does not help there: a real-time thread that yields comes before every ordinary one.
+//! The other may take a microsecond, so it looks again at once; or the thread that must
+//! bring it may wait for this very processor. `sched_yield` does not help there: a real-time thread
+//! that yields comes before every ordinary one.
 
 use std::time::Duration;
 

@@ -1,4 +1,5 @@
-//! Writes that come late: those of a client that has gone take no effect, and those that a store does not answer keep their slot.
+//! Writes that come late: those of a client that has gone take no effect, and those that a store
+//! does not answer keep their slot.
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -246,7 +247,8 @@ fn daemons_that_die_one_after_the_other_over_a_disk_that_hangs_leave_the_next_sl
         drop(lanes);
         volume = die_at_work(&volume, &sim, round);
     }
-    // The disk comes back, with every write that they left, and what they wrote is where nobody looks.
+    // The disk comes back, with every write that they left, and what they wrote is where nobody
+    // looks.
     while sim.orphans() > 0 {
         sim.land(0);
     }

@@ -1,7 +1,9 @@
-//! A disk that stalls, a daemon that is stopped or killed, and clients that do as the kernel's does: after a timeout they shut the
-//! connection, send what was on it again by another, and go on writing. No page ever goes back to an older one.
+//! A disk that stalls, a daemon that is stopped or killed, and clients that do as the kernel's
+//! does: after a timeout they shut the connection, send what was on it again by another, and go on
+//! writing. No page ever goes back to an older one.
 //!
-//! `tests/torture stalls` is the full scale, an hour; `WEIR_SECONDS` and `WEIR_SEED` choose by hand.
+//! `tests/torture stalls` is the full scale, an hour; `WEIR_SECONDS` and `WEIR_SEED` choose by
+//! hand.
 
 mod common;
 
@@ -19,16 +21,18 @@ use weir_export::nbd::client::{Client, ClientError, Operation, Reply, Wish};
 use weir_export::nbd::wire::Errno;
 
 const PAGE: usize = 4096;
-/// Pages of each client; half of them lie on the disk. Where that stalls there is room in memory now and then, so that what was given
-/// up on one connection is done on the other while the disk still has it.
+/// Pages of each client; half of them lie on the disk. Where that stalls there is room in memory
+/// now and then, so that what was given up on one connection is done on the other while the disk
+/// still has it.
 const PAGES: u64 = 1200;
-/// How long each client waits for an answer. The kernel waits for 5 s, as `weir attach` says; two of these are less patient than a
-/// store is with its disk.
+/// How long each client waits for an answer. The kernel waits for 5 s, as `weir attach` says; two
+/// of these are less patient than a store is with its disk.
 const TIMEOUTS: [Duration; 6] = {
     let (short, medium, long) = (Duration::from_secs(1), Duration::from_millis(1500), Duration::from_secs(5));
     [short, medium, long, short, medium, long]
 };
-/// After a stall, until what it held up is over: two timeouts of a store, and what a busy machine adds.
+/// After a stall, until what it held up is over: two timeouts of a store, and what a busy machine
+/// adds.
 const AFTERMATH: Duration = Duration::from_secs(10);
 
 /// SplitMix64.
@@ -48,7 +52,7 @@ impl Random {
     }
 }
 
-/// What a page holds as of a generation: every fourth is a discard.
+/// Whether a generation of a page is zeros: every fourth is a discard.
 fn is_discard(generation: u64) -> bool {
     generation.is_multiple_of(4)
 }
@@ -81,7 +85,7 @@ impl Known {
     }
 }
 
-/// What goes on, and when.
+/// The events of a run, with their times.
 #[derive(Default)]
 struct Events {
     is_over: AtomicBool,
@@ -126,7 +130,8 @@ impl Kernel<'_> {
         Client::over(Box::new(stream), &Wish { structured: false, allocation: false, ..Wish::default() })
     }
 
-    /// Sends what is left, and takes out what is answered. False: there was no answer in time, and the connection is given up.
+    /// Sends what is left, and takes out what is answered. False: there was no answer in time, and
+    /// the connection is given up.
     fn perform(&mut self, left: &mut Vec<Request>, mut answer: impl FnMut(Request, &Reply, Instant)) -> bool {
         self.at = 1 - self.at;
         let begun = Instant::now();
@@ -209,7 +214,8 @@ fn work(number: u64, seed: u64, socket: PathBuf, events: &Events) {
     };
     // All of them are written first, so that the disk has its share.
     let mut next = 0;
-    // Pages that were given up somewhere: what is written to them soon is newer than what the disk may still have.
+    // Pages that were given up somewhere: what is written to them soon is newer than what the disk
+    // may still have.
     let mut given_up = Vec::new();
     while !events.is_over.load(Ordering::Relaxed) {
         let mut batch: Vec<Request> = Vec::new();
@@ -296,7 +302,7 @@ impl Drop for Frozen<'_> {
     }
 }
 
-/// What may happen, and in this order at first.
+/// The troubles, in this order at first.
 #[derive(Clone, Copy, Debug)]
 enum Trouble {
     Stall,
@@ -380,7 +386,7 @@ fn no_page_goes_back_while_a_disk_stalls_for_longer_than_clients_wait() {
                 }
             }
         }
-        // What the last stall held up is over before the pages are read for the last time.
+        // All that the last stall held up is over before the pages are read for the last time.
         if !events.is_over.load(Ordering::Relaxed) {
             thread::sleep(AFTERMATH / 2);
         }

@@ -1,12 +1,14 @@
 //! A lane into a file: an io_uring of its own, with registered memory and files.
 //!
-//! Operations wait in the order in which they were queued. [`Lane::submit`] joins neighbours (the same direction,
-//! the next slot, the next staging page) into runs of up to [`RUN_PAGES`], one I/O each. As soon as so many wait they are
-//! started without it: the disk works while the next ones are encrypted. A run that fails is tried again page by page,
-//! so that each operation gets its own result.
+//! Operations wait in the order in which they were queued. [`Lane::submit`] joins neighbours (the
+//! same direction, the next slot, the next staging page) into runs of up to [`RUN_PAGES`], one I/O
+//! each. As soon as so many wait they are started without it: the disk works while the next ones
+//! are encrypted. A run that fails is tried again page by page, so that each operation gets its own
+//! result.
 //!
-//! A disk may retry, or its file system be frozen, for minutes. Nobody waits for that: an operation that the ring has not reported
-//! within [`LIMIT`] ends with a timeout. The kernel still has its staging page, and a write its slot, until the ring reports it.
+//! A disk may retry, or its file system be frozen, for minutes. Nobody waits for that: an operation
+//! that the ring has not reported within [`LIMIT`] ends with a timeout. The kernel still has its
+//! staging page, and a write its slot, until the ring reports it.
 
 use super::staging::Staging;
 use super::{Place, Shared};
@@ -27,7 +29,8 @@ const DEPTH_MOST: usize = 1 << 15;
 /// How often an I/O that the kernel interrupts is started anew before that counts as a failure.
 const RETRIES: u8 = 16;
 
-/// How long the disk has for an operation, retries included. The next poll may be [`POLL_EVERY`] later.
+/// How long the disk has for an operation, retries included. The next poll may be [`POLL_EVERY`]
+/// later.
 const LIMIT: Duration = ANSWER_WITHIN.saturating_sub(POLL_EVERY);
 
 pub(super) struct FileLane {
@@ -106,7 +109,8 @@ impl FileLane {
             .map_err(|error| OpenError::io(name, "cannot register its files with io_uring", error))?;
         let memory =
             libc::iovec { iov_base: staging.memory().as_ptr().cast(), iov_len: staging.memory().len() };
-        // SAFETY: the memory is a mapping that `staging` owns, and the ring is closed before it (`Drop`).
+        // SAFETY: the memory is a mapping that `staging` owns, and the ring is closed before it
+        // (`Drop`).
         let registered = unsafe { ring.submitter().register_buffers(&[memory]) };
         let is_registered = match registered {
             Ok(()) => true,
@@ -152,7 +156,7 @@ impl FileLane {
         direction: Direction,
     ) -> Result<usize, Progress> {
         let Some(page) = self.staging.take() else {
-            // Where all of them wait for a disk that hangs, no poll brings one back soon.
+            // If all of them wait for a disk that hangs, no poll brings one back soon.
             let hangs = self.in_flight() == 0;
             return Err(if hangs { Progress::Done(Err(Fault::Io(libc::ETIMEDOUT))) } else { Progress::Full });
         };
@@ -161,7 +165,8 @@ impl FileLane {
         Ok(page)
     }
 
-    /// Whether the operation of staging page `page` continues the I/O that ends with page `page - 1`.
+    /// Whether the operation of staging page `page` continues the I/O that ends with page `page -
+    /// 1`.
     fn continues(&self, previous: usize, page: usize) -> bool {
         let (before, after) = (&self.operations[previous], &self.operations[page]);
         page == previous + 1
@@ -194,8 +199,8 @@ impl FileLane {
     }
 
     fn push(&mut self, entry: &squeue::Entry) {
-        // SAFETY: the entry's memory is staging pages that stay taken until its completion; they and the
-        // files outlive the ring (`Drop` waits).
+        // SAFETY: the entry's memory is staging pages that stay taken until its completion; they
+        // and the files outlive the ring (`Drop` waits).
         unsafe { self.ring.submission().push(entry) }.expect("an entry for each staging page");
     }
 
@@ -216,8 +221,8 @@ impl FileLane {
         Some((entry.user_data() as usize, entry.result()))
     }
 
-    /// What is to be done about a run of which the kernel says `result`. `Ok`: its first pages are done, so many;
-    /// the rest goes on if there is one. `Err`: its pages failed.
+    /// Decides what to do about a run of which the kernel says `result`. `Ok`: its first pages are
+    /// done, so many; the rest goes on if there is one. `Err`: its pages failed.
     fn advance(&mut self, first: usize, result: i32) -> Result<usize, Fault> {
         let run = &mut self.runs[first];
         let total = run.pages * PAGE_SIZE;
@@ -261,7 +266,8 @@ impl FileLane {
         self.staging.give(page);
     }
 
-    /// Ends a run that failed: pages transferred before are done, and of several others each is tried alone.
+    /// Ends a run that failed: pages transferred before are done, and of several others each is
+    /// tried alone.
     fn fail(&mut self, first: usize, fault: Fault, done: &mut dyn FnMut(Done<'_>)) {
         let run = self.runs[first];
         let whole = run.done / PAGE_SIZE;
@@ -392,7 +398,8 @@ impl Lane for FileLane {
         self.staging.in_use() - self.late
     }
 
-    /// The ring itself, which is readable while completions wait: no second descriptor to clear after each poll.
+    /// The ring itself, which is readable while completions wait: no second descriptor to clear
+    /// after each poll.
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
         // SAFETY: the ring keeps its descriptor open as long as `self` is borrowed.
         let fd = unsafe { BorrowedFd::borrow_raw(self.ring.as_raw_fd()) };
@@ -401,9 +408,10 @@ impl Lane for FileLane {
 }
 
 impl Drop for FileLane {
-    /// Waits for every I/O that has been started: the kernel may write to the staging memory until then. Where the disk hangs, memory
-    /// and ring stay for as long as the process lives. Otherwise lets go of the files by name: a ring that is only closed does so
-    /// later, and their locks would outlive the store.
+    /// Waits for every I/O that has been started: the kernel may write to the staging memory until
+    /// then. Where the disk hangs, memory and ring stay for as long as the process lives. Otherwise
+    /// lets go of the files by name: a ring that is only closed does so later, and their locks
+    /// would outlive the store.
     fn drop(&mut self) {
         let until = Instant::now() + self.limit;
         let nap = types::Timespec::from(POLL_EVERY);
@@ -455,7 +463,8 @@ mod tests {
         FileLane::open("test", Arc::clone(&store.shared), 512).unwrap()
     }
 
-    /// Queues and submits reads of these slots; says how many I/Os that makes, if no more than [`RUN_PAGES`].
+    /// Queues and submits reads of these slots; says how many I/Os that makes, if no more than
+    /// [`RUN_PAGES`].
     fn ios(lane: &mut FileLane, slots: impl IntoIterator<Item = u32>) -> usize {
         for slot in slots {
             assert_eq!(lane.read(0, Slot(slot), &mut [0; PAGE_SIZE]), Progress::Queued);
@@ -613,7 +622,7 @@ mod tests {
             dropped.send(()).unwrap();
         });
         ended.recv_timeout(Duration::from_secs(60)).expect("nobody waits for a disk that hangs");
-        // What the disk brings later finds the memory where it was.
+        // The bytes that the disk brings later finds the memory where it was.
         (&writing).write_all(&[5; PAGE_SIZE]).unwrap();
         let begun = Instant::now();
         // SAFETY: the lane has left it to the kernel for good.

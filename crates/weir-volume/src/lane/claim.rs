@@ -8,12 +8,14 @@ use std::time::{Duration, Instant};
 use weir_core::{PageNo, Slot};
 use weir_store::{Fault, State};
 
-/// Slots that a lane remembers having freed, to use them again while their memory is still in the cache.
+/// Slots that a lane remembers having freed, to use them again while their memory is still in the
+/// cache.
 pub(crate) const HINTS: usize = 64;
-/// Pages written together that are worth slots side by side: a copy engine moves neighbours at once, and so do long reads.
+/// Pages written together that are worth slots side by side: a copy engine moves neighbours at
+/// once, and so do long reads.
 pub(super) const LONG: usize = 16;
-/// The longest run of slots that a lane plans to use, one that is long enough not to look for a longer one, and the shortest that is
-/// better than any slot.
+/// The longest run of slots that a lane plans to use, one that is long enough not to look for a
+/// longer one, and the shortest that is better than any slot.
 const RUN_MAX: u32 = 256;
 const RUN_FINE: u32 = 64;
 const RUN_LEAST: usize = 8;
@@ -31,24 +33,25 @@ pub(super) struct Hints {
 }
 
 impl Lane {
-    /// A free slot in the first store that takes pages and has one. Where all are taken, waits for those that
-    /// are about to be freed: every lane's pin ends, and the volume promised a slot for each page. Does not wait while it
-    /// holds others up itself.
+    /// A free slot in the first store that takes pages and has one. Where all are taken, waits for
+    /// those that are about to be freed: every lane's pin ends, and the volume promised a slot for
+    /// each page. Does not wait while it holds others up itself.
     pub(super) fn claim(&mut self, page: PageNo) -> Option<(usize, Slot)> {
-        // Who closes a chunk waits for the pins of those that may not have seen it closed. A pack is also sent by a poll, where
-        // nothing has pinned the lane.
+        // A worker that closes a chunk waits for the pins of those that may not have seen it
+        // closed. A pack is also sent by a poll, where nothing has pinned the lane.
         if !self.looking.is_pinned() {
             self.enter();
         }
         if let Some(found) = self.claim_now(page) {
             return Some(found);
         }
-        // What this lane knows of the epochs may be old, or nothing yet.
+        // This lane's knowledge of the epochs may be old, or none yet.
         self.refresh_safe();
         if let Some(found) = self.claim_now(page) {
             return Some(found);
         }
-        // Waiting frees slots, and brings no store back. A page that is to move up waits for nothing: it lies well where it is.
+        // Waiting frees slots, and brings no store back. A page that is to move up waits for
+        // nothing: it lies well where it is.
         let any_left = self.volume.tiers.iter().any(|tier| tier.store.state() != State::Lost);
         if self.holds_slots() || !any_left || self.reach < self.stores.len() {
             return None;
@@ -78,7 +81,8 @@ impl Lane {
         }
     }
 
-    /// Whether this lane has slots that are neither free nor published, and need a poll to become one of them.
+    /// Whether this lane has slots that are neither free nor published, and need a poll to become
+    /// one of them.
     pub(super) fn holds_slots(&self) -> bool {
         self.under_way > 0 || !self.finished.is_empty()
     }
@@ -163,8 +167,9 @@ impl Lane {
         None
     }
 
-    /// Why there is no slot. A volume promises one for each page, so where a store is lost, or a disk hangs and keeps slots, that is
-    /// why. To a worker a disk that hangs is a full one: the page lies well where it is.
+    /// Why there is no slot. A volume promises one for each page, so where a store is lost, or a
+    /// disk hangs and keeps slots, that is why. To a worker a disk that hangs is a full one: the
+    /// page lies well where it is.
     pub(super) fn no_slot(&self) -> Fault {
         let tiers = &self.volume.tiers;
         let is_worker = self.parts.iter().any(|part| part.patch.is_empty());

@@ -1,4 +1,4 @@
-//! What slow stores have finished.
+//! Completions of slow stores.
 
 use super::packing::{Carried, expand_apart};
 use super::{Lane, Work};
@@ -59,8 +59,8 @@ impl Lane {
             self.go_on(op, result, done);
         }
         for _ in 0..stalled {
-            // One after another: what holds slots back may be this lane's own pin, and if each began again while another is under
-            // way, that would stay where it is for ever.
+            // One after another: what holds slots back may be this lane's own pin, and if each
+            // began again while another is under way, that would stay where it is for ever.
             let parts_under_way = self.parts.len() - self.idle_parts.len() - self.stalled.len();
             if parts_under_way > 0 && self.under_way > 0 {
                 break;
@@ -76,8 +76,9 @@ impl Lane {
                 Progress::Full => self.stalled.push(op),
             }
         }
-        // What went on may have queued its second half. Where nothing is under way any more the pin ends here: its owner may have
-        // nothing more to submit, and until then no slot that others retire would be free.
+        // An operation that went on may have queued its second half. Where nothing is under way any
+        // more the pin ends here: its owner may have nothing more to submit, and until then no slot
+        // that others retire would be free.
         if resume {
             self.submit();
         } else {
@@ -85,8 +86,8 @@ impl Lane {
         }
     }
 
-    /// Takes what a store has finished. Reads are handed over on the spot, where their content lies; the rest is noted, for
-    /// the store's lane is lent to its own poll.
+    /// Takes what a store has finished. Reads are handed over on the spot, where their content
+    /// lies; the rest is noted, for the store's lane is lent to its own poll.
     fn poll_store(&mut self, at: usize, done: &mut dyn FnMut(Done<'_>)) {
         let Lane { stores, ops, parts, finished, volume, seat, under_way, looking, packing, rest, .. } = self;
         stores[at].lane.poll(&mut |completion| {

@@ -1,9 +1,11 @@
 //! Whether the client is still there.
 //!
-//! A client that gives a connection up sends again, on another, what was not answered here, and newer writes after that. The kernel's
-//! client does so after its I/O timeout, and shuts the socket down first. From then on no write of this connection may take effect:
-//! neither one that a slow store has held up, nor one that waited in the socket, because this thread had no processor or the
-//! process was stopped. So before anything is written or published the client must have been there a moment ago.
+//! A client that gives a connection up sends again, on another, what was not answered here, and
+//! newer writes after that. The kernel's client does so after its I/O timeout, and shuts the socket
+//! down first. From then on no write of this connection may take effect: neither one that a slow
+//! store has held up, nor one that waited in the socket, because this thread had no processor or
+//! the process was stopped. So before anything is written or published the client must have been
+//! there a moment ago.
 
 use super::super::transmission::{Event, Parser};
 use super::super::wire::{REQUEST_BYTES, command};
@@ -83,7 +85,8 @@ impl Connection<'_> {
         if self.presence.leaves { Ok(()) } else { Err(Ending::Closed) }
     }
 
-    /// What a send came to. A client that has sent its last request need not wait for the answers.
+    /// The outcome of a send. A client that has sent its last request need not wait for the
+    /// answers.
     pub(super) fn unless_leaving(&mut self, sent: rustix::io::Result<()>) -> Result<(), Ending> {
         let Err(errno) = sent else { return Ok(()) };
         let ending = Ending::from(errno);
@@ -93,8 +96,8 @@ impl Connection<'_> {
         if ending == Ending::Closed && self.presence.leaves { Ok(()) } else { Err(ending) }
     }
 
-    /// Whether the last that a client has sent that sends no more is the request to disconnect. One with more in the socket than fits
-    /// here has not waited for its answers, and counts as gone.
+    /// Whether the last that a client has sent that sends no more is the request to disconnect. One
+    /// with more in the socket than fits here has not waited for its answers, and counts as gone.
     fn ends_with_goodbye(&mut self) -> bool {
         let waiting = &mut self.desk.rest[..];
         let Ok((count, _)) =
@@ -115,7 +118,7 @@ impl Connection<'_> {
 fn has_hung_up(socket: BorrowedFd<'_>) -> bool {
     let mut fds = [PollFd::from_borrowed_fd(socket, PollFlags::RDHUP)];
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-    // Where it cannot be told, it is there: the next send says otherwise.
+    // If it cannot be told, it is there: the next send says otherwise.
     rustix::event::poll(&mut fds, Some(&now)).is_ok()
         && fds[0].revents().intersects(PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR)
 }
@@ -149,8 +152,8 @@ mod tests {
         [&request(command::WRITE, page)[..], &payload].concat()
     }
 
-    /// Serves a client that has sent `bytes` and closed its end before anybody looked; each page holds 1 before. How that ended, and
-    /// what the pages hold afterwards.
+    /// Serves a client that has sent `bytes` and closed its end before anybody looked; each page
+    /// holds 1 before. How that ended, and what the pages hold afterwards.
     fn serve_late(bytes: &[u8], closing: bool) -> (Ending, Vec<u8>) {
         let config = Config { pages: 64, lanes: 2, depth: 16 };
         let volume = Volume::create(config, vec![Arc::new(Host::new(config.slots()).unwrap())]).unwrap();
