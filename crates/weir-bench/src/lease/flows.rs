@@ -199,14 +199,13 @@ fn use_pages(mut client: Client, time: Duration) -> u64 {
 struct Connection {
     area: Area,
     server_bell: OwnedFd,
-    client_bell: OwnedFd,
     free: Vec<u32>,
     /// Pages of the design's region before this connection's.
     base: u32,
     taken: u32,
     completed: u32,
-    /// Closes with it; the client would notice.
-    _socket: OwnedFd,
+    /// A byte on it wakes the client; it closes with this, which the client would notice.
+    socket: OwnedFd,
 }
 
 /// A client and the worker's side of it, connected as docs/share.md says.
@@ -234,8 +233,7 @@ fn welcome(listener: &OwnedFd, base: u32) -> io::Result<Connection> {
     let hello = Hello::decode(&bytes[..count]).ok_or(io::ErrorKind::InvalidData)?;
     let layout = Layout::new(hello.frames, hello.entries).ok_or(io::ErrorKind::InvalidData)?;
     let area = Area::create(layout)?;
-    let bell = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
-    let (server_bell, client_bell) = (bell()?, bell()?);
+    let server_bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
     let welcome = Welcome {
         version: VERSION,
         status: 0,
@@ -244,10 +242,10 @@ fn welcome(listener: &OwnedFd, base: u32) -> io::Result<Connection> {
         pages: SOURCE_PAGES as u64,
         windows: 0,
     };
-    let fds = [area.fd().ok_or(io::ErrorKind::Unsupported)?, server_bell.as_fd(), client_bell.as_fd()];
+    let fds = [area.fd().ok_or(io::ErrorKind::Unsupported)?, server_bell.as_fd()];
     weir_share::send(&socket, &welcome.encode(), &fds)?;
     let free = (0..layout.frames()).rev().collect();
-    Ok(Connection { area, server_bell, client_bell, free, base, taken: 0, completed: 0, _socket: socket })
+    Ok(Connection { area, server_bell, free, base, taken: 0, completed: 0, socket })
 }
 
 /// Serves every ring once, and sleeps a moment at most if there was nothing to do.
@@ -324,7 +322,7 @@ impl Connection {
         fence(Ordering::SeqCst);
         if self.area.client_asleep().load(Ordering::Relaxed) != 0 {
             self.area.client_asleep().store(0, Ordering::Relaxed);
-            let _ = rustix::io::write(&self.client_bell, &1u64.to_ne_bytes());
+            weir_share::ring(&self.socket);
         }
         true
     }
