@@ -28,6 +28,7 @@
 #                        root, TORTURE says where the lab's program is (target/release/torture)
 #     queue         10   the work queue, on this machine's processors
 #     striped       0.5  deep and large loads on one GPU and over all (two or more)
+#     driver_load   6    NBD clients that once killed the driver's channel in most runs, by CUDA alone and with the window; fio
 #     batch_sweep   3    how many copies a call to the driver may name: it crashes processes and kills channels, not the machine
 #     driver_faults 3    the driver fails under a daemon, FAULTS (3) times in each of five cases (benchmarks/driver-faults); as root
 #     competing     1.5  a matrix product's speed alone and beside Weir (benchmarks/competing)
@@ -206,6 +207,12 @@ batch_sweep() {
     done
     timeout "${SWEEP_LIMIT:-400}" "$weir" bench store --store "$card" --batch-sweep "${copies[@]}" \
         --sweep-seconds "${SWEEP_SECONDS:-4}" --json "$out/gpu-batch-sweep.json" || failed=1
+}
+
+# Not among the steps that run without being named: 40 runs take 6 minutes.
+driver_load() {
+    command -v fio > /dev/null || { echo "SKIP driver_load: no fio"; return; }
+    benchmarks/driver-load "$weir" --times "${TIMES:-20}" --store "$card?size=8GiB" --json "$out/gpu-driver-load.json" || failed=1
 }
 
 # Not among the steps that run without being named. SHIM names the built shim where there is no C compiler.

@@ -40,7 +40,7 @@ pub struct Touch {
     pub out_mb_per_s: f64,
     /// While all of it was read in order: memory that the program went through.
     pub in_mb_per_s: f64,
-    /// While stretches of [`STRETCH`] pages at random places were read in order: the same.
+    /// While stretches of `STRETCH` pages at random places were read in order: the same.
     pub mixed_mb_per_s: f64,
     /// Pages that were not what had been written.
     pub mismatches: u64,
