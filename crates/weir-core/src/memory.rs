@@ -124,7 +124,7 @@ impl Memory {
     /// several threads where there is much to do. What they hold already stays.
     ///
     /// # Errors
-    /// What `madvise` says, `ENOMEM` above all, and what `watch` says. A part may be taken then.
+    /// Errors of `madvise`, `ENOMEM` above all, and of `watch`. A part may be taken then.
     ///
     /// # Panics
     /// When the range lies outside.
@@ -137,7 +137,7 @@ impl Memory {
     /// and none is faulted in later on an I/O path.
     ///
     /// # Errors
-    /// What `lseek` or `madvise` say.
+    /// Errors of `lseek` or `madvise`.
     ///
     /// # Panics
     /// When the range lies outside.

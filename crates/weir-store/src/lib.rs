@@ -172,13 +172,13 @@ pub enum Room {
 /// Who is told how the opening of a store went on; see [`Store::when_joined`].
 pub type Tell = Arc<dyn Fn(&Joined) + Send + Sync>;
 
-/// Who is told of changes; see [`Store::when_changed`].
+/// The callback for changes; see [`Store::when_changed`].
 pub type TellChange = Arc<dyn Fn(&Condition) + Send + Sync>;
 
 /// How a part of a store is, since when, and why.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Condition {
-    /// What it is: `NVIDIA H200, driver 580.159.04`.
+    /// Its name: `NVIDIA H200, driver 580.159.04`.
     pub part: String,
     /// Whether it can be relied on.
     pub state: State,
@@ -188,7 +188,7 @@ pub struct Condition {
     pub missing: Vec<(&'static str, String)>,
     /// Since when it is so.
     pub since: SystemTime,
-    /// What happened then; `None`: it was opened.
+    /// The reason for the change; `None`: it was opened.
     pub why: Option<String>,
     /// Another process could reach all that is kept of it.
     pub wants_another_process: bool,

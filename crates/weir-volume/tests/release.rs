@@ -151,7 +151,7 @@ impl Followed {
 
     fn follow(&self, chunk: u32) {
         let volume = self.volume.get().and_then(Weak::upgrade).unwrap();
-        // What the keeper holds goes on with the daemon that lives.
+        // The keeper's memory goes on with the daemon that lives.
         let copy = |fd: std::os::fd::BorrowedFd<'_>| {
             let copy = Memory::shared("weir-test", rustix::fs::fstat(fd).unwrap().st_size as usize).unwrap();
             let original = Memory::adopt(fd.try_clone_to_owned().unwrap()).unwrap();

@@ -24,14 +24,14 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// Writes and reads for the time given, then reads every page once more, which no error may prevent for long.
 ///
 /// # Errors
-/// What the device answers other than that it could not, or not in time.
+/// Answers of the device other than that it could not, or not in time.
 pub fn run(work: Work, device: &Path, complain: impl FnMut(&str)) -> io::Result<Tally> {
     let file =
         OpenOptions::new().read(true).write(true).custom_flags(OFlags::DIRECT.bits() as i32).open(device)?;
     Torture::new(work, file, complain).run(work)
 }
 
-/// What may be on one page.
+/// The contents that one page may have.
 #[derive(Clone, Copy, Default)]
 struct May {
     /// Not older than this: acknowledged, or read.

@@ -11,7 +11,7 @@ use super::{BlockError, Case, Plan, Way, fio};
 use crate::report::{Goal, Report, Row};
 use std::path::PathBuf;
 
-/// What to measure besides what a [`Plan`] says.
+/// Settings of the long benchmark besides those of a [`Plan`].
 #[derive(Clone, Debug)]
 pub struct Long {
     /// Weir, device, store, time and runs.
@@ -31,10 +31,10 @@ const fn long(id: &'static str, write: bool, jobs: u32) -> Case {
     Case { id, write, sequential: false, block: 1 << 20, jobs, depth: 8, pause: 0 }
 }
 
-/// Who is asked.
+/// The server that is measured.
 struct Asked {
     name: &'static str,
-    /// What its rows begin with, where it is Weir; else it is a control.
+    /// The start of its rows' ids, for Weir; `None` for a control.
     prefix: Option<&'static str>,
     /// `None`: it is part of this process.
     server: Option<Server>,
@@ -59,7 +59,7 @@ impl Asked {
         format!("{}{}", self.prefix.unwrap_or_default(), self.name)
     }
 
-    /// What came out, or a line that says why nothing did.
+    /// The figures, or a line that says why there are none.
     fn complain<T>(&self, when: &str, result: Result<T, BlockError>) -> Option<T> {
         result.inspect_err(|error| eprintln!("{} fails {when}: {error}; it is left out", self.called())).ok()
     }

@@ -20,10 +20,10 @@ use weir_store::{Done, Lane, Progress, Store, StoreUrl};
 const PART: u32 = 16_384;
 /// Pages that a call moves at most, so that staging memory stays small.
 const CALL_PAGES: u32 = 4096;
-/// What opening and closing the store may take besides.
+/// Time limit for opening and closing the store.
 const OPENING: Duration = Duration::from_secs(20);
 
-/// What the copies of a run are.
+/// Directions of the copies of a run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub enum Ways {
     /// All to the card.
@@ -61,7 +61,7 @@ impl Shape {
     }
 }
 
-/// What to run.
+/// The shapes to run.
 #[derive(Clone, Debug)]
 pub struct Sweep {
     /// This program, for the processes.
@@ -74,7 +74,7 @@ pub struct Sweep {
     pub copies: Vec<u32>,
 }
 
-/// What a process that lived says.
+/// The report of a process that lived.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct Burnt {
     /// Pages moved, each that was read checked.

@@ -69,11 +69,11 @@ struct State {
     parcels: VecDeque<Parcel>,
     /// It has the socket and a parcel.
     sends: bool,
-    /// What is to be received: into which bytes of what.
+    /// The memory to receive into, and which bytes of it.
     wanted: Option<(Loan, Range<usize>)>,
     /// It has the socket, and receives.
     receives: bool,
-    /// What was received, and up to which byte it has been filled.
+    /// The memory that was filled, and up to which byte.
     received: Option<(Loan, usize)>,
     /// The connection sleeps until then.
     awaits_received: bool,
@@ -224,7 +224,7 @@ fn receive(socket: BorrowedFd<'_>, mut loan: Loan, range: Range<usize>) -> (Loan
         match rustix::net::recv(socket, &mut loan[filled..range.end], RecvFlags::empty()) {
             Ok((received @ 1.., _)) => filled += received,
             Err(Errno::INTR) => {}
-            // What ended it, whoever receives next will meet with.
+            // The next receive meets with whatever ended this one.
             Ok((0, _)) | Err(_) => break,
         }
     }
@@ -273,7 +273,7 @@ impl Hired<'_> {
     /// Has a parcel sent, after those that were handed over before; waits for room.
     ///
     /// # Errors
-    /// What a parcel before it met with.
+    /// The error that a parcel before it met with.
     pub fn send(&self, parcel: Parcel) -> rustix::io::Result<()> {
         let is_full = self.carrier().lock().parcels.len() == PARCELS;
         let mut state = self.wait(if is_full { FEW } else { PARCELS })?;
@@ -334,7 +334,7 @@ impl Hired<'_> {
     /// Waits until everything has left. The socket is the caller's own from then on.
     ///
     /// # Errors
-    /// What a parcel met with.
+    /// The error that a parcel met with.
     pub fn be_still(&self) -> rustix::io::Result<()> {
         self.wait(0).map(drop)
     }

@@ -20,7 +20,7 @@ pub(super) const SPAN_MAX: usize = CHUNK_MAX as usize / PAGE_SIZE + 1;
 /// Pages that reads under way may fill: a request of 1 MiB, wherever it begins, and one chunk more, so that the next is read while it
 /// is sent. Those of the first chunk are the connection's own, the others it borrows.
 pub(super) const PAGES: usize = (1 + LOANS) * SPAN_MAX;
-/// What a connection borrows at most, for pages under way.
+/// Units that a connection borrows at most, for pages under way.
 pub(super) const LOANS: usize = 4;
 /// From so many pages on an entry borrows memory of its own, in which they lie one behind the other.
 const WHOLE: usize = SPAN_MAX / 2;
@@ -54,7 +54,7 @@ pub(super) struct Entry {
     /// Operations outstanding, plus one until all of them have been issued.
     left: u32,
     span: usize,
-    /// Where its pages lie: one behind the other in a unit of its own, until that is taken away; else by their numbers.
+    /// The place of its pages: one behind the other in a unit of its own, until that is taken away; else by their numbers.
     whole: bool,
     unit: Option<Loan>,
     pages: [u16; SPAN_MAX],

@@ -287,7 +287,7 @@ impl Drop for Server {
     }
 }
 
-/// What a thread that serves does first; it says whether the thread may go on.
+/// The first step of a thread that serves; it says whether the thread may go on.
 fn arrival(
     config: &Config,
     ready: &mpsc::Sender<Result<bool, Unprotected>>,

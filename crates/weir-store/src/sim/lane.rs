@@ -73,7 +73,7 @@ impl SimLane {
         self.depth == 0
     }
 
-    /// What is answered where there is no room for one more.
+    /// The answer where there is no room for one more.
     fn refusal(&self) -> Option<Progress> {
         if self.waiting.len() + self.late.len() + self.settled.len() < self.depth {
             return None;

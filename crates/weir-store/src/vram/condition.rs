@@ -1,4 +1,4 @@
-//! What a card's driver did last, for people: since when the card is as it is, and why.
+//! The last act of a card's driver, for people: since when the card is as it is, and why.
 
 use super::engine::CallError;
 use std::fmt;
@@ -12,7 +12,7 @@ const RECENT: Duration = Duration::from_secs(30);
 pub enum Death {
     /// A call answered with an error that no later call survives.
     Answered(CallError),
-    /// What it was told had no answer in time.
+    /// A request had no answer in time.
     NoAnswer(&'static str),
 }
 
@@ -57,7 +57,7 @@ pub fn xid() -> Option<String> {
     }
 }
 
-/// What a record of the kernel's log (`6,339,5140900,-;NVRM: Xid ...`) says of the card, if it does and is not old.
+/// Returns the card's part of a record of the kernel's log (`6,339,5140900,-;NVRM: Xid ...`) if it has one and is not old.
 fn recent(record: &str, now: Duration) -> Option<String> {
     let (head, text) = record.split_once(';')?;
     let at = Duration::from_micros(head.split(',').nth(2)?.parse().ok()?);

@@ -54,7 +54,7 @@ pub struct Gpu {
     pub(super) state: AtomicU8,
     /// When and why it last changed.
     pub(super) turn: Mutex<Turn>,
-    /// Who is told of changes.
+    /// Callbacks for changes.
     pub(super) tell: Mutex<Vec<TellChange>>,
     /// Why it is lost, from whoever saw it first.
     pub(super) loss: OnceLock<&'static str>,
@@ -258,7 +258,7 @@ impl Gpu {
             return CutOff::ByTheWindow;
         }
         if self.is_kept() && self.state() != State::Lost && cuda.dead_for() < answer_limit() {
-            // Who kills this process may be of lower rank than this thread.
+            // The thread that kills this process may be of lower rank than this one.
             std::thread::sleep(Duration::from_millis(1));
             return CutOff::Waits;
         }

@@ -62,7 +62,7 @@ struct Near {
 pub struct Salvaged<'a> {
     pub ticket: Ticket,
     pub slot: Slot,
-    /// What was to be written; `None` for a read.
+    /// The page to be written; `None` for a read.
     pub page: Option<&'a PageBytes>,
 }
 
@@ -373,7 +373,7 @@ impl GpuLane {
         let how = self.gpu.without_cuda();
         if matches!(how, CutOff::ByTheWindow) {
             let near = &mut self.near;
-            // What is measured is not the window.
+            // The window is not measured here.
             if near.forced {
                 return CutOff::Lost(Fault::Lost);
             }
@@ -524,7 +524,7 @@ impl Lane for GpuLane {
             if before > 0 {
                 pin.pass();
                 engine.poll(&mut |it| {
-                    // What is done with it is not the driver's time.
+                    // The caller's work on it is not the driver's time.
                     pin.pass();
                     done(it);
                     pin.pass();

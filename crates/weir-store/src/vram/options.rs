@@ -107,7 +107,7 @@ impl VramUrl {
         }
     }
 
-    /// What one call to the driver may name.
+    /// Copies that one call to the driver may name.
     pub(super) fn batch_copies(&self) -> BatchCopies {
         match self.engine_batch {
             Some(copies) => BatchCopies { reads: copies, writes: copies },

@@ -64,7 +64,7 @@ static int is_held(const char *call) {
 
 // --- a context that dies ---
 
-// What every call answers once the context is dead; 0 while it lives.
+// The answer of every call once the context is dead; 0 while it lives.
 static result dead_code;
 // Whether releasing the context makes room for one that lives.
 static int is_final;

@@ -1,4 +1,4 @@
-//! What becomes of a store whose CUDA context dies: of an error after which nothing works, or without an answer.
+//! The fate of a store whose CUDA context dies: of an error after which nothing works, or without an answer.
 
 use super::fake_cuda::{Batch, FakeCuda};
 use super::{Faked, PATIENCE, drivers, faked, lane, page, read, soon, url, write};
@@ -45,7 +45,7 @@ fn start(lane: &mut dyn Lane, pages: u32, seed: u32) {
     lane.submit();
 }
 
-/// What becomes of all that is in flight.
+/// The results of all that is in flight.
 fn finish(lane: &mut dyn Lane, pages: u32) -> Vec<Result<(), Fault>> {
     let (mut results, since) = (vec![None; pages as usize], Instant::now());
     while results.contains(&None) {

@@ -7,7 +7,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// A part of a store that can fail by itself: a card.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Condition {
-    /// What it is.
+    /// Its name.
     pub part: String,
     /// `online`, `draining` or `lost`.
     pub state: String,
@@ -17,7 +17,7 @@ pub struct Condition {
     pub missing: Vec<Missing>,
     /// Since when it is so, in seconds of the Unix epoch.
     pub since_unix_s: u64,
-    /// What happened then; null: it was opened.
+    /// The reason for the change; null: it was opened.
     pub why: Option<String>,
 }
 
@@ -34,7 +34,7 @@ pub struct Missing {
 pub const WINDOW: &str = "mapped";
 
 impl Condition {
-    /// What `status` says of it.
+    /// Its lines in `status`.
     pub fn of(condition: &weir_store::Condition) -> Self {
         let missing = condition.missing.iter();
         Condition {
@@ -71,7 +71,7 @@ impl fmt::Display for Condition {
             write!(f, ", for {ago} s: {why}")?;
         }
         for Missing { way, why: without } in missing {
-            // What happened is said already.
+            // The reason is said already.
             if !why.as_ref().is_some_and(|why| why.contains(without.as_str())) {
                 write!(f, "; not by {way}: {without}")?;
             }

@@ -10,10 +10,10 @@ use weir_store::vram::{self, Target, VramUrl};
 
 /// How long the drivers may take. Opening one card takes half a second to a second.
 const LIMIT: Duration = Duration::from_secs(8);
-/// Where the loader looks for drivers.
+/// Directories in which the loader looks for drivers.
 pub const DRIVER_FILES: [&str; 2] = ["/usr/share/vulkan/icd.d", "/etc/vulkan/icd.d"];
 
-/// What came of looking.
+/// The result of looking.
 #[derive(Clone, PartialEq, Debug)]
 pub enum Looked {
     /// The drivers answered.
@@ -24,7 +24,7 @@ pub enum Looked {
     Died(String),
 }
 
-/// What the drivers said.
+/// The drivers' answers.
 #[derive(Clone, PartialEq, Default, Debug, Serialize, Deserialize)]
 pub struct Seen {
     /// Cards.
@@ -51,7 +51,7 @@ pub struct Card {
 pub struct Broken {
     /// The file that names it.
     pub file: String,
-    /// What the loader said.
+    /// The loader's answer.
     pub why: String,
 }
 
@@ -97,7 +97,7 @@ fn ask(mut command: Command, limit: Duration) -> Looked {
     }
 }
 
-/// What the process does: prints a [`Seen`].
+/// The process's work: prints a [`Seen`].
 pub fn run(store: &StoreUrl) {
     let StoreUrl::Vram(url) = store else { return };
     let mut seen = Seen { broken: broken(), ..Seen::default() };

@@ -6,7 +6,7 @@ use super::machine::Machine;
 
 /// The processor's own way to a card's memory.
 const WINDOW: &str = "mapped";
-/// What a card that is not mapped lacks most often.
+/// The libraries that a card that is not mapped lacks most often.
 const LIBRARIES: &str = "install the libraries of the card's Vulkan driver; NVIDIA's needs libGLX and libEGL too, without a display (Debian: libvulkan1 libglx0 \
                          libegl1 libgl1 libglvnd0; in a container NVIDIA_DRIVER_CAPABILITIES=all)";
 
@@ -118,7 +118,7 @@ fn vulkan(machine: &Machine, card: bool, looked: &Looked) -> Finding {
     }
 }
 
-/// What the loader and its drivers come to once they are asked to open a card.
+/// The result of the loader and its drivers once they are asked to open a card.
 fn opened(card: bool, looked: &Looked, drivers: &str) -> Finding {
     let Looked::Seen(seen) = looked else {
         return Finding::ok("vulkan", format!("loader, and drivers {drivers}; what they open is said below"));

@@ -9,7 +9,7 @@ use weir_core::ByteSize;
 #[derive(Debug)]
 pub struct Machine {
     root: PathBuf,
-    /// What looking at the cards comes to; `None`: they are looked at.
+    /// The result of looking at the cards; `None`: they are looked at.
     looked: Option<Looked>,
 }
 

@@ -20,7 +20,7 @@ pub struct Wish {
     pub why: &'static str,
 }
 
-/// What is to be changed on this machine; a setting that it does not have, or that is right already, is left alone. Each has a
+/// The changes for this machine; a setting that it does not have, or that is right already, is left alone. Each has a
 /// figure in docs/guide.md, and so has what is not here: vm.page-cluster.
 pub fn wishes(machine: &Machine, front: Front) -> Vec<Wish> {
     reserve(machine, front).into_iter().collect()

@@ -78,7 +78,7 @@ pub(super) struct Shared {
     rests: Arc<Pool>,
     /// For pages on their way from slow stores.
     chunks: Arc<Pool>,
-    /// Who sends them.
+    /// The threads that send them.
     carriers: Arc<Carriers>,
 }
 
@@ -433,7 +433,7 @@ impl Connection<'_> {
         self.carried(sent)
     }
 
-    /// What a parcel came to. A carrier that cannot send is of no more use.
+    /// Takes the result of a parcel. A carrier that cannot send is of no more use.
     fn carried(&mut self, sent: rustix::io::Result<()>) -> Result<(), Ending> {
         if sent.is_err() {
             self.hired = None;

@@ -197,7 +197,7 @@ impl Connection<'_> {
     }
 }
 
-/// What the carrier is to send for the first finished entry, if it is part of a long read.
+/// Returns the parcel for the first finished entry, if it is part of a long read.
 fn pack(flight: &mut Flight, structured: bool) -> Option<Parcel> {
     let index = *flight.ready().front()?;
     let entry = flight.entry(index);

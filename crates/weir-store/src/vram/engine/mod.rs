@@ -151,7 +151,7 @@ impl Context {
         self.died.get().map_or(Duration::ZERO, Instant::elapsed)
     }
 
-    /// What it died of, once it is [lost](Self::is_lost).
+    /// The cause of its death, once it is [lost](Self::is_lost).
     pub(super) fn death(&self) -> Option<Death> {
         self.death.get().copied()
     }
