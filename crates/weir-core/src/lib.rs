@@ -4,6 +4,7 @@
 //! Nothing here knows of stores, volumes or block devices.
 
 mod available;
+pub mod clock;
 pub mod copy;
 mod file_kind;
 pub mod kernel_release;

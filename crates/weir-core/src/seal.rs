@@ -31,8 +31,6 @@ thread_local! {
 
 /// Seals the process. Allocations of I/O threads are bugs from now on.
 pub fn seal(policy: Policy) {
-    // The first look at a clock by rustix finds the kernel's vDSO; before Linux 6.4 it reads /proc/self/auxv for that, into a vector.
-    let _ = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     POLICY.store(policy as u8, Ordering::Relaxed);
 }
 

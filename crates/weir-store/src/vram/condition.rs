@@ -43,8 +43,7 @@ pub fn xid() -> Option<String> {
     use rustix::fs::{Mode, OFlags};
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let log = rustix::fs::open("/dev/kmsg", flags, Mode::empty()).ok()?;
-    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    let now = Duration::new(now.tv_sec as u64, now.tv_nsec as u32);
+    let now = weir_core::clock::monotonic();
     let mut last = None;
     let mut record = [0; 8192];
     loop {

@@ -12,7 +12,6 @@ use super::super::wire::{REQUEST_BYTES, command};
 use super::{Connection, Ending};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::RecvFlags;
-use rustix::time::{ClockId, clock_gettime};
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -68,7 +67,7 @@ impl Connection<'_> {
     /// When it has gone, and not by the request that says so.
     #[inline]
     pub(super) fn see_client(&mut self) -> Result<(), Ending> {
-        let now = Duration::try_from(clock_gettime(ClockId::MonotonicCoarse)).unwrap_or_default();
+        let now = weir_core::clock::coarse();
         if now.saturating_sub(self.presence.seen) < MOMENT {
             return Ok(());
         }

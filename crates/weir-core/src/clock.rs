@@ -1,0 +1,32 @@
+//! The kernel's clocks, by the C library. It finds the vDSO as it starts, and calls the kernel where there is none. rustix looks for
+//! it at the first call: before Linux 6.4 that allocates, and on User-Mode Linux 7.2 it panics.
+
+use std::time::Duration;
+
+/// Time since the machine started, as of the last timer tick: a few nanoseconds to read, some milliseconds coarse.
+pub fn coarse() -> Duration {
+    read(libc::CLOCK_MONOTONIC_COARSE)
+}
+
+/// Time since the machine started.
+pub fn monotonic() -> Duration {
+    read(libc::CLOCK_MONOTONIC)
+}
+
+fn read(clock: libc::clockid_t) -> Duration {
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the output outlives the call. It cannot fail for these clocks, which every Linux has.
+    unsafe { libc::clock_gettime(clock, &mut now) };
+    Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_coarse_clock_is_the_other_one_a_little_earlier() {
+        let (coarse, fine) = (coarse(), monotonic());
+        assert!(!coarse.is_zero() && coarse <= fine, "{coarse:?} {fine:?}");
+    }
+}
