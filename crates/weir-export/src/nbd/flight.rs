@@ -20,10 +20,7 @@ pub(super) const SPAN_MAX: usize = CHUNK_MAX as usize / PAGE_SIZE + 1;
 /// Pages that reads under way may fill: a request of 1 MiB, wherever it begins, and one chunk more, so that the next is read while it
 /// is sent. Those of the first chunk are the connection's own, the others it borrows.
 pub(super) const PAGES: usize = (1 + LOANS) * SPAN_MAX;
-/// Units that a connection borrows at most, for pages under way.
-pub(super) const LOANS: usize = 4;
-/// From so many pages on an entry borrows memory of its own, in which they lie one behind the other.
-const WHOLE: usize = SPAN_MAX / 2;
+const LOANS: usize = 4;
 /// Bytes of what is borrowed.
 pub(super) const LOAN_BYTES: usize = SPAN_MAX * PAGE_SIZE;
 /// Requests under way. More would not fit the pages, but writes need none.
@@ -40,8 +37,6 @@ pub(super) enum Work {
     Held { offset: u64, length: u32 },
     /// The last chunk of a long read; it counts the reads that belong to it.
     Stream,
-    /// The same, where the last of them has said that it is the last.
-    Ended,
     /// Anything that is answered by success or an error alone.
     Write,
 }
@@ -54,10 +49,14 @@ pub(super) struct Entry {
     /// Operations outstanding, plus one until all of them have been issued.
     left: u32,
     span: usize,
-    /// The place of its pages: one behind the other in a unit of its own, until that is taken away; else by their numbers.
-    whole: bool,
-    unit: Option<Loan>,
     pages: [u16; SPAN_MAX],
+}
+
+impl Entry {
+    /// The numbers of its pages in [`Flight::pages`], in order.
+    pub fn pages(&self) -> &[u16] {
+        &self.pages[..self.span]
+    }
 }
 
 pub(super) struct Flight {
@@ -65,12 +64,7 @@ pub(super) struct Flight {
     idle: Vec<u16>,
     memory: Buffer,
     pool: Arc<Pool>,
-    /// For short reads, page by page.
     loans: [Option<Loan>; LOANS],
-    /// Borrowed for the entry that begins next.
-    spare: Option<Loan>,
-    /// Entries that have a unit.
-    units: usize,
     idle_pages: Vec<u16>,
     ready: VecDeque<u16>,
 }
@@ -78,24 +72,14 @@ pub(super) struct Flight {
 impl Flight {
     /// `pool` has units of [`LOAN_BYTES`].
     pub fn new(pool: &Arc<Pool>) -> io::Result<Flight> {
-        let entry = || Entry {
-            work: Work::Idle,
-            cookie: 0,
-            error: None,
-            left: 0,
-            span: 0,
-            whole: false,
-            unit: None,
-            pages: [0; SPAN_MAX],
-        };
+        let entry =
+            || Entry { work: Work::Idle, cookie: 0, error: None, left: 0, span: 0, pages: [0; SPAN_MAX] };
         Ok(Flight {
             entries: std::iter::repeat_with(entry).take(ENTRIES).collect(),
             idle: (0..ENTRIES as u16).rev().collect(),
             memory: Buffer::new(SPAN_MAX * PAGE_SIZE)?,
             pool: Arc::clone(pool),
             loans: [const { None }; LOANS],
-            spare: None,
-            units: 0,
             idle_pages: Self::own_pages(Vec::with_capacity(PAGES)),
             ready: VecDeque::with_capacity(ENTRIES),
         })
@@ -109,17 +93,8 @@ impl Flight {
 
     /// Whether an entry with `span` pages can begin, with one to spare for its stream; borrows pages for it where that helps.
     pub fn has_room(&mut self, span: usize) -> bool {
-        if span >= WHOLE && self.spare.is_none() && self.borrowed() < LOANS {
-            self.spare = self.pool.borrow();
-        }
-        if span >= WHOLE && self.spare.is_some() {
-            return self.idle.len() >= 2;
-        }
         while self.idle_pages.len() < span {
             let Some(place) = self.loans.iter().position(Option::is_none) else { return false };
-            if self.borrowed() == LOANS {
-                return false;
-            }
             self.loans[place] = self.pool.borrow();
             if self.loans[place].is_none() {
                 return false;
@@ -130,15 +105,9 @@ impl Flight {
         self.idle.len() >= 2
     }
 
-    /// Units that it has, but for the spare one.
-    fn borrowed(&self) -> usize {
-        self.units + self.loans.iter().flatten().count()
-    }
-
     /// Gives back what is borrowed. Nothing is under way.
     fn give_back(&mut self) {
         self.loans = [const { None }; LOANS];
-        self.spare = None;
         self.idle_pages = Self::own_pages(std::mem::take(&mut self.idle_pages));
     }
 
@@ -153,13 +122,8 @@ impl Flight {
         let index = self.idle.pop().expect("the caller has seen that there is room");
         let entry = &mut self.entries[usize::from(index)];
         (entry.work, entry.cookie, entry.error, entry.left, entry.span) = (work, cookie, None, 1, span);
-        if span >= WHOLE && self.spare.is_some() {
-            (entry.whole, entry.unit) = (true, self.spare.take());
-            self.units += 1;
-        } else {
-            for page in &mut entry.pages[..span] {
-                *page = self.idle_pages.pop().expect("the caller has seen that there is room");
-            }
+        for page in &mut entry.pages[..span] {
+            *page = self.idle_pages.pop().expect("the caller has seen that there is room");
         }
         if let Work::Read { stream: Some(stream), .. } = work {
             self.entries[usize::from(stream)].left += 1;
@@ -176,23 +140,7 @@ impl Flight {
         &self.entries[usize::from(index)]
     }
 
-    /// The pages of an entry that has read them, in order.
-    pub fn pages(&self, index: u16) -> impl Iterator<Item = &PageBytes> {
-        let entry = self.entry(index);
-        (0..entry.span).map(|at| match &entry.unit {
-            Some(unit) => &unit.as_chunks().0[at],
-            None => self.page(entry.pages[at]),
-        })
-    }
-
-    /// Takes an entry's pages away, if they lie one behind the other in memory that is borrowed.
-    pub fn take_unit(&mut self, index: u16) -> Option<Loan> {
-        let unit = self.entries[usize::from(index)].unit.take();
-        self.units -= usize::from(unit.is_some());
-        unit
-    }
-
-    fn page(&self, number: u16) -> &PageBytes {
+    pub fn page(&self, number: u16) -> &PageBytes {
         let (unit, at) = (usize::from(number) / SPAN_MAX, usize::from(number) % SPAN_MAX);
         match unit.checked_sub(1) {
             None => &self.memory.pages()[at],
@@ -202,11 +150,7 @@ impl Flight {
 
     /// The memory of the `at`th page of an entry.
     pub fn page_of(&mut self, index: u16, at: usize) -> &mut PageBytes {
-        let entry = &mut self.entries[usize::from(index)];
-        if let Some(unit) = &mut entry.unit {
-            return &mut unit.as_chunks_mut().0[at];
-        }
-        let number = usize::from(entry.pages[at]);
+        let number = usize::from(self.entries[usize::from(index)].pages[at]);
         let (unit, at) = (number / SPAN_MAX, number % SPAN_MAX);
         match unit.checked_sub(1) {
             None => &mut self.memory.pages_mut()[at],
@@ -267,23 +211,6 @@ impl Flight {
         entry.left == 0
     }
 
-    /// Whether what answers this entry may say that it is its stream's last: all else of that has been answered, without an
-    /// error. Then nothing more is said of the stream.
-    pub fn ends_stream(&mut self, index: u16) -> bool {
-        let Work::Read { stream: Some(stream), .. } = self.entry(index).work else { return false };
-        let stream = &mut self.entries[usize::from(stream)];
-        let ends = stream.left == 1 && stream.error.is_none();
-        if ends {
-            stream.work = Work::Ended;
-        }
-        ends
-    }
-
-    /// Whether the first finished entry is a stream of which nothing more is to be said.
-    pub fn is_stream_ended(&self) -> bool {
-        self.ready.front().is_some_and(|&index| self.entry(index).work == Work::Ended)
-    }
-
     /// The finished entries, in the order in which they finished.
     pub fn ready(&self) -> &VecDeque<u16> {
         &self.ready
@@ -301,17 +228,12 @@ impl Flight {
     pub fn release(&mut self, index: u16) {
         let entry = &mut self.entries[usize::from(index)];
         let work = std::mem::replace(&mut entry.work, Work::Idle);
-        if entry.whole {
-            entry.whole = false;
-            self.units -= usize::from(entry.unit.take().is_some());
-        } else {
-            self.idle_pages.extend_from_slice(&entry.pages[..entry.span]);
-        }
+        self.idle_pages.extend_from_slice(&entry.pages[..entry.span]);
         self.idle.push(index);
         if let Work::Read { stream: Some(stream), .. } = work {
             self.one_less(stream);
         }
-        if self.is_empty() && (self.loans[0].is_some() || self.spare.is_some()) {
+        if self.is_empty() && self.loans[0].is_some() {
             self.give_back();
         }
     }
@@ -321,10 +243,6 @@ impl Flight {
         self.ready.clear();
         self.idle.clear();
         self.idle.extend((0..ENTRIES as u16).rev());
-        for entry in &mut self.entries {
-            (entry.whole, entry.unit) = (false, None);
-        }
-        self.units = 0;
         self.give_back();
     }
 
@@ -381,38 +299,6 @@ mod tests {
     }
 
     #[test]
-    fn only_the_last_piece_of_a_stream_without_an_error_ends_it() {
-        for error in [None, Some(Fault::Corrupt)] {
-            let mut flight = Flight::new(&Pool::new(4, LOAN_BYTES).unwrap()).unwrap();
-            let stream = flight.begin(Work::Stream, 7, 0);
-            let read = |offset| Work::Read { offset, length: CHUNK_MAX, stream: Some(stream) };
-            assert!(flight.has_room(SPAN_MAX));
-            let first = flight.begin(read(0), 7, SPAN_MAX);
-            flight.queued(first);
-            flight.issued(first);
-            let done = Done {
-                ticket: Flight::ticket(first, 0),
-                result: error.map_or(Ok(()), Err),
-                page: Some(&[1; PAGE_SIZE]),
-            };
-            flight.complete(&done);
-            assert!(!flight.ends_stream(first), "more may follow");
-            assert!(flight.has_room(SPAN_MAX));
-            let second = flight.begin(read(u64::from(CHUNK_MAX)), 7, SPAN_MAX);
-            flight.issued(second);
-            flight.issued(stream);
-            assert!(!flight.ends_stream(first), "another is not answered");
-            flight.release_ready(1);
-            assert_eq!(flight.ends_stream(second), error.is_none());
-            assert!(!flight.is_stream_ended());
-            flight.release_ready(1);
-            assert_eq!((flight.ready().len(), flight.is_stream_ended()), (1, error.is_none()));
-            flight.release_ready(1);
-            assert!(flight.is_empty());
-        }
-    }
-
-    #[test]
     fn the_bytes_of_a_completion_land_in_their_page() {
         let mut flight = Flight::new(&Pool::new(4, LOAN_BYTES).unwrap()).unwrap();
         let index = flight.begin(Work::Read { offset: 0, length: 8192, stream: None }, 1, 2);
@@ -424,7 +310,8 @@ mod tests {
             result: Ok(()),
             page: Some(&[2; PAGE_SIZE]),
         });
-        assert_eq!(flight.pages(index).map(|page| page[9]).collect::<Vec<_>>(), [1, 2]);
+        let numbers = flight.entry(index).pages();
+        assert_eq!((flight.page(numbers[0])[9], flight.page(numbers[1])[9]), (1, 2));
     }
 
     #[test]
@@ -439,7 +326,9 @@ mod tests {
             (0..SPAN_MAX).for_each(|at| flight.page_of(begun[begun.len() - 1], at).fill(mark));
         }
         assert_eq!(begun.len(), 5);
-        let marked = |index: u16, mark: u8| flight.pages(index).all(|page| *page == [mark; PAGE_SIZE]);
+        let marked = |index: u16, mark: u8| {
+            flight.entry(index).pages().iter().all(|number| *flight.page(*number) == [mark; PAGE_SIZE])
+        };
         assert!(begun.iter().zip(1..).all(|(index, mark)| marked(*index, mark)), "no page is two entries'");
         // What is left for another is less, and never nothing.
         let room = std::iter::from_fn(|| {

@@ -6,7 +6,6 @@
 //! [`Server`] puts threads around them: one that negotiates with everybody, and one for each connection in
 //! transmission, all of them started before the process is sealed. [`client`] is the other side.
 
-mod carrier;
 pub mod client;
 mod connection;
 mod control;

@@ -1,7 +1,6 @@
 //! The server as its owner sees it: started whole, asked for its counts, shut down in bounded time.
 
-use super::carrier::Carriers;
-use super::connection::{LONG_AT_ONCE, Shared, Worker};
+use super::connection::{Shared, Worker};
 use super::control::{Bell, Control};
 use super::handshake::{Export, NAME_MAX};
 use super::listen::{Listen, ListenError, Listener};
@@ -31,8 +30,6 @@ pub struct Config {
     pub read_only: bool,
     /// Connections that may be served at once: a thread, a lane and about 1 MiB of locked memory each, and some that they share.
     pub connections: usize,
-    /// Threads that send long replies beside those of the connections.
-    pub carriers: usize,
     /// How long a thread looks for a client's next request before it sleeps; zero for not at all.
     pub spin: Duration,
     /// How long a client may leave its replies unread before its connection is dropped.
@@ -51,7 +48,6 @@ impl Default for Config {
             description: "Weir volume".to_owned(),
             read_only: false,
             connections: 32,
-            carriers: carriers(std::thread::available_parallelism().map_or(1, usize::from)),
             spin: Duration::ZERO,
             send_patience: Duration::from_secs(60),
             swap: false,
@@ -97,7 +93,6 @@ pub enum ServeError {
 /// A running NBD server. Dropping it shuts it down, with no grace.
 pub struct Server {
     seats: Arc<Seats>,
-    carriers: Arc<Carriers>,
     bell: Arc<Bell>,
     addresses: Vec<Listen>,
     control: Option<JoinHandle<()>>,
@@ -159,7 +154,6 @@ impl Server {
         let seats = Arc::new(Seats::new(config.connections, config.spin, config.read_only, Arc::clone(log)));
         let mut server = Server {
             seats: Arc::clone(&seats),
-            carriers: Carriers::new(config.carriers.min(config.connections)),
             bell: Arc::clone(&bell),
             addresses,
             control: None,
@@ -188,7 +182,7 @@ impl Server {
         let connections = config.connections;
         let resources = |source| ServeError::Resources { connections, source };
         let (ready, started) = mpsc::channel();
-        let shared = Shared::new(connections, &self.carriers).map_err(resources)?;
+        let shared = Shared::new(connections).map_err(resources)?;
         self.memory_locked &= shared.is_locked();
         for number in 0..connections {
             let lane = volume.lane().map_err(|source| ServeError::Lane {
@@ -212,16 +206,6 @@ impl Server {
                 self.seats.vacate(number);
                 resources(error)
             })?);
-        }
-        for number in 0..self.carriers.count() {
-            let carriers = Arc::clone(&self.carriers);
-            let arrive = arrival(config, &ready);
-            let carry = move || {
-                if arrive() {
-                    carriers.carry(number);
-                }
-            };
-            self.threads.push(thread(&format!("weir-carry-{number}")).spawn(carry).map_err(resources)?);
         }
         for _ in 0..self.threads.len() {
             match started.recv().expect("every thread answers") {
@@ -270,7 +254,6 @@ impl Server {
             let _ = control.join();
         }
         let busy = self.seats.close(grace);
-        self.carriers.close();
         for thread in self.threads.drain(..) {
             // Those that wait for a store are left to themselves.
             if busy == 0 || thread.is_finished() {
@@ -304,11 +287,6 @@ fn arrival(
         let _ = ready.send(flusher);
         fine
     }
-}
-
-/// Carriers for so many processors: a connection that has one keeps two of them busy, and its client a third.
-fn carriers(processors: usize) -> usize {
-    if processors < 8 { 0 } else { LONG_AT_ONCE }
 }
 
 fn thread(name: &str) -> std::thread::Builder {

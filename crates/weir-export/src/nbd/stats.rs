@@ -14,7 +14,6 @@ pub(super) struct Counters {
     pub bytes_read: Counter,
     pub bytes_written: Counter,
     pub batches: Counter,
-    pub carried: Counter,
 }
 
 /// A server at one moment. Counts are since its start.
@@ -42,8 +41,6 @@ pub struct Stats {
     pub bytes_written: u64,
     /// Times that requests were received; `requests / batches` came together on average.
     pub batches: u64,
-    /// Pieces of long reads that another thread sent for the connection's own.
-    pub carried: u64,
 }
 
 impl Stats {
@@ -57,6 +54,5 @@ impl Stats {
         self.bytes_read += counters.bytes_read.get();
         self.bytes_written += counters.bytes_written.get();
         self.batches += counters.batches.get();
-        self.carried += counters.carried.get();
     }
 }

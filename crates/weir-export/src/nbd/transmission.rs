@@ -87,11 +87,6 @@ impl Parser {
         Parser::default()
     }
 
-    /// Bytes of the current write's payload that are still to be presented.
-    pub fn left(&self) -> usize {
-        self.left as usize
-    }
-
     /// The next event, taken from the front of `input`; `None` where `input` holds no complete one.
     ///
     /// # Errors

@@ -108,7 +108,7 @@ impl Served {
 
 /// Few connections: each takes about a megabyte.
 pub fn few() -> Config {
-    Config { connections: 4, carriers: 2, ..Config::default() }
+    Config { connections: 4, ..Config::default() }
 }
 
 /// Pseudo-random bytes from a seed (SplitMix64).

@@ -6,7 +6,6 @@
 //! (the protocol lets replies change places). What a slow store must fetch is started, and answered when it
 //! arrives. Nothing here allocates: what does not fit waits in the socket.
 
-mod ahead;
 mod block_status;
 mod ending;
 mod presence;
@@ -16,8 +15,7 @@ mod write;
 
 pub(super) use ending::Ending;
 
-use super::carrier::{Carriers, Hired, PARCELS};
-use super::flight::{CHUNK_MAX, Flight, LOAN_BYTES, LOANS, PAGES};
+use super::flight::{CHUNK_MAX, Flight, LOAN_BYTES, PAGES};
 use super::handshake::Negotiated;
 use super::pool::Pool;
 use super::slices::Slices;
@@ -78,26 +76,22 @@ pub(super) struct Shared {
     rests: Arc<Pool>,
     /// For pages on their way from slow stores.
     chunks: Arc<Pool>,
-    /// The threads that send them.
-    carriers: Arc<Carriers>,
 }
 
 /// Connections that answer long requests at once without a wait for memory.
-pub(super) const LONG_AT_ONCE: usize = 4;
+const LONG_AT_ONCE: usize = 4;
 
 impl Shared {
     /// Takes the memory, for so many connections.
     ///
     /// # Errors
     /// When it cannot be had.
-    pub fn new(connections: usize, carriers: &Arc<Carriers>) -> io::Result<Self> {
+    pub fn new(connections: usize) -> io::Result<Self> {
         let busy = connections.min(LONG_AT_ONCE);
-        let carried = carriers.count() * (PARCELS + 1);
         Ok(Shared {
             rests: Pool::new(busy, PIECE_MAX as usize + 2 * HEADS_BYTES)?,
             // Each has one of its own.
-            chunks: Pool::new((LOANS - 1) * busy + carried, LOAN_BYTES)?,
-            carriers: Arc::clone(carriers),
+            chunks: Pool::new(3 * busy, LOAN_BYTES)?,
         })
     }
 
@@ -122,8 +116,6 @@ struct Desk {
     heads: Buffer,
     rest: Buffer,
     rests: Arc<Pool>,
-    chunks: Arc<Pool>,
-    carriers: Arc<Carriers>,
     write: Option<Write>,
 }
 
@@ -133,10 +125,6 @@ struct Connection<'a> {
     rules: Rules,
     counters: &'a Counters,
     desk: &'a mut Desk,
-    /// The thread that sends its long replies, while there are some.
-    hired: Option<Hired<'a>>,
-    /// While it receives: how long the part of a write's payload is, with what was there already.
-    ahead: Option<usize>,
     presence: Presence<'a>,
 }
 
@@ -156,8 +144,6 @@ impl Worker {
                 heads: Buffer::new(HEADS_BYTES)?,
                 rest: Buffer::new(OWN_PIECE_MAX as usize + 2 * HEADS_BYTES)?,
                 rests: Arc::clone(&shared.rests),
-                chunks: Arc::clone(&shared.chunks),
-                carriers: Arc::clone(&shared.carriers),
                 write: None,
             },
         })
@@ -189,8 +175,7 @@ impl Worker {
             unfragmented_max: CHUNK_MAX,
         };
         let presence = Presence::new(closing);
-        let mut connection =
-            Connection { socket, rules, counters, desk: &mut self.work, hired: None, ahead: None, presence };
+        let mut connection = Connection { socket, rules, counters, desk: &mut self.work, presence };
         let ending = match connection.run(&mut self.input, early, spin) {
             Ok(ending) | Err(ending) => ending,
         };
@@ -213,12 +198,7 @@ impl Connection<'_> {
                     Ok(Some(Event::Request(request))) if request.command == command::DISC => {
                         break Some(Ending::Disconnect);
                     }
-                    Ok(Some(Event::Request(request))) => {
-                        self.request(request)?;
-                        if request.command == command::WRITE {
-                            self.receive_ahead(&request, &parser, &mut unparsed);
-                        }
-                    }
+                    Ok(Some(Event::Request(request))) => self.request(request)?,
                     Ok(Some(Event::Payload(payload))) => self.payload(&payload)?,
                     Ok(None) => break None,
                     Err(violation) => break Some(Ending::Violation(violation)),
@@ -229,9 +209,6 @@ impl Connection<'_> {
                 self.presence.has_said_goodbye();
             }
             self.end_batch()?;
-            if let Some(ending) = self.take_ahead(&mut parser)? {
-                return Ok(ending);
-            }
             if let Some(ending) = last {
                 if ending == Ending::Disconnect {
                     self.finish_flight()?;
@@ -280,15 +257,6 @@ impl Connection<'_> {
                 self.counters.batches.add(1);
                 return Ok(received);
             }
-        }
-        if self.hired.is_some() {
-            // Requests that are there come first: the store works on them while the carrier sends.
-            if let Some(received) = receive_now(self.socket, into)? {
-                self.counters.batches.add(1);
-                return Ok(received);
-            }
-            self.be_still()?;
-            self.hired = None;
         }
         if let Some(received) = spin.attempt(|| receive_now(self.socket, into))? {
             self.counters.batches.add(1);
@@ -405,7 +373,6 @@ impl Connection<'_> {
             return Ok(());
         }
         self.desk.lane.submit();
-        self.be_still()?;
         let mut slices = Slices::new();
         slices.push(&self.desk.acks);
         let sent = slices.send_all(self.socket);
@@ -426,21 +393,6 @@ impl Connection<'_> {
         self.finish_flight()
     }
 
-    /// Waits until the carrier has sent all that it has: from then on this thread may send.
-    fn be_still(&mut self) -> Result<(), Ending> {
-        let Some(carrier) = &self.hired else { return Ok(()) };
-        let sent = carrier.be_still();
-        self.carried(sent)
-    }
-
-    /// Takes the result of a parcel. A carrier that cannot send is of no more use.
-    fn carried(&mut self, sent: rustix::io::Result<()>) -> Result<(), Ending> {
-        if sent.is_err() {
-            self.hired = None;
-        }
-        self.unless_leaving(sent)
-    }
-
     /// Everything received has been looked at: starts what is queued and answers what is done.
     fn end_batch(&mut self) -> Result<(), Ending> {
         self.answer_reads()?;
@@ -456,7 +408,6 @@ impl Connection<'_> {
     /// effect any more, unless their client has left as it should: it may have sent them again on another connection, and newer
     /// ones after them.
     fn clear(&mut self) {
-        self.hired = None;
         let Desk { lane, flight, reads, acks, write, .. } = &mut *self.desk;
         if !self.presence.is_leaving() {
             lane.forsake(|_| true);

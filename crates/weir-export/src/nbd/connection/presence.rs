@@ -124,7 +124,6 @@ fn has_hung_up(socket: BorrowedFd<'_>) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::super::super::carrier::Carriers;
     use super::super::super::handshake::Negotiated;
     use super::super::super::stats::Counters;
     use super::super::super::transmission::Request;
@@ -162,8 +161,7 @@ mod tests {
             assert_eq!(written, Progress::Done(Ok(())));
         }
         lane.submit();
-        let mut worker =
-            Worker::new(volume.lane().unwrap(), &Shared::new(1, &Carriers::new(0)).unwrap()).unwrap();
+        let mut worker = Worker::new(volume.lane().unwrap(), &Shared::new(1).unwrap()).unwrap();
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         theirs.write_all(bytes).unwrap();
         drop(theirs);

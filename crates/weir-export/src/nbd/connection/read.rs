@@ -22,10 +22,7 @@ impl Connection<'_> {
             return Ok(());
         }
         self.desk.lane.submit();
-        // What lies in memory is not looked at where it lies while somebody else sends: a pin would wait for the client.
-        let carried = self.hired.as_ref().is_some_and(|carrier| !carrier.is_still());
-        self.desk.reads.iter_mut().for_each(|read| read.apart |= carried);
-        let mut at = if carried { self.desk.reads.len() } else { 0 };
+        let mut at = 0;
         while at < self.desk.reads.len() {
             at = self.round(at)?;
         }

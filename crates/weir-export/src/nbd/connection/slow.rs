@@ -1,6 +1,5 @@
 //! Requests at stores that take their time: begun, waited for, answered as they arrive.
 
-use super::super::carrier::Parcel;
 use super::super::flight::{CHUNK_MAX, Flight, SPAN_MAX, Work, errno};
 use super::super::slices::{Slices, take_front};
 use super::super::transmission::{data_chunk, error_offset_chunk, none_chunk, simple_reply};
@@ -14,9 +13,6 @@ const STORE_NAP: Timespec = Timespec { tv_sec: 0, tv_nsec: POLL_EVERY.as_nanos()
 
 /// From so many bytes on a piece of a read is started by itself; shorter ones wait for the batch.
 const PIPED: u32 = 64 << 10;
-
-/// From so many bytes on a request is worth a carrier.
-pub(super) const CARRIED: u32 = 2 * CHUNK_MAX;
 
 impl Connection<'_> {
     /// Sleeps until a slow store has something, or, if `client`, until the client has.
@@ -38,9 +34,6 @@ impl Connection<'_> {
     /// Begins the rest of a read at slow stores.
     pub(super) fn fetch(&mut self, read: &Read) -> Result<(), Ending> {
         let (request, mut done) = (&read.request, read.done);
-        if self.rules.structured && self.hired.is_none() && request.length - done >= CARRIED {
-            self.hired = self.desk.carriers.hire(self.socket);
-        }
         let mut stream = None;
         if request.length - done > CHUNK_MAX || done > 0 {
             while !self.desk.flight.has_room(0) {
@@ -119,7 +112,7 @@ impl Connection<'_> {
         while !self.desk.flight.is_empty() {
             self.make_room()?;
         }
-        self.be_still()
+        Ok(())
     }
 
     /// Takes what slow stores have finished, and answers the requests of which that was the last. Returns whether
@@ -137,23 +130,8 @@ impl Connection<'_> {
         Ok(any)
     }
 
-    /// Answers finished requests: by the carrier, or by one `sendmsg`.
+    /// One `sendmsg` with the answers to finished requests.
     fn answer_ready(&mut self) -> Result<(), Ending> {
-        if self.desk.flight.is_stream_ended() {
-            self.desk.flight.release_ready(1);
-            return Ok(());
-        }
-        if self.ahead.is_none()
-            && let Some(carrier) = &self.hired
-            && let Some(parcel) = pack(&mut self.desk.flight, self.rules.structured)
-        {
-            let sent = carrier.send(parcel);
-            self.carried(sent)?;
-            self.counters.carried.add(1);
-            self.desk.flight.release_ready(1);
-            return Ok(());
-        }
-        self.be_still()?;
         let Desk { flight, heads, .. } = &mut *self.desk;
         let structured = self.rules.structured;
         let mut heads: &mut [u8] = heads;
@@ -179,7 +157,6 @@ impl Connection<'_> {
                     slices.push(head);
                     push_pages(flight, index, offset, length, &mut slices);
                 }
-                (Work::Ended, _) => {}
                 (Work::Stream, None) => slices.push(take_front(&mut heads, &none_chunk(cookie))),
                 (Work::Stream | Work::Read { .. }, Some((error, at))) if structured => {
                     slices.push(take_front(&mut heads, &error_offset_chunk(cookie, error, at)));
@@ -197,23 +174,6 @@ impl Connection<'_> {
     }
 }
 
-/// Returns the parcel for the first finished entry, if it is part of a long read.
-fn pack(flight: &mut Flight, structured: bool) -> Option<Parcel> {
-    let index = *flight.ready().front()?;
-    let entry = flight.entry(index);
-    let cookie = entry.cookie;
-    match (entry.work, entry.error) {
-        (Work::Read { offset, length, stream: Some(_) }, None) if structured => {
-            let from = (offset % PAGE_SIZE as u64) as usize;
-            let bytes = (flight.take_unit(index)?, from..from + length as usize);
-            let last = flight.ends_stream(index);
-            Some(Parcel::new(&data_chunk(cookie, last, offset, length), Some(bytes)))
-        }
-        (Work::Stream, None) => Some(Parcel::new(&none_chunk(cookie), None)),
-        _ => None,
-    }
-}
-
 /// Adds the bytes that an entry has read.
 pub(super) fn push_pages<'a>(
     flight: &'a Flight,
@@ -223,10 +183,10 @@ pub(super) fn push_pages<'a>(
     slices: &mut Slices<'a>,
 ) {
     let (end, mut at) = (offset + u64::from(length), offset);
-    for page in flight.pages(index) {
+    for &number in flight.entry(index).pages() {
         let within = (at % PAGE_SIZE as u64) as usize;
         let take = (PAGE_SIZE - within).min((end - at) as usize);
-        slices.push(&page[within..within + take]);
+        slices.push(&flight.page(number)[within..within + take]);
         at += take as u64;
     }
 }

@@ -1,4 +1,4 @@
-//! Long reads from a slow store, and long writes, whose bytes a thread beside the connection's own moves.
+//! Long reads and writes over a slow store, mixed with short ones, torn and left alone.
 
 mod common;
 
@@ -33,22 +33,18 @@ fn filled(served: &Served) -> Vec<u8> {
 }
 
 #[test]
-fn long_and_short_requests_in_flight_together_come_back_as_written_whoever_sends_them() {
-    for (name, carriers) in [("carried", 2), ("uncarried", 0)] {
-        let served = served(name, &Config { carriers, ..few() });
-        let content = Arc::new(filled(&served));
-        let threads: Vec<_> = (0..3u64)
-            .map(|number| {
-                let (mut client, content) = (served.client(), Arc::clone(&content));
-                std::thread::spawn(move || mixed(&mut client, number, &content))
-            })
-            .collect();
-        threads.into_iter().for_each(|thread| thread.join().unwrap());
-        let stats = served.server().stats();
-        assert_eq!(stats.carried > 0, carriers > 0, "{stats:?}");
-        assert_eq!(stats.errors, 0);
-        served.shutdown();
-    }
+fn long_and_short_requests_in_flight_together_come_back_as_written() {
+    let served = served("long-mixed", &few());
+    let content = Arc::new(filled(&served));
+    let threads: Vec<_> = (0..3u64)
+        .map(|number| {
+            let (mut client, content) = (served.client(), Arc::clone(&content));
+            std::thread::spawn(move || mixed(&mut client, number, &content))
+        })
+        .collect();
+    threads.into_iter().for_each(|thread| thread.join().unwrap());
+    assert_eq!(served.server().stats().errors, 0);
+    served.shutdown();
 }
 
 /// Reads of every length, and writes of what is there already, sixteen in flight.
@@ -93,91 +89,22 @@ fn seat(served: &Served) -> Client {
     }
 }
 
-/// Asks for more than a socket holds and reads none of it, until a carrier has begun with it.
-fn deaf(served: &Served) -> Client {
-    let begun = Instant::now();
-    loop {
-        let before = served.server().stats().carried;
-        let mut deaf = seat(served);
-        for at in 0..6 {
-            deaf.queue(Operation::read(at << 20, 1 << 20));
-        }
-        deaf.send().unwrap();
-        // The one before may have had the carrier for a moment longer; then nobody is hired, and another must ask.
-        for _ in 0..500 {
-            if served.server().stats().carried > before {
-                return deaf;
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        assert!(begun.elapsed() < PATIENCE, "no carrier was hired");
-    }
-}
-
 #[test]
-fn a_client_that_reads_nothing_loses_its_connection_and_its_carrier_serves_the_next() {
-    let config = Config { carriers: 1, send_patience: Duration::from_millis(300), ..few() };
-    let served = served("deaf-carried", &config);
-    let content = filled(&served);
-    let deaf = deaf(&served);
-    // Nobody waits for that carrier: who finds none sends by itself.
-    let mut other = served.client();
-    assert!(other.read(4096, 1 << 20).unwrap() == content[4096..4096 + (1 << 20)]);
-    other.write(0, &page(5)).unwrap();
-    assert!(served.logs("does not read its replies"));
-    let before = served.server().stats().carried;
-    let begun = Instant::now();
-    while served.server().stats().carried == before {
-        assert!(begun.elapsed() < PATIENCE, "the carrier did not come back");
-        assert!(other.read(4096, 2 << 20).unwrap() == content[4096..4096 + (2 << 20)]);
-    }
-    drop(deaf);
+fn long_writes_from_several_connections_lie_where_they_belong() {
+    let served = served("long-writes", &few());
+    // Each has a part of the device, a little past its middle unaligned, and writes it again and again.
+    let part = (PAGES as usize * PAGE_SIZE) / 4;
+    let threads: Vec<_> = (0..3u64)
+        .map(|number| {
+            let mut client = served.client();
+            std::thread::spawn(move || rewrite(&mut client, number, number as usize * part, part))
+        })
+        .collect();
+    let content = threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect::<Vec<_>>();
+    // Another connection sees the same.
+    assert!(served.client().read(0, 3 * part as u32).unwrap() == content);
+    assert_eq!(served.server().stats().errors, 0);
     served.shutdown();
-}
-
-#[test]
-fn a_server_that_ends_cuts_what_a_carrier_cannot_send() {
-    let served = served("cut-carried", &few());
-    filled(&served);
-    let deaf = deaf(&served);
-    let mut server = served;
-    let busy = server.server.take().unwrap().shutdown(Duration::from_millis(10));
-    assert_eq!(busy, 0, "threads wait for a client that reads nothing");
-    drop(deaf);
-}
-
-#[test]
-fn a_client_that_leaves_while_a_carrier_sends_takes_neither_memory_nor_carrier_with_it() {
-    let served = served("left-carried", &Config { carriers: 1, ..few() });
-    let content = filled(&served);
-    for _ in 0..40 {
-        // More often than there is memory to borrow.
-        drop(deaf(&served));
-    }
-    let mut client = seat(&served);
-    assert!(client.read(0, 3 << 20).unwrap() == content[..3 << 20]);
-    served.shutdown();
-}
-
-#[test]
-fn long_writes_from_several_connections_lie_where_they_belong_whoever_receives_them() {
-    for (name, carriers) in [("received", 2), ("unreceived", 0)] {
-        let served = served(name, &Config { carriers, ..few() });
-        // Each has a part of the device, a little past its middle unaligned, and writes it again and again.
-        let part = (PAGES as usize * PAGE_SIZE) / 4;
-        let threads: Vec<_> = (0..3u64)
-            .map(|number| {
-                let mut client = served.client();
-                std::thread::spawn(move || rewrite(&mut client, number, number as usize * part, part))
-            })
-            .collect();
-        let content = threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect::<Vec<_>>();
-        // Another connection sees the same.
-        assert!(served.client().read(0, 3 * part as u32).unwrap() == content);
-        let stats = served.server().stats();
-        assert_eq!((stats.errors, stats.carried > 0), (0, carriers > 0), "{stats:?}");
-        served.shutdown();
-    }
 }
 
 /// Writes of many lengths, whole pages and ragged, and reads of what was written; returns what the part holds.
@@ -217,30 +144,8 @@ fn rewrite(client: &mut Client, number: u64, from: usize, part: usize) -> Vec<u8
 }
 
 #[test]
-fn a_payload_in_parts_waits_for_no_store_that_has_answered() {
-    let served = served("prompt-carried", &Config { carriers: 1, ..few() });
-    let (content, mut client) = (filled(&served), seat(&served));
-    let begun = Instant::now();
-    // Two thousand parts: a nap for each of them, as a store that says nothing is looked at, would take minutes.
-    let mut rounds = 0;
-    while served.server().stats().carried < 2000 {
-        for half in content.chunks_exact(content.len() / 2).enumerate() {
-            client.queue(Operation::write((half.0 * half.1.len()) as u64, half.1));
-        }
-        client.send().unwrap();
-        while client.in_flight() > 0 {
-            assert_eq!(client.receive().unwrap().result, Ok(()));
-        }
-        rounds += 1;
-        assert!(begun.elapsed() < 3 * PATIENCE, "{rounds} rounds, {:?}", served.server().stats());
-    }
-    assert!(client.read(0, content.len() as u32).unwrap() == content);
-    served.shutdown();
-}
-
-#[test]
 fn a_client_that_stops_within_a_payload_holds_up_nobody_and_its_end_is_noticed() {
-    let served = served("stopped-carried", &Config { carriers: 1, ..few() });
+    let served = served("long-stopped", &few());
     let content = filled(&served);
     for round in 0..6 {
         let begun = Instant::now();
@@ -248,14 +153,13 @@ fn a_client_that_stops_within_a_payload_holds_up_nobody_and_its_end_is_noticed()
             assert!(begun.elapsed() < PATIENCE, "the connection before does not end");
             std::thread::sleep(Duration::from_millis(1));
         }
-        // So its carrier is free, and its seat.
-        let before = served.server().stats().carried;
+        let before = served.server().stats().writes;
         let mut stopped = raw(&served);
         let request = Request { flags: 0, command: command::WRITE, cookie: 1, offset: 0, length: 4 << 20 };
         stopped.write_all(&request.encode()).unwrap();
         stopped.write_all(&content[..(1 << 20) + 100 * round]).unwrap();
-        while served.server().stats().carried == before {
-            assert!(begun.elapsed() < PATIENCE, "no carrier received anything");
+        while served.server().stats().writes == before {
+            assert!(begun.elapsed() < PATIENCE, "the write does not begin");
             std::thread::sleep(Duration::from_millis(1));
         }
         let mut other = seat(&served);
@@ -269,14 +173,14 @@ fn a_client_that_stops_within_a_payload_holds_up_nobody_and_its_end_is_noticed()
 
 #[test]
 fn a_server_that_ends_does_not_wait_for_the_rest_of_a_payload() {
-    let mut served = served("cut-received", &few());
+    let mut served = served("long-cut", &few());
     let mut stopped = raw(&served);
     let request = Request { flags: 0, command: command::WRITE, cookie: 1, offset: 0, length: 4 << 20 };
     stopped.write_all(&request.encode()).unwrap();
     stopped.write_all(&noise(1, 1 << 20)).unwrap();
     let begun = Instant::now();
-    while served.server().stats().carried == 0 {
-        assert!(begun.elapsed() < PATIENCE, "no carrier received anything");
+    while served.server().stats().writes == 0 {
+        assert!(begun.elapsed() < PATIENCE, "the write does not begin");
         std::thread::sleep(Duration::from_millis(1));
     }
     let busy = served.server.take().unwrap().shutdown(Duration::from_millis(10));
