@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use weir_core::PAGE_SIZE;
-use weir_export::log::{Level, to_stderr};
+use weir_core::log::{Level, to_stderr};
 use weir_export::nbd::client::Operation;
 use weir_export::nbd::{self, Listen};
 use weir_export::share;

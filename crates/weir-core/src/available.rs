@@ -6,12 +6,17 @@ use std::path::Path;
 
 /// Bytes that can be taken without pushing others out; `None` where nobody says.
 pub fn available() -> Option<u64> {
-    of_the_machine().into_iter().chain(of_cgroups(Path::new("/"))).min()
+    available_below(Path::new("/"))
+}
+
+/// As [`available`], of the machine whose files are below `root`.
+pub fn available_below(root: &Path) -> Option<u64> {
+    of_the_machine(root).into_iter().chain(of_cgroups(root)).min()
 }
 
 /// `MemAvailable` of /proc/meminfo.
-fn of_the_machine() -> Option<u64> {
-    let meminfo = fs::read_to_string("/proc/meminfo").ok()?;
+fn of_the_machine(root: &Path) -> Option<u64> {
+    let meminfo = fs::read_to_string(root.join("proc/meminfo")).ok()?;
     let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     line.trim().strip_suffix(" kB")?.parse::<u64>().ok().map(|kib| kib << 10)
 }

@@ -7,7 +7,7 @@ mod available;
 pub mod clock;
 pub mod copy;
 mod file_kind;
-pub mod kernel_release;
+pub mod log;
 mod memory;
 pub mod metrics;
 mod page;
@@ -16,7 +16,7 @@ pub mod seal;
 mod size;
 pub mod swap_safety;
 
-pub use available::available;
+pub use available::{available, available_below};
 pub use file_kind::file_kind;
 pub use memory::{Memory, Watch, unlocked, unwatched};
 pub use page::{

@@ -3,8 +3,8 @@
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
+use weir_core::log::{Level, to_stderr};
 use weir_export::fuse::{Config, Server};
-use weir_export::log::{Level, to_stderr};
 use weir_store::Host;
 use weir_volume::Volume;
 

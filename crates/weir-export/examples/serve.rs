@@ -6,8 +6,8 @@
 use std::io::Read;
 use std::sync::Arc;
 use std::time::Duration;
+use weir_core::log::{Level, to_stderr};
 use weir_core::{ByteSize, PAGE_SIZE};
-use weir_export::log::{Level, to_stderr};
 use weir_export::nbd::{Config, Listen, Server};
 use weir_store::Host;
 use weir_volume::Volume;

@@ -5,10 +5,6 @@
 
 pub mod buffer;
 pub mod fuse;
-pub mod latency;
-pub mod local_socket;
-pub mod log;
-pub mod loop_device;
 pub mod nbd;
 pub mod share;
 mod spin;

@@ -66,7 +66,7 @@ impl<'a> Spin<'a> {
     /// # Errors
     /// Those of `look`.
     pub fn attempt<T, E>(&mut self, mut look: impl FnMut() -> Result<Option<T>, E>) -> Result<Option<T>, E> {
-        crate::latency::served();
+        weir_system::latency::served();
         if self.most < LEAST {
             return Ok(None);
         }

@@ -13,8 +13,8 @@ use weir_core::PAGE_SIZE;
 use weir_core::seal::SealedAllocator;
 use weir_export::fuse::mount::is_mounted;
 use weir_export::fuse::{Config, ServeError, Server};
-use weir_export::loop_device::LoopDevice;
 use weir_store::{Store, StoreUrl};
+use weir_system::loop_device::LoopDevice;
 use weir_volume::Volume;
 
 #[global_allocator]

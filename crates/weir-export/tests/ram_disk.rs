@@ -14,9 +14,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
+use weir_core::log::Log;
 use weir_export::fuse::mount::is_mounted;
 use weir_export::fuse::{Config, ServeError, Server};
-use weir_export::log::Log;
 use weir_store::{Host, StoreUrl};
 use weir_volume::Volume;
 

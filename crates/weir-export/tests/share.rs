@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
+use weir_core::log::{Level, to_stderr};
 use weir_core::{PAGE_SIZE, PageBytes, PageNo, Slot};
-use weir_export::log::{Level, to_stderr};
 use weir_export::share::{Config, Server};
 use weir_share::wire::{Hello, Op, Spot, Submission, VERSION, Welcome};
 use weir_share::{Area, Client, Error, Layout, Lease, Options, Ring, receive, send};
@@ -375,7 +375,7 @@ fn a_socket_at_which_somebody_answers_is_neither_taken_nor_removed() {
 fn clients_that_are_cut_off_one_after_the_other_do_not_flood_the_log() {
     let lines = Arc::new(std::sync::atomic::AtomicU64::new(0));
     let counted = Arc::clone(&lines);
-    let log: weir_export::log::Log = Arc::new(move |_, _| {
+    let log: weir_core::log::Log = Arc::new(move |_, _| {
         counted.fetch_add(1, Ordering::SeqCst);
     });
     let config = Config { clients: 2, frames: 8, ..Config::at(socket("flood")) };

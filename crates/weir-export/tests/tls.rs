@@ -8,7 +8,7 @@ use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
-use weir_export::log::{Level, to_stderr};
+use weir_core::log::{Level, to_stderr};
 use weir_export::nbd::{Config, Identity, Listen, ServeError, Server};
 use weir_store::Host;
 use weir_volume::Volume;

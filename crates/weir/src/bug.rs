@@ -8,7 +8,7 @@
 use std::panic::PanicHookInfo;
 use std::thread;
 use std::time::Duration;
-use weir_export::log::{Level, Log};
+use weir_core::log::{Level, Log};
 
 /// How long this process's own relay of lines has for the last one.
 const LAST_LINE: Duration = Duration::from_millis(200);

@@ -16,11 +16,11 @@ use crate::ways_in::{self, Fuse, Nbd, PreparedUblk, Share, WayIn};
 use crate::worker::{self, Worker};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
+use weir_core::log::{Level, Log};
 use weir_core::seal;
 use weir_core::swap_safety::Protections;
-use weir_export::latency;
-use weir_export::log::{Level, Log};
 use weir_store::{Joined, Room, StoreUrl, Tell};
+use weir_system::latency;
 use weir_volume::Volume;
 
 /// How long requests that are under way may take when the daemon stops.

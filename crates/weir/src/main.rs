@@ -33,7 +33,6 @@ mod config;
 mod control;
 mod core_dump;
 mod daemon;
-mod device_use;
 mod doctor;
 mod failure;
 mod give_back;

@@ -18,9 +18,9 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 use weir_core::ByteSize;
+use weir_core::log::{self, Level, Log};
 use weir_export::fuse::mount::is_served;
 use weir_export::fuse::{Config, Server};
-use weir_export::log::{self, Level, Log};
 use weir_store::{Room, StoreUrl};
 use weir_volume::Volume;
 

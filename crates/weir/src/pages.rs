@@ -9,8 +9,8 @@ use crate::start::Start;
 use std::fmt::Display;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use weir_core::log::{Level, Log};
 use weir_core::{ByteSize, Memory, PAGE_SIZE};
-use weir_export::log::{Level, Log};
 use weir_store::{Keep, OpenError, Room, Store, StoreUrl};
 use weir_volume::{Config, Kept, PAGES_MAX, Volume};
 

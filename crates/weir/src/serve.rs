@@ -12,10 +12,10 @@ use crate::{address::Address, bug, config, core_dump, keeper, signals};
 use signal_hook::consts::SIGUSR1;
 use signal_hook::iterator::Signals;
 use std::path::Path;
+use weir_core::log::{self, Level, Log};
 use weir_core::swap_safety::{self, Children, Protections};
 use weir_core::{ByteSize, Memory};
 use weir_export::fuse;
-use weir_export::log::{self, Level, Log};
 use weir_store::StoreUrl;
 use weir_store::vram::{PathMode, Target, VramUrl};
 

@@ -4,7 +4,7 @@
 use crate::failure::Failure;
 use crate::on::StoreChoice;
 use weir_core::ByteSize;
-use weir_export::log::{Level, Log};
+use weir_core::log::{Level, Log};
 use weir_store::vram::Target;
 use weir_store::{StoreUrl, VramUrl};
 

@@ -5,8 +5,8 @@ use indicatif::{ProgressBar, ProgressStyle};
 use std::fmt::Display;
 use std::io::{self, IsTerminal as _};
 use std::time::{Duration, Instant};
+use weir_core::log::{Level, Log};
 use weir_core::{ByteSize, unlocked};
-use weir_export::log::{Level, Log};
 
 /// A start that is over by then needs no bar.
 const WORTH: Duration = Duration::from_millis(500);

@@ -13,7 +13,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 use weir_export::fuse::mount::is_mounted;
-use weir_export::loop_device::LoopDevice;
+use weir_system::loop_device::LoopDevice;
 
 /// One that is ended by a signal is gone after far less.
 const LIVES_FOR: Duration = Duration::from_secs(1);

@@ -8,11 +8,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
+use weir_core::log::{Level, to_stderr};
 use weir_core::seal::{Policy, SealedAllocator, seal};
 use weir_export::fuse::{Config, ServeError, Server};
-use weir_export::log::{Level, to_stderr};
-use weir_export::loop_device::LoopDevice;
 use weir_store::Host;
+use weir_system::loop_device::LoopDevice;
 use weir_volume::Volume;
 
 #[global_allocator]

@@ -10,7 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use weir_core::Memory;
 use weir_export::fuse::mount::is_mounted;
-use weir_export::loop_device::LoopDevice;
+use weir_system::loop_device::LoopDevice;
 
 /// Above every other swap of the machine.
 const PRIORITY: &str = "32000";

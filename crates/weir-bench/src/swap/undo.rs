@@ -5,7 +5,7 @@ use super::devices::{PageCluster, ZRAM, Zram, memory_name, program};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{fs, io};
-use weir_export::loop_device::LoopDevice;
+use weir_system::loop_device::LoopDevice;
 
 /// Turns off the swap of run `pid`, which is dead, takes its devices away and puts the kernel's
 /// setting back. What serves those devices must live until this returns. `scratch` is the directory

@@ -9,13 +9,13 @@ use super::ring::{self, Ring};
 use super::stats::Counters;
 use super::wire::{InHeader, WriteIn};
 use crate::buffer::Buffer;
-use crate::log::{Level, Log};
 use crate::spin::Spin;
 use rustix::io::Errno;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 use weir_core::PAGE_SIZE;
+use weir_core::log::{Level, Log};
 
 /// Requests that a thread finds in a row before it has another one come.
 const HELP_AFTER: u32 = 8;

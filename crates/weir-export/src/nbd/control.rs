@@ -8,7 +8,6 @@ use super::handshake::{Export, Handshake, INPUT_MAX, OUTPUT_MAX, Step, Tls};
 use super::listen::{Listen, Listener};
 use super::seat::Seats;
 use super::tls;
-use crate::log::{Level, Log, Throttle};
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::event::{EventfdFlags, Timespec};
 use rustix::net::{RecvFlags, SendFlags};
@@ -17,6 +16,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use weir_core::log::{Level, Log, Throttle};
 
 /// Connections that negotiate at once.
 pub const PENDING_MAX: usize = 64;

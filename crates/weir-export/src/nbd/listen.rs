@@ -1,7 +1,6 @@
 //! Where the server listens: a unix socket of its owner's, or TCP, under TLS or only for this machine.
 
 use super::tls::Identity;
-use crate::local_socket::{self, BindError, SocketFile};
 use rustix::net::{SocketFlags, SocketType};
 use std::fmt;
 use std::io;
@@ -9,6 +8,7 @@ use std::net::{TcpListener, ToSocketAddrs};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
+use weir_system::local_socket::{self, BindError, SocketFile};
 
 /// An address to listen on, with what protects it.
 #[derive(Clone, Debug)]

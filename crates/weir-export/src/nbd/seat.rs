@@ -4,7 +4,6 @@
 use super::connection::Worker;
 use super::handshake::{INPUT_MAX, Negotiated};
 use super::stats::{Counters, Stats};
-use crate::log::{Level, Log};
 use crate::spin::{Spin, SpinGate};
 use rustix::net::Shutdown;
 use std::io;
@@ -12,6 +11,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+use weir_core::log::{Level, Log};
 
 /// What all seats share.
 pub(super) struct Seats {

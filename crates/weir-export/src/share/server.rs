@@ -30,8 +30,8 @@ use weir_volume::{Lane, STORES_MAX, Volume};
 use super::loans::Loans;
 use super::session::{Desk, Pending, Session, Violation};
 use super::stats::{Stats, add};
-use crate::local_socket::{self, BindError, SocketFile};
-use crate::log::{Level, Log, Throttle};
+use weir_core::log::{Level, Log, Throttle};
+use weir_system::local_socket::{self, BindError, SocketFile};
 
 /// How soon a client that left no room, or a volume that had none, is looked at again.
 const STALL: Duration = Duration::from_millis(1);

@@ -7,7 +7,6 @@ use super::engine::Engine;
 use super::server::doing;
 use super::stats::Counters;
 use super::uapi::{self, Descriptor, IoCommand, Plain, RESULT_ABORT};
-use crate::log::{Level, Log};
 use crate::spin::Spin;
 use io_uring::types::{Fd, Fixed, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode, squeue};
@@ -17,6 +16,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::ptr::NonNull;
 use std::time::{Duration, Instant};
+use weir_core::log::{Level, Log};
 
 /// How long it may take to offer every buffer.
 const OFFERING: Duration = Duration::from_secs(10);

@@ -7,9 +7,9 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use weir_core::log::{Level, Log};
 use weir_core::seal::{Policy, seal};
 use weir_export::fuse::{Config, ServeError, Server};
-use weir_export::log::{Level, Log};
 use weir_store::Host;
 use weir_volume::Volume;
 

@@ -2,10 +2,10 @@
 //!
 //! By netlink no thread is parked in an ioctl, and a connection that died can be replaced while the device stays.
 
-use super::netlink::{Attributes, Events, Family, u32_in};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::time::Duration;
+use weir_system::netlink::{Attributes, Events, Family, u32_in};
 
 const CONNECT: u8 = 1;
 const DISCONNECT: u8 = 2;

@@ -2,7 +2,6 @@
 
 mod attachment;
 mod device;
-mod netlink;
 mod readers;
 mod replace;
 mod watch;
@@ -13,7 +12,6 @@ pub use watch::{Attachments, NOTE};
 use crate::address::Address;
 use crate::cli::{AttachOptions, DetachOptions};
 use crate::control;
-use crate::device_use;
 use crate::failure::{Failure, chain};
 use device::{Kernel, Terms};
 use readers::Readers;
@@ -25,6 +23,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use weir_export::nbd::client::{self, Client, ClientError, Wish};
+use weir_system::device_use;
 
 /// The largest request that the kernel is to send, in KiB: what one connection's buffer holds at once.
 const MAX_SECTORS_KB: &str = "256";

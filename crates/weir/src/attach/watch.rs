@@ -7,7 +7,6 @@ use super::negotiate;
 use super::readers::Readers;
 use super::replace::{Ends, Look, NotReplaced, Outcome, Pace, replace};
 use crate::address::Address;
-use crate::device_use;
 use crate::keeper::Link;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::collections::BTreeMap;
@@ -17,10 +16,11 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::thread;
 use std::time::Duration;
+use weir_core::log::{Level, Log};
 use weir_core::swap_safety::{self, Children};
-use weir_export::log::{Level, Log};
 use weir_export::nbd::KernelConnections;
 use weir_export::nbd::client::Wish;
+use weir_system::device_use;
 
 /// The keeper's name for the list.
 pub const NOTE: &str = "attached";

@@ -12,7 +12,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
-use weir_export::local_socket::{self, BindError, SocketFile};
+use weir_system::local_socket::{self, BindError, SocketFile};
 
 /// Long requests at a time; each has a thread that waits for the worker.
 const LONG_MOST: usize = 16;

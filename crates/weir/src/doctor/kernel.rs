@@ -3,7 +3,7 @@
 use super::Finding;
 use super::machine::Machine;
 use std::fmt;
-use weir_core::kernel_release::{FUSE_RESENDS, UBLK, UBLK_SURVIVES, version};
+use weir_system::kernel_release::{FUSE_RESENDS, UBLK, UBLK_SURVIVES, version};
 
 pub fn check(machine: &Machine) -> Vec<Finding> {
     let release = machine.release();

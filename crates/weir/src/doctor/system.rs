@@ -123,7 +123,7 @@ fn battery(machine: &Machine) -> Finding {
 }
 
 fn cpu_latency(machine: &Machine) -> Finding {
-    use weir_export::latency::DEVICE;
+    use weir_system::latency::DEVICE;
     let driver = machine.text("/sys/devices/system/cpu/cpuidle/current_driver").unwrap_or("none".to_owned());
     if machine.may_use(DEVICE) && driver == "none" {
         Finding::ok(

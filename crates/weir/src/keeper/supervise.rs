@@ -22,9 +22,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
+use weir_core::log::{Level, Log};
 use weir_core::swap_safety::{self, Children};
 use weir_core::{Memory, Resident};
-use weir_export::log::{Level, Log};
 
 /// Memory that is free again while a daemon starts, at least: its own pages, stacks, page tables and heap, with the page
 /// tables of what it maps (2 MiB for each GiB).

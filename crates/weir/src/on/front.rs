@@ -13,8 +13,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use toml::Value;
-use weir_core::kernel_release::{self, version};
-use weir_export::loop_device::LoopDevice;
+use weir_system::kernel_release::{self, version};
+use weir_system::loop_device::LoopDevice;
 
 impl Front {
     /// As the command line has it.

@@ -4,7 +4,6 @@ use super::options::DIRECTORY;
 use super::settings::systemctl;
 use super::state::{Journal, Process, Step};
 use crate::control::{self, Status};
-use crate::device_use;
 use crate::failure::Failure;
 use crate::start;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -22,6 +21,7 @@ use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use toml::{Table, Value};
 use weir_export::fuse;
+use weir_system::device_use;
 
 /// The unit that the package installs; its configuration is the file that [`Service`] writes.
 pub const UNIT: &str = "weir.service";

@@ -25,9 +25,9 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
+use weir_core::log::{self, Level};
 use weir_core::swap_safety::Protections;
 use weir_core::{ByteSize, PAGE_SIZE};
-use weir_export::log::{self, Level};
 use weir_export::nbd::client::{Client, ClientError, Wish};
 
 /// Memory to use where nobody says how much.

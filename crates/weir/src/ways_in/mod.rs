@@ -7,18 +7,18 @@ pub use ublk::PreparedUblk;
 use crate::address::Address;
 use crate::cli::ServeOptions;
 use crate::control::Export;
-use crate::device_use;
 use crate::failure::{Failure, chain};
 use crate::keeper::{Held, Link};
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
+use weir_core::log::{Level, Log};
 use weir_export::fuse;
-use weir_export::log::{Level, Log};
-use weir_export::loop_device::LoopDevice;
 use weir_export::nbd::{self, Identity, KernelConnections, Listen, ListenError, ServeError, Server};
 use weir_export::share;
+use weir_system::device_use;
+use weir_system::loop_device::LoopDevice;
 use weir_volume::Volume;
 
 /// A running way in.

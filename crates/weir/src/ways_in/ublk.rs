@@ -5,15 +5,15 @@
 use super::WayIn;
 use crate::cli::ServeOptions;
 use crate::control::Export;
-use crate::device_use;
 use crate::failure::{Failure, chain};
 use crate::keeper::{Held, Link, processors};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
+use weir_core::log::{Level, Log};
 use weir_core::{Memory, PAGE_SIZE};
-use weir_export::log::{Level, Log};
 use weir_export::ublk::{Config, Device, Found, Server};
+use weir_system::device_use;
 use weir_volume::Volume;
 
 /// What the keeper calls the page.

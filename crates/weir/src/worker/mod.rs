@@ -17,7 +17,7 @@ use crew::Crew;
 use governor::Governor;
 use job::{Job, Wish};
 use std::sync::{Arc, Mutex, PoisonError};
-use weir_export::log::Log;
+use weir_core::log::Log;
 use weir_volume::Volume;
 
 /// Threads that empty chunks, at most: on the GPUs measured two or three fill the bus.

@@ -13,7 +13,7 @@ use std::path::Path;
 use std::sync::mpsc;
 use std::time::Duration;
 use std::{fs, io};
-use weir_core::kernel_release::{FUSE_NAMES_CONNECTIONS, version};
+use weir_system::kernel_release::{FUSE_NAMES_CONNECTIONS, version};
 
 /// A server that lives answers in far less; a kernel that lets go of one needs some of it.
 const PATIENCE: Duration = Duration::from_secs(2);

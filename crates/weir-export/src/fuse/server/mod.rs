@@ -15,7 +15,6 @@ use super::range::{IO_MAX, Ranges};
 use super::ring::Ring;
 use super::serve::{Ending, Service, Worker};
 use super::stats::{Counters, Stats};
-use crate::log::{Level, Log};
 use config::check;
 use open::{Begun, Opened, is_file, make, mounted};
 use std::fmt;
@@ -26,6 +25,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use weir_core::log::{Level, Log};
 use weir_volume::Volume;
 
 /// Stack of a thread; with `mlockall` all of it is resident.

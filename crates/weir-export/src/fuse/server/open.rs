@@ -7,11 +7,11 @@ use super::super::ring::{self, Prepared, Ring};
 use super::super::wire::init;
 use super::hello::{Wish, greet};
 use super::{Config, ServeError};
-use crate::log::{Level, Log};
 use std::fs::{self, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
+use weir_core::log::{Level, Log};
 use weir_volume::Volume;
 
 /// A connection that is mounted, and what there is to it before there are threads.

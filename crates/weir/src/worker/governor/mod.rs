@@ -13,7 +13,7 @@ use policy::{Look, Policy, Step};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use weir_export::log::{Level, Log};
+use weir_core::log::{Level, Log};
 
 /// One card of one store.
 #[derive(Debug)]

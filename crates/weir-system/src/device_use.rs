@@ -17,7 +17,7 @@ pub fn user(device: &str) -> io::Result<Option<String>> {
 }
 
 /// As [`user`], of the system whose files are below `root`.
-pub(crate) fn user_at(root: &Path, device: &str) -> io::Result<Option<String>> {
+pub fn user_at(root: &Path, device: &str) -> io::Result<Option<String>> {
     let numbers = numbers(root, device);
     let swaps = fs::read_to_string(root.join("proc/swaps"))?;
     if is_listed(&swaps, device) || swaps.lines().any(|line| is_node_of(root, line, &numbers)) {

@@ -39,7 +39,7 @@ pub fn to_stderr(least: Level) -> Log {
 
 /// Lines of a server about its clients: those beyond `most` in each period are counted, and the
 /// next period's first line says how many they were. So nobody can flood the log.
-pub(crate) struct Throttle {
+pub struct Throttle {
     log: Log,
     server: &'static str,
     most: u32,
@@ -61,6 +61,7 @@ impl Throttle {
         Throttle { most: 1, period: Duration::from_secs(60), ..Throttle::new(log, server) }
     }
 
+    /// Passes a line on, or counts it.
     pub fn line(&mut self, level: Level, line: fmt::Arguments<'_>) {
         let server = self.server;
         if self.begun.elapsed() >= self.period {

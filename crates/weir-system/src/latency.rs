@@ -60,7 +60,7 @@ pub fn bursts() -> Option<Bursts> {
 }
 
 /// A thread has served, and is about to wait for the next request.
-pub(crate) fn served() {
+pub fn served() {
     if let Some(holder) = HOLDER.get() {
         holder.served(Instant::now());
     }

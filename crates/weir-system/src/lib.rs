@@ -1,0 +1,11 @@
+//! What Weir reads of the machine it runs on, and asks of its kernel: who uses a device, loop devices, generic
+//! netlink, processors' idle states, releases, unix sockets.
+//!
+//! Nothing here knows of stores or volumes. What one part of Weir knows about the machine every other part learns from here.
+
+pub mod device_use;
+pub mod kernel_release;
+pub mod latency;
+pub mod local_socket;
+pub mod loop_device;
+pub mod netlink;
