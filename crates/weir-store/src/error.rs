@@ -1,4 +1,4 @@
-//! How stores fail: [`OpenError`] for people, once, at start; [`Fault`] for one operation, without allocation.
+//! How the opening of a store fails. How an operation does is a [`Fault`](weir_device::Fault).
 
 use weir_core::ByteSize;
 
@@ -31,30 +31,4 @@ impl OpenError {
         let what = format!("cannot take {} of memory; ask for less, or free some", ByteSize(bytes));
         OpenError::io(store, what, source)
     }
-}
-
-/// Why one operation failed. Small and `Copy`: the I/O path carries it without allocating.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
-pub enum Fault {
-    /// The device or the system refused, with this errno.
-    #[error("I/O error {0}")]
-    Io(i32),
-    /// The slot's memory is gone: a released chunk, a lost device.
-    #[error("the store no longer holds this slot")]
-    Lost,
-    /// No answer in time. What was asked for may still happen.
-    #[error("no answer in time")]
-    Timeout,
-    /// The content came back and is not what was written.
-    #[error("checksum mismatch")]
-    Corrupt,
-    /// This store cannot do that.
-    #[error("not supported by this store")]
-    Unsupported,
-    /// No free slot anywhere.
-    #[error("no free slot")]
-    Full,
-    /// A write that had no effect, since its client has gone.
-    #[error("its client has gone")]
-    Forsaken,
 }

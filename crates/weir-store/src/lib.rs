@@ -24,13 +24,14 @@ mod sim;
 mod url;
 pub mod vram;
 
-pub use error::{Fault, OpenError};
+pub use error::OpenError;
 pub use file::{FileStore, FileUrl, StripeUrl, is_left_over};
 pub use host::Host;
 pub use open::{open, open_watched, reopen};
 pub use sim::{Damage, Injected, Sim, SimUrl};
 pub use url::{StoreUrl, UrlError, UrlProblem};
 pub use vram::VramUrl;
+pub use weir_device::{ANSWER_WITHIN, Done, Fault, POLL_EVERY, Progress, Ticket};
 
 use std::fmt;
 use std::io;
@@ -38,16 +39,6 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 use weir_core::{PageBytes, Slot};
-
-/// What a caller calls one of its operations; comes back with its completion.
-pub type Ticket = u32;
-
-/// Within this time each operation is answered, whatever the device does, if its lane is polled once in [`POLL_EVERY`]. Well below
-/// the time after which a kernel gives its connection up.
-pub const ANSWER_WITHIN: Duration = Duration::from_secs(2);
-
-/// How long who has operations under way sleeps at most before the next poll.
-pub const POLL_EVERY: Duration = Duration::from_millis(200);
 
 /// A row of slots that keep pages.
 pub trait Store: Send + Sync + fmt::Debug {
@@ -326,27 +317,4 @@ pub trait Lane: Send {
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
-}
-
-/// What became of an operation when it was queued.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[must_use]
-pub enum Progress {
-    /// It is finished already, with this result, and no completion follows. With an error nothing has begun.
-    Done(Result<(), Fault>),
-    /// It waits for [`Lane::submit`]; its completion comes by [`Lane::poll`].
-    Queued,
-    /// The lane has no room: submit, poll, and try again.
-    Full,
-}
-
-/// A finished operation.
-#[derive(Debug)]
-pub struct Done<'a> {
-    /// As given when it was queued.
-    pub ticket: Ticket,
-    /// How it went.
-    pub result: Result<(), Fault>,
-    /// A read's content, where it succeeded. `None` for writes and faults.
-    pub page: Option<&'a PageBytes>,
 }

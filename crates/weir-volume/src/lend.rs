@@ -8,13 +8,14 @@
 
 use crate::Volume;
 use crate::entry::Place;
-use crate::lane::{Guard, View};
+use crate::lane::Guard;
 use crate::sync::{AtomicU8, Ordering, fence};
 use std::fmt;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use weir_core::{PageNo, Slot};
+use weir_device::View;
 use weir_store::OpenError;
 
 /// In a slot's byte: the map does not name it any more, its return frees it.

@@ -33,6 +33,7 @@ mod chunks;
 #[cfg_attr(loom, allow(dead_code))]
 mod compact;
 mod compress;
+mod device;
 mod entry;
 #[cfg_attr(loom, allow(dead_code))]
 mod epoch;
@@ -57,11 +58,12 @@ pub use compact::{Compacted, Sparse};
 pub use compress::Compression;
 pub use entry::STORES_MAX;
 pub use give_back::{GiveBackError, MovedUp, Pace};
-pub use lane::{Guard, Lane, View};
+pub use lane::{Guard, Lane};
 pub use lend::{Lender, Loan, Window};
 pub use records::PAGES_MAX;
 pub use recover::{Kept, KeptFds};
 pub use status::{StoreStatus, VolumeStatus};
+pub use weir_device::View;
 
 use epoch::Epochs;
 use map::Map;

@@ -13,7 +13,7 @@ mod view;
 pub(crate) use claim::HINTS;
 pub(crate) use located::Located;
 pub(crate) use packing::OPENED_MAX;
-pub use view::{Guard, View};
+pub use view::Guard;
 
 use crate::batch::Batch;
 use crate::entry::{Entry, Place};

@@ -8,10 +8,11 @@
 
 use super::claim::LONG;
 use super::count::Places;
-use super::{Lane, View, fill};
+use super::{Lane, fill};
 use crate::entry::{Entry, Place};
 use crate::records::Occupant;
 use weir_core::{Checksum, PageBytes, PageNo, uniform_value};
+use weir_device::View;
 
 /// Pages of a group: enough to make the wait cheap, and few beside the slots that a lane remembers having freed.
 const GROUP: usize = 16;

@@ -5,20 +5,9 @@ use super::count::Places;
 use super::located::Located;
 use crate::entry::Place;
 use std::time::Instant;
-use weir_core::{PageBytes, PageNo};
+use weir_core::PageNo;
+use weir_device::View;
 use weir_store::Fault;
-
-/// What a read finds without touching a store, or where it must look.
-pub enum View<'a> {
-    /// The page, verified, where it lies.
-    Bytes(&'a PageBytes),
-    /// Every 32-bit word of the page has this value.
-    Fill(u32),
-    /// It must be read with [`Lane::read`].
-    Elsewhere,
-    /// It cannot be read.
-    Fault(Fault),
-}
 
 /// Keeps what [`view`](Guard::view) shows in place, for as long as it lives. It holds back every slot that is
 /// freed meanwhile, so not for longer than a millisecond or two.

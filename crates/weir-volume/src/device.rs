@@ -1,0 +1,122 @@
+//! A volume as a page device.
+
+use crate::{Guard, Lane, Volume};
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::time::Instant;
+use weir_core::{PageBytes, PageNo};
+use weir_device::{Coming, Done, PageDevice, PageGuard, PageLane, Progress, Ticket, View};
+use weir_store::OpenError;
+
+impl PageDevice for Volume {
+    type Lane = Lane;
+    type Error = OpenError;
+
+    fn open(self: &Arc<Self>) -> Result<Lane, OpenError> {
+        self.lane()
+    }
+}
+
+impl PageLane for Lane {
+    type Guard<'a> = Guard<'a>;
+
+    fn pages(&self) -> u32 {
+        self.volume().pages()
+    }
+
+    fn announce(&mut self, coming: impl Iterator<Item = Coming>) {
+        let Some(mut batch) = self.batch() else { return };
+        for part in coming {
+            match part {
+                Coming::Reads(first, count) => batch.reads((first.0..first.0 + count).map(PageNo)),
+                Coming::Writes(count) => batch.writes(count as usize),
+            }
+        }
+        batch.announce();
+    }
+
+    #[inline]
+    fn read(&mut self, ticket: Ticket, page: PageNo, out: &mut PageBytes) -> Progress {
+        self.read(ticket, page, out)
+    }
+
+    fn read_run(&mut self, first: PageNo, out: &mut [PageBytes]) -> usize {
+        self.read_run(first, out)
+    }
+
+    #[inline]
+    fn write(&mut self, ticket: Ticket, page: PageNo, bytes: &PageBytes) -> Progress {
+        self.write(ticket, page, bytes)
+    }
+
+    fn write_part(&mut self, ticket: Ticket, page: PageNo, offset: usize, bytes: &[u8]) -> Progress {
+        self.write_part(ticket, page, offset, bytes)
+    }
+
+    fn write_run(&mut self, first: PageNo, pages: &[PageBytes]) -> usize {
+        self.write_run(first, pages)
+    }
+
+    fn discard(&mut self, first: PageNo, count: u32) {
+        self.discard(first, count);
+    }
+
+    fn zero(&mut self, first: PageNo, count: u32) {
+        self.zero(first, count);
+    }
+
+    /// No store holds pages longer than the volume, so what was acknowledged is where it will stay.
+    fn flush(&mut self, _ticket: Ticket) -> Progress {
+        Progress::Done(Ok(()))
+    }
+
+    #[inline]
+    fn pin(&mut self) -> Guard<'_> {
+        self.pin()
+    }
+
+    fn forsake(&mut self, whose: impl Fn(Ticket) -> bool) {
+        self.forsake(whose);
+    }
+
+    fn known_zero(&self, page: PageNo) -> bool {
+        self.known_zero(page)
+    }
+
+    fn submit(&mut self) {
+        self.submit();
+    }
+
+    fn poll(&mut self, _now: Instant, done: &mut dyn FnMut(Done<'_>)) {
+        self.poll(done);
+    }
+
+    #[inline]
+    fn in_flight(&self) -> usize {
+        self.in_flight()
+    }
+
+    fn wake_fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.wake_fds()
+    }
+
+    fn must_poll(&self) -> bool {
+        self.must_poll()
+    }
+}
+
+impl PageGuard for Guard<'_> {
+    #[inline]
+    fn view(&self, page: PageNo) -> View<'_> {
+        self.view(page)
+    }
+
+    #[inline]
+    fn prefetch(&self, page: PageNo) {
+        self.prefetch(page);
+    }
+
+    fn count_reads(&self, pages: u64, faults: u64) {
+        self.count_reads(pages, faults);
+    }
+}
