@@ -12,6 +12,7 @@
 use crate::report::{Report, Row, Runs};
 use rustix::time::{ClockId, clock_gettime};
 use std::sync::Arc;
+use std::time::Instant;
 use weir_core::{PAGE_SIZE, PageBytes, PageNo};
 use weir_store::{Fault, Host, OpenError, Progress};
 use weir_volume::{Compression, Config, CreateError, Lane, Volume};
@@ -225,7 +226,9 @@ fn settle(lane: &mut Lane) -> Result<(), CompressError> {
         if lane.in_flight() == 0 {
             return failed.map_or(Ok(()), |(page, fault)| Err(CompressError::Page(page, fault)));
         }
-        lane.poll(&mut |done| failed = done.result.err().map(|fault| (done.ticket, fault)).or(failed));
+        lane.poll(Instant::now(), &mut |done| {
+            failed = done.result.err().map(|fault| (done.ticket, fault)).or(failed);
+        });
     }
 }
 

@@ -70,7 +70,7 @@ impl Lane for GatedLane {
         self.lane.read(ticket, slot, page)
     }
 
-    fn poll(&mut self, done: &mut dyn FnMut(Done<'_>)) {
+    fn poll(&mut self, _now: Instant, done: &mut dyn FnMut(Done<'_>)) {
         while self.open.load(Ordering::SeqCst)
             && let Some((ticket, slot, page)) = self.waiting.pop()
         {

@@ -4,6 +4,7 @@ mod common;
 
 use common::{Served, few, noise};
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 use weir_core::{ByteSize, PAGE_SIZE, PageBytes, Slot};
 use weir_export::nbd::client::Operation;
 use weir_store::{Done, Lane, OpenError, Progress, Sim, SimUrl, Store, Ticket};
@@ -82,9 +83,9 @@ impl Lane for WatchedLane {
         self.lane.submit();
     }
 
-    fn poll(&mut self, done: &mut dyn FnMut(Done<'_>)) {
+    fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
         self.note(Call::Poll);
-        self.lane.poll(done);
+        self.lane.poll(now, done);
     }
 
     fn in_flight(&self) -> usize {

@@ -567,7 +567,7 @@ impl Lane for GatedLane {
         Progress::Queued
     }
 
-    fn poll(&mut self, done: &mut dyn FnMut(Done<'_>)) {
+    fn poll(&mut self, _now: Instant, done: &mut dyn FnMut(Done<'_>)) {
         if self.gate.is_open.load(Ordering::SeqCst) {
             if let Some((ticket, slot)) = self.held_write.take() {
                 let Progress::Done(result) = self.lane.write(ticket, slot, &self.page) else {

@@ -37,7 +37,7 @@ use std::fmt;
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 use weir_core::{PageBytes, Slot};
 
 /// A row of slots that keep pages.
@@ -299,10 +299,10 @@ pub trait Lane: Send {
     /// Starts everything queued since the last call.
     fn submit(&mut self) {}
 
-    /// Hands over every operation that has finished, in any order. Never waits. One that has not finished within
-    /// [`ANSWER_WITHIN`] is handed over with [`Fault::Timeout`]. If it is a write, it may still change its slot until
+    /// Hands over every operation that has finished, in any order. Never waits, and knows no time but `now`. An operation's time runs from
+    /// the first poll after its submission: one that has not finished within [`ANSWER_WITHIN`] is handed over with [`Fault::Timeout`]. If it is a write, it may still change its slot until
     /// [`settled`](Lane::settled) names it.
-    fn poll(&mut self, _done: &mut dyn FnMut(Done<'_>)) {}
+    fn poll(&mut self, _now: Instant, _done: &mut dyn FnMut(Done<'_>)) {}
 
     /// Names the slots of writes that were handed over with [`Fault::Timeout`] and have ended since, as the last poll found. Nobody
     /// else may use such a slot before.

@@ -44,7 +44,7 @@ fn batch(
     }
     lane.submit();
     while lane.in_flight() > 0 {
-        lane.poll(&mut |Done { ticket, result, page }| {
+        lane.poll(Instant::now(), &mut |Done { ticket, result, page }| {
             let page = page.copied().unwrap_or([0; PAGE_SIZE]);
             assert!(results[ticket as usize].replace(result.map(|()| page)).is_none());
         });

@@ -1,6 +1,7 @@
 //! No store touches the allocator between two operations, faults included: a thread that serves swap must not.
 
 use std::sync::Arc;
+use std::time::Instant;
 use weir_core::seal::{self, Policy, SealedAllocator};
 use weir_core::{PAGE_SIZE, Slot};
 use weir_store::{Lane, Progress, Store, open};
@@ -33,13 +34,17 @@ fn work(lane: &mut dyn Lane, slots: u32) -> (u32, u32) {
                 Progress::Queued => {}
                 Progress::Full => {
                     lane.submit();
-                    lane.poll(&mut |done| *if done.result.is_ok() { &mut good } else { &mut bad } += 1);
+                    lane.poll(Instant::now(), &mut |done| {
+                        *if done.result.is_ok() { &mut good } else { &mut bad } += 1;
+                    });
                 }
             }
         }
         lane.submit();
         while lane.in_flight() > 0 {
-            lane.poll(&mut |done| *if done.result.is_ok() { &mut good } else { &mut bad } += 1);
+            lane.poll(Instant::now(), &mut |done| {
+                *if done.result.is_ok() { &mut good } else { &mut bad } += 1;
+            });
         }
     }
     (good, bad)

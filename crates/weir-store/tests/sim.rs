@@ -1,6 +1,7 @@
 //! The simulated store does what it was told, counts it exactly, and does the same again for the same seed.
 
 use proptest::prelude::*;
+use std::time::Instant;
 use weir_core::{PAGE_SIZE, PageBytes, Slot};
 use weir_store::conformance::content;
 use weir_store::{Damage, Done, Fault, Injected, Lane, Progress, Sim, State, Store, StoreUrl};
@@ -33,7 +34,7 @@ fn finish(lane: &mut dyn Lane, progress: Progress, into: &mut PageBytes) -> Resu
             lane.submit();
             let mut answer = None;
             while answer.is_none() {
-                lane.poll(&mut |Done { result, page, .. }| {
+                lane.poll(Instant::now(), &mut |Done { result, page, .. }| {
                     page.inspect(|page| *into = **page);
                     answer = Some(result);
                 });
@@ -156,11 +157,11 @@ fn delayed_operations_overtake_one_another() {
     assert_eq!(lane.write(64, Slot(64), &[1; PAGE_SIZE]), Progress::Full);
     assert_eq!(lane.read(64, Slot(64), &mut [1; PAGE_SIZE]), Progress::Full);
     let mut order = Vec::new();
-    lane.poll(&mut |done| order.push(done.ticket));
+    lane.poll(Instant::now(), &mut |done| order.push(done.ticket));
     assert!(order.is_empty(), "nothing finishes before it is submitted");
     lane.submit();
     for _ in 0..8 {
-        lane.poll(&mut |done| order.push(done.ticket));
+        lane.poll(Instant::now(), &mut |done| order.push(done.ticket));
     }
     assert_eq!(order.len(), 64, "nothing takes longer than it may");
     assert!(!order.is_sorted(), "{order:?}");

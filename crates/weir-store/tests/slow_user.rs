@@ -33,7 +33,7 @@ fn a_slow_user_of_what_came_back_is_not_taken_for_a_driver_that_hangs() {
     lane.submit();
     let (mut seen, since) = (false, Instant::now());
     while !seen {
-        lane.poll(&mut |done: Done<'_>| {
+        lane.poll(Instant::now(), &mut |done: Done<'_>| {
             std::thread::sleep(Duration::from_secs(3));
             seen = done.result == Ok(());
         });
@@ -48,7 +48,7 @@ fn a_slow_user_of_what_came_back_is_not_taken_for_a_driver_that_hangs() {
             lane.submit();
             let mut result = None;
             while result.is_none() {
-                lane.poll(&mut |done: Done<'_>| result = Some(done.result));
+                lane.poll(Instant::now(), &mut |done: Done<'_>| result = Some(done.result));
             }
             result
         });

@@ -188,7 +188,7 @@ impl Lane {
                 Progress::Queued => {}
                 Progress::Full => {
                     self.submit();
-                    self.poll(&mut |ended| note(ended.result, watch, done));
+                    self.poll(Instant::now(), &mut |ended| note(ended.result, watch, done));
                     continue;
                 }
             }
@@ -204,7 +204,7 @@ impl Lane {
         let started = Instant::now();
         while self.in_flight() > 0 {
             self.submit();
-            self.poll(&mut |ended| note(ended.result, watch, done));
+            self.poll(Instant::now(), &mut |ended| note(ended.result, watch, done));
             if started.elapsed() > crate::give_back::LANES_WAIT {
                 return Err(GiveBackError::Busy);
             }

@@ -87,8 +87,8 @@ impl PageLane for Lane {
         self.submit();
     }
 
-    fn poll(&mut self, _now: Instant, done: &mut dyn FnMut(Done<'_>)) {
-        self.poll(done);
+    fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
+        self.poll(now, done);
     }
 
     #[inline]

@@ -360,7 +360,7 @@ impl Lane {
                 Progress::Queued => {}
                 Progress::Full => {
                     self.submit();
-                    self.poll(&mut |done| outcome.note(PageNo(done.ticket), done.result));
+                    self.poll(Instant::now(), &mut |done| outcome.note(PageNo(done.ticket), done.result));
                     continue;
                 }
             }
@@ -399,7 +399,7 @@ impl Lane {
         let started = Instant::now();
         while self.in_flight() > 0 {
             self.submit();
-            self.poll(&mut |done| outcome.note(PageNo(done.ticket), done.result));
+            self.poll(Instant::now(), &mut |done| outcome.note(PageNo(done.ticket), done.result));
             if started.elapsed() > LANES_WAIT {
                 return Err(GiveBackError::Busy);
             }

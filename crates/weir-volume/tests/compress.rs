@@ -5,6 +5,7 @@ use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::Instant;
 use weir_core::seal::{self, SealedAllocator};
 use weir_core::{PAGE_SIZE, PageBytes, PageNo};
 use weir_store::{Host, Progress, Store};
@@ -78,7 +79,7 @@ fn finish(lane: &mut Lane, some: bool) {
         if lane.in_flight() == 0 || some && lane.in_flight() < before {
             return;
         }
-        lane.poll(&mut |done| done.result.unwrap());
+        lane.poll(Instant::now(), &mut |done| done.result.unwrap());
     }
 }
 

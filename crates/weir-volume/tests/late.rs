@@ -3,6 +3,7 @@
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+use std::time::Instant;
 use weir_core::{ByteSize, Memory, PAGE_SIZE, PageBytes, PageNo};
 use weir_store::{Fault, Progress, Sim, SimUrl, Store};
 use weir_volume::{Compression, Config, Kept, Lane, Volume};
@@ -29,7 +30,7 @@ fn finish(lane: &mut Lane) -> Vec<(u32, Result<(), Fault>)> {
     let mut ended = Vec::new();
     while lane.in_flight() > 0 {
         lane.submit();
-        lane.poll(&mut |done| ended.push((done.ticket, done.result)));
+        lane.poll(Instant::now(), &mut |done| ended.push((done.ticket, done.result)));
     }
     lane.submit();
     ended.sort_unstable_by_key(|(ticket, _)| *ticket);
@@ -48,7 +49,7 @@ fn read(lane: &mut Lane, page: u32) -> PageBytes {
         Progress::Queued => {
             lane.submit();
             while lane.in_flight() > 0 {
-                lane.poll(&mut |done| back = *done.page.expect("it can be read"));
+                lane.poll(Instant::now(), &mut |done| back = *done.page.expect("it can be read"));
             }
         }
     }
@@ -97,7 +98,7 @@ fn a_partial_write_is_forsaken_also_between_its_halves() {
         gone.submit();
         let mut is_done = false;
         for _ in 0..polls {
-            gone.poll(&mut |_| is_done = true);
+            gone.poll(Instant::now(), &mut |_| is_done = true);
         }
         gone.forsake(|_| true);
         write(&mut other, 2, &stamped(2, 3));

@@ -501,13 +501,13 @@ fn finish(lane: &mut Lane, mut begin: impl FnMut(&mut Lane) -> Progress) {
             Progress::Queued => break,
             Progress::Full => {
                 lane.submit();
-                lane.poll(&mut |_| {});
+                lane.poll(Instant::now(), &mut |_| {});
             }
         }
     }
     lane.submit();
     while lane.in_flight() > 0 {
-        lane.poll(&mut |done| done.result.unwrap());
+        lane.poll(Instant::now(), &mut |done| done.result.unwrap());
         lane.submit();
     }
 }
@@ -640,12 +640,12 @@ fn a_lane_that_always_has_something_under_way_runs_out_of_no_slots() {
             lane.submit();
             // Never all of them: something is always under way.
             while lane.in_flight() > 8 {
-                lane.poll(&mut |completion| completion.result.unwrap());
+                lane.poll(Instant::now(), &mut |completion| completion.result.unwrap());
             }
         }
         assert!(done > 10_000, "{done} went through the store's queue");
         while lane.in_flight() > 0 {
-            lane.poll(&mut |completion| completion.result.unwrap());
+            lane.poll(Instant::now(), &mut |completion| completion.result.unwrap());
         }
     }
 }

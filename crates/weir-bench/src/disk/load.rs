@@ -85,7 +85,7 @@ impl Batches {
             if let Some(fd) = self.lane.wake_fd() {
                 let _ = poll(&mut [PollFd::new(&fd, PollFlags::IN)], None);
             }
-            self.lane.poll(&mut |done| result = result.and(done.result));
+            self.lane.poll(Instant::now(), &mut |done| result = result.and(done.result));
         }
         result.map_err(failed)?;
         self.latencies.push(began.elapsed().as_nanos() as u64);

@@ -276,7 +276,7 @@ impl Burning {
 
     fn poll(&mut self, lane: &mut dyn Lane) -> Result<(), BenchError> {
         let Burning { waiting, moved, result, .. } = self;
-        lane.poll(&mut |done: Done<'_>| {
+        lane.poll(Instant::now(), &mut |done: Done<'_>| {
             *waiting -= 1;
             *moved += 1;
             let number = done.ticket;

@@ -85,7 +85,7 @@ fn write(
         lane.submit();
         let mut result = Ok(());
         while waiting > 0 {
-            lane.poll(&mut |done: Done<'_>| {
+            lane.poll(Instant::now(), &mut |done: Done<'_>| {
                 waiting -= 1;
                 result = result.and(done.result);
             });
@@ -118,7 +118,7 @@ fn read(lane: &mut GpuLane, first: u32, turn: &[AtomicU32; 2], stop: &AtomicBool
         }
         lane.submit();
         while waiting > 0 {
-            lane.poll(&mut |done: Done<'_>| {
+            lane.poll(Instant::now(), &mut |done: Done<'_>| {
                 waiting -= 1;
                 match (done.result, done.page) {
                     (Err(fault), _) => outcome = Err(BenchError::Fault(fault)),

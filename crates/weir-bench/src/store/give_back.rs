@@ -168,7 +168,7 @@ fn drain(
                 queued += 1;
             }
             lane.submit();
-            lane.poll(&mut |done: Done<'_>| {
+            lane.poll(Instant::now(), &mut |done: Done<'_>| {
                 landed += 1;
                 match (done.result, done.page) {
                     (Ok(()), Some(page)) => {
@@ -203,7 +203,7 @@ fn finish(lane: &mut dyn Lane, queue: impl FnOnce(&mut dyn Lane) -> Progress) ->
         Progress::Full => result = Some(Err(Fault::Full)),
     }
     while result.is_none() {
-        lane.poll(&mut |done: Done<'_>| result = Some(done.result));
+        lane.poll(Instant::now(), &mut |done: Done<'_>| result = Some(done.result));
     }
     result.unwrap_or(Ok(())).map_err(BenchError::Fault)
 }

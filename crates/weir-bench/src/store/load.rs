@@ -18,7 +18,7 @@ pub trait Pages: Send {
     /// See [`weir_store::Lane::submit`].
     fn submit(&mut self);
     /// See [`weir_store::Lane::poll`].
-    fn poll(&mut self, done: &mut dyn FnMut(Done<'_>));
+    fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>));
 }
 
 impl Pages for Box<dyn weir_store::Lane> {
@@ -34,8 +34,8 @@ impl Pages for Box<dyn weir_store::Lane> {
     fn submit(&mut self) {
         (**self).submit();
     }
-    fn poll(&mut self, done: &mut dyn FnMut(Done<'_>)) {
-        (**self).poll(done);
+    fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
+        (**self).poll(now, done);
     }
 }
 
@@ -52,8 +52,8 @@ impl Pages for weir_volume::Lane {
     fn submit(&mut self) {
         weir_volume::Lane::submit(self);
     }
-    fn poll(&mut self, done: &mut dyn FnMut(Done<'_>)) {
-        weir_volume::Lane::poll(self, done);
+    fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
+        weir_volume::Lane::poll(self, now, done);
     }
 }
 
@@ -157,7 +157,7 @@ impl Part {
                     Progress::Queued => {
                         let mut outcome = None;
                         while outcome.is_none() {
-                            lane.poll(&mut |done: Done<'_>| {
+                            lane.poll(Instant::now(), &mut |done: Done<'_>| {
                                 let took = since.elapsed();
                                 let right = done.page.map(|page| is_stamped(page, number, generation));
                                 outcome = Some(done.result.map(|()| (took, right.unwrap_or(false))));
@@ -239,7 +239,7 @@ impl Part {
             }
             let generations = &self.generations;
             let mut fault = None;
-            lane.poll(&mut |done: Done<'_>| {
+            lane.poll(Instant::now(), &mut |done: Done<'_>| {
                 let ticket = done.ticket as usize;
                 let Some((number, index, reading)) = flying[ticket].take() else { return };
                 busy[index / 64] &= !(1 << (index % 64));
@@ -268,7 +268,7 @@ impl Part {
 fn drain(lane: &mut impl Pages, mut waiting: usize) -> Result<(), BenchError> {
     let mut result = Ok(());
     while waiting > 0 {
-        lane.poll(&mut |done: Done<'_>| {
+        lane.poll(Instant::now(), &mut |done: Done<'_>| {
             waiting -= 1;
             result = result.and(done.result);
         });

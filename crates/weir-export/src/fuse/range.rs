@@ -10,6 +10,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use std::io::{self, IoSlice};
 use std::sync::Arc;
+use std::time::Instant;
 use weir_core::{PAGE_SIZE, PageBytes, PageNo};
 use weir_store::{Fault, POLL_EVERY, Progress};
 use weir_volume::{Lane, View};
@@ -253,7 +254,7 @@ impl Ranges {
 
     fn take_completions(&mut self) {
         let Ranges { lane, pages, fault, .. } = self;
-        lane.poll(&mut |done| match (done.result, done.page) {
+        lane.poll(Instant::now(), &mut |done| match (done.result, done.page) {
             (Ok(()), Some(page)) => pages.pages_mut()[done.ticket as usize] = *page,
             (Ok(()), None) => {}
             (Err(failed), _) => {

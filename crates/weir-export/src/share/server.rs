@@ -367,7 +367,7 @@ impl Porter {
     fn complete(&mut self) -> bool {
         let mut finished = false;
         let (desk, seats) = (&mut self.desk, &mut self.seats);
-        self.lane.poll(&mut |done| {
+        self.lane.poll(Instant::now(), &mut |done| {
             finished = true;
             let Some(waiting) = desk.pending[done.ticket as usize].take() else { return };
             desk.free_tickets.push(done.ticket);

@@ -11,6 +11,7 @@ use crate::buffer::Buffer;
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::BorrowedFd;
+use std::time::Instant;
 use weir_core::{PAGE_SIZE, PageBytes, PageNo};
 use weir_store::{Done, Fault, Progress, Ticket};
 use weir_volume::Lane;
@@ -157,7 +158,7 @@ impl Engine {
             return;
         }
         let Engine { lane, flight, .. } = self;
-        lane.poll(&mut |done| flight.complete(&done));
+        lane.poll(Instant::now(), &mut |done| flight.complete(&done));
         for _ in 0..self.waiting.len() {
             let tag = self.waiting.pop_front().expect("counted");
             if !self.go_on(tag) {

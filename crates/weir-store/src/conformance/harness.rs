@@ -103,7 +103,7 @@ impl Watched {
     pub(super) fn poll(&mut self) -> Vec<Finished> {
         let mut finished = Vec::new();
         let pending = &mut self.pending;
-        self.lane.poll(&mut |Done { ticket, result, page }| {
+        self.lane.poll(Instant::now(), &mut |Done { ticket, result, page }| {
             let (kind, slot) =
                 pending.remove(&ticket).unwrap_or_else(|| panic!("ticket {ticket} came back twice"));
             let expected = kind == Kind::Read && result.is_ok();

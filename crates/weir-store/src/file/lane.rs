@@ -47,8 +47,10 @@ pub(super) struct FileLane {
     /// Runs that the ring has not reported yet.
     running: usize,
     limit: Duration,
+    /// Staging pages of operations that no poll has seen since their submission.
+    unstamped: Vec<usize>,
     /// No operation under way reaches its limit before this.
-    due: Instant,
+    due: Option<Instant>,
     /// Operations that ended with a timeout and that the ring has not reported.
     late: usize,
     /// Slots of such writes that it has reported since.
@@ -65,7 +67,7 @@ struct Operation {
     slot: Slot,
     place: Place,
     direction: Direction,
-    /// When it was first given to the ring.
+    /// The time of the first poll after its submission.
     started: Option<Instant>,
     /// Its owner has been told that there is no answer.
     is_late: bool,
@@ -139,7 +141,8 @@ impl FileLane {
             queued: Vec::with_capacity(depth),
             running: 0,
             limit: LIMIT,
-            due: Instant::now(),
+            unstamped: Vec::with_capacity(depth),
+            due: None,
             late: 0,
             settled: Vec::with_capacity(depth),
             is_registered,
@@ -284,29 +287,34 @@ impl FileLane {
         }
     }
 
+    /// Has the time of what was submitted since the last poll begin.
+    fn stamp(&mut self, now: Instant) {
+        self.unstamped.drain(..).for_each(|page| self.operations[page].started = Some(now));
+    }
+
     /// Ends the operations that have had their time.
-    fn expire(&mut self, done: &mut dyn FnMut(Done<'_>)) {
+    fn expire(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
         if self.in_flight() == 0 {
             return;
         }
-        let now = Instant::now();
-        if now < self.due {
+        if self.due.is_some_and(|due| now < due) {
             return;
         }
-        self.due = now + self.limit;
+        let mut next = now + self.limit;
         for (page, operation) in self.operations.iter_mut().enumerate() {
             let Some(started) = operation.started.filter(|_| !operation.is_late) else { continue };
             if !self.staging.is_in_use(page) {
                 continue;
             }
             if now < started + self.limit {
-                self.due = self.due.min(started + self.limit);
+                next = next.min(started + self.limit);
                 continue;
             }
             operation.is_late = true;
             self.late += 1;
             done(Done { ticket: operation.ticket, result: Err(Fault::Timeout), page: None });
         }
+        self.due = Some(next);
     }
 }
 
@@ -349,11 +357,7 @@ impl Lane for FileLane {
 
     fn submit(&mut self) {
         if !self.queued.is_empty() {
-            let now = Instant::now();
-            if self.in_flight() == self.queued.len() {
-                self.due = now + self.limit;
-            }
-            self.queued.iter().for_each(|page| self.operations[*page].started = Some(now));
+            self.unstamped.extend_from_slice(&self.queued);
         }
         let mut at = 0;
         while at < self.queued.len() {
@@ -373,7 +377,8 @@ impl Lane for FileLane {
         self.enter();
     }
 
-    fn poll(&mut self, done: &mut dyn FnMut(Done<'_>)) {
+    fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
+        self.stamp(now);
         while let Some((first, result)) = self.next_completion() {
             let pages = first..first + self.runs[first].pages;
             if self.operations[pages.clone()].iter().all(|operation| operation.is_late) {
@@ -387,7 +392,7 @@ impl Lane for FileLane {
         }
         // Remainders, retries, and what the kernel did not take before.
         self.enter();
-        self.expire(done);
+        self.expire(now, done);
     }
 
     fn settled(&mut self, free: &mut dyn FnMut(Slot)) {
@@ -472,7 +477,7 @@ mod tests {
         lane.submit();
         let running = lane.running;
         while lane.in_flight() > 0 {
-            lane.poll(&mut |done| assert_eq!(done.result, Ok(())));
+            lane.poll(Instant::now(), &mut |done| assert_eq!(done.result, Ok(())));
         }
         running
     }
@@ -542,7 +547,7 @@ mod tests {
     ) -> (Vec<Ended>, Vec<Slot>) {
         let (begun, mut ended, mut settled) = (Instant::now(), Vec::new(), Vec::new());
         while !enough(&ended, &settled) {
-            lane.poll(&mut |done| ended.push((done.ticket, done.result)));
+            lane.poll(Instant::now(), &mut |done| ended.push((done.ticket, done.result)));
             lane.settled(&mut |slot| settled.push(slot));
             assert!(begun.elapsed() < Duration::from_secs(60), "{ended:?} {settled:?}");
             std::thread::sleep(Duration::from_millis(1));
@@ -593,7 +598,7 @@ mod tests {
         writing.write_all(&[5; PAGE_SIZE]).unwrap();
         let begun = Instant::now();
         while lane.late > 0 {
-            lane.poll(&mut |done| panic!("{done:?}"));
+            lane.poll(Instant::now(), &mut |done| panic!("{done:?}"));
             lane.settled(&mut |slot| panic!("{slot:?}"));
             assert!(begun.elapsed() < Duration::from_secs(60));
         }
@@ -605,7 +610,7 @@ mod tests {
         let (mut lane, _reading, _writing) = hanging();
         assert_eq!(lane.write(1, Slot(1), &[1; PAGE_SIZE]), Progress::Queued);
         std::thread::sleep(2 * lane.limit);
-        lane.poll(&mut |done| panic!("{done:?}"));
+        lane.poll(Instant::now(), &mut |done| panic!("{done:?}"));
         lane.submit();
         assert_eq!(poll_until(&mut lane, |ended, _| !ended.is_empty()).0, [(1, Ok(()))]);
     }

@@ -38,7 +38,15 @@ struct Operation {
     page: Option<usize>,
     /// The polls it waits for, from its submission on.
     delay: u64,
-    due: Option<(u64, Instant)>,
+    /// Set by its submission.
+    due: Option<Due>,
+}
+
+/// When an operation is due: after so many polls, and not before this time, which its first poll sets.
+#[derive(Clone, Copy)]
+struct Due {
+    polls: u64,
+    time: Option<Instant>,
 }
 
 /// What becomes of an operation that finds its slot.
@@ -177,13 +185,12 @@ impl Lane for SimLane {
     }
 
     fn submit(&mut self) {
-        let when = Instant::now() + self.shared.url.latency;
         for operation in self.waiting.iter_mut().filter(|operation| operation.due.is_none()) {
-            operation.due = Some((self.polls + operation.delay, when));
+            operation.due = Some(Due { polls: self.polls + operation.delay, time: None });
         }
     }
 
-    fn poll(&mut self, done: &mut dyn FnMut(Done<'_>)) {
+    fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
         self.polls += 1;
         let hangs = self.shared.hangs.load(Ordering::SeqCst);
         if !hangs {
@@ -195,11 +202,13 @@ impl Lane for SimLane {
                 self.settled.push(operation.slot);
             }
         }
-        let now = if self.shared.url.latency.is_zero() { None } else { Some(Instant::now()) };
+        let latency = self.shared.url.latency;
         let mut at = 0;
-        while let Some(&Operation { ticket, slot, fate, page, due, .. }) = self.waiting.get(at) {
-            let is_due = |(polls, when)| self.polls >= polls && now.is_none_or(|now| now >= when);
-            if !due.is_some_and(is_due) {
+        while let Some(Operation { ticket, slot, fate, page, due, .. }) = self.waiting.get_mut(at) {
+            let (ticket, slot, fate, page) = (*ticket, *slot, *fate, *page);
+            let is_due =
+                |due: &mut Due| self.polls >= due.polls && now >= *due.time.get_or_insert(now + latency);
+            if !due.as_mut().is_some_and(is_due) {
                 at += 1;
                 continue;
             }

@@ -102,7 +102,7 @@ fn timed(
         }
         lane.submit();
         while waiting > 0 {
-            lane.poll(&mut |done: Done<'_>| {
+            lane.poll(Instant::now(), &mut |done: Done<'_>| {
                 waiting -= 1;
                 result = result.and(done.result);
             });
@@ -180,7 +180,7 @@ fn flood(lane: &mut GpuLane, direction: Direction, first: u32, slots: u32) -> Re
             }
             lane.submit();
         }
-        lane.poll(&mut |done: Done<'_>| {
+        lane.poll(Instant::now(), &mut |done: Done<'_>| {
             waiting -= 1;
             moved += 1;
             result = result.and(done.result);

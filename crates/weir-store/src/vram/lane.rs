@@ -12,6 +12,7 @@ use super::ring::{Admission, RingLane};
 use super::table::{Batch, Direction, Path};
 use crate::{Done, Fault, Lane, Progress, Ticket};
 use std::sync::Arc;
+use std::time::Instant;
 use weir_core::{Page, PageBytes, Slot};
 
 /// From so many slots in a row on, the next batch is taken to go on like that.
@@ -129,10 +130,10 @@ impl Engine {
         }
     }
 
-    fn poll(&mut self, done: &mut dyn FnMut(Done<'_>)) {
+    fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
         match self {
-            Engine::Cuda(lane) => lane.poll(done),
-            Engine::Queue(lane) => lane.poll(done),
+            Engine::Cuda(lane) => lane.poll(now, done),
+            Engine::Queue(lane) => lane.poll(now, done),
         }
     }
 
@@ -504,7 +505,7 @@ impl Lane for GpuLane {
         }
     }
 
-    fn poll(&mut self, done: &mut dyn FnMut(Done<'_>)) {
+    fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
         if self.near.flying == 0 {
             return;
         }
@@ -513,7 +514,7 @@ impl Lane for GpuLane {
         if let Some(ring) = &mut self.ring {
             let before = ring.in_flight();
             if before > 0 {
-                ring.poll(done);
+                ring.poll(now, done);
                 let handed = before - ring.in_flight();
                 pin.finish(Way::Ring, handed as u64);
                 finished += handed;
@@ -523,7 +524,7 @@ impl Lane for GpuLane {
             let before = engine.in_flight();
             if before > 0 {
                 pin.pass();
-                engine.poll(&mut |it| {
+                engine.poll(now, &mut |it| {
                     // The caller's work on it is not the driver's time.
                     pin.pass();
                     done(it);

@@ -16,7 +16,7 @@ use crate::{
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use weir_core::{ByteSize, Memory, PageBytes, Slot};
 
 /// The memory of one GPU, or of all.
@@ -281,9 +281,9 @@ impl Lane for StripedLane {
         self.lanes.iter_mut().for_each(Lane::submit);
     }
 
-    fn poll(&mut self, done: &mut dyn FnMut(Done<'_>)) {
+    fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
         for lane in &mut self.lanes {
-            lane.poll(done);
+            lane.poll(now, done);
         }
     }
 

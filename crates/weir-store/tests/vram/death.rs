@@ -49,7 +49,7 @@ fn start(lane: &mut dyn Lane, pages: u32, seed: u32) {
 fn finish(lane: &mut dyn Lane, pages: u32) -> Vec<Result<(), Fault>> {
     let (mut results, since) = (vec![None; pages as usize], Instant::now());
     while results.contains(&None) {
-        lane.poll(&mut |done: Done<'_>| {
+        lane.poll(Instant::now(), &mut |done: Done<'_>| {
             assert_eq!(results[done.ticket as usize].replace(done.result), None, "twice");
         });
         assert!(since.elapsed() < PATIENCE, "no answer");
@@ -106,7 +106,7 @@ fn reads_that_were_under_way_come_back_by_the_window() {
     faked.cuda.die(719, false);
     let (mut seen, since) = (0, Instant::now());
     while seen < 16 {
-        lane.poll(&mut |done: Done<'_>| {
+        lane.poll(Instant::now(), &mut |done: Done<'_>| {
             assert_eq!(done.page, Some(&*page(done.ticket)), "{:?}", done.result);
             seen += 1;
         });
@@ -147,7 +147,7 @@ fn under_load_no_page_is_lost_when_the_context_dies() {
                         }
                         lane.submit();
                         while waiting > 0 {
-                            lane.poll(&mut |done: Done<'_>| {
+                            lane.poll(Instant::now(), &mut |done: Done<'_>| {
                                 done.result.expect("written");
                                 waiting -= 1;
                             });

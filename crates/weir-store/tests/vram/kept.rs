@@ -7,6 +7,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 use weir_core::{Page, Slot};
 use weir_store::vram::{Counters, Drivers, Target, VramStore, VramUrl};
 use weir_store::{Condition, Fault, Joined, Keep, Lane, Progress, State, Store};
@@ -309,10 +310,10 @@ fn by_cuda_alone_what_is_kept_waits_for_another_process_and_is_whole_there() {
     lane.submit();
     cuda.die(719, false);
     // Nothing under way is refused before somebody had time to take over, and no more is taken.
-    lane.poll(&mut |done| panic!("answered: {done:?}"));
+    lane.poll(Instant::now(), &mut |done| panic!("answered: {done:?}"));
     assert_eq!(lane.write(9, Slot(1000), &page(1)), Progress::Full);
     soon("asked for another process", || wants.load(Ordering::Acquire));
-    lane.poll(&mut |done| panic!("answered: {done:?}"));
+    lane.poll(Instant::now(), &mut |done| panic!("answered: {done:?}"));
     // As a process that ends: nothing of it is undone. Releasing the context is what its end does to the driver.
     Box::leak(Box::new((lane, store)));
     let next = FakeCuda::build(Batch::Cuda13);
@@ -341,7 +342,7 @@ fn a_card_that_has_left_the_bus_is_lost_at_once_and_costs_no_process() {
     lane.submit();
     let (mut result, since) = (None, std::time::Instant::now());
     while result.is_none() {
-        lane.poll(&mut |done| result = Some(done.result));
+        lane.poll(Instant::now(), &mut |done| result = Some(done.result));
         assert!(since.elapsed() < super::PATIENCE, "no answer");
     }
     assert_eq!((result, store.state()), (Some(Err(Fault::Lost)), State::Lost));

@@ -102,7 +102,9 @@ fn complete(
     let since = Instant::now();
     let mut outcome = None;
     while outcome.is_none() {
-        lane.poll(&mut |done: Done<'_>| outcome = Some(done.result.map(|()| done.page.copied())));
+        lane.poll(Instant::now(), &mut |done: Done<'_>| {
+            outcome = Some(done.result.map(|()| done.page.copied()));
+        });
         assert!(since.elapsed() < PATIENCE, "no answer");
     }
     outcome.expect("just filled")
@@ -186,7 +188,7 @@ fn neighbours_in_a_batch_become_one_copy() {
     lane.submit();
     let mut written = 0;
     while written < 32 {
-        lane.poll(&mut |done: Done<'_>| {
+        lane.poll(Instant::now(), &mut |done: Done<'_>| {
             assert_eq!(done.result, Ok(()));
             written += 1;
         });
@@ -262,7 +264,7 @@ fn writes_are_plain_copies_and_reads_batches_of_at_most_64_unless_the_url_says_o
 fn drain(lane: &mut dyn Lane, operations: u32) -> u32 {
     let (mut done, since) = (0, Instant::now());
     while done < operations {
-        lane.poll(&mut |it: Done<'_>| {
+        lane.poll(Instant::now(), &mut |it: Done<'_>| {
             assert_eq!(it.result, Ok(()));
             done += 1;
         });
@@ -317,7 +319,7 @@ fn a_batch_that_the_driver_refuses_fails_alone_and_whole() {
             lane.submit();
             let mut results = Vec::new();
             while results.len() < 4 {
-                lane.poll(&mut |done: Done<'_>| results.push((done.ticket, done.result)));
+                lane.poll(Instant::now(), &mut |done: Done<'_>| results.push((done.ticket, done.result)));
             }
             let expected = if round == 1 { Err(Fault::Io(libc::EIO)) } else { Ok(()) };
             assert_eq!(results, [0, 1, 2, 3].map(|ticket| (ticket, expected)), "round {round}");
@@ -568,7 +570,7 @@ fn neighbours_by_the_transfer_queue_come_back_across_the_staging_memory_s_end() 
         lane.submit();
         let mut written = 0;
         while written < 6 {
-            lane.poll(&mut |done: Done<'_>| {
+            lane.poll(Instant::now(), &mut |done: Done<'_>| {
                 assert_eq!(done.result, Ok(()));
                 written += 1;
             });

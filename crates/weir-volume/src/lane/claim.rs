@@ -214,6 +214,7 @@ mod tests {
     use crate::records::{EXTENT_SLOTS, Occupant};
     use crate::{Config, Volume};
     use std::sync::Arc;
+    use std::time::Instant;
     use weir_core::{ByteSize, Checksum, PAGE_SIZE, PageBytes, PageNo, Slot};
     use weir_store::{Host, Progress, Sim, SimUrl, Store};
 
@@ -334,7 +335,7 @@ mod tests {
         for (page, number) in pages.iter().zip(first..).skip(done) {
             while lane.write(0, PageNo(number), page) == Progress::Full {
                 lane.submit();
-                lane.poll(&mut |done| done.result.unwrap());
+                lane.poll(Instant::now(), &mut |done| done.result.unwrap());
             }
         }
         lane.submit();
@@ -362,7 +363,7 @@ mod tests {
             for lane in &mut lanes {
                 while lane.in_flight() > 0 {
                     lane.submit();
-                    lane.poll(&mut |done| done.result.unwrap());
+                    lane.poll(Instant::now(), &mut |done| done.result.unwrap());
                 }
             }
             let slot = |page| match volume.map.load(PageNo(page)).place() {

@@ -2,6 +2,7 @@
 
 use super::packing::{Carried, expand_apart};
 use super::{Lane, Work};
+use std::time::Instant;
 use weir_store::{Done, Fault, Progress};
 
 impl Lane {
@@ -24,9 +25,9 @@ impl Lane {
     pub(super) fn settle_idle(&mut self) {
         for at in 0..self.stores.len() {
             if self.stores[at].lane.in_flight() == 0 {
-                self.stores[at]
-                    .lane
-                    .poll(&mut |done| unreachable!("operation {} was answered before", done.ticket));
+                self.stores[at].lane.poll(Instant::now(), &mut |done| {
+                    unreachable!("operation {} was answered before", done.ticket)
+                });
                 self.free_settled(at);
             }
         }
@@ -41,13 +42,13 @@ impl Lane {
         });
     }
 
-    /// Hands over every operation that has finished at a slow store. Never waits.
-    pub fn poll(&mut self, done: &mut dyn FnMut(Done<'_>)) {
+    /// Hands over every operation that has finished at a slow store. Never waits. `now` is the time for all that has a limit.
+    pub fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
         if self.in_flight == 0 {
             return;
         }
         for at in 0..self.stores.len() {
-            self.poll_store(at, done);
+            self.poll_store(now, at, done);
             if self.unsettled > 0 {
                 self.free_settled(at);
             }
@@ -88,9 +89,9 @@ impl Lane {
 
     /// Takes what a store has finished. Reads are handed over on the spot, where their content
     /// lies; the rest is noted, for the store's lane is lent to its own poll.
-    fn poll_store(&mut self, at: usize, done: &mut dyn FnMut(Done<'_>)) {
+    fn poll_store(&mut self, now: Instant, at: usize, done: &mut dyn FnMut(Done<'_>)) {
         let Lane { stores, ops, parts, finished, volume, seat, under_way, looking, packing, rest, .. } = self;
-        stores[at].lane.poll(&mut |completion| {
+        stores[at].lane.poll(now, &mut |completion| {
             let op = &ops[completion.ticket as usize];
             let mut result = completion.result;
             match op.work {

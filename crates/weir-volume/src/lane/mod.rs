@@ -417,7 +417,7 @@ impl Drop for Lane {
         let started = Instant::now();
         while self.in_flight + self.unsettled > 0 && started.elapsed() < SLOT_WAIT {
             self.submit();
-            self.poll(&mut |_| {});
+            self.poll(Instant::now(), &mut |_| {});
             self.rest();
         }
         self.volume.epochs.unpin(self.seat);

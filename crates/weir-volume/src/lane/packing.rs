@@ -436,6 +436,7 @@ mod tests {
     use super::*;
     use crate::{Compression, Config};
     use std::sync::Arc;
+    use std::time::Instant;
     use weir_store::Host;
 
     #[test]
@@ -451,7 +452,7 @@ mod tests {
         }
         writer.submit();
         let mut packs = Vec::new();
-        writer.poll(&mut |done| {
+        writer.poll(Instant::now(), &mut |done| {
             let page = PageNo(done.ticket);
             let Place::Stored { slot, .. } = volume.map.load(page).place() else {
                 panic!("it was published")

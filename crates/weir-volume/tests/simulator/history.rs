@@ -6,6 +6,7 @@ use std::os::fd::BorrowedFd;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
 use weir_core::{ByteSize, Memory, PAGE_SIZE, PageBytes, PageNo};
 use weir_store::{Done, Fault, Injected, Progress, Sim, SimUrl, Store};
 use weir_volume::{ChunkState, Compression, Config, GiveBackError, Kept, Lane, Sparse, View, Volume};
@@ -447,7 +448,7 @@ impl History {
     fn poll(&mut self, at: usize) {
         let mut finished = Vec::new();
         let Player { lane, pending } = &mut self.players[at];
-        lane.poll(&mut |Done { ticket, result, page }| {
+        lane.poll(Instant::now(), &mut |Done { ticket, result, page }| {
             let (number, operation) = pending[ticket as usize].take().expect("a ticket that is in flight");
             finished.push((number, operation, result, page.map(|page| Box::new(*page))));
         });

@@ -30,6 +30,7 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::time::Instant;
 use weir_core::{PAGE_SIZE, PageNo};
 use weir_volume::Lane;
 
@@ -414,7 +415,7 @@ impl Connection<'_> {
         }
         lane.submit();
         loop {
-            lane.poll(&mut |done| flight.complete(&done));
+            lane.poll(Instant::now(), &mut |done| flight.complete(&done));
             if lane.in_flight() == 0 {
                 break;
             }

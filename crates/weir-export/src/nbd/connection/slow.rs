@@ -5,6 +5,7 @@ use super::super::slices::{Slices, take_front};
 use super::super::transmission::{data_chunk, error_offset_chunk, none_chunk, simple_reply};
 use super::{Connection, Desk, Ending, HEAD_MAX, Read};
 use rustix::event::{PollFd, PollFlags, Timespec};
+use std::time::Instant;
 use weir_core::{PAGE_SIZE, PageNo};
 use weir_store::{POLL_EVERY, Progress};
 
@@ -122,7 +123,7 @@ impl Connection<'_> {
             self.see_client()?;
         }
         let Desk { lane, flight, .. } = &mut *self.desk;
-        lane.poll(&mut |done| flight.complete(&done));
+        lane.poll(Instant::now(), &mut |done| flight.complete(&done));
         let any = !flight.ready().is_empty();
         while !self.desk.flight.ready().is_empty() {
             self.answer_ready()?;

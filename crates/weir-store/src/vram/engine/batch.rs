@@ -18,8 +18,6 @@ use weir_core::{PAGE_SIZE, PageBytes, Slot};
 
 /// Batches that may be under way at once. Two would keep the engine busy; more let small ones overlap.
 const BATCHES: usize = 8;
-/// Polls between two looks at the clock.
-const CLOCK_EVERY: u32 = 4096;
 
 /// A stream, its staging memory, and the operations that wait or fly in it.
 pub struct BatchLane {
@@ -38,7 +36,6 @@ pub struct BatchLane {
     ended: u64,
     /// From the card, and to it.
     copies: [Copies; 2],
-    polls: u32,
     dead: bool,
 }
 
@@ -104,7 +101,6 @@ impl BatchLane {
             begun: 0,
             ended: 0,
             copies: [Copies::new(depth), Copies::new(depth)],
-            polls: 0,
             dead: false,
         };
         for batch in &mut lane.batches {
@@ -158,7 +154,7 @@ impl BatchLane {
             let failed = self.start().err().map(fault);
             let batch = &mut self.batches[(self.begun % BATCHES as u64) as usize];
             batch.end = end;
-            batch.begun = failed.is_none().then(Instant::now);
+            batch.begun = None;
             batch.failed = failed;
             self.begun += 1;
             self.started = end;
@@ -255,10 +251,13 @@ impl BatchLane {
 
     /// Hands over the operations of every batch that has ended. Where the context has died the rest stays in flight, to be
     /// [salvaged](Self::salvage).
-    pub fn poll(&mut self, done: &mut dyn FnMut(Done<'_>)) {
+    pub fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
+        for number in self.ended..self.begun {
+            self.batches[(number % BATCHES as u64) as usize].begun.get_or_insert(now);
+        }
         while self.ended < self.begun {
             let at = (self.ended % BATCHES as u64) as usize;
-            let Some(outcome) = self.outcome(at) else { break };
+            let Some(outcome) = self.outcome(now, at) else { break };
             if outcome.is_err() && self.context.is_lost() {
                 // For whoever owns the lane: it may have another way.
                 return;
@@ -293,7 +292,7 @@ impl BatchLane {
     }
 
     /// How a batch ended; `None` while it has not.
-    fn outcome(&mut self, at: usize) -> Option<Result<(), Fault>> {
+    fn outcome(&mut self, now: Instant, at: usize) -> Option<Result<(), Fault>> {
         let batch = &self.batches[at];
         if let Some(fault) = batch.failed {
             return Some(Err(fault));
@@ -306,9 +305,7 @@ impl BatchLane {
         if CudaError(result) != CudaError::NOT_READY {
             return Some(self.context.check("cuEventQuery", result).map_err(fault));
         }
-        self.polls = self.polls.wrapping_add(1);
-        let late = self.polls.is_multiple_of(CLOCK_EVERY)
-            && batch.begun.is_some_and(|begun| begun.elapsed() > answer_limit());
+        let late = batch.begun.is_some_and(|begun| now.saturating_duration_since(begun) > answer_limit());
         if !late {
             return None;
         }

@@ -16,8 +16,6 @@ use weir_core::{PAGE_SIZE, PageBytes};
 
 /// Batches that may be under way at once.
 const BATCHES: usize = 4;
-/// Polls between two looks at the clock.
-const CLOCK_EVERY: u32 = 4096;
 
 /// Where a page lies: an allocation's buffer, as a number, and the offset in it.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
@@ -42,7 +40,6 @@ pub struct QueueLane {
     batches: [Batch; BATCHES],
     begun: u64,
     ended: u64,
-    polls: u32,
     dead: bool,
 }
 
@@ -97,7 +94,6 @@ impl QueueLane {
                 batches: std::array::from_fn(|_| nothing()),
                 begun: 0,
                 ended: 0,
-                polls: 0,
                 dead: false,
             };
             let info = vk::CommandBufferAllocateInfo::default()
@@ -158,7 +154,7 @@ impl QueueLane {
         let failed = if self.dead { Some(Fault::Lost) } else { self.start().err().map(fault) };
         let batch = &mut self.batches[(self.begun % BATCHES as u64) as usize];
         batch.end = self.queued;
-        batch.begun = failed.is_none().then(Instant::now);
+        batch.begun = None;
         batch.failed = failed;
         self.begun += 1;
         self.started = self.queued;
@@ -223,10 +219,13 @@ impl QueueLane {
     }
 
     /// Hands over the operations of every batch that has ended.
-    pub fn poll(&mut self, done: &mut dyn FnMut(Done<'_>)) {
+    pub fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
+        for number in self.ended..self.begun {
+            self.batches[(number % BATCHES as u64) as usize].begun.get_or_insert(now);
+        }
         while self.ended < self.begun {
             let at = (self.ended % BATCHES as u64) as usize;
-            let Some(outcome) = self.outcome(at) else { break };
+            let Some(outcome) = self.outcome(now, at) else { break };
             let end = self.batches[at].end;
             while self.finished < end {
                 let operation = self.operations[(self.finished % self.operations.len() as u64) as usize];
@@ -242,7 +241,7 @@ impl QueueLane {
     }
 
     /// How a batch ended; `None` while it has not.
-    fn outcome(&mut self, at: usize) -> Option<Result<(), Fault>> {
+    fn outcome(&mut self, now: Instant, at: usize) -> Option<Result<(), Fault>> {
         let batch = &self.batches[at];
         if let Some(fault) = batch.failed {
             return Some(Err(fault));
@@ -259,9 +258,7 @@ impl QueueLane {
                 return Some(Err(fault(VulkanError { call: "vkGetFenceStatus", result })));
             }
         }
-        self.polls = self.polls.wrapping_add(1);
-        let late = self.polls.is_multiple_of(CLOCK_EVERY)
-            && batch.begun.is_some_and(|begun| begun.elapsed() > answer_limit());
+        let late = batch.begun.is_some_and(|begun| now.saturating_duration_since(begun) > answer_limit());
         if !late {
             return None;
         }

@@ -506,14 +506,14 @@ impl RingLane {
 
     /// Hands over what has been served, in order. Where the context has died the rest stays in flight, to be
     /// [salvaged](Self::salvage).
-    pub fn poll(&mut self, done: &mut dyn FnMut(Done<'_>)) {
+    pub fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
         let served: *const AtomicU32 = self.memory[1].as_ptr().cast();
         while self.finished != self.started {
             let (number, slot) = (self.finished, self.place(self.finished));
             // SAFETY: there is a word for each slot, which the card writes and the processor reads.
             let is_served = unsafe { (*served.add(slot)).load(Ordering::Acquire) == number };
             if !is_served {
-                self.wait_longer();
+                self.wait_longer(now);
                 break;
             }
             let operation = self.operations[slot];
@@ -544,13 +544,13 @@ impl RingLane {
     }
 
     /// Looks at the clock now and then, for an operation that has not been served yet.
-    fn wait_longer(&mut self) {
+    fn wait_longer(&mut self, now: Instant) {
         self.polls += 1;
         if !self.polls.is_multiple_of(CLOCK_EVERY) {
             return;
         }
-        let since = *self.waiting.get_or_insert_with(Instant::now);
-        let waited = since.elapsed();
+        let since = *self.waiting.get_or_insert(now);
+        let waited = now.saturating_duration_since(since);
         if waited > STALL {
             let stalls = &self.cell().stalls;
             stalls.store(stalls.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
