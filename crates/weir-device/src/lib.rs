@@ -21,6 +21,9 @@ use std::sync::Arc;
 use std::time::Instant;
 use weir_core::{PageBytes, PageNo};
 
+/// Descriptors that a lane names at most.
+pub const WAKE_FDS_MAX: usize = 16;
+
 /// A row of numbered pages.
 pub trait PageDevice: Send + Sync + fmt::Debug {
     /// A thread's way into it.
@@ -97,7 +100,7 @@ pub trait PageLane: Send {
     /// Operations queued and not yet handed over.
     fn in_flight(&self) -> usize;
 
-    /// Descriptors that become readable when [`poll`](PageLane::poll) has something to hand over.
+    /// Descriptors that become readable when [`poll`](PageLane::poll) has something to hand over: at most [`WAKE_FDS_MAX`].
     fn wake_fds(&self) -> impl Iterator<Item = BorrowedFd<'_>>;
 
     /// Whether something is in flight that no descriptor announces, so that its owner must poll again soon.

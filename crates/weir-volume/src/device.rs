@@ -1,12 +1,15 @@
 //! A volume as a page device.
 
-use crate::{Guard, Lane, Volume};
+use crate::{Guard, Lane, STORES_MAX, Volume};
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Instant;
 use weir_core::{PageBytes, PageNo};
-use weir_device::{Coming, Done, PageDevice, PageGuard, PageLane, Progress, Ticket, View};
+use weir_device::{Coming, Done, PageDevice, PageGuard, PageLane, Progress, Ticket, View, WAKE_FDS_MAX};
 use weir_store::OpenError;
+
+// Each store has a descriptor.
+const _: () = assert!(STORES_MAX <= WAKE_FDS_MAX);
 
 impl PageDevice for Volume {
     type Lane = Lane;

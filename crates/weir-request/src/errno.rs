@@ -1,0 +1,17 @@
+//! The one table from faults to error numbers.
+
+use rustix::io::Errno;
+use weir_device::Fault;
+
+/// What a client is told of a fault: content that cannot be had or proven is an I/O error, never zeros.
+pub fn errno(fault: Fault) -> Errno {
+    match fault {
+        Fault::Full => Errno::NOSPC,
+        Fault::Io(_)
+        | Fault::Lost
+        | Fault::Timeout
+        | Fault::Corrupt
+        | Fault::Unsupported
+        | Fault::Forsaken => Errno::IO,
+    }
+}

@@ -1,0 +1,467 @@
+//! Requests for byte ranges of a page device: cut into pages, issued, waited for, answered.
+//!
+//! Every way in gives its requests to a [`Requests`] and keeps to itself how it parses, frames and answers them. A request has a
+//! number of its owner's choice ([`Id`]) and an entry with a count of operations outstanding. All requests of a batch are
+//! issued before anything is waited for. What finds the lane full waits in its entry and goes on when something has come back.
+//!
+//! The memory of requests is their owner's ([`RequestMemory`]). Nothing here allocates after construction, reads a clock, or sleeps, but
+//! for [`Rest::wait`], which the owner's thread calls.
+
+mod errno;
+mod span;
+mod wake;
+
+pub use errno::errno;
+pub use span::{Piece, Span};
+pub use wake::Rest;
+
+use std::collections::VecDeque;
+use std::io::IoSlice;
+use std::os::fd::BorrowedFd;
+use std::time::Instant;
+use weir_core::{PAGE_SIZE, PageBytes, PageNo};
+use weir_device::{Coming, Done, Fault, PageGuard, PageLane, Progress, Ticket, View};
+
+/// What a request's owner calls it.
+pub type Id = u16;
+
+/// Bits of a ticket that say which page of its request; the rest is the request.
+const PAGE_BITS: u32 = 16;
+
+/// Pages that a read or a write may touch.
+pub const PAGES_MAX: u32 = (1 << PAGE_BITS) - 1;
+
+/// Pages that a discard or a zeroing changes in one turn: a fraction of a millisecond.
+pub const STEP: u32 = 4096;
+
+static ZEROS: PageBytes = [0; PAGE_SIZE];
+
+/// What is to be done with a range.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Op {
+    /// Its content goes to the owner.
+    Read,
+    /// The owner's bytes become its content.
+    Write,
+    /// Whole pages are forgotten, parts of pages become zeros.
+    Discard,
+    /// It becomes zeros that count as written.
+    Zero,
+    /// What was acknowledged before is made as safe as the device can. Has no range.
+    Flush,
+}
+
+/// A request.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Request {
+    /// What for.
+    pub op: Op,
+    /// Where. A read or a write touches at most [`PAGES_MAX`] pages.
+    pub span: Span,
+    /// A change is acknowledged only once it is as safe as after a flush.
+    pub fua: bool,
+}
+
+/// A request's answer.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Answer {
+    /// What its owner calls it.
+    pub id: Id,
+    /// The request.
+    pub request: Request,
+    /// How it went.
+    pub result: Result<(), Fault>,
+}
+
+/// The memory of requests, and where their pages lie.
+pub trait RequestMemory {
+    /// Whether page `n` of a span is page `n` of the device, so that runs of pages can be done at once.
+    const LINEAR: bool = true;
+
+    /// Where a page of a request's span lies in the device. `None` is a hole, which reads as zeros and has no room.
+    fn place(&self, _id: Id, page: u64) -> Option<PageNo> {
+        Some(PageNo(page as u32))
+    }
+
+    /// The bytes that a write brings, at least its span's.
+    fn data(&self, id: Id) -> &[u8];
+
+    /// Memory for the pages that a read touches, from the `at`th on, side by side: at least one.
+    fn pages(&mut self, id: Id, at: u32) -> &mut [PageBytes];
+}
+
+/// Requests under way in one thread's lane.
+pub struct Requests<L> {
+    lane: L,
+    flight: Flight,
+    rest: Rest,
+}
+
+/// What completions change.
+struct Flight {
+    works: Box<[Work]>,
+    /// Requests that have something left to issue.
+    waiting: VecDeque<Id>,
+    /// The first of them found no room.
+    stuck: bool,
+    /// Answers that nobody has taken yet.
+    finished: VecDeque<Answer>,
+    unfinished: usize,
+}
+
+/// A request under way.
+#[derive(Clone, Copy)]
+struct Work {
+    request: Request,
+    /// The next of its pages to issue.
+    next: u32,
+    /// Operations outstanding, plus one until all have been issued; 0: the entry is idle.
+    left: u32,
+    /// Its change is done and is being flushed.
+    flushing: bool,
+    /// The first fault.
+    fault: Option<Fault>,
+}
+
+/// How far the issuing of a request went.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Step {
+    /// To its end.
+    Issued,
+    /// The lane has no more room.
+    Full,
+    /// As far as one turn goes.
+    More,
+}
+
+impl<L: PageLane> Requests<L> {
+    /// Room for requests `0..depth`. Takes all its memory.
+    pub fn new(lane: L, depth: u16) -> Requests<L> {
+        let request = Request { op: Op::Flush, span: Span { offset: 0, length: 0 }, fua: false };
+        let idle = Work { request, next: 0, left: 0, flushing: false, fault: None };
+        let depth = usize::from(depth);
+        Requests {
+            lane,
+            flight: Flight {
+                works: vec![idle; depth].into_boxed_slice(),
+                waiting: VecDeque::with_capacity(depth),
+                stuck: false,
+                finished: VecDeque::with_capacity(depth),
+                unfinished: 0,
+            },
+            rest: Rest::default(),
+        }
+    }
+
+    /// The lane, for what is no request.
+    pub fn lane(&mut self) -> &mut L {
+        &mut self.lane
+    }
+
+    /// Announces a batch of requests that are about to begin.
+    pub fn announce<M: RequestMemory>(&mut self, requests: impl Iterator<Item = (Id, Request)>, memory: &M) {
+        self.lane.announce(requests.flat_map(|(id, Request { op, span, .. })| {
+            let pages = span.pages();
+            let (runs, length) = match op {
+                Op::Read if M::LINEAR => (pages.min(1), pages),
+                Op::Read => (pages, 1),
+                Op::Write => (1, pages),
+                Op::Discard | Op::Zero | Op::Flush => (0, 0),
+            };
+            (0..runs).filter_map(move |at| match op {
+                Op::Read => Some(Coming::Reads(memory.place(id, span.first() + u64::from(at))?, length)),
+                _ => Some(Coming::Writes(length)),
+            })
+        }));
+    }
+
+    /// Begins a request; `id` is idle. What can be done at once is done when this returns. [`submit`](Requests::submit) ends the batch.
+    pub fn begin(&mut self, id: Id, request: Request, memory: &mut impl RequestMemory) {
+        let work = &mut self.flight.works[usize::from(id)];
+        debug_assert!(work.left == 0, "request {id} is under way");
+        *work = Work { request, next: 0, left: 1, flushing: false, fault: None };
+        self.flight.unfinished += 1;
+        // Whoever waits was here first.
+        if self.flight.waiting.is_empty() {
+            self.advance(id, memory);
+        } else {
+            self.flight.waiting.push_back(id);
+        }
+    }
+
+    /// Starts what has been issued.
+    pub fn submit(&mut self) {
+        self.lane.submit();
+    }
+
+    /// Takes what the lane has finished, and goes on with what waits: a bounded piece of each request.
+    pub fn turn(&mut self, now: Instant, memory: &mut impl RequestMemory) {
+        if self.flight.unfinished == 0 {
+            return;
+        }
+        let Requests { lane, flight, rest } = self;
+        lane.poll(now, &mut |done| {
+            rest.end();
+            flight.complete(&done, memory);
+        });
+        for _ in 0..self.flight.waiting.len() {
+            let id = self.flight.waiting.pop_front().expect("counted");
+            if self.advance(id, memory) == Step::Full {
+                break;
+            }
+        }
+        self.lane.submit();
+    }
+
+    /// The next answer. Its entry is idle again.
+    pub fn finished(&mut self) -> Option<Answer> {
+        self.flight.finished.pop_front()
+    }
+
+    /// Whether answers are outstanding.
+    pub fn is_busy(&self) -> bool {
+        self.flight.unfinished > 0
+    }
+
+    /// Whether the next [`turn`](Requests::turn) has something to do that nobody announces.
+    pub fn must_poll(&self) -> bool {
+        self.is_ready() || self.lane.must_poll() || (self.flight.stuck && self.lane.in_flight() == 0)
+    }
+
+    /// Whether a request waits for nothing but its next turn.
+    fn is_ready(&self) -> bool {
+        !self.flight.waiting.is_empty() && !self.flight.stuck
+    }
+
+    /// Rests before the next turn, where [`must_poll`](Requests::must_poll) says that nothing will wake this thread.
+    pub fn rest(&mut self) {
+        if !self.is_ready() {
+            self.rest.until_next();
+        }
+    }
+
+    /// Waits until the next [`turn`](Requests::turn) may have something to do.
+    pub fn wait(&mut self) {
+        if !self.is_ready() {
+            // Nothing can fail with descriptors that are open.
+            let _ = self.rest.wait(&self.lane, None);
+        }
+    }
+
+    /// Descriptors that become readable when [`turn`](Requests::turn) has something to do.
+    pub fn wake_fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.lane.wake_fds()
+    }
+
+    /// Shows a read's bytes to `show` where they lie, behind `head`, verified. `None`: something must be looked for; begin the read.
+    /// `SLICES` is one more than the pages that the read may touch.
+    pub fn view<const SLICES: usize, M: RequestMemory, R>(
+        &mut self,
+        (id, span): (Id, Span),
+        memory: &M,
+        head: &[u8],
+        show: impl FnOnce(&[IoSlice<'_>]) -> R,
+    ) -> Option<R> {
+        let pages = span.pages();
+        let place = |at: u32| memory.place(id, span.first() + u64::from(at));
+        let guard = self.lane.pin();
+        let mut slices = [IoSlice::new(&[]); SLICES];
+        slices[0] = IoSlice::new(head);
+        for at in 0..pages {
+            let bytes = match place(at).map(|page| guard.view(page)) {
+                Some(View::Bytes(bytes)) => bytes,
+                None | Some(View::Fill(0)) => &ZEROS,
+                Some(View::Fill(_) | View::Elsewhere | View::Fault(_)) => return None,
+            };
+            if at + 2 < pages
+                && let Some(ahead) = place(at + 2)
+            {
+                guard.prefetch(ahead);
+            }
+            slices[1 + at as usize] = IoSlice::new(&bytes[span.piece(at).range()]);
+        }
+        let shown = show(&slices[..1 + pages as usize]);
+        guard.count_reads(pages.into(), 0);
+        Some(shown)
+    }
+
+    /// Issues a request from where it stopped, as far as it goes in one turn.
+    fn advance<M: RequestMemory>(&mut self, id: Id, memory: &mut M) -> Step {
+        let work = self.flight.works[usize::from(id)];
+        let step = match work.request.op {
+            _ if work.flushing => self.flush(id),
+            Op::Flush => self.flush(id),
+            Op::Read => self.read(id, work, memory),
+            Op::Write => self.write(id, work, memory),
+            Op::Discard | Op::Zero => self.clear(id, work, memory),
+        };
+        self.flight.stuck = step == Step::Full;
+        match step {
+            Step::Issued => self.flight.one_less(id),
+            Step::Full => self.flight.waiting.push_front(id),
+            Step::More => self.flight.waiting.push_back(id),
+        }
+        step
+    }
+
+    fn read<M: RequestMemory>(&mut self, id: Id, work: Work, memory: &mut M) -> Step {
+        let Requests { lane, flight, .. } = self;
+        let (span, mut at) = (work.request.span, work.next);
+        let pages = span.pages();
+        // A page alone is as well read by itself.
+        if M::LINEAR
+            && pages - at > 1
+            && let Some(first) = memory.place(id, span.first() + u64::from(at))
+        {
+            let out = memory.pages(id, at);
+            let count = out.len().min((pages - at) as usize);
+            at += lane.read_run(first, &mut out[..count]) as u32;
+        }
+        // What has failed already is not worth more.
+        while at < pages && !flight.has_failed(id) {
+            let place = memory.place(id, span.first() + u64::from(at));
+            let out = &mut memory.pages(id, at)[0];
+            match place {
+                None => *out = ZEROS,
+                Some(page) => {
+                    if !flight.note(id, at, lane.read(ticket(id, at), page, out)) {
+                        return Step::Full;
+                    }
+                }
+            }
+            at += 1;
+        }
+        Step::Issued
+    }
+
+    fn write<M: RequestMemory>(&mut self, id: Id, work: Work, memory: &M) -> Step {
+        let Requests { lane, flight, .. } = self;
+        let (span, mut at) = (work.request.span, work.next);
+        let (pages, data) = (span.pages(), memory.data(id));
+        let mut runs = M::LINEAR;
+        while at < pages && !flight.has_failed(id) {
+            let piece = span.piece(at);
+            let Some(page) = memory.place(id, piece.page) else {
+                flight.fail(id, Fault::Full);
+                break;
+            };
+            let from = piece.from as usize;
+            let whole = span.whole_from(at) as usize;
+            if runs && whole > 1 {
+                // What is left of a run is for the lane's other way; it is not tried again for each page.
+                runs = false;
+                at += lane.write_run(page, data[from..from + whole * PAGE_SIZE].as_chunks().0) as u32;
+                continue;
+            }
+            let bytes = &data[from..from + piece.len];
+            let progress = match bytes.try_into() {
+                Ok(bytes) => lane.write(ticket(id, at), page, bytes),
+                Err(_) => lane.write_part(ticket(id, at), page, piece.within, bytes),
+            };
+            if !flight.note(id, at, progress) {
+                return Step::Full;
+            }
+            at += 1;
+        }
+        Step::Issued
+    }
+
+    fn clear<M: RequestMemory>(&mut self, id: Id, work: Work, memory: &M) -> Step {
+        let Requests { lane, flight, .. } = self;
+        let (Request { op, span, .. }, mut at) = (work.request, work.next);
+        let (pages, mut room) = (span.pages(), STEP);
+        while at < pages && !flight.has_failed(id) {
+            let (piece, whole) = (span.piece(at), span.whole_from(at));
+            let count = match whole {
+                0 => 1,
+                _ if M::LINEAR => whole.min(room),
+                _ => room.min(1),
+            };
+            if count == 0 {
+                flight.works[usize::from(id)].next = at;
+                return Step::More;
+            }
+            match memory.place(id, piece.page) {
+                None => {}
+                Some(first) if whole > 0 && op == Op::Discard => lane.discard(first, count),
+                Some(first) if whole > 0 => lane.zero(first, count),
+                Some(page) => {
+                    // A ticket tells the edges apart by nothing: their completions bring no page.
+                    let progress = lane.write_part(ticket(id, 0), page, piece.within, &ZEROS[..piece.len]);
+                    if !flight.note(id, at, progress) {
+                        return Step::Full;
+                    }
+                }
+            }
+            room -= if whole > 0 { count } else { 0 };
+            at += count;
+        }
+        Step::Issued
+    }
+
+    fn flush(&mut self, id: Id) -> Step {
+        let progress = self.lane.flush(ticket(id, 0));
+        if self.flight.note(id, 0, progress) { Step::Issued } else { Step::Full }
+    }
+}
+
+impl Flight {
+    /// Notes what became of an operation on a request's `at`th page. False where it found no room and is to be tried again.
+    #[inline]
+    fn note(&mut self, id: Id, at: u32, progress: Progress) -> bool {
+        let work = &mut self.works[usize::from(id)];
+        match progress {
+            Progress::Done(Ok(())) => {}
+            Progress::Done(Err(fault)) => self.fail(id, fault),
+            Progress::Queued => work.left += 1,
+            Progress::Full => {
+                work.next = at;
+                return false;
+            }
+        }
+        true
+    }
+
+    #[inline]
+    fn has_failed(&self, id: Id) -> bool {
+        self.works[usize::from(id)].fault.is_some()
+    }
+
+    fn fail(&mut self, id: Id, fault: Fault) {
+        self.works[usize::from(id)].fault.get_or_insert(fault);
+    }
+
+    fn complete(&mut self, done: &Done<'_>, memory: &mut impl RequestMemory) {
+        let (id, at) = ((done.ticket >> PAGE_BITS) as Id, done.ticket & PAGES_MAX);
+        let reads = self.works[usize::from(id)].request.op == Op::Read;
+        match (done.result, done.page) {
+            (Err(fault), _) => self.fail(id, fault),
+            (Ok(()), Some(page)) if reads => memory.pages(id, at)[0] = *page,
+            (Ok(()), None) if reads => self.fail(id, Fault::Lost),
+            (Ok(()), _) => {}
+        }
+        self.one_less(id);
+    }
+
+    fn one_less(&mut self, id: Id) {
+        let work = &mut self.works[usize::from(id)];
+        work.left -= 1;
+        if work.left > 0 {
+            return;
+        }
+        let changed = matches!(work.request.op, Op::Write | Op::Discard | Op::Zero);
+        if work.request.fua && changed && !work.flushing && work.fault.is_none() {
+            (work.flushing, work.left) = (true, 1);
+            self.waiting.push_back(id);
+            return;
+        }
+        let result = work.fault.map_or(Ok(()), Err);
+        self.finished.push_back(Answer { id, request: work.request, result });
+        self.unfinished -= 1;
+    }
+}
+
+/// The ticket of the operation on a request's `at`th page.
+fn ticket(id: Id, at: u32) -> Ticket {
+    Ticket::from(id) << PAGE_BITS | at
+}

@@ -1,0 +1,261 @@
+//! The engine over a volume, and over a filter that answers late, finds no room, and fails.
+
+mod common;
+
+use common::{Mood, Moody};
+use proptest::prelude::*;
+use std::time::Instant;
+use weir_core::{PAGE_SIZE, PageBytes, PageNo};
+use weir_device::{Fault, PageDevice, PageLane, Progress};
+use weir_request::{Answer, Id, Op, Request, RequestMemory, Requests, STEP, Span};
+use weir_store::{Host, StoreUrl};
+use weir_volume::{Config, Lane, Volume};
+
+const PAGE: u64 = PAGE_SIZE as u64;
+const IDS: u16 = 6;
+/// Pages of the device that one request's owner uses.
+const REGION: u64 = 16;
+
+/// For each request what it writes, and what it has read.
+struct Pages {
+    data: Vec<Vec<u8>>,
+    read: Vec<Vec<PageBytes>>,
+}
+
+impl Pages {
+    fn new() -> Self {
+        let read = vec![vec![[0xee; PAGE_SIZE]; REGION as usize]; usize::from(IDS)];
+        Pages { data: vec![Vec::new(); usize::from(IDS)], read }
+    }
+}
+
+impl RequestMemory for Pages {
+    fn data(&self, id: Id) -> &[u8] {
+        &self.data[usize::from(id)]
+    }
+    fn pages(&mut self, id: Id, at: u32) -> &mut [PageBytes] {
+        // In two halves: memory need not be of one piece.
+        let (at, half) = (at as usize, REGION as usize / 2);
+        let end = if at < half { half } else { 2 * half };
+        &mut self.read[usize::from(id)][at..end]
+    }
+}
+
+fn volume(pages: u32, url: Option<&str>) -> std::sync::Arc<Volume> {
+    let config = Config { pages, lanes: 2, depth: 8 };
+    let store = match url {
+        Some(url) => weir_store::open(&url.parse::<StoreUrl>().unwrap()).unwrap(),
+        None => std::sync::Arc::new(Host::new(config.slots()).unwrap()),
+    };
+    Volume::create(config, vec![store]).unwrap()
+}
+
+fn turns<L: PageLane>(requests: &mut Requests<L>, memory: &mut Pages, most: usize) {
+    for _ in 0..most {
+        if !requests.is_busy() {
+            return;
+        }
+        requests.turn(Instant::now(), memory);
+    }
+    assert!(!requests.is_busy(), "busy after {most} turns");
+}
+
+/// The next answer.
+fn next<L: PageLane>(requests: &mut Requests<L>) -> Option<(Id, Result<(), Fault>)> {
+    requests.finished().map(|answer| (answer.id, answer.result))
+}
+
+fn one<L: PageLane>(requests: &mut Requests<L>, memory: &mut Pages, request: Request) -> Result<(), Fault> {
+    requests.begin(0, request, memory);
+    requests.submit();
+    turns(requests, memory, 10_000);
+    let answer = requests.finished().expect("an answer");
+    assert_eq!((answer.id, answer.request, requests.finished()), (0, request, None), "one answer");
+    answer.result
+}
+
+/// What the device holds, read page by page by a lane of its own.
+fn content(lane: &mut Lane, first: u64, pages: u64) -> Vec<u8> {
+    let mut all = Vec::new();
+    for page in first..first + pages {
+        let mut bytes = [0; PAGE_SIZE];
+        assert_eq!(lane.read(0, PageNo(page as u32), &mut bytes), Progress::Done(Ok(())));
+        all.extend(bytes);
+    }
+    lane.submit();
+    all
+}
+
+fn any_request() -> impl Strategy<Value = (Op, u64, u64, bool, u8)> {
+    let op = prop_oneof![
+        3 => Just(Op::Read), 4 => Just(Op::Write), 1 => Just(Op::Discard), 1 => Just(Op::Zero), 1 => Just(Op::Flush)
+    ];
+    let at = prop_oneof![(0..REGION).prop_map(|page| page * PAGE), 0..REGION * PAGE];
+    let length = prop_oneof![(1..=REGION).prop_map(|pages| pages * PAGE), 1..REGION * PAGE];
+    (op, at, length, any::<bool>(), any::<u8>())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 256, ..ProptestConfig::default() })]
+
+    #[test]
+    fn each_request_is_answered_once_and_truly_whatever_the_device_answers(
+        batches in proptest::collection::vec(proptest::collection::vec(any_request(), 1..usize::from(IDS)), 1..12),
+        (late, full, fails, polls) in (0u64..80, 0u64..60, prop_oneof![Just(0u64), 0u64..10], 1u64..6),
+        seed: u64,
+    ) {
+        let pages = u64::from(IDS) * REGION;
+        let volume = volume(pages as u32, None);
+        let mut other = volume.lane().unwrap();
+        let mood = Mood { late, full: full.min(90 - late.min(80)), fails, polls };
+        let mut requests = Requests::new(Moody::new(volume.open().unwrap(), mood, seed), IDS);
+        let (mut memory, mut model) = (Pages::new(), vec![0u8; (pages * PAGE) as usize]);
+        for batch in &batches {
+            let before = model.clone();
+            let mut asked = Vec::new();
+            for (id, &(op, at, length, fua, seed)) in batch.iter().enumerate() {
+                let base = id as u64 * REGION * PAGE;
+                let span = match op {
+                    Op::Flush => Span { offset: 0, length: 0 },
+                    _ => Span { offset: base + at, length: length.min(REGION * PAGE - at) },
+                };
+                let range = span.offset as usize..(span.offset + span.length) as usize;
+                memory.data[id] = (0..span.length).map(|n| (n as u8).wrapping_mul(31) ^ seed ^ (n >> 12) as u8).collect();
+                match op {
+                    Op::Write => model[range].copy_from_slice(&memory.data[id]),
+                    Op::Discard | Op::Zero => model[range].fill(0),
+                    Op::Read | Op::Flush => {}
+                }
+                asked.push((Request { op, span, fua }, None));
+            }
+            let coming: Vec<_> = asked.iter().enumerate().map(|(id, (request, _))| (id as Id, *request)).collect();
+            requests.announce(coming.iter().copied(), &memory);
+            for (id, request) in coming {
+                requests.begin(id, request, &mut memory);
+            }
+            requests.submit();
+            turns(&mut requests, &mut memory, 5000);
+            while let Some(Answer { id, result, .. }) = requests.finished() {
+                prop_assert!(asked[usize::from(id)].1.replace(result).is_none(), "answered twice");
+            }
+            for (id, (Request { op, span, .. }, answer)) in asked.iter().enumerate() {
+                let result = answer.expect("an answer");
+                prop_assert!(fails > 0 || result.is_ok(), "{op:?}: {result:?}");
+                let range = span.offset as usize..(span.offset + span.length) as usize;
+                if *op == Op::Read && result.is_ok() {
+                    let bytes = memory.read[id].as_flattened();
+                    let from = span.offset as usize % PAGE_SIZE;
+                    prop_assert!(bytes[from..from + range.len()] == before[range.clone()], "{id} read {span:?}");
+                }
+                if result.is_err() {
+                    // Each of its pages is as it was, or as it was to be.
+                    let first = id as u64 * REGION;
+                    let found = content(&mut other, first, REGION);
+                    let at = (first * PAGE) as usize;
+                    for (page, bytes) in found.chunks(PAGE_SIZE).enumerate() {
+                        let here = at + page * PAGE_SIZE..at + (page + 1) * PAGE_SIZE;
+                        prop_assert!(bytes == &before[here.clone()] || bytes == &model[here.clone()]);
+                        model[here].copy_from_slice(bytes);
+                    }
+                }
+            }
+            prop_assert!(content(&mut other, 0, pages) == model, "something else was changed");
+        }
+    }
+}
+
+const LATE: Mood = Mood { late: 100, full: 0, fails: 0, polls: 3 };
+
+#[test]
+fn a_change_with_fua_is_flushed_before_it_is_acknowledged_and_one_without_is_not() {
+    let volume = volume(64, None);
+    let mut requests = Requests::new(Moody::new(volume.open().unwrap(), LATE, 1), IDS);
+    let mut memory = Pages::new();
+    memory.data[0] = vec![7; 3 * PAGE_SIZE];
+    let span = Span { offset: 100, length: 2 * PAGE };
+    for (op, fua, flushes) in [
+        (Op::Write, false, 0),
+        (Op::Write, true, 1),
+        (Op::Read, true, 1),
+        (Op::Discard, true, 2),
+        (Op::Zero, true, 3),
+        (Op::Flush, false, 4),
+        (Op::Flush, true, 5),
+    ] {
+        assert_eq!(one(&mut requests, &mut memory, Request { op, span, fua }), Ok(()));
+        assert_eq!(requests.lane().flushes, flushes, "{op:?} {fua}");
+    }
+}
+
+#[test]
+fn a_long_discard_takes_a_step_a_turn_and_lets_others_through() {
+    let pages = 3 * STEP + 5;
+    for op in [Op::Discard, Op::Zero] {
+        let volume = volume(pages, None);
+        let mut requests = Requests::new(volume.open().unwrap(), IDS);
+        let mut memory = Pages::new();
+        memory.data[1] = vec![7; PAGE_SIZE];
+        let write = |page| Request { op: Op::Write, span: Span::pages_from(PageNo(page), 1), fua: false };
+        requests.begin(1, write(STEP), &mut memory);
+        requests.begin(
+            0,
+            Request { op, span: Span::pages_from(PageNo(0), pages - 1), fua: false },
+            &mut memory,
+        );
+        requests.begin(
+            2,
+            Request { op: Op::Read, span: Span::pages_from(PageNo(pages - 1), 1), fua: false },
+            &mut memory,
+        );
+        requests.submit();
+        assert_eq!(next(&mut requests), Some((1, Ok(()))));
+        assert!(!requests.lane().known_zero(PageNo(STEP)), "the first step ends before it");
+        assert!(requests.must_poll(), "nobody announces the next step");
+        requests.turn(Instant::now(), &mut memory);
+        assert_eq!((next(&mut requests), next(&mut requests)), (Some((2, Ok(()))), None), "{op:?}");
+        assert!(requests.lane().known_zero(PageNo(STEP)));
+        requests.turn(Instant::now(), &mut memory);
+        assert!(requests.is_busy());
+        requests.turn(Instant::now(), &mut memory);
+        assert_eq!((next(&mut requests), requests.is_busy()), (Some((0, Ok(()))), false));
+    }
+}
+
+#[test]
+fn a_thread_that_waits_for_a_slow_store_sleeps_until_it_has_its_answer() {
+    let volume = volume(64, Some("sim:seed=1,size=4MiB,delay=20"));
+    let mut requests = Requests::new(volume.open().unwrap(), IDS);
+    let mut memory = Pages::new();
+    memory.data[0] = (0..REGION * PAGE).map(|at| (at >> 3) as u8).collect();
+    for op in [Op::Write, Op::Read] {
+        requests.begin(
+            0,
+            Request { op, span: Span { offset: 3, length: 9 * PAGE }, fua: false },
+            &mut memory,
+        );
+        requests.submit();
+        while requests.is_busy() {
+            requests.wait();
+            requests.turn(Instant::now(), &mut memory);
+        }
+        assert_eq!(next(&mut requests), Some((0, Ok(()))));
+    }
+    assert!(memory.read[0].as_flattened()[3..3 + 9 * PAGE_SIZE] == memory.data[0][..9 * PAGE_SIZE]);
+}
+
+#[test]
+fn bytes_are_shown_where_they_lie_and_never_those_that_must_be_fetched() {
+    let mut memory = Pages::new();
+    memory.data[0] = (0..REGION * PAGE).map(|at| (at >> 3) as u8 | 1).collect();
+    for (url, shown) in [(None, true), (Some("sim:seed=1,size=4MiB,delay=20"), false)] {
+        let volume = volume(64, url);
+        let mut requests = Requests::new(volume.open().unwrap(), IDS);
+        let span = Span { offset: 4000, length: 3 * PAGE };
+        assert_eq!(one(&mut requests, &mut memory, Request { op: Op::Write, span, fua: false }), Ok(()));
+        let found = requests.view::<{ 1 + REGION as usize }, _, _>((0, span), &memory, b"head", |slices| {
+            slices.iter().flat_map(|slice| slice.to_vec()).collect::<Vec<u8>>()
+        });
+        let expected = [b"head", &memory.data[0][..3 * PAGE_SIZE]].concat();
+        assert_eq!(found, shown.then_some(expected));
+    }
+}
