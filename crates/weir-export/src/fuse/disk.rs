@@ -1,6 +1,6 @@
 //! The file system of one file: a volume's bytes, as large as the volume, that a loop device takes for a disk.
 
-use super::range::{IO_MAX, Ranges};
+use super::range::{IO_MAX, Ranges, Volume};
 use super::reply::Reply;
 use super::request::{Message, Request};
 use super::serve::Service;
@@ -12,6 +12,7 @@ use super::wire::{
 use rustix::io::Errno;
 use std::sync::Arc;
 use weir_core::{PAGE_SIZE, PageNo};
+use weir_request::Span;
 
 /// How long the kernel may rely on what it was told: nothing here ever changes.
 const FOR_EVER: u64 = 1 << 40;
@@ -89,12 +90,7 @@ impl Service for Disk {
                 counters.writes.add(1);
                 counters.bytes_written.add(data.len() as u64);
                 let fits = shape.clip(what.offset, data.len() as u64) == data.len() as u64;
-                let result = if !fits {
-                    Err(Errno::FBIG)
-                } else {
-                    let (first, within) = split(what.offset);
-                    ranges.write(within, data, |at| PageNo(first + at as u32))
-                };
+                let result = if fits { ranges.write(what.offset, data, Volume) } else { Err(Errno::FBIG) };
                 match result {
                     Ok(()) => answer(&WriteOut { size: what.size, padding: 0 }.encode()),
                     Err(errno) => {
@@ -183,14 +179,13 @@ impl Disk {
         reply: &dyn Reply,
         counters: &Counters,
     ) -> rustix::io::Result<()> {
-        let length = self.shape.clip(what.offset, u64::from(what.size.min(IO_MAX))) as usize;
+        let length = self.shape.clip(what.offset, u64::from(what.size.min(IO_MAX)));
         counters.reads.add(1);
-        counters.bytes_read.add(length as u64);
-        let (first, within) = split(what.offset);
+        counters.bytes_read.add(length);
         if length == 0 {
             return reply.answer(unique, &[]);
         }
-        let result = ranges.read(reply, unique, within, length, |at| Some(PageNo(first + at as u32)))?;
+        let result = ranges.read(reply, unique, Span { offset: what.offset, length }, Volume)?;
         counters.errors.add(u64::from(result.is_err()));
         Ok(())
     }
@@ -201,7 +196,7 @@ impl Disk {
             0 if inside == what.length || what.mode & KEEP_SIZE != 0 => Ok(()), // there is room for every page
             0 => Err(Errno::FBIG),
             PUNCH_HOLE | ZERO_RANGE if inside == 0 => Ok(()),
-            PUNCH_HOLE | ZERO_RANGE => ranges.clear(PageNo(0), what.offset, inside),
+            PUNCH_HOLE | ZERO_RANGE => ranges.clear(Span { offset: what.offset, length: inside }, Volume),
             _ => Err(Errno::OPNOTSUPP),
         }
     }
@@ -245,8 +240,4 @@ impl Disk {
         }
         reply.answer(unique, &bytes[..length])
     }
-}
-
-fn split(offset: u64) -> (u32, usize) {
-    ((offset / PAGE_SIZE as u64) as u32, (offset % PAGE_SIZE as u64) as usize)
 }

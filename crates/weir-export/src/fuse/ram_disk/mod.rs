@@ -20,6 +20,7 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tree::{Change, DIRECTORY, FILE, KIND, New, SIZE_MAX, SYMLINK, Time, Tree};
 use weir_core::{PAGE_SIZE, PageNo};
+use weir_request::Span;
 
 /// How long the kernel may rely on what it was told, in seconds: whatever changes here, changes by way of it.
 const VALID: u64 = 3600;
@@ -203,13 +204,13 @@ impl RamDisk {
             Ok(size) => size,
             Err(errno) => return reply.refuse(unique, errno),
         };
-        let length = size.saturating_sub(what.offset).min(u64::from(what.size.min(IO_MAX))) as usize;
-        counters.bytes_read.add(length as u64);
+        let length = size.saturating_sub(what.offset).min(u64::from(what.size.min(IO_MAX)));
+        counters.bytes_read.add(length);
         if length == 0 {
             return reply.answer(unique, &[]);
         }
-        let (first, within) = (what.offset / PAGE, (what.offset % PAGE) as usize);
-        let result = ranges.read(reply, unique, within, length, |at| tree.place(node, first + at as u64))?;
+        let span = Span { offset: what.offset, length };
+        let result = ranges.read(reply, unique, span, |page| tree.place(node, page))?;
         counters.errors.add(u64::from(result.is_err()));
         Ok(())
     }
@@ -220,11 +221,10 @@ impl RamDisk {
         if data.is_empty() {
             return Ok(());
         }
-        let (first, within) = (what.offset / PAGE, (what.offset % PAGE) as usize);
         let mut tree = self.shared.write();
-        tree.reserve(node, first..end.div_ceil(PAGE))?;
+        tree.reserve(node, what.offset / PAGE..end.div_ceil(PAGE))?;
         let tree = RwLockWriteGuard::downgrade(tree);
-        ranges.write(within, data, |at| tree.place(node, first + at as u64).expect("reserved above"))?;
+        ranges.write(what.offset, data, |page| tree.place(node, page))?;
         drop(tree);
         // Nobody cuts the file off meanwhile: the kernel lets one change of a file's size happen at a time.
         self.shared.write().written(node, end, now())
@@ -242,7 +242,9 @@ impl RamDisk {
             let was = tree.size(node)?;
             discard(&tree.resize(node, change.size, now())?, ranges);
             // What lies behind the end in its page would come back if the file grew again.
-            clear_tail(&tree, node, change.size, was, ranges)?;
+            let end = if change.size < was { change.size.next_multiple_of(PAGE) } else { change.size };
+            let tail = Span { offset: change.size, length: end - change.size };
+            ranges.clear(tail, |page| tree.place(node, page))?;
         }
         let wanted = Change {
             mode: has(setattr::MODE).then_some(change.mode),
@@ -262,17 +264,12 @@ impl RamDisk {
         match what.mode & !KEEP_SIZE {
             0 => tree.reserve(node, what.offset / PAGE..end.div_ceil(PAGE))?,
             PUNCH_HOLE | ZERO_RANGE => {
-                let whole = what.offset.div_ceil(PAGE)..end / PAGE;
-                if whole.start < whole.end {
-                    discard(&tree.punch(node, whole.clone())?, ranges);
+                let (head, whole, tail) = Span { offset: what.offset, length: what.length }.parts();
+                if !whole.is_empty() {
+                    discard(&tree.punch(node, whole)?, ranges);
                 }
-                let edges = if whole.start <= whole.end {
-                    [(what.offset, whole.start * PAGE), (whole.end * PAGE, end)]
-                } else {
-                    [(what.offset, end), (end, end)]
-                };
-                for (from, to) in edges {
-                    clear(&tree, node, from, to, ranges)?;
+                for edge in [head, tail] {
+                    ranges.clear(edge, |page| tree.place(node, page))?;
                 }
             }
             _ => return Err(Errno::OPNOTSUPP),
@@ -346,18 +343,6 @@ fn discard(freed: &[PageNo], ranges: &mut Ranges) {
         lane.discard(*page, 1);
     }
     lane.submit();
-}
-
-/// Makes bytes of a file zero that lie within one page; a hole is zero already.
-fn clear(tree: &Tree, node: u64, from: u64, to: u64, ranges: &mut Ranges) -> Answer<()> {
-    match tree.place(node, from / PAGE) {
-        Some(page) if from < to => ranges.clear(page, from % PAGE, to - from),
-        _ => Ok(()),
-    }
-}
-
-fn clear_tail(tree: &Tree, node: u64, size: u64, was: u64, ranges: &mut Ranges) -> Answer<()> {
-    if size < was { clear(tree, node, size, size.next_multiple_of(PAGE), ranges) } else { Ok(()) }
 }
 
 fn now() -> Time {
