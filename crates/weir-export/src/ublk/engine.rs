@@ -1,10 +1,6 @@
 //! A queue's requests against its lane of the volume, without a ring: descriptors in, results out.
-//!
-//! A request is a tag with a cursor over its pages and a count of operations outstanding. All requests of a batch are
-//! issued, and what slow stores queued is started, before anything is waited for. Fixed in size: what finds the lane full
-//! waits in its tag and goes on when something has come back.
 
-use super::request::{Kind, Request, Rules, is_swap, urgent_first};
+use super::request::{Rules, is_swap, success, urgent_first};
 use super::stats::Counters;
 use super::uapi::Descriptor;
 use crate::buffer::Buffer;
@@ -12,36 +8,21 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::time::Instant;
-use weir_core::{PAGE_SIZE, PageBytes, PageNo};
-use weir_store::{Done, Fault, Progress, Ticket};
+use weir_core::{PAGE_SIZE, PageBytes};
+use weir_request::{Answer, Id, Op, Request, RequestMemory, Requests, errno};
 use weir_volume::Lane;
 
-/// Bits of a ticket that say which page of its request; the rest is the tag.
-const PAGE_BITS: u32 = 8;
-
-/// The longest request that a ticket can number.
-pub(super) const REQUEST_BYTES_MAX: u32 = (PAGE_SIZE as u32) << PAGE_BITS;
-
-/// What is under way for a tag.
-#[derive(Clone, Copy)]
-struct Work {
-    request: Request,
-    /// The next page to issue.
-    next: u32,
-    /// Operations outstanding, plus one until all pages have been issued.
-    left: u32,
-    /// The first error.
-    error: Option<Fault>,
-}
+/// Bytes of the longest request that a device is made for.
+pub(super) const REQUEST_BYTES_MAX: u32 = 1 << 20;
 
 /// Everything of a queue but its ring.
 pub(super) struct Engine {
-    lane: Lane,
+    requests: Requests<Lane>,
     rules: Rules,
-    flight: Flight,
-    /// Tags whose next page found the lane full.
-    waiting: VecDeque<u16>,
+    memory: TagMemory,
     batch: Vec<Taken>,
+    /// Tags whose requests may not be performed, and what answers them.
+    refused: VecDeque<(u16, i32)>,
 }
 
 /// A request of the batch that is being begun.
@@ -52,14 +33,22 @@ struct Taken {
     request: Request,
 }
 
-/// What completions change.
-struct Flight {
-    works: Box<[Work]>,
-    memory: Buffer,
+/// A buffer for each tag, one behind the other.
+struct TagMemory {
+    buffer: Buffer,
+    /// Pages of each.
     span: usize,
-    /// Answers that nobody has taken yet.
-    finished: VecDeque<(u16, i32)>,
-    unfinished: usize,
+}
+
+impl RequestMemory for TagMemory {
+    fn data(&self, tag: Id) -> &[u8] {
+        &self.buffer[usize::from(tag) * self.span * PAGE_SIZE..]
+    }
+
+    fn pages(&mut self, tag: Id, at: u32) -> &mut [PageBytes] {
+        let from = usize::from(tag) * self.span;
+        &mut self.buffer.pages_mut()[from + at as usize..from + self.span]
+    }
 }
 
 impl Engine {
@@ -68,37 +57,25 @@ impl Engine {
     /// # Errors
     /// When the memory cannot be had.
     pub fn new(lane: Lane, depth: u16, request_bytes: u32) -> io::Result<Engine> {
-        let depth = usize::from(depth);
         let span = request_bytes as usize / PAGE_SIZE;
-        let idle = Work {
-            request: Request { kind: Kind::Flush, first: 0, pages: 0 },
-            next: 0,
-            left: 0,
-            error: None,
-        };
         Ok(Engine {
             rules: Rules { pages: lane.volume().pages(), buffer_pages: span as u32 },
-            lane,
-            flight: Flight {
-                works: vec![idle; depth].into_boxed_slice(),
-                memory: Buffer::new(depth * span * PAGE_SIZE)?,
-                span,
-                finished: VecDeque::with_capacity(depth),
-                unfinished: 0,
-            },
-            waiting: VecDeque::with_capacity(depth),
-            batch: Vec::with_capacity(depth),
+            requests: Requests::new(lane, depth),
+            memory: TagMemory { buffer: Buffer::new(usize::from(depth) * span * PAGE_SIZE)?, span },
+            batch: Vec::with_capacity(depth.into()),
+            refused: VecDeque::with_capacity(depth.into()),
         })
     }
 
     /// Whether its buffers are pinned in RAM.
     pub fn is_locked(&self) -> bool {
-        self.flight.memory.is_locked()
+        self.memory.buffer.is_locked()
     }
 
     /// Where a tag's data are to be put and found.
     pub fn address(&mut self, tag: u16) -> u64 {
-        self.flight.memory.as_mut_ptr() as u64 + (usize::from(tag) * self.flight.span * PAGE_SIZE) as u64
+        let TagMemory { buffer, span } = &self.memory;
+        buffer.as_mut_ptr() as u64 + (usize::from(tag) * span * PAGE_SIZE) as u64
     }
 
     /// Adds a request to the batch; `tag` is idle. One that may not be performed is answered with an error.
@@ -108,15 +85,15 @@ impl Engine {
         counters.swap.add(u64::from(swap));
         match self.rules.check(descriptor) {
             Ok(request) => {
-                match request.kind {
-                    Kind::Read => counters.reads.add(1),
-                    Kind::Write => counters.writes.add(1),
-                    Kind::Discard | Kind::Zero => counters.discards.add(1),
-                    Kind::Flush => {}
+                match request.op {
+                    Op::Read => counters.reads.add(1),
+                    Op::Write => counters.writes.add(1),
+                    Op::Discard | Op::Zero => counters.discards.add(1),
+                    Op::Flush => {}
                 }
                 self.batch.push(Taken { tag, swap, request });
             }
-            Err(error) => self.flight.finished.push_back((tag, error)),
+            Err(error) => self.refused.push_back((tag, error)),
         }
     }
 
@@ -127,177 +104,50 @@ impl Engine {
         }
         counters.batches.add(1);
         urgent_first(&mut self.batch, |taken| taken.swap);
-        if let Some(mut announced) = self.lane.batch() {
-            for Taken { request: Request { kind, first, pages }, .. } in &self.batch {
-                match kind {
-                    Kind::Read => announced.reads((*first..first + pages).map(PageNo)),
-                    Kind::Write => announced.writes(*pages as usize),
-                    Kind::Discard | Kind::Zero | Kind::Flush => {}
-                }
-            }
-            announced.announce();
+        let Engine { requests, memory, batch, .. } = self;
+        requests.announce(batch.iter().map(|taken| (taken.tag, taken.request)), memory);
+        for Taken { tag, request, .. } in batch.drain(..) {
+            requests.begin(tag, request, memory);
         }
-        for at in 0..self.batch.len() {
-            let Taken { tag, request, .. } = self.batch[at];
-            self.flight.works[usize::from(tag)] = Work { request, next: 0, left: 1, error: None };
-            self.flight.unfinished += 1;
-            // Whoever waits for room was here first.
-            if self.waiting.is_empty() {
-                self.go_on(tag);
-            } else {
-                self.waiting.push_back(tag);
-            }
-        }
-        self.batch.clear();
-        self.lane.submit();
+        requests.submit();
     }
 
-    /// Takes what slow stores have finished, and goes on with what waited for room.
+    /// Takes what slow stores have finished, and goes on with what waits.
     pub fn turn(&mut self) {
-        if self.flight.unfinished == 0 {
-            return;
+        if self.is_busy() {
+            self.requests.turn(Instant::now(), &mut self.memory);
         }
-        let Engine { lane, flight, .. } = self;
-        lane.poll(Instant::now(), &mut |done| flight.complete(&done));
-        for _ in 0..self.waiting.len() {
-            let tag = self.waiting.pop_front().expect("counted");
-            if !self.go_on(tag) {
-                break;
-            }
-        }
-        self.lane.submit();
-    }
-
-    /// Issues a request's pages, from where it stopped; false where the lane has no more room.
-    fn go_on(&mut self, tag: u16) -> bool {
-        let work = self.flight.works[usize::from(tag)];
-        let Request { kind, first, pages } = work.request;
-        match kind {
-            Kind::Discard => self.lane.discard(PageNo(first), pages),
-            Kind::Zero => self.lane.zero(PageNo(first), pages),
-            Kind::Flush => {}
-            Kind::Read | Kind::Write => {
-                for at in work.next + self.run(tag, work)..pages {
-                    // What has failed already is not worth more.
-                    if self.flight.works[usize::from(tag)].error.is_some() {
-                        break;
-                    }
-                    let ticket = Ticket::from(tag) << PAGE_BITS | at;
-                    let page = PageNo(first + at);
-                    let bytes = self.flight.page(ticket);
-                    let progress = match kind {
-                        Kind::Read => self.lane.read(ticket, page, bytes),
-                        _ => self.lane.write(ticket, page, bytes),
-                    };
-                    match progress {
-                        Progress::Done(Ok(())) => {}
-                        Progress::Done(Err(fault)) => self.flight.fail(tag, fault),
-                        Progress::Queued => self.flight.works[usize::from(tag)].left += 1,
-                        Progress::Full => {
-                            self.flight.works[usize::from(tag)].next = at;
-                            self.waiting.push_front(tag);
-                            return false;
-                        }
-                    }
-                }
-            }
-        }
-        self.flight.one_less(tag);
-        true
-    }
-
-    /// Does as many of a request's pages at once as can be, from where it stopped; returns how many. A page alone is as well done by
-    /// itself.
-    fn run(&mut self, tag: u16, Work { request, next, .. }: Work) -> u32 {
-        let Request { kind, first, pages } = request;
-        if pages - next < 2 {
-            return 0;
-        }
-        let first = PageNo(first + next);
-        let pages = &mut self.flight.pages(tag)[next as usize..pages as usize];
-        let done = match kind {
-            Kind::Read => self.lane.read_run(first, pages),
-            _ => self.lane.write_run(first, pages),
-        };
-        done as u32
     }
 
     /// The next answer, and forgets it.
     pub fn finished(&mut self, counters: &Counters) -> Option<(u16, i32)> {
-        let (tag, result) = self.flight.finished.pop_front()?;
+        let answer = |Answer { id, request, result }| match result {
+            Ok(()) => (id, success(&request)),
+            Err(fault) => (id, -errno(fault).raw_os_error()),
+        };
+        let (tag, result) = self.refused.pop_front().or_else(|| self.requests.finished().map(answer))?;
         counters.errors.add(u64::from(result < 0));
         Some((tag, result))
     }
 
     /// Whether answers are outstanding.
     pub fn is_busy(&self) -> bool {
-        self.flight.unfinished > 0
+        self.requests.is_busy()
     }
 
     /// Whether something is under way that no descriptor announces.
     pub fn must_poll(&self) -> bool {
-        self.lane.must_poll() || (self.lane.in_flight() == 0 && !self.waiting.is_empty())
+        self.requests.must_poll()
     }
 
     /// Rests between two turns where [`must_poll`](Engine::must_poll) says so.
     pub fn rest(&mut self) {
-        self.lane.rest();
+        self.requests.rest();
     }
 
     /// Descriptors that become readable when [`turn`](Engine::turn) has something to do.
     pub fn wake_fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        self.lane.wake_fds()
-    }
-}
-
-impl Flight {
-    fn pages(&mut self, tag: u16) -> &mut [PageBytes] {
-        let from = usize::from(tag) * self.span;
-        &mut self.memory.pages_mut()[from..from + self.span]
-    }
-
-    fn page(&mut self, ticket: Ticket) -> &mut PageBytes {
-        let (tag, at) = ((ticket >> PAGE_BITS) as u16, (ticket & ((1 << PAGE_BITS) - 1)) as usize);
-        &mut self.pages(tag)[at]
-    }
-
-    fn fail(&mut self, tag: u16, fault: Fault) {
-        self.works[usize::from(tag)].error.get_or_insert(fault);
-    }
-
-    fn complete(&mut self, done: &Done<'_>) {
-        let tag = (done.ticket >> PAGE_BITS) as u16;
-        let reads = self.works[usize::from(tag)].request.kind == Kind::Read;
-        match (done.result, done.page) {
-            (Err(fault), _) => self.fail(tag, fault),
-            (Ok(()), Some(page)) if reads => *self.page(done.ticket) = *page,
-            (Ok(()), None) if reads => self.fail(tag, Fault::Io(libc::EIO)),
-            (Ok(()), _) => {}
-        }
-        self.one_less(tag);
-    }
-
-    fn one_less(&mut self, tag: u16) {
-        let work = &mut self.works[usize::from(tag)];
-        work.left -= 1;
-        if work.left == 0 {
-            let result = work.error.map_or(work.request.success(), errno);
-            self.finished.push_back((tag, result));
-            self.unfinished -= 1;
-        }
-    }
-}
-
-/// What the kernel is told of a fault: content that cannot be had or proven is an I/O error, never zeros.
-fn errno(fault: Fault) -> i32 {
-    match fault {
-        Fault::Full => -libc::ENOSPC,
-        Fault::Io(_)
-        | Fault::Lost
-        | Fault::Timeout
-        | Fault::Corrupt
-        | Fault::Unsupported
-        | Fault::Forsaken => -libc::EIO,
+        self.requests.wake_fds()
     }
 }
 
@@ -307,6 +157,7 @@ mod tests {
     use super::*;
     use std::os::unix::fs::FileExt;
     use std::sync::Arc;
+    use weir_core::PageNo;
     use weir_store::{Host, StoreUrl};
     use weir_volume::{Config, Volume};
 
@@ -345,7 +196,7 @@ mod tests {
 
     fn fill(engine: &mut Engine, tag: u16, seed: u32) {
         for at in 0..SPAN {
-            let page = engine.flight.page(Ticket::from(tag) << PAGE_BITS | at);
+            let page = &mut engine.memory.pages(tag, at)[0];
             for (index, word) in page.chunks_exact_mut(4).enumerate() {
                 let value = (seed + at).wrapping_mul(0x9e37_79b9) ^ index as u32;
                 word.copy_from_slice(&value.to_ne_bytes());
@@ -354,7 +205,7 @@ mod tests {
     }
 
     fn content(engine: &mut Engine, tag: u16, pages: u32) -> Vec<u8> {
-        (0..pages).flat_map(|at| engine.flight.page(Ticket::from(tag) << PAGE_BITS | at).to_vec()).collect()
+        engine.memory.pages(tag, 0)[..pages as usize].as_flattened().to_vec()
     }
 
     /// A store that answers at once, and one that answers later, with fewer operations in flight than the batch has pages.
@@ -415,7 +266,7 @@ mod tests {
             run(&mut engine, &[descriptor(op::WRITE.into(), first, 3)]);
             let (results, counters) = run(&mut engine, &[descriptor(operation, first, 3)]);
             assert_eq!((results, counters.discards.get()), (vec![(0, 0)], 1));
-            assert_eq!(engine.lane.mapped(PageNo(first)), mapped);
+            assert_eq!(engine.requests.lane().mapped(PageNo(first)), mapped);
             run(&mut engine, &[descriptor(op::READ.into(), first, 3)]);
             assert!(content(&mut engine, 0, 3).iter().all(|byte| *byte == 0));
         }

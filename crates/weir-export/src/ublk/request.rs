@@ -1,32 +1,7 @@
 //! What a descriptor asks for, and in which order a batch is served.
 
 use super::uapi::{Descriptor, IO_NO_UNMAP, IO_SWAP, PAGE_SECTORS, SECTOR, op};
-
-/// What is to be done with a request's pages.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Kind {
-    /// Their content goes into the buffer.
-    Read,
-    /// The buffer becomes their content.
-    Write,
-    /// They are forgotten.
-    Discard,
-    /// They become zeros that count as written.
-    Zero,
-    /// Nothing: what has been acknowledged stays.
-    Flush,
-}
-
-/// A request that may be performed: its pages lie within the device, and its data within its buffer.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Request {
-    /// What for.
-    pub kind: Kind,
-    /// Its first page.
-    pub first: u32,
-    /// How many.
-    pub pages: u32,
-}
+use weir_request::{Op, Request, Span};
 
 /// What a device allows.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -38,42 +13,44 @@ pub struct Rules {
 }
 
 impl Rules {
-    /// What `descriptor` asks for.
+    /// What `descriptor` asks for: whole pages of the device, and data that fit its buffer.
     ///
     /// # Errors
     /// A negative error number: `EOPNOTSUPP` for an operation that was never offered, `EINVAL` for what is not made of whole
     /// pages of the device or does not fit the buffer. The driver sends neither.
     pub fn check(&self, descriptor: &Descriptor) -> Result<Request, i32> {
-        let kind = match descriptor.op_flags as u8 {
-            op::READ => Kind::Read,
-            op::WRITE => Kind::Write,
-            op::FLUSH => return Ok(Request { kind: Kind::Flush, first: 0, pages: 0 }),
-            op::DISCARD => Kind::Discard,
-            op::WRITE_ZEROES if descriptor.op_flags & IO_NO_UNMAP != 0 => Kind::Zero,
-            op::WRITE_ZEROES => Kind::Discard,
+        let op = match descriptor.op_flags as u8 {
+            op::READ => Op::Read,
+            op::WRITE => Op::Write,
+            op::FLUSH => Op::Flush,
+            op::DISCARD => Op::Discard,
+            op::WRITE_ZEROES if descriptor.op_flags & IO_NO_UNMAP != 0 => Op::Zero,
+            op::WRITE_ZEROES => Op::Discard,
             _ => return Err(-libc::EOPNOTSUPP),
         };
+        if op == Op::Flush {
+            return Ok(Request { op, span: Span { offset: 0, length: 0 }, fua: false });
+        }
         let (start, sectors) = (descriptor.start_sector, u64::from(descriptor.sectors));
         let whole = start.is_multiple_of(PAGE_SECTORS) && sectors.is_multiple_of(PAGE_SECTORS);
         let device = u64::from(self.pages) * PAGE_SECTORS;
         let within = start.checked_add(sectors).is_some_and(|end| end <= device);
         let pages = sectors / PAGE_SECTORS;
-        let fits = !matches!(kind, Kind::Read | Kind::Write) || pages <= self.buffer_pages.into();
+        let fits = !matches!(op, Op::Read | Op::Write) || pages <= self.buffer_pages.into();
         if whole && within && fits && pages > 0 {
-            Ok(Request { kind, first: (start / PAGE_SECTORS) as u32, pages: pages as u32 })
+            let span = Span { offset: start * SECTOR, length: sectors * SECTOR };
+            Ok(Request { op, span, fua: false })
         } else {
             Err(-libc::EINVAL)
         }
     }
 }
 
-impl Request {
-    /// What answers it when all went well: the bytes that it moved.
-    pub fn success(&self) -> i32 {
-        match self.kind {
-            Kind::Read | Kind::Write => (u64::from(self.pages) * PAGE_SECTORS * SECTOR) as i32,
-            Kind::Discard | Kind::Zero | Kind::Flush => 0,
-        }
+/// What answers a request when all went well: the bytes that it moved.
+pub fn success(request: &Request) -> i32 {
+    match request.op {
+        Op::Read | Op::Write => request.span.length as i32,
+        Op::Discard | Op::Zero | Op::Flush => 0,
     }
 }
 
@@ -112,13 +89,14 @@ mod tests {
             sectors in prop_oneof![0u32..10_000, any::<u32>()],
         ) {
             if let Ok(request) = RULES.check(&descriptor(op_flags, start, sectors))
-                && request.kind != Kind::Flush
+                && request.op != Op::Flush
             {
-                prop_assert!(u64::from(request.first) + u64::from(request.pages) <= 1000);
-                prop_assert!(request.pages > 0);
-                let moves_data = matches!(request.kind, Kind::Read | Kind::Write);
-                prop_assert!(!moves_data || request.pages <= 32);
-                prop_assert_eq!(request.success(), if moves_data { sectors as i32 * 512 } else { 0 });
+                let span = request.span;
+                prop_assert!(span.first() + u64::from(span.pages()) <= 1000);
+                prop_assert!(span.pages() > 0 && span.offset == start * 512 && span.piece(0).len == 4096);
+                let moves_data = matches!(request.op, Op::Read | Op::Write);
+                prop_assert!(!moves_data || span.pages() <= 32);
+                prop_assert_eq!(success(&request), if moves_data { sectors as i32 * 512 } else { 0 });
             }
         }
 
@@ -134,14 +112,14 @@ mod tests {
 
     #[test]
     fn operations_are_what_the_kernel_means_by_them() {
-        let kind = |op_flags| RULES.check(&descriptor(op_flags, 8, 16)).map(|request| request.kind);
-        assert_eq!(kind(0), Ok(Kind::Read));
-        assert_eq!(kind(1 | IO_SWAP), Ok(Kind::Write));
-        assert_eq!(kind(2), Ok(Kind::Flush));
-        assert_eq!(kind(3), Ok(Kind::Discard));
+        let kind = |op_flags| RULES.check(&descriptor(op_flags, 8, 16)).map(|request| request.op);
+        assert_eq!(kind(0), Ok(Op::Read));
+        assert_eq!(kind(1 | IO_SWAP), Ok(Op::Write));
+        assert_eq!(kind(2), Ok(Op::Flush));
+        assert_eq!(kind(3), Ok(Op::Discard));
         assert_eq!(kind(4), Err(-libc::EOPNOTSUPP), "WRITE_SAME was never offered");
-        assert_eq!(kind(5), Ok(Kind::Discard), "zeros that need no room");
-        assert_eq!(kind(5 | IO_NO_UNMAP), Ok(Kind::Zero));
+        assert_eq!(kind(5), Ok(Op::Discard), "zeros that need no room");
+        assert_eq!(kind(5 | IO_NO_UNMAP), Ok(Op::Zero));
         assert_eq!(kind(13), Err(-libc::EOPNOTSUPP), "zones were never offered");
     }
 
