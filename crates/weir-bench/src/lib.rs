@@ -27,3 +27,8 @@ pub mod restart;
 pub mod share;
 pub mod store;
 pub mod swap;
+
+/// The program `weir`, which lies beside this one.
+pub fn weir() -> std::path::PathBuf {
+    std::env::current_exe().map_or_else(|_| "weir".into(), |program| program.with_file_name("weir"))
+}

@@ -3,9 +3,14 @@
 //!
 //! Nothing here knows of stores or volumes. What one part of Weir knows about the machine every other part learns from here.
 
+pub mod cgroup;
 pub mod device_use;
 pub mod kernel_release;
 pub mod latency;
 pub mod local_socket;
 pub mod loop_device;
 pub mod netlink;
+pub mod program;
+pub mod signals;
+pub mod vm;
+pub mod zram;

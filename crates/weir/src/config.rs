@@ -11,13 +11,13 @@
 //! same values and complain in the same words.
 
 use crate::cli::ServeOptions;
-use crate::failure::{Failure, complaint};
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args as _, Command, FromArgMatches as _};
 use std::fs;
 use std::io;
 use std::path::Path;
 use toml::{Table, Value};
+use weir_cli::failure::{Failure, complaint};
 
 /// Reads the options of `weir serve` from a file.
 pub fn read(path: &Path) -> Result<ServeOptions, Failure> {

@@ -1,7 +1,7 @@
 //! Pages of other programs never reach a core file.
 
-use crate::failure::Failure;
 use rustix::process::{DumpableBehavior, Resource, Rlimit, set_dumpable_behavior, setrlimit};
+use weir_cli::failure::Failure;
 
 /// Keeps the kernel from writing this process's memory anywhere when it dies, to a file or to a
 /// handler's pipe (fs/coredump.c looks at this before `core_pattern`). So a death costs no time

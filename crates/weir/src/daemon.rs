@@ -7,7 +7,6 @@ use crate::control::{
     Condition, CpuLatency, Io, Looks, Moved, Progress, Protection, SCHEMA, Service, Status, Store,
     Volume as VolumeCounts,
 };
-use crate::failure::Failure;
 use crate::keeper::{Held, Link};
 use crate::pages::{self, Plan};
 use crate::stages::{self, Stages};
@@ -16,6 +15,7 @@ use crate::ways_in::{self, Fuse, Nbd, PreparedUblk, Share, WayIn};
 use crate::worker::{self, Worker};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
+use weir_cli::failure::Failure;
 use weir_core::log::{Level, Log};
 use weir_core::seal;
 use weir_core::swap_safety::Protections;

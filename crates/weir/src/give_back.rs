@@ -2,11 +2,11 @@
 
 use crate::cli::{Amount, MemoryOptions};
 use crate::control::{self, Progress, Request};
-use crate::failure::Failure;
 use crate::on;
 use indicatif::{ProgressBar, ProgressStyle};
 use std::io::IsTerminal as _;
 use std::time::{Duration, Instant};
+use weir_cli::failure::Failure;
 use weir_core::ByteSize;
 
 /// How often a plain line says how far it is.

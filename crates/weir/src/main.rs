@@ -3,24 +3,8 @@
 //! This is the program: one command line, one daemon in the foreground, and what asks the daemon things. What it
 //! does with pages is in the crates below it.
 
-/// As the standard library's, but nothing panics: where nobody reads on (`weir status | head -1`) nothing is lost, and what
-/// cannot be written for another reason is said at the end.
-#[cfg(not(test))]
-macro_rules! print {
-    ($($text:tt)*) => {{
-        use std::io::Write as _;
-        crate::failure::printed(write!(std::io::stdout(), $($text)*));
-    }};
-}
-
-/// Likewise.
-#[cfg(not(test))]
-macro_rules! println {
-    ($($text:tt)*) => {{
-        use std::io::Write as _;
-        crate::failure::printed(writeln!(std::io::stdout(), $($text)*));
-    }};
-}
+#[cfg_attr(not(test), macro_use)]
+extern crate weir_cli;
 
 mod address;
 mod attach;
@@ -34,17 +18,13 @@ mod control;
 mod core_dump;
 mod daemon;
 mod doctor;
-mod failure;
 mod give_back;
-mod guard;
 mod keeper;
-mod manual;
 mod mount;
 mod on;
 mod pages;
 mod relay;
 mod serve;
-mod signals;
 mod some_store;
 mod stages;
 mod start;
@@ -53,10 +33,11 @@ mod trial;
 mod ways_in;
 mod worker;
 
-use clap::Parser as _;
+use clap::{CommandFactory as _, Parser as _};
 use cli::{Cli, Command};
-use failure::Failure;
 use std::process::ExitCode;
+use weir_cli::failure::{self, Failure};
+use weir_cli::{guard, manual};
 use weir_core::seal::SealedAllocator;
 
 // Notices an allocation on an I/O thread; see weir_core::seal.
@@ -66,13 +47,7 @@ static ALLOCATOR: SealedAllocator = SealedAllocator;
 fn main() -> ExitCode {
     // What `ps` and `top` show, and how others know a daemon. One that runs from memory would have its descriptor's name.
     let _ = rustix::thread::set_name(c"weir");
-    let outcome = Cli::try_parse().map_err(Failure::from).and_then(run);
-    match outcome {
-        // Perhaps nobody heard what was said.
-        Ok(()) => failure::all_printed().map_or_else(Failure::report, |()| ExitCode::SUCCESS),
-        Err(Failure::Said) => failure::all_printed().err().unwrap_or(Failure::Said).report(),
-        Err(failure) => failure.report(),
-    }
+    failure::end(Cli::try_parse().map_err(Failure::from).and_then(run))
 }
 
 fn run(cli: Cli) -> Result<(), Failure> {
@@ -95,8 +70,11 @@ fn run(cli: Cli) -> Result<(), Failure> {
             doctor::cards::run(&store);
             Ok(())
         }
-        Command::Bench(options) => bench::run(&options),
-        Command::Completions { shell } => manual::completions(shell),
-        Command::Man { directory } => manual::pages(&directory),
+        Command::Bench { arguments } => Err(bench::run(&arguments)),
+        Command::Completions { shell } => {
+            manual::completions(Cli::command(), shell);
+            Ok(())
+        }
+        Command::Man { directory } => manual::pages(Cli::command(), &directory),
     }
 }

@@ -1,12 +1,11 @@
 //! `weir mount`: a RAM disk for ordinary users, in GPU memory where there is any.
 
 use crate::cli::MountOptions;
-use crate::failure::{Failure, chain};
 use crate::pages::{self, Plan};
 use crate::some_store;
 use crate::stages::Stages;
 use crate::start::{Start, warn_of_unlocked_memory};
-use crate::{bug, core_dump, signals};
+use crate::{bug, core_dump};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use signal_hook::consts::{SIGHUP, SIGTERM};
 use std::fs::OpenOptions;
@@ -17,11 +16,13 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
+use weir_cli::failure::{Failure, chain};
 use weir_core::ByteSize;
 use weir_core::log::{self, Level, Log};
 use weir_export::fuse::mount::is_served;
 use weir_export::fuse::{Config, Server};
 use weir_store::{Room, StoreUrl};
+use weir_system::signals;
 use weir_volume::Volume;
 
 /// Room for files where nobody says how much.

@@ -2,13 +2,13 @@
 
 use crate::backing::Backing;
 use crate::compress::Algorithm;
-use crate::failure::{Failure, chain};
 use crate::keeper::{Held, Link};
 use crate::stages::Stages;
 use crate::start::Start;
 use std::fmt::Display;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use weir_cli::failure::{Failure, chain};
 use weir_core::log::{Level, Log};
 use weir_core::{ByteSize, Memory, PAGE_SIZE};
 use weir_store::{Keep, OpenError, Room, Store, StoreUrl};

@@ -4,20 +4,21 @@ use crate::cli::{LogLevel, ServeOptions};
 use crate::control::{Server, default_path, make_run_time_directory};
 use crate::daemon::Daemon;
 use crate::doctor::cards::{self, Looked};
-use crate::failure::Failure;
 use crate::keeper::Held;
 use crate::relay::Relay;
 use crate::start::{Start, warn_of_unlocked_memory};
-use crate::{address::Address, bug, config, core_dump, keeper, signals};
+use crate::{address::Address, bug, config, core_dump, keeper};
 use signal_hook::consts::SIGUSR1;
 use signal_hook::iterator::Signals;
 use std::path::Path;
+use weir_cli::failure::Failure;
 use weir_core::log::{self, Level, Log};
 use weir_core::swap_safety::{self, Children, Protections};
 use weir_core::{ByteSize, Memory};
 use weir_export::fuse;
 use weir_store::StoreUrl;
 use weir_store::vram::{PathMode, Target, VramUrl};
+use weir_system::signals;
 
 /// Runs the daemon until it is told to stop.
 pub fn run(options: ServeOptions) -> Result<(), Failure> {

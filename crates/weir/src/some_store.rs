@@ -1,8 +1,8 @@
 //! The store of `weir try` and `weir mount`: the one asked for, else the first GPU's memory, else
 //! host memory.
 
-use crate::failure::Failure;
 use crate::on::StoreChoice;
+use weir_cli::failure::Failure;
 use weir_core::ByteSize;
 use weir_core::log::{Level, Log};
 use weir_store::vram::Target;

@@ -1,8 +1,8 @@
 //! `weir status`: asks the daemon how it is.
 
 use crate::cli::StatusOptions;
-use crate::failure::Failure;
 use crate::on;
+use weir_cli::failure::Failure;
 
 /// Prints the daemon's answer.
 pub fn run(options: &StatusOptions) -> Result<(), Failure> {

@@ -18,7 +18,6 @@ const MISTAKES: &[(&[&str], &[&str])] = &[
     (&["doctor", "extra"], &["extra", "weir doctor --help"]),
     (&["-5"], &["-5", "weir --help"]),
     (&["serve", "-5"], &["-5", "weir serve --help"]),
-    (&["bench", "nosuch"], &["nosuch", "weir bench --help"]),
     (&["serve", "--store", "host"], &["--store", "host", "host:8GiB"]),
     (&["serve", "--store", "host:1MiB", "--fuse", "/x", "--name", ".."], &["--name", "..", "accepted"]),
     (&["serve", "--store", "host:1MiB", "--fuse", "/x", "--name", "."], &["--name", "\".\"", "accepted"]),
@@ -91,10 +90,6 @@ const MISTAKES: &[(&[&str], &[&str])] = &[
     (&["attach", "nbd.sock"], &["ADDRESS", "nbd.sock", "unix:PATH"]),
     (&["attach", "unix:/x", "--reconnect"], &["--device"]),
     (&["attach", "unix:/x", "--device", "/dev/sda"], &["--device", "/dev/sda", "/dev/nbd0"]),
-    (&["bench", "lease", "--outstanding", "many"], &["--outstanding", "many"]),
-    (&["bench", "lease", "--connections", "0"], &["--connections", "0", "1..=1000000"]),
-    (&["bench", "queue", "1000", "1000", "100000"], &["PRODUCERS", "100000", "1..=1024"]),
-    (&["bench", "memory", "--size", "64GB"], &["--size", "64GB", "512MiB"]),
     (&["detach", "/dev/sda"], &["/dev/sda", "/dev/nbd0"]),
 ];
 
@@ -163,12 +158,7 @@ fn output_that_nobody_reads_on_is_no_error_and_a_full_disk_is() {
         let said = text(&output.stderr);
         assert!(matches!(output.status.code(), Some(0 | 1)) && said.is_empty(), "{arguments:?}: {said}");
     }
-    for arguments in [
-        &["bench", "memory", "--size", "64MiB"][..],
-        &["doctor"],
-        &["doctor", "--json"],
-        &["completions", "zsh"],
-    ] {
+    for arguments in [&["doctor"][..], &["doctor", "--json"], &["completions", "zsh"]] {
         let full = fs::OpenOptions::new().write(true).open("/dev/full").expect("it is always there");
         let mut command = Command::new(env!("CARGO_BIN_EXE_weir"));
         let output = command.args(arguments).stdout(full).output().expect("it starts");
@@ -235,35 +225,6 @@ fn no_directory_is_made_above_the_one_that_was_named() {
 }
 
 #[test]
-fn a_file_that_a_benchmark_cannot_write_is_said_before_it_runs() {
-    for flag in ["--json", "--report"] {
-        let output = weir(&["bench", "memory", "--size", "64MiB", flag, "/nowhere/figures"]);
-        let said = text(&output.stderr);
-        assert!(output.status.code() == Some(1) && output.stdout.is_empty(), "{}", text(&output.stdout));
-        assert!(said.contains("/nowhere/figures") && said.contains("another file"), "{said}");
-    }
-}
-
-#[test]
-fn the_guide_lists_every_benchmark() {
-    let guide = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/guide.md");
-    let guide = fs::read_to_string(guide).expect("it is there");
-    let (_, section) = guide.split_once("\n## Benchmarks\n").expect("a section on benchmarks");
-    let help = text(&weir(&["bench", "--help"]).stdout);
-    let listed = help.lines().skip_while(|line| *line != "Commands:").skip(1);
-    let names = listed
-        .take_while(|line| !line.is_empty())
-        .filter_map(|line| line.strip_prefix("  ")?.split(' ').next())
-        .filter(|name| !name.is_empty() && *name != "help");
-    let mut count = 0;
-    for name in names {
-        assert!(section.contains(&format!("weir bench {name}")), "weir bench {name} is not in the guide");
-        count += 1;
-    }
-    assert!(count >= 11, "{help}");
-}
-
-#[test]
 fn nothing_to_do_is_a_usage_error_and_help_is_not() {
     assert_eq!(weir(&[]).status.code(), Some(2));
     let help = weir(&["--help"]);
@@ -308,17 +269,29 @@ fn completions_know_the_commands() {
 }
 
 #[test]
-fn a_benchmark_prints_its_table_and_writes_json_and_html() {
-    let directory = std::path::Path::new(env!("CARGO_TARGET_TMPDIR"));
-    let (json, html) = (directory.join("memory.json"), directory.join("memory.html"));
-    let files = [json.to_str().expect("UTF-8"), html.to_str().expect("UTF-8")];
-    let output = weir(&["bench", "memory", "--size", "256MiB", "--json", files[0], "--report", files[1]]);
-    assert!(output.status.success() && output.stderr.is_empty(), "{}", text(&output.stderr));
-    assert!(text(&output.stdout).contains("bytes_per_page"), "{}", text(&output.stdout));
-    let report: serde_json::Value = serde_json::from_slice(&fs::read(&json).expect("written")).expect("JSON");
-    assert_eq!((&report["schema"], &report["bench"]), (&1.into(), &"memory".into()));
-    assert!(report["rows"].as_array().is_some_and(|rows| !rows.is_empty()));
-    assert!(fs::read_to_string(&html).expect("written").contains("<svg"));
+fn a_benchmark_is_the_program_beside_this_one_with_all_its_arguments_and_its_exit_code() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let directory = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("beside");
+    let _ = fs::remove_dir_all(&directory);
+    fs::create_dir(&directory).expect("made");
+    let here = directory.join("weir");
+    fs::copy(env!("CARGO_BIN_EXE_weir"), &here).expect("copied");
+    let bench = |arguments: &[&str]| {
+        Command::new(&here).arg("bench").args(arguments).output().expect("the program starts")
+    };
+    let alone = bench(&["memory"]);
+    let said = text(&alone.stderr);
+    assert_eq!((alone.status.code(), said.lines().count()), (Some(1), 1), "{said}");
+    assert!(said.contains("beside/weir-bench is not there; build it"), "{said}");
+    let other = directory.join("weir-bench");
+    fs::write(&other, "#!/bin/sh\nfor word; do echo \"$word\"; done\nexit 7\n").expect("written");
+    fs::set_permissions(&other, fs::Permissions::from_mode(0o755)).expect("it may be run");
+    for arguments in [&["--help"][..], &["-h", "--version"], &["swap", "--only", "a b", "--", "-x"]] {
+        let output = bench(arguments);
+        assert_eq!(output.status.code(), Some(7), "{}", text(&output.stderr));
+        assert_eq!(text(&output.stdout).lines().collect::<Vec<_>>(), arguments);
+    }
+    fs::remove_dir_all(&directory).expect("removed");
 }
 
 #[test]

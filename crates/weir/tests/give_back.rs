@@ -449,25 +449,6 @@ fn a_daemon_that_follows_another_takes_back_what_that_one_gave_unasked_and_nothi
 }
 
 #[test]
-fn the_benchmark_drives_a_daemon_and_finds_every_page() {
-    let json = std::env::temp_dir().join(format!("weir-{}-bench.json", std::process::id()));
-    let output = Command::new(env!("CARGO_BIN_EXE_weir"))
-        .args(["bench", "give-back", "--store", "sim:size=16MiB,chunk=4MiB", "--size", "16MiB"])
-        .args(["--cycles", "2", "--users", "2", "--json", json.to_str().unwrap()])
-        .output()
-        .unwrap();
-    let text = fs::read_to_string(&json).unwrap_or_else(|_| panic!("no report: {}", said(&output)));
-    let report: serde_json::Value = serde_json::from_str(&text).unwrap();
-    let row = |metric: &str| {
-        let rows = report["rows"].as_array().unwrap();
-        rows.iter().find(|row| row["metric"] == metric).map(|row| row["value"].as_f64().unwrap())
-    };
-    assert_eq!(row("mismatches"), Some(0.0), "{report}");
-    assert!(row("checked") > Some(4000.0) && row("gb_s") > Some(0.0), "{report}");
-    fs::remove_file(&json).unwrap();
-}
-
-#[test]
 fn a_wrong_amount_is_a_mistake_in_usage() {
     for amount in [&["0"][..], &["much"], &["-1GiB"], &[], &["all", "--sleep"]] {
         let mut weir = Command::new(env!("CARGO_BIN_EXE_weir"));

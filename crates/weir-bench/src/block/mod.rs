@@ -45,7 +45,7 @@ pub struct Plan {
 impl Default for Plan {
     fn default() -> Self {
         Plan {
-            weir: std::env::current_exe().unwrap_or_else(|_| "weir".into()),
+            weir: crate::weir(),
             size: ByteSize(256 << 20),
             store: None,
             time: Duration::from_secs(2),

@@ -91,7 +91,7 @@ pub fn run(plan: &Plan) -> Result<Report, GiveBackError> {
         ]);
     }
     if let Some(step) = plan.steps {
-        steps(plan, step, &daemon, &load, &mut report)?;
+        steps(step, &daemon, &load, &mut report)?;
     }
     let total = load.stop()?;
     let worker = daemon.request("\"status\"")?["background"].clone();
@@ -108,18 +108,12 @@ pub fn run(plan: &Plan) -> Result<Report, GiveBackError> {
 }
 
 /// Another process comes and allocates 90% of the card; then it ends.
-fn steps(
-    plan: &Plan,
-    step: ByteSize,
-    daemon: &Daemon,
-    load: &Load,
-    report: &mut Report,
-) -> Result<(), GiveBackError> {
+fn steps(step: ByteSize, daemon: &Daemon, load: &Load, report: &mut Report) -> Result<(), GiveBackError> {
     let quiet = load.during(Duration::from_secs(2))?;
     let held = daemon.held_bytes()?;
     load.reset();
-    let output = Command::new(&plan.weir)
-        .args(["bench", "allocate", "--step", &step.0.to_string()])
+    let output = Command::new("/proc/self/exe")
+        .args(["allocate", "--step", &step.0.to_string()])
         .stderr(Stdio::inherit())
         .output()?;
     let during = load.taken()?;

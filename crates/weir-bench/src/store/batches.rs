@@ -65,7 +65,7 @@ impl Shape {
 #[derive(Clone, Debug)]
 pub struct Sweep {
     /// This program, for the processes.
-    pub weir: PathBuf,
+    pub program: PathBuf,
     /// The card.
     pub store: VramUrl,
     /// For each shape.
@@ -138,8 +138,8 @@ fn kernel_lines() -> Vec<String> {
 fn burn_apart(plan: &Sweep, shape: Shape) -> Result<Result<Burnt, String>, BenchError> {
     let shape_text = serde_json::to_string(&shape).expect("numbers always serialise");
     let failed = |what: std::io::Error| BenchError::Process(what);
-    let mut child = Command::new(&plan.weir)
-        .args(["bench", "batch-burn", "--store", &StoreUrl::Vram(plan.store.clone()).to_string()])
+    let mut child = Command::new(&plan.program)
+        .args(["batch-burn", "--store", &StoreUrl::Vram(plan.store.clone()).to_string()])
         .args(["--shape", &shape_text, "--seconds", &plan.seconds.to_string()])
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
@@ -336,7 +336,7 @@ mod tests {
             Ok(StoreUrl::Vram(url)) => url,
             other => panic!("{other:?}"),
         };
-        let plan = Sweep { weir: "/bin/false".into(), store, seconds: 0, copies: vec![64, 128] };
+        let plan = Sweep { program: "/bin/false".into(), store, seconds: 0, copies: vec![64, 128] };
         let report = sweep(&plan).unwrap();
         assert_eq!(report.rows.len(), 20);
         assert!(report.rows.iter().filter(|row| row.metric == "died").all(|row| row.value == 1.0));

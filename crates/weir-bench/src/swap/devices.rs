@@ -4,13 +4,16 @@ use super::{Plan, RAM_LOOP, SwapError};
 use std::fs::{self, File};
 use std::io::{self, Write as _};
 use std::os::fd::AsRawFd as _;
-use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
+use weir_cli::guard::swap::{memory_name, scratch_path};
 use weir_core::Memory;
 use weir_export::fuse::mount::is_mounted;
 use weir_system::loop_device::LoopDevice;
+use weir_system::program;
+use weir_system::vm::PageCluster;
+use weir_system::zram::Zram;
 
 /// Above every other swap of the machine.
 const PRIORITY: &str = "32000";
@@ -67,16 +70,6 @@ impl Kind {
     }
 }
 
-/// The directory of a process's run: its sockets and files, and notes of what it changes.
-pub(super) fn scratch_path(pid: u32) -> PathBuf {
-    PathBuf::from(format!("/var/tmp/weir-bench-swap-{pid}"))
-}
-
-/// The kernel's name for the memory under its loop device.
-pub(super) fn memory_name(pid: u32) -> String {
-    format!("memfd:weir-bench-swap-{pid}")
-}
-
 /// A directory that goes with everything in it.
 pub(super) struct Scratch(PathBuf);
 
@@ -86,59 +79,17 @@ impl Scratch {
         fs::create_dir(&path)?;
         Ok(Scratch(path))
     }
+
+    /// Remembers vm.page-cluster, also for whoever undoes what this process leaves.
+    pub fn page_cluster(&self) -> io::Result<PageCluster> {
+        PageCluster::kept(&self.0)
+    }
 }
 
 impl Drop for Scratch {
     fn drop(&mut self) {
         // What cannot be removed now is removed by the system's own cleaning.
         let _ = fs::remove_dir_all(&self.0);
-    }
-}
-
-/// A setting of the kernel, put back when dropped: a fault reads at most 2 to the power of this many pages.
-pub(super) struct PageCluster(String);
-
-impl PageCluster {
-    const FILE: &str = "/proc/sys/vm/page-cluster";
-    /// The value of before, and the boot that it was of.
-    const NOTE: &str = "page-cluster";
-    const BOOT: &str = "/proc/sys/kernel/random/boot_id";
-
-    /// Remembers what it is, also for whoever undoes what this process leaves.
-    ///
-    /// # Errors
-    /// When it cannot be read or noted.
-    pub fn kept(scratch: &Scratch) -> io::Result<PageCluster> {
-        let was = fs::read_to_string(Self::FILE)?;
-        let boot = fs::read_to_string(Self::BOOT)?;
-        fs::write(scratch.0.join(Self::NOTE), format!("{}\n{boot}", was.trim()))?;
-        Ok(PageCluster(was))
-    }
-
-    /// As the note of a run that was killed says.
-    ///
-    /// # Errors
-    /// When this process may not change it.
-    pub fn put_back(scratch: &Path) -> io::Result<()> {
-        let note = fs::read_to_string(scratch.join(Self::NOTE)).unwrap_or_default();
-        match note.split_once('\n') {
-            Some((was, boot)) if boot == fs::read_to_string(Self::BOOT)? => fs::write(Self::FILE, was),
-            _ => Ok(()),
-        }
-    }
-
-    /// # Errors
-    /// When this process may not change it.
-    pub fn set(&self, value: u8) -> io::Result<()> {
-        fs::write(Self::FILE, value.to_string())
-    }
-}
-
-impl Drop for PageCluster {
-    fn drop(&mut self) {
-        if let Err(error) = fs::write(Self::FILE, &self.0) {
-            eprintln!("weir: cannot put {} back to {}: {error}", Self::FILE, self.0.trim());
-        }
     }
 }
 
@@ -175,7 +126,7 @@ impl Device {
                 device.over(&path)?
             }
             Kind::Zram => {
-                let zram = Zram::new(bytes, scratch)
+                let zram = Zram::new(bytes, &scratch.0)
                     .map_err(say("cannot make a device (modprobe zram, as root)"))?;
                 device.zram.insert(zram).path()
             }
@@ -282,35 +233,23 @@ struct Swap(Option<PathBuf>);
 
 impl Swap {
     fn on(path: &Path) -> io::Result<Swap> {
-        program(Command::new("mkswap").arg("--quiet").arg(path))?;
-        program(Command::new("swapon").args(["--priority", PRIORITY]).arg(path))?;
+        program::run(Command::new("mkswap").arg("--quiet").arg(path))?;
+        program::run(Command::new("swapon").args(["--priority", PRIORITY]).arg(path))?;
         Ok(Swap(Some(path.to_owned())))
     }
 
     fn off(mut self) -> io::Result<()> {
-        self.0.take().map_or(Ok(()), |path| program(Command::new("swapoff").arg(path)))
+        self.0.take().map_or(Ok(()), |path| program::run(Command::new("swapoff").arg(path)))
     }
 }
 
 impl Drop for Swap {
     fn drop(&mut self) {
         let Some(path) = self.0.take() else { return };
-        if let Err(error) = program(Command::new("swapoff").arg(&path)) {
+        if let Err(error) = program::run(Command::new("swapoff").arg(&path)) {
             eprintln!("weir: swapoff {}: {error}; do it by hand", path.display());
         }
     }
-}
-
-/// Runs a program that a terminal's signals do not reach: half of what it does is worse than none.
-pub(super) fn program(command: &mut Command) -> io::Result<()> {
-    // util-linux lies where ordinary users do not look.
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let path = [path.to_string_lossy().as_ref(), "/usr/sbin", "/sbin"].join(":");
-    let output = command.env("PATH", path).process_group(0).stdin(Stdio::null()).output()?;
-    if output.status.success() {
-        return Ok(());
-    }
-    Err(io::Error::other(String::from_utf8_lossy(&output.stderr).trim().replace('\n', "; ")))
 }
 
 struct Looped(Option<LoopDevice>);
@@ -319,45 +258,6 @@ impl Drop for Looped {
     fn drop(&mut self) {
         if let Some(Err(error)) = self.0.take().map(LoopDevice::detach) {
             eprintln!("weir: {error}");
-        }
-    }
-}
-
-/// The devices that a run has made, for whoever undoes what it leaves.
-pub(super) const ZRAM: &str = "zram";
-
-/// A zram device of our own.
-pub(super) struct Zram(pub u32);
-
-impl Zram {
-    fn new(bytes: u64, scratch: &Scratch) -> io::Result<Zram> {
-        let number = fs::read_to_string("/sys/class/zram-control/hot_add")?;
-        let zram = Zram(number.trim().parse().map_err(io::Error::other)?);
-        let note = scratch.0.join(ZRAM);
-        let before = fs::read_to_string(&note).unwrap_or_default();
-        fs::write(&note, format!("{before}{}\n", zram.0))?;
-        fs::write(format!("/sys/block/zram{}/disksize", zram.0), bytes.to_string())?;
-        Ok(zram)
-    }
-
-    pub fn path(&self) -> PathBuf {
-        PathBuf::from(format!("/dev/zram{}", self.0))
-    }
-}
-
-impl Drop for Zram {
-    fn drop(&mut self) {
-        let begun = Instant::now();
-        while let Err(error) = fs::write("/sys/class/zram-control/hot_remove", self.0.to_string()) {
-            // Another run's, which has taken it away already.
-            if !Path::new(&format!("/sys/block/zram{}", self.0)).exists() {
-                return;
-            }
-            if begun.elapsed() > Duration::from_secs(5) {
-                eprintln!("weir: cannot remove zram{}: {error}", self.0);
-                return;
-            }
-            std::thread::sleep(Duration::from_millis(20));
         }
     }
 }

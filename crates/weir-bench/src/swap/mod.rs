@@ -7,19 +7,16 @@
 //! every device, unless others are asked for: then each device is measured at each. Every page is checked. Needs root, loop
 //! devices, a memory cgroup of either version, and no second program that swaps meanwhile.
 
-mod cgroup;
 mod devices;
 mod touch;
-mod undo;
 
 use crate::report::{Goal, Report, Row, Runs};
-use devices::{Device, Kind, PageCluster, Scratch};
+use devices::{Device, Kind, Scratch};
 use std::path::PathBuf;
 use std::time::Duration;
 use weir_core::ByteSize;
 
 pub use touch::{Touch, touch};
-pub use undo::undo;
 
 /// What to measure.
 #[derive(Clone, Debug)]
@@ -47,7 +44,7 @@ pub struct Plan {
 impl Default for Plan {
     fn default() -> Self {
         Plan {
-            weir: std::env::current_exe().unwrap_or_else(|_| "weir".into()),
+            weir: crate::weir(),
             size: ByteSize(256 << 20),
             limit: ByteSize(64 << 20),
             store: None,
@@ -141,7 +138,7 @@ pub fn run(plan: &Plan) -> Result<Report, SwapError> {
     let scratch =
         Scratch::new().map_err(SwapError::failed("cannot make a directory for sockets and files"))?;
     let denied = |error| SwapError::Machine(format!("vm.page-cluster cannot be set ({error}); run as root"));
-    let setting = PageCluster::kept(&scratch).map_err(denied)?;
+    let setting = scratch.page_cluster().map_err(denied)?;
     let bytes = plan.size.0 + plan.size.0 / 4 + (16 << 20);
     // Each device with what was measured at each value.
     let mut ways: Vec<(Kind, Vec<Way>)> = Vec::new();

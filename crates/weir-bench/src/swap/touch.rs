@@ -1,6 +1,5 @@
 //! The child: writes more than it may keep, and times what comes back.
 
-use super::cgroup::Cgroup;
 use super::devices::Device;
 use super::{Plan, SwapError};
 use crate::report::percentile;
@@ -11,6 +10,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 use weir_core::PAGE_SIZE;
+use weir_system::cgroup::Cgroup;
 
 /// The pause before each sporadic fault.
 const PAUSE: Duration = Duration::from_millis(20);
@@ -51,8 +51,8 @@ pub(super) fn run(plan: &Plan, device: &Device) -> Result<Touch, SwapError> {
     let failed = |what: &str| SwapError::failed(format!("{}: {what}", device.name()));
     let cgroup = Cgroup::new(std::process::id(), plan.limit.0)
         .map_err(SwapError::failed("cannot limit a child's memory (a memory cgroup, as root)"))?;
-    let output = Command::new(&plan.weir)
-        .args(["bench", "swap-touch", "--size", &plan.size.0.to_string()])
+    let output = Command::new("/proc/self/exe")
+        .args(["swap-touch", "--size", &plan.size.0.to_string()])
         .args(["--milliseconds", &plan.time.as_millis().to_string(), "--entrance"])
         .arg(cgroup.entrance())
         .stdin(Stdio::null())

@@ -12,7 +12,6 @@ pub use watch::{Attachments, NOTE};
 use crate::address::Address;
 use crate::cli::{AttachOptions, DetachOptions};
 use crate::control;
-use crate::failure::{Failure, chain};
 use device::{Kernel, Terms};
 use readers::Readers;
 use std::fs;
@@ -22,6 +21,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
+use weir_cli::failure::{Failure, chain};
 use weir_export::nbd::client::{self, Client, ClientError, Wish};
 use weir_system::device_use;
 

@@ -2,11 +2,11 @@
 
 use super::{Line, Moved, PATIENCE, Progress, Refusal, Reply, Request, SCHEMA, Status};
 use crate::attach::Attachment;
-use crate::failure::Failure;
 use serde::Serialize;
 use std::io::{self, BufRead as _, BufReader, Write as _};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use weir_cli::failure::Failure;
 
 #[derive(Serialize)]
 struct Envelope {

@@ -17,13 +17,13 @@ pub use server::Server;
 pub use status::{Background, CpuLatency, Export, Io, Looks, Protection, Status, Store, Traffic, Volume};
 
 use crate::attach::Attachment;
-use crate::failure::Failure;
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::io;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use weir_cli::failure::Failure;
 
 /// The version of what travels and of what `weir status --json` prints.
 pub const SCHEMA: u32 = 1;

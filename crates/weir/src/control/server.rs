@@ -4,7 +4,6 @@ use super::{
     Acknowledged, Line, Moved, PATIENCE, Progress, REQUEST_MOST, Refusal, Reply, Request, SCHEMA, Service,
     make_run_time_directory,
 };
-use crate::failure::Failure;
 use rustix::net::SocketType;
 use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -12,6 +11,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
+use weir_cli::failure::Failure;
 use weir_system::local_socket::{self, BindError, SocketFile};
 
 /// Long requests at a time; each has a thread that waits for the worker.

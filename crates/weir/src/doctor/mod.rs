@@ -12,7 +12,6 @@ mod process;
 mod system;
 
 use crate::cli::DoctorOptions;
-use crate::failure::Failure;
 #[cfg(test)]
 pub use machine::Fixture;
 pub use machine::Machine;
@@ -20,6 +19,7 @@ pub use process::Capabilities;
 use serde::Serialize;
 use std::fmt;
 pub use system::suspend_loses_pages;
+use weir_cli::failure::Failure;
 
 /// What a finding means for somebody who wants to swap on Weir.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize)]

@@ -6,7 +6,6 @@ use super::resident;
 use super::wire::{FORMAT, Kind, Message, receive, send, split};
 use crate::doctor::Machine;
 use crate::relay::Relay;
-use crate::signals;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
@@ -25,6 +24,7 @@ use std::time::{Duration, Instant};
 use weir_core::log::{Level, Log};
 use weir_core::swap_safety::{self, Children};
 use weir_core::{Memory, Resident};
+use weir_system::signals;
 
 /// Memory that is free again while a daemon starts, at least: its own pages, stacks, page tables and heap, with the page
 /// tables of what it maps (2 MiB for each GiB).

@@ -2,12 +2,12 @@
 //! on or off by hand meanwhile has decided otherwise.
 
 use super::state::Again;
-use crate::failure::Failure;
 use std::fs;
 use std::io::{self, Write as _};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use weir_cli::failure::Failure;
 
 /// Who may have written a note. It lies beside the run-time directory, which is gone while Weir is off.
 const WHO: [&str; 2] = ["battery", "sleep"];

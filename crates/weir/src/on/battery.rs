@@ -5,7 +5,7 @@ use super::again;
 use super::options::{BatteryOptions, OffOptions};
 use super::state::{self, Phase};
 use crate::doctor::Machine;
-use crate::failure::Failure;
+use weir_cli::failure::Failure;
 
 /// Where the machine's power comes from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -6,7 +6,6 @@
 //! (`set_current_oom_origin`), which must not be this one.
 
 use super::{forget_interrupt, interrupted, swaps};
-use crate::failure::Failure;
 use indicatif::{ProgressBar, ProgressStyle};
 use rustix::process::{Pid, Signal};
 use std::io::{self, IsTerminal as _};
@@ -14,6 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
+use weir_cli::failure::Failure;
 use weir_core::ByteSize;
 
 /// How often progress is looked at.

@@ -33,7 +33,6 @@ pub use top::run as top;
 
 use crate::control::{Condition, Status};
 use crate::doctor::Machine;
-use crate::failure::Failure;
 use clap::ValueEnum as _;
 use preflight::Plan;
 use service::Service;
@@ -44,6 +43,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use toml::{Table, Value};
+use weir_cli::failure::Failure;
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_store::{StoreUrl, VramUrl};
 
@@ -282,7 +282,7 @@ static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
 /// From here on what would end this process is noticed between steps instead of ending the process in the middle of one.
 fn watch_interrupts() -> Result<(), Failure> {
-    for signal in crate::signals::END {
+    for signal in weir_system::signals::END {
         let flag: Arc<AtomicBool> = Arc::default();
         signal_hook::flag::register(signal, Arc::clone(&flag)).map_err(Failure::failed)?;
         FLAGS.lock().expect("nobody panics while holding it").push(flag);

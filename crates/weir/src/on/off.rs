@@ -5,9 +5,9 @@ use super::options::OffOptions;
 use super::preflight::BACKING;
 use super::state::{Front, Journal, Phase, Step};
 use super::{again, drain, front, service, settings, state, swaps, watch_interrupts};
-use crate::failure::Failure;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
+use weir_cli::failure::Failure;
 
 /// Turns it off.
 pub fn run(options: &OffOptions) -> Result<(), Failure> {
@@ -19,7 +19,7 @@ pub fn run(options: &OffOptions) -> Result<(), Failure> {
         again::forget(&options.runtime)?;
     }
     // Also what a benchmark left that was killed.
-    crate::guard::clear_up(None)?;
+    weir_cli::guard::clear_up(None)?;
     if state::read(&options.runtime)?.is_none() {
         // A weir on that was killed in its first moment leaves an empty directory, and no other than this mode.
         let is_private = options.runtime.metadata().is_ok_and(|it| it.is_dir() && it.mode() & 0o777 == 0o700);

@@ -6,11 +6,11 @@ use super::state::{Front, Journal, Phase, State, Step};
 use super::{drain, front, make_swap_area, off, service, state, swaps, watch_interrupts};
 use crate::cli::Amount;
 use crate::control::{self, Status};
-use crate::failure::Failure;
 use service::Service;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
+use weir_cli::failure::Failure;
 use weir_core::{ByteSize, PAGE_SIZE};
 
 /// A part that is on.

@@ -4,7 +4,6 @@ use super::options::DIRECTORY;
 use super::settings::systemctl;
 use super::state::{Journal, Process, Step};
 use crate::control::{self, Status};
-use crate::failure::Failure;
 use crate::start;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -20,6 +19,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use toml::{Table, Value};
+use weir_cli::failure::Failure;
 use weir_export::fuse;
 use weir_system::device_use;
 

@@ -2,10 +2,10 @@
 
 use super::state::{Front, Journal, Step};
 use crate::doctor::Machine;
-use crate::failure::Failure;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use weir_cli::failure::Failure;
 
 /// A setting that is to have another value.
 #[derive(Clone, PartialEq, Eq, Debug)]

@@ -1,12 +1,12 @@
 //! What `weir on` has done to the machine, on disk before it is done: so `weir off` undoes all of it, also after a crash between
 //! two steps.
 
-use crate::failure::Failure;
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::io::{self, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
+use weir_cli::failure::Failure;
 
 /// The version of the file.
 const SCHEMA: u32 = 1;

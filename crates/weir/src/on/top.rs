@@ -3,7 +3,6 @@
 use super::options::TopOptions;
 use super::parts;
 use crate::control::{self, Status, Traffic};
-use crate::failure::Failure;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyModifiers};
 use ratatui::layout::{Constraint, Layout};
 use ratatui::style::{Style, Stylize as _};
@@ -12,6 +11,7 @@ use ratatui::{DefaultTerminal, Frame};
 use std::io::IsTerminal as _;
 use std::path::Path;
 use std::time::{Duration, Instant};
+use weir_cli::failure::Failure;
 use weir_core::{ByteSize, PAGE_SIZE};
 
 /// Shows it.

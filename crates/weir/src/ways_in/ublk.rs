@@ -5,11 +5,11 @@
 use super::WayIn;
 use crate::cli::ServeOptions;
 use crate::control::Export;
-use crate::failure::{Failure, chain};
 use crate::keeper::{Held, Link, processors};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
+use weir_cli::failure::{Failure, chain};
 use weir_core::log::{Level, Log};
 use weir_core::{Memory, PAGE_SIZE};
 use weir_export::ublk::{Config, Device, Found, Server};

@@ -11,12 +11,12 @@ mod pace;
 mod rise;
 
 use crate::control::{Background, Moved, Progress};
-use crate::failure::Failure;
 use crate::keeper;
 use crew::Crew;
 use governor::Governor;
 use job::{Job, Wish};
 use std::sync::{Arc, Mutex, PoisonError};
+use weir_cli::failure::Failure;
 use weir_core::log::Log;
 use weir_volume::Volume;
 

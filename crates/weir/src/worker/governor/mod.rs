@@ -7,12 +7,12 @@ mod policy;
 
 use super::crew::{Card, Crew};
 use super::job::{Job, Wish};
-use crate::failure::Failure;
 use arrivals::Arrivals;
 use policy::{Look, Policy, Step};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+use weir_cli::failure::Failure;
 use weir_core::log::{Level, Log};
 
 /// One card of one store.

@@ -21,6 +21,16 @@ pub enum Failure {
     Asked(clap::Error),
 }
 
+/// Says what has to be said, and gives the exit code of a program that did this.
+pub fn end(outcome: Result<(), Failure>) -> ExitCode {
+    match outcome {
+        // Perhaps nobody heard what was said.
+        Ok(()) => all_printed().map_or_else(Failure::report, |()| ExitCode::SUCCESS),
+        Err(Failure::Said) => all_printed().err().unwrap_or(Failure::Said).report(),
+        Err(failure) => failure.report(),
+    }
+}
+
 impl Failure {
     /// A failure of the work itself.
     pub fn failed(reason: impl Display) -> Self {
@@ -60,11 +70,8 @@ pub fn printed(result: io::Result<()>) {
     }
 }
 
-/// Whether standard output took everything.
-///
-/// # Errors
-/// Why it did not.
-pub fn all_printed() -> Result<(), Failure> {
+/// Whether standard output took everything, and why it did not.
+fn all_printed() -> Result<(), Failure> {
     let said = |error| format!("cannot write to standard output: {error}; part of the answer is missing");
     UNPRINTED.get().map_or(Ok(()), |error| Err(Failure::Failed(said(error))))
 }
@@ -137,8 +144,6 @@ fn one_line(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::Cli;
-    use clap::Parser as _;
 
     #[test]
     fn a_cause_is_said_once() {
@@ -147,14 +152,5 @@ mod tests {
         struct Says(#[source] std::io::Error);
         let error = Says(std::io::ErrorKind::NotFound.into());
         assert_eq!(chain(&error), error.to_string());
-    }
-
-    #[test]
-    fn what_is_missing_is_shown_and_what_is_no_number_is_called_so() {
-        let complaint = |arguments: &[&str]| complaint(&Cli::try_parse_from(arguments).expect_err("wrong"));
-        let missing = complaint(&["weir", "give-back"]);
-        assert!(missing.ends_with("usage: weir give-back <SIZE|all>"), "{missing}");
-        let number = complaint(&["weir", "serve", "--store", "host:1MiB", "--connections", "many"]);
-        assert!(number.ends_with("not a whole number"), "{number}");
     }
 }

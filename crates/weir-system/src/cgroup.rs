@@ -6,7 +6,7 @@ use std::{fs, io, thread};
 
 /// A memory cgroup, removed when dropped.
 #[derive(Debug)]
-pub(super) struct Cgroup(PathBuf);
+pub struct Cgroup(PathBuf);
 
 impl Cgroup {
     /// That of run `pid`, be it there or not.
@@ -21,6 +21,9 @@ impl Cgroup {
     }
 
     /// Makes that of run `pid`, which may keep `bytes` in RAM; swap is not limited.
+    ///
+    /// # Errors
+    /// When the kernel refuses: there is no memory controller, or this process may not use it.
     pub fn new(pid: u32, bytes: u64) -> io::Result<Cgroup> {
         let unified = Self::is_unified();
         let cgroup = Self::of(pid);

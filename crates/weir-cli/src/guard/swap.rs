@@ -1,11 +1,23 @@
-//! Takes down what a run left that was killed.
+//! The names of what a benchmark of swap makes, and how what a killed one left is taken down.
 
-use super::cgroup::Cgroup;
-use super::devices::{PageCluster, ZRAM, Zram, memory_name, program};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{fs, io};
+use weir_system::cgroup::Cgroup;
 use weir_system::loop_device::LoopDevice;
+use weir_system::program;
+use weir_system::vm::PageCluster;
+use weir_system::zram::{self, Zram};
+
+/// The directory of a process's run: its sockets and files, and notes of what it changes.
+pub fn scratch_path(pid: u32) -> PathBuf {
+    PathBuf::from(format!("/var/tmp/weir-bench-swap-{pid}"))
+}
+
+/// The kernel's name for the memory under its loop device.
+pub fn memory_name(pid: u32) -> String {
+    format!("memfd:weir-bench-swap-{pid}")
+}
 
 /// Turns off the swap of run `pid`, which is dead, takes its devices away and puts the kernel's
 /// setting back. What serves those devices must live until this returns. `scratch` is the directory
@@ -14,7 +26,7 @@ use weir_system::loop_device::LoopDevice;
 /// # Errors
 /// The first thing that stays, to be tried again.
 pub fn undo(scratch: &Path, pid: u32) -> io::Result<()> {
-    if scratch.file_name() != super::devices::scratch_path(pid).file_name() {
+    if scratch.file_name() != scratch_path(pid).file_name() {
         return Ok(());
     }
     // As the kernel shows it.
@@ -32,7 +44,7 @@ pub fn undo(scratch: &Path, pid: u32) -> io::Result<()> {
     for file in fs::read_dir(scratch)?.flatten() {
         swapoff(&file.path())?;
     }
-    for number in fs::read_to_string(scratch.join(ZRAM)).unwrap_or_default().lines() {
+    for number in fs::read_to_string(scratch.join(zram::NOTE)).unwrap_or_default().lines() {
         let zram = Zram(number.parse().map_err(io::Error::other)?);
         swapoff(&zram.path())?;
         drop(zram);
@@ -53,5 +65,5 @@ fn loops() -> Vec<LoopDevice> {
 fn swapoff(path: &Path) -> io::Result<()> {
     let swaps = fs::read_to_string("/proc/swaps")?;
     let is_on = swaps.lines().any(|line| line.split_whitespace().next().map(Path::new) == Some(path));
-    if is_on { program(Command::new("swapoff").arg(path)) } else { Ok(()) }
+    if is_on { program::run(Command::new("swapoff").arg(path)) } else { Ok(()) }
 }

@@ -1,6 +1,6 @@
 //! Signals that must not end what carries swap or a mounted file system (signal(7)).
 
-use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
+use libc::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 use std::ffi::c_int;
 
 /// Signals that a terminal, a session or init sends to end a process. A daemon whose device is in use hears

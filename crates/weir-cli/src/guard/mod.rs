@@ -5,8 +5,9 @@
 //! All that such a child leaves can be found by the number of its process, which is part of each
 //! name that it makes.
 
+pub mod swap;
+
 use crate::failure::Failure;
-use crate::signals;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::mount::UnmountFlags;
@@ -17,12 +18,12 @@ use std::os::fd::AsFd as _;
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixStream;
-use std::os::unix::process::ExitStatusExt as _;
+use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus};
 use std::thread;
 use std::time::{Duration, Instant};
-use weir_bench::swap;
+use weir_system::signals;
 
 /// Tells the child who guards it.
 const ENVIRONMENT: &str = "WEIR_GUARD";
@@ -53,8 +54,11 @@ pub fn run(elsewhere: Option<&Path>, work: impl FnOnce() -> Result<(), Failure>)
     }
     // Programs that the child has started are this process's, once the child is dead.
     rustix::process::set_child_subreaper(Some(rustix::process::getpid())).map_err(Failure::failed)?;
+    let mut words = std::env::args_os();
     let mut child = Command::new("/proc/self/exe")
-        .args(std::env::args_os().skip(1))
+        // What `ps` shows of it.
+        .arg0(words.next().unwrap_or_default())
+        .args(words)
         .env(ENVIRONMENT, std::process::id().to_string())
         .spawn()
         .map_err(Failure::failed)?;

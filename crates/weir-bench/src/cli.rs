@@ -1,0 +1,408 @@
+//! The command line of `weir-bench`, which people call as `weir bench`.
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use std::path::PathBuf;
+use weir_bench::store::{self, Effort};
+use weir_core::ByteSize;
+use weir_store::StoreUrl;
+
+/// Measures, each figure beside its control.
+#[derive(Debug, Parser)]
+#[command(name = "weir-bench", bin_name = "weir bench", version, max_term_width = 100)]
+#[command(after_help = "Exit codes: 0 done, 1 failed or a goal missed, 2 usage.")]
+pub struct Cli {
+    /// Write the figures as one JSON object ("schema": 1).
+    #[arg(long, value_name = "FILE", global = true)]
+    pub json: Option<PathBuf>,
+
+    /// Write a page of HTML with the table and a plot for each metric.
+    #[arg(long, value_name = "FILE.html", global = true)]
+    pub report: Option<PathBuf>,
+
+    /// What to measure.
+    #[command(subcommand)]
+    pub bench: Bench,
+}
+
+/// What can be measured.
+#[derive(Debug, Clone, Subcommand)]
+pub enum Bench {
+    /// The NBD server with a host store, asleep and spinning, beside nbdkit's memory plugin, driven by fio.
+    Block(BenchBlockOptions),
+
+    /// Requests of 1 MiB by one job and by four: a store, with and without a card's window, beside nbdkit, nbd-vram and a
+    /// server that keeps nothing.
+    Long(BenchLongOptions),
+
+    /// The file store beside fio's own io_uring engine, on the same disk.
+    Disk(BenchDiskOptions),
+
+    /// What a work item costs from the thread that schedules it to the one that runs it, beside other queues.
+    Queue(BenchQueueOptions),
+
+    /// What a page reference costs that is handed out and comes back, beside the designs of the Linux kernel.
+    Lease(BenchLeaseOptions),
+
+    /// Pages used in place over the share transport, beside the same pages over NBD.
+    Share {
+        /// Rounds; the figures are medians.
+        #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u8).range(1..))]
+        rounds: u8,
+    },
+    /// A store by itself and under a volume, beside the GPU's copy engine used call by call.
+    Store(BenchStoreOptions),
+
+    /// What a page costs that comes back from swap: FUSE and a loop device, beside a RAM loop, zram, a file and nbdfuse.
+    Swap(BenchSwapOptions),
+
+    /// Memory given back and taken again while programs use the device, and what they notice.
+    GiveBack(BenchGiveBackOptions),
+
+    /// The process that allocates the card, for `give-back`.
+    #[command(hide = true)]
+    Allocate {
+        /// How much at a time.
+        #[arg(long)]
+        step: ByteSize,
+    },
+
+    /// The process that a driver may crash, for `store --batch-sweep`.
+    #[command(hide = true)]
+    BatchBurn {
+        /// The card.
+        #[arg(long)]
+        store: StoreUrl,
+        /// The load, as JSON.
+        #[arg(long)]
+        shape: store::batches::Shape,
+        /// How long.
+        #[arg(long)]
+        seconds: u64,
+    },
+
+    /// The process that swaps, for `swap`.
+    #[command(hide = true)]
+    SwapTouch {
+        /// Memory to touch.
+        #[arg(long)]
+        size: ByteSize,
+        /// How long faults are timed.
+        #[arg(long)]
+        milliseconds: u64,
+        /// The cgroup.procs to enter.
+        #[arg(long)]
+        entrance: PathBuf,
+    },
+
+    /// Kills a daemon under load: how long until the keeper's next one serves, and whether every page is what it was.
+    Restart {
+        /// Its store, with some MiB more than is written.
+        #[arg(long, value_name = "URL", default_value = "host:1088MiB")]
+        store: StoreUrl,
+        /// Bytes that are written and compared.
+        #[arg(long, default_value = "1GiB")]
+        bytes: ByteSize,
+        /// Kills.
+        #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+        kills: u32,
+    },
+
+    /// Shows results that were saved; with --report or --plots, draws them.
+    Show {
+        /// The JSON files; with --json or --report, one.
+        #[arg(required = true)]
+        files: Vec<PathBuf>,
+        /// Write a picture of each into this directory: FILE.svg, each figure that has a goal beside its control.
+        #[arg(long, value_name = "DIRECTORY")]
+        plots: Option<PathBuf>,
+    },
+
+    /// What compression costs a page and holds less, beside a volume without.
+    Compress {
+        /// Pages to write and read, in bytes.
+        #[arg(long, default_value = "256MiB")]
+        size: ByteSize,
+
+        /// Times that each volume is filled and read.
+        #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u8).range(1..=100))]
+        runs: u8,
+    },
+
+    /// Print completions for a shell.
+    #[command(hide = true)]
+    Completions {
+        /// The shell that is to complete.
+        shell: clap_complete::Shell,
+    },
+
+    /// Write the man pages into a directory.
+    #[command(hide = true)]
+    Man {
+        /// Where to; it is made where it does not exist.
+        directory: PathBuf,
+    },
+
+    /// What memory a volume takes besides the pages themselves.
+    Memory {
+        /// The volume's size.
+        #[arg(long, default_value = "64GiB")]
+        size: ByteSize,
+    },
+}
+
+/// How much is swapped, and how long and how often it is measured.
+#[derive(Debug, Clone, Args)]
+pub struct BenchSwapOptions {
+    /// Memory that a child process writes.
+    #[arg(long, default_value = "256MiB")]
+    pub size: ByteSize,
+
+    /// Of which it may keep so much.
+    #[arg(long, default_value = "64MiB")]
+    pub limit: ByteSize,
+
+    /// Another store of Weir's to measure, without a size: vram:0
+    #[arg(long, value_name = "URL")]
+    pub store: Option<StoreUrl>,
+
+    /// Seconds for which faults are timed on each device, one after the other and then one each 20 ms.
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..))]
+    pub seconds: u16,
+
+    /// How often; the figures are medians.
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..))]
+    pub runs: u16,
+
+    /// Microseconds for which the spinning server spins: 20 is what `weir on` has it do by default.
+    #[arg(long, value_name = "N", default_value_t = 20)]
+    pub spin_us: u32,
+
+    /// A device to measure beside the RAM loop: host, host-asleep, zram, file, nbdfuse, store; may be repeated [default: all].
+    #[arg(long, value_name = "DEVICE")]
+    pub only: Vec<String>,
+
+    /// Values of vm.page-cluster to measure each device at: 0,3 compares a page a fault with the kernel's default.
+    #[arg(long, value_name = "LIST", default_value = "0", value_delimiter = ',', value_parser = clap::value_parser!(u8).range(..=10))]
+    pub page_cluster: Vec<u8>,
+}
+
+/// Which memory, how often, and beside whom.
+#[derive(Debug, Clone, Args)]
+pub struct BenchGiveBackOptions {
+    /// The store whose memory goes and comes.
+    #[arg(long, value_name = "URL", default_value = "vram:0")]
+    pub store: StoreUrl,
+
+    /// What is below it; it must hold the whole device [default: host memory].
+    #[arg(long, value_name = "URL")]
+    pub below: Option<StoreUrl>,
+
+    /// The device's size; every page of it is in use.
+    #[arg(long, default_value = "16GiB")]
+    pub size: ByteSize,
+
+    /// How often half of the device is given back and taken again.
+    #[arg(long, value_name = "N", default_value_t = 20)]
+    pub cycles: usize,
+
+    /// Programs that use the device meanwhile.
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub users: u16,
+
+    /// Then let another process allocate 90% of the card in steps of this size, and end.
+    #[arg(long, value_name = "SIZE")]
+    pub steps: Option<ByteSize>,
+}
+
+/// Which store, how hard.
+#[derive(Debug, Clone, Args)]
+pub struct BenchStoreOptions {
+    /// The store.
+    #[arg(long, value_name = "URL", default_value = "vram:0")]
+    pub store: StoreUrl,
+
+    /// How often each row is measured; a row is the median.
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    pub runs: usize,
+
+    /// Threads of the deep rows [default: one a processor].
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
+
+    /// Operations that each of them has in flight.
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    pub depth: usize,
+
+    /// Only rows whose id begins like this; may be repeated.
+    #[arg(long, value_name = "ID")]
+    pub only: Vec<String>,
+
+    /// How memory is given back, as drain threads and pages that each reads at once; may be repeated, to compare.
+    #[arg(long, value_name = "THREADSxPAGES", default_value = "4x32")]
+    pub give_back: Vec<Effort>,
+
+    /// Seconds for each pair of paths of the coherence rows.
+    #[arg(long, value_name = "N", default_value_t = 2)]
+    pub coherence_seconds: u64,
+
+    /// A fiftieth of each measurement's time: a test of the benchmark, not of the store.
+    #[arg(long)]
+    pub short: bool,
+
+    /// Only read and write 100,000 pages a second, for so many seconds: something to run another job beside.
+    #[arg(long, value_name = "SECONDS")]
+    pub hold: Option<u64>,
+
+    /// Only show what each path of the card costs, as measured when the store is opened.
+    #[arg(long)]
+    pub calibrate: bool,
+
+    /// Only find out how many copies a call to the card's driver may name: each shape of load in a process of its own, since drivers
+    /// crash. Takes minutes; a driver that fails leaves a line in the kernel's log.
+    #[arg(long)]
+    pub batch_sweep: bool,
+
+    /// Copies of a call for --batch-sweep; may be repeated.
+    #[arg(long, value_name = "N", default_values_t = [16, 64, 256, 1024, 2048], value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub sweep_copies: Vec<u32>,
+
+    /// Seconds for each shape of --batch-sweep.
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    pub sweep_seconds: u64,
+}
+
+/// How long and how often each case of the block benchmark runs.
+#[derive(Debug, Clone, Args)]
+pub struct BenchBlockOptions {
+    /// The server to run beside Weir.
+    #[arg(long, value_enum, default_value_t)]
+    pub against: BlockControl,
+
+    /// The device's size.
+    #[arg(long, default_value = "256MiB")]
+    pub size: ByteSize,
+
+    /// Weir's store [default: host memory].
+    #[arg(long, value_name = "URL")]
+    pub store: Option<StoreUrl>,
+
+    /// Seconds that a case runs on each server.
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..))]
+    pub seconds: u16,
+
+    /// How often; the figures are medians.
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..))]
+    pub runs: u16,
+
+    /// Microseconds for which the spinning server spins.
+    #[arg(long, value_name = "N", default_value_t = 50)]
+    pub spin_us: u32,
+
+    /// A case to run, such as qd1_read, or several by what they begin with (qd1); may be repeated [default: all].
+    #[arg(long, value_name = "CASE")]
+    pub only: Vec<String>,
+}
+
+/// Which store, beside which program, how long and how often.
+#[derive(Debug, Clone, Args)]
+pub struct BenchLongOptions {
+    /// The device's size.
+    #[arg(long, default_value = "256MiB")]
+    pub size: ByteSize,
+
+    /// Weir's store [default: host memory].
+    #[arg(long, value_name = "URL")]
+    pub store: Option<StoreUrl>,
+
+    /// The program of nbd-vram, to run beside it.
+    #[arg(long, value_name = "PROGRAM")]
+    pub nbd_vram: Option<PathBuf>,
+
+    /// Seconds that a case runs on each server.
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..))]
+    pub seconds: u16,
+
+    /// How often; the figures are medians.
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..))]
+    pub runs: u16,
+}
+
+/// A server to run beside Weir.
+#[derive(Debug, Clone, Copy, Default, ValueEnum)]
+pub enum BlockControl {
+    /// nbdkit with its memory plugin.
+    #[default]
+    Nbdkit,
+}
+
+/// Which disk, and how long and how often each case runs.
+#[derive(Debug, Clone, Args)]
+pub struct BenchDiskOptions {
+    /// A directory on the file system to measure; two files are made there and removed.
+    #[arg(value_name = "DIRECTORY", default_value = "/var/tmp")]
+    pub directory: PathBuf,
+
+    /// The size of each of the two files.
+    #[arg(long, default_value = "1GiB")]
+    pub size: ByteSize,
+
+    /// Seconds that a case runs each way.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
+    pub seconds: u16,
+
+    /// How often; the figures are medians.
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..))]
+    pub runs: u16,
+}
+
+/// The arguments of nv_kthread_q's own benchmark (there 300000 600000 8 10).
+#[derive(Debug, Clone, Args)]
+pub struct BenchQueueOptions {
+    /// Jobs in a round of one producer.
+    #[arg(default_value_t = 3_000_000, value_parser = clap::value_parser!(u32).range(1..))]
+    pub single: u32,
+
+    /// Jobs in a round of several producers.
+    #[arg(default_value_t = 6_000_000, value_parser = clap::value_parser!(u32).range(1..))]
+    pub multi: u32,
+
+    /// Producers in such a round.
+    #[arg(default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub producers: u32,
+
+    /// Rounds; the figures are medians.
+    #[arg(default_value_t = 50, value_parser = clap::value_parser!(u32).range(1..))]
+    pub rounds: u32,
+}
+
+/// How many connections hold how much.
+#[derive(Debug, Clone, Args)]
+pub struct BenchLeaseOptions {
+    /// Connections; may be repeated, each is a row [default: 1, 1000, 10000].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub connections: Vec<u32>,
+
+    /// References that each connection holds.
+    #[arg(long, value_name = "N", default_value_t = 64)]
+    pub outstanding: u32,
+
+    /// The region that they lie in.
+    #[arg(long, default_value = "2GiB")]
+    pub region: ByteSize,
+
+    /// Threads; may be repeated, each is a column [default: 1, 2].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub threads: Vec<u32>,
+
+    /// Forged, stale and repeated tokens to try.
+    #[arg(long, value_name = "N", default_value_t = 1_000_000)]
+    pub trials: u64,
+
+    /// Flows of the end-to-end run over the share transport; 0 leaves it out.
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    pub flows: u32,
+
+    /// Workers that serve the flows; how busy they are is what it measures.
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    pub workers: u32,
+}

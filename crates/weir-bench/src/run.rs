@@ -1,0 +1,285 @@
+//! From flags to a benchmark's plan, and from its report to table, JSON and HTML.
+
+use crate::cli::{
+    Bench, BenchBlockOptions, BenchDiskOptions, BenchGiveBackOptions, BenchLeaseOptions, BenchLongOptions,
+    BenchQueueOptions, BenchStoreOptions, BenchSwapOptions, BlockControl, Cli,
+};
+use clap::CommandFactory as _;
+use std::fs::{self, OpenOptions};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use weir_bench::report::Report;
+use weir_bench::{block, compress, disk, give_back, lease, memory, queue, restart, share, store, swap};
+use weir_cli::failure::{Failure, chain};
+use weir_cli::{guard, manual};
+use weir_store::{StoreUrl, VramUrl};
+
+/// Pages a second that `--hold` moves.
+const HOLD_RATE: f64 = 100_000.0;
+
+/// Measures, prints the table, writes the files; fails where a goal was missed. What is changed for that goes back whatever happens.
+pub fn run(options: &Cli) -> Result<(), Failure> {
+    // A run may take an hour.
+    for path in options.json.iter().chain(&options.report) {
+        check_writable(path).map_err(|error| {
+            Failure::Failed(format!("cannot write {}: {error}; name another file", path.display()))
+        })?;
+    }
+    match &options.bench {
+        // These change nothing, or are the child of one that does.
+        Bench::Show { .. }
+        | Bench::SwapTouch { .. }
+        | Bench::Allocate { .. }
+        | Bench::Completions { .. }
+        | Bench::Man { .. } => measure(options),
+        Bench::Disk(disk) => guard::run(Some(&disk.directory), || measure(options)),
+        _ => guard::run(None, || measure(options)),
+    }
+}
+
+fn measure(options: &Cli) -> Result<(), Failure> {
+    let report = match &options.bench {
+        Bench::Block(options) => block::run(&block_plan(options)).map_err(|error| failed(&error))?,
+        Bench::Long(options) => block::run_long(&long_plan(options)).map_err(|error| failed(&error))?,
+        Bench::Disk(options) => disk::run(&disk_options(options)).map_err(|error| failed(&error))?,
+        Bench::Queue(options) => queue::run(&queue_options(options)).map_err(|error| failed(&error))?,
+        Bench::Lease(options) => lease::run(&lease_plan(options)).map_err(|error| failed(&error))?,
+        Bench::Share { rounds } => {
+            share::run(&share::Plan { rounds: usize::from(*rounds), ..share::Plan::default() })
+                .map_err(|error| failed(&error))?
+        }
+        Bench::Store(BenchStoreOptions { hold: Some(seconds), store, .. }) => {
+            let rate = store::hold(store, HOLD_RATE, *seconds).map_err(|error| failed(&error))?;
+            eprintln!("{rate:.0} pages/s, every one checked");
+            return Ok(());
+        }
+        Bench::Swap(options) => swap::run(&swap_plan(options)).map_err(|error| failed(&error))?,
+        Bench::GiveBack(options) => {
+            give_back::run(&give_back_plan(options)).map_err(|error| failed(&error))?
+        }
+        Bench::Allocate { step } => {
+            let allocated = give_back::allocate(*step).map_err(|error| failed(&error))?;
+            println!("{}", serde_json::to_string(&allocated).expect("numbers always serialise"));
+            return Ok(());
+        }
+        Bench::SwapTouch { size, milliseconds, entrance } => {
+            let time = Duration::from_millis(*milliseconds);
+            let touched = swap::touch(size.0, time, entrance).map_err(|error| failed(&error))?;
+            println!("{}", serde_json::to_string(&touched).expect("numbers always serialise"));
+            return Ok(());
+        }
+        Bench::BatchBurn { store, shape, seconds } => {
+            let burnt =
+                store::batches::burn(card(store)?, *shape, *seconds).map_err(|error| failed(&error))?;
+            println!("{}", serde_json::to_string(&burnt).expect("numbers always serialise"));
+            return Ok(());
+        }
+        Bench::Store(options) if options.batch_sweep => {
+            let sweep = store::batches::Sweep {
+                program: "/proc/self/exe".into(),
+                store: card(&options.store)?.clone(),
+                seconds: options.sweep_seconds,
+                copies: options.sweep_copies.clone(),
+            };
+            store::batches::sweep(&sweep).map_err(|error| failed(&error))?
+        }
+        Bench::Store(options) if options.calibrate => {
+            store::calibrate(&options.store).map_err(|error| failed(&error))?
+        }
+        Bench::Store(options) => store::run(&store_plan(options)).map_err(|error| failed(&error))?,
+        Bench::Restart { store, bytes, kills } => {
+            let weir = weir_bench::weir();
+            restart::run(&restart::Plan { weir, store: store.to_string(), bytes: bytes.0, kills: *kills })
+                .map_err(|error| failed(&error))?
+        }
+        Bench::Completions { shell } => {
+            manual::completions(Cli::command(), *shell);
+            return Ok(());
+        }
+        Bench::Man { directory } => return manual::pages(Cli::command(), directory),
+        Bench::Show { files, plots: Some(directory) } => return draw(files, directory),
+        Bench::Show { files, plots: None } => {
+            let (last, others) = files.split_last().expect("clap wants one at least");
+            if !others.is_empty() && (options.json.is_some() || options.report.is_some()) {
+                let what = "--json and --report are for one file; accepted for several: --plots DIRECTORY";
+                return Err(Failure::Usage(format!("{} files: {what}", files.len())));
+            }
+            for file in others {
+                println!("{}", saved(file)?);
+            }
+            saved(last)?
+        }
+        Bench::Compress { size, runs } => {
+            compress::run(&compress::Plan { bytes: size.0, runs: usize::from(*runs) })
+                .map_err(|error| failed(&error))?
+        }
+        Bench::Memory { size } => memory::run(&memory::Plan { bytes: size.0, ..Default::default() })
+            .map_err(|error| failed(&error))?,
+    };
+    println!("{report}");
+    if let Some(path) = &options.json {
+        report.write_json(path).map_err(|error| failed(&error))?;
+    }
+    if let Some(path) = &options.report {
+        report.write_html(path).map_err(|error| failed(&error))?;
+    }
+    verdict(&report)
+}
+
+/// Whether the file can be written, which stays as it is.
+fn check_writable(path: &Path) -> io::Result<()> {
+    match OpenOptions::new().write(true).create_new(true).open(path) {
+        Ok(_) => fs::remove_file(path),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+            OpenOptions::new().write(true).open(path).map(drop)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// The card that a benchmark of GPU memory alone is for.
+fn card(store: &StoreUrl) -> Result<&VramUrl, Failure> {
+    match store {
+        StoreUrl::Vram(url) => Ok(url),
+        other => Err(Failure::Usage(format!("--store {other} is on no card; accepted: vram:0, vram:N"))),
+    }
+}
+
+/// A report from a file.
+fn saved(file: &Path) -> Result<Report, Failure> {
+    let text = std::fs::read_to_string(file)
+        .map_err(|error| Failure::Failed(format!("cannot read {}: {error}", file.display())))?;
+    Report::from_json(&text)
+        .map_err(|error| Failure::Failed(format!("{}: {}", file.display(), chain(&error))))
+}
+
+/// Draws each file's picture into `directory`.
+fn draw(files: &[PathBuf], directory: &Path) -> Result<(), Failure> {
+    std::fs::create_dir_all(directory)
+        .map_err(|error| Failure::Failed(format!("cannot make {}: {error}", directory.display())))?;
+    for file in files {
+        let picture = directory.join(file.file_name().unwrap_or_default()).with_extension("svg");
+        saved(file)?.write_plot(&picture).map_err(|error| failed(&error))?;
+        println!("{}", picture.display());
+    }
+    Ok(())
+}
+
+fn verdict(report: &Report) -> Result<(), Failure> {
+    let missed: Vec<_> =
+        report.rows.iter().filter(|row| row.met == Some(false)).map(|row| &*row.id).collect();
+    if missed.is_empty() {
+        return Ok(());
+    }
+    Err(Failure::Failed(format!(
+        "{} of {} goals missed: {}",
+        missed.len(),
+        report.rows.len(),
+        missed.join(", ")
+    )))
+}
+
+fn failed(error: &dyn std::error::Error) -> Failure {
+    Failure::Failed(chain(error))
+}
+
+fn block_plan(options: &BenchBlockOptions) -> block::Plan {
+    // The only control there is so far.
+    let BlockControl::Nbdkit = options.against;
+    block::Plan {
+        size: options.size,
+        store: options.store.as_ref().map(ToString::to_string),
+        time: Duration::from_secs(options.seconds.into()),
+        runs: options.runs.into(),
+        spin_us: options.spin_us,
+        only: options.only.clone(),
+        ..block::Plan::default()
+    }
+}
+
+fn long_plan(options: &BenchLongOptions) -> block::Long {
+    let plan = block::Plan {
+        size: options.size,
+        store: options.store.as_ref().map(ToString::to_string),
+        time: Duration::from_secs(options.seconds.into()),
+        runs: options.runs.into(),
+        ..block::Plan::default()
+    };
+    block::Long { plan, nbd_vram: options.nbd_vram.clone() }
+}
+
+fn swap_plan(options: &BenchSwapOptions) -> swap::Plan {
+    swap::Plan {
+        size: options.size,
+        limit: options.limit,
+        store: options.store.as_ref().map(ToString::to_string),
+        time: Duration::from_secs(options.seconds.into()),
+        runs: options.runs.into(),
+        spin_us: options.spin_us,
+        only: options.only.clone(),
+        page_clusters: options.page_cluster.clone(),
+        ..swap::Plan::default()
+    }
+}
+
+fn give_back_plan(options: &BenchGiveBackOptions) -> give_back::Plan {
+    // With some room for writes under way.
+    let below = format!("host:{}", options.size.0 + (64 << 20));
+    give_back::Plan {
+        weir: weir_bench::weir(),
+        store: options.store.to_string(),
+        below: options.below.as_ref().map_or(below, ToString::to_string),
+        size: options.size,
+        cycles: options.cycles,
+        users: options.users.into(),
+        steps: options.steps,
+    }
+}
+
+fn disk_options(options: &BenchDiskOptions) -> disk::Options {
+    disk::Options {
+        directory: options.directory.clone(),
+        size: options.size,
+        time: Duration::from_secs(options.seconds.into()),
+        runs: options.runs.into(),
+    }
+}
+
+fn queue_options(options: &BenchQueueOptions) -> queue::Options {
+    let &BenchQueueOptions { single, multi, producers, rounds } = options;
+    let [single, multi, producers, rounds] = [single, multi, producers, rounds].map(|number| number as usize);
+    queue::Options { single, multi, producers, rounds }
+}
+
+fn lease_plan(options: &BenchLeaseOptions) -> lease::Plan {
+    let mut plan = lease::Plan {
+        outstanding: options.outstanding,
+        region: options.region.0,
+        trials: options.trials,
+        flows: options.flows,
+        workers: options.workers,
+        ..lease::Plan::default()
+    };
+    if !options.connections.is_empty() {
+        plan.connections.clone_from(&options.connections);
+    }
+    if !options.threads.is_empty() {
+        plan.threads.clone_from(&options.threads);
+    }
+    plan
+}
+
+fn store_plan(options: &BenchStoreOptions) -> store::Plan {
+    let processors = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    store::Plan {
+        url: options.store.clone(),
+        runs: options.runs.max(1),
+        threads: options.threads.unwrap_or(processors).max(1),
+        depth: options.depth.max(1),
+        efforts: options.give_back.clone(),
+        coherence_seconds: options.coherence_seconds,
+        short: options.short,
+        only: options.only.clone(),
+    }
+}

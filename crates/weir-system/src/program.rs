@@ -1,0 +1,20 @@
+//! Programs of the system that change the machine.
+
+use std::io;
+use std::os::unix::process::CommandExt as _;
+use std::process::{Command, Stdio};
+
+/// Runs a program that a terminal's signals do not reach: half of what it does is worse than none.
+///
+/// # Errors
+/// What it says on standard error, or that it cannot be started.
+pub fn run(command: &mut Command) -> io::Result<()> {
+    // util-linux lies where ordinary users do not look.
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let path = [path.to_string_lossy().as_ref(), "/usr/sbin", "/sbin"].join(":");
+    let output = command.env("PATH", path).process_group(0).stdin(Stdio::null()).output()?;
+    if output.status.success() {
+        return Ok(());
+    }
+    Err(io::Error::other(String::from_utf8_lossy(&output.stderr).trim().replace('\n', "; ")))
+}

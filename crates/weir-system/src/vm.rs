@@ -1,0 +1,54 @@
+//! Settings of the kernel's memory management that are changed for a while.
+
+use std::path::Path;
+use std::{fs, io};
+
+/// `vm.page-cluster`, put back when dropped: a fault reads at most 2 to the power of this many pages.
+#[derive(Debug)]
+pub struct PageCluster(String);
+
+impl PageCluster {
+    const FILE: &str = "/proc/sys/vm/page-cluster";
+    /// The value of before, and the boot that it was of.
+    const NOTE: &str = "page-cluster";
+    const BOOT: &str = "/proc/sys/kernel/random/boot_id";
+
+    /// Remembers what it is, also for whoever undoes what this process leaves.
+    ///
+    /// # Errors
+    /// When it cannot be read or noted.
+    pub fn kept(scratch: &Path) -> io::Result<PageCluster> {
+        let was = fs::read_to_string(Self::FILE)?;
+        let boot = fs::read_to_string(Self::BOOT)?;
+        fs::write(scratch.join(Self::NOTE), format!("{}\n{boot}", was.trim()))?;
+        Ok(PageCluster(was))
+    }
+
+    /// As the note of a run that was killed says.
+    ///
+    /// # Errors
+    /// When this process may not change it.
+    pub fn put_back(scratch: &Path) -> io::Result<()> {
+        let note = fs::read_to_string(scratch.join(Self::NOTE)).unwrap_or_default();
+        match note.split_once('\n') {
+            Some((was, boot)) if boot == fs::read_to_string(Self::BOOT)? => fs::write(Self::FILE, was),
+            _ => Ok(()),
+        }
+    }
+
+    /// Changes it.
+    ///
+    /// # Errors
+    /// When this process may not.
+    pub fn set(&self, value: u8) -> io::Result<()> {
+        fs::write(Self::FILE, value.to_string())
+    }
+}
+
+impl Drop for PageCluster {
+    fn drop(&mut self) {
+        if let Err(error) = fs::write(Self::FILE, &self.0) {
+            eprintln!("weir: cannot put {} back to {}: {error}", Self::FILE, self.0.trim());
+        }
+    }
+}

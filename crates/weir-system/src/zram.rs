@@ -1,0 +1,50 @@
+//! Devices of the kernel's compressed memory.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+use std::{fs, io};
+
+/// The file that names the devices that a run has made, for whoever undoes what it leaves.
+pub const NOTE: &str = "zram";
+
+/// A zram device of our own, removed when dropped.
+#[derive(Debug)]
+pub struct Zram(pub u32);
+
+impl Zram {
+    /// Makes one, and notes it in `scratch`.
+    ///
+    /// # Errors
+    /// When the kernel has no zram, or this process may not.
+    pub fn new(bytes: u64, scratch: &Path) -> io::Result<Zram> {
+        let number = fs::read_to_string("/sys/class/zram-control/hot_add")?;
+        let zram = Zram(number.trim().parse().map_err(io::Error::other)?);
+        let note = scratch.join(NOTE);
+        let before = fs::read_to_string(&note).unwrap_or_default();
+        fs::write(&note, format!("{before}{}\n", zram.0))?;
+        fs::write(format!("/sys/block/zram{}/disksize", zram.0), bytes.to_string())?;
+        Ok(zram)
+    }
+
+    /// Its node.
+    pub fn path(&self) -> PathBuf {
+        PathBuf::from(format!("/dev/zram{}", self.0))
+    }
+}
+
+impl Drop for Zram {
+    fn drop(&mut self) {
+        let begun = Instant::now();
+        while let Err(error) = fs::write("/sys/class/zram-control/hot_remove", self.0.to_string()) {
+            // Another run's, which has taken it away already.
+            if !Path::new(&format!("/sys/block/zram{}", self.0)).exists() {
+                return;
+            }
+            if begun.elapsed() > Duration::from_secs(5) {
+                eprintln!("weir: cannot remove zram{}: {error}", self.0);
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+}
