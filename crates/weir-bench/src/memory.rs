@@ -7,7 +7,7 @@
 use crate::report::{Goal, Report, Row};
 use std::sync::Arc;
 use weir_core::{PAGE_SIZE, PageBytes, PageNo, Slot};
-use weir_store::{Lane, OpenError, Progress, Store, Ticket};
+use weir_store::{Lane, OpenError, Progress, State, Store, Ticket};
 use weir_volume::{Config, Volume};
 
 /// What to measure.
@@ -58,6 +58,14 @@ impl Store for Forgetful {
 
     fn lane(&self, _depth: usize) -> Result<Box<dyn Lane>, OpenError> {
         Ok(Box::new(ForgetfulLane))
+    }
+
+    fn state(&self, _member: u32) -> State {
+        State::Online
+    }
+
+    fn unfit_for_swap(&self) -> Option<String> {
+        None
     }
 }
 

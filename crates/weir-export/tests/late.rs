@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, PageBytes, Slot};
 use weir_export::nbd::client::Operation;
-use weir_store::{Done, Host, Lane, OpenError, Progress, Store, Ticket};
+use weir_store::{Done, Host, Lane, OpenError, Progress, State, Store, Ticket};
 
 /// A disk with a bad spot: writes of pages that begin with [`MARK`] take until the gate is open.
 #[derive(Debug)]
@@ -38,10 +38,6 @@ impl Store for Gated {
         self.host.slots()
     }
 
-    fn chunk_slots(&self) -> u32 {
-        self.host.chunk_slots()
-    }
-
     fn lane(&self, depth: usize) -> Result<Box<dyn Lane>, OpenError> {
         let spare = (0..HELD_MAX).map(|_| Box::new([0; PAGE_SIZE])).collect();
         Ok(Box::new(GatedLane {
@@ -51,6 +47,14 @@ impl Store for Gated {
             waiting: Vec::with_capacity(HELD_MAX),
             spare: Mutex::new(spare),
         }))
+    }
+
+    fn state(&self, member: u32) -> State {
+        self.host.state(member)
+    }
+
+    fn unfit_for_swap(&self) -> Option<String> {
+        None
     }
 }
 

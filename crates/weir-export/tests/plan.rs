@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 use weir_core::{ByteSize, PAGE_SIZE, PageBytes, Slot};
 use weir_export::nbd::client::Operation;
-use weir_store::{Done, Lane, OpenError, Progress, Sim, SimUrl, Store, Ticket};
+use weir_store::{Done, Lane, OpenError, Progress, Sim, SimUrl, State, Store, Ticket};
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Call {
@@ -54,6 +54,14 @@ impl Store for Watched {
 
     fn lane(&self, depth: usize) -> Result<Box<dyn Lane>, OpenError> {
         Ok(Box::new(WatchedLane { lane: self.store.lane(depth)?, calls: Arc::clone(&self.calls) }))
+    }
+
+    fn state(&self, member: u32) -> State {
+        self.store.state(member)
+    }
+
+    fn unfit_for_swap(&self) -> Option<String> {
+        None
     }
 }
 

@@ -13,7 +13,7 @@ use weir_core::{PAGE_SIZE, PageBytes, PageNo, Slot};
 use weir_export::share::{Config, Server};
 use weir_share::wire::{Hello, Op, Spot, Submission, VERSION, Welcome};
 use weir_share::{Area, Client, Error, Layout, Lease, Options, Ring, receive, send};
-use weir_store::{Done, Host, Lane, OpenError, Progress, Store, Ticket};
+use weir_store::{Done, Host, Lane, OpenError, Progress, State, Store, Ticket};
 use weir_volume::Volume;
 
 const PAGES: u32 = 4096;
@@ -549,6 +549,14 @@ impl Store for Gated {
         let held = Vec::with_capacity(depth);
         let (gate, page) = (Arc::clone(&self.gate), Box::new([0; PAGE_SIZE]));
         Ok(Box::new(GatedLane { lane: self.host.lane(depth)?, gate, held, held_write: None, page }))
+    }
+
+    fn state(&self, member: u32) -> State {
+        self.host.state(member)
+    }
+
+    fn unfit_for_swap(&self) -> Option<String> {
+        None
     }
 }
 

@@ -1,7 +1,7 @@
 //! `host:SIZE`: pages in RAM. What tests and `weir try` stand on, what give-back moves to where there is no disk,
 //! and the control that shows what the rest of Weir costs when the store costs nothing.
 
-use crate::{Fault, Keep, Keepsake, Lane, OpenError, Progress, State, Store, Ticket};
+use crate::{Fault, Keep, Lane, OpenError, Progress, Reclaim, Share, State, Store, Survive, Ticket};
 use rustix::fs::FallocateFlags;
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -12,7 +12,7 @@ use weir_core::{ByteSize, Memory, PAGE_SIZE, PageBytes, Slot, Watch, copy, unwat
 /// Slots of a chunk: 128 MiB, as a GPU's chunks.
 const CHUNK_SLOTS: u32 = 32_768;
 
-/// The name of its only keepsake, the memfd with the pages.
+/// The name under which a keeper holds the memfd with the pages.
 pub(crate) const KEEPSAKE: &str = "pages";
 
 /// A store in RAM, all of it taken, touched and (where allowed) locked at the start.
@@ -110,22 +110,32 @@ impl Store for Host {
         self.shared.slots
     }
 
-    fn chunk_slots(&self) -> u32 {
-        CHUNK_SLOTS
-    }
-
     fn lane(&self, _depth: usize) -> Result<Box<dyn Lane>, OpenError> {
         Ok(Box::new(HostLane(Arc::clone(&self.shared))))
     }
 
-    fn state(&self) -> State {
+    fn state(&self, _member: u32) -> State {
         State::Online
     }
 
-    fn keepsakes(&self) -> Vec<Keepsake<'_>> {
-        vec![Keepsake { name: KEEPSAKE.to_owned(), fd: self.fd(), is_memory: true }]
+    fn unfit_for_swap(&self) -> Option<String> {
+        None
     }
 
+    fn reclaim(&self) -> Option<&dyn Reclaim> {
+        Some(self)
+    }
+
+    fn survive(&self) -> Option<&dyn Survive> {
+        Some(self)
+    }
+
+    fn share(&self) -> Option<&dyn Share> {
+        Some(self)
+    }
+}
+
+impl Survive for Host {
     fn keep_with(&self, keep: Arc<dyn Keep>, held: bool) -> io::Result<()> {
         if !held {
             keep.hold(KEEPSAKE, self.fd(), true)?;
@@ -135,8 +145,24 @@ impl Store for Host {
         Ok(())
     }
 
-    fn window(&self) -> io::Result<Option<OwnedFd>> {
-        self.shared.memory.read_only().map(Some)
+    /// Only this process's own threads write its memory, and they end before it does.
+    fn is_quiet(&self) -> bool {
+        true
+    }
+
+    /// The kernel clears the memory when nobody maps it any more.
+    fn forget(&self) {}
+}
+
+impl Share for Host {
+    fn window(&self) -> io::Result<OwnedFd> {
+        self.shared.memory.read_only()
+    }
+}
+
+impl Reclaim for Host {
+    fn chunk_slots(&self) -> u32 {
+        CHUNK_SLOTS
     }
 
     fn release(&self, chunk: u32) -> Result<(), Fault> {

@@ -20,7 +20,11 @@ mod error;
 mod file;
 mod host;
 mod open;
+mod reclaim;
+mod report;
 mod sim;
+mod stripe;
+mod survive;
 mod url;
 pub mod vram;
 
@@ -28,7 +32,11 @@ pub use error::OpenError;
 pub use file::{FileStore, FileUrl, StripeUrl, is_left_over};
 pub use host::Host;
 pub use open::{open, open_watched, reopen};
+pub use reclaim::{Headroom, Reclaim};
+pub use report::{Condition, Joined, Report, Tell, TellChange};
 pub use sim::{Damage, Injected, Sim, SimUrl};
+pub use stripe::{Deal, Stripe};
+pub use survive::{Keep, Survive};
 pub use url::{StoreUrl, UrlError, UrlProblem};
 pub use vram::VramUrl;
 pub use weir_device::{ANSWER_WITHIN, Done, Fault, POLL_EVERY, Progress, Ticket};
@@ -36,11 +44,13 @@ pub use weir_device::{ANSWER_WITHIN, Done, Fault, POLL_EVERY, Progress, Ticket};
 use std::fmt;
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::Instant;
 use weir_core::{PageBytes, Slot};
 
-/// A row of slots that keep pages.
+/// A row of slots that keep pages. What it can do besides is found by [`reclaim`](Store::reclaim), [`survive`](Store::survive),
+/// [`share`](Store::share) and [`report`](Store::report): `None` there means that it cannot.
+///
+/// A store has members that fail each by itself: a card, a disk, a node. A slot lies on one member for good.
 pub trait Store: Send + Sync + fmt::Debug {
     /// The store as a URL of the command line, for logs and status: `host:8GiB`, `vram:0`.
     fn name(&self) -> &str;
@@ -48,106 +58,57 @@ pub trait Store: Send + Sync + fmt::Debug {
     /// Slots it has, used or free. Constant while the store is open.
     fn slots(&self) -> u32;
 
-    /// Slots a chunk has: the unit in which [`release`](Store::release) and [`take`](Store::take) move memory.
-    /// The last chunk may be shorter.
-    fn chunk_slots(&self) -> u32 {
-        self.slots()
-    }
-
     /// Opens a lane for one thread, with room for `depth` operations in flight.
     ///
     /// # Errors
     /// When memory for it cannot be had (locked, pinned or on the device).
     fn lane(&self, depth: usize) -> Result<Box<dyn Lane>, OpenError>;
 
-    /// Whether it can be relied on now.
-    fn state(&self) -> State {
-        State::Online
+    /// How many members it has, numbered from 0. Constant while the store is open.
+    fn members(&self) -> u32 {
+        1
     }
 
-    /// Gives a chunk's memory back to its owner. The caller has emptied it; what it held reads as a fault from
-    /// here on. Slow (milliseconds): call it from a worker.
-    ///
-    /// # Errors
-    /// When the store cannot release memory by parts.
-    fn release(&self, _chunk: u32) -> Result<(), Fault> {
-        Err(Fault::Unsupported)
-    }
-
-    /// How much of each card is left to its owner, `None` for a card that does not say; empty where the store lies on none. Costs
-    /// some ten microseconds a card: for a governor that looks a few times a second.
-    fn headroom(&self) -> Vec<Option<vram::Headroom>> {
-        Vec::new()
-    }
-
-    /// Which card a chunk lies on: an index into [`headroom`](Store::headroom).
-    fn card(&self, _chunk: u32) -> usize {
+    /// The member on which a slot lies.
+    fn member(&self, _slot: Slot) -> u32 {
         0
     }
 
-    /// The condition of each of its parts that can fail by itself, a card for example; empty where nothing is to be said.
-    fn conditions(&self) -> Vec<Condition> {
-        Vec::new()
-    }
-
-    /// Has `tell` called whenever a part's condition changes, once for each change, by a thread that may wait.
-    fn when_changed(&self, _tell: TellChange) {}
-
-    /// What must outlive this process for [`reopen`] to find the pages again; a keeper holds it. Empty where the pages end
-    /// with the process.
-    fn keepsakes(&self) -> Vec<Keepsake<'_>> {
-        Vec::new()
-    }
-
-    /// Has all that must outlive this process held by `keep`, and what comes and goes later too. `held`: it holds what there
-    /// is now already, from a process before this one.
-    ///
-    /// # Errors
-    /// When it does not hold something.
-    fn keep_with(&self, keep: Arc<dyn Keep>, held: bool) -> io::Result<()> {
-        let keepsakes = if held { Vec::new() } else { self.keepsakes() };
-        keepsakes.iter().try_for_each(|it| keep.hold(&it.name, it.fd, it.is_memory))
-    }
-
-    /// What its opening took until the first operation, stage by stage; empty where that is not worth a line.
-    fn stages(&self) -> Vec<(&'static str, Duration)> {
-        Vec::new()
-    }
-
-    /// Calls `tell` once what the store opens behind its first operations is there, or will not come; at once where it is over
-    /// already, for each part of it, and never where there is nothing of the kind.
-    fn when_joined(&self, _tell: Tell) {}
-
-    /// The process ends because it was told to: what is kept is not wanted any more, and may be cleared with the store.
-    fn forget(&self) {}
-
-    /// A descriptor of memory in which slot `n` lies at byte `n * PAGE_SIZE`, to be mapped to read by other processes. `None`
-    /// where pages lie otherwise. Reading a slot there is right only while its content stays.
-    ///
-    /// # Errors
-    /// What the system says.
-    fn window(&self) -> io::Result<Option<OwnedFd>> {
-        Ok(None)
-    }
-
-    /// Whether nothing that a process before this one began can still change a slot. A dead process submits nothing more, but
-    /// what it had submitted may land later, where there is a device behind it.
-    fn is_quiet(&self) -> bool {
-        true
-    }
+    /// The state of a member. Asked for each write: it costs a load.
+    fn state(&self, member: u32) -> State;
 
     /// Why the kernel must not swap onto it, with the next step; `None` where it may.
-    fn unfit_for_swap(&self) -> Option<String> {
+    fn unfit_for_swap(&self) -> Option<String>;
+
+    /// Giving memory back to its owner.
+    fn reclaim(&self) -> Option<&dyn Reclaim> {
         None
     }
 
-    /// Takes memory for a released chunk again. Slow: call it from a worker.
+    /// Keeping pages beyond the process. A store that has not this survives nothing.
+    fn survive(&self) -> Option<&dyn Survive> {
+        None
+    }
+
+    /// Showing its memory to other processes.
+    fn share(&self) -> Option<&dyn Share> {
+        None
+    }
+
+    /// Telling how it is.
+    fn report(&self) -> Option<&dyn Report> {
+        None
+    }
+}
+
+/// A store whose memory other processes can map.
+pub trait Share {
+    /// A descriptor of memory in which slot `n` lies at byte `n * PAGE_SIZE`, to be mapped to read by other processes. Reading
+    /// a slot there is right only while its content stays.
     ///
     /// # Errors
-    /// When there is none now.
-    fn take(&self, _chunk: u32) -> Result<(), Fault> {
-        Err(Fault::Unsupported)
-    }
+    /// What the system says.
+    fn window(&self) -> io::Result<OwnedFd>;
 }
 
 /// How the room of a file is made ready before it takes pages.
@@ -160,87 +121,17 @@ pub enum Room {
     Written,
 }
 
-/// Who is told how the opening of a store went on; see [`Store::when_joined`].
-pub type Tell = Arc<dyn Fn(&Joined) + Send + Sync>;
-
-/// The callback for changes; see [`Store::when_changed`].
-pub type TellChange = Arc<dyn Fn(&Condition) + Send + Sync>;
-
-/// How a part of a store is, since when, and why.
-#[derive(Clone, PartialEq, Debug)]
-pub struct Condition {
-    /// Its name: `NVIDIA H200, driver 580.159.04`.
-    pub part: String,
-    /// Whether it can be relied on.
-    pub state: State,
-    /// The ways to it that it has now.
-    pub ways: Vec<&'static str>,
-    /// Each fast way that it has not, and why.
-    pub missing: Vec<(&'static str, String)>,
-    /// Since when it is so.
-    pub since: SystemTime,
-    /// The reason for the change; `None`: it was opened.
-    pub why: Option<String>,
-    /// Another process could reach all that is kept of it.
-    pub wants_another_process: bool,
-}
-
-/// How what a store opens behind its first operations went.
-#[derive(Clone, Debug)]
-pub struct Joined {
-    /// The store, or the part of it.
-    pub store: String,
-    /// What each stage took.
-    pub stages: Vec<(&'static str, Duration)>,
-    /// What is not there, and why.
-    pub missing: Option<String>,
-    /// Since the opening of the store began.
-    pub after: Duration,
-}
-
-/// Who holds what must outlive this process. See [`Store::keep_with`].
-pub trait Keep: Send + Sync + fmt::Debug {
-    /// Holds a descriptor under a name that is unique within the store; a memfd (`is_memory`) mapped and locked.
-    ///
-    /// # Errors
-    /// When it cannot, or is gone.
-    fn hold(&self, name: &str, fd: BorrowedFd<'_>, is_memory: bool) -> io::Result<()>;
-
-    /// Hears that memory held under that name has pages again in a range where it had none, so that
-    /// they are locked there too.
-    ///
-    /// # Errors
-    /// When it is gone.
-    fn took(&self, _name: &str, _offset: u64, _bytes: u64) -> io::Result<()> {
-        Ok(())
-    }
-
-    /// Closes what it held under that name.
-    ///
-    /// # Errors
-    /// When it is gone.
-    fn let_go(&self, name: &str) -> io::Result<()>;
-}
-
-/// A piece of a store that a keeper holds across the daemon's death.
-#[derive(Debug)]
-pub struct Keepsake<'a> {
-    /// What it is, unique within the store.
-    pub name: String,
-    /// Its descriptor.
-    pub fd: BorrowedFd<'a>,
-    /// Whether it is a memfd, which must be mapped and locked to stay in RAM; else holding it open is enough.
-    pub is_memory: bool,
-}
-
-/// A store's condition, as status shows it.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+/// How a member of a store is now; a later variant is worse. What a volume does with each:
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum State {
-    /// Takes pages and gives them back.
+    /// It takes pages and gives them back.
     Online,
-    /// Gives pages back; takes no new ones.
+    /// It gives pages back. New pages go there only when no member that is online has a slot.
     Draining,
-    /// Gone, with all it held: every operation faults.
+    /// It cannot be reached for now, and keeps what it holds. Its operations wait or end with [`Fault::Timeout`]. Its pages
+    /// stay its pages, its slots count as room, and no new page goes there.
+    Unreachable,
+    /// It is gone, with all it held: every operation on its slots is a [`Fault::Lost`], and its slots are no room any more.
     Lost,
 }
 

@@ -35,8 +35,8 @@ pub fn open_watched(url: &StoreUrl, room: Room, watch: Watch<'_>) -> Result<Arc<
     }
 }
 
-/// Opens the store of a daemon that has ended, with every page that it held. `take` hands over the
-/// [keepsakes](crate::Store::keepsakes) of that store by name. `room` is that of the daemon before.
+/// Opens the store of a daemon that has ended, with every page that it held. `take` hands over by name what
+/// a keeper holds of it ([`Survive`](crate::Survive)). `room` is that of the daemon before.
 ///
 /// # Errors
 /// When something is missing, or this kind of store does not outlive its process.
@@ -66,6 +66,7 @@ pub fn reopen(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::conformance::Shelf;
     use weir_core::Slot;
 
     #[test]
@@ -73,16 +74,10 @@ mod tests {
         let url: StoreUrl = "host:64KiB".parse().unwrap();
         let first = open(&url).unwrap();
         let _ = first.lane(1).unwrap().write(0, Slot(3), &[7; PAGE_SIZE]);
-        let mut kept: Vec<_> = first
-            .keepsakes()
-            .iter()
-            .map(|keepsake| (keepsake.name.clone(), keepsake.fd.try_clone_to_owned().unwrap()))
-            .collect();
+        let shelf = Arc::new(Shelf::default());
+        first.survive().unwrap().keep_with(shelf.clone(), false).unwrap();
         drop(first);
-        let mut take = |name: &str| {
-            let at = kept.iter().position(|(kept, _)| kept == name)?;
-            Some(kept.remove(at).1)
-        };
+        let mut take = |name: &str| shelf.take(name);
         let second = reopen(&url, Room::Reserved, &mut take).unwrap();
         let mut page = [0; PAGE_SIZE];
         let _ = second.lane(1).unwrap().read(0, Slot(3), &mut page);

@@ -1,7 +1,7 @@
 //! Every store of this crate, through the suite that all must pass.
 
 use std::sync::Arc;
-use weir_store::{Store, conformance, open};
+use weir_store::{Sim, Store, StoreUrl, Stripe, conformance, open};
 
 fn store(url: &str) -> Arc<dyn Store> {
     open(&url.parse().expect("a URL")).expect("a store")
@@ -21,6 +21,17 @@ conformance!(host: store("host:129MiB"));
 conformance!(sim_at_once: store("sim:size=1MiB,chunk=64KiB"));
 conformance!(sim_out_of_order: store("sim:size=1MiB,chunk=64KiB,seed=7,delay=9"));
 conformance!(sim_slow: store("sim:size=256KiB,chunk=64KiB,delay=2,latency_us=20"));
+/// Three simulated members, of which the second is as fast as the others together.
+fn stripe_of_members(options: &str) -> Arc<dyn Store> {
+    let member = |seed| match format!("sim:seed={seed},{options}").parse() {
+        Ok(StoreUrl::Sim(url)) => Sim::open(url).expect("memory"),
+        other => panic!("{other:?}"),
+    };
+    Arc::new(Stripe::by_speed("three".to_owned(), (1..4).map(member).collect(), &[1e6, 2e6, 1e6]))
+}
+
+conformance!(stripe_of_members: stripe_of_members("size=512KiB,chunk=64KiB"));
+conformance!(stripe_of_members_out_of_order: stripe_of_members("size=512KiB,chunk=64KiB,delay=9"));
 conformance!(file: files(&["a"], "/var/tmp", "size=2MiB&chunk=256KiB"));
 conformance!(file_in_the_clear: files(&["a"], "/var/tmp", "size=2MiB&chunk=256KiB&encrypt=off"));
 conformance!(file_in_the_page_cache: files(&["a"], "/dev/shm", "size=2MiB&chunk=256KiB"));

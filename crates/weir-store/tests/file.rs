@@ -10,10 +10,11 @@ use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use weir_core::{ByteSize, PAGE_SIZE, PageBytes, Slot};
-use weir_store::conformance::content;
-use weir_store::{Done, Fault, FileStore, FileUrl, Lane, Progress, Room, Store};
+use weir_store::conformance::{Shelf, content};
+use weir_store::{Done, Fault, FileStore, FileUrl, Lane, Progress, Reclaim, Room, Store, Survive};
 
 const MIB: u64 = 1 << 20;
 
@@ -424,15 +425,12 @@ fn the_next_daemon_takes_over_every_page_and_the_lock() {
         let first = weir_store::open(&url).unwrap();
         let all = range(0, 512);
         assert!(write(&mut *first.lane(512).unwrap(), &all, 1).iter().all(Result::is_ok));
-        let mut kept: Vec<_> = first
-            .keepsakes()
-            .iter()
-            .map(|keepsake| (keepsake.name.clone(), Some(keepsake.fd.try_clone_to_owned().unwrap())))
-            .collect();
+        let shelf = Arc::new(Shelf::default());
+        first.survive().unwrap().keep_with(shelf.clone(), false).unwrap();
         drop(first);
         let error = weir_store::open(&url).expect_err("the keeper holds the lock").to_string();
         assert!(error.contains("in use by another process"), "{error}");
-        let mut take = |name: &str| kept.iter_mut().find(|(kept, _)| kept == name)?.1.take();
+        let mut take = |name: &str| shelf.take(name);
         let second = weir_store::reopen(&url, Room::Reserved, &mut take).unwrap();
         for (slot, page) in read(&mut *second.lane(512).unwrap(), &all).iter().enumerate() {
             assert!(*page == Ok(content(Slot(slot as u32), 1)), "slot {slot}");
@@ -449,10 +447,11 @@ fn a_kept_file_of_another_size_is_refused() {
     let directory = Directory::new();
     let path = directory.file("store");
     let first = FileStore::open(&FileUrl { encrypt: false, ..url(&path, 1) }).unwrap();
-    let file = first.keepsakes()[0].fd.try_clone_to_owned().unwrap();
-    let mut file = Some(file);
+    let shelf = Arc::new(Shelf::default());
+    first.keep_with(shelf.clone(), false).unwrap();
     let larger = FileUrl { encrypt: false, ..url(&path, 2) };
-    let error = FileStore::reopen(&larger, Room::Reserved, &mut |_| file.take()).unwrap_err().to_string();
+    let error =
+        FileStore::reopen(&larger, Room::Reserved, &mut |name| shelf.take(name)).unwrap_err().to_string();
     assert!(error.contains("it holds 1MiB, the URL asks for 2MiB"), "{error}");
 }
 

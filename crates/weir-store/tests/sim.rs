@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use std::time::Instant;
 use weir_core::{PAGE_SIZE, PageBytes, Slot};
 use weir_store::conformance::content;
-use weir_store::{Damage, Done, Fault, Injected, Lane, Progress, Sim, State, Store, StoreUrl};
+use weir_store::{Damage, Done, Fault, Injected, Lane, Progress, Reclaim, Sim, State, Store, StoreUrl};
 
 const EIO: Fault = Fault::Io(5);
 
@@ -137,11 +137,11 @@ fn a_store_that_dies_takes_everything_with_it() {
     let mut lane = store.lane(4).unwrap();
     let mut bystander = store.lane(4).unwrap();
     for slot in 0..10 {
-        assert_eq!(store.state(), State::Online);
+        assert_eq!(store.state(0), State::Online);
         assert_eq!(write(&mut *lane, slot, &content(Slot(slot), 1)), Ok(()));
     }
     assert_eq!(read(&mut *lane, 0), Err(Fault::Lost));
-    assert_eq!(store.state(), State::Lost);
+    assert_eq!(store.state(0), State::Lost);
     assert_eq!(read(&mut *bystander, 1), Err(Fault::Lost));
     assert_eq!(store.release(0), Err(Fault::Lost));
     assert_eq!(store.injected().gone, 2);

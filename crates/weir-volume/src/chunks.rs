@@ -4,7 +4,7 @@ use crate::records::EXTENT_SLOTS;
 use crate::{Tier, Volume};
 use std::ops::Range;
 use std::sync::atomic::Ordering;
-use weir_store::{State, Store};
+use weir_store::{Fault, Reclaim, Store};
 
 /// Where a chunk stands.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -67,9 +67,14 @@ const UNASKED: u64 = 0x100;
 /// The machine sleeps.
 const ASLEEP: u64 = 0x200;
 
+/// Slots of a store's chunks. One that gives nothing back is one chunk.
+fn slots_of_chunk(store: &dyn Store) -> u32 {
+    store.reclaim().map_or_else(|| store.slots(), Reclaim::chunk_slots).max(1)
+}
+
 /// How many chunks a store has.
 pub(crate) fn count(store: &dyn Store) -> u32 {
-    store.slots().div_ceil(store.chunk_slots().max(1))
+    store.slots().div_ceil(slots_of_chunk(store))
 }
 
 impl Tier {
@@ -117,7 +122,7 @@ impl Tier {
                 ChunkState::GivenBack => {
                     self.records.close(extents(&slots));
                     // A store that was opened anew may have taken the memory again. Where it cannot release it, that stays unused.
-                    let _ = self.store.release(chunk);
+                    let _ = self.release(chunk);
                 }
             }
         }
@@ -125,11 +130,16 @@ impl Tier {
 
     /// A chunk's slots; `None` if there is no such chunk, or chunks do not consist of whole extents.
     pub fn chunk(&self, chunk: u32) -> Option<Range<u32>> {
-        let slots = self.records.slots();
-        let first = chunk.checked_mul(self.store.chunk_slots().max(1)).filter(|&first| first < slots)?;
-        let end = first.saturating_add(self.store.chunk_slots().max(1)).min(slots);
+        let (slots, chunk_slots) = (self.records.slots(), slots_of_chunk(&*self.store));
+        let first = chunk.checked_mul(chunk_slots).filter(|&first| first < slots)?;
+        let end = first.saturating_add(chunk_slots).min(slots);
         (first.is_multiple_of(EXTENT_SLOTS) && (end.is_multiple_of(EXTENT_SLOTS) || end == slots))
             .then_some(first..end)
+    }
+
+    /// Has the store give a chunk's memory back.
+    pub fn release(&self, chunk: u32) -> Result<(), Fault> {
+        self.store.reclaim().map_or(Err(Fault::Unsupported), |store| store.release(chunk))
     }
 
     fn chunk_status(&self, chunk: u32) -> Option<ChunkStatus> {
@@ -147,7 +157,7 @@ impl Tier {
     }
 
     pub fn chunk_counts(&self) -> ChunkCounts {
-        let mut counts = ChunkCounts { slots: self.store.chunk_slots(), ..ChunkCounts::default() };
+        let mut counts = ChunkCounts { slots: slots_of_chunk(&*self.store), ..ChunkCounts::default() };
         for chunk in self.chunk_statuses() {
             let count = match chunk.state {
                 ChunkState::Held if chunk.used == 0 => &mut counts.reserve,
@@ -179,15 +189,14 @@ impl Volume {
         chunks.iter().filter(|&&chunk| tier.chunk(chunk).is_some()).for_each(|&chunk| tier.note(chunk, note));
     }
 
-    /// Slots that the stores offer beyond what the volume's size needs: so many can be given back. Those of stores that are lost
-    /// are not counted.
+    /// Slots that the stores offer beyond what the volume's size needs: so many can be given back. Those of members that are
+    /// lost are not counted.
     pub fn spare_slots(&self) -> u32 {
         self.open_slots().saturating_sub(self.config.slots())
     }
 
-    /// Slots in chunks that are held, of stores that are there.
+    /// Slots in chunks that are held, of members that are not lost.
     pub(crate) fn open_slots(&self) -> u32 {
-        let there = self.tiers.iter().filter(|tier| tier.store.state() != State::Lost);
-        there.map(|tier| tier.records.open_slots()).fold(0, u32::saturating_add)
+        self.tiers.iter().map(Tier::open_slots).fold(0, u32::saturating_add)
     }
 }

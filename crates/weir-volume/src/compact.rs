@@ -101,7 +101,7 @@ impl Volume {
                 packs[fill as usize] += 1;
             }
         }
-        let little_room = tier.records.open_free() < tier.records.slots() / ROOM_ONE_IN;
+        let little_room = tier.records.open_free(|_| true) < tier.records.slots() / ROOM_ONE_IN;
         let one_in = if little_room { WASTE_ONE_IN.1 } else { WASTE_ONE_IN.0 };
         sparse(&packs, one_in)
     }
@@ -143,8 +143,10 @@ impl Lane {
         let volume = Arc::clone(self.volume());
         let Some(tier) = volume.tiers.get(store) else { return Ok(Compacted { pages: 0, more: false }) };
         // Slots are free after a batch, not before: where there are few, a new pack or two at a time.
-        let room =
-            volume.tiers[..=store].iter().map(|tier| tier.records.open_free()).fold(0, u32::saturating_add);
+        let room = volume.tiers[..=store]
+            .iter()
+            .map(|tier| tier.records.open_free(|_| true))
+            .fold(0, u32::saturating_add);
         let batch = (room / 2).clamp(2, OPENED_MAX as u32);
         let (mut found, mut looked, mut pages) = (0, 0, 0);
         while found < batch && looked < SEARCH && *next < tier.records.slots() {

@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use weir_core::{ByteSize, PAGE_SIZE, PageNo, Slot};
-use weir_store::{Fault, Progress, State};
+use weir_store::{Fault, Progress};
 
 /// How long giving back waits for lanes that are in the middle of something before it gives up.
 pub(crate) const LANES_WAIT: Duration = Duration::from_secs(10);
@@ -159,7 +159,7 @@ impl Lane {
         // that takes pages.
         let stepped = tier.step(chunk, ChunkState::Emptying, ChunkState::GivenBack);
         debug_assert!(stepped, "only whoever closed a chunk moves it on");
-        if let Err(fault) = tier.store.release(chunk) {
+        if let Err(fault) = tier.release(chunk) {
             tier.step(chunk, ChunkState::GivenBack, ChunkState::Held);
             tier.records.open(extents(&slots));
             return Err(GiveBackError::Store(fault));
@@ -204,7 +204,8 @@ impl Lane {
             ChunkState::Emptying => return Err(GiveBackError::NotHeld { store, chunk }),
             ChunkState::GivenBack => {}
         }
-        tier.store.take(chunk).map_err(GiveBackError::Store)?;
+        let taken = tier.store.reclaim().map_or(Err(Fault::Unsupported), |store| store.take(chunk));
+        taken.map_err(GiveBackError::Store)?;
         if tier.step(chunk, ChunkState::GivenBack, ChunkState::Held) {
             tier.records.open(extents(&slots));
         }
@@ -220,8 +221,7 @@ impl Lane {
         let volume = Arc::clone(self.volume());
         let Some(tier) = volume.tiers.get(from) else { return Ok(MovedUp { pages: 0, more: false }) };
         let batch = volume.config.depth.max(1) as u32;
-        let faster = volume.tiers[..from].iter().filter(|tier| tier.store.state() == State::Online);
-        let room = faster.map(|tier| tier.records.open_free()).fold(0, u32::saturating_add);
+        let room = volume.tiers[..from].iter().map(Tier::free_online).fold(0, u32::saturating_add);
         let batch = batch.min(room.saturating_sub(volume.config.slack()));
         let (mut found, mut looked) = (0, 0);
         self.reach = from;

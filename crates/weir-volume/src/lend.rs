@@ -6,17 +6,17 @@
 //! more; the writer unlinks first and then looks at the count: one of the two sees the other. A slot that was unlinked
 //! while it was lent keeps its record, so that it is nobody's to claim and its chunk nobody's to release, and is retired by its return.
 
-use crate::Volume;
 use crate::entry::Place;
 use crate::lane::Guard;
 use crate::sync::{AtomicU8, Ordering, fence};
+use crate::{Tier, Volume};
 use std::fmt;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use weir_core::{PageNo, Slot};
 use weir_device::View;
-use weir_store::OpenError;
+use weir_store::{OpenError, Share};
 
 /// In a slot's byte: the map does not name it any more, its return frees it.
 const UNLINKED: u8 = 1 << 7;
@@ -185,7 +185,8 @@ impl Volume {
     /// When the lanes that it takes the place of are not there, it has a lender already, or a store's memory cannot be shown.
     pub fn lender(self: &Arc<Self>, slots: u32, stores: usize) -> Result<(Lender, Vec<Window>), OpenError> {
         let failed = |why: String| OpenError::new("volume", why);
-        let windows: io::Result<Vec<_>> = self.tiers.iter().map(|tier| tier.store.window()).collect();
+        let window = |tier: &Tier| tier.store.share().map(Share::window).transpose();
+        let windows: io::Result<Vec<_>> = self.tiers.iter().map(window).collect();
         let windows =
             windows.map_err(|error| failed(format!("a store's memory cannot be shown: {error}")))?;
         if self.lending.swap(true, std::sync::atomic::Ordering::Acquire) {

@@ -44,6 +44,7 @@ mod lend;
 #[cfg_attr(loom, allow(dead_code))]
 mod looking;
 mod map;
+mod members;
 mod pack;
 mod quarantine;
 mod records;
@@ -67,6 +68,7 @@ pub use weir_device::View;
 
 use epoch::Epochs;
 use map::Map;
+use members::Members;
 use quarantine::Quarantine;
 use records::Records;
 use status::LaneMetrics;
@@ -171,6 +173,7 @@ struct Tier {
     store: Arc<dyn Store>,
     records: Records,
     quarantine: Quarantine,
+    members: Members,
 }
 
 /// What the volume keeps for a lane: whether it is taken, and its counters.
@@ -182,7 +185,8 @@ struct LaneSeat {
 
 impl Tier {
     fn new(store: Arc<dyn Store>, records: Records) -> Self {
-        Tier { store, records, quarantine: Quarantine::default() }
+        let members = Members::of(&*store);
+        Tier { store, records, quarantine: Quarantine::default(), members }
     }
 }
 

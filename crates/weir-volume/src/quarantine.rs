@@ -16,6 +16,7 @@ use crate::{Tier, Volume};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
 use weir_core::Slot;
+use weir_store::Survive;
 
 /// One store's.
 #[derive(Debug, Default)]
@@ -39,10 +40,15 @@ impl Tier {
         self.quarantine.count.load(Ordering::Relaxed) > 0
     }
 
+    /// Whether nothing that a daemon before began can still change a slot. Of a store that does not say nobody knows.
+    pub(crate) fn is_quiet(&self) -> bool {
+        self.store.survive().is_some_and(Survive::is_quiet)
+    }
+
     /// Frees the slots in quarantine, if their time is over. Waits for nobody: one caller is
     /// enough.
     fn end_quarantine(&self) {
-        if !self.is_quarantined() || !self.store.is_quiet() {
+        if !self.is_quarantined() || !self.is_quiet() {
             return;
         }
         if let Ok(mut slots) = self.quarantine.slots.try_lock() {

@@ -202,10 +202,10 @@ impl Records {
         self.extents.iter().map(|extent| extent.load(Ordering::Relaxed) & !CLOSED).sum()
     }
 
-    /// Free slots in extents that are open.
-    pub fn open_free(&self) -> u32 {
-        let counts = self.extents.iter().map(|extent| extent.load(Ordering::Relaxed));
-        counts.filter(|free| free & CLOSED == 0).sum()
+    /// Free slots in extents that are open and that `may` be used.
+    pub fn open_free(&self, may: impl Fn(u32) -> bool) -> u32 {
+        let counts = (0..).zip(&self.extents).map(|(extent, free)| (extent, free.load(Ordering::Relaxed)));
+        counts.filter(|&(extent, free)| free & CLOSED == 0 && may(extent)).map(|(_, free)| free).sum()
     }
 
     /// [`free`](Records::free) of these extents alone.
@@ -214,9 +214,15 @@ impl Records {
         extents.iter().map(|extent| extent.load(Ordering::Relaxed) & !CLOSED).sum()
     }
 
-    /// Claims a free slot for `page`, from `cursor` on, around the whole store. `safe` is what
+    /// Claims a free slot for `page` in an extent that `may` be used, from `cursor` on, around the whole store. `safe` is what
     /// [`Epochs::safe`](crate::epoch::Epochs::safe) said at some time. `None`: there is none whose epoch has passed.
-    pub fn claim(&self, cursor: &mut Cursor, page: PageNo, safe: u64) -> Option<Slot> {
+    pub fn claim(
+        &self,
+        cursor: &mut Cursor,
+        page: PageNo,
+        safe: u64,
+        may: impl Fn(u32) -> bool,
+    ) -> Option<Slot> {
         let extents = self.extents.len() as u32;
         let start = (cursor.0 / EXTENT_SLOTS).min(extents.checked_sub(1)?);
         // The first extent comes twice: from the cursor on, and at the end the part before it.
@@ -224,7 +230,7 @@ impl Records {
             let extent = (start + step) % extents;
             let count = &self.extents[extent as usize];
             let free = count.load(Ordering::Relaxed);
-            if free == 0 || free & CLOSED != 0 {
+            if free == 0 || free & CLOSED != 0 || !may(extent) {
                 continue;
             }
             let mut range = self.range(extent);
@@ -241,9 +247,16 @@ impl Records {
         None
     }
 
-    /// A run of free slots for `want` pages that are written together, `most` at most, from `cursor` on; or the longest that a
-    /// bounded search sees. Whoever uses it claims each slot by itself: others may be faster.
-    pub fn find_run(&self, cursor: &mut Cursor, want: u32, most: u32, safe: u64) -> std::ops::Range<u32> {
+    /// A run of free slots for `want` pages that are written together, `most` at most, in extents that `may` be used, from `cursor`
+    /// on; or the longest that a bounded search sees. Whoever uses it claims each slot by itself: others may be faster.
+    pub fn find_run(
+        &self,
+        cursor: &mut Cursor,
+        want: u32,
+        most: u32,
+        safe: u64,
+        may: impl Fn(u32) -> bool,
+    ) -> std::ops::Range<u32> {
         let extents = self.extents.len() as u32;
         let (mut best, mut looks) = (0..0, LOOKS_MAX);
         let mut extent = cursor.0 / EXTENT_SLOTS;
@@ -255,7 +268,7 @@ impl Records {
             let range = self.range(extent);
             let free = self.extents[extent as usize].load(Ordering::Relaxed);
             let mut run = 0..0;
-            if free & CLOSED == 0 && free as usize > best.len() {
+            if free & CLOSED == 0 && free as usize > best.len() && may(extent) {
                 for slot in start.max(range.start)..range.end {
                     let record = self.record(Slot(slot)).load(Ordering::Relaxed);
                     looks -= 1;
@@ -442,9 +455,11 @@ impl Records {
         }
     }
 
-    /// Slots in extents that are open, used or not: the room the store offers now.
-    pub fn open_slots(&self) -> u32 {
-        let open = |&extent: &u32| self.extents[extent as usize].load(Ordering::Relaxed) & CLOSED == 0;
+    /// Slots in extents that are open and that `may` be used, used or not.
+    pub fn open_slots(&self, may: impl Fn(u32) -> bool) -> u32 {
+        let open = |&extent: &u32| {
+            self.extents[extent as usize].load(Ordering::Relaxed) & CLOSED == 0 && may(extent)
+        };
         (0..self.extents.len() as u32).filter(open).map(|extent| self.range(extent).len() as u32).sum()
     }
 }
@@ -464,52 +479,54 @@ mod tests {
         let mut cursors = [records.cursor(0, 2), records.cursor(1, 2)];
         let mut seen = std::collections::HashSet::new();
         for at in 0..records.slots() {
-            let slot = records.claim(&mut cursors[at as usize % 2], PageNo(at), 1).unwrap();
+            let slot = records.claim(&mut cursors[at as usize % 2], PageNo(at), 1, |_| true).unwrap();
             assert!(seen.insert(slot));
         }
         assert_eq!(records.free(), 0);
-        assert_eq!(records.claim(&mut cursors[0], PageNo(0), 1), None);
+        assert_eq!(records.claim(&mut cursors[0], PageNo(0), 1, |_| true), None);
     }
 
     #[test]
     fn a_slot_behind_the_cursor_of_the_same_extent_is_found() {
         let records = Records::new(100, 0).unwrap();
         let mut cursor = records.cursor(0, 1);
-        while records.claim(&mut cursor, PageNo(0), 1).is_some() {}
+        while records.claim(&mut cursor, PageNo(0), 1, |_| true).is_some() {}
         records.retire(Slot(3), || 0);
-        assert_eq!(records.claim(&mut cursor, PageNo(1), 1), Some(Slot(3)));
+        assert_eq!(records.claim(&mut cursor, PageNo(1), 1, |_| true), Some(Slot(3)));
     }
 
     #[test]
     fn a_retired_slot_waits_for_its_epoch() {
         let records = Records::new(1, 0).unwrap();
         let mut cursor = records.cursor(0, 1);
-        let slot = records.claim(&mut cursor, PageNo(5), 1).unwrap();
+        let slot = records.claim(&mut cursor, PageNo(5), 1, |_| true).unwrap();
         records.retire(slot, || 7);
         assert_eq!(records.free(), 1, "it is room, though not yet");
-        assert_eq!(records.claim(&mut cursor, PageNo(5), 7), None);
-        assert_eq!(records.claim(&mut cursor, PageNo(5), 8), Some(slot));
+        assert_eq!(records.claim(&mut cursor, PageNo(5), 7, |_| true), None);
+        assert_eq!(records.claim(&mut cursor, PageNo(5), 8, |_| true), Some(slot));
     }
 
     #[test]
     fn a_closed_extent_gives_no_slots_until_it_is_opened() {
         let records = Records::new(2 * EXTENT_SLOTS, 0).unwrap();
         records.close(0..1);
-        assert_eq!(records.open_slots(), EXTENT_SLOTS);
+        assert_eq!(records.open_slots(|_| true), EXTENT_SLOTS);
         let mut cursor = records.cursor(0, 1);
-        let claimed: Vec<_> = std::iter::from_fn(|| records.claim(&mut cursor, PageNo(0), 1)).collect();
+        let claimed: Vec<_> =
+            std::iter::from_fn(|| records.claim(&mut cursor, PageNo(0), 1, |_| true)).collect();
         assert_eq!(claimed.len() as u32, EXTENT_SLOTS);
         assert!(claimed.iter().all(|slot| slot.0 >= EXTENT_SLOTS));
         assert!(!records.try_claim(Slot(0), PageNo(0), 1));
         records.open(0..1);
-        assert!(records.claim(&mut cursor, PageNo(0), 1).is_some());
+        assert!(records.claim(&mut cursor, PageNo(0), 1, |_| true).is_some());
     }
 
     #[test]
     fn records_left_by_another_process_are_kept_or_freed_by_what_the_map_says() {
         let records = Records::new(10, 0).unwrap();
         let mut cursor = records.cursor(0, 1);
-        let slots: Vec<_> = (0..4).map(|page| records.claim(&mut cursor, PageNo(page), 1).unwrap()).collect();
+        let slots: Vec<_> =
+            (0..4).map(|page| records.claim(&mut cursor, PageNo(page), 1, |_| true).unwrap()).collect();
         let kept = Occupant { page: PageNo(1), checksum: Checksum(77) };
         records.fill_in(slots[1], kept);
         records.retire(slots[3], || 5);
@@ -527,7 +544,7 @@ mod tests {
         let records = Records::new(2, 0).unwrap();
         records.begin_packs();
         let mut cursor = records.cursor(0, 1);
-        let slot = records.claim(&mut cursor, PageNo(5), 1).unwrap();
+        let slot = records.claim(&mut cursor, PageNo(5), 1, |_| true).unwrap();
         records.fill_in(slot, Occupant::pack(3, 5, Checksum(9)));
         let kept = Retired { freed: false, pack: true };
         assert_eq!([0, 0].map(|_| records.retire(slot, || panic!("not yet"))), [kept, kept]);
@@ -542,7 +559,7 @@ mod tests {
         records.begin_packs();
         let mut cursor = records.cursor(0, 1);
         for (pages, room, left) in [(3, 9, 0), (32, 32, 32), (2, 3, 1)] {
-            let slot = records.claim(&mut cursor, PageNo(5), 1).unwrap();
+            let slot = records.claim(&mut cursor, PageNo(5), 1, |_| true).unwrap();
             records.fill_in(slot, Occupant::unpublished_pack(pages, room, Checksum(9)));
             (left..pages).for_each(|_| assert!(!records.retire(slot, || panic!("not yet")).freed));
             assert_eq!(records.occupant(slot).unwrap().fill(), None);
@@ -556,7 +573,7 @@ mod tests {
     #[test]
     fn pages_of_a_pack_are_counted_anew_by_what_the_map_says() {
         let records = Records::new(1, 0).unwrap();
-        let slot = records.claim(&mut records.cursor(0, 1), PageNo(5), 1).unwrap();
+        let slot = records.claim(&mut records.cursor(0, 1), PageNo(5), 1, |_| true).unwrap();
         records.fill_in(slot, Occupant::unpublished_pack(9, 10, Checksum(9)));
         records.forget_pack_pages();
         assert!(records.has_packs() && records.names(slot, PageNo(1)) && records.names(slot, PageNo(2)));

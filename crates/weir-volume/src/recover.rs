@@ -69,7 +69,7 @@ impl Volume {
     /// Returns the volume, and how many pages were found lost.
     ///
     /// # Errors
-    /// When sizes do not fit.
+    /// When sizes do not fit, or a store does not survive its process.
     pub fn take_over(
         config: Config,
         stores: Vec<Arc<dyn Store>>,
@@ -82,6 +82,9 @@ impl Volume {
         }
         if kept.map.len() != Memory::whole(config.pages as usize * 8) {
             return Err(CreateError::Kept(format!("its page map is not one of {} pages", config.pages)));
+        }
+        if let Some(store) = stores.iter().find(|store| store.survive().is_none()) {
+            return Err(CreateError::Kept(format!("the pages of {} ended with it", store.name())));
         }
         for (store, memory) in stores.iter().zip(&kept.records) {
             if memory.len() != Memory::whole(Records::bytes(store.slots(), chunks::count(&**store))) {
@@ -127,7 +130,7 @@ impl Volume {
         }
         for (tier, kept) in tiers.iter_mut().zip(&mut named) {
             // Asked first: what is over now cannot begin again.
-            if !tier.store.is_quiet() {
+            if !tier.is_quiet() {
                 let under_way = tier.records.claimed(|slot| kept.contains(slot));
                 under_way.iter().for_each(|slot| kept.insert(*slot));
                 tier.quarantine.fill(under_way);

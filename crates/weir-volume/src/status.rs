@@ -4,7 +4,7 @@
 use crate::entry::Place;
 use crate::{ChunkCounts, Compression, Volume};
 use weir_core::metrics::{Counter, Distribution, Latencies};
-use weir_store::{Condition, State};
+use weir_store::{Condition, Report, State};
 
 /// What one lane had to do with one store; the lane is the only writer, and shares no cache line.
 #[derive(Debug, Default)]
@@ -115,9 +115,9 @@ pub struct VolumeStatus {
 pub struct StoreStatus {
     /// Its URL.
     pub name: String,
-    /// Whether it can be relied on.
+    /// The state of its worst member.
     pub state: State,
-    /// That of each part of it that can fail by itself.
+    /// The condition of each member, where the store tells.
     pub conditions: Vec<Condition>,
     /// Slots it has.
     pub slots: u32,
@@ -157,8 +157,8 @@ impl Volume {
         traffic.iter().for_each(|of| all.add(of));
         let stores = self.tiers.iter().zip(traffic).map(|(tier, traffic)| StoreStatus {
             name: tier.store.name().to_owned(),
-            state: tier.store.state(),
-            conditions: tier.store.conditions(),
+            state: tier.worst_state(),
+            conditions: tier.store.report().map_or_else(Vec::new, Report::conditions),
             slots: tier.records.slots(),
             used: tier.records.slots() - tier.records.free(),
             chunks: tier.chunk_counts(),

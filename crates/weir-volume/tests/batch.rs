@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex};
 use weir_core::{PAGE_SIZE, PageBytes, PageNo, Slot};
-use weir_store::{Host, Lane, OpenError, Progress, Store, Ticket};
+use weir_store::{Host, Lane, OpenError, Progress, State, Store, Ticket};
 use weir_volume::{Config, Volume};
 
 /// Host memory that notes what is announced to it.
@@ -22,6 +22,14 @@ impl Store for Noting {
 
     fn lane(&self, depth: usize) -> Result<Box<dyn Lane>, OpenError> {
         Ok(Box::new(NotingLane(self.0.lane(depth)?, Arc::clone(&self.1))))
+    }
+
+    fn state(&self, member: u32) -> State {
+        self.0.state(member)
+    }
+
+    fn unfit_for_swap(&self) -> Option<String> {
+        None
     }
 }
 

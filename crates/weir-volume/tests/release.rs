@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 use weir_core::{ByteSize, Memory, PAGE_SIZE, PageBytes, PageNo, Slot};
-use weir_store::{Fault, Lane, OpenError, Progress, Sim, SimUrl, Store};
+use weir_store::{Fault, Lane, OpenError, Progress, Reclaim, Sim, SimUrl, State, Store};
 use weir_volume::{ChunkState, Config, Kept, View, Volume};
 
 /// So many slots that it takes a while to look through their records. Only those that are used take memory.
@@ -41,12 +41,26 @@ impl Store for Wide {
         SLOTS
     }
 
-    fn chunk_slots(&self) -> u32 {
-        SLOTS
-    }
-
     fn lane(&self, _depth: usize) -> Result<Box<dyn Lane>, OpenError> {
         Ok(Box::new(WideLane(Arc::clone(&self.0))))
+    }
+
+    fn state(&self, _member: u32) -> State {
+        State::Online
+    }
+
+    fn unfit_for_swap(&self) -> Option<String> {
+        None
+    }
+
+    fn reclaim(&self) -> Option<&dyn Reclaim> {
+        Some(self)
+    }
+}
+
+impl Reclaim for Wide {
+    fn chunk_slots(&self) -> u32 {
+        SLOTS
     }
 
     fn release(&self, _chunk: u32) -> Result<(), Fault> {
@@ -178,12 +192,26 @@ impl Store for Followed {
         self.sim.slots()
     }
 
-    fn chunk_slots(&self) -> u32 {
-        self.sim.chunk_slots()
-    }
-
     fn lane(&self, depth: usize) -> Result<Box<dyn Lane>, OpenError> {
         self.sim.lane(depth)
+    }
+
+    fn state(&self, member: u32) -> State {
+        self.sim.state(member)
+    }
+
+    fn unfit_for_swap(&self) -> Option<String> {
+        None
+    }
+
+    fn reclaim(&self) -> Option<&dyn Reclaim> {
+        Some(self)
+    }
+}
+
+impl Reclaim for Followed {
+    fn chunk_slots(&self) -> u32 {
+        self.sim.chunk_slots()
     }
 
     fn release(&self, chunk: u32) -> Result<(), Fault> {

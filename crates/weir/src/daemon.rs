@@ -19,7 +19,7 @@ use weir_cli::failure::Failure;
 use weir_core::log::{Level, Log};
 use weir_core::seal;
 use weir_core::swap_safety::Protections;
-use weir_store::{Joined, Room, StoreUrl, Tell};
+use weir_store::{Joined, Room, StoreUrl, Survive, Tell};
 use weir_system::latency;
 use weir_volume::Volume;
 
@@ -159,14 +159,16 @@ impl Daemon {
             }
             then();
         });
-        self.shared.volume.stores().for_each(|store| store.when_joined(Arc::clone(&tell)));
+        let reports = self.shared.volume.stores().filter_map(|store| store.report());
+        reports.for_each(|store| store.when_joined(Arc::clone(&tell)));
     }
 
     /// Says how each part of the stores is now, and has every change said. Where another process could reach what this one
     /// cannot any more, this one ends as if it had been killed, for the keeper to start that one.
     pub fn mind_stores(&self, has_keeper: bool, log: &Log) {
         for store in self.shared.volume.stores() {
-            for condition in store.conditions() {
+            let Some(report) = store.report() else { continue };
+            for condition in report.conditions() {
                 let condition = Condition::of(&condition);
                 let (level, more) = match condition.is_slow() {
                     true => (
@@ -178,7 +180,7 @@ impl Daemon {
                 (log)(level, format_args!("{}: {condition}{more}", store.name()));
             }
             let (name, log) = (store.name().to_owned(), Arc::clone(log));
-            store.when_changed(Arc::new(move |changed| {
+            report.when_changed(Arc::new(move |changed| {
                 (log)(Level::Warning, format_args!("{name}: {}", Condition::of(changed)));
                 if changed.wants_another_process && has_keeper {
                     (log)(
@@ -220,7 +222,7 @@ impl Daemon {
         }
         self.shared.worker.stop();
         // It was told to: what a keeper holds of the stores is wanted no more.
-        self.shared.volume.stores().for_each(|store| store.forget());
+        self.shared.volume.stores().filter_map(|store| store.survive()).for_each(Survive::forget);
     }
 
     /// The device's size.

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use weir_cli::failure::{Failure, chain};
 use weir_core::log::{Level, Log};
 use weir_core::{ByteSize, Memory, PAGE_SIZE};
-use weir_store::{Keep, OpenError, Room, Store, StoreUrl};
+use weir_store::{Keep, OpenError, Report, Room, Store, StoreUrl};
 use weir_volume::{Config, Kept, PAGES_MAX, Volume};
 
 /// What a volume is made of.
@@ -83,7 +83,7 @@ fn take_over(
     let stores = stores(plan, |index, url, _| {
         weir_store::reopen(url, plan.room, &mut |name| held.take(&store_name(index, name)))
     })?;
-    stages.note_all(stores.iter().flat_map(|store| store.stages()));
+    stages.note_all(stores.iter().filter_map(|store| store.report()).flat_map(Report::stages));
     stages.end("stores");
     let mut records = Vec::new();
     for index in 0..stores.len() {
@@ -126,7 +126,9 @@ fn keep_stores<'a>(
     held: bool,
 ) -> std::io::Result<()> {
     for (index, store) in stores.into_iter().enumerate() {
-        store.keep_with(Arc::new(Shelf { link: link.clone(), store: index }), held)?;
+        if let Some(store) = store.survive() {
+            store.keep_with(Arc::new(Shelf { link: link.clone(), store: index }), held)?;
+        }
     }
     Ok(())
 }

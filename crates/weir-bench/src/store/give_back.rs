@@ -62,8 +62,9 @@ pub struct Outcome {
 /// # Errors
 /// A fault, or a page that is not what was written.
 pub fn measure(store: &Arc<dyn Store>, chunks: u32, effort: Effort) -> Result<Outcome, BenchError> {
-    let first = USED.div_ceil(store.chunk_slots());
-    let slots = store.chunk_slots();
+    let memory = store.reclaim().ok_or(BenchError::Fault(Fault::Unsupported))?;
+    let slots = memory.chunk_slots();
+    let first = USED.div_ceil(slots);
     // What is given back holds pages that are checked on their way out.
     let mut lane = store.lane(BATCH as usize)?;
     let mut page = [0x77; PAGE_SIZE];
@@ -123,7 +124,7 @@ pub fn measure(store: &Arc<dyn Store>, chunks: u32, effort: Effort) -> Result<Ou
     let (_, quiet_p99) = phase(false)?;
     let (took, busy_p99) = phase(true)?;
     for chunk in first..first + chunks {
-        store.take(chunk).map_err(BenchError::Fault)?;
+        memory.take(chunk).map_err(BenchError::Fault)?;
     }
     let bytes = f64::from(chunks) * f64::from(slots) * PAGE_SIZE as f64;
     let release_ms = releasing.into_inner() as f64 / 1e6 / f64::from(chunks);
@@ -138,7 +139,8 @@ fn drain(
     batch: u32,
     releasing: &AtomicU64,
 ) -> Result<(), BenchError> {
-    let slots = store.chunk_slots();
+    let memory = store.reclaim().ok_or(BenchError::Fault(Fault::Unsupported))?;
+    let slots = memory.chunk_slots();
     let mut lane = store.lane(2 * batch as usize)?;
     // Prefaulted: where the pages go is taken before there is need.
     let mut host = vec![1u8; slots as usize * PAGE_SIZE];
@@ -190,7 +192,7 @@ fn drain(
             }
         }
         let since = Instant::now();
-        store.release(chunk).map_err(BenchError::Fault)?;
+        memory.release(chunk).map_err(BenchError::Fault)?;
         releasing.fetch_add(since.elapsed().as_nanos() as u64, Ordering::Relaxed);
     }
 }

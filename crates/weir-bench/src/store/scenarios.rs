@@ -358,7 +358,8 @@ impl Bench<'_> {
     /// 16 GiB of chunks, read out and released while four threads use the rest; a quarter of that for each of several
     /// efforts.
     fn give_back(&mut self) -> Result<(), BenchError> {
-        let slots = self.store.chunk_slots();
+        let Some(memory) = self.store.reclaim() else { return Ok(()) };
+        let slots = memory.chunk_slots();
         let sweep = self.plan.efforts.len() > 1;
         let chunks = ((if sweep { 4u64 } else { 16 } << 30) / (u64::from(slots) * 4096)) as u32;
         let used = (1u32 << 18).div_ceil(slots);

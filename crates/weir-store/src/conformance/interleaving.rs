@@ -2,7 +2,7 @@
 
 use super::content::{content, label};
 use super::harness::{Finished, Kind, Watched};
-use crate::{Fault, Store};
+use crate::{Fault, Reclaim, Store};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, FileFailurePersistence, TestRunner};
 use std::collections::{HashMap, HashSet};
@@ -97,8 +97,10 @@ struct Model<'a> {
 impl<'a> Model<'a> {
     fn new(store: &'a dyn Store) -> Self {
         // An earlier case that failed may have left chunks released.
-        for chunk in 0..store.slots().div_ceil(store.chunk_slots()) {
-            let _ = store.take(chunk);
+        if let Some(memory) = store.reclaim() {
+            for chunk in 0..store.slots().div_ceil(memory.chunk_slots()) {
+                let _ = memory.take(chunk);
+            }
         }
         let lanes = DEPTHS.iter().map(|&depth| Watched::open(store, depth)).collect();
         let palette = palette(store);
@@ -112,7 +114,7 @@ impl<'a> Model<'a> {
             reading: HashMap::new(),
             released: HashSet::new(),
             // Taking a large chunk again means touching all of it: tens of milliseconds.
-            releases_left: if store.chunk_slots() > 4096 { 1 } else { usize::MAX },
+            releases_left: if chunk_slots(store) > 4096 { 1 } else { usize::MAX },
             serial: 0,
         }
     }
@@ -139,7 +141,7 @@ impl<'a> Model<'a> {
         (0..DEPTHS.len()).for_each(|lane| self.drain(lane));
         // At the end every slot is read once more, by a lane that did not write it.
         for chunk in std::mem::take(&mut self.released) {
-            self.store.take(chunk).expect("a released chunk can be taken again");
+            self.take_chunk(chunk);
         }
         for at in 0..self.palette.len() {
             self.read(at % DEPTHS.len(), at);
@@ -152,7 +154,12 @@ impl<'a> Model<'a> {
     }
 
     fn chunk(&self, slot: Slot) -> u32 {
-        slot.0 / self.store.chunk_slots()
+        slot.0 / chunk_slots(self.store)
+    }
+
+    fn take_chunk(&self, chunk: u32) {
+        let memory = self.store.reclaim().expect("it released a chunk");
+        memory.take(chunk).expect("a released chunk can be taken again");
     }
 
     fn is_busy(&self, slot: Slot) -> bool {
@@ -210,10 +217,11 @@ impl<'a> Model<'a> {
         self.releases_left -= 1;
         let chunk = self.chunk(self.slot(at));
         (0..DEPTHS.len()).for_each(|lane| self.drain(lane)); // The caller empties a chunk first.
-        match self.store.release(chunk) {
+        let Some(memory) = self.store.reclaim() else { return };
+        match memory.release(chunk) {
             Ok(()) => {
                 self.released.insert(chunk);
-                let chunk_slots = self.store.chunk_slots();
+                let chunk_slots = memory.chunk_slots();
                 self.known
                     .iter_mut()
                     .filter(|(slot, _)| slot.0 / chunk_slots == chunk)
@@ -226,7 +234,7 @@ impl<'a> Model<'a> {
     fn take(&mut self, at: usize) {
         let chunk = self.chunk(self.slot(at));
         if self.released.remove(&chunk) {
-            self.store.take(chunk).expect("a released chunk can be taken again");
+            self.take_chunk(chunk);
         }
     }
 
@@ -260,9 +268,14 @@ impl<'a> Model<'a> {
     }
 }
 
+/// Slots of a chunk; all of them where nothing is given back.
+fn chunk_slots(store: &dyn Store) -> u32 {
+    store.reclaim().map_or_else(|| store.slots(), Reclaim::chunk_slots)
+}
+
 /// Slots where stores go wrong: the first, the last, both sides of a chunk's edge, and a run in the middle.
 fn palette(store: &dyn Store) -> Vec<Slot> {
-    let (slots, chunk) = (store.slots(), store.chunk_slots());
+    let (slots, chunk) = (store.slots(), chunk_slots(store));
     let last = slots - 1;
     let mut palette = vec![0, 1, 2, chunk - 1, chunk, chunk + 1, last.saturating_sub(1), last];
     let run = (slots / 2).saturating_sub(PALETTE as u32 / 2);

@@ -16,6 +16,7 @@ mod claims;
 mod content;
 mod harness;
 mod interleaving;
+mod shelf;
 
 pub use claims::{
     a_lane_has_room_for_its_depth, a_lane_may_be_dropped_with_operations_in_flight,
@@ -26,6 +27,7 @@ pub use claims::{
 };
 pub use content::content;
 pub use interleaving::any_interleaving_agrees_with_the_model;
+pub use shelf::Shelf;
 
 /// Puts a store through the conformance suite: `conformance!(name: expression)`, where the expression gives an
 /// `Arc<dyn Store>`.

@@ -454,6 +454,7 @@ mod tests {
     use super::super::backing::Backing;
     use super::super::quiet::Quiet;
     use super::*;
+    use crate::Deal;
     use crate::{FileStore, FileUrl, StripeUrl};
     use std::fs::File;
     use std::io::{Read, Write};
@@ -528,7 +529,7 @@ mod tests {
             cipher: None,
             room: crate::Room::Reserved,
             slots: 128,
-            unit_slots: 1,
+            deal: Deal::in_turns(2, 1),
             chunk_slots: 128,
             released: Box::new([AtomicBool::new(false)]),
             quiet: Quiet::new().unwrap(),

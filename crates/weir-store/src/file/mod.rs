@@ -17,7 +17,7 @@ pub use backing::is_left_over;
 pub use stripe_url::StripeUrl;
 pub use url::FileUrl;
 
-use crate::{Fault, Keep, Keepsake, Lane, OpenError, Room, Store};
+use crate::{Deal, Fault, Keep, Lane, OpenError, Reclaim, Room, State, Store, Survive};
 use backing::{Backing, HEADER};
 use cipher::Cipher;
 use lane::FileLane;
@@ -29,13 +29,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use weir_core::{ByteSize, PAGE_SIZE, Slot, Watch, unwatched};
 
-/// Hands over a keepsake by its name, once.
+/// Hands over what was kept by its name, once.
 type Take<'a> = &'a mut dyn FnMut(&str) -> Option<OwnedFd>;
 
-/// The keepsake that is the key.
+/// The name under which the key is kept.
 const KEY: &str = "key";
 
-/// The keepsake that is an open member.
+/// The name under which an open member is kept.
 fn member_name(at: usize) -> String {
     format!("member.{at}")
 }
@@ -52,8 +52,7 @@ struct Shared {
     members: Box<[Backing]>,
     cipher: Option<Cipher>,
     slots: u32,
-    /// Slots that lie on one member before the next one's turn.
-    unit_slots: u32,
+    deal: Deal,
     chunk_slots: u32,
     released: Box<[AtomicBool]>,
     quiet: Quiet,
@@ -133,7 +132,7 @@ impl FileStore {
         Ok(Self::named(url, Shared::open(&name, &layout, room, watch)?))
     }
 
-    /// Takes over the file and the key of a daemon that has ended. `take` hands over its keepsakes by name.
+    /// Takes over the file and the key of a daemon that has ended. `take` hands over what was kept by name.
     ///
     /// # Errors
     /// When one is missing, or they are not this URL's.
@@ -240,6 +239,7 @@ impl Shared {
         let smallest = members.iter().map(|member| member.room).min().unwrap_or(0);
         let share = if members.len() == 1 { smallest } else { smallest / layout.unit.0 * layout.unit.0 };
         let slots = (share / page * members.len() as u64).min(u64::from(u32::MAX)) as u32;
+        let deal = Deal::in_turns(members.len() as u32, (layout.unit.0 / page) as u32);
         if slots == 0 {
             let what =
                 format!("{} on each member is less than one unit of {}", ByteSize(smallest), layout.unit);
@@ -250,7 +250,7 @@ impl Shared {
             members: members.into(),
             cipher,
             slots,
-            unit_slots: (layout.unit.0 / page) as u32,
+            deal,
             chunk_slots,
             released: (0..slots.div_ceil(chunk_slots)).map(|_| AtomicBool::new(false)).collect(),
             quiet,
@@ -274,13 +274,8 @@ impl Shared {
 
     #[inline]
     fn locate(&self, slot: u32) -> Place {
-        let members = self.members.len() as u32;
-        if members == 1 {
-            return Place { member: 0, offset: HEADER + u64::from(slot) * PAGE_SIZE as u64 };
-        }
-        let (unit, within) = (slot / self.unit_slots, slot % self.unit_slots);
-        let slot_there = u64::from(unit / members) * u64::from(self.unit_slots) + u64::from(within);
-        Place { member: unit % members, offset: HEADER + slot_there * PAGE_SIZE as u64 }
+        let (member, there) = self.deal.locate(Slot(slot)).expect("turns end nowhere");
+        Place { member, offset: HEADER + u64::from(there.0) * PAGE_SIZE as u64 }
     }
 
     /// The range that a chunk takes of each member, in bytes: where it starts and how long it is.
@@ -304,10 +299,6 @@ impl Store for FileStore {
         self.shared.slots
     }
 
-    fn chunk_slots(&self) -> u32 {
-        self.shared.chunk_slots
-    }
-
     fn lane(&self, depth: usize) -> Result<Box<dyn Lane>, OpenError> {
         FileLane::open(&self.name, Arc::clone(&self.shared), depth.max(1)).map(|lane| Box::new(lane) as _)
     }
@@ -327,31 +318,45 @@ impl Store for FileStore {
         })
     }
 
+    /// A disk that fails says so operation by operation.
+    fn state(&self, _member: u32) -> State {
+        State::Online
+    }
+
+    fn reclaim(&self) -> Option<&dyn Reclaim> {
+        Some(self)
+    }
+
+    fn survive(&self) -> Option<&dyn Survive> {
+        Some(self)
+    }
+}
+
+impl Survive for FileStore {
+    /// The open files, which carry their locks, the key, and what tells when the I/O of this daemon is over.
+    fn keep_with(&self, keep: Arc<dyn Keep>, held: bool) -> io::Result<()> {
+        let Shared { members, cipher, quiet, .. } = &*self.shared;
+        if !held {
+            for (at, member) in members.iter().enumerate() {
+                keep.hold(&member_name(at), member.file.as_fd(), false)?;
+            }
+            cipher.iter().try_for_each(|cipher| keep.hold(KEY, cipher.secret(), true))?;
+        }
+        // Of what a daemon before has left to be kept, only the pipes are not the same for each.
+        quiet.pipes().try_for_each(|(name, fd)| keep.hold(&name, fd, false))
+    }
+
     fn is_quiet(&self) -> bool {
         self.shared.quiet.is_quiet()
     }
 
-    fn keep_with(&self, keep: Arc<dyn Keep>, held: bool) -> io::Result<()> {
-        // Of what a daemon before has left to be kept, only the pipes are not the same for each.
-        let keepsakes = self.keepsakes().into_iter().filter(|it| !held || quiet::is_name(&it.name));
-        keepsakes.into_iter().try_for_each(|it| keep.hold(&it.name, it.fd, it.is_memory))
-    }
+    /// The key goes with the last that holds it.
+    fn forget(&self) {}
+}
 
-    /// The open files, which carry their locks, the key, and what tells when the I/O of this daemon is over.
-    fn keepsakes(&self) -> Vec<Keepsake<'_>> {
-        let Shared { members, cipher, quiet, .. } = &*self.shared;
-        let files = members.iter().enumerate().map(|(at, member)| Keepsake {
-            name: member_name(at),
-            fd: member.file.as_fd(),
-            is_memory: false,
-        });
-        let key = cipher.iter().map(|cipher| Keepsake {
-            name: KEY.to_owned(),
-            fd: cipher.secret(),
-            is_memory: true,
-        });
-        let pipes = quiet.keepsakes().map(|(name, fd)| Keepsake { name, fd, is_memory: false });
-        files.chain(key).chain(pipes).collect()
+impl Reclaim for FileStore {
+    fn chunk_slots(&self) -> u32 {
+        self.shared.chunk_slots
     }
 
     /// Gives the blocks back to the file system, or tells the device that they are free.
@@ -403,7 +408,7 @@ mod tests {
             members: Box::new([member(), member(), member()]),
             cipher: None,
             slots: 192,
-            unit_slots: 4,
+            deal: Deal::in_turns(3, 4),
             chunk_slots: 24,
             released: (0..8).map(|_| AtomicBool::new(false)).collect(),
             quiet: Quiet::new().unwrap(),
@@ -444,7 +449,7 @@ mod tests {
             members: Box::new([member(first), member(second)]),
             cipher: None,
             slots: 128,
-            unit_slots: 4,
+            deal: Deal::in_turns(3, 4),
             chunk_slots: 128,
             released: Box::new([AtomicBool::new(false)]),
             quiet: Quiet::new().unwrap(),

@@ -19,14 +19,9 @@ pub(super) struct Quiet {
     before: Vec<OwnedFd>,
 }
 
-/// The keepsake that is a pipe; the first is the newest.
+/// The name under which a pipe is kept; the first is the newest.
 fn name(at: usize) -> String {
     format!("quiet.{at}")
-}
-
-/// Whether a keepsake of this name is such a pipe.
-pub(super) fn is_name(name: &str) -> bool {
-    name.starts_with("quiet.")
 }
 
 impl Quiet {
@@ -49,7 +44,7 @@ impl Quiet {
     }
 
     /// What the keeper is to hold, with the names.
-    pub fn keepsakes(&self) -> impl Iterator<Item = (String, BorrowedFd<'_>)> {
+    pub fn pipes(&self) -> impl Iterator<Item = (String, BorrowedFd<'_>)> {
         let pipes = std::iter::once(&self.reading).chain(&self.before);
         pipes.enumerate().map(|(at, pipe)| (name(at), pipe.as_fd()))
     }
@@ -75,7 +70,7 @@ mod tests {
     use std::time::{Duration, Instant};
 
     fn kept(quiet: &Quiet) -> Vec<(String, OwnedFd)> {
-        quiet.keepsakes().map(|(name, fd)| (name, fd.try_clone_to_owned().unwrap())).collect()
+        quiet.pipes().map(|(name, fd)| (name, fd.try_clone_to_owned().unwrap())).collect()
     }
 
     fn after(mut kept: Vec<(String, OwnedFd)>) -> Quiet {

@@ -10,7 +10,7 @@ mod url;
 
 pub use url::SimUrl;
 
-use crate::{Fault, Lane, OpenError, State, Store};
+use crate::{Fault, Keep, Lane, OpenError, Reclaim, State, Store, Survive};
 use lane::SimLane;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -68,6 +68,8 @@ struct Shared {
     outlives_lanes: AtomicBool,
     /// Whether nothing finishes.
     hangs: AtomicBool,
+    is_away: AtomicBool,
+    drains: AtomicBool,
     orphans: Mutex<Vec<(Slot, PageBytes)>>,
     counts: Counts,
 }
@@ -109,6 +111,8 @@ impl Sim {
             lost: AtomicBool::new(false),
             outlives_lanes: AtomicBool::new(false),
             hangs: AtomicBool::new(false),
+            is_away: AtomicBool::new(false),
+            drains: AtomicBool::new(false),
             orphans: Mutex::default(),
             counts: Counts::default(),
         };
@@ -159,6 +163,17 @@ impl Sim {
         self.shared.hangs.store(hangs, Ordering::SeqCst);
     }
 
+    /// Whether it is out of reach for now: [`State::Unreachable`], and it [hangs](Sim::hang).
+    pub fn part(&self, is_away: bool) {
+        self.shared.is_away.store(is_away, Ordering::SeqCst);
+        self.hang(is_away);
+    }
+
+    /// Whether its owner wants memory back: [`State::Draining`].
+    pub fn drain(&self, drains: bool) {
+        self.shared.drains.store(drains, Ordering::SeqCst);
+    }
+
     /// Loses the store with all it holds, now.
     pub fn kill(&self) {
         self.shared.lost.store(true, Ordering::SeqCst);
@@ -174,21 +189,50 @@ impl Store for Sim {
         self.shared.cells.len() as u32
     }
 
-    fn chunk_slots(&self) -> u32 {
-        self.shared.chunk_slots
-    }
-
     fn lane(&self, depth: usize) -> Result<Box<dyn Lane>, OpenError> {
         let number = self.lanes.fetch_add(1, Ordering::Relaxed);
         Ok(Box::new(SimLane::new(Arc::clone(&self.shared), number, depth)))
     }
 
-    fn state(&self) -> State {
-        if self.shared.is_lost() { State::Lost } else { State::Online }
+    fn state(&self, _member: u32) -> State {
+        match () {
+            () if self.shared.is_lost() => State::Lost,
+            () if self.shared.is_away.load(Ordering::SeqCst) => State::Unreachable,
+            () if self.shared.drains.load(Ordering::SeqCst) => State::Draining,
+            () => State::Online,
+        }
+    }
+
+    fn unfit_for_swap(&self) -> Option<String> {
+        None
+    }
+
+    fn reclaim(&self) -> Option<&dyn Reclaim> {
+        Some(self)
+    }
+
+    fn survive(&self) -> Option<&dyn Survive> {
+        Some(self)
+    }
+}
+
+/// It survives a daemon that dies within its process, as simulators have it.
+impl Survive for Sim {
+    /// Nothing of it can be held.
+    fn keep_with(&self, _keep: Arc<dyn Keep>, _held: bool) -> std::io::Result<()> {
+        Ok(())
     }
 
     fn is_quiet(&self) -> bool {
         self.orphans() == 0
+    }
+
+    fn forget(&self) {}
+}
+
+impl Reclaim for Sim {
+    fn chunk_slots(&self) -> u32 {
+        self.shared.chunk_slots
     }
 
     fn release(&self, chunk: u32) -> Result<(), Fault> {

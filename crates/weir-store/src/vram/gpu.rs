@@ -3,7 +3,6 @@
 use super::chunks::{Chunks, LANES_MAX, Source};
 use super::condition::{Death, Turn, xid};
 use super::engine::{BatchCopies, Context, Which};
-use super::headroom::Headroom;
 use super::lane::{CutOff, Engine, GpuLane};
 use super::late::Late;
 use super::mapped::Device;
@@ -13,7 +12,7 @@ use super::options::{PathMode, VramUrl};
 use super::ring::{Paused, Ring};
 use super::table::{Path, Table};
 use super::{Drivers, Trouble, answer_limit, kept};
-use crate::{Condition, Fault, Keep, OpenError, State, TellChange};
+use crate::{Condition, Fault, Headroom, Keep, OpenError, State, TellChange};
 use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};

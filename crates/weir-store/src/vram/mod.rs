@@ -21,7 +21,6 @@ mod condition;
 mod contest;
 pub mod engine;
 mod gpu;
-mod headroom;
 mod kept;
 mod lane;
 mod late;
@@ -38,7 +37,6 @@ mod watch;
 
 pub use bare::Bare;
 pub use gpu::{Counters, Gpu};
-pub use headroom::Headroom;
 pub use lane::GpuLane;
 pub use look::{Seen, look, why_not_loaded};
 pub use mapped::{Listed, list};

@@ -5,29 +5,22 @@
 
 use super::Drivers;
 use super::gpu::Gpu;
-use super::headroom::Headroom;
 use super::kept::{self, KeptStore};
-use super::lane::GpuLane;
 use super::options::{Target, VramUrl};
 use super::table::{self, Direction};
 use crate::{
-    Condition, Done, Fault, Keep, Lane, OpenError, Progress, State, Store, Tell, TellChange, Ticket,
+    Condition, Fault, Headroom, Keep, Lane, OpenError, Reclaim, Report, State, Store, Stripe, Survive, Tell,
+    TellChange,
 };
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
-use weir_core::{ByteSize, Memory, PageBytes, Slot};
+use std::time::Duration;
+use weir_core::{ByteSize, Memory, Slot};
 
-/// The memory of one GPU, or of all.
+/// The memory of one GPU, or of all: a stripe with a card for each member.
 #[derive(Debug)]
-pub struct VramStore {
-    url: String,
-    gpus: Vec<Arc<Gpu>>,
-    /// Which card, and which of its chunks, a chunk is. Empty with one card, where both count the same.
-    deal: Arc<[(u16, u32)]>,
-    slots: u32,
-}
+pub struct VramStore(Stripe<Arc<Gpu>>);
 
 impl VramStore {
     /// Opens the memory that `url` names.
@@ -47,7 +40,8 @@ impl VramStore {
             Target::Index(_) | Target::Software => vec![Gpu::open(url, drivers)?],
             Target::All => open_all(url, drivers)?,
         };
-        Ok(Self::over(url.to_string(), gpus))
+        let speeds: Vec<f64> = gpus.iter().map(|gpu| speed(gpu)).collect();
+        Ok(VramStore(Stripe::by_speed(url.to_string(), gpus, &speeds)))
     }
 
     /// Opens the store of a process that has ended, with every page that it held; `take` hands over what was kept of it.
@@ -72,49 +66,20 @@ impl VramStore {
             let chunk = |chunk| take(&kept::chunk_name(index, chunk));
             gpus.push(Gpu::reopen(&options, drivers, kept, chunk)?);
         }
-        let (slots, deal) = (slots(&gpus, plan.deal.len()), plan.deal.into());
-        Ok(VramStore { url: url.to_string(), gpus, deal, slots })
-    }
-
-    fn over(url: String, gpus: Vec<Arc<Gpu>>) -> Self {
-        if gpus.len() == 1 {
-            let slots = slots(&gpus, 0);
-            return VramStore { url, gpus, deal: Arc::new([]), slots };
-        }
-        let chunks: Vec<u32> = gpus.iter().map(|gpu| gpu.slots() / gpu.chunk_slots()).collect();
-        let speeds: Vec<f64> = gpus.iter().map(|gpu| speed(gpu)).collect();
-        let deal = deal(&chunks, &speeds);
-        let slots = slots(&gpus, deal.len());
-        VramStore { url, gpus, deal: deal.into(), slots }
+        Ok(VramStore(Stripe::dealt(url.to_string(), gpus, plan.deal)))
     }
 
     /// The cards.
     pub fn gpus(&self) -> &[Arc<Gpu>] {
-        &self.gpus
-    }
-
-    fn locate(&self, chunk: u32) -> Result<(&Arc<Gpu>, u32), Fault> {
-        if self.deal.is_empty() {
-            return Ok((&self.gpus[0], chunk));
-        }
-        let &(gpu, chunk) = self.deal.get(chunk as usize).ok_or(Fault::Io(libc::EINVAL))?;
-        Ok((&self.gpus[usize::from(gpu)], chunk))
+        self.0.parts()
     }
 }
 
 impl Drop for VramStore {
     fn drop(&mut self) {
-        for gpu in &self.gpus {
+        for gpu in self.gpus() {
             gpu.stop_watching();
         }
-    }
-}
-
-/// Slots of one card, or of so many chunks dealt out among several.
-fn slots(gpus: &[Arc<Gpu>], dealt: usize) -> u32 {
-    match gpus {
-        [gpu] => gpu.slots(),
-        _ => (dealt as u64 * u64::from(gpus[0].chunk_slots())).min(u64::from(u32::MAX)) as u32,
     }
 }
 
@@ -125,23 +90,6 @@ fn speed(gpu: &Gpu) -> f64 {
         table::Path::ALL.into_iter().filter_map(shared).fold(f64::INFINITY, f64::min)
     };
     2e9 / (best(Direction::Read) + best(Direction::Write))
-}
-
-/// Deals chunks out so that after any number of them every card has its share, as long as it has chunks.
-fn deal(chunks: &[u32], speeds: &[f64]) -> Vec<(u16, u32)> {
-    let mut given = vec![0u32; chunks.len()];
-    let total = chunks.iter().sum::<u32>() as usize;
-    let mut deal = Vec::with_capacity(total);
-    while deal.len() < total {
-        let due = |&gpu: &usize| (f64::from(given[gpu]) + 1.0) / speeds[gpu].max(1.0);
-        let next = (0..chunks.len())
-            .filter(|&gpu| given[gpu] < chunks[gpu])
-            .min_by(|a, b| due(a).total_cmp(&due(b)))
-            .expect("a card with chunks left, as not all are dealt");
-        deal.push((next as u16, given[next]));
-        given[next] += 1;
-    }
-    deal
 }
 
 fn open_all(url: &VramUrl, drivers: &Drivers) -> Result<Vec<Arc<Gpu>>, OpenError> {
@@ -155,167 +103,127 @@ fn open_all(url: &VramUrl, drivers: &Drivers) -> Result<Vec<Arc<Gpu>>, OpenError
 
 impl Store for VramStore {
     fn name(&self) -> &str {
-        &self.url
+        self.0.name()
     }
 
     fn slots(&self) -> u32 {
-        self.slots
-    }
-
-    fn chunk_slots(&self) -> u32 {
-        self.gpus[0].chunk_slots()
+        self.0.slots()
     }
 
     fn lane(&self, depth: usize) -> Result<Box<dyn Lane>, OpenError> {
-        if let [gpu] = self.gpus.as_slice() {
-            return Ok(Box::new(gpu.lane(depth)?));
-        }
-        let lanes = self.gpus.iter().map(|gpu| gpu.lane(depth)).collect::<Result<Vec<_>, _>>()?;
-        Ok(Box::new(StripedLane { lanes, deal: Arc::clone(&self.deal), shift: self.chunk_slots().ilog2() }))
+        self.0.lane(depth)
     }
 
-    /// The worst of its cards'.
-    fn state(&self) -> State {
-        let states = || self.gpus.iter().map(|gpu| gpu.state());
-        match () {
-            () if states().any(|state| state == State::Lost) => State::Lost,
-            () if states().any(|state| state == State::Draining) => State::Draining,
-            () => State::Online,
-        }
+    fn members(&self) -> u32 {
+        self.0.members()
     }
 
+    fn member(&self, slot: Slot) -> u32 {
+        self.0.member(slot)
+    }
+
+    fn state(&self, member: u32) -> State {
+        self.0.state(member)
+    }
+
+    fn unfit_for_swap(&self) -> Option<String> {
+        self.0.unfit_for_swap()
+    }
+
+    fn reclaim(&self) -> Option<&dyn Reclaim> {
+        Some(&self.0)
+    }
+
+    fn survive(&self) -> Option<&dyn Survive> {
+        Some(self)
+    }
+
+    fn report(&self) -> Option<&dyn Report> {
+        Some(&self.0)
+    }
+}
+
+impl Survive for VramStore {
     fn keep_with(&self, keep: Arc<dyn Keep>, held: bool) -> io::Result<()> {
         if !held {
-            let gpus = self.gpus.iter().map(|gpu| gpu.to_keep()).collect();
-            let plan = KeptStore { gpus, deal: self.deal.to_vec() }.to_memory()?;
+            let gpus = self.gpus().iter().map(|gpu| gpu.to_keep()).collect();
+            let plan = KeptStore { gpus, deal: self.0.deal().units().to_vec() }.to_memory()?;
             keep.hold(kept::PLAN, plan.fd().expect("it is a memfd"), true)?;
         }
-        self.gpus.iter().enumerate().try_for_each(|(index, gpu)| gpu.keep_with(&keep, index, held))
+        self.gpus().iter().enumerate().try_for_each(|(index, gpu)| gpu.keep_with(&keep, index, held))
     }
 
-    fn conditions(&self) -> Vec<Condition> {
-        self.gpus.iter().map(|gpu| gpu.condition()).collect()
-    }
-
-    fn when_changed(&self, tell: TellChange) {
-        self.gpus.iter().for_each(|gpu| gpu.when_changed(&tell));
-    }
-
-    fn stages(&self) -> Vec<(&'static str, Duration)> {
-        self.gpus.iter().flat_map(|gpu| gpu.stages.iter().copied()).collect()
-    }
-
-    fn when_joined(&self, tell: Tell) {
-        for late in self.gpus.iter().filter_map(|gpu| gpu.late.as_ref()) {
-            late.when_over(Arc::clone(&tell));
-        }
-    }
-
-    fn forget(&self) {
-        self.gpus.iter().for_each(|gpu| gpu.forget());
-    }
-
-    fn headroom(&self) -> Vec<Option<Headroom>> {
-        // Whoever asks first asks whether there is anything to ask.
-        self.gpus.iter().filter_map(|gpu| gpu.late.as_ref()).for_each(|late| late.wait_for_owner());
-        self.gpus.iter().map(|gpu| gpu.headroom()).collect()
-    }
-
-    fn card(&self, chunk: u32) -> usize {
-        self.deal.get(chunk as usize).map_or(0, |&(gpu, _)| usize::from(gpu))
-    }
-
-    fn release(&self, chunk: u32) -> Result<(), Fault> {
-        let (gpu, chunk) = self.locate(chunk)?;
-        gpu.release(chunk)
-    }
-
-    fn take(&self, chunk: u32) -> Result<(), Fault> {
-        let (gpu, chunk) = self.locate(chunk)?;
-        gpu.take(chunk)
-    }
-}
-
-/// One thread's lanes to several cards.
-struct StripedLane {
-    lanes: Vec<GpuLane>,
-    deal: Arc<[(u16, u32)]>,
-    shift: u32,
-}
-
-impl StripedLane {
-    fn locate(&mut self, slot: Slot) -> Option<(&mut GpuLane, Slot)> {
-        let &(gpu, chunk) = self.deal.get((slot.0 >> self.shift) as usize)?;
-        let within = slot.0 & ((1 << self.shift) - 1);
-        Some((&mut self.lanes[usize::from(gpu)], Slot(chunk << self.shift | within)))
-    }
-}
-
-impl Lane for StripedLane {
-    fn plan(&mut self, reads: usize, writes: usize) {
-        let cards = self.lanes.len();
-        for lane in &mut self.lanes {
-            lane.plan(reads.div_ceil(cards), writes.div_ceil(cards));
-        }
-    }
-
-    fn heeds_plan(&self) -> bool {
+    /// The driver ends what a process has under way on a card before the process is gone.
+    fn is_quiet(&self) -> bool {
         true
     }
 
-    fn write(&mut self, ticket: Ticket, slot: Slot, page: &PageBytes) -> Progress {
-        match self.locate(slot) {
-            Some((lane, slot)) => lane.write(ticket, slot, page),
-            None => Progress::Done(Err(Fault::Lost)),
-        }
-    }
-
-    fn read(&mut self, ticket: Ticket, slot: Slot, page: &mut PageBytes) -> Progress {
-        match self.locate(slot) {
-            Some((lane, slot)) => lane.read(ticket, slot, page),
-            None => Progress::Done(Err(Fault::Lost)),
-        }
-    }
-
-    fn submit(&mut self) {
-        self.lanes.iter_mut().for_each(Lane::submit);
-    }
-
-    fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
-        for lane in &mut self.lanes {
-            lane.poll(now, done);
-        }
-    }
-
-    fn in_flight(&self) -> usize {
-        self.lanes.iter().map(Lane::in_flight).sum()
+    fn forget(&self) {
+        self.gpus().iter().for_each(|gpu| gpu.forget());
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
+/// A card is a member of its store.
+impl Store for Arc<Gpu> {
+    fn name(&self) -> &str {
+        self.url()
+    }
 
-    proptest! {
-        #[test]
-        fn every_chunk_is_dealt_once_and_speed_decides_the_order(
-            chunks in prop::collection::vec(1u32..40, 1..5), ratio in 1.0f64..4.0,
-        ) {
-            let speeds: Vec<f64> = (0..chunks.len()).map(|gpu| 1e6 * (1.0 + gpu as f64 * (ratio - 1.0))).collect();
-            let deal = deal(&chunks, &speeds);
-            let mut sorted = deal.clone();
-            sorted.sort_unstable();
-            let all: Vec<(u16, u32)> =
-                (0..).zip(&chunks).flat_map(|(gpu, &count)| (0..count).map(move |chunk| (gpu, chunk))).collect();
-            prop_assert_eq!(sorted, all);
-            // While all have chunks left, each has its share to within one.
-            let whole = chunks.iter().map(|&count| f64::from(count)).fold(f64::INFINITY, f64::min) as usize;
-            let sum: f64 = speeds.iter().sum();
-            for (gpu, &speed) in speeds.iter().enumerate() {
-                let given = deal[..whole].iter().filter(|&&(it, _)| usize::from(it) == gpu).count();
-                prop_assert!((given as f64 - whole as f64 * speed / sum).abs() <= chunks.len() as f64);
-            }
-        }
+    fn slots(&self) -> u32 {
+        Gpu::slots(self)
+    }
+
+    fn lane(&self, depth: usize) -> Result<Box<dyn Lane>, OpenError> {
+        Ok(Box::new(Gpu::lane(self, depth)?))
+    }
+
+    fn state(&self, _member: u32) -> State {
+        Gpu::state(self)
+    }
+
+    fn unfit_for_swap(&self) -> Option<String> {
+        None
+    }
+
+    fn report(&self) -> Option<&dyn Report> {
+        Some(self)
+    }
+}
+
+impl Reclaim for Arc<Gpu> {
+    fn chunk_slots(&self) -> u32 {
+        Gpu::chunk_slots(self)
+    }
+
+    fn release(&self, chunk: u32) -> Result<(), Fault> {
+        Gpu::release(self, chunk)
+    }
+
+    fn take(&self, chunk: u32) -> Result<(), Fault> {
+        Gpu::take(self, chunk)
+    }
+
+    fn headroom(&self, _member: u32) -> Option<Headroom> {
+        // Whoever asks first asks whether there is anything to ask.
+        self.late.iter().for_each(|late| late.wait_for_owner());
+        Gpu::headroom(self)
+    }
+}
+
+impl Report for Arc<Gpu> {
+    fn conditions(&self) -> Vec<Condition> {
+        vec![self.condition()]
+    }
+
+    fn when_changed(&self, tell: TellChange) {
+        Gpu::when_changed(self, &tell);
+    }
+
+    fn stages(&self) -> Vec<(&'static str, Duration)> {
+        self.stages.clone()
+    }
+
+    fn when_joined(&self, tell: Tell) {
+        self.late.iter().for_each(|late| late.when_over(Arc::clone(&tell)));
     }
 }

@@ -1,7 +1,7 @@
 //! The fate of a store whose CUDA context dies: of an error after which nothing works, or without an answer.
 
 use super::fake_cuda::{Batch, FakeCuda};
-use super::{Faked, PATIENCE, drivers, faked, lane, page, read, soon, url, write};
+use super::{Faked, PATIENCE, drivers, faked, lane, memory, page, read, report, soon, url, write};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
@@ -17,7 +17,7 @@ impl Told {
     fn of(store: &VramStore) -> Self {
         let told = Told::default();
         let list = Arc::clone(&told.0);
-        store.when_changed(Arc::new(move |condition: &Condition| {
+        report(store).when_changed(Arc::new(move |condition: &Condition| {
             list.lock().unwrap().push(condition.clone());
         }));
         told
@@ -74,20 +74,20 @@ fn with_the_window_what_was_under_way_is_done_by_it_and_nothing_is_lost() {
         }
         write(others.as_mut(), 901, &page(901)).expect("written");
         assert_eq!(read(ours.as_mut(), 900), Ok(page(900)));
-        assert_eq!(faked.store.state(), State::Online, "{code}");
+        assert_eq!(faked.store.state(0), State::Online, "{code}");
         soon("told", || !told.all().is_empty());
         let condition = &told.all()[0];
         let why = condition.why.as_deref().expect("a reason");
         assert!(why.contains(&format!("CUDA error {code}")), "{why}");
         assert_eq!((condition.state, condition.ways.as_slice()), (State::Online, ["mapped"].as_slice()));
         // Memory comes and goes, a new lane opens, and it is closed, all without the context.
-        faked.store.release(1).expect("released");
-        faked.store.take(1).expect("taken");
+        memory(&faked.store).release(1).expect("released");
+        memory(&faked.store).take(1).expect("taken");
         let mut late = faked.store.lane(4).expect("a lane");
         write(late.as_mut(), 256, &page(1)).expect("written");
         assert_eq!(read(others.as_mut(), 256), Ok(page(1)));
         assert_eq!(told.all().len(), 1, "one line a change");
-        assert_eq!(faked.store.conditions()[0].why, condition.why);
+        assert_eq!(report(&faked.store).conditions()[0].why, condition.why);
     }
 }
 
@@ -163,7 +163,7 @@ fn under_load_no_page_is_lost_when_the_context_dies() {
             faked.cuda.die(719, false);
             dead.store(true, Ordering::Release);
         });
-        assert_eq!(faked.store.state(), State::Online, "{options}");
+        assert_eq!(faked.store.state(0), State::Online, "{options}");
         let mut later = faked.store.lane(4).expect("a lane without CUDA");
         write(later.as_mut(), 1000, &page(1000)).expect("written");
         assert_eq!(read(later.as_mut(), 1000), Ok(page(1000)), "{options}");
@@ -179,7 +179,7 @@ fn a_kernel_that_stops_serving_leaves_the_window() {
     faked.cuda.fail("serve", 0, -1, 1);
     assert_eq!(read(lane.as_mut(), 1), Ok(page(1)));
     assert_eq!(write(lane.as_mut(), 2, &page(2)), Ok(()));
-    assert_eq!((faked.store.state(), read(lane.as_mut(), 2)), (State::Online, Ok(page(2))));
+    assert_eq!((faked.store.state(0), read(lane.as_mut(), 2)), (State::Online, Ok(page(2))));
     soon("told", || !told.all().is_empty());
     let why = told.all()[0].why.clone().unwrap_or_default();
     assert!(why.contains("resident kernel") && why.contains("no answer"), "{why}");
@@ -191,7 +191,7 @@ fn a_copy_that_never_ends_is_done_by_the_window() {
     let mut lane = lane(&faked);
     faked.cuda.fail("cuEventQuery", 0, -1, 600);
     assert_eq!(write(lane.as_mut(), 2, &page(2)), Ok(()));
-    assert_eq!((faked.store.state(), read(lane.as_mut(), 2)), (State::Online, Ok(page(2))));
+    assert_eq!((faked.store.state(0), read(lane.as_mut(), 2)), (State::Online, Ok(page(2))));
 }
 
 #[test]
@@ -205,8 +205,8 @@ fn by_cuda_alone_a_dead_context_loses_the_store_and_nothing_hangs() {
         faked.cuda.die(code, true);
         assert_eq!(finish(lane.as_mut(), 16), [Err(Fault::Lost); 16], "{code}");
         assert_eq!(read(lane.as_mut(), 1), Err(Fault::Lost), "{code}");
-        assert_eq!(faked.store.take(0), Err(Fault::Lost), "{code}");
-        assert_eq!(faked.store.state(), State::Lost, "{code}");
+        assert_eq!(memory(&faked.store).take(0), Err(Fault::Lost), "{code}");
+        assert_eq!(faked.store.state(0), State::Lost, "{code}");
         soon("told", || told.all().iter().any(|it| it.state == State::Lost));
         let why = told.all()[0].why.clone().unwrap_or_default();
         assert!(why.contains(&format!("CUDA error {code}")), "{why}");
@@ -220,5 +220,29 @@ fn by_cuda_alone_a_copy_that_never_ends_times_out_and_loses_the_store() {
     let mut lane = faked.store.lane(4).expect("a lane");
     faked.cuda.fail("cuEventQuery", 0, -1, 600);
     assert_eq!(write(lane.as_mut(), 2, &page(2)), Err(Fault::Timeout));
-    assert_eq!(faked.store.state(), State::Lost);
+    assert_eq!(faked.store.state(0), State::Lost);
+}
+
+#[test]
+fn of_two_cards_the_one_that_dies_is_lost_and_the_other_goes_on() {
+    let cuda = FakeCuda::build(Batch::Cuda13);
+    let mut url = url("");
+    url.target = Target::All;
+    let store = VramStore::open_with(&url, &drivers(cuda.path())).expect("two fake GPUs");
+    let on = |member| (0..store.slots()).find(|&slot| store.member(Slot(slot)) == member).expect("a slot");
+    let (first, second) = (on(0), on(1));
+    let mut lane = store.lane(4).expect("a lane");
+    for slot in [first, second] {
+        write(lane.as_mut(), slot, &page(slot)).expect("written");
+    }
+    cuda.fail("cuEventQuery", 0, 1, 719);
+    assert_eq!(write(lane.as_mut(), second, &page(7)), Err(Fault::Lost));
+    assert_eq!((store.state(0), store.state(1)), (State::Online, State::Lost));
+    assert_eq!(read(lane.as_mut(), first), Ok(page(first)));
+    assert_eq!(write(lane.as_mut(), first, &page(8)), Ok(()));
+    assert_eq!(read(lane.as_mut(), second), Err(Fault::Lost));
+    // So it is for a lane that comes later.
+    let mut lane = store.lane(4).expect("a lane");
+    assert_eq!(read(lane.as_mut(), first), Ok(page(8)));
+    assert_eq!(read(lane.as_mut(), second), Err(Fault::Lost));
 }

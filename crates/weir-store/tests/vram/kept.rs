@@ -2,42 +2,19 @@
 
 use super::fake_cuda::{Batch, FakeCuda};
 use super::fake_nvml::FakeNvml;
-use super::{CARD, drivers, page, read, soon, url, write};
-use std::os::fd::{BorrowedFd, OwnedFd};
+use super::{CARD, drivers, memory, page, read, report, soon, url, write};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 use weir_core::{Page, Slot};
+use weir_store::conformance::Shelf;
 use weir_store::vram::{Counters, Drivers, Target, VramStore, VramUrl};
-use weir_store::{Condition, Fault, Joined, Keep, Lane, Progress, State, Store};
+use weir_store::{Condition, Fault, Joined, Lane, Progress, State, Store, Survive};
 
-/// A keeper in this process: descriptors by name.
-#[derive(Debug, Default)]
-struct Shelf(Mutex<std::collections::BTreeMap<String, OwnedFd>>);
-
-impl Keep for Shelf {
-    fn hold(&self, name: &str, fd: BorrowedFd<'_>, _is_memory: bool) -> std::io::Result<()> {
-        self.0.lock().unwrap().insert(name.to_owned(), fd.try_clone_to_owned()?);
-        Ok(())
-    }
-
-    fn let_go(&self, name: &str) -> std::io::Result<()> {
-        self.0.lock().unwrap().remove(name);
-        Ok(())
-    }
-}
-
-impl Shelf {
-    fn names(&self) -> Vec<String> {
-        self.0.lock().unwrap().keys().cloned().collect()
-    }
-
-    /// As a new process does it: the shelf keeps its own.
-    fn reopen(&self, url: &VramUrl, drivers: &Drivers) -> Result<VramStore, weir_store::OpenError> {
-        let mut take = |name: &str| Some(self.0.lock().unwrap().get(name)?.try_clone().unwrap());
-        VramStore::reopen_with(url, drivers, &mut take)
-    }
+/// The store again as a new process opens it: the shelf keeps its own.
+fn reopen(shelf: &Shelf, url: &VramUrl, drivers: &Drivers) -> Result<VramStore, weir_store::OpenError> {
+    VramStore::reopen_with(url, drivers, &mut |name| shelf.copy(name))
 }
 
 #[test]
@@ -60,15 +37,15 @@ fn a_store_is_found_again_by_the_chunks_that_were_kept() {
             write(lane.as_mut(), slot, &page(slot)).expect("written");
         }
         // Given back: not to be found again. And one that came later is.
-        store.release(1).expect("released");
-        store.release(2).expect("released");
-        store.take(2).expect("taken");
+        memory(&store).release(1).expect("released");
+        memory(&store).release(2).expect("released");
+        memory(&store).take(2).expect("taken");
         write(lane.as_mut(), 2 * 256, &page(77)).expect("written");
         assert_eq!(shelf.names(), ["chunk.0.0", "chunk.0.2", "chunk.0.3", "plan"]);
         drop(lane);
         drop(store);
         for generation in 0..3 {
-            let again = shelf.reopen(&url, &drivers).expect("the store again");
+            let again = reopen(&shelf, &url, &drivers).expect("the store again");
             assert_eq!(again.slots(), 1024);
             let mut lane = again.lane(4).expect("a lane");
             for slot in (0..256).chain(768..1024) {
@@ -82,20 +59,20 @@ fn a_store_is_found_again_by_the_chunks_that_were_kept() {
             assert_eq!(read(lane.as_mut(), 256), Err(Fault::Lost));
             again.keep_with(shelf.clone(), true).expect("kept");
             if generation == 0 {
-                again.take(1).expect("taken");
+                memory(&again).take(1).expect("taken");
                 assert_eq!(shelf.names().len(), 5);
                 write(lane.as_mut(), 300, &page(300)).expect("written");
                 assert_eq!(read(lane.as_mut(), 300), Ok(page(300)));
                 drop(lane);
-                again.release(1).expect("released");
+                memory(&again).release(1).expect("released");
             }
         }
         // Told to end, it leaves nothing readable.
-        let last = shelf.reopen(&url, &drivers).expect("the store again");
+        let last = reopen(&shelf, &url, &drivers).expect("the store again");
         last.keep_with(shelf.clone(), true).expect("kept");
         last.forget();
         drop(last);
-        let after = shelf.reopen(&url, &drivers).expect("the store again");
+        let after = reopen(&shelf, &url, &drivers).expect("the store again");
         let mut lane = after.lane(4).expect("a lane");
         assert_eq!(read(lane.as_mut(), 3), Ok(Page::zeroed()));
     }
@@ -114,7 +91,7 @@ fn chunks_of_cuda_alone_on_two_cards_are_found_again() {
     (0..1024).for_each(|slot| write(lane.as_mut(), slot, &page(slot)).expect("written"));
     drop(lane);
     drop(store);
-    let again = shelf.reopen(&url, &drivers).expect("the store again");
+    let again = reopen(&shelf, &url, &drivers).expect("the store again");
     let mut lane = again.lane(4).expect("a lane");
     assert!((0..1024).all(|slot| read(lane.as_mut(), slot) == Ok(page(slot))));
 }
@@ -138,7 +115,7 @@ fn opening<const LANES: usize>(
     drivers: &Drivers,
 ) -> (VramStore, [Box<dyn Lane>; LANES]) {
     cuda.hold("cuInit");
-    let store = shelf.reopen(url, drivers).expect("the store again");
+    let store = reopen(shelf, url, drivers).expect("the store again");
     store.keep_with(shelf.clone(), true).expect("kept");
     let lanes = std::array::from_fn(|_| store.lane(4).expect("a lane"));
     (store, lanes)
@@ -156,7 +133,7 @@ fn counters(store: &VramStore) -> Counters {
 fn outcome(store: &VramStore) -> Joined {
     let told = Arc::new(Mutex::new(None));
     let tell = Arc::clone(&told);
-    store.when_joined(Arc::new(move |joined| *tell.lock().unwrap() = Some(joined.clone())));
+    report(store).when_joined(Arc::new(move |joined| *tell.lock().unwrap() = Some(joined.clone())));
     soon("over", || told.lock().unwrap().is_some());
     let joined = told.lock().unwrap().take();
     joined.expect("just seen")
@@ -179,14 +156,14 @@ fn pages_are_served_while_cuda_is_still_being_opened_and_by_it_once_it_is() {
         cuda.hold(call);
         assert!(holds_every_page(lane.as_mut()), "{call}");
         write(lane.as_mut(), 7, &page(7777)).expect("written");
-        assert_eq!((store.state(), read(lane.as_mut(), 7)), (State::Online, Ok(page(7777))));
+        assert_eq!((store.state(0), read(lane.as_mut(), 7)), (State::Online, Ok(page(7777))));
         let by = counters(&store).pages;
         assert!(by[0] >= 1026 && by[1..] == [0, 0], "{call}: {by:?}");
         // Chunks come and go meanwhile.
-        store.release(1).expect("released");
-        store.release(2).expect("released");
+        memory(&store).release(1).expect("released");
+        memory(&store).release(2).expect("released");
         if call != "cuImportExternalMemory" {
-            store.take(1).expect("taken");
+            memory(&store).take(1).expect("taken");
             write(lane.as_mut(), 300, &page(300)).expect("written");
         }
         cuda.hold("");
@@ -234,12 +211,12 @@ fn a_driver_that_fails_behind_the_first_operations_leaves_the_window() {
             let why = outcome(&store).missing.expect("something is missing");
             assert!(why.contains(&format!("CUDA error {code}")) || why.contains("answered"), "{call}: {why}");
             assert!(lanes.iter_mut().all(|lane| holds_every_page(lane.as_mut())), "{call}");
-            assert_eq!(store.state(), State::Online, "{call} answered {code}");
+            assert_eq!(store.state(0), State::Online, "{call} answered {code}");
             let by = counters(&store).pages;
             assert!(by[0] >= 2048 && by[1..] == [0, 0], "{call}: {by:?}");
             // Nothing holds on to what was given back.
-            store.release(1).expect("released");
-            store.take(1).expect("taken");
+            memory(&store).release(1).expect("released");
+            memory(&store).take(1).expect("taken");
             write(lanes[0].as_mut(), 256, &page(1)).expect("written");
             assert_eq!(read(lanes[1].as_mut(), 256), Ok(page(1)));
             let mut later = store.lane(4).expect("a lane");
@@ -272,7 +249,7 @@ fn a_store_can_be_closed_while_cuda_is_being_opened() {
             closing.join().expect("no panic");
         });
         // Told to end, it left nothing readable, whatever was half open.
-        let after = shelf.reopen(&url, &drivers).expect("the store again");
+        let after = reopen(&shelf, &url, &drivers).expect("the store again");
         let mut lane = after.lane(4).expect("a lane");
         assert_eq!(read(lane.as_mut(), 3), Ok(Page::zeroed()), "{call}");
     }
@@ -284,8 +261,8 @@ fn whoever_asks_for_the_head_room_is_told_when_the_library_is_open() {
     let drivers = Drivers { nvml: nvml.path().into(), ..drivers(Path::new("/no/libcuda.so.1")) };
     let url = url("");
     let shelf = left_behind(&url, &drivers);
-    let store = shelf.reopen(&url, &drivers).expect("the store again");
-    assert!(store.headroom()[0].is_some());
+    let store = reopen(&shelf, &url, &drivers).expect("the store again");
+    assert!(memory(&store).headroom(0).is_some());
 }
 
 #[test]
@@ -301,7 +278,7 @@ fn by_cuda_alone_what_is_kept_waits_for_another_process_and_is_whole_there() {
     (0..1024).for_each(|slot| write(lane.as_mut(), slot, &page(slot)).expect("written"));
     let wants = Arc::new(AtomicBool::new(false));
     let told = Arc::clone(&wants);
-    store.when_changed(Arc::new(move |it: &Condition| {
+    report(&store).when_changed(Arc::new(move |it: &Condition| {
         told.store(it.wants_another_process, Ordering::Release);
     }));
     for number in 0..8 {
@@ -318,7 +295,7 @@ fn by_cuda_alone_what_is_kept_waits_for_another_process_and_is_whole_there() {
     Box::leak(Box::new((lane, store)));
     let next = FakeCuda::build(Batch::Cuda13);
     let drivers = super::drivers(next.path());
-    let again = shelf.reopen(&url, &drivers).expect("the store again");
+    let again = reopen(&shelf, &url, &drivers).expect("the store again");
     assert!(holds_every_page(again.lane(4).expect("a lane").as_mut()));
 }
 
@@ -329,11 +306,11 @@ fn a_card_that_has_left_the_bus_is_lost_at_once_and_costs_no_process() {
     url.target = Target::Index(0);
     let shelf = left_behind(&url, &drivers(cuda.path()));
     let drivers = Drivers { nvml: nvml.path().into(), ..drivers(cuda.path()) };
-    let store = shelf.reopen(&url, &drivers).expect("the store again");
+    let store = reopen(&shelf, &url, &drivers).expect("the store again");
     store.keep_with(shelf, true).expect("kept");
     let told = Arc::new(Mutex::new(Vec::new()));
     let tell = Arc::clone(&told);
-    store.when_changed(Arc::new(move |it: &Condition| tell.lock().unwrap().push(it.clone())));
+    report(&store).when_changed(Arc::new(move |it: &Condition| tell.lock().unwrap().push(it.clone())));
     let mut lane = store.lane(4).expect("a lane");
     write(lane.as_mut(), 1, &page(1)).expect("written");
     std::fs::remove_file(nvml.path().with_extension("card")).expect("removed");
@@ -345,7 +322,7 @@ fn a_card_that_has_left_the_bus_is_lost_at_once_and_costs_no_process() {
         lane.poll(Instant::now(), &mut |done| result = Some(done.result));
         assert!(since.elapsed() < super::PATIENCE, "no answer");
     }
-    assert_eq!((result, store.state()), (Some(Err(Fault::Lost)), State::Lost));
+    assert_eq!((result, store.state(0)), (Some(Err(Fault::Lost)), State::Lost));
     soon("told", || !told.lock().unwrap().is_empty());
     let told = told.lock().unwrap();
     assert!(told.iter().all(|it| it.state == State::Lost && !it.wants_another_process), "{told:?}");
@@ -359,9 +336,9 @@ fn a_failed_take_over_leaves_the_pages_for_the_next() {
     there.target = Target::Index(0);
     let shelf = left_behind(&there, &alone);
     cuda.fail("cuMemImportFromShareableHandle", 1, 1, 1);
-    let why = shelf.reopen(&there, &alone).expect_err("an import failed").to_string();
+    let why = reopen(&shelf, &there, &alone).expect_err("an import failed").to_string();
     assert!(why.contains("chunk 1 cannot be imported"), "{why}");
-    let again = shelf.reopen(&there, &alone).expect("the store again");
+    let again = reopen(&shelf, &there, &alone).expect("the store again");
     assert!(holds_every_page(again.lane(4).expect("a lane").as_mut()));
 
     let nvml = FakeNvml::build(CARD);
@@ -373,12 +350,12 @@ fn a_failed_take_over_leaves_the_pages_for_the_next() {
     std::fs::write(&version, "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Sun Nov 1\n")
         .unwrap();
     let upgraded = Drivers { loaded: version.clone(), ..good.clone() };
-    let why = shelf.reopen(&url, &upgraded).expect_err("versions differ").to_string();
+    let why = reopen(&shelf, &url, &upgraded).expect_err("versions differ").to_string();
     assert!(why.contains("580.159.04") && why.contains("0.fake"), "{why}");
     std::fs::remove_file(version).unwrap();
     let why = VramStore::reopen_with(&url, &good, &mut |_| None).expect_err("nothing kept").to_string();
     assert!(why.contains("does not hold its plan"), "{why}");
-    let again = shelf.reopen(&url, &good).expect("the store again");
+    let again = reopen(&shelf, &url, &good).expect("the store again");
     let mut lane = again.lane(4).expect("a lane");
     assert!(holds_every_page(lane.as_mut()));
 }

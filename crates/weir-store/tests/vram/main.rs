@@ -16,10 +16,20 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use weir_core::{ByteSize, PAGE_SIZE, Page, PageBytes, Slot};
 use weir_store::vram::{Drivers, VramStore, VramUrl};
-use weir_store::{Done, Fault, Lane, Progress, State, Store, StoreUrl, conformance};
+use weir_store::{Done, Fault, Lane, Progress, Reclaim, Report, State, Store, StoreUrl, conformance};
 
 /// How long a machine with other things to do may take for what takes no time.
 const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The store as what gives its memory back.
+fn memory(store: &VramStore) -> &dyn Reclaim {
+    store.reclaim().expect("cards give memory back")
+}
+
+/// The store as what tells how its cards are.
+fn report(store: &VramStore) -> &dyn Report {
+    store.report().expect("cards tell how they are")
+}
 
 fn url(options: &str) -> VramUrl {
     // The renderer and the fake driver's threads answer when the machine lets them run.
@@ -161,7 +171,7 @@ fn nothing_readable_is_left_in_a_released_chunk_or_after_the_end() {
         std::fs::File::from(store.gpus()[0].export(chunk).expect("an export").expect("a chunk"))
     });
     let mut lane = store.lane(1).expect("a lane");
-    for slot in 0..2 * store.chunk_slots() {
+    for slot in 0..2 * memory(&store).chunk_slots() {
         write(lane.as_mut(), slot, &page(slot)).expect("written");
     }
     let zeros = |file: &std::fs::File| {
@@ -170,7 +180,7 @@ fn nothing_readable_is_left_in_a_released_chunk_or_after_the_end() {
         bytes.iter().all(|&byte| byte == 0)
     };
     assert!(kept.iter().all(|file| !zeros(file)), "the pages are there while the store holds them");
-    store.release(0).expect("released");
+    memory(&store).release(0).expect("released");
     assert!(zeros(&kept[0]) && !zeros(&kept[1]));
     drop(lane);
     drop(store);
@@ -219,7 +229,7 @@ fn a_call_names_no_more_copies_than_the_url_allows() {
             let mut lane = faked.store.lane(256).expect("a lane");
             scattered(lane.as_mut(), 256, 3);
             assert_eq!(faked.cuda.largest_batch(), most.min(256), "{options} by {batch:?}");
-            assert_eq!(faked.store.state(), State::Online);
+            assert_eq!(faked.store.state(0), State::Online);
         }
     }
 }
@@ -324,7 +334,7 @@ fn a_batch_that_the_driver_refuses_fails_alone_and_whole() {
             let expected = if round == 1 { Err(Fault::Io(libc::EIO)) } else { Ok(()) };
             assert_eq!(results, [0, 1, 2, 3].map(|ticket| (ticket, expected)), "round {round}");
         }
-        assert_eq!(faked.store.state(), State::Online, "an error that is not sticky loses nothing");
+        assert_eq!(faked.store.state(0), State::Online, "an error that is not sticky loses nothing");
     }
 }
 
@@ -342,11 +352,11 @@ fn an_asynchronous_failure_reaches_the_batch_that_it_belongs_to() {
 #[test]
 fn out_of_device_memory_is_a_full_store_and_passes() {
     let faked = faked("&ring=off", Batch::Cuda13);
-    faked.store.release(2).expect("released");
+    memory(&faked.store).release(2).expect("released");
     faked.cuda.fail("cuExternalMemoryGetMappedBuffer", 0, 1, 2);
-    assert_eq!(faked.store.take(2), Err(Fault::Full));
-    assert_eq!(faked.store.state(), State::Online);
-    assert_eq!(faked.store.take(2), Ok(()));
+    assert_eq!(memory(&faked.store).take(2), Err(Fault::Full));
+    assert_eq!(faked.store.state(0), State::Online);
+    assert_eq!(memory(&faked.store).take(2), Ok(()));
 }
 
 #[test]
@@ -405,7 +415,7 @@ fn cuda_alone_works_without_the_window() {
         write(lane.as_mut(), slot, &page(slot)).expect("written");
         assert_eq!(read(lane.as_mut(), slot), Ok(page(slot)));
     }
-    store.release(1).expect("released");
+    memory(&store).release(1).expect("released");
     assert_eq!(read(lane.as_mut(), 256), Err(Fault::Lost));
     assert_eq!(read(lane.as_mut(), 255), Ok(page(255)));
 }
@@ -445,7 +455,7 @@ fn chunks_come_and_go_under_load_and_the_ring_makes_way() {
                         write(lane.as_mut(), slot, &page(rounds)).expect("written");
                         assert_eq!(read(lane.as_mut(), slot), Ok(page(rounds)));
                         // Chunk 3 comes and goes: either it is there or it is lost, and nothing else.
-                        let there = read(lane.as_mut(), 3 * store.chunk_slots() + worker);
+                        let there = read(lane.as_mut(), 3 * memory(store).chunk_slots() + worker);
                         assert!(matches!(there, Ok(_) | Err(Fault::Lost)), "{there:?}");
                         rounds += 1;
                     }
@@ -456,8 +466,8 @@ fn chunks_come_and_go_under_load_and_the_ring_makes_way() {
         // On until the kernel has come back between two chunks, however late the machine lets it.
         let (mut cycles, begun) = (0, Instant::now());
         soon("back between two chunks", || {
-            in_time(|| store.release(3));
-            in_time(|| store.take(3));
+            in_time(|| memory(store).release(3));
+            in_time(|| memory(store).take(3));
             cycles += 1;
             (cycles >= 30 || begun.elapsed() > PATIENCE / 3) && store.gpus()[0].counters().ring_entered > 1
         });
@@ -466,7 +476,7 @@ fn chunks_come_and_go_under_load_and_the_ring_makes_way() {
             assert!(worker.join().expect("no panic") >= 10);
         }
     });
-    assert_eq!(store.state(), State::Online);
+    assert_eq!(store.state(0), State::Online);
 }
 
 /// Again and again where a thread that the store waits for is not let run: refused for now, and nothing has changed.
@@ -495,18 +505,22 @@ fn the_floor_of_free_memory_makes_a_store_drain_and_recover() {
     let nvml = FakeNvml::build(CARD);
     let drivers = Drivers { nvml: nvml.path().into(), ..drivers(Path::new("/no/libcuda.so.1")) };
     let store = VramStore::open_with(&url("&floor=512MiB"), &drivers).expect("a store");
-    let room = store.headroom()[0].expect("it says");
+    let room = memory(&store).headroom(0).expect("it says");
     assert_eq!((room.free, room.total, room.floor, room.spare), (8 << 30, 24 << 30, 512 << 20, 1 << 30));
-    assert_eq!((store.state(), room.owed_chunks()), (State::Online, 0));
+    assert_eq!((store.state(0), room.owed_chunks()), (State::Online, 0));
     nvml.set(Card { free: 511 << 20, ..CARD });
-    soon("draining", || store.state() == State::Draining);
-    assert_eq!(store.headroom()[0].map(|room| room.owed_chunks()), Some(2), "the floor and a chunk on top");
+    soon("draining", || store.state(0) == State::Draining);
+    assert_eq!(
+        memory(&store).headroom(0).map(|room| room.owed_chunks()),
+        Some(2),
+        "the floor and a chunk on top"
+    );
     // What it holds it still gives.
     let mut lane = store.lane(1).expect("a lane");
     write(lane.as_mut(), 1, &page(1)).expect("written");
     assert_eq!(read(lane.as_mut(), 1), Ok(page(1)));
     nvml.set(Card { free: 513 << 20, ..CARD });
-    soon("online", || store.state() == State::Online);
+    soon("online", || store.state(0) == State::Online);
 }
 
 #[test]
@@ -515,7 +529,7 @@ fn a_display_takes_its_share_and_keeps_the_kernel_off_the_card() {
     let cuda = FakeCuda::build(Batch::Cuda13);
     let drivers = Drivers { nvml: nvml.path().into(), ..drivers(cuda.path()) };
     let store = VramStore::open_with(&url(""), &drivers).expect("a store");
-    let room = store.headroom()[0].expect("it says");
+    let room = memory(&store).headroom(0).expect("it says");
     assert_eq!((room.display, room.spare), (true, 3 << 30));
     assert!(!store.gpus()[0].enter_ring(), "no kernel beside a display unless it is asked for");
     let asked = VramStore::open_with(&url("&ring=on"), &drivers).expect("a store");
@@ -543,10 +557,10 @@ fn a_management_library_that_fails_says_nothing_and_breaks_nothing() {
     let nvml = FakeNvml::build(CARD);
     let drivers = Drivers { nvml: nvml.path().into(), ..drivers(Path::new("/no/libcuda.so.1")) };
     let store = VramStore::open_with(&url(""), &drivers).expect("a store");
-    assert!(store.headroom()[0].is_some());
+    assert!(memory(&store).headroom(0).is_some());
     std::fs::remove_file(nvml.path().with_extension("card")).expect("removed");
-    assert_eq!(store.headroom(), [None], "the card stays the one of its number");
-    assert_eq!(store.state(), State::Online);
+    assert_eq!(memory(&store).headroom(0), None, "the card stays the one of its number");
+    assert_eq!(store.state(0), State::Online);
 }
 
 #[test]

@@ -3,6 +3,7 @@
 use super::count::count;
 use super::{Lane, StoreLane};
 use crate::Tier;
+use crate::records::EXTENT_SLOTS;
 use crate::rest::Rest;
 use std::time::{Duration, Instant};
 use weir_core::{PageNo, Slot};
@@ -52,7 +53,7 @@ impl Lane {
         }
         // Waiting frees slots, and brings no store back. A page that is to move up waits for
         // nothing: it lies well where it is.
-        let any_left = self.volume.tiers.iter().any(|tier| tier.store.state() != State::Lost);
+        let any_left = self.volume.tiers.iter().any(|tier| !tier.is_lost());
         if self.holds_slots() || !any_left || self.reach < self.stores.len() {
             return None;
         }
@@ -92,7 +93,8 @@ impl Lane {
         self.under_way + self.finished.len() + self.unsettled
     }
 
-    /// A store that is draining is asked last: its slots are part of what the volume promised.
+    /// Members that are draining are asked last: their slots are part of what the volume promised. Those that are lost or out of
+    /// reach are not asked.
     pub(super) fn claim_now(&mut self, page: PageNo) -> Option<(usize, Slot)> {
         self.claims_since_safe += 1;
         let found = self.claim_in(page, State::Online);
@@ -106,7 +108,7 @@ impl Lane {
     fn claim_in(&mut self, page: PageNo, state: State) -> Option<(usize, Slot)> {
         for at in 0..self.reach {
             let tier = &self.volume.tiers[at];
-            if tier.store.state() != state {
+            if !tier.has_member(state) {
                 continue;
             }
             if tier.is_quarantined() && self.slots_held() >= self.volume.share_in_quarantine() as usize {
@@ -116,26 +118,28 @@ impl Lane {
                 self.refresh_safe();
             }
             if self.long > 0
-                && let Some(slot) = self.claim_in_run(at, page)
+                && let Some(slot) = self.claim_in_run(at, page, state)
             {
                 self.taker = at;
                 return Some((at, slot));
             }
             let tier = &self.volume.tiers[at];
+            let may = |extent| tier.lies_on(extent, state);
             let store = &mut self.stores[at];
             while let Some(slot) = store.hints.first() {
-                if tier.records.try_claim(slot, page, self.safe) {
+                let may_be_used = may(slot.0 / EXTENT_SLOTS);
+                if may_be_used && tier.records.try_claim(slot, page, self.safe) {
                     store.hints.pop();
                     self.taker = at;
                     return Some((at, slot));
                 }
-                if tier.records.waits_for_epoch(slot) {
+                if may_be_used && tier.records.waits_for_epoch(slot) {
                     break;
                 }
-                // Somebody else has it, or its chunk is closed: the next is as good.
+                // Somebody else has it, its chunk is closed, or its member is not asked now: the next is as good.
                 store.hints.pop();
             }
-            if let Some(slot) = tier.records.claim(&mut store.cursor, page, self.safe) {
+            if let Some(slot) = tier.records.claim(&mut store.cursor, page, self.safe, may) {
                 self.taker = at;
                 return Some((at, slot));
             }
@@ -144,25 +148,28 @@ impl Lane {
     }
 
     /// The next slot of the run that this lane writes into, or the first of another.
-    fn claim_in_run(&mut self, at: usize, page: PageNo) -> Option<Slot> {
+    fn claim_in_run(&mut self, at: usize, page: PageNo, state: State) -> Option<Slot> {
         if self.stores[at].run.is_empty() {
             if self.barren {
                 return None;
             }
             self.refresh_safe();
+            let tier = &self.volume.tiers[at];
             let StoreLane { run, run_cursor, .. } = &mut self.stores[at];
-            *run = self.volume.tiers[at].records.find_run(run_cursor, RUN_FINE, RUN_MAX, self.safe);
+            let may = |extent| tier.lies_on(extent, state);
+            *run = tier.records.find_run(run_cursor, RUN_FINE, RUN_MAX, self.safe, may);
             self.barren = run.len() < RUN_LEAST;
             if self.barren {
                 *run = 0..0;
             }
         }
         let slot = Slot(self.stores[at].run.next()?);
-        if self.volume.tiers[at].records.try_claim(slot, page, self.safe) {
+        let tier = &self.volume.tiers[at];
+        if tier.lies_on(slot.0 / EXTENT_SLOTS, state) && tier.records.try_claim(slot, page, self.safe) {
             self.long -= 1;
             return Some(slot);
         }
-        // Another lane is at it.
+        // Another lane is at it, or its member takes no pages any more.
         self.stores[at].run = 0..0;
         None
     }
@@ -173,9 +180,10 @@ impl Lane {
     pub(super) fn no_slot(&self) -> Fault {
         let tiers = &self.volume.tiers;
         let is_worker = self.parts.iter().any(|part| part.patch.is_empty());
-        if tiers.iter().any(|tier| tier.store.state() == State::Lost) {
+        let is_late = |tier: &Tier| tier.is_quarantined() || tier.has_member(State::Unreachable);
+        if tiers.iter().any(|tier| tier.has_member(State::Lost)) {
             Fault::Lost
-        } else if !is_worker && (self.unsettled > 0 || tiers.iter().any(Tier::is_quarantined)) {
+        } else if !is_worker && (self.unsettled > 0 || tiers.iter().any(is_late)) {
             Fault::Timeout
         } else {
             Fault::Full

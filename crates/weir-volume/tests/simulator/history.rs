@@ -651,7 +651,7 @@ impl History {
         for &(store, chunk) in &self.released {
             // A store that is opened anew may have all its memory; the volume remembers what was given back.
             if self.dead != Some(store) && self.chance.one_in(2) {
-                weir_store::Store::take(&*self.stores[store], chunk).expect("memory");
+                weir_store::Reclaim::take(&*self.stores[store], chunk).expect("memory");
             }
         }
         // In half of the crashes what the daemon had begun to write is still under way, and lands some time later.

@@ -9,7 +9,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 pub struct Condition {
     /// Its name.
     pub part: String,
-    /// `online`, `draining` or `lost`.
+    /// `online`, `draining`, `unreachable` or `lost`.
     pub state: String,
     /// The ways to its memory that it has now.
     pub ways: Vec<String>,

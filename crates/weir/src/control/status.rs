@@ -89,7 +89,7 @@ pub struct Compress {
 pub struct Store {
     /// Its URL.
     pub url: String,
-    /// `online`, `draining` or `lost`.
+    /// `online`, `draining`, `unreachable` or `lost`.
     pub state: String,
     /// How each card is that it lies on, since when, and why. Not from daemons before 0.1.0 of November 2026.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

@@ -9,10 +9,9 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering}
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Instant;
 use weir_cli::failure::{Failure, chain};
-use weir_core::{ByteSize, PAGE_SIZE};
+use weir_core::{ByteSize, PAGE_SIZE, Slot};
 use weir_queue::{Item, Queue, Work, has_item};
-use weir_store::Fault;
-use weir_store::vram::Headroom;
+use weir_store::{Fault, Headroom, Store};
 use weir_volume::{ChunkState, ChunkStatus, GiveBackError, Lane, Note, Volume};
 
 /// What to do where every store is needed.
@@ -75,8 +74,8 @@ impl Total {
 pub struct Card {
     /// The store's place in the order.
     pub store: usize,
-    /// The card's place among the store's.
-    pub card: usize,
+    /// The card's number among the store's members.
+    pub card: u32,
 }
 
 /// A chunk, by store and number.
@@ -229,21 +228,21 @@ impl Crew {
     }
 
     fn card(&self, chunk: &Chunk) -> Card {
-        let card = self.volume.stores().nth(chunk.store).map_or(0, |store| store.card(chunk.chunk));
-        Card { store: chunk.store, card }
+        let store = self.volume.stores().nth(chunk.store);
+        Card { store: chunk.store, card: store.map_or(0, |store| member(&**store, chunk.chunk)) }
     }
 
     /// How much of a card is left to its owner, where it says so.
     pub fn room(&self, card: Card) -> Option<Headroom> {
-        self.volume.stores().nth(card.store)?.headroom().get(card.card).copied().flatten()
+        self.volume.stores().nth(card.store)?.reclaim()?.headroom(card.card)
     }
 
     /// The cards that say how much of them is left, of stores that lend.
     pub fn cards(&self) -> impl Iterator<Item = Card> {
         let stores = self.volume.stores().enumerate().filter(|&(at, _)| self.lends[at]);
         stores.flat_map(|(store, it)| {
-            let rooms = it.headroom().into_iter().enumerate();
-            rooms.filter_map(move |(card, room)| room.map(|_| Card { store, card }))
+            let says = move |&card: &u32| it.reclaim().is_some_and(|it| it.headroom(card).is_some());
+            (0..it.members()).filter(says).map(move |card| Card { store, card })
         })
     }
 
@@ -258,7 +257,8 @@ impl Crew {
     fn chunks(&self, state: ChunkState, only: Option<Card>) -> Vec<Chunk> {
         let mut all = Vec::new();
         for (store, it) in self.volume.stores().enumerate().filter(|&(at, _)| self.lends[at]) {
-            let wanted = |chunk: u32| only.is_none_or(|only| only == Card { store, card: it.card(chunk) });
+            let wanted =
+                |chunk: u32| only.is_none_or(|only| only == Card { store, card: member(&**it, chunk) });
             let chunks = self.volume.chunks(store);
             let governed = Note { unasked: true, asleep: false };
             let mine = |note| note == governed || only.is_none() || state != ChunkState::GivenBack;
@@ -475,6 +475,11 @@ impl Crew {
     }
 }
 
+/// The member on which a chunk lies.
+fn member(store: &dyn Store, chunk: u32) -> u32 {
+    store.reclaim().map_or(0, |it| store.member(Slot(chunk * it.chunk_slots())))
+}
+
 /// The first chunks for which `more` holds, given the bytes of those before.
 fn upto(chunks: &[Chunk], more: impl Fn(u64, &Chunk) -> bool) -> Vec<Chunk> {
     let mut sum = 0;
@@ -493,7 +498,7 @@ fn bytes(slots: u32) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use weir_store::{Host, OpenError, Sim, SimUrl, Store};
+    use weir_store::{Host, OpenError, Reclaim, Sim, SimUrl, State};
     use weir_volume::Config;
 
     const MIB: u64 = 1 << 20;
@@ -525,12 +530,26 @@ mod tests {
             self.sim.slots()
         }
 
-        fn chunk_slots(&self) -> u32 {
-            self.sim.chunk_slots()
-        }
-
         fn lane(&self, depth: usize) -> Result<Box<dyn weir_store::Lane>, OpenError> {
             self.sim.lane(depth)
+        }
+
+        fn state(&self, member: u32) -> State {
+            self.sim.state(member)
+        }
+
+        fn unfit_for_swap(&self) -> Option<String> {
+            None
+        }
+
+        fn reclaim(&self) -> Option<&dyn Reclaim> {
+            Some(self)
+        }
+    }
+
+    impl Reclaim for OnCard {
+        fn chunk_slots(&self) -> u32 {
+            self.sim.chunk_slots()
         }
 
         fn release(&self, chunk: u32) -> Result<(), Fault> {
@@ -550,17 +569,11 @@ mod tests {
             self.sim.take(chunk)
         }
 
-        fn headroom(&self) -> Vec<Option<Headroom>> {
+        fn headroom(&self, _member: u32) -> Option<Headroom> {
             let (free, floor, spare) = (self.owner.free.load(Ordering::Relaxed), MIB, 2 * MIB);
             let says = !self.owner.silent.load(Ordering::Relaxed);
-            vec![says.then_some(Headroom {
-                free,
-                total: 64 * MIB,
-                display: false,
-                floor,
-                spare,
-                chunk: CHUNK,
-            })]
+            let (total, display, chunk) = (64 * MIB, false, CHUNK);
+            says.then_some(Headroom { free, total, display, floor, spare, chunk })
         }
     }
 
@@ -678,21 +691,47 @@ mod tests {
             self.0.slots()
         }
 
-        fn chunk_slots(&self) -> u32 {
-            CHUNK_SLOTS
-        }
-
         fn lane(&self, depth: usize) -> Result<Box<dyn weir_store::Lane>, OpenError> {
             self.0.lane(depth)
         }
 
-        fn headroom(&self) -> Vec<Option<Headroom>> {
-            let second = Headroom { free: 0, total: 1, display: false, floor: 1, spare: 1, chunk: 1 };
-            vec![None, Some(second)]
+        fn members(&self) -> u32 {
+            2
         }
 
-        fn card(&self, chunk: u32) -> usize {
-            usize::from(chunk == 3)
+        fn member(&self, slot: Slot) -> u32 {
+            u32::from(slot.0 / CHUNK_SLOTS == 3)
+        }
+
+        fn state(&self, _member: u32) -> State {
+            State::Online
+        }
+
+        fn unfit_for_swap(&self) -> Option<String> {
+            None
+        }
+
+        fn reclaim(&self) -> Option<&dyn Reclaim> {
+            Some(self)
+        }
+    }
+
+    impl Reclaim for Mixed {
+        fn chunk_slots(&self) -> u32 {
+            CHUNK_SLOTS
+        }
+
+        fn release(&self, _chunk: u32) -> Result<(), Fault> {
+            Ok(())
+        }
+
+        fn take(&self, _chunk: u32) -> Result<(), Fault> {
+            Ok(())
+        }
+
+        fn headroom(&self, member: u32) -> Option<Headroom> {
+            let second = Headroom { free: 0, total: 1, display: false, floor: 1, spare: 1, chunk: 1 };
+            (member == 1).then_some(second)
         }
     }
 

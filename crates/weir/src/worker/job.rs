@@ -129,7 +129,7 @@ mod tests {
     use super::*;
     use std::time::Instant;
     use weir_core::PAGE_SIZE;
-    use weir_store::{Fault, Host, Lane, OpenError, Store};
+    use weir_store::{Fault, Host, Lane, OpenError, Reclaim, State, Store};
     use weir_volume::{Config, Volume};
 
     /// A store that panics when a chunk is to be taken.
@@ -145,12 +145,26 @@ mod tests {
             self.0.slots()
         }
 
-        fn chunk_slots(&self) -> u32 {
-            self.0.chunk_slots()
-        }
-
         fn lane(&self, depth: usize) -> Result<Box<dyn Lane>, OpenError> {
             self.0.lane(depth)
+        }
+
+        fn state(&self, member: u32) -> State {
+            self.0.state(member)
+        }
+
+        fn unfit_for_swap(&self) -> Option<String> {
+            None
+        }
+
+        fn reclaim(&self) -> Option<&dyn Reclaim> {
+            Some(self)
+        }
+    }
+
+    impl Reclaim for Bursting {
+        fn chunk_slots(&self) -> u32 {
+            self.0.chunk_slots()
         }
 
         fn release(&self, chunk: u32) -> Result<(), Fault> {

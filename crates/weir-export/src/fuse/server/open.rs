@@ -79,7 +79,7 @@ pub(super) fn mounted(
 /// Whether every page is answered at once. A thread with a ring is the only one that serves its processors, and must not wait: behind
 /// one that reads from a disk, 16 requests of one program came at half the rate (measured).
 fn lies_in_memory(volume: &Volume) -> bool {
-    volume.stores().all(|store| matches!(store.window(), Ok(Some(_))))
+    volume.stores().all(|store| store.share().is_some())
 }
 
 /// Makes the file to mount over, if there is nothing. Whether it did.

@@ -4,7 +4,7 @@
 //! has allocated for a while.
 
 use std::time::Duration;
-use weir_store::vram::Headroom;
+use weir_store::Headroom;
 
 /// At most so much is given for a fall of the free memory, on top of the floor: whoever allocates is likely to go on.
 const AHEAD_MOST: u64 = 1 << 30;

@@ -1,4 +1,31 @@
-//! How much of a card is left to its owner, and what follows from it: a pure function of what was read.
+//! Memory that goes back to its owner, chunk by chunk, and how much of it the owner has left.
+
+use crate::Fault;
+
+/// A store that gives its memory back by chunks, and takes it again.
+pub trait Reclaim {
+    /// Slots of a chunk. The last chunk may be shorter.
+    fn chunk_slots(&self) -> u32;
+
+    /// Gives a chunk's memory back to its owner. The caller has emptied it; what it held reads as a fault from
+    /// here on. Slow (milliseconds): call it from a worker.
+    ///
+    /// # Errors
+    /// When the memory stays; the chunk is as it was.
+    fn release(&self, chunk: u32) -> Result<(), Fault>;
+
+    /// Takes memory for a released chunk again. Slow: call it from a worker.
+    ///
+    /// # Errors
+    /// When there is none now.
+    fn take(&self, chunk: u32) -> Result<(), Fault>;
+
+    /// How much of a member is left to its owner; `None` where it does not say. Costs some ten microseconds: for a governor
+    /// that looks a few times a second.
+    fn headroom(&self, _member: u32) -> Option<Headroom> {
+        None
+    }
+}
 
 /// One card's memory as all its users together leave it. The owner comes first: below `floor` memory is owed back; above
 /// `spare` more may be taken.
