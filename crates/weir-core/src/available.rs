@@ -11,11 +11,11 @@ pub fn available() -> Option<u64> {
 
 /// As [`available`], of the machine whose files are below `root`.
 pub fn available_below(root: &Path) -> Option<u64> {
-    of_the_machine(root).into_iter().chain(of_cgroups(root)).min()
+    available_to_all_below(root).into_iter().chain(of_cgroups(root)).min()
 }
 
-/// `MemAvailable` of /proc/meminfo.
-fn of_the_machine(root: &Path) -> Option<u64> {
+/// What all processes together can take so, whatever their groups allow each: `MemAvailable` of /proc/meminfo below `root`.
+pub fn available_to_all_below(root: &Path) -> Option<u64> {
     let meminfo = fs::read_to_string(root.join("proc/meminfo")).ok()?;
     let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     line.trim().strip_suffix(" kB")?.parse::<u64>().ok().map(|kib| kib << 10)

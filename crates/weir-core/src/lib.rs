@@ -16,7 +16,7 @@ pub mod seal;
 mod size;
 pub mod swap_safety;
 
-pub use available::{available, available_below};
+pub use available::{available, available_below, available_to_all_below};
 pub use file_kind::file_kind;
 pub use memory::{Memory, Watch, unlocked, unwatched};
 pub use page::{

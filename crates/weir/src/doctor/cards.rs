@@ -24,6 +24,14 @@ pub enum Looked {
     Died(String),
 }
 
+#[cfg(test)]
+impl Looked {
+    /// At a machine without a card.
+    pub fn none() -> Self {
+        Looked::Seen(Seen { refused: Some("no GPU".to_owned()), ..Seen::default() })
+    }
+}
+
 /// The drivers' answers.
 #[derive(Clone, PartialEq, Default, Debug, Serialize, Deserialize)]
 pub struct Seen {

@@ -2,7 +2,7 @@
 
 use super::Finding;
 use super::cards::{Broken, Card, DRIVER_FILES, Looked};
-use super::machine::Machine;
+use weir_system::Machine;
 
 /// The processor's own way to a card's memory.
 const WINDOW: &str = "mapped";
@@ -10,7 +10,7 @@ const WINDOW: &str = "mapped";
 const LIBRARIES: &str = "install the libraries of the card's Vulkan driver; NVIDIA's needs libGLX and libEGL too, without a display (Debian: libvulkan1 libglx0 \
                          libegl1 libgl1 libglvnd0; in a container NVIDIA_DRIVER_CAPABILITIES=all)";
 
-pub fn check(machine: &Machine) -> Vec<Finding> {
+pub fn check(machine: &Machine, looked: &Looked) -> Vec<Finding> {
     let nvidia = nvidia(machine);
     let render = machine.names("/dev/dri", |name| name.starts_with("renderD"));
     let card = nvidia.is_some() || !render.is_empty();
@@ -26,9 +26,8 @@ pub fn check(machine: &Machine) -> Vec<Finding> {
             "pages can still go to host memory and files: --store host:SIZE, --store file:PATH?size=SIZE",
         ),
     }];
-    let looked = machine.look_at_cards();
-    findings.push(vulkan(machine, card, &looked));
-    findings.extend(cards(card, &looked));
+    findings.push(vulkan(machine, card, looked));
+    findings.extend(cards(card, looked));
     if machine.has("/dev/nvidia0") || machine.has("/dev/nvidiactl") {
         findings.push(library(machine, "cuda", "libcuda.so.1", "the copy engine and the ring path need it"));
         findings.push(library(
@@ -159,9 +158,9 @@ fn library(machine: &Machine, id: &'static str, name: &str, why: &str) -> Findin
 
 #[cfg(test)]
 mod tests {
+    use super::super::Fixture;
     use super::super::Level;
     use super::super::cards::Seen;
-    use super::super::machine::Fixture;
     use super::*;
 
     #[test]
@@ -174,7 +173,7 @@ mod tests {
                 "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\nGCC version: 12",
             )
             .with("/usr/lib64/libcuda.so.1", "");
-        let findings = check(&fixture.machine());
+        let findings = check(&fixture.machine(), &Looked::none());
         assert_eq!(findings[0].seen, "/dev/nvidia0, driver 580.159.04");
         let level = |id| findings.iter().find(|finding| finding.id == id).unwrap().level;
         assert_eq!((level("cuda"), level("nvml"), level("vulkan")), (Level::Ok, Level::Warn, Level::Warn));
@@ -191,15 +190,14 @@ mod tests {
     }
 
     /// A card's device file, Vulkan's loader and a driver's file, and what came of looking.
-    fn with_loader(name: &str, card: bool, looked: Looked) -> Vec<Finding> {
+    fn with_loader(name: &str, card: bool, looked: &Looked) -> Vec<Finding> {
         let mut fixture = Fixture::new(name)
             .with("/usr/lib64/libvulkan.so.1", "")
-            .with("/usr/share/vulkan/icd.d/nvidia_icd.json", "{}")
-            .looked(looked);
+            .with("/usr/share/vulkan/icd.d/nvidia_icd.json", "{}");
         if card {
             fixture = fixture.with("/dev/nvidia0", "");
         }
-        check(&fixture.machine())
+        check(&fixture.machine(), looked)
     }
 
     fn of<'a>(findings: &'a [Finding], id: &str) -> &'a Finding {
@@ -208,11 +206,11 @@ mod tests {
 
     #[test]
     fn a_card_is_reported_by_the_ways_that_it_has_once_it_was_opened() {
-        let whole = with_loader("whole", true, seen(&["mapped", "engine", "ring"], &[]));
+        let whole = with_loader("whole", true, &seen(&["mapped", "engine", "ring"], &[]));
         assert_eq!(of(&whole, "card0").seen, "NVIDIA H200: by mapped and engine and ring");
         assert_eq!((of(&whole, "vulkan").level, of(&whole, "card0").level), (Level::Ok, Level::Ok));
         let why = "vkCreateInstance answered ERROR_INCOMPATIBLE_DRIVER";
-        let alone = with_loader("alone", true, seen(&["engine"], &[("mapped", why)]));
+        let alone = with_loader("alone", true, &seen(&["engine"], &[("mapped", why)]));
         for (id, level) in [("vulkan", Level::Fail), ("card0", Level::Warn)] {
             let finding = of(&alone, id);
             assert_eq!(finding.level, level, "{finding}");
@@ -230,7 +228,7 @@ mod tests {
             why: "libGLX_nvidia.so.0: cannot open shared object file".to_owned(),
         };
         let looked = Seen { refused: Some("none".to_owned()), broken: vec![broken], ..Seen::default() };
-        let findings = with_loader("broken", false, Looked::Seen(looked));
+        let findings = with_loader("broken", false, &Looked::Seen(looked));
         let vulkan = of(&findings, "vulkan");
         assert_eq!(vulkan.level, Level::Fail);
         assert!(vulkan.seen.contains("libGLX_nvidia.so.0") && vulkan.next.is_some(), "{vulkan}");
@@ -238,10 +236,10 @@ mod tests {
 
     #[test]
     fn a_driver_that_hangs_or_crashes_is_a_line_that_fails() {
-        let hangs = with_loader("hangs", true, Looked::NoAnswer(8));
+        let hangs = with_loader("hangs", true, &Looked::NoAnswer(8));
         assert_eq!(of(&hangs, "cards").level, Level::Fail);
         assert!(of(&hangs, "cards").seen.contains("did not answer in 8 s"));
-        let dies = with_loader("dies", true, Looked::Died("signal: 11 (SIGSEGV)".to_owned()));
+        let dies = with_loader("dies", true, &Looked::Died("signal: 11 (SIGSEGV)".to_owned()));
         assert_eq!(of(&dies, "cards").level, Level::Fail);
     }
 
@@ -249,7 +247,7 @@ mod tests {
     fn a_software_renderer_alone_is_no_card_and_no_failure() {
         let none =
             Seen { refused: Some("Vulkan: llvmpipe is a software renderer".to_owned()), ..Seen::default() };
-        let findings = with_loader("software", false, Looked::Seen(none));
+        let findings = with_loader("software", false, &Looked::Seen(none));
         assert_eq!(of(&findings, "vulkan").level, Level::Ok);
         assert!(of(&findings, "vulkan").seen.contains("no GPU"));
         assert!(!findings.iter().any(|finding| finding.id.starts_with("card")));
@@ -261,6 +259,9 @@ mod tests {
             .with("/dev/dri/renderD128", "")
             .with("/dev/dri/renderD129", "")
             .with("/sys/class/drm/renderD128/device/uevent", "DRIVER=amdgpu\nPCI_CLASS=30000\n");
-        assert_eq!(check(&fixture.machine())[0].seen, "/dev/dri/renderD128 (amdgpu), /dev/dri/renderD129");
+        assert_eq!(
+            check(&fixture.machine(), &Looked::none())[0].seen,
+            "/dev/dri/renderD128 (amdgpu), /dev/dri/renderD129"
+        );
     }
 }

@@ -1,8 +1,8 @@
 //! What the kernel can do: block front ends, memory front ends, cgroups.
 
 use super::Finding;
-use super::machine::Machine;
 use std::fmt;
+use weir_system::Machine;
 use weir_system::kernel_release::{FUSE_RESENDS, UBLK, UBLK_SURVIVES, version};
 
 pub fn check(machine: &Machine) -> Vec<Finding> {
@@ -251,8 +251,8 @@ fn pressure(machine: &Machine) -> Finding {
 
 #[cfg(test)]
 mod tests {
+    use super::super::Fixture;
     use super::super::Level;
-    use super::super::machine::Fixture;
     use super::*;
 
     #[test]

@@ -1,8 +1,8 @@
 //! Memory, the swap there is, and settings that bear on both.
 
 use super::Finding;
-use super::machine::Machine;
 use weir_core::ByteSize;
+use weir_system::Machine;
 
 pub fn check(machine: &Machine) -> Vec<Finding> {
     vec![
@@ -16,8 +16,7 @@ pub fn check(machine: &Machine) -> Vec<Finding> {
 }
 
 fn memory(machine: &Machine) -> Finding {
-    let size = |key| machine.size("/proc/meminfo", key);
-    match (size("MemTotal"), size("MemAvailable")) {
+    match (machine.size("/proc/meminfo", "MemTotal"), machine.available()) {
         (Some(total), Some(free)) => Finding::ok("memory", format!("{total}, {free} available")),
         _ => Finding::fail("memory", "/proc/meminfo says nothing", "mount /proc"),
     }
@@ -102,8 +101,8 @@ fn hibernation(machine: &Machine) -> Finding {
 
 #[cfg(test)]
 mod tests {
+    use super::super::Fixture;
     use super::super::Level;
-    use super::super::machine::Fixture;
     use super::*;
 
     #[test]

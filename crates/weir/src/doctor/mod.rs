@@ -4,22 +4,24 @@
 //! can be shown both a machine that has a thing and one that has not.
 
 pub mod cards;
+#[cfg(test)]
+mod fixture;
 mod gpu;
 mod kernel;
-mod machine;
 mod memory;
 mod process;
 mod system;
 
 use crate::cli::DoctorOptions;
+use cards::Looked;
 #[cfg(test)]
-pub use machine::Fixture;
-pub use machine::Machine;
+pub use fixture::Fixture;
 pub use process::Capabilities;
 use serde::Serialize;
 use std::fmt;
 pub use system::suspend_loses_pages;
 use weir_cli::failure::Failure;
+use weir_system::Machine;
 
 /// What a finding means for somebody who wants to swap on Weir.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize)]
@@ -85,9 +87,9 @@ struct Report {
 }
 
 impl Report {
-    fn of(machine: &Machine) -> Self {
+    fn of(machine: &Machine, looked: &Looked) -> Self {
         let mut checks = Vec::new();
-        checks.extend(gpu::check(machine));
+        checks.extend(gpu::check(machine, looked));
         checks.extend(kernel::check(machine));
         checks.extend(process::check(machine));
         checks.extend(memory::check(machine));
@@ -99,7 +101,7 @@ impl Report {
 
 /// Prints the report. Fails (exit code 1) when a finding does.
 pub fn run(options: DoctorOptions) -> Result<(), Failure> {
-    let report = Report::of(&Machine::this());
+    let report = Report::of(&Machine::this(), &cards::look(&cards::all()));
     if options.json {
         println!("{}", serde_json::to_string_pretty(&report).map_err(Failure::failed)?);
     } else {
@@ -116,7 +118,7 @@ mod tests {
 
     #[test]
     fn a_machine_with_nothing_at_all_gets_a_next_step_for_all_that_is_wrong() {
-        let report = Report::of(&Fixture::new("nothing").machine());
+        let report = Report::of(&Fixture::new("nothing").machine(), &Looked::none());
         for finding in &report.checks {
             assert!(finding.level == Level::Ok || finding.next.is_some(), "{finding}");
         }
@@ -125,7 +127,7 @@ mod tests {
 
     #[test]
     fn no_two_checks_share_an_id() {
-        let report = Report::of(&Machine::this());
+        let report = Report::of(&Machine::this(), &Looked::none());
         let mut ids: Vec<_> = report.checks.iter().map(|finding| finding.id).collect();
         ids.sort_unstable();
         let count = ids.len();

@@ -1,11 +1,11 @@
 //! What this process may do: capabilities and limits that swap needs.
 
 use super::Finding;
-use super::machine::Machine;
 use rustix::process::{Resource, getrlimit};
 use std::thread;
 use weir_core::ByteSize;
 use weir_core::swap_safety::{self, Unprotected};
+use weir_system::Machine;
 
 // include/uapi/linux/capability.h
 const CAP_IPC_LOCK: u32 = 14;
@@ -121,8 +121,8 @@ fn open_files(limit: Option<u64>) -> Finding {
 
 #[cfg(test)]
 mod tests {
+    use super::super::Fixture;
     use super::super::Level;
-    use super::super::machine::Fixture;
     use super::*;
     use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
 

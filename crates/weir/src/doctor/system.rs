@@ -1,10 +1,10 @@
 //! What surrounds the daemon: the init system, sleep, the battery, and room on the disk.
 
 use super::Finding;
-use super::machine::Machine;
-use crate::on::DIRECTORY;
+use crate::control::SYSTEM as DIRECTORY;
 use std::path::Path;
 use weir_core::ByteSize;
+use weir_system::Machine;
 
 /// Less than this is no backing worth the name.
 const ROOM_WANTED: ByteSize = ByteSize(1 << 30);
@@ -166,8 +166,8 @@ fn backing(room: Option<ByteSize>) -> Finding {
 
 #[cfg(test)]
 mod tests {
+    use super::super::Fixture;
     use super::super::Level;
-    use super::super::machine::Fixture;
     use super::*;
 
     #[test]

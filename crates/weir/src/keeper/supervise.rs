@@ -4,7 +4,6 @@ use super::copy::{self, Stamp};
 use super::link::{ENVIRONMENT, GONE, PROCESSORS, now, processors};
 use super::resident;
 use super::wire::{FORMAT, Kind, Message, receive, send, split};
-use crate::doctor::Machine;
 use crate::relay::Relay;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -24,6 +23,7 @@ use std::time::{Duration, Instant};
 use weir_core::log::{Level, Log};
 use weir_core::swap_safety::{self, Children};
 use weir_core::{Memory, Resident};
+use weir_system::Machine;
 use weir_system::signals;
 
 /// Memory that is free again while a daemon starts, at least: its own pages, stacks, page tables and heap, with the page

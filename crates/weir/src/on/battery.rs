@@ -4,8 +4,8 @@
 use super::again;
 use super::options::{BatteryOptions, OffOptions};
 use super::state::{self, Phase};
-use crate::doctor::Machine;
 use weir_cli::failure::Failure;
+use weir_system::Machine;
 
 /// Where the machine's power comes from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -4,10 +4,10 @@
 //! them, or not as well, their drivers say.
 
 use super::sizing::Card;
-use crate::doctor::Machine;
 use std::process::{Command, Stdio};
 use weir_core::ByteSize;
 use weir_store::vram::{self, Listed};
+use weir_system::Machine;
 
 /// A card, and its PCI address as the kernel writes it.
 type Addressed = (String, Card);

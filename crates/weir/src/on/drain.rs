@@ -15,6 +15,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use weir_cli::failure::Failure;
 use weir_core::ByteSize;
+use weir_system::Machine;
 
 /// How often progress is looked at.
 const LOOK: Duration = Duration::from_millis(100);
@@ -51,7 +52,9 @@ pub fn check_room(devices: &[PathBuf]) -> Result<(), Failure> {
         swaps.iter().partition(|swap| devices.iter().any(|device| device == Path::new(&swap.path)));
     let swapped = ByteSize(ours.iter().map(|swap| swap.used.0).sum());
     let other_swap = ByteSize(others.iter().map(|swap| swap.size.0.saturating_sub(swap.used.0)).sum());
-    let room = Room { swapped, available: available()?, other_swap };
+    let available = Machine::this().available_to_all();
+    let available = available.ok_or_else(|| Failure::failed("/proc/meminfo has no MemAvailable"))?;
+    let room = Room { swapped, available, other_swap };
     let lacking = room.lacking();
     if lacking.0 == 0 {
         return Ok(());
@@ -61,15 +64,6 @@ pub fn check_room(devices: &[PathBuf]) -> Result<(), Failure> {
          close some programs, or add swap (a file will do), then try again; nothing was changed",
         room.available
     )))
-}
-
-fn available() -> Result<ByteSize, Failure> {
-    let text = std::fs::read_to_string("/proc/meminfo").map_err(Failure::failed)?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
-    let kibibytes = line.and_then(|rest| rest.trim().strip_suffix(" kB")?.parse::<u64>().ok());
-    kibibytes
-        .map(|kib| ByteSize(kib << 10))
-        .ok_or_else(|| Failure::failed("/proc/meminfo has no MemAvailable"))
 }
 
 /// Exit code of the child when another swapoff of the device is at work: that of a `weir off` that was killed, for instance. The

@@ -7,12 +7,12 @@ use crate::address::Address;
 use crate::attach;
 use crate::cli::{AttachOptions, DetachOptions};
 use crate::control::{self, Status};
-use crate::doctor::Machine;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use toml::Value;
 use weir_cli::failure::{Failure, chain};
+use weir_system::Machine;
 use weir_system::kernel_release::{self, version};
 use weir_system::loop_device::LoopDevice;
 

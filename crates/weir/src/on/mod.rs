@@ -12,6 +12,7 @@ mod front;
 mod off;
 mod options;
 pub mod parts;
+mod place;
 mod policy;
 mod preflight;
 mod restart;
@@ -20,19 +21,15 @@ mod settings;
 mod sizing;
 mod state;
 mod swap_area;
-mod swaps;
 mod top;
 
 pub use battery::run as battery;
 pub use off::run as off;
-pub use options::{
-    BatteryOptions, DIRECTORY, OffOptions, OnOptions, RestartOptions, StoreChoice, TopOptions,
-};
+pub use options::{BatteryOptions, OffOptions, OnOptions, RestartOptions, StoreChoice, TopOptions};
 pub use restart::run as restart;
 pub use top::run as top;
 
 use crate::control::{Condition, Status};
-use crate::doctor::Machine;
 use clap::ValueEnum as _;
 use preflight::Plan;
 use service::Service;
@@ -46,6 +43,8 @@ use toml::{Table, Value};
 use weir_cli::failure::Failure;
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_store::{StoreUrl, VramUrl};
+use weir_system::Machine;
+use weir_system::swaps;
 
 /// Turns it on.
 pub fn on(options: &OnOptions) -> Result<(), Failure> {

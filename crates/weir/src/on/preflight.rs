@@ -3,18 +3,20 @@
 use super::cards;
 use super::front::{self, Chosen};
 use super::options::{BackingChoice, DIRECTORY, OnOptions, StoreChoice};
+use super::place::{Place, place};
 use super::service::UNIT;
 use super::settings::{self, Wish};
 use super::sizing;
 use super::state::Front;
-use super::swaps::{self, Place, Swap};
 use crate::backing::Backing;
-use crate::doctor::{self, Capabilities, Machine};
+use crate::doctor::{self, Capabilities};
 use std::path::{Path, PathBuf};
 use weir_cli::failure::Failure;
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_store::vram::{PathMode, RingMode};
 use weir_store::{StoreUrl, VramUrl};
+use weir_system::Machine;
+use weir_system::swaps::{self, Swap};
 
 /// What `weir on` is going to do.
 #[derive(Debug)]
@@ -99,7 +101,7 @@ pub fn check(options: &OnOptions, machine: &Machine) -> Result<Plan, Failure> {
         backing,
         files,
         unit,
-        place: swaps::place(&others, options.priority.map(i32::from)),
+        place: place(&others, options.priority.map(i32::from)),
         wishes,
         masks,
         connections: processors.clamp(2, CONNECTIONS_MOST) as u16,
@@ -203,15 +205,13 @@ fn size(
             options.parts
         )));
     }
-    if options.store == StoreChoice::Host {
-        let available = machine
-            .value("/proc/meminfo", "MemAvailable")
-            .and_then(|value| Some(ByteSize(value.strip_suffix(" kB")?.parse::<u64>().ok()? << 10)));
-        if let Some(available) = available.filter(|available| size.0 + HOST_SPARE.0 > available.0) {
-            return Err(Failure::Failed(format!(
-                "{size} of host memory cannot be locked: {available} is available, of which {HOST_SPARE} must stay free; give a smaller --size"
-            )));
-        }
+    if options.store == StoreChoice::Host
+        && let Some(available) = machine.available()
+        && size.0 + HOST_SPARE.0 > available.0
+    {
+        return Err(Failure::Failed(format!(
+            "{size} of host memory cannot be locked: {available} is available, of which {HOST_SPARE} must stay free; give a smaller --size"
+        )));
     }
     Ok((size, why))
 }
@@ -485,6 +485,18 @@ mod tests {
             let said = refusal(size(arguments));
             assert!(said.contains(words), "{arguments:?}: {said}");
         }
+    }
+
+    #[test]
+    fn host_memory_is_what_a_cgroup_leaves_of_it() {
+        let machine = Fixture::new("sizes-in-a-cgroup")
+            .with("/proc/meminfo", "MemAvailable:    4194304 kB\n")
+            .with("/proc/self/cgroup", "0::/small\n")
+            .with("/sys/fs/cgroup/small/memory.max", "1073741824\n")
+            .with("/sys/fs/cgroup/small/memory.current", "0\n");
+        let said =
+            refusal(size(&options(&["--store", "host", "--size", "1G"]), &machine.machine(), Vec::new));
+        assert!(said.contains("1GiB is available"), "{said}");
     }
 
     #[test]

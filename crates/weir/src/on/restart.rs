@@ -6,12 +6,12 @@ use super::options::RestartOptions;
 use super::service;
 use super::state::{Journal, Phase, Step};
 use crate::control;
-use crate::doctor::Machine;
 use rustix::process::{Pid, Signal};
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 use weir_cli::failure::Failure;
+use weir_system::Machine;
 
 /// How long a new daemon may take to answer.
 const PATIENCE: Duration = Duration::from_secs(60);

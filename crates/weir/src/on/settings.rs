@@ -1,11 +1,11 @@
 //! The few settings of the kernel that `weir on` changes, each with its reason, and how each is put back.
 
 use super::state::{Front, Journal, Step};
-use crate::doctor::Machine;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use weir_cli::failure::Failure;
+use weir_system::Machine;
 
 /// A setting that is to have another value.
 #[derive(Clone, PartialEq, Eq, Debug)]

@@ -1,6 +1,5 @@
 //! The machine as files: what `/proc`, `/sys`, `/dev` and the library directories say.
 
-use super::cards::{self, Looked};
 use std::fs;
 use std::path::{Path, PathBuf};
 use weir_core::ByteSize;
@@ -9,19 +8,17 @@ use weir_core::ByteSize;
 #[derive(Debug)]
 pub struct Machine {
     root: PathBuf,
-    /// The result of looking at the cards; `None`: they are looked at.
-    looked: Option<Looked>,
 }
 
 impl Machine {
     /// The one this runs on.
     pub fn this() -> Self {
-        Machine { root: "/".into(), looked: None }
+        Machine::below(Path::new("/"))
     }
 
-    /// Looks at the cards, which takes a second or so.
-    pub fn look_at_cards(&self) -> Looked {
-        self.looked.clone().unwrap_or_else(|| cards::look(&cards::all()))
+    /// The one whose files are below `root`: a test's.
+    pub fn below(root: &Path) -> Self {
+        Machine { root: root.to_owned() }
     }
 
     fn at(&self, path: &str) -> PathBuf {
@@ -44,6 +41,17 @@ impl Machine {
     pub fn size(&self, path: &str, key: &str) -> Option<ByteSize> {
         let kib: u64 = self.value(path, key)?.strip_suffix(" kB")?.parse().ok()?;
         Some(ByteSize(kib << 10))
+    }
+
+    /// Memory that this process can take without pushing others out: of the machine, and of the cgroups that it is in. `None` where
+    /// nobody says.
+    pub fn available(&self) -> Option<ByteSize> {
+        weir_core::available_below(&self.root).map(ByteSize)
+    }
+
+    /// Memory that all processes together can take: what is swapped in is charged to its owners' cgroups, not to this process's.
+    pub fn available_to_all(&self) -> Option<ByteSize> {
+        weir_core::available_to_all_below(&self.root).map(ByteSize)
     }
 
     /// The kernel's release, as `uname -r` has it; empty if that cannot be read.
@@ -112,48 +120,27 @@ impl Machine {
 }
 
 #[cfg(test)]
-use super::cards::Seen;
+mod tests {
+    use super::*;
 
-/// A machine made of files that a test writes.
-#[cfg(test)]
-pub struct Fixture {
-    root: PathBuf,
-    looked: Looked,
-}
-
-#[cfg(test)]
-impl Fixture {
-    /// An empty machine; `name` keeps tests apart.
-    pub fn new(name: &str) -> Self {
-        let root = std::env::temp_dir().join(format!("weir-doctor-{}-{name}", std::process::id()));
-        fs::create_dir_all(&root).unwrap();
-        let seen = Seen { refused: Some("no GPU".to_owned()), ..Seen::default() };
-        Fixture { root, looked: Looked::Seen(seen) }
-    }
-
-    /// Adds a file.
-    pub fn with(self, path: &str, text: &str) -> Self {
-        let path = self.root.join(path.trim_start_matches('/'));
-        fs::create_dir_all(path.parent().unwrap()).unwrap();
-        fs::write(path, text).unwrap();
-        self
-    }
-
-    /// Has this come of looking at the cards.
-    pub fn looked(mut self, looked: Looked) -> Self {
-        self.looked = looked;
-        self
-    }
-
-    /// The machine that has those files.
-    pub fn machine(&self) -> Machine {
-        Machine { root: self.root.clone(), looked: Some(self.looked.clone()) }
-    }
-}
-
-#[cfg(test)]
-impl Drop for Fixture {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.root);
+    #[test]
+    fn a_cgroup_bounds_what_one_process_may_take_and_not_what_all_may() {
+        let root = std::env::temp_dir().join(format!("weir-machine-{}", std::process::id()));
+        for (path, text) in [
+            ("proc/meminfo", "MemTotal: 8192 kB\nMemAvailable:    4096 kB\n"),
+            ("proc/self/cgroup", "0::/a\n"),
+            ("sys/fs/cgroup/a/memory.max", "3000000\n"),
+            ("sys/fs/cgroup/a/memory.current", "1000000\n"),
+        ] {
+            let path = root.join(path);
+            fs::create_dir_all(path.parent().expect("it has one")).expect("made");
+            fs::write(path, text).expect("written");
+        }
+        let machine = Machine::below(&root);
+        let found =
+            [machine.available(), machine.available_to_all(), machine.size("/proc/meminfo", "MemTotal")];
+        fs::remove_dir_all(&root).expect("removed");
+        assert_eq!(found, [Some(ByteSize(2_000_000)), Some(ByteSize(4 << 20)), Some(ByteSize(8 << 20))]);
+        assert_eq!(machine.available(), None, "nobody says");
     }
 }

@@ -1,0 +1,36 @@
+//! A machine made of files that a test writes.
+
+use std::fs;
+use std::path::PathBuf;
+use weir_system::Machine;
+
+/// The directory of its files, removed when dropped.
+pub struct Fixture(PathBuf);
+
+impl Fixture {
+    /// An empty machine; `name` keeps tests apart.
+    pub fn new(name: &str) -> Self {
+        let root = std::env::temp_dir().join(format!("weir-doctor-{}-{name}", std::process::id()));
+        fs::create_dir_all(&root).unwrap();
+        Fixture(root)
+    }
+
+    /// Adds a file.
+    pub fn with(self, path: &str, text: &str) -> Self {
+        let path = self.0.join(path.trim_start_matches('/'));
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, text).unwrap();
+        self
+    }
+
+    /// The machine that has those files.
+    pub fn machine(&self) -> Machine {
+        Machine::below(&self.0)
+    }
+}
+
+impl Drop for Fixture {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
