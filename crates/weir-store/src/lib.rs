@@ -170,6 +170,23 @@ pub trait Lane: Send {
     /// nothing to the slot.
     fn prepare(&self, _slot: Slot) {}
 
+    /// Pages of slots side by side that one operation may name now, to write or to read; 0 where each is an operation of its own.
+    fn run_room(&self, _write: bool) -> usize {
+        0
+    }
+
+    /// Queues the read of `count` slots from `first` on, at most [`run_room`](Lane::run_room), as one operation. Returns how many of
+    /// them it has taken, from the first on; 0: none, and [`read`](Lane::read) says why. Each page comes with a completion of its
+    /// own, in the order of the slots, all with this ticket.
+    fn read_run(&mut self, _ticket: Ticket, _first: Slot, _count: usize) -> usize {
+        0
+    }
+
+    /// Queues the write of `pages` into the slots from `first` on, likewise.
+    fn write_run(&mut self, _ticket: Ticket, _first: Slot, _pages: &[PageBytes]) -> usize {
+        0
+    }
+
     /// Whether the store has [`write_past_caches`](Lane::write_past_caches).
     fn writes_past_caches(&self) -> bool {
         false

@@ -160,9 +160,9 @@ impl Flight {
         }
     }
 
-    /// One more operation of the entry is outstanding.
-    pub fn queued(&mut self, index: u16) {
-        self.entries[usize::from(index)].left += 1;
+    /// So many more operations of the entry are outstanding.
+    pub fn queued(&mut self, index: u16, operations: usize) {
+        self.entries[usize::from(index)].left += operations as u32;
     }
 
     /// Notes that the entry's request failed at `offset`; the first error counts.
@@ -276,8 +276,8 @@ mod tests {
         let read = |offset| Work::Read { offset, length: 2 * PAGE_SIZE as u32, stream: Some(stream) };
         let (first, second) = (flight.begin(read(0), 7, 2), flight.begin(read(8192), 7, 2));
         for index in [first, second] {
-            flight.queued(index);
-            flight.queued(index);
+            flight.queued(index, 1);
+            flight.queued(index, 1);
             assert!(!flight.issued(index));
         }
         flight.issued(stream);
@@ -302,7 +302,7 @@ mod tests {
     fn the_bytes_of_a_completion_land_in_their_page() {
         let mut flight = Flight::new(&Pool::new(4, LOAN_BYTES).unwrap()).unwrap();
         let index = flight.begin(Work::Read { offset: 0, length: 8192, stream: None }, 1, 2);
-        flight.queued(index);
+        flight.queued(index, 1);
         *flight.page_of(index, 0) = [1; PAGE_SIZE];
         assert!(!flight.issued(index));
         flight.complete(&Done {

@@ -1,9 +1,10 @@
 //! The claims that need no model.
 
 use super::content::{content, label};
-use super::harness::{Kind, Watched};
-use crate::{Fault, Store};
+use super::harness::{Kind, PATIENCE, Watched};
+use crate::{Done, Fault, Lane, Store};
 use std::sync::Barrier;
+use std::time::Instant;
 use weir_core::{PAGE_SIZE, Slot};
 
 /// `depth` operations are queued before the lane says that it is full, and none is lost.
@@ -60,6 +61,53 @@ pub fn pages_written_past_the_caches_are_there_once_settled(store: &dyn Store) {
         });
     }
     assert!(writer.write_past_caches(Slot(store.slots()), &content(Slot(0), 1)).is_err());
+}
+
+/// Slots side by side are written, and read, as one operation, whose pages are answered in the order of the slots; a store that
+/// has no such way now takes none.
+pub fn a_run_is_one_operation_and_comes_back_in_order(store: &dyn Store) {
+    const DEPTH: usize = 16;
+    for (serial, start) in (1..).zip((0..store.slots()).step_by(7).take(30)) {
+        let mut lane = store.lane(DEPTH).expect("a lane");
+        lane.plan(0, DEPTH);
+        let slots: Vec<Slot> = (start..store.slots()).map(Slot).take(DEPTH).collect();
+        let pages: Vec<_> = slots.iter().map(|slot| content(*slot, serial)).collect();
+        let written = lane.write_run(9, slots[0], &pages);
+        assert!(written <= slots.len() && lane.in_flight() == written, "{written}");
+        let mut answered = 0;
+        drain(&mut *lane, &mut |done| {
+            assert_eq!((done.ticket, done.result), (9, Ok(())));
+            answered += 1;
+        });
+        assert_eq!(answered, written);
+        let mut watched = Watched::open(store, DEPTH);
+        for slot in &slots[written..] {
+            assert_eq!(watched.write_now(*slot, &content(*slot, serial)), Ok(()));
+        }
+        for slot in &slots {
+            let page = watched.read_now(*slot).expect("a written slot reads");
+            assert_eq!(*page, content(*slot, serial), "slot {slot:?} holds {}", label(&page));
+        }
+        lane.plan(DEPTH, 0);
+        let begun = lane.read_run(5, slots[0], slots.len());
+        assert!(begun <= slots.len() && lane.in_flight() == begun, "{begun}");
+        let mut expected = slots[..begun].iter();
+        drain(&mut *lane, &mut |done| {
+            let slot = expected.next().expect("a completion a page");
+            let page = done.page.expect("a written slot reads");
+            assert_eq!((done.ticket, *page), (5, content(*slot, serial)), "slot {slot:?}: {}", label(page));
+        });
+        assert_eq!(expected.len(), 0, "every page is answered");
+    }
+}
+
+fn drain(lane: &mut dyn Lane, done: &mut dyn FnMut(Done<'_>)) {
+    let started = Instant::now();
+    lane.submit();
+    while lane.in_flight() > 0 {
+        assert!(started.elapsed() < PATIENCE, "{} in flight", lane.in_flight());
+        lane.poll(Instant::now(), done);
+    }
 }
 
 /// Operations in flight have no effect on a later lane once their own is dropped.

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, PageBytes, Slot};
 
 /// Longer than any operation of a store that works.
-const PATIENCE: Duration = Duration::from_secs(20);
+pub(super) const PATIENCE: Duration = Duration::from_secs(20);
 
 /// What a completion was for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

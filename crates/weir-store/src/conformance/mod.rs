@@ -21,7 +21,8 @@ mod shelf;
 pub use claims::{
     a_lane_has_room_for_its_depth, a_lane_may_be_dropped_with_operations_in_flight,
     a_lane_may_move_to_another_thread, a_released_chunk_faults_and_comes_back_empty,
-    a_slot_outside_the_store_is_a_fault, pages_written_past_the_caches_are_there_once_settled,
+    a_run_is_one_operation_and_comes_back_in_order, a_slot_outside_the_store_is_a_fault,
+    pages_written_past_the_caches_are_there_once_settled,
     threads_with_lanes_of_their_own_do_not_disturb_one_another,
     waiting_on_the_wake_fd_finds_every_completion,
 };
@@ -41,6 +42,7 @@ macro_rules! conformance {
                 a_lane_may_be_dropped_with_operations_in_flight,
                 a_lane_may_move_to_another_thread,
                 a_released_chunk_faults_and_comes_back_empty,
+                a_run_is_one_operation_and_comes_back_in_order,
                 a_slot_outside_the_store_is_a_fault,
                 pages_written_past_the_caches_are_there_once_settled,
                 threads_with_lanes_of_their_own_do_not_disturb_one_another,

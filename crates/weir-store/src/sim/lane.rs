@@ -17,6 +17,8 @@ pub(super) struct SimLane {
     shared: Arc<Shared>,
     chance: Chance,
     waiting: Vec<Operation>,
+    /// The pages of runs after the first of each, which waits for all, in order.
+    followers: Vec<Operation>,
     /// Writes that were answered with a timeout and have not landed.
     late: Vec<Operation>,
     /// Slots of those that have landed since.
@@ -66,6 +68,7 @@ impl SimLane {
         SimLane {
             chance: Chance::of_lane(shared.url.seed, number),
             waiting: Vec::with_capacity(depth),
+            followers: Vec::with_capacity(depth),
             late: Vec::with_capacity(depth),
             settled: Vec::with_capacity(depth),
             depth,
@@ -81,9 +84,14 @@ impl SimLane {
         self.depth == 0
     }
 
+    /// Operations for which there is room.
+    fn room(&self) -> usize {
+        self.depth - self.in_flight() - self.late.len() - self.settled.len()
+    }
+
     /// The answer where there is no room for one more.
     fn refusal(&self) -> Option<Progress> {
-        if self.waiting.len() + self.late.len() + self.settled.len() < self.depth {
+        if self.room() > 0 {
             return None;
         }
         let hung = self.waiting.is_empty() && self.settled.is_empty();
@@ -113,6 +121,46 @@ impl SimLane {
         let delay = 1 + self.chance.below(u64::from(self.shared.url.delay));
         self.waiting.push(Operation { ticket, slot, fate, page, delay, due: None });
         Progress::Queued
+    }
+
+    /// Queues one operation after another, and has all wait for the first.
+    fn queue_run(
+        &mut self,
+        (ticket, first): (Ticket, Slot),
+        count: usize,
+        mut queue: impl FnMut(&mut Self, Slot, usize) -> Progress,
+    ) -> usize {
+        let count = count.min(self.room());
+        for at in 0..count {
+            let queued = queue(self, Slot(first.0 + at as u32), at);
+            debug_assert_eq!(queued, Progress::Queued, "ticket {ticket} has room");
+            if at > 0 {
+                self.followers.extend(self.waiting.pop());
+            }
+        }
+        count
+    }
+
+    /// Carries out an operation that is due.
+    fn end(&mut self, operation: Operation, hangs: bool, done: &mut dyn FnMut(Done<'_>)) {
+        let Operation { ticket, slot, fate, page, .. } = operation;
+        match page {
+            _ if hangs => {
+                if page.is_some() {
+                    self.late.push(operation);
+                }
+                done(Done { ticket, result: Err(Fault::Timeout), page: None });
+            }
+            Some(kept) => {
+                let result = self.shared.write(slot, &self.pages[kept], fate);
+                self.free_pages.push(kept);
+                done(Done { ticket, result, page: None });
+            }
+            None => {
+                let result = self.shared.read(slot, &mut self.read, fate);
+                done(Done { ticket, result, page: result.is_ok().then_some(&**self.read) });
+            }
+        }
     }
 }
 
@@ -184,8 +232,22 @@ impl Lane for SimLane {
         self.queue(ticket, slot, fate, None)
     }
 
+    fn run_room(&self, _write: bool) -> usize {
+        self.room()
+    }
+
+    fn read_run(&mut self, ticket: Ticket, first: Slot, count: usize) -> usize {
+        let mut untouched = [0; PAGE_SIZE];
+        self.queue_run((ticket, first), count, |lane, slot, _| lane.read(ticket, slot, &mut untouched))
+    }
+
+    fn write_run(&mut self, ticket: Ticket, first: Slot, pages: &[PageBytes]) -> usize {
+        self.queue_run((ticket, first), pages.len(), |lane, slot, at| lane.write(ticket, slot, &pages[at]))
+    }
+
     fn submit(&mut self) {
-        for operation in self.waiting.iter_mut().filter(|operation| operation.due.is_none()) {
+        let queued = self.waiting.iter_mut().chain(&mut self.followers);
+        for operation in queued.filter(|operation| operation.due.is_none()) {
             operation.due = Some(Due { polls: self.polls + operation.delay, time: None });
         }
     }
@@ -204,8 +266,8 @@ impl Lane for SimLane {
         }
         let latency = self.shared.url.latency;
         let mut at = 0;
-        while let Some(Operation { ticket, slot, fate, page, due, .. }) = self.waiting.get_mut(at) {
-            let (ticket, slot, fate, page) = (*ticket, *slot, *fate, *page);
+        while let Some(Operation { ticket, due, .. }) = self.waiting.get_mut(at) {
+            let ticket = *ticket;
             let is_due =
                 |due: &mut Due| self.polls >= due.polls && now >= *due.time.get_or_insert(now + latency);
             if !due.as_mut().is_some_and(is_due) {
@@ -213,22 +275,10 @@ impl Lane for SimLane {
                 continue;
             }
             let operation = self.waiting.swap_remove(at);
-            match page {
-                _ if hangs => {
-                    if page.is_some() {
-                        self.late.push(operation);
-                    }
-                    done(Done { ticket, result: Err(Fault::Timeout), page: None });
-                }
-                Some(kept) => {
-                    let result = self.shared.write(slot, &self.pages[kept], fate);
-                    self.free_pages.push(kept);
-                    done(Done { ticket, result, page: None });
-                }
-                None => {
-                    let result = self.shared.read(slot, &mut self.read, fate);
-                    done(Done { ticket, result, page: result.is_ok().then_some(&**self.read) });
-                }
+            self.end(operation, hangs, done);
+            while let Some(next) = self.followers.iter().position(|follower| follower.ticket == ticket) {
+                let operation = self.followers.remove(next);
+                self.end(operation, hangs, done);
             }
         }
     }
@@ -238,7 +288,7 @@ impl Lane for SimLane {
     }
 
     fn in_flight(&self) -> usize {
-        self.waiting.len()
+        self.waiting.len() + self.followers.len()
     }
 }
 
@@ -247,7 +297,8 @@ impl Drop for SimLane {
         if !self.shared.outlives_lanes.load(Ordering::SeqCst) {
             return;
         }
-        let submitted = self.waiting.iter().chain(&self.late).filter(|operation| operation.due.is_some());
+        let queued = self.waiting.iter().chain(&self.followers).chain(&self.late);
+        let submitted = queued.filter(|operation| operation.due.is_some());
         let writes = submitted.filter_map(|operation| Some((operation.slot, *self.pages[operation.page?])));
         hold(&self.shared.orphans).extend(writes);
     }

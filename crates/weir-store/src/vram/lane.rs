@@ -11,6 +11,7 @@ use super::options::PathMode;
 use super::ring::{Admission, RingLane};
 use super::table::{Batch, Direction, Path};
 use crate::{Done, Fault, Lane, Progress, Ticket};
+use std::slice;
 use std::sync::Arc;
 use std::time::Instant;
 use weir_core::{Page, PageBytes, Slot};
@@ -111,14 +112,14 @@ impl Engine {
 
     fn write(&mut self, ticket: Ticket, slot: Slot, (chunk, offset): (u64, u64), page: &PageBytes) {
         match self {
-            Engine::Cuda(lane) => lane.write(ticket, slot, (chunk, offset), page),
+            Engine::Cuda(lane) => lane.write(ticket, slot, (chunk, offset), slice::from_ref(page)),
             Engine::Queue(lane) => lane.write(ticket, Place { buffer: chunk, offset }, page),
         }
     }
 
     fn read(&mut self, ticket: Ticket, slot: Slot, (chunk, offset): (u64, u64)) {
         match self {
-            Engine::Cuda(lane) => lane.read(ticket, slot, (chunk, offset)),
+            Engine::Cuda(lane) => lane.read(ticket, slot, (chunk, offset), 1),
             Engine::Queue(lane) => lane.read(ticket, Place { buffer: chunk, offset }),
         }
     }
@@ -300,7 +301,7 @@ impl GpuLane {
         }
         let way = if path == Path::Ring { Way::Ring } else { Way::Engine };
         let site = &self.near.site;
-        let Some(place) = site.begin(way, slot) else {
+        let Some(place) = site.begin(way, slot, 1) else {
             return Some(Progress::Done(Err(Fault::Lost)));
         };
         match (path, &mut self.engine, &mut self.ring) {
@@ -337,7 +338,7 @@ impl GpuLane {
         );
         match queued {
             Some(Progress::Queued) => {
-                self.near.site.pin().count_sent();
+                self.near.site.pin().count_sent(1);
                 Progress::Queued
             }
             Some(progress) => progress,
@@ -365,6 +366,32 @@ impl GpuLane {
                 other => self.read_later(ticket, slot, page, other),
             },
         }
+    }
+
+    /// Queues an operation on up to `pages` slots side by side at CUDA's engine, by `begin` with the place and how many they are.
+    /// Returns how many; 0: single operations know what to do.
+    fn run(
+        &mut self,
+        first: Slot,
+        pages: usize,
+        direction: Direction,
+        begin: impl FnOnce(&mut BatchLane, (u64, u64), usize),
+    ) -> usize {
+        if self.admit(first).is_err() || self.gpu.cuda_is_lost() {
+            return 0;
+        }
+        let room = self.run_room(direction == Direction::Write);
+        let GpuLane { near, engine: Some(Engine::Cuda(engine)), .. } = self else { return 0 };
+        let pages = pages.min(room).min(near.site.left_in_chunk(first)).min((near.slots - first.0) as usize);
+        if pages == 0 {
+            return 0;
+        }
+        let Some(place) = near.site.begin(Way::Engine, first, pages) else { return 0 };
+        begin(engine, place, pages);
+        near.flying += pages as u32;
+        near.neighbours = near.neighbours.saturating_add(pages as u32 - 1);
+        near.next = first.0.wrapping_add(pages as u32);
+        pages
     }
 
     /// How it goes on without CUDA, which has died.
@@ -489,6 +516,29 @@ impl Lane for GpuLane {
             Path::Mapped => self.load(slot, page),
             path => self.read_later(ticket, slot, page, path),
         }
+    }
+
+    fn run_room(&self, write: bool) -> usize {
+        let path = if write { self.near.writes } else { self.near.reads };
+        match &self.engine {
+            Some(Engine::Cuda(engine)) if path == Path::Engine => engine.run_room(),
+            _ => 0,
+        }
+    }
+
+    fn read_run(&mut self, ticket: Ticket, first: Slot, count: usize) -> usize {
+        self.run(first, count, Direction::Read, |engine, place, pages| {
+            engine.read(ticket, first, place, pages);
+        })
+    }
+
+    fn write_run(&mut self, ticket: Ticket, first: Slot, pages: &[PageBytes]) -> usize {
+        let begin = |engine: &mut BatchLane, place, count: usize| {
+            engine.write(ticket, first, place, &pages[..count]);
+        };
+        let count = self.run(first, pages.len(), Direction::Write, begin);
+        self.near.site.pin().count_sent(count);
+        count
     }
 
     fn submit(&mut self) {

@@ -92,6 +92,34 @@ fn with_the_window_what_was_under_way_is_done_by_it_and_nothing_is_lost() {
 }
 
 #[test]
+fn each_page_of_a_run_that_was_under_way_is_written_and_read_by_the_window() {
+    for is_write in [true, false] {
+        let faked = faked("&path=engine&ring=off", Batch::Cuda13);
+        let mut lane = lane(&faked);
+        let [old, new] = [0, 100].map(|seed| (0..16).map(|at| *page(seed + at)).collect::<Vec<_>>());
+        for (slot, page) in (0..).zip(&old) {
+            write(lane.as_mut(), slot, page).expect("written");
+        }
+        let taken = if is_write { lane.write_run(7, Slot(0), &new) } else { lane.read_run(7, Slot(0), 16) };
+        assert_eq!(taken, 16);
+        lane.submit();
+        faked.cuda.die(719, false);
+        let (mut seen, since) = (0, Instant::now());
+        while seen < 16 {
+            lane.poll(Instant::now(), &mut |done: Done<'_>| {
+                assert_eq!((done.ticket, done.result), (7, Ok(())));
+                assert_eq!(done.page, (!is_write).then_some(&old[seen]));
+                seen += 1;
+            });
+            assert!(since.elapsed() < PATIENCE, "no answer");
+        }
+        assert_eq!(lane.in_flight(), 0);
+        let expected = if is_write { &new } else { &old };
+        assert!((0..16).all(|slot| *read(lane.as_mut(), slot).expect("read") == expected[slot as usize]));
+    }
+}
+
+#[test]
 fn reads_that_were_under_way_come_back_by_the_window() {
     let faked = faked("&path=engine&ring=off", Batch::Cuda13);
     let mut lane = lane(&faked);

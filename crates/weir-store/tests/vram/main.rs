@@ -208,6 +208,34 @@ fn neighbours_in_a_batch_become_one_copy() {
     assert!((0..32).all(|slot| read(lane.as_mut(), slot) == Ok(page(slot))));
 }
 
+#[test]
+fn a_run_is_one_operation_that_ends_with_its_chunk_and_with_the_staging_memory() {
+    let faked = faked("&path=engine&ring=off", Batch::Cuda13);
+    let mut lane = faked.store.lane(64).expect("a lane");
+    let (chunk, pages) = (
+        faked.store.reclaim().expect("by chunks").chunk_slots(),
+        (0..64).map(|seed| page(seed).0).collect::<Vec<_>>(),
+    );
+    let before = faked.cuda.copies();
+    assert_eq!(lane.write_run(1, Slot(chunk - 40), &pages), 40, "up to the end of the chunk");
+    assert_eq!(lane.write_run(2, Slot(chunk), &pages[40..]), 24, "up to the end of the staging memory");
+    assert_eq!((lane.in_flight(), lane.run_room(true)), (64, 0));
+    assert_eq!(lane.write_run(3, Slot(0), &pages), 0);
+    lane.submit();
+    assert_eq!(drain(lane.as_mut(), 64), 64, "each page is answered");
+    let written = faked.cuda.copies();
+    assert_eq!((written[0] - before[0], written[1] - before[1]), (2, 0), "a copy for each chunk");
+    assert_eq!(lane.read_run(4, Slot(chunk - 40), 64), 40);
+    assert_eq!(lane.read_run(5, Slot(chunk), 24), 24);
+    lane.submit();
+    let mut expected = pages.iter();
+    while lane.in_flight() > 0 {
+        lane.poll(Instant::now(), &mut |done: Done<'_>| assert_eq!(done.page, expected.next()));
+    }
+    assert_eq!(expected.len(), 0);
+    assert_eq!(lane.read_run(6, Slot(faked.store.slots()), 1), 0, "past the end of the store");
+}
+
 /// Writes `pages` slots, `stride` apart and so that none is the next one's neighbour, all in flight together; then reads them.
 fn scattered(lane: &mut dyn Lane, pages: u32, stride: u32) {
     for number in 0..pages {

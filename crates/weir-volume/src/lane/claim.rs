@@ -174,6 +174,13 @@ impl Lane {
         None
     }
 
+    /// Claims `slot` for `page`, if it is the next of the run that this lane writes into.
+    pub(super) fn claim_neighbour(&mut self, at: usize, slot: Slot, page: PageNo) -> bool {
+        let run = &self.stores[at].run;
+        let is_next = run.start == slot.0 && !run.is_empty();
+        self.long > 0 && is_next && self.claim_in_run(at, page, State::Online).is_some()
+    }
+
     /// Why there is no slot. A volume promises one for each page, so where a store is lost, or a
     /// disk hangs and keeps slots, that is why. To a worker a disk that hangs is a full one: the
     /// page lies well where it is.

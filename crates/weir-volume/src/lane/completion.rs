@@ -3,7 +3,7 @@
 use super::packing::{Carried, expand_apart};
 use super::{Lane, Work};
 use std::time::Instant;
-use weir_store::{Done, Fault, Progress};
+use weir_store::{Done, Fault, Progress, Ticket};
 
 impl Lane {
     /// Starts what has been queued, and ends the batch if nothing is in flight.
@@ -90,7 +90,9 @@ impl Lane {
     /// Takes what a store has finished. Reads are handed over on the spot, where their content
     /// lies; the rest is noted, for the store's lane is lent to its own poll.
     fn poll_store(&mut self, now: Instant, at: usize, done: &mut dyn FnMut(Done<'_>)) {
-        let Lane { stores, ops, parts, finished, volume, seat, under_way, looking, packing, rest, .. } = self;
+        let Lane {
+            stores, ops, parts, runs, finished, volume, seat, under_way, looking, packing, rest, ..
+        } = self;
         stores[at].lane.poll(now, &mut |completion| {
             let op = &ops[completion.ticket as usize];
             let mut result = completion.result;
@@ -115,6 +117,24 @@ impl Lane {
                     }
                     looking.end(op.found, &volume.epochs, *seat);
                 }
+                Work::Run { run } => {
+                    let run = &mut runs[run as usize];
+                    let (at, verified) = run.answer(result, completion.page);
+                    *under_way -= 1;
+                    if !run.is_write() {
+                        volume.seat(*seat).read_failed(verified);
+                        let page = completion.page.filter(|_| verified.is_ok());
+                        done(Done { ticket: op.ticket + at as Ticket, result: verified, page });
+                    }
+                    if run.has_ended() {
+                        if !run.is_write() {
+                            looking.end(op.found, &volume.epochs, *seat);
+                        }
+                        rest.end();
+                        finished.push((completion.ticket, Ok(())));
+                    }
+                    return;
+                }
                 Work::Write { .. } | Work::Part { .. } => {}
                 Work::Idle => unreachable!("a store completed operation {} twice", completion.ticket),
             }
@@ -128,6 +148,10 @@ impl Lane {
     fn go_on(&mut self, op: u32, result: Result<(), Fault>, done: &mut dyn FnMut(Done<'_>)) {
         if let Carried::Leads { .. } = self.ops[op as usize].carried {
             self.end_pack(op, result, done);
+            return;
+        }
+        if let Work::Run { run } = self.ops[op as usize].work {
+            self.end_run(op, run, done);
             return;
         }
         if self.ops[op as usize].forsaken {
@@ -156,7 +180,7 @@ impl Lane {
                     return;
                 }
             },
-            Work::Idle => unreachable!("operation {op} is not under way"),
+            Work::Idle | Work::Run { .. } => unreachable!("operation {op} is not under way"),
         };
         self.hand_over(op, result, done);
     }

@@ -38,11 +38,38 @@ impl LaneMetrics {
         if let Some(started) = started {
             traffic.read_latencies.record(started.elapsed(), 1);
         }
+        self.read_failed(result);
+    }
+
+    /// Counts a read that has failed, if it has.
+    #[inline]
+    pub(super) fn read_failed(&self, result: Result<(), Fault>) {
         if let Err(fault) = result {
             count(&self.read_faults);
             if fault == Fault::Corrupt {
                 count(&self.corrupt);
             }
+        }
+    }
+
+    /// `pages` pages have been read by one operation. Their faults were counted one by one.
+    pub(super) fn run_read(&self, store: usize, pages: u64, started: Option<Instant>) {
+        let traffic = self.traffic_of(Some(store));
+        traffic.reads.add(pages);
+        if let Some(started) = started {
+            traffic.read_latencies.record(started.elapsed(), 1);
+        }
+    }
+
+    /// `pages` pages have been written by one operation, or could not be.
+    pub(super) fn run_written(&self, store: usize, pages: u64, started: Option<Instant>, failed: bool) {
+        let traffic = self.traffic_of(Some(store));
+        traffic.writes.add(pages);
+        if let Some(started) = started {
+            traffic.write_latencies.record(started.elapsed(), 1);
+        }
+        if failed {
+            self.write_faults.add(pages);
         }
     }
 

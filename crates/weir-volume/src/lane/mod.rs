@@ -7,6 +7,7 @@ mod located;
 mod packing;
 mod part;
 mod publish;
+mod queued_run;
 mod run;
 mod view;
 
@@ -26,6 +27,7 @@ use claim::{Hints, SLOT_WAIT};
 use packing::{Carried, Packed, Packing};
 use part::Part;
 use publish::Written;
+use queued_run::{RUNS, Run};
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -54,6 +56,9 @@ pub struct Lane {
     idle_ops: Vec<u32>,
     parts: Box<[Part]>,
     idle_parts: Vec<u32>,
+    /// Pages that are one operation.
+    runs: Box<[Run]>,
+    idle_runs: Vec<u32>,
     /// Stores, from the first on, in which this lane looks for a slot.
     pub(crate) reach: usize,
     /// Partial writes that found a store full, to be tried again by the next poll.
@@ -61,7 +66,7 @@ pub struct Lane {
     /// What the poll under way has found finished, or has been finished since without anybody to tell.
     finished: Vec<(u32, Result<(), Fault>)>,
     in_flight: usize,
-    /// Of these, operations that a store is working on.
+    /// Pages that a store is working on.
     under_way: usize,
     /// Slots of writes that a store did not answer in time, and that may still land.
     unsettled: usize,
@@ -122,6 +127,10 @@ enum Work {
         from: Located,
         to: Option<Entry>,
     },
+    /// Pages side by side, each on its way in or all on their way out.
+    Run {
+        run: u32,
+    },
 }
 
 impl Lane {
@@ -158,6 +167,7 @@ impl Lane {
             }
         };
         let op = || Op::IDLE;
+        let runs = depth.min(RUNS);
         let part = || Part {
             base: Box::new([0; PAGE_SIZE]),
             patch: vec![0; patch].into_boxed_slice(),
@@ -174,6 +184,8 @@ impl Lane {
             idle_ops: (0..depth as u32).rev().collect(),
             parts: std::iter::repeat_with(part).take(parts).collect(),
             idle_parts: (0..parts as u32).rev().collect(),
+            runs: std::iter::repeat_with(Run::idle).take(runs).collect(),
+            idle_runs: (0..runs as u32).rev().collect(),
             stalled: Vec::with_capacity(parts),
             finished: Vec::with_capacity(depth),
             in_flight: 0,
@@ -227,7 +239,7 @@ impl Lane {
             }
             Place::Lost => Err(Fault::Lost),
             Place::Stored { store, slot } => {
-                let Some(&op) = self.idle_ops.last() else { return Progress::Full };
+                let Some(op) = self.idle_op() else { return Progress::Full };
                 match self.read_slot(op, &located, store, slot, out) {
                     Progress::Done(result) => result,
                     Progress::Full => return Progress::Full,
@@ -249,7 +261,7 @@ impl Lane {
     pub fn write(&mut self, ticket: Ticket, page: PageNo, bytes: &PageBytes) -> Progress {
         self.enter();
         let started = self.sample();
-        let Some(&op) = self.idle_ops.last() else { return Progress::Full };
+        let Some(op) = self.idle_op() else { return Progress::Full };
         if self.packing.is_some() {
             match self.pack(op, page, bytes) {
                 Packed::Joined => {
@@ -306,6 +318,7 @@ impl Lane {
                 Work::Idle | Work::Read(_) => false,
                 Work::Write { .. } => true,
                 Work::Part { part, .. } => self.parts[part as usize].moving.is_none(),
+                Work::Run { run } => self.runs[run as usize].is_write(),
             };
             op.forsaken |= writes && whose(op.ticket);
         }
@@ -367,6 +380,11 @@ impl Lane {
         self.volume.seat(self.seat)
     }
 
+    /// The next idle operation, unless as many pages are under way as there are operations.
+    fn idle_op(&self) -> Option<u32> {
+        self.idle_ops.last().copied().filter(|_| self.under_way < self.ops.len())
+    }
+
     /// Takes the next idle operation, which the caller has already used as a ticket.
     fn start(&mut self, ticket: Ticket, started: Option<Instant>, work: Work) {
         let op = self.idle_ops.pop().expect("the caller saw an idle operation");
@@ -377,8 +395,10 @@ impl Lane {
 
     fn end(&mut self, op: u32) -> Op {
         let ended = std::mem::replace(&mut self.ops[op as usize], Op::IDLE);
-        if let Work::Part { part, .. } = ended.work {
-            self.idle_parts.push(part);
+        match ended.work {
+            Work::Part { part, .. } => self.idle_parts.push(part),
+            Work::Run { run } => self.idle_runs.push(run),
+            Work::Idle | Work::Read(_) | Work::Write { .. } => {}
         }
         self.idle_ops.push(op);
         self.in_flight -= 1;
@@ -392,14 +412,14 @@ impl Work {
         match self {
             Work::Write { entry, .. } => *entry = there,
             Work::Part { to, .. } => *to = Some(there),
-            Work::Idle | Work::Read(_) => {}
+            Work::Idle | Work::Read(_) | Work::Run { .. } => {}
         }
     }
 
     /// Where the page lies that is read, or is to lie that is written.
     fn place(&self) -> Place {
         match self {
-            Work::Idle | Work::Part { to: None, .. } => Place::Empty,
+            Work::Idle | Work::Run { .. } | Work::Part { to: None, .. } => Place::Empty,
             Work::Read(located) => located.entry.place(),
             Work::Write { entry, .. } | Work::Part { to: Some(entry), .. } => entry.place(),
         }

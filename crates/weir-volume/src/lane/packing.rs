@@ -216,7 +216,9 @@ impl Lane {
         let page = match self.ops[op as usize].work {
             Work::Write { page, .. } => page,
             Work::Part { from, .. } => from.page,
-            Work::Idle | Work::Read(_) => unreachable!("operation {op} waits in a pack and writes nothing"),
+            Work::Idle | Work::Read(_) | Work::Run { .. } => {
+                unreachable!("operation {op} waits in a pack and writes nothing")
+            }
         };
         let claimed = self.claim(page);
         if claimed.is_none() && self.holds_slots() {
@@ -331,7 +333,9 @@ impl Lane {
             let (page, was, condition) = match self.ops[op as usize].work {
                 Work::Write { page, .. } => (page, self.volume.map.load(page), None),
                 Work::Part { from, .. } => (from.page, from.entry, Some(from.entry)),
-                Work::Idle | Work::Read(_) => unreachable!("operation {op} was in a pack and writes nothing"),
+                Work::Idle | Work::Read(_) | Work::Run { .. } => {
+                    unreachable!("operation {op} was in a pack and writes nothing")
+                }
             };
             let entry = Entry::new(Place::Stored { store, slot }, was.next_generation());
             // One that is overtaken leaves the pack.

@@ -45,7 +45,7 @@ impl Lane {
         (offset, bytes): (usize, &[u8]),
         moving: Option<Place>,
     ) -> Progress {
-        let (Some(&part), Some(&op)) = (self.idle_parts.last(), self.idle_ops.last()) else {
+        let (Some(&part), Some(op)) = (self.idle_parts.last(), self.idle_op()) else {
             return Progress::Full;
         };
         self.idle_parts.pop();

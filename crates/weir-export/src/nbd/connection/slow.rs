@@ -75,12 +75,18 @@ impl Connection<'_> {
         while at < span {
             let Desk { lane, flight, .. } = &mut *self.desk;
             let number = first + at as u64;
+            let begun = lane.queue_reads(Flight::ticket(index, at), PageNo(number as u32), span - at);
+            if begun > 0 {
+                flight.queued(index, begun);
+                at += begun;
+                continue;
+            }
             match lane.read(Flight::ticket(index, at), PageNo(number as u32), flight.page_of(index, at)) {
                 Progress::Done(Ok(())) => {}
                 Progress::Done(Err(fault)) => {
                     flight.fail(index, errno(fault), (number * PAGE_SIZE as u64).max(offset));
                 }
-                Progress::Queued => flight.queued(index),
+                Progress::Queued => flight.queued(index, 1),
                 Progress::Full => {
                     self.make_room()?;
                     continue;

@@ -17,9 +17,14 @@ impl Connection<'_> {
             let within = (payload.offset % PAGE_SIZE as u64) as usize;
             let (pages, part) = payload.bytes.as_chunks::<PAGE_SIZE>();
             if within == 0 && part.is_empty() {
-                let done = self.desk.lane.write_run(PageNo(first), pages);
-                for (page, number) in pages.iter().zip(first..).skip(done) {
-                    self.write_with(&mut write, |lane, ticket| lane.write(ticket, PageNo(number), page))?;
+                let mut done = self.desk.lane.write_run(PageNo(first), pages);
+                while let Some(page) = pages.get(done) {
+                    let (number, mut queued) = (PageNo(first + done as u32), 0);
+                    self.write_with(&mut write, |lane, ticket| {
+                        queued = lane.queue_writes(ticket, number, &pages[done..]);
+                        if queued > 0 { Progress::Queued } else { lane.write(ticket, number, page) }
+                    })?;
+                    done += queued.max(1);
                 }
             } else {
                 let bytes = payload.bytes;
@@ -53,7 +58,7 @@ impl Connection<'_> {
                     let flight = &mut self.desk.flight;
                     let entry =
                         *write.entry.get_or_insert_with(|| flight.begin(Work::Write, write.cookie, 0));
-                    flight.queued(entry);
+                    flight.queued(entry, 1);
                 }
                 Progress::Full => {
                     self.make_room()?;

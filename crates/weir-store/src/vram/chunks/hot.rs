@@ -185,13 +185,20 @@ impl Site {
         result
     }
 
-    /// The slot's chunk on the card and its offset there, valid until the operation is counted as finished. `None`: the
-    /// chunk has no memory, and nothing was counted.
+    /// Slots from this one on that lie side by side, in one chunk.
     #[inline]
-    pub fn begin(&self, way: Way, slot: Slot) -> Option<(u64, u64)> {
+    pub fn left_in_chunk(&self, slot: Slot) -> usize {
+        let chunk = 1 << self.shift;
+        chunk - (slot.0 as usize & (chunk - 1))
+    }
+
+    /// The chunk on the card of `pages` slots from `slot` on, which are all in it, and the offset there; valid until so many
+    /// operations are counted as finished. `None`: the chunk has no memory, and nothing was counted.
+    #[inline]
+    pub fn begin(&self, way: Way, slot: Slot, pages: usize) -> Option<(u64, u64)> {
         let (pin, (_, place, offset)) = (self.pin(), self.place(slot)?);
         let (queued, way) = (pin.queued[way as usize].load(Ordering::Relaxed), way as usize);
-        pin.queued[way].store(queued + 1, Ordering::Relaxed);
+        pin.queued[way].store(queued + pages as u64, Ordering::Relaxed);
         compiler_fence(Ordering::SeqCst);
         let device = place.device.load(Ordering::Acquire);
         if device == 0 {
@@ -238,10 +245,10 @@ impl Pin {
         self.stored.store(self.stored.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
     }
 
-    /// Counts a write by another way.
+    /// Counts pages that are written by another way.
     #[inline]
-    pub fn count_sent(&self) {
-        self.sent.store(self.sent.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+    pub fn count_sent(&self, pages: usize) {
+        self.sent.store(self.sent.load(Ordering::Relaxed) + pages as u64, Ordering::Relaxed);
     }
 
     /// The lane goes into the driver, or has come out of it.

@@ -12,12 +12,15 @@ use crate::vram::lane::Salvaged;
 use crate::{Done, Fault, Ticket};
 use std::ffi::c_void;
 use std::ptr;
+use std::slice;
 use std::sync::Arc;
 use std::time::Instant;
 use weir_core::{PAGE_SIZE, PageBytes, Slot};
 
 /// Batches that may be under way at once. Two would keep the engine busy; more let small ones overlap.
 const BATCHES: usize = 8;
+/// How many pages ahead of the one that is handed over the next is asked for.
+const AHEAD: usize = 2;
 
 /// A stream, its staging memory, and the operations that wait or fly in it.
 pub struct BatchLane {
@@ -25,8 +28,9 @@ pub struct BatchLane {
     stream: OwnStream,
     staging: Pinned,
     operations: Box<[Operation]>,
-    /// Numbers of operations, ever growing: those below `finished` were handed over, those below `started`
-    /// are in a batch, those below `queued` wait. `number % depth` is the staging page.
+    /// Numbers of pages, ever growing: those below `finished` were handed over, those below `started`
+    /// are in a batch, those below `queued` wait. `number % depth` is the staging page, and the place of an operation that begins
+    /// with this page.
     finished: u64,
     started: u64,
     queued: u64,
@@ -44,6 +48,8 @@ struct Operation {
     ticket: Ticket,
     write: bool,
     slot: u32,
+    /// Pages side by side, in slots and in staging memory.
+    pages: u32,
     /// The first page of a chunk. What lies before it at neighbouring addresses is another allocation, and no copy
     /// may reach across both.
     opens_chunk: bool,
@@ -110,14 +116,20 @@ impl BatchLane {
         Ok(lane)
     }
 
-    /// Operations queued and not yet handed over.
+    /// Pages queued and not yet handed over.
     pub fn in_flight(&self) -> usize {
         (self.queued - self.finished) as usize
     }
 
-    /// Whether another operation has room.
+    /// Whether another page has room.
     pub fn has_room(&self) -> bool {
         self.in_flight() < self.operations.len()
+    }
+
+    /// Pages that the next operation may have: its staging pages lie side by side.
+    pub fn run_room(&self) -> usize {
+        let depth = self.operations.len();
+        (depth - self.in_flight()).min(depth - (self.queued % depth as u64) as usize)
     }
 
     fn staging_page(&self, number: u64) -> *mut u8 {
@@ -126,25 +138,39 @@ impl BatchLane {
         unsafe { self.staging.as_ptr().add(index * PAGE_SIZE) }
     }
 
-    /// Queues a write to `offset` in the chunk that begins at `chunk`; there is room.
-    pub fn write(&mut self, ticket: Ticket, slot: Slot, (chunk, offset): (DevicePtr, u64), page: &PageBytes) {
-        // SAFETY: no operation in flight uses this staging page, as there is room.
-        unsafe { ptr::copy_nonoverlapping(page.as_ptr(), self.staging_page(self.queued), PAGE_SIZE) };
-        let opens_chunk = offset == 0;
-        self.push(Operation { ticket, write: true, slot: slot.0, opens_chunk, device: chunk + offset });
+    /// Queues a write of `pages` from `offset` on in the chunk that begins at `chunk`; there is [room](Self::run_room).
+    pub fn write(
+        &mut self,
+        ticket: Ticket,
+        slot: Slot,
+        (chunk, offset): (DevicePtr, u64),
+        pages: &[PageBytes],
+    ) {
+        debug_assert!(pages.len() <= self.run_room());
+        let staging = self.staging_page(self.queued);
+        // SAFETY: no operation in flight uses these staging pages, as there is room.
+        unsafe { ptr::copy_nonoverlapping(pages.as_ptr().cast(), staging, size_of_val(pages)) };
+        self.push(ticket, true, slot, (chunk, offset), pages.len());
     }
 
-    /// Queues a read, likewise.
-    pub fn read(&mut self, ticket: Ticket, slot: Slot, (chunk, offset): (DevicePtr, u64)) {
-        let opens_chunk = offset == 0;
-        self.push(Operation { ticket, write: false, slot: slot.0, opens_chunk, device: chunk + offset });
+    /// Queues a read of `pages` pages, likewise.
+    pub fn read(&mut self, ticket: Ticket, slot: Slot, place: (DevicePtr, u64), pages: usize) {
+        self.push(ticket, false, slot, place, pages);
     }
 
-    fn push(&mut self, operation: Operation) {
-        debug_assert!(self.has_room());
+    fn push(
+        &mut self,
+        ticket: Ticket,
+        write: bool,
+        slot: Slot,
+        (chunk, offset): (DevicePtr, u64),
+        pages: usize,
+    ) {
+        debug_assert!(pages <= self.run_room());
         let index = (self.queued % self.operations.len() as u64) as usize;
-        self.operations[index] = operation;
-        self.queued += 1;
+        let (opens_chunk, device, pages) = (offset == 0, chunk + offset, pages as u32);
+        self.operations[index] = Operation { ticket, write, slot: slot.0, pages, opens_chunk, device };
+        self.queued += u64::from(pages);
     }
 
     /// Starts what waits, as far as batches are free; [`poll`](Self::poll) starts the rest.
@@ -167,13 +193,15 @@ impl BatchLane {
         self.copies.iter_mut().for_each(Copies::clear);
         let depth = self.operations.len() as u64;
         let mut next = (false, 0, 0);
-        for number in self.started..self.queued {
+        let mut number = self.started;
+        while number < self.queued {
             let operation = self.operations[(number % depth) as usize];
             let Operation { write, device, .. } = operation;
+            let bytes = operation.pages as usize * PAGE_SIZE;
             let staging = self.staging_page(number) as DevicePtr;
             let copies = &mut self.copies[usize::from(write)];
             if next == (write, device, staging) && !operation.opens_chunk && !copies.sizes.is_empty() {
-                *copies.sizes.last_mut().expect("not empty") += PAGE_SIZE;
+                *copies.sizes.last_mut().expect("not empty") += bytes;
             } else {
                 // Plain copies are a call each, so an event may follow as many as there are.
                 let most = self.context.batch_copies(write);
@@ -183,9 +211,10 @@ impl BatchLane {
                 let (to, from) = if write { (device, staging) } else { (staging, device) };
                 copies.to.push(to);
                 copies.from.push(from);
-                copies.sizes.push(PAGE_SIZE);
+                copies.sizes.push(bytes);
             }
-            next = (write, device + PAGE_SIZE as u64, staging + PAGE_SIZE as u64);
+            next = (write, device + bytes as u64, staging + bytes as u64);
+            number += u64::from(operation.pages);
         }
         self.queued
     }
@@ -265,11 +294,23 @@ impl BatchLane {
             let end = self.batches[at].end;
             while self.finished < end {
                 let operation = self.operations[(self.finished % self.operations.len() as u64) as usize];
-                // SAFETY: the copy into this staging page has ended, and none starts before it is handed over.
-                let page = unsafe { &*self.staging_page(self.finished).cast::<PageBytes>() };
-                self.finished += 1;
-                let page = (outcome.is_ok() && !operation.write).then_some(page);
-                done(Done { ticket: operation.ticket, result: outcome, page });
+                // SAFETY: the copies into these staging pages, which lie side by side, have ended, and none starts before they are
+                // handed over.
+                let pages = unsafe {
+                    slice::from_raw_parts(
+                        self.staging_page(self.finished).cast::<PageBytes>(),
+                        operation.pages as usize,
+                    )
+                };
+                for (at, page) in pages.iter().enumerate() {
+                    let has_page = outcome.is_ok() && !operation.write;
+                    if has_page && let Some(ahead) = pages.get(at + AHEAD) {
+                        // The card has just written it, so it is in no cache of this processor's own.
+                        weir_core::prefetch(ahead);
+                    }
+                    self.finished += 1;
+                    done(Done { ticket: operation.ticket, result: outcome, page: has_page.then_some(page) });
+                }
             }
             self.ended += 1;
         }
@@ -281,12 +322,14 @@ impl BatchLane {
     pub fn salvage(&mut self, redo: &mut dyn FnMut(Salvaged<'_>)) {
         self.dead = true;
         while self.finished < self.queued {
-            let Operation { ticket, write, slot, .. } =
+            let Operation { ticket, write, slot, pages, .. } =
                 self.operations[(self.finished % self.operations.len() as u64) as usize];
-            // SAFETY: a write's staging page was filled when it was queued, and the card only reads it.
-            let page = write.then(|| unsafe { &*self.staging_page(self.finished).cast::<PageBytes>() });
-            self.finished += 1;
-            redo(Salvaged { ticket, slot: Slot(slot), page });
+            for slot in slot..slot + pages {
+                // SAFETY: a write's staging page was filled when it was queued, and the card only reads it.
+                let page = write.then(|| unsafe { &*self.staging_page(self.finished).cast::<PageBytes>() });
+                self.finished += 1;
+                redo(Salvaged { ticket, slot: Slot(slot), page });
+            }
         }
         (self.started, self.ended) = (self.queued, self.begun);
     }

@@ -1,0 +1,228 @@
+//! Many pages in a row at a store that takes its time: one operation for those that lie side by side.
+//!
+//! By single ones, the books of an operation (its place in three tables, its two hand-overs) cost more than the checksum.
+
+use super::located::Located;
+use super::run::LEAST;
+use super::{Lane, Work};
+use crate::entry::{Entry, Place};
+use crate::records::Occupant;
+use weir_core::{Checksum, PageBytes, PageNo, Slot, uniform_value};
+use weir_store::{Done, Fault, Ticket};
+
+/// Runs that a lane may have under way; further pages go by single operations.
+pub(super) const RUNS: usize = 16;
+/// The longest run: as many pages as [`Run::late`] has bits.
+const RUN_PAGES: usize = u64::BITS as usize;
+/// How many pages ahead a page is asked for.
+const AHEAD: usize = 2;
+
+/// Pages that follow one another, in slots side by side, on their way from or to a store.
+pub(super) struct Run {
+    is_write: bool,
+    first: PageNo,
+    store: usize,
+    count: usize,
+    /// Pages that the store has answered.
+    answered: usize,
+    /// The first fault of a write.
+    fault: Option<Fault>,
+    /// A bit for each page of a write that was not answered in time, and may still land.
+    late: u64,
+    entries: [Entry; RUN_PAGES],
+    checksums: [Checksum; RUN_PAGES],
+}
+
+impl Run {
+    pub(super) fn idle() -> Run {
+        Run {
+            is_write: false,
+            first: PageNo(0),
+            store: 0,
+            count: 0,
+            answered: 0,
+            fault: None,
+            late: 0,
+            entries: [Entry::default(); RUN_PAGES],
+            checksums: [Checksum(0); RUN_PAGES],
+        }
+    }
+
+    pub(super) fn is_write(&self) -> bool {
+        self.is_write
+    }
+
+    fn page(&self, at: usize) -> PageNo {
+        PageNo(self.first.0 + at as u32)
+    }
+
+    /// Takes the answer for the next page. Returns its number in the run, and for a read whether `bytes` are its content.
+    #[inline]
+    pub(super) fn answer(
+        &mut self,
+        result: Result<(), Fault>,
+        bytes: Option<&PageBytes>,
+    ) -> (usize, Result<(), Fault>) {
+        let at = self.answered;
+        self.answered += 1;
+        if self.is_write {
+            self.fault = self.fault.or(result.err());
+            self.late |= u64::from(result == Err(Fault::Timeout)) << at;
+            return (at, result);
+        }
+        let located = Located {
+            page: self.page(at),
+            entry: self.entries[at],
+            checksum: Some(self.checksums[at]),
+            packed: false,
+        };
+        (at, result.and_then(|()| located.verify(bytes.ok_or(Fault::Lost)?)))
+    }
+
+    pub(super) fn has_ended(&self) -> bool {
+        self.answered == self.count
+    }
+}
+
+impl Lane {
+    /// Begins to read up to `count` pages from `first` on, as one operation where they lie side by side in a slow store. Returns how
+    /// many, from the first on; the others are for [`read`](Lane::read). Each comes with a completion of its own, with tickets from
+    /// `ticket` on, in no order with other operations.
+    pub fn queue_reads(&mut self, ticket: Ticket, first: PageNo, count: usize) -> usize {
+        let (Some(&op), Some(&run)) = (self.idle_ops.last(), self.idle_runs.last()) else { return 0 };
+        let mut most = count.min(RUN_PAGES).min(self.room_under_way());
+        if most < LEAST {
+            return 0;
+        }
+        self.enter();
+        let Lane { volume, stores, runs, .. } = self;
+        let found = &mut runs[run as usize];
+        let (mut pages, mut from) = (0, None);
+        while pages < most {
+            let located = volume.locate(PageNo(first.0 + pages as u32));
+            let (Place::Stored { store, slot }, Some(checksum), false) =
+                (located.entry.place(), located.checksum, located.packed)
+            else {
+                break;
+            };
+            let (of, start) = *from.get_or_insert_with(|| {
+                most = most.min(stores[store].lane.run_room(false));
+                (store, slot)
+            });
+            if of != store || slot.0 != start.0 + pages as u32 || pages >= most {
+                break;
+            }
+            (found.entries[pages], found.checksums[pages]) = (located.entry, checksum);
+            pages += 1;
+        }
+        let Some((store, slot)) = from.filter(|_| pages >= LEAST) else { return 0 };
+        let taken = stores[store].lane.read_run(op, slot, pages);
+        if taken > 0 {
+            self.start_run(ticket, run, false, store, first, taken);
+            self.ops[op as usize].found = self.looking.begin();
+        }
+        taken
+    }
+
+    /// Begins to write as many of `pages` to `first` and those after it as find slots side by side in a slow store, as one operation.
+    /// Returns how many, from the first on; the others are for [`write`](Lane::write). All have one completion together.
+    pub fn queue_writes(&mut self, ticket: Ticket, first: PageNo, pages: &[PageBytes]) -> usize {
+        let (Some(&op), Some(&run)) = (self.idle_ops.last(), self.idle_runs.last()) else { return 0 };
+        let room = self.stores[self.taker].lane.run_room(true).min(self.room_under_way());
+        let most = pages.len().min(RUN_PAGES).min(room);
+        if most < LEAST
+            || self.long == 0
+            || self.packing.is_some()
+            || self.volume.tiers[self.taker].is_quarantined()
+        {
+            return 0;
+        }
+        let is_uniform = |at: usize| uniform_value(&pages[at]).is_some();
+        if is_uniform(0) {
+            return 0;
+        }
+        self.enter();
+        // Where none is free, a single write knows how to wait for one.
+        let Some((store, slot)) = self.claim_now(first) else { return 0 };
+        let place = |at: usize| Place::Stored { store, slot: Slot(slot.0 + at as u32) };
+        let page = |at: usize| PageNo(first.0 + at as u32);
+        let mut claimed = 1;
+        if self.stores[store].lane.run_room(true) >= most {
+            while claimed < most
+                && !is_uniform(claimed)
+                && self.claim_neighbour(store, Slot(slot.0 + claimed as u32), page(claimed))
+            {
+                claimed += 1;
+            }
+        }
+        let Lane { volume, stores, runs, .. } = self;
+        let records = &volume.tiers[store].records;
+        for (at, bytes) in pages[..claimed].iter().enumerate() {
+            if let Some(ahead) = pages[..claimed].get(at + AHEAD) {
+                weir_core::prefetch(ahead);
+            }
+            let entry = Entry::new(place(at), volume.map.load(page(at)).next_generation());
+            let checksum = Checksum::of(bytes, page(at), entry.generation());
+            // The record may be complete before the content is: until the map names the slot, nobody looks.
+            records.fill_in(Slot(slot.0 + at as u32), Occupant { page: page(at), checksum });
+            runs[run as usize].entries[at] = entry;
+        }
+        let taken = stores[store].lane.write_run(op, slot, &pages[..claimed]);
+        for at in taken..claimed {
+            self.unclaim(self.runs[run as usize].entries[at]);
+        }
+        if taken > 0 {
+            self.start_run(ticket, run, true, store, first, taken);
+        }
+        taken
+    }
+
+    /// Pages that may be under way besides those that are.
+    fn room_under_way(&self) -> usize {
+        self.ops.len().saturating_sub(self.under_way)
+    }
+
+    fn start_run(
+        &mut self,
+        ticket: Ticket,
+        run: u32,
+        is_write: bool,
+        store: usize,
+        first: PageNo,
+        count: usize,
+    ) {
+        let started = self.sample();
+        self.idle_runs.pop();
+        let begun = &mut self.runs[run as usize];
+        (begun.is_write, begun.store, begun.first) = (is_write, store, first);
+        (begun.count, begun.answered, begun.fault, begun.late) = (count, 0, None, 0);
+        self.start(ticket, started, Work::Run { run });
+        self.under_way += count;
+    }
+
+    /// Ends a run whose pages its store has all answered. Those of a read were handed over one by one.
+    pub(super) fn end_run(&mut self, op: u32, run: u32, done: &mut dyn FnMut(Done<'_>)) {
+        let ended = self.end(op);
+        let Run { is_write, store, count, first, fault, late, .. } = self.runs[run as usize];
+        if !is_write {
+            self.metrics().run_read(store, count as u64, ended.started);
+            return;
+        }
+        let fault = if ended.forsaken { Some(Fault::Forsaken) } else { fault };
+        for at in 0..count {
+            let entry = self.runs[run as usize].entries[at];
+            match fault {
+                // All of it takes effect, or nothing.
+                None => {
+                    self.publish(PageNo(first.0 + at as u32), entry, None);
+                }
+                Some(_) if late >> at & 1 == 1 => self.unclaim_failed(entry, Fault::Timeout),
+                Some(_) => self.unclaim(entry),
+            }
+        }
+        if !ended.forsaken {
+            self.metrics().run_written(store, count as u64, ended.started, fault.is_some());
+        }
+        done(Done { ticket: ended.ticket, result: fault.map_or(Ok(()), Err), page: None });
+    }
+}
