@@ -270,12 +270,11 @@ fn completions_know_the_commands() {
 
 #[test]
 fn a_benchmark_is_the_program_beside_this_one_with_all_its_arguments_and_its_exit_code() {
-    use std::os::unix::fs::PermissionsExt as _;
     let directory = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("beside");
     let _ = fs::remove_dir_all(&directory);
     fs::create_dir(&directory).expect("made");
     let here = directory.join("weir");
-    fs::copy(env!("CARGO_BIN_EXE_weir"), &here).expect("copied");
+    fs::hard_link(env!("CARGO_BIN_EXE_weir"), &here).expect("linked");
     let bench = |arguments: &[&str]| {
         Command::new(&here).arg("bench").args(arguments).output().expect("the program starts")
     };
@@ -284,8 +283,10 @@ fn a_benchmark_is_the_program_beside_this_one_with_all_its_arguments_and_its_exi
     assert_eq!((alone.status.code(), said.lines().count()), (Some(1), 1), "{said}");
     assert!(said.contains("beside/weir-bench is not there; build it"), "{said}");
     let other = directory.join("weir-bench");
-    fs::write(&other, "#!/bin/sh\nfor word; do echo \"$word\"; done\nexit 7\n").expect("written");
-    fs::set_permissions(&other, fs::Permissions::from_mode(0o755)).expect("it may be run");
+    // A process of its own writes it: what a test of this process starts meanwhile would inherit the open file, which then is busy.
+    let script = r#"printf '#!/bin/sh\nfor word; do echo "$word"; done\nexit 7\n' >"$0" && chmod 755 "$0""#;
+    let written = Command::new("sh").args(["-c", script]).arg(&other).status().expect("a shell");
+    assert!(written.success());
     for arguments in [&["--help"][..], &["-h", "--version"], &["swap", "--only", "a b", "--", "-x"]] {
         let output = bench(arguments);
         assert_eq!(output.status.code(), Some(7), "{}", text(&output.stderr));
