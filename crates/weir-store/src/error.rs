@@ -1,34 +1,68 @@
-//! How the opening of a store fails. How an operation does is a [`Fault`](weir_device::Fault).
+//! How opening a store fails: a [kind](OpenErrorKind) for programs and a sentence for people. For one operation see
+//! [`Fault`](crate::Fault).
 
+use std::io::{Error, ErrorKind};
 use weir_core::ByteSize;
 
 /// Why a store, or a lane into one, could not be opened.
 #[derive(Debug, thiserror::Error)]
 #[error("store {store}: {what}")]
 pub struct OpenError {
+    /// What sort of reason it is.
+    pub kind: OpenErrorKind,
     /// The store's URL.
     pub store: String,
     /// The thing, the value seen and the next step, in one line.
     pub what: String,
     /// What the system said, if it did.
     #[source]
-    pub source: Option<std::io::Error>,
+    pub source: Option<Error>,
+}
+
+/// What a caller can decide by; the sentence is for people and may change.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum OpenErrorKind {
+    /// Memory or room of that many bytes could not be had: a smaller store may do.
+    NoMemory {
+        /// Bytes asked for.
+        wanted: u64,
+        /// Bytes that there were, as far as is known.
+        had: u64,
+    },
+    /// There is no such card, disk or file, or no driver for it.
+    NoDevice,
+    /// Somebody else has it, or every lane is taken.
+    InUse,
+    /// This process may not.
+    Denied,
+    /// What is asked for does not fit what is there: another kind of file, foreign content, pages of another version.
+    Layout,
+    /// The device or the system failed.
+    Io,
 }
 
 impl OpenError {
     /// An error of `store` that no system call stands behind.
-    pub fn new(store: impl Into<String>, what: impl Into<String>) -> Self {
-        OpenError { store: store.into(), what: what.into(), source: None }
+    pub fn new(kind: OpenErrorKind, store: impl Into<String>, what: impl Into<String>) -> Self {
+        OpenError { kind, store: store.into(), what: what.into(), source: None }
     }
 
-    /// An error of `store` for which the system gave a reason.
-    pub fn io(store: impl Into<String>, what: impl Into<String>, source: impl Into<std::io::Error>) -> Self {
-        OpenError { store: store.into(), what: what.into(), source: Some(source.into()) }
+    /// An error of `store` for which the system gave a reason, which is its kind.
+    pub fn io(store: impl Into<String>, what: impl Into<String>, source: impl Into<Error>) -> Self {
+        let source = source.into();
+        let kind = match (source.kind(), source.raw_os_error()) {
+            (ErrorKind::NotFound, _) | (_, Some(libc::ENXIO | libc::ENODEV)) => OpenErrorKind::NoDevice,
+            (ErrorKind::ResourceBusy | ErrorKind::WouldBlock, _) => OpenErrorKind::InUse,
+            (ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem, _) => OpenErrorKind::Denied,
+            _ => OpenErrorKind::Io,
+        };
+        OpenError { kind, store: store.into(), what: what.into(), source: Some(source) }
     }
 
     /// `bytes` could not be had.
-    pub fn no_memory(store: impl Into<String>, bytes: u64, source: impl Into<std::io::Error>) -> Self {
+    pub fn no_memory(store: impl Into<String>, bytes: u64, source: impl Into<Error>) -> Self {
         let what = format!("cannot take {} of memory; ask for less, or free some", ByteSize(bytes));
-        OpenError::io(store, what, source)
+        let kind = OpenErrorKind::NoMemory { wanted: bytes, had: weir_core::available().unwrap_or(0) };
+        OpenError { kind, ..OpenError::io(store, what, source) }
     }
 }

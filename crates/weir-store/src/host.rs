@@ -248,6 +248,7 @@ impl Lane for HostLane {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::OpenErrorKind;
     use rustix::fs::{MemfdFlags, SealFlags};
     use std::sync::Mutex;
 
@@ -350,7 +351,11 @@ mod tests {
 
     #[test]
     fn more_memory_than_there_is_is_an_error_that_says_so() {
-        let error = Host::new(u32::MAX).unwrap_err().to_string();
+        let error = Host::new(u32::MAX).unwrap_err();
+        assert!(
+            matches!(error.kind, OpenErrorKind::NoMemory { wanted, .. } if wanted >> 12 == u64::from(u32::MAX))
+        );
+        let error = error.to_string();
         assert!(error.contains("host:") && error.contains("16.0TiB"), "{error}");
     }
 

@@ -28,7 +28,7 @@ mod survive;
 mod url;
 pub mod vram;
 
-pub use error::OpenError;
+pub use error::{OpenError, OpenErrorKind};
 pub use file::{FileStore, FileUrl, StripeUrl, is_left_over};
 pub use host::Host;
 pub use open::{open, open_watched, reopen};

@@ -1,7 +1,7 @@
 //! From a name to a store.
 
 use crate::vram::{Drivers, VramStore};
-use crate::{FileStore, Host, OpenError, Room, Sim, Store, StoreUrl, host};
+use crate::{FileStore, Host, OpenError, OpenErrorKind, Room, Sim, Store, StoreUrl, host};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use weir_core::{Memory, PAGE_SIZE, Watch, unwatched};
@@ -47,7 +47,9 @@ pub fn reopen(
 ) -> Result<Arc<dyn Store>, OpenError> {
     match url {
         StoreUrl::Host { .. } => {
-            let missing = || OpenError::new(url.to_string(), "the keeper does not hold its pages");
+            let missing = || {
+                OpenError::new(OpenErrorKind::NoDevice, url.to_string(), "the keeper does not hold its pages")
+            };
             let memory = Memory::adopt(take(host::KEEPSAKE).ok_or_else(missing)?).map_err(|error| {
                 OpenError::io(url.to_string(), "cannot map the pages that were kept", error)
             })?;
@@ -57,6 +59,7 @@ pub fn reopen(
         StoreUrl::Stripe(stripe) => Ok(Arc::new(FileStore::reopen_stripe(stripe, room, take)?)),
         StoreUrl::Vram(url) => Ok(Arc::new(VramStore::reopen_with(url, &Drivers::default(), take)?)),
         StoreUrl::Sim(_) => Err(OpenError::new(
+            OpenErrorKind::Layout,
             url.to_string(),
             "its pages end with the daemon; those of all other stores do not",
         )),

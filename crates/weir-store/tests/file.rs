@@ -14,7 +14,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use weir_core::{ByteSize, PAGE_SIZE, PageBytes, Slot};
 use weir_store::conformance::{Shelf, content};
-use weir_store::{Done, Fault, FileStore, FileUrl, Lane, Progress, Reclaim, Room, Store, Survive};
+use weir_store::{
+    Done, Fault, FileStore, FileUrl, Lane, OpenErrorKind, Progress, Reclaim, Room, Store, Survive,
+};
 
 const MIB: u64 = 1 << 20;
 
@@ -27,6 +29,24 @@ fn refusal(url: &FileUrl) -> String {
     let error = FileStore::open(url).expect_err("must be refused");
     let source = error.source().map(|source| format!(": {source}")).unwrap_or_default();
     format!("{error}{source}")
+}
+
+fn kind(url: &FileUrl) -> OpenErrorKind {
+    FileStore::open(url).expect_err("must be refused").kind
+}
+
+#[test]
+fn a_refusal_says_what_kind_it_is() {
+    let directory = Directory::new();
+    let path = directory.file("store");
+    let in_none = directory.file("none").join("store");
+    assert_eq!(kind(&url(&in_none, 1)), OpenErrorKind::NoDevice);
+    assert_eq!(kind(&url(Path::new("/dev/no-such-disk"), 1)), OpenErrorKind::NoDevice);
+    assert_eq!(kind(&url(Path::new("/dev/null"), 1)), OpenErrorKind::Layout);
+    let too_large = kind(&url(&path, 8 << 20));
+    assert!(matches!(too_large, OpenErrorKind::NoMemory { wanted, had } if had < wanted), "{too_large:?}");
+    let _held = FileStore::open(&url(&path, 1)).unwrap();
+    assert_eq!(kind(&url(&path, 1)), OpenErrorKind::InUse);
 }
 
 /// Queues one operation for each slot, submits them together, and gives their results in the order of slots.

@@ -16,7 +16,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use weir_core::{PageNo, Slot};
 use weir_device::View;
-use weir_store::{OpenError, Share};
+use weir_store::{OpenError, OpenErrorKind, Share};
 
 /// In a slot's byte: the map does not name it any more, its return frees it.
 const UNLINKED: u8 = 1 << 7;
@@ -184,11 +184,11 @@ impl Volume {
     /// # Errors
     /// When the lanes that it takes the place of are not there, it has a lender already, or a store's memory cannot be shown.
     pub fn lender(self: &Arc<Self>, slots: u32, stores: usize) -> Result<(Lender, Vec<Window>), OpenError> {
-        let failed = |why: String| OpenError::new("volume", why);
+        let failed = |why: String| OpenError::new(OpenErrorKind::InUse, "volume", why);
         let window = |tier: &Tier| tier.store.share().map(Share::window).transpose();
         let windows: io::Result<Vec<_>> = self.tiers.iter().map(window).collect();
         let windows =
-            windows.map_err(|error| failed(format!("a store's memory cannot be shown: {error}")))?;
+            windows.map_err(|error| OpenError::io("volume", "a store's memory cannot be shown", error))?;
         if self.lending.swap(true, std::sync::atomic::Ordering::Acquire) {
             return Err(failed("its pages are being lent already".to_owned()));
         }

@@ -76,7 +76,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use weir_core::{ByteSize, PAGE_SIZE};
-use weir_store::{OpenError, Store};
+use weir_store::{OpenError, OpenErrorKind, Store};
 
 /// The shape of a volume.
 #[derive(Clone, Copy, Debug)]
@@ -277,6 +277,7 @@ impl Volume {
         match self.take_seat() {
             Some(index) => Lane::open(Arc::clone(self), index, parts, patch),
             None => Err(OpenError::new(
+                OpenErrorKind::InUse,
                 "volume",
                 format!("all {} lanes are in use; configure more", self.config.lanes),
             )),

@@ -5,10 +5,11 @@
 //! else may be somebody's data and needs `overwrite=on`.
 
 use super::signature;
-use crate::{OpenError, Room};
+use crate::{OpenError, OpenErrorKind, Room};
 use rustix::fs::{FallocateFlags, FileType, FlockOperation, Mode, OFlags, SeekFrom};
 use rustix::io::Errno;
 use std::fs::File;
+use std::io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -51,12 +52,12 @@ impl Backing {
                 _ => {
                     let kind = weir_core::file_kind(stat.st_mode);
                     let what = format!("{shown} is {kind}; give a file or a block device");
-                    return Err(OpenError::new(name, what));
+                    return Err(OpenError::new(OpenErrorKind::Layout, name, what));
                 }
             },
             Err(Errno::NOENT) if is_for_devices(path) => {
                 let what = format!("{shown} does not exist; lsblk lists the devices that there are");
-                return Err(OpenError::new(name, what));
+                return Err(OpenError::new(OpenErrorKind::NoDevice, name, what));
             }
             Err(Errno::NOENT) => (false, true),
             Err(errno) => return Err(OpenError::io(name, format!("cannot look at {shown}"), errno)),
@@ -111,7 +112,7 @@ impl Backing {
             let what = format!(
                 "a file that was kept is not the one of this URL: it holds {has}, the URL asks for {asked}"
             );
-            return Err(OpenError::new(name, what));
+            return Err(OpenError::new(OpenErrorKind::Layout, name, what));
         }
         Ok(backing)
     }
@@ -142,6 +143,7 @@ impl Backing {
             Ok(()) => {}
             Err(Errno::WOULDBLOCK) => {
                 return Err(OpenError::new(
+                    OpenErrorKind::InUse,
                     name,
                     format!("{shown} is in use by another process; stop that first"),
                 ));
@@ -153,6 +155,7 @@ impl Backing {
         let here = rustix::fs::fstat(&self.file).map(identity);
         if rustix::fs::stat(path).map(identity) != here {
             return Err(OpenError::new(
+                OpenErrorKind::InUse,
                 name,
                 format!("{shown} was taken away while it was opened; try again"),
             ));
@@ -166,7 +169,7 @@ impl Backing {
                 let what = format!(
                     "{shown} holds {whose}, which would be lost; choose another, or add overwrite=on to the URL"
                 );
-                return Err(OpenError::new(name, what));
+                return Err(OpenError::new(OpenErrorKind::Layout, name, what));
             }
             Content::Other(_) => self.forget(name, before)?,
         }
@@ -174,6 +177,7 @@ impl Backing {
             (Some(size), _) => size.0,
             (None, false) if content != Content::Weir => {
                 return Err(OpenError::new(
+                    OpenErrorKind::Layout,
                     name,
                     format!("how large shall {shown} be? Add ?size=64GiB, for example"),
                 ));
@@ -182,7 +186,12 @@ impl Backing {
         };
         if self.room == 0 || (self.is_device && HEADER + self.room > before) {
             let (has, asked) = (ByteSize(before.saturating_sub(HEADER)), ByteSize(self.room));
-            return Err(OpenError::new(name, format!("{shown} has room for {has}, {asked} is asked for")));
+            let kind = OpenErrorKind::NoMemory { wanted: asked.0, had: has.0 };
+            return Err(OpenError::new(
+                kind,
+                name,
+                format!("{shown} has room for {has}, {asked} is asked for"),
+            ));
         }
         if !self.is_device {
             self.allocate(name, path, before)?;
@@ -324,7 +333,11 @@ impl Backing {
                 ByteSize(total),
                 ByteSize(free)
             );
-            OpenError::io(name, what, error)
+            let is_room = matches!(error.kind(), StorageFull | QuotaExceeded | FileTooLarge);
+            let error = OpenError::io(name, what, error);
+            let kind =
+                if is_room { OpenErrorKind::NoMemory { wanted: total, had: free } } else { error.kind };
+            OpenError { kind, ..error }
         })
     }
 

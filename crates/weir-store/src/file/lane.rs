@@ -12,7 +12,7 @@
 
 use super::staging::Staging;
 use super::{Place, Shared};
-use crate::{ANSWER_WITHIN, Done, Fault, Lane, OpenError, POLL_EVERY, Progress, Ticket};
+use crate::{ANSWER_WITHIN, Done, Fault, Lane, OpenError, OpenErrorKind, POLL_EVERY, Progress, Ticket};
 use io_uring::{IoUring, opcode, squeue, types};
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
@@ -92,6 +92,7 @@ impl FileLane {
     pub(super) fn open(name: &str, shared: Arc<Shared>, depth: usize) -> Result<Self, OpenError> {
         if depth > DEPTH_MOST {
             return Err(OpenError::new(
+                OpenErrorKind::Layout,
                 name,
                 format!("a lane of {depth} operations; at most {DEPTH_MOST} fit a ring"),
             ));

@@ -17,7 +17,7 @@ pub use backing::is_left_over;
 pub use stripe_url::StripeUrl;
 pub use url::FileUrl;
 
-use crate::{Deal, Fault, Keep, Lane, OpenError, Reclaim, Room, State, Store, Survive};
+use crate::{Deal, Fault, Keep, Lane, OpenError, OpenErrorKind, Reclaim, Room, State, Store, Survive};
 use backing::{Backing, HEADER};
 use cipher::Cipher;
 use lane::FileLane;
@@ -98,7 +98,7 @@ impl<'a> Layout<'a> {
                 let what =
                     format!("size={size} is not a multiple of {} units of {}", url.paths.len(), url.unit);
                 let what = format!("{what}; give a multiple of {}", ByteSize(round));
-                return Err(OpenError::new(url.to_string(), what));
+                return Err(OpenError::new(OpenErrorKind::Layout, url.to_string(), what));
             }
             size => size.map(|size| ByteSize(size.0 / url.paths.len() as u64)),
         };
@@ -205,7 +205,8 @@ impl Shared {
 
     fn reopen(name: &str, layout: &Layout<'_>, room: Room, take: Take<'_>) -> Result<Self, OpenError> {
         let mut kept = |what: String| {
-            take(&what).ok_or_else(|| OpenError::new(name, format!("the keeper does not hold its {what}")))
+            let missing = |what: &str| format!("the keeper does not hold its {what}");
+            take(&what).ok_or_else(|| OpenError::new(OpenErrorKind::NoDevice, name, missing(&what)))
         };
         let cipher = match layout.encrypt {
             false => None,
@@ -243,7 +244,7 @@ impl Shared {
         if slots == 0 {
             let what =
                 format!("{} on each member is less than one unit of {}", ByteSize(smallest), layout.unit);
-            return Err(OpenError::new(name, what));
+            return Err(OpenError::new(OpenErrorKind::Layout, name, what));
         }
         let chunk_slots = (layout.chunk.0 / page).clamp(1, slots.into()) as u32;
         Ok(Shared {

@@ -10,7 +10,7 @@ mod url;
 
 pub use url::SimUrl;
 
-use crate::{Fault, Keep, Lane, OpenError, Reclaim, State, Store, Survive};
+use crate::{Fault, Keep, Lane, OpenError, OpenErrorKind, Reclaim, State, Store, Survive};
 use lane::SimLane;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -94,7 +94,11 @@ impl Sim {
         let slots = (url.size.0 / PAGE_SIZE as u64) as usize;
         let chunk_slots = (url.chunk.unwrap_or(url.size).0 / PAGE_SIZE as u64).min(slots as u64) as u32;
         if slots == 0 || chunk_slots == 0 {
-            return Err(OpenError::new(name, "size and chunk must hold a page at least"));
+            return Err(OpenError::new(
+                OpenErrorKind::Layout,
+                name,
+                "size and chunk must hold a page at least",
+            ));
         }
         let mut cells = Vec::new();
         if cells.try_reserve_exact(slots).is_err() {

@@ -12,7 +12,7 @@ use super::options::{PathMode, VramUrl};
 use super::ring::{Paused, Ring};
 use super::table::{Path, Table};
 use super::{Drivers, Trouble, answer_limit, kept};
-use crate::{Condition, Fault, Headroom, Keep, OpenError, State, TellChange};
+use crate::{Condition, Fault, Headroom, Keep, OpenError, OpenErrorKind, State, TellChange};
 use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -376,9 +376,12 @@ impl Gpu {
     /// # Errors
     /// When memory cannot be pinned, or too many lanes are open.
     pub fn lane(self: &Arc<Self>, depth: usize) -> Result<GpuLane, OpenError> {
-        let fail = |what: String| OpenError::new(&self.url, what);
+        let fail = |kind, what: String| OpenError::new(kind, &self.url, what);
         let pin = self.chunks.open_pin().ok_or_else(|| {
-            fail(format!("{LANES_MAX} lanes are open already, which is the most it can serve"))
+            fail(
+                OpenErrorKind::InUse,
+                format!("{LANES_MAX} lanes are open already, which is the most it can serve"),
+            )
         })?;
         if let Some(berth) = self.late.as_ref().and_then(|late| late.berth(depth)) {
             return Ok(GpuLane::new(self, pin, None, None, Some(berth)));
@@ -386,12 +389,14 @@ impl Gpu {
         let opened = (|| {
             // A ring of its own where one is free; the pause ends before the engine's lane waits for another.
             let ring = match self.ring().filter(|_| !self.cuda_is_lost()) {
-                Some(ring) => ring.lane(depth).map_err(|fault| fail(format!("no ring: {fault}")))?,
+                Some(ring) => {
+                    ring.lane(depth).map_err(|fault| fail(OpenErrorKind::Io, format!("no ring: {fault}")))?
+                }
                 None => None,
             };
             let _paused = self.pause_ring();
             let engine = Engine::open(&self.source, depth.max(1));
-            let engine = engine.map_err(|error| fail(format!("no lane: {error}")))?;
+            let engine = engine.map_err(|error| fail(OpenErrorKind::Io, format!("no lane: {error}")))?;
             Ok((engine, ring))
         })();
         match opened {

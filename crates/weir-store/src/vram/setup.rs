@@ -14,7 +14,7 @@ use super::ring::{self, Policy, Ring, Tuning};
 use super::table::Path;
 use super::watch::watch;
 use super::{Drivers, Trouble, calibrate};
-use crate::OpenError;
+use crate::{OpenError, OpenErrorKind};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::os::fd::OwnedFd;
 use std::path::Path as FilePath;
@@ -55,11 +55,12 @@ impl Gpu {
     /// When there is no such card, or not so much memory.
     pub(super) fn open(options: &VramUrl, drivers: &Drivers) -> Result<Arc<Self>, OpenError> {
         let url = options.to_string();
-        let fail = |what: String| OpenError::new(&url, what);
-        let found = Found::look(options, drivers).map_err(fail)?;
+        let fail = |kind, what: String| OpenError::new(kind, &url, what);
+        let found = Found::look(options, drivers).map_err(|what| fail(OpenErrorKind::NoDevice, what))?;
         let room = found.reserve(options, &url)?;
         let gpu = found.assemble(options, url.clone(), room);
-        let table = calibrate::measure(&gpu).map_err(|fault| fail(format!("calibration: {fault}")))?;
+        let table = calibrate::measure(&gpu)
+            .map_err(|fault| fail(OpenErrorKind::Io, format!("calibration: {fault}")))?;
         let _ = gpu.table.set(table);
         gpu.begin(options)?;
         Ok(gpu)
@@ -78,10 +79,11 @@ impl Gpu {
         mut take: impl FnMut(usize) -> Option<OwnedFd>,
     ) -> Result<Arc<Self>, OpenError> {
         let url = options.to_string();
-        let fail = |what: String| OpenError::new(&url, what);
+        let fail = |kind, what: String| OpenError::new(kind, &url, what);
         let since = Instant::now();
-        let (found, by_window) = Found::again(options, drivers, kept).map_err(fail)?;
-        found.fits(kept, drivers).map_err(fail)?;
+        let (found, by_window) =
+            Found::again(options, drivers, kept).map_err(|what| fail(OpenErrorKind::NoDevice, what))?;
+        found.fits(kept, drivers).map_err(|what| fail(OpenErrorKind::Layout, what))?;
         let opening =
             Opening { options: options.clone(), drivers: drivers.clone(), costs: kept.table, since };
         let later = by_window && opening.wants_cuda();
@@ -93,8 +95,9 @@ impl Gpu {
             // What the keeper does not have had been given back.
             let Some(fd) = take(chunk) else { continue };
             let memory = found.source.adopt(fd, kept.allocation_bytes, later);
-            let memory =
-                memory.map_err(|error| fail(format!("chunk {chunk} cannot be imported: {error}")))?;
+            let memory = memory.map_err(|error| {
+                fail(OpenErrorKind::Io, format!("chunk {chunk} cannot be imported: {error}"))
+            })?;
             chunks.install(chunk, memory);
         }
         // Without its rings the card is slower, but the pages are there.
@@ -187,16 +190,20 @@ impl Found {
 
     /// Takes the card's memory.
     fn reserve(&self, options: &VramUrl, url: &str) -> Result<Room, OpenError> {
-        let fail = |what: String| OpenError::new(url, what);
+        let fail = |kind, what: String| OpenError::new(kind, url, what);
+        let short = |wanted, had, what| fail(OpenErrorKind::NoMemory { wanted, had }, what);
         let spare = self.owner.as_ref().map_or(options.floor.0, |owner| owner.spare);
-        let bytes = size(options, &self.source, self.nvml(), spare).map_err(fail)?;
+        let bytes = size(options, &self.source, self.nvml(), spare)
+            .map_err(|what| short(options.chunk.0, 0, what))?;
         let size = chunk_bytes(options, bytes);
         let count = bytes.div_ceil(size) as usize;
         let used = || self.nvml().and_then(Nvml::memory).map(|memory| memory.used);
         let used_before = used();
         let chunks = Chunks::new(count, (size / PAGE_SIZE as u64) as u32)
             .map_err(|error| OpenError::io(url, "cannot take memory for its map", error))?;
-        let ring = self.ring(options, chunks.hot()).map_err(|error| fail(format!("ring: {error}")))?;
+        let ring = self
+            .ring(options, chunks.hot())
+            .map_err(|error| fail(OpenErrorKind::Io, format!("ring: {error}")))?;
         let mut taken = 0;
         for chunk in 0..count {
             match self.source.take(size) {
@@ -208,9 +215,8 @@ impl Found {
                 Err(_) if options.size.is_none() && taken > 0 => break,
                 Err(error) => {
                     let (want, have) = (ByteSize(bytes), ByteSize(taken * size));
-                    return Err(fail(format!(
-                        "{want} of device memory, but only {have} could be had: {error}"
-                    )));
+                    let what = format!("{want} of device memory, but only {have} could be had: {error}");
+                    return Err(short(want.0, have.0, what));
                 }
             }
         }
@@ -220,10 +226,9 @@ impl Found {
         if let (Some(before), Some(after), true) = (used_before, used(), is_card) {
             let grown = after.saturating_sub(before);
             if grown < bytes / 2 {
-                let (taken, grown) = (ByteSize(bytes), ByteSize(grown));
-                return Err(fail(format!(
-                    "took {taken}, but the card's use grew by {grown} only: it is no VRAM"
-                )));
+                let (taken, real) = (ByteSize(bytes), ByteSize(grown));
+                let what = format!("took {taken}, but the card's use grew by {real} only: it is no VRAM");
+                return Err(fail(OpenErrorKind::NoDevice, what));
             }
         }
         Ok(Room { chunks, chunk_bytes: size, bytes, ring, stages: Vec::new(), late: false })

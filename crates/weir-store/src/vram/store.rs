@@ -9,8 +9,8 @@ use super::kept::{self, KeptStore};
 use super::options::{Target, VramUrl};
 use super::table::{self, Direction};
 use crate::{
-    Condition, Fault, Headroom, Keep, Lane, OpenError, Reclaim, Report, State, Store, Stripe, Survive, Tell,
-    TellChange,
+    Condition, Fault, Headroom, Keep, Lane, OpenError, OpenErrorKind, Reclaim, Report, State, Store, Stripe,
+    Survive, Tell, TellChange,
 };
 use std::io;
 use std::os::fd::OwnedFd;
@@ -53,12 +53,14 @@ impl VramStore {
         drivers: &Drivers,
         take: &mut dyn FnMut(&str) -> Option<OwnedFd>,
     ) -> Result<Self, OpenError> {
-        let fail = |what: &str| OpenError::new(url.to_string(), what);
-        let plan = take(kept::PLAN).ok_or_else(|| fail("the keeper does not hold its plan"))?;
+        let fail = |kind, what: &str| OpenError::new(kind, url.to_string(), what);
+        let plan = take(kept::PLAN)
+            .ok_or_else(|| fail(OpenErrorKind::NoDevice, "the keeper does not hold its plan"))?;
         let plan = Memory::adopt(plan)
             .map_err(|error| OpenError::io(url.to_string(), "cannot map the plan that was kept", error))?;
-        let plan = KeptStore::from_memory(&plan)
-            .ok_or_else(|| fail("the plan that was kept is none that this version reads"))?;
+        let plan = KeptStore::from_memory(&plan).ok_or_else(|| {
+            fail(OpenErrorKind::Layout, "the plan that was kept is none that this version reads")
+        })?;
         let mut gpus = Vec::new();
         for (index, kept) in plan.gpus.iter().enumerate() {
             let target = if url.target == Target::All { Target::Index(index as u32) } else { url.target };

@@ -16,7 +16,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use weir_core::{ByteSize, PAGE_SIZE, Page, PageBytes, Slot};
 use weir_store::vram::{Drivers, VramStore, VramUrl};
-use weir_store::{Done, Fault, Lane, Progress, Reclaim, Report, State, Store, StoreUrl, conformance};
+use weir_store::{
+    Done, Fault, Lane, OpenErrorKind, Progress, Reclaim, Report, State, Store, StoreUrl, conformance,
+};
 
 /// How long a machine with other things to do may take for what takes no time.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -375,6 +377,15 @@ fn an_asynchronous_failure_reaches_the_batch_that_it_belongs_to() {
     assert_eq!(write(lane.as_mut(), 2, &page(2)), Err(Fault::Io(libc::EIO)));
     assert_eq!(write(lane.as_mut(), 3, &page(3)), Ok(()));
     assert_eq!(read(lane.as_mut(), 1), Ok(page(1)));
+}
+
+#[test]
+fn a_card_with_less_memory_than_was_asked_for_says_how_much_it_had() {
+    let cuda = FakeCuda::build(Batch::Cuda13);
+    // The first of them is a trial of the way, before any chunk.
+    cuda.fail("cuExternalMemoryGetMappedBuffer", 3, -1, 2);
+    let error = VramStore::open_with(&url("&ring=off"), &drivers(cuda.path())).expect_err("there is less");
+    assert_eq!(error.kind, OpenErrorKind::NoMemory { wanted: 4 << 20, had: 2 << 20 }, "{error}");
 }
 
 #[test]

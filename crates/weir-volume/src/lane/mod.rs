@@ -163,7 +163,7 @@ impl Lane {
             Ok(packing) => packing,
             Err(error) => {
                 volume.release_seat(seat);
-                return Err(OpenError::new("volume", format!("no memory to compress pages in: {error}")));
+                return Err(OpenError::io("volume", "no memory to compress pages in", error));
             }
         };
         let op = || Op::IDLE;
