@@ -4,6 +4,7 @@ mod common;
 
 use common::{PATIENCE, Served, few, noise, page};
 use std::time::{Duration, Instant};
+use weir_core::PAGE_SIZE;
 use weir_export::nbd::Config;
 use weir_export::nbd::client::{Client, ClientError, Extent, Operation};
 use weir_export::nbd::wire::{Errno, extent_flag};
@@ -128,6 +129,34 @@ fn zeroes_and_trims_of_any_alignment_touch_their_range_only() {
     client.perform(fast(0, MIB as u32)).unwrap();
     let slow = client.perform(fast(10, 20));
     assert!(matches!(slow, Err(ClientError::Failed(Errno::NotSupported))), "{slow:?}");
+    served.shutdown();
+}
+
+#[test]
+fn long_zeroes_and_trims_clear_each_page_of_their_range_and_no_other() {
+    // Several steps and a half of what is cleared at a time.
+    let pages = 3 * 4096 + 2048;
+    let served = Served::host("long-zeroes", pages, &few());
+    let mut client = served.client();
+    let (first, length) = (u64::from(3 * PAGE_SIZE as u32), (pages - 4) * PAGE_SIZE as u32);
+    let page = |number: u32| u64::from(number) * PAGE_SIZE as u64;
+    let outside = [2, pages - 1];
+    let inside = [3, 4095, 4096, 4098, 4099, 8194, 8195, 12290, 12291, pages - 2];
+    let zeroes = |no_hole| Operation::WriteZeroes { offset: first, length, fast: false, no_hole };
+    for clear in [zeroes(false), zeroes(true), Operation::Trim { offset: first, length }] {
+        let data = noise(1, PAGE_SIZE);
+        for number in outside.into_iter().chain(inside) {
+            client.write(page(number), &data).unwrap();
+        }
+        client.perform(clear).unwrap();
+        for number in inside {
+            assert!(client.read(page(number), PAGE_SIZE as u32).unwrap() == [0; PAGE_SIZE], "page {number}");
+        }
+        for number in outside {
+            assert!(client.read(page(number), PAGE_SIZE as u32).unwrap() == data, "page {number}");
+        }
+        assert_eq!(served.volume.status().stored, 2);
+    }
     served.shutdown();
 }
 

@@ -5,7 +5,7 @@
 //! issued before anything is waited for. What finds the lane full waits in its entry and goes on when something has come back.
 //!
 //! The memory of requests is their owner's ([`RequestMemory`]). Nothing here allocates after construction, reads a clock, or sleeps, but
-//! for [`Rest::wait`], which the owner's thread calls.
+//! for [`sleep`] and [`Rest`], which the owner's thread calls.
 
 mod errno;
 mod span;
@@ -13,7 +13,7 @@ mod wake;
 
 pub use errno::errno;
 pub use span::{Piece, Span};
-pub use wake::Rest;
+pub use wake::{Rest, sleep};
 
 use std::collections::VecDeque;
 use std::io::IoSlice;

@@ -6,9 +6,6 @@ use std::os::fd::BorrowedFd;
 use std::time::Duration;
 use weir_device::{POLL_EVERY, PageLane, WAKE_FDS_MAX};
 
-/// How long a thread sleeps at most that descriptors wake earlier.
-const LONGEST: Timespec = Timespec { tv_sec: 0, tv_nsec: POLL_EVERY.as_nanos() as i64 };
-
 /// Looks in vain without a nap: a fraction of a millisecond.
 const LOOKS: u32 = 1000;
 
@@ -42,27 +39,41 @@ impl Rest {
     /// Waits until `lane` may have something to hand over, or `also` is readable; for [`POLL_EVERY`] at most.
     ///
     /// # Errors
-    /// What `poll(2)` says, but for a signal: an interrupted sleep is a short one.
+    /// As [`sleep`].
     pub fn wait<L: PageLane>(&mut self, lane: &L, also: Option<BorrowedFd<'_>>) -> Result<(), Errno> {
-        if lane.must_poll() {
+        let nobody_wakes = also.is_none() && lane.wake_fds().next().is_none();
+        if lane.must_poll() || nobody_wakes {
             self.until_next();
             return Ok(());
         }
-        let mut wake = also.into_iter().chain(lane.wake_fds());
-        let Some(first) = wake.next() else {
-            self.until_next();
-            return Ok(());
-        };
-        let mut fds: [PollFd<'_>; 1 + WAKE_FDS_MAX] =
-            std::array::from_fn(|_| PollFd::from_borrowed_fd(first, PollFlags::IN));
-        let mut count = 1;
-        for (slot, fd) in fds[1..].iter_mut().zip(wake) {
-            *slot = PollFd::from_borrowed_fd(fd, PollFlags::IN);
-            count += 1;
-        }
-        match rustix::event::poll(&mut fds[..count], Some(&LONGEST)) {
-            Ok(_) | Err(Errno::INTR) => Ok(()),
-            Err(errno) => Err(errno),
-        }
+        sleep(lane, also, Some(POLL_EVERY))
+    }
+}
+
+/// Sleeps until a descriptor of `lane` or `also` is readable: for `most` at most, and for [`POLL_EVERY`] while something is in flight.
+///
+/// # Errors
+/// What `poll(2)` says, but for a signal: an interrupted sleep is a short one.
+pub fn sleep<L: PageLane>(
+    lane: &L,
+    also: Option<BorrowedFd<'_>>,
+    most: Option<Duration>,
+) -> Result<(), Errno> {
+    let mut wake = also.into_iter().chain(lane.wake_fds());
+    let Some(first) = wake.next() else { return Ok(()) };
+    let listen = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
+    let mut fds: [PollFd<'_>; 1 + WAKE_FDS_MAX] = std::array::from_fn(|_| listen(first));
+    let mut count = 1;
+    for (slot, fd) in fds[1..].iter_mut().zip(wake) {
+        *slot = listen(fd);
+        count += 1;
+    }
+    let answer = (lane.in_flight() > 0).then_some(POLL_EVERY);
+    let most = most.into_iter().chain(answer).min();
+    let most =
+        most.map(|most| Timespec { tv_sec: most.as_secs() as i64, tv_nsec: most.subsec_nanos().into() });
+    match rustix::event::poll(&mut fds[..count], most.as_ref()) {
+        Ok(_) | Err(Errno::INTR) => Ok(()),
+        Err(errno) => Err(errno),
     }
 }

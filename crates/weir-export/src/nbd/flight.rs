@@ -252,16 +252,11 @@ impl Flight {
     }
 }
 
-/// What a client is told of a fault: content that cannot be had or proven is an I/O error, never zeros.
+/// A fault's error number as the protocol has it.
 pub(super) fn errno(fault: Fault) -> Errno {
-    match fault {
-        Fault::Full => Errno::NoSpace,
-        Fault::Io(_)
-        | Fault::Lost
-        | Fault::Timeout
-        | Fault::Corrupt
-        | Fault::Unsupported
-        | Fault::Forsaken => Errno::Io,
+    match weir_request::errno(fault) {
+        rustix::io::Errno::NOSPC => Errno::NoSpace,
+        _ => Errno::Io,
     }
 }
 

@@ -17,15 +17,16 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
+use rustix::event::{EventfdFlags, Timespec};
 use rustix::io::Errno;
 use rustix::net::{Shutdown, SocketFlags, SocketType};
 use weir_core::{PAGE_SIZE, seal};
 use weir_lease::{Geometry, Table};
+use weir_request::Rest;
 use weir_share::Layout;
 use weir_share::wire::{HELLO_BYTES, Hello, VERSION, WINDOWS_MAX, Welcome};
-use weir_store::{OpenError, POLL_EVERY};
-use weir_volume::{Lane, STORES_MAX, Volume};
+use weir_store::OpenError;
+use weir_volume::{Lane, Volume};
 
 use super::loans::Loans;
 use super::session::{Desk, Pending, Session, Violation};
@@ -291,11 +292,12 @@ impl Porter {
     }
 
     fn run(mut self, stop: &AtomicBool) {
-        let mut last_work = Instant::now();
+        let (mut last_work, mut rest) = (Instant::now(), Rest::default());
         let mut rounds = 0;
         while !stop.load(Ordering::Acquire) {
             if self.serve() {
                 last_work = Instant::now();
+                rest.end();
             } else if rounds % YIELD == 0 {
                 // The client may wait for this very CPU: the scheduler likes to wake it where its server runs.
                 std::thread::yield_now();
@@ -308,7 +310,7 @@ impl Porter {
                 self.sleep();
                 // Whoever rang is served before the next sleep; a spin begins with its request.
             } else if idle {
-                self.lane.rest();
+                rest.until_next();
             }
             if idle || rounds >= ROUNDS {
                 rounds = 0;
@@ -397,21 +399,9 @@ impl Porter {
             let greeting = (self.greetings > 0).then_some(GREETING);
             let pause = self.paused.map(|until| until.saturating_duration_since(Instant::now()));
             add(&self.desk.stats.sleeps, 1);
-            let listen = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
-            let mut fds: [PollFd<'_>; 1 + STORES_MAX] = std::array::from_fn(|_| listen(self.epoll.as_fd()));
-            let mut count = 1;
-            for fd in self.lane.wake_fds() {
-                fds[count] = listen(fd);
-                count += 1;
-            }
-            let answer = (self.lane.in_flight() > 0).then_some(POLL_EVERY);
-            let wait = [stalled, greeting, pause, answer]
-                .into_iter()
-                .flatten()
-                .min()
-                .map(|wait| Timespec { tv_sec: wait.as_secs() as i64, tv_nsec: wait.subsec_nanos().into() });
+            let wait = [stalled, greeting, pause].into_iter().flatten().min();
             // Whatever the outcome, the rings and sockets are looked at next.
-            let _ = rustix::event::poll(&mut fds[..count], wait.as_ref());
+            let _ = weir_request::sleep(&self.lane, Some(self.epoll.as_fd()), wait);
         }
         sessions().for_each(|session| session.set_asleep(false));
     }

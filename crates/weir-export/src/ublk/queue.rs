@@ -17,15 +17,13 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::ptr::NonNull;
 use std::time::{Duration, Instant};
 use weir_core::log::{Level, Log};
+use weir_device::WAKE_FDS_MAX;
 
 /// How long it may take to offer every buffer.
 const OFFERING: Duration = Duration::from_secs(10);
 
 /// How long a thread leaves the kernel in peace that has no memory for a request of the ring, or no room for its completions.
 const REFUSED_NAP: Duration = Duration::from_millis(1);
-
-/// Stores of a volume at most, each with a descriptor to wait for.
-const STORES_MAX: usize = 16;
 
 /// In a completion's user data: it is about a store's descriptor, not a tag.
 const STORE: u64 = 1 << 32;
@@ -84,7 +82,7 @@ pub(super) struct Queue<'a> {
     /// Tags that will not come back: the device goes.
     gone: u16,
     /// Descriptors of stores that the ring is polling.
-    polled: [Option<RawFd>; STORES_MAX],
+    polled: [Option<RawFd>; WAKE_FDS_MAX],
     spin: Option<Spin<'a>>,
     counters: &'a Counters,
     log: &'a Log,
@@ -116,7 +114,7 @@ impl<'a> Queue<'a> {
             number,
             depth,
             gone: 0,
-            polled: [None; STORES_MAX],
+            polled: [None; WAKE_FDS_MAX],
             spin,
             counters,
             log,
@@ -284,7 +282,7 @@ fn push(ring: &mut IoUring, entry: &squeue::Entry) {
 /// A ring with room for every tag and every store. Completions are put into it when the thread asks, which spares the interrupt
 /// of a thread that is at work (Linux 6.1).
 fn ring(depth: u16) -> io::Result<IoUring> {
-    let entries = u32::from(depth) + STORES_MAX as u32;
+    let entries = u32::from(depth) + WAKE_FDS_MAX as u32;
     let deferred = IoUring::builder()
         .setup_single_issuer()
         .setup_defer_taskrun()

@@ -32,6 +32,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 use weir_core::{PAGE_SIZE, PageNo};
+use weir_request::{Rest, Span};
 use weir_volume::Lane;
 
 /// What one `recv` takes at most: a queue depth of 16 with 16 KiB each; larger payloads stream through it.
@@ -118,6 +119,8 @@ struct Desk {
     rest: Buffer,
     rests: Arc<Pool>,
     write: Option<Write>,
+    /// Looks for what no descriptor announces.
+    looks: Rest,
 }
 
 /// A connection, for as long as it is served.
@@ -146,6 +149,7 @@ impl Worker {
                 rest: Buffer::new(OWN_PIECE_MAX as usize + 2 * HEADS_BYTES)?,
                 rests: Arc::clone(&shared.rests),
                 write: None,
+                looks: Rest::default(),
             },
         })
     }
@@ -279,11 +283,7 @@ impl Connection<'_> {
     /// With operations at slow stores: sleeps until the client or a store has something; takes it if it is the
     /// client.
     fn listen(&mut self, into: &mut [u8]) -> Result<Option<usize>, Ending> {
-        if self.desk.lane.must_poll() {
-            self.desk.lane.rest();
-        } else {
-            self.sleep_for(true)?;
-        }
+        self.wait(true)?;
         receive_now(self.socket, into)
     }
 
@@ -324,10 +324,7 @@ impl Connection<'_> {
             (command::TRIM, Ok(())) => {
                 self.see_client()?;
                 counters.trims.add(1);
-                let pages = whole_pages(&request);
-                if !pages.is_empty() {
-                    self.desk.lane.discard(PageNo(pages.start), pages.end - pages.start);
-                }
+                self.clear_pages(whole_pages(&request), true)?;
                 self.acknowledge(&simple_reply(request.cookie, None))
             }
             (command::WRITE_ZEROES, Ok(())) => {
@@ -440,7 +437,6 @@ fn receive_now(socket: BorrowedFd<'_>, into: &mut [u8]) -> Result<Option<usize>,
 
 /// The pages that a range covers completely; empty, with its ends anywhere, where there is none.
 pub(super) fn whole_pages(request: &Request) -> std::ops::Range<u32> {
-    let end = request.offset + u64::from(request.length);
-    let first = request.offset.div_ceil(PAGE_SIZE as u64) as u32;
-    first..((end / PAGE_SIZE as u64) as u32)
+    let (_, whole, _) = Span { offset: request.offset, length: request.length.into() }.parts();
+    whole.start as u32..whole.end as u32
 }

@@ -4,32 +4,18 @@ use super::super::flight::{CHUNK_MAX, Flight, SPAN_MAX, Work, errno};
 use super::super::slices::{Slices, take_front};
 use super::super::transmission::{data_chunk, error_offset_chunk, none_chunk, simple_reply};
 use super::{Connection, Desk, Ending, HEAD_MAX, Read};
-use rustix::event::{PollFd, PollFlags, Timespec};
 use std::time::Instant;
 use weir_core::{PAGE_SIZE, PageNo};
-use weir_store::{POLL_EVERY, Progress};
-
-/// How long a thread sleeps at most while slow stores work: they wake it earlier, or must be asked.
-const STORE_NAP: Timespec = Timespec { tv_sec: 0, tv_nsec: POLL_EVERY.as_nanos() as i64 };
+use weir_store::Progress;
 
 /// From so many bytes on a piece of a read is started by itself; shorter ones wait for the batch.
 const PIPED: u32 = 64 << 10;
 
 impl Connection<'_> {
-    /// Sleeps until a slow store has something, or, if `client`, until the client has.
-    pub(super) fn sleep_for(&self, client: bool) -> Result<(), Ending> {
-        const FDS_MAX: usize = 17;
-        let listen = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
-        let mut fds: [PollFd<'_>; FDS_MAX] = std::array::from_fn(|_| listen(self.socket));
-        let mut count = usize::from(client);
-        for fd in self.desk.lane.wake_fds().take(FDS_MAX - 1) {
-            fds[count] = listen(fd);
-            count += 1;
-        }
-        match rustix::event::poll(&mut fds[..count], Some(&STORE_NAP)) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
-            Err(errno) => Err(errno.into()),
-        }
+    /// Waits until a slow store may have something, or, if `client`, until the client has.
+    pub(super) fn wait(&mut self, client: bool) -> Result<(), Ending> {
+        let Desk { lane, looks, .. } = &mut *self.desk;
+        Ok(looks.wait(lane, client.then_some(self.socket))?)
     }
 
     /// Begins the rest of a read at slow stores.
@@ -106,11 +92,7 @@ impl Connection<'_> {
             return Ok(());
         }
         self.send_acks()?;
-        if self.desk.lane.must_poll() {
-            self.desk.lane.rest();
-        } else {
-            self.sleep_for(false)?;
-        }
+        self.wait(false)?;
         self.take_completions().map(drop)
     }
 
@@ -128,8 +110,11 @@ impl Connection<'_> {
         if !self.desk.flight.is_empty() {
             self.see_client()?;
         }
-        let Desk { lane, flight, .. } = &mut *self.desk;
-        lane.poll(Instant::now(), &mut |done| flight.complete(&done));
+        let Desk { lane, flight, looks, .. } = &mut *self.desk;
+        lane.poll(Instant::now(), &mut |done| {
+            looks.end();
+            flight.complete(&done);
+        });
         let any = !flight.ready().is_empty();
         while !self.desk.flight.ready().is_empty() {
             self.answer_ready()?;

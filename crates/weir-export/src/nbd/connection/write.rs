@@ -4,7 +4,9 @@ use super::super::flight::{Flight, Work, errno};
 use super::super::transmission::{Payload, Request, simple_reply};
 use super::super::wire::{Errno, command_flag};
 use super::{Connection, Ending, Write, ZEROS, whole_pages};
+use std::ops::Range;
 use weir_core::{PAGE_SIZE, PageNo};
+use weir_request::{STEP, Span};
 use weir_store::Progress;
 use weir_volume::Lane;
 
@@ -88,36 +90,39 @@ impl Connection<'_> {
 
     pub(super) fn write_zeroes(&mut self, request: &Request) -> Result<(), Ending> {
         let pages = whole_pages(request);
-        let end = request.offset + u64::from(request.length);
-        let (whole_start, whole_end) =
-            (u64::from(pages.start) * PAGE_SIZE as u64, u64::from(pages.end) * PAGE_SIZE as u64);
         if pages.is_empty() && request.length > 0 && request.flags & command_flag::FAST_ZERO != 0 {
             // Parts of pages cost as much as writing them.
             return self.refuse(request, Errno::NotSupported);
         }
         let mut write = Write { cookie: request.cookie, error: None, entry: None };
-        let edges = if whole_start <= whole_end {
-            [(request.offset, whole_start.min(end)), (whole_end.max(request.offset), end)]
-        } else {
-            // Within one page, touching neither of its ends.
-            [(request.offset, end), (end, end)]
-        };
-        for (from, to) in edges {
-            if from < to {
-                let page = PageNo((from / PAGE_SIZE as u64) as u32);
-                let within = (from % PAGE_SIZE as u64) as usize;
-                let zeros = &ZEROS[..(to - from) as usize];
-                self.write_with(&mut write, |lane, ticket| lane.write_part(ticket, page, within, zeros))?;
-            }
+        let (head, _, tail) = Span { offset: request.offset, length: request.length.into() }.parts();
+        for edge in [head, tail].iter().filter(|edge| edge.length > 0) {
+            let (piece, page) = (edge.piece(0), PageNo(edge.first() as u32));
+            let zeros = &ZEROS[..piece.len];
+            self.write_with(&mut write, |lane, ticket| lane.write_part(ticket, page, piece.within, zeros))?;
         }
-        if !pages.is_empty() {
-            let (first, count) = (PageNo(pages.start), pages.end - pages.start);
-            if request.flags & command_flag::NO_HOLE != 0 {
-                self.desk.lane.zero(first, count);
-            } else {
-                self.desk.lane.discard(first, count);
-            }
-        }
+        self.clear_pages(pages, request.flags & command_flag::NO_HOLE == 0)?;
         self.end_write(write)
+    }
+
+    /// Makes whole pages zero, and forgets them if `holes`: a bounded number at a time, so that what has been answered leaves in between,
+    /// and what was freed can be used.
+    pub(super) fn clear_pages(&mut self, pages: Range<u32>, holes: bool) -> Result<(), Ending> {
+        let mut first = pages.start;
+        while first < pages.end {
+            let count = (pages.end - first).min(STEP);
+            if holes {
+                self.desk.lane.discard(PageNo(first), count);
+            } else {
+                self.desk.lane.zero(PageNo(first), count);
+            }
+            first += count;
+            if first < pages.end {
+                self.desk.lane.submit();
+                self.take_completions()?;
+                self.send_acks()?;
+            }
+        }
+        Ok(())
     }
 }
