@@ -62,6 +62,12 @@ pub trait PageLane: Send {
     /// Reads as many pages from `first` on into `out` as it can at once; returns how many. The others are for [`read`](PageLane::read).
     fn read_run(&mut self, first: PageNo, out: &mut [PageBytes]) -> usize;
 
+    /// Begins to read up to `count` pages from `first` on, as one operation where that is cheaper. Returns how many; the others are for
+    /// [`read`](PageLane::read). Each comes with a completion of its own, with tickets from `ticket` on.
+    fn queue_reads(&mut self, _ticket: Ticket, _first: PageNo, _count: usize) -> usize {
+        0
+    }
+
     /// Writes a whole page. `bytes` may be reused as soon as this returns.
     fn write(&mut self, ticket: Ticket, page: PageNo, bytes: &PageBytes) -> Progress;
 
@@ -71,6 +77,12 @@ pub trait PageLane: Send {
     /// Writes as many of `pages`, from the first on, as it can at once, to `first` and those after it; returns how many. The others are for
     /// [`write`](PageLane::write).
     fn write_run(&mut self, first: PageNo, pages: &[PageBytes]) -> usize;
+
+    /// Begins to write as many of `pages` to `first` and those after it as are cheaper written as one operation. Returns how many; the
+    /// others are for [`write`](PageLane::write). All have one completion together.
+    fn queue_writes(&mut self, _ticket: Ticket, _first: PageNo, _pages: &[PageBytes]) -> usize {
+        0
+    }
 
     /// Forgets pages `first..first + count`: they read as zeros, and take no room. In time that grows with `count`.
     fn discard(&mut self, first: PageNo, count: u32);

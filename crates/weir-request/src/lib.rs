@@ -320,6 +320,14 @@ impl<L: PageLane> Requests<L> {
         // What has failed already is not worth more.
         while at < pages && !flight.has_failed(id) {
             let place = memory.place(id, span.first() + u64::from(at));
+            if let Some(first) = place.filter(|_| M::LINEAR && pages - at > 1) {
+                let begun = lane.queue_reads(ticket(id, at), first, (pages - at) as usize) as u32;
+                flight.works[usize::from(id)].left += begun;
+                at += begun;
+                if begun > 0 {
+                    continue;
+                }
+            }
             let out = &mut memory.pages(id, at)[0];
             match place {
                 None => *out = ZEROS,
@@ -352,6 +360,15 @@ impl<L: PageLane> Requests<L> {
                 runs = false;
                 at += lane.write_run(page, data[from..from + whole * PAGE_SIZE].as_chunks().0) as u32;
                 continue;
+            }
+            if M::LINEAR && whole > 1 {
+                let pages = data[from..from + whole * PAGE_SIZE].as_chunks().0;
+                let begun = lane.queue_writes(ticket(id, at), page, pages) as u32;
+                flight.works[usize::from(id)].left += u32::from(begun > 0);
+                at += begun;
+                if begun > 0 {
+                    continue;
+                }
             }
             let bytes = &data[from..from + piece.len];
             let progress = match bytes.try_into() {

@@ -47,6 +47,10 @@ impl PageLane for Lane {
         self.read_run(first, out)
     }
 
+    fn queue_reads(&mut self, ticket: Ticket, first: PageNo, count: usize) -> usize {
+        self.queue_reads(ticket, first, count)
+    }
+
     #[inline]
     fn write(&mut self, ticket: Ticket, page: PageNo, bytes: &PageBytes) -> Progress {
         self.write(ticket, page, bytes)
@@ -58,6 +62,10 @@ impl PageLane for Lane {
 
     fn write_run(&mut self, first: PageNo, pages: &[PageBytes]) -> usize {
         self.write_run(first, pages)
+    }
+
+    fn queue_writes(&mut self, ticket: Ticket, first: PageNo, pages: &[PageBytes]) -> usize {
+        self.queue_writes(ticket, first, pages)
     }
 
     fn discard(&mut self, first: PageNo, count: u32) {

@@ -19,6 +19,7 @@ enum Held {
     Read,
     Write(Box<PageBytes>),
     Part(usize, Vec<u8>),
+    Run(Vec<PageBytes>),
     Flush,
 }
 
@@ -75,6 +76,14 @@ impl<L: PageLane> PageLane for Moody<L> {
         let count = self.below(out.len() as u64 + 1) as usize;
         self.inner.read_run(first, &mut out[..count])
     }
+    fn queue_reads(&mut self, ticket: Ticket, first: PageNo, count: usize) -> usize {
+        let count = if self.below(100) < self.mood.late { self.below(count as u64 + 1) } else { 0 };
+        for at in 0..count as u32 {
+            let due = 1 + self.below(self.mood.polls);
+            self.held.push((ticket + at, PageNo(first.0 + at), Held::Read, due));
+        }
+        count as usize
+    }
     fn write(&mut self, ticket: Ticket, page: PageNo, bytes: &PageBytes) -> Progress {
         let fate = self.fate(ticket, page, || Held::Write(Box::new(*bytes)));
         fate.unwrap_or_else(|| self.inner.write(ticket, page, bytes))
@@ -86,6 +95,15 @@ impl<L: PageLane> PageLane for Moody<L> {
     fn write_run(&mut self, first: PageNo, pages: &[PageBytes]) -> usize {
         let count = self.below(pages.len() as u64 + 1) as usize;
         self.inner.write_run(first, &pages[..count])
+    }
+    fn queue_writes(&mut self, ticket: Ticket, first: PageNo, pages: &[PageBytes]) -> usize {
+        let count =
+            if self.below(100) < self.mood.late { self.below(pages.len() as u64 + 1) as usize } else { 0 };
+        if count > 0 {
+            let due = 1 + self.below(self.mood.polls);
+            self.held.push((ticket, first, Held::Run(pages[..count].to_vec()), due));
+        }
+        count
     }
     fn discard(&mut self, first: PageNo, count: u32) {
         self.inner.discard(first, count);
@@ -118,6 +136,14 @@ impl<L: PageLane> PageLane for Moody<L> {
             let progress = match &held {
                 Held::Read => self.inner.read(ticket, page, &mut read),
                 Held::Write(bytes) => self.inner.write(ticket, page, bytes),
+                Held::Run(pages) => {
+                    let mut pages = pages.iter().zip(page.0..);
+                    // The device below answers each at once.
+                    let failed = pages.find(|(bytes, at)| {
+                        self.inner.write(ticket, PageNo(*at), bytes) != Progress::Done(Ok(()))
+                    });
+                    Progress::Done(failed.map_or(Ok(()), |_| Err(Fault::Io(5))))
+                }
                 Held::Part(offset, bytes) => self.inner.write_part(ticket, page, *offset, bytes),
                 Held::Flush => self.inner.flush(ticket),
             };
