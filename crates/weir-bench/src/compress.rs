@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::Instant;
 use weir_core::{PAGE_SIZE, PageBytes, PageNo};
 use weir_store::{Fault, Host, OpenError, Progress};
-use weir_volume::{Compression, Config, CreateError, Lane, Volume};
+use weir_volume::{Awaited, Compression, Config, CreateError, Driver, Lane, Mover, Volume};
 
 /// What to measure.
 #[derive(Clone, Copy, Debug)]
@@ -125,7 +125,7 @@ impl Replaced {
         let volume = || -> Result<_, CompressError> {
             let volume = Volume::create(config, vec![Arc::new(Host::new(config.slots())?)])?;
             volume.compress(with);
-            let (lane, worker) = (volume.lane()?, volume.worker_lane()?);
+            let (lane, worker) = (volume.lane()?, volume.mover()?);
             Ok((volume, lane, worker))
         };
         let (mut alone, mut gathered) = (volume()?, volume()?);
@@ -166,18 +166,38 @@ fn held(volume: &Volume) -> f64 {
     status.stored as f64 / f64::from(status.stores[0].used)
 }
 
+/// Goes on always, and notes what could not be moved.
+struct Gathering {
+    failed: Option<Fault>,
+}
+
+impl Driver for Gathering {
+    fn now(&mut self) -> Instant {
+        Instant::now()
+    }
+
+    fn goes_on(&mut self, _moved: u32) -> bool {
+        true
+    }
+
+    fn failed(&mut self, fault: Fault) {
+        self.failed = Some(fault);
+    }
+
+    fn rest(&mut self, _awaited: Awaited) {
+        std::hint::spin_loop();
+    }
+}
+
 /// What the worker of a daemon does.
-fn gather(volume: &Volume, worker: &mut Lane) -> Result<u32, CompressError> {
-    let (mut moved, mut next, mut failed) = (0, 0, None);
+fn gather(volume: &Volume, mover: &mut Mover) -> Result<u32, CompressError> {
+    let (mut moved, mut next, mut driver) = (0, 0, Gathering { failed: None });
     let Some(sparse) = volume.sparse(0) else { return Ok(0) };
     loop {
-        let done = worker.compact(0, &mut next, sparse, &mut |fault| {
-            failed = fault.or(failed);
-            true
-        });
+        let done = mover.compact(0, &mut next, sparse, &mut driver);
         let done = done.map_err(|_| CompressError::Gather)?;
         moved += done.pages;
-        if let Some(fault) = failed {
+        if let Some(fault) = driver.failed {
             return Err(CompressError::Page(0, fault));
         }
         if !done.more {
@@ -223,12 +243,13 @@ fn settle(lane: &mut Lane) -> Result<(), CompressError> {
     let mut failed = None;
     loop {
         lane.submit();
-        if lane.in_flight() == 0 {
-            return failed.map_or(Ok(()), |(page, fault)| Err(CompressError::Page(page, fault)));
-        }
         lane.poll(Instant::now(), &mut |done| {
             failed = done.result.err().map(|fault| (done.ticket, fault)).or(failed);
         });
+        if lane.in_flight() == 0 {
+            lane.submit();
+            return failed.map_or(Ok(()), |(page, fault)| Err(CompressError::Page(page, fault)));
+        }
     }
 }
 

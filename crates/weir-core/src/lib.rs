@@ -12,6 +12,7 @@ mod memory;
 pub mod metrics;
 mod page;
 mod resident;
+mod rest;
 pub mod seal;
 mod size;
 pub mod swap_safety;
@@ -24,4 +25,5 @@ pub use page::{
     uniform_value,
 };
 pub use resident::Resident;
+pub use rest::Rest;
 pub use size::{ByteSize, SizeError};

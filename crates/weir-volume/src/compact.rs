@@ -9,10 +9,10 @@
 
 use crate::entry::Place;
 use crate::lane::OPENED_MAX;
+use crate::mover::{Awaited, Driver, Mover};
 use crate::status::LaneMetrics;
 use crate::{GiveBackError, Lane, Volume};
 use std::sync::Arc;
-use std::time::Instant;
 use weir_core::Slot;
 use weir_core::metrics::Counter;
 use weir_store::{Fault, Progress};
@@ -127,9 +127,9 @@ fn sparse(packs: &[u64], one_in: u64) -> Option<Sparse> {
     None
 }
 
-impl Lane {
-    /// Empties packs of store `store` that are `sparse`: a batch's worth, from slot `*next` on (0 at first). Tells `watch` of each page
-    /// that could not be moved, and once of nothing, while pages are on their way: by false it ends the work there and then.
+impl Mover {
+    /// Empties packs of store `store` that are `sparse`: a batch's worth, from slot `*next` on (0 at first). Tells `driver` of each page
+    /// that could not be moved, and asks it once, while pages are on their way, whether to go on.
     ///
     /// # Errors
     /// When it was stopped, or a store has not answered for long. Every page is where it was, or where it was to go.
@@ -138,7 +138,7 @@ impl Lane {
         store: usize,
         next: &mut u32,
         sparse: Sparse,
-        watch: &mut dyn FnMut(Option<Fault>) -> bool,
+        driver: &mut dyn Driver,
     ) -> Result<Compacted, GiveBackError> {
         let volume = Arc::clone(self.volume());
         let Some(tier) = volume.tiers.get(store) else { return Ok(Compacted { pages: 0, more: false }) };
@@ -157,40 +157,42 @@ impl Lane {
                 continue;
             }
             found += 1;
-            if self.in_flight() == 0 {
-                self.plan(batch as usize, batch as usize);
+            if self.lane.in_flight() == 0 {
+                self.lane.plan(batch as usize, batch as usize);
             }
-            self.try_until_taken(watch, &mut 0, &mut |lane| lane.open_up(slot.0, store, slot));
+            self.try_until_taken(driver, &mut 0, &mut |lane| lane.open_up(slot.0, store, slot));
         }
-        self.settle_watched(watch, &mut 0)?;
+        self.settle_noted(driver, &mut 0)?;
         // Of two packs that others have left meanwhile nothing may be left to bring together.
-        while let Some((page, slot)) = self.opened() {
+        while let Some((page, slot)) = self.lane.opened() {
             let here = Place::Stored { store, slot };
-            self.try_until_taken(watch, &mut pages, &mut |lane| lane.move_page(page.0, page, here));
+            self.try_until_taken(driver, &mut pages, &mut |lane| lane.move_page(page.0, page, here));
         }
-        if found > 0 && !watch(None) {
+        if found > 0 && !driver.goes_on(0) {
             return Err(GiveBackError::Stopped);
         }
-        let settled = self.settle_watched(watch, &mut pages);
-        self.submit();
-        self.metrics().compacted.add(u64::from(pages));
+        let settled = self.settle_noted(driver, &mut pages);
+        self.lane.submit();
+        self.lane.metrics().compacted.add(u64::from(pages));
         settled?;
         Ok(Compacted { pages, more: *next < tier.records.slots() })
     }
 
     fn try_until_taken(
         &mut self,
-        watch: &mut dyn FnMut(Option<Fault>) -> bool,
+        driver: &mut dyn Driver,
         done: &mut u32,
         attempt: &mut dyn FnMut(&mut Lane) -> Progress,
     ) {
         loop {
-            match attempt(self) {
-                Progress::Done(result) => note(result, watch, done),
+            match attempt(&mut self.lane) {
+                Progress::Done(result) => note(result, driver, done),
                 Progress::Queued => {}
                 Progress::Full => {
-                    self.submit();
-                    self.poll(Instant::now(), &mut |ended| note(ended.result, watch, done));
+                    self.lane.submit();
+                    let now = driver.now();
+                    self.lane.poll(now, &mut |ended| note(ended.result, driver, done));
+                    driver.rest(Awaited::Stores);
                     continue;
                 }
             }
@@ -198,30 +200,15 @@ impl Lane {
         }
     }
 
-    fn settle_watched(
-        &mut self,
-        watch: &mut dyn FnMut(Option<Fault>) -> bool,
-        done: &mut u32,
-    ) -> Result<(), GiveBackError> {
-        let started = Instant::now();
-        while self.in_flight() > 0 {
-            self.submit();
-            self.poll(Instant::now(), &mut |ended| note(ended.result, watch, done));
-            if started.elapsed() > crate::give_back::LANES_WAIT {
-                return Err(GiveBackError::Busy);
-            }
-            self.rest();
-        }
-        Ok(())
+    fn settle_noted(&mut self, driver: &mut dyn Driver, done: &mut u32) -> Result<(), GiveBackError> {
+        self.drain(driver, &mut |driver, ended| note(ended.result, driver, done))
     }
 }
 
-fn note(result: Result<(), Fault>, watch: &mut dyn FnMut(Option<Fault>) -> bool, done: &mut u32) {
+fn note(result: Result<(), Fault>, driver: &mut dyn Driver, done: &mut u32) {
     match result {
         Ok(()) => *done += 1,
-        Err(fault) => {
-            watch(Some(fault));
-        }
+        Err(fault) => driver.failed(fault),
     }
 }
 

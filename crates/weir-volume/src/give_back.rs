@@ -6,20 +6,16 @@
 
 use crate::chunks::{ChunkState, extents};
 use crate::entry::Place;
-use crate::{Lane, Tier, Volume};
+use crate::mover::{Awaited, Driver, Mover};
+use crate::{Tier, Volume};
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use weir_core::{ByteSize, PAGE_SIZE, PageNo, Slot};
 use weir_store::{Fault, Progress};
 
 /// How long giving back waits for lanes that are in the middle of something before it gives up.
 pub(crate) const LANES_WAIT: Duration = Duration::from_secs(10);
-/// Most batches end within microseconds: for so long it looks again at once.
-const LANES_LOOK: Duration = Duration::from_micros(20);
-
-/// Called by long work after each batch with the pages that it moved: to take its time, or, by false, to end the work.
-pub type Pace<'a> = &'a mut dyn FnMut(u32) -> bool;
 
 /// Why a chunk stays.
 #[derive(Debug, thiserror::Error)]
@@ -60,7 +56,7 @@ pub enum GiveBackError {
     /// A lane has been busy for longer than any operation should take.
     #[error("a lane has been busy for {LANES_WAIT:?}")]
     Busy,
-    /// Whoever paced the work ended it.
+    /// The mover's driver ended it.
     #[error("it was stopped")]
     Stopped,
     /// The store cannot release or take memory.
@@ -79,7 +75,7 @@ pub struct MovedUp {
 
 impl Volume {
     /// Closes chunks of store `store`: they take no more pages. All of them, or none. Each is then emptied by
-    /// [`Lane::finish_give_back`], or opened again by [`keep`](Volume::keep).
+    /// [`Mover::finish_give_back`], or opened again by [`keep`](Volume::keep).
     ///
     /// # Errors
     /// When one is not there to be given back, or the volume's size needs them.
@@ -125,18 +121,23 @@ impl Volume {
     }
 }
 
-impl Lane {
+impl Mover {
     /// Empties chunk `chunk` of store `store` into the other slots of the volume and releases its memory. Returns how many pages
-    /// were moved. Takes milliseconds to seconds; for a worker with a [lane of its own](Volume::worker_lane).
+    /// were moved. Takes milliseconds to seconds.
     ///
     /// # Errors
     /// The chunk stays in use, whole, with every page in it or safely elsewhere.
-    pub fn give_back(&mut self, store: usize, chunk: u32) -> Result<u32, GiveBackError> {
+    pub fn give_back(
+        &mut self,
+        store: usize,
+        chunk: u32,
+        driver: &mut dyn Driver,
+    ) -> Result<u32, GiveBackError> {
         self.volume().begin_give_back(store, &[chunk])?;
-        self.finish_give_back(store, chunk, &mut |_| true)
+        self.finish_give_back(store, chunk, driver)
     }
 
-    /// The same for a chunk that [`Volume::begin_give_back`] has closed. Several lanes may do so at once, each with chunks of
+    /// The same for a chunk that [`Volume::begin_give_back`] has closed. Several movers may do so at once, each with chunks of
     /// its own.
     ///
     /// # Errors
@@ -145,12 +146,12 @@ impl Lane {
         &mut self,
         store: usize,
         chunk: u32,
-        pace: Pace<'_>,
+        driver: &mut dyn Driver,
     ) -> Result<u32, GiveBackError> {
         let volume = Arc::clone(self.volume());
         let (tier, slots) = volume.find_chunk(store, chunk)?;
-        let emptied = self.empty(tier, store, slots.clone(), pace);
-        self.submit();
+        let emptied = self.empty(tier, store, slots.clone(), driver);
+        self.lane.submit();
         if emptied.is_err() {
             volume.keep(store, chunk);
             return emptied;
@@ -167,17 +168,17 @@ impl Lane {
         emptied
     }
 
-    /// Moves pages out of one of `parts` equal parts of such a chunk, so that several lanes can empty one chunk together. Whatever
-    /// stays is left to [`finish_give_back`](Lane::finish_give_back), which comes after all of them.
+    /// Moves pages out of one of `parts` equal parts of such a chunk, so that several movers can empty one chunk together. Whatever
+    /// stays is left to [`finish_give_back`](Mover::finish_give_back), which comes after all of them.
     ///
     /// # Errors
-    /// When a page cannot be moved, or `pace` ends the work. The chunk is as it was, less what was moved.
+    /// When a page cannot be moved, or `driver` ends the work. The chunk is as it was, less what was moved.
     pub fn move_out(
         &mut self,
         store: usize,
         chunk: u32,
         (part, parts): (u32, u32),
-        pace: Pace<'_>,
+        driver: &mut dyn Driver,
     ) -> Result<u32, GiveBackError> {
         let volume = Arc::clone(self.volume());
         let (tier, slots) = volume.find_chunk(store, chunk)?;
@@ -187,8 +188,8 @@ impl Lane {
         let size = volume.config.depth.max(1) as u32;
         let mut moved = 0;
         let mut batches = Batches { size, queued: 0, queued_in_all: 0, moved: &mut moved };
-        let outcome = self.move_slots(tier, store, slots, &mut batches, &mut Outcome::default(), pace);
-        self.submit();
+        let outcome = self.move_slots(tier, store, slots, &mut batches, &mut Outcome::default(), driver);
+        self.lane.submit();
         outcome.map(|_| moved)
     }
 
@@ -217,14 +218,19 @@ impl Lane {
     ///
     /// # Errors
     /// When a page cannot be read.
-    pub fn move_up(&mut self, from: usize, next: &mut u32) -> Result<MovedUp, GiveBackError> {
+    pub fn move_up(
+        &mut self,
+        from: usize,
+        next: &mut u32,
+        driver: &mut dyn Driver,
+    ) -> Result<MovedUp, GiveBackError> {
         let volume = Arc::clone(self.volume());
         let Some(tier) = volume.tiers.get(from) else { return Ok(MovedUp { pages: 0, more: false }) };
         let batch = volume.config.depth.max(1) as u32;
         let room = volume.tiers[..from].iter().map(Tier::free_online).fold(0, u32::saturating_add);
         let batch = batch.min(room.saturating_sub(volume.config.slack()));
         let (mut found, mut looked) = (0, 0);
-        self.reach = from;
+        self.lane.reach = from;
         let mut outcome = Outcome::default();
         // A pack's record does not say whose it is; the map does.
         let by_page = tier.records.has_packs();
@@ -234,15 +240,15 @@ impl Lane {
             *next += 1;
             looked += 1;
             found += u32::from(if by_page {
-                self.start_move_of(PageNo(at), from, 0..tier.records.slots(), batch, &mut outcome)
+                self.start_move_of(PageNo(at), from, 0..tier.records.slots(), batch, &mut outcome, driver)
             } else {
-                self.start_move(tier, from, Slot(at), batch, &mut outcome).1
+                self.start_move(tier, from, Slot(at), batch, &mut outcome, driver).1
             });
         }
-        let ended = self.settle(&mut outcome);
-        self.reach = volume.tiers.len();
-        self.submit();
-        self.metrics().moved_up.add(u64::from(outcome.moved));
+        let ended = self.settle(&mut outcome, driver);
+        self.lane.reach = volume.tiers.len();
+        self.lane.submit();
+        self.lane.metrics().moved_up.add(u64::from(outcome.moved));
         ended?;
         let is_full = outcome.failed.iter().any(|&(_, fault)| fault == Fault::Full);
         outcome.failed.retain(|&(_, fault)| fault != Fault::Full);
@@ -259,37 +265,37 @@ impl Lane {
         tier: &Tier,
         store: usize,
         slots: Range<u32>,
-        pace: Pace<'_>,
+        driver: &mut dyn Driver,
     ) -> Result<u32, GiveBackError> {
         let batch = self.volume().config.depth.max(1) as u32;
-        let (mut moved, began) = (0, Instant::now());
+        let (mut moved, began) = (0, driver.now());
         loop {
             // Lanes that claimed a slot here before it was closed publish it, or free it, before their pin ends.
-            self.wait_for_lanes()?;
+            self.wait_for_lanes(driver)?;
             let mut left = false;
             let mut batches = Batches { size: batch, queued: 0, queued_in_all: 0, moved: &mut moved };
             let mut outcome = Outcome::default();
-            left |= self.move_slots(tier, store, slots.clone(), &mut batches, &mut outcome, pace)?;
+            left |= self.move_slots(tier, store, slots.clone(), &mut batches, &mut outcome, driver)?;
             if left && tier.records.has_packs() {
                 let pages = self.volume().pages();
                 for page in (0..pages).map(PageNo) {
-                    let started = self.start_move_of(page, store, slots.clone(), batch, &mut outcome);
+                    let started = self.start_move_of(page, store, slots.clone(), batch, &mut outcome, driver);
                     batches.count(started);
-                    self.end_batch(&mut batches, &mut outcome, pace, page.0 + 1 == pages)?;
+                    self.end_batch(&mut batches, &mut outcome, driver, page.0 + 1 == pages)?;
                 }
             }
             let queued_in_all = batches.queued_in_all;
             if !left {
                 // Others may have freed slots since the wait above, under a lane that had found a page there.
-                self.wait_for_lanes()?;
+                self.wait_for_lanes(driver)?;
                 return Ok(moved);
             }
             if queued_in_all == 0 {
                 // Pages that are lent out: they are no longer anywhere else, and somebody reads them in place.
-                if began.elapsed() > LANES_WAIT {
+                if driver.now() > began + LANES_WAIT {
                     return Err(GiveBackError::Busy);
                 }
-                std::thread::sleep(Duration::from_millis(1));
+                driver.rest(Awaited::Loans);
             }
         }
     }
@@ -302,14 +308,14 @@ impl Lane {
         slots: Range<u32>,
         batches: &mut Batches<'_>,
         outcome: &mut Outcome,
-        pace: Pace<'_>,
+        driver: &mut dyn Driver,
     ) -> Result<bool, GiveBackError> {
         let (batch, mut left) = (batches.size, false);
         for slot in slots.clone().map(Slot) {
-            let (occupied, started) = self.start_move(tier, store, slot, batch, outcome);
+            let (occupied, started) = self.start_move(tier, store, slot, batch, outcome, driver);
             left |= occupied;
             batches.count(started);
-            self.end_batch(batches, outcome, pace, slot.0 + 1 == slots.end)?;
+            self.end_batch(batches, outcome, driver, slot.0 + 1 == slots.end)?;
         }
         Ok(left)
     }
@@ -322,13 +328,14 @@ impl Lane {
         slot: Slot,
         batch: u32,
         outcome: &mut Outcome,
+        driver: &mut dyn Driver,
     ) -> (bool, bool) {
         let Some(occupant) = tier.records.occupant(slot) else { return (false, false) };
         let (page, here) = (occupant.page, Place::Stored { store, slot });
         if page.0 >= self.volume().pages() || self.volume().map.load(page).place() != here {
             return (true, false);
         }
-        self.queue_move(page, here, batch, outcome);
+        self.queue_move(page, here, batch, outcome, driver);
         (true, true)
     }
 
@@ -340,27 +347,36 @@ impl Lane {
         slots: Range<u32>,
         batch: u32,
         outcome: &mut Outcome,
+        driver: &mut dyn Driver,
     ) -> bool {
         let here = self.volume().map.load(page).place();
         let lies_there =
             matches!(here, Place::Stored { store: at, slot } if at == store && slots.contains(&slot.0));
         if lies_there {
-            self.queue_move(page, here, batch, outcome);
+            self.queue_move(page, here, batch, outcome, driver);
         }
         lies_there
     }
 
-    fn queue_move(&mut self, page: PageNo, here: Place, batch: u32, outcome: &mut Outcome) {
-        if self.in_flight() == 0 {
-            self.plan(batch as usize, batch as usize);
+    fn queue_move(
+        &mut self,
+        page: PageNo,
+        here: Place,
+        batch: u32,
+        outcome: &mut Outcome,
+        driver: &mut dyn Driver,
+    ) {
+        if self.lane.in_flight() == 0 {
+            self.lane.plan(batch as usize, batch as usize);
         }
         loop {
-            match self.move_page(page.0, page, here) {
+            match self.lane.move_page(page.0, page, here) {
                 Progress::Done(result) => outcome.note(page, result),
                 Progress::Queued => {}
                 Progress::Full => {
-                    self.submit();
-                    self.poll(Instant::now(), &mut |done| outcome.note(PageNo(done.ticket), done.result));
+                    self.lane.submit();
+                    self.lane.poll(driver.now(), &mut |done| outcome.note(PageNo(done.ticket), done.result));
+                    driver.rest(Awaited::Stores);
                     continue;
                 }
             }
@@ -373,52 +389,44 @@ impl Lane {
         &mut self,
         batches: &mut Batches<'_>,
         outcome: &mut Outcome,
-        pace: &mut dyn FnMut(u32) -> bool,
+        driver: &mut dyn Driver,
         last: bool,
     ) -> Result<(), GiveBackError> {
         if batches.queued < batches.size && !last {
             return Ok(());
         }
-        self.settle(outcome)?;
-        self.submit();
-        self.metrics().moved_out.add(u64::from(outcome.moved));
+        self.settle(outcome, driver)?;
+        self.lane.submit();
+        self.lane.metrics().moved_out.add(u64::from(outcome.moved));
         *batches.moved += outcome.moved;
         let outcome = std::mem::take(outcome);
         if !outcome.failed.is_empty() {
             return Err(GiveBackError::Pages(outcome.failed));
         }
         let queued = std::mem::take(&mut batches.queued);
-        if queued > 0 && !pace(outcome.moved) {
+        if queued > 0 && !driver.goes_on(outcome.moved) {
             return Err(GiveBackError::Stopped);
         }
         Ok(())
     }
 
-    /// Waits for everything that is in flight.
-    fn settle(&mut self, outcome: &mut Outcome) -> Result<(), GiveBackError> {
-        let started = Instant::now();
-        while self.in_flight() > 0 {
-            self.submit();
-            self.poll(Instant::now(), &mut |done| outcome.note(PageNo(done.ticket), done.result));
-            if started.elapsed() > LANES_WAIT {
-                return Err(GiveBackError::Busy);
-            }
-            self.rest();
-        }
-        Ok(())
+    /// Has everything end that is in flight.
+    fn settle(&mut self, outcome: &mut Outcome, driver: &mut dyn Driver) -> Result<(), GiveBackError> {
+        self.drain(driver, &mut |_, done| outcome.note(PageNo(done.ticket), done.result))
     }
 
-    /// Waits until every lane has ended the batch it was in.
-    fn wait_for_lanes(&mut self) -> Result<(), GiveBackError> {
-        self.submit();
-        let epochs = &self.volume().epochs;
-        let (now, started) = (epochs.now(), Instant::now());
-        while epochs.safe() <= now {
-            match started.elapsed() {
-                waited if waited > LANES_WAIT => return Err(GiveBackError::Busy),
-                waited if waited > LANES_LOOK => std::thread::sleep(Duration::from_micros(50)),
-                _ => (0..32).for_each(|_| std::hint::spin_loop()),
+    /// Goes on once every lane has ended the batch it was in.
+    fn wait_for_lanes(&mut self, driver: &mut dyn Driver) -> Result<(), GiveBackError> {
+        self.lane.submit();
+        let volume = Arc::clone(self.volume());
+        let (epoch, began) = (volume.epochs.now(), driver.now());
+        while volume.epochs.safe() <= epoch {
+            let now = driver.now();
+            if now > began + LANES_WAIT {
+                return Err(GiveBackError::Busy);
             }
+            volume.close_lanes(now);
+            driver.rest(Awaited::Lanes);
         }
         Ok(())
     }

@@ -7,7 +7,7 @@
 //! every lane that might still be reading it has moved on (see `epoch.rs`).
 //!
 //! A [`Volume`] is shared; each thread opens a [`Lane`]. Lanes share no lock, and allocate nothing once open. Nothing
-//! here starts a thread, sleeps or looks at a clock for a decision: whoever drives a lane decides when.
+//! here starts a thread, sleeps, spins or reads a clock: time comes in by [`Lane::poll`], and a lane's owner decides how to wait.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -30,6 +30,7 @@
 
 mod batch;
 mod chunks;
+mod closing;
 #[cfg_attr(loom, allow(dead_code))]
 mod compact;
 mod compress;
@@ -45,11 +46,11 @@ mod lend;
 mod looking;
 mod map;
 mod members;
+mod mover;
 mod pack;
 mod quarantine;
 mod records;
 mod recover;
-mod rest;
 mod status;
 mod sync;
 
@@ -58,9 +59,10 @@ pub use chunks::{ChunkCounts, ChunkState, ChunkStatus, Note};
 pub use compact::{Compacted, Sparse};
 pub use compress::Compression;
 pub use entry::STORES_MAX;
-pub use give_back::{GiveBackError, MovedUp, Pace};
+pub use give_back::{GiveBackError, MovedUp};
 pub use lane::{Guard, Lane};
 pub use lend::{Lender, Loan, Window};
+pub use mover::{Awaited, Driver, Mover};
 pub use records::PAGES_MAX;
 pub use recover::{Kept, KeptFds};
 pub use status::{StoreStatus, VolumeStatus};
@@ -73,8 +75,9 @@ use quarantine::Quarantine;
 use records::Records;
 use status::LaneMetrics;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Instant;
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_store::{OpenError, OpenErrorKind, Store};
 
@@ -164,6 +167,10 @@ pub struct Volume {
     lending: AtomicBool,
     /// How its lanes compress, if they do.
     compression: OnceLock<Compression>,
+    /// What its sampled operations are timed by.
+    stopwatch: OnceLock<fn() -> Instant>,
+    /// How many lanes are closing.
+    closing: AtomicUsize,
     /// Whom to tell that pages have left packs.
     when_left: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
@@ -176,11 +183,12 @@ struct Tier {
     members: Members,
 }
 
-/// What the volume keeps for a lane: whether it is taken, and its counters.
+/// What the volume keeps for a lane: whether it is taken, its counters, and what it left under way.
 #[repr(align(128))]
 struct LaneSeat {
     taken: AtomicBool,
     metrics: LaneMetrics,
+    closing: Mutex<Option<closing::Closing>>,
 }
 
 impl Tier {
@@ -211,7 +219,11 @@ impl Volume {
     }
 
     fn assemble(config: Config, map: Map, tiers: Vec<Tier>) -> Arc<Self> {
-        let seat = |_| LaneSeat { taken: AtomicBool::new(false), metrics: LaneMetrics::new(tiers.len()) };
+        let seat = |_| LaneSeat {
+            taken: AtomicBool::new(false),
+            metrics: LaneMetrics::new(tiers.len()),
+            closing: Mutex::default(),
+        };
         let lanes = (0..config.lanes).map(seat).collect();
         let epochs = Epochs::new(config.lanes);
         Arc::new(Volume {
@@ -222,6 +234,8 @@ impl Volume {
             lanes,
             lending: AtomicBool::new(false),
             compression: OnceLock::new(),
+            stopwatch: OnceLock::new(),
+            closing: AtomicUsize::new(0),
             when_left: OnceLock::new(),
         })
     }
@@ -257,7 +271,14 @@ impl Volume {
         self.compression.get().copied()
     }
 
-    /// Opens a lane. It is one thread's; dropping it frees its seat.
+    /// Has one operation in 16 timed by `clock`, for the latencies in its [`status`](Volume::status). Without, none is: the volume has no
+    /// clock of its own. Once; the first counts.
+    pub fn time_with(&self, clock: fn() -> Instant) {
+        let _ = self.stopwatch.set(clock);
+    }
+
+    /// Opens a lane. It is one thread's. Dropping it waits for nothing: its seat is free at once, or where a store works for it still, once
+    /// [that has ended](Volume::close_lanes). A write that was not handed over by then takes no effect.
     ///
     /// # Errors
     /// When all [`Config::lanes`] are taken, or a store has no memory for it.
@@ -265,12 +286,12 @@ impl Volume {
         self.lane_for(lane::PARTS, PAGE_SIZE)
     }
 
-    /// Opens a lane for a worker, which moves as many pages at a time as [`Config::depth`] says. It writes whole pages only.
+    /// Opens a lane for a worker.
     ///
     /// # Errors
     /// As [`lane`](Volume::lane).
-    pub fn worker_lane(self: &Arc<Self>) -> Result<Lane, OpenError> {
-        self.lane_for(self.config.depth.max(1), 0)
+    pub fn mover(self: &Arc<Self>) -> Result<Mover, OpenError> {
+        Ok(Mover { lane: self.lane_for(self.config.depth.max(1), 0)? })
     }
 
     fn lane_for(self: &Arc<Self>, parts: usize, patch: usize) -> Result<Lane, OpenError> {

@@ -1,6 +1,9 @@
 //! What compression promises: the same pages in less room, never more room than without, room that is left free for others again, and
 //! no memory taken for it.
 
+mod driver;
+
+use driver::driver;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use std::sync::Arc;
@@ -9,7 +12,7 @@ use std::time::Instant;
 use weir_core::seal::{self, SealedAllocator};
 use weir_core::{PAGE_SIZE, PageBytes, PageNo};
 use weir_store::{Host, Progress, Store};
-use weir_volume::{Compression, Config, Kept, Lane, Volume};
+use weir_volume::{Compression, Config, Kept, Lane, Mover, Volume};
 
 #[global_allocator]
 static ALLOCATOR: SealedAllocator = SealedAllocator;
@@ -76,6 +79,9 @@ fn finish(lane: &mut Lane, some: bool) {
     let before = lane.in_flight();
     loop {
         lane.submit();
+        if some && before == 0 {
+            return lane.poll(Instant::now(), &mut |_| {});
+        }
         if lane.in_flight() == 0 || some && lane.in_flight() < before {
             return;
         }
@@ -163,14 +169,15 @@ fn pages_that_do_not_shrink_any_more_always_find_the_room_that_was_promised() {
 }
 
 /// Empties what is sparse in every store, as often as that pays; says how many pages were moved for it.
-fn compact(lane: &mut Lane) -> u32 {
-    let volume = Arc::clone(lane.volume());
+fn compact(mover: &mut Mover) -> u32 {
+    let volume = Arc::clone(mover.volume());
     let mut moved = 0;
     for store in 0..volume.stores().count() {
         while let Some(sparse) = volume.sparse(store) {
             let (mut next, before) = (0, volume.status().stores[store].used);
             loop {
-                let done = lane.compact(store, &mut next, sparse, &mut |fault| fault.is_none()).unwrap();
+                let done =
+                    mover.compact(store, &mut next, sparse, &mut driver(|fault| fault.is_none())).unwrap();
                 moved += done.pages;
                 if !done.more {
                     break;
@@ -190,7 +197,7 @@ fn used(volume: &Volume) -> u32 {
 fn packs_that_others_have_left_come_together_again() {
     for with in BOTH {
         let volume = volume(Config { pages: 9000, lanes: 2, depth: 64 }, with);
-        let (mut lane, mut worker) = (volume.lane().unwrap(), volume.worker_lane().unwrap());
+        let (mut lane, mut worker) = (volume.lane().unwrap(), volume.mover().unwrap());
         let told = Arc::new(AtomicU32::new(0));
         let count = Arc::clone(&told);
         volume.when_packs_are_left(Box::new(move || {
@@ -229,7 +236,7 @@ fn a_store_that_is_full_needs_no_room_to_make_room() {
     let stores = [1024, config.slots()].map(|slots| Arc::new(Host::new(slots).unwrap()) as Arc<dyn Store>);
     let volume = Volume::create(config, stores.to_vec()).unwrap();
     volume.compress(Compression::Lz4);
-    let (mut lane, mut worker) = (volume.lane().unwrap(), volume.worker_lane().unwrap());
+    let (mut lane, mut worker) = (volume.lane().unwrap(), volume.mover().unwrap());
     let noisy = |page: u32| if page < 2700 { 1000 } else { PAGE_SIZE };
     write(&mut lane, (0..4096).map(|page| (page, stamped(page, 1, noisy(page)))));
     // Some leave for the store below, which is where the first has its room taken by others at once.
@@ -289,7 +296,7 @@ struct Modelled {
     memory: Vec<std::os::fd::OwnedFd>,
     volume: Arc<Volume>,
     lane: Option<Lane>,
-    worker: Option<Lane>,
+    worker: Option<Mover>,
     pages: Vec<PageBytes>,
     with: Compression,
     generation: u32,
@@ -305,7 +312,7 @@ impl Modelled {
         let stores = hosts.into_iter().map(|host| Arc::new(host) as _).collect();
         let volume = Volume::create(Self::CONFIG, stores).unwrap();
         volume.compress(with);
-        let (lane, worker) = (Some(volume.lane().unwrap()), Some(volume.worker_lane().unwrap()));
+        let (lane, worker) = (Some(volume.lane().unwrap()), Some(volume.mover().unwrap()));
         let pages = vec![[0; PAGE_SIZE]; MODEL_PAGES as usize];
         Modelled { memory, volume, lane, worker, pages, with, generation: 0, compacted: 0 }
     }
@@ -348,7 +355,7 @@ impl Modelled {
             loop {
                 // While its pages are on their way, others are written and discarded.
                 let mut worker = self.worker.take().unwrap();
-                let done = worker.compact(store, &mut next, sparse, &mut |fault| {
+                let mut driven = driver(|fault| {
                     assert_eq!(fault, None);
                     let first = noise(u64::from(self.generation)) as u32 % MODEL_PAGES;
                     self.happen(Event::Write { first, pages: 5, step: 7 });
@@ -357,6 +364,7 @@ impl Modelled {
                     stop_after = stop_after.map(|left| left.saturating_sub(1));
                     !stop
                 });
+                let done = worker.compact(store, &mut next, sparse, &mut driven);
                 self.worker = Some(worker);
                 match done {
                     Ok(done) => {
@@ -387,7 +395,7 @@ impl Modelled {
         let (volume, lost) = Volume::take_over(Self::CONFIG, stores, kept).unwrap();
         assert_eq!(lost, 0);
         volume.compress(self.with);
-        (self.lane, self.worker) = (Some(volume.lane().unwrap()), Some(volume.worker_lane().unwrap()));
+        (self.lane, self.worker) = (Some(volume.lane().unwrap()), Some(volume.mover().unwrap()));
         self.volume = volume;
     }
 
@@ -428,8 +436,8 @@ fn every_page_is_there_however_packs_are_filled_left_and_emptied() {
 #[test]
 fn nothing_is_allocated_once_lanes_are_open() {
     for with in BOTH {
-        let volume = volume(Config { pages: 4096, lanes: 1, depth: 32 }, with);
-        let mut lane = volume.lane().unwrap();
+        let volume = volume(Config { pages: 4096, lanes: 2, depth: 32 }, with);
+        let (mut lane, mut mover) = (volume.lane().unwrap(), volume.mover().unwrap());
         seal::seal(seal::Policy::Count);
         seal::on_io_thread(|| {
             for generation in 0..20 {
@@ -447,7 +455,7 @@ fn nothing_is_allocated_once_lanes_are_open() {
             lane.submit();
             let (sparse, mut next) = (volume.sparse(0), 0);
             while let Some(sparse) = sparse
-                && lane.compact(0, &mut next, sparse, &mut |fault| fault.is_none()).unwrap().more
+                && mover.compact(0, &mut next, sparse, &mut driver(|fault| fault.is_none())).unwrap().more
             {
             }
         });
@@ -520,12 +528,12 @@ fn under_load_chunks_come_and_go_and_another_daemon_finds_every_page() {
                     })
                 })
                 .collect();
-            let mut worker = volume.worker_lane().unwrap();
+            let mut worker = volume.mover().unwrap();
             let begun = std::time::Instant::now();
             let mut rounds = 0;
             while begun.elapsed().as_secs() < seconds || rounds == 0 {
                 // On a machine that leaves a lane waiting for longer than this waits, it stays, whole.
-                match worker.give_back(0, 0) {
+                match worker.give_back(0, 0, &mut driver(|_| true)) {
                     Ok(_) => assert_eq!(volume.status().stores[0].used, 0),
                     Err(weir_volume::GiveBackError::Busy) => continue,
                     Err(error) => panic!("{error}"),
@@ -535,16 +543,21 @@ fn under_load_chunks_come_and_go_and_another_daemon_finds_every_page() {
                     let (sparse, mut next) = (volume.sparse(store), 0);
                     while let Some(sparse) = sparse
                         && worker
-                            .compact(store, &mut next, sparse, &mut |fault| {
-                                assert_eq!(fault, None);
-                                true
-                            })
+                            .compact(
+                                store,
+                                &mut next,
+                                sparse,
+                                &mut driver(|fault| {
+                                    assert_eq!(fault, None);
+                                    true
+                                }),
+                            )
                             .unwrap()
                             .more
                     {}
                 }
                 let mut next = 0;
-                while worker.move_up(1, &mut next).unwrap().more {}
+                while worker.move_up(1, &mut next, &mut driver(|_| true)).unwrap().more {}
                 rounds += 1;
             }
             drop(ends);

@@ -1,5 +1,8 @@
 //! What a volume does once one of its stores is gone.
 
+mod driver;
+
+use driver::driver;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, PageNo};
@@ -13,7 +16,7 @@ fn volume() -> ([Arc<Sim>; 2], Arc<Volume>) {
         other => panic!("{other:?}"),
     };
     let stores = [0, 1].map(|_| Arc::new(Sim::open(url.clone()).unwrap()));
-    let config = Config { pages: 100, lanes: 1, depth: 4 };
+    let config = Config { pages: 100, lanes: 2, depth: 4 };
     let as_stores = stores.iter().map(|store| Arc::clone(store) as Arc<dyn Store>).collect();
     let volume = Volume::create(config, as_stores).unwrap();
     (stores, volume)
@@ -50,13 +53,17 @@ fn writes_that_find_no_room_for_it_are_errors_of_a_lost_store_and_not_of_a_full_
 #[test]
 fn its_slots_are_no_room_to_give_another_stores_chunks_back_into() {
     let (stores, volume) = volume();
-    let mut lane = volume.lane().unwrap();
+    let (mut lane, mut mover) = (volume.lane().unwrap(), volume.mover().unwrap());
     stores[0].kill();
     assert_eq!(lane.write(0, PageNo(1), &page(1)), Progress::Done(Ok(())));
     lane.submit();
-    assert_eq!(lane.give_back(1, 0).unwrap(), 1, "the other chunk of the living store has room");
+    assert_eq!(
+        mover.give_back(1, 0, &mut driver(|_| true)).unwrap(),
+        1,
+        "the other chunk of the living store has room"
+    );
     let started = Instant::now();
-    let refused = lane.give_back(1, 1);
+    let refused = mover.give_back(1, 1, &mut driver(|_| true));
     assert!(matches!(refused, Err(GiveBackError::NoRoom { .. })), "{refused:?}");
     // Whoever waits, waits for ten seconds.
     assert!(started.elapsed() < Duration::from_secs(8), "and it says so at once");

@@ -28,9 +28,12 @@ fn stamped(page: u32, generation: u32) -> PageBytes {
 /// Sees everything through; tickets and results.
 fn finish(lane: &mut Lane) -> Vec<(u32, Result<(), Fault>)> {
     let mut ended = Vec::new();
-    while lane.in_flight() > 0 {
+    loop {
         lane.submit();
         lane.poll(Instant::now(), &mut |done| ended.push((done.ticket, done.result)));
+        if lane.in_flight() == 0 {
+            break;
+        }
     }
     lane.submit();
     ended.sort_unstable_by_key(|(ticket, _)| *ticket);
@@ -197,6 +200,41 @@ fn a_disk_that_hangs_again_and_again_uses_no_slot_up() {
         sim.hang(false);
         lane.submit();
         assert_eq!(volume.status().stores[0].used, 0, "round {round}");
+    }
+}
+
+#[test]
+fn a_lane_that_is_dropped_waits_for_no_store_and_its_slots_and_seat_are_free_when_that_has_answered() {
+    for compress in [false, true] {
+        let (volume, sim) = volume(CONFIG);
+        if compress {
+            volume.compress(Compression::Lz4);
+        }
+        let (mut gone, mut other) = (volume.lane().unwrap(), volume.lane().unwrap());
+        write(&mut other, 0, &stamped(0, 1));
+        finish(&mut other);
+        for page in 0..3 {
+            write(&mut gone, page, &stamped(page, 2));
+        }
+        assert_eq!(gone.read(9, PageNo(0), &mut [0; PAGE_SIZE]), Progress::Queued);
+        gone.submit();
+        sim.hang(true);
+        drop(gone);
+        let now = Instant::now();
+        let held = volume.status().stores[0].used;
+        assert!(held > 1, "the store may write there");
+        for _ in 0..5 {
+            volume.close_lanes(now);
+            assert!(volume.lane().is_err(), "its store has not answered");
+            assert_eq!(volume.status().stores[0].used, held);
+        }
+        sim.hang(false);
+        for _ in 0..2 {
+            volume.close_lanes(now);
+        }
+        assert_eq!(volume.status().stores[0].used, 1);
+        assert!(volume.lane().is_ok(), "its seat is free");
+        assert!(read(&mut other, 0) == stamped(0, 1), "what was not acknowledged takes no effect");
     }
 }
 

@@ -5,8 +5,8 @@ use rustix::time::{ClockId, clock_gettime};
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
-use weir_core::PageNo;
 use weir_core::swap_safety::{Children, reach_reserves};
+use weir_core::{PageNo, Rest};
 use weir_store::{Host, Progress};
 use weir_volume::{Config, Volume};
 
@@ -60,7 +60,16 @@ fn a_real_time_thread_that_waits_for_a_slot_lets_the_ordinary_thread_run_that_ho
                 for number in 0..2 * config.slack() {
                     let page = PageNo(number % config.pages);
                     let bytes: Vec<u8> = (0..4096u32).map(|at| (at + number + round) as u8).collect();
-                    let written = writer.write(0, page, bytes[..].try_into().unwrap());
+                    let mut rest = Rest::default();
+                    let written = loop {
+                        let written = writer.write(0, page, bytes[..].try_into().unwrap());
+                        if written != Progress::Full {
+                            break written;
+                        }
+                        writer.submit();
+                        writer.poll(Instant::now(), &mut |_| {});
+                        rest.until_next();
+                    };
                     assert_eq!(written, Progress::Done(Ok(())), "round {round}, write {number}");
                     writer.submit();
                 }

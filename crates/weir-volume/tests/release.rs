@@ -1,5 +1,8 @@
 //! A chunk's memory goes only when nobody looks at it any more.
 
+mod driver;
+
+use driver::driver;
 use std::cell::UnsafeCell;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
@@ -108,7 +111,8 @@ fn a_page_that_is_looked_at_stays_though_its_chunk_is_given_back_and_it_is_writt
     let memory = || UnsafeCell::new(vec![[0; PAGE_SIZE]; SLOTS as usize]);
     let wide = || Arc::new(Wide(Arc::new(Pages { memory: memory(), written: Mutex::default() })));
     let volume = Volume::create(config, vec![wide(), wide()]).unwrap();
-    let [mut worker, mut reader, mut writer] = [(); 3].map(|()| volume.lane().unwrap());
+    let mut worker = volume.mover().unwrap();
+    let [mut reader, mut writer] = [(); 2].map(|()| volume.lane().unwrap());
     let stop = AtomicBool::new(false);
     let goes_on = || !stop.load(Ordering::Relaxed);
     std::thread::scope(|scope| {
@@ -135,7 +139,7 @@ fn a_page_that_is_looked_at_stays_though_its_chunk_is_given_back_and_it_is_writt
         });
         let begun = Instant::now();
         while goes_on() && begun.elapsed() < Duration::from_secs(2) {
-            worker.give_back(0, 0).unwrap();
+            worker.give_back(0, 0, &mut driver(|_| true)).unwrap();
             worker.take(0, 0).unwrap();
             while goes_on() && volume.status().stores[0].used == 0 {
                 std::thread::yield_now();
@@ -176,7 +180,7 @@ impl Followed {
         };
         let fds = volume.kept_fds();
         let kept = Kept { map: copy(fds.map), records: fds.records.into_iter().map(copy).collect() };
-        let config = Config { pages: 64, lanes: 1, depth: 4 };
+        let config = Config { pages: 64, lanes: 2, depth: 4 };
         let (next, lost) = Volume::take_over(config, vec![Arc::new(Self::sim())], kept).unwrap();
         assert_eq!(lost, 0);
         self.found.lock().unwrap().push(next.chunks(0).nth(chunk as usize).unwrap().state);
@@ -229,15 +233,17 @@ impl Reclaim for Followed {
 #[test]
 fn a_daemon_that_dies_while_memory_goes_or_comes_leaves_a_chunk_that_the_next_one_does_not_use() {
     let store = Arc::new(Followed { sim: Followed::sim(), volume: OnceLock::new(), found: Mutex::default() });
-    let config = Config { pages: 64, lanes: 1, depth: 4 };
+    let config = Config { pages: 64, lanes: 2, depth: 4 };
     let volume = Volume::create(config, vec![Arc::clone(&store) as _]).unwrap();
     store.volume.set(Arc::downgrade(&volume)).unwrap();
     let mut lane = volume.lane().unwrap();
     for number in 0..64 {
         assert_eq!(lane.write(0, PageNo(number), &page(number)), Progress::Done(Ok(())));
     }
-    lane.give_back(0, 0).unwrap();
-    lane.take(0, 0).unwrap();
+    lane.submit();
+    let mut mover = volume.mover().unwrap();
+    mover.give_back(0, 0, &mut driver(|_| true)).unwrap();
+    mover.take(0, 0).unwrap();
     assert_eq!(*store.found.lock().unwrap(), [ChunkState::GivenBack; 2]);
     assert_eq!(volume.chunks(0).next().unwrap().state, ChunkState::Held);
 }

@@ -1,12 +1,15 @@
 //! What a volume promises, on a store that never fails. (Stores that do: simulator.rs.)
 
+mod driver;
+
+use driver::driver;
 use proptest::prelude::*;
 use std::collections::HashMap;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use weir_core::{ByteSize, PAGE_SIZE, PageBytes, PageNo};
+use weir_core::{ByteSize, PAGE_SIZE, PageBytes, PageNo, Rest};
 use weir_store::{Fault, Host, Progress, Sim, SimUrl, Store};
 use weir_volume::{Config, GiveBackError, Kept, Lane, View, Volume};
 
@@ -38,10 +41,14 @@ fn stamp(bytes: &PageBytes) -> (u32, u32) {
 
 fn write(lane: &mut Lane, page: u32, bytes: &PageBytes) {
     // A lane whose thread is kept from running for seconds holds freed slots back for so long, and others' writes find none.
-    let begun = Instant::now();
+    let (begun, mut rest) = (Instant::now(), Rest::default());
     let mut done = lane.write(0, PageNo(page), bytes);
-    while done == Progress::Done(Err(Fault::Full)) && begun.elapsed() < Duration::from_secs(60) {
+    while [Progress::Full, Progress::Done(Err(Fault::Full))].contains(&done)
+        && begun.elapsed() < Duration::from_secs(60)
+    {
         lane.submit();
+        lane.poll(Instant::now(), &mut |_| {});
+        rest.until_next();
         done = lane.write(0, PageNo(page), bytes);
     }
     assert_eq!(done, Progress::Done(Ok(())));
@@ -332,7 +339,12 @@ fn partial_writes_from_two_lanes_lose_nothing_of_each_other() {
                 let mut lane = volume.lane().unwrap();
                 let mine = half * PAGE_SIZE / 2;
                 for round in 1..=rounds {
-                    let progress = lane.write_part(0, PageNo(0), mine, &round.to_le_bytes());
+                    let mut progress = lane.write_part(0, PageNo(0), mine, &round.to_le_bytes());
+                    // The other holds the last slot back.
+                    while progress == Progress::Queued {
+                        lane.poll(Instant::now(), &mut |done| progress = Progress::Done(done.result));
+                        std::thread::yield_now();
+                    }
                     assert_eq!(progress, Progress::Done(Ok(())));
                     assert_eq!(
                         read(&mut lane, 0)[mine..mine + 4],
@@ -392,16 +404,16 @@ fn a_chunk_is_given_back_and_taken_again_under_load_and_no_page_changes() {
                 }
             });
         }
-        let mut workers = [volume.lane().unwrap(), volume.lane().unwrap()];
+        let mut workers = [volume.mover().unwrap(), volume.mover().unwrap()];
         for _ in 0..20 {
             volume.begin_give_back(0, &[0]).unwrap();
             std::thread::scope(|scope| {
                 for (worker, part) in workers.iter_mut().zip(0..) {
-                    scope.spawn(move || worker.move_out(0, 0, (part, 2), &mut |_| true).unwrap());
+                    scope.spawn(move || worker.move_out(0, 0, (part, 2), &mut driver(|_| true)).unwrap());
                 }
             });
             let [worker, _] = &mut workers;
-            worker.finish_give_back(0, 0, &mut |_| true).unwrap();
+            worker.finish_give_back(0, 0, &mut driver(|_| true)).unwrap();
             assert_eq!(volume.status().stores[0].used, 0);
             assert!(rustix_blocks(&first) == 0, "the memory has gone back");
             worker.take(0, 0).unwrap();
@@ -422,6 +434,7 @@ fn pages_are_counted_and_timed_by_the_store_that_they_lie_in() {
     let stores: Vec<Arc<dyn Store>> =
         vec![Arc::new(Host::new(FIRST).unwrap()), Arc::new(Host::new(config.slots()).unwrap())];
     let volume = Volume::create(config, stores).unwrap();
+    volume.time_with(Instant::now);
     let mut lane = volume.lane().unwrap();
     for page in 0..192 {
         write(&mut lane, page, &stamped(page, 1));
@@ -519,20 +532,32 @@ fn rustix_blocks(host: &Host) -> u64 {
 
 #[test]
 fn a_chunk_goes_in_parts_and_what_stays_goes_with_the_last() {
-    let config = Config { pages: 10, lanes: 1, depth: 4 };
+    let config = Config { pages: 10, lanes: 2, depth: 4 };
     let stores: Vec<Arc<dyn Store>> =
         vec![Arc::new(Host::new(CHUNK).unwrap()), Arc::new(Host::new(config.slots()).unwrap())];
     let volume = Volume::create(config, stores).unwrap();
     write_all(&volume, 10, 1);
-    let mut lane = volume.lane().unwrap();
+    let (mut lane, mut mover) = (volume.lane().unwrap(), volume.mover().unwrap());
     volume.begin_give_back(0, &[0]).unwrap();
     // A store's first slots are taken first.
-    assert_eq!(lane.move_out(0, 0, (1, 2), &mut |_| true).unwrap(), 0);
-    assert_eq!(lane.move_out(0, 0, (u32::MAX, u32::MAX), &mut |_| true).unwrap(), 0, "there is no such part");
-    assert_eq!(lane.move_out(0, 0, (0, CHUNK / 4), &mut |_| true).unwrap(), 4, "a part of four slots");
-    let stopped = lane.move_out(0, 0, (0, 2), &mut |_| false);
+    assert_eq!(mover.move_out(0, 0, (1, 2), &mut driver(|_| true)).unwrap(), 0);
+    assert_eq!(
+        mover.move_out(0, 0, (u32::MAX, u32::MAX), &mut driver(|_| true)).unwrap(),
+        0,
+        "there is no such part"
+    );
+    assert_eq!(
+        mover.move_out(0, 0, (0, CHUNK / 4), &mut driver(|_| true)).unwrap(),
+        4,
+        "a part of four slots"
+    );
+    let stopped = mover.move_out(0, 0, (0, 2), &mut driver(|_| false));
     assert!(matches!(stopped, Err(GiveBackError::Stopped)), "{stopped:?}");
-    assert_eq!(lane.finish_give_back(0, 0, &mut |_| true).unwrap(), 2, "a batch went before the stop");
+    assert_eq!(
+        mover.finish_give_back(0, 0, &mut driver(|_| true)).unwrap(),
+        2,
+        "a batch went before the stop"
+    );
     for page in 0..10 {
         assert_eq!(stamp(&read(&mut lane, page)), (page, 1));
     }
@@ -540,16 +565,16 @@ fn a_chunk_goes_in_parts_and_what_stays_goes_with_the_last() {
 
 #[test]
 fn a_chunk_that_the_volume_needs_stays() {
-    let volume = volume(10, 1);
-    let mut lane = volume.lane().unwrap();
+    let volume = volume(10, 2);
+    let (mut lane, mut mover) = (volume.lane().unwrap(), volume.mover().unwrap());
     write(&mut lane, 3, &stamped(3, 1));
-    let error = lane.give_back(0, 0).unwrap_err();
+    let error = mover.give_back(0, 0, &mut driver(|_| true)).unwrap_err();
     assert!(matches!(error, GiveBackError::NoRoom { .. }), "{error}");
     assert!(error.to_string().contains("backing"), "{error}");
     assert_eq!(stamp(&read(&mut lane, 3)), (3, 1));
     write(&mut lane, 4, &stamped(4, 1));
-    assert!(matches!(lane.give_back(0, 1), Err(GiveBackError::NoChunk { .. })));
-    assert!(matches!(lane.give_back(1, 0), Err(GiveBackError::NoChunk { .. })));
+    assert!(matches!(mover.give_back(0, 1, &mut driver(|_| true)), Err(GiveBackError::NoChunk { .. })));
+    assert!(matches!(mover.give_back(1, 0, &mut driver(|_| true)), Err(GiveBackError::NoChunk { .. })));
 }
 
 #[test]

@@ -8,6 +8,7 @@ use crate::start::Start;
 use std::fmt::Display;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::time::Instant;
 use weir_cli::failure::{Failure, chain};
 use weir_core::log::{Level, Log};
 use weir_core::{ByteSize, Memory, PAGE_SIZE};
@@ -56,6 +57,7 @@ pub fn open(
     if let Some(algorithm) = plan.compress {
         volume.compress(algorithm.into());
     }
+    volume.time_with(Instant::now);
     Ok(volume)
 }
 

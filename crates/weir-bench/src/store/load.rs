@@ -44,7 +44,16 @@ impl Pages for weir_volume::Lane {
         weir_volume::Lane::plan(self, reads, writes);
     }
     fn write(&mut self, ticket: Ticket, number: u32, page: &PageBytes) -> Progress {
-        weir_volume::Lane::write(self, ticket, PageNo(number), page)
+        loop {
+            let progress = weir_volume::Lane::write(self, ticket, PageNo(number), page);
+            if progress != Progress::Full || self.in_flight() > 0 {
+                return progress;
+            }
+            // It waits for a slot.
+            weir_volume::Lane::submit(self);
+            weir_volume::Lane::poll(self, Instant::now(), &mut |_| {});
+            std::hint::spin_loop();
+        }
     }
     fn read(&mut self, ticket: Ticket, number: u32, page: &mut PageBytes) -> Progress {
         weir_volume::Lane::read(self, ticket, PageNo(number), page)

@@ -350,7 +350,7 @@ impl Porter {
         if worked || self.lane.in_flight() > 0 {
             self.lane.submit();
         }
-        if self.lane.in_flight() > 0 {
+        if self.lane.in_flight() > 0 || self.lane.must_poll() {
             worked |= self.complete();
         }
         // After the lane has let go of what it looked at: whatever happens here, no writer of the

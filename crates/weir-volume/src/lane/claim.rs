@@ -4,7 +4,6 @@ use super::count::count;
 use super::{Lane, StoreLane};
 use crate::Tier;
 use crate::records::EXTENT_SLOTS;
-use crate::rest::Rest;
 use std::time::{Duration, Instant};
 use weir_core::{PageNo, Slot};
 use weir_store::{Fault, State};
@@ -21,10 +20,67 @@ const RUN_MAX: u32 = 256;
 const RUN_FINE: u32 = 64;
 const RUN_LEAST: usize = 8;
 /// How long a write waits for a slot that other lanes are about to free, before it fails.
-pub(super) const SLOT_WAIT: Duration = Duration::from_secs(2);
+pub(crate) const SLOT_WAIT: Duration = Duration::from_secs(2);
 
-/// Looks for a slot without a nap: each goes through the records.
-const LOOKS: u32 = 4;
+/// How a lane waits for a slot. The time comes with each poll.
+#[derive(Debug, Default)]
+pub(super) struct SlotWait {
+    phase: Phase,
+    /// A write has found no slot since the last poll.
+    asked: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+enum Phase {
+    /// No write waits.
+    #[default]
+    Idle,
+    /// A write waits, at most until then.
+    Until(Instant),
+    /// A write has waited for as long as it may, and fails if it finds no slot now.
+    Due(Instant),
+    /// It has failed. Until then others of the batch fail without a wait of their own, once the lane knows the time.
+    Refused(Instant),
+    /// The next that finds no slot is one of these.
+    Refuses(Instant),
+}
+
+impl SlotWait {
+    #[inline]
+    pub(super) fn is_idle(&self) -> bool {
+        self.phase == Phase::Idle && !self.asked
+    }
+
+    /// A write has found no slot: it waits, or it fails.
+    fn ask(&mut self) {
+        match self.phase {
+            Phase::Due(until) | Phase::Refuses(until) => self.phase = Phase::Refused(until),
+            _ => self.asked = true,
+        }
+    }
+
+    /// The write that waits has found a slot, or its owner has given it up.
+    pub(super) fn end(&mut self) {
+        self.asked = false;
+        if let Phase::Until(_) | Phase::Due(_) = self.phase {
+            self.phase = Phase::Idle;
+        }
+    }
+
+    fn tick(&mut self, now: Instant) {
+        let asked = std::mem::take(&mut self.asked);
+        let waits = || if asked { Phase::Until(now + SLOT_WAIT) } else { Phase::Idle };
+        self.phase = match self.phase {
+            Phase::Idle => waits(),
+            Phase::Until(end) if now < end => self.phase,
+            // Unless it asks, long past its end, the write that waited was given up by its owner.
+            Phase::Until(end) if asked || now < end + SLOT_WAIT => Phase::Due(now + SLOT_WAIT),
+            Phase::Refused(until) if asked && now < until => Phase::Refuses(until),
+            Phase::Due(until) | Phase::Refuses(until) | Phase::Refused(until) if now < until => self.phase,
+            Phase::Until(_) | Phase::Due(_) | Phase::Refuses(_) | Phase::Refused(_) => waits(),
+        };
+    }
+}
 
 /// The last [`HINTS`] slots freed by this lane, oldest first.
 pub(super) struct Hints {
@@ -34,9 +90,9 @@ pub(super) struct Hints {
 }
 
 impl Lane {
-    /// A free slot in the first store that takes pages and has one. Where all are taken, waits for
-    /// those that are about to be freed: every lane's pin ends, and the volume promised a slot for
-    /// each page. Does not wait while it holds others up itself.
+    /// A free slot in the first store that takes pages and has one. Where all are taken, other lanes are about to
+    /// free some: every lane's pin ends, and the volume promised a slot for each page. So the lane
+    /// [waits](Lane::waits_for_slot) from the next poll on, unless it holds others up itself.
     pub(super) fn claim(&mut self, page: PageNo) -> Option<(usize, Slot)> {
         // A worker that closes a chunk waits for the pins of those that may not have seen it
         // closed. A pack is also sent by a poll, where nothing has pinned the lane.
@@ -54,31 +110,28 @@ impl Lane {
         // Waiting frees slots, and brings no store back. A page that is to move up waits for
         // nothing: it lies well where it is.
         let any_left = self.volume.tiers.iter().any(|tier| !tier.is_lost());
-        if self.holds_slots() || !any_left || self.reach < self.stores.len() {
-            return None;
+        if !self.holds_slots() && any_left && self.reach == self.stores.len() {
+            if self.slot_wait.phase == Phase::Idle && !self.slot_wait.asked {
+                count(&self.metrics().waits);
+            }
+            self.slot_wait.ask();
         }
-        count(&self.metrics().waits);
-        let (started, mut rest) = (Instant::now(), Rest::default());
-        // One that has just waited in vain does not wait again for each page of a batch.
-        let waits = self.refused.is_none_or(|at| at.elapsed() >= SLOT_WAIT);
-        loop {
-            self.volume.end_quarantines();
-            if self.unsettled > 0 {
-                self.settle_idle();
-            }
-            self.enter();
-            self.refresh_safe();
-            if let Some(found) = self.claim_now(page) {
-                return Some(found);
-            }
-            if !waits {
-                return None;
-            }
-            if started.elapsed() > SLOT_WAIT {
-                self.refused = Some(Instant::now());
-                return None;
-            }
-            rest.until_next(LOOKS);
+        None
+    }
+
+    /// Whether a write has found no slot, and is to be tried again after the next poll.
+    pub(super) fn waits_for_slot(&self) -> bool {
+        self.slot_wait.asked || matches!(self.slot_wait.phase, Phase::Until(_))
+    }
+
+    /// Goes on waiting for a slot, if a write does, and brings about what it waits for.
+    #[cold]
+    pub(super) fn wait_for_slot(&mut self, now: Instant) {
+        self.slot_wait.tick(now);
+        self.volume.end_quarantines();
+        self.volume.close_lanes(now);
+        if self.unsettled > 0 {
+            self.settle_idle(now);
         }
     }
 
@@ -97,11 +150,14 @@ impl Lane {
     /// reach are not asked.
     pub(super) fn claim_now(&mut self, page: PageNo) -> Option<(usize, Slot)> {
         self.claims_since_safe += 1;
-        let found = self.claim_in(page, State::Online);
-        if found.is_some() || self.reach < self.stores.len() {
-            return found;
+        let mut found = self.claim_in(page, State::Online);
+        if found.is_none() && self.reach == self.stores.len() {
+            found = self.claim_in(page, State::Draining);
         }
-        self.claim_in(page, State::Draining)
+        if found.is_some() && !self.slot_wait.is_idle() {
+            self.slot_wait.end();
+        }
+        found
     }
 
     #[inline]
@@ -225,13 +281,15 @@ impl Hints {
 
 #[cfg(all(test, not(loom)))]
 mod tests {
+    use super::SLOT_WAIT;
     use crate::entry::{Entry, Place};
     use crate::records::{EXTENT_SLOTS, Occupant};
-    use crate::{Config, Volume};
+    use crate::{Awaited, Config, Driver, Volume};
     use std::sync::Arc;
-    use std::time::Instant;
+    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::time::{Duration, Instant};
     use weir_core::{ByteSize, Checksum, PAGE_SIZE, PageBytes, PageNo, Slot};
-    use weir_store::{Host, Progress, Sim, SimUrl, Store};
+    use weir_store::{Fault, Host, Progress, Sim, SimUrl, Store};
 
     #[test]
     fn a_lane_that_claims_a_slot_is_pinned() {
@@ -246,11 +304,22 @@ mod tests {
         assert!(!lane.looking.is_pinned());
     }
 
-    /// How often a thread of this process has given its processor up.
-    fn naps(thread: &std::path::Path) -> u64 {
-        let status = std::fs::read_to_string(thread.join("status")).expect("a thread");
-        let line = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
-        line.and_then(|naps| naps.trim().parse().ok()).expect("a number")
+    /// Goes on always, and counts how often the mover found lanes within a batch.
+    struct Counted<'a>(&'a AtomicU32);
+
+    impl Driver for Counted<'_> {
+        fn now(&mut self) -> Instant {
+            Instant::now()
+        }
+
+        fn goes_on(&mut self, _moved: u32) -> bool {
+            true
+        }
+
+        fn rest(&mut self, awaited: Awaited) {
+            self.0.fetch_add(u32::from(awaited == Awaited::Lanes), Ordering::Relaxed);
+            std::thread::yield_now();
+        }
     }
 
     #[test]
@@ -262,25 +331,18 @@ mod tests {
             Arc::new(Sim::open(SimUrl { size, chunk, ..SimUrl::default() }).expect("memory"))
         };
         let volume = Volume::create(config, vec![store()]).expect("a volume");
-        let [mut late, mut worker, mut reader] = [(); 3].map(|()| volume.lane().expect("a lane"));
+        let [mut late, mut reader] = [(); 2].map(|()| volume.lane().expect("a lane"));
+        let mut worker = volume.mover().expect("a lane");
         let (page, slot, content) = (PageNo(3), Slot(77), unique());
         let records = &volume.tiers[0].records;
         // The first half of a claim, then the chunk is closed.
         late.enter();
         let free = records.claimable(slot, volume.epochs.safe()).expect("a free slot");
         volume.begin_give_back(0, &[0]).expect("room elsewhere");
-        let (tell, told) = std::sync::mpsc::channel();
+        let waits = AtomicU32::new(0);
         std::thread::scope(|scope| {
-            let giving = scope.spawn(move || {
-                let thread = std::path::Path::new("/proc")
-                    .join(std::fs::read_link("/proc/thread-self").expect("proc"));
-                tell.send(thread).expect("somebody waits");
-                worker.finish_give_back(0, 0, &mut |_| true)
-            });
-            let thread = told.recv().expect("a thread");
-            let before = naps(&thread);
-            // It naps while it waits for lanes, and nowhere before.
-            while !giving.is_finished() && naps(&thread) < before + 3 {
+            let giving = scope.spawn(|| worker.finish_give_back(0, 0, &mut Counted(&waits)));
+            while !giving.is_finished() && waits.load(Ordering::Relaxed) < 3 {
                 std::thread::yield_now();
             }
             // The second half, and the page is there.
@@ -337,6 +399,97 @@ mod tests {
         lane.leave();
         lane.refresh_safe();
         assert_eq!(lane.claim(PageNo(4)), Some((0, slot)));
+    }
+
+    /// A lane that holds back every slot that is freed, and one of a volume in which no other is free.
+    fn held_back() -> (crate::Lane, crate::Lane) {
+        let config = Config { pages: 64, lanes: 2, depth: 4 };
+        let store = Arc::new(Host::new(config.slots()).expect("memory"));
+        let volume = Volume::create(config, vec![store]).expect("a volume");
+        let (mut holder, mut writer) = (volume.lane().expect("a lane"), volume.lane().expect("a lane"));
+        holder.enter();
+        for number in 0..config.slots() {
+            assert_eq!(write(&mut writer, number), Progress::Done(Ok(())));
+        }
+        (holder, writer)
+    }
+
+    fn write(lane: &mut crate::Lane, number: u32) -> Progress {
+        let mut page = unique();
+        page[0] = number as u8;
+        let written = lane.write(0, PageNo(number % 64), &page);
+        lane.submit();
+        written
+    }
+
+    fn poll(lane: &mut crate::Lane, now: Instant) {
+        lane.poll(now, &mut |done| panic!("nothing is in flight: {done:?}"));
+    }
+
+    const FULL: Progress = Progress::Done(Err(Fault::Full));
+    const SHORT: Duration = Duration::from_millis(1);
+
+    #[test]
+    fn a_write_that_finds_no_slot_fails_at_its_deadline_and_the_next_of_its_batch_at_once() {
+        let (_holder, mut writer) = held_back();
+        let begun = Instant::now();
+        assert_eq!(write(&mut writer, 0), Progress::Full);
+        assert!(writer.must_poll(), "nothing else tells its owner to poll");
+        for now in [begun, begun + SHORT, begun + SLOT_WAIT - SHORT] {
+            poll(&mut writer, now);
+            assert_eq!(write(&mut writer, 0), Progress::Full);
+        }
+        poll(&mut writer, begun + SLOT_WAIT);
+        assert_eq!(write(&mut writer, 0), FULL);
+        for number in 1..10 {
+            assert_eq!(write(&mut writer, number), Progress::Full, "the lane does not know the time");
+            poll(&mut writer, begun + SLOT_WAIT + number * SHORT);
+            assert_eq!(write(&mut writer, number), FULL);
+        }
+        assert_eq!(writer.volume().status().waits, 1);
+    }
+
+    #[test]
+    fn long_after_a_write_was_refused_the_next_waits_as_long() {
+        let (_holder, mut writer) = held_back();
+        let mut now = Instant::now();
+        for _ in 0..2 {
+            assert_eq!(write(&mut writer, 0), Progress::Full);
+            for wait in [Duration::ZERO, SLOT_WAIT - SHORT] {
+                poll(&mut writer, now + wait);
+                assert_eq!(write(&mut writer, 0), Progress::Full);
+            }
+            poll(&mut writer, now + SLOT_WAIT);
+            assert_eq!(write(&mut writer, 0), FULL);
+            now += 5 * SLOT_WAIT;
+        }
+    }
+
+    #[test]
+    fn a_write_that_waits_has_the_first_slot_that_others_let_go() {
+        let (mut holder, mut writer) = held_back();
+        let begun = Instant::now();
+        assert_eq!(write(&mut writer, 0), Progress::Full);
+        poll(&mut writer, begun);
+        assert_eq!(write(&mut writer, 0), Progress::Full);
+        holder.leave();
+        poll(&mut writer, begun + SLOT_WAIT - SHORT);
+        assert_eq!(write(&mut writer, 0), Progress::Done(Ok(())));
+        assert!(!writer.must_poll(), "nothing waits any more");
+    }
+
+    #[test]
+    fn a_part_of_a_page_waits_for_a_slot_by_itself_and_no_longer_than_a_page() {
+        let (_holder, mut writer) = held_back();
+        let begun = Instant::now();
+        assert_eq!(writer.write_part(7, PageNo(3), 9, &[1, 2, 3]), Progress::Queued);
+        for now in [begun, begun + SLOT_WAIT - SHORT] {
+            poll(&mut writer, now);
+        }
+        assert!(writer.must_poll());
+        let mut ended = Vec::new();
+        writer.poll(begun + SLOT_WAIT, &mut |done| ended.push((done.ticket, done.result)));
+        assert_eq!(ended, [(7, Err(Fault::Full))]);
     }
 
     /// Writes 64 pages from `first` on as a connection does that receives them at once.

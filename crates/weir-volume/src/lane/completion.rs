@@ -15,19 +15,22 @@ impl Lane {
             store.lane.submit();
         }
         self.leave();
-        if self.unsettled > 0 {
-            self.settle_idle();
+        // Nothing is in flight there, so the time of the last poll is as good as any.
+        if self.unsettled > 0
+            && let Some(polled) = self.polled
+        {
+            self.settle_idle(polled);
         }
     }
 
     /// Frees what has settled at stores that owe no answer, and that nobody polls for that reason.
     #[cold]
-    pub(super) fn settle_idle(&mut self) {
+    pub(super) fn settle_idle(&mut self, now: Instant) {
         for at in 0..self.stores.len() {
             if self.stores[at].lane.in_flight() == 0 {
-                self.stores[at].lane.poll(Instant::now(), &mut |done| {
-                    unreachable!("operation {} was answered before", done.ticket)
-                });
+                self.stores[at]
+                    .lane
+                    .poll(now, &mut |done| unreachable!("operation {} was answered before", done.ticket));
                 self.free_settled(at);
             }
         }
@@ -44,6 +47,10 @@ impl Lane {
 
     /// Hands over every operation that has finished at a slow store. Never waits. `now` is the time for all that has a limit.
     pub fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
+        if !self.slot_wait.is_idle() {
+            self.wait_for_slot(now);
+        }
+        self.polled = Some(now);
         if self.in_flight == 0 {
             return;
         }
@@ -90,9 +97,7 @@ impl Lane {
     /// Takes what a store has finished. Reads are handed over on the spot, where their content
     /// lies; the rest is noted, for the store's lane is lent to its own poll.
     fn poll_store(&mut self, now: Instant, at: usize, done: &mut dyn FnMut(Done<'_>)) {
-        let Lane {
-            stores, ops, parts, runs, finished, volume, seat, under_way, looking, packing, rest, ..
-        } = self;
+        let Lane { stores, ops, parts, runs, finished, volume, seat, under_way, looking, packing, .. } = self;
         stores[at].lane.poll(now, &mut |completion| {
             let op = &ops[completion.ticket as usize];
             let mut result = completion.result;
@@ -130,7 +135,6 @@ impl Lane {
                         if !run.is_write() {
                             looking.end(op.found, &volume.epochs, *seat);
                         }
-                        rest.end();
                         finished.push((completion.ticket, Ok(())));
                     }
                     return;
@@ -139,7 +143,6 @@ impl Lane {
                 Work::Idle => unreachable!("a store completed operation {} twice", completion.ticket),
             }
             *under_way -= 1;
-            rest.end();
             finished.push((completion.ticket, result));
         });
     }
@@ -203,7 +206,6 @@ impl Lane {
     }
 
     pub(super) fn hand_over(&mut self, op: u32, result: Result<(), Fault>, done: &mut dyn FnMut(Done<'_>)) {
-        self.rest.end();
         let ended = self.end(op);
         let moved =
             matches!(ended.work, Work::Part { part, .. } if self.parts[part as usize].moving.is_some());

@@ -12,14 +12,31 @@ use weir_store::Fault;
 /// One operation in so many is timed: reading the clock twice costs a tenth of a write to host memory.
 const SAMPLE_EVERY: u32 = 16;
 
+/// When an operation that is timed began, by its volume's stopwatch.
+#[derive(Clone, Copy)]
+pub(super) struct Started {
+    at: Instant,
+    clock: fn() -> Instant,
+}
+
+impl Started {
+    fn took(&self) -> Duration {
+        (self.clock)().saturating_duration_since(self.at)
+    }
+}
+
 impl Lane {
     #[inline]
-    pub(super) fn sample(&mut self) -> Option<Instant> {
+    pub(super) fn sample(&mut self) -> Option<Started> {
         if self.until_sample == 0 {
             self.until_sample = SAMPLE_EVERY;
         }
         self.until_sample -= 1;
-        (self.until_sample == 0).then(Instant::now)
+        if self.until_sample > 0 {
+            None
+        } else {
+            self.volume.stopwatch.get().map(|clock| Started { at: clock(), clock: *clock })
+        }
     }
 }
 
@@ -32,11 +49,11 @@ impl Volume {
 impl LaneMetrics {
     /// A page that lies, or was found, in `place` has been read, or could not be.
     #[inline]
-    pub(super) fn read_ended(&self, place: Place, started: Option<Instant>, result: Result<(), Fault>) {
+    pub(super) fn read_ended(&self, place: Place, started: Option<Started>, result: Result<(), Fault>) {
         let traffic = self.traffic(place);
         count(&traffic.reads);
         if let Some(started) = started {
-            traffic.read_latencies.record(started.elapsed(), 1);
+            traffic.read_latencies.record(started.took(), 1);
         }
         self.read_failed(result);
     }
@@ -53,20 +70,20 @@ impl LaneMetrics {
     }
 
     /// `pages` pages have been read by one operation. Their faults were counted one by one.
-    pub(super) fn run_read(&self, store: usize, pages: u64, started: Option<Instant>) {
+    pub(super) fn run_read(&self, store: usize, pages: u64, started: Option<Started>) {
         let traffic = self.traffic_of(Some(store));
         traffic.reads.add(pages);
         if let Some(started) = started {
-            traffic.read_latencies.record(started.elapsed(), 1);
+            traffic.read_latencies.record(started.took(), 1);
         }
     }
 
     /// `pages` pages have been written by one operation, or could not be.
-    pub(super) fn run_written(&self, store: usize, pages: u64, started: Option<Instant>, failed: bool) {
+    pub(super) fn run_written(&self, store: usize, pages: u64, started: Option<Started>, failed: bool) {
         let traffic = self.traffic_of(Some(store));
         traffic.writes.add(pages);
         if let Some(started) = started {
-            traffic.write_latencies.record(started.elapsed(), 1);
+            traffic.write_latencies.record(started.took(), 1);
         }
         if failed {
             self.write_faults.add(pages);
@@ -75,11 +92,11 @@ impl LaneMetrics {
 
     /// A page has been written to `place`, or could not be.
     #[inline]
-    pub(super) fn write_ended(&self, place: Place, started: Option<Instant>, result: Result<(), Fault>) {
+    pub(super) fn write_ended(&self, place: Place, started: Option<Started>, result: Result<(), Fault>) {
         let traffic = self.traffic(place);
         count(&traffic.writes);
         if let Some(started) = started {
-            traffic.write_latencies.record(started.elapsed(), 1);
+            traffic.write_latencies.record(started.took(), 1);
         }
         if result.is_err() {
             count(&self.write_faults);
@@ -88,7 +105,7 @@ impl LaneMetrics {
 
     /// `pages` pages that lay as `places` says have been read together since `started`, if that is timed: each took its share.
     #[inline]
-    pub(super) fn reads_ended(&self, pages: u64, places: &Places, started: Option<Instant>) {
+    pub(super) fn reads_ended(&self, pages: u64, places: &Places, started: Option<Started>) {
         places.share_out(pages, |store, pages| self.traffic_of(store).reads.add(pages));
         if let Some(each) = each(pages, started) {
             self.traffic_of(places.most()).read_latencies.record(each, 1);
@@ -96,7 +113,7 @@ impl LaneMetrics {
     }
 
     /// The same for pages that have been written.
-    pub(super) fn writes_ended(&self, pages: u64, places: &Places, started: Option<Instant>) {
+    pub(super) fn writes_ended(&self, pages: u64, places: &Places, started: Option<Started>) {
         places.share_out(pages, |store, pages| self.traffic_of(store).writes.add(pages));
         if let Some(each) = each(pages, started) {
             self.traffic_of(places.most()).write_latencies.record(each, 1);
@@ -104,8 +121,8 @@ impl LaneMetrics {
     }
 }
 
-fn each(pages: u64, started: Option<Instant>) -> Option<Duration> {
-    started.filter(|_| pages > 0).map(|started| started.elapsed() / pages as u32)
+fn each(pages: u64, started: Option<Started>) -> Option<Duration> {
+    started.filter(|_| pages > 0).map(|started| started.took() / pages as u32)
 }
 
 /// How many of some pages lay in which store, and how many in none, which comes last.

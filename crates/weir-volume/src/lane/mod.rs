@@ -12,34 +12,32 @@ mod run;
 mod view;
 
 pub(crate) use claim::HINTS;
+use count::Started;
 pub(crate) use located::Located;
 pub(crate) use packing::OPENED_MAX;
+pub(crate) use queued_run::Run;
 pub use view::Guard;
 
 use crate::batch::Batch;
+use crate::closing::Closing;
 use crate::entry::{Entry, Place};
 use crate::looking::Looking;
 use crate::records::Cursor;
-use crate::rest::Rest;
 use crate::status::LaneMetrics;
 use crate::{Tier, Volume};
-use claim::{Hints, SLOT_WAIT};
+use claim::{Hints, SlotWait};
 use packing::{Carried, Packed, Packing};
 use part::Part;
 use publish::Written;
-use queued_run::{RUNS, Run};
+use queued_run::RUNS;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Instant;
 use weir_core::{PAGE_SIZE, PageBytes, PageNo, Slot};
 use weir_store::{Fault, OpenError, Progress, Ticket};
 
 /// Partial writes that a lane may have under way; more answer [`Progress::Full`].
 pub(crate) const PARTS: usize = 8;
-
-/// Polls in vain without a nap: a fraction of a millisecond.
-const POLLS: u32 = 1000;
 
 /// A lane of a [`Volume`]: reads, writes and discards pages, for one thread.
 ///
@@ -70,8 +68,10 @@ pub struct Lane {
     under_way: usize,
     /// Slots of writes that a store did not answer in time, and that may still land.
     unsettled: usize,
-    /// When this lane last waited for a slot in vain.
-    refused: Option<Instant>,
+    /// How it waits for a slot, where a write found none.
+    slot_wait: SlotWait,
+    /// The time of the last poll.
+    polled: Option<Instant>,
     /// The epochs this lane looks at.
     looking: Looking,
     /// What was retired before this epoch may be reused.
@@ -84,12 +84,11 @@ pub struct Lane {
     /// There was no run for it.
     barren: bool,
     until_sample: u32,
-    /// Polls in vain.
-    rest: Rest,
     /// What compresses, where the volume does.
     packing: Option<Box<Packing>>,
 }
 
+/// What a lane has of a store.
 pub(crate) struct StoreLane {
     pub(crate) lane: Box<dyn weir_store::Lane>,
     cursor: Cursor,
@@ -99,9 +98,9 @@ pub(crate) struct StoreLane {
     run_cursor: Cursor,
 }
 
-struct Op {
+pub(crate) struct Op {
     ticket: Ticket,
-    started: Option<Instant>,
+    started: Option<Started>,
     /// The epoch in which what is being read was found.
     found: u64,
     work: Work,
@@ -155,7 +154,7 @@ impl Lane {
         let stores: Box<[StoreLane]> = match volume.tiers.iter().map(open).collect() {
             Ok(stores) => stores,
             Err(error) => {
-                volume.lanes[seat].taken.store(false, Ordering::Release);
+                volume.release_seat(seat);
                 return Err(error);
             }
         };
@@ -191,7 +190,8 @@ impl Lane {
             in_flight: 0,
             under_way: 0,
             unsettled: 0,
-            refused: None,
+            slot_wait: SlotWait::default(),
+            polled: None,
             looking: Looking::default(),
             safe: 0,
             claims_since_safe: 0,
@@ -199,7 +199,6 @@ impl Lane {
             long: 0,
             barren: false,
             until_sample: 0,
-            rest: Rest::default(),
             packing,
         })
     }
@@ -257,7 +256,8 @@ impl Lane {
     }
 
     /// Writes a whole page. `bytes` may be reused as soon as this returns; the write is acknowledged by
-    /// [`Progress::Done`] or by its completion.
+    /// [`Progress::Done`] or by its completion. [`Progress::Full`] leaves it with the caller, who polls and tries again: where every slot
+    /// is taken the lane keeps the time, and the write fails after 2 s.
     pub fn write(&mut self, ticket: Ticket, page: PageNo, bytes: &PageBytes) -> Progress {
         self.enter();
         let started = self.sample();
@@ -313,6 +313,7 @@ impl Lane {
     /// [`Fault::Forsaken`]. For those of a client that has gone: it may have sent them again by another lane, and newer ones after
     /// them.
     pub fn forsake(&mut self, whose: impl Fn(Ticket) -> bool) {
+        self.slot_wait.end();
         for op in &mut self.ops {
             let writes = match op.work {
                 Work::Idle | Work::Read(_) => false,
@@ -344,19 +345,14 @@ impl Lane {
         self.stores.iter().filter(|store| store.lane.in_flight() > 0).filter_map(|store| store.lane.wake_fd())
     }
 
-    /// Whether something is in flight that no descriptor announces, so that the thread must poll again, with a
-    /// [`rest`](Lane::rest) in between.
+    /// Whether something is in flight, or a write waits for a slot, that no descriptor announces: its owner polls again, and rests in
+    /// between. With nothing in flight, it is a write that was answered with [`Progress::Full`].
     pub fn must_poll(&self) -> bool {
         !self.stalled.is_empty()
+            || self.waits_for_slot()
             || !self.finished.is_empty()
             || self.has_open_pack()
             || self.stores.iter().any(|store| store.lane.in_flight() > 0 && store.lane.wake_fd().is_none())
-    }
-
-    /// Rests between two polls: briefly, and once many have found nothing for long enough that a thread of a lower rank runs, which
-    /// may be what this one waits for.
-    pub fn rest(&mut self) {
-        self.rest.until_next(POLLS);
     }
 
     /// Gives the lane up as the death of its process would: what it has under way is neither finished nor undone. For
@@ -386,7 +382,7 @@ impl Lane {
     }
 
     /// Takes the next idle operation, which the caller has already used as a ticket.
-    fn start(&mut self, ticket: Ticket, started: Option<Instant>, work: Work) {
+    fn start(&mut self, ticket: Ticket, started: Option<Started>, work: Work) {
         let op = self.idle_ops.pop().expect("the caller saw an idle operation");
         let begun = &mut self.ops[op as usize];
         (begun.ticket, begun.started, begun.found, begun.work) = (ticket, started, 0, work);
@@ -427,21 +423,40 @@ impl Work {
 }
 
 impl Op {
+    /// The run that it is.
+    pub(crate) fn run(&self) -> Option<u32> {
+        match self.work {
+            Work::Run { run } => Some(run),
+            _ => None,
+        }
+    }
+
+    /// The slot that its store is writing, and nobody has published.
+    pub(crate) fn unpublished(&self) -> Option<(usize, Slot)> {
+        if let Carried::Leads { store, slot, .. } = self.carried {
+            return Some((store, slot));
+        }
+        match (&self.work, self.work.place()) {
+            (Work::Write { .. } | Work::Part { .. }, Place::Stored { store, slot }) => Some((store, slot)),
+            _ => None,
+        }
+    }
+
     const IDLE: Op =
         Op { ticket: 0, started: None, found: 0, work: Work::Idle, carried: Carried::No, forsaken: false };
 }
 
 impl Drop for Lane {
     fn drop(&mut self) {
-        // Writes under way hold slots that nobody else knows of, so let them end; a store that hangs is given up on.
-        let started = Instant::now();
-        while self.in_flight + self.unsettled > 0 && started.elapsed() < SLOT_WAIT {
-            self.submit();
-            self.poll(Instant::now(), &mut |_| {});
-            self.rest();
+        let Lane { volume, seat, stores, ops, runs, finished, .. } = self;
+        if self.in_flight + self.unsettled == 0 {
+            return volume.free_seat(*seat);
         }
-        self.volume.epochs.unpin(self.seat);
-        self.volume.lanes[self.seat].taken.store(false, Ordering::Release);
+        // Writes under way hold slots that nobody else knows of, and reads the lane's pin: the volume sees to them.
+        let (stores, ops, runs) = (std::mem::take(stores), std::mem::take(ops), std::mem::take(runs));
+        let mut closing = Closing::new(volume, stores, ops, runs, self.unsettled);
+        finished.drain(..).for_each(|(op, result)| closing.end_single(volume, op, result));
+        volume.close(*seat, closing);
     }
 }
 

@@ -221,7 +221,7 @@ impl Lane {
             }
         };
         let claimed = self.claim(page);
-        if claimed.is_none() && self.holds_slots() {
+        if claimed.is_none() && (self.holds_slots() || self.waits_for_slot()) {
             return false;
         }
         let sent = match claimed {

@@ -1,11 +1,11 @@
 //! Parts of pages: the old content comes in, is patched, and goes out to a new slot. A page that moves is a part of nothing.
 
+use super::count::Started;
 use super::located::Located;
 use super::packing::{EVERY_MEMBER, Packed};
 use super::publish::Written;
 use super::{Lane, Work, fill};
 use crate::entry::{Entry, Place};
-use std::time::Instant;
 use weir_core::{PAGE_SIZE, PageBytes, PageNo};
 use weir_store::{Fault, Progress, Ticket};
 
@@ -40,7 +40,7 @@ impl Lane {
     fn start_part(
         &mut self,
         ticket: Ticket,
-        started: Option<Instant>,
+        started: Option<Started>,
         page: PageNo,
         (offset, bytes): (usize, &[u8]),
         moving: Option<Place>,

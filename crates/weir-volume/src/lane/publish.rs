@@ -35,8 +35,13 @@ impl Lane {
             return (if published { Written::Published } else { Written::Overtaken }, entry);
         }
         let Some((store, slot)) = self.claim(page) else {
-            // With operations under way this lane itself may be what holds slots back: they must be polled first.
-            let full = if self.holds_slots() { Written::Full } else { Written::Failed(self.no_slot()) };
+            // With operations under way this lane itself may be what holds slots back: they must be polled first. Otherwise others
+            // may, and the write waits.
+            let full = if self.holds_slots() || self.waits_for_slot() {
+                Written::Full
+            } else {
+                Written::Failed(self.no_slot())
+            };
             return (full, Entry::default());
         };
         // The next write will most likely go there, and writing memory that is far away takes longer than all the rest of a

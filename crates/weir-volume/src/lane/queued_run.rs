@@ -18,7 +18,7 @@ const RUN_PAGES: usize = u64::BITS as usize;
 const AHEAD: usize = 2;
 
 /// Pages that follow one another, in slots side by side, on their way from or to a store.
-pub(super) struct Run {
+pub(crate) struct Run {
     is_write: bool,
     first: PageNo,
     store: usize,
@@ -48,7 +48,7 @@ impl Run {
         }
     }
 
-    pub(super) fn is_write(&self) -> bool {
+    pub(crate) fn is_write(&self) -> bool {
         self.is_write
     }
 
@@ -58,7 +58,7 @@ impl Run {
 
     /// Takes the answer for the next page. Returns its number in the run, and for a read whether `bytes` are its content.
     #[inline]
-    pub(super) fn answer(
+    pub(crate) fn answer(
         &mut self,
         result: Result<(), Fault>,
         bytes: Option<&PageBytes>,
@@ -77,6 +77,19 @@ impl Run {
             packed: false,
         };
         (at, result.and_then(|()| located.verify(bytes.ok_or(Fault::Lost)?)))
+    }
+
+    /// The slot of a page of a write.
+    pub(crate) fn slot(&self, at: usize) -> Option<(usize, Slot)> {
+        match self.entries[at].place() {
+            Place::Stored { store, slot } if self.is_write => Some((store, slot)),
+            _ => None,
+        }
+    }
+
+    /// What the store has said of each page of a write that it has answered.
+    pub(crate) fn answers(&self) -> impl Iterator<Item = (usize, Result<(), Fault>)> {
+        (0..self.answered).map(|at| (at, if self.late >> at & 1 == 1 { Err(Fault::Timeout) } else { Ok(()) }))
     }
 
     pub(super) fn has_ended(&self) -> bool {

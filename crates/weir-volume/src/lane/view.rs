@@ -1,10 +1,9 @@
 //! Pages seen where they lie.
 
 use super::Lane;
-use super::count::Places;
+use super::count::{Places, Started};
 use super::located::Located;
 use crate::entry::Place;
-use std::time::Instant;
 use weir_core::PageNo;
 use weir_device::View;
 use weir_store::Fault;
@@ -14,7 +13,7 @@ use weir_store::Fault;
 pub struct Guard<'a> {
     pub(crate) lane: &'a mut Lane,
     /// When it began, where it is one of those that are timed.
-    started: Option<Instant>,
+    started: Option<Started>,
     /// Where the pages lay that it has shown.
     shown: Places,
 }

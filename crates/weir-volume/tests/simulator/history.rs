@@ -2,17 +2,74 @@
 
 use crate::chance::Chance;
 use crate::model::{Content, squeezable, uniform, unique};
+use std::cell::Cell;
 use std::os::fd::BorrowedFd;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use weir_core::{ByteSize, Memory, PAGE_SIZE, PageBytes, PageNo};
 use weir_store::{Done, Fault, Injected, Progress, Sim, SimUrl, Store};
-use weir_volume::{ChunkState, Compression, Config, GiveBackError, Kept, Lane, Sparse, View, Volume};
+use weir_volume::{
+    Awaited, ChunkState, Compression, Config, Driver, GiveBackError, Kept, Lane, Mover, Sparse, View, Volume,
+};
 
 /// Slots of a simulated chunk: an extent of the volume's records, the least that can be given back.
 const CHUNK_SLOTS: u32 = 1024;
+/// How long a write waits for a slot, as the volume says.
+const SLOT_WAIT: Duration = Duration::from_secs(2);
+/// Between two polls of an owner that waits, mostly; and the longest that it is kept from running.
+const SHORT: Duration = Duration::from_micros(100);
+const LONG: Duration = Duration::from_secs(3);
+
+/// The time of a history. It passes when the history says so.
+#[derive(Debug)]
+struct Clock {
+    begun: Instant,
+    passed: Cell<Duration>,
+}
+
+impl Clock {
+    fn now(&self) -> Instant {
+        self.begun + self.passed.get()
+    }
+
+    fn pass(&self, time: Duration) {
+        self.passed.set(self.passed.get() + time);
+    }
+}
+
+/// What a mover tells its driver.
+enum Told {
+    Batch,
+    Failed(Fault),
+    Rests,
+}
+
+/// Drives a mover by the clock of the history.
+struct Driven<F> {
+    clock: Rc<Clock>,
+    told: F,
+}
+
+impl<F: FnMut(Told) -> bool> Driver for Driven<F> {
+    fn now(&mut self) -> Instant {
+        self.clock.now()
+    }
+
+    fn goes_on(&mut self, _moved: u32) -> bool {
+        (self.told)(Told::Batch)
+    }
+
+    fn failed(&mut self, fault: Fault) {
+        (self.told)(Told::Failed(fault));
+    }
+
+    fn rest(&mut self, _awaited: Awaited) {
+        self.clock.pass(SHORT);
+        (self.told)(Told::Rests);
+    }
+}
 
 /// What happened, for the determinism test and for the eye.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -24,6 +81,8 @@ pub struct Tally {
     zeroes: u64,
     views: u64,
     full: u64,
+    waited: u64,
+    refused: u64,
     io_faults: u64,
     corrupt: u64,
     lost: u64,
@@ -55,6 +114,8 @@ impl Tally {
         self.zeroes += other.zeroes;
         self.views += other.views;
         self.full += other.full;
+        self.waited += other.waited;
+        self.refused += other.refused;
         self.io_faults += other.io_faults;
         self.corrupt += other.corrupt;
         self.lost += other.lost;
@@ -76,7 +137,7 @@ impl Tally {
     }
 
     /// Everything that some history must have had.
-    pub fn events(&self) -> [(&'static str, u64); 24] {
+    pub fn events(&self) -> [(&'static str, u64); 26] {
         [
             ("a read", self.reads),
             ("a write", self.writes),
@@ -85,6 +146,8 @@ impl Tally {
             ("a zeroed range", self.zeroes),
             ("a view", self.views),
             ("a full lane", self.full),
+            ("a write that waited for a slot and had one", self.waited),
+            ("a write that waited in vain", self.refused),
             ("an I/O error", self.io_faults),
             ("a corrupt page", self.corrupt),
             ("a lost page", self.lost),
@@ -103,6 +166,11 @@ impl Tally {
             ("a page in a pack", self.packed),
             ("a pack of several pages", self.packed.saturating_sub(self.packs)),
         ]
+    }
+
+    /// Pages that a mover left where they were.
+    fn moves_failed(&mut self, failed: &[(PageNo, Fault)]) {
+        failed.iter().filter(|(_, fault)| *fault != Fault::Full).for_each(|&(_, fault)| self.fault(fault));
     }
 
     fn fault(&mut self, fault: Fault) {
@@ -128,8 +196,10 @@ enum Pending {
 
 struct Player {
     lane: Lane,
-    /// By ticket, with the page.
-    pending: Vec<Option<(u32, Pending)>>,
+    /// By ticket, with the page and when it began.
+    pending: Vec<Option<(u32, Pending, Instant)>>,
+    /// When a write last waited in vain for as long as it may.
+    refused: Option<Instant>,
 }
 
 pub struct History {
@@ -141,7 +211,7 @@ pub struct History {
     volume: Arc<Volume>,
     players: Vec<Player>,
     /// The lane that gives chunks back and takes them.
-    worker: Option<Lane>,
+    worker: Option<Mover>,
     pages: Vec<Content>,
     /// Whether each store alone holds the volume.
     roomy: bool,
@@ -155,7 +225,7 @@ pub struct History {
     compression: Option<Compression>,
     compresses: bool,
     serial: u32,
-    writes_since_rest: u32,
+    clock: Rc<Clock>,
     /// Faults that this daemon has reported; its successor counts anew.
     tally: Tally,
 }
@@ -240,7 +310,7 @@ impl History {
             compression,
             compresses: compression.is_some(),
             serial: 0,
-            writes_since_rest: 0,
+            clock: Rc::new(Clock { begun: Instant::now(), passed: Cell::default() }),
             tally: Tally::default(),
         };
         history.compress();
@@ -254,9 +324,10 @@ impl History {
 
     fn seat_players(&mut self) {
         let volume = &self.volume;
-        let player = || Player { lane: volume.lane().expect("a seat for each"), pending: Vec::new() };
+        let player =
+            || Player { lane: volume.lane().expect("a seat for each"), pending: Vec::new(), refused: None };
         self.players = std::iter::repeat_with(player).take(self.config.lanes - 1).collect();
-        self.worker = Some(volume.worker_lane().expect("a seat for the worker"));
+        self.worker = Some(volume.mover().expect("a seat for the worker"));
     }
 
     /// Lets a write of a dead daemon land, every now and then.
@@ -289,7 +360,8 @@ impl History {
             620..660 => self.discard(at, page),
             660..690 => self.zero(at, page),
             690..740 => self.view(at, page),
-            740..860 => self.poll(at),
+            740..858 => self.poll(at),
+            858..860 => self.overwrite(at),
             860..950 => self.players[at].lane.submit(),
             950..960 => self.compact(),
             960..975 => self.rest(at),
@@ -300,55 +372,113 @@ impl History {
         }
     }
 
+    /// One lane writes more than the volume has slots to spare, while others may be in the middle of a batch that holds freed slots back.
+    fn overwrite(&mut self, at: usize) {
+        for _ in 0..2 * self.config.slack() {
+            let page = self.chance.within(0, self.config.pages);
+            self.write(at, page);
+            self.players[at].lane.submit();
+        }
+    }
+
     /// Plays `queue` until the lane takes it, polling when it is full. `Err`: it is in flight, under this ticket.
     fn queue(
         &mut self,
         at: usize,
         mut queue: impl FnMut(&mut Lane, u32) -> Progress,
     ) -> Result<Result<(), Fault>, usize> {
+        let mut stalled = None;
         loop {
-            let Player { lane, pending } = &mut self.players[at];
+            let Player { lane, pending, .. } = &mut self.players[at];
             let free = pending.iter().position(Option::is_none).unwrap_or_else(|| {
                 pending.push(None);
                 pending.len() - 1
             });
             match queue(lane, free as u32) {
-                Progress::Done(result) => return Ok(result),
+                Progress::Done(result) => {
+                    match (result, stalled) {
+                        (Err(Fault::Full | Fault::Timeout), _) => {
+                            self.refuse(at, stalled.unwrap_or_else(|| self.clock.now()));
+                        }
+                        (_, Some(_)) => self.tally.waited += 1,
+                        (_, None) => {}
+                    }
+                    return Ok(result);
+                }
                 Progress::Queued => return Err(free),
                 Progress::Full => {
                     self.tally.full += 1;
-                    assert!(lane.in_flight() > 0, "full with nothing in flight");
+                    let alone = lane.in_flight() == 0;
+                    assert!(
+                        !alone || lane.must_poll(),
+                        "full with nothing in flight, and nothing is waited for"
+                    );
                     lane.submit();
+                    if alone {
+                        let since = *stalled.get_or_insert(self.clock.now());
+                        self.stall(at, since);
+                    }
                     self.poll(at);
                 }
             }
         }
     }
 
-    fn await_ticket(&mut self, at: usize, ticket: usize, page: u32, operation: Pending) {
-        self.players[at].pending[ticket] = Some((page, operation));
-    }
-
-    fn count_write(&mut self) {
-        self.writes_since_rest += 1;
-        if self.writes_since_rest >= self.writes_between_rests() {
-            self.rest_all();
+    /// While a lane waits for a slot, time passes, and others may end their batches.
+    fn stall(&mut self, at: usize, since: Instant) {
+        let waited = self.clock.now() - since;
+        assert!(waited <= SLOT_WAIT + 3 * LONG, "lane {at} waits for a slot for {waited:?}");
+        // Where a store is dead a write that waits in vain fails as if its page was lost there.
+        if self.dead.is_some() || self.chance.one_in(3) {
+            (0..self.players.len()).filter(|other| *other != at).for_each(|other| self.rest(other));
+        }
+        if self.dead.is_none() {
+            self.clock.pass(self.chance.pick(&[SHORT, SLOT_WAIT / 20, SLOT_WAIT / 2, LONG]));
         }
     }
 
-    /// Writes between two moments at which every lane has ended its batch. A lane in the middle of one holds back every slot
-    /// freed since; here nobody else can wake it, so the others must not run out of slots.
-    fn writes_between_rests(&self) -> u32 {
-        let all: u32 = self.stores.iter().map(|store| store.slots()).sum();
-        let dead = self.dead.map_or(0, |store| self.stores[store].slots());
-        let closed = self.released.len() as u32 * CHUNK_SLOTS;
-        let in_flight = (self.config.lanes * self.config.depth) as u32;
-        // As many again may be under way from before a crash.
-        all.saturating_sub(dead + closed + self.config.pages + 2 * in_flight) / 2
+    /// A write that began then was refused for want of a slot: it waited for long enough, or another of its lane just did.
+    fn refuse(&mut self, at: usize, since: Instant) {
+        self.tally.refused += 1;
+        let now = self.clock.now();
+        if now - since >= SLOT_WAIT {
+            self.players[at].refused = Some(now);
+            return;
+        }
+        let before = self.players[at].refused.map(|refused| now - refused);
+        assert!(
+            before.is_some_and(|before| before <= SLOT_WAIT),
+            "refused after {:?}, {before:?} after another",
+            now - since
+        );
+    }
+
+    /// Once every lane has ended its batch a write finds a slot. The mover's batch may be under way, though.
+    fn must_find_a_slot(&mut self, at: usize, page: u32) {
+        if self.worker.is_none() || self.dead.is_some() {
+            return;
+        }
+        self.rest_all();
+        let bytes = unique(self.serial);
+        let refused = self.tally.refused;
+        let queue = |lane: &mut Lane, ticket: u32| lane.write(ticket, PageNo(page), &bytes);
+        match self.queue(at, queue) {
+            Ok(Ok(())) => self.pages[page as usize] = Content::Bytes(Rc::new(bytes)),
+            Ok(Err(Fault::Full | Fault::Timeout)) => {}
+            Ok(Err(fault)) => self.tally.fault(fault),
+            Err(ticket) => {
+                self.await_ticket(at, ticket, page, Pending::Write(Content::Bytes(Rc::new(bytes))));
+            }
+        }
+        self.rest(at);
+        assert_eq!(self.tally.refused, refused, "lane {at} finds no slot, and nobody holds any back");
+    }
+
+    fn await_ticket(&mut self, at: usize, ticket: usize, page: u32, operation: Pending) {
+        self.players[at].pending[ticket] = Some((page, operation, self.clock.now()));
     }
 
     fn write(&mut self, at: usize, page: u32) {
-        self.count_write();
         self.serial += 1;
         self.tally.writes += 1;
         let bytes = match self.chance.within(0, 8) {
@@ -361,13 +491,13 @@ impl History {
         let queue = |lane: &mut Lane, ticket: u32| lane.write(ticket, PageNo(page), &bytes);
         match self.queue(at, queue) {
             Ok(Ok(())) => self.pages[page as usize] = content,
+            Ok(Err(Fault::Full | Fault::Timeout)) => self.must_find_a_slot(at, page),
             Ok(Err(fault)) => self.tally.fault(fault),
             Err(ticket) => self.await_ticket(at, ticket, page, Pending::Write(content)),
         }
     }
 
     fn write_part(&mut self, at: usize, page: u32) {
-        self.count_write();
         self.serial += 1;
         self.tally.parts += 1;
         let offset = self.chance.within(0, PAGE_SIZE as u32) as usize;
@@ -377,6 +507,7 @@ impl History {
         match self.queue(at, queue) {
             Ok(Err(Fault::Lost)) if self.is_lost(page) => self.tally.lost_reads += 1,
             Ok(Ok(())) => self.patch(page, offset, &patch),
+            Ok(Err(Fault::Full | Fault::Timeout)) => {}
             Ok(Err(fault)) => self.tally.fault(fault),
             Err(ticket) => self.await_ticket(at, ticket, page, Pending::Part { offset, patch }),
         }
@@ -447,15 +578,20 @@ impl History {
 
     fn poll(&mut self, at: usize) {
         let mut finished = Vec::new();
-        let Player { lane, pending } = &mut self.players[at];
-        lane.poll(Instant::now(), &mut |Done { ticket, result, page }| {
-            let (number, operation) = pending[ticket as usize].take().expect("a ticket that is in flight");
-            finished.push((number, operation, result, page.map(|page| Box::new(*page))));
+        self.clock.pass(SHORT);
+        let Player { lane, pending, .. } = &mut self.players[at];
+        lane.poll(self.clock.now(), &mut |Done { ticket, result, page }| {
+            let (number, operation, since) =
+                pending[ticket as usize].take().expect("a ticket that is in flight");
+            finished.push((number, operation, since, result, page.map(|page| Box::new(*page))));
         });
         let waiting = pending.iter().flatten().count();
         assert_eq!(lane.in_flight(), waiting, "what is in flight is what was not handed over");
-        for (page, operation, result, bytes) in finished {
+        for (page, operation, since, result, bytes) in finished {
             match (operation, result) {
+                (Pending::Write(_) | Pending::Part { .. }, Err(Fault::Full | Fault::Timeout)) => {
+                    self.refuse(at, since);
+                }
                 (_, Err(fault)) => self.tally.fault(fault),
                 (Pending::Read(expected), Ok(())) => {
                     self.check(page, &expected, &bytes.expect("a read that succeeded has a page"));
@@ -476,12 +612,15 @@ impl History {
             }
             self.poll(at);
             polls += 1;
+            // Longer than any store takes: it waits for a slot.
+            if polls > 500 {
+                self.clock.pass(SLOT_WAIT / 10);
+            }
             assert!(polls < 10_000, "lane {at} hangs with {} in flight", self.players[at].lane.in_flight());
         }
     }
 
     fn rest_all(&mut self) {
-        self.writes_since_rest = 0;
         (0..self.players.len()).for_each(|at| self.rest(at));
     }
 
@@ -516,11 +655,24 @@ impl History {
         }
         let mut left = if self.chance.one_in(4) { self.chance.within(0, 4) } else { u32::MAX };
         let mut worker = self.worker.take().expect("nobody else has it");
-        let outcome = worker.finish_give_back(store, chunk, &mut |_| {
-            self.interfere();
-            left = left.saturating_sub(1);
+        let clock = Rc::clone(&self.clock);
+        let told = |told: Told| {
+            match told {
+                Told::Batch => {
+                    self.interfere();
+                    left = left.saturating_sub(1);
+                }
+                Told::Rests => {
+                    // Others are within a batch, for some time.
+                    if self.chance.one_in(8) {
+                        self.rest_all();
+                    }
+                }
+                Told::Failed(_) => {}
+            }
             left > 0
-        });
+        };
+        let outcome = worker.finish_give_back(store, chunk, &mut Driven { clock, told });
         self.worker = Some(worker);
         if outcome.is_err() {
             self.released.pop();
@@ -535,7 +687,7 @@ impl History {
             Err(GiveBackError::Stopped) => self.tally.stopped += 1,
             Err(GiveBackError::Pages(failed)) => {
                 self.tally.kept_back += 1;
-                failed.iter().for_each(|&(_, fault)| self.tally.fault(fault));
+                self.tally.moves_failed(&failed);
             }
             Err(other) => panic!("giving back chunk {chunk} of store {store}: {other}"),
         }
@@ -573,7 +725,14 @@ impl History {
         let from = self.chance.within(0, self.stores.len() as u32) as usize;
         let mut next = 0;
         loop {
-            match worker.move_up(from, &mut next) {
+            let clock = Rc::clone(&self.clock);
+            let told = |told: Told| {
+                if let Told::Rests = told {
+                    self.rest_all();
+                }
+                true
+            };
+            match worker.move_up(from, &mut next, &mut Driven { clock, told }) {
                 Ok(moved) => {
                     self.tally.moved_up += u64::from(moved.pages);
                     if !moved.more {
@@ -581,7 +740,7 @@ impl History {
                     }
                 }
                 Err(GiveBackError::Pages(failed)) => {
-                    failed.iter().for_each(|&(_, fault)| self.tally.fault(fault));
+                    self.tally.moves_failed(&failed);
                 }
                 Err(other) => panic!("bringing pages of store {from} up: {other}"),
             }
@@ -602,16 +761,25 @@ impl History {
         let mut worker = self.worker.take().expect("nobody else has it");
         let mut next = 0;
         loop {
-            let done = worker.compact(store, &mut next, sparse, &mut |fault| {
-                match fault {
+            let clock = Rc::clone(&self.clock);
+            let told = |told: Told| {
+                match told {
                     // Where a store is full to the last slot pages stay where they are.
-                    Some(Fault::Full) => {}
-                    Some(fault) => self.tally.fault(fault),
-                    None => self.interfere(),
+                    Told::Failed(Fault::Full) => {}
+                    Told::Failed(fault) => self.tally.fault(fault),
+                    Told::Batch => {
+                        self.interfere();
+                        left = left.saturating_sub(1);
+                    }
+                    Told::Rests => {
+                        if self.chance.one_in(8) {
+                            self.rest_all();
+                        }
+                    }
                 }
-                left = left.saturating_sub(u32::from(fault.is_none()));
                 left > 0 || self.tally.crashes >= 3
-            });
+            };
+            let done = worker.compact(store, &mut next, sparse, &mut Driven { clock, told });
             match done {
                 Ok(done) => {
                     self.tally.compacted += u64::from(done.pages);

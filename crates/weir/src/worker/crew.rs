@@ -2,7 +2,7 @@
 
 use super::gather::Gather;
 use super::job::{Job, Reach, Wish};
-use super::pace::Pace;
+use super::pace::{Pace, drive};
 use super::rise::Rise;
 use crate::control::{Background, Moved};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -12,18 +12,18 @@ use weir_cli::failure::{Failure, chain};
 use weir_core::{ByteSize, PAGE_SIZE, Slot};
 use weir_queue::{Item, Queue, Work, has_item};
 use weir_store::{Fault, Headroom, Store};
-use weir_volume::{ChunkState, ChunkStatus, GiveBackError, Lane, Note, Volume};
+use weir_volume::{ChunkState, ChunkStatus, GiveBackError, Mover, Note, Volume};
 
 /// What to do where every store is needed.
 const MORE_ROOM: &str = "for more weir on and weir serve take --backing PATH, and weir on --parts N";
 
-/// The threads, their lanes, and what they did.
+/// The threads, their movers, and what they did.
 #[derive(Debug)]
 pub struct Crew {
     volume: Arc<Volume>,
     /// The first takes the jobs, the others help.
     queues: OnceLock<Box<[Queue]>>,
-    lanes: Box<[Mutex<OpenLane>]>,
+    movers: Box<[Mutex<OpenMover>]>,
     /// By store: whether its memory is given back when somebody asks.
     lends: Box<[bool]>,
     rise: Arc<Rise>,
@@ -33,24 +33,24 @@ pub struct Crew {
     taken: Total,
 }
 
-/// A lane; its own `Debug` would say nothing that helps.
-pub struct OpenLane(Lane);
+/// A mover; its own `Debug` would say nothing that helps.
+pub struct OpenMover(Mover);
 
-impl std::fmt::Debug for OpenLane {
+impl std::fmt::Debug for OpenMover {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Lane")
+        f.write_str("Mover")
     }
 }
 
-impl std::ops::Deref for OpenLane {
-    type Target = Lane;
-    fn deref(&self) -> &Lane {
+impl std::ops::Deref for OpenMover {
+    type Target = Mover;
+    fn deref(&self) -> &Mover {
         &self.0
     }
 }
 
-impl std::ops::DerefMut for OpenLane {
-    fn deref_mut(&mut self) -> &mut Lane {
+impl std::ops::DerefMut for OpenMover {
+    fn deref_mut(&mut self) -> &mut Mover {
         &mut self.0
     }
 }
@@ -130,8 +130,8 @@ impl Work for Help {
 impl Crew {
     pub fn start(volume: &Arc<Volume>, lends: &[bool]) -> Result<Arc<Self>, Failure> {
         let threads = super::lanes();
-        let lanes = (0..threads)
-            .map(|_| Ok(Mutex::new(OpenLane(volume.worker_lane()?))))
+        let movers = (0..threads)
+            .map(|_| Ok(Mutex::new(OpenMover(volume.mover()?))))
             .collect::<Result<_, weir_store::OpenError>>()
             .map_err(|error| Failure::Failed(format!("no lane for the worker: {}", chain(&error))))?;
         let queue = |thread: usize| {
@@ -143,7 +143,7 @@ impl Crew {
         let crew = Arc::new_cyclic(|crew: &Weak<Crew>| Crew {
             volume: Arc::clone(volume),
             queues: OnceLock::new(),
-            lanes,
+            movers,
             lends: lends.into(),
             rise: Rise::new(Weak::clone(crew)),
             gather: Gather::new(Weak::clone(crew)),
@@ -175,8 +175,8 @@ impl Crew {
         &self.queues()[0]
     }
 
-    pub fn lane(&self, thread: usize) -> MutexGuard<'_, OpenLane> {
-        self.lanes[thread].lock().unwrap_or_else(PoisonError::into_inner)
+    pub fn mover(&self, thread: usize) -> MutexGuard<'_, OpenMover> {
+        self.movers[thread].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Stores have more room than before: what went below for want of it may come up.
@@ -211,7 +211,7 @@ impl Crew {
             give_back_bytes_per_s: read(&self.given_back.bytes_per_s),
             taken_bytes: read(&self.taken.bytes),
             take_bytes_per_s: read(&self.taken.bytes_per_s),
-            threads: self.lanes.len() as u64,
+            threads: self.movers.len() as u64,
             items,
             batches,
             longest_batch: longest,
@@ -352,7 +352,7 @@ impl Crew {
             }
         }
         self.note(&chunks, |_| Note { unasked: job.only.is_some(), asleep: job.wish == Wish::Sleep });
-        let threads = self.lanes.len();
+        let threads = self.movers.len();
         let list = Arc::new(List {
             left: chunks.iter().map(|_| AtomicU32::new(threads as u32)).collect(),
             chunks,
@@ -378,24 +378,24 @@ impl Crew {
 
     /// One thread's share: takes part after part, and finishes the chunks of which it does the last.
     fn empty(&self, thread: usize, list: &List) {
-        let mut lane = self.lane(thread);
+        let mut mover = self.mover(thread);
         let mut pace = Pace::of(list.threads);
         let Reach { bytes, pages, .. } = &list.job.reach;
-        let mut moved = |moved: u32| {
+        let mut driver = drive(|moved: u32| {
             pages.fetch_add(moved.into(), Ordering::Relaxed);
             pace.step(moved);
             !self.is_stopping()
-        };
+        });
         while !self.is_stopping() {
             let next = list.next.fetch_add(1, Ordering::Relaxed);
             let (at, part) = (next / list.threads, (next % list.threads) as u32);
             let Some(chunk) = list.chunks.get(at) else { return };
             // What cannot be moved is met again, and told of, when the chunk is finished.
-            let _ = lane.move_out(chunk.store, chunk.chunk, (part, list.threads as u32), &mut moved);
+            let _ = mover.move_out(chunk.store, chunk.chunk, (part, list.threads as u32), &mut driver);
             if list.left[at].fetch_sub(1, Ordering::AcqRel) > 1 || self.is_stopping() {
                 continue;
             }
-            let emptied = lane.finish_give_back(chunk.store, chunk.chunk, &mut moved);
+            let emptied = mover.finish_give_back(chunk.store, chunk.chunk, &mut driver);
             match emptied {
                 Ok(_) => {
                     bytes.fetch_add(chunk.bytes(), Ordering::Relaxed);
@@ -421,7 +421,7 @@ impl Crew {
         };
         let total: u64 = wanted.iter().map(|chunk| chunk.bytes()).sum();
         job.reach.total_bytes.store(total, Ordering::Relaxed);
-        let mut lane = self.lane(0);
+        let mut mover = self.mover(0);
         let mut trouble = None;
         for chunk in wanted {
             if self.is_stopping() {
@@ -432,7 +432,7 @@ impl Crew {
             if room.is_some_and(|room| !room.has_recovered()) {
                 continue;
             }
-            match lane.take(chunk.store, chunk.chunk) {
+            match mover.take(chunk.store, chunk.chunk) {
                 Ok(()) => {
                     job.reach.bytes.fetch_add(chunk.bytes(), Ordering::Relaxed);
                 }
@@ -448,7 +448,7 @@ impl Crew {
                 }
             }
         }
-        drop(lane);
+        drop(mover);
         let taken = job.reach.bytes.load(Ordering::Relaxed);
         let seconds = began.elapsed().as_secs_f64();
         self.taken.add(taken, seconds);

@@ -2,7 +2,7 @@
 //! pages left.
 
 use super::crew::Crew;
-use super::pace::{REST, is_in_use};
+use super::pace::{REST, drive, is_in_use};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 use weir_queue::{Item, Work, has_item};
@@ -83,11 +83,11 @@ impl Gather {
             at.swept = at.sweep.is_some();
             at.operations = volume.operations();
         }
-        let mut lane = crew.lane(0);
+        let mut mover = crew.mover(0);
         while let Some(Sweep { store, mut slot, sparse }) = at.sweep {
             // A page that cannot be read stays where it is, and says so to whoever reads it.
-            let mut watch = |_| !crew.is_stopping();
-            let more = match lane.compact(store, &mut slot, sparse, &mut watch) {
+            let mut driver = drive(|_| !crew.is_stopping());
+            let more = match mover.compact(store, &mut slot, sparse, &mut driver) {
                 Ok(done) => done.more,
                 Err(GiveBackError::Stopped) => return false,
                 Err(_) => false,
@@ -97,7 +97,7 @@ impl Gather {
                 break;
             }
         }
-        drop(lane);
+        drop(mover);
         if at.sweep.is_none() {
             if std::mem::take(&mut at.swept) {
                 crew.room_was_made();

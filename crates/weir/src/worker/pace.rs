@@ -1,10 +1,13 @@
 //! How fast chunks are emptied: not faster than leaves room for those who use the rest.
 
 use std::time::{Duration, Instant};
-use weir_core::PAGE_SIZE;
+use weir_core::{PAGE_SIZE, Rest};
+use weir_volume::{Awaited, Driver};
 
 /// Bytes a second that all threads together move out.
 pub const RATE: f64 = 12e9;
+/// Between two looks at a chunk of which a program uses pages in place: each goes through the chunk.
+const LOAN_REST: Duration = Duration::from_millis(1);
 /// Being ahead by less is not worth a sleep.
 const AHEAD: Duration = Duration::from_micros(100);
 
@@ -16,6 +19,35 @@ pub const REST: Duration = Duration::from_millis(20);
 /// Whether a volume that moved so many pages in this time is in use.
 pub fn is_in_use(pages: u64, time: Duration) -> bool {
     pages as f64 / time.as_secs_f64().max(1e-3) > IDLE_PAGES_PER_S
+}
+
+/// Drives a mover by the machine's clock; `goes_on` is told of each batch.
+pub fn drive<F: FnMut(u32) -> bool>(goes_on: F) -> Drive<F> {
+    Drive { goes_on, rest: Rest::default() }
+}
+
+/// See [`drive`].
+pub struct Drive<F> {
+    goes_on: F,
+    rest: Rest,
+}
+
+impl<F: FnMut(u32) -> bool> Driver for Drive<F> {
+    fn now(&mut self) -> Instant {
+        Instant::now()
+    }
+
+    fn goes_on(&mut self, moved: u32) -> bool {
+        self.rest.end();
+        (self.goes_on)(moved)
+    }
+
+    fn rest(&mut self, awaited: Awaited) {
+        match awaited {
+            Awaited::Stores | Awaited::Lanes => self.rest.until_next(),
+            Awaited::Loans => std::thread::sleep(LOAN_REST),
+        }
+    }
 }
 
 /// One thread's pace.

@@ -1,7 +1,7 @@
 //! Bringing pages back up once faster stores have room again: a little at a time, while nobody else is at work.
 
 use super::crew::Crew;
-use super::pace::{REST, is_in_use};
+use super::pace::{REST, drive, is_in_use};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 use weir_queue::{Item, Work, has_item};
@@ -73,10 +73,10 @@ impl Rise {
             std::thread::sleep(REST);
             return true;
         }
-        let mut lane = crew.lane(0);
+        let mut mover = crew.mover(0);
         let Place { store, slot, looked, .. } = &mut *at;
         while looked.elapsed() < TURN && !crew.is_stopping() {
-            match lane.move_up(*store, slot) {
+            match mover.move_up(*store, slot, &mut drive(|_| true)) {
                 Ok(moved) if moved.more => {}
                 // This store is done with, or nothing has room any more: the next store's pages go into those before it.
                 Ok(_) => {

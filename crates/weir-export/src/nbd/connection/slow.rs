@@ -88,7 +88,11 @@ impl Connection<'_> {
         self.desk.lane.submit();
         let before = self.desk.lane.in_flight();
         // An operation that has come back made room, whether or not its request is finished.
-        if self.take_completions()? || self.desk.lane.in_flight() < before || before == 0 {
+        if self.take_completions()? || self.desk.lane.in_flight() < before {
+            return Ok(());
+        }
+        // With nothing in flight a write waits for a slot, if anything does.
+        if before == 0 && !self.desk.lane.must_poll() {
             return Ok(());
         }
         self.send_acks()?;

@@ -64,6 +64,8 @@ impl Connection<'_> {
                 }
                 Progress::Full => {
                     self.make_room()?;
+                    // It may have waited for a slot for long.
+                    self.see_client()?;
                     continue;
                 }
             }

@@ -6,19 +6,22 @@
 
 use std::time::Duration;
 
+/// Looks in vain without a nap: a fraction of a millisecond.
+const EAGER: u32 = 1000;
 /// How long a thread sleeps that has looked often enough.
 const NAP: Duration = Duration::from_micros(50);
 
 /// Counts the looks in vain of one wait.
 #[derive(Debug, Default)]
-pub(crate) struct Rest {
+pub struct Rest {
     looks: u32,
 }
 
 impl Rest {
-    /// Rests until the next look: for some processor cycles up to `eager` times, then for a nap.
-    pub fn until_next(&mut self, eager: u32) {
-        if self.looks < eager {
+    /// Rests until the next look: for some processor cycles at first, and once many were in vain for a nap, in which a thread of a lower
+    /// rank runs.
+    pub fn until_next(&mut self) {
+        if self.looks < EAGER {
             self.looks += 1;
             std::hint::spin_loop();
         } else {
