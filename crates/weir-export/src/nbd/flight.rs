@@ -67,6 +67,8 @@ pub(super) struct Flight {
     loans: [Option<Loan>; LOANS],
     idle_pages: Vec<u16>,
     ready: VecDeque<u16>,
+    /// Entries that write.
+    writes: usize,
 }
 
 impl Flight {
@@ -82,6 +84,7 @@ impl Flight {
             loans: [const { None }; LOANS],
             idle_pages: Self::own_pages(Vec::with_capacity(PAGES)),
             ready: VecDeque::with_capacity(ENTRIES),
+            writes: 0,
         })
     }
 
@@ -120,6 +123,7 @@ impl Flight {
     /// [`issued`](Flight::issued), however fast its operations are.
     pub fn begin(&mut self, work: Work, cookie: u64, span: usize) -> u16 {
         let index = self.idle.pop().expect("the caller has seen that there is room");
+        self.writes += usize::from(work == Work::Write);
         let entry = &mut self.entries[usize::from(index)];
         (entry.work, entry.cookie, entry.error, entry.left, entry.span) = (work, cookie, None, 1, span);
         for page in &mut entry.pages[..span] {
@@ -228,6 +232,7 @@ impl Flight {
     pub fn release(&mut self, index: u16) {
         let entry = &mut self.entries[usize::from(index)];
         let work = std::mem::replace(&mut entry.work, Work::Idle);
+        self.writes -= usize::from(work == Work::Write);
         self.idle_pages.extend_from_slice(&entry.pages[..entry.span]);
         self.idle.push(index);
         if let Work::Read { stream: Some(stream), .. } = work {
@@ -240,10 +245,16 @@ impl Flight {
 
     /// Forgets everything, once nothing is under way.
     pub fn reset(&mut self) {
+        self.writes = 0;
         self.ready.clear();
         self.idle.clear();
         self.idle.extend((0..ENTRIES as u16).rev());
         self.give_back();
+    }
+
+    /// Whether a write is under way.
+    pub fn has_writes(&self) -> bool {
+        self.writes > 0
     }
 
     /// Whether nothing is under way and everything has been answered.

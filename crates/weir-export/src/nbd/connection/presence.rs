@@ -16,9 +16,6 @@ use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// A moment: far less than the shortest timeout of a client, far more than a request takes.
-const MOMENT: Duration = Duration::from_millis(20);
-
 /// When the client was seen last, and what is known of its end.
 pub(super) struct Presence<'a> {
     /// By the coarse clock, which costs a few nanoseconds to read.
@@ -61,22 +58,25 @@ impl<'a> Presence<'a> {
 }
 
 impl Connection<'_> {
-    /// Makes sure that the client was there a moment ago.
+    /// Makes sure that the client was there a moment ago: within a tick of the kernel, 1 to 10 ms.
     ///
     /// # Errors
     /// When it has gone, and not by the request that says so.
     #[inline]
     pub(super) fn see_client(&mut self) -> Result<(), Ending> {
         let now = weir_core::clock::coarse();
-        if now.saturating_sub(self.presence.seen) < MOMENT {
+        if now == self.presence.seen {
             return Ok(());
         }
         self.presence.seen = now;
         self.look_for_client()
     }
 
-    #[cold]
-    fn look_for_client(&mut self) -> Result<(), Ending> {
+    /// Makes sure that the client is there.
+    ///
+    /// # Errors
+    /// As [`see_client`](Connection::see_client).
+    pub(super) fn look_for_client(&mut self) -> Result<(), Ending> {
         if self.presence.leaves || self.presence.is_closing() || !has_hung_up(self.socket) {
             return Ok(());
         }

@@ -111,8 +111,10 @@ impl Connection<'_> {
     /// Takes what slow stores have finished, and answers the requests of which that was the last. Returns whether
     /// there were any.
     pub(super) fn take_completions(&mut self) -> Result<bool, Ending> {
-        if !self.desk.flight.is_empty() {
-            self.see_client()?;
+        if self.desk.flight.has_writes() {
+            // The next poll publishes what its store has ended. A look from a moment ago is too old: the
+            // client may have gone since, and sent newer writes by another connection.
+            self.look_for_client()?;
         }
         let Desk { lane, flight, looks, .. } = &mut *self.desk;
         lane.poll(Instant::now(), &mut |done| {
