@@ -1,8 +1,8 @@
 //! Lanes that were dropped with operations under way.
 //!
 //! A store may still write into slots that such a lane had claimed, and read slots that its pin holds. Nobody waits for that: the lane's
-//! stores go over to its seat, which stays taken. Whoever needs slots or the pin asks how far they are, by
-//! [`close_lanes`](Volume::close_lanes). Nothing of what was under way is published.
+//! stores go over to its seat, which stays taken. A lane that needs slots asks how far they are, and a worker or
+//! the next that opens a lane frees the seat, by [`close_lanes`](Volume::close_lanes). Nothing of what was under way is published.
 
 use crate::Volume;
 use crate::lane::{Op, Run, StoreLane};
@@ -19,6 +19,8 @@ pub(crate) struct Closing {
     runs: Box<[Run]>,
     /// Slots of writes that a store did not answer in time, and that may still land.
     unsettled: usize,
+    /// Stores are done with it. A worker drops it: that may wait for a disk, and frees memory.
+    ended: bool,
 }
 
 impl Closing {
@@ -31,7 +33,7 @@ impl Closing {
         unsettled: usize,
     ) -> Self {
         stores.iter_mut().for_each(|store| store.lane.submit());
-        let mut closing = Closing { stores, ops, runs: Box::default(), unsettled };
+        let mut closing = Closing { stores, ops, runs: Box::default(), unsettled, ended: false };
         for op in 0..closing.ops.len() {
             let Some(run) = closing.ops[op].run() else { continue };
             let run = &runs[run as usize];
@@ -62,8 +64,11 @@ impl Closing {
         }
     }
 
-    /// Takes what stores have finished. Whether that was the last.
-    fn step(&mut self, volume: &Volume, seat: usize, now: Instant) -> bool {
+    /// Takes what stores have finished.
+    fn step(&mut self, volume: &Volume, seat: usize, now: Instant) {
+        if self.ended {
+            return;
+        }
         let mut stores = std::mem::take(&mut self.stores);
         let mut in_flight = 0;
         for (at, store) in stores.iter_mut().enumerate() {
@@ -78,7 +83,7 @@ impl Closing {
         if in_flight == 0 {
             volume.epochs.unpin(seat);
         }
-        in_flight + self.unsettled == 0
+        self.ended = in_flight + self.unsettled == 0;
     }
 }
 
@@ -89,19 +94,37 @@ impl Volume {
         self.closing.fetch_add(1, Ordering::Release);
     }
 
-    /// Frees what dropped lanes had under way, and their seats, as far as stores are done with it. Never waits. A lane whose write finds
-    /// no slot does so by itself.
+    /// Frees slots and pins that dropped lanes had under way, as far as stores are done with them. Never waits, frees no memory: a lane
+    /// whose write finds no slot does so by itself.
+    pub(crate) fn step_closing(&self, now: Instant) {
+        self.each_closing(|seat, closing| {
+            if let Some(closing) = closing {
+                closing.step(self, seat, now);
+            }
+        });
+    }
+
+    /// The same, and frees the seats of those that are done. Closes stores' lanes, which may wait: for workers, and for who opens a lane.
     pub fn close_lanes(&self, now: Instant) {
+        self.each_closing(|seat, it| {
+            if let Some(closing) = it {
+                closing.step(self, seat, now);
+            }
+            if it.take_if(|closing| closing.ended).is_some() {
+                self.closing.fetch_sub(1, Ordering::Release);
+                self.free_seat(seat);
+            }
+        });
+    }
+
+    fn each_closing(&self, mut each: impl FnMut(usize, &mut Option<Closing>)) {
         if self.closing.load(Ordering::Acquire) == 0 {
             return;
         }
         for (seat, it) in self.lanes.iter().enumerate() {
-            // Somebody else is at it.
-            let Ok(mut closing) = it.closing.try_lock() else { continue };
-            if closing.as_mut().is_some_and(|closing| closing.step(self, seat, now)) {
-                *closing = None;
-                self.closing.fetch_sub(1, Ordering::Release);
-                self.free_seat(seat);
+            // If it is locked, somebody else is at it.
+            if let Ok(mut closing) = it.closing.try_lock() {
+                each(seat, &mut closing);
             }
         }
     }

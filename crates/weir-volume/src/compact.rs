@@ -140,6 +140,7 @@ impl Mover {
         sparse: Sparse,
         driver: &mut dyn Driver,
     ) -> Result<Compacted, GiveBackError> {
+        self.lane.forget_slot_wait();
         let volume = Arc::clone(self.volume());
         let Some(tier) = volume.tiers.get(store) else { return Ok(Compacted { pages: 0, more: false }) };
         // Slots are free after a batch, not before: where there are few, a new pack or two at a time.

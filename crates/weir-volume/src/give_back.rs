@@ -148,6 +148,7 @@ impl Mover {
         chunk: u32,
         driver: &mut dyn Driver,
     ) -> Result<u32, GiveBackError> {
+        self.lane.forget_slot_wait();
         let volume = Arc::clone(self.volume());
         let (tier, slots) = volume.find_chunk(store, chunk)?;
         let emptied = self.empty(tier, store, slots.clone(), driver);
@@ -180,6 +181,7 @@ impl Mover {
         (part, parts): (u32, u32),
         driver: &mut dyn Driver,
     ) -> Result<u32, GiveBackError> {
+        self.lane.forget_slot_wait();
         let volume = Arc::clone(self.volume());
         let (tier, slots) = volume.find_chunk(store, chunk)?;
         let size = (slots.end - slots.start).div_ceil(parts.max(1));
@@ -224,6 +226,7 @@ impl Mover {
         next: &mut u32,
         driver: &mut dyn Driver,
     ) -> Result<MovedUp, GiveBackError> {
+        self.lane.forget_slot_wait();
         let volume = Arc::clone(self.volume());
         let Some(tier) = volume.tiers.get(from) else { return Ok(MovedUp { pages: 0, more: false }) };
         let batch = volume.config.depth.max(1) as u32;
@@ -420,6 +423,8 @@ impl Mover {
         self.lane.submit();
         let volume = Arc::clone(self.volume());
         let (epoch, began) = (volume.epochs.now(), driver.now());
+        // A dropped lane may hold slots here without a pin.
+        volume.close_lanes(began);
         while volume.epochs.safe() <= epoch {
             let now = driver.now();
             if now > began + LANES_WAIT {

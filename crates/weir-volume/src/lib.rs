@@ -306,7 +306,12 @@ impl Volume {
     }
 
     fn take_seat(&self) -> Option<usize> {
-        self.lanes.iter().position(|seat| !seat.taken.swap(true, Ordering::Acquire))
+        let take = || self.lanes.iter().position(|seat| !seat.taken.swap(true, Ordering::Acquire));
+        take().or_else(|| {
+            // Those of dropped lanes are free once stores are done with them.
+            self.close_lanes(self.stopwatch.get()?());
+            take()
+        })
     }
 
     fn release_seat(&self, seat: usize) {

@@ -1,6 +1,7 @@
 //! A store of several members: what one of them suffers, and that the others do not.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 use weir_core::{ByteSize, PAGE_SIZE, PageBytes, PageNo};
 use weir_store::{Fault, Host, Progress, Sim, SimUrl, State, Store, Stripe};
 use weir_volume::{Config, Lane, Volume};
@@ -39,8 +40,17 @@ impl Rig {
     }
 
     fn write(&mut self, page: u32) -> Result<(), Fault> {
-        let progress = self.lane.write(page, PageNo(page), &content(page));
-        self.end(progress).0
+        let mut now = Instant::now();
+        loop {
+            let progress = self.lane.write(page, PageNo(page), &content(page));
+            if progress != Progress::Full {
+                return self.end(progress).0;
+            }
+            // It waits for a slot.
+            assert!(self.lane.must_poll());
+            now += Duration::from_millis(100);
+            self.lane.poll(now, &mut |done| panic!("nothing is in flight: {done:?}"));
+        }
     }
 
     fn read(&mut self, page: u32) -> Result<PageBytes, Fault> {
@@ -59,8 +69,7 @@ impl Rig {
         }
         self.lane.submit();
         while ended.is_none() {
-            self.lane
-                .poll(std::time::Instant::now(), &mut |done| ended = Some((done.result, done.page.copied())));
+            self.lane.poll(Instant::now(), &mut |done| ended = Some((done.result, done.page.copied())));
         }
         self.lane.submit();
         ended.expect("it has ended")

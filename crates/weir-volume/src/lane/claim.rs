@@ -62,9 +62,12 @@ impl SlotWait {
     /// The write that waits has found a slot, or its owner has given it up.
     pub(super) fn end(&mut self) {
         self.asked = false;
-        if let Phase::Until(_) | Phase::Due(_) = self.phase {
-            self.phase = Phase::Idle;
-        }
+        self.phase = match self.phase {
+            Phase::Until(_) | Phase::Due(_) => Phase::Idle,
+            // The next write that finds none may come an hour later: it asks for the time first.
+            Phase::Refuses(until) => Phase::Refused(until),
+            phase => phase,
+        };
     }
 
     fn tick(&mut self, now: Instant) {
@@ -124,12 +127,17 @@ impl Lane {
         self.slot_wait.asked || matches!(self.slot_wait.phase, Phase::Until(_))
     }
 
+    /// Nothing that waited for a slot before is tried again.
+    pub(crate) fn forget_slot_wait(&mut self) {
+        self.slot_wait.end();
+    }
+
     /// Goes on waiting for a slot, if a write does, and brings about what it waits for.
     #[cold]
     pub(super) fn wait_for_slot(&mut self, now: Instant) {
         self.slot_wait.tick(now);
         self.volume.end_quarantines();
-        self.volume.close_lanes(now);
+        self.volume.step_closing(now);
         if self.unsettled > 0 {
             self.settle_idle(now);
         }
@@ -463,6 +471,29 @@ mod tests {
             assert_eq!(write(&mut writer, 0), FULL);
             now += 5 * SLOT_WAIT;
         }
+    }
+
+    #[test]
+    fn a_batch_that_was_refused_and_then_served_makes_no_later_write_fail_at_once() {
+        let (mut holder, mut writer) = held_back();
+        let begun = Instant::now();
+        assert_eq!(write(&mut writer, 0), Progress::Full);
+        poll(&mut writer, begun);
+        poll(&mut writer, begun + SLOT_WAIT);
+        assert_eq!(write(&mut writer, 0), FULL);
+        assert_eq!(write(&mut writer, 1), Progress::Full);
+        poll(&mut writer, begun + SLOT_WAIT + SHORT);
+        holder.leave();
+        assert_eq!(write(&mut writer, 1), Progress::Done(Ok(())));
+        // Nobody polls a lane with nothing under way. Then there is a shortage again.
+        holder.enter();
+        let shortage = (0..u32::MAX).find_map(|number| match write(&mut writer, number) {
+            Progress::Done(Ok(())) => None,
+            short => Some(short),
+        });
+        assert_eq!(shortage, Some(Progress::Full), "it waits like any other");
+        poll(&mut writer, begun + 100 * SLOT_WAIT);
+        assert_eq!(write(&mut writer, 0), Progress::Full);
     }
 
     #[test]

@@ -79,7 +79,11 @@ impl Lane {
                 continue;
             }
             match self.advance_part(op, None) {
-                Progress::Done(result) => self.hand_over(op, result, done),
+                Progress::Done(result) => {
+                    // Whatever it ended by, it waits for no slot any more.
+                    self.slot_wait.end();
+                    self.hand_over(op, result, done);
+                }
                 Progress::Queued => {}
                 Progress::Full => self.stalled.push(op),
             }

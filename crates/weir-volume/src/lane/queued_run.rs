@@ -160,7 +160,7 @@ impl Lane {
         let place = |at: usize| Place::Stored { store, slot: Slot(slot.0 + at as u32) };
         let page = |at: usize| PageNo(first.0 + at as u32);
         let mut claimed = 1;
-        if self.stores[store].lane.run_room(true) >= most {
+        if self.stores[store].lane.run_room(true) >= most && !self.volume.tiers[store].is_quarantined() {
             while claimed < most
                 && !is_uniform(claimed)
                 && self.claim_neighbour(store, Slot(slot.0 + claimed as u32), page(claimed))
