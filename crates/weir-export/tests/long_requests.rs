@@ -188,6 +188,42 @@ fn a_server_that_ends_does_not_wait_for_the_rest_of_a_payload() {
     drop(stopped);
 }
 
+#[test]
+fn a_long_simple_read_before_a_long_write_is_answered_while_the_payload_still_arrives() {
+    let served = served("long-both", &few());
+    let content = filled(&served);
+    let mut client = raw(&served);
+    let request = |command, cookie, offset| Request { flags: 0, command, cookie, offset, length: 1 << 20 };
+    let data = noise(9, 1 << 20);
+    // The read's answer is more than a socket holds, and so is the payload: one thread for each.
+    let mut sender = client.try_clone().unwrap();
+    let requests =
+        [request(command::READ, 1, 0).encode(), request(command::WRITE, 2, 2 << 20).encode()].concat();
+    let payload = data.clone();
+    let sending = std::thread::spawn(move || {
+        // Some of the payload comes with the headers, the rest when the server is at work.
+        sender.write_all(&[&requests[..], &payload[..64 << 10]].concat()).unwrap();
+        std::thread::sleep(Duration::from_millis(20));
+        sender.write_all(&payload[64 << 10..]).unwrap();
+    });
+    let mut left = vec![(1, content[..1 << 20].to_vec()), (2, Vec::new())];
+    while !left.is_empty() {
+        let mut head = [0; 16];
+        client.read_exact(&mut head).expect("an answer in time");
+        assert_eq!(head[..8], [&0x6744_6698u32.to_be_bytes()[..], &[0; 4]].concat()[..], "a success");
+        let cookie = u64::from_be_bytes(head[8..].try_into().unwrap());
+        let at = left.iter().position(|(asked, _)| *asked == cookie).expect("a request of this client, once");
+        let (_, expected) = left.swap_remove(at);
+        let mut back = vec![0; expected.len()];
+        client.read_exact(&mut back).unwrap();
+        assert!(back == expected);
+    }
+    sending.join().unwrap();
+    assert!(served.client().read(2 << 20, 1 << 20).unwrap() == data);
+    drop(client);
+    served.shutdown();
+}
+
 /// A connection in transmission, with simple replies, for a client that stops where ours would not.
 fn raw(served: &Served) -> UnixStream {
     let mut stream = UnixStream::connect(&served.socket).unwrap();

@@ -257,9 +257,14 @@ impl Flight {
         self.writes > 0
     }
 
+    /// Entries that have begun and are not released.
+    pub fn begun(&self) -> usize {
+        ENTRIES - self.idle.len()
+    }
+
     /// Whether nothing is under way and everything has been answered.
     pub fn is_empty(&self) -> bool {
-        self.idle.len() == ENTRIES
+        self.begun() == 0
     }
 }
 
