@@ -10,8 +10,7 @@ use std::fmt;
 use std::io;
 use weir_core::PAGE_SIZE;
 
-/// The longest discard: forgetting as many pages takes a queue's thread about a millisecond, in which nothing else of that queue is
-/// served.
+/// The longest discard. The engine forgets as many pages in steps, between which it takes other requests.
 const DISCARD_SECTORS: u32 = (256 << 20) / SECTOR as u32;
 
 /// What marks a device as ours, in a field that the driver keeps for servers; the lower half is the process that made it.

@@ -205,8 +205,9 @@ fn size(
             options.parts
         )));
     }
+    // The daemon runs in a cgroup of its own, not in that of whoever types.
     if options.store == StoreChoice::Host
-        && let Some(available) = machine.available()
+        && let Some(available) = machine.available_to_all()
         && size.0 + HOST_SPARE.0 > available.0
     {
         return Err(Failure::Failed(format!(
