@@ -409,7 +409,7 @@ mod tests {
             members: Box::new([member(), member(), member()]),
             cipher: None,
             slots: 192,
-            deal: Deal::in_turns(2, 4),
+            deal: Deal::in_turns(3, 4),
             chunk_slots: 24,
             released: (0..8).map(|_| AtomicBool::new(false)).collect(),
             quiet: Quiet::new().unwrap(),
