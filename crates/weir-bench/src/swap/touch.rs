@@ -135,8 +135,11 @@ impl Region {
         let start = unsafe {
             let start =
                 rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes, protection, MapFlags::PRIVATE)?;
-            // Pages are what is measured, not huge pages.
-            rustix::mm::madvise(start, bytes, Advice::LinuxNoHugepage)?;
+            // Pages are what is measured, not huge pages. A kernel that has none says EINVAL.
+            match rustix::mm::madvise(start, bytes, Advice::LinuxNoHugepage) {
+                Ok(()) | Err(rustix::io::Errno::INVAL) => {}
+                Err(error) => return Err(error.into()),
+            }
             start
         };
         // Half of it compresses to nothing, half does not compress: what memory is like, on average.
