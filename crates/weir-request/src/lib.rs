@@ -5,7 +5,7 @@
 //! issued before anything is waited for. What finds the lane full waits in its entry and goes on when something has come back.
 //!
 //! The memory of requests is their owner's ([`RequestMemory`]). Nothing here allocates after construction, reads a clock, or sleeps, but
-//! for [`sleep`] and [`Rest`], which the owner's thread calls.
+//! for [`sleep`] and [`wait`], which the owner's thread calls.
 
 mod errno;
 mod span;
@@ -13,13 +13,13 @@ mod wake;
 
 pub use errno::errno;
 pub use span::{Piece, Span};
-pub use wake::{Rest, sleep};
+pub use wake::{sleep, wait};
 
 use std::collections::VecDeque;
 use std::io::IoSlice;
 use std::os::fd::BorrowedFd;
 use std::time::Instant;
-use weir_core::{PAGE_SIZE, PageBytes, PageNo};
+use weir_core::{PAGE_SIZE, PageBytes, PageNo, Rest};
 use weir_device::{Coming, Done, Fault, PageGuard, PageLane, Progress, Ticket, View};
 
 /// What a request's owner calls it.
@@ -244,7 +244,7 @@ impl<L: PageLane> Requests<L> {
     pub fn wait(&mut self) {
         if !self.is_ready() {
             // Nothing can fail with descriptors that are open.
-            let _ = self.rest.wait(&self.lane, None);
+            let _ = wait(&mut self.rest, &self.lane, None);
         }
     }
 

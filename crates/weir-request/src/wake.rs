@@ -4,50 +4,21 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
+use weir_core::Rest;
 use weir_device::{POLL_EVERY, PageLane, WAKE_FDS_MAX};
 
-/// Looks in vain without a nap: a fraction of a millisecond.
-const LOOKS: u32 = 1000;
-
-/// How long a thread sleeps that has looked often enough. `sched_yield` would not do: a real-time thread that yields comes before
-/// every ordinary one, which may be what it waits for.
-const NAP: Duration = Duration::from_micros(50);
-
-/// Rests of a thread between its looks for what no descriptor announces.
-#[derive(Debug, Default)]
-pub struct Rest {
-    looks: u32,
-}
-
-impl Rest {
-    /// Rests until the next look: for some processor cycles, and after many looks in vain for a nap.
-    pub fn until_next(&mut self) {
-        if self.looks < LOOKS {
-            self.looks += 1;
-            std::hint::spin_loop();
-        } else {
-            std::thread::sleep(NAP);
-        }
+/// Waits until `lane` may have something to hand over, or `also` is readable; for [`POLL_EVERY`] at most. `rest` counts the looks for what no
+/// descriptor announces.
+///
+/// # Errors
+/// As [`sleep`].
+pub fn wait<L: PageLane>(rest: &mut Rest, lane: &L, also: Option<BorrowedFd<'_>>) -> Result<(), Errno> {
+    let nobody_wakes = also.is_none() && lane.wake_fds().next().is_none();
+    if lane.must_poll() || nobody_wakes {
+        rest.until_next();
+        return Ok(());
     }
-
-    /// The wait is over.
-    #[inline]
-    pub fn end(&mut self) {
-        self.looks = 0;
-    }
-
-    /// Waits until `lane` may have something to hand over, or `also` is readable; for [`POLL_EVERY`] at most.
-    ///
-    /// # Errors
-    /// As [`sleep`].
-    pub fn wait<L: PageLane>(&mut self, lane: &L, also: Option<BorrowedFd<'_>>) -> Result<(), Errno> {
-        let nobody_wakes = also.is_none() && lane.wake_fds().next().is_none();
-        if lane.must_poll() || nobody_wakes {
-            self.until_next();
-            return Ok(());
-        }
-        sleep(lane, also, Some(POLL_EVERY))
-    }
+    sleep(lane, also, Some(POLL_EVERY))
 }
 
 /// Sleeps until a descriptor of `lane` or `also` is readable: for `most` at most, and for [`POLL_EVERY`] while something is in flight.

@@ -31,8 +31,8 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
-use weir_core::{PAGE_SIZE, PageNo};
-use weir_request::{Rest, Span};
+use weir_core::{PAGE_SIZE, PageNo, Rest};
+use weir_request::Span;
 use weir_volume::Lane;
 
 /// What one `recv` takes at most: a queue depth of 16 with 16 KiB each; larger payloads stream through it.

@@ -15,7 +15,7 @@ impl Connection<'_> {
     /// Waits until a slow store may have something, or, if `client`, until the client has.
     pub(super) fn wait(&mut self, client: bool) -> Result<(), Ending> {
         let Desk { lane, looks, .. } = &mut *self.desk;
-        Ok(looks.wait(lane, client.then_some(self.socket))?)
+        Ok(weir_request::wait(looks, lane, client.then_some(self.socket))?)
     }
 
     /// Begins the rest of a read at slow stores.
