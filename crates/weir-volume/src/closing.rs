@@ -6,6 +6,7 @@
 
 use crate::Volume;
 use crate::lane::{Op, Run, StoreLane};
+use crate::records::Occupant;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -136,6 +137,11 @@ impl Volume {
     }
 
     fn free_unpublished(&self, store: usize, slot: Slot) {
-        self.tiers[store].records.free_slot(slot, 0);
+        let records = &self.tiers[store].records;
+        match records.occupant(slot).and_then(Occupant::fill) {
+            // It was to be published in a pack whose other pages are.
+            Some(_) => self.retire_unpublished(store, slot),
+            None => records.free_slot(slot, 0),
+        }
     }
 }

@@ -73,7 +73,7 @@ impl PageLane for Lane {
     }
 
     fn zero(&mut self, first: PageNo, count: u32) {
-        self.zero(first, count);
+        self.zero(first, count, false);
     }
 
     /// No store holds pages longer than the volume, so what was acknowledged is where it will stay.

@@ -372,7 +372,7 @@ impl Records {
     /// (0: the map never named it). A slot that is lent stays in use until it comes back.
     #[inline]
     pub fn retire(&self, slot: Slot, epoch: impl FnOnce() -> u64) -> Retired {
-        let pack = self.has_packs() && self.occupant(slot).is_some_and(Occupant::is_pack);
+        let pack = self.is_pack(slot);
         if pack && self.leave_pack(slot, 1) > 0 {
             return Retired { freed: false, pack };
         }
@@ -384,6 +384,12 @@ impl Records {
         // Asked now: whoever left a pack before this one did so before this moment.
         self.free_slot(slot, epoch());
         Retired { freed: true, pack }
+    }
+
+    /// Whether a slot holds a pack.
+    #[inline]
+    pub fn is_pack(&self, slot: Slot) -> bool {
+        self.has_packs() && self.occupant(slot).is_some_and(Occupant::is_pack)
     }
 
     /// Ends the publication of a pack: from here on it has the pages that the map names. Says whether it had none any more, and is

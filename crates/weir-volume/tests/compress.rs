@@ -110,7 +110,7 @@ fn pages_that_shrink_share_slots_and_leave_them() {
             assert!(read(&mut lane, page) == stamped(page, 1, 1000));
         }
         lane.discard(PageNo(0), 128);
-        lane.zero(PageNo(128), 127);
+        lane.zero(PageNo(128), 127, false);
         lane.submit();
         assert_eq!(volume.status().stores[0].used, 1, "only the last page's slot is left");
         assert!(read(&mut lane, 255) == stamped(255, 1, 1000));

@@ -142,6 +142,129 @@ fn pages_that_wait_in_a_pack_are_forsaken_one_by_one() {
     }
 }
 
+/// How somebody else writes a page.
+const WAYS: [&str; 5] = ["a page", "a part", "one value", "zeros", "a hole"];
+
+const WIDE: Config = Config { pages: 64, lanes: 2, depth: 64 };
+
+fn overtake(lane: &mut Lane, page: u32, way: &str) -> PageBytes {
+    match way {
+        "a page" => write(lane, page, &stamped(page, 3)),
+        "a part" => drop(lane.write_part(page, PageNo(page), 0, &stamped(page, 3))),
+        "one value" => assert_eq!(lane.write(page, PageNo(page), &[3; PAGE_SIZE]), Progress::Done(Ok(()))),
+        "zeros" => lane.zero(PageNo(page), 1, false),
+        "a hole" => lane.zero(PageNo(page), 1, true),
+        _ => panic!("{way}"),
+    }
+    assert!(finish(lane).iter().all(|(_, result)| *result == Ok(())));
+    read(lane, page)
+}
+
+/// What a client that goes has begun to write.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Begun {
+    Pages,
+    InPacks,
+    Run,
+}
+
+#[test]
+fn a_write_that_somebody_else_overtakes_waits_for_a_look_at_its_client() {
+    let rounds = [Begun::Pages, Begun::InPacks, Begun::Run]
+        .into_iter()
+        .flat_map(|begun| WAYS.into_iter().flat_map(move |way| [(begun, way, false), (begun, way, true)]));
+    for (begun, way, stays) in rounds {
+        let what = format!("{begun:?} and {way}, the client stays: {stays}");
+        let (volume, _) = volume(WIDE);
+        if begun == Begun::InPacks {
+            volume.compress(Compression::Lz4);
+        }
+        let (mut gone, mut other) = (volume.lane().unwrap(), volume.lane().unwrap());
+        // Zeros over zeros, and a hole over a hole, count too.
+        other.zero(PageNo(0), 1, way == "a hole");
+        // Nobody else writes page 2. The store is done with a run one poll earlier.
+        let (overtaken, alone, polls) = if begun == Begun::Run {
+            let run: Vec<PageBytes> = (0..16).map(|page| stamped(page, 2)).collect();
+            assert_eq!(gone.write_run(PageNo(0), &run), 0, "the store is slow");
+            assert_eq!(gone.queue_writes(0, PageNo(0), &run), 16);
+            (vec![0, 7], None, 1)
+        } else {
+            for page in 0..3 {
+                write(&mut gone, page, &stamped(page, 2));
+            }
+            assert_eq!(gone.write_part(3, PageNo(3), 100, &[2; 100]), Progress::Queued);
+            (vec![0, 1, 3], Some(2), 2)
+        };
+        gone.submit();
+        let new: Vec<PageBytes> = overtaken.iter().map(|page| overtake(&mut other, *page, way)).collect();
+        // Its store has long been done. Nobody has looked for its client since.
+        let mut ended = Vec::new();
+        for _ in 0..polls {
+            gone.poll(Instant::now(), &mut |done| ended.push((done.ticket, done.result)));
+        }
+        assert_eq!(ended, Vec::from_iter(alone.map(|ticket| (ticket, Ok(())))), "{what}");
+        if !stays {
+            gone.forsake(|_| true);
+        }
+        let left = finish(&mut gone);
+        let expected = if stays { Ok(()) } else { Err(Fault::Forsaken) };
+        assert!(!left.is_empty() && left.iter().all(|(_, result)| *result == expected), "{what}: {left:?}");
+        for (page, new) in overtaken.into_iter().zip(new) {
+            let mut last = if stays && page != 3 { stamped(page, 2) } else { new };
+            if stays && page == 3 {
+                last[100..200].fill(2);
+            }
+            assert!(read(&mut other, page) == last, "{what}: page {page}");
+        }
+        let status = volume.status();
+        assert_eq!(u64::from(status.stores[0].used), status.stored - status.packed + status.packs, "{what}");
+        other.discard(PageNo(0), 64);
+        other.submit();
+        let status = volume.status();
+        assert_eq!((status.stored, status.packs, status.stores[0].used), (0, 0, 0), "{what}");
+    }
+}
+
+#[test]
+fn a_lane_that_is_dropped_with_overtaken_writes_keeps_no_slot() {
+    for compress in [false, true] {
+        let (volume, _) = volume(WIDE);
+        if compress {
+            volume.compress(Compression::Lz4);
+        }
+        let (mut gone, mut other) = (volume.lane().unwrap(), volume.lane().unwrap());
+        for page in 0..4 {
+            write(&mut gone, page, &stamped(page, 2));
+        }
+        let run: Vec<PageBytes> = (10..26).map(|page| stamped(page, 2)).collect();
+        gone.write_run(PageNo(10), &run);
+        assert_eq!(gone.queue_writes(10, PageNo(10), &run), if compress { 0 } else { 16 });
+        gone.submit();
+        for page in [1, 12] {
+            overtake(&mut other, page, "a page");
+        }
+        let mut ended = 0;
+        for _ in 0..2 {
+            gone.poll(Instant::now(), &mut |_| ended += 1);
+        }
+        assert_eq!(ended, 3);
+        drop(gone);
+        volume.close_lanes(Instant::now());
+        let status = volume.status();
+        assert_eq!(u64::from(status.stores[0].used), status.stored - status.packed + status.packs);
+        for page in [1, 12] {
+            assert!(read(&mut other, page) == stamped(page, 3), "page {page}");
+        }
+        for page in [0, 2, 3] {
+            assert!(read(&mut other, page) == stamped(page, 2), "page {page}");
+        }
+        other.discard(PageNo(0), 64);
+        other.submit();
+        let status = volume.status();
+        assert_eq!((status.stored, status.packs, status.stores[0].used), (0, 0, 0));
+    }
+}
+
 #[test]
 fn the_slot_of_a_write_that_has_no_answer_is_used_again_only_after_it_has_landed() {
     for compress in [false, true] {

@@ -150,7 +150,7 @@ proptest! {
                     (page..page + count).for_each(|page| { model.remove(&page); });
                 }
                 Action::Zero { page, count } => {
-                    lane.zero(PageNo(page), count);
+                    lane.zero(PageNo(page), count, false);
                     (page..page + count).for_each(|page| { model.insert(page, [0; PAGE_SIZE]); });
                 }
                 Action::Read { page } => {
@@ -442,7 +442,7 @@ fn pages_are_counted_and_timed_by_the_store_that_they_lie_in() {
     lane.submit();
     // Of one value, so in no store: written one by one, and 8 at a stroke.
     (192..200).for_each(|page| write(&mut lane, page, &[7; PAGE_SIZE]));
-    lane.zero(PageNo(200), 8);
+    lane.zero(PageNo(200), 8, false);
     let in_first = u64::from(volume.status().stores[0].used);
     assert!(in_first > 0 && in_first <= u64::from(FIRST));
 

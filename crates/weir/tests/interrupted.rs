@@ -90,7 +90,7 @@ fn end(mut child: Child) -> Option<i32> {
 }
 
 const SWAP: [&str; 9] =
-    ["bench", "swap", "--size", "48MiB", "--limit", "16MiB", "--seconds", "2", "--runs=1"];
+    ["bench", "swap", "--size", "64MiB", "--limit", "32MiB", "--seconds", "2", "--runs=1"];
 
 #[test]
 fn a_benchmark_of_swap_that_is_interrupted_leaves_the_machine_as_it_was() {

@@ -95,7 +95,15 @@ impl Drop for User {
     fn drop(&mut self) {
         let device = self.device.take().unwrap();
         match &self.mounted {
-            Some(point) => drop(Command::new("umount").arg(point).status()),
+            // A process that another test starts has this one's open file for a moment: between its fork and its exec.
+            Some(point) => {
+                let begun = Instant::now();
+                let is_off =
+                    || Command::new("umount").arg(point).status().is_ok_and(|status| status.success());
+                while !is_off() && begun.elapsed() < PATIENCE {
+                    thread::sleep(Duration::from_millis(20));
+                }
+            }
             None => drop(Command::new("swapoff").arg(device.path()).status()),
         }
         let _ = device.detach();

@@ -1,13 +1,17 @@
 //! The names of what a benchmark of swap makes, and how what a killed one left is taken down.
 
+use rustix::io::Errno;
 use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::{fs, io};
+use std::time::Duration;
+use std::{fs, io, thread};
 use weir_system::cgroup::Cgroup;
 use weir_system::loop_device::LoopDevice;
-use weir_system::program;
+use weir_system::swaps;
 use weir_system::vm::PageCluster;
 use weir_system::zram::{self, Zram};
+
+/// How often a swap is looked at that somebody else turns on or off.
+const LOOK: Duration = Duration::from_millis(10);
 
 /// The directory of a process's run: its sockets and files, and notes of what it changes.
 pub fn scratch_path(pid: u32) -> PathBuf {
@@ -61,9 +65,14 @@ fn loops() -> Vec<LoopDevice> {
     names.filter_map(|name| LoopDevice::find(&Path::new("/dev").join(name)).ok()).collect()
 }
 
-/// Turns swap off where it is on.
+/// Turns swap off where it is on. The kernel lists a swap already while swapon(2) is at work, and still while another
+/// swapoff(2) is: it answers `EINVAL` then (mm/swapfile.c: the area is not `SWP_WRITEOK`), and a moment later one or the other is done.
 fn swapoff(path: &Path) -> io::Result<()> {
-    let swaps = fs::read_to_string("/proc/swaps")?;
-    let is_on = swaps.lines().any(|line| line.split_whitespace().next().map(Path::new) == Some(path));
-    if is_on { program::run(Command::new("swapoff").arg(path)) } else { Ok(()) }
+    while swaps::is_on(path) {
+        match swaps::off(path) {
+            Err(error) if Errno::from_io_error(&error) == Some(Errno::INVAL) => thread::sleep(LOOK),
+            done => return done,
+        }
+    }
+    Ok(())
 }

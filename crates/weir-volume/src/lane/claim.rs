@@ -146,7 +146,7 @@ impl Lane {
     /// Whether this lane has slots that are neither free nor published, and need a poll to become
     /// one of them.
     pub(super) fn holds_slots(&self) -> bool {
-        self.under_way > 0 || !self.finished.is_empty()
+        self.under_way > 0 || !self.finished.is_empty() || !self.overtaken.is_empty()
     }
 
     /// Slots that are neither free nor published on this lane's account, at most.

@@ -50,6 +50,7 @@ impl Lane {
         if !self.slot_wait.is_idle() {
             self.wait_for_slot(now);
         }
+        self.asks_for_look = false;
         self.polled = Some(now);
         if self.in_flight == 0 {
             return;
@@ -66,6 +67,7 @@ impl Lane {
         while let Some((op, result)) = self.finished.pop() {
             self.go_on(op, result, done);
         }
+        self.finished.extend(self.overtaken.drain(..).map(|op| (op, Ok(()))));
         for _ in 0..stalled {
             // One after another: what holds slots back may be this lane's own pin, and if each
             // began again while another is under way, that would stay where it is for ever.
@@ -152,7 +154,7 @@ impl Lane {
     }
 
     /// Goes on with an operation whose store has answered.
-    fn go_on(&mut self, op: u32, result: Result<(), Fault>, done: &mut dyn FnMut(Done<'_>)) {
+    pub(super) fn go_on(&mut self, op: u32, result: Result<(), Fault>, done: &mut dyn FnMut(Done<'_>)) {
         if let Carried::Leads { .. } = self.ops[op as usize].carried {
             self.end_pack(op, result, done);
             return;
@@ -173,7 +175,10 @@ impl Lane {
             Work::Write { page, entry } => {
                 match result {
                     Ok(()) => {
-                        self.publish(page, entry, None);
+                        if let Some(entry) = self.publish_slow(op, page, entry) {
+                            self.ops[op as usize].work.goes_to(entry);
+                            return self.wait_for_look(op);
+                        }
                     }
                     Err(fault) => self.unclaim_failed(entry, fault),
                 }

@@ -63,6 +63,10 @@ pub struct Lane {
     stalled: Vec<u32>,
     /// What the poll under way has found finished, or has been finished since without anybody to tell.
     finished: Vec<(u32, Result<(), Fault>)>,
+    /// Writes that the poll under way has not published, because somebody else has written their pages.
+    overtaken: Vec<u32>,
+    /// A write that was answered with [`Progress::Full`] for that reason is to be tried again.
+    asks_for_look: bool,
     in_flight: usize,
     /// Pages that a store is working on.
     under_way: usize,
@@ -108,6 +112,8 @@ pub(crate) struct Op {
     carried: Carried,
     /// A write that must not take effect any more.
     forsaken: bool,
+    /// Polls that found its page written by somebody else.
+    looks: u8,
 }
 
 #[derive(Clone, Copy)]
@@ -120,7 +126,7 @@ enum Work {
         entry: Entry,
     },
     /// A partial write: at first the old content on its way in (`from` says which), then the new on its way out. (While either kind
-    /// of write waits in a pack, its entry is none yet.)
+    /// of write waits in a pack, its entry has no place yet.)
     Part {
         part: u32,
         from: Located,
@@ -187,6 +193,8 @@ impl Lane {
             idle_runs: (0..runs as u32).rev().collect(),
             stalled: Vec::with_capacity(parts),
             finished: Vec::with_capacity(depth),
+            overtaken: Vec::with_capacity(depth),
+            asks_for_look: false,
             in_flight: 0,
             under_way: 0,
             unsettled: 0,
@@ -257,27 +265,33 @@ impl Lane {
 
     /// Writes a whole page. `bytes` may be reused as soon as this returns; the write is acknowledged by
     /// [`Progress::Done`] or by its completion. [`Progress::Full`] leaves it with the caller, who polls and tries again: where every slot
-    /// is taken the lane keeps the time, and the write fails after 2 s.
+    /// is taken the lane keeps the time, and the write fails after 2 s. Where somebody else has written the page meanwhile, the caller
+    /// looks whether its client is still there before it tries again.
     pub fn write(&mut self, ticket: Ticket, page: PageNo, bytes: &PageBytes) -> Progress {
         self.enter();
         let started = self.sample();
         let Some(op) = self.idle_op() else { return Progress::Full };
+        let generation = self.volume.map.load(page).next_generation();
         if self.packing.is_some() {
             match self.pack(op, page, bytes) {
                 Packed::Joined => {
-                    self.start(ticket, started, Work::Write { page, entry: Entry::default() });
+                    let entry = Entry::new(Place::Empty, generation);
+                    self.start(ticket, started, Work::Write { page, entry });
                     return Progress::Queued;
                 }
                 Packed::Full => return Progress::Full,
                 Packed::Not => {}
             }
         }
-        let was = self.volume.map.load(page);
-        let (written, entry) = self.write_from(op, page, bytes, was, false);
+        let (written, entry) = self.write_from(op, page, bytes, generation, None);
         let result = match written {
-            Written::Published | Written::Overtaken => Ok(()),
+            Written::Published => Ok(()),
             Written::Failed(fault) => Err(fault),
             Written::Full => return Progress::Full,
+            Written::Overtaken => {
+                self.asks_for_look = true;
+                return Progress::Full;
+            }
             Written::Queued => {
                 self.start(ticket, started, Work::Write { page, entry });
                 return Progress::Queued;
@@ -287,31 +301,38 @@ impl Lane {
         Progress::Done(result)
     }
 
-    /// Forgets pages `first..first + count`: they read as zeros, and their slots are free.
+    /// Forgets pages `first..first + count`: they read as zeros, and their slots are free. A write that was begun before, by another lane,
+    /// may still come to a page that held nothing; see [`zero`](Lane::zero).
     pub fn discard(&mut self, first: PageNo, count: u32) {
-        self.replace_all(first, count, Place::Empty);
+        // Most of a device that is discarded as a whole was never written: its map stays untouched.
+        self.replace_all(first, count, Place::Empty, |was| was != Place::Empty);
         self.metrics().discards.add(u64::from(count));
     }
 
-    /// Makes pages `first..first + count` zeros that count as written.
-    pub fn zero(&mut self, first: PageNo, count: u32) {
-        self.replace_all(first, count, Place::Fill(0));
+    /// Makes pages `first..first + count` zeros that count as written, or, with `holes`, as discarded. It is a write: one of a client that
+    /// has gone does not come after it.
+    pub fn zero(&mut self, first: PageNo, count: u32, holes: bool) {
+        let place = if holes { Place::Empty } else { Place::Fill(0) };
+        self.replace_all(first, count, place, |_| true);
         self.metrics().traffic_of(None).writes.add(u64::from(count));
     }
 
-    fn replace_all(&mut self, first: PageNo, count: u32, place: Place) {
+    fn replace_all(&mut self, first: PageNo, count: u32, place: Place, which: impl Fn(Place) -> bool) {
         for page in (first.0..first.0 + count).map(PageNo) {
             self.enter();
-            let was = self.volume.map.load(page);
-            if was.place() != place {
-                self.publish(page, Entry::new(place, was.next_generation()), None);
+            loop {
+                let was = self.volume.map.load(page);
+                if !which(was.place()) || self.publish(page, Entry::new(place, was.next_generation()), None) {
+                    break;
+                }
             }
         }
     }
 
     /// Gives up the writes under way that `whose` says yes to: they take no effect from here on, and are handed over with
     /// [`Fault::Forsaken`]. For those of a client that has gone: it may have sent them again by another lane, and newer ones after
-    /// them.
+    /// them. Said before each poll while a client is missed, none of its writes takes effect after one that it made elsewhere: a write
+    /// whose page somebody else has written since it began, or since the last poll, waits for the next poll.
     pub fn forsake(&mut self, whose: impl Fn(Ticket) -> bool) {
         self.slot_wait.end();
         for op in &mut self.ops {
@@ -349,6 +370,7 @@ impl Lane {
     /// between. With nothing in flight, it is a write that was answered with [`Progress::Full`].
     pub fn must_poll(&self) -> bool {
         !self.stalled.is_empty()
+            || self.asks_for_look
             || self.waits_for_slot()
             || !self.finished.is_empty()
             || self.has_open_pack()
@@ -442,8 +464,15 @@ impl Op {
         }
     }
 
-    const IDLE: Op =
-        Op { ticket: 0, started: None, found: 0, work: Work::Idle, carried: Carried::No, forsaken: false };
+    const IDLE: Op = Op {
+        ticket: 0,
+        started: None,
+        found: 0,
+        work: Work::Idle,
+        carried: Carried::No,
+        forsaken: false,
+        looks: 0,
+    };
 }
 
 impl Drop for Lane {

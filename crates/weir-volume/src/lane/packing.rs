@@ -276,13 +276,9 @@ impl Lane {
 
     /// Sends the only page of the open pack on its way, uncompressed: it takes a slot anyway.
     fn send_single(&mut self, op: u32, page: PageNo, store: usize, slot: Slot) -> bool {
+        let entry = Entry::new(Place::Stored { store, slot }, self.generation_in_pack(op));
         let Some(packing) = &mut self.packing else { return true };
         let records = &self.volume.tiers[store].records;
-        let was = match self.ops[op as usize].work {
-            Work::Part { from, .. } => from.entry,
-            _ => self.volume.map.load(page),
-        };
-        let entry = Entry::new(Place::Stored { store, slot }, was.next_generation());
         let Packing { codec, open, page: bytes, .. } = &mut **packing;
         let small = pack::find(open.bytes(), page);
         let whole = small.is_some_and(|(compression, small)| codec.expand(compression, small, bytes));
@@ -325,27 +321,10 @@ impl Lane {
                 self.hand_over(op, Err(fault), done);
                 continue;
             }
-            if self.ops[op as usize].forsaken {
-                self.ops[op as usize].work.goes_to(Entry::new(Place::Stored { store, slot }, 0));
-                self.drop_forsaken(op, Ok(()), done);
-                continue;
-            }
-            let (page, was, condition) = match self.ops[op as usize].work {
-                Work::Write { page, .. } => (page, self.volume.map.load(page), None),
-                Work::Part { from, .. } => (from.page, from.entry, Some(from.entry)),
-                Work::Idle | Work::Read(_) | Work::Run { .. } => {
-                    unreachable!("operation {op} was in a pack and writes nothing")
-                }
-            };
-            let entry = Entry::new(Place::Stored { store, slot }, was.next_generation());
-            // One that is overtaken leaves the pack.
-            if self.publish(page, entry, condition) {
-                count(&self.metrics().packed);
-                self.ops[op as usize].work.goes_to(entry);
-                self.hand_over(op, Ok(()), done);
-            } else {
-                self.begin_part_again(op, done);
-            }
+            // One that is overtaken as a whole keeps its place in the pack until the next poll.
+            let entry = Entry::new(Place::Stored { store, slot }, self.generation_in_pack(op));
+            self.ops[op as usize].work.goes_to(entry);
+            self.go_on(op, Ok(()), done);
         }
         if result.is_ok() {
             let gone = self.volume.tiers[store].records.published(slot, || self.volume.epochs.now());
@@ -353,12 +332,17 @@ impl Lane {
         }
     }
 
-    /// Begins a partial write anew whose page was written by somebody else meanwhile.
-    fn begin_part_again(&mut self, op: u32, done: &mut dyn FnMut(Done<'_>)) {
-        match self.advance_part(op, None) {
-            Progress::Done(result) => self.hand_over(op, result, done),
-            Progress::Queued => {}
-            Progress::Full => self.stalled.push(op),
+    /// The generation that a page in a pack is written as: counted from where its write began.
+    fn generation_in_pack(&self, op: u32) -> u32 {
+        match self.ops[op as usize].work {
+            Work::Write { entry, .. } => entry.generation(),
+            Work::Part { part, from, .. } if self.parts[part as usize].moving.is_some() => {
+                from.entry.generation()
+            }
+            Work::Part { from, .. } => from.entry.next_generation(),
+            Work::Idle | Work::Read(_) | Work::Run { .. } => {
+                unreachable!("operation {op} is in a pack and writes nothing")
+            }
         }
     }
 

@@ -71,7 +71,15 @@ impl Lane {
         }
     }
 
-    /// Takes a partial write as far as it goes without waiting. `answer` is what the store said of the half under way.
+    /// Has the next poll begin a partial write anew, whose page somebody else has written: its client is looked for before.
+    pub(super) fn begin_part_again(&mut self, op: u32) -> Progress {
+        if let Work::Part { to, .. } = &mut self.ops[op as usize].work {
+            *to = None;
+        }
+        Progress::Full
+    }
+
+    /// Takes a partial write as far as it goes without waiting; with [`Progress::Full`] the next poll goes on. `answer` is what the store said of the half under way.
     pub(super) fn advance_part(&mut self, op: u32, mut answer: Option<Result<(), Fault>>) -> Progress {
         loop {
             let Work::Part { part, from, to } = self.ops[op as usize].work else {
@@ -134,14 +142,20 @@ impl Lane {
                     state.base[range].copy_from_slice(&state.patch[..state.len]);
                     let parts = std::mem::take(&mut self.parts);
                     let bytes = &parts[part as usize].base;
-                    let (written, entry) = self.write_from(op, from.page, bytes, from.entry, true);
+                    // What only moves stays as old as it is.
+                    let generation = match parts[part as usize].moving {
+                        Some(_) => from.entry.generation(),
+                        None => from.entry.next_generation(),
+                    };
+                    let (written, entry) =
+                        self.write_from(op, from.page, bytes, generation, Some(from.entry));
                     self.parts = parts;
                     match written {
                         Written::Published => {
                             self.ops[op as usize].work.goes_to(entry);
                             return Progress::Done(Ok(()));
                         }
-                        Written::Overtaken => {} // begin again
+                        Written::Overtaken => return self.begin_part_again(op),
                         Written::Failed(fault) => return Progress::Done(Err(fault)),
                         Written::Full => return Progress::Full,
                         Written::Queued => {
@@ -155,6 +169,8 @@ impl Lane {
                     if self.publish(from.page, entry, Some(from.entry)) {
                         return Progress::Done(Ok(()));
                     }
+                    self.unclaim(entry);
+                    return self.begin_part_again(op);
                 }
                 (Some(Err(fault)), to) => {
                     if let Some(entry) = to {

@@ -5,8 +5,11 @@ use super::count::count;
 use crate::Volume;
 use crate::entry::{Entry, Place};
 use crate::records::Occupant;
-use weir_core::{Checksum, PageBytes, PageNo, uniform_value};
+use weir_core::{Checksum, PageBytes, PageNo, Slot, uniform_value};
 use weir_store::{Fault, Progress};
+
+/// How often the client of a write is looked for while others go on writing its page.
+const LOOKS_MAX: u8 = 16;
 
 pub(super) enum Written {
     Published,
@@ -18,19 +21,18 @@ pub(super) enum Written {
 }
 
 impl Lane {
-    /// Writes `bytes` as the successor of entry `was`, and publishes it if the store finishes at once. With `only_if_unchanged`
-    /// it takes effect only while the page still is as `was` says. Returns the new entry with the outcome; none where no slot was found.
+    /// Writes `bytes` to `page` as `generation`, and publishes it, under `condition`, if the store finishes at once. Returns the new
+    /// entry with the outcome; none where no slot was found.
     pub(super) fn write_from(
         &mut self,
         op: u32,
         page: PageNo,
         bytes: &PageBytes,
-        was: Entry,
-        only_if_unchanged: bool,
+        generation: u32,
+        condition: Option<Entry>,
     ) -> (Written, Entry) {
-        let condition = only_if_unchanged.then_some(was);
         if let Some(value) = uniform_value(bytes) {
-            let entry = Entry::new(Place::Fill(value), was.next_generation());
+            let entry = Entry::new(Place::Fill(value), generation);
             let published = self.publish(page, entry, condition);
             return (if published { Written::Published } else { Written::Overtaken }, entry);
         }
@@ -49,13 +51,16 @@ impl Lane {
         if let Some(next) = self.stores[store].hints.first() {
             self.stores[store].lane.prepare(next);
         }
-        let entry = Entry::new(Place::Stored { store, slot }, was.next_generation());
-        let checksum = Checksum::of(bytes, page, entry.generation());
+        let entry = Entry::new(Place::Stored { store, slot }, generation);
+        let checksum = Checksum::of(bytes, page, generation);
         // The record may be complete before the content is: until the map names the slot, nobody looks.
         self.volume.tiers[store].records.fill_in(slot, Occupant { page, checksum });
         let outcome = match self.stores[store].lane.write(op, slot, bytes) {
             Progress::Done(Ok(())) if self.publish(page, entry, condition) => Written::Published,
-            Progress::Done(Ok(())) => Written::Overtaken,
+            Progress::Done(Ok(())) => {
+                self.unclaim(entry);
+                Written::Overtaken
+            }
             Progress::Done(Err(fault)) => {
                 self.unclaim(entry);
                 Written::Failed(fault)
@@ -72,22 +77,26 @@ impl Lane {
         (outcome, entry)
     }
 
-    /// Makes `entry` the page's, unless `condition` no longer holds; frees what it replaces, or `entry`'s own slot.
+    /// Makes `entry` the page's, and frees what it replaces. Without `condition`, only if nobody has written the page since `entry` was
+    /// numbered; with one, only while the page is as it says. `false` leaves all as it was.
     ///
-    /// Every write of a page counts its generation on by one, also when several lanes write it at once, so that no entry of a
-    /// page ever comes back (before 2^26 writes) and `condition` means what it says.
-    pub(super) fn publish(&mut self, page: PageNo, mut entry: Entry, condition: Option<Entry>) -> bool {
+    /// Every write of a page counts its generation on by one, also when several lanes write it at once. A move leaves it alone. So an
+    /// entry that comes back (before 2^26 writes) names the same content.
+    pub(super) fn publish(&mut self, page: PageNo, entry: Entry, condition: Option<Entry>) -> bool {
         let map = &self.volume.map;
+        let is_pack = match entry.place() {
+            Place::Stored { store, slot } if self.packing.is_some() => {
+                self.volume.tiers[store].records.is_pack(slot)
+            }
+            _ => false,
+        };
         let old = match condition {
             Some(was) if map.replace(page, was, entry) => was,
-            Some(_) => {
-                self.unclaim(entry);
-                return false;
-            }
+            Some(_) => return false,
             None => loop {
                 let was = map.load(page);
                 if entry.generation() != was.next_generation() {
-                    entry = self.volume.renew(page, entry, was.next_generation());
+                    return false;
                 }
                 if map.replace(page, was, entry) {
                     break was;
@@ -96,7 +105,12 @@ impl Lane {
         };
         let metrics = self.volume.seat(self.seat);
         match entry.place() {
-            Place::Stored { .. } => count(&metrics.stored),
+            Place::Stored { .. } => {
+                count(&metrics.stored);
+                if is_pack {
+                    count(&metrics.packed);
+                }
+            }
             Place::Fill(_) => count(&metrics.filled),
             Place::Empty | Place::Lost => {}
         }
@@ -119,6 +133,26 @@ impl Lane {
         true
     }
 
+    /// Publishes what a slow store has written for `op`. Where somebody else has written the page since, the client of `op` may have
+    /// gone, and that may be what it wrote after. So the entry is numbered anew, and returned: whoever polls looks for the client
+    /// first, and the next poll tries again. After [`LOOKS_MAX`] polls the client was there often enough.
+    pub(super) fn publish_slow(&mut self, op: u32, page: PageNo, mut entry: Entry) -> Option<Entry> {
+        while !self.publish(page, entry, None) {
+            let now = self.volume.map.load(page).next_generation();
+            entry = self.volume.renew(page, entry, now);
+            if self.ops[op as usize].looks < LOOKS_MAX {
+                return Some(entry);
+            }
+        }
+        None
+    }
+
+    /// The next poll goes on with `op`, whose store is done.
+    pub(super) fn wait_for_look(&mut self, op: u32) {
+        self.ops[op as usize].looks += 1;
+        self.overtaken.push(op);
+    }
+
     /// Frees the slot of an entry whose write its store has ended with `fault`: at once, or where the write may still land, when it has.
     pub(super) fn unclaim_failed(&mut self, entry: Entry, fault: Fault) {
         match (fault, entry.place()) {
@@ -127,15 +161,21 @@ impl Lane {
         }
     }
 
-    /// Frees the slot of an entry that was never published.
+    /// Frees the slot of an entry that was never published, or its place in a pack.
     pub(super) fn unclaim(&self, entry: Entry) {
         if let Place::Stored { store, slot } = entry.place() {
-            self.volume.tiers[store].records.retire(slot, || 0);
+            self.volume.retire_unpublished(store, slot);
         }
     }
 }
 
 impl Volume {
+    /// Frees a slot that the map has not named, or one page's place in a pack. Others of the pack may have been looked at.
+    pub(crate) fn retire_unpublished(&self, store: usize, slot: Slot) {
+        let records = &self.tiers[store].records;
+        records.retire(slot, || if records.has_packs() { self.epochs.now() } else { 0 });
+    }
+
     /// `entry`, not yet published, as generation `generation`.
     #[cold]
     pub(super) fn renew(&self, page: PageNo, entry: Entry, generation: u32) -> Entry {
@@ -149,5 +189,55 @@ impl Volume {
             records.fill_in(slot, Occupant { page, checksum });
         }
         Entry::new(entry.place(), generation)
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use crate::{Config, Volume};
+    use std::sync::Arc;
+    use std::time::Instant;
+    use weir_core::{ByteSize, PAGE_SIZE, PageBytes, PageNo};
+    use weir_store::{Progress, Sim, SimUrl};
+
+    fn content(seed: u8) -> PageBytes {
+        std::array::from_fn(|at| (at as u8).wrapping_mul(seed))
+    }
+
+    #[test]
+    fn a_page_that_only_moves_overtakes_no_write_and_keeps_its_generation() {
+        let config = Config { pages: 8, lanes: 3, depth: 8 };
+        let size = ByteSize(u64::from(config.slots()) * PAGE_SIZE as u64);
+        let sim = Arc::new(Sim::open(SimUrl { size, delay: 1, ..SimUrl::default() }).expect("memory"));
+        let volume = Volume::create(config, vec![sim]).expect("a volume");
+        let [mut writer, mut mover, mut reader] = [(); 3].map(|()| volume.lane().expect("a lane"));
+        let polls = |lane: &mut crate::Lane| {
+            let mut polls = 0;
+            while lane.in_flight() > 0 {
+                lane.submit();
+                lane.poll(Instant::now(), &mut |done| assert_eq!(done.result, Ok(())));
+                polls += 1;
+            }
+            lane.submit();
+            polls
+        };
+        let page = PageNo(5);
+        assert_eq!(writer.write(0, page, &content(3)), Progress::Queued);
+        assert_eq!(polls(&mut writer), 1);
+        let was = volume.map.load(page);
+        assert_eq!(writer.write(0, page, &content(7)), Progress::Queued);
+        writer.submit();
+        assert_eq!(mover.move_page(0, page, was.place()), Progress::Queued);
+        polls(&mut mover);
+        let moved = volume.map.load(page);
+        assert!(moved.place() != was.place() && moved.generation() == was.generation(), "{was:?}, {moved:?}");
+        let mut back = [0; PAGE_SIZE];
+        assert_eq!(reader.read(0, page, &mut back), Progress::Queued);
+        reader.submit();
+        reader
+            .poll(Instant::now(), &mut |done| back = *done.page.expect("it can be proven where it lies now"));
+        assert!(back == content(3));
+        assert_eq!(polls(&mut writer), 1, "nobody has written the page since");
+        assert_eq!(volume.map.load(page).generation(), was.next_generation());
     }
 }

@@ -215,24 +215,33 @@ impl Lane {
 
     /// Ends a run whose pages its store has all answered. Those of a read were handed over one by one.
     pub(super) fn end_run(&mut self, op: u32, run: u32, done: &mut dyn FnMut(Done<'_>)) {
-        let ended = self.end(op);
         let Run { is_write, store, count, first, fault, late, .. } = self.runs[run as usize];
         if !is_write {
+            let ended = self.end(op);
             self.metrics().run_read(store, count as u64, ended.started);
             return;
         }
-        let fault = if ended.forsaken { Some(Fault::Forsaken) } else { fault };
+        let fault = if self.ops[op as usize].forsaken { Some(Fault::Forsaken) } else { fault };
+        let mut is_overtaken = false;
         for at in 0..count {
             let entry = self.runs[run as usize].entries[at];
             match fault {
+                // What has been published has no entry here any more.
+                _ if entry == Entry::default() => {}
                 // All of it takes effect, or nothing.
                 None => {
-                    self.publish(PageNo(first.0 + at as u32), entry, None);
+                    let left = self.publish_slow(op, PageNo(first.0 + at as u32), entry);
+                    is_overtaken |= left.is_some();
+                    self.runs[run as usize].entries[at] = left.unwrap_or_default();
                 }
                 Some(_) if late >> at & 1 == 1 => self.unclaim_failed(entry, Fault::Timeout),
                 Some(_) => self.unclaim(entry),
             }
         }
+        if is_overtaken {
+            return self.wait_for_look(op);
+        }
+        let ended = self.end(op);
         if !ended.forsaken {
             self.metrics().run_written(store, count as u64, ended.started, fault.is_some());
         }

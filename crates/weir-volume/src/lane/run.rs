@@ -103,9 +103,9 @@ impl Lane {
         for store in &mut self.stores {
             store.lane.settle();
         }
-        for (entry, (_, page)) in entries[..written].iter().zip(numbered()) {
-            self.publish(page, *entry, None);
-        }
+        let overtaken =
+            (0..written).find(|at| !self.publish(PageNo(first.0 + *at as u32), entries[*at], None));
+        let written = overtaken.unwrap_or(written);
         for entry in &entries[written..claimed] {
             self.unclaim(*entry);
         }

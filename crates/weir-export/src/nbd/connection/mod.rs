@@ -324,7 +324,7 @@ impl Connection<'_> {
             (command::TRIM, Ok(())) => {
                 self.see_client()?;
                 counters.trims.add(1);
-                self.clear_pages(whole_pages(&request), true)?;
+                self.clear_pages(whole_pages(&request), Lane::discard)?;
                 self.acknowledge(&simple_reply(request.cookie, None))
             }
             (command::WRITE_ZEROES, Ok(())) => {

@@ -27,6 +27,7 @@ impl Connection<'_> {
                         if queued > 0 { Progress::Queued } else { lane.write(ticket, number, page) }
                     })?;
                     done += queued.max(1);
+                    self.see_client()?;
                 }
             } else {
                 let bytes = payload.bytes;
@@ -103,26 +104,28 @@ impl Connection<'_> {
             let zeros = &ZEROS[..piece.len];
             self.write_with(&mut write, |lane, ticket| lane.write_part(ticket, page, piece.within, zeros))?;
         }
-        self.clear_pages(pages, request.flags & command_flag::NO_HOLE == 0)?;
+        let holes = request.flags & command_flag::NO_HOLE == 0;
+        self.clear_pages(pages, |lane, first, count| lane.zero(first, count, holes))?;
         self.end_write(write)
     }
 
-    /// Makes whole pages zero, and forgets them if `holes`: a bounded number at a time, so that what has been answered leaves in between,
-    /// and what was freed can be used.
-    pub(super) fn clear_pages(&mut self, pages: Range<u32>, holes: bool) -> Result<(), Ending> {
+    /// Discards whole pages or makes them zero, by `clear`: a bounded number at a time, so that what has been answered leaves in
+    /// between, and what was freed can be used.
+    pub(super) fn clear_pages(
+        &mut self,
+        pages: Range<u32>,
+        clear: impl Fn(&mut Lane, PageNo, u32),
+    ) -> Result<(), Ending> {
         let mut first = pages.start;
         while first < pages.end {
             let count = (pages.end - first).min(STEP);
-            if holes {
-                self.desk.lane.discard(PageNo(first), count);
-            } else {
-                self.desk.lane.zero(PageNo(first), count);
-            }
+            clear(&mut self.desk.lane, PageNo(first), count);
             first += count;
             if first < pages.end {
                 self.desk.lane.submit();
                 self.take_completions()?;
                 self.send_acks()?;
+                self.see_client()?;
             }
         }
         Ok(())
