@@ -142,13 +142,12 @@ impl Lane {
                     state.base[range].copy_from_slice(&state.patch[..state.len]);
                     let parts = std::mem::take(&mut self.parts);
                     let bytes = &parts[part as usize].base;
-                    // What only moves stays as old as it is.
-                    let generation = match parts[part as usize].moving {
-                        Some(_) => from.entry.generation(),
-                        None => from.entry.next_generation(),
+                    // What only moves stays as old as it is, and must not have moved.
+                    let (generation, condition) = match parts[part as usize].moving {
+                        Some(_) => (from.entry.generation(), Some(from.entry)),
+                        None => (from.entry.next_generation(), None),
                     };
-                    let (written, entry) =
-                        self.write_from(op, from.page, bytes, generation, Some(from.entry));
+                    let (written, entry) = self.write_from(op, from.page, bytes, generation, condition);
                     self.parts = parts;
                     match written {
                         Written::Published => {
@@ -166,7 +165,8 @@ impl Lane {
                 }
                 // The new content is out.
                 (Some(Ok(())), Some(entry)) => {
-                    if self.publish(from.page, entry, Some(from.entry)) {
+                    let condition = self.parts[part as usize].moving.map(|_| from.entry);
+                    if self.publish(from.page, entry, condition) {
                         return Progress::Done(Ok(()));
                     }
                     self.unclaim(entry);

@@ -78,7 +78,7 @@ impl Lane {
     }
 
     /// Makes `entry` the page's, and frees what it replaces. Without `condition`, only if nobody has written the page since `entry` was
-    /// numbered; with one, only while the page is as it says. `false` leaves all as it was.
+    /// numbered; with one, for a page that moves, only while the page is as it says. `false` leaves all as it was.
     ///
     /// Every write of a page counts its generation on by one, also when several lanes write it at once. A move leaves it alone. So an
     /// entry that comes back (before 2^26 writes) names the same content.
