@@ -225,6 +225,11 @@ pub struct ServeOptions {
     #[arg(long, value_name = "PATH")]
     pub control: Option<PathBuf>,
 
+    /// Answer GET /metrics with OpenMetrics text, for Prometheus: unix:PATH (its owner's alone), or tcp:127.0.0.1:PORT (every user of this
+    /// machine).
+    #[arg(long, value_name = "ADDRESS")]
+    pub metrics: Option<Address>,
+
     /// How much to say on standard error.
     #[arg(long, value_name = "LEVEL", value_enum, default_value_t)]
     pub log: LogLevel,

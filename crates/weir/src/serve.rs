@@ -1,7 +1,7 @@
 //! `weir serve`: the daemon in the foreground, until it is told to stop and nothing uses it.
 
 use crate::cli::{LogLevel, ServeOptions};
-use crate::control::{Server, default_path, make_run_time_directory};
+use crate::control::{Endpoint, Server, default_path, make_run_time_directory};
 use crate::daemon::Daemon;
 use crate::doctor::cards::{self, Looked};
 use crate::keeper::Held;
@@ -70,8 +70,20 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
     let mut start = Start::new(&log, || signals.pending().find(|signal| signals::END.contains(signal)));
     let is_first = held.as_ref().is_none_or(Held::is_empty);
     let path = options.control.clone().unwrap_or_else(default_path);
-    let started = Daemon::start(&options, protections, link.as_ref().zip(held), &mut start, &log)
-        .and_then(|daemon| Ok((Server::start(&path, daemon.service())?, daemon)));
+    let started =
+        Daemon::start(&options, protections, link.as_ref().zip(held), &mut start, &log).and_then(|daemon| {
+            let metrics = options.metrics.as_ref().map(|address| Endpoint::start(address, daemon.service()));
+            let metrics = match metrics.transpose() {
+                // Somebody took the port meanwhile. The pages that the keeper holds are worth more.
+                Err(Failure::Usage(why) | Failure::Failed(why)) if !is_first => {
+                    log(Level::Warning, format_args!("{why}; going on without"));
+                    None
+                }
+                metrics => metrics?,
+            };
+            let control = Server::start(&path, daemon.service())?;
+            Ok(((control, metrics), daemon))
+        });
     if let Some(signal) = start.ended_by() {
         // Nobody has connected yet.
         if let Some(link) = &link {
@@ -174,7 +186,7 @@ fn needs_keeper(options: &ServeOptions, log: &Log) -> bool {
 
 /// Where the ways in are in the file system.
 fn paths(options: &ServeOptions) -> impl Iterator<Item = &Path> {
-    let sockets = options.nbd.iter().filter_map(|address| match address {
+    let sockets = options.nbd.iter().chain(&options.metrics).filter_map(|address| match address {
         Address::Unix(path) => Some(path.as_path()),
         Address::Tcp { .. } => None,
     });

@@ -8,11 +8,14 @@
 
 mod client;
 mod condition;
+mod metrics;
+mod scrape;
 mod server;
 mod status;
 
 pub use client::{ask_for, attached, detached, status};
 pub use condition::Condition;
+pub use scrape::Endpoint;
 pub use server::Server;
 pub use status::{Background, CpuLatency, Export, Io, Looks, Protection, Status, Store, Traffic, Volume};
 

@@ -243,6 +243,9 @@ fn config(options: &OnOptions, plan: &Plan, directory: &Path, size: ByteSize) ->
     if let Some(algorithm) = options.compress.and_then(|it| it.to_possible_value()) {
         put("compress", Value::String(algorithm.get_name().to_owned()));
     }
+    if let Some(address) = &options.metrics {
+        put("metrics", Value::String(address.to_string()));
+    }
     put("swap", Value::Boolean(true));
     put("keeper", Value::Boolean(true));
     put("control", Value::String(text(service::control_socket(directory))));

@@ -1,6 +1,7 @@
 //! The command lines of `weir on`, `off`, `restart` and `top`.
 
 use super::policy::Policy;
+use crate::address::Address;
 use crate::backing::Backing;
 use crate::compress::Algorithm;
 use clap::{Args, ValueEnum};
@@ -48,6 +49,10 @@ pub struct OnOptions {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=32767))]
     pub priority: Option<u16>,
 
+    /// Have the daemon answer Prometheus, as weir serve does: unix:PATH or tcp:127.0.0.1:PORT. For one part only.
+    #[arg(long, value_name = "ADDRESS")]
+    pub metrics: Option<Address>,
+
     /// How the daemon trades power for latency.
     #[arg(long, value_enum, default_value_t)]
     pub policy: Policy,
@@ -80,6 +85,9 @@ impl OnOptions {
         }
         if let StoreChoice::Url(url) = self.store {
             self.store = StoreChoice::Url(url.absolute()?);
+        }
+        if let Some(Address::Unix(path)) = &mut self.metrics {
+            *path = std::path::absolute(&path)?;
         }
         Ok(self)
     }

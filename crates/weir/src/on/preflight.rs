@@ -64,6 +64,12 @@ const HOST_SPARE: ByteSize = ByteSize(256 << 20);
 /// The first thing that stands in the way.
 pub fn check(options: &OnOptions, machine: &Machine) -> Result<Plan, Failure> {
     sizes(options)?;
+    if let Some(address) = options.metrics.as_ref().filter(|_| options.parts > 1) {
+        let parts = options.parts;
+        return Err(Failure::Usage(format!(
+            "--metrics {address} is one daemon's, and --parts {parts} has {parts}: leave one of them out"
+        )));
+    }
     protections(options, machine)?;
     let systemd = machine.has("/run/systemd/system");
     let masks = hibernation(options, machine, systemd)?;
@@ -426,6 +432,16 @@ mod tests {
             Err(Failure::Failed(text) | Failure::Usage(text)) => text,
             _ => panic!("not refused"),
         }
+    }
+
+    #[test]
+    fn one_address_for_metrics_is_not_given_to_several_daemons() {
+        let machine = Fixture::new("metrics-on");
+        let said = refusal(check(
+            &options(&["--parts", "2", "--metrics", "tcp:127.0.0.1:9419"]),
+            &machine.machine(),
+        ));
+        assert!(said.contains("--metrics tcp:127.0.0.1:9419") && said.contains("--parts 2"), "{said}");
     }
 
     #[test]
