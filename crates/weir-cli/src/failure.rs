@@ -1,5 +1,5 @@
 //! How the program ends when it does not end well: one line on standard error, and an exit code that scripts can
-//! rely on (1 it failed, 2 it was asked wrongly).
+//! rely on (1 it failed, 2 it was asked wrongly, 3 there is not so much memory or room).
 
 use clap::error::ErrorKind;
 use std::error::Error;
@@ -8,6 +8,9 @@ use std::io::{self, Write as _};
 use std::process::ExitCode;
 use std::sync::OnceLock;
 
+/// The exit code of [`Failure::NoRoom`].
+pub const NO_ROOM: u8 = 3;
+
 /// Why the program ends early.
 #[derive(Debug)]
 pub enum Failure {
@@ -15,8 +18,12 @@ pub enum Failure {
     Failed(String),
     /// The command line or the configuration asks for something that does not exist.
     Usage(String),
+    /// Memory or room that was asked for is not to be had. Less of it may be.
+    NoRoom(String),
     /// Everything has been said already; only the exit code is left.
     Said,
+    /// A process that has said everything ended with this code, and so does this one.
+    Ended(u8),
     /// Help or version, or help in place of an answer (exit code 2): clap hands them over as errors.
     Asked(clap::Error),
 }
@@ -48,7 +55,12 @@ impl Failure {
                 say(&reason);
                 ExitCode::from(2)
             }
+            Failure::NoRoom(reason) => {
+                say(&reason);
+                ExitCode::from(NO_ROOM)
+            }
             Failure::Said => ExitCode::from(1),
+            Failure::Ended(code) => ExitCode::from(code),
             Failure::Asked(text) => {
                 // Standard output may be closed (`weir --help | head -1`): nothing is lost then.
                 let _ = text.print();

@@ -15,7 +15,7 @@ use weir_store::StoreUrl;
 /// Lets memory overflow where you chose: into idle GPU memory, host memory or files.
 #[derive(Debug, Parser)]
 #[command(name = "weir", version, propagate_version = true, max_term_width = 100)]
-#[command(after_help = "Exit codes: 0 done, 1 failed, 2 usage.")]
+#[command(after_help = "Exit codes: 0 done, 1 failed, 2 usage, 3 not so much memory or room.")]
 pub struct Cli {
     /// What to do.
     #[command(subcommand)]

@@ -65,8 +65,8 @@ fn in_background() -> Result<(), Failure> {
         return Ok(());
     }
     // It has said why on standard error, which it inherited.
-    child.wait().map_err(failed)?;
-    Err(Failure::Said)
+    let code = child.wait().map_err(failed)?.code();
+    Err(code.map_or(Failure::Said, |code| Failure::Ended(code as u8)))
 }
 
 fn serve(options: &MountOptions) -> Result<(), Failure> {

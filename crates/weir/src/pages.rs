@@ -12,7 +12,7 @@ use std::time::Instant;
 use weir_cli::failure::{Failure, chain};
 use weir_core::log::{Level, Log};
 use weir_core::{ByteSize, Memory, PAGE_SIZE};
-use weir_store::{Keep, OpenError, Report, Room, Store, StoreUrl};
+use weir_store::{Keep, OpenError, OpenErrorKind, Report, Room, Store, StoreUrl};
 use weir_volume::{Config, Kept, PAGES_MAX, Volume};
 
 /// What a volume is made of.
@@ -175,8 +175,11 @@ fn stores(
 ) -> Result<Vec<Arc<dyn Store>>, Failure> {
     // An error names what was asked for, not what that was made of.
     let mut open = |at, url: &StoreUrl, asked: &dyn Display| {
-        open(at, url, asked)
-            .map_err(|error| Failure::Failed(chain(&OpenError { store: asked.to_string(), ..error })))
+        open(at, url, asked).map_err(|error| {
+            let is_room = matches!(error.kind, OpenErrorKind::NoMemory { .. });
+            let reason = chain(&OpenError { store: asked.to_string(), ..error });
+            if is_room { Failure::NoRoom(reason) } else { Failure::Failed(reason) }
+        })
     };
     let fast = enlarged(plan);
     let mut stores = Vec::new();

@@ -51,7 +51,7 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
         if let Some(left) = left {
             left.clear();
         }
-        return if code == 0 { Ok(()) } else { Err(Failure::Said) };
+        return if code == 0 { Ok(()) } else { Err(Failure::Ended(code as u8)) };
     }
     // A daemon's lines go by its keeper's. Where nobody swaps, standard error can be waited for, and has a last word too.
     let relay = (options.swap && keeper.is_none()).then(Relay::start).transpose().map_err(Failure::failed)?;

@@ -24,7 +24,7 @@ pub fn open<T>(
     let size = size.unwrap_or(default);
     match open(StoreUrl::Vram(VramUrl { size: Some(size), ..VramUrl::new(Target::Index(0)) })) {
         // Why takes lines, and most machines are so.
-        Err(Failure::Failed(_)) => {
+        Err(Failure::Failed(_) | Failure::NoRoom(_)) => {
             log(
                 Level::Warning,
                 format_args!(

@@ -275,14 +275,14 @@ fn an_ordinary_user_who_may_not_open_a_disk_to_others_hears_where_that_is_said()
 fn what_cannot_be_is_one_line_that_says_why() {
     let file = std::env::temp_dir().join(format!("weir-mount-{}-file", std::process::id()));
     fs::write(&file, b"precious").unwrap();
-    for (directory, flags, words) in [
-        (Path::new("/nonexistent/directory"), &["--store", "host:8MiB"][..], "/nonexistent/directory"),
-        (&file, &["--store", "host:8MiB"], "no directory"),
-        (Path::new("/tmp"), &["--store", "host:1TiB"], "host"),
+    for (directory, flags, words, code) in [
+        (Path::new("/nonexistent/directory"), &["--store", "host:8MiB"][..], "/nonexistent/directory", 1),
+        (&file, &["--store", "host:8MiB"], "no directory", 1),
+        (Path::new("/tmp"), &["--store", "host:1TiB"], "host", 3),
     ] {
         for mode in [&[][..], &["--foreground"]] {
             let output = weir(&[flags, mode].concat(), directory).output().unwrap();
-            assert_eq!(output.status.code(), Some(1), "{}", said(&output));
+            assert_eq!(output.status.code(), Some(code), "{}", said(&output));
             assert!(said(&output).contains(words) && said(&output).lines().count() == 1, "{}", said(&output));
         }
     }

@@ -209,21 +209,17 @@ fn start(
         };
         match service.start(journal) {
             Ok(status) => return Ok(status),
-            Err(Failure::Failed(reason)) if lacks_device_memory(&plan.store, &reason) => {
+            // Somebody has taken memory of the card since it was asked.
+            Err(Failure::NoRoom(reason)) if matches!(plan.store, StoreChoice::Vram(_)) => {
                 if journal.state().steps.len() > steps {
                     off::undo_last(journal)?;
                 }
-                last = Some(Failure::Failed(reason));
+                last = Some(Failure::NoRoom(reason));
             }
             Err(failure) => return Err(failure),
         }
     }
     Err(last.expect("there is a first try"))
-}
-
-/// Whether a smaller device might work: the sentence is that of the vram store.
-fn lacks_device_memory(store: &StoreChoice, reason: &str) -> bool {
-    matches!(store, StoreChoice::Vram(_)) && reason.contains("of device memory, but only")
 }
 
 /// The options of `weir serve`.

@@ -19,7 +19,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use toml::{Table, Value};
-use weir_cli::failure::Failure;
+use weir_cli::failure::{Failure, NO_ROOM};
 use weir_export::fuse;
 use weir_system::device_use;
 
@@ -151,18 +151,22 @@ impl Service {
                 return Ok(status);
             }
             let ended = match (&mut child, &self.unit) {
-                (Some(child), _) => child.try_wait().map_err(Failure::failed)?.is_some(),
-                (None, Some(unit)) => systemctl(&["is-active", "--quiet", unit]).is_err(),
-                (None, None) => false,
+                (Some(child), _) => child.try_wait().map_err(Failure::failed)?.map(|status| status.code()),
+                (None, Some(unit)) => {
+                    systemctl(&["is-active", "--quiet", unit]).is_err().then(|| code_of_unit(unit))
+                }
+                (None, None) => None,
             };
-            if ended {
-                return Err(Failure::Failed(match &self.unit {
+            if let Some(code) = ended {
+                let reason = match &self.unit {
                     Some(unit) => last_line_of_unit(unit, started)
                         .unwrap_or_else(|| format!("{unit} ended at once; see journalctl -u {unit}")),
                     None => {
                         last_line(&self.directory).unwrap_or("the daemon ended without a word".to_owned())
                     }
-                }));
+                };
+                let is_room = code == Some(NO_ROOM.into());
+                return Err(if is_room { Failure::NoRoom(reason) } else { Failure::Failed(reason) });
             }
             if begun.elapsed() > START {
                 return Err(Failure::Failed(format!(
@@ -206,6 +210,13 @@ fn last_line_of_unit(unit: &str, started: SystemTime) -> Option<String> {
     let since = format!("--since=@{}", started.duration_since(UNIX_EPOCH).ok()?.as_secs());
     said(&["--sync"]);
     last_of(&said(&["--quiet", "--output=cat", "--lines=1", &since, &own])?)
+}
+
+/// The exit code of a unit that has failed.
+fn code_of_unit(unit: &str) -> Option<i32> {
+    let show = ["show", "--property=ExecMainStatus", "--value", unit];
+    let output = Command::new("systemctl").args(show).stdin(Stdio::null()).output().ok()?;
+    String::from_utf8(output.stdout).ok()?.trim().parse().ok()
 }
 
 fn last_of(text: &str) -> Option<String> {
