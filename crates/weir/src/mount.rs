@@ -66,7 +66,8 @@ fn in_background() -> Result<(), Failure> {
     }
     // It has said why on standard error, which it inherited.
     let code = child.wait().map_err(failed)?.code();
-    Err(code.map_or(Failure::Said, |code| Failure::Ended(code as u8)))
+    // Nothing is mounted, also where it ended well.
+    Err(code.filter(|code| *code > 0).map_or(Failure::Said, |code| Failure::Ended(code as u8)))
 }
 
 fn serve(options: &MountOptions) -> Result<(), Failure> {
