@@ -84,11 +84,18 @@ pub trait PageLane: Send {
         0
     }
 
+    /// Whether it has [`discard`](PageLane::discard) and [`zero`](PageLane::zero). Without, nobody calls them, and a request for
+    /// either is refused.
+    const CLEARS: bool = true;
+
+    /// Whether [`flush`](PageLane::flush) has anything to wait for.
+    const FLUSHES: bool = false;
+
     /// Forgets pages `first..first + count`: they read as zeros, and take no room. In time that grows with `count`.
-    fn discard(&mut self, first: PageNo, count: u32);
+    fn discard(&mut self, _first: PageNo, _count: u32) {}
 
     /// Makes pages `first..first + count` zeros that count as written. In time that grows with `count`.
-    fn zero(&mut self, first: PageNo, count: u32);
+    fn zero(&mut self, _first: PageNo, _count: u32) {}
 
     /// Answers when every write that was acknowledged before, by any lane, is as safe as the device can make it.
     fn flush(&mut self, ticket: Ticket) -> Progress;

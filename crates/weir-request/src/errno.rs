@@ -7,11 +7,7 @@ use weir_device::Fault;
 pub fn errno(fault: Fault) -> Errno {
     match fault {
         Fault::Full => Errno::NOSPC,
-        Fault::Io(_)
-        | Fault::Lost
-        | Fault::Timeout
-        | Fault::Corrupt
-        | Fault::Unsupported
-        | Fault::Forsaken => Errno::IO,
+        Fault::Unsupported => Errno::OPNOTSUPP,
+        Fault::Io(_) | Fault::Lost | Fault::Timeout | Fault::Corrupt | Fault::Forsaken => Errno::IO,
     }
 }

@@ -385,6 +385,10 @@ impl<L: PageLane> Requests<L> {
 
     fn clear<M: RequestMemory>(&mut self, id: Id, work: Work, memory: &M) -> Step {
         let Requests { lane, flight, .. } = self;
+        if !L::CLEARS {
+            flight.fail(id, Fault::Unsupported);
+            return Step::Issued;
+        }
         let (Request { op, span, .. }, mut at) = (work.request, work.next);
         let (pages, mut room) = (span.pages(), STEP);
         while at < pages && !flight.has_failed(id) {

@@ -204,6 +204,12 @@ pub trait Lane: Send {
     /// Waits until what was [written past the caches](Lane::write_past_caches) is there for everybody.
     fn settle(&mut self) {}
 
+    /// Queues a flush: every write that any lane handed over as done before is safe against a power failure afterwards. One at a time.
+    /// It takes as long as the device takes: [`ANSWER_WITHIN`] is not for it. Memory has nothing to flush.
+    fn flush(&mut self, _ticket: Ticket) -> Progress {
+        Progress::Done(Ok(()))
+    }
+
     /// Starts everything queued since the last call.
     fn submit(&mut self) {}
 

@@ -62,21 +62,8 @@ impl Backing {
             Err(Errno::NOENT) => (false, true),
             Err(errno) => return Err(OpenError::io(name, format!("cannot look at {shown}"), errno)),
         };
-        let (file, is_direct) = soon(|| open_file(path, is_device, is_new)).map_err(|errno| {
-            let what = match errno {
-                Errno::BUSY => {
-                    "is in use (mounted, swap, part of an array, or another Weir's); detach it first"
-                }
-                Errno::NOENT => "is in a directory that does not exist; create that first",
-                Errno::ROFS => "is on a read-only file system; choose another place",
-                Errno::ACCESS if rustix::process::geteuid().is_root() => {
-                    "cannot be written, as this root lacks CAP_DAC_OVERRIDE (a unit's or a container's bounds); choose another place"
-                }
-                Errno::ACCESS => "cannot be written; run as root, or choose another place",
-                _ => "cannot be opened",
-            };
-            OpenError::io(name, format!("{shown} {what}"), errno)
-        })?;
+        let (file, is_direct) = soon(|| open_file(path, is_device, is_new))
+            .map_err(|errno| OpenError::io(name, format!("{shown} {}", refusal(errno)), errno))?;
         let backing = Backing { file, room: 0, is_device, is_direct };
         let ready = backing.take(name, path, size, overwrite).and_then(|backing| {
             if room == Room::Written {
@@ -91,6 +78,37 @@ impl Backing {
             let _ = std::fs::remove_file(path);
         }
         ready
+    }
+
+    /// Opens `path` as it is, for this process alone. Returns its length in bytes, too.
+    pub(super) fn open_raw(name: &str, path: &Path) -> Result<(Self, u64), OpenError> {
+        let is_device = match rustix::fs::stat(path).map(|stat| FileType::from_raw_mode(stat.st_mode)) {
+            Ok(FileType::BlockDevice) => true,
+            Ok(FileType::RegularFile) => false,
+            Ok(_) => {
+                let what = "it is neither a file nor a block device; give one of these";
+                return Err(OpenError::new(OpenErrorKind::Layout, name, what));
+            }
+            Err(Errno::NOENT) => {
+                let what =
+                    "it does not exist; truncate -s makes a file, lsblk lists the devices that there are";
+                return Err(OpenError::new(OpenErrorKind::NoDevice, name, what));
+            }
+            Err(errno) => return Err(OpenError::io(name, "cannot look at it", errno)),
+        };
+        let (file, is_direct) = soon(|| open_file(path, is_device, false))
+            .map_err(|errno| OpenError::io(name, format!("it {}", refusal(errno)), errno))?;
+        let backing = Backing { file, room: 0, is_device, is_direct };
+        match soon(|| rustix::fs::flock(&backing.file, FlockOperation::NonBlockingLockExclusive)) {
+            Ok(()) => {}
+            Err(Errno::WOULDBLOCK) => {
+                let what = "it is in use by another process; stop that first";
+                return Err(OpenError::new(OpenErrorKind::InUse, name, what));
+            }
+            Err(errno) => return Err(OpenError::io(name, "cannot lock it", errno)),
+        }
+        let bytes = backing.length(name)?;
+        Ok((Backing { room: bytes, ..backing }, bytes))
     }
 
     /// Takes over an open file or device of a daemon that has ended. Its lock came with it.
@@ -480,6 +498,20 @@ fn soon<T>(attempt: impl Fn() -> Result<T, Errno>) -> Result<T, Errno> {
         }
     }
     attempt()
+}
+
+/// Why a file or device cannot be opened, with the next step.
+fn refusal(errno: Errno) -> &'static str {
+    match errno {
+        Errno::BUSY => "is in use (mounted, swap, part of an array, or another Weir's); detach it first",
+        Errno::NOENT => "is in a directory that does not exist; create that first",
+        Errno::ROFS => "is on a read-only file system; choose another place",
+        Errno::ACCESS if rustix::process::geteuid().is_root() => {
+            "cannot be written, as this root lacks CAP_DAC_OVERRIDE (a unit's or a container's bounds); choose another place"
+        }
+        Errno::ACCESS => "cannot be written; run as root, or choose another place",
+        _ => "cannot be opened",
+    }
 }
 
 /// Opens with O_DIRECT where the file system takes it; says whether it did.

@@ -26,6 +26,9 @@ const RUN_PAGES: usize = 256;
 /// Entries of the largest ring (IORING_MAX_ENTRIES).
 const DEPTH_MOST: usize = 1 << 15;
 
+/// What the ring calls a member's part of a flush; other entries have a staging page's number.
+const FLUSH: u64 = u64::MAX;
+
 /// How often an I/O that the kernel interrupts is started anew before that counts as a failure.
 const RETRIES: u8 = 16;
 
@@ -57,6 +60,8 @@ pub(super) struct FileLane {
     settled: Vec<Slot>,
     /// Whether the ring knows the staging memory, which saves pinning it for each I/O.
     is_registered: bool,
+    /// The flush under way.
+    flush: Option<Flush>,
     /// Whether the kernel has just refused entries, so that no completion will wake anyone.
     is_refused: bool,
 }
@@ -71,6 +76,15 @@ struct Operation {
     started: Option<Instant>,
     /// Its owner has been told that there is no answer.
     is_late: bool,
+}
+
+/// A flush under way.
+#[derive(Clone, Copy)]
+struct Flush {
+    ticket: Ticket,
+    /// Members that have not answered.
+    left: usize,
+    result: Result<(), Fault>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -90,7 +104,7 @@ struct Run {
 
 impl FileLane {
     pub(super) fn open(name: &str, shared: Arc<Shared>, depth: usize) -> Result<Self, OpenError> {
-        if depth > DEPTH_MOST {
+        if depth + shared.members.len() > DEPTH_MOST {
             return Err(OpenError::new(
                 OpenErrorKind::Layout,
                 name,
@@ -99,7 +113,7 @@ impl FileLane {
         }
         let bytes = (depth * PAGE_SIZE) as u64;
         let staging = Staging::new(depth).map_err(|error| OpenError::no_memory(name, bytes, error))?;
-        let ring = IoUring::builder().build(depth as u32).map_err(|error| {
+        let ring = IoUring::builder().build((depth + shared.members.len()) as u32).map_err(|error| {
             let what = "io_uring is refused here; allow it (sysctl kernel.io_uring_disabled=0, or the \
                         container's seccomp profile)";
             OpenError::io(name, what, error)
@@ -147,6 +161,7 @@ impl FileLane {
             late: 0,
             settled: Vec::with_capacity(depth),
             is_registered,
+            flush: None,
             is_refused: false,
         })
     }
@@ -205,7 +220,7 @@ impl FileLane {
     fn push(&mut self, entry: &squeue::Entry) {
         // SAFETY: the entry's memory is staging pages that stay taken until its completion; they
         // and the files outlive the ring (`Drop` waits).
-        unsafe { self.ring.submission().push(entry) }.expect("an entry for each staging page");
+        unsafe { self.ring.submission().push(entry) }.expect("an entry for each staging page and member");
     }
 
     /// Hands what lies in the submission queue to the kernel, if it takes it now.
@@ -288,6 +303,20 @@ impl FileLane {
         }
     }
 
+    /// A member has answered its part of the flush.
+    fn flushed(&mut self, result: i32, done: &mut dyn FnMut(Done<'_>)) {
+        let Some(flush) = &mut self.flush else { return };
+        flush.left -= 1;
+        if result < 0 {
+            flush.result = Err(Fault::Io(-result));
+        }
+        if flush.left == 0 {
+            let Flush { ticket, result, .. } = *flush;
+            self.flush = None;
+            done(Done { ticket, result, page: None });
+        }
+    }
+
     /// Has the time of what was submitted since the last poll begin.
     fn stamp(&mut self, now: Instant) {
         self.unstamped.drain(..).for_each(|page| self.operations[page].started = Some(now));
@@ -356,6 +385,20 @@ impl Lane for FileLane {
         }
     }
 
+    fn flush(&mut self, ticket: Ticket) -> Progress {
+        if self.flush.is_some() {
+            return Progress::Full;
+        }
+        let members = self.shared.members.len();
+        self.flush = Some(Flush { ticket, left: members, result: Ok(()) });
+        for member in 0..members as u32 {
+            let entry = opcode::Fsync::new(types::Fixed(member)).flags(types::FsyncFlags::DATASYNC).build();
+            self.push(&entry.user_data(FLUSH));
+            self.running += 1;
+        }
+        Progress::Queued
+    }
+
     fn submit(&mut self) {
         if !self.queued.is_empty() {
             self.unstamped.extend_from_slice(&self.queued);
@@ -381,6 +424,10 @@ impl Lane for FileLane {
     fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
         self.stamp(now);
         while let Some((first, result)) = self.next_completion() {
+            if first == FLUSH as usize {
+                self.flushed(result, done);
+                continue;
+            }
             let pages = first..first + self.runs[first].pages;
             if self.operations[pages.clone()].iter().all(|operation| operation.is_late) {
                 pages.for_each(|page| self.finish(page, Ok(()), done));
@@ -401,7 +448,7 @@ impl Lane for FileLane {
     }
 
     fn in_flight(&self) -> usize {
-        self.staging.in_use() - self.late
+        self.staging.in_use() - self.late + usize::from(self.flush.is_some())
     }
 
     /// The ring itself, which is readable while completions wait: no second descriptor to clear
@@ -527,6 +574,7 @@ mod tests {
         // Slot 0 is the reading end's, slot 1 the writing end's.
         let shared = Shared {
             members: Box::new([member(&reading), member(&writing)]),
+            start: super::super::HEADER,
             cipher: None,
             room: crate::Room::Reserved,
             slots: 128,

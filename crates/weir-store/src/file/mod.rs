@@ -8,6 +8,7 @@ mod backing;
 mod cipher;
 mod lane;
 mod quiet;
+mod raw;
 mod signature;
 mod staging;
 mod stripe_url;
@@ -50,6 +51,8 @@ pub struct FileStore {
 #[derive(Debug)]
 struct Shared {
     members: Box<[Backing]>,
+    /// Where pages begin on each member.
+    start: u64,
     cipher: Option<Cipher>,
     slots: u32,
     deal: Deal,
@@ -249,6 +252,7 @@ impl Shared {
         let chunk_slots = (layout.chunk.0 / page).clamp(1, slots.into()) as u32;
         Ok(Shared {
             members: members.into(),
+            start: HEADER,
             cipher,
             slots,
             deal,
@@ -276,7 +280,7 @@ impl Shared {
     #[inline]
     fn locate(&self, slot: u32) -> Place {
         let (member, there) = self.deal.locate(Slot(slot)).expect("turns end nowhere");
-        Place { member, offset: HEADER + u64::from(there.0) * PAGE_SIZE as u64 }
+        Place { member, offset: self.start + u64::from(there.0) * PAGE_SIZE as u64 }
     }
 
     /// The range that a chunk takes of each member, in bytes: where it starts and how long it is.
@@ -287,7 +291,7 @@ impl Shared {
         }
         let slots = u64::from(self.chunk_slots).min(u64::from(self.slots) - first);
         let share = |slots: u64| slots / self.members.len() as u64 * PAGE_SIZE as u64;
-        Ok((HEADER + share(first), share(slots)))
+        Ok((self.start + share(first), share(slots)))
     }
 }
 
@@ -324,12 +328,13 @@ impl Store for FileStore {
         State::Online
     }
 
+    /// What lies in a file as it is stays somebody's.
     fn reclaim(&self) -> Option<&dyn Reclaim> {
-        Some(self)
+        (self.shared.start > 0).then_some(self as _)
     }
 
     fn survive(&self) -> Option<&dyn Survive> {
-        Some(self)
+        (self.shared.start > 0).then_some(self as _)
     }
 }
 
@@ -407,6 +412,7 @@ mod tests {
         let member = || Backing { file: file(), room: 64 << 12, is_device: false, is_direct: false };
         let shared = Shared {
             members: Box::new([member(), member(), member()]),
+            start: HEADER,
             cipher: None,
             slots: 192,
             deal: Deal::in_turns(3, 4),
@@ -447,6 +453,7 @@ mod tests {
         let first = memfd();
         let member = |file| Backing { file, room: 64 << 12, is_device: false, is_direct: false };
         let shared = Shared {
+            start: HEADER,
             members: Box::new([member(first), member(second)]),
             cipher: None,
             slots: 128,

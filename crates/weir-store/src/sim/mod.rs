@@ -12,6 +12,7 @@ pub use url::SimUrl;
 
 use crate::{Fault, Keep, Lane, OpenError, OpenErrorKind, Reclaim, State, Store, Survive};
 use lane::SimLane;
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use weir_core::{PAGE_SIZE, PageBytes, Slot};
@@ -71,6 +72,8 @@ struct Shared {
     is_away: AtomicBool,
     drains: AtomicBool,
     orphans: Mutex<Vec<(Slot, PageBytes)>>,
+    /// What each slot written since the last flush has held since, the oldest first; `None`: not kept.
+    unflushed: Mutex<Option<BTreeMap<u32, Vec<PageBytes>>>>,
     counts: Counts,
 }
 
@@ -118,6 +121,7 @@ impl Sim {
             is_away: AtomicBool::new(false),
             drains: AtomicBool::new(false),
             orphans: Mutex::default(),
+            unflushed: Mutex::default(),
             counts: Counts::default(),
         };
         Ok(Sim { name, lanes: AtomicU64::new(0), shared: Arc::new(shared) })
@@ -158,6 +162,21 @@ impl Sim {
         let (slot, page) = hold(&self.shared.orphans).swap_remove(at);
         if !self.shared.is_lost() {
             hold(&self.shared.cells[slot.0 as usize]).page = page;
+        }
+    }
+
+    /// From here on it is a disk with a cache that a power failure empties; see [`cut_power`](Sim::cut_power).
+    pub fn forget_without_power(&self) {
+        *hold(&self.shared.unflushed) = Some(BTreeMap::new());
+    }
+
+    /// Cuts the power: each slot written since the last flush holds one of the contents that it has had since then, as `choose` says
+    /// of so many, each slot by itself.
+    pub fn cut_power(&self, choose: &mut dyn FnMut(usize) -> usize) {
+        let Some(unflushed) = &mut *hold(&self.shared.unflushed) else { return };
+        for (slot, contents) in std::mem::take(unflushed) {
+            let page = contents[choose(contents.len())];
+            *hold(&self.shared.cells[slot as usize]) = Cell { page, damage: None };
         }
     }
 
