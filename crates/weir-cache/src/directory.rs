@@ -1,0 +1,494 @@
+//! Which page lies in which frame, who uses it, and which page leaves next.
+//!
+//! Frames are grouped in sets of [`WAYS`]. A page can lie in the frames of one set only, so the index is one word a frame and covers
+//! what is cached, not the home. Nothing here does I/O or takes a lock: every change is one compare-and-exchange.
+//!
+//! **One frame a page.** Whoever looks for a page in vain claims a frame for it, then looks through the set again. The claim in the
+//! lower frame ends the one in the higher; a claim counts once nobody else's is left. The last step is a compare-and-exchange on one's
+//! own claim, so of two claims one at least does not count.
+//!
+//! **Policy.** S3-FIFO (Yang et al., *FIFO queues are all you need for cache eviction*, SOSP 2023) within each set. A new page is *young*.
+//! A tenth of a set is for young pages: one that was not used again leaves first, one that was grows old. An old page leaves when the hand
+//! has found it as often as it was used since, three times at most. Of a young page that left, a fingerprint of 16 bits stays
+//! for a while: the page is old at once if it comes back. So a scan passes through a tenth of the cache.
+
+use crate::entry::{ALONE, Entry, Kind};
+use std::io;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use weir_core::{Memory, PageNo};
+
+/// Frames of a set.
+pub const WAYS: u32 = 64;
+/// Young pages of a set that are too many by one.
+const YOUNG_MAX: u32 = WAYS / 10;
+/// Sets that wait for the write-back, at most.
+const PRESSED: usize = 64;
+
+/// A frame's number; it is the number of its page in the volume that holds the cached pages.
+pub(crate) type Frame = u32;
+
+/// The index of a cache.
+pub struct Directory {
+    words: Memory,
+    sets: u32,
+    dirty: AtomicU32,
+    /// Sets in which a page found no frame, plus 1; 0 is none.
+    pressed: [AtomicU32; PRESSED],
+}
+
+/// What a search for a page that is to be shared has found.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Found {
+    /// This frame has it. It is shared now.
+    Hit(Frame),
+    /// It has no frame.
+    Absent,
+    /// Somebody has it alone for now.
+    Busy,
+}
+
+/// A frame that one user has alone.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Held {
+    pub frame: Frame,
+    /// Whether it has the page's content.
+    pub is_valid: bool,
+    pub is_dirty: bool,
+}
+
+/// What a frame is when who had it alone lets it go.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Outcome {
+    /// It has what the home has.
+    Clean,
+    /// It has something newer.
+    Dirty,
+    /// It has something newer, and a write to the home may land at any time.
+    Late,
+    /// It has nothing.
+    Nothing,
+}
+
+impl Directory {
+    /// An empty one over at most so many frames: whole sets, one at least.
+    ///
+    /// # Errors
+    /// When there is no memory for it.
+    pub fn new(frames: u32) -> io::Result<Self> {
+        let sets = (frames / WAYS).max(1);
+        let words = Memory::anonymous((sets * WAYS) as usize * size_of::<u64>())?;
+        Ok(Directory {
+            words,
+            sets,
+            dirty: AtomicU32::new(0),
+            pressed: [const { AtomicU32::new(0) }; PRESSED],
+        })
+    }
+
+    /// Its frames.
+    pub fn frames(&self) -> u32 {
+        self.sets * WAYS
+    }
+
+    /// Bytes of memory that it takes.
+    pub fn memory_bytes(&self) -> u64 {
+        self.words.len() as u64
+    }
+
+    /// Pages whose content is newer than the home's, or on its way there.
+    pub fn dirty(&self) -> u32 {
+        self.dirty.load(Ordering::Relaxed)
+    }
+
+    /// Frames that are some page's. Looks at each.
+    pub fn used(&self) -> u32 {
+        (0..self.frames()).filter(|frame| self.load(*frame).kind() != Kind::Empty).count() as u32
+    }
+
+    /// Does to the policy what a read of the page does, as if its I/O took no time. Whether the page was there. For replays of traces.
+    pub fn replay(&self, page: PageNo) -> bool {
+        match self.share(page) {
+            Found::Hit(frame) => {
+                self.leave(frame, false);
+                true
+            }
+            Found::Absent | Found::Busy => {
+                if let Some(held) = self.hold(page, 0) {
+                    self.let_go(held, Outcome::Clean);
+                }
+                false
+            }
+        }
+    }
+
+    fn word(&self, frame: Frame) -> &AtomicU64 {
+        assert!(frame < self.frames(), "frame {frame} of {}", self.frames());
+        // SAFETY: inside the mapping (checked above), aligned (8-byte steps from a page boundary), and only ever accessed as an atomic.
+        unsafe { &*self.words.as_ptr().cast::<AtomicU64>().add(frame as usize) }
+    }
+
+    pub(crate) fn load(&self, frame: Frame) -> Entry {
+        Entry(self.word(frame).load(Ordering::SeqCst))
+    }
+
+    fn replace(&self, frame: Frame, was: Entry, entry: Entry) -> bool {
+        let word = self.word(frame);
+        let replaced = word.compare_exchange(was.0, entry.0, Ordering::SeqCst, Ordering::Relaxed).is_ok();
+        if replaced && was.is_ahead() != entry.is_ahead() {
+            let step = if entry.is_ahead() { 1 } else { u32::MAX };
+            self.dirty.fetch_add(step, Ordering::Relaxed);
+        }
+        replaced
+    }
+
+    /// Changes a word to what `change` makes of it; `None`: it stays. Returns what it was.
+    fn change(&self, frame: Frame, change: impl Fn(Entry) -> Option<Entry>) -> (Entry, bool) {
+        loop {
+            let was = self.load(frame);
+            match change(was) {
+                None => return (was, false),
+                Some(entry) if self.replace(frame, was, entry) => return (was, true),
+                Some(_) => {}
+            }
+        }
+    }
+
+    /// The first frame of a page's set, and its fingerprint.
+    fn place(&self, page: PageNo) -> (Frame, u16) {
+        let hash = u64::from(page.0).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let hash = hash ^ hash >> 29;
+        let set = ((hash >> 32) * u64::from(self.sets)) >> 32;
+        (set as u32 * WAYS, (hash as u16).max(1))
+    }
+
+    fn find(&self, first: Frame, page: PageNo) -> Option<(Frame, Entry)> {
+        (first..first + WAYS)
+            .map(|frame| (frame, self.load(frame)))
+            .find(|(_, entry)| entry.page() == page && entry.kind() != Kind::Empty)
+    }
+
+    /// Shares the frame that has the page, if one has.
+    pub(crate) fn share(&self, page: PageNo) -> Found {
+        let (first, _) = self.place(page);
+        loop {
+            let Some((frame, entry)) = self.find(first, page) else { return Found::Absent };
+            let Some(shared) = entry.shared().filter(|_| entry.kind() == Kind::Valid) else {
+                return Found::Busy;
+            };
+            if self.replace(frame, entry, shared.hit()) {
+                return Found::Hit(frame);
+            }
+        }
+    }
+
+    /// Ends [`share`](Directory::share). `wrote`: its content is newer than the home's now.
+    pub(crate) fn leave(&self, frame: Frame, wrote: bool) {
+        self.change(frame, |entry| {
+            Some(entry.with_users(entry.users() - 1).with_dirty(entry.is_dirty() || wrote))
+        });
+    }
+
+    /// From sharing a clean frame to having it alone. False: others share it, or it is not clean.
+    pub(crate) fn upgrade(&self, frame: Frame) -> bool {
+        let alone = |entry: Entry| {
+            let may = entry.users() == 1 && !entry.is_dirty() && !entry.is_writing();
+            may.then(|| entry.with_users(ALONE))
+        };
+        self.change(frame, alone).1
+    }
+
+    /// Has the page's frame alone, or a new one where it has none. `who` is the caller's lane, of which each has a number of its own. `None`: somebody else uses it, or no frame of its set is free.
+    pub(crate) fn hold(&self, page: PageNo, who: u8) -> Option<Held> {
+        let (first, fingerprint) = self.place(page);
+        if let Some((frame, entry)) = self.find(first, page) {
+            let may = entry.kind() == Kind::Valid && entry.users() == 0 && !entry.is_writing();
+            let alone = entry.hit().with_users(ALONE);
+            let held = Held { frame, is_valid: true, is_dirty: entry.is_dirty() };
+            return (may && self.replace(frame, entry, alone)).then_some(held);
+        }
+        let Some((frame, victim)) = self.victim(first) else {
+            self.press(first / WAYS);
+            return None;
+        };
+        let young = !self.forgive(first, fingerprint);
+        let left = if victim.kind() != Kind::Empty && victim.is_young() && frame != first {
+            victim.with_ghost(self.place(victim.page()).1)
+        } else {
+            victim
+        };
+        let claim = left.claimed(page, who, young);
+        (self.replace(frame, victim, claim) && self.confirm(first, frame, page, who)).then_some(Held {
+            frame,
+            is_valid: false,
+            is_dirty: false,
+        })
+    }
+
+    /// Makes a claim count, unless another frame is the page's.
+    fn confirm(&self, first: Frame, mine: Frame, page: PageNo, who: u8) -> bool {
+        // Whoever ended this claim may have had the frame claimed again, by another lane.
+        let is_mine = |entry: Entry| {
+            entry.kind() == Kind::Claimed && entry.page() == page && entry.users() == who.into()
+        };
+        let give_up = || {
+            self.change(mine, |entry| is_mine(entry).then(|| entry.emptied()));
+            false
+        };
+        for frame in (first..first + WAYS).filter(|frame| *frame != mine) {
+            loop {
+                let entry = self.load(frame);
+                if entry.page() != page || entry.kind() == Kind::Empty {
+                    break;
+                }
+                // The lower claim goes on, and ends the other.
+                if entry.kind() != Kind::Claimed || frame < mine {
+                    return give_up();
+                }
+                if self.replace(frame, entry, entry.emptied()) {
+                    break;
+                }
+            }
+        }
+        let held = |entry: Entry| entry.with_kind(Kind::Held).with_users(ALONE);
+        self.change(mine, |entry| is_mine(entry).then(|| held(entry))).1
+    }
+
+    /// Lets go of a frame.
+    pub(crate) fn let_go(&self, held: Held, outcome: Outcome) {
+        self.change(held.frame, |entry| {
+            let valid = entry.with_kind(Kind::Valid).with_users(0);
+            Some(match outcome {
+                Outcome::Clean => valid.with_dirty(false),
+                Outcome::Dirty => valid.with_dirty(true),
+                Outcome::Late => valid.with_dirty(true).with_writing(true),
+                Outcome::Nothing => entry.emptied(),
+            })
+        });
+    }
+
+    /// Begins to write a frame's page to the home: it is clean unless somebody writes it from here on.
+    pub(crate) fn begin_write_back(&self, frame: Frame) -> bool {
+        self.change(frame, |entry| {
+            let may = entry.kind() == Kind::Valid && entry.is_dirty() && !entry.is_writing();
+            Some(entry.shared().filter(|_| may)?.with_dirty(false).with_writing(true))
+        })
+        .1
+    }
+
+    /// The content has been read, or could not be.
+    pub(crate) fn end_write_back(&self, frame: Frame, outcome: Outcome) {
+        self.change(frame, |entry| {
+            let entry = entry.with_users(entry.users() - 1);
+            Some(match outcome {
+                Outcome::Clean => entry.with_writing(false),
+                Outcome::Dirty | Outcome::Nothing => entry.with_writing(false).with_dirty(true),
+                Outcome::Late => entry.with_dirty(true),
+            })
+        });
+    }
+
+    /// A write to the home that was late has ended.
+    pub(crate) fn settle(&self, page: PageNo) {
+        let (first, _) = self.place(page);
+        if let Some((frame, _)) = self.find(first, page) {
+            self.change(frame, |entry| entry.is_writing().then(|| entry.with_writing(false)));
+        }
+    }
+
+    fn press(&self, set: u32) {
+        self.pressed[set as usize % PRESSED].store(set + 1, Ordering::Relaxed);
+    }
+
+    /// Whether a page has found no frame since the last time.
+    pub(crate) fn has_pressed(&self) -> bool {
+        self.pressed.iter().any(|slot| slot.load(Ordering::Relaxed) != 0)
+    }
+
+    /// Takes the sets in which pages have found no frame since the last time: the first frame of each.
+    pub(crate) fn take_pressed(&self) -> impl Iterator<Item = Frame> {
+        let take = |slot: &AtomicU32| match slot.load(Ordering::Relaxed) {
+            0 => None,
+            _ => slot.swap(0, Ordering::Relaxed).checked_sub(1),
+        };
+        self.pressed.iter().filter_map(take).map(|set| set * WAYS)
+    }
+
+    /// Whether a fingerprint of the page is there; it is taken away.
+    fn forgive(&self, first: Frame, fingerprint: u16) -> bool {
+        // The first word of a set has the hands there.
+        let is_it = |entry: Entry| entry.ghost() == fingerprint;
+        let Some(frame) = (first + 1..first + WAYS).find(|frame| is_it(self.load(*frame))) else {
+            return false;
+        };
+        self.change(frame, |entry| is_it(entry).then(|| entry.with_ghost(0)));
+        true
+    }
+
+    /// The frame that the next page of a set gets; `None`: all are used, dirty or being written.
+    fn victim(&self, first: Frame) -> Option<(Frame, Entry)> {
+        let mut young = 0;
+        for frame in first..first + WAYS {
+            let entry = self.load(frame);
+            if entry.kind() == Kind::Empty {
+                return Some((frame, entry));
+            }
+            young += u32::from(entry.is_young());
+        }
+        let queues = if young > YOUNG_MAX { [true, false] } else { [false, true] };
+        queues.into_iter().find_map(|young| self.sweep(first, young))
+    }
+
+    /// Turns the hand of a set's young or old pages until it finds one that may leave.
+    fn sweep(&self, first: Frame, young: bool) -> Option<(Frame, Entry)> {
+        let shift = if young { 0 } else { 8 };
+        let hand = u32::from(self.load(first).ghost() >> shift) % WAYS;
+        // An old page may have been used three times: then it leaves in the fourth round.
+        let rounds = if young { 1 } else { 4 };
+        for step in 0..rounds * WAYS {
+            let way = (hand + step) % WAYS;
+            let frame = first + way;
+            let entry = self.load(frame);
+            if !entry.is_evictable() || entry.is_young() != young {
+                continue;
+            }
+            if entry.hits() == 0 {
+                let next = ((way + 1) % WAYS) as u16;
+                self.change(first, |entry| {
+                    let hands = entry.ghost() & !(0xff << shift) | next << shift;
+                    Some(entry.with_ghost(hands))
+                });
+                // The hand may have changed this very word.
+                return Some((frame, self.load(frame))).filter(|(_, entry)| entry.is_evictable());
+            }
+            let aged =
+                if young { entry.with_young(false).with_hits(0) } else { entry.with_hits(entry.hits() - 1) };
+            // Somebody uses it: that is an answer too.
+            let _ = self.replace(frame, entry, aged);
+        }
+        None
+    }
+}
+
+impl std::fmt::Debug for Directory {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Directory({} frames)", self.frames())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::HashSet;
+
+    fn pages_of(directory: &Directory) -> Vec<u32> {
+        let entries = (0..directory.frames()).map(|frame| directory.load(frame));
+        entries.filter(|entry| entry.kind() != Kind::Empty).map(|entry| entry.page().0).collect()
+    }
+
+    #[test]
+    fn a_page_that_was_let_go_clean_is_found_and_one_that_failed_is_not() {
+        let directory = Directory::new(256).unwrap();
+        let held = directory.hold(PageNo(7), 0).unwrap();
+        assert!(!held.is_valid);
+        assert_eq!((directory.share(PageNo(7)), directory.hold(PageNo(7), 0)), (Found::Busy, None));
+        directory.let_go(held, Outcome::Clean);
+        assert_eq!(directory.share(PageNo(7)), Found::Hit(held.frame));
+        assert_eq!(directory.hold(PageNo(7), 0), None, "somebody shares it");
+        directory.leave(held.frame, false);
+        let again = directory.hold(PageNo(7), 0).unwrap();
+        assert_eq!((again.frame, again.is_valid), (held.frame, true));
+        directory.let_go(again, Outcome::Nothing);
+        assert_eq!(directory.share(PageNo(7)), Found::Absent);
+    }
+
+    #[test]
+    fn dirty_pages_stay_until_they_are_written_back_and_their_set_asks_for_that() {
+        let directory = Directory::new(WAYS).unwrap();
+        for page in 0..WAYS {
+            let held = directory.hold(PageNo(page), 0).unwrap();
+            directory.let_go(held, Outcome::Dirty);
+        }
+        assert_eq!((directory.dirty(), directory.hold(PageNo(1000), 0)), (WAYS, None));
+        assert_eq!(directory.take_pressed().collect::<Vec<_>>(), [0]);
+        assert_eq!(directory.take_pressed().count(), 0);
+        assert!(directory.begin_write_back(3) && !directory.begin_write_back(3));
+        assert_eq!(directory.hold(PageNo(1000), 0), None, "it is being written");
+        directory.end_write_back(3, Outcome::Clean);
+        assert_eq!(directory.hold(PageNo(1000), 0).unwrap().frame, 3);
+        assert_eq!(directory.dirty(), WAYS - 1);
+    }
+
+    #[test]
+    fn a_page_that_is_written_while_it_goes_home_is_dirty_afterwards_and_a_late_one_until_it_settled() {
+        let directory = Directory::new(WAYS).unwrap();
+        let held = directory.hold(PageNo(1), 0).unwrap();
+        directory.let_go(held, Outcome::Dirty);
+        assert!(directory.begin_write_back(held.frame));
+        assert_eq!(directory.share(PageNo(1)), Found::Hit(held.frame));
+        directory.leave(held.frame, true);
+        directory.end_write_back(held.frame, Outcome::Clean);
+        assert!(directory.load(held.frame).is_dirty());
+        assert!(directory.begin_write_back(held.frame));
+        directory.end_write_back(held.frame, Outcome::Late);
+        assert!(!directory.begin_write_back(held.frame), "the first may still land");
+        directory.settle(PageNo(1));
+        assert!(directory.begin_write_back(held.frame));
+    }
+
+    #[test]
+    fn a_scan_leaves_the_pages_that_are_used_where_they_are() {
+        let directory = Directory::new(4096).unwrap();
+        for round in 0..20 {
+            for page in 0..2000 {
+                directory.replay(PageNo(page));
+            }
+            // Each page of the scan comes once.
+            for page in 0..2000 {
+                directory.replay(PageNo(1_000_000 + round * 2000 + page));
+            }
+        }
+        let hits = (0..2000).filter(|page| directory.replay(PageNo(*page))).count();
+        assert!(hits >= 1900, "{hits} of 2000");
+    }
+
+    proptest! {
+        #[test]
+        fn every_page_has_one_frame_at_most(pages in proptest::collection::vec(0u32..400, 1..2000)) {
+            let directory = Directory::new(128).unwrap();
+            for page in pages {
+                directory.replay(PageNo(page));
+                prop_assert!(directory.replay(PageNo(page)), "page {page} is there now");
+            }
+            let pages = pages_of(&directory);
+            prop_assert_eq!(pages.iter().collect::<HashSet<_>>().len(), pages.len());
+        }
+    }
+
+    #[test]
+    fn threads_that_claim_the_same_pages_never_give_one_two_frames() {
+        let directory = Directory::new(WAYS).unwrap();
+        // Each holder writes its number, and finds it again.
+        let holders: Vec<AtomicU32> = (0..80).map(|_| AtomicU32::new(0)).collect();
+        std::thread::scope(|scope| {
+            for thread in 1..=4u32 {
+                let (directory, holders) = (&directory, &holders);
+                scope.spawn(move || {
+                    let mut chance = thread;
+                    for _ in 0..100_000 {
+                        chance = chance.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                        let page = (chance >> 16) % 80;
+                        let Some(held) = directory.hold(PageNo(page), thread as u8) else { continue };
+                        let holder = &holders[page as usize];
+                        assert_eq!(holder.swap(thread, Ordering::SeqCst), 0, "page {page} is held twice");
+                        assert_eq!(holder.swap(0, Ordering::SeqCst), thread);
+                        let outcome = if chance & 1 == 0 { Outcome::Clean } else { Outcome::Nothing };
+                        directory.let_go(held, outcome);
+                    }
+                });
+            }
+        });
+        let pages = pages_of(&directory);
+        assert_eq!(pages.iter().collect::<HashSet<_>>().len(), pages.len());
+    }
+}

@@ -1,0 +1,184 @@
+//! What the directory says of a frame: one word.
+//!
+//! ```text
+//!  63         32 31      16 15    8 7  6   5       4      3     2   1  0
+//! +-------------+----------+-------+----+-------+-------+-----+---+-----+
+//! |    page     |  ghost   | users |hits| young |writing|dirty| - | kind|
+//! +-------------+----------+-------+----+-------+-------+-----+---+-----+
+//! ```
+
+use std::fmt;
+use weir_core::PageNo;
+
+/// One frame's word.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Entry(pub u64);
+
+/// What a frame is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Kind {
+    /// Free.
+    Empty = 0,
+    /// Claimed for a page; others may claim a frame for it at the same moment.
+    Claimed = 1,
+    /// This page's alone, and not yet its content.
+    Held = 2,
+    /// It has the page's content.
+    Valid = 3,
+}
+
+/// Users of a frame that has one, who may change what it is.
+pub(crate) const ALONE: u64 = 255;
+/// Users that may share a frame.
+const USERS_MAX: u64 = 254;
+const HITS_MAX: u64 = 3;
+
+const DIRTY: u64 = 1 << 3;
+const WRITING: u64 = 1 << 4;
+const YOUNG: u64 = 1 << 5;
+
+impl Entry {
+    const fn field(self, at: u32, bits: u32) -> u64 {
+        (self.0 >> at) & ((1 << bits) - 1)
+    }
+
+    const fn with(self, at: u32, bits: u32, value: u64) -> Entry {
+        let mask = ((1 << bits) - 1) << at;
+        Entry(self.0 & !mask | (value << at) & mask)
+    }
+
+    /// Claimed for `page` by lane `who`. What is kept in the word besides stays.
+    pub fn claimed(self, page: PageNo, who: u8, young: bool) -> Entry {
+        let entry = Entry(u64::from(page.0) << 32).with(16, 16, self.ghost().into());
+        entry.with(8, 8, who.into()).with_flag(YOUNG, young).with_kind(Kind::Claimed)
+    }
+
+    /// Nobody's frame.
+    pub fn emptied(self) -> Entry {
+        Entry(0).with(16, 16, self.ghost().into())
+    }
+
+    pub fn page(self) -> PageNo {
+        PageNo((self.0 >> 32) as u32)
+    }
+
+    pub fn kind(self) -> Kind {
+        match self.0 & 3 {
+            0 => Kind::Empty,
+            1 => Kind::Claimed,
+            2 => Kind::Held,
+            _ => Kind::Valid,
+        }
+    }
+
+    pub fn with_kind(self, kind: Kind) -> Entry {
+        self.with(0, 2, kind as u64)
+    }
+
+    /// What the policy keeps here of pages that have left; see the policy.
+    pub fn ghost(self) -> u16 {
+        self.field(16, 16) as u16
+    }
+
+    pub fn with_ghost(self, ghost: u16) -> Entry {
+        self.with(16, 16, ghost.into())
+    }
+
+    /// Users; of a claim, the lane whose it is.
+    pub fn users(self) -> u64 {
+        self.field(8, 8)
+    }
+
+    pub fn with_users(self, users: u64) -> Entry {
+        self.with(8, 8, users)
+    }
+
+    /// With one user more, unless there is no room for one or somebody has it alone.
+    pub fn shared(self) -> Option<Entry> {
+        (self.users() < USERS_MAX).then(|| self.with_users(self.users() + 1))
+    }
+
+    pub fn hits(self) -> u64 {
+        self.field(6, 2)
+    }
+
+    pub fn hit(self) -> Entry {
+        self.with_hits((self.hits() + 1).min(HITS_MAX))
+    }
+
+    pub fn with_hits(self, hits: u64) -> Entry {
+        self.with(6, 2, hits)
+    }
+
+    fn with_flag(self, flag: u64, set: bool) -> Entry {
+        Entry(if set { self.0 | flag } else { self.0 & !flag })
+    }
+
+    /// In the probation queue.
+    pub fn is_young(self) -> bool {
+        self.0 & YOUNG != 0
+    }
+
+    pub fn with_young(self, young: bool) -> Entry {
+        self.with_flag(YOUNG, young)
+    }
+
+    /// Its content is newer than the home's.
+    pub fn is_dirty(self) -> bool {
+        self.0 & DIRTY != 0
+    }
+
+    pub fn with_dirty(self, dirty: bool) -> Entry {
+        self.with_flag(DIRTY, dirty)
+    }
+
+    /// A write of its page may reach the home at any time.
+    pub fn is_writing(self) -> bool {
+        self.0 & WRITING != 0
+    }
+
+    pub fn with_writing(self, writing: bool) -> Entry {
+        self.with_flag(WRITING, writing)
+    }
+
+    /// Whether the home may not have its content yet.
+    pub fn is_ahead(self) -> bool {
+        self.is_dirty() || self.is_writing()
+    }
+
+    /// Whether another page may have it.
+    pub fn is_evictable(self) -> bool {
+        self.kind() == Kind::Valid && self.users() == 0 && !self.is_ahead()
+    }
+}
+
+impl fmt::Debug for Entry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?} of {:?} with {} users", self.kind(), self.page(), self.users())?;
+        let flags =
+            [(self.is_dirty(), " dirty"), (self.is_writing(), " writing"), (self.is_young(), " young")];
+        flags.iter().filter(|(set, _)| *set).try_for_each(|(_, name)| f.write_str(name))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_part_of_an_entry_disturbs_another() {
+        let entry = Entry(0).with_ghost(0xabcd).claimed(PageNo(0x8765_4321), 9, true);
+        assert_eq!((entry.page(), entry.users(), entry.hits()), (PageNo(0x8765_4321), 9, 0));
+        let entry = entry.with_kind(Kind::Valid).with_users(3).with_dirty(true).hit().hit().hit().hit();
+        let entry = entry.with_writing(true).with_young(false).with_ghost(7);
+        assert_eq!((entry.page(), entry.users(), entry.hits()), (PageNo(0x8765_4321), 3, 3));
+        assert_eq!(
+            (entry.is_dirty(), entry.is_writing(), entry.is_young(), entry.ghost()),
+            (true, true, false, 7)
+        );
+        let entry = entry.with_dirty(false).with_writing(false);
+        assert!(!entry.is_evictable() && entry.with_users(0).is_evictable());
+        assert_eq!(entry.with_users(254).shared(), None);
+        assert_eq!(entry.emptied(), Entry(0).with_ghost(7));
+    }
+}

@@ -1,0 +1,793 @@
+//! One thread's way into a cache.
+
+use crate::directory::{Found, Held, Outcome};
+use crate::status::Counters;
+use crate::{Cache, Mode};
+use std::ops::Range;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::{Release, SeqCst};
+use std::time::Instant;
+use weir_core::{PAGE_SIZE, Page, PageBytes, PageNo, Slot};
+use weir_device::{ANSWER_WITHIN, Done, Fault, PageGuard, PageLane, Progress, Ticket, View};
+use weir_store::{Lane as HomeLane, OpenError};
+use weir_volume::Lane as FrameLane;
+
+/// One thread's way into a [`Cache`].
+///
+/// An operation whose page somebody else has alone, or whose set has no frame that could be given to it, answers
+/// [`Progress::Full`] and fails after 2 s of that. Nothing else is timed: a write that has gone to a disk that hangs is answered when
+/// the disk answers.
+pub struct CacheLane {
+    parts: Parts,
+    frames: FrameLane,
+    home: Box<dyn HomeLane>,
+}
+
+/// What completions change.
+struct Parts {
+    cache: Arc<Cache>,
+    seat: usize,
+    operations: Box<[Operation]>,
+    /// A page for each operation: what a part of a page becomes, or what is on its way into its frame.
+    pages: Box<[Page]>,
+    idle: Vec<u16>,
+    /// Operations that have their page and wait for room to write it.
+    again: Vec<u16>,
+    /// Flushes that wait, by ticket and number.
+    flushes: Vec<(Ticket, u64)>,
+    /// The time of the last poll.
+    now: Option<Instant>,
+    /// Since when each operation has found its page or its set busy.
+    busy_since: Option<Instant>,
+    is_busy: bool,
+}
+
+#[derive(Clone, Copy)]
+struct Operation {
+    ticket: Ticket,
+    page: PageNo,
+    state: State,
+}
+
+/// What an operation waits for.
+#[derive(Clone, Copy)]
+enum State {
+    Idle,
+    /// The frame's content.
+    ReadFrame {
+        frame: u32,
+    },
+    /// The home's content; then it goes into the frame if it is to stay.
+    ReadHome {
+        held: Held,
+        stays: bool,
+    },
+    /// The frame to have what was read.
+    Fill {
+        held: Held,
+    },
+    /// A frame that others share to be written.
+    WriteFrame {
+        frame: u32,
+    },
+    /// The content of a page of which a part is to be written.
+    ReadRest {
+        held: Held,
+        patch: (u16, u16),
+    },
+    /// Room to write what is in its page of memory.
+    Again {
+        held: Held,
+    },
+    /// A frame of its own to be written.
+    WriteNew {
+        held: Held,
+    },
+    /// The home to be written, and the frame.
+    WriteBoth {
+        held: Held,
+        home: Option<Result<(), Fault>>,
+        frame: Option<Result<(), Fault>>,
+    },
+    /// The home to be written.
+    WriteHome {
+        held: Held,
+        late: bool,
+    },
+}
+
+/// What became of an operation's next step.
+enum Step {
+    Ended(Result<(), Fault>),
+    Queued,
+    Full,
+}
+
+impl CacheLane {
+    pub(crate) fn open(cache: Arc<Cache>, seat: usize) -> Result<Self, OpenError> {
+        let depth = cache.config.depth.clamp(1, usize::from(u16::MAX));
+        let idle = Operation { ticket: 0, page: PageNo(0), state: State::Idle };
+        Ok(CacheLane {
+            frames: cache.frames.lane()?,
+            home: cache.home.lane(depth)?,
+            parts: Parts {
+                cache,
+                seat,
+                operations: vec![idle; depth].into(),
+                pages: vec![Page::zeroed(); depth].into(),
+                idle: (0..depth as u16).rev().collect(),
+                again: Vec::with_capacity(depth),
+                flushes: Vec::with_capacity(depth),
+                now: None,
+                busy_since: None,
+                is_busy: false,
+            },
+        })
+    }
+
+    /// The cache.
+    pub fn cache(&self) -> &Arc<Cache> {
+        &self.parts.cache
+    }
+
+    /// Has a page that is not there come from its home.
+    fn read_home(
+        &mut self,
+        at: u16,
+        ticket: Ticket,
+        page: PageNo,
+        held: Held,
+        stays: bool,
+        out: &mut PageBytes,
+    ) -> Progress {
+        match self.home.read(at.into(), Slot(page.0), out) {
+            Progress::Done(Ok(())) => {
+                // It is not worth waiting for room.
+                let fill = if stays {
+                    self.frames.write(at.into(), PageNo(held.frame), out)
+                } else {
+                    Progress::Full
+                };
+                if fill == Progress::Queued {
+                    *self.parts.pages[usize::from(at)] = *out;
+                    return self.parts.begin(at, ticket, page, State::Fill { held });
+                }
+                self.parts.end_fill(held, fill == Progress::Done(Ok(())));
+                Progress::Done(Ok(()))
+            }
+            Progress::Done(Err(fault)) => {
+                self.parts.let_go(held, Outcome::Nothing);
+                self.parts.fails(fault)
+            }
+            Progress::Queued => self.parts.begin(at, ticket, page, State::ReadHome { held, stays }),
+            Progress::Full => {
+                self.parts.let_go(held, Outcome::Nothing);
+                Progress::Full
+            }
+        }
+    }
+
+    /// Writes a page whose frame is held.
+    fn put(&mut self, at: u16, page: PageNo, held: Held, around: bool, bytes: &PageBytes) -> (State, Step) {
+        let mode = self.parts.cache.mode();
+        if mode == Mode::WriteBack && !around {
+            let step = match self.frames.write(at.into(), PageNo(held.frame), bytes) {
+                Progress::Done(result) => {
+                    self.parts.end_new(held, result);
+                    Step::Ended(result)
+                }
+                Progress::Queued => Step::Queued,
+                Progress::Full => Step::Full,
+            };
+            return (State::WriteNew { held }, step);
+        }
+        let home = match self.home.write(at.into(), Slot(page.0), bytes) {
+            Progress::Done(result) => Some(result),
+            Progress::Queued => None,
+            Progress::Full => return (State::Idle, Step::Full),
+        };
+        if mode == Mode::WriteAround || around {
+            let state = State::WriteHome { held, late: false };
+            let Some(result) = home else { return (state, Step::Queued) };
+            self.parts.end_around(held, result);
+            return (state, Step::Ended(result));
+        }
+        let frame = match self.frames.write(at.into(), PageNo(held.frame), bytes) {
+            Progress::Done(result) => Some(result),
+            Progress::Queued => None,
+            Progress::Full => Some(Err(Fault::Full)),
+        };
+        let state = State::WriteBoth { held, home, frame };
+        let (Some(home), Some(frame)) = (home, frame) else { return (state, Step::Queued) };
+        (state, Step::Ended(self.parts.end_both(held, home, frame)))
+    }
+
+    /// Writes pages that have waited for room.
+    fn write_again(&mut self, done: &mut dyn FnMut(Done<'_>)) {
+        for _ in 0..self.parts.again.len() {
+            let at = self.parts.again.remove(0);
+            let Operation { page, state, .. } = self.parts.operations[usize::from(at)];
+            let State::Again { held } = state else { unreachable!("{at} waits for room") };
+            let bytes = self.parts.pages[usize::from(at)].clone();
+            match self.put(at, page, held, false, &bytes) {
+                (_, Step::Full) => self.parts.again.push(at),
+                (state, Step::Queued) => self.parts.operations[usize::from(at)].state = state,
+                (_, Step::Ended(result)) => self.parts.hand_over(at, result, None, done),
+            }
+        }
+    }
+}
+
+impl Parts {
+    fn counters(&self) -> &Counters {
+        &self.cache.seats[self.seat].counters
+    }
+
+    fn fails(&self, fault: Fault) -> Progress {
+        self.counters().faults.add(1);
+        Progress::Done(Err(fault))
+    }
+
+    fn begin(&mut self, at: u16, ticket: Ticket, page: PageNo, state: State) -> Progress {
+        self.operations[usize::from(at)] = Operation { ticket, page, state };
+        self.idle.retain(|idle| *idle != at);
+        Progress::Queued
+    }
+
+    /// The operation that is begun next, if there is room.
+    fn next(&self) -> Option<u16> {
+        self.idle.last().copied()
+    }
+
+    fn hand_over(
+        &mut self,
+        at: u16,
+        result: Result<(), Fault>,
+        page: Option<&PageBytes>,
+        done: &mut dyn FnMut(Done<'_>),
+    ) {
+        let operation = &mut self.operations[usize::from(at)];
+        operation.state = State::Idle;
+        let ticket = operation.ticket;
+        self.idle.push(at);
+        self.counters().faults.add(u64::from(result.is_err()));
+        done(Done { ticket, result, page });
+    }
+
+    /// Somebody has the page alone, or its set has no room.
+    fn busy(&mut self) -> Progress {
+        self.is_busy = true;
+        self.cache.ring();
+        match (self.busy_since, self.now) {
+            (Some(since), Some(now)) if now >= since + ANSWER_WITHIN => {
+                (self.busy_since, self.is_busy) = (None, false);
+                self.fails(Fault::Timeout)
+            }
+            (None, now) => {
+                self.busy_since = now;
+                Progress::Full
+            }
+            _ => Progress::Full,
+        }
+    }
+
+    fn not_busy(&mut self) {
+        (self.busy_since, self.is_busy) = (None, false);
+    }
+
+    fn hold(&self, page: PageNo) -> Option<Held> {
+        self.cache.directory.hold(page, self.seat as u8)
+    }
+
+    fn let_go(&self, held: Held, outcome: Outcome) {
+        self.cache.directory.let_go(held, outcome);
+        if outcome == Outcome::Dirty
+            && self.cache.directory.dirty() > self.cache.share(self.cache.config.dirty_high)
+        {
+            self.cache.ring();
+        }
+    }
+
+    /// As it was.
+    fn put_back(&self, held: Held) {
+        let outcome = match (held.is_valid, held.is_dirty) {
+            (_, true) => Outcome::Dirty,
+            (true, false) => Outcome::Clean,
+            (false, false) => Outcome::Nothing,
+        };
+        self.let_go(held, outcome);
+    }
+
+    fn end_fill(&self, held: Held, is_there: bool) {
+        self.let_go(held, if is_there { Outcome::Clean } else { Outcome::Nothing });
+    }
+
+    fn end_new(&self, held: Held, result: Result<(), Fault>) {
+        match result {
+            Ok(()) => self.let_go(held, Outcome::Dirty),
+            Err(_) => self.put_back(held),
+        }
+    }
+
+    /// A write around the cache has ended. One that failed has left the old page or the new one.
+    fn end_around(&self, held: Held, result: Result<(), Fault>) {
+        let keeps = result.is_err() && held.is_dirty;
+        self.let_go(held, if keeps { Outcome::Dirty } else { Outcome::Nothing });
+    }
+
+    fn end_both(&self, held: Held, home: Result<(), Fault>, frame: Result<(), Fault>) -> Result<(), Fault> {
+        let outcome = match (home, frame) {
+            (Ok(()), Ok(())) => Outcome::Clean,
+            // The home has it.
+            (Ok(()), Err(_)) => Outcome::Nothing,
+            // It is tried again from here.
+            (Err(_), Ok(())) => Outcome::Dirty,
+            (Err(_), Err(_)) if held.is_dirty => Outcome::Dirty,
+            (Err(_), Err(_)) => Outcome::Nothing,
+        };
+        self.let_go(held, outcome);
+        home
+    }
+
+    /// The bytes of a page that a write of a part leaves as they are have come.
+    fn complete(&mut self, at: u16, held: Held, patch: (u16, u16), content: &PageBytes) {
+        let kept = &mut self.pages[usize::from(at)];
+        let (from, to) = (usize::from(patch.0), usize::from(patch.1));
+        kept[..from].copy_from_slice(&content[..from]);
+        kept[to..].copy_from_slice(&content[to..]);
+        self.operations[usize::from(at)].state = State::Again { held };
+        self.again.push(at);
+    }
+
+    /// The volume has answered.
+    fn frame_answered(
+        &mut self,
+        frame_done: &Done<'_>,
+        home: &mut dyn HomeLane,
+        done: &mut dyn FnMut(Done<'_>),
+    ) {
+        let at = frame_done.ticket as u16;
+        let Operation { page, state, .. } = self.operations[usize::from(at)];
+        let (result, content) = (frame_done.result, frame_done.page);
+        match state {
+            State::ReadFrame { frame } => match (result, content) {
+                (Ok(()), Some(content)) => {
+                    self.cache.directory.leave(frame, false);
+                    self.hand_over(at, Ok(()), Some(content), done);
+                }
+                (Err(_), _) if self.cache.directory.upgrade(frame) => {
+                    // The home has it too.
+                    let held = Held { frame, is_valid: true, is_dirty: false };
+                    self.read_instead(at, page, State::ReadHome { held, stays: true }, held, home, done);
+                }
+                (result, _) => {
+                    self.cache.directory.leave(frame, false);
+                    self.hand_over(at, result.and(Err(Fault::Lost)), None, done);
+                }
+            },
+            State::Fill { held } => {
+                self.end_fill(held, result.is_ok());
+                let content = self.pages[usize::from(at)].clone();
+                self.hand_over(at, Ok(()), Some(&content), done);
+            }
+            State::WriteFrame { frame } => {
+                self.cache.directory.leave(frame, result.is_ok());
+                self.hand_over(at, result, None, done);
+            }
+            State::ReadRest { held, patch } => match (result, content) {
+                (Ok(()), Some(content)) => self.complete(at, held, patch, content),
+                _ if !held.is_dirty => self.read_instead(at, page, state, held, home, done),
+                _ => {
+                    self.put_back(held);
+                    self.hand_over(at, result.and(Err(Fault::Lost)), None, done);
+                }
+            },
+            State::WriteNew { held } => {
+                self.end_new(held, result);
+                self.hand_over(at, result, None, done);
+            }
+            State::WriteBoth { held, home, .. } => self.both(at, held, home, Some(result), done),
+            State::Idle | State::ReadHome { .. } | State::Again { .. } | State::WriteHome { .. } => {}
+        }
+    }
+
+    /// Reads a clean page at the home that cannot be read in its frame.
+    fn read_instead(
+        &mut self,
+        at: u16,
+        page: PageNo,
+        state: State,
+        held: Held,
+        home: &mut dyn HomeLane,
+        done: &mut dyn FnMut(Done<'_>),
+    ) {
+        let mut content = Page::zeroed();
+        self.operations[usize::from(at)].state = state;
+        match home.read(at.into(), Slot(page.0), &mut content) {
+            Progress::Queued => {}
+            Progress::Done(Ok(())) => match state {
+                State::ReadRest { patch, .. } => self.complete(at, held, patch, &content),
+                _ => {
+                    self.let_go(held, Outcome::Nothing);
+                    self.hand_over(at, Ok(()), Some(&content), done);
+                }
+            },
+            Progress::Done(Err(fault)) => {
+                self.let_go(held, Outcome::Nothing);
+                self.hand_over(at, Err(fault), None, done);
+            }
+            Progress::Full => {
+                self.let_go(held, Outcome::Nothing);
+                self.hand_over(at, Err(Fault::Corrupt), None, done);
+            }
+        }
+    }
+
+    fn both(
+        &mut self,
+        at: u16,
+        held: Held,
+        home: Option<Result<(), Fault>>,
+        frame: Option<Result<(), Fault>>,
+        done: &mut dyn FnMut(Done<'_>),
+    ) {
+        if let (Some(home), Some(frame)) = (home, frame) {
+            let result = self.end_both(held, home, frame);
+            self.hand_over(at, result, None, done);
+        } else {
+            self.operations[usize::from(at)].state = State::WriteBoth { held, home, frame };
+        }
+    }
+
+    /// The home has answered.
+    fn home_answered(
+        &mut self,
+        home_done: &Done<'_>,
+        frames: &mut FrameLane,
+        done: &mut dyn FnMut(Done<'_>),
+    ) {
+        let at = home_done.ticket as u16;
+        let Operation { state, .. } = self.operations[usize::from(at)];
+        let result = home_done.result;
+        match (state, home_done.page) {
+            (State::ReadHome { held, stays }, Some(content)) if result.is_ok() => {
+                let fill =
+                    if stays { frames.write(at.into(), PageNo(held.frame), content) } else { Progress::Full };
+                if fill == Progress::Queued {
+                    *self.pages[usize::from(at)] = *content;
+                    self.operations[usize::from(at)].state = State::Fill { held };
+                } else {
+                    self.end_fill(held, fill == Progress::Done(Ok(())));
+                    self.hand_over(at, Ok(()), Some(content), done);
+                }
+            }
+            (State::ReadRest { held, patch }, Some(content)) if result.is_ok() => {
+                self.complete(at, held, patch, content);
+            }
+            (State::ReadHome { held, .. } | State::ReadRest { held, .. }, _) => {
+                self.let_go(held, Outcome::Nothing);
+                self.hand_over(at, result.and(Err(Fault::Lost)), None, done);
+            }
+            // It may land at any time: nobody else may touch the page before it has.
+            (State::WriteHome { held, .. }, _) if result == Err(Fault::Timeout) => {
+                self.operations[usize::from(at)].state = State::WriteHome { held, late: true };
+            }
+            (State::WriteBoth { .. }, _) if result == Err(Fault::Timeout) => {}
+            (State::WriteHome { held, .. }, _) => {
+                self.end_around(held, result);
+                self.hand_over(at, result, None, done);
+            }
+            (State::WriteBoth { held, frame, .. }, _) => self.both(at, held, Some(result), frame, done),
+            _ => {}
+        }
+    }
+
+    /// A write to the home that was late has ended, one way or the other.
+    fn settled(&mut self, slot: Slot, done: &mut dyn FnMut(Done<'_>)) {
+        let late = Err(Fault::Timeout);
+        for at in 0..self.operations.len() {
+            let Operation { page, state, .. } = self.operations[at];
+            match state {
+                State::WriteHome { held, late: true } if page.0 == slot.0 => {
+                    self.end_around(held, late);
+                    self.hand_over(at as u16, late, None, done);
+                }
+                State::WriteBoth { held, home: None, frame } if page.0 == slot.0 => {
+                    self.both(at as u16, held, Some(late), frame, done);
+                }
+                _ => {}
+            }
+        }
+    }
+}
+
+impl PageLane for CacheLane {
+    type Guard<'a> = Elsewhere;
+
+    /// At the home it would take a write of each page.
+    const CLEARS: bool = false;
+    const FLUSHES: bool = true;
+
+    fn pages(&self) -> u32 {
+        self.parts.cache.pages()
+    }
+
+    fn read(&mut self, ticket: Ticket, page: PageNo, out: &mut PageBytes) -> Progress {
+        let Some(at) = self.parts.next() else { return Progress::Full };
+        let cache = Arc::clone(&self.parts.cache);
+        let held = match cache.directory.share(page) {
+            Found::Busy => return self.parts.busy(),
+            Found::Hit(frame) => {
+                let progress = self.frames.read(at.into(), PageNo(frame), out);
+                if progress == Progress::Full {
+                    cache.directory.leave(frame, false);
+                    return Progress::Full;
+                }
+                self.parts.not_busy();
+                self.parts.counters().read_hits.add(1);
+                cache.streams.note(page);
+                match progress {
+                    Progress::Queued => {
+                        return self.parts.begin(at, ticket, page, State::ReadFrame { frame });
+                    }
+                    // The home has it too, unless it is dirty.
+                    Progress::Done(Err(_)) if cache.directory.upgrade(frame) => {
+                        let held = Held { frame, is_valid: true, is_dirty: false };
+                        return self.read_home(at, ticket, page, held, true, out);
+                    }
+                    Progress::Done(Err(fault)) => {
+                        cache.directory.leave(frame, false);
+                        return self.parts.fails(fault);
+                    }
+                    progress => {
+                        cache.directory.leave(frame, false);
+                        return progress;
+                    }
+                }
+            }
+            Found::Absent => match self.parts.hold(page) {
+                Some(held) if !held.is_valid => held,
+                Some(held) => {
+                    // Somebody brought it meanwhile.
+                    self.parts.put_back(held);
+                    return self.parts.busy();
+                }
+                None => return self.parts.busy(),
+            },
+        };
+        self.parts.not_busy();
+        let is_stream = cache.streams.note(page);
+        let progress = self.read_home(at, ticket, page, held, !is_stream, out);
+        if progress != Progress::Full {
+            self.parts.counters().read_misses.add(1);
+            self.parts.counters().bypassed.add(is_stream.into());
+        }
+        progress
+    }
+
+    fn read_run(&mut self, _first: PageNo, _out: &mut [PageBytes]) -> usize {
+        0
+    }
+
+    fn write(&mut self, ticket: Ticket, page: PageNo, bytes: &PageBytes) -> Progress {
+        let Some(at) = self.parts.next() else { return Progress::Full };
+        let cache = Arc::clone(&self.parts.cache);
+        if cache.mode() == Mode::WriteBack {
+            match cache.directory.share(page) {
+                Found::Busy => return self.parts.busy(),
+                Found::Absent => {}
+                Found::Hit(frame) => {
+                    let progress = self.frames.write(at.into(), PageNo(frame), bytes);
+                    return self.wrote_shared(at, ticket, page, frame, progress);
+                }
+            }
+        }
+        let Some(held) = self.parts.hold(page) else { return self.parts.busy() };
+        self.parts.not_busy();
+        let is_stream = cache.streams.note(page) && !held.is_valid;
+        let (state, step) = self.put(at, page, held, is_stream, bytes);
+        let counters = self.parts.counters();
+        match step {
+            Step::Full => {
+                self.parts.put_back(held);
+                return Progress::Full;
+            }
+            _ if held.is_valid => counters.write_hits.add(1),
+            _ => counters.write_misses.add(1),
+        }
+        counters.bypassed.add(is_stream.into());
+        match step {
+            Step::Ended(Ok(())) => Progress::Done(Ok(())),
+            Step::Ended(Err(fault)) => self.parts.fails(fault),
+            _ => self.parts.begin(at, ticket, page, state),
+        }
+    }
+
+    fn write_part(&mut self, ticket: Ticket, page: PageNo, offset: usize, bytes: &[u8]) -> Progress {
+        let Some(at) = self.parts.next() else { return Progress::Full };
+        let patch: Range<usize> = offset..offset + bytes.len();
+        let cache = Arc::clone(&self.parts.cache);
+        if cache.mode() == Mode::WriteBack {
+            match cache.directory.share(page) {
+                Found::Busy => return self.parts.busy(),
+                Found::Absent => {}
+                Found::Hit(frame) => {
+                    let progress = self.frames.write_part(at.into(), PageNo(frame), offset, bytes);
+                    return self.wrote_shared(at, ticket, page, frame, progress);
+                }
+            }
+        }
+        let Some(held) = self.parts.hold(page) else { return self.parts.busy() };
+        self.parts.not_busy();
+        let mut content = Page::zeroed();
+        let mut progress = Progress::Done(Err(Fault::Lost));
+        if held.is_valid {
+            progress = self.frames.read(at.into(), PageNo(held.frame), &mut content);
+        }
+        if matches!(progress, Progress::Done(Err(_))) && !held.is_dirty {
+            progress = self.home.read(at.into(), Slot(page.0), &mut content);
+        }
+        match progress {
+            Progress::Full => {
+                self.parts.put_back(held);
+                return Progress::Full;
+            }
+            Progress::Done(Err(fault)) => {
+                self.parts.put_back(held);
+                return self.parts.fails(fault);
+            }
+            Progress::Done(Ok(())) | Progress::Queued => {}
+        }
+        let counters = self.parts.counters();
+        if held.is_valid {
+            counters.write_hits.add(1);
+        } else {
+            counters.write_misses.add(1);
+        }
+        self.parts.pages[usize::from(at)][patch.clone()].copy_from_slice(bytes);
+        let patch = (patch.start as u16, patch.end as u16);
+        let queued = self.parts.begin(at, ticket, page, State::ReadRest { held, patch });
+        if progress != Progress::Queued {
+            self.parts.complete(at, held, patch, &content);
+        }
+        queued
+    }
+
+    fn write_run(&mut self, _first: PageNo, _pages: &[PageBytes]) -> usize {
+        0
+    }
+
+    /// Takes as long as the home takes for all dirty pages.
+    fn flush(&mut self, ticket: Ticket) -> Progress {
+        if self.parts.flushes.len() == self.parts.flushes.capacity() {
+            return Progress::Full;
+        }
+        let number = self.parts.cache.ask_for_flush();
+        self.parts.flushes.push((ticket, number));
+        Progress::Queued
+    }
+
+    fn pin(&mut self) -> Elsewhere {
+        Elsewhere
+    }
+
+    /// What has gone to the home cannot be held back.
+    fn forsake(&mut self, whose: impl Fn(Ticket) -> bool) {
+        let operations = &self.parts.operations;
+        self.frames.forsake(|at| whose(operations[at as usize].ticket));
+    }
+
+    fn known_zero(&self, _page: PageNo) -> bool {
+        false
+    }
+
+    fn submit(&mut self) {
+        self.frames.submit();
+        self.home.submit();
+    }
+
+    fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
+        let CacheLane { parts, frames, home } = self;
+        parts.now = Some(now);
+        if parts.is_busy && parts.busy_since.is_none() {
+            parts.busy_since = Some(now);
+        }
+        home.poll(now, &mut |home_done| parts.home_answered(&home_done, frames, done));
+        home.settled(&mut |slot| parts.settled(slot, done));
+        frames.poll(now, &mut |frame_done| parts.frame_answered(&frame_done, &mut **home, done));
+        self.write_again(done);
+        let answered = self.parts.cache.flush_done.load(SeqCst);
+        let result =
+            if answered & 1 == 1 { Ok(()) } else { Err(Fault::Io(rustix::io::Errno::IO.raw_os_error())) };
+        let parts = &mut self.parts;
+        let counters = &parts.cache.seats[parts.seat].counters;
+        parts.flushes.retain(|&(ticket, number)| {
+            let waits = number > answered / 2;
+            if !waits {
+                counters.faults.add(u64::from(result.is_err()));
+                done(Done { ticket, result, page: None });
+            }
+            waits
+        });
+        self.submit();
+    }
+
+    fn in_flight(&self) -> usize {
+        self.parts.operations.len() - self.parts.idle.len() + self.parts.flushes.len()
+    }
+
+    fn wake_fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.home.wake_fd().into_iter().chain(self.frames.wake_fds())
+    }
+
+    fn must_poll(&self) -> bool {
+        let Parts { flushes, again, is_busy, .. } = &self.parts;
+        let no_fd = self.home.in_flight() > 0 && self.home.wake_fd().is_none();
+        !flushes.is_empty() || !again.is_empty() || *is_busy || no_fd || self.frames.must_poll()
+    }
+}
+
+impl CacheLane {
+    /// A frame that others may share has been written, or is being.
+    fn wrote_shared(
+        &mut self,
+        at: u16,
+        ticket: Ticket,
+        page: PageNo,
+        frame: u32,
+        progress: Progress,
+    ) -> Progress {
+        let directory = &self.parts.cache.directory;
+        match progress {
+            Progress::Full => {
+                directory.leave(frame, false);
+                return Progress::Full;
+            }
+            Progress::Queued => {
+                let _ = self.parts.begin(at, ticket, page, State::WriteFrame { frame });
+            }
+            Progress::Done(result) => directory.leave(frame, result.is_ok()),
+        }
+        self.parts.not_busy();
+        self.parts.cache.streams.note(page);
+        self.parts.counters().write_hits.add(1);
+        match progress {
+            Progress::Done(Err(fault)) => self.parts.fails(fault),
+            progress => progress,
+        }
+    }
+}
+
+impl Drop for CacheLane {
+    /// What was not handed over takes no effect, but for what has gone to the home: nobody uses such a page's frame any more, since
+    /// nobody will hear that its write has ended.
+    fn drop(&mut self) {
+        let parts = &self.parts;
+        for operation in &parts.operations {
+            match operation.state {
+                State::Idle | State::WriteHome { .. } | State::WriteBoth { home: None, .. } => {}
+                State::ReadFrame { frame } | State::WriteFrame { frame } => {
+                    parts.cache.directory.leave(frame, false);
+                }
+                State::WriteBoth { held, .. } => parts.let_go(held, Outcome::Nothing),
+                State::ReadHome { held, .. } | State::Fill { held } => parts.let_go(held, Outcome::Nothing),
+                State::ReadRest { held, .. } | State::Again { held } | State::WriteNew { held } => {
+                    parts.put_back(held);
+                }
+            }
+        }
+        parts.cache.seats[parts.seat].taken.store(false, Release);
+    }
+}
+
+/// Shows nothing: what a cache holds may leave while somebody looks at it.
+pub struct Elsewhere;
+
+impl PageGuard for Elsewhere {
+    fn view(&self, _page: PageNo) -> View<'_> {
+        View::Elsewhere
+    }
+}
+
+const _: () = assert!(PAGE_SIZE <= u16::MAX as usize);

@@ -1,0 +1,302 @@
+//! A cache in front of a disk, as a page device.
+//!
+//! A [`Cache`] keeps pages of a *home* (a file or disk as it is: page `n` lies at `n`) in the frames of a volume over a fast
+//! store. So each cached page has a checksum and every write goes to a new slot, as the volume has it. The [`Directory`] says which page
+//! lies in which frame. It takes 8 bytes a frame, page map and slot records of the volume take 16: 24 bytes a cached page, and nothing for
+//! what is not cached.
+//!
+//! Each thread has a [`CacheLane`]. One [`WriteBack`] takes dirty pages home, step by step. Lanes and write-back share words that change
+//! by compare-and-exchange, and no lock. Whoever reads or writes a page at its home has the page's frame alone, or has marked it as
+//! being written: so no two writes of a page are under way at the home, and no read of one beside a write.
+//!
+//! Nothing here starts a thread or reads a clock; [`WriteBack::wait`] alone sleeps.
+//!
+//! **What a flush means.** Every page written before it is at home, and the home has flushed its own cache. Between flushes a power
+//! failure may take any of the writes since the last one, as with a disk that caches writes.
+
+mod directory;
+mod entry;
+mod lane;
+mod status;
+mod stream;
+mod write_back;
+
+pub use directory::{Directory, WAYS};
+pub use lane::CacheLane;
+pub use status::CacheStatus;
+pub use write_back::{Next, WriteBack};
+
+use rustix::event::EventfdFlags;
+use status::Counters;
+use std::fmt;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::str::FromStr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use stream::Streams;
+use weir_core::{ByteSize, PAGE_SIZE};
+use weir_device::PageDevice;
+use weir_store::{OpenError, OpenErrorKind, Store};
+use weir_volume::{CreateError, Volume};
+
+/// Lanes at most: a claim in the directory has a lane's number in 8 bits.
+pub const LANES_MAX: usize = 250;
+
+/// Where a write goes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Mode {
+    /// Into the cache, and home later.
+    #[default]
+    WriteBack,
+    /// Into the cache and home, before it is acknowledged: a cache that is lost takes nothing with it.
+    WriteThrough,
+    /// Home; the cache forgets the page.
+    WriteAround,
+}
+
+impl Mode {
+    const ALL: [(Mode, &'static str); 3] = [
+        (Mode::WriteBack, "write-back"),
+        (Mode::WriteThrough, "write-through"),
+        (Mode::WriteAround, "write-around"),
+    ];
+}
+
+impl fmt::Display for Mode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(Self::ALL[*self as usize].1)
+    }
+}
+
+impl FromStr for Mode {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let known = Self::ALL.into_iter().find(|(_, name)| *name == text);
+        known.map(|(mode, _)| mode).ok_or_else(|| "accepted: write-back, write-through, write-around".into())
+    }
+}
+
+/// The shape of a cache.
+#[derive(Clone, Copy, Debug)]
+pub struct Config {
+    /// Lanes that may be open at once, [`LANES_MAX`] at most.
+    pub lanes: usize,
+    /// Operations that each may have in flight.
+    pub depth: usize,
+    /// Where writes go.
+    pub mode: Mode,
+    /// Pages in a row from which on a stream bypasses the cache; 0: never.
+    pub stream_pages: u32,
+    /// Per cent of the frames that may be dirty before pages are written back.
+    pub dirty_high: u8,
+    /// Per cent of the frames that may stay dirty then.
+    pub dirty_low: u8,
+}
+
+impl Default for Config {
+    /// Streams from 4 MiB on bypass; written back from 50 % dirty on down to 40 %.
+    fn default() -> Self {
+        Config {
+            lanes: 4,
+            depth: 64,
+            mode: Mode::default(),
+            stream_pages: 1024,
+            dirty_high: 50,
+            dirty_low: 40,
+        }
+    }
+}
+
+/// Why a cache could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum CacheError {
+    /// The store is too small for one set of frames.
+    #[error(
+        "{store} has {} and a cache needs {} there ({} of that for writes under way): make it larger",
+        ByteSize(*.has), ByteSize(*.needs), ByteSize(*.slack)
+    )]
+    TooSmall {
+        /// The store.
+        store: String,
+        /// Bytes it has.
+        has: u64,
+        /// Bytes it needs.
+        needs: u64,
+        /// Bytes of these that hold no page for long.
+        slack: u64,
+    },
+    /// A shape that no cache has.
+    #[error(
+        "a cache has 1 to {LANES_MAX} lanes, and watermarks of at most 90 per cent, the lower first; asked for {0}"
+    )]
+    Shape(String),
+    /// Pages cannot be kept in the store.
+    #[error(transparent)]
+    Frames(#[from] CreateError),
+    /// The store or the home gives no lane.
+    #[error("the cache gets no lane")]
+    Lane(#[from] OpenError),
+    /// No memory for the index.
+    #[error("cannot take memory for the cache's index")]
+    Memory(#[source] std::io::Error),
+}
+
+/// A cache in front of a home; see the [crate's introduction](crate).
+pub struct Cache {
+    directory: Directory,
+    frames: Arc<Volume>,
+    home: Arc<dyn Store>,
+    config: Config,
+    mode: AtomicU8,
+    streams: Streams,
+    seats: Box<[Seat]>,
+    write_back: status::WriteBackCounters,
+    /// Flushes that were asked for.
+    flush_wanted: AtomicU64,
+    /// The last that has been answered, times 2; plus 1 if it succeeded.
+    flush_done: AtomicU64,
+    /// Whether all dirty pages are to go home.
+    drains: AtomicBool,
+    /// Wakes whoever drives the write-back.
+    bell: OwnedFd,
+    asleep: AtomicBool,
+}
+
+/// What the cache keeps for a lane.
+#[derive(Default)]
+#[repr(align(128))]
+struct Seat {
+    taken: AtomicBool,
+    counters: Counters,
+}
+
+impl Cache {
+    /// Makes an empty cache over `store`, which is its own, in front of `home`.
+    ///
+    /// # Errors
+    /// When the store is too small, or memory is missing.
+    pub fn create(
+        store: Arc<dyn Store>,
+        home: Arc<dyn Store>,
+        config: Config,
+    ) -> Result<Arc<Self>, CacheError> {
+        let Config { lanes, depth, dirty_high, dirty_low, .. } = config;
+        if lanes == 0 || lanes > LANES_MAX || dirty_high > 90 || dirty_low > dirty_high {
+            let shape = format!("{lanes} lanes, {dirty_low} and {dirty_high} per cent");
+            return Err(CacheError::Shape(shape));
+        }
+        // One more for the write-back.
+        let mut shape = weir_volume::Config { pages: WAYS, lanes: lanes + 1, depth };
+        if store.slots() < shape.slots() {
+            let bytes = |slots: u32| u64::from(slots) * PAGE_SIZE as u64;
+            return Err(CacheError::TooSmall {
+                store: store.name().to_owned(),
+                has: bytes(store.slots()),
+                needs: bytes(shape.slots()),
+                slack: bytes(shape.slack()),
+            });
+        }
+        let directory = Directory::new(store.slots() - shape.slack()).map_err(CacheError::Memory)?;
+        shape.pages = directory.frames();
+        let frames = Volume::create(shape, vec![store])?;
+        let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|errno| CacheError::Memory(errno.into()))?;
+        Ok(Arc::new(Cache {
+            directory,
+            frames,
+            home,
+            config,
+            mode: AtomicU8::new(config.mode as u8),
+            streams: Streams::new(config.stream_pages),
+            seats: (0..lanes).map(|_| Seat::default()).collect(),
+            write_back: status::WriteBackCounters::default(),
+            flush_wanted: AtomicU64::new(0),
+            flush_done: AtomicU64::new(1),
+            drains: AtomicBool::new(false),
+            bell,
+            asleep: AtomicBool::new(false),
+        }))
+    }
+
+    /// Its size in pages: the home's.
+    pub fn pages(&self) -> u32 {
+        self.home.slots()
+    }
+
+    /// Its size in bytes.
+    pub fn bytes(&self) -> u64 {
+        u64::from(self.pages()) * PAGE_SIZE as u64
+    }
+
+    /// Pages that are newer than the home's, or on their way there.
+    pub fn dirty(&self) -> u32 {
+        self.directory.dirty()
+    }
+
+    /// Where writes go.
+    pub fn mode(&self) -> Mode {
+        Mode::ALL[usize::from(self.mode.load(Ordering::Relaxed))].0
+    }
+
+    /// Sends writes elsewhere from here on. Unless they stay in the cache, all dirty pages go home.
+    pub fn set_mode(&self, mode: Mode) {
+        self.mode.store(mode as u8, Ordering::Relaxed);
+        self.ring();
+    }
+
+    /// Has all dirty pages go home from here on, as before the end.
+    pub fn drain(&self) {
+        self.drains.store(true, Ordering::Relaxed);
+        self.ring();
+    }
+
+    /// Whether all dirty pages are to go home.
+    fn must_clean(&self) -> bool {
+        self.drains.load(Ordering::Relaxed) || self.mode() != Mode::WriteBack
+    }
+
+    /// So many frames as a share of all of them.
+    fn share(&self, per_cent: u8) -> u32 {
+        (u64::from(self.directory.frames()) * u64::from(per_cent) / 100) as u32
+    }
+
+    /// Wakes whoever drives the write-back.
+    fn ring(&self) {
+        if self.asleep.swap(false, Ordering::SeqCst) {
+            // It can only be full, and then it rings.
+            let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+        }
+    }
+
+    fn bell(&self) -> BorrowedFd<'_> {
+        self.bell.as_fd()
+    }
+
+    fn ask_for_flush(&self) -> u64 {
+        let number = self.flush_wanted.fetch_add(1, Ordering::SeqCst) + 1;
+        self.ring();
+        number
+    }
+}
+
+impl PageDevice for Cache {
+    type Lane = CacheLane;
+    type Error = OpenError;
+
+    fn open(self: &Arc<Self>) -> Result<CacheLane, OpenError> {
+        let free = self.seats.iter().position(|seat| !seat.taken.swap(true, Ordering::Acquire));
+        let Some(seat) = free else {
+            let what = format!("all {} lanes are in use; configure more", self.seats.len());
+            return Err(OpenError::new(OpenErrorKind::InUse, "cache", what));
+        };
+        CacheLane::open(Arc::clone(self), seat)
+            .inspect_err(|_| self.seats[seat].taken.store(false, Ordering::Release))
+    }
+}
+
+impl fmt::Debug for Cache {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Cache({:?} of {})", self.directory, self.home.name())
+    }
+}

@@ -1,0 +1,528 @@
+//! Dirty pages on their way home: in address order, neighbours side by side, so that the home's lane joins them.
+//!
+//! [`WriteBack::step`] does a bounded piece of work and says what it needs next. It goes to work when
+//!
+//! - a set has no frame that could be given to another page (its dirty pages go first),
+//! - a flush is asked for, or all pages are to go home: then it goes through all pages once, from the first on,
+//! - more frames are dirty than the upper watermark says: then until the lower one is reached, from where it stopped.
+//!
+//! A page whose write fails stays dirty in the cache, where it can be read, and is tried again a second later at the earliest. Its
+//! flush fails. A home whose own flush has failed once may have lost what it had taken: no later flush succeeds.
+
+use crate::directory::{Directory, Frame, Outcome, WAYS};
+use crate::entry::{ALONE, Kind};
+use crate::{Cache, CacheError};
+use rustix::event::{PollFd, PollFlags, Timespec};
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
+use std::time::{Duration, Instant};
+use weir_core::{Page, PageNo, Rest, Slot};
+use weir_device::{Fault, POLL_EVERY, Progress, Ticket};
+use weir_store::Lane as HomeLane;
+use weir_volume::Lane as FrameLane;
+
+/// Pages that are on their way together: 2 MiB.
+const GROUP: usize = 512;
+/// Pages that one look through the directory finds.
+const BATCH: usize = 16 << 10;
+/// Frames that one step looks at.
+const LOOK: u32 = 1 << 18;
+/// How long pages that failed are left alone.
+const AGAIN: Duration = Duration::from_secs(1);
+/// The ticket of the home's flush; others are places in the group.
+const FLUSH: Ticket = Ticket::MAX;
+
+/// What the write-back needs before its next step.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Next {
+    /// Nothing.
+    Step,
+    /// Answers of the home or of the cache's store.
+    Answers,
+    /// A reason to work, or this time.
+    Work(Option<Instant>),
+}
+
+/// What takes dirty pages home. One for each cache.
+pub struct WriteBack {
+    cache: Arc<Cache>,
+    frames: FrameLane,
+    home: Box<dyn HomeLane>,
+    /// What is to go home, in address order, and how far that is.
+    batch: Vec<(PageNo, Frame)>,
+    at: usize,
+    /// More pages wait behind those of the batch.
+    more: bool,
+    /// What comes before the batch: dirty pages of sets that have no room.
+    urgent: Vec<(PageNo, Frame)>,
+    group: Group,
+    sweep: Option<Sweep>,
+    /// Where the next sweep for the watermarks begins.
+    cursor: u32,
+    /// Writes whose end the home has not reported.
+    late: u32,
+    /// Pages that failed are left alone until then.
+    again_at: Option<Instant>,
+    /// Whether the home has failed to flush.
+    is_broken: bool,
+    rest: Rest,
+}
+
+/// Pages on their way together.
+struct Group {
+    pages: Box<[Page]>,
+    members: Vec<Member>,
+    /// Members whose content has been asked for, and whose write has been queued.
+    read: usize,
+    written: usize,
+    /// Answers outstanding.
+    waits: usize,
+    /// The row of neighbours that is being queued: the page after it, and its length.
+    row: (u32, u64),
+}
+
+#[derive(Clone, Copy)]
+struct Member {
+    page: PageNo,
+    frame: Frame,
+    state: MemberState,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum MemberState {
+    /// Its content is being read.
+    Reads,
+    /// Its content is there.
+    Ready,
+    /// Its write is under way.
+    Writes,
+    /// It is done with.
+    Done,
+}
+
+/// A way through all dirty pages.
+#[derive(Clone, Copy)]
+struct Sweep {
+    /// The first page that is looked for.
+    from: u32,
+    /// The frame that is looked at next, and whether the look is over.
+    look: Frame,
+    looked: bool,
+    /// For whom.
+    reason: Reason,
+    failed: bool,
+    /// Pages that somebody had alone.
+    skipped: bool,
+    /// The home's flush is under way.
+    flushing: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Reason {
+    /// Flushes up to this one.
+    Flush(u64),
+    /// Too many dirty pages.
+    Watermark,
+}
+
+impl WriteBack {
+    /// The write-back of a cache. Takes its memory.
+    ///
+    /// # Errors
+    /// When there is no lane for it.
+    pub fn open(cache: &Arc<Cache>) -> Result<Self, CacheError> {
+        Ok(WriteBack {
+            frames: cache.frames.lane()?,
+            home: cache.home.lane(GROUP)?,
+            cache: Arc::clone(cache),
+            batch: Vec::with_capacity(BATCH * 2),
+            at: 0,
+            more: false,
+            urgent: Vec::with_capacity(WAYS as usize * 4),
+            group: Group {
+                pages: vec![Page::zeroed(); GROUP].into(),
+                members: Vec::with_capacity(GROUP),
+                read: 0,
+                written: 0,
+                waits: 0,
+                row: (0, 0),
+            },
+            sweep: None,
+            cursor: 0,
+            late: 0,
+            again_at: None,
+            is_broken: false,
+            rest: Rest::default(),
+        })
+    }
+
+    /// Does a bounded piece of work.
+    pub fn step(&mut self, now: Instant) -> Next {
+        self.take_answers(now);
+        if !self.group.members.is_empty() {
+            self.go_on();
+            if !self.group.is_over() {
+                return Next::Answers;
+            }
+            self.group.members.clear();
+        }
+        if self.sweep.is_some_and(|sweep| sweep.flushing) {
+            return Next::Answers;
+        }
+        self.find_urgent();
+        let begins = self.batch.get(self.at).map(|(page, _)| page.0);
+        if let (Some(page), true, true) = (begins, self.urgent.is_empty(), self.has_done_enough()) {
+            (self.cursor, self.sweep, self.at) = (page, None, 0);
+            self.batch.clear();
+            return Next::Step;
+        }
+        if !self.urgent.is_empty() || begins.is_some() {
+            self.begin_group();
+            return Next::Step;
+        }
+        match self.sweep {
+            Some(sweep) => self.look(sweep, now),
+            None => self.choose(now),
+        }
+    }
+
+    /// Waits for what the last step needs; for `most` at most, or until `also` is readable. This alone sleeps.
+    pub fn wait(&mut self, next: Next, also: BorrowedFd<'_>, now: Instant) {
+        let until = match next {
+            Next::Step => return,
+            Next::Answers if self.wakes().next().is_none() || self.frames.must_poll() => {
+                return self.rest.until_next();
+            }
+            Next::Answers => Some(POLL_EVERY),
+            Next::Work(until) => {
+                self.cache.asleep.store(true, SeqCst);
+                // Whoever asked before saw nobody asleep.
+                if self.has_work(now) {
+                    return;
+                }
+                until.map(|until| until.saturating_duration_since(now))
+            }
+        };
+        let listen = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
+        let bell = self.cache.bell();
+        let mut fds = vec![listen(also), listen(bell)];
+        if next == Next::Answers {
+            fds.remove(1);
+            fds.extend(self.wakes().map(listen));
+        }
+        let until =
+            until.map(|most| Timespec { tv_sec: most.as_secs() as i64, tv_nsec: most.subsec_nanos().into() });
+        // A signal is a short sleep.
+        let _ = rustix::event::poll(&mut fds, until.as_ref());
+        let _ = rustix::io::read(bell, &mut [0; 8]);
+    }
+
+    fn wakes(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.home.wake_fd().into_iter().chain(self.frames.wake_fds())
+    }
+
+    fn directory(&self) -> &Directory {
+        &self.cache.directory
+    }
+
+    fn flush_wanted(&self) -> Option<u64> {
+        let wanted = self.cache.flush_wanted.load(SeqCst);
+        (wanted > self.cache.flush_done.load(SeqCst) / 2).then_some(wanted)
+    }
+
+    fn wants_less_dirt(&self, now: Instant) -> bool {
+        let most = if self.cache.must_clean() { 0 } else { self.cache.share(self.cache.config.dirty_high) };
+        self.directory().dirty() > most && self.again_at.is_none_or(|at| now >= at)
+    }
+
+    /// Whether a sweep for the watermark has reached the lower one, or makes way for a flush.
+    fn has_done_enough(&self) -> bool {
+        let least = if self.cache.must_clean() { 0 } else { self.cache.share(self.cache.config.dirty_low) };
+        let is_for_watermark = self.sweep.is_some_and(|sweep| sweep.reason == Reason::Watermark);
+        is_for_watermark && (self.directory().dirty() <= least || self.flush_wanted().is_some())
+    }
+
+    fn has_work(&self, now: Instant) -> bool {
+        self.flush_wanted().is_some() || self.wants_less_dirt(now) || self.directory().has_pressed()
+    }
+
+    /// Looks for a reason to work.
+    fn choose(&mut self, now: Instant) -> Next {
+        let (reason, from) = match self.flush_wanted() {
+            Some(wanted) => (Reason::Flush(wanted), 0),
+            None if self.wants_less_dirt(now) => (Reason::Watermark, self.cursor),
+            None => {
+                let settles = (self.late > 0).then_some(now + POLL_EVERY);
+                return Next::Work(settles.into_iter().chain(self.again_at.filter(|at| *at > now)).min());
+            }
+        };
+        self.sweep = Some(Sweep {
+            from,
+            look: 0,
+            looked: false,
+            reason,
+            failed: false,
+            skipped: false,
+            flushing: false,
+        });
+        (self.at, self.more) = (0, false);
+        self.batch.clear();
+        Next::Step
+    }
+
+    /// Looks on for dirty pages; the lowest of a look are a batch.
+    fn look(&mut self, mut sweep: Sweep, now: Instant) -> Next {
+        let Reason::Flush(wanted) = sweep.reason else { return self.look_for_watermark(sweep, now) };
+        if !sweep.looked {
+            self.gather(&mut sweep);
+            self.sweep = Some(sweep);
+            return Next::Step;
+        }
+        if self.next_batch(&mut sweep) {
+            self.sweep = Some(sweep);
+            return Next::Step;
+        }
+        if sweep.skipped {
+            // Whoever has it alone is about to answer. A page that was dirty before may be so still.
+            self.sweep = Some(Sweep { from: 0, look: 0, looked: false, skipped: false, ..sweep });
+            return Next::Step;
+        }
+        sweep.flushing = true;
+        self.sweep = Some(sweep);
+        match self.home.flush(FLUSH) {
+            Progress::Done(result) => self.end_flush(wanted, result),
+            Progress::Queued => self.home.submit(),
+            // None is under way, as there is one sweep.
+            Progress::Full => self.end_flush(wanted, Err(Fault::Full)),
+        }
+        Next::Step
+    }
+
+    fn look_for_watermark(&mut self, mut sweep: Sweep, now: Instant) -> Next {
+        let is_enough = self.has_done_enough();
+        if !sweep.looked && !is_enough {
+            self.gather(&mut sweep);
+            self.sweep = Some(sweep);
+            return Next::Step;
+        }
+        if !is_enough && self.next_batch(&mut sweep) {
+            self.sweep = Some(sweep);
+            return Next::Step;
+        }
+        self.cursor = if is_enough { sweep.from } else { 0 };
+        self.again_at = sweep.failed.then_some(now + AGAIN);
+        self.sweep = None;
+        Next::Step
+    }
+
+    /// Looks at some more frames.
+    fn gather(&mut self, sweep: &mut Sweep) {
+        let WriteBack { cache, batch, more, .. } = self;
+        let end = cache.directory.frames().min(sweep.look + LOOK);
+        for frame in sweep.look..end {
+            let entry = cache.directory.load(frame);
+            if entry.kind() != Kind::Valid || !entry.is_dirty() || entry.page().0 < sweep.from {
+                continue;
+            }
+            if entry.is_writing() {
+                // An earlier write of it has no answer yet.
+                sweep.failed = true;
+                continue;
+            }
+            batch.push((entry.page(), frame));
+            if batch.len() == BATCH * 2 {
+                batch.select_nth_unstable(BATCH);
+                batch.truncate(BATCH);
+                *more = true;
+            }
+        }
+        sweep.look = end;
+        if end < cache.directory.frames() {
+            return;
+        }
+        sweep.looked = true;
+        batch.sort_unstable();
+        if batch.len() > BATCH {
+            batch.truncate(BATCH);
+            *more = true;
+        }
+        // The batch is written before the sweep goes on.
+        self.at = 0;
+    }
+
+    /// The batch is written: has the next look begin behind it, if there is more.
+    fn next_batch(&mut self, sweep: &mut Sweep) -> bool {
+        let last = self.batch.last().map(|(page, _)| page.0);
+        let more = std::mem::take(&mut self.more);
+        self.batch.clear();
+        self.at = 0;
+        let Some(from) = last.filter(|_| more).and_then(|last| last.checked_add(1)) else { return false };
+        (sweep.from, sweep.look, sweep.looked) = (from, 0, false);
+        true
+    }
+
+    /// Looks for dirty pages in sets that have no room.
+    fn find_urgent(&mut self) {
+        let WriteBack { cache, urgent, .. } = self;
+        if !urgent.is_empty() {
+            return;
+        }
+        let directory = &cache.directory;
+        for first in directory.take_pressed() {
+            let dirty = (first..first + WAYS).map(|frame| (directory.load(frame), frame));
+            let dirty = dirty.filter(|(entry, _)| entry.kind() == Kind::Valid && entry.is_dirty());
+            let room = urgent.capacity() - urgent.len();
+            urgent.extend(dirty.map(|(entry, frame)| (entry.page(), frame)).take(room));
+        }
+        urgent.sort_unstable();
+    }
+
+    fn begin_group(&mut self) {
+        let WriteBack { cache, batch, at, urgent, group, sweep, .. } = self;
+        let is_urgent = !urgent.is_empty();
+        (group.read, group.written, group.waits) = (0, 0, 0);
+        let wanted = if is_urgent { &urgent[..] } else { &batch[*at..] };
+        let wanted = &wanted[..wanted.len().min(GROUP)];
+        for (_, frame) in wanted {
+            if cache.directory.begin_write_back(*frame) {
+                let page = cache.directory.load(*frame).page();
+                group.members.push(Member { page, frame: *frame, state: MemberState::Reads });
+            } else if let Some(sweep) = sweep {
+                let entry = cache.directory.load(*frame);
+                sweep.skipped |= entry.is_dirty() && entry.users() == ALONE;
+            }
+        }
+        if is_urgent {
+            urgent.drain(..wanted.len());
+        } else {
+            *at += wanted.len();
+        }
+        self.go_on();
+    }
+
+    /// Issues what the group still lacks: reads first, then writes in order.
+    fn go_on(&mut self) {
+        let WriteBack { cache, frames, home, group, sweep, .. } = self;
+        while let Some(member) = group.members.get_mut(group.read) {
+            let ticket = group.read as Ticket;
+            match frames.read(ticket, PageNo(member.frame), &mut group.pages[group.read]) {
+                Progress::Done(Ok(())) => member.state = MemberState::Ready,
+                Progress::Done(Err(_)) => fail(cache, member, sweep, Outcome::Dirty),
+                Progress::Queued => group.waits += 1,
+                Progress::Full => break,
+            }
+            group.read += 1;
+        }
+        frames.submit();
+        if group.read < group.members.len() || (group.written == 0 && group.waits > 0) {
+            return;
+        }
+        while let Some(member) = group.members.get_mut(group.written) {
+            if member.state == MemberState::Ready {
+                let (ticket, page) = (group.written as Ticket, member.page.0);
+                match home.write(ticket, Slot(page), &group.pages[group.written]) {
+                    Progress::Done(Ok(())) => finish(cache, member),
+                    Progress::Done(Err(_)) => fail(cache, member, sweep, Outcome::Dirty),
+                    Progress::Queued => {
+                        member.state = MemberState::Writes;
+                        group.waits += 1;
+                    }
+                    Progress::Full => break,
+                }
+                if group.row.0 != page {
+                    cache.write_back.row(std::mem::take(&mut group.row.1));
+                }
+                group.row = (page + 1, group.row.1 + 1);
+            }
+            group.written += 1;
+        }
+        if group.written == group.members.len() {
+            cache.write_back.row(std::mem::take(&mut group.row.1));
+        }
+        home.submit();
+    }
+
+    fn take_answers(&mut self, now: Instant) {
+        let WriteBack { cache, frames, home, group, sweep, late, rest, .. } = self;
+        let Group { pages, members, waits, .. } = group;
+        frames.poll(now, &mut |done| {
+            rest.end();
+            *waits -= 1;
+            let at = done.ticket as usize;
+            match done.page {
+                Some(page) if done.result.is_ok() => {
+                    *pages[at] = *page;
+                    members[at].state = MemberState::Ready;
+                }
+                _ => fail(cache, &mut members[at], sweep, Outcome::Dirty),
+            }
+        });
+        let mut flushed = None;
+        home.poll(now, &mut |done| {
+            rest.end();
+            if done.ticket == FLUSH {
+                flushed = Some(done.result);
+                return;
+            }
+            *waits -= 1;
+            let member = &mut members[done.ticket as usize];
+            match done.result {
+                Ok(()) => finish(cache, member),
+                Err(Fault::Timeout) => {
+                    *late += 1;
+                    fail(cache, member, sweep, Outcome::Late);
+                }
+                Err(_) => fail(cache, member, sweep, Outcome::Dirty),
+            }
+        });
+        home.settled(&mut |slot| {
+            *late -= 1;
+            cache.directory.settle(PageNo(slot.0));
+        });
+        if let (Some(result), Some(Sweep { reason: Reason::Flush(wanted), .. })) = (flushed, self.sweep) {
+            self.end_flush(wanted, result);
+        }
+    }
+
+    fn end_flush(&mut self, wanted: u64, result: Result<(), Fault>) {
+        let failed = self.sweep.take().is_none_or(|sweep| sweep.failed);
+        self.is_broken |= result.is_err();
+        let ok = !failed && !self.is_broken;
+        let counters = &self.cache.write_back;
+        counters.flushes.fetch_add(1, Relaxed);
+        counters.flushes_failed.fetch_add(u64::from(!ok), Relaxed);
+        self.cache.flush_done.store(wanted * 2 + u64::from(ok), SeqCst);
+    }
+}
+
+impl Group {
+    /// Whether every member is done with.
+    fn is_over(&self) -> bool {
+        self.waits == 0 && self.read == self.members.len() && self.written == self.members.len()
+    }
+}
+
+impl Drop for WriteBack {
+    fn drop(&mut self) {
+        // What is under way at the home may land; its frame stays as it is.
+        let is_here = |member: &&Member| matches!(member.state, MemberState::Reads | MemberState::Ready);
+        for member in self.group.members.iter().filter(is_here) {
+            self.cache.directory.end_write_back(member.frame, Outcome::Dirty);
+        }
+    }
+}
+
+fn finish(cache: &Cache, member: &mut Member) {
+    member.state = MemberState::Done;
+    cache.directory.end_write_back(member.frame, Outcome::Clean);
+}
+
+fn fail(cache: &Cache, member: &mut Member, sweep: &mut Option<Sweep>, outcome: Outcome) {
+    member.state = MemberState::Done;
+    cache.write_back.failed.fetch_add(1, Relaxed);
+    cache.directory.end_write_back(member.frame, outcome);
+    if let Some(sweep) = sweep {
+        sweep.failed = true;
+    }
+}

@@ -1,0 +1,420 @@
+//! A cache over a home that fails, hangs, and loses power, against a model that knows which contents a page may have.
+//!
+//! `WEIR_SCALE=full` runs 1,000 seeds of 100,000 operations and more than 10,000 power cuts; without, a few seconds' worth.
+//! `WEIR_SEED=N` runs one seed.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use weir_cache::{Cache, CacheLane, Config, Mode, WriteBack};
+use weir_core::{ByteSize, PAGE_SIZE, PageBytes, PageNo, Slot};
+use weir_device::{Fault, PageDevice, PageLane, Progress, Ticket};
+use weir_store::{Sim, SimUrl, Store};
+
+const HOME: u32 = 600;
+const LANES: usize = 3;
+const DEPTH: usize = 8;
+const SECTORS: usize = 8;
+const MODES: [Mode; 3] = [Mode::WriteBack, Mode::WriteThrough, Mode::WriteAround];
+
+/// What each eighth of a page holds.
+type Content = [u64; SECTORS];
+
+struct Chance(u64);
+
+impl Chance {
+    fn below(&mut self, below: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        ((self.0 >> 33) * below) >> 31
+    }
+}
+
+/// The writes of a page that may be what it holds, in order.
+struct History {
+    writes: Vec<Write>,
+    /// A write is under way.
+    is_written: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Write {
+    content: Content,
+    /// When it was acknowledged.
+    acknowledged: Option<u64>,
+}
+
+impl History {
+    fn of(content: Content) -> Self {
+        History { writes: vec![Write { content, acknowledged: Some(0) }], is_written: false }
+    }
+
+    /// The oldest write that a read may find which begins at `time`.
+    fn oldest(&self, time: u64) -> usize {
+        let before = |write: &Write| write.acknowledged.is_some_and(|at| at <= time);
+        self.writes.iter().rposition(before).unwrap_or(0)
+    }
+
+    fn allows(&self, content: Content, since: u64) -> bool {
+        self.writes[self.oldest(since)..].iter().any(|write| write.content == content)
+    }
+}
+
+fn bytes(content: Content) -> PageBytes {
+    let mut bytes = [0; PAGE_SIZE];
+    for (sector, value) in bytes.chunks_exact_mut(PAGE_SIZE / SECTORS).zip(content) {
+        sector.chunks_exact_mut(8).for_each(|word| word.copy_from_slice(&value.to_ne_bytes()));
+    }
+    bytes
+}
+
+/// `None`: it is torn within a sector.
+fn content(bytes: &PageBytes) -> Option<Content> {
+    let mut content = [0; SECTORS];
+    for (value, sector) in content.iter_mut().zip(bytes.chunks_exact(PAGE_SIZE / SECTORS)) {
+        *value = u64::from_ne_bytes(sector[..8].try_into().unwrap());
+        if sector.chunks_exact(8).any(|word| word != value.to_ne_bytes()) {
+            return None;
+        }
+    }
+    Some(content)
+}
+
+#[derive(Clone, Copy)]
+enum Doing {
+    Read { page: u32, since: u64 },
+    Write { page: u32, at: usize },
+    Flush { since: u64 },
+}
+
+struct World {
+    seed: u64,
+    chance: Chance,
+    now: Instant,
+    time: u64,
+    value: u64,
+    home: Arc<Sim>,
+    cache: Arc<Cache>,
+    lanes: Vec<CacheLane>,
+    write_back: Option<WriteBack>,
+    doing: Vec<Vec<Option<Doing>>>,
+    pages: Vec<History>,
+    /// Whether an error may come.
+    fails: bool,
+    hangs: bool,
+    /// When the last flush that succeeded was asked for.
+    flushed: u64,
+    counts: Counts,
+}
+
+#[derive(Default, Debug)]
+struct Counts {
+    operations: u64,
+    errors: u64,
+    flushes: u64,
+    cuts: u64,
+    written_back: u64,
+    hits: u64,
+}
+
+fn sim(url: SimUrl) -> Arc<Sim> {
+    Arc::new(Sim::open(url).unwrap())
+}
+
+fn pages(pages: u32) -> ByteSize {
+    ByteSize(u64::from(pages) * PAGE_SIZE as u64)
+}
+
+/// What kind of trouble a seed has.
+fn urls(seed: u64) -> (SimUrl, SimUrl, bool) {
+    let delay = (seed % 5) as u32;
+    let home = SimUrl { seed, size: pages(HOME), delay: delay.max(1), ..SimUrl::default() };
+    // 128 frames, and what four lanes have under way.
+    let store =
+        SimUrl { seed: !seed, size: pages(128 + 4 * (DEPTH as u32 + 64)), delay, ..SimUrl::default() };
+    match seed % 4 {
+        0 | 3 => (home, store, false),
+        1 => (SimUrl { read_error: 0.01, write_error: 0.02, ..home }, store, true),
+        _ => {
+            let store = SimUrl { read_error: 0.005, write_error: 0.01, corrupt: 0.005, lose: 0.005, ..store };
+            (home, store, true)
+        }
+    }
+}
+
+impl World {
+    fn new(seed: u64) -> Self {
+        let (home, _, fails) = urls(seed);
+        let home = sim(home);
+        home.forget_without_power();
+        let pages = (0..HOME).map(|_| History::of([0; SECTORS])).collect();
+        let (cache, lanes, write_back) = start(seed, 0, &home);
+        World {
+            seed,
+            chance: Chance(seed ^ 0x5eed),
+            now: Instant::now(),
+            time: 1,
+            value: 0,
+            home,
+            cache,
+            lanes,
+            write_back: Some(write_back),
+            doing: vec![vec![None; 64]; LANES],
+            pages,
+            fails,
+            hangs: false,
+            flushed: 0,
+            counts: Counts::default(),
+        }
+    }
+
+    fn turn(&mut self) {
+        self.time += 1;
+        self.now += Duration::from_millis(1);
+        let lane = self.chance.below(LANES as u64) as usize;
+        match self.chance.below(100) {
+            0..60 => self.begin(lane),
+            60..80 => self.poll(lane),
+            80..97 => {
+                let write_back = self.write_back.as_mut().unwrap();
+                (0..4).for_each(|_| {
+                    let _ = write_back.step(self.now);
+                });
+            }
+            97 if self.seed.is_multiple_of(3) => self.cache.set_mode(MODES[self.chance.below(3) as usize]),
+            98 if self.seed % 4 == 3 && self.chance.below(20) == 0 => {
+                self.hangs ^= true;
+                self.fails = true;
+                self.home.hang(self.hangs);
+            }
+            _ => self.now += Duration::from_millis(self.chance.below(50)),
+        }
+    }
+
+    fn page(&mut self) -> u32 {
+        // Half of all goes to an eighth of the pages.
+        let below = if self.chance.below(2) == 0 { HOME / 8 } else { HOME };
+        self.chance.below(below.into()) as u32
+    }
+
+    fn begin(&mut self, lane: usize) {
+        let Some(ticket) = self.doing[lane].iter().position(Option::is_none) else { return };
+        let page = self.page();
+        self.counts.operations += 1;
+        match self.chance.below(100) {
+            0 => {
+                let doing = Doing::Flush { since: self.time };
+                let progress = self.lanes[lane].flush(ticket as Ticket);
+                self.begun(lane, ticket, doing, progress, None);
+            }
+            1..50 => {
+                let mut out = [0; PAGE_SIZE];
+                let doing = Doing::Read { page, since: self.time };
+                let progress = self.lanes[lane].read(ticket as Ticket, PageNo(page), &mut out);
+                self.begun(lane, ticket, doing, progress, Some(&out));
+            }
+            kind => self.write(lane, ticket, page, kind < 60),
+        }
+        if self.chance.below(3) == 0 {
+            self.lanes[lane].submit();
+        }
+    }
+
+    fn write(&mut self, lane: usize, ticket: usize, page: u32, part: bool) {
+        let history = &mut self.pages[page as usize];
+        let is_certain = history.oldest(u64::MAX) + 1 == history.writes.len();
+        if history.is_written || part && !is_certain {
+            return;
+        }
+        self.value += 1;
+        let mut content = [self.value; SECTORS];
+        let at = history.writes.len();
+        let progress = if part {
+            let from = self.chance.below(SECTORS as u64) as usize;
+            let to = from + 1 + self.chance.below((SECTORS - from) as u64) as usize;
+            let before = history.writes[at - 1].content;
+            content[..from].copy_from_slice(&before[..from]);
+            content[to..].copy_from_slice(&before[to..]);
+            let (bytes, sector) = (bytes(content), PAGE_SIZE / SECTORS);
+            let patch = &bytes[from * sector..to * sector];
+            self.lanes[lane].write_part(ticket as Ticket, PageNo(page), from * sector, patch)
+        } else {
+            self.lanes[lane].write(ticket as Ticket, PageNo(page), &bytes(content))
+        };
+        if progress != Progress::Full {
+            let history = &mut self.pages[page as usize];
+            history.writes.push(Write { content, acknowledged: None });
+            history.is_written = true;
+        }
+        self.begun(lane, ticket, Doing::Write { page, at }, progress, None);
+    }
+
+    fn begun(
+        &mut self,
+        lane: usize,
+        ticket: usize,
+        doing: Doing,
+        progress: Progress,
+        out: Option<&PageBytes>,
+    ) {
+        match progress {
+            Progress::Done(result) => self.ended(doing, result, out),
+            Progress::Queued => self.doing[lane][ticket] = Some(doing),
+            Progress::Full => {}
+        }
+    }
+
+    fn poll(&mut self, lane: usize) {
+        let mut done = Vec::new();
+        self.lanes[lane].poll(self.now, &mut |end| done.push((end.ticket, end.result, end.page.copied())));
+        for (ticket, result, page) in done {
+            let doing = self.doing[lane][ticket as usize].take().expect("each operation ends once");
+            self.ended(doing, result, page.as_ref());
+        }
+    }
+
+    fn ended(&mut self, doing: Doing, result: Result<(), Fault>, out: Option<&PageBytes>) {
+        let seed = self.seed;
+        if let Err(fault) = result {
+            assert!(self.fails, "seed {seed}: {fault} and nothing was injected");
+            self.counts.errors += 1;
+        }
+        match doing {
+            Doing::Write { page, at } => {
+                let history = &mut self.pages[page as usize];
+                history.is_written = false;
+                history.writes[at].acknowledged = result.is_ok().then_some(self.time);
+            }
+            Doing::Read { page, since } if result.is_ok() => {
+                let found = content(out.expect("a read brings a page"));
+                let found = found.unwrap_or_else(|| panic!("seed {seed}: page {page} is torn"));
+                let history = &self.pages[page as usize];
+                assert!(
+                    history.allows(found, since),
+                    "seed {seed}: page {page} is {found:?}, read since {since}: {:?}",
+                    history.writes
+                );
+            }
+            Doing::Flush { since } if result.is_ok() => {
+                self.counts.flushes += 1;
+                // What came before the write that was acknowledged last by then cannot come back.
+                self.flushed = self.flushed.max(since);
+            }
+            Doing::Read { .. } | Doing::Flush { .. } => {}
+        }
+    }
+
+    /// Everything but the home is gone, and the home keeps of what it was not told to flush what chance says.
+    fn cut_power(&mut self) {
+        self.counts.cuts += 1;
+        let status = self.cache.status();
+        self.counts.written_back += status.written_back;
+        self.counts.hits += status.read_hits;
+        self.lanes.clear();
+        self.write_back = None;
+        self.home.hang(false);
+        self.hangs = false;
+        let chance = &mut self.chance;
+        self.home.cut_power(&mut |contents| chance.below(contents as u64) as usize);
+        self.check_home("after a power cut");
+        self.doing = vec![vec![None; 64]; LANES];
+        (self.cache, self.lanes, self.write_back) = {
+            let (cache, lanes, write_back) = start(self.seed, self.counts.cuts, &self.home);
+            (cache, lanes, Some(write_back))
+        };
+    }
+
+    /// Looks at each page of the home, which is what it holds from here on.
+    fn check_home(&mut self, when: &str) {
+        let mut lane = self.home.lane(1).unwrap();
+        for (page, history) in self.pages.iter_mut().enumerate() {
+            let found = loop {
+                let (mut found, mut out) = (None, [0; PAGE_SIZE]);
+                assert_eq!(lane.read(0, Slot(page as u32), &mut out), Progress::Queued);
+                lane.submit();
+                while lane.in_flight() > 0 {
+                    lane.poll(self.now, &mut |done| found = done.page.copied());
+                }
+                // Errors are injected here too.
+                if let Some(found) = found {
+                    break content(&found).expect("whole");
+                }
+            };
+            let writes = &history.writes[history.oldest(self.flushed)..];
+            let allowed: Vec<Content> = writes.iter().map(|write| write.content).collect();
+            assert!(
+                allowed.contains(&found),
+                "seed {}: page {page} {when} is {found:?}, not of {allowed:?}",
+                self.seed
+            );
+            *history = History::of(found);
+        }
+    }
+
+    /// Everything is answered and at home.
+    fn detach(&mut self) {
+        self.home.hang(false);
+        self.cache.drain();
+        let idle = |world: &World| world.lanes.iter().all(|lane| lane.in_flight() == 0);
+        let mut turns = 0;
+        while !idle(self) || self.cache.dirty() > 0 {
+            (0..LANES).for_each(|lane| self.poll(lane));
+            let _ = self.write_back.as_mut().unwrap().step(self.now);
+            self.now += Duration::from_millis(1);
+            turns += 1;
+            // Pages that the cache's store has lost can never go home.
+            if turns == 100_000 && self.seed % 4 == 2 {
+                return;
+            }
+            assert!(turns < 1_000_000, "seed {}: {:?}", self.seed, self.cache.status());
+        }
+        self.flushed = self.time;
+        self.check_home("after the detach");
+    }
+}
+
+fn start(seed: u64, round: u64, home: &Arc<Sim>) -> (Arc<Cache>, Vec<CacheLane>, WriteBack) {
+    let (_, store, _) = urls(seed);
+    let store = sim(SimUrl { seed: store.seed ^ round, ..store });
+    let config = Config {
+        lanes: LANES,
+        depth: DEPTH,
+        mode: MODES[(seed / 4 % 3) as usize],
+        stream_pages: if seed.is_multiple_of(2) { 0 } else { 16 },
+        ..Config::default()
+    };
+    let cache = Cache::create(store, Arc::clone(home) as _, config).unwrap();
+    let lanes = (0..LANES).map(|_| cache.open().unwrap()).collect();
+    let write_back = WriteBack::open(&cache).unwrap();
+    (cache, lanes, write_back)
+}
+
+#[test]
+fn no_page_is_older_than_acknowledged_and_each_flushed_page_survives_a_power_cut() {
+    let full = std::env::var("WEIR_SCALE").is_ok_and(|scale| scale == "full");
+    let (seeds, operations, cuts) = if full { (1000, 100_000, 11) } else { (24, 6_000, 4) };
+    let one: Option<u64> = std::env::var("WEIR_SEED").ok().and_then(|seed| seed.parse().ok());
+    let mut all = Counts::default();
+    for seed in one.map_or(0..seeds, |seed| seed..seed + 1) {
+        let mut world = World::new(seed);
+        for at in 1.. {
+            world.turn();
+            if world.counts.operations >= operations {
+                break;
+            }
+            if at % (operations / cuts * 2) == 0 {
+                world.cut_power();
+            }
+        }
+        world.detach();
+        let counts = &world.counts;
+        all.operations += counts.operations;
+        all.errors += counts.errors;
+        all.flushes += counts.flushes;
+        all.cuts += counts.cuts;
+        all.written_back += counts.written_back;
+        all.hits += counts.hits;
+    }
+    println!("{all:?}");
+    // The histories did what they are for.
+    assert!(one.is_some() || all.flushes > 100 && all.cuts > 20 && all.errors > 100, "{all:?}");
+    assert!(one.is_some() || all.written_back > 1000 && all.hits > 1000, "{all:?}");
+}
