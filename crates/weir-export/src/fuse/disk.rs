@@ -7,11 +7,12 @@ use super::serve::Service;
 use super::stats::Counters;
 use super::wire::{
     Attr, AttrOut, Dirent, EntryOut, FallocateIn, LseekIn, NAME_MAX, OpenOut, ROOT, ReadIn, StatfsOut,
-    WriteOut, open_flag, setattr,
+    WriteOut, opcode, open_flag, setattr,
 };
 use rustix::io::Errno;
 use std::sync::Arc;
 use weir_core::{PAGE_SIZE, PageNo};
+use weir_device::PageLane;
 use weir_request::Span;
 
 /// How long the kernel may rely on what it was told: nothing here ever changes.
@@ -72,11 +73,11 @@ impl Shape {
     }
 }
 
-impl Service for Disk {
+impl<L: PageLane> Service<L> for Disk {
     fn serve(
         &mut self,
         message: &Message<'_>,
-        ranges: &mut Ranges,
+        ranges: &mut Ranges<L>,
         reply: &dyn Reply,
         counters: &Counters,
     ) -> rustix::io::Result<()> {
@@ -163,19 +164,26 @@ impl Service for Disk {
             | Request::Mknod { .. }
             | Request::Mkdir { .. }
             | Request::Unlink { .. } => refuse(Errno::PERM),
-            // What was acknowledged is where it will stay, so FLUSH and FSYNC have nothing to wait for: after one ENOSYS the
-            // kernel takes them for done without asking.
+            Request::Unknown { opcode: opcode::FSYNC } if on_file && L::FLUSHES => match ranges.flush() {
+                Ok(()) => answer(&[]),
+                Err(errno) => {
+                    counters.errors.add(1);
+                    refuse(errno)
+                }
+            },
+            // What was acknowledged is where it will stay, or waits for FSYNC: FLUSH has nothing to wait for, and FSYNC only where the
+            // device has. After one ENOSYS the kernel takes them for done without asking.
             _ => refuse(Errno::NOSYS),
         }
     }
 }
 
 impl Disk {
-    fn read(
+    fn read<L: PageLane>(
         &self,
         unique: u64,
         what: &ReadIn,
-        ranges: &mut Ranges,
+        ranges: &mut Ranges<L>,
         reply: &dyn Reply,
         counters: &Counters,
     ) -> rustix::io::Result<()> {
@@ -190,7 +198,7 @@ impl Disk {
         Ok(())
     }
 
-    fn allocate(&self, what: &FallocateIn, ranges: &mut Ranges) -> Result<(), Errno> {
+    fn allocate<L: PageLane>(&self, what: &FallocateIn, ranges: &mut Ranges<L>) -> Result<(), Errno> {
         let inside = self.shape.clip(what.offset, what.length);
         match what.mode & !KEEP_SIZE {
             0 if inside == what.length || what.mode & KEEP_SIZE != 0 => Ok(()), // there is room for every page
@@ -201,7 +209,7 @@ impl Disk {
         }
     }
 
-    fn seek(&self, what: &LseekIn, ranges: &mut Ranges) -> Result<u64, Errno> {
+    fn seek<L: PageLane>(&self, what: &LseekIn, ranges: &mut Ranges<L>) -> Result<u64, Errno> {
         if what.offset >= self.shape.bytes {
             return Err(Errno::NXIO);
         }
@@ -210,9 +218,13 @@ impl Disk {
             SEEK_HOLE => false,
             _ => return Err(Errno::INVAL),
         };
+        if !L::CLEARS {
+            // Nothing is known to be a hole, but what is behind the end.
+            return Ok(if data { what.offset } else { self.shape.bytes });
+        }
         let lane = ranges.lane();
         let first = (what.offset / PAGE_SIZE as u64) as u32;
-        let found = (first..lane.volume().pages()).find(|page| lane.known_zero(PageNo(*page)) != data);
+        let found = (first..lane.pages()).find(|page| lane.known_zero(PageNo(*page)) != data);
         match found {
             Some(page) => Ok(what.offset.max(u64::from(page) * PAGE_SIZE as u64)),
             // Behind the end there is a hole, and no data.

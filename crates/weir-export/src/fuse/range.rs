@@ -11,8 +11,8 @@ use std::io::{self, IoSlice};
 use std::sync::Arc;
 use std::time::Instant;
 use weir_core::{PAGE_SIZE, PageBytes, PageNo};
+use weir_device::PageLane;
 use weir_request::{Id, Op, Request, RequestMemory, Requests, Span, errno};
-use weir_volume::Lane;
 
 /// Bytes of the largest read or write.
 pub const IO_MAX: u32 = 1 << 20;
@@ -51,8 +51,8 @@ impl<F: Fn(u64) -> Option<PageNo>> Places for F {
 }
 
 /// A thread's way into the volume, with the memory for pages that slow stores bring.
-pub(super) struct Ranges {
-    requests: Requests<Lane>,
+pub(super) struct Ranges<L> {
+    requests: Requests<L>,
     pages: Buffer,
     pool: Arc<Pool>,
 }
@@ -80,12 +80,12 @@ impl<P: Places> RequestMemory for Io<'_, P> {
     }
 }
 
-impl Ranges {
+impl<L: PageLane> Ranges<L> {
     /// Takes the memory.
     ///
     /// # Errors
     /// When it cannot be had.
-    pub fn new(lane: Lane, pool: Arc<Pool>) -> io::Result<Ranges> {
+    pub fn new(lane: L, pool: Arc<Pool>) -> io::Result<Self> {
         Ok(Ranges { requests: Requests::new(lane, 1), pages: Buffer::new(SPAN_MAX * PAGE_SIZE)?, pool })
     }
 
@@ -93,7 +93,7 @@ impl Ranges {
         self.pages.is_locked()
     }
 
-    pub fn lane(&mut self) -> &mut Lane {
+    pub fn lane(&mut self) -> &mut L {
         self.requests.lane()
     }
 
@@ -138,6 +138,16 @@ impl Ranges {
         finish(requests, pool, Request { op: Op::Write, span, fua: false }, &mut Io { pages, data, places })
     }
 
+    /// Makes what was acknowledged as safe as the device can.
+    ///
+    /// # Errors
+    /// What the request is to be refused with.
+    pub fn flush(&mut self) -> Result<(), Errno> {
+        let Ranges { requests, pages, pool } = self;
+        let request = Request { op: Op::Flush, span: Span { offset: 0, length: 0 }, fua: false };
+        finish(requests, pool, request, &mut Io { pages, data: &[], places: Volume })
+    }
+
     /// Makes a range zero: whole pages are forgotten, parts of pages overwritten.
     ///
     /// # Errors
@@ -150,8 +160,8 @@ impl Ranges {
 }
 
 /// Does a request to its end. If it takes longer than one look at the stores, another thread looks for requests meanwhile.
-fn finish<P: Places>(
-    requests: &mut Requests<Lane>,
+fn finish<L: PageLane, P: Places>(
+    requests: &mut Requests<L>,
     pool: &Pool,
     request: Request,
     io: &mut Io<'_, P>,

@@ -16,6 +16,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use weir_core::PAGE_SIZE;
 use weir_core::log::{Level, Log};
+use weir_device::PageLane;
 
 /// Requests that a thread finds in a row before it has another one come.
 const HELP_AFTER: u32 = 8;
@@ -26,7 +27,7 @@ const INPUT_AT: usize = PAGE_SIZE - InHeader::BYTES - WriteIn::BYTES;
 const INPUT_BYTES: usize = IO_MAX as usize + 2 * PAGE_SIZE;
 
 /// A file system's half of the work.
-pub(super) trait Service: Send {
+pub(super) trait Service<L>: Send {
     /// Does a request and answers it, unless the kernel waits for no answer.
     ///
     /// # Errors
@@ -34,7 +35,7 @@ pub(super) trait Service: Send {
     fn serve(
         &mut self,
         message: &Message<'_>,
-        ranges: &mut Ranges,
+        ranges: &mut Ranges<L>,
         reply: &dyn Reply,
         counters: &Counters,
     ) -> rustix::io::Result<()>;
@@ -52,7 +53,7 @@ pub(super) enum Ending {
 }
 
 /// What a thread works with, all of it taken before the process is sealed.
-pub(super) struct Worker<S> {
+pub(super) struct Worker<S, L> {
     pub number: usize,
     pub device: Device,
     pub pool: Arc<Pool>,
@@ -62,11 +63,11 @@ pub(super) struct Worker<S> {
     /// Taken by [`run`](Worker::run).
     pub ring: Option<Ring>,
     input: Buffer,
-    ranges: Ranges,
+    ranges: Ranges<L>,
     service: S,
 }
 
-impl<S: Service> Worker<S> {
+impl<L: PageLane, S: Service<L>> Worker<S, L> {
     /// Takes the memory.
     ///
     /// # Errors
@@ -75,7 +76,7 @@ impl<S: Service> Worker<S> {
     pub fn new(
         number: usize,
         device: Device,
-        ranges: Ranges,
+        ranges: Ranges<L>,
         service: S,
         pool: Arc<Pool>,
         spin: Duration,
@@ -237,10 +238,10 @@ impl<S: Service> Worker<S> {
     }
 }
 
-fn answer(
+fn answer<L>(
     message: Result<Message<'_>, Malformed>,
-    service: &mut impl Service,
-    ranges: &mut Ranges,
+    service: &mut impl Service<L>,
+    ranges: &mut Ranges<L>,
     reply: &dyn Reply,
     counters: &Counters,
 ) -> rustix::io::Result<()> {

@@ -21,6 +21,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tree::{Change, DIRECTORY, FILE, KIND, New, SIZE_MAX, SYMLINK, Time, Tree};
 use weir_core::{PAGE_SIZE, PageNo};
 use weir_request::Span;
+use weir_volume::Lane;
 
 /// How long the kernel may rely on what it was told, in seconds: whatever changes here, changes by way of it.
 const VALID: u64 = 3600;
@@ -64,11 +65,11 @@ pub(super) struct RamDisk {
 /// What a request is answered with.
 type Answer<T> = Result<T, Errno>;
 
-impl Service for RamDisk {
+impl Service<Lane> for RamDisk {
     fn serve(
         &mut self,
         message: &Message<'_>,
-        ranges: &mut Ranges,
+        ranges: &mut Ranges<Lane>,
         reply: &dyn Reply,
         counters: &Counters,
     ) -> rustix::io::Result<()> {
@@ -117,7 +118,7 @@ impl Service for RamDisk {
 
 impl RamDisk {
     /// Requests about names and attributes.
-    fn other(&self, header: &InHeader, request: &Request<'_>, ranges: &mut Ranges) -> Answer<Vec<u8>> {
+    fn other(&self, header: &InHeader, request: &Request<'_>, ranges: &mut Ranges<Lane>) -> Answer<Vec<u8>> {
         let node = header.nodeid;
         let new = |mode, rdev, target: &[u8]| New {
             mode,
@@ -195,7 +196,7 @@ impl RamDisk {
         node: u64,
         unique: u64,
         what: &ReadIn,
-        ranges: &mut Ranges,
+        ranges: &mut Ranges<Lane>,
         reply: &dyn Reply,
         counters: &Counters,
     ) -> rustix::io::Result<()> {
@@ -215,7 +216,7 @@ impl RamDisk {
         Ok(())
     }
 
-    fn write(&self, node: u64, what: &WriteIn, data: &[u8], ranges: &mut Ranges) -> Answer<()> {
+    fn write(&self, node: u64, what: &WriteIn, data: &[u8], ranges: &mut Ranges<Lane>) -> Answer<()> {
         let end =
             what.offset.checked_add(data.len() as u64).filter(|end| *end <= SIZE_MAX).ok_or(Errno::FBIG)?;
         if data.is_empty() {
@@ -230,7 +231,7 @@ impl RamDisk {
         self.shared.write().written(node, end, now())
     }
 
-    fn change(&self, node: u64, change: &SetattrIn, ranges: &mut Ranges) -> Answer<Vec<u8>> {
+    fn change(&self, node: u64, change: &SetattrIn, ranges: &mut Ranges<Lane>) -> Answer<Vec<u8>> {
         let has = |flag| change.valid & flag != 0;
         let time = |given, now_flag, seconds, nanoseconds| match (has(now_flag), has(given)) {
             (true, _) => Some(now()),
@@ -257,7 +258,7 @@ impl RamDisk {
         attr(&tree, node)
     }
 
-    fn allocate(&self, node: u64, what: &FallocateIn, ranges: &mut Ranges) -> Answer<()> {
+    fn allocate(&self, node: u64, what: &FallocateIn, ranges: &mut Ranges<Lane>) -> Answer<()> {
         let end = what.offset.checked_add(what.length).filter(|end| *end <= SIZE_MAX).ok_or(Errno::FBIG)?;
         let mut tree = self.shared.write();
         let size = tree.size(node)?;
@@ -334,7 +335,7 @@ fn entry(tree: &mut Tree, node: u64) -> Answer<Vec<u8>> {
 }
 
 /// Forgets what pages held, so that they are empty for whom they belong to next. The tree is still locked.
-fn discard(freed: &[PageNo], ranges: &mut Ranges) {
+fn discard(freed: &[PageNo], ranges: &mut Ranges<Lane>) {
     if freed.is_empty() {
         return;
     }

@@ -16,7 +16,7 @@ use super::ring::Ring;
 use super::serve::{Ending, Service, Worker};
 use super::stats::{Counters, Stats};
 use config::check;
-use open::{Begun, Opened, is_file, make, mounted};
+use open::{Begun, Opened, is_file, lies_in_memory, make, mounted};
 use std::fmt;
 use std::fs;
 use std::io;
@@ -26,6 +26,8 @@ use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use weir_core::log::{Level, Log};
+use weir_device::PageDevice;
+use weir_store::OpenError;
 use weir_volume::Volume;
 
 /// Stack of a thread; with `mlockall` all of it is resident.
@@ -84,12 +86,44 @@ impl Server {
         point: &Path,
         log: &Log,
     ) -> Result<Server, ServeError> {
+        Server::start_over(volume, (volume.bytes(), lies_in_memory(volume)), config, point, log)
+    }
+
+    /// As [`start`](Server::start), for any page device of `bytes` bytes. Its requests come by `/dev/fuse`.
+    ///
+    /// # Errors
+    /// See [`ServeError`]; nothing is left mounted or running then.
+    pub fn start_device<D>(
+        device: &Arc<D>,
+        bytes: u64,
+        config: &Config,
+        point: &Path,
+        log: &Log,
+    ) -> Result<Server, ServeError>
+    where
+        D: PageDevice<Error = OpenError>,
+        D::Lane: 'static,
+    {
+        Server::start_over(device, (bytes, false), config, point, log)
+    }
+
+    fn start_over<D>(
+        device: &Arc<D>,
+        (bytes, may_ring): (u64, bool),
+        config: &Config,
+        point: &Path,
+        log: &Log,
+    ) -> Result<Server, ServeError>
+    where
+        D: PageDevice<Error = OpenError>,
+        D::Lane: 'static,
+    {
         check(config)?;
         mount::replace_dead(point)?;
         let made = make(point)?;
         let begun = Begun { made: made.then(|| point.to_owned()) };
         let owner = owner(point);
-        let opened = Opened { made, ..mounted(volume, config, point, log)? };
+        let opened = Opened { made, ..mounted(may_ring, config, point, log)? };
         if !opened.can_resend && opened.rings.is_empty() {
             log(
                 Level::Info,
@@ -98,7 +132,7 @@ impl Server {
                 ),
             );
         }
-        let server = Server::disk(volume, config, opened, owner, log)?;
+        let server = Server::disk(device, bytes, config, opened, owner, log)?;
         begun.keep();
         Ok(server)
     }
@@ -137,7 +171,7 @@ impl Server {
         // The mount point's owner is behind the mount, and a look at it would wait for this process.
         let owner = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
         let opened = Opened { mount, connection, queues, can_resend, made, rings: Vec::new() };
-        Server::disk(volume, config, opened, owner, log)
+        Server::disk(volume, volume.bytes(), config, opened, owner, log)
     }
 
     /// Mounts an empty file system on the directory `point`, whose files' pages lie in the volume. All that it holds is gone
@@ -154,7 +188,7 @@ impl Server {
         check(config)?;
         Server::look_at(point)?;
         let owner = owner(point);
-        let opened = mounted(volume, config, point, log)?;
+        let opened = mounted(lies_in_memory(volume), config, point, log)?;
         let shared = ram_disk::Shared::new(volume.pages(), owner);
         let file = opened.mount.point().to_owned();
         Server::new(volume, config, opened, file, log, || RamDisk {
@@ -177,14 +211,19 @@ impl Server {
         }
     }
 
-    /// One file for the volume.
-    fn disk(
-        volume: &Arc<Volume>,
+    /// One file for the device.
+    fn disk<D>(
+        device: &Arc<D>,
+        bytes: u64,
         config: &Config,
         opened: Opened,
         owner: (u32, u32),
         log: &Log,
-    ) -> Result<Server, ServeError> {
+    ) -> Result<Server, ServeError>
+    where
+        D: PageDevice<Error = OpenError>,
+        D::Lane: 'static,
+    {
         let mut file = opened.mount.point().to_owned();
         let is_file = is_file(&file);
         if !is_file {
@@ -192,22 +231,27 @@ impl Server {
         }
         let shape = Arc::new(Shape {
             name: (!is_file).then(|| config.name.clone()),
-            bytes: volume.bytes(),
+            bytes,
             owner,
             born: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
         });
-        Server::new(volume, config, opened, file, log, || Disk { shape: Arc::clone(&shape) })
+        Server::new(device, config, opened, file, log, || Disk { shape: Arc::clone(&shape) })
     }
 
     /// A descriptor for each thread, and the threads.
-    fn new<S: Service + 'static>(
-        volume: &Arc<Volume>,
+    fn new<D, S>(
+        device: &Arc<D>,
         config: &Config,
         opened: Opened,
         file: PathBuf,
         log: &Log,
         service: impl Fn() -> S,
-    ) -> Result<Server, ServeError> {
+    ) -> Result<Server, ServeError>
+    where
+        D: PageDevice<Error = OpenError>,
+        D::Lane: 'static,
+        S: Service<D::Lane> + 'static,
+    {
         let resources = |error| ServeError::Resources(config.threads, error);
         let Opened { mount, connection, mut queues, can_resend, made, rings } = opened;
         while queues.len() < config.threads {
@@ -227,29 +271,34 @@ impl Server {
             made,
             memory_locked: true,
         };
-        server.start_threads(volume, config, log, rings, service)?;
+        server.start_threads(device, config, log, rings, service)?;
         Ok(server)
     }
 
-    fn start_threads<S: Service + 'static>(
+    fn start_threads<D, S>(
         &mut self,
-        volume: &Arc<Volume>,
+        device: &Arc<D>,
         config: &Config,
         log: &Log,
         rings: Vec<Ring>,
         service: impl Fn() -> S,
-    ) -> Result<(), ServeError> {
+    ) -> Result<(), ServeError>
+    where
+        D: PageDevice<Error = OpenError>,
+        D::Lane: 'static,
+        S: Service<D::Lane> + 'static,
+    {
         let mut rings = rings.into_iter();
         let resources = |error| ServeError::Resources(config.threads, error);
         let must_flush = config.swap && !config.unsafe_no_flusher;
         let (ready, started) = mpsc::channel();
         for number in 0..config.threads {
-            let lane = volume.lane().map_err(|error| ServeError::Lane(number, error))?;
+            let lane = device.open().map_err(|error| ServeError::Lane(number, error))?;
             let ranges = Ranges::new(lane, Arc::clone(&self.pool)).map_err(resources)?;
-            let device = self.queues[number].as_fd().try_clone_to_owned().and_then(Device::adopt);
+            let queue = self.queues[number].as_fd().try_clone_to_owned().and_then(Device::adopt);
             let mut worker = Worker::new(
                 number,
-                device.map_err(resources)?,
+                queue.map_err(resources)?,
                 ranges,
                 service(),
                 Arc::clone(&self.pool),

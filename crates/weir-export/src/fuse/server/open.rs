@@ -45,9 +45,9 @@ impl Drop for Begun {
     }
 }
 
-/// Mounts on `point` and says hello. Nothing was there before to take over.
+/// Mounts on `point` and says hello. Nothing was there before to take over. `may_ring`: every page is answered at once.
 pub(super) fn mounted(
-    volume: &Volume,
+    may_ring: bool,
     config: &Config,
     point: &Path,
     log: &Log,
@@ -59,7 +59,7 @@ pub(super) fn mounted(
         read_max: IO_MAX,
     };
     // Before the kernel is told of them, since it keeps everything back until they are there.
-    let Prepared { mut rings, io_max } = if config.ring && lies_in_memory(volume) {
+    let Prepared { mut rings, io_max } = if config.ring && may_ring {
         ring::prepare(config.threads).unwrap_or_else(|why| {
             log(Level::Info, format_args!("fuse: requests come by /dev/fuse: {why}"));
             Prepared::none()
@@ -78,7 +78,7 @@ pub(super) fn mounted(
 
 /// Whether every page is answered at once. A thread with a ring is the only one that serves its processors, and must not wait: behind
 /// one that reads from a disk, 16 requests of one program came at half the rate (measured).
-fn lies_in_memory(volume: &Volume) -> bool {
+pub(super) fn lies_in_memory(volume: &Volume) -> bool {
     volume.stores().all(|store| store.share().is_some())
 }
 
