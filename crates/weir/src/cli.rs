@@ -3,6 +3,7 @@
 
 use crate::address::Address;
 use crate::backing::Backing;
+use crate::cache::CacheCommand;
 use crate::compress::Algorithm;
 use crate::on::{BatteryOptions, OffOptions, OnOptions, RestartOptions, StoreChoice, TopOptions};
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -54,6 +55,13 @@ pub enum Command {
 
     /// Take memory again that was given back, and bring pages back into it.
     Take(MemoryOptions),
+
+    /// A fast store as a cache in front of a disk: create, status, flush, mode, detach.
+    Cache {
+        /// What to do.
+        #[command(subcommand)]
+        command: CacheCommand,
+    },
 
     /// Connect the kernel's NBD client to a server, and print the device's name.
     Attach(AttachOptions),

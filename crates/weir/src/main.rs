@@ -11,6 +11,7 @@ mod attach;
 mod backing;
 mod bench;
 mod bug;
+mod cache;
 mod cli;
 mod compress;
 mod config;
@@ -62,6 +63,7 @@ fn run(cli: Cli) -> Result<(), Failure> {
         Command::Top(options) => on::top(&options),
         Command::Battery(options) => on::battery(&options),
         Command::Status(options) => status::run(&options),
+        Command::Cache { command } => cache::run(&command),
         Command::Attach(options) => attach::attach(&options),
         Command::Detach(options) => attach::detach(&options),
         Command::Mount(options) => mount::run(&options),

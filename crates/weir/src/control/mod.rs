@@ -181,7 +181,8 @@ pub fn default_path() -> PathBuf {
     default_directory().join(SOCKET)
 }
 
-fn default_directory() -> PathBuf {
+/// The user's own run-time directory, or the system's.
+pub fn default_directory() -> PathBuf {
     let directory = std::env::var_os("XDG_RUNTIME_DIR").filter(|directory| !directory.is_empty());
     directory.map_or_else(|| PathBuf::from(SYSTEM), |directory| PathBuf::from(directory).join("weir"))
 }

@@ -1,0 +1,173 @@
+//! A cache's control socket: one request a connection, lines of JSON. The socket is its owner's alone (mode 0600).
+//!
+//! `{"schema":1,"request":"status"}` is answered by a [`Report`] on one line. `flush`, `detach` and `{"request":"mode","mode":"..."}` are
+//! answered by any number of lines `{"schema":1,"dirty_bytes":N}` and a last one: `{"schema":1}`, or `{"schema":1,"error":"..."}`.
+
+use super::report::Report;
+use crate::control::{SCHEMA, make_run_time_directory};
+use rustix::net::SocketType;
+use serde::{Deserialize, Serialize};
+use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+use weir_cli::failure::Failure;
+use weir_system::local_socket::{self, BindError, SocketFile};
+
+/// How long a client may take for its request.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// Longest request.
+const REQUEST_MOST: u64 = 4096;
+
+/// What can be asked.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(tag = "request", rename_all = "kebab-case")]
+pub enum Request {
+    /// How are you?
+    Status,
+    /// Write all dirty pages home.
+    Flush,
+    /// Send writes elsewhere.
+    Mode {
+        /// Where to.
+        mode: String,
+    },
+    /// Come to an end.
+    Detach,
+}
+
+/// A line of an answer.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct Answer {
+    schema: u32,
+    /// What is to go home still. Without it this is the last line.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dirty_bytes: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    error: Option<String>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Envelope {
+    schema: u32,
+    #[serde(flatten)]
+    request: Request,
+}
+
+/// What a cache does for whoever asks.
+pub trait Service: Send + Sync + 'static {
+    /// How it is.
+    fn report(&self) -> Report;
+
+    /// Does any other request, and calls `tell` with what is dirty still.
+    ///
+    /// # Errors
+    /// One line: what is wrong, and the next step.
+    fn serve(&self, request: &Request, tell: &mut dyn FnMut(u64)) -> Result<(), String>;
+}
+
+/// Listens at `path`, with a thread for each request. Dropping what it returns removes the socket.
+///
+/// # Errors
+/// When another cache listens there, or the socket cannot be made.
+pub fn listen(path: &Path, service: Arc<dyn Service>) -> Result<SocketFile, Failure> {
+    make_run_time_directory(path)?;
+    let shown = path.display();
+    let (socket, file) = local_socket::listen(path, SocketType::STREAM).map_err(|error| match error {
+        BindError::InUse(_) => Failure::Failed(format!(
+            "a cache already answers at {shown}; weir cache detach ends it, --control PATH is for another one"
+        )),
+        error => Failure::Failed(format!("{}; --control names another", weir_cli::failure::chain(&error))),
+    })?;
+    let listener = UnixListener::from(socket);
+    listener.set_nonblocking(false).map_err(Failure::failed)?;
+    let answer_all = move || {
+        for client in listener.incoming().flatten() {
+            let service = Arc::clone(&service);
+            // Where no thread can be had, the client is hung up on.
+            let _ = thread::Builder::new().name("weir-cache-job".into()).spawn(move || {
+                // A client that went away needs no answer.
+                let _ = answer(&client, &*service);
+            });
+        }
+    };
+    thread::Builder::new().name("weir-cache-control".into()).spawn(answer_all).map_err(Failure::failed)?;
+    Ok(file)
+}
+
+fn answer(client: &UnixStream, service: &dyn Service) -> io::Result<()> {
+    client.set_read_timeout(Some(PATIENCE))?;
+    client.set_write_timeout(Some(PATIENCE))?;
+    let mut line = String::new();
+    BufReader::new(client.take(REQUEST_MOST)).read_line(&mut line)?;
+    let error = match serde_json::from_str::<Envelope>(&line) {
+        Ok(Envelope { schema: SCHEMA, request: Request::Status }) => {
+            return write_line(client, &service.report());
+        }
+        Ok(Envelope { schema: SCHEMA, request }) => service
+            .serve(&request, &mut |dirty| {
+                let progress = Answer { schema: SCHEMA, dirty_bytes: Some(dirty), error: None };
+                let _ = write_line(client, &progress);
+            })
+            .err(),
+        Ok(Envelope { schema, .. }) => Some(format!("schema {schema} is not spoken here; use {SCHEMA}")),
+        Err(error) => Some(format!("no request of a cache: {error}")),
+    };
+    write_line(client, &Answer { schema: SCHEMA, dirty_bytes: None, error })
+}
+
+fn write_line(mut client: &UnixStream, message: &impl Serialize) -> io::Result<()> {
+    let mut line = serde_json::to_vec(message)?;
+    line.push(b'\n');
+    client.write_all(&line)
+}
+
+/// Asks the cache at `path` how it is.
+///
+/// # Errors
+/// When none answers there.
+pub fn status(path: &Path) -> Result<Report, Failure> {
+    let line = send(path, &Request::Status)?.lines().next();
+    let line = line.unwrap_or_else(|| Err(io::ErrorKind::UnexpectedEof.into()));
+    let report = line.and_then(|line| Ok(serde_json::from_str(&line)?));
+    report.map_err(|error| unreachable(path, &error))
+}
+
+/// Asks it for something, and calls `tell` for each line before the last.
+///
+/// # Errors
+/// When none answers there, or with its own words when it cannot.
+pub fn ask(path: &Path, request: &Request, tell: &mut dyn FnMut(&Answer)) -> Result<(), Failure> {
+    for line in send(path, request)?.lines() {
+        let line = line.and_then(|line| Ok(serde_json::from_str::<Answer>(&line)?));
+        let answer = line.map_err(|error| unreachable(path, &error))?;
+        match answer {
+            Answer { error: Some(error), .. } => return Err(Failure::Failed(error)),
+            Answer { dirty_bytes: None, .. } => return Ok(()),
+            answer => tell(&answer),
+        }
+    }
+    Err(unreachable(path, &io::ErrorKind::UnexpectedEof.into()))
+}
+
+fn send(path: &Path, request: &Request) -> Result<BufReader<UnixStream>, Failure> {
+    let attempt = || -> io::Result<_> {
+        let client = UnixStream::connect(path)?;
+        write_line(&client, &Envelope { schema: SCHEMA, request: request.clone() })?;
+        Ok(BufReader::new(client))
+    };
+    attempt().map_err(|error| unreachable(path, &error))
+}
+
+fn unreachable(path: &Path, error: &io::Error) -> Failure {
+    let path = path.display();
+    Failure::Failed(match error.kind() {
+        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => format!(
+            "no cache answers at {path}; weir cache create makes one, --control names the socket of another"
+        ),
+        io::ErrorKind::PermissionDenied => format!("the cache at {path} answers its owner alone: use sudo"),
+        _ => format!("no answer from {path}: {error}; is it a cache's control socket, and of this version?"),
+    })
+}

@@ -1,0 +1,296 @@
+//! `weir cache create`: the cache in the foreground, until it is detached.
+
+use super::control::{self, Request, Service};
+use super::marks;
+use super::options::CreateOptions;
+use super::report::Report;
+use crate::start::{Start, warn_of_unlocked_memory};
+use crate::{bug, core_dump};
+use rustix::event::{PollFd, PollFlags};
+use std::io::Read as _;
+use std::os::fd::AsFd as _;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+use weir_cache::{Cache, CacheLane, Config, Mode, WriteBack};
+use weir_cli::failure::{Failure, chain};
+use weir_core::log::{self, Level, Log};
+use weir_core::{ByteSize, PAGE_SIZE};
+use weir_device::{PageDevice as _, PageLane as _, Progress};
+use weir_export::fuse;
+use weir_store::{FileStore, Room, Store};
+use weir_system::signals;
+
+/// Operations that each thread may have in flight.
+const DEPTH: usize = 64;
+/// How long requests that are under way may take when the file is unmounted.
+const GRACE: Duration = Duration::from_secs(10);
+/// How often a detach says how far it is.
+const TELL_EVERY: Duration = Duration::from_millis(200);
+/// How long no page may go home before a detach gives up.
+const STUCK: Duration = Duration::from_secs(15);
+
+/// Serves a cache until it is detached.
+pub fn run(options: &CreateOptions) -> Result<(), Failure> {
+    let log = log::to_stderr(Level::Info);
+    signals::ignore_strays();
+    core_dump::forbid()?;
+    bug::end_process(&log, false);
+    // Handlers first, so that an early SIGTERM ends it in good order too.
+    let (mut told, tell) = UnixStream::pair().map_err(Failure::failed)?;
+    told.set_nonblocking(true).map_err(Failure::failed)?;
+    for signal in signals::END {
+        let tell = tell.try_clone().map_err(Failure::failed)?;
+        signal_hook::low_level::pipe::register(signal, tell).map_err(Failure::failed)?;
+    }
+    let home = open_home(options)?;
+    let mut start = Start::new(&log, || is_told(&mut told).then_some(signal_hook::consts::SIGTERM));
+    let opened = weir_store::open_watched(&options.store, Room::Reserved, &mut start.watch(&options.store));
+    let is_ended = start.ended_by().is_some();
+    drop(start);
+    if is_ended {
+        return Err(Failure::Said);
+    }
+    let store = opened.map_err(|error| Failure::Failed(chain(&error)))?;
+    let config = Config {
+        lanes: usize::from(options.threads) + 1,
+        depth: DEPTH,
+        mode: options.mode,
+        stream_pages: u32::try_from(options.stream.0 / PAGE_SIZE as u64).unwrap_or(u32::MAX),
+        dirty_high: options.dirty,
+        dirty_low: options.dirty.saturating_sub(10),
+    };
+    let names = [home.name().to_owned(), store.name().to_owned()];
+    let failed = |error: &dyn std::error::Error| Failure::Failed(chain(error));
+    let cache = Cache::create(store, home, config).map_err(|error| failed(&error))?;
+    let write_back = Background::start(&cache)?;
+    let lane = cache.open().map_err(|error| failed(&error))?;
+    let fuse = fuse::Config { threads: usize::from(options.threads), ..fuse::Config::default() };
+    let server = fuse::Server::start_device(&cache, cache.bytes(), &fuse, &options.fuse, &log)
+        .map_err(|error| failed(&error))?;
+    let [home, store] = names;
+    let file = server.file().display().to_string();
+    let unmounted = server.unmounted().try_clone_to_owned().map_err(Failure::failed)?;
+    let daemon = Arc::new(Daemon {
+        names: [home, store, file],
+        cache,
+        server: Mutex::new(Some(server)),
+        lane: Mutex::new(lane),
+        is_detached: AtomicBool::new(false),
+        tell,
+    });
+    let control = control::listen(&options.control.path(), Arc::clone(&daemon) as _)?;
+    let [home, store, file] = &daemon.names;
+    (log)(
+        Level::Info,
+        format_args!(
+            "{store} caches {home} ({}) at {file}; status at {}",
+            ByteSize(daemon.cache.bytes()),
+            control.path().display()
+        ),
+    );
+    warn_of_unlocked_memory(&log);
+    wait(&daemon, &mut told, &unmounted, &log)?;
+    drop(control);
+    write_back.stop();
+    Ok(())
+}
+
+/// Opens the home, unless it carries what nobody has said to serve or to erase.
+fn open_home(options: &CreateOptions) -> Result<Arc<dyn Store>, Failure> {
+    let path = &options.home;
+    if let Some(wipe) = &options.wipe
+        && wipe != path
+    {
+        let (wipe, path) = (wipe.display(), path.display());
+        return Err(Failure::Usage(format!("--wipe names {wipe}, and --home {path}: name the home again")));
+    }
+    // Before anything is erased: whoever uses it keeps it.
+    let home = FileStore::open_raw(path).map_err(|error| Failure::Failed(chain(&error)))?;
+    let marks = marks::find(path)?;
+    if !marks.is_empty() && !options.keep_content {
+        let shown = path.display();
+        if options.wipe.is_none() {
+            return Err(Failure::Failed(format!(
+                "{shown} carries {marks}; --keep-content serves it as it is, --wipe {shown} erases it"
+            )));
+        }
+        // wipefs wants it for itself.
+        drop(home);
+        marks::wipe(path)?;
+        return Ok(Arc::new(FileStore::open_raw(path).map_err(|error| Failure::Failed(chain(&error)))?));
+    }
+    Ok(Arc::new(home))
+}
+
+/// Whether a signal has come. What has been read is gone.
+fn is_told(told: &mut UnixStream) -> bool {
+    let mut bytes = [0; 64];
+    told.read(&mut bytes).is_ok_and(|read| read > 0)
+}
+
+/// Returns once the cache is detached: by a request, a signal, or whoever unmounts the file.
+fn wait(
+    daemon: &Daemon,
+    told: &mut UnixStream,
+    unmounted: &impl std::os::fd::AsFd,
+    log: &Log,
+) -> Result<(), Failure> {
+    let mut is_mounted = true;
+    while !daemon.is_detached.load(Ordering::SeqCst) {
+        let listen = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
+        let mut fds = [listen(told.as_fd()), listen(unmounted.as_fd())];
+        let fds = if is_mounted { &mut fds[..] } else { &mut fds[..1] };
+        match rustix::event::poll(fds, None) {
+            Err(rustix::io::Errno::INTR) => continue,
+            result => result.map_err(Failure::failed)?,
+        };
+        is_mounted &= fds.get(1).is_some_and(|fd| fd.revents().is_empty());
+        is_told(told);
+        if daemon.is_detached.load(Ordering::SeqCst) {
+            break;
+        }
+        if let Err(why) = daemon.detach(&mut |_| {}) {
+            (log)(Level::Warning, format_args!("not stopping: {why}"));
+        }
+    }
+    Ok(())
+}
+
+/// A cache that is served.
+struct Daemon {
+    /// Of the home, the store and the file.
+    names: [String; 3],
+    cache: Arc<Cache>,
+    server: Mutex<Option<fuse::Server>>,
+    /// For flushes that are asked for here.
+    lane: Mutex<CacheLane>,
+    is_detached: AtomicBool,
+    /// Wakes the thread that waits for the end.
+    tell: UnixStream,
+}
+
+impl Daemon {
+    /// Writes all dirty pages home and has the home flush.
+    fn flush(&self) -> Result<(), String> {
+        let mut lane = self.lane.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut result = None;
+        if let Progress::Done(done) = lane.flush(0) {
+            result = Some(done);
+        }
+        while result.is_none() {
+            lane.poll(Instant::now(), &mut |done| result = Some(done.result));
+            thread::sleep(Duration::from_millis(1));
+        }
+        let failed = |fault| {
+            let home = &self.names[0];
+            format!(
+                "not every page is safe at {home} ({fault}); weir cache status says how many failed, the kernel's log why"
+            )
+        };
+        result.unwrap_or(Ok(())).map_err(failed)
+    }
+
+    /// Unmounts the file where nobody uses it, and brings every page home. May be asked again where it fails.
+    fn detach(&self, tell: &mut dyn FnMut(u64)) -> Result<(), String> {
+        let mut server = self.server.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(running) = server.as_ref() {
+            let file = &self.names[2];
+            let gone = running.unmount_unused();
+            // Somebody else may have unmounted it.
+            if let Err(error) = gone
+                && fuse::mount::is_served(Path::new(file))
+            {
+                return Err(format!(
+                    "{file} is in use ({error}); fuser -v {file} says by whom, losetup -d ends a loop device; detach it after that"
+                ));
+            }
+        }
+        if let Some(running) = server.take() {
+            running.stop(GRACE);
+        }
+        self.cache.drain();
+        let (mut least, mut since) = (u32::MAX, Instant::now());
+        loop {
+            let dirty = self.cache.dirty();
+            tell(u64::from(dirty) * PAGE_SIZE as u64);
+            if dirty == 0 {
+                break;
+            }
+            if dirty < least {
+                (least, since) = (dirty, Instant::now());
+            } else if since.elapsed() > STUCK {
+                return Err(format!(
+                    "{} of pages do not go home to {}; the kernel's log says why; weir cache detach tries again",
+                    ByteSize(u64::from(dirty) * PAGE_SIZE as u64),
+                    self.names[0]
+                ));
+            }
+            thread::sleep(TELL_EVERY);
+        }
+        self.flush()?;
+        self.is_detached.store(true, Ordering::SeqCst);
+        Ok(())
+    }
+}
+
+impl Service for Daemon {
+    fn report(&self) -> Report {
+        Report::new(&self.cache.status(), self.names.clone())
+    }
+
+    fn serve(&self, request: &Request, tell: &mut dyn FnMut(u64)) -> Result<(), String> {
+        match request {
+            Request::Status => Ok(()),
+            Request::Flush => self.flush(),
+            Request::Mode { mode } => {
+                let mode: Mode = mode.parse()?;
+                self.cache.set_mode(mode);
+                Ok(())
+            }
+            Request::Detach => {
+                self.detach(tell)?;
+                // Only the end hears of it, and that needs no answer.
+                let _ = std::io::Write::write(&mut &self.tell, &[0]);
+                Ok(())
+            }
+        }
+    }
+}
+
+/// The thread that takes dirty pages home.
+struct Background {
+    thread: thread::JoinHandle<()>,
+    /// Closed to end it.
+    stop: UnixStream,
+    ends: Arc<AtomicBool>,
+}
+
+impl Background {
+    fn start(cache: &Arc<Cache>) -> Result<Self, Failure> {
+        let mut write_back = WriteBack::open(cache).map_err(|error| Failure::Failed(chain(&error)))?;
+        let (stop, stopped) = UnixStream::pair().map_err(Failure::failed)?;
+        let ends = Arc::new(AtomicBool::new(false));
+        let ended = Arc::clone(&ends);
+        let work = move || {
+            while !ended.load(Ordering::SeqCst) {
+                let now = Instant::now();
+                let next = write_back.step(now);
+                write_back.wait(next, stopped.as_fd(), now);
+            }
+        };
+        let thread =
+            thread::Builder::new().name("weir-write-back".into()).spawn(work).map_err(Failure::failed)?;
+        Ok(Background { thread, stop, ends })
+    }
+
+    fn stop(self) {
+        self.ends.store(true, Ordering::SeqCst);
+        drop(self.stop);
+        // A panic there has been reported by the panic hook.
+        let _ = self.thread.join();
+    }
+}

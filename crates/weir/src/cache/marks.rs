@@ -1,0 +1,62 @@
+//! What a home carries, as wipefs (util-linux) knows it.
+
+use std::ffi::OsStr;
+use std::io;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use weir_cli::failure::Failure;
+use weir_system::program;
+
+/// The marks on `home`, in a line; empty where there are none.
+///
+/// # Errors
+/// When nobody can tell.
+pub fn find(home: &Path) -> Result<String, Failure> {
+    let arguments = ["--no-act", "--parsable", "--output", "TYPE,LABEL"];
+    let output = command(arguments.iter().map(OsStr::new), home)
+        .stdin(Stdio::null())
+        .output()
+        .map_err(|error| cannot(home, &error))?;
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr).trim().replace('\n', "; ");
+        return Err(cannot(home, &io::Error::other(said)));
+    }
+    let lines = String::from_utf8_lossy(&output.stdout);
+    let marks = lines.lines().filter(|line| !line.starts_with('#')).map(|line| {
+        let line: String =
+            line.chars().map(|letter| if letter.is_control() { '?' } else { letter }).collect();
+        match line.split_once(',') {
+            Some((kind, "")) => kind.to_owned(),
+            Some((kind, label)) => format!("{kind} ({label})"),
+            None => line,
+        }
+    });
+    Ok(marks.collect::<Vec<_>>().join(", "))
+}
+
+/// Erases them.
+///
+/// # Errors
+/// What wipefs says.
+pub fn wipe(home: &Path) -> Result<(), Failure> {
+    program::run(&mut command([OsStr::new("--all")].into_iter(), home)).map_err(|error| cannot(home, &error))
+}
+
+fn command<'a>(arguments: impl Iterator<Item = &'a OsStr>, home: &Path) -> Command {
+    // util-linux lies where ordinary users do not look.
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let path = [path.to_string_lossy().as_ref(), "/usr/sbin", "/sbin"].join(":");
+    let mut command = Command::new("wipefs");
+    command.args(arguments).arg("--").arg(home).env("PATH", path).env("LC_ALL", "C");
+    command
+}
+
+fn cannot(home: &Path, error: &io::Error) -> Failure {
+    let home = home.display();
+    Failure::Failed(match error.kind() {
+        io::ErrorKind::NotFound => {
+            format!("cannot tell what {home} carries: wipefs is missing; install util-linux")
+        }
+        _ => format!("cannot tell what {home} carries: wipefs: {error}"),
+    })
+}

@@ -1,0 +1,107 @@
+//! The command line of `weir cache`.
+
+use crate::control::default_directory;
+use clap::{Args, Subcommand};
+use std::path::PathBuf;
+use weir_cache::Mode;
+use weir_core::ByteSize;
+use weir_store::StoreUrl;
+
+/// What can be done with a cache.
+#[derive(Debug, Subcommand)]
+pub enum CacheCommand {
+    /// Put a fast store in front of a disk or file, and serve both as one file by FUSE, in the foreground.
+    #[command(
+        after_help = "Page n of the file is page n of the home: once the cache is detached, other programs can use the home as it is. Make a disk of the file by losetup --direct-io=on --sector-size 4096 --find --show FILE. weir cache detach ends it."
+    )]
+    Create(Box<CreateOptions>),
+
+    /// Say how it is: hit rates, dirty bytes, sizes of writes to the home.
+    Status {
+        /// Print one JSON object ("schema": 1) instead of lines.
+        #[arg(long)]
+        json: bool,
+
+        #[command(flatten)]
+        control: Control,
+    },
+
+    /// Write all dirty pages home now, and have the home flush.
+    Flush {
+        #[command(flatten)]
+        control: Control,
+    },
+
+    /// Send writes elsewhere from now on: write-back, write-through, write-around.
+    Mode {
+        /// Where to.
+        mode: Mode,
+
+        #[command(flatten)]
+        control: Control,
+    },
+
+    /// Unmount the file, write all dirty pages home, and end. Refused while something uses the file.
+    Detach {
+        #[command(flatten)]
+        control: Control,
+    },
+}
+
+/// Whom to ask.
+#[derive(Debug, Clone, Args)]
+pub struct Control {
+    /// The cache's control socket [default: $XDG_RUNTIME_DIR/weir/cache.sock or /run/weir/cache.sock].
+    #[arg(long = "control", value_name = "PATH")]
+    path: Option<PathBuf>,
+}
+
+impl Control {
+    /// Its path.
+    pub fn path(&self) -> PathBuf {
+        self.path.clone().unwrap_or_else(|| default_directory().join("cache.sock"))
+    }
+}
+
+/// What a cache is made of.
+#[derive(Debug, Clone, Args)]
+pub struct CreateOptions {
+    /// The disk or file behind the cache, of whole pages of 4KiB. Nothing else may use it.
+    #[arg(long, value_name = "PATH")]
+    pub home: PathBuf,
+
+    /// Where cached pages are kept: vram:0?size=8GiB, host:8GiB, file:/path?size=64GiB, ...
+    #[arg(long, value_name = "URL")]
+    pub store: StoreUrl,
+
+    /// The file to serve: mounted over FILE, which is made if it does not exist, or within it if it is a directory.
+    #[arg(long, value_name = "FILE")]
+    pub fuse: PathBuf,
+
+    /// Erase the marks of what the home carries (file system, partition table, RAID, LVM, swap); names the home again.
+    #[arg(long, value_name = "PATH", conflicts_with = "keep_content")]
+    pub wipe: Option<PathBuf>,
+
+    /// Serve what the home carries: the file system on it, for instance, from a cache before.
+    #[arg(long)]
+    pub keep_content: bool,
+
+    /// Where writes go: write-back, write-through, write-around.
+    #[arg(long, value_name = "MODE", default_value_t = Mode::WriteBack)]
+    pub mode: Mode,
+
+    /// From how much in a row on a stream goes past the cache; 0: never.
+    #[arg(long, value_name = "SIZE", default_value = "4MiB")]
+    pub stream: ByteSize,
+
+    /// Per cent of the cache that may be dirty before pages are written home; a tenth of the cache goes then.
+    #[arg(long, value_name = "N", default_value_t = 50, value_parser = clap::value_parser!(u8).range(0..=90))]
+    pub dirty: u8,
+
+    /// Threads that serve; one waits, the others come when there is more to do.
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub threads: u16,
+
+    #[command(flatten)]
+    pub control: Control,
+}

@@ -1,0 +1,122 @@
+//! What `weir cache status` prints.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use weir_cache::CacheStatus;
+use weir_core::{ByteSize, PAGE_SIZE};
+
+/// A cache at one moment, as it travels and as `--json` prints it.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Report {
+    schema: u32,
+    home: String,
+    store: String,
+    file: String,
+    mode: String,
+    bytes: u64,
+    cache_bytes: u64,
+    used_bytes: u64,
+    dirty_bytes: u64,
+    index_bytes: u64,
+    read_hits: u64,
+    read_misses: u64,
+    write_hits: u64,
+    write_misses: u64,
+    bypassed: u64,
+    faults: u64,
+    written_back_bytes: u64,
+    /// Rows of neighbours that went home together: of 1 page, 2 to 3, 4 to 7, ..., 256 and more.
+    written_back_rows: Vec<u64>,
+    write_back_failed: u64,
+    flushes: u64,
+    flushes_failed: u64,
+}
+
+impl Report {
+    /// What a status says of a cache with these names.
+    pub fn new(status: &CacheStatus, [home, store, file]: [String; 3]) -> Self {
+        let bytes = |pages: u32| u64::from(pages) * PAGE_SIZE as u64;
+        Report {
+            schema: crate::control::SCHEMA,
+            home,
+            store,
+            file,
+            mode: status.mode.to_string(),
+            bytes: bytes(status.pages),
+            cache_bytes: bytes(status.frames),
+            used_bytes: bytes(status.used),
+            dirty_bytes: bytes(status.dirty),
+            index_bytes: status.index_bytes,
+            read_hits: status.read_hits,
+            read_misses: status.read_misses,
+            write_hits: status.write_hits,
+            write_misses: status.write_misses,
+            bypassed: status.bypassed,
+            faults: status.faults,
+            written_back_bytes: status.written_back * PAGE_SIZE as u64,
+            written_back_rows: status.rows.to_vec(),
+            write_back_failed: status.write_back_failed,
+            flushes: status.flushes,
+            flushes_failed: status.flushes_failed,
+        }
+    }
+}
+
+/// `part` of `part + rest`, in per cent.
+fn share(part: u64, rest: u64) -> f64 {
+    100.0 * part as f64 / ((part + rest).max(1)) as f64
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let size = ByteSize;
+        writeln!(
+            f,
+            "cache     {} in front of {} ({}), {}",
+            self.store,
+            self.home,
+            size(self.bytes),
+            self.mode
+        )?;
+        writeln!(f, "file      {}", self.file)?;
+        writeln!(
+            f,
+            "holds     {} of {}, {} of it dirty; index {}",
+            size(self.used_bytes),
+            size(self.cache_bytes),
+            size(self.dirty_bytes),
+            size(self.index_bytes)
+        )?;
+        let Report { read_hits, read_misses, write_hits, write_misses, .. } = self;
+        writeln!(
+            f,
+            "reads     {} pages, {:.1} % of them hits",
+            read_hits + read_misses,
+            share(*read_hits, *read_misses)
+        )?;
+        writeln!(
+            f,
+            "writes    {} pages, {:.1} % of them hits",
+            write_hits + write_misses,
+            share(*write_hits, *write_misses)
+        )?;
+        writeln!(f, "streams   {} pages went past the cache", self.bypassed)?;
+        let rows: u64 = self.written_back_rows.iter().sum();
+        let mean = self.written_back_bytes / rows.max(1);
+        writeln!(
+            f,
+            "home      {} written back, {} at a time on average",
+            size(self.written_back_bytes),
+            size(mean)
+        )?;
+        writeln!(f, "flushes   {}, {} of them failed", self.flushes, self.flushes_failed)?;
+        if self.faults > 0 || self.write_back_failed > 0 {
+            writeln!(
+                f,
+                "errors    {} pages of requests, {} of the write-back",
+                self.faults, self.write_back_failed
+            )?;
+        }
+        Ok(())
+    }
+}

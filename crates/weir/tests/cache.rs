@@ -1,0 +1,218 @@
+//! `weir cache` as processes: served by FUSE, switched, flushed and detached; homes that carry something are refused.
+
+use std::fs::{self, File, OpenOptions};
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+const PAGE: usize = 4096;
+const PAGES: u64 = 4096;
+
+/// A directory, and the cache that runs in it.
+struct Scene {
+    directory: PathBuf,
+    cache: Option<Child>,
+}
+
+impl Scene {
+    fn new(name: &str) -> Self {
+        let directory = std::env::temp_dir().join(format!("weir-cache-{name}-{}", std::process::id()));
+        fs::create_dir_all(&directory).unwrap();
+        let scene = Scene { directory, cache: None };
+        File::create(scene.home()).unwrap().set_len(PAGES * PAGE as u64).unwrap();
+        scene
+    }
+
+    fn home(&self) -> PathBuf {
+        self.directory.join("home")
+    }
+
+    fn file(&self) -> PathBuf {
+        self.directory.join("disk")
+    }
+
+    fn control(&self) -> PathBuf {
+        self.directory.join("control.sock")
+    }
+
+    fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_weir"));
+        command.arg("cache").args(arguments).arg("--control").arg(self.control());
+        command.env("WEIR_SEAL", "abort").stdin(Stdio::null());
+        command
+    }
+
+    fn create(&self, flags: &[&str]) -> Command {
+        let mut command = self.command(&["create", "--store", "host:8MiB"]);
+        command.arg("--home").arg(self.home()).arg("--fuse").arg(self.file()).args(flags);
+        command
+    }
+
+    /// Starts the cache; false, having said why, where this machine cannot mount.
+    fn start(&mut self, name: &str, flags: &[&str]) -> bool {
+        let mut cache = self.create(flags).spawn().unwrap();
+        let begun = Instant::now();
+        while !self.control().exists() {
+            if cache.try_wait().unwrap().is_some() {
+                println!("\nskipped: {name}: no FUSE mount here: the cache ended");
+                return false;
+            }
+            assert!(begun.elapsed() < Duration::from_secs(60), "it comes up");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        self.cache = Some(cache);
+        true
+    }
+
+    fn ask(&self, arguments: &[&str]) -> Output {
+        self.command(arguments).output().unwrap()
+    }
+
+    fn done(&self, arguments: &[&str]) {
+        let output = self.ask(arguments);
+        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    }
+
+    fn number(&self, key: &str) -> u64 {
+        let output = self.ask(&["status", "--json"]);
+        let status: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(status["schema"], 1);
+        status[key].as_u64().unwrap_or_else(|| panic!("{key} in {status}"))
+    }
+
+    /// Waits until the cache has ended, with success.
+    fn ended(&mut self) {
+        let status = self.cache.take().unwrap().wait().unwrap();
+        assert!(status.success(), "{status}");
+    }
+}
+
+impl Drop for Scene {
+    fn drop(&mut self) {
+        if let Some(mut cache) = self.cache.take() {
+            let _ = cache.kill();
+            let _ = cache.wait();
+            let _ = Command::new("umount").arg("--lazy").arg(self.file()).status();
+        }
+        let _ = fs::remove_dir_all(&self.directory);
+    }
+}
+
+fn open(path: &Path) -> File {
+    OpenOptions::new().read(true).write(true).open(path).unwrap()
+}
+
+fn stamp(page: u64, round: u64) -> Vec<u8> {
+    (page << 8 | round).to_le_bytes().repeat(PAGE / 8)
+}
+
+fn write(file: &File, round: u64, step: usize) {
+    for page in (0..PAGES).step_by(step) {
+        file.write_all_at(&stamp(page, round), page * PAGE as u64).unwrap();
+    }
+}
+
+fn pages_of(path: &Path) -> Vec<u64> {
+    let bytes = fs::read(path).unwrap();
+    bytes
+        .chunks(PAGE)
+        .map(|page| {
+            let word = u64::from_le_bytes(page[..8].try_into().unwrap());
+            assert!(page.chunks(8).all(|other| other == &page[..8]), "a page is whole");
+            word
+        })
+        .collect()
+}
+
+#[test]
+fn what_was_written_through_a_cache_is_at_home_once_it_was_flushed_or_detached() {
+    let mut scene = Scene::new("detach");
+    if !scene.start("detach", &["--stream", "0"]) {
+        return;
+    }
+    let file = open(&scene.file());
+    write(&file, 1, 3);
+    assert!(scene.number("dirty_bytes") > 0, "it is a write-back cache");
+    file.sync_all().unwrap();
+    assert_eq!(scene.number("dirty_bytes"), 0, "fsync brings every page home");
+    write(&file, 2, 5);
+    // A part of a page, and a page that is read back.
+    file.write_all_at(&stamp(7, 3)[..8], 7 * PAGE as u64 + 16).unwrap();
+    file.write_all_at(&stamp(7, 0), 7 * PAGE as u64).unwrap();
+    let mut page = vec![0; PAGE];
+    file.read_exact_at(&mut page, 5 * PAGE as u64).unwrap();
+    assert_eq!(page, stamp(5, 2));
+    let refused = scene.ask(&["detach"]);
+    assert!(!refused.status.success(), "somebody has the file open");
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("is in use"));
+    drop(file);
+    scene.done(&["detach"]);
+    scene.ended();
+    let expected = |page: u64| match page {
+        7 => 7 << 8,
+        page if page.is_multiple_of(5) => page << 8 | 2,
+        page if page.is_multiple_of(3) => page << 8 | 1,
+        _ => 0,
+    };
+    let found = pages_of(&scene.home());
+    assert!((0..PAGES).all(|page| found[page as usize] == expected(page)));
+}
+
+#[test]
+fn in_write_through_a_cache_that_is_killed_takes_no_acknowledged_page_with_it() {
+    let mut scene = Scene::new("through");
+    if !scene.start("through", &[]) {
+        return;
+    }
+    let file = open(&scene.file());
+    write(&file, 1, 4);
+    scene.done(&["mode", "write-through"]);
+    write(&file, 2, 4);
+    let refused = scene.ask(&["mode", "write-up"]);
+    assert_eq!(refused.status.code(), Some(2));
+    let mut cache = scene.cache.take().unwrap();
+    cache.kill().unwrap();
+    cache.wait().unwrap();
+    drop(file);
+    assert!(Command::new("umount").arg(scene.file()).status().unwrap().success());
+    let found = pages_of(&scene.home());
+    assert!((0..PAGES).step_by(4).all(|page| found[page as usize] == page << 8 | 2));
+}
+
+#[test]
+fn a_home_that_carries_a_file_system_is_refused_served_or_wiped_as_asked() {
+    let mut scene = Scene::new("marks");
+    let mut mkfs = Command::new("mkfs.ext4");
+    mkfs.arg("-q").arg(scene.home()).env("PATH", "/usr/sbin:/sbin:/usr/bin:/bin");
+    if !mkfs.status().is_ok_and(|status| status.success()) {
+        println!("\nskipped: marks: mkfs.ext4 is missing (package e2fsprogs)");
+        return;
+    }
+    let refusal = |flags: &[&str]| {
+        let output = scene.create(flags).output().unwrap();
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    let (code, said) = refusal(&[]);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("carries ext4") && said.contains("--wipe"), "{said}");
+    let (code, said) = refusal(&["--wipe", "/dev/another"]);
+    assert_eq!(code, Some(2), "{said}");
+    let home = scene.home().display().to_string();
+    if !scene.start("marks", &["--keep-content"]) {
+        return;
+    }
+    let mut magic = [0; 2];
+    open(&scene.file()).read_exact_at(&mut magic, 0x438).unwrap();
+    assert_eq!(magic, [0x53, 0xef], "it is there as it was");
+    scene.done(&["detach"]);
+    scene.ended();
+    assert!(scene.start("marks", &["--wipe", &home]));
+    open(&scene.file()).read_exact_at(&mut magic, 0x438).unwrap();
+    assert_eq!(magic, [0, 0]);
+    // A signal is a detach too.
+    let cache = scene.cache.as_ref().unwrap();
+    let pid = rustix::process::Pid::from_child(cache);
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    scene.ended();
+}
