@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 
+from . import source
 from .outcome import Failed, Missing
 
 
@@ -45,3 +46,12 @@ def modules(tree, directories, headers, scratch, into):
             raise Failed(f"modules in {directory}: make says\n{done.stdout.strip()}")
         for module in glob.glob(os.path.join(copy, "**", "*.ko"), recursive=True):
             shutil.copy2(module, into)
+
+
+def clients(tree, directories, kernel, into):
+    """Builds each directory's C programs for a kernel of our own, which alone has the headers that they need."""
+    if kernel.tree is None:
+        raise Missing(f"a kernel built from source, instead of {kernel.name}")
+    for directory in directories:
+        for path in glob.glob(os.path.join(tree, directory, "*.c")):
+            source.client(kernel.tree, path, os.path.join(into, os.path.basename(path).removesuffix(".c")))

@@ -50,6 +50,7 @@ class Guest:
     mounts: list = dataclasses.field(default_factory=list)  # (host path, guest path, "ro" or "rw")
     boot: str = ""
     emulator_erred: bool = False
+    counts: bool = False  # its clock counts instructions: one is a nanosecond
     image: str | None = None  # the file system of a root of its own; else the host's / is its root, read-only
 
     def kernel_arguments(self):

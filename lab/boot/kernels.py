@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 
+from . import source
 from .debian import Archive
 from .outcome import Missing
 
@@ -24,7 +25,14 @@ KNOWN = {
     "debian-6.12": ("qemu", "bookworm-backports", "linux-image-amd64", "linux-headers-amd64"),
     # Debian's source and configuration, with what its own User-Mode Linux lacks; built once.
     "uml-7.2-smp": ("uml", "sid", "linux-source-7.2", None),
+    # A small kernel with device memory TCP: as it is, with the first patch of kernel/devmem, and with all of them.
+    "devmem": ("qemu", "trixie-backports", "linux-source-7.3", None),
+    "devmem-fix": ("qemu", "trixie-backports", "linux-source-7.3", None),
+    "devmem-table": ("qemu", "trixie-backports", "linux-source-7.3", None),
 }
+
+# How many patches of kernel/devmem each has; None: all of them.
+VARIANTS = {"devmem": 0, "devmem-fix": 1, "devmem-table": None}
 
 # What the built one has besides, and does without.
 SWITCHED_ON = ["SMP", "PSI", "POWER_SUPPLY", "DEBUG_INFO_NONE"]
@@ -69,11 +77,14 @@ class Kernel:
     release: str  # what uname -r will say
     modules: str  # the directory that holds modules.dep
     headers: str | None = None  # for out-of-tree modules
+    tree: str | None = None  # its source's selftests, and what programs for it are built with
 
 
 def find(name, with_headers=False):
     """The kernel called `name`, fetched if this machine does not have it yet."""
     boot, suite, image_package, headers_package = KNOWN[name]
+    if name in VARIANTS:
+        return _own(name, suite, image_package)
     installed = _installed_uml() if name == "uml-6.1" else None
     provide = _built if image_package.startswith("linux-source-") else _fetched
     root = installed or provide(name, boot, suite, image_package)
@@ -90,6 +101,14 @@ def find(name, with_headers=False):
             raise Missing(f"headers of {name}: Debian has none; name a QEMU kernel for out-of-tree modules")
         kernel.headers = _headers(name, suite, headers_package, kernel.release)
     return kernel
+
+
+def _own(name, suite, package):
+    """A variant of the kernel that is built for QEMU."""
+    root = source.built(cache_dir(), suite, package, name, VARIANTS[name], one_at_a_time)
+    modules = _only(os.path.join(root, "lib/modules/*"))
+    image = _only(os.path.join(root, "boot/vmlinuz-*"))
+    return Kernel(name, "qemu", image, os.path.basename(modules), modules, f"{root}/headers", f"{root}/tree")
 
 
 def _installed_uml():

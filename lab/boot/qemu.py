@@ -32,7 +32,9 @@ def command(kernel, guest):
     line = [
         "qemu-system-x86_64",
         # Without -cx16, QEMU 7.2 mis-executes cmpxchg16b under kernels >= 6.12: 13 boots of 20 without, all with.
-        *("-accel", "tcg,thread=multi", "-cpu", "qemu64,-cx16", "-M", "q35", "-smp", str(guest.cpus)),
+        *("-accel", f"tcg,thread={'single' if guest.counts else 'multi'}"),
+        *(("-icount", "shift=0,sleep=off") if guest.counts else ()),
+        *("-cpu", "qemu64,-cx16", "-M", "q35", "-smp", str(guest.cpus)),
         *("-m", f"{guest.memory_mib}M", "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
         # virtiofsd reads and writes the guest's memory itself, so that memory must be a shared file.
         *("-object", f"memory-backend-memfd,id=ram,size={guest.memory_mib}M,share=on", "-numa", "node,memdev=ram"),
@@ -50,6 +52,8 @@ def command(kernel, guest):
                 *("console=ttyS0", "panic=-1", "loglevel=3", "mitigations=off", "tsc=reliable"),
                 # On a busy host the emulated timer may come too late for the check of it.
                 *("no_timer_check", *guest.kernel_arguments()),
+                # A kernel of our own may have unit tests, which run at boot if they are asked to.
+                *(("kunit.enable=1", "kunit.autorun=1") if kernel.tree else ()),
             ]
         ),
     ]

@@ -25,10 +25,15 @@ KEYS = {
     "builds": "",
     "profile-full": "checked",
     "modules": "",
+    "clients": "",
+    "clock": "host",
+    "test-at": "ci",
     "root": "host",
 }
 # Whose / is the guest's.
 ROOTS = ("host", "debian")
+# What the guest's clock follows: the host's, or the number of instructions that it has run.
+CLOCKS = ("host", "instructions")
 # How its programs are built: with every assertion, or as they are shipped, which is for comparisons with other programs.
 PROFILES = ("checked", "release")
 
@@ -53,6 +58,8 @@ class Scenario:
     builds: list  # cargo packages whose programs the guest runs
     profile: dict  # scale -> cargo's, for them
     modules: list  # directories with a Kbuild Makefile
+    clients: list  # directories of C programs, built against this kernel's own headers
+    counts: bool  # its clock counts instructions
     own_root: bool  # Debian with systemd, on a disk of its own
 
     def heartbeat_goal(self, scale):
@@ -85,6 +92,10 @@ def read(path):
         raise BadScenario(f"{name}: root {said['root']!r}; known are {', '.join(ROOTS)}")
     if said["profile-full"] not in PROFILES:
         raise BadScenario(f"{name}: profile-full {said['profile-full']!r}; known are {', '.join(PROFILES)}")
+    if said["clock"] not in CLOCKS:
+        raise BadScenario(f"{name}: clock {said['clock']!r}; known are {', '.join(CLOCKS)}")
+    if said["test-at"] not in SCALES:
+        raise BadScenario(f"{name}: test-at {said['test-at']!r}; known are {', '.join(SCALES)}")
     memory = re.fullmatch(r"(\d+)([MG])", said["memory"])
     if not memory:
         raise BadScenario(f"{name}: memory {said['memory']!r}; accepted are 512M, 2G and the like")
@@ -101,6 +112,8 @@ def read(path):
         builds=said["builds"].split(),
         profile={"ci": "checked", "full": said["profile-full"]},
         modules=said["modules"].split(),
+        clients=said["clients"].split(),
+        counts=said["clock"] == "instructions",
         own_root=said["root"] == "debian",
     )
 
