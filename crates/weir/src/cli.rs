@@ -63,6 +63,9 @@ pub enum Command {
         command: CacheCommand,
     },
 
+    /// Run a program in less memory than it uses: what is above the limit lies in stores. As root, or with access to /dev/userfaultfd.
+    Run(RunOptions),
+
     /// Connect the kernel's NBD client to a server, and print the device's name.
     Attach(AttachOptions),
 
@@ -319,6 +322,35 @@ impl FromStr for Amount {
             Err(error) => Err(format!("{error}; or say all")),
         }
     }
+}
+
+/// Which program, in how much memory.
+#[derive(Debug, Clone, Args)]
+#[command(
+    after_help = "Bounded is large private anonymous memory (heap, malloc, mmap) from 4 MiB up, of each process by itself. What is smaller, stacks, files, \
+shared memory and what was there at the start are not. Exits as the program does; 128 and the signal's number where a signal ended it."
+)]
+pub struct RunOptions {
+    /// Memory that may be resident: 32MiB or more.
+    #[arg(long, value_name = "SIZE", value_parser = resident)]
+    pub resident: ByteSize,
+
+    /// Where the rest lies, as for weir serve; may be repeated [default: host memory, four times as much as may be resident].
+    #[arg(long, value_name = "URL")]
+    pub store: Vec<StoreUrl>,
+
+    /// The program and its arguments.
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    pub program: Vec<OsString>,
+}
+
+/// As little as a pager can work with, or more.
+fn resident(text: &str) -> Result<ByteSize, String> {
+    let size: ByteSize = text.parse().map_err(|error| format!("{error}"))?;
+    if size.0 < 32 << 20 {
+        return Err("accepted: 32MiB or more".into());
+    }
+    Ok(size)
 }
 
 /// Which server and which device.

@@ -25,6 +25,7 @@ mod mount;
 mod on;
 mod pages;
 mod relay;
+mod run;
 mod serve;
 mod some_store;
 mod stages;
@@ -67,6 +68,7 @@ fn run(cli: Cli) -> Result<(), Failure> {
         Command::Attach(options) => attach::attach(&options),
         Command::Detach(options) => attach::detach(&options),
         Command::Mount(options) => mount::run(&options),
+        Command::Run(options) => run::run(&options),
         Command::Doctor(options) => doctor::run(options),
         Command::LookAtCards { store } => {
             doctor::cards::run(&store);

@@ -1,0 +1,247 @@
+//! The thread that keeps memory within its limit.
+
+mod blocks;
+mod work;
+
+use crate::uffd::Uffd;
+use crate::{BLOCK, Error, Store};
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::sync_channel;
+use std::sync::{Arc, Mutex};
+use weir_core::PAGE_SIZE;
+use work::Work;
+
+/// The smallest limit, in blocks.
+const LIMIT_MIN: usize = 16;
+/// Pages by whose faults threads talk to the pager.
+const BELLS: usize = 4096;
+
+/// What is managed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scope {
+    /// Large private anonymous memory that this process maps from now on, by whatever means.
+    Process,
+    /// What [`Pager::adopt`] is told of.
+    Adopted,
+}
+
+/// How a pager starts.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// Managed memory that may be resident, in bytes.
+    pub limit: usize,
+    /// What is managed.
+    pub scope: Scope,
+}
+
+/// What a pager has done since its start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Faults that it has resolved.
+    pub faults: u64,
+    /// Blocks that came from the store because a thread waited for them.
+    pub reads: u64,
+    /// Blocks that came from the store ahead of need, and were used.
+    pub prefetched: u64,
+    /// Faults on a block that was being written, which took it straight back.
+    pub taken_back: u64,
+    /// Blocks that went to the store.
+    pub writes: u64,
+    /// Pages of zeros among those, which took no room.
+    pub zero_pages: u64,
+    /// Blocks that could not be had back.
+    pub lost: u64,
+    /// Blocks for which the limit was exceeded, since none could go.
+    pub beyond_limit: u64,
+}
+
+/// One number for each of [`Stats`].
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    pub faults: AtomicU64,
+    pub reads: AtomicU64,
+    pub prefetched: AtomicU64,
+    pub taken_back: AtomicU64,
+    pub writes: AtomicU64,
+    pub zero_pages: AtomicU64,
+    pub lost: AtomicU64,
+    pub beyond_limit: AtomicU64,
+}
+
+pub(crate) fn count(counter: &AtomicU64, by: u64) {
+    counter.fetch_add(by, Ordering::Relaxed);
+}
+
+/// What the thread and the others share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    /// In blocks.
+    limit: AtomicUsize,
+    /// While above zero everything is resident.
+    holds: AtomicU32,
+    stop: AtomicBool,
+    bells: Bells,
+    counters: Counters,
+    /// A range to adopt, its first byte and the byte after it: written by who holds `adopting`, read without it.
+    adopt: [AtomicUsize; 2],
+    adopting: Mutex<()>,
+}
+
+/// Registered pages. A thread that touches one waits until the pager has heard it, without a descriptor that the program might
+/// close, and without a lock.
+#[derive(Debug)]
+pub(crate) struct Bells {
+    base: usize,
+    next: AtomicU32,
+}
+
+impl Bells {
+    fn new() -> Result<Self, Error> {
+        Ok(Bells { base: reserve(BELLS * PAGE_SIZE)?, next: AtomicU32::new(0) })
+    }
+
+    fn is_one(&self, address: usize) -> bool {
+        (self.base..self.base + BELLS * PAGE_SIZE).contains(&address)
+    }
+
+    fn ring(&self) {
+        let number = self.next.fetch_add(1, Ordering::Relaxed) as usize % BELLS;
+        let page = std::ptr::with_exposed_provenance_mut::<u8>(self.base + number * PAGE_SIZE);
+        // SAFETY: a page of ours, which the pager fills with zeros.
+        unsafe {
+            page.read_volatile();
+            let _ = rustix::mm::madvise(page.cast(), PAGE_SIZE, Advice::LinuxDontNeed);
+        }
+    }
+}
+
+/// Address space without memory.
+pub(crate) fn reserve(bytes: usize) -> Result<usize, Error> {
+    let protection = ProtFlags::READ | ProtFlags::WRITE;
+    let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+    // SAFETY: a new mapping.
+    let at = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes + BLOCK, protection, flags) };
+    let at = at.map_err(|error| Error::System(error.into()))?;
+    // What is cut off at both ends stays reserved, so that nothing else is merged with it.
+    Ok(at.expose_provenance().next_multiple_of(BLOCK))
+}
+
+/// A pager: a thread that runs for as long as the process, or until [`stop`](Pager::stop).
+#[derive(Clone, Debug)]
+pub struct Pager(Arc<Shared>);
+
+impl Pager {
+    /// Starts one. `store` is called on its thread, whose descriptors are its own: a program that closes all of its own does not
+    /// close those.
+    ///
+    /// # Errors
+    /// When userfaultfd is denied or too old, the limit too small, or the store cannot be opened.
+    pub fn start<S: Store>(
+        options: Options,
+        store: impl FnOnce() -> Result<S, String> + Send + 'static,
+    ) -> Result<Self, Error> {
+        let Options { limit, scope } = options;
+        if limit / BLOCK < LIMIT_MIN {
+            return Err(Error::Limit { bytes: limit });
+        }
+        let shared = Arc::new(Shared {
+            limit: AtomicUsize::new(limit / BLOCK),
+            holds: AtomicU32::new(0),
+            stop: AtomicBool::new(false),
+            bells: Bells::new()?,
+            counters: Counters::default(),
+            adopt: [AtomicUsize::new(0), AtomicUsize::new(0)],
+            adopting: Mutex::new(()),
+        });
+        let (say, hear) = sync_channel(1);
+        let pager = Pager(Arc::clone(&shared));
+        std::thread::Builder::new().name("weir-pager".into()).stack_size(256 << 10).spawn(move || {
+            // A thread that waits for a page would wait for ever.
+            let _abort = AbortOnPanic;
+            // SAFETY: affects this thread's table of descriptors only.
+            if unsafe { libc::unshare(libc::CLONE_FILES) } != 0 {
+                let _ = say.send(Err(Error::System(std::io::Error::last_os_error())));
+                return;
+            }
+            let opened = Uffd::open()
+                .and_then(|uffd| Ok((uffd, store().map_err(Error::Store)?)))
+                .and_then(|(uffd, store)| Work::new(uffd, store, scope, shared));
+            match opened {
+                Ok(mut work) => {
+                    let _ = say.send(Ok(()));
+                    drop(say);
+                    work.run();
+                }
+                Err(error) => drop(say.send(Err(error))),
+            }
+        })?;
+        hear.recv().map_err(|_| Error::System(std::io::ErrorKind::UnexpectedEof.into()))??;
+        Ok(pager)
+    }
+
+    /// Manages this memory too, which is private, anonymous and this process's own.
+    pub fn adopt(&self, start: usize, bytes: usize) {
+        let _adopting = self.0.adopting.lock().expect("nothing panics under it");
+        self.0.adopt[0].store(start, Ordering::Relaxed);
+        self.0.adopt[1].store(start + bytes, Ordering::Relaxed);
+        self.look();
+        self.0.adopt[1].store(0, Ordering::Relaxed);
+    }
+
+    /// Returns once the pager has looked for new memory.
+    pub fn look(&self) {
+        self.0.bells.ring();
+    }
+
+    /// Changes the limit, in bytes; what is above it goes in the background.
+    ///
+    /// # Errors
+    /// [`Error::Limit`].
+    pub fn set_limit(&self, bytes: usize) -> Result<(), Error> {
+        if bytes / BLOCK < LIMIT_MIN {
+            return Err(Error::Limit { bytes });
+        }
+        self.0.limit.store(bytes / BLOCK, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Brings everything back, for a fork: a child has no pager. Until as many calls of [`release`](Self::release) nothing goes.
+    pub fn hold(&self) {
+        self.0.holds.fetch_add(1, Ordering::SeqCst);
+        self.look();
+    }
+
+    /// Ends what [`hold`](Self::hold) began; in a child it does nothing.
+    pub fn release(&self) {
+        self.0.holds.fetch_sub(1, Ordering::SeqCst);
+        self.look();
+    }
+
+    /// Brings everything back and ends the thread.
+    pub fn stop(self) {
+        self.0.stop.store(true, Ordering::SeqCst);
+        self.0.holds.fetch_add(1, Ordering::SeqCst);
+        self.look();
+    }
+
+    /// What it has done.
+    pub fn stats(&self) -> Stats {
+        let Counters { faults, reads, prefetched, taken_back, writes, zero_pages, lost, beyond_limit } =
+            &self.0.counters;
+        let [faults, reads, prefetched, taken_back, writes, zero_pages, lost, beyond_limit] =
+            [faults, reads, prefetched, taken_back, writes, zero_pages, lost, beyond_limit]
+                .map(|counter| counter.load(Ordering::Relaxed));
+        Stats { faults, reads, prefetched, taken_back, writes, zero_pages, lost, beyond_limit }
+    }
+}
+
+struct AbortOnPanic;
+
+impl Drop for AbortOnPanic {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            std::process::abort();
+        }
+    }
+}

@@ -1,0 +1,202 @@
+//! What is done while no thread waits: writing out, and reading ahead.
+
+use super::*;
+
+impl<S: Store> Work<S> {
+    /// One step; whether there may be another.
+    pub(super) fn background(&mut self) -> bool {
+        if self.is_held() {
+            return false;
+        }
+        if self.filling.is_some() {
+            self.fill();
+            return true;
+        }
+        if self.is_above()
+            && let Some(slot) = self.find(Slot::Free)
+        {
+            self.scrub(slot);
+            return true;
+        }
+        let free = self.slots.iter().filter(|slot| **slot == Slot::Free).count();
+        if free > 0 && self.writing.is_none() && self.begin_fill() {
+            return true;
+        }
+        if self.writing.is_some() {
+            self.write();
+            return true;
+        }
+        let target = (self.limit() / 8).clamp(1, 3);
+        (self.is_above() || (self.frames() == self.limit() && free < target)) && self.begin_write().is_some()
+    }
+
+    /// Takes a victim out of place.
+    pub(super) fn begin_write(&mut self) -> Option<()> {
+        let slot = self.find(Slot::Vacant).filter(|_| !self.is_broken && !self.is_held())?;
+        for _ in 0..TRIES.min(self.policy.len()) {
+            // Where things are is known for certain only when everything that was heard is heeded.
+            if !self.events.is_empty() {
+                return None;
+            }
+            let id = self.policy.victim()?;
+            if self.blocks.get(id).room.is_none() {
+                let room = self.store.claim();
+                if room.is_none() {
+                    if !self.is_full {
+                        say("weir: the store is full; this program takes more memory than its limit\n");
+                    }
+                    self.is_full = true;
+                    return None;
+                }
+                self.is_full = false;
+                self.blocks.get_mut(id).room = room;
+            }
+            let at = self.blocks.get(id).at;
+            if self.has_ended(id) && self.move_out(at, slot) {
+                self.policy.went(id);
+                self.blocks.get_mut(id).state = State::Writing(slot);
+                // What may still be under way to the same room is from before.
+                if self.store.settle().is_err() {
+                    self.fail();
+                }
+                self.writing = Some(Transfer { id, slot, next: 0 });
+                return Some(());
+            }
+            self.policy.spared(id);
+        }
+        None
+    }
+
+    /// Whether what the program gave up of a block has gone.
+    pub(super) fn has_ended(&mut self, id: u32) -> bool {
+        let at = self.blocks.get(id).at;
+        let Some(mut ending) = self.blocks.get_mut(id).ending.take() else { return true };
+        let mut there = [0; BLOCK_PAGES / 64];
+        let seen = populated(&self.pagemap, at, at + BLOCK, |start, end| {
+            for page in (start - at) / PAGE_SIZE..(end - at) / PAGE_SIZE {
+                there[page / 64] |= 1 << (page % 64);
+            }
+        });
+        if seen.is_ok() {
+            for (ending, there) in ending.iter_mut().zip(there) {
+                *ending &= there;
+            }
+        }
+        if ending.iter().any(|pages| *pages != 0) {
+            self.blocks.get_mut(id).ending = Some(ending);
+            return false;
+        }
+        true
+    }
+
+    /// Writes some pages of the block that is on its way out.
+    pub(super) fn write(&mut self) {
+        let Some(Transfer { id, slot, next }) = self.writing else { return };
+        let from = self.slot(slot);
+        let block = self.blocks.get_mut(id);
+        let room = block.room.expect("claimed as it began");
+        let mut result = Ok(());
+        for page in next..next + STEP {
+            // SAFETY: a page of a slot, all of which are there, and no other thread's.
+            let bytes = unsafe { &*page_at(from + page * PAGE_SIZE) };
+            let is_zero = uniform_value(bytes) == Some(0);
+            block.set_zero(page, is_zero);
+            if is_zero {
+                count(&self.shared.counters.zero_pages, 1);
+            } else if result.is_ok() {
+                result = self.store.write(room + page as u64, bytes);
+            }
+        }
+        let next = next + STEP;
+        if next == BLOCK_PAGES && result.is_ok() {
+            result = self.store.settle();
+        }
+        match result {
+            Err(_) => {
+                self.fail();
+                // It goes back with the next fault on it, if not now.
+                self.writing = None;
+                self.blocks.get_mut(id).state = State::Back(slot);
+                let _ = self.bring(id);
+            }
+            Ok(()) if next == BLOCK_PAGES => {
+                count(&self.shared.counters.writes, 1);
+                self.writing = None;
+                self.slots[slot] = Slot::Free;
+                self.blocks.get_mut(id).state = State::Stored;
+            }
+            Ok(()) => self.writing = Some(Transfer { id, slot, next }),
+        }
+    }
+
+    pub(super) fn fail(&mut self) {
+        if !self.is_broken {
+            say("weir: the store fails; this program takes more memory than its limit from here on\n");
+        }
+        self.is_broken = true;
+    }
+
+    /// Begins to read a block that the streams say comes next.
+    pub(super) fn begin_fill(&mut self) -> bool {
+        let ready = self.blocks_ready();
+        while ready < READY_MAX
+            && let Some(at) = self.wanted.pop_front()
+        {
+            let id = self.blocks.at(at).filter(|&id| self.blocks.get(id).state == State::Stored);
+            if let Some((id, slot)) = id.zip(self.find(Slot::Free)) {
+                self.slots[slot] = Slot::Busy;
+                self.blocks.get_mut(id).state = State::Filling(slot);
+                self.filling = Some(Transfer { id, slot, next: 0 });
+                return true;
+            }
+        }
+        false
+    }
+
+    pub(super) fn blocks_ready(&self) -> usize {
+        let writing = usize::from(self.writing.is_some());
+        self.slots.iter().filter(|slot| **slot == Slot::Busy).count() - writing
+    }
+
+    /// Reads some pages of the block that is on its way in.
+    pub(super) fn fill(&mut self) {
+        let Some(Transfer { id, slot, next }) = self.filling.take() else { return };
+        if !self.read(id, slot, next, next + STEP) {
+            self.lose(id, slot);
+        } else if next + STEP == BLOCK_PAGES {
+            self.blocks.get_mut(id).state = State::Ready(slot);
+        } else {
+            self.filling = Some(Transfer { id, slot, next: next + STEP });
+        }
+    }
+
+    pub(super) fn read(&mut self, id: u32, slot: usize, from: usize, to: usize) -> bool {
+        let base = self.slot(slot);
+        let block = self.blocks.get(id);
+        let Some(room) = block.room else { return false };
+        let mut page = from;
+        while page < to {
+            let is_zero = block.is_zero(page);
+            let end = (page..to).find(|&other| block.is_zero(other) != is_zero).unwrap_or(to);
+            // SAFETY: pages of a slot, all of which are there, and no other thread's.
+            let out = unsafe { std::slice::from_raw_parts_mut(page_at(base + page * PAGE_SIZE), end - page) };
+            if is_zero {
+                out.as_flattened_mut().fill(0);
+            } else if self.store.read(room + page as u64, out).is_err() {
+                return false;
+            }
+            page = end;
+        }
+        true
+    }
+
+    pub(super) fn release_room(&mut self, id: u32) {
+        // The next owner's content must not be overtaken by what is still under way.
+        if self.blocks.get(id).room.is_some() && self.store.settle().is_err() {
+            self.fail();
+        }
+        if let Some(room) = self.blocks.get_mut(id).room.take() {
+            self.store.release(room);
+        }
+    }
+}

@@ -1,0 +1,372 @@
+//! What the thread does: faults first, then what the kernel says of the address space, then writing out and prefetching in
+//! steps short enough for a fault to wait for.
+
+mod background;
+mod moves;
+mod space;
+
+use super::blocks::{Blocks, State};
+use super::{BELLS, Scope, Shared, count, reserve};
+use crate::maps::{Mapping, Maps};
+use crate::uffd::{Event, Stopped, Uffd, populated};
+use crate::{BLOCK, BLOCK_PAGES, Error, Policy, Store};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::mm::Advice;
+use std::collections::{BTreeMap, VecDeque};
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+use weir_core::{PAGE_SIZE, PageBytes, uniform_value};
+
+/// Blocks of staging memory.
+const SLOTS: usize = 16;
+/// Pages that are written or read in one step.
+const STEP: usize = 64;
+/// Blocks that are prefetched and not used yet.
+const READY_MAX: usize = 2;
+/// Victims that are tried one after the other.
+const TRIES: usize = 16;
+/// Zero pages that a fault outside of any block brings.
+const WINDOW: usize = 16;
+/// How often new memory is looked for, and how large it is at least.
+const LOOK_EVERY: Duration = Duration::from_millis(2);
+const SPAN_MIN: usize = 2 * BLOCK;
+
+/// The address space changes: hear what the kernel has to say first.
+#[derive(Debug)]
+struct Changed;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Slot {
+    /// No page is there.
+    Vacant,
+    /// All pages are there, and nobody's.
+    Free,
+    /// A block's.
+    Busy,
+}
+
+/// A block on its way, and the next of its pages.
+#[derive(Clone, Copy, Debug)]
+struct Transfer {
+    id: u32,
+    slot: usize,
+    next: usize,
+}
+
+pub(super) struct Work<S> {
+    uffd: Uffd,
+    store: S,
+    /// The store failed: nothing goes out any more.
+    is_broken: bool,
+    is_full: bool,
+    scope: Scope,
+    shared: Arc<Shared>,
+    maps: Maps,
+    mappings: Vec<Mapping>,
+    pagemap: File,
+    size: File,
+    looked: Instant,
+    /// The process's address space when it was last looked through.
+    seen: [u8; 24],
+    blocks: Blocks,
+    /// What is registered: first byte, and the byte after the last.
+    spans: BTreeMap<usize, usize>,
+    /// What was mapped before the pager.
+    excluded: Vec<(usize, usize)>,
+    staging: usize,
+    nursery: usize,
+    slots: [Slot; SLOTS],
+    policy: Policy,
+    writing: Option<Transfer>,
+    filling: Option<Transfer>,
+    wanted: VecDeque<usize>,
+    /// Heard, and not yet heeded.
+    events: VecDeque<Event>,
+    faults: VecDeque<usize>,
+    has_ended_all: bool,
+}
+
+impl<S: Store> Work<S> {
+    pub(super) fn new(uffd: Uffd, store: S, scope: Scope, shared: Arc<Shared>) -> Result<Self, Error> {
+        let system = |error: Errno| Error::System(error.into());
+        let (staging, nursery) = (reserve(SLOTS * BLOCK)?, reserve(BLOCK)?);
+        for (at, bytes) in [(staging, SLOTS * BLOCK), (nursery, BLOCK)] {
+            // Without huge pages it works too, and is slower.
+            let _ = advise(at, bytes, Advice::LinuxHugepage);
+            advise(at, bytes, Advice::LinuxDontFork).map_err(system)?;
+        }
+        uffd.register(staging, staging + SLOTS * BLOCK).map_err(system)?;
+        let bells = shared.bells.base;
+        uffd.register(bells, bells + BELLS * PAGE_SIZE).map_err(system)?;
+        let mut work = Work {
+            uffd,
+            store,
+            is_broken: false,
+            is_full: false,
+            scope,
+            shared,
+            maps: Maps::open()?,
+            mappings: Vec::new(),
+            // As this thread sees itself: its descriptors are its own.
+            pagemap: File::open("/proc/thread-self/pagemap")?,
+            size: File::open("/proc/self/statm")?,
+            looked: Instant::now(),
+            seen: [0; 24],
+            blocks: Blocks::default(),
+            spans: BTreeMap::new(),
+            excluded: Vec::new(),
+            staging,
+            nursery,
+            slots: [Slot::Vacant; SLOTS],
+            policy: Policy::default(),
+            writing: None,
+            filling: None,
+            wanted: VecDeque::new(),
+            events: VecDeque::new(),
+            faults: VecDeque::new(),
+            has_ended_all: false,
+        };
+        work.excluded.extend(work.maps.read()?.map(|mapping| (mapping.start, mapping.end)));
+        Ok(work)
+    }
+
+    pub(super) fn run(&mut self) {
+        loop {
+            self.hear();
+            let is_idle = self.events.is_empty() && self.faults.is_empty();
+            for _ in 0..self.events.len() {
+                match self.events.pop_front() {
+                    Some(Event::Fault(address)) => self.faults.push_back(address),
+                    Some(event) => self.apply(event),
+                    None => {}
+                }
+            }
+            for _ in 0..self.faults.len() {
+                // What was heard meanwhile changes where things are.
+                if !self.events.is_empty() {
+                    break;
+                }
+                let Some(address) = self.faults.pop_front() else { break };
+                if let Err(Changed) = self.fault(address) {
+                    self.faults.push_back(address);
+                }
+            }
+            if self.has_ended_all {
+                return;
+            }
+            if !self.events.is_empty() {
+                continue;
+            }
+            if self.looked.elapsed() >= LOOK_EVERY {
+                self.look_if_changed();
+            }
+            if !self.background() && is_idle {
+                let mut fds = [PollFd::new(&self.uffd, PollFlags::IN)];
+                let wait = Timespec { tv_sec: 0, tv_nsec: LOOK_EVERY.subsec_nanos().into() };
+                let forever = (self.scope == Scope::Adopted && !self.is_above()).then_some(None);
+                let _ = poll(&mut fds, forever.unwrap_or(Some(&wait)));
+            }
+        }
+    }
+
+    fn fault(&mut self, address: usize) -> Result<(), Changed> {
+        if self.shared.bells.is_one(address) {
+            return self.answer(address);
+        }
+        count(&self.shared.counters.faults, 1);
+        let Some(id) = self.blocks.at(address).or_else(|| self.begin(address)) else {
+            return self.zero(address, WINDOW);
+        };
+        match self.blocks.get(id).state {
+            State::Resident => {
+                let block = self.blocks.get_mut(id);
+                let page = (address - block.at) / PAGE_SIZE;
+                if let Some(ending) = &mut block.ending {
+                    ending[page / 64] &= !(1 << (page % 64));
+                }
+                return self.zero(address, 1);
+            }
+            State::Lost => {
+                self.poison(address);
+                return Ok(());
+            }
+            _ => {}
+        }
+        let at = self.blocks.get(id).at;
+        let (number, rest) = ((at / BLOCK) as i64, at % BLOCK);
+        let blocks = &self.blocks;
+        let is_resident = |other: i64| {
+            let id = blocks.at((other as usize).wrapping_mul(BLOCK).wrapping_add(rest));
+            id.is_some_and(|id| blocks.get(id).state == State::Resident)
+        };
+        let stride = self.policy.fault(number, is_resident);
+        self.bring(id)?;
+        if let Some(stride) = stride {
+            self.wanted.clear();
+            let ahead = (1..=READY_MAX as i64)
+                .filter_map(|step| at.checked_add_signed((stride * step * BLOCK as i64) as isize));
+            self.wanted.extend(ahead);
+        }
+        Ok(())
+    }
+
+    /// A thread rang: look, and bring everything back if it asks for that.
+    fn answer(&mut self, bell: usize) -> Result<(), Changed> {
+        let [start, end] = self.shared.adopt.each_ref().map(|bound| bound.load(Ordering::Relaxed));
+        if end > start {
+            self.adopt(start, end);
+        }
+        self.look();
+        if self.is_held() {
+            self.advise_spans(Advice::LinuxDoFork);
+            let ids: Vec<u32> = self.blocks.ids().collect();
+            for id in ids {
+                if !matches!(self.blocks.get(id).state, State::Resident | State::Empty | State::Lost) {
+                    self.bring(id)?;
+                }
+            }
+        } else {
+            self.advise_spans(Advice::LinuxDontFork);
+        }
+        self.zero(bell, 1)?;
+        self.has_ended_all = self.shared.stop.load(Ordering::SeqCst);
+        Ok(())
+    }
+
+    fn is_held(&self) -> bool {
+        self.shared.holds.load(Ordering::SeqCst) > 0
+    }
+
+    fn advise_spans(&self, advice: Advice) {
+        for (&start, &end) in &self.spans {
+            let _ = advise(start, end - start, advice);
+        }
+    }
+
+    /// A block around an address that has none yet, where the whole of it is registered.
+    fn begin(&mut self, address: usize) -> Option<u32> {
+        let at = address / BLOCK * BLOCK;
+        let (&start, &end) = self.spans.range(..=address).next_back()?;
+        let is_whole = start <= at && at + BLOCK <= end && self.blocks.first_in(at, at + BLOCK).is_none();
+        is_whole.then(|| self.blocks.add(at, State::Empty))
+    }
+
+    /// Makes a block resident.
+    fn bring(&mut self, id: u32) -> Result<(), Changed> {
+        let slot = match self.blocks.get(id).state {
+            State::Resident | State::Lost => return Ok(()),
+            State::Writing(slot) => {
+                // What is under way goes to room that is written again before it is read.
+                self.writing = None;
+                count(&self.shared.counters.taken_back, 1);
+                slot
+            }
+            State::Ready(slot) | State::Back(slot) => slot,
+            State::Filling(_) => {
+                while self.filling.is_some() {
+                    self.fill();
+                }
+                return self.bring(id);
+            }
+            State::Empty => {
+                let slot = self.frame_now()?;
+                // SAFETY: the slot is this thread's, and all its pages are there.
+                unsafe { page_at(self.slot(slot)).cast::<u8>().write_bytes(0, BLOCK) };
+                slot
+            }
+            State::Stored => {
+                let slot = self.frame_now()?;
+                count(&self.shared.counters.reads, 1);
+                if !self.read(id, slot, 0, BLOCK_PAGES) {
+                    self.lose(id, slot);
+                    return Ok(());
+                }
+                slot
+            }
+        };
+        let block = self.blocks.get_mut(id);
+        let (at, was) = (block.at, block.state);
+        // A block that the store has may be dropped should this have to be tried again.
+        block.state = match was {
+            State::Stored | State::Ready(_) => State::Ready(slot),
+            _ => State::Back(slot),
+        };
+        self.move_in(at, slot)?;
+        if matches!(was, State::Ready(_)) {
+            count(&self.shared.counters.prefetched, 1);
+        }
+        self.blocks.get_mut(id).state = State::Resident;
+        self.policy.came(id);
+        Ok(())
+    }
+
+    /// A frame, unless the address space has changed meanwhile.
+    fn frame_now(&mut self) -> Result<usize, Changed> {
+        let slot = self.frame();
+        if self.events.is_empty() {
+            return Ok(slot);
+        }
+        self.slots[slot] = Slot::Free;
+        Err(Changed)
+    }
+
+    /// The content cannot be had back: whoever touches it is told so.
+    fn lose(&mut self, id: u32, slot: usize) {
+        self.slots[slot] = Slot::Free;
+        if self.shared.counters.lost.fetch_add(1, Ordering::Relaxed) == 0 {
+            say("weir: pages of this program cannot be had back; it gets SIGBUS where it touches them\n");
+        }
+        let at = self.blocks.get(id).at;
+        self.blocks.get_mut(id).state = State::Lost;
+        for page in 0..BLOCK_PAGES {
+            self.poison(at + page * PAGE_SIZE);
+        }
+    }
+
+    fn poison(&self, address: usize) {
+        let _ = self.uffd.poison(address / PAGE_SIZE * PAGE_SIZE, PAGE_SIZE);
+        self.uffd.wake(address / PAGE_SIZE * PAGE_SIZE);
+    }
+
+    fn zero(&mut self, address: usize, pages: usize) -> Result<(), Changed> {
+        let at = address / PAGE_SIZE * PAGE_SIZE;
+        let end = self.spans.range(..=at).next_back().map_or(at + PAGE_SIZE, |(_, &end)| end);
+        let next = self.blocks.first_in(at + PAGE_SIZE, end.max(at + PAGE_SIZE));
+        let end = next.map_or(end, |id| self.blocks.get(id).at).clamp(at + PAGE_SIZE, at + pages * PAGE_SIZE);
+        match self.uffd.zero(at, end - at) {
+            Err(Stopped { why: Errno::AGAIN, done: 0 }) => Err(Changed),
+            _ => {
+                self.uffd.wake(at);
+                Ok(())
+            }
+        }
+    }
+}
+
+impl<S> Drop for Work<S> {
+    fn drop(&mut self) {
+        for (at, bytes) in [(self.staging, SLOTS * BLOCK), (self.nursery, BLOCK)] {
+            // Registered no more, or this thread would wait for itself to hear of it.
+            let _ = self.uffd.unregister(at, at + bytes);
+            let _ = advise(at, bytes, Advice::LinuxDontNeed);
+        }
+    }
+}
+
+fn page_at(address: usize) -> *mut PageBytes {
+    std::ptr::with_exposed_provenance_mut(address)
+}
+
+fn advise(start: usize, bytes: usize, advice: Advice) -> Result<(), Errno> {
+    // SAFETY: advice that frees is given on this thread's own memory alone.
+    unsafe { rustix::mm::madvise(std::ptr::with_exposed_provenance_mut(start), bytes, advice) }
+}
+
+/// A line on standard error, by no lock and no memory of the program's.
+fn say(line: &str) {
+    let _ = rustix::io::write(rustix::stdio::stderr(), line.as_bytes());
+}

@@ -1,0 +1,197 @@
+//! Pages that move between their place, a slot and the store, and the frames that they move in.
+
+use super::*;
+
+impl<S: Store> Work<S> {
+    pub(super) fn slot(&self, slot: usize) -> usize {
+        self.staging + slot * BLOCK
+    }
+
+    /// Moves as much as lies in one mapping: neighbours that the kernel has not made one are moved one after the other.
+    pub(super) fn move_pages(&self, to: usize, from: usize, bytes: usize) -> Result<(), Stopped> {
+        let mut some = bytes;
+        loop {
+            match self.uffd.move_pages(to, from, some) {
+                Err(Stopped { why: Errno::INVAL, done: 0 }) if some > PAGE_SIZE => {
+                    some = (some / 2).next_multiple_of(PAGE_SIZE);
+                }
+                Ok(()) if some < bytes => return Err(Stopped { why: Errno::INVAL, done: some }),
+                result => return result,
+            }
+        }
+    }
+
+    /// Puts a slot's pages where they belong. Pages that are there already stay.
+    pub(super) fn move_in(&mut self, at: usize, slot: usize) -> Result<(), Changed> {
+        let from = self.slot(slot);
+        let (mut done, mut is_whole) = (0, true);
+        while done < BLOCK {
+            match self.move_pages(at + done, from + done, BLOCK - done) {
+                Ok(()) => done = BLOCK,
+                Err(Stopped { done: more, .. }) if more > 0 => done += more,
+                Err(Stopped { why: Errno::AGAIN, .. }) if done == 0 => return Err(Changed),
+                Err(_) => {
+                    // There, not to be written, or not mapped as one: page by page, in whichever way it works.
+                    is_whole = false;
+                    self.copy_in(at + done, from + done);
+                    done += PAGE_SIZE;
+                }
+            }
+        }
+        self.slots[slot] = Slot::Vacant;
+        if is_whole {
+            self.uffd.wake(at);
+        } else {
+            self.scrub(slot);
+            (at..at + BLOCK).step_by(PAGE_SIZE).for_each(|page| self.uffd.wake(page));
+        }
+        Ok(())
+    }
+
+    /// Copies a page to where `to` is by now. One that is there already stays; one that is mapped no more is not needed.
+    pub(super) fn copy_in(&mut self, to: usize, from: usize) {
+        while let Err(Stopped { why: Errno::AGAIN, .. }) = self.uffd.copy(self.now_at(to), from, PAGE_SIZE) {
+            self.hear();
+        }
+        self.uffd.wake(self.now_at(to));
+    }
+
+    /// Where an address of the tables is after all that was heard and not yet heeded.
+    pub(super) fn now_at(&self, address: usize) -> usize {
+        self.events.iter().fold(address, |address, event| match *event {
+            Event::Remap(from, to, bytes) if (from..from + bytes).contains(&address) => address - from + to,
+            _ => address,
+        })
+    }
+
+    pub(super) fn hear(&mut self) {
+        while let Ok(Some(event)) = self.uffd.read() {
+            self.events.push_back(event);
+        }
+    }
+
+    /// Takes a block's pages out of place. Pages that are missing are zeros there.
+    pub(super) fn move_out(&mut self, at: usize, slot: usize) -> bool {
+        let to = self.slot(slot);
+        let mut done = 0;
+        while done < BLOCK {
+            match self.move_pages(to + done, at + done, BLOCK - done) {
+                Ok(()) => done = BLOCK,
+                Err(Stopped { done: more, .. }) if more > 0 => done += more,
+                Err(Stopped { why: Errno::NOENT, .. }) if self.uffd.zero(to + done, PAGE_SIZE).is_ok() => {
+                    done += PAGE_SIZE;
+                }
+                Err(_) => break,
+            }
+        }
+        if done == BLOCK {
+            self.slots[slot] = Slot::Busy;
+            return true;
+        }
+        // In use by a device, locked, or shared with a child: all of it stays.
+        let mut back = 0;
+        while back < done {
+            match self.move_pages(at + back, to + back, done - back) {
+                Ok(()) => break,
+                Err(Stopped { done: more, .. }) if more > 0 => back += more,
+                Err(Stopped { why: Errno::AGAIN, .. }) if back == 0 => self.hear(),
+                Err(_) => {
+                    self.copy_in(at + back, to + back);
+                    back += PAGE_SIZE;
+                }
+            }
+        }
+        if done > 0 {
+            self.scrub(slot);
+        }
+        false
+    }
+
+    /// Frees what is in a slot. Not while it is registered: this thread would wait for itself to hear of it.
+    pub(super) fn scrub(&mut self, slot: usize) {
+        let (start, end) = (self.slot(slot), self.slot(slot) + BLOCK);
+        let scrubbed = self.uffd.unregister(start, end).and_then(|()| {
+            advise(start, BLOCK, Advice::LinuxDontNeed)?;
+            self.uffd.register(start, end)
+        });
+        assert!(scrubbed.is_ok(), "staging memory is this thread's own");
+        self.slots[slot] = Slot::Vacant;
+    }
+
+    pub(super) fn limit(&self) -> usize {
+        self.shared.limit.load(Ordering::Relaxed)
+    }
+
+    /// Huge pages that there are, in place and in slots.
+    pub(super) fn frames(&self) -> usize {
+        self.policy.len() + self.slots.iter().filter(|slot| **slot != Slot::Vacant).count()
+    }
+
+    pub(super) fn is_above(&self) -> bool {
+        self.frames() > self.limit()
+    }
+
+    pub(super) fn find(&self, what: Slot) -> Option<usize> {
+        self.slots.iter().position(|slot| *slot == what)
+    }
+
+    /// A slot with all its pages, whatever they hold.
+    pub(super) fn frame(&mut self) -> usize {
+        if self.find(Slot::Free).is_none()
+            && (self.frames() >= self.limit() || self.find(Slot::Vacant).is_none())
+        {
+            self.make_room();
+        }
+        if let Some(slot) = self.find(Slot::Free) {
+            self.slots[slot] = Slot::Busy;
+            return slot;
+        }
+        if self.frames() >= self.limit() {
+            count(&self.shared.counters.beyond_limit, 1);
+        }
+        let slot = self.find(Slot::Vacant).expect("of slots at most a few are in use");
+        for page in 0..BLOCK_PAGES {
+            let page = page_at(self.nursery + page * PAGE_SIZE).cast::<u8>();
+            // SAFETY: this thread's own memory.
+            unsafe { page.write_volatile(0) };
+        }
+        let (to, mut done) = (self.slot(slot), 0);
+        while done < BLOCK {
+            match self.uffd.move_pages(to + done, self.nursery + done, BLOCK - done) {
+                Ok(()) => done = BLOCK,
+                Err(Stopped { done: more, .. }) if more > 0 => done += more,
+                Err(Stopped { why: Errno::AGAIN, .. }) => self.hear(),
+                Err(Stopped { why, .. }) => panic!("this thread's own memory does not move: {why}"),
+            }
+        }
+        self.slots[slot] = Slot::Busy;
+        slot
+    }
+
+    /// Makes a frame free, now.
+    pub(super) fn make_room(&mut self) {
+        if self.writing.is_none() && self.begin_write().is_none() {
+            // Nothing can go but what is there ahead of need.
+            if let Some(id) = self.unused() {
+                self.drop_copy(id);
+            }
+        }
+        while self.writing.is_some() {
+            self.write();
+        }
+    }
+
+    /// A prefetched block that nobody has used.
+    pub(super) fn unused(&self) -> Option<u32> {
+        self.blocks.ids().find(|&id| matches!(self.blocks.get(id).state, State::Ready(_) | State::Filling(_)))
+    }
+
+    /// Drops a block from a slot that the store has too.
+    pub(super) fn drop_copy(&mut self, id: u32) {
+        if let State::Ready(slot) | State::Filling(slot) = self.blocks.get(id).state {
+            self.filling = self.filling.filter(|filling| filling.id != id);
+            self.slots[slot] = Slot::Free;
+            self.blocks.get_mut(id).state = State::Stored;
+        }
+    }
+}

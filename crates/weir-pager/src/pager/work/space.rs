@@ -1,0 +1,237 @@
+//! What the kernel says of the address space, and what is found in it.
+
+use super::*;
+
+impl<S: Store> Work<S> {
+    pub(super) fn apply(&mut self, event: Event) {
+        match event {
+            Event::Fault(_) => {}
+            Event::Remove(start, end) => self.removed(start, end),
+            Event::Unmap(start, end) => {
+                self.cut(start, end, None);
+                while let Some(id) = self.blocks.first_in(start, end) {
+                    self.forget(id);
+                }
+                self.forget_span(start, end);
+            }
+            Event::Remap(from, to, bytes) => {
+                self.cut(from, from + bytes, Some(to));
+                self.blocks.shift(from, to, bytes);
+                self.forget_span(from, from + bytes);
+                self.add_span(to, to + bytes);
+            }
+        }
+    }
+
+    /// Blocks that lie in `start..end` in part only are blocks no longer: their pages go where they are looked for.
+    pub(super) fn cut(&mut self, start: usize, end: usize, moved_to: Option<usize>) {
+        for edge in [start, end] {
+            let Some(id) = self.blocks.at(edge) else { continue };
+            let at = self.blocks.get(id).at;
+            if at == edge || (start <= at && at + BLOCK <= end) {
+                continue;
+            }
+            self.dissolve(id, |address| match moved_to {
+                Some(to) if (start..end).contains(&address) => address - start + to,
+                _ => address,
+            });
+        }
+    }
+
+    pub(super) fn dissolve(&mut self, id: u32, place: impl Fn(usize) -> usize) {
+        while matches!(self.blocks.get(id).state, State::Filling(_)) && self.filling.is_some() {
+            self.fill();
+        }
+        let at = self.blocks.get(id).at;
+        let slot = match self.blocks.get(id).state {
+            State::Writing(slot) | State::Ready(slot) | State::Back(slot) => Some(slot),
+            State::Stored => {
+                let slot = self.frame();
+                if self.read(id, slot, 0, BLOCK_PAGES) {
+                    Some(slot)
+                } else {
+                    self.lose(id, slot);
+                    None
+                }
+            }
+            _ => None,
+        };
+        if let Some(slot) = slot {
+            for offset in (0..BLOCK).step_by(PAGE_SIZE) {
+                self.copy_in(place(at + offset), self.slot(slot) + offset);
+            }
+            self.writing = self.writing.filter(|writing| writing.id != id);
+            self.slots[slot] = Slot::Free;
+            self.blocks.get_mut(id).state = State::Resident;
+        } else if self.blocks.get(id).state == State::Resident {
+            self.policy.went(id);
+        }
+        self.release_room(id);
+        self.blocks.remove(id);
+    }
+
+    /// A block is mapped no more.
+    pub(super) fn forget(&mut self, id: u32) {
+        match self.blocks.get(id).state {
+            State::Writing(slot) | State::Filling(slot) | State::Ready(slot) | State::Back(slot) => {
+                self.writing = self.writing.filter(|writing| writing.id != id);
+                self.filling = self.filling.filter(|filling| filling.id != id);
+                self.slots[slot] = Slot::Free;
+            }
+            State::Resident => self.policy.went(id),
+            State::Empty | State::Stored | State::Lost => {}
+        }
+        self.release_room(id);
+        self.blocks.remove(id);
+    }
+
+    /// The program gives content up: it reads as zeros from now on.
+    pub(super) fn removed(&mut self, start: usize, end: usize) {
+        let mut from = start;
+        while let Some(id) = self.blocks.first_in(from, end) {
+            let at = self.blocks.get(id).at;
+            let pages = (start.max(at) - at) / PAGE_SIZE..(end.min(at + BLOCK) - at) / PAGE_SIZE;
+            from = at + BLOCK;
+            self.removed_in(id, pages);
+            if from >= end {
+                break;
+            }
+        }
+    }
+
+    pub(super) fn removed_in(&mut self, id: u32, pages: std::ops::Range<usize>) {
+        self.drop_copy(id);
+        let is_whole = pages.len() == BLOCK_PAGES;
+        match self.blocks.get(id).state {
+            State::Empty | State::Lost => {}
+            State::Stored if is_whole => {
+                self.release_room(id);
+                self.blocks.get_mut(id).state = State::Empty;
+            }
+            State::Stored => pages.for_each(|page| self.blocks.get_mut(id).set_zero(page, true)),
+            State::Writing(slot) | State::Ready(slot) | State::Filling(slot) | State::Back(slot) => {
+                for page in pages {
+                    // SAFETY: a page of a slot, all of which are there, and no other thread's.
+                    unsafe {
+                        page_at(self.slot(slot) + page * PAGE_SIZE).cast::<u8>().write_bytes(0, PAGE_SIZE);
+                    }
+                }
+                if let Some(writing) = self.writing.as_mut().filter(|writing| writing.id == id) {
+                    // What was written of it is from before.
+                    writing.next = 0;
+                    if self.store.settle().is_err() {
+                        self.fail();
+                    }
+                }
+            }
+            State::Resident => {
+                let block = self.blocks.get_mut(id);
+                let ending = block.ending.get_or_insert_default();
+                for page in pages {
+                    ending[page / 64] |= 1 << (page % 64);
+                }
+            }
+        }
+    }
+
+    pub(super) fn add_span(&mut self, start: usize, end: usize) {
+        let (mut start, mut end) = (start, end);
+        if let Some((&before, &its_end)) = self.spans.range(..=start).next_back()
+            && its_end >= start
+        {
+            start = before;
+            end = end.max(its_end);
+        }
+        while let Some((&after, &its_end)) = self.spans.range(start..=end).next() {
+            end = end.max(its_end);
+            self.spans.remove(&after);
+        }
+        self.spans.insert(start, end);
+    }
+
+    pub(super) fn forget_span(&mut self, start: usize, end: usize) {
+        while let Some((&first, &last)) =
+            self.spans.range(..end).next_back().filter(|(_, last)| **last > start)
+        {
+            self.spans.remove(&first);
+            if first < start {
+                self.spans.insert(first, start);
+            }
+            if last > end {
+                self.spans.insert(end, last);
+            }
+        }
+    }
+
+    /// Looks for new memory if the address space has another size than the last time.
+    pub(super) fn look_if_changed(&mut self) {
+        self.looked = Instant::now();
+        let mut now = [0; 24];
+        let read = self.size.read_at(&mut now, 0).unwrap_or(0);
+        // The first number is the address space.
+        let size = now[..read].iter().position(|byte| *byte == b' ').unwrap_or(0);
+        now[size..].fill(0);
+        if now != self.seen {
+            self.seen = now;
+            self.look();
+        }
+    }
+
+    pub(super) fn look(&mut self) {
+        if self.scope != Scope::Process {
+            return;
+        }
+        self.mappings.clear();
+        let Ok(mappings) = self.maps.read() else { return };
+        self.mappings.extend(mappings.filter(|mapping| mapping.is_plain));
+        for at in 0..self.mappings.len() {
+            let Mapping { start, end, .. } = self.mappings[at];
+            let mut from = start;
+            while from < end {
+                let known = self.known(from, end);
+                let to = known.map_or(end, |(start, _)| start.max(from));
+                let is_next = self.spans.range(..from).next_back().is_some_and(|(_, &end)| end == from);
+                if to - from >= if is_next { BLOCK } else { SPAN_MIN } {
+                    self.adopt(from, to);
+                }
+                from = known.map_or(end, |(_, end)| end);
+            }
+        }
+    }
+
+    /// The first range in `start..end` that is managed, or is to be left alone.
+    pub(super) fn known(&self, start: usize, end: usize) -> Option<(usize, usize)> {
+        let overlaps = |&(first, last): &(usize, usize)| first < end && last > start;
+        let before = self.spans.range(..=start).next_back();
+        let after = self.spans.range(start..end).next();
+        let spans = before.into_iter().chain(after).map(|(&first, &last)| (first, last));
+        let own = [
+            (self.staging - BLOCK, self.staging + (SLOTS + 1) * BLOCK),
+            (self.nursery - BLOCK, self.nursery + 2 * BLOCK),
+        ];
+        self.excluded.iter().copied().chain(own).chain(spans).filter(overlaps).min()
+    }
+
+    pub(super) fn adopt(&mut self, start: usize, end: usize) {
+        if self.uffd.register(start, end).is_err() {
+            return;
+        }
+        let advice = if self.is_held() { Advice::LinuxDoFork } else { Advice::LinuxDontFork };
+        let _ = advise(start, end - start, advice);
+        self.add_span(start, end);
+        // Pages that the block at the seam has already, and those that came before the registration.
+        let mut from = start / BLOCK * BLOCK;
+        let Work { pagemap, blocks, policy, spans, .. } = self;
+        let (&first, &last) = spans.range(..=start).next_back().expect("just added");
+        from = from.max(first);
+        let _ = populated(pagemap, from, last, |begin, end| {
+            let mut at = begin / BLOCK * BLOCK;
+            while at < end {
+                if at >= first && at + BLOCK <= last && blocks.first_in(at, at + BLOCK).is_none() {
+                    policy.came(blocks.add(at, State::Resident));
+                }
+                at += BLOCK;
+            }
+        });
+    }
+}

@@ -1,0 +1,216 @@
+//! Which block goes, and which comes next: what decides, without a clock and without memory to touch.
+
+use std::collections::VecDeque;
+
+/// Streams that are known at a time.
+const STREAMS: usize = 16;
+/// How far apart, in blocks, two faults of one stream lie at most.
+const STRIDE_MAX: i64 = 64;
+/// Faults that say whether the program streams, and how many of them must be in a stream.
+const RECENT: u32 = 16;
+const STREAMING: u32 = 12;
+/// While it streams, the newest blocks that stay: those are in use.
+const LAG: usize = 4;
+/// While it streams, every so many victims the oldest goes, so that what nobody uses does not stay for ever.
+const OLDEST_EVERY: u32 = 16;
+
+/// Blocks that fault one after the other at one distance.
+#[derive(Clone, Copy, Debug, Default)]
+struct Stream {
+    last: i64,
+    stride: i64,
+    /// When it was last used, in faults.
+    used: u64,
+}
+
+/// Decides by the order of faults alone: no accessed bits are read.
+///
+/// A cyclic sweep over more than fits would miss every block under FIFO and LRU. So while faults stream, nearly the newest
+/// block goes, and the older ones are hit in the next round (MRU with a lag).
+#[derive(Debug, Default)]
+pub struct Policy {
+    /// Resident blocks, by when they came.
+    order: VecDeque<u32>,
+    streams: [Stream; STREAMS],
+    recent: u16,
+    faults: u64,
+    victims: u32,
+}
+
+impl Policy {
+    /// A block came into place.
+    pub fn came(&mut self, id: u32) {
+        self.order.push_back(id);
+    }
+
+    /// A block is in place no more.
+    pub fn went(&mut self, id: u32) {
+        // The newest go most often.
+        if let Some(at) = self.order.iter().rposition(|&other| other == id) {
+            self.order.remove(at);
+        }
+    }
+
+    /// Blocks in place.
+    pub fn len(&self) -> usize {
+        self.order.len()
+    }
+
+    /// A fault on the block with this number (its address in blocks). `skips` says which blocks would not have faulted. Returns the
+    /// distance to the next fault of the stream, if it is in one.
+    pub fn fault(&mut self, number: i64, skips: impl Fn(i64) -> bool) -> Option<i64> {
+        self.faults += 1;
+        let follows = |stream: &Stream| {
+            let mut next = stream.last + stream.stride;
+            let mut steps = 0;
+            while next != number && steps < STRIDE_MAX && skips(next) {
+                next += stream.stride;
+                steps += 1;
+            }
+            next == number
+        };
+        let known =
+            self.streams.iter().position(|stream| stream.used > 0 && stream.stride != 0 && follows(stream));
+        let stride = match known {
+            Some(at) => {
+                let stream = &mut self.streams[at];
+                (stream.last, stream.used) = (number, self.faults);
+                Some(stream.stride)
+            }
+            None => {
+                self.begin(number);
+                None
+            }
+        };
+        self.recent = self.recent << 1 | u16::from(stride.is_some());
+        stride
+    }
+
+    /// The nearest stream without a stride gets one, else the one least used begins anew.
+    fn begin(&mut self, number: i64) {
+        let near = |stream: &&mut Stream| {
+            let distance = (number - stream.last).abs();
+            stream.used > 0 && distance > 0 && distance <= STRIDE_MAX
+        };
+        let faults = self.faults;
+        if let Some(stream) =
+            self.streams.iter_mut().filter(near).min_by_key(|stream| (number - stream.last).abs())
+        {
+            *stream = Stream { last: number, stride: number - stream.last, used: faults };
+        } else if let Some(stream) = self.streams.iter_mut().min_by_key(|stream| stream.used) {
+            *stream = Stream { last: number, stride: 0, used: faults };
+        }
+    }
+
+    /// Whether the program streams.
+    pub fn is_streaming(&self) -> bool {
+        const { assert!(RECENT == u16::BITS) }
+        self.recent.count_ones() >= STREAMING
+    }
+
+    /// The block that goes next. It stays in the order until it [`went`](Self::went).
+    pub fn victim(&mut self) -> Option<u32> {
+        self.victims = self.victims.wrapping_add(1);
+        let at = if self.is_streaming() && !self.victims.is_multiple_of(OLDEST_EVERY) {
+            self.order.len().saturating_sub(LAG)
+        } else {
+            0
+        };
+        self.order.get(at).copied()
+    }
+
+    /// A block that could not go waits for its turn again.
+    pub fn spared(&mut self, id: u32) {
+        self.went(id);
+        self.came(id);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::BTreeSet;
+
+    /// Faults of a program that goes through blocks as told, with room for so many.
+    fn faults(room: usize, accesses: impl Iterator<Item = i64>) -> usize {
+        let mut policy = Policy::default();
+        let mut resident = BTreeSet::new();
+        let mut count = 0;
+        for number in accesses {
+            if resident.contains(&number) {
+                continue;
+            }
+            count += 1;
+            policy.fault(number, |other| resident.contains(&other));
+            if resident.len() == room {
+                let victim = policy.victim().expect("one is there");
+                policy.went(victim);
+                assert!(resident.remove(&i64::from(victim)), "a victim is resident");
+            }
+            resident.insert(number);
+            policy.came(number as u32);
+        }
+        count
+    }
+
+    #[test]
+    fn a_cyclic_sweep_hits_what_fits_where_fifo_would_miss_all() {
+        let rounds = 20;
+        let sweep = faults(64, (0..rounds * 256).map(|at| at % 256));
+        let all = rounds as usize * 256;
+        assert!(sweep * 100 < all * 82, "{sweep} of {all}: three quarters and a little must miss");
+    }
+
+    #[test]
+    fn a_loop_that_fits_misses_once() {
+        assert_eq!(faults(64, (0..6400).map(|at| at % 60)), 60);
+    }
+
+    #[test]
+    fn strides_of_both_directions_are_streams_and_jumps_are_not() {
+        for stride in [1, -1, 2, -5, 64] {
+            let mut policy = Policy::default();
+            let said: Vec<_> = (0..20).map(|step| policy.fault(10_000 + step * stride, |_| false)).collect();
+            assert!(said[2..].iter().all(|said| *said == Some(stride)), "{stride}: {said:?}");
+            assert!(policy.is_streaming());
+        }
+        let mut policy = Policy::default();
+        let jumps = (0..64).filter(|step: &i64| policy.fault(step * step * 1_000, |_| false).is_some());
+        assert_eq!(jumps.count(), 0);
+        assert!(!policy.is_streaming());
+    }
+
+    #[test]
+    fn two_streams_at_once_are_both_known() {
+        let mut policy = Policy::default();
+        for step in 0..20 {
+            let said = [policy.fault(step, |_| false), policy.fault(1_000_000 - 3 * step, |_| false)];
+            if step > 1 {
+                assert_eq!(said, [Some(1), Some(-3)]);
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_happens_the_victim_is_one_that_came_and_did_not_go(
+            steps in prop::collection::vec((0u8..4, 0u32..40), 1..400)
+        ) {
+            let mut policy = Policy::default();
+            let mut resident = BTreeSet::new();
+            for (what, id) in steps {
+                match what {
+                    0 => { policy.fault(i64::from(id), |_| false); }
+                    1 if resident.insert(id) => policy.came(id),
+                    2 if resident.remove(&id) => policy.went(id),
+                    3 if resident.contains(&id) => policy.spared(id),
+                    _ => {}
+                }
+                prop_assert_eq!(policy.len(), resident.len());
+                prop_assert_eq!(policy.victim().is_some(), !resident.is_empty());
+                prop_assert!(policy.victim().is_none_or(|victim| resident.contains(&victim)));
+            }
+        }
+    }
+}

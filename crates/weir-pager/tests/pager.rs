@@ -1,0 +1,389 @@
+//! A pager over memory of this process, with a store in its heap: what is read must be what was written, whatever the
+//! program does to its mappings meanwhile.
+
+use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags};
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+use weir_core::{PAGE_SIZE, PageBytes};
+use weir_pager::{BLOCK, BLOCK_PAGES, Error, Options, Pager, Scope, Store};
+
+const LIMIT: usize = 32 << 20;
+const SIZE: usize = 128 << 20;
+const PAGES: usize = SIZE / PAGE_SIZE;
+
+#[derive(Default)]
+struct Faulty {
+    reads_fail: AtomicBool,
+    writes_fail: AtomicBool,
+    rooms: AtomicUsize,
+}
+
+/// Pages in the heap.
+struct Heap {
+    pages: BTreeMap<u64, Box<PageBytes>>,
+    free: Vec<u64>,
+    faulty: Arc<Faulty>,
+}
+
+impl Store for Heap {
+    fn claim(&mut self) -> Option<u64> {
+        let room = self.free.pop()?;
+        self.faulty.rooms.fetch_add(1, Ordering::Relaxed);
+        Some(room)
+    }
+
+    fn release(&mut self, first: u64) {
+        self.faulty.rooms.fetch_sub(1, Ordering::Relaxed);
+        self.free.push(first);
+    }
+
+    fn write(&mut self, page: u64, bytes: &PageBytes) -> io::Result<()> {
+        if self.faulty.writes_fail.load(Ordering::Relaxed) {
+            return Err(io::ErrorKind::StorageFull.into());
+        }
+        self.pages.insert(page, Box::new(*bytes));
+        Ok(())
+    }
+
+    fn settle(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn read(&mut self, first: u64, out: &mut [PageBytes]) -> io::Result<()> {
+        if self.faulty.reads_fail.load(Ordering::Relaxed) {
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        for (page, out) in (first..).zip(out) {
+            *out = **self.pages.get(&page).ok_or(io::ErrorKind::NotFound)?;
+        }
+        Ok(())
+    }
+}
+
+/// Memory under a pager, one test at a time: each has all pages of its memory counted.
+struct Memory {
+    base: *mut u8,
+    pager: Pager,
+    faulty: Arc<Faulty>,
+    _turn: MutexGuard<'static, ()>,
+}
+
+fn map(bytes: usize) -> *mut u8 {
+    let protection = ProtFlags::READ | ProtFlags::WRITE;
+    // SAFETY: a new mapping.
+    unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes, protection, MapFlags::PRIVATE) }
+        .expect("address space")
+        .cast()
+}
+
+impl Memory {
+    /// `None` where the machine has no such userfaultfd.
+    fn new(name: &str, blocks: usize) -> Option<Self> {
+        static TURN: Mutex<()> = Mutex::new(());
+        let turn = TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let faulty = Arc::new(Faulty::default());
+        let heap = Heap {
+            pages: BTreeMap::new(),
+            free: (0..blocks as u64).map(|block| block * BLOCK_PAGES as u64).collect(),
+            faulty: Arc::clone(&faulty),
+        };
+        let options = Options { limit: LIMIT, scope: Scope::Adopted };
+        let pager = match Pager::start(options, move || Ok(heap)) {
+            Ok(pager) => pager,
+            Err(error @ (Error::Denied(_) | Error::Kernel(_))) => {
+                println!("skipped: {name}: {error}");
+                return None;
+            }
+            Err(error) => panic!("{error}"),
+        };
+        let base = map(SIZE);
+        pager.adopt(base.expose_provenance(), SIZE);
+        Some(Memory { base, pager, faulty, _turn: turn })
+    }
+
+    fn word(&self, page: usize) -> *mut u64 {
+        self.base.wrapping_add(page * PAGE_SIZE + 8).cast()
+    }
+
+    fn write(&self, page: usize, value: u64) {
+        // SAFETY: within the mapping.
+        unsafe { self.word(page).write_volatile(value) }
+    }
+
+    fn read(&self, page: usize) -> u64 {
+        // SAFETY: within the mapping.
+        unsafe { self.word(page).read_volatile() }
+    }
+
+    fn fill(&self) {
+        (0..PAGES).for_each(|page| self.write(page, content(page)));
+    }
+
+    fn check(&self, pages: impl Iterator<Item = usize>) {
+        for page in pages {
+            assert_eq!(self.read(page), content(page), "page {page}");
+        }
+    }
+
+    fn resident(&self) -> usize {
+        resident(self.base, SIZE)
+    }
+
+    /// Waits until no more than the limit is resident.
+    fn comes_down(&self) {
+        let begun = Instant::now();
+        while self.resident() > LIMIT {
+            assert!(begun.elapsed() < Duration::from_secs(60), "{}", self.resident());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+fn content(page: usize) -> u64 {
+    (page as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+}
+
+fn resident(base: *mut u8, bytes: usize) -> usize {
+    let mut pages = vec![0_u8; bytes / PAGE_SIZE];
+    // SAFETY: one byte for each page of the mapping.
+    assert_eq!(unsafe { libc::mincore(base.cast(), bytes, pages.as_mut_ptr()) }, 0);
+    pages.iter().filter(|page| **page & 1 != 0).count() * PAGE_SIZE
+}
+
+#[test]
+fn what_was_written_comes_back_and_no_more_than_the_limit_is_resident() {
+    let Some(memory) = Memory::new("what_was_written_comes_back", 256) else { return };
+    let mut most = 0;
+    for round in 0..3 {
+        if round == 0 {
+            memory.fill();
+        }
+        for page in 0..PAGES {
+            assert_eq!(memory.read(page), content(page), "page {page} in round {round}");
+            if page % BLOCK_PAGES == 7 {
+                most = most.max(memory.resident());
+            }
+        }
+    }
+    assert!(most <= LIMIT, "{most} resident");
+    let stats = memory.pager.stats();
+    assert!(stats.writes > 48 && stats.reads > 0 && stats.prefetched > 0, "{stats:?}");
+    assert_eq!((stats.lost, stats.beyond_limit), (0, 0));
+    assert!(
+        (PAGES / BLOCK_PAGES - LIMIT / BLOCK..=PAGES / BLOCK_PAGES)
+            .contains(&memory.faulty.rooms.load(Ordering::Relaxed))
+    );
+}
+
+#[test]
+fn threads_that_write_at_random_find_what_they_wrote() {
+    let Some(memory) = Memory::new("threads_that_write_at_random", 256) else { return };
+    let memory = &memory;
+    let base = memory.base.expose_provenance();
+    std::thread::scope(|scope| {
+        for thread in 0..4_usize {
+            scope.spawn(move || {
+                let mut state = content(thread + 77);
+                let mut shadow = vec![0_u64; PAGES / 4];
+                for _ in 0..1500 {
+                    state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                    let at = (state >> 33) as usize % shadow.len();
+                    // Threads share blocks, and no page.
+                    let word = base + (at * 4 + thread) * PAGE_SIZE + 64;
+                    let word = std::ptr::with_exposed_provenance_mut::<u64>(word);
+                    // SAFETY: within the mapping, and this thread's page.
+                    unsafe {
+                        assert_eq!(word.read_volatile(), shadow[at]);
+                        word.write_volatile(state);
+                    }
+                    shadow[at] = state;
+                }
+            });
+        }
+    });
+    assert!(memory.pager.stats().reads > 100, "{:?}", memory.pager.stats());
+}
+
+#[test]
+fn content_that_was_given_up_reads_as_zeros_and_the_rest_is_kept() {
+    let Some(memory) = Memory::new("content_that_was_given_up", 256) else { return };
+    memory.fill();
+    // Parts of blocks and whole ones, resident and not.
+    for (first, count) in
+        [(100, 30), (1024, 512), (3 * 512 + 500, 1200), (PAGES - 600, 600), (PAGES - 3000, 10)]
+    {
+        let at = memory.base.wrapping_add(first * PAGE_SIZE);
+        // SAFETY: this test's own memory.
+        unsafe { rustix::mm::madvise(at.cast(), count * PAGE_SIZE, Advice::LinuxDontNeed) }.unwrap();
+        for page in first..first + count {
+            assert_eq!(memory.read(page), 0, "page {page}");
+            memory.write(page, content(page));
+        }
+    }
+    memory.check(0..PAGES);
+    memory.check(0..PAGES);
+}
+
+#[test]
+fn memory_that_moves_keeps_its_content_wherever_its_blocks_come_to_lie() {
+    let Some(mut memory) = Memory::new("memory_that_moves", 256) else { return };
+    memory.fill();
+    // A place where its blocks are aligned otherwise.
+    let to = map(SIZE + BLOCK).wrapping_add(5 * PAGE_SIZE);
+    // SAFETY: this test's own memory.
+    memory.base = unsafe {
+        rustix::mm::mremap_fixed(memory.base.cast(), SIZE, SIZE, MremapFlags::MAYMOVE, to.cast())
+            .expect("moved")
+            .cast()
+    };
+    memory.check(0..PAGES);
+    memory.check((0..PAGES).rev());
+    assert!(memory.resident() <= LIMIT + 2 * BLOCK);
+    // Part of a block, to somewhere else.
+    let (first, count) = (700, 1000);
+    let from = memory.base.wrapping_add(first * PAGE_SIZE);
+    let to = map(count * PAGE_SIZE);
+    // SAFETY: as above.
+    let part: *mut u64 = unsafe {
+        rustix::mm::mremap_fixed(
+            from.cast(),
+            count * PAGE_SIZE,
+            count * PAGE_SIZE,
+            MremapFlags::MAYMOVE,
+            to.cast(),
+        )
+        .expect("moved")
+        .cast()
+    };
+    for page in 0..count {
+        // SAFETY: within what moved.
+        let word = unsafe { part.wrapping_byte_add(page * PAGE_SIZE + 8).read_volatile() };
+        assert_eq!(word, content(first + page), "page {page} of the part");
+    }
+    memory.check((0..first).chain(first + count..PAGES));
+}
+
+#[test]
+fn room_is_free_again_when_memory_is_unmapped() {
+    let Some(memory) = Memory::new("room_is_free_again", 256) else { return };
+    memory.fill();
+    assert!(memory.faulty.rooms.load(Ordering::Relaxed) >= 48);
+    // SAFETY: this test's own memory, which it uses no more.
+    unsafe { rustix::mm::munmap(memory.base.cast(), SIZE) }.unwrap();
+    // It looks only after it has heard of that.
+    memory.pager.look();
+    assert_eq!(memory.faulty.rooms.load(Ordering::Relaxed), 0);
+}
+
+#[test]
+fn a_lower_limit_is_kept_soon_and_a_higher_one_is_used() {
+    let Some(memory) = Memory::new("a_lower_limit", 256) else { return };
+    memory.pager.set_limit(96 << 20).unwrap();
+    memory.fill();
+    assert!(memory.resident() > 80 << 20, "{}", memory.resident());
+    memory.pager.set_limit(LIMIT).unwrap();
+    memory.pager.look();
+    memory.comes_down();
+    memory.check(0..PAGES);
+    assert!(matches!(memory.pager.set_limit(1 << 20), Err(Error::Limit { .. })));
+}
+
+#[test]
+fn pages_that_may_not_be_written_any_more_come_back_to_be_read() {
+    let Some(memory) = Memory::new("pages_that_may_not_be_written", 256) else { return };
+    memory.fill();
+    // SAFETY: this test's own memory.
+    unsafe { libc::mprotect(memory.base.cast(), SIZE / 2 + 3 * PAGE_SIZE, libc::PROT_READ) };
+    memory.check(0..PAGES);
+    // SAFETY: as above.
+    unsafe { libc::mprotect(memory.base.cast(), SIZE, libc::PROT_READ | libc::PROT_WRITE) };
+    memory.fill();
+    memory.check(0..PAGES);
+}
+
+#[test]
+fn a_child_of_a_fork_has_all_of_it_and_the_parent_is_bounded_again() {
+    let Some(memory) = Memory::new("a_child_of_a_fork", 256) else { return };
+    memory.fill();
+    memory.pager.hold();
+    assert_eq!(memory.resident(), SIZE);
+    // SAFETY: the child reads memory and exits.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let is_right = (0..PAGES).all(|page| memory.read(page) == content(page));
+        // SAFETY: ends the child.
+        unsafe { libc::_exit(i32::from(!is_right)) };
+    }
+    memory.pager.release();
+    let mut status = -1;
+    // SAFETY: waits for the child.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    assert_eq!(status, 0, "the child found something else");
+    memory.fill();
+    memory.comes_down();
+    memory.check(0..PAGES);
+}
+
+#[test]
+fn what_cannot_be_had_back_is_sigbus_and_never_zeros() {
+    let Some(memory) = Memory::new("what_cannot_be_had_back", 256) else { return };
+    memory.fill();
+    memory.faulty.reads_fail.store(true, Ordering::Relaxed);
+    // A system call says EFAULT where a load gets SIGBUS.
+    let null = std::fs::File::options().read(true).write(true).open("/dev/null").unwrap();
+    let (mut reader, mut writer) = (0, 0);
+    drop(null);
+    let mut fds = [0; 2];
+    // SAFETY: two descriptors.
+    assert_eq!(unsafe { libc::pipe(fds.as_mut_ptr()) }, 0);
+    for page in 0..PAGES {
+        // SAFETY: from a page of the mapping into the pipe, and out of it.
+        let written = unsafe { libc::write(fds[1], memory.word(page).cast(), 8) };
+        if written < 0 {
+            reader += 1;
+            continue;
+        }
+        let mut value = 0_u64;
+        // SAFETY: eight bytes into a number.
+        assert_eq!(unsafe { libc::read(fds[0], (&raw mut value).cast(), 8) }, 8);
+        assert_eq!(value, content(page));
+        writer += 1;
+    }
+    assert!(reader > 0 && writer > 0, "{reader} lost, {writer} there");
+    assert_eq!(memory.pager.stats().lost as usize * BLOCK_PAGES, reader);
+}
+
+#[test]
+fn a_store_that_is_full_or_fails_costs_the_limit_and_no_page() {
+    for blocks in [8, 256] {
+        let Some(memory) = Memory::new("a_store_that_is_full_or_fails", blocks) else { return };
+        memory.fill();
+        memory.faulty.writes_fail.store(true, Ordering::Relaxed);
+        memory.check(0..PAGES);
+        memory.check(0..PAGES);
+        assert!(memory.pager.stats().beyond_limit > 0);
+        assert_eq!(memory.pager.stats().lost, 0);
+    }
+}
+
+#[test]
+fn pages_of_zeros_take_no_room_in_the_store() {
+    let Some(memory) = Memory::new("pages_of_zeros", 256) else { return };
+    (0..PAGES).step_by(8).for_each(|page| memory.write(page, content(page)));
+    for page in 0..PAGES {
+        assert_eq!(memory.read(page), if page % 8 == 0 { content(page) } else { 0 });
+    }
+    let stats = memory.pager.stats();
+    assert_eq!(stats.zero_pages, stats.writes * (BLOCK_PAGES as u64) * 7 / 8, "{stats:?}");
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        if !self.faulty.reads_fail.load(Ordering::Relaxed) {
+            self.pager.clone().stop();
+        }
+    }
+}

@@ -1,0 +1,191 @@
+//! What `weir run` preloads into a program: a pager for its large anonymous memory.
+//!
+//! The pager finds memory by itself, and the kernel tells it what becomes of it. The functions of libc that are replaced here do what
+//! they always did. They only have the pager look at once where much memory comes, so that a program does not fill what the pager
+//! has not seen yet. Nothing depends on them.
+//!
+//! All memory of the pager lies in `ALLOCATOR`'s array, which was mapped before the pager and so is never managed.
+
+use libc::{c_int, c_void, off_t, size_t};
+use rustix::process::{getpid, getppid};
+use spinning_top::RawSpinlock;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
+use talc::TalcLock;
+use talc::source::Claim;
+use weir_pager::{Ledger, Options, Pager, Scope, ShareStore};
+
+/// Memory of the pager: its tables, 100 bytes for each 2 MiB that it manages, and some buffers.
+const ARENA: usize = 16 << 20;
+/// Memory that comes in smaller pieces is looked for once it is so much.
+const LARGE: usize = 4 << 20;
+/// What the heap grows by: address space, not memory. So its blocks begin as huge pages.
+const HEAP_STEP: c_int = 64 << 20;
+
+#[global_allocator]
+static ALLOCATOR: TalcLock<RawSpinlock, Claim> = TalcLock::new({
+    static mut MEMORY: [u8; ARENA] = [0; ARENA];
+    // SAFETY: nothing else uses it.
+    unsafe { Claim::array(&raw mut MEMORY) }
+});
+
+static PAGER: OnceLock<Pager> = OnceLock::new();
+
+#[used]
+#[unsafe(link_section = ".init_array")]
+static START: extern "C" fn() = start;
+
+extern "C" fn start() {
+    let Some(limit) = std::env::var("WEIR_RUN_RESIDENT").ok().and_then(|limit| limit.parse().ok()) else {
+        return;
+    };
+    let path = |name| std::env::var_os(name).map(PathBuf::from).unwrap_or_default();
+    match bound(limit, path("WEIR_RUN_SHARE"), &path("WEIR_RUN_LEDGER")) {
+        Ok(pager) => {
+            let _ = PAGER.set(pager);
+            // SAFETY: functions that live as long as the program; and a setting of its heap.
+            unsafe {
+                libc::pthread_atfork(Some(before_fork), Some(after_fork), None);
+                libc::mallopt(libc::M_TOP_PAD, HEAP_STEP);
+            }
+        }
+        Err(error) => {
+            let parent = std::env::var("WEIR_RUN_PARENT").ok().and_then(|pid| pid.parse().ok());
+            let is_first = getppid().map(|pid| pid.as_raw_nonzero().get()) == parent;
+            let what = if is_first { "is not run" } else { "is not bounded" };
+            say(&format!("weir: process {} {what}: {error}\n", getpid()));
+            if is_first {
+                // SAFETY: ends the process, which has done nothing yet.
+                unsafe { libc::_exit(1) };
+            }
+        }
+    }
+}
+
+fn bound(limit: usize, share: PathBuf, ledger: &Path) -> Result<Pager, String> {
+    let ledger = Ledger::open(ledger).map_err(|error| format!("{}: {error}", ledger.display()))?;
+    let store = move || {
+        ShareStore::connect(&share, ledger).map_err(|error| match std::error::Error::source(&error) {
+            Some(source) => format!("{error}: {source}"),
+            None => error.to_string(),
+        })
+    };
+    // The program's signal handlers are not for the pager's thread.
+    // SAFETY: sets of signals on the stack, and this thread's mask, which is put back.
+    let before = unsafe {
+        let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
+        libc::sigfillset(&raw mut all);
+        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut before);
+        before
+    };
+    let pager = Pager::start(Options { limit, scope: Scope::Process }, store);
+    // SAFETY: as above.
+    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const before, std::ptr::null_mut()) };
+    pager.map_err(|error| match std::error::Error::source(&error) {
+        Some(source) => format!("{error}: {source}"),
+        None => error.to_string(),
+    })
+}
+
+fn say(line: &str) {
+    let _ = rustix::io::write(rustix::stdio::stderr(), line.as_bytes());
+}
+
+extern "C" fn before_fork() {
+    if let Some(pager) = PAGER.get() {
+        pager.hold();
+    }
+}
+
+extern "C" fn after_fork() {
+    if let Some(pager) = PAGER.get() {
+        pager.release();
+    }
+}
+
+/// So much memory has come.
+fn came(bytes: usize) {
+    static CAME: AtomicUsize = AtomicUsize::new(0);
+    // Which allocators do seldom: small pieces come from what they have.
+    if bytes >= 64 << 10
+        && CAME.fetch_add(bytes, Ordering::Relaxed) + bytes >= LARGE
+        && let Some(pager) = PAGER.get()
+    {
+        CAME.store(0, Ordering::Relaxed);
+        pager.look();
+    }
+}
+
+/// # Safety
+/// As mmap(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mmap(
+    at: *mut c_void,
+    bytes: size_t,
+    protection: c_int,
+    flags: c_int,
+    file: c_int,
+    offset: off_t,
+) -> *mut c_void {
+    // SAFETY: as the caller asks for it.
+    let mapped =
+        unsafe { libc::syscall(libc::SYS_mmap, at, bytes, protection, flags, file, offset) } as *mut c_void;
+    if mapped != libc::MAP_FAILED && flags & libc::MAP_ANONYMOUS != 0 && flags & libc::MAP_STACK == 0 {
+        came(bytes);
+    }
+    mapped
+}
+
+/// # Safety
+/// As mmap(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mmap64(
+    at: *mut c_void,
+    bytes: size_t,
+    protection: c_int,
+    flags: c_int,
+    file: c_int,
+    offset: off_t,
+) -> *mut c_void {
+    // SAFETY: as the caller asks for it.
+    unsafe { mmap(at, bytes, protection, flags, file, offset) }
+}
+
+/// A function of the allocator that the program would have without this object, followed by a look.
+macro_rules! allocation {
+    ($name:ident($($argument:ident: $kind:ty),*) -> $result:ty, $symbol:literal, $bytes:expr) => {
+        #[doc = "# Safety\nAs the function of this name in libc."]
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name($($argument: $kind),*) -> $result {
+            static NEXT: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
+            let mut next = NEXT.load(Ordering::Relaxed);
+            if next.is_null() {
+                // SAFETY: a name that ends. It takes no memory where the symbol is found.
+                next = unsafe { libc::dlsym(libc::RTLD_NEXT, $symbol.as_ptr()) };
+                if next.is_null() {
+                    say("weir: the program's allocator lacks a function of libc\n");
+                    std::process::abort();
+                }
+                NEXT.store(next, Ordering::Relaxed);
+            }
+            // SAFETY: the function of this name has this type.
+            let result = unsafe {
+                std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($kind),*) -> $result>(next)($($argument),*)
+            };
+            came($bytes);
+            result
+        }
+    };
+}
+
+allocation!(malloc(bytes: size_t) -> *mut c_void, c"malloc", bytes);
+allocation!(calloc(count: size_t, bytes: size_t) -> *mut c_void, c"calloc", count.saturating_mul(bytes));
+allocation!(realloc(at: *mut c_void, bytes: size_t) -> *mut c_void, c"realloc", bytes);
+allocation!(memalign(align: size_t, bytes: size_t) -> *mut c_void, c"memalign", bytes);
+allocation!(aligned_alloc(align: size_t, bytes: size_t) -> *mut c_void, c"aligned_alloc", bytes);
+allocation!(
+    posix_memalign(to: *mut *mut c_void, align: size_t, bytes: size_t) -> c_int,
+    c"posix_memalign",
+    bytes
+);

@@ -1,0 +1,183 @@
+//! `weir run`: a program in less memory than it uses.
+//!
+//! A daemon of its own holds the pages, and an object that is preloaded into the program bounds its memory. So whatever `weir serve`
+//! can keep pages in is a store here too, and a hundred programs with pages on a card need one context on it.
+
+mod program;
+
+use crate::cli::RunOptions;
+use rustix::process::{Pid, Signal};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
+use signal_hook::iterator::Signals;
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::DirBuilderExt as _;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread;
+use std::time::Duration;
+use weir_cli::failure::{Failure, chain};
+use weir_pager::{BLOCK_PAGES, Ledger};
+use weir_share::Client;
+use weir_store::StoreUrl;
+
+/// What is preloaded.
+const OBJECT: &str = "libweir_preload.so";
+/// Processes that can be bounded at a time; each has a thread in the daemon.
+const PROCESSES: u16 = 64;
+/// Host memory for each byte that may be resident.
+const TIMES: u64 = 4;
+
+/// Runs it to its end, and ends as it does.
+pub fn run(options: &RunOptions) -> Result<(), Failure> {
+    let (name, arguments) = options.program.split_first().expect("clap wants one at least");
+    let path = program::find(name)?;
+    program::check(&path)?;
+    let object = object()?;
+    weir_pager::probe().map_err(|error| Failure::Failed(chain(&error)))?;
+    // What ends the program ends this one after it.
+    let signals = Signals::new([SIGINT, SIGQUIT, SIGTERM, SIGHUP]).map_err(Failure::failed)?;
+    let daemon = Daemon::start(options)?;
+    let child = Command::new(&path)
+        .arg0(name)
+        .args(arguments)
+        .env("LD_PRELOAD", preload(&object))
+        .env("WEIR_RUN_RESIDENT", options.resident.0.to_string())
+        .env("WEIR_RUN_SHARE", daemon.share())
+        .env("WEIR_RUN_LEDGER", daemon.ledger())
+        .env("WEIR_RUN_PARENT", std::process::id().to_string())
+        .spawn()
+        .map_err(|error| Failure::Failed(format!("cannot run {}: {error}", path.display())))?;
+    let status = wait(child, signals).map_err(Failure::failed)?;
+    drop(daemon);
+    // Nothing is left to be undone.
+    std::process::exit(status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or_default()));
+}
+
+/// Waits for the program. Whoever ends this process means the program; a terminal tells both.
+fn wait(mut child: Child, mut signals: Signals) -> io::Result<ExitStatus> {
+    let program = Pid::from_child(&child);
+    let handle = signals.handle();
+    thread::spawn(move || {
+        for signal in &mut signals {
+            let signal = match signal {
+                SIGTERM => Signal::TERM,
+                SIGHUP => Signal::HUP,
+                _ => continue,
+            };
+            let _ = rustix::process::kill_process(program, signal);
+        }
+    });
+    let status = child.wait();
+    handle.close();
+    status
+}
+
+/// The object lies beside this program, or where a package puts it.
+fn object() -> Result<PathBuf, Failure> {
+    let program = std::env::current_exe().map_err(|error| {
+        Failure::Failed(format!("cannot tell where this program lies: {error}; mount /proc"))
+    })?;
+    let beside = program.with_file_name(OBJECT);
+    let packaged = program.with_file_name("../lib/weir").join(OBJECT);
+    [&beside, &packaged].into_iter().find(|path| path.exists()).cloned().ok_or_else(|| {
+        let shown = beside.display();
+        Failure::Failed(format!(
+            "{shown} is not there; build it (cargo build --release) and put it beside weir"
+        ))
+    })
+}
+
+/// The object before what is preloaded already.
+fn preload(object: &Path) -> OsString {
+    let mut all = object.as_os_str().to_owned();
+    if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|others| !others.is_empty()) {
+        all.push(":");
+        all.push(others);
+    }
+    all
+}
+
+/// A daemon for one program, in a directory of its own; both end with this.
+struct Daemon {
+    directory: PathBuf,
+    process: Option<Child>,
+}
+
+impl Daemon {
+    fn start(options: &RunOptions) -> Result<Self, Failure> {
+        let directory = std::env::temp_dir().join(format!("weir-run-{}", std::process::id()));
+        // A run of the same number that was killed may have left one.
+        let _ = fs::remove_dir_all(&directory);
+        fs::DirBuilder::new().mode(0o700).create(&directory).map_err(|error| {
+            Failure::Failed(format!("cannot make {}: {error}; set TMPDIR", directory.display()))
+        })?;
+        let mut daemon = Daemon { directory, process: None };
+        let default = [StoreUrl::Host { size: weir_core::ByteSize(options.resident.0 * TIMES) }];
+        let stores = if options.store.is_empty() { &default[..] } else { &options.store };
+        let control = daemon.directory.join("control");
+        let mut command = Command::new("/proc/self/exe");
+        command.args(["serve", "--log", "warn", "--connections", &PROCESSES.to_string()]);
+        command.arg("--share").arg(daemon.share()).arg("--control").arg(&control);
+        for store in stores {
+            command.args(["--store", &store.to_string()]);
+        }
+        // A terminal's signals are for the program, which may go on.
+        command.stdin(Stdio::null()).process_group(0);
+        let parent = rustix::process::getpid();
+        // SAFETY: two system calls, in the child before it becomes the daemon.
+        unsafe {
+            command.pre_exec(move || {
+                rustix::process::set_parent_process_death_signal(Some(Signal::TERM))?;
+                // It may have died before that.
+                match rustix::process::getppid() == Some(parent) {
+                    true => Ok(()),
+                    false => Err(io::ErrorKind::Interrupted.into()),
+                }
+            });
+        }
+        daemon.process = Some(command.spawn().map_err(Failure::failed)?);
+        daemon.comes_up(&control)?;
+        let pages = Client::connect(&daemon.share(), weir_share::Options::default())
+            .map_err(|error| Failure::Failed(chain(&error)))?
+            .pages();
+        File::create(daemon.ledger())
+            .and_then(|ledger| ledger.set_len(Ledger::bytes(pages as usize / BLOCK_PAGES)))
+            .map_err(|error| Failure::Failed(format!("{}: {error}", daemon.ledger().display())))?;
+        Ok(daemon)
+    }
+
+    fn comes_up(&mut self, control: &Path) -> Result<(), Failure> {
+        let process = self.process.as_mut().expect("just started");
+        while UnixStream::connect(control).is_err() {
+            if process.try_wait().map_err(Failure::failed)?.is_some() {
+                // It has said why.
+                return Err(Failure::Said);
+            }
+            thread::sleep(Duration::from_millis(2));
+        }
+        Ok(())
+    }
+
+    fn share(&self) -> PathBuf {
+        self.directory.join("share")
+    }
+
+    fn ledger(&self) -> PathBuf {
+        self.directory.join("ledger")
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        if let Some(process) = &mut self.process {
+            // Where children of the program live on, their pages go with it: they get SIGBUS, never zeros.
+            let _ = rustix::process::kill_process(Pid::from_child(process), Signal::TERM);
+            let _ = process.wait();
+        }
+        let _ = fs::remove_dir_all(&self.directory);
+    }
+}

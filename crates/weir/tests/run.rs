@@ -1,0 +1,317 @@
+//! `weir run` over programs that nobody here wrote: the same results, in a third of the memory.
+
+use std::fs;
+use std::io::Read as _;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::sync::Once;
+use std::thread;
+use std::time::{Duration, Instant};
+
+const WEIR: &str = env!("CARGO_BIN_EXE_weir");
+const LIMIT_MIB: usize = 48;
+
+/// The object that is preloaded, beside the program.
+fn build() {
+    static BUILD: Once = Once::new();
+    BUILD.call_once(|| {
+        let directory = Path::new(WEIR).parent().expect("it lies somewhere");
+        let profile = match directory.file_name().and_then(|name| name.to_str()) {
+            Some("debug") | None => "dev",
+            Some(other) => other,
+        };
+        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+        let built = Command::new(cargo)
+            .args(["build", "--locked", "--package", "weir-preload", "--profile", profile, "--target-dir"])
+            .arg(directory.parent().expect("the target directory"))
+            .output()
+            .expect("cargo runs");
+        assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
+    });
+}
+
+/// Whether this machine lets programs be bounded; says so if not.
+fn can_run(name: &str) -> bool {
+    build();
+    let output = weir(&["--", "/bin/true"]);
+    let said = String::from_utf8_lossy(&output.stderr);
+    if said.contains("userfaultfd") {
+        println!("skipped: {name}: {}", said.trim());
+        return false;
+    }
+    assert!(output.status.success(), "{said}");
+    true
+}
+
+fn weir(arguments: &[&str]) -> Output {
+    let limit = format!("{LIMIT_MIB}MiB");
+    let stores = ["run", "--resident", &limit, "--store", "host:512MiB"];
+    Command::new(WEIR).args(stores).args(arguments).stdin(Stdio::null()).output().expect("it runs")
+}
+
+/// The program's output, its exit code, and the largest resident size that `/proc` showed of it or a child of it, in MiB.
+fn watched(arguments: &[&str], stdin: &Path, program: &str) -> (Vec<u8>, Option<i32>, usize) {
+    let mut child = Command::new(arguments[0])
+        .args(&arguments[1..])
+        .stdin(fs::File::open(stdin).unwrap())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut stdout = child.stdout.take().expect("piped");
+    let reader = thread::spawn(move || {
+        let mut all = Vec::new();
+        stdout.read_to_end(&mut all).map(|_| all)
+    });
+    let begun = Instant::now();
+    let mut most = 0;
+    let status = loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            break status;
+        }
+        if begun.elapsed() > Duration::from_secs(120) {
+            let _ = rustix::process::kill_process(
+                rustix::process::Pid::from_child(&child),
+                rustix::process::Signal::TERM,
+            );
+            panic!("{arguments:?} does not end");
+        }
+        most = most.max(resident(child.id(), program));
+        thread::sleep(Duration::from_millis(2));
+    };
+    (reader.join().unwrap().unwrap(), status.code(), most / 1024)
+}
+
+/// The peak of the process or of a child of it that runs this program, in KiB.
+fn resident(process: u32, program: &str) -> usize {
+    let read =
+        |process: u32, file: &str| fs::read_to_string(format!("/proc/{process}/{file}")).unwrap_or_default();
+    let children = read(process, &format!("task/{process}/children"));
+    let below = children.split_whitespace().filter_map(|child| child.parse().ok());
+    let own = if read(process, "comm").trim().starts_with(program) {
+        let status = read(process, "status");
+        let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+        peak.and_then(|peak| peak.split_whitespace().next()?.parse().ok()).unwrap_or(0)
+    } else {
+        0
+    };
+    below.map(|child| resident(child, program)).fold(own, usize::max)
+}
+
+/// Runs a program bounded and not, and compares.
+fn same_in_less(arguments: &[&str], stdin: &Path) {
+    let program = Path::new(arguments[0]).file_name().and_then(|name| name.to_str()).expect("a name");
+    let (expected, code, alone) = watched(arguments, stdin, program);
+    assert_eq!(code, Some(0), "{arguments:?} alone");
+    let limit = format!("{LIMIT_MIB}MiB");
+    let bounded = [&[WEIR, "run", "--resident", &limit, "--store", "host:512MiB", "--"], arguments].concat();
+    let (found, code, most) = watched(&bounded, stdin, program);
+    assert_eq!(code, Some(0), "{arguments:?} bounded");
+    assert!(found == expected, "{arguments:?}: another result");
+    println!("figure: {program}: {alone} MiB alone, {most} MiB with a limit of {LIMIT_MIB}");
+    assert!(alone >= 3 * LIMIT_MIB, "{program} takes {alone} MiB alone: too little to show anything");
+    // Its code, its libraries and what it maps in small pieces are its own.
+    let own = 16;
+    assert!(most <= LIMIT_MIB * 105 / 100 + own, "{program} took {most} MiB");
+}
+
+/// A program in PATH, as a file.
+fn program(name: &str) -> Option<String> {
+    let path = std::env::var_os("PATH")?;
+    let found =
+        std::env::split_paths(&path).map(|directory| directory.join(name)).find(|file| file.is_file());
+    if found.is_none() {
+        println!("skipped: {name}: not installed");
+    }
+    found?.to_str().map(str::to_owned)
+}
+
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(name: &str) -> Self {
+        let directory = std::env::temp_dir().join(format!("weir-test-run-{}-{name}", std::process::id()));
+        fs::create_dir_all(&directory).unwrap();
+        Scratch(directory)
+    }
+
+    fn file(&self, name: &str, content: &str) -> PathBuf {
+        let file = self.0.join(name);
+        fs::write(&file, content).unwrap();
+        file
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Lines of which each 64 are jumbled, and these come backwards. In no order at all the comparisons would jump through all of
+/// memory, which blocks of 2 MiB are bad at.
+fn lines(count: u64) -> String {
+    let number = |line: u64| (count - line) ^ (line.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 58);
+    (0..count)
+        .map(|line| format!("{:020} some words that make a line longer {line}\n", number(line)))
+        .collect()
+}
+
+#[test]
+fn sort_sorts_the_same_in_a_third_of_its_memory() {
+    let name = "sort_sorts_the_same";
+    let Some(sort) = program("sort").filter(|_| can_run(name)) else { return };
+    let scratch = Scratch::new(name);
+    let input = scratch.file("input", &lines(1_400_000));
+    same_in_less(&[&sort, "--buffer-size=400M", "--parallel=2"], &input);
+}
+
+#[test]
+fn sqlite_finds_the_same_by_an_index_in_memory() {
+    let name = "sqlite_finds_the_same";
+    let Some(sqlite) = program("sqlite3").filter(|_| can_run(name)) else { return };
+    let scratch = Scratch::new(name);
+    let script = "PRAGMA cache_size=1000000; CREATE TABLE t(a INTEGER, b TEXT);
+        WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i+1 FROM n WHERE i<700000)
+        INSERT INTO t SELECT (i*7919)%1000003, printf('%0120d', i*31) FROM n;
+        CREATE INDEX x ON t(b, a);
+        SELECT count(*), sum(a), min(b), max(b) FROM t;
+        SELECT sum(a) FROM t WHERE b > printf('%0120d', 3000000) AND b < printf('%0120d', 9000000);
+        PRAGMA integrity_check;";
+    let input = scratch.file("script", script);
+    same_in_less(&[&sqlite, ":memory:"], &input);
+}
+
+#[test]
+fn python_counts_the_same_with_threads_a_fork_and_a_child() {
+    let name = "python_counts_the_same";
+    let Some(python) = python().filter(|_| can_run(name)) else { return };
+    let scratch = Scratch::new(name);
+    let script = "
+import os, subprocess, threading, hashlib
+size = 160 << 20
+memory = bytearray(size)
+def fill(part):
+    for at in range(part * 4096, size, 16384):
+        memory[at:at + 8] = (at * 2654435761 % 2**64).to_bytes(8, 'little')
+threads = [threading.Thread(target=fill, args=(part,)) for part in range(4)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+def digest():
+    return hashlib.sha256(memory).hexdigest()
+print(digest())
+reader, writer = os.pipe()
+child = os.fork()
+if child == 0:
+    os.write(writer, digest().encode())
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), os.read(reader, 64).decode())
+print(subprocess.run(['/bin/echo', 'a child'], capture_output=True).stdout)
+text = [str(number) for number in range(300000)]
+memory += b'more' * (4 << 20)
+del memory[:1 << 20]
+print(len(memory), digest(), sum(map(len, text)))
+with open('/dev/null', 'wb') as null: print(null.write(memory))
+";
+    let input = scratch.file("script.py", script);
+    // The peak is what it is: a fork brings all of it back.
+    let alone = Command::new(&python).arg(&input).output().unwrap();
+    let bounded = weir(&["--", &python, input.to_str().unwrap()]);
+    let said = String::from_utf8_lossy(&bounded.stderr);
+    assert!(alone.status.success() && bounded.status.success(), "{said}");
+    assert_eq!(String::from_utf8_lossy(&bounded.stdout), String::from_utf8_lossy(&alone.stdout));
+    assert_eq!(said, "");
+}
+
+/// The interpreter itself: what lies in PATH may be a script that looks for it.
+fn python() -> Option<String> {
+    let any = program("python3")?;
+    let output = Command::new(any).args(["-c", "import sys; print(sys.executable)"]).output().ok()?;
+    Some(String::from_utf8(output.stdout).ok()?.trim().to_owned()).filter(|path| !path.is_empty())
+}
+
+#[test]
+fn python_sweeps_the_same_in_a_third_of_its_memory() {
+    let name = "python_sweeps_the_same";
+    let Some(python) = python().filter(|_| can_run(name)) else { return };
+    let scratch = Scratch::new(name);
+    let script = "
+memory = bytearray(160 << 20)
+for round in range(3):
+    for at in range(0, len(memory), 4096):
+        memory[at] = (memory[at] * 31 + at // 4096 + round) % 256
+print(sum(memory[::4096]))
+";
+    let input = scratch.file("script.py", script);
+    same_in_less(&[&python, input.to_str().unwrap()], Path::new("/dev/null"));
+}
+
+#[test]
+fn it_ends_as_the_program_does_and_leaves_nothing() {
+    if !can_run("it_ends_as_the_program_does") {
+        return;
+    }
+    assert_eq!(weir(&["--", "sh", "-c", "exit 3"]).status.code(), Some(3));
+    assert_eq!(weir(&["--", "sh", "-c", "kill -KILL $$"]).status.code(), Some(128 + 9));
+    let mut own = Command::new(WEIR);
+    own.args(["run", "--resident", "64MiB", "--", "sh", "-c", "echo $PPID"]);
+    let output = own.output().unwrap();
+    let directory =
+        std::env::temp_dir().join(format!("weir-run-{}", String::from_utf8_lossy(&output.stdout).trim()));
+    assert!(output.status.success() && !directory.exists());
+}
+
+#[test]
+fn what_cannot_be_bounded_is_refused_in_one_line() {
+    if !can_run("what_cannot_be_bounded") {
+        return;
+    }
+    let scratch = Scratch::new("refused");
+    let refused = |program: &Path, why: &str| {
+        let output = weir(&["--", program.to_str().unwrap()]);
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(said.contains(why) && said.lines().count() == 1, "{said}");
+    };
+    let text = scratch.file("text", "no program\n");
+    fs::set_permissions(&text, fs::Permissions::from_mode(0o755)).unwrap();
+    refused(&text, "no program of this machine");
+    refused(&scratch.0.join("nothing"), "cannot read");
+    refused(Path::new("no-such-program-anywhere"), "no program in PATH");
+    let setuid = scratch.0.join("setuid");
+    fs::copy("/bin/true", &setuid).unwrap();
+    if std::os::unix::fs::chown(&setuid, Some(65534), None).is_ok() {
+        fs::set_permissions(&setuid, fs::Permissions::from_mode(0o4755)).unwrap();
+        refused(&setuid, "setuid");
+    }
+    let source = scratch.file("static.c", "int main(void) { return 0; }\n");
+    let program = scratch.0.join("static");
+    let mut compiler = Command::new("cc");
+    compiler.arg("-static").arg(&source).arg("-o").arg(&program);
+    match compiler.output() {
+        Ok(output) if output.status.success() => refused(&program, "linked statically"),
+        _ => println!("skipped: a static program: no compiler or no static libc"),
+    }
+}
+
+#[test]
+fn a_daemon_that_dies_costs_sigbus_and_never_wrong_bytes() {
+    let name = "a_daemon_that_dies";
+    let Some(python) = python().filter(|_| can_run(name)) else { return };
+    let scratch = Scratch::new(name);
+    let script = "
+import os, signal
+size = 160 << 20
+memory = bytearray(size)
+for at in range(0, size, 4096): memory[at] = at // 4096 % 251 + 1
+parent = os.getppid()
+for process in open(f'/proc/{parent}/task/{parent}/children').read().split():
+    if int(process) != os.getpid(): os.kill(int(process), signal.SIGKILL)
+for at in range(0, size, 4096):
+    if memory[at] != at // 4096 % 251 + 1: os._exit(1)
+os._exit(0)
+";
+    let input = scratch.file("script.py", script);
+    let output = weir(&["--", &python, input.to_str().unwrap()]);
+    assert_eq!(output.status.code(), Some(128 + libc::SIGBUS), "{}", String::from_utf8_lossy(&output.stderr));
+}
