@@ -264,10 +264,7 @@ impl Parts {
                 (self.busy_since, self.is_busy) = (None, false);
                 self.fails(Fault::Timeout)
             }
-            (None, now) => {
-                self.busy_since = now;
-                Progress::Full
-            }
+            // The time of the last poll may be long ago: the next one's counts.
             _ => Progress::Full,
         }
     }
@@ -690,9 +687,9 @@ impl PageLane for CacheLane {
     fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
         let CacheLane { parts, frames, home } = self;
         parts.now = Some(now);
-        if parts.is_busy && parts.busy_since.is_none() {
-            parts.busy_since = Some(now);
-        }
+        // Whoever does not ask again has given up.
+        parts.busy_since = parts.busy_since.or(Some(now)).filter(|_| parts.is_busy);
+        parts.is_busy = false;
         home.poll(now, &mut |home_done| parts.home_answered(&home_done, frames, done));
         home.settled(&mut |slot| parts.settled(slot, done));
         frames.poll(now, &mut |frame_done| parts.frame_answered(&frame_done, &mut **home, done));
