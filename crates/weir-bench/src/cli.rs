@@ -142,6 +142,17 @@ pub enum Bench {
         directory: PathBuf,
     },
 
+    /// Hit rates of the cache's policy on traces of pages, beside LRU and OPT with as much room.
+    Policy {
+        /// A text file with a page number a line [default: made traces: Zipf, uniform, scans through a hot set].
+        #[arg(long, value_name = "FILE")]
+        trace: Option<PathBuf>,
+
+        /// Room of the cache, in per cent of the trace's pages. May be repeated.
+        #[arg(long, value_name = "PERCENT", default_values_t = [5, 10, 25, 50], value_parser = clap::value_parser!(u8).range(1..=100))]
+        room: Vec<u8>,
+    },
+
     /// What memory a volume takes besides the pages themselves.
     Memory {
         /// The volume's size.

@@ -21,6 +21,7 @@ pub mod disk;
 pub mod give_back;
 pub mod lease;
 pub mod memory;
+pub mod policy;
 pub mod queue;
 pub mod report;
 pub mod restart;

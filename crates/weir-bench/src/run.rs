@@ -114,6 +114,9 @@ fn measure(options: &Cli) -> Result<(), Failure> {
             compress::run(&compress::Plan { bytes: size.0, runs: usize::from(*runs) })
                 .map_err(|error| failed(&error))?
         }
+        Bench::Policy { trace, room } => {
+            weir_bench::policy::run(trace.as_deref(), room).map_err(|error| failed(&error))?
+        }
         Bench::Memory { size } => memory::run(&memory::Plan { bytes: size.0, ..Default::default() })
             .map_err(|error| failed(&error))?,
     };

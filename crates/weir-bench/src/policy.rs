@@ -1,0 +1,210 @@
+//! `weir bench policy`: hit rates of the cache's policy on traces of pages, beside LRU and OPT with as much room.
+//!
+//! A trace is a text file with a page number a line. Without one, seeded traces are made: Zipf, uniform, a scan through a hot set. The
+//! cache's figure is that of the directory that serves requests, with its sets of 64 frames; LRU and OPT (Belady, *A study of replacement
+//! algorithms for a virtual-storage computer*, 1966) have no sets.
+
+use crate::report::{Report, Row};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::path::{Path, PathBuf};
+use weir_cache::Directory;
+use weir_core::PageNo;
+
+/// Pages of a made trace, and requests.
+const PAGES: u32 = if cfg!(test) { 1 << 13 } else { 1 << 16 };
+const REQUESTS: usize = 16 * PAGES as usize;
+/// Pages of a scan.
+const SCAN: u32 = PAGES / 3;
+
+/// Why hit rates cannot be counted.
+#[derive(Debug, thiserror::Error)]
+pub enum PolicyError {
+    /// The trace cannot be read.
+    #[error("cannot read the trace {path}")]
+    Read {
+        /// The trace.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+    /// It is none.
+    #[error(
+        "{path}: line {line} is {text:?}; a trace has a page number below 2^32 a line, and one line at least"
+    )]
+    Trace {
+        /// The trace.
+        path: PathBuf,
+        /// Counted from 1.
+        line: usize,
+        /// What is there.
+        text: String,
+    },
+    /// No memory for the directory.
+    #[error("cannot take memory for the directory")]
+    Memory(#[from] std::io::Error),
+}
+
+/// Counts hits of `trace`, or of made traces, in caches of `shares` per cent of the trace's pages.
+///
+/// # Errors
+/// See [`PolicyError`].
+pub fn run(trace: Option<&Path>, shares: &[u8]) -> Result<Report, PolicyError> {
+    let traces = match trace {
+        Some(path) => vec![("trace", read(path)?)],
+        None => vec![
+            ("zipf_0.99", zipf(0.99)),
+            ("zipf_0.7", zipf(0.7)),
+            ("uniform", zipf(0.0)),
+            ("scans", scans()),
+        ],
+    };
+    let mut report = Report::new("policy", 1);
+    for (name, trace) in traces {
+        let pages = trace.iter().collect::<BTreeSet<_>>().len() as u32;
+        for share in shares {
+            let directory = Directory::new((u64::from(pages) * u64::from(*share) / 100) as u32)?;
+            let frames = directory.frames() as usize;
+            let hits = trace.iter().filter(|page| directory.replay(PageNo(**page))).count();
+            let per_cent = |hits: usize| 100.0 * hits as f64 / trace.len() as f64;
+            let id = format!("{name}_{share}");
+            let row = || Row::higher(id.clone(), "hits_per_cent", per_cent(hits));
+            report.rows.push(row().beside("lru", per_cent(lru(&trace, frames))));
+            report.rows.push(row().beside("opt", per_cent(opt(&trace, frames))));
+        }
+    }
+    Ok(report)
+}
+
+fn read(path: &Path) -> Result<Vec<u32>, PolicyError> {
+    let text = std::fs::read_to_string(path)
+        .map_err(|source| PolicyError::Read { path: path.to_owned(), source })?;
+    let wrong =
+        |line: usize, text: &str| PolicyError::Trace { path: path.to_owned(), line, text: text.to_owned() };
+    let numbers = text.lines().enumerate();
+    let pages: Result<Vec<u32>, _> =
+        numbers.map(|(at, line)| line.trim().parse().map_err(|_| wrong(at + 1, line))).collect();
+    pages.and_then(|pages| if pages.is_empty() { Err(wrong(1, "")) } else { Ok(pages) })
+}
+
+/// Hits of the least recently used policy.
+fn lru(trace: &[u32], frames: usize) -> usize {
+    let (mut used, mut order) = (HashMap::new(), BTreeMap::new());
+    let mut hits = 0;
+    for (now, page) in trace.iter().enumerate() {
+        if let Some(before) = used.insert(page, now) {
+            hits += 1;
+            order.remove(&before);
+        } else if order.len() == frames {
+            let (_, oldest) = order.pop_first().expect("frames are full");
+            used.remove(oldest);
+        }
+        order.insert(now, page);
+    }
+    hits
+}
+
+/// Hits of the policy that knows what comes: the page leaves that is used last.
+fn opt(trace: &[u32], frames: usize) -> usize {
+    let mut next = vec![usize::MAX; trace.len()];
+    let mut seen = HashMap::new();
+    for (now, page) in trace.iter().enumerate().rev() {
+        // Pages that never come again differ in when they came.
+        next[now] = seen.insert(page, now).unwrap_or(trace.len() + now);
+    }
+    let (mut coming, mut kept) = (BTreeSet::new(), HashMap::new());
+    let mut hits = 0;
+    for (now, page) in trace.iter().enumerate() {
+        if kept.remove(page).is_some_and(|when| coming.remove(&(when, page))) {
+            hits += 1;
+        } else if coming.len() == frames {
+            let last: (usize, &u32) = *coming.last().expect("frames are full");
+            if last.0 < next[now] {
+                // What comes is used later than all that is there.
+                continue;
+            }
+            coming.remove(&last);
+            kept.remove(last.1);
+        }
+        coming.insert((next[now], page));
+        kept.insert(page, next[now]);
+    }
+    hits
+}
+
+/// SplitMix64.
+fn random(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// Independent requests; the page of rank `n` comes in proportion to `n` to the power of `-theta`. 0: all alike.
+fn zipf(theta: f64) -> Vec<u32> {
+    let mut sum = 0.0;
+    let sums: Vec<f64> = (1..=PAGES)
+        .map(|rank| {
+            sum += f64::from(rank).powf(-theta);
+            sum
+        })
+        .collect();
+    let mut state = 1;
+    let draw = |_| {
+        let at = (random(&mut state) >> 11) as f64 / (1u64 << 53) as f64 * sum;
+        let rank = sums.partition_point(|sum| *sum < at) as u32;
+        // Ranks that follow one another are no neighbours.
+        rank.wrapping_mul(0x9e37_79b1) % PAGES
+    };
+    (0..REQUESTS).map(draw).collect()
+}
+
+/// A hot set that is used at random, and now and then a scan of pages that come once.
+fn scans() -> Vec<u32> {
+    let (mut state, mut fresh) = (2, PAGES);
+    let mut trace = Vec::with_capacity(REQUESTS);
+    while trace.len() < REQUESTS {
+        trace.extend((0..SCAN).map(|_| (random(&mut state) % u64::from(PAGES / 8)) as u32));
+        trace.extend(fresh..fresh + SCAN);
+        fresh += SCAN;
+    }
+    trace
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lru_and_opt_count_what_they_do_by_hand() {
+        // Belady's own example has 3 frames: 12 requests, 7 faults by OPT, 10 by LRU.
+        let trace = [1, 2, 3, 4, 1, 2, 5, 1, 2, 3, 4, 5];
+        assert_eq!((lru(&trace, 3), opt(&trace, 3)), (2, 5));
+        assert_eq!((lru(&trace, 5), opt(&trace, 5)), (7, 7));
+    }
+
+    #[test]
+    fn the_policy_is_no_worse_than_lru_and_no_better_than_opt_on_each_made_trace() {
+        let report = run(None, &[10, 25]).unwrap();
+        assert_eq!(report.rows.len(), 16);
+        for row in &report.rows {
+            let (hits, control) = (row.value, row.control_value.unwrap());
+            match row.control.as_deref() {
+                // Where all pages are alike no policy is better, and sets cost a little.
+                Some("lru") => assert!(hits >= control - 0.2, "{}: {hits} and LRU {control}", row.id),
+                _ => assert!(hits <= control, "{}: {hits} and OPT {control}", row.id),
+            }
+        }
+    }
+
+    #[test]
+    fn a_trace_that_is_none_is_refused_with_its_line() {
+        let path = std::env::temp_dir().join(format!("weir-trace-{}", std::process::id()));
+        std::fs::write(&path, "1\n2\nthree\n").unwrap();
+        let error = run(Some(&path), &[50]).unwrap_err().to_string();
+        assert!(error.contains("line 3") && error.contains("three"), "{error}");
+        std::fs::write(&path, "1\n2\n1\n").unwrap();
+        assert_eq!(run(Some(&path), &[50]).unwrap().rows.len(), 2);
+        std::fs::remove_file(&path).unwrap();
+    }
+}
