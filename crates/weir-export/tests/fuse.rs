@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use weir_core::PAGE_SIZE;
 use weir_core::seal::SealedAllocator;
 use weir_export::fuse::mount::is_mounted;
@@ -150,6 +150,11 @@ fn what_a_store_cannot_prove_is_an_i_o_error_and_nothing_else_is() {
         }
     }
     assert!(failed > 100 && read > 500, "{failed} failed, {read} read");
+    // The last one is counted once its reply is out.
+    let begun = Instant::now();
+    while server.stats().errors < failed && begun.elapsed() < Duration::from_secs(60) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
     assert_eq!(server.stats().errors, failed);
 }
 
