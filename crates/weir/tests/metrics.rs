@@ -87,6 +87,8 @@ fn a_scrape_says_what_status_says() {
         assert!(ask(UnixStream::connect(&path).unwrap(), request).starts_with(said), "{request:?}");
     }
     drop(scene);
+    // A daemon that is killed leaves it.
+    fs::remove_file(&path).unwrap();
 }
 
 #[test]
