@@ -266,13 +266,12 @@ impl Directory {
         });
     }
 
-    /// Begins to write a frame's page to the home: it is clean unless somebody writes it from here on.
-    pub(crate) fn begin_write_back(&self, frame: Frame) -> bool {
+    /// Begins to write a frame's page to the home: it is clean unless somebody writes it from here on. What it was, and whether it begins.
+    pub(crate) fn begin_write_back(&self, frame: Frame) -> (Entry, bool) {
         self.change(frame, |entry| {
             let may = entry.kind() == Kind::Valid && entry.is_dirty() && !entry.is_writing();
             Some(entry.shared().filter(|_| may)?.with_dirty(false).with_writing(true))
         })
-        .1
     }
 
     /// The content has been read, or could not be.
@@ -412,7 +411,7 @@ mod tests {
         assert_eq!((directory.dirty(), directory.hold(PageNo(1000), 0)), (WAYS, None));
         assert_eq!(directory.take_pressed().collect::<Vec<_>>(), [0]);
         assert_eq!(directory.take_pressed().count(), 0);
-        assert!(directory.begin_write_back(3) && !directory.begin_write_back(3));
+        assert!(directory.begin_write_back(3).1 && !directory.begin_write_back(3).1);
         assert_eq!(directory.hold(PageNo(1000), 0), None, "it is being written");
         directory.end_write_back(3, Outcome::Clean);
         assert_eq!(directory.hold(PageNo(1000), 0).unwrap().frame, 3);
@@ -424,16 +423,16 @@ mod tests {
         let directory = Directory::new(WAYS).unwrap();
         let held = directory.hold(PageNo(1), 0).unwrap();
         directory.let_go(held, Outcome::Dirty);
-        assert!(directory.begin_write_back(held.frame));
+        assert!(directory.begin_write_back(held.frame).1);
         assert_eq!(directory.share(PageNo(1)), Found::Hit(held.frame));
         directory.leave(held.frame, true);
         directory.end_write_back(held.frame, Outcome::Clean);
         assert!(directory.load(held.frame).is_dirty());
-        assert!(directory.begin_write_back(held.frame));
+        assert!(directory.begin_write_back(held.frame).1);
         directory.end_write_back(held.frame, Outcome::Late);
-        assert!(!directory.begin_write_back(held.frame), "the first may still land");
+        assert!(!directory.begin_write_back(held.frame).1, "the first may still land");
         directory.settle(PageNo(1));
-        assert!(directory.begin_write_back(held.frame));
+        assert!(directory.begin_write_back(held.frame).1);
     }
 
     #[test]

@@ -7,11 +7,14 @@ use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Release, SeqCst};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, Page, PageBytes, PageNo, Slot};
-use weir_device::{ANSWER_WITHIN, Done, Fault, PageGuard, PageLane, Progress, Ticket, View};
+use weir_device::{Done, Fault, PageGuard, PageLane, Progress, Ticket, View};
 use weir_store::{Lane as HomeLane, OpenError};
 use weir_volume::Lane as FrameLane;
+
+/// How long an operation waits for a page that somebody has alone, or for room in its set: twice what a slow home has for an answer.
+const BUSY_WITHIN: Duration = Duration::from_secs(60);
 
 /// One thread's way into a [`Cache`].
 ///
@@ -260,7 +263,7 @@ impl Parts {
         self.is_busy = true;
         self.cache.ring();
         match (self.busy_since, self.now) {
-            (Some(since), Some(now)) if now >= since + ANSWER_WITHIN => {
+            (Some(since), Some(now)) if now >= since + BUSY_WITHIN => {
                 (self.busy_since, self.is_busy) = (None, false);
                 self.fails(Fault::Timeout)
             }
@@ -279,10 +282,8 @@ impl Parts {
 
     fn let_go(&self, held: Held, outcome: Outcome) {
         self.cache.directory.let_go(held, outcome);
-        if outcome == Outcome::Dirty
-            && self.cache.directory.dirty() > self.cache.share(self.cache.config.dirty_high)
-        {
-            self.cache.ring();
+        if outcome == Outcome::Dirty {
+            self.cache.has_dirt();
         }
     }
 
@@ -369,7 +370,7 @@ impl Parts {
                 self.hand_over(at, Ok(()), Some(&content), done);
             }
             State::WriteFrame { frame } => {
-                self.cache.directory.leave(frame, result.is_ok());
+                self.cache.leave(frame, result.is_ok());
                 self.hand_over(at, result, None, done);
             }
             State::ReadRest { held, patch } => match (result, content) {
@@ -744,7 +745,7 @@ impl CacheLane {
             Progress::Queued => {
                 let _ = self.parts.begin(at, ticket, page, State::WriteFrame { frame });
             }
-            Progress::Done(result) => directory.leave(frame, result.is_ok()),
+            Progress::Done(result) => self.parts.cache.leave(frame, result.is_ok()),
         }
         self.parts.not_busy();
         self.parts.cache.streams.note(page);
@@ -767,6 +768,8 @@ impl Drop for CacheLane {
                 State::ReadFrame { frame } | State::WriteFrame { frame } => {
                     parts.cache.directory.leave(frame, false);
                 }
+                // The home refused it, and the frame has what it had.
+                State::WriteBoth { held, home: Some(Err(_)), .. } => parts.put_back(held),
                 State::WriteBoth { held, .. } => parts.let_go(held, Outcome::Nothing),
                 State::ReadHome { held, .. } | State::Fill { held } => parts.let_go(held, Outcome::Nothing),
                 State::ReadRest { held, .. } | State::Again { held } | State::WriteNew { held } => {

@@ -261,6 +261,22 @@ impl Cache {
         (u64::from(self.directory.frames()) * u64::from(per_cent) / 100) as u32
     }
 
+    /// Ends the sharing of a frame; `wrote`: its content is newer than the home's now.
+    fn leave(&self, frame: u32, wrote: bool) {
+        self.directory.leave(frame, wrote);
+        if wrote {
+            self.has_dirt();
+        }
+    }
+
+    /// A page is dirty: wakes whoever drives the write-back, where there are too many of them.
+    fn has_dirt(&self) {
+        let most = if self.must_clean() { 0 } else { self.share(self.config.dirty_high) };
+        if self.directory.dirty() > most && self.asleep.load(Ordering::SeqCst) {
+            self.ring();
+        }
+    }
+
     /// Wakes whoever drives the write-back.
     fn ring(&self) {
         if self.asleep.swap(false, Ordering::SeqCst) {

@@ -10,7 +10,7 @@
 //! flush fails. A home whose own flush has failed once may have lost what it had taken: no later flush succeeds.
 
 use crate::directory::{Directory, Frame, Outcome, WAYS};
-use crate::entry::{ALONE, Kind};
+use crate::entry::Kind;
 use crate::{Cache, CacheError};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use std::os::fd::BorrowedFd;
@@ -385,12 +385,13 @@ impl WriteBack {
         let wanted = if is_urgent { &urgent[..] } else { &batch[*at..] };
         let wanted = &wanted[..wanted.len().min(GROUP)];
         for (_, frame) in wanted {
-            if cache.directory.begin_write_back(*frame) {
-                let page = cache.directory.load(*frame).page();
-                group.members.push(Member { page, frame: *frame, state: MemberState::Reads });
+            // What the frame was as it was refused: it may have been let go since, as dirty as before.
+            let (entry, begins) = cache.directory.begin_write_back(*frame);
+            if begins {
+                group.members.push(Member { page: entry.page(), frame: *frame, state: MemberState::Reads });
             } else if let Some(sweep) = sweep {
-                let entry = cache.directory.load(*frame);
-                sweep.skipped |= entry.is_dirty() && entry.users() == ALONE;
+                sweep.skipped |= entry.is_dirty() && !entry.is_writing();
+                sweep.failed |= entry.is_dirty() && entry.is_writing();
             }
         }
         if is_urgent {

@@ -63,7 +63,8 @@ pub enum Command {
         command: CacheCommand,
     },
 
-    /// Run a program in less memory than it uses: what is above the limit lies in stores. As root, or with access to /dev/userfaultfd.
+    /// Run a program in less memory than it uses: what is above the limit lies in stores. Experimental: docs/pager.md has its known
+    /// defects. As root, or with access to /dev/userfaultfd.
     Run(RunOptions),
 
     /// Connect the kernel's NBD client to a server, and print the device's name.

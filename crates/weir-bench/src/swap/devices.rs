@@ -1,14 +1,13 @@
 //! The devices that are compared, each set up as the swap that the kernel fills first, and taken down again.
 
 use super::{Plan, RAM_LOOP, SwapError};
+use rustix::mount::{MountFlags, UnmountFlags};
 use std::fs::{self, File};
 use std::io::{self, Write as _};
-use std::os::fd::AsRawFd as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
-use weir_cli::guard::swap::{memory_name, scratch_path};
-use weir_core::Memory;
+use weir_cli::guard::swap::scratch_path;
 use weir_export::fuse::mount::is_mounted;
 use weir_system::loop_device::LoopDevice;
 use weir_system::program;
@@ -23,7 +22,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// What can be swapped to.
 #[derive(Clone, Debug)]
 pub(super) enum Kind {
-    /// A loop device over memory of this process.
+    /// A loop device over memory.
     RamLoop,
     /// The kernel's compressed memory.
     Zram,
@@ -100,7 +99,7 @@ pub(super) struct Device {
     looped: Option<Looped>,
     zram: Option<Zram>,
     server: Option<Server>,
-    _memory: Option<Memory>,
+    memory: Option<MemoryMount>,
     file: Option<PathBuf>,
 }
 
@@ -114,15 +113,18 @@ impl Device {
             looped: None,
             zram: None,
             server: None,
-            _memory: None,
+            memory: None,
             file: None,
         };
         let path = match kind {
             Kind::RamLoop => {
-                let memory = memory(bytes).map_err(say("cannot take memory"))?;
-                let fd = memory.fd().expect("shared memory has one").as_raw_fd();
-                let path = PathBuf::from(format!("/proc/{}/fd/{fd}", std::process::id()));
-                device._memory = Some(memory);
+                let memory = device.memory.insert(
+                    MemoryMount::mount(&scratch.0.join("tmpfs"))
+                        .map_err(say("cannot mount tmpfs with noswap (Linux 6.4)"))?,
+                );
+                let path = memory.0.join("swap");
+                fill(&mut File::create(&path).map_err(say("cannot take memory"))?, bytes)
+                    .map_err(say("cannot take memory"))?;
                 device.over(&path)?
             }
             Kind::Zram => {
@@ -203,21 +205,39 @@ impl Drop for Device {
         self.looped = None;
         self.zram = None;
         self.server = None;
+        self.memory = None;
         if let Some(file) = &self.file {
             let _ = fs::remove_file(file);
         }
     }
 }
 
-/// Memory with a descriptor, all of it taken now, so that it is charged to nobody else later, and locked: what is swapped out
-/// onto the loop device that lies on it waits for itself for ever.
-fn memory(bytes: u64) -> io::Result<Memory> {
-    let name = memory_name(std::process::id());
-    let memory = Memory::shared(name.trim_start_matches("memfd:"), bytes as usize)?;
-    if !memory.is_locked() {
-        return Err(io::Error::other("it cannot be locked: raise RLIMIT_MEMLOCK, or run as root"));
+/// A file system in memory that the kernel never swaps out, whoever lives (`noswap`, Linux 6.4). Locked memory will not do: its lock ends
+/// with its process. Pages that were swapped out onto the loop device that lies on them would wait for themselves for ever, and
+/// that machine's swap with them.
+struct MemoryMount(PathBuf);
+
+impl MemoryMount {
+    fn mount(at: &Path) -> io::Result<MemoryMount> {
+        fs::create_dir(at)?;
+        rustix::mount::mount(
+            "weir-bench",
+            at,
+            "tmpfs",
+            MountFlags::NOSUID | MountFlags::NODEV,
+            c"mode=0700,noswap,size=100%",
+        )?;
+        Ok(MemoryMount(at.to_owned()))
     }
-    Ok(memory)
+}
+
+impl Drop for MemoryMount {
+    fn drop(&mut self) {
+        let unmounted = rustix::mount::unmount(&self.0, UnmountFlags::NOFOLLOW);
+        if let Err(error) = unmounted.map_err(io::Error::from).and_then(|()| fs::remove_dir(&self.0)) {
+            eprintln!("weir: {} cannot be unmounted: {error}; run umount {0}", self.0.display());
+        }
+    }
 }
 
 fn fill(file: &mut File, bytes: u64) -> io::Result<()> {

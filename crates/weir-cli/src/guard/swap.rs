@@ -2,7 +2,7 @@
 
 use rustix::io::Errno;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use std::{fs, io, thread};
 use weir_system::cgroup::Cgroup;
 use weir_system::loop_device::LoopDevice;
@@ -12,15 +12,12 @@ use weir_system::zram::{self, Zram};
 
 /// How often a swap is looked at that somebody else turns on or off.
 const LOOK: Duration = Duration::from_millis(10);
+/// How long somebody else may take to turn it on or off.
+const OTHERS: Duration = Duration::from_secs(30);
 
 /// The directory of a process's run: its sockets and files, and notes of what it changes.
 pub fn scratch_path(pid: u32) -> PathBuf {
     PathBuf::from(format!("/var/tmp/weir-bench-swap-{pid}"))
-}
-
-/// The kernel's name for the memory under its loop device.
-pub fn memory_name(pid: u32) -> String {
-    format!("memfd:weir-bench-swap-{pid}")
 }
 
 /// Turns off the swap of run `pid`, which is dead, takes its devices away and puts the kernel's
@@ -37,8 +34,7 @@ pub fn undo(scratch: &Path, pid: u32) -> io::Result<()> {
     let scratch = &fs::canonicalize(scratch)?;
     let cgroup = Cgroup::of(pid);
     cgroup.kill();
-    let memory = PathBuf::from(format!("/{} (deleted)", memory_name(pid)));
-    let is_ours = |file: &Path| file.starts_with(scratch) || file == memory;
+    let is_ours = |file: &Path| file.starts_with(scratch);
     for device in
         loops().into_iter().filter(|device| device.backing_file().is_some_and(|file| is_ours(&file)))
     {
@@ -68,9 +64,12 @@ fn loops() -> Vec<LoopDevice> {
 /// Turns swap off where it is on. The kernel lists a swap already while swapon(2) is at work, and still while another
 /// swapoff(2) is: it answers `EINVAL` then (mm/swapfile.c: the area is not `SWP_WRITEOK`), and a moment later one or the other is done.
 fn swapoff(path: &Path) -> io::Result<()> {
+    let begun = Instant::now();
     while swaps::is_on(path) {
         match swaps::off(path) {
-            Err(error) if Errno::from_io_error(&error) == Some(Errno::INVAL) => thread::sleep(LOOK),
+            Err(error) if Errno::from_io_error(&error) == Some(Errno::INVAL) && begun.elapsed() < OTHERS => {
+                thread::sleep(LOOK);
+            }
             done => return done,
         }
     }

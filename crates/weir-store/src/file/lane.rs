@@ -34,7 +34,7 @@ const RETRIES: u8 = 16;
 
 /// How long the disk has for an operation, retries included. The next poll may be [`POLL_EVERY`]
 /// later.
-const LIMIT: Duration = ANSWER_WITHIN.saturating_sub(POLL_EVERY);
+pub(super) const LIMIT: Duration = ANSWER_WITHIN.saturating_sub(POLL_EVERY);
 
 pub(super) struct FileLane {
     name: Box<str>,
@@ -146,6 +146,7 @@ impl FileLane {
             started: None,
             is_late: false,
         };
+        let limit = shared.limit;
         Ok(FileLane {
             name: name.into(),
             ring: ManuallyDrop::new(ring),
@@ -155,7 +156,7 @@ impl FileLane {
             runs: vec![Run { pages: 0, done: 0, retries: 0 }; depth].into(),
             queued: Vec::with_capacity(depth),
             running: 0,
-            limit: LIMIT,
+            limit,
             unstamped: Vec::with_capacity(depth),
             due: None,
             late: 0,
@@ -582,6 +583,7 @@ mod tests {
             chunk_slots: 128,
             released: Box::new([AtomicBool::new(false)]),
             quiet: Quiet::new().unwrap(),
+            limit: LIMIT,
         };
         let mut lane = FileLane::open("pipe", Arc::new(shared), 4).unwrap();
         lane.limit = Duration::from_millis(300);

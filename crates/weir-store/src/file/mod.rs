@@ -28,6 +28,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 use weir_core::{ByteSize, PAGE_SIZE, Slot, Watch, unwatched};
 
 /// Hands over what was kept by its name, once.
@@ -60,6 +61,8 @@ struct Shared {
     released: Box<[AtomicBool]>,
     quiet: Quiet,
     room: Room,
+    /// How long the disk has for an operation.
+    limit: Duration,
 }
 
 /// Where a slot lies.
@@ -260,6 +263,7 @@ impl Shared {
             released: (0..slots.div_ceil(chunk_slots)).map(|_| AtomicBool::new(false)).collect(),
             quiet,
             room,
+            limit: lane::LIMIT,
         })
     }
 
@@ -420,6 +424,7 @@ mod tests {
             released: (0..8).map(|_| AtomicBool::new(false)).collect(),
             quiet: Quiet::new().unwrap(),
             room: Room::Reserved,
+            limit: lane::LIMIT,
         };
         let page = PAGE_SIZE as u64;
         for (slot, member, page_there) in
@@ -462,6 +467,7 @@ mod tests {
             released: Box::new([AtomicBool::new(false)]),
             quiet: Quiet::new().unwrap(),
             room: Room::Reserved,
+            limit: lane::LIMIT,
         };
         FileStore { name: "stripe".to_owned(), shared: Arc::new(shared) }
     }

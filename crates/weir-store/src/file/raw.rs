@@ -7,7 +7,11 @@ use crate::{OpenError, OpenErrorKind, Room};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::time::Duration;
 use weir_core::{ByteSize, PAGE_SIZE};
+
+/// How long the disk has for an operation: as the kernel's own block layer gives it. Others wait for a disk as they would without Weir.
+const LIMIT: Duration = Duration::from_secs(30);
 
 impl FileStore {
     /// Opens `path` for this process alone and as it is: what it holds stays, and other programs can read it afterwards.
@@ -36,6 +40,7 @@ impl FileStore {
             released: Box::new([AtomicBool::new(false)]),
             quiet,
             room: Room::Reserved,
+            limit: LIMIT,
         };
         Ok(FileStore { name, shared: Arc::new(shared) })
     }

@@ -35,7 +35,7 @@ impl<S: Store> Work<S> {
         let slot = self.find(Slot::Vacant).filter(|_| !self.is_broken && !self.is_held())?;
         for _ in 0..TRIES.min(self.policy.len()) {
             // Where things are is known for certain only when everything that was heard is heeded.
-            if !self.events.is_empty() {
+            if !self.events.is_empty() || self.is_heeding {
                 return None;
             }
             let id = self.policy.victim()?;

@@ -86,6 +86,8 @@ pub(super) struct Work<S> {
     wanted: VecDeque<usize>,
     /// Heard, and not yet heeded.
     events: VecDeque<Event>,
+    /// An event is being heeded: the tables may have blocks whose memory is gone, or another's.
+    is_heeding: bool,
     faults: VecDeque<usize>,
     has_ended_all: bool,
 }
@@ -127,6 +129,7 @@ impl<S: Store> Work<S> {
             filling: None,
             wanted: VecDeque::new(),
             events: VecDeque::new(),
+            is_heeding: false,
             faults: VecDeque::new(),
             has_ended_all: false,
         };
@@ -141,7 +144,11 @@ impl<S: Store> Work<S> {
             for _ in 0..self.events.len() {
                 match self.events.pop_front() {
                     Some(Event::Fault(address)) => self.faults.push_back(address),
-                    Some(event) => self.apply(event),
+                    Some(event) => {
+                        self.is_heeding = true;
+                        self.apply(event);
+                        self.is_heeding = false;
+                    }
                     None => {}
                 }
             }
