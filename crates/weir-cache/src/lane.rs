@@ -571,15 +571,9 @@ impl PageLane for CacheLane {
     fn write(&mut self, ticket: Ticket, page: PageNo, bytes: &PageBytes) -> Progress {
         let Some(at) = self.parts.next() else { return Progress::Full };
         let cache = Arc::clone(&self.parts.cache);
-        if cache.mode() == Mode::WriteBack {
-            match cache.directory.share(page) {
-                Found::Busy => return self.parts.busy(),
-                Found::Absent => {}
-                Found::Hit(frame) => {
-                    let progress = self.frames.write(at.into(), PageNo(frame), bytes);
-                    return self.wrote_shared(at, ticket, page, frame, progress);
-                }
-            }
+        let shared = self.write_shared(at, ticket, page, |frames, at, frame| frames.write(at, frame, bytes));
+        if let Some(progress) = shared {
+            return progress;
         }
         let Some(held) = self.parts.hold(page) else { return self.parts.busy() };
         self.parts.not_busy();
@@ -605,16 +599,10 @@ impl PageLane for CacheLane {
     fn write_part(&mut self, ticket: Ticket, page: PageNo, offset: usize, bytes: &[u8]) -> Progress {
         let Some(at) = self.parts.next() else { return Progress::Full };
         let patch: Range<usize> = offset..offset + bytes.len();
-        let cache = Arc::clone(&self.parts.cache);
-        if cache.mode() == Mode::WriteBack {
-            match cache.directory.share(page) {
-                Found::Busy => return self.parts.busy(),
-                Found::Absent => {}
-                Found::Hit(frame) => {
-                    let progress = self.frames.write_part(at.into(), PageNo(frame), offset, bytes);
-                    return self.wrote_shared(at, ticket, page, frame, progress);
-                }
-            }
+        let shared = self
+            .write_shared(at, ticket, page, |frames, at, frame| frames.write_part(at, frame, offset, bytes));
+        if let Some(progress) = shared {
+            return progress;
         }
         let Some(held) = self.parts.hold(page) else { return self.parts.busy() };
         self.parts.not_busy();
@@ -727,6 +715,27 @@ impl PageLane for CacheLane {
 }
 
 impl CacheLane {
+    /// Writes a page that is cached where it lies, beside others that use it. `None`: it is not cached, or writes go home.
+    fn write_shared(
+        &mut self,
+        at: u16,
+        ticket: Ticket,
+        page: PageNo,
+        write: impl FnOnce(&mut FrameLane, Ticket, PageNo) -> Progress,
+    ) -> Option<Progress> {
+        if self.parts.cache.mode() != Mode::WriteBack {
+            return None;
+        }
+        match self.parts.cache.directory.share(page) {
+            Found::Busy => Some(self.parts.busy()),
+            Found::Absent => None,
+            Found::Hit(frame) => {
+                let progress = write(&mut self.frames, at.into(), PageNo(frame));
+                Some(self.wrote_shared(at, ticket, page, frame, progress))
+            }
+        }
+    }
+
     /// A frame that others may share has been written, or is being.
     fn wrote_shared(
         &mut self,

@@ -2,7 +2,7 @@
 //!
 //! Names follow Prometheus' conventions: base units, `_total` behind counters (the encoder adds both suffixes).
 
-use super::status::{Status, Traffic};
+use super::status::{Export, Status, Traffic};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
@@ -67,6 +67,11 @@ const BOUNDS: [u64; 25] = {
     }
     bounds
 };
+
+/// A way in's.
+fn labels(export: &Export) -> [Label<'_>; 2] {
+    [("kind", &export.kind), ("address", &export.address)]
+}
 
 const METRICS: &[Metric] = &[
     Metric {
@@ -266,10 +271,7 @@ const METRICS: &[Metric] = &[
         unit: None,
         help: "Connections of a way in that are in use; queues of a block device",
         read: Gauge(|status, add| {
-            for export in &status.exports {
-                let labels = [("kind", &*export.kind), ("address", &*export.address)];
-                add(&labels, export.connections as f64);
-            }
+            status.exports.iter().for_each(|export| add(&labels(export), export.connections as f64));
         }),
     },
     Metric {
@@ -277,10 +279,7 @@ const METRICS: &[Metric] = &[
         unit: None,
         help: "Connections of a way in that can be in use",
         read: Gauge(|status, add| {
-            for export in &status.exports {
-                let labels = [("kind", &*export.kind), ("address", &*export.address)];
-                add(&labels, export.connections_most as f64);
-            }
+            status.exports.iter().for_each(|export| add(&labels(export), export.connections_most as f64));
         }),
     },
     Metric {
@@ -288,9 +287,7 @@ const METRICS: &[Metric] = &[
         unit: None,
         help: "Requests that came by a way in",
         read: Counter(|status, add| {
-            for export in &status.exports {
-                add(&[("kind", &export.kind), ("address", &export.address)], export.requests);
-            }
+            status.exports.iter().for_each(|export| add(&labels(export), export.requests));
         }),
     },
     Metric {
@@ -298,9 +295,7 @@ const METRICS: &[Metric] = &[
         unit: None,
         help: "Requests that were answered with an error",
         read: Counter(|status, add| {
-            for export in &status.exports {
-                add(&[("kind", &export.kind), ("address", &export.address)], export.errors);
-            }
+            status.exports.iter().for_each(|export| add(&labels(export), export.errors));
         }),
     },
     Metric {
@@ -350,8 +345,8 @@ fn older(line: &str) -> Option<String> {
         return (line != "# EOF").then(|| format!("{line}\n"));
     };
     let (family, said) = rest.split_once(' ')?;
-    let is_counter = |metric: &&Metric| matches!(metric.read, Counter(_)) && metric.family() == family;
-    let total = if METRICS.iter().find(is_counter).is_some() { "_total" } else { "" };
+    let is_counter = |metric: &Metric| matches!(metric.read, Counter(_)) && metric.family() == family;
+    let total = if METRICS.iter().any(is_counter) { "_total" } else { "" };
     (what != "UNIT").then(|| format!("# {what} {family}{total} {said}\n"))
 }
 
