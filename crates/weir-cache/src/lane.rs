@@ -19,7 +19,7 @@ const BUSY_WITHIN: Duration = Duration::from_secs(60);
 /// One thread's way into a [`Cache`].
 ///
 /// An operation whose page somebody else has alone, or whose set has no frame that could be given to it, answers
-/// [`Progress::Full`] and fails after 2 s of that. Nothing else is timed: a write that has gone to a disk that hangs is answered when
+/// [`Progress::Full`] and fails after a minute of that. Nothing else is timed: a write that has gone to a disk that hangs is answered when
 /// the disk answers.
 pub struct CacheLane {
     parts: Parts,
@@ -35,7 +35,7 @@ struct Parts {
     /// A page for each operation: what a part of a page becomes, or what is on its way into its frame.
     pages: Box<[Page]>,
     idle: Vec<u16>,
-    /// Operations that have their page and wait for room to write it.
+    /// Operations that wait for room to write their page, or to have it alone.
     again: Vec<u16>,
     /// Flushes that wait, by ticket and number.
     flushes: Vec<(Ticket, u64)>,
@@ -83,6 +83,9 @@ enum State {
     Again {
         held: Held,
     },
+    /// A page that cannot be read in its frame, which others share: it is read at the home by whoever
+    /// has the frame alone.
+    ReadAgain,
     /// A frame of its own to be written.
     WriteNew {
         held: Held,
@@ -206,18 +209,57 @@ impl CacheLane {
         (state, Step::Ended(self.parts.end_both(held, home, frame)))
     }
 
-    /// Writes pages that have waited for room.
-    fn write_again(&mut self, done: &mut dyn FnMut(Done<'_>)) {
+    /// Goes on with what has waited for room, or to have its page alone.
+    fn go_on(&mut self, done: &mut dyn FnMut(Done<'_>)) {
         for _ in 0..self.parts.again.len() {
             let at = self.parts.again.remove(0);
             let Operation { page, state, .. } = self.parts.operations[usize::from(at)];
-            let State::Again { held } = state else { unreachable!("{at} waits for room") };
+            let State::Again { held } = state else {
+                self.read_again(at, page, done);
+                continue;
+            };
             let bytes = self.parts.pages[usize::from(at)].clone();
             match self.put(at, page, held, false, &bytes) {
                 (_, Step::Full) => self.parts.again.push(at),
                 (state, Step::Queued) => self.parts.operations[usize::from(at)].state = state,
                 (_, Step::Ended(result)) => self.parts.hand_over(at, result, None, done),
             }
+        }
+    }
+}
+
+impl CacheLane {
+    /// Reads a page whose frame could not be read.
+    fn read_again(&mut self, at: u16, page: PageNo, done: &mut dyn FnMut(Done<'_>)) {
+        let Some(held) = self.parts.hold(page) else {
+            if self.parts.is_busy_for_too_long() {
+                self.parts.hand_over(at, Err(Fault::Timeout), None, done);
+            } else {
+                self.parts.again.push(at);
+            }
+            return;
+        };
+        if !held.is_dirty {
+            let state = State::ReadHome { held, stays: true };
+            return self.parts.read_instead(at, page, state, held, &mut *self.home, done);
+        }
+        // It was written meanwhile, so its frame can be read, and what the home has is older.
+        self.parts.put_back(held);
+        let Found::Hit(frame) = self.parts.cache.directory.share(page) else {
+            return self.parts.again.push(at);
+        };
+        let mut content = Page::zeroed();
+        let progress = self.frames.read(at.into(), PageNo(frame), &mut content);
+        if progress == Progress::Queued {
+            self.parts.operations[usize::from(at)].state = State::ReadFrame { frame };
+            return;
+        }
+        self.parts.cache.directory.leave(frame, false);
+        match progress {
+            Progress::Done(result) => {
+                self.parts.hand_over(at, result, Some(&*content).filter(|_| result.is_ok()), done);
+            }
+            _ => self.parts.again.push(at),
         }
     }
 }
@@ -260,16 +302,35 @@ impl Parts {
 
     /// Somebody has the page alone, or its set has no room.
     fn busy(&mut self) -> Progress {
+        if self.is_busy_for_too_long() { self.fails(Fault::Timeout) } else { Progress::Full }
+    }
+
+    /// Notes that a page or its set is busy. Whether that has lasted for [`BUSY_WITHIN`].
+    fn is_busy_for_too_long(&mut self) -> bool {
         self.is_busy = true;
         self.cache.ring();
-        match (self.busy_since, self.now) {
-            (Some(since), Some(now)) if now >= since + BUSY_WITHIN => {
-                (self.busy_since, self.is_busy) = (None, false);
-                self.fails(Fault::Timeout)
-            }
-            // The time of the last poll may be long ago: the next one's counts.
-            _ => Progress::Full,
+        // The time of the last poll may be long ago: the next one's counts.
+        let (Some(since), Some(now)) = (self.busy_since, self.now) else { return false };
+        let is_too_long = now >= since + BUSY_WITHIN;
+        if is_too_long {
+            self.not_busy();
         }
+        is_too_long
+    }
+
+    /// Ends the sharing of a frame that could not be read. Whether the home has the page too, for
+    /// whoever has it alone.
+    fn leave_unreadable(&self, frame: u32) -> bool {
+        let directory = &self.cache.directory;
+        let is_at_home = !directory.load(frame).is_ahead();
+        directory.leave(frame, false);
+        is_at_home
+    }
+
+    /// Has a read wait until it can have its page alone.
+    fn wait_to_read(&mut self, at: u16) {
+        self.operations[usize::from(at)].state = State::ReadAgain;
+        self.again.push(at);
     }
 
     fn not_busy(&mut self) {
@@ -360,8 +421,11 @@ impl Parts {
                     self.read_instead(at, page, State::ReadHome { held, stays: true }, held, home, done);
                 }
                 (result, _) => {
-                    self.cache.directory.leave(frame, false);
-                    self.hand_over(at, result.and(Err(Fault::Lost)), None, done);
+                    if self.leave_unreadable(frame) {
+                        self.wait_to_read(at);
+                    } else {
+                        self.hand_over(at, result.and(Err(Fault::Lost)), None, done);
+                    }
                 }
             },
             State::Fill { held } => {
@@ -386,7 +450,11 @@ impl Parts {
                 self.hand_over(at, result, None, done);
             }
             State::WriteBoth { held, home, .. } => self.both(at, held, home, Some(result), done),
-            State::Idle | State::ReadHome { .. } | State::Again { .. } | State::WriteHome { .. } => {}
+            State::Idle
+            | State::ReadHome { .. }
+            | State::Again { .. }
+            | State::ReadAgain
+            | State::WriteHome { .. } => {}
         }
     }
 
@@ -535,7 +603,9 @@ impl PageLane for CacheLane {
                         return self.read_home(at, ticket, page, held, true, out);
                     }
                     Progress::Done(Err(fault)) => {
-                        cache.directory.leave(frame, false);
+                        if self.parts.leave_unreadable(frame) {
+                            return self.parts.busy();
+                        }
                         return self.parts.fails(fault);
                     }
                     progress => {
@@ -682,7 +752,7 @@ impl PageLane for CacheLane {
         home.poll(now, &mut |home_done| parts.home_answered(&home_done, frames, done));
         home.settled(&mut |slot| parts.settled(slot, done));
         frames.poll(now, &mut |frame_done| parts.frame_answered(&frame_done, &mut **home, done));
-        self.write_again(done);
+        self.go_on(done);
         let answered = self.parts.cache.flush_done.load(SeqCst);
         let result =
             if answered & 1 == 1 { Ok(()) } else { Err(Fault::Io(rustix::io::Errno::IO.raw_os_error())) };
@@ -767,13 +837,23 @@ impl CacheLane {
 }
 
 impl Drop for CacheLane {
-    /// What was not handed over takes no effect, but for what has gone to the home: nobody uses such a page's frame any more, since
-    /// nobody will hear that its write has ended.
+    /// What was not handed over takes no effect, but for what has gone to the home. Nobody will hear
+    /// that such a write has ended, so its page never goes home again: flushes fail. A frame that
+    /// has the page's content serves it on; another stays as it is, for a read of the home might
+    /// find half of the write.
     fn drop(&mut self) {
         let parts = &self.parts;
         for operation in &parts.operations {
             match operation.state {
-                State::Idle | State::WriteHome { .. } | State::WriteBoth { home: None, .. } => {}
+                State::WriteHome { held, .. } | State::WriteBoth { held, home: None, .. }
+                    if held.is_valid =>
+                {
+                    parts.let_go(held, Outcome::Late);
+                }
+                State::Idle
+                | State::ReadAgain
+                | State::WriteHome { .. }
+                | State::WriteBoth { home: None, .. } => {}
                 State::ReadFrame { frame } | State::WriteFrame { frame } => {
                     parts.cache.directory.leave(frame, false);
                 }

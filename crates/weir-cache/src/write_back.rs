@@ -26,8 +26,8 @@ use weir_volume::Lane as FrameLane;
 const GROUP: usize = 512;
 /// Pages that one look through the directory finds.
 const BATCH: usize = 16 << 10;
-/// Frames that one step looks at.
-const LOOK: u32 = 1 << 18;
+/// Frames that one step looks at. Fewer in unit tests, so that a look takes several steps there.
+const LOOK: u32 = if cfg!(test) { 64 } else { 1 << 18 };
 /// How long pages that failed are left alone.
 const AGAIN: Duration = Duration::from_secs(1);
 /// The ticket of the home's flush; others are places in the group.
@@ -171,7 +171,9 @@ impl WriteBack {
             return Next::Answers;
         }
         self.find_urgent();
-        let begins = self.batch.get(self.at).map(|(page, _)| page.0);
+        // A batch is in address order only once the whole directory has been looked at.
+        let is_sorted = self.sweep.is_none_or(|sweep| sweep.looked);
+        let begins = self.batch.get(self.at).filter(|_| is_sorted).map(|(page, _)| page.0);
         if let (Some(page), true, true) = (begins, self.urgent.is_empty(), self.has_done_enough()) {
             (self.cursor, self.sweep, self.at) = (page, None, 0);
             self.batch.clear();
@@ -284,9 +286,10 @@ impl WriteBack {
             return Next::Step;
         }
         if sweep.skipped {
-            // Whoever has it alone is about to answer. A page that was dirty before may be so still.
+            // Somebody has it alone, until the home answers, which may take long. The page was dirty
+            // before, and may be so still.
             self.sweep = Some(Sweep { from: 0, look: 0, looked: false, skipped: false, ..sweep });
-            return Next::Step;
+            return Next::Answers;
         }
         sweep.flushing = true;
         self.sweep = Some(sweep);
@@ -525,5 +528,40 @@ fn fail(cache: &Cache, member: &mut Member, sweep: &mut Option<Sweep>, outcome: 
     cache.directory.end_write_back(member.frame, outcome);
     if let Some(sweep) = sweep {
         sweep.failed = true;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Config;
+    use weir_core::{ByteSize, PAGE_SIZE};
+    use weir_device::{PageDevice as _, PageLane as _};
+    use weir_store::{Host, Sim, SimUrl};
+
+    #[test]
+    fn pages_go_home_in_address_order_though_a_look_takes_several_steps() {
+        const PAGES: u32 = 512;
+        let home = Sim::open(SimUrl { size: ByteSize(4 << 20), ..SimUrl::default() }).unwrap();
+        let store = Arc::new(Host::new(4096).unwrap());
+        let config = Config { stream_pages: 0, ..Config::default() };
+        let cache = Cache::create(store, Arc::new(home), config).unwrap();
+        assert!(cache.directory.frames() > 4 * LOOK);
+        let mut lane = cache.open().unwrap();
+        for page in 0..PAGES {
+            let content = std::array::from_fn(|at| (at as u32 / 64 + page) as u8);
+            let content: [u8; PAGE_SIZE] = content;
+            assert_eq!(lane.write(1, PageNo(page), &content), Progress::Done(Ok(())));
+        }
+        assert_eq!(lane.flush(2), Progress::Queued);
+        let mut write_back = WriteBack::open(&cache).unwrap();
+        let (now, mut answer) = (Instant::now(), None);
+        for _ in 0..1000 {
+            write_back.step(now);
+            lane.poll(now, &mut |done| answer = Some(done.result));
+        }
+        let status = cache.status();
+        assert_eq!((answer, status.written_back, status.dirty), (Some(Ok(())), PAGES.into(), 0));
+        assert_eq!(status.rows, [0, 0, 0, 0, 0, 0, 0, 0, 1], "all of them side by side");
     }
 }

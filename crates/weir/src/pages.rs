@@ -167,6 +167,15 @@ fn store_name(store: usize, keepsake: &str) -> String {
     format!("store.{store}.{keepsake}")
 }
 
+/// What a store that cannot be opened ends a start with.
+pub fn refused(error: &OpenError) -> Failure {
+    let reason = chain(error);
+    match error.kind {
+        OpenErrorKind::NoMemory { .. } => Failure::NoRoom(reason),
+        _ => Failure::Failed(reason),
+    }
+}
+
 /// Opens the stores in order, then the backing. `open` is told each one's place, and what it was
 /// asked for as.
 fn stores(
@@ -175,11 +184,7 @@ fn stores(
 ) -> Result<Vec<Arc<dyn Store>>, Failure> {
     // An error names what was asked for, not what that was made of.
     let mut open = |at, url: &StoreUrl, asked: &dyn Display| {
-        open(at, url, asked).map_err(|error| {
-            let is_room = matches!(error.kind, OpenErrorKind::NoMemory { .. });
-            let reason = chain(&OpenError { store: asked.to_string(), ..error });
-            if is_room { Failure::NoRoom(reason) } else { Failure::Failed(reason) }
-        })
+        open(at, url, asked).map_err(|error| refused(&OpenError { store: asked.to_string(), ..error }))
     };
     let fast = enlarged(plan);
     let mut stores = Vec::new();

@@ -1,7 +1,7 @@
 //! `weir cache` as processes: served by FUSE, switched, flushed and detached; homes that carry something are refused.
 
 use std::fs::{self, File, OpenOptions};
-use std::os::unix::fs::FileExt as _;
+use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -215,4 +215,62 @@ fn a_home_that_carries_a_file_system_is_refused_served_or_wiped_as_asked() {
     let pid = rustix::process::Pid::from_child(cache);
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
     scene.ended();
+}
+
+#[test]
+fn a_write_to_a_file_that_was_opened_for_synchronous_writes_is_at_home_once_it_returns() {
+    let mut scene = Scene::new("sync");
+    if !scene.start("sync", &["--stream", "0"]) {
+        return;
+    }
+    for (round, flag) in [(1, libc::O_DSYNC), (2, libc::O_SYNC)] {
+        let file = OpenOptions::new().write(true).custom_flags(flag).open(scene.file()).unwrap();
+        file.write_all_at(&stamp(round, round), round * PAGE as u64).unwrap();
+        assert_eq!(scene.number("dirty_bytes"), 0, "round {round}");
+        assert_eq!(pages_of(&scene.home())[round as usize], round << 8 | round);
+    }
+    scene.done(&["detach"]);
+    scene.ended();
+}
+
+#[test]
+fn a_file_that_was_unmounted_while_it_is_in_use_is_served_until_its_last_user_goes() {
+    let mut scene = Scene::new("lazy");
+    if !scene.start("lazy", &["--stream", "0"]) {
+        return;
+    }
+    let file = open(&scene.file());
+    write(&file, 1, 3);
+    assert!(Command::new("umount").arg("--lazy").arg(scene.file()).status().unwrap().success());
+    let refused = scene.ask(&["detach"]);
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(!refused.status.success() && said.contains("in use still"), "{said}");
+    write(&file, 2, 3);
+    drop(file);
+    scene.ended();
+    let found = pages_of(&scene.home());
+    assert!((0..PAGES).step_by(3).all(|page| found[page as usize] == page << 8 | 2));
+}
+
+#[test]
+fn a_home_that_a_loop_device_serves_is_refused_and_so_is_a_store_without_room() {
+    let scene = Scene::new("refused");
+    let mut command = scene.command(&["create", "--store", "host:15TiB"]);
+    command.arg("--home").arg(scene.home()).arg("--fuse").arg(scene.file());
+    let output = command.output().unwrap();
+    assert_eq!(output.status.code(), Some(3), "{}", String::from_utf8_lossy(&output.stderr));
+    let losetup = |arguments: &[&str]| {
+        Command::new("losetup").args(arguments).env("PATH", "/usr/sbin:/sbin:/usr/bin:/bin").output()
+    };
+    let home = scene.home().display().to_string();
+    let device = match losetup(&["--find", "--show", &home]) {
+        Ok(output) if output.status.success() => String::from_utf8(output.stdout).unwrap(),
+        _ => return println!("\nskipped: refused: no loop device here"),
+    };
+    let device = device.trim();
+    let output = scene.create(&[]).output().unwrap();
+    losetup(&["--detach", device]).unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains(&format!("{device} serves it")), "{said}");
 }

@@ -91,7 +91,7 @@ impl<L: PageLane> Service<L> for Disk {
                 counters.writes.add(1);
                 counters.bytes_written.add(data.len() as u64);
                 let fits = shape.clip(what.offset, data.len() as u64) == data.len() as u64;
-                let result = if fits { ranges.write(what.offset, data, Volume) } else { Err(Errno::FBIG) };
+                let result = if fits { ranges.write(&what, data, Volume) } else { Err(Errno::FBIG) };
                 match result {
                     Ok(()) => answer(&WriteOut { size: what.size, padding: 0 }.encode()),
                     Err(errno) => {

@@ -5,6 +5,7 @@
 
 use super::pool::Pool;
 use super::reply::{Reply, SLICES_MAX, header};
+use super::wire::WriteIn;
 use crate::buffer::Buffer;
 use rustix::io::Errno;
 use std::io::{self, IoSlice};
@@ -128,14 +129,17 @@ impl<L: PageLane> Ranges<L> {
         reply.send(&slices[..1 + span.pages() as usize]).map(Ok)
     }
 
-    /// Writes `data`, at most [`IO_MAX`] bytes, from byte `offset` on; every page has a place.
+    /// Writes `data`, at most [`IO_MAX`] bytes, where `what` says; every page has a place. A file that
+    /// was opened with `O_SYNC` or `O_DSYNC` has each write flushed, as the kernel leaves that to us.
     ///
     /// # Errors
     /// What the request is to be refused with. Some of its pages may be written.
-    pub fn write(&mut self, offset: u64, data: &[u8], places: impl Places) -> Result<(), Errno> {
-        let span = Span { offset, length: data.len() as u64 };
+    pub fn write(&mut self, what: &WriteIn, data: &[u8], places: impl Places) -> Result<(), Errno> {
+        let span = Span { offset: what.offset, length: data.len() as u64 };
+        // `O_SYNC` has the bit of `O_DSYNC` in it. (`rustix` gives both the bits of `O_SYNC`.)
+        let fua = what.flags & libc::O_DSYNC as u32 != 0;
         let Ranges { requests, pages, pool } = self;
-        finish(requests, pool, Request { op: Op::Write, span, fua: false }, &mut Io { pages, data, places })
+        finish(requests, pool, Request { op: Op::Write, span, fua }, &mut Io { pages, data, places })
     }
 
     /// Makes what was acknowledged as safe as the device can.

@@ -5,8 +5,8 @@ use super::marks;
 use super::options::CreateOptions;
 use super::report::Report;
 use crate::start::{Start, warn_of_unlocked_memory};
-use crate::{bug, core_dump};
-use rustix::event::{PollFd, PollFlags};
+use crate::{bug, core_dump, pages};
+use rustix::event::{PollFd, PollFlags, Timespec};
 use std::io::Read as _;
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
@@ -22,7 +22,7 @@ use weir_core::{ByteSize, PAGE_SIZE};
 use weir_device::{PageDevice as _, PageLane as _, Progress};
 use weir_export::fuse;
 use weir_store::{FileStore, Room, Store};
-use weir_system::signals;
+use weir_system::{loop_device::LoopDevice, signals};
 
 /// Operations that each thread may have in flight.
 const DEPTH: usize = 64;
@@ -54,7 +54,7 @@ pub fn run(options: &CreateOptions) -> Result<(), Failure> {
     if is_ended {
         return Err(Failure::Said);
     }
-    let store = opened.map_err(|error| Failure::Failed(chain(&error)))?;
+    let store = opened.map_err(|error| pages::refused(&error))?;
     let config = Config {
         lanes: usize::from(options.threads) + 1,
         depth: DEPTH,
@@ -107,6 +107,14 @@ fn open_home(options: &CreateOptions) -> Result<Arc<dyn Store>, Failure> {
     {
         let (wipe, path) = (wipe.display(), path.display());
         return Err(Failure::Usage(format!("--wipe names {wipe}, and --home {path}: name the home again")));
+    }
+    // A loop device over a file does not have it for itself, and the two would write past each other.
+    let file = path.canonicalize().unwrap_or_else(|_| path.clone());
+    if let Some(user) = LoopDevice::over(&file).first() {
+        let (path, user) = (path.display(), user.path().display());
+        return Err(Failure::Failed(format!(
+            "{path} is in use: {user} serves it; losetup -d {user} ends that, or give {user} as the home"
+        )));
     }
     // Before anything is erased: whoever uses it keeps it.
     let home = FileStore::open_raw(path).map_err(|error| Failure::Failed(chain(&error)))?;
@@ -200,13 +208,18 @@ impl Daemon {
         if let Some(running) = server.as_ref() {
             let file = &self.names[2];
             let gone = running.unmount_unused();
-            // Somebody else may have unmounted it.
-            if let Err(error) = gone
-                && fuse::mount::is_served(Path::new(file))
-            {
-                return Err(format!(
-                    "{file} is in use ({error}); fuser -v {file} says by whom, losetup -d ends a loop device; detach it after that"
-                ));
+            // Somebody else may have unmounted it, and that may leave it in use (umount -l).
+            if let Err(error) = gone {
+                if fuse::mount::is_served(Path::new(file)) {
+                    return Err(format!(
+                        "{file} is in use ({error}); fuser -v {file} says by whom, losetup -d ends a loop device; detach it after that"
+                    ));
+                }
+                if !has_ended(running) {
+                    return Err(format!(
+                        "{file} is unmounted and in use still; losetup -a names a loop device over it, lsof {file} a program; detach it after that"
+                    ));
+                }
             }
         }
         if let Some(running) = server.take() {
@@ -235,6 +248,13 @@ impl Daemon {
         self.is_detached.store(true, Ordering::SeqCst);
         Ok(())
     }
+}
+
+/// Whether the last user of an unmounted file has gone. The kernel says so a moment later.
+fn has_ended(server: &fuse::Server) -> bool {
+    let patience = Timespec { tv_sec: 1, tv_nsec: 0 };
+    let mut fds = [PollFd::from_borrowed_fd(server.unmounted(), PollFlags::IN)];
+    rustix::event::poll(&mut fds, Some(&patience)).is_ok_and(|ready| ready > 0)
 }
 
 impl Service for Daemon {

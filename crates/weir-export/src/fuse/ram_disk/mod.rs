@@ -225,7 +225,7 @@ impl RamDisk {
         let mut tree = self.shared.write();
         tree.reserve(node, what.offset / PAGE..end.div_ceil(PAGE))?;
         let tree = RwLockWriteGuard::downgrade(tree);
-        ranges.write(what.offset, data, |page| tree.place(node, page))?;
+        ranges.write(what, data, |page| tree.place(node, page))?;
         drop(tree);
         // Nobody cuts the file off meanwhile: the kernel lets one change of a file's size happen at a time.
         self.shared.write().written(node, end, now())
