@@ -8,14 +8,16 @@
 //! The thread must never wait for itself: nothing that it or its store touches may lie in memory that it manages. A program whose
 //! memory is managed as a whole ([`Scope::Process`]) therefore needs a global allocator of its own for it; `weir-preload` is that.
 
+mod ledger;
 mod maps;
 mod pager;
 mod policy;
 mod share;
 mod uffd;
 
+pub use ledger::Ledger;
 pub use pager::{Options, Pager, Scope, Stats};
-pub use share::{Ledger, ShareStore};
+pub use share::ShareStore;
 
 use policy::Policy;
 use std::io;
@@ -29,10 +31,23 @@ pub fn probe() -> Result<(), Error> {
     uffd::Uffd::open().map(drop)
 }
 
+/// What a run keeps in its directory: the daemon's socket, the [`Ledger`], and a socket for lines
+/// that pagers have for people, a datagram each.
+pub mod directory {
+    #![allow(missing_docs)] // the introduction says what they are
+    pub const SHARE: &str = "share";
+    pub const LEDGER: &str = "ledger";
+    pub const MESSAGES: &str = "messages";
+}
+
 /// Bytes of a block: a huge page.
 pub const BLOCK: usize = 2 << 20;
 /// Its pages.
 pub const BLOCK_PAGES: usize = BLOCK / PAGE_SIZE;
+
+/// Tells people something in a line. It is called on the pager's thread, so it must not wait for
+/// the program: a pipe that one of its threads is writing into is such a wait.
+pub type Tell = Box<dyn FnMut(&str)>;
 
 /// Where blocks lie that are not resident. Used by one thread.
 pub trait Store {

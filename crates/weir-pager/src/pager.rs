@@ -4,8 +4,9 @@ mod blocks;
 mod work;
 
 use crate::uffd::Uffd;
-use crate::{BLOCK, Error, Store};
-use rustix::mm::{Advice, MapFlags, ProtFlags};
+use crate::{BLOCK, Error, Store, Tell};
+use rustix::mm::{MapFlags, ProtFlags};
+use std::os::fd::IntoRawFd as _;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Mutex};
@@ -16,6 +17,9 @@ use work::Work;
 const LIMIT_MIN: usize = 16;
 /// Pages by whose faults threads talk to the pager.
 const BELLS: usize = 4096;
+
+/// `MADV_DONTNEED` for memory that may be locked (Linux 5.18), which the crates on offer lack.
+pub(crate) const MADV_DONTNEED_LOCKED: i32 = 24;
 
 /// What is managed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,6 +85,8 @@ pub(crate) struct Shared {
     /// While above zero everything is resident.
     holds: AtomicU32,
     stop: AtomicBool,
+    /// The kernel may read pages of the program after they went out of place.
+    lends: AtomicBool,
     bells: Bells,
     counters: Counters,
     /// A range to adopt, its first byte and the byte after it: written by who holds `adopting`, read without it.
@@ -110,10 +116,29 @@ impl Bells {
         let page = std::ptr::with_exposed_provenance_mut::<u8>(self.base + number * PAGE_SIZE);
         // SAFETY: a page of ours, which the pager fills with zeros.
         unsafe {
+            // Before it is touched: mlockall() brings all of them.
+            libc::madvise(page.cast(), PAGE_SIZE, MADV_DONTNEED_LOCKED);
             page.read_volatile();
-            let _ = rustix::mm::madvise(page.cast(), PAGE_SIZE, Advice::LinuxDontNeed);
         }
     }
+}
+
+/// Gives this thread a table of descriptors of its own, without the program's: whoever reads a pipe
+/// of which the program has closed its end would wait for this thread to close it too.
+fn own_descriptors() -> Result<(), Error> {
+    // SAFETY: affects this thread's table alone, which nobody else has by the second call.
+    let closed = unsafe {
+        libc::unshare(libc::CLONE_FILES) == 0
+            && libc::syscall(libc::SYS_close_range, 0, libc::c_uint::MAX, 0) == 0
+    };
+    if !closed {
+        return Err(Error::System(std::io::Error::last_os_error()));
+    }
+    // What a panic says must not go into whatever would be opened as standard error next.
+    for _ in 0..3 {
+        let _ = std::fs::File::options().read(true).write(true).open("/dev/null")?.into_raw_fd();
+    }
+    Ok(())
 }
 
 /// Address space without memory.
@@ -132,14 +157,14 @@ pub(crate) fn reserve(bytes: usize) -> Result<usize, Error> {
 pub struct Pager(Arc<Shared>);
 
 impl Pager {
-    /// Starts one. `store` is called on its thread, whose descriptors are its own: a program that closes all of its own does not
-    /// close those.
+    /// Starts one. `store` is called on its thread, whose descriptors are its own: a program that
+    /// closes all of its own does not close those, and none of the program's stays open there.
     ///
     /// # Errors
     /// When userfaultfd is denied or too old, the limit too small, or the store cannot be opened.
     pub fn start<S: Store>(
         options: Options,
-        store: impl FnOnce() -> Result<S, String> + Send + 'static,
+        store: impl FnOnce() -> Result<(S, Tell), String> + Send + 'static,
     ) -> Result<Self, Error> {
         let Options { limit, scope } = options;
         if limit / BLOCK < LIMIT_MIN {
@@ -149,6 +174,7 @@ impl Pager {
             limit: AtomicUsize::new(limit / BLOCK),
             holds: AtomicU32::new(0),
             stop: AtomicBool::new(false),
+            lends: AtomicBool::new(false),
             bells: Bells::new()?,
             counters: Counters::default(),
             adopt: [AtomicUsize::new(0), AtomicUsize::new(0)],
@@ -159,14 +185,10 @@ impl Pager {
         std::thread::Builder::new().name("weir-pager".into()).stack_size(256 << 10).spawn(move || {
             // A thread that waits for a page would wait for ever.
             let _abort = AbortOnPanic;
-            // SAFETY: affects this thread's table of descriptors only.
-            if unsafe { libc::unshare(libc::CLONE_FILES) } != 0 {
-                let _ = say.send(Err(Error::System(std::io::Error::last_os_error())));
-                return;
-            }
-            let opened = Uffd::open()
+            let opened = own_descriptors()
+                .and_then(|()| Uffd::open())
                 .and_then(|uffd| Ok((uffd, store().map_err(Error::Store)?)))
-                .and_then(|(uffd, store)| Work::new(uffd, store, scope, shared));
+                .and_then(|(uffd, (store, tell))| Work::new(uffd, store, tell, scope, shared));
             match opened {
                 Ok(mut work) => {
                     let _ = say.send(Ok(()));
@@ -216,6 +238,13 @@ impl Pager {
     pub fn release(&self) {
         self.0.holds.fetch_sub(1, Ordering::SeqCst);
         self.look();
+    }
+
+    /// From here on no page's memory is used again for another one while the kernel may still read
+    /// it. `vmsplice` and `MSG_ZEROCOPY` have the kernel read pages later without pinning them, so
+    /// they can go out of place meanwhile.
+    pub fn lend(&self) {
+        self.0.lends.store(true, Ordering::SeqCst);
     }
 
     /// Brings everything back and ends the thread.

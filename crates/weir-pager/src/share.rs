@@ -1,12 +1,8 @@
 //! A store over the share transport: pages lie with a daemon, whatever its stores are.
 
-use crate::{BLOCK_PAGES, Store};
-use rustix::fs::{MemfdFlags, OFlags};
-use rustix::mm::{MapFlags, ProtFlags};
-use std::fs::File;
+use crate::{BLOCK_PAGES, Ledger, Store};
 use std::io;
 use std::path::Path;
-use std::sync::atomic::{AtomicU32, Ordering};
 use weir_core::PageBytes;
 use weir_share::{Client, Lease, Options};
 
@@ -15,95 +11,11 @@ const WRITE_FRAMES: usize = 128;
 /// Writes after which the daemon is told: it works while more is copied.
 const SUBMIT_EVERY: usize = 16;
 
-/// Which process holds which block of the volume: one number a block, in memory that all bounded programs of one daemon share.
-#[derive(Debug)]
-pub struct Ledger {
-    owners: *const AtomicU32,
-    blocks: usize,
-    next: usize,
-}
-
-// SAFETY: a mapping of atomic numbers, which lives as long as the process.
-unsafe impl Send for Ledger {}
-
-impl Ledger {
-    /// Maps the file at `path`, whose length says how many blocks there are.
-    ///
-    /// # Errors
-    /// When it is not there or empty.
-    pub fn open(path: &Path) -> io::Result<Self> {
-        let file = File::from(rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, 0.into())?);
-        Self::map(&file)
-    }
-
-    /// One of this process alone.
-    ///
-    /// # Errors
-    /// When there is no memory.
-    pub fn private(blocks: usize) -> io::Result<Self> {
-        let file = File::from(rustix::fs::memfd_create("weir-ledger", MemfdFlags::CLOEXEC)?);
-        file.set_len(Self::bytes(blocks))?;
-        Self::map(&file)
-    }
-
-    /// The length of a file for so many blocks.
-    pub fn bytes(blocks: usize) -> u64 {
-        (blocks * size_of::<AtomicU32>()) as u64
-    }
-
-    fn map(file: &File) -> io::Result<Self> {
-        let bytes = file.metadata()?.len() as usize;
-        let flags = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping, which stays.
-        let at = unsafe { rustix::mm::mmap(std::ptr::null_mut(), bytes, flags, MapFlags::SHARED, file, 0)? };
-        Ok(Ledger { owners: at.cast(), blocks: bytes / size_of::<AtomicU32>(), next: 0 })
-    }
-
-    fn owners(&self) -> &[AtomicU32] {
-        // SAFETY: mapped for so many, by whole pages.
-        unsafe { std::slice::from_raw_parts(self.owners, self.blocks) }
-    }
-
-    /// Gives back what `process` holds.
-    pub fn release_all(&self, process: u32) {
-        for owner in self.owners() {
-            let _ = owner.compare_exchange(process, 0, Ordering::AcqRel, Ordering::Relaxed);
-        }
-    }
-
-    /// A block below `limit` for `process`: a free one, else one of a process that has ended.
-    fn claim(&mut self, process: u32, limit: usize) -> Option<usize> {
-        let blocks = self.blocks.min(limit);
-        let take = |at: usize, from: u32| {
-            self.owners()[at].compare_exchange(from, process, Ordering::AcqRel, Ordering::Relaxed).is_ok()
-        };
-        let free = (self.next..blocks).chain(0..self.next.min(blocks)).find(|&at| take(at, 0));
-        let found = free.or_else(|| {
-            let is_gone = |owner: u32| {
-                rustix::process::Pid::from_raw(owner as i32)
-                    .is_none_or(|pid| rustix::process::test_kill_process(pid) == Err(rustix::io::Errno::SRCH))
-            };
-            (0..blocks).find(|&at| {
-                let owner = self.owners()[at].load(Ordering::Acquire);
-                owner != process && is_gone(owner) && take(at, owner)
-            })
-        })?;
-        self.next = found + 1;
-        Some(found)
-    }
-
-    fn release(&mut self, block: usize) {
-        self.owners()[block].store(0, Ordering::Release);
-        self.next = self.next.min(block);
-    }
-}
-
 /// Blocks with a daemon.
 #[derive(Debug)]
 pub struct ShareStore {
     client: Client,
     ledger: Ledger,
-    process: u32,
     blocks: usize,
     /// Frames to write from, none of which is under way.
     frames: Vec<Lease>,
@@ -126,12 +38,9 @@ impl ShareStore {
             client.submit()?;
             frames.extend(client.wait()?.result?);
         }
-        let process = std::process::id();
-        // What this process held before it became another program.
-        ledger.release_all(process);
         let blocks = client.pages() as usize / BLOCK_PAGES;
         let writing = (0..WRITE_FRAMES).map(|_| None).collect();
-        Ok(ShareStore { client, ledger, process, blocks, frames, writing, unsubmitted: 0, failed: None })
+        Ok(ShareStore { client, ledger, blocks, frames, writing, unsubmitted: 0, failed: None })
     }
 
     /// Takes the end of one write.
@@ -154,7 +63,7 @@ impl ShareStore {
 
 impl Store for ShareStore {
     fn claim(&mut self) -> Option<u64> {
-        Some((self.ledger.claim(self.process, self.blocks)? * BLOCK_PAGES) as u64)
+        Some((self.ledger.claim(self.blocks)? * BLOCK_PAGES) as u64)
     }
 
     fn release(&mut self, first: u64) {
@@ -214,27 +123,5 @@ impl Store for ShareStore {
         }
         self.client.submit().map_err(io::Error::other)?;
         failed.map_or(Ok(()), Err)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_block_has_one_owner_and_is_free_once_that_has_ended() {
-        let mut ledger = Ledger::private(3).unwrap();
-        // As no process is numbered.
-        let gone = i32::MAX as u32;
-        let mine = std::process::id();
-        assert_eq!(
-            [ledger.claim(gone, 3), ledger.claim(mine, 3), ledger.claim(mine, 2)],
-            [Some(0), Some(1), Some(0)]
-        );
-        assert_eq!(ledger.claim(mine, 2), None, "all below the volume's end are held by one that lives");
-        ledger.release(1);
-        assert_eq!(ledger.claim(mine, 3), Some(1));
-        ledger.release_all(mine);
-        assert_eq!(ledger.claim(mine, 3), Some(2));
     }
 }

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, PageBytes};
-use weir_pager::{BLOCK, BLOCK_PAGES, Error, Options, Pager, Scope, Store};
+use weir_pager::{BLOCK, BLOCK_PAGES, Error, Options, Pager, Scope, Store, Tell};
 
 const LIMIT: usize = 32 << 20;
 const SIZE: usize = 128 << 20;
@@ -91,7 +91,7 @@ impl Memory {
             faulty: Arc::clone(&faulty),
         };
         let options = Options { limit: LIMIT, scope: Scope::Adopted };
-        let pager = match Pager::start(options, move || Ok(heap)) {
+        let pager = match Pager::start(options, move || Ok((heap, Box::new(|_: &str| {}) as Tell))) {
             Ok(pager) => pager,
             Err(error @ (Error::Denied(_) | Error::Kernel(_))) => {
                 println!("skipped: {name}: {error}");
@@ -386,4 +386,14 @@ impl Drop for Memory {
             self.pager.clone().stop();
         }
     }
+}
+
+#[test]
+fn a_pipe_of_which_the_program_has_closed_its_end_has_ended() {
+    let (reader, writer) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::NONBLOCK).unwrap();
+    let Some(memory) = Memory::new("a_pipe_of_which", 64) else { return };
+    drop(writer);
+    let mut byte = [0];
+    assert_eq!(rustix::io::read(&reader, &mut byte), Ok(0), "the pager has it open still");
+    drop(memory);
 }

@@ -2,19 +2,21 @@
 //!
 //! The pager finds memory by itself, and the kernel tells it what becomes of it. The functions of libc that are replaced here do what
 //! they always did. They only have the pager look at once where much memory comes, so that a program does not fill what the pager
-//! has not seen yet. Nothing depends on them.
+//! has not seen yet, and tell it where the kernel reads pages later. Only the latter has to be heard.
 //!
 //! All memory of the pager lies in `ALLOCATOR`'s array, which was mapped before the pager and so is never managed.
 
-use libc::{c_int, c_void, off_t, size_t};
+use libc::{c_int, c_void, off_t, size_t, ssize_t};
 use rustix::process::{getpid, getppid};
 use spinning_top::RawSpinlock;
+use std::io;
+use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 use talc::TalcLock;
 use talc::source::Claim;
-use weir_pager::{Ledger, Options, Pager, Scope, ShareStore};
+use weir_pager::{Ledger, Options, Pager, Scope, ShareStore, Tell, directory};
 
 /// Memory of the pager: its tables, 100 bytes for each 2 MiB that it manages, and some buffers.
 const ARENA: usize = 16 << 20;
@@ -40,8 +42,7 @@ extern "C" fn start() {
     let Some(limit) = std::env::var("WEIR_RUN_RESIDENT").ok().and_then(|limit| limit.parse().ok()) else {
         return;
     };
-    let path = |name| std::env::var_os(name).map(PathBuf::from).unwrap_or_default();
-    match bound(limit, path("WEIR_RUN_SHARE"), &path("WEIR_RUN_LEDGER")) {
+    match bound(limit, std::env::var_os("WEIR_RUN_DIRECTORY").unwrap_or_default().into()) {
         Ok(pager) => {
             let _ = PAGER.set(pager);
             // SAFETY: functions that live as long as the program; and a setting of its heap.
@@ -63,13 +64,27 @@ extern "C" fn start() {
     }
 }
 
-fn bound(limit: usize, share: PathBuf, ledger: &Path) -> Result<Pager, String> {
-    let ledger = Ledger::open(ledger).map_err(|error| format!("{}: {error}", ledger.display()))?;
+fn bound(limit: usize, run: PathBuf) -> Result<Pager, String> {
     let store = move || {
-        ShareStore::connect(&share, ledger).map_err(|error| match std::error::Error::source(&error) {
+        let path = run.join(directory::LEDGER);
+        let ledger = Ledger::open(&path).map_err(|error| not_opened(&path, &error))?;
+        let path = run.join(directory::MESSAGES);
+        let messages = UnixDatagram::unbound().and_then(|socket| {
+            socket.connect(&path)?;
+            socket.set_nonblocking(true)?;
+            Ok(socket)
+        });
+        let messages = messages.map_err(|error| not_opened(&path, &error))?;
+        let tell = move |line: &str| {
+            // What has no room is not worth waiting for.
+            let _ = messages.send(format!("process {}: {line}", getpid()).as_bytes());
+        };
+        let share = ShareStore::connect(&run.join(directory::SHARE), ledger);
+        let share = share.map_err(|error| match std::error::Error::source(&error) {
             Some(source) => format!("{error}: {source}"),
             None => error.to_string(),
-        })
+        })?;
+        Ok((share, Box::new(tell) as Tell))
     };
     // The program's signal handlers are not for the pager's thread.
     // SAFETY: sets of signals on the stack, and this thread's mask, which is put back.
@@ -86,6 +101,16 @@ fn bound(limit: usize, share: PathBuf, ledger: &Path) -> Result<Pager, String> {
         Some(source) => format!("{error}: {source}"),
         None => error.to_string(),
     })
+}
+
+fn not_opened(path: &Path, error: &io::Error) -> String {
+    let path = path.display();
+    match error.kind() {
+        io::ErrorKind::PermissionDenied => {
+            format!("{path} is another user's; start weir run as the user that the program changes to")
+        }
+        _ => format!("{path}: {error}"),
+    }
 }
 
 fn say(line: &str) {
@@ -150,6 +175,44 @@ pub unsafe extern "C" fn mmap64(
 ) -> *mut c_void {
     // SAFETY: as the caller asks for it.
     unsafe { mmap(at, bytes, protection, flags, file, offset) }
+}
+
+/// # Safety
+/// As vmsplice(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vmsplice(
+    pipe: c_int,
+    parts: *const libc::iovec,
+    count: size_t,
+    flags: libc::c_uint,
+) -> ssize_t {
+    lend();
+    // SAFETY: as the caller asks for it.
+    unsafe { libc::syscall(libc::SYS_vmsplice, pipe, parts, count, flags) as ssize_t }
+}
+
+/// # Safety
+/// As setsockopt(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn setsockopt(
+    socket: c_int,
+    level: c_int,
+    option: c_int,
+    value: *const c_void,
+    bytes: libc::socklen_t,
+) -> c_int {
+    if level == libc::SOL_SOCKET && option == libc::SO_ZEROCOPY {
+        lend();
+    }
+    // SAFETY: as the caller asks for it.
+    unsafe { libc::syscall(libc::SYS_setsockopt, socket, level, option, value, bytes) as c_int }
+}
+
+/// The kernel will read pages of the program later.
+fn lend() {
+    if let Some(pager) = PAGER.get() {
+        pager.lend();
+    }
 }
 
 /// A function of the allocator that the program would have without this object, followed by a look.

@@ -104,6 +104,9 @@ impl Window {
         // Others' pages are none of this program's core files.
         // SAFETY: the mapping just made; this changes no content.
         let _ = unsafe { rustix::mm::madvise(start, bytes, rustix::mm::Advice::LinuxDontDump) };
+        // A child is no client, and may be another user's by and by.
+        // SAFETY: as above.
+        let _ = unsafe { rustix::mm::madvise(start, bytes, rustix::mm::Advice::LinuxDontFork) };
         Ok(Window { start: NonNull::new(start.cast()).expect("mmap never returns null"), bytes })
     }
 
@@ -149,6 +152,10 @@ impl Area {
         if memory.len() < layout.bytes() {
             return Err(io::ErrorKind::InvalidInput.into());
         }
+        let (start, bytes) = (memory.as_ptr().cast(), memory.len());
+        // A child is no client, and may be another user's by and by.
+        // SAFETY: the mapping just made; this changes no content.
+        let _ = unsafe { rustix::mm::madvise(start, bytes, rustix::mm::Advice::LinuxDontFork) };
         Ok(Area { memory, layout })
     }
 

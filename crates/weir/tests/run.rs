@@ -315,3 +315,135 @@ os._exit(0)
     let output = weir(&["--", &python, input.to_str().unwrap()]);
     assert_eq!(output.status.code(), Some(128 + libc::SIGBUS), "{}", String::from_utf8_lossy(&output.stderr));
 }
+
+/// Runs a script of Python bounded; what it printed. `wrap` comes before it.
+fn bounded(name: &str, wrap: &[&str], script: &str) -> Option<(Option<i32>, String, String)> {
+    let python = python().filter(|_| can_run(name))?;
+    let scratch = Scratch::new(name);
+    let input = scratch.file("script.py", script);
+    let output = weir(&[&["--"], wrap, &[&python, input.to_str().unwrap()]].concat());
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    Some((output.status.code(), text(&output.stdout), text(&output.stderr)))
+}
+
+/// Functions of libc, and memory that numbers fill and check.
+const PRELUDE: &str = "
+import ctypes, mmap, os, signal, socket, subprocess, sys, time
+libc = ctypes.CDLL(None, use_errno=True)
+def new(size): return mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def fill(memory, seed):
+    for at in range(0, len(memory), 4096): memory[at:at + 8] = (at ^ seed).to_bytes(8, 'little')
+def check(memory, seed):
+    return all(memory[at:at + 8] == (at ^ seed).to_bytes(8, 'little') for at in range(0, len(memory), 4096))
+";
+
+#[test]
+fn a_child_has_what_a_mapping_grew_by() {
+    let script = "
+libc.mremap.restype = libc.mmap.restype = ctypes.c_void_p
+at = libc.mmap(None, 64 << 20, 3, 0x22, -1, 0)
+memory = (ctypes.c_char * (64 << 20)).from_address(at)
+memory[0] = b'a'
+time.sleep(0.1)
+size = (64 << 20) + (1 << 20)
+at = libc.mremap(ctypes.c_void_p(at), 64 << 20, size, 1)
+memory = (ctypes.c_char * size).from_address(at)
+memory[size - 1] = b'z'
+child = os.fork()
+if child == 0: os._exit(memory[size - 1][0])
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == ord('z'), memory[0])
+";
+    let Some(found) = bounded("a_child_has_what", &[], &format!("{PRELUDE}{script}")) else { return };
+    assert_eq!(found, (Some(0), "True b'a'\n".into(), String::new()));
+}
+
+#[test]
+fn a_program_that_locks_all_its_memory_goes_on_and_so_do_its_children() {
+    let script = "
+memory = new(96 << 20)
+fill(memory, 1)
+assert libc.mlockall(1) == 0, ctypes.get_errno()
+more = new(96 << 20)
+fill(more, 2)
+child = os.fork()
+if child == 0: os._exit(check(memory, 1) and check(more, 2))
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+for round in range(2): print(check(memory, 1), check(more, 2))
+libc.munlockall()
+print(check(memory, 1), check(more, 2))
+";
+    let Some((code, out, said)) = bounded("a_program_that_locks", &[], &format!("{PRELUDE}{script}")) else {
+        return;
+    };
+    assert_eq!((code, out.as_str()), (Some(0), "1\nTrue True\nTrue True\nTrue True\n"), "{said}");
+}
+
+#[test]
+fn what_the_kernel_reads_later_is_what_the_program_had_there() {
+    let script = "
+class Part(ctypes.Structure): _fields_ = [('at', ctypes.c_void_p), ('bytes', ctypes.c_size_t)]
+size = 128 << 20
+memory = new(size)
+fill(memory, 3)
+at = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+reader, writer = os.pipe()
+for page in range(16):
+    part = Part(at + page * (size // 16), 8)
+    assert libc.vmsplice(writer, ctypes.byref(part), 1, 0) == 8, ctypes.get_errno()
+# Other content in their frames.
+other = new(size)
+for round in range(3): fill(other, 1 << 60)
+expected = [(page * (size // 16) ^ 3).to_bytes(8, 'little') for page in range(16)]
+print([os.read(reader, 8) for page in range(16)] == expected, check(memory, 3))
+";
+    let Some(found) = bounded("what_the_kernel_reads", &[], &format!("{PRELUDE}{script}")) else { return };
+    assert_eq!(found, (Some(0), "True True\n".into(), String::new()));
+}
+
+#[test]
+fn pages_of_what_goes_on_in_the_background_stay_until_it_ends() {
+    let script = "
+memory = new(128 << 20)
+fill(memory, 4)
+time.sleep(1)
+print(check(memory, 4))
+";
+    let name = "pages_of_what_goes_on";
+    let Some(python) = python().filter(|_| can_run(name)) else { return };
+    let scratch = Scratch::new(name);
+    let input = scratch.file("script.py", &format!("{PRELUDE}{script}"));
+    let shell = format!("{} {} & exit 5", python, input.display());
+    let output = weir(&["--", "sh", "-c", &shell]);
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(5), "{said}");
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "True\n", "{said}");
+}
+
+#[test]
+fn programs_in_process_namespaces_of_their_own_do_not_take_each_others_pages() {
+    // Both are process 1 of their namespaces.
+    let script = "
+seed = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+memory = new(96 << 20)
+fill(memory, seed)
+for round in range(4): assert check(memory, seed)
+print(os.getpid(), 'good')
+";
+    let name = "programs_in_process_namespaces";
+    let (Some(python), Some(unshare)) = (python().filter(|_| can_run(name)), program("unshare")) else {
+        return;
+    };
+    let scratch = Scratch::new(name);
+    let input = scratch.file("script.py", &format!("{PRELUDE}{script}"));
+    let one = |seed: u32| {
+        format!("{unshare} --pid --fork --kill-child --mount-proc {python} {} {seed}", input.display())
+    };
+    let shell = format!("{} & {}; wait", one(6), one(7));
+    let output = weir(&["--", "sh", "-c", &shell]);
+    let said = String::from_utf8_lossy(&output.stderr);
+    if said.contains("unshare failed") || said.contains("Operation not permitted") {
+        println!("skipped: {name}: {}", said.trim());
+        return;
+    }
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "1 good\n1 good\n", "{said}");
+}

@@ -6,21 +6,21 @@
 mod program;
 
 use crate::cli::RunOptions;
-use rustix::process::{Pid, Signal};
+use rustix::process::{Pid, Signal, WaitOptions};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 use signal_hook::iterator::Signals;
 use std::ffi::OsString;
-use std::fs::{self, File};
+use std::fs;
 use std::io;
 use std::os::unix::fs::DirBuilderExt as _;
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::thread;
-use std::time::Duration;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
 use weir_cli::failure::{Failure, chain};
-use weir_pager::{BLOCK_PAGES, Ledger};
+use weir_pager::{BLOCK_PAGES, Ledger, directory};
 use weir_share::Client;
 use weir_store::StoreUrl;
 
@@ -28,6 +28,8 @@ use weir_store::StoreUrl;
 const OBJECT: &str = "libweir_preload.so";
 /// Processes that can be bounded at a time; each has a thread in the daemon.
 const PROCESSES: u16 = 64;
+/// Processes in the background are spoken of if they go on for so long.
+const SAY_AFTER: Duration = Duration::from_secs(1);
 /// Host memory for each byte that may be resident.
 const TIMES: u64 = 4;
 
@@ -41,25 +43,27 @@ pub fn run(options: &RunOptions) -> Result<(), Failure> {
     // What ends the program ends this one after it.
     let signals = Signals::new([SIGINT, SIGQUIT, SIGTERM, SIGHUP]).map_err(Failure::failed)?;
     let daemon = Daemon::start(options)?;
+    // Processes that lose their parent are this one's from here on.
+    let _ = rustix::process::set_child_subreaper(Some(rustix::process::getpid()));
     let child = Command::new(&path)
         .arg0(name)
         .args(arguments)
         .env("LD_PRELOAD", preload(&object))
         .env("WEIR_RUN_RESIDENT", options.resident.0.to_string())
-        .env("WEIR_RUN_SHARE", daemon.share())
-        .env("WEIR_RUN_LEDGER", daemon.ledger())
+        .env("WEIR_RUN_DIRECTORY", &daemon.directory)
         .env("WEIR_RUN_PARENT", std::process::id().to_string())
         .spawn()
         .map_err(|error| Failure::Failed(format!("cannot run {}: {error}", path.display())))?;
-    let status = wait(child, signals).map_err(Failure::failed)?;
+    let status = wait(child, &daemon, signals).map_err(Failure::failed)?;
     drop(daemon);
     // Nothing is left to be undone.
     std::process::exit(status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or_default()));
 }
 
-/// Waits for the program. Whoever ends this process means the program; a terminal tells both.
-fn wait(mut child: Child, mut signals: Signals) -> io::Result<ExitStatus> {
-    let program = Pid::from_child(&child);
+/// Waits for the program, then for what it has left in the background, whose pages lie here too.
+/// A signal that ends this process means them; a terminal tells all of them by itself.
+fn wait(mut child: Child, daemon: &Daemon, mut signals: Signals) -> io::Result<ExitStatus> {
+    let keeper = daemon.pid();
     let handle = signals.handle();
     thread::spawn(move || {
         for signal in &mut signals {
@@ -68,12 +72,43 @@ fn wait(mut child: Child, mut signals: Signals) -> io::Result<ExitStatus> {
                 SIGHUP => Signal::HUP,
                 _ => continue,
             };
-            let _ = rustix::process::kill_process(program, signal);
+            for process in left_behind(keeper) {
+                let _ = rustix::process::kill_process(process, signal);
+            }
         }
     });
     let status = child.wait();
+    let ended = Instant::now();
+    let mut is_said = false;
+    loop {
+        let left = left_behind(keeper);
+        if left.is_empty() {
+            break;
+        }
+        if !is_said && ended.elapsed() > SAY_AFTER {
+            is_said = true;
+            let count = left.len();
+            eprintln!(
+                "weir: the program has ended; {count} of its processes go on, and this ends with the last"
+            );
+        }
+        for process in left {
+            // Its exit code is nobody's.
+            let _ = rustix::process::waitpid(Some(process), WaitOptions::NOHANG);
+        }
+        thread::sleep(Duration::from_millis(10));
+    }
     handle.close();
     status
+}
+
+/// Children of this process besides the daemon.
+fn left_behind(daemon: Option<Pid>) -> Vec<Pid> {
+    let children = |task: fs::DirEntry| fs::read_to_string(task.path().join("children")).ok();
+    let tasks = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
+    let all: String = tasks.filter_map(children).collect();
+    let numbers = all.split_ascii_whitespace().filter_map(|number| number.parse().ok());
+    numbers.filter_map(Pid::from_raw).filter(|process| Some(*process) != daemon).collect()
 }
 
 /// The object lies beside this program, or where a package puts it.
@@ -105,6 +140,21 @@ fn preload(object: &Path) -> OsString {
 struct Daemon {
     directory: PathBuf,
     process: Option<Child>,
+    /// What tells people what pagers say, and the socket that it hears them by.
+    relay: Option<(JoinHandle<()>, PathBuf)>,
+}
+
+/// Prints what pagers say. They must not write to standard error themselves: where that is a pipe
+/// which a thread is writing from memory that is out, both would wait for ever. Ends with an empty
+/// line.
+fn relay(messages: &UnixDatagram) {
+    let mut line = [0; 512];
+    while let Ok(bytes @ 1..) = messages.recv(&mut line) {
+        let line = String::from_utf8_lossy(&line[..bytes]);
+        let line: String =
+            line.chars().map(|letter| if letter.is_control() { '?' } else { letter }).collect();
+        eprintln!("weir: {line}");
+    }
 }
 
 impl Daemon {
@@ -115,7 +165,7 @@ impl Daemon {
         fs::DirBuilder::new().mode(0o700).create(&directory).map_err(|error| {
             Failure::Failed(format!("cannot make {}: {error}; set TMPDIR", directory.display()))
         })?;
-        let mut daemon = Daemon { directory, process: None };
+        let mut daemon = Daemon { directory, process: None, relay: None };
         let default = [StoreUrl::Host { size: weir_core::ByteSize(options.resident.0 * TIMES) }];
         let stores = if options.store.is_empty() { &default[..] } else { &options.store };
         let control = daemon.directory.join("control");
@@ -144,9 +194,12 @@ impl Daemon {
         let pages = Client::connect(&daemon.share(), weir_share::Options::default())
             .map_err(|error| Failure::Failed(chain(&error)))?
             .pages();
-        File::create(daemon.ledger())
-            .and_then(|ledger| ledger.set_len(Ledger::bytes(pages as usize / BLOCK_PAGES)))
-            .map_err(|error| Failure::Failed(format!("{}: {error}", daemon.ledger().display())))?;
+        let unmade = |path: &Path, error: io::Error| Failure::Failed(format!("{}: {error}", path.display()));
+        let path = daemon.directory.join(directory::LEDGER);
+        Ledger::create(&path, pages as usize / BLOCK_PAGES).map_err(|error| unmade(&path, error))?;
+        let path = daemon.directory.join(directory::MESSAGES);
+        let messages = UnixDatagram::bind(&path).map_err(|error| unmade(&path, error))?;
+        daemon.relay = Some((thread::spawn(move || relay(&messages)), path));
         Ok(daemon)
     }
 
@@ -163,11 +216,11 @@ impl Daemon {
     }
 
     fn share(&self) -> PathBuf {
-        self.directory.join("share")
+        self.directory.join(directory::SHARE)
     }
 
-    fn ledger(&self) -> PathBuf {
-        self.directory.join("ledger")
+    fn pid(&self) -> Option<Pid> {
+        self.process.as_ref().map(Pid::from_child)
     }
 }
 
@@ -177,6 +230,12 @@ impl Drop for Daemon {
             // Where children of the program live on, their pages go with it: they get SIGBUS, never zeros.
             let _ = rustix::process::kill_process(Pid::from_child(process), Signal::TERM);
             let _ = process.wait();
+        }
+        if let Some((relay, path)) = self.relay.take() {
+            let told = UnixDatagram::unbound().and_then(|socket| socket.send_to(&[], path));
+            if told.is_ok() {
+                let _ = relay.join();
+            }
         }
         let _ = fs::remove_dir_all(&self.directory);
     }

@@ -43,7 +43,7 @@ impl<S: Store> Work<S> {
                 let room = self.store.claim();
                 if room.is_none() {
                     if !self.is_full {
-                        say("weir: the store is full; this program takes more memory than its limit\n");
+                        (self.tell)("the store is full; the program takes more memory than its limit");
                     }
                     self.is_full = true;
                     return None;
@@ -122,8 +122,8 @@ impl<S: Store> Work<S> {
             Ok(()) if next == BLOCK_PAGES => {
                 count(&self.shared.counters.writes, 1);
                 self.writing = None;
-                self.slots[slot] = Slot::Free;
                 self.blocks.get_mut(id).state = State::Stored;
+                self.leave(slot);
             }
             Ok(()) => self.writing = Some(Transfer { id, slot, next }),
         }
@@ -131,7 +131,7 @@ impl<S: Store> Work<S> {
 
     pub(super) fn fail(&mut self) {
         if !self.is_broken {
-            say("weir: the store fails; this program takes more memory than its limit from here on\n");
+            (self.tell)("the store fails; the program takes more memory than its limit from here on");
         }
         self.is_broken = true;
     }
@@ -162,7 +162,7 @@ impl<S: Store> Work<S> {
     pub(super) fn fill(&mut self) {
         let Some(Transfer { id, slot, next }) = self.filling.take() else { return };
         if !self.read(id, slot, next, next + STEP) {
-            self.lose(id, slot);
+            self.lose(id, slot, |address| address);
         } else if next + STEP == BLOCK_PAGES {
             self.blocks.get_mut(id).state = State::Ready(slot);
         } else {

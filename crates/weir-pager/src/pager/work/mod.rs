@@ -9,7 +9,7 @@ use super::blocks::{Blocks, State};
 use super::{BELLS, Scope, Shared, count, reserve};
 use crate::maps::{Mapping, Maps};
 use crate::uffd::{Event, Stopped, Uffd, populated};
-use crate::{BLOCK, BLOCK_PAGES, Error, Policy, Store};
+use crate::{BLOCK, BLOCK_PAGES, Error, Policy, Store, Tell};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::mm::Advice;
@@ -60,6 +60,7 @@ struct Transfer {
 pub(super) struct Work<S> {
     uffd: Uffd,
     store: S,
+    tell: Tell,
     /// The store failed: nothing goes out any more.
     is_broken: bool,
     is_full: bool,
@@ -75,7 +76,8 @@ pub(super) struct Work<S> {
     blocks: Blocks,
     /// What is registered: first byte, and the byte after the last.
     spans: BTreeMap<usize, usize>,
-    /// What was mapped before the pager.
+    /// What was mapped before the pager began: its own memory too, and no byte more. A mapping of the
+    /// program of which a part is left alone is two for the kernel, and `mremap` refuses to grow it.
     excluded: Vec<(usize, usize)>,
     staging: usize,
     nursery: usize,
@@ -93,7 +95,13 @@ pub(super) struct Work<S> {
 }
 
 impl<S: Store> Work<S> {
-    pub(super) fn new(uffd: Uffd, store: S, scope: Scope, shared: Arc<Shared>) -> Result<Self, Error> {
+    pub(super) fn new(
+        uffd: Uffd,
+        store: S,
+        tell: Tell,
+        scope: Scope,
+        shared: Arc<Shared>,
+    ) -> Result<Self, Error> {
         let system = |error: Errno| Error::System(error.into());
         let (staging, nursery) = (reserve(SLOTS * BLOCK)?, reserve(BLOCK)?);
         for (at, bytes) in [(staging, SLOTS * BLOCK), (nursery, BLOCK)] {
@@ -107,6 +115,7 @@ impl<S: Store> Work<S> {
         let mut work = Work {
             uffd,
             store,
+            tell,
             is_broken: false,
             is_full: false,
             scope,
@@ -289,7 +298,7 @@ impl<S: Store> Work<S> {
                 let slot = self.frame_now()?;
                 count(&self.shared.counters.reads, 1);
                 if !self.read(id, slot, 0, BLOCK_PAGES) {
-                    self.lose(id, slot);
+                    self.lose(id, slot, |address| address);
                     return Ok(());
                 }
                 slot
@@ -322,21 +331,25 @@ impl<S: Store> Work<S> {
     }
 
     /// The content cannot be had back: whoever touches it is told so.
-    fn lose(&mut self, id: u32, slot: usize) {
+    fn lose(&mut self, id: u32, slot: usize, place: impl Fn(usize) -> usize) {
         self.slots[slot] = Slot::Free;
         if self.shared.counters.lost.fetch_add(1, Ordering::Relaxed) == 0 {
-            say("weir: pages of this program cannot be had back; it gets SIGBUS where it touches them\n");
+            (self.tell)("pages cannot be had back; the program gets SIGBUS where it touches them");
         }
         let at = self.blocks.get(id).at;
         self.blocks.get_mut(id).state = State::Lost;
         for page in 0..BLOCK_PAGES {
-            self.poison(at + page * PAGE_SIZE);
+            self.poison(place(at + page * PAGE_SIZE));
         }
     }
 
-    fn poison(&self, address: usize) {
-        let _ = self.uffd.poison(address / PAGE_SIZE * PAGE_SIZE, PAGE_SIZE);
-        self.uffd.wake(address / PAGE_SIZE * PAGE_SIZE);
+    /// Poisons a page where it is by now. Without that it would read as zeros.
+    fn poison(&mut self, address: usize) {
+        let page = address / PAGE_SIZE * PAGE_SIZE;
+        while let Err(Stopped { why: Errno::AGAIN, .. }) = self.uffd.poison(self.now_at(page), PAGE_SIZE) {
+            self.hear();
+        }
+        self.uffd.wake(self.now_at(page));
     }
 
     fn zero(&mut self, address: usize, pages: usize) -> Result<(), Changed> {
@@ -371,9 +384,4 @@ fn page_at(address: usize) -> *mut PageBytes {
 fn advise(start: usize, bytes: usize, advice: Advice) -> Result<(), Errno> {
     // SAFETY: advice that frees is given on this thread's own memory alone.
     unsafe { rustix::mm::madvise(std::ptr::with_exposed_provenance_mut(start), bytes, advice) }
-}
-
-/// A line on standard error, by no lock and no memory of the program's.
-fn say(line: &str) {
-    let _ = rustix::io::write(rustix::stdio::stderr(), line.as_bytes());
 }

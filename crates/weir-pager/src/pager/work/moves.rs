@@ -10,10 +10,17 @@ impl<S: Store> Work<S> {
     /// Moves as much as lies in one mapping: neighbours that the kernel has not made one are moved one after the other.
     pub(super) fn move_pages(&self, to: usize, from: usize, bytes: usize) -> Result<(), Stopped> {
         let mut some = bytes;
+        let mut is_unlocked = false;
         loop {
             match self.uffd.move_pages(to, from, some) {
                 Err(Stopped { why: Errno::INVAL, done: 0 }) if some > PAGE_SIZE => {
                     some = (some / 2).next_multiple_of(PAGE_SIZE);
+                }
+                Err(Stopped { why: Errno::INVAL, done: 0 }) if !is_unlocked => {
+                    // The kernel moves no page between memory that is locked and memory that is not.
+                    is_unlocked = true;
+                    self.unlock();
+                    some = bytes;
                 }
                 Ok(()) if some < bytes => return Err(Stopped { why: Errno::INVAL, done: some }),
                 result => return result,
@@ -107,11 +114,30 @@ impl<S: Store> Work<S> {
         false
     }
 
+    /// `mlockall()` locks this thread's memory too.
+    fn unlock(&self) {
+        for (at, bytes) in [(self.staging, SLOTS * BLOCK), (self.nursery, BLOCK)] {
+            // SAFETY: this thread's own memory.
+            let _ = unsafe { rustix::mm::munlock(page_at(at).cast(), bytes) };
+        }
+    }
+
+    /// A slot's content is needed no more.
+    pub(super) fn leave(&mut self, slot: usize) {
+        self.slots[slot] = Slot::Free;
+        if self.shared.lends.load(Ordering::SeqCst) {
+            self.scrub(slot);
+        }
+    }
+
     /// Frees what is in a slot. Not while it is registered: this thread would wait for itself to hear of it.
     pub(super) fn scrub(&mut self, slot: usize) {
         let (start, end) = (self.slot(slot), self.slot(slot) + BLOCK);
         let scrubbed = self.uffd.unregister(start, end).and_then(|()| {
-            advise(start, BLOCK, Advice::LinuxDontNeed)?;
+            if advise(start, BLOCK, Advice::LinuxDontNeed).is_err() {
+                self.unlock();
+                advise(start, BLOCK, Advice::LinuxDontNeed)?;
+            }
             self.uffd.register(start, end)
         });
         assert!(scrubbed.is_ok(), "staging memory is this thread's own");
@@ -190,8 +216,8 @@ impl<S: Store> Work<S> {
     pub(super) fn drop_copy(&mut self, id: u32) {
         if let State::Ready(slot) | State::Filling(slot) = self.blocks.get(id).state {
             self.filling = self.filling.filter(|filling| filling.id != id);
-            self.slots[slot] = Slot::Free;
             self.blocks.get_mut(id).state = State::Stored;
+            self.leave(slot);
         }
     }
 }

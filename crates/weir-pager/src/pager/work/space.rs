@@ -50,7 +50,7 @@ impl<S: Store> Work<S> {
                 if self.read(id, slot, 0, BLOCK_PAGES) {
                     Some(slot)
                 } else {
-                    self.lose(id, slot);
+                    self.lose(id, slot, &place);
                     None
                 }
             }
@@ -61,7 +61,7 @@ impl<S: Store> Work<S> {
                 self.copy_in(place(at + offset), self.slot(slot) + offset);
             }
             self.writing = self.writing.filter(|writing| writing.id != id);
-            self.slots[slot] = Slot::Free;
+            self.leave(slot);
             self.blocks.get_mut(id).state = State::Resident;
         } else if self.blocks.get(id).state == State::Resident {
             self.policy.went(id);
@@ -76,7 +76,7 @@ impl<S: Store> Work<S> {
             State::Writing(slot) | State::Filling(slot) | State::Ready(slot) | State::Back(slot) => {
                 self.writing = self.writing.filter(|writing| writing.id != id);
                 self.filling = self.filling.filter(|filling| filling.id != id);
-                self.slots[slot] = Slot::Free;
+                self.leave(slot);
             }
             State::Resident => self.policy.went(id),
             State::Empty | State::Stored | State::Lost => {}
@@ -191,7 +191,11 @@ impl<S: Store> Work<S> {
                 let known = self.known(from, end);
                 let to = known.map_or(end, |(start, _)| start.max(from));
                 let is_next = self.spans.range(..from).next_back().is_some_and(|(_, &end)| end == from);
-                if to - from >= if is_next { BLOCK } else { SPAN_MIN } {
+                // A mapping that grew is registered as a whole, and no child gets any of it until a
+                // fork asks for that. So however little it grew by, it is managed.
+                let is_same = is_next && from > start || to < end && self.spans.contains_key(&to);
+                let least = if is_next { BLOCK } else { SPAN_MIN };
+                if to > from && (is_same || to - from >= least) {
                     self.adopt(from, to);
                 }
                 from = known.map_or(end, |(_, end)| end);
@@ -205,11 +209,7 @@ impl<S: Store> Work<S> {
         let before = self.spans.range(..=start).next_back();
         let after = self.spans.range(start..end).next();
         let spans = before.into_iter().chain(after).map(|(&first, &last)| (first, last));
-        let own = [
-            (self.staging - BLOCK, self.staging + (SLOTS + 1) * BLOCK),
-            (self.nursery - BLOCK, self.nursery + 2 * BLOCK),
-        ];
-        self.excluded.iter().copied().chain(own).chain(spans).filter(overlaps).min()
+        self.excluded.iter().copied().chain(spans).filter(overlaps).min()
     }
 
     pub(super) fn adopt(&mut self, start: usize, end: usize) {

@@ -1,0 +1,131 @@
+//! The ledger: which process holds which block of a volume that many share.
+
+use rustix::fs::OFlags;
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd as _;
+use std::path::Path;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// Where the locks of owners begin: behind every byte that a ledger has.
+const LOCKS: i64 = 1 << 40;
+
+/// A file that all processes of one run map: the last owner's number, then the owner of each block.
+///
+/// An owner is a number that is dealt once in a run. It holds a lock of its own on the open file
+/// (`F_OFD_SETLK`), which the kernel ends with the process or as that becomes another program.
+/// Process numbers would not do: two namespaces have the same ones.
+#[derive(Debug)]
+pub struct Ledger {
+    lock: File,
+    words: *const AtomicU32,
+    blocks: usize,
+    next: usize,
+    me: u32,
+}
+
+// SAFETY: a mapping of atomic numbers, which lives as long as the process.
+unsafe impl Send for Ledger {}
+
+impl Ledger {
+    /// Makes the file for so many blocks, for others to open.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn create(path: &Path, blocks: usize) -> io::Result<()> {
+        File::create_new(path)?.set_len(((1 + blocks) * size_of::<AtomicU32>()) as u64)
+    }
+
+    /// Opens it as another owner. The thread that calls this must have its table of descriptors for
+    /// itself: a child that inherits this one keeps the owner alive.
+    ///
+    /// # Errors
+    /// When it is not there or empty.
+    pub fn open(path: &Path) -> io::Result<Self> {
+        // Two descriptions: a mapping keeps the one that it was made from, and with it its locks.
+        let open = || rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, 0.into());
+        let (file, lock) = (File::from(open()?), File::from(open()?));
+        let bytes = file.metadata()?.len() as usize;
+        let blocks = (bytes / size_of::<AtomicU32>()).saturating_sub(1);
+        let flags = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping, which stays.
+        let at = unsafe { rustix::mm::mmap(std::ptr::null_mut(), bytes, flags, MapFlags::SHARED, &file, 0)? };
+        // SAFETY: the mapping just made. A child has no pager, and may be another user's.
+        unsafe { rustix::mm::madvise(at, bytes, Advice::LinuxDontFork)? };
+        let mut ledger = Ledger { lock, words: at.cast(), blocks, next: 0, me: 0 };
+        ledger.me = ledger.words()[0].fetch_add(1, Ordering::Relaxed) + 1;
+        ledger.ask(libc::F_OFD_SETLK, ledger.me)?;
+        Ok(ledger)
+    }
+
+    fn words(&self) -> &[AtomicU32] {
+        // SAFETY: mapped for so many, by whole pages.
+        unsafe { std::slice::from_raw_parts(self.words, 1 + self.blocks) }
+    }
+
+    fn owners(&self) -> &[AtomicU32] {
+        &self.words()[1..]
+    }
+
+    /// Takes an owner's lock, or asks who has it: the kind of lock that somebody else has.
+    fn ask(&self, command: i32, owner: u32) -> io::Result<i32> {
+        let mut lock = libc::flock {
+            l_type: libc::F_WRLCK as i16,
+            l_whence: libc::SEEK_SET as i16,
+            l_start: LOCKS + i64::from(owner),
+            l_len: 1,
+            l_pid: 0,
+        };
+        // SAFETY: a command of locks with the structure that it takes.
+        match unsafe { libc::fcntl(self.lock.as_raw_fd(), command, &raw mut lock) } {
+            0 => Ok(lock.l_type.into()),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+
+    fn has_ended(&self, owner: u32) -> bool {
+        owner != self.me && self.ask(libc::F_OFD_GETLK, owner).is_ok_and(|kind| kind == libc::F_UNLCK)
+    }
+
+    /// A block below `limit`: a free one, else one of an owner that has ended.
+    pub(crate) fn claim(&mut self, limit: usize) -> Option<usize> {
+        let blocks = self.blocks.min(limit);
+        let take = |at: usize, from: u32| {
+            self.owners()[at].compare_exchange(from, self.me, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+        };
+        let free = (self.next..blocks).chain(0..self.next.min(blocks)).find(|&at| take(at, 0));
+        let found = free.or_else(|| {
+            (0..blocks).find(|&at| {
+                let owner = self.owners()[at].load(Ordering::Acquire);
+                self.has_ended(owner) && take(at, owner)
+            })
+        })?;
+        self.next = found + 1;
+        Some(found)
+    }
+
+    pub(crate) fn release(&mut self, block: usize) {
+        self.owners()[block].store(0, Ordering::Release);
+        self.next = self.next.min(block);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_block_has_one_owner_and_is_free_once_that_has_ended() {
+        let path = std::env::temp_dir().join(format!("weir-ledger-{}", std::process::id()));
+        Ledger::create(&path, 3).unwrap();
+        let [mut first, mut second, third] = [(); 3].map(|()| Ledger::open(&path).unwrap());
+        std::fs::remove_file(&path).unwrap();
+        assert_eq!([first.claim(3), second.claim(3), first.claim(2)], [Some(0), Some(1), None]);
+        assert_eq!([second.claim(3), second.claim(3)], [Some(2), None], "all are held by those that live");
+        second.release(1);
+        assert_eq!(second.claim(3), Some(1));
+        drop((first, third));
+        assert_eq!([second.claim(3), second.claim(3)], [Some(0), None]);
+    }
+}
