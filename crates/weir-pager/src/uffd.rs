@@ -105,9 +105,9 @@ impl Uffd {
         self.ioctl(UFFDIO_UNREGISTER, &mut [start as u64, (end - start) as u64])
     }
 
-    /// Has threads that wait for `at` look again.
-    pub fn wake(&self, at: usize) {
-        let _ = self.ioctl(UFFDIO_WAKE, &mut [at as u64, PAGE_SIZE as u64]);
+    /// Has threads that wait for one of these pages look again.
+    pub fn wake(&self, at: usize, bytes: usize) {
+        let _ = self.ioctl(UFFDIO_WAKE, &mut [at as u64, bytes as u64]);
     }
 
     /// Moves pages by reference.
@@ -138,6 +138,12 @@ impl Uffd {
         let mut argument = [at as u64, bytes as u64, 0, 0];
         let result = self.ioctl(UFFDIO_ZEROPAGE, &mut argument);
         stopped(result, argument[3])
+    }
+
+    /// Whether the address space has changed, or is about to, and the event of that was not read yet.
+    pub fn is_changing(&self) -> bool {
+        // The kernel looks at that before it looks at the range, which is none.
+        self.zero(0, 0).is_err_and(|Stopped { why, .. }| why == Errno::AGAIN)
     }
 
     /// Has whoever touches these pages get SIGBUS.

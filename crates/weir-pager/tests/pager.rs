@@ -266,6 +266,49 @@ fn memory_that_moves_keeps_its_content_wherever_its_blocks_come_to_lie() {
     memory.check((0..first).chain(first + count..PAGES));
 }
 
+/// Ends the other thread, also where the test fails: it would be waited for.
+struct Ends<'a>(&'a AtomicBool);
+
+impl Drop for Ends<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+#[test]
+fn pages_that_the_kernel_moves_meanwhile_are_kept() {
+    let name = "pages_that_the_kernel_moves_meanwhile";
+    let compact = "/proc/sys/vm/compact_memory";
+    if std::fs::write(compact, "1").is_err() {
+        println!("skipped: {name}: {compact} cannot be written");
+        return;
+    }
+    let Some(mut memory) = Memory::new(name, 256) else { return };
+    memory.fill();
+    // Where no block can be a huge page: those move as one, whatever the kernel does with them.
+    let to = map(SIZE + BLOCK).wrapping_add(5 * PAGE_SIZE);
+    // SAFETY: this test's own memory.
+    memory.base = unsafe {
+        rustix::mm::mremap_fixed(memory.base.cast(), SIZE, SIZE, MremapFlags::MAYMOVE, to.cast())
+            .expect("moved")
+            .cast()
+    };
+    let has_ended = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !has_ended.load(Ordering::Relaxed) {
+                let _ = std::fs::write(compact, "1");
+            }
+        });
+        let _end = Ends(&has_ended);
+        for _ in 0..24 {
+            memory.check(0..PAGES);
+            memory.fill();
+        }
+        memory.check((0..PAGES).rev());
+    });
+}
+
 #[test]
 fn room_is_free_again_when_memory_is_unmapped() {
     let Some(memory) = Memory::new("room_is_free_again", 256) else { return };

@@ -12,8 +12,8 @@ use spinning_top::RawSpinlock;
 use std::io;
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use talc::TalcLock;
 use talc::source::Claim;
 use weir_pager::{Ledger, Options, Pager, Scope, ShareStore, Tell, directory};
@@ -79,12 +79,19 @@ fn bound(limit: usize, run: PathBuf) -> Result<Pager, String> {
             // What has no room is not worth waiting for.
             let _ = messages.send(format!("process {}: {line}", getpid()).as_bytes());
         };
+        let tell = Arc::new(tell);
+        let last_words = Arc::clone(&tell);
+        // A backtrace takes more memory than the arena has, and standard error may be waited for.
+        std::panic::set_hook(Box::new(move |panic| {
+            last_words(&format!("a bug in Weir's pager ends it: {panic}"));
+            std::process::abort();
+        }));
         let share = ShareStore::connect(&run.join(directory::SHARE), ledger);
         let share = share.map_err(|error| match std::error::Error::source(&error) {
             Some(source) => format!("{error}: {source}"),
             None => error.to_string(),
         })?;
-        Ok((share, Box::new(tell) as Tell))
+        Ok((share, Box::new(move |line: &str| tell(line)) as Tell))
     };
     // The program's signal handlers are not for the pager's thread.
     // SAFETY: sets of signals on the stack, and this thread's mask, which is put back.

@@ -1,11 +1,15 @@
 //! `weir run` over programs that nobody here wrote: the same results, in a third of the memory.
 
+mod common;
+
+use common::Ends;
 use std::fs;
 use std::io::Read as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::Once;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -179,7 +183,18 @@ fn sqlite_finds_the_same_by_an_index_in_memory() {
         SELECT sum(a) FROM t WHERE b > printf('%0120d', 3000000) AND b < printf('%0120d', 9000000);
         PRAGMA integrity_check;";
     let input = scratch.file("script", script);
-    same_in_less(&[&sqlite, ":memory:"], &input);
+    // The kernel moves pages meanwhile, as it does on a machine that is short of memory.
+    let has_ended = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while !has_ended.load(Ordering::Relaxed) {
+                let _ = fs::write("/proc/sys/vm/compact_memory", "1");
+                thread::sleep(Duration::from_millis(50));
+            }
+        });
+        let _end = Ends(&has_ended);
+        same_in_less(&[&sqlite, ":memory:"], &input);
+    });
 }
 
 #[test]
@@ -244,6 +259,45 @@ print(sum(memory[::4096]))
 ";
     let input = scratch.file("script.py", script);
     same_in_less(&[&python, input.to_str().unwrap()], Path::new("/dev/null"));
+}
+
+#[test]
+fn memory_that_moves_while_it_is_looked_for_is_kept() {
+    let name = "memory_that_moves_while_it_is_looked_for";
+    let Some(python) = python().filter(|_| can_run(name)) else { return };
+    let scratch = Scratch::new(name);
+    let script = "
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+MIB = 1 << 20
+def room():
+    return libc.mmap(None, 96 * MIB, 0, 0x4022, -1, 0)
+places = [room() + 5 * 4096, room() + 300 * 4096]
+size = 64 * MIB
+at = libc.mmap(None, size, 3, 0x22, -1, 0)
+def word(page):
+    return ctypes.c_uint64.from_address(at + page * 4096)
+for page in range(size // 4096):
+    word(page).value = page + 1
+wrong = 0
+for move in range(60):
+    # A mapping whose size changes is looked for.
+    to = libc.mremap(at, size, size + 4096, 3, places[move % 2])
+    assert to == places[move % 2], ctypes.get_errno()
+    at, size = to, size + 4096
+    for page in range(move * 37 % 1009, 64 * MIB // 4096, 1009):
+        wrong += word(page).value != page + 1
+wrong += sum(word(page).value != page + 1 for page in range(64 * MIB // 4096))
+print(wrong)
+";
+    let input = scratch.file("script.py", script);
+    let output = weir(&["--", &python, input.to_str().unwrap()]);
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!((output.status.code(), &*said), (Some(0), ""));
+    assert_eq!(String::from_utf8_lossy(&output.stdout).trim(), "0", "words that are not what was written");
 }
 
 #[test]

@@ -234,9 +234,9 @@ impl<S: Store> Work<S> {
     fn answer(&mut self, bell: usize) -> Result<(), Changed> {
         let [start, end] = self.shared.adopt.each_ref().map(|bound| bound.load(Ordering::Relaxed));
         if end > start {
-            self.adopt(start, end);
+            self.adopt(start, end)?;
         }
-        self.look();
+        self.look()?;
         if self.is_held() {
             self.advise_spans(Advice::LinuxDoFork);
             let ids: Vec<u32> = self.blocks.ids().collect();
@@ -349,7 +349,7 @@ impl<S: Store> Work<S> {
         while let Err(Stopped { why: Errno::AGAIN, .. }) = self.uffd.poison(self.now_at(page), PAGE_SIZE) {
             self.hear();
         }
-        self.uffd.wake(self.now_at(page));
+        self.uffd.wake(self.now_at(page), PAGE_SIZE);
     }
 
     fn zero(&mut self, address: usize, pages: usize) -> Result<(), Changed> {
@@ -360,7 +360,7 @@ impl<S: Store> Work<S> {
         match self.uffd.zero(at, end - at) {
             Err(Stopped { why: Errno::AGAIN, done: 0 }) => Err(Changed),
             _ => {
-                self.uffd.wake(at);
+                self.uffd.wake(at, PAGE_SIZE);
                 Ok(())
             }
         }

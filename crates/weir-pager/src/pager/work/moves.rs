@@ -23,9 +23,34 @@ impl<S: Store> Work<S> {
                     some = bytes;
                 }
                 Ok(()) if some < bytes => return Err(Stopped { why: Errno::INVAL, done: some }),
+                Err(Stopped { why: why @ (Errno::EXIST | Errno::NOENT), done: 0 }) => {
+                    return Err(Stopped { why, done: self.moved_unsaid(to, from, bytes) });
+                }
                 result => return result,
             }
         }
+    }
+
+    /// Bytes at `from` that have moved though the kernel did not say so. Where Linux 6.18 has waited
+    /// for a page that it was migrating, it moves that page, does not count it, tries it again and
+    /// stops, since nothing is left at `from` and something is at `to`.
+    fn moved_unsaid(&self, to: usize, from: usize, bytes: usize) -> usize {
+        let mut gone = bytes;
+        let left = populated(&self.pagemap, from, from + bytes, |start, _| gone = gone.min(start - from));
+        if left.is_err() {
+            return 0;
+        }
+        // A slot is whole before it moves. In place pages may be missing from the beginning.
+        if !(self.staging..self.staging + SLOTS * BLOCK).contains(&from) {
+            let mut came = 0;
+            let _ = populated(&self.pagemap, to, to + gone, |start, end| {
+                if start == to + came {
+                    came = end - to;
+                }
+            });
+            gone = came;
+        }
+        gone
     }
 
     /// Puts a slot's pages where they belong. Pages that are there already stay.
@@ -46,12 +71,11 @@ impl<S: Store> Work<S> {
             }
         }
         self.slots[slot] = Slot::Vacant;
-        if is_whole {
-            self.uffd.wake(at);
-        } else {
+        if !is_whole {
             self.scrub(slot);
-            (at..at + BLOCK).step_by(PAGE_SIZE).for_each(|page| self.uffd.wake(page));
         }
+        // The kernel has woken those alone that wait for a page of which it said that it moved.
+        self.uffd.wake(at, BLOCK);
         Ok(())
     }
 
@@ -60,7 +84,7 @@ impl<S: Store> Work<S> {
         while let Err(Stopped { why: Errno::AGAIN, .. }) = self.uffd.copy(self.now_at(to), from, PAGE_SIZE) {
             self.hear();
         }
-        self.uffd.wake(self.now_at(to));
+        self.uffd.wake(self.now_at(to), PAGE_SIZE);
     }
 
     /// Where an address of the tables is after all that was heard and not yet heeded.
@@ -183,11 +207,16 @@ impl<S: Store> Work<S> {
         }
         let (to, mut done) = (self.slot(slot), 0);
         while done < BLOCK {
-            match self.uffd.move_pages(to + done, self.nursery + done, BLOCK - done) {
+            match self.move_pages(to + done, self.nursery + done, BLOCK - done) {
                 Ok(()) => done = BLOCK,
                 Err(Stopped { done: more, .. }) if more > 0 => done += more,
                 Err(Stopped { why: Errno::AGAIN, .. }) => self.hear(),
-                Err(Stopped { why, .. }) => panic!("this thread's own memory does not move: {why}"),
+                // A page that is being split or migrated, for instance. Any other page will do.
+                Err(_) => match self.uffd.zero(to + done, PAGE_SIZE) {
+                    Ok(()) | Err(Stopped { why: Errno::EXIST, .. }) => done += PAGE_SIZE,
+                    Err(Stopped { why: Errno::AGAIN, .. }) => self.hear(),
+                    Err(Stopped { why, .. }) => panic!("a slot cannot be filled: {why}"),
+                },
             }
         }
         self.slots[slot] = Slot::Busy;

@@ -171,18 +171,17 @@ impl<S: Store> Work<S> {
         // The first number is the address space.
         let size = now[..read].iter().position(|byte| *byte == b' ').unwrap_or(0);
         now[size..].fill(0);
-        if now != self.seen {
+        if now != self.seen && self.look().is_ok() {
             self.seen = now;
-            self.look();
         }
     }
 
-    pub(super) fn look(&mut self) {
+    pub(super) fn look(&mut self) -> Result<(), Changed> {
         if self.scope != Scope::Process {
-            return;
+            return Ok(());
         }
         self.mappings.clear();
-        let Ok(mappings) = self.maps.read() else { return };
+        let Ok(mappings) = self.maps.read() else { return Ok(()) };
         self.mappings.extend(mappings.filter(|mapping| mapping.is_plain));
         for at in 0..self.mappings.len() {
             let Mapping { start, end, .. } = self.mappings[at];
@@ -196,11 +195,12 @@ impl<S: Store> Work<S> {
                 let is_same = is_next && from > start || to < end && self.spans.contains_key(&to);
                 let least = if is_next { BLOCK } else { SPAN_MIN };
                 if to > from && (is_same || to - from >= least) {
-                    self.adopt(from, to);
+                    self.adopt(from, to)?;
                 }
                 from = known.map_or(end, |(_, end)| end);
             }
         }
+        Ok(())
     }
 
     /// The first range in `start..end` that is managed, or is to be left alone.
@@ -212,9 +212,21 @@ impl<S: Store> Work<S> {
         self.excluded.iter().copied().chain(spans).filter(overlaps).min()
     }
 
-    pub(super) fn adopt(&mut self, start: usize, end: usize) {
+    /// Manages this range too, unless something changed meanwhile.
+    pub(super) fn adopt(&mut self, start: usize, end: usize) -> Result<(), Changed> {
         if self.uffd.register(start, end).is_err() {
-            return;
+            return Ok(());
+        }
+        // The mappings that were read may be of before a change, or of after one whose event was not
+        // heard yet. Blocks made here would lie over those that the event brings, or over a hole
+        // that is mapped again and not registered. From here on each change has its event.
+        if self.scope == Scope::Process && !self.is_one_mapping(start, end) {
+            return Err(Changed);
+        }
+        self.hear();
+        let is_change = |event: &Event| !matches!(event, Event::Fault(_));
+        if self.events.iter().any(is_change) || self.uffd.is_changing() {
+            return Err(Changed);
         }
         let advice = if self.is_held() { Advice::LinuxDoFork } else { Advice::LinuxDontFork };
         let _ = advise(start, end - start, advice);
@@ -233,5 +245,12 @@ impl<S: Store> Work<S> {
                 at += BLOCK;
             }
         });
+        Ok(())
+    }
+
+    /// What is registered and what is not are never one mapping.
+    fn is_one_mapping(&mut self, start: usize, end: usize) -> bool {
+        let covers = |mapping: Mapping| mapping.is_plain && mapping.start <= start && end <= mapping.end;
+        self.maps.read().is_ok_and(|mut mappings| mappings.any(covers))
     }
 }
