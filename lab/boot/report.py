@@ -3,6 +3,7 @@
 import datetime
 import os
 import platform
+import statistics
 import subprocess
 import time
 
@@ -80,6 +81,26 @@ def document(tree, scenario, kernel, scale, passed, seconds, figures):
         "cpus": scenario.cpus,
     }
     return verdict("lab", tree, passed, seconds, figures) | {"scenario": scenario.name, "scale": scale, "guest": guest}
+
+
+def of_boots(documents, boots):
+    """One object for several runs of a scenario: each row with its median, and `each` of its values; met if it was each time."""
+    rows_of = {}
+    for document in documents:
+        for figures in document["rows"]:
+            rows_of.setdefault((figures["id"], figures["metric"]), []).append(figures)
+    merged = []
+    for same in rows_of.values():
+        values = [figures["value"] for figures in same]
+        met = None if same[0]["met"] is None else all(figures["met"] for figures in same)
+        merged.append(same[0] | {"value": statistics.median(values), "met": met, "each": values})
+    return documents[0] | {
+        "runs": len(documents),
+        "rows": merged,
+        # A boot that left no report has failed.
+        "passed": len(documents) == boots and all(document["passed"] for document in documents),
+        "seconds": round(sum(document["seconds"] for document in documents), 2),
+    }
 
 
 def _lines(path):

@@ -27,6 +27,7 @@ KEYS = {
     "modules": "",
     "clients": "",
     "clock": "host",
+    "boots-full": "1",
     "test-at": "ci",
     "root": "host",
 }
@@ -60,6 +61,7 @@ class Scenario:
     modules: list  # directories with a Kbuild Makefile
     clients: list  # directories of C programs, built against this kernel's own headers
     counts: bool  # its clock counts instructions
+    boots: dict  # scale -> how many guests run it, one after the other
     own_root: bool  # Debian with systemd, on a disk of its own
 
     def heartbeat_goal(self, scale):
@@ -114,6 +116,7 @@ def read(path):
         modules=said["modules"].split(),
         clients=said["clients"].split(),
         counts=said["clock"] == "instructions",
+        boots={CI: 1, FULL: int(said["boots-full"])},
         own_root=said["root"] == "debian",
     )
 
