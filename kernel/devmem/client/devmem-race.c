@@ -1,11 +1,17 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
  * One thread receives fragments and returns each; another returns numbers that it guesses, all the
- * time. Whoever returns a fragment, nobody may be told less than all of them were returned.
+ * time; a third does so while recvmsg() waits for a page of its control buffer, so between telling
+ * user space of a token and the token's being good for something. Whoever returns a fragment, nobody
+ * may be told less than all of them were returned.
  *
- *   devmem-race BURSTS    "told N by-receiver N by-guesser N lost N"
+ *   devmem-race BURSTS    "told N by-receiver N by-guesser N lost N held N"
+ *
+ * "held": how often recvmsg() waited.
  */
 #include "devmem.h"
+#include <linux/userfaultfd.h>
+#include <sys/syscall.h>
 
 #define BURST (64 * 1024)
 #define GUESSES 40
@@ -14,19 +20,57 @@
 static int receiver;
 static volatile bool stop;
 static volatile uint32_t last;
-static unsigned long guessed;
+static unsigned long guessed, held;
+static int faults;
+
+static void guess_once(void)
+{
+	/* The numbers that a table begins with, and those that come next. */
+	struct dmabuf_token tokens[] = { { 1, GUESSES }, { last + 1, GUESSES } };
+	int freed = give_back(receiver, tokens, 2);
+
+	if (freed > 0)
+		__atomic_fetch_add(&guessed, freed, __ATOMIC_RELAXED);
+}
 
 static void *guess(void *unused)
 {
-	while (!stop) {
-		/* The numbers that a table begins with, and those that come next. */
-		struct dmabuf_token tokens[] = { { 1, GUESSES }, { last + 1, GUESSES } };
-		int freed = give_back(receiver, tokens, 2);
+	while (!stop)
+		guess_once();
+	return unused;
+}
 
-		if (freed > 0)
-			guessed += freed;
+/* recvmsg() stands still where it first writes to a page, until this has guessed and let it go on. */
+static void *guess_while_it_waits(void *unused)
+{
+	struct uffd_msg fault;
+
+	while (read(faults, &fault, sizeof(fault)) == sizeof(fault)) {
+		struct uffdio_zeropage page = {
+			.range.start = fault.arg.pagefault.address & ~(getpagesize() - 1ull),
+			.range.len = getpagesize(),
+		};
+
+		guess_once();
+		held++;
+		ioctl(faults, UFFDIO_ZEROPAGE, &page);
 	}
 	return unused;
+}
+
+static void hold_receiver_back(void)
+{
+	struct uffdio_register all = {
+		.range = { (uintptr_t)control, sizeof(control) },
+		.mode = UFFDIO_REGISTER_MODE_MISSING,
+	};
+	struct uffdio_api api = { .api = UFFD_API };
+	pthread_t thread;
+
+	faults = syscall(__NR_userfaultfd, O_CLOEXEC);
+	if (faults < 0 || ioctl(faults, UFFDIO_API, &api) || ioctl(faults, UFFDIO_REGISTER, &all) ||
+	    pthread_create(&thread, NULL, guess_while_it_waits, NULL))
+		die("userfaultfd");
 }
 
 int main(int argc, char **argv)
@@ -51,12 +95,15 @@ int main(int argc, char **argv)
 	receiver = accept(listener, NULL, NULL);
 	if (receiver < 0 || pthread_create(&thread, NULL, guess, NULL))
 		die("accept or thread");
+	hold_receiver_back();
 	for (;;) {
 		struct msghdr message;
 		unsigned int count;
 		ssize_t length;
 
 		wait_for_data(receiver);
+		if (madvise(control, sizeof(control), MADV_DONTNEED))
+			die("madvise");
 		length = receive(receiver, &message);
 		if (length < 0 && errno == EAGAIN)
 			continue;
@@ -78,7 +125,7 @@ int main(int argc, char **argv)
 	stop = true;
 	pthread_join(thread, NULL);
 	waitpid(sender, NULL, 0);
-	printf("told %lu by-receiver %lu by-guesser %lu lost %ld\n", told, returned, guessed,
-	       (long)(told - returned - guessed));
+	printf("told %lu by-receiver %lu by-guesser %lu lost %ld held %lu\n", told, returned, guessed,
+	       (long)(told - returned - guessed), held);
 	return 0;
 }

@@ -59,14 +59,20 @@ static void refused(const char *what, struct ynl_sock *ys)
 	exit(1);
 }
 
-/* Binds a dma-buf of system memory to QUEUE, for as long as this process lives. */
-static void bind_dmabuf(size_t size)
+#define HUGE_PAGE (2ul << 20)
+
+/*
+ * Binds a dma-buf of system memory to QUEUE, until what it returns is destroyed, or this process and
+ * all that have inherited that have ended. NULL if the kernel refuses it.
+ */
+static struct ynl_sock *try_bind_dmabuf(size_t size, bool huge)
 {
 	struct udmabuf_create create = { .size = size };
 	struct ethtool_rings_set_req *rings = ethtool_rings_set_req_alloc();
 	struct netdev_bind_rx_req *bind = netdev_bind_rx_req_alloc();
 	struct netdev_queue_id *queue = netdev_queue_id_alloc(1);
 	int device = open("/dev/udmabuf", O_RDWR), ifindex = if_nametoindex(DEVICE), fd;
+	struct netdev_bind_rx_rsp *bound;
 	struct ynl_error error;
 	struct ynl_sock *ys;
 
@@ -78,7 +84,9 @@ static void bind_dmabuf(size_t size)
 	ethtool_rings_set_req_set_hds_thresh(rings, 0);
 	if (ethtool_rings_set(ys, rings) < 0)
 		refused("header split", ys);
-	create.memfd = memfd_create("devmem", MFD_ALLOW_SEALING);
+	ethtool_rings_set_req_free(rings);
+	ynl_sock_destroy(ys);
+	create.memfd = memfd_create("devmem", MFD_ALLOW_SEALING | (huge ? MFD_HUGETLB : 0));
 	if (fcntl(create.memfd, F_ADD_SEALS, F_SEAL_SHRINK) || ftruncate(create.memfd, size))
 		die("memfd");
 	fd = ioctl(device, UDMABUF_CREATE, &create);
@@ -92,8 +100,25 @@ static void bind_dmabuf(size_t size)
 	netdev_bind_rx_req_set_ifindex(bind, ifindex);
 	netdev_bind_rx_req_set_fd(bind, fd);
 	__netdev_bind_rx_req_set_queues(bind, queue, 1);
-	if (!netdev_bind_rx(ys, bind))
-		refused("bind-rx", ys);
+	bound = netdev_bind_rx(ys, bind);
+	netdev_bind_rx_req_free(bind);
+	close(fd);
+	close(create.memfd);
+	close(device);
+	if (!bound) {
+		fprintf(stderr, "bind-rx: %s\n", ys->err.msg);
+		ynl_sock_destroy(ys);
+		return NULL;
+	}
+	netdev_bind_rx_rsp_free(bound);
+	return ys;
+}
+
+/* Binds a dma-buf for as long as this process lives. */
+static void bind_dmabuf(size_t size)
+{
+	if (!try_bind_dmabuf(size, false))
+		exit(1);
 }
 
 static struct sockaddr_in server_address(void)
@@ -160,7 +185,9 @@ static int give_back(int fd, const struct dmabuf_token *tokens, unsigned int cou
 	return setsockopt(fd, SOL_SOCKET, SO_DEVMEM_DONTNEED, tokens, count * sizeof(*tokens));
 }
 
-static char control[64 * 1024], linear[1 << 20];
+/* Whole pages, for a client that takes them away. */
+static char control[64 * 1024] __attribute__((aligned(4096)));
+static char linear[1 << 20];
 
 static ssize_t receive(int fd, struct msghdr *message)
 {
