@@ -191,7 +191,11 @@ impl CacheLane {
         let home = match self.home.write(at.into(), Slot(page.0), bytes) {
             Progress::Done(result) => Some(result),
             Progress::Queued => None,
-            Progress::Full => return (State::Idle, Step::Full),
+            Progress::Full => {
+                // A home that has no room for now announces it to nobody.
+                self.parts.is_busy |= self.home.wake_fd().is_none();
+                return (State::Idle, Step::Full);
+            }
         };
         if mode == Mode::WriteAround || around {
             let state = State::WriteHome { held, late: false };

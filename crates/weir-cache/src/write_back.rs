@@ -1,4 +1,5 @@
-//! Dirty pages on their way home: in address order, neighbours side by side, so that the home's lane joins them.
+//! Dirty pages on their way home: in address order, neighbours side by side, so that the home's lane joins them. A home that is a log gets as
+//! many at a time as fill its segments.
 //!
 //! [`WriteBack::step`] does a bounded piece of work and says what it needs next. It goes to work when
 //!
@@ -22,8 +23,8 @@ use weir_device::{Fault, POLL_EVERY, Progress, Ticket};
 use weir_store::Lane as HomeLane;
 use weir_volume::Lane as FrameLane;
 
-/// Pages that are on their way together: 2 MiB.
-const GROUP: usize = 512;
+/// Pages that are on their way together, at most: 4 MiB.
+const GROUP: usize = 1024;
 /// Pages that one look through the directory finds.
 const BATCH: usize = 16 << 10;
 /// Frames that one step looks at. Fewer in unit tests, so that a look takes several steps there.
@@ -62,6 +63,8 @@ pub struct WriteBack {
     cursor: u32,
     /// Writes whose end the home has not reported.
     late: u32,
+    /// The last look found no page that could go.
+    found_nobody: bool,
     /// Pages that failed are left alone until then.
     again_at: Option<Instant>,
     /// Whether the home has failed to flush.
@@ -151,6 +154,7 @@ impl WriteBack {
             sweep: None,
             cursor: 0,
             late: 0,
+            found_nobody: false,
             again_at: None,
             is_broken: false,
             rest: Rest::default(),
@@ -179,21 +183,40 @@ impl WriteBack {
             self.batch.clear();
             return Next::Step;
         }
-        if !self.urgent.is_empty() || begins.is_some() {
-            self.begin_group();
+        let is_watermark = self.sweep.is_some_and(|sweep| sweep.reason == Reason::Watermark);
+        if is_watermark && is_sorted && begins.is_none() && !self.more && !self.urgent.is_empty() {
+            // It is over, and another may find company for what is urgent.
+            (self.sweep, self.cursor) = (None, 0);
+        }
+        if (!self.urgent.is_empty() || begins.is_some()) && !self.wants_company(begins.is_some()) {
+            self.begin_group(is_sorted);
             return Next::Step;
         }
         match self.sweep {
             Some(sweep) => self.look(sweep, now),
+            None if !self.urgent.is_empty() => self.begin_sweep(Reason::Watermark, self.cursor),
             None => self.choose(now),
         }
+    }
+
+    /// Whether pages that are urgent are too few for the home by themselves, and a look will find others that may go with them.
+    fn wants_company(&self, has_some: bool) -> bool {
+        let Some((first, _)) = self.home.best_runs() else { return false };
+        let least = if self.cache.must_clean() { 0 } else { self.cache.share(self.cache.config.dirty_low) };
+        !self.urgent.is_empty()
+            && self.urgent.len() < first
+            && !has_some
+            && !self.found_nobody
+            && self.directory().dirty() > least.max(first as u32)
+            && self.flush_wanted().is_none()
     }
 
     /// Waits for what the last step needs; for `most` at most, or until `also` is readable. This alone sleeps.
     pub fn wait(&mut self, next: Next, also: BorrowedFd<'_>, now: Instant) {
         let until = match next {
             Next::Step => return,
-            Next::Answers if self.wakes().next().is_none() || self.frames.must_poll() => {
+            // Without a descriptor the home announces nothing.
+            Next::Answers if self.home.wake_fd().is_none() || self.frames.must_poll() => {
                 return self.rest.until_next();
             }
             Next::Answers => Some(POLL_EVERY),
@@ -259,6 +282,10 @@ impl WriteBack {
                 return Next::Work(settles.into_iter().chain(self.again_at.filter(|at| *at > now)).min());
             }
         };
+        self.begin_sweep(reason, from)
+    }
+
+    fn begin_sweep(&mut self, reason: Reason, from: u32) -> Next {
         self.sweep = Some(Sweep {
             from,
             look: 0,
@@ -352,6 +379,7 @@ impl WriteBack {
         }
         // The batch is written before the sweep goes on.
         self.at = 0;
+        self.found_nobody = self.batch.is_empty();
     }
 
     /// The batch is written: has the next look begin behind it, if there is more.
@@ -381,13 +409,20 @@ impl WriteBack {
         urgent.sort_unstable();
     }
 
-    fn begin_group(&mut self) {
-        let WriteBack { cache, batch, at, urgent, group, sweep, .. } = self;
-        let is_urgent = !urgent.is_empty();
+    fn begin_group(&mut self, is_sorted: bool) {
+        let WriteBack { cache, home, batch, at, urgent, group, sweep, .. } = self;
         (group.read, group.written, group.waits) = (0, 0, 0);
-        let wanted = if is_urgent { &urgent[..] } else { &batch[*at..] };
-        let wanted = &wanted[..wanted.len().min(GROUP)];
-        for (_, frame) in wanted {
+        let runs = home.best_runs();
+        let most = runs.map_or(GROUP, |(first, then)| match GROUP.checked_sub(first) {
+            Some(rest) => first + rest / then * then,
+            None => GROUP,
+        });
+        // Where it does not matter to the home in what order they come, others go with those that are urgent.
+        let mixes = is_sorted && (urgent.is_empty() || runs.is_some());
+        let hasty = urgent.len().min(most);
+        let others = if mixes { &batch[*at..] } else { &[] };
+        let others = &others[..others.len().min(most - hasty)];
+        for (_, frame) in urgent[..hasty].iter().chain(others) {
             // What the frame was as it was refused: it may have been let go since, as dirty as before.
             let (entry, begins) = cache.directory.begin_write_back(*frame);
             if begins {
@@ -397,11 +432,9 @@ impl WriteBack {
                 sweep.failed |= entry.is_dirty() && entry.is_writing();
             }
         }
-        if is_urgent {
-            urgent.drain(..wanted.len());
-        } else {
-            *at += wanted.len();
-        }
+        *at += others.len();
+        urgent.drain(..hasty);
+        self.found_nobody = false;
         self.go_on();
     }
 

@@ -1,4 +1,5 @@
-//! A cache over a home that fails, hangs, and loses power, against a model that knows which contents a page may have.
+//! A cache over a home that fails, hangs, and loses power, against a model that knows which contents a page may have. The home is a disk as it
+//! is, or a log over one, which ends with the power.
 //!
 //! `WEIR_SCALE=full` runs 1,000 seeds of 100,000 operations and more than 10,000 power cuts; without, a few seconds' worth.
 //! `WEIR_SEED=N` runs one seed.
@@ -8,9 +9,12 @@ use std::time::{Duration, Instant};
 use weir_cache::{Cache, CacheLane, Config, Mode, WriteBack};
 use weir_core::{ByteSize, PAGE_SIZE, PageBytes, PageNo, Slot};
 use weir_device::{Fault, PageDevice, PageLane, Progress, Ticket};
+use weir_log::{Cleaner, Log};
 use weir_store::{Sim, SimUrl, Store};
 
 const HOME: u32 = 600;
+/// Pages below a log that has as many as the home.
+const LOG_BELOW: u32 = 124 * 8;
 const LANES: usize = 3;
 const DEPTH: usize = 8;
 const SECTORS: usize = 8;
@@ -91,7 +95,11 @@ struct World {
     now: Instant,
     time: u64,
     value: u64,
-    home: Arc<Sim>,
+    /// The disk below.
+    disk: Arc<Sim>,
+    home: Arc<dyn Store>,
+    /// Of a home that is a log.
+    cleaner: Option<Cleaner>,
     cache: Arc<Cache>,
     lanes: Vec<CacheLane>,
     write_back: Option<WriteBack>,
@@ -123,10 +131,17 @@ fn pages(pages: u32) -> ByteSize {
     ByteSize(u64::from(pages) * PAGE_SIZE as u64)
 }
 
+/// Whether a seed's home is a log.
+fn has_log(seed: u64) -> bool {
+    seed / 12 % 2 == 1
+}
+
 /// What kind of trouble a seed has.
 fn urls(seed: u64) -> (SimUrl, SimUrl, bool) {
     let delay = (seed % 5) as u32;
-    let home = SimUrl { seed, size: pages(HOME), delay: delay.max(1), ..SimUrl::default() };
+    // A log wants room to clean.
+    let size = pages(if has_log(seed) { LOG_BELOW } else { HOME });
+    let home = SimUrl { seed, size, delay: delay.max(1), ..SimUrl::default() };
     // 128 frames, and what four lanes have under way.
     let store =
         SimUrl { seed: !seed, size: pages(128 + 4 * (DEPTH as u32 + 64)), delay, ..SimUrl::default() };
@@ -142,9 +157,10 @@ fn urls(seed: u64) -> (SimUrl, SimUrl, bool) {
 
 impl World {
     fn new(seed: u64) -> Self {
-        let (home, _, fails) = urls(seed);
-        let home = sim(home);
-        home.forget_without_power();
+        let (disk, _, fails) = urls(seed);
+        let disk = sim(disk);
+        disk.forget_without_power();
+        let (home, cleaner) = home_over(seed, &disk);
         let pages = (0..HOME).map(|_| History::of([0; SECTORS])).collect();
         let (cache, lanes, write_back) = start(seed, 0, &home);
         World {
@@ -153,7 +169,9 @@ impl World {
             now: Instant::now(),
             time: 1,
             value: 0,
+            disk,
             home,
+            cleaner,
             cache,
             lanes,
             write_back: Some(write_back),
@@ -178,12 +196,15 @@ impl World {
                 (0..4).for_each(|_| {
                     let _ = write_back.step(self.now);
                 });
+                if let Some(cleaner) = &mut self.cleaner {
+                    let _ = cleaner.step(self.now);
+                }
             }
             97 if self.seed.is_multiple_of(3) => self.cache.set_mode(MODES[self.chance.below(3) as usize]),
             98 if self.seed % 4 == 3 && self.chance.below(20) == 0 => {
                 self.hangs ^= true;
                 self.fails = true;
-                self.home.hang(self.hangs);
+                self.disk.hang(self.hangs);
             }
             _ => self.now += Duration::from_millis(self.chance.below(50)),
         }
@@ -310,10 +331,16 @@ impl World {
         self.counts.hits += status.read_hits;
         self.lanes.clear();
         self.write_back = None;
-        self.home.hang(false);
+        self.disk.hang(false);
         self.hangs = false;
         let chance = &mut self.chance;
-        self.home.cut_power(&mut |contents| chance.below(contents as u64) as usize);
+        self.disk.cut_power(&mut |contents| chance.below(contents as u64) as usize);
+        if has_log(self.seed) {
+            // Nothing of it is left.
+            self.cleaner = None;
+            (self.home, self.cleaner) = home_over(self.seed, &self.disk);
+            self.pages = (0..HOME).map(|_| History::of([0; SECTORS])).collect();
+        }
         self.check_home("after a power cut");
         self.doing = vec![vec![None; 64]; LANES];
         (self.cache, self.lanes, self.write_back) = {
@@ -328,7 +355,14 @@ impl World {
         for (page, history) in self.pages.iter_mut().enumerate() {
             let found = loop {
                 let (mut found, mut out) = (None, [0; PAGE_SIZE]);
-                assert_eq!(lane.read(0, Slot(page as u32), &mut out), Progress::Queued);
+                match lane.read(0, Slot(page as u32), &mut out) {
+                    Progress::Queued => {}
+                    // A page that a log has never been given.
+                    progress => {
+                        assert_eq!(progress, Progress::Done(Ok(())));
+                        break content(&out).expect("whole");
+                    }
+                }
                 lane.submit();
                 while lane.in_flight() > 0 {
                     lane.poll(self.now, &mut |done| found = done.page.copied());
@@ -351,13 +385,18 @@ impl World {
 
     /// Everything is answered and at home.
     fn detach(&mut self) {
-        self.home.hang(false);
+        self.disk.hang(false);
         self.cache.drain();
+        // What ends from here on ends after what the last turn began.
+        self.time += 1;
         let idle = |world: &World| world.lanes.iter().all(|lane| lane.in_flight() == 0);
         let mut turns = 0;
         while !idle(self) || self.cache.dirty() > 0 {
             (0..LANES).for_each(|lane| self.poll(lane));
             let _ = self.write_back.as_mut().unwrap().step(self.now);
+            if let Some(cleaner) = &mut self.cleaner {
+                let _ = cleaner.step(self.now);
+            }
             self.now += Duration::from_millis(1);
             turns += 1;
             // Pages that the cache's store has lost can never go home.
@@ -371,7 +410,18 @@ impl World {
     }
 }
 
-fn start(seed: u64, round: u64, home: &Arc<Sim>) -> (Arc<Cache>, Vec<CacheLane>, WriteBack) {
+/// What a seed's cache stands in front of.
+fn home_over(seed: u64, disk: &Arc<Sim>) -> (Arc<dyn Store>, Option<Cleaner>) {
+    if !has_log(seed) {
+        return (Arc::clone(disk) as _, None);
+    }
+    let config = weir_log::Config { pages: HOME, segment_pages: 8, members: 2, lanes: 5, summaries: 1 };
+    let log = Log::create(Arc::clone(disk) as _, config).unwrap();
+    let cleaner = Cleaner::open(&log).unwrap();
+    (Arc::new(log), Some(cleaner))
+}
+
+fn start(seed: u64, round: u64, home: &Arc<dyn Store>) -> (Arc<Cache>, Vec<CacheLane>, WriteBack) {
     let (_, store, _) = urls(seed);
     let store = sim(SimUrl { seed: store.seed ^ round, ..store });
     let config = Config {
@@ -381,7 +431,7 @@ fn start(seed: u64, round: u64, home: &Arc<Sim>) -> (Arc<Cache>, Vec<CacheLane>,
         stream_pages: if seed.is_multiple_of(2) { 0 } else { 16 },
         ..Config::default()
     };
-    let cache = Cache::create(store, Arc::clone(home) as _, config).unwrap();
+    let cache = Cache::create(store, Arc::clone(home), config).unwrap();
     let lanes = (0..LANES).map(|_| cache.open().unwrap()).collect();
     let write_back = WriteBack::open(&cache).unwrap();
     (cache, lanes, write_back)

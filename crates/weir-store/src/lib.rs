@@ -187,6 +187,11 @@ pub trait Lane: Send {
         0
     }
 
+    /// After how many writes a [`submit`](Lane::submit) is cheapest, and after how many more each time from then on. `None`: one is as good as another.
+    fn best_runs(&self) -> Option<(usize, usize)> {
+        None
+    }
+
     /// Whether the store has [`write_past_caches`](Lane::write_past_caches).
     fn writes_past_caches(&self) -> bool {
         false

@@ -1,0 +1,522 @@
+//! Segments made free: their live pages are read, proven, and appended elsewhere.
+//!
+//! The cleaner works while fewer segments are free than the writers may want soon. It takes up to
+//! [`VICTIMS`] at a time, reads what is live in them (with gaps that are cheaper read than
+//! skipped), and writes whole segments. Pages that were moved before lie apart from those that were
+//! not, so that what is written often leaves segments that die by themselves. What does not fill a
+//! segment waits in memory; it is read where it was meanwhile.
+//!
+//! A page that cannot be read or proven stays where it is. Its segment is stuck: it is tried again
+//! only now and then, where there is no other.
+
+use crate::append::{Appender, OPEN_MAX};
+use crate::segment::{GENERATIONS, State, Word};
+use crate::summary::{Record, Summary};
+use crate::{Log, LogError, Shared};
+use rustix::event::{PollFd, PollFlags, Timespec};
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
+use std::time::{Duration, Instant};
+use weir_core::{Page, Rest, Slot};
+use weir_store::{Done, Fault, Lane, POLL_EVERY, Progress, Ticket};
+
+/// Segments that are cleaned at a time. What waits to fill a segment lies in some of them.
+const VICTIMS: usize = 16;
+/// Segments that one choice looks at.
+const WINDOW: u32 = 4096;
+/// Dead pages between live ones that are read with them: 64 KiB, for which a disk takes no longer
+/// than for an operation more.
+const GAP: u32 = 16;
+/// How long segments that are stuck are left alone.
+const AGAIN: Duration = Duration::from_millis(100);
+
+/// Below, a page's read has its victim and place; its write has this besides, and so on.
+const WRITE: Ticket = 1 << 16;
+const SUMMARY: Ticket = 1 << 17;
+const SEGMENTS: Ticket = 1 << 18;
+const _: () = assert!(VICTIMS * 512 <= WRITE as usize);
+
+/// What the cleaner needs before its next step.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Next {
+    /// Nothing.
+    Step,
+    /// Answers of the store below.
+    Answers,
+    /// A reason to work.
+    Work,
+}
+
+/// What makes segments of a log free. One for each log.
+pub struct Cleaner {
+    log: Arc<Shared>,
+    below: Box<dyn Lane>,
+    parts: Parts,
+    /// Where the next choice begins to look.
+    cursor: u32,
+    /// When a segment that is stuck may be tried again.
+    again_at: Option<Instant>,
+    rest: Rest,
+}
+
+struct Parts {
+    appender: Appender,
+    victims: Box<[Victim]>,
+}
+
+/// A segment that is cleaned.
+struct Victim {
+    /// `None`: there is none.
+    segment: Option<u32>,
+    generation: usize,
+    phase: Phase,
+    records: Vec<Record>,
+    pages: Box<[Page]>,
+    states: Box<[PageState]>,
+    /// Where each page is being written.
+    targets: Box<[u32]>,
+    /// Answers outstanding.
+    waits: u32,
+    failed: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    /// Its summary is to be read.
+    Summary,
+    SummaryWaits,
+    /// Its pages are being read, from this one on.
+    Read(u32),
+    /// They are being written.
+    Write,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum PageState {
+    /// Dead, moved, or given up.
+    Over,
+    /// Being read, or read for nothing.
+    Reads,
+    /// Read and proven.
+    Here,
+    /// Being written.
+    Writes,
+}
+
+impl Cleaner {
+    /// The cleaner of a log. Takes its memory: sixteen segments.
+    ///
+    /// # Errors
+    /// When there is no lane for it.
+    pub fn open(log: &Log) -> Result<Self, LogError> {
+        let log = Arc::clone(&log.shared);
+        let (pages, places) = (log.shape.segment_pages as usize, log.shape.places() as usize);
+        let victim = || Victim {
+            segment: None,
+            generation: 0,
+            phase: Phase::Summary,
+            records: Vec::with_capacity(places),
+            pages: vec![Page::zeroed(); places].into(),
+            states: vec![PageState::Over; places].into(),
+            targets: vec![0; places].into(),
+            waits: 0,
+            failed: false,
+        };
+        let room = ((VICTIMS + 1) * pages + OPEN_MAX).next_multiple_of(pages);
+        Ok(Cleaner {
+            below: log.below.lane(room)?,
+            parts: Parts {
+                appender: Appender::new(0, 0, SEGMENTS),
+                victims: (0..VICTIMS).map(|_| victim()).collect(),
+            },
+            log,
+            cursor: 0,
+            again_at: None,
+            rest: Rest::default(),
+        })
+    }
+
+    /// Does a bounded piece of work.
+    pub fn step(&mut self, now: Instant) -> Next {
+        let Cleaner { log, below, parts, rest, .. } = self;
+        below.poll(now, &mut |done| {
+            rest.end();
+            parts.answered(log, &done);
+        });
+        below.settled(&mut |slot| parts.appender.settled(log, slot.0));
+        parts.appender.write_summaries(log, &mut **below);
+        for at in 0..VICTIMS {
+            parts.read(log, &mut **below, at);
+        }
+        below.submit();
+        self.write();
+        let ended = self.parts.end(&self.log);
+        let may_add = self.wants_more();
+        let chosen = may_add && self.choose(now);
+        if chosen || ended {
+            self.log.is_full.store(false, SeqCst);
+            return Next::Step;
+        }
+        if self.below.in_flight() > 0 {
+            return Next::Answers;
+        }
+        // All that could be chosen has been, and what is here fills no segment.
+        if may_add || self.parts.is_crowded() {
+            if self.write_what_is_here() {
+                return Next::Step;
+            }
+            let is_short = self.log.segments.free() <= crate::RESERVE;
+            self.log.is_full.store(is_short && !self.parts.is_busy(), SeqCst);
+            if self.parts.is_busy() {
+                return Next::Answers;
+            }
+        }
+        Next::Work
+    }
+
+    /// Waits for what the last step needs, or until `also` is readable. This alone sleeps.
+    pub fn wait(&mut self, next: Next, also: BorrowedFd<'_>) {
+        let listen = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
+        let nap = Timespec { tv_sec: 0, tv_nsec: POLL_EVERY.subsec_nanos().into() };
+        match next {
+            Next::Step => {}
+            Next::Answers => {
+                let Some(fd) = self.below.wake_fd().filter(|_| self.below.in_flight() > 0) else {
+                    return self.rest.until_next();
+                };
+                // A signal is a short sleep.
+                let _ = rustix::event::poll(&mut [listen(also), listen(fd)], Some(&nap));
+            }
+            Next::Work => {
+                self.log.asleep.store(true, SeqCst);
+                // What died without a write that took a segment announces itself to nobody, so not
+                // for ever.
+                let _ = rustix::event::poll(&mut [listen(also), listen(self.log.bell())], Some(&nap));
+                let _ = rustix::io::read(self.log.bell(), &mut [0; 8]);
+            }
+        }
+    }
+
+    /// Whether a segment more is to be cleaned.
+    fn wants_more(&self) -> bool {
+        // Those that wait for others to fill a segment with them are free who knows when.
+        let moves = |victim: &&Victim| victim.phase != Phase::Write || victim.waits > 0;
+        let taken = self.parts.victims.iter().filter(|victim| victim.segment.is_some());
+        let soon = taken.filter(moves).count() as u32;
+        !self.parts.is_crowded() && self.log.segments.free() + soon < self.log.low()
+    }
+
+    /// Takes the segment that is worth it most: many dead pages, and live ones that have been so
+    /// for long.
+    fn choose(&mut self, now: Instant) -> bool {
+        let Cleaner { log, parts, cursor, again_at, .. } = self;
+        let count = log.segments.count();
+        let mut best: Option<(u64, u32, Word)> = None;
+        for step in 0..WINDOW.min(count) {
+            let segment = (*cursor + step) % count;
+            let word = log.segments.word(segment);
+            let score = match word.state() {
+                State::Closed if word.live() < log.shape.places() => {
+                    score(word.live(), log.shape.places(), log.segments.age(segment))
+                }
+                // Only where there is no other.
+                State::Stuck if again_at.is_none_or(|at| now >= at) => 0,
+                _ => continue,
+            };
+            if best.is_none_or(|(most, ..)| score > most) {
+                best = Some((score, segment, word));
+            }
+        }
+        *cursor = (*cursor + WINDOW.min(count)) % count;
+        let Some((_, segment, word)) = best else { return false };
+        if word.state() == State::Stuck {
+            *again_at = Some(now + AGAIN);
+        }
+        if !log.segments.begin_cleaning(segment, word) {
+            // A page of it has died since.
+            return true;
+        }
+        let victim = parts.victims.iter_mut().find(|victim| victim.segment.is_none());
+        let victim = victim.expect("fewer than VICTIMS are under way");
+        (victim.segment, victim.generation) = (Some(segment), word.generation());
+        (victim.failed, victim.waits) = (false, 0);
+        victim.states.fill(PageState::Over);
+        let has_row = log.rows.copy(&log.segments, segment, &mut victim.records);
+        victim.phase = if has_row { Phase::Read(0) } else { Phase::Summary };
+        log.counters.live_cleaned.fetch_add(word.live().into(), Relaxed);
+        true
+    }
+
+    /// Writes whole segments of what is here.
+    fn write(&mut self) {
+        for generation in 1..GENERATIONS {
+            while self.parts.count_here(&self.log, generation) >= self.goal(generation) {
+                if !self.write_segment(generation) {
+                    break;
+                }
+            }
+        }
+    }
+
+    /// Pages that make a write of a generation worth while.
+    fn goal(&self, generation: usize) -> usize {
+        match self.parts.appender.left(&self.log, generation) {
+            0 => self.log.shape.places() as usize,
+            left => left as usize,
+        }
+    }
+
+    /// Writes less than a segment, of the generation that has most.
+    fn write_what_is_here(&mut self) -> bool {
+        let log = Arc::clone(&self.log);
+        let most = (1..GENERATIONS).max_by_key(|generation| self.parts.count_here(&log, *generation));
+        most.is_some_and(|generation| self.write_segment(generation))
+    }
+
+    /// Writes pages of a generation until a segment is full or none is left. Whether it wrote one.
+    fn write_segment(&mut self, generation: usize) -> bool {
+        let Cleaner { log, below, parts, .. } = self;
+        let Parts { appender, victims } = parts;
+        let mut wrote = false;
+        let ready = victims.iter_mut().enumerate().filter(|(_, victim)| victim.target() == generation);
+        'all: for (number, victim) in ready {
+            for at in 0..victim.records.len() {
+                if victim.states[at] != PageState::Here {
+                    continue;
+                }
+                let Some(place) = appender.next(log, generation) else { break 'all };
+                let ticket = WRITE | ticket(number, at as u32);
+                let progress = below.write(ticket, Slot(place), &victim.pages[at]);
+                if progress == Progress::Full {
+                    break 'all;
+                }
+                let record = victim.records[at];
+                let is_full = appender.take(log, generation, record, progress == Progress::Queued);
+                wrote = true;
+                log.counters.moved.fetch_add(1, Relaxed);
+                match progress {
+                    Progress::Queued => {
+                        victim.states[at] = PageState::Writes;
+                        victim.targets[at] = place;
+                        victim.waits += 1;
+                    }
+                    Progress::Done(Ok(())) => victim.moved(log, at, place),
+                    _ => {
+                        // It is written again, elsewhere.
+                        appender.failed(log, place);
+                        break 'all;
+                    }
+                }
+                if is_full {
+                    appender.write_summaries(log, &mut **below);
+                    break 'all;
+                }
+            }
+        }
+        below.submit();
+        wrote
+    }
+}
+
+/// What it is worth to clean a segment: the room gained by the work, and older is better (Rosenblum
+/// and Ousterhout, *The design and implementation of a log-structured file system*, SOSP 1991).
+fn score(live: u32, places: u32, age: u32) -> u64 {
+    let dead = u64::from(places - live);
+    let work = u64::from(places + live);
+    dead * (u64::from(age) + 1) * 1024 / work
+}
+
+fn ticket(victim: usize, at: u32) -> Ticket {
+    (victim as Ticket) << 9 | at
+}
+
+impl Victim {
+    /// The generation that its pages join.
+    fn target(&self) -> usize {
+        (self.generation + 1).min(GENERATIONS - 1)
+    }
+
+    /// A page has been written to `place`.
+    fn moved(&mut self, log: &Shared, at: usize, place: u32) {
+        self.states[at] = PageState::Over;
+        let from = log.shape.place(self.segment.expect("a victim has a segment"), at as u32);
+        log.rename(self.records[at].page, from, place);
+    }
+
+    /// Whether the map names a page of it still.
+    fn is_live(&self, log: &Shared, at: u32) -> bool {
+        let Some(segment) = self.segment else { return false };
+        let page = self.records[at as usize].page;
+        page < log.shape.pages && log.find(page) == Some(log.shape.place(segment, at))
+    }
+
+    /// A page has been read, for its own sake or for its neighbours'.
+    fn read(&mut self, log: &Shared, at: u32, result: Result<(), Fault>, found: Option<&Page>) {
+        let place = at as usize;
+        self.states[place] = PageState::Over;
+        if !self.is_live(log, at) {
+            return;
+        }
+        match found.filter(|_| result.is_ok()) {
+            Some(page) if self.records[place].proves(self.records[place].page, page) => {
+                self.pages[place].clone_from(page);
+                self.states[place] = PageState::Here;
+            }
+            found => {
+                log.counters.corrupt.fetch_add(found.is_some().into(), Relaxed);
+                self.failed = true;
+            }
+        }
+    }
+
+    /// A summary has been read, or could not be.
+    fn learn(&mut self, log: &Shared, found: Option<&weir_core::PageBytes>) {
+        let segment = self.segment.expect("a victim has a segment");
+        let summary = found.and_then(|bytes| Summary::parse(bytes, segment));
+        let life = log.segments.word(segment).life();
+        let Some(summary) = summary.filter(|summary| summary.life() == life) else {
+            self.records.clear();
+            (self.failed, self.phase) = (true, Phase::Write);
+            return;
+        };
+        self.records.clear();
+        self.records.extend(summary.records().take(log.shape.places() as usize));
+        self.phase = Phase::Read(0);
+    }
+}
+
+impl Parts {
+    /// The store below has answered.
+    fn answered(&mut self, log: &Shared, done: &Done<'_>) {
+        let Done { ticket, result, page } = *done;
+        if ticket >= SEGMENTS {
+            return self.appender.summary_answered(log, ticket, result);
+        }
+        let (number, at) = (((ticket % WRITE) >> 9) as usize, ticket & 511);
+        let victim = &mut self.victims[number];
+        victim.waits -= 1;
+        if ticket >= SUMMARY {
+            return victim.learn(log, page.filter(|_| result.is_ok()));
+        }
+        if ticket < WRITE {
+            let page = page.map(|bytes| Page(*bytes));
+            return victim.read(log, at, result, page.as_ref());
+        }
+        let place = victim.targets[at as usize];
+        match result {
+            Ok(()) => victim.moved(log, at as usize, place),
+            // It is where it was, and here; it is written again, elsewhere.
+            Err(_) => victim.states[at as usize] = PageState::Here,
+        }
+        self.appender.answered(log, place, result);
+    }
+
+    /// Issues reads of a victim, as far as there is room.
+    fn read(&mut self, log: &Shared, below: &mut dyn Lane, number: usize) {
+        let victim = &mut self.victims[number];
+        let Some(segment) = victim.segment else { return };
+        let mut out = Page::zeroed();
+        if victim.phase == Phase::Summary {
+            let slot = Slot(log.shape.place(segment, log.shape.places()));
+            match below.read(SUMMARY | ticket(number, 0), slot, &mut out) {
+                Progress::Full => return,
+                Progress::Queued => {
+                    victim.waits += 1;
+                    victim.phase = Phase::SummaryWaits;
+                }
+                Progress::Done(result) => victim.learn(log, Some(&*out).filter(|_| result.is_ok())),
+            }
+        }
+        let Phase::Read(from) = victim.phase else { return };
+        let places = victim.records.len() as u32;
+        let mut at = from;
+        while at < places {
+            // To the next live page, with the gap where that is short.
+            let Some(live) = (at..places).find(|at| victim.is_live(log, *at)) else {
+                at = places;
+                break;
+            };
+            let first = if at > 0 && live - at <= GAP { at } else { live };
+            for place in first..=live {
+                let slot = Slot(log.shape.place(segment, place));
+                match below.read(ticket(number, place), slot, &mut out) {
+                    Progress::Full => {
+                        victim.phase = Phase::Read(place);
+                        return;
+                    }
+                    Progress::Queued => {
+                        victim.waits += 1;
+                        victim.states[place as usize] = PageState::Reads;
+                    }
+                    Progress::Done(result) => victim.read(log, place, result, Some(&out)),
+                }
+            }
+            at = live + 1;
+        }
+        victim.phase = if at == places { Phase::Write } else { Phase::Read(at) };
+    }
+
+    /// Pages of a generation that can be written. Those that were written meanwhile are let go.
+    fn count_here(&mut self, log: &Shared, generation: usize) -> usize {
+        let mut count = 0;
+        for victim in self.victims.iter_mut().filter(|victim| victim.target() == generation) {
+            for at in 0..victim.records.len() {
+                if victim.states[at] != PageState::Here {
+                    continue;
+                }
+                if victim.is_live(log, at as u32) {
+                    count += 1;
+                } else {
+                    victim.states[at] = PageState::Over;
+                }
+            }
+        }
+        count
+    }
+
+    /// Lets go of victims that are done with. Whether one is.
+    fn end(&mut self, log: &Shared) -> bool {
+        let mut ended = false;
+        for victim in &mut self.victims {
+            let Some(segment) = victim.segment else { continue };
+            let is_over = victim.phase == Phase::Write
+                && victim.waits == 0
+                && victim.states.iter().all(|state| *state == PageState::Over);
+            if !is_over {
+                continue;
+            }
+            victim.segment = None;
+            ended = true;
+            let state = if victim.failed { State::Stuck } else { State::Closed };
+            if log.segments.leave(segment, state) {
+                log.counters.cleaned.fetch_add(1, Relaxed);
+                log.free(segment);
+            }
+        }
+        ended
+    }
+
+    /// Whether no victim more can be taken.
+    fn is_crowded(&self) -> bool {
+        self.victims.iter().all(|victim| victim.segment.is_some())
+    }
+
+    fn is_busy(&self) -> bool {
+        self.victims.iter().any(|victim| victim.segment.is_some())
+    }
+}
+
+impl Drop for Cleaner {
+    /// What was not moved lies where it lay.
+    fn drop(&mut self) {
+        for victim in &mut self.parts.victims {
+            if let Some(segment) = victim.segment.take()
+                && self.log.segments.leave(segment, State::Closed)
+            {
+                self.log.free(segment);
+            }
+        }
+        // Its segments stay open: their writes may land as long as its lane lives.
+    }
+}

@@ -1,0 +1,410 @@
+//! One thread's way into a log.
+
+use crate::append::{Appender, OPEN_MAX};
+use crate::summary::{Record, Summary};
+use crate::{RESERVE, Shared};
+use rustix::io::Errno;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
+use std::time::Instant;
+use weir_core::{Page, PageBytes, Slot};
+use weir_store::{Done, Fault, Lane, OpenError, Progress, Ticket};
+
+/// Below, an operation's page has its number; its summary, a segment's summary and the flush have
+/// these besides.
+const SUMMARY: Ticket = 1 << 16;
+const SEGMENTS: Ticket = 1 << 17;
+const FLUSH: Ticket = 1 << 18;
+/// How often a read begins anew because the cleaner moved its page.
+const TRIES: u8 = 100;
+
+pub(crate) struct LogLane {
+    /// `None` only while it is dropped.
+    below: Option<Box<dyn Lane>>,
+    parts: Parts,
+}
+
+/// What completions change.
+struct Parts {
+    log: Arc<Shared>,
+    appender: Appender,
+    operations: Box<[Operation]>,
+    /// Content that waits for its proof, of each operation.
+    pages: Box<[Page]>,
+    idle: Vec<u16>,
+    /// Reads that have something to issue, or to say.
+    again: Vec<u16>,
+    flush: Option<Ticket>,
+    /// A write has found no free segment since the last poll.
+    is_starved: bool,
+}
+
+#[derive(Clone, Copy)]
+struct Operation {
+    ticket: Ticket,
+    page: u32,
+    place: u32,
+    /// The life of the place's segment: what is read there in another life proves nothing.
+    life: u32,
+    state: State,
+}
+
+#[derive(Clone, Copy)]
+enum State {
+    Idle,
+    Write,
+    Read { content: Part, summary: Part, proof: Option<Record>, tries: u8 },
+}
+
+/// How far a part of a read is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Part {
+    /// It is not needed so far.
+    No,
+    Wanted,
+    Waits,
+    Ended(Result<(), Fault>),
+}
+
+impl LogLane {
+    pub fn open(log: Arc<Shared>, depth: usize) -> Result<Self, OpenError> {
+        let depth = depth.clamp(1, SUMMARY as usize - 1);
+        // A multiple of a segment, so that the disks' lane need not part one in its memory.
+        let room = (depth * 2 + OPEN_MAX).next_multiple_of(log.shape.segment_pages as usize);
+        let idle = Operation { ticket: 0, page: 0, place: 0, life: 0, state: State::Idle };
+        let turn = log.seats.load(Relaxed);
+        Ok(LogLane {
+            below: Some(log.below.lane(room)?),
+            parts: Parts {
+                log,
+                appender: Appender::new(turn, RESERVE, SEGMENTS),
+                operations: vec![idle; depth].into(),
+                pages: vec![Page::zeroed(); depth].into(),
+                idle: (0..depth as u16).rev().collect(),
+                again: Vec::with_capacity(depth),
+                flush: None,
+                is_starved: false,
+            },
+        })
+    }
+
+    fn below(&mut self) -> &mut dyn Lane {
+        self.below.as_deref_mut().expect("a lane until it is dropped")
+    }
+}
+
+impl Parts {
+    /// Begins to read a page; `None`: it has ended, with this answer.
+    fn begin_read(
+        &mut self,
+        at: u16,
+        below: &mut dyn Lane,
+        out: &mut PageBytes,
+    ) -> Option<Result<(), Fault>> {
+        self.issue(at, below, out);
+        self.verdict(at, Some(out))
+    }
+
+    /// Issues what a read lacks, as far as there is room.
+    fn issue(&mut self, at: u16, below: &mut dyn Lane, out: &mut PageBytes) {
+        let Parts { log, operations, pages, again, .. } = self;
+        let operation = &mut operations[usize::from(at)];
+        let State::Read { content, summary, proof, .. } = &mut operation.state else { return };
+        let (segment, _) = log.shape.split(operation.place);
+        let mut is_short = false;
+        if *content == Part::Wanted {
+            match below.read(at.into(), Slot(operation.place), out) {
+                Progress::Queued => *content = Part::Waits,
+                Progress::Full => is_short = true,
+                Progress::Done(result) => {
+                    *content = Part::Ended(result);
+                    *pages[usize::from(at)] = *out;
+                }
+            }
+            // Both at once, where it is known that both are needed.
+            if *content != Part::Wanted && *summary == Part::No && !log.rows.has(&log.segments, segment) {
+                *summary = Part::Wanted;
+            }
+        }
+        if *summary == Part::Wanted && !is_short {
+            let slot = Slot(log.shape.place(segment, log.shape.places()));
+            let mut page = Page::zeroed();
+            match below.read(SUMMARY | Ticket::from(at), slot, &mut page) {
+                Progress::Queued => *summary = Part::Waits,
+                Progress::Full => is_short = true,
+                Progress::Done(result) => {
+                    *summary = Part::Ended(result);
+                    *proof = result.ok().and_then(|()| log.read_summary(operation.place, &page));
+                }
+            }
+            log.counters.summary_reads.fetch_add(u64::from(*summary != Part::Wanted), Relaxed);
+        }
+        if is_short && !again.contains(&at) {
+            again.push(at);
+        }
+    }
+
+    /// What a read comes to, as far as is known. Its content is in its page of memory, unless
+    /// `content` is it. Restarts it where its page has moved.
+    fn verdict(&mut self, at: u16, found: Option<&PageBytes>) -> Option<Result<(), Fault>> {
+        let Parts { log, operations, pages, again, .. } = self;
+        let operation = &mut operations[usize::from(at)];
+        let Operation { page, place, life, .. } = *operation;
+        let State::Read { content, summary, proof, tries } = &mut operation.state else { return None };
+        let Part::Ended(read) = *content else { return None };
+        let (segment, within) = log.shape.split(place);
+        let bytes = found.unwrap_or(&pages[usize::from(at)]);
+        let row = log.rows.get(&log.segments, segment, within);
+        if read.is_ok() && [row, *proof].into_iter().flatten().any(|record| record.proves(page, bytes)) {
+            // A summary that comes still finds its operation idle, so it is waited for.
+            return (*summary != Part::Waits).then_some(Ok(()));
+        }
+        if *summary == Part::Waits {
+            return None;
+        }
+        let now = log.find_with_life(page);
+        let moved = now != Some((place, life));
+        let answer = match (read, *summary) {
+            _ if moved && *tries < TRIES => {
+                let tries = *tries + 1;
+                (operation.place, operation.life) = now.unwrap_or((place, life));
+                operation.state =
+                    State::Read { content: Part::Wanted, summary: Part::No, proof: None, tries };
+                if !again.contains(&at) {
+                    again.push(at);
+                }
+                return None;
+            }
+            (Err(fault), _) | (_, Part::Ended(Err(fault))) => Err(fault),
+            (Ok(()), Part::Ended(Ok(()))) => {
+                log.counters.corrupt.fetch_add(1, Relaxed);
+                Err(Fault::Corrupt)
+            }
+            (Ok(()), _) => {
+                if let Some(found) = found {
+                    *pages[usize::from(at)] = *found;
+                }
+                *summary = Part::Wanted;
+                if !again.contains(&at) {
+                    again.push(at);
+                }
+                return None;
+            }
+        };
+        Some(answer)
+    }
+
+    fn hand_over(
+        &mut self,
+        at: u16,
+        result: Result<(), Fault>,
+        page: Option<&PageBytes>,
+        done: &mut dyn FnMut(Done<'_>),
+    ) {
+        let operation = &mut self.operations[usize::from(at)];
+        operation.state = State::Idle;
+        self.idle.push(at);
+        done(Done { ticket: operation.ticket, result, page: page.filter(|_| result.is_ok()) });
+    }
+
+    /// The store below has answered.
+    fn answered(&mut self, below_done: &Done<'_>, done: &mut dyn FnMut(Done<'_>)) {
+        let Done { ticket, result, page: found } = *below_done;
+        if ticket == FLUSH {
+            if let Some(ticket) = self.flush.take() {
+                done(Done { ticket, result, page: None });
+            }
+            return;
+        }
+        if ticket >= SEGMENTS {
+            return self.appender.summary_answered(&self.log, ticket, result);
+        }
+        let at = (ticket % SUMMARY) as u16;
+        let Operation { page, place, state, .. } = &mut self.operations[usize::from(at)];
+        let (page, place) = (*page, *place);
+        match state {
+            State::Idle => {}
+            State::Write => {
+                if result.is_ok() {
+                    self.log.publish(page, place);
+                }
+                self.appender.answered(&self.log, place, result);
+                // The page is where it was, and a write that lands late lands elsewhere.
+                let result = result.map_err(|fault| match fault {
+                    Fault::Timeout => Fault::Io(Errno::TIMEDOUT.raw_os_error()),
+                    fault => fault,
+                });
+                self.hand_over(at, result, None, done);
+            }
+            State::Read { summary, proof, .. } if ticket >= SUMMARY => {
+                *summary = Part::Ended(result);
+                *proof = found.and_then(|bytes| self.log.read_summary(place, bytes));
+                if let Some(result) = self.verdict(at, None) {
+                    let page = self.pages[usize::from(at)].clone();
+                    self.hand_over(at, result, Some(&page), done);
+                }
+            }
+            State::Read { content, .. } => {
+                *content = Part::Ended(result);
+                match self.verdict(at, found) {
+                    Some(result) => self.hand_over(at, result, found, done),
+                    None => {
+                        if let Some(found) = found {
+                            *self.pages[usize::from(at)] = *found;
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Goes on with reads that have something to issue.
+    fn go_on(&mut self, below: &mut dyn Lane, done: &mut dyn FnMut(Done<'_>)) {
+        for _ in 0..self.again.len() {
+            let at = self.again.remove(0);
+            let mut page = Page::zeroed();
+            self.issue(at, below, &mut page);
+            if let Some(result) = self.verdict(at, None) {
+                let page = self.pages[usize::from(at)].clone();
+                self.hand_over(at, result, Some(&page), done);
+            }
+        }
+    }
+}
+
+impl Shared {
+    /// What a summary that was read says of a place, and keeps the summary.
+    fn read_summary(&self, place: u32, bytes: &PageBytes) -> Option<Record> {
+        let (segment, within) = self.shape.split(place);
+        let summary = Summary::parse(bytes, segment)?;
+        self.rows.keep(&self.segments, &summary);
+        Some(summary.record(within))
+    }
+}
+
+impl Lane for LogLane {
+    fn write(&mut self, ticket: Ticket, slot: Slot, page: &PageBytes) -> Progress {
+        let LogLane { below, parts } = self;
+        let below = below.as_deref_mut().expect("a lane until it is dropped");
+        let Parts { log, appender, operations, idle, is_starved, .. } = parts;
+        if slot.0 >= log.shape.pages {
+            return Progress::Done(Err(Fault::Lost));
+        }
+        let Some(at) = idle.last().copied() else { return Progress::Full };
+        let Some(place) = appender.next(log, 0) else {
+            if !appender.has_room() && below.in_flight() == 0 {
+                // All of them wait for a disk that hangs.
+                return Progress::Done(Err(Fault::Io(Errno::TIMEDOUT.raw_os_error())));
+            }
+            if log.is_full.load(SeqCst) {
+                return Progress::Done(Err(Fault::Full));
+            }
+            *is_starved = true;
+            log.ring();
+            return Progress::Full;
+        };
+        let progress = below.write(at.into(), Slot(place), page);
+        if progress == Progress::Full {
+            return Progress::Full;
+        }
+        let record = Record::of(slot.0, page);
+        let is_full = appender.take(log, 0, record, progress == Progress::Queued);
+        match progress {
+            Progress::Done(Ok(())) => log.publish(slot.0, place),
+            Progress::Done(Err(_)) => appender.failed(log, place),
+            _ => {
+                idle.pop();
+                operations[usize::from(at)] =
+                    Operation { ticket, page: slot.0, place, life: 0, state: State::Write };
+            }
+        }
+        log.counters.written.fetch_add(1, Relaxed);
+        if is_full {
+            appender.write_summaries(log, below);
+        }
+        progress
+    }
+
+    fn read(&mut self, ticket: Ticket, slot: Slot, page: &mut PageBytes) -> Progress {
+        let LogLane { below, parts } = self;
+        let below = below.as_deref_mut().expect("a lane until it is dropped");
+        if slot.0 >= parts.log.shape.pages {
+            return Progress::Done(Err(Fault::Lost));
+        }
+        let Some((place, life)) = parts.log.find_with_life(slot.0) else {
+            page.fill(0);
+            return Progress::Done(Ok(()));
+        };
+        let Some(at) = parts.idle.pop() else { return Progress::Full };
+        let state = State::Read { content: Part::Wanted, summary: Part::No, proof: None, tries: 0 };
+        parts.operations[usize::from(at)] = Operation { ticket, page: slot.0, place, life, state };
+        let mut found = Page::zeroed();
+        match parts.begin_read(at, below, &mut found) {
+            Some(result) => {
+                parts.operations[usize::from(at)].state = State::Idle;
+                parts.idle.push(at);
+                if result.is_ok() {
+                    *page = *found;
+                }
+                Progress::Done(result)
+            }
+            None => Progress::Queued,
+        }
+    }
+
+    /// Pages up to the end of a segment go out as one write.
+    fn best_runs(&self) -> Option<(usize, usize)> {
+        let Parts { log, appender, .. } = &self.parts;
+        let places = log.shape.places();
+        let left = Some(appender.left(log, 0)).filter(|left| *left > 0);
+        Some((left.unwrap_or(places) as usize, places as usize))
+    }
+
+    fn flush(&mut self, ticket: Ticket) -> Progress {
+        if self.parts.flush.is_some() {
+            return Progress::Full;
+        }
+        let progress = self.below().flush(FLUSH);
+        if progress == Progress::Queued {
+            self.parts.flush = Some(ticket);
+        }
+        progress
+    }
+
+    fn submit(&mut self) {
+        self.below().submit();
+    }
+
+    fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
+        let LogLane { below, parts } = self;
+        let below = below.as_deref_mut().expect("a lane until it is dropped");
+        parts.is_starved = false;
+        below.poll(now, &mut |below_done| parts.answered(&below_done, done));
+        below.settled(&mut |slot| parts.appender.settled(&parts.log, slot.0));
+        parts.appender.write_summaries(&parts.log, below);
+        if !parts.again.is_empty() {
+            parts.go_on(below, done);
+            below.submit();
+        }
+    }
+
+    fn in_flight(&self) -> usize {
+        self.parts.operations.len() - self.parts.idle.len() + usize::from(self.parts.flush.is_some())
+    }
+
+    /// Nothing announces a segment that has become free, nor what is to be issued again.
+    fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        let must_poll = self.parts.is_starved || !self.parts.again.is_empty();
+        self.below.as_ref().filter(|_| !must_poll)?.wake_fd()
+    }
+}
+
+impl Drop for LogLane {
+    /// What lies below ends first: then nothing that has an answer can land any more.
+    fn drop(&mut self) {
+        self.below = None;
+        self.parts.appender.close(&self.parts.log);
+        self.parts.log.seats.fetch_add(1, SeqCst);
+    }
+}

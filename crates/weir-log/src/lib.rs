@@ -1,0 +1,312 @@
+//! A log over disks, as a store: pages that come in any order go out as long segments, one after
+//! another.
+//!
+//! A [`Log`] stands on a store, which may be a stripe of disks. It has a row of slots of its own,
+//! and a map that says for each where its page lies below: 4 bytes a page. A written page is
+//! appended to a *segment*, and the map names its new place once the write has been answered. So a
+//! write that fails, or lands late, takes nothing with it. The last page of a segment is its
+//! *summary*: which page lies in each place, with its checksum. Each read is proven by that.
+//!
+//! Each lane appends to a segment of its own, so lanes share no lock. Segments lie on the members
+//! of a stripe in turns. Pages that are written again leave holes; the [`Cleaner`] moves what is
+//! left of a segment and makes it free. It is a step function that its owner drives.
+//!
+//! Nothing here outlives the process. Nothing starts a thread or reads a clock; [`Cleaner::wait`]
+//! alone sleeps.
+
+mod append;
+mod cleaner;
+mod lane;
+mod segment;
+mod status;
+mod summary;
+mod words;
+
+pub use cleaner::{Cleaner, Next};
+pub use status::LogStatus;
+
+use lane::LogLane;
+use rustix::event::EventfdFlags;
+use segment::Segments;
+use status::Counters;
+use std::fmt;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
+use summary::{PLACES_MAX, Rows};
+use weir_core::{ByteSize, PAGE_SIZE};
+use weir_store::{Lane, OpenError, OpenErrorKind, State, Store};
+use words::Words;
+
+/// Free segments that only the cleaner takes.
+const RESERVE: u32 = 4;
+/// Free segments that the cleaner keeps ahead of the writers, besides one for each lane.
+const AHEAD: u32 = 8;
+
+/// The shape of a log.
+#[derive(Clone, Copy, Debug)]
+pub struct Config {
+    /// Its size in pages; 0: four fifths of what its segments hold.
+    pub pages: u32,
+    /// Pages of a segment with its summary, 511 at most.
+    pub segment_pages: u32,
+    /// Members of the store below, on which segments lie in turns.
+    pub members: u32,
+    /// Lanes that may be open at once.
+    pub lanes: u32,
+    /// Summaries in memory; 0: as many as bring map and summaries to 1 GiB for 1 TiB of the store
+    /// below. A read whose segment has none there reads the summary too.
+    pub summaries: u32,
+}
+
+impl Default for Config {
+    /// Segments of 1 MiB over one member.
+    fn default() -> Self {
+        Config { pages: 0, segment_pages: 256, members: 1, lanes: 8, summaries: 0 }
+    }
+}
+
+/// Why a log could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum LogError {
+    /// A segment has too many pages or too few, or there is no member or lane.
+    #[error("a log has segments of 2 to 511 pages, a member and a lane; asked for {0}")]
+    Shape(String),
+    /// More pages than the cleaner can keep.
+    #[error(
+        "{store} has room for {} pages of a log, with what its cleaner needs for itself; asked for {asked}: make the log smaller, or the store larger",
+        most
+    )]
+    TooSmall {
+        /// The store below.
+        store: String,
+        /// Pages that it has room for.
+        most: u32,
+        /// Pages that were asked for.
+        asked: u32,
+    },
+    /// The store below gives no lane.
+    #[error("the log gets no lane")]
+    Lane(#[from] OpenError),
+    /// No memory for the map.
+    #[error("cannot take memory for the log's map")]
+    Memory(#[source] io::Error),
+}
+
+/// A log over a store; see the [crate's introduction](crate). A clone is the same log.
+#[derive(Clone)]
+pub struct Log {
+    shared: Arc<Shared>,
+}
+
+/// What lanes and cleaner share.
+struct Shared {
+    name: String,
+    below: Arc<dyn Store>,
+    shape: Shape,
+    /// For each page its place plus 1; 0: it was never written.
+    map: Words,
+    segments: Segments,
+    rows: Rows,
+    /// Lanes that may be opened still.
+    seats: AtomicU32,
+    counters: Counters,
+    /// Whether no segment can be made free.
+    is_full: AtomicBool,
+    /// Wakes whoever drives the cleaner.
+    bell: OwnedFd,
+    asleep: AtomicBool,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Shape {
+    pages: u32,
+    segment_pages: u32,
+    lanes: u32,
+}
+
+impl Shape {
+    /// Pages that a segment holds: all but its summary.
+    fn places(self) -> u32 {
+        self.segment_pages - 1
+    }
+
+    /// A place's segment, and which of its places it is.
+    fn split(self, place: u32) -> (u32, u32) {
+        (place / self.segment_pages, place % self.segment_pages)
+    }
+
+    fn place(self, segment: u32, at: u32) -> u32 {
+        segment * self.segment_pages + at
+    }
+}
+
+impl Log {
+    /// Makes an empty log over `below`, which is its own.
+    ///
+    /// # Errors
+    /// When the store is too small, or memory is missing.
+    pub fn create(below: Arc<dyn Store>, config: Config) -> Result<Self, LogError> {
+        let Config { segment_pages, members, lanes, .. } = config;
+        if !(2..=PLACES_MAX + 1).contains(&segment_pages) || members == 0 || lanes == 0 {
+            let what = format!("{segment_pages} pages, {members} members, {lanes} lanes");
+            return Err(LogError::Shape(what));
+        }
+        let count = below.slots() / segment_pages;
+        let places = segment_pages - 1;
+        // What the cleaner keeps free, the segments that are appended to, and one in fifty for
+        // segments that end early.
+        let spare = RESERVE + AHEAD + lanes * 2 + segment::GENERATIONS as u32;
+        let most = count.saturating_sub(spare + count / 50) * places;
+        let asked = match config.pages {
+            0 => (u64::from(count) * u64::from(places) * 4 / 5) as u32,
+            pages => pages,
+        };
+        if asked == 0 || asked > most {
+            return Err(LogError::TooSmall { store: below.name().to_owned(), most, asked });
+        }
+        let least = (spare * 2).min(count);
+        let rows = match config.summaries {
+            0 => {
+                let bound = u64::from(below.slots()) * 4;
+                let left =
+                    bound.saturating_sub(u64::from(asked) * 4 + u64::from(count) * segment::SEGMENT_BYTES);
+                (left / (u64::from(places) * 8 + 32)).min(count.into()) as u32
+            }
+            summaries => summaries.min(count),
+        };
+        let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|errno| LogError::Memory(errno.into()))?;
+        let shared = Arc::new(Shared {
+            name: format!("log over {}", below.name()),
+            below,
+            shape: Shape { pages: asked, segment_pages, lanes },
+            map: Words::new(asked as usize).map_err(LogError::Memory)?,
+            segments: Segments::new(count, members),
+            rows: Rows::new(rows.max(least), places).map_err(LogError::Memory)?,
+            seats: AtomicU32::new(lanes),
+            counters: Counters::default(),
+            is_full: AtomicBool::new(false),
+            bell,
+            asleep: AtomicBool::new(false),
+        });
+        Ok(Log { shared })
+    }
+
+    /// Its size in bytes.
+    pub fn bytes(&self) -> u64 {
+        u64::from(self.shared.shape.pages) * PAGE_SIZE as u64
+    }
+
+    /// How it is. Looks at each segment.
+    pub fn status(&self) -> LogStatus {
+        self.shared.status()
+    }
+}
+
+impl Shared {
+    /// Where a page lies.
+    fn find(&self, page: u32) -> Option<u32> {
+        self.map.at(page as usize).load(SeqCst).checked_sub(1)
+    }
+
+    /// Where a page lies, and the life of the segment there.
+    fn find_with_life(&self, page: u32) -> Option<(u32, u32)> {
+        loop {
+            let place = self.find(page)?;
+            let life = self.segments.word(self.shape.split(place).0).life();
+            // The page was there in this life, for a segment with a live page begins no other.
+            if self.find(page) == Some(place) {
+                return Some((place, life));
+            }
+        }
+    }
+
+    /// A page has been written to a place.
+    fn publish(&self, page: u32, place: u32) {
+        self.segments.add_live(self.shape.split(place).0);
+        let before = self.map.at(page as usize).swap(place + 1, SeqCst);
+        if let Some(before) = before.checked_sub(1) {
+            self.die(before);
+        }
+    }
+
+    /// A page has been copied. False: it was written meanwhile.
+    fn rename(&self, page: u32, from: u32, to: u32) -> bool {
+        self.segments.add_live(self.shape.split(to).0);
+        let moved = self.map.at(page as usize).compare_exchange(from + 1, to + 1, SeqCst, SeqCst).is_ok();
+        self.die(if moved { from } else { to });
+        moved
+    }
+
+    /// Nobody looks for a page there any more.
+    fn die(&self, place: u32) {
+        let (segment, _) = self.shape.split(place);
+        if self.segments.drop_live(segment) {
+            self.free(segment);
+        }
+    }
+
+    fn free(&self, segment: u32) {
+        self.rows.forget(&self.segments, segment);
+        self.segments.push(segment);
+    }
+
+    /// Free segments from which on the cleaner works.
+    fn low(&self) -> u32 {
+        RESERVE + AHEAD + self.shape.lanes
+    }
+
+    /// Wakes whoever drives the cleaner, where there is something to do.
+    fn ring(&self) {
+        if self.segments.free() < self.low() && self.asleep.swap(false, SeqCst) {
+            // It can only be full, and then it rings.
+            let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+        }
+    }
+
+    fn bell(&self) -> BorrowedFd<'_> {
+        self.bell.as_fd()
+    }
+}
+
+impl Store for Log {
+    fn name(&self) -> &str {
+        &self.shared.name
+    }
+
+    fn slots(&self) -> u32 {
+        self.shared.shape.pages
+    }
+
+    fn lane(&self, depth: usize) -> Result<Box<dyn Lane>, OpenError> {
+        let taken = self.shared.seats.fetch_update(SeqCst, SeqCst, |seats| seats.checked_sub(1));
+        if taken.is_err() {
+            let what = format!("all {} lanes are in use; configure more", self.shared.shape.lanes);
+            return Err(OpenError::new(OpenErrorKind::InUse, self.name(), what));
+        }
+        match LogLane::open(Arc::clone(&self.shared), depth) {
+            Ok(lane) => Ok(Box::new(lane)),
+            Err(error) => {
+                self.shared.seats.fetch_add(1, SeqCst);
+                Err(error)
+            }
+        }
+    }
+
+    /// A disk that fails says so operation by operation.
+    fn state(&self, _member: u32) -> State {
+        State::Online
+    }
+
+    fn unfit_for_swap(&self) -> Option<String> {
+        self.shared.below.unfit_for_swap()
+    }
+}
+
+impl fmt::Debug for Log {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} of {}", self.shared.name, ByteSize(self.bytes()))
+    }
+}

@@ -1,0 +1,323 @@
+//! What is known of each segment: one word and two numbers; and which segments are free.
+//!
+//! ```text
+//!  63              32 31    24 23        8 7     5 4        3 2     0
+//! +------------------+--------+-----------+-------+----------+-------+
+//! |       life       |   -    |   live    |   -   |generation| state |
+//! +------------------+--------+-----------+-------+----------+-------+
+//! ```
+//!
+//! *Live* counts its pages that the map names. A closed segment whose last page dies is free at once, by whoever made it die: a
+//! write that replaces a page, or the cleaner that moves it. A *life* is one filling of a segment.
+
+use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
+use std::sync::atomic::{AtomicU32, AtomicU64};
+
+/// Generations of pages: 0 for pages that were written, the others for pages that were moved so often.
+pub(crate) const GENERATIONS: usize = 4;
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum State {
+    /// Nothing in it counts.
+    Free = 0,
+    /// Somebody appends to it, or its writes have no answer yet.
+    Open = 1,
+    /// It can be cleaned.
+    Closed = 2,
+    /// The cleaner moves its pages.
+    Cleaning = 3,
+    /// A page of it cannot be moved. It is free once no page of it is live.
+    Stuck = 4,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Word(u64);
+
+impl Word {
+    fn new(state: State, generation: usize, life: u32) -> Self {
+        Word(u64::from(life) << 32 | (generation as u64) << 3 | state as u64)
+    }
+
+    pub fn state(self) -> State {
+        match self.0 & 7 {
+            0 => State::Free,
+            1 => State::Open,
+            2 => State::Closed,
+            3 => State::Cleaning,
+            _ => State::Stuck,
+        }
+    }
+
+    pub fn generation(self) -> usize {
+        (self.0 >> 3 & 3) as usize
+    }
+
+    pub fn live(self) -> u32 {
+        (self.0 >> 8 & 0xffff) as u32
+    }
+
+    pub fn life(self) -> u32 {
+        (self.0 >> 32) as u32
+    }
+
+    fn with_state(self, state: State) -> Self {
+        Word(self.0 & !7 | state as u64)
+    }
+
+    /// What a segment becomes that is in this state without being worked on.
+    fn settled(self) -> Self {
+        let rests = matches!(self.state(), State::Closed | State::Stuck);
+        if rests && self.live() == 0 { self.with_state(State::Free) } else { self }
+    }
+}
+
+const LIVE: u64 = 1 << 8;
+
+#[derive(Debug, Default)]
+struct Segment {
+    word: AtomicU64,
+    /// Of a free segment the next free one, plus 1; of another the log's clock when it was closed.
+    next_or_closed: AtomicU32,
+    /// The row of its summary in memory, plus 1; 0: none.
+    row: AtomicU32,
+}
+
+/// Bytes that a segment takes here.
+pub(crate) const SEGMENT_BYTES: u64 = size_of::<Segment>() as u64;
+
+/// A member's free segments: a stack whose head has a tag, so that a segment that left and came back is noticed.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+struct Stack {
+    head: AtomicU64,
+    /// Turns that pass it over, since it failed.
+    skips: AtomicU32,
+    failures: AtomicU32,
+}
+
+/// All segments.
+#[derive(Debug)]
+pub(crate) struct Segments {
+    all: Box<[Segment]>,
+    stacks: Box<[Stack]>,
+    free: AtomicU32,
+    /// Segments closed so far.
+    clock: AtomicU32,
+}
+
+impl Segments {
+    /// So many free ones, which lie on `members` members in turns.
+    pub fn new(count: u32, members: u32) -> Self {
+        let segments = Segments {
+            all: (0..count).map(|_| Segment::default()).collect(),
+            stacks: (0..members).map(|_| Stack::default()).collect(),
+            free: AtomicU32::new(0),
+            clock: AtomicU32::new(0),
+        };
+        (0..count).rev().for_each(|segment| segments.push(segment));
+        segments
+    }
+
+    pub fn count(&self) -> u32 {
+        self.all.len() as u32
+    }
+
+    pub fn free(&self) -> u32 {
+        self.free.load(SeqCst)
+    }
+
+    pub fn members(&self) -> u32 {
+        self.stacks.len() as u32
+    }
+
+    pub fn word(&self, segment: u32) -> Word {
+        Word(self.all[segment as usize].word.load(SeqCst))
+    }
+
+    pub fn row(&self, segment: u32) -> &AtomicU32 {
+        &self.all[segment as usize].row
+    }
+
+    /// Segments closed since this one.
+    pub fn age(&self, segment: u32) -> u32 {
+        self.clock.load(Relaxed).wrapping_sub(self.all[segment as usize].next_or_closed.load(Relaxed))
+    }
+
+    /// A page of it is live, or is about to be.
+    pub fn add_live(&self, segment: u32) {
+        self.all[segment as usize].word.fetch_add(LIVE, SeqCst);
+    }
+
+    /// A page of it is not live any more. Whether it is free now, so that it must be [pushed](Segments::push).
+    #[must_use]
+    pub fn drop_live(&self, segment: u32) -> bool {
+        self.change(segment, |word| Some(Word(word.0 - LIVE).settled()))
+            .is_some_and(|word| word.state() == State::Free)
+    }
+
+    /// Begins a new life of a free segment that was popped.
+    pub fn open(&self, segment: u32, generation: usize) -> u32 {
+        let word = &self.all[segment as usize].word;
+        let life = Word(word.load(SeqCst)).life().wrapping_add(1);
+        word.store(Word::new(State::Open, generation, life).0, SeqCst);
+        life
+    }
+
+    /// Nobody writes to it any more. Whether it is free now.
+    #[must_use]
+    pub fn close(&self, segment: u32) -> bool {
+        let clock = self.clock.fetch_add(1, Relaxed) + 1;
+        self.all[segment as usize].next_or_closed.store(clock, Relaxed);
+        self.leave(segment, State::Closed)
+    }
+
+    /// Has the cleaner take it, if it is closed as `word` says.
+    pub fn begin_cleaning(&self, segment: u32, word: Word) -> bool {
+        let now = word.with_state(State::Cleaning);
+        let word = self.all[segment as usize].word.compare_exchange(word.0, now.0, SeqCst, Relaxed);
+        word.is_ok()
+    }
+
+    /// Lets a segment rest that one has worked on. Whether it is free now.
+    #[must_use]
+    pub fn leave(&self, segment: u32, state: State) -> bool {
+        self.change(segment, |word| Some(word.with_state(state).settled()))
+            .is_some_and(|word| word.state() == State::Free)
+    }
+
+    fn change(&self, segment: u32, change: impl Fn(Word) -> Option<Word>) -> Option<Word> {
+        let word = &self.all[segment as usize].word;
+        let mut was = word.load(SeqCst);
+        loop {
+            let now = change(Word(was))?;
+            match word.compare_exchange_weak(was, now.0, SeqCst, Relaxed) {
+                Ok(_) => return Some(now),
+                Err(other) => was = other,
+            }
+        }
+    }
+
+    /// Makes a segment that has become free somebody's to take.
+    pub fn push(&self, segment: u32) {
+        let stack = &self.stacks[(segment % self.members()) as usize].head;
+        let mut head = stack.load(Acquire);
+        loop {
+            self.all[segment as usize].next_or_closed.store(head as u32, Relaxed);
+            let tag = (head >> 32).wrapping_add(1) << 32;
+            match stack.compare_exchange_weak(head, tag | u64::from(segment + 1), SeqCst, Acquire) {
+                Ok(_) => break,
+                Err(other) => head = other,
+            }
+        }
+        self.free.fetch_add(1, SeqCst);
+    }
+
+    /// Takes a free segment while more than `reserve` are, from the member whose turn it is if it has one and has not failed lately.
+    pub fn pop(&self, turn: &mut u32, reserve: u32) -> Option<u32> {
+        self.free.fetch_update(SeqCst, SeqCst, |free| (free > reserve).then(|| free - 1)).ok()?;
+        // One is set aside; where it lies is found here.
+        loop {
+            for passes_failed in [true, false] {
+                for _ in 0..self.members() {
+                    *turn = (*turn + 1) % self.members();
+                    let stack = &self.stacks[*turn as usize];
+                    if passes_failed && stack.skips.load(Relaxed) > 0 {
+                        let skip = |skips: u32| skips.checked_sub(1);
+                        let _ = stack.skips.fetch_update(Relaxed, Relaxed, skip);
+                        continue;
+                    }
+                    if let Some(segment) = self.pop_from(stack) {
+                        return Some(segment);
+                    }
+                }
+            }
+            // Whoever pushes one counts it last, so one that is set aside is there.
+            std::hint::spin_loop();
+        }
+    }
+
+    fn pop_from(&self, stack: &Stack) -> Option<u32> {
+        let mut head = stack.head.load(Acquire);
+        loop {
+            let segment = (head as u32).checked_sub(1)?;
+            let next = self.all[segment as usize].next_or_closed.load(Relaxed);
+            let tag = (head >> 32).wrapping_add(1) << 32;
+            match stack.head.compare_exchange_weak(head, tag | u64::from(next), SeqCst, Acquire) {
+                Ok(_) => return Some(segment),
+                Err(other) => head = other,
+            }
+        }
+    }
+
+    /// A write to the member of `segment` has failed: it is passed over for a while, longer each time.
+    pub fn blame(&self, segment: u32) {
+        let stack = &self.stacks[(segment % self.members()) as usize];
+        let failures = stack.failures.fetch_add(1, Relaxed);
+        stack.skips.store(64 << failures.min(10), Relaxed);
+    }
+
+    /// Writes to a member that failed.
+    pub fn failures(&self, member: u32) -> u32 {
+        self.stacks[member as usize].failures.load(Relaxed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_closed_segment_is_free_when_its_last_page_dies_and_an_open_one_when_it_closes() {
+        let segments = Segments::new(2, 1);
+        let mut turn = 0;
+        let (first, second) = (segments.pop(&mut turn, 0).unwrap(), segments.pop(&mut turn, 0).unwrap());
+        assert_eq!(segments.pop(&mut turn, 0), None);
+        segments.open(first, 1);
+        segments.add_live(first);
+        assert!(!segments.drop_live(first), "it is open");
+        assert!(segments.close(first));
+        segments.open(second, 3);
+        segments.add_live(second);
+        assert!(!segments.close(second));
+        assert_eq!((segments.word(second).generation(), segments.word(second).live()), (3, 1));
+        let word = segments.word(second);
+        assert!(segments.begin_cleaning(second, word) && !segments.begin_cleaning(second, word));
+        assert!(!segments.drop_live(second), "the cleaner has it");
+        assert!(segments.leave(second, State::Closed));
+    }
+
+    #[test]
+    fn members_take_turns_and_one_that_failed_is_passed_over() {
+        let segments = Segments::new(30, 3);
+        let mut turn = 0;
+        let mut next = || segments.pop(&mut turn, 4).map(|segment| segment % 3);
+        assert_eq!([next(), next(), next(), next()], [Some(1), Some(2), Some(0), Some(1)]);
+        segments.blame(2);
+        assert_eq!([next(), next(), next()], [Some(0), Some(1), Some(0)]);
+        assert_eq!((segments.failures(2), segments.failures(0)), (1, 0));
+        // What is left of it is taken where there is no other, down to the reserve.
+        assert_eq!(std::iter::from_fn(next).count(), 30 - 7 - 4);
+    }
+
+    #[test]
+    fn threads_that_take_and_give_back_segments_never_share_one() {
+        let segments = Segments::new(16, 2);
+        let holders: Vec<AtomicU32> = (0..16).map(|_| AtomicU32::new(0)).collect();
+        std::thread::scope(|scope| {
+            for thread in 1..=4u32 {
+                let (segments, holders) = (&segments, &holders);
+                scope.spawn(move || {
+                    let mut turn = thread;
+                    for _ in 0..20_000 {
+                        let Some(segment) = segments.pop(&mut turn, 1) else { continue };
+                        let holder = &holders[segment as usize];
+                        assert_eq!(holder.swap(thread, SeqCst), 0, "segment {segment} is taken twice");
+                        assert_eq!(holder.swap(0, SeqCst), thread);
+                        segments.push(segment);
+                    }
+                });
+            }
+        });
+        assert_eq!(segments.free(), 16);
+    }
+}

@@ -1,0 +1,339 @@
+//! What a segment's last page says: which page lies in each of its places, and its checksum. A row
+//! is the same in memory.
+//!
+//! On the disk, in 32-bit words with the lowest byte first: magic, segment, life, checksum of this
+//! page (with zeros here), then two words a place: page and checksum.
+//!
+//! Rows of segments whose summary is not on the disk are *pinned*. The others are a cache, by
+//! CLOCK: whoever finds no row reads the summary's page. A row changes under its readers, so they
+//! look at its tag before and after.
+
+use crate::segment::Segments;
+use crate::words::Words;
+use std::io;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, fence};
+use weir_core::{Checksum, PAGE_SIZE, PageBytes, PageNo};
+
+const MAGIC: u32 = 0x3147_4c57;
+const HEAD: usize = 16;
+/// Places that a summary has room for.
+pub(crate) const PLACES_MAX: u32 = ((PAGE_SIZE - HEAD) / 8) as u32;
+/// The page of a place that holds none.
+const NOBODY: u32 = u32::MAX;
+
+/// A page in a place: its number and checksum.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Record {
+    pub page: u32,
+    pub checksum: Checksum,
+}
+
+impl Record {
+    pub fn of(page: u32, bytes: &PageBytes) -> Self {
+        Record { page, checksum: Checksum::of(bytes, PageNo(page), 0) }
+    }
+
+    pub fn proves(&self, page: u32, bytes: &PageBytes) -> bool {
+        *self == Record::of(page, bytes)
+    }
+}
+
+#[derive(Debug)]
+struct Row {
+    /// The segment plus 1 in the lower half, and a number that no other tag has above. 0: free.
+    /// [`BUSY`]: it changes hands.
+    tag: AtomicU64,
+    is_pinned: AtomicBool,
+    is_used: AtomicBool,
+}
+
+const BUSY: u64 = u64::MAX;
+
+/// Summaries in memory.
+#[derive(Debug)]
+pub(crate) struct Rows {
+    rows: Box<[Row]>,
+    records: Words,
+    places: usize,
+    hand: AtomicU32,
+    tags: AtomicU32,
+}
+
+impl Rows {
+    pub fn new(count: u32, places: u32) -> io::Result<Self> {
+        let row = || Row {
+            tag: AtomicU64::new(0),
+            is_pinned: AtomicBool::new(false),
+            is_used: AtomicBool::new(false),
+        };
+        Ok(Rows {
+            rows: (0..count).map(|_| row()).collect(),
+            records: Words::new(count as usize * places as usize * 2)?,
+            places: places as usize,
+            hand: AtomicU32::new(0),
+            tags: AtomicU32::new(0),
+        })
+    }
+
+    pub fn bytes(&self) -> u64 {
+        self.records.bytes() + (self.rows.len() * size_of::<Row>()) as u64
+    }
+
+    fn words(&self, row: u32, place: u32) -> (&AtomicU32, &AtomicU32) {
+        let at = (row as usize * self.places + place as usize) * 2;
+        (self.records.at(at), self.records.at(at + 1))
+    }
+
+    /// A row for a new life of a segment, pinned, without records; `None`: all are pinned.
+    pub fn open(&self, segments: &Segments, segment: u32) -> Option<u32> {
+        let row = self.claim(segments)?;
+        for place in 0..self.places as u32 {
+            self.words(row, place).0.store(NOBODY, Relaxed);
+        }
+        self.publish(segments, row, segment, true);
+        Some(row)
+    }
+
+    /// Says what lies in a place. Only for who has opened the row.
+    pub fn set(&self, row: u32, place: u32, record: Record) {
+        let (page, checksum) = self.words(row, place);
+        checksum.store(record.checksum.0, Relaxed);
+        page.store(record.page, SeqCst);
+    }
+
+    /// The summary is on the disk.
+    pub fn unpin(&self, row: u32) {
+        self.rows[row as usize].is_pinned.store(false, SeqCst);
+    }
+
+    /// What lies in a place, if a row says so.
+    pub fn get(&self, segments: &Segments, segment: u32, place: u32) -> Option<Record> {
+        let mut found = None;
+        self.read(segments, segment, |row| {
+            let (page, checksum) = self.words(row, place);
+            let page = page.load(SeqCst);
+            found = Some(Record { page, checksum: Checksum(checksum.load(Relaxed)) });
+        })
+        .then_some(found?)
+    }
+
+    /// What lies in each place of a segment, if a row says so.
+    pub fn copy(&self, segments: &Segments, segment: u32, out: &mut Vec<Record>) -> bool {
+        self.read(segments, segment, |row| {
+            out.clear();
+            out.extend((0..self.places as u32).map(|place| {
+                let (page, checksum) = self.words(row, place);
+                Record { page: page.load(SeqCst), checksum: Checksum(checksum.load(Relaxed)) }
+            }));
+        })
+    }
+
+    /// Whether a segment has a row now.
+    pub fn has(&self, segments: &Segments, segment: u32) -> bool {
+        self.read(segments, segment, |_| {})
+    }
+
+    /// Whether what `look` saw was the segment's row all the while.
+    fn read(&self, segments: &Segments, segment: u32, look: impl FnOnce(u32)) -> bool {
+        let Some(row) = segments.row(segment).load(SeqCst).checked_sub(1) else { return false };
+        let Row { tag, is_used, .. } = &self.rows[row as usize];
+        let was = tag.load(Acquire);
+        if was == BUSY || was as u32 != segment + 1 {
+            return false;
+        }
+        look(row);
+        fence(Acquire);
+        let is_same = tag.load(Relaxed) == was;
+        if is_same && !is_used.load(Relaxed) {
+            is_used.store(true, Relaxed);
+        }
+        is_same
+    }
+
+    /// Keeps a summary that has been read, if a row can be had.
+    pub fn keep(&self, segments: &Segments, summary: &Summary<'_>) {
+        let Summary { segment, life, .. } = *summary;
+        if segments.row(segment).load(SeqCst) != 0 || segments.word(segment).life() != life {
+            return;
+        }
+        let Some(row) = self.claim(segments) else { return };
+        for (place, record) in (0..self.places as u32).zip(summary.records()) {
+            let (page, checksum) = self.words(row, place);
+            page.store(record.page, Relaxed);
+            checksum.store(record.checksum.0, Relaxed);
+        }
+        self.publish(segments, row, segment, false);
+        if segments.word(segment).life() != life {
+            // It began another life meanwhile.
+            self.forget_row(segments, row, segment);
+        }
+    }
+
+    /// A segment has ended its life.
+    pub fn forget(&self, segments: &Segments, segment: u32) {
+        if let Some(row) = segments.row(segment).load(SeqCst).checked_sub(1) {
+            self.forget_row(segments, row, segment);
+        }
+    }
+
+    fn forget_row(&self, segments: &Segments, row: u32, segment: u32) {
+        let Row { tag, is_pinned, .. } = &self.rows[row as usize];
+        let was = tag.load(SeqCst);
+        if was == BUSY || was as u32 != segment + 1 {
+            return;
+        }
+        if tag.compare_exchange(was, BUSY, SeqCst, Relaxed).is_ok() {
+            let _ = segments.row(segment).compare_exchange(row + 1, 0, SeqCst, Relaxed);
+            is_pinned.store(false, SeqCst);
+            tag.store(0, SeqCst);
+        }
+    }
+
+    /// Takes a row from whose it is.
+    fn claim(&self, segments: &Segments) -> Option<u32> {
+        let count = self.rows.len() as u32;
+        for _ in 0..count * 2 {
+            let at = self.hand.fetch_add(1, Relaxed) % count;
+            let Row { tag, is_pinned, is_used } = &self.rows[at as usize];
+            let was = tag.load(SeqCst);
+            if was == BUSY || is_pinned.load(SeqCst) || was != 0 && is_used.swap(false, Relaxed) {
+                continue;
+            }
+            if tag.compare_exchange(was, BUSY, SeqCst, Relaxed).is_ok() {
+                if let Some(segment) = (was as u32).checked_sub(1) {
+                    let _ = segments.row(segment).compare_exchange(at + 1, 0, SeqCst, Relaxed);
+                }
+                return Some(at);
+            }
+        }
+        None
+    }
+
+    fn publish(&self, segments: &Segments, row: u32, segment: u32, is_pinned: bool) {
+        let number = self.tags.fetch_add(1, Relaxed) & 0x7fff_ffff;
+        let Row { tag, is_pinned: pin, is_used } = &self.rows[row as usize];
+        pin.store(is_pinned, SeqCst);
+        is_used.store(false, Relaxed);
+        tag.store(u64::from(number) << 32 | u64::from(segment + 1), SeqCst);
+        let word = segments.row(segment);
+        if is_pinned {
+            // A row that came late for its life before goes when its turn comes.
+            word.store(row + 1, SeqCst);
+        } else if word.compare_exchange(0, row + 1, SeqCst, Relaxed).is_err() {
+            tag.store(0, SeqCst);
+        }
+    }
+}
+
+/// Writes the summary of a segment from its row.
+pub(crate) fn write(rows: &Rows, row: u32, segment: u32, life: u32, out: &mut PageBytes) {
+    out.fill(0);
+    let mut put = |at: usize, value: u32| out[at..at + 4].copy_from_slice(&value.to_le_bytes());
+    put(0, MAGIC);
+    put(4, segment);
+    put(8, life);
+    for place in 0..rows.places as u32 {
+        let (page, checksum) = rows.words(row, place);
+        let at = HEAD + place as usize * 8;
+        put(at, page.load(SeqCst));
+        put(at + 4, checksum.load(Relaxed));
+    }
+    let checksum = Checksum::of(out, PageNo(segment), life);
+    out[12..16].copy_from_slice(&checksum.0.to_le_bytes());
+}
+
+/// A segment's summary as it was read.
+pub(crate) struct Summary<'a> {
+    bytes: &'a PageBytes,
+    segment: u32,
+    life: u32,
+}
+
+impl<'a> Summary<'a> {
+    /// The summary of this segment; `None`: the bytes are not that.
+    pub fn parse(bytes: &'a PageBytes, segment: u32) -> Option<Self> {
+        let word = |at: usize| word(bytes, at);
+        let mut copy = *bytes;
+        copy[12..16].fill(0);
+        let is_proven = Checksum::of(&copy, PageNo(segment), word(8)).0 == word(12);
+        let is_it = word(0) == MAGIC && word(4) == segment && is_proven;
+        is_it.then(|| Summary { bytes, segment, life: word(8) })
+    }
+
+    pub fn life(&self) -> u32 {
+        self.life
+    }
+
+    pub fn record(&self, place: u32) -> Record {
+        let at = HEAD + place as usize * 8;
+        Record { page: word(self.bytes, at), checksum: Checksum(word(self.bytes, at + 4)) }
+    }
+
+    pub fn records(&self) -> impl Iterator<Item = Record> {
+        (0..PLACES_MAX).map(|place| self.record(place))
+    }
+}
+
+fn word(bytes: &PageBytes, at: usize) -> u32 {
+    u32::from_le_bytes(bytes[at..at + 4].try_into().expect("4 of 4096 bytes"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(page: u32) -> Record {
+        Record { page, checksum: Checksum(page ^ 0x5555) }
+    }
+
+    #[test]
+    fn a_summary_says_what_its_row_said_and_a_changed_bit_ends_it() {
+        let segments = Segments::new(8, 1);
+        let rows = Rows::new(4, 15).unwrap();
+        let row = rows.open(&segments, 3).unwrap();
+        (0..14).for_each(|place| rows.set(row, place, record(place + 100)));
+        let mut page = [1; PAGE_SIZE];
+        write(&rows, row, 3, 9, &mut page);
+        let summary = Summary::parse(&page, 3).unwrap();
+        assert_eq!((summary.life(), summary.record(13)), (9, record(113)));
+        assert_eq!(summary.record(14).page, NOBODY);
+        assert!(Summary::parse(&page, 4).is_none(), "another segment's");
+        page[500] ^= 1;
+        assert!(Summary::parse(&page, 3).is_none());
+    }
+
+    #[test]
+    fn pinned_rows_stay_and_others_make_room() {
+        let segments = Segments::new(8, 1);
+        let rows = Rows::new(2, 15).unwrap();
+        let first = rows.open(&segments, 0).unwrap();
+        rows.set(first, 2, record(7));
+        rows.open(&segments, 1).unwrap();
+        assert_eq!(rows.open(&segments, 2), None, "both are pinned");
+        rows.unpin(first);
+        assert_eq!(rows.get(&segments, 0, 2), Some(record(7)));
+        let second = rows.open(&segments, 2).unwrap();
+        assert_eq!((second, rows.get(&segments, 0, 2)), (first, None));
+        assert!(rows.has(&segments, 1));
+        rows.forget(&segments, 1);
+        assert!(!rows.has(&segments, 1) && rows.open(&segments, 5).is_some());
+    }
+
+    #[test]
+    fn a_summary_of_an_earlier_life_is_not_kept() {
+        let segments = Segments::new(8, 1);
+        let rows = Rows::new(2, 15).unwrap();
+        let life = segments.open(4, 0);
+        let row = rows.open(&segments, 4).unwrap();
+        let mut page = [0; PAGE_SIZE];
+        write(&rows, row, 4, life, &mut page);
+        rows.forget(&segments, 4);
+        rows.keep(&segments, &Summary::parse(&page, 4).unwrap());
+        assert!(rows.has(&segments, 4));
+        rows.forget(&segments, 4);
+        segments.open(4, 0);
+        rows.keep(&segments, &Summary::parse(&page, 4).unwrap());
+        assert!(!rows.has(&segments, 4));
+    }
+}
