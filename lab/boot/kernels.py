@@ -29,10 +29,20 @@ KNOWN = {
     "devmem": ("qemu", "trixie-backports", "linux-source-7.3", None),
     "devmem-fix": ("qemu", "trixie-backports", "linux-source-7.3", None),
     "devmem-table": ("qemu", "trixie-backports", "linux-source-7.3", None),
+    # The last two with KASAN, lockdep and kmemleak; and once more with bugs that these must report.
+    "devmem-fix-sanitize": ("qemu", "trixie-backports", "linux-source-7.3", None),
+    "devmem-table-sanitize": ("qemu", "trixie-backports", "linux-source-7.3", None),
+    "devmem-planted": ("qemu", "trixie-backports", "linux-source-7.3", None),
 }
 
-# How many patches of kernel/devmem each has; None: all of them.
-VARIANTS = {"devmem": 0, "devmem-fix": 1, "devmem-table": None}
+VARIANTS = {
+    "devmem": source.Variant(0),
+    "devmem-fix": source.Variant(1),
+    "devmem-table": source.Variant(None),
+    "devmem-fix-sanitize": source.Variant(1, sanitized=True),
+    "devmem-table-sanitize": source.Variant(None, sanitized=True),
+    "devmem-planted": source.Variant(None, sanitized=True, planted=True),
+}
 
 # What the built one has besides, and does without.
 SWITCHED_ON = ["SMP", "PSI", "POWER_SUPPLY", "DEBUG_INFO_NONE"]

@@ -1,9 +1,10 @@
 """Kernels of our own for QEMU: Debian's source, a small configuration, and the first patches of a series.
 
-One tree serves all variants, so a variant costs a rebuild of what its patches touch. What a run needs of a variant (kernel,
-headers, the tree's selftests) lies apart, under a name that changes with the patches.
+One tree serves all variants of a configuration, so a variant costs a rebuild of what its patches touch. What a run needs of a
+variant (kernel, headers, the tree's selftests) lies apart, under a name that changes with the patches.
 """
 
+import dataclasses
 import glob
 import hashlib
 import importlib.util
@@ -38,16 +39,28 @@ YNL = "tools/net/ynl"
 HARDWARE = "tools/testing/selftests/drivers/net/hw"
 
 
-def patches(count):
-    """The first `count` of the series; all of it for None."""
-    return sorted(glob.glob(os.path.join(SERIES, "00*.patch")))[:count]
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A kernel of our own."""
+
+    patches: int | None  # how many of the series it has; None: all
+    sanitized: bool = False  # with what watches over memory and locks
+    planted: bool = False  # with bugs, which that must report
+
+    def series(self):
+        """Its patches, in order."""
+        own = [os.path.join(SERIES, "planted-bugs.patch")] if self.planted else []
+        return sorted(glob.glob(os.path.join(SERIES, "00*.patch")))[: self.patches] + own
+
+    def configs(self):
+        """The files that its configuration is made of."""
+        return [os.path.join(SERIES, name) for name in ("config", *(["config-sanitize"] if self.sanitized else []))]
 
 
-def built(cache, suite, package, name, count, one_at_a_time):
-    """The directory of variant `name`, which has `count` patches: complete or not there at all."""
-    series, config = patches(count), os.path.join(SERIES, "config")
+def built(cache, suite, package, name, variant, one_at_a_time):
+    """The directory of the variant called `name`: complete or not there at all."""
     digest = hashlib.sha256(package.encode())
-    for path in [config, *series]:
+    for path in [*variant.configs(), *variant.series()]:
         with open(path, "rb") as file:
             digest.update(file.read())
     place = os.path.join(cache, "kernels", f"{name}-{digest.hexdigest()[:DIGITS]}")
@@ -60,8 +73,11 @@ def built(cache, suite, package, name, count, one_at_a_time):
         raise Missing(f"the Python module yaml (package python3-yaml: the selftests of {name} are built with it)")
     with one_at_a_time(package):
         if not os.path.isdir(place):
-            _build(_tree(cache, suite, package), series, config, name, place)
-            for old in glob.glob(os.path.join(cache, "kernels", f"{name}-{'[0-9a-f]' * DIGITS}")):
+            tree = _tree(cache, suite, package)
+            if variant.sanitized:
+                tree = _copy(tree, f"{tree}-sanitize")
+            _build(tree, variant, name, place)
+            for old in glob.glob(os.path.join(cache, "kernels", f"{name}-{'[0-9a-f]' * DIGITS}*")):
                 if old != place:
                     shutil.rmtree(old)
     return place
@@ -86,24 +102,38 @@ def _tree(cache, suite, package):
     return tree
 
 
-_NOBODY = ["-c", "user.name=lab", "-c", "user.email=lab@localhost"]
+# Nothing may tidy the repository up behind our back.
+_NOBODY = ["-c", "user.name=lab", "-c", "user.email=lab@localhost", "-c", "gc.auto=0"]
 
 
-def _build(tree, series, config, name, place):
+def _copy(tree, other):
+    """Another tree of the same source, for another configuration: each keeps its objects."""
+    if not os.path.isdir(other):
+        shutil.rmtree(f"{other}.partial", ignore_errors=True)
+        _run(["git", "clone", "-q", tree, f"{other}.partial"], tree)
+        os.rename(f"{other}.partial", other)
+    return other
+
+
+def _build(tree, variant, name, place):
     print(f"lab: building {name}, once: a quarter of an hour for the first, a minute or two for its variants", flush=True)
     compiler = ["CC=ccache gcc"] if shutil.which("ccache") else []
     # An empty LOCALVERSION, or a tree under git adds a plus to the release.
     make = ["nice", "-n", "10", "make", "-s", f"-j{JOBS}", "LOCALVERSION=", *compiler]
     _run(["git", "reset", "-q", "--hard"], tree)
     # What a build left that was stopped in the middle: files of a patch that the index does not know any more.
-    touched = _run(["git", "apply", "--numstat", *patches(None)], tree).split("\n")
+    touched = _run(["git", "apply", "--numstat", *Variant(None).series()], tree).split("\n")
     _run(["git", "clean", "-fqx", "--", *(line.split("\t")[2] for line in touched if line)], tree)
-    if series:
-        _run(["git", "apply", "--index", *series], tree)
+    if variant.series():
+        _run(["git", "apply", "--index", *variant.series()], tree)
     partial = f"{place}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     os.makedirs(f"{partial}/boot")
-    _run([*make, f"KCONFIG_ALLCONFIG={config}", "allnoconfig"], tree)
+    with open(f"{partial}/allconfig", "wb") as wanted:
+        for path in variant.configs():
+            with open(path, "rb") as file:
+                shutil.copyfileobj(file, wanted)
+    _run([*make, f"KCONFIG_ALLCONFIG={partial}/allconfig", "allnoconfig"], tree)
     _run([*make, "bzImage", "modules"], tree)
     _run([*make, f"INSTALL_MOD_PATH={partial}", "modules_install"], tree)
     _run([*make, "headers_install"], tree)

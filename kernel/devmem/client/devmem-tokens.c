@@ -6,9 +6,9 @@
  *
  *   devmem-tokens CONNECTIONS OUTSTANDING TOKENS ordered|random single|ranges
  *
- * "get N put N close N ranges N": instructions a token in recvmsg() and in SO_DEVMEM_DONTNEED,
- * those of the system call that closes a socket (its fragments go later, with its last packet), and
- * how many tokens a range held.
+ * "get N put N close N held N ranges N": instructions a token in recvmsg() and in
+ * SO_DEVMEM_DONTNEED; those of close() of a connection that its peer has reset, so that its
+ * fragments go there and then, and how many it held; how many tokens a range held.
  */
 #include "devmem.h"
 
@@ -25,16 +25,21 @@ struct connection {
 	unsigned int count;
 };
 
-static uint64_t now(void)
+static uint64_t time_of(clockid_t clock)
 {
 	struct timespec t;
 
-	clock_gettime(CLOCK_MONOTONIC, &t);
+	clock_gettime(clock, &t);
 	return t.tv_sec * 1000000000ull + t.tv_nsec;
 }
 
-static uint64_t nanoseconds_get, nanoseconds_put;
-static unsigned long got, returned, ranges;
+static uint64_t now(void)
+{
+	return time_of(CLOCK_MONOTONIC);
+}
+
+static uint64_t nanoseconds_get, nanoseconds_put, nanoseconds_close;
+static unsigned long got, returned, ranges, closed, held;
 static bool at_random, merged;
 
 /* Returns the oldest tokens, or some at random, and wants each of them to be accepted. */
@@ -136,6 +141,12 @@ int main(int argc, char **argv)
 			fds[i] = connect_from_peer();
 		for (i = 0; read(go[0], &word, 1) == 1; i = (i + 1) % connections)
 			send_all(fds[i], data, BURST);
+		for (i = 0; i < connections; i++) {
+			struct linger reset = { .l_onoff = 1 };
+
+			setsockopt(fds[i], SOL_SOCKET, SO_LINGER, &reset, sizeof(reset));
+			close(fds[i]);
+		}
 		_exit(0);
 	}
 	all = calloc(connections, sizeof(*all));
@@ -152,13 +163,22 @@ int main(int argc, char **argv)
 		usleep(20000);
 		take_burst(&all[i], outstanding);
 	}
-	start = now();
-	for (i = 0; i < connections; i++)
-		close(all[i].fd);
-	printf("get %.1f put %.1f close %.0f ranges %.2f\n", (double)nanoseconds_get / got,
-	       (double)nanoseconds_put / returned, (double)(now() - start) / connections,
-	       (double)returned / ranges);
 	close(go[1]);
 	waitpid(sender, NULL, 0);
+	/* The last reset has arrived. */
+	usleep(100000);
+	for (i = 0; i < connections; i++) {
+		if (!all[i].count)
+			continue;
+		/* Once for each socket: another process that runs meanwhile would weigh too much. */
+		start = time_of(CLOCK_THREAD_CPUTIME_ID);
+		close(all[i].fd);
+		nanoseconds_close += time_of(CLOCK_THREAD_CPUTIME_ID) - start;
+		closed++;
+		held += all[i].count;
+	}
+	printf("get %.1f put %.1f close %.0f held %.0f ranges %.2f\n", (double)nanoseconds_get / got,
+	       (double)nanoseconds_put / returned, (double)nanoseconds_close / closed,
+	       (double)held / closed, (double)returned / ranges);
 	return 0;
 }

@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: GPL-2.0
+/*
+ * What the tokens of many sockets take: the kernel's slabs, once all sockets are connected and none
+ * has received anything, and once each holds so many fragments.
+ *
+ *   devmem-many CONNECTIONS FRAGMENTS
+ *
+ * A line "CACHE OBJECTS BYTES" for each slab cache that grew or shrank by a page or more, and "all 0
+ * BYTES" for all of them together.
+ */
+#include "devmem.h"
+
+#define CACHES 512
+/* Beyond what the sockets hold: what is on its way, and the queue's own. */
+#define SPARE (64ul << 20)
+
+struct cache {
+	char name[64];
+	long objects, bytes;
+};
+
+/* What the slabs take that hold an object; those that hold none are given back first. */
+static unsigned int read_caches(struct cache *caches)
+{
+	unsigned int count = 0;
+	char line[512];
+	FILE *file;
+
+	if (system("for cache in /sys/kernel/slab/*/shrink; do echo 1 >$cache; done"))
+		die("shrink");
+	file = fopen("/proc/slabinfo", "r");
+	if (!file)
+		die("/proc/slabinfo");
+	while (fgets(line, sizeof(line), file)) {
+		struct cache *c = &caches[count];
+		long pages, slabs;
+
+		if (sscanf(line, "%63s %ld %*d %*d %*d %ld : tunables %*d %*d %*d : slabdata %*d %ld",
+			   c->name, &c->objects, &pages, &slabs) != 4)
+			continue;
+		c->bytes = slabs * pages * getpagesize();
+		if (++count == CACHES) {
+			fprintf(stderr, "more than %u slab caches\n", CACHES);
+			exit(1);
+		}
+	}
+	fclose(file);
+	return count;
+}
+
+/* Takes all that was sent, returns what is more than `fragments`, and keeps the rest. */
+static void hold(int fd, size_t length, unsigned int fragments)
+{
+	static uint32_t tokens[4096];
+	unsigned int held = 0;
+	size_t received = 0;
+
+	while (received < length) {
+		struct msghdr message;
+		ssize_t more;
+
+		wait_for_data(fd);
+		more = receive(fd, &message);
+		if (more < 0 && errno == EAGAIN)
+			continue;
+		if (more <= 0)
+			die("recvmsg");
+		received += more;
+		held += tokens_of(&message, tokens + held, 4096 - held);
+	}
+	for (; held > fragments; held--) {
+		struct dmabuf_token last = { tokens[held - 1], 1 };
+
+		if (give_back(fd, &last, 1) != 1)
+			die("a token was refused");
+	}
+	if (held != fragments) {
+		fprintf(stderr, "%zu bytes came as %u fragments, want %u\n", length, held, fragments);
+		exit(1);
+	}
+}
+
+int main(int argc, char **argv)
+{
+	static struct cache before[CACHES], after[CACHES];
+	unsigned int connections, fragments, i, j, count;
+	size_t length, size;
+	struct rlimit files;
+	int listener, go[2], *fds;
+	pid_t sender;
+	long all = 0;
+	char word;
+
+	if (argc != 3) {
+		fprintf(stderr, "devmem-many: want CONNECTIONS FRAGMENTS\n");
+		return 2;
+	}
+	connections = atoi(argv[1]);
+	fragments = atoi(argv[2]);
+	length = (size_t)fragments * getpagesize();
+	size = (connections * length + SPARE + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+	files = (struct rlimit){ connections + 100, connections + 100 };
+	setrlimit(RLIMIT_NOFILE, &files);
+	/* Of huge pages: few pieces, or the kernel looks for a free page in each. */
+	if (!try_bind_dmabuf(size, true))
+		return 1;
+	fds = calloc(connections, sizeof(*fds));
+	listener = listen_here();
+	if (pipe(go))
+		die("pipe");
+	sender = fork();
+	if (!sender) {
+		char *data = calloc(1, length);
+
+		close(go[1]);
+		for (i = 0; i < connections; i++)
+			fds[i] = connect_from_peer();
+		for (i = 0; read(go[0], &word, 1) == 1; i++)
+			send_all(fds[i], data, length);
+		_exit(0);
+	}
+	for (i = 0; i < connections; i++) {
+		fds[i] = accept(listener, NULL, NULL);
+		if (fds[i] < 0)
+			die("accept");
+	}
+	read_caches(before);
+	for (i = 0; i < connections; i++) {
+		if (write(go[1], "x", 1) != 1)
+			die("write");
+		hold(fds[i], length, fragments);
+	}
+	/* The last acknowledgements and what has been received are gone. */
+	sleep(2);
+	count = read_caches(after);
+	for (i = 0; i < count; i++) {
+		for (j = 0; j < CACHES && strcmp(before[j].name, after[i].name); j++)
+			;
+		if (j < CACHES) {
+			after[i].objects -= before[j].objects;
+			after[i].bytes -= before[j].bytes;
+		}
+		all += after[i].bytes;
+		if (after[i].bytes)
+			printf("%s %ld %ld\n", after[i].name, after[i].objects, after[i].bytes);
+	}
+	printf("all 0 %ld\n", all);
+	close(go[1]);
+	waitpid(sender, NULL, 0);
+	return 0;
+}
