@@ -11,6 +11,7 @@
 #include <linux/module.h>
 #include <linux/preempt.h>
 #include <linux/slab.h>
+#include <linux/version.h>
 #include <linux/vmalloc.h>
 
 #define THREADS		8
@@ -355,8 +356,12 @@ static int hard_interrupts_schedule(void)
 	nv_kthread_q_item_init(&it.timer_item, count_run, &it.timer_runs);
 	nv_kthread_q_item_init(&it.work_item, count_run, &it.work_runs);
 	it.work = IRQ_WORK_INIT_HARD(work_interrupt);
+#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 15, 0)
+	hrtimer_setup(&it.timer, timer_interrupt, CLOCK_MONOTONIC, HRTIMER_MODE_REL_HARD);
+#else
 	hrtimer_init(&it.timer, CLOCK_MONOTONIC, HRTIMER_MODE_REL_HARD);
 	it.timer.function = timer_interrupt;
+#endif
 	hrtimer_start(&it.timer, ns_to_ktime(INTERVAL_NS), HRTIMER_MODE_REL_HARD);
 	/* While the timer interrupts this very code, on this very queue. */
 	for (i = 0; i < INTERRUPTS; i++) {
