@@ -29,7 +29,7 @@ mod url;
 pub mod vram;
 
 pub use error::{OpenError, OpenErrorKind};
-pub use file::{FileStore, FileUrl, StripeUrl, is_left_over};
+pub use file::{FileStore, FileUrl, MemberTraffic, StripeUrl, is_left_over};
 pub use host::Host;
 pub use open::{open, open_watched, reopen};
 pub use reclaim::{Headroom, Reclaim};

@@ -45,7 +45,10 @@ impl Scene {
 
     fn create(&self, flags: &[&str]) -> Command {
         let mut command = self.command(&["create", "--store", "host:8MiB"]);
-        command.arg("--home").arg(self.home()).arg("--fuse").arg(self.file()).args(flags);
+        if !flags.contains(&"--home") {
+            command.arg("--home").arg(self.home());
+        }
+        command.arg("--fuse").arg(self.file()).args(flags);
         command
     }
 
@@ -273,4 +276,66 @@ fn a_home_that_a_loop_device_serves_is_refused_and_so_is_a_store_without_room() 
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(said.contains(&format!("{device} serves it")), "{said}");
+}
+
+#[test]
+fn a_log_over_several_files_serves_what_was_written_and_reaches_them_in_long_writes() {
+    let mut scene = Scene::new("log");
+    let paths = ["a", "b", "c"].map(|name| scene.directory.join(name).display().to_string());
+    let home = format!("log:{}?size=192MiB", paths.join(","));
+    let refusal = |flags: &[&str]| {
+        let mut command = scene.command(&["create", "--store", "host:8MiB", "--home", &home]);
+        let output = command.arg("--fuse").arg(scene.file()).args(flags).output().unwrap();
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    let (code, said) = refusal(&["--keep-content"]);
+    assert!(code == Some(2) && said.contains("keeps nothing"), "{code:?} {said}");
+    let (code, said) = refusal(&["--wipe", "/dev/another"]);
+    assert!(code == Some(2) && said.contains("name the home again"), "{code:?} {said}");
+    let mut mkfs = Command::new("mkfs.ext4");
+    mkfs.args(["-q", &paths[1], "64M"]).env("PATH", "/usr/sbin:/sbin:/usr/bin:/bin");
+    if mkfs.stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok_and(|status| status.success()) {
+        let (code, said) = refusal(&[]);
+        assert!(code == Some(1) && said.contains("b carries ext4; --wipe"), "{code:?} {said}");
+        fs::remove_file(&paths[1]).unwrap();
+    }
+    if !scene.start("log", &["--stream", "0", "--home", &home]) {
+        return;
+    }
+    let file = open(&scene.file());
+    let pages = file.metadata().unwrap().len() / PAGE as u64;
+    assert!((30_000..192 * 256).contains(&pages), "{pages} pages");
+    // Each page three times in an order of its own: 7919 has no factor in common with the number of pages.
+    assert_ne!(pages % 7919, 0);
+    for round in 1..=3 {
+        for at in 0..pages {
+            let page = at * 7919 % pages;
+            file.write_all_at(&stamp(page, round), page * PAGE as u64).unwrap();
+        }
+    }
+    file.sync_all().unwrap();
+    let mut page = vec![0; PAGE];
+    for at in 0..pages {
+        file.read_exact_at(&mut page, at * PAGE as u64).unwrap();
+        assert!(page == stamp(at, 3), "page {at}");
+    }
+    let output = scene.ask(&["status", "--json"]);
+    let status: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let log = &status["log"];
+    let amplification = log["amplification"].as_f64().unwrap();
+    assert!((1.0..4.0).contains(&amplification), "{log}");
+    assert_eq!((log["corrupt"].as_u64(), log["stuck_segments"].as_u64()), (Some(0), Some(0)), "{log}");
+    let disks = status["disks"].as_array().unwrap();
+    assert_eq!(disks.len(), 3);
+    for disk in disks {
+        let writes: Vec<u64> =
+            disk["writes"].as_array().unwrap().iter().map(|n| n.as_u64().unwrap()).collect();
+        let (short, long) = (writes[..7].iter().sum::<u64>(), writes[7..].iter().sum::<u64>());
+        assert!(long > short && disk["errors"] == 0, "{disk}");
+    }
+    let shown = String::from_utf8(scene.ask(&["status"]).stdout).unwrap();
+    assert!(shown.contains("live on 192MiB") && shown.contains("c: "), "{shown}");
+    drop(file);
+    scene.done(&["detach"]);
+    scene.ended();
 }

@@ -216,6 +216,8 @@ impl FileLane {
         };
         self.push(&entry.user_data(first as u64));
         self.running += 1;
+        let traffic = &self.shared.traffic[place.member as usize];
+        traffic.begun(direction == Direction::Write, length);
     }
 
     fn push(&mut self, entry: &squeue::Entry) {
@@ -259,7 +261,11 @@ impl FileLane {
             error if [-libc::EINTR, -libc::EAGAIN].contains(&error) && run.retries < RETRIES => {
                 run.retries += 1;
             }
-            error => return Err(Fault::Io(-error)),
+            error => {
+                let member = self.operations[first].place.member;
+                self.shared.traffic[member as usize].failed();
+                return Err(Fault::Io(-error));
+            }
         }
         self.start(first);
         Ok(0)
@@ -584,6 +590,7 @@ mod tests {
             released: Box::new([AtomicBool::new(false)]),
             quiet: Quiet::new().unwrap(),
             limit: LIMIT,
+            traffic: super::super::traffic::Traffic::of(&[PathBuf::new(), PathBuf::new()]),
         };
         let mut lane = FileLane::open("pipe", Arc::new(shared), 4).unwrap();
         lane.limit = Duration::from_millis(300);

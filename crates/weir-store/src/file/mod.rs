@@ -12,10 +12,12 @@ mod raw;
 mod signature;
 mod staging;
 mod stripe_url;
+mod traffic;
 mod url;
 
 pub use backing::is_left_over;
 pub use stripe_url::StripeUrl;
+pub use traffic::MemberTraffic;
 pub use url::FileUrl;
 
 use crate::{Deal, Fault, Keep, Lane, OpenError, OpenErrorKind, Reclaim, Room, State, Store, Survive};
@@ -29,6 +31,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
+use traffic::Traffic;
 use weir_core::{ByteSize, PAGE_SIZE, Slot, Watch, unwatched};
 
 /// Hands over what was kept by its name, once.
@@ -63,6 +66,7 @@ struct Shared {
     room: Room,
     /// How long the disk has for an operation.
     limit: Duration,
+    traffic: Box<[Traffic]>,
 }
 
 /// Where a slot lies.
@@ -183,6 +187,21 @@ impl FileStore {
         FileStore { name: StripeUrl { size, ..url.clone() }.to_string(), shared: Arc::new(shared) }
     }
 
+    /// Gives the disk as long for an operation as the kernel's block layer does. For a disk whose users wait for it as they would without Weir.
+    ///
+    /// # Panics
+    /// When somebody has a lane.
+    #[must_use]
+    pub fn patient(mut self) -> Self {
+        Arc::get_mut(&mut self.shared).expect("a store that nobody uses yet").limit = raw::LIMIT;
+        self
+    }
+
+    /// What has gone to each file or device, and how much of it failed.
+    pub fn traffic(&self) -> Vec<MemberTraffic> {
+        self.shared.traffic.iter().map(Traffic::get).collect()
+    }
+
     /// Whether I/O goes past the page cache, on all members.
     pub fn is_direct(&self) -> bool {
         self.shared.members.iter().all(|member| member.is_direct)
@@ -264,6 +283,7 @@ impl Shared {
             quiet,
             room,
             limit: lane::LIMIT,
+            traffic: Traffic::of(layout.paths),
         })
     }
 
@@ -425,6 +445,7 @@ mod tests {
             quiet: Quiet::new().unwrap(),
             room: Room::Reserved,
             limit: lane::LIMIT,
+            traffic: Traffic::of(&[PathBuf::new(), PathBuf::new(), PathBuf::new()]),
         };
         let page = PAGE_SIZE as u64;
         for (slot, member, page_there) in
@@ -468,6 +489,7 @@ mod tests {
             quiet: Quiet::new().unwrap(),
             room: Room::Reserved,
             limit: lane::LIMIT,
+            traffic: Traffic::of(&[PathBuf::new(), PathBuf::new(), PathBuf::new()]),
         };
         FileStore { name: "stripe".to_owned(), shared: Arc::new(shared) }
     }

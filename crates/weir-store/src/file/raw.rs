@@ -2,6 +2,7 @@
 
 use super::backing::Backing;
 use super::quiet::Quiet;
+use super::traffic::Traffic;
 use super::{Deal, FileStore, Shared};
 use crate::{OpenError, OpenErrorKind, Room};
 use std::path::Path;
@@ -11,7 +12,7 @@ use std::time::Duration;
 use weir_core::{ByteSize, PAGE_SIZE};
 
 /// How long the disk has for an operation: as the kernel's own block layer gives it. Others wait for a disk as they would without Weir.
-const LIMIT: Duration = Duration::from_secs(30);
+pub(super) const LIMIT: Duration = Duration::from_secs(30);
 
 impl FileStore {
     /// Opens `path` for this process alone and as it is: what it holds stays, and other programs can read it afterwards.
@@ -41,6 +42,7 @@ impl FileStore {
             quiet,
             room: Room::Reserved,
             limit: LIMIT,
+            traffic: Traffic::of(&[path.to_owned()]),
         };
         Ok(FileStore { name, shared: Arc::new(shared) })
     }

@@ -1,7 +1,7 @@
 //! `weir cache create`: the cache in the foreground, until it is detached.
 
 use super::control::{self, Request, Service};
-use super::marks;
+use super::home::{Home, HomeUrl};
 use super::options::CreateOptions;
 use super::report::Report;
 use crate::start::{Start, warn_of_unlocked_memory};
@@ -17,12 +17,13 @@ use std::thread;
 use std::time::{Duration, Instant};
 use weir_cache::{Cache, CacheLane, Config, Mode, WriteBack};
 use weir_cli::failure::{Failure, chain};
-use weir_core::log::{self, Level, Log};
+use weir_core::log::{self, Level, Log as Logger};
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_device::{PageDevice as _, PageLane as _, Progress};
 use weir_export::fuse;
-use weir_store::{FileStore, Room, Store};
-use weir_system::{loop_device::LoopDevice, signals};
+use weir_log::{Cleaner, Log};
+use weir_store::Room;
+use weir_system::signals;
 
 /// Operations that each thread may have in flight.
 const DEPTH: usize = 64;
@@ -46,7 +47,20 @@ pub fn run(options: &CreateOptions) -> Result<(), Failure> {
         let tell = tell.try_clone().map_err(Failure::failed)?;
         signal_hook::low_level::pipe::register(signal, tell).map_err(Failure::failed)?;
     }
-    let home = open_home(options)?;
+    // One more for the cache's write-back, and one for what is asked for here.
+    let lanes = u32::from(options.threads) + 2;
+    let mut start = Start::new(&log, || is_told(&mut told).then_some(signal_hook::consts::SIGTERM));
+    let url = match &options.home {
+        HomeUrl::Log(url) => url,
+        HomeUrl::Raw(_) => &options.store,
+    };
+    let opened = Home::open(options, lanes, &mut start.watch(url));
+    let is_ended = start.ended_by().is_some();
+    drop(start);
+    if is_ended {
+        return Err(Failure::Said);
+    }
+    let home = opened?;
     let mut start = Start::new(&log, || is_told(&mut told).then_some(signal_hook::consts::SIGTERM));
     let opened = weir_store::open_watched(&options.store, Room::Reserved, &mut start.watch(&options.store));
     let is_ended = start.ended_by().is_some();
@@ -63,19 +77,22 @@ pub fn run(options: &CreateOptions) -> Result<(), Failure> {
         dirty_high: options.dirty,
         dirty_low: options.dirty.saturating_sub(10),
     };
-    let names = [home.name().to_owned(), store.name().to_owned()];
+    let behind = home.store();
+    let names = [behind.name().to_owned(), store.name().to_owned()];
     let failed = |error: &dyn std::error::Error| Failure::Failed(chain(error));
-    let cache = Cache::create(store, home, config).map_err(|error| failed(&error))?;
-    let write_back = Background::start(&cache)?;
+    let cache = Cache::create(store, behind, config).map_err(|error| failed(&error))?;
+    let cleaner = home.log.as_ref().map(Background::clean).transpose()?;
+    let write_back = Background::write_back(&cache)?;
     let lane = cache.open().map_err(|error| failed(&error))?;
     let fuse = fuse::Config { threads: usize::from(options.threads), ..fuse::Config::default() };
     let server = fuse::Server::start_device(&cache, cache.bytes(), &fuse, &options.fuse, &log)
         .map_err(|error| failed(&error))?;
-    let [home, store] = names;
+    let [home_name, store_name] = names;
     let file = server.file().display().to_string();
     let unmounted = server.unmounted().try_clone_to_owned().map_err(Failure::failed)?;
     let daemon = Arc::new(Daemon {
-        names: [home, store, file],
+        names: [home_name, store_name, file],
+        home,
         cache,
         server: Mutex::new(Some(server)),
         lane: Mutex::new(lane),
@@ -96,42 +113,8 @@ pub fn run(options: &CreateOptions) -> Result<(), Failure> {
     wait(&daemon, &mut told, &unmounted, &log)?;
     drop(control);
     write_back.stop();
+    cleaner.into_iter().for_each(Background::stop);
     Ok(())
-}
-
-/// Opens the home, unless it carries what nobody has said to serve or to erase.
-fn open_home(options: &CreateOptions) -> Result<Arc<dyn Store>, Failure> {
-    let path = &options.home;
-    if let Some(wipe) = &options.wipe
-        && wipe != path
-    {
-        let (wipe, path) = (wipe.display(), path.display());
-        return Err(Failure::Usage(format!("--wipe names {wipe}, and --home {path}: name the home again")));
-    }
-    // A loop device over a file does not have it for itself, and the two would write past each other.
-    let file = path.canonicalize().unwrap_or_else(|_| path.clone());
-    if let Some(user) = LoopDevice::over(&file).first() {
-        let (path, user) = (path.display(), user.path().display());
-        return Err(Failure::Failed(format!(
-            "{path} is in use: {user} serves it; losetup -d {user} ends that, or give {user} as the home"
-        )));
-    }
-    // Before anything is erased: whoever uses it keeps it.
-    let home = FileStore::open_raw(path).map_err(|error| Failure::Failed(chain(&error)))?;
-    let marks = marks::find(path)?;
-    if !marks.is_empty() && !options.keep_content {
-        let shown = path.display();
-        if options.wipe.is_none() {
-            return Err(Failure::Failed(format!(
-                "{shown} carries {marks}; --keep-content serves it as it is, --wipe {shown} erases it"
-            )));
-        }
-        // wipefs wants it for itself.
-        drop(home);
-        marks::wipe(path)?;
-        return Ok(Arc::new(FileStore::open_raw(path).map_err(|error| Failure::Failed(chain(&error)))?));
-    }
-    Ok(Arc::new(home))
 }
 
 /// Whether a signal has come. What has been read is gone.
@@ -145,7 +128,7 @@ fn wait(
     daemon: &Daemon,
     told: &mut UnixStream,
     unmounted: &impl std::os::fd::AsFd,
-    log: &Log,
+    log: &Logger,
 ) -> Result<(), Failure> {
     let mut is_mounted = true;
     while !daemon.is_detached.load(Ordering::SeqCst) {
@@ -172,6 +155,7 @@ fn wait(
 struct Daemon {
     /// Of the home, the store and the file.
     names: [String; 3],
+    home: Home,
     cache: Arc<Cache>,
     server: Mutex<Option<fuse::Server>>,
     /// For flushes that are asked for here.
@@ -225,6 +209,11 @@ impl Daemon {
         if let Some(running) = server.take() {
             running.stop(GRACE);
         }
+        if self.home.log.is_some() {
+            // Nothing on it outlives this process.
+            self.is_detached.store(true, Ordering::SeqCst);
+            return Ok(());
+        }
         self.cache.drain();
         let (mut least, mut since) = (u32::MAX, Instant::now());
         loop {
@@ -259,7 +248,8 @@ fn has_ended(server: &fuse::Server) -> bool {
 
 impl Service for Daemon {
     fn report(&self) -> Report {
-        Report::new(&self.cache.status(), self.names.clone())
+        let log = self.home.log.as_ref().map(weir_log::Log::status);
+        Report::new(&self.cache.status(), self.names.clone(), log.as_ref(), &self.home.traffic())
     }
 
     fn serve(&self, request: &Request, tell: &mut dyn FnMut(u64)) -> Result<(), String> {
@@ -281,7 +271,7 @@ impl Service for Daemon {
     }
 }
 
-/// The thread that takes dirty pages home.
+/// A thread that works behind the cache: it takes dirty pages home, or cleans.
 struct Background {
     thread: thread::JoinHandle<()>,
     /// Closed to end it.
@@ -290,20 +280,34 @@ struct Background {
 }
 
 impl Background {
-    fn start(cache: &Arc<Cache>) -> Result<Self, Failure> {
+    fn write_back(cache: &Arc<Cache>) -> Result<Self, Failure> {
         let mut write_back = WriteBack::open(cache).map_err(|error| Failure::Failed(chain(&error)))?;
+        Self::start("weir-write-back", move |stopped| {
+            let now = Instant::now();
+            let next = write_back.step(now);
+            write_back.wait(next, stopped.as_fd(), now);
+        })
+    }
+
+    fn clean(log: &Log) -> Result<Self, Failure> {
+        let mut cleaner = Cleaner::open(log).map_err(|error| Failure::Failed(chain(&error)))?;
+        Self::start("weir-cleaner", move |stopped| {
+            let next = cleaner.step(Instant::now());
+            cleaner.wait(next, stopped.as_fd());
+        })
+    }
+
+    /// Does a piece of work again and again.
+    fn start(name: &str, mut work: impl FnMut(&UnixStream) + Send + 'static) -> Result<Self, Failure> {
         let (stop, stopped) = UnixStream::pair().map_err(Failure::failed)?;
         let ends = Arc::new(AtomicBool::new(false));
         let ended = Arc::clone(&ends);
         let work = move || {
             while !ended.load(Ordering::SeqCst) {
-                let now = Instant::now();
-                let next = write_back.step(now);
-                write_back.wait(next, stopped.as_fd(), now);
+                work(&stopped);
             }
         };
-        let thread =
-            thread::Builder::new().name("weir-write-back".into()).spawn(work).map_err(Failure::failed)?;
+        let thread = thread::Builder::new().name(name.into()).spawn(work).map_err(Failure::failed)?;
         Ok(Background { thread, stop, ends })
     }
 

@@ -4,6 +4,7 @@
 
 mod control;
 mod create;
+mod home;
 mod marks;
 mod options;
 mod report;

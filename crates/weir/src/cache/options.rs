@@ -1,5 +1,6 @@
 //! The command line of `weir cache`.
 
+use super::home::HomeUrl;
 use crate::control::default_directory;
 use clap::{Args, Subcommand};
 use std::path::PathBuf;
@@ -66,9 +67,10 @@ impl Control {
 /// What a cache is made of.
 #[derive(Debug, Clone, Args)]
 pub struct CreateOptions {
-    /// The disk or file behind the cache, of whole pages of 4KiB. Nothing else may use it.
-    #[arg(long, value_name = "PATH")]
-    pub home: PathBuf,
+    /// The disk or file behind the cache, of whole pages of 4KiB. Or log:PATH,PATH,...[?size=SIZE]: disks or files that take pages as long
+    /// sequential writes. What they hold is lost, and nothing on them outlives the cache. Nothing else may use a home.
+    #[arg(long, value_name = "PATH|log:PATH,...")]
+    pub home: HomeUrl,
 
     /// Where cached pages are kept: vram:0?size=8GiB, host:8GiB, file:/path?size=64GiB, ...
     #[arg(long, value_name = "URL")]
@@ -78,9 +80,9 @@ pub struct CreateOptions {
     #[arg(long, value_name = "FILE")]
     pub fuse: PathBuf,
 
-    /// Erase the marks of what the home carries (file system, partition table, RAID, LVM, swap); names the home again.
+    /// Erase the marks of what the home carries (file system, partition table, RAID, LVM, swap); names the home again, each disk of a log by itself.
     #[arg(long, value_name = "PATH", conflicts_with = "keep_content")]
-    pub wipe: Option<PathBuf>,
+    pub wipe: Vec<PathBuf>,
 
     /// Serve what the home carries: the file system on it, for instance, from a cache before.
     #[arg(long)]

@@ -4,6 +4,8 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use weir_cache::CacheStatus;
 use weir_core::{ByteSize, PAGE_SIZE};
+use weir_log::LogStatus;
+use weir_store::MemberTraffic;
 
 /// A cache at one moment, as it travels and as `--json` prints it.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
@@ -30,11 +32,49 @@ pub struct Report {
     write_back_failed: u64,
     flushes: u64,
     flushes_failed: u64,
+    #[serde(default)]
+    disks: Vec<Disk>,
+    /// Of a home that is a log.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    log: Option<LogReport>,
+}
+
+/// What has gone to a disk of the home.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+struct Disk {
+    path: String,
+    written_bytes: u64,
+    /// Writes of 1 page, 2 to 3, 4 to 7, ..., 256.
+    writes: Vec<u64>,
+    read_bytes: u64,
+    reads: u64,
+    errors: u64,
+}
+
+/// A log at one moment.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+struct LogReport {
+    live_bytes: u64,
+    disk_bytes: u64,
+    segments: u32,
+    free_segments: u32,
+    stuck_segments: u32,
+    written_bytes: u64,
+    moved_bytes: u64,
+    amplification: f64,
+    corrupt: u64,
+    map_bytes: u64,
 }
 
 impl Report {
     /// What a status says of a cache with these names.
-    pub fn new(status: &CacheStatus, [home, store, file]: [String; 3]) -> Self {
+    pub fn new(
+        status: &CacheStatus,
+        [home, store, file]: [String; 3],
+        log: Option<&LogStatus>,
+        disks: &[MemberTraffic],
+    ) -> Self {
+        let of_pages = |pages: u64| pages * PAGE_SIZE as u64;
         let bytes = |pages: u32| u64::from(pages) * PAGE_SIZE as u64;
         Report {
             schema: crate::control::SCHEMA,
@@ -58,6 +98,29 @@ impl Report {
             write_back_failed: status.write_back_failed,
             flushes: status.flushes,
             flushes_failed: status.flushes_failed,
+            disks: disks
+                .iter()
+                .map(|disk| Disk {
+                    path: disk.path.display().to_string(),
+                    written_bytes: disk.written,
+                    writes: disk.write_sizes.to_vec(),
+                    read_bytes: disk.read,
+                    reads: disk.reads,
+                    errors: disk.failed,
+                })
+                .collect(),
+            log: log.map(|log| LogReport {
+                live_bytes: of_pages(log.live),
+                disk_bytes: bytes(log.below_pages),
+                segments: log.segments,
+                free_segments: log.free,
+                stuck_segments: log.stuck,
+                written_bytes: of_pages(log.written),
+                moved_bytes: of_pages(log.moved),
+                amplification: log.amplification(),
+                corrupt: log.corrupt,
+                map_bytes: log.map_bytes + log.segment_bytes,
+            }),
         }
     }
 }
@@ -109,6 +172,38 @@ impl fmt::Display for Report {
             size(self.written_back_bytes),
             size(mean)
         )?;
+        for Disk { path, written_bytes, writes, errors, .. } in &self.disks {
+            let count: u64 = writes.iter().sum();
+            let mean = size(written_bytes / count.max(1));
+            write!(
+                f,
+                "disk      {path}: {} written in {count} writes of {mean} on average",
+                size(*written_bytes)
+            )?;
+            if *errors > 0 {
+                write!(f, ", {errors} I/Os failed")?;
+            }
+            writeln!(f)?;
+        }
+        if let Some(log) = &self.log {
+            writeln!(
+                f,
+                "log       {} live on {}, {:.2} times as much written as handed to it; {} of {} segments free; map {}",
+                size(log.live_bytes),
+                size(log.disk_bytes),
+                log.amplification,
+                log.free_segments,
+                log.segments,
+                size(log.map_bytes)
+            )?;
+            if log.corrupt > 0 || log.stuck_segments > 0 {
+                writeln!(
+                    f,
+                    "log       {} pages were not what was written, {} segments cannot be cleaned",
+                    log.corrupt, log.stuck_segments
+                )?;
+            }
+        }
         writeln!(f, "flushes   {}, {} of them failed", self.flushes, self.flushes_failed)?;
         if self.faults > 0 || self.write_back_failed > 0 {
             writeln!(

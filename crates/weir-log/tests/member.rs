@@ -1,0 +1,70 @@
+//! A member of the stripe below a log dies: what lies on it fails, nothing else, and what is written goes elsewhere.
+
+use std::sync::Arc;
+use std::time::Instant;
+use weir_core::{ByteSize, PAGE_SIZE, Slot};
+use weir_log::{Cleaner, Config, Log};
+use weir_store::{Lane, Progress, Sim, SimUrl, Store, Stripe};
+
+const SEGMENT: u32 = 8;
+const PAGES: u32 = 300;
+
+fn write(lane: &mut dyn Lane, cleaner: &mut Cleaner, page: u32, value: u8) -> bool {
+    let now = Instant::now();
+    for _ in 0..1000 {
+        match lane.write(0, Slot(page), &[value; PAGE_SIZE]) {
+            Progress::Done(result) => return result.is_ok(),
+            Progress::Queued => panic!("it is done at once"),
+            Progress::Full => {}
+        }
+        lane.poll(now, &mut |done| panic!("{done:?}"));
+        cleaner.step(now);
+    }
+    panic!("no room for page {page}");
+}
+
+/// The pages that cannot be read. Each other holds `value`.
+fn unreadable(lane: &mut dyn Lane, value: u8) -> Vec<u32> {
+    let mut page = [0; PAGE_SIZE];
+    let mut read = |slot: u32| match lane.read(0, Slot(slot), &mut page) {
+        Progress::Done(Ok(())) => {
+            assert!(page.iter().all(|byte| *byte == value), "page {slot}");
+            true
+        }
+        progress => {
+            assert!(matches!(progress, Progress::Done(Err(_))), "{progress:?}");
+            false
+        }
+    };
+    (0..PAGES).filter(|slot| !read(*slot)).collect()
+}
+
+#[test]
+fn a_dead_member_fails_what_lies_on_it_and_new_pages_go_to_the_others() {
+    let size = ByteSize(u64::from(SEGMENT * 40) * PAGE_SIZE as u64);
+    let chunk = Some(ByteSize(u64::from(SEGMENT) * PAGE_SIZE as u64));
+    let member = |_| Sim::open(SimUrl { size, chunk, ..SimUrl::default() }).unwrap();
+    let stripe = Arc::new(Stripe::by_speed("three".into(), (0..3).map(member).collect(), &[1.0; 3]));
+    // Every summary in memory: without, a page's own member need not be the one that fails it.
+    let config = Config { pages: PAGES, segment_pages: SEGMENT, members: 3, lanes: 1, summaries: u32::MAX };
+    let log = Log::create(Arc::clone(&stripe) as _, config).unwrap();
+    let (mut lane, mut cleaner) = (log.lane(4).unwrap(), Cleaner::open(&log).unwrap());
+    for page in 0..PAGES {
+        assert!(write(&mut *lane, &mut cleaner, page, 1));
+    }
+    assert_eq!(unreadable(&mut *lane, 1), []);
+    stripe.parts()[1].kill();
+    let lost = unreadable(&mut *lane, 1).len() as u32;
+    assert!((PAGES / 4..PAGES / 2).contains(&lost), "a third of {PAGES}: {lost}");
+    let mut failures = 0;
+    for page in 0..PAGES {
+        while !write(&mut *lane, &mut cleaner, page, 2) {
+            failures += 1;
+            assert!(failures < 10, "it is passed over");
+        }
+    }
+    assert_eq!(unreadable(&mut *lane, 2), []);
+    let status = log.status();
+    assert!(failures > 0 && status.member_errors[1] > 0, "{status:?}");
+    assert_eq!((status.member_errors[0], status.member_errors[2]), (0, 0));
+}
