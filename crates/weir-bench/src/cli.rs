@@ -55,6 +55,26 @@ pub enum Bench {
     /// What a page costs that comes back from swap: FUSE and a loop device, beside a RAM loop, zram, a file and nbdfuse.
     Swap(BenchSwapOptions),
 
+    /// What a program pays that may keep a quarter of its memory: weir run, beside swap, a bare handler and no limit.
+    Fault(BenchFaultOptions),
+
+    /// The process that goes through its memory, for `fault`.
+    #[command(hide = true)]
+    FaultTouch {
+        /// Memory to go through.
+        #[arg(long)]
+        size: ByteSize,
+        /// How long single pages are touched.
+        #[arg(long)]
+        milliseconds: u64,
+        /// The cgroup.procs to enter.
+        #[arg(long)]
+        entrance: Option<PathBuf>,
+        /// The bytes that a handler of its own lets it keep.
+        #[arg(long, conflicts_with = "entrance")]
+        bare: Option<usize>,
+    },
+
     /// Memory given back and taken again while programs use the device, and what they notice.
     GiveBack(BenchGiveBackOptions),
 
@@ -195,6 +215,42 @@ pub struct BenchSwapOptions {
     /// Values of vm.page-cluster to measure each device at: 0,3 compares a page a fault with the kernel's default.
     #[arg(long, value_name = "LIST", default_value = "0", value_delimiter = ',', value_parser = clap::value_parser!(u8).range(..=10))]
     pub page_cluster: Vec<u8>,
+}
+
+/// How much memory, and how it is bounded.
+#[derive(Debug, Clone, Args)]
+pub struct BenchFaultOptions {
+    /// Memory that a child process goes through: a power of two.
+    #[arg(long, default_value = "256MiB", value_parser = power_of_two)]
+    pub size: ByteSize,
+
+    /// Of which it may keep so much.
+    #[arg(long, default_value = "64MiB")]
+    pub limit: ByteSize,
+
+    /// Another store for `weir run`, without a size: vram:0
+    #[arg(long, value_name = "URL")]
+    pub store: Option<StoreUrl>,
+
+    /// Seconds for which single pages are touched.
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..))]
+    pub seconds: u16,
+
+    /// How often; the figures are medians.
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..))]
+    pub runs: u16,
+
+    /// A way to measure beside no limit: run, run-store, bare, zram, ram-loop, host; may be repeated [default: all].
+    #[arg(long, value_name = "WAY")]
+    pub only: Vec<String>,
+}
+
+fn power_of_two(text: &str) -> Result<ByteSize, String> {
+    let size: ByteSize = text.parse().map_err(|error| format!("{error}"))?;
+    match size.0.is_power_of_two() && size.0 >= 2 << 20 {
+        true => Ok(size),
+        false => Err("accepted: a power of two from 2MiB on, such as 256MiB or 1GiB".into()),
+    }
 }
 
 /// Which memory, how often, and beside whom.

@@ -18,6 +18,7 @@
 pub mod block;
 pub mod compress;
 pub mod disk;
+pub mod fault;
 pub mod give_back;
 pub mod lease;
 pub mod memory;
@@ -32,4 +33,12 @@ pub mod swap;
 /// The program `weir`, which lies beside this one.
 pub fn weir() -> std::path::PathBuf {
     std::env::current_exe().map_or_else(|_| "weir".into(), |program| program.with_file_name("weir"))
+}
+
+/// SplitMix64.
+pub(crate) fn splitmix(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
 }

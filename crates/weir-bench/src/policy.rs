@@ -5,6 +5,7 @@
 //! algorithms for a virtual-storage computer*, 1966) have no sets.
 
 use crate::report::{Report, Row};
+use crate::splitmix;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use weir_cache::Directory;
@@ -132,31 +133,35 @@ fn opt(trace: &[u32], frames: usize) -> usize {
     hits
 }
 
-/// SplitMix64.
-fn random(state: &mut u64) -> u64 {
-    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
+/// Independent draws by Zipf's law.
+pub(crate) struct Zipf {
+    /// Of the weights up to each rank.
+    sums: Vec<f64>,
 }
 
-/// Independent requests; the page of rank `n` comes in proportion to `n` to the power of `-theta`. 0: all alike.
-fn zipf(theta: f64) -> Vec<u32> {
-    let mut sum = 0.0;
-    let sums: Vec<f64> = (1..=PAGES)
-        .map(|rank| {
+impl Zipf {
+    /// The page of rank `n` comes in proportion to `n` to the power of `-theta`. 0: all alike.
+    pub(crate) fn new(pages: u32, theta: f64) -> Self {
+        let mut sum = 0.0;
+        let weigh = |rank| {
             sum += f64::from(rank).powf(-theta);
             sum
-        })
-        .collect();
-    let mut state = 1;
-    let draw = |_| {
-        let at = (random(&mut state) >> 11) as f64 / (1u64 << 53) as f64 * sum;
-        let rank = sums.partition_point(|sum| *sum < at) as u32;
+        };
+        Zipf { sums: (1..=pages).map(weigh).collect() }
+    }
+
+    pub(crate) fn draw(&self, state: &mut u64) -> u32 {
+        let sum = self.sums.last().copied().unwrap_or(0.0);
+        let at = (splitmix(state) >> 11) as f64 / (1u64 << 53) as f64 * sum;
+        let rank = self.sums.partition_point(|sum| *sum < at) as u32;
         // Ranks that follow one another are no neighbours.
-        rank.wrapping_mul(0x9e37_79b1) % PAGES
-    };
-    (0..REQUESTS).map(draw).collect()
+        rank.wrapping_mul(0x9e37_79b1) % self.sums.len() as u32
+    }
+}
+
+fn zipf(theta: f64) -> Vec<u32> {
+    let (zipf, mut state) = (Zipf::new(PAGES, theta), 1);
+    (0..REQUESTS).map(|_| zipf.draw(&mut state)).collect()
 }
 
 /// A hot set that is used at random, and now and then a scan of pages that come once.
@@ -164,7 +169,7 @@ fn scans() -> Vec<u32> {
     let (mut state, mut fresh) = (2, PAGES);
     let mut trace = Vec::with_capacity(REQUESTS);
     while trace.len() < REQUESTS {
-        trace.extend((0..SCAN).map(|_| (random(&mut state) % u64::from(PAGES / 8)) as u32));
+        trace.extend((0..SCAN).map(|_| (splitmix(&mut state) % u64::from(PAGES / 8)) as u32));
         trace.extend(fresh..fresh + SCAN);
         fresh += SCAN;
     }

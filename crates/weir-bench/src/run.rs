@@ -1,8 +1,8 @@
 //! From flags to a benchmark's plan, and from its report to table, JSON and HTML.
 
 use crate::cli::{
-    Bench, BenchBlockOptions, BenchDiskOptions, BenchGiveBackOptions, BenchLeaseOptions, BenchLongOptions,
-    BenchQueueOptions, BenchStoreOptions, BenchSwapOptions, BlockControl, Cli,
+    Bench, BenchBlockOptions, BenchDiskOptions, BenchFaultOptions, BenchGiveBackOptions, BenchLeaseOptions,
+    BenchLongOptions, BenchQueueOptions, BenchStoreOptions, BenchSwapOptions, BlockControl, Cli,
 };
 use clap::CommandFactory as _;
 use std::fs::{self, OpenOptions};
@@ -10,7 +10,9 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use weir_bench::report::Report;
-use weir_bench::{block, compress, disk, give_back, lease, memory, queue, restart, share, store, swap};
+use weir_bench::{
+    block, compress, disk, fault, give_back, lease, memory, queue, restart, share, store, swap,
+};
 use weir_cli::failure::{Failure, chain};
 use weir_cli::{guard, manual};
 use weir_store::{StoreUrl, VramUrl};
@@ -30,6 +32,7 @@ pub fn run(options: &Cli) -> Result<(), Failure> {
         // These change nothing, or are the child of one that does.
         Bench::Show { .. }
         | Bench::SwapTouch { .. }
+        | Bench::FaultTouch { .. }
         | Bench::Allocate { .. }
         | Bench::Completions { .. }
         | Bench::Man { .. } => measure(options),
@@ -55,6 +58,18 @@ fn measure(options: &Cli) -> Result<(), Failure> {
             return Ok(());
         }
         Bench::Swap(options) => swap::run(&swap_plan(options)).map_err(|error| failed(&error))?,
+        Bench::Fault(options) => fault::run(&fault_plan(options)).map_err(|error| failed(&error))?,
+        Bench::FaultTouch { size, milliseconds, entrance, bare } => {
+            let time = Duration::from_millis(*milliseconds);
+            let bound = match (entrance, bare) {
+                (Some(entrance), _) => fault::Bound::Cgroup(entrance),
+                (None, Some(limit)) => fault::Bound::Bare(*limit),
+                (None, None) => fault::Bound::Outside,
+            };
+            let touched = fault::touch(size.0, time, bound).map_err(|error| failed(&error))?;
+            println!("{}", serde_json::to_string(&touched).expect("numbers always serialise"));
+            return Ok(());
+        }
         Bench::GiveBack(options) => {
             give_back::run(&give_back_plan(options)).map_err(|error| failed(&error))?
         }
@@ -223,6 +238,17 @@ fn swap_plan(options: &BenchSwapOptions) -> swap::Plan {
         only: options.only.clone(),
         page_clusters: options.page_cluster.clone(),
         ..swap::Plan::default()
+    }
+}
+
+fn fault_plan(options: &BenchFaultOptions) -> fault::Plan {
+    fault::Plan {
+        size: options.size,
+        limit: options.limit,
+        store: options.store.as_ref().map(ToString::to_string),
+        time: Duration::from_secs(options.seconds.into()),
+        runs: options.runs.into(),
+        only: options.only.clone(),
     }
 }
 

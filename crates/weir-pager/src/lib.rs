@@ -18,6 +18,7 @@ mod uffd;
 pub use ledger::Ledger;
 pub use pager::{Options, Pager, Scope, Stats};
 pub use share::ShareStore;
+pub use uffd::{Event, Stopped, Uffd};
 
 use policy::Policy;
 use std::io;

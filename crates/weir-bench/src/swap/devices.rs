@@ -21,7 +21,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// What can be swapped to.
 #[derive(Clone, Debug)]
-pub(super) enum Kind {
+pub(crate) enum Kind {
     /// A loop device over memory.
     RamLoop,
     /// The kernel's compressed memory.
@@ -70,7 +70,7 @@ impl Kind {
 }
 
 /// A directory that goes with everything in it.
-pub(super) struct Scratch(PathBuf);
+pub(crate) struct Scratch(PathBuf);
 
 impl Scratch {
     pub fn new() -> io::Result<Scratch> {
@@ -93,7 +93,7 @@ impl Drop for Scratch {
 }
 
 /// A device that is swapped to. Taken down in the order of its fields.
-pub(super) struct Device {
+pub(crate) struct Device {
     name: String,
     swap: Option<Swap>,
     looped: Option<Looped>,

@@ -7,7 +7,7 @@
 //! every device, unless others are asked for: then each device is measured at each. Every page is checked. Needs root, loop
 //! devices, a memory cgroup of either version, and no second program that swaps meanwhile.
 
-mod devices;
+pub(crate) mod devices;
 mod touch;
 
 use crate::report::{Goal, Report, Row, Runs};
@@ -91,7 +91,7 @@ pub enum SwapError {
 }
 
 impl SwapError {
-    fn failed(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> Self {
+    pub(crate) fn failed(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> Self {
         let what = what.into();
         move |source| SwapError::Failed { what, source }
     }
@@ -223,7 +223,7 @@ fn rows(name: &str, kind: &Kind, way: &Way, control: &Way) -> Vec<Row> {
     ]
 }
 
-fn chain(error: &dyn std::error::Error) -> String {
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {

@@ -3,6 +3,7 @@
 use super::devices::Device;
 use super::{Plan, SwapError};
 use crate::report::percentile;
+use crate::splitmix;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 use serde::{Deserialize, Serialize};
 use std::io;
@@ -197,13 +198,6 @@ impl Region {
 
 fn percentiles(taken: &mut [u64]) -> (f64, f64) {
     (percentile(taken, 50.0) as f64 / 1e3, percentile(taken, 99.0) as f64 / 1e3)
-}
-
-fn splitmix(state: &mut u64) -> u64 {
-    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }
 
 /// Of this thread, since its start.

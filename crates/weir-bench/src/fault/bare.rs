@@ -1,0 +1,59 @@
+//! The control that does least: one thread that answers faults a page at a time, and moves the page that came first out for each that
+//! comes in. Its store is memory of the same process, and pages move by reference.
+
+use rustix::event::{PollFd, PollFlags, poll};
+use std::collections::VecDeque;
+use std::io;
+use weir_core::PAGE_SIZE;
+use weir_pager::{Event, Stopped, Uffd};
+
+/// Bounds `bytes` from `base` on, and keeps what is out in as much address space from `store` on.
+pub fn bound(base: usize, store: usize, bytes: usize, limit: usize) -> io::Result<()> {
+    let uffd = Uffd::open().map_err(io::Error::other)?;
+    for start in [base, store] {
+        uffd.register(start, start + bytes)?;
+    }
+    std::thread::spawn(move || {
+        // Nobody can be told, and the program would wait for ever.
+        if let Err(error) = answer(&uffd, base, store, bytes, limit) {
+            eprintln!("weir: the bare handler: {error}");
+            std::process::exit(1);
+        }
+    });
+    Ok(())
+}
+
+fn answer(uffd: &Uffd, base: usize, store: usize, bytes: usize, limit: usize) -> io::Result<()> {
+    let mut order = VecDeque::new();
+    let mut is_out = vec![false; bytes / PAGE_SIZE];
+    loop {
+        let Some(event) = uffd.read()? else {
+            poll(&mut [PollFd::new(uffd, PollFlags::IN)], None)?;
+            continue;
+        };
+        let Event::Fault(address) = event else { continue };
+        let at = address / PAGE_SIZE * PAGE_SIZE;
+        if order.len() * PAGE_SIZE >= limit
+            && let Some(victim) = order.pop_front()
+        {
+            moved(uffd.move_pages(store + (victim - base), victim, PAGE_SIZE))?;
+            is_out[(victim - base) / PAGE_SIZE] = true;
+        }
+        let is_out = &mut is_out[(at - base) / PAGE_SIZE];
+        if std::mem::take(is_out) {
+            moved(uffd.move_pages(at, store + (at - base), PAGE_SIZE))?;
+            uffd.wake(at, PAGE_SIZE);
+        } else {
+            moved(uffd.zero(at, PAGE_SIZE))?;
+        }
+        order.push_back(at);
+    }
+}
+
+/// Linux 6.18 tries a page again that it has moved, and finds it at its new place.
+fn moved(result: Result<(), Stopped>) -> io::Result<()> {
+    match result {
+        Ok(()) | Err(Stopped { why: rustix::io::Errno::EXIST, .. }) => Ok(()),
+        Err(Stopped { why, .. }) => Err(why.into()),
+    }
+}

@@ -1,0 +1,233 @@
+//! `weir bench fault`: what a program pays that may keep a quarter of its memory, by `weir run` and beside it by the kernel's swap
+//! (on zram, on a RAM loop, on Weir's own device), by a bare handler of userfaultfd, and without a limit.
+//!
+//! A child process goes through its memory in several ways: in order, reading and writing; in pairs of words that lie a power of
+//! two apart, as a gate of a state-vector simulator does; at single pages, at random and by Zipf's law. Every word is
+//! checked at the end. Needs root, a memory cgroup and loop devices for the swap devices.
+//!
+//! The bare handler keeps what is out in the same process, so it saves nothing: it is the floor of what a fault of one page costs.
+
+mod bare;
+mod touch;
+
+use crate::report::{Goal, Report, Row, Runs};
+use crate::swap::devices::{Device, Kind, Scratch};
+use crate::swap::{self, SwapError};
+use std::collections::BTreeMap;
+use std::io;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+use weir_core::ByteSize;
+use weir_system::cgroup::Cgroup;
+
+pub use touch::{Bound, Touch, touch};
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// Memory that the child goes through: a power of two.
+    pub size: ByteSize,
+    /// Of which it may keep so much.
+    pub limit: ByteSize,
+    /// Another store for `weir run`, as a URL without a size.
+    pub store: Option<String>,
+    /// How long single pages are touched. Whole passes take as long as they take.
+    pub time: Duration,
+    /// How often; the figures are medians.
+    pub runs: usize,
+    /// The ways to measure; none for all. The child without a limit always is.
+    pub only: Vec<String>,
+}
+
+impl Default for Plan {
+    fn default() -> Self {
+        Plan {
+            size: ByteSize(256 << 20),
+            limit: ByteSize(64 << 20),
+            store: None,
+            time: Duration::from_secs(2),
+            runs: 3,
+            only: Vec::new(),
+        }
+    }
+}
+
+const ALONE: &str = "alone";
+const ZRAM: &str = "zram";
+/// Names that `--only` takes.
+pub const WAYS: [&str; 7] = [ALONE, "run", "run-store", "bare", ZRAM, "ram-loop", "host"];
+
+/// How the child is kept within its limit.
+#[derive(Debug)]
+enum Way {
+    Alone,
+    /// By `weir run`, over this store.
+    Run(String),
+    Bare,
+    Swap(Kind),
+}
+
+/// Measures; says on standard error what this machine lacks.
+///
+/// # Errors
+/// When not even the child without a limit runs, or a page is not what was written.
+pub fn run(plan: &Plan) -> Result<Report, SwapError> {
+    if let Some(name) = plan.only.iter().find(|name| !WAYS.contains(&name.as_str())) {
+        return Err(SwapError::Unknown { name: name.clone(), accepted: WAYS.join(", ") });
+    }
+    let scratch =
+        Scratch::new().map_err(SwapError::failed("cannot make a directory for sockets and files"))?;
+    let mut ways = all(plan);
+    ways.retain(|(name, _)| {
+        *name == ALONE || plan.only.is_empty() || plan.only.iter().any(|only| only == name)
+    });
+    let mut found: BTreeMap<&str, Vec<Touch>> = BTreeMap::new();
+    let mut lacking: Vec<&str> = Vec::new();
+    for round in 0..plan.runs {
+        for turn in 0..ways.len() {
+            // Each goes first in turn.
+            let (name, way) = &ways[(round + turn) % ways.len()];
+            if lacking.contains(name) {
+                continue;
+            }
+            match measure(plan, way, &scratch) {
+                Ok(touched) if touched.mismatches > 0 => {
+                    return Err(SwapError::Mismatch {
+                        device: (*name).to_owned(),
+                        mismatches: touched.mismatches,
+                    });
+                }
+                Ok(touched) => found.entry(name).or_default().push(touched),
+                Err(error) if *name == ALONE || found.contains_key(name) => return Err(error),
+                Err(error) => {
+                    eprintln!("weir: {name} is left out: {}", swap::chain(&error));
+                    lacking.push(name);
+                }
+            }
+        }
+    }
+    let mut report = Report::new("fault", plan.runs);
+    for (name, _) in &ways {
+        if let Some(touched) = found.get(name) {
+            report.rows.extend(rows(name, touched, &found));
+        }
+    }
+    Ok(report)
+}
+
+fn all(plan: &Plan) -> Vec<(&'static str, Way)> {
+    // With room for what is written anew while the old content has its place still.
+    let bytes = plan.size.0 + plan.limit.0;
+    let mut ways = vec![(ALONE, Way::Alone), ("run", Way::Run(format!("host:{bytes}")))];
+    if let Some(url) = &plan.store {
+        ways.push((
+            "run-store",
+            Way::Run(format!("{url}{}size={bytes}", if url.contains('?') { "&" } else { "?" })),
+        ));
+    }
+    ways.push(("bare", Way::Bare));
+    ways.extend(
+        [(ZRAM, Kind::Zram), ("ram-loop", Kind::RamLoop), ("host", Kind::Weir { spin_us: 20, store: None })]
+            .map(|(name, kind)| (name, Way::Swap(kind))),
+    );
+    ways
+}
+
+/// Runs the child once.
+fn measure(plan: &Plan, way: &Way, scratch: &Scratch) -> Result<Touch, SwapError> {
+    let mut command = match way {
+        Way::Run(store) => {
+            let mut command = Command::new(crate::weir());
+            command.args(["run", "--resident", &plan.limit.0.to_string(), "--store", store, "--"]);
+            let program = std::env::current_exe().map_err(SwapError::failed("cannot find this program"))?;
+            command.arg(program);
+            command
+        }
+        _ => Command::new("/proc/self/exe"),
+    };
+    command.args(["fault-touch", "--size", &plan.size.0.to_string()]);
+    command.args(["--milliseconds", &plan.time.as_millis().to_string()]);
+    // Both outlive the child, and go in this order: the device is in use until the child has gone.
+    let (mut device, mut cgroup) = (None, None);
+    match way {
+        Way::Alone | Way::Run(_) => {}
+        Way::Bare => {
+            command.args(["--bare", &plan.limit.0.to_string()]);
+        }
+        Way::Swap(kind) => {
+            let bytes = plan.size.0 + plan.size.0 / 4 + (16 << 20);
+            device = Some(Device::new(kind, &swap::Plan::default(), bytes, scratch)?);
+            let limit = Cgroup::new(std::process::id(), plan.limit.0)
+                .map_err(SwapError::failed("cannot limit a child's memory (a memory cgroup, as root)"))?;
+            command.arg("--entrance").arg(limit.entrance());
+            cgroup = Some(limit);
+        }
+    }
+    let output = command.stdin(Stdio::null()).stderr(Stdio::piped()).output();
+    drop(cgroup);
+    if let Some(device) = device {
+        device.end()?;
+    }
+    let output = output.map_err(SwapError::failed("the child does not start"))?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    if !output.status.success() {
+        let what = format!("{}: {}", output.status, said.trim());
+        return Err(SwapError::failed("the child did not finish")(io::Error::other(what)));
+    }
+    // `weir run` says there what it could not do.
+    eprint!("{said}");
+    let text = String::from_utf8_lossy(&output.stdout);
+    serde_json::from_str(text.trim()).map_err(|error| SwapError::failed("the child")(error.into()))
+}
+
+fn rows(name: &str, touched: &[Touch], found: &BTreeMap<&str, Vec<Touch>>) -> Vec<Row> {
+    let median = |of: &[Touch], what: &dyn Fn(&Touch) -> f64| of.iter().map(what).collect::<Runs>().median();
+    let is_ours = name.starts_with("run");
+    let mut rows = Vec::new();
+    let passes: [(&str, fn(&Touch) -> f64, f64); 5] = [
+        ("sweep_read", |touched| touched.sweep_read_s, 2.5),
+        ("sweep_write", |touched| touched.sweep_write_s, 3.0),
+        ("gate_low", |touched| touched.gates_s[0], 3.0),
+        ("gate_middle", |touched| touched.gates_s[1], 3.0),
+        ("gate_high", |touched| touched.gates_s[2], 3.0),
+    ];
+    for (what, figure, goal) in passes {
+        let ours = median(touched, &figure);
+        let row = |id: String, control: &'static str| {
+            let control_value = median(&found[control], &figure);
+            Row::lower(id, "s_per_pass", ours).beside(control, control_value)
+        };
+        match name {
+            ALONE => rows.push(Row::lower(format!("{name}_{what}"), "s_per_pass", ours)),
+            _ => {
+                let beside_alone = row(format!("{name}_{what}"), ALONE);
+                rows.push(if is_ours { beside_alone.goal(Goal::Ratio(goal)) } else { beside_alone });
+            }
+        }
+        if is_ours && found.contains_key(ZRAM) {
+            rows.push(row(format!("{name}_{what}_swap"), ZRAM).goal(Goal::Ratio(1.0 / 15.0)));
+        }
+    }
+    let singles: [(&str, fn(&Touch) -> f64, f64); 4] = [
+        ("uniform", |touched| touched.uniform_us, 0.85),
+        ("uniform_p50", |touched| touched.uniform_p50_us, f64::INFINITY),
+        ("uniform_p99", |touched| touched.uniform_p99_us, f64::INFINITY),
+        ("zipf", |touched| touched.zipf_us, 0.75),
+    ];
+    for (what, figure, goal) in singles {
+        let mut row = Row::lower(format!("{name}_{what}"), "us_per_touch", median(touched, &figure));
+        if let Some(control) = found.get(ZRAM).filter(|_| name != ZRAM) {
+            row = row.beside(ZRAM, median(control, &figure));
+            if is_ours && goal.is_finite() {
+                row = row.goal(Goal::Ratio(goal));
+            }
+        }
+        rows.push(row);
+    }
+    rows.push(Row::lower(
+        format!("{name}_peak"),
+        "mib",
+        median(touched, &|touched| touched.peak_kib as f64 / 1024.0),
+    ));
+    rows
+}
