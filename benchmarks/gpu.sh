@@ -3,9 +3,10 @@
 #
 #     benchmarks/gpu.sh [OUT [STEP...]]
 #
-# writes JSON and HTML into OUT (benchmarks/results) and prints the tables. Needs a built `weir` (WEIR says where;
-# target/release/weir otherwise) and libvulkan1; fio for the block steps; for the competing job a python3 with PyTorch.
-# A step that lacks what it needs says "SKIP step: why". Minutes on one H200:
+# writes JSON and HTML into OUT (benchmarks/results) and prints the tables. Needs a built `weir`
+# (WEIR says where; target/release/weir otherwise) and libvulkan1; fio for the block steps; for the
+# competing job a python3 with PyTorch. A step that lacks what it needs says "SKIP step: why".
+# Minutes on one H200:
 #
 #     calibrate     0.2  what each way costs, and what is chosen for which batch
 #     ways          1    deep and large loads by each way by itself: what calibration should have found
@@ -33,7 +34,8 @@
 #     driver_faults 3    the driver fails under a daemon, FAULTS (3) times in each of five cases (benchmarks/driver-faults); as root
 #     competing     1.5  a matrix product's speed alone and beside Weir (benchmarks/competing)
 #
-# `quick` stands for calibrate, ways, give_back, coherence, memory and keeper. Each call prints how long each step took.
+# `quick` stands for calibrate, ways, give_back, coherence, memory and keeper. Each call prints how
+# long each step took.
 set -u
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/results}
@@ -131,7 +133,8 @@ memory() {
     bench power --store "$card?size=8GiB" --runs 1 --only power
 }
 
-# A daemon's memory goes and comes under load; then another process allocates 90% of the card in steps of 256 MiB.
+# A daemon's memory goes and comes under load; then another process allocates 90% of the card in
+# steps of 256 MiB.
 steps() {
     "$weir" bench give-back --store "$card?size=${STEPS_SIZE:-16GiB}" --size "${STEPS_SIZE:-16GiB}" --cycles "${CYCLES:-20}" \
         --json "$out/gpu-give-back-daemon.json" || failed=1
@@ -215,7 +218,8 @@ driver_load() {
     benchmarks/driver-load "$weir" --times "${TIMES:-20}" --store "$card?size=8GiB" --json "$out/gpu-driver-load.json" || failed=1
 }
 
-# Not among the steps that run without being named. SHIM names the built shim where there is no C compiler.
+# Not among the steps that run without being named. SHIM names the built shim where there is no C
+# compiler.
 driver_faults() {
     [ "$(id -u)" = 0 ] || { echo "SKIP driver_faults: needs root"; return; }
     timeout "${FAULTS_LIMIT:-580}" benchmarks/driver-faults/run "$weir" --times "${FAULTS:-3}" --store "$card?size=4GiB" \

@@ -1,4 +1,5 @@
-//! Greetings and ring entries of any bytes: decoding never panics, and what it accepts it writes the same way.
+//! Greetings and ring entries of any bytes: decoding never panics, and what it accepts it writes
+//! the same way.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -27,20 +27,23 @@ pub struct Cli {
 /// What can be measured.
 #[derive(Debug, Clone, Subcommand)]
 pub enum Bench {
-    /// The NBD server with a host store, asleep and spinning, beside nbdkit's memory plugin, driven by fio.
+    /// The NBD server with a host store, asleep and spinning, beside nbdkit's memory plugin, driven
+    /// by fio.
     Block(BenchBlockOptions),
 
-    /// Requests of 1 MiB by one job and by four: a store, with and without a card's window, beside nbdkit, nbd-vram and a
-    /// server that keeps nothing.
+    /// Requests of 1 MiB by one job and by four: a store, with and without a card's window, beside
+    /// nbdkit, nbd-vram and a server that keeps nothing.
     Long(BenchLongOptions),
 
     /// The file store beside fio's own io_uring engine, on the same disk.
     Disk(BenchDiskOptions),
 
-    /// What a work item costs from the thread that schedules it to the one that runs it, beside other queues.
+    /// What a work item costs from the thread that schedules it to the one that runs it, beside
+    /// other queues.
     Queue(BenchQueueOptions),
 
-    /// What a page reference costs that is handed out and comes back, beside the designs of the Linux kernel.
+    /// What a page reference costs that is handed out and comes back, beside the designs of the
+    /// Linux kernel.
     Lease(BenchLeaseOptions),
 
     /// Pages used in place over the share transport, beside the same pages over NBD.
@@ -52,10 +55,12 @@ pub enum Bench {
     /// A store by itself and under a volume, beside the GPU's copy engine used call by call.
     Store(BenchStoreOptions),
 
-    /// What a page costs that comes back from swap: FUSE and a loop device, beside a RAM loop, zram, a file and nbdfuse.
+    /// What a page costs that comes back from swap: FUSE and a loop device, beside a RAM loop,
+    /// zram, a file and nbdfuse.
     Swap(BenchSwapOptions),
 
-    /// What a program pays that may keep a quarter of its memory: weir run, beside swap, a bare handler and no limit.
+    /// What a program pays that may keep a quarter of its memory: weir run, beside swap, a bare
+    /// handler and no limit.
     Fault(BenchFaultOptions),
 
     /// The process that goes through its memory, for `fault`.
@@ -114,7 +119,8 @@ pub enum Bench {
         entrance: PathBuf,
     },
 
-    /// Kills a daemon under load: how long until the keeper's next one serves, and whether every page is what it was.
+    /// Kills a daemon under load: how long until the keeper's next one serves, and whether every
+    /// page is what it was.
     Restart {
         /// Its store, with some MiB more than is written.
         #[arg(long, value_name = "URL", default_value = "host:1088MiB")]
@@ -132,7 +138,8 @@ pub enum Bench {
         /// The JSON files; with --json or --report, one.
         #[arg(required = true)]
         files: Vec<PathBuf>,
-        /// Write a picture of each into this directory: FILE.svg, each figure that has a goal beside its control.
+        /// Write a picture of each into this directory: FILE.svg, each figure that has a goal
+        /// beside its control.
         #[arg(long, value_name = "DIRECTORY")]
         plots: Option<PathBuf>,
     },
@@ -164,7 +171,8 @@ pub enum Bench {
 
     /// Hit rates of the cache's policy on traces of pages, beside LRU and OPT with as much room.
     Policy {
-        /// A text file with a page number a line [default: made traces: Zipf, uniform, scans through a hot set].
+        /// A text file with a page number a line [default: made traces: Zipf, uniform, scans
+        /// through a hot set].
         #[arg(long, value_name = "FILE")]
         trace: Option<PathBuf>,
 
@@ -196,7 +204,8 @@ pub struct BenchSwapOptions {
     #[arg(long, value_name = "URL")]
     pub store: Option<StoreUrl>,
 
-    /// Seconds for which faults are timed on each device, one after the other and then one each 20 ms.
+    /// Seconds for which faults are timed on each device, one after the other and then one each 20
+    /// ms.
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..))]
     pub seconds: u16,
 
@@ -208,11 +217,13 @@ pub struct BenchSwapOptions {
     #[arg(long, value_name = "N", default_value_t = 20)]
     pub spin_us: u32,
 
-    /// A device to measure beside the RAM loop: host, host-asleep, zram, file, nbdfuse, store; may be repeated [default: all].
+    /// A device to measure beside the RAM loop: host, host-asleep, zram, file, nbdfuse, store; may
+    /// be repeated [default: all].
     #[arg(long, value_name = "DEVICE")]
     pub only: Vec<String>,
 
-    /// Values of vm.page-cluster to measure each device at: 0,3 compares a page a fault with the kernel's default.
+    /// Values of vm.page-cluster to measure each device at: 0,3 compares a page a fault with the
+    /// kernel's default.
     #[arg(long, value_name = "LIST", default_value = "0", value_delimiter = ',', value_parser = clap::value_parser!(u8).range(..=10))]
     pub page_cluster: Vec<u8>,
 }
@@ -240,7 +251,8 @@ pub struct BenchFaultOptions {
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..))]
     pub runs: u16,
 
-    /// A way to measure beside no limit: run, run-store, bare, zram, ram-loop, host; may be repeated [default: all].
+    /// A way to measure beside no limit: run, run-store, bare, zram, ram-loop, host; may be
+    /// repeated [default: all].
     #[arg(long, value_name = "WAY")]
     pub only: Vec<String>,
 }
@@ -304,7 +316,8 @@ pub struct BenchStoreOptions {
     #[arg(long, value_name = "ID")]
     pub only: Vec<String>,
 
-    /// How memory is given back, as drain threads and pages that each reads at once; may be repeated, to compare.
+    /// How memory is given back, as drain threads and pages that each reads at once; may be
+    /// repeated, to compare.
     #[arg(long, value_name = "THREADSxPAGES", default_value = "4x32")]
     pub give_back: Vec<Effort>,
 
@@ -316,7 +329,8 @@ pub struct BenchStoreOptions {
     #[arg(long)]
     pub short: bool,
 
-    /// Only read and write 100,000 pages a second, for so many seconds: something to run another job beside.
+    /// Only read and write 100,000 pages a second, for so many seconds: something to run another
+    /// job beside.
     #[arg(long, value_name = "SECONDS")]
     pub hold: Option<u64>,
 
@@ -324,8 +338,9 @@ pub struct BenchStoreOptions {
     #[arg(long)]
     pub calibrate: bool,
 
-    /// Only find out how many copies a call to the card's driver may name: each shape of load in a process of its own, since drivers
-    /// crash. Takes minutes; a driver that fails leaves a line in the kernel's log.
+    /// Only find out how many copies a call to the card's driver may name: each shape of load in a
+    /// process of its own, since drivers crash. Takes minutes; a driver that fails leaves a line in
+    /// the kernel's log.
     #[arg(long)]
     pub batch_sweep: bool,
 
@@ -365,7 +380,8 @@ pub struct BenchBlockOptions {
     #[arg(long, value_name = "N", default_value_t = 50)]
     pub spin_us: u32,
 
-    /// A case to run, such as qd1_read, or several by what they begin with (qd1); may be repeated [default: all].
+    /// A case to run, such as qd1_read, or several by what they begin with (qd1); may be repeated
+    /// [default: all].
     #[arg(long, value_name = "CASE")]
     pub only: Vec<String>,
 }

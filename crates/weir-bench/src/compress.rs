@@ -1,13 +1,14 @@
 //! `weir bench compress`: what compression costs a page, and what it holds less.
 //!
-//! The same pages go through three volumes on host memory by turns: plain (the control), lz4, zstd. They are of four kinds, by
-//! turns too: this program's own file, numbers below 2^24 in 64 bits, words, and noise. Written 32 to a batch, as a kernel
-//! that swaps does, and read one by one in no order. Times are the thread's own on its processor, for that is what
-//! compression takes.
+//! The same pages go through three volumes on host memory by turns: plain (the control), lz4, zstd.
+//! They are of four kinds, by turns too: this program's own file, numbers below 2^24 in 64 bits,
+//! words, and noise. Written 32 to a batch, as a kernel that swaps does, and read one by one in no
+//! order. Times are the thread's own on its processor, for that is what compression takes.
 //!
-//! Then pages are replaced in no order, four times as many as there are, in two volumes by turns: one is left alone (the control), in
-//! the other what is left in sparse packs is brought together whenever a daemon's worker would. What each then holds in how many slots
-//! is set beside the same pages freshly written, than which nothing is packed better.
+//! Then pages are replaced in no order, four times as many as there are, in two volumes by turns:
+//! one is left alone (the control), in the other what is left in sparse packs is brought together
+//! whenever a daemon's worker would. What each then holds in how many slots is set beside the same
+//! pages freshly written, than which nothing is packed better.
 
 use crate::report::{Report, Row, Runs};
 use rustix::time::{ClockId, clock_gettime};

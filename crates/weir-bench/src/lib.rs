@@ -1,6 +1,6 @@
-//! Every figure that Weir states comes from here: each benchmark runs what it measures and its control in one
-//! run, several times over, and returns a [`report::Report`] that prints as a table, saves as JSON and draws
-//! itself as a page of HTML.
+//! Every figure that Weir states comes from here: each benchmark runs what it measures and its
+//! control in one run, several times over, and returns a [`report::Report`] that prints as a table,
+//! saves as JSON and draws itself as a page of HTML.
 //!
 //! ```
 //! use weir_bench::report::{Goal, Report, Row, Runs};

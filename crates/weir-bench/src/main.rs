@@ -1,4 +1,5 @@
-//! `weir-bench`, which `weir bench` runs: a program of its own, so that the daemon carries none of what draws and compares.
+//! `weir-bench`, which `weir bench` runs: a program of its own, so that the daemon carries none of
+//! what draws and compares.
 
 #[macro_use]
 extern crate weir_cli;

@@ -1,8 +1,9 @@
 //! `weir bench memory`: what a volume takes besides the pages themselves.
 //!
-//! A volume over a store that keeps nothing, so that all memory the process gains is the volume's own: page map, slot records,
-//! their counts, lanes. Every page is written before the count, so that nothing is left untouched and uncounted. Two
-//! counts must agree: what the volume says of itself, and what the system says the process has grown by.
+//! A volume over a store that keeps nothing, so that all memory the process gains is the volume's
+//! own: page map, slot records, their counts, lanes. Every page is written before the count, so
+//! that nothing is left untouched and uncounted. Two counts must agree: what the volume says of
+//! itself, and what the system says the process has grown by.
 
 use crate::report::{Goal, Report, Row};
 use std::sync::Arc;

@@ -1,8 +1,10 @@
-//! `weir bench policy`: hit rates of the cache's policy on traces of pages, beside LRU and OPT with as much room.
+//! `weir bench policy`: hit rates of the cache's policy on traces of pages, beside LRU and OPT with
+//! as much room.
 //!
-//! A trace is a text file with a page number a line. Without one, seeded traces are made: Zipf, uniform, a scan through a hot set. The
-//! cache's figure is that of the directory that serves requests, with its sets of 64 frames; LRU and OPT (Belady, *A study of replacement
-//! algorithms for a virtual-storage computer*, 1966) have no sets.
+//! A trace is a text file with a page number a line. Without one, seeded traces are made: Zipf,
+//! uniform, a scan through a hot set. The cache's figure is that of the directory that serves
+//! requests, with its sets of 64 frames; LRU and OPT (Belady, *A study of replacement algorithms
+//! for a virtual-storage computer*, 1966) have no sets.
 
 use crate::report::{Report, Row};
 use crate::splitmix;

@@ -1,8 +1,10 @@
-//! `weir bench restart`: a daemon under load is killed, again and again, and the keeper's next one takes its pages over.
+//! `weir bench restart`: a daemon under load is killed, again and again, and the keeper's next one
+//! takes its pages over.
 //!
-//! All pages are written once. Then threads read and write pages of their own at random, over NBD, while the daemon gets a
-//! SIGKILL. Timed is from there to the first page that a new connection reads; after each kill every page of the device is
-//! read and compared. A page may be the last acknowledged one or the one that was under way, and nothing else.
+//! All pages are written once. Then threads read and write pages of their own at random, over NBD,
+//! while the daemon gets a SIGKILL. Timed is from there to the first page that a new connection
+//! reads; after each kill every page of the device is read and compared. A page may be the last
+//! acknowledged one or the one that was under way, and nothing else.
 
 use crate::report::{Goal, Report, Row, Runs};
 use crate::store::content::{Random, is_stamped, stamp};
@@ -78,11 +80,13 @@ struct Pause {
     served: Duration,
 }
 
-/// A user's pages: those with its number, counted by users. It alone writes them, so it knows what each may be.
+/// A user's pages: those with its number, counted by users. It alone writes them, so it knows what
+/// each may be.
 struct Part {
     first: u32,
     acknowledged: Vec<u32>,
-    /// The last one sent. Later than the acknowledged one if the daemon died over it, until the page is read again.
+    /// The last one sent. Later than the acknowledged one if the daemon died over it, until the
+    /// page is read again.
     sent: Vec<u32>,
     /// Never used twice.
     next: u32,

@@ -20,7 +20,8 @@ use weir_store::{StoreUrl, VramUrl};
 /// Pages a second that `--hold` moves.
 const HOLD_RATE: f64 = 100_000.0;
 
-/// Measures, prints the table, writes the files; fails where a goal was missed. What is changed for that goes back whatever happens.
+/// Measures, prints the table, writes the files; fails where a goal was missed. What is changed for
+/// that goes back whatever happens.
 pub fn run(options: &Cli) -> Result<(), Failure> {
     // A run may take an hour.
     for path in options.json.iter().chain(&options.report) {

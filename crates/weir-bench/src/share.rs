@@ -1,10 +1,12 @@
 //! `weir bench share`: pages used in place beside the same pages over NBD, one volume, one run.
 //!
-//! Both servers run in this process and spin as long after a request; the figures count what servers and client
-//! use together. Asleep, nobody spins: that is what one request costs that comes out of the blue. On one CPU, servers
-//! and client share it, and each transport spins or sleeps as it does best there: equal CPU in the plainest sense.
+//! Both servers run in this process and spin as long after a request; the figures count what
+//! servers and client use together. Asleep, nobody spins: that is what one request costs that comes
+//! out of the blue. On one CPU, servers and client share it, and each transport spins or sleeps as
+//! it does best there: equal CPU in the plainest sense.
 //!
-//! The goal for the rate by CPU is for each transport at the depth that suits it best, whether it spins or sleeps then.
+//! The goal for the rate by CPU is for each transport at the depth that suits it best, whether it
+//! spins or sleeps then.
 //!
 //! The client looks at the first bytes of each page; where it is said to use pages, at all of them.
 
@@ -34,7 +36,8 @@ pub struct Plan {
     pub reads: u32,
     /// Reads under way then.
     pub depth: u32,
-    /// How long servers look for the next request before they sleep, and the share client for its completion.
+    /// How long servers look for the next request before they sleep, and the share client for its
+    /// completion.
     pub spin: Duration,
     /// Rounds; the figures are medians.
     pub rounds: usize,
@@ -90,7 +93,8 @@ trait Transport {
     fn read(&mut self, count: u32, depth: u32, latencies: &mut Vec<u64>) -> Result<(), RunError>;
 }
 
-/// Page numbers without an order that a cache could follow (a full-period congruence, Knuth 3.2.1.2).
+/// Page numbers without an order that a cache could follow (a full-period congruence, Knuth
+/// 3.2.1.2).
 struct Pages {
     at: u32,
     pages: u32,

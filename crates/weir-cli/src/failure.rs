@@ -1,5 +1,6 @@
-//! How the program ends when it does not end well: one line on standard error, and an exit code that scripts can
-//! rely on (1 it failed, 2 it was asked wrongly, 3 there is not so much memory or room).
+//! How the program ends when it does not end well: one line on standard error, and an exit code
+//! that scripts can rely on (1 it failed, 2 it was asked wrongly, 3 there is not so much memory or
+//! room).
 
 use clap::error::ErrorKind;
 use std::error::Error;
@@ -24,7 +25,8 @@ pub enum Failure {
     Said,
     /// A process that has said everything ended with this code, and so does this one.
     Ended(u8),
-    /// Help or version, or help in place of an answer (exit code 2): clap hands them over as errors.
+    /// Help or version, or help in place of an answer (exit code 2): clap hands them over as
+    /// errors.
     Asked(clap::Error),
 }
 

@@ -1,5 +1,5 @@
-//! How much memory there is to be had without setting the OOM killer on anybody: the machine's, and the share of it that a
-//! container or a service may have.
+//! How much memory there is to be had without setting the OOM killer on anybody: the machine's, and
+//! the share of it that a container or a service may have.
 
 use std::fs;
 use std::path::Path;
@@ -14,7 +14,8 @@ pub fn available_below(root: &Path) -> Option<u64> {
     available_to_all_below(root).into_iter().chain(of_cgroups(root)).min()
 }
 
-/// What all processes together can take so, whatever their groups allow each: `MemAvailable` of /proc/meminfo below `root`.
+/// What all processes together can take so, whatever their groups allow each: `MemAvailable` of
+/// /proc/meminfo below `root`.
 pub fn available_to_all_below(root: &Path) -> Option<u64> {
     let meminfo = fs::read_to_string(root.join("proc/meminfo")).ok()?;
     let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
@@ -61,7 +62,8 @@ fn of_cgroups(root: &Path) -> Option<u64> {
     groups.lines().filter_map(group).min()
 }
 
-/// Of a group and those above it. In a container its path may be one of the host's, where only the uppermost is to be seen.
+/// Of a group and those above it. In a container its path may be one of the host's, where only the
+/// uppermost is to be seen.
 fn left(version: &Version, mount: &Path, path: &str) -> Option<u64> {
     let group = mount.join(path.trim_start_matches('/'));
     let groups = group.ancestors().take_while(|group| group.starts_with(mount));

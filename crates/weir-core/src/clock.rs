@@ -1,9 +1,11 @@
-//! The kernel's clocks, by the C library. It finds the vDSO as it starts, and calls the kernel where there is none. rustix looks for
-//! it at the first call: before Linux 6.4 that allocates, and on User-Mode Linux 7.2 it panics.
+//! The kernel's clocks, by the C library. It finds the vDSO as it starts, and calls the kernel
+//! where there is none. rustix looks for it at the first call: before Linux 6.4 that allocates, and
+//! on User-Mode Linux 7.2 it panics.
 
 use std::time::Duration;
 
-/// Time since the machine started, as of the last timer tick: a few nanoseconds to read, some milliseconds coarse.
+/// Time since the machine started, as of the last timer tick: a few nanoseconds to read, some
+/// milliseconds coarse.
 pub fn coarse() -> Duration {
     read(libc::CLOCK_MONOTONIC_COARSE)
 }

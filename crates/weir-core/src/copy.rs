@@ -1,9 +1,11 @@
-//! Copies of a page between memory that is ours and memory that others may touch at the same moment.
+//! Copies of a page between memory that is ours and memory that others may touch at the same
+//! moment.
 //!
-//! A plain `memcpy` of bytes that another thread writes is undefined behaviour in Rust, whatever one does with the
-//! result. These copies are not: on x86-64 they are one `rep movsb`, which the compiler does not look
-//! into (and which is as fast as memcpy there: "fast short rep mov"); elsewhere they go word by word through relaxed
-//! atomics. A copy that raced is torn; the checksum over it says so.
+//! A plain `memcpy` of bytes that another thread writes is undefined behaviour in Rust, whatever
+//! one does with the result. These copies are not: on x86-64 they are one `rep movsb`, which the
+//! compiler does not look into (and which is as fast as memcpy there: "fast short rep mov");
+//! elsewhere they go word by word through relaxed atomics. A copy that raced is torn; the checksum
+//! over it says so.
 
 use crate::{PAGE_SIZE, PageBytes};
 
@@ -14,7 +16,8 @@ pub fn prefetch_for_write(shared: *const u8) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     for line in (0..PAGE_SIZE / 4).step_by(64) {
         use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
-        // SAFETY: a hint that touches no memory of the program; processors without it take it for a no-op.
+        // SAFETY: a hint that touches no memory of the program; processors without it take it for a
+        // no-op.
         unsafe { _mm_prefetch::<_MM_HINT_ET0>(shared.wrapping_add(line).cast()) };
     }
     #[cfg(not(all(target_arch = "x86_64", not(miri))))]
@@ -24,11 +27,13 @@ pub fn prefetch_for_write(shared: *const u8) {
 /// Copies `page` to shared memory.
 ///
 /// # Safety
-/// `shared` is valid for writes of [`PAGE_SIZE`] bytes, 8-byte aligned, and does not overlap `page`.
+/// `shared` is valid for writes of [`PAGE_SIZE`] bytes, 8-byte aligned, and does not overlap
+/// `page`.
 #[inline]
 pub unsafe fn page_to_shared(shared: *mut u8, page: &PageBytes) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
-    // SAFETY: both ranges are valid by the signature and the caller's word; the direction flag is clear by the ABI.
+    // SAFETY: both ranges are valid by the signature and the caller's word; the direction flag is
+    // clear by the ABI.
     unsafe {
         std::arch::asm!(
             "rep movsb",
@@ -45,17 +50,18 @@ pub unsafe fn page_to_shared(shared: *mut u8, page: &PageBytes) {
     }
 }
 
-/// Copies `page` to shared memory past the caches: for many pages at once that nobody will look at soon. Memory that is far
-/// away is written without being read first (230 ns a page on the test host, 400 by [`page_to_shared`]), but in no order:
-/// other threads may look only after [`settle`], which waits for all of it, and so does any atomic read-modify-write.
+/// Copies `page` to shared memory past the caches: for many pages at once that nobody will look at
+/// soon. Memory that is far away is written without being read first (230 ns a page on the test
+/// host, 400 by [`page_to_shared`]), but in no order: other threads may look only after [`settle`],
+/// which waits for all of it, and so does any atomic read-modify-write.
 ///
 /// # Safety
 /// As [`page_to_shared`]; and `shared` is 16-byte aligned.
 #[inline]
 pub unsafe fn page_past_caches(shared: *mut u8, page: &PageBytes) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
-    // SAFETY: both ranges are valid by the signature and the caller's word, and 64 divides their length; SSE2 is in every
-    // x86-64.
+    // SAFETY: both ranges are valid by the signature and the caller's word, and 64 divides their
+    // length; SSE2 is in every x86-64.
     unsafe {
         std::arch::asm!(
             "2:",

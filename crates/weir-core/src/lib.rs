@@ -1,5 +1,6 @@
 //! What every part of Weir stands on: pages and their checksums, sizes as people write them, locked
-//! memory, the allocator that notices an allocation on an I/O thread, and the set-up of such threads.
+//! memory, the allocator that notices an allocation on an I/O thread, and the set-up of such
+//! threads.
 //!
 //! Nothing here knows of stores, volumes or block devices.
 

@@ -18,9 +18,10 @@ pub enum Level {
 /// Where lines go. Called on I/O threads: it must not allocate and should not wait.
 pub type Log = Arc<dyn Fn(Level, fmt::Arguments<'_>) + Send + Sync>;
 
-/// A log that writes each line to standard error in one write, without allocating; longer lines than
-/// [`LINE_MAX`] are cut. Lines below `least` are left out. Where standard error does not wait (`O_NONBLOCK`), lines that it does
-/// not take are lost, and the next one that it takes is preceded by how many they were.
+/// A log that writes each line to standard error in one write, without allocating; longer lines
+/// than [`LINE_MAX`] are cut. Lines below `least` are left out. Where standard error does not wait
+/// (`O_NONBLOCK`), lines that it does not take are lost, and the next one that it takes is preceded
+/// by how many they were.
 pub fn to_stderr(least: Level) -> Log {
     let lost = AtomicU64::new(0);
     Arc::new(move |level, line| {

@@ -1,5 +1,5 @@
-//! Memory that stays where it is: mapped once, touched, locked where the system allows it, and, as a
-//! memfd, able to outlive the process that filled it.
+//! Memory that stays where it is: mapped once, touched, locked where the system allows it, and, as
+//! a memfd, able to outlive the process that filled it.
 
 use crate::available::available;
 use crate::swap_safety::locks_all_memory;
@@ -39,8 +39,8 @@ impl Memory {
         Ok(memory)
     }
 
-    /// Memory behind a descriptor, sealed against a change of size: another process that gets the descriptor
-    /// can map it, and it lives as long as one process keeps it mapped and locked.
+    /// Memory behind a descriptor, sealed against a change of size: another process that gets the
+    /// descriptor can map it, and it lives as long as one process keeps it mapped and locked.
     ///
     /// # Errors
     /// What `memfd_create`, `ftruncate` or `mmap` say.
@@ -68,8 +68,8 @@ impl Memory {
     /// [`Memory::take`].
     ///
     /// # Errors
-    /// `EINVAL` for a descriptor that is empty or could still shrink under the mapping (which would turn
-    /// accesses into SIGBUS); else what `fstat` or `mmap` say.
+    /// `EINVAL` for a descriptor that is empty or could still shrink under the mapping (which would
+    /// turn accesses into SIGBUS); else what `fstat` or `mmap` say.
     pub fn adopt(fd: OwnedFd) -> io::Result<Self> {
         if !rustix::fs::fcntl_get_seals(&fd)?.contains(SealFlags::SHRINK) {
             return Err(io::Error::from_raw_os_error(libc::EINVAL));
@@ -80,9 +80,10 @@ impl Memory {
         Ok(memory)
     }
 
-    /// From here on memory is taken without asking whether the machine has it to spare: this process takes the place of one that
-    /// had as much and is dead. Where memory is short, `MemAvailable` is 0, for it leaves out what the kernel holds back; the
-    /// kernel lets a thread that brings swap back have of that ([`reach_reserves`](crate::swap_safety::reach_reserves)).
+    /// From here on memory is taken without asking whether the machine has it to spare: this
+    /// process takes the place of one that had as much and is dead. Where memory is short,
+    /// `MemAvailable` is 0, for it leaves out what the kernel holds back; the kernel lets a thread
+    /// that brings swap back have of that ([`reach_reserves`](crate::swap_safety::reach_reserves)).
     pub fn succeed() {
         SUCCEEDS.store(true, Ordering::Relaxed);
     }
@@ -106,8 +107,8 @@ impl Memory {
         let at = memory.start.as_ptr().cast();
         // SAFETY: the range is the mapping just made, and this changes no content, here and below.
         unsafe { rustix::mm::madvise(at, bytes, Advice::LinuxDontDump)? };
-        // Fewer TLB misses where the kernel grants it, and a start that is ten times as fast; not worth an error.
-        // SAFETY: as above.
+        // Fewer TLB misses where the kernel grants it, and a start that is ten times as fast; not
+        // worth an error. SAFETY: as above.
         let _ = unsafe { rustix::mm::madvise(at, bytes, Advice::LinuxHugepage) };
         // SAFETY: as above.
         memory.locked =
@@ -190,16 +191,18 @@ impl Memory {
         self.bytes == 0
     }
 
-    /// Whether it is pinned in RAM. False where `RLIMIT_MEMLOCK` forbids it: fine for a test, not for swap.
+    /// Whether it is pinned in RAM. False where `RLIMIT_MEMLOCK` forbids it: fine for a test, not
+    /// for swap.
     pub fn is_locked(&self) -> bool {
         self.locked
     }
 
     /// A descriptor that others can map to read, and not to write, for [`Memory::shared`] memory.
     ///
-    /// From here on only the owner's mode bit opens the memory anew, and only to read: who is not the same user has
-    /// no way to write it. (The same user, or root, could change the mode; they could as well trace this process. A seal
-    /// would stop them, and with them the process that is to take the memory over.)
+    /// From here on only the owner's mode bit opens the memory anew, and only to read: who is not
+    /// the same user has no way to write it. (The same user, or root, could change the mode; they
+    /// could as well trace this process. A seal would stop them, and with them the process that is
+    /// to take the memory over.)
     ///
     /// # Errors
     /// What `fchmod` or `open` say; `EBADF` for memory without a descriptor.
@@ -221,7 +224,8 @@ impl Drop for Memory {
         if !self.locked {
             UNLOCKED.fetch_sub(self.bytes as u64, Ordering::Relaxed);
         }
-        // SAFETY: the mapping was made by us, and whoever used its pointer borrowed or owned `self`.
+        // SAFETY: the mapping was made by us, and whoever used its pointer borrowed or owned
+        // `self`.
         let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.bytes) };
     }
 }
@@ -263,9 +267,9 @@ pub fn unwatched(_: u64, _: u64) -> io::Result<()> {
 const PIECE: usize = 64 << 20;
 /// Threads that take memory at a time. Zeroing it is bound by the memory's own speed, which some
 /// processors use up.
-const CREW_MOST: usize = 16;
+const WORKERS_MOST: usize = 16;
 /// Enough for a system call; it may be locked and populated whole.
-const CREW_STACK: usize = 64 << 10;
+const WORKERS_STACK: usize = 64 << 10;
 
 /// Does `bytes` bytes of work in pieces, on all processors. The calling thread does its share, and
 /// speaks to `watch`.
@@ -286,11 +290,11 @@ fn in_pieces(
         worked.inspect_err(|_| next.store(pieces, Ordering::Relaxed)).into()
     };
     // Asking for the processors reads files, which small memory need not wait for.
-    let crew = if pieces > 1 { std::thread::available_parallelism().map_or(1, usize::from) } else { 1 };
+    let workers = if pieces > 1 { std::thread::available_parallelism().map_or(1, usize::from) } else { 1 };
     std::thread::scope(|scope| {
-        let others: Vec<_> = (1..pieces.min(crew).min(CREW_MOST))
+        let others: Vec<_> = (1..pieces.min(workers).min(WORKERS_MOST))
             .map_while(|_| {
-                let builder = std::thread::Builder::new().stack_size(CREW_STACK);
+                let builder = std::thread::Builder::new().stack_size(WORKERS_STACK);
                 // One thread does it too, only slower.
                 builder.spawn_scoped(scope, || std::iter::from_fn(one).collect::<io::Result<()>>()).ok()
             })
@@ -311,8 +315,9 @@ fn in_pieces(
 /// Whether this process takes the place of one that had as much memory.
 static SUCCEEDS: AtomicBool = AtomicBool::new(false);
 
-/// The length to take for `bytes` bytes, if there is that much: populating more than there is would not fail, it would set the
-/// OOM killer on somebody, in a cgroup with a limit on this process itself. Not for memory that is adopted: that is taken already.
+/// The length to take for `bytes` bytes, if there is that much: populating more than there is would
+/// not fail, it would set the OOM killer on somebody, in a cgroup with a limit on this process
+/// itself. Not for memory that is adopted: that is taken already.
 fn new_pages(bytes: usize) -> io::Result<usize> {
     let bytes = whole_pages(bytes)?;
     // Asking reads files: half of the time that a daemon's connections took to start.

@@ -1,5 +1,5 @@
-//! Counters and latencies that cost a plain store on the I/O path: each has one writer (the thread whose it
-//! is) and any number of readers, so no instruction locks a bus.
+//! Counters and latencies that cost a plain store on the I/O path: each has one writer (the thread
+//! whose it is) and any number of readers, so no instruction locks a bus.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
@@ -26,8 +26,8 @@ const SUB: usize = 16;
 /// Powers of two above the first [`SUB`] nanoseconds, up to 2^40 ns = 18 minutes.
 const BUCKETS: usize = SUB * 37;
 
-/// A histogram of durations with one writing thread: log-linear as HdrHistogram's (Tene), with a fixed range
-/// of 1 ns to 18 minutes and a resolution of 6 %, in 4.7 KiB.
+/// A histogram of durations with one writing thread: log-linear as HdrHistogram's (Tene), with a
+/// fixed range of 1 ns to 18 minutes and a resolution of 6 %, in 4.7 KiB.
 pub struct Latencies {
     buckets: [AtomicU64; BUCKETS],
 }
@@ -88,7 +88,8 @@ impl Distribution {
         self.counts.iter().sum()
     }
 
-    /// Every duration that occurred, as the upper bound of what was counted together, in nanoseconds, and how often; rising.
+    /// Every duration that occurred, as the upper bound of what was counted together, in
+    /// nanoseconds, and how often; rising.
     pub fn buckets(&self) -> impl Iterator<Item = (u64, u64)> + Clone {
         let occurred = self.counts.iter().enumerate().filter(|&(_, &count)| count > 0);
         occurred.map(|(at, &count)| (upper_bound(at), count))
@@ -101,8 +102,8 @@ impl Distribution {
     }
 }
 
-/// The value that `share` (0 to 1) of all did not exceed, where `buckets` has values and how often each occurred, rising.
-/// `None` where there are none.
+/// The value that `share` (0 to 1) of all did not exceed, where `buckets` has values and how often
+/// each occurred, rising. `None` where there are none.
 pub fn quantile(buckets: impl Iterator<Item = (u64, u64)> + Clone, share: f64) -> Option<u64> {
     let all: u64 = buckets.clone().map(|(_, count)| count).sum();
     let rank = (all as f64 * share.clamp(0.0, 1.0)).ceil().max(1.0) as u64;

@@ -6,7 +6,8 @@ use std::ops::{Deref, DerefMut};
 /// Bytes in a page. Linux swaps, faults and discards in this unit on every machine Weir runs on.
 pub const PAGE_SIZE: usize = 4096;
 
-/// A page's content, wherever it lies and however it is aligned (a network buffer does not align it).
+/// A page's content, wherever it lies and however it is aligned (a network buffer does not align
+/// it).
 pub type PageBytes = [u8; PAGE_SIZE];
 
 /// A page in memory, aligned as hardware wants it.
@@ -48,8 +49,9 @@ pub struct PageNo(pub u32);
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Slot(pub u32);
 
-/// What proves that bytes are the ones written: CRC-32C of the content, mixed with the page's number and
-/// generation, so that a right page in a wrong place, or an older one in the right place, fails too.
+/// What proves that bytes are the ones written: CRC-32C of the content, mixed with the page's
+/// number and generation, so that a right page in a wrong place, or an older one in the right
+/// place, fails too.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Checksum(pub u32);
 
@@ -77,16 +79,18 @@ fn mix(page: u32, generation: u32) -> u32 {
     (z ^ (z >> 31)) as u32
 }
 
-/// Starts to bring a page into the second-level cache, and returns at once. For whoever will go through the page from its
-/// head two pages later: a quarter of it is asked for, and the processor's own prefetchers, which stop at page boundaries,
-/// bring the rest. Asking for all of it keeps the processor waiting for its own requests: 380 ns a page out of memory on
-/// the test host, 335 without any prefetch, 220 so.
+/// Starts to bring a page into the second-level cache, and returns at once. For whoever will go
+/// through the page from its head two pages later: a quarter of it is asked for, and the
+/// processor's own prefetchers, which stop at page boundaries, bring the rest. Asking for all of it
+/// keeps the processor waiting for its own requests: 380 ns a page out of memory on the test host,
+/// 335 without any prefetch, 220 so.
 #[inline]
 pub fn prefetch(page: &PageBytes) {
     prefetch_lines(page, 16);
 }
 
-/// The same with less of the page: enough to have its address translated and the processor's own prefetchers begin.
+/// The same with less of the page: enough to have its address translated and the processor's own
+/// prefetchers begin.
 #[inline]
 pub fn prefetch_head(page: &PageBytes) {
     prefetch_lines(page, 4);
@@ -142,7 +146,8 @@ mod tests {
 
     #[test]
     fn the_checksum_is_crc32c() {
-        // RFC 3720 B.4: 32 bytes of zeros are 0x8a9136aa; a page of zeros was computed by two other tools.
+        // RFC 3720 B.4: 32 bytes of zeros are 0x8a9136aa; a page of zeros was computed by two other
+        // tools.
         let crc = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, &[0u8; 32]) as u32;
         assert_eq!(crc, 0x8a91_36aa);
     }

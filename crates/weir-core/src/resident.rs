@@ -7,8 +7,8 @@ use std::ptr::NonNull;
 
 /// The first pages of a file, held in memory until this is dropped.
 ///
-/// A file on tmpfs and a memfd are memory that the kernel swaps out like any other. What must be read while the
-/// device that they may have been swapped out to is down has to be held so.
+/// A file on tmpfs and a memfd are memory that the kernel swaps out like any other. What must be
+/// read while the device that they may have been swapped out to is down has to be held so.
 #[derive(Debug)]
 pub struct Resident {
     start: NonNull<u8>,
@@ -22,11 +22,13 @@ impl Resident {
     /// Holds the first `bytes` bytes of `file`, whole pages of them, or all that it has.
     ///
     /// # Errors
-    /// `ENOMEM` or `EPERM` where `RLIMIT_MEMLOCK` is too small and `CAP_IPC_LOCK` missing; `EINVAL` for a file that is empty.
+    /// `ENOMEM` or `EPERM` where `RLIMIT_MEMLOCK` is too small and `CAP_IPC_LOCK` missing; `EINVAL`
+    /// for a file that is empty.
     pub fn hold(file: &File, bytes: u64) -> io::Result<Self> {
         let bytes =
             usize::try_from(file.metadata()?.len().min(bytes)).map_err(|_| io::ErrorKind::InvalidInput)?;
-        // SAFETY: a fresh mapping at an address of the kernel's choice. It is never read here, so a file that shrinks hurts nobody.
+        // SAFETY: a fresh mapping at an address of the kernel's choice. It is never read here, so a
+        // file that shrinks hurts nobody.
         let start = unsafe {
             rustix::mm::mmap(std::ptr::null_mut(), bytes, ProtFlags::READ, MapFlags::SHARED, file, 0)?
         };

@@ -18,8 +18,8 @@ pub struct Rest {
 }
 
 impl Rest {
-    /// Rests until the next look: for some processor cycles at first, and once many were in vain for a nap, in which a thread of a lower
-    /// rank runs.
+    /// Rests until the next look: for some processor cycles at first, and once many were in vain
+    /// for a nap, in which a thread of a lower rank runs.
     pub fn until_next(&mut self) {
         if self.looks < EAGER {
             self.looks += 1;

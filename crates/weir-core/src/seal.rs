@@ -1,9 +1,10 @@
 //! The sealed allocator: what notices an allocation on an I/O thread.
 //!
-//! A thread that serves swap must not allocate: at zero free memory the allocation waits for reclaim, and
-//! reclaim waits for the thread. So all memory is taken first, then the process is sealed. From then on an
-//! allocation (or release) on a thread inside [`on_io_thread`] is a bug: it aborts where tests
-//! run ([`Policy::Abort`]) and is counted in the field ([`Policy::Count`]), where going on is the lesser evil.
+//! A thread that serves swap must not allocate: at zero free memory the allocation waits for
+//! reclaim, and reclaim waits for the thread. So all memory is taken first, then the process is
+//! sealed. From then on an allocation (or release) on a thread inside [`on_io_thread`] is a bug: it
+//! aborts where tests run ([`Policy::Abort`]) and is counted in the field ([`Policy::Count`]),
+//! where going on is the lesser evil.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;

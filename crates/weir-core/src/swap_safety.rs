@@ -1,11 +1,13 @@
-//! What a process must do before a kernel may swap on it (facts: prctl(2), mm/vmscan.c, drivers of the kind
-//! nbd-client -swap, and the deadlock reports that led to `PR_SET_IO_FLUSHER`).
+//! What a process must do before a kernel may swap on it (facts: prctl(2), mm/vmscan.c, drivers of
+//! the kind nbd-client -swap, and the deadlock reports that led to `PR_SET_IO_FLUSHER`).
 //!
-//! - The flusher flag (`PR_SET_IO_FLUSHER`, Linux 5.6) sets `PF_MEMALLOC_NOIO | PF_LOCAL_THROTTLE`: an
-//!   allocation of ours never waits for I/O, which would be I/O on ourselves. It is per task and inherited by
-//!   clone, so it is set first in `main`, before any thread, and checked on each I/O thread.
+//! - The flusher flag (`PR_SET_IO_FLUSHER`, Linux 5.6) sets `PF_MEMALLOC_NOIO | PF_LOCAL_THROTTLE`:
+//!   an allocation of ours never waits for I/O, which would be I/O on ourselves. It is per task and
+//!   inherited by clone, so it is set first in `main`, before any thread, and checked on each I/O
+//!   thread.
 //! - `mlockall` keeps our own pages out of the swap that we serve.
-//! - An OOM score of -1000 keeps the kernel from killing the one process whose death loses everybody's pages.
+//! - An OOM score of -1000 keeps the kernel from killing the one process whose death loses
+//!   everybody's pages.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -34,7 +36,8 @@ pub struct Unprotected {
     pub source: io::Error,
 }
 
-/// Sets `PR_SET_IO_FLUSHER` on the calling thread. Call it first in `main`: threads made later inherit it.
+/// Sets `PR_SET_IO_FLUSHER` on the calling thread. Call it first in `main`: threads made later
+/// inherit it.
 ///
 /// # Errors
 /// `EPERM` without `CAP_SYS_RESOURCE`, `EINVAL` before Linux 5.6.
@@ -76,7 +79,8 @@ pub fn lock_all_memory() -> Result<(), Unprotected> {
     Ok(())
 }
 
-/// Whether [`lock_all_memory`] was granted: what is mapped from then on is locked from its first page on.
+/// Whether [`lock_all_memory`] was granted: what is mapped from then on is locked from its first
+/// page on.
 pub fn locks_all_memory() -> bool {
     LOCKS_ALL.load(Ordering::Relaxed)
 }
@@ -104,9 +108,10 @@ pub enum Children {
     Ordinary,
 }
 
-/// Makes the calling thread a real-time thread of the lowest priority: the kernel lets such a thread reach into the memory that it
-/// keeps below `vm.min_free_kbytes`, past what it keeps back besides against fragmentation (mm/page_alloc.c, `gfp_to_alloc_flags`:
-/// `rt_task`; `zone_watermark_fast`), and lets it run as soon as there is work.
+/// Makes the calling thread a real-time thread of the lowest priority: the kernel lets such a
+/// thread reach into the memory that it keeps below `vm.min_free_kbytes`, past what it keeps back
+/// besides against fragmentation (mm/page_alloc.c, `gfp_to_alloc_flags`: `rt_task`;
+/// `zone_watermark_fast`), and lets it run as soon as there is work.
 ///
 /// # Errors
 /// `EPERM` without `CAP_SYS_NICE`, or where systemd's `RestrictRealtime=` forbids it.
@@ -132,7 +137,8 @@ fn schedule(policy: libc::c_int, sched_priority: libc::c_int) -> io::Result<()> 
     }
 }
 
-/// Sets all three, and returns what holds with what could not be set. Call it before the first thread.
+/// Sets all three, and returns what holds with what could not be set. Call it before the first
+/// thread.
 pub fn protect() -> (Protections, Vec<Unprotected>) {
     let mut missing = Vec::new();
     let mut holds = |result: Result<(), Unprotected>| match result {

@@ -15,7 +15,8 @@ fn allocations_on_an_io_thread_are_counted_once_sealed_and_others_are_free() {
     seal::on_io_thread(|| drop(vec![1u8; 100]));
     assert_eq!(seal::violations(), 2, "one allocation and one release");
 
-    // Under `Policy::Abort` the same thing ends the process: shown in a child, which is this test again.
+    // Under `Policy::Abort` the same thing ends the process: shown in a child, which is this test
+    // again.
     if std::env::var_os("SEALED_TEST_CHILD").is_some() {
         seal::seal(seal::policy_from_environment());
         seal::on_io_thread(|| drop(vec![1u8; 100]));

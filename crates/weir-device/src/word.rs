@@ -6,8 +6,8 @@ use weir_core::PageBytes;
 /// What a caller calls one of its operations; comes back with its completion.
 pub type Ticket = u32;
 
-/// Within this time each operation is answered, whatever the device does, if its lane is polled once in [`POLL_EVERY`]. Well below
-/// the time after which a kernel gives its connection up.
+/// Within this time each operation is answered, whatever the device does, if its lane is polled
+/// once in [`POLL_EVERY`]. Well below the time after which a kernel gives its connection up.
 pub const ANSWER_WITHIN: Duration = Duration::from_secs(2);
 
 /// How long who has operations under way sleeps at most before the next poll.
@@ -17,7 +17,8 @@ pub const POLL_EVERY: Duration = Duration::from_millis(200);
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Progress {
-    /// It is finished already, with this result, and no completion follows. With an error nothing has begun.
+    /// It is finished already, with this result, and no completion follows. With an error nothing
+    /// has begun.
     Done(Result<(), Fault>),
     /// It waits for `submit`; its completion comes by `poll`.
     Queued,

@@ -1,4 +1,5 @@
-//! Serves host memory as a file (or, given a directory, as a RAM disk), by FUSE, until a line comes on standard input: `cargo run --example fuse -- FILE [SPIN_US]`.
+//! Serves host memory as a file (or, given a directory, as a RAM disk), by FUSE, until a line comes
+//! on standard input: `cargo run --example fuse -- FILE [SPIN_US]`.
 
 use std::path::Path;
 use std::sync::Arc;

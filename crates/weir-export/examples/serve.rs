@@ -1,7 +1,7 @@
 //! Serves a volume in host memory by NBD until its standard input ends.
 //!
-//! `cargo run --release -p weir-export --example serve -- 256MiB /tmp/weir.sock [SPIN_MICROSECONDS]`, then for
-//! example `nbdinfo nbd+unix:///?socket=/tmp/weir.sock`.
+//! `cargo run --release -p weir-export --example serve -- 256MiB /tmp/weir.sock
+//! [SPIN_MICROSECONDS]`, then for example `nbdinfo nbd+unix:///?socket=/tmp/weir.sock`.
 
 use std::io::Read;
 use std::sync::Arc;

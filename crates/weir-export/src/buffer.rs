@@ -1,4 +1,5 @@
-//! Memory that a front end's thread owns: taken, touched and (where allowed) locked before the process is sealed.
+//! Memory that a front end's thread owns: taken, touched and (where allowed) locked before the
+//! process is sealed.
 
 use std::io;
 use std::ops::{Deref, DerefMut};
@@ -42,8 +43,9 @@ impl Deref for Buffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: the mapping is private to this value, `len` bytes long, initialised, and lives as long as `self`;
-        // shared references only coexist with shared references, as `deref_mut` borrows `self` exclusively.
+        // SAFETY: the mapping is private to this value, `len` bytes long, initialised, and lives as
+        // long as `self`; shared references only coexist with shared references, as `deref_mut`
+        // borrows `self` exclusively.
         unsafe { std::slice::from_raw_parts(self.0.as_ptr(), self.0.len()) }
     }
 }

@@ -1,7 +1,8 @@
 //! Ways into a volume for users of block devices.
 //!
-//! [`nbd`] speaks the Network Block Device protocol: to the kernel's own client (swap, file systems), to QEMU,
-//! and to everything built on libnbd. [`share`] lends pages to local programs that use them in place.
+//! [`nbd`] speaks the Network Block Device protocol: to the kernel's own client (swap, file
+//! systems), to QEMU, and to everything built on libnbd. [`share`] lends pages to local programs
+//! that use them in place.
 
 pub mod buffer;
 pub mod fuse;

@@ -1,11 +1,12 @@
 //! Looking for the next request a little while before going to sleep.
 //!
-//! Waking a sleeping thread costs several microseconds, more than serving a page does. A client that waits for
-//! each reply comes back sooner than that, so a thread that looks again and again for as long as such a client takes
-//! answers twice as fast. What it may cost is bounded three ways: by the time limit, by at most half of
-//! the machine's processors spinning at once, and by giving up: each attempt in vain halves the next one, down to none,
-//! until a request comes so soon after the thread fell asleep that spinning would have caught it. An idle
-//! connection costs nothing.
+//! Waking a sleeping thread costs several microseconds, more than serving a page does. A client
+//! that waits for each reply comes back sooner than that, so a thread that looks again and again
+//! for as long as such a client takes answers twice as fast. What it may cost is bounded three
+//! ways: by the time limit, by at most half of the machine's processors spinning at once, and by
+//! giving up: each attempt in vain halves the next one, down to none, until a request comes so soon
+//! after the thread fell asleep that spinning would have caught it. An idle connection costs
+//! nothing.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -16,7 +17,8 @@ const LEAST: Duration = Duration::from_micros(2);
 /// Pauses between two looks; half a microsecond or so.
 const PAUSES: u32 = 16;
 
-/// From here on whoever else wants the processor has it first: a thread that looks for as long as this is no better than one that waits.
+/// From here on whoever else wants the processor has it first: a thread that looks for as long as
+/// this is no better than one that waits.
 const POLITE: Duration = Duration::from_micros(200);
 
 /// How many threads may spin at once.

@@ -1,4 +1,5 @@
-//! The server over a store that fails as told: exactly the requests that it hit get an error, and nothing hangs.
+//! The server over a store that fails as told: exactly the requests that it hit get an error, and
+//! nothing hangs.
 
 mod common;
 
@@ -32,8 +33,9 @@ struct Failed {
 /// Pages that one connection uses in [`load`].
 const PAGES: u64 = 512;
 
-/// Random whole-page reads and writes, 16 in flight, checked against a shadow: a read gives the last content whose
-/// write was acknowledged, or an error; a refused write leaves the page as it was.
+/// Random whole-page reads and writes, 16 in flight, checked against a shadow: a read gives the
+/// last content whose write was acknowledged, or an error; a refused write leaves the page as it
+/// was.
 fn load(client: &mut Client, number: u64, rounds: usize) -> Failed {
     let mut shadow = vec![None; PAGES as usize];
     let mut failed = Failed::default();
@@ -71,8 +73,8 @@ fn load(client: &mut Client, number: u64, rounds: usize) -> Failed {
     failed
 }
 
-/// Runs the load on four connections, two of them with simple replies, and holds what the clients saw against what the
-/// store did.
+/// Runs the load on four connections, two of them with simple replies, and holds what the clients
+/// saw against what the store did.
 fn every_fault_is_seen_once(name: &str, url: &SimUrl, rounds: usize) {
     let (served, sim) = served(name, 4 * PAGES as u32, url);
     let start = Instant::now();

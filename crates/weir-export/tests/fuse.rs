@@ -1,4 +1,5 @@
-//! The FUSE server through real mounts: files, loop devices, faults, and a server that goes on where another was killed.
+//! The FUSE server through real mounts: files, loop devices, faults, and a server that goes on
+//! where another was killed.
 
 mod fuse_mounts;
 

@@ -1,5 +1,5 @@
-//! A mount that lives without a server. Alone in its process: a program that another test started would inherit its files,
-//! and wait for it on the way.
+//! A mount that lives without a server. Alone in its process: a program that another test started
+//! would inherit its files, and wait for it on the way.
 
 mod fuse_mounts;
 
@@ -30,7 +30,8 @@ fn a_mount_that_the_kernel_keeps_without_a_server_is_replaced_and_who_waits_for_
     let config = Config { threads: 1, ring: false, ..Config::default() };
     let Some(first) = serve(&volume, &config, &point) else { return };
     let file = open(first.file());
-    // On its way from one socket to another, a descriptor is the kernel's alone: the connection lives, served by nobody.
+    // On its way from one socket to another, a descriptor is the kernel's alone: the connection
+    // lives, served by nobody.
     let (sender, receiver) = UnixStream::pair().unwrap();
     let kept: Vec<OwnedFd> = kept(&first).into_values().collect();
     first.abandon();

@@ -1,4 +1,5 @@
-//! The FUSE server with requests by rings: every processor's, fewer threads than processors, and every way in which it ends.
+//! The FUSE server with requests by rings: every processor's, fewer threads than processors, and
+//! every front end which it ends.
 
 mod enable_uring;
 mod fuse_mounts;
@@ -110,7 +111,7 @@ fn without_the_parameter_requests_come_by_the_device() {
     let Some(server) = serve(&volume(2), 2, &path("disabled")) else { return };
     exercise(&open(server.file()), processors()[0], 0);
     let stats = server.stats();
-    assert!(stats.by_ring == 0 && stats.writes > 30 && !server.keepsakes().is_empty(), "{stats:?}");
+    assert!(stats.by_ring == 0 && stats.writes > 30 && !server.handoffs().is_empty(), "{stats:?}");
 }
 
 #[test]
@@ -194,7 +195,7 @@ fn a_server_that_stops_under_load_leaves_nobody_waiting_and_nothing_mounted() {
 #[test]
 fn requests_of_a_server_that_dies_fail_and_the_next_one_replaces_its_mount() {
     let Some((_enabled, first)) = by_rings(2, "dies") else { return };
-    assert!(first.keepsakes().is_empty(), "nobody can take it over");
+    assert!(first.handoffs().is_empty(), "nobody can take it over");
     let (writers, written) = writers(first.file(), 4);
     eventually("nothing is written", || written.load(Ordering::Relaxed) > 1000);
     first.abandon();

@@ -1,4 +1,5 @@
-//! Clients that mean harm: each gets a clear line in the log, takes no memory, and costs the others nothing.
+//! Clients that mean harm: each gets a clear line in the log, takes no memory, and costs the others
+//! nothing.
 
 mod common;
 

@@ -92,7 +92,8 @@ fn seat(served: &Served) -> Client {
 #[test]
 fn long_writes_from_several_connections_lie_where_they_belong() {
     let served = served("long-writes", &few());
-    // Each has a part of the device, a little past its middle unaligned, and writes it again and again.
+    // Each has a part of the device, a little past its middle unaligned, and writes it again and
+    // again.
     let part = (PAGES as usize * PAGE_SIZE) / 4;
     let threads: Vec<_> = (0..3u64)
         .map(|number| {
@@ -107,7 +108,8 @@ fn long_writes_from_several_connections_lie_where_they_belong() {
     served.shutdown();
 }
 
-/// Writes of many lengths, whole pages and ragged, and reads of what was written; returns what the part holds.
+/// Writes of many lengths, whole pages and ragged, and reads of what was written; returns what the
+/// part holds.
 fn rewrite(client: &mut Client, number: u64, from: usize, part: usize) -> Vec<u8> {
     let mut content = vec![0; part];
     let dice = noise(number + 70, 40 * 8);

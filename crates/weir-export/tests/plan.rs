@@ -1,4 +1,5 @@
-//! What a slow store hears of a batch: how much comes, before the first of it, and all of it before anybody waits.
+//! What a slow store hears of a batch: how much comes, before the first of it, and all of it before
+//! anybody waits.
 
 mod common;
 

@@ -91,7 +91,8 @@ t\"; chmod 755 d/sh; d/sh -c 'exit 0'; rm -r a d out; mkfifo fifo; rmdir a 2>/de
     let names: Vec<_> = fs::read_dir(&disk.point).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(names.len(), 5, "{names:?}");
     disk.shell("rm -rf ./*");
-    // What is freed is freed in the volume, not only forgotten: when the kernel forgets it, a moment later.
+    // What is freed is freed in the volume, not only forgotten: when the kernel forgets it, a
+    // moment later.
     eventually("pages stay in the volume", || disk.volume.status().stored == 0);
 }
 
@@ -240,7 +241,8 @@ fn names_times_modes_and_holes_are_as_they_were_set() {
     let mapped = Command::new(disk.at("true")).status();
     assert!(mapped.is_err(), "there is no such program");
     fs::copy("/bin/true", disk.at("true")).unwrap();
-    // A child that another test starts at this moment has the copy open for writing until it runs its own program.
+    // A child that another test starts at this moment has the copy open for writing until it runs
+    // its own program.
     let mut ran = None;
     eventually("the program stays busy", || {
         let status = Command::new(disk.at("true")).status();

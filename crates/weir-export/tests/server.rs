@@ -64,7 +64,8 @@ fn ranges_of_any_alignment_and_length_up_to_32_mib_come_back_as_written() {
     served.shutdown();
 }
 
-/// More of them than there is memory for long pieces: those who come later are served in smaller ones.
+/// More of them than there is memory for long pieces: those who come later are served in smaller
+/// ones.
 #[test]
 fn clients_that_leave_their_long_replies_unread_keep_nobody_else_from_theirs() {
     const STALLED: usize = 7;
@@ -223,7 +224,8 @@ fn deep_mixed_batches_from_several_connections_keep_every_page() {
     served.shutdown();
 }
 
-/// Random reads, writes and trims with 16 in flight, on the quarter of the export that is `number`'s.
+/// Random reads, writes and trims with 16 in flight, on the quarter of the export that is
+/// `number`'s.
 fn mixed(client: &mut Client, number: u64) {
     const PAGES: u64 = 256;
     let mut shadow: Vec<Option<u64>> = vec![None; PAGES as usize];

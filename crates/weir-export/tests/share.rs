@@ -164,7 +164,7 @@ fn lending(name: &str, pages: u32) -> (Server, Arc<Volume>) {
     (Server::start(&volume, &config, to_stderr(Level::Warning)).unwrap(), volume)
 }
 
-/// Writes pages `0..pages` past the server, as another way in would.
+/// Writes pages `0..pages` past the server, as another front end would.
 fn write_anew(volume: &Arc<Volume>, pages: u32, version: u64) {
     let mut lane = volume.lane().unwrap();
     for page in 0..pages {
@@ -406,7 +406,7 @@ fn others_are_served(mut honest: Client, volume: &Arc<Volume>) -> Client {
         honest
     });
     let volume = Arc::clone(volume);
-    within_a_minute("writing by another way in", move || {
+    within_a_minute("writing by another front end", move || {
         let mut lane = volume.lane().unwrap();
         for (version, page) in (1..=40).flat_map(|version| (2..64).map(move |page| (version, page))) {
             let written = lane.write(0, PageNo(page), &page_of(page.into(), version));
@@ -685,7 +685,8 @@ fn a_client_that_does_not_read_its_completions_costs_no_processor() {
     });
 }
 
-/// Not a test of its own: the client that [`clients_killed_at_random_moments_leave_nothing_out`] kills.
+/// Not a test of its own: the client that [`clients_killed_at_random_moments_leave_nothing_out`]
+/// kills.
 #[test]
 fn client_to_be_killed() {
     let Ok(path) = std::env::var("WEIR_SHARE_VICTIM") else { return };

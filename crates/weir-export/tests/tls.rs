@@ -13,7 +13,8 @@ use weir_export::nbd::{Config, Identity, Listen, ServeError, Server};
 use weir_store::Host;
 use weir_volume::Volume;
 
-/// A directory with a certificate authority, a server's certificate and a client's; it goes when the test ends.
+/// A directory with a certificate authority, a server's certificate and a client's; it goes when
+/// the test ends.
 struct Certificates(PathBuf);
 
 impl Certificates {

@@ -1,4 +1,5 @@
-//! Clients that nobody here wrote, from Debian's packages libnbd-bin, python3-libnbd, qemu-utils, fio and nbdkit.
+//! Clients that nobody here wrote, from Debian's packages libnbd-bin, python3-libnbd, qemu-utils,
+//! fio and nbdkit.
 //!
 //! `tests/torture tools` is the full scale: 60 s of fio's verification by 16 jobs, images of 1 GiB.
 
@@ -265,7 +266,8 @@ fn nbdcopy_reports_a_page_that_cannot_be_read() {
         Arc::new(Sim::open(SimUrl { size, lost_slot: Some(50), ..SimUrl::default() }).unwrap())
     });
     let (from, to) = (Scratch::with("unreadable-in", &noise(1, 4 * MIB)), Scratch::new("unreadable-out"));
-    // There are more slots than pages: now and then the one that loses holds none. Each round they lie elsewhere.
+    // There are more slots than pages: now and then the one that loses holds none. Each round they
+    // lie elsewhere.
     let output = (0..20).find_map(|_| {
         run(Command::new("nbdcopy").arg(from.path()).arg(served.uri()));
         let output = Command::new("nbdcopy").arg(served.uri()).arg(to.path()).output().unwrap();

@@ -1,10 +1,11 @@
-//! What a table knows of one connection besides its slots: which chunks it has, and where it is in its lap.
+//! What a table knows of one connection besides its slots: which chunks it has, and where it is in
+//! its lap.
 
 use crate::image::CHUNK_SLOTS;
 use crate::token::{LAP_BITS, QUOTA_MAX};
 
-/// An open connection of one table. Give it back with [`Table::close`](crate::Table::close); one that is dropped
-/// instead stays open until the table goes.
+/// An open connection of one table. Give it back with [`Table::close`](crate::Table::close); one
+/// that is dropped instead stays open until the table goes.
 #[derive(PartialEq, Eq, Debug)]
 #[must_use = "a connection that is dropped stays open"]
 pub struct Connection {
@@ -87,7 +88,8 @@ impl Record {
         (later != 0).then(|| later.trailing_zeros())
     }
 
-    /// Begins the next lap. A slot is taken at most once a lap, so no token of this lap was out before.
+    /// Begins the next lap. A slot is taken at most once a lap, so no token of this lap was out
+    /// before.
     pub(crate) fn next_lap(&mut self) {
         self.lap = (self.lap + 1) & ((1 << LAP_BITS) - 1);
         self.cursor = 0;

@@ -1,5 +1,5 @@
-//! Where a table keeps what must survive it: a slice of words, in its own memory or in memory shared with
-//! whoever comes next.
+//! Where a table keeps what must survive it: a slice of words, in its own memory or in memory
+//! shared with whoever comes next.
 
 use core::fmt;
 use core::sync::atomic::{AtomicU64, Ordering};
@@ -10,7 +10,8 @@ use crate::words::{ChunkWord, ConnectionWord};
 /// "weir" and "leas", little-endian, then the version of the layout below.
 const MAGIC: u64 = u64::from_le_bytes(*b"weirleas");
 const VERSION: u64 = 1;
-/// Words before the first connection's: magic, version, connections, chunks, quota; rounded up to a cache line.
+/// Words before the first connection's: magic, version, connections, chunks, quota; rounded up to a
+/// cache line.
 const HEADER_WORDS: usize = 8;
 /// Slots in a chunk: the bits of one mask.
 pub(crate) const CHUNK_SLOTS: u32 = 64;
@@ -20,8 +21,9 @@ pub(crate) const CHUNK_SLOTS: u32 = 64;
 pub struct Geometry {
     /// Connections that can be open at a time, at most 2^24.
     pub connections: u32,
-    /// References that can be out at a time over all connections. Slots are handed to connections 64 at a time,
-    /// so leave room for a partly used chunk a connection; rounded up to 64, at most 2^30.
+    /// References that can be out at a time over all connections. Slots are handed to connections
+    /// 64 at a time, so leave room for a partly used chunk a connection; rounded up to 64, at most
+    /// 2^30.
     pub references: u32,
     /// The largest quota that a connection may be opened with, at most [`QUOTA_MAX`].
     pub quota: u32,
@@ -82,7 +84,8 @@ impl fmt::Display for ImageError {
 impl core::error::Error for ImageError {}
 
 impl Geometry {
-    /// 64-bit words that a table of this size needs in its image. Only a geometry in range has a meaning.
+    /// 64-bit words that a table of this size needs in its image. Only a geometry in range has a
+    /// meaning.
     pub const fn image_words(&self) -> usize {
         self.slots_at() + (self.chunks() * CHUNK_SLOTS) as usize
     }
@@ -113,8 +116,9 @@ impl Geometry {
     }
 }
 
-/// The words and where each kind of them begins. Stores are releases: on a crash of the process every earlier
-/// store is in memory, and the compiler may not change their order. They cost what plain stores cost on x86.
+/// The words and where each kind of them begins. Stores are releases: on a crash of the process
+/// every earlier store is in memory, and the compiler may not change their order. They cost what
+/// plain stores cost on x86.
 #[derive(Debug)]
 pub(crate) struct Image<M> {
     words: M,

@@ -10,13 +10,15 @@ use crate::table::Table;
 use crate::words::{ChunkWord, ConnectionWord, SlotWord};
 
 impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
-    /// Rebuilds a table from its image, and returns it with every connection that was open, lowest number first.
+    /// Rebuilds a table from its image, and returns it with every connection that was open, lowest
+    /// number first.
     ///
-    /// `counts` must be empty; each reference that is out is taken in it again. The scan reads each word once:
-    /// about 2 ms for 10,000 connections that hold 64 references each. The previous owner must be gone.
+    /// `counts` must be empty; each reference that is out is taken in it again. The scan reads each
+    /// word once: about 2 ms for 10,000 connections that hold 64 references each. The previous
+    /// owner must be gone.
     ///
-    /// References taken but never told to their connection, because the owner died in between, stay out until
-    /// the connection closes.
+    /// References taken but never told to their connection, because the owner died in between, stay
+    /// out until the connection closes.
     ///
     /// # Errors
     /// [`ImageError`] when the words are no image, or contradict one another.
@@ -73,7 +75,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
             };
         };
         if free == !0 {
-            // The owner died between its last return and letting the chunk go, or before its first use.
+            // The owner died between its last return and letting the chunk go, or before its first
+            // use.
             self.image.set_chunk(chunk, ChunkWord::FREE);
             self.free_chunks.push(chunk);
             return Ok(());

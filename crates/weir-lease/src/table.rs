@@ -30,7 +30,8 @@ pub struct Table<C, M = Vec<AtomicU64>> {
     pub(crate) free_directories: Vec<u32>,
     pub(crate) closed: Vec<u32>,
     pub(crate) refusals: Refusals,
-    /// What a run returned, until its pages are counted in a loop of their own: cache misses overlap there.
+    /// What a run returned, until its pages are counted in a loop of their own: cache misses
+    /// overlap there.
     back: [SlotWord; RUN],
 }
 
@@ -84,8 +85,8 @@ impl<C: PageCounts> Table<C> {
 impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
     /// An empty table whose image lies in `words`; what lay there is overwritten.
     ///
-    /// Give it memory that another process maps, too, and [`Table::recover`] finds it again after this one's
-    /// death. `words` must always be the same memory.
+    /// Give it memory that another process maps, too, and [`Table::recover`] finds it again after
+    /// this one's death. `words` must always be the same memory.
     ///
     /// # Errors
     /// [`ImageError::Geometry`] or [`ImageError::TooShort`].
@@ -120,7 +121,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
     /// Opens a connection that may hold `quota` references at a time.
     ///
     /// # Errors
-    /// [`OpenError::Full`] when every connection is open, [`OpenError::Quota`] when the quota is out of range.
+    /// [`OpenError::Full`] when every connection is open, [`OpenError::Quota`] when the quota is
+    /// out of range.
     pub fn open(&mut self, quota: u32) -> Result<Connection, OpenError> {
         let Geometry { connections, quota: limit, .. } = self.image.geometry;
         if quota == 0 || quota > limit {
@@ -128,7 +130,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         }
         let index = self.closed.pop().ok_or(OpenError::Full { connections })?;
         let record = &mut self.records[index as usize];
-        // Laps go on where the last user of this number stopped, so that its tokens are not valid again.
+        // Laps go on where the last user of this number stopped, so that its tokens are not valid
+        // again.
         record.next_lap();
         record.quota = quota as u16;
         self.image.set_connection(index, ConnectionWord::new(true, quota, record.lap));
@@ -146,8 +149,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         Ok(token[0])
     }
 
-    /// Takes a reference for each of `places`, as far as they fit and the limits allow, and writes their tokens.
-    /// Returns how many; the next call says why there were not more.
+    /// Takes a reference for each of `places`, as far as they fit and the limits allow, and writes
+    /// their tokens. Returns how many; the next call says why there were not more.
     ///
     /// # Errors
     /// [`TakeError`] when not even the first could be taken; nothing has changed then.
@@ -219,7 +222,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
     /// Gives one reference back.
     ///
     /// # Errors
-    /// The reason why the token is none that this connection holds; it is counted in [`Table::refusals`].
+    /// The reason why the token is none that this connection holds; it is counted in
+    /// [`Table::refusals`].
     #[inline]
     pub fn give(&mut self, connection: &Connection, token: Token) -> Result<Given, Refusal> {
         let (index, bit) = (token.index(), token.index() % CHUNK_SLOTS);
@@ -240,12 +244,13 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         Ok(Given { place, last: self.counts.give(place) })
     }
 
-    /// Gives a batch of ranges back, as `SO_DEVMEM_DONTNEED` does: tokens that are refused are counted, and the
-    /// others come back all the same. `on_return` hears of every reference and whether it was its page's last.
+    /// Gives a batch of ranges back, as `SO_DEVMEM_DONTNEED` does: tokens that are refused are
+    /// counted, and the others come back all the same. `on_return` hears of every reference and
+    /// whether it was its page's last.
     ///
     /// # Errors
-    /// [`BatchError`] when the batch exceeds [`BATCH_TOKENS_MAX`] or [`BATCH_REFERENCES_MAX`]; then none of it was
-    /// looked at.
+    /// [`BatchError`] when the batch exceeds [`BATCH_TOKENS_MAX`] or [`BATCH_REFERENCES_MAX`]; then
+    /// none of it was looked at.
     pub fn give_batch(
         &mut self,
         connection: &Connection,
@@ -354,8 +359,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         }
     }
 
-    /// Closes a connection and gives back all it holds, in time proportional to that. `on_return` hears of every
-    /// reference. Returns how many there were.
+    /// Closes a connection and gives back all it holds, in time proportional to that. `on_return`
+    /// hears of every reference. Returns how many there were.
     #[expect(clippy::needless_pass_by_value, reason = "what is closed must not be used again")]
     pub fn close(&mut self, connection: Connection, mut on_return: impl FnMut(Place, bool)) -> u32 {
         let index = connection.index;
@@ -434,13 +439,14 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         &self.counts
     }
 
-    /// The counts, to change what else they know. What the table took or gave back must not be counted again.
+    /// The counts, to change what else they know. What the table took or gave back must not be
+    /// counted again.
     pub fn counts_mut(&mut self) -> &mut C {
         &mut self.counts
     }
 
-    /// Bytes that the table takes when all of it is in use: image, records, masks, directories and free lists;
-    /// without the counts.
+    /// Bytes that the table takes when all of it is in use: image, records, masks, directories and
+    /// free lists; without the counts.
     pub fn bytes(&self) -> usize {
         let ids = self.free_chunks.capacity() + self.free_directories.capacity() + self.closed.capacity();
         self.image.geometry.image_words() * size_of::<u64>()
@@ -468,7 +474,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         (directory * self.image.geometry.positions() + position) as usize
     }
 
-    /// The chunk from which the next slots come, its position, and which of its slots are free in this lap.
+    /// The chunk from which the next slots come, its position, and which of its slots are free in
+    /// this lap.
     #[inline]
     fn find(&mut self, connection: u32) -> Result<(u32, u32, u64), TakeError> {
         let record = &self.records[connection as usize];
@@ -483,7 +490,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         self.find_elsewhere(connection)
     }
 
-    /// Free slots outside the cursor's chunk: later in this lap, in the next lap, or in a new chunk.
+    /// Free slots outside the cursor's chunk: later in this lap, in the next lap, or in a new
+    /// chunk.
     #[cold]
     fn find_elsewhere(&mut self, connection: u32) -> Result<(u32, u32, u64), TakeError> {
         let record = &self.records[connection as usize];
@@ -509,7 +517,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         self.image.set_connection(connection, word);
     }
 
-    /// Gives a connection whose slots are all taken one more chunk, at the first position that has none.
+    /// Gives a connection whose slots are all taken one more chunk, at the first position that has
+    /// none.
     fn attach(&mut self, connection: u32) -> Result<u32, TakeError> {
         let chunk = self.free_chunks.pop().ok_or(TakeError::Exhausted)?;
         let record = &mut self.records[connection as usize];

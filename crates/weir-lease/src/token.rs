@@ -13,10 +13,12 @@ pub const REGION_PAGES_MAX: u32 = 1 << 26;
 /// Fragments of a page that a place can tell apart: 64 bytes each in a page of 4 KiB.
 pub const FRAGMENTS_MAX: u8 = 1 << 6;
 
-/// One reference to a page, as its connection sees it: 32 bits that mean nothing to any other connection.
+/// One reference to a page, as its connection sees it: 32 bits that mean nothing to any other
+/// connection.
 ///
-/// The low 12 bits name a slot, the rest the lap in which the slot was taken. Tokens taken one after the other
-/// are mostly one apart, so that a connection which returns them in order needs one [`TokenRange`] for many.
+/// The low 12 bits name a slot, the rest the lap in which the slot was taken. Tokens taken one
+/// after the other are mostly one apart, so that a connection which returns them in order needs one
+/// [`TokenRange`] for many.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(transparent)]
 pub struct Token(pub u32);
@@ -64,8 +66,8 @@ pub struct Place {
     pub region: u8,
     /// The page in it, less than [`REGION_PAGES_MAX`].
     pub page: u32,
-    /// Which part of the page, less than [`FRAGMENTS_MAX`]. The table only remembers it: a page is out until
-    /// all its fragments are back.
+    /// Which part of the page, less than [`FRAGMENTS_MAX`]. The table only remembers it: a page is
+    /// out until all its fragments are back.
     pub fragment: u8,
 }
 

@@ -1,5 +1,6 @@
-//! The 64-bit words of a table's image. Each describes itself, and each change of state is one store of one
-//! word, so that whoever finds the image after a crash sees the state before the change or after it.
+//! The 64-bit words of a table's image. Each describes itself, and each change of state is one
+//! store of one word, so that whoever finds the image after a crash sees the state before the
+//! change or after it.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
@@ -39,8 +40,8 @@ impl SlotWord {
         )
     }
 
-    /// The same slot with its reference returned. What it stood for stays readable, so that a second return
-    /// can be told from a forgery.
+    /// The same slot with its reference returned. What it stood for stays readable, so that a
+    /// second return can be told from a forgery.
     pub(crate) const fn returned(self) -> Self {
         SlotWord(self.0 & !IN_USE)
     }

@@ -12,7 +12,8 @@ use weir_lease::{Connection, Geometry, ImageError, NoCounts, OwnedCounts, Place,
 const PAGES: [u32; 1] = [300];
 const GEOMETRY: Geometry = Geometry { connections: 3, references: 5 * 64, quota: 150 };
 
-/// Memory whose owner is killed at its n-th access: the table asks for it for each word that it stores.
+/// Memory whose owner is killed at its n-th access: the table asks for it for each word that it
+/// stores.
 struct Mortal {
     words: Words,
     accesses_left: Cell<Option<u32>>,
@@ -30,8 +31,9 @@ impl AsRef<[AtomicU64]> for Mortal {
 
 type Doomed<'a> = Table<OwnedCounts, &'a Mortal>;
 
-/// Runs `act` on a table that `prepare` has brought into some state, killed after 0, 1, 2, ... accesses, until it
-/// survives. Each time `judge` gets the model before `act` and the recovered table.
+/// Runs `act` on a table that `prepare` has brought into some state, killed after 0, 1, 2, ...
+/// accesses, until it survives. Each time `judge` gets the model before `act` and the recovered
+/// table.
 fn killed_at_every_access<S>(
     prepare: impl Fn(&mut Doomed<'_>, &mut Model) -> S,
     act: impl Fn(&mut Doomed<'_>, S),

@@ -1,5 +1,5 @@
-//! Every interleaving of two tables that lend one page. Run with `RUSTFLAGS="--cfg loom" cargo test --release
-//! -p weir-lease --test shared_counts_loom`.
+//! Every interleaving of two tables that lend one page. Run with `RUSTFLAGS="--cfg loom" cargo test
+//! --release -p weir-lease --test shared_counts_loom`.
 #![cfg(loom)]
 
 use loom::cell::UnsafeCell;

@@ -1,10 +1,11 @@
-//! A bounded channel of values on the same core: every sender has a stack of its own and its own slots.
+//! A bounded channel of values on the same core: every sender has a stack of its own and its own
+//! slots.
 //!
-//! A slot travels in a circle: the sender takes it from its private list, writes the value, pushes it; the
-//! receiver takes the whole stack, reads the values, and pushes the slots back to their sender, which takes that
-//! stack whole when its private list runs out. So a send is one exchange on a line that no other sender touches,
-//! nothing is allocated once a sender was made, and neither stack has the ABA problem, as both are only ever
-//! taken whole.
+//! A slot travels in a circle: the sender takes it from its private list, writes the value, pushes
+//! it; the receiver takes the whole stack, reads the values, and pushes the slots back to their
+//! sender, which takes that stack whole when its private list runs out. So a send is one exchange
+//! on a line that no other sender touches, nothing is allocated once a sender was made, and neither
+//! stack has the ABA problem, as both are only ever taken whole.
 
 use core::cell::UnsafeCell;
 use core::fmt;
@@ -24,10 +25,12 @@ use crate::worker::{LINGER, SMALL_BATCH};
 /// Slots that the receiver gathers before it gives them back in one exchange.
 const GIVE_BACK: usize = 64;
 
-/// A channel for values of `T`, in which each sender has room for `capacity` of them (at least one).
+/// A channel for values of `T`, in which each sender has room for `capacity` of them (at least
+/// one).
 ///
-/// Each sender's values arrive in the order in which it sent them; cloning a [`Sender`] makes another, with its
-/// own room. Memory: `capacity` times the size of `T` and a pointer, for each sender.
+/// Each sender's values arrive in the order in which it sent them; cloning a [`Sender`] makes
+/// another, with its own room. Memory: `capacity` times the size of `T` and a pointer, for each
+/// sender.
 ///
 /// ```
 /// let (mut sender, mut receiver) = weir_queue::channel(128);
@@ -76,7 +79,8 @@ struct Shared {
 /// What one sender and the receiver share.
 #[repr(C)]
 struct Lane<T> {
-    /// In `Shared::joining` until the receiver has seen the lane. First, so that its pointer is the lane's.
+    /// In `Shared::joining` until the receiver has seen the lane. First, so that its pointer is the
+    /// lane's.
     joining: Link,
     /// Slots with values, on their way to the receiver.
     full: Padded<Stack>,
@@ -93,7 +97,8 @@ struct Slot<T> {
     value: UnsafeCell<MaybeUninit<T>>,
 }
 
-// SAFETY: a slot is the sender's or the receiver's, never both; the stacks hand it over with what was written.
+// SAFETY: a slot is the sender's or the receiver's, never both; the stacks hand it over with what
+// was written.
 unsafe impl<T: Send> Sync for Lane<T> {}
 // SAFETY: as above; nothing in a lane belongs to a thread.
 unsafe impl<T: Send> Send for Lane<T> {}
@@ -198,7 +203,8 @@ impl<T: Send> Sender<T> {
             slots: (0..capacity).map(|_| slot()).collect(),
         });
         let raw = Arc::into_raw(Arc::clone(&lane)).cast_mut();
-        // SAFETY: a new lane's link is in no stack; the reference counted for the receiver keeps it valid.
+        // SAFETY: a new lane's link is in no stack; the reference counted for the receiver keeps it
+        // valid.
         match unsafe { shared.joining.0.push(NonNull::new_unchecked(raw).cast()) } {
             Pushed::Queued => {}
             Pushed::Asleep => shared.sleeper.wake(),
@@ -212,14 +218,17 @@ impl<T: Send> Sender<T> {
         Sender { shared, lane, free: Chain::default(), fresh: 0 }
     }
 
-    /// Sends `value` without waiting. Lock-free; allocates nothing; a system call only when the receiver sleeps.
+    /// Sends `value` without waiting. Lock-free; allocates nothing; a system call only when the
+    /// receiver sleeps.
     ///
     /// # Errors
-    /// [`SendError::Full`] when this sender's room is used up, [`SendError::Closed`] when the receiver is gone.
+    /// [`SendError::Full`] when this sender's room is used up, [`SendError::Closed`] when the
+    /// receiver is gone.
     #[inline]
     pub fn try_send(&mut self, value: T) -> Result<(), SendError<T>> {
         let Some(slot) = self.slot() else {
-            // Asked of the stack that only this sender takes from: the receiver's take opens `full` for an instant.
+            // Asked of the stack that only this sender takes from: the receiver's take opens `full`
+            // for an instant.
             let closed = self.lane.empty.0.is_closed();
             return Err(if closed { SendError::Closed(value) } else { SendError::Full(value) });
         };
@@ -233,7 +242,8 @@ impl<T: Send> Sender<T> {
                 Ok(())
             }
             Pushed::Closed => {
-                // SAFETY: not pushed, so the value is where it was written. The slot is not used again.
+                // SAFETY: not pushed, so the value is where it was written. The slot is not used
+                // again.
                 let value = unsafe { (*slot.as_ref().value.get()).assume_init_read() };
                 Err(SendError::Closed(value))
             }
@@ -294,13 +304,14 @@ impl<T: Send> Receiver<T> {
         self.spins = looks;
     }
 
-    /// How many processor pauses to let pass after a small batch before looking again; 64 unless said.
+    /// How many processor pauses to let pass after a small batch before looking again; 64 unless
+    /// said.
     pub fn linger(&mut self, pauses: u32) {
         self.linger = pauses;
     }
 
-    /// Waits until there is something, and hands all of it to `callback`. What the callback leaves in the batch
-    /// comes first the next time.
+    /// Waits until there is something, and hands all of it to `callback`. What the callback leaves
+    /// in the batch comes first the next time.
     ///
     /// # Errors
     /// [`Closed`] when all senders are gone and nothing is left.
@@ -425,8 +436,8 @@ impl<T: Send> Drop for Receiver<T> {
     fn drop(&mut self) {
         self.shared.joining.0.close();
         loop {
-            // Closed before the first slot goes back: a sender that waits for one learns of the end, and does not
-            // send to nobody.
+            // Closed before the first slot goes back: a sender that waits for one learns of the
+            // end, and does not send to nobody.
             for reader in &self.readers {
                 reader.lane.full.0.close();
                 if reader.lane.empty.0.close() {
@@ -442,7 +453,8 @@ impl<T: Send> Drop for Receiver<T> {
     }
 }
 
-/// The values that waited, each sender's in order. Those not taken out come first in the next batch.
+/// The values that waited, each sender's in order. Those not taken out come first in the next
+/// batch.
 pub struct Batch<'a, T: Send>(&'a mut Receiver<T>);
 
 impl<T: Send> Iterator for Batch<'_, T> {

@@ -27,8 +27,8 @@ struct Waiter {
 /// # Safety
 /// `link` is the first field of a valid marker.
 unsafe fn arrive(link: NonNull<Link>) {
-    // SAFETY: the marker is repr(C) and begins with its item, which begins with its link. The flushing thread
-    // keeps markers and waiter until `left` is 0.
+    // SAFETY: the marker is repr(C) and begins with its item, which begins with its link. The
+    // flushing thread keeps markers and waiter until `left` is 0.
     let waiter = unsafe { (*link.cast::<Marker<'_>>().as_ptr()).waiter };
     let thread = waiter.thread.clone();
     if waiter.left.fetch_sub(1, Release) == 1 {
@@ -38,8 +38,8 @@ unsafe fn arrive(link: NonNull<Link>) {
 }
 
 impl Core {
-    /// Waits until all that was pushed before has run; false if the queue was closed by then, and the caller has
-    /// to wait for the worker's end instead.
+    /// Waits until all that was pushed before has run; false if the queue was closed by then, and
+    /// the caller has to wait for the worker's end instead.
     pub(crate) fn pass_marker(&self) -> bool {
         let waiter = Waiter { left: AtomicUsize::new(0), thread: thread::current() };
         let markers: [Marker<'_>; MAX_SHARDS] =
@@ -48,7 +48,8 @@ impl Core {
         // Counted in before they are pushed, so that none arrives at 0 too early.
         waiter.left.store(self.shards.iter().count(), Release);
         for (stack, marker) in self.shards.iter().zip(&markers) {
-            // SAFETY: a marker is pushed once, and this function does not return before all have run.
+            // SAFETY: a marker is pushed once, and this function does not return before all have
+            // run.
             match unsafe { stack.push(NonNull::from(marker).cast()) } {
                 Pushed::Queued => {}
                 Pushed::Asleep => self.sleeper.wake(),

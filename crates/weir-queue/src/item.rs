@@ -1,6 +1,8 @@
-//! Items: what is queued, embedded in the caller's own data, and how a queue gets from one back to its owner.
+//! Items: what is queued, embedded in the caller's own data, and how a queue gets from one back to
+//! its owner.
 //!
-//! The traits follow the kernel's own Rust bindings (`rust/kernel/workqueue.rs`: `Work`, `HasWork`, `WorkItem`).
+//! The traits follow the kernel's own Rust bindings (`rust/kernel/workqueue.rs`: `Work`, `HasWork`,
+//! `WorkItem`).
 
 use alloc::boxed::Box;
 use alloc::sync::Arc;
@@ -28,7 +30,8 @@ pub(crate) struct RawItem {
     run: unsafe fn(NonNull<Link>),
 }
 
-/// A type that embeds an [`Item`]. Implement it with [`has_item!`](crate::has_item), which checks the field's type.
+/// A type that embeds an [`Item`]. Implement it with [`has_item!`](crate::has_item), which checks
+/// the field's type.
 ///
 /// # Safety
 /// An `Item<Self, ID>` lies `OFFSET` bytes into every `Self`.
@@ -37,15 +40,16 @@ pub unsafe trait HasItem<const ID: u64 = 0>: Sized {
     const OFFSET: usize;
 }
 
-/// Says where in a type its [`Item`] lies: `has_item!(Frame, present)`, or `has_item!(Frame, retry, 1)` for
-/// another item of the same type.
+/// Says where in a type its [`Item`] lies: `has_item!(Frame, present)`, or `has_item!(Frame, retry,
+/// 1)` for another item of the same type.
 #[macro_export]
 macro_rules! has_item {
     ($owner:ty, $field:ident) => {
         $crate::has_item!($owner, $field, 0);
     };
     ($owner:ty, $field:ident, $id:expr) => {
-        // SAFETY: `offset_of!` takes a field of the type itself, and the constant within checks the field's type.
+        // SAFETY: `offset_of!` takes a field of the type itself, and the constant within checks the
+        // field's type.
         unsafe impl $crate::HasItem<{ $id }> for $owner {
             const OFFSET: usize = {
                 const _: fn(&$owner) -> &$crate::Item<$owner, { $id }> = |owner| &owner.$field;
@@ -60,16 +64,19 @@ pub trait Work<const ID: u64 = 0>: HasItem<ID> {
     /// How a queue holds the owner: `Arc<Self>`, `&'static Self`, or `Box<Self>`.
     type Pointer: Pointer<Target = Self>;
 
-    /// Runs on the queue's worker. The item is in no queue by then: it may be scheduled again, or dropped.
+    /// Runs on the queue's worker. The item is in no queue by then: it may be scheduled again, or
+    /// dropped.
     fn run(this: Self::Pointer);
 }
 
 /// A pointer through which a queue holds an item's owner.
 ///
 /// # Safety
-/// `into_raw` gives a pointer to the value, which neither moves nor dies until `from_raw` takes the pointer back.
+/// `into_raw` gives a pointer to the value, which neither moves nor dies until `from_raw` takes the
+/// pointer back.
 pub unsafe trait Pointer: Deref<Target: Sized> + Send + 'static {
-    /// Whether others may point to the value too, so that its item needs a flag to say that it is pending.
+    /// Whether others may point to the value too, so that its item needs a flag to say that it is
+    /// pending.
     const SHARED: bool;
 
     /// Turns the pointer into a raw one.
@@ -82,10 +89,12 @@ pub unsafe trait Pointer: Deref<Target: Sized> + Send + 'static {
     unsafe fn from_raw(raw: NonNull<Self::Target>) -> Self;
 }
 
-/// A pointer of which there may be several, so that one item can be scheduled while it is pending already.
+/// A pointer of which there may be several, so that one item can be scheduled while it is pending
+/// already.
 pub trait Shared: Pointer + Clone {}
 
-/// The only pointer to its value: an item behind it cannot be pending already, and needs no flag to say so.
+/// The only pointer to its value: an item behind it cannot be pending already, and needs no flag to
+/// say so.
 pub trait Exclusive: Pointer {}
 
 // SAFETY: the raw pointer owns one reference count.
@@ -145,8 +154,9 @@ impl<T: Work<ID>, const ID: u64> Item<T, ID> {
 }
 
 impl<T, const ID: u64> Item<T, ID> {
-    /// Whether the item is scheduled and its function has not begun. By the time the caller reads the answer it
-    /// may be out of date; [`Queue::schedule`](crate::Queue::schedule) decides for itself.
+    /// Whether the item is scheduled and its function has not begun. By the time the caller reads
+    /// the answer it may be out of date; [`Queue::schedule`](crate::Queue::schedule) decides for
+    /// itself.
     #[inline]
     pub fn is_pending(&self) -> bool {
         self.raw.pending.load(core::sync::atomic::Ordering::Acquire)
@@ -170,9 +180,9 @@ impl RawItem {
         RawItem { link: Link::new(), pending: AtomicBool::new(false), run }
     }
 
-    /// Claims the item for a push; false if it is pending. Always an exchange, never a load first: the worker's
-    /// own exchange then reads from this one, so that whoever is told "pending" knows that the run to come sees
-    /// all that it did before.
+    /// Claims the item for a push; false if it is pending. Always an exchange, never a load first:
+    /// the worker's own exchange then reads from this one, so that whoever is told "pending" knows
+    /// that the run to come sees all that it did before.
     #[inline]
     pub(crate) fn claim(&self) -> bool {
         !self.pending.swap(true, AcqRel)

@@ -1,14 +1,16 @@
 //! A work queue that wakes its worker once per burst.
 //!
-//! Items are embedded in the caller's own data, so scheduling allocates nothing and cannot fail for want of
-//! memory. Any number of threads schedule; one worker runs what they scheduled, each thread's items in the order
-//! in which it scheduled them. The contract is that of NVIDIA's `nv_kthread_q`, which the GPU driver's interrupt
-//! handlers feed:
+//! Items are embedded in the caller's own data, so scheduling allocates nothing and cannot fail for
+//! want of memory. Any number of threads schedule; one worker runs what they scheduled, each
+//! thread's items in the order in which it scheduled them. The contract is that of NVIDIA's
+//! `nv_kthread_q`, which the GPU driver's interrupt handlers feed:
 //!
-//! - an item that is pending already is not queued twice: [`Queue::schedule`] returns false, and the run to come
-//!   sees everything that its caller did before;
-//! - an item is out of the queue before its function runs, so the function may schedule it again, or drop it;
-//! - [`Queue::flush`] returns once everything scheduled before it has run, and all that those runs scheduled;
+//! - an item that is pending already is not queued twice: [`Queue::schedule`] returns false, and
+//!   the run to come sees everything that its caller did before;
+//! - an item is out of the queue before its function runs, so the function may schedule it again,
+//!   or drop it;
+//! - [`Queue::flush`] returns once everything scheduled before it has run, and all that those runs
+//!   scheduled;
 //! - [`Queue::stop`] refuses what comes later and runs what came before.
 //!
 //! ```
@@ -43,24 +45,28 @@
 //! # Ok::<(), weir_queue::StartError>(())
 //! ```
 //!
-//! Values instead of embedded items: [`channel`], on the same core, whose [`Receiver::drain`] hands a whole burst
-//! to one callback.
+//! Values instead of embedded items: [`channel`], on the same core, whose [`Receiver::drain`] hands
+//! a whole burst to one callback.
 //!
 //! # How it is fast
 //!
-//! - **One wake per burst.** The worker marks itself asleep in the very word that a push exchanges, so a push
-//!   knows without another load whether it must wake; while the worker runs, no push makes a system call.
-//! - **One exchange takes everything.** The worker takes a whole [`stack::Stack`] at once and turns it round.
-//! - **Producers do not share a line.** Each thread pushes to one of a few stacks, by its number. Two threads that
-//!   exchange one word pay 30 ns an item for the line that travels between them, more than all else together.
-//! - **The worker does not hurry.** After a small batch it lets some hundred nanoseconds pass before it looks again:
-//!   a worker that polls a busy head takes its line from the producer at each push, and halves the throughput.
+//! - **One wake per burst.** The worker marks itself asleep in the very word that a push exchanges,
+//!   so a push knows without another load whether it must wake; while the worker runs, no push
+//!   makes a system call.
+//! - **One exchange takes everything.** The worker takes a whole [`stack::Stack`] at once and turns
+//!   it round.
+//! - **Producers do not share a line.** Each thread pushes to one of a few stacks, by its number.
+//!   Two threads that exchange one word pay 30 ns an item for the line that travels between them,
+//!   more than all else together.
+//! - **The worker does not hurry.** After a small batch it lets some hundred nanoseconds pass
+//!   before it looks again: a worker that polls a busy head takes its line from the producer at
+//!   each push, and halves the throughput.
 //!
 //! # What is checked
 //!
-//! [loom](https://docs.rs/loom) explores every interleaving of the stack, the sleeper and the item's claim, and as
-//! many of the whole queue's as time allows; Miri runs every test; property tests hold queue and channel against
-//! plain references. The README has the commands.
+//! [loom](https://docs.rs/loom) explores every interleaving of the stack, the sleeper and the
+//! item's claim, and as many of the whole queue's as time allows; Miri runs every test; property
+//! tests hold queue and channel against plain references. The README has the commands.
 
 #![cfg_attr(not(feature = "std"), no_std)]
 

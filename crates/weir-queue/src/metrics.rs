@@ -3,7 +3,8 @@
 use core::fmt;
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Counts of batches by size: bucket `n` holds those of `2^n` to `2^(n+1) - 1` items, the last all larger ones.
+/// Counts of batches by size: bucket `n` holds those of `2^n` to `2^(n+1) - 1` items, the last all
+/// larger ones.
 const BUCKETS: usize = 24;
 
 #[derive(Default)]
@@ -29,7 +30,8 @@ pub struct Metrics {
     pub wakes: u64,
     /// Items whose function panicked. The worker goes on.
     pub panics: u64,
-    /// Batches by size: place `n` counts those of `2^n` to `2^(n+1) - 1` items, the last place all larger ones.
+    /// Batches by size: place `n` counts those of `2^n` to `2^(n+1) - 1` items, the last place all
+    /// larger ones.
     pub sizes: [u64; BUCKETS],
 }
 

@@ -39,8 +39,8 @@ pub struct Builder {
 pub enum StartError {
     /// The system gave no thread.
     Thread(io::Error),
-    /// The worker cannot be kept on this NUMA node: it does not exist, has no processors, or the process may not
-    /// use them.
+    /// The worker cannot be kept on this NUMA node: it does not exist, has no processors, or the
+    /// process may not use them.
     Node(u32, io::Error),
 }
 
@@ -81,22 +81,23 @@ impl Builder {
         self
     }
 
-    /// How many stacks producers are spread over: up to a power of two, [`MAX_SHARDS`] at most; 8 unless said.
-    /// With one, items of different threads keep their order too.
+    /// How many stacks producers are spread over: up to a power of two, [`MAX_SHARDS`] at most; 8
+    /// unless said. With one, items of different threads keep their order too.
     pub fn shards(mut self, shards: usize) -> Self {
         self.shards = shards.clamp(1, MAX_SHARDS);
         self
     }
 
-    /// How often the worker looks at an empty queue before it sleeps; 0 unless said. A look costs some 20 to 50 ns,
-    /// a wake-up 2 to 60 us of latency.
+    /// How often the worker looks at an empty queue before it sleeps; 0 unless said. A look costs
+    /// some 20 to 50 ns, a wake-up 2 to 60 us of latency.
     pub fn spin(mut self, looks: u32) -> Self {
         self.spins = looks;
         self
     }
 
-    /// How many processor pauses the worker lets pass after a small batch before it looks again; 64 unless said,
-    /// which is less than a microsecond. 0 gives the least latency under load, and half the throughput.
+    /// How many processor pauses the worker lets pass after a small batch before it looks again; 64
+    /// unless said, which is less than a microsecond. 0 gives the least latency under load, and
+    /// half the throughput.
     pub fn linger(mut self, pauses: u32) -> Self {
         self.linger = pauses;
         self
@@ -146,11 +147,11 @@ impl Queue {
         Builder::default()
     }
 
-    /// Schedules the item in `owner` to run once; false if it is pending already, or the queue has stopped. The
-    /// queue takes a clone of `owner` only when it returns true.
+    /// Schedules the item in `owner` to run once; false if it is pending already, or the queue has
+    /// stopped. The queue takes a clone of `owner` only when it returns true.
     ///
-    /// Lock-free; allocates nothing; a system call only when the worker sleeps. For an owner with several items:
-    /// `queue.schedule::<_, 1>(&owner)`.
+    /// Lock-free; allocates nothing; a system call only when the worker sleeps. For an owner with
+    /// several items: `queue.schedule::<_, 1>(&owner)`.
     #[inline]
     pub fn schedule<P, const ID: u64>(&self, owner: &P) -> bool
     where
@@ -173,8 +174,8 @@ impl Queue {
         accepted
     }
 
-    /// Gives `owner` to the queue, to run once. What is owned cannot be pending, so this is cheaper than
-    /// [`Queue::schedule`] by an exchange at either end.
+    /// Gives `owner` to the queue, to run once. What is owned cannot be pending, so this is cheaper
+    /// than [`Queue::schedule`] by an exchange at either end.
     ///
     /// ```
     /// use std::sync::mpsc;
@@ -240,8 +241,9 @@ impl Queue {
         }
     }
 
-    /// Returns once everything that was scheduled before has run, and everything that those runs scheduled: an
-    /// item that schedules itself once more has run twice. Several threads may flush at once.
+    /// Returns once everything that was scheduled before has run, and everything that those runs
+    /// scheduled: an item that schedules itself once more has run twice. Several threads may flush
+    /// at once.
     ///
     /// False, at once, when called by the worker itself, which would wait for its own end.
     pub fn flush(&self) -> bool {
@@ -257,8 +259,8 @@ impl Queue {
         true
     }
 
-    /// Refuses items from now on, runs those that were accepted, and ends the worker. Called by the worker itself,
-    /// it returns before that end. Stopping twice does nothing.
+    /// Refuses items from now on, runs those that were accepted, and ends the worker. Called by the
+    /// worker itself, it returns before that end. Stopping twice does nothing.
     pub fn stop(&self) {
         if self.core.shards.close() {
             self.core.sleeper.wake();

@@ -74,7 +74,8 @@ fn thread_number() -> usize {
     }
 }
 
-/// Under the model checker all threads share a stack: the harder case, and the same in each execution.
+/// Under the model checker all threads share a stack: the harder case, and the same in each
+/// execution.
 #[cfg(loom)]
 fn thread_number() -> usize {
     0

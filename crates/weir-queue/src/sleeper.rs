@@ -5,7 +5,8 @@ use core::sync::atomic::Ordering::Relaxed;
 use crate::stack::Stack;
 use crate::sync::{AtomicUsize, Mutex, pause, thread};
 
-/// Whom to wake. The lock is taken only to go to sleep and to wake: never on a push that finds its consumer awake.
+/// Whom to wake. The lock is taken only to go to sleep and to wake: never on a push that finds its
+/// consumer awake.
 pub(crate) struct Sleeper {
     thread: Mutex<Option<thread::Thread>>,
     /// Sleeps so far, written by the consumer alone.
@@ -30,8 +31,8 @@ impl Sleeper {
         self.sleeps.load(Relaxed) as u64
     }
 
-    /// Returns once one of `stacks` has something, or is closed: at first polling `spins` times, then asleep.
-    /// For the one consumer only.
+    /// Returns once one of `stacks` has something, or is closed: at first polling `spins` times,
+    /// then asleep. For the one consumer only.
     pub(crate) fn wait<'a, I>(&self, stacks: I, spins: u32)
     where
         I: Iterator<Item = &'a Stack> + Clone,

@@ -1,11 +1,13 @@
 //! The lock-free core: a stack that many threads push to and one thread empties whole.
 //!
-//! One word, the head, carries everything: the newest link, or that the stack is empty, or that it is empty and
-//! its consumer sleeps, or that it is closed. So a push is one compare-and-swap, it learns from that same
-//! instruction whether it must wake the consumer, and no second variable has to be ordered against the first.
-//! The stack taken is turned round once, which gives first-in first-out order.
+//! One word, the head, carries everything: the newest link, or that the stack is empty, or that it
+//! is empty and its consumer sleeps, or that it is closed. So a push is one compare-and-swap, it
+//! learns from that same instruction whether it must wake the consumer, and no second variable has
+//! to be ordered against the first. The stack taken is turned round once, which gives first-in
+//! first-out order.
 //!
-//! The shape is that of the kernel's `llist` (`include/linux/llist.h`); the sleeping and closed marks are ours.
+//! The shape is that of the kernel's `llist` (`include/linux/llist.h`); the sleeping and closed
+//! marks are ours.
 
 use core::ptr::{self, NonNull};
 use core::sync::atomic::Ordering::{Acquire, Relaxed, Release};
@@ -72,7 +74,8 @@ impl Link {
         Link { next: AtomicPtr::new(ptr::null_mut()) }
     }
 
-    /// Makes `older` the next link of a list that is being built for [`Stack::push_list`]. The link is in no stack.
+    /// Makes `older` the next link of a list that is being built for [`Stack::push_list`]. The link
+    /// is in no stack.
     #[inline]
     pub fn follow(&self, older: NonNull<Link>) {
         self.next.store(older.as_ptr(), Relaxed);
@@ -92,11 +95,12 @@ impl Stack {
         Stack { head: AtomicPtr::new(ptr::null_mut()) }
     }
 
-    /// Pushes `link`, lock-free, from any thread. What the caller wrote before is visible to whoever takes the link.
+    /// Pushes `link`, lock-free, from any thread. What the caller wrote before is visible to
+    /// whoever takes the link.
     ///
     /// # Safety
-    /// `link` is valid, in no stack, and stays so and unmoved until [`Stack::take`] has given it out, unless the
-    /// stack was closed. After the return, `link` may already be gone.
+    /// `link` is valid, in no stack, and stays so and unmoved until [`Stack::take`] has given it
+    /// out, unless the stack was closed. After the return, `link` may already be gone.
     #[inline]
     pub unsafe fn push(&self, link: NonNull<Link>) -> Pushed {
         // SAFETY: a single link is a list from itself to itself; the rest is the caller's word.
@@ -151,8 +155,8 @@ impl Stack {
         newest(self.head.load(Acquire)).is_null()
     }
 
-    /// Marks the consumer asleep, unless the stack is closed; false if there is something to take, and then it
-    /// must not sleep. For the one consumer only.
+    /// Marks the consumer asleep, unless the stack is closed; false if there is something to take,
+    /// and then it must not sleep. For the one consumer only.
     pub fn sleep(&self) -> bool {
         match self.head.compare_exchange(ptr::null_mut(), asleep(), Acquire, Acquire) {
             Ok(_) => true,
@@ -160,7 +164,8 @@ impl Stack {
         }
     }
 
-    /// Whether the mark of [`Stack::sleep`] stands: nothing was pushed, and nobody closed the stack.
+    /// Whether the mark of [`Stack::sleep`] stands: nothing was pushed, and nobody closed the
+    /// stack.
     pub fn is_asleep(&self) -> bool {
         self.head.load(Acquire) == asleep()
     }
@@ -171,9 +176,10 @@ impl Stack {
         let _ = self.head.compare_exchange(asleep(), ptr::null_mut(), Relaxed, Relaxed);
     }
 
-    /// Closes the stack to further pushes; true if the consumer sleeps and the caller has to wake it. What is in
-    /// it can still be taken. A push may yet succeed while the consumer takes what was in at the close; it is
-    /// taken too. None succeeds once [`Stack::is_finished`] has returned true.
+    /// Closes the stack to further pushes; true if the consumer sleeps and the caller has to wake
+    /// it. What is in it can still be taken. A push may yet succeed while the consumer takes what
+    /// was in at the close; it is taken too. None succeeds once [`Stack::is_finished`] has returned
+    /// true.
     pub fn close(&self) -> bool {
         let mut head = self.head.load(Relaxed);
         loop {
@@ -196,8 +202,9 @@ impl Stack {
     }
 }
 
-/// Links taken from a stack, oldest first. Each was read before it is given out, so its owner may free it or push
-/// it again at once. A link not given out is in no stack and nobody's: run the chain to its end.
+/// Links taken from a stack, oldest first. Each was read before it is given out, so its owner may
+/// free it or push it again at once. A link not given out is in no stack and nobody's: run the
+/// chain to its end.
 #[derive(Debug)]
 #[must_use]
 pub struct Chain {

@@ -9,7 +9,8 @@ use crate::sleeper::Sleeper;
 use crate::stack::Chain;
 use crate::sync::pause;
 
-/// Batches of fewer items than this are small: the worker was so near that it disturbed the producers.
+/// Batches of fewer items than this are small: the worker was so near that it disturbed the
+/// producers.
 pub(crate) const SMALL_BATCH: usize = 256;
 
 /// Pauses after a small batch, unless told otherwise: about 0.7 us where a pause takes 40 cycles.
@@ -62,7 +63,8 @@ impl Core {
         while chain.len() > 0 {
             let rest = AssertUnwindSafe(|| {
                 for link in &mut chain {
-                    // SAFETY: every link in a queue's stacks is an item's, and comes out of a chain once.
+                    // SAFETY: every link in a queue's stacks is an item's, and comes out of a chain
+                    // once.
                     unsafe { run_link(link) };
                 }
             });

@@ -20,9 +20,10 @@ fn push(stack: &Stack, link: &'static Link) -> Pushed {
     unsafe { stack.push(NonNull::from(link)) }
 }
 
-/// Models with a worker thread have too many interleavings for all of them: at most two preemptions, which find
-/// most bugs of this kind (Musuvathi and Qadeer, PLDI 2007), and as many of those as ten seconds hold
-/// (`LOOM_MAX_DURATION=600` for more). What they are made of is explored whole: above, and in `src`.
+/// Models with a worker thread have too many interleavings for all of them: at most two
+/// preemptions, which find most bugs of this kind (Musuvathi and Qadeer, PLDI 2007), and as many of
+/// those as ten seconds hold (`LOOM_MAX_DURATION=600` for more). What they are made of is explored
+/// whole: above, and in `src`.
 fn model(check: impl Fn() + Sync + Send + 'static) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(2);
@@ -80,7 +81,8 @@ fn a_close_lets_in_nothing_that_is_not_taken() {
             let stack = Arc::clone(&stack);
             move || stack.close()
         });
-        // Across the close: what is taken here, and what is left for later, must be all that was accepted.
+        // Across the close: what is taken here, and what is left for later, must be all that was
+        // accepted.
         let mut taken = stack.take().count();
         closer.join().unwrap();
         while !stack.is_finished() {

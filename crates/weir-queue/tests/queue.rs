@@ -144,8 +144,8 @@ fn many_threads_that_schedule_one_item_run_it_once_for_each_true() {
 
 #[test]
 fn whoever_is_told_pending_has_its_update_seen() {
-    // The lost update that a flag cleared by a plain store allows: set `dirty`, hear "pending", and the run that
-    // was pending has looked at `dirty` before it was set.
+    // The lost update that a flag cleared by a plain store allows: set `dirty`, hear "pending", and
+    // the run that was pending has looked at `dirty` before it was set.
     struct Mirror {
         dirty: AtomicU64,
         seen: AtomicU64,

@@ -1,11 +1,13 @@
 //! Requests for byte ranges of a page device: cut into pages, issued, waited for, answered.
 //!
-//! Every way in gives its requests to a [`Requests`] and keeps to itself how it parses, frames and answers them. A request has a
-//! number of its owner's choice ([`Id`]) and an entry with a count of operations outstanding. All requests of a batch are
-//! issued before anything is waited for. What finds the lane full waits in its entry and goes on when something has come back.
+//! Every front end gives its requests to a [`Requests`] and keeps to itself how it parses, frames
+//! and answers them. A request has a number of its owner's choice ([`Id`]) and an entry with a
+//! count of operations outstanding. All requests of a batch are issued before anything is waited
+//! for. What finds the lane full waits in its entry and goes on when something has come back.
 //!
-//! The memory of requests is their owner's ([`RequestMemory`]). Nothing here allocates after construction, reads a clock, or sleeps, but
-//! for [`sleep`] and [`wait`], which the owner's thread calls.
+//! The memory of requests is their owner's ([`RequestMemory`]). Nothing here allocates after
+//! construction, reads a clock, or sleeps, but for [`sleep`] and [`wait`], which the owner's thread
+//! calls.
 
 mod errno;
 mod span;
@@ -75,10 +77,12 @@ pub struct Answer {
 
 /// The memory of requests, and where their pages lie.
 pub trait RequestMemory {
-    /// Whether page `n` of a span is page `n` of the device, so that runs of pages can be done at once.
+    /// Whether page `n` of a span is page `n` of the device, so that runs of pages can be done at
+    /// once.
     const LINEAR: bool = true;
 
-    /// Where a page of a request's span lies in the device. `None` is a hole, which reads as zeros and has no room.
+    /// Where a page of a request's span lies in the device. `None` is a hole, which reads as zeros
+    /// and has no room.
     fn place(&self, _id: Id, page: u64) -> Option<PageNo> {
         Some(PageNo(page as u32))
     }
@@ -175,7 +179,8 @@ impl<L: PageLane> Requests<L> {
         }));
     }
 
-    /// Begins a request; `id` is idle. What can be done at once is done when this returns. [`submit`](Requests::submit) ends the batch.
+    /// Begins a request; `id` is idle. What can be done at once is done when this returns.
+    /// [`submit`](Requests::submit) ends the batch.
     pub fn begin(&mut self, id: Id, request: Request, memory: &mut impl RequestMemory) {
         let work = &mut self.flight.works[usize::from(id)];
         debug_assert!(work.left == 0, "request {id} is under way");
@@ -194,7 +199,8 @@ impl<L: PageLane> Requests<L> {
         self.lane.submit();
     }
 
-    /// Takes what the lane has finished, and goes on with what waits: a bounded piece of each request.
+    /// Takes what the lane has finished, and goes on with what waits: a bounded piece of each
+    /// request.
     pub fn turn(&mut self, now: Instant, memory: &mut impl RequestMemory) {
         if self.flight.unfinished == 0 {
             return;
@@ -233,7 +239,8 @@ impl<L: PageLane> Requests<L> {
         !self.flight.waiting.is_empty() && !self.flight.stuck
     }
 
-    /// Rests before the next turn, where [`must_poll`](Requests::must_poll) says that nothing will wake this thread.
+    /// Rests before the next turn, where [`must_poll`](Requests::must_poll) says that nothing will
+    /// wake this thread.
     pub fn rest(&mut self) {
         if !self.is_ready() {
             self.rest.until_next();
@@ -253,8 +260,9 @@ impl<L: PageLane> Requests<L> {
         self.lane.wake_fds()
     }
 
-    /// Shows a read's bytes to `show` where they lie, behind `head`, verified. `None`: something must be looked for; begin the read.
-    /// `SLICES` is one more than the pages that the read may touch.
+    /// Shows a read's bytes to `show` where they lie, behind `head`, verified. `None`: something
+    /// must be looked for; begin the read. `SLICES` is one more than the pages that the read may
+    /// touch.
     pub fn view<const SLICES: usize, M: RequestMemory, R>(
         &mut self,
         (id, span): (Id, Span),
@@ -356,7 +364,8 @@ impl<L: PageLane> Requests<L> {
             let from = piece.from as usize;
             let whole = span.whole_from(at) as usize;
             if runs && whole > 1 {
-                // What is left of a run is for the lane's other way; it is not tried again for each page.
+                // What is left of a run is for the lane's other way; it is not tried again for each
+                // page.
                 runs = false;
                 at += lane.write_run(page, data[from..from + whole * PAGE_SIZE].as_chunks().0) as u32;
                 continue;
@@ -427,7 +436,8 @@ impl<L: PageLane> Requests<L> {
 }
 
 impl Flight {
-    /// Notes what became of an operation on a request's `at`th page. False where it found no room and is to be tried again.
+    /// Notes what became of an operation on a request's `at`th page. False where it found no room
+    /// and is to be tried again.
     #[inline]
     fn note(&mut self, id: Id, at: u32, progress: Progress) -> bool {
         let work = &mut self.works[usize::from(id)];

@@ -57,7 +57,8 @@ impl Span {
         }
     }
 
-    /// Its edges, which are parts of pages, and between them the numbers of its whole pages. What it has not is empty.
+    /// Its edges, which are parts of pages, and between them the numbers of its whole pages. What
+    /// it has not is empty.
     pub fn parts(&self) -> (Span, Range<u64>, Span) {
         let end = self.offset + self.length;
         let whole = self.offset.div_ceil(PAGE)..end / PAGE;

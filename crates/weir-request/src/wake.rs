@@ -7,8 +7,8 @@ use std::time::Duration;
 use weir_core::Rest;
 use weir_device::{POLL_EVERY, PageLane, WAKE_FDS_MAX};
 
-/// Waits until `lane` may have something to hand over, or `also` is readable; for [`POLL_EVERY`] at most. `rest` counts the looks for what no
-/// descriptor announces.
+/// Waits until `lane` may have something to hand over, or `also` is readable; for [`POLL_EVERY`] at
+/// most. `rest` counts the looks for what no descriptor announces.
 ///
 /// # Errors
 /// As [`sleep`].
@@ -21,7 +21,8 @@ pub fn wait<L: PageLane>(rest: &mut Rest, lane: &L, also: Option<BorrowedFd<'_>>
     sleep(lane, also, Some(POLL_EVERY))
 }
 
-/// Sleeps until a descriptor of `lane` or `also` is readable: for `most` at most, and for [`POLL_EVERY`] while something is in flight.
+/// Sleeps until a descriptor of `lane` or `also` is readable: for `most` at most, and for
+/// [`POLL_EVERY`] while something is in flight.
 ///
 /// # Errors
 /// What `poll(2)` says, but for a signal: an interrupted sleep is a short one.

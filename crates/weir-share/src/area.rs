@@ -99,7 +99,8 @@ impl Window {
         }
         let bytes = rustix::fs::fstat(fd)?.st_size as usize;
         let (flags, anywhere) = (MapFlags::SHARED, std::ptr::null_mut());
-        // SAFETY: a fresh mapping at an address of the kernel's choice; the seal keeps it from shrinking.
+        // SAFETY: a fresh mapping at an address of the kernel's choice; the seal keeps it from
+        // shrinking.
         let start = unsafe { rustix::mm::mmap(anywhere, bytes, ProtFlags::READ, flags, fd, 0)? };
         // Others' pages are none of this program's core files.
         // SAFETY: the mapping just made; this changes no content.
@@ -121,13 +122,14 @@ impl Window {
 
 impl Drop for Window {
     fn drop(&mut self) {
-        // SAFETY: the mapping was made by us, and whoever used its pointers borrowed or owned `self`.
+        // SAFETY: the mapping was made by us, and whoever used its pointers borrowed or owned
+        // `self`.
         let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.bytes) };
     }
 }
 
-/// A mapped area. Whatever the other side writes into it, reading it is safe: indices and entries are atomics, and a
-/// frame is bytes.
+/// A mapped area. Whatever the other side writes into it, reading it is safe: indices and entries
+/// are atomics, and a frame is bytes.
 #[derive(Debug)]
 pub struct Area {
     memory: Memory,
@@ -201,14 +203,15 @@ impl Area {
 
     #[inline]
     fn index(&self, at: usize) -> &AtomicU32 {
-        // SAFETY: `at` is a multiple of 64 below a page, inside the mapping; the memory is only accessed atomically.
+        // SAFETY: `at` is a multiple of 64 below a page, inside the mapping; the memory is only
+        // accessed atomically.
         unsafe { AtomicU32::from_ptr(self.memory.as_ptr().add(at).cast()) }
     }
 
     #[inline]
     fn words(&self, ring: Ring, number: u32) -> &[AtomicU64; ENTRY_WORDS] {
-        // SAFETY: `entry` takes the number modulo the ring's size, so the entry lies inside the mapping, at a multiple of
-        // 32; rings are only accessed atomically.
+        // SAFETY: `entry` takes the number modulo the ring's size, so the entry lies inside the
+        // mapping, at a multiple of 32; rings are only accessed atomically.
         unsafe { &*self.memory.as_ptr().add(self.layout.entry(ring, number)).cast() }
     }
 

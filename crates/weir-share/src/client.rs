@@ -28,8 +28,9 @@ pub struct Options {
     pub entries: u32,
     /// How long it looks for a completion before it sleeps.
     pub spin: Duration,
-    /// Reads pages where the stores keep them, if the server lends them so: nothing is copied. Then every page of the
-    /// volume lies before this process, to be read, and the stores' memory lives as long as its mapping.
+    /// Reads pages where the stores keep them, if the server lends them so: nothing is copied. Then
+    /// every page of the volume lies before this process, to be read, and the stores' memory lives
+    /// as long as its mapping.
     pub in_place: bool,
 }
 
@@ -96,8 +97,8 @@ impl From<rustix::io::Errno> for Error {
     }
 }
 
-/// A page that this client holds. Give it back with [`Client::give`] or [`Client::give_later`]; a dropped one
-/// stays out until the connection closes.
+/// A page that this client holds. Give it back with [`Client::give`] or [`Client::give_later`]; a
+/// dropped one stays out until the connection closes.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "a lease that is dropped stays out"]
 pub struct Lease {
@@ -147,7 +148,8 @@ impl Client {
     /// Connects to the server at `path`.
     ///
     /// # Errors
-    /// [`Error::Connect`], [`Error::Refused`], or [`Error::Nonsense`] from something else that listens there.
+    /// [`Error::Connect`], [`Error::Refused`], or [`Error::Nonsense`] from something else that
+    /// listens there.
     pub fn connect(path: &Path, options: Options) -> Result<Self, Error> {
         let error = |source: rustix::io::Errno| Error::Connect {
             path: path.display().to_string(),
@@ -160,7 +162,8 @@ impl Client {
         let Options { frames, entries, in_place, .. } = options;
         let hello = Hello { version: VERSION, frames, entries, in_place };
         match send(&socket, &hello.encode(), &[]) {
-            // A server without a free seat says so and closes, before it has heard anything: hear it out.
+            // A server without a free seat says so and closes, before it has heard anything: hear
+            // it out.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
             sent => sent?,
         }
@@ -230,8 +233,9 @@ impl Client {
         self.ask(Submission { op: Op::Reserve, tag, page: 0, token: 0, count: 0 })
     }
 
-    /// Asks that the content of a frame becomes the page's. Leave the frame alone until the completion. Only a frame can
-    /// be written from: for a page in a window the completion is `EBADF`.
+    /// Asks that the content of a frame becomes the page's. Leave the frame alone until the
+    /// completion. Only a frame can be written from: for a page in a window the completion is
+    /// `EBADF`.
     ///
     /// # Errors
     /// [`Error::Full`] when the ring has no room.
@@ -281,8 +285,8 @@ impl Client {
             Spot::Frame(frame) => self.area.frame(frame).cast_const(),
             spot => self.in_window(spot).expect("the lease is this client's"),
         };
-        // SAFETY: this client holds the frame or slot, so the server does not write it; a write through the client needs
-        // `&mut self`.
+        // SAFETY: this client holds the frame or slot, so the server does not write it; a write
+        // through the client needs `&mut self`.
         unsafe { &*at }
     }
 
@@ -299,7 +303,8 @@ impl Client {
         Some(unsafe { &mut *self.area.frame(frame) })
     }
 
-    /// Gives a frame back with the next [`Client::submit`]. Frames given in the order in which they came go as one.
+    /// Gives a frame back with the next [`Client::submit`]. Frames given in the order in which they
+    /// came go as one.
     ///
     /// # Errors
     /// [`Error::Gone`] when the server is.
@@ -358,7 +363,8 @@ impl Client {
 
     fn publish(&mut self) -> Result<(), Error> {
         self.area.written(Ring::Submissions).store(self.submitted, Ordering::Release);
-        // The server looks at the ring after it has said that it sleeps: one of the two sees the other.
+        // The server looks at the ring after it has said that it sleeps: one of the two sees the
+        // other.
         fence(Ordering::SeqCst);
         if self.area.server_asleep().load(Ordering::Relaxed) != 0 {
             self.area.server_asleep().store(0, Ordering::Relaxed);
@@ -417,7 +423,8 @@ impl Client {
             if begun.elapsed() >= self.spin {
                 break;
             }
-            // The server may wait for this very CPU: the scheduler likes to wake it where its client runs.
+            // The server may wait for this very CPU: the scheduler likes to wake it where its
+            // client runs.
             std::thread::yield_now();
         }
         loop {
@@ -445,16 +452,19 @@ impl Client {
     /// Reads a page and waits for it; only while nothing else is under way.
     ///
     /// # Errors
-    /// [`Error::Failed`] with `ENOBUFS` while every frame is held, with `EIO` for a page that is lost.
+    /// [`Error::Failed`] with `ENOBUFS` while every frame is held, with `EIO` for a page that is
+    /// lost.
     pub fn read(&mut self, page: u64) -> Result<Lease, Error> {
         self.ask_read(0, page)?;
         self.one(Op::Read, page)?.ok_or(Error::Nonsense { what: "completion" })
     }
 
-    /// Writes a page from a frame of its own choice and waits until it is done; only while nothing else is under way.
+    /// Writes a page from a frame of its own choice and waits until it is done; only while nothing
+    /// else is under way.
     ///
     /// # Errors
-    /// [`Error::Failed`] with `ENOBUFS` while every frame is held, with `EIO` when it cannot be kept.
+    /// [`Error::Failed`] with `ENOBUFS` while every frame is held, with `EIO` when it cannot be
+    /// kept.
     pub fn write(&mut self, page: u64, bytes: &[u8; PAGE_SIZE]) -> Result<(), Error> {
         self.ask_frame(0)?;
         let mut lease = self.one(Op::Reserve, page)?.ok_or(Error::Nonsense { what: "completion" })?;

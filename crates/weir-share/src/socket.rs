@@ -64,7 +64,8 @@ pub fn peek(socket: impl AsFd, bytes: &mut [u8]) -> io::Result<usize> {
     Ok(rustix::io::retry_on_intr(|| recv(&socket, &mut *bytes, flags))?.0)
 }
 
-/// Receives one message: its length, 0 when the other side is gone, and the descriptors that came along.
+/// Receives one message: its length, 0 when the other side is gone, and the descriptors that came
+/// along.
 ///
 /// # Errors
 /// What `recvmsg` says.
@@ -77,8 +78,8 @@ pub fn receive(socket: impl AsFd, bytes: &mut [u8]) -> io::Result<(usize, Vec<Ow
         })
     };
     let message = match attempt() {
-        // The other side closed before it had read what we sent. The kernel says so once, before what it still holds
-        // for us: a server's refusal.
+        // The other side closed before it had read what we sent. The kernel says so once, before
+        // what it still holds for us: a server's refusal.
         Err(rustix::io::Errno::CONNRESET) => attempt()?,
         received => received?,
     };

@@ -49,7 +49,8 @@ impl Hello {
         bytes
     }
 
-    /// The message read, or `None` if it is none: wrong length, wrong magic, or something where zeros belong.
+    /// The message read, or `None` if it is none: wrong length, wrong magic, or something where
+    /// zeros belong.
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; HELLO_BYTES] = bytes.try_into().ok()?;
         let flags = half(bytes, 20);
@@ -63,14 +64,15 @@ impl Hello {
     }
 }
 
-/// The server's answer. With status 0 descriptors come along: the area's memfd, the eventfd that wakes the
-/// server, and one a window. Each later message on the socket is one byte that wakes the client.
+/// The server's answer. With status 0 descriptors come along: the area's memfd, the eventfd that
+/// wakes the server, and one a window. Each later message on the socket is one byte that wakes the
+/// client.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Welcome {
     /// The server's version.
     pub version: u32,
-    /// 0, or a negative errno: -EPROTO for no greeting, -EPROTONOSUPPORT for another version, -EUSERS when every
-    /// connection is taken, -ENOMEM.
+    /// 0, or a negative errno: -EPROTO for no greeting, -EPROTONOSUPPORT for another version,
+    /// -EUSERS when every connection is taken, -ENOMEM.
     pub status: i32,
     /// Frames in the area, which are the client's quota.
     pub frames: u32,
@@ -78,7 +80,8 @@ pub struct Welcome {
     pub entries: u32,
     /// Pages of the volume.
     pub pages: u64,
-    /// Windows: memory of stores, read-only, in which pages are lent where they lie. At most [`WINDOWS_MAX`].
+    /// Windows: memory of stores, read-only, in which pages are lent where they lie. At most
+    /// [`WINDOWS_MAX`].
     pub windows: u32,
 }
 
@@ -124,13 +127,14 @@ fn word(bytes: &[u8], at: usize) -> u64 {
 pub enum Op {
     /// The page, in a frame of the server's choice or in a window: completes with a token.
     Read = 1,
-    /// The content of the frame that `token` names becomes the page's. The frame stays the client's, which must
-    /// leave it alone until the completion.
+    /// The content of the frame that `token` names becomes the page's. The frame stays the
+    /// client's, which must leave it alone until the completion.
     Write = 2,
     /// An empty frame to write from: completes with a token.
     Reserve = 3,
-    /// `count` tokens from `token` on, at most [`BATCH_REFERENCES_MAX`](weir_lease::BATCH_REFERENCES_MAX), are
-    /// returned. No completion, whatever becomes of it.
+    /// `count` tokens from `token` on, at most
+    /// [`BATCH_REFERENCES_MAX`](weir_lease::BATCH_REFERENCES_MAX), are returned. No completion,
+    /// whatever becomes of it.
     Give = 4,
     /// `count` pages from `page` on, at most [`DISCARD_MAX`], are forgotten: they read as zeros.
     Discard = 5,
@@ -159,7 +163,8 @@ impl Submission {
         [first, self.page, u64::from(self.count) << 32 | u64::from(self.token), 0]
     }
 
-    /// The entry read, or `None` for an operation that there is not, or something where zeros belong.
+    /// The entry read, or `None` for an operation that there is not, or something where zeros
+    /// belong.
     #[inline]
     pub fn decode([first, page, tokens, reserved]: [u64; ENTRY_WORDS]) -> Option<Self> {
         let op = match first as u32 {
@@ -180,9 +185,9 @@ impl Submission {
 pub struct Completed {
     /// The submission's.
     pub tag: u32,
-    /// 0, or a negative errno: -EIO for a page that cannot be read, -ENOBUFS while the client holds every frame,
-    /// -EINVAL for a page that there is not, -EBADF for a token that the client does not hold or that stands for a
-    /// page of a window, -EROFS where only reading is allowed.
+    /// 0, or a negative errno: -EIO for a page that cannot be read, -ENOBUFS while the client holds
+    /// every frame, -EINVAL for a page that there is not, -EBADF for a token that the client does
+    /// not hold or that stands for a page of a window, -EROFS where only reading is allowed.
     pub status: i32,
     /// The new token, where there is one.
     pub token: u32,

@@ -1,5 +1,5 @@
-//! How opening a store fails: a [kind](OpenErrorKind) for programs and a sentence for people. For one operation see
-//! [`Fault`](crate::Fault).
+//! How opening a store fails: a [kind](OpenErrorKind) for programs and a sentence for people. For
+//! one operation see [`Fault`](crate::Fault).
 
 use std::io::{Error, ErrorKind};
 use weir_core::ByteSize;
@@ -35,7 +35,8 @@ pub enum OpenErrorKind {
     InUse,
     /// This process may not.
     Denied,
-    /// What is asked for does not fit what is there: another kind of file, foreign content, pages of another version.
+    /// What is asked for does not fit what is there: another kind of file, foreign content, pages
+    /// of another version.
     Layout,
     /// The device or the system failed.
     Io,

@@ -1,5 +1,6 @@
-//! `host:SIZE`: pages in RAM. What tests and `weir try` stand on, what give-back moves to where there is no disk,
-//! and the control that shows what the rest of Weir costs when the store costs nothing.
+//! `host:SIZE`: pages in RAM. What tests and `weir try` stand on, what give-back moves to where
+//! there is no disk, and the control that shows what the rest of Weir costs when the store costs
+//! nothing.
 
 use crate::{Fault, Keep, Lane, OpenError, Progress, Reclaim, Share, State, Store, Survive, Ticket};
 use rustix::fs::FallocateFlags;
@@ -13,11 +14,12 @@ use weir_core::{ByteSize, Memory, PAGE_SIZE, PageBytes, Slot, Watch, copy, unwat
 const CHUNK_SLOTS: u32 = 32_768;
 
 /// The name under which a keeper holds the memfd with the pages.
-pub(crate) const KEEPSAKE: &str = "pages";
+pub(crate) const HANDOFF: &str = "pages";
 
 /// A store in RAM, all of it taken, touched and (where allowed) locked at the start.
 ///
-/// Its memory is a memfd: a keeper that maps and locks it keeps the pages across the daemon's death.
+/// Its memory is a memfd: a keeper that maps and locks it keeps the pages across the daemon's
+/// death.
 #[derive(Debug)]
 pub struct Host {
     name: String,
@@ -138,7 +140,7 @@ impl Store for Host {
 impl Survive for Host {
     fn keep_with(&self, keep: Arc<dyn Keep>, held: bool) -> io::Result<()> {
         if !held {
-            keep.hold(KEEPSAKE, self.fd(), true)?;
+            keep.hold(HANDOFF, self.fd(), true)?;
         }
         // A volume has one keeper in its life.
         let _ = self.shared.keep.set(keep);
@@ -182,8 +184,8 @@ impl Reclaim for Host {
 }
 
 impl Host {
-    /// Takes a chunk's memory again, if `available` has room for it: to populate more than there is would not fail, it would set
-    /// the OOM killer on somebody.
+    /// Takes a chunk's memory again, if `available` has room for it: to populate more than there is
+    /// would not fail, it would set the OOM killer on somebody.
     fn take_of(&self, chunk: u32, available: Option<u64>) -> Result<(), Fault> {
         let (offset, bytes) = self.shared.chunk(chunk)?;
         if available.is_some_and(|available| bytes > available) {
@@ -194,7 +196,7 @@ impl Host {
         if let Some(keep) = self.shared.keep.get() {
             // Else they are mapped by nobody when this process dies, and swapped out first. A
             // keeper that is gone holds nothing.
-            let _ = keep.took(KEEPSAKE, offset, bytes);
+            let _ = keep.took(HANDOFF, offset, bytes);
         }
         self.shared.released[chunk as usize].store(false, Ordering::SeqCst);
         Ok(())
@@ -240,7 +242,8 @@ impl Lane for HostLane {
     }
 
     unsafe fn view(&self, slot: Slot) -> Option<&PageBytes> {
-        // SAFETY: a page of the mapping, which lives as long as `self`; that nobody writes it is the caller's word.
+        // SAFETY: a page of the mapping, which lives as long as `self`; that nobody writes it is
+        // the caller's word.
         self.0.at(slot).ok().map(|at| unsafe { &*at.cast::<PageBytes>() })
     }
 }

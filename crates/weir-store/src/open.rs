@@ -6,7 +6,8 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use weir_core::{Memory, PAGE_SIZE, Watch, unwatched};
 
-/// Opens the store that `url` names: takes its memory, allocates its file. May take seconds for a large one.
+/// Opens the store that `url` names: takes its memory, allocates its file. May take seconds for a
+/// large one.
 ///
 /// ```
 /// let store = weir_store::open(&"host:1MiB".parse()?)?;
@@ -35,8 +36,9 @@ pub fn open_watched(url: &StoreUrl, room: Room, watch: Watch<'_>) -> Result<Arc<
     }
 }
 
-/// Opens the store of a daemon that has ended, with every page that it held. `take` hands over by name what
-/// a keeper holds of it ([`Survive`](crate::Survive)). `room` is that of the daemon before.
+/// Opens the store of a daemon that has ended, with every page that it held. `take` hands over by
+/// name what a keeper holds of it ([`Survive`](crate::Survive)). `room` is that of the daemon
+/// before.
 ///
 /// # Errors
 /// When something is missing, or this kind of store does not outlive its process.
@@ -50,7 +52,7 @@ pub fn reopen(
             let missing = || {
                 OpenError::new(OpenErrorKind::NoDevice, url.to_string(), "the keeper does not hold its pages")
             };
-            let memory = Memory::adopt(take(host::KEEPSAKE).ok_or_else(missing)?).map_err(|error| {
+            let memory = Memory::adopt(take(host::HANDOFF).ok_or_else(missing)?).map_err(|error| {
                 OpenError::io(url.to_string(), "cannot map the pages that were kept", error)
             })?;
             Ok(Arc::new(Host::adopt(memory)))

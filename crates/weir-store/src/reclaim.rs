@@ -7,8 +7,8 @@ pub trait Reclaim {
     /// Slots of a chunk. The last chunk may be shorter.
     fn chunk_slots(&self) -> u32;
 
-    /// Gives a chunk's memory back to its owner. The caller has emptied it; what it held reads as a fault from
-    /// here on. Slow (milliseconds): call it from a worker.
+    /// Gives a chunk's memory back to its owner. The caller has emptied it; what it held reads as a
+    /// fault from here on. Slow (milliseconds): call it from a worker.
     ///
     /// # Errors
     /// When the memory stays; the chunk is as it was.
@@ -20,15 +20,15 @@ pub trait Reclaim {
     /// When there is none now.
     fn take(&self, chunk: u32) -> Result<(), Fault>;
 
-    /// How much of a member is left to its owner; `None` where it does not say. Costs some ten microseconds: for a governor
-    /// that looks a few times a second.
+    /// How much of a member is left to its owner; `None` where it does not say. Costs some ten
+    /// microseconds: for a governor that looks a few times a second.
     fn headroom(&self, _member: u32) -> Option<Headroom> {
         None
     }
 }
 
-/// One card's memory as all its users together leave it. The owner comes first: below `floor` memory is owed back; above
-/// `spare` more may be taken.
+/// One card's memory as all its users together leave it. The owner comes first: below `floor`
+/// memory is owed back; above `spare` more may be taken.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Headroom {
     /// Bytes that nobody has.
@@ -39,7 +39,8 @@ pub struct Headroom {
     pub display: bool,
     /// Free bytes below which memory is given back (`floor=` of the URL).
     pub floor: u64,
-    /// Free bytes that are left alone when memory is taken: 1 GiB, 3 GiB beside a display, the floor if that is more.
+    /// Free bytes that are left alone when memory is taken: 1 GiB, 3 GiB beside a display, the
+    /// floor if that is more.
     pub spare: u64,
     /// Bytes of a chunk, the unit of giving and taking.
     pub chunk: u64,
@@ -51,12 +52,14 @@ impl Headroom {
         self.free < self.floor
     }
 
-    /// Whether what was owed has been given, with a chunk on top, so that giving and taking do not chase each other.
+    /// Whether what was owed has been given, with a chunk on top, so that giving and taking do not
+    /// chase each other.
     pub fn has_recovered(&self) -> bool {
         self.free >= self.floor + self.chunk
     }
 
-    /// Chunks to give back now; 0 while the floor is kept. Once it is broken, up to where it has recovered.
+    /// Chunks to give back now; 0 while the floor is kept. Once it is broken, up to where it has
+    /// recovered.
     pub fn owed_chunks(&self) -> u32 {
         if !self.is_short() {
             return 0;

@@ -9,14 +9,15 @@ pub trait Report {
     /// The condition of each member.
     fn conditions(&self) -> Vec<Condition>;
 
-    /// Has `tell` called whenever a member's condition changes, once for each change, by a thread that may wait.
+    /// Has `tell` called whenever a member's condition changes, once for each change, by a thread
+    /// that may wait.
     fn when_changed(&self, tell: TellChange);
 
     /// What its opening took until the first operation, stage by stage.
     fn stages(&self) -> Vec<(&'static str, Duration)>;
 
-    /// Calls `tell` once what a member opens behind its first operations is there, or will not come; at once where that is
-    /// over already, and never where there is nothing of the kind.
+    /// Calls `tell` once what a member opens behind its first operations is there, or will not
+    /// come; at once where that is over already, and never where there is nothing of the kind.
     fn when_joined(&self, tell: Tell);
 }
 

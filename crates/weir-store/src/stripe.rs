@@ -16,7 +16,8 @@ pub struct Deal(Rule);
 enum Rule {
     /// Units of so many slots, in turns.
     Turns { members: u32, unit: u32 },
-    /// For each unit its member, and its number there. A unit has a power of two of slots, whose logarithm this is.
+    /// For each unit its member, and its number there. A unit has a power of two of slots, whose
+    /// logarithm this is.
     Table { shift: u32, units: Box<[(u16, u32)]> },
 }
 
@@ -26,13 +27,14 @@ impl Deal {
         Deal(Rule::Turns { members, unit })
     }
 
-    /// Each unit of `unit` slots, a power of two, where `units` says: its member, and its number there.
+    /// Each unit of `unit` slots, a power of two, where `units` says: its member, and its number
+    /// there.
     pub fn by_table(unit: u32, units: Vec<(u16, u32)>) -> Self {
         Deal(Rule::Table { shift: unit.ilog2(), units: units.into() })
     }
 
-    /// As many units of `unit` slots as each member has, so that after any number of them every member has its share by its
-    /// speed, for as long as it has units.
+    /// As many units of `unit` slots as each member has, so that after any number of them every
+    /// member has its share by its speed, for as long as it has units.
     pub fn by_speed(unit: u32, counts: &[u32], speeds: &[f64]) -> Self {
         let mut given = vec![0u32; counts.len()];
         let total = counts.iter().sum::<u32>() as usize;
@@ -90,7 +92,8 @@ impl Deal {
     }
 }
 
-/// A store over others, each of which is a member with a state of its own. Chunks are dealt out whole.
+/// A store over others, each of which is a member with a state of its own. Chunks are dealt out
+/// whole.
 #[derive(Debug)]
 pub struct Stripe<M> {
     name: String,
@@ -100,8 +103,8 @@ pub struct Stripe<M> {
 }
 
 impl<M: Store + Reclaim> Stripe<M> {
-    /// A stripe over `members`, whose chunks are as large as each other's and a power of two of slots. Member `n` moves
-    /// `speeds[n]` pages a second.
+    /// A stripe over `members`, whose chunks are as large as each other's and a power of two of
+    /// slots. Member `n` moves `speeds[n]` pages a second.
     ///
     /// # Panics
     /// When there is no member.
@@ -114,7 +117,8 @@ impl<M: Store + Reclaim> Stripe<M> {
         Self::over(name, members, Deal::by_speed(unit, &counts, speeds))
     }
 
-    /// A stripe over `members` as an earlier one has dealt its chunks out; `units` is empty where it had one member.
+    /// A stripe over `members` as an earlier one has dealt its chunks out; `units` is empty where
+    /// it had one member.
     ///
     /// # Panics
     /// When there is no member.

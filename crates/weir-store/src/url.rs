@@ -8,8 +8,8 @@
 //! | `stripe:/dev/nvme0n1,/dev/nvme1n1` | several of them, in turns ([`StripeUrl`]) |
 //! | `sim:seed=1,read_error=1e-4` | memory that fails as told, for tests ([`SimUrl`]) |
 //!
-//! Each kind of store parses its own part, in its own module. A new kind adds a variant here, its parser there,
-//! and an arm in [`open`](crate::open()).
+//! Each kind of store parses its own part, in its own module. A new kind adds a variant here, its
+//! parser there, and an arm in [`open`](crate::open()).
 //!
 //! ```
 //! use weir_store::StoreUrl;
@@ -115,8 +115,8 @@ impl StoreUrl {
         Ok(self)
     }
 
-    /// The same store with room for `slots` pages more, where the URL says how large it is: what a volume needs for
-    /// writes under way comes on top of what its user asked for.
+    /// The same store with room for `slots` pages more, where the URL says how large it is: what a
+    /// volume needs for writes under way comes on top of what its user asked for.
     pub fn enlarged(&self, slots: u32) -> Self {
         let mut url = self.clone();
         let size = match &mut url {
@@ -208,7 +208,8 @@ pub(crate) fn switch(key: &'static str, text: &str) -> Result<bool, UrlProblem> 
     }
 }
 
-/// Shows `key=value` pairs after a first separator and between each other, and leaves out what is default.
+/// Shows `key=value` pairs after a first separator and between each other, and leaves out what is
+/// default.
 pub(crate) struct Query<'a, 'f> {
     out: &'a mut fmt::Formatter<'f>,
     next: &'static str,

@@ -1,5 +1,5 @@
-//! What `file:` promises beyond the conformance suite: room that is there, other people's data left alone, nothing
-//! readable left behind, and errors that hit only the operations they belong to.
+//! What `file:` promises beyond the conformance suite: room that is there, other people's data left
+//! alone, nothing readable left behind, and errors that hit only the operations they belong to.
 
 mod scratch;
 
@@ -49,7 +49,8 @@ fn a_refusal_says_what_kind_it_is() {
     assert_eq!(kind(&url(&path, 1)), OpenErrorKind::InUse);
 }
 
-/// Queues one operation for each slot, submits them together, and gives their results in the order of slots.
+/// Queues one operation for each slot, submits them together, and gives their results in the order
+/// of slots.
 fn batch(
     lane: &mut dyn Lane,
     slots: &[u32],
@@ -417,8 +418,8 @@ fn who_may_not_write_is_told_what_he_lacks_and_root_is_not_told_to_be_root() {
     assert_eq!(error.contains("run as root"), !is_root, "{error}");
 }
 
-/// Opens it soon: a child that another test starts at this moment has our descriptors too until it runs its own program, and so
-/// keeps a device in use that was closed here.
+/// Opens it soon: a child that another test starts at this moment has our descriptors too until it
+/// runs its own program, and so keeps a device in use that was closed here.
 fn opened(url: &FileUrl) -> FileStore {
     soon(|| FileStore::open(url))
 }

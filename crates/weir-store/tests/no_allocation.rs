@@ -1,4 +1,5 @@
-//! No store touches the allocator between two operations, faults included: a thread that serves swap must not.
+//! No store touches the allocator between two operations, faults included: a thread that serves
+//! swap must not.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -11,8 +12,8 @@ static ALLOCATOR: SealedAllocator = SealedAllocator;
 
 const DEPTH: u32 = 32;
 
-/// Writes and reads in batches, some slots outside the store, some in a released chunk. Returns how many succeeded
-/// and how many faulted.
+/// Writes and reads in batches, some slots outside the store, some in a released chunk. Returns how
+/// many succeeded and how many faulted.
 fn work(lane: &mut dyn Lane, slots: u32) -> (u32, u32) {
     let (mut good, mut bad) = (0, 0);
     let mut page = [7; PAGE_SIZE];

@@ -1,4 +1,5 @@
-//! The simulated store does what it was told, counts it exactly, and does the same again for the same seed.
+//! The simulated store does what it was told, counts it exactly, and does the same again for the
+//! same seed.
 
 use proptest::prelude::*;
 use std::time::Instant;
@@ -44,7 +45,8 @@ fn finish(lane: &mut dyn Lane, progress: Progress, into: &mut PageBytes) -> Resu
     }
 }
 
-/// Writes and reads every slot of `store` several times, checks each result against the store's own account.
+/// Writes and reads every slot of `store` several times, checks each result against the store's own
+/// account.
 fn exercise(store: &Sim) -> Injected {
     let mut lane = store.lane(8).expect("a lane");
     let mut seen = Injected::default();

@@ -1,4 +1,5 @@
-//! The time that a store's user takes is not the driver's. Alone in its process, since it shortens what a driver may take.
+//! The time that a store's user takes is not the driver's. Alone in its process, since it shortens
+//! what a driver may take.
 
 #[path = "fake_cuda/mod.rs"]
 #[allow(dead_code, reason = "the other tests use the rest")]

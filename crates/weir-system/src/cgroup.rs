@@ -32,7 +32,8 @@ impl Cgroup {
             move |error: io::Error| io::Error::new(error.kind(), format!("{path}: {error}"))
         };
         if unified {
-            // A controller must be handed down before a child has it; where it already is, this changes nothing.
+            // A controller must be handed down before a child has it; where it already is, this
+            // changes nothing.
             let _ = fs::write("/sys/fs/cgroup/cgroup.subtree_control", "+memory");
         }
         if let Err(error) = fs::create_dir(&cgroup.0) {

@@ -7,8 +7,8 @@ use std::io;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::Path;
 
-/// What uses a device such as `/dev/nbd0`, with what ends it: `as swap: run swapoff /dev/nbd0`. `None` where nothing does, or
-/// there is no such device.
+/// What uses a device such as `/dev/nbd0`, with what ends it: `as swap: run swapoff /dev/nbd0`.
+/// `None` where nothing does, or there is no such device.
 ///
 /// # Errors
 /// When it cannot be told.
@@ -23,7 +23,8 @@ pub fn user_at(root: &Path, device: &str) -> io::Result<Option<String>> {
     if is_listed(&swaps, device) || swaps.lines().any(|line| is_node_of(root, line, &numbers)) {
         return Ok(Some(format!("as swap: run swapoff {device}")));
     }
-    // This process may have a mount namespace of its own; the first process sees what the machine's users see.
+    // This process may have a mount namespace of its own; the first process sees what the machine's
+    // users see.
     let mounts = ["proc/self/mounts", "proc/1/mounts"]
         .map(|path| fs::read_to_string(root.join(path)).unwrap_or_default());
     let mounted = ["proc/self/mountinfo", "proc/1/mountinfo"]
@@ -41,8 +42,8 @@ pub fn user_at(root: &Path, device: &str) -> io::Result<Option<String>> {
     Ok(None)
 }
 
-/// What a daemon that is told to stop says of a device that it serves, by what [`user`] or [`user_or_owner`] found; `None` where
-/// it may stop. What cannot be told counts as in use.
+/// What a daemon that is told to stop says of a device that it serves, by what [`user`] or
+/// [`user_or_owner`] found; `None` where it may stop. What cannot be told counts as in use.
 pub fn why_not_stop(device: &str, user: io::Result<Option<String>>) -> Option<String> {
     let user = user.unwrap_or_else(|error| Some(format!("for all that can be told ({error}): try again")))?;
     Some(in_use(device, &user))
@@ -53,8 +54,8 @@ pub fn in_use(device: &str, user: &str) -> String {
     format!("{device} is in use {user}")
 }
 
-/// As [`user`], and also sees who has the device open for himself in any namespace. For a device that answers: opening it may
-/// read from it.
+/// As [`user`], and also sees who has the device open for himself in any namespace. For a device
+/// that answers: opening it may read from it.
 ///
 /// # Errors
 /// When it cannot be told.
@@ -70,7 +71,8 @@ pub fn user_or_owner(device: &str) -> io::Result<Option<String>> {
     }
 }
 
-/// What a daemon says of a device that the driver does not take away because somebody has it open, be it to read.
+/// What a daemon says of a device that the driver does not take away because somebody has it open,
+/// be it to read.
 pub fn why_open(device: &str) -> String {
     let user = user_or_opener(device).unwrap_or_else(|| {
         format!("by a program that has it open: run fuser -v {device} as root, and end what it names")
@@ -83,7 +85,8 @@ pub fn user_or_opener(device: &str) -> Option<String> {
     user(device).ok().flatten().or_else(|| opener_at(Path::new("/"), device))
 }
 
-/// The first process that has a device open, of those below `root` into which this one may look, with what ends that.
+/// The first process that has a device open, of those below `root` into which this one may look,
+/// with what ends that.
 pub fn opener_at(root: &Path, device: &str) -> Option<String> {
     let identity = |found: fs::Metadata| (found.file_type(), found.rdev());
     let wanted = fs::metadata(device).map(identity).ok()?;
@@ -100,7 +103,8 @@ pub fn opener_at(root: &Path, device: &str) -> Option<String> {
     })
 }
 
-/// The numbers of a device and its partitions, as `43:0`. A device keeps them whatever becomes of its node in /dev.
+/// The numbers of a device and its partitions, as `43:0`. A device keeps them whatever becomes of
+/// its node in /dev.
 fn numbers(root: &Path, device: &str) -> Vec<String> {
     let name = device.strip_prefix("/dev/").unwrap_or(device);
     let block = root.join("sys/block").join(name);
@@ -119,7 +123,8 @@ fn is_node_of(root: &Path, line: &str, numbers: &[String]) -> bool {
     fs::metadata(root.join(name.trim_start_matches('/'))).is_ok_and(is_it)
 }
 
-/// Whether a table such as /proc/swaps names the device, or a partition of it, in the first column of a line.
+/// Whether a table such as /proc/swaps names the device, or a partition of it, in the first column
+/// of a line.
 fn is_listed(table: &str, device: &str) -> bool {
     table.lines().filter_map(|line| line.split_whitespace().next()).any(|name| {
         // A node that was removed since.

@@ -1,12 +1,15 @@
 //! Keeping processors out of deep sleep while requests come in bursts.
 //!
-//! A processor that sleeps deeply takes tens of microseconds and more to wake, which a sporadic fault feels. Linux lets a process bound
-//! that: whoever has `/dev/cpu_dma_latency` open and has written a number of microseconds to it keeps every processor from
-//! idle states whose exit takes longer (Documentation/power/pm_qos_interface.rst). The bound ends with the descriptor, so with the process.
+//! A processor that sleeps deeply takes tens of microseconds and more to wake, which a sporadic
+//! fault feels. Linux lets a process bound that: whoever has `/dev/cpu_dma_latency` open and has
+//! written a number of microseconds to it keeps every processor from idle states whose exit takes
+//! longer (Documentation/power/pm_qos_interface.rst). The bound ends with the descriptor, so with
+//! the process.
 //!
-//! It holds for the whole machine and costs power, so it is there only during a burst: from the second of two requests less than
-//! `QUIET` apart until none has come for so long. Each change wakes all processors, so it is not made for each request, and a thread of
-//! its own makes it, not one that serves.
+//! It holds for the whole machine and costs power, so it is there only during a burst: from the
+//! second of two requests less than `QUIET` apart until none has come for so long. Each change
+//! wakes all processors, so it is not made for each request, and a thread of its own makes it, not
+//! one that serves.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -22,8 +25,8 @@ pub const DEVICE: &str = "/dev/cpu_dma_latency";
 /// A burst is over when nothing has come for so long.
 const QUIET: Duration = Duration::from_millis(100);
 
-/// The shallowest sleep of a processor ends within this; below it the kernel would have it spin (`drivers/idle/intel_idle.c`:
-/// C1 takes 1 or 2 us).
+/// The shallowest sleep of a processor ends within this; below it the kernel would have it spin
+/// (`drivers/idle/intel_idle.c`: C1 takes 1 or 2 us).
 const BOUND_US: i32 = 2;
 
 /// `PM_QOS_CPU_LATENCY_DEFAULT_VALUE`: as if nothing had been written.
@@ -40,7 +43,8 @@ pub struct Bursts {
     pub count: u64,
 }
 
-/// From now on every burst of requests to this process keeps processors awake, until the process ends.
+/// From now on every burst of requests to this process keeps processors awake, until the process
+/// ends.
 ///
 /// # Errors
 /// When the device cannot be opened, or there is no thread.

@@ -1,7 +1,8 @@
-//! What Weir reads of the machine it runs on, and asks of its kernel: memory, swaps, who uses a device, loop devices, generic
-//! netlink, processors' idle states, releases, unix sockets.
+//! What Weir reads of the machine it runs on, and asks of its kernel: memory, swaps, who uses a
+//! device, loop devices, generic netlink, processors' idle states, releases, unix sockets.
 //!
-//! Nothing here knows of stores or volumes. What one part of Weir knows about the machine every other part learns from here.
+//! Nothing here knows of stores or volumes. What one part of Weir knows about the machine every
+//! other part learns from here.
 
 pub mod cgroup;
 pub mod device_use;

@@ -1,6 +1,8 @@
-//! Loop devices: a file as a block device of the kernel (include/uapi/linux/loop.h, drivers/block/loop.c).
+//! Loop devices: a file as a block device of the kernel (include/uapi/linux/loop.h,
+//! drivers/block/loop.c).
 //!
-//! Set up by `LOOP_CONFIGURE` (Linux 5.8) with direct I/O, so that nothing of the file is cached twice, and blocks of 4 KiB.
+//! Set up by `LOOP_CONFIGURE` (Linux 5.8) with direct I/O, so that nothing of the file is cached
+//! twice, and blocks of 4 KiB.
 
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
@@ -68,7 +70,8 @@ impl Info {
         init: [0; 2],
     };
 
-    /// With the file's name, which the kernel keeps and shows where it cannot see the file: cut, and with a zero at its end.
+    /// With the file's name, which the kernel keeps and shows where it cannot see the file: cut,
+    /// and with a zero at its end.
     fn named(file: &Path) -> Info {
         let mut info = Info::EMPTY;
         let name = file.as_os_str().as_encoded_bytes();
@@ -125,7 +128,8 @@ pub enum LoopError {
     InUse(PathBuf),
 }
 
-/// A loop device that is set up. It stays when this is dropped; [`detach`](LoopDevice::detach) takes it down.
+/// A loop device that is set up. It stays when this is dropped; [`detach`](LoopDevice::detach)
+/// takes it down.
 #[derive(Debug)]
 pub struct LoopDevice {
     path: PathBuf,
@@ -176,7 +180,8 @@ impl LoopDevice {
         }
     }
 
-    /// All devices over `file`, also where its file system is out of sight by now, because it was unmounted under them.
+    /// All devices over `file`, also where its file system is out of sight by now, because it was
+    /// unmounted under them.
     pub fn over(file: &Path) -> Vec<LoopDevice> {
         let names = fs::read_dir("/sys/block")
             .into_iter()
@@ -189,7 +194,8 @@ impl LoopDevice {
             .collect()
     }
 
-    /// Whether it was set up for a file of this name. Opening it reads nothing of it: it has no partitions to look for.
+    /// Whether it was set up for a file of this name. Opening it reads nothing of it: it has no
+    /// partitions to look for.
     fn was_made_of(&self, file: &Path) -> bool {
         if file.as_os_str().len() >= Info::EMPTY.file_name.len() {
             return false; // The kernel has no more than its beginning.
@@ -212,10 +218,12 @@ impl LoopDevice {
         Some(PathBuf::from(path.trim_end_matches('\n')))
     }
 
-    /// Takes the device down, and waits until the kernel has let its file go. Refused while something uses it.
+    /// Takes the device down, and waits until the kernel has let its file go. Refused while
+    /// something uses it.
     ///
     /// # Errors
-    /// [`LoopError::InUse`] when a file system or swap is on it: the kernel then takes it down by itself as soon as that ends.
+    /// [`LoopError::InUse`] when a file system or swap is on it: the kernel then takes it down by
+    /// itself as soon as that ends.
     pub fn detach(self) -> Result<(), LoopError> {
         if self.backing_file().is_none() {
             return Ok(());
@@ -253,7 +261,8 @@ impl LoopDevice {
     fn checked(self, file: &Path) -> Result<LoopDevice, LoopError> {
         let direct = fs::read_to_string(self.attribute("dio"));
         if direct.is_ok_and(|text| text.trim() == "0") {
-            // Nothing uses it yet, so it goes at once; and where it does not, the first error matters more.
+            // Nothing uses it yet, so it goes at once; and where it does not, the first error
+            // matters more.
             let _ = self.detach();
             return Err(LoopError::NoDirectIo { path: file.to_owned() });
         }
@@ -285,11 +294,12 @@ fn configure(device: &OwnedFd, backing: &OwnedFd, file: &Path) -> rustix::io::Re
     call(device, CONFIGURE, (&raw mut config).cast()).map(drop)
 }
 
-/// An ioctl of the loop driver: the argument is null, or leads to a [`Config`] or an [`Info`]; the answer is a number.
+/// An ioctl of the loop driver: the argument is null, or leads to a [`Config`] or an [`Info`]; the
+/// answer is a number.
 struct Call(Opcode, *mut c_void);
 
-// SAFETY: the commands that use this take no argument, or read the `Config` that the pointer leads to, or fill the `Info` that it
-// leads to, of which any bytes are one; both outlive the call.
+// SAFETY: the commands that use this take no argument, or read the `Config` that the pointer leads
+// to, or fill the `Info` that it leads to, of which any bytes are one; both outlive the call.
 unsafe impl Ioctl for Call {
     type Output = i32;
     const IS_MUTATING: bool = false;

@@ -43,13 +43,14 @@ impl Machine {
         Some(ByteSize(kib << 10))
     }
 
-    /// Memory that this process can take without pushing others out: of the machine, and of the cgroups that it is in. `None` where
-    /// nobody says.
+    /// Memory that this process can take without pushing others out: of the machine, and of the
+    /// cgroups that it is in. `None` where nobody says.
     pub fn available(&self) -> Option<ByteSize> {
         weir_core::available_below(&self.root).map(ByteSize)
     }
 
-    /// Memory that all processes together can take: what is swapped in is charged to its owners' cgroups, not to this process's.
+    /// Memory that all processes together can take: what is swapped in is charged to its owners'
+    /// cgroups, not to this process's.
     pub fn available_to_all(&self) -> Option<ByteSize> {
         weir_core::available_to_all_below(&self.root).map(ByteSize)
     }
@@ -61,7 +62,8 @@ impl Machine {
 
     /// The SMBIOS type of the machine's case, if it is one to carry about.
     pub fn portable(&self) -> Option<u8> {
-        // Portable, laptop, notebook, sub-notebook, tablet, convertible, detachable (SMBIOS 3.7, 7.4.1).
+        // Portable, laptop, notebook, sub-notebook, tablet, convertible, detachable (SMBIOS 3.7,
+        // 7.4.1).
         const PORTABLE: [u8; 7] = [8, 9, 10, 14, 30, 31, 32];
         let case = self.text("/sys/class/dmi/id/chassis_type")?.parse().ok()?;
         PORTABLE.contains(&case).then_some(case)

@@ -1,5 +1,5 @@
-//! Generic netlink, as much of it as the kernel's NBD client needs (include/uapi/linux/netlink.h, genetlink.h): one
-//! request, its answers, and the final acknowledgement; and what a group is told.
+//! Generic netlink, as much of it as the kernel's NBD client needs (include/uapi/linux/netlink.h,
+//! genetlink.h): one request, its answers, and the final acknowledgement; and what a group is told.
 
 use rustix::net::netlink::{GENERIC, SocketAddrNetlink};
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
@@ -164,7 +164,8 @@ impl Family {
         Ok((control, answer))
     }
 
-    /// Sends a command and returns the attributes of its answer, none where it has only been acknowledged.
+    /// Sends a command and returns the attributes of its answer, none where it has only been
+    /// acknowledged.
     ///
     /// # Errors
     /// What the kernel answers.

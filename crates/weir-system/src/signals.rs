@@ -3,12 +3,12 @@
 use libc::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 use std::ffi::c_int;
 
-/// Signals that a terminal, a session or init sends to end a process. A daemon whose device is in use hears
-/// each of them, and stays.
+/// Signals that a terminal, a session or init sends to end a process. A daemon whose device is in
+/// use hears each of them, and stays.
 pub const END: [c_int; 4] = [SIGTERM, SIGINT, SIGHUP, SIGQUIT];
 
-/// Others that end or stop a process which does not expect them. A process that is stopped (Ctrl-Z, or
-/// a line to a terminal that belongs to another job) answers no request, and swap on it stands
+/// Others that end or stop a process which does not expect them. A process that is stopped (Ctrl-Z,
+/// or a line to a terminal that belongs to another job) answers no request, and swap on it stands
 /// still.
 const STRAY: [c_int; 14] = [
     libc::SIGPIPE,

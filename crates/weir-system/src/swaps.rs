@@ -65,7 +65,8 @@ const SWAP_FLAG_PREFER: libc::c_int = 0x8000;
 const SWAP_FLAG_DISCARD: libc::c_int = 0x1_0000;
 const SWAP_FLAG_DISCARD_PAGES: libc::c_int = 0x4_0000;
 
-/// Starts to swap on a device. Freed clusters are discarded, so that the store gets their room back.
+/// Starts to swap on a device. Freed clusters are discarded, so that the store gets their room
+/// back.
 ///
 /// # Errors
 /// What swapon(2) answers.
@@ -79,8 +80,8 @@ pub fn on(path: &Path, priority: i32) -> io::Result<()> {
     }
 }
 
-/// Brings every page back and stops swapping on a device. Takes as long as that takes; a signal to this thread ends it with
-/// `EINTR`, and the device stays on (mm/swapfile.c, `try_to_unuse`).
+/// Brings every page back and stops swapping on a device. Takes as long as that takes; a signal to
+/// this thread ends it with `EINTR`, and the device stays on (mm/swapfile.c, `try_to_unuse`).
 ///
 /// # Errors
 /// What swapoff(2) answers.

@@ -3,7 +3,8 @@
 use std::path::Path;
 use std::{fs, io};
 
-/// `vm.page-cluster`, put back when dropped: a fault reads at most 2 to the power of this many pages.
+/// `vm.page-cluster`, put back when dropped: a fault reads at most 2 to the power of this many
+/// pages.
 #[derive(Debug)]
 pub struct PageCluster(String);
 

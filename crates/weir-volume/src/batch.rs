@@ -1,18 +1,20 @@
-//! A batch that a lane is about to do, counted by store: each chooses its way by how much comes to it.
+//! A batch that a lane is about to do, counted by store: each chooses its way by how much comes to
+//! it.
 
 use crate::Volume;
 use crate::entry::{Place, STORES_MAX};
 use crate::lane::StoreLane;
 use weir_core::PageNo;
 
-/// What a batch will read and write, while it is being counted. A hint: pages may move before they are read, and nothing
-/// has to be counted that will be done, nor done that was counted.
+/// What a batch will read and write, while it is being counted. A hint: pages may move before they
+/// are read, and nothing has to be counted that will be done, nor done that was counted.
 pub struct Batch<'a> {
     volume: &'a Volume,
     stores: &'a mut [StoreLane],
     reads: [usize; STORES_MAX],
     writes: usize,
-    /// The store that the last new slot was taken from: the next will be its too, but for the one time that it is full.
+    /// The store that the last new slot was taken from: the next will be its too, but for the one
+    /// time that it is full.
     taker: usize,
 }
 

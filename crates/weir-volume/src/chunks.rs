@@ -110,7 +110,8 @@ impl Tier {
         let _ = self.records.chunk_word(chunk).fetch_update(Ordering::AcqRel, Ordering::Acquire, next);
     }
 
-    /// Goes on where a daemon before left off: what it had given back stays given back, what it was emptying is open again.
+    /// Goes on where a daemon before left off: what it had given back stays given back, what it was
+    /// emptying is open again.
     pub fn adopt_chunks(&self) {
         for chunk in 0..count(&*self.store) {
             let Some(slots) = self.chunk(chunk) else { continue };
@@ -121,14 +122,16 @@ impl Tier {
                 }
                 ChunkState::GivenBack => {
                     self.records.close(extents(&slots));
-                    // A store that was opened anew may have taken the memory again. Where it cannot release it, that stays unused.
+                    // A store that was opened anew may have taken the memory again. Where it cannot
+                    // release it, that stays unused.
                     let _ = self.release(chunk);
                 }
             }
         }
     }
 
-    /// A chunk's slots; `None` if there is no such chunk, or chunks do not consist of whole extents.
+    /// A chunk's slots; `None` if there is no such chunk, or chunks do not consist of whole
+    /// extents.
     pub fn chunk(&self, chunk: u32) -> Option<Range<u32>> {
         let (slots, chunk_slots) = (self.records.slots(), slots_of_chunk(&*self.store));
         let first = chunk.checked_mul(chunk_slots).filter(|&first| first < slots)?;
@@ -182,15 +185,15 @@ impl Volume {
         self.tiers.get(store).into_iter().flat_map(Tier::chunk_statuses)
     }
 
-    /// Notes of chunks that are given back, or about to be, why: so that whoever decided it may take them again, also after the
-    /// daemon has died. The note goes when a chunk is taken.
+    /// Notes of chunks that are given back, or about to be, why: so that whoever decided it may
+    /// take them again, also after the daemon has died. The note goes when a chunk is taken.
     pub fn note(&self, store: usize, chunks: &[u32], note: Note) {
         let Some(tier) = self.tiers.get(store) else { return };
         chunks.iter().filter(|&&chunk| tier.chunk(chunk).is_some()).for_each(|&chunk| tier.note(chunk, note));
     }
 
-    /// Slots that the stores offer beyond what the volume's size needs: so many can be given back. Those of members that are
-    /// lost are not counted.
+    /// Slots that the stores offer beyond what the volume's size needs: so many can be given back.
+    /// Those of members that are lost are not counted.
     pub fn spare_slots(&self) -> u32 {
         self.open_slots().saturating_sub(self.config.slots())
     }

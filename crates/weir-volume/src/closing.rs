@@ -1,8 +1,9 @@
 //! Lanes that were dropped with operations under way.
 //!
-//! A store may still write into slots that such a lane had claimed, and read slots that its pin holds. Nobody waits for that: the lane's
-//! stores go over to its seat, which stays taken. A lane that needs slots asks how far they are, and a worker or
-//! the next that opens a lane frees the seat, by [`close_lanes`](Volume::close_lanes). Nothing of what was under way is published.
+//! A store may still write into slots that such a lane had claimed, and read slots that its pin
+//! holds. Nobody waits for that: the lane's stores go over to its seat, which stays taken. A lane
+//! that needs slots asks how far they are, and a worker or the next that opens a lane frees the
+//! seat, by [`close_lanes`](Volume::close_lanes). Nothing of what was under way is published.
 
 use crate::Volume;
 use crate::lane::{Op, Run, StoreLane};
@@ -95,8 +96,8 @@ impl Volume {
         self.closing.fetch_add(1, Ordering::Release);
     }
 
-    /// Frees slots and pins that dropped lanes had under way, as far as stores are done with them. Never waits, frees no memory: a lane
-    /// whose write finds no slot does so by itself.
+    /// Frees slots and pins that dropped lanes had under way, as far as stores are done with them.
+    /// Never waits, frees no memory: a lane whose write finds no slot does so by itself.
     pub(crate) fn step_closing(&self, now: Instant) {
         self.each_closing(|seat, closing| {
             if let Some(closing) = closing {
@@ -105,7 +106,8 @@ impl Volume {
         });
     }
 
-    /// The same, and frees the seats of those that are done. Closes stores' lanes, which may wait: for workers, and for who opens a lane.
+    /// The same, and frees the seats of those that are done. Closes stores' lanes, which may wait:
+    /// for workers, and for who opens a lane.
     pub fn close_lanes(&self, now: Instant) {
         self.each_closing(|seat, it| {
             if let Some(closing) = it {

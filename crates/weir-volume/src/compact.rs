@@ -1,11 +1,13 @@
 //! Bringing pages together again whose packs others have left.
 //!
-//! A pack's slot is free when the last of its pages has gone. Where pages are replaced in no order, packs grow sparse, and hold slots
-//! for little. So the emptiest are emptied: their pages go into new packs, as compressed as they are, and are published one by one,
-//! like any page that moves. Readers and writers go on; a page that is written meanwhile is simply no longer there.
+//! A pack's slot is free when the last of its pages has gone. Where pages are replaced in no order,
+//! packs grow sparse, and hold slots for little. So the emptiest are emptied: their pages go into
+//! new packs, as compressed as they are, and are published one by one, like any page that moves.
+//! Readers and writers go on; a page that is written meanwhile is simply no longer there.
 //!
-//! A volume never needs this to keep its promise (see ARCHITECTURE.md), so it is done when it pays: a slot for each two that are emptied,
-//! at worst. It takes no memory, and where a store is full no more of its slots than one at a time.
+//! A volume never needs this to keep its promise (see ARCHITECTURE.md), so it is done when it pays:
+//! a slot for each two that are emptied, at worst. It takes no memory, and where a store is full no
+//! more of its slots than one at a time.
 
 use crate::entry::Place;
 use crate::lane::OPENED_MAX;
@@ -25,7 +27,8 @@ pub struct Sparse {
 }
 
 impl Sparse {
-    /// Packs that are full to so many sixteenths, or less; what [`Volume::sparse`] would choose is known better.
+    /// Packs that are full to so many sixteenths, or less; what [`Volume::sparse`] would choose is
+    /// known better.
     pub fn up_to(sixteenths: u32) -> Self {
         Sparse { fill_most: sixteenths.min(WHOLE) }
     }
@@ -46,7 +49,8 @@ const WHOLE: u32 = 16;
 const FILL_MOST: u32 = 11;
 /// Slots wasted that are worth beginning for.
 const WASTE_LEAST: u64 = 32;
-/// Of so many slots with packs one may be wasted, and where the store has little room one of the second number.
+/// Of so many slots with packs one may be wasted, and where the store has little room one of the
+/// second number.
 const WASTE_ONE_IN: (u64, u64) = (6, 12);
 /// A store has little room where one slot of so many is free.
 const ROOM_ONE_IN: u32 = 16;
@@ -63,7 +67,8 @@ fn fill(occupant: Option<crate::records::Occupant>) -> Option<u32> {
 }
 
 impl Volume {
-    /// Has `told` called, by whatever lane, every now and then while pages leave packs. Once; not on another's behalf.
+    /// Has `told` called, by whatever lane, every now and then while pages leave packs. Once; not
+    /// on another's behalf.
     pub fn when_packs_are_left(&self, told: Box<dyn Fn() + Send + Sync>) {
         let _ = self.when_left.set(told);
     }
@@ -74,8 +79,8 @@ impl Volume {
         }
     }
 
-    /// Whether so many pages have left packs since the last look that another is worth it; then that is now. `*looked` is the caller's, none
-    /// at first.
+    /// Whether so many pages have left packs since the last look that another is worth it; then
+    /// that is now. `*looked` is the caller's, none at first.
     pub fn packs_were_left(&self, looked: &mut Option<u64>) -> bool {
         let sum = |count: fn(&LaneMetrics) -> &Counter| -> u64 {
             self.lanes.iter().fold(0, |sum, seat| sum.wrapping_add(count(&seat.metrics).get()))
@@ -91,7 +96,8 @@ impl Volume {
         true
     }
 
-    /// Which packs of a store are worth emptying, if too many slots are wasted. Looks at every record.
+    /// Which packs of a store are worth emptying, if too many slots are wasted. Looks at every
+    /// record.
     pub fn sparse(&self, store: usize) -> Option<Sparse> {
         let tier = self.tiers.get(store).filter(|tier| tier.records.has_packs())?;
         self.compression()?;
@@ -107,11 +113,13 @@ impl Volume {
     }
 }
 
-/// Chooses by the number of packs of each fill. Those just full enough to stay are wasted by half of what may be.
+/// Chooses by the number of packs of each fill. Those just full enough to stay are wasted by half
+/// of what may be.
 fn sparse(packs: &[u64], one_in: u64) -> Option<Sparse> {
     let total: u64 = packs.iter().sum();
     let wasted = |(fill, count): (usize, &u64)| count * (u64::from(WHOLE) - fill as u64);
-    // In parts of a slot: what is wasted, and what is left of that once packs up to some fill have gone.
+    // In parts of a slot: what is wasted, and what is left of that once packs up to some fill have
+    // gone.
     let waste: u64 = packs.iter().enumerate().map(wasted).sum();
     let whole = u64::from(WHOLE);
     if waste * one_in < total * whole {
@@ -128,11 +136,13 @@ fn sparse(packs: &[u64], one_in: u64) -> Option<Sparse> {
 }
 
 impl Mover {
-    /// Empties packs of store `store` that are `sparse`: a batch's worth, from slot `*next` on (0 at first). Tells `driver` of each page
-    /// that could not be moved, and asks it once, while pages are on their way, whether to go on.
+    /// Empties packs of store `store` that are `sparse`: a batch's worth, from slot `*next` on (0
+    /// at first). Tells `driver` of each page that could not be moved, and asks it once, while
+    /// pages are on their way, whether to go on.
     ///
     /// # Errors
-    /// When it was stopped, or a store has not answered for long. Every page is where it was, or where it was to go.
+    /// When it was stopped, or a store has not answered for long. Every page is where it was, or
+    /// where it was to go.
     pub fn compact(
         &mut self,
         store: usize,
@@ -143,7 +153,8 @@ impl Mover {
         self.lane.forget_slot_wait();
         let volume = Arc::clone(self.volume());
         let Some(tier) = volume.tiers.get(store) else { return Ok(Compacted { pages: 0, more: false }) };
-        // Slots are free after a batch, not before: where there are few, a new pack or two at a time.
+        // Slots are free after a batch, not before: where there are few, a new pack or two at a
+        // time.
         let room = volume.tiers[..=store]
             .iter()
             .map(|tier| tier.records.open_free(|_| true))

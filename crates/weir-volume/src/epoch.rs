@@ -1,13 +1,15 @@
-//! When a freed slot may be used again: after every lane that could still be looking at it has looked away.
+//! When a freed slot may be used again: after every lane that could still be looking at it has
+//! looked away.
 //!
-//! Epoch-based reclamation (Fraser, "Practical lock-freedom", 2004), cut to what a volume needs: a fixed number of
-//! lanes, no callbacks, and the epoch of a retired slot kept in the slot's own record, so that any lane may reuse
-//! any slot and none is stranded with a sleeping thread.
+//! Epoch-based reclamation (Fraser, "Practical lock-freedom", 2004), cut to what a volume needs: a
+//! fixed number of lanes, no callbacks, and the epoch of a retired slot kept in the slot's own
+//! record, so that any lane may reuse any slot and none is stranded with a sleeping thread.
 //!
-//! The argument, once: a slot is unlinked from the map, *then* the global epoch is read as its tag `e`. It may be
-//! reused when `e < safe`, and [`Epochs::safe`] first moves the global epoch past `e`, then looks at every pin. A lane that
-//! it sees pinned at `e` or before holds it back. A lane that it sees unpinned will pin by a store and a full fence,
-//! and read the map after that: it finds the slot unlinked.
+//! The argument, once: a slot is unlinked from the map, *then* the global epoch is read as its tag
+//! `e`. It may be reused when `e < safe`, and [`Epochs::safe`] first moves the global epoch past
+//! `e`, then looks at every pin. A lane that it sees pinned at `e` or before holds it back. A lane
+//! that it sees unpinned will pin by a store and a full fence, and read the map after that: it
+//! finds the slot unlinked.
 
 use crate::sync::{AtomicU64, Ordering, fence};
 
@@ -31,8 +33,8 @@ impl Epochs {
         }
     }
 
-    /// From here to [`unpin`](Epochs::unpin), what `lane` finds in the map stays where it is. One that is pinned already gives
-    /// up what it has found before.
+    /// From here to [`unpin`](Epochs::unpin), what `lane` finds in the map stays where it is. One
+    /// that is pinned already gives up what it has found before.
     #[inline]
     pub fn pin(&self, lane: usize) -> u64 {
         let now = self.global.load(Ordering::Relaxed);
@@ -47,8 +49,9 @@ impl Epochs {
         self.pins[lane].0.store(UNPINNED, Ordering::Release);
     }
 
-    /// An epoch for a lane that is pinned already: what it finds in the map after this was not retired before that epoch. (Who
-    /// retired it then unlinked it first, and so before this load, in the one order of all `SeqCst` operations.)
+    /// An epoch for a lane that is pinned already: what it finds in the map after this was not
+    /// retired before that epoch. (Who retired it then unlinked it first, and so before this load,
+    /// in the one order of all `SeqCst` operations.)
     #[inline]
     pub fn look(&self) -> u64 {
         let now = self.global.load(Ordering::SeqCst);
@@ -56,8 +59,8 @@ impl Epochs {
         now
     }
 
-    /// Moves the pin of a lane that is pinned on to an epoch that [`look`](Epochs::look) returned, for it has read all that it
-    /// found before that.
+    /// Moves the pin of a lane that is pinned on to an epoch that [`look`](Epochs::look) returned,
+    /// for it has read all that it found before that.
     #[inline]
     pub fn move_on(&self, lane: usize, epoch: u64) {
         self.pins[lane].0.store(epoch, Ordering::Release);
@@ -130,7 +133,8 @@ mod loom_tests {
 
     #[test]
     fn loom_a_pin_that_moves_on_still_holds_back_what_was_found_since_it_looked() {
-        // A lane with reads under way without end: what it found before it looked it has read, what it finds since it has not.
+        // A lane with reads under way without end: what it found before it looked it has read, what
+        // it finds since it has not.
         loom::model(|| {
             let epochs = Arc::new(Epochs::new(1));
             let map = Arc::new(AtomicU64::new(1));

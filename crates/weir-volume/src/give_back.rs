@@ -1,8 +1,10 @@
-//! Giving a store's memory back to its owner, chunk by chunk, while the volume stays in use, and taking it again.
+//! Giving a store's memory back to its owner, chunk by chunk, while the volume stays in use, and
+//! taking it again.
 //!
-//! Chunks are closed (no slot of them is claimed any more), every page in them is written anew elsewhere, and when no lane can
-//! be looking at a chunk's slots its memory is released. Readers and writers go on all the while: a page that is written during the
-//! move is simply no longer there to be moved.
+//! Chunks are closed (no slot of them is claimed any more), every page in them is written anew
+//! elsewhere, and when no lane can be looking at a chunk's slots its memory is released. Readers
+//! and writers go on all the while: a page that is written during the move is simply no longer
+//! there to be moved.
 
 use crate::chunks::{ChunkState, extents};
 use crate::entry::Place;
@@ -42,7 +44,8 @@ pub enum GiveBackError {
         /// Slots that would be missing.
         missing: u32,
     },
-    /// Pages in it can neither be read nor moved; the chunk stays, so that they are not lost for good.
+    /// Pages in it can neither be read nor moved; the chunk stays, so that they are not lost for
+    /// good.
     #[error("page {} cannot be moved: {} ({} such pages were met)", .0[0].0.0, .0[0].1, .0.len())]
     Pages(
         /// Those that were met before the work ended, and what their stores said.
@@ -69,13 +72,14 @@ pub enum GiveBackError {
 pub struct MovedUp {
     /// Pages moved.
     pub pages: u32,
-    /// Whether there is more to do: the faster stores have room, and the slower one may hold pages yet.
+    /// Whether there is more to do: the faster stores have room, and the slower one may hold pages
+    /// yet.
     pub more: bool,
 }
 
 impl Volume {
-    /// Closes chunks of store `store`: they take no more pages. All of them, or none. Each is then emptied by
-    /// [`Mover::finish_give_back`], or opened again by [`keep`](Volume::keep).
+    /// Closes chunks of store `store`: they take no more pages. All of them, or none. Each is then
+    /// emptied by [`Mover::finish_give_back`], or opened again by [`keep`](Volume::keep).
     ///
     /// # Errors
     /// When one is not there to be given back, or the volume's size needs them.
@@ -105,7 +109,8 @@ impl Volume {
         result
     }
 
-    /// Opens a chunk again that [`begin_give_back`](Volume::begin_give_back) closed. Pages that have left it stay where they are.
+    /// Opens a chunk again that [`begin_give_back`](Volume::begin_give_back) closed. Pages that
+    /// have left it stay where they are.
     pub fn keep(&self, store: usize, chunk: u32) {
         if let Ok((tier, slots)) = self.find_chunk(store, chunk)
             && tier.step(chunk, ChunkState::Emptying, ChunkState::Held)
@@ -122,8 +127,8 @@ impl Volume {
 }
 
 impl Mover {
-    /// Empties chunk `chunk` of store `store` into the other slots of the volume and releases its memory. Returns how many pages
-    /// were moved. Takes milliseconds to seconds.
+    /// Empties chunk `chunk` of store `store` into the other slots of the volume and releases its
+    /// memory. Returns how many pages were moved. Takes milliseconds to seconds.
     ///
     /// # Errors
     /// The chunk stays in use, whole, with every page in it or safely elsewhere.
@@ -137,8 +142,8 @@ impl Mover {
         self.finish_give_back(store, chunk, driver)
     }
 
-    /// The same for a chunk that [`Volume::begin_give_back`] has closed. Several movers may do so at once, each with chunks of
-    /// its own.
+    /// The same for a chunk that [`Volume::begin_give_back`] has closed. Several movers may do so
+    /// at once, each with chunks of its own.
     ///
     /// # Errors
     /// The chunk is open again, whole, with every page in it or safely elsewhere.
@@ -157,8 +162,8 @@ impl Mover {
             volume.keep(store, chunk);
             return emptied;
         }
-        // Said before it is done: a daemon that is killed in between leaves a chunk that nobody uses, not one without memory
-        // that takes pages.
+        // Said before it is done: a daemon that is killed in between leaves a chunk that nobody
+        // uses, not one without memory that takes pages.
         let stepped = tier.step(chunk, ChunkState::Emptying, ChunkState::GivenBack);
         debug_assert!(stepped, "only whoever closed a chunk moves it on");
         if let Err(fault) = tier.release(chunk) {
@@ -169,11 +174,13 @@ impl Mover {
         emptied
     }
 
-    /// Moves pages out of one of `parts` equal parts of such a chunk, so that several movers can empty one chunk together. Whatever
-    /// stays is left to [`finish_give_back`](Mover::finish_give_back), which comes after all of them.
+    /// Moves pages out of one of `parts` equal parts of such a chunk, so that several movers can
+    /// empty one chunk together. Whatever stays is left to
+    /// [`finish_give_back`](Mover::finish_give_back), which comes after all of them.
     ///
     /// # Errors
-    /// When a page cannot be moved, or `driver` ends the work. The chunk is as it was, less what was moved.
+    /// When a page cannot be moved, or `driver` ends the work. The chunk is as it was, less what
+    /// was moved.
     pub fn move_out(
         &mut self,
         store: usize,
@@ -195,7 +202,8 @@ impl Mover {
         outcome.map(|_| moved)
     }
 
-    /// Takes memory for a chunk that was given back, and uses it again. Nothing to do for one that was not.
+    /// Takes memory for a chunk that was given back, and uses it again. Nothing to do for one that
+    /// was not.
     ///
     /// # Errors
     /// When the store has none now.
@@ -215,8 +223,9 @@ impl Mover {
         Ok(())
     }
 
-    /// Moves pages of store `from` up into faster stores, as long as these have room: a batch's worth, looking at slots from `*next`
-    /// on (0 at first; where there are packs, at pages). The faster stores keep the room that writes under way need.
+    /// Moves pages of store `from` up into faster stores, as long as these have room: a batch's
+    /// worth, looking at slots from `*next` on (0 at first; where there are packs, at pages). The
+    /// faster stores keep the room that writes under way need.
     ///
     /// # Errors
     /// When a page cannot be read.
@@ -273,7 +282,8 @@ impl Mover {
         let batch = self.volume().config.depth.max(1) as u32;
         let (mut moved, began) = (0, driver.now());
         loop {
-            // Lanes that claimed a slot here before it was closed publish it, or free it, before their pin ends.
+            // Lanes that claimed a slot here before it was closed publish it, or free it, before
+            // their pin ends.
             self.wait_for_lanes(driver)?;
             let mut left = false;
             let mut batches = Batches { size: batch, queued: 0, queued_in_all: 0, moved: &mut moved };
@@ -289,12 +299,14 @@ impl Mover {
             }
             let queued_in_all = batches.queued_in_all;
             if !left {
-                // Others may have freed slots since the wait above, under a lane that had found a page there.
+                // Others may have freed slots since the wait above, under a lane that had found a
+                // page there.
                 self.wait_for_lanes(driver)?;
                 return Ok(moved);
             }
             if queued_in_all == 0 {
-                // Pages that are lent out: they are no longer anywhere else, and somebody reads them in place.
+                // Pages that are lent out: they are no longer anywhere else, and somebody reads
+                // them in place.
                 if driver.now() > began + LANES_WAIT {
                     return Err(GiveBackError::Busy);
                 }
@@ -323,7 +335,8 @@ impl Mover {
         Ok(left)
     }
 
-    /// Starts to move what lies in a slot, if the map names it. Says whether the slot is in use, and whether a move was started.
+    /// Starts to move what lies in a slot, if the map names it. Says whether the slot is in use,
+    /// and whether a move was started.
     fn start_move(
         &mut self,
         tier: &Tier,
@@ -342,7 +355,8 @@ impl Mover {
         (true, true)
     }
 
-    /// Starts to move a page, if it lies in one of these slots of store `store`. Says whether it did.
+    /// Starts to move a page, if it lies in one of these slots of store `store`. Says whether it
+    /// did.
     fn start_move_of(
         &mut self,
         page: PageNo,

@@ -1,10 +1,11 @@
-//! Lending pages where they lie: a slot that is lent stays as it is until it is given back, also when its page is
-//! written anew meanwhile.
+//! Lending pages where they lie: a slot that is lent stays as it is until it is given back, also
+//! when its page is written anew meanwhile.
 //!
-//! A pin would do, but a pin holds back every slot of the volume, and a borrower may be slow. So each lent slot has a
-//! count, and who unlinks a slot from the map looks at it. The lender counts first and then looks at the map once
-//! more; the writer unlinks first and then looks at the count: one of the two sees the other. A slot that was unlinked
-//! while it was lent keeps its record, so that it is nobody's to claim and its chunk nobody's to release, and is retired by its return.
+//! A pin would do, but a pin holds back every slot of the volume, and a borrower may be slow. So
+//! each lent slot has a count, and who unlinks a slot from the map looks at it. The lender counts
+//! first and then looks at the map once more; the writer unlinks first and then looks at the count:
+//! one of the two sees the other. A slot that was unlinked while it was lent keeps its record, so
+//! that it is nobody's to claim and its chunk nobody's to release, and is retired by its return.
 
 use crate::entry::Place;
 use crate::lane::Guard;
@@ -35,8 +36,8 @@ impl Lent {
         &self.0[slot.0 as usize]
     }
 
-    /// Counts a slot as lent once more, for the one lender. `None`: that often it cannot be. `Some(true)`: it was not lent before.
-    /// The map must be looked at again afterwards.
+    /// Counts a slot as lent once more, for the one lender. `None`: that often it cannot be.
+    /// `Some(true)`: it was not lent before. The map must be looked at again afterwards.
     fn lend(&self, slot: Slot) -> Option<bool> {
         let byte = self.byte(slot);
         let times = byte.load(Ordering::Relaxed) & TIMES_MAX;
@@ -49,7 +50,8 @@ impl Lent {
         Some(times == 0)
     }
 
-    /// For whoever has unlinked a slot from the map: whether it may be freed. If not, its return frees it.
+    /// For whoever has unlinked a slot from the map: whether it may be freed. If not, its return
+    /// frees it.
     #[inline]
     pub fn may_free(&self, slot: Slot) -> bool {
         fence(Ordering::SeqCst);
@@ -97,8 +99,9 @@ enum Back {
 
 /// Lends pages of a volume where they lie. A volume has one at most; it belongs to one thread.
 ///
-/// Slots that stay although their pages were written anew take room that the volume has promised to writers, so a lender
-/// takes seats as lanes do, and lends at most as many slots at a time as these lanes would have under way.
+/// Slots that stay although their pages were written anew take room that the volume has promised to
+/// writers, so a lender takes seats as lanes do, and lends at most as many slots at a time as these
+/// lanes would have under way.
 #[derive(Debug)]
 pub struct Lender {
     volume: Arc<Volume>,
@@ -178,11 +181,12 @@ impl Drop for Lender {
 }
 
 impl Volume {
-    /// A lender of this volume for `slots` slots at a time, and the memory of the stores that it lends of: the first
-    /// `stores` that can.
+    /// A lender of this volume for `slots` slots at a time, and the memory of the stores that it
+    /// lends of: the first `stores` that can.
     ///
     /// # Errors
-    /// When the lanes that it takes the place of are not there, it has a lender already, or a store's memory cannot be shown.
+    /// When the lanes that it takes the place of are not there, it has a lender already, or a
+    /// store's memory cannot be shown.
     pub fn lender(self: &Arc<Self>, slots: u32, stores: usize) -> Result<(Lender, Vec<Window>), OpenError> {
         let failed = |why: String| OpenError::new(OpenErrorKind::InUse, "volume", why);
         let window = |tier: &Tier| tier.store.share().map(Share::window).transpose();
@@ -213,7 +217,8 @@ impl Volume {
 }
 
 impl Guard<'_> {
-    /// Lends a page where it lies, if that can be done; else shows what [`view`](Guard::view) does. Verified either way.
+    /// Lends a page where it lies, if that can be done; else shows what [`view`](Guard::view) does.
+    /// Verified either way.
     #[inline]
     pub fn lend(&self, page: PageNo, lender: &mut Lender) -> Loan<'_> {
         let volume = self.lane.volume();
@@ -237,7 +242,8 @@ impl Guard<'_> {
         self.lane.volume().map.prefetch(page);
     }
 
-    /// Says that this page will be asked for after the next one or two: brings its record and its head near.
+    /// Says that this page will be asked for after the next one or two: brings its record and its
+    /// head near.
     #[inline]
     pub fn prefetch_head(&self, page: PageNo) {
         let volume = self.lane.volume();
@@ -303,7 +309,8 @@ mod loom_tests {
             if map.load(Ordering::SeqCst) == 1 {
                 assert_eq!(lent.lend(Slot(0)), Some(true));
                 if map.load(Ordering::SeqCst) == 1 {
-                    // Borrowed for good: until it is given back nobody frees it. (Before this the pin keeps it.)
+                    // Borrowed for good: until it is given back nobody frees it. (Before this the
+                    // pin keeps it.)
                     assert_eq!(free.load(Ordering::SeqCst), 0, "freed under its borrower");
                 }
                 if lent.give(Slot(0)) == Back::LastAndFree {

@@ -1,13 +1,15 @@
 //! A page-addressed volume over an ordered list of stores.
 //!
-//! A page takes a slot when it is first written, in the first store that has room, and gives it back when it is
-//! discarded or when its content is one value all over. Every write goes to a *new* slot: the content first, then
-//! the slot's record (page and checksum), then one 64-bit store into the page map. So a crash, or a
-//! reader, at any instant finds the old page or the new one, and never a torn one. A slot is used again only after
-//! every lane that might still be reading it has moved on (see `epoch.rs`).
+//! A page takes a slot when it is first written, in the first store that has room, and gives it
+//! back when it is discarded or when its content is one value all over. Every write goes to a *new*
+//! slot: the content first, then the slot's record (page and checksum), then one 64-bit store into
+//! the page map. So a crash, or a reader, at any instant finds the old page or the new one, and
+//! never a torn one. A slot is used again only after every lane that might still be reading it has
+//! moved on (see `epoch.rs`).
 //!
-//! A [`Volume`] is shared; each thread opens a [`Lane`]. Lanes share no lock, and allocate nothing once open. Nothing
-//! here starts a thread, sleeps, spins or reads a clock: time comes in by [`Lane::poll`], and a lane's owner decides how to wait.
+//! A [`Volume`] is shared; each thread opens a [`Lane`]. Lanes share no lock, and allocate nothing
+//! once open. Nothing here starts a thread, sleeps, spins or reads a clock: time comes in by
+//! [`Lane::poll`], and a lane's owner decides how to wait.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -93,8 +95,9 @@ pub struct Config {
 }
 
 impl Config {
-    /// Slots that the stores must have between them, so that a write always finds one: one a page, and what is under way
-    /// when every page is in use (a new slot for each write in flight, and the old one until it may be reused).
+    /// Slots that the stores must have between them, so that a write always finds one: one a page,
+    /// and what is under way when every page is in use (a new slot for each write in flight, and
+    /// the old one until it may be reused).
     pub fn slots(&self) -> u32 {
         self.pages.saturating_add(self.slack())
     }
@@ -202,7 +205,8 @@ impl Volume {
     /// Makes an empty volume over `stores`, which are filled in this order.
     ///
     /// # Errors
-    /// When the stores are too small for [`Config::slots`], or memory is missing for map and records.
+    /// When the stores are too small for [`Config::slots`], or memory is missing for map and
+    /// records.
     pub fn create(config: Config, stores: Vec<Arc<dyn Store>>) -> Result<Arc<Self>, CreateError> {
         check(&config, &stores)?;
         let bytes =
@@ -255,7 +259,8 @@ impl Volume {
         u64::from(self.config.pages) * PAGE_SIZE as u64
     }
 
-    /// Has lanes compress pages from here on, where several of them then fit into one slot. Before the first lane is opened.
+    /// Has lanes compress pages from here on, where several of them then fit into one slot. Before
+    /// the first lane is opened.
     ///
     /// # Panics
     /// When a lane is open.
@@ -271,14 +276,16 @@ impl Volume {
         self.compression.get().copied()
     }
 
-    /// Has one operation in 16 timed by `clock`, for the latencies in its [`status`](Volume::status). Without, none is: the volume has no
-    /// clock of its own. Once; the first counts.
+    /// Has one operation in 16 timed by `clock`, for the latencies in its
+    /// [`status`](Volume::status). Without, none is: the volume has no clock of its own. Once; the
+    /// first counts.
     pub fn time_with(&self, clock: fn() -> Instant) {
         let _ = self.stopwatch.set(clock);
     }
 
-    /// Opens a lane. It is one thread's. Dropping it waits for nothing: its seat is free at once, or where a store works for it still, once
-    /// [that has ended](Volume::close_lanes). A write that was not handed over by then takes no effect.
+    /// Opens a lane. It is one thread's. Dropping it waits for nothing: its seat is free at once,
+    /// or where a store works for it still, once [that has ended](Volume::close_lanes). A write
+    /// that was not handed over by then takes no effect.
     ///
     /// # Errors
     /// When all [`Config::lanes`] are taken, or a store has no memory for it.
@@ -328,7 +335,8 @@ impl Volume {
         self.map.memory().len() as u64
     }
 
-    /// Bytes of memory that the volume takes besides its stores: page map, slot records and their counts.
+    /// Bytes of memory that the volume takes besides its stores: page map, slot records and their
+    /// counts.
     pub fn memory_bytes(&self) -> u64 {
         let records =
             self.tiers.iter().map(|tier| tier.records.memory().len() + tier.records.overhead_bytes());

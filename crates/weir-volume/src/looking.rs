@@ -1,8 +1,10 @@
-//! Which epochs a lane still looks at: what it found in the map then must stay where it is until its reads have ended.
+//! Which epochs a lane still looks at: what it found in the map then must stay where it is until
+//! its reads have ended.
 //!
-//! A lane that always has something under way never comes to an instant without. So its pin does not stay until then: reads
-//! are counted in two groups, those of the epoch it is pinned at and those begun since, and when the first group has ended
-//! the pin moves on to where the second began. Writes need no pin: nobody else claims the slot that they claimed.
+//! A lane that always has something under way never comes to an instant without. So its pin does
+//! not stay until then: reads are counted in two groups, those of the epoch it is pinned at and
+//! those begun since, and when the first group has ended the pin moves on to where the second
+//! began. Writes need no pin: nobody else claims the slot that they claimed.
 
 use crate::epoch::Epochs;
 
@@ -41,7 +43,8 @@ impl Looking {
         self.pinned.is_some()
     }
 
-    /// A read of what was found goes on by itself. Returns what [`end`](Looking::end) is to be told.
+    /// A read of what was found goes on by itself. Returns what [`end`](Looking::end) is to be
+    /// told.
     #[inline]
     pub fn begin(&mut self) -> u64 {
         debug_assert!(self.pinned.is_some(), "nothing is found without a pin");

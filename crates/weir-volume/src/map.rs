@@ -27,8 +27,9 @@ impl Map {
     #[inline]
     fn word(&self, page: PageNo) -> &AtomicU64 {
         assert!(page.0 < self.pages, "page {} of {}", page.0, self.pages);
-        // SAFETY: inside the mapping (checked above), aligned (8-byte steps from a page boundary), and
-        // only ever accessed as an atomic, in this process and in the keeper that holds the memfd.
+        // SAFETY: inside the mapping (checked above), aligned (8-byte steps from a page boundary),
+        // and only ever accessed as an atomic, in this process and in the keeper that holds the
+        // memfd.
         unsafe { &*self.memory.as_ptr().cast::<AtomicU64>().add(page.0 as usize) }
     }
 

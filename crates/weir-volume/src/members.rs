@@ -55,8 +55,8 @@ impl Tier {
         self.states().all(|state| state == State::Lost)
     }
 
-    /// Whether an extent lies on a member in that state. Where the store has one member, the caller has asked for it with
-    /// [`has_member`](Tier::has_member).
+    /// Whether an extent lies on a member in that state. Where the store has one member, the caller
+    /// has asked for it with [`has_member`](Tier::has_member).
     #[inline]
     pub fn lies_on(&self, extent: u32, state: State) -> bool {
         self.members.of_extent.is_empty() || self.state_of(extent) == state
@@ -70,7 +70,8 @@ impl Tier {
         }
     }
 
-    /// Slots in extents that are open, of members that are not lost: the room that the store offers.
+    /// Slots in extents that are open, of members that are not lost: the room that the store
+    /// offers.
     pub fn open_slots(&self) -> u32 {
         self.records.open_slots(|extent| self.state_of(extent) != State::Lost)
     }

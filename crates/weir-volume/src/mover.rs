@@ -1,7 +1,8 @@
 //! What a worker moves pages with, and who drives it.
 //!
-//! A mover takes milliseconds to seconds, and waits for stores and for other lanes. It neither sleeps nor reads a clock for that: its
-//! [`Driver`] says what time it is and rests between two looks.
+//! A mover takes milliseconds to seconds, and waits for stores and for other lanes. It neither
+//! sleeps nor reads a clock for that: its [`Driver`] says what time it is and rests between two
+//! looks.
 
 use crate::give_back::LANES_WAIT;
 use crate::{GiveBackError, Lane, Volume};
@@ -35,8 +36,8 @@ pub enum Awaited {
     Loans,
 }
 
-/// A lane that moves pages, as many at a time as [`Config::depth`](crate::Config::depth) says: gives memory back, takes it again, brings pages
-/// up and together.
+/// A lane that moves pages, as many at a time as [`Config::depth`](crate::Config::depth) says:
+/// gives memory back, takes it again, brings pages up and together.
 pub struct Mover {
     pub(crate) lane: Lane,
 }

@@ -7,8 +7,9 @@
 //! +-------+-------+--------------------------+--------+------------+
 //! ```
 //!
-//! Numbers are little-endian. The first page's bytes end where the slot does, each other's where those of the one before
-//! begin. A page is in a pack once at most. A pack is written whole and never changed.
+//! Numbers are little-endian. The first page's bytes end where the slot does, each other's where
+//! those of the one before begin. A page is in a pack once at most. A pack is written whole and
+//! never changed.
 
 use crate::compress::Compression;
 use crate::records::PAGES_MAX;

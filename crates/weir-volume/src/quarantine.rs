@@ -40,7 +40,8 @@ impl Tier {
         self.quarantine.count.load(Ordering::Relaxed) > 0
     }
 
-    /// Whether nothing that a daemon before began can still change a slot. Of a store that does not say nobody knows.
+    /// Whether nothing that a daemon before began can still change a slot. Of a store that does not
+    /// say nobody knows.
     pub(crate) fn is_quiet(&self) -> bool {
         self.store.survive().is_some_and(Survive::is_quiet)
     }

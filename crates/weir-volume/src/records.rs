@@ -11,13 +11,13 @@
 //! +---+--------------------------------------------- +
 //! ```
 //!
-//! The last [`PACKS`] numbers of a page name none, but a [pack](crate::pack): how many pages it has room for, and how many of
-//! those in it the map names; the last of them to go frees the slot.
+//! The last [`PACKS`] numbers of a page name none, but a [pack](crate::pack): how many pages it has
+//! room for, and how many of those in it the map names; the last of them to go frees the slot.
 //!
-//! The records are the free list as well: a slot is claimed by a compare-and-exchange on its record, and a retired
-//! slot carries its epoch in it. That costs no memory besides, leaves nothing to rebuild but counts after a crash, and
-//! strands no slot with a thread that sleeps. To find free ones without a long search, slots are counted by
-//! extents of [`EXTENT_SLOTS`].
+//! The records are the free list as well: a slot is claimed by a compare-and-exchange on its
+//! record, and a retired slot carries its epoch in it. That costs no memory besides, leaves nothing
+//! to rebuild but counts after a crash, and strands no slot with a thread that sleeps. To find free
+//! ones without a long search, slots are counted by extents of [`EXTENT_SLOTS`].
 
 use crate::lend::Lent;
 use crate::pack::MEMBERS_MAX;
@@ -36,8 +36,8 @@ pub const PAGES_MAX: u32 = (1 << 31) - PACKS;
 const PACKS: u32 = 64 * PACK_COUNTS;
 /// How many pages of a pack a record can count, and none of them.
 const PACK_COUNTS: u32 = 128;
-/// What a pack counts besides its pages until they have all been published, so that it is whole until then, and that nobody takes it
-/// for one that is there.
+/// What a pack counts besides its pages until they have all been published, so that it is whole
+/// until then, and that nobody takes it for one that is there.
 const UNPUBLISHED: u32 = 64;
 /// One page in a record's count of them.
 const ONE_PAGE: u64 = 1 << 32;
@@ -66,7 +66,8 @@ impl Occupant {
         Self::pack(pages + UNPUBLISHED, room, checksum)
     }
 
-    /// How many of a pack's pages the map names, and for how many there is room; `None` for what is no pack, or not yet published.
+    /// How many of a pack's pages the map names, and for how many there is room; `None` for what is
+    /// no pack, or not yet published.
     #[inline]
     pub fn fill(self) -> Option<(u32, u32)> {
         let of_pack = self.page.0.checked_sub(PAGES_MAX)?;
@@ -95,8 +96,8 @@ pub(crate) struct Retired {
 pub(crate) struct Records {
     memory: Memory,
     slots: u32,
-    /// Free slots of each extent, with [`CLOSED`]. Never less than the truth: a slot is counted before it is freed,
-    /// and uncounted after it was claimed.
+    /// Free slots of each extent, with [`CLOSED`]. Never less than the truth: a slot is counted
+    /// before it is freed, and uncounted after it was claimed.
     extents: Box<[AtomicU32]>,
     /// Slots that are lent, where any are.
     lent: OnceLock<Lent>,
@@ -129,7 +130,8 @@ impl Records {
         Records { memory, slots, extents, lent: OnceLock::new(), packs: AtomicBool::new(false) }
     }
 
-    /// Frees every slot for which `referenced` is false, and counts. Nobody else may be using the records.
+    /// Frees every slot for which `referenced` is false, and counts. Nobody else may be using the
+    /// records.
     pub fn keep_only(&mut self, referenced: impl Fn(Slot) -> bool) {
         for slot in (0..self.slots).map(Slot) {
             if !referenced(slot) {
@@ -139,7 +141,8 @@ impl Records {
         self.count();
     }
 
-    /// The slots that are in use and for which `referenced` is false: somebody was about to write them.
+    /// The slots that are in use and for which `referenced` is false: somebody was about to write
+    /// them.
     pub fn claimed(&self, referenced: impl Fn(Slot) -> bool) -> Vec<Slot> {
         (0..self.slots)
             .map(Slot)
@@ -165,8 +168,9 @@ impl Records {
     #[inline]
     fn record(&self, slot: Slot) -> &AtomicU64 {
         assert!(slot.0 < self.slots, "slot {} of {}", slot.0, self.slots);
-        // SAFETY: inside the mapping (checked above), aligned (8-byte steps from a page boundary), and
-        // only ever accessed as an atomic, in this process and in the keeper that holds the memfd.
+        // SAFETY: inside the mapping (checked above), aligned (8-byte steps from a page boundary),
+        // and only ever accessed as an atomic, in this process and in the keeper that holds the
+        // memfd.
         unsafe { &*self.memory.as_ptr().cast::<AtomicU64>().add(slot.0 as usize) }
     }
 
@@ -214,8 +218,9 @@ impl Records {
         extents.iter().map(|extent| extent.load(Ordering::Relaxed) & !CLOSED).sum()
     }
 
-    /// Claims a free slot for `page` in an extent that `may` be used, from `cursor` on, around the whole store. `safe` is what
-    /// [`Epochs::safe`](crate::epoch::Epochs::safe) said at some time. `None`: there is none whose epoch has passed.
+    /// Claims a free slot for `page` in an extent that `may` be used, from `cursor` on, around the
+    /// whole store. `safe` is what [`Epochs::safe`](crate::epoch::Epochs::safe) said at some time.
+    /// `None`: there is none whose epoch has passed.
     pub fn claim(
         &self,
         cursor: &mut Cursor,
@@ -247,8 +252,9 @@ impl Records {
         None
     }
 
-    /// A run of free slots for `want` pages that are written together, `most` at most, in extents that `may` be used, from `cursor`
-    /// on; or the longest that a bounded search sees. Whoever uses it claims each slot by itself: others may be faster.
+    /// A run of free slots for `want` pages that are written together, `most` at most, in extents
+    /// that `may` be used, from `cursor` on; or the longest that a bounded search sees. Whoever
+    /// uses it claims each slot by itself: others may be faster.
     pub fn find_run(
         &self,
         cursor: &mut Cursor,
@@ -368,8 +374,9 @@ impl Records {
         self.packs.load(Ordering::Relaxed)
     }
 
-    /// Takes a page that was unlinked from the map out of its slot, and frees the slot if that was its last. `epoch` says when
-    /// (0: the map never named it). A slot that is lent stays in use until it comes back.
+    /// Takes a page that was unlinked from the map out of its slot, and frees the slot if that was
+    /// its last. `epoch` says when (0: the map never named it). A slot that is lent stays in use
+    /// until it comes back.
     #[inline]
     pub fn retire(&self, slot: Slot, epoch: impl FnOnce() -> u64) -> Retired {
         let pack = self.is_pack(slot);
@@ -392,8 +399,8 @@ impl Records {
         self.has_packs() && self.occupant(slot).is_some_and(Occupant::is_pack)
     }
 
-    /// Ends the publication of a pack: from here on it has the pages that the map names. Says whether it had none any more, and is
-    /// free.
+    /// Ends the publication of a pack: from here on it has the pages that the map names. Says
+    /// whether it had none any more, and is free.
     pub fn published(&self, slot: Slot, epoch: impl FnOnce() -> u64) -> bool {
         let gone = self.leave_pack(slot, UNPUBLISHED) == 0;
         if gone {
@@ -419,7 +426,8 @@ impl Records {
         pages - by
     }
 
-    /// Begins to count anew how many pages of each pack the map names. Nobody else may be using the records.
+    /// Begins to count anew how many pages of each pack the map names. Nobody else may be using the
+    /// records.
     pub fn forget_pack_pages(&self) {
         for slot in (0..self.slots).map(Slot) {
             if let Some(occupant) = self.occupant(slot)
@@ -432,7 +440,8 @@ impl Records {
         }
     }
 
-    /// Whether the map may name `slot` for `page`, as far as its record says. A pack counts it. Nobody else may be using the records.
+    /// Whether the map may name `slot` for `page`, as far as its record says. A pack counts it.
+    /// Nobody else may be using the records.
     pub fn names(&self, slot: Slot, page: PageNo) -> bool {
         match self.occupant(slot) {
             Some(occupant) if occupant.is_pack() => {
@@ -447,7 +456,8 @@ impl Records {
         }
     }
 
-    /// Keeps slots of these extents from being claimed. Claims already under way end with their lane's pin.
+    /// Keeps slots of these extents from being claimed. Claims already under way end with their
+    /// lane's pin.
     pub fn close(&self, extents: std::ops::Range<u32>) {
         for extent in &self.extents[extents.start as usize..extents.end as usize] {
             extent.fetch_or(CLOSED, Ordering::SeqCst);

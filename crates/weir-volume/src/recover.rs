@@ -1,10 +1,11 @@
 //! Taking over the pages of a daemon that has died.
 //!
-//! The keeper holds three kinds of memory for a volume: the page map, the slot records of each store, and (for a host
-//! store) the pages. The map is the truth, also of how many pages of a pack are wanted. A record that the map does not name belongs to a write that was
-//! never acknowledged, or to a slot that was just freed: either way the slot is free, at once or, where the write may
-//! still be on its way to a disk, when that is over. An entry whose
-//! record does not agree cannot come from us; its page is lost, and says so when it is read.
+//! The keeper holds three kinds of memory for a volume: the page map, the slot records of each
+//! store, and (for a host store) the pages. The map is the truth, also of how many pages of a pack
+//! are wanted. A record that the map does not name belongs to a write that was never acknowledged,
+//! or to a slot that was just freed: either way the slot is free, at once or, where the write may
+//! still be on its way to a disk, when that is over. An entry whose record does not agree cannot
+//! come from us; its page is lost, and says so when it is read.
 
 use crate::entry::{Entry, Place};
 use crate::map::Map;
@@ -63,8 +64,9 @@ impl Volume {
         }
     }
 
-    /// Takes over what a former daemon left. That daemon must have ended: nothing here would stop it from writing.
-    /// The map must have been made for `config.pages` pages, and `stores` be the same, in the same order.
+    /// Takes over what a former daemon left. That daemon must have ended: nothing here would stop
+    /// it from writing. The map must have been made for `config.pages` pages, and `stores` be the
+    /// same, in the same order.
     ///
     /// Returns the volume, and how many pages were found lost.
     ///
@@ -139,7 +141,8 @@ impl Volume {
             tier.adopt_chunks();
         }
         let volume = Self::assemble(config, map, tiers);
-        // The first seat speaks for what was there before: no lane has been opened yet, so it has no other writer.
+        // The first seat speaks for what was there before: no lane has been opened yet, so it has
+        // no other writer.
         if let Some(seat) = volume.lanes.first() {
             seat.metrics.stored.add(stored);
             seat.metrics.filled.add(filled);

@@ -1,5 +1,5 @@
-//! What a volume tells about itself. Reading it costs the I/O path nothing: lanes count for themselves, in memory
-//! that only they write, and whoever asks sums up.
+//! What a volume tells about itself. Reading it costs the I/O path nothing: lanes count for
+//! themselves, in memory that only they write, and whoever asks sums up.
 
 use crate::entry::Place;
 use crate::{ChunkCounts, Compression, Volume};
@@ -25,7 +25,8 @@ pub(crate) struct LaneMetrics {
     /// Pages that took a slot, and pages that gave one up; either wraps.
     pub stored: Counter,
     pub unstored: Counter,
-    /// Of these pages, those that took a place in a pack, and those that gave one up; and packs made and gone.
+    /// Of these pages, those that took a place in a pack, and those that gave one up; and packs
+    /// made and gone.
     pub packed: Counter,
     pub unpacked: Counter,
     pub packs: Counter,
@@ -67,7 +68,8 @@ impl LaneMetrics {
     }
 }
 
-/// A volume at one moment. Counts are since it was made; those of lanes at work may be a little behind.
+/// A volume at one moment. Counts are since it was made; those of lanes at work may be a little
+/// behind.
 #[derive(Clone, Debug)]
 pub struct VolumeStatus {
     /// Its size.
@@ -136,8 +138,8 @@ pub struct StoreStatus {
 }
 
 impl Volume {
-    /// Pages read, written and discarded so far: what [`status`](Volume::status) adds up, for whoever only wants to know whether the
-    /// volume is in use.
+    /// Pages read, written and discarded so far: what [`status`](Volume::status) adds up, for
+    /// whoever only wants to know whether the volume is in use.
     pub fn operations(&self) -> u64 {
         let of = |lane: &LaneMetrics| {
             let moved = |traffic: &Traffic| traffic.reads.get().wrapping_add(traffic.writes.get());

@@ -1,5 +1,5 @@
-//! What compression promises: the same pages in less room, never more room than without, room that is left free for others again, and
-//! no memory taken for it.
+//! What compression promises: the same pages in less room, never more room than without, room that
+//! is left free for others again, and no memory taken for it.
 
 mod driver;
 
@@ -33,7 +33,8 @@ fn noise(seed: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// A page that says which page and generation it is, in its first words, with `noisy` bytes that do not compress.
+/// A page that says which page and generation it is, in its first words, with `noisy` bytes that do
+/// not compress.
 fn stamped(page: u32, generation: u32, noisy: usize) -> PageBytes {
     let mut bytes = [generation as u8; PAGE_SIZE];
     let seed = u64::from(page) << 32 | u64::from(generation);
@@ -45,7 +46,8 @@ fn stamped(page: u32, generation: u32, noisy: usize) -> PageBytes {
     bytes
 }
 
-/// How much noise generation `generation` of a page has: from pages that shrink to nothing to such that do not.
+/// How much noise generation `generation` of a page has: from pages that shrink to nothing to such
+/// that do not.
 fn noisiness(page: u32, generation: u32) -> usize {
     [16, 64, 400, 1000, 1500, 2500, PAGE_SIZE][noise(u64::from(page ^ generation << 12)) as usize % 7]
 }
@@ -168,7 +170,8 @@ fn pages_that_do_not_shrink_any_more_always_find_the_room_that_was_promised() {
     }
 }
 
-/// Empties what is sparse in every store, as often as that pays; says how many pages were moved for it.
+/// Empties what is sparse in every store, as often as that pays; says how many pages were moved for
+/// it.
 fn compact(mover: &mut Mover) -> u32 {
     let volume = Arc::clone(mover.volume());
     let mut moved = 0;
@@ -239,7 +242,8 @@ fn a_store_that_is_full_needs_no_room_to_make_room() {
     let (mut lane, mut worker) = (volume.lane().unwrap(), volume.mover().unwrap());
     let noisy = |page: u32| if page < 2700 { 1000 } else { PAGE_SIZE };
     write(&mut lane, (0..4096).map(|page| (page, stamped(page, 1, noisy(page)))));
-    // Some leave for the store below, which is where the first has its room taken by others at once.
+    // Some leave for the store below, which is where the first has its room taken by others at
+    // once.
     let gone = |page: &u32| *page < 2700 && !page.is_multiple_of(3);
     write(&mut lane, (0..4096).filter(gone).map(|page| (page, stamped(page, 2, PAGE_SIZE))));
     let before = volume.status().stores[0].used;
@@ -270,7 +274,8 @@ enum Event {
         offset: usize,
         length: usize,
     },
-    /// Emptying sparse packs, while the others go on; `stop_after` batches it is killed in the middle.
+    /// Emptying sparse packs, while the others go on; `stop_after` batches it is killed in the
+    /// middle.
     Compact {
         stop_after: Option<u32>,
     },
@@ -532,7 +537,8 @@ fn under_load_chunks_come_and_go_and_another_daemon_finds_every_page() {
             let begun = std::time::Instant::now();
             let mut rounds = 0;
             while begun.elapsed().as_secs() < seconds || rounds == 0 {
-                // On a machine that leaves a lane waiting for longer than this waits, it stays, whole.
+                // On a machine that leaves a lane waiting for longer than this waits, it stays,
+                // whole.
                 match worker.give_back(0, 0, &mut driver(|_| true)) {
                     Ok(_) => assert_eq!(volume.status().stores[0].used, 0),
                     Err(weir_volume::GiveBackError::Busy) => continue,

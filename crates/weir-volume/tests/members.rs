@@ -21,7 +21,8 @@ struct Rig {
 }
 
 impl Rig {
-    /// A volume over a stripe of two members whose operations take a poll, and over `below` slots of memory.
+    /// A volume over a stripe of two members whose operations take a poll, and over `below` slots
+    /// of memory.
     fn new(below: u32) -> Self {
         let bytes = |slots: u32| ByteSize(u64::from(slots) * PAGE_SIZE as u64);
         let member = |seed| {

@@ -11,7 +11,8 @@ use weir_core::{ByteSize, Memory, PAGE_SIZE, PageBytes, PageNo, Slot};
 use weir_store::{Fault, Lane, OpenError, Progress, Reclaim, Sim, SimUrl, State, Store};
 use weir_volume::{ChunkState, Config, Kept, View, Volume};
 
-/// So many slots that it takes a while to look through their records. Only those that are used take memory.
+/// So many slots that it takes a while to look through their records. Only those that are used take
+/// memory.
 const SLOTS: u32 = 1 << 18;
 
 #[derive(Debug)]

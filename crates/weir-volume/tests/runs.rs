@@ -1,4 +1,5 @@
-//! Pages that follow one another and lie side by side in a slow store: one operation for all of them.
+//! Pages that follow one another and lie side by side in a slow store: one operation for all of
+//! them.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -43,8 +44,8 @@ fn finish(lane: &mut Lane) -> Vec<(u32, Result<(), Fault>)> {
     ended
 }
 
-/// As a front end writes: runs where the volume takes them, else page by page. Returns how many operations it took, and the first
-/// fault.
+/// As a front end writes: runs where the volume takes them, else page by page. Returns how many
+/// operations it took, and the first fault.
 fn write(lane: &mut Lane, first: u32, pages: &[PageBytes]) -> (usize, Option<Fault>) {
     let (mut operations, mut fault) = (0, None);
     let mut done = lane.write_run(PageNo(first), pages);

@@ -40,7 +40,8 @@ fn stamp(bytes: &PageBytes) -> (u32, u32) {
 }
 
 fn write(lane: &mut Lane, page: u32, bytes: &PageBytes) {
-    // A lane whose thread is kept from running for seconds holds freed slots back for so long, and others' writes find none.
+    // A lane whose thread is kept from running for seconds holds freed slots back for so long, and
+    // others' writes find none.
     let (begun, mut rest) = (Instant::now(), Rest::default());
     let mut done = lane.write(0, PageNo(page), bytes);
     while [Progress::Full, Progress::Done(Err(Fault::Full))].contains(&done)
@@ -54,8 +55,8 @@ fn write(lane: &mut Lane, page: u32, bytes: &PageBytes) {
     assert_eq!(done, Progress::Done(Ok(())));
 }
 
-/// As a front end does it: together what can be written together, and the rest one by one. Returns how many were written
-/// together.
+/// As a front end does it: together what can be written together, and the rest one by one. Returns
+/// how many were written together.
 fn write_run(lane: &mut Lane, first: u32, pages: &[PageBytes]) -> usize {
     let done = lane.write_run(PageNo(first), pages);
     for (page, bytes) in (first..).zip(pages).skip(done) {
@@ -469,7 +470,8 @@ fn pages_are_counted_and_timed_by_the_store_that_they_lie_in() {
 
 #[test]
 fn what_waits_at_a_store_is_counted_once_and_what_only_moves_is_not() {
-    // Pages can be looked at in place in the first store; the second has them fetched, one operation after another.
+    // Pages can be looked at in place in the first store; the second has them fetched, one
+    // operation after another.
     let config = Config { pages: 256, lanes: 1, depth: 2 };
     let slow = SimUrl { size: ByteSize(2 << 20), delay: 3, ..SimUrl::default() };
     let stores: Vec<Arc<dyn Store>> =

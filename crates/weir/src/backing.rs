@@ -1,7 +1,7 @@
 //! `--backing`: room on a disk below the other stores, for pages that leave them.
 //!
-//! It makes sure that every page has a place when the faster stores give all their memory back, so it is as large as the
-//! device where nobody says otherwise.
+//! It makes sure that every page has a place when the faster stores give all their memory back, so
+//! it is as large as the device where nobody says otherwise.
 
 use std::fmt;
 use std::io;
@@ -37,7 +37,8 @@ impl Backing {
         self.0.absolute().map(Backing)
     }
 
-    /// Whether its size follows from the device's: a file that says none. A block device has its own.
+    /// Whether its size follows from the device's: a file that says none. A block device has its
+    /// own.
     pub fn follows(&self) -> bool {
         use std::os::unix::fs::FileTypeExt as _;
         match &self.0 {

@@ -1,4 +1,5 @@
-//! `weir bench`: another program, which lies beside this one, so that the daemon carries none of what it needs.
+//! `weir bench`: another program, which lies beside this one, so that the daemon carries none of
+//! what it needs.
 
 use std::ffi::OsString;
 use std::io;

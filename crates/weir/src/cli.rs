@@ -1,5 +1,5 @@
-//! The command line. Man pages and completions are made from these definitions, and the configuration file's keys
-//! are the names of these flags.
+//! The command line. Man pages and completions are made from these definitions, and the
+//! configuration file's keys are the names of these flags.
 
 use crate::address::Address;
 use crate::backing::Backing;
@@ -26,13 +26,16 @@ pub struct Cli {
 /// What the program can do.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Write, read and discard real pages through a real NBD connection for some seconds, and verify every one.
+    /// Write, read and discard real pages through a real NBD connection for some seconds, and
+    /// verify every one.
     Try(TryOptions),
 
-    /// Make memory that lies idle into swap: a daemon, a block device and swapon, all of which weir off undoes.
+    /// Make memory that lies idle into swap: a daemon, a block device and swapon, all of which weir
+    /// off undoes.
     On(OnOptions),
 
-    /// Bring every page back and undo what weir on did. What would not fit is said first, and nothing changed.
+    /// Bring every page back and undo what weir on did. What would not fit is said first, and
+    /// nothing changed.
     Off(OffOptions),
 
     /// Replace the daemon under a device in use, as after an upgrade; no page is lost.
@@ -41,7 +44,8 @@ pub enum Command {
     /// Keep pages in stores and serve them as a block device, in the foreground.
     Serve(ServeOptions),
 
-    /// Turn off when the battery is low, and on again with mains: looks once and does what is due, for a timer or a udev rule.
+    /// Turn off when the battery is low, and on again with mains: looks once and does what is due,
+    /// for a timer or a udev rule.
     Battery(BatteryOptions),
 
     /// Watch a running daemon: rates, latencies, stores, chunks. q ends.
@@ -50,7 +54,8 @@ pub enum Command {
     /// Ask a running daemon how it is.
     Status(StatusOptions),
 
-    /// Give memory of the daemon's stores back to its owner, chunk by chunk; the device stays as large as it is, and in use.
+    /// Give memory of the daemon's stores back to its owner, chunk by chunk; the device stays as
+    /// large as it is, and in use.
     GiveBack(MemoryOptions),
 
     /// Take memory again that was given back, and bring pages back into it.
@@ -63,8 +68,9 @@ pub enum Command {
         command: CacheCommand,
     },
 
-    /// Run a program in less memory than it uses: what is above the limit lies in stores. Experimental: docs/pager.md has its known
-    /// defects. As root, or with access to /dev/userfaultfd.
+    /// Run a program in less memory than it uses: what is above the limit lies in stores.
+    /// Experimental: docs/pager.md has its known defects. As root, or with access to
+    /// /dev/userfaultfd.
     Run(RunOptions),
 
     /// Connect the kernel's NBD client to a server, and print the device's name.
@@ -73,7 +79,8 @@ pub enum Command {
     /// Let a device of the kernel's NBD client go; refused while something uses it.
     Detach(DetachOptions),
 
-    /// Mount a RAM disk on a directory: a file system in GPU memory where there is any, else in host memory.
+    /// Mount a RAM disk on a directory: a file system in GPU memory where there is any, else in
+    /// host memory.
     Mount(MountOptions),
 
     /// Say what this machine offers, and what to do about what it lacks.
@@ -140,24 +147,25 @@ pub struct ServeOptions {
     #[arg(long, value_name = "FILE", exclusive = true)]
     pub config: Option<PathBuf>,
 
-    /// The device's size: 512MiB, 8G, ... [default: what all stores hold; with --backing what the stores hold or the backing, whichever is
-    /// more].
+    /// The device's size: 512MiB, 8G, ... [default: what all stores hold; with --backing what the
+    /// stores hold or the backing, whichever is more].
     #[arg(long, value_parser = whole_pages)]
     pub size: Option<ByteSize>,
 
-    /// Where pages are kept, the fastest first: vram:, vram:0?size=8GiB, host:8GiB, file:/path?size=64GiB,
-    /// sim:seed=1,read_error=1e-4. May be repeated.
+    /// Where pages are kept, the fastest first: vram:, vram:0?size=8GiB, host:8GiB,
+    /// file:/path?size=64GiB, sim:seed=1,read_error=1e-4. May be repeated.
     #[arg(long, value_name = "URL", required_unless_present = "config")]
     pub store: Vec<StoreUrl>,
 
-    /// A file or block device below the other stores, encrypted and with all its room taken at the start: pages go there when the
-    /// stores are full or give their memory back. As large as the device, unless it says otherwise (PATH?size=64GiB). May be
-    /// repeated.
+    /// A file or block device below the other stores, encrypted and with all its room taken at the
+    /// start: pages go there when the stores are full or give their memory back. As large as the
+    /// device, unless it says otherwise (PATH?size=64GiB). May be repeated.
     #[arg(long, value_name = "PATH")]
     pub backing: Vec<Backing>,
 
-    /// Compress pages that are written together, where several of them then fit into the room of one: more pages stay in the first
-    /// stores, and less moves when memory is given back. The device stays as large as it is.
+    /// Compress pages that are written together, where several of them then fit into the room of
+    /// one: more pages stay in the first stores, and less moves when memory is given back. The
+    /// device stays as large as it is.
     #[arg(long, value_name = "ALGORITHM", value_enum)]
     pub compress: Option<Algorithm>,
 
@@ -165,8 +173,9 @@ pub struct ServeOptions {
     #[arg(long, value_name = "ADDRESS")]
     pub nbd: Vec<Address>,
 
-    /// Serve as a file, by FUSE: mounted over FILE, which is made if it does not exist, or within it if it is a directory.
-    /// A loop device makes a disk of it (losetup --direct-io=on --sector-size 4096).
+    /// Serve as a file, by FUSE: mounted over FILE, which is made if it does not exist, or within
+    /// it if it is a directory. A loop device makes a disk of it (losetup --direct-io=on
+    /// --sector-size 4096).
     #[arg(long, value_name = "FILE")]
     pub fuse: Option<PathBuf>,
 
@@ -174,24 +183,28 @@ pub struct ServeOptions {
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub fuse_threads: u16,
 
-    /// Let local programs use pages through shared memory, at this unix socket (mode 0600). With --swap they may only read.
+    /// Let local programs use pages through shared memory, at this unix socket (mode 0600). With
+    /// --swap they may only read.
     #[arg(long, value_name = "PATH")]
     pub share: Option<PathBuf>,
 
-    /// Let them read pages where host stores keep them, if they ask for it: nothing is copied, and the whole store lies
-    /// before them, read-only.
+    /// Let them read pages where host stores keep them, if they ask for it: nothing is copied, and
+    /// the whole store lies before them, read-only.
     #[arg(long, requires = "share")]
     pub share_in_place: bool,
 
-    /// The export's name for NBD clients (the empty name means it too), and the file's in a FUSE directory.
+    /// The export's name for NBD clients (the empty name means it too), and the file's in a FUSE
+    /// directory.
     #[arg(long, value_name = "NAME", default_value = "weir", value_parser = name)]
     pub name: String,
 
-    /// Serve as a block device of the kernel's ublk driver; `weir status` has its name, /dev/ublkbN. As root, Linux 6.5 or newer.
+    /// Serve as a block device of the kernel's ublk driver; `weir status` has its name,
+    /// /dev/ublkbN. As root, Linux 6.5 or newer.
     #[arg(long)]
     pub ublk: bool,
 
-    /// Queues of the ublk device, each with a thread and its memory [default: one a processor, 4 at most].
+    /// Queues of the ublk device, each with a thread and its memory [default: one a processor, 4 at
+    /// most].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     pub queues: Option<u16>,
 
@@ -199,17 +212,18 @@ pub struct ServeOptions {
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub depth: u16,
 
-    /// Microseconds for which a thread looks for the next request before it sleeps. Costs a CPU for so long after
-    /// each request, and saves the wake-up when requests come in bursts.
+    /// Microseconds for which a thread looks for the next request before it sleeps. Costs a CPU for
+    /// so long after each request, and saves the wake-up when requests come in bursts.
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=1_000_000))]
     pub spin_us: u32,
 
-    /// While requests come in bursts, keep the machine's processors out of deep sleep (/dev/cpu_dma_latency). Costs power then.
+    /// While requests come in bursts, keep the machine's processors out of deep sleep
+    /// (/dev/cpu_dma_latency). Costs power then.
     #[arg(long)]
     pub cpu_latency: bool,
 
-    /// Serve TCP under TLS, with server-cert.pem and server-key.pem of this directory; if it has a ca-cert.pem,
-    /// clients must show a certificate that it has signed. Not for swap.
+    /// Serve TCP under TLS, with server-cert.pem and server-key.pem of this directory; if it has a
+    /// ca-cert.pem, clients must show a certificate that it has signed. Not for swap.
     #[arg(long, value_name = "DIRECTORY", conflicts_with = "insecure")]
     pub tls: Option<PathBuf>,
 
@@ -221,24 +235,28 @@ pub struct ServeOptions {
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub connections: u16,
 
-    /// The device is to carry swap: take every protection against waiting for oneself, or refuse to start.
+    /// The device is to carry swap: take every protection against waiting for oneself, or refuse to
+    /// start.
     #[arg(long)]
     pub swap: bool,
 
-    /// With --swap, start although the system denies PR_SET_IO_FLUSHER. Under memory pressure it may freeze.
+    /// With --swap, start although the system denies PR_SET_IO_FLUSHER. Under memory pressure it
+    /// may freeze.
     #[arg(long, requires = "swap")]
     pub unsafe_no_flusher: bool,
 
-    /// Survive a crash: a second process, the keeper, holds the pages of host stores and starts the daemon again.
+    /// Survive a crash: a second process, the keeper, holds the pages of host stores and starts the
+    /// daemon again.
     #[arg(long)]
     pub keeper: bool,
 
-    /// The socket that `weir status` asks [default: $XDG_RUNTIME_DIR/weir/control.sock or /run/weir/control.sock].
+    /// The socket that `weir status` asks [default: $XDG_RUNTIME_DIR/weir/control.sock or
+    /// /run/weir/control.sock].
     #[arg(long, value_name = "PATH")]
     pub control: Option<PathBuf>,
 
-    /// Answer GET /metrics with OpenMetrics text, for Prometheus: unix:PATH (its owner's alone), or tcp:127.0.0.1:PORT (every user of this
-    /// machine).
+    /// Answer GET /metrics with OpenMetrics text, for Prometheus: unix:PATH (its owner's alone), or
+    /// tcp:127.0.0.1:PORT (every user of this machine).
     #[arg(long, value_name = "ADDRESS")]
     pub metrics: Option<Address>,
 
@@ -289,12 +307,13 @@ pub struct StatusOptions {
 /// How much memory, and of which daemon.
 #[derive(Debug, Clone, Args)]
 pub struct MemoryOptions {
-    /// How much: 512MiB, 4G, ..., or all. Rounded up to whole chunks (128 MiB, unless the store's URL says otherwise).
+    /// How much: 512MiB, 4G, ..., or all. Rounded up to whole chunks (128 MiB, unless the store's
+    /// URL says otherwise).
     #[arg(value_name = "SIZE|all", required_unless_present = "sleep")]
     pub amount: Option<Amount>,
 
-    /// Around the sleep of the machine: give-back gives all there is, and take takes what that gave, no more than the cards' owners
-    /// leave; what was away before stays so.
+    /// Around the sleep of the machine: give-back gives all there is, and take takes what that
+    /// gave, no more than the cards' owners leave; what was away before stays so.
     #[arg(long, conflicts_with = "amount")]
     pub sleep: bool,
 
@@ -336,7 +355,8 @@ pub struct RunOptions {
     #[arg(long, value_name = "SIZE", value_parser = resident)]
     pub resident: ByteSize,
 
-    /// Where the rest lies, as for weir serve; may be repeated [default: host memory, four times as much as may be resident].
+    /// Where the rest lies, as for weir serve; may be repeated [default: host memory, four times as
+    /// much as may be resident].
     #[arg(long, value_name = "URL")]
     pub store: Vec<StoreUrl>,
 
@@ -380,12 +400,13 @@ pub struct AttachOptions {
     #[arg(long, value_name = "S", default_value_t = 600, value_parser = clap::value_parser!(u16).range(1..))]
     pub reconnect_timeout: u16,
 
-    /// Replace the dead connections of a device that is there. A daemon does so by itself for devices of which it
-    /// knows.
+    /// Replace the dead connections of a device that is there. A daemon does so by itself for
+    /// devices of which it knows.
     #[arg(long, requires = "device")]
     pub reconnect: bool,
 
-    /// The daemon's control socket, where it is told of the device [default: the user's own daemon's, else the system's].
+    /// The daemon's control socket, where it is told of the device [default: the user's own
+    /// daemon's, else the system's].
     #[arg(long, value_name = "PATH")]
     pub control: Option<PathBuf>,
 }
@@ -397,7 +418,8 @@ pub struct DetachOptions {
     #[arg(value_name = "/dev/nbdN")]
     pub device: PathBuf,
 
-    /// The daemon's control socket, where it is told [default: the user's own daemon's, else the system's].
+    /// The daemon's control socket, where it is told [default: the user's own daemon's, else the
+    /// system's].
     #[arg(long, value_name = "PATH")]
     pub control: Option<PathBuf>,
 }
@@ -422,8 +444,8 @@ pub struct MountOptions {
     pub store: Option<StoreChoice>,
 
     /// Let other users in too, as far as the modes and owners of its files let them: otherwise the
-    /// kernel lets in only the user who mounts it. For users other than root /etc/fuse.conf must say
-    /// user_allow_other.
+    /// kernel lets in only the user who mounts it. For users other than root /etc/fuse.conf must
+    /// say user_allow_other.
     #[arg(long)]
     pub allow_other: bool,
 

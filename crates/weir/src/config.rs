@@ -7,8 +7,8 @@
 //! swap = true
 //! ```
 //!
-//! The file is turned into those flags and parsed as the command line is, so that both know the same names, take the
-//! same values and complain in the same words.
+//! The file is turned into those flags and parsed as the command line is, so that both know the
+//! same names, take the same values and complain in the same words.
 
 use crate::cli::ServeOptions;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
@@ -56,7 +56,8 @@ fn command() -> Command {
     ServeOptions::augment_args(Command::new("weir"))
 }
 
-/// The table as flags: `key = value` is `--key=value`, an array repeats the flag, `true` is the flag alone.
+/// The table as flags: `key = value` is `--key=value`, an array repeats the flag, `true` is the
+/// flag alone.
 fn flags(table: &Table) -> Result<Vec<String>, String> {
     let command = command();
     let known =

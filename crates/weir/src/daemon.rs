@@ -1,5 +1,5 @@
-//! The daemon: stores, the volume over them, and the ways in. `weir serve` runs it in the foreground, `weir try` drives one
-//! in its own process.
+//! The daemon: stores, the volume over them, and the front ends. `weir serve` runs it in the
+//! foreground, `weir try` drives one in its own process.
 
 use crate::attach::{Attachment, Attachments, NOTE};
 use crate::cli::ServeOptions;
@@ -7,11 +7,11 @@ use crate::control::{
     Condition, CpuLatency, Io, Looks, Moved, Progress, Protection, SCHEMA, Service, Status, Store,
     Volume as VolumeCounts,
 };
+use crate::front_ends::{self, FrontEnd, Fuse, Nbd, PreparedUblk, Share};
 use crate::keeper::{Held, Link};
 use crate::pages::{self, Plan};
 use crate::stages::{self, Stages};
 use crate::start::Start;
-use crate::ways_in::{self, Fuse, Nbd, PreparedUblk, Share, WayIn};
 use crate::worker::{self, Worker};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -26,7 +26,8 @@ use weir_volume::Volume;
 /// How long requests that are under way may take when the daemon stops.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// How long it waits for whoever has a device open: udev looks at one that was written to, for a second or so.
+/// How long it waits for whoever has a device open: udev looks at one that was written to, for a
+/// second or so.
 const LET_GO: Duration = Duration::from_secs(10);
 /// How often it tries.
 const TRY: Duration = Duration::from_millis(250);
@@ -45,7 +46,7 @@ pub struct Daemon {
 struct Shared {
     volume: Arc<Volume>,
     /// Until the daemon stops. The lock is the control plane's: no I/O thread takes it.
-    ways_in: Mutex<Vec<Box<dyn WayIn>>>,
+    front_ends: Mutex<Vec<Box<dyn FrontEnd>>>,
     worker: Worker,
     attachments: Arc<Attachments>,
     protections: Protections,
@@ -57,7 +58,8 @@ struct Shared {
 }
 
 impl Daemon {
-    /// Opens the stores, makes the volume (or takes over the one that the keeper holds), listens, and seals the allocator: from here on the I/O path takes no memory.
+    /// Opens the stores, makes the volume (or takes over the one that the keeper holds), listens,
+    /// and seals the allocator: from here on the I/O path takes no memory.
     ///
     /// # Errors
     /// When a store or a socket cannot be had, or the stores are too small for the size asked for.
@@ -73,7 +75,8 @@ impl Daemon {
         let attachments = Attachments::new(keeper.as_ref().map(|(link, _)| (*link).clone()), note, log);
         let ublk =
             if options.ublk { Some(PreparedUblk::new(options, reborrow(&mut keeper), log)?) } else { None };
-        let lanes = ways_in::lanes(options) + ublk.as_ref().map_or(0, PreparedUblk::lanes) + worker::lanes();
+        let lanes =
+            front_ends::lanes(options) + ublk.as_ref().map_or(0, PreparedUblk::lanes) + worker::lanes();
         let plan = Plan {
             stores: &options.store,
             backing: &options.backing,
@@ -103,28 +106,28 @@ impl Daemon {
         if let Some((link, _)) = &keeper {
             link.opening().map_err(Failure::failed)?;
         }
-        let mut ways_in: Vec<Box<dyn WayIn>> = Vec::new();
+        let mut front_ends: Vec<Box<dyn FrontEnd>> = Vec::new();
         if !options.nbd.is_empty() {
             let nbd = Nbd::start(&volume, options, log)?;
             attachments.resume(nbd.kernel_connections());
-            ways_in.push(Box::new(nbd));
+            front_ends.push(Box::new(nbd));
             stages.end("connections");
         }
         if let Some(file) = &options.fuse {
-            ways_in.push(Box::new(Fuse::start(&volume, options, file, reborrow(&mut keeper), log)?));
+            front_ends.push(Box::new(Fuse::start(&volume, options, file, reborrow(&mut keeper), log)?));
         }
         if let Some(ublk) = ublk {
-            ways_in.push(Box::new(ublk.start(&volume, log)?));
+            front_ends.push(Box::new(ublk.start(&volume, log)?));
         }
         if let Some(path) = &options.share {
-            ways_in.push(Box::new(Share::start(&volume, options, path, log)?));
+            front_ends.push(Box::new(Share::start(&volume, options, path, log)?));
         }
         let lends: Vec<bool> = (0..volume.stores().count()).map(|at| lends(options, at)).collect();
         let worker = Worker::start(&volume, &lends, log)?;
         seal::seal(seal::policy_from_environment());
         let shared = Shared {
             volume,
-            ways_in: Mutex::new(ways_in),
+            front_ends: Mutex::new(front_ends),
             worker,
             attachments,
             protections,
@@ -142,7 +145,8 @@ impl Daemon {
         Ok(Daemon { shared: Arc::new(shared) })
     }
 
-    /// Says how what the stores open behind their first operations went, and calls `then` after that.
+    /// Says how what the stores open behind their first operations went, and calls `then` after
+    /// that.
     pub fn when_joined(&self, log: &Log, then: impl Fn() + Send + Sync + 'static) {
         let log = Arc::clone(log);
         let tell: Tell = Arc::new(move |joined: &Joined| {
@@ -163,8 +167,9 @@ impl Daemon {
         reports.for_each(|store| store.when_joined(Arc::clone(&tell)));
     }
 
-    /// Says how each part of the stores is now, and has every change said. Where another process could reach what this one
-    /// cannot any more, this one ends as if it had been killed, for the keeper to start that one.
+    /// Says how each part of the stores is now, and has every change said. Where another process
+    /// could reach what this one cannot any more, this one ends as if it had been killed, for the
+    /// keeper to start that one.
     pub fn mind_stores(&self, has_keeper: bool, log: &Log) {
         for store in self.shared.volume.stores() {
             let Some(report) = store.report() else { continue };
@@ -197,18 +202,18 @@ impl Daemon {
         }
     }
 
-    /// What would be lost if it stopped now, and what to do about it; see [`WayIn::in_use`]. The kernel's own NBD clients of this
-    /// machine count too; those of others are not known.
+    /// What would be lost if it stopped now, and what to do about it; see [`FrontEnd::in_use`]. The
+    /// kernel's own NBD clients of this machine count too; those of others are not known.
     pub fn in_use(&self) -> Option<String> {
-        let way_in = self.shared.ways_in().iter().find_map(|way_in| way_in.in_use());
-        way_in.or_else(|| self.shared.attachments.in_use())
+        let front_end = self.shared.front_ends().iter().find_map(|front_end| front_end.in_use());
+        front_end.or_else(|| self.shared.attachments.in_use())
     }
 
-    /// Takes its devices away. What keeps one there for longer than a look takes, and what to do about it; then it serves on. To be
-    /// called before [`stop`](Daemon::stop).
+    /// Takes its devices away. What keeps one there for longer than a look takes, and what to do
+    /// about it; then it serves on. To be called before [`stop`](Daemon::stop).
     pub fn let_go(&self) -> Option<String> {
         let begun = Instant::now();
-        let_go(&self.shared.ways_in, || {
+        let_go(&self.shared.front_ends, || {
             std::thread::sleep(TRY);
             begun.elapsed() < LET_GO
         })
@@ -216,9 +221,9 @@ impl Daemon {
 
     /// Answers what has been received, then hangs up; the sockets are gone when this returns.
     pub fn stop(self) {
-        let ways_in = std::mem::take(&mut *self.shared.ways_in());
-        for way_in in ways_in {
-            way_in.stop(GRACE);
+        let front_ends = std::mem::take(&mut *self.shared.front_ends());
+        for front_end in front_ends {
+            front_end.stop(GRACE);
         }
         self.shared.worker.stop();
         // It was told to: what a keeper holds of the stores is wanted no more.
@@ -241,18 +246,19 @@ impl Daemon {
     }
 }
 
-/// Has every way in let go. `again` is asked whether to go on trying, and waits a little: status is answered meanwhile.
-fn let_go(ways_in: &Mutex<Vec<Box<dyn WayIn>>>, mut again: impl FnMut() -> bool) -> Option<String> {
+/// Has every front end let go. `again` is asked whether to go on trying, and waits a little: status
+/// is answered meanwhile.
+fn let_go(front_ends: &Mutex<Vec<Box<dyn FrontEnd>>>, mut again: impl FnMut() -> bool) -> Option<String> {
     loop {
-        let user = lock(ways_in).iter_mut().find_map(|way_in| way_in.let_go());
+        let user = lock(front_ends).iter_mut().find_map(|front_end| front_end.let_go());
         if user.is_none() || !again() {
             return user;
         }
     }
 }
 
-fn lock(ways_in: &Mutex<Vec<Box<dyn WayIn>>>) -> MutexGuard<'_, Vec<Box<dyn WayIn>>> {
-    ways_in.lock().expect("nobody panics while holding it")
+fn lock(front_ends: &Mutex<Vec<Box<dyn FrontEnd>>>) -> MutexGuard<'_, Vec<Box<dyn FrontEnd>>> {
+    front_ends.lock().expect("nobody panics while holding it")
 }
 
 /// Whether the kernel may swap onto every store.
@@ -263,8 +269,8 @@ fn fit_for_swap(volume: &Volume) -> Result<(), Failure> {
     })
 }
 
-/// Whether the memory of store `at` is somebody else's when they need it. Room on a disk is not, nor is the last of several stores,
-/// to which the others' pages go.
+/// Whether the memory of store `at` is somebody else's when they need it. Room on a disk is not,
+/// nor is the last of several stores, to which the others' pages go.
 fn lends(options: &ServeOptions, at: usize) -> bool {
     let is_last = at + 1 == options.store.len() && options.backing.is_empty();
     match options.store.get(at) {
@@ -319,8 +325,8 @@ fn reborrow<'a>(keeper: &'a mut Option<(&Link, Held)>) -> Option<(&'a Link, &'a 
 }
 
 impl Shared {
-    fn ways_in(&self) -> MutexGuard<'_, Vec<Box<dyn WayIn>>> {
-        lock(&self.ways_in)
+    fn front_ends(&self) -> MutexGuard<'_, Vec<Box<dyn FrontEnd>>> {
+        lock(&self.front_ends)
     }
 
     fn status(&self) -> Status {
@@ -338,7 +344,7 @@ impl Shared {
             rates: Some(self.looks.look(up, volume.reads, volume.writes)),
             discarded: volume.discards,
             background: self.worker.status(),
-            exports: self.ways_in().iter().flat_map(|way_in| way_in.exports()).collect(),
+            exports: self.front_ends().iter().flat_map(|front_end| front_end.exports()).collect(),
             attached: self.attachments.names(),
             cpu_latency: latency::bursts().map(|it| CpuLatency { held: it.held, bursts: it.count }),
             protection: Protection {
@@ -363,7 +369,7 @@ mod tests {
     #[derive(Debug)]
     struct Open(u32);
 
-    impl WayIn for Open {
+    impl FrontEnd for Open {
         fn exports(&self) -> Vec<Export> {
             Vec::new()
         }
@@ -379,11 +385,11 @@ mod tests {
     #[test]
     fn a_device_that_udev_looks_at_goes_and_one_that_stays_open_is_served_on() {
         for (open, most, user) in [(0, 0, None), (3, 9, None), (3, 2, Some("in use".to_owned()))] {
-            let ways_in: Mutex<Vec<Box<dyn WayIn>>> =
+            let front_ends: Mutex<Vec<Box<dyn FrontEnd>>> =
                 Mutex::new(vec![Box::new(Open(0)), Box::new(Open(open))]);
             let mut tries = 0;
-            let told = let_go(&ways_in, || {
-                assert!(ways_in.try_lock().is_ok(), "status is answered meanwhile");
+            let told = let_go(&front_ends, || {
+                assert!(front_ends.try_lock().is_ok(), "status is answered meanwhile");
                 tries += 1;
                 tries <= most
             });

@@ -1,7 +1,8 @@
-//! Weir lets memory overflow where you chose: into GPU memory that sits idle, into host memory, into files.
+//! Weir lets memory overflow where you chose: into GPU memory that sits idle, into host memory,
+//! into files.
 //!
-//! This is the program: one command line, one daemon in the foreground, and what asks the daemon things. What it
-//! does with pages is in the crates below it.
+//! This is the program: one command line, one daemon in the foreground, and what asks the daemon
+//! things. What it does with pages is in the crates below it.
 
 #[cfg_attr(not(test), macro_use)]
 extern crate weir_cli;
@@ -19,6 +20,7 @@ mod control;
 mod core_dump;
 mod daemon;
 mod doctor;
+mod front_ends;
 mod give_back;
 mod keeper;
 mod mount;
@@ -32,7 +34,6 @@ mod stages;
 mod start;
 mod status;
 mod trial;
-mod ways_in;
 mod worker;
 
 use clap::{CommandFactory as _, Parser as _};
@@ -47,7 +48,8 @@ use weir_core::seal::SealedAllocator;
 static ALLOCATOR: SealedAllocator = SealedAllocator;
 
 fn main() -> ExitCode {
-    // What `ps` and `top` show, and how others know a daemon. One that runs from memory would have its descriptor's name.
+    // What `ps` and `top` show, and how others know a daemon. One that runs from memory would have
+    // its descriptor's name.
     let _ = rustix::thread::set_name(c"weir");
     failure::end(Cli::try_parse().map_err(Failure::from).and_then(run))
 }

@@ -73,7 +73,8 @@ fn in_background() -> Result<(), Failure> {
 fn serve(options: &MountOptions) -> Result<(), Failure> {
     let log = log::to_stderr(Level::Warning);
     signals::ignore_strays();
-    // The files on the disk are gone with it, also where nobody has a file open while the terminal closes.
+    // The files on the disk are gone with it, also where nobody has a file open while the terminal
+    // closes.
     signals::ignore(SIGHUP);
     core_dump::forbid()?;
     bug::end_process(&log, false);

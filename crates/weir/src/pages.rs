@@ -34,10 +34,12 @@ pub struct Plan<'a> {
     pub room: Room,
 }
 
-/// Makes a volume; with a keeper, one that outlives this process, or the one that an earlier process left.
+/// Makes a volume; with a keeper, one that outlives this process, or the one that an earlier
+/// process left.
 ///
 /// # Errors
-/// When a store cannot be had, the size asked for is no size, or the keeper's pages do not fit the plan.
+/// When a store cannot be had, the size asked for is no size, or the keeper's pages do not fit the
+/// plan.
 pub fn open(
     plan: &Plan<'_>,
     keeper: Option<(&Link, &mut Held)>,
@@ -94,7 +96,8 @@ fn take_over(
     }
     let kept = Kept { map: map(held.take(MAP).ok_or_else(|| missing(MAP))?)?, records };
     let config = config(plan, &stores)?;
-    // Before the volume, which releases again what a daemon was giving back when it died: the keeper must hear of it.
+    // Before the volume, which releases again what a daemon was giving back when it died: the
+    // keeper must hear of it.
     keep_stores(&stores, link, true).map_err(Failure::failed)?;
     let (volume, lost) =
         Volume::take_over(config, stores, kept).map_err(|error| Failure::Failed(chain(&error)))?;
@@ -121,7 +124,8 @@ fn keep(volume: &Volume, link: &Link) -> std::io::Result<()> {
     keep_stores(volume.stores(), link, false)
 }
 
-/// Has the keeper hold what the stores have; `held`: it does, and hears only of what comes and goes.
+/// Has the keeper hold what the stores have; `held`: it does, and hears only of what comes and
+/// goes.
 fn keep_stores<'a>(
     stores: impl IntoIterator<Item = &'a Arc<dyn Store>>,
     link: &Link,
@@ -163,8 +167,8 @@ fn records_name(store: usize) -> String {
     format!("records.{store}")
 }
 
-fn store_name(store: usize, keepsake: &str) -> String {
-    format!("store.{store}.{keepsake}")
+fn store_name(store: usize, handoff: &str) -> String {
+    format!("store.{store}.{handoff}")
 }
 
 /// What a store that cannot be opened ends a start with.
@@ -212,8 +216,8 @@ fn stores(
     Ok(stores)
 }
 
-/// The URLs of the stores above the backing. Without one, the last is larger by what writes under way need, so that the device
-/// has the size that the stores add up to.
+/// The URLs of the stores above the backing. Without one, the last is larger by what writes under
+/// way need, so that the device has the size that the stores add up to.
 fn enlarged(plan: &Plan<'_>) -> Vec<StoreUrl> {
     let mut urls = plan.stores.to_vec();
     if let Some(last) = urls.last_mut().filter(|_| plan.backing.is_empty()) {

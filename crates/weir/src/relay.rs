@@ -1,9 +1,10 @@
 //! Standard error that nobody waits for.
 //!
-//! Whatever takes the lines in the end, a journal that was swapped out or a file on tmpfs that was, may stand still while the device
-//! that it was swapped out to is down; and a daemon, or a keeper on its way to starting one, that waits for it never brings that device back.
-//! So standard error becomes a pipe that is full at worst, and one thread, which may wait as long as it has to, carries the lines on. A
-//! daemon under a keeper writes into its keeper's pipe.
+//! Whatever takes the lines in the end, a journal that was swapped out or a file on tmpfs that was,
+//! may stand still while the device that it was swapped out to is down; and a daemon, or a keeper
+//! on its way to starting one, that waits for it never brings that device back. So standard error
+//! becomes a pipe that is full at worst, and one thread, which may wait as long as it has to,
+//! carries the lines on. A daemon under a keeper writes into its keeper's pipe.
 
 use rustix::pipe::PipeFlags;
 use std::fs::File;

@@ -47,13 +47,15 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
                 "--keeper: no daemon can be started: {error}; look at the limits on open files and processes"
             ))
         })?;
-        // A daemon that dies over its own start, or is told to stop before it listens, leaves what the one before it mounted.
+        // A daemon that dies over its own start, or is told to stop before it listens, leaves what
+        // the one before it mounted.
         if let Some(left) = left {
             left.clear();
         }
         return if code == 0 { Ok(()) } else { Err(Failure::Ended(code as u8)) };
     }
-    // A daemon's lines go by its keeper's. Where nobody swaps, standard error can be waited for, and has a last word too.
+    // A daemon's lines go by its keeper's. Where nobody swaps, standard error can be waited for,
+    // and has a last word too.
     let relay = (options.swap && keeper.is_none()).then(Relay::start).transpose().map_err(Failure::failed)?;
     if options.swap && keeper.is_some() {
         // As the keeper started it; its threads are ordinary ones, or choose for themselves.
@@ -131,7 +133,8 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
         let signal = told.next();
         if signal == Some(SIGUSR1) {
             if let Some(link) = &link {
-                // Like a crash, for which everything is prepared: a good end would take the devices away.
+                // Like a crash, for which everything is prepared: a good end would take the devices
+                // away.
                 log(Level::Info, format_args!("making way for another daemon"));
                 link.replacing().map_err(Failure::failed)?;
                 std::process::exit(0);
@@ -157,8 +160,8 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Whether pages would lie in a card's memory that CUDA alone reaches. After some errors of its driver only another process reaches
-/// it again, so a keeper must hold it.
+/// Whether pages would lie in a card's memory that CUDA alone reaches. After some errors of its
+/// driver only another process reaches it again, so a keeper must hold it.
 fn needs_keeper(options: &ServeOptions, log: &Log) -> bool {
     let needs = |url: &VramUrl| {
         if url.target == Target::Software || url.path == Some(PathMode::Mapped) {
@@ -184,7 +187,7 @@ fn needs_keeper(options: &ServeOptions, log: &Log) -> bool {
     true
 }
 
-/// Where the ways in are in the file system.
+/// Where the front ends are in the file system.
 fn paths(options: &ServeOptions) -> impl Iterator<Item = &Path> {
     let sockets = options.nbd.iter().chain(&options.metrics).filter_map(|address| match address {
         Address::Unix(path) => Some(path.as_path()),

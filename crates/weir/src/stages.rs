@@ -22,7 +22,8 @@ impl Stages {
         Stages { took: before.into_iter().collect(), since: Instant::now() }
     }
 
-    /// A stage ends here. What parts of it took may have been [noted](Self::note_all); this is the rest of it.
+    /// A stage ends here. What parts of it took may have been [noted](Self::note_all); this is the
+    /// rest of it.
     pub fn end(&mut self, name: &'static str) {
         let now = Instant::now();
         self.took.push((name, now - self.since));

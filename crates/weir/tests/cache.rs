@@ -1,4 +1,5 @@
-//! `weir cache` as processes: served by FUSE, switched, flushed and detached; homes that carry something are refused.
+//! `weir cache` as processes: served by FUSE, switched, flushed and detached; homes that carry
+//! something are refused.
 
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
@@ -305,7 +306,8 @@ fn a_log_over_several_files_serves_what_was_written_and_reaches_them_in_long_wri
     let file = open(&scene.file());
     let pages = file.metadata().unwrap().len() / PAGE as u64;
     assert!((30_000..192 * 256).contains(&pages), "{pages} pages");
-    // Each page three times in an order of its own: 7919 has no factor in common with the number of pages.
+    // Each page three times in an order of its own: 7919 has no factor in common with the number of
+    // pages.
     assert_ne!(pages % 7919, 0);
     for round in 1..=3 {
         for at in 0..pages {

@@ -1,4 +1,5 @@
-//! The command line as a contract: exit codes, one line for each mistake, help, man pages and completions.
+//! The command line as a contract: exit codes, one line for each mistake, help, man pages and
+//! completions.
 
 use std::fs;
 use std::process::{Command, Output};
@@ -11,7 +12,8 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).expect("UTF-8")
 }
 
-/// Arguments, and what the one line about them must contain: the key, the value seen, what is accepted.
+/// Arguments, and what the one line about them must contain: the key, the value seen, what is
+/// accepted.
 const MISTAKES: &[(&[&str], &[&str])] = &[
     (&["bogus"], &["bogus"]),
     (&["doctor", "--jsn"], &["--jsn", "--json"]),
@@ -283,7 +285,8 @@ fn a_benchmark_is_the_program_beside_this_one_with_all_its_arguments_and_its_exi
     assert_eq!((alone.status.code(), said.lines().count()), (Some(1), 1), "{said}");
     assert!(said.contains("beside/weir-bench is not there; build it"), "{said}");
     let other = directory.join("weir-bench");
-    // A process of its own writes it: what a test of this process starts meanwhile would inherit the open file, which then is busy.
+    // A process of its own writes it: what a test of this process starts meanwhile would inherit
+    // the open file, which then is busy.
     let script = r#"printf '#!/bin/sh\nfor word; do echo "$word"; done\nexit 7\n' >"$0" && chmod 755 "$0""#;
     let written = Command::new("sh").args(["-c", script]).arg(&other).status().expect("a shell");
     assert!(written.success());

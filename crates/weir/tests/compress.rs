@@ -1,4 +1,5 @@
-//! A daemon that compresses: what is left in shared slots comes together again by itself, and at rest nobody wakes.
+//! A daemon that compresses: what is left in shared slots comes together again by itself, and at
+//! rest nobody wakes.
 
 mod common;
 

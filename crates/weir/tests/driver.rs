@@ -1,4 +1,5 @@
-//! A card's driver that fails under a daemon: no page is lost, whoever asks is answered, and the reason is said.
+//! A card's driver that fails under a daemon: no page is lost, whoever asks is answered, and the
+//! reason is said.
 
 mod common;
 
@@ -33,7 +34,8 @@ fn fake_cuda(directory: &Path) {
     assert!(built.success(), "cc {source}");
 }
 
-/// A daemon on a card with the fake driver, whose context dies as the file `dies` in its directory says.
+/// A daemon on a card with the fake driver, whose context dies as the file `dies` in its directory
+/// says.
 fn start(name: &str, flags: &[&str]) -> Daemon {
     Daemon::spawn(name, flags, |command, directory| {
         Daemon::with_nbd(command, directory);
@@ -56,8 +58,8 @@ fn eventually(what: &str, mut is: impl FnMut() -> bool) {
     }
 }
 
-/// Has the driver fail `times` times under load, by `fail`, and looks at every page meanwhile and afterwards. A connection may end,
-/// but no request is answered with an error.
+/// Has the driver fail `times` times under load, by `fail`, and looks at every page meanwhile and
+/// afterwards. A connection may end, but no request is answered with an error.
 fn survive(scene: &Daemon, times: u64, connection_may_end: bool, fail: impl Fn(u64)) {
     drop(scene.connect());
     let (stop, rounds) = (AtomicBool::new(false), AtomicU64::new(0));
@@ -218,7 +220,8 @@ fn doctor_opens_what_it_reports_and_waits_for_no_driver() {
     let directory = std::env::temp_dir().join(format!("weir-{}-doctor", std::process::id()));
     fs::create_dir_all(&directory).unwrap();
     fake_cuda(&directory);
-    // Vulkan's loader may wait for a card of this machine's own; what is asserted is the fake card's.
+    // Vulkan's loader may wait for a card of this machine's own; what is asserted is the fake
+    // card's.
     let (_, text) = doctor(&directory, false);
     assert!(text.contains("Fake GPU: by engine; not by mapped: "), "{text}");
     let begun = Instant::now();

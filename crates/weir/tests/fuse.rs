@@ -1,4 +1,5 @@
-//! `weir serve --fuse` as a process: a file as large as the volume, and one that outlives the daemon.
+//! `weir serve --fuse` as a process: a file as large as the volume, and one that outlives the
+//! daemon.
 //!
 //! `tests/torture fuse-killed` is the full scale; `WEIR_KILLS` and `WEIR_SEED` choose by hand.
 
@@ -87,7 +88,8 @@ fn nothing_stays_mounted_if_the_keeper_is_told_to_end_while_a_daemon_starts() {
     let Some(mut scene) = start("early", &["--keeper", "--store", "host:8MiB"]) else { return };
     let daemon = scene.daemon().unwrap();
     rustix::process::kill_process(daemon, rustix::process::Signal::KILL).unwrap();
-    // The next one is there, and does not listen to signals yet; or listens already; or is not there yet.
+    // The next one is there, and does not listen to signals yet; or listens already; or is not
+    // there yet.
     let begun = Instant::now();
     while scene.daemon().is_none_or(|next| next == daemon) && begun.elapsed() < PATIENCE {
         thread::sleep(Duration::from_micros(100));

@@ -414,7 +414,8 @@ fn a_card_that_runs_short_gets_its_memory_back_unasked_and_lends_it_again_when_n
     let mut client = card.scene.connect();
     (0..4096).for_each(|page| write(&mut client, page, 5));
     assert_eq!(away(&card.scene), 0, "there is enough for everybody");
-    // Somebody allocates: less than the floor is left. How soon it must be given is for the policy's own tests.
+    // Somebody allocates: less than the floor is left. How soon it must be given is for the
+    // policy's own tests.
     card.free(300);
     println!("given back after {:?}", card.wait_for(4));
     (0..4096).for_each(|page| check(&mut client, page, 5));

@@ -102,7 +102,8 @@ fn the_keeper_runs_from_memory_so_that_an_upgrade_leaves_no_removed_file_in_use(
 /// The final kill at the machine's end passes over names that begin with @.
 #[test]
 fn keeper_and_daemon_of_swap_have_their_name_with_and_without_a_copy_in_memory() {
-    // The copy is larger than any file may be: what a system that lets no file in memory be executed comes to.
+    // The copy is larger than any file may be: what a system that lets no file in memory be
+    // executed comes to.
     for (name, limit) in [("copy", "unlimited"), ("no-copy", "32768")] {
         let directory = std::env::temp_dir().join(format!("weir-{}-{name}", std::process::id()));
         fs::create_dir_all(&directory).unwrap();
@@ -284,7 +285,8 @@ fn the_next_daemon_serves_before_cuda_is_open_and_by_it_afterwards() {
     assert_eq!(scene.terminate(), Some(0));
 }
 
-/// Kills the scene's daemon under load, again and again, and looks at every page meanwhile and afterwards.
+/// Kills the scene's daemon under load, again and again, and looks at every page meanwhile and
+/// afterwards.
 fn survive(scene: &Daemon, store: &str) {
     let kills = kills();
     let seed = number("WEIR_SEED", 20_261_120);
@@ -394,7 +396,8 @@ impl Drop for CorePattern {
     }
 }
 
-/// The kernel asks a handler before the memory of the dead is free, and it may wait for the very device that is down.
+/// The kernel asks a handler before the memory of the dead is free, and it may wait for the very
+/// device that is down.
 #[test]
 fn a_crash_of_daemon_or_keeper_leaves_no_core_and_asks_no_handler() {
     use std::os::unix::fs::PermissionsExt as _;
@@ -512,7 +515,8 @@ fn a_keeper_that_cannot_start_another_daemon_now_tries_again_and_keeps_the_pages
     assert_eq!(scene.process.wait().unwrap().code(), Some(0));
 }
 
-/// Only a daemon can tell that nobody needs the pages. One that serves for somebody is in `tests/signals`.
+/// Only a daemon can tell that nobody needs the pages. One that serves for somebody is in
+/// `tests/signals`.
 #[test]
 fn a_keeper_whose_daemon_is_killed_over_a_signal_asks_the_next_one_and_does_not_give_the_pages_up() {
     use rustix::process::{Pid, Signal, kill_process};
@@ -540,7 +544,7 @@ fn the_pages_of_a_daemon_that_was_never_ready_are_kept_though_the_next_ones_cann
     }
     let page = stamped(7, 1);
     let begun = Instant::now();
-    // Until one is killed between its first way in and its last: the file takes it a while.
+    // Until one is killed between its first front end and its last: the file takes it a while.
     let mut scene = loop {
         assert!(begun.elapsed() < PATIENCE, "each was ready before it could be killed");
         let flags = ["--keeper", "--store", "host:8MiB", "--fuse-threads", "64"];

@@ -143,7 +143,8 @@ struct Prometheus {
 }
 
 impl Prometheus {
-    /// One that has the packaged configuration, but for the port of the daemon and the time between two scrapes.
+    /// One that has the packaged configuration, but for the port of the daemon and the time between
+    /// two scrapes.
     fn start(program: &Path, target: u16) -> Prometheus {
         let directory = std::env::temp_dir().join(format!("weir-prometheus-{}", std::process::id()));
         fs::create_dir_all(&directory).unwrap();

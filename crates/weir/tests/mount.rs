@@ -1,4 +1,5 @@
-//! `weir mount` as a process: in the background and in the foreground, as root and as an ordinary user.
+//! `weir mount` as a process: in the background and in the foreground, as root and as an ordinary
+//! user.
 
 #[path = "../../weir-export/tests/enable_uring/mod.rs"]
 mod enable_uring;
@@ -341,7 +342,8 @@ fn by_rings_a_signal_ends_it_under_load_and_a_disk_that_was_killed_is_replaced()
             });
             assert_eq!(child.wait().unwrap().code(), Some(0));
         }
-        // The kernel closes a dead process's rings a moment later; until then it looks alive. What it has cached it goes on telling.
+        // The kernel closes a dead process's rings a moment later; until then it looks alive. What
+        // it has cached it goes on telling.
         until("a dead disk answers", || {
             !is_mounted(&directory.0) || fs::write(directory.0.join("probe"), b"new").is_err()
         });

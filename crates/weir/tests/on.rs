@@ -1,4 +1,5 @@
-//! `weir on` and `off` on this very machine, by FUSE and a loop device. As root, where both are there.
+//! `weir on` and `off` on this very machine, by FUSE and a loop device. As root, where both are
+//! there.
 
 use std::fs;
 use std::io::{BufRead as _, BufReader, Read as _};
@@ -52,7 +53,8 @@ impl Place {
         let begun = Instant::now();
         loop {
             let left = self.left_now();
-            // The kernel lets a loop device go when the last who looks at it has closed it: udev looks at each.
+            // The kernel lets a loop device go when the last who looks at it has closed it: udev
+            // looks at each.
             if left.is_empty() || begun.elapsed() > Duration::from_secs(30) {
                 return left;
             }

@@ -54,7 +54,8 @@ fn weir(arguments: &[&str]) -> Output {
     Command::new(WEIR).args(stores).args(arguments).stdin(Stdio::null()).output().expect("it runs")
 }
 
-/// The program's output, its exit code, and the largest resident size that `/proc` showed of it or a child of it, in MiB.
+/// The program's output, its exit code, and the largest resident size that `/proc` showed of it or
+/// a child of it, in MiB.
 fn watched(arguments: &[&str], stdin: &Path, program: &str) -> (Vec<u8>, Option<i32>, usize) {
     let mut child = Command::new(arguments[0])
         .args(&arguments[1..])
@@ -152,8 +153,8 @@ impl Drop for Scratch {
     }
 }
 
-/// Lines of which each 64 are jumbled, and these come backwards. In no order at all the comparisons would jump through all of
-/// memory, which blocks of 2 MiB are bad at.
+/// Lines of which each 64 are jumbled, and these come backwards. In no order at all the comparisons
+/// would jump through all of memory, which blocks of 2 MiB are bad at.
 fn lines(count: u64) -> String {
     let number = |line: u64| (count - line) ^ (line.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 58);
     (0..count)

@@ -1,4 +1,5 @@
-//! `weir serve --share` as programs on the same machine meet it: in Rust, in C, beside NBD, and over a kernel's swap.
+//! `weir serve --share` as programs on the same machine meet it: in Rust, in C, beside NBD, and
+//! over a kernel's swap.
 
 mod common;
 

@@ -95,7 +95,8 @@ impl Drop for User {
     fn drop(&mut self) {
         let device = self.device.take().unwrap();
         match &self.mounted {
-            // A process that another test starts has this one's open file for a moment: between its fork and its exec.
+            // A process that another test starts has this one's open file for a moment: between its
+            // fork and its exec.
             Some(point) => {
                 let begun = Instant::now();
                 let is_off =

@@ -1,6 +1,7 @@
-//! The least that a server can do: it keeps no pages. Reads are answered from one buffer that stays in the cache, writes are
-//! dropped, and it looks for the next request without ever sleeping. What is left of a request's time is the client's, the
-//! socket's and the waking of the client: no server of pages on this machine answers faster, for this client.
+//! The least that a server can do: it keeps no pages. Reads are answered from one buffer that stays
+//! in the cache, writes are dropped, and it looks for the next request without ever sleeping. What
+//! is left of a request's time is the client's, the socket's and the waking of the client: no
+//! server of pages on this machine answers faster, for this client.
 
 use super::server::Directory;
 use super::{BlockError, Plan};

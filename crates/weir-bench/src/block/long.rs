@@ -1,8 +1,9 @@
 //! `weir bench long`: requests of 1 MiB, by one job and by four, each with eight under way.
 //!
-//! Weir serves a store, and a second time without the processor's window onto a card where the store is one; beside it nbdkit's
-//! memory plugin, a server that keeps no pages, and, where its program is named, nbd-vram, which keeps pages on the same card without a
-//! checksum. fio asks all of them in turns, at addresses in no order. Every device is written in order before; writes then
+//! Weir serves a store, and a second time without the processor's window onto a card where the
+//! store is one; beside it nbdkit's memory plugin, a server that keeps no pages, and, where its
+//! program is named, nbd-vram, which keeps pages on the same card without a checksum. fio asks all
+//! of them in turns, at addresses in no order. Every device is written in order before; writes then
 //! move Weir's pages about, between one run of the reads and the next.
 
 use super::echo::Echo;
@@ -68,7 +69,8 @@ impl Asked {
 /// Runs every case on every server, in turns.
 ///
 /// # Errors
-/// When there is no directory for the sockets. A server that fails is left out from there on: of Weir's that misses its goals.
+/// When there is no directory for the sockets. A server that fails is left out from there on: of
+/// Weir's that misses its goals.
 pub fn run(Long { plan, nbd_vram }: &Long) -> Result<Report, BlockError> {
     let sockets = Directory::new().map_err(BlockError::Directory)?;
     let echo = Echo::start(plan, &sockets)?;

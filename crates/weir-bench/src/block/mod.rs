@@ -1,14 +1,17 @@
-//! `weir bench block`: Weir's NBD server over host memory, beside nbdkit's memory plugin on the same kind of socket.
+//! `weir bench block`: Weir's NBD server over host memory, beside nbdkit's memory plugin on the
+//! same kind of socket.
 //!
-//! fio drives both by its libnbd engine, one job after the other, in turns, several times over; figures are medians.
-//! Weir runs twice: asleep between requests, which is how it is used, and spinning, which is what `--spin-us` buys. Over host memory both
-//! are there at once; over a store they come one after the other, each beside nbdkit, since two daemons on one card keep each other's
-//! resident kernel away.
-//! For single requests a third server, which keeps no pages at all, says what is left to the client and the system.
-//! Every page of both has been written before, in order, so that none is a hole. A page that Weir overwrites moves, so whether
-//! neighbours lie beside each other depends on who wrote last: long requests come first, on a device written in order, and again at the end
-//! (`scattered_read`), after every page has been written once more in no order. The processor time that a server spends on
-//! a request is read from `/proc`, since a server that is fast because it takes both processors is not fast.
+//! fio drives both by its libnbd engine, one job after the other, in turns, several times over;
+//! figures are medians. Weir runs twice: asleep between requests, which is how it is used, and
+//! spinning, which is what `--spin-us` buys. Over host memory both are there at once; over a store
+//! they come one after the other, each beside nbdkit, since two daemons on one card keep each
+//! other's resident kernel away. For single requests a third server, which keeps no pages at all,
+//! says what is left to the client and the system. Every page of both has been written before, in
+//! order, so that none is a hole. A page that Weir overwrites moves, so whether neighbours lie
+//! beside each other depends on who wrote last: long requests come first, on a device written in
+//! order, and again at the end (`scattered_read`), after every page has been written once more in
+//! no order. The processor time that a server spends on a request is read from `/proc`, since a
+//! server that is fast because it takes both processors is not fast.
 
 mod echo;
 mod fio;

@@ -27,7 +27,8 @@ impl Directory {
 
 impl Drop for Directory {
     fn drop(&mut self) {
-        // Nothing but sockets is in it; what cannot be removed now is removed by the system's own cleaning.
+        // Nothing but sockets is in it; what cannot be removed now is removed by the system's own
+        // cleaning.
         let _ = std::fs::remove_dir_all(&self.0);
     }
 }

@@ -1,9 +1,10 @@
 //! `file:` beside fio's own io_uring engine, on the same file, in turns.
 //!
-//! Random pages one at a time and 32 at a time, and runs of 1 MiB. Each case runs three ways: Weir with
-//! encryption as it is used, Weir without (`*_clear`: what the cipher costs), and fio with O_DIRECT, registered
-//! buffers and registered files on that second file, which is as close to the disk as user space gets. Both files are
-//! written once first, so that nobody pays for the first touch of an allocated block.
+//! Random pages one at a time and 32 at a time, and runs of 1 MiB. Each case runs three ways: Weir
+//! with encryption as it is used, Weir without (`*_clear`: what the cipher costs), and fio with
+//! O_DIRECT, registered buffers and registered files on that second file, which is as close to the
+//! disk as user space gets. Both files are written once first, so that nobody pays for the first
+//! touch of an allocated block.
 
 mod fio;
 mod load;
@@ -163,7 +164,8 @@ fn rows(case: Case, [sealed, clear, fio]: &[Way; 3]) -> Vec<Row> {
             ("mb_per_s", weir_core::PAGE_SIZE as f64 / 1e6)
         };
         let row = Row::higher(id, metric, ours * scale).beside(CONTROL, theirs * scale);
-        // The cipher takes a microsecond a page, whatever the disk does: its rows say what that comes to.
+        // The cipher takes a microsecond a page, whatever the disk does: its rows say what that
+        // comes to.
         vec![if suffix.is_empty() { row } else { row.goal(Goal::Ratio(0.9)) }]
     });
     rows.collect()

@@ -1,5 +1,6 @@
-//! The control that does least: one thread that answers faults a page at a time, and moves the page that came first out for each that
-//! comes in. Its store is memory of the same process, and pages move by reference.
+//! The control that does least: one thread that answers faults a page at a time, and moves the page
+//! that came first out for each that comes in. Its store is memory of the same process, and pages
+//! move by reference.
 
 use rustix::event::{PollFd, PollFlags, poll};
 use std::collections::VecDeque;

@@ -1,11 +1,14 @@
-//! `weir bench fault`: what a program pays that may keep a quarter of its memory, by `weir run` and beside it by the kernel's swap
-//! (on zram, on a RAM loop, on Weir's own device), by a bare handler of userfaultfd, and without a limit.
+//! `weir bench fault`: what a program pays that may keep a quarter of its memory, by `weir run` and
+//! beside it by the kernel's swap (on zram, on a RAM loop, on Weir's own device), by a bare handler
+//! of userfaultfd, and without a limit.
 //!
-//! A child process goes through its memory in several ways: in order, reading and writing; in pairs of words that lie a power of
-//! two apart, as a gate of a state-vector simulator does; at single pages, at random and by Zipf's law. Every word is
-//! checked at the end. Needs root, a memory cgroup and loop devices for the swap devices.
+//! A child process goes through its memory in several ways: in order, reading and writing; in pairs
+//! of words that lie a power of two apart, as a gate of a state-vector simulator does; at single
+//! pages, at random and by Zipf's law. Every word is checked at the end. Needs root, a memory
+//! cgroup and loop devices for the swap devices.
 //!
-//! The bare handler keeps what is out in the same process, so it saves nothing: it is the floor of what a fault of one page costs.
+//! The bare handler keeps what is out in the same process, so it saves nothing: it is the floor of
+//! what a fault of one page costs.
 
 mod bare;
 mod touch;

@@ -122,7 +122,8 @@ fn mean(taken: &[u64]) -> f64 {
     taken.iter().sum::<u64>() as f64 / 1e3 / taken.len().max(1) as f64
 }
 
-/// Memory whose content is known whatever was done to it: numbers that are exact, and turns by a right angle.
+/// Memory whose content is known whatever was done to it: numbers that are exact, and turns by a
+/// right angle.
 struct State {
     words: &'static mut [f64],
     added: f64,
@@ -135,12 +136,14 @@ impl State {
         let map = || {
             let protection = ProtFlags::READ | ProtFlags::WRITE;
             let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-            // SAFETY: a fresh mapping at an address of the kernel's choice disturbs nothing. It is never unmapped.
+            // SAFETY: a fresh mapping at an address of the kernel's choice disturbs nothing. It is
+            // never unmapped.
             unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes, protection, flags) }
         };
         let start = map()?;
         let advise = |at, advice| {
-            // SAFETY: advice on how large pages are changes no content. A kernel that has none says EINVAL.
+            // SAFETY: advice on how large pages are changes no content. A kernel that has none says
+            // EINVAL.
             let _ = unsafe { rustix::mm::madvise(at, bytes, advice) };
         };
         match bound {

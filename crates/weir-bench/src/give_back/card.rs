@@ -1,4 +1,5 @@
-//! The process that needs the card: allocates most of it step by step, as a game does while it loads, and ends.
+//! The process that needs the card: allocates most of it step by step, as a game does while it
+//! loads, and ends.
 
 use super::GiveBackError;
 use crate::report::percentile;
@@ -28,8 +29,8 @@ pub struct Allocated {
     pub longest_ms: f64,
 }
 
-/// Allocates in steps of `step` until it has 90% of the card (its context included), each as soon as the one before has succeeded; a
-/// refused one is tried again at once.
+/// Allocates in steps of `step` until it has 90% of the card (its context included), each as soon
+/// as the one before has succeeded; a refused one is tried again at once.
 ///
 /// # Errors
 /// Without CUDA, or when a step does not succeed in 10 s.

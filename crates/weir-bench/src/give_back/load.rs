@@ -1,4 +1,5 @@
-//! Programs that use the device: each has pages of its own, reads one, checks it, writes another, and notes how long it took.
+//! Programs that use the device: each has pages of its own, reads one, checks it, writes another,
+//! and notes how long it took.
 
 use super::GiveBackError;
 use crate::report::percentile;

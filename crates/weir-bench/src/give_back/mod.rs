@@ -1,6 +1,6 @@
-//! Memory given back and taken again while programs use the device, through a real daemon and real NBD connections: how
-//! fast, and what those programs notice. With a GPU also the case that it is all for: another process allocates most of the
-//! card, step by step, and nobody asked Weir for it.
+//! Memory given back and taken again while programs use the device, through a real daemon and real
+//! NBD connections: how fast, and what those programs notice. With a GPU also the case that it is
+//! all for: another process allocates most of the card, step by step, and nobody asked Weir for it.
 
 mod card;
 mod load;

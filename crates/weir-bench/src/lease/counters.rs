@@ -28,7 +28,8 @@ fn give_pages(counts: &[AtomicU32], tokens: &[Token], back: &mut Vec<u32>) {
 fn give(counts: &[AtomicU32], tokens: &[Token]) -> u32 {
     let mut lasts = 0;
     for &Token(page) in tokens {
-        // The series refuses a page that is not out: atomic_add_unless(uref, -1, 0) or a check before it.
+        // The series refuses a page that is not out: atomic_add_unless(uref, -1, 0) or a check
+        // before it.
         lasts += u32::from(counts[page as usize].fetch_sub(1, Ordering::Release) == 1);
     }
     lasts
@@ -65,8 +66,8 @@ impl Design for SocketArrays {
     }
 }
 
-/// Versions 3 to 10: an atomic counter for each page of the binding, for all connections. It cannot say who
-/// holds what, so what a connection leaves behind stays out until the binding goes.
+/// Versions 3 to 10: an atomic counter for each page of the binding, for all connections. It cannot
+/// say who holds what, so what a connection leaves behind stays out until the binding goes.
 pub struct RegionCounters {
     counts: Arc<Box<[AtomicU32]>>,
 }

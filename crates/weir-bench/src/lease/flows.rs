@@ -1,10 +1,12 @@
-//! An end-to-end run in the manner of kperf (4 flows, 4 workers, as that series has it): pages go to their users over the share
-//! transport at a fixed rate, and what counts is how busy the workers are with each design.
+//! An end-to-end run in the manner of kperf (4 flows, 4 workers, as that series has it): pages go
+//! to their users over the share transport at a fixed rate, and what counts is how busy the workers
+//! are with each design.
 //!
-//! A worker is the server's side of one connection or several: for each page asked for it takes a free frame, copies the
-//! payload there, takes a reference, and answers with the token; returns come in ranges as the client sends them. The
-//! client is `weir-share`'s own, looks at every page, and gives it back. All but the design is the same: `none` hands
-//! out the frame's number and remembers nothing, which is what the rest of the work costs.
+//! A worker is the server's side of one connection or several: for each page asked for it takes a
+//! free frame, copies the payload there, takes a reference, and answers with the token; returns
+//! come in ranges as the client sends them. The client is `weir-share`'s own, looks at every page,
+//! and gives it back. All but the design is the same: `none` hands out the frame's number and
+//! remembers nothing, which is what the rest of the work costs.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -37,7 +39,8 @@ const SOURCE_PAGES: usize = 16_384;
 const BURST: u32 = 64;
 const PERIOD: Duration = Duration::from_micros(200);
 
-/// What one design came to: percent of a CPU that a worker used, what it used for a page, and pages that arrived a second.
+/// What one design came to: percent of a CPU that a worker used, what it used for a page, and pages
+/// that arrived a second.
 #[derive(Default)]
 struct Figures {
     busy: Runs,
@@ -97,7 +100,8 @@ fn fill(source: &mut Memory) {
     for page in 0..SOURCE_PAGES {
         for at in 0..PAGE_SIZE / 8 {
             let word = (at as u64) << 32 | page as u64;
-            // SAFETY: inside the mapping, which `source` has alone; aligned, as the mapping is and words are.
+            // SAFETY: inside the mapping, which `source` has alone; aligned, as the mapping is and
+            // words are.
             unsafe { source.as_ptr().cast::<u64>().add(page * PAGE_SIZE / 8 + at).write(word) };
         }
     }
@@ -170,7 +174,8 @@ fn cpu_time() -> Duration {
     Duration::new(used.tv_sec as u64, used.tv_nsec as u32)
 }
 
-/// One flow's user: asks for a burst each period, looks at each page, gives all back. How many pages it had.
+/// One flow's user: asks for a burst each period, looks at each page, gives all back. How many
+/// pages it had.
 fn use_pages(mut client: Client, time: Duration) -> u64 {
     let (begun, mut pages, mut next) = (Instant::now(), 0, Instant::now());
     while begun.elapsed() < time {
@@ -300,7 +305,8 @@ impl Connection {
                 Op::Read => {
                     let frame = self.free.pop().expect("a flow holds a burst or two");
                     let from = page as usize % SOURCE_PAGES * PAGE_SIZE;
-                    // SAFETY: both are whole pages of their mappings; nobody writes the source, and the frame is free.
+                    // SAFETY: both are whole pages of their mappings; nobody writes the source, and
+                    // the frame is free.
                     unsafe {
                         let from = source.as_ptr().add(from).cast::<[u8; PAGE_SIZE]>();
                         std::ptr::copy_nonoverlapping(from, self.area.frame(frame), 1);

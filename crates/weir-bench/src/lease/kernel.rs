@@ -1,8 +1,9 @@
-//! A model of all that mainline Linux does for a page reference that a socket hands out and takes back, where
-//! [`xarray`](super::xarray) is a model of the least that any such tree must do.
+//! A model of all that mainline Linux does for a page reference that a socket hands out and takes
+//! back, where [`xarray`](super::xarray) is a model of the least that any such tree must do.
 //!
-//! Written from what the data structure promises (Documentation/core-api/xarray.rst) and from which calls the
-//! devmem code makes. What it does besides the lean model, each because the kernel does it for every reference:
+//! Written from what the data structure promises (Documentation/core-api/xarray.rst) and from which
+//! calls the devmem code makes. What it does besides the lean model, each because the kernel does
+//! it for every reference:
 //!
 //! | cost | who pays it in the kernel |
 //! |---|---|
@@ -13,8 +14,9 @@
 //! | a page's count, in the page's own cache line, by an atomic | `tcp_recvmsg_dmabuf()` adds to `net_iov.pp_ref_count`, `napi_pp_put_page()` takes off |
 //! | the lock is let go for each 16 returns | `sock_devmem_dontneed()` gathers 16 pages under it and puts them outside |
 //!
-//! Of the last rows the table beside it does its part too: it counts pages, in bytes that one owner writes. What the kernel
-//! pays on top, and the model does not: softirqs off, `READ_ONCE` and RCU checks, retpolines, the page pool's recycling.
+//! Of the last rows the table beside it does its part too: it counts pages, in bytes that one owner
+//! writes. What the kernel pays on top, and the model does not: softirqs off, `READ_ONCE` and RCU
+//! checks, retpolines, the page pool's recycling.
 
 use std::hint::spin_loop;
 use std::sync::Arc;
@@ -37,7 +39,8 @@ const MARKS: usize = 3;
 /// XA_MARK_0 where free indices are tracked.
 const FREE: usize = 0;
 
-/// Entries, coded as the kernel codes them: 0 is none, odd is a value, 2 modulo 4 is the tree's own.
+/// Entries, coded as the kernel codes them: 0 is none, odd is a value, 2 modulo 4 is the tree's
+/// own.
 const RESERVED: u64 = 257 << 2 | 2;
 
 const fn value(page: u32) -> u64 {
@@ -355,7 +358,8 @@ struct Page {
     refs: AtomicI64,
 }
 
-/// An xarray for each connection of one thread, and the pages of the binding that all threads share.
+/// An xarray for each connection of one thread, and the pages of the binding that all threads
+/// share.
 pub struct KernelXArrays {
     slab: Slab,
     trees: Vec<Tree>,

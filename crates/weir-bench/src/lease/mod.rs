@@ -1,13 +1,16 @@
 //! `weir bench lease`: what a page reference costs that is handed out and comes back.
 //!
-//! Source 4 (the devmem series of Linux) argues about three ways to remember which connection holds which pages.
-//! Each is modelled here as its kernel code works, beside [`weir_lease::Table`]: an xarray per connection
-//! (mainline), once with the least that such a tree must do (`xarray`) and once with what a reference costs there in all
-//! (`xarray-kernel`: the tree's upkeep, and the page's own count, as the table counts pages too), an array of counters
-//! per connection (version 1 of the series) and one array of counters for the region (version 10). Every connection holds `outstanding` references all the time; they take turns, and in its
-//! turn a connection gives its oldest references back and takes as many new ones, of random pages of the region.
+//! Source 4 (the devmem series of Linux) argues about three ways to remember which connection holds
+//! which pages. Each is modelled here as its kernel code works, beside [`weir_lease::Table`]: an
+//! xarray per connection (mainline), once with the least that such a tree must do (`xarray`) and
+//! once with what a reference costs there in all (`xarray-kernel`: the tree's upkeep, and the
+//! page's own count, as the table counts pages too), an array of counters per connection (version 1
+//! of the series) and one array of counters for the region (version 10). Every connection holds
+//! `outstanding` references all the time; they take turns, and in its turn a connection gives its
+//! oldest references back and takes as many new ones, of random pages of the region.
 //!
-//! Times are net: a design that does nothing runs in the same rounds, and what it costs is taken off.
+//! Times are net: a design that does nothing runs in the same rounds, and what it costs is taken
+//! off.
 
 mod counters;
 mod design;
@@ -35,7 +38,8 @@ pub struct Plan {
     pub connections: Vec<u32>,
     /// References that each connection holds.
     pub outstanding: u32,
-    /// References that come and go in one step, as a receive call brings several and a return call takes several.
+    /// References that come and go in one step, as a receive call brings several and a return call
+    /// takes several.
     pub burst: u32,
     /// Bytes of the region.
     pub region: u64,
@@ -147,7 +151,8 @@ fn check(plan: &Plan) -> Result<(), PlanError> {
     figure("a number of rounds", plan.rounds as u64, "1 to 1000", 1, 1000)
 }
 
-/// One row of the table that the kernel's device memory series argues with: every design at one number of connections and threads.
+/// One row of the table that the kernel's device memory series argues with: every design at one
+/// number of connections and threads.
 fn rows(report: &mut Report, work: &Workload, rounds: usize) {
     let sockets = u64::from(work.pages) * 4 * u64::from(work.connections);
     let with_arrays = sockets <= DESIGN_BYTES_MAX;

@@ -1,16 +1,18 @@
 //! A model of what mainline Linux does: one xarray per socket, allocating the lowest free index, as
 //! `xa_init_flags(&sk->sk_user_frags, XA_FLAGS_ALLOC1)` asks for.
 //!
-//! Written from the data structure's description (Documentation/core-api/xarray.rst) and its sizes: a radix tree
-//! of nodes with 64 slots, a bitmap of free slots in each node that says of an inner node whether anything below
-//! is free, a spinlock around each change, nodes freed when their last entry goes. Node memory comes from a
-//! free list, which flatters it: the kernel's comes from kmem_cache and goes through RCU. As in
-//! `tcp_xa_pool_refill` and `tcp_xa_pool_commit`, up to 17 indices are reserved under one lock and filled under
-//! another; as in `sock_devmem_dontneed`, a batch is erased under one lock.
+//! Written from the data structure's description (Documentation/core-api/xarray.rst) and its sizes:
+//! a radix tree of nodes with 64 slots, a bitmap of free slots in each node that says of an inner
+//! node whether anything below is free, a spinlock around each change, nodes freed when their last
+//! entry goes. Node memory comes from a free list, which flatters it: the kernel's comes from
+//! kmem_cache and goes through RCU. As in `tcp_xa_pool_refill` and `tcp_xa_pool_commit`, up to 17
+//! indices are reserved under one lock and filled under another; as in `sock_devmem_dontneed`, a
+//! batch is erased under one lock.
 //!
-//! It is leaner than the kernel's code, which serves every use of an xarray and takes its nodes through RCU: `lab/run
-//! lease` measures that one. And it does less than the table beside it: it does not count a page's references,
-//! which in the kernel is the page pool's business. `no_counts_ns_net` is the table with as much to do.
+//! It is leaner than the kernel's code, which serves every use of an xarray and takes its nodes
+//! through RCU: `lab/run lease` measures that one. And it does less than the table beside it: it
+//! does not count a page's references, which in the kernel is the page pool's business.
+//! `no_counts_ns_net` is the table with as much to do.
 
 use std::hint::spin_loop;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,7 +23,8 @@ use super::design::Design;
 
 const SHIFT: u32 = 6;
 const SLOTS: usize = 1 << SHIFT;
-/// `sizeof(struct xa_node)` on 64-bit kernels: 64 slots, three tags of 64 bits, parent, list and counts.
+/// `sizeof(struct xa_node)` on 64-bit kernels: 64 slots, three tags of 64 bits, parent, list and
+/// counts.
 const KERNEL_NODE_BYTES: usize = 576;
 /// `sizeof(struct xarray)`: lock, flags, head.
 const KERNEL_ROOT_BYTES: usize = 16;

@@ -1,5 +1,6 @@
-//! `nv_kthread_q` as pull request 1050 has it: a count of pending items that wakes the worker when it leaves 0, and
-//! the whole list spliced out at once. The wait queue is a condition variable here.
+//! `nv_kthread_q` as pull request 1050 has it: a count of pending items that wakes the worker when
+//! it leaves 0, and the whole list spliced out at once. The wait queue is a condition variable
+//! here.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::*};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};

@@ -1,4 +1,5 @@
-//! The channels that Rust programs use: a job is sent as a function and its argument, and the worker calls it.
+//! The channels that Rust programs use: a job is sent as a function and its argument, and the
+//! worker calls it.
 
 use std::thread::{self, JoinHandle};
 

@@ -66,7 +66,8 @@ impl Tally {
         }
     }
 
-    /// When the last job of the round had run, by the worker's own clock reading: the waiter may be late.
+    /// When the last job of the round had run, by the worker's own clock reading: the waiter may be
+    /// late.
     pub(super) fn finished(&self) -> u64 {
         self.finished.load(Relaxed)
     }
@@ -88,7 +89,8 @@ pub(super) fn nanos() -> u64 {
     START.get_or_init(Instant::now).elapsed().as_nanos() as u64 + 1
 }
 
-/// Voluntary context switches of the calling thread: the same count for every design, whatever it counts itself.
+/// Voluntary context switches of the calling thread: the same count for every design, whatever it
+/// counts itself.
 fn own_sleeps() -> u64 {
     // SAFETY: a rusage of zeros is valid, and getrusage writes no more than one.
     let usage = unsafe {

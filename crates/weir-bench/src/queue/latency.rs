@@ -1,5 +1,6 @@
-//! How long an item waits from its scheduling to its run: alone, with the worker asleep; and in bursts, as a
-//! driver's interrupts come, where the last of the burst counts too (the pull request's "frame pacing").
+//! How long an item waits from its scheduling to its run: alone, with the worker asleep; and in
+//! bursts, as a driver's interrupts come, where the last of the burst counts too (the pull
+//! request's "frame pacing").
 
 use std::thread;
 use std::time::Duration;

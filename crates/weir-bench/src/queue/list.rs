@@ -1,4 +1,5 @@
-//! The list of both designs of `nv_kthread_q`: items embedded in the caller's data, linked under a lock.
+//! The list of both designs of `nv_kthread_q`: items embedded in the caller's data, linked under a
+//! lock.
 
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering::*};

@@ -1,11 +1,12 @@
-//! `weir bench queue`: what a work item costs from the thread that schedules it to the thread that runs it, for
-//! weir-queue, for the two designs of `nv_kthread_q` (a semaphore an item; the batching of pull request 1050), and
-//! for the channels that Rust programs use.
+//! `weir bench queue`: what a work item costs from the thread that schedules it to the thread that
+//! runs it, for weir-queue, for the two designs of `nv_kthread_q` (a semaphore an item; the
+//! batching of pull request 1050), and for the channels that Rust programs use.
 //!
-//! Every design takes the same jobs from the same number of threads, in the same round, one after the other; a
-//! round starts with a fresh worker. Time is from the moment that the producers are let go to the end of the last
-//! job. The arguments are those of the pull request's own model: `300000 600000 8 10`. A round of that size lasts
-//! some milliseconds, so its figures need many rounds; [`Options::default`] is ten times that, and fifty rounds.
+//! Every design takes the same jobs from the same number of threads, in the same round, one after
+//! the other; a round starts with a fresh worker. Time is from the moment that the producers are
+//! let go to the end of the last job. The arguments are those of the pull request's own model:
+//! `300000 600000 8 10`. A round of that size lasts some milliseconds, so its figures need many
+//! rounds; [`Options::default`] is ten times that, and fifty rounds.
 
 mod batch;
 mod channels;
@@ -57,7 +58,8 @@ pub enum QueueError {
 /// The jobs in a round from which on the promises hold: smaller rounds last too short a time.
 const SIZE_OF_PROMISES: usize = 3_000_000;
 
-/// What the pull request states for its own design over the semaphore, with one producer and with eight.
+/// What the pull request states for its own design over the semaphore, with one producer and with
+/// eight.
 const CLAIMED: [f64; 2] = [3.77, 1.61];
 
 /// The designs share the process's one tally: one benchmark at a time.

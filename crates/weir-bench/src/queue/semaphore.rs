@@ -1,4 +1,5 @@
-//! `nv_kthread_q` before the pull request: a list under a lock, and a semaphore that is raised for every item.
+//! `nv_kthread_q` before the pull request: a list under a lock, and a semaphore that is raised for
+//! every item.
 
 use std::ptr::NonNull;
 use std::sync::Arc;

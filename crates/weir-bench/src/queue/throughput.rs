@@ -1,4 +1,5 @@
-//! Rounds of many jobs from one producer and from several: nanoseconds an item, and how often the worker slept.
+//! Rounds of many jobs from one producer and from several: nanoseconds an item, and how often the
+//! worker slept.
 
 use std::sync::{Arc, Barrier};
 use std::thread;

@@ -1,4 +1,5 @@
-//! weir-queue: items embedded in the caller's data, with the contract of `nv_kthread_q`; and its channel of values.
+//! weir-queue: items embedded in the caller's data, with the contract of `nv_kthread_q`; and its
+//! channel of values.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::*};
@@ -21,7 +22,8 @@ pub(super) const VALUES: &str = "weir-values";
 /// How many values a sender has room for: the channel is bounded, those beside it are not.
 const ROOM: usize = 1 << 14;
 
-/// How often the spinning worker looks before it sleeps: some milliseconds, longer than any gap between items.
+/// How often the spinning worker looks before it sleeps: some milliseconds, longer than any gap
+/// between items.
 const LOOKS: u32 = 100_000;
 
 /// A job with its item: as large as one of the list's.

@@ -66,7 +66,8 @@ fn gpus() -> Option<String> {
     (!names.is_empty()).then(|| names.join(", "))
 }
 
-/// The version in "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build ...".
+/// The version in "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64 580.159.04 Release Build
+/// ...".
 fn driver_version(text: &str) -> Option<String> {
     let line = text.lines().find(|line| line.starts_with("NVRM version"))?;
     line.split_whitespace()
@@ -74,8 +75,8 @@ fn driver_version(text: &str) -> Option<String> {
         .map(str::to_owned)
 }
 
-/// The commit under test: `WEIR_COMMIT` if set (a machine without the repository), else what git says here,
-/// marked "-dirty" if the tree differs from it.
+/// The commit under test: `WEIR_COMMIT` if set (a machine without the repository), else what git
+/// says here, marked "-dirty" if the tree differs from it.
 pub(super) fn commit() -> String {
     if let Ok(commit) = std::env::var("WEIR_COMMIT") {
         return commit;
@@ -94,7 +95,8 @@ pub(super) fn utc_now() -> String {
     rfc3339(seconds)
 }
 
-/// Seconds since 1970 as a date (days to civil date: Howard Hinnant, "chrono-Compatible Low-Level Date Algorithms").
+/// Seconds since 1970 as a date (days to civil date: Howard Hinnant, "chrono-Compatible Low-Level
+/// Date Algorithms").
 fn rfc3339(seconds: u64) -> String {
     let (days, second) = (seconds / 86_400 + 719_468, seconds % 86_400);
     let (era, day_of_era) = (days / 146_097, days % 146_097);

@@ -1,7 +1,7 @@
 //! What a benchmark hands back: rows of figures beside their controls, and where they were taken.
 //!
-//! The JSON form is a contract (`schema` 1): a consumer may rely on every key being present, `null` where a row
-//! has no control or no goal.
+//! The JSON form is a contract (`schema` 1): a consumer may rely on every key being present, `null`
+//! where a row has no control or no goal.
 
 mod html;
 mod machine;
@@ -167,15 +167,18 @@ impl Report {
     /// Writes one self-contained page of HTML to `path`: the table, and a chart for each metric.
     ///
     /// # Errors
-    /// [`ReportError::Write`] when the file cannot be written, [`ReportError::Chart`] when a chart cannot be drawn.
+    /// [`ReportError::Write`] when the file cannot be written, [`ReportError::Chart`] when a chart
+    /// cannot be drawn.
     pub fn write_html(&self, path: &Path) -> Result<(), ReportError> {
         write(path, &html::page(self)?)
     }
 
-    /// Writes one picture (SVG) to `path`: how each figure that has a goal compares with its control.
+    /// Writes one picture (SVG) to `path`: how each figure that has a goal compares with its
+    /// control.
     ///
     /// # Errors
-    /// [`ReportError::Write`] when the file cannot be written, [`ReportError::Chart`] when nothing can be drawn.
+    /// [`ReportError::Write`] when the file cannot be written, [`ReportError::Chart`] when nothing
+    /// can be drawn.
     pub fn write_plot(&self, path: &Path) -> Result<(), ReportError> {
         write(path, &plot::svg(self)?)
     }
@@ -220,7 +223,8 @@ impl Row {
         self
     }
 
-    /// Sets the promise and judges it; call it after [`Row::beside`]. A ratio that is missing meets no goal.
+    /// Sets the promise and judges it; call it after [`Row::beside`]. A ratio that is missing meets
+    /// no goal.
     pub fn goal(mut self, goal: Goal) -> Self {
         let (figure, bound, of) = match goal {
             Goal::Value(bound) => (Some(self.value), bound, GoalOf::Value),
@@ -236,7 +240,8 @@ impl Row {
     }
 }
 
-/// Five significant digits: no timing here is better than that, and diffs of committed results stay short.
+/// Five significant digits: no timing here is better than that, and diffs of committed results stay
+/// short.
 fn five_digits(value: f64) -> f64 {
     format!("{value:.4e}").parse().expect("a printed number parses")
 }

@@ -9,7 +9,8 @@ const INK: RGBColor = RGBColor(0x22, 0x22, 0x22);
 const FAINT: RGBColor = RGBColor(0xd5, 0xd8, 0xdc);
 const WIDTH: i32 = 900;
 const LINE: i32 = 22;
-/// Room for labels at the left and for figures at the right of the bars, and for the heading and the axis.
+/// Room for labels at the left and for figures at the right of the bars, and for the heading and
+/// the axis.
 const LABELS: i32 = 250;
 const FIGURES: i32 = 250;
 const HEAD: i32 = 48;

@@ -52,7 +52,8 @@ impl FromIterator<f64> for Runs {
     }
 }
 
-/// The value at or under which `percent` of 100 of `samples` lie (nearest rank); reorders them. 0 of no samples.
+/// The value at or under which `percent` of 100 of `samples` lie (nearest rank); reorders them. 0
+/// of no samples.
 pub fn percentile(samples: &mut [u64], percent: f64) -> u64 {
     if samples.is_empty() {
         return 0;

@@ -1,8 +1,9 @@
 //! `weir bench store --batch-sweep`: how many copies a call to the card's driver may name.
 //!
-//! NVIDIA's `cuMemcpyBatchAsync` has killed its channel, and with it everything that a process had on the card, for calls that name
-//! too many copies. Nobody documents how many. So each shape runs in a process of its own, with a time limit, since a driver may
-//! also crash or hang; and every page that is read is checked.
+//! NVIDIA's `cuMemcpyBatchAsync` has killed its channel, and with it everything that a process had
+//! on the card, for calls that name too many copies. Nobody documents how many. So each shape runs
+//! in a process of its own, with a time limit, since a driver may also crash or hang; and every
+//! page that is read is checked.
 
 use super::BenchError;
 use super::content::{Random, is_stamped, stamp};
@@ -83,7 +84,8 @@ pub struct Burnt {
     pub seconds: f64,
 }
 
-/// Every shape of `copies`: many small calls in flight, and few large ones, as many threads and a few.
+/// Every shape of `copies`: many small calls in flight, and few large ones, as many threads and a
+/// few.
 fn shapes(copies: u32) -> [Shape; 5] {
     let shape = |threads, calls, longest, ways| Shape { threads, copies, calls, longest, ways };
     [
@@ -95,7 +97,8 @@ fn shapes(copies: u32) -> [Shape; 5] {
     ]
 }
 
-/// Runs all of it. A row for each shape: pages a second, and 1 where it died. What the store does by itself must not die.
+/// Runs all of it. A row for each shape: pages a second, and 1 where it died. What the store does
+/// by itself must not die.
 ///
 /// # Errors
 /// When no process can be started.
@@ -197,7 +200,8 @@ pub fn burn(url: &VramUrl, shape: Shape, seconds: u64) -> Result<Burnt, BenchErr
     Ok(Burnt { pages, seconds: since.elapsed().as_secs_f64() })
 }
 
-/// One thread's load over its own pages. A page's content is its number, so it does not matter which of two writes is last.
+/// One thread's load over its own pages. A page's content is its number, so it does not matter
+/// which of two writes is last.
 fn burn_part(
     store: &dyn Store,
     shape: Shape,

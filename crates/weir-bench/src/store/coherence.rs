@@ -1,7 +1,8 @@
 //! Whether a page written by one path is what another path reads, at once and every time.
 //!
-//! Pairs of threads hand small batches back and forth over the same few slots, so that anything that holds on to an
-//! old line (a fill buffer, the card's L1 or L2, a write that has not arrived) is asked for it again and again.
+//! Pairs of threads hand small batches back and forth over the same few slots, so that anything
+//! that holds on to an old line (a fill buffer, the card's L1 or L2, a write that has not arrived)
+//! is asked for it again and again.
 
 use super::BenchError;
 use super::content::{is_stamped, stamp};
@@ -15,7 +16,8 @@ use weir_store::{Done, Fault, Lane, Progress};
 /// Slots that a pair hands over at a time.
 const BATCH: u32 = 64;
 
-/// Writes by one path and reads by another, `pairs` times at once, for `time`: how many pages were checked.
+/// Writes by one path and reads by another, `pairs` times at once, for `time`: how many pages were
+/// checked.
 ///
 /// # Errors
 /// A stale page, or a fault.

@@ -1,9 +1,9 @@
 //! Pages that say who they are.
 //!
-//! Every 64-byte line of a page begins with a word made of the page's number, its generation and the line's place,
-//! so that a page in the wrong place, an older one, or one torn between two writes is told from the right one.
-//! Stamping and checking cost some 40 ns each, which is in the figures of deep rows and outside those of single
-//! operations.
+//! Every 64-byte line of a page begins with a word made of the page's number, its generation and
+//! the line's place, so that a page in the wrong place, an older one, or one torn between two
+//! writes is told from the right one. Stamping and checking cost some 40 ns each, which is in the
+//! figures of deep rows and outside those of single operations.
 
 use weir_core::PageBytes;
 

@@ -1,5 +1,5 @@
-//! The controls: one copy-engine call a request and a stream a thread, as nbd-vram does it, on device memory
-//! of its own beside the store's; and the mapped copy with nothing around it.
+//! The controls: one copy-engine call a request and a stream a thread, as nbd-vram does it, on
+//! device memory of its own beside the store's; and the mapped copy with nothing around it.
 
 use super::BenchError;
 use super::content::stamp;
@@ -87,7 +87,8 @@ impl Copier<'_> {
         let places = (memory.bytes / bytes as u64) as u32;
         let address = memory.address + u64::from(self.random.below(places)) * bytes as u64;
         let since = Instant::now();
-        // SAFETY: the range lies in the control's own memory, and the stream is synchronised before either ends.
+        // SAFETY: the range lies in the control's own memory, and the stream is synchronised before
+        // either ends.
         unsafe {
             match kind {
                 Kind::Read => self.stream.copy_to_host(self.buffer.as_ptr(), address, bytes)?,

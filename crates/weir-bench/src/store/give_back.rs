@@ -1,5 +1,5 @@
-//! Giving memory back while the rest of it is in use: chunks are read out to host memory and released, as fast as
-//! it goes, while other threads read and write elsewhere.
+//! Giving memory back while the rest of it is in use: chunks are read out to host memory and
+//! released, as fast as it goes, while other threads read and write elsewhere.
 
 use super::BenchError;
 use super::content::{is_stamped, stamp};
@@ -18,7 +18,8 @@ const USERS: usize = 4;
 /// Pages that they use.
 const USED: u32 = 1 << 18;
 
-/// How hard memory is given back: what one drain thread reads at once is what the others' pages wait behind.
+/// How hard memory is given back: what one drain thread reads at once is what the others' pages
+/// wait behind.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Effort {
     /// Threads that read chunks out.

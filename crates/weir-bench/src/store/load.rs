@@ -1,4 +1,5 @@
-//! Loads: one operation at a time, now and then, and as many as there is room for; each page checked.
+//! Loads: one operation at a time, now and then, and as many as there is room for; each page
+//! checked.
 
 use super::BenchError;
 use super::content::{Random, is_stamped, stamp};
@@ -183,8 +184,8 @@ impl Part {
 
     /// As many operations in flight as `depth`, until `time` is over: how many were finished.
     ///
-    /// Operations come in batches of a quarter of the depth, as a queue thread drains them from its socket. Reads
-    /// share `reads` hundredths. No page is in flight twice.
+    /// Operations come in batches of a quarter of the depth, as a queue thread drains them from its
+    /// socket. Reads share `reads` hundredths. No page is in flight twice.
     ///
     /// # Errors
     /// A fault, or a page that is not what was written.
@@ -285,8 +286,8 @@ fn drain(lane: &mut impl Pages, mut waiting: usize) -> Result<(), BenchError> {
     result.map_err(BenchError::Fault)
 }
 
-/// Runs `work` on `threads` threads at once, each with its lane and its part; the sum of what they return, divided
-/// by the wall time of the longest.
+/// Runs `work` on `threads` threads at once, each with its lane and its part; the sum of what they
+/// return, divided by the wall time of the longest.
 ///
 /// # Errors
 /// The first error of any thread.

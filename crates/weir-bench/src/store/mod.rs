@@ -1,7 +1,9 @@
-//! `weir bench store`: a store by itself, and the same store under a volume, beside the copy engine used call by call.
+//! `weir bench store`: a store by itself, and the same store under a volume, beside the copy engine
+//! used call by call.
 //!
-//! 4 KiB pages at random places, each checked for its number and generation; one wrong page fails the run. Single
-//! operations are timed one by one; deep rows are pages finished by all threads over the longest thread's time.
+//! 4 KiB pages at random places, each checked for its number and generation; one wrong page fails
+//! the run. Single operations are timed one by one; deep rows are pages finished by all threads
+//! over the longest thread's time.
 
 pub mod batches;
 mod coherence;
@@ -81,8 +83,8 @@ pub fn run(plan: &Plan) -> Result<Report, BenchError> {
     scenarios::run(plan)
 }
 
-/// Reads and writes `rate` pages a second for `seconds`, half and half and checked: what a competing job is measured
-/// beside. Returns the rate that was reached.
+/// Reads and writes `rate` pages a second for `seconds`, half and half and checked: what a
+/// competing job is measured beside. Returns the rate that was reached.
 ///
 /// # Errors
 /// When the store fails, or a page is wrong.
@@ -130,8 +132,9 @@ pub fn calibrate(url: &StoreUrl) -> Result<Report, BenchError> {
     Ok(report)
 }
 
-/// What is chosen by these costs: a row for each direction, number of pages, threads at work, and kind of neighbourhood, with
-/// the way as its metric and what it is reckoned to take a thread as its value. With the kernel there, and with it away.
+/// What is chosen by these costs: a row for each direction, number of pages, threads at work, and
+/// kind of neighbourhood, with the way as its metric and what it is reckoned to take a thread as
+/// its value. With the kernel there, and with it away.
 fn choices(table: &Table) -> Vec<Row> {
     let mut rows = Vec::new();
     for (direction, name) in [(Direction::Read, "read"), (Direction::Write, "write")] {

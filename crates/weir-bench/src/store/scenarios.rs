@@ -10,7 +10,8 @@ use weir_store::vram::table::Path;
 use weir_store::vram::{Gpu, VramStore};
 use weir_store::{Store, StoreUrl};
 
-/// Pages that single operations and deep loads touch: 4 GiB, so that no cache of the card (60 MB) helps.
+/// Pages that single operations and deep loads touch: 4 GiB, so that no cache of the card (60 MB)
+/// helps.
 const PAGES: u32 = 1 << 20;
 /// Pages of a large operation: 1 MiB.
 const LARGE: usize = 256;
@@ -143,7 +144,8 @@ impl Bench<'_> {
             .collect()
     }
 
-    /// What the mapped copy costs with nothing around it, in the same rhythm: the part that is not ours.
+    /// What the mapped copy costs with nothing around it, in the same rhythm: the part that is not
+    /// ours.
     fn bare_times(&self, kind: Kind, count: usize, pause: Option<Duration>) -> Option<f64> {
         let mut copy = BareCopy::open(self.gpu.as_ref()?, self.pages)?;
         (0..100).for_each(|_| _ = copy.once(kind));
@@ -247,7 +249,8 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Millions of pages a second that so many threads move, `reads` of a hundred by reading, in every run.
+    /// Millions of pages a second that so many threads move, `reads` of a hundred by reading, in
+    /// every run.
     fn crowd(&self, id: &str, reads: u32, threads: usize, time: Duration) -> Result<Pair, BenchError> {
         let (depth, time) = (self.plan.depth, self.scaled(time));
         let mut pair = Pair::default();
@@ -355,8 +358,8 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// 16 GiB of chunks, read out and released while four threads use the rest; a quarter of that for each of several
-    /// efforts.
+    /// 16 GiB of chunks, read out and released while four threads use the rest; a quarter of that
+    /// for each of several efforts.
     fn give_back(&mut self) -> Result<(), BenchError> {
         let Some(memory) = self.store.reclaim() else { return Ok(()) };
         let slots = memory.chunk_slots();

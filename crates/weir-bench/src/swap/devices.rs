@@ -1,4 +1,5 @@
-//! The devices that are compared, each set up as the swap that the kernel fills first, and taken down again.
+//! The devices that are compared, each set up as the swap that the kernel fills first, and taken
+//! down again.
 
 use super::{Plan, RAM_LOOP, SwapError};
 use rustix::mount::{MountFlags, UnmountFlags};
@@ -212,9 +213,10 @@ impl Drop for Device {
     }
 }
 
-/// A file system in memory that the kernel never swaps out, whoever lives (`noswap`, Linux 6.4). Locked memory will not do: its lock ends
-/// with its process. Pages that were swapped out onto the loop device that lies on them would wait for themselves for ever, and
-/// that machine's swap with them.
+/// A file system in memory that the kernel never swaps out, whoever lives (`noswap`, Linux 6.4).
+/// Locked memory will not do: its lock ends with its process. Pages that were swapped out onto the
+/// loop device that lies on them would wait for themselves for ever, and that machine's swap with
+/// them.
 struct MemoryMount(PathBuf);
 
 impl MemoryMount {

@@ -1,11 +1,13 @@
-//! `weir bench swap`: what a page costs that comes back from swap, on Weir and beside it on a RAM loop, zram, a file on disk and
-//! (where they are installed) nbdkit with nbdfuse.
+//! `weir bench swap`: what a page costs that comes back from swap, on Weir and beside it on a RAM
+//! loop, zram, a file on disk and (where they are installed) nbdkit with nbdfuse.
 //!
-//! Each device in turn is the swap that the kernel fills first. A child process under a memory limit writes more than it may keep,
-//! then touches pages at random, one after the other (the latency of a major fault), then all of them in order, then stretches of
-//! 16 at random places, then one each 20 ms, which is what a desktop feels. A fault brings its own page only (vm.page-cluster 0), on
-//! every device, unless others are asked for: then each device is measured at each. Every page is checked. Needs root, loop
-//! devices, a memory cgroup of either version, and no second program that swaps meanwhile.
+//! Each device in turn is the swap that the kernel fills first. A child process under a memory
+//! limit writes more than it may keep, then touches pages at random, one after the other (the
+//! latency of a major fault), then all of them in order, then stretches of 16 at random places,
+//! then one each 20 ms, which is what a desktop feels. A fault brings its own page only
+//! (vm.page-cluster 0), on every device, unless others are asked for: then each device is measured
+//! at each. Every page is checked. Needs root, loop devices, a memory cgroup of either version, and
+//! no second program that swaps meanwhile.
 
 pub(crate) mod devices;
 mod touch;
@@ -125,7 +127,8 @@ impl Way {
 
 const RAM_LOOP: &str = "ram-loop";
 
-/// Measures every device that this machine can have; says on standard error which it cannot, and why.
+/// Measures every device that this machine can have; says on standard error which it cannot, and
+/// why.
 ///
 /// # Errors
 /// When not even the RAM loop works here, or a page is not what was written.

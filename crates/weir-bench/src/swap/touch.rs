@@ -15,7 +15,8 @@ use weir_system::cgroup::Cgroup;
 
 /// The pause before each sporadic fault.
 const PAUSE: Duration = Duration::from_millis(20);
-/// Pages that are read in order from each random place: 64 KiB, a small record or a column of a matrix.
+/// Pages that are read in order from each random place: 64 KiB, a small record or a column of a
+/// matrix.
 const STRETCH: usize = 16;
 /// Faults that are timed at most.
 const FAULTS_MAX: usize = 200_000;
@@ -132,7 +133,8 @@ impl Region {
         let pages = bytes / PAGE_SIZE;
         let bytes = pages * PAGE_SIZE;
         let protection = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a fresh private mapping at an address of the kernel's choice disturbs nothing. It is never unmapped.
+        // SAFETY: a fresh private mapping at an address of the kernel's choice disturbs nothing. It
+        // is never unmapped.
         let start = unsafe {
             let start =
                 rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes, protection, MapFlags::PRIVATE)?;
@@ -143,7 +145,8 @@ impl Region {
             }
             start
         };
-        // Half of it compresses to nothing, half does not compress: what memory is like, on average.
+        // Half of it compresses to nothing, half does not compress: what memory is like, on
+        // average.
         let mut template = [0; PAGE_SIZE];
         let mut state = 1u64;
         for byte in &mut template[..PAGE_SIZE / 2] {
@@ -160,7 +163,8 @@ impl Region {
 
     fn write(&mut self, page: usize) {
         let at = self.at(page);
-        // SAFETY: the page lies within the mapping, which only this thread uses; both ends are aligned.
+        // SAFETY: the page lies within the mapping, which only this thread uses; both ends are
+        // aligned.
         unsafe {
             at.copy_from_nonoverlapping(self.template.as_ptr(), PAGE_SIZE);
             at.cast::<u64>().write(page as u64);

@@ -1,5 +1,5 @@
-//! Work that changes the machine for a while runs in a child of this process, which puts everything back
-//! whatever ends that child: its own end, a signal, a crash. Where both are killed, the next
+//! Work that changes the machine for a while runs in a child of this process, which puts everything
+//! back whatever ends that child: its own end, a signal, a crash. Where both are killed, the next
 //! command that has a guard does it, and `weir off`.
 //!
 //! All that such a child leaves can be found by the number of its process, which is part of each

@@ -61,8 +61,9 @@ fn loops() -> Vec<LoopDevice> {
     names.filter_map(|name| LoopDevice::find(&Path::new("/dev").join(name)).ok()).collect()
 }
 
-/// Turns swap off where it is on. The kernel lists a swap already while swapon(2) is at work, and still while another
-/// swapoff(2) is: it answers `EINVAL` then (mm/swapfile.c: the area is not `SWP_WRITEOK`), and a moment later one or the other is done.
+/// Turns swap off where it is on. The kernel lists a swap already while swapon(2) is at work, and
+/// still while another swapoff(2) is: it answers `EINVAL` then (mm/swapfile.c: the area is not
+/// `SWP_WRITEOK`), and a moment later one or the other is done.
 fn swapoff(path: &Path) -> io::Result<()> {
     let begun = Instant::now();
     while swaps::is_on(path) {

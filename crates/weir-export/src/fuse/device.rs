@@ -11,8 +11,8 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 /// Descriptors are non-blocking: who wants to wait polls.
 const FLAGS: OFlags = OFlags::RDWR.union(OFlags::CLOEXEC).union(OFlags::NONBLOCK);
 
-/// A descriptor of a FUSE connection. Each has its own queue of requests that were read from it and not yet
-/// answered; a reply goes to the descriptor from which its request came.
+/// A descriptor of a FUSE connection. Each has its own queue of requests that were read from it and
+/// not yet answered; a reply goes to the descriptor from which its request came.
 #[derive(Debug)]
 pub struct Device(OwnedFd);
 
@@ -23,7 +23,8 @@ pub enum Incoming {
     Request(usize),
     /// Nothing now.
     Nothing,
-    /// The file system has been unmounted, or its connection aborted: there will be nothing any more.
+    /// The file system has been unmounted, or its connection aborted: there will be nothing any
+    /// more.
     Unmounted,
 }
 
@@ -76,8 +77,8 @@ impl Device {
         }
     }
 
-    /// Has the kernel send again every request that has been read from any descriptor of the connection and not been
-    /// answered (Linux 6.9).
+    /// Has the kernel send again every request that has been read from any descriptor of the
+    /// connection and not been answered (Linux 6.9).
     ///
     /// # Errors
     /// `EINVAL` on older kernels.

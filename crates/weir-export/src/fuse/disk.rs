@@ -1,4 +1,5 @@
-//! The file system of one file: a volume's bytes, as large as the volume, that a loop device takes for a disk.
+//! The file system of one file: a volume's bytes, as large as the volume, that a loop device takes
+//! for a disk.
 
 use super::range::{IO_MAX, Ranges, Volume};
 use super::reply::Reply;
@@ -171,8 +172,9 @@ impl<L: PageLane> Service<L> for Disk {
                     refuse(errno)
                 }
             },
-            // What was acknowledged is where it will stay, or waits for FSYNC: FLUSH has nothing to wait for, and FSYNC only where the
-            // device has. After one ENOSYS the kernel takes them for done without asking.
+            // What was acknowledged is where it will stay, or waits for FSYNC: FLUSH has nothing to
+            // wait for, and FSYNC only where the device has. After one ENOSYS the kernel takes them
+            // for done without asking.
             _ => refuse(Errno::NOSYS),
         }
     }
@@ -201,7 +203,8 @@ impl Disk {
     fn allocate<L: PageLane>(&self, what: &FallocateIn, ranges: &mut Ranges<L>) -> Result<(), Errno> {
         let inside = self.shape.clip(what.offset, what.length);
         match what.mode & !KEEP_SIZE {
-            0 if inside == what.length || what.mode & KEEP_SIZE != 0 => Ok(()), // there is room for every page
+            // There is room for every page.
+            0 if inside == what.length || what.mode & KEEP_SIZE != 0 => Ok(()),
             0 => Err(Errno::FBIG),
             PUNCH_HOLE | ZERO_RANGE if inside == 0 => Ok(()),
             PUNCH_HOLE | ZERO_RANGE => ranges.clear(Span { offset: what.offset, length: inside }, Volume),

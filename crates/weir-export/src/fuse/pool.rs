@@ -1,8 +1,9 @@
 //! Who waits for requests: the threads of a connection take turns.
 //!
-//! A request wakes one thread, and only if nobody is looking already. So one thread at a time waits at the device (it spins for a
-//! while, then sleeps); the others are parked. One that finds several requests in a row has one more of them come; one that must
-//! wait for a slow store has itself replaced. A thread that finds nothing while another is there parks again.
+//! A request wakes one thread, and only if nobody is looking already. So one thread at a time waits
+//! at the device (it spins for a while, then sleeps); the others are parked. One that finds several
+//! requests in a row has one more of them come; one that must wait for a slow store has itself
+//! replaced. A thread that finds nothing while another is there parks again.
 
 use super::device::Device;
 use crate::spin::SpinGate;
@@ -54,7 +55,8 @@ impl Pool {
         self.back();
     }
 
-    /// The calling thread will look for requests no more until it is [`back`](Pool::back): if nobody else does, another comes.
+    /// The calling thread will look for requests no more until it is [`back`](Pool::back): if
+    /// nobody else does, another comes.
     pub fn away(&self) {
         if self.at_device.fetch_sub(1, Ordering::SeqCst) == 1 {
             self.call_one();

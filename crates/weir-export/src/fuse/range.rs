@@ -1,7 +1,7 @@
 //! Reading and writing ranges of bytes in a volume, one request at a time, as FUSE asks for them.
 //!
-//! Pages that lie in memory are answered from where they lie, verified; what a slow store must fetch is started all at once
-//! and waited for. Nothing here allocates.
+//! Pages that lie in memory are answered from where they lie, verified; what a slow store must
+//! fetch is started all at once and waited for. Nothing here allocates.
 
 use super::pool::Pool;
 use super::reply::{Reply, SLICES_MAX, header};
@@ -129,8 +129,9 @@ impl<L: PageLane> Ranges<L> {
         reply.send(&slices[..1 + span.pages() as usize]).map(Ok)
     }
 
-    /// Writes `data`, at most [`IO_MAX`] bytes, where `what` says; every page has a place. A file that
-    /// was opened with `O_SYNC` or `O_DSYNC` has each write flushed, as the kernel leaves that to us.
+    /// Writes `data`, at most [`IO_MAX`] bytes, where `what` says; every page has a place. A file
+    /// that was opened with `O_SYNC` or `O_DSYNC` has each write flushed, as the kernel leaves that
+    /// to us.
     ///
     /// # Errors
     /// What the request is to be refused with. Some of its pages may be written.
@@ -163,7 +164,8 @@ impl<L: PageLane> Ranges<L> {
     }
 }
 
-/// Does a request to its end. If it takes longer than one look at the stores, another thread looks for requests meanwhile.
+/// Does a request to its end. If it takes longer than one look at the stores, another thread looks
+/// for requests meanwhile.
 fn finish<L: PageLane, P: Places>(
     requests: &mut Requests<L>,
     pool: &Pool,

@@ -1,5 +1,5 @@
-//! Requests as the kernel sends them: bytes in, a [`Request`] out. No descriptor in it, so it is tested and fuzzed as a plain
-//! function.
+//! Requests as the kernel sends them: bytes in, a [`Request`] out. No descriptor in it, so it is
+//! tested and fuzzed as a plain function.
 
 use super::wire::{
     CreateIn, FallocateIn, ForgetOne, InHeader, InitIn, LseekIn, MkdirIn, MknodIn, OpenIn, ReadIn, ReleaseIn,

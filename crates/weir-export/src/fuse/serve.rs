@@ -118,8 +118,9 @@ impl<L: PageLane, S: Service<L>> Worker<S, L> {
                 in_a_row = 0;
                 found = spin
                     .attempt(|| {
-                        // The answer just given has work waiting for this very processor (a loop device's request ends in a
-                        // softirq): without this it would wait until the spinning ends.
+                        // The answer just given has work waiting for this very processor (a loop
+                        // device's request ends in a softirq): without this it would wait until the
+                        // spinning ends.
                         rustix::thread::sched_yield();
                         match self.look() {
                             Ok(Incoming::Nothing) => Ok(None),

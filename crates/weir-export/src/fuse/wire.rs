@@ -1,13 +1,17 @@
-//! The numbers and structures of the FUSE protocol (include/uapi/linux/fuse.h, protocol 7), in the host's byte order.
+//! The numbers and structures of the FUSE protocol (include/uapi/linux/fuse.h, protocol 7), in the
+//! host's byte order.
 //!
-//! Structures are read from bytes and written to bytes field by field; that they lie as the C compiler lays them
-//! out (each field at a multiple of its size, nothing between them, the size that the kernel expects) is asserted at compile time.
+//! Structures are read from bytes and written to bytes field by field; that they lie as the C
+//! compiler lays them out (each field at a multiple of its size, nothing between them, the size
+//! that the kernel expects) is asserted at compile time.
 
 /// The protocol's major version.
 pub const MAJOR: u32 = 7;
-/// The minor version that this speaks: that of `FUSE_NOTIFY_RESEND` (Linux 6.9). Older kernels lower it.
+/// The minor version that this speaks: that of `FUSE_NOTIFY_RESEND` (Linux 6.9). Older kernels
+/// lower it.
 pub const MINOR: u32 = 40;
-/// The oldest minor version that this understands: `max_pages` with everything before it (Linux 5.4).
+/// The oldest minor version that this understands: `max_pages` with everything before it (Linux
+/// 5.4).
 pub const MINOR_LEAST: u32 = 31;
 /// The root's node.
 pub const ROOT: u64 = 1;
@@ -66,7 +70,8 @@ pub mod init {
     pub const INIT_EXT: u64 = 1 << 30;
     /// The kernel can be asked to send again what it has not been answered.
     pub const HAS_RESEND: u64 = 1 << 39;
-    /// Requests may come by a ring (Linux 6.14, where the module's parameter `enable_uring` says so).
+    /// Requests may come by a ring (Linux 6.14, where the module's parameter `enable_uring` says
+    /// so).
     pub const OVER_IO_URING: u64 = 1 << 41;
 }
 
@@ -180,7 +185,8 @@ structure!(
     InHeader, 40 { len: u32, opcode: u32, unique: u64, nodeid: u64, uid: u32, gid: u32, pid: u32, extensions: u16, padding: u16 }
 );
 structure!(
-    /// What every reply begins with. `error` is 0 or a negated errno; a notification's number where `unique` is 0.
+    /// What every reply begins with. `error` is 0 or a negated errno; a notification's number where
+    /// `unique` is 0.
     OutHeader, 16 { len: u32, error: i32, unique: u64 }
 );
 structure!(

@@ -1,8 +1,9 @@
-//! The thread that accepts connections and negotiates with all of them at once, without ever waiting for one.
+//! The thread that accepts connections and negotiates with all of them at once, without ever
+//! waiting for one.
 //!
-//! What strangers can make it hold is bounded: [`PENDING_MAX`] connections of fixed size, for [`PATIENCE`] each. When
-//! one more comes, the oldest goes: whoever negotiates at all is done within milliseconds, so a flood of idle
-//! connections only evicts itself.
+//! What strangers can make it hold is bounded: [`PENDING_MAX`] connections of fixed size, for
+//! [`PATIENCE`] each. When one more comes, the oldest goes: whoever negotiates at all is done
+//! within milliseconds, so a flood of idle connections only evicts itself.
 
 use super::handshake::{Export, Handshake, INPUT_MAX, OUTPUT_MAX, Step, Tls};
 use super::listen::{Listen, Listener};
@@ -26,9 +27,9 @@ pub const PATIENCE: Duration = Duration::from_secs(10);
 const ACCEPT_BURST: usize = 16;
 /// How long to leave new connections alone when the process has no descriptors left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// What the system is asked to hold of replies that a client has not read; it doubles this for its own overhead.
-/// A piece of a long read: while the client copies one out the next is proven intact. With 64 KiB the two wake each other
-/// twice as often.
+/// What the system is asked to hold of replies that a client has not read; it doubles this for its
+/// own overhead. A piece of a long read: while the client copies one out the next is proven intact.
+/// With 64 KiB the two wake each other twice as often.
 const SEND_BUFFER_BYTES: usize = 512 << 10;
 
 const WAKE: u64 = u64::MAX;
@@ -126,7 +127,8 @@ impl<'e> Control<'e> {
             match epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), timeout.as_ref()) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(errno) => {
-                    // Only a bug makes it fail; without it there is nothing to do but to keep what is served.
+                    // Only a bug makes it fail; without it there is nothing to do but to keep what
+                    // is served.
                     self.log.line(Level::Warning, format_args!("no new connections: epoll: {errno}"));
                     return;
                 }
@@ -168,7 +170,8 @@ impl<'e> Control<'e> {
                 Ok(Some(socket)) => self.begin(socket, at),
                 Ok(None) => return,
                 Err(error) => {
-                    // Out of descriptors or memory: the connection stays in the queue, and this would spin.
+                    // Out of descriptors or memory: the connection stays in the queue, and this
+                    // would spin.
                     self.shortage.line(
                         Level::Warning,
                         format_args!("cannot accept: {error}; raise the limit of open files"),
@@ -229,7 +232,8 @@ impl<'e> Control<'e> {
     fn start_tls(&mut self, socket: OwnedFd, early: usize, listener: usize) {
         let Listen::Tls { identity, .. } = &self.listeners[listener].bound else { return };
         if early > 0 {
-            // Bytes in the clear that would count as said inside TLS: somebody in the middle may have put them there.
+            // Bytes in the clear that would count as said inside TLS: somebody in the middle may
+            // have put them there.
             let line = "connection dropped: bytes in the clear after NBD_OPT_STARTTLS";
             return self.log.line(Level::Warning, format_args!("{line}"));
         }

@@ -1,8 +1,8 @@
 //! Requests whose pages are under way at slow stores, and the pages that their reads will fill.
 //!
-//! A request is an entry with a count of operations outstanding. What comes back from the volume names its entry
-//! by the ticket; when the last one is back the entry is ready to be answered. Fixed in size: what does
-//! not fit waits in the socket.
+//! A request is an entry with a count of operations outstanding. What comes back from the volume
+//! names its entry by the ticket; when the last one is back the entry is ready to be answered.
+//! Fixed in size: what does not fit waits in the socket.
 
 use super::pool::{Loan, Pool};
 use super::wire::Errno;
@@ -17,8 +17,9 @@ use weir_store::{Done, Fault, Ticket};
 pub(super) const CHUNK_MAX: u32 = 256 << 10;
 /// Pages that such a piece touches when it is not aligned.
 pub(super) const SPAN_MAX: usize = CHUNK_MAX as usize / PAGE_SIZE + 1;
-/// Pages that reads under way may fill: a request of 1 MiB, wherever it begins, and one chunk more, so that the next is read while it
-/// is sent. Those of the first chunk are the connection's own, the others it borrows.
+/// Pages that reads under way may fill: a request of 1 MiB, wherever it begins, and one chunk more,
+/// so that the next is read while it is sent. Those of the first chunk are the connection's own,
+/// the others it borrows.
 pub(super) const PAGES: usize = (1 + LOANS) * SPAN_MAX;
 const LOANS: usize = 4;
 /// Bytes of what is borrowed.
@@ -31,7 +32,8 @@ const ENTRIES: usize = 256;
 pub(super) enum Work {
     /// Nothing.
     Idle,
-    /// A range of at most [`CHUNK_MAX`] bytes to be answered by data, on its own or as a part of a `stream`.
+    /// A range of at most [`CHUNK_MAX`] bytes to be answered by data, on its own or as a part of a
+    /// `stream`.
     Read { offset: u64, length: u32, stream: Option<u16> },
     /// As a read, but whoever began it waits for it and answers it himself.
     Held { offset: u64, length: u32 },
@@ -94,7 +96,8 @@ impl Flight {
         idle
     }
 
-    /// Whether an entry with `span` pages can begin, with one to spare for its stream; borrows pages for it where that helps.
+    /// Whether an entry with `span` pages can begin, with one to spare for its stream; borrows
+    /// pages for it where that helps.
     pub fn has_room(&mut self, span: usize) -> bool {
         while self.idle_pages.len() < span {
             let Some(place) = self.loans.iter().position(Option::is_none) else { return false };
@@ -119,8 +122,8 @@ impl Flight {
         self.idle.last().copied()
     }
 
-    /// Takes an entry and `span` pages for it; the caller has seen that there is room. It is not ready before
-    /// [`issued`](Flight::issued), however fast its operations are.
+    /// Takes an entry and `span` pages for it; the caller has seen that there is room. It is not
+    /// ready before [`issued`](Flight::issued), however fast its operations are.
     pub fn begin(&mut self, work: Work, cookie: u64, span: usize) -> u16 {
         let index = self.idle.pop().expect("the caller has seen that there is room");
         self.writes += usize::from(work == Work::Write);

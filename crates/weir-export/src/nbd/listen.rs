@@ -1,4 +1,5 @@
-//! Where the server listens: a unix socket of its owner's, or TCP, under TLS or only for this machine.
+//! Where the server listens: a unix socket of its owner's, or TCP, under TLS or only for this
+//! machine.
 
 use super::tls::Identity;
 use rustix::net::{SocketFlags, SocketType};

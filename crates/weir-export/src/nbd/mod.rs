@@ -1,10 +1,12 @@
-//! The Network Block Device protocol, after its specification (`doc/proto.md` of NetworkBlockDevice/nbd).
+//! The Network Block Device protocol, after its specification (`doc/proto.md` of
+//! NetworkBlockDevice/nbd).
 //!
-//! What can be decided without a socket is: [`handshake`] and [`transmission`] take bytes and give bytes, so
-//! that they are tested and fuzzed as plain functions. [`wire`] holds the numbers.
+//! What can be decided without a socket is: [`handshake`] and [`transmission`] take bytes and give
+//! bytes, so that they are tested and fuzzed as plain functions. [`wire`] holds the numbers.
 //!
-//! [`Server`] puts threads around them: one that negotiates with everybody, and one for each connection in
-//! transmission, all of them started before the process is sealed. [`client`] is the other side.
+//! [`Server`] puts threads around them: one that negotiates with everybody, and one for each
+//! connection in transmission, all of them started before the process is sealed. [`client`] is the
+//! other side.
 
 pub mod client;
 mod connection;

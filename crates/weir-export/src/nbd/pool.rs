@@ -1,7 +1,8 @@
-//! Memory that connections share: what a long request needs beyond each one's own, which few use at a time.
+//! Memory that connections share: what a long request needs beyond each one's own, which few use at
+//! a time.
 //!
-//! All of it is taken at the start. A connection borrows a unit by one atomic operation and gives it back soon; where none is
-//! left it goes on with what is its own, in smaller pieces.
+//! All of it is taken at the start. A connection borrows a unit by one atomic operation and gives
+//! it back soon; where none is left it goes on with what is its own, in smaller pieces.
 
 use crate::buffer::Buffer;
 use std::io;
@@ -61,7 +62,8 @@ impl Deref for Loan {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: the unit is this loan's alone as long as it lives, and lies in memory that the pool keeps.
+        // SAFETY: the unit is this loan's alone as long as it lives, and lies in memory that the
+        // pool keeps.
         unsafe { &*ptr::slice_from_raw_parts(self.start(), self.pool.unit) }
     }
 }

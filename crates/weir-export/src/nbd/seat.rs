@@ -1,5 +1,5 @@
-//! The threads that serve connections: all started before the process is sealed, each with its memory and its
-//! lane, each waiting at its seat for a connection to be given to it.
+//! The threads that serve connections: all started before the process is sealed, each with its
+//! memory and its lane, each waiting at its seat for a connection to be given to it.
 
 use super::connection::Worker;
 use super::handshake::{INPUT_MAX, Negotiated};
@@ -85,7 +85,8 @@ impl Seats {
         });
     }
 
-    /// A thread is about to take this seat. It may be given a connection, and [`close`](Seats::close) waits for it.
+    /// A thread is about to take this seat. It may be given a connection, and
+    /// [`close`](Seats::close) waits for it.
     pub fn open(&self, number: usize) {
         self.seats[number].lock().state = State::Idle;
     }
@@ -98,7 +99,8 @@ impl Seats {
         self.seats[number].bell.notify_all();
     }
 
-    /// Vacates the seat when it is dropped, as the thread's last deed, also where that ends by a panic.
+    /// Vacates the seat when it is dropped, as the thread's last deed, also where that ends by a
+    /// panic.
     pub fn vacate_at_end(&self, number: usize) -> Sitting<'_> {
         Sitting(self, number)
     }
@@ -160,9 +162,9 @@ impl Seats {
         Err(io::ErrorKind::ResourceBusy.into())
     }
 
-    /// Lets every thread leave: idle ones now, others when they have answered what they have received, or, after
-    /// `grace`, when their connection has been cut. Returns how many were still busy some time after that: they wait for a
-    /// store.
+    /// Lets every thread leave: idle ones now, others when they have answered what they have
+    /// received, or, after `grace`, when their connection has been cut. Returns how many were still
+    /// busy some time after that: they wait for a store.
     pub fn close(&self, grace: Duration) -> usize {
         self.closing.store(true, Ordering::SeqCst);
         for seat in &self.seats {
@@ -199,7 +201,8 @@ impl Seats {
         busy
     }
 
-    /// Connections that the kernel may have: those of no other living process than this one, which may have made them for it.
+    /// Connections that the kernel may have: those of no other living process than this one, which
+    /// may have made them for it.
     pub fn kernels(&self) -> usize {
         self.seats.iter().filter(|seat| seat.lock().socket.as_ref().is_some_and(is_kernels)).count()
     }
@@ -234,7 +237,8 @@ impl Drop for Sitting<'_> {
 }
 
 impl Seat {
-    /// A thread that panicked while it held the lock left nothing half done: every change is one assignment.
+    /// A thread that panicked while it held the lock left nothing half done: every change is one
+    /// assignment.
     fn lock(&self) -> MutexGuard<'_, Mailbox> {
         self.mailbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -254,7 +258,8 @@ impl Seat {
     }
 }
 
-/// Whether no other living process made the connection. Where that cannot be told, it may be the kernel's.
+/// Whether no other living process made the connection. Where that cannot be told, it may be the
+/// kernel's.
 fn is_kernels(socket: &OwnedFd) -> bool {
     let maker = rustix::net::sockopt::socket_peercred(socket).map_or(0, |peer| peer.pid.as_raw_pid());
     maker <= 0

@@ -28,14 +28,15 @@ pub struct Config {
     pub description: String,
     /// Refuse writes.
     pub read_only: bool,
-    /// Connections that may be served at once: a thread, a lane and about 1 MiB of locked memory each, and some that they share.
+    /// Connections that may be served at once: a thread, a lane and about 1 MiB of locked memory
+    /// each, and some that they share.
     pub connections: usize,
     /// How long a thread looks for a client's next request before it sleeps; zero for not at all.
     pub spin: Duration,
     /// How long a client may leave its replies unread before its connection is dropped.
     pub send_patience: Duration,
-    /// The export is to carry swap: TLS is refused, and every thread must have the I/O flusher flag unless
-    /// [`unsafe_no_flusher`](Config::unsafe_no_flusher) is set.
+    /// The export is to carry swap: TLS is refused, and every thread must have the I/O flusher flag
+    /// unless [`unsafe_no_flusher`](Config::unsafe_no_flusher) is set.
     pub swap: bool,
     /// Serve swap without the flusher flag.
     pub unsafe_no_flusher: bool,
@@ -129,8 +130,8 @@ impl KernelConnections {
 }
 
 impl Server {
-    /// Listens, starts every thread and takes all memory; the process may be sealed afterwards. Clients are served
-    /// from here on.
+    /// Listens, starts every thread and takes all memory; the process may be sealed afterwards.
+    /// Clients are served from here on.
     ///
     /// # Errors
     /// See [`ServeError`]; nothing is left running or listening then.
@@ -240,9 +241,9 @@ impl Server {
         self.memory_locked
     }
 
-    /// Takes no more connections and no more requests, answers those received, and after `grace` cuts the
-    /// connections that are left. Returns how many threads did not come back 2 s after that, because a store
-    /// answers nothing.
+    /// Takes no more connections and no more requests, answers those received, and after `grace`
+    /// cuts the connections that are left. Returns how many threads did not come back 2 s after
+    /// that, because a store answers nothing.
     pub fn shutdown(mut self, grace: Duration) -> usize {
         self.stop(grace)
     }
@@ -279,7 +280,8 @@ fn arrival(
     let ready = ready.clone();
     move || {
         if swap {
-            // Each reply takes a buffer of the kernel. Where this is denied, the server waits its turn for memory.
+            // Each reply takes a buffer of the kernel. Where this is denied, the server waits its
+            // turn for memory.
             let _ = swap_safety::reach_reserves(Children::Ordinary);
         }
         let flusher = if must_flush { swap_safety::has_io_flusher() } else { Ok(true) };

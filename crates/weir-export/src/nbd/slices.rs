@@ -6,7 +6,8 @@ use std::io::IoSlice;
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
-/// Slices of one `sendmsg`; the kernel takes 1024. Enough for a piece of a read and many short ones, and cheap to set up.
+/// Slices of one `sendmsg`; the kernel takes 1024. Enough for a piece of a read and many short
+/// ones, and cheap to set up.
 pub(super) const SLICES_MAX: usize = 256;
 
 /// What one `sendmsg` will send.
@@ -55,8 +56,8 @@ impl<'a> Slices<'a> {
         (self.len, self.bytes) = mark;
     }
 
-    /// Sends what the client takes within `patience`, and copies the rest to the front of `rest`, which is large
-    /// enough. Returns the rest's length.
+    /// Sends what the client takes within `patience`, and copies the rest to the front of `rest`,
+    /// which is large enough. Returns the rest's length.
     ///
     /// # Errors
     /// When the connection is broken.
@@ -97,7 +98,8 @@ impl<'a> Slices<'a> {
     /// Sends everything, waiting for the client to take it.
     ///
     /// # Errors
-    /// When the connection is broken, or the client takes nothing for as long as the socket's timeout.
+    /// When the connection is broken, or the client takes nothing for as long as the socket's
+    /// timeout.
     pub fn send_all(&mut self, socket: BorrowedFd<'_>) -> rustix::io::Result<()> {
         let mut list = &mut self.list[..self.len];
         while self.bytes > 0 {
@@ -126,7 +128,8 @@ fn wait_for_room(socket: BorrowedFd<'_>, deadline: Instant) -> rustix::io::Resul
     }
 }
 
-/// Moves the front of a buffer that is being filled behind it: copies `bytes` there and returns the copy.
+/// Moves the front of a buffer that is being filled behind it: copies `bytes` there and returns the
+/// copy.
 pub(super) fn take_front<'a>(free: &mut &'a mut [u8], bytes: &[u8]) -> &'a [u8] {
     let (front, rest) = std::mem::take(free).split_at_mut(bytes.len());
     *free = rest;

@@ -1,8 +1,8 @@
 //! TLS for TCP, as a relay in front of the server.
 //!
-//! A connection's TLS runs on a thread of its own that hands the plaintext to the server through a socket pair. So
-//! the threads that serve pages stay what they are: they neither know of TLS nor allocate for it (which is
-//! why a device that carries swap must not use it).
+//! A connection's TLS runs on a thread of its own that hands the plaintext to the server through a
+//! socket pair. So the threads that serve pages stay what they are: they neither know of TLS nor
+//! allocate for it (which is why a device that carries swap must not use it).
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustls::pki_types::pem::PemObject;
@@ -68,8 +68,9 @@ const KEYS: &str =
     "no key that can be used: RSA of 2048, 3072 or 4096 bits, ECDSA on P-256 or P-384, or Ed25519 can";
 
 impl Identity {
-    /// Reads the files that QEMU, nbdkit and libnbd use by the same names: `server-cert.pem` and `server-key.pem`.
-    /// If there is a `ca-cert.pem`, clients must show a certificate that it has signed.
+    /// Reads the files that QEMU, nbdkit and libnbd use by the same names: `server-cert.pem` and
+    /// `server-key.pem`. If there is a `ca-cert.pem`, clients must show a certificate that it has
+    /// signed.
     ///
     /// # Errors
     /// When a file is missing, is no PEM, or the key is not the certificate's.
@@ -89,7 +90,8 @@ impl Identity {
             .map_err(|error| failed("server-key.pem", &error))?;
         // Asked here, since later errors name no file.
         rustls::crypto::ring::sign::any_supported_type(&key).map_err(|_| failed("server-key.pem", &KEYS))?;
-        // Also one that cannot be looked at, or a link to nothing: whoever put it there does not want everybody let in.
+        // Also one that cannot be looked at, or a link to nothing: whoever put it there does not
+        // want everybody let in.
         let checks_clients = match std::fs::symlink_metadata(file("ca-cert.pem")) {
             Err(error) if error.kind() == ErrorKind::NotFound => false,
             Err(error) => return Err(failed("ca-cert.pem", &error)),
@@ -149,7 +151,8 @@ pub(super) fn relay(identity: &Identity, socket: OwnedFd) -> io::Result<OwnedFd>
     let socket = TcpStream::from(socket);
     std::thread::Builder::new().name("weir-nbd-tls".to_owned()).spawn(move || {
         let _place = place;
-        // How it ended is seen at the other end: the server logs the end of the plaintext connection.
+        // How it ended is seen at the other end: the server logs the end of the plaintext
+        // connection.
         let _ = Relay { session, socket, plain: ours, received: Vec::new(), sent: 0 }.run();
     })?;
     Ok(theirs.into())
@@ -220,7 +223,8 @@ impl Relay {
         }
     }
 
-    /// Passes the client's plaintext on as far as the server takes it. Returns whether more may come.
+    /// Passes the client's plaintext on as far as the server takes it. Returns whether more may
+    /// come.
     fn pass_on(&mut self, buffer: &mut [u8]) -> io::Result<bool> {
         loop {
             while self.sent < self.received.len() {
@@ -254,15 +258,16 @@ impl Relay {
             (self.socket.as_fd(), flags(client_open && !waiting, wants_write)),
             (self.plain.as_fd(), flags(takes_plain, waiting)),
         ];
-        // Deadlines are looked at once a second while they run; an established connection wakes nobody.
+        // Deadlines are looked at once a second while they run; an established connection wakes
+        // nobody.
         let limited = self.session.is_handshaking() || !server_open;
         let second = Timespec { tv_sec: 1, tv_nsec: 0 };
         wait_for(asked, limited.then_some(&second))
     }
 }
 
-/// Waits for what is asked of either. One of which nothing is asked is left out: poll tells of a hang-up unasked, at once and
-/// again and again.
+/// Waits for what is asked of either. One of which nothing is asked is left out: poll tells of a
+/// hang-up unasked, at once and again and again.
 fn wait_for(asked: [(BorrowedFd<'_>, PollFlags); 2], limit: Option<&Timespec>) -> io::Result<()> {
     let mut fds = asked.map(|(fd, flags)| PollFd::from_borrowed_fd(fd, flags));
     let fds = match asked.map(|(_, flags)| flags.is_empty()) {

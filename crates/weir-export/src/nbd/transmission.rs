@@ -1,5 +1,5 @@
-//! Requests and replies, without a socket: a parser that takes requests out of a buffer of received bytes, the
-//! rules that a request must keep, and encoders of replies into arrays on the stack.
+//! Requests and replies, without a socket: a parser that takes requests out of a buffer of received
+//! bytes, the rules that a request must keep, and encoders of replies into arrays on the stack.
 
 use super::wire::{
     self, CHUNK_BYTES, Errno, PAYLOAD_MAX, REQUEST_BYTES, SIMPLE_REPLY_BYTES, chunk, command, command_flag,
@@ -37,7 +37,8 @@ impl Request {
     }
 }
 
-/// What is left to be parsed when a client breaks the protocol: nothing. The connection must be closed.
+/// What is left to be parsed when a client breaks the protocol: nothing. The connection must be
+/// closed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum Violation {
     /// A request does not begin as requests do.
@@ -57,8 +58,8 @@ pub enum Event<'a> {
     Payload(Payload<'a>),
 }
 
-/// A piece of a write's payload: either whole pages, aligned to pages of the export, or the part of one page
-/// with which an unaligned write begins or ends.
+/// A piece of a write's payload: either whole pages, aligned to pages of the export, or the part of
+/// one page with which an unaligned write begins or ends.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Payload<'a> {
     /// Where in the export it belongs. Wraps around for a write whose range does, which
@@ -71,7 +72,8 @@ pub struct Payload<'a> {
 }
 
 /// Takes requests out of received bytes. It holds no bytes itself: what it did not consume is to be
-/// presented again, with more behind it. A buffer of [`Parser::BUFFER_MIN`] bytes is always enough to get on.
+/// presented again, with more behind it. A buffer of [`Parser::BUFFER_MIN`] bytes is always enough
+/// to get on.
 #[derive(Debug, Default)]
 pub struct Parser {
     offset: u64,
@@ -112,8 +114,8 @@ impl Parser {
         Ok(Some(Event::Request(request)))
     }
 
-    /// Looks ahead: shows every request whose header lies in `input`, consumes nothing, and returns how many pages of
-    /// payload are there to be written.
+    /// Looks ahead: shows every request whose header lies in `input`, consumes nothing, and returns
+    /// how many pages of payload are there to be written.
     pub fn survey(&self, mut input: &[u8], mut see: impl FnMut(&Request)) -> usize {
         let (mut pages, mut left) = (0, self.left as usize);
         loop {
@@ -184,8 +186,8 @@ pub struct Rules {
 }
 
 impl Rules {
-    /// Whether `request` may be performed, and if not, which error to answer. A request that passes lies
-    /// within the export; a refused write's payload must still be consumed.
+    /// Whether `request` may be performed, and if not, which error to answer. A request that passes
+    /// lies within the export; a refused write's payload must still be consumed.
     ///
     /// # Errors
     /// As the specification's section on error values asks.
@@ -236,7 +238,8 @@ pub fn simple_reply(cookie: u64, error: Option<Errno>) -> [u8; SIMPLE_REPLY_BYTE
     bytes
 }
 
-/// A chunk's header with the first `N - 20` bytes of its payload left zero; `more` bytes follow them.
+/// A chunk's header with the first `N - 20` bytes of its payload left zero; `more` bytes follow
+/// them.
 fn chunk_header<const N: usize>(cookie: u64, done: bool, kind: u16, more: u32) -> [u8; N] {
     let mut bytes = [0; N];
     bytes[..4].copy_from_slice(&wire::STRUCTURED_REPLY_MAGIC.to_be_bytes());

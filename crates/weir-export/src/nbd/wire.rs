@@ -1,4 +1,5 @@
-//! The protocol's numbers, named as the specification names them. Everything on the wire is big-endian.
+//! The protocol's numbers, named as the specification names them. Everything on the wire is
+//! big-endian.
 
 /// `NBDMAGIC`: the first eight bytes a server sends.
 pub const INIT_MAGIC: u64 = 0x4e42_444d_4147_4943;
@@ -24,8 +25,8 @@ pub const OPTION_BYTES: usize = 16;
 
 /// The longest string that the protocol allows (names, queries, messages).
 pub const STRING_MAX: usize = 4096;
-/// The largest payload of one read or write, announced as the maximum and enforced: what the specification
-/// asks every server to take (2^25).
+/// The largest payload of one read or write, announced as the maximum and enforced: what the
+/// specification asks every server to take (2^25).
 pub const PAYLOAD_MAX: u32 = 32 << 20;
 
 /// Flags of the server's greeting.

@@ -58,7 +58,8 @@ const BELL: u64 = 1 << 32;
 /// How a volume is shared.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// The unix socket, which only its owner can use (mode 0600); one that a dead server left is replaced.
+    /// The unix socket, which only its owner can use (mode 0600); one that a dead server left is
+    /// replaced.
     pub path: PathBuf,
     /// Clients at a time, at most 16384.
     pub clients: u32,
@@ -68,8 +69,9 @@ pub struct Config {
     pub entries: u32,
     /// How long the thread looks for the next request before it sleeps.
     pub spin: Duration,
-    /// Pages that may be lent where the stores keep them, at a time and over all clients; 0: none. A client that asks for
-    /// it gets the stores' memory to read, all of it. More than this are copied into frames. Takes the place of a lane for each
+    /// Pages that may be lent where the stores keep them, at a time and over all clients; 0: none.
+    /// A client that asks for it gets the stores' memory to read, all of it. More than this are
+    /// copied into frames. Takes the place of a lane for each
     /// [`lane_slots`](weir_volume::Config::lane_slots).
     pub in_place: u32,
     /// Clients may read only, as where the pages are a kernel's swap.
@@ -299,7 +301,8 @@ impl Porter {
                 last_work = Instant::now();
                 rest.end();
             } else if rounds % YIELD == 0 {
-                // The client may wait for this very CPU: the scheduler likes to wake it where its server runs.
+                // The client may wait for this very CPU: the scheduler likes to wake it where its
+                // server runs.
                 std::thread::yield_now();
             } else {
                 std::hint::spin_loop();
@@ -327,7 +330,8 @@ impl Porter {
 
     /// One round over the rings and the stores. Whether there was anything to do.
     fn serve(&mut self) -> bool {
-        // No allocation in here: letting clients in and out is another matter, and comes between rounds.
+        // No allocation in here: letting clients in and out is another matter, and comes between
+        // rounds.
         let (worked, cut) = seal::on_io_thread(|| self.round());
         if let Some((seat, Violation(what))) = cut {
             add(&self.desk.stats.violations, 1);
@@ -392,7 +396,8 @@ impl Porter {
             })
         };
         sessions().for_each(|session| session.set_asleep(true));
-        // A client rings if it finds the flag after it has submitted: one of the two sees the other.
+        // A client rings if it finds the flag after it has submitted: one of the two sees the
+        // other.
         fence(Ordering::SeqCst);
         if !sessions().any(|session| session.has_work() && !session.is_stalled()) {
             let stalled = sessions().any(|session| session.has_work()).then_some(STALL);
@@ -443,7 +448,8 @@ impl Porter {
                 Err(Errno::INTR | Errno::CONNABORTED) => continue,
                 Err(Errno::AGAIN) => return,
                 Err(errno) => {
-                    // Out of descriptors or memory: whoever waits stays at the door, and this would spin.
+                    // Out of descriptors or memory: whoever waits stays at the door, and this would
+                    // spin.
                     self.shortage.line(
                         Level::Warning,
                         format_args!("cannot let a client in yet: {errno}; raise the limit of open files"),
@@ -594,7 +600,8 @@ impl Porter {
             }
             Seat::Taken { session, socket } => {
                 self.hang_up(socket);
-                // The client holds the bell, too, so closing it here would not take it out of the epoll.
+                // The client holds the bell, too, so closing it here would not take it out of the
+                // epoll.
                 let _ = epoll::delete(&self.epoll, &session.server_bell);
                 // Others may write those pages anew before a slow store has done with these.
                 let pending = &self.desk.pending;

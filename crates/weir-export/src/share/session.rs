@@ -96,7 +96,8 @@ pub(super) struct Session {
     /// Completions that the client knows of.
     published: u32,
     in_flight: u32,
-    /// The last look came to nothing: the client leaves no room for completions, or the volume has none.
+    /// The last look came to nothing: the client leaves no room for completions, or the volume has
+    /// none.
     stalled: bool,
 }
 
@@ -156,7 +157,8 @@ impl Session {
         self.area.server_asleep().store(u32::from(asleep), Ordering::Relaxed);
     }
 
-    /// Takes what the client has submitted, a turn's worth of it, and says how many requests that were.
+    /// Takes what the client has submitted, a turn's worth of it, and says how many requests that
+    /// were.
     pub(super) fn serve(&mut self, lane: &mut Lane, desk: &mut Desk) -> Result<u32, Violation> {
         let written = self.area.written(Ring::Submissions).load(Ordering::Acquire);
         self.stalled = false;
@@ -236,7 +238,8 @@ impl Session {
         }
     }
 
-    /// Reads on from the next submission, `room` pages at most, while memory that the CPU reaches answers. Says how many.
+    /// Reads on from the next submission, `room` pages at most, while memory that the CPU reaches
+    /// answers. Says how many.
     fn read_run(&mut self, lane: &mut Lane, desk: &mut Desk, end: u32, room: u32) -> u32 {
         let guard = lane.pin();
         let mut found = Found::new();
@@ -488,7 +491,8 @@ impl Session {
         }
         self.published = self.completed;
         self.area.written(Ring::Completions).store(self.completed, Ordering::Release);
-        // The client looks at the ring after it has said that it sleeps: one of the two sees the other.
+        // The client looks at the ring after it has said that it sleeps: one of the two sees the
+        // other.
         fence(Ordering::SeqCst);
         if self.area.client_asleep().load(Ordering::Relaxed) != 0 {
             self.area.client_asleep().store(0, Ordering::Relaxed);

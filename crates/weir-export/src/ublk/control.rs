@@ -1,4 +1,5 @@
-//! Control commands: one at a time through a ring of their own, whose 128-byte entries carry the command.
+//! Control commands: one at a time through a ring of their own, whose 128-byte entries carry the
+//! command.
 
 use super::uapi::{self, CONTROL_PATH, ControlCommand, NO_QUEUE, Plain};
 use io_uring::{IoUring, opcode, squeue::Entry128, types::Fd};
@@ -117,14 +118,15 @@ impl Driver for Control {
         let mut bytes = [0; 80];
         bytes[..size_of::<ControlCommand>()].copy_from_slice(argument.bytes());
         let entry = opcode::UringCmd80::new(Fd(self.driver.as_raw_fd()), command).cmd(bytes).build();
-        // SAFETY: the descriptor and the buffer outlive the command: it has completed when this function returns, as
-        // nothing but its completion ends the loop.
+        // SAFETY: the descriptor and the buffer outlive the command: it has completed when this
+        // function returns, as nothing but its completion ends the loop.
         unsafe { self.ring.submission().push(&entry) }.expect("one command at a time in a ring of two");
         loop {
             match self.ring.submit_and_wait(1) {
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                // A ring that cannot even be entered has not begun the command, or will not tell: no safe way on.
+                // A ring that cannot even be entered has not begun the command, or will not tell:
+                // no safe way on.
                 Err(error) => panic!("io_uring_enter on the ublk control ring: {error}"),
             }
             if let Some(completion) = self.ring.completion().next() {

@@ -10,10 +10,12 @@ use std::fmt;
 use std::io;
 use weir_core::PAGE_SIZE;
 
-/// The longest discard. The engine forgets as many pages in steps, between which it takes other requests.
+/// The longest discard. The engine forgets as many pages in steps, between which it takes other
+/// requests.
 const DISCARD_SECTORS: u32 = (256 << 20) / SECTOR as u32;
 
-/// What marks a device as ours, in a field that the driver keeps for servers; the lower half is the process that made it.
+/// What marks a device as ours, in a field that the driver keeps for servers; the lower half is the
+/// process that made it.
 const MARK: u64 = 0x7765_6972 << 32;
 
 /// What a device is to be like.
@@ -51,7 +53,8 @@ impl Shape {
             length: size_of::<Parameters>() as u32,
             types: PARAMETERS_BASIC | PARAMETERS_DISCARD,
             basic: BasicParameters {
-                // No volatile cache, so that the kernel sends no flushes: what is acknowledged is where it will stay.
+                // No volatile cache, so that the kernel sends no flushes: what is acknowledged is
+                // where it will stay.
                 attributes: 0,
                 logical_shift: page_shift,
                 physical_shift: page_shift,
@@ -89,7 +92,8 @@ impl Device {
         format!("/dev/ublkc{}", self.0)
     }
 
-    /// Makes a device that is not started yet. `made` hears its number before anything else can go wrong.
+    /// Makes a device that is not started yet. `made` hears its number before anything else can go
+    /// wrong.
     ///
     /// # Errors
     /// What the driver refuses. No device is left then.
@@ -106,7 +110,8 @@ impl Device {
         made(device);
         let fine = set_up(driver, device, shape).and_then(|()| {
             let recovery = FEATURE_USER_RECOVERY | FEATURE_USER_RECOVERY_REISSUE;
-            // What is not granted is cleared. A device that is to survive must not die with the first server.
+            // What is not granted is cleared. A device that is to survive must not die with the
+            // first server.
             if wished & recovery & !info.flags == 0 {
                 return Ok(());
             }
@@ -131,7 +136,8 @@ impl Device {
         Ok(info)
     }
 
-    /// Publishes the block device. Every request of every queue has been fetched, or this never returns.
+    /// Publishes the block device. Every request of every queue has been fetched, or this never
+    /// returns.
     ///
     /// # Errors
     /// What the driver refuses.
@@ -140,8 +146,9 @@ impl Device {
         call(driver, "START_DEV", uapi::START_DEV, Some(self), process, &mut [])
     }
 
-    /// Begins to take a device over from a dead server, of which the driver may still be clearing up: `again` is asked whether to
-    /// go on trying, and waits a little. `None` where there is nothing to take over: the device has gone, or never started.
+    /// Begins to take a device over from a dead server, of which the driver may still be clearing
+    /// up: `again` is asked whether to go on trying, and waits a little. `None` where there is
+    /// nothing to take over: the device has gone, or never started.
     ///
     /// # Errors
     /// What the driver refuses; `EBUSY` when `again` gave up.
@@ -170,8 +177,8 @@ impl Device {
             match begun {
                 Err(ControlError::Refused { ref source, .. })
                     if source.raw_os_error() == Some(libc::EBUSY) && again() => {}
-                // A server that died after it had begun to take over left no queue ready: the driver refuses to begin again, and
-                // waits for the fetches.
+                // A server that died after it had begun to take over left no queue ready: the
+                // driver refuses to begin again, and waits for the fetches.
                 Err(ControlError::Refused { ref source, .. })
                     if source.raw_os_error() == Some(libc::EINVAL) && info.state == uapi::STATE_QUIESCED =>
                 {
@@ -191,8 +198,8 @@ impl Device {
         call(driver, "END_USER_RECOVERY", uapi::END_USER_RECOVERY, Some(self), process, &mut [])
     }
 
-    /// Takes the block device away, its threads' fetches come back. Where the driver can tell, one that somebody has open stays:
-    /// false. One that is gone already is no error.
+    /// Takes the block device away, its threads' fetches come back. Where the driver can tell, one
+    /// that somebody has open stays: false. One that is gone already is no error.
     ///
     /// # Errors
     /// What else the driver refuses.
@@ -213,7 +220,8 @@ impl Device {
         }
     }
 
-    /// Gives up a device that nobody has seen, or that has been stopped, so that its threads' fetches come back.
+    /// Gives up a device that nobody has seen, or that has been stopped, so that its threads'
+    /// fetches come back.
     ///
     /// # Errors
     /// What the driver refuses.
@@ -240,8 +248,8 @@ impl Device {
         Ok(mask)
     }
 
-    /// Removes the device if a server of ours left it behind: marked as ours, stopped, and its maker, of which `lives` tells, gone.
-    /// Returns whether it did.
+    /// Removes the device if a server of ours left it behind: marked as ours, stopped, and its
+    /// maker, of which `lives` tells, gone. Returns whether it did.
     pub fn clear_up(self, driver: &mut impl Driver, lives: impl Fn(u32) -> bool) -> bool {
         let Ok(info) = self.info(driver) else { return false };
         let ours = info.mark >> 32 == MARK >> 32 && info.state == uapi::STATE_DEAD;

@@ -78,7 +78,8 @@ impl Engine {
         buffer.as_mut_ptr() as u64 + (usize::from(tag) * span * PAGE_SIZE) as u64
     }
 
-    /// Adds a request to the batch; `tag` is idle. One that may not be performed is answered with an error.
+    /// Adds a request to the batch; `tag` is idle. One that may not be performed is answered with
+    /// an error.
     pub fn take(&mut self, tag: u16, descriptor: &Descriptor, counters: &Counters) {
         let swap = is_swap(descriptor);
         counters.requests.add(1);
@@ -97,7 +98,8 @@ impl Engine {
         }
     }
 
-    /// Does the batch that was taken: what the processor can reach is done when this returns, the rest under way.
+    /// Does the batch that was taken: what the processor can reach is done when this returns, the
+    /// rest under way.
     pub fn begin(&mut self, counters: &Counters) {
         if self.batch.is_empty() {
             return;
@@ -208,7 +210,8 @@ mod tests {
         engine.memory.pages(tag, 0)[..pages as usize].as_flattened().to_vec()
     }
 
-    /// A store that answers at once, and one that answers later, with fewer operations in flight than the batch has pages.
+    /// A store that answers at once, and one that answers later, with fewer operations in flight
+    /// than the batch has pages.
     const STORES: [&str; 2] = ["host:4MiB", "sim:seed=1,size=4MiB,delay=20"];
 
     #[test]

@@ -1,7 +1,7 @@
 //! A queue's thread: takes what its ring brings, has the engine do it, answers, sleeps.
 //!
-//! Commands are bound to the thread that issued the first of them, so the ring is made on the thread itself. The answers of a
-//! batch and the sleep until the next are one system call.
+//! Commands are bound to the thread that issued the first of them, so the ring is made on the
+//! thread itself. The answers of a batch and the sleep until the next are one system call.
 
 use super::engine::Engine;
 use super::server::doing;
@@ -22,7 +22,8 @@ use weir_device::WAKE_FDS_MAX;
 /// How long it may take to offer every buffer.
 const OFFERING: Duration = Duration::from_secs(10);
 
-/// How long a thread leaves the kernel in peace that has no memory for a request of the ring, or no room for its completions.
+/// How long a thread leaves the kernel in peace that has no memory for a request of the ring, or no
+/// room for its completions.
 const REFUSED_NAP: Duration = Duration::from_millis(1);
 
 /// In a completion's user data: it is about a store's descriptor, not a tag.
@@ -59,8 +60,8 @@ impl Descriptors {
     /// The request of a tag. Stable from the tag's completion to its answer.
     fn get(&self, tag: u16) -> Descriptor {
         assert!(tag < self.depth, "the driver knows tags below the depth");
-        // SAFETY: within the mapping, which holds `depth` descriptors; the driver writes one only while it owns the tag,
-        // and a volatile read lets it.
+        // SAFETY: within the mapping, which holds `depth` descriptors; the driver writes one only
+        // while it owns the tag, and a volatile read lets it.
         unsafe { self.start.add(usize::from(tag)).read_volatile() }
     }
 }
@@ -160,7 +161,8 @@ impl<'a> Queue<'a> {
         }
     }
 
-    /// Takes every completion that is there into the engine's batch. Returns a tag that the driver will not use any more, and why.
+    /// Takes every completion that is there into the engine's batch. Returns a tag that the driver
+    /// will not use any more, and why.
     fn collect(&mut self) -> Option<(u64, io::Error)> {
         let Queue { ring, descriptors, engine, counters, polled, gone, .. } = self;
         let mut lost = None;
@@ -196,7 +198,8 @@ impl<'a> Queue<'a> {
             self.send()?;
             let Queue { ring, spin, .. } = self;
             let found = spin.as_mut().expect("looked").attempt(|| {
-                // The flag says that completions wait to be put into the ring, which takes a system call.
+                // The flag says that completions wait to be put into the ring, which takes a system
+                // call.
                 let due = ring.submission().taskrun();
                 if due {
                     passed(ring.submit())?;
@@ -254,8 +257,9 @@ impl<'a> Queue<'a> {
     }
 }
 
-/// What a ring says that is no end of it: a signal came, the time is up, or the kernel has no memory for a request now, which under a
-/// full swap is when it needs this thread most. What was not sent stays in the ring for the next call.
+/// What a ring says that is no end of it: a signal came, the time is up, or the kernel has no
+/// memory for a request now, which under a full swap is when it needs this thread most. What was
+/// not sent stays in the ring for the next call.
 fn passed(entered: io::Result<usize>) -> io::Result<()> {
     let Err(error) = entered else { return Ok(()) };
     match error.raw_os_error() {
@@ -274,13 +278,13 @@ fn is_abort(error: &io::Error) -> bool {
 }
 
 fn push(ring: &mut IoUring, entry: &squeue::Entry) {
-    // SAFETY: the buffer that a command names is the engine's, which outlives the ring in `Queue`'s order of fields; polls
-    // name descriptors that the engine's lane keeps open.
+    // SAFETY: the buffer that a command names is the engine's, which outlives the ring in `Queue`'s
+    // order of fields; polls name descriptors that the engine's lane keeps open.
     unsafe { ring.submission().push(entry) }.expect("room for one command a tag and one poll a store");
 }
 
-/// A ring with room for every tag and every store. Completions are put into it when the thread asks, which spares the interrupt
-/// of a thread that is at work (Linux 6.1).
+/// A ring with room for every tag and every store. Completions are put into it when the thread
+/// asks, which spares the interrupt of a thread that is at work (Linux 6.1).
 fn ring(depth: u16) -> io::Result<IoUring> {
     let entries = u32::from(depth) + WAKE_FDS_MAX as u32;
     let deferred = IoUring::builder()

@@ -16,8 +16,9 @@ impl Rules {
     /// What `descriptor` asks for: whole pages of the device, and data that fit its buffer.
     ///
     /// # Errors
-    /// A negative error number: `EOPNOTSUPP` for an operation that was never offered, `EINVAL` for what is not made of whole
-    /// pages of the device or does not fit the buffer. The driver sends neither.
+    /// A negative error number: `EOPNOTSUPP` for an operation that was never offered, `EINVAL` for
+    /// what is not made of whole pages of the device or does not fit the buffer. The driver sends
+    /// neither.
     pub fn check(&self, descriptor: &Descriptor) -> Result<Request, i32> {
         let op = match descriptor.op_flags as u8 {
             op::READ => Op::Read,
@@ -54,7 +55,8 @@ pub fn success(request: &Request) -> i32 {
     }
 }
 
-/// Whether the kernel asks for itself: it waits for memory, or a program for a page that was swapped out.
+/// Whether the kernel asks for itself: it waits for memory, or a program for a page that was
+/// swapped out.
 pub fn is_swap(descriptor: &Descriptor) -> bool {
     descriptor.op_flags & IO_SWAP != 0
 }

@@ -26,7 +26,8 @@ use weir_volume::Volume;
 const STACK_BYTES: usize = 256 << 10;
 /// How long the driver may take to clear up after a dead server, or to show a device.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// How long whoever was interrupted has for putting a request back, where the kernel does not say when he has.
+/// How long whoever was interrupted has for putting a request back, where the kernel does not say
+/// when he has.
 const RETURN: Duration = Duration::from_millis(250);
 /// How often to look.
 const LOOK: Duration = Duration::from_millis(2);
@@ -42,8 +43,8 @@ pub struct Config {
     pub request_bytes: u32,
     /// How long a thread looks for the next request before it sleeps; zero for not at all.
     pub spin: Duration,
-    /// The device is to carry swap: its buffers must be locked, and every thread must have the I/O flusher flag unless
-    /// [`unsafe_no_flusher`](Config::unsafe_no_flusher) is set.
+    /// The device is to carry swap: its buffers must be locked, and every thread must have the I/O
+    /// flusher flag unless [`unsafe_no_flusher`](Config::unsafe_no_flusher) is set.
     pub swap: bool,
     /// Serve swap without the flusher flag.
     pub unsafe_no_flusher: bool,
@@ -110,8 +111,8 @@ pub enum UblkError {
     Flusher(#[source] Unprotected),
 }
 
-/// A device being served. Dropping it leaves the device to the driver as the process's death does; [`Server::stop`] and
-/// [`Server::remove`] take it away.
+/// A device being served. Dropping it leaves the device to the driver as the process's death does;
+/// [`Server::stop`] and [`Server::remove`] take it away.
 pub struct Server {
     device: Device,
     control: Control,
@@ -134,7 +135,8 @@ enum ReadyError {
 }
 
 impl Server {
-    /// The device of a dead server of this volume, if it can still be taken over; it has the shape that it was made with.
+    /// The device of a dead server of this volume, if it can still be taken over; it has the shape
+    /// that it was made with.
     ///
     /// # Errors
     /// When there is one, and the driver does not let go of the dead server's remains.
@@ -151,8 +153,8 @@ impl Server {
         Ok(info.map(|info| Found { device, control, info }))
     }
 
-    /// Makes a device, starts its threads, and publishes it. `made` hears its number before that. The process may be sealed
-    /// afterwards.
+    /// Makes a device, starts its threads, and publishes it. `made` hears its number before that.
+    /// The process may be sealed afterwards.
     ///
     /// # Errors
     /// See [`UblkError`]; no device is left then.
@@ -247,7 +249,8 @@ impl Server {
                 depth: info.depth,
                 engine,
                 character: Arc::clone(&character),
-                // A thread that spins would be in the way of those that it serves, on their own processor.
+                // A thread that spins would be in the way of those that it serves, on their own
+                // processor.
                 processors: config.spin.is_zero().then(|| self.affinity(number)).flatten(),
                 gate: Arc::clone(&gate),
                 spin: config.spin,
@@ -315,8 +318,9 @@ impl Server {
         stats
     }
 
-    /// Takes the block device away. The caller has seen that nobody uses it: the kernel would take it from whoever does, unless it
-    /// can tell (Linux 7.0), and then refuses. False where somebody has it open, be it to read: it is served on.
+    /// Takes the block device away. The caller has seen that nobody uses it: the kernel would take
+    /// it from whoever does, unless it can tell (Linux 7.0), and then refuses. False where somebody
+    /// has it open, be it to read: it is served on.
     ///
     /// # Errors
     /// What else the driver refuses; the device is served on.
@@ -390,7 +394,8 @@ impl Thread {
         let spin = (!self.spin.is_zero()).then(|| Spin::new(&self.gate, self.spin));
         let counters = &self.counters[usize::from(number)];
         if self.swap {
-            // The kernel makes the ring's memory in one go, or not at all. Denied, it may take another daemon to succeed.
+            // The kernel makes the ring's memory in one go, or not at all. Denied, it may take
+            // another daemon to succeed.
             let _ = swap_safety::reach_reserves(Children::Ordinary);
         }
         let queue = Queue::open(number, self.depth, &self.character, self.engine, spin, counters, &self.log);
@@ -404,18 +409,21 @@ impl Thread {
         let _ = ready.send(Ok(()));
         let served = weir_core::seal::on_io_thread(|| queue.serve());
         if let Err(error) = served {
-            // Its requests would wait for ever. The process decides what a panic ends; the next daemon has them sent again.
+            // Its requests would wait for ever. The process decides what a panic ends; the next
+            // daemon has them sent again.
             panic!("ublk: queue {number} serves no more: {error}");
         }
     }
 }
 
-/// Waits until every processor that found no server has put its request back where the end of the recovery finds it. Since Linux 6.15 (and
-/// 6.14.6) the driver hands requests out from the moment when all buffers are offered, a queue's own since 7.0; a processor that looked
-/// just before puts its request on a list that only the end of the recovery looks at, and after that nobody would (docs/ublk.md).
+/// Waits until every processor that found no server has put its request back where the end of the
+/// recovery finds it. Since Linux 6.15 (and 6.14.6) the driver hands requests out from the moment
+/// when all buffers are offered, a queue's own since 7.0; a processor that looked just before puts
+/// its request on a list that only the end of the recovery looks at, and after that nobody would
+/// (docs/ublk.md).
 fn let_requests_return() {
-    // It looks and puts back within one read-side section of RCU, whose end the kernel waits for here: if there are several processors,
-    // none of them a nohz_full one.
+    // It looks and puts back within one read-side section of RCU, whose end the kernel waits for
+    // here: if there are several processors, none of them a nohz_full one.
     let several = std::thread::available_parallelism().is_ok_and(|processors| processors.get() > 1);
     if !several || rustix::thread::membarrier(MembarrierCommand::Global).is_err() {
         std::thread::sleep(RETURN);

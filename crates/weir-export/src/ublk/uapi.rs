@@ -1,7 +1,8 @@
-//! The ublk driver's interface: numbers and layouts as `include/uapi/linux/ublk_cmd.h` documents them.
+//! The ublk driver's interface: numbers and layouts as `include/uapi/linux/ublk_cmd.h` documents
+//! them.
 //!
-//! Only the commands in their ioctl encoding (Linux 6.4) are here, and `GET_FEATURES` (6.5) is asked first, so 6.5 is the oldest
-//! kernel.
+//! Only the commands in their ioctl encoding (Linux 6.4) are here, and `GET_FEATURES` (6.5) is
+//! asked first, so 6.5 is the oldest kernel.
 
 use weir_core::PAGE_SIZE;
 
@@ -45,7 +46,8 @@ pub const GET_DEV_INFO: u32 = control(READ, 0x02);
 pub const ADD_DEV: u32 = control(READ_WRITE, 0x04);
 /// Forgets a stopped device; waits for everybody who has its character device open.
 pub const DEL_DEV: u32 = control(READ_WRITE, 0x05);
-/// Publishes the block device; `data` is the server's process. Waits until every request of every queue has been fetched.
+/// Publishes the block device; `data` is the server's process. Waits until every request of every
+/// queue has been fetched.
 pub const START_DEV: u32 = control(READ_WRITE, 0x06);
 /// Takes the block device away, whoever uses it.
 pub const STOP_DEV: u32 = control(READ_WRITE, 0x07);
@@ -74,9 +76,10 @@ pub const FEATURE_USER_RECOVERY: u64 = 1 << 3;
 pub const FEATURE_USER_RECOVERY_REISSUE: u64 = 1 << 4;
 /// Commands are encoded as ioctls are.
 pub const FEATURE_IOCTL_ENCODE: u64 = 1 << 6;
-/// The kernel knows how to quiesce a device. Not used: it tells drivers that survive their server's death under load (Linux 6.16) from
-/// older ones, in which completions that are on their way then may outlive the ring that they are for (a NULL pointer in
-/// `tctx_task_work_run`, seen on Debian's 6.12.95; not on 6.12.117, which has the repair and not the flag).
+/// The kernel knows how to quiesce a device. Not used: it tells drivers that survive their server's
+/// death under load (Linux 6.16) from older ones, in which completions that are on their way then
+/// may outlive the ring that they are for (a NULL pointer in `tctx_task_work_run`, seen on Debian's
+/// 6.12.95; not on 6.12.117, which has the repair and not the flag).
 pub const FEATURE_QUIESCE: u64 = 1 << 12;
 /// The kernel knows `TRY_STOP_DEV`.
 pub const FEATURE_SAFE_STOP: u64 = 1 << 17;
@@ -130,7 +133,8 @@ pub unsafe trait Plain: Copy + 'static {
     }
 }
 
-/// Declares structures of the interface, each with its size and the offsets of its fields, as the header's ABI has them.
+/// Declares structures of the interface, each with its size and the offsets of its fields, as the
+/// header's ABI has them.
 macro_rules! plain {
     ($($(#[$meta:meta])* $name:ident: $size:literal { $($(#[$field_meta:meta])* $field:ident: $type:ty = $offset:literal,)* })*) => {$(
         $(#[$meta])*

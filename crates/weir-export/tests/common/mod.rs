@@ -1,5 +1,5 @@
-//! Servers for the tests of this folder, in a process that is sealed once the first of them runs: an allocation on
-//! an I/O thread, on whatever way through the server, aborts the test.
+//! Servers for the tests of this folder, in a process that is sealed once the first of them runs:
+//! an allocation on an I/O thread, on whatever way through the server, aborts the test.
 #![allow(dead_code, reason = "each test file uses its part of it")]
 
 use std::fmt::Write;
@@ -15,7 +15,8 @@ use weir_export::nbd::{Config, Listen, Server};
 use weir_store::{Host, Store};
 use weir_volume::Volume;
 
-/// How long a machine with other things to do may take for what takes no time. Only a hang is longer.
+/// How long a machine with other things to do may take for what takes no time. Only a hang is
+/// longer.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
 #[global_allocator]

@@ -1,11 +1,13 @@
-//! The parameter of the kernel's module that says whether FUSE may use rings, for the time of a test.
+//! The parameter of the kernel's module that says whether FUSE may use rings, for the time of a
+//! test.
 
 use std::fs::{self, File};
 use std::path::Path;
 
 const PARAMETER: &str = "/sys/module/fuse/parameters/enable_uring";
 
-/// The parameter as a test wants it. Put back when dropped; one test of the machine at a time has it.
+/// The parameter as a test wants it. Put back when dropped; one test of the machine at a time has
+/// it.
 pub struct EnableUring {
     was: String,
     _lock: File,

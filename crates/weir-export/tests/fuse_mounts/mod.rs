@@ -45,8 +45,8 @@ pub fn serve(volume: &Arc<Volume>, config: &Config, point: &Path) -> Option<Serv
 
 /// What a keeper would hold of a server, by name.
 pub fn kept(server: &Server) -> HashMap<String, OwnedFd> {
-    let keepsakes = server.keepsakes().into_iter();
-    keepsakes.map(|keepsake| (keepsake.name, keepsake.fd.try_clone_to_owned().unwrap())).collect()
+    let handoffs = server.handoffs().into_iter();
+    handoffs.map(|handoff| (handoff.name, handoff.fd.try_clone_to_owned().unwrap())).collect()
 }
 
 pub fn open(path: &Path) -> File {

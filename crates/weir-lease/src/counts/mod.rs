@@ -8,10 +8,12 @@ pub use shared::SharedCounts;
 
 use crate::token::Place;
 
-/// Counts the references of each page. [`NoCounts`] for callers that count elsewhere (as Linux' page pool
-/// does), [`OwnedCounts`] for the pages of one table, [`SharedCounts`] where several tables lend the same pages.
+/// Counts the references of each page. [`NoCounts`] for callers that count elsewhere (as Linux'
+/// page pool does), [`OwnedCounts`] for the pages of one table, [`SharedCounts`] where several
+/// tables lend the same pages.
 pub trait PageCounts {
-    /// Notes one more reference. `false` when there is no such page, or its count is full: nothing is noted.
+    /// Notes one more reference. `false` when there is no such page, or its count is full: nothing
+    /// is noted.
     fn take(&mut self, place: Place) -> bool;
 
     /// Notes that a reference is back. `true` when it was the page's last.

@@ -10,13 +10,14 @@ use crate::token::Place;
 const MORE: u8 = 1 << 7;
 /// The most that a byte counts itself.
 const FULL: u8 = MORE - 1;
-/// What moves to `rest` when a byte is full, and comes back when it is empty. Half of it, so that a count that
-/// goes up and down by one does not move anything each time.
+/// What moves to `rest` when a byte is full, and comes back when it is empty. Half of it, so that a
+/// count that goes up and down by one does not move anything each time.
 const MOVED: u8 = 64;
 
-/// Counts of the pages that one table lends: a byte a page, which is what keeps them in the cache, and four more
-/// for pages that are out more than 127 times at once. Memory comes zeroed from the system, which gives it when
-/// it is first written: so pages that were never lent take none, and neither do four bytes that are not needed.
+/// Counts of the pages that one table lends: a byte a page, which is what keeps them in the cache,
+/// and four more for pages that are out more than 127 times at once. Memory comes zeroed from the
+/// system, which gives it when it is first written: so pages that were never lent take none, and
+/// neither do four bytes that are not needed.
 #[derive(Clone, Debug)]
 pub struct OwnedCounts {
     regions: Regions,
@@ -37,8 +38,8 @@ impl OwnedCounts {
         Some(u64::from(self.bytes[index] & FULL) + u64::from(MOVED) * u64::from(self.rest[index]))
     }
 
-    /// Bytes that the counts take when every page has been out more than 127 times at once; a fifth of it when
-    /// none has.
+    /// Bytes that the counts take when every page has been out more than 127 times at once; a fifth
+    /// of it when none has.
     pub fn bytes(&self) -> usize {
         size_of_val(&self.bytes[..]) + size_of_val(&self.rest[..]) + size_of_val(&self.regions.spans[..])
     }

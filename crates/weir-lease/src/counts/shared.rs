@@ -15,11 +15,13 @@ use {
     core::sync::atomic::{AtomicU32, Ordering, fence},
 };
 
-/// References to one page that may be out; as far below the counter's end as threads cannot reach together.
+/// References to one page that may be out; as far below the counter's end as threads cannot reach
+/// together.
 const COUNT_MAX: u32 = u32::MAX / 2;
 
-/// Counts of pages that several tables lend. Give each table a clone. One atomic addition for each reference
-/// taken and one for each returned; of all tables exactly one learns that a page's last reference is back.
+/// Counts of pages that several tables lend. Give each table a clone. One atomic addition for each
+/// reference taken and one for each returned; of all tables exactly one learns that a page's last
+/// reference is back.
 ///
 /// ```
 /// use weir_lease::{Geometry, Place, SharedCounts, Table};
@@ -40,8 +42,8 @@ const COUNT_MAX: u32 = u32::MAX / 2;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// As with an `Arc`, only somebody who knows the page to be alive may take a reference to it: a page whose last
-/// return was reported must not be lent again until its owner says so.
+/// As with an `Arc`, only somebody who knows the page to be alive may take a reference to it: a
+/// page whose last return was reported must not be lent again until its owner says so.
 #[derive(Clone, Debug)]
 pub struct SharedCounts {
     regions: Regions,
@@ -82,7 +84,8 @@ impl PageCounts for SharedCounts {
     #[inline]
     fn give(&mut self, place: Place) -> bool {
         let Some(index) = self.regions.index(place) else { return false };
-        // As in Arc's drop: every use of the page through any table happens before its owner's next use.
+        // As in Arc's drop: every use of the page through any table happens before its owner's next
+        // use.
         if self.counts[index].fetch_sub(1, Ordering::Release) == 1 {
             fence(Ordering::Acquire);
             return true;

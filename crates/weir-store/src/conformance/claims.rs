@@ -33,8 +33,8 @@ pub fn a_lane_has_room_for_its_depth(store: &dyn Store) {
     }
 }
 
-/// What a lane has written past the caches every lane reads once it has settled, from any thread; a store without that way
-/// refuses it, and writes nothing.
+/// What a lane has written past the caches every lane reads once it has settled, from any thread; a
+/// store without that way refuses it, and writes nothing.
 pub fn pages_written_past_the_caches_are_there_once_settled(store: &dyn Store) {
     let mut writer = store.lane(4).expect("a lane");
     let slots: Vec<Slot> = (0..64.min(store.slots())).rev().map(Slot).collect();
@@ -63,8 +63,8 @@ pub fn pages_written_past_the_caches_are_there_once_settled(store: &dyn Store) {
     assert!(writer.write_past_caches(Slot(store.slots()), &content(Slot(0), 1)).is_err());
 }
 
-/// Slots side by side are written, and read, as one operation, whose pages are answered in the order of the slots; a store that
-/// has no such way now takes none.
+/// Slots side by side are written, and read, as one operation, whose pages are answered in the
+/// order of the slots; a store that has no such way now takes none.
 pub fn a_run_is_one_operation_and_comes_back_in_order(store: &dyn Store) {
     const DEPTH: usize = 16;
     for (serial, start) in (1..).zip((0..store.slots()).step_by(7).take(30)) {
@@ -133,7 +133,8 @@ pub fn a_lane_may_be_dropped_with_operations_in_flight(store: &dyn Store) {
     }
 }
 
-/// A lane opened (and used) on one thread works on another, and a page written through one is read by the other.
+/// A lane opened (and used) on one thread works on another, and a page written through one is read
+/// by the other.
 pub fn a_lane_may_move_to_another_thread(store: &dyn Store) {
     let mut lane = Watched::open(store, 4);
     let slot = Slot(store.slots() - 1);
@@ -152,8 +153,8 @@ pub fn a_lane_may_move_to_another_thread(store: &dyn Store) {
     drop(lane.into_lane());
 }
 
-/// A chunk that was released faults as lost; taken again, it works and shows nothing of what it held. A store that
-/// cannot do so refuses.
+/// A chunk that was released faults as lost; taken again, it works and shows nothing of what it
+/// held. A store that cannot do so refuses.
 pub fn a_released_chunk_faults_and_comes_back_empty(store: &dyn Store) {
     let Some(memory) = store.reclaim() else { return };
     let chunks = store.slots().div_ceil(memory.chunk_slots());
@@ -200,7 +201,8 @@ pub fn a_slot_outside_the_store_is_a_fault(store: &dyn Store) {
     }
 }
 
-/// Four threads at once, each with a lane of its own on every fourth slot, each finding what it wrote last.
+/// Four threads at once, each with a lane of its own on every fourth slot, each finding what it
+/// wrote last.
 pub fn threads_with_lanes_of_their_own_do_not_disturb_one_another(store: &dyn Store) {
     const THREADS: u32 = 4;
     const SLOTS_EACH: u32 = 64;
@@ -235,7 +237,8 @@ pub fn threads_with_lanes_of_their_own_do_not_disturb_one_another(store: &dyn St
     });
 }
 
-/// A thread that sleeps on the wake_fd between polls gets everything, and is left alone when there is nothing.
+/// A thread that sleeps on the wake_fd between polls gets everything, and is left alone when there
+/// is nothing.
 pub fn waiting_on_the_wake_fd_finds_every_completion(store: &dyn Store) {
     let mut lane = Watched::open(store, 16);
     let slots = 16.min(store.slots());
@@ -246,7 +249,8 @@ pub fn waiting_on_the_wake_fd_finds_every_completion(store: &dyn Store) {
         }
         finished.append(&mut lane.drain());
         assert_eq!(finished.len(), slots as usize);
-        // A poll that finds nothing clears what may have been left over from one that found several.
+        // A poll that finds nothing clears what may have been left over from one that found
+        // several.
         assert!(lane.poll().is_empty());
         assert_ne!(lane.wakes(), Some(true), "an idle lane keeps its thread awake");
     }

@@ -2,13 +2,14 @@
 
 use weir_core::{PAGE_SIZE, PageBytes, Slot};
 
-/// What the `serial`-th write of `slot` writes: different in every word from every other one, so that a page in the
-/// wrong place, an older one and a mixture of two all show.
+/// What the `serial`-th write of `slot` writes: different in every word from every other one, so
+/// that a page in the wrong place, an older one and a mixture of two all show.
 pub fn content(slot: Slot, serial: u32) -> PageBytes {
     let mut page = [0; PAGE_SIZE];
     let mut state = u64::from(slot.0) << 32 | u64::from(serial);
     for word in page.chunks_exact_mut(8) {
-        // An odd constant keeps the sequence from repeating within 2^64 steps; the multiplication spreads it.
+        // An odd constant keeps the sequence from repeating within 2^64 steps; the multiplication
+        // spreads it.
         state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
         word.copy_from_slice(&(state ^ (state >> 31)).wrapping_mul(0x94d0_49bb_1331_11eb).to_le_bytes());
     }

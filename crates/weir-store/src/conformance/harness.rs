@@ -118,7 +118,8 @@ impl Watched {
         finished
     }
 
-    /// Waits until one operation more is finished, asleep on the lane's descriptor where it has one.
+    /// Waits until one operation more is finished, asleep on the lane's descriptor where it has
+    /// one.
     pub(super) fn wait(&mut self) -> Vec<Finished> {
         assert!(self.in_flight() > 0, "nothing to wait for");
         if self.unsubmitted {
@@ -177,7 +178,8 @@ impl Watched {
 
     /// The slot's content where it lies, if the store shows it.
     pub(super) fn view(&self, slot: Slot) -> Option<PageBytes> {
-        // SAFETY: the suite views a slot only while no lane has an operation on it and no chunk is being released.
+        // SAFETY: the suite views a slot only while no lane has an operation on it and no chunk is
+        // being released.
         unsafe { self.lane.view(slot) }.copied()
     }
 

@@ -50,8 +50,8 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Every read gives the last completed write of its slot, every ticket comes back once, and only slots of released
-/// chunks fault, whatever the order of calls on whatever lanes.
+/// Every read gives the last completed write of its slot, every ticket comes back once, and only
+/// slots of released chunks fault, whatever the order of calls on whatever lanes.
 ///
 /// `source` is the file of the calling test, beside which seeds of failures are kept.
 pub fn any_interleaving_agrees_with_the_model(store: &dyn Store, source: &'static str) {
@@ -273,7 +273,8 @@ fn chunk_slots(store: &dyn Store) -> u32 {
     store.reclaim().map_or_else(|| store.slots(), Reclaim::chunk_slots)
 }
 
-/// Slots where stores go wrong: the first, the last, both sides of a chunk's edge, and a run in the middle.
+/// Slots where stores go wrong: the first, the last, both sides of a chunk's edge, and a run in the
+/// middle.
 fn palette(store: &dyn Store) -> Vec<Slot> {
     let (slots, chunk) = (store.slots(), chunk_slots(store));
     let last = slots - 1;

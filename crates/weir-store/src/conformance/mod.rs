@@ -7,10 +7,11 @@
 //! # fn main() {}
 //! ```
 //!
-//! expands to a module `host` with a test for each claim below. The expression is evaluated once for each test, and must give a
-//! fresh `Arc<dyn Store>` that injects no faults. The larger of the tests is a property: any
-//! interleaving of operations on several lanes agrees with a model. It runs 64 cases (`PROPTEST_CASES` says
-//! otherwise) and keeps the seeds of failures beside the test that found them.
+//! expands to a module `host` with a test for each claim below. The expression is evaluated once
+//! for each test, and must give a fresh `Arc<dyn Store>` that injects no faults. The larger of the
+//! tests is a property: any interleaving of operations on several lanes agrees with a model. It
+//! runs 64 cases (`PROPTEST_CASES` says otherwise) and keeps the seeds of failures beside the test
+//! that found them.
 
 mod claims;
 mod content;
@@ -30,8 +31,8 @@ pub use content::content;
 pub use interleaving::any_interleaving_agrees_with_the_model;
 pub use shelf::Shelf;
 
-/// Puts a store through the conformance suite: `conformance!(name: expression)`, where the expression gives an
-/// `Arc<dyn Store>`.
+/// Puts a store through the conformance suite: `conformance!(name: expression)`, where the
+/// expression gives an `Arc<dyn Store>`.
 #[macro_export]
 macro_rules! conformance {
     ($name:ident: $open:expr) => {

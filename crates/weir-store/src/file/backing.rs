@@ -1,8 +1,8 @@
 //! A file or a block device made ready: ours alone, fully allocated, its header written.
 //!
-//! What may be taken: a path where nothing is, an empty file, a file or device with Weir's header (what it held was
-//! encrypted with a key that is gone, so nothing is lost), and a block device without a known mark. Anything
-//! else may be somebody's data and needs `overwrite=on`.
+//! What may be taken: a path where nothing is, an empty file, a file or device with Weir's header
+//! (what it held was encrypted with a key that is gone, so nothing is lost), and a block device
+//! without a known mark. Anything else may be somebody's data and needs `overwrite=on`.
 
 use super::signature;
 use crate::{OpenError, OpenErrorKind, Room};
@@ -35,7 +35,8 @@ pub(super) struct Backing {
 }
 
 impl Backing {
-    /// Makes `path` ready. `size` is the room for pages; `None`: as much as the device has, or the Weir file had.
+    /// Makes `path` ready. `size` is the room for pages; `None`: as much as the device has, or the
+    /// Weir file had.
     pub(super) fn open(
         name: &str,
         path: &Path,
@@ -135,8 +136,8 @@ impl Backing {
         Ok(backing)
     }
 
-    /// Whether it is a file on a file system that has no disk. Such a one takes O_DIRECT since Linux 6.6. A device's name lies on
-    /// one too, and the device does not.
+    /// Whether it is a file on a file system that has no disk. Such a one takes O_DIRECT since
+    /// Linux 6.6. A device's name lies on one too, and the device does not.
     pub(super) fn is_in_memory(&self) -> bool {
         const TMPFS: i64 = 0x0102_1994; // include/uapi/linux/magic.h
         const RAMFS: i64 = 0x8584_58f6;
@@ -268,8 +269,8 @@ impl Backing {
         Ok(all)
     }
 
-    /// Whether `error` came from blocks larger than a page or a file system that took O_DIRECT only to refuse
-    /// it later; the file goes on without.
+    /// Whether `error` came from blocks larger than a page or a file system that took O_DIRECT only
+    /// to refuse it later; the file goes on without.
     fn loses_direct(&mut self, error: &std::io::Error) -> bool {
         let lost = self.is_direct && error.raw_os_error() == Some(libc::EINVAL);
         if lost {
@@ -310,8 +311,8 @@ impl Backing {
     fn allocate(&mut self, name: &str, path: &Path, before: u64) -> Result<(), OpenError> {
         let total = HEADER + self.room;
         if before == 0 {
-            // Where files are copied on write, a block in place is no room for its next version: ask for none of
-            // that while the file is empty (Btrfs; others do not know the flag).
+            // Where files are copied on write, a block in place is no room for its next version:
+            // ask for none of that while the file is empty (Btrfs; others do not know the flag).
             if let Ok(flags) = rustix::fs::ioctl_getflags(&self.file) {
                 let _ = rustix::fs::ioctl_setflags(&self.file, flags | rustix::fs::IFlags::NOCOW);
             }
@@ -331,7 +332,8 @@ impl Backing {
             }
         };
         let done = done.and_then(|()| {
-            // Where blocks are only promised (a file system that compresses, or counts on not being asked), there are none.
+            // Where blocks are only promised (a file system that compresses, or counts on not being
+            // asked), there are none.
             let stat = rustix::fs::fstat(&self.file)?;
             match (stat.st_blocks as u64).saturating_mul(512) {
                 has if has >= total => Ok(()),
@@ -469,8 +471,8 @@ fn is_for_devices(path: &Path) -> bool {
     directory.starts_with("/dev") && (here.is_none() || here == devices)
 }
 
-/// Whether a file is one of Weir's that nobody has open as such any more: after a crash of the machine, for instance. What it holds
-/// was encrypted with a key that is gone.
+/// Whether a file is one of Weir's that nobody has open as such any more: after a crash of the
+/// machine, for instance. What it holds was encrypted with a key that is gone.
 pub fn is_left_over(path: &Path) -> bool {
     let is_ours = || -> std::io::Result<bool> {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
@@ -486,8 +488,9 @@ pub fn is_left_over(path: &Path) -> bool {
     is_ours().unwrap_or(false)
 }
 
-/// Asks for something until it is no longer in use, for half a second at most: a process that used io_uring has its files for some
-/// milliseconds after it has ended, until a worker of the kernel has closed them.
+/// Asks for something until it is no longer in use, for half a second at most: a process that used
+/// io_uring has its files for some milliseconds after it has ended, until a worker of the kernel
+/// has closed them.
 fn soon<T>(attempt: impl Fn() -> Result<T, Errno>) -> Result<T, Errno> {
     const TRIES: u32 = 25;
     const EACH: Duration = Duration::from_millis(20);
@@ -523,7 +526,8 @@ fn open_file(path: &Path, is_device: bool, is_new: bool) -> Result<(File, bool),
         return Ok((File::from(fd), true));
     }
     if is_new {
-        // By itself: a file that is created with O_DIRECT where that is refused is created all the same.
+        // By itself: a file that is created with O_DIRECT where that is refused is created all the
+        // same.
         rustix::fs::open(path, flags | OFlags::CREATE | OFlags::EXCL, Mode::RUSR | Mode::WUSR)?;
     }
     match rustix::fs::open(path, flags | OFlags::DIRECT, Mode::empty()) {

@@ -1,14 +1,16 @@
-//! AES-256-XTS (IEEE Std 1619-2018) with a key that is never written down: what lies on a disk after the store is closed is
-//! noise, also to us. The key lies in a memfd, so that a keeper can carry it from one daemon to the next; it is
-//! gone when the last of them lets go.
+//! AES-256-XTS (IEEE Std 1619-2018) with a key that is never written down: what lies on a disk
+//! after the store is closed is noise, also to us. The key lies in a memfd, so that a keeper can
+//! carry it from one daemon to the next; it is gone when the last of them lets go.
 //!
-//! XTS, because a slot is written again and again under one number and there is no room beside it for a nonce: a stream
-//! cipher would reuse its key stream, and an SSD keeps old blocks for a while. The tweak is the slot's number. XTS hides
-//! content, not change; Weir's checksums notice what is changed from outside.
+//! XTS, because a slot is written again and again under one number and there is no room beside it
+//! for a nonce: a stream cipher would reuse its key stream, and an SSD keeps old blocks for a
+//! while. The tweak is the slot's number. XTS hides content, not change; Weir's checksums notice
+//! what is changed from outside.
 //!
-//! The mode is written out here because a page is 256 independent blocks: all tweaks first, then one call that keeps
-//! eight blocks in the processor's AES pipeline. Measured on a Xeon with AES-NI: 1.1 us a page; the crate
-//! `xts-mode`, block after block, takes 15 to 18 us and serves as the oracle in the tests.
+//! The mode is written out here because a page is 256 independent blocks: all tweaks first, then
+//! one call that keeps eight blocks in the processor's AES pipeline. Measured on a Xeon with
+//! AES-NI: 1.1 us a page; the crate `xts-mode`, block after block, takes 15 to 18 us and serves as
+//! the oracle in the tests.
 
 use aes::Aes256;
 use aes::cipher::{Array, Block, BlockCipherDecrypt, BlockCipherEncrypt, KeyInit};
@@ -28,8 +30,8 @@ struct Keys {
     tweak: Aes256,
 }
 
-/// A cipher whose keys were drawn at random, lie in locked memory that no core dump shows, and are erased when it
-/// is dropped.
+/// A cipher whose keys were drawn at random, lie in locked memory that no core dump shows, and are
+/// erased when it is dropped.
 pub(super) struct Cipher {
     keys: NonNull<Keys>,
     /// Where `keys` points.
@@ -115,7 +117,8 @@ impl Cipher {
         mask(page, &tweaks);
     }
 
-    /// The mask of each block: the encrypted slot number times x^j in GF(2^128), IEEE 1619 section 5.2.
+    /// The mask of each block: the encrypted slot number times x^j in GF(2^128), IEEE 1619 section
+    /// 5.2.
     #[inline]
     fn tweaks(&self, slot: Slot) -> [u128; BLOCKS] {
         let mut first: AesBlock = Array(u128::from(slot.0).to_le_bytes());

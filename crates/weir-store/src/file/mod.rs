@@ -1,8 +1,9 @@
 //! `file:` and `stripe:`: pages in files and on block devices, by io_uring.
 //!
-//! What `--backing` names. All its room is there before the first page is, so that the device never meets a full disk.
-//! Pages are encrypted with a key that lives and dies with the open store: they carry swapped memory, and overwriting
-//! an SSD proves nothing. A store over several members lays units on them in turns (RAID-0).
+//! What `--backing` names. All its room is there before the first page is, so that the device never
+//! meets a full disk. Pages are encrypted with a key that lives and dies with the open store: they
+//! carry swapped memory, and overwriting an SSD proves nothing. A store over several members lays
+//! units on them in turns (RAID-0).
 
 mod backing;
 mod cipher;
@@ -142,7 +143,8 @@ impl FileStore {
         Ok(Self::named(url, Shared::open(&name, &layout, room, watch)?))
     }
 
-    /// Takes over the file and the key of a daemon that has ended. `take` hands over what was kept by name.
+    /// Takes over the file and the key of a daemon that has ended. `take` hands over what was kept
+    /// by name.
     ///
     /// # Errors
     /// When one is missing, or they are not this URL's.
@@ -187,7 +189,8 @@ impl FileStore {
         FileStore { name: StripeUrl { size, ..url.clone() }.to_string(), shared: Arc::new(shared) }
     }
 
-    /// Gives the disk as long for an operation as the kernel's block layer does. For a disk whose users wait for it as they would without Weir.
+    /// Gives the disk as long for an operation as the kernel's block layer does. For a disk whose
+    /// users wait for it as they would without Weir.
     ///
     /// # Panics
     /// When somebody has a lane.
@@ -245,7 +248,8 @@ impl Shared {
         let quiet = Quiet::after(take).map_err(|error| OpenError::io(name, "cannot make a pipe", error))?;
         let shared = Self::over(name, layout, cipher, members, quiet, room)?;
         for (chunk, released) in shared.released.iter().enumerate() {
-            // What the last daemon had released is taken again where there is room; the rest changes nothing.
+            // What the last daemon had released is taken again where there is room; the rest
+            // changes nothing.
             let (offset, bytes) = shared.chunk(chunk as u32).expect("a chunk of this store");
             let has_room = |member: &Backing| member.refill(offset, bytes, Room::Reserved).is_ok();
             released.store(!shared.members.iter().all(has_room), Ordering::Relaxed);
@@ -363,7 +367,8 @@ impl Store for FileStore {
 }
 
 impl Survive for FileStore {
-    /// The open files, which carry their locks, the key, and what tells when the I/O of this daemon is over.
+    /// The open files, which carry their locks, the key, and what tells when the I/O of this daemon
+    /// is over.
     fn keep_with(&self, keep: Arc<dyn Keep>, held: bool) -> io::Result<()> {
         let Shared { members, cipher, quiet, .. } = &*self.shared;
         if !held {
@@ -397,11 +402,13 @@ impl Reclaim for FileStore {
         let members = &self.shared.members;
         for (at, member) in members.iter().enumerate() {
             let Err(errno) = member.punch(offset, bytes) else { continue };
-            // A chunk that stays is whole: those before have a hole there, and this one may have got half of one.
+            // A chunk that stays is whole: those before have a hole there, and this one may have
+            // got half of one.
             let changes_nothing = errno == rustix::io::Errno::OPNOTSUPP;
             let holed = &members[..if changes_nothing { at } else { at + 1 }];
             if !holed.iter().all(|member| member.refill(offset, bytes, self.shared.room).is_ok()) {
-                // Its room has gone to somebody else, so all of it counts as given back until it is taken again.
+                // Its room has gone to somebody else, so all of it counts as given back until it is
+                // taken again.
                 for member in holed {
                     let _ = member.punch(offset, bytes);
                 }

@@ -1,10 +1,12 @@
 //! How to tell that nothing that a dead daemon began can still reach a slot.
 //!
-//! A process that is gone submits nothing more. But what it had submitted may land later: the kernel neither cancels block
-//! I/O that is under way nor waits for it when a process ends, and takes its rings down afterwards, from a work queue
-//! (`io_ring_exit_work` in io_uring/io_uring.c). So every ring of a store has the writing end of one pipe among its registered
-//! files, which the kernel lets go of only when each request of the ring has been completed. The reading end outlives the
-//! daemon in the keeper, and hangs up at the moment after which no slot changes any more.
+//! A process that is gone submits nothing more. But what it had submitted may land later: the
+//! kernel neither cancels block I/O that is under way nor waits for it when a process ends, and
+//! takes its rings down afterwards, from a work queue (`io_ring_exit_work` in io_uring/io_uring.c).
+//! So every ring of a store has the writing end of one pipe among its registered files, which the
+//! kernel lets go of only when each request of the ring has been completed. The reading end
+//! outlives the daemon in the keeper, and hangs up at the moment after which no slot changes any
+//! more.
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::pipe::PipeFlags;

@@ -1,7 +1,8 @@
-//! What a disk says of itself: the marks by which file systems, volume managers and partition tables are known.
+//! What a disk says of itself: the marks by which file systems, volume managers and partition
+//! tables are known.
 //!
-//! Offsets and marks are libblkid's (util-linux, libblkid/src/superblocks and partitions). A device that carries
-//! one is somebody's data, and is not taken without being told to.
+//! Offsets and marks are libblkid's (util-linux, libblkid/src/superblocks and partitions). A device
+//! that carries one is somebody's data, and is not taken without being told to.
 
 /// A mark at an offset from the start, or from the end where that is negative.
 struct Mark {
@@ -52,7 +53,8 @@ const MARKS: &[Mark] = &[
 /// How much of a device's start and of its end must be looked at.
 pub(super) const LOOK: usize = 192 << 10;
 
-/// Whose mark is found in the first [`LOOK`] bytes or the last, or in all there is of a smaller device.
+/// Whose mark is found in the first [`LOOK`] bytes or the last, or in all there is of a smaller
+/// device.
 pub(super) fn find(start: &[u8], end: &[u8]) -> Option<&'static str> {
     let found = |mark: &Mark| {
         let (place, at) = match usize::try_from(mark.at) {

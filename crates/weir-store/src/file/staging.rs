@@ -1,5 +1,5 @@
-//! A lane's own memory: one page for each operation that may be in flight, handed out so that operations queued one
-//! after the other lie one after the other.
+//! A lane's own memory: one page for each operation that may be in flight, handed out so that
+//! operations queued one after the other lie one after the other.
 
 use weir_core::{Memory, PAGE_SIZE, PageBytes};
 
@@ -77,8 +77,8 @@ impl Staging {
     /// # Safety
     /// No I/O on the page is in flight.
     pub(super) unsafe fn page(&mut self, page: usize) -> &mut PageBytes {
-        // SAFETY: in bounds and aligned by `address`; the kernel is done with it by the caller's word, and `&mut self`
-        // keeps everyone else out.
+        // SAFETY: in bounds and aligned by `address`; the kernel is done with it by the caller's
+        // word, and `&mut self` keeps everyone else out.
         unsafe { &mut *self.address(page).cast::<PageBytes>() }
     }
 }

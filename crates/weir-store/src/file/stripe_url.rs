@@ -23,7 +23,8 @@ pub struct StripeUrl {
 }
 
 impl StripeUrl {
-    /// How much lies on one before the next one's turn, unless told otherwise: the kernel's own RAID-0 default.
+    /// How much lies on one before the next one's turn, unless told otherwise: the kernel's own
+    /// RAID-0 default.
     pub const UNIT: ByteSize = ByteSize(512 << 10);
 
     /// The files or devices at `paths`, everything else at its default.

@@ -12,20 +12,22 @@ const KEYS: &[&str] = &["size", "encrypt", "overwrite", "chunk"];
 pub struct FileUrl {
     /// Where it is.
     pub path: PathBuf,
-    /// Room for pages. `None`: all of a block device; for a file it must be given, unless the file is a Weir
-    /// file already and keeps its size.
+    /// Room for pages. `None`: all of a block device; for a file it must be given, unless the file
+    /// is a Weir file already and keeps its size.
     pub size: Option<ByteSize>,
-    /// Whether pages are encrypted with a key that lives and dies with the open store. On unless turned off.
+    /// Whether pages are encrypted with a key that lives and dies with the open store. On unless
+    /// turned off.
     pub encrypt: bool,
-    /// Whether to take the file or the device even if it holds something else. Off unless turned on.
+    /// Whether to take the file or the device even if it holds something else. Off unless turned
+    /// on.
     pub overwrite: bool,
     /// How much a release gives back at once.
     pub chunk: ByteSize,
 }
 
 impl FileUrl {
-    /// What a release gives back at once, unless told otherwise: large enough that file systems free whole
-    /// extents, small enough to follow a GPU store's chunks.
+    /// What a release gives back at once, unless told otherwise: large enough that file systems
+    /// free whole extents, small enough to follow a card's chunks.
     pub const CHUNK: ByteSize = ByteSize(64 << 20);
 
     /// The file at `path`, everything else at its default.

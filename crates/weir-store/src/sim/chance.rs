@@ -1,7 +1,7 @@
 //! Chance from a seed.
 
-/// SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): 64 bits of state, a few instructions, and good enough to
-/// decide what goes wrong.
+/// SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): 64 bits of state, a few instructions, and good
+/// enough to decide what goes wrong.
 #[derive(Clone, Debug)]
 pub(super) struct Chance(u64);
 

@@ -1,4 +1,5 @@
-//! A lane into a simulated store: decides an operation's fate when it is queued, and carries it out when it is due.
+//! A lane into a simulated store: decides an operation's fate when it is queued, and carries it out
+//! when it is due.
 
 use super::chance::Chance;
 use super::{Damage, Shared, hold};
@@ -44,7 +45,8 @@ struct Operation {
     due: Option<Due>,
 }
 
-/// When an operation is due: after so many polls, and not before this time, which its first poll sets.
+/// When an operation is due: after so many polls, and not before this time, which its first poll
+/// sets.
 #[derive(Clone, Copy)]
 struct Due {
     polls: u64,
@@ -98,7 +100,8 @@ impl SimLane {
         Some(if hung { Progress::Done(Err(Fault::Io(ETIMEDOUT))) } else { Progress::Full })
     }
 
-    /// Draws the same numbers whatever comes of them, so that one probability changed leaves the rest as it was.
+    /// Draws the same numbers whatever comes of them, so that one probability changed leaves the
+    /// rest as it was.
     fn draw_write(&mut self, slot: Slot) -> Fate {
         let url = &self.shared.url;
         let fails = self.chance.happens(url.write_error);

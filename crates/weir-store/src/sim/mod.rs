@@ -1,8 +1,10 @@
-//! `sim:`: memory that fails as told, from a seed. What shows that the rest of Weir survives a bad store.
+//! `sim:`: memory that fails as told, from a seed. What shows that the rest of Weir survives a bad
+//! store.
 //!
-//! It fails in the ways that hardware does: operations that report an error, writes that are acknowledged and
-//! never done or done wrong, operations that overtake one another, and a store that is gone from one operation to
-//! the next. It counts what it did, so that a test can hold the user's counters against the truth.
+//! It fails in the ways that hardware does: operations that report an error, writes that are
+//! acknowledged and never done or done wrong, operations that overtake one another, and a store
+//! that is gone from one operation to the next. It counts what it did, so that a test can hold the
+//! user's counters against the truth.
 
 mod chance;
 mod lane;
@@ -36,8 +38,8 @@ pub struct Injected {
     pub corrupt_writes: u64,
     /// Writes that were acknowledged and not done.
     pub lost_writes: u64,
-    /// Reads that succeeded with a content other than the last acknowledged write's: each must be noticed
-    /// by whoever checks.
+    /// Reads that succeeded with a content other than the last acknowledged write's: each must be
+    /// noticed by whoever checks.
     pub damaged_reads: u64,
     /// Operations that found the store or their chunk gone.
     pub gone: u64,
@@ -72,7 +74,8 @@ struct Shared {
     is_away: AtomicBool,
     drains: AtomicBool,
     orphans: Mutex<Vec<(Slot, PageBytes)>>,
-    /// What each slot written since the last flush has held since, the oldest first; `None`: not kept.
+    /// What each slot written since the last flush has held since, the oldest first; `None`: not
+    /// kept.
     unflushed: Mutex<Option<BTreeMap<u32, Vec<PageBytes>>>>,
     counts: Counts,
 }
@@ -146,8 +149,9 @@ impl Sim {
         self.shared.cells.get(slot.0 as usize).and_then(|cell| hold(cell).damage)
     }
 
-    /// Whether writes that a lane has submitted when it is dropped are still under way, as those of a process that is killed
-    /// are at a disk, until [`land`](Sim::land) lets them land. Otherwise they are never done.
+    /// Whether writes that a lane has submitted when it is dropped are still under way, as those of
+    /// a process that is killed are at a disk, until [`land`](Sim::land) lets them land. Otherwise
+    /// they are never done.
     pub fn let_writes_outlive_lanes(&self, outlive: bool) {
         self.shared.outlives_lanes.store(outlive, Ordering::SeqCst);
     }
@@ -165,13 +169,14 @@ impl Sim {
         }
     }
 
-    /// From here on it is a disk with a cache that a power failure empties; see [`cut_power`](Sim::cut_power).
+    /// From here on it is a disk with a cache that a power failure empties; see
+    /// [`cut_power`](Sim::cut_power).
     pub fn forget_without_power(&self) {
         *hold(&self.shared.unflushed) = Some(BTreeMap::new());
     }
 
-    /// Cuts the power: each slot written since the last flush holds one of the contents that it has had since then, as `choose` says
-    /// of so many, each slot by itself.
+    /// Cuts the power: each slot written since the last flush holds one of the contents that it has
+    /// had since then, as `choose` says of so many, each slot by itself.
     pub fn cut_power(&self, choose: &mut dyn FnMut(usize) -> usize) {
         let Some(unflushed) = &mut *hold(&self.shared.unflushed) else { return };
         for (slot, contents) in std::mem::take(unflushed) {
@@ -180,8 +185,9 @@ impl Sim {
         }
     }
 
-    /// Whether it hangs, as a disk that retries. While it does, what is due ends with [`Fault::Timeout`], and writes that ended so
-    /// land afterwards. Only where operations take polls or time at all.
+    /// Whether it hangs, as a disk that retries. While it does, what is due ends with
+    /// [`Fault::Timeout`], and writes that ended so land afterwards. Only where operations take
+    /// polls or time at all.
     pub fn hang(&self, hangs: bool) {
         self.shared.hangs.store(hangs, Ordering::SeqCst);
     }

@@ -20,11 +20,12 @@ const KEYS: &[&str] = &[
     "panic_after",
 ];
 
-/// What a simulated store does wrong, and when. Probabilities are per operation, from 0 to 1, default 0.
+/// What a simulated store does wrong, and when. Probabilities are per operation, from 0 to 1,
+/// default 0.
 #[derive(Clone, PartialEq, Debug)]
 pub struct SimUrl {
-    /// Where each lane's random numbers come from: a lane's faults depend on this, on how many lanes were
-    /// opened before it and on its own operations, and on nothing else.
+    /// Where each lane's random numbers come from: a lane's faults depend on this, on how many
+    /// lanes were opened before it and on its own operations, and on nothing else.
     pub seed: u64,
     /// Room for pages.
     pub size: ByteSize,
@@ -40,8 +41,8 @@ pub struct SimUrl {
     pub lose: f64,
     /// Every write to this slot is acknowledged and not done.
     pub lost_slot: Option<u32>,
-    /// Each operation finishes in one of the next `delay` polls, drawn evenly; so operations overtake one
-    /// another. 0: it finishes when it is queued, as memory does.
+    /// Each operation finishes in one of the next `delay` polls, drawn evenly; so operations
+    /// overtake one another. 0: it finishes when it is queued, as memory does.
     pub delay: u32,
     /// No operation finishes earlier than this after it was submitted, by the clock.
     pub latency: Duration,

@@ -6,8 +6,8 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use weir_core::{PAGE_SIZE, PageBytes};
 
-/// The first chunks, held and copied to and from directly; the control of the benchmarks. While it lives they cannot be
-/// released.
+/// The first chunks, held and copied to and from directly; the control of the benchmarks. While it
+/// lives they cannot be released.
 pub struct Bare {
     gpu: Arc<Gpu>,
     chunks: Vec<(usize, NonNull<u8>)>,
@@ -20,7 +20,8 @@ pub struct Bare {
 unsafe impl Send for Bare {}
 
 impl Bare {
-    /// Holds chunks until they have `pages` pages, or there are no more; `None` where nothing is mapped.
+    /// Holds chunks until they have `pages` pages, or there are no more; `None` where nothing is
+    /// mapped.
     pub fn open(gpu: &Arc<Gpu>, pages: u32) -> Option<Self> {
         let shift = gpu.chunk_slots().ilog2();
         let mut bare = Bare { gpu: Arc::clone(gpu), chunks: Vec::new(), shift, copies: *gpu.copies() };

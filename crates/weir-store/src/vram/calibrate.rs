@@ -1,4 +1,5 @@
-//! What each path costs, measured on the store's own memory before it holds anything: under 300 ms in all.
+//! What each path costs, measured on the store's own memory before it holds anything: under 300 ms
+//! in all.
 
 use super::gpu::Gpu;
 use super::lane::GpuLane;
@@ -16,7 +17,8 @@ const BATCH: usize = 32;
 const RUN: usize = 256;
 /// Time for one figure.
 const FIGURE: Duration = Duration::from_millis(5);
-/// Threads that share a way when its limit is measured: an H200's window is full with three, its link with eight.
+/// Threads that share a way when its limit is measured: an H200's window is full with three, its
+/// link with eight.
 const SHARERS: usize = 8;
 /// Pages that each of them keeps in flight.
 const DEPTH: usize = 64;
@@ -40,7 +42,8 @@ pub fn measure(gpu: &Arc<Gpu>) -> Result<Table, Fault> {
                 continue;
             }
             lane.force(path, direction);
-            timed(&mut lane, direction, 1, STRIDE, slots, FIGURE / 4)?; // Clocks and caches come up.
+            // Clocks and caches come up.
+            timed(&mut lane, direction, 1, STRIDE, slots, FIGURE / 4)?;
             let first = timed(&mut lane, direction, 1, STRIDE, slots, FIGURE)?;
             let (each, neighbour) = match path {
                 // What a page of a batch costs the processor does not depend on the batch.
@@ -61,8 +64,8 @@ pub fn measure(gpu: &Arc<Gpu>) -> Result<Table, Fault> {
         }
         gpu.leave_ring();
     }
-    // Runs of neighbours meet nothing but the bus, whichever way they go by DMA. One thread cannot fill it, so what the
-    // rings reached together stands for it.
+    // Runs of neighbours meet nothing but the bus, whichever way they go by DMA. One thread cannot
+    // fill it, so what the rings reached together stands for it.
     if let Some(link) = table.link() {
         for direction in [Direction::Read, Direction::Write] {
             if let Some(cost) = table.get(Path::Engine, direction) {
@@ -114,8 +117,9 @@ fn timed(
     Ok(took[took.len() / 2] / batch as f64)
 }
 
-/// Nanoseconds between pages while several threads go one way, each with as much in flight as a busy lane has. The mean and
-/// not the median: a window that is full takes most stores at once and then holds one up.
+/// Nanoseconds between pages while several threads go one way, each with as much in flight as a
+/// busy lane has. The mean and not the median: a window that is full takes most stores at once and
+/// then holds one up.
 fn shared(gpu: &Arc<Gpu>, path: Path, direction: Direction, slots: u32) -> Result<f64, Fault> {
     let threads = SHARERS.min(std::thread::available_parallelism().map_or(1, std::num::NonZero::get));
     let mut lanes = (0..threads)

@@ -38,7 +38,8 @@ impl Turn {
     }
 }
 
-/// The driver's last message in the kernel's log, where this process may read it and it is recent: `Xid ...`.
+/// The driver's last message in the kernel's log, where this process may read it and it is recent:
+/// `Xid ...`.
 pub fn xid() -> Option<String> {
     use rustix::fs::{Mode, OFlags};
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
@@ -56,7 +57,8 @@ pub fn xid() -> Option<String> {
     }
 }
 
-/// Returns the card's part of a record of the kernel's log (`6,339,5140900,-;NVRM: Xid ...`) if it has one and is not old.
+/// Returns the card's part of a record of the kernel's log (`6,339,5140900,-;NVRM: Xid ...`) if it
+/// has one and is not old.
 fn recent(record: &str, now: Duration) -> Option<String> {
     let (head, text) = record.split_once(';')?;
     let at = Duration::from_micros(head.split(',').nth(2)?.parse().ok()?);

@@ -1,9 +1,10 @@
 //! Which way a crowd's writes go, by trying.
 //!
-//! What a way does when many threads are at it is the one cost that cannot be measured well before there are many
-//! threads: a window that is full, a link that is shared with reads, a driver's lock. So while several lanes write, each way
-//! that the measured costs do not rule out has a few milliseconds now and then, and the one that moved the most pages goes
-//! on. A pure function of what the watcher saw, so that it can be tried on a made-up machine.
+//! What a way does when many threads are at it is the one cost that cannot be measured well before
+//! there are many threads: a window that is full, a link that is shared with reads, a driver's
+//! lock. So while several lanes write, each way that the measured costs do not rule out has a few
+//! milliseconds now and then, and the one that moved the most pages goes on. A pure function of
+//! what the watcher saw, so that it can be tried on a made-up machine.
 
 use super::table::Path;
 use std::time::Duration;
@@ -12,7 +13,8 @@ use std::time::Duration;
 const SETTLE: Duration = Duration::from_millis(2);
 /// Time for which it is measured.
 const MEASURE: Duration = Duration::from_millis(4);
-/// The winner goes on for so long, and each time that it wins again for twice as long, up to a limit.
+/// The winner goes on for so long, and each time that it wins again for twice as long, up to a
+/// limit.
 const HOLD: Duration = Duration::from_secs(1);
 const HOLD_MAX: Duration = Duration::from_secs(16);
 /// So much more than the winner of last time a way must move to take its place.
@@ -40,8 +42,8 @@ struct Trial {
 }
 
 impl Contest {
-    /// The way to go until the next look, having moved `pages` in `elapsed`; `contenders` begins with the one that the costs
-    /// favour. `None`: there is nothing to choose.
+    /// The way to go until the next look, having moved `pages` in `elapsed`; `contenders` begins
+    /// with the one that the costs favour. `None`: there is nothing to choose.
     pub fn step(&mut self, elapsed: Duration, pages: u64, contenders: &[Path]) -> Option<Path> {
         if contenders.len() < 2 {
             self.pause();
@@ -139,7 +141,8 @@ mod tests {
 
     const TICK: Duration = Duration::from_millis(1);
 
-    /// Runs a machine whose ways move `rates` pages a second for `ticks`; returns what won and all pages moved.
+    /// Runs a machine whose ways move `rates` pages a second for `ticks`; returns what won and all
+    /// pages moved.
     fn run(contest: &mut Contest, contenders: &[Path], rates: [f64; 3], ticks: u32) -> (Option<Path>, f64) {
         let (mut path, mut moved) = (contenders[0], 0.0);
         for _ in 0..ticks {
@@ -152,7 +155,8 @@ mod tests {
 
     #[test]
     fn a_full_window_loses_to_the_ring_whatever_the_costs_foretold() {
-        // 4.3 M/s by the window, 12 M/s by the ring: as on an H200, where the costs once said otherwise.
+        // 4.3 M/s by the window, 12 M/s by the ring: as on an H200, where the costs once said
+        // otherwise.
         let mut contest = Contest::default();
         let (best, moved) = run(&mut contest, &[Mapped, Ring], [4.3e6, 0.0, 12e6], 2000);
         assert_eq!(best, Some(Ring));

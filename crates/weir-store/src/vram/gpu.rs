@@ -1,4 +1,5 @@
-//! One card as a store: its chunks, its three paths, its state, and the thread that watches over it.
+//! One card as a store: its chunks, its three paths, its state, and the thread that watches over
+//! it.
 
 use super::chunks::{Chunks, LANES_MAX, Source};
 use super::condition::{Death, Turn, xid};
@@ -59,7 +60,8 @@ pub struct Gpu {
     pub(super) loss: OnceLock<&'static str>,
     /// Lanes that moved pages when the watcher last looked.
     pub(super) busy: AtomicUsize,
-    /// The way that a crowd's writes take, by what is written: single pages or runs. 0: by cost; else a path and 1.
+    /// The way that a crowd's writes take, by what is written: single pages or runs. 0: by cost;
+    /// else a path and 1.
     pub(super) crowd: [AtomicU8; 2],
     pub(super) entered: AtomicU64,
     pub(super) left: AtomicU64,
@@ -82,7 +84,8 @@ pub(super) struct Owner {
     pub spare: u64,
 }
 
-/// Device memory that is never taken: what drivers and desktops want for themselves (as nbd-vram sizes itself).
+/// Device memory that is never taken: what drivers and desktops want for themselves (as nbd-vram
+/// sizes itself).
 const SPARE: u64 = 1 << 30;
 /// The same, on a card that drives a display.
 const SPARE_DISPLAY: u64 = 3 << 30;
@@ -129,8 +132,8 @@ impl Gpu {
         }
     }
 
-    /// How much of the card is left to its owner: one call of the management library, some ten microseconds. `None`
-    /// where it is not there; then nothing is known about other processes.
+    /// How much of the card is left to its owner: one call of the management library, some ten
+    /// microseconds. `None` where it is not there; then nothing is known about other processes.
     pub fn headroom(&self) -> Option<Headroom> {
         let owner = self.owner.get()?;
         let memory = owner.nvml.as_ref()?.memory()?;
@@ -167,8 +170,8 @@ impl Gpu {
         self.stopping.load(Ordering::Acquire)
     }
 
-    /// A descriptor of a chunk's memory, which lives while one is open; `None` for a released chunk. What a keeper
-    /// holds, and a restarted daemon imports.
+    /// A descriptor of a chunk's memory, which lives while one is open; `None` for a released
+    /// chunk. What a keeper holds, and a restarted daemon imports.
     ///
     /// # Errors
     /// What the driver answered.
@@ -383,11 +386,12 @@ impl Gpu {
                 format!("{LANES_MAX} lanes are open already, which is the most it can serve"),
             )
         })?;
-        if let Some(berth) = self.late.as_ref().and_then(|late| late.berth(depth)) {
-            return Ok(GpuLane::new(self, pin, None, None, Some(berth)));
+        if let Some(cell) = self.late.as_ref().and_then(|late| late.cell(depth)) {
+            return Ok(GpuLane::new(self, pin, None, None, Some(cell)));
         }
         let opened = (|| {
-            // A ring of its own where one is free; the pause ends before the engine's lane waits for another.
+            // A ring of its own where one is free; the pause ends before the engine's lane waits
+            // for another.
             let ring = match self.ring().filter(|_| !self.cuda_is_lost()) {
                 Some(ring) => {
                     ring.lane(depth).map_err(|fault| fail(OpenErrorKind::Io, format!("no ring: {fault}")))?
@@ -463,7 +467,8 @@ impl Gpu {
         let Some(cuda) = self.source.dead() else { return };
         let why = cuda.death().map_or_else(String::new, |death| death.to_string());
         let why = [Some(format!("CUDA is lost: {why}")), xid()].into_iter().flatten().collect::<Vec<_>>();
-        // One that has left the bus is there for no process, and the other stores' pages are not to wait for it.
+        // One that has left the bus is there for no process, and the other stores' pages are not to
+        // wait for it.
         let is_gone = self.nvml().is_some_and(|nvml| nvml.memory().is_none());
         if is_gone && !self.has(Path::Mapped) {
             self.lose("the card does not answer its management library either");
@@ -473,8 +478,8 @@ impl Gpu {
         if !self.has(Path::Mapped) {
             return;
         }
-        // What was under way is done anew by the window. After that nobody uses the context, and it goes with all that it has on the
-        // card: the driver may take as long as it likes.
+        // What was under way is done anew by the window. After that nobody uses the context, and it
+        // goes with all that it has on the card: the driver may take as long as it likes.
         let since = Instant::now();
         while !self.chunks.is_settled() && since.elapsed() < answer_limit() && !self.is_stopping() {
             std::thread::sleep(Duration::from_millis(1));
@@ -551,8 +556,8 @@ impl Gpu {
         Ok(())
     }
 
-    /// Has every chunk kept by `keep`, where this card is number `gpu`, and later ones as they come; `held`: it has those
-    /// that there are.
+    /// Has every chunk kept by `keep`, where this card is number `gpu`, and later ones as they
+    /// come; `held`: it has those that there are.
     pub(super) fn keep_with(&self, keep: &Arc<dyn Keep>, gpu: usize, held: bool) -> io::Result<()> {
         for chunk in (0..self.chunks.count()).filter(|_| !held) {
             let fd = self.chunks.export(chunk).map_err(io::Error::other)?;

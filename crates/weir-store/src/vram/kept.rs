@@ -1,5 +1,6 @@
-//! What a keeper holds of a `vram:` store besides the chunks' descriptors: which cards, how they are cut up, and what their
-//! ways cost, since measuring again would overwrite the pages. Written as lines of text into a memfd.
+//! What a keeper holds of a `vram:` store besides the chunks' descriptors: which cards, how they
+//! are cut up, and what their ways cost, since measuring again would overwrite the pages. Written
+//! as lines of text into a memfd.
 
 use super::table::{Cost, Direction, Path, Table};
 use std::fmt::Write as _;
@@ -112,7 +113,8 @@ impl KeptStore {
     pub fn to_memory(&self) -> std::io::Result<Memory> {
         let text = self.to_text();
         let memory = Memory::shared("weir-vram-plan", text.len())?;
-        // SAFETY: the mapping is at least as long as the text, new, and this process's alone so far.
+        // SAFETY: the mapping is at least as long as the text, new, and this process's alone so
+        // far.
         unsafe { std::ptr::copy_nonoverlapping(text.as_ptr(), memory.as_ptr(), text.len()) };
         Ok(memory)
     }
@@ -134,8 +136,9 @@ const WAYS: [(Path, Direction); 6] = [
     (Path::Ring, Direction::Write),
 ];
 
-/// Whether the driver's libraries are those of the loaded module, as far as both are known. After an upgrade that has not been
-/// followed by a reboot they differ, and what they make of an older module's memory is nobody's promise.
+/// Whether the driver's libraries are those of the loaded module, as far as both are known. After
+/// an upgrade that has not been followed by a reboot they differ, and what they make of an older
+/// module's memory is nobody's promise.
 ///
 /// `loaded` is the content of `/proc/driver/nvidia/version`.
 pub fn agree(libraries: Option<&str>, loaded: Option<&str>) -> Result<(), String> {

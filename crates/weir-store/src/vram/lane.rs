@@ -4,7 +4,7 @@ use super::Trouble;
 use super::chunks::{Site, Source, Way};
 use super::engine::BatchLane;
 use super::gpu::{CROWD, Gpu};
-use super::late::{Berth, Parts};
+use super::late::{Parts, PartsCell};
 use super::mapped::copy::{Copies, prefetch_lines};
 use super::mapped::queue::{Place, QueueLane};
 use super::options::PathMode;
@@ -21,8 +21,8 @@ const NEIGHBOURS: u32 = 15;
 /// Pages, those in flight included, from which on a batch goes the way of the crowd.
 const DEEP: usize = 8;
 
-/// A lane to one card. Operations that are in flight together have no order; one that was handed over is seen
-/// by every later one of every lane.
+/// A lane to one card. Operations that are in flight together have no order; one that was handed
+/// over is seen by every later one of every lane.
 pub struct GpuLane {
     near: Near,
     /// For a page that is read anew, by the window, after CUDA has died.
@@ -31,11 +31,12 @@ pub struct GpuLane {
     engine: Option<Engine>,
     ring: Option<RingLane>,
     /// Where both come from, if they come later. Kept to the end: an I/O thread frees nothing.
-    berth: Option<Arc<Berth>>,
+    cell: Option<Arc<PartsCell>>,
     gpu: Arc<Gpu>,
 }
 
-/// What an operation through the window needs, and no more, in two lines: after a pause each further one is a miss.
+/// What an operation through the window needs, and no more, in two lines: after a pause each
+/// further one is a miss.
 #[repr(align(128))]
 struct Near {
     site: Site,
@@ -73,7 +74,8 @@ pub struct Salvaged<'a> {
 pub enum CutOff {
     /// The processor reaches the card's memory by itself.
     ByTheWindow,
-    /// Another process is about to take over, with all that is kept: what is under way waits for that.
+    /// Another process is about to take over, with all that is kept: what is under way waits for
+    /// that.
     Waits,
     /// There is no way left.
     Lost(Fault),
@@ -150,7 +152,7 @@ impl GpuLane {
         pin: usize,
         engine: Option<Engine>,
         ring: Option<RingLane>,
-        berth: Option<Arc<Berth>>,
+        cell: Option<Arc<PartsCell>>,
     ) -> Self {
         let near = Near {
             site: gpu.chunks().hot().site(pin),
@@ -165,17 +167,11 @@ impl GpuLane {
             writes: Path::Mapped,
             has_ring: ring.is_some(),
             forced: false,
-            waits: berth.is_some(),
+            waits: cell.is_some(),
             cut_off: false,
         };
-        let mut lane = GpuLane {
-            near,
-            spare: Some(Box::new(Page::zeroed())),
-            engine,
-            ring,
-            berth,
-            gpu: Arc::clone(gpu),
-        };
+        let mut lane =
+            GpuLane { near, spare: Some(Box::new(Page::zeroed())), engine, ring, cell, gpu: Arc::clone(gpu) };
         lane.decide(1, 1);
         lane
     }
@@ -193,7 +189,7 @@ impl GpuLane {
     #[cold]
     #[inline(never)]
     fn join(&mut self) {
-        let Some(Parts { ring, engine }) = self.berth.as_ref().and_then(|berth| berth.take()) else { return };
+        let Some(Parts { ring, engine }) = self.cell.as_ref().and_then(|cell| cell.take()) else { return };
         (self.near.waits, self.near.has_ring) = (false, ring.is_some());
         (self.ring, self.engine) = (ring, engine);
         let [reads, writes] = self.near.planned;
@@ -248,7 +244,8 @@ impl GpuLane {
             .unwrap_or(if self.gpu.has(Path::Mapped) { Path::Mapped } else { Path::Engine })
     }
 
-    /// The way to take when the ring is away or full: the lane has room for its depth, whatever the ring has.
+    /// The way to take when the ring is away or full: the lane has room for its depth, whatever the
+    /// ring has.
     fn otherwise(&self) -> Path {
         match &self.ring {
             _ if self.near.cut_off => Path::Mapped,
@@ -258,7 +255,8 @@ impl GpuLane {
         }
     }
 
-    /// Whether an operation may begin. Chooses anew when the kernel came or went since the last plan.
+    /// Whether an operation may begin. Chooses anew when the kernel came or went since the last
+    /// plan.
     #[inline]
     fn admit(&mut self, slot: Slot) -> Result<(), Fault> {
         let near = &mut self.near;
@@ -284,7 +282,8 @@ impl GpuLane {
         if in_range { Ok(()) } else { Err(Fault::Io(libc::EINVAL)) }
     }
 
-    /// Queues by engine or ring what `by_engine` and `by_ring` describe; `None`: the ring is away, take another way.
+    /// Queues by engine or ring what `by_engine` and `by_ring` describe; `None`: the ring is away,
+    /// take another way.
     fn later(
         &mut self,
         path: Path,
@@ -368,8 +367,8 @@ impl GpuLane {
         }
     }
 
-    /// Queues an operation on up to `pages` slots side by side at CUDA's engine, by `begin` with the place and how many they are.
-    /// Returns how many; 0: single operations know what to do.
+    /// Queues an operation on up to `pages` slots side by side at CUDA's engine, by `begin` with
+    /// the place and how many they are. Returns how many; 0: single operations know what to do.
     fn run(
         &mut self,
         first: Slot,
@@ -450,8 +449,9 @@ impl GpuLane {
     #[inline]
     fn store(&self, slot: Slot, page: &PageBytes) -> Progress {
         let near = &self.near;
-        // SAFETY: the address is a page of a chunk that stays while it is touched, aligned to a page; nobody
-        // else writes this slot, by the contract of slots, and what races is bytes of another's memory.
+        // SAFETY: the address is a page of a chunk that stays while it is touched, aligned to a
+        // page; nobody else writes this slot, by the contract of slots, and what races is bytes of
+        // another's memory.
         let copy = |host| unsafe { near.copies.to_device(page.as_ptr(), host) };
         let stored = near.site.with_host(slot, copy);
         near.site.pin().count_stored();
@@ -473,7 +473,8 @@ impl Lane for GpuLane {
     #[inline]
     fn plan(&mut self, reads: usize, writes: usize) {
         let near = &self.near;
-        // One miss after another is what a page after a pause costs; asked for together they come together.
+        // One miss after another is what a page after a pause costs; asked for together they come
+        // together.
         near.site.prefetch();
         near.copies.prefetch(writes > 0);
         let code =
@@ -483,8 +484,8 @@ impl Lane for GpuLane {
             self.join();
         }
         let near = &self.near;
-        // A page now and then is planned as the one before: after a pause every cache line of the choice is cold,
-        // and they cost more than the page.
+        // A page now and then is planned as the one before: after a pause every cache line of the
+        // choice is cold, and they cost more than the page.
         let alone = near.flying == 0 && near.neighbours < NEIGHBOURS && reads + writes <= 1;
         let gate = near.site.gate();
         let resident = near.has_ring && gate.resident.load(std::sync::atomic::Ordering::Relaxed);
@@ -602,7 +603,7 @@ impl Lane for GpuLane {
 
 impl Drop for GpuLane {
     fn drop(&mut self) {
-        if let Some(Parts { ring, engine }) = self.berth.as_ref().and_then(|berth| berth.close()) {
+        if let Some(Parts { ring, engine }) = self.cell.as_ref().and_then(|cell| cell.close()) {
             (self.ring, self.engine) = (ring, engine);
         }
         // Pinned memory is unmapped with the lanes, which a resident kernel would hold up.

@@ -1,11 +1,13 @@
 //! What a card's first page does not need, opened behind it.
 //!
-//! A daemon that takes another's place is waited for: by programs that sleep in page faults. A page needs its chunk's
-//! mapping and nothing else. CUDA's context, its view of every chunk, the resident kernel and the management library take
-//! longer to open than all the rest, so a thread opens them while lanes already serve by the window. Lanes are given their
-//! parts through a [`Berth`] and pick them up between two operations, without taking memory.
+//! A daemon that takes another's place is waited for: by programs that sleep in page faults. A page
+//! needs its chunk's mapping and nothing else. CUDA's context, its view of every chunk, the
+//! resident kernel and the management library take longer to open than all the rest, so a thread
+//! opens them while lanes already serve by the window. Lanes are given their parts through a
+//! [`PartsCell`] and pick them up between two operations, without taking memory.
 //!
-//! It begins once the chunks are mapped, and not beside that: the driver lets one thread at a time do most of both.
+//! It begins once the chunks are mapped, and not beside that: the driver lets one thread at a time
+//! do most of both.
 
 use super::Drivers;
 use super::engine::{BatchLane, Context, Which};
@@ -45,7 +47,7 @@ struct Progress {
     settled: bool,
     over: Option<Joined>,
     /// Lanes without their parts, and the depth of each.
-    waiting: Vec<(usize, Arc<Berth>)>,
+    waiting: Vec<(usize, Arc<PartsCell>)>,
     tell: Vec<Tell>,
     thread: Option<JoinHandle<()>>,
 }
@@ -98,15 +100,16 @@ impl Late {
         Ok(())
     }
 
-    /// A place for the parts of a lane that is opened now; `None` where there is nothing to wait for any more.
-    pub fn berth(&self, depth: usize) -> Option<Arc<Berth>> {
+    /// A place for the parts of a lane that is opened now; `None` where there is nothing to wait
+    /// for any more.
+    pub fn cell(&self, depth: usize) -> Option<Arc<PartsCell>> {
         let mut progress = self.lock();
         if progress.settled {
             return None;
         }
-        let berth = Arc::new(Berth::default());
-        progress.waiting.push((depth, Arc::clone(&berth)));
-        Some(berth)
+        let cell = Arc::new(PartsCell::default());
+        progress.waiting.push((depth, Arc::clone(&cell)));
+        Some(cell)
     }
 
     /// Waits until it is known who else has the card.
@@ -128,7 +131,8 @@ impl Late {
         }
     }
 
-    /// Waits until it is over, which the card's `stopping` makes soon. A driver that does not answer is left to itself.
+    /// Waits until it is over, which the card's `stopping` makes soon. A driver that does not
+    /// answer is left to itself.
     pub fn end(&self) {
         let waits = |progress: &mut Progress| progress.over.is_none();
         let waited = self.bell.wait_timeout_while(self.lock(), END_LIMIT, waits);
@@ -151,7 +155,8 @@ impl Late {
         tell.iter().for_each(|tell| tell(joined));
     }
 
-    /// The error says what is missing, and what follows from that. While a driver is being opened nothing here keeps the card.
+    /// The error says what is missing, and what follows from that. While a driver is being opened
+    /// nothing here keeps the card.
     fn open(
         &self,
         gpu: &Weak<Gpu>,
@@ -208,7 +213,7 @@ impl Late {
         let ring =
             setup::ring(&opening.options, gpu.source(), cuda, display, gpu.chunks().hot()).unwrap_or(None);
         stage("ring");
-        let mut made: Vec<(Arc<Berth>, Parts)> = Vec::new();
+        let mut made: Vec<(Arc<PartsCell>, Parts)> = Vec::new();
         let mut progress = loop {
             let mut progress = self.lock();
             if progress.waiting.is_empty() {
@@ -216,9 +221,9 @@ impl Late {
             }
             let waiting = mem::take(&mut progress.waiting);
             drop(progress);
-            for (depth, berth) in waiting {
+            for (depth, cell) in waiting {
                 match Parts::open(cuda, ring.as_ref(), depth) {
-                    Ok(parts) => made.push((berth, parts)),
+                    Ok(parts) => made.push((cell, parts)),
                     Err(why) => {
                         made.into_iter().for_each(|(_, parts)| parts.close(ring.as_ref()));
                         return Err(format!("a lane's memory: {why}"));
@@ -241,8 +246,8 @@ impl Late {
         }
         progress.settled = true;
         drop(progress);
-        for (berth, parts) in made {
-            if let Some(parts) = berth.fill(parts) {
+        for (cell, parts) in made {
+            if let Some(parts) = cell.fill(parts) {
                 parts.close(ring.as_ref());
             }
         }
@@ -289,26 +294,26 @@ const EMPTY: u8 = 0;
 const FULL: u8 = 1;
 const CLOSED: u8 = 2;
 
-/// Where a lane's parts are left for it. The lane moves them out; the place itself is freed with the lane, so that a thread
-/// that may not touch the allocator does not.
-pub struct Berth {
+/// Where a lane's parts are left for it. The lane moves them out; the place itself is freed with
+/// the lane, so that a thread that may not touch the allocator does not.
+pub struct PartsCell {
     state: AtomicU8,
     parts: UnsafeCell<Option<Parts>>,
 }
 
-// SAFETY: the parts may go from thread to thread. Whoever fills it touches them while the state is EMPTY, its lane after it
-// has seen FULL.
-unsafe impl Sync for Berth {}
+// SAFETY: the parts may go from thread to thread. Whoever fills it touches them while the state is
+// EMPTY, its lane after it has seen FULL.
+unsafe impl Sync for PartsCell {}
 // SAFETY: as above.
-unsafe impl Send for Berth {}
+unsafe impl Send for PartsCell {}
 
-impl Default for Berth {
+impl Default for PartsCell {
     fn default() -> Self {
-        Berth { state: AtomicU8::new(EMPTY), parts: UnsafeCell::new(None) }
+        PartsCell { state: AtomicU8::new(EMPTY), parts: UnsafeCell::new(None) }
     }
 }
 
-impl Berth {
+impl PartsCell {
     /// Leaves parts, once; gives them back if the lane is closed.
     fn fill(&self, parts: Parts) -> Option<Parts> {
         // SAFETY: the lane does not look before FULL, and nobody else fills it.

@@ -1,4 +1,5 @@
-//! The ways to a card, found without taking its memory. Drivers may crash or hang over it: ask in a process of its own.
+//! The ways to a card, found without taking its memory. Drivers may crash or hang over it: ask in a
+//! process of its own.
 
 use super::options::{Target, VramUrl};
 use super::setup::Found;

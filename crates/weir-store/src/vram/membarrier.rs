@@ -1,9 +1,10 @@
 //! A fence that one thread pays for all of them.
 //!
-//! Lanes announce what they are about to touch by a plain store, followed by a load that decides; whoever takes
-//! memory away, or stops the kernel, does the opposite. That is right only if each side's store is visible before
-//! its load. A fence on every operation would do; `membarrier(2)` lets the rare side run one on every
-//! processor that executes this process, so that the frequent side needs none (`membarrier(2)`, "pairing").
+//! Lanes announce what they are about to touch by a plain store, followed by a load that decides;
+//! whoever takes memory away, or stops the kernel, does the opposite. That is right only if each
+//! side's store is visible before its load. A fence on every operation would do; `membarrier(2)`
+//! lets the rare side run one on every processor that executes this process, so that the frequent
+//! side needs none (`membarrier(2)`, "pairing").
 
 use std::sync::OnceLock;
 use std::sync::atomic::{Ordering, fence};

@@ -6,13 +6,13 @@
 //! | [`engine`] | batches for the card's copy engines | large and many; whenever the card's owner computes |
 //! | [`ring`] | a resident kernel that polls descriptors | deep load, while nobody else uses the card |
 //!
-//! All three reach the same bytes: Vulkan allocates a chunk on the card, maps it, and exports it as a file
-//! descriptor, which CUDA imports. Without CUDA (AMD, Intel) there is the first; without Vulkan (a headless
-//! server) the second. What each costs is measured when the store is opened, and every batch takes the
-//! cheapest ([`table`]).
+//! All three reach the same bytes: Vulkan allocates a chunk on the card, maps it, and exports it as
+//! a file descriptor, which CUDA imports. Without CUDA (AMD, Intel) there is the first; without
+//! Vulkan (a headless server) the second. What each costs is measured when the store is opened, and
+//! every batch takes the cheapest ([`table`]).
 //!
-//! AMD's and Intel's cards are served by the same Vulkan code. It has run on NVIDIA's and on Mesa's software
-//! renderer; nobody has reported a run on theirs yet.
+//! AMD's and Intel's cards are served by the same Vulkan code. It has run on NVIDIA's and on Mesa's
+//! software renderer; nobody has reported a run on theirs yet.
 
 mod bare;
 mod calibrate;
@@ -49,14 +49,16 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Milliseconds that a card may take for what it was told before it counts as gone: whoever waits for a page must hear in time.
+/// Milliseconds that a card may take for what it was told before it counts as gone: whoever waits
+/// for a page must hear in time.
 static ANSWER_MS: AtomicU64 = AtomicU64::new(2000);
 
 pub(crate) fn answer_limit() -> Duration {
     Duration::from_millis(ANSWER_MS.load(Ordering::Relaxed))
 }
 
-/// For programs that play a card, as tests have them: they work only as far as the machine lets them. For the whole process.
+/// For programs that play a card, as tests have them: they work only as far as the machine lets
+/// them. For the whole process.
 #[doc(hidden)]
 pub fn set_answer_limit(limit: Duration) {
     ANSWER_MS.store(limit.as_millis() as u64, Ordering::Relaxed);

@@ -1,5 +1,6 @@
-//! What only NVIDIA's management library knows: how much memory the card has left over all processes, who else
-//! uses it, whether it drives a display, what it draws. Loaded at run time; without it the answers are `None`.
+//! What only NVIDIA's management library knows: how much memory the card has left over all
+//! processes, who else uses it, whether it drives a display, what it draws. Loaded at run time;
+//! without it the answers are `None`.
 
 use libloading::Library;
 use std::ffi::{CString, c_char, c_int, c_uint, c_void};
@@ -53,8 +54,8 @@ struct ProcessInfo {
 impl Nvml {
     /// Opens the card that Vulkan and CUDA call by `uuid`; `None` without the library or the card.
     pub fn open(library: &Path, uuid: [u8; 16]) -> Option<Self> {
-        // SAFETY: loading the vendor's library runs its initialisers; every symbol is used with the signature that
-        // nvml.h gives it, and every output outlives its call.
+        // SAFETY: loading the vendor's library runs its initialisers; every symbol is used with the
+        // signature that nvml.h gives it, and every output outlives its call.
         unsafe {
             let library = Library::new(library).ok()?;
             let init = *library.get::<unsafe extern "C" fn() -> c_int>(b"nvmlInit_v2\0").ok()?;
@@ -125,8 +126,8 @@ impl Nvml {
         unsafe { (self.display)(self.handle, &mut active) == 0 && active != 0 }
     }
 
-    /// Other processes with a context on the card. Inside a container NVML may not name our own process; then one
-    /// unknown process counts as ours.
+    /// Other processes with a context on the card. Inside a container NVML may not name our own
+    /// process; then one unknown process counts as ours.
     pub fn others(&self) -> u32 {
         let own = std::process::id();
         let mut pids: Vec<u32> = Vec::with_capacity(64);

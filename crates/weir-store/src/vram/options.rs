@@ -1,7 +1,7 @@
 //! What a `vram:` URL says.
 //!
-//! `vram:` is every GPU, `vram:0` the first as `nvidia-smi` counts, `vram:lavapipe` a software renderer for tests.
-//! After a question mark come options: `vram:0?size=16GiB&ring=off`.
+//! `vram:` is every GPU, `vram:0` the first as `nvidia-smi` counts, `vram:lavapipe` a software
+//! renderer for tests. After a question mark come options: `vram:0?size=16GiB&ring=off`.
 
 use super::engine::BatchCopies;
 use crate::url::{Exact, Query, UrlProblem, pairs, size, split_query, value};
@@ -64,8 +64,9 @@ pub struct VramUrl {
     pub blocks: u32,
     /// Whether the processor's window onto the card is used; `false`: as if there were none.
     pub window: bool,
-    /// Copies that one call to the copy engine's driver names at most, in both directions; 1: a call for each copy; `None`: nobody
-    /// said, which is [`ENGINE_BATCH`](Self::ENGINE_BATCH) for reads and 1 for writes.
+    /// Copies that one call to the copy engine's driver names at most, in both directions; 1: a
+    /// call for each copy; `None`: nobody said, which is [`ENGINE_BATCH`](Self::ENGINE_BATCH) for
+    /// reads and 1 for writes.
     pub engine_batch: Option<u32>,
 }
 
@@ -85,11 +86,12 @@ impl VramUrl {
     /// What is left to others unless the URL says otherwise.
     pub const FLOOR: ByteSize = ByteSize(512 << 20);
 
-    /// Copies from the card that a call names unless the URL says otherwise: a quarter of the most that a daemon ever named, of which none
-    /// failed. Copies to the card are a call each: NVIDIA's driver 580.159.04 killed its channel over batches of them, down to 64 a call
-    /// (docs/gpu.md).
+    /// Copies from the card that a call names unless the URL says otherwise: a quarter of the most
+    /// that a daemon ever named, of which none failed. Copies to the card are a call each: NVIDIA's
+    /// driver 580.159.04 killed its channel over batches of them, down to 64 a call (docs/gpu.md).
     pub const ENGINE_BATCH: u32 = 64;
-    /// The most that can be asked for: for the sweep that looks for the number at which a driver fails.
+    /// The most that can be asked for: for the sweep that looks for the number at which a driver
+    /// fails.
     pub const ENGINE_BATCH_MAX: u32 = 4096;
 
     /// The usual, for one card or all.

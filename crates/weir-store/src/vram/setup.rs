@@ -66,12 +66,13 @@ impl Gpu {
         Ok(gpu)
     }
 
-    /// Opens the card of a daemon that has ended, with the chunks that were kept of it. Nothing is measured anew: that would
-    /// overwrite pages. Where the window is enough to serve, the rest is opened [behind](super::late) the first operations.
+    /// Opens the card of a daemon that has ended, with the chunks that were kept of it. Nothing is
+    /// measured anew: that would overwrite pages. Where the window is enough to serve, the rest is
+    /// opened [behind](super::late) the first operations.
     ///
     /// # Errors
-    /// When it is another card, the loaded driver is not that of the libraries, or a chunk cannot be imported. The pages stay
-    /// where they are kept.
+    /// When it is another card, the loaded driver is not that of the libraries, or a chunk cannot
+    /// be imported. The pages stay where they are kept.
     pub(super) fn reopen(
         options: &VramUrl,
         drivers: &Drivers,
@@ -106,7 +107,8 @@ impl Gpu {
         let stages = vec![("driver", driver), ("chunks", since.elapsed() - driver)];
         let room = Room { chunks, chunk_bytes: kept.chunk_bytes, bytes, ring, stages, late };
         let gpu = found.assemble(options, url.clone(), room);
-        // Until the pages are known to be in use again, or not to be wanted, nothing of them is cleared.
+        // Until the pages are known to be in use again, or not to be wanted, nothing of them is
+        // cleared.
         gpu.kept.store(true, std::sync::atomic::Ordering::Relaxed);
         if !later {
             let _ = gpu.table.set(kept.table.only(|path| gpu.has(path)));
@@ -151,8 +153,8 @@ impl Found {
         Ok(Found { source, uuid, owner: Some(Owner::look(options, drivers, uuid)) })
     }
 
-    /// The card of a daemon that has ended, and whether its window is enough to serve by, so that CUDA and the management
-    /// library may come later.
+    /// The card of a daemon that has ended, and whether its window is enough to serve by, so that
+    /// CUDA and the management library may come later.
     fn again(options: &VramUrl, drivers: &Drivers, kept: &KeptGpu) -> Result<(Self, bool), String> {
         match vulkan(options) {
             Ok(gpu) if gpu.card.window && kept.mapped => {
@@ -211,7 +213,8 @@ impl Found {
                     chunks.install(chunk, memory);
                     taken = chunk as u64 + 1;
                 }
-                // Whoever asked for all gets what there is; whoever named a size gets it or hears of it.
+                // Whoever asked for all gets what there is; whoever named a size gets it or hears
+                // of it.
                 Err(_) if options.size.is_none() && taken > 0 => break,
                 Err(error) => {
                     let (want, have) = (ByteSize(bytes), ByteSize(taken * size));
@@ -221,7 +224,8 @@ impl Found {
             }
         }
         let bytes = bytes.min(taken * size);
-        // A driver may quietly place "device" memory in RAM when the card is full. NVML counts what is on the card.
+        // A driver may quietly place "device" memory in RAM when the card is full. NVML counts what
+        // is on the card.
         let is_card = options.target != Target::Software;
         if let (Some(before), Some(after), true) = (used_before, used(), is_card) {
             let grown = after.saturating_sub(before);
@@ -337,8 +341,9 @@ fn find(
     }
 }
 
-/// Bytes of a chunk: as the URL says, or more where the process may not open enough files. The driver keeps
-/// about two descriptors for each mapped and imported chunk, and calls running out of them out of device memory.
+/// Bytes of a chunk: as the URL says, or more where the process may not open enough files. The
+/// driver keeps about two descriptors for each mapped and imported chunk, and calls running out of
+/// them out of device memory.
 fn chunk_bytes(options: &VramUrl, bytes: u64) -> u64 {
     const DESCRIPTORS: u64 = 2;
     const SPARE_DESCRIPTORS: u64 = 256;

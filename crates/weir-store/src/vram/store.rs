@@ -1,7 +1,7 @@
 //! A `vram:` URL as a store: one card, or several with their chunks dealt out among them.
 //!
-//! Chunks go round the cards in proportion to each one's measured speed, so that neighbouring chunks lie on
-//! different cards and a random load meets them all.
+//! Chunks go round the cards in proportion to each one's measured speed, so that neighbouring
+//! chunks lie on different cards and a random load meets them all.
 
 use super::Drivers;
 use super::gpu::Gpu;
@@ -44,7 +44,8 @@ impl VramStore {
         Ok(VramStore(Stripe::by_speed(url.to_string(), gpus, &speeds)))
     }
 
-    /// Opens the store of a process that has ended, with every page that it held; `take` hands over what was kept of it.
+    /// Opens the store of a process that has ended, with every page that it held; `take` hands over
+    /// what was kept of it.
     ///
     /// # Errors
     /// When something is missing or cannot be imported; then the pages stay where they are kept.

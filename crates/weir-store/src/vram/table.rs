@@ -1,8 +1,8 @@
 //! What each way costs on this machine, and the choice among them.
 //!
-//! Costs are two numbers for each way and direction, what the first page of a batch takes and what each further
-//! one adds, and one for what the way does in all, however many threads use it. All are measured when the
-//! store is opened; the choice is arithmetic on them.
+//! Costs are two numbers for each way and direction, what the first page of a batch takes and what
+//! each further one adds, and one for what the way does in all, however many threads use it. All
+//! are measured when the store is opened; the choice is arithmetic on them.
 
 /// A way for pages between host and card.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -47,8 +47,9 @@ pub struct Cost {
     pub each: f64,
     /// The same for a neighbour of the page before, which a copy engine takes along.
     pub neighbour: f64,
-    /// Between two pages when every thread is at it: the inverse of what the way does in all. At least the link's
-    /// share; for the copy engines what the driver takes for a copy, since it makes them one at a time.
+    /// Between two pages when every thread is at it: the inverse of what the way does in all. At
+    /// least the link's share; for the copy engines what the driver takes for a copy, since it
+    /// makes them one at a time.
     pub shared: f64,
     /// The same for neighbours.
     pub neighbour_shared: f64,
@@ -111,8 +112,8 @@ impl Table {
         costs.map(|cost| cost.shared.min(cost.neighbour_shared)).min_by(f64::total_cmp)
     }
 
-    /// The ways for a batch that are worth trying, the cheapest first: those that cost up to four times as much, since the
-    /// costs of a crowd are hard to measure without one.
+    /// The ways for a batch that are worth trying, the cheapest first: those that cost up to four
+    /// times as much, since the costs of a crowd are hard to measure without one.
     pub fn contenders(&self, direction: Direction, batch: Batch) -> Vec<Path> {
         const HOPELESS: f64 = 4.0;
         let mut ways: Vec<(Path, f64)> = self.costs_of(direction, batch).collect();

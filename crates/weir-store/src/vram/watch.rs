@@ -12,8 +12,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// How often it looks while many pages move or the kernel is there, while few do, and after a second in which none did. A page
-/// that comes then wakes it.
+/// How often it looks while many pages move or the kernel is there, while few do, and after a
+/// second in which none did. A page that comes then wakes it.
 const TICK_BUSY: Duration = Duration::from_millis(1);
 const TICK_IDLE: Duration = Duration::from_millis(20);
 const TICK_ASLEEP: Duration = Duration::from_secs(1);
@@ -21,8 +21,9 @@ const TICK_ASLEEP: Duration = Duration::from_secs(1);
 const QUIET: Duration = Duration::from_secs(1);
 /// Pages in one look from which on many move.
 const MANY: u64 = 32;
-/// How often it asks how much memory is left, and, while the kernel is there, who else is on the card; while many pages move, and else. The
-/// driver takes milliseconds to answer, more than a hundred pages do.
+/// How often it asks how much memory is left, and, while the kernel is there, who else is on the
+/// card; while many pages move, and else. The driver takes milliseconds to answer, more than a
+/// hundred pages do.
 const ASK_BUSY: Duration = Duration::from_millis(250);
 const ASK_IDLE: Duration = Duration::from_secs(1);
 
@@ -31,13 +32,14 @@ const THRONG: f64 = 1e6;
 /// Pages of a batch as such a crowd has them.
 const BATCH_OF_CROWD: usize = 64;
 
-/// How long a thread may be inside the driver: longer than that a call does not come back, and no thread on a machine that works
-/// waits so long for a processor.
+/// How long a thread may be inside the driver: longer than that a call does not come back, and no
+/// thread on a machine that works waits so long for a processor.
 fn call_limit() -> Duration {
     2 * answer_limit()
 }
 
-/// Looks for calls into the driver that do not come back. `since` is when each was first seen, and for the how-manieth time.
+/// Looks for calls into the driver that do not come back. `since` is when each was first seen, and
+/// for the how-manieth time.
 fn mind_calls(gpu: &Gpu, since: &mut [(u32, Instant)]) {
     for (lane, count) in gpu.chunks.inside() {
         if since[lane].0 != count {
@@ -106,7 +108,8 @@ pub fn watch(gpu: &Arc<Gpu>, mut policy: Policy) {
         let before = std::mem::replace(&mut written, gpu.chunks.written());
         let through = written[0].wrapping_sub(before[0]);
         let sent = written[1].wrapping_sub(before[1]);
-        // The window takes writes faster than the ring until it is full, so those alone ask for no kernel.
+        // The window takes writes faster than the ring until it is full, so those alone ask for no
+        // kernel.
         let crowded = gpu.busy.load(Ordering::Relaxed) >= CROWD;
         let asking = if crowded { moved } else { moved.saturating_sub(through) };
         let (busy, runs) = gpu.chunks.busy(&mut seen_by_lane);
@@ -132,7 +135,8 @@ pub fn watch(gpu: &Arc<Gpu>, mut policy: Policy) {
         let seen =
             Seen { elapsed, pages: asking, others, stalls, resident, uncovered: ring.has_uncovered_lanes() };
         let step = policy.step(seen);
-        // Whoever was there has been minded; whether they still are is asked before the kernel enters again.
+        // Whoever was there has been minded; whether they still are is asked before the kernel
+        // enters again.
         others = 0;
         match step {
             Step::Stay => {}

@@ -47,10 +47,12 @@ impl FakeCuda {
         &self.path
     }
 
-    /// From its `skip`-th call on, `call` answers `code`: `times` times, or for good if that is negative.
+    /// From its `skip`-th call on, `call` answers `code`: `times` times, or for good if that is
+    /// negative.
     pub fn fail(&self, call: &str, skip: i32, times: i32, code: i32) {
         let call = CString::new(call).expect("a name");
-        // SAFETY: the signature is the one in fake_cuda.c; the name is copied before the call returns.
+        // SAFETY: the signature is the one in fake_cuda.c; the name is copied before the call
+        // returns.
         unsafe {
             let fail = self
                 .library
@@ -63,7 +65,8 @@ impl FakeCuda {
     /// From now on `call` does not return, until this is called with an empty name.
     pub fn hold(&self, call: &str) {
         let call = CString::new(call).expect("a name");
-        // SAFETY: the signature is the one in fake_cuda.c; the name is copied before the call returns.
+        // SAFETY: the signature is the one in fake_cuda.c; the name is copied before the call
+        // returns.
         unsafe {
             let hold =
                 self.library.get::<unsafe extern "C" fn(*const c_char)>(b"fake_cuda_hold\0").expect("it");

@@ -42,7 +42,8 @@ impl FakeNvml {
         let fake = FakeNvml { path, card: directory.join(format!("{name}.card")), _library: library };
         fake.set(card);
         let file = CString::new(fake.card.to_str().expect("UTF-8")).expect("no NUL");
-        // SAFETY: the signature is the one in fake_nvml.c; the name is copied before the call returns.
+        // SAFETY: the signature is the one in fake_nvml.c; the name is copied before the call
+        // returns.
         unsafe {
             let tell =
                 fake._library.get::<unsafe extern "C" fn(*const c_char)>(b"fake_nvml_file\0").expect("it");

@@ -1,4 +1,5 @@
-//! Places for the tests of stores on disks: directories, small file systems, loop devices, gone when dropped.
+//! Places for the tests of stores on disks: directories, small file systems, loop devices, gone
+//! when dropped.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -20,8 +21,8 @@ impl Directory {
         self.0.join(name)
     }
 
-    /// A tmpfs of `bytes` over the directory, that only the calling thread (and processes it starts) sees.
-    /// `None`, with a line on stderr, for a user who may not mount.
+    /// A tmpfs of `bytes` over the directory, that only the calling thread (and processes it
+    /// starts) sees. `None`, with a line on stderr, for a user who may not mount.
     pub fn mount_tmpfs(&self, bytes: u64) -> Option<()> {
         use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_change};
         let private = MountPropagationFlags::PRIVATE | MountPropagationFlags::REC;

@@ -1,4 +1,5 @@
-//! The fate of a store whose CUDA context dies: of an error after which nothing works, or without an answer.
+//! The fate of a store whose CUDA context dies: of an error after which nothing works, or without
+//! an answer.
 
 use super::fake_cuda::{Batch, FakeCuda};
 use super::{Faked, PATIENCE, drivers, faked, lane, memory, page, read, report, soon, url, write};
@@ -59,7 +60,8 @@ fn finish(lane: &mut dyn Lane, pages: u32) -> Vec<Result<(), Fault>> {
 
 #[test]
 fn with_the_window_what_was_under_way_is_done_by_it_and_nothing_is_lost() {
-    // Illegal address, uncorrectable ECC error, launch failure, unknown: each with the context gone for good.
+    // Illegal address, uncorrectable ECC error, launch failure, unknown: each with the context gone
+    // for good.
     for code in [700, 214, 719, 999] {
         let faked = faked("&path=engine&ring=off", Batch::Cuda13);
         let told = Told::of(&faked.store);

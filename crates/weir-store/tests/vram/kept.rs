@@ -1,4 +1,5 @@
-//! A store found again by what was kept of it: with every page, at once by the window, and with CUDA as soon as that is open.
+//! A store found again by what was kept of it: with every page, at once by the window, and with
+//! CUDA as soon as that is open.
 
 use super::fake_cuda::{Batch, FakeCuda};
 use super::fake_nvml::FakeNvml;
@@ -106,8 +107,8 @@ fn left_behind(url: &VramUrl, drivers: &Drivers) -> Arc<Shelf> {
     shelf
 }
 
-/// The store again with its lanes, while CUDA waits in `cuInit`: no further before the lanes are there, or they would meet
-/// themselves what a test does to a later call.
+/// The store again with its lanes, while CUDA waits in `cuInit`: no further before the lanes are
+/// there, or they would meet themselves what a test does to a later call.
 fn opening<const LANES: usize>(
     cuda: &FakeCuda,
     shelf: &Arc<Shelf>,
@@ -197,7 +198,8 @@ fn a_driver_that_fails_behind_the_first_operations_leaves_the_window() {
         "cuStreamCreateWithPriority",
         "cuEventCreate",
     ] {
-        // Refused, out of memory, and an error after which its context is gone: none of them is the window's.
+        // Refused, out of memory, and an error after which its context is gone: none of them is the
+        // window's.
         for code in [1, 2, 999] {
             let cuda = FakeCuda::build(Batch::Cuda13);
             let drivers = drivers(cuda.path());
@@ -291,7 +293,8 @@ fn by_cuda_alone_what_is_kept_waits_for_another_process_and_is_whole_there() {
     assert_eq!(lane.write(9, Slot(1000), &page(1)), Progress::Full);
     soon("asked for another process", || wants.load(Ordering::Acquire));
     lane.poll(Instant::now(), &mut |done| panic!("answered: {done:?}"));
-    // As a process that ends: nothing of it is undone. Releasing the context is what its end does to the driver.
+    // As a process that ends: nothing of it is undone. Releasing the context is what its end does
+    // to the driver.
     Box::leak(Box::new((lane, store)));
     let next = FakeCuda::build(Batch::Cuda13);
     let drivers = super::drivers(next.path());

@@ -1,5 +1,6 @@
-//! VRAM without a GPU: the mapped path on Mesa's software renderer, the engine and the ring on a fake CUDA driver
-//! that imports the renderer's memory, and each error that a real driver may answer with.
+//! VRAM without a GPU: the mapped path on Mesa's software renderer, the engine and the ring on a
+//! fake CUDA driver that imports the renderer's memory, and each error that a real driver may
+//! answer with.
 
 mod death;
 #[path = "../fake_cuda/mod.rs"]
@@ -238,7 +239,8 @@ fn a_run_is_one_operation_that_ends_with_its_chunk_and_with_the_staging_memory()
     assert_eq!(lane.read_run(6, Slot(faked.store.slots()), 1), 0, "past the end of the store");
 }
 
-/// Writes `pages` slots, `stride` apart and so that none is the next one's neighbour, all in flight together; then reads them.
+/// Writes `pages` slots, `stride` apart and so that none is the next one's neighbour, all in flight
+/// together; then reads them.
 fn scattered(lane: &mut dyn Lane, pages: u32, stride: u32) {
     for number in 0..pages {
         let progress = lane.write(number, Slot(number * stride), &page(number));
@@ -481,7 +483,8 @@ fn chunks_come_and_go_under_load_and_the_ring_makes_way() {
             .map(|worker| {
                 let stop = &stop;
                 scope.spawn(move || {
-                    // Refused where the kernel is not let run for so long that it does not make way.
+                    // Refused where the kernel is not let run for so long that it does not make
+                    // way.
                     let mut opened = None;
                     soon("open", || {
                         opened = store.lane(16).ok();
@@ -493,7 +496,8 @@ fn chunks_come_and_go_under_load_and_the_ring_makes_way() {
                         let slot = worker * 85 + rounds % 85; // Chunk 0, which stays.
                         write(lane.as_mut(), slot, &page(rounds)).expect("written");
                         assert_eq!(read(lane.as_mut(), slot), Ok(page(rounds)));
-                        // Chunk 3 comes and goes: either it is there or it is lost, and nothing else.
+                        // Chunk 3 comes and goes: either it is there or it is lost, and nothing
+                        // else.
                         let there = read(lane.as_mut(), 3 * memory(store).chunk_slots() + worker);
                         assert!(matches!(there, Ok(_) | Err(Fault::Lost)), "{there:?}");
                         rounds += 1;
@@ -518,7 +522,8 @@ fn chunks_come_and_go_under_load_and_the_ring_makes_way() {
     assert_eq!(store.state(0), State::Online);
 }
 
-/// Again and again where a thread that the store waits for is not let run: refused for now, and nothing has changed.
+/// Again and again where a thread that the store waits for is not let run: refused for now, and
+/// nothing has changed.
 fn in_time(mut act: impl FnMut() -> Result<(), Fault>) {
     let mut result = Err(Fault::Timeout);
     soon("in time", || {

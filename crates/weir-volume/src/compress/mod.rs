@@ -43,7 +43,8 @@ impl fmt::Display for Compression {
     }
 }
 
-/// Room for what a page becomes at worst, by either algorithm, so that neither has to look where it ends.
+/// Room for what a page becomes at worst, by either algorithm, so that neither has to look where it
+/// ends.
 pub(crate) const WORST: usize = PAGE_SIZE + 1024;
 const _: () = assert!(WORST >= lz4_flex::block::get_maximum_output_size(PAGE_SIZE));
 

@@ -1,4 +1,5 @@
-//! Zstandard in memory that is taken once: a context in a buffer of ours never asks for more (`ZSTD_initStaticCCtx`, zstd.h).
+//! Zstandard in memory that is taken once: a context in a buffer of ours never asks for more
+//! (`ZSTD_initStaticCCtx`, zstd.h).
 
 use std::io;
 use std::ptr::NonNull;
@@ -37,8 +38,8 @@ impl Compressor {
         // How long it will be is known.
         parameters.fParams.contentSizeFlag = 0;
         let mut workspace = Workspace::new(bytes);
-        // SAFETY: the memory is aligned to 8 bytes, as long as said, and lives as long as the context: it never moves,
-        // being on the heap, and nobody else uses it.
+        // SAFETY: the memory is aligned to 8 bytes, as long as said, and lives as long as the
+        // context: it never moves, being on the heap, and nobody else uses it.
         let context =
             unsafe { sys::ZSTD_initStaticCCtx(workspace.0.as_mut_ptr().cast(), workspace.0.len() * 8) };
         let context = NonNull::new(context).ok_or_else(too_little)?;
@@ -51,7 +52,8 @@ impl Compressor {
     }
 
     pub fn compress(&mut self, page: &PageBytes, out: &mut [u8]) -> Option<usize> {
-        // SAFETY: the context was initialised; source and destination are as long as said, and do not overlap.
+        // SAFETY: the context was initialised; source and destination are as long as said, and do
+        // not overlap.
         let length = unsafe {
             sys::ZSTD_compress_advanced(
                 self.context.as_ptr(),
@@ -88,8 +90,8 @@ impl Expander {
     }
 
     pub fn expand(&mut self, bytes: &[u8], page: &mut PageBytes) -> Option<usize> {
-        // SAFETY: the context was initialised; source and destination are as long as said, and do not overlap. The
-        // decoder checks what it reads.
+        // SAFETY: the context was initialised; source and destination are as long as said, and do
+        // not overlap. The decoder checks what it reads.
         let length = unsafe {
             sys::ZSTD_decompressDCtx(
                 self.context.as_ptr(),

@@ -39,7 +39,8 @@ enum Phase {
     Until(Instant),
     /// A write has waited for as long as it may, and fails if it finds no slot now.
     Due(Instant),
-    /// It has failed. Until then others of the batch fail without a wait of their own, once the lane knows the time.
+    /// It has failed. Until then others of the batch fail without a wait of their own, once the
+    /// lane knows the time.
     Refused(Instant),
     /// The next that finds no slot is one of these.
     Refuses(Instant),
@@ -93,9 +94,10 @@ pub(super) struct Hints {
 }
 
 impl Lane {
-    /// A free slot in the first store that takes pages and has one. Where all are taken, other lanes are about to
-    /// free some: every lane's pin ends, and the volume promised a slot for each page. So the lane
-    /// [waits](Lane::waits_for_slot) from the next poll on, unless it holds others up itself.
+    /// A free slot in the first store that takes pages and has one. Where all are taken, other
+    /// lanes are about to free some: every lane's pin ends, and the volume promised a slot for each
+    /// page. So the lane [waits](Lane::waits_for_slot) from the next poll on, unless it holds
+    /// others up itself.
     pub(super) fn claim(&mut self, page: PageNo) -> Option<(usize, Slot)> {
         // A worker that closes a chunk waits for the pins of those that may not have seen it
         // closed. A pack is also sent by a poll, where nothing has pinned the lane.
@@ -154,8 +156,8 @@ impl Lane {
         self.under_way + self.finished.len() + self.unsettled
     }
 
-    /// Members that are draining are asked last: their slots are part of what the volume promised. Those that are lost or out of
-    /// reach are not asked.
+    /// Members that are draining are asked last: their slots are part of what the volume promised.
+    /// Those that are lost or out of reach are not asked.
     pub(super) fn claim_now(&mut self, page: PageNo) -> Option<(usize, Slot)> {
         self.claims_since_safe += 1;
         let mut found = self.claim_in(page, State::Online);
@@ -200,7 +202,8 @@ impl Lane {
                 if may_be_used && tier.records.waits_for_epoch(slot) {
                     break;
                 }
-                // Somebody else has it, its chunk is closed, or its member is not asked now: the next is as good.
+                // Somebody else has it, its chunk is closed, or its member is not asked now: the
+                // next is as good.
                 store.hints.pop();
             }
             if let Some(slot) = tier.records.claim(&mut store.cursor, page, self.safe, may) {
@@ -409,7 +412,8 @@ mod tests {
         assert_eq!(lane.claim(PageNo(4)), Some((0, slot)));
     }
 
-    /// A lane that holds back every slot that is freed, and one of a volume in which no other is free.
+    /// A lane that holds back every slot that is freed, and one of a volume in which no other is
+    /// free.
     fn held_back() -> (crate::Lane, crate::Lane) {
         let config = Config { pages: 64, lanes: 2, depth: 4 };
         let store = Arc::new(Host::new(config.slots()).expect("memory"));

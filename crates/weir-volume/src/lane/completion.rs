@@ -45,7 +45,8 @@ impl Lane {
         });
     }
 
-    /// Hands over every operation that has finished at a slow store. Never waits. `now` is the time for all that has a limit.
+    /// Hands over every operation that has finished at a slow store. Never waits. `now` is the time
+    /// for all that has a limit.
     pub fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
         if !self.slot_wait.is_idle() {
             self.wait_for_slot(now);

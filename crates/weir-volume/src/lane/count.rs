@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 use weir_core::metrics::Counter;
 use weir_store::Fault;
 
-/// One operation in so many is timed: reading the clock twice costs a tenth of a write to host memory.
-/// A prime, so that no program's own rhythm hides an operation: of writes and reads in turns, 16 timed the reads alone.
+/// One operation in so many is timed: reading the clock twice costs a tenth of a write to host
+/// memory. A prime, so that no program's own rhythm hides an operation: of writes and reads in
+/// turns, 16 timed the reads alone.
 const SAMPLE_EVERY: u32 = 17;
 
 /// When an operation that is timed began, by its volume's stopwatch.
@@ -104,7 +105,8 @@ impl LaneMetrics {
         }
     }
 
-    /// `pages` pages that lay as `places` says have been read together since `started`, if that is timed: each took its share.
+    /// `pages` pages that lay as `places` says have been read together since `started`, if that is
+    /// timed: each took its share.
     #[inline]
     pub(super) fn reads_ended(&self, pages: u64, places: &Places, started: Option<Started>) {
         places.share_out(pages, |store, pages| self.traffic_of(store).reads.add(pages));
@@ -147,8 +149,9 @@ impl Places {
         self.all.set(self.all.get() + 1);
     }
 
-    /// Hands `pages` pages out to the stores. Where there are fewer than have been added, since some were looked at for a request that
-    /// was then answered in another way, each store has its proportion; where there are more, the others lay in none.
+    /// Hands `pages` pages out to the stores. Where there are fewer than have been added, since
+    /// some were looked at for a request that was then answered in another way, each store has its
+    /// proportion; where there are more, the others lay in none.
     #[inline]
     fn share_out(&self, pages: u64, mut give: impl FnMut(Option<usize>, u64)) {
         let all = u64::from(self.all.get());

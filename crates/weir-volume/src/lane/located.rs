@@ -11,7 +11,8 @@ use weir_store::Fault;
 pub(crate) struct Located {
     pub(super) page: PageNo,
     pub(crate) entry: Entry,
-    /// As the slot's record said while the map named it; the record itself may be gone by the time the content arrives.
+    /// As the slot's record said while the map named it; the record itself may be gone by the time
+    /// the content arrives.
     pub(super) checksum: Option<Checksum>,
     /// It lies in a pack with others, and the checksum is the pack's.
     pub(super) packed: bool,
@@ -20,8 +21,9 @@ pub(crate) struct Located {
 impl Volume {
     /// Where a page lies, with its checksum. The calling lane is pinned.
     ///
-    /// The slot's record is read after the map named the slot. Nobody can claim the slot meanwhile, but whoever replaced the page
-    /// may have retired it, and with that its checksum: then the map already says where the new content is.
+    /// The slot's record is read after the map named the slot. Nobody can claim the slot meanwhile,
+    /// but whoever replaced the page may have retired it, and with that its checksum: then the map
+    /// already says where the new content is.
     #[inline]
     pub(crate) fn locate(&self, page: PageNo) -> Located {
         let mut entry = self.map.load(page);

@@ -41,10 +41,11 @@ pub(crate) const PARTS: usize = 8;
 
 /// A lane of a [`Volume`]: reads, writes and discards pages, for one thread.
 ///
-/// Operations that a store finishes at once answer [`Progress::Done`]; others answer [`Progress::Queued`] and are
-/// started by [`submit`](Lane::submit) and handed over by [`poll`](Lane::poll). From the first operation to the `submit`
-/// that finds nothing in flight is one batch: slots freed meanwhile, by any lane, may not be reused before it ends.
-/// So end batches, by `submit`, before waiting for anything.
+/// Operations that a store finishes at once answer [`Progress::Done`]; others answer
+/// [`Progress::Queued`] and are started by [`submit`](Lane::submit) and handed over by
+/// [`poll`](Lane::poll). From the first operation to the `submit` that finds nothing in flight is
+/// one batch: slots freed meanwhile, by any lane, may not be reused before it ends. So end batches,
+/// by `submit`, before waiting for anything.
 pub struct Lane {
     volume: Arc<Volume>,
     seat: usize,
@@ -61,9 +62,11 @@ pub struct Lane {
     pub(crate) reach: usize,
     /// Partial writes that found a store full, to be tried again by the next poll.
     stalled: Vec<u32>,
-    /// What the poll under way has found finished, or has been finished since without anybody to tell.
+    /// What the poll under way has found finished, or has been finished since without anybody to
+    /// tell.
     finished: Vec<(u32, Result<(), Fault>)>,
-    /// Writes that the poll under way has not published, because somebody else has written their pages.
+    /// Writes that the poll under way has not published, because somebody else has written their
+    /// pages.
     overtaken: Vec<u32>,
     /// A write that was answered with [`Progress::Full`] for that reason is to be tried again.
     asks_for_look: bool,
@@ -97,7 +100,8 @@ pub(crate) struct StoreLane {
     pub(crate) lane: Box<dyn weir_store::Lane>,
     cursor: Cursor,
     hints: Hints,
-    /// Slots side by side, free when they were found, for a long write; and where to look for the next.
+    /// Slots side by side, free when they were found, for a long write; and where to look for the
+    /// next.
     run: std::ops::Range<u32>,
     run_cursor: Cursor,
 }
@@ -125,8 +129,8 @@ enum Work {
         page: PageNo,
         entry: Entry,
     },
-    /// A partial write: at first the old content on its way in (`from` says which), then the new on its way out. (While either kind
-    /// of write waits in a pack, its entry has no place yet.)
+    /// A partial write: at first the old content on its way in (`from` says which), then the new on
+    /// its way out. (While either kind of write waits in a pack, its entry has no place yet.)
     Part {
         part: u32,
         from: Located,
@@ -216,8 +220,8 @@ impl Lane {
         &self.volume
     }
 
-    /// Announces a batch to every store, so that they can choose how to do it. Optional. Where it is known which pages
-    /// will be read, [`batch`](Lane::batch) tells each store of its own alone.
+    /// Announces a batch to every store, so that they can choose how to do it. Optional. Where it
+    /// is known which pages will be read, [`batch`](Lane::batch) tells each store of its own alone.
     pub fn plan(&mut self, reads: usize, writes: usize) {
         for store in &mut self.stores {
             store.lane.plan(reads, writes);
@@ -230,7 +234,8 @@ impl Lane {
         heeded.then(|| Batch::new(&self.volume, &mut self.stores, self.taker))
     }
 
-    /// Reads a page. With [`Progress::Done`] `out` holds it; with [`Progress::Queued`] it comes with the completion.
+    /// Reads a page. With [`Progress::Done`] `out` holds it; with [`Progress::Queued`] it comes
+    /// with the completion.
     pub fn read(&mut self, ticket: Ticket, page: PageNo, out: &mut PageBytes) -> Progress {
         self.enter();
         let started = self.sample();
@@ -263,10 +268,11 @@ impl Lane {
         Progress::Done(result)
     }
 
-    /// Writes a whole page. `bytes` may be reused as soon as this returns; the write is acknowledged by
-    /// [`Progress::Done`] or by its completion. [`Progress::Full`] leaves it with the caller, who polls and tries again: where every slot
-    /// is taken the lane keeps the time, and the write fails after 2 s. Where somebody else has written the page meanwhile, the caller
-    /// looks whether its client is still there before it tries again.
+    /// Writes a whole page. `bytes` may be reused as soon as this returns; the write is
+    /// acknowledged by [`Progress::Done`] or by its completion. [`Progress::Full`] leaves it with
+    /// the caller, who polls and tries again: where every slot is taken the lane keeps the time,
+    /// and the write fails after 2 s. Where somebody else has written the page meanwhile, the
+    /// caller looks whether its client is still there before it tries again.
     pub fn write(&mut self, ticket: Ticket, page: PageNo, bytes: &PageBytes) -> Progress {
         self.enter();
         let started = self.sample();
@@ -301,16 +307,17 @@ impl Lane {
         Progress::Done(result)
     }
 
-    /// Forgets pages `first..first + count`: they read as zeros, and their slots are free. A write that was begun before, by another lane,
-    /// may still come to a page that held nothing; see [`zero`](Lane::zero).
+    /// Forgets pages `first..first + count`: they read as zeros, and their slots are free. A write
+    /// that was begun before, by another lane, may still come to a page that held nothing; see
+    /// [`zero`](Lane::zero).
     pub fn discard(&mut self, first: PageNo, count: u32) {
         // Most of a device that is discarded as a whole was never written: its map stays untouched.
         self.replace_all(first, count, Place::Empty, |was| was != Place::Empty);
         self.metrics().discards.add(u64::from(count));
     }
 
-    /// Makes pages `first..first + count` zeros that count as written, or, with `holes`, as discarded. It is a write: one of a client that
-    /// has gone does not come after it.
+    /// Makes pages `first..first + count` zeros that count as written, or, with `holes`, as
+    /// discarded. It is a write: one of a client that has gone does not come after it.
     pub fn zero(&mut self, first: PageNo, count: u32, holes: bool) {
         let place = if holes { Place::Empty } else { Place::Fill(0) };
         self.replace_all(first, count, place, |_| true);
@@ -329,10 +336,12 @@ impl Lane {
         }
     }
 
-    /// Gives up the writes under way that `whose` says yes to: they take no effect from here on, and are handed over with
-    /// [`Fault::Forsaken`]. For those of a client that has gone: it may have sent them again by another lane, and newer ones after
-    /// them. Said before each poll while a client is missed, none of its writes takes effect after one that it made elsewhere: a write
-    /// whose page somebody else has written since it began, or since the last poll, waits for the next poll.
+    /// Gives up the writes under way that `whose` says yes to: they take no effect from here on,
+    /// and are handed over with [`Fault::Forsaken`]. For those of a client that has gone: it may
+    /// have sent them again by another lane, and newer ones after them. Said before each poll while
+    /// a client is missed, none of its writes takes effect after one that it made elsewhere: a
+    /// write whose page somebody else has written since it began, or since the last poll, waits for
+    /// the next poll.
     pub fn forsake(&mut self, whose: impl Fn(Ticket) -> bool) {
         self.slot_wait.end();
         for op in &mut self.ops {
@@ -366,8 +375,9 @@ impl Lane {
         self.stores.iter().filter(|store| store.lane.in_flight() > 0).filter_map(|store| store.lane.wake_fd())
     }
 
-    /// Whether something is in flight, or a write waits for a slot, that no descriptor announces: its owner polls again, and rests in
-    /// between. With nothing in flight, it is a write that was answered with [`Progress::Full`].
+    /// Whether something is in flight, or a write waits for a slot, that no descriptor announces:
+    /// its owner polls again, and rests in between. With nothing in flight, it is a write that was
+    /// answered with [`Progress::Full`].
     pub fn must_poll(&self) -> bool {
         !self.stalled.is_empty()
             || self.asks_for_look
@@ -377,13 +387,14 @@ impl Lane {
             || self.stores.iter().any(|store| store.lane.in_flight() > 0 && store.lane.wake_fd().is_none())
     }
 
-    /// Gives the lane up as the death of its process would: what it has under way is neither finished nor undone. For
-    /// tests of taking over; no other lane may use the volume afterwards.
+    /// Gives the lane up as the death of its process would: what it has under way is neither
+    /// finished nor undone. For tests of taking over; no other lane may use the volume afterwards.
     pub fn abandon(mut self) {
         (self.in_flight, self.unsettled) = (0, 0);
     }
 
-    /// Pins this lane; moves the pin on where nothing holds it, so that a long batch does not keep its own freed slots.
+    /// Pins this lane; moves the pin on where nothing holds it, so that a long batch does not keep
+    /// its own freed slots.
     #[inline]
     fn enter(&mut self) {
         self.looking.enter(&self.volume.epochs, self.seat);
@@ -481,7 +492,8 @@ impl Drop for Lane {
         if self.in_flight + self.unsettled == 0 {
             return volume.free_seat(*seat);
         }
-        // Writes under way hold slots that nobody else knows of, and reads the lane's pin: the volume sees to them.
+        // Writes under way hold slots that nobody else knows of, and reads the lane's pin: the
+        // volume sees to them.
         let (stores, ops, runs) = (std::mem::take(stores), std::mem::take(ops), std::mem::take(runs));
         let mut closing = Closing::new(volume, stores, ops, runs, self.unsettled);
         finished.drain(..).for_each(|(op, result)| closing.end_single(volume, op, result));

@@ -1,10 +1,12 @@
 //! How a lane compresses: pages that are written in one batch share slots.
 //!
-//! A page that shrinks enough waits in the lane's open pack, unacknowledged, until the pack is full or the batch is submitted.
-//! Then the pack is written like a page, and each of its pages published by itself. So a slot is still written whole,
-//! once, before the map names it, and stores know nothing of it. A page that finds no company is written as it is.
+//! A page that shrinks enough waits in the lane's open pack, unacknowledged, until the pack is full
+//! or the batch is submitted. Then the pack is written like a page, and each of its pages published
+//! by itself. So a slot is still written whole, once, before the map names it, and stores know
+//! nothing of it. A page that finds no company is written as it is.
 //!
-//! The operations that wait in a pack are linked: the first leads, and its number is the ticket of the pack's write.
+//! The operations that wait in a pack are linked: the first leads, and its number is the ticket of
+//! the pack's write.
 
 use super::count::count;
 use super::{Lane, Located, Part, Work};
@@ -91,7 +93,8 @@ impl Packing {
         self.codec.compression().is_some()
     }
 
-    /// Expands `page` out of `slot`, which has been verified. It may be in none, if the store gave a slot that never was its own.
+    /// Expands `page` out of `slot`, which has been verified. It may be in none, if the store gave
+    /// a slot that never was its own.
     fn expand(&mut self, slot: &PageBytes, page: PageNo) -> Result<&PageBytes, Fault> {
         let (compression, bytes) = pack::find(slot, page).ok_or(Fault::Corrupt)?;
         if !self.codec.expand(compression, bytes, &mut self.page) {
@@ -115,7 +118,8 @@ impl Lane {
         self.packing.as_ref().is_some_and(|packing| packing.open.pages() > 0)
     }
 
-    /// Reads what was located in `slot`; with [`Progress::Done`] it is verified and, if it has to be, expanded.
+    /// Reads what was located in `slot`; with [`Progress::Done`] it is verified and, if it has to
+    /// be, expanded.
     #[inline]
     pub(super) fn read_slot(
         &mut self,
@@ -126,8 +130,8 @@ impl Lane {
         out: &mut PageBytes,
     ) -> Progress {
         if located.packed {
-            // SAFETY: the map named the slot after this lane was pinned, so nobody writes it or releases its chunk before the pin
-            // ends, and the view does not outlive this call.
+            // SAFETY: the map named the slot after this lane was pinned, so nobody writes it or
+            // releases its chunk before the pin ends, and the view does not outlive this call.
             if let Some(bytes) = unsafe { self.stores[store].lane.view(slot) } {
                 let expanded =
                     located.verify(bytes).and_then(|()| expand_apart(&mut self.packing, bytes, located.page));
@@ -146,7 +150,8 @@ impl Lane {
         Progress::Done(result)
     }
 
-    /// Has a page that is written by operation `op`, which is yet to be started, wait in the open pack, if it shrinks enough.
+    /// Has a page that is written by operation `op`, which is yet to be started, wait in the open
+    /// pack, if it shrinks enough.
     pub(super) fn pack(&mut self, op: u32, page: PageNo, bytes: &PageBytes) -> Packed {
         let Some(packing) = &mut self.packing else { return Packed::Not };
         if uniform_value(bytes).is_some() {
@@ -158,7 +163,8 @@ impl Lane {
         }
     }
 
-    /// The same for a partial write whose old content, verified, is in its base. Where it does not join a pack, the base is expanded.
+    /// The same for a partial write whose old content, verified, is in its base. Where it does not
+    /// join a pack, the base is expanded.
     pub(super) fn pack_part(&mut self, op: u32, part: u32, from: &Located) -> Result<Packed, Fault> {
         let Some(packing) = &mut self.packing else { return Ok(Packed::Not) };
         let state = &mut self.parts[part as usize];
@@ -283,7 +289,8 @@ impl Lane {
         let small = pack::find(open.bytes(), page);
         let whole = small.is_some_and(|(compression, small)| codec.expand(compression, small, bytes));
         if !whole {
-            // What a compressor made of a page expands to it; but nothing else may ever be stored in its place.
+            // What a compressor made of a page expands to it; but nothing else may ever be stored
+            // in its place.
             records.free_slot(slot, 0);
             self.leave_pack(op);
             self.finished.push((op, Err(Fault::Corrupt)));
@@ -346,7 +353,8 @@ impl Lane {
         }
     }
 
-    /// A page has left a pack: every so often the volume is told, for whoever brings the others together.
+    /// A page has left a pack: every so often the volume is told, for whoever brings the others
+    /// together.
     #[cold]
     pub(super) fn left_pack(&mut self) {
         let Some(packing) = &mut self.packing else { return };
@@ -357,8 +365,8 @@ impl Lane {
         }
     }
 
-    /// Reads the pack in a slot, if one is there, and adds those of its pages that still lie there to [`opened`](Lane::opened). Packs by
-    /// another algorithm have none.
+    /// Reads the pack in a slot, if one is there, and adds those of its pages that still lie there
+    /// to [`opened`](Lane::opened). Packs by another algorithm have none.
     pub(crate) fn open_up(&mut self, ticket: Ticket, store: usize, slot: Slot) -> Progress {
         self.enter();
         let (Some(&part), Some(&op)) = (self.idle_parts.last(), self.idle_ops.last()) else {

@@ -1,4 +1,5 @@
-//! Parts of pages: the old content comes in, is patched, and goes out to a new slot. A page that moves is a part of nothing.
+//! Parts of pages: the old content comes in, is patched, and goes out to a new slot. A page that
+//! moves is a part of nothing.
 
 use super::count::Started;
 use super::located::Located;
@@ -21,17 +22,18 @@ pub(super) struct Part {
 }
 
 impl Lane {
-    /// Writes a part of a page, `offset + bytes.len()` at most a page, atomically: the rest keeps what it holds when this takes
-    /// effect, also if another lane writes the page at the same time. Slower than a whole page; callers that
-    /// can align do.
+    /// Writes a part of a page, `offset + bytes.len()` at most a page, atomically: the rest keeps
+    /// what it holds when this takes effect, also if another lane writes the page at the same time.
+    /// Slower than a whole page; callers that can align do.
     pub fn write_part(&mut self, ticket: Ticket, page: PageNo, offset: usize, bytes: &[u8]) -> Progress {
         self.enter();
         let started = self.sample();
         self.start_part(ticket, started, page, (offset, bytes), None)
     }
 
-    /// Writes `page` anew with the content that it has, if it still lies at `from`: into the first store that this lane reaches
-    /// and that has room. Somebody who writes the page meanwhile has done as much.
+    /// Writes `page` anew with the content that it has, if it still lies at `from`: into the first
+    /// store that this lane reaches and that has room. Somebody who writes the page meanwhile has
+    /// done as much.
     pub(crate) fn move_page(&mut self, ticket: Ticket, page: PageNo, from: Place) -> Progress {
         self.enter();
         self.start_part(ticket, None, page, (0, &[]), Some(from))
@@ -71,7 +73,8 @@ impl Lane {
         }
     }
 
-    /// Has the next poll begin a partial write anew, whose page somebody else has written: its client is looked for before.
+    /// Has the next poll begin a partial write anew, whose page somebody else has written: its
+    /// client is looked for before.
     pub(super) fn begin_part_again(&mut self, op: u32) -> Progress {
         if let Work::Part { to, .. } = &mut self.ops[op as usize].work {
             *to = None;
@@ -79,7 +82,8 @@ impl Lane {
         Progress::Full
     }
 
-    /// Takes a partial write as far as it goes without waiting; with [`Progress::Full`] the next poll goes on. `answer` is what the store said of the half under way.
+    /// Takes a partial write as far as it goes without waiting; with [`Progress::Full`] the next
+    /// poll goes on. `answer` is what the store said of the half under way.
     pub(super) fn advance_part(&mut self, op: u32, mut answer: Option<Result<(), Fault>>) -> Progress {
         loop {
             let Work::Part { part, from, to } = self.ops[op as usize].work else {

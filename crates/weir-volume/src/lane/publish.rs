@@ -21,8 +21,8 @@ pub(super) enum Written {
 }
 
 impl Lane {
-    /// Writes `bytes` to `page` as `generation`, and publishes it, under `condition`, if the store finishes at once. Returns the new
-    /// entry with the outcome; none where no slot was found.
+    /// Writes `bytes` to `page` as `generation`, and publishes it, under `condition`, if the store
+    /// finishes at once. Returns the new entry with the outcome; none where no slot was found.
     pub(super) fn write_from(
         &mut self,
         op: u32,
@@ -37,8 +37,8 @@ impl Lane {
             return (if published { Written::Published } else { Written::Overtaken }, entry);
         }
         let Some((store, slot)) = self.claim(page) else {
-            // With operations under way this lane itself may be what holds slots back: they must be polled first. Otherwise others
-            // may, and the write waits.
+            // With operations under way this lane itself may be what holds slots back: they must be
+            // polled first. Otherwise others may, and the write waits.
             let full = if self.holds_slots() || self.waits_for_slot() {
                 Written::Full
             } else {
@@ -46,14 +46,15 @@ impl Lane {
             };
             return (full, Entry::default());
         };
-        // The next write will most likely go there, and writing memory that is far away takes longer than all the rest of a
-        // write.
+        // The next write will most likely go there, and writing memory that is far away takes
+        // longer than all the rest of a write.
         if let Some(next) = self.stores[store].hints.first() {
             self.stores[store].lane.prepare(next);
         }
         let entry = Entry::new(Place::Stored { store, slot }, generation);
         let checksum = Checksum::of(bytes, page, generation);
-        // The record may be complete before the content is: until the map names the slot, nobody looks.
+        // The record may be complete before the content is: until the map names the slot, nobody
+        // looks.
         self.volume.tiers[store].records.fill_in(slot, Occupant { page, checksum });
         let outcome = match self.stores[store].lane.write(op, slot, bytes) {
             Progress::Done(Ok(())) if self.publish(page, entry, condition) => Written::Published,
@@ -77,11 +78,13 @@ impl Lane {
         (outcome, entry)
     }
 
-    /// Makes `entry` the page's, and frees what it replaces. Without `condition`, only if nobody has written the page since `entry` was
-    /// numbered; with one, for a page that moves, only while the page is as it says. `false` leaves all as it was.
+    /// Makes `entry` the page's, and frees what it replaces. Without `condition`, only if nobody
+    /// has written the page since `entry` was numbered; with one, for a page that moves, only while
+    /// the page is as it says. `false` leaves all as it was.
     ///
-    /// Every write of a page counts its generation on by one, also when several lanes write it at once. A move leaves it alone. So an
-    /// entry that comes back (before 2^26 writes) names the same content.
+    /// Every write of a page counts its generation on by one, also when several lanes write it at
+    /// once. A move leaves it alone. So an entry that comes back (before 2^26 writes) names the
+    /// same content.
     pub(super) fn publish(&mut self, page: PageNo, entry: Entry, condition: Option<Entry>) -> bool {
         let map = &self.volume.map;
         let is_pack = match entry.place() {
@@ -133,9 +136,10 @@ impl Lane {
         true
     }
 
-    /// Publishes what a slow store has written for `op`. Where somebody else has written the page since, the client of `op` may have
-    /// gone, and that may be what it wrote after. So the entry is numbered anew, and returned: whoever polls looks for the client
-    /// first, and the next poll tries again. After [`LOOKS_MAX`] polls the client was there often enough.
+    /// Publishes what a slow store has written for `op`. Where somebody else has written the page
+    /// since, the client of `op` may have gone, and that may be what it wrote after. So the entry
+    /// is numbered anew, and returned: whoever polls looks for the client first, and the next poll
+    /// tries again. After [`LOOKS_MAX`] polls the client was there often enough.
     pub(super) fn publish_slow(&mut self, op: u32, page: PageNo, mut entry: Entry) -> Option<Entry> {
         while !self.publish(page, entry, None) {
             let now = self.volume.map.load(page).next_generation();
@@ -153,7 +157,8 @@ impl Lane {
         self.overtaken.push(op);
     }
 
-    /// Frees the slot of an entry whose write its store has ended with `fault`: at once, or where the write may still land, when it has.
+    /// Frees the slot of an entry whose write its store has ended with `fault`: at once, or where
+    /// the write may still land, when it has.
     pub(super) fn unclaim_failed(&mut self, entry: Entry, fault: Fault) {
         match (fault, entry.place()) {
             (Fault::Timeout, Place::Stored { .. }) => self.unsettled += 1,
@@ -170,7 +175,8 @@ impl Lane {
 }
 
 impl Volume {
-    /// Frees a slot that the map has not named, or one page's place in a pack. Others of the pack may have been looked at.
+    /// Frees a slot that the map has not named, or one page's place in a pack. Others of the pack
+    /// may have been looked at.
     pub(crate) fn retire_unpublished(&self, store: usize, slot: Slot) {
         let records = &self.tiers[store].records;
         records.retire(slot, || if records.has_packs() { self.epochs.now() } else { 0 });

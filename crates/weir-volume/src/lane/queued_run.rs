@@ -1,6 +1,8 @@
-//! Many pages in a row at a store that takes its time: one operation for those that lie side by side.
+//! Many pages in a row at a store that takes its time: one operation for those that lie side by
+//! side.
 //!
-//! By single ones, the books of an operation (its place in three tables, its two hand-overs) cost more than the checksum.
+//! By single ones, the books of an operation (its place in three tables, its two hand-overs) cost
+//! more than the checksum.
 
 use super::located::Located;
 use super::run::LEAST;
@@ -56,7 +58,8 @@ impl Run {
         PageNo(self.first.0 + at as u32)
     }
 
-    /// Takes the answer for the next page. Returns its number in the run, and for a read whether `bytes` are its content.
+    /// Takes the answer for the next page. Returns its number in the run, and for a read whether
+    /// `bytes` are its content.
     #[inline]
     pub(crate) fn answer(
         &mut self,
@@ -98,9 +101,10 @@ impl Run {
 }
 
 impl Lane {
-    /// Begins to read up to `count` pages from `first` on, as one operation where they lie side by side in a slow store. Returns how
-    /// many, from the first on; the others are for [`read`](Lane::read). Each comes with a completion of its own, with tickets from
-    /// `ticket` on, in no order with other operations.
+    /// Begins to read up to `count` pages from `first` on, as one operation where they lie side by
+    /// side in a slow store. Returns how many, from the first on; the others are for
+    /// [`read`](Lane::read). Each comes with a completion of its own, with tickets from `ticket`
+    /// on, in no order with other operations.
     pub fn queue_reads(&mut self, ticket: Ticket, first: PageNo, count: usize) -> usize {
         let (Some(&op), Some(&run)) = (self.idle_ops.last(), self.idle_runs.last()) else { return 0 };
         let mut most = count.min(RUN_PAGES).min(self.room_under_way());
@@ -137,8 +141,9 @@ impl Lane {
         taken
     }
 
-    /// Begins to write as many of `pages` to `first` and those after it as find slots side by side in a slow store, as one operation.
-    /// Returns how many, from the first on; the others are for [`write`](Lane::write). All have one completion together.
+    /// Begins to write as many of `pages` to `first` and those after it as find slots side by side
+    /// in a slow store, as one operation. Returns how many, from the first on; the others are for
+    /// [`write`](Lane::write). All have one completion together.
     pub fn queue_writes(&mut self, ticket: Ticket, first: PageNo, pages: &[PageBytes]) -> usize {
         let (Some(&op), Some(&run)) = (self.idle_ops.last(), self.idle_runs.last()) else { return 0 };
         let room = self.stores[self.taker].lane.run_room(true).min(self.room_under_way());
@@ -176,7 +181,8 @@ impl Lane {
             }
             let entry = Entry::new(place(at), volume.map.load(page(at)).next_generation());
             let checksum = Checksum::of(bytes, page(at), entry.generation());
-            // The record may be complete before the content is: until the map names the slot, nobody looks.
+            // The record may be complete before the content is: until the map names the slot,
+            // nobody looks.
             records.fill_in(Slot(slot.0 + at as u32), Occupant { page: page(at), checksum });
             runs[run as usize].entries[at] = entry;
         }
@@ -213,7 +219,8 @@ impl Lane {
         self.under_way += count;
     }
 
-    /// Ends a run whose pages its store has all answered. Those of a read were handed over one by one.
+    /// Ends a run whose pages its store has all answered. Those of a read were handed over one by
+    /// one.
     pub(super) fn end_run(&mut self, op: u32, run: u32, done: &mut dyn FnMut(Done<'_>)) {
         let Run { is_write, store, count, first, fault, late, .. } = self.runs[run as usize];
         if !is_write {

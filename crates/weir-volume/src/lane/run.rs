@@ -1,10 +1,12 @@
 //! Many pages in a row, read or written at once.
 //!
-//! Read one by one, each page's copy waits for memory that is far away, and the checksum then goes over the copy. Here a page is asked
-//! for two pages ahead, proven where it lies, which brings it near, and copied from there.
+//! Read one by one, each page's copy waits for memory that is far away, and the checksum then goes
+//! over the copy. Here a page is asked for two pages ahead, proven where it lies, which brings it
+//! near, and copied from there.
 //!
-//! Written one by one, each page's publication waits until the page has arrived in memory that is far away. So a
-//! group of pages gets all its slots first, then all its content, past the caches, then waits once, and is published.
+//! Written one by one, each page's publication waits until the page has arrived in memory that is
+//! far away. So a group of pages gets all its slots first, then all its content, past the caches,
+//! then waits once, and is published.
 
 use super::claim::LONG;
 use super::count::Places;
@@ -14,7 +16,8 @@ use crate::records::Occupant;
 use weir_core::{Checksum, PageBytes, PageNo, uniform_value};
 use weir_device::View;
 
-/// Pages of a group: enough to make the wait cheap, and few beside the slots that a lane remembers having freed.
+/// Pages of a group: enough to make the wait cheap, and few beside the slots that a lane remembers
+/// having freed.
 const GROUP: usize = 16;
 /// Fewer pages than this are as well written one by one.
 pub(crate) const LEAST: usize = 4;
@@ -23,8 +26,9 @@ pub(crate) const LEAST: usize = 4;
 const AHEAD: usize = 2;
 
 impl Lane {
-    /// Reads as many pages from `first` on into `out` as lie in memory and can be proven there; returns how many. The others are for
-    /// [`read`](Lane::read), which knows how to wait, to queue and to fail.
+    /// Reads as many pages from `first` on into `out` as lie in memory and can be proven there;
+    /// returns how many. The others are for [`read`](Lane::read), which knows how to wait, to queue
+    /// and to fail.
     pub fn read_run(&mut self, first: PageNo, out: &mut [PageBytes]) -> usize {
         let guard = self.pin();
         let mut done = 0;
@@ -43,9 +47,9 @@ impl Lane {
         done
     }
 
-    /// Writes as many of `pages`, from the first on, as can be written at once, to `first` and those after it; returns how
-    /// many. The others are for [`write`](Lane::write), which knows how to wait, to queue and to fail, and gives them slots
-    /// side by side where there are such.
+    /// Writes as many of `pages`, from the first on, as can be written at once, to `first` and
+    /// those after it; returns how many. The others are for [`write`](Lane::write), which knows how
+    /// to wait, to queue and to fail, and gives them slots side by side where there are such.
     pub fn write_run(&mut self, first: PageNo, pages: &[PageBytes]) -> usize {
         let mut done = 0;
         (self.long, self.barren) = (if pages.len() < LONG { 0 } else { pages.len() as u32 }, false);

@@ -8,8 +8,8 @@ use weir_core::PageNo;
 use weir_device::View;
 use weir_store::Fault;
 
-/// Keeps what [`view`](Guard::view) shows in place, for as long as it lives. It holds back every slot that is
-/// freed meanwhile, so not for longer than a millisecond or two.
+/// Keeps what [`view`](Guard::view) shows in place, for as long as it lives. It holds back every
+/// slot that is freed meanwhile, so not for longer than a millisecond or two.
 pub struct Guard<'a> {
     pub(crate) lane: &'a mut Lane,
     /// When it began, where it is one of those that are timed.
@@ -50,8 +50,9 @@ impl Guard<'_> {
             Place::Fill(value) => View::Fill(value),
             Place::Lost => View::Fault(Fault::Lost),
             Place::Stored { store, slot } => {
-                // SAFETY: the map named the slot after this lane was pinned, so no lane claims it, and so nobody writes it
-                // or releases its chunk, before the pin ends; the result borrows the guard, whose end that is.
+                // SAFETY: the map named the slot after this lane was pinned, so no lane claims it,
+                // and so nobody writes it or releases its chunk, before the pin ends; the result
+                // borrows the guard, whose end that is.
                 match unsafe { self.lane.stores[store].lane.view(slot) } {
                     None => View::Elsewhere,
                     Some(_) if located.packed => View::Elsewhere,
@@ -64,8 +65,8 @@ impl Guard<'_> {
         }
     }
 
-    /// Says that [`view`](Guard::view) of this page will follow that of one or two others: brings its record and its head
-    /// near.
+    /// Says that [`view`](Guard::view) of this page will follow that of one or two others: brings
+    /// its record and its head near.
     #[inline]
     pub fn prefetch(&self, page: PageNo) {
         let volume = &self.lane.volume;
@@ -78,8 +79,8 @@ impl Guard<'_> {
         }
     }
 
-    /// Counts `pages` pages that have been looked at through this guard since it began, `faults` of them in vain. A page of
-    /// those that are timed took its share of the time.
+    /// Counts `pages` pages that have been looked at through this guard since it began, `faults` of
+    /// them in vain. A page of those that are timed took its share of the time.
     pub fn count_reads(&self, pages: u64, faults: u64) {
         let metrics = self.lane.metrics();
         metrics.read_faults.add(faults);

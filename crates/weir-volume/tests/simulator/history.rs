@@ -217,11 +217,14 @@ pub struct History {
     roomy: bool,
     released: Vec<(usize, u32)>,
     dead: Option<usize>,
-    /// Writes that ended as lost where a store was dead: it had lost the page, or nobody had a slot for it.
+    /// Writes that ended as lost where a store was dead: it had lost the page, or nobody had a slot
+    /// for it.
     lost_writes: u64,
-    /// In half of all histories one lane does most of the work, and the others' reads take as long as hundreds of its writes.
+    /// In half of all histories one lane does most of the work, and the others' reads take as long
+    /// as hundreds of its writes.
     busy: Option<usize>,
-    /// In a quarter of all histories the disk hangs under what a daemon had under way when it died, to the end.
+    /// In a quarter of all histories the disk hangs under what a daemon had under way when it died,
+    /// to the end.
     hangs: bool,
     /// Half of all histories compress, some not to the end.
     compression: Option<Compression>,
@@ -262,9 +265,11 @@ impl History {
             depth: chance.within(1, 17) as usize,
         };
         let count = chance.within(1, 4);
-        // Tight: exactly the slots that the volume asks for. Roomy: enough for a store to die or give back chunks.
+        // Tight: exactly the slots that the volume asks for. Roomy: enough for a store to die or
+        // give back chunks.
         let roomy = chance.one_in(2);
-        // With one chunk each, giving it back empties the whole store, and taking it again brings pages up.
+        // With one chunk each, giving it back empties the whole store, and taking it again brings
+        // pages up.
         let chunks = chance.pick(&[1, 3]);
         let slots_each = if roomy { chunks * CHUNK_SLOTS } else { config.slots().div_ceil(count) };
         let rate = |chance: &mut Chance| chance.pick(&[0.0, 0.0, 0.0, 1e-3, 1e-2, 0.1]);
@@ -375,7 +380,8 @@ impl History {
         }
     }
 
-    /// One lane writes more than the volume has slots to spare, while others may be in the middle of a batch that holds freed slots back.
+    /// One lane writes more than the volume has slots to spare, while others may be in the middle
+    /// of a batch that holds freed slots back.
     fn overwrite(&mut self, at: usize) {
         for _ in 0..2 * self.config.slack() {
             let page = self.chance.within(0, self.config.pages);
@@ -384,7 +390,8 @@ impl History {
         }
     }
 
-    /// Plays `queue` until the lane takes it, polling when it is full. `Err`: it is in flight, under this ticket.
+    /// Plays `queue` until the lane takes it, polling when it is full. `Err`: it is in flight,
+    /// under this ticket.
     fn queue(
         &mut self,
         at: usize,
@@ -440,7 +447,8 @@ impl History {
         }
     }
 
-    /// A write that began then was refused for want of a slot: it waited for long enough, or another of its lane just did.
+    /// A write that began then was refused for want of a slot: it waited for long enough, or
+    /// another of its lane just did.
     fn refuse(&mut self, at: usize, since: Instant) {
         self.tally.refused += 1;
         let now = self.clock.now();
@@ -464,7 +472,8 @@ impl History {
         }
     }
 
-    /// Once every lane has ended its batch a write finds a slot. The mover's batch may be under way, though.
+    /// Once every lane has ended its batch a write finds a slot. The mover's batch may be under
+    /// way, though.
     fn must_find_a_slot(&mut self, at: usize, page: u32) {
         if self.worker.is_none() || self.dead.is_some() {
             return;
@@ -624,8 +633,9 @@ impl History {
             }
             self.poll(at);
             polls += 1;
-            // Longer than a store takes: it waits for a slot, or writes parts of one page that begin anew again and again. For the
-            // one its deadline comes; for the other less time passes than a mover waits for stores.
+            // Longer than a store takes: it waits for a slot, or writes parts of one page that
+            // begin anew again and again. For the one its deadline comes; for the other less time
+            // passes than a mover waits for stores.
             if (501..514).contains(&polls) || polls > 4000 {
                 self.clock.pass(SLOT_WAIT / 10);
             }
@@ -637,7 +647,8 @@ impl History {
         (0..self.players.len()).for_each(|at| self.rest(at));
     }
 
-    /// The worker gives a chunk back while the others go on; sometimes it is stopped midway, sometimes the daemon dies.
+    /// The worker gives a chunk back while the others go on; sometimes it is stopped midway,
+    /// sometimes the daemon dies.
     fn give_back(&mut self) {
         let store = self.chance.within(0, self.stores.len() as u32) as usize;
         let chunk = self.chance.within(0, 3);
@@ -706,7 +717,8 @@ impl History {
         }
     }
 
-    /// What the others do between two batches of the worker's. They end their batches, as the worker waits for that.
+    /// What the others do between two batches of the worker's. They end their batches, as the
+    /// worker waits for that.
     fn interfere(&mut self) {
         for _ in 0..self.chance.within(0, 4) {
             let at = self.chance.within(0, self.players.len() as u32) as usize;
@@ -762,9 +774,11 @@ impl History {
         self.worker = Some(worker);
     }
 
-    /// The worker empties packs while the others go on; sometimes the daemon dies while pages are on their way.
+    /// The worker empties packs while the others go on; sometimes the daemon dies while pages are
+    /// on their way.
     fn compact(&mut self) {
-        // Others may be in the middle of something, but for where they keep the last slots that there are.
+        // Others may be in the middle of something, but for where they keep the last slots that
+        // there are.
         if !self.roomy || self.chance.one_in(4) {
             self.rest_all();
         }
@@ -823,19 +837,22 @@ impl History {
         self.dead = Some(store);
     }
 
-    /// The daemon is killed, and another takes its volume over. What was not acknowledged never happened.
+    /// The daemon is killed, and another takes its volume over. What was not acknowledged never
+    /// happened.
     fn crash(&mut self) {
         if self.tally.crashes >= 3 {
             return;
         }
         self.tally.crashes += 1;
         for &(store, chunk) in &self.released {
-            // A store that is opened anew may have all its memory; the volume remembers what was given back.
+            // A store that is opened anew may have all its memory; the volume remembers what was
+            // given back.
             if self.dead != Some(store) && self.chance.one_in(2) {
                 weir_store::Reclaim::take(&*self.stores[store], chunk).expect("memory");
             }
         }
-        // In half of the crashes what the daemon had begun to write is still under way, and lands some time later.
+        // In half of the crashes what the daemon had begun to write is still under way, and lands
+        // some time later.
         let outlive = self.chance.one_in(2);
         self.stores.iter().for_each(|store| store.let_writes_outlive_lanes(outlive));
         self.players.drain(..).for_each(|player| player.lane.abandon());
@@ -873,7 +890,8 @@ impl History {
     fn destroy_a_record(&mut self, kept: &Kept) -> Vec<u32> {
         let store = self.chance.within(0, self.stores.len() as u32) as usize;
         let records = kept.records[store].as_ptr().cast::<AtomicU64>();
-        // SAFETY: one 64-bit record for each slot, in a mapping that lives as long as `kept`, always used as atomics.
+        // SAFETY: one 64-bit record for each slot, in a mapping that lives as long as `kept`,
+        // always used as atomics.
         let records = unsafe { std::slice::from_raw_parts(records, self.stores[store].slots() as usize) };
         // SAFETY: one 64-bit entry for each page, likewise.
         let map = unsafe {
@@ -914,7 +932,8 @@ impl History {
         let injected_io = injected.read_errors + injected.write_errors;
         let lost = self.tally.lost..=self.tally.lost + self.lost_writes;
         if self.compresses {
-            // A write that fails is that of every page in the pack, and may have failed unseen when its daemon died.
+            // A write that fails is that of every page in the pack, and may have failed unseen when
+            // its daemon died.
             let all_seen = self.tally.crashes == 0;
             assert!(!all_seen || self.tally.io_faults >= injected_io, "I/O errors injected are seen");
             assert!(injected_io > 0 || self.tally.io_faults == 0, "I/O errors seen are injected");

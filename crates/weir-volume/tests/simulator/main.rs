@@ -1,12 +1,14 @@
-//! A whole volume on stores that lie, lose, delay and die, against a model of what every page must hold.
+//! A whole volume on stores that lie, lose, delay and die, against a model of what every page must
+//! hold.
 //!
-//! One thread plays all lanes, so a seed is a history: the shape of the volume, the stores and their faults, and every
-//! step. What a read gives is either what was last acknowledged when it began, or an error; an error is one that a store
-//! injected, and each injected one is seen once. After each history no slot is lost and every count agrees.
+//! One thread plays all lanes, so a seed is a history: the shape of the volume, the stores and
+//! their faults, and every step. What a read gives is either what was last acknowledged when it
+//! began, or an error; an error is one that a store injected, and each injected one is seen once.
+//! After each history no slot is lost and every count agrees.
 //!
 //! `cargo test -p weir-volume --test simulator` plays the seeds in `seeds.txt` and 300 others;
-//! `WEIR_SIMULATOR_SEEDS=1000` plays so many, `tests/torture simulator` 100,000, and `WEIR_SIMULATOR_SEED=17` plays one. A failure names its seed: add
-//! it to `seeds.txt`.
+//! `WEIR_SIMULATOR_SEEDS=1000` plays so many, `tests/torture simulator` 100,000, and
+//! `WEIR_SIMULATOR_SEED=17` plays one. A failure names its seed: add it to `seeds.txt`.
 
 mod chance;
 mod history;

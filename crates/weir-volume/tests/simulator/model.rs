@@ -47,7 +47,8 @@ pub fn uniform(value: u32) -> PageBytes {
     bytes
 }
 
-/// A page that nobody else writes, and that compresses, to between a fiftieth and three quarters of its size.
+/// A page that nobody else writes, and that compresses, to between a fiftieth and three quarters of
+/// its size.
 pub fn squeezable(serial: u32) -> PageBytes {
     let mut bytes = unique(serial);
     let noise = 8 << (serial % 9);

@@ -1,6 +1,7 @@
 //! The kernel's NBD devices by netlink (include/uapi/linux/nbd-netlink.h, drivers/block/nbd.c).
 //!
-//! By netlink no thread is parked in an ioctl, and a connection that died can be replaced while the device stays.
+//! By netlink no thread is parked in an ioctl, and a connection that died can be replaced while the
+//! device stays.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
@@ -47,8 +48,8 @@ impl Kernel {
         Family::open("nbd", 1).map(Kernel)
     }
 
-    /// Connects a device to a server by sockets that are in transmission. Returns its number; the kernel picks a free
-    /// device for `None`.
+    /// Connects a device to a server by sockets that are in transmission. Returns its number; the
+    /// kernel picks a free device for `None`.
     ///
     /// # Errors
     /// `EBUSY` when the device is in use, `EPERM` without `CAP_SYS_ADMIN`.
@@ -63,8 +64,8 @@ impl Kernel {
         })
     }
 
-    /// Replaces the dead connections of a device by these. Sockets for which there is none are not used, which the
-    /// kernel does not tell.
+    /// Replaces the dead connections of a device by these. Sockets for which there is none are not
+    /// used, which the kernel does not tell.
     ///
     /// # Errors
     /// `EINVAL` when it is not connected.

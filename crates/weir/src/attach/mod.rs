@@ -25,10 +25,12 @@ use weir_cli::failure::{Failure, chain};
 use weir_export::nbd::client::{self, Client, ClientError, Wish};
 use weir_system::device_use;
 
-/// The largest request that the kernel is to send, in KiB: what one connection's buffer holds at once.
+/// The largest request that the kernel is to send, in KiB: what one connection's buffer holds at
+/// once.
 const MAX_SECTORS_KB: &str = "256";
 
-/// How long nothing changes before a device that somebody reconnects by hand is taken to be at rest.
+/// How long nothing changes before a device that somebody reconnects by hand is taken to be at
+/// rest.
 const STEADY: Duration = Duration::from_millis(200);
 
 /// How long the kernel takes to publish a device or to take it away.
@@ -91,8 +93,9 @@ fn open(options: &AttachOptions) -> Result<(OwnedFd, client::Terms), String> {
     negotiate(&options.address, &Wish { name: options.name.clone(), structured: false, allocation: false })
 }
 
-/// Waits until the number of the kernel's readers does not change: those of dead connections have gone, as far as one can tell without
-/// their server, and that of a new one has begun (see [`replace`]).
+/// Waits until the number of the kernel's readers does not change: those of dead connections have
+/// gone, as far as one can tell without their server, and that of a new one has begun (see
+/// [`replace`]).
 fn wait_for_readers(index: u32) {
     let readers = Readers::of(index);
     let (mut last, mut since, begun) = (readers.count(), Instant::now(), Instant::now());
@@ -114,8 +117,8 @@ fn terms(options: &AttachOptions, server: &client::Terms) -> Terms {
     }
 }
 
-/// Tells the server's daemon which device it serves, so that it can replace lost connections by itself. A server that is
-/// no Weir has no such socket, and works without.
+/// Tells the server's daemon which device it serves, so that it can replace lost connections by
+/// itself. A server that is no Weir has no such socket, and works without.
 fn remember(options: &AttachOptions, index: u32) {
     let address = match &options.address {
         Address::Unix(path) => Address::Unix(std::path::absolute(path).unwrap_or_else(|_| path.clone())),

@@ -1,7 +1,9 @@
 //! The kernel's threads that read from a device's connections.
 //!
-//! No interface says which there are, but their names do: a kernel worker at work is called `kworker/u8:3+nbd0-recv`, one of the last
-//! resort (where memory is short) `kworker/R-nbd0-recv+nbd0-recv`, before Linux 6.8 `nbd0-recv+nbd0-recv`. Before 5.16 it was `knbd0-recv`.
+//! No interface says which there are, but their names do: a kernel worker at work is called
+//! `kworker/u8:3+nbd0-recv`, one of the last resort (where memory is short)
+//! `kworker/R-nbd0-recv+nbd0-recv`, before Linux 6.8 `nbd0-recv+nbd0-recv`. Before 5.16 it was
+//! `knbd0-recv`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -28,7 +30,8 @@ impl Readers {
         Readers { proc: proc.to_owned(), works, are_seen }
     }
 
-    /// How many there are; nothing where they are not seen. One that has not begun yet is not among them.
+    /// How many there are; nothing where they are not seen. One that has not begun yet is not among
+    /// them.
     pub fn count(&self) -> Option<usize> {
         let is_one = |process: &str| {
             let name = name(&self.proc, process);
@@ -58,7 +61,8 @@ fn name(proc: &Path, process: &str) -> String {
 mod tests {
     use super::*;
 
-    /// Counts in a directory like /proc, with these processes; children of the second where `children`.
+    /// Counts in a directory like /proc, with these processes; children of the second where
+    /// `children`.
     fn count(test: &str, processes: &[(u32, &str)], children: bool) -> Option<usize> {
         let proc = std::env::temp_dir().join(format!("weir-readers-{}-{test}", std::process::id()));
         for (process, name) in processes {

@@ -1,12 +1,13 @@
 //! Dead connections of a device replaced, only when the kernel no longer reads from them.
 //!
-//! A reader that has the header of a reply may wait for whoever sent the request, a program that waits for a processor with the
-//! request's lock held. Then it takes the reply's data from the socket that the connection has by that time (drivers/block/nbd.c,
-//! nbd_handle_reply): from the replacement, where another reply begins. The page is damaged, and so is every reply behind it. One that
-//! is only late to wake finds its socket freed (docs/nbd.md).
+//! A reader that has the header of a reply may wait for whoever sent the request, a program that
+//! waits for a processor with the request's lock held. Then it takes the reply's data from the
+//! socket that the connection has by that time (drivers/block/nbd.c, nbd_handle_reply): from the
+//! replacement, where another reply begins. The page is damaged, and so is every reply behind it.
+//! One that is only late to wake finds its socket freed (docs/nbd.md).
 //!
-//! The kernel picks which dead connection it replaces. So none is offered before there are as many readers as the server has
-//! connections with the kernel: then no reader is a dead one's.
+//! The kernel picks which dead connection it replaces. So none is offered before there are as many
+//! readers as the server has connections with the kernel: then no reader is a dead one's.
 
 use std::io;
 use std::thread;
@@ -55,7 +56,8 @@ pub enum NotReplaced {
 pub struct Pace {
     /// Both ends agree when they have for so long: a reader that has not begun is not seen.
     pub steady: Duration,
-    /// A dead connection's reader and the server may need so long to notice, and a new one's reader to begin, which takes memory.
+    /// A dead connection's reader and the server may need so long to notice, and a new one's reader
+    /// to begin, which takes memory.
     pub patience: Duration,
     /// Between two looks, at most.
     pub nap: Duration,
@@ -79,8 +81,9 @@ pub enum Outcome {
     Whole,
     /// What was dead is replaced.
     Replaced,
-    /// The same, though the kernel still had so many readers that nobody serves. Each waits for a request that itself waits for a
-    /// connection, and will find its reply to be an old one; or it has not run for all of that time.
+    /// The same, though the kernel still had so many readers that nobody serves. Each waits for a
+    /// request that itself waits for a connection, and will find its reply to be an old one; or it
+    /// has not run for all of that time.
     Forced(usize),
 }
 
@@ -108,8 +111,8 @@ pub fn replace(ends: &mut impl Ends, connections: usize, pace: Pace) -> Result<O
     Ok(if left == 0 { Outcome::Replaced } else { Outcome::Forced(left) })
 }
 
-/// Waits until both ends have seen the same number of connections, the `wanted` one if there is one, for a while. Returns the last look,
-/// as an error where they do not agree.
+/// Waits until both ends have seen the same number of connections, the `wanted` one if there is
+/// one, for a while. Returns the last look, as an error where they do not agree.
 fn agreed(ends: &impl Ends, wanted: Option<usize>, pace: Pace) -> Result<Look, Look> {
     let (mut last, mut since) = (ends.look(), Duration::ZERO);
     let mut agree = false;

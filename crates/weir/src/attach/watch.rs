@@ -1,5 +1,5 @@
-//! The daemon's side of an attached device: remembers it in the keeper, and connects it again, after a crash of the daemon
-//! before or whenever the kernel has given a connection up.
+//! The daemon's side of an attached device: remembers it in the keeper, and connects it again,
+//! after a crash of the daemon before or whenever the kernel has given a connection up.
 
 use super::attachment::{Attachment, read_note, write_note};
 use super::device::{DeadLinks, Kernel, Terms};
@@ -25,7 +25,8 @@ use weir_system::device_use;
 /// The keeper's name for the list.
 pub const NOTE: &str = "attached";
 
-/// When to look again after a start or an event: neither end may have noticed yet that a connection is gone, or memory is short just now.
+/// When to look again after a start or an event: neither end may have noticed yet that a connection
+/// is gone, or memory is short just now.
 const LOOKS: [Duration; 3] = [Duration::from_millis(500), Duration::from_secs(3), Duration::from_secs(3)];
 
 /// The devices that are attached to this daemon.
@@ -68,7 +69,8 @@ impl Attachments {
         })
     }
 
-    /// Connects again what was attached to the daemon before. To be called once this one listens, with its connections.
+    /// Connects again what was attached to the daemon before. To be called once this one listens,
+    /// with its connections.
     pub fn resume(self: &Arc<Self>, served: KernelConnections) {
         let _ = self.served.set(served);
         let mut list = self.list();
@@ -183,7 +185,8 @@ impl Attachments {
         self.list().devices.clone()
     }
 
-    /// Replaces a device's dead connections. Returns whether it has none, or none that can be helped.
+    /// Replaces a device's dead connections. Returns whether it has none, or none that can be
+    /// helped.
     fn reconnect(&self, kernel: &mut Kernel, device: &Attachment) -> bool {
         let say = |level, text: fmt::Arguments<'_>| {
             (self.log)(level, format_args!("/dev/nbd{}{text}", device.device));
@@ -208,7 +211,8 @@ impl Attachments {
             }
             Err(NotReplaced::Kernel(error)) if error.raw_os_error() == Some(libc::EINVAL) => {
                 say(Level::Info, format_args!(" is no longer attached"));
-                // What the keeper remembers matters to the next daemon only, which would find the same.
+                // What the keeper remembers matters to the next daemon only, which would find the
+                // same.
                 let _ = self.detached(device.device);
             }
             Err(NotReplaced::Kernel(error)) => {
@@ -218,7 +222,8 @@ impl Attachments {
         false
     }
 
-    /// Both ends of a device's connections; `None` where its address makes no sense or nothing is served by NBD.
+    /// Both ends of a device's connections; `None` where its address makes no sense or nothing is
+    /// served by NBD.
     fn connections<'a>(&self, kernel: &'a mut Kernel, device: &'a Attachment) -> Option<Connections<'a>> {
         Some(Connections {
             kernel,

@@ -1,7 +1,9 @@
-//! A cache's control socket: one request a connection, lines of JSON. The socket is its owner's alone (mode 0600).
+//! A cache's control socket: one request a connection, lines of JSON. The socket is its owner's
+//! alone (mode 0600).
 //!
-//! `{"schema":1,"request":"status"}` is answered by a [`Report`] on one line. `flush`, `detach` and `{"request":"mode","mode":"..."}` are
-//! answered by any number of lines `{"schema":1,"dirty_bytes":N}` and a last one: `{"schema":1}`, or `{"schema":1,"error":"..."}`.
+//! `{"schema":1,"request":"status"}` is answered by a [`Report`] on one line. `flush`, `detach` and
+//! `{"request":"mode","mode":"..."}` are answered by any number of lines
+//! `{"schema":1,"dirty_bytes":N}` and a last one: `{"schema":1}`, or `{"schema":1,"error":"..."}`.
 
 use super::report::Report;
 use crate::control::{SCHEMA, make_run_time_directory};

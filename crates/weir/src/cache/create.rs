@@ -186,7 +186,8 @@ impl Daemon {
         result.unwrap_or(Ok(())).map_err(failed)
     }
 
-    /// Unmounts the file where nobody uses it, and brings every page home. May be asked again where it fails.
+    /// Unmounts the file where nobody uses it, and brings every page home. May be asked again where
+    /// it fails.
     fn detach(&self, tell: &mut dyn FnMut(u64)) -> Result<(), String> {
         let mut server = self.server.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(running) = server.as_ref() {

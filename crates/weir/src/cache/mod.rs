@@ -1,6 +1,8 @@
-//! `weir cache`: pages of a disk in a fast store, served as a file that a loop device makes a disk of.
+//! `weir cache`: pages of a disk in a fast store, served as a file that a loop device makes a disk
+//! of.
 //!
-//! `create` is a process in the foreground, as `weir serve` is. The others ask it at its control socket.
+//! `create` is a process in the foreground, as `weir serve` is. The others ask it at its control
+//! socket.
 
 mod control;
 mod create;

@@ -11,7 +11,8 @@ use weir_store::StoreUrl;
 /// What can be done with a cache.
 #[derive(Debug, Subcommand)]
 pub enum CacheCommand {
-    /// Put a fast store in front of a disk or file, and serve both as one file by FUSE, in the foreground.
+    /// Put a fast store in front of a disk or file, and serve both as one file by FUSE, in the
+    /// foreground.
     #[command(
         after_help = "Page n of the file is page n of the home: once the cache is detached, other programs can use the home as it is. Make a disk of the file by losetup --direct-io=on --sector-size 4096 --find --show FILE. weir cache detach ends it."
     )]
@@ -42,7 +43,8 @@ pub enum CacheCommand {
         control: Control,
     },
 
-    /// Unmount the file, write all dirty pages home, and end. Refused while something uses the file.
+    /// Unmount the file, write all dirty pages home, and end. Refused while something uses the
+    /// file.
     Detach {
         #[command(flatten)]
         control: Control,
@@ -52,7 +54,8 @@ pub enum CacheCommand {
 /// Whom to ask.
 #[derive(Debug, Clone, Args)]
 pub struct Control {
-    /// The cache's control socket [default: $XDG_RUNTIME_DIR/weir/cache.sock or /run/weir/cache.sock].
+    /// The cache's control socket [default: $XDG_RUNTIME_DIR/weir/cache.sock or
+    /// /run/weir/cache.sock].
     #[arg(long = "control", value_name = "PATH")]
     path: Option<PathBuf>,
 }
@@ -67,8 +70,9 @@ impl Control {
 /// What a cache is made of.
 #[derive(Debug, Clone, Args)]
 pub struct CreateOptions {
-    /// The disk or file behind the cache, of whole pages of 4KiB. Or log:PATH,PATH,...[?size=SIZE]: disks or files that take pages as long
-    /// sequential writes. What they hold is lost, and nothing on them outlives the cache. Nothing else may use a home.
+    /// The disk or file behind the cache, of whole pages of 4KiB. Or log:PATH,PATH,...[?size=SIZE]:
+    /// disks or files that take pages as long sequential writes. What they hold is lost, and
+    /// nothing on them outlives the cache. Nothing else may use a home.
     #[arg(long, value_name = "PATH|log:PATH,...")]
     pub home: HomeUrl,
 
@@ -76,11 +80,13 @@ pub struct CreateOptions {
     #[arg(long, value_name = "URL")]
     pub store: StoreUrl,
 
-    /// The file to serve: mounted over FILE, which is made if it does not exist, or within it if it is a directory.
+    /// The file to serve: mounted over FILE, which is made if it does not exist, or within it if it
+    /// is a directory.
     #[arg(long, value_name = "FILE")]
     pub fuse: PathBuf,
 
-    /// Erase the marks of what the home carries (file system, partition table, RAID, LVM, swap); names the home again, each disk of a log by itself.
+    /// Erase the marks of what the home carries (file system, partition table, RAID, LVM, swap);
+    /// names the home again, each disk of a log by itself.
     #[arg(long, value_name = "PATH", conflicts_with = "keep_content")]
     pub wipe: Vec<PathBuf>,
 
@@ -96,7 +102,8 @@ pub struct CreateOptions {
     #[arg(long, value_name = "SIZE", default_value = "4MiB")]
     pub stream: ByteSize,
 
-    /// Per cent of the cache that may be dirty before pages are written home; a tenth of the cache goes then.
+    /// Per cent of the cache that may be dirty before pages are written home; a tenth of the cache
+    /// goes then.
     #[arg(long, value_name = "N", default_value_t = 50, value_parser = clap::value_parser!(u8).range(0..=90))]
     pub dirty: u8,
 

@@ -1,6 +1,8 @@
-//! The daemon's metrics: each has its name, unit and help once, in [`METRICS`], and its value from a [`Status`].
+//! The daemon's metrics: each has its name, unit and help once, in [`METRICS`], and its value from
+//! a [`Status`].
 //!
-//! Names follow Prometheus' conventions: base units, `_total` behind counters (the encoder adds both suffixes).
+//! Names follow Prometheus' conventions: base units, `_total` behind counters (the encoder adds
+//! both suffixes).
 
 use super::status::{Export, Status, Traffic};
 use prometheus_client::collector::Collector;
@@ -54,7 +56,8 @@ enum Read {
 
 use Read::{Counter, Gauge, Histogram};
 
-/// Upper bounds of the latencies' buckets, in nanoseconds: 1, 2 and 5 in each power of ten from 100 ns to 10 s.
+/// Upper bounds of the latencies' buckets, in nanoseconds: 1, 2 and 5 in each power of ten from 100
+/// ns to 10 s.
 const BOUNDS: [u64; 25] = {
     let mut bounds = [0; 25];
     let (mut at, mut decade) = (0, 100);
@@ -68,7 +71,7 @@ const BOUNDS: [u64; 25] = {
     bounds
 };
 
-/// A way in's.
+/// A front end's.
 fn labels(export: &Export) -> [Label<'_>; 2] {
     [("kind", &export.kind), ("address", &export.address)]
 }
@@ -269,7 +272,7 @@ const METRICS: &[Metric] = &[
     Metric {
         name: "weir_export_connections",
         unit: None,
-        help: "Connections of a way in that are in use; queues of a block device",
+        help: "Connections of a front end that are in use; queues of a block device",
         read: Gauge(|status, add| {
             status.exports.iter().for_each(|export| add(&labels(export), export.connections as f64));
         }),
@@ -277,7 +280,7 @@ const METRICS: &[Metric] = &[
     Metric {
         name: "weir_export_connections_limit",
         unit: None,
-        help: "Connections of a way in that can be in use",
+        help: "Connections of a front end that can be in use",
         read: Gauge(|status, add| {
             status.exports.iter().for_each(|export| add(&labels(export), export.connections_most as f64));
         }),
@@ -285,7 +288,7 @@ const METRICS: &[Metric] = &[
     Metric {
         name: "weir_export_requests",
         unit: None,
-        help: "Requests that came by a way in",
+        help: "Requests that came by a front end",
         read: Counter(|status, add| {
             status.exports.iter().for_each(|export| add(&labels(export), export.requests));
         }),
@@ -339,7 +342,8 @@ pub fn render(status: Status, format: Format) -> String {
     }
 }
 
-/// A line of OpenMetrics as the format before has it: no units, no end, and a counter's family is named as its samples are.
+/// A line of OpenMetrics as the format before has it: no units, no end, and a counter's family is
+/// named as its samples are.
 fn older(line: &str) -> Option<String> {
     let Some((what, rest)) = line.strip_prefix("# ").and_then(|line| line.split_once(' ')) else {
         return (line != "# EOF").then(|| format!("{line}\n"));

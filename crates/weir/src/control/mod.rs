@@ -1,13 +1,16 @@
 //! The daemon's control socket: one request a connection, a line of JSON each way.
 //!
-//! `{"schema":1,"request":"status"}` is answered by a [`Status`] on one line. `{"schema":1,"request":"give-back","bytes":N}` and `take`
-//! (without bytes: all), `sleep` and `wake` are answered by any number of lines `{"schema":1,"progress":{...}}` and a last one,
-//! `{"schema":1,"result":{...}}`. `{"schema":1,"request":"attached",...}` with the fields of an [`Attachment`], and
-//! `{"schema":1,"request":"detached","device":N}`, are answered by `{"schema":1}`. Whatever cannot be done is answered by
-//! `{"schema":1,"error":"..."}`. The socket is its owner's alone (mode 0600).
+//! `{"schema":1,"request":"status"}` is answered by a [`Status`] on one line.
+//! `{"schema":1,"request":"give-back","bytes":N}` and `take` (without bytes: all), `sleep` and
+//! `wake` are answered by any number of lines `{"schema":1,"progress":{...}}` and a last one,
+//! `{"schema":1,"result":{...}}`. `{"schema":1,"request":"attached",...}` with the fields of an
+//! [`Attachment`], and `{"schema":1,"request":"detached","device":N}`, are answered by
+//! `{"schema":1}`. Whatever cannot be done is answered by `{"schema":1,"error":"..."}`. The socket
+//! is its owner's alone (mode 0600).
 
 mod client;
 mod condition;
+mod health;
 mod metrics;
 mod scrape;
 mod server;
@@ -169,14 +172,16 @@ struct Refusal {
     error: String,
 }
 
-/// Where a daemon is likely to answer: the user's own, or else the system's, which `weir on` starts.
+/// Where a daemon is likely to answer: the user's own, or else the system's, which `weir on`
+/// starts.
 pub fn find() -> PathBuf {
     let own = default_path();
     let system = Path::new(SYSTEM).join(SOCKET);
     if !own.exists() && system.exists() { system } else { own }
 }
 
-/// Where the daemon listens unless told otherwise: in the user's own run-time directory, or the system's.
+/// Where the daemon listens unless told otherwise: in the user's own run-time directory, or the
+/// system's.
 pub fn default_path() -> PathBuf {
     default_directory().join(SOCKET)
 }
@@ -187,7 +192,8 @@ pub fn default_directory() -> PathBuf {
     directory.map_or_else(|| PathBuf::from(SYSTEM), |directory| PathBuf::from(directory).join("weir"))
 }
 
-/// Makes the directory of `path` where that is a run-time directory: the user's own or the system's. Nobody else's is made.
+/// Makes the directory of `path` where that is a run-time directory: the user's own or the
+/// system's. Nobody else's is made.
 pub fn make_run_time_directory(path: &Path) -> Result<(), Failure> {
     let directories = [default_directory(), PathBuf::from(SYSTEM)];
     let Some(directory) = directories.iter().find(|directory| path.parent() == Some(directory)) else {

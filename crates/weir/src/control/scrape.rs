@@ -1,7 +1,8 @@
-//! Where Prometheus and its like ask for the daemon's metrics: HTTP, one request a connection, one connection at a time.
+//! Where Prometheus and its like ask for the daemon's metrics: HTTP, one request a connection, one
+//! connection at a time.
 //!
-//! A client that is slow or silent costs [`PATIENCE`] at most, and the others wait for so long. A daemon that carries swap takes no more than
-//! one thread and one request's memory for all of them.
+//! A client that is slow or silent costs [`PATIENCE`] at most, and the others wait for so long. A
+//! daemon that carries swap takes no more than one thread and one request's memory for all of them.
 
 use super::metrics::{self, Format};
 use super::{PATIENCE, Service};

@@ -63,8 +63,9 @@ impl Server {
     }
 }
 
-/// Reads one line, answers it, and hangs up. A slow or silent client costs [`PATIENCE`], no more; what takes long has a
-/// thread of its own, and goes on also where its client does not wait for the end.
+/// Reads one line, answers it, and hangs up. A slow or silent client costs [`PATIENCE`], no more;
+/// what takes long has a thread of its own, and goes on also where its client does not wait for the
+/// end.
 fn answer(client: UnixStream, service: &Arc<dyn Service>) -> io::Result<()> {
     client.set_read_timeout(Some(PATIENCE))?;
     client.set_write_timeout(Some(PATIENCE))?;

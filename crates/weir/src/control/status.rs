@@ -1,6 +1,7 @@
 //! What the daemon says of itself, as JSON and as lines for people.
 
 use super::condition::Condition;
+use super::health::{self, Problem};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
@@ -35,7 +36,7 @@ pub struct Status {
     pub discarded: u64,
     /// Memory given back and taken again.
     pub background: Background,
-    /// Ways in.
+    /// Front ends.
     pub exports: Vec<Export>,
     /// Devices of the kernel's NBD client that are connected again if the daemon dies.
     #[serde(default)]
@@ -91,7 +92,8 @@ pub struct Store {
     pub url: String,
     /// `online`, `draining`, `unreachable` or `lost`.
     pub state: String,
-    /// How each card is that it lies on, since when, and why. Not from daemons before 0.1.0 of November 2026.
+    /// How each card is that it lies on, since when, and why. Not from daemons before 0.1.0 of
+    /// November 2026.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub conditions: Vec<Condition>,
     /// Pages it has room for.
@@ -102,13 +104,15 @@ pub struct Store {
     pub chunk_bytes: u64,
     /// Its chunks, by where they stand.
     pub chunks: Chunks,
-    /// Reads of pages that lay in it, also those that failed. Not from daemons before 0.1.0 of November 2026.
+    /// Reads of pages that lay in it, also those that failed. Not from daemons before 0.1.0 of
+    /// November 2026.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub read: Option<Traffic>,
     /// Writes to it, likewise.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub write: Option<Traffic>,
-    /// The share of all reads whose page lay in it; null before the first. (Pages of one value lie in no store.)
+    /// The share of all reads whose page lay in it; null before the first. (Pages of one value lie
+    /// in no store.)
     #[serde(default)]
     pub hit_rate: Option<f64>,
 }
@@ -179,13 +183,14 @@ pub struct Traffic {
     pub p99_us: Option<f64>,
     /// 999 of 1000 took no longer.
     pub p999_us: Option<f64>,
-    /// The whole sample: nanoseconds at most, and how many; rising. What one status has more than an earlier one is what
-    /// happened between them.
+    /// The whole sample: nanoseconds at most, and how many; rising. What one status has more than
+    /// an earlier one is what happened between them.
     #[serde(default)]
     pub latencies_ns: Vec<(u64, u64)>,
 }
 
-/// What was read and written since somebody looked before, a second or more ago; at first, since the start.
+/// What was read and written since somebody looked before, a second or more ago; at first, since
+/// the start.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Rates {
     /// So long ago.
@@ -196,8 +201,9 @@ pub struct Rates {
     pub write_bytes_per_s: u64,
 }
 
-/// What earlier looks saw, for the rates of the next: nothing runs in between. Whoever asks within a second has the rates since the
-/// look before, so that two who ask in turns do not take each other's time.
+/// What earlier looks saw, for the rates of the next: nothing runs in between. Whoever asks within
+/// a second has the rates since the look before, so that two who ask in turns do not take each
+/// other's time.
 #[derive(Default, Debug)]
 pub struct Looks(Mutex<Kept>);
 
@@ -217,7 +223,7 @@ struct Look {
     written: u64,
 }
 
-/// A way in.
+/// A front end.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Export {
     /// `nbd`, `ublk`, `fuse` or `share`.
@@ -432,8 +438,62 @@ impl fmt::Display for Background {
     }
 }
 
+/// Columns of a terminal.
+const COLUMNS: usize = 80;
+/// Columns of a line's name: what does not fit into a line goes on below its text.
+const NAMES: usize = 10;
+
+/// Breaks lines between words at the width of a terminal.
+fn wrapped(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for line in text.lines() {
+        if line.chars().count() <= COLUMNS {
+            out.push_str(line);
+        } else {
+            let mut width = 0;
+            // With their spaces, which align columns.
+            for word in line.split_inclusive(' ') {
+                if width > NAMES && width + word.trim_end().chars().count() > COLUMNS {
+                    out.truncate(out.trim_end().len());
+                    out.push('\n');
+                    out.extend(std::iter::repeat_n(' ', NAMES));
+                    width = NAMES;
+                }
+                out.push_str(word);
+                width += word.chars().count();
+            }
+        }
+        out.push('\n');
+    }
+    out
+}
+
 impl fmt::Display for Status {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&wrapped(&self.lines()?))
+    }
+}
+
+impl Status {
+    /// What matters first: memory gained, whether all is well, and the next step where it is not.
+    fn summary(&self, f: &mut impl fmt::Write) -> fmt::Result {
+        let gained = ByteSize(health::gained_bytes(self));
+        writeln!(f, "gained    {gained} of RAM; the device has {}", ByteSize(self.volume.bytes))?;
+        let problems = health::problems(self);
+        if problems.is_empty() {
+            writeln!(f, "health    all well")?;
+        }
+        for Problem { what, next } in problems {
+            writeln!(f, "problem   {what}\n  next    {next}")?;
+        }
+        Ok(())
+    }
+
+    fn lines(&self) -> Result<String, fmt::Error> {
+        use fmt::Write as _;
+        let mut text = String::new();
+        let f = &mut text;
+        self.summary(f)?;
         let size = |pages: u64| ByteSize(pages * PAGE_SIZE as u64);
         let Volume { bytes, stored, filled, free, map_bytes, ref compress, .. } = self.volume;
         writeln!(f, "weir {}, process {}, up {} s", self.version, self.pid, self.uptime_s)?;
@@ -447,7 +507,7 @@ impl fmt::Display for Status {
             ByteSize(map_bytes)
         )?;
         if let Some(compress) = compress {
-            compress.fmt(f)?;
+            write!(f, "{compress}")?;
         }
         for store in &self.stores {
             let (used, slots) = (size(store.slots_used), size(store.slots));
@@ -467,7 +527,7 @@ impl fmt::Display for Status {
                 writeln!(f, "          read{hits}: {read}; written: {write}")?;
             }
         }
-        self.background.fmt(f)?;
+        write!(f, "{}", self.background)?;
         for export in &self.exports {
             let Export { kind, address, connections, connections_most, requests, errors } = export;
             writeln!(
@@ -499,7 +559,7 @@ impl fmt::Display for Status {
             writeln!(f)?;
         }
         if let Some(rates) = self.rates {
-            rates.fmt(f)?;
+            write!(f, "{rates}")?;
         }
         let Protection { swap, io_flusher, memory_locked, oom_exempt, io_allocations } = self.protection;
         let yes = |holds| if holds { "yes" } else { "no" };
@@ -510,14 +570,15 @@ impl fmt::Display for Status {
             yes(io_flusher),
             yes(memory_locked),
             yes(oom_exempt)
-        )
+        )?;
+        Ok(text)
     }
 }
 
 #[cfg(test)]
 impl Status {
-    /// One that has read and written `pages`. The first page took 9 us, each that followed 1.5 us; the quantiles stand for those
-    /// since the start.
+    /// One that has read and written `pages`. The first page took 9 us, each that followed 1.5 us;
+    /// the quantiles stand for those since the start.
     pub fn example(pages: u64) -> Self {
         let slow = pages.min(1);
         let io = format!(
@@ -543,6 +604,37 @@ impl Status {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_status_begins_with_the_gain_and_the_health_and_fits_80_columns() {
+        let mut status = Status::example(1000);
+        status.volume.bytes = 16 << 40;
+        status.stores[0].url = "vram:0?size=16399MiB".to_owned();
+        let lines = status.to_string();
+        let head: Vec<&str> = lines.lines().take(2).collect();
+        assert_eq!(head, ["gained    256KiB of RAM; the device has 16TiB", "health    all well"]);
+        status.background.moved_out = u64::MAX;
+        status.stores[0].state = "lost".to_owned();
+        status.exports[0].address = format!("unix:/{}", "long-name/".repeat(6));
+        status.stores[0].conditions = vec![Condition {
+            part: "NVIDIA H200, 140.4GiB mapped, driver 580.159.04".to_owned(),
+            state: "online".to_owned(),
+            ways: vec!["mapped".to_owned(), "ring".to_owned(), "engine".to_owned()],
+            missing: vec![],
+            since_unix_s: 0,
+            why: Some("cuEventQuery answered CUDA error 719 (launch failed), twice".to_owned()),
+        }];
+        let lines = status.to_string();
+        assert!(
+            lines.contains("problem   store vram:0?size=16399MiB is lost\n  next    weir off"),
+            "{lines}"
+        );
+        for line in lines.lines() {
+            assert!(line.chars().count() <= COLUMNS, "{} columns: {line}", line.chars().count());
+        }
+        let all = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert_eq!(all(&lines), all(&status.lines().expect("written")), "a break loses no word");
+    }
 
     #[test]
     fn rates_are_those_since_a_look_at_least_a_second_ago_and_at_first_since_the_start() {

@@ -1,4 +1,5 @@
-//! Looking at the cards in a process of its own: a driver that crashes or never answers costs that process.
+//! Looking at the cards in a process of its own: a driver that crashes or never answers costs that
+//! process.
 
 use serde::{Deserialize, Serialize};
 use std::io::Read as _;
@@ -90,7 +91,8 @@ fn ask(mut command: Command, limit: Duration) -> Looked {
             Ok(Some(status)) => break status,
             Ok(None) if Instant::now() < until => std::thread::sleep(Duration::from_millis(10)),
             Ok(None) => {
-                // One that waits in the kernel for the card ends when that does: nobody waits for it here.
+                // One that waits in the kernel for the card ends when that does: nobody waits for
+                // it here.
                 let _ = child.kill();
                 return Looked::NoAnswer(limit.as_secs());
             }

@@ -205,7 +205,8 @@ fn userfaultfd(machine: &Machine) -> Finding {
 }
 
 fn io_uring(machine: &Machine) -> Finding {
-    // Documentation/admin-guide/sysctl/kernel.rst: 0 everybody, 1 the group in io_uring_group, 2 nobody. Since 6.6.
+    // Documentation/admin-guide/sysctl/kernel.rst: 0 everybody, 1 the group in io_uring_group, 2
+    // nobody. Since 6.6.
     match machine.text("/proc/sys/kernel/io_uring_disabled").as_deref() {
         Some("0") => Finding::ok("io_uring", "allowed to every process"),
         Some("1") => Finding::warn(

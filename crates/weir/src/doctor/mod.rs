@@ -1,7 +1,7 @@
 //! What this machine offers Weir, and what to do about what it lacks.
 //!
-//! Every check reads the machine through [`Machine`], a directory that is `/` in life and a fixture in tests, so each
-//! can be shown both a machine that has a thing and one that has not.
+//! Every check reads the machine through [`Machine`], a directory that is `/` in life and a fixture
+//! in tests, so each can be shown both a machine that has a thing and one that has not.
 
 pub mod cards;
 #[cfg(test)]

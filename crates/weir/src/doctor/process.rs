@@ -51,7 +51,8 @@ impl Capabilities {
     }
 }
 
-/// Sets the flag on a thread that ends with it: having the capability is not the same as being allowed.
+/// Sets the flag on a thread that ends with it: having the capability is not the same as being
+/// allowed.
 fn try_flusher() -> Result<bool, Unprotected> {
     thread::spawn(|| swap_safety::set_io_flusher().and_then(|()| swap_safety::has_io_flusher()))
         .join()
@@ -64,7 +65,8 @@ fn is_root(machine: &Machine) -> bool {
     ids.is_some_and(|ids| ids.split_whitespace().nth(1) == Some("0"))
 }
 
-/// The daemon refuses swap without it, so doctor does; but what a user may not has nothing to say about root.
+/// The daemon refuses swap without it, so doctor does; but what a user may not has nothing to say
+/// about root.
 fn flusher(tried: Result<bool, Unprotected>, is_root: bool) -> Finding {
     match tried {
         Ok(true) => Finding::ok("io-flusher", "PR_SET_IO_FLUSHER was tried and holds"),

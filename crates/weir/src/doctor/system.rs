@@ -48,7 +48,8 @@ fn can_suspend(machine: &Machine) -> bool {
     states.split_whitespace().any(|state| matches!(state, "mem" | "standby" | "freeze"))
 }
 
-/// Whether NVIDIA's driver saves all of its memory; `None` without it. The others' move theirs to RAM.
+/// Whether NVIDIA's driver saves all of its memory; `None` without it. The others' move theirs to
+/// RAM.
 fn driver_saves(machine: &Machine) -> Option<bool> {
     let kept = machine.value("/proc/driver/nvidia/params", "PreserveVideoMemoryAllocations")?;
     Some(kept == "1")
@@ -60,8 +61,8 @@ fn has_sleep_unit(machine: &Machine) -> bool {
     machine.has("/run/systemd/system") && ["requires", "wants"].into_iter().any(hooked)
 }
 
-/// Whether a suspend loses pages in GPU memory: its driver does not save them, and nobody takes them out before. The unit does so for
-/// [`DIRECTORY`] alone.
+/// Whether a suspend loses pages in GPU memory: its driver does not save them, and nobody takes
+/// them out before. The unit does so for [`DIRECTORY`] alone.
 pub fn suspend_loses_pages(machine: &Machine, runtime: &Path) -> bool {
     let are_taken_out = has_sleep_unit(machine) && runtime == Path::new(DIRECTORY);
     can_suspend(machine) && driver_saves(machine) == Some(false) && !are_taken_out

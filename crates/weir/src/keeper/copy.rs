@@ -1,7 +1,8 @@
 //! The keeper runs from a copy of the program in memory.
 //!
-//! An upgrade replaces the program's file while the keeper lives on. A process that runs a removed file keeps its file system
-//! from being remounted read-only at the machine's end (fs/super.c, `s_remove_count`), and the next start has to recover it.
+//! An upgrade replaces the program's file while the keeper lives on. A process that runs a removed
+//! file keeps its file system from being remounted read-only at the machine's end (fs/super.c,
+//! `s_remove_count`), and the next start has to recover it.
 
 use rustix::fs::MemfdFlags;
 use rustix::io::Errno;
@@ -35,8 +36,8 @@ pub fn is_copy() -> bool {
     std::env::var_os(ENVIRONMENT[0]).is_some()
 }
 
-/// The file that this program came from, and what it was like then. Asked for first thing, while the two are still one, where
-/// there is no copy.
+/// The file that this program came from, and what it was like then. Asked for first thing, while
+/// the two are still one, where there is no copy.
 pub fn original() -> (PathBuf, Option<Stamp>) {
     let own = || PathBuf::from("/proc/self/exe");
     match (std::env::var_os(ENVIRONMENT[0]), std::env::var(ENVIRONMENT[1])) {
@@ -45,12 +46,13 @@ pub fn original() -> (PathBuf, Option<Stamp>) {
     }
 }
 
-/// The name of whoever carries swap: init leaves alone what begins with @ when it kills all that is left at the machine's end
-/// (<https://systemd.io/ROOT_STORAGE_DAEMONS>).
+/// The name of whoever carries swap: init leaves alone what begins with @ when it kills all that is
+/// left at the machine's end (<https://systemd.io/ROOT_STORAGE_DAEMONS>).
 pub const SWAP_NAME: &str = "@weir";
 
-/// Becomes the copy, with the same arguments and the same number. Returns only if that fails, and then nothing is lost by going
-/// on as before: whoever carries swap has its name without a copy too.
+/// Becomes the copy, with the same arguments and the same number. Returns only if that fails, and
+/// then nothing is lost by going on as before: whoever carries swap has its name without a copy
+/// too.
 pub fn run(swap: bool) -> io::Error {
     let mut arguments = std::env::args_os();
     let own = arguments.next().unwrap_or_else(|| OsString::from("weir"));

@@ -14,18 +14,19 @@ pub const ENVIRONMENT: &str = "WEIR_KEEPER_FD";
 /// Tells a daemon how many processors its keeper found.
 pub(super) const PROCESSORS: &str = "WEIR_KEEPER_PROCESSORS";
 
-/// Tells a daemon when the one before it was gone, and how long its end took before that from the first sign of it on:
-/// nanoseconds of [`now`], and nanoseconds.
+/// Tells a daemon when the one before it was gone, and how long its end took before that from the
+/// first sign of it on: nanoseconds of [`now`], and nanoseconds.
 pub(super) const GONE: &str = "WEIR_KEEPER_GONE";
 
-/// Now, in nanoseconds of a clock that all processes share. Where somebody sets that clock meanwhile, one line of the log is wrong.
-/// (rustix's monotonic one panics in a kernel whose vDSO has no getcpu, as User-Mode Linux's, and a keeper must not.)
+/// Now, in nanoseconds of a clock that all processes share. Where somebody sets that clock
+/// meanwhile, one line of the log is wrong. (rustix's monotonic one panics in a kernel whose vDSO
+/// has no getcpu, as User-Mode Linux's, and a keeper must not.)
 pub(super) fn now() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_nanos() as u64)
 }
 
-/// Processors to plan threads for. Each thread has its share of the stores, so all daemons of one keeper go by the same number,
-/// though processors come and go.
+/// Processors to plan threads for. Each thread has its share of the stores, so all daemons of one
+/// keeper go by the same number, though processors come and go.
 pub fn processors() -> usize {
     let told = std::env::var(PROCESSORS).ok().and_then(|text| text.parse().ok());
     told.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
@@ -75,7 +76,8 @@ impl Held {
 }
 
 impl Link {
-    /// The line, and what the keeper holds, if a keeper started this process. Call it once, before there are threads.
+    /// The line, and what the keeper holds, if a keeper started this process. Call it once, before
+    /// there are threads.
     pub fn open() -> io::Result<Option<(Self, Held)>> {
         let Some(number) = std::env::var_os(ENVIRONMENT) else { return Ok(None) };
         let broken = |what: &str| io::Error::other(format!("{ENVIRONMENT}: {what}"));
@@ -154,7 +156,8 @@ impl Link {
         send(&self.0.socket, "opening", None)
     }
 
-    /// Says that the daemon serves; and once more whenever it has taken memory since that the next will need too.
+    /// Says that the daemon serves; and once more whenever it has taken memory since that the next
+    /// will need too.
     pub fn ready(&self) -> io::Result<()> {
         send(&self.0.socket, "ready", None)
     }
@@ -164,7 +167,8 @@ impl Link {
         send(&self.0.socket, "ending", None)
     }
 
-    /// Says that the daemon was told to end and does not: it is in use, so if it dies another is needed.
+    /// Says that the daemon was told to end and does not: it is in use, so if it dies another is
+    /// needed.
     pub fn staying(&self) -> io::Result<()> {
         send(&self.0.socket, "staying", None)
     }

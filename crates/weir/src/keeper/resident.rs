@@ -1,5 +1,6 @@
-//! What the next daemon reads before it serves: the program and its configuration. Both may lie on tmpfs (`/run`, a memfd),
-//! whose pages are swapped out like a process's own, to the very device that is down when they are needed.
+//! What the next daemon reads before it serves: the program and its configuration. Both may lie on
+//! tmpfs (`/run`, a memfd), whose pages are swapped out like a process's own, to the very device
+//! that is down when they are needed.
 
 use std::fs::File;
 use std::io;

@@ -26,18 +26,21 @@ use weir_core::{Memory, Resident};
 use weir_system::Machine;
 use weir_system::signals;
 
-/// Memory that is free again while a daemon starts, at least: its own pages, stacks, page tables and heap, with the page
-/// tables of what it maps (2 MiB for each GiB).
+/// Memory that is free again while a daemon starts, at least: its own pages, stacks, page tables
+/// and heap, with the page tables of what it maps (2 MiB for each GiB).
 const SET_ASIDE_LEAST: usize = 64 << 20;
 /// How long until what could not be set aside is asked for again.
 const SET_ASIDE_AGAIN: Timespec = Timespec { tv_sec: 5, tv_nsec: 0 };
-/// A daemon that lived less long than this failed to start, as far as restarting at once is concerned.
+/// A daemon that lived less long than this failed to start, as far as restarting at once is
+/// concerned.
 const SHORT_LIFE: Duration = Duration::from_secs(1);
-/// A new program may be killed early; one whose daemons die so early so often in a row does not work.
+/// A new program may be killed early; one whose daemons die so early so often in a row does not
+/// work.
 const SHORT_LIVES_MOST: u32 = 5;
 /// How long to wait before the next try where one after the other dies before it serves.
 const PAUSE: Duration = Duration::from_secs(1);
-/// How long a signal waits at most for a daemon that takes another's place: only one that serves can say that it is in use.
+/// How long a signal waits at most for a daemon that takes another's place: only one that serves
+/// can say that it is in use.
 const HEARING: Duration = Duration::from_secs(10);
 
 /// Something kept.
@@ -67,7 +70,8 @@ struct Life {
 struct Keeper<'a> {
     log: &'a Log,
     kept: BTreeMap<String, Kept>,
-    /// A daemon has listened, so that somebody may need what is kept. Only a daemon can tell that nobody does.
+    /// A daemon has listened, so that somebody may need what is kept. Only a daemon can tell that
+    /// nobody does.
     is_needed: bool,
     set_aside: Vec<Memory>,
     /// It is less than the next daemon will need.
@@ -86,8 +90,8 @@ struct Keeper<'a> {
     gone: Option<(u64, Duration)>,
 }
 
-/// Runs the daemon (this program again, with the same arguments) until it ends because it was told to, starting another
-/// whenever one dies. Returns the exit code to end with.
+/// Runs the daemon (this program again, with the same arguments) until it ends because it was told
+/// to, starting another whenever one dies. Returns the exit code to end with.
 ///
 /// # Errors
 /// When a daemon cannot even be started.
@@ -135,7 +139,8 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
                 programs.give_up();
                 continue;
             }
-            // Short of processes, descriptors or memory: that passes, and the pages would be gone for good.
+            // Short of processes, descriptors or memory: that passes, and the pages would be gone
+            // for good.
             Err(error) if keeper.is_needed => {
                 // Not each time: nobody knows for how long.
                 if tries.is_power_of_two() {
@@ -191,14 +196,15 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
     }
 }
 
-/// How long to wait before the next daemon, after so many in a row that died early and had not served. One may have been killed
-/// while it took over, with requests waiting for the next.
+/// How long to wait before the next daemon, after so many in a row that died early and had not
+/// served. One may have been killed while it took over, with requests waiting for the next.
 fn pause_after(stillborn: u32) -> Option<Duration> {
     (stillborn > 1).then_some(PAUSE)
 }
 
-/// Which program the next daemon is: the one that is installed, where an upgrade has put another in the place of the keeper's own,
-/// or the keeper's own. That one needs no disk to be started from, and it is what remains where the other fails.
+/// Which program the next daemon is: the one that is installed, where an upgrade has put another in
+/// the place of the keeper's own, or the keeper's own. That one needs no disk to be started from,
+/// and it is what remains where the other fails.
 #[derive(Debug)]
 struct Programs {
     own: PathBuf,
@@ -226,7 +232,8 @@ impl Programs {
         }
     }
 
-    /// Looks what is installed now. Whoever has the daemon make way wants that one, also if it was given up before.
+    /// Looks what is installed now. Whoever has the daemon make way wants that one, also if it was
+    /// given up before.
     fn look(&mut self, makes_way: bool) {
         if makes_way {
             self.given_up = None;
@@ -255,11 +262,12 @@ impl Keeper<'_> {
         let flags = SocketFlags::CLOEXEC;
         let (ours, theirs) =
             rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
-        // The child inherits its end by number. No other thread of this process starts a child meanwhile.
+        // The child inherits its end by number. No other thread of this process starts a child
+        // meanwhile.
         rustix::io::fcntl_setfd(&theirs, rustix::io::FdFlags::empty())?;
         let mut arguments = std::env::args_os();
-        // Where memory is short, the new daemon has the kernel's reserve from its first page on, until it serves. What is denied
-        // makes its start slower, or another one necessary.
+        // Where memory is short, the new daemon has the kernel's reserve from its first page on,
+        // until it serves. What is denied makes its start slower, or another one necessary.
         if self.swap {
             let _ = swap_safety::reach_reserves(Children::Inherit);
         }
@@ -317,7 +325,8 @@ impl Keeper<'_> {
                 PollFd::from_borrowed_fd(self.signals.as_fd(), PollFlags::IN),
                 PollFd::from_borrowed_fd(line_fd, PollFlags::IN),
             ];
-            // What could not be set aside when the daemon began to serve is asked for again, until it is there.
+            // What could not be set aside when the daemon began to serve is asked for again, until
+            // it is there.
             let again = life.was_ready && self.lacks;
             let wait = match self.told_by {
                 Some(by) => Timespec::try_from(by.saturating_duration_since(Instant::now())).ok(),
@@ -362,7 +371,8 @@ impl Keeper<'_> {
         matches!(poll(&mut fds, Some(&wait)), Ok(ready) if ready > 0)
     }
 
-    /// Where memory is short right now, the next start is a little less certain; serving goes first.
+    /// Where memory is short right now, the next start is a little less certain; serving goes
+    /// first.
     fn set_aside(&mut self, daemon: Pid) {
         let have: usize = self.set_aside.iter().map(Memory::len).sum();
         let more = (own_memory(daemon) * 5 / 4).saturating_sub(have);
@@ -464,7 +474,8 @@ impl Keeper<'_> {
         self.told_by.get_or_insert_with(|| Instant::now() + HEARING);
     }
 
-    /// A signal to the keeper means the daemon, which says whether it ends or stays. No other follows one that ends.
+    /// A signal to the keeper means the daemon, which says whether it ends or stays. No other
+    /// follows one that ends.
     fn pass_on_signal(&mut self, daemon: &OwnedFd, life: &mut Life) {
         self.told_by = None;
         life.owes_answer = true;
@@ -474,7 +485,8 @@ impl Keeper<'_> {
     }
 }
 
-/// What a daemon has that nobody else has, and the next will need: at least [`SET_ASIDE_LEAST`] bytes.
+/// What a daemon has that nobody else has, and the next will need: at least [`SET_ASIDE_LEAST`]
+/// bytes.
 fn own_memory(daemon: Pid) -> usize {
     let status = format!("/proc/{}/status", daemon.as_raw_nonzero());
     let of = |key| Machine::this().size(&status, key).unwrap_or_default().0 as usize;
@@ -495,8 +507,9 @@ fn held(log: &Log, what: &str, pages: io::Result<Resident>) -> Option<Resident> 
     }
 }
 
-/// A descriptor for each chunk of a GPU's memory is more than the usual 1024. The daemon, which has two and more for each,
-/// inherits this. Where it is not allowed, what is one too many is refused with its own error.
+/// A descriptor for each chunk of a GPU's memory is more than the usual 1024. The daemon, which has
+/// two and more for each, inherits this. Where it is not allowed, what is one too many is refused
+/// with its own error.
 fn open_many_files() {
     let limit = getrlimit(Resource::Nofile);
     let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });

@@ -1,5 +1,5 @@
-//! What keeper and daemon say to each other: datagrams on a socket pair, a word and a name, with a descriptor where
-//! one is handed over.
+//! What keeper and daemon say to each other: datagrams on a socket pair, a word and a name, with a
+//! descriptor where one is handed over.
 //!
 //! | from | datagram | means |
 //! |---|---|---|
@@ -25,8 +25,9 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-/// The version of what one daemon leaves to the next: these datagrams, the names, and the layout of what lies under them (page
-/// map, slot records, the stores' own). A program of another format takes nothing over, and the keeper goes back to its own.
+/// The version of what one daemon leaves to the next: these datagrams, the names, and the layout of
+/// what lies under them (page map, slot records, the stores' own). A program of another format
+/// takes nothing over, and the keeper goes back to its own.
 pub const FORMAT: u32 = 1;
 
 /// Longest datagram; names are short.

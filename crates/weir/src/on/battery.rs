@@ -1,5 +1,6 @@
-//! `weir battery`: off when the battery runs low, on again with mains. For a timer and a udev rule on power_supply (`weir-power.service` of the
-//! package): it looks once, does what is due, and ends.
+//! `weir battery`: off when the battery runs low, on again with mains. For a timer and a udev rule
+//! on power_supply (`weir-power.service` of the package): it looks once, does what is due, and
+//! ends.
 
 use super::again;
 use super::options::{BatteryOptions, OffOptions};
@@ -42,8 +43,8 @@ impl Power {
         power
     }
 
-    /// Below `threshold` percent and without mains it goes off; what went off so comes back with mains. What the user turned
-    /// off stays off, and a machine without a battery is left alone.
+    /// Below `threshold` percent and without mains it goes off; what went off so comes back with
+    /// mains. What the user turned off stays off, and a machine without a battery is left alone.
     fn verdict(self, threshold: u8, is_on: bool, went_off: bool) -> Verdict {
         match (self.percent, is_on) {
             (Some(percent), true) if !self.mains && percent < threshold => Verdict::Off,
@@ -53,8 +54,9 @@ impl Power {
     }
 }
 
-/// Looks once, and does what is due. It looks again after it has turned off: that takes as long as there are pages to bring back, and
-/// a charger that came meanwhile starts nobody who is at work already.
+/// Looks once, and does what is due. It looks again after it has turned off: that takes as long as
+/// there are pages to bring back, and a charger that came meanwhile starts nobody who is at work
+/// already.
 pub fn run(options: &BatteryOptions) -> Result<(), Failure> {
     while look(options)? == Verdict::Off {}
     Ok(())

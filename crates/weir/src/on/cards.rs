@@ -1,7 +1,8 @@
-//! The machine's GPUs, as the sizing asks for them: how much memory, how much of it free, whether with a display.
+//! The machine's GPUs, as the sizing asks for them: how much memory, how much of it free, whether
+//! with a display.
 //!
-//! `vram:1` must be the same card here and in the store, so the store is asked which cards it would open. What it does not know of
-//! them, or not as well, their drivers say.
+//! `vram:1` must be the same card here and in the store, so the store is asked which cards it would
+//! open. What it does not know of them, or not as well, their drivers say.
 
 use super::sizing::Card;
 use std::process::{Command, Stdio};
@@ -17,8 +18,9 @@ pub fn all(machine: &Machine) -> Vec<Card> {
     of_store(machine, &vram::list(), &nvidia())
 }
 
-/// Those that Vulkan lists, each as its driver tells. Without Vulkan the store takes CUDA's by PCI address, as they come from
-/// `nvidia`; AMD's cards are shown then all the same, so that a refusal says what is there.
+/// Those that Vulkan lists, each as its driver tells. Without Vulkan the store takes CUDA's by PCI
+/// address, as they come from `nvidia`; AMD's cards are shown then all the same, so that a refusal
+/// says what is there.
 fn of_store(machine: &Machine, listed: &[Listed], nvidia: &[Addressed]) -> Vec<Card> {
     let told = |card: &Listed| {
         let device = format!("/sys/bus/pci/devices/{}", card.address);
@@ -50,7 +52,8 @@ fn nvidia() -> Vec<Addressed> {
     output.map(|output| parse_smi(&String::from_utf8_lossy(&output.stdout))).unwrap_or_default()
 }
 
-/// Lines of `00000000:01:00.0, 8192, 7900, Enabled`, sizes in MiB. By PCI address, which `nvidia-smi` does not promise.
+/// Lines of `00000000:01:00.0, 8192, 7900, Enabled`, sizes in MiB. By PCI address, which
+/// `nvidia-smi` does not promise.
 fn parse_smi(text: &str) -> Vec<Addressed> {
     let line = |line: &str| {
         let mut columns = line.split(',').map(str::trim);
@@ -66,8 +69,9 @@ fn parse_smi(text: &str) -> Vec<Addressed> {
     lines.into_iter().filter_map(line).collect()
 }
 
-/// AMD's cards by sysfs alone, in the order of their PCI addresses. The part of the RAM that an integrated GPU has for its own is
-/// told like a card's memory; what is no more than others are left is left out.
+/// AMD's cards by sysfs alone, in the order of their PCI addresses. The part of the RAM that an
+/// integrated GPU has for its own is told like a card's memory; what is no more than others are
+/// left is left out.
 fn amd(machine: &Machine) -> Vec<Card> {
     let is_card = |name: &str| {
         name.strip_prefix("card").is_some_and(|rest| rest.bytes().all(|byte| byte.is_ascii_digit()))
@@ -142,7 +146,8 @@ mod tests {
     #[test]
     fn cards_are_those_of_the_store_in_its_order_each_as_its_driver_tells() {
         let listed = |address: &str, free| Listed { address: address.to_owned(), total: 6 << 30, free };
-        // An APU and a card of AMD's, a card of NVIDIA's and one of Intel's; the store does not list the APU.
+        // An APU and a card of AMD's, a card of NVIDIA's and one of Intel's; the store does not
+        // list the APU.
         let pci = |address: &str| format!("/sys/bus/pci/devices/{address}");
         let fixture = with_amd(Fixture::new("mixed"), &pci("0000:08:00.0"), "0000:08:00.0", 512);
         let fixture = with_amd(fixture, &pci("0000:03:00.0"), "0000:03:00.0", 16384)

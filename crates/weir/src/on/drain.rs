@@ -1,9 +1,9 @@
-//! Bringing swapped pages back: first whether there is room for them, then with progress, and so that Ctrl-C leaves the device
-//! on.
+//! Bringing swapped pages back: first whether there is room for them, then with progress, and so
+//! that Ctrl-C leaves the device on.
 //!
-//! swapoff(2) runs in a child process. A signal ends it in the middle and the device stays swap (`EINTR` from
-//! `try_to_unuse`); and while it runs the kernel marks its process as the first to be killed for want of memory
-//! (`set_current_oom_origin`), which must not be this one.
+//! swapoff(2) runs in a child process. A signal ends it in the middle and the device stays swap
+//! (`EINTR` from `try_to_unuse`); and while it runs the kernel marks its process as the first to be
+//! killed for want of memory (`set_current_oom_origin`), which must not be this one.
 
 use super::{forget_interrupt, interrupted, swaps};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -66,8 +66,8 @@ pub fn check_room(devices: &[PathBuf]) -> Result<(), Failure> {
     )))
 }
 
-/// Exit code of the child when another swapoff of the device is at work: that of a `weir off` that was killed, for instance. The
-/// kernel says EINVAL (mm/swapfile.c: the area is not `SWP_WRITEOK`).
+/// Exit code of the child when another swapoff of the device is at work: that of a `weir off` that
+/// was killed, for instance. The kernel says EINVAL (mm/swapfile.c: the area is not `SWP_WRITEOK`).
 const ELSEWHERE: i32 = 4;
 
 /// The child's work.

@@ -1,4 +1,5 @@
-//! What makes a block device of a daemon's volume: which ways there are here, and each way's attach and detach.
+//! What makes a block device of a daemon's volume: which ways there are here, and each way's attach
+//! and detach.
 
 use super::options::FrontChoice;
 use super::service::{self, control_socket, fuse_file, nbd_socket};
@@ -55,7 +56,8 @@ impl Front {
         }
     }
 
-    /// What speaks against it on the kernel of this release, where there is something: then it is taken only by who asks for it.
+    /// What speaks against it on the kernel of this release, where there is something: then it is
+    /// taken only by who asks for it.
     pub fn risk(self, release: &str) -> Option<String> {
         match self {
             Front::Ublk | Front::Nbd => None,
@@ -66,7 +68,8 @@ impl Front {
         }
     }
 
-    /// Whether what a daemon has in hand when it dies is done by the next, on the kernel of this release.
+    /// Whether what a daemon has in hand when it dies is done by the next, on the kernel of this
+    /// release.
     pub fn outlives_its_daemon(self, release: &str) -> bool {
         self != Front::Fuse || version(release).is_none_or(|version| version >= kernel_release::FUSE_RESENDS)
     }
@@ -94,11 +97,13 @@ impl Front {
     }
 }
 
-/// drivers/block/loop.c, `loop_process_work`, sets `PF_MEMALLOC_NOIO` and no more; fs/fuse/file.c, `fuse_io_alloc`, takes memory like anybody.
+/// drivers/block/loop.c, `loop_process_work`, sets `PF_MEMALLOC_NOIO` and no more; fs/fuse/file.c,
+/// `fuse_io_alloc`, takes memory like anybody.
 const FUSE_RISK: &str = "the kernel's loop and FUSE drivers take memory for each page that goes out and wait for it like anybody, so the \
      machine may freeze once no memory is free at all";
 
-/// Connections that the daemon serves beyond the kernel's: dead ones that it has not noticed yet, and somebody who looks.
+/// Connections that the daemon serves beyond the kernel's: dead ones that it has not noticed yet,
+/// and somebody who looks.
 const SPARE_CONNECTIONS: u16 = 2;
 
 /// A way that was chosen.
@@ -115,7 +120,8 @@ pub struct Chosen {
 /// The best first.
 const ALL: [Front; 3] = [Front::Ublk, Front::Nbd, Front::Fuse];
 
-/// Picks the way that was asked for, or the best that this machine has. `loadable` says whether a module can be loaded.
+/// Picks the way that was asked for, or the best that this machine has. `loadable` says whether a
+/// module can be loaded.
 ///
 /// # Errors
 /// When it has none: what each lacks.
@@ -226,7 +232,8 @@ pub fn attach(
 /// Lets a device go that nothing uses; one that is gone already is no error.
 pub fn detach(front: Front, path: &Path, file: Option<&Path>, by: Option<u32>) -> Result<(), Failure> {
     match front {
-        // It goes with its daemon, which stays as long as the device is in use, and has ended by now.
+        // It goes with its daemon, which stays as long as the device is in use, and has ended by
+        // now.
         Front::Ublk => check_gone(path),
         Front::Nbd if !nbd_is_attached(path) || !nbd_is_ours(path, file, by) => Ok(()),
         Front::Nbd => attach::detach(&DetachOptions { device: path.to_owned(), control: None }),
@@ -265,8 +272,9 @@ fn nbd_is_attached(path: &Path) -> bool {
     path.file_name().is_some_and(|name| Path::new("/sys/block").join(name).join("pid").exists())
 }
 
-/// Whether a connected device is the one of the journal, and not one that somebody else took before `weir on` could, or since. The
-/// kernel tells who connected it. In a process namespace of its own that number says nothing, but the daemon knows its devices.
+/// Whether a connected device is the one of the journal, and not one that somebody else took before
+/// `weir on` could, or since. The kernel tells who connected it. In a process namespace of its own
+/// that number says nothing, but the daemon knows its devices.
 fn nbd_is_ours(path: &Path, socket: Option<&Path>, by: Option<u32>) -> bool {
     let Some(by) = by else { return true };
     let who = path.file_name().map(|name| Path::new("/sys/block").join(name).join("pid"));
@@ -278,7 +286,8 @@ fn nbd_is_ours(path: &Path, socket: Option<&Path>, by: Option<u32>) -> bool {
     who == Some(by) || socket.and_then(Path::parent).is_some_and(knows)
 }
 
-/// An NBD device that nobody has. It is chosen here and not by the kernel, so that the journal can name it beforehand.
+/// An NBD device that nobody has. It is chosen here and not by the kernel, so that the journal can
+/// name it beforehand.
 fn free_nbd_device() -> Result<PathBuf, Failure> {
     let is_free = |number: &u32| {
         let size = fs::read_to_string(format!("/sys/block/nbd{number}/size"));

@@ -1,8 +1,10 @@
-//! `weir on`, `off`, `restart` and `top`: a swap device out of nothing, and nothing left of it afterwards.
+//! `weir on`, `off`, `restart` and `top`: a swap device out of nothing, and nothing left of it
+//! afterwards.
 //!
-//! `weir on` looks at everything that could stand in the way, then does its steps in order, each written down in the journal
-//! before it is done. `weir off` undoes them in reverse, beginning with the pages. Where a step fails, or the machine goes
-//! down between two, what was done is undone from the journal.
+//! `weir on` looks at everything that could stand in the way, then does its steps in order, each
+//! written down in the journal before it is done. `weir off` undoes them in reverse, beginning with
+//! the pages. Where a step fails, or the machine goes down between two, what was done is undone
+//! from the journal.
 
 mod again;
 mod battery;
@@ -278,7 +280,8 @@ fn make_swap_area(device: &Path, size: ByteSize) -> Result<(), Failure> {
 
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
-/// From here on what would end this process is noticed between steps instead of ending the process in the middle of one.
+/// From here on what would end this process is noticed between steps instead of ending the process
+/// in the middle of one.
 fn watch_interrupts() -> Result<(), Failure> {
     for signal in weir_system::signals::END {
         let flag: Arc<AtomicBool> = Arc::default();

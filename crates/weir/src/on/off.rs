@@ -1,5 +1,5 @@
-//! `weir off`: undoes what the journal says, the last first. Pages come back before anything else is touched, and a device
-//! that still holds some is never let go.
+//! `weir off`: undoes what the journal says, the last first. Pages come back before anything else
+//! is touched, and a device that still holds some is never let go.
 
 use super::options::OffOptions;
 use super::preflight::BACKING;
@@ -21,7 +21,8 @@ pub fn run(options: &OffOptions) -> Result<(), Failure> {
     // Also what a benchmark left that was killed.
     weir_cli::guard::clear_up(None)?;
     if state::read(&options.runtime)?.is_none() {
-        // A weir on that was killed in its first moment leaves an empty directory, and no other than this mode.
+        // A weir on that was killed in its first moment leaves an empty directory, and no other
+        // than this mode.
         let is_private = options.runtime.metadata().is_ok_and(|it| it.is_dir() && it.mode() & 0o777 == 0o700);
         if rustix::process::geteuid().is_root() && is_private {
             Journal::open(&options.runtime)?.delete()?;
@@ -57,20 +58,22 @@ impl Finished {
     }
 }
 
-/// Undoes all steps. Where `note` is given, it says what comes back as soon as nothing is swapped here any more: what fails after that
-/// is no reason to forget it.
+/// Undoes all steps. Where `note` is given, it says what comes back as soon as nothing is swapped
+/// here any more: what fails after that is no reason to forget it.
 ///
 /// # Errors
-/// At the first that cannot be undone. What is undone by then is struck out, and the rest is as it was.
+/// At the first that cannot be undone. What is undone by then is struck out, and the rest is as it
+/// was.
 pub fn finish(mut journal: Journal, note: Option<&Path>) -> Result<Finished, Failure> {
     let devices: Vec<_> = journal.state().swaps().map(Path::to_owned).collect();
     drain::check_room(&devices)?;
     let state = journal.state();
     if !state.steps.is_empty() {
-        // What was not on does not come back, and whoever took the last device away has said whether it does.
+        // What was not on does not come back, and whoever took the last device away has said
+        // whether it does.
         let note = note.filter(|_| state.phase == Phase::On || !devices.is_empty());
-        // Where nothing can be written (the file system is full), it is undone all the same: what the journal says too much, after
-        // a crash in the middle, is undone twice.
+        // Where nothing can be written (the file system is full), it is undone all the same: what
+        // the journal says too much, after a crash in the middle, is undone twice.
         let _ = journal.enter(Phase::TurningOff);
         undo_swaps(&mut journal, note)?;
     }
@@ -80,7 +83,8 @@ pub fn finish(mut journal: Journal, note: Option<&Path>) -> Result<Finished, Fai
     Ok(Finished(journal))
 }
 
-/// Takes all swap devices away, and none where one cannot go: parts that are away can be taken again only where the others are on.
+/// Takes all swap devices away, and none where one cannot go: parts that are away can be taken
+/// again only where the others are on.
 fn undo_swaps(journal: &mut Journal, note: Option<&Path>) -> Result<(), Failure> {
     let is_swap = |step: &&Step| matches!(step, Step::Swap { .. });
     let swaps: Vec<Step> = journal.state().steps.iter().rev().filter(is_swap).cloned().collect();
@@ -107,7 +111,8 @@ fn is_on(step: &Step) -> bool {
     matches!(step, Step::Swap { path, .. } if swaps::is_on(path))
 }
 
-/// Undoes the last step and strikes it out. A ublk device goes with its daemon, so whether it has gone is asked at the end.
+/// Undoes the last step and strikes it out. A ublk device goes with its daemon, so whether it has
+/// gone is asked at the end.
 pub fn undo_last(journal: &mut Journal) -> Result<(), Failure> {
     let steps = &journal.state().steps;
     let is_ublk = |step: &&Step| matches!(step, Step::Device { front: Front::Ublk, .. });

@@ -19,7 +19,8 @@ pub use crate::control::SYSTEM as DIRECTORY;
 /// What the device is to be. What is not said is chosen, and shown.
 #[derive(Debug, Clone, Args)]
 pub struct OnOptions {
-    /// The device's size [default: for vram what the cards have, less 1GiB each, or 3GiB with a display].
+    /// The device's size [default: for vram what the cards have, less 1GiB each, or 3GiB with a
+    /// display].
     #[arg(long)]
     pub size: Option<ByteSize>,
 
@@ -31,17 +32,19 @@ pub struct OnOptions {
     #[arg(long, value_name = "vram|host|URL", default_value = "vram")]
     pub store: StoreChoice,
 
-    /// A file or block device below the store, as large as the device, encrypted: pages go there when GPU memory is given back.
-    /// auto: /var/lib/weir/backing, for GPU memory and where the disk keeps as much room free again; none; a path, as weir serve
-    /// takes it. May be repeated.
+    /// A file or block device below the store, as large as the device, encrypted: pages go there
+    /// when GPU memory is given back. auto: /var/lib/weir/backing, for GPU memory and where the
+    /// disk keeps as much room free again; none; a path, as weir serve takes it. May be repeated.
     #[arg(long, value_name = "auto|none|PATH", default_value = "auto")]
     pub backing: Vec<BackingChoice>,
 
-    /// Compress pages, as weir serve does: more of them stay in the store, and less moves to the backing.
+    /// Compress pages, as weir serve does: more of them stay in the store, and less moves to the
+    /// backing.
     #[arg(long, value_name = "ALGORITHM", value_enum)]
     pub compress: Option<Algorithm>,
 
-    /// Equal devices, each with its own daemon: weir give-back turns as many of them off as it takes, weir take on again.
+    /// Equal devices, each with its own daemon: weir give-back turns as many of them off as it
+    /// takes, weir take on again.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16))]
     pub parts: u8,
 
@@ -49,7 +52,8 @@ pub struct OnOptions {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=32767))]
     pub priority: Option<u16>,
 
-    /// Have the daemon answer Prometheus, as weir serve does: unix:PATH or tcp:127.0.0.1:PORT. For one part only.
+    /// Have the daemon answer Prometheus, as weir serve does: unix:PATH or tcp:127.0.0.1:PORT. For
+    /// one part only.
     #[arg(long, value_name = "ADDRESS")]
     pub metrics: Option<Address>,
 
@@ -57,12 +61,13 @@ pub struct OnOptions {
     #[arg(long, value_enum, default_value_t)]
     pub policy: Policy,
 
-    /// Go on although the system denies PR_SET_IO_FLUSHER. Under memory pressure the machine may freeze.
+    /// Go on although the system denies PR_SET_IO_FLUSHER. Under memory pressure the machine may
+    /// freeze.
     #[arg(long)]
     pub unsafe_no_flusher: bool,
 
-    /// Go on although hibernation could write its image to the device, and loses pages in GPU memory wherever that goes. Do not
-    /// hibernate then, or run weir off before.
+    /// Go on although hibernation could write its image to the device, and loses pages in GPU
+    /// memory wherever that goes. Do not hibernate then, or run weir off before.
     #[arg(long)]
     pub allow_hibernation: bool,
 
@@ -93,7 +98,8 @@ impl OnOptions {
     }
 }
 
-/// A run-time directory as the kernel names what lies in it: from the root on, and past symbolic links, as far as it is there.
+/// A run-time directory as the kernel names what lies in it: from the root on, and past symbolic
+/// links, as far as it is there.
 fn runtime(text: &str) -> Result<PathBuf, String> {
     let path = std::path::absolute(text).map_err(|error| error.to_string())?;
     let found = path.ancestors().find_map(|there| Some((there, there.canonicalize().ok()?)));
@@ -171,8 +177,9 @@ pub enum FrontChoice {
     Ublk,
     /// The kernel's NBD client.
     Nbd,
-    /// A FUSE file under a loop device: needs no module beyond those two. The kernel's drivers of both take memory for each page that
-    /// goes out, so the machine may freeze once none is free at all.
+    /// A FUSE file under a loop device: needs no module beyond those two. The kernel's drivers of
+    /// both take memory for each page that goes out, so the machine may freeze once none is free at
+    /// all.
     Fuse,
 }
 

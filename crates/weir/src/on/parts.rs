@@ -1,5 +1,6 @@
-//! A device in parts (`weir on --parts`): `weir give-back` turns some of them off, which frees their memory while the others stay,
-//! and `weir take` turns them on again. `weir status` lists them.
+//! A device in parts (`weir on --parts`): `weir give-back` turns some of them off, which frees
+//! their memory while the others stay, and `weir take` turns them on again. `weir status` lists
+//! them.
 
 use super::options::DIRECTORY;
 use super::state::{Front, Journal, Phase, State, Step};
@@ -22,13 +23,15 @@ struct Part {
     priority: i32,
 }
 
-/// The run-time directory of the daemon that answers at `control`, where it is one of several parts.
+/// The run-time directory of the daemon that answers at `control`, where it is one of several
+/// parts.
 pub fn among(control: &Path) -> Option<PathBuf> {
     let (directory, state) = state_at(control)?;
     (state.parts > 1).then(|| directory.to_owned())
 }
 
-/// Of how many parts the daemon that answers at `control` is the first; 0 where Weir is not on there.
+/// Of how many parts the daemon that answers at `control` is the first; 0 where Weir is not on
+/// there.
 pub fn count(control: &Path) -> u8 {
     state_at(control).map_or(0, |(_, state)| state.parts)
 }
@@ -84,14 +87,16 @@ fn listing(root: &Path, state: &State, ask: impl Fn(&Path) -> Option<Status>) ->
     first + &lines.iter().map(line).collect::<String>()
 }
 
-/// Where a daemon is likely to answer, or has answered: where all parts of the system's device are given back none does.
+/// Where a daemon is likely to answer, or has answered: where all parts of the system's device are
+/// given back none does.
 pub fn find() -> PathBuf {
     let found = control::find();
     let system = service::control_socket(Path::new(DIRECTORY));
     if !found.exists() && among(&system).is_some() { system } else { found }
 }
 
-/// How the daemon at `control` is; where none answers since every part has given its memory back, that is said.
+/// How the daemon at `control` is; where none answers since every part has given its memory back,
+/// that is said.
 ///
 /// # Errors
 /// As [`control::status`].
@@ -102,7 +107,8 @@ pub fn status(control: &Path) -> Result<Status, Failure> {
     })
 }
 
-/// Why nobody answers at `control`, where that is because every part has given its memory back; and the way out.
+/// Why nobody answers at `control`, where that is because every part has given its memory back; and
+/// the way out.
 fn silence(control: &Path) -> Option<String> {
     let (directory, state) = state_at(control)?;
     state.is_all_away().then(|| all_away(&state, directory))
@@ -172,7 +178,8 @@ pub fn give_back(directory: &Path, amount: Option<Amount>) -> Result<(), Failure
     Ok(())
 }
 
-/// Turns as many parts on again as hold `amount`; without one those that were turned off for a sleep.
+/// Turns as many parts on again as hold `amount`; without one those that were turned off for a
+/// sleep.
 ///
 /// # Errors
 /// When the memory is not to be had. Those that were turned on stay so.
@@ -294,7 +301,8 @@ fn turn_off(journal: &mut Journal, part: &Part, bytes: u64, asleep: bool) -> Res
     done
 }
 
-/// Undoes what there is of a part: swap, device, daemon, in this order; a ublk device goes with its daemon.
+/// Undoes what there is of a part: swap, device, daemon, in this order; a ublk device goes with its
+/// daemon.
 fn take_away(journal: &mut Journal, directory: &Path) -> Result<(), Failure> {
     let after = journal.state().steps.iter().skip_while(|step| !is_daemon(step, directory)).skip(1);
     let device = after.take_while(|step| !matches!(step, Step::Daemon { .. })).find_map(|step| match step {

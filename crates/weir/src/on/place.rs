@@ -11,12 +11,14 @@ pub struct Place {
     pub why: String,
 }
 
-/// What Weir's device has where nothing speaks against it; room above for those who want to be first.
+/// What Weir's device has where nothing speaks against it; room above for those who want to be
+/// first.
 const USUAL: i32 = 100;
 const MOST: i32 = 32_767;
 
-/// Finds a priority below every zram device (compressed RAM is nearer than any device) and above all others, which are
-/// disks. Where zram stands below a disk, or has no priority of its own, disks decide.
+/// Finds a priority below every zram device (compressed RAM is nearer than any device) and above
+/// all others, which are disks. Where zram stands below a disk, or has no priority of its own,
+/// disks decide.
 pub fn place(others: &[Swap], asked: Option<i32>) -> Place {
     let names = |zram: bool| {
         let names = others.iter().filter(|swap| swap.is_zram() == zram);

@@ -1,8 +1,9 @@
 //! Power against latency.
 //!
-//! Most of what a sporadic fault costs is processors waking up. A thread that looks for the next request for some time before it sleeps
-//! answers the requests of a burst without that cost, and keeps a processor awake for that long after each burst: an idle
-//! daemon makes no wake-ups under any policy.
+//! Most of what a sporadic fault costs is processors waking up. A thread that looks for the next
+//! request for some time before it sleeps answers the requests of a burst without that cost, and
+//! keeps a processor awake for that long after each burst: an idle daemon makes no wake-ups under
+//! any policy.
 
 use clap::ValueEnum;
 
@@ -14,8 +15,8 @@ pub enum Policy {
     /// Look for the next request for 20 microseconds.
     #[default]
     Balanced,
-    /// Look for the next request for 25 milliseconds, so that a processor is busy while faults come one by one, and keep the others out
-    /// of deep sleep meanwhile.
+    /// Look for the next request for 25 milliseconds, so that a processor is busy while faults come
+    /// one by one, and keep the others out of deep sleep meanwhile.
     LowLatency,
 }
 

@@ -1,4 +1,5 @@
-//! Everything that could stand in the way, looked at before anything is changed. Each refusal is one line with the next step.
+//! Everything that could stand in the way, looked at before anything is changed. Each refusal is
+//! one line with the next step.
 
 use super::cards;
 use super::front::{self, Chosen};
@@ -55,7 +56,8 @@ const HIBERNATION: [&str; 3] = ["hibernate.target", "hybrid-sleep.target", "susp
 /// More hardware queues than this do not make one disk of memory faster.
 const CONNECTIONS_MOST: usize = 8;
 
-/// Memory that stays free besides a host store: the daemon's own, and what the kernel needs to go on.
+/// Memory that stays free besides a host store: the daemon's own, and what the kernel needs to go
+/// on.
 const HOST_SPARE: ByteSize = ByteSize(256 << 20);
 
 /// Looks at everything. Changes nothing.
@@ -133,11 +135,13 @@ fn protections(options: &OnOptions, machine: &Machine) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The units to mask, so that no hibernation image is written to memory that loses its power, and no page lies there meanwhile.
+/// The units to mask, so that no hibernation image is written to memory that loses its power, and
+/// no page lies there meanwhile.
 ///
-/// The kernel takes the device of `resume=`; without that, systemd takes the swap device of the highest priority that is
-/// large enough, and the kernel by itself the first there is (kernel/power/swap.c). Either may be Weir's. Wherever the image goes,
-/// what is in GPU memory is not in it.
+/// The kernel takes the device of `resume=`; without that, systemd takes the swap device of the
+/// highest priority that is large enough, and the kernel by itself the first there is
+/// (kernel/power/swap.c). Either may be Weir's. Wherever the image goes, what is in GPU memory is
+/// not in it.
 fn hibernation(options: &OnOptions, machine: &Machine, systemd: bool) -> Result<Vec<String>, Failure> {
     let states = machine.text("/sys/power/state").unwrap_or_default();
     let possible = states.split_whitespace().any(|state| state == "disk");
@@ -349,8 +353,9 @@ fn vram_size(
     Ok((size, format!("about {left} {what}{display}")))
 }
 
-/// The store, and why its pages go by the window alone where nobody said how: on a laptop the memory that a CUDA context takes, of
-/// the RAM and of the card, is worth more than its speed. A card without a window is served as ever.
+/// The store, and why its pages go by the window alone where nobody said how: on a laptop the
+/// memory that a CUDA context takes, of the RAM and of the card, is worth more than its speed. A
+/// card without a window is served as ever.
 fn path(store: &StoreChoice, machine: &Machine) -> (StoreChoice, Option<String>) {
     match (store, machine.portable()) {
         (StoreChoice::Vram(url), Some(case))
@@ -546,7 +551,8 @@ mod tests {
         };
         let taken = (vec![BACKING.to_owned()], vec![PathBuf::from(BACKING)]);
         assert_eq!(offered(&[], 8).ok(), Some(taken.clone()));
-        // After the power went off its file is still there: it is taken again, and somebody else's is not.
+        // After the power went off its file is still there: it is taken again, and somebody else's
+        // is not.
         let there = |left_over: Option<ByteSize>| {
             let free = |directory: &Path| (directory == Path::new("/")).then_some(ByteSize(4 << 30));
             let disk = Disk { free: &free, left_over: &|_| left_over, is_there: &|_| true };

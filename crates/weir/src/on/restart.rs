@@ -1,6 +1,6 @@
-//! `weir restart`: another daemon under a device that stays, for instance after an upgrade. The daemon ends as if it crashed, and
-//! its keeper starts the program that now lies where the old one did; that one takes every page over, and gives NBD devices new
-//! connections.
+//! `weir restart`: another daemon under a device that stays, for instance after an upgrade. The
+//! daemon ends as if it crashed, and its keeper starts the program that now lies where the old one
+//! did; that one takes every page over, and gives NBD devices new connections.
 
 use super::options::RestartOptions;
 use super::service;

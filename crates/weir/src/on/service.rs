@@ -35,9 +35,10 @@ const END: Duration = Duration::from_secs(30);
 /// How long it waits at most for who has its device open, and a little.
 const OPEN: Duration = Duration::from_secs(12);
 
-/// Before the command that runs in a scope of the system's. In that of a user's session the daemon would be killed some time after
-/// the user has gone, and stand still with all users' processes before a sleep, while others wait for their pages.
-/// Without default dependencies, the scope is not ended when the machine is.
+/// Before the command that runs in a scope of the system's. In that of a user's session the daemon
+/// would be killed some time after the user has gone, and stand still with all users' processes
+/// before a sleep, while others wait for their pages. Without default dependencies, the scope is
+/// not ended when the machine is.
 const SCOPE: [&str; 7] = [
     "--scope",
     "--quiet",
@@ -47,7 +48,8 @@ const SCOPE: [&str; 7] = [
     "--property=DefaultDependencies=no",
     "--property=SendSIGKILL=no",
 ];
-/// The package's timer looks at the battery while there is a scope that wants it, on behalf of [`DIRECTORY`] alone.
+/// The package's timer looks at the battery while there is a scope that wants it, on behalf of
+/// [`DIRECTORY`] alone.
 const WATCHED: &str = "--property=Wants=weir-power.timer";
 
 /// A daemon to start: its directory and its options.
@@ -93,7 +95,8 @@ impl Service {
     pub fn start(&self, journal: &mut Journal) -> Result<Status, Failure> {
         let control = control_socket(&self.directory);
         if UnixStream::connect(&control).is_ok() {
-            // It may lack every protection that swap needs, and it would be taken for the one that is started here.
+            // It may lack every protection that swap needs, and it would be taken for the one that
+            // is started here.
             return Err(Failure::Failed(format!(
                 "a daemon that weir on did not start answers at {}; end it first",
                 control.display()
@@ -198,14 +201,16 @@ fn last_line(directory: &Path) -> Option<String> {
     last_of(&fs::read_to_string(log_file(directory)).ok()?)
 }
 
-/// What the daemon of a unit that has failed said last since it was started, where there is a journal.
+/// What the daemon of a unit that has failed said last since it was started, where there is a
+/// journal.
 fn last_line_of_unit(unit: &str, started: SystemTime) -> Option<String> {
     let said = |arguments: &[&str]| {
         let output = Command::new("journalctl").args(arguments).stdin(Stdio::null()).output().ok()?;
         String::from_utf8(output.stdout).ok()
     };
-    // The field is of lines that the unit's own processes wrote: what systemd says of them comes after, and is no reason. The number of
-    // the start would be exact, but lines of processes that end at once may lack it.
+    // The field is of lines that the unit's own processes wrote: what systemd says of them comes
+    // after, and is no reason. The number of the start would be exact, but lines of processes that
+    // end at once may lack it.
     let own = format!("_SYSTEMD_UNIT={unit}");
     let since = format!("--since=@{}", started.duration_since(UNIX_EPOCH).ok()?.as_secs());
     said(&["--sync"]);
@@ -229,7 +234,8 @@ fn last_of(text: &str) -> Option<String> {
 /// # Errors
 /// When it does not end in time. It is not killed: that is for somebody who has looked.
 pub fn stop(directory: &Path, unit: Option<&str>, process: Option<Process>) -> Result<(), Failure> {
-    // The unit refuses to be stopped by hand, and would while the device is in use: it ends with its process.
+    // The unit refuses to be stopped by hand, and would while the device is in use: it ends with
+    // its process.
     if let Some(process) = process.or_else(|| unit.and_then(main_process)) {
         end(process, directory)?;
     }
@@ -265,9 +271,9 @@ fn main_process(unit: &str) -> Option<Process> {
     identify(String::from_utf8_lossy(&output.stdout).trim().parse().ok()?).ok()
 }
 
-/// The keeper that runs on this directory's configuration, if one does: `weir on` may have died before it wrote its number
-/// down. Its daemon has the same command line, and the keeper for parent; where that was killed, the daemon is found. Nobody else's
-/// process is taken for one.
+/// The keeper that runs on this directory's configuration, if one does: `weir on` may have died
+/// before it wrote its number down. Its daemon has the same command line, and the keeper for
+/// parent; where that was killed, the daemon is found. Nobody else's process is taken for one.
 fn keeper_of(directory: &Path) -> Option<Process> {
     let config = config_file(directory);
     let wanted = ["serve".as_bytes(), b"--config", config.as_os_str().as_encoded_bytes()];
@@ -331,7 +337,8 @@ fn end(process: Process, directory: &Path) -> Result<(), Failure> {
     )))
 }
 
-/// What to do about a daemon that does not end. An NBD or loop device gets errors once nobody serves it; a ublk device waits.
+/// What to do about a daemon that does not end. An NBD or loop device gets errors once nobody
+/// serves it; a ublk device waits.
 fn next_step(directory: &Path) -> &'static str {
     let options = fs::read_to_string(config_file(directory)).unwrap_or_default();
     let is_ublk = options.parse::<Table>().is_ok_and(|options| options.contains_key("ublk"));
@@ -348,15 +355,17 @@ fn ended(pidfd: BorrowedFd<'_>, within: Duration) -> Result<bool, Errno> {
     loop {
         let timeout = Timespec::try_from(within.saturating_sub(begun.elapsed())).expect("seconds");
         match poll(&mut [PollFd::from_borrowed_fd(pidfd, PollFlags::IN)], Some(&timeout)) {
-            // Ctrl-C comes too late: nothing is swapped there any more, and half of it off is of no use.
+            // Ctrl-C comes too late: nothing is swapped there any more, and half of it off is of no
+            // use.
             Err(Errno::INTR) => {}
             ready => return ready.map(|ready| ready > 0),
         }
     }
 }
 
-/// What keeps the daemon in `directory` from ending: somebody who has its ublk device open. Where it is on its way down it answers no
-/// more; and where nobody has it open, it may not have heard yet, as while it takes over from another.
+/// What keeps the daemon in `directory` from ending: somebody who has its ublk device open. Where
+/// it is on its way down it answers no more; and where nobody has it open, it may not have heard
+/// yet, as while it takes over from another.
 fn open_device(directory: &Path) -> Option<String> {
     let status = control::status(&control_socket(directory)).ok()?;
     let device = status.exports.into_iter().find(|export| export.kind == "ublk")?.address;

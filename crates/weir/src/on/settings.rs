@@ -1,4 +1,5 @@
-//! The few settings of the kernel that `weir on` changes, each with its reason, and how each is put back.
+//! The few settings of the kernel that `weir on` changes, each with its reason, and how each is put
+//! back.
 
 use super::state::{Front, Journal, Step};
 use std::fs;
@@ -20,13 +21,14 @@ pub struct Wish {
     pub why: &'static str,
 }
 
-/// The changes for this machine; a setting that it does not have, or that is right already, is left alone. Each has a
-/// figure in docs/guide.md, and so has what is not here: vm.page-cluster.
+/// The changes for this machine; a setting that it does not have, or that is right already, is left
+/// alone. Each has a figure in docs/desktop.md, and so has what is not here: vm.page-cluster.
 pub fn wishes(machine: &Machine, front: Front) -> Vec<Wish> {
     reserve(machine, front).into_iter().collect()
 }
 
-/// Every reply by NBD takes a buffer of the kernel, also when no memory is free; its threads may take from this reserve.
+/// Every reply by NBD takes a buffer of the kernel, also when no memory is free; its threads may
+/// take from this reserve.
 fn reserve(machine: &Machine, front: Front) -> Option<Wish> {
     const MIN_FREE: &str = "/proc/sys/vm/min_free_kbytes";
     if front != Front::Nbd {

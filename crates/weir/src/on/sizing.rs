@@ -1,8 +1,9 @@
 //! How large the device is to be when nobody says.
 //!
-//! The rules are those of nbd-vram's installer: what a card has, less 1 GiB for whoever else uses it, less 3 GiB where it drives a
-//! display; and where that is not to be had, 512 MiB less, again and again. Where others have taken their share already, the floor
-//! stays free: below it the store would ask at once for what it was just given.
+//! The rules are those of nbd-vram's installer: what a card has, less 1 GiB for whoever else uses
+//! it, less 3 GiB where it drives a display; and where that is not to be had, 512 MiB less, again
+//! and again. Where others have taken their share already, the floor stays free: below it the store
+//! would ask at once for what it was just given.
 
 use weir_core::ByteSize;
 use weir_store::VramUrl;
@@ -17,8 +18,8 @@ pub const HEADROOM_DISPLAY: ByteSize = ByteSize(3 << 30);
 pub const STEP: ByteSize = ByteSize(512 * MIB);
 /// Less than this is not worth a device.
 pub const LEAST: ByteSize = ByteSize(256 * MIB);
-/// What a daemon without a backing takes beyond its size, for writes under way: 1.25 MiB for each of its connections and threads,
-/// of which `weir on` makes 14 at most.
+/// What a daemon without a backing takes beyond its size, for writes under way: 1.25 MiB for each
+/// of its connections and threads, of which `weir on` makes 14 at most.
 const UNDER_WAY: ByteSize = ByteSize(32 * MIB);
 
 /// A card's memory.
@@ -44,13 +45,15 @@ impl Card {
     }
 }
 
-/// What the daemons of a device in `parts` may take of each card beyond its size: a store takes whole chunks.
+/// What the daemons of a device in `parts` may take of each card beyond its size: a store takes
+/// whole chunks.
 pub fn beyond(url: &VramUrl, parts: u64) -> ByteSize {
     ByteSize(UNDER_WAY.0.next_multiple_of(url.chunk.0) * parts)
 }
 
-/// What one card can lend: its total less the headroom, and no more than is free now less the floor and what the daemons take
-/// beyond; whole steps of 128 MiB, the usual chunk of the store, or of a larger chunk. `None` where that is less than [`LEAST`].
+/// What one card can lend: its total less the headroom, and no more than is free now less the floor
+/// and what the daemons take beyond; whole steps of 128 MiB, the usual chunk of the store, or of a
+/// larger chunk. `None` where that is less than [`LEAST`].
 pub fn of_card(card: Card, url: &VramUrl, parts: u64) -> Option<ByteSize> {
     let spare = card.free().0.saturating_sub(url.floor.0).saturating_sub(beyond(url, parts).0);
     let lent = card.total.0.saturating_sub(card.headroom().0).min(spare);
@@ -95,7 +98,8 @@ mod tests {
         of_card(card, &vram(), 1)
     }
 
-    /// What the store takes of each card for a device of this size: the rounding of `weir-store/vram`.
+    /// What the store takes of each card for a device of this size: the rounding of
+    /// `weir-store/vram`.
     fn taken(size: ByteSize, cards: u64, url: &VramUrl, parts: u64) -> u64 {
         let part = part(size, parts, url.chunk.0).0 + UNDER_WAY.0;
         part.div_ceil(cards).next_multiple_of(url.chunk.0) * parts

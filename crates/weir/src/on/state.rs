@@ -1,5 +1,5 @@
-//! What `weir on` has done to the machine, on disk before it is done: so `weir off` undoes all of it, also after a crash between
-//! two steps.
+//! What `weir on` has done to the machine, on disk before it is done: so `weir off` undoes all of
+//! it, also after a crash between two steps.
 
 use serde::{Deserialize, Serialize};
 use std::fs;
@@ -91,7 +91,8 @@ pub enum Step {
     },
 }
 
-/// A process, with the moment of its start, so that another one of the same number is not taken for it.
+/// A process, with the moment of its start, so that another one of the same number is not taken for
+/// it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Process {
     /// Its number.
@@ -163,14 +164,16 @@ impl State {
         })
     }
 
-    /// Whether it is on, and every part has given its memory back: there is nothing to swap on, and nobody who answers.
+    /// Whether it is on, and every part has given its memory back: there is nothing to swap on, and
+    /// nobody who answers.
     pub fn is_all_away(&self) -> bool {
         let is_away = |step: &Step| matches!(step, Step::Away { .. });
         self.phase == Phase::On && self.swaps().next().is_none() && self.steps.iter().any(is_away)
     }
 }
 
-/// Takes the lock. A child that a killed weir on had just started has it too until it runs its own program, so one refusal says little.
+/// Takes the lock. A child that a killed weir on had just started has it too until it runs its own
+/// program, so one refusal says little.
 fn lock_soon(file: &fs::File) -> rustix::io::Result<()> {
     const TRIES: u32 = 25;
     let mut result = Ok(());
@@ -199,8 +202,8 @@ pub struct Journal {
     state: State,
 }
 
-/// The lock. It is let go of by name: closing would leave it to a child that another thread has just started, until that one runs
-/// its own program.
+/// The lock. It is let go of by name: closing would leave it to a child that another thread has
+/// just started, until that one runs its own program.
 #[derive(Debug)]
 struct Lock(fs::File);
 
@@ -239,7 +242,8 @@ impl Journal {
                 }
                 Err(errno) => return Err(failed(errno.into())),
             }
-            // The lock of a directory that was removed meanwhile keeps nobody out of the one that is there now.
+            // The lock of a directory that was removed meanwhile keeps nobody out of the one that
+            // is there now.
             if is_at(&lock, directory) {
                 break lock;
             }

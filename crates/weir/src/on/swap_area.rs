@@ -17,8 +17,8 @@ const AT_UUID: usize = 1036;
 const AT_LABEL: usize = 1052;
 const AT_MAGIC: usize = PAGE_SIZE - MAGIC.len();
 
-/// The first page of a swap area of `pages` pages; `None` where there is no room for one page beside it, or more pages than
-/// the header can count.
+/// The first page of a swap area of `pages` pages; `None` where there is no room for one page
+/// beside it, or more pages than the header can count.
 pub fn header(pages: u64, uuid: [u8; 16]) -> Option<[u8; PAGE_SIZE]> {
     let last = u32::try_from(pages.checked_sub(1)?).ok().filter(|last| *last > 0)?;
     let mut page = [0; PAGE_SIZE];
@@ -34,7 +34,8 @@ pub fn header(pages: u64, uuid: [u8; 16]) -> Option<[u8; PAGE_SIZE]> {
 /// Makes a swap area of the whole device, of `bytes`.
 ///
 /// # Errors
-/// What writing to the device says; `InvalidInput` where it is too small or too large for a swap area.
+/// What writing to the device says; `InvalidInput` where it is too small or too large for a swap
+/// area.
 pub fn write(device: &File, bytes: u64) -> io::Result<()> {
     let page = header(bytes / PAGE_SIZE as u64, random_uuid()?).ok_or(io::ErrorKind::InvalidInput)?;
     device.write_all_at(&page, 0)?;

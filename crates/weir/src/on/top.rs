@@ -4,10 +4,11 @@ use super::options::TopOptions;
 use super::parts;
 use crate::control::{self, Status, Traffic};
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyModifiers};
-use ratatui::layout::{Constraint, Layout};
+use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Style, Stylize as _};
-use ratatui::widgets::{Cell, Gauge, Paragraph, Row, Table};
+use ratatui::widgets::{Cell, Gauge, Paragraph, RenderDirection, Row, Sparkline, Table};
 use ratatui::{DefaultTerminal, Frame};
+use std::collections::VecDeque;
 use std::io::IsTerminal as _;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -41,10 +42,11 @@ fn watch(
     every: Duration,
 ) -> Result<(), Failure> {
     let parts = parts::count(path);
+    let mut minutes = Minutes::default();
     let mut seen = Seen { parts, ..Seen::between(&last, last.clone(), every) };
     let mut at = Instant::now();
     loop {
-        terminal.draw(|frame| draw(frame, &seen)).map_err(Failure::failed)?;
+        terminal.draw(|frame| draw(frame, &seen, &minutes)).map_err(Failure::failed)?;
         if event::poll(every.saturating_sub(at.elapsed())).map_err(Failure::failed)? {
             match event::read().map_err(Failure::failed)? {
                 Event::Key(key) if matches!(key.code, KeyCode::Char('q') | KeyCode::Esc) => return Ok(()),
@@ -59,10 +61,14 @@ fn watch(
         match control::status(path) {
             Ok(now) => {
                 seen = Seen { parts, ..Seen::between(&last, now.clone(), at.elapsed()) };
+                minutes.add(&seen);
                 last = now;
             }
             // Another daemon is about to take over, or weir is off by now; the next look says more.
-            Err(_) => seen.away = true,
+            Err(_) => {
+                seen.away = true;
+                minutes.add_nothing();
+            }
         }
         at = Instant::now();
     }
@@ -141,6 +147,39 @@ impl Seen {
     }
 }
 
+/// The rates of the last looks, the newest first: what the sparklines show.
+#[derive(Default)]
+struct Minutes {
+    read: VecDeque<u64>,
+    written: VecDeque<u64>,
+}
+
+impl Minutes {
+    /// A look a second and a column a look: more than any terminal has columns.
+    const LOOKS: usize = 600;
+
+    fn add(&mut self, seen: &Seen) {
+        self.push(seen.read_rate as u64, seen.write_rate as u64);
+    }
+
+    /// The daemon did not answer: a gap.
+    fn add_nothing(&mut self) {
+        self.push(0, 0);
+    }
+
+    fn push(&mut self, read: u64, written: u64) {
+        for (row, rate) in [(&mut self.read, read), (&mut self.written, written)] {
+            row.truncate(Self::LOOKS - 1);
+            row.push_front(rate);
+        }
+    }
+
+    /// The highest rate among the newest `columns` looks.
+    fn highest(row: &VecDeque<u64>, columns: u16) -> u64 {
+        row.iter().take(columns.into()).copied().max().unwrap_or(0)
+    }
+}
+
 const COLUMNS: [&str; 7] = ["", "pages/s", "MiB/s", "p50 us", "p99 us", "p99.9 us", "failed"];
 
 fn size(pages: u64) -> ByteSize {
@@ -185,7 +224,19 @@ fn plain(seen: &Seen) -> String {
     text
 }
 
-fn draw(frame: &mut Frame<'_>, seen: &Seen) {
+/// One direction's last minutes: its name and highest rate at the left, a column a look, the newest
+/// at the right.
+fn draw_minutes(frame: &mut Frame<'_>, name: &str, row: &VecDeque<u64>, area: Rect) {
+    let [label, line] = Layout::horizontal([Constraint::Length(22), Constraint::Min(1)]).areas(area);
+    let highest = Minutes::highest(row, line.width);
+    let rate = highest as f64 * PAGE_SIZE as f64 / f64::from(1 << 20);
+    frame.render_widget(Paragraph::new(format!("{name}\nat most {rate:.1} MiB/s")).dim(), label);
+    let looks: Vec<u64> = row.iter().take(line.width.into()).copied().collect();
+    let sparkline = Sparkline::default().direction(RenderDirection::RightToLeft).max(highest.max(1));
+    frame.render_widget(sparkline.data(&looks).cyan(), line);
+}
+
+fn draw(frame: &mut Frame<'_>, seen: &Seen, minutes: &Minutes) {
     let stores = seen.now.stores.len() as u16;
     let parts = Layout::vertical([
         Constraint::Length(2),
@@ -242,6 +293,14 @@ fn draw(frame: &mut Frame<'_>, seen: &Seen) {
         })
         .collect();
     frame.render_widget(Paragraph::new(exports.join("\n")), parts[3]);
+    // Each direction gets what is left of the screen, up to eight rows, and none where that is less
+    // than two.
+    let rows = (parts[4].height / 2).min(8);
+    if rows >= 2 {
+        let areas = Layout::vertical([Constraint::Length(rows); 2]).spacing(0).split(parts[4]);
+        draw_minutes(frame, "in, last minutes", &minutes.read, areas[0]);
+        draw_minutes(frame, "out, last minutes", &minutes.written, areas[1]);
+    }
     frame.render_widget(Paragraph::new("q ends").dim(), parts[5]);
 }
 
@@ -265,7 +324,7 @@ mod tests {
     fn lines_and_screen_show_rates_latencies_and_chunks() {
         let seen = Seen::between(&Status::example(0), Status::example(2560), Duration::from_secs(1));
         let mut terminal = Terminal::new(TestBackend::new(100, 24)).expect("a terminal");
-        terminal.draw(|frame| draw(frame, &seen)).expect("drawn");
+        terminal.draw(|frame| draw(frame, &seen, &Minutes::default())).expect("drawn");
         let screen = terminal.backend().to_string();
         for text in [plain(&seen), screen] {
             for words in ["2560", "10.0", "1.5", "2 given back", "256KiB of 1MiB", "unix:/x"] {
@@ -274,5 +333,64 @@ mod tests {
         }
         let title = Seen { parts: 3, ..seen }.title();
         assert!(title.contains("part 1 of 3 (weir status lists them) 1MiB:"), "{title}");
+    }
+
+    /// Ninety seconds: a burst of reads a minute ago, then a ramp of writes.
+    fn a_minute() -> Minutes {
+        let mut minutes = Minutes::default();
+        for second in 0..90_u64 {
+            let read = if (20..30).contains(&second) { 4096 } else { 64 };
+            minutes.push(read, second.saturating_sub(45) * 100);
+        }
+        minutes
+    }
+
+    fn screen(columns: u16, rows: u16) -> String {
+        let seen = Seen::between(&Status::example(0), Status::example(2560), Duration::from_secs(1));
+        let mut terminal = Terminal::new(TestBackend::new(columns, rows)).expect("a terminal");
+        terminal.draw(|frame| draw(frame, &seen, &a_minute())).expect("drawn");
+        let buffer = terminal.backend().buffer();
+        let line = |row: u16| -> String { (0..columns).map(|at| buffer[(at, row)].symbol()).collect() };
+        (0..rows).map(|row| line(row).trim_end().to_owned() + "\n").collect()
+    }
+
+    #[test]
+    fn the_last_minutes_are_drawn_with_the_newest_look_at_the_right() {
+        for (columns, rows) in [(80, 24), (200, 60)] {
+            let text = screen(columns, rows);
+            assert!(text.contains("in, last minutes") && text.contains("out, last minutes"), "{text}");
+            // 4096 pages a second are 16 MiB; 44 looks of the ramp are the highest of the other.
+            // In 58 columns the burst, 61 to 70 looks ago, is past the left edge.
+            let highest = if columns == 80 { "at most 0.2 MiB/s" } else { "at most 16.0 MiB/s" };
+            assert!(text.contains(highest) && text.contains("at most 17.2 MiB/s"), "{text}");
+            let full: Vec<&str> =
+                text.lines().filter(|line| line.chars().count() == usize::from(columns)).collect();
+            assert!(full.iter().any(|line| line.ends_with('█')), "the ramp ends at the edge: {text}");
+        }
+    }
+
+    #[test]
+    fn more_looks_than_are_kept_push_the_oldest_out() {
+        let mut minutes = Minutes::default();
+        for look in 0..2000 {
+            minutes.push(look, 0);
+        }
+        assert_eq!((minutes.read.len(), minutes.read[0]), (Minutes::LOOKS, 1999));
+        minutes.add_nothing();
+        assert_eq!((minutes.read[0], minutes.read[1]), (0, 1999), "a daemon that is away is a gap");
+    }
+
+    /// Writes the screen for the pictures of `docs/pictures/draw`, where `WEIR_TOP_SCREENS` names a
+    /// directory.
+    #[test]
+    fn the_screens_of_the_pictures_are_drawn() {
+        let screens = [(80, 24), (200, 60)].map(|(columns, rows)| (columns, rows, screen(columns, rows)));
+        for (columns, rows, text) in screens {
+            assert_eq!(text.lines().count(), usize::from(rows));
+            if let Some(directory) = std::env::var_os("WEIR_TOP_SCREENS") {
+                let file = Path::new(&directory).join(format!("top-{columns}x{rows}.txt"));
+                std::fs::write(file, text).expect("written");
+            }
+        }
     }
 }

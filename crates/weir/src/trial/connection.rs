@@ -1,4 +1,5 @@
-//! One connection's part of a trial: random requests on its own pages, each answer compared with the shadow.
+//! One connection's part of a trial: random requests on its own pages, each answer compared with
+//! the shadow.
 
 use super::shadow::{BLOCK, Mismatch, Shadow, next};
 use std::collections::HashMap;
@@ -11,7 +12,8 @@ use weir_export::nbd::client::{Client, ClientError, Operation};
 
 /// Requests in flight at most.
 const DEPTH: u64 = 8;
-/// Pages in flight at most: well below a socket's buffer, so that neither side waits for the other to read.
+/// Pages in flight at most: well below a socket's buffer, so that neither side waits for the other
+/// to read.
 const PAGES_IN_FLIGHT: u32 = 32;
 /// Mismatches that are described; all are counted.
 const DESCRIBED: usize = 4;
@@ -119,7 +121,8 @@ impl Connection {
         (self.shadow, Reader { client: self.client, tally: self.tally })
     }
 
-    /// Up to [`DEPTH`] requests, each on a block of its own: answers come in any order, and so none may bear on another.
+    /// Up to [`DEPTH`] requests, each on a block of its own: answers come in any order, and so none
+    /// may bear on another.
     fn choose(&mut self) -> Vec<Request> {
         let mut batch: Vec<Request> = Vec::new();
         let mut room = PAGES_IN_FLIGHT;
@@ -207,7 +210,8 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// Reads every page of `shadow`, which another connection wrote: what one has flushed, all must see.
+    /// Reads every page of `shadow`, which another connection wrote: what one has flushed, all must
+    /// see.
     pub fn sweep(&mut self, shadow: &Shadow) -> Result<(), ClientError> {
         for block in 0..shadow.blocks() {
             let page = shadow.page(block, 0);

@@ -1,8 +1,9 @@
 //! `weir try`: the daemon, real connections to it, and every page compared with what was written.
 //!
-//! It needs no root and no GPU. The daemon is the one that `weir serve` runs, in this process, on a socket in a directory of
-//! its own; the connections are NBD clients. A page carries its number and its generation, so that one answer in the
-//! wrong place or of an older time is found. At the end each connection reads what another one wrote.
+//! It needs no root and no GPU. The daemon is the one that `weir serve` runs, in this process, on a
+//! socket in a directory of its own; the connections are NBD clients. A page carries its number and
+//! its generation, so that one answer in the wrong place or of an older time is found. At the end
+//! each connection reads what another one wrote.
 
 mod connection;
 mod report;

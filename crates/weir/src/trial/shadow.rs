@@ -1,8 +1,8 @@
 //! What each page ought to hold.
 //!
-//! A written page names its number and its generation in its first 16 bytes, and the rest follows from both and the
-//! run's seed. So the shadow needs four bytes a page, and a page in the wrong place or of an older
-//! time shows itself for what it is.
+//! A written page names its number and its generation in its first 16 bytes, and the rest follows
+//! from both and the run's seed. So the shadow needs four bytes a page, and a page in the wrong
+//! place or of an older time shows itself for what it is.
 
 use std::fmt;
 use weir_core::{PAGE_SIZE, PageBytes};
@@ -78,7 +78,8 @@ impl Shadow {
         }
     }
 
-    /// Notes that pages may hold anything: their change was refused, and a device may have done half of it.
+    /// Notes that pages may hold anything: their change was refused, and a device may have done
+    /// half of it.
     pub fn forget(&mut self, block: u32, pages: std::ops::Range<u32>) {
         for at in pages {
             self.generations[(block * BLOCK + at) as usize] |= UNKNOWN;
@@ -115,7 +116,8 @@ impl Shadow {
     }
 }
 
-/// Set in a generation when the page was made zeros after it: the count goes on, so that no content comes twice.
+/// Set in a generation when the page was made zeros after it: the count goes on, so that no content
+/// comes twice.
 const ZEROED: u32 = 1 << 31;
 
 /// Set when a change of the page failed.

@@ -1,6 +1,6 @@
 //! What is asked of the worker: one job at a time, with its progress and its outcome.
 
-use super::crew::{Card, Crew};
+use super::workers::{Card, Workers};
 use crate::control::{Moved, Progress};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -25,11 +25,12 @@ pub enum Wish {
 #[derive(Debug)]
 pub struct Job {
     item: Item<Job>,
-    crew: Arc<Crew>,
+    workers: Arc<Workers>,
     pub wish: Wish,
     /// How much; `None`: all.
     pub bytes: Option<u64>,
-    /// The card whose memory it is about, where the governor asks; less than asked for is then welcome too.
+    /// The card whose memory it is about, where the governor asks; less than asked for is then
+    /// welcome too.
     pub only: Option<Card>,
     pub reach: Reach,
     outcome: Mutex<Option<Result<Moved, String>>>,
@@ -51,12 +52,13 @@ impl Work for Job {
 
     fn run(this: Arc<Job>) {
         let ending = Ending(&this);
-        let outcome = this.crew.run(&this);
+        let outcome = this.workers.run(&this);
         ending.with(outcome);
     }
 }
 
-/// Whoever waits for a job hears of its end, also where that is a panic: the queue goes on after one.
+/// Whoever waits for a job hears of its end, also where that is a panic: the queue goes on after
+/// one.
 struct Ending<'a>(&'a Job);
 
 impl Ending<'_> {
@@ -77,19 +79,19 @@ impl Drop for Ending<'_> {
 
 impl Job {
     /// Somebody's wish.
-    pub fn new(crew: &Arc<Crew>, wish: Wish, bytes: Option<u64>) -> Arc<Self> {
-        Self::about(crew, wish, bytes, None)
+    pub fn new(workers: &Arc<Workers>, wish: Wish, bytes: Option<u64>) -> Arc<Self> {
+        Self::about(workers, wish, bytes, None)
     }
 
     /// The governor's.
-    pub fn governed(crew: &Arc<Crew>, wish: Wish, bytes: u64, card: Card) -> Arc<Self> {
-        Self::about(crew, wish, Some(bytes), Some(card))
+    pub fn governed(workers: &Arc<Workers>, wish: Wish, bytes: u64, card: Card) -> Arc<Self> {
+        Self::about(workers, wish, Some(bytes), Some(card))
     }
 
-    fn about(crew: &Arc<Crew>, wish: Wish, bytes: Option<u64>, only: Option<Card>) -> Arc<Self> {
+    fn about(workers: &Arc<Workers>, wish: Wish, bytes: Option<u64>, only: Option<Card>) -> Arc<Self> {
         Arc::new(Job {
             item: Item::new(),
-            crew: Arc::clone(crew),
+            workers: Arc::clone(workers),
             wish,
             bytes,
             only,
@@ -100,8 +102,12 @@ impl Job {
     }
 
     /// Queues it and waits for its end.
-    pub fn run_on(self: Arc<Self>, crew: &Crew, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String> {
-        if !crew.queue().schedule(&self) {
+    pub fn run_on(
+        self: Arc<Self>,
+        workers: &Workers,
+        tell: &mut dyn FnMut(Progress),
+    ) -> Result<Moved, String> {
+        if !workers.queue().schedule(&self) {
             return Err("the daemon is stopping".into());
         }
         let mut outcome = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
@@ -109,7 +115,7 @@ impl Job {
             if let Some(outcome) = outcome.take() {
                 return outcome;
             }
-            if crew.is_stopping() {
+            if workers.is_stopping() {
                 return Err("the daemon is stopping; what was under way is whole".into());
             }
             let waited = self.ended.wait_timeout(outcome, TELL_EVERY);
@@ -183,9 +189,9 @@ mod tests {
         let first = Bursting(Host::new(4 << 20 >> 12).expect("memory"));
         let chunk = u64::from(first.slots()) * PAGE_SIZE as u64;
         let volume = Volume::create(config, vec![Arc::new(first), Arc::new(below)]).expect("a volume");
-        let crew = Crew::start(&volume, &[true, false]).expect("threads");
+        let workers = Workers::start(&volume, &[true, false]).expect("threads");
         let (ended, end) = std::sync::mpsc::channel();
-        let jobs = Arc::clone(&crew);
+        let jobs = Arc::clone(&workers);
         std::thread::spawn(move || {
             for wish in [Wish::GiveBack, Wish::Take, Wish::Take] {
                 let _ = ended.send(Job::new(&jobs, wish, None).run_on(&jobs, &mut |_| {}));
@@ -199,6 +205,6 @@ mod tests {
             assert!(error.contains("a bug"), "{error}");
         }
         assert!(begun.elapsed() < Duration::from_secs(60));
-        crew.stop();
+        workers.stop();
     }
 }

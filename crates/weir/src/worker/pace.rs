@@ -6,7 +6,8 @@ use weir_volume::{Awaited, Driver};
 
 /// Bytes a second that all threads together move out.
 pub const RATE: f64 = 12e9;
-/// Between two looks at a chunk of which a program uses pages in place: each goes through the chunk.
+/// Between two looks at a chunk of which a program uses pages in place: each goes through the
+/// chunk.
 const LOAN_REST: Duration = Duration::from_millis(1);
 /// Being ahead by less is not worth a sleep.
 const AHEAD: Duration = Duration::from_micros(100);

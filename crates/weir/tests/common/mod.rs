@@ -1,4 +1,5 @@
-//! `weir serve` as a process, for the tests of this folder: with a directory of its own, and gone with it when a test ends.
+//! `weir serve` as a process, for the tests of this folder: with a directory of its own, and gone
+//! with it when a test ends.
 #![allow(dead_code, reason = "each test file uses its part of it")]
 
 use rustix::mount::{UnmountFlags, unmount};
@@ -12,7 +13,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 use weir_export::nbd::client::{Client, Wish};
 
-/// How long a machine with other things to do may take for what takes no time. Only a hang is longer.
+/// How long a machine with other things to do may take for what takes no time. Only a hang is
+/// longer.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
 pub const WEIR: &str = env!("CARGO_BIN_EXE_weir");
@@ -38,7 +40,8 @@ pub fn has_lavapipe() -> bool {
     })
 }
 
-/// By what a daemon is killed: from outside, or by what it or a driver does wrong. The last two write a core where they may.
+/// By what a daemon is killed: from outside, or by what it or a driver does wrong. The last two
+/// write a core where they may.
 pub const KILLS: [(Signal, &str); 3] =
     [(Signal::KILL, ""), (Signal::ABORT, "-abrt"), (Signal::SEGV, "-segv")];
 
@@ -92,7 +95,8 @@ impl Stalls {
 /// Kills a process as `signal` does: false where it was gone already.
 pub fn kill(process: Pid, signal: Signal) -> bool {
     let is_sent = kill_process(process, signal).is_ok();
-    // Rust's handler looks for a stack that overflowed, and has what it finds to be something else happen once more.
+    // Rust's handler looks for a stack that overflowed, and has what it finds to be something else
+    // happen once more.
     while signal == Signal::SEGV && is_sent && lives(process) {
         let _ = kill_process(process, signal);
         thread::sleep(Duration::from_micros(200));
@@ -106,7 +110,8 @@ fn lives(process: Pid) -> bool {
     stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
 }
 
-/// Lets this process and what it starts write cores as large as they like, where the system allows it.
+/// Lets this process and what it starts write cores as large as they like, where the system allows
+/// it.
 pub fn allow_cores() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let maximum = getrlimit(Resource::Core).maximum;
@@ -126,7 +131,8 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Starts one with these flags besides its control socket; `more` adds what has paths in it. It may not listen yet.
+    /// Starts one with these flags besides its control socket; `more` adds what has paths in it. It
+    /// may not listen yet.
     pub fn spawn(name: &str, flags: &[&str], more: impl FnOnce(&mut Command, &Path)) -> Self {
         // A short path: a socket's has at most 107 bytes.
         let directory = std::env::temp_dir().join(format!("weir-{}-{name}", std::process::id()));
@@ -167,7 +173,8 @@ impl Daemon {
         Command::new(WEIR).args(arguments).arg("--control").arg(self.control()).output().unwrap()
     }
 
-    /// What it says of itself, as soon as there is a daemon that does: it answers clients a little earlier.
+    /// What it says of itself, as soon as there is a daemon that does: it answers clients a little
+    /// earlier.
     pub fn status(&self) -> serde_json::Value {
         let begun = Instant::now();
         loop {

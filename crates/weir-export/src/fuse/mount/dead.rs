@@ -1,10 +1,11 @@
 //! Whether the server of a mount is gone, found out without waiting for it.
 //!
-//! A connection ends when its last descriptor is closed, and then everything that asks it fails. Where requests come by
-//! rings, the descriptor is also held by the rings' commands, which end with their ring; Linux 6.18 has been seen to let
-//! a ring wait for its commands for as long as the connection lived, twenty minutes until it was ended by hand, and
-//! with it everybody who had asked. A forced unmount ends a connection, so that is what such a mount gets, and no other:
-//! a connection that a keeper holds between two servers must live.
+//! A connection ends when its last descriptor is closed, and then everything that asks it fails.
+//! Where requests come by rings, the descriptor is also held by the rings' commands, which end with
+//! their ring; Linux 6.18 has been seen to let a ring wait for its commands for as long as the
+//! connection lived, twenty minutes until it was ended by hand, and with it everybody who had
+//! asked. A forced unmount ends a connection, so that is what such a mount gets, and no other: a
+//! connection that a keeper holds between two servers must live.
 
 use rustix::io::Errno;
 use std::ffi::OsStr;
@@ -51,15 +52,17 @@ pub(super) fn life(point: &Path) -> Life {
     }
 }
 
-/// What `ask` comes to, unless it takes longer than [`PATIENCE`]; its thread waits on for as long as the kernel wants.
+/// What `ask` comes to, unless it takes longer than [`PATIENCE`]; its thread waits on for as long
+/// as the kernel wants.
 fn within<T: Send + 'static>(ask: impl FnOnce() -> T + Send + 'static) -> Option<T> {
     let (answer, answered) = mpsc::channel();
     std::thread::Builder::new().spawn(move || answer.send(ask())).ok()?;
     answered.recv_timeout(PATIENCE).ok()
 }
 
-/// Whether a process has a descriptor of the connection that is mounted as `device`, or might have: what this process
-/// may not look at counts as that, since a server that lives must never be taken for dead.
+/// Whether a process has a descriptor of the connection that is mounted as `device`, or might have:
+/// what this process may not look at counts as that, since a server that lives must never be taken
+/// for dead.
 fn may_be_held(device: u32) -> bool {
     if !rustix::process::geteuid().is_root() || !names_connections() || !sees_every_process() {
         return true;
@@ -83,7 +86,8 @@ fn may_be(process: &Path, fd: &OsStr, device: u32) -> bool {
     match info {
         // One that is not mounted yet names none.
         Ok(info) => connection(&info) == Some(device),
-        // Some systems give the first process more than root has, and so hide it; it serves no disks.
+        // Some systems give the first process more than root has, and so hide it; it serves no
+        // disks.
         Err(error) => !is_gone(&error) && process != Path::new("/proc/1"),
     }
 }
@@ -94,8 +98,8 @@ fn is_gone(error: &io::Error) -> bool {
     matches!(errno, Some(Errno::NOENT | Errno::SRCH))
 }
 
-/// Whether `/proc` has every process of the machine: in the first PID namespace, whose number is a constant of the kernel
-/// (`PROC_PID_INIT_INO`, include/linux/proc_ns.h).
+/// Whether `/proc` has every process of the machine: in the first PID namespace, whose number is a
+/// constant of the kernel (`PROC_PID_INIT_INO`, include/linux/proc_ns.h).
 fn sees_every_process() -> bool {
     fs::metadata("/proc/self/ns/pid").is_ok_and(|namespace| namespace.ino() == 0xEFFF_FFFC)
 }
@@ -106,7 +110,8 @@ fn names_connections() -> bool {
     version(&release.release().to_string_lossy()).is_some_and(|version| version >= FUSE_NAMES_CONNECTIONS)
 }
 
-/// The connection that a descriptor's `fdinfo` names, by the minor number of its file system's device.
+/// The connection that a descriptor's `fdinfo` names, by the minor number of its file system's
+/// device.
 fn connection(info: &str) -> Option<u32> {
     info.lines().find_map(|line| line.strip_prefix("fuse_connection:")?.trim().parse().ok())
 }

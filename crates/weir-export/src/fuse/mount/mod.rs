@@ -1,4 +1,5 @@
-//! Puts a FUSE connection into the file system: by mount(2) where that is allowed, else by `fusermount3`.
+//! Puts a FUSE connection into the file system: by mount(2) where that is allowed, else by
+//! `fusermount3`.
 
 mod dead;
 
@@ -86,7 +87,8 @@ impl Options<'_> {
 }
 
 impl Mount {
-    /// Mounts a connection on a file or directory; its root is of the same kind. What a dead server left there must be gone.
+    /// Mounts a connection on a file or directory; its root is of the same kind. What a dead server
+    /// left there must be gone.
     ///
     /// # Errors
     /// See [`MountError`].
@@ -106,12 +108,14 @@ impl Mount {
         }
     }
 
-    /// Takes over a mount that another process made. It stays when this is dropped; [`unmount`](Self::unmount) takes it away.
+    /// Takes over a mount that another process made. It stays when this is dropped;
+    /// [`unmount`](Self::unmount) takes it away.
     ///
     /// # Errors
     /// When the path does not exist.
     pub fn adopt(point: &Path) -> io::Result<Mount> {
-        // Not canonicalised: a look at the mount itself would wait for its server, which is this process.
+        // Not canonicalised: a look at the mount itself would wait for its server, which is this
+        // process.
         let point = std::path::absolute(point)?;
         Ok(Mount { point, by_fusermount: rustix::process::geteuid().as_raw() != 0, armed: false })
     }
@@ -121,7 +125,8 @@ impl Mount {
         &self.point
     }
 
-    /// Takes it out of the file system. Who has something open there keeps it until the connection ends.
+    /// Takes it out of the file system. Who has something open there keeps it until the connection
+    /// ends.
     ///
     /// # Errors
     /// What the system says.
@@ -187,7 +192,8 @@ impl Drop for Mount {
     }
 }
 
-/// What servers that were killed may leave at a mount point, for the process that outlives them all.
+/// What servers that were killed may leave at a mount point, for the process that outlives them
+/// all.
 #[derive(Debug)]
 pub struct Left {
     point: PathBuf,
@@ -204,12 +210,14 @@ impl Left {
         Left { point: point.to_owned(), vacant }
     }
 
-    /// For whoever did not see the first server start. An empty file that nobody serves is taken for a server's.
+    /// For whoever did not see the first server start. An empty file that nobody serves is taken
+    /// for a server's.
     pub fn by_others(point: &Path) -> Left {
         Left { point: point.to_owned(), vacant: true }
     }
 
-    /// Once every server is gone: takes away a dead mount, and the file under it if a server made that.
+    /// Once every server is gone: takes away a dead mount, and the file under it if a server made
+    /// that.
     pub fn clear(self) {
         match life(&self.point) {
             Life::Alive => {}
@@ -224,12 +232,12 @@ impl Left {
     }
 }
 
-/// Takes away what is mounted at `point` if its server is gone. Before anything else is asked of `point`: the kernel may
-/// let that wait for ever.
+/// Takes away what is mounted at `point` if its server is gone. Before anything else is asked of
+/// `point`: the kernel may let that wait for ever.
 ///
 /// # Errors
-/// [`MountError::Stale`] where it is of another kind, or cannot be taken away; [`MountError::Silent`] where that is not
-/// known.
+/// [`MountError::Stale`] where it is of another kind, or cannot be taken away;
+/// [`MountError::Silent`] where that is not known.
 pub(super) fn replace_dead(point: &Path) -> Result<(), MountError> {
     match life(point) {
         Life::Alive => Ok(()),
@@ -324,7 +332,8 @@ fn fusermount(point: &Path, options: &Options<'_>) -> Result<Device, MountError>
     let (ours, theirs) =
         rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
             .map_err(|errno| failed(errno.into()))?;
-    // Inherited by number. Another child started at this instant would inherit it too, and close it when it ends.
+    // Inherited by number. Another child started at this instant would inherit it too, and close it
+    // when it ends.
     rustix::io::fcntl_setfd(&theirs, rustix::io::FdFlags::empty()).map_err(|errno| failed(errno.into()))?;
     let access = options.access();
     let words = format!(

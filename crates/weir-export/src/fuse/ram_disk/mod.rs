@@ -1,7 +1,9 @@
-//! A RAM disk: a file system for ordinary users whose files' pages lie in a volume. What it holds goes with the server.
+//! A RAM disk: a file system for ordinary users whose files' pages lie in a volume. What it holds
+//! goes with the server.
 //!
-//! Names and attributes are in [`tree`], under one lock: shared for reading and writing data, exclusive for whatever changes a
-//! name, a size or where pages lie. So a page is never read or written after it was given to another file.
+//! Names and attributes are in [`tree`], under one lock: shared for reading and writing data,
+//! exclusive for whatever changes a name, a size or where pages lie. So a page is never read or
+//! written after it was given to another file.
 
 mod room;
 mod tree;
@@ -23,7 +25,8 @@ use weir_core::{PAGE_SIZE, PageNo};
 use weir_request::Span;
 use weir_volume::Lane;
 
-/// How long the kernel may rely on what it was told, in seconds: whatever changes here, changes by way of it.
+/// How long the kernel may rely on what it was told, in seconds: whatever changes here, changes by
+/// way of it.
 const VALID: u64 = 3600;
 
 const PAGE: u64 = PAGE_SIZE as u64;
@@ -180,7 +183,8 @@ impl RamDisk {
                 };
                 Ok(self.shared.read().seek(node, offset, data)?.to_ne_bytes().to_vec())
             }
-            // FLUSH and FSYNC have nothing to wait for, and there are no extended attributes: after one ENOSYS the kernel knows.
+            // FLUSH and FSYNC have nothing to wait for, and there are no extended attributes: after
+            // one ENOSYS the kernel knows.
             _ => Err(Errno::NOSYS),
         }
     }
@@ -227,7 +231,8 @@ impl RamDisk {
         let tree = RwLockWriteGuard::downgrade(tree);
         ranges.write(what, data, |page| tree.place(node, page))?;
         drop(tree);
-        // Nobody cuts the file off meanwhile: the kernel lets one change of a file's size happen at a time.
+        // Nobody cuts the file off meanwhile: the kernel lets one change of a file's size happen at
+        // a time.
         self.shared.write().written(node, end, now())
     }
 
@@ -334,7 +339,8 @@ fn entry(tree: &mut Tree, node: u64) -> Answer<Vec<u8>> {
     Ok(entry.encode().to_vec())
 }
 
-/// Forgets what pages held, so that they are empty for whom they belong to next. The tree is still locked.
+/// Forgets what pages held, so that they are empty for whom they belong to next. The tree is still
+/// locked.
 fn discard(freed: &[PageNo], ranges: &mut Ranges<Lane>) {
     if freed.is_empty() {
         return;

@@ -2,8 +2,8 @@
 
 use weir_core::PageNo;
 
-/// A set of pages to take from and give back to: one bit each, taken in order from where the last was taken, so that
-/// what is written together lies together.
+/// A set of pages to take from and give back to: one bit each, taken in order from where the last
+/// was taken, so that what is written together lies together.
 #[derive(Debug)]
 pub(super) struct Room {
     taken: Vec<u64>,

@@ -1,7 +1,8 @@
 //! An entry's memory: a page whose front is the kernel's `fuse_uring_req_header`, then the payload.
 //!
-//! The header lies in three parts: the request's own at 0 (where the kernel then looks for the answer's), what belongs to its
-//! opcode at 128, and lengths at 256. Put together they are what a read of `/dev/fuse` brings, so one parser does for both.
+//! The header lies in three parts: the request's own at 0 (where the kernel then looks for the
+//! answer's), what belongs to its opcode at 128, and lengths at 256. Put together they are what a
+//! read of `/dev/fuse` brings, so one parser does for both.
 
 use super::super::reply::Reply;
 use super::super::request::{self, Malformed, Message};
@@ -40,13 +41,15 @@ impl Incoming {
         Incoming { header, commit: lengths.commit, payload: lengths.payload as usize }
     }
 
-    /// Bytes of the part that belongs to the opcode; `None` where the lengths contradict each other or the memory.
+    /// Bytes of the part that belongs to the opcode; `None` where the lengths contradict each other
+    /// or the memory.
     fn operation(&self, room: usize) -> Option<usize> {
         let operation = (self.header.len as usize).checked_sub(InHeader::BYTES)?.checked_sub(self.payload)?;
         (operation <= OPERATION_MAX && self.payload <= room).then_some(operation)
     }
 
-    /// Parses the request, has `serve` answer it, and puts the answer where the kernel looks for it. Returns its length.
+    /// Parses the request, has `serve` answer it, and puts the answer where the kernel looks for
+    /// it. Returns its length.
     ///
     /// # Errors
     /// Those of `serve`.
@@ -60,7 +63,8 @@ impl Incoming {
         let operation = self.operation(memory.len() - PAYLOAD_AT);
         let front = InHeader::BYTES + operation.unwrap_or(0);
         let (header, bytes) = if self.header.opcode == opcode::WRITE {
-            // In front of its data, which lie at a page's start. The answer must not come over them while they are looked at.
+            // In front of its data, which lie at a page's start. The answer must not come over them
+            // while they are looked at.
             let start = PAYLOAD_AT - front;
             memory.copy_within(OPERATION_AT..OPERATION_AT + front - InHeader::BYTES, start + InHeader::BYTES);
             memory.copy_within(..InHeader::BYTES, start);

@@ -1,12 +1,14 @@
 //! Requests by a ring instead of `/dev/fuse` (FUSE over io_uring, Linux 6.14: fs/fuse/dev_uring.c).
 //!
-//! The kernel has a queue for every processor that there may ever be, and puts a request into that of the processor on which its
-//! caller runs. It begins once something is offered to *every* queue, so each thread serves the queues of some
-//! neighbouring processors, and stays on these: whoever asks and whoever answers then share a cache, and neither wakes another
-//! processor. One command answers a request and takes the next one. `FORGET` and `INTERRUPT` come by `/dev/fuse` as ever, and everything
-//! does where the kernel refuses an offer.
+//! The kernel has a queue for every processor that there may ever be, and puts a request into that
+//! of the processor on which its caller runs. It begins once something is offered to *every* queue,
+//! so each thread serves the queues of some neighbouring processors, and stays on these: whoever
+//! asks and whoever answers then share a cache, and neither wakes another processor. One command
+//! answers a request and takes the next one. `FORGET` and `INTERRUPT` come by `/dev/fuse` as ever,
+//! and everything does where the kernel refuses an offer.
 //!
-//! What a dead server had in a ring fails, so nobody can take it over: for that there is `/dev/fuse`.
+//! What a dead server had in a ring fails, so nobody can take it over: for that there is
+//! `/dev/fuse`.
 
 mod entry;
 
@@ -36,7 +38,8 @@ const COMMIT_AND_FETCH: u32 = 2;
 const BELL: u64 = 1 << 32;
 const DEVICE: u64 = BELL + 1;
 
-/// What all entries of a connection take at most. There is one for each processor: more of them were no faster (measured).
+/// What all entries of a connection take at most. There is one for each processor: more of them
+/// were no faster (measured).
 const MEMORY_MAX: usize = 64 << 20;
 /// Below this a request is not worth its way.
 const PAYLOAD_LEAST: usize = 128 << 10;
@@ -99,7 +102,8 @@ pub(super) fn prepare(threads: usize) -> Result<Prepared, Unavailable> {
     Ok(Prepared { rings, io_max: payload as u32 })
 }
 
-/// How many processors a list such as `0-3` has, which the kernel's queues are numbered by. `None` where their numbers have gaps.
+/// How many processors a list such as `0-3` has, which the kernel's queues are numbered by. `None`
+/// where their numbers have gaps.
 fn count(list: &str) -> Option<usize> {
     let list = list.trim();
     let last: u16 = list.strip_prefix("0-").unwrap_or(list).parse().ok()?;
@@ -151,7 +155,8 @@ pub(super) enum Event {
 impl Ring {
     fn new(queues: Range<usize>, payload: usize) -> io::Result<Ring> {
         let room = queues.len() as u32 + 2;
-        // Completions are put into it when the thread asks. Only that thread may submit: it enables it.
+        // Completions are put into it when the thread asks. Only that thread may submit: it enables
+        // it.
         let io = IoUring::builder()
             .setup_single_issuer()
             .setup_defer_taskrun()
@@ -167,7 +172,8 @@ impl Ring {
         self.memory.is_locked()
     }
 
-    /// Offers every entry to the kernel, and has `bell` watched, and the device if `and_device`. Call it on the thread that is to serve.
+    /// Offers every entry to the kernel, and has `bell` watched, and the device if `and_device`.
+    /// Call it on the thread that is to serve.
     ///
     /// # Errors
     /// When the kernel refuses: then requests come by `/dev/fuse`.
@@ -272,8 +278,9 @@ impl Ring {
     }
 
     fn push(&mut self, command: &squeue::Entry128) {
-        // SAFETY: entries are this value's memory, which outlives `io` in the order of its fields; an entry is looked at here
-        // only while the kernel has nothing to put into it. Polls name descriptors that outlive the thread.
+        // SAFETY: entries are this value's memory, which outlives `io` in the order of its fields;
+        // an entry is looked at here only while the kernel has nothing to put into it. Polls name
+        // descriptors that outlive the thread.
         unsafe { self.io.submission().push(command) }.expect("room for one command an entry and two polls");
     }
 }
@@ -282,7 +289,8 @@ impl Ring {
 fn set_len(command: &mut squeue::Entry128, len: u32) {
     const LEN_AT: usize = 24;
     const _: () = assert!(size_of::<squeue::Entry128>() == 128);
-    // SAFETY: it is the kernel's `io_uring_sqe` of 128 bytes, plain numbers, with `len`, a u32, at byte 24.
+    // SAFETY: it is the kernel's `io_uring_sqe` of 128 bytes, plain numbers, with `len`, a u32, at
+    // byte 24.
     unsafe { std::ptr::from_mut(command).cast::<u8>().add(LEN_AT).cast::<u32>().write(len) };
 }
 

@@ -22,11 +22,12 @@ pub struct Config {
     pub swap: bool,
     /// Serve swap without the flusher flag.
     pub unsafe_no_flusher: bool,
-    /// Have requests come by rings where the kernel offers it and every page lies in memory. Nobody can take such a server
-    /// over: without [`keepsakes`](super::Server::keepsakes) it fails what it had in hand when it is killed.
+    /// Have requests come by rings where the kernel offers it and every page lies in memory. Nobody
+    /// can take such a server over: without [`handoffs`](super::Server::handoffs) it fails what
+    /// it had in hand when it is killed.
     pub ring: bool,
-    /// Other users than the one who mounts may use it, as far as modes and owners let them. For users other than root
-    /// `/etc/fuse.conf` must say `user_allow_other`.
+    /// Other users than the one who mounts may use it, as far as modes and owners let them. For
+    /// users other than root `/etc/fuse.conf` must say `user_allow_other`.
     pub allow_other: bool,
 }
 

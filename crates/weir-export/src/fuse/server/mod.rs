@@ -34,7 +34,7 @@ use weir_volume::Volume;
 const STACK_BYTES: usize = 256 << 10;
 /// A descriptor that outlives this process in a keeper, for [`Server::take_over`].
 #[derive(Debug)]
-pub struct Keepsake<'a> {
+pub struct Handoff<'a> {
     /// What it is.
     pub name: String,
     /// Its descriptor.
@@ -75,8 +75,9 @@ impl fmt::Debug for Server {
 }
 
 impl Server {
-    /// Mounts over `point`, starts every thread and takes all memory; the process may be sealed afterwards. If `point` is a
-    /// directory the file appears in it; a file that does not exist is made.
+    /// Mounts over `point`, starts every thread and takes all memory; the process may be sealed
+    /// afterwards. If `point` is a directory the file appears in it; a file that does not exist is
+    /// made.
     ///
     /// # Errors
     /// See [`ServeError`]; nothing is left mounted or running then.
@@ -89,7 +90,8 @@ impl Server {
         Server::start_over(volume, (volume.bytes(), lies_in_memory(volume)), config, point, log)
     }
 
-    /// As [`start`](Server::start), for any page device of `bytes` bytes. Its requests come by `/dev/fuse`.
+    /// As [`start`](Server::start), for any page device of `bytes` bytes. Its requests come by
+    /// `/dev/fuse`.
     ///
     /// # Errors
     /// See [`ServeError`]; nothing is left mounted or running then.
@@ -137,8 +139,8 @@ impl Server {
         Ok(server)
     }
 
-    /// Goes on where a server that is gone was killed. `take` gives its [`keepsakes`](Server::keepsakes) by name. Requests
-    /// that it had read are done again.
+    /// Goes on where a server that is gone was killed. `take` gives its
+    /// [`handoffs`](Server::handoffs) by name. Requests that it had read are done again.
     ///
     /// # Errors
     /// See [`ServeError`].
@@ -157,7 +159,8 @@ impl Server {
             ServeError::Kernel(format!("the keeper does not hold the connection of {}", point.display()))
         })?;
         let connection = Device::adopt(connection).map_err(resources)?;
-        // More than there are threads now were of a configuration with more: what they had comes back by the resend too.
+        // More than there are threads now were of a configuration with more: what they had comes
+        // back by the resend too.
         let kept: Vec<OwnedFd> = (0..THREADS_MAX).map_while(|number| take(&queue_name(number))).collect();
         let queues: Vec<_> =
             kept.into_iter().map(Device::adopt).collect::<io::Result<_>>().map_err(resources)?;
@@ -168,14 +171,16 @@ impl Server {
             })?;
         }
         let mount = Mount::adopt(point).map_err(resources)?;
-        // The mount point's owner is behind the mount, and a look at it would wait for this process.
+        // The mount point's owner is behind the mount, and a look at it would wait for this
+        // process.
         let owner = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
         let opened = Opened { mount, connection, queues, can_resend, made, rings: Vec::new() };
         Server::disk(volume, volume.bytes(), config, opened, owner, log)
     }
 
-    /// Mounts an empty file system on the directory `point`, whose files' pages lie in the volume. All that it holds is gone
-    /// when the server ends, which it does by itself when somebody unmounts it.
+    /// Mounts an empty file system on the directory `point`, whose files' pages lie in the volume.
+    /// All that it holds is gone when the server ends, which it does by itself when somebody
+    /// unmounts it.
     ///
     /// # Errors
     /// See [`ServeError`]; nothing is left mounted or running then.
@@ -197,8 +202,8 @@ impl Server {
         })
     }
 
-    /// Whether a [`ram_disk`](Server::ram_disk) can be mounted at `point`, for whoever wants to know before he takes its memory. What a
-    /// dead one left there is gone then.
+    /// Whether a [`ram_disk`](Server::ram_disk) can be mounted at `point`, for whoever wants to
+    /// know before he takes its memory. What a dead one left there is gone then.
     ///
     /// # Errors
     /// As [`ram_disk`](Server::ram_disk), where there is no directory or something else is mounted.
@@ -366,25 +371,25 @@ impl Server {
         self.memory_locked
     }
 
-    /// What a keeper must hold so that a new daemon can go on after this one was killed. Where the kernel cannot send requests
-    /// again, the queues are not among it: then what a killed daemon had read fails at once, and does not wait for ever. Nothing
-    /// where requests come by rings, which nobody can take over.
-    pub fn keepsakes(&self) -> Vec<Keepsake<'_>> {
+    /// What a keeper must hold so that a new daemon can go on after this one was killed. Where the
+    /// kernel cannot send requests again, the queues are not among it: then what a killed daemon
+    /// had read fails at once, and does not wait for ever. Nothing where requests come by rings,
+    /// which nobody can take over.
+    pub fn handoffs(&self) -> Vec<Handoff<'_>> {
         if self.rings > 0 {
             return Vec::new();
         }
         let name = if self.made { CONNECTION_OF_OURS } else { CONNECTION };
-        let mut all = vec![Keepsake { name: name.to_owned(), fd: self.connection.as_fd() }];
+        let mut all = vec![Handoff { name: name.to_owned(), fd: self.connection.as_fd() }];
         if self.can_resend {
             let queues = self.queues.iter().enumerate();
-            all.extend(
-                queues.map(|(number, queue)| Keepsake { name: queue_name(number), fd: queue.as_fd() }),
-            );
+            all.extend(queues.map(|(number, queue)| Handoff { name: queue_name(number), fd: queue.as_fd() }));
         }
         all
     }
 
-    /// Unmounts it if nobody has anything open there; [`unmounted`](Server::unmounted) becomes readable then.
+    /// Unmounts it if nobody has anything open there; [`unmounted`](Server::unmounted) becomes
+    /// readable then.
     ///
     /// # Errors
     /// Why it stays: `EBUSY`, or what the program said that unmounts for ordinary users.
@@ -392,13 +397,14 @@ impl Server {
         self.mount.as_ref().map_or(Ok(()), Mount::unmount_unused)
     }
 
-    /// Answers what has been read, lets the threads end, and unmounts. Returns how many threads did not come back within
-    /// `grace`, because a store answers nothing.
+    /// Answers what has been read, lets the threads end, and unmounts. Returns how many threads did
+    /// not come back within `grace`, because a store answers nothing.
     pub fn stop(mut self, grace: Duration) -> usize {
         self.end(grace)
     }
 
-    /// Gives the server up as the death of its process would: the threads end, and the mount stays. For tests of taking over.
+    /// Gives the server up as the death of its process would: the threads end, and the mount stays.
+    /// For tests of taking over.
     pub fn abandon(mut self) {
         if let Some(mount) = self.mount.take() {
             mount.leave();
@@ -423,7 +429,8 @@ impl Server {
         }
         if let Some(mount) = self.mount.take() {
             let point = mount.point().to_owned();
-            // Where it cannot be unmounted it is dead all the same, as soon as the descriptors are closed.
+            // Where it cannot be unmounted it is dead all the same, as soon as the descriptors are
+            // closed.
             let _ = mount.unmount();
             if self.made {
                 let _ = fs::remove_file(point);
@@ -435,7 +442,8 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // One that took over and then could not start: whoever comes next finds everything as it was.
+        // One that took over and then could not start: whoever comes next finds everything as it
+        // was.
         if self.mount.as_ref().is_some_and(Mount::stays) {
             self.mount.take();
         }

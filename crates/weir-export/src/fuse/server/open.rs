@@ -45,7 +45,8 @@ impl Drop for Begun {
     }
 }
 
-/// Mounts on `point` and says hello. Nothing was there before to take over. `may_ring`: every page is answered at once.
+/// Mounts on `point` and says hello. Nothing was there before to take over. `may_ring`: every page
+/// is answered at once.
 pub(super) fn mounted(
     may_ring: bool,
     config: &Config,
@@ -76,8 +77,9 @@ pub(super) fn mounted(
     Ok(Opened { mount, connection, queues: Vec::new(), can_resend, made: false, rings })
 }
 
-/// Whether every page is answered at once. A thread with a ring is the only one that serves its processors, and must not wait: behind
-/// one that reads from a disk, 16 requests of one program came at half the rate (measured).
+/// Whether every page is answered at once. A thread with a ring is the only one that serves its
+/// processors, and must not wait: behind one that reads from a disk, 16 requests of one program
+/// came at half the rate (measured).
 pub(super) fn lies_in_memory(volume: &Volume) -> bool {
     volume.stores().all(|store| store.share().is_some())
 }
@@ -93,9 +95,11 @@ pub(super) fn make(point: &Path) -> Result<bool, ServeError> {
     }
 }
 
-/// Whether the mount's root is a file. Asks the mount table's device only: a stat would wait for this process.
+/// Whether the mount's root is a file. Asks the mount table's device only: a stat would wait for
+/// this process.
 pub(super) fn is_file(point: &Path) -> bool {
-    // O_PATH resolves the mount without asking its server, and the type of a root inode is known from the mount.
+    // O_PATH resolves the mount without asking its server, and the type of a root inode is known
+    // from the mount.
     use rustix::fs::{AtFlags, Mode, OFlags, StatxFlags};
     let open = rustix::fs::open(point, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
     let kind = open.and_then(|fd| {

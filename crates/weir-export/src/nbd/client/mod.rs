@@ -1,7 +1,8 @@
-//! A small blocking client with several requests in flight: for `weir try`, for benches and for tests.
+//! A small blocking client with several requests in flight: for `weir try`, for benches and for
+//! tests.
 //!
-//! It trusts the server no more than the protocol allows: a reply to a request that was not made, data outside of
-//! what was asked for, or a read answered in part is an error of the connection.
+//! It trusts the server no more than the protocol allows: a reply to a request that was not made,
+//! data outside of what was asked for, or a read answered in part is an error of the connection.
 
 mod error;
 mod negotiation;
@@ -41,8 +42,9 @@ struct InFlight {
 
 /// A connection in transmission.
 ///
-/// Nothing is read while it writes: keep what is in flight below the socket's buffer (some 200 KiB) or the
-/// connection below two such directions at once, as a server may stop reading while its replies are not read.
+/// Nothing is read while it writes: keep what is in flight below the socket's buffer (some 200 KiB)
+/// or the connection below two such directions at once, as a server may stop reading while its
+/// replies are not read.
 pub struct Client {
     stream: BufReader<Box<dyn Stream>>,
     terms: Terms,
@@ -120,7 +122,8 @@ impl Client {
         self.in_flight.len() + self.finished.len()
     }
 
-    /// Queues a request; [`send`](Client::send) sends what is queued. Returns the cookie of its reply.
+    /// Queues a request; [`send`](Client::send) sends what is queued. Returns the cookie of its
+    /// reply.
     pub fn queue(&mut self, operation: Operation<'_>) -> u64 {
         let cookie = self.next_cookie;
         self.next_cookie += 1;
@@ -149,7 +152,8 @@ impl Client {
     /// Waits for the next reply, in the server's order.
     ///
     /// # Errors
-    /// When the connection breaks or the server does; not when the request failed, which the reply says.
+    /// When the connection breaks or the server does; not when the request failed, which the reply
+    /// says.
     pub fn receive(&mut self) -> Result<Reply, ClientError> {
         loop {
             if let Some(reply) = self.finished.pop_front() {
@@ -166,7 +170,8 @@ impl Client {
     /// [`receive`](Client::receive).
     ///
     /// # Errors
-    /// As [`receive`](Client::receive), and [`ClientError::Failed`] when the server reports an error.
+    /// As [`receive`](Client::receive), and [`ClientError::Failed`] when the server reports an
+    /// error.
     pub fn perform(&mut self, operation: Operation<'_>) -> Result<Reply, ClientError> {
         let cookie = self.queue(operation);
         self.send()?;

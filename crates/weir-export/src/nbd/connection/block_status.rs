@@ -34,8 +34,9 @@ impl Connection<'_> {
     }
 }
 
-/// The extent of the pages that are as `flags` says of the one at byte `start`: where it ends, and what it is. A page may change from
-/// one look to the next, so its first is looked at once: an extent is never empty.
+/// The extent of the pages that are as `flags` says of the one at byte `start`: where it ends, and
+/// what it is. A page may change from one look to the next, so its first is looked at once: an
+/// extent is never empty.
 fn next_extent(start: u64, end: u64, flags: impl Fn(u64) -> u32) -> (u64, u32) {
     let (mut page, kind) = (start / PAGE_SIZE as u64, flags(start / PAGE_SIZE as u64));
     loop {

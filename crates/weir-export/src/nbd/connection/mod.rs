@@ -1,10 +1,11 @@
-//! One connection in transmission, served by one thread: take what the client has sent, do all of it, answer all
-//! of it.
+//! One connection in transmission, served by one thread: take what the client has sent, do all of
+//! it, answer all of it.
 //!
-//! A batch is what one `recv` brought. Its writes are done while it is parsed. Its reads come afterwards: pages
-//! that lie in memory go out from where they lie, verified, in the same `sendmsg` as the acknowledgements
-//! (the protocol lets replies change places). What a slow store must fetch is started, and answered when it
-//! arrives. Nothing here allocates: what does not fit waits in the socket.
+//! A batch is what one `recv` brought. Its writes are done while it is parsed. Its reads come
+//! afterwards: pages that lie in memory go out from where they lie, verified, in the same `sendmsg`
+//! as the acknowledgements (the protocol lets replies change places). What a slow store must fetch
+//! is started, and answered when it arrives. Nothing here allocates: what does not fit waits in the
+//! socket.
 
 mod block_status;
 mod ending;
@@ -35,11 +36,12 @@ use weir_core::{PAGE_SIZE, PageNo, Rest};
 use weir_request::Span;
 use weir_volume::Lane;
 
-/// What one `recv` takes at most: a queue depth of 16 with 16 KiB each; larger payloads stream through it.
+/// What one `recv` takes at most: a queue depth of 16 with 16 KiB each; larger payloads stream
+/// through it.
 const INPUT_BYTES: usize = 256 << 10;
-/// Payload of one `sendmsg`, and the longest piece of a read that is proven intact and sent at once from where it lies:
-/// it stays in the second-level cache from the one to the other. What the client does not take is copied, so
-/// there must be a buffer for all of it, which is borrowed.
+/// Payload of one `sendmsg`, and the longest piece of a read that is proven intact and sent at once
+/// from where it lies: it stays in the second-level cache from the one to the other. What the
+/// client does not take is copied, so there must be a buffer for all of it, which is borrowed.
 const PIECE_MAX: u32 = 512 << 10;
 /// The same without that: what a connection's own buffer takes.
 const OWN_PIECE_MAX: u32 = 64 << 10;
@@ -58,8 +60,8 @@ struct Read {
     request: Request,
     /// Bytes answered.
     done: u32,
-    /// It is not for the common `sendmsg`: it must be fetched from a slow store, or takes several sends between
-    /// which no other reply may come.
+    /// It is not for the common `sendmsg`: it must be fetched from a slow store, or takes several
+    /// sends between which no other reply may come.
     apart: bool,
 }
 
@@ -159,8 +161,8 @@ impl Worker {
         self.input.is_locked() && self.work.heads.is_locked() && self.work.rest.is_locked()
     }
 
-    /// Serves a connection until it ends. `early` is what the client has sent after its last option; `closing` says that the server
-    /// has shut the socket for reading.
+    /// Serves a connection until it ends. `early` is what the client has sent after its last
+    /// option; `closing` says that the server has shut the socket for reading.
     #[allow(clippy::too_many_arguments)] // each is a part of the connection, given once
     pub fn serve(
         &mut self,
@@ -234,7 +236,8 @@ impl Connection<'_> {
         }
     }
 
-    /// Announces what has been received, so that the stores know how much comes before the first of it.
+    /// Announces what has been received, so that the stores know how much comes before the first of
+    /// it.
     fn plan(&mut self, parser: &Parser, received: &[u8]) {
         let Some(mut batch) = self.desk.lane.batch() else { return };
         // More than can be under way at once would be counted for nothing.
@@ -280,8 +283,8 @@ impl Connection<'_> {
         }
     }
 
-    /// With operations at slow stores: sleeps until the client or a store has something; takes it if it is the
-    /// client.
+    /// With operations at slow stores: sleeps until the client or a store has something; takes it
+    /// if it is the client.
     fn listen(&mut self, into: &mut [u8]) -> Result<Option<usize>, Ending> {
         self.wait(true)?;
         receive_now(self.socket, into)
@@ -333,8 +336,9 @@ impl Connection<'_> {
                 self.write_zeroes(&request)
             }
             (command::BLOCK_STATUS, Ok(())) => self.block_status(&request),
-            // A flush has nothing to wait for: what was acknowledged is where it will stay, in the map that every
-            // connection shares. A page that will be read lies in the fastest place already.
+            // A flush has nothing to wait for: what was acknowledged is where it will stay, in the
+            // map that every connection shares. A page that will be read lies in the fastest place
+            // already.
             _ => self.acknowledge(&simple_reply(request.cookie, None)),
         }
     }
@@ -378,8 +382,8 @@ impl Connection<'_> {
         self.unless_leaving(sent)
     }
 
-    /// The client sends no more. Where that is this server's doing, what has been received whole is answered; a write of which a part
-    /// is missing fails, for nobody else would end it.
+    /// The client sends no more. Where that is this server's doing, what has been received whole is
+    /// answered; a write of which a part is missing fails, for nobody else would end it.
     fn end_torn(&mut self) -> Result<(), Ending> {
         if !self.presence.is_closing() {
             return Ok(());
@@ -402,9 +406,9 @@ impl Connection<'_> {
         Ok(())
     }
 
-    /// Leaves the desk as a new connection expects it: nothing of this one may come back later. Writes that are under way take no
-    /// effect any more, unless their client has left as it should: it may have sent them again on another connection, and newer
-    /// ones after them.
+    /// Leaves the desk as a new connection expects it: nothing of this one may come back later.
+    /// Writes that are under way take no effect any more, unless their client has left as it
+    /// should: it may have sent them again on another connection, and newer ones after them.
     fn clear(&mut self) {
         let Desk { lane, flight, reads, acks, write, .. } = &mut *self.desk;
         if !self.presence.is_leaving() {
@@ -416,7 +420,8 @@ impl Connection<'_> {
             if lane.in_flight() == 0 {
                 break;
             }
-            // Stores answer within [`weir_store::ANSWER_WITHIN`]; until then a short nap costs nobody anything.
+            // Stores answer within [`weir_store::ANSWER_WITHIN`]; until then a short nap costs
+            // nobody anything.
             std::thread::sleep(std::time::Duration::from_millis(1));
         }
         flight.reset();

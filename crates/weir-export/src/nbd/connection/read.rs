@@ -11,12 +11,13 @@ use std::time::Duration;
 use weir_core::{PAGE_SIZE, PageNo};
 use weir_volume::{Guard, View};
 
-/// How long pages may be kept in place while the client takes them; what it has not taken by then is copied. A client that reads
-/// has room for more within microseconds.
+/// How long pages may be kept in place while the client takes them; what it has not taken by then
+/// is copied. A client that reads has room for more within microseconds.
 const PINNED_WAIT: Duration = Duration::from_millis(1);
 
 impl Connection<'_> {
-    /// Answers the reads of the batch, together with its acknowledgements; those for slow stores are begun.
+    /// Answers the reads of the batch, together with its acknowledgements; those for slow stores
+    /// are begun.
     pub(super) fn answer_reads(&mut self) -> Result<(), Ending> {
         if self.desk.reads.is_empty() {
             return Ok(());
@@ -38,8 +39,8 @@ impl Connection<'_> {
         Ok(())
     }
 
-    /// One `sendmsg`: the acknowledgements, and as many reads from the `at`th on as fit. Returns the first that was not
-    /// reached, or not completely answered.
+    /// One `sendmsg`: the acknowledgements, and as many reads from the `at`th on as fit. Returns
+    /// the first that was not reached, or not completely answered.
     fn round(&mut self, mut at: usize) -> Result<usize, Ending> {
         let Desk { lane, reads, acks, heads, rest, rests, .. } = &mut *self.desk;
         // What one alone is longer than is not for a connection's own buffer either.
@@ -103,8 +104,9 @@ impl Connection<'_> {
         Ok(at)
     }
 
-    /// Answers a long read by one simple reply: once its header has left there is no way to report an error, so
-    /// all of it is proven intact first, and again while it is sent, as it may be rewritten in between.
+    /// Answers a long read by one simple reply: once its header has left there is no way to report
+    /// an error, so all of it is proven intact first, and again while it is sent, as it may be
+    /// rewritten in between.
     fn stream(&mut self, request: &Request) -> Result<(), Ending> {
         self.send_acks()?;
         self.finish_flight()?;
@@ -127,8 +129,8 @@ impl Connection<'_> {
         Ok(())
     }
 
-    /// Proves a range intact and, if `send`, sends it behind `head`: at most [`CHUNK_MAX`] bytes with a `loan` for what the client
-    /// does not take, else [`OWN_PIECE_MAX`].
+    /// Proves a range intact and, if `send`, sends it behind `head`: at most [`CHUNK_MAX`] bytes
+    /// with a `loan` for what the client does not take, else [`OWN_PIECE_MAX`].
     fn with_chunk(
         &mut self,
         offset: u64,

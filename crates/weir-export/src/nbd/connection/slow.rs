@@ -30,15 +30,16 @@ impl Connection<'_> {
         }
         while done < request.length {
             let offset = request.offset + u64::from(done);
-            // Chunks meet between pages, so that no page is read for two of them. Where there is one alone it is whole: it is the
-            // reply.
+            // Chunks meet between pages, so that no page is read for two of them. Where there is
+            // one alone it is whole: it is the reply.
             let whole = CHUNK_MAX - (offset % PAGE_SIZE as u64) as u32;
             let left = request.length - done;
             let length = if stream.is_some() { left.min(whole) } else { left };
             let index = self.begin(Work::Read { offset, length, stream }, request.cookie, offset, length)?;
             self.desk.flight.issued(index);
             if length >= PIPED {
-                // The store works on it while the next is begun, and on that while this is proven and sent.
+                // The store works on it while the next is begun, and on that while this is proven
+                // and sent.
                 self.desk.lane.submit();
             }
             done += length;
@@ -100,7 +101,8 @@ impl Connection<'_> {
         self.take_completions().map(drop)
     }
 
-    /// Answers everything that is under way, but for a write whose payload is still arriving: this thread receives it.
+    /// Answers everything that is under way, but for a write whose payload is still arriving: this
+    /// thread receives it.
     pub(super) fn finish_flight(&mut self) -> Result<(), Ending> {
         let arriving = self.desk.write.and_then(|write| write.entry).is_some();
         while self.desk.flight.begun() > usize::from(arriving) {
@@ -109,12 +111,12 @@ impl Connection<'_> {
         Ok(())
     }
 
-    /// Takes what slow stores have finished, and answers the requests of which that was the last. Returns whether
-    /// there were any.
+    /// Takes what slow stores have finished, and answers the requests of which that was the last.
+    /// Returns whether there were any.
     pub(super) fn take_completions(&mut self) -> Result<bool, Ending> {
         if self.desk.flight.has_writes() {
-            // The next poll publishes what its store has ended. A look from a moment ago is too old: the
-            // client may have gone since, and sent newer writes by another connection.
+            // The next poll publishes what its store has ended. A look from a moment ago is too
+            // old: the client may have gone since, and sent newer writes by another connection.
             self.look_for_client()?;
         }
         let Desk { lane, flight, looks, .. } = &mut *self.desk;
@@ -146,7 +148,8 @@ impl Connection<'_> {
             errors +=
                 u64::from(entry.error.is_some() && !matches!(entry.work, Work::Read { stream: Some(_), .. }));
             match (entry.work, entry.error) {
-                (Work::Read { stream: Some(_), .. }, Some(_)) => {} // its stream says so, at the end
+                // Its stream says so, at the end.
+                (Work::Read { stream: Some(_), .. }, Some(_)) => {}
                 (Work::Read { offset, length, stream }, None) => {
                     let head = if structured {
                         take_front(&mut heads, &data_chunk(cookie, stream.is_none(), offset, length))

@@ -109,8 +109,8 @@ impl Connection<'_> {
         self.end_write(write)
     }
 
-    /// Discards whole pages or makes them zero, by `clear`: a bounded number at a time, so that what has been answered leaves in
-    /// between, and what was freed can be used.
+    /// Discards whole pages or makes them zero, by `clear`: a bounded number at a time, so that
+    /// what has been answered leaves in between, and what was freed can be used.
     pub(super) fn clear_pages(
         &mut self,
         pages: Range<u32>,

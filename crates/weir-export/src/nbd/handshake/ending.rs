@@ -1,4 +1,4 @@
-//! The ways in which a negotiation ends without transmission.
+//! How a negotiation ends without transmission.
 
 use super::{OPTION_SKIP_MAX, OPTIONS_MAX};
 use std::fmt;

@@ -5,7 +5,8 @@ use super::super::wire::transmission_flag;
 /// What is exported, as clients see it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Export {
-    /// The name that clients ask for; the empty name always means this export too. At most [`NAME_MAX`](super::NAME_MAX) bytes.
+    /// The name that clients ask for; the empty name always means this export too. At most
+    /// [`NAME_MAX`](super::NAME_MAX) bytes.
     pub name: String,
     /// For people, at most [`NAME_MAX`](super::NAME_MAX) bytes.
     pub description: String,

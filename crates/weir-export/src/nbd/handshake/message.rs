@@ -24,7 +24,8 @@ pub(super) fn split_queries(data: &[u8]) -> Option<(&[u8], impl Iterator<Item = 
         *rest = &rest[4 + length..];
         Some(query)
     }
-    // Once to see that exactly `count` of them fill the data; each takes at least 4 bytes, so this ends.
+    // Once to see that exactly `count` of them fill the data; each takes at least 4 bytes, so this
+    // ends.
     let mut rest = queries;
     for _ in 0..count {
         next(&mut rest)?;

@@ -1,8 +1,9 @@
 //! The server's half of the negotiation, without a socket: bytes in, bytes out.
 //!
-//! [`Handshake::advance`] is given what the client has sent and not yet been consumed, and handles at most one
-//! option, so that what it says at once is bounded by [`OUTPUT_MAX`]; a client that does not read is not
-//! answered further. What a client may make the server hold is bounded by [`INPUT_MAX`].
+//! [`Handshake::advance`] is given what the client has sent and not yet been consumed, and handles
+//! at most one option, so that what it says at once is bounded by [`OUTPUT_MAX`]; a client that
+//! does not read is not answered further. What a client may make the server hold is bounded by
+//! [`INPUT_MAX`].
 
 mod ending;
 mod export;
@@ -17,8 +18,9 @@ use super::wire::{
 };
 use message::{error, reply, split_info, split_queries};
 
-/// The longest option data that are looked at; longer ones are skipped and answered with `ERR_TOO_BIG`.
-/// The longest legitimate ones are an export name and a few context queries of 4096 bytes each.
+/// The longest option data that are looked at; longer ones are skipped and answered with
+/// `ERR_TOO_BIG`. The longest legitimate ones are an export name and a few context queries of 4096
+/// bytes each.
 pub const OPTION_DATA_MAX: usize = 12 << 10;
 /// Room for unconsumed input that the caller needs: one option with its header.
 pub const INPUT_MAX: usize = OPTION_BYTES + OPTION_DATA_MAX;
@@ -59,7 +61,8 @@ pub enum Step {
     NeedMore,
     /// Something was consumed and perhaps answered; call again with the rest.
     Again,
-    /// Send the output; TLS begins then. What follows is for a new [`Handshake`] with [`Tls::Active`].
+    /// Send the output; TLS begins then. What follows is for a new [`Handshake`] with
+    /// [`Tls::Active`].
     StartTls,
     /// Send the output; requests follow, the rest of the input first.
     Transmission(Negotiated),
@@ -101,8 +104,8 @@ pub struct Handshake<'e> {
 }
 
 impl<'e> Handshake<'e> {
-    /// Begins a negotiation about `export`; [`greeting`](Handshake::greeting) is to be sent first, unless TLS
-    /// is [`Tls::Active`].
+    /// Begins a negotiation about `export`; [`greeting`](Handshake::greeting) is to be sent first,
+    /// unless TLS is [`Tls::Active`].
     pub fn new(export: &'e Export, tls: Tls) -> Self {
         let phase = if tls == Tls::Active { Phase::Options } else { Phase::ClientFlags };
         Handshake {
@@ -127,9 +130,9 @@ impl<'e> Handshake<'e> {
         bytes
     }
 
-    /// Consumes at most one message from the front of `input` and appends what is to be sent, at most
-    /// [`OUTPUT_MAX`] bytes, to `output`. Returns how many bytes were consumed. `room` says whether another
-    /// connection may enter transmission.
+    /// Consumes at most one message from the front of `input` and appends what is to be sent, at
+    /// most [`OUTPUT_MAX`] bytes, to `output`. Returns how many bytes were consumed. `room` says
+    /// whether another connection may enter transmission.
     pub fn advance(&mut self, input: &[u8], room: bool, output: &mut Vec<u8>) -> (usize, Step) {
         match self.phase {
             Phase::ClientFlags => match u32_at(input, 0) {

@@ -39,7 +39,8 @@ fn flags(flags: u32) -> Vec<u8> {
     flags.to_be_bytes().to_vec()
 }
 
-/// Runs a whole script through a handshake in pieces of `piece` bytes; returns the end and the output.
+/// Runs a whole script through a handshake in pieces of `piece` bytes; returns the end and the
+/// output.
 fn run(tls: Tls, room: bool, script: &[Vec<u8>], piece: usize) -> (Option<Step>, Vec<u8>, usize) {
     let export = export();
     let mut handshake = Handshake::new(&export, tls);

@@ -11,8 +11,9 @@ use weir_core::{PAGE_SIZE, Slot};
 /// Lanes that a store can have open at once.
 pub const LANES_MAX: usize = 256;
 
-/// All that operations look at, in one piece of memory. After a pause every page of memory that is touched costs a walk of the
-/// page tables, which is more than the line in it: so this is one huge page where the kernel grants one.
+/// All that operations look at, in one piece of memory. After a pause every page of memory that is
+/// touched costs a walk of the page tables, which is more than the line in it: so this is one huge
+/// page where the kernel grants one.
 #[derive(Debug)]
 pub struct Hot {
     memory: weir_core::Memory,
@@ -27,11 +28,13 @@ pub struct Hot {
 pub struct Gate {
     /// The card is gone.
     pub lost: AtomicBool,
-    /// The resident kernel is on the card. To be believed for a choice of path only: the ring has its own protocol.
+    /// The resident kernel is on the card. To be believed for a choice of path only: the ring has
+    /// its own protocol.
     pub resident: AtomicBool,
     /// The watching thread sleeps for long: whoever moves a page wakes it.
     pub asleep: AtomicBool,
-    /// What was opened behind the first operations is there: lanes that wait for their parts of it have them.
+    /// What was opened behind the first operations is there: lanes that wait for their parts of it
+    /// have them.
     pub joined: AtomicBool,
     /// Pins that were ever open: those at and above this were not.
     pub(super) pins_used: AtomicU32,
@@ -59,7 +62,8 @@ pub struct Pin {
     pub(super) open: AtomicBool,
     /// The chunk it touches right now, plus 1.
     pub(super) touching: AtomicU32,
-    /// Operations ever queued and ever handed over, by engine and by ring; each pair in the same order.
+    /// Operations ever queued and ever handed over, by engine and by ring; each pair in the same
+    /// order.
     pub(super) queued: [AtomicU64; 2],
     pub(super) finished: [AtomicU64; 2],
     /// Pages it ever moved, by path.
@@ -87,8 +91,8 @@ impl Hot {
     /// What concerns every chunk.
     #[inline]
     pub fn gate(&self) -> &Gate {
-        // SAFETY: the memory begins with the gate; all of it is atomics, for which zeros are right, and it is aligned to a
-        // page and lives as long as `self`.
+        // SAFETY: the memory begins with the gate; all of it is atomics, for which zeros are right,
+        // and it is aligned to a page and lives as long as `self`.
         unsafe { &*self.memory.as_ptr().cast::<Gate>() }
     }
 
@@ -170,8 +174,8 @@ impl Site {
         })
     }
 
-    /// Calls `use_it` with the slot's address in the mapping, which stays valid until it returns. `None`: the
-    /// chunk has no mapped memory.
+    /// Calls `use_it` with the slot's address in the mapping, which stays valid until it returns.
+    /// `None`: the chunk has no mapped memory.
     #[inline]
     pub fn with_host<T>(&self, slot: Slot, use_it: impl FnOnce(*mut u8) -> T) -> Option<T> {
         let (pin, (chunk, place, offset)) = (self.pin(), self.place(slot)?);
@@ -192,8 +196,9 @@ impl Site {
         chunk - (slot.0 as usize & (chunk - 1))
     }
 
-    /// The chunk on the card of `pages` slots from `slot` on, which are all in it, and the offset there; valid until so many
-    /// operations are counted as finished. `None`: the chunk has no memory, and nothing was counted.
+    /// The chunk on the card of `pages` slots from `slot` on, which are all in it, and the offset
+    /// there; valid until so many operations are counted as finished. `None`: the chunk has no
+    /// memory, and nothing was counted.
     #[inline]
     pub fn begin(&self, way: Way, slot: Slot, pages: usize) -> Option<(u64, u64)> {
         let (pin, (_, place, offset)) = (self.pin(), self.place(slot)?);

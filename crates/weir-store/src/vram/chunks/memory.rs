@@ -55,8 +55,8 @@ impl Source {
         self
     }
 
-    /// They are there from now on, for memory that is [taken](Self::take) later; what there is must be
-    /// [imported](Memory::import). Once.
+    /// They are there from now on, for memory that is [taken](Self::take) later; what there is must
+    /// be [imported](Memory::import). Once.
     pub fn add_cuda(&self, cuda: &Arc<Context>) {
         let _ = self.cuda.set(Arc::clone(cuda));
     }
@@ -136,7 +136,8 @@ impl Memory {
         host.map_or(ptr::null_mut(), NonNull::as_ptr)
     }
 
-    /// Where the card sees it: an address for CUDA, a buffer for a transfer queue; 0 if only the processor sees it.
+    /// Where the card sees it: an address for CUDA, a buffer for a transfer queue; 0 if only the
+    /// processor sees it.
     pub fn device(&self) -> u64 {
         match (&self.device, &self.mapped) {
             (Some(device), _) => device.address,

@@ -1,10 +1,11 @@
 //! Chunks: where each lies, and how one is taken away while lanes are at work.
 //!
-//! A lane looks up a chunk's address with one load and then uses it for some hundred nanoseconds (mapped) or until
-//! its completion (queued). Taking a chunk away therefore is: withdraw the address, wait until every lane that may
-//! have seen it is done, clear the memory, free it. A lane says what it uses in its [`Pin`], a hazard pointer
-//! (Michael, 2004) for what it does at once and a pair of counters for what it has in flight; both are plain
-//! stores, and [`membarrier`] makes them visible in time.
+//! A lane looks up a chunk's address with one load and then uses it for some hundred nanoseconds
+//! (mapped) or until its completion (queued). Taking a chunk away therefore is: withdraw the
+//! address, wait until every lane that may have seen it is done, clear the memory, free it. A lane
+//! says what it uses in its [`Pin`], a hazard pointer (Michael, 2004) for what it does at once and
+//! a pair of counters for what it has in flight; both are plain stores, and [`membarrier`] makes
+//! them visible in time.
 
 mod hot;
 mod memory;
@@ -58,7 +59,8 @@ impl Chunks {
 
     /// Chunks that have memory.
     pub fn held(&self) -> usize {
-        // By what lanes see: nobody who asks waits for a chunk that is being imported or taken away.
+        // By what lanes see: nobody who asks waits for a chunk that is being imported or taken
+        // away.
         self.hot.places().iter().filter(|place| place.is_shown()).count()
     }
 
@@ -81,7 +83,8 @@ impl Chunks {
         [self.sum(|pin| &pin.stored), self.sum(|pin| &pin.sent)]
     }
 
-    /// Lanes that moved pages since the last call with the same `seen`, and how many of them write neighbours.
+    /// Lanes that moved pages since the last call with the same `seen`, and how many of them write
+    /// neighbours.
     pub fn busy(&self, seen: &mut [u64]) -> (usize, usize) {
         let (mut busy, mut runs) = (0, 0);
         for (pin, seen) in self.used().iter().zip(seen) {
@@ -112,7 +115,8 @@ impl Chunks {
         self.hot.pin(index)
     }
 
-    /// Where a chunk's mapped memory begins, until [`unhold`](Self::unhold); meanwhile the chunk cannot be taken away.
+    /// Where a chunk's mapped memory begins, until [`unhold`](Self::unhold); meanwhile the chunk
+    /// cannot be taken away.
     pub fn hold(&self, pin: &Pin, chunk: usize) -> Option<NonNull<u8>> {
         let place = self.hot.places().get(chunk)?;
         pin.touching.store(chunk as u32 + 1, Ordering::Relaxed);
@@ -142,7 +146,8 @@ impl Chunks {
         *held = Some(memory);
     }
 
-    /// Has CUDA see a chunk's memory, if there is any that it does not see. Lanes may use it the other way meanwhile.
+    /// Has CUDA see a chunk's memory, if there is any that it does not see. Lanes may use it the
+    /// other way meanwhile.
     ///
     /// # Errors
     /// What the driver answered.
@@ -183,7 +188,8 @@ impl Chunks {
         (0..self.count()).find_map(|chunk| Some(self.held_memory(chunk).as_ref()?.allocation_bytes()))
     }
 
-    /// Takes a chunk's memory away, once no lane uses it; still holding what was in it. `Ok(None)`: it had none.
+    /// Takes a chunk's memory away, once no lane uses it; still holding what was in it. `Ok(None)`:
+    /// it had none.
     ///
     /// # Errors
     /// A lane did not finish what it has in flight. The chunk is as it was.

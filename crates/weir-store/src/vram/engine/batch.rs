@@ -1,8 +1,9 @@
 //! One thread's copies, gathered into batches.
 //!
-//! Operations take staging pages in turn, so that a run of neighbouring slots lies in a run of neighbouring
-//! staging pages, and the run becomes one copy. A stream finishes its copies in order, so a batch is done when the
-//! event behind it is; the event's result is the batch's result, and no other batch's.
+//! Operations take staging pages in turn, so that a run of neighbouring slots lies in a run of
+//! neighbouring staging pages, and the run becomes one copy. A stream finishes its copies in order,
+//! so a batch is done when the event behind it is; the event's result is the batch's result, and no
+//! other batch's.
 
 use super::driver::{Event, MemLocation, MemcpyAttributes, check};
 use super::{CallError, Context, CudaError, DevicePtr, OwnStream, Pinned};
@@ -17,7 +18,8 @@ use std::sync::Arc;
 use std::time::Instant;
 use weir_core::{PAGE_SIZE, PageBytes, Slot};
 
-/// Batches that may be under way at once. Two would keep the engine busy; more let small ones overlap.
+/// Batches that may be under way at once. Two would keep the engine busy; more let small ones
+/// overlap.
 const BATCHES: usize = 8;
 /// How many pages ahead of the one that is handed over the next is asked for.
 const AHEAD: usize = 2;
@@ -28,9 +30,9 @@ pub struct BatchLane {
     stream: OwnStream,
     staging: Pinned,
     operations: Box<[Operation]>,
-    /// Numbers of pages, ever growing: those below `finished` were handed over, those below `started`
-    /// are in a batch, those below `queued` wait. `number % depth` is the staging page, and the place of an operation that begins
-    /// with this page.
+    /// Numbers of pages, ever growing: those below `finished` were handed over, those below
+    /// `started` are in a batch, those below `queued` wait. `number % depth` is the staging page,
+    /// and the place of an operation that begins with this page.
     finished: u64,
     started: u64,
     queued: u64,
@@ -50,8 +52,8 @@ struct Operation {
     slot: u32,
     /// Pages side by side, in slots and in staging memory.
     pages: u32,
-    /// The first page of a chunk. What lies before it at neighbouring addresses is another allocation, and no copy
-    /// may reach across both.
+    /// The first page of a chunk. What lies before it at neighbouring addresses is another
+    /// allocation, and no copy may reach across both.
     opens_chunk: bool,
     device: DevicePtr,
 }
@@ -138,7 +140,8 @@ impl BatchLane {
         unsafe { self.staging.as_ptr().add(index * PAGE_SIZE) }
     }
 
-    /// Queues a write of `pages` from `offset` on in the chunk that begins at `chunk`; there is [room](Self::run_room).
+    /// Queues a write of `pages` from `offset` on in the chunk that begins at `chunk`; there is
+    /// [room](Self::run_room).
     pub fn write(
         &mut self,
         ticket: Ticket,
@@ -187,8 +190,8 @@ impl BatchLane {
         }
     }
 
-    /// Turns the waiting operations into as few copies as their addresses allow, and no more than calls may name. Returns the
-    /// number after the last of them.
+    /// Turns the waiting operations into as few copies as their addresses allow, and no more than
+    /// calls may name. Returns the number after the last of them.
     fn gather(&mut self) -> u64 {
         self.copies.iter_mut().for_each(Copies::clear);
         let depth = self.operations.len() as u64;
@@ -233,7 +236,8 @@ impl BatchLane {
             self.context.check("cuEventRecord", result)
         });
         if recorded.is_err() {
-            // Part of the batch may be under way: let it end before its staging pages are used again.
+            // Part of the batch may be under way: let it end before its staging pages are used
+            // again.
             let _ = self.stream.synchronize();
         }
         recorded
@@ -244,15 +248,17 @@ impl BatchLane {
         let copies = &self.copies[usize::from(write)];
         let (to, from, sizes) = (copies.to.as_ptr(), copies.from.as_ptr(), copies.sizes.as_ptr());
         let (count, stream) = (copies.sizes.len(), self.stream.stream);
-        // Ordered with the stream (1): a source is read when its turn comes. No hints: nothing is managed memory.
+        // Ordered with the stream (1): a source is read when its turn comes. No hints: nothing is
+        // managed memory.
         let nowhere = MemLocation { kind: 0, id: 0 };
         let attributes =
             MemcpyAttributes { source_order: 1, source: nowhere, destination: nowhere, flags: 0 };
         let first = 0usize;
         if count > 1 && self.context.batch_copies(write) > 1 {
             if let Some(batch) = d.copy_batch_13 {
-                // SAFETY: the arrays hold `count` entries, the one attribute covers them from the first on, and
-                // every address is a page of staging or of a chunk that stays until the batch has ended.
+                // SAFETY: the arrays hold `count` entries, the one attribute covers them from the
+                // first on, and every address is a page of staging or of a chunk that stays until
+                // the batch has ended.
                 let result = unsafe { batch(to, from, sizes, count, &attributes, &first, 1, stream) };
                 return self.context.check("cuMemcpyBatchAsync", result);
             }
@@ -278,8 +284,8 @@ impl BatchLane {
         Ok(())
     }
 
-    /// Hands over the operations of every batch that has ended. Where the context has died the rest stays in flight, to be
-    /// [salvaged](Self::salvage).
+    /// Hands over the operations of every batch that has ended. Where the context has died the rest
+    /// stays in flight, to be [salvaged](Self::salvage).
     pub fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
         for number in self.ended..self.begun {
             self.batches[(number % BATCHES as u64) as usize].begun.get_or_insert(now);
@@ -294,8 +300,8 @@ impl BatchLane {
             let end = self.batches[at].end;
             while self.finished < end {
                 let operation = self.operations[(self.finished % self.operations.len() as u64) as usize];
-                // SAFETY: the copies into these staging pages, which lie side by side, have ended, and none starts before they are
-                // handed over.
+                // SAFETY: the copies into these staging pages, which lie side by side, have ended,
+                // and none starts before they are handed over.
                 let pages = unsafe {
                     slice::from_raw_parts(
                         self.staging_page(self.finished).cast::<PageBytes>(),
@@ -305,7 +311,8 @@ impl BatchLane {
                 for (at, page) in pages.iter().enumerate() {
                     let has_page = outcome.is_ok() && !operation.write;
                     if has_page && let Some(ahead) = pages.get(at + AHEAD) {
-                        // The card has just written it, so it is in no cache of this processor's own.
+                        // The card has just written it, so it is in no cache of this processor's
+                        // own.
                         weir_core::prefetch(ahead);
                     }
                     self.finished += 1;
@@ -317,15 +324,16 @@ impl BatchLane {
         self.submit();
     }
 
-    /// Hands over all that is in flight, for somebody to do it another way: nobody knows how much of it was done. Never again
-    /// does the lane take anything.
+    /// Hands over all that is in flight, for somebody to do it another way: nobody knows how much
+    /// of it was done. Never again does the lane take anything.
     pub fn salvage(&mut self, redo: &mut dyn FnMut(Salvaged<'_>)) {
         self.dead = true;
         while self.finished < self.queued {
             let Operation { ticket, write, slot, pages, .. } =
                 self.operations[(self.finished % self.operations.len() as u64) as usize];
             for slot in slot..slot + pages {
-                // SAFETY: a write's staging page was filled when it was queued, and the card only reads it.
+                // SAFETY: a write's staging page was filled when it was queued, and the card only
+                // reads it.
                 let page = write.then(|| unsafe { &*self.staging_page(self.finished).cast::<PageBytes>() });
                 self.finished += 1;
                 redo(Salvaged { ticket, slot: Slot(slot), page });
@@ -352,7 +360,8 @@ impl BatchLane {
         if !late {
             return None;
         }
-        // The copy may still land in the staging pages at any time: this lane never uses them again.
+        // The copy may still land in the staging pages at any time: this lane never uses them
+        // again.
         self.dead = true;
         self.context.declare_lost(Death::NoAnswer("a batch of copies"));
         Some(Err(Fault::Timeout))

@@ -1,8 +1,8 @@
 //! The part of the CUDA driver interface that Weir uses, found in `libcuda.so.1` at run time.
 //!
-//! Written out by hand: thirty functions, against a dependency of forty thousand lines that would want a
-//! toolkit to build or a version to match. The types follow `cuda.h`; each symbol carries the version suffix
-//! that the header's macros would give it.
+//! Written out by hand: thirty functions, against a dependency of forty thousand lines that would
+//! want a toolkit to build or a version to match. The types follow `cuda.h`; each symbol carries
+//! the version suffix that the header's macros would give it.
 
 use libloading::Library;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
@@ -36,11 +36,12 @@ impl CudaError {
     /// No memory of that size is left.
     pub const OUT_OF_MEMORY: CudaError = CudaError(2);
 
-    /// Whether the context, or the card, is gone for good: the errors that CUDA calls sticky, after which every
-    /// call gives the same answer until the process ends.
+    /// Whether the context, or the card, is gone for good: the errors that CUDA calls sticky, after
+    /// which every call gives the same answer until the process ends.
     pub fn is_sticky(self) -> bool {
-        // cuda.h: DEINITIALIZED, ECC_UNCORRECTABLE, HARDWARE_STACK_ERROR .. LAUNCH_FAILED (which includes
-        // ILLEGAL_ADDRESS and ILLEGAL_INSTRUCTION), LAUNCH_TIMEOUT, SYSTEM_NOT_READY, UNKNOWN.
+        // cuda.h: DEINITIALIZED, ECC_UNCORRECTABLE, HARDWARE_STACK_ERROR .. LAUNCH_FAILED (which
+        // includes ILLEGAL_ADDRESS and ILLEGAL_INSTRUCTION), LAUNCH_TIMEOUT, SYSTEM_NOT_READY,
+        // UNKNOWN.
         matches!(self.0, 4 | 46 | 214 | 220 | 226 | 700 | 702 | 714..=719 | 802 | 999)
     }
 }
@@ -177,8 +178,8 @@ macro_rules! driver {
             /// # Errors
             /// The loader's sentence when the library or a required symbol is missing.
             pub fn load(library: &Path) -> Result<Self, String> {
-                // SAFETY: loading the vendor's library runs its initialisers, which is what it is for; each
-                // symbol is used with the signature that cuda.h gives it.
+                // SAFETY: loading the vendor's library runs its initialisers, which is what it is
+                // for; each symbol is used with the signature that cuda.h gives it.
                 unsafe {
                     let library = Library::new(library).map_err(|error| error.to_string())?;
                     $(let $name = *library.get::<unsafe extern "C" fn($($arg),*) -> c_int>($symbol)
@@ -241,7 +242,8 @@ driver! {
         );
     }
     optional {
-        // CUDA 13 dropped the failure index from the batch copy, under a new symbol of the same header name.
+        // CUDA 13 dropped the failure index from the batch copy, under a new symbol of the same
+        // header name.
         copy_batch_13 = b"cuMemcpyBatchAsync_v2\0" (
             *const DevicePtr, *const DevicePtr, *const usize, usize,
             *const MemcpyAttributes, *const usize, usize, Stream

@@ -1,8 +1,9 @@
 //! The copy engines of an NVIDIA card, by the CUDA driver interface.
 //!
-//! A copy engine costs about 6 us to start (18 us when the card has been idle), whatever it copies, so it is the
-//! way for large and for many copies: one call hands over a whole batch, and neighbours in a batch become one
-//! copy. It does not touch the compute units, so it is also the way while the card's owner computes.
+//! A copy engine costs about 6 us to start (18 us when the card has been idle), whatever it copies,
+//! so it is the way for large and for many copies: one call hands over a whole batch, and
+//! neighbours in a batch become one copy. It does not touch the compute units, so it is also the
+//! way while the card's owner computes.
 
 mod batch;
 mod driver;
@@ -50,7 +51,8 @@ pub struct BatchCopies {
 pub enum Which {
     /// The one that Vulkan calls by this identifier.
     Uuid([u8; 16]),
-    /// By PCI address, as the cards of Vulkan are counted. CUDA's own count begins with the fastest.
+    /// By PCI address, as the cards of Vulkan are counted. CUDA's own count begins with the
+    /// fastest.
     Index(usize),
 }
 
@@ -64,7 +66,8 @@ pub struct Context {
     lost: AtomicBool,
     death: OnceLock<Death>,
     died: OnceLock<Instant>,
-    /// The driver has destroyed it: no handle of it may be used any more. Whoever drops one looks, and holds on to it.
+    /// The driver has destroyed it: no handle of it may be used any more. Whoever drops one looks,
+    /// and holds on to it.
     retired: RwLock<bool>,
     batch_copies: BatchCopies,
     /// As the driver calls it.
@@ -77,19 +80,21 @@ pub struct Context {
     pub multiprocessors: u32,
 }
 
-// SAFETY: the driver interface may be called from any thread; a context is made current on the calling thread
-// before each use, and the handle itself is only passed on.
+// SAFETY: the driver interface may be called from any thread; a context is made current on the
+// calling thread before each use, and the handle itself is only passed on.
 unsafe impl Send for Context {}
 // SAFETY: as above.
 unsafe impl Sync for Context {}
 
 thread_local! {
-    /// The number of the context that is current on this thread, as far as Weir made it so; 0 for none.
+    /// The number of the context that is current on this thread, as far as Weir made it so; 0 for
+    /// none.
     static CURRENT: Cell<u64> = const { Cell::new(0) };
 }
 
 impl Context {
-    /// Opens a card with the driver library at `library`. `batch_copies` bounds what one call names.
+    /// Opens a card with the driver library at `library`. `batch_copies` bounds what one call
+    /// names.
     ///
     /// # Errors
     /// A sentence: no library, no card, no such card, versions that differ.
@@ -103,7 +108,8 @@ impl Context {
         let mut handle = ptr::null_mut();
         // SAFETY: the outputs outlive the calls; the flags are set before the context exists.
         let opened = unsafe {
-            // The context must never spin a driver thread or block I/O threads on one another; Weir polls.
+            // The context must never spin a driver thread or block I/O threads on one another; Weir
+            // polls.
             let _ = (driver.context_flags)(device, 0);
             check("cuDeviceGetName", (driver.device_name)(name.as_mut_ptr(), name.len() as c_int, device))
                 .and_then(|()| {
@@ -156,8 +162,9 @@ impl Context {
         self.death.get().copied()
     }
 
-    /// Has the driver destroy a context that is dead, with all that it has on the card: what was under way can change
-    /// nothing afterwards. Nobody uses it any more but to drop what was made of it. May take as long as the driver likes.
+    /// Has the driver destroy a context that is dead, with all that it has on the card: what was
+    /// under way can change nothing afterwards. Nobody uses it any more but to drop what was made
+    /// of it. May take as long as the driver likes.
     pub(super) fn retire(&self) {
         let mut retired = self.retired.write().unwrap_or_else(PoisonError::into_inner);
         if !std::mem::replace(&mut *retired, true) {
@@ -167,7 +174,8 @@ impl Context {
         }
     }
 
-    /// Calls `end` with the driver, to destroy something that was made of this context, unless that went with it.
+    /// Calls `end` with the driver, to destroy something that was made of this context, unless that
+    /// went with it.
     fn end(&self, end: impl FnOnce(&Driver)) {
         let retired = self.retired.read().unwrap_or_else(PoisonError::into_inner);
         if !*retired && self.enter().is_ok() {
@@ -175,7 +183,8 @@ impl Context {
         }
     }
 
-    /// Copies to the card (`write`) or from it that one call names at most; 1: a call for each copy.
+    /// Copies to the card (`write`) or from it that one call names at most; 1: a call for each
+    /// copy.
     pub fn batch_copies(&self, write: bool) -> usize {
         (if write { self.batch_copies.writes } else { self.batch_copies.reads }) as usize
     }
@@ -242,8 +251,8 @@ impl Context {
             reserved: [0; 16],
         };
         let mut external: ExternalMemory = ptr::null_mut();
-        // SAFETY: the structures outlive the calls. A successful import owns the descriptor; a failed one leaves
-        // it to us, and it is closed here.
+        // SAFETY: the structures outlive the calls. A successful import owns the descriptor; a
+        // failed one leaves it to us, and it is closed here.
         unsafe {
             if let Err(error) =
                 self.check("cuImportExternalMemory", (self.driver.import_memory)(&mut external, &handle))
@@ -262,7 +271,8 @@ impl Context {
         }
     }
 
-    /// Takes device memory by CUDA alone: for machines without Vulkan, where the processor cannot reach it.
+    /// Takes device memory by CUDA alone: for machines without Vulkan, where the processor cannot
+    /// reach it.
     ///
     /// # Errors
     /// What the driver answered; out of memory above all.
@@ -293,7 +303,8 @@ impl Context {
     pub fn adopt(self: &Arc<Self>, fd: &OwnedFd, bytes: u64) -> Result<DeviceMemory, CallError> {
         self.enter()?;
         let mut handle = 0u64;
-        // For this kind of handle the descriptor itself stands in the pointer's place; the import does not own it.
+        // For this kind of handle the descriptor itself stands in the pointer's place; the import
+        // does not own it.
         let raw = fd.as_raw_fd() as usize as *mut c_void;
         // SAFETY: the output outlives the call, the descriptor is open.
         unsafe {
@@ -309,7 +320,8 @@ impl Context {
         let access = AccessDesc { location, flags: 3 }; // CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         let d = &self.driver;
         let mut address = 0u64;
-        // SAFETY: the outputs and structures outlive the calls; on an error what was made is undone in reverse.
+        // SAFETY: the outputs and structures outlive the calls; on an error what was made is undone
+        // in reverse.
         unsafe {
             let mapped = self
                 .check("cuMemAddressReserve", (d.vmm_reserve)(&mut address, size, ALIGNMENT, 0, 0))
@@ -485,8 +497,8 @@ impl DeviceMemory {
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
         let origin = &self.origin;
-        // SAFETY: made by this context; the owner saw to it that no copy uses it any more. A failure here has
-        // nobody to tell and nothing to undo.
+        // SAFETY: made by this context; the owner saw to it that no copy uses it any more. A
+        // failure here has nobody to tell and nothing to undo.
         self.context.end(|d| unsafe {
             match *origin {
                 Origin::Imported(external) => {
@@ -619,7 +631,8 @@ impl Drop for OwnStream {
     fn drop(&mut self) {
         let stream = self.stream;
         self.context.end(|driver| {
-            // SAFETY: made by this context. Work still in it finishes on its own; its owner synchronised first.
+            // SAFETY: made by this context. Work still in it finishes on its own; its owner
+            // synchronised first.
             let _ = unsafe { (driver.stream_destroy)(stream) };
         });
     }

@@ -1,9 +1,9 @@
 //! Which card, and which of its memory types: the one place that decides what counts as VRAM.
 //!
-//! Three things look like device memory and are not. An integrated GPU's "device-local" heap is the system's
-//! RAM. A software renderer's is too. And a card without Resizable BAR has a real but 256 MiB small heap that the
-//! processor can see. Putting swapped pages into the first two would move memory from RAM to RAM, so they are
-//! refused, with a sentence that says which it was.
+//! Three things look like device memory and are not. An integrated GPU's "device-local" heap is the
+//! system's RAM. A software renderer's is too. And a card without Resizable BAR has a real but 256
+//! MiB small heap that the processor can see. Putting swapped pages into the first two would move
+//! memory from RAM to RAM, so they are refused, with a sentence that says which it was.
 
 use super::{Device, Named, VulkanError};
 use ash::vk;
@@ -11,7 +11,8 @@ use std::ffi::CStr;
 use std::fmt;
 use weir_core::ByteSize;
 
-/// A processor's window onto a card that was not made large (PCI resizable BAR off) has this many bytes at most.
+/// A processor's window onto a card that was not made large (PCI resizable BAR off) has this many
+/// bytes at most.
 const SMALL_BAR: u64 = 512 << 20;
 
 /// A card whose memory the processor can reach.
@@ -49,7 +50,8 @@ pub struct Listed {
     pub free: Option<u64>,
 }
 
-/// Why there is no mapped VRAM here. Each is an answer, not a crash: the store may still work through CUDA.
+/// Why there is no mapped VRAM here. Each is an answer, not a crash: the store may still work
+/// through CUDA.
 #[derive(Debug, thiserror::Error)]
 pub enum Refusal {
     /// No `libvulkan.so.1`.
@@ -79,8 +81,8 @@ impl fmt::Display for Card {
 }
 
 impl Device {
-    /// Opens card number `index`, counted by PCI address as `nvidia-smi` does; or, with `software`, a software
-    /// renderer, for tests.
+    /// Opens card number `index`, counted by PCI address as `nvidia-smi` does; or, with `software`,
+    /// a software renderer, for tests.
     ///
     /// # Errors
     /// When there is none such; the reason says what was found instead.
@@ -109,8 +111,8 @@ fn begin() -> Result<(ash::Entry, ash::Instance), Refusal> {
     Ok((entry, instance))
 }
 
-/// The discrete cards, in the order in which `vram:0`, `vram:1`, ... count them. None is opened, so this is cheap; empty where there
-/// is no Vulkan.
+/// The discrete cards, in the order in which `vram:0`, `vram:1`, ... count them. None is opened, so
+/// this is cheap; empty where there is no Vulkan.
 pub fn list() -> Vec<Listed> {
     listed(false)
 }
@@ -199,8 +201,8 @@ fn judge(
     let mut ids = vk::PhysicalDeviceIDProperties::default();
     let mut pci = vk::PhysicalDevicePCIBusInfoPropertiesEXT::default();
     let mut properties = vk::PhysicalDeviceProperties2::default().push_next(&mut ids).push_next(&mut pci);
-    // SAFETY: `physical` belongs to `instance`; the chained structures outlive the calls, and a driver that does
-    // not know one leaves it as it was.
+    // SAFETY: `physical` belongs to `instance`; the chained structures outlive the calls, and a
+    // driver that does not know one leaves it as it was.
     let (memory, families, extensions) = unsafe {
         instance.get_physical_device_properties2(physical, &mut properties);
         (
@@ -266,8 +268,8 @@ fn not_a_card(kind: vk::PhysicalDeviceType) -> &'static str {
     }
 }
 
-/// The memory type to use: on the device, visible, coherent, in the largest such heap; uncached rather than
-/// cached, because a cached mapping of a discrete card's memory is RAM.
+/// The memory type to use: on the device, visible, coherent, in the largest such heap; uncached
+/// rather than cached, because a cached mapping of a discrete card's memory is RAM.
 fn visible_memory(
     memory: &vk::PhysicalDeviceMemoryProperties,
     software: bool,
@@ -317,7 +319,8 @@ fn hidden_memory(memory: &vk::PhysicalDeviceMemoryProperties, software: bool) ->
     Some((index as u32, heap, heaps[heap].size))
 }
 
-/// Host memory that a copy goes through: cached, if there is such, as the processor reads what was read.
+/// Host memory that a copy goes through: cached, if there is such, as the processor reads what was
+/// read.
 fn staging_memory(memory: &vk::PhysicalDeviceMemoryProperties) -> Option<u32> {
     use vk::MemoryPropertyFlags as Flags;
     let wanted = Flags::HOST_VISIBLE | Flags::HOST_COHERENT;

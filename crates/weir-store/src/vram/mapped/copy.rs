@@ -1,14 +1,16 @@
 //! Pages through the PCIe window.
 //!
-//! A large BAR is mapped write-combining: the processor may gather stores and send whole lines, but it caches
-//! nothing. Two consequences decide everything here.
+//! A large BAR is mapped write-combining: the processor may gather stores and send whole lines, but
+//! it caches nothing. Two consequences decide everything here.
 //!
-//! *Writes* are posted. A non-temporal 64-byte store leaves as one full-line packet and nobody waits for it,
-//! so a page costs 64 stores and one `sfence`, after which it is on its way in order before any later store.
+//! *Writes* are posted. A non-temporal 64-byte store leaves as one full-line packet and nobody
+//! waits for it, so a page costs 64 stores and one `sfence`, after which it is on its way in order
+//! before any later store.
 //!
-//! *Reads* are a round trip each (1.5 us on the H200). A plain load asks for 8 to 32 bytes and waits, 74 us a
-//! page. `movntdqa` fetches a whole line into a fill buffer, and as many as the processor has fill buffers can
-//! be under way at once: 5.3 us a page, which is 64 lines over about 18 in flight.
+//! *Reads* are a round trip each (1.5 us on the H200). A plain load asks for 8 to 32 bytes and
+//! waits, 74 us a page. `movntdqa` fetches a whole line into a fill buffer, and as many as the
+//! processor has fill buffers can be under way at once: 5.3 us a page, which is 64 lines over about
+//! 18 in flight.
 
 use std::sync::OnceLock;
 use weir_core::PAGE_SIZE;
@@ -59,14 +61,15 @@ impl Copies {
         prefetch_lines(code as *const u8, 3);
     }
 
-    /// Stores a page into device memory and makes it globally visible: whatever this thread stores next, a
-    /// doorbell for instance, is seen by the device after it.
+    /// Stores a page into device memory and makes it globally visible: whatever this thread stores
+    /// next, a doorbell for instance, is seen by the device after it.
     ///
     /// # Safety
     /// `src` and `dst` are valid for a page, do not overlap, and `dst` is aligned to 64 bytes.
     #[inline]
     pub unsafe fn to_device(&self, src: *const u8, dst: *mut u8) {
-        // SAFETY: the caller's promise; the instructions were detected before the pointer was chosen.
+        // SAFETY: the caller's promise; the instructions were detected before the pointer was
+        // chosen.
         unsafe { (self.to_device)(src, dst) };
         fence_stores();
     }
@@ -78,7 +81,8 @@ impl Copies {
     #[inline]
     pub unsafe fn from_device(&self, src: *const u8, dst: *mut u8) {
         fence_loads();
-        // SAFETY: the caller's promise; the instructions were detected before the pointer was chosen.
+        // SAFETY: the caller's promise; the instructions were detected before the pointer was
+        // chosen.
         unsafe { (self.from_device)(src, dst) }
     }
 }
@@ -134,8 +138,8 @@ pub fn fence_stores() {
     std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
 }
 
-/// Streaming loads may be answered from a buffer that an earlier one filled; a full fence empties it (Intel
-/// SDM, volume 1, 12.10.3).
+/// Streaming loads may be answered from a buffer that an earlier one filled; a full fence empties
+/// it (Intel SDM, volume 1, 12.10.3).
 #[inline]
 fn fence_loads() {
     #[cfg(target_arch = "x86_64")]
@@ -155,11 +159,11 @@ unsafe fn plain(src: *const u8, dst: *mut u8) {
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    //! One pair for each width. Loads go out in groups before the first of them is stored: the group is what
-    //! keeps the fill buffers busy.
+    //! One pair for each width. Loads go out in groups before the first of them is stored: the
+    //! group is what keeps the fill buffers busy.
     //!
-    //! The compiler is kept from unrolling the loops over groups: a page now and then finds the code cold, and a
-    //! kilobyte of straight code costs more cache misses than the page has.
+    //! The compiler is kept from unrolling the loops over groups: a page now and then finds the
+    //! code cold, and a kilobyte of straight code costs more cache misses than the page has.
 
     use std::arch::x86_64::*;
     use std::hint::black_box;

@@ -1,12 +1,13 @@
 //! Device memory that the processor reaches with loads and stores, by way of Vulkan.
 //!
-//! Vulkan is the one interface by which every vendor maps video memory into a process: a memory type that is
-//! `DEVICE_LOCAL`, `HOST_VISIBLE` and `HOST_COHERENT` at once lies on the card and behind the PCIe window.
-//! (CUDA has no way to a processor mapping of device memory: `mmap` of its dma-buf gives ENOTSUPP.) The loader
-//! and the driver are opened at run time, so the same program starts on a machine without a GPU.
+//! Vulkan is the one interface by which every vendor maps video memory into a process: a memory
+//! type that is `DEVICE_LOCAL`, `HOST_VISIBLE` and `HOST_COHERENT` at once lies on the card and
+//! behind the PCIe window. (CUDA has no way to a processor mapping of device memory: `mmap` of its
+//! dma-buf gives ENOTSUPP.) The loader and the driver are opened at run time, so the same program
+//! starts on a machine without a GPU.
 //!
-//! One chunk is one `vkAllocateMemory`, because that is the unit in which memory can be handed back to its
-//! owner, exported as a file descriptor, and imported by CUDA.
+//! One chunk is one `vkAllocateMemory`, because that is the unit in which memory can be handed back
+//! to its owner, exported as a file descriptor, and imported by CUDA.
 
 mod choice;
 pub mod copy;
@@ -53,8 +54,8 @@ pub struct Allocation {
     pub bytes: u64,
 }
 
-// SAFETY: the mapping is plain memory without thread affinity, and Vulkan's handles may move between threads;
-// `Allocation` hands out the address only, and its users order their accesses.
+// SAFETY: the mapping is plain memory without thread affinity, and Vulkan's handles may move
+// between threads; `Allocation` hands out the address only, and its users order their accesses.
 unsafe impl Send for Allocation {}
 // SAFETY: as above; `&Allocation` reads fields that never change.
 unsafe impl Sync for Allocation {}
@@ -155,7 +156,8 @@ impl Device {
         self.allocation(bytes, self.card.staging_type, true, false, None)
     }
 
-    /// Maps memory that another process allocated like that, and exported; the descriptor keeps it alive until then.
+    /// Maps memory that another process allocated like that, and exported; the descriptor keeps it
+    /// alive until then.
     ///
     /// # Errors
     /// What the driver answered.
@@ -177,7 +179,8 @@ impl Device {
             .size(bytes)
             .usage(vk::BufferUsageFlags::TRANSFER_DST | vk::BufferUsageFlags::TRANSFER_SRC);
         let info = if shared { info.push_next(&mut external) } else { info };
-        // SAFETY: the handles belong to this device; on every error what was made so far is destroyed.
+        // SAFETY: the handles belong to this device; on every error what was made so far is
+        // destroyed.
         unsafe {
             let buffer = self.device.create_buffer(&info, None).of("vkCreateBuffer")?;
             let destroy = |error| {
@@ -221,7 +224,8 @@ impl Device {
 impl Drop for Device {
     fn drop(&mut self) {
         let clearing = self.clearing.get_mut().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: every allocation holds the Device, so nothing made from the device is left but these.
+        // SAFETY: every allocation holds the Device, so nothing made from the device is left but
+        // these.
         unsafe {
             self.device.destroy_fence(clearing.fence, None);
             self.device.destroy_command_pool(clearing.pool, None);
@@ -267,8 +271,8 @@ impl Clearing {
         // Device memory fills at terabytes a second; a card that takes longer has hung.
         let limit = answer_limit().as_nanos() as u64;
         let (device, commands) = (&gpu.device, [self.commands]);
-        // SAFETY: `&mut self` makes this the only user of its command buffer, whose previous submission ended before this
-        // one begins; the queue has its turns.
+        // SAFETY: `&mut self` makes this the only user of its command buffer, whose previous
+        // submission ended before this one begins; the queue has its turns.
         unsafe {
             let begin =
                 vk::CommandBufferBeginInfo::default().flags(vk::CommandBufferUsageFlags::ONE_TIME_SUBMIT);
@@ -296,7 +300,8 @@ impl Allocation {
         vk::Handle::as_raw(self.buffer)
     }
 
-    /// A descriptor of this memory, for CUDA or for another process. The memory lives while one is open.
+    /// A descriptor of this memory, for CUDA or for another process. The memory lives while one is
+    /// open.
     ///
     /// # Errors
     /// What the driver answered; too many open files above all.
@@ -304,7 +309,8 @@ impl Allocation {
         let info = vk::MemoryGetFdInfoKHR::default()
             .memory(self.memory)
             .handle_type(vk::ExternalMemoryHandleTypeFlags::OPAQUE_FD);
-        // SAFETY: the memory was allocated for export by this device; the descriptor is new and ours.
+        // SAFETY: the memory was allocated for export by this device; the descriptor is new and
+        // ours.
         unsafe {
             let fd = self.gpu.external.get_memory_fd(&info).of("vkGetMemoryFdKHR")?;
             Ok(OwnedFd::from_raw_fd(fd))

@@ -1,8 +1,9 @@
-//! Copies by the card's transfer queue, for memory that the processor does not see: cards without Resizable BAR, where there is
-//! no CUDA. Slower than a window to begin with, and the only way there.
+//! Copies by the card's transfer queue, for memory that the processor does not see: cards without
+//! Resizable BAR, where there is no CUDA. Slower than a window to begin with, and the only way
+//! there.
 //!
-//! As with CUDA's batches ([`crate::vram::engine`]), operations take staging pages in turn, neighbours become one copy, and a
-//! batch is done when its fence is.
+//! As with CUDA's batches ([`crate::vram::engine`]), operations take staging pages in turn,
+//! neighbours become one copy, and a batch is done when its fence is.
 
 use super::{Allocation, Device, Named, VulkanError};
 use crate::vram::answer_limit;
@@ -32,8 +33,8 @@ pub struct QueueLane {
     staging: Allocation,
     pool: vk::CommandPool,
     operations: Box<[Operation]>,
-    /// Numbers of operations, ever growing: those below `finished` were handed over, those below `started` are in a
-    /// batch, those below `queued` wait. `number % depth` is the staging page.
+    /// Numbers of operations, ever growing: those below `finished` were handed over, those below
+    /// `started` are in a batch, those below `queued` wait. `number % depth` is the staging page.
     finished: u64,
     started: u64,
     queued: u64,
@@ -59,7 +60,8 @@ struct Batch {
     failed: Option<Fault>,
 }
 
-// SAFETY: the staging address is plain memory, and Vulkan's handles may move between threads; this lane alone uses them.
+// SAFETY: the staging address is plain memory, and Vulkan's handles may move between threads; this
+// lane alone uses them.
 unsafe impl Send for QueueLane {}
 
 impl QueueLane {
@@ -77,7 +79,8 @@ impl QueueLane {
             begun: None,
             failed: None,
         };
-        // SAFETY: every create-info outlives its call; what was made goes with the lane, on errors too.
+        // SAFETY: every create-info outlives its call; what was made goes with the lane, on errors
+        // too.
         unsafe {
             let info = vk::CommandPoolCreateInfo::default()
                 .queue_family_index(device.card.queue)
@@ -165,8 +168,9 @@ impl QueueLane {
         let batch = &self.batches[(self.begun % BATCHES as u64) as usize];
         let (d, commands) = (&self.device.device, batch.commands);
         let info = vk::CommandBufferBeginInfo::default().flags(vk::CommandBufferUsageFlags::ONE_TIME_SUBMIT);
-        // SAFETY: the batch has ended, so its commands and its fence are this lane's to record and to set; every buffer
-        // is a chunk's that stays until the batch has ended, or the staging memory.
+        // SAFETY: the batch has ended, so its commands and its fence are this lane's to record and
+        // to set; every buffer is a chunk's that stays until the batch has ended, or the staging
+        // memory.
         unsafe {
             d.begin_command_buffer(commands, &info).of("vkBeginCommandBuffer")?;
             let mut at = self.started;
@@ -229,7 +233,8 @@ impl QueueLane {
             let end = self.batches[at].end;
             while self.finished < end {
                 let operation = self.operations[(self.finished % self.operations.len() as u64) as usize];
-                // SAFETY: the copy into this staging page has ended, and none starts before it is handed over.
+                // SAFETY: the copy into this staging page has ended, and none starts before it is
+                // handed over.
                 let page = unsafe { &*self.staging_page(self.finished).cast::<PageBytes>() };
                 self.finished += 1;
                 let page = (outcome.is_ok() && !operation.write).then_some(page);
@@ -262,7 +267,8 @@ impl QueueLane {
         if !late {
             return None;
         }
-        // The copy may still land in the staging pages at any time: this lane never uses them again.
+        // The copy may still land in the staging pages at any time: this lane never uses them
+        // again.
         self.dead = true;
         Some(Err(Fault::Timeout))
     }
@@ -284,7 +290,8 @@ impl Drop for QueueLane {
         let flying = (self.ended..self.begun).map(|number| &self.batches[(number % BATCHES as u64) as usize]);
         let fences: Vec<vk::Fence> =
             flying.filter(|batch| batch.failed.is_none()).map(|batch| batch.fence).collect();
-        // SAFETY: what is in flight is waited for before anything that it uses is destroyed; all was made by this lane.
+        // SAFETY: what is in flight is waited for before anything that it uses is destroyed; all
+        // was made by this lane.
         unsafe {
             if !fences.is_empty() {
                 let _ = d.wait_for_fences(&fences, true, answer_limit().as_nanos() as u64);

@@ -1,7 +1,8 @@
 #!/bin/sh
-# Compiles kernel.cu to kernel.ptx. Needs clang with the NVPTX target (Debian's and Ubuntu's have it), no CUDA.
-# The PTX is for compute capability 7.0 and every later one: the driver compiles it for the card that is there.
-# Its first line records the CRC-32C of the source, which a test compares with the source beside it.
+# Compiles kernel.cu to kernel.ptx. Needs clang with the NVPTX target (Debian's and Ubuntu's have
+# it), no CUDA. The PTX is for compute capability 7.0 and every later one: the driver compiles it
+# for the card that is there. Its first line records the CRC-32C of the source, which a test
+# compares with the source beside it.
 set -eu
 cd "$(dirname "$0")"
 sum=$(python3 - kernel.cu <<'PY'

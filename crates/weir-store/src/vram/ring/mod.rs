@@ -1,22 +1,24 @@
 //! A kernel that stays on the card and serves descriptors.
 //!
-//! Starting a copy engine costs 6 us, and the driver lets one thread at a time do it. A kernel that is already
-//! running needs neither: the processor writes a 64-byte descriptor into a ring in the card's memory, through the
-//! window, and a block of the kernel that polls there copies the page between the card's memory and a staging page
-//! in the host's, and writes the descriptor's number beside it. One ring a lane, nothing shared.
+//! Starting a copy engine costs 6 us, and the driver lets one thread at a time do it. A kernel that
+//! is already running needs neither: the processor writes a 64-byte descriptor into a ring in the
+//! card's memory, through the window, and a block of the kernel that polls there copies the page
+//! between the card's memory and a staging page in the host's, and writes the descriptor's number
+//! beside it. One ring a lane, nothing shared.
 //!
-//! The kernel occupies a time slice of the card while it stays, and the card draws more power. So it enters
-//! only when there is enough to do ([`Policy`]), and leaves when there is not; without it, every operation has
-//! another way.
+//! The kernel occupies a time slice of the card while it stays, and the card draws more power. So
+//! it enters only when there is enough to do ([`Policy`]), and leaves when there is not; without
+//! it, every operation has another way.
 //!
 //! # Entering and leaving
 //!
-//! A descriptor written after the kernel left would never be served. Lanes and the controller agree by a
-//! handshake that costs a lane two plain stores: a lane says `Cell::adding`, then looks at
-//! `Ring::state`; the controller sets the state to leaving, then looks at every lane. Whichever comes second sees
-//! the other, provided each one's store is visible before its load; the controller pays for both sides with
-//! `membarrier`, as lanes are many and leaving is rare. Then it waits until every number that was added has been
-//! served, and only then tells the kernel to stop. `model.rs` checks every interleaving of this.
+//! A descriptor written after the kernel left would never be served. Lanes and the controller agree
+//! by a handshake that costs a lane two plain stores: a lane says `Cell::adding`, then looks at
+//! `Ring::state`; the controller sets the state to leaving, then looks at every lane. Whichever
+//! comes second sees the other, provided each one's store is visible before its load; the
+//! controller pays for both sides with `membarrier`, as lanes are many and leaving is rare. Then it
+//! waits until every number that was added has been served, and only then tells the kernel to stop.
+//! `model.rs` checks every interleaving of this.
 
 #[cfg(test)]
 mod model;
@@ -49,7 +51,8 @@ pub const DEPTH_MAX: usize = 256;
 pub const DEVICE_BYTES: u64 = (4096 + LANES * DEPTH_MAX * DESCRIPTOR) as u64;
 /// How long leaving waits for lanes and for the kernel before it gives up.
 const LEAVE_LIMIT: Duration = Duration::from_millis(100);
-/// A lane that was served nothing for so long has been through a time slice of somebody else's. Its own queue is at most 1 ms long.
+/// A lane that was served nothing for so long has been through a time slice of somebody else's. Its
+/// own queue is at most 1 ms long.
 const STALL: Duration = Duration::from_millis(3);
 /// Polls without progress between two looks at the clock.
 const CLOCK_EVERY: u32 = 1024;
@@ -76,7 +79,8 @@ pub struct Tuning {
 
 impl Default for Tuning {
     fn default() -> Self {
-        // A link's worth of pages needs about a hundred in flight (12 M/s of 8 us each when it is full).
+        // A link's worth of pages needs about a hundred in flight (12 M/s of 8 us each when it is
+        // full).
         Tuning { blocks: 128, lane_blocks: 64 }
     }
 }
@@ -123,7 +127,8 @@ struct Seat {
 unsafe impl Send for Seat {}
 
 impl Ring {
-    /// Readies rings in `memory`, which CUDA knows as `device`; the kernel is loaded and not yet started.
+    /// Readies rings in `memory`, which CUDA knows as `device`; the kernel is loaded and not yet
+    /// started.
     ///
     /// # Errors
     /// When the driver cannot compile the kernel for this card.
@@ -165,7 +170,8 @@ impl Ring {
         self.cells.iter().map(|cell| cell.stalls.swap(0, Ordering::Relaxed)).sum()
     }
 
-    /// Asks the driver whether the kernel still runs: one that died serves nothing and says nothing.
+    /// Asks the driver whether the kernel still runs: one that died serves nothing and says
+    /// nothing.
     pub fn ask(&self) {
         if self.is_resident()
             && let Ok(seat) = self.seat.try_lock()
@@ -215,7 +221,8 @@ impl Ring {
             return Ok(());
         }
         block.blocks = share(self.tuning, lanes).min(depth_min);
-        // SAFETY: the control block's place in the mapped memory is ours while the kernel is absent.
+        // SAFETY: the control block's place in the mapped memory is ours while the kernel is
+        // absent.
         unsafe { ptr::write_volatile(seat.host.as_ptr().cast::<ControlBlock>(), block) };
         fence_stores();
         seat.kernel.launch(&seat.stream, lanes * block.blocks, THREADS, seat.device.address)?;
@@ -234,8 +241,9 @@ impl Ring {
         self.leave_from(&self.seat.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Takes the kernel off the card and holds it off until the guard is dropped. The driver waits for running
-    /// kernels when memory is mapped or unmapped, so whoever does that pauses the ring first.
+    /// Takes the kernel off the card and holds it off until the guard is dropped. The driver waits
+    /// for running kernels when memory is mapped or unmapped, so whoever does that pauses the ring
+    /// first.
     ///
     /// # Errors
     /// When the kernel would not leave.
@@ -313,7 +321,8 @@ impl Ring {
         cell.depth.store(depth as u32, Ordering::Relaxed);
         let served: *mut AtomicU32 = done.as_ptr().cast();
         for number in (1..=depth as u32).map(|back| first.wrapping_sub(back)) {
-            // SAFETY: a page holds a word for each of at most 256 slots. All before the first count as served.
+            // SAFETY: a page holds a word for each of at most 256 slots. All before the first count
+            // as served.
             unsafe { (*served.add((number % depth as u32) as usize)).store(number, Ordering::Relaxed) };
         }
         cell.done.store(served, Ordering::Release);
@@ -396,8 +405,8 @@ pub struct RingLane {
     /// Staging pages, and the numbers served. Freed only when the kernel is known to be absent.
     memory: ManuallyDrop<[Pinned; 2]>,
     operations: Box<[Operation]>,
-    /// Numbers: those before `finished` were handed over, those before `started` are in the ring, those before
-    /// `queued` wait.
+    /// Numbers: those before `finished` were handed over, those before `started` are in the ring,
+    /// those before `queued` wait.
     finished: u32,
     started: u32,
     queued: u32,
@@ -415,7 +424,8 @@ struct Operation {
     to: u64,
 }
 
-// SAFETY: `descriptors` is this lane's part of the mapped memory, which the ring it holds keeps alive.
+// SAFETY: `descriptors` is this lane's part of the mapped memory, which the ring it holds keeps
+// alive.
 unsafe impl Send for RingLane {}
 
 impl RingLane {
@@ -436,7 +446,8 @@ impl RingLane {
         }
         let cell = self.cell();
         cell.adding.store(1, Ordering::Relaxed);
-        // The processor may still move the load before the store; the controller's membarrier makes up for it.
+        // The processor may still move the load before the store; the controller's membarrier makes
+        // up for it.
         compiler_fence(Ordering::SeqCst);
         if self.ring.state.load(Ordering::Acquire) == RESIDENT && cell.covered.load(Ordering::Relaxed) {
             return Admission::Yes;
@@ -493,8 +504,8 @@ impl RingLane {
             let slot = self.place(self.started);
             let operation = self.operations[slot];
             let line = descriptor(self.started, operation.from, operation.to);
-            // SAFETY: the slot's line lies in this lane's ring; the kernel is done with what it held, as the
-            // number `depth` before this one was handed over.
+            // SAFETY: the slot's line lies in this lane's ring; the kernel is done with what it
+            // held, as the number `depth` before this one was handed over.
             unsafe { store_line(&line, self.descriptors.add(slot * DESCRIPTOR)) };
             self.started = self.started.wrapping_add(1);
         }
@@ -504,8 +515,8 @@ impl RingLane {
         cell.adding.store(0, Ordering::Release);
     }
 
-    /// Hands over what has been served, in order. Where the context has died the rest stays in flight, to be
-    /// [salvaged](Self::salvage).
+    /// Hands over what has been served, in order. Where the context has died the rest stays in
+    /// flight, to be [salvaged](Self::salvage).
     pub fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
         let served: *const AtomicU32 = self.memory[1].as_ptr().cast();
         while self.finished != self.started {
@@ -517,7 +528,8 @@ impl RingLane {
                 break;
             }
             let operation = self.operations[slot];
-            // SAFETY: the card has written this staging page and is done with it: it released the number after.
+            // SAFETY: the card has written this staging page and is done with it: it released the
+            // number after.
             let page = unsafe { &*self.staging_page(number).cast::<PageBytes>() };
             self.finished = number.wrapping_add(1);
             self.waiting = None;
@@ -527,13 +539,14 @@ impl RingLane {
         }
     }
 
-    /// Hands over all that is in flight, for somebody to do it another way: nobody knows how much of it was done. Never again
-    /// does the lane take anything.
+    /// Hands over all that is in flight, for somebody to do it another way: nobody knows how much
+    /// of it was done. Never again does the lane take anything.
     pub fn salvage(&mut self, redo: &mut dyn FnMut(Salvaged<'_>)) {
         self.dead = true;
         while self.finished != self.queued {
             let Operation { ticket, write, slot, .. } = self.operations[self.place(self.finished)];
-            // SAFETY: a write's staging page was filled when it was queued, and the card only reads it.
+            // SAFETY: a write's staging page was filled when it was queued, and the card only reads
+            // it.
             let page = write.then(|| unsafe { &*self.staging_page(self.finished).cast::<PageBytes>() });
             self.finished = self.finished.wrapping_add(1);
             redo(Salvaged { ticket, slot: Slot(slot), page });
@@ -556,7 +569,8 @@ impl RingLane {
             stalls.store(stalls.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
         }
         if waited > answer_limit() {
-            // The card may still write into the staging pages at any time: this lane never uses them again.
+            // The card may still write into the staging pages at any time: this lane never uses
+            // them again.
             self.dead = true;
             self.ring.context.declare_lost(Death::NoAnswer("the resident kernel"));
         }
@@ -567,7 +581,8 @@ impl Drop for RingLane {
     fn drop(&mut self) {
         let ring = Arc::clone(&self.ring);
         self.cell().adding.store(0, Ordering::Release);
-        // If the kernel does not leave, the card may still write: then the pages stay with it for good.
+        // If the kernel does not leave, the card may still write: then the pages stay with it for
+        // good.
         if let Ok(_paused) = ring.pause() {
             self.cell().done.store(ptr::null_mut(), Ordering::Release);
             // SAFETY: dropped once, here, and the kernel is absent.

@@ -1,13 +1,15 @@
-//! Every interleaving of one lane, the controller and the kernel, by exhaustive search over a model.
+//! Every interleaving of one lane, the controller and the kernel, by exhaustive search over a
+//! model.
 //!
-//! The model keeps what matters and shrinks the rest: a ring of two slots, sequence numbers modulo 8 that begin
-//! just before their wrap, and the lane's stores in a buffer that reaches memory whenever it likes (x86's
-//! total store order; its loads overtake them, which is what the controller's `membarrier` is for). Ghosts,
-//! numbers that never wrap, say which operation a number stands for.
+//! The model keeps what matters and shrinks the rest: a ring of two slots, sequence numbers modulo
+//! 8 that begin just before their wrap, and the lane's stores in a buffer that reaches memory
+//! whenever it likes (x86's total store order; its loads overtake them, which is what the
+//! controller's `membarrier` is for). Ghosts, numbers that never wrap, say which operation a number
+//! stands for.
 //!
-//! Two claims: when the kernel is absent, nothing that was added is unserved (no lost wake-up); and the kernel
-//! serves every operation once, in order (the wrap is harmless). Two controls leave out what makes them true,
-//! and the search must then find the failure.
+//! Two claims: when the kernel is absent, nothing that was added is unserved (no lost wake-up); and
+//! the kernel serves every operation once, in order (the wrap is harmless). Two controls leave out
+//! what makes them true, and the search must then find the failure.
 
 use std::collections::{HashSet, VecDeque};
 
@@ -53,7 +55,8 @@ enum Controller {
 
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 struct World {
-    // The lane: its place, what its stores have not told memory yet, ghosts of what it queued and was handed.
+    // The lane: its place, what its stores have not told memory yet, ghosts of what it queued and
+    // was handed.
     lane: LaneAt,
     buffer: VecDeque<Store>,
     queued: u8,
@@ -111,7 +114,8 @@ impl World {
         }
     }
 
-    /// The number of the last operation served, in its slot, is what the controller and the lane look at.
+    /// The number of the last operation served, in its slot, is what the controller and the lane
+    /// look at.
     fn is_done(&self, operation: u8, rules: Rules) -> bool {
         self.done[slot(operation)] == number(operation, rules)
     }
@@ -127,7 +131,8 @@ impl World {
         if !self.buffer.is_empty() {
             step(&|world| world.drain_one(rules));
         }
-        // The lane: announce, look, write, close; hand over what is done. A full buffer holds it up.
+        // The lane: announce, look, write, close; hand over what is done. A full buffer holds it
+        // up.
         match self.lane {
             _ if self.buffer.len() >= BUFFER => {}
             LaneAt::Start if self.queued < OPERATIONS && self.queued - self.finished < DEPTH => {

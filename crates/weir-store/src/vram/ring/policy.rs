@@ -1,7 +1,9 @@
-//! When the kernel should be on the card: a pure function of what was seen, so that it can be tested by itself.
+//! When the kernel should be on the card: a pure function of what was seen, so that it can be
+//! tested by itself.
 //!
-//! The card's owner comes first. While anybody else has a context on the card, or an operation waited as long as
-//! a time slice, the kernel stays away; otherwise it enters under load and leaves soon after it.
+//! The card's owner comes first. While anybody else has a context on the card, or an operation
+//! waited as long as a time slice, the kernel stays away; otherwise it enters under load and leaves
+//! soon after it.
 
 use std::time::Duration;
 

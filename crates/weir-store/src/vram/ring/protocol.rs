@@ -1,8 +1,9 @@
 //! What processor and card say to each other, as bytes: the host's side of `kernel.cu`.
 //!
-//! Sequence numbers are 32 bits and wrap. A lane's number `n` lies in slot `n % depth`, the depth divides 2^32,
-//! so slots follow each other across the wrap as anywhere else; and two numbers that share a slot differ by at
-//! least the depth, so a slot that still shows the previous one is never mistaken for the next.
+//! Sequence numbers are 32 bits and wrap. A lane's number `n` lies in slot `n % depth`, the depth
+//! divides 2^32, so slots follow each other across the wrap as anywhere else; and two numbers that
+//! share a slot differ by at least the depth, so a slot that still shows the previous one is never
+//! mistaken for the next.
 
 /// Lanes that a kernel can serve; the kernel's array has as many.
 pub const LANES: usize = 32;

@@ -1,12 +1,13 @@
 //! The governor: looks after the memory that each card's owner is left with, by its [`Policy`].
 //!
-//! It looks closely while somebody allocates, and seldom at rest. Somebody who comes opens the card's device file, and that wakes it.
+//! It looks closely while somebody allocates, and seldom at rest. Somebody who comes opens the
+//! card's device file, and that wakes it.
 
 mod arrivals;
 mod policy;
 
-use super::crew::{Card, Crew};
 use super::job::{Job, Wish};
+use super::workers::{Card, Workers};
 use arrivals::Arrivals;
 use policy::{Look, Policy, Step};
 use std::sync::Arc;
@@ -37,8 +38,8 @@ impl Governor {
     ///
     /// # Errors
     /// When there is no thread for it.
-    pub fn start(crew: &Arc<Crew>, log: &Log) -> Result<Option<Self>, Failure> {
-        let cards: Vec<Governed> = crew
+    pub fn start(workers: &Arc<Workers>, log: &Log) -> Result<Option<Self>, Failure> {
+        let cards: Vec<Governed> = workers
             .cards()
             .map(|card| Governed { card, policy: Policy::default(), look_at: Duration::ZERO, said: false })
             .collect();
@@ -46,10 +47,10 @@ impl Governor {
             return Ok(None);
         }
         let arrivals = Arrivals::new().map_err(Failure::failed)?;
-        let (crew, log, watched) = (Arc::clone(crew), Arc::clone(log), arrivals.clone());
+        let (workers, log, watched) = (Arc::clone(workers), Arc::clone(log), arrivals.clone());
         let thread = std::thread::Builder::new()
             .name("weir-governor".into())
-            .spawn(move || govern(&crew, cards, &watched, &log))
+            .spawn(move || govern(&workers, cards, &watched, &log))
             .map_err(Failure::failed)?;
         Ok(Some(Governor { arrivals, thread }))
     }
@@ -62,14 +63,14 @@ impl Governor {
     }
 }
 
-fn govern(crew: &Arc<Crew>, mut cards: Vec<Governed>, arrivals: &Arrivals, log: &Log) {
+fn govern(workers: &Arc<Workers>, mut cards: Vec<Governed>, arrivals: &Arrivals, log: &Log) {
     let began = Instant::now();
     let mut newcomer = false;
-    while !crew.is_stopping() {
+    while !workers.is_stopping() {
         let now = began.elapsed();
         for governed in &mut cards {
             if newcomer || now >= governed.look_at {
-                governed.look(crew, newcomer, arrivals.are_told(), began, log);
+                governed.look(workers, newcomer, arrivals.are_told(), began, log);
             }
         }
         let next = cards.iter().map(|governed| governed.look_at).min().unwrap_or_default();
@@ -80,12 +81,12 @@ fn govern(crew: &Arc<Crew>, mut cards: Vec<Governed>, arrivals: &Arrivals, log: 
 }
 
 impl Governed {
-    fn look(&mut self, crew: &Arc<Crew>, newcomer: bool, told: bool, began: Instant, log: &Log) {
-        let Some(room) = crew.room(self.card) else {
+    fn look(&mut self, workers: &Arc<Workers>, newcomer: bool, told: bool, began: Instant, log: &Log) {
+        let Some(room) = workers.room(self.card) else {
             self.look_at = began.elapsed() + Duration::from_secs(1);
             return;
         };
-        let (held, away) = crew.chunk_counts(self.card);
+        let (held, away) = workers.chunk_counts(self.card);
         let look = Look { at: began.elapsed(), room, held, away, newcomer, told };
         let (step, again) = self.policy.step(&look);
         let (wish, chunks) = match step {
@@ -97,18 +98,18 @@ impl Governed {
             Step::Take(chunks) => (Wish::Take, chunks),
         };
         let bytes = u64::from(chunks) * room.chunk;
-        let outcome = Job::governed(crew, wish, bytes, self.card).run_on(crew, &mut |_| ());
+        let outcome = Job::governed(workers, wish, bytes, self.card).run_on(workers, &mut |_| ());
         // Counted afresh: a job that ended early may have done a part.
-        let moved = crew.chunk_counts(self.card).0.abs_diff(held);
+        let moved = workers.chunk_counts(self.card).0.abs_diff(held);
         if let Err(why) = outcome
             && !self.said
-            && !crew.is_stopping()
+            && !workers.is_stopping()
         {
             self.said = true;
             (log)(Level::Warning, format_args!("memory is short on the card, and {why}"));
         }
         self.said &= moved == 0;
-        let free = crew.room(self.card).map(|room| room.free);
+        let free = workers.room(self.card).map(|room| room.free);
         self.policy.done(began.elapsed(), step, moved, free);
         self.look_at = began.elapsed() + again;
     }

@@ -1,12 +1,14 @@
-//! When a card's memory is given back, and when it is taken again: a pure function of what was read and when.
+//! When a card's memory is given back, and when it is taken again: a pure function of what was read
+//! and when.
 //!
-//! The card's owner comes first, so giving is quick and runs ahead of who is allocating, and taking is slow and waits until nobody
-//! has allocated for a while.
+//! The card's owner comes first, so giving is quick and runs ahead of who is allocating, and taking
+//! is slow and waits until nobody has allocated for a while.
 
 use std::time::Duration;
 use weir_store::Headroom;
 
-/// At most so much is given for a fall of the free memory, on top of the floor: whoever allocates is likely to go on.
+/// At most so much is given for a fall of the free memory, on top of the floor: whoever allocates
+/// is likely to go on.
 const AHEAD_MOST: u64 = 1 << 30;
 /// Nobody has allocated for so long: memory may be taken.
 const QUIET: Duration = Duration::from_secs(5);
@@ -24,7 +26,8 @@ const CLOSE: Duration = Duration::from_millis(10);
 /// And how long after that more than at rest.
 const NEAR_FOR: Duration = Duration::from_secs(60);
 const NEAR: Duration = Duration::from_millis(100);
-/// How often at rest where newcomers announce themselves, and where they do not or are there already.
+/// How often at rest where newcomers announce themselves, and where they do not or are there
+/// already.
 const REST: Duration = Duration::from_secs(1);
 const REST_UNTOLD: Duration = Duration::from_millis(250);
 
@@ -260,7 +263,8 @@ mod tests {
             let total = u64::from(chunks) * 128 * MIB + 1100 * MIB;
             let mut card = Card::new(total, chunks);
             card.rest(Duration::from_millis(chance.within(0, 5000)));
-            // A process comes, makes its context, and allocates in steps of 256 MiB up to 90% of the card.
+            // A process comes, makes its context, and allocates in steps of 256 MiB up to 90% of
+            // the card.
             card.newcomer = true;
             card.rest(Duration::from_millis(chance.within(0, 400)));
             let mut longest = card.allocate(chance.within(300, 600) * MIB);
@@ -295,7 +299,8 @@ mod tests {
             let mut card = Card::new(24 << 30, 180);
             let _ = card.allocate(400 * MIB);
             for _ in 0..50 {
-                // One piece larger than the floor comes only to whoever asked for it: a failed allocation is not seen.
+                // One piece larger than the floor comes only to whoever asked for it: a failed
+                // allocation is not seen.
                 let bytes = chance.within(64, 500) * MIB;
                 let _ = card.allocate(bytes);
                 card.rest(Duration::from_millis(chance.within(0, 2400)));

@@ -1,5 +1,5 @@
-//! Files, directories and links: names, attributes, and which page of the volume holds which page of a file. Does no I/O: what
-//! has to be discarded is handed to the caller.
+//! Files, directories and links: names, attributes, and which page of the volume holds which page
+//! of a file. Does no I/O: what has to be discarded is handed to the caller.
 
 use super::super::wire::{Attr, ROOT};
 use super::room::Room;
@@ -31,7 +31,8 @@ const LEAF: u64 = 512;
 /// No page: a hole.
 const HOLE: u32 = u32::MAX;
 
-/// Pages that belong to nobody any more: to be discarded before anything else is done with the tree.
+/// Pages that belong to nobody any more: to be discarded before anything else is done with the
+/// tree.
 pub(super) type Freed = Vec<PageNo>;
 pub(super) type Result<T> = std::result::Result<T, Errno>;
 
@@ -57,7 +58,8 @@ struct Node {
     atime: Time,
     mtime: Time,
     ctime: Time,
-    /// How often the kernel was told of it and has not forgotten it: while it has, the node stays, named or not.
+    /// How often the kernel was told of it and has not forgotten it: while it has, the node stays,
+    /// named or not.
     lookups: u64,
     body: Body,
 }
@@ -81,7 +83,8 @@ struct File {
 struct Directory {
     parent: u64,
     names: BTreeMap<Box<[u8]>, Entry>,
-    /// The names by age: where a listing goes on stays valid whatever is added or removed meanwhile.
+    /// The names by age: where a listing goes on stays valid whatever is added or removed
+    /// meanwhile.
     order: BTreeMap<u64, Box<[u8]>>,
     /// 1 and 2 are `.` and `..`.
     next: u64,

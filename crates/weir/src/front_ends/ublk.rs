@@ -1,8 +1,8 @@
-//! A block device of the kernel's ublk driver. Under a keeper it outlives the daemon: the keeper holds a page with the
-//! device's number, and the next daemon takes the device over. (The device's own descriptor must end with the daemon, for by that
-//! the driver knows that its server is gone.)
+//! A block device of the kernel's ublk driver. Under a keeper it outlives the daemon: the keeper
+//! holds a page with the device's number, and the next daemon takes the device over. (The device's
+//! own descriptor must end with the daemon, for by that the driver knows that its server is gone.)
 
-use super::WayIn;
+use super::FrontEnd;
 use crate::cli::ServeOptions;
 use crate::control::Export;
 use crate::keeper::{Held, Link, processors};
@@ -36,7 +36,8 @@ struct Number(Memory);
 
 impl Number {
     fn word(&self) -> &AtomicU64 {
-        // SAFETY: the mapping is a page, aligned and as long-lived as `self`; nobody accesses the word but through atomics.
+        // SAFETY: the mapping is a page, aligned and as long-lived as `self`; nobody accesses the
+        // word but through atomics.
         unsafe { AtomicU64::from_ptr(self.0.as_ptr().cast()) }
     }
 
@@ -51,7 +52,8 @@ impl Number {
 }
 
 impl PreparedUblk {
-    /// Looks whether an earlier daemon left a device to go on with; how many lanes are needed depends on that.
+    /// Looks whether an earlier daemon left a device to go on with; how many lanes are needed
+    /// depends on that.
     ///
     /// # Errors
     /// When the driver is missing or does not give the device away.
@@ -127,7 +129,7 @@ impl std::fmt::Debug for Ublk {
     }
 }
 
-impl WayIn for Ublk {
+impl FrontEnd for Ublk {
     fn exports(&self) -> Vec<Export> {
         let stats = self.server.stats();
         vec![Export {

@@ -1,7 +1,8 @@
-//! Bringing pages back up once faster stores have room again: a little at a time, while nobody else is at work.
+//! Bringing pages back up once faster stores have room again: a little at a time, while nobody else
+//! is at work.
 
-use super::crew::Crew;
 use super::pace::{REST, drive, is_in_use};
+use super::workers::Workers;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 use weir_queue::{Item, Work, has_item};
@@ -11,9 +12,9 @@ const TURN: Duration = Duration::from_millis(5);
 
 /// The job that schedules itself until there is nothing left to bring up.
 #[derive(Debug)]
-pub struct Rise {
-    item: Item<Rise>,
-    crew: Weak<Crew>,
+pub struct Promotion {
+    item: Item<Promotion>,
+    workers: Weak<Workers>,
     at: Mutex<Place>,
 }
 
@@ -27,31 +28,31 @@ struct Place {
     looked: Instant,
 }
 
-has_item!(Rise, item);
+has_item!(Promotion, item);
 
-impl Work for Rise {
-    type Pointer = Arc<Rise>;
+impl Work for Promotion {
+    type Pointer = Arc<Promotion>;
 
-    fn run(this: Arc<Rise>) {
-        let Some(crew) = this.crew.upgrade() else { return };
-        if this.turn(&crew) && !crew.is_stopping() {
-            crew.queue().schedule(&this);
+    fn run(this: Arc<Promotion>) {
+        let Some(workers) = this.workers.upgrade() else { return };
+        if this.turn(&workers) && !workers.is_stopping() {
+            workers.queue().schedule(&this);
         }
     }
 }
 
-impl Rise {
-    pub fn new(crew: Weak<Crew>) -> Arc<Self> {
+impl Promotion {
+    pub fn new(workers: Weak<Workers>) -> Arc<Self> {
         let at = Place { store: 0, slot: 0, operations: 0, looked: Instant::now() };
-        Arc::new(Rise { item: Item::new(), crew, at: Mutex::new(at) })
+        Arc::new(Promotion { item: Item::new(), workers, at: Mutex::new(at) })
     }
 
     /// Starts from the top: faster stores have room.
-    pub fn begin(self: &Arc<Self>, crew: &Crew) {
+    pub fn begin(self: &Arc<Self>, workers: &Workers) {
         let mut at = self.at.lock().unwrap_or_else(PoisonError::into_inner);
-        *at = Place { store: 1, slot: 0, operations: crew.volume().operations(), looked: Instant::now() };
+        *at = Place { store: 1, slot: 0, operations: workers.volume().operations(), looked: Instant::now() };
         drop(at);
-        crew.queue().schedule(self);
+        workers.queue().schedule(self);
     }
 
     /// Gives up what is left: memory is being given back.
@@ -60,12 +61,12 @@ impl Rise {
     }
 
     /// One turn; whether there is more to do.
-    fn turn(&self, crew: &Crew) -> bool {
+    fn turn(&self, workers: &Workers) -> bool {
         let mut at = self.at.lock().unwrap_or_else(PoisonError::into_inner);
-        if at.store == 0 || at.store >= crew.volume().stores().count() {
+        if at.store == 0 || at.store >= workers.volume().stores().count() {
             return false;
         }
-        let operations = crew.volume().operations();
+        let operations = workers.volume().operations();
         let in_use = is_in_use(operations.wrapping_sub(at.operations), at.looked.elapsed());
         (at.operations, at.looked) = (operations, Instant::now());
         if in_use {
@@ -73,12 +74,13 @@ impl Rise {
             std::thread::sleep(REST);
             return true;
         }
-        let mut mover = crew.mover(0);
+        let mut mover = workers.mover(0);
         let Place { store, slot, looked, .. } = &mut *at;
-        while looked.elapsed() < TURN && !crew.is_stopping() {
+        while looked.elapsed() < TURN && !workers.is_stopping() {
             match mover.move_up(*store, slot, &mut drive(|_| true)) {
                 Ok(moved) if moved.more => {}
-                // This store is done with, or nothing has room any more: the next store's pages go into those before it.
+                // This store is done with, or nothing has room any more: the next store's pages go
+                // into those before it.
                 Ok(_) => {
                     (*store, *slot) = (*store + 1, 0);
                     break;

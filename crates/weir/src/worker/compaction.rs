@@ -1,21 +1,22 @@
-//! Bringing together again what is left in shared slots that other pages have left: a little at a time, and only when lanes have said that
-//! pages left.
+//! Bringing together again what is left in shared slots that other pages have left: a little at a
+//! time, and only when lanes have said that pages left.
 
-use super::crew::Crew;
 use super::pace::{REST, drive, is_in_use};
+use super::workers::Workers;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 use weir_queue::{Item, Work, has_item};
 use weir_volume::{GiveBackError, Sparse, Volume};
 
-/// How long one turn moves pages. With the rest where the volume is in use, a tenth of one processor.
+/// How long one turn moves pages. With the rest where the volume is in use, a tenth of one
+/// processor.
 const TURN: Duration = Duration::from_millis(2);
 
 /// The job that schedules itself until nothing is worth gathering any more.
 #[derive(Debug)]
-pub struct Gather {
-    item: Item<Gather>,
-    crew: Weak<Crew>,
+pub struct Compaction {
+    item: Item<Compaction>,
+    workers: Weak<Workers>,
     at: Mutex<Place>,
 }
 
@@ -38,42 +39,43 @@ struct Sweep {
     sparse: Sparse,
 }
 
-has_item!(Gather, item);
+has_item!(Compaction, item);
 
-impl Work for Gather {
-    type Pointer = Arc<Gather>;
+impl Work for Compaction {
+    type Pointer = Arc<Compaction>;
 
-    fn run(this: Arc<Gather>) {
-        let Some(crew) = this.crew.upgrade() else { return };
-        if this.turn(&crew) && !crew.is_stopping() {
-            crew.queue().schedule(&this);
+    fn run(this: Arc<Compaction>) {
+        let Some(workers) = this.workers.upgrade() else { return };
+        if this.turn(&workers) && !workers.is_stopping() {
+            workers.queue().schedule(&this);
         }
     }
 }
 
-impl Gather {
-    pub fn new(crew: Weak<Crew>) -> Arc<Self> {
-        Arc::new(Gather { item: Item::new(), crew, at: Mutex::default() })
+impl Compaction {
+    pub fn new(workers: Weak<Workers>) -> Arc<Self> {
+        Arc::new(Compaction { item: Item::new(), workers, at: Mutex::default() })
     }
 
-    /// Has `crew` do it from now on: at once, for what a daemon before has left, and whenever lanes say that pages left.
-    pub fn begin(self: &Arc<Self>, crew: &Crew) {
-        if crew.volume().compression().is_none() {
+    /// Has `workers` do it from now on: at once, for what a daemon before has left, and whenever
+    /// lanes say that pages left.
+    pub fn begin(self: &Arc<Self>, workers: &Workers) {
+        if workers.volume().compression().is_none() {
             return;
         }
         let this = Arc::clone(self);
-        crew.volume().when_packs_are_left(Box::new(move || {
-            if let Some(crew) = this.crew.upgrade() {
-                crew.queue().schedule(&this);
+        workers.volume().when_packs_are_left(Box::new(move || {
+            if let Some(workers) = this.workers.upgrade() {
+                workers.queue().schedule(&this);
             }
         }));
-        crew.queue().schedule(self);
+        workers.queue().schedule(self);
     }
 
     /// One turn; whether there is more to do.
-    fn turn(&self, crew: &Crew) -> bool {
+    fn turn(&self, workers: &Workers) -> bool {
         let mut at = self.at.lock().unwrap_or_else(PoisonError::into_inner);
-        let volume = crew.volume();
+        let volume = workers.volume();
         let began = Instant::now();
         if at.sweep.is_none() {
             if !volume.packs_were_left(&mut at.looked) {
@@ -83,10 +85,10 @@ impl Gather {
             at.swept = at.sweep.is_some();
             at.operations = volume.operations();
         }
-        let mut mover = crew.mover(0);
+        let mut mover = workers.mover(0);
         while let Some(Sweep { store, mut slot, sparse }) = at.sweep {
             // A page that cannot be read stays where it is, and says so to whoever reads it.
-            let mut driver = drive(|_| !crew.is_stopping());
+            let mut driver = drive(|_| !workers.is_stopping());
             let more = match mover.compact(store, &mut slot, sparse, &mut driver) {
                 Ok(done) => done.more,
                 Err(GiveBackError::Stopped) => return false,
@@ -100,7 +102,7 @@ impl Gather {
         drop(mover);
         if at.sweep.is_none() {
             if std::mem::take(&mut at.swept) {
-                crew.room_was_made();
+                workers.room_was_made();
             }
             return false;
         }

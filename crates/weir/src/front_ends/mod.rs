@@ -21,28 +21,30 @@ use weir_system::device_use;
 use weir_system::loop_device::LoopDevice;
 use weir_volume::Volume;
 
-/// A running way in.
-pub trait WayIn: fmt::Debug + Send {
+/// A running front end.
+pub trait FrontEnd: fmt::Debug + Send {
     /// Where it serves, and to how many; for status.
     fn exports(&self) -> Vec<Export>;
 
-    /// What its end would be a loss to, and what to do about it; `None` where it may be stopped. Something that only this process
-    /// keeps alive (a device that carries swap) must not be.
+    /// What its end would be a loss to, and what to do about it; `None` where it may be stopped.
+    /// Something that only this process keeps alive (a device that carries swap) must not be.
     fn in_use(&self) -> Option<String> {
         None
     }
 
-    /// Takes away, before [`stop`](WayIn::stop), what would be left without a server, and whoever touched it would wait for ever. What
-    /// keeps it there, and what to do about it; then it is served on. `None` once it has gone.
+    /// Takes away, before [`stop`](FrontEnd::stop), what would be left without a server, and
+    /// whoever touched it would wait for ever. What keeps it there, and what to do about it; then
+    /// it is served on. `None` once it has gone.
     fn let_go(&mut self) -> Option<String> {
         None
     }
 
-    /// Answers what has been received, for at most `grace`, then lets its clients go. Nothing of it is left in the file system.
+    /// Answers what has been received, for at most `grace`, then lets its clients go. Nothing of it
+    /// is left in the file system.
     fn stop(self: Box<Self>, grace: Duration);
 }
 
-/// Lanes of the volume that the ways in asked for take together.
+/// Lanes of the volume that the front ends asked for take together.
 pub fn lanes(options: &ServeOptions) -> usize {
     let nbd = if options.nbd.is_empty() { 0 } else { usize::from(options.connections) };
     let fuse = if options.fuse.is_some() { usize::from(options.fuse_threads) } else { 0 };
@@ -106,7 +108,7 @@ impl Nbd {
     }
 }
 
-impl WayIn for Nbd {
+impl FrontEnd for Nbd {
     fn exports(&self) -> Vec<Export> {
         let stats = self.0.stats();
         let export = |address: &Listen| Export {
@@ -130,7 +132,8 @@ impl WayIn for Nbd {
 pub struct Fuse(fuse::Server);
 
 impl Fuse {
-    /// Mounts over `file`; or goes on with the mount of a daemon that was killed, if the keeper has it.
+    /// Mounts over `file`; or goes on with the mount of a daemon that was killed, if the keeper has
+    /// it.
     ///
     /// # Errors
     /// When it cannot be mounted, or the kernel's FUSE is too old.
@@ -147,7 +150,8 @@ impl Fuse {
             spin: Duration::from_micros(options.spin_us.into()),
             swap: options.swap,
             unsafe_no_flusher: options.unsafe_no_flusher,
-            // A file that must outlive its daemon cannot have one, and a thread that looks for requests looks at the device.
+            // A file that must outlive its daemon cannot have one, and a thread that looks for
+            // requests looks at the device.
             ring: keeper.is_none() && !options.swap && options.spin_us == 0,
             allow_other: false,
         };
@@ -161,14 +165,14 @@ impl Fuse {
             return fuse::Server::take_over(volume, &config, file, &mut take, log).map(Fuse).map_err(failed);
         }
         let server = fuse::Server::start(volume, &config, file, log).map_err(failed)?;
-        for keepsake in server.keepsakes() {
-            link.hold_open(&name(&keepsake.name), keepsake.fd).map_err(Failure::failed)?;
+        for handoff in server.handoffs() {
+            link.hold_open(&name(&handoff.name), handoff.fd).map_err(Failure::failed)?;
         }
         Ok(Fuse(server))
     }
 }
 
-impl WayIn for Fuse {
+impl FrontEnd for Fuse {
     fn exports(&self) -> Vec<Export> {
         let stats = self.0.stats();
         vec![Export {
@@ -181,7 +185,8 @@ impl WayIn for Fuse {
         }]
     }
 
-    /// By loop devices over the file: what swaps there is lost with this process, as on any other device.
+    /// By loop devices over the file: what swaps there is lost with this process, as on any other
+    /// device.
     fn in_use(&self) -> Option<String> {
         // As the kernel shows it. The file itself is no link.
         let file = self.0.file();
@@ -231,7 +236,7 @@ impl Share {
     }
 }
 
-impl WayIn for Share {
+impl FrontEnd for Share {
     fn exports(&self) -> Vec<Export> {
         let stats = self.server.stats();
         vec![Export {

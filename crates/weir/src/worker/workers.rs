@@ -1,9 +1,9 @@
 //! The threads that empty chunks, and how they share the work.
 
-use super::gather::Gather;
+use super::compaction::Compaction;
 use super::job::{Job, Reach, Wish};
 use super::pace::{Pace, drive};
-use super::rise::Rise;
+use super::promotion::Promotion;
 use crate::control::{Background, Moved};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
@@ -19,15 +19,15 @@ const MORE_ROOM: &str = "for more weir on and weir serve take --backing PATH, an
 
 /// The threads, their movers, and what they did.
 #[derive(Debug)]
-pub struct Crew {
+pub struct Workers {
     volume: Arc<Volume>,
     /// The first takes the jobs, the others help.
     queues: OnceLock<Box<[Queue]>>,
     movers: Box<[Mutex<OpenMover>]>,
     /// By store: whether its memory is given back when somebody asks.
     lends: Box<[bool]>,
-    rise: Arc<Rise>,
-    gather: Arc<Gather>,
+    promotion: Arc<Promotion>,
+    compaction: Arc<Compaction>,
     stopping: AtomicBool,
     given_back: Total,
     taken: Total,
@@ -93,8 +93,9 @@ impl Chunk {
     }
 }
 
-/// Closed chunks that wait to be emptied: one after the other, each by all threads together. Whoever waits for memory gets it chunk by
-/// chunk, not as many at once as there are threads, after as much longer.
+/// Closed chunks that wait to be emptied: one after the other, each by all threads together.
+/// Whoever waits for memory gets it chunk by chunk, not as many at once as there are threads, after
+/// as much longer.
 #[derive(Debug)]
 struct List {
     chunks: Vec<Chunk>,
@@ -112,7 +113,7 @@ struct List {
 #[derive(Debug)]
 struct Help {
     item: Item<Help>,
-    crew: Arc<Crew>,
+    workers: Arc<Workers>,
     thread: usize,
     list: Arc<List>,
 }
@@ -123,11 +124,11 @@ impl Work for Help {
     type Pointer = Arc<Help>;
 
     fn run(this: Arc<Help>) {
-        this.crew.empty(this.thread, &this.list);
+        this.workers.empty(this.thread, &this.list);
     }
 }
 
-impl Crew {
+impl Workers {
     pub fn start(volume: &Arc<Volume>, lends: &[bool]) -> Result<Arc<Self>, Failure> {
         let threads = super::lanes();
         let movers = (0..threads)
@@ -140,20 +141,20 @@ impl Crew {
         };
         let queues: Result<Box<[Queue]>, _> = (0..threads).map(queue).collect();
         let queues = queues.map_err(|error| Failure::Failed(chain(&error)))?;
-        let crew = Arc::new_cyclic(|crew: &Weak<Crew>| Crew {
+        let workers = Arc::new_cyclic(|workers: &Weak<Workers>| Workers {
             volume: Arc::clone(volume),
             queues: OnceLock::new(),
             movers,
             lends: lends.into(),
-            rise: Rise::new(Weak::clone(crew)),
-            gather: Gather::new(Weak::clone(crew)),
+            promotion: Promotion::new(Weak::clone(workers)),
+            compaction: Compaction::new(Weak::clone(workers)),
             stopping: AtomicBool::new(false),
             given_back: Total::default(),
             taken: Total::default(),
         });
-        crew.queues.set(queues).expect("set once");
-        crew.gather.begin(&crew);
-        Ok(crew)
+        workers.queues.set(queues).expect("set once");
+        workers.compaction.begin(&workers);
+        Ok(workers)
     }
 
     /// Ends every thread after the chunk, or the batch, that it is at.
@@ -184,12 +185,12 @@ impl Crew {
         let stores = self.volume.status().stores;
         let below = stores.iter().skip(1).any(|store| store.used > 0);
         if below && stores.iter().rev().skip(1).any(|store| store.used < store.slots) {
-            self.rise.begin(self);
+            self.promotion.begin(self);
         }
     }
 
     fn queues(&self) -> &[Queue] {
-        self.queues.get().expect("set before anyone has a crew")
+        self.queues.get().expect("set before anyone has a workers")
     }
 
     pub fn status(&self) -> Background {
@@ -246,14 +247,16 @@ impl Crew {
         })
     }
 
-    /// Chunks of a card that are held, and that were given back without anybody's asking and may be taken.
+    /// Chunks of a card that are held, and that were given back without anybody's asking and may be
+    /// taken.
     pub fn chunk_counts(&self, card: Card) -> (u32, u32) {
         let count = |state| self.chunks(state, Some(card)).len() as u32;
         (count(ChunkState::Held), count(ChunkState::GivenBack))
     }
 
-    /// The chunks of stores that lend, in a state; those with the fewest pages first, store by store. Of one card (`only`) the
-    /// governor asks, whose business is not what somebody else gave back, nor what is away for a sleep.
+    /// The chunks of stores that lend, in a state; those with the fewest pages first, store by
+    /// store. Of one card (`only`) the governor asks, whose business is not what somebody else gave
+    /// back, nor what is away for a sleep.
     fn chunks(&self, state: ChunkState, only: Option<Card>) -> Vec<Chunk> {
         let mut all = Vec::new();
         for (store, it) in self.volume.stores().enumerate().filter(|&(at, _)| self.lends[at]) {
@@ -308,7 +311,8 @@ impl Crew {
         if job.only.is_none() && job.bytes.is_none() {
             let mut away = self.chunks(ChunkState::GivenBack, None);
             if job.wish == Wish::Sleep {
-                // The governor takes nothing before the sleep is over; what somebody gave back is left to them.
+                // The governor takes nothing before the sleep is over; what somebody gave back is
+                // left to them.
                 away.retain(|it| it.note.unasked);
                 self.note(&away, |note| Note { asleep: true, ..note });
             } else {
@@ -317,7 +321,7 @@ impl Crew {
             }
         }
         job.reach.total_bytes.store(total, Ordering::Relaxed);
-        self.rise.end();
+        self.promotion.end();
         let before = self.volume.status().moved_out;
         let trouble = self.empty_all(job, wanted);
         let given = job.reach.bytes.load(Ordering::Relaxed);
@@ -362,7 +366,7 @@ impl Crew {
             trouble: Mutex::new(None),
         });
         for thread in 1..threads {
-            let help = Help { item: Item::new(), crew: Arc::clone(self), thread, list: Arc::clone(&list) };
+            let help = Help { item: Item::new(), workers: Arc::clone(self), thread, list: Arc::clone(&list) };
             self.queues()[thread].schedule(&Arc::new(help));
         }
         self.empty(0, &list);
@@ -376,7 +380,8 @@ impl Crew {
         list.trouble.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// One thread's share: takes part after part, and finishes the chunks of which it does the last.
+    /// One thread's share: takes part after part, and finishes the chunks of which it does the
+    /// last.
     fn empty(&self, thread: usize, list: &List) {
         let mut mover = self.mover(thread);
         let mut pace = Pace::of(list.threads);
@@ -453,7 +458,7 @@ impl Crew {
         let seconds = began.elapsed().as_secs_f64();
         self.taken.add(taken, seconds);
         if taken > 0 {
-            self.rise.begin(self);
+            self.promotion.begin(self);
         }
         match trouble {
             None => Ok(Moved { bytes: taken, left_bytes: total.saturating_sub(taken), pages: 0, seconds }),
@@ -461,9 +466,10 @@ impl Crew {
         }
     }
 
-    /// The sleep is over: what is away for it, and was not before. Where there is a governor it is that one's from here on, as what it had
-    /// given already is again, so that nothing stays away for ever if it cannot be taken now or the daemon dies; elsewhere it is
-    /// away for a sleep until it is taken.
+    /// The sleep is over: what is away for it, and was not before. Where there is a governor it is
+    /// that one's from here on, as what it had given already is again, so that nothing stays away
+    /// for ever if it cannot be taken now or the daemon dies; elsewhere it is away for a sleep
+    /// until it is taken.
     fn woken(&self) -> Vec<Chunk> {
         let mut asleep = self.chunks(ChunkState::GivenBack, None);
         asleep.retain(|it| it.note.asleep);
@@ -578,107 +584,108 @@ mod tests {
     }
 
     /// Over a device of so many pages; below the card there is room for all of them but `less`.
-    fn crew_of(pages: u32, less: u32) -> (Arc<Crew>, Arc<Owner>) {
+    fn workers_of(pages: u32, less: u32) -> (Arc<Workers>, Arc<Owner>) {
         let owner = Arc::new(Owner { free: AtomicU64::new(2 * MIB), ..Owner::default() });
         let config = Config { pages, lanes: 1 + super::super::lanes(), depth: 4 };
         let url = SimUrl { size: ByteSize(4 * CHUNK), chunk: Some(ByteSize(CHUNK)), ..SimUrl::default() };
         let first = OnCard { sim: Sim::open(url).expect("memory"), owner: Arc::clone(&owner) };
         let below = Host::new(config.slots() - less).expect("memory");
         let volume = Volume::create(config, vec![Arc::new(first), Arc::new(below)]).expect("a volume");
-        (Crew::start(&volume, &[true, false]).expect("threads"), owner)
+        (Workers::start(&volume, &[true, false]).expect("threads"), owner)
     }
 
-    fn crew() -> (Arc<Crew>, Arc<Owner>) {
-        crew_of(64, 0)
+    fn workers() -> (Arc<Workers>, Arc<Owner>) {
+        workers_of(64, 0)
     }
 
-    fn refused(crew: &Arc<Crew>, wish: Wish) -> String {
-        Job::new(crew, wish, None).run_on(crew, &mut |_| {}).expect_err("refused")
+    fn refused(workers: &Arc<Workers>, wish: Wish) -> String {
+        Job::new(workers, wish, None).run_on(workers, &mut |_| {}).expect_err("refused")
     }
 
-    fn ask(crew: &Arc<Crew>, wish: Wish, bytes: Option<u64>) -> Moved {
-        Job::new(crew, wish, bytes).run_on(crew, &mut |_| {}).expect("it is done")
+    fn ask(workers: &Arc<Workers>, wish: Wish, bytes: Option<u64>) -> Moved {
+        Job::new(workers, wish, bytes).run_on(workers, &mut |_| {}).expect("it is done")
     }
 
     #[test]
     fn after_a_sleep_memory_is_where_it_was_and_what_was_given_back_by_hand_stays_away() {
-        let (crew, _) = crew();
-        ask(&crew, Wish::GiveBack, Some(CHUNK));
-        let governed = Job::governed(&crew, Wish::GiveBack, CHUNK, CARD).run_on(&crew, &mut |_| {});
+        let (workers, _) = workers();
+        ask(&workers, Wish::GiveBack, Some(CHUNK));
+        let governed = Job::governed(&workers, Wish::GiveBack, CHUNK, CARD).run_on(&workers, &mut |_| {});
         assert_eq!(governed.expect("it is done").bytes, CHUNK);
-        assert_eq!(crew.chunk_counts(CARD), (2, 1));
+        assert_eq!(workers.chunk_counts(CARD), (2, 1));
         // Twice, as where somebody asks for another sleep at once.
-        assert_eq!([0; 2].map(|_| ask(&crew, Wish::Sleep, None).bytes), [2 * CHUNK, 0]);
-        assert_eq!(crew.chunk_counts(CARD), (0, 0), "the governor takes nothing meanwhile");
-        let woken = ask(&crew, Wish::Wake, None);
+        assert_eq!([0; 2].map(|_| ask(&workers, Wish::Sleep, None).bytes), [2 * CHUNK, 0]);
+        assert_eq!(workers.chunk_counts(CARD), (0, 0), "the governor takes nothing meanwhile");
+        let woken = ask(&workers, Wish::Wake, None);
         assert_eq!((woken.bytes, woken.left_bytes), (2 * CHUNK, 0));
-        assert_eq!(crew.chunk_counts(CARD), (2, 1));
-        assert_eq!(ask(&crew, Wish::Wake, None).bytes, 0, "once");
-        assert_eq!(ask(&crew, Wish::Take, None).bytes, 2 * CHUNK);
-        crew.stop();
+        assert_eq!(workers.chunk_counts(CARD), (2, 1));
+        assert_eq!(ask(&workers, Wish::Wake, None).bytes, 0, "once");
+        assert_eq!(ask(&workers, Wish::Take, None).bytes, 2 * CHUNK);
+        workers.stop();
     }
 
     #[test]
     fn what_a_card_cannot_spare_after_a_sleep_is_left_to_the_governor() {
-        let (crew, owner) = crew();
-        assert_eq!(ask(&crew, Wish::Sleep, None).bytes, 4 * CHUNK);
+        let (workers, owner) = workers();
+        assert_eq!(ask(&workers, Wish::Sleep, None).bytes, 4 * CHUNK);
         // Somebody else was there first.
         owner.free.store(CHUNK + 2 * MIB, Ordering::Relaxed);
-        let woken = ask(&crew, Wish::Wake, None);
+        let woken = ask(&workers, Wish::Wake, None);
         assert_eq!((woken.bytes, woken.left_bytes), (CHUNK, 3 * CHUNK));
         assert!(owner.free.load(Ordering::Relaxed) >= MIB, "the floor is kept");
-        assert_eq!(crew.chunk_counts(CARD), (1, 3));
-        crew.stop();
+        assert_eq!(workers.chunk_counts(CARD), (1, 3));
+        workers.stop();
     }
 
     #[test]
     fn a_card_that_did_not_survive_the_sleep_is_told_of() {
-        let (crew, owner) = crew();
-        ask(&crew, Wish::Sleep, None);
+        let (workers, owner) = workers();
+        ask(&workers, Wish::Sleep, None);
         owner.lost.store(true, Ordering::Relaxed);
-        let why = refused(&crew, Wish::Wake);
+        let why = refused(&workers, Wish::Wake);
         assert!(why.contains("no longer holds"), "{why}");
-        crew.stop();
+        workers.stop();
     }
 
     #[test]
     fn what_no_governor_looks_after_is_away_for_a_sleep_until_it_is_taken() {
-        let (crew, owner) = crew();
+        let (workers, owner) = workers();
         owner.silent.store(true, Ordering::Relaxed);
-        ask(&crew, Wish::Sleep, None);
+        ask(&workers, Wish::Sleep, None);
         owner.free.store(CHUNK, Ordering::Relaxed);
-        let why = refused(&crew, Wish::Wake);
+        let why = refused(&workers, Wish::Wake);
         assert!(why.contains("weir take --sleep"), "{why}");
         owner.free.store(4 * CHUNK, Ordering::Relaxed);
-        assert_eq!(ask(&crew, Wish::Wake, None).bytes, 3 * CHUNK);
-        crew.stop();
+        assert_eq!(ask(&workers, Wish::Wake, None).bytes, 3 * CHUNK);
+        workers.stop();
     }
 
     #[test]
     fn a_sleep_that_is_refused_takes_nothing_from_the_governor() {
         // One chunk is more than the device needs.
         let chunk_pages = (CHUNK / PAGE_SIZE as u64) as u32;
-        let (crew, _) = crew_of(4 * chunk_pages, 3 * chunk_pages);
-        let governed = Job::governed(&crew, Wish::GiveBack, CHUNK, CARD).run_on(&crew, &mut |_| {});
+        let (workers, _) = workers_of(4 * chunk_pages, 3 * chunk_pages);
+        let governed = Job::governed(&workers, Wish::GiveBack, CHUNK, CARD).run_on(&workers, &mut |_| {});
         assert_eq!(governed.expect("it is done").bytes, CHUNK);
-        refused(&crew, Wish::Sleep);
-        assert_eq!(crew.chunk_counts(CARD), (3, 1));
-        crew.stop();
+        refused(&workers, Wish::Sleep);
+        assert_eq!(workers.chunk_counts(CARD), (3, 1));
+        workers.stop();
     }
 
     #[test]
     fn whoever_wants_all_of_it_while_the_machine_sleeps_has_it_after() {
-        let (crew, _) = crew();
-        ask(&crew, Wish::Sleep, None);
-        ask(&crew, Wish::GiveBack, None);
-        assert_eq!(ask(&crew, Wish::Wake, None).bytes, 0);
-        assert_eq!(crew.chunk_counts(CARD), (0, 0));
-        crew.stop();
+        let (workers, _) = workers();
+        ask(&workers, Wish::Sleep, None);
+        ask(&workers, Wish::GiveBack, None);
+        assert_eq!(ask(&workers, Wish::Wake, None).bytes, 0);
+        assert_eq!(workers.chunk_counts(CARD), (0, 0));
+        workers.stop();
     }
 
     const CHUNK_SLOTS: u32 = 1024;
 
-    /// A store on two cards, of which only the second says how much of it is left: AMD's and NVIDIA's.
+    /// A store on two cards, of which only the second says how much of it is left: AMD's and
+    /// NVIDIA's.
     #[derive(Debug)]
     struct Mixed(Host);
 
@@ -740,11 +747,11 @@ mod tests {
         let config = Config { pages: 64, lanes: super::super::lanes(), depth: 4 };
         let store = Mixed(Host::new(4 * CHUNK_SLOTS).expect("memory"));
         let volume = Volume::create(config, vec![Arc::new(store)]).expect("a volume");
-        let crew = Crew::start(&volume, &[true]).expect("threads");
-        let cards: Vec<Card> = crew.cards().collect();
+        let workers = Workers::start(&volume, &[true]).expect("threads");
+        let cards: Vec<Card> = workers.cards().collect();
         assert_eq!(cards, [Card { store: 0, card: 1 }]);
-        let held = crew.chunks(ChunkState::Held, Some(cards[0]));
+        let held = workers.chunks(ChunkState::Held, Some(cards[0]));
         assert_eq!(held.iter().map(|chunk| chunk.chunk).collect::<Vec<_>>(), [3]);
-        crew.stop();
+        workers.stop();
     }
 }
