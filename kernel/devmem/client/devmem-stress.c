@@ -81,8 +81,8 @@ static void *return_all_the_time(void *seed)
 
 	while (!stop) {
 		return_some(&state);
-		if (!some(&state, 8))
-			usleep(some(&state, 2000));
+		/* The receiver must come to its turn, too, on the slowest of kernels. */
+		usleep(some(&state, 4000));
 	}
 	return NULL;
 }
@@ -140,8 +140,9 @@ static pid_t inherit(uint64_t seed, struct ynl_sock *binding)
 	until = milliseconds() + some(&seed, 400);
 	while (milliseconds() < until) {
 		return_some(&seed);
-		if (!some(&seed, 16))
+		if (!some(&seed, 8))
 			take(some(&seed, CONNECTIONS));
+		usleep(some(&seed, 4000));
 	}
 	_exit(0);
 }
@@ -188,19 +189,19 @@ static void round_of(uint64_t state)
 
 		if (connection[at] < 0)
 			connection[at] = accept(listener, NULL, NULL);
-		else if (!take(at) || !some(&state, 300)) {
+		else if (!take(at) || !some(&state, 60)) {
 			close(connection[at]);
 			connection[at] = -1;
 			count(&done->closed, 1);
 		}
-		if (!some(&state, 400) && children < CHILDREN) {
+		if (!some(&state, 40) && children < CHILDREN) {
 			child[children++] = inherit(state, binding);
 			count(&done->forked, 1);
 		}
-		if (binding && !some(&state, 800)) {
+		if (binding && !some(&state, 150)) {
 			ynl_sock_destroy(binding);
 			binding = NULL;
-		} else if (!binding && !some(&state, 100)) {
+		} else if (!binding && !some(&state, 20)) {
 			binding = bind_again(&state);
 		}
 		if (!some(&state, 4))
