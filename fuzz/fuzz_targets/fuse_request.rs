@@ -1,6 +1,6 @@
-//! What a kernel (or whoever has its descriptor) may send by FUSE: every request parses or is
-//! refused, never panics, and says of a write's data, of names and of lists only what lies within
-//! its bytes.
+//! Requests that a kernel (or the holder of its descriptor) may send by FUSE: every request parses
+//! or is refused, never panics, and says of a write's data, of names and of lists only what lies
+//! within its bytes.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

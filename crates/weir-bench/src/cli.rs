@@ -19,12 +19,12 @@ pub struct Cli {
     #[arg(long, value_name = "FILE.html", global = true)]
     pub report: Option<PathBuf>,
 
-    /// What to measure.
+    /// The benchmark.
     #[command(subcommand)]
     pub bench: Bench,
 }
 
-/// What can be measured.
+/// The benchmarks.
 #[derive(Debug, Clone, Subcommand)]
 pub enum Bench {
     /// The NBD server with a host store, asleep and spinning, beside nbdkit's memory plugin, driven
@@ -38,11 +38,11 @@ pub enum Bench {
     /// The file store beside fio's own io_uring engine, on the same disk.
     Disk(BenchDiskOptions),
 
-    /// What a work item costs from the thread that schedules it to the one that runs it, beside
+    /// The cost of a work item from the thread that schedules it to the one that runs it, beside
     /// other queues.
     Queue(BenchQueueOptions),
 
-    /// What a page reference costs that is handed out and comes back, beside the designs of the
+    /// The cost of a page reference that is handed out and comes back, beside the designs of the
     /// Linux kernel.
     Lease(BenchLeaseOptions),
 
@@ -55,11 +55,11 @@ pub enum Bench {
     /// A store by itself and under a volume, beside the GPU's copy engine used call by call.
     Store(BenchStoreOptions),
 
-    /// What a page costs that comes back from swap: FUSE and a loop device, beside a RAM loop,
+    /// The cost of a page that comes back from swap: FUSE and a loop device, beside a RAM loop,
     /// zram, a file and nbdfuse.
     Swap(BenchSwapOptions),
 
-    /// What a program pays that may keep a quarter of its memory: weir run, beside swap, a bare
+    /// The cost for a program of keeping a quarter of its memory: weir run, beside swap, a bare
     /// handler and no limit.
     Fault(BenchFaultOptions),
 
@@ -144,7 +144,7 @@ pub enum Bench {
         plots: Option<PathBuf>,
     },
 
-    /// What compression costs a page and holds less, beside a volume without.
+    /// The cost of compression for a page, and the room that it saves, beside a volume without.
     Compress {
         /// Pages to write and read, in bytes.
         #[arg(long, default_value = "256MiB")]
@@ -165,7 +165,7 @@ pub enum Bench {
     /// Write the man pages into a directory.
     #[command(hide = true)]
     Man {
-        /// Where to; it is made where it does not exist.
+        /// The directory for them, made if it is not there.
         directory: PathBuf,
     },
 
@@ -181,7 +181,7 @@ pub enum Bench {
         room: Vec<u8>,
     },
 
-    /// What memory a volume takes besides the pages themselves.
+    /// The memory of a volume besides the pages themselves.
     Memory {
         /// The volume's size.
         #[arg(long, default_value = "64GiB")]
@@ -272,7 +272,7 @@ pub struct BenchGiveBackOptions {
     #[arg(long, value_name = "URL", default_value = "vram:0")]
     pub store: StoreUrl,
 
-    /// What is below it; it must hold the whole device [default: host memory].
+    /// The store below it; it must hold the whole device [default: host memory].
     #[arg(long, value_name = "URL")]
     pub below: Option<StoreUrl>,
 

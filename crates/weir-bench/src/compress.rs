@@ -5,10 +5,10 @@
 //! words, and noise. Written 32 to a batch, as a kernel that swaps does, and read one by one in no
 //! order. Times are the thread's own on its processor, for that is what compression takes.
 //!
-//! Then pages are replaced in no order, four times as many as there are, in two volumes by turns:
-//! one is left alone (the control), in the other what is left in sparse packs is brought together
-//! whenever a daemon's worker would. What each then holds in how many slots is set beside the same
-//! pages freshly written, than which nothing is packed better.
+//! Then pages are replaced at random, each four times on average, in two volumes by turns. One
+//! volume is left alone: the control. The other compacts its sparse packs whenever a daemon's
+//! worker would. Both are compared with the same pages freshly written, which is the best packing
+//! there is.
 
 use crate::report::{Report, Row, Runs};
 use rustix::time::{ClockId, clock_gettime};
@@ -18,7 +18,7 @@ use weir_core::{PAGE_SIZE, PageBytes, PageNo};
 use weir_store::{Fault, Host, OpenError, Progress};
 use weir_volume::{Awaited, Compression, Config, CreateError, Driver, Lane, Mover, Volume};
 
-/// What to measure.
+/// The plan of the measurement.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
     /// Bytes of pages.
@@ -106,7 +106,7 @@ pub fn run(plan: &Plan) -> Result<Report, CompressError> {
     Ok(report)
 }
 
-/// What pages come to that are replaced in no order.
+/// The figures of pages that are replaced at random.
 #[derive(Default)]
 struct Replaced {
     /// Pages to a slot: just written, and after all that in either volume.
@@ -190,7 +190,7 @@ impl Driver for Gathering {
     }
 }
 
-/// What the worker of a daemon does.
+/// Compacts, as the worker of a daemon does.
 fn gather(volume: &Volume, mover: &mut Mover) -> Result<u32, CompressError> {
     let (mut moved, mut next, mut driver) = (0, 0, Gathering { failed: None });
     let Some(sparse) = volume.sparse(0) else { return Ok(0) };
@@ -234,7 +234,7 @@ fn write_batch(lane: &mut Lane, batch: &[u32], bytes: &[PageBytes]) -> Result<f6
     Ok(thread_us() - begun)
 }
 
-/// What this thread has spent on a processor, in microseconds.
+/// The processor time of this thread, in microseconds.
 fn thread_us() -> f64 {
     let spent = clock_gettime(ClockId::ThreadCPUTime);
     spent.tv_sec as f64 * 1e6 + spent.tv_nsec as f64 / 1e3
@@ -277,7 +277,7 @@ fn read_all(lane: &mut Lane, contents: &Contents, pages: u32) -> Result<f64, Com
     Ok(took / f64::from(pages.next_multiple_of(BATCH)))
 }
 
-/// What pages hold.
+/// The contents of pages.
 struct Contents {
     program: Vec<u8>,
 }

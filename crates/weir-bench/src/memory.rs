@@ -11,7 +11,7 @@ use weir_core::{PAGE_SIZE, PageBytes, PageNo, Slot};
 use weir_store::{Lane, OpenError, Progress, State, Store, Ticket};
 use weir_volume::{Config, Volume};
 
-/// What to measure.
+/// The plan of the measurement.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
     /// The volume's size in bytes.

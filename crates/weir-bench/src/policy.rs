@@ -40,7 +40,7 @@ pub enum PolicyError {
         path: PathBuf,
         /// Counted from 1.
         line: usize,
-        /// What is there.
+        /// The line as it is.
         text: String,
     },
     /// No memory for the directory.
@@ -123,7 +123,7 @@ fn opt(trace: &[u32], frames: usize) -> usize {
         } else if coming.len() == frames {
             let last: (usize, &u32) = *coming.last().expect("frames are full");
             if last.0 < next[now] {
-                // What comes is used later than all that is there.
+                // The new page is used later than all that are there.
                 continue;
             }
             coming.remove(&last);

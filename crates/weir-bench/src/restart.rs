@@ -27,7 +27,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// Load before each kill.
 const LOAD: Duration = Duration::from_secs(1);
 
-/// What to run.
+/// The plan of the run.
 #[derive(Clone, Debug)]
 pub struct Plan {
     /// The program under test.
@@ -69,7 +69,7 @@ struct Scene {
     stages: Arc<Mutex<Stages>>,
 }
 
-/// What the daemons said that their stages took: milliseconds by name.
+/// The times of the daemons' stages, by their own words: milliseconds by name.
 type Stages = BTreeMap<String, Runs>;
 
 /// How long it took.
@@ -330,7 +330,7 @@ impl Part {
         Ok(())
     }
 
-    /// What a page turned out to be is what it stays.
+    /// A page stays what it turned out to be.
     fn check(&mut self, index: usize, page: &PageBytes) -> Result<(), RestartError> {
         let number = self.first + index as u32;
         for generation in [self.acknowledged[index], self.sent[index]] {

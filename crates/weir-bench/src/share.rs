@@ -25,7 +25,7 @@ use weir_volume::Volume;
 
 use crate::report::{Goal, Report, Row, Runs, percentile};
 
-/// What to measure.
+/// The plan of the measurement.
 #[derive(Clone, Debug)]
 pub struct Plan {
     /// Pages of the volume, all written.
@@ -62,7 +62,7 @@ pub enum RunError {
     /// The volume or a server could not be made.
     #[error("cannot set up the {what}")]
     SetUp {
-        /// What it was.
+        /// The thing that failed.
         what: &'static str,
         /// Why.
         #[source]
@@ -71,7 +71,7 @@ pub enum RunError {
     /// A client failed.
     #[error("the {what} client failed")]
     Client {
-        /// Whose client.
+        /// The client's transport.
         what: &'static str,
         /// Why.
         #[source]
@@ -194,7 +194,7 @@ fn cpu() -> Duration {
     Duration::new(usage.tv_sec as u64, usage.tv_nsec as u32)
 }
 
-/// What one transport came to, a run each.
+/// The figures of one transport, a run each.
 #[derive(Default)]
 struct Figures {
     p50: Runs,

@@ -1,4 +1,5 @@
-//! What a volume takes, asked of the system: in a process of its own, for other tests grow theirs.
+//! The memory of a volume, asked of the system: in a process of its own, for other tests grow
+//! theirs.
 
 use weir_bench::memory::{Plan, run};
 

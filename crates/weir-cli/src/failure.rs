@@ -129,7 +129,7 @@ pub fn chain(error: &dyn Error) -> String {
     text
 }
 
-/// What clap complains of on one line, without the usage text after it unless something is missing.
+/// Clap's complaint on one line, without the usage text after it unless something is missing.
 pub fn complaint(error: &clap::Error) -> String {
     let text = error.to_string();
     let text = text.strip_prefix("error: ").unwrap_or(&text);

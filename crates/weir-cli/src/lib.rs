@@ -1,4 +1,4 @@
-//! What the command lines of Weir's programs share: errors on one line with their exit codes,
+//! Parts that the command lines of Weir's programs share: errors on one line with their exit codes,
 //! standard output that nobody reads on, man pages and completions, and the guard that puts the
 //! machine back.
 

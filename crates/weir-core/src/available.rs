@@ -14,8 +14,8 @@ pub fn available_below(root: &Path) -> Option<u64> {
     available_to_all_below(root).into_iter().chain(of_cgroups(root)).min()
 }
 
-/// What all processes together can take so, whatever their groups allow each: `MemAvailable` of
-/// /proc/meminfo below `root`.
+/// The memory that all processes together can take so, whatever their groups allow each:
+/// `MemAvailable` of /proc/meminfo below `root`.
 pub fn available_to_all_below(root: &Path) -> Option<u64> {
     let meminfo = fs::read_to_string(root.join("proc/meminfo")).ok()?;
     let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
@@ -45,7 +45,7 @@ const V2: Version = Version {
     files: ["inactive_file ", "active_file "],
 };
 
-/// What is left of the limits of the groups that this process is in, the lowest.
+/// The lowest room left in the limits of the groups of this process.
 fn of_cgroups(root: &Path) -> Option<u64> {
     let groups = fs::read_to_string(root.join("proc/self/cgroup")).ok()?;
     // "4:memory:/path", or "0::/path" for version 2.

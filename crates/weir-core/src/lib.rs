@@ -1,4 +1,4 @@
-//! What every part of Weir stands on: pages and their checksums, sizes as people write them, locked
+//! The ground of every part of Weir: pages and their checksums, sizes as people write them, locked
 //! memory, the allocator that notices an allocation on an I/O thread, and the set-up of such
 //! threads.
 //!

@@ -15,7 +15,7 @@ pub enum Level {
     Info,
 }
 
-/// Where lines go. Called on I/O threads: it must not allocate and should not wait.
+/// The sink of lines. Called on I/O threads: it must not allocate and should not wait.
 pub type Log = Arc<dyn Fn(Level, fmt::Arguments<'_>) + Send + Sync>;
 
 /// A log that writes each line to standard error in one write, without allocating; longer lines

@@ -176,7 +176,7 @@ impl Memory {
         bytes.next_multiple_of(crate::PAGE_SIZE)
     }
 
-    /// Where it begins; page-aligned.
+    /// Its first address; page-aligned.
     pub fn as_ptr(&self) -> *mut u8 {
         self.start.as_ptr()
     }

@@ -49,7 +49,7 @@ pub struct PageNo(pub u32);
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Slot(pub u32);
 
-/// What proves that bytes are the ones written: CRC-32C of the content, mixed with the page's
+/// The proof that bytes are the ones written: CRC-32C of the content, mixed with the page's
 /// number and generation, so that a right page in a wrong place, or an older one in the right
 /// place, fails too.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -1,4 +1,4 @@
-//! What a process must do before a kernel may swap on it (facts: prctl(2), mm/vmscan.c, drivers of
+//! The protections of a process that a kernel swaps on (facts: prctl(2), mm/vmscan.c, drivers of
 //! the kind nbd-client -swap, and the deadlock reports that led to `PR_SET_IO_FLUSHER`).
 //!
 //! - The flusher flag (`PR_SET_IO_FLUSHER`, Linux 5.6) sets `PF_MEMALLOC_NOIO | PF_LOCAL_THROTTLE`:
@@ -29,9 +29,9 @@ pub struct Protections {
 pub struct Unprotected {
     /// Which one.
     pub protection: &'static str,
-    /// What is missing, and the next step.
+    /// The missing right, and the next step.
     pub reason: &'static str,
-    /// What the system said.
+    /// The system's error.
     #[source]
     pub source: io::Error,
 }

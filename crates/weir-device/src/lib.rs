@@ -144,7 +144,7 @@ pub trait PageLane: Send {
 
 /// Keeps what [`view`](PageGuard::view) shows in place, for as long as it lives.
 pub trait PageGuard {
-    /// What a read of the page finds. A page shown as bytes has been verified.
+    /// A read of the page without I/O. A page shown as bytes has been verified.
     fn view(&self, page: PageNo) -> View<'_>;
 
     /// Says that [`view`](PageGuard::view) of this page will follow that of one or two others.
@@ -155,7 +155,7 @@ pub trait PageGuard {
     fn count_reads(&self, _pages: u64, _faults: u64) {}
 }
 
-/// What a read finds without touching a store, or where it must look.
+/// The result of a read that touches no store, or the store that it must touch.
 pub enum View<'a> {
     /// The page, verified, where it lies.
     Bytes(&'a PageBytes),

@@ -3,7 +3,7 @@
 use std::time::Duration;
 use weir_core::PageBytes;
 
-/// What a caller calls one of its operations; comes back with its completion.
+/// A caller's number for one of its operations; comes back with its completion.
 pub type Ticket = u32;
 
 /// Within this time each operation is answered, whatever the device does, if its lane is polled
@@ -13,7 +13,7 @@ pub const ANSWER_WITHIN: Duration = Duration::from_secs(2);
 /// How long who has operations under way sleeps at most before the next poll.
 pub const POLL_EVERY: Duration = Duration::from_millis(200);
 
-/// What became of an operation when it was queued.
+/// The state of an operation once it was queued.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Progress {

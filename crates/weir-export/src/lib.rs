@@ -1,4 +1,4 @@
-//! Ways into a volume for users of block devices.
+//! Front ends of a volume, for users of block devices.
 //!
 //! [`nbd`] speaks the Network Block Device protocol: to the kernel's own client (swap, file
 //! systems), to QEMU, and to everything built on libnbd. [`share`] lends pages to local programs

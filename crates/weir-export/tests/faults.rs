@@ -23,7 +23,7 @@ fn served(name: &str, pages: u32, url: &SimUrl) -> (Served, Arc<Sim>) {
     (served, opened.unwrap())
 }
 
-/// What a client saw of a load: requests that failed.
+/// A client's view of a load: requests that failed.
 #[derive(Default)]
 struct Failed {
     reads: u64,

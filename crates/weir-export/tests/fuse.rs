@@ -121,7 +121,7 @@ fn holes_are_punched_exactly_and_found_by_seeking() {
     assert!(fallocate(&file, FallocateFlags::COLLAPSE_RANGE, 0, 4096).is_err());
     drop(file);
     drop(server);
-    // What was punched is free, not full of zeros.
+    // Punched pages are free, not full of zeros.
     assert!(volume.status().stored < 600 - 120 - 7, "{:?}", volume.status().stored);
 }
 

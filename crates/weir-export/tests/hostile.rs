@@ -14,7 +14,7 @@ use weir_export::nbd::transmission::Request;
 use weir_export::nbd::wire::{OPTION_MAGIC, command};
 use weir_export::nbd::{Config, PENDING_MAX};
 
-/// What this process takes and how fast it answers is measured here: one test at a time.
+/// The memory and speed of this process are measured here: one test at a time.
 fn alone() -> MutexGuard<'static, ()> {
     static PROCESS: Mutex<()> = Mutex::new(());
     PROCESS.lock().unwrap_or_else(PoisonError::into_inner)
@@ -197,7 +197,7 @@ fn ten_thousand_idle_connections_take_no_memory_and_cost_the_others_nothing() {
         let grown = resident_kib().saturating_sub(memory);
         assert!(grown < 8192, "{wanted} idle connections took {grown} KiB");
         assert!(served.logs(&format!("{PENDING_MAX} others negotiate")));
-        // Whoever means it gets in, flood or not.
+        // An honest client gets in, flood or not.
         let start = Instant::now();
         is_served(&mut served.client(), 1);
         assert!(start.elapsed() < PATIENCE);

@@ -1,5 +1,5 @@
-//! What a slow store hears of a batch: how much comes, before the first of it, and all of it before
-//! anybody waits.
+//! The announcements of a batch to a slow store: how much comes, before the first of it, and all of
+//! it before anybody waits.
 
 mod common;
 
@@ -118,7 +118,7 @@ fn served(name: &str) -> (Served, Arc<Mutex<Vec<Call>>>) {
     (served, calls)
 }
 
-/// What was announced and done up to the first poll, and in all.
+/// Operations announced and done up to the first poll, and in all.
 fn counts(calls: &[Call]) -> ([usize; 4], [usize; 4]) {
     let (mut sum, mut early) = ([0; 4], None);
     for call in calls {

@@ -91,7 +91,7 @@ t\"; chmod 755 d/sh; d/sh -c 'exit 0'; rm -r a d out; mkfifo fifo; rmdir a 2>/de
     let names: Vec<_> = fs::read_dir(&disk.point).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(names.len(), 5, "{names:?}");
     disk.shell("rm -rf ./*");
-    // What is freed is freed in the volume, not only forgotten: when the kernel forgets it, a
+    // Freed pages are free in the volume, not only forgotten: when the kernel forgets it, a
     // moment later.
     eventually("pages stay in the volume", || disk.volume.status().stored == 0);
 }
@@ -165,7 +165,7 @@ fn by_rings_it_is_the_same_disk() {
     ordinary_tools(&disk);
     a_files_model(&disk);
     let stats = disk.server.as_ref().expect("running").stats();
-    // What the kernel forgets comes by the device all the same.
+    // The kernel's FORGET comes by the device all the same.
     assert!(stats.by_ring > 1000 && stats.by_ring < stats.requests, "{stats:?}");
 }
 

@@ -1,4 +1,4 @@
-//! What a table knows of one connection besides its slots: which chunks it has, and where it is in
+//! The table's record of one connection besides its slots: which chunks it has, and where it is in
 //! its lap.
 
 use crate::image::CHUNK_SLOTS;
@@ -44,7 +44,7 @@ const _: () = assert!(size_of::<Record>() == 32);
 /// Marks a root that is a directory.
 const DIRECTORY: u32 = 1 << 31;
 
-/// Where a connection's chunks are found.
+/// The root of a connection's chunks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Root {
     /// It has this chunk only, or none.

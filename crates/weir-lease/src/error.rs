@@ -1,4 +1,4 @@
-//! What can be refused, why, and how often it was.
+//! Refusals, their reasons, and how often each was made.
 
 use core::fmt;
 

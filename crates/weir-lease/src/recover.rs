@@ -29,7 +29,7 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
             let word = table.image.connection(index);
             let record = &mut table.records[index as usize];
             record.lap = word.lap();
-            // Where in the lap the owner was is not known: begin the next.
+            // The owner's place in the lap is not known: begin the next.
             record.next_lap();
             if word.open() {
                 if word.quota() == 0 || word.quota() > table.image.geometry.quota {

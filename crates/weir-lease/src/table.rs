@@ -30,15 +30,15 @@ pub struct Table<C, M = Vec<AtomicU64>> {
     pub(crate) free_directories: Vec<u32>,
     pub(crate) closed: Vec<u32>,
     pub(crate) refusals: Refusals,
-    /// What a run returned, until its pages are counted in a loop of their own: cache misses
-    /// overlap there.
+    /// The pages that a run returned, until its pages are counted in a loop of their own: cache
+    /// misses overlap there.
     back: [SlotWord; RUN],
 }
 
 /// A reference that came back.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Given {
-    /// What it was a reference to.
+    /// The place that it was a reference to.
     pub place: Place,
     /// Whether it was the page's last.
     pub last: bool,
@@ -62,7 +62,7 @@ impl Default for Run {
     }
 }
 
-/// What became of a batch.
+/// The result of a batch.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Returned {
     /// References that came back.
@@ -394,7 +394,7 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         held
     }
 
-    /// What a token stands for, if the connection holds it.
+    /// The place behind a token, if the connection holds it.
     pub fn place(&self, connection: &Connection, token: Token) -> Option<Place> {
         let position = token.index() / CHUNK_SLOTS;
         let record = self.records.get(connection.index as usize).filter(|record| record.has(position))?;

@@ -1,4 +1,4 @@
-//! What goes over the wire, and what it stands for.
+//! Tokens, as they go over the wire, and the places behind them.
 
 use core::fmt;
 
@@ -59,7 +59,7 @@ impl From<Token> for TokenRange {
     }
 }
 
-/// What a token stands for: a fragment of a page of a region.
+/// The place behind a token: a fragment of a page of a region.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Place {
     /// The region (a dma-buf binding, a shared area, a GPU), one of 256.

@@ -1,4 +1,4 @@
-//! What the table can hold, and what it refuses.
+//! The limits of the table, and its refusals.
 
 use weir_lease::{
     BatchError, Geometry, ImageError, NoCounts, OpenError, OwnedCounts, Place, REGION_PAGES_MAX, Refusal,

@@ -7,7 +7,7 @@ use loom::sync::Arc;
 use loom::thread;
 use weir_lease::{PageCounts, Place, SharedCounts};
 
-/// What a page holds: its users read it, and whoever learns of the last return writes it.
+/// The content of a page: its users read it, and whoever learns of the last return writes it.
 struct Content(UnsafeCell<u32>);
 
 // SAFETY: loom's cell reports accesses that could race; that there are none is what the test shows.

@@ -66,7 +66,7 @@ pub fn channel<T: Send>(capacity: usize) -> (Sender<T>, Receiver<T>) {
     (Sender::join(shared, capacity.max(1)), receiver)
 }
 
-/// What all ends of a channel share.
+/// The state that all ends of a channel share.
 struct Shared {
     /// Lanes that the receiver does not know yet.
     joining: Padded<Stack>,
@@ -76,7 +76,7 @@ struct Shared {
     counters: Padded<Counters>,
 }
 
-/// What one sender and the receiver share.
+/// The state that one sender and the receiver share.
 #[repr(C)]
 struct Lane<T> {
     /// In `Shared::joining` until the receiver has seen the lane. First, so that its pointer is the
@@ -320,7 +320,7 @@ impl<T: Send> Receiver<T> {
         Ok(callback(Batch(self)))
     }
 
-    /// What is there already, without waiting; possibly nothing.
+    /// The items that are there already, without waiting; perhaps none.
     pub fn try_drain(&mut self) -> Batch<'_, T> {
         if self.left == 0 {
             self.sweep();
@@ -338,7 +338,7 @@ impl<T: Send> Receiver<T> {
         Ok(self.next().expect("the wait ends with a value, or closed"))
     }
 
-    /// What the channel did so far.
+    /// The channel's counts so far.
     pub fn metrics(&self) -> Metrics {
         self.shared.counters.0.read(self.shared.sleeper.wakes())
     }

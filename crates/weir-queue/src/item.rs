@@ -59,7 +59,7 @@ macro_rules! has_item {
     };
 }
 
-/// What is done with an item's owner once its turn comes.
+/// The work on an item's owner once its turn comes.
 pub trait Work<const ID: u64 = 0>: HasItem<ID> {
     /// How a queue holds the owner: `Arc<Self>`, `&'static Self`, or `Box<Self>`.
     type Pointer: Pointer<Target = Self>;

@@ -1,4 +1,4 @@
-//! What a queue did so far, counted by its worker alone: plain stores, no exchange.
+//! A queue's counts so far, kept by its worker alone: plain stores, no exchange.
 
 use core::fmt;
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -16,7 +16,7 @@ pub(crate) struct Counters {
     sizes: [AtomicU64; BUCKETS],
 }
 
-/// What a queue did so far.
+/// A queue's counts so far.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Metrics {

@@ -278,7 +278,7 @@ impl Queue {
         }
     }
 
-    /// What the queue did so far.
+    /// The queue's counts so far.
     pub fn metrics(&self) -> Metrics {
         self.core.counters.0.read(self.core.sleeper.wakes())
     }

@@ -27,7 +27,7 @@ pub struct Stack {
     head: AtomicPtr<Link>,
 }
 
-/// What a push found.
+/// The state that a push found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub enum Pushed {
@@ -137,7 +137,8 @@ impl Stack {
         let head = self.head.swap(ptr::null_mut(), Acquire);
         let mut chain = Chain::reversed(newest(head));
         if is_closed(head) {
-            // The exchange opened the stack for an instant; shut it, and append what slipped in.
+            // The exchange opened the stack for an instant. Close it again, and append the items
+            // that were pushed meanwhile.
             let late = Chain::reversed(newest(self.head.swap(closed(), Acquire)));
             chain.len += late.len;
             // SAFETY: the newest link of the first part is the last of its chain, and it is ours.

@@ -16,7 +16,7 @@ pub(crate) const SMALL_BATCH: usize = 256;
 /// Pauses after a small batch, unless told otherwise: about 0.7 us where a pause takes 40 cycles.
 pub(crate) const LINGER: u32 = 64;
 
-/// What producers and worker share.
+/// The state that producers and worker share.
 pub(crate) struct Core {
     pub(crate) shards: Shards,
     pub(crate) sleeper: Sleeper,

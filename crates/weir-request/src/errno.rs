@@ -3,7 +3,7 @@
 use rustix::io::Errno;
 use weir_device::Fault;
 
-/// What a client is told of a fault: content that cannot be had or proven is an I/O error, never
+/// The errno of a fault for a client: content that cannot be had or proven is an I/O error, never
 /// zeros.
 pub fn errno(fault: Fault) -> Errno {
     match fault {

@@ -24,7 +24,7 @@ use std::time::Instant;
 use weir_core::{PAGE_SIZE, PageBytes, PageNo, Rest};
 use weir_device::{Coming, Done, Fault, PageGuard, PageLane, Progress, Ticket, View};
 
-/// What a request's owner calls it.
+/// The owner's number for a request.
 pub type Id = u16;
 
 /// Bits of a ticket that say which page of its request; the rest is the request.
@@ -38,7 +38,7 @@ pub const STEP: u32 = 4096;
 
 static ZEROS: PageBytes = [0; PAGE_SIZE];
 
-/// What is to be done with a range.
+/// The operation on a range.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Op {
     /// Its content goes to the owner.
@@ -49,16 +49,16 @@ pub enum Op {
     Discard,
     /// It becomes zeros that count as written.
     Zero,
-    /// What was acknowledged before is made as safe as the device can. Has no range.
+    /// Makes all acknowledged writes as safe as the device can. Has no range.
     Flush,
 }
 
 /// A request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Request {
-    /// What for.
+    /// The operation.
     pub op: Op,
-    /// Where. A read or a write touches at most [`PAGES_MAX`] pages.
+    /// The range. A read or a write touches at most [`PAGES_MAX`] pages.
     pub span: Span,
     /// A change is acknowledged only once it is as safe as after a flush.
     pub fua: bool,
@@ -67,7 +67,7 @@ pub struct Request {
 /// A request's answer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Answer {
-    /// What its owner calls it.
+    /// The owner's number for it.
     pub id: Id,
     /// The request.
     pub request: Request,
@@ -81,8 +81,8 @@ pub trait RequestMemory {
     /// once.
     const LINEAR: bool = true;
 
-    /// Where a page of a request's span lies in the device. `None` is a hole, which reads as zeros
-    /// and has no room.
+    /// The place in the device of a page of a request's span. `None` is a hole, which reads as
+    /// zeros and has no room.
     fn place(&self, _id: Id, page: u64) -> Option<PageNo> {
         Some(PageNo(page as u32))
     }
@@ -101,7 +101,7 @@ pub struct Requests<L> {
     rest: Rest,
 }
 
-/// What completions change.
+/// The part that completions change.
 struct Flight {
     works: Box<[Work]>,
     /// Requests that have something left to issue.
@@ -186,7 +186,7 @@ impl<L: PageLane> Requests<L> {
         debug_assert!(work.left == 0, "request {id} is under way");
         *work = Work { request, next: 0, left: 1, flushing: false, fault: None };
         self.flight.unfinished += 1;
-        // Whoever waits was here first.
+        // Requests that wait were here first.
         if self.flight.waiting.is_empty() {
             self.advance(id, memory);
         } else {
@@ -325,7 +325,7 @@ impl<L: PageLane> Requests<L> {
             let count = out.len().min((pages - at) as usize);
             at += lane.read_run(first, &mut out[..count]) as u32;
         }
-        // What has failed already is not worth more.
+        // A request that has failed already is not worth more.
         while at < pages && !flight.has_failed(id) {
             let place = memory.place(id, span.first() + u64::from(at));
             if let Some(first) = place.filter(|_| M::LINEAR && pages - at > 1) {
@@ -364,7 +364,7 @@ impl<L: PageLane> Requests<L> {
             let from = piece.from as usize;
             let whole = span.whole_from(at) as usize;
             if runs && whole > 1 {
-                // What is left of a run is for the lane's other way; it is not tried again for each
+                // The rest of a run is for the lane's other path; it is not tried again for each
                 // page.
                 runs = false;
                 at += lane.write_run(page, data[from..from + whole * PAGE_SIZE].as_chunks().0) as u32;

@@ -19,9 +19,9 @@ pub struct Span {
 pub struct Piece {
     /// The page's number.
     pub page: u64,
-    /// Where they begin in the page.
+    /// Their first byte in the page.
     pub within: usize,
-    /// Where they begin in the span.
+    /// Their first byte in the span.
     pub from: u64,
     /// How many.
     pub len: usize,
@@ -43,7 +43,7 @@ impl Span {
         if self.length == 0 { 0 } else { ((self.offset + self.length).div_ceil(PAGE) - self.first()) as u32 }
     }
 
-    /// What lies in the `at`th page that it touches.
+    /// The piece in the `at`th page that it touches.
     #[inline]
     pub fn piece(&self, at: u32) -> Piece {
         let page = self.first() + u64::from(at);

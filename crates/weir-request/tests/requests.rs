@@ -74,7 +74,7 @@ fn one<L: PageLane>(requests: &mut Requests<L>, memory: &mut Pages, request: Req
     answer.result
 }
 
-/// What the device holds, read page by page by a lane of its own.
+/// The device's content, read page by page by a lane of its own.
 fn content(lane: &mut Lane, first: u64, pages: u64) -> Vec<u8> {
     let mut all = Vec::new();
     for page in first..first + pages {

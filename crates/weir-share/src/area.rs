@@ -20,7 +20,7 @@ const SERVER_ASLEEP: usize = 5 * LINE;
 const CLIENT_ASLEEP: usize = 6 * LINE;
 const ENTRY_BYTES: usize = ENTRY_WORDS * size_of::<u64>();
 
-/// Where things lie in an area.
+/// The layout of an area.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Layout {
     frames: u32,
@@ -161,7 +161,7 @@ impl Area {
         Ok(Area { memory, layout })
     }
 
-    /// Where things lie.
+    /// The layout.
     pub fn layout(&self) -> Layout {
         self.layout
     }

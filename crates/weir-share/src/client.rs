@@ -19,7 +19,7 @@ use crate::wire::{
 
 const _: () = assert!(HELLO_BYTES <= WELCOME_BYTES);
 
-/// What a client would like.
+/// A client's wishes.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
     /// Frames: pages that it can hold at a time.
@@ -48,7 +48,7 @@ pub enum Error {
     Connect {
         /// The socket.
         path: String,
-        /// What the system said.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
@@ -63,7 +63,7 @@ pub enum Error {
     /// The server said something that it must not.
     #[error("the share server's {what} makes no sense; is it another version?")]
     Nonsense {
-        /// What it said.
+        /// The server's words.
         what: &'static str,
     },
     /// The server is gone, and all that was held with it.
@@ -78,7 +78,7 @@ pub enum Error {
     /// The server could not do what was asked.
     #[error("{op:?} of page {page} failed")]
     Failed {
-        /// What was asked.
+        /// The operation that was asked for.
         op: Op,
         /// Of which page.
         page: u64,
@@ -112,7 +112,7 @@ impl Lease {
         self.token
     }
 
-    /// Where the page lies.
+    /// The place of the page.
     pub fn spot(&self) -> Spot {
         self.spot
     }

@@ -121,7 +121,7 @@ fn word(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(bytes[at..at + 8].try_into().expect("8 bytes"))
 }
 
-/// What a client asks for.
+/// The operations that a client asks for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub enum Op {
@@ -143,7 +143,7 @@ pub enum Op {
 /// One entry of the submission ring.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Submission {
-    /// What is asked for.
+    /// The operation.
     pub op: Op,
     /// Comes back with the completion.
     pub tag: u32,
@@ -191,11 +191,11 @@ pub struct Completed {
     pub status: i32,
     /// The new token, where there is one.
     pub token: u32,
-    /// What it stands for.
+    /// The place that it stands for.
     pub spot: Spot,
 }
 
-/// Where a lent page lies.
+/// The place of a lent page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Spot {
     /// The completion is of something else.

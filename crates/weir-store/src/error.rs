@@ -8,18 +8,18 @@ use weir_core::ByteSize;
 #[derive(Debug, thiserror::Error)]
 #[error("store {store}: {what}")]
 pub struct OpenError {
-    /// What sort of reason it is.
+    /// The kind of the reason.
     pub kind: OpenErrorKind,
     /// The store's URL.
     pub store: String,
     /// The thing, the value seen and the next step, in one line.
     pub what: String,
-    /// What the system said, if it did.
+    /// The system's error, if there is one.
     #[source]
     pub source: Option<Error>,
 }
 
-/// What a caller can decide by; the sentence is for people and may change.
+/// The kind that a caller decides by; the sentence is for people and may change.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum OpenErrorKind {
     /// Memory or room of that many bytes could not be had: a smaller store may do.
@@ -35,7 +35,7 @@ pub enum OpenErrorKind {
     InUse,
     /// This process may not.
     Denied,
-    /// What is asked for does not fit what is there: another kind of file, foreign content, pages
+    /// The request does not fit the file or device: another kind of file, foreign content, pages
     /// of another version.
     Layout,
     /// The device or the system failed.

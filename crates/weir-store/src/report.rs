@@ -1,4 +1,4 @@
-//! What a store tells about itself while it is open.
+//! A store's reports about itself while it is open.
 
 use crate::State;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ pub trait Report {
     /// that may wait.
     fn when_changed(&self, tell: TellChange);
 
-    /// What its opening took until the first operation, stage by stage.
+    /// The time of its opening until the first operation, stage by stage.
     fn stages(&self) -> Vec<(&'static str, Duration)>;
 
     /// Calls `tell` once what a member opens behind its first operations is there, or will not
@@ -21,7 +21,7 @@ pub trait Report {
     fn when_joined(&self, tell: Tell);
 }
 
-/// Who is told how the opening of a store went on; see [`Report::when_joined`].
+/// The listener that is told how the opening of a store went on; see [`Report::when_joined`].
 pub type Tell = Arc<dyn Fn(&Joined) + Send + Sync>;
 
 /// The callback for changes; see [`Report::when_changed`].
@@ -51,9 +51,9 @@ pub struct Condition {
 pub struct Joined {
     /// The store, or the part of it.
     pub store: String,
-    /// What each stage took.
+    /// The time of each stage.
     pub stages: Vec<(&'static str, Duration)>,
-    /// What is not there, and why.
+    /// The part that is not there, and why.
     pub missing: Option<String>,
     /// Since the opening of the store began.
     pub after: Duration,

@@ -33,8 +33,8 @@ impl Deal {
         Deal(Rule::Table { shift: unit.ilog2(), units: units.into() })
     }
 
-    /// As many units of `unit` slots as each member has, so that after any number of them every
-    /// member has its share by its speed, for as long as it has units.
+    /// Deals units of `unit` slots to the members, `counts` to each. After any number of units each
+    /// member has a share in proportion to its speed, while it has units left.
     pub fn by_speed(unit: u32, counts: &[u32], speeds: &[f64]) -> Self {
         let mut given = vec![0u32; counts.len()];
         let total = counts.iter().sum::<u32>() as usize;

@@ -24,7 +24,7 @@ pub trait Survive {
     fn forget(&self);
 }
 
-/// Who holds what must outlive this process. See [`Survive::keep_with`].
+/// The keeper of descriptors that must outlive this process. See [`Survive::keep_with`].
 pub trait Keep: Send + Sync + fmt::Debug {
     /// Holds a descriptor under a name that is unique within the store; a memfd (`is_memory`)
     /// mapped and locked.

@@ -54,11 +54,11 @@ pub enum StoreUrl {
 pub struct UrlError {
     /// The text.
     pub url: String,
-    /// What is wrong with it.
+    /// The mistake in it.
     pub problem: UrlProblem,
 }
 
-/// What is wrong with a store URL.
+/// A mistake in a store URL.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum UrlProblem {
     /// It names no kind of store that there is.
@@ -71,7 +71,7 @@ pub enum UrlProblem {
     UnknownKey {
         /// As given.
         key: String,
-        /// What would have been known.
+        /// The keys that are known.
         accepted: &'static [&'static str],
     },
     /// A key given twice.
@@ -84,7 +84,7 @@ pub enum UrlProblem {
         key: &'static str,
         /// As given.
         value: String,
-        /// What it takes.
+        /// The values that it takes.
         expected: &'static str,
     },
 }

@@ -1,5 +1,6 @@
-//! What `file:` promises beyond the conformance suite: room that is there, other people's data left
-//! alone, nothing readable left behind, and errors that hit only the operations they belong to.
+//! The promises of `file:` beyond the conformance suite: room that is there, other people's data
+//! left alone, nothing readable left behind, and errors that hit only the operations they belong
+//! to.
 
 mod scratch;
 
@@ -476,7 +477,7 @@ fn a_kept_file_of_another_size_is_refused() {
     assert!(error.contains("it holds 1MiB, the URL asks for 2MiB"), "{error}");
 }
 
-/// What no disk may show: 32 bytes, repeated over every page that the tests below write.
+/// Content that no disk may show: 32 bytes, repeated over every page that the tests below write.
 const PLANTED: &[u8; 32] = b"the secret nobody may ever find.";
 
 fn planted_page() -> PageBytes {

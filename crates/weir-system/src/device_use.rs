@@ -1,4 +1,4 @@
-//! Who uses a block device, so that nobody takes it away from under a kernel that swaps on it.
+//! The users of a block device, so that nobody takes it away from under a kernel that swaps on it.
 
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
@@ -7,8 +7,8 @@ use std::io;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::Path;
 
-/// What uses a device such as `/dev/nbd0`, with what ends it: `as swap: run swapoff /dev/nbd0`.
-/// `None` where nothing does, or there is no such device.
+/// The use of a device such as `/dev/nbd0`, with the command that ends it: `as swap: run swapoff
+/// /dev/nbd0`. `None` where nothing does, or there is no such device.
 ///
 /// # Errors
 /// When it cannot be told.
@@ -42,14 +42,14 @@ pub fn user_at(root: &Path, device: &str) -> io::Result<Option<String>> {
     Ok(None)
 }
 
-/// What a daemon that is told to stop says of a device that it serves, by what [`user`] or
+/// The reason of a daemon that is told to stop not to, by what [`user`] or
 /// [`user_or_owner`] found; `None` where it may stop. What cannot be told counts as in use.
 pub fn why_not_stop(device: &str, user: io::Result<Option<String>>) -> Option<String> {
     let user = user.unwrap_or_else(|error| Some(format!("for all that can be told ({error}): try again")))?;
     Some(in_use(device, &user))
 }
 
-/// What people read of a device in use; `user` is what the functions here found.
+/// The sentence for people about a device in use; `user` is what the functions here found.
 pub fn in_use(device: &str, user: &str) -> String {
     format!("{device} is in use {user}")
 }
@@ -71,7 +71,7 @@ pub fn user_or_owner(device: &str) -> io::Result<Option<String>> {
     }
 }
 
-/// What a daemon says of a device that the driver does not take away because somebody has it open,
+/// A daemon's words about a device that the driver does not take away because somebody has it open,
 /// be it to read.
 pub fn why_open(device: &str) -> String {
     let user = user_or_opener(device).unwrap_or_else(|| {

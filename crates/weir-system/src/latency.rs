@@ -51,7 +51,7 @@ pub struct Bursts {
 pub fn hold_in_bursts() -> io::Result<()> {
     if HOLDER.get().is_none() {
         let holder = Holder::start(Path::new(DEVICE))?;
-        // Whoever came first does the same.
+        // The thread that came first does the same.
         let _ = HOLDER.set(holder);
     }
     Ok(())
@@ -126,7 +126,7 @@ impl Holder {
             while self.since_last() < QUIET {
                 thread::park_timeout(QUIET - self.since_last().min(QUIET - Duration::from_millis(1)));
             }
-            // What cannot be written is as it was; the next burst tries again.
+            // A value that cannot be written stays as it was; the next burst tries again.
             if device.write_all(&NO_BOUND_US.to_ne_bytes()).is_ok() {
                 self.held.store(false, Ordering::Relaxed);
             }

@@ -1,4 +1,4 @@
-//! What Weir reads of the machine it runs on, and asks of its kernel: memory, swaps, who uses a
+//! Weir's view of its machine, and its requests to the kernel: memory, swaps, who uses a
 //! device, loop devices, generic netlink, processors' idle states, releases, unix sockets.
 //!
 //! Nothing here knows of stores or volumes. What one part of Weir knows about the machine every

@@ -98,7 +98,7 @@ pub enum LoopError {
     Control {
         /// The driver's or the device's file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
     /// The file cannot be opened.
@@ -106,7 +106,7 @@ pub enum LoopError {
     File {
         /// Which.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
     /// The kernel does not make a device of the file.
@@ -114,7 +114,7 @@ pub enum LoopError {
     Refused {
         /// The file.
         path: PathBuf,
-        /// What it said.
+        /// The kernel's error.
         source: io::Error,
     },
     /// The device uses the page cache all the same, which swap cannot stand.

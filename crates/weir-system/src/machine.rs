@@ -80,7 +80,7 @@ impl Machine {
         rustix::fs::access(self.at(path), Access::READ_OK | Access::WRITE_OK).is_ok()
     }
 
-    /// What root may still write to the file system of this path.
+    /// The room that root still has in the file system of this path.
     pub fn room(&self, path: &str) -> Option<ByteSize> {
         let file_system = rustix::fs::statvfs(self.at(path)).ok()?;
         Some(ByteSize(file_system.f_bavail.saturating_mul(file_system.f_frsize)))

@@ -188,7 +188,7 @@ impl Family {
     }
 }
 
-/// What a family tells a multicast group.
+/// The messages of a family to a multicast group.
 #[derive(Debug)]
 pub struct Events(OwnedFd);
 

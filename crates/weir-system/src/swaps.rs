@@ -13,7 +13,7 @@ pub struct Swap {
     pub path: String,
     /// Its size.
     pub size: ByteSize,
-    /// What lies on it.
+    /// The bytes in use on it.
     pub used: ByteSize,
     /// The higher is filled first; those that the kernel numbers itself are below zero.
     pub priority: i32,

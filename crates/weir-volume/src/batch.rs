@@ -6,7 +6,7 @@ use crate::entry::{Place, STORES_MAX};
 use crate::lane::StoreLane;
 use weir_core::PageNo;
 
-/// What a batch will read and write, while it is being counted. A hint: pages may move before they
+/// The reads and writes of a batch, while it is being counted. A hint: pages may move before they
 /// are read, and nothing has to be counted that will be done, nor done that was counted.
 pub struct Batch<'a> {
     volume: &'a Volume,

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 use weir_store::{Fault, Reclaim, Store};
 
-/// Where a chunk stands.
+/// The state of a chunk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ChunkState {
     /// It has its memory, and takes pages.
@@ -37,7 +37,7 @@ pub struct ChunkCounts {
 pub struct ChunkStatus {
     /// Its number in the store.
     pub chunk: u32,
-    /// Where it stands.
+    /// Its state.
     pub state: ChunkState,
     /// Its slots; the last chunk of a store may have fewer than the others.
     pub slots: u32,

@@ -14,7 +14,7 @@ use std::time::Instant;
 use weir_core::Slot;
 use weir_store::Fault;
 
-/// What a dropped lane left under way.
+/// The operations that a dropped lane left under way.
 pub(crate) struct Closing {
     stores: Box<[StoreLane]>,
     ops: Box<[Op]>,

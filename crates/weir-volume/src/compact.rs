@@ -34,7 +34,7 @@ impl Sparse {
     }
 }
 
-/// What emptying packs came to.
+/// The result of emptying packs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Compacted {
     /// Pages moved.

@@ -1,4 +1,4 @@
-//! What the page map holds for a page: one 64-bit word, so that one store publishes a write.
+//! The page map's entry of a page: one 64-bit word, so that one store publishes a write.
 //!
 //! ```text
 //!  63    62 61    58 57            32 31                     0
@@ -17,7 +17,7 @@ use weir_core::Slot;
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Entry(pub u64);
 
-/// What the word says.
+/// The meaning of the word.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Place {
     /// Never written, or discarded: reads as zeros.

@@ -38,7 +38,7 @@ impl Epochs {
     #[inline]
     pub fn pin(&self, lane: usize) -> u64 {
         let now = self.global.load(Ordering::Relaxed);
-        // As `unpin`: what was read under the pin before comes first.
+        // As in `unpin`: reads under the former pin come before this store.
         self.pins[lane].0.store(now, Ordering::Release);
         fence(Ordering::SeqCst);
         now

@@ -67,7 +67,7 @@ pub enum GiveBackError {
     Store(Fault),
 }
 
-/// What moving pages up came to.
+/// The result of promoting pages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct MovedUp {
     /// Pages moved.
@@ -175,8 +175,8 @@ impl Mover {
     }
 
     /// Moves pages out of one of `parts` equal parts of such a chunk, so that several movers can
-    /// empty one chunk together. Whatever stays is left to
-    /// [`finish_give_back`](Mover::finish_give_back), which comes after all of them.
+    /// empty it together. Pages that stay are left to
+    /// [`finish_give_back`](Mover::finish_give_back), which is called after all of them.
     ///
     /// # Errors
     /// When a page cannot be moved, or `driver` ends the work. The chunk is as it was, less what
@@ -469,7 +469,7 @@ impl Batches<'_> {
     }
 }
 
-/// What became of a batch of moves.
+/// The result of a batch of moves.
 #[derive(Default)]
 struct Outcome {
     moved: u32,

@@ -68,7 +68,7 @@ impl Lent {
 
     /// Takes a slot back from one borrower, for the one lender.
     fn give(&self, slot: Slot) -> Back {
-        // What the borrower read comes before what the next owner of the slot writes.
+        // The borrower's reads come before the writes of the slot's next owner.
         match self.byte(slot).fetch_sub(1, Ordering::SeqCst) - 1 {
             0 => Back::Last,
             UNLINKED => {
@@ -86,7 +86,7 @@ impl fmt::Debug for Lent {
     }
 }
 
-/// What a return leaves.
+/// The state after a return.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Back {
     /// Others have the slot yet.
@@ -99,9 +99,9 @@ enum Back {
 
 /// Lends pages of a volume where they lie. A volume has one at most; it belongs to one thread.
 ///
-/// Slots that stay although their pages were written anew take room that the volume has promised to
-/// writers, so a lender takes seats as lanes do, and lends at most as many slots at a time as these
-/// lanes would have under way.
+/// A lent slot stays although its page was written anew, and so takes room that the volume has
+/// promised to writers. Therefore a lender takes seats as lanes do. It lends at most as many slots
+/// at a time as these lanes could have under way.
 #[derive(Debug)]
 pub struct Lender {
     volume: Arc<Volume>,
@@ -112,7 +112,7 @@ pub struct Lender {
     most: u32,
 }
 
-/// What a page that was asked for came to.
+/// The answer to a request for a page.
 pub enum Loan<'a> {
     /// It lies there, verified, and stays as it is until [`Lender::give`].
     Lent {
@@ -172,7 +172,7 @@ impl Lender {
 
 impl Drop for Lender {
     fn drop(&mut self) {
-        // What was not given back stays lent, and keeps its room.
+        // A slot that was not returned stays lent, and keeps its room.
         if self.out == 0 {
             self.seats.iter().for_each(|&seat| self.volume.release_seat(seat));
             self.volume.lending.store(false, std::sync::atomic::Ordering::Release);

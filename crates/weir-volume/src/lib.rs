@@ -95,9 +95,8 @@ pub struct Config {
 }
 
 impl Config {
-    /// Slots that the stores must have between them, so that a write always finds one: one a page,
-    /// and what is under way when every page is in use (a new slot for each write in flight, and
-    /// the old one until it may be reused).
+    /// Slots that the stores need together, so that a write always finds one. Each page takes one
+    /// slot. A write in flight takes a new one, and its old one until that may be reused.
     pub fn slots(&self) -> u32 {
         self.pages.saturating_add(self.slack())
     }
@@ -146,11 +145,11 @@ pub enum CreateError {
     Memory {
         /// Bytes asked for.
         bytes: u64,
-        /// What the system said.
+        /// The system's error.
         #[source]
         source: std::io::Error,
     },
-    /// What a former daemon left does not fit this configuration.
+    /// A former daemon's pages do not fit this configuration.
     #[error("cannot take over the pages of the former daemon: {0}")]
     Kept(String),
 }
@@ -170,7 +169,7 @@ pub struct Volume {
     lending: AtomicBool,
     /// How its lanes compress, if they do.
     compression: OnceLock<Compression>,
-    /// What its sampled operations are timed by.
+    /// The clock of its sampled operations.
     stopwatch: OnceLock<fn() -> Instant>,
     /// How many lanes are closing.
     closing: AtomicUsize,
@@ -186,7 +185,7 @@ struct Tier {
     members: Members,
 }
 
-/// What the volume keeps for a lane: whether it is taken, its counters, and what it left under way.
+/// The volume's record of a lane: whether it is taken, its counters, and what it left under way.
 #[repr(align(128))]
 struct LaneSeat {
     taken: AtomicBool,

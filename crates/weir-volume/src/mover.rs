@@ -1,4 +1,4 @@
-//! What a worker moves pages with, and who drives it.
+//! The tool by which a worker moves pages, and its driver.
 //!
 //! A mover takes milliseconds to seconds, and waits for stores and for other lanes. It neither
 //! sleeps nor reads a clock for that: its [`Driver`] says what time it is and rests between two
@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Instant;
 use weir_store::{Done, Fault};
 
-/// What a [`Mover`] asks of whoever uses it.
+/// The questions of a [`Mover`] to its user.
 pub trait Driver {
     /// The time.
     fn now(&mut self) -> Instant;
@@ -25,14 +25,15 @@ pub trait Driver {
     fn rest(&mut self, awaited: Awaited);
 }
 
-/// What a [`Mover`] waits for.
+/// The event that a [`Mover`] waits for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Awaited {
     /// Answers of stores: microseconds to milliseconds.
     Stores,
     /// Other lanes, which are within a batch: mostly microseconds.
     Lanes,
-    /// Programs that use pages in place: as long as they like, and each look goes through a chunk.
+    /// Programs that use pages in place. They may take as long as they like, and each look goes
+    /// through a chunk.
     Loans,
 }
 

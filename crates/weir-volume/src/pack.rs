@@ -20,7 +20,7 @@ pub(crate) const MEMBERS_MAX: usize = 32;
 /// Bytes of the largest page that goes into a pack: two of them fill one.
 pub(crate) const MEMBER_MAX: usize = (PAGE_SIZE - HEAD) / 2 - PLACE;
 const HEAD: usize = 2;
-/// What the head says of a page.
+/// The bytes of the head for a page.
 const PLACE: usize = 6;
 
 /// Proves that bytes are the pack that was written. Which pages are in it is part of the content.
@@ -51,7 +51,7 @@ pub(crate) fn members(pack: &PageBytes) -> impl Iterator<Item = PageNo> {
     places.map(|place| PageNo(u32::from_le_bytes(place[..4].try_into().expect("4 of 6 bytes"))))
 }
 
-/// What a pack's pages are compressed by.
+/// The algorithm of a pack's pages.
 pub(crate) fn compression(pack: &PageBytes) -> Option<Compression> {
     Compression::of_code(pack[0])
 }

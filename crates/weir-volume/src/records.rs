@@ -32,12 +32,12 @@ const LOOKS_MAX: u32 = 8192;
 const EXTENTS_MAX: u32 = 256;
 /// Pages that a record can name, which bounds a volume to 8 TiB less 32 MiB.
 pub const PAGES_MAX: u32 = (1 << 31) - PACKS;
-/// What a record can say of a pack: room and count.
+/// The values of a pack's record: room and count.
 const PACKS: u32 = 64 * PACK_COUNTS;
 /// How many pages of a pack a record can count, and none of them.
 const PACK_COUNTS: u32 = 128;
-/// What a pack counts besides its pages until they have all been published, so that it is whole
-/// until then, and that nobody takes it for one that is there.
+/// The count that a pack has besides its pages until they have all been published, so that it is
+/// whole until then, and that nobody takes it for one that is there.
 const UNPUBLISHED: u32 = 64;
 /// One page in a record's count of them.
 const ONE_PAGE: u64 = 1 << 32;
@@ -47,7 +47,7 @@ const PAGE_MASK: u32 = (1 << 31) - 1;
 /// In an extent's count: no slot may be claimed here (its chunk is being given back).
 const CLOSED: u32 = 1 << 31;
 
-/// What a record in use says.
+/// The meaning of a record in use.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Occupant {
     pub page: PageNo,
@@ -82,7 +82,7 @@ impl Occupant {
     }
 }
 
-/// What [`Records::retire`] came to.
+/// The result of [`Records::retire`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Retired {
     /// The slot is free.
@@ -195,7 +195,7 @@ impl Records {
         size_of_val(&*self.extents)
     }
 
-    /// Where lane `lane` of `lanes` starts to search.
+    /// The slot at which lane `lane` of `lanes` starts to search.
     pub fn cursor(&self, lane: usize, lanes: usize) -> Cursor {
         let extent = self.extents.len() * lane / lanes.max(1);
         Cursor(extent as u32 * EXTENT_SLOTS)
@@ -339,7 +339,7 @@ impl Records {
         self.record(slot).store(in_use(occupant), Ordering::Release);
     }
 
-    /// What lies in a slot that the map names.
+    /// The occupant of a slot that the map names.
     #[inline]
     pub fn occupant(&self, slot: Slot) -> Option<Occupant> {
         let record = self.record(slot).load(Ordering::Acquire);
@@ -388,7 +388,8 @@ impl Records {
         {
             return Retired { freed: false, pack };
         }
-        // Asked now: whoever left a pack before this one did so before this moment.
+        // The epoch is read now: every lane that left a pack before this one did so before this
+        // moment.
         self.free_slot(slot, epoch());
         Retired { freed: true, pack }
     }
@@ -409,7 +410,7 @@ impl Records {
         gone
     }
 
-    /// Frees a slot that the map does not name, whatever it was claimed for.
+    /// Frees a slot that the map does not name, for any kind of claim.
     #[inline]
     pub fn free_slot(&self, slot: Slot, epoch: u64) {
         debug_assert!(epoch & IN_USE == 0);

@@ -16,7 +16,8 @@ use std::sync::Arc;
 use weir_core::{Memory, PageNo, Slot};
 use weir_store::Store;
 
-/// What must live on for a volume to be taken over; the pages themselves are the stores' business.
+/// The memory that must live on for a volume to be taken over; the pages themselves are the stores'
+/// business.
 #[derive(Debug)]
 pub struct Kept {
     /// The page map.

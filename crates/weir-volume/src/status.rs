@@ -1,4 +1,4 @@
-//! What a volume tells about itself. Reading it costs the I/O path nothing: lanes count for
+//! A volume's status. Reading it costs the I/O path nothing: lanes count for
 //! themselves, in memory that only they write, and whoever asks sums up.
 
 use crate::entry::Place;
@@ -6,7 +6,7 @@ use crate::{ChunkCounts, Compression, Volume};
 use weir_core::metrics::{Counter, Distribution, Latencies};
 use weir_store::{Condition, Report, State};
 
-/// What one lane had to do with one store; the lane is the only writer, and shares no cache line.
+/// The counts of one lane with one store; the lane is the only writer, and shares no cache line.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 pub(crate) struct Traffic {
@@ -52,7 +52,7 @@ impl LaneMetrics {
         LaneMetrics { traffic: (0..=stores).map(|_| Traffic::default()).collect(), ..LaneMetrics::default() }
     }
 
-    /// Where pages that lie there are counted.
+    /// The counts of pages that lie there.
     #[inline]
     pub fn traffic(&self, place: Place) -> &Traffic {
         match place {
@@ -192,7 +192,7 @@ impl Volume {
         }
     }
 
-    /// What all lanes had to do with the store at a place of the list.
+    /// The counts of all lanes with the store at a place of the list.
     fn summed(&self, at: usize) -> Summed {
         let mut sum = Summed::default();
         for Traffic { reads, writes, read_latencies, write_latencies } in

@@ -1,5 +1,5 @@
-//! What compression promises: the same pages in less room, never more room than without, room that
-//! is left free for others again, and no memory taken for it.
+//! The promises of compression: the same pages in less room, never more room than without, room
+//! that is left free for others again, and no memory taken for it.
 
 mod driver;
 
@@ -257,7 +257,7 @@ fn a_store_that_is_full_needs_no_room_to_make_room() {
     }
 }
 
-/// What may happen to a volume, on one page or a few in a row.
+/// An event of a volume, on one page or a few in a row.
 #[derive(Clone, Copy, Debug)]
 enum Event {
     Write {

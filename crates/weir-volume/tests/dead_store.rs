@@ -1,4 +1,4 @@
-//! What a volume does once one of its stores is gone.
+//! The behaviour of a volume once one of its stores is gone.
 
 mod driver;
 
@@ -65,6 +65,6 @@ fn its_slots_are_no_room_to_give_another_stores_chunks_back_into() {
     let started = Instant::now();
     let refused = mover.give_back(1, 1, &mut driver(|_| true));
     assert!(matches!(refused, Err(GiveBackError::NoRoom { .. })), "{refused:?}");
-    // Whoever waits, waits for ten seconds.
+    // An operation that waits does so for ten seconds.
     assert!(started.elapsed() < Duration::from_secs(8), "and it says so at once");
 }

@@ -160,7 +160,7 @@ fn overtake(lane: &mut Lane, page: u32, way: &str) -> PageBytes {
     read(lane, page)
 }
 
-/// What a client that goes has begun to write.
+/// The writes that a client has begun before it goes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Begun {
     Pages,

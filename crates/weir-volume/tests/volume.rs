@@ -1,4 +1,4 @@
-//! What a volume promises, on a store that never fails. (Stores that do: simulator.rs.)
+//! The promises of a volume, on a store that never fails. (Stores that do: simulator.rs.)
 
 mod driver;
 

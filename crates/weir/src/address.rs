@@ -26,7 +26,7 @@ pub struct AddressError {
     problem: &'static str,
 }
 
-/// What fits into `sockaddr_un.sun_path` with its final zero (unix(7)).
+/// The most bytes that fit into `sockaddr_un.sun_path` with its final zero (unix(7)).
 const PATH_MOST: usize = 107;
 
 impl FromStr for Address {

@@ -15,7 +15,7 @@ use weir_store::StoreUrl;
 pub struct Backing(StoreUrl);
 
 impl Backing {
-    /// Its URL; with `slots` as its size, where it has none of its own.
+    /// Its URL. If the URL has no size, the result has that of `slots`.
     pub fn url(&self, slots: Option<u32>) -> StoreUrl {
         let mut url = self.0.clone();
         if let (StoreUrl::File(file), Some(slots)) = (&mut url, slots) {

@@ -18,12 +18,12 @@ use weir_store::StoreUrl;
 #[command(name = "weir", version, propagate_version = true, max_term_width = 100)]
 #[command(after_help = "Exit codes: 0 done, 1 failed, 2 usage, 3 not so much memory or room.")]
 pub struct Cli {
-    /// What to do.
+    /// The command.
     #[command(subcommand)]
     pub command: Command,
 }
 
-/// What the program can do.
+/// The program's commands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Write, read and discard real pages through a real NBD connection for some seconds, and
@@ -63,7 +63,7 @@ pub enum Command {
 
     /// A fast store as a cache in front of a disk: create, status, flush, mode, detach.
     Cache {
-        /// What to do.
+        /// The subcommand.
         #[command(subcommand)]
         command: CacheCommand,
     },
@@ -97,7 +97,7 @@ pub enum Command {
     /// Measure, each figure beside its control.
     #[command(disable_help_flag = true, disable_version_flag = true)]
     Bench {
-        /// What to measure, and how: weir bench --help lists it.
+        /// The benchmark and its options: weir bench --help lists them.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<OsString>,
     },
@@ -110,7 +110,7 @@ pub enum Command {
 
     /// Write the man pages into a directory.
     Man {
-        /// Where to; it is made where it does not exist.
+        /// The directory for them, made if it is not there.
         directory: PathBuf,
     },
 }
@@ -135,12 +135,12 @@ pub struct TryOptions {
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub connections: u16,
 
-    /// What the requests are drawn from, to repeat a run [default: another one each time].
+    /// The seed of the random requests, to repeat a run [default: another one each time].
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
 }
 
-/// What the daemon serves, and how. The configuration file's keys are these flags' names.
+/// The flags of `weir serve`. The configuration file's keys are these flags' names.
 #[derive(Debug, Clone, PartialEq, Default, Args)]
 pub struct ServeOptions {
     /// Read these options from a TOML file instead of the command line.
@@ -285,7 +285,7 @@ fn name(text: &str) -> Result<String, String> {
 /// How much the daemon says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub enum LogLevel {
-    /// What went wrong, on this side or a client's.
+    /// Failures, on this side or a client's.
     Warn,
     /// And what happened: who connected, what was made and removed.
     #[default]

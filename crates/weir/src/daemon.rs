@@ -41,7 +41,7 @@ pub struct Daemon {
     shared: Arc<Shared>,
 }
 
-/// What the control socket looks at.
+/// The part of the daemon that the control socket reads.
 #[derive(Debug)]
 struct Shared {
     volume: Arc<Volume>,
@@ -202,8 +202,9 @@ impl Daemon {
         }
     }
 
-    /// What would be lost if it stopped now, and what to do about it; see [`FrontEnd::in_use`]. The
-    /// kernel's own NBD clients of this machine count too; those of others are not known.
+    /// Names the device that would be lost if the daemon stopped now, and the next step; see
+    /// [`FrontEnd::in_use`]. The kernel's own NBD clients of this machine count too; those of
+    /// others are not known.
     pub fn in_use(&self) -> Option<String> {
         let front_end = self.shared.front_ends().iter().find_map(|front_end| front_end.in_use());
         front_end.or_else(|| self.shared.attachments.in_use())
@@ -240,7 +241,7 @@ impl Daemon {
         self.shared.status()
     }
 
-    /// What the control socket asks.
+    /// The control socket's view of the daemon.
     pub fn service(&self) -> Arc<dyn Service> {
         Arc::clone(&self.shared) as _
     }

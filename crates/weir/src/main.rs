@@ -48,8 +48,8 @@ use weir_core::seal::SealedAllocator;
 static ALLOCATOR: SealedAllocator = SealedAllocator;
 
 fn main() -> ExitCode {
-    // What `ps` and `top` show, and how others know a daemon. One that runs from memory would have
-    // its descriptor's name.
+    // The name that `ps` and `top` show, and by which others know a daemon. One that runs from
+    // memory would have its descriptor's name.
     let _ = rustix::thread::set_name(c"weir");
     failure::end(Cli::try_parse().map_err(Failure::from).and_then(run))
 }

@@ -31,7 +31,7 @@ const SIZE: ByteSize = ByteSize(1 << 30);
 const GRACE: Duration = Duration::from_secs(2);
 /// Pages that one thread moves at a time at slow stores.
 const DEPTH: usize = 64;
-/// What the inner process says once the disk is there.
+/// The inner process's line once the disk is there.
 const READY: &[u8] = b"ready\n";
 
 /// Mounts a disk, and returns when it is there; or, in the foreground, when it is gone.

@@ -15,7 +15,7 @@ use weir_core::{ByteSize, Memory, PAGE_SIZE};
 use weir_store::{Keep, OpenError, OpenErrorKind, Report, Room, Store, StoreUrl};
 use weir_volume::{Config, Kept, PAGES_MAX, Volume};
 
-/// What a volume is made of.
+/// The parts of a volume.
 #[derive(Debug)]
 pub struct Plan<'a> {
     /// Where pages are kept, the fastest first.
@@ -171,7 +171,7 @@ fn store_name(store: usize, handoff: &str) -> String {
     format!("store.{store}.{handoff}")
 }
 
-/// What a store that cannot be opened ends a start with.
+/// The failure of a start whose store cannot be opened.
 pub fn refused(error: &OpenError) -> Failure {
     let reason = chain(error);
     match error.kind {
@@ -195,7 +195,7 @@ fn stores(
     for (at, (url, asked)) in fast.iter().zip(plan.stores).enumerate() {
         stores.push(open(at, url, asked)?);
     }
-    // What says its size first; what is left to hold is shared by those that say none.
+    // First those that give a size; the others share what is left to hold.
     let mut backing: Vec<Option<Arc<dyn Store>>> = vec![None; plan.backing.len()];
     for (at, it) in plan.backing.iter().enumerate().filter(|(_, it)| !it.follows()) {
         backing[at] = Some(open(fast.len() + at, &it.url(None), it)?);

@@ -1,6 +1,6 @@
 //! Standard error that nobody waits for.
 //!
-//! Whatever takes the lines in the end, a journal that was swapped out or a file on tmpfs that was,
+//! The reader of the lines, a journal that was swapped out or a file on tmpfs that was,
 //! may stand still while the device that it was swapped out to is down; and a daemon, or a keeper
 //! on its way to starting one, that waits for it never brings that device back. So standard error
 //! becomes a pipe that is full at worst, and one thread, which may wait as long as it has to,

@@ -54,8 +54,8 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
         }
         return if code == 0 { Ok(()) } else { Err(Failure::Ended(code as u8)) };
     }
-    // A daemon's lines go by its keeper's. Where nobody swaps, standard error can be waited for,
-    // and has a last word too.
+    // Under a keeper, the keeper passes the daemon's lines on. Without swap, waiting for standard
+    // error is harmless. In both cases no relay is needed.
     let relay = (options.swap && keeper.is_none()).then(Relay::start).transpose().map_err(Failure::failed)?;
     if options.swap && keeper.is_some() {
         // As the keeper started it; its threads are ordinary ones, or choose for themselves.
@@ -187,7 +187,7 @@ fn needs_keeper(options: &ServeOptions, log: &Log) -> bool {
     true
 }
 
-/// Where the front ends are in the file system.
+/// The paths of the front ends in the file system.
 fn paths(options: &ServeOptions) -> impl Iterator<Item = &Path> {
     let sockets = options.nbd.iter().chain(&options.metrics).filter_map(|address| match address {
         Address::Unix(path) => Some(path.as_path()),
@@ -196,7 +196,7 @@ fn paths(options: &ServeOptions) -> impl Iterator<Item = &Path> {
     sockets.chain(options.fuse.as_deref()).chain(options.share.as_deref())
 }
 
-/// What no single flag's type can say.
+/// Checks that no single flag's type can make.
 fn check(options: &ServeOptions) -> Result<(), Failure> {
     if options.nbd.is_empty() && options.fuse.is_none() && !options.ublk && options.share.is_none() {
         return Err(Failure::Usage(

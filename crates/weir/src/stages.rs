@@ -1,4 +1,4 @@
-//! What a daemon that takes another's place spends its time on, for one line in the log.
+//! The stages of a daemon that takes another's place, with their times, for one line in the log.
 
 use std::fmt;
 use std::time::{Duration, Instant};

@@ -68,7 +68,7 @@ fn what_others_have_left_comes_together_and_up_while_clients_use_it_and_then_nob
     }
     assert_eq!(gathered["protection"]["io_allocations"], 0);
 
-    // What is left to do is done, and then nothing is.
+    // The work that is left is done, and then there is none.
     let begun = Instant::now();
     let worker = || {
         let status = scene.status();

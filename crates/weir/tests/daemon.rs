@@ -284,7 +284,7 @@ fn a_device_that_was_attached_is_known_to_the_daemon_after_a_crash_and_one_let_g
         }
         thread::sleep(Duration::from_millis(20));
     };
-    // Where the kernel has an NBD client it says at once that it knows of no such device.
+    // A kernel with an NBD client says at once that it knows of no such device.
     let asked = Path::new("/sys/module/nbd").exists() && again["attached"] == serde_json::json!([]);
     assert!(asked || again["attached"] == serde_json::json!(["/dev/nbd902"]), "{again}");
     keeper.terminate();

@@ -422,7 +422,7 @@ fn a_card_that_runs_short_gets_its_memory_back_unasked_and_lends_it_again_when_n
     card.free(8192);
     card.wait_for(0);
     (0..4096).for_each(|page| check(&mut client, page, 5));
-    // What somebody gave back by hand stays away.
+    // Memory that somebody gave back by hand stays away.
     assert!(card.scene.weir(&["give-back", "all"]).status.success());
     thread::sleep(Duration::from_secs(7));
     assert_eq!(away(&card.scene), 4);

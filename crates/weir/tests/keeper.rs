@@ -131,7 +131,8 @@ fn keeper_and_daemon_of_swap_have_their_name_with_and_without_a_copy_in_memory()
     }
 }
 
-/// What the journal is, and a log on tmpfs, once it was swapped out to the device that is down.
+/// A reader that stands still, as the journal does once it was swapped out to the device that is
+/// down.
 #[test]
 fn a_daemon_is_replaced_though_nobody_takes_its_lines() {
     let (_nobody_reads, stderr) = rustix::pipe::pipe().unwrap();
@@ -354,7 +355,7 @@ fn survive(scene: &Daemon, store: &str) {
                 continue;
             }
             let before = done.load(Ordering::Relaxed);
-            // What was under way may still be counted; a hundred more is a daemon at work.
+            // Operations under way may still be counted; a hundred more is a daemon at work.
             while done.load(Ordering::Relaxed) < before + 100 {
                 assert!(killed.elapsed() < PATIENCE, "no daemon works {PATIENCE:?} after a kill");
                 thread::sleep(Duration::from_micros(200));

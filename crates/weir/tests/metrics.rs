@@ -1,4 +1,4 @@
-//! What Prometheus sees of a daemon.
+//! Prometheus's view of a daemon.
 
 mod common;
 

@@ -291,7 +291,7 @@ fn what_cannot_be_is_one_line_that_says_why() {
     fs::remove_file(&file).unwrap();
 }
 
-/// What a process has open: the names of its descriptors.
+/// The open files of a process: the names of its descriptors.
 fn open_by(pid: u32) -> Vec<String> {
     let fds = fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten();
     fds.filter_map(|fd| fs::read_link(fd.path()).ok()?.into_os_string().into_string().ok()).collect()
@@ -306,7 +306,7 @@ fn by_rings_a_signal_ends_it_under_load_and_a_disk_that_was_killed_is_replaced()
         let mut child = weir(&["--foreground", "--store", "host:16MiB"], &directory.0).spawn().unwrap();
         let file = directory.0.join("file");
         let begun = Instant::now();
-        // What a killed one left is a mount too, and answers nothing.
+        // The rest of a killed one is a mount too, and answers nothing.
         while !is_mounted(&directory.0) || fs::write(&file, vec![7; 1 << 20]).is_err() {
             if child.try_wait().unwrap().is_some() {
                 return println!("\nskipped: no FUSE mount here");

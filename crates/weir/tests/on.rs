@@ -372,7 +372,7 @@ fn a_device_in_parts_is_given_back_and_taken_part_by_part() {
         ("give-back", "all", 0),
         ("take", "all", 3),
         ("give-back", "21MiB", 2),
-        // What was away before a sleep stays away after it.
+        // Memory that was away before a sleep stays away after it.
         ("give-back", "--sleep", 0),
         ("take", "--sleep", 2),
         // Once somebody wants it away, it is not away for the sleep alone.
@@ -405,7 +405,7 @@ fn an_off_that_fails_leaves_every_part_as_it_was_and_forgets_none() {
         place.swaps().len()
     };
     assert_eq!(ask("give-back", "21MiB"), 2);
-    // Who may not administer the machine cannot turn swap off.
+    // A user who may not administer the machine cannot turn swap off.
     let mut off = Command::new("setpriv");
     off.args(["--bounding-set", "-sys_admin", env!("CARGO_BIN_EXE_weir"), "off", "--runtime"]);
     let off = off.arg(&place.directory).output().expect("setpriv");
@@ -584,7 +584,7 @@ fn what_was_turned_off_for_a_sleep_comes_back_also_where_the_rest_could_not_be_u
     assert!(place.swaps().iter().any(|line| line.ends_with("\t79")), "{:?}", place.swaps());
     assert!(place.off().status.success());
 
-    // What the user has turned off does not come back because a sleep did the rest.
+    // A device that the user has turned off does not come back because a sleep did the rest.
     on_with_obstacle();
     assert!(!place.off().status.success() && !sleep().status.success());
     fs::remove_dir(&obstacle).expect("removed");

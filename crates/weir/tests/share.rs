@@ -25,7 +25,7 @@ fn socket(daemon: &Daemon) -> PathBuf {
     daemon.directory.join("share.sock")
 }
 
-/// What it said, once it has ended.
+/// Its lines, once it has ended.
 fn said(daemon: &mut Daemon) -> String {
     let mut said = String::new();
     let _ = daemon.process.stderr.take().expect("piped").read_to_string(&mut said);
@@ -84,7 +84,7 @@ fn the_client_in_c_meets_the_daemon() {
 
 #[test]
 fn pages_that_carry_swap_can_be_read_and_not_written() {
-    // Where the system denies the flusher flag the rest holds all the same.
+    // If the system denies the flusher flag, the rest holds all the same.
     let daemon = start("swap", &["--swap", "--unsafe-no-flusher"]);
     let mut client = Client::connect(&socket(&daemon), Options::default()).expect("a connection");
     let refused = client.write(0, &page_of(0)).expect_err("the kernel alone writes its swap");

@@ -129,7 +129,7 @@ fn send(stream: &UnixStream, mut parts: &mut [IoSlice<'_>]) -> io::Result<()> {
     Ok(())
 }
 
-/// What was received, unless the client has left.
+/// The bytes received, unless the client has left.
 fn some(received: usize) -> io::Result<usize> {
     if received == 0 { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(received) }
 }

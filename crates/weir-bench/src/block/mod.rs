@@ -26,7 +26,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 use weir_core::ByteSize;
 
-/// What to measure.
+/// The plan of the measurement.
 #[derive(Clone, Debug)]
 pub struct Plan {
     /// The weir program that serves.
@@ -67,9 +67,9 @@ pub enum BlockError {
     Program {
         /// Which.
         program: String,
-        /// What it said, or the system.
+        /// The program's error, or the system's.
         what: String,
-        /// Where it comes from.
+        /// The package that has it.
         package: &'static str,
     },
     /// A case that there is not.
@@ -80,7 +80,7 @@ pub enum BlockError {
     Directory(#[source] std::io::Error),
 }
 
-/// What fio does.
+/// The load that fio makes.
 #[derive(Clone, Copy, Debug)]
 struct Case {
     id: &'static str,
@@ -129,7 +129,7 @@ const CASES: [Case; 11] = [
 /// The case before which pages are written in no order.
 const SCATTERED: &str = "scattered_read";
 
-/// What one run of a case on one server came to.
+/// The figures of one run of a case on one server.
 #[derive(Clone, Copy, Debug, Default)]
 struct Figures {
     per_second: f64,
@@ -166,7 +166,7 @@ impl Way {
     }
 }
 
-/// Where a server's runs are kept.
+/// The index of a server's runs.
 const ASLEEP: usize = 0;
 const SPINNING: usize = 1;
 const NBDKIT: usize = 2;
@@ -240,7 +240,7 @@ fn measure(
     if case.id == SCATTERED {
         servers.iter().try_for_each(|(_, server)| fio::scatter(server, plan.size))?;
     }
-    // What waits between requests needs longer for as many of them.
+    // A load that waits between requests needs longer for as many of them.
     let time = if case.pause > 0 { plan.time * 2 } else { plan.time };
     for run in 0..plan.runs {
         // Each server goes first in turn.
@@ -255,7 +255,7 @@ fn measure(
     Ok(())
 }
 
-/// What a server that keeps no pages leaves of a case to the client and the system.
+/// The cost of a case with a server that keeps no pages: that of the client and the system.
 fn beside_nothing(case: Case, Measured { ways, bare }: &Measured) -> Option<Row> {
     const CONTROL: &str = "a server of nothing";
     if case.is_single() {
@@ -269,7 +269,7 @@ fn beside_nothing(case: Case, Measured { ways, bare }: &Measured) -> Option<Row>
     }
 }
 
-/// What goals are stated for.
+/// The stores that goals are stated for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum On {
     /// A machine of 2 processors.

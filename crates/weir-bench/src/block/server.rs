@@ -19,7 +19,7 @@ impl Directory {
         Ok(Directory(path))
     }
 
-    /// Where the server of this name listens.
+    /// The socket of the server of this name.
     pub fn socket(&self, name: &str) -> PathBuf {
         self.0.join(format!("{name}.sock"))
     }

@@ -7,7 +7,7 @@ use std::process::Command;
 use std::time::Duration;
 use weir_core::{ByteSize, PAGE_SIZE};
 
-/// Where a store's pages begin in its file.
+/// The offset of a store's first page in its file.
 const HEADER: usize = 1 << 20;
 
 /// A store's file, its header left alone; it must hold nothing that matters.

@@ -50,7 +50,7 @@ struct Batches {
     case: Case,
     page: Box<PageBytes>,
     pages: u64,
-    /// Of whole batches, in nanoseconds.
+    /// Times of whole batches, in nanoseconds.
     latencies: Vec<u64>,
 }
 

@@ -15,7 +15,7 @@ use std::time::Duration;
 use weir_core::ByteSize;
 use weir_store::{FileStore, FileUrl, OpenError};
 
-/// Where and how long to measure.
+/// The place and length of the measurement.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// A directory on the file system under test.
@@ -50,7 +50,7 @@ pub enum DiskError {
     Fault {
         /// The case.
         case: &'static str,
-        /// What the store said.
+        /// The store's fault.
         fault: weir_store::Fault,
     },
     /// The control.
@@ -66,7 +66,7 @@ pub enum DiskError {
     },
 }
 
-/// What is done to the disk.
+/// The load on the disk.
 #[derive(Clone, Copy, Debug)]
 struct Case {
     name: &'static str,
@@ -85,7 +85,7 @@ const CASES: [Case; 6] = [
     Case { name: "seq_write", write: true, batch: 4, pages: 256 },
 ];
 
-/// What one way of doing a case came to.
+/// The figures of one way of doing a case.
 #[derive(Clone, Copy, Debug, Default)]
 struct Figures {
     pages_per_second: f64,

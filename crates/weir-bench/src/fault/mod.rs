@@ -25,12 +25,12 @@ use weir_system::cgroup::Cgroup;
 
 pub use touch::{Bound, Touch, touch};
 
-/// What to measure.
+/// The plan of the measurement.
 #[derive(Clone, Debug)]
 pub struct Plan {
     /// Memory that the child goes through: a power of two.
     pub size: ByteSize,
-    /// Of which it may keep so much.
+    /// The most of it that may stay in RAM.
     pub limit: ByteSize,
     /// Another store for `weir run`, as a URL without a size.
     pub store: Option<String>,

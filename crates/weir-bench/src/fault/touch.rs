@@ -18,7 +18,7 @@ const PASSES_TIME: Duration = Duration::from_millis(300);
 /// Touches of single pages that are timed at most.
 const TOUCHES_MAX: usize = 500_000;
 
-/// What a child found.
+/// The findings of a child.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Touch {
     /// Reading all of it in order.
@@ -147,7 +147,7 @@ impl State {
             let _ = unsafe { rustix::mm::madvise(at, bytes, advice) };
         };
         match bound {
-            // What a program has that cares, and what a pager gives.
+            // Huge pages, which a careful program asks for and a pager gives.
             Bound::Outside => advise(start, Advice::LinuxHugepage),
             // Swap takes pages. A huge one that must be split below the limit may end the child.
             Bound::Cgroup(_) => advise(start, Advice::LinuxNoHugepage),

@@ -14,7 +14,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// How much of the card it takes.
 const SHARE: f64 = 0.9;
 
-/// What it got, and how long it waited.
+/// The memory that it got, and its waiting time.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct Allocated {
     /// Bytes allocated.

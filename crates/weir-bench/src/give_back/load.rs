@@ -16,13 +16,13 @@ const FILL: u64 = 256;
 /// Latencies that are noted between two resets; later ones take the place of earlier ones.
 const NOTED: usize = 1 << 20;
 
-/// What the users noticed.
+/// The latencies that the users saw.
 #[derive(Clone, Copy, Debug)]
 pub struct Noticed {
     pub p99_us: f64,
 }
 
-/// What they did in all.
+/// Their operations in all.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Total {
     pub checked: u64,
@@ -162,7 +162,7 @@ fn work(mut client: Client, first: u64, pages: u64, shared: &Shared) -> Result<(
             times[random as usize % NOTED] = took;
         }
     }
-    // Every page once more, whatever happened to it.
+    // Reads every page once more, in any state.
     for (at, round) in (0..).zip(&rounds) {
         let page = first + at;
         stamp(&mut expected, page, *round);

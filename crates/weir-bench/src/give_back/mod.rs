@@ -19,14 +19,14 @@ use weir_core::ByteSize;
 /// How long a daemon may take to serve, and any answer to come.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// What to measure.
+/// The plan of the measurement.
 #[derive(Clone, Debug)]
 pub struct Plan {
     /// The program.
     pub weir: PathBuf,
     /// The store whose memory goes and comes, as a URL.
     pub store: String,
-    /// What is below it, as a URL; it must hold the whole device.
+    /// The URL of the store below it, which must hold the whole device.
     pub below: String,
     /// The device's size; every page of it is in use.
     pub size: ByteSize,
@@ -46,7 +46,7 @@ pub enum GiveBackError {
     Process {
         /// Which.
         what: &'static str,
-        /// What it said.
+        /// Its reason.
         why: String,
     },
     /// A connection broke.

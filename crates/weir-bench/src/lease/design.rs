@@ -1,4 +1,4 @@
-//! What every design must do, so that all are driven alike.
+//! The duties of every design, so that all are driven alike.
 
 use weir_lease::{Place, Token};
 

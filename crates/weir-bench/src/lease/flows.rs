@@ -39,8 +39,8 @@ const SOURCE_PAGES: usize = 16_384;
 const BURST: u32 = 64;
 const PERIOD: Duration = Duration::from_micros(200);
 
-/// What one design came to: percent of a CPU that a worker used, what it used for a page, and pages
-/// that arrived a second.
+/// Figures of one design: percent of a CPU that a worker used, nanoseconds a page, and pages that
+/// arrived a second.
 #[derive(Default)]
 struct Figures {
     busy: Runs,
@@ -107,7 +107,7 @@ fn fill(source: &mut Memory) {
     }
 }
 
-/// What a worker needs of a design, whichever it is.
+/// The operations of any design that a worker needs.
 trait Rounds: Send {
     fn take(&mut self, connection: u32, pages: &[Place], tokens: &mut [Token]);
     fn give_pages(&mut self, connection: u32, tokens: &[Token], back: &mut Vec<u32>);

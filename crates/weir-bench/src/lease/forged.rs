@@ -43,7 +43,7 @@ struct Client {
     returned: Vec<Token>,
 }
 
-/// What the trials came to.
+/// The outcome of the trials.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Outcome {
     pub trials: u64,

@@ -63,7 +63,7 @@ pub struct Figure {
 /// One row: every design, measured in the same rounds.
 #[derive(Clone, Copy, Debug)]
 pub struct Figures {
-    /// What a pair costs with a design that does nothing.
+    /// The cost of a pair with a design that does nothing.
     pub harness: f64,
     pub owned: Figure,
     pub shared: Figure,

@@ -130,7 +130,7 @@ struct Tree {
     head: u64,
 }
 
-/// Where an operation is in a tree: `struct xa_state`.
+/// The position of an operation in a tree: `struct xa_state`.
 struct At {
     index: u32,
     node: u32,
@@ -326,7 +326,7 @@ fn alloc(tree: &mut Tree, slab: &mut Slab, entry: u64) -> u32 {
     let mut at = find_free(tree, slab);
     store(tree, slab, &mut at, entry);
     clear_mark(slab, &at, FREE);
-    // What lies below a subtree that was not there is its first index.
+    // Below a subtree that was not there lies its first index.
     let leaf = slab.at(at.node);
     debug_assert_eq!(leaf.shift, 0);
     at.index

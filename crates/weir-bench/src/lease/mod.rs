@@ -1,4 +1,4 @@
-//! `weir bench lease`: what a page reference costs that is handed out and comes back.
+//! `weir bench lease`: the cost of handing out a page reference and taking it back.
 //!
 //! Source 4 (the devmem series of Linux) argues about three ways to remember which connection holds
 //! which pages. Each is modelled here as its kernel code works, beside [`weir_lease::Table`]: an
@@ -31,7 +31,7 @@ use design::Design;
 use harness::{Figures, Workload, measure};
 use kernel::KernelXArrays;
 
-/// What to measure.
+/// The plan of the measurement.
 #[derive(Clone, Debug)]
 pub struct Plan {
     /// Connections; each number is a row.
@@ -51,7 +51,7 @@ pub struct Plan {
     pub rounds: usize,
     /// Forged, stale and repeated tokens to try; 0 for none.
     pub trials: u64,
-    /// Where the random numbers begin.
+    /// The seed of the random numbers.
     pub seed: u64,
     /// Flows of the end-to-end run, a connection each; 0 for no such run.
     pub flows: u32,
@@ -96,7 +96,7 @@ pub enum PlanError {
         what: &'static str,
         /// Its value.
         value: u64,
-        /// What it may be.
+        /// The values that it may have.
         range: &'static str,
     },
 }

@@ -14,7 +14,7 @@ pub struct Lease<C> {
     shared_bytes: usize,
 }
 
-/// What a connection costs that holds nothing: the table's part and the caller's handle.
+/// The memory of a connection that holds nothing: the table's part and the caller's handle.
 pub fn idle_connection_bytes() -> usize {
     Table::<NoCounts>::bytes_per_idle_connection() + size_of::<Connection>()
 }

@@ -255,7 +255,7 @@ impl Design for XArrays {
         });
     }
 
-    /// What the kernel's structures of the same number take.
+    /// The memory of as many of the kernel's structures.
     fn bytes(&self) -> usize {
         (self.slab.nodes.len() - self.slab.unused.len()) * KERNEL_NODE_BYTES
             + self.arrays.len() * KERNEL_ROOT_BYTES

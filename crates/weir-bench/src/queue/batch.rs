@@ -16,7 +16,7 @@ pub(super) const NAME: &str = "batch";
 struct Shared {
     list: List,
     pending: AtomicUsize,
-    /// What the worker waits on; the lock guards nothing but the wait.
+    /// The lock that the worker waits on; the lock guards nothing but the wait.
     lock: Mutex<()>,
     wait_queue: Condvar,
     stop: AtomicBool,

@@ -1,10 +1,10 @@
-//! What every design offers to the rounds.
+//! The operations of every design for the rounds.
 
 use super::QueueError;
 
 /// A queue with its worker.
 pub(super) trait Design: Sized {
-    /// What a design needs for each job from round to round, so that nothing is allocated in one.
+    /// A design's memory for each job from round to round, so that nothing is allocated in one.
     type Job: Send + Sync + 'static;
     /// A producer's own end.
     type Port: Port + 'static;
@@ -22,7 +22,7 @@ pub(super) trait Design: Sized {
     fn finish(self) -> Option<f64>;
 }
 
-/// Where a producer schedules.
+/// The end at which a producer schedules.
 pub(super) trait Port: Send {
     /// Schedules job `index` of this producer's; `stamp` goes to [`job`](super::jobs::job).
     fn schedule(&mut self, index: usize, stamp: u64);

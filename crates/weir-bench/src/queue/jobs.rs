@@ -1,11 +1,12 @@
-//! What the worker of every design runs, and how the round learns that all of it has run.
+//! The jobs of the worker of every design, and the count by which the round learns that all have
+//! run.
 
 use std::sync::atomic::{AtomicU64, Ordering::*};
 use std::sync::{Mutex, PoisonError};
 use std::thread::{self, Thread};
 use std::time::Instant;
 
-/// What the current round expects, and what its worker has run.
+/// The number of jobs that the current round expects, and of those that its worker has run.
 pub(super) struct Tally {
     expected: AtomicU64,
     /// Written by the worker alone.

@@ -23,7 +23,7 @@ use std::sync::Mutex;
 use crate::report::{Goal, Report, Row};
 use throughput::Figures;
 
-/// What to run.
+/// The plan of the run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
     /// Jobs in a round of one producer.
@@ -58,8 +58,8 @@ pub enum QueueError {
 /// The jobs in a round from which on the promises hold: smaller rounds last too short a time.
 const SIZE_OF_PROMISES: usize = 3_000_000;
 
-/// What the pull request states for its own design over the semaphore, with one producer and with
-/// eight.
+/// The ratios that the pull request states for its own design over the semaphore, with one producer
+/// and with eight.
 const CLAIMED: [f64; 2] = [3.77, 1.61];
 
 /// The designs share the process's one tally: one benchmark at a time.

@@ -1,4 +1,4 @@
-//! What a benchmark hands back: rows of figures beside their controls, and where they were taken.
+//! A benchmark's report: rows of figures beside their controls, and where they were taken.
 //!
 //! The JSON form is a contract (`schema` 1): a consumer may rely on every key being present, `null`
 //! where a row has no control or no goal.
@@ -30,7 +30,7 @@ pub struct Report {
     pub commit: String,
     /// When the report was begun: UTC, RFC 3339, to the second.
     pub date: String,
-    /// Where it ran.
+    /// The machine on which it ran.
     pub machine: Machine,
     /// How many times each row was measured.
     pub runs: usize,
@@ -43,17 +43,17 @@ pub struct Report {
 pub struct Row {
     /// The scenario: `qd1_read`, `8p`.
     pub id: String,
-    /// What was counted, the unit last: `p50_us`, `ns_per_item`.
+    /// The figure's name, the unit last: `p50_us`, `ns_per_item`.
     pub metric: String,
     /// The figure.
     pub value: f64,
-    /// What ran beside it in the same run.
+    /// The control that ran beside it in the same run.
     pub control: Option<String>,
     /// The control's figure.
     pub control_value: Option<f64>,
     /// `value / control_value`.
     pub ratio: Option<f64>,
-    /// What was promised.
+    /// The promised value.
     pub goal: Option<f64>,
     /// Whether the goal bounds the value or the ratio.
     pub goal_of: Option<GoalOf>,
@@ -73,7 +73,7 @@ pub enum Better {
     Higher,
 }
 
-/// What a goal bounds.
+/// The value that a goal bounds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum GoalOf {
@@ -100,7 +100,7 @@ pub enum ReportError {
     Write {
         /// The file.
         path: String,
-        /// What the system said.
+        /// The system's error.
         #[source]
         source: std::io::Error,
     },
@@ -112,7 +112,7 @@ pub enum ReportError {
     Chart {
         /// The chart's metric.
         metric: String,
-        /// What the drawing library said.
+        /// The drawing library's error.
         reason: String,
     },
 }

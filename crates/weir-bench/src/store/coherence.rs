@@ -29,7 +29,7 @@ pub fn check(
     time: Duration,
 ) -> Result<u64, BenchError> {
     let stop = AtomicBool::new(false);
-    // What was written last, and what was read last, by each pair.
+    // The last write and the last read of each pair.
     let turns: Vec<[AtomicU32; 2]> = (0..pairs).map(|_| Default::default()).collect();
     std::thread::scope(|scope| {
         let mut threads = Vec::new();

@@ -45,7 +45,7 @@ impl std::fmt::Display for Effort {
     }
 }
 
-/// What giving back cost.
+/// The cost of giving back.
 #[derive(Clone, Copy, Debug)]
 pub struct Outcome {
     /// Bytes given back a second.
@@ -54,7 +54,7 @@ pub struct Outcome {
     pub quiet_p99: f64,
     /// The same meanwhile.
     pub busy_p99: f64,
-    /// What releasing an emptied chunk took, mean, in milliseconds.
+    /// The mean time to release an emptied chunk, in milliseconds.
     pub release_ms: f64,
 }
 
@@ -66,7 +66,7 @@ pub fn measure(store: &Arc<dyn Store>, chunks: u32, effort: Effort) -> Result<Ou
     let memory = store.reclaim().ok_or(BenchError::Fault(Fault::Unsupported))?;
     let slots = memory.chunk_slots();
     let first = USED.div_ceil(slots);
-    // What is given back holds pages that are checked on their way out.
+    // The chunks to give back hold pages that are checked on their way out.
     let mut lane = store.lane(BATCH as usize)?;
     let mut page = [0x77; PAGE_SIZE];
     for slot in (first * slots..(first + chunks) * slots).map(Slot) {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, Page, PageBytes, PageNo, Slot};
 use weir_store::{Done, Fault, Progress, Ticket};
 
-/// What loads run on: a lane of a store, or of a volume.
+/// The target of loads: a lane of a store, or of a volume.
 pub trait Pages: Send {
     /// See [`weir_store::Lane::plan`].
     fn plan(&mut self, reads: usize, writes: usize);

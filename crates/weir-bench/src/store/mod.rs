@@ -23,7 +23,7 @@ use weir_store::vram::engine::CallError;
 use weir_store::vram::table::{Batch, Direction, Path, Table};
 use weir_store::{Fault, OpenError, StoreUrl};
 
-/// What to run.
+/// The plan of the run.
 #[derive(Clone, Debug)]
 pub struct Plan {
     /// The store.
@@ -104,7 +104,7 @@ pub fn hold(url: &StoreUrl, rate: f64, seconds: u64) -> Result<f64, BenchError> 
     Ok(done as f64 / since.elapsed().as_secs_f64())
 }
 
-/// What each path of each card costs, as the store measured it when it was opened.
+/// The cost of each path of each card, as the store measured it when it was opened.
 ///
 /// # Errors
 /// When the store cannot be opened.
@@ -132,7 +132,7 @@ pub fn calibrate(url: &StoreUrl) -> Result<Report, BenchError> {
     Ok(report)
 }
 
-/// What is chosen by these costs: a row for each direction, number of pages, threads at work, and
+/// The choices by these costs: a row for each direction, number of pages, threads at work, and
 /// kind of neighbourhood, with the way as its metric and what it is reckoned to take a thread as
 /// its value. With the kernel there, and with it away.
 fn choices(table: &Table) -> Vec<Row> {

@@ -24,7 +24,7 @@ const FULL_COHERENCE: u64 = 5;
 /// A thread's lane and its part of the pages.
 type Worker = (Box<dyn weir_store::Lane>, Part);
 
-/// What the rows share.
+/// The state that the rows share.
 struct Bench<'a> {
     plan: &'a Plan,
     store: Arc<dyn Store>,
@@ -144,7 +144,7 @@ impl Bench<'_> {
             .collect()
     }
 
-    /// What the mapped copy costs with nothing around it, in the same rhythm: the part that is not
+    /// The cost of the mapped copy with nothing around it, in the same rhythm: the part that is not
     /// ours.
     fn bare_times(&self, kind: Kind, count: usize, pause: Option<Duration>) -> Option<f64> {
         let mut copy = BareCopy::open(self.gpu.as_ref()?, self.pages)?;
@@ -421,7 +421,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// What the card draws: with the store open, with the kernel resident and idle.
+    /// The card's power: with the store open, with the kernel resident and idle.
     fn power(&mut self, gpu: &Arc<Gpu>) -> Result<(), BenchError> {
         if !self.wanted("power") {
             return Ok(());

@@ -20,7 +20,7 @@ const PRIORITY: &str = "32000";
 /// How long a server may take to begin, or to end.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What can be swapped to.
+/// The devices that can be swapped to.
 #[derive(Clone, Debug)]
 pub(crate) enum Kind {
     /// A loop device over memory.
@@ -88,7 +88,7 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // What cannot be removed now is removed by the system's own cleaning.
+        // A directory that cannot be removed now is removed by the system's own cleaning.
         let _ = fs::remove_dir_all(&self.0);
     }
 }

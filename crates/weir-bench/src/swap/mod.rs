@@ -20,7 +20,7 @@ use weir_core::ByteSize;
 
 pub use touch::{Touch, touch};
 
-/// What to measure.
+/// The plan of the measurement.
 #[derive(Clone, Debug)]
 pub struct Plan {
     /// The weir program that serves and touches.
@@ -76,16 +76,16 @@ pub enum SwapError {
     /// Something that should have worked.
     #[error("{what}")]
     Failed {
-        /// What was done.
+        /// The step that failed.
         what: String,
-        /// What the system said.
+        /// The system's error.
         #[source]
         source: std::io::Error,
     },
     /// The child read something else than it had written.
     #[error("{mismatches} pages on {device} were not what had been written")]
     Mismatch {
-        /// Where.
+        /// The device.
         device: String,
         /// How many.
         mismatches: u64,
@@ -208,7 +208,7 @@ fn rows(name: &str, kind: &Kind, way: &Way, control: &Way) -> Vec<Row> {
             p99 = p99.goal(Goal::Value(150.0));
         }
         Kind::Weir { spin_us: 1.., store: Some(_) } => {
-            // What a page of GPU memory costs more than one of the host's.
+            // The goal adds the cost of a page of GPU memory over one of the host's.
             p50 = p50.goal(Goal::Value(control.fault_p50.median() * 1.6 + 6.0));
             p99 = p99.goal(Goal::Value(150.0));
         }

@@ -23,7 +23,7 @@ const FAULTS_MAX: usize = 200_000;
 /// Touches in vain (the page was in RAM) after which there is nothing in swap.
 const VAIN_MAX: u32 = 100_000;
 
-/// What a child found.
+/// The findings of a child.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Touch {
     /// Major faults one after the other: half of them took no longer.

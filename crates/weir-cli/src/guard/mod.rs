@@ -56,7 +56,7 @@ pub fn run(elsewhere: Option<&Path>, work: impl FnOnce() -> Result<(), Failure>)
     rustix::process::set_child_subreaper(Some(rustix::process::getpid())).map_err(Failure::failed)?;
     let mut words = std::env::args_os();
     let mut child = Command::new("/proc/self/exe")
-        // What `ps` shows of it.
+        // The name that `ps` shows.
         .arg0(words.next().unwrap_or_default())
         .args(words)
         .env(ENVIRONMENT, std::process::id().to_string())

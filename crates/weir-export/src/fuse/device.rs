@@ -16,7 +16,7 @@ const FLAGS: OFlags = OFlags::RDWR.union(OFlags::CLOEXEC).union(OFlags::NONBLOCK
 #[derive(Debug)]
 pub struct Device(OwnedFd);
 
-/// What a read of the device found.
+/// The result of a read of the device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Incoming {
     /// A request of so many bytes.

@@ -25,7 +25,7 @@ const ZERO_RANGE: u32 = 0x10;
 const SEEK_DATA: u32 = 3;
 const SEEK_HOLE: u32 = 4;
 
-/// What the file system looks like.
+/// The shape of the file system.
 #[derive(Debug)]
 pub(super) struct Shape {
     /// The file's name in the directory; `None`: the root is the file itself.
@@ -172,7 +172,7 @@ impl<L: PageLane> Service<L> for Disk {
                     refuse(errno)
                 }
             },
-            // What was acknowledged is where it will stay, or waits for FSYNC: FLUSH has nothing to
+            // Acknowledged pages are at their final place, or wait for FSYNC: FLUSH has nothing to
             // wait for, and FSYNC only where the device has. After one ENOSYS the kernel takes them
             // for done without asking.
             _ => refuse(Errno::NOSYS),

@@ -1,4 +1,4 @@
-//! Who waits for requests: the threads of a connection take turns.
+//! The threads of a connection take turns at waiting for requests.
 //!
 //! A request wakes one thread, and only if nobody is looking already. So one thread at a time waits
 //! at the device (it spins for a while, then sleeps); the others are parked. One that finds several
@@ -17,7 +17,7 @@ use std::thread::Thread;
 /// Threads that a pool can have: one bit each.
 pub const THREADS_MAX: usize = 64;
 
-/// What the threads of a connection share.
+/// The state that the threads of a connection share.
 #[derive(Debug)]
 pub(super) struct Pool {
     threads: Box<[OnceLock<Thread>]>,
@@ -96,7 +96,7 @@ impl Pool {
         }
         let bit = 1 << number;
         self.parked.fetch_or(bit, Ordering::SeqCst);
-        // Whoever left before that did not see this thread.
+        // A thread that left before that did not see this one.
         if self.at_device.load(Ordering::SeqCst) == 0 {
             self.parked.fetch_and(!bit, Ordering::SeqCst);
         }

@@ -23,7 +23,7 @@ const SPAN_MAX: usize = IO_MAX as usize / PAGE_SIZE + 1;
 /// A thread has one request at a time.
 const ONE: Id = 0;
 
-/// Where the pages of a range lie.
+/// The places of the pages of a range.
 pub trait Places {
     /// Whether page `n` of the range is page `n` of the volume.
     const LINEAR: bool;

@@ -12,14 +12,14 @@ use std::fmt;
 pub struct Message<'a> {
     /// Its header.
     pub header: InHeader,
-    /// What it asks for.
+    /// The operation that it asks for.
     pub request: Request<'a>,
 }
 
 /// A name in a directory: not empty, without `/` and without zero bytes.
 pub type Name<'a> = &'a [u8];
 
-/// What the kernel asks for.
+/// An operation that the kernel asks for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[allow(missing_docs)] // the protocol's names say it
 pub enum Request<'a> {
@@ -126,7 +126,7 @@ impl Iterator for Forgets<'_> {
 pub struct Malformed {
     /// Its opcode; 0 where there was not even a header.
     pub opcode: u32,
-    /// What to answer; 0 where nothing can be answered.
+    /// The number for the answer; 0 if no answer is possible.
     pub unique: u64,
 }
 

@@ -52,7 +52,7 @@ pub(super) enum Ending {
     Broken(Errno),
 }
 
-/// What a thread works with, all of it taken before the process is sealed.
+/// A thread's memory, all of it taken before the process is sealed.
 pub(super) struct Worker<S, L> {
     pub number: usize,
     pub device: Device,
@@ -206,7 +206,7 @@ impl<L: PageLane, S: Service<L>> Worker<S, L> {
                 }
             }
         }
-        // What has been answered leaves. If it cannot, nobody waits for it any more.
+        // Answers leave now. If one cannot, nobody waits for it any more.
         let _ = ring.turn(false);
         Some(Ending::Stopped)
     }

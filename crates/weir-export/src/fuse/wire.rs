@@ -20,7 +20,7 @@ pub const NAME_MAX: u32 = 255;
 /// Set in the `unique` of a request that is sent again.
 pub const UNIQUE_RESEND: u64 = 1 << 63;
 
-/// What a request asks for.
+/// The operations of requests.
 #[allow(missing_docs)] // the protocol's names say it
 pub mod opcode {
     pub const LOOKUP: u32 = 1;
@@ -55,7 +55,7 @@ pub mod opcode {
     pub const LSEEK: u32 = 46;
 }
 
-/// What kernel and server agree on, by `INIT`.
+/// The flags of `INIT`, by which kernel and server agree.
 #[allow(missing_docs)] // the protocol's names say it
 pub mod init {
     pub const ASYNC_READ: u64 = 1 << 0;
@@ -79,7 +79,7 @@ pub mod init {
 pub mod open_flag {
     /// No page cache: every read and write comes here.
     pub const DIRECT_IO: u32 = 1 << 0;
-    /// What is in the page cache stays there.
+    /// Pages in the page cache stay there.
     pub const KEEP_CACHE: u32 = 1 << 1;
     /// Writes of one file may come side by side.
     pub const PARALLEL_DIRECT_WRITES: u32 = 1 << 6;
@@ -181,11 +181,11 @@ macro_rules! structure {
 }
 
 structure!(
-    /// What every request begins with.
+    /// The head of every request.
     InHeader, 40 { len: u32, opcode: u32, unique: u64, nodeid: u64, uid: u32, gid: u32, pid: u32, extensions: u16, padding: u16 }
 );
 structure!(
-    /// What every reply begins with. `error` is 0 or a negated errno; a notification's number where
+    /// The head of every reply. `error` is 0 or a negated errno; a notification's number where
     /// `unique` is 0.
     OutHeader, 16 { len: u32, error: i32, unique: u64 }
 );
@@ -291,7 +291,7 @@ structure!(
 );
 
 structure!(
-    /// What a ring's entry says beside the request: `fuse_uring_ent_in_out`.
+    /// The fields of a ring's entry beside the request: `fuse_uring_ent_in_out`.
     RingRequest, 32 { flags: u64, commit: u64, payload: u32, padding: u32, reserved: u64 }
 );
 structure!(

@@ -1,7 +1,7 @@
 //! The thread that accepts connections and negotiates with all of them at once, without ever
 //! waiting for one.
 //!
-//! What strangers can make it hold is bounded: [`PENDING_MAX`] connections of fixed size, for
+//! Strangers can make it hold a bounded amount: [`PENDING_MAX`] connections of fixed size, for
 //! [`PATIENCE`] each. When one more comes, the oldest goes: whoever negotiates at all is done
 //! within milliseconds, so a flood of idle connections only evicts itself.
 
@@ -27,7 +27,7 @@ pub const PATIENCE: Duration = Duration::from_secs(10);
 const ACCEPT_BURST: usize = 16;
 /// How long to leave new connections alone when the process has no descriptors left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// What the system is asked to hold of replies that a client has not read; it doubles this for its
+/// The bytes of unread replies that the system is asked to hold; it doubles this for its
 /// own overhead. A piece of a long read: while the client copies one out the next is proven intact.
 /// With 64 KiB the two wake each other twice as often.
 const SEND_BUFFER_BYTES: usize = 512 << 10;
@@ -61,7 +61,7 @@ struct Pending<'e> {
     input: usize,
     /// Sent, of the output.
     sent: usize,
-    /// What becomes of it once its output is sent.
+    /// The next step once its output is sent.
     then: Option<Step>,
 }
 

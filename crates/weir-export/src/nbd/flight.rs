@@ -27,7 +27,7 @@ pub(super) const LOAN_BYTES: usize = SPAN_MAX * PAGE_SIZE;
 /// Requests under way. More would not fit the pages, but writes need none.
 const ENTRIES: usize = 256;
 
-/// What an entry is about.
+/// The request of an entry.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Work {
     /// Nothing.
@@ -344,7 +344,7 @@ mod tests {
             flight.entry(index).pages().iter().all(|number| *flight.page(*number) == [mark; PAGE_SIZE])
         };
         assert!(begun.iter().zip(1..).all(|(index, mark)| marked(*index, mark)), "no page is two entries'");
-        // What is left for another is less, and never nothing.
+        // The room left for another is less, and never nothing.
         let room = std::iter::from_fn(|| {
             other
                 .has_room(SPAN_MAX)

@@ -62,7 +62,7 @@ pub enum ListenError {
     Exposed {
         /// As it was asked for.
         address: String,
-        /// What it stands for.
+        /// The address that it stands for.
         resolved: std::net::IpAddr,
     },
     /// The system refuses.
@@ -70,7 +70,7 @@ pub enum ListenError {
     Io {
         /// As it was asked for.
         address: String,
-        /// What it said.
+        /// The system's error.
         source: io::Error,
     },
 }
@@ -79,7 +79,7 @@ pub enum ListenError {
 #[derive(Debug)]
 pub(super) struct Listener {
     socket: OwnedFd,
-    /// What was asked for, with the port that was chosen.
+    /// The address that was asked for, with the port that was chosen.
     pub bound: Listen,
     /// A unix socket's file.
     _file: Option<SocketFile>,

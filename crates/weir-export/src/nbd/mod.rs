@@ -1,7 +1,7 @@
 //! The Network Block Device protocol, after its specification (`doc/proto.md` of
 //! NetworkBlockDevice/nbd).
 //!
-//! What can be decided without a socket is: [`handshake`] and [`transmission`] take bytes and give
+//! Decisions need no socket: [`handshake`] and [`transmission`] take bytes and give
 //! bytes, so that they are tested and fuzzed as plain functions. [`wire`] holds the numbers.
 //!
 //! [`Server`] puts threads around them: one that negotiates with everybody, and one for each

@@ -13,7 +13,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use weir_core::log::{Level, Log};
 
-/// What all seats share.
+/// The state that all seats share.
 pub(super) struct Seats {
     seats: Box<[Seat]>,
     gate: SpinGate,

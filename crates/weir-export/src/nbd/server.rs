@@ -85,7 +85,7 @@ pub enum ServeError {
     Resources {
         /// How many were asked for.
         connections: usize,
-        /// What the system said.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
@@ -123,7 +123,7 @@ impl KernelConnections {
         self.0.kernels()
     }
 
-    /// Ends them.
+    /// Ends the connections of kernels.
     pub fn hang_up(&self) {
         self.0.hang_up_kernels();
     }

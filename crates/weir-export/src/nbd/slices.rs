@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 /// ones, and cheap to set up.
 pub(super) const SLICES_MAX: usize = 256;
 
-/// What one `sendmsg` will send.
+/// The slices of one `sendmsg`.
 pub(super) struct Slices<'a> {
     list: [IoSlice<'a>; SLICES_MAX],
     len: usize,

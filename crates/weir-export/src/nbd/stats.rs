@@ -1,4 +1,4 @@
-//! What a server counts: each thread for itself, summed up by whoever asks.
+//! A server's counts: each thread counts for itself, and a reader adds them up.
 
 use weir_core::metrics::Counter;
 

@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// What a relay holds of either direction at most.
+/// The most bytes that a relay holds of either direction.
 const BUFFER_BYTES: usize = 64 << 10;
 /// How long a client may take for its TLS handshake, and at the end to take what was meant for it.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -50,15 +50,15 @@ pub enum IdentityError {
     File {
         /// Which.
         file: String,
-        /// What is wrong with it.
+        /// The fault in it.
         what: String,
     },
     /// Certificate and key do not go together, or are of no use.
     #[error("the certificate and key in {directory} cannot be used: {source}")]
     Unusable {
-        /// Where they are.
+        /// Their directory.
         directory: String,
-        /// What rustls said.
+        /// The error of rustls.
         source: rustls::Error,
     },
 }

@@ -37,7 +37,7 @@ impl Request {
     }
 }
 
-/// What is left to be parsed when a client breaks the protocol: nothing. The connection must be
+/// A breach of the protocol. Nothing more can be parsed, and the connection must be
 /// closed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum Violation {
@@ -49,7 +49,7 @@ pub enum Violation {
     PayloadLength(u32),
 }
 
-/// What the parser found next.
+/// The next find of the parser.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Event<'a> {
     /// A request. The payload of a write with a length above 0 follows in pieces.
@@ -62,7 +62,7 @@ pub enum Event<'a> {
 /// one page with which an unaligned write begins or ends.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Payload<'a> {
-    /// Where in the export it belongs. Wraps around for a write whose range does, which
+    /// Its offset in the export. Wraps around for a write whose range does, which
     /// [`Rules::check`] refuses.
     pub offset: u64,
     /// The bytes, never empty.
@@ -170,7 +170,7 @@ fn decode(header: &[u8; REQUEST_BYTES]) -> Result<Request, Violation> {
     if magic == wire::REQUEST_MAGIC { Ok(request) } else { Err(Violation::Magic(magic)) }
 }
 
-/// What a connection allows.
+/// The limits of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Rules {
     /// The export's size.
@@ -326,7 +326,7 @@ pub enum ReplyHead {
 /// A reply begins with neither of the two magics.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct NotAReply(
-    /// What it begins with.
+    /// Its first four bytes.
     pub u32,
 );
 

@@ -45,7 +45,7 @@ pub mod client_flag {
     pub const NO_ZEROES: u32 = 1 << 1;
 }
 
-/// What an export can do.
+/// The abilities of an export.
 pub mod transmission_flag {
     /// Always set.
     pub const HAS_FLAGS: u16 = 1 << 0;

@@ -1,4 +1,4 @@
-//! Who counts what the table lends: frames here, slots of stores by the volume's lender.
+//! Counts of the table's loans: frames here, slots of stores by the volume's lender.
 
 use weir_core::Slot;
 use weir_lease::{OwnedCounts, PageCounts, Place};

@@ -175,7 +175,7 @@ impl Server {
         &self.stats
     }
 
-    /// Where it listens.
+    /// The path of its socket.
     pub fn path(&self) -> &Path {
         self.socket.path()
     }
@@ -311,7 +311,8 @@ impl Porter {
             let idle = last_work.elapsed() >= self.spin;
             if idle && !self.lane.must_poll() {
                 self.sleep();
-                // Whoever rang is served before the next sleep; a spin begins with its request.
+                // A client that rang is served before the next sleep; a spin begins with its
+                // request.
             } else if idle {
                 rest.until_next();
             }
@@ -405,7 +406,7 @@ impl Porter {
             let pause = self.paused.map(|until| until.saturating_duration_since(Instant::now()));
             add(&self.desk.stats.sleeps, 1);
             let wait = [stalled, greeting, pause].into_iter().flatten().min();
-            // Whatever the outcome, the rings and sockets are looked at next.
+            // After any outcome the rings and sockets are looked at next.
             let _ = weir_request::sleep(&self.lane, Some(self.epoll.as_fd()), wait);
         }
         sessions().for_each(|session| session.set_asleep(false));

@@ -33,11 +33,11 @@ pub(super) struct Pending {
     /// Tells the session from a later one in its seat.
     pub session: u64,
     tag: u32,
-    /// Where the page goes; `None` for a write.
+    /// The frame for the page; `None` for a write.
     frame: Option<u32>,
 }
 
-/// What all sessions share, on the server's thread.
+/// The state that all sessions share, on the server's thread.
 pub(super) struct Desk {
     pub table: Table<Loans>,
     /// By ticket, what waits for the volume.
@@ -491,8 +491,8 @@ impl Session {
         }
         self.published = self.completed;
         self.area.written(Ring::Completions).store(self.completed, Ordering::Release);
-        // The client looks at the ring after it has said that it sleeps: one of the two sees the
-        // other.
+        // The client first says that it sleeps, and then looks at the ring. This side first writes
+        // the ring, and then looks whether the client sleeps. So one of the two sees the other.
         fence(Ordering::SeqCst);
         if self.area.client_asleep().load(Ordering::Relaxed) != 0 {
             self.area.client_asleep().store(0, Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! What the server counts, for status and tests.
+//! The server's counts, for status and tests.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

@@ -32,7 +32,7 @@ pub enum ControlError {
         command: &'static str,
         /// Of which device.
         device: String,
-        /// What the driver said.
+        /// The driver's error.
         #[source]
         source: io::Error,
     },
@@ -102,7 +102,7 @@ impl Control {
         Ok(control)
     }
 
-    /// What the driver can do: `FEATURE_` bits.
+    /// The driver's abilities: `FEATURE_` bits.
     pub fn features(&self) -> u64 {
         self.features
     }

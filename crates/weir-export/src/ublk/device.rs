@@ -14,11 +14,11 @@ use weir_core::PAGE_SIZE;
 /// requests.
 const DISCARD_SECTORS: u32 = (256 << 20) / SECTOR as u32;
 
-/// What marks a device as ours, in a field that the driver keeps for servers; the lower half is the
+/// The mark of our devices, in a field that the driver keeps for servers; the lower half is the
 /// process that made it.
 const MARK: u64 = 0x7765_6972 << 32;
 
-/// What a device is to be like.
+/// The parameters of a device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Shape {
     /// Its size.
@@ -110,8 +110,8 @@ impl Device {
         made(device);
         let fine = set_up(driver, device, shape).and_then(|()| {
             let recovery = FEATURE_USER_RECOVERY | FEATURE_USER_RECOVERY_REISSUE;
-            // What is not granted is cleared. A device that is to survive must not die with the
-            // first server.
+            // The driver clears the bits that it does not grant. A device that is to survive must
+            // not die with the first server.
             if wished & recovery & !info.flags == 0 {
                 return Ok(());
             }
@@ -298,7 +298,7 @@ mod tests {
         info: Option<DeviceInfo>,
         parameters: Option<Parameters>,
         open: bool,
-        /// What the driver grants.
+        /// The bits that the driver grants.
         grants: u64,
         /// How many more times recovery finds the dead server's remains.
         remains: u32,

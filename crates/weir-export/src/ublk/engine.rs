@@ -72,7 +72,7 @@ impl Engine {
         self.memory.buffer.is_locked()
     }
 
-    /// Where a tag's data are to be put and found.
+    /// The address of a tag's data.
     pub fn address(&mut self, tag: u16) -> u64 {
         let TagMemory { buffer, span } = &self.memory;
         buffer.as_mut_ptr() as u64 + (usize::from(tag) * span * PAGE_SIZE) as u64

@@ -22,8 +22,8 @@ use weir_device::WAKE_FDS_MAX;
 /// How long it may take to offer every buffer.
 const OFFERING: Duration = Duration::from_secs(10);
 
-/// How long a thread leaves the kernel in peace that has no memory for a request of the ring, or no
-/// room for its completions.
+/// How long a thread waits after the kernel had no memory for a request of the ring, or no room for
+/// its completions.
 const REFUSED_NAP: Duration = Duration::from_millis(1);
 
 /// In a completion's user data: it is about a store's descriptor, not a tag.
@@ -257,7 +257,7 @@ impl<'a> Queue<'a> {
     }
 }
 
-/// What a ring says that is no end of it: a signal came, the time is up, or the kernel has no
+/// Errors of a ring that do not end it: a signal came, the time is up, or the kernel has no
 /// memory for a request now, which under a full swap is when it needs this thread most. What was
 /// not sent stays in the ring for the next call.
 fn passed(entered: io::Result<usize>) -> io::Result<()> {

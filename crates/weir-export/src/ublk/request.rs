@@ -1,9 +1,9 @@
-//! What a descriptor asks for, and in which order a batch is served.
+//! The meaning of a descriptor, and the order in which a batch is served.
 
 use super::uapi::{Descriptor, IO_NO_UNMAP, IO_SWAP, PAGE_SECTORS, SECTOR, op};
 use weir_request::{Op, Request, Span};
 
-/// What a device allows.
+/// The limits of a device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Rules {
     /// Pages of the device.
@@ -13,7 +13,7 @@ pub struct Rules {
 }
 
 impl Rules {
-    /// What `descriptor` asks for: whole pages of the device, and data that fit its buffer.
+    /// The request of `descriptor`: whole pages of the device, and data that fit its buffer.
     ///
     /// # Errors
     /// A negative error number: `EOPNOTSUPP` for an operation that was never offered, `EINVAL` for
@@ -47,7 +47,7 @@ impl Rules {
     }
 }
 
-/// What answers a request when all went well: the bytes that it moved.
+/// The answer to a request that went well: the bytes that it moved.
 pub fn success(request: &Request) -> i32 {
     match request.op {
         Op::Read | Op::Write => request.span.length as i32,

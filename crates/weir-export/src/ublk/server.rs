@@ -126,7 +126,7 @@ impl fmt::Debug for Server {
     }
 }
 
-/// What a queue's thread says when it is about to serve, or why it will not.
+/// The word of a queue's thread when it is about to serve, or why it will not.
 type Ready = Result<(), (u16, ReadyError)>;
 
 enum ReadyError {
@@ -188,7 +188,7 @@ impl Server {
         match server.start(volume, config, &info, log, Device::start) {
             Ok(()) => Ok(server),
             Err(error) => {
-                // What has been started waits for requests of a device that nobody has seen.
+                // Threads that have started wait for requests of a device that nobody has seen.
                 let _ = device.abandon(&mut server.control);
                 server.join();
                 let _ = device.forget(&mut server.control);

@@ -1,4 +1,4 @@
-//! What a device counts: each queue's thread for itself, summed up by whoever asks.
+//! A device's counts: each queue's thread counts for itself, and a reader adds them up.
 
 use weir_core::metrics::Counter;
 

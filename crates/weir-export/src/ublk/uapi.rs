@@ -6,7 +6,7 @@
 
 use weir_core::PAGE_SIZE;
 
-/// Where control commands go.
+/// The device for control commands.
 pub const CONTROL_PATH: &str = "/dev/ublk-control";
 
 /// A sector, the unit of offsets and lengths.
@@ -97,7 +97,7 @@ pub mod op {
     pub const READ: u8 = 0;
     /// To the device.
     pub const WRITE: u8 = 1;
-    /// What has been acknowledged is to stay.
+    /// Makes acknowledged writes durable.
     pub const FLUSH: u8 = 2;
     /// The content is of no use any more.
     pub const DISCARD: u8 = 3;
@@ -197,9 +197,9 @@ plain! {
         flags: u64 = 24,
         /// The server's own; the driver keeps it and does not look at it.
         mark: u64 = 32,
-        /// Who made it.
+        /// The user who made it.
         owner_user: u32 = 40,
-        /// Who made it.
+        /// The group of the user who made it.
         owner_group: u32 = 44,
         /// Zero.
         reserved1: u64 = 48,
@@ -265,7 +265,7 @@ plain! {
         op_flags: u32 = 0,
         /// How long.
         sectors: u32 = 4,
-        /// Where.
+        /// The first sector.
         start_sector: u64 = 8,
         /// The buffer that its data lie in.
         address: u64 = 16,

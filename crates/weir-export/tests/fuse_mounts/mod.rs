@@ -1,4 +1,4 @@
-//! What the tests of FUSE through real mounts share.
+//! Parts that the tests of FUSE through real mounts share.
 #![allow(dead_code, reason = "each test file uses its part of it")]
 
 use std::collections::HashMap;
@@ -43,7 +43,7 @@ pub fn serve(volume: &Arc<Volume>, config: &Config, point: &Path) -> Option<Serv
     }
 }
 
-/// What a keeper would hold of a server, by name.
+/// The descriptors of a server that a keeper would hold, by name.
 pub fn kept(server: &Server) -> HashMap<String, OwnedFd> {
     let handoffs = server.handoffs().into_iter();
     handoffs.map(|handoff| (handoff.name, handoff.fd.try_clone_to_owned().unwrap())).collect()

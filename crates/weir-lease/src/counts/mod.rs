@@ -36,7 +36,7 @@ impl PageCounts for NoCounts {
     }
 }
 
-/// Where each region's pages begin in one array of all pages.
+/// The index of each region's first page in one array of all pages.
 #[derive(Clone, Debug)]
 struct Regions {
     /// First page and number of pages of each region; absent regions have none.

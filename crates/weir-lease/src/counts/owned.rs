@@ -10,8 +10,8 @@ use crate::token::Place;
 const MORE: u8 = 1 << 7;
 /// The most that a byte counts itself.
 const FULL: u8 = MORE - 1;
-/// What moves to `rest` when a byte is full, and comes back when it is empty. Half of it, so that a
-/// count that goes up and down by one does not move anything each time.
+/// The count that moves to `rest` when a byte is full, and comes back when it is empty. Half of it,
+/// so that a count that goes up and down by one does not move anything each time.
 const MOVED: u8 = 64;
 
 /// Counts of the pages that one table lends: a byte a page, which is what keeps them in the cache,

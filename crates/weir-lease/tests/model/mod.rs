@@ -1,4 +1,4 @@
-//! What a table should do, written the obvious way.
+//! The duties of a table, written the obvious way.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ pub fn words(geometry: Geometry) -> Words {
     (0..geometry.image_words()).map(|_| AtomicU64::new(0)).collect()
 }
 
-/// Who holds which token for which place.
+/// The holder and the place of each token.
 #[derive(Clone, Default, Debug, PartialEq, Eq)]
 pub struct Model {
     pub held: BTreeMap<(u32, Token), Place>,

@@ -5,7 +5,7 @@ use std::time::Instant;
 use weir_core::{PAGE_SIZE, PageBytes, PageNo};
 use weir_device::{Done, Fault, PageLane, Progress, Ticket};
 
-/// What the filter does, in percent of operations.
+/// The filter's faults, in percent of operations.
 #[derive(Clone, Copy, Debug)]
 pub struct Mood {
     pub late: u64,

@@ -33,8 +33,8 @@ pub fn a_lane_has_room_for_its_depth(store: &dyn Store) {
     }
 }
 
-/// What a lane has written past the caches every lane reads once it has settled, from any thread; a
-/// store without that way refuses it, and writes nothing.
+/// Every lane, on any thread, reads the pages that a lane has written past the caches and settled;
+/// a store without that way refuses it, and writes nothing.
 pub fn pages_written_past_the_caches_are_there_once_settled(store: &dyn Store) {
     let mut writer = store.lane(4).expect("a lane");
     let slots: Vec<Slot> = (0..64.min(store.slots())).rev().map(Slot).collect();

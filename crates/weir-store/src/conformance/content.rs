@@ -2,7 +2,7 @@
 
 use weir_core::{PAGE_SIZE, PageBytes, Slot};
 
-/// What the `serial`-th write of `slot` writes: different in every word from every other one, so
+/// The content of the `serial`-th write of `slot`: different in every word from every other one, so
 /// that a page in the wrong place, an older one and a mixture of two all show.
 pub fn content(slot: Slot, serial: u32) -> PageBytes {
     let mut page = [0; PAGE_SIZE];
@@ -18,7 +18,7 @@ pub fn content(slot: Slot, serial: u32) -> PageBytes {
     page
 }
 
-/// What a page says of itself, for messages.
+/// The slot and serial number that a page names, for messages.
 pub(super) fn label(page: &PageBytes) -> String {
     let word = |at: usize| u32::from_le_bytes(page[at..at + 4].try_into().expect("4 of 4096 bytes"));
     let (slot, serial) = (word(0), word(4));

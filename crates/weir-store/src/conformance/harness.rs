@@ -9,7 +9,7 @@ use weir_core::{PAGE_SIZE, PageBytes, Slot};
 /// Longer than any operation of a store that works.
 pub(super) const PATIENCE: Duration = Duration::from_secs(20);
 
-/// What a completion was for.
+/// The operation of a completion.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Kind {
     /// With the write's serial number.

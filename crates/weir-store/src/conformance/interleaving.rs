@@ -73,7 +73,7 @@ pub fn any_interleaving_agrees_with_the_model(store: &dyn Store, source: &'stati
     }
 }
 
-/// What is known of a slot's content.
+/// The known content of a slot.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Known {
     /// This write's.

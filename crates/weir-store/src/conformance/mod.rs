@@ -1,4 +1,4 @@
-//! What every store must do, as tests that any store can be put through by one line.
+//! The duties of every store, as tests that any store can be put through by one line.
 //!
 //! ```
 //! use weir_store::open;

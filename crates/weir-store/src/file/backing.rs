@@ -1,6 +1,6 @@
 //! A file or a block device made ready: ours alone, fully allocated, its header written.
 //!
-//! What may be taken: a path where nothing is, an empty file, a file or device with Weir's header
+//! Weir may take: a path where nothing is, an empty file, a file or device with Weir's header
 //! (what it held was encrypted with a key that is gone, so nothing is lost), and a block device
 //! without a known mark. Anything else may be somebody's data and needs `overwrite=on`.
 
@@ -16,7 +16,7 @@ use std::path::Path;
 use std::time::Duration;
 use weir_core::{ByteSize, PAGE_SIZE, Page, Watch, unwatched};
 
-/// Where pages begin: after the header, on a boundary of whatever a disk may call a block.
+/// The offset of the first page: after the header, at a multiple of any disk's block size.
 pub(super) const HEADER: u64 = 1 << 20;
 
 const MAGIC: &[u8] = b"WEIR BACKING STORE 1\n";
@@ -169,7 +169,7 @@ impl Backing {
             }
             Err(errno) => return Err(OpenError::io(name, format!("cannot lock {shown}"), errno)),
         }
-        // Whoever had it may have removed it.
+        // Its last owner may have removed it.
         let identity = |stat: rustix::fs::Stat| (stat.st_dev, stat.st_ino);
         let here = rustix::fs::fstat(&self.file).map(identity);
         if rustix::fs::stat(path).map(identity) != here {
@@ -235,7 +235,7 @@ impl Backing {
         rustix::fs::fchmod(&self.file, own).map_err(failed)
     }
 
-    /// Whose data it holds.
+    /// Finds the owner of the data in it.
     fn content(&mut self, name: &str, bytes: u64) -> Result<Content, OpenError> {
         if bytes == 0 {
             return Ok(Content::Nothing);
@@ -344,7 +344,7 @@ impl Backing {
             }
         });
         done.map_err(|error| {
-            // What was taken in vain goes back before the error is told.
+            // Room taken in vain goes back before the error is told.
             let _ = rustix::fs::ftruncate(&self.file, before.min(total));
             let free = rustix::fs::fstatvfs(&self.file).map_or(0, |stat| stat.f_bavail * stat.f_frsize);
             let what = format!(
@@ -537,7 +537,7 @@ fn open_file(path: &Path, is_device: bool, is_new: bool) -> Result<(File, bool),
     }
 }
 
-/// What lies on a file or a device before it is taken.
+/// The content of a file or a device before it is taken.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Content {
     Nothing,

@@ -34,7 +34,7 @@ struct Keys {
 /// erased when it is dropped.
 pub(super) struct Cipher {
     keys: NonNull<Keys>,
-    /// Where `keys` points.
+    /// The memory that `keys` points to.
     memory: Memory,
     /// The key as it was drawn, [`SECRET`] bytes, for the next daemon.
     secret: Memory,
@@ -109,7 +109,7 @@ impl Cipher {
         mask(out, &tweaks);
     }
 
-    /// What lies in `slot` becomes the page it was.
+    /// Decrypts the content of `slot`.
     pub(super) fn decrypt(&self, slot: Slot, page: &mut PageBytes) {
         let tweaks = self.tweaks(slot);
         mask(page, &tweaks);

@@ -26,7 +26,7 @@ const RUN_PAGES: usize = 256;
 /// Entries of the largest ring (IORING_MAX_ENTRIES).
 const DEPTH_MOST: usize = 1 << 15;
 
-/// What the ring calls a member's part of a flush; other entries have a staging page's number.
+/// The ring's name for a member's part of a flush; other entries have a staging page's number.
 const FLUSH: u64 = u64::MAX;
 
 /// How often an I/O that the kernel interrupts is started anew before that counts as a failure.

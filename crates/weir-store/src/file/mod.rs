@@ -1,9 +1,9 @@
 //! `file:` and `stripe:`: pages in files and on block devices, by io_uring.
 //!
-//! What `--backing` names. All its room is there before the first page is, so that the device never
-//! meets a full disk. Pages are encrypted with a key that lives and dies with the open store: they
-//! carry swapped memory, and overwriting an SSD proves nothing. A store over several members lays
-//! units on them in turns (RAID-0).
+//! The store that `--backing` names. All its room is there before the first page is, so that the
+//! device never meets a full disk. Pages are encrypted with a key that lives and dies with the open
+//! store: they carry swapped memory, and overwriting an SSD proves nothing. A store over several
+//! members lays units on them in turns (RAID-0).
 
 mod backing;
 mod cipher;
@@ -56,7 +56,7 @@ pub struct FileStore {
 #[derive(Debug)]
 struct Shared {
     members: Box<[Backing]>,
-    /// Where pages begin on each member.
+    /// The offset of the first page on each member.
     start: u64,
     cipher: Option<Cipher>,
     slots: u32,
@@ -70,7 +70,7 @@ struct Shared {
     traffic: Box<[Traffic]>,
 }
 
-/// Where a slot lies.
+/// The place of a slot.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Place {
     member: u32,
@@ -78,7 +78,7 @@ struct Place {
     offset: u64,
 }
 
-/// What `file:` and `stripe:` have in common.
+/// The layout that `file:` and `stripe:` have in common.
 struct Layout<'a> {
     paths: &'a [PathBuf],
     /// Room for pages on each member.
@@ -147,7 +147,7 @@ impl FileStore {
     /// by name.
     ///
     /// # Errors
-    /// When one is missing, or they are not this URL's.
+    /// If a file is missing, or they do not belong to this URL.
     pub fn reopen(url: &FileUrl, room: Room, take: Take<'_>) -> Result<Self, OpenError> {
         let (name, layout) = (url.to_string(), Layout::of_file(url));
         Ok(Self::named(url, Shared::reopen(&name, &layout, room, take)?))
@@ -200,7 +200,7 @@ impl FileStore {
         self
     }
 
-    /// What has gone to each file or device, and how much of it failed.
+    /// The traffic of each file or device, and its failures.
     pub fn traffic(&self) -> Vec<MemberTraffic> {
         self.shared.traffic.iter().map(Traffic::get).collect()
     }
@@ -248,7 +248,7 @@ impl Shared {
         let quiet = Quiet::after(take).map_err(|error| OpenError::io(name, "cannot make a pipe", error))?;
         let shared = Self::over(name, layout, cipher, members, quiet, room)?;
         for (chunk, released) in shared.released.iter().enumerate() {
-            // What the last daemon had released is taken again where there is room; the rest
+            // Chunks that the last daemon had released are taken again if there is room; the rest
             // changes nothing.
             let (offset, bytes) = shared.chunk(chunk as u32).expect("a chunk of this store");
             let has_room = |member: &Backing| member.refill(offset, bytes, Room::Reserved).is_ok();
@@ -356,7 +356,7 @@ impl Store for FileStore {
         State::Online
     }
 
-    /// What lies in a file as it is stays somebody's.
+    /// Content that is left as it is stays its owner's.
     fn reclaim(&self) -> Option<&dyn Reclaim> {
         (self.shared.start > 0).then_some(self as _)
     }

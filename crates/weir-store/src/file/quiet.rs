@@ -40,12 +40,12 @@ impl Quiet {
         Ok(Quiet { before, ..Quiet::new()? })
     }
 
-    /// What each ring registers.
+    /// The token that each ring registers.
     pub fn token(&self) -> BorrowedFd<'_> {
         self.writing.as_fd()
     }
 
-    /// What the keeper is to hold, with the names.
+    /// The descriptors for the keeper, with their names.
     pub fn pipes(&self) -> impl Iterator<Item = (String, BorrowedFd<'_>)> {
         let pipes = std::iter::once(&self.reading).chain(&self.before);
         pipes.enumerate().map(|(at, pipe)| (name(at), pipe.as_fd()))

@@ -1,4 +1,4 @@
-//! What a disk says of itself: the marks by which file systems, volume managers and partition
+//! Signatures on a disk: the marks by which file systems, volume managers and partition
 //! tables are known.
 //!
 //! Offsets and marks are libblkid's (util-linux, libblkid/src/superblocks and partitions). A device
@@ -53,7 +53,7 @@ const MARKS: &[Mark] = &[
 /// How much of a device's start and of its end must be looked at.
 pub(super) const LOOK: usize = 192 << 10;
 
-/// Whose mark is found in the first [`LOOK`] bytes or the last, or in all there is of a smaller
+/// The owner of the mark in the first [`LOOK`] bytes or the last, or in all there is of a smaller
 /// device.
 pub(super) fn find(start: &[u8], end: &[u8]) -> Option<&'static str> {
     let found = |mark: &Mark| {

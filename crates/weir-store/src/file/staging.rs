@@ -9,7 +9,7 @@ pub(super) struct Staging {
     memory: Memory,
     /// A bit for each page: set while it is in use, and for the pages past the end.
     used: Box<[u64]>,
-    /// Where to look for the next free page: after the last one handed out.
+    /// The first page to look at for a free one: after the last one handed out.
     next: usize,
     pages: usize,
     free: usize,
@@ -65,7 +65,7 @@ impl Staging {
         self.used[page / 64] & 1 << (page % 64) != 0
     }
 
-    /// Where a page lies.
+    /// The address of a page.
     pub(super) fn address(&self, page: usize) -> *mut u8 {
         assert!(page < self.pages, "a page of the staging area");
         // SAFETY: inside the mapping by the assertion.

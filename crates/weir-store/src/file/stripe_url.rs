@@ -10,7 +10,7 @@ const KEYS: &[&str] = &["size", "unit", "encrypt", "overwrite"];
 /// Files or block devices that are used in turns, and how.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct StripeUrl {
-    /// Where they are. A comma in a path cannot be written.
+    /// Their paths. A comma in a path cannot be written.
     pub paths: Vec<PathBuf>,
     /// Room for pages on all of them together. `None`: as for a single file, on each.
     pub size: Option<ByteSize>,

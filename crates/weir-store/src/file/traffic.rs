@@ -1,4 +1,4 @@
-//! What goes to each file or device of a store.
+//! The traffic of each file or device of a store.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -18,7 +18,7 @@ pub(super) struct Traffic {
     failed: AtomicU64,
 }
 
-/// What has gone to one file or device of a store.
+/// The traffic of one file or device of a store.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct MemberTraffic {
     /// Which.

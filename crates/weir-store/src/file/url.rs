@@ -10,7 +10,7 @@ const KEYS: &[&str] = &["size", "encrypt", "overwrite", "chunk"];
 /// A file or a block device, and how it is used.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct FileUrl {
-    /// Where it is.
+    /// Its path.
     pub path: PathBuf,
     /// Room for pages. `None`: all of a block device; for a file it must be given, unless the file
     /// is a Weir file already and keeps its size.
@@ -26,7 +26,7 @@ pub struct FileUrl {
 }
 
 impl FileUrl {
-    /// What a release gives back at once, unless told otherwise: large enough that file systems
+    /// The bytes of one release, unless told otherwise: large enough that file systems
     /// free whole extents, small enough to follow a card's chunks.
     pub const CHUNK: ByteSize = ByteSize(64 << 20);
 

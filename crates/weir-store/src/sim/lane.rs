@@ -37,7 +37,7 @@ struct Operation {
     ticket: Ticket,
     slot: Slot,
     fate: Fate,
-    /// Where a write's content is kept; `None` for a read.
+    /// The page that keeps a write's content; `None` for a read.
     page: Option<usize>,
     /// The polls it waits for, from its submission on.
     delay: u64,
@@ -53,7 +53,7 @@ struct Due {
     time: Option<Instant>,
 }
 
-/// What becomes of an operation that finds its slot.
+/// The fate of an operation that finds its slot.
 #[derive(Clone, Copy)]
 enum Fate {
     Succeed,

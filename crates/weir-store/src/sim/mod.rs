@@ -45,7 +45,7 @@ pub struct Injected {
     pub gone: u64,
 }
 
-/// What is wrong with a slot's content.
+/// The damage to a slot's content.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Damage {
     /// A bit differs from what was written.
@@ -74,7 +74,7 @@ struct Shared {
     is_away: AtomicBool,
     drains: AtomicBool,
     orphans: Mutex<Vec<(Slot, PageBytes)>>,
-    /// What each slot written since the last flush has held since, the oldest first; `None`: not
+    /// The contents of each slot written since the last flush, the oldest first; `None`: not
     /// kept.
     unflushed: Mutex<Option<BTreeMap<u32, Vec<PageBytes>>>>,
     counts: Counts,
@@ -130,7 +130,7 @@ impl Sim {
         Ok(Sim { name, lanes: AtomicU64::new(0), shared: Arc::new(shared) })
     }
 
-    /// What it has done wrong so far.
+    /// The faults injected so far.
     pub fn injected(&self) -> Injected {
         let counts = &self.shared.counts;
         let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
@@ -144,14 +144,14 @@ impl Sim {
         }
     }
 
-    /// What is wrong with the content of `slot` now.
+    /// The damage to the content of `slot` now.
     pub fn damage(&self, slot: Slot) -> Option<Damage> {
         self.shared.cells.get(slot.0 as usize).and_then(|cell| hold(cell).damage)
     }
 
-    /// Whether writes that a lane has submitted when it is dropped are still under way, as those of
-    /// a process that is killed are at a disk, until [`land`](Sim::land) lets them land. Otherwise
-    /// they are never done.
+    /// With `true`, writes that a dropped lane had submitted stay under way until
+    /// [`land`](Sim::land) lets them land. This is what a disk does with the writes of a killed
+    /// process. With `false` they are never done.
     pub fn let_writes_outlive_lanes(&self, outlive: bool) {
         self.shared.outlives_lanes.store(outlive, Ordering::SeqCst);
     }

@@ -20,7 +20,7 @@ const KEYS: &[&str] = &[
     "panic_after",
 ];
 
-/// What a simulated store does wrong, and when. Probabilities are per operation, from 0 to 1,
+/// The faults of a simulated store, and their times. Probabilities are per operation, from 0 to 1,
 /// default 0.
 #[derive(Clone, PartialEq, Debug)]
 pub struct SimUrl {
@@ -29,7 +29,7 @@ pub struct SimUrl {
     pub seed: u64,
     /// Room for pages.
     pub size: ByteSize,
-    /// What a release gives back at once; `None`: everything.
+    /// The bytes of one release; `None`: everything.
     pub chunk: Option<ByteSize>,
     /// A read fails with EIO.
     pub read_error: f64,

@@ -1,4 +1,4 @@
-//! What each path costs, measured on the store's own memory before it holds anything: under 300 ms
+//! The cost of each path, measured on the store's own memory before it holds anything: under 300 ms
 //! in all.
 
 use super::gpu::Gpu;
@@ -46,7 +46,7 @@ pub fn measure(gpu: &Arc<Gpu>) -> Result<Table, Fault> {
             timed(&mut lane, direction, 1, STRIDE, slots, FIGURE / 4)?;
             let first = timed(&mut lane, direction, 1, STRIDE, slots, FIGURE)?;
             let (each, neighbour) = match path {
-                // What a page of a batch costs the processor does not depend on the batch.
+                // The processor's cost of a page does not depend on the batch.
                 Path::Mapped => (first, first),
                 Path::Engine | Path::Ring => {
                     let batch = timed(&mut lane, direction, BATCH, STRIDE, slots, FIGURE)?;
@@ -162,7 +162,7 @@ fn flood(lane: &mut GpuLane, direction: Direction, first: u32, slots: u32) -> Re
     let mut is_warm = false;
     loop {
         if !is_warm && since.elapsed() > FIGURE {
-            // What went before met cold staging pages, and lanes that had not begun.
+            // Earlier operations met cold staging pages, and lanes that had not begun.
             (is_warm, since, moved) = (true, Instant::now(), 0);
         }
         let on = !is_warm || since.elapsed() < 2 * FIGURE;

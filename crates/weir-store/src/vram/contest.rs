@@ -1,6 +1,6 @@
 //! Which way a crowd's writes go, by trying.
 //!
-//! What a way does when many threads are at it is the one cost that cannot be measured well before
+//! The cost of a path when many threads use it is the one that cannot be measured well before
 //! there are many threads: a window that is full, a link that is shared with reads, a driver's
 //! lock. So while several lanes write, each way that the measured costs do not rule out has a few
 //! milliseconds now and then, and the one that moved the most pages goes on. A pure function of
@@ -79,7 +79,7 @@ impl Contest {
         self.trial = None;
     }
 
-    /// What won last.
+    /// The last winner.
     #[cfg(test)]
     fn best(&self) -> Option<Path> {
         self.best

@@ -45,11 +45,11 @@ pub struct Gpu {
     pub(super) chunks: Chunks,
     pub(super) ring: OnceLock<Arc<Ring>>,
     pub(super) source: Source,
-    /// Whoever takes memory for a chunk, or says that CUDA is there, does so alone.
+    /// Held while memory is taken for a chunk, or CUDA is said to be there.
     pub(super) taking: Mutex<()>,
-    /// What is opened behind the first operations, where something is.
+    /// The parts that are opened behind the first operations, if there are any.
     pub(super) late: Option<Arc<Late>>,
-    /// What opening took until the first operation.
+    /// The time of opening until the first operation.
     pub(super) stages: Vec<(&'static str, Duration)>,
     pub(super) state: AtomicU8,
     /// When and why it last changed.
@@ -69,13 +69,13 @@ pub struct Gpu {
     pub(super) watcher: Mutex<Option<JoinHandle<()>>>,
     /// The same thread, for whoever wakes it.
     pub(super) watching: OnceLock<Thread>,
-    /// Who keeps the chunks beyond this process, and by which number this card goes there.
+    /// The keeper of the chunks beyond this process, and this card's number there.
     pub(super) keep: OnceLock<(Arc<dyn Keep>, usize)>,
-    /// What it holds is to be found again: nothing is cleared at the end.
+    /// Set if its content is to be found again: nothing is cleared at the end.
     pub(super) kept: AtomicBool,
 }
 
-/// Whose the card is besides, as far as the management library says.
+/// The card's other users, as far as the management library says.
 pub(super) struct Owner {
     pub nvml: Option<Nvml>,
     /// A display hangs on it.
@@ -99,7 +99,7 @@ impl Owner {
     }
 }
 
-/// What happened since the store was opened.
+/// Counts since the store was opened.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Counters {
     /// Pages moved, by path: mapped, engine, ring.
@@ -110,18 +110,18 @@ pub struct Counters {
     pub ring_entered: u64,
     /// As above.
     pub ring_left: u64,
-    /// What the card draws, in milliwatts.
+    /// The card's power, in milliwatts.
     pub power_mw: Option<u32>,
 }
 
 impl Gpu {
-    /// What was measured when it was opened.
+    /// The costs measured when it was opened.
     pub fn table(&self) -> &Table {
         static NOTHING: OnceLock<Table> = OnceLock::new();
         self.table.get().unwrap_or_else(|| NOTHING.get_or_init(Table::default))
     }
 
-    /// What happened so far.
+    /// The counts so far.
     pub fn counters(&self) -> Counters {
         Counters {
             pages: self.chunks.pages(),
@@ -420,7 +420,8 @@ impl Gpu {
             self.chunks.install(chunk, memory);
             return Err(error);
         }
-        // What the keeper held open would stay on the card. If it is gone, so are its descriptors.
+        // Chunks that the keeper held open would stay on the card. If it is gone, so are its
+        // descriptors.
         if let Some((keep, gpu)) = self.keep.get() {
             let _ = keep.let_go(&kept::chunk_name(*gpu, chunk));
         }
@@ -478,8 +479,8 @@ impl Gpu {
         if !self.has(Path::Mapped) {
             return;
         }
-        // What was under way is done anew by the window. After that nobody uses the context, and it
-        // goes with all that it has on the card: the driver may take as long as it likes.
+        // Operations under way are done anew by the window. After that nobody uses the context, and
+        // it goes with all that it has on the card: the driver may take as long as it likes.
         let since = Instant::now();
         while !self.chunks.is_settled() && since.elapsed() < answer_limit() && !self.is_stopping() {
             std::thread::sleep(Duration::from_millis(1));

@@ -1,4 +1,4 @@
-//! What a keeper holds of a `vram:` store besides the chunks' descriptors: which cards, how they
+//! A keeper's record of a `vram:` store besides the chunks' descriptors: which cards, how they
 //! are cut up, and what their ways cost, since measuring again would overwrite the pages. Written
 //! as lines of text into a memfd.
 

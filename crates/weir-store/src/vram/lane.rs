@@ -35,8 +35,8 @@ pub struct GpuLane {
     gpu: Arc<Gpu>,
 }
 
-/// What an operation through the window needs, and no more, in two lines: after a pause each
-/// further one is a miss.
+/// The fields that an operation through the window needs, and no more, in two lines: after a pause
+/// each further one is a miss.
 #[repr(align(128))]
 struct Near {
     site: Site,
@@ -47,7 +47,8 @@ struct Near {
     neighbours: u32,
     /// Operations queued and not yet handed over.
     flying: u32,
-    /// What the choice was made for: reads and writes announced, and whether the kernel was there.
+    /// The load that the choice was made for: reads and writes announced, and whether the kernel
+    /// was there.
     planned: [u32; 2],
     resident: bool,
     reads: Path,
@@ -81,7 +82,7 @@ pub enum CutOff {
     Lost(Fault),
 }
 
-/// Who copies: CUDA's engines, or Vulkan's transfer queue where there is neither CUDA nor a window.
+/// The copier: CUDA's engines, or Vulkan's transfer queue where there is neither CUDA nor a window.
 #[allow(clippy::large_enum_variant, reason = "one a lane, and no pointer more on the way to it")]
 pub(super) enum Engine {
     Cuda(BatchLane),
@@ -234,7 +235,7 @@ impl GpuLane {
             busy: self.gpu.busy_lanes(),
             ring: resident,
         };
-        // What a crowd's writes do best was tried, which is more than the costs know.
+        // The best path for writes of many threads was tried, which is more than the costs know.
         let is_crowd = direction == Direction::Write && batch.busy >= CROWD && batch.pages >= DEEP;
         let tried = || self.gpu.crowd_path(batch.neighbours).filter(|_| is_crowd);
         let tried = || tried().filter(|&path| path != Path::Ring || resident);

@@ -1,4 +1,4 @@
-//! What a card's first page does not need, opened behind it.
+//! The parts of a card that its first page does not need, opened behind it.
 //!
 //! A daemon that takes another's place is waited for: by programs that sleep in page faults. A page
 //! needs its chunk's mapping and nothing else. CUDA's context, its view of every chunk, the
@@ -41,7 +41,7 @@ pub struct Late {
 
 #[derive(Default)]
 struct Progress {
-    /// Who else has the card is known, as far as it can be.
+    /// The card's other users are known, as far as they can be.
     has_owner: bool,
     /// No lane waits any more: it has its parts, or there are none.
     settled: bool,
@@ -52,11 +52,11 @@ struct Progress {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What is to be opened.
+/// The parts that are to be opened.
 pub struct Opening {
     pub options: VramUrl,
     pub drivers: Drivers,
-    /// What the ways cost, those that may not come included.
+    /// The costs of the paths, those that may not come included.
     pub costs: Table,
     /// When the opening of the card began.
     pub since: Instant,
@@ -232,7 +232,7 @@ impl Late {
             }
         };
         {
-            // What was taken since the chunks were imported.
+            // Chunks that were taken since the others were imported.
             let _no_other = gpu.taking();
             if let Err(why) = import() {
                 drop(progress);
@@ -263,7 +263,7 @@ impl fmt::Debug for Late {
     }
 }
 
-/// What a lane has besides the window. Dropped in this order.
+/// A lane's parts besides the window. Dropped in this order.
 pub struct Parts {
     pub ring: Option<RingLane>,
     pub engine: Option<Engine>,
@@ -294,8 +294,8 @@ const EMPTY: u8 = 0;
 const FULL: u8 = 1;
 const CLOSED: u8 = 2;
 
-/// Where a lane's parts are left for it. The lane moves them out; the place itself is freed with
-/// the lane, so that a thread that may not touch the allocator does not.
+/// The cell in which a lane's parts are left for it. The lane moves them out; the place itself is
+/// freed with the lane, so that a thread that may not touch the allocator does not.
 pub struct PartsCell {
     state: AtomicU8,
     parts: UnsafeCell<Option<Parts>>,

@@ -71,7 +71,7 @@ pub struct Drivers {
     pub cuda: PathBuf,
     /// The management library.
     pub nvml: PathBuf,
-    /// Where the loaded module says its version.
+    /// The file in which the loaded module gives its version.
     pub loaded: PathBuf,
 }
 
@@ -85,7 +85,7 @@ impl Default for Drivers {
     }
 }
 
-/// What goes wrong between a store and its drivers.
+/// An error between a store and its drivers.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
 pub(crate) enum Trouble {
     /// Vulkan refused.

@@ -1,4 +1,4 @@
-//! What only NVIDIA's management library knows: how much memory the card has left over all
+//! Facts that only NVIDIA's management library knows: how much memory the card has left over all
 //! processes, who else uses it, whether it drives a display, what it draws. Loaded at run time;
 //! without it the answers are `None`.
 
@@ -35,7 +35,7 @@ unsafe impl Sync for Nvml {}
 pub struct Memory {
     /// In all.
     pub total: u64,
-    /// Nobody's.
+    /// Bytes that nobody uses.
     pub free: u64,
     /// Somebody's.
     pub used: u64,
@@ -112,7 +112,7 @@ impl Nvml {
         (unsafe { (self.memory)(self.handle, &mut memory) } == 0).then_some(memory)
     }
 
-    /// What the card draws, in milliwatts.
+    /// The card's power, in milliwatts.
     pub fn power_mw(&self) -> Option<u32> {
         let mut power = 0;
         // SAFETY: as above.

@@ -1,4 +1,4 @@
-//! What a `vram:` URL says.
+//! The options of a `vram:` URL.
 //!
 //! `vram:` is every GPU, `vram:0` the first as `nvidia-smi` counts, `vram:lavapipe` a software
 //! renderer for tests. After a question mark come options: `vram:0?size=16GiB&ring=off`.
@@ -81,9 +81,9 @@ const PATHS: [(&str, PathMode); 4] = [
 ];
 
 impl VramUrl {
-    /// What a chunk has unless the URL says otherwise.
+    /// The size of a chunk unless the URL says otherwise.
     pub const CHUNK: ByteSize = ByteSize(128 << 20);
-    /// What is left to others unless the URL says otherwise.
+    /// The memory left to others unless the URL says otherwise.
     pub const FLOOR: ByteSize = ByteSize(512 << 20);
 
     /// Copies from the card that a call names unless the URL says otherwise: a quarter of the most

@@ -93,7 +93,7 @@ impl Gpu {
         let chunks = Chunks::new(kept.chunks, (kept.chunk_bytes / PAGE_SIZE as u64) as u32)
             .map_err(|error| OpenError::io(&url, "cannot take memory for its map", error))?;
         for chunk in 0..kept.chunks {
-            // What the keeper does not have had been given back.
+            // Chunks that the keeper does not have had been given back.
             let Some(fd) = take(chunk) else { continue };
             let memory = found.source.adopt(fd, kept.allocation_bytes, later);
             let memory = memory.map_err(|error| {
@@ -119,7 +119,7 @@ impl Gpu {
         Ok(gpu)
     }
 
-    /// What another process needs to open this card again.
+    /// The record that another process needs to open this card again.
     pub(super) fn to_keep(&self) -> KeptGpu {
         KeptGpu {
             uuid: self.uuid,
@@ -213,7 +213,7 @@ impl Found {
                     chunks.install(chunk, memory);
                     taken = chunk as u64 + 1;
                 }
-                // Whoever asked for all gets what there is; whoever named a size gets it or hears
+                // A store without a size gets all there is; one with a size gets it or hears
                 // of it.
                 Err(_) if options.size.is_none() && taken > 0 => break,
                 Err(error) => {
@@ -305,7 +305,7 @@ fn find(
         Ok(gpu) => Which::Uuid(gpu.card.uuid),
         Err(_) => Which::Index(index(options)),
     };
-    // Who wants the window alone wants none of CUDA's memory.
+    // A store with the window alone wants none of CUDA's memory.
     let cuda = match (&gpu, options.path) {
         (Ok(gpu), Some(PathMode::Mapped)) if gpu.card.window => Err("not wanted with path=mapped".to_owned()),
         _ => Context::open(libcuda, which, options.batch_copies()),

@@ -207,7 +207,7 @@ impl Reclaim for Arc<Gpu> {
     }
 
     fn headroom(&self, _member: u32) -> Option<Headroom> {
-        // Whoever asks first asks whether there is anything to ask.
+        // The first who asks waits until the card's owner is known.
         self.late.iter().for_each(|late| late.wait_for_owner());
         Gpu::headroom(self)
     }

@@ -1,4 +1,4 @@
-//! What each way costs on this machine, and the choice among them.
+//! The cost of each path on this machine, and the choice among them.
 //!
 //! Costs are two numbers for each way and direction, what the first page of a batch takes and what
 //! each further one adds, and one for what the way does in all, however many threads use it. All
@@ -43,7 +43,7 @@ pub enum Direction {
 pub struct Cost {
     /// A page by itself, until it is done.
     pub first: f64,
-    /// What each further page of a batch adds, with one thread.
+    /// The time that each further page of a batch adds, with one thread.
     pub each: f64,
     /// The same for a neighbour of the page before, which a copy engine takes along.
     pub neighbour: f64,
@@ -55,7 +55,7 @@ pub struct Cost {
     pub neighbour_shared: f64,
 }
 
-/// What is about to be done.
+/// The batch that is about to be done.
 #[derive(Clone, Copy, Debug)]
 pub struct Batch {
     /// Pages, those in flight included.
@@ -69,7 +69,7 @@ pub struct Batch {
 }
 
 impl Cost {
-    /// What a batch takes a thread while the others do the same.
+    /// The time of a batch for a thread while the others do the same.
     pub fn of(self, batch: Batch) -> f64 {
         let (pages, busy) = (batch.pages.max(1), batch.busy.max(1) as f64);
         let (each, shared) = match batch.neighbours {
@@ -93,7 +93,7 @@ impl Table {
         self.costs[path as usize][direction as usize] = Some(cost);
     }
 
-    /// What was measured.
+    /// The cost that was measured.
     pub fn get(&self, path: Path, direction: Direction) -> Option<Cost> {
         self.costs[path as usize][direction as usize]
     }
@@ -106,7 +106,7 @@ impl Table {
         self
     }
 
-    /// What the bus takes for a page at its best, as far as it was measured.
+    /// The bus's best time for a page, as far as it was measured.
     pub fn link(&self) -> Option<f64> {
         let costs = self.costs.iter().flatten().flatten();
         costs.map(|cost| cost.shared.min(cost.neighbour_shared)).min_by(f64::total_cmp)

@@ -135,7 +135,7 @@ pub fn watch(gpu: &Arc<Gpu>, mut policy: Policy) {
         let seen =
             Seen { elapsed, pages: asking, others, stalls, resident, uncovered: ring.has_uncovered_lanes() };
         let step = policy.step(seen);
-        // Whoever was there has been minded; whether they still are is asked before the kernel
+        // The other users have been heeded; NVML is asked again for them before the kernel
         // enters again.
         others = 0;
         match step {

@@ -13,7 +13,7 @@ pub struct FakeNvml {
     _library: Library,
 }
 
-/// What the card looks like.
+/// The card that it shows.
 #[derive(Clone, Copy, Debug)]
 pub struct Card {
     pub free: u64,

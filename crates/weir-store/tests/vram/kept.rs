@@ -130,7 +130,7 @@ fn counters(store: &VramStore) -> Counters {
     store.gpus()[0].counters()
 }
 
-/// What is told once the rest is open.
+/// The report once the rest is open.
 fn outcome(store: &VramStore) -> Joined {
     let told = Arc::new(Mutex::new(None));
     let tell = Arc::clone(&told);

@@ -559,7 +559,7 @@ fn the_floor_of_free_memory_makes_a_store_drain_and_recover() {
         Some(2),
         "the floor and a chunk on top"
     );
-    // What it holds it still gives.
+    // It still gives the pages that it holds.
     let mut lane = store.lane(1).expect("a lane");
     write(lane.as_mut(), 1, &page(1)).expect("written");
     assert_eq!(read(lane.as_mut(), 1), Ok(page(1)));

@@ -48,7 +48,7 @@ impl fmt::Display for Compression {
 pub(crate) const WORST: usize = PAGE_SIZE + 1024;
 const _: () = assert!(WORST >= lz4_flex::block::get_maximum_output_size(PAGE_SIZE));
 
-/// What compresses and expands pages for one thread. Takes all its memory when it is made.
+/// The compressor and expander of one thread. Takes all its memory when it is made.
 pub(crate) struct Codec {
     compress: Option<Compressor>,
     expand_zstd: Option<zstd::Expander>,
@@ -74,7 +74,7 @@ impl Codec {
         Ok(Codec { compress, expand_zstd })
     }
 
-    /// What it compresses by.
+    /// The algorithm.
     pub fn compression(&self) -> Option<Compression> {
         self.compress.as_ref().map(|compressor| match compressor {
             Compressor::Lz4(_) => Compression::Lz4,

@@ -21,7 +21,7 @@ impl Workspace {
 pub(super) struct Compressor {
     context: NonNull<sys::ZSTD_CCtx>,
     parameters: sys::ZSTD_parameters,
-    /// Where the context lies.
+    /// The memory of the context.
     _workspace: Workspace,
 }
 
@@ -44,7 +44,8 @@ impl Compressor {
             unsafe { sys::ZSTD_initStaticCCtx(workspace.0.as_mut_ptr().cast(), workspace.0.len() * 8) };
         let context = NonNull::new(context).ok_or_else(too_little)?;
         let mut made = Compressor { context, parameters, _workspace: workspace };
-        // What does not fit into the workspace now never does.
+        // The context needs all its workspace for the first page already, so a workspace that is
+        // too small shows here and not later.
         let mut page = [0; PAGE_SIZE];
         page.iter_mut().enumerate().for_each(|(at, byte)| *byte = ((at * at) >> 3) as u8);
         made.compress(&page, &mut [0; super::WORST]).ok_or_else(too_little)?;
@@ -72,7 +73,7 @@ impl Compressor {
 
 pub(super) struct Expander {
     context: NonNull<sys::ZSTD_DCtx>,
-    /// Where the context lies.
+    /// The memory of the context.
     _workspace: Workspace,
 }
 

@@ -83,7 +83,7 @@ impl Lane {
             }
             match self.advance_part(op, None) {
                 Progress::Done(result) => {
-                    // Whatever it ended by, it waits for no slot any more.
+                    // After any end it waits for no slot any more.
                     self.slot_wait.end();
                     self.hand_over(op, result, done);
                 }

@@ -168,7 +168,7 @@ impl Places {
         }
     }
 
-    /// Where most lay.
+    /// The store in which most lay.
     fn most(&self) -> Option<usize> {
         self.stores().max_by_key(|(_, count)| *count).and_then(|(store, _)| store)
     }

@@ -62,8 +62,8 @@ pub struct Lane {
     pub(crate) reach: usize,
     /// Partial writes that found a store full, to be tried again by the next poll.
     stalled: Vec<u32>,
-    /// What the poll under way has found finished, or has been finished since without anybody to
-    /// tell.
+    /// Operations that the poll under way has found finished, or has been finished since without
+    /// anybody to tell.
     finished: Vec<(u32, Result<(), Fault>)>,
     /// Writes that the poll under way has not published, because somebody else has written their
     /// pages.
@@ -81,7 +81,7 @@ pub struct Lane {
     polled: Option<Instant>,
     /// The epochs this lane looks at.
     looking: Looking,
-    /// What was retired before this epoch may be reused.
+    /// Slots that were retired before this epoch may be reused.
     safe: u64,
     claims_since_safe: u32,
     /// The store that the last slot was claimed in.
@@ -91,11 +91,11 @@ pub struct Lane {
     /// There was no run for it.
     barren: bool,
     until_sample: u32,
-    /// What compresses, where the volume does.
+    /// The packer, if the volume compresses.
     packing: Option<Box<Packing>>,
 }
 
-/// What a lane has of a store.
+/// A lane's part of a store.
 pub(crate) struct StoreLane {
     pub(crate) lane: Box<dyn weir_store::Lane>,
     cursor: Cursor,

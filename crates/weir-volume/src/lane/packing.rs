@@ -31,7 +31,7 @@ pub(super) struct Packing {
     page: Box<PageBytes>,
     /// Pages that have left packs since the volume was last told.
     left: u32,
-    /// What [`Lane::open_up`] found.
+    /// The pages that [`Lane::open_up`] found.
     found: Vec<(PageNo, Slot)>,
 }
 
@@ -53,7 +53,7 @@ pub(super) enum Carried {
     Leads { store: usize, slot: Slot, next: Option<u32> },
 }
 
-/// What became of a page that was to be packed.
+/// The outcome for a page that was to be packed.
 pub(super) enum Packed {
     /// It waits in the open pack.
     Joined,
@@ -64,7 +64,7 @@ pub(super) enum Packed {
 }
 
 impl Packing {
-    /// What a lane of this volume needs; `None` where nothing is compressed.
+    /// The packing of a lane of this volume; `None` if nothing is compressed.
     ///
     /// # Errors
     /// When there is no memory for it.
@@ -289,7 +289,7 @@ impl Lane {
         let small = pack::find(open.bytes(), page);
         let whole = small.is_some_and(|(compression, small)| codec.expand(compression, small, bytes));
         if !whole {
-            // What a compressor made of a page expands to it; but nothing else may ever be stored
+            // A compressed page expands to the page; but nothing else may ever be stored
             // in its place.
             records.free_slot(slot, 0);
             self.leave_pack(op);
@@ -372,7 +372,7 @@ impl Lane {
         let (Some(&part), Some(&op)) = (self.idle_parts.last(), self.idle_ops.last()) else {
             return Progress::Full;
         };
-        // What is published after this lane was pinned stays as it is until the pin ends.
+        // A slot published after this lane was pinned stays as it is until the pin ends.
         let occupant = self.volume.tiers[store].records.occupant(slot);
         let Some(occupant) = occupant.filter(|it| it.fill().is_some()) else { return Progress::Done(Ok(())) };
         let here = Place::Stored { store, slot };

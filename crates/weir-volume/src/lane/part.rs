@@ -10,14 +10,15 @@ use crate::entry::{Entry, Place};
 use weir_core::{PAGE_SIZE, PageBytes, PageNo};
 use weir_store::{Fault, Progress, Ticket};
 
-/// What a partial write needs while it is under way. A page that moves is one, of nothing.
+/// The state of a partial write under way. A page move reuses this with an empty patch.
 pub(super) struct Part {
     pub(super) base: Box<PageBytes>,
     /// Empty in a lane that only moves pages.
     pub(super) patch: Box<[u8]>,
     pub(super) offset: usize,
     pub(super) len: usize,
-    /// Where a page lies that is only to move: once it lies elsewhere there is nothing left to do.
+    /// The place of a page that is only to move: once it lies elsewhere there is nothing left to
+    /// do.
     pub(super) moving: Option<Place>,
 }
 
@@ -146,7 +147,7 @@ impl Lane {
                     state.base[range].copy_from_slice(&state.patch[..state.len]);
                     let parts = std::mem::take(&mut self.parts);
                     let bytes = &parts[part as usize].base;
-                    // What only moves stays as old as it is, and must not have moved.
+                    // A page that only moves keeps its generation, and must not have moved.
                     let (generation, condition) = match parts[part as usize].moving {
                         Some(_) => (from.entry.generation(), Some(from.entry)),
                         None => (from.entry.next_generation(), None),

@@ -90,7 +90,7 @@ impl Run {
         }
     }
 
-    /// What the store has said of each page of a write that it has answered.
+    /// The store's answers to the pages of a write that it has finished.
     pub(crate) fn answers(&self) -> impl Iterator<Item = (usize, Result<(), Fault>)> {
         (0..self.answered).map(|at| (at, if self.late >> at & 1 == 1 { Err(Fault::Timeout) } else { Ok(()) }))
     }
@@ -233,7 +233,7 @@ impl Lane {
         for at in 0..count {
             let entry = self.runs[run as usize].entries[at];
             match fault {
-                // What has been published has no entry here any more.
+                // A published page has no entry here any more.
                 _ if entry == Entry::default() => {}
                 // All of it takes effect, or nothing.
                 None => {

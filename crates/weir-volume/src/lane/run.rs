@@ -53,7 +53,7 @@ impl Lane {
     pub fn write_run(&mut self, first: PageNo, pages: &[PageBytes]) -> usize {
         let mut done = 0;
         (self.long, self.barren) = (if pages.len() < LONG { 0 } else { pages.len() as u32 }, false);
-        // What is compressed waits for company in its own way.
+        // Compressed pages wait for company in a way of their own.
         if self.packing.as_ref().is_some_and(|packing| packing.compresses()) {
             return 0;
         }

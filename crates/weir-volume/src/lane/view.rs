@@ -14,7 +14,7 @@ pub struct Guard<'a> {
     pub(crate) lane: &'a mut Lane,
     /// When it began, where it is one of those that are timed.
     started: Option<Started>,
-    /// Where the pages lay that it has shown.
+    /// The places of the pages that it has shown.
     shown: Places,
 }
 
@@ -28,7 +28,7 @@ impl Lane {
 }
 
 impl Guard<'_> {
-    /// What a read of the page finds. A page shown as bytes has been verified.
+    /// A read of the page without I/O. A page shown as bytes has been verified.
     pub fn view(&self, page: PageNo) -> View<'_> {
         self.show(&self.lane.volume.locate(page))
     }
@@ -36,7 +36,7 @@ impl Guard<'_> {
     #[inline]
     pub(crate) fn show(&self, located: &Located) -> View<'_> {
         let view = self.find(located);
-        // What is elsewhere is counted when it has been read from there.
+        // A page elsewhere is counted when it has been read from there.
         if !matches!(view, View::Elsewhere) {
             self.shown.add(located.entry.place());
         }

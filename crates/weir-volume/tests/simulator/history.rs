@@ -39,7 +39,7 @@ impl Clock {
     }
 }
 
-/// What a mover tells its driver.
+/// A mover's words to its driver.
 enum Told {
     Batch,
     Failed(Fault),
@@ -71,7 +71,7 @@ impl<F: FnMut(Told) -> bool> Driver for Driven<F> {
     }
 }
 
-/// What happened, for the determinism test and for the eye.
+/// The events, for the determinism test and for the eye.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
     reads: u64,
@@ -438,7 +438,7 @@ impl History {
     fn stall(&mut self, at: usize, since: Instant) {
         let waited = self.clock.now() - since;
         assert!(waited <= SLOT_WAIT + 3 * LONG, "lane {at} waits for a slot for {waited:?}");
-        // Where a store is dead a write that waits in vain fails as if its page was lost there.
+        // A write that waits in vain while a store is dead fails as if its page was lost there.
         if self.dead.is_some() || self.chance.one_in(3) {
             (0..self.players.len()).filter(|other| *other != at).for_each(|other| self.rest(other));
         }
@@ -717,7 +717,7 @@ impl History {
         }
     }
 
-    /// What the others do between two batches of the worker's. They end their batches, as the
+    /// The acts of the others between two batches of the worker's. They end their batches, as the
     /// worker waits for that.
     fn interfere(&mut self) {
         for _ in 0..self.chance.within(0, 4) {
@@ -791,7 +791,7 @@ impl History {
             let clock = Rc::clone(&self.clock);
             let told = |told: Told| {
                 match told {
-                    // Where a store is full to the last slot pages stay where they are.
+                    // If a store is full to the last slot, pages stay where they are.
                     Told::Failed(Fault::Full) => {}
                     Told::Failed(fault) => self.write_failed(fault),
                     Told::Batch => {

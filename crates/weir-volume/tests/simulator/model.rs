@@ -1,4 +1,4 @@
-//! What every page must hold.
+//! The content that every page must hold.
 
 use std::rc::Rc;
 use weir_core::{PAGE_SIZE, PageBytes};
@@ -9,7 +9,7 @@ pub enum Content {
     /// Never written, or discarded.
     Nothing,
     Bytes(Rc<PageBytes>),
-    /// What proved it was destroyed: an error until it is written again.
+    /// Its checksum was destroyed: an error until it is written again.
     Lost,
 }
 

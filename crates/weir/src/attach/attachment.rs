@@ -1,5 +1,5 @@
-//! What a daemon remembers of a device that the kernel's NBD client has connected to it, so that
-//! the daemon after it can connect the device again.
+//! A device that the kernel's NBD client has connected to the daemon, as the daemon remembers it,
+//! so that the daemon after it can connect the device again.
 
 use serde::{Deserialize, Serialize};
 use std::fs::File;

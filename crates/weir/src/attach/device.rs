@@ -22,7 +22,7 @@ const DEAD_CONN_TIMEOUT: u16 = 8;
 const SOCK_ITEM: u16 = 1;
 const SOCK_FD: u16 = 1;
 
-/// What the kernel is to do with the sockets that it gets.
+/// The kernel's orders for the sockets that it gets.
 #[derive(Clone, Copy, Debug)]
 pub struct Terms {
     /// The device's size in bytes.
@@ -97,7 +97,7 @@ fn with_sockets(attributes: Attributes, terms: &Terms, sockets: &[OwnedFd]) -> A
         .nested(SOCKETS, &items)
 }
 
-/// What the kernel's NBD client says of its own accord: that it has given a connection up.
+/// News from the kernel's NBD client: it has given a connection up.
 #[derive(Debug)]
 pub struct DeadLinks(Events);
 

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 #[derive(Debug)]
 pub struct Readers {
     proc: PathBuf,
-    /// What they work for.
+    /// The devices that they serve.
     works: [String; 2],
     /// Whether this process sees the kernel's threads at all: not from within a container.
     are_seen: bool,
@@ -50,7 +50,7 @@ impl Readers {
     }
 }
 
-/// What a process is called; nothing where it has gone.
+/// A process's name; empty if the process has gone.
 fn name(proc: &Path, process: &str) -> String {
     let mut path = proc.join(process);
     path.push("comm");

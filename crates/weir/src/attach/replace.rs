@@ -13,7 +13,7 @@ use std::io;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// What is seen of a server's connections with the kernel, which may be those of several devices.
+/// A look at a server's connections with the kernel, perhaps those of several devices.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Look {
     /// Those that the server has.
@@ -74,12 +74,12 @@ impl Pace {
     }
 }
 
-/// What has become of a device's connections.
+/// The outcome for a device's connections.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Outcome {
     /// None was dead.
     Whole,
-    /// What was dead is replaced.
+    /// Dead connections were replaced.
     Replaced,
     /// The same, though the kernel still had so many readers that nobody serves. Each waits for a
     /// request that itself waits for a connection, and will find its reply to be an old one; or it

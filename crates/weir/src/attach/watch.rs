@@ -211,7 +211,7 @@ impl Attachments {
             }
             Err(NotReplaced::Kernel(error)) if error.raw_os_error() == Some(libc::EINVAL) => {
                 say(Level::Info, format_args!(" is no longer attached"));
-                // What the keeper remembers matters to the next daemon only, which would find the
+                // The keeper's memory of it matters to the next daemon only, which would find the
                 // same.
                 let _ = self.detached(device.device);
             }

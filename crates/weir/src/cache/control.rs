@@ -23,7 +23,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// Longest request.
 const REQUEST_MOST: u64 = 4096;
 
-/// What can be asked.
+/// A request.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(tag = "request", rename_all = "kebab-case")]
 pub enum Request {
@@ -33,7 +33,7 @@ pub enum Request {
     Flush,
     /// Send writes elsewhere.
     Mode {
-        /// Where to.
+        /// The mode to change to.
         mode: String,
     },
     /// Come to an end.
@@ -44,7 +44,7 @@ pub enum Request {
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Answer {
     schema: u32,
-    /// What is to go home still. Without it this is the last line.
+    /// Bytes that must still go home. Without it this is the last line.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dirty_bytes: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -58,7 +58,7 @@ struct Envelope {
     request: Request,
 }
 
-/// What a cache does for whoever asks.
+/// A cache's answers to requests.
 pub trait Service: Send + Sync + 'static {
     /// How it is.
     fn report(&self) -> Report;

@@ -1,4 +1,4 @@
-//! What `--home` names: a disk as it is, or disks for a log.
+//! The home that `--home` names: a disk as it is, or disks for a log.
 
 use super::marks;
 use super::options::CreateOptions;
@@ -14,7 +14,7 @@ use weir_system::loop_device::LoopDevice;
 /// Bytes of a log's segments, and of what lies on one disk before the next one's turn.
 const SEGMENT: ByteSize = ByteSize(1 << 20);
 
-/// What stands behind a cache.
+/// The home behind a cache.
 #[derive(Clone, PartialEq, Debug)]
 pub enum HomeUrl {
     /// A disk or file as it is.
@@ -77,7 +77,7 @@ impl Home {
         }
     }
 
-    /// What the cache stands in front of.
+    /// The store that the cache stands in front of.
     pub fn store(&self) -> Arc<dyn Store> {
         match &self.log {
             Some(log) => Arc::new(log.clone()),
@@ -85,7 +85,7 @@ impl Home {
         }
     }
 
-    /// What has gone to each disk.
+    /// The traffic of each disk.
     pub fn traffic(&self) -> Vec<MemberTraffic> {
         self.disks.traffic()
     }
@@ -153,7 +153,7 @@ fn open_log(options: &CreateOptions, url: &StoreUrl, lanes: u32, watch: Watch<'_
         carry.push(path);
     }
     for path in carry {
-        // Whoever uses it keeps it.
+        // A disk that is in use stays its user's.
         drop(FileStore::open_raw(path).map_err(|error| Failure::Failed(chain(&error)))?);
         marks::wipe(path)?;
     }

@@ -1,4 +1,4 @@
-//! What a home carries, as wipefs (util-linux) knows it.
+//! The marks of file systems and the like on a home, as wipefs (util-linux) knows it.
 
 use std::ffi::OsStr;
 use std::io;

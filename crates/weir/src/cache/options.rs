@@ -8,7 +8,7 @@ use weir_cache::Mode;
 use weir_core::ByteSize;
 use weir_store::StoreUrl;
 
-/// What can be done with a cache.
+/// The subcommands of `weir cache`.
 #[derive(Debug, Subcommand)]
 pub enum CacheCommand {
     /// Put a fast store in front of a disk or file, and serve both as one file by FUSE, in the
@@ -36,7 +36,7 @@ pub enum CacheCommand {
 
     /// Send writes elsewhere from now on: write-back, write-through, write-around.
     Mode {
-        /// Where to.
+        /// The mode to change to.
         mode: Mode,
 
         #[command(flatten)]
@@ -67,7 +67,7 @@ impl Control {
     }
 }
 
-/// What a cache is made of.
+/// The parts of a cache.
 #[derive(Debug, Clone, Args)]
 pub struct CreateOptions {
     /// The disk or file behind the cache, of whole pages of 4KiB. Or log:PATH,PATH,...[?size=SIZE]:
@@ -98,7 +98,7 @@ pub struct CreateOptions {
     #[arg(long, value_name = "MODE", default_value_t = Mode::WriteBack)]
     pub mode: Mode,
 
-    /// From how much in a row on a stream goes past the cache; 0: never.
+    /// A stream of more than this many bytes in a row goes past the cache; 0: never.
     #[arg(long, value_name = "SIZE", default_value = "4MiB")]
     pub stream: ByteSize,
 

@@ -1,4 +1,4 @@
-//! What `weir cache status` prints.
+//! The output of `weir cache status`.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -39,7 +39,7 @@ pub struct Report {
     log: Option<LogReport>,
 }
 
-/// What has gone to a disk of the home.
+/// The traffic of a disk of the home.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 struct Disk {
     path: String,
@@ -67,7 +67,7 @@ struct LogReport {
 }
 
 impl Report {
-    /// What a status says of a cache with these names.
+    /// The status of a cache with these names.
     pub fn new(
         status: &CacheStatus,
         [home, store, file]: [String; 3],

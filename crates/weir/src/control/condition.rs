@@ -57,7 +57,7 @@ fn seconds(at: SystemTime) -> u64 {
     at.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
-/// One line without its end: the part, the ways, what is missing, and what happened when.
+/// One line without its line break: the part, its paths, the missing ones, and what happened when.
 impl fmt::Display for Condition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Condition { part, state, ways, missing, since_unix_s, why } = self;

@@ -15,7 +15,7 @@ use std::fmt;
 /// How a scrape is answered.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Format {
-    /// What Prometheus asks for.
+    /// The format that Prometheus asks for.
     OpenMetrics,
     /// The text format before it, which curl gets and promtool reads.
     Text,
@@ -47,7 +47,7 @@ struct Metric {
     read: Read,
 }
 
-/// Where its samples come from.
+/// The source of its samples.
 enum Read {
     Counter(fn(&Status, Counts<'_>)),
     Gauge(fn(&Status, Levels<'_>)),

@@ -46,7 +46,7 @@ pub const SOCKET: &str = "control.sock";
 /// Longest request.
 const REQUEST_MOST: u64 = 4096;
 
-/// What can be asked.
+/// A request.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(tag = "request", rename_all = "kebab-case")]
 pub enum Request {
@@ -75,7 +75,7 @@ pub enum Request {
     },
 }
 
-/// What a daemon does for whoever asks at its control socket.
+/// A daemon's answers to requests at its control socket.
 pub trait Service: Send + Sync + 'static {
     /// Says how it is.
     fn status(&self) -> Status;
@@ -134,7 +134,7 @@ pub struct Progress {
     pub pages: u64,
 }
 
-/// What a long request came to.
+/// The outcome of a long request.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Moved {
     /// Memory given back, or taken.
@@ -157,7 +157,7 @@ enum Line {
     Error(String),
 }
 
-/// What is around such a line.
+/// The envelope of such a line.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 struct Reply {
     schema: u32,

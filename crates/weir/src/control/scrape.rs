@@ -21,7 +21,7 @@ use weir_system::local_socket::{self, SocketFile};
 /// Longest head of a request, and most header lines.
 const HEAD_MOST: usize = 8192;
 const HEADERS_MOST: usize = 64;
-/// What a client that reads OpenMetrics accepts.
+/// The media type in the `Accept` of a client that reads OpenMetrics.
 const OPEN: &[u8] = b"application/openmetrics-text";
 
 /// A listening endpoint. Dropping it removes a unix socket from the file system.
@@ -67,7 +67,7 @@ impl Endpoint {
                 loop {
                     // A client that went away needs no answer, and nobody else is concerned.
                     if listener.accept().and_then(|client| answer(&mut { client }, &*service)).is_err() {
-                        // Where accept(2) fails for want of descriptors it does so at once.
+                        // Without free descriptors accept(2) fails at once.
                         thread::yield_now();
                     }
                 }
@@ -157,7 +157,7 @@ fn answer(client: &mut (impl Read + Write), service: &dyn Service) -> io::Result
     )
 }
 
-/// What a client asks for.
+/// A client's request.
 #[derive(PartialEq, Eq, Debug)]
 enum Asked {
     Metrics(Format),

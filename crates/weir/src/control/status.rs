@@ -1,4 +1,4 @@
-//! What the daemon says of itself, as JSON and as lines for people.
+//! The daemon's status, as JSON and as lines for people.
 
 use super::condition::Condition;
 use super::health::{self, Problem};
@@ -44,7 +44,7 @@ pub struct Status {
     /// Processors kept awake in bursts; null unless that was asked for.
     #[serde(default)]
     pub cpu_latency: Option<CpuLatency>,
-    /// What keeps the daemon from waiting for itself.
+    /// The protections that keep the daemon from waiting for itself.
     pub protection: Protection,
 }
 
@@ -63,12 +63,12 @@ pub struct Volume {
     pub free: u64,
     /// Memory for the page map and the slot records.
     pub map_bytes: u64,
-    /// What compression came to, where there is or was any.
+    /// The gain of compression, if pages are or were compressed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub compress: Option<Compress>,
 }
 
-/// What lies compressed.
+/// Compressed pages.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Compress {
     /// As `--compress` took it; `none` if only what a daemon before had compressed is left.
@@ -130,7 +130,7 @@ pub struct Chunks {
     pub given_back: u64,
 }
 
-/// What the worker did since the start.
+/// Counts of the workers since the start.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize, Deserialize)]
 pub struct Background {
     /// Memory given back.
@@ -189,7 +189,7 @@ pub struct Traffic {
     pub latencies_ns: Vec<(u64, u64)>,
 }
 
-/// What was read and written since somebody looked before, a second or more ago; at first, since
+/// Bytes read and written since somebody looked before, a second or more ago; at first, since
 /// the start.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Rates {
@@ -201,7 +201,7 @@ pub struct Rates {
     pub write_bytes_per_s: u64,
 }
 
-/// What earlier looks saw, for the rates of the next: nothing runs in between. Whoever asks within
+/// Counts at earlier looks, for the rates of the next: nothing runs in between. Who asks within
 /// a second has the rates since the look before, so that two who ask in turns do not take each
 /// other's time.
 #[derive(Default, Debug)]
@@ -209,9 +209,9 @@ pub struct Looks(Mutex<Kept>);
 
 #[derive(Default, Debug)]
 struct Kept {
-    /// What rates are told since.
+    /// The look that rates are counted from.
     then: Look,
-    /// What they will be told since, once it is old enough.
+    /// The look that they will be counted from, once it is old enough.
     next: Look,
 }
 
@@ -249,7 +249,7 @@ pub struct CpuLatency {
     pub bursts: u64,
 }
 
-/// What holds of [`weir_core::swap_safety`] and the sealed allocator.
+/// The state of [`weir_core::swap_safety`] and of the sealed allocator.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Protection {
     /// The device is to carry swap.
@@ -293,7 +293,7 @@ impl Traffic {
         }
     }
 
-    /// What there was between an earlier look at the same daemon and this one.
+    /// The difference to an earlier look at the same daemon.
     pub fn since(&self, then: &Traffic) -> Traffic {
         let pages = self.pages.saturating_sub(then.pages);
         let was = |bound: u64| {
@@ -475,7 +475,7 @@ impl fmt::Display for Status {
 }
 
 impl Status {
-    /// What matters first: memory gained, whether all is well, and the next step where it is not.
+    /// Memory gained, whether all is well, and the next step if it is not.
     fn summary(&self, f: &mut impl fmt::Write) -> fmt::Result {
         let gained = ByteSize(health::gained_bytes(self));
         writeln!(f, "gained    {gained} of RAM; the device has {}", ByteSize(self.volume.bytes))?;

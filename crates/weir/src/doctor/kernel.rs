@@ -1,4 +1,4 @@
-//! What the kernel can do: block front ends, memory front ends, cgroups.
+//! Checks of the kernel: block front ends, memory front ends, cgroups.
 
 use super::Finding;
 use std::fmt;

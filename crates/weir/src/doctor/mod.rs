@@ -1,4 +1,4 @@
-//! What this machine offers Weir, and what to do about what it lacks.
+//! Checks of this machine: its offers to Weir, and the next step for each lack.
 //!
 //! Every check reads the machine through [`Machine`], a directory that is `/` in life and a fixture
 //! in tests, so each can be shown both a machine that has a thing and one that has not.
@@ -23,7 +23,7 @@ pub use system::suspend_loses_pages;
 use weir_cli::failure::Failure;
 use weir_system::Machine;
 
-/// What a finding means for somebody who wants to swap on Weir.
+/// The meaning of a finding for a person who wants to swap on Weir.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum Level {
@@ -38,12 +38,12 @@ enum Level {
 /// One line of the report.
 #[derive(Debug, Serialize)]
 struct Finding {
-    /// What was looked at. Stable: scripts may select by it.
+    /// The check's name. Stable: scripts may select by it.
     id: &'static str,
     level: Level,
-    /// What was seen.
+    /// The value seen.
     seen: String,
-    /// What to do about it, where there is something.
+    /// The next step, if there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
     next: Option<String>,
 }

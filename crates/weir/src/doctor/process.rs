@@ -1,4 +1,4 @@
-//! What this process may do: capabilities and limits that swap needs.
+//! Checks of this process: capabilities and limits that swap needs.
 
 use super::Finding;
 use rustix::process::{Resource, getrlimit};

@@ -1,4 +1,4 @@
-//! What surrounds the daemon: the init system, sleep, the battery, and room on the disk.
+//! Checks of the daemon's surroundings: the init system, sleep, the battery, and room on the disk.
 
 use super::Finding;
 use crate::control::SYSTEM as DIRECTORY;
@@ -55,7 +55,8 @@ fn driver_saves(machine: &Machine) -> Option<bool> {
     Some(kept == "1")
 }
 
-/// Whether systemd runs weir-sleep.service before the machine sleeps: the unit alone does nothing.
+/// Whether systemd runs weir-sleep.service before the machine sleeps. The unit's file alone does
+/// not make it so.
 fn has_sleep_unit(machine: &Machine) -> bool {
     let hooked = |kind| has_unit(machine, &format!("sleep.target.{kind}/weir-sleep.service"));
     machine.has("/run/systemd/system") && ["requires", "wants"].into_iter().any(hooked)

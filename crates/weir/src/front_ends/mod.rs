@@ -26,7 +26,7 @@ pub trait FrontEnd: fmt::Debug + Send {
     /// Where it serves, and to how many; for status.
     fn exports(&self) -> Vec<Export>;
 
-    /// What its end would be a loss to, and what to do about it; `None` where it may be stopped.
+    /// Names who still uses the device, with the command that ends that use; `None` if it may stop.
     /// Something that only this process keeps alive (a device that carries swap) must not be.
     fn in_use(&self) -> Option<String> {
         None
@@ -250,7 +250,7 @@ impl FrontEnd for Share {
     }
 
     fn stop(self: Box<Self>, _grace: Duration) {
-        // What was asked for is in the clients' own memory: dropping the server hangs up.
+        // Requests lie in the clients' own memory, so dropping the server only hangs up.
     }
 }
 

@@ -16,7 +16,7 @@ use weir_export::ublk::{Config, Device, Found, Server};
 use weir_system::device_use;
 use weir_volume::Volume;
 
-/// What the keeper calls the page.
+/// The keeper's name for the page.
 const NUMBER: &str = "ublk";
 
 /// Queues where none are asked for: more would hold memory that a desktop's swap does not need.

@@ -18,7 +18,7 @@ use std::process::Command;
 /// Says to the copy which file it was copied from, and its [`Stamp`].
 const ENVIRONMENT: [&str; 2] = ["WEIR_PROGRAM", "WEIR_PROGRAM_STAMP"];
 
-/// What tells a file from the one that takes its place in an upgrade.
+/// A stamp that differs between a file and the one that replaces it in an upgrade.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Stamp(String);
 

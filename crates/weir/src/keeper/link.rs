@@ -39,16 +39,16 @@ pub struct Link(Arc<Line>);
 #[derive(Debug)]
 struct Line {
     socket: OwnedFd,
-    /// Whoever has asked has the answer that comes.
+    /// The lock's holder has asked, and the next answer is for it.
     turn: Mutex<()>,
 }
 
-/// What the keeper has of an earlier daemon, by name.
+/// The descriptors of an earlier daemon that the keeper holds, by name.
 #[derive(Debug, Default)]
 pub struct Held(HashMap<String, OwnedFd>);
 
 impl Held {
-    /// What has been spent on taking its place so far.
+    /// Time spent on taking its place so far.
     pub fn stages(&self) -> Stages {
         let told = std::env::var(GONE).ok();
         let told = told.as_deref().and_then(|text| text.split_once(' '));

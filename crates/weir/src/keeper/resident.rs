@@ -1,6 +1,6 @@
-//! What the next daemon reads before it serves: the program and its configuration. Both may lie on
-//! tmpfs (`/run`, a memfd), whose pages are swapped out like a process's own, to the very device
-//! that is down when they are needed.
+//! The files that the next daemon reads before it serves: the program and its configuration. Both
+//! may lie on tmpfs (`/run`, a memfd), whose pages are swapped out like a process's own, to the
+//! very device that is down when they are needed.
 
 use std::fs::File;
 use std::io;
@@ -22,7 +22,8 @@ pub fn file(path: &Path) -> io::Result<Resident> {
     Resident::hold(&File::open(path)?, u64::MAX)
 }
 
-/// Where in the file with number `inode` a line of `/proc/PID/maps` ends (proc_pid_maps(5)).
+/// The offset in the file with number `inode` at which a line of `/proc/PID/maps` ends
+/// (proc_pid_maps(5)).
 fn file_end(line: &str, inode: u64) -> Option<u64> {
     let mut fields = line.split_ascii_whitespace();
     let (from, to) = fields.next()?.split_once('-')?;

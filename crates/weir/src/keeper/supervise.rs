@@ -56,7 +56,7 @@ enum End {
     Signal(i32),
 }
 
-/// What one daemon did in its life.
+/// The record of one daemon's life.
 struct Life {
     end: End,
     was_ready: bool,
@@ -84,7 +84,7 @@ struct Keeper<'a> {
     signals: UnixStream,
     /// When a signal that waits for a daemon to serve is passed on all the same.
     told_by: Option<Instant>,
-    /// What every daemon plans its threads for.
+    /// The number of processors that every daemon plans its threads for.
     processors: usize,
     /// When the last daemon was gone, and how long that took from the first sign of it on.
     gone: Option<(u64, Duration)>,
@@ -209,7 +209,7 @@ fn pause_after(stillborn: u32) -> Option<Duration> {
 struct Programs {
     own: PathBuf,
     installed: PathBuf,
-    /// What the keeper's own was like when it was the installed one.
+    /// The stamp of the keeper's own program when it was the installed one.
     stamp: Option<Stamp>,
     /// The new one that is to be started.
     new: Option<Stamp>,
@@ -266,8 +266,9 @@ impl Keeper<'_> {
         // meanwhile.
         rustix::io::fcntl_setfd(&theirs, rustix::io::FdFlags::empty())?;
         let mut arguments = std::env::args_os();
-        // Where memory is short, the new daemon has the kernel's reserve from its first page on,
-        // until it serves. What is denied makes its start slower, or another one necessary.
+        // With this the new daemon may use the kernel's reserve from its first page until it
+        // serves. If the kernel denies it, the start may be slow or fail, and then another start
+        // follows.
         if self.swap {
             let _ = swap_safety::reach_reserves(Children::Inherit);
         }
@@ -325,8 +326,8 @@ impl Keeper<'_> {
                 PollFd::from_borrowed_fd(self.signals.as_fd(), PollFlags::IN),
                 PollFd::from_borrowed_fd(line_fd, PollFlags::IN),
             ];
-            // What could not be set aside when the daemon began to serve is asked for again, until
-            // it is there.
+            // Memory that could not be set aside when the daemon began to serve is asked for again,
+            // until it is there.
             let again = life.was_ready && self.lacks;
             let wait = match self.told_by {
                 Some(by) => Timespec::try_from(by.saturating_duration_since(Instant::now())).ok(),
@@ -350,7 +351,7 @@ impl Keeper<'_> {
                         if let Err(error) = self.answer(socket, message, pid, &mut life) {
                             (self.log)(Level::Warning, format_args!("cannot answer the daemon: {error}"));
                         }
-                        // What it has said before it ended comes first.
+                        // Its last words before it ended come first.
                         continue;
                     }
                     Ok(None) | Err(_) => (line, hung_up) = (None, Some(Instant::now())),
@@ -485,7 +486,7 @@ impl Keeper<'_> {
     }
 }
 
-/// What a daemon has that nobody else has, and the next will need: at least [`SET_ASIDE_LEAST`]
+/// Memory that this daemon alone has, and the next will need: at least [`SET_ASIDE_LEAST`]
 /// bytes.
 fn own_memory(daemon: Pid) -> usize {
     let status = format!("/proc/{}/status", daemon.as_raw_nonzero());
@@ -493,7 +494,7 @@ fn own_memory(daemon: Pid) -> usize {
     (of("RssAnon") + of("VmPTE")).max(SET_ASIDE_LEAST)
 }
 
-/// What is held in memory, or a line that says that it is not.
+/// The pages held in memory, or a line that says that they are not.
 fn held(log: &Log, what: &str, pages: io::Result<Resident>) -> Option<Resident> {
     match pages {
         Ok(pages) => Some(pages),

@@ -1,4 +1,4 @@
-//! What keeper and daemon say to each other: datagrams on a socket pair, a word and a name, with a
+//! The messages between keeper and daemon: datagrams on a socket pair, a word and a name, with a
 //! descriptor where one is handed over.
 //!
 //! | from | datagram | means |
@@ -33,7 +33,7 @@ pub const FORMAT: u32 = 1;
 /// Longest datagram; names are short.
 const MESSAGE_MAX: usize = 256;
 
-/// What a kept descriptor is.
+/// The kind of a descriptor in the keeper.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kind {
     /// A sealed memfd.

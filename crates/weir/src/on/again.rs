@@ -1,5 +1,6 @@
-//! What was turned off for a while, by a battery that ran low or for a sleep, and is to be turned
-//! on again as it was. Whoever turns it on or off by hand meanwhile has decided otherwise.
+//! Notes of a device that was turned off for a while, by a battery that ran low or for a sleep, and
+//! is to be turned on again as it was. Whoever turns it on or off by hand meanwhile has decided
+//! otherwise.
 
 use super::state::Again;
 use std::fs;
@@ -9,8 +10,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use weir_cli::failure::Failure;
 
-/// Who may have written a note. It lies beside the run-time directory, which is gone while Weir is
-/// off.
+/// The names of those that write a note. It lies beside the run-time directory, which is gone while
+/// Weir is off.
 const WHO: [&str; 2] = ["battery", "sleep"];
 
 /// The note of one of them.

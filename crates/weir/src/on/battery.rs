@@ -8,16 +8,16 @@ use super::state::{self, Phase};
 use weir_cli::failure::Failure;
 use weir_system::Machine;
 
-/// Where the machine's power comes from.
+/// The machine's source of power.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Power {
     /// Mains, or a charger.
     mains: bool,
-    /// What the fullest of its batteries has; `None` without any.
+    /// The charge of the fullest of its batteries; `None` without any.
     percent: Option<u8>,
 }
 
-/// What is due.
+/// The action that is due.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Verdict {
     Stay,

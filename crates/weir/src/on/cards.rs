@@ -93,7 +93,7 @@ fn slot(machine: &Machine, device: &str) -> Option<String> {
     uevent.lines().find_map(|line| line.strip_prefix("PCI_SLOT_NAME=")).map(str::to_owned)
 }
 
-/// What AMD's driver tells of a device; Intel's tells no total.
+/// The card as AMD's driver describes it; Intel's tells no total.
 fn by_sysfs(machine: &Machine, device: &str) -> Option<Card> {
     let number = |file: &str| machine.text(&format!("{device}/{file}"))?.parse::<u64>().ok();
     let total = number("mem_info_vram_total")?;

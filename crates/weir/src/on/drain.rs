@@ -38,7 +38,7 @@ pub struct Room {
 }
 
 impl Room {
-    /// What would not fit; zero where all does.
+    /// Bytes that would not fit; zero if all do.
     pub fn lacking(self) -> ByteSize {
         let room = (self.available.0 + self.other_swap.0).saturating_sub(SPARE.0);
         ByteSize(self.swapped.0.saturating_sub(room))

@@ -1,5 +1,5 @@
-//! What makes a block device of a daemon's volume: which ways there are here, and each way's attach
-//! and detach.
+//! Front ends that make a block device of a daemon's volume: those of this machine, and each one's
+//! attach and detach.
 
 use super::options::FrontChoice;
 use super::service::{self, control_socket, fuse_file, nbd_socket};
@@ -56,7 +56,7 @@ impl Front {
         }
     }
 
-    /// What speaks against it on the kernel of this release, where there is something: then it is
+    /// The risk of it on the kernel of this release, if there is one: then it is
     /// taken only by who asks for it.
     pub fn risk(self, release: &str) -> Option<String> {
         match self {

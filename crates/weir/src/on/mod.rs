@@ -96,7 +96,7 @@ fn already(state: &State, directory: &Path) -> String {
     format!("already on: {}; weir status says how it is, weir off turns it off", devices.join(", "))
 }
 
-/// What was said after the command's own name, and where.
+/// The arguments behind the command's own name, and the working directory.
 fn invocation() -> Result<Again, Failure> {
     let arguments = std::env::args_os().skip(2).map(std::ffi::OsString::into_string);
     let arguments = arguments.collect::<Result<_, _>>().map_err(|argument| {

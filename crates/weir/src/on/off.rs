@@ -14,7 +14,7 @@ pub fn run(options: &OffOptions) -> Result<(), Failure> {
     if let Some(device) = &options.swapoff {
         return drain::swapoff_here(device);
     }
-    // Who comes back later has not decided.
+    // With `--remember` the user has decided nothing: the device comes back later.
     if rustix::process::geteuid().is_root() && options.remember.is_none() {
         again::forget(&options.runtime)?;
     }
@@ -69,8 +69,8 @@ pub fn finish(mut journal: Journal, note: Option<&Path>) -> Result<Finished, Fai
     drain::check_room(&devices)?;
     let state = journal.state();
     if !state.steps.is_empty() {
-        // What was not on does not come back, and whoever took the last device away has said
-        // whether it does.
+        // A device that was not on does not come back, and the command that took the last one away
+        // has said whether it does.
         let note = note.filter(|_| state.phase == Phase::On || !devices.is_empty());
         // Where nothing can be written (the file system is full), it is undone all the same: what
         // the journal says too much, after a crash in the middle, is undone twice.

@@ -13,10 +13,10 @@ use weir_core::ByteSize;
 use weir_store::vram::Target;
 use weir_store::{StoreUrl, UrlError, VramUrl};
 
-/// Where `weir on` keeps what belongs to it.
+/// The directory in which `weir on` keeps its files.
 pub use crate::control::SYSTEM as DIRECTORY;
 
-/// What the device is to be. What is not said is chosen, and shown.
+/// The device. A value that is not given is chosen, and shown.
 #[derive(Debug, Clone, Args)]
 pub struct OnOptions {
     /// The device's size [default: for vram what the cards have, less 1GiB each, or 3GiB with a
@@ -24,7 +24,8 @@ pub struct OnOptions {
     #[arg(long)]
     pub size: Option<ByteSize>,
 
-    /// What makes it a block device [default: the first that works here of ublk and nbd].
+    /// The front end that makes it a block device [default: the first that works here of ublk and
+    /// nbd].
     #[arg(long, value_enum, default_value_t)]
     pub front: FrontChoice,
 
@@ -127,7 +128,7 @@ pub struct OffOptions {
     pub swapoff: Option<PathBuf>,
 }
 
-/// Whose daemon is to be replaced.
+/// The daemon that is to be replaced.
 #[derive(Debug, Clone, Args)]
 pub struct RestartOptions {
     /// The directory that weir on was given.
@@ -146,7 +147,7 @@ pub struct BatteryOptions {
     #[arg(long, value_name = "DIRECTORY", default_value = DIRECTORY, value_parser = runtime)]
     pub runtime: PathBuf,
 
-    /// Where the kernel lists power supplies; for tests.
+    /// The directory in which the kernel lists power supplies; for tests.
     #[arg(long, value_name = "DIRECTORY", default_value = "/sys/class/power_supply", hide = true)]
     pub supplies: String,
 }
@@ -167,7 +168,7 @@ pub struct TopOptions {
     pub control: Option<PathBuf>,
 }
 
-/// What makes a block device of the volume.
+/// The front end that makes a block device of the volume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub enum FrontChoice {
     /// The first that works here of ublk and nbd.
@@ -183,7 +184,7 @@ pub enum FrontChoice {
     Fuse,
 }
 
-/// Where pages are kept.
+/// The store for the pages.
 #[derive(Debug, Clone, PartialEq)]
 pub enum StoreChoice {
     /// Memory of the GPUs, with the options of its URL.
@@ -197,7 +198,7 @@ pub enum StoreChoice {
 /// Room on a disk below the store.
 #[derive(Debug, Clone, PartialEq)]
 pub enum BackingChoice {
-    /// Where it is of use and the disk has room.
+    /// Used if it is of use and the disk has room.
     Auto,
     /// None.
     None,

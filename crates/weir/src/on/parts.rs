@@ -36,7 +36,7 @@ pub fn count(control: &Path) -> u8 {
     state_at(control).map_or(0, |(_, state)| state.parts)
 }
 
-/// What `weir on` has written down beside `control`, and in which directory.
+/// The state that `weir on` has written beside `control`, and its directory.
 fn state_at(control: &Path) -> Option<(&Path, State)> {
     let directory = control.parent()?;
     Some((directory, state::read(directory).ok()??))
@@ -114,7 +114,7 @@ fn silence(control: &Path) -> Option<String> {
     state.is_all_away().then(|| all_away(&state, directory))
 }
 
-/// What to say of a device in `directory` whose parts are all away.
+/// The message about a device in `directory` whose parts are all away.
 pub fn all_away(state: &State, directory: &Path) -> String {
     let socket = service::control_socket(directory);
     let elsewhere = directory != Path::new(DIRECTORY);
@@ -237,7 +237,7 @@ fn open(directory: &Path) -> Result<Journal, Failure> {
             directory.display()
         )));
     }
-    // Whoever was turning a part off or on when it died left some of its steps.
+    // A command that died while it turned a part off or on left some of its steps.
     for step in away(journal.state()) {
         let Step::Away { directory, .. } = &step else { continue };
         take_away(&mut journal, directory)?;

@@ -1,4 +1,4 @@
-//! Where Weir's swap device stands among the others.
+//! The priority of Weir's swap device among the others.
 
 use weir_system::swaps::Swap;
 
@@ -11,7 +11,7 @@ pub struct Place {
     pub why: String,
 }
 
-/// What Weir's device has where nothing speaks against it; room above for those who want to be
+/// The priority of Weir's device if nothing speaks against it; room above for those who want to be
 /// first.
 const USUAL: i32 = 100;
 const MOST: i32 = 32_767;

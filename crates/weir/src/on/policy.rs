@@ -26,7 +26,7 @@ impl Policy {
         match self {
             Policy::Battery => 0,
             Policy::Balanced => 20,
-            // What a desktop feels are faults some 20 ms apart.
+            // A desktop feels faults that are some 20 ms apart.
             Policy::LowLatency => 25_000,
         }
     }

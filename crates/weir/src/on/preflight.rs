@@ -19,10 +19,10 @@ use weir_store::{StoreUrl, VramUrl};
 use weir_system::Machine;
 use weir_system::swaps::{self, Swap};
 
-/// What `weir on` is going to do.
+/// The plan of `weir on`.
 #[derive(Debug)]
 pub struct Plan {
-    /// Where pages are kept.
+    /// The store for the pages.
     pub store: StoreChoice,
     /// Why they go there by another way than the store would choose.
     pub path_why: Option<String>,
@@ -227,12 +227,12 @@ fn size(
     Ok((size, why))
 }
 
-/// Where `--backing auto` puts its file.
+/// The file of `--backing auto`.
 pub const BACKING: &str = "/var/lib/weir/backing";
 
-/// What `--backing auto` looks at.
+/// The values that `--backing auto` depends on.
 struct Disk<'a> {
-    /// What the file system of a directory has free; `None` where there is no such directory.
+    /// Free room in the file system of a directory; `None` where there is no such directory.
     free: &'a dyn Fn(&Path) -> Option<ByteSize>,
     /// The file of an earlier Weir that did not end by `weir off`, and its room.
     left_over: &'a dyn Fn(&Path) -> Option<ByteSize>,
@@ -250,7 +250,7 @@ fn new_files(paths: &[PathBuf]) -> impl Iterator<Item = PathBuf> {
     paths.iter().filter(|path| path.symlink_metadata().is_err()).cloned()
 }
 
-/// What goes below the store, and the files to be made for it.
+/// The backing below the store, and the files to be made for it.
 fn backing(
     options: &OnOptions,
     size: ByteSize,
@@ -372,7 +372,7 @@ fn path(store: &StoreChoice, machine: &Machine) -> (StoreChoice, Option<String>)
     }
 }
 
-/// What sizes of this store are a multiple of.
+/// The unit of which sizes of this store are a multiple.
 pub fn unit(store: &StoreChoice) -> u64 {
     match store {
         StoreChoice::Vram(url) => url.chunk.0,

@@ -63,12 +63,12 @@ pub struct Service {
     pub config: Table,
 }
 
-/// Where a daemon listens for the kernel's NBD client.
+/// The socket at which a daemon listens for the kernel's NBD client.
 pub fn nbd_socket(directory: &Path) -> PathBuf {
     directory.join("nbd.sock")
 }
 
-/// Where it answers `weir status`.
+/// The socket at which it answers `weir status`.
 pub fn control_socket(directory: &Path) -> PathBuf {
     directory.join(control::SOCKET)
 }
@@ -196,12 +196,12 @@ fn systemd_runs() -> bool {
         && Command::new("systemd-run").arg("--version").stdout(Stdio::null()).status().is_ok()
 }
 
-/// What a daemon said last, without the program's name.
+/// A daemon's last line, without the program's name.
 fn last_line(directory: &Path) -> Option<String> {
     last_of(&fs::read_to_string(log_file(directory)).ok()?)
 }
 
-/// What the daemon of a unit that has failed said last since it was started, where there is a
+/// The last line since the start of the daemon whose unit has failed, if there is a
 /// journal.
 fn last_line_of_unit(unit: &str, started: SystemTime) -> Option<String> {
     let said = |arguments: &[&str]| {
@@ -248,7 +248,7 @@ pub fn stop(directory: &Path, unit: Option<&str>, process: Option<Process>) -> R
         // A unit that has failed is listed until it is reset.
         let _ = systemctl(&["reset-failed", unit]);
     }
-    // What killed processes did not remove themselves.
+    // Killed processes did not remove these themselves.
     for file in
         [config_file(directory), log_file(directory), nbd_socket(directory), control_socket(directory)]
     {
@@ -337,7 +337,7 @@ fn end(process: Process, directory: &Path) -> Result<(), Failure> {
     )))
 }
 
-/// What to do about a daemon that does not end. An NBD or loop device gets errors once nobody
+/// The next step for a daemon that does not end. An NBD or loop device gets errors once nobody
 /// serves it; a ublk device waits.
 fn next_step(directory: &Path) -> &'static str {
     let options = fs::read_to_string(config_file(directory)).unwrap_or_default();
@@ -363,7 +363,7 @@ fn ended(pidfd: BorrowedFd<'_>, within: Duration) -> Result<bool, Errno> {
     }
 }
 
-/// What keeps the daemon in `directory` from ending: somebody who has its ublk device open. Where
+/// The user that keeps the daemon in `directory` from ending by having its ublk device open. Where
 /// it is on its way down it answers no more; and where nobody has it open, it may not have heard
 /// yet, as while it takes over from another.
 fn open_device(directory: &Path) -> Option<String> {

@@ -13,9 +13,9 @@ use weir_system::Machine;
 pub struct Wish {
     /// Below `/proc/sys` or `/sys`.
     pub path: PathBuf,
-    /// What it holds.
+    /// Its value now.
     pub before: String,
-    /// What it is to hold.
+    /// Its value to come.
     pub after: String,
     /// Why, in a few words.
     pub why: &'static str,

@@ -1,25 +1,25 @@
 //! How large the device is to be when nobody says.
 //!
-//! The rules are those of nbd-vram's installer: what a card has, less 1 GiB for whoever else uses
-//! it, less 3 GiB where it drives a display; and where that is not to be had, 512 MiB less, again
-//! and again. Where others have taken their share already, the floor stays free: below it the store
-//! would ask at once for what it was just given.
+//! The rules are those of nbd-vram's installer. A card gives all that it has, less 1 GiB for its
+//! other users, less 3 GiB if it drives a display. If that much cannot be had, 512 MiB less is
+//! tried, again and again. If others have taken memory already, the floor stays free too: below it
+//! the store would at once be asked for memory back.
 
 use weir_core::ByteSize;
 use weir_store::VramUrl;
 
 const MIB: u64 = 1 << 20;
 
-/// What is left to others on a card that only computes.
+/// Memory left to others on a card that only computes.
 pub const HEADROOM: ByteSize = ByteSize(1 << 30);
-/// What is left to others on a card that drives a display.
+/// Memory left to others on a card that drives a display.
 pub const HEADROOM_DISPLAY: ByteSize = ByteSize(3 << 30);
 /// By how much a try is smaller than the one that failed.
 pub const STEP: ByteSize = ByteSize(512 * MIB);
 /// Less than this is not worth a device.
 pub const LEAST: ByteSize = ByteSize(256 * MIB);
-/// What a daemon without a backing takes beyond its size, for writes under way: 1.25 MiB for each
-/// of its connections and threads, of which `weir on` makes 14 at most.
+/// Memory that a daemon without a backing takes beyond its size, for writes under way: 1.25 MiB for
+/// each of its connections and threads, of which `weir on` makes 14 at most.
 const UNDER_WAY: ByteSize = ByteSize(32 * MIB);
 
 /// A card's memory.
@@ -27,33 +27,33 @@ const UNDER_WAY: ByteSize = ByteSize(32 * MIB);
 pub struct Card {
     /// All of it.
     pub total: ByteSize,
-    /// What nobody has now, where that is known.
+    /// Free memory, if that is known.
     pub free: Option<ByteSize>,
     /// Whether a display hangs on it.
     pub display: bool,
 }
 
 impl Card {
-    /// What is left to others.
+    /// Memory left to others.
     pub fn headroom(self) -> ByteSize {
         if self.display { HEADROOM_DISPLAY } else { HEADROOM }
     }
 
-    /// What nobody has now; all of it, where that is not known.
+    /// Free memory; all of it, if that is not known.
     pub fn free(self) -> ByteSize {
         self.free.unwrap_or(self.total)
     }
 }
 
-/// What the daemons of a device in `parts` may take of each card beyond its size: a store takes
-/// whole chunks.
+/// Memory that the daemons of a device in `parts` may take of each card beyond its size: a store
+/// takes whole chunks.
 pub fn beyond(url: &VramUrl, parts: u64) -> ByteSize {
     ByteSize(UNDER_WAY.0.next_multiple_of(url.chunk.0) * parts)
 }
 
-/// What one card can lend: its total less the headroom, and no more than is free now less the floor
-/// and what the daemons take beyond; whole steps of 128 MiB, the usual chunk of the store, or of a
-/// larger chunk. `None` where that is less than [`LEAST`].
+/// Memory that one card can give: its total less the headroom, and no more than is free now less
+/// the floor and what the daemons take beyond; whole steps of 128 MiB, the usual chunk of the
+/// store, or of a larger chunk. `None` where that is less than [`LEAST`].
 pub fn of_card(card: Card, url: &VramUrl, parts: u64) -> Option<ByteSize> {
     let spare = card.free().0.saturating_sub(url.floor.0).saturating_sub(beyond(url, parts).0);
     let lent = card.total.0.saturating_sub(card.headroom().0).min(spare);
@@ -62,7 +62,8 @@ pub fn of_card(card: Card, url: &VramUrl, parts: u64) -> Option<ByteSize> {
     (lent >= LEAST).then_some(lent)
 }
 
-/// What all cards can lend together. The store takes equal parts of each, so the smallest decides.
+/// Memory that all cards can give together. The store takes equal parts of each, so the smallest
+/// decides.
 pub fn of_cards(cards: &[Card], url: &VramUrl, parts: u64) -> Option<ByteSize> {
     let least = cards.iter().map(|card| of_card(*card, url, parts)).min().flatten()?;
     Some(ByteSize(least.0 * cards.len() as u64))
@@ -98,7 +99,7 @@ mod tests {
         of_card(card, &vram(), 1)
     }
 
-    /// What the store takes of each card for a device of this size: the rounding of
+    /// Memory that the store takes of each card for a device of this size: the rounding of
     /// `weir-store/vram`.
     fn taken(size: ByteSize, cards: u64, url: &VramUrl, parts: u64) -> u64 {
         let part = part(size, parts, url.chunk.0).0 + UNDER_WAY.0;

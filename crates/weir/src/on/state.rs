@@ -1,5 +1,5 @@
-//! What `weir on` has done to the machine, on disk before it is done: so `weir off` undoes all of
-//! it, also after a crash between two steps.
+//! The changes of `weir on` to the machine, on disk before they are made: so `weir off` undoes all
+//! of it, also after a crash between two steps.
 
 use serde::{Deserialize, Serialize};
 use std::fs;
@@ -54,25 +54,25 @@ pub enum Step {
     Setting {
         /// Below `/proc/sys` or `/sys`.
         path: PathBuf,
-        /// What it held.
+        /// Its value before.
         before: String,
-        /// What it holds now.
+        /// Its value now.
         after: String,
         /// Why.
         why: String,
     },
     /// systemd units that may not start meanwhile, masked until the next boot at most.
     Mask {
-        /// Their names.
+        /// The names of the units.
         units: Vec<String>,
     },
     /// A part that was turned off to give its memory back, with what it takes to turn it on again.
     Away {
-        /// Where its daemon was.
+        /// The directory of its daemon.
         directory: PathBuf,
         /// The daemon's options.
         config: String,
-        /// What made its device.
+        /// The front end that made its device.
         front: Front,
         /// The priority of its device.
         priority: i32,
@@ -101,7 +101,7 @@ pub struct Process {
     pub started: u64,
 }
 
-/// What makes a block device of the daemon's volume.
+/// The front end that makes a block device of the daemon's volume.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Front {
@@ -125,13 +125,13 @@ pub enum Phase {
     TurningOff,
 }
 
-/// What it takes to do the same again.
+/// The command line that does the same again.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Again {
-    /// What `weir on` was given.
+    /// The arguments of `weir on`.
     #[serde(default)]
     pub arguments: Vec<String>,
-    /// Where; no directory means the root.
+    /// The working directory; none means the root.
     #[serde(default)]
     pub directory: PathBuf,
 }
@@ -145,13 +145,13 @@ pub struct State {
     pub version: String,
     /// How far it came.
     pub phase: Phase,
-    /// What `weir on` was given, to do the same again.
+    /// The command line of `weir on`, to do the same again.
     #[serde(flatten)]
     pub again: Again,
     /// How many devices there are, those that are away among them.
     #[serde(default)]
     pub parts: u8,
-    /// What was done, in order.
+    /// The steps that were done, in order.
     pub steps: Vec<Step>,
 }
 
@@ -228,7 +228,7 @@ impl Journal {
         let lock = loop {
             fs::DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(failed)?;
             let lock = match fs::File::open(directory) {
-                // Whoever had it has removed it just now.
+                // Its owner has removed it just now.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
                 lock => lock.map_err(failed)?,
             };
@@ -260,7 +260,7 @@ impl Journal {
         Ok(Journal { directory: directory.to_owned(), _lock: Lock(lock), state })
     }
 
-    /// What is done.
+    /// The state so far.
     pub fn state(&self) -> &State {
         &self.state
     }
@@ -402,7 +402,7 @@ mod tests {
     fn a_child_that_still_has_the_descriptor_does_not_keep_the_lock() {
         let directory = directory("child");
         let journal = Journal::open(&directory).expect("a journal");
-        // What a child is between fork and exec: another holder of the same open file.
+        // A child between fork and exec is another holder of the same open file.
         let child = journal._lock.0.try_clone().expect("a descriptor");
         drop(journal);
         let again = fs::File::open(&directory).expect("there");

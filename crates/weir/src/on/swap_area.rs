@@ -5,7 +5,7 @@ use std::io;
 use std::os::unix::fs::FileExt as _;
 use weir_core::PAGE_SIZE;
 
-/// What `blkid` shows as the label.
+/// The label that `blkid` shows.
 const LABEL: &[u8] = b"weir";
 const MAGIC: &[u8; 10] = b"SWAPSPACE2";
 const VERSION: u32 = 1;
@@ -34,7 +34,7 @@ pub fn header(pages: u64, uuid: [u8; 16]) -> Option<[u8; PAGE_SIZE]> {
 /// Makes a swap area of the whole device, of `bytes`.
 ///
 /// # Errors
-/// What writing to the device says; `InvalidInput` where it is too small or too large for a swap
+/// The error of the write to the device; `InvalidInput` if it is too small or too large for a swap
 /// area.
 pub fn write(device: &File, bytes: u64) -> io::Result<()> {
     let page = header(bytes / PAGE_SIZE as u64, random_uuid()?).ok_or(io::ErrorKind::InvalidInput)?;

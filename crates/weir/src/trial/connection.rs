@@ -18,14 +18,14 @@ const PAGES_IN_FLIGHT: u32 = 32;
 /// Mismatches that are described; all are counted.
 const DESCRIBED: usize = 4;
 
-/// What a request does to its pages.
+/// A request's effect on its pages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kind {
     /// Reads them.
     Read,
     /// Writes them.
     Write,
-    /// Gives them up.
+    /// Discards the pages.
     Discard,
     /// Makes them zeros.
     Zero,
@@ -35,7 +35,7 @@ pub enum Kind {
 pub const KINDS: [(Kind, &str); 4] =
     [(Kind::Read, "read"), (Kind::Write, "write"), (Kind::Discard, "discard"), (Kind::Zero, "zero")];
 
-/// What happened on one connection.
+/// The counts of one connection.
 #[derive(Debug, Default)]
 pub struct Tally {
     /// For each of [`KINDS`]: requests answered.

@@ -1,4 +1,4 @@
-//! What a trial found, as a small table.
+//! The outcome of a trial, as a small table.
 
 use super::connection::{KINDS, Tally};
 use crate::control::Status;
@@ -10,7 +10,7 @@ use weir_core::metrics::Distribution;
 /// A finished trial.
 #[derive(Debug)]
 pub struct Report {
-    /// What the requests were drawn from.
+    /// The seed of the random requests.
     pub seed: u64,
     /// From the first request to the last, without the final sweep.
     pub took: Duration,

@@ -1,4 +1,4 @@
-//! What each page ought to hold.
+//! The expected content of each page.
 //!
 //! A written page names its number and its generation in its first 16 bytes, and the rest follows
 //! from both and the run's seed. So the shadow needs four bytes a page, and a page in the wrong
@@ -28,9 +28,9 @@ pub const BLOCK: u32 = 32;
 pub struct Mismatch {
     /// Which page.
     pub page: u32,
-    /// What it ought to be.
+    /// The version expected.
     expected: u32,
-    /// What it says it is.
+    /// The page number and version that the page names.
     says: (u64, u64),
 }
 

@@ -1,4 +1,4 @@
-//! What is asked of the worker: one job at a time, with its progress and its outcome.
+//! Requests to the workers: one job at a time, with its progress and its outcome.
 
 use super::workers::{Card, Workers};
 use crate::control::{Moved, Progress};
@@ -10,14 +10,14 @@ use weir_queue::{Item, Work, has_item};
 /// How often whoever waits for a job hears of it.
 const TELL_EVERY: Duration = Duration::from_millis(100);
 
-/// What is to be done.
+/// The kind of a job.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Wish {
     GiveBack,
     Take,
     /// All memory goes until the machine has slept.
     Sleep,
-    /// What went for that, and nothing else, comes again.
+    /// Takes again the memory that went for a sleep, and no more.
     Wake,
 }
 
@@ -57,8 +57,8 @@ impl Work for Job {
     }
 }
 
-/// Whoever waits for a job hears of its end, also where that is a panic: the queue goes on after
-/// one.
+/// Tells the thread that waits for a job of its end, also where that is a panic: the queue goes on
+/// after one.
 struct Ending<'a>(&'a Job);
 
 impl Ending<'_> {

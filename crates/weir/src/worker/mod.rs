@@ -93,7 +93,7 @@ impl Worker {
         }
     }
 
-    /// What it did so far.
+    /// Its counts so far.
     pub fn status(&self) -> Background {
         self.workers.status()
     }

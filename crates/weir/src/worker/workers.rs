@@ -14,7 +14,7 @@ use weir_queue::{Item, Queue, Work, has_item};
 use weir_store::{Fault, Headroom, Store};
 use weir_volume::{ChunkState, ChunkStatus, GiveBackError, Mover, Note, Volume};
 
-/// What to do where every store is needed.
+/// The next step if every store is needed.
 const MORE_ROOM: &str = "for more weir on and weir serve take --backing PATH, and weir on --parts N";
 
 /// The threads, their movers, and what they did.
@@ -373,7 +373,7 @@ impl Workers {
         for queue in &self.queues()[1..] {
             queue.flush();
         }
-        // What no thread came to, as the daemon stops.
+        // Chunks that no thread came to, as the daemon stops.
         for chunk in &list.chunks {
             self.volume.keep(chunk.store, chunk.chunk);
         }
@@ -395,7 +395,7 @@ impl Workers {
             let next = list.next.fetch_add(1, Ordering::Relaxed);
             let (at, part) = (next / list.threads, (next % list.threads) as u32);
             let Some(chunk) = list.chunks.get(at) else { return };
-            // What cannot be moved is met again, and told of, when the chunk is finished.
+            // A page that cannot be moved is met again, and reported, when the chunk is finished.
             let _ = mover.move_out(chunk.store, chunk.chunk, (part, list.threads as u32), &mut driver);
             if list.left[at].fetch_sub(1, Ordering::AcqRel) > 1 || self.is_stopping() {
                 continue;
@@ -433,7 +433,7 @@ impl Workers {
                 break;
             }
             let room = if job.wish == Wish::Wake { self.room(self.card(&chunk)) } else { None };
-            // What the card's owner would miss stays with the governor.
+            // Memory that the card's owner would miss is left to the governor.
             if room.is_some_and(|room| !room.has_recovered()) {
                 continue;
             }
@@ -518,7 +518,7 @@ mod tests {
         owner: Arc<Owner>,
     }
 
-    /// What the card's owner does with it.
+    /// A card's owner, as a test plays it.
     #[derive(Debug, Default)]
     struct Owner {
         free: AtomicU64,

@@ -173,7 +173,7 @@ impl Daemon {
         Command::new(WEIR).args(arguments).arg("--control").arg(self.control()).output().unwrap()
     }
 
-    /// What it says of itself, as soon as there is a daemon that does: it answers clients a little
+    /// Its status, as soon as there is a daemon that does: it answers clients a little
     /// earlier.
     pub fn status(&self) -> serde_json::Value {
         let begun = Instant::now();

@@ -19,7 +19,7 @@ use weir_system::kernel_release::{FUSE_NAMES_CONNECTIONS, version};
 /// A server that lives answers in far less; a kernel that lets go of one needs some of it.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// What is known of a mount's server.
+/// The state of a mount's server, as far as it is known.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Life {
     /// It answers, or nothing of FUSE is mounted.
@@ -52,7 +52,7 @@ pub(super) fn life(point: &Path) -> Life {
     }
 }
 
-/// What `ask` comes to, unless it takes longer than [`PATIENCE`]; its thread waits on for as long
+/// The result of `ask`, unless it takes longer than [`PATIENCE`]; its thread waits on for as long
 /// as the kernel wants.
 fn within<T: Send + 'static>(ask: impl FnOnce() -> T + Send + 'static) -> Option<T> {
     let (answer, answered) = mpsc::channel();
@@ -60,9 +60,9 @@ fn within<T: Send + 'static>(ask: impl FnOnce() -> T + Send + 'static) -> Option
     answered.recv_timeout(PATIENCE).ok()
 }
 
-/// Whether a process has a descriptor of the connection that is mounted as `device`, or might have:
-/// what this process may not look at counts as that, since a server that lives must never be taken
-/// for dead.
+/// Whether a process has, or may have, a descriptor of the connection that is mounted as `device`.
+/// A process that this one may not look into counts as one that has, since a live server must never
+/// be taken for dead.
 fn may_be_held(device: u32) -> bool {
     if !rustix::process::geteuid().is_root() || !names_connections() || !sees_every_process() {
         return true;

@@ -18,7 +18,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// What users without mount(2) have.
+/// The programs of users without mount(2).
 const FUSERMOUNT: [&str; 2] = ["fusermount3", "fusermount"];
 
 /// The file system's type is `fuse.` and this.
@@ -33,9 +33,9 @@ pub enum MountError {
     /// The mount point is no file or directory.
     #[error("cannot mount on {path}: {source}")]
     Point {
-        /// Where to.
+        /// The mount point.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
     /// Something is mounted there that does not answer.
@@ -49,9 +49,9 @@ pub enum MountError {
     /// Neither way worked.
     #[error("cannot mount on {path}: {reason}")]
     Refused {
-        /// Where to.
+        /// The mount point.
         path: PathBuf,
-        /// What was said.
+        /// The reason given.
         reason: String,
     },
 }
@@ -68,7 +68,7 @@ pub struct Mount {
 /// How to mount.
 #[derive(Clone, Copy, Debug)]
 pub struct Options<'a> {
-    /// What `df` shows as the device.
+    /// The name that `df` shows as the device.
     pub source: &'a str,
     /// The kernel checks permissions by mode and owner.
     pub default_permissions: bool,
@@ -120,7 +120,7 @@ impl Mount {
         Ok(Mount { point, by_fusermount: rustix::process::geteuid().as_raw() != 0, armed: false })
     }
 
-    /// Where it is.
+    /// The mount point.
     pub fn point(&self) -> &Path {
         &self.point
     }
@@ -192,7 +192,7 @@ impl Drop for Mount {
     }
 }
 
-/// What servers that were killed may leave at a mount point, for the process that outlives them
+/// Mounts that killed servers may leave at a mount point, for the process that outlives them
 /// all.
 #[derive(Debug)]
 pub struct Left {
@@ -260,7 +260,7 @@ fn clear_dead(point: &Path, found: Life) -> Result<(), MountError> {
     mount.unmount().map_err(|_| stale())
 }
 
-/// What `/proc/self/mountinfo` says of a mount.
+/// A mount's entry in `/proc/self/mountinfo`.
 struct Mounted {
     /// Its file system's.
     kind: String,
@@ -275,7 +275,7 @@ impl Mounted {
     }
 }
 
-/// What is mounted at `point`, which is absolute.
+/// The mount at `point`, which is absolute.
 fn mounted(point: &Path) -> Option<Mounted> {
     let table = std::fs::read("/proc/self/mountinfo").ok()?;
     let escaped = escape(point.as_os_str().as_bytes());
@@ -380,7 +380,7 @@ fn receive(socket: impl AsFd) -> io::Result<Device> {
     Device::adopt(fd.ok_or_else(|| io::Error::other("fusermount sent no descriptor"))?)
 }
 
-/// Whoever owns a mount point, for what is mounted there to look the same.
+/// The owner of a mount point, so that the mount has the same.
 pub fn owner(point: &Path) -> (u32, u32) {
     std::fs::metadata(point).map_or((0, 0), |meta| (meta.uid(), meta.gid()))
 }

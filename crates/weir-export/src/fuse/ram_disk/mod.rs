@@ -65,7 +65,7 @@ pub(super) struct RamDisk {
     pub listing: Vec<u8>,
 }
 
-/// What a request is answered with.
+/// The answer to a request.
 type Answer<T> = Result<T, Errno>;
 
 impl Service<Lane> for RamDisk {
@@ -247,7 +247,7 @@ impl RamDisk {
         if has(setattr::SIZE) {
             let was = tree.size(node)?;
             discard(&tree.resize(node, change.size, now())?, ranges);
-            // What lies behind the end in its page would come back if the file grew again.
+            // Bytes behind the end in its page would come back if the file grew again.
             let end = if change.size < was { change.size.next_multiple_of(PAGE) } else { change.size };
             let tail = Span { offset: change.size, length: end - change.size };
             ranges.clear(tail, |page| tree.place(node, page))?;

@@ -12,7 +12,7 @@ use std::cell::{Cell, RefCell};
 use std::io::IoSlice;
 use weir_core::PAGE_SIZE;
 
-/// Where the payload begins.
+/// The offset of the payload.
 pub const PAYLOAD_AT: usize = PAGE_SIZE;
 /// Bytes of `fuse_uring_req_header`.
 pub const HEADERS: usize = LENGTHS_AT + RingRequest::BYTES;
@@ -25,11 +25,11 @@ const LENGTHS_AT: usize = 256;
 /// Bytes of the longest answer to a write.
 const WRITE_ANSWER_MAX: usize = 64;
 
-/// What the kernel says that it put into an entry.
+/// The kernel's description of an entry.
 #[derive(Clone, Copy, Debug)]
 pub struct Incoming {
     header: InHeader,
-    /// What to name in the answer.
+    /// The number to name in the answer.
     pub commit: u64,
     payload: usize,
 }
@@ -112,7 +112,7 @@ fn error(unique: u64, errno: Errno) -> [u8; OutHeader::BYTES] {
 }
 
 impl<'a> Answer<'a> {
-    /// What is not answered was not known.
+    /// An entry without an answer was not known.
     fn to(body: &'a mut [u8], unique: u64) -> Answer<'a> {
         Answer { body: RefCell::new(body), sent: Cell::new((error(unique, Errno::NOSYS), 0)) }
     }

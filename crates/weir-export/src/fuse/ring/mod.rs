@@ -7,7 +7,7 @@
 //! answers a request and takes the next one. `FORGET` and `INTERRUPT` come by `/dev/fuse` as ever,
 //! and everything does where the kernel refuses an offer.
 //!
-//! What a dead server had in a ring fails, so nobody can take it over: for that there is
+//! Requests that a dead server had in a ring fail, so nobody can take it over: for that there is
 //! `/dev/fuse`.
 
 mod entry;
@@ -34,11 +34,11 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 const REGISTER: u32 = 1;
 const COMMIT_AND_FETCH: u32 = 2;
 
-/// What a completion is about, where it is not an entry.
+/// The number of a completion that is for no entry.
 const BELL: u64 = 1 << 32;
 const DEVICE: u64 = BELL + 1;
 
-/// What all entries of a connection take at most. There is one for each processor: more of them
+/// The most memory for all entries of a connection. There is one for each processor: more of them
 /// were no faster (measured).
 const MEMORY_MAX: usize = 64 << 20;
 /// Below this a request is not worth its way.

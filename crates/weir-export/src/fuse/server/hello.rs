@@ -1,4 +1,4 @@
-//! What kernel and server agree on, before anything else.
+//! The agreement between kernel and server, before anything else.
 
 use super::super::device::{Device, Incoming};
 use super::super::reply::Reply as _;
@@ -12,12 +12,12 @@ use weir_core::PAGE_SIZE;
 
 /// How long the kernel takes at most to say hello.
 const HELLO_WITHIN: Timespec = Timespec { tv_sec: 10, tv_nsec: 0 };
-/// What the kernel wants to have room for before it says hello (`FUSE_MIN_READ_BUFFER`), and more.
+/// The buffer that the kernel asks for before it says hello (`FUSE_MIN_READ_BUFFER`), and more.
 const HELLO_BYTES: usize = 64 << 10;
 /// Requests that the kernel may have in flight that nobody waits for: all of a loop device's.
 const BACKGROUND_MAX: u16 = 512;
 
-/// What the server wants to agree on beside what it always wants.
+/// The server's wishes beside those that it always has.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Wish {
     /// Bytes of the largest read or write.
@@ -52,7 +52,7 @@ pub(super) fn greet(connection: &Device, wish: Wish) -> Result<u64, ServeError> 
     }
 }
 
-/// What to answer to the kernel's offer, and whether it will offer again.
+/// The answer to the kernel's offer, and whether it will offer again.
 fn reply_to(offer: &InitIn, flags: u64, wish: Wish) -> Result<(InitOut, bool), ServeError> {
     if offer.major > MAJOR {
         // It comes back with our version.

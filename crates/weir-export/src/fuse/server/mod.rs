@@ -35,7 +35,7 @@ const STACK_BYTES: usize = 256 << 10;
 /// A descriptor that outlives this process in a keeper, for [`Server::take_over`].
 #[derive(Debug)]
 pub struct Handoff<'a> {
-    /// What it is.
+    /// Its name.
     pub name: String,
     /// Its descriptor.
     pub fd: BorrowedFd<'a>,
@@ -371,10 +371,10 @@ impl Server {
         self.memory_locked
     }
 
-    /// What a keeper must hold so that a new daemon can go on after this one was killed. Where the
-    /// kernel cannot send requests again, the queues are not among it: then what a killed daemon
-    /// had read fails at once, and does not wait for ever. Nothing where requests come by rings,
-    /// which nobody can take over.
+    /// The descriptors that a keeper must hold so that a new daemon can go on after this one. Where
+    /// the kernel cannot send requests again, the queues are not among it: then what a killed
+    /// daemon had read fails at once, and does not wait for ever. Nothing where requests come by
+    /// rings, which nobody can take over.
     pub fn handoffs(&self) -> Vec<Handoff<'_>> {
         if self.rings > 0 {
             return Vec::new();

@@ -84,12 +84,12 @@ pub(super) fn lies_in_memory(volume: &Volume) -> bool {
     volume.stores().all(|store| store.share().is_some())
 }
 
-/// Makes the file to mount over, if there is nothing. Whether it did.
+/// Makes the file to mount over, if nothing is there. Returns whether it made one.
 pub(super) fn make(point: &Path) -> Result<bool, ServeError> {
     match OpenOptions::new().write(true).create_new(true).mode(0o600).open(point) {
         Ok(_) => Ok(true),
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(false),
-        // What is mounted there is looked at later.
+        // The mount there is looked at later.
         Err(error) if error.raw_os_error() == Some(rustix::io::Errno::NOTCONN.raw_os_error()) => Ok(false),
         Err(source) => Err(ServeError::Point { path: point.to_owned(), source }),
     }

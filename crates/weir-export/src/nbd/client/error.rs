@@ -1,4 +1,4 @@
-//! What can go wrong with a connection, or with one request.
+//! The errors of a connection, or of one request.
 
 use super::super::wire::Errno;
 use std::io;
@@ -9,9 +9,9 @@ pub enum ClientError {
     /// The server cannot be reached.
     #[error("cannot connect to {address}: is the server running?")]
     Connect {
-        /// Where it was looked for.
+        /// The address that was tried.
         address: String,
-        /// What the system said.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
@@ -21,7 +21,7 @@ pub enum ClientError {
     /// The server refused the negotiation.
     #[error("the server refused {what}: {message}")]
     Refused {
-        /// What was asked for.
+        /// The thing that was asked for.
         what: &'static str,
         /// The server's words.
         message: String,

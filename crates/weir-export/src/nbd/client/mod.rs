@@ -25,7 +25,7 @@ use std::time::Duration;
 /// How long a client waits for the server before it gives up.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// What a server may say about one option, or about an error; longer replies are nonsense.
+/// The longest text of a server about one option or error; longer replies are nonsense.
 const MESSAGE_MAX: u32 = 64 << 10;
 
 /// Something to speak NBD over.
@@ -112,7 +112,7 @@ impl Client {
         })
     }
 
-    /// What the server said about the export.
+    /// The export as the server described it.
     pub fn terms(&self) -> &Terms {
         &self.terms
     }

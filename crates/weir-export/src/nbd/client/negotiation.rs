@@ -1,4 +1,4 @@
-//! What a client asks for before its first request, and what it is told.
+//! A client's wishes before its first request, and the answers.
 
 use super::super::wire::{
     self, client_flag, info, option, option_reply, transmission_flag, u16_at, u32_at, u64_at,
@@ -6,7 +6,7 @@ use super::super::wire::{
 use super::{ClientError, MESSAGE_MAX, Stream, read_array, violation};
 use std::io::{self, BufReader, Read, Write};
 
-/// What to ask for.
+/// The wishes of a client.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Wish {
     /// The export's name; empty for the default one.
@@ -23,7 +23,7 @@ impl Default for Wish {
     }
 }
 
-/// What the server said about the export.
+/// The export as the server described it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Terms {
     /// Size in bytes.

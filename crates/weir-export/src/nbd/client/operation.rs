@@ -1,4 +1,4 @@
-//! What may be asked of a server, and what it answers.
+//! Requests to a server, and its answers.
 
 use super::super::transmission::Request;
 use super::super::wire::{Errno, command, command_flag};
@@ -19,7 +19,7 @@ pub enum Operation<'a> {
     Write {
         /// In bytes.
         offset: u64,
-        /// What to write.
+        /// The bytes to write.
         data: &'a [u8],
         /// Wait until it is safe.
         fua: bool,
@@ -109,7 +109,7 @@ pub struct Extent {
 /// A finished request.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Reply {
-    /// What [`Client::queue`](super::Client::queue) returned for it.
+    /// The cookie that [`Client::queue`](super::Client::queue) returned for it.
     pub cookie: u64,
     /// Whether it succeeded.
     pub result: Result<(), Errno>,

@@ -36,7 +36,7 @@ use weir_core::{PAGE_SIZE, PageNo, Rest};
 use weir_request::Span;
 use weir_volume::Lane;
 
-/// What one `recv` takes at most: a queue depth of 16 with 16 KiB each; larger payloads stream
+/// The most bytes of one `recv`: a queue depth of 16 with 16 KiB each; larger payloads stream
 /// through it.
 const INPUT_BYTES: usize = 256 << 10;
 /// Payload of one `sendmsg`, and the longest piece of a read that is proven intact and sent at once
@@ -74,7 +74,8 @@ struct Write {
     entry: Option<u16>,
 }
 
-/// What all connections share: memory for long requests, of which few are answered at a time.
+/// The state that all connections share: memory for long requests, of which few are answered at a
+/// time.
 pub(super) struct Shared {
     /// For what a client has not taken of a long piece.
     rests: Arc<Pool>,
@@ -105,7 +106,7 @@ impl Shared {
     }
 }
 
-/// What the thread of a connection works with, all of it taken before the process is sealed.
+/// The memory of a connection's thread, all of it taken before the process is sealed.
 pub(super) struct Worker {
     input: Buffer,
     work: Desk,
@@ -431,7 +432,7 @@ impl Connection<'_> {
     }
 }
 
-/// What the client has sent, if it has sent anything.
+/// Receives the bytes that the client has sent, if there are any.
 fn receive_now(socket: BorrowedFd<'_>, into: &mut [u8]) -> Result<Option<usize>, Ending> {
     match rustix::net::recv(socket, into, RecvFlags::DONTWAIT) {
         Ok((received, _)) => Ok(Some(received)),

@@ -43,7 +43,7 @@ impl Connection<'_> {
     /// the first that was not reached, or not completely answered.
     fn round(&mut self, mut at: usize) -> Result<usize, Ending> {
         let Desk { lane, reads, acks, heads, rest, rests, .. } = &mut *self.desk;
-        // What one alone is longer than is not for a connection's own buffer either.
+        // A run that one request alone exceeds is too long for a connection's own buffer too.
         let mut loan = is_long(&reads[at..]).then(|| rests.borrow()).flatten();
         let (rest, piece_max): (&mut [u8], u32) = match &mut loan {
             Some(loan) => (loan, PIECE_MAX),

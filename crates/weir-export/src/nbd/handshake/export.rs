@@ -1,8 +1,8 @@
-//! What is exported.
+//! The export.
 
 use super::super::wire::transmission_flag;
 
-/// What is exported, as clients see it.
+/// The export, as clients see it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Export {
     /// The name that clients ask for; the empty name always means this export too. At most

@@ -44,7 +44,7 @@ pub enum Tls {
     Active,
 }
 
-/// What a connection carries into transmission.
+/// The terms that a connection carries into transmission.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Negotiated {
     /// Reads are answered by structured replies.
@@ -53,7 +53,7 @@ pub struct Negotiated {
     pub allocation: bool,
 }
 
-/// What [`Handshake::advance`] came to.
+/// The result of [`Handshake::advance`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Step {
@@ -120,7 +120,7 @@ impl<'e> Handshake<'e> {
         }
     }
 
-    /// What a server says first.
+    /// The first bytes of a server.
     pub fn greeting() -> [u8; 18] {
         let mut bytes = [0; 18];
         bytes[..8].copy_from_slice(&wire::INIT_MAGIC.to_be_bytes());

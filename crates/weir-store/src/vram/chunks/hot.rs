@@ -1,4 +1,4 @@
-//! What operations look at: where chunks are, and what each lane uses of them.
+//! The state that operations read: where chunks are, and which of them each lane uses.
 
 use crate::vram::mapped::copy::prefetch_lines;
 use crate::vram::table::Path;
@@ -22,7 +22,7 @@ pub struct Hot {
     chunks: u32,
 }
 
-/// What concerns every chunk.
+/// The state of all chunks together.
 #[repr(C, align(128))]
 #[derive(Debug)]
 pub struct Gate {
@@ -33,14 +33,14 @@ pub struct Gate {
     pub resident: AtomicBool,
     /// The watching thread sleeps for long: whoever moves a page wakes it.
     pub asleep: AtomicBool,
-    /// What was opened behind the first operations is there: lanes that wait for their parts of it
+    /// The parts opened behind the first operations are there: lanes that wait for theirs
     /// have them.
     pub joined: AtomicBool,
     /// Pins that were ever open: those at and above this were not.
     pub(super) pins_used: AtomicU32,
 }
 
-/// Where a chunk is; null and 0 where it is not.
+/// The addresses of a chunk; null and 0 if it has none.
 #[derive(Debug)]
 pub(super) struct Place {
     pub host: AtomicPtr<u8>,
@@ -54,7 +54,7 @@ impl Place {
     }
 }
 
-/// What one lane uses.
+/// The chunks that one lane uses.
 #[repr(C, align(128))]
 #[derive(Debug)]
 pub struct Pin {
@@ -72,7 +72,7 @@ pub struct Pin {
     pub(super) stored: AtomicU64,
     /// Those of the other paths that were written.
     pub(super) sent: AtomicU64,
-    /// What it writes are neighbours.
+    /// Its writes go to neighbouring slots.
     pub(super) runs: AtomicBool,
     /// Odd while the lane is inside the driver; it counts.
     pub(super) inside: AtomicU32,
@@ -88,7 +88,7 @@ impl Hot {
         Ok(Arc::new(Hot { memory, shift: slots.ilog2(), chunks: chunks as u32 }))
     }
 
-    /// What concerns every chunk.
+    /// The state of all chunks together.
     #[inline]
     pub fn gate(&self) -> &Gate {
         // SAFETY: the memory begins with the gate; all of it is atomics, for which zeros are right,
@@ -119,7 +119,7 @@ impl Hot {
         &self.pins()[index]
     }
 
-    /// What the lane with the pin at `index` needs of all this, in one line.
+    /// The part of all this that the lane with the pin at `index` needs, in one line.
     pub fn site(self: &Arc<Self>, index: usize) -> Site {
         let places = NonNull::from(self.places()).cast();
         let (gate, pin) = (NonNull::from(self.gate()), NonNull::from(self.pin(index)));
@@ -143,7 +143,7 @@ pub struct Site {
 unsafe impl Send for Site {}
 
 impl Site {
-    /// What concerns every chunk.
+    /// The state of all chunks together.
     #[inline]
     pub fn gate(&self) -> &Gate {
         // SAFETY: `_hot` keeps it.

@@ -7,7 +7,7 @@ use std::os::fd::OwnedFd;
 use std::ptr::{self, NonNull};
 use std::sync::{Arc, OnceLock};
 
-/// Where chunks' memory comes from.
+/// The source of chunks' memory.
 #[derive(Debug)]
 pub struct Source {
     /// Mapped memory, where Vulkan gives it.
@@ -28,7 +28,7 @@ pub struct Memory {
 }
 
 impl Source {
-    /// What there is of both.
+    /// A source of the drivers that there are.
     pub fn new(gpu: Option<Arc<Device>>, cuda: Option<Arc<Context>>) -> Self {
         Source { gpu, cuda: cuda.map_or_else(OnceLock::new, OnceLock::from), refused: Vec::new() }
     }
@@ -130,7 +130,7 @@ impl Memory {
         self.mapped.as_ref().map_or(device, |mapped| mapped.bytes)
     }
 
-    /// Where the processor sees it; null where it does not.
+    /// Its address for the processor; null if there is none.
     pub fn host(&self) -> *mut u8 {
         let host = self.mapped.as_ref().and_then(Allocation::host);
         host.map_or(ptr::null_mut(), NonNull::as_ptr)

@@ -29,7 +29,7 @@ const QUIESCE_LIMIT: Duration = Duration::from_secs(2);
 #[derive(Debug)]
 pub struct Chunks {
     hot: Arc<Hot>,
-    /// What each chunk's place leads to.
+    /// The memory behind each chunk's place.
     memory: Box<[Mutex<Option<Memory>>]>,
 }
 
@@ -43,7 +43,7 @@ impl Chunks {
         Ok(Chunks { hot: Hot::new(count, slots)?, memory })
     }
 
-    /// What operations look at.
+    /// The state that operations read.
     pub fn hot(&self) -> &Arc<Hot> {
         &self.hot
     }

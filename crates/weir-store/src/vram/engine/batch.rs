@@ -368,7 +368,7 @@ impl BatchLane {
     }
 }
 
-/// What a driver error means for the operations of the batch.
+/// The fault of the batch's operations after a driver error.
 fn fault(error: CallError) -> Fault {
     if error.error.is_sticky() { Fault::Lost } else { Fault::Io(libc::EIO) }
 }

@@ -72,7 +72,7 @@ pub struct Context {
     batch_copies: BatchCopies,
     /// As the driver calls it.
     pub name: String,
-    /// What Vulkan and NVML know it by, too.
+    /// The UUID by which Vulkan and NVML know it, too.
     pub uuid: [u8; 16],
     /// Major and minor: (9, 0) on Hopper.
     pub capability: (i32, i32),
@@ -443,7 +443,7 @@ fn attribute(driver: &Driver, device: Device, which: c_int) -> Result<c_int, Cal
 /// Device memory with an address that copies and kernels use.
 pub struct DeviceMemory {
     context: Arc<Context>,
-    /// Where it begins.
+    /// Its first address.
     pub address: DevicePtr,
     /// How long it is.
     pub bytes: u64,
@@ -540,7 +540,7 @@ impl Pinned {
         self.address.as_ptr()
     }
 
-    /// The same, as the card's calls want it.
+    /// The same address, as calls to the driver take it.
     pub fn device(&self) -> DevicePtr {
         self.address.as_ptr() as DevicePtr
     }

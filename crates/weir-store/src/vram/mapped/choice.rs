@@ -20,7 +20,7 @@ const SMALL_BAR: u64 = 512 << 20;
 pub struct Card {
     /// As its driver calls it: `NVIDIA H200`.
     pub name: String,
-    /// What CUDA knows it by, too.
+    /// The UUID by which CUDA knows it, too.
     pub uuid: [u8; 16],
     /// The version of the driver's library, where it says so in a way that is known: NVIDIA's.
     pub driver: Option<String>,
@@ -46,7 +46,7 @@ pub struct Listed {
     pub address: String,
     /// Bytes of the memory that the store takes from.
     pub total: u64,
-    /// What of it this process could have, where the driver reckons that.
+    /// The bytes of it that this process could have, if the driver reckons that.
     pub free: Option<u64>,
 }
 

@@ -60,7 +60,7 @@ unsafe impl Send for Allocation {}
 // SAFETY: as above; `&Allocation` reads fields that never change.
 unsafe impl Sync for Allocation {}
 
-/// What Vulkan answered, and to what.
+/// Vulkan's answer, and the call.
 #[derive(Debug, Clone, Copy, thiserror::Error)]
 #[error("{call} answered {result:?}")]
 pub struct VulkanError {
@@ -290,12 +290,12 @@ impl Clearing {
 }
 
 impl Allocation {
-    /// Where the processor sees it; `None` where the card has no window onto it.
+    /// Its address for the processor; `None` if the card has no window onto it.
     pub fn host(&self) -> Option<NonNull<u8>> {
         self.host
     }
 
-    /// What the card's transfer queue calls it.
+    /// Its handle at the card's transfer queue.
     pub fn buffer(&self) -> u64 {
         vk::Handle::as_raw(self.buffer)
     }

@@ -279,7 +279,7 @@ impl QueueLane {
     }
 }
 
-/// What a driver error means for the operations of the batch.
+/// The fault of the batch's operations after a driver error.
 fn fault(error: VulkanError) -> Fault {
     if error.is_lost() { Fault::Lost } else { Fault::Io(libc::EIO) }
 }

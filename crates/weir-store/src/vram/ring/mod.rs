@@ -68,7 +68,7 @@ static PTX: &CStr = match CStr::from_bytes_with_nul(concat!(include_str!("kernel
     Err(_) => panic!("the PTX holds no NUL"),
 };
 
-/// What the owner of the store may set.
+/// The settings of the store's owner.
 #[derive(Clone, Copy, Debug)]
 pub struct Tuning {
     /// Blocks in all; shared out among the lanes in powers of two.
@@ -113,12 +113,12 @@ struct Cell {
     depth: AtomicU32,
 }
 
-/// What only the one who enters or leaves touches. Dropped in this order.
+/// The part that only the thread that enters or leaves touches. Dropped in this order.
 struct Seat {
     kernel: Kernel,
     stream: OwnStream,
     device: DeviceMemory,
-    /// Where the processor sees it.
+    /// Its address for the processor.
     host: NonNull<u8>,
     _memory: Allocation,
 }
@@ -385,7 +385,7 @@ fn ring_offset(lane: usize) -> usize {
     4096 + lane * DEPTH_MAX * DESCRIPTOR
 }
 
-/// What a ring says to an operation.
+/// A ring's answer to an operation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Admission {
     /// Queue it.

@@ -211,7 +211,7 @@ impl World {
         worlds
     }
 
-    /// What is wrong with this world, if anything is.
+    /// The violation in this world, if there is one.
     fn wrong(&self) -> Option<&'static str> {
         if self.served > self.queued {
             return Some("served an operation that was never added");

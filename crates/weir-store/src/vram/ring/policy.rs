@@ -7,7 +7,7 @@
 
 use std::time::Duration;
 
-/// What the watcher saw since it last looked.
+/// The watcher's sight since it last looked.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Seen {
     /// Time since it last looked.
@@ -24,7 +24,7 @@ pub struct Seen {
     pub uncovered: bool,
 }
 
-/// What to do about it.
+/// The watcher's next act.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Step {
     /// As it is.
@@ -67,7 +67,7 @@ impl Default for Policy {
 }
 
 impl Policy {
-    /// What to do, having seen this.
+    /// Decides the next act from the sight.
     pub fn step(&mut self, seen: Seen) -> Step {
         self.shy_for = self.shy_for.saturating_sub(seen.elapsed);
         if seen.others > 0 || (seen.stalls > 0 && !self.always) {

@@ -1,4 +1,4 @@
-//! What processor and card say to each other, as bytes: the host's side of `kernel.cu`.
+//! The messages between processor and card, as bytes: the host's side of `kernel.cu`.
 //!
 //! Sequence numbers are 32 bits and wrap. A lane's number `n` lies in slot `n % depth`, the depth
 //! divides 2^32, so slots follow each other across the wrap as anywhere else; and two numbers that
@@ -31,7 +31,7 @@ pub struct LaneBlock {
     pub unused: [u32; 2],
 }
 
-/// What the kernel is started with.
+/// The arguments with which the kernel is started.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct ControlBlock {

@@ -1,5 +1,5 @@
-//! Who comes to the graphics cards: their device files are watched for being opened, so that nobody
-//! has to ask all the time.
+//! Arrivals of programs at the graphics cards: their device files are watched for being opened, so
+//! that nobody has to ask all the time.
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fs::inotify::{self, CreateFlags, WatchFlags};

@@ -74,7 +74,7 @@ fn govern(workers: &Arc<Workers>, mut cards: Vec<Governed>, arrivals: &Arrivals,
             }
         }
         let next = cards.iter().map(|governed| governed.look_at).min().unwrap_or_default();
-        // What this thread itself opened while it looked is nobody's arrival.
+        // Device files that this thread itself opened are nobody's arrival.
         arrivals.forget();
         newcomer = arrivals.wait(next.saturating_sub(began.elapsed()));
     }

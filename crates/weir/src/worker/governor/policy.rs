@@ -31,7 +31,7 @@ const NEAR: Duration = Duration::from_millis(100);
 const REST: Duration = Duration::from_secs(1);
 const REST_UNTOLD: Duration = Duration::from_millis(250);
 
-/// What is known of a card at one moment.
+/// A card's state at one moment.
 #[derive(Clone, Copy, Debug)]
 pub struct Look {
     /// Since some fixed moment.
@@ -48,7 +48,7 @@ pub struct Look {
     pub told: bool,
 }
 
-/// What to do.
+/// The governor's next act.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Step {
     Nothing,
@@ -68,10 +68,11 @@ pub struct Policy {
 }
 
 impl Policy {
-    /// What to do, and after how long to look again at the latest.
+    /// The next act, and the time to look again at the latest.
     pub fn step(&mut self, look: &Look) -> (Step, Duration) {
         let Headroom { free, floor, chunk, display, .. } = look.room;
-        // What somebody had Weir take (weir take, the end of a sleep) is no one's fall.
+        // Memory that Weir took on request (weir take, the end of a sleep) is no fall of somebody
+        // else's.
         let own = |held| u64::from(look.held.saturating_sub(held)) * chunk;
         let fell = self.seen.map_or(0, |(before, held)| before.saturating_sub(free + own(held)));
         self.seen = Some((free, look.held));
@@ -307,7 +308,7 @@ mod tests {
                 card.others -= bytes;
                 card.rest(Duration::from_millis(chance.within(0, 2400)));
             }
-            // What is away stays away while somebody allocates every few seconds.
+            // Memory given back stays so while somebody allocates every few seconds.
             assert!(card.taken <= 8, "seed {seed}: {} given, {} taken", card.given, card.taken);
             assert!(card.given <= 40, "seed {seed}: {} given", card.given);
         }

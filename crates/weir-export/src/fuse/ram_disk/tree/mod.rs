@@ -96,7 +96,7 @@ struct Entry {
     cookie: u64,
 }
 
-/// What a new node is to be.
+/// The attributes of a new node.
 #[derive(Clone, Debug)]
 pub(super) struct New {
     /// Kind and permissions.
@@ -124,7 +124,7 @@ pub(super) struct Listed<'a> {
     pub name: &'a [u8],
     pub node: u64,
     pub mode: u32,
-    /// Where the listing goes on behind it.
+    /// The cookie at which the listing goes on behind it.
     pub cookie: u64,
 }
 
@@ -370,7 +370,7 @@ impl Tree {
         Ok(freed)
     }
 
-    /// What a directory holds, behind the cookie `after` (0: from the beginning).
+    /// The entries of a directory behind the cookie `after` (0: from the beginning).
     pub fn list(&self, node: u64, after: u64) -> Result<impl Iterator<Item = Listed<'_>>> {
         let directory = self.directory(node)?;
         let dots = [(b".".as_slice(), node, 1), (b"..", directory.parent, 2)];

@@ -8,7 +8,8 @@ fn new(mode: u32) -> New {
     New { mode, uid: 1, gid: 1, rdev: 0, target: Vec::new() }
 }
 
-/// What a tree is compared with: every name by its path, with the node behind it by number.
+/// The model that a tree is compared with: every name by its path, with the node behind it by
+/// number.
 #[derive(Clone, Debug, Default)]
 struct Model {
     names: BTreeMap<Vec<u8>, usize>,
