@@ -8,7 +8,8 @@ import os
 import stat
 
 INIT = """#!/bin/busybox sh
-# Makes the host's / this guest's root, read-only, with the run's own directories on top; then the lab's init.
+# Makes the host's / this guest's root, read-only, with the run's own directories on top; then the
+# lab's init.
 busybox mkdir -p /proc /host /root
 busybox mount -t proc proc /proc
 for module in $(busybox cat /modules/order); do busybox insmod /modules/$module || exit 1; done

@@ -25,7 +25,8 @@ KNOWN = {
     "debian-6.12": ("qemu", "bookworm-backports", "linux-image-amd64", "linux-headers-amd64"),
     # Debian's source and configuration, with what its own User-Mode Linux lacks; built once.
     "uml-7.2-smp": ("uml", "sid", "linux-source-7.2", None),
-    # A small kernel with device memory TCP: as it is, with the first patch of kernel/devmem, and with all of them.
+    # A small kernel with device memory TCP: as it is, with the first patch of kernel/devmem, and
+    # with all of them.
     "devmem": ("qemu", "trixie-backports", "linux-source-7.3", None),
     "devmem-fix": ("qemu", "trixie-backports", "linux-source-7.3", None),
     "devmem-table": ("qemu", "trixie-backports", "linux-source-7.3", None),
@@ -44,7 +45,7 @@ VARIANTS = {
     "devmem-planted": source.Variant(None, sanitized=True, planted=True),
 }
 
-# What the built one has besides, and does without.
+# The options that the built one has besides, and does without.
 SWITCHED_ON = ["SMP", "PSI", "POWER_SUPPLY", "DEBUG_INFO_NONE"]
 MODULES = ["BLK_DEV_UBLK", "TEST_POWER"]
 SWITCHED_OFF = ["DEBUG_KERNEL", "DEBUG_INFO", "DEBUG_INFO_DWARF_TOOLCHAIN_DEFAULT", "MODULE_SIG"]
@@ -54,7 +55,7 @@ WANTED = r"BLK_DEV_(UBLK|NBD|LOOP)|ZRAM|FUSE_FS|AUTOFS_FS|CRYPTO_.*|LZO.*|LZ4.*|
 BUILD_TOOLS = {"gcc": "gcc", "make": "make", "flex": "flex", "bison": "bison", "bc": "bc", "xz": "xz-utils"}
 
 
-# What runs where User-Mode Linux 6.1 cannot.
+# The kernel that runs where User-Mode Linux 6.1 cannot.
 INSTEAD = "uml-7.2"
 
 
@@ -144,7 +145,8 @@ def _fetched(name, boot, suite, package):
         if not os.path.isdir(place):
             archive = Archive(cache_dir(), suite)
             archive.refresh()
-            # linux-image-cloud-amd64 -> linux-image-VERSION-cloud-amd64 -> (7.x only) binary, modules, base.
+            # linux-image-cloud-amd64 -> linux-image-VERSION-cloud-amd64 -> (7.x only) binary,
+            # modules, base.
             names = archive.closure(package, r"linux-(image|binary|modules|base)-.*\d")
             foreign = boot == "uml" and suite != "bookworm"
             if foreign and shutil.which("patchelf") is None:

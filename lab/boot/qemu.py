@@ -13,7 +13,8 @@ import time
 from . import initramfs
 from .outcome import Missing
 
-# What must be loaded before the root can be mounted; modprobe in the guest finds all else.
+# The modules that must be loaded before the root can be mounted; modprobe in the guest finds all
+# else.
 ROOT_MODULES = ["virtio_pci", "virtiofs"]
 # A root of the guest's own, and what it needs.
 DISK, DISK_MODULES = "/dev/vda", ["virtio_blk", "crc32c_generic", "ext4"]
@@ -31,17 +32,19 @@ def command(kernel, guest):
     """The command line that boots `guest` on `kernel`, its console on stdout, and the environment it needs."""
     line = [
         "qemu-system-x86_64",
-        # Without -cx16, QEMU 7.2 mis-executes cmpxchg16b under kernels >= 6.12: 13 boots of 20 without, all with.
+        # Without -cx16, QEMU 7.2 mis-executes cmpxchg16b under kernels >= 6.12: 13 boots of 20
+        # without, all with.
         *("-accel", f"tcg,thread={'single' if guest.counts else 'multi'}"),
         *(("-icount", "shift=0,sleep=off") if guest.counts else ()),
         *("-cpu", "qemu64,-cx16", "-M", "q35", "-smp", str(guest.cpus)),
         *("-m", f"{guest.memory_mib}M", "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
-        # virtiofsd reads and writes the guest's memory itself, so that memory must be a shared file.
+        # virtiofsd reads and writes the guest's memory itself, so that memory must be a shared
+        # file.
         *("-object", f"memory-backend-memfd,id=ram,size={guest.memory_mib}M,share=on", "-numa", "node,memdev=ram"),
         *("-chardev", f"socket,id=root,path={guest.share}/virtiofs.sock"),
         *("-device", "vhost-user-fs-pci,chardev=root,tag=host,queue-size=1024"),
         *("-chardev", "stdio,id=console,signal=off", "-serial", "chardev:console"),
-        # What shows that the guest lives where virtiofs does not.
+        # The sign of life of a guest whose virtiofs does not answer.
         *("-chardev", f"file,id=alive,path={guest.share}/alive", "-serial", "chardev:alive"),
         # Asked where the processors are, where they seem to be nowhere.
         *("-chardev", f"socket,id=monitor,path={guest.share}/monitor,server=on,wait=off", "-mon", "chardev=monitor"),
@@ -95,13 +98,14 @@ def prepare(kernel, guest):
     if guest.image and not os.path.exists(f"{guest.share}/disk"):
         if shutil.which("qemu-img") is None:
             raise Missing("qemu-img (package qemu-utils)")
-        # What the guest writes goes to a file of the run.
+        # The guest's writes go to a file of the run.
         over = ["-b", guest.image, "-F", "raw", f"{guest.share}/disk"]
         subprocess.run(["qemu-img", "create", "-q", "-f", "qcow2", *over], check=True)
     path = f"{guest.share}/virtiofs.sock"
     log = open(f"{guest.share}/virtiofsd.log", "wb")  # noqa: SIM115 - the child's for as long as it lives
-    # Nobody but the guest changes what it sees. With cache=auto each open of a file throws away what is known of it, so each program
-    # that starts takes libc's pages away from all others: on a busy host they did little else (invalidate_inode_pages2 in fuse_open).
+    # Nobody but the guest changes what it sees. With cache=auto each open of a file throws away
+    # what is known of it, so each program that starts takes libc's pages away from all others: on a
+    # busy host they did little else (invalidate_inode_pages2 in fuse_open).
     if server == VIRTIOFSD[0]:
         shared = ["--shared-dir", "/", "--sandbox", "none", "--cache", "always"]
     else:

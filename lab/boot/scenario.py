@@ -7,8 +7,8 @@ import re
 from . import kernels
 
 CI, FULL = SCALES = ("ci", "full")
-# What the heartbeat may be late at CI scale, as a multiple: anybody's machine runs that, with other work on it. A machine
-# that freezes stands still for minutes.
+# The delay of the heartbeat that is allowed at CI scale, as a multiple: anybody's machine runs
+# that, with other work on it. A machine that freezes stands still for minutes.
 CI_PATIENCE = 10
 ABOUT = "about"
 # key -> default; None where it must be given.
@@ -33,9 +33,10 @@ KEYS = {
 }
 # Whose / is the guest's.
 ROOTS = ("host", "debian")
-# What the guest's clock follows: the host's, or the number of instructions that it has run.
+# The base of the guest's clock: the host's, or the number of instructions that it has run.
 CLOCKS = ("host", "instructions")
-# How its programs are built: with every assertion, or as they are shipped, which is for comparisons with other programs.
+# How its programs are built: with every assertion, or as they are shipped, which is for comparisons
+# with other programs.
 PROFILES = ("checked", "release")
 
 

@@ -121,7 +121,8 @@ def _build(tree, variant, name, place):
     # An empty LOCALVERSION, or a tree under git adds a plus to the release.
     make = ["nice", "-n", "10", "make", "-s", f"-j{JOBS}", "LOCALVERSION=", *compiler]
     _run(["git", "reset", "-q", "--hard"], tree)
-    # What a build left that was stopped in the middle: files of a patch that the index does not know any more.
+    # The rest of a build that was stopped in the middle: files of a patch that the index does not
+    # know any more.
     touched = _run(["git", "apply", "--numstat", *Variant(None).series()], tree).split("\n")
     _run(["git", "clean", "-fqx", "--", *(line.split("\t")[2] for line in touched if line)], tree)
     if variant.series():

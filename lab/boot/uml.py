@@ -2,7 +2,7 @@
 
 import os
 
-# Where a root of the guest's own is.
+# The disk of a root of the guest's own.
 DISK = "/dev/ubda"
 
 
@@ -41,7 +41,7 @@ def command(kernel, guest):
         # More than one CPU needs programs to run under seccomp instead of ptrace.
         line += ["seccomp=on", f"ncpus={guest.cpus}"]
     if guest.image:
-        # What the guest writes goes to a file of the run.
+        # The guest's writes go to a file of the run.
         line.append(f"ubd0={guest.share}/disk,{guest.image}")
     # The guest's memory is a file in TMPDIR: on a disk it would be written back.
     return line, {"TMPDIR": "/dev/shm"}

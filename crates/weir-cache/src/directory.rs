@@ -1,16 +1,20 @@
 //! Which page lies in which frame, who uses it, and which page leaves next.
 //!
-//! Frames are grouped in sets of [`WAYS`]. A page can lie in the frames of one set only, so the index is one word a frame and covers
-//! what is cached, not the home. Nothing here does I/O or takes a lock: every change is one compare-and-exchange.
+//! Frames are grouped in sets of [`WAYS`]. A page can lie in the frames of one set only, so the
+//! index is one word a frame and covers what is cached, not the home. Nothing here does I/O or
+//! takes a lock: every change is one compare-and-exchange.
 //!
-//! **One frame a page.** Whoever looks for a page in vain claims a frame for it, then looks through the set again. The claim in the
-//! lower frame ends the one in the higher; a claim counts once nobody else's is left. The last step is a compare-and-exchange on one's
-//! own claim, so of two claims one at least does not count.
+//! **One frame a page.** Whoever looks for a page in vain claims a frame for it, then looks through
+//! the set again. The claim in the lower frame ends the one in the higher; a claim counts once
+//! nobody else's is left. The last step is a compare-and-exchange on one's own claim, so of two
+//! claims one at least does not count.
 //!
-//! **Policy.** S3-FIFO (Yang et al., *FIFO queues are all you need for cache eviction*, SOSP 2023) within each set. A new page is *young*.
-//! A tenth of a set is for young pages: one that was not used again leaves first, one that was grows old. An old page leaves when the hand
-//! has found it as often as it was used since, three times at most. Of a young page that left, a fingerprint of 16 bits stays
-//! for a while: the page is old at once if it comes back. So a scan passes through a tenth of the cache.
+//! **Policy.** S3-FIFO (Yang et al., *FIFO queues are all you need for cache eviction*, SOSP 2023)
+//! within each set. A new page is *young*. A tenth of a set is for young pages: one that was not
+//! used again leaves first, one that was grows old. An old page leaves when the hand has found it
+//! as often as it was used since, three times at most. Of a young page that left, a fingerprint of
+//! 16 bits stays for a while: the page is old at once if it comes back. So a scan passes through a
+//! tenth of the cache.
 
 use crate::entry::{ALONE, Entry, Kind};
 use std::io;
@@ -36,7 +40,7 @@ pub struct Directory {
     pressed: [AtomicU32; PRESSED],
 }
 
-/// What a search for a page that is to be shared has found.
+/// The result of a search for a page that is to be shared.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Found {
     /// This frame has it. It is shared now.
@@ -56,7 +60,7 @@ pub(crate) struct Held {
     pub is_dirty: bool,
 }
 
-/// What a frame is when who had it alone lets it go.
+/// The state of a frame that its only holder lets go.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Outcome {
     /// It has what the home has.
@@ -105,7 +109,8 @@ impl Directory {
         (0..self.frames()).filter(|frame| self.load(*frame).kind() != Kind::Empty).count() as u32
     }
 
-    /// Does to the policy what a read of the page does, as if its I/O took no time. Whether the page was there. For replays of traces.
+    /// Does to the policy what a read of the page does, as if its I/O took no time. Whether the
+    /// page was there. For replays of traces.
     pub fn replay(&self, page: PageNo) -> bool {
         match self.share(page) {
             Found::Hit(frame) => {
@@ -123,7 +128,8 @@ impl Directory {
 
     fn word(&self, frame: Frame) -> &AtomicU64 {
         assert!(frame < self.frames(), "frame {frame} of {}", self.frames());
-        // SAFETY: inside the mapping (checked above), aligned (8-byte steps from a page boundary), and only ever accessed as an atomic.
+        // SAFETY: inside the mapping (checked above), aligned (8-byte steps from a page boundary),
+        // and only ever accessed as an atomic.
         unsafe { &*self.words.as_ptr().cast::<AtomicU64>().add(frame as usize) }
     }
 
@@ -197,7 +203,9 @@ impl Directory {
         self.change(frame, alone).1
     }
 
-    /// Has the page's frame alone, or a new one where it has none. `who` is the caller's lane, of which each has a number of its own. `None`: somebody else uses it, or no frame of its set is free.
+    /// Has the page's frame alone, or a new one where it has none. `who` is the caller's lane, of
+    /// which each has a number of its own. `None`: somebody else uses it, or no frame of its set is
+    /// free.
     pub(crate) fn hold(&self, page: PageNo, who: u8) -> Option<Held> {
         let (first, fingerprint) = self.place(page);
         if let Some((frame, entry)) = self.find(first, page) {
@@ -226,7 +234,7 @@ impl Directory {
 
     /// Makes a claim count, unless another frame is the page's.
     fn confirm(&self, first: Frame, mine: Frame, page: PageNo, who: u8) -> bool {
-        // Whoever ended this claim may have had the frame claimed again, by another lane.
+        // Once this claim has ended, another lane may have claimed the frame.
         let is_mine = |entry: Entry| {
             entry.kind() == Kind::Claimed && entry.page() == page && entry.users() == who.into()
         };
@@ -266,7 +274,8 @@ impl Directory {
         });
     }
 
-    /// Begins to write a frame's page to the home: it is clean unless somebody writes it from here on. What it was, and whether it begins.
+    /// Begins to write a frame's page to the home: it is clean unless somebody writes it from here
+    /// on. What it was, and whether it begins.
     pub(crate) fn begin_write_back(&self, frame: Frame) -> (Entry, bool) {
         self.change(frame, |entry| {
             let may = entry.kind() == Kind::Valid && entry.is_dirty() && !entry.is_writing();
@@ -303,7 +312,8 @@ impl Directory {
         self.pressed.iter().any(|slot| slot.load(Ordering::Relaxed) != 0)
     }
 
-    /// Takes the sets in which pages have found no frame since the last time: the first frame of each.
+    /// Takes the sets in which pages have found no frame since the last time: the first frame of
+    /// each.
     pub(crate) fn take_pressed(&self) -> impl Iterator<Item = Frame> {
         let take = |slot: &AtomicU32| match slot.load(Ordering::Relaxed) {
             0 => None,

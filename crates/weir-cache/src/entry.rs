@@ -1,4 +1,4 @@
-//! What the directory says of a frame: one word.
+//! The directory's entry of a frame: one word.
 //!
 //! ```text
 //!  63         32 31      16 15    8 7  6   5       4      3     2   1  0
@@ -14,7 +14,7 @@ use weir_core::PageNo;
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Entry(pub u64);
 
-/// What a frame is.
+/// The state of a frame.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Kind {
     /// Free.
@@ -75,7 +75,7 @@ impl Entry {
         self.with(0, 2, kind as u64)
     }
 
-    /// What the policy keeps here of pages that have left; see the policy.
+    /// The policy's record of pages that have left; see the policy.
     pub fn ghost(self) -> u16 {
         self.field(16, 16) as u16
     }

@@ -13,26 +13,28 @@ use weir_device::{Done, Fault, PageGuard, PageLane, Progress, Ticket, View};
 use weir_store::{Lane as HomeLane, OpenError};
 use weir_volume::Lane as FrameLane;
 
-/// How long an operation waits for a page that somebody has alone, or for room in its set: twice what a slow home has for an answer.
+/// How long an operation waits for a page that somebody has alone, or for room in its set: twice
+/// what a slow home has for an answer.
 const BUSY_WITHIN: Duration = Duration::from_secs(60);
 
 /// One thread's way into a [`Cache`].
 ///
-/// An operation whose page somebody else has alone, or whose set has no frame that could be given to it, answers
-/// [`Progress::Full`] and fails after a minute of that. Nothing else is timed: a write that has gone to a disk that hangs is answered when
-/// the disk answers.
+/// An operation whose page somebody else has alone, or whose set has no frame that could be given
+/// to it, answers [`Progress::Full`] and fails after a minute of that. Nothing else is timed: a
+/// write that has gone to a disk that hangs is answered when the disk answers.
 pub struct CacheLane {
     parts: Parts,
     frames: FrameLane,
     home: Box<dyn HomeLane>,
 }
 
-/// What completions change.
+/// The part that completions change.
 struct Parts {
     cache: Arc<Cache>,
     seat: usize,
     operations: Box<[Operation]>,
-    /// A page for each operation: what a part of a page becomes, or what is on its way into its frame.
+    /// A page for each operation: what a part of a page becomes, or what is on its way into its
+    /// frame.
     pages: Box<[Page]>,
     idle: Vec<u16>,
     /// Operations that wait for room to write their page, or to have it alone.
@@ -53,7 +55,7 @@ struct Operation {
     state: State,
 }
 
-/// What an operation waits for.
+/// The event that an operation waits for.
 #[derive(Clone, Copy)]
 enum State {
     Idle,
@@ -83,8 +85,8 @@ enum State {
     Again {
         held: Held,
     },
-    /// A page that cannot be read in its frame, which others share: it is read at the home by whoever
-    /// has the frame alone.
+    /// A page that cannot be read in its frame, which others share: it is read at the home by
+    /// whoever has the frame alone.
     ReadAgain,
     /// A frame of its own to be written.
     WriteNew {
@@ -103,7 +105,7 @@ enum State {
     },
 }
 
-/// What became of an operation's next step.
+/// The result of an operation's next step.
 enum Step {
     Ended(Result<(), Fault>),
     Queued,
@@ -732,7 +734,7 @@ impl PageLane for CacheLane {
         Elsewhere
     }
 
-    /// What has gone to the home cannot be held back.
+    /// A write that has gone to the home cannot be held back.
     fn forsake(&mut self, whose: impl Fn(Ticket) -> bool) {
         let operations = &self.parts.operations;
         self.frames.forsake(|at| whose(operations[at as usize].ticket));
@@ -750,7 +752,7 @@ impl PageLane for CacheLane {
     fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
         let CacheLane { parts, frames, home } = self;
         parts.now = Some(now);
-        // Whoever does not ask again has given up.
+        // A caller that does not ask again has given up.
         parts.busy_since = parts.busy_since.or(Some(now)).filter(|_| parts.is_busy);
         parts.is_busy = false;
         home.poll(now, &mut |home_done| parts.home_answered(&home_done, frames, done));
@@ -789,7 +791,8 @@ impl PageLane for CacheLane {
 }
 
 impl CacheLane {
-    /// Writes a page that is cached where it lies, beside others that use it. `None`: it is not cached, or writes go home.
+    /// Writes a page that is cached where it lies, beside others that use it. `None`: it is not
+    /// cached, or writes go home.
     fn write_shared(
         &mut self,
         at: u16,
@@ -841,10 +844,10 @@ impl CacheLane {
 }
 
 impl Drop for CacheLane {
-    /// What was not handed over takes no effect, but for what has gone to the home. Nobody will hear
-    /// that such a write has ended, so its page never goes home again: flushes fail. A frame that
-    /// has the page's content serves it on; another stays as it is, for a read of the home might
-    /// find half of the write.
+    /// Operations that were not handed over take no effect, but for writes that have gone to the
+    /// home. Nobody will hear that such a write has ended, so its page never goes home again:
+    /// flushes fail. A frame that has the page's content serves it on; another stays as it is, for
+    /// a read of the home might find half of the write.
     fn drop(&mut self) {
         let parts = &self.parts;
         for operation in &parts.operations {

@@ -1,18 +1,21 @@
 //! A cache in front of a disk, as a page device.
 //!
-//! A [`Cache`] keeps pages of a *home* (a file or disk as it is: page `n` lies at `n`) in the frames of a volume over a fast
-//! store. So each cached page has a checksum and every write goes to a new slot, as the volume has it. The [`Directory`] says which page
-//! lies in which frame. It takes 8 bytes a frame, page map and slot records of the volume take 16: 24 bytes a cached page, and nothing for
-//! what is not cached.
+//! A [`Cache`] keeps pages of a *home* (a file or disk as it is: page `n` lies at `n`) in the
+//! frames of a volume over a fast store. So each cached page has a checksum and every write goes to
+//! a new slot, as the volume has it. The [`Directory`] says which page lies in which frame. It
+//! takes 8 bytes a frame, page map and slot records of the volume take 16: 24 bytes a cached page,
+//! and nothing for what is not cached.
 //!
-//! Each thread has a [`CacheLane`]. One [`WriteBack`] takes dirty pages home, step by step. Lanes and write-back share words that change
-//! by compare-and-exchange, and no lock. Whoever reads or writes a page at its home has the page's frame alone, or has marked it as
-//! being written: so no two writes of a page are under way at the home, and no read of one beside a write.
+//! Each thread has a [`CacheLane`]. One [`WriteBack`] takes dirty pages home, step by step. Lanes
+//! and write-back share words that change by compare-and-exchange, and no lock. Whoever reads or
+//! writes a page at its home has the page's frame alone, or has marked it as being written: so no
+//! two writes of a page are under way at the home, and no read of one beside a write.
 //!
 //! Nothing here starts a thread or reads a clock; [`WriteBack::wait`] alone sleeps.
 //!
-//! **What a flush means.** Every page written before it is at home, and the home has flushed its own cache. Between flushes a power
-//! failure may take any of the writes since the last one, as with a disk that caches writes.
+//! **What a flush means.** Every page written before it is at home, and the home has flushed its
+//! own cache. Between flushes a power failure may take any of the writes since the last one, as
+//! with a disk that caches writes.
 
 mod directory;
 mod entry;
@@ -42,13 +45,14 @@ use weir_volume::{CreateError, Volume};
 /// Lanes at most: a claim in the directory has a lane's number in 8 bits.
 pub const LANES_MAX: usize = 250;
 
-/// Where a write goes.
+/// The place that a write goes to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Mode {
     /// Into the cache, and home later.
     #[default]
     WriteBack,
-    /// Into the cache and home, before it is acknowledged: a cache that is lost takes nothing with it.
+    /// Into the cache and home, before it is acknowledged: a cache that is lost takes nothing with
+    /// it.
     WriteThrough,
     /// Home; the cache forgets the page.
     WriteAround,
@@ -84,7 +88,7 @@ pub struct Config {
     pub lanes: usize,
     /// Operations that each may have in flight.
     pub depth: usize,
-    /// Where writes go.
+    /// The place that writes go to.
     pub mode: Mode,
     /// Pages in a row from which on a stream bypasses the cache; 0: never.
     pub stream_pages: u32,
@@ -163,7 +167,7 @@ pub struct Cache {
     asleep: AtomicBool,
 }
 
-/// What the cache keeps for a lane.
+/// The cache's record of a lane.
 #[derive(Default)]
 #[repr(align(128))]
 struct Seat {
@@ -234,7 +238,7 @@ impl Cache {
         self.directory.dirty()
     }
 
-    /// Where writes go.
+    /// The place that writes go to.
     pub fn mode(&self) -> Mode {
         Mode::ALL[usize::from(self.mode.load(Ordering::Relaxed))].0
     }

@@ -1,4 +1,4 @@
-//! What a cache counts.
+//! The counts of a cache.
 
 use crate::{Cache, Mode};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -41,7 +41,7 @@ impl WriteBackCounters {
 /// A cache at one moment.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct CacheStatus {
-    /// Where writes go.
+    /// The place that writes go to.
     pub mode: Mode,
     /// Pages of the home.
     pub pages: u32,
@@ -67,7 +67,8 @@ pub struct CacheStatus {
     pub faults: u64,
     /// Pages written back.
     pub written_back: u64,
-    /// Rows of pages side by side that were written back together: of 1 page, 2 to 3, 4 to 7, ..., 256 and more.
+    /// Rows of pages side by side that were written back together: of 1 page, 2 to 3, 4 to 7, ...,
+    /// 256 and more.
     pub rows: [u64; SIZES],
     /// Pages that could not be written back, each time.
     pub write_back_failed: u64,

@@ -1,7 +1,9 @@
-//! Streams: long runs of neighbouring pages, which a disk serves well and which would push everything else out.
+//! Streams: long runs of neighbouring pages, which a disk serves well and which would push
+//! everything else out.
 //!
-//! A table of words, one for each area of 256 pages that hashes there: the page that would come next, and how many have come in a
-//! row. Threads that share a stream's requests may overtake one another a little.
+//! A table of words, one for each area of 256 pages that hashes there: the page that would come
+//! next, and how many have come in a row. Threads that share a stream's requests may overtake one
+//! another a little.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use weir_core::PageNo;

@@ -1,14 +1,18 @@
-//! Dirty pages on their way home: in address order, neighbours side by side, so that the home's lane joins them. A home that is a log gets as
-//! many at a time as fill its segments.
+//! Dirty pages on their way home: in address order, neighbours side by side, so that the home's
+//! lane joins them. A home that is a log gets as many at a time as fill its segments.
 //!
-//! [`WriteBack::step`] does a bounded piece of work and says what it needs next. It goes to work when
+//! [`WriteBack::step`] does a bounded piece of work and says what it needs next. It goes to work
+//! when
 //!
 //! - a set has no frame that could be given to another page (its dirty pages go first),
-//! - a flush is asked for, or all pages are to go home: then it goes through all pages once, from the first on,
-//! - more frames are dirty than the upper watermark says: then until the lower one is reached, from where it stopped.
+//! - a flush is asked for, or all pages are to go home: then it goes through all pages once, from
+//!   the first on,
+//! - more frames are dirty than the upper watermark says: then until the lower one is reached, from
+//!   where it stopped.
 //!
-//! A page whose write fails stays dirty in the cache, where it can be read, and is tried again a second later at the earliest. Its
-//! flush fails. A home whose own flush has failed once may have lost what it had taken: no later flush succeeds.
+//! A page whose write fails stays dirty in the cache, where it can be read, and is tried again a
+//! second later at the earliest. Its flush fails. A home whose own flush has failed once may have
+//! lost what it had taken: no later flush succeeds.
 
 use crate::directory::{Directory, Frame, Outcome, WAYS};
 use crate::entry::Kind;
@@ -34,7 +38,7 @@ const AGAIN: Duration = Duration::from_secs(1);
 /// The ticket of the home's flush; others are places in the group.
 const FLUSH: Ticket = Ticket::MAX;
 
-/// What the write-back needs before its next step.
+/// The event that the write-back needs before its next step.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Next {
     /// Nothing.
@@ -45,21 +49,21 @@ pub enum Next {
     Work(Option<Instant>),
 }
 
-/// What takes dirty pages home. One for each cache.
+/// Takes dirty pages home. One for each cache.
 pub struct WriteBack {
     cache: Arc<Cache>,
     frames: FrameLane,
     home: Box<dyn HomeLane>,
-    /// What is to go home, in address order, and how far that is.
+    /// The pages that go home next, in address order, and the progress of each.
     batch: Vec<(PageNo, Frame)>,
     at: usize,
     /// More pages wait behind those of the batch.
     more: bool,
-    /// What comes before the batch: dirty pages of sets that have no room.
+    /// Pages that go before the batch: dirty pages of sets that have no room.
     urgent: Vec<(PageNo, Frame)>,
     group: Group,
     sweep: Option<Sweep>,
-    /// Where the next sweep for the watermarks begins.
+    /// The frame at which the next sweep for the watermarks begins.
     cursor: u32,
     /// Writes whose end the home has not reported.
     late: u32,
@@ -199,7 +203,8 @@ impl WriteBack {
         }
     }
 
-    /// Whether pages that are urgent are too few for the home by themselves, and a look will find others that may go with them.
+    /// Whether pages that are urgent are too few for the home by themselves, and a look will find
+    /// others that may go with them.
     fn wants_company(&self, has_some: bool) -> bool {
         let Some((first, _)) = self.home.best_runs() else { return false };
         let least = if self.cache.must_clean() { 0 } else { self.cache.share(self.cache.config.dirty_low) };
@@ -211,7 +216,8 @@ impl WriteBack {
             && self.flush_wanted().is_none()
     }
 
-    /// Waits for what the last step needs; for `most` at most, or until `also` is readable. This alone sleeps.
+    /// Waits for what the last step needs; for `most` at most, or until `also` is readable. This
+    /// alone sleeps.
     pub fn wait(&mut self, next: Next, also: BorrowedFd<'_>, now: Instant) {
         let until = match next {
             Next::Step => return,
@@ -222,7 +228,7 @@ impl WriteBack {
             Next::Answers => Some(POLL_EVERY),
             Next::Work(until) => {
                 self.cache.asleep.store(true, SeqCst);
-                // Whoever asked before saw nobody asleep.
+                // A lane that asked before saw nobody asleep.
                 if self.has_work(now) {
                     return;
                 }
@@ -313,8 +319,8 @@ impl WriteBack {
             return Next::Step;
         }
         if sweep.skipped {
-            // Somebody has it alone, until the home answers, which may take long. The page was dirty
-            // before, and may be so still.
+            // Somebody has it alone, until the home answers, which may take long. The page was
+            // dirty before, and may be so still.
             self.sweep = Some(Sweep { from: 0, look: 0, looked: false, skipped: false, ..sweep });
             return Next::Answers;
         }
@@ -417,13 +423,15 @@ impl WriteBack {
             Some(rest) => first + rest / then * then,
             None => GROUP,
         });
-        // Where it does not matter to the home in what order they come, others go with those that are urgent.
+        // Where it does not matter to the home in what order they come, others go with those that
+        // are urgent.
         let mixes = is_sorted && (urgent.is_empty() || runs.is_some());
         let hasty = urgent.len().min(most);
         let others = if mixes { &batch[*at..] } else { &[] };
         let others = &others[..others.len().min(most - hasty)];
         for (_, frame) in urgent[..hasty].iter().chain(others) {
-            // What the frame was as it was refused: it may have been let go since, as dirty as before.
+            // The frame's state as it was refused: it may have been let go since, as dirty as
+            // before.
             let (entry, begins) = cache.directory.begin_write_back(*frame);
             if begins {
                 group.members.push(Member { page: entry.page(), frame: *frame, state: MemberState::Reads });
@@ -542,7 +550,7 @@ impl Group {
 
 impl Drop for WriteBack {
     fn drop(&mut self) {
-        // What is under way at the home may land; its frame stays as it is.
+        // Writes under way at the home may land; their frames stay as they are.
         let is_here = |member: &&Member| matches!(member.state, MemberState::Reads | MemberState::Ready);
         for member in self.group.members.iter().filter(is_here) {
             self.cache.directory.end_write_back(member.frame, Outcome::Dirty);

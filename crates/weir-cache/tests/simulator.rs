@@ -1,8 +1,9 @@
-//! A cache over a home that fails, hangs, and loses power, against a model that knows which contents a page may have. The home is a disk as it
-//! is, or a log over one, which ends with the power.
+//! A cache over a home that fails, hangs, and loses power, against a model that knows which
+//! contents a page may have. The home is a disk as it is, or a log over one, which ends with the
+//! power.
 //!
-//! `WEIR_SCALE=full` runs 1,000 seeds of 100,000 operations and more than 10,000 power cuts; without, a few seconds' worth.
-//! `WEIR_SEED=N` runs one seed.
+//! `WEIR_SCALE=full` runs 1,000 seeds of 100,000 operations and more than 10,000 power cuts;
+//! without, a few seconds' worth. `WEIR_SEED=N` runs one seed.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -20,7 +21,7 @@ const DEPTH: usize = 8;
 const SECTORS: usize = 8;
 const MODES: [Mode; 3] = [Mode::WriteBack, Mode::WriteThrough, Mode::WriteAround];
 
-/// What each eighth of a page holds.
+/// The content of each eighth of a page.
 type Content = [u64; SECTORS];
 
 struct Chance(u64);
@@ -136,7 +137,7 @@ fn has_log(seed: u64) -> bool {
     seed / 12 % 2 == 1
 }
 
-/// What kind of trouble a seed has.
+/// The faults of a seed.
 fn urls(seed: u64) -> (SimUrl, SimUrl, bool) {
     let delay = (seed % 5) as u32;
     // A log wants room to clean.
@@ -316,14 +317,15 @@ impl World {
             }
             Doing::Flush { since } if result.is_ok() => {
                 self.counts.flushes += 1;
-                // What came before the write that was acknowledged last by then cannot come back.
+                // Content before the write that was acknowledged last by then cannot come back.
                 self.flushed = self.flushed.max(since);
             }
             Doing::Read { .. } | Doing::Flush { .. } => {}
         }
     }
 
-    /// Everything but the home is gone, and the home keeps of what it was not told to flush what chance says.
+    /// Everything but the home is gone, and the home keeps of what it was not told to flush what
+    /// chance says.
     fn cut_power(&mut self) {
         self.counts.cuts += 1;
         let status = self.cache.status();
@@ -387,7 +389,7 @@ impl World {
     fn detach(&mut self) {
         self.disk.hang(false);
         self.cache.drain();
-        // What ends from here on ends after what the last turn began.
+        // Operations that end from here on end after those that the last turn began.
         self.time += 1;
         let idle = |world: &World| world.lanes.iter().all(|lane| lane.in_flight() == 0);
         let mut turns = 0;
@@ -410,7 +412,7 @@ impl World {
     }
 }
 
-/// What a seed's cache stands in front of.
+/// The home of a seed's cache.
 fn home_over(seed: u64, disk: &Arc<Sim>) -> (Arc<dyn Store>, Option<Cleaner>) {
     if !has_log(seed) {
         return (Arc::clone(disk) as _, None);

@@ -10,7 +10,7 @@ use weir_store::{Fault, Lane, Progress, Ticket};
 /// Segments that one appender has under way at once, at most.
 pub(crate) const OPEN_MAX: usize = 16;
 
-/// Who appends. One for each lane, and one for the cleaner.
+/// An appender. One for each lane, and one for the cleaner.
 pub(crate) struct Appender {
     open: [Option<Open>; OPEN_MAX],
     /// The segment of each generation that takes the next page.
@@ -18,7 +18,7 @@ pub(crate) struct Appender {
     turn: u32,
     /// Free segments that it leaves alone.
     reserve: u32,
-    /// What summaries are called below: this, and the number in `open`.
+    /// The tickets of summaries below: this, and the number in `open`.
     tickets: Ticket,
     page: Box<Page>,
 }

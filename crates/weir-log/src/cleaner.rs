@@ -37,7 +37,7 @@ const SUMMARY: Ticket = 1 << 17;
 const SEGMENTS: Ticket = 1 << 18;
 const _: () = assert!(VICTIMS * 512 <= WRITE as usize);
 
-/// What the cleaner needs before its next step.
+/// The event that the cleaner needs before its next step.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Next {
     /// Nothing.
@@ -48,12 +48,12 @@ pub enum Next {
     Work,
 }
 
-/// What makes segments of a log free. One for each log.
+/// Frees segments of a log. One for each log.
 pub struct Cleaner {
     log: Arc<Shared>,
     below: Box<dyn Lane>,
     parts: Parts,
-    /// Where the next choice begins to look.
+    /// The segment at which the next choice begins to look.
     cursor: u32,
     /// When a segment that is stuck may be tried again.
     again_at: Option<Instant>,
@@ -74,7 +74,7 @@ struct Victim {
     records: Vec<Record>,
     pages: Box<[Page]>,
     states: Box<[PageState]>,
-    /// Where each page is being written.
+    /// The place to which each page is being written.
     targets: Box<[u32]>,
     /// Answers outstanding.
     waits: u32,
@@ -319,7 +319,7 @@ impl Cleaner {
     }
 }
 
-/// What it is worth to clean a segment: the room gained by the work, and older is better (Rosenblum
+/// The worth of cleaning a segment: the room gained by the work, and older is better (Rosenblum
 /// and Ousterhout, *The design and implementation of a log-structured file system*, SOSP 1991).
 fn score(live: u32, places: u32, age: u32) -> u64 {
     let dead = u64::from(places - live);
@@ -508,7 +508,7 @@ impl Parts {
 }
 
 impl Drop for Cleaner {
-    /// What was not moved lies where it lay.
+    /// Pages that were not moved lie where they lay.
     fn drop(&mut self) {
         for victim in &mut self.parts.victims {
             if let Some(segment) = victim.segment.take()

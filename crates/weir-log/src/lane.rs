@@ -25,7 +25,7 @@ pub(crate) struct LogLane {
     parts: Parts,
 }
 
-/// What completions change.
+/// The part that completions change.
 struct Parts {
     log: Arc<Shared>,
     appender: Appender,
@@ -145,7 +145,7 @@ impl Parts {
         }
     }
 
-    /// What a read comes to, as far as is known. Its content is in its page of memory, unless
+    /// The result of a read, as far as it is known. Its content is in its page of memory, unless
     /// `content` is it. Restarts it where its page has moved.
     fn verdict(&mut self, at: u16, found: Option<&PageBytes>) -> Option<Result<(), Fault>> {
         let Parts { log, operations, pages, again, .. } = self;
@@ -274,7 +274,7 @@ impl Parts {
 }
 
 impl Shared {
-    /// What a summary that was read says of a place, and keeps the summary.
+    /// The page at a place by a summary that was read. Keeps the summary.
     fn read_summary(&self, place: u32, bytes: &PageBytes) -> Option<Record> {
         let (segment, within) = self.shape.split(place);
         let summary = Summary::parse(bytes, segment)?;
@@ -401,7 +401,7 @@ impl Lane for LogLane {
 }
 
 impl Drop for LogLane {
-    /// What lies below ends first: then nothing that has an answer can land any more.
+    /// The lane below ends first: then no write that has an answer can land any more.
     fn drop(&mut self) {
         self.below = None;
         self.parts.appender.close(&self.parts.log);

@@ -100,7 +100,7 @@ pub struct Log {
     shared: Arc<Shared>,
 }
 
-/// What lanes and cleaner share.
+/// The state that lanes and cleaner share.
 struct Shared {
     name: String,
     below: Arc<dyn Store>,
@@ -155,7 +155,7 @@ impl Log {
         }
         let count = below.slots() / segment_pages;
         let places = segment_pages - 1;
-        // What the cleaner keeps free, the segments that are appended to, and one in fifty for
+        // Segments that the cleaner keeps free, those that are appended to, and one in fifty for
         // segments that end early.
         let spare = RESERVE + AHEAD + lanes * 2 + segment::GENERATIONS as u32;
         let most = count.saturating_sub(spare + count / 50) * places;
@@ -206,7 +206,7 @@ impl Log {
 }
 
 impl Shared {
-    /// Where a page lies.
+    /// The place of a page.
     fn find(&self, page: u32) -> Option<u32> {
         self.map.at(page as usize).load(SeqCst).checked_sub(1)
     }

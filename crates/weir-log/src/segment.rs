@@ -1,4 +1,4 @@
-//! What is known of each segment: one word and two numbers; and which segments are free.
+//! The record of each segment: one word and two numbers; and which segments are free.
 //!
 //! ```text
 //!  63              32 31    24 23        8 7     5 4        3 2     0
@@ -7,13 +7,15 @@
 //! +------------------+--------+-----------+-------+----------+-------+
 //! ```
 //!
-//! *Live* counts its pages that the map names. A closed segment whose last page dies is free at once, by whoever made it die: a
-//! write that replaces a page, or the cleaner that moves it. A *life* is one filling of a segment.
+//! *Live* counts its pages that the map names. A closed segment whose last page dies is free at
+//! once, by whoever made it die: a write that replaces a page, or the cleaner that moves it. A
+//! *life* is one filling of a segment.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
-/// Generations of pages: 0 for pages that were written, the others for pages that were moved so often.
+/// Generations of pages: 0 for pages that were written, the others for pages that were moved so
+/// often.
 pub(crate) const GENERATIONS: usize = 4;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -64,7 +66,7 @@ impl Word {
         Word(self.0 & !7 | state as u64)
     }
 
-    /// What a segment becomes that is in this state without being worked on.
+    /// The next state of a segment that is in this one without being worked on.
     fn settled(self) -> Self {
         let rests = matches!(self.state(), State::Closed | State::Stuck);
         if rests && self.live() == 0 { self.with_state(State::Free) } else { self }
@@ -85,7 +87,8 @@ struct Segment {
 /// Bytes that a segment takes here.
 pub(crate) const SEGMENT_BYTES: u64 = size_of::<Segment>() as u64;
 
-/// A member's free segments: a stack whose head has a tag, so that a segment that left and came back is noticed.
+/// A member's free segments: a stack whose head has a tag, so that a segment that left and came
+/// back is noticed.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 struct Stack {
@@ -148,7 +151,8 @@ impl Segments {
         self.all[segment as usize].word.fetch_add(LIVE, SeqCst);
     }
 
-    /// A page of it is not live any more. Whether it is free now, so that it must be [pushed](Segments::push).
+    /// A page of it is not live any more. Whether it is free now, so that it must be
+    /// [pushed](Segments::push).
     #[must_use]
     pub fn drop_live(&self, segment: u32) -> bool {
         self.change(segment, |word| Some(Word(word.0 - LIVE).settled()))
@@ -212,7 +216,8 @@ impl Segments {
         self.free.fetch_add(1, SeqCst);
     }
 
-    /// Takes a free segment while more than `reserve` are, from the member whose turn it is if it has one and has not failed lately.
+    /// Takes a free segment while more than `reserve` are, from the member whose turn it is if it
+    /// has one and has not failed lately.
     pub fn pop(&self, turn: &mut u32, reserve: u32) -> Option<u32> {
         self.free.fetch_update(SeqCst, SeqCst, |free| (free > reserve).then(|| free - 1)).ok()?;
         // One is set aside; where it lies is found here.
@@ -231,7 +236,7 @@ impl Segments {
                     }
                 }
             }
-            // Whoever pushes one counts it last, so one that is set aside is there.
+            // A push counts its segment last, so one that is set aside is there.
             std::hint::spin_loop();
         }
     }
@@ -249,7 +254,8 @@ impl Segments {
         }
     }
 
-    /// A write to the member of `segment` has failed: it is passed over for a while, longer each time.
+    /// A write to the member of `segment` has failed: it is passed over for a while, longer each
+    /// time.
     pub fn blame(&self, segment: u32) {
         let stack = &self.stacks[(segment % self.members()) as usize];
         let failures = stack.failures.fetch_add(1, Relaxed);
@@ -295,7 +301,7 @@ mod tests {
         segments.blame(2);
         assert_eq!([next(), next(), next()], [Some(0), Some(1), Some(0)]);
         assert_eq!((segments.failures(2), segments.failures(0)), (1, 0));
-        // What is left of it is taken where there is no other, down to the reserve.
+        // The rest of it is taken if there is no other, down to the reserve.
         assert_eq!(std::iter::from_fn(next).count(), 30 - 7 - 4);
     }
 

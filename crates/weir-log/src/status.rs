@@ -1,4 +1,4 @@
-//! What a log counts.
+//! The counts of a log.
 
 use crate::Shared;
 use crate::segment::{SEGMENT_BYTES, State};

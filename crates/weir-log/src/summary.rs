@@ -1,5 +1,5 @@
-//! What a segment's last page says: which page lies in each of its places, and its checksum. A row
-//! is the same in memory.
+//! A segment's last page, its summary: which page lies in each of its places, and its checksum. A
+//! row is the same in memory.
 //!
 //! On the disk, in 32-bit words with the lowest byte first: magic, segment, life, checksum of this
 //! page (with zeros here), then two words a place: page and checksum.
@@ -107,7 +107,7 @@ impl Rows {
         self.rows[row as usize].is_pinned.store(false, SeqCst);
     }
 
-    /// What lies in a place, if a row says so.
+    /// The page in a place, if a row has it.
     pub fn get(&self, segments: &Segments, segment: u32, place: u32) -> Option<Record> {
         let mut found = None;
         self.read(segments, segment, |row| {
@@ -118,7 +118,7 @@ impl Rows {
         .then_some(found?)
     }
 
-    /// What lies in each place of a segment, if a row says so.
+    /// The pages in the places of a segment, if a row has them.
     pub fn copy(&self, segments: &Segments, segment: u32, out: &mut Vec<Record>) -> bool {
         self.read(segments, segment, |row| {
             out.clear();

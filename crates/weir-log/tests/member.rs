@@ -1,4 +1,5 @@
-//! A member of the stripe below a log dies: what lies on it fails, nothing else, and what is written goes elsewhere.
+//! A member of the stripe below a log dies: what lies on it fails, nothing else, and what is
+//! written goes elsewhere.
 
 use std::sync::Arc;
 use std::time::Instant;

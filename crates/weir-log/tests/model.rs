@@ -24,7 +24,7 @@ impl Chance {
     }
 }
 
-/// What the seed's stores do wrong.
+/// The faults of the seed's stores.
 fn url(seed: u64) -> SimUrl {
     let size = ByteSize(u64::from(SEGMENT * SEGMENTS) * PAGE_SIZE as u64);
     let url = SimUrl { seed, size, delay: (seed % 6) as u32, ..SimUrl::default() };

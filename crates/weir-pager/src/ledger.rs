@@ -8,7 +8,7 @@ use std::os::fd::AsRawFd as _;
 use std::path::Path;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Where the locks of owners begin: behind every byte that a ledger has.
+/// The offset of the locks of owners: behind every byte that a ledger has.
 const LOCKS: i64 = 1 << 40;
 
 /// A file that all processes of one run map: the last owner's number, then the owner of each block.

@@ -1,12 +1,14 @@
 //! Anonymous memory of this process in less RAM than it takes.
 //!
-//! A [`Pager`] is one thread. It registers memory with userfaultfd, keeps at most a limit of it resident, and moves blocks of 2 MiB
-//! out and in by reference (`UFFDIO_MOVE`, Linux 6.8): a block that is a huge page stays one. What is not resident lies in a
-//! [`Store`]. The kernel tells the thread of every `munmap`, `mremap` and `madvise`, whoever calls it, so memory may be freed and
+//! A [`Pager`] is one thread. It registers memory with userfaultfd, keeps at most a limit of it
+//! resident, and moves blocks of 2 MiB out and in by reference (`UFFDIO_MOVE`, Linux 6.8): a block
+//! that is a huge page stays one. What is not resident lies in a [`Store`]. The kernel tells the
+//! thread of every `munmap`, `mremap` and `madvise`, whoever calls it, so memory may be freed and
 //! moved by any allocator behind its back.
 //!
-//! The thread must never wait for itself: nothing that it or its store touches may lie in memory that it manages. A program whose
-//! memory is managed as a whole ([`Scope::Process`]) therefore needs a global allocator of its own for it; `weir-preload` is that.
+//! The thread must never wait for itself: nothing that it or its store touches may lie in memory
+//! that it manages. A program whose memory is managed as a whole ([`Scope::Process`]) therefore
+//! needs a global allocator of its own for it; `weir-preload` is that.
 
 mod ledger;
 mod maps;
@@ -32,7 +34,7 @@ pub fn probe() -> Result<(), Error> {
     uffd::Uffd::open().map(drop)
 }
 
-/// What a run keeps in its directory: the daemon's socket, the [`Ledger`], and a socket for lines
+/// The files of a run in its directory: the daemon's socket, the [`Ledger`], and a socket for lines
 /// that pagers have for people, a datagram each.
 pub mod directory {
     #![allow(missing_docs)] // the introduction says what they are
@@ -50,7 +52,7 @@ pub const BLOCK_PAGES: usize = BLOCK / PAGE_SIZE;
 /// the program: a pipe that one of its threads is writing into is such a wait.
 pub type Tell = Box<dyn FnMut(&str)>;
 
-/// Where blocks lie that are not resident. Used by one thread.
+/// The store of blocks that are not resident. Used by one thread.
 pub trait Store {
     /// Room for a block: the number of its first page. `None` when there is none.
     fn claim(&mut self) -> Option<u64>;

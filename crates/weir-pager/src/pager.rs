@@ -21,12 +21,12 @@ const BELLS: usize = 4096;
 /// `MADV_DONTNEED` for memory that may be locked (Linux 5.18), which the crates on offer lack.
 pub(crate) const MADV_DONTNEED_LOCKED: i32 = 24;
 
-/// What is managed.
+/// The memory that is managed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scope {
     /// Large private anonymous memory that this process maps from now on, by whatever means.
     Process,
-    /// What [`Pager::adopt`] is told of.
+    /// The memory that [`Pager::adopt`] is told of.
     Adopted,
 }
 
@@ -35,11 +35,11 @@ pub enum Scope {
 pub struct Options {
     /// Managed memory that may be resident, in bytes.
     pub limit: usize,
-    /// What is managed.
+    /// The memory that is managed.
     pub scope: Scope,
 }
 
-/// What a pager has done since its start.
+/// The counts of a pager since its start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
     /// Faults that it has resolved.
@@ -77,7 +77,7 @@ pub(crate) fn count(counter: &AtomicU64, by: u64) {
     counter.fetch_add(by, Ordering::Relaxed);
 }
 
-/// What the thread and the others share.
+/// The state that the thread and the others share.
 #[derive(Debug)]
 pub(crate) struct Shared {
     /// In blocks.
@@ -89,13 +89,14 @@ pub(crate) struct Shared {
     lends: AtomicBool,
     bells: Bells,
     counters: Counters,
-    /// A range to adopt, its first byte and the byte after it: written by who holds `adopting`, read without it.
+    /// A range to adopt, its first byte and the byte after it: written by who holds `adopting`,
+    /// read without it.
     adopt: [AtomicUsize; 2],
     adopting: Mutex<()>,
 }
 
-/// Registered pages. A thread that touches one waits until the pager has heard it, without a descriptor that the program might
-/// close, and without a lock.
+/// Registered pages. A thread that touches one waits until the pager has heard it, without a
+/// descriptor that the program might close, and without a lock.
 #[derive(Debug)]
 pub(crate) struct Bells {
     base: usize,
@@ -134,7 +135,7 @@ fn own_descriptors() -> Result<(), Error> {
     if !closed {
         return Err(Error::System(std::io::Error::last_os_error()));
     }
-    // What a panic says must not go into whatever would be opened as standard error next.
+    // A panic's words must not go into a file that is opened as standard error next.
     for _ in 0..3 {
         let _ = std::fs::File::options().read(true).write(true).open("/dev/null")?.into_raw_fd();
     }
@@ -148,7 +149,7 @@ pub(crate) fn reserve(bytes: usize) -> Result<usize, Error> {
     // SAFETY: a new mapping.
     let at = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes + BLOCK, protection, flags) };
     let at = at.map_err(|error| Error::System(error.into()))?;
-    // What is cut off at both ends stays reserved, so that nothing else is merged with it.
+    // The memory cut off at both ends stays reserved, so that nothing else is merged with it.
     Ok(at.expose_provenance().next_multiple_of(BLOCK))
 }
 
@@ -228,7 +229,8 @@ impl Pager {
         Ok(())
     }
 
-    /// Brings everything back, for a fork: a child has no pager. Until as many calls of [`release`](Self::release) nothing goes.
+    /// Brings everything back, for a fork: a child has no pager. Until as many calls of
+    /// [`release`](Self::release) nothing goes.
     pub fn hold(&self) {
         self.0.holds.fetch_add(1, Ordering::SeqCst);
         self.look();
@@ -254,7 +256,7 @@ impl Pager {
         self.look();
     }
 
-    /// What it has done.
+    /// Its counts.
     pub fn stats(&self) -> Stats {
         let Counters { faults, reads, prefetched, taken_back, writes, zero_pages, lost, beyond_limit } =
             &self.0.counters;

@@ -1,4 +1,5 @@
-//! Which block goes, and which comes next: what decides, without a clock and without memory to touch.
+//! Which block goes, and which comes next: what decides, without a clock and without memory to
+//! touch.
 
 use std::collections::VecDeque;
 
@@ -11,7 +12,8 @@ const RECENT: u32 = 16;
 const STREAMING: u32 = 12;
 /// While it streams, the newest blocks that stay: those are in use.
 const LAG: usize = 4;
-/// While it streams, every so many victims the oldest goes, so that what nobody uses does not stay for ever.
+/// While it streams, every so many victims the oldest goes, so that what nobody uses does not stay
+/// for ever.
 const OLDEST_EVERY: u32 = 16;
 
 /// Blocks that fault one after the other at one distance.
@@ -25,8 +27,9 @@ struct Stream {
 
 /// Decides by the order of faults alone: no accessed bits are read.
 ///
-/// A cyclic sweep over more than fits would miss every block under FIFO and LRU. So while faults stream, nearly the newest
-/// block goes, and the older ones are hit in the next round (MRU with a lag).
+/// A cyclic sweep over more than fits would miss every block under FIFO and LRU. So while faults
+/// stream, nearly the newest block goes, and the older ones are hit in the next round (MRU with a
+/// lag).
 #[derive(Debug, Default)]
 pub struct Policy {
     /// Resident blocks, by when they came.
@@ -56,8 +59,9 @@ impl Policy {
         self.order.len()
     }
 
-    /// A fault on the block with this number (its address in blocks). `skips` says which blocks would not have faulted. Returns the
-    /// distance to the next fault of the stream, if it is in one.
+    /// A fault on the block with this number (its address in blocks). `skips` says which blocks
+    /// would not have faulted. Returns the distance to the next fault of the stream, if it is in
+    /// one.
     pub fn fault(&mut self, number: i64, skips: impl Fn(i64) -> bool) -> Option<i64> {
         self.faults += 1;
         let follows = |stream: &Stream| {

@@ -98,7 +98,8 @@ impl Store for ShareStore {
         while self.client.in_flight() > 0 {
             self.end_write()?;
         }
-        // A frame is free again only once the server has read of its return, which comes behind the next question.
+        // A frame is free again only once the server has read of its return, which comes behind the
+        // next question.
         let window = (self.client.frames() as usize - WRITE_FRAMES) / 2;
         let mut failed = None;
         let (mut asked, mut came) = (0, 0);

@@ -33,7 +33,7 @@ const PAGEMAP_SCAN: u64 = 3 << 30 | 96 << 16 | (b'f' as u64) << 8 | 16;
 const PRESENT_OR_SWAPPED: u64 = 1 << 3 | 1 << 4;
 const MODE_MISSING: u64 = 1;
 
-/// What the kernel says.
+/// A message of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
     /// A thread waits for a page.
@@ -140,7 +140,8 @@ impl Uffd {
         stopped(result, argument[3])
     }
 
-    /// Whether the address space has changed, or is about to, and the event of that was not read yet.
+    /// Whether the address space has changed, or is about to, and the event of that was not read
+    /// yet.
     pub fn is_changing(&self) -> bool {
         // The kernel looks at that before it looks at the range, which is none.
         self.zero(0, 0).is_err_and(|Stopped { why, .. }| why == Errno::AGAIN)
@@ -196,7 +197,8 @@ fn stopped(result: Result<(), Errno>, done: u64) -> Result<(), Stopped> {
 }
 
 fn ioctl<const N: usize>(fd: BorrowedFd<'_>, request: u64, argument: &mut [u64; N]) -> Result<(), Errno> {
-    // SAFETY: the request's size is the argument's, and what it does to memory is what its caller manages.
+    // SAFETY: the request's size is the argument's, and what it does to memory is what its caller
+    // manages.
     match unsafe { libc::ioctl(fd.as_raw_fd(), request, argument.as_mut_ptr()) } {
         0.. => Ok(()),
         _ => Err(Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO)),

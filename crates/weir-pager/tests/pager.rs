@@ -1,5 +1,5 @@
-//! A pager over memory of this process, with a store in its heap: what is read must be what was written, whatever the
-//! program does to its mappings meanwhile.
+//! A pager over memory of this process, with a store in its heap: what is read must be what was
+//! written, whatever the program does to its mappings meanwhile.
 
 use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags};
 use std::collections::BTreeMap;

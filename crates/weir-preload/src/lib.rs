@@ -1,10 +1,12 @@
-//! What `weir run` preloads into a program: a pager for its large anonymous memory.
+//! The object that `weir run` preloads into a program: a pager for its large anonymous memory.
 //!
-//! The pager finds memory by itself, and the kernel tells it what becomes of it. The functions of libc that are replaced here do what
-//! they always did. They only have the pager look at once where much memory comes, so that a program does not fill what the pager
-//! has not seen yet, and tell it where the kernel reads pages later. Only the latter has to be heard.
+//! The pager finds memory by itself, and the kernel tells it what becomes of it. The functions of
+//! libc that are replaced here do what they always did. They only have the pager look at once where
+//! much memory comes, so that a program does not fill what the pager has not seen yet, and tell it
+//! where the kernel reads pages later. Only the latter has to be heard.
 //!
-//! All memory of the pager lies in `ALLOCATOR`'s array, which was mapped before the pager and so is never managed.
+//! All memory of the pager lies in `ALLOCATOR`'s array, which was mapped before the pager and so is
+//! never managed.
 
 use libc::{c_int, c_void, off_t, size_t, ssize_t};
 use rustix::process::{getpid, getppid};
@@ -22,7 +24,7 @@ use weir_pager::{Ledger, Options, Pager, Scope, ShareStore, Tell, directory};
 const ARENA: usize = 16 << 20;
 /// Memory that comes in smaller pieces is looked for once it is so much.
 const LARGE: usize = 4 << 20;
-/// What the heap grows by: address space, not memory. So its blocks begin as huge pages.
+/// The step by which the heap grows: address space, not memory. So its blocks begin as huge pages.
 const HEAP_STEP: c_int = 64 << 20;
 
 #[global_allocator]
@@ -76,7 +78,7 @@ fn bound(limit: usize, run: PathBuf) -> Result<Pager, String> {
         });
         let messages = messages.map_err(|error| not_opened(&path, &error))?;
         let tell = move |line: &str| {
-            // What has no room is not worth waiting for.
+            // A line that has no room is not worth waiting for.
             let _ = messages.send(format!("process {}: {line}", getpid()).as_bytes());
         };
         let tell = Arc::new(tell);

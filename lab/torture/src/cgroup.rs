@@ -20,7 +20,8 @@ impl Cgroup {
         let root = Path::new("/sys/fs/cgroup");
         let unified = root.join("cgroup.controllers").exists();
         let path = if unified {
-            // A controller must be handed down before a child has it; where it already is, this changes nothing.
+            // A controller must be handed down before a child has it; where it already is, this
+            // changes nothing.
             let _ = fs::write(root.join("cgroup.subtree_control"), "+memory");
             root.join(name)
         } else {

@@ -1,7 +1,8 @@
-//! The same pages on a block device that may refuse requests for a while: what a program finds there that goes on after errors.
+//! The same pages on a block device that may refuse requests for a while: what a program finds
+//! there that goes on after errors.
 //!
-//! A write that was answered with an error may have happened or not, so a page may hold it or what was there before. Once a newer
-//! generation was acknowledged or read, an older one is never right.
+//! A write that was answered with an error may have happened or not, so a page may hold it or what
+//! was there before. Once a newer generation was acknowledged or read, an older one is never right.
 
 use crate::pattern::{self, Contents, Identity, Mismatch, Random, WORDS, mix};
 use crate::worker::{Tally, Work, describe};
@@ -21,7 +22,8 @@ const PATIENCE: Duration = Duration::from_secs(120);
 /// The pause before a refused page is asked for again.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Writes and reads for the time given, then reads every page once more, which no error may prevent for long.
+/// Writes and reads for the time given, then reads every page once more, which no error may prevent
+/// for long.
 ///
 /// # Errors
 /// Answers of the device other than that it could not, or not in time.
@@ -72,7 +74,8 @@ impl<F: FnMut(&str)> Torture<F> {
         let begun = Instant::now();
         let (mut first, mut length) = (0, 1);
         while begun.elapsed() < work.at_least {
-            // Every other request is for the same pages again: what came late is found where something newer came meanwhile.
+            // Every other request is for the same pages again: what came late is found where
+            // something newer came meanwhile.
             if random.draw().is_multiple_of(2) {
                 // Most are short, as faults are.
                 length = if random.draw().is_multiple_of(4) { RUN_MAX } else { 1 }.min(work.pages);

@@ -1,4 +1,4 @@
-//! What is written into a page, and what a page that reads otherwise has become.
+//! The content written into a page, and the verdict on a page that reads otherwise.
 
 use std::fmt;
 
@@ -8,7 +8,7 @@ pub const WORDS: usize = weir_core::PAGE_SIZE / 8;
 /// One page of the tortured memory.
 pub type Page = [u64; WORDS];
 
-/// What pages hold, for a compressor.
+/// The contents of pages, for a compressor.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, clap::ValueEnum)]
 pub enum Contents {
     /// Nothing that could be made smaller.
@@ -33,7 +33,7 @@ pub struct Identity {
     pub contents: Contents,
 }
 
-/// What was found in place of the page that was written.
+/// The content found in place of the page that was written.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Mismatch {
     /// Nothing but zeros: the page was lost.
@@ -45,7 +45,7 @@ pub enum Mismatch {
     },
     /// Another page of the run, whole.
     Misplaced {
-        /// Whose it is, by its own words.
+        /// Its owner, by its own words.
         found: Identity,
     },
     /// No page that anybody wrote: torn or damaged.
@@ -68,8 +68,8 @@ impl fmt::Display for Mismatch {
     }
 }
 
-/// Writes the one content that belongs to `identity`: three words that name it, then a body that follows from them. A page of one
-/// value has no room for a name; the value follows from it.
+/// Writes the one content that belongs to `identity`: three words that name it, then a body that
+/// follows from them. A page of one value has no room for a name; the value follows from it.
 pub fn fill(page: &mut Page, identity: Identity) {
     for (word, value) in page.iter_mut().zip(words(identity)) {
         *word = value;

@@ -28,7 +28,8 @@ pub fn free_kib() -> io::Result<u64> {
     Ok(number(&fs::read_to_string("/proc/meminfo")?, "MemFree:"))
 }
 
-/// How often since boot a program that wanted memory had to make room itself, for there was none free (`allocstall`).
+/// How often since boot a program that wanted memory had to make room itself, for there was none
+/// free (`allocstall`).
 ///
 /// # Errors
 /// When /proc/vmstat cannot be read.

@@ -1,5 +1,5 @@
-//! One process of the torture: writes its pages in one order, reads them back in others, rewrites some, and
-//! reads all of them a last time.
+//! One process of the torture: writes its pages in one order, reads them back in others, rewrites
+//! some, and reads all of them a last time.
 
 use crate::pattern::{self, Contents, Identity, Mismatch, Page, Random, WORDS, mix};
 use crate::swap;
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 /// Mismatches that are described; the others are only counted.
 const DESCRIBED: u64 = 8;
 
-/// What one process is to do.
+/// The task of one process.
 #[derive(Clone, Copy, Debug)]
 pub struct Work {
     /// The run's seed.
@@ -17,18 +17,19 @@ pub struct Work {
     pub process: u64,
     /// Pages that it touches.
     pub pages: usize,
-    /// What they hold.
+    /// Their contents.
     pub contents: Contents,
     /// No more are touched once so much swap is in use; `None`: all of them are.
     pub until_swap_kib: Option<u64>,
-    /// Once that is done, rounds of reading everything back go on for at least this long; the last one always finishes.
+    /// Once that is done, rounds of reading everything back go on for at least this long; the last
+    /// one always finishes.
     pub at_least: Duration,
 }
 
 /// Pages between two looks at how much swap is in use.
 const LOOK_EACH: usize = 16;
 
-/// What came of it.
+/// The outcome.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Tally {
     /// Pages that it had.
@@ -112,8 +113,9 @@ pub(crate) fn describe(
 struct Memory {
     writer: u64,
     contents: Contents,
-    /// Holds the pages from `first` on. Zeroed by the kernel on paper only: a page gets memory when the torture's order
-    /// comes to it. (A vector of page-aligned elements would be zeroed by hand.)
+    /// Holds the pages from `first` on. Zeroed by the kernel on paper only: a page gets memory when
+    /// the torture's order comes to it. (A vector of page-aligned elements would be zeroed by
+    /// hand.)
     words: Vec<u64>,
     first: usize,
     generations: Vec<u32>,

@@ -1,8 +1,9 @@
-//! A kernel swaps to a volume through FUSE and a loop device, under a memory limit, and every page comes back.
+//! A kernel swaps to a volume through FUSE and a loop device, under a memory limit, and every page
+//! comes back.
 //!
-//! Where a process may not set the I/O flusher flag, the server must refuse to carry swap; the test then goes on without it.
-//! `WEIR_SWAP_MIB=1536 WEIR_SWAP_PROCESSES=8 WEIR_SWAP_SECONDS=300 cargo test --release -p weir-torture --test fuse_swap` is the
-//! full scale.
+//! Where a process may not set the I/O flusher flag, the server must refuse to carry swap; the test
+//! then goes on without it. `WEIR_SWAP_MIB=1536 WEIR_SWAP_PROCESSES=8 WEIR_SWAP_SECONDS=300 cargo
+//! test --release -p weir-torture --test fuse_swap` is the full scale.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

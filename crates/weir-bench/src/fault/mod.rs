@@ -183,11 +183,14 @@ fn measure(plan: &Plan, way: &Way, scratch: &Scratch) -> Result<Touch, SwapError
     serde_json::from_str(text.trim()).map_err(|error| SwapError::failed("the child")(error.into()))
 }
 
+/// A figure's name, its value of a run, and the goal as a ratio.
+type Figure = (&'static str, fn(&Touch) -> f64, f64);
+
 fn rows(name: &str, touched: &[Touch], found: &BTreeMap<&str, Vec<Touch>>) -> Vec<Row> {
     let median = |of: &[Touch], what: &dyn Fn(&Touch) -> f64| of.iter().map(what).collect::<Runs>().median();
     let is_ours = name.starts_with("run");
     let mut rows = Vec::new();
-    let passes: [(&str, fn(&Touch) -> f64, f64); 5] = [
+    let passes: [Figure; 5] = [
         ("sweep_read", |touched| touched.sweep_read_s, 2.5),
         ("sweep_write", |touched| touched.sweep_write_s, 3.0),
         ("gate_low", |touched| touched.gates_s[0], 3.0),
@@ -211,7 +214,7 @@ fn rows(name: &str, touched: &[Touch], found: &BTreeMap<&str, Vec<Touch>>) -> Ve
             rows.push(row(format!("{name}_{what}_swap"), ZRAM).goal(Goal::Ratio(1.0 / 15.0)));
         }
     }
-    let singles: [(&str, fn(&Touch) -> f64, f64); 4] = [
+    let singles: [Figure; 4] = [
         ("uniform", |touched| touched.uniform_us, 0.85),
         ("uniform_p50", |touched| touched.uniform_p50_us, f64::INFINITY),
         ("uniform_p99", |touched| touched.uniform_p99_us, f64::INFINITY),

@@ -4,7 +4,7 @@ use crate::BLOCK;
 use crate::BLOCK_PAGES;
 use std::collections::BTreeMap;
 
-/// Where a block's content is.
+/// The place of a block's content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
     /// Nowhere: zeros, as far as pages are missing.
@@ -34,8 +34,8 @@ pub struct Block {
     pub room: Option<u64>,
     /// Which of its pages are zeros that the store does not have.
     pub zeros: [u64; BLOCK_PAGES / 64],
-    /// Pages whose content the program has given up, and whose end has not been seen yet: till then it does not go out, or old
-    /// content would come back.
+    /// Pages whose content the program has given up, and whose end has not been seen yet: till then
+    /// it does not go out, or old content would come back.
     pub ending: Option<Box<[u64; BLOCK_PAGES / 64]>>,
 }
 

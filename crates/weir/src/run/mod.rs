@@ -1,7 +1,8 @@
 //! `weir run`: a program in less memory than it uses.
 //!
-//! A daemon of its own holds the pages, and an object that is preloaded into the program bounds its memory. So whatever `weir serve`
-//! can keep pages in is a store here too, and a hundred programs with pages on a card need one context on it.
+//! A daemon of its own holds the pages, and an object that is preloaded into the program bounds its
+//! memory. So whatever `weir serve` can keep pages in is a store here too, and a hundred programs
+//! with pages on a card need one context on it.
 
 mod program;
 
@@ -24,7 +25,7 @@ use weir_pager::{BLOCK_PAGES, Ledger, directory};
 use weir_share::Client;
 use weir_store::StoreUrl;
 
-/// What is preloaded.
+/// The object that is preloaded.
 const OBJECT: &str = "libweir_preload.so";
 /// Processes that can be bounded at a time; each has a thread in the daemon.
 const PROCESSES: u16 = 64;
@@ -40,7 +41,7 @@ pub fn run(options: &RunOptions) -> Result<(), Failure> {
     program::check(&path)?;
     let object = object()?;
     weir_pager::probe().map_err(|error| Failure::Failed(chain(&error)))?;
-    // What ends the program ends this one after it.
+    // A signal that ends the program ends this one after it.
     let signals = Signals::new([SIGINT, SIGQUIT, SIGTERM, SIGHUP]).map_err(Failure::failed)?;
     let daemon = Daemon::start(options)?;
     // Processes that lose their parent are this one's from here on.
@@ -140,7 +141,7 @@ fn preload(object: &Path) -> OsString {
 struct Daemon {
     directory: PathBuf,
     process: Option<Child>,
-    /// What tells people what pagers say, and the socket that it hears them by.
+    /// The thread that passes the pagers' lines on, and the socket that it reads them from.
     relay: Option<(JoinHandle<()>, PathBuf)>,
 }
 
@@ -227,7 +228,8 @@ impl Daemon {
 impl Drop for Daemon {
     fn drop(&mut self) {
         if let Some(process) = &mut self.process {
-            // Where children of the program live on, their pages go with it: they get SIGBUS, never zeros.
+            // Where children of the program live on, their pages go with it: they get SIGBUS, never
+            // zeros.
             let _ = rustix::process::kill_process(Pid::from_child(process), Signal::TERM);
             let _ = process.wait();
         }

@@ -1,12 +1,14 @@
-//! Beats once a second and keeps the longest gap between two beats: how a machine's user feels a stall.
+//! Beats once a second and keeps the longest gap between two beats: how a machine's user feels a
+//! stall.
 //!
-//! `heartbeat FILE` writes the longest gap and the number of beats after each beat, and ends, counting the gap
-//! then open, once its standard input closes. A beat is real work: fresh memory from the kernel and a
-//! file written, so it stands still when allocation does.
+//! `heartbeat FILE` writes the longest gap and the number of beats after each beat, and ends,
+//! counting the gap then open, once its standard input closes. A beat is real work: fresh memory
+//! from the kernel and a file written, so it stands still when allocation does.
 //!
-//! `heartbeat --of PROCESS LINE` needs nothing but a processor and its clock: its memory is locked, its thread a real-time one,
-//! and LINE, a serial line, stays open. Each beat says in which functions of the kernel that other heart waits. So it tells a
-//! kernel that stands still from one whose programs wait, and what they wait for.
+//! `heartbeat --of PROCESS LINE` needs nothing but a processor and its clock: its memory is locked,
+//! its thread a real-time one, and LINE, a serial line, stays open. Each beat says in which
+//! functions of the kernel that other heart waits. So it tells a kernel that stands still from one
+//! whose programs wait, and what they wait for.
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
@@ -79,8 +81,8 @@ fn sleep_until_stopped(period: Duration) -> io::Result<bool> {
 
 /// Takes pages that nobody had, writes to each, and gives them back.
 fn touch_fresh_memory() -> io::Result<()> {
-    // SAFETY: a private mapping at an address of the kernel's choosing; written within its length, and unmapped
-    // before anything else can hold a reference to it.
+    // SAFETY: a private mapping at an address of the kernel's choosing; written within its length,
+    // and unmapped before anything else can hold a reference to it.
     unsafe {
         let (access, kind) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE);
         let start = mmap_anonymous(std::ptr::null_mut(), FRESH_BYTES, access, kind)?;

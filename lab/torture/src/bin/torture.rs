@@ -28,7 +28,8 @@ struct Options {
     /// RAM that all processes together may keep (a memory cgroup; needs root). Without: no limit
     #[arg(long)]
     limit: Option<ByteSize>,
-    /// Instead of memory, write this block device: pages that it refuses for a while (EIO, ETIMEDOUT) are counted
+    /// Instead of memory, write this block device: pages that it refuses for a while (EIO,
+    /// ETIMEDOUT) are counted
     #[arg(long, value_name = "PATH", conflicts_with_all = ["limit", "until_swap"])]
     device: Option<PathBuf>,
     /// Touch no more once so much swap is in use, in the whole system
@@ -37,7 +38,7 @@ struct Options {
     /// Processes that share the work
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..=1024))]
     processes: u64,
-    /// What pages hold
+    /// The contents of pages
     #[arg(long, value_enum, default_value_t)]
     contents: Contents,
     /// Everything random follows from it
@@ -91,7 +92,8 @@ fn work(options: &Options, process: &str, entrance: &str) -> io::Result<()> {
     writeln!(io::stdout(), "{}", tally.to_line())
 }
 
-/// The parent, outside the limit: starts the processes, watches swap, adds up. True when all is well.
+/// The parent, outside the limit: starts the processes, watches swap, adds up. True when all is
+/// well.
 fn torture(options: &Options) -> io::Result<bool> {
     let name = format!("weir-torture-{}", std::process::id());
     let cgroup = options.limit.map(|limit| Cgroup::new(&name, limit.0)).transpose()?;
@@ -134,7 +136,7 @@ fn torture(options: &Options) -> io::Result<bool> {
     }
     report.row("processes", options.processes, "")?;
     report.row("seconds", format!("{:.2}", started.elapsed().as_secs_f64()), "lower")?;
-    // What exceeds the limit must have gone somewhere: with none of it in swap, nothing was tested.
+    // Memory above the limit must have gone somewhere: with none of it in swap, nothing was tested.
     let swaps = options.limit.is_some_and(|limit| options.size > limit);
     report.row("swap_peak_mib", swap_peak >> 10, if swaps { "higher\t1" } else { "" })?;
     report.row("free_least_kib", free_least, "")?;

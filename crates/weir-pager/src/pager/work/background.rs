@@ -1,4 +1,4 @@
-//! What is done while no thread waits: writing out, and reading ahead.
+//! Work while no thread waits: writing out, and reading ahead.
 
 use super::*;
 
@@ -34,7 +34,7 @@ impl<S: Store> Work<S> {
     pub(super) fn begin_write(&mut self) -> Option<()> {
         let slot = self.find(Slot::Vacant).filter(|_| !self.is_broken && !self.is_held())?;
         for _ in 0..TRIES.min(self.policy.len()) {
-            // Where things are is known for certain only when everything that was heard is heeded.
+            // The places of blocks are certain only once every event that was read is handled.
             if !self.events.is_empty() || self.is_heeding {
                 return None;
             }
@@ -55,7 +55,7 @@ impl<S: Store> Work<S> {
             if self.has_ended(id) && self.move_out(at, slot) {
                 self.policy.went(id);
                 self.blocks.get_mut(id).state = State::Writing(slot);
-                // What may still be under way to the same room is from before.
+                // Writes that are still under way to the same room are from before.
                 if self.store.settle().is_err() {
                     self.fail();
                 }

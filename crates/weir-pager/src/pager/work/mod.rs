@@ -1,5 +1,5 @@
-//! What the thread does: faults first, then what the kernel says of the address space, then writing out and prefetching in
-//! steps short enough for a fault to wait for.
+//! The work of the thread: faults first, then what the kernel says of the address space, then
+//! writing out and prefetching in steps short enough for a fault to wait for.
 
 mod background;
 mod moves;
@@ -74,10 +74,11 @@ pub(super) struct Work<S> {
     /// The process's address space when it was last looked through.
     seen: [u8; 24],
     blocks: Blocks,
-    /// What is registered: first byte, and the byte after the last.
+    /// The registered spans: first byte, and the byte after the last.
     spans: BTreeMap<usize, usize>,
-    /// What was mapped before the pager began: its own memory too, and no byte more. A mapping of the
-    /// program of which a part is left alone is two for the kernel, and `mremap` refuses to grow it.
+    /// Memory that was mapped before the pager began: its own memory too, and no byte more. A
+    /// mapping of the program of which a part is left alone is two for the kernel, and `mremap`
+    /// refuses to grow it.
     excluded: Vec<(usize, usize)>,
     staging: usize,
     nursery: usize,
@@ -162,7 +163,7 @@ impl<S: Store> Work<S> {
                 }
             }
             for _ in 0..self.faults.len() {
-                // What was heard meanwhile changes where things are.
+                // Events that were read meanwhile change the places of blocks.
                 if !self.events.is_empty() {
                     break;
                 }
@@ -276,7 +277,7 @@ impl<S: Store> Work<S> {
         let slot = match self.blocks.get(id).state {
             State::Resident | State::Lost => return Ok(()),
             State::Writing(slot) => {
-                // What is under way goes to room that is written again before it is read.
+                // Writes under way go to room that is written again before it is read.
                 self.writing = None;
                 count(&self.shared.counters.taken_back, 1);
                 slot

@@ -7,7 +7,8 @@ impl<S: Store> Work<S> {
         self.staging + slot * BLOCK
     }
 
-    /// Moves as much as lies in one mapping: neighbours that the kernel has not made one are moved one after the other.
+    /// Moves as much as lies in one mapping: neighbours that the kernel has not made one are moved
+    /// one after the other.
     pub(super) fn move_pages(&self, to: usize, from: usize, bytes: usize) -> Result<(), Stopped> {
         let mut some = bytes;
         let mut is_unlocked = false;
@@ -17,7 +18,8 @@ impl<S: Store> Work<S> {
                     some = (some / 2).next_multiple_of(PAGE_SIZE);
                 }
                 Err(Stopped { why: Errno::INVAL, done: 0 }) if !is_unlocked => {
-                    // The kernel moves no page between memory that is locked and memory that is not.
+                    // The kernel moves no page between memory that is locked and memory that is
+                    // not.
                     is_unlocked = true;
                     self.unlock();
                     some = bytes;
@@ -31,9 +33,9 @@ impl<S: Store> Work<S> {
         }
     }
 
-    /// Bytes at `from` that have moved though the kernel did not say so. Where Linux 6.18 has waited
-    /// for a page that it was migrating, it moves that page, does not count it, tries it again and
-    /// stops, since nothing is left at `from` and something is at `to`.
+    /// Bytes at `from` that have moved though the kernel did not say so. Where Linux 6.18 has
+    /// waited for a page that it was migrating, it moves that page, does not count it, tries it
+    /// again and stops, since nothing is left at `from` and something is at `to`.
     fn moved_unsaid(&self, to: usize, from: usize, bytes: usize) -> usize {
         let mut gone = bytes;
         let left = populated(&self.pagemap, from, from + bytes, |start, _| gone = gone.min(start - from));
@@ -63,7 +65,8 @@ impl<S: Store> Work<S> {
                 Err(Stopped { done: more, .. }) if more > 0 => done += more,
                 Err(Stopped { why: Errno::AGAIN, .. }) if done == 0 => return Err(Changed),
                 Err(_) => {
-                    // There, not to be written, or not mapped as one: page by page, in whichever way it works.
+                    // There, not to be written, or not mapped as one: page by page, in whichever
+                    // way it works.
                     is_whole = false;
                     self.copy_in(at + done, from + done);
                     done += PAGE_SIZE;
@@ -79,7 +82,8 @@ impl<S: Store> Work<S> {
         Ok(())
     }
 
-    /// Copies a page to where `to` is by now. One that is there already stays; one that is mapped no more is not needed.
+    /// Copies a page to where `to` is by now. One that is there already stays; one that is mapped
+    /// no more is not needed.
     pub(super) fn copy_in(&mut self, to: usize, from: usize) {
         while let Err(Stopped { why: Errno::AGAIN, .. }) = self.uffd.copy(self.now_at(to), from, PAGE_SIZE) {
             self.hear();
@@ -87,7 +91,8 @@ impl<S: Store> Work<S> {
         self.uffd.wake(self.now_at(to), PAGE_SIZE);
     }
 
-    /// Where an address of the tables is after all that was heard and not yet heeded.
+    /// The present place of an address of the tables, after all events that were read and not yet
+    /// handled.
     pub(super) fn now_at(&self, address: usize) -> usize {
         self.events.iter().fold(address, |address, event| match *event {
             Event::Remap(from, to, bytes) if (from..from + bytes).contains(&address) => address - from + to,
@@ -154,7 +159,8 @@ impl<S: Store> Work<S> {
         }
     }
 
-    /// Frees what is in a slot. Not while it is registered: this thread would wait for itself to hear of it.
+    /// Frees what is in a slot. Not while it is registered: this thread would wait for itself to
+    /// hear of it.
     pub(super) fn scrub(&mut self, slot: usize) {
         let (start, end) = (self.slot(slot), self.slot(slot) + BLOCK);
         let scrubbed = self.uffd.unregister(start, end).and_then(|()| {

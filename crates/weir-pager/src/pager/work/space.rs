@@ -1,4 +1,4 @@
-//! What the kernel says of the address space, and what is found in it.
+//! The kernel's events about the address space, and the mappings that are found in it.
 
 use super::*;
 
@@ -23,7 +23,8 @@ impl<S: Store> Work<S> {
         }
     }
 
-    /// Blocks that lie in `start..end` in part only are blocks no longer: their pages go where they are looked for.
+    /// Blocks that lie in `start..end` in part only are blocks no longer: their pages go where they
+    /// are looked for.
     pub(super) fn cut(&mut self, start: usize, end: usize, moved_to: Option<usize>) {
         for edge in [start, end] {
             let Some(id) = self.blocks.at(edge) else { continue };
@@ -117,7 +118,7 @@ impl<S: Store> Work<S> {
                     }
                 }
                 if let Some(writing) = self.writing.as_mut().filter(|writing| writing.id == id) {
-                    // What was written of it is from before.
+                    // The part of it that was written is from before.
                     writing.next = 0;
                     if self.store.settle().is_err() {
                         self.fail();
@@ -217,9 +218,9 @@ impl<S: Store> Work<S> {
         if self.uffd.register(start, end).is_err() {
             return Ok(());
         }
-        // The mappings that were read may be of before a change, or of after one whose event was not
-        // heard yet. Blocks made here would lie over those that the event brings, or over a hole
-        // that is mapped again and not registered. From here on each change has its event.
+        // The mappings that were read may be of before a change, or of after one whose event was
+        // not heard yet. Blocks made here would lie over those that the event brings, or over a
+        // hole that is mapped again and not registered. From here on each change has its event.
         if self.scope == Scope::Process && !self.is_one_mapping(start, end) {
             return Err(Changed);
         }
@@ -231,7 +232,8 @@ impl<S: Store> Work<S> {
         let advice = if self.is_held() { Advice::LinuxDoFork } else { Advice::LinuxDontFork };
         let _ = advise(start, end - start, advice);
         self.add_span(start, end);
-        // Pages that the block at the seam has already, and those that came before the registration.
+        // Pages that the block at the seam has already, and those that came before the
+        // registration.
         let mut from = start / BLOCK * BLOCK;
         let Work { pagemap, blocks, policy, spans, .. } = self;
         let (&first, &last) = spans.range(..=start).next_back().expect("just added");
@@ -248,7 +250,7 @@ impl<S: Store> Work<S> {
         Ok(())
     }
 
-    /// What is registered and what is not are never one mapping.
+    /// Registered memory and other memory are never one mapping.
     fn is_one_mapping(&mut self, start: usize, end: usize) -> bool {
         let covers = |mapping: Mapping| mapping.is_plain && mapping.start <= start && end <= mapping.end;
         self.maps.read().is_ok_and(|mut mappings| mappings.any(covers))
