@@ -10,6 +10,9 @@
 //! - more frames are dirty than the upper watermark says: then until the lower one is reached, from
 //!   where it stopped.
 //!
+//! For the watermark, pages that were not used again go first, and the others only where those are
+//! not enough: what is written often would be written home often.
+//!
 //! A page whose write fails stays dirty in the cache, where it can be read, and is tried again a
 //! second later at the earliest. Its flush fails. A home whose own flush has failed once may have
 //! lost what it had taken: no later flush succeeds.
@@ -67,6 +70,8 @@ pub struct WriteBack {
     cursor: u32,
     /// Writes whose end the home has not reported.
     late: u32,
+    /// Whether the next sweep for the watermark takes pages that are used often, too.
+    takes_hot: bool,
     /// The last look found no page that could go.
     found_nobody: bool,
     /// Pages that failed are left alone until then.
@@ -116,6 +121,8 @@ struct Sweep {
     /// The frame that is looked at next, and whether the look is over.
     look: Frame,
     looked: bool,
+    /// Whether it goes through all pages.
+    is_whole: bool,
     /// For whom.
     reason: Reason,
     failed: bool,
@@ -158,6 +165,7 @@ impl WriteBack {
             sweep: None,
             cursor: 0,
             late: 0,
+            takes_hot: false,
             found_nobody: false,
             again_at: None,
             is_broken: false,
@@ -183,14 +191,16 @@ impl WriteBack {
         let is_sorted = self.sweep.is_none_or(|sweep| sweep.looked);
         let begins = self.batch.get(self.at).filter(|_| is_sorted).map(|(page, _)| page.0);
         if let (Some(page), true, true) = (begins, self.urgent.is_empty(), self.has_done_enough()) {
-            (self.cursor, self.sweep, self.at) = (page, None, 0);
+            self.end_watermark(Some(page));
+            (self.sweep, self.at) = (None, 0);
             self.batch.clear();
             return Next::Step;
         }
         let is_watermark = self.sweep.is_some_and(|sweep| sweep.reason == Reason::Watermark);
         if is_watermark && is_sorted && begins.is_none() && !self.more && !self.urgent.is_empty() {
             // It is over, and another may find company for what is urgent.
-            (self.sweep, self.cursor) = (None, 0);
+            self.end_watermark(None);
+            self.sweep = None;
         }
         if (!self.urgent.is_empty() || begins.is_some()) && !self.wants_company(begins.is_some()) {
             self.begin_group(is_sorted);
@@ -269,7 +279,10 @@ impl WriteBack {
 
     /// Whether a sweep for the watermark has reached the lower one, or makes way for a flush.
     fn has_done_enough(&self) -> bool {
-        let least = if self.cache.must_clean() { 0 } else { self.cache.share(self.cache.config.dirty_low) };
+        let config = &self.cache.config;
+        // Of what is used often no more goes than must.
+        let least = if self.takes_hot { config.dirty_high } else { config.dirty_low };
+        let least = if self.cache.must_clean() { 0 } else { self.cache.share(least) };
         let is_for_watermark = self.sweep.is_some_and(|sweep| sweep.reason == Reason::Watermark);
         is_for_watermark && (self.directory().dirty() <= least || self.flush_wanted().is_some())
     }
@@ -296,6 +309,7 @@ impl WriteBack {
             from,
             look: 0,
             looked: false,
+            is_whole: from == 0,
             reason,
             failed: false,
             skipped: false,
@@ -346,19 +360,30 @@ impl WriteBack {
             self.sweep = Some(sweep);
             return Next::Step;
         }
-        self.cursor = if is_enough { sweep.from } else { 0 };
+        self.end_watermark(is_enough.then_some(sweep.from));
         self.again_at = sweep.failed.then_some(now + AGAIN);
         self.sweep = None;
         Next::Step
     }
 
+    /// A sweep for the watermark is over: it stopped at this page, or has been through.
+    fn end_watermark(&mut self, stopped: Option<u32>) {
+        self.cursor = stopped.unwrap_or(0);
+        let found_all = stopped.is_none() && self.sweep.is_some_and(|sweep| sweep.is_whole);
+        self.takes_hot = found_all && !self.takes_hot;
+    }
+
     /// Looks at some more frames.
     fn gather(&mut self, sweep: &mut Sweep) {
-        let WriteBack { cache, batch, more, .. } = self;
+        let WriteBack { cache, batch, more, takes_hot, .. } = self;
+        let takes_all = *takes_hot || sweep.reason != Reason::Watermark || cache.must_clean();
         let end = cache.directory.frames().min(sweep.look + LOOK);
         for frame in sweep.look..end {
             let entry = cache.directory.load(frame);
             if entry.kind() != Kind::Valid || !entry.is_dirty() || entry.page().0 < sweep.from {
+                continue;
+            }
+            if !takes_all && entry.hits() > 0 {
                 continue;
             }
             if entry.is_writing() {
@@ -426,8 +451,15 @@ impl WriteBack {
         // Where it does not matter to the home in what order they come, others go with those that
         // are urgent.
         let mixes = is_sorted && (urgent.is_empty() || runs.is_some());
-        let hasty = urgent.len().min(most);
         let others = if mixes { &batch[*at..] } else { &[] };
+        let most = match (runs, urgent.len() + others.len()) {
+            // The rest goes with those that come.
+            (Some((first, then)), some) if (first..most).contains(&some) => {
+                first + (some - first) / then * then
+            }
+            _ => most,
+        };
+        let hasty = urgent.len().min(most);
         let others = &others[..others.len().min(most - hasty)];
         for (_, frame) in urgent[..hasty].iter().chain(others) {
             // The frame's state as it was refused: it may have been let go since, as dirty as

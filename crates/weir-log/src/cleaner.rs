@@ -319,12 +319,12 @@ impl Cleaner {
     }
 }
 
-/// The worth of cleaning a segment: the room gained by the work, and older is better (Rosenblum
-/// and Ousterhout, *The design and implementation of a log-structured file system*, SOSP 1991).
+/// The worth of cleaning a segment: the room gained by the work, and older is better (after
+/// Rosenblum and Ousterhout, *The design and implementation of a log-structured file system*, SOSP
+/// 1991). The square root of the age leaves less to move than the age does.
 fn score(live: u32, places: u32, age: u32) -> u64 {
     let dead = u64::from(places - live);
-    let work = u64::from(places + live);
-    dead * (u64::from(age) + 1) * 1024 / work
+    dead * (u64::from(age) + 1).isqrt() * 1024 / (u64::from(live) * 2 + 1)
 }
 
 fn ticket(victim: usize, at: u32) -> Ticket {
