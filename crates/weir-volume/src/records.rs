@@ -39,7 +39,7 @@ const PACK_COUNTS: u32 = 128;
 /// The count that a pack has besides its pages until they have all been published, so that it is
 /// whole until then, and that nobody takes it for one that is there.
 const UNPUBLISHED: u32 = 64;
-/// One page in a record's count of them.
+/// The value that one page adds to a record's count of pages.
 const ONE_PAGE: u64 = 1 << 32;
 
 const IN_USE: u64 = 1 << 63;

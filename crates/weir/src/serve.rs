@@ -47,8 +47,8 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
                 "--keeper: no daemon can be started: {error}; look at the limits on open files and processes"
             ))
         })?;
-        // A daemon that dies over its own start, or is told to stop before it listens, leaves what
-        // the one before it mounted.
+        // A daemon that dies during its start, or is told to stop before it listens, leaves the
+        // mount of the daemon before it. Clear that here.
         if let Some(left) = left {
             left.clear();
         }

@@ -261,6 +261,11 @@ fn an_ordinary_user_who_may_not_open_a_disk_to_others_hears_where_that_is_said()
     if fs::read_to_string("/etc/fuse.conf").is_ok_and(|text| text.lines().any(says)) {
         return println!("\nskipped: /etc/fuse.conf lets every user open a disk to others");
     }
+    // The refusal of /dev/fuse itself would come first.
+    let mode = fs::metadata("/dev/fuse").map_or(0, |fuse| fuse.permissions().mode());
+    if mode & 0o006 != 0o006 {
+        return println!("\nskipped: /dev/fuse has mode {:o}: ordinary users cannot open it", mode & 0o777);
+    }
     let directory = Directory::new("not-other");
     chown(&directory.0, Some(NOBODY), Some(NOBODY)).unwrap();
     let mut command = weir(&["--allow-other", "--store", "host:8MiB"], &directory.0);

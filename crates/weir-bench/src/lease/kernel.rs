@@ -185,7 +185,7 @@ fn walk(tree: &Tree, slab: &mut Slab, index: u32) -> (At, u64) {
     (at, entry)
 }
 
-/// Makes what lacks between a place and its leaf.
+/// Makes the nodes that are missing between a position and its leaf.
 #[inline(never)]
 fn create(tree: &mut Tree, slab: &mut Slab, at: &mut At) {
     if at.node == NONE {

@@ -28,7 +28,8 @@ pub(super) static TALLY: Tally = Tally {
     latencies: Mutex::new(Vec::new()),
 };
 
-/// The job of every design: `scheduled` is 0, or when the job was scheduled, by [`nanos`].
+/// The job of every design. `scheduled` is the time by [`nanos`] at which it was scheduled, or 0 if
+/// nobody measures that.
 pub(super) fn job(scheduled: u64) {
     if scheduled != 0 {
         let latency = nanos() - scheduled;

@@ -201,8 +201,8 @@ impl Seats {
         busy
     }
 
-    /// Connections that the kernel may have: those of no other living process than this one, which
-    /// may have made them for it.
+    /// How many connections may be the kernel's. A connection counts as such unless another living
+    /// process has it. This process may have made it for the kernel.
     pub fn kernels(&self) -> usize {
         self.seats.iter().filter(|seat| seat.lock().socket.as_ref().is_some_and(is_kernels)).count()
     }

@@ -112,8 +112,8 @@ impl Lane {
         if let Some(found) = self.claim_now(page) {
             return Some(found);
         }
-        // Waiting frees slots, and brings no store back. A page that is to move up waits for
-        // nothing: it lies well where it is.
+        // Waiting frees slots, but brings no store back. A page that is to be promoted does not
+        // wait: its present place is good enough.
         let any_left = self.volume.tiers.iter().any(|tier| !tier.is_lost());
         if !self.holds_slots() && any_left && self.reach == self.stores.len() {
             if self.slot_wait.phase == Phase::Idle && !self.slot_wait.asked {

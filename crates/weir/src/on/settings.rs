@@ -49,7 +49,7 @@ fn reserve_kib(total_kib: u64) -> u64 {
     (total_kib / 20).clamp(16 << 10, 128 << 10)
 }
 
-/// Changes one, once the journal has it.
+/// Changes one setting, after the journal has recorded the change.
 pub fn apply(wish: &Wish, journal: &mut Journal) -> Result<(), Failure> {
     journal.intend(Step::Setting {
         path: wish.path.clone(),
