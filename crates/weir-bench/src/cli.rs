@@ -181,6 +181,33 @@ pub enum Bench {
         room: Vec<u8>,
     },
 
+    /// Random 4 KiB requests on limited disks: bare, through a cache, through a cache over a log.
+    Cache {
+        /// Room of all disks together. It is memory, and a quarter more is for the cache.
+        #[arg(long, default_value = "8GiB")]
+        size: ByteSize,
+
+        /// Disks.
+        #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=64))]
+        members: u32,
+
+        /// Operations a second that each disk can do.
+        #[arg(long, value_name = "N", default_value_t = 5000, value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]
+        iops: u64,
+
+        /// Bytes a second that each disk can move.
+        #[arg(long, value_name = "SIZE", default_value = "400000000")]
+        bandwidth: ByteSize,
+
+        /// Seconds that each contender is measured.
+        #[arg(long, value_name = "SECONDS", default_value_t = 10)]
+        time: u64,
+
+        /// How often each is measured; a figure is the median.
+        #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..))]
+        runs: u16,
+    },
+
     /// The memory of a volume besides the pages themselves.
     Memory {
         /// The volume's size.

@@ -16,6 +16,7 @@
 //! ```
 
 pub mod block;
+pub mod cache;
 pub mod compress;
 pub mod disk;
 pub mod fault;

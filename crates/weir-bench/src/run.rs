@@ -133,6 +133,17 @@ fn measure(options: &Cli) -> Result<(), Failure> {
         Bench::Policy { trace, room } => {
             weir_bench::policy::run(trace.as_deref(), room).map_err(|error| failed(&error))?
         }
+        Bench::Cache { size, members, iops, bandwidth, time, runs } => {
+            weir_bench::cache::run(&weir_bench::cache::Options {
+                size: *size,
+                members: *members,
+                operations: *iops,
+                bytes: *bandwidth,
+                time: Duration::from_secs(*time),
+                runs: usize::from(*runs),
+            })
+            .map_err(|error| failed(&error))?
+        }
         Bench::Memory { size } => memory::run(&memory::Plan { bytes: size.0, ..Default::default() })
             .map_err(|error| failed(&error))?,
     };
