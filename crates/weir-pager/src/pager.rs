@@ -54,6 +54,10 @@ pub struct Stats {
     pub writes: u64,
     /// Pages of zeros among those, which took no room.
     pub zero_pages: u64,
+    /// Single pages that came from the store.
+    pub singles: u64,
+    /// Single pages that went to the store.
+    pub singles_written: u64,
     /// Blocks that could not be had back.
     pub lost: u64,
     /// Blocks for which the limit was exceeded, since none could go.
@@ -69,6 +73,8 @@ pub(crate) struct Counters {
     pub taken_back: AtomicU64,
     pub writes: AtomicU64,
     pub zero_pages: AtomicU64,
+    pub singles: AtomicU64,
+    pub singles_written: AtomicU64,
     pub lost: AtomicU64,
     pub beyond_limit: AtomicU64,
 }
@@ -258,12 +264,20 @@ impl Pager {
 
     /// Its counts.
     pub fn stats(&self) -> Stats {
-        let Counters { faults, reads, prefetched, taken_back, writes, zero_pages, lost, beyond_limit } =
-            &self.0.counters;
-        let [faults, reads, prefetched, taken_back, writes, zero_pages, lost, beyond_limit] =
-            [faults, reads, prefetched, taken_back, writes, zero_pages, lost, beyond_limit]
-                .map(|counter| counter.load(Ordering::Relaxed));
-        Stats { faults, reads, prefetched, taken_back, writes, zero_pages, lost, beyond_limit }
+        let counters = &self.0.counters;
+        let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        Stats {
+            faults: of(&counters.faults),
+            reads: of(&counters.reads),
+            prefetched: of(&counters.prefetched),
+            taken_back: of(&counters.taken_back),
+            writes: of(&counters.writes),
+            zero_pages: of(&counters.zero_pages),
+            singles: of(&counters.singles),
+            singles_written: of(&counters.singles_written),
+            lost: of(&counters.lost),
+            beyond_limit: of(&counters.beyond_limit),
+        }
     }
 }
 

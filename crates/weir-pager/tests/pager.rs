@@ -204,7 +204,108 @@ fn threads_that_write_at_random_find_what_they_wrote() {
             });
         }
     });
-    assert!(memory.pager.stats().reads > 100, "{:?}", memory.pager.stats());
+    let stats = memory.pager.stats();
+    assert!(stats.reads + stats.singles > 100, "{stats:?}");
+}
+
+/// Page numbers in no order.
+fn jumps(seed: u64) -> impl Iterator<Item = usize> {
+    let mut state = seed;
+    std::iter::repeat_with(move || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (state >> 33) as usize % PAGES
+    })
+}
+
+#[test]
+fn a_program_that_jumps_gets_single_pages_and_keeps_its_limit() {
+    let Some(memory) = Memory::new("a_program_that_jumps", 256) else { return };
+    memory.fill();
+    let before = memory.pager.stats();
+    for (count, page) in jumps(1).take(40_000).enumerate() {
+        assert!(memory.read(page) == content(page), "page {page}");
+        memory.write(page, content(page));
+        if count % 1000 == 0 {
+            let resident = memory.resident();
+            assert!(resident <= LIMIT, "{resident} resident after {count}");
+        }
+    }
+    let stats = memory.pager.stats();
+    let (singles, blocks) = (stats.singles - before.singles, stats.reads - before.reads);
+    assert!(singles > 20_000, "{stats:?}");
+    assert!(stats.singles_written > 20_000, "{stats:?}");
+    // By blocks alone there would be as many as that.
+    assert!(blocks < 400, "{blocks} blocks for {singles} pages");
+    assert_eq!((stats.lost, stats.beyond_limit), (0, 0), "{stats:?}");
+    // It goes through all of it again, and blocks come.
+    memory.check(0..PAGES);
+    memory.check((0..PAGES).rev());
+    let after = memory.pager.stats();
+    assert!(after.singles - stats.singles < 2000, "{after:?}");
+    assert!(memory.resident() <= LIMIT);
+}
+
+#[test]
+fn whatever_a_program_does_between_jumps_each_page_is_what_it_must_be() {
+    let Some(mut memory) = Memory::new("whatever_a_program_does_between_jumps", 256) else { return };
+    memory.fill();
+    let places = [map(SIZE + BLOCK).wrapping_add(5 * PAGE_SIZE), map(SIZE + BLOCK)];
+    let mut expected: Vec<u64> = (0..PAGES).map(content).collect();
+    for round in 0..12_usize {
+        for (page, seed) in jumps(round as u64 + 2).take(3_000).zip(1..) {
+            assert!(memory.read(page) == expected[page], "page {page} in round {round}");
+            if seed % 3 == 0 {
+                expected[page] = content(page) ^ seed;
+                memory.write(page, expected[page]);
+            }
+        }
+        let first = jumps(round as u64 + 99).next().expect("endless") / 2;
+        let count = 1 + (round * 397) % 1500;
+        let at = memory.base.wrapping_add(first * PAGE_SIZE);
+        match round % 4 {
+            0 => {
+                // SAFETY: this test's own memory.
+                unsafe { rustix::mm::madvise(at.cast(), count * PAGE_SIZE, Advice::LinuxDontNeed) }.unwrap();
+                expected[first..first + count].fill(0);
+            }
+            1 => {
+                let to = places[round / 4 % 2];
+                // SAFETY: as above; it moves to a place of its own.
+                memory.base = unsafe {
+                    let from = memory.base.cast();
+                    rustix::mm::mremap_fixed(from, SIZE, SIZE, MremapFlags::MAYMOVE, to.cast())
+                        .expect("moved")
+                        .cast()
+                };
+            }
+            2 => (first..first + count).for_each(|page| {
+                assert!(memory.read(page) == expected[page], "page {page} in order, round {round}");
+            }),
+            _ => {
+                memory.pager.hold();
+                assert!((0..PAGES).all(|page| memory.read(page) == expected[page]), "held, round {round}");
+                memory.pager.release();
+            }
+        }
+    }
+    assert!((0..PAGES).all(|page| memory.read(page) == expected[page]));
+    assert_eq!(memory.pager.stats().lost, 0);
+}
+
+#[test]
+fn single_pages_survive_a_store_that_fails_as_they_go() {
+    let Some(memory) = Memory::new("single_pages_survive_a_store", 256) else { return };
+    memory.fill();
+    jumps(5).take(12_000).for_each(|page| memory.write(page, !content(page)));
+    memory.faulty.writes_fail.store(true, Ordering::Relaxed);
+    let mut is_new = vec![false; PAGES];
+    jumps(5).take(12_000).for_each(|page| is_new[page] = true);
+    for page in jumps(6).take(12_000).chain(0..PAGES) {
+        let expected = if is_new[page] { !content(page) } else { content(page) };
+        assert!(memory.read(page) == expected, "page {page}");
+    }
+    assert!(memory.pager.stats().singles_written > 0);
+    assert_eq!(memory.pager.stats().lost, 0);
 }
 
 #[test]

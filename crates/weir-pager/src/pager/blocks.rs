@@ -19,7 +19,7 @@ pub enum State {
     Ready(usize),
     /// In a slot, whole, and nowhere else: on its way back into place.
     Back(usize),
-    /// In the store.
+    /// In the store, but for the pages that are [`there`](Block::there).
     Stored,
     /// Nowhere, though it was something.
     Lost,
@@ -34,12 +34,24 @@ pub struct Block {
     pub room: Option<u64>,
     /// Which of its pages are zeros that the store does not have.
     pub zeros: [u64; BLOCK_PAGES / 64],
+    /// Single pages in place. What the store has of them may be older.
+    pub there: [u64; BLOCK_PAGES / 64],
+    /// The page that came alone last, and how many before it came one after the other.
+    pub run: (usize, u8),
     /// Pages whose content the program has given up, and whose end has not been seen yet: till then
     /// it does not go out, or old content would come back.
     pub ending: Option<Box<[u64; BLOCK_PAGES / 64]>>,
 }
 
 impl Block {
+    pub fn is_there(&self, page: usize) -> bool {
+        self.there[page / 64] >> (page % 64) & 1 != 0
+    }
+
+    pub fn count_there(&self) -> usize {
+        self.there.iter().map(|pages| pages.count_ones() as usize).sum()
+    }
+
     pub fn is_zero(&self, page: usize) -> bool {
         self.zeros[page / 64] >> (page % 64) & 1 != 0
     }
@@ -63,6 +75,15 @@ impl Blocks {
         &self.all[id as usize]
     }
 
+    pub fn len(&self) -> usize {
+        self.by_address.len()
+    }
+
+    /// Whether a block has this number.
+    pub fn is_known(&self, id: u32) -> bool {
+        self.by_address.get(&self.all[id as usize].at) == Some(&id)
+    }
+
     pub fn get_mut(&mut self, id: u32) -> &mut Block {
         &mut self.all[id as usize]
     }
@@ -79,7 +100,15 @@ impl Blocks {
     }
 
     pub fn add(&mut self, at: usize, state: State) -> u32 {
-        let block = Block { at, state, room: None, zeros: [0; BLOCK_PAGES / 64], ending: None };
+        let block = Block {
+            at,
+            state,
+            room: None,
+            zeros: [0; BLOCK_PAGES / 64],
+            there: [0; BLOCK_PAGES / 64],
+            run: (0, 0),
+            ending: None,
+        };
         let id = match self.unused.pop() {
             Some(id) => {
                 self.all[id as usize] = block;

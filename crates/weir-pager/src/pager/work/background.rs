@@ -18,6 +18,9 @@ impl<S: Store> Work<S> {
             self.scrub(slot);
             return true;
         }
+        if self.is_short_of_singles() && self.write_singles() {
+            return true;
+        }
         let free = self.slots.iter().filter(|slot| **slot == Slot::Free).count();
         if free > 0 && self.writing.is_none() && self.begin_fill() {
             return true;
@@ -110,6 +113,10 @@ impl<S: Store> Work<S> {
         let next = next + STEP;
         if next == BLOCK_PAGES && result.is_ok() {
             result = self.store.settle();
+            if self.is_broken {
+                // Whoever heard that did not know whose page it was.
+                result = Err(io::ErrorKind::Other.into());
+            }
         }
         match result {
             Err(_) => {
@@ -142,7 +149,8 @@ impl<S: Store> Work<S> {
         while ready < READY_MAX
             && let Some(at) = self.wanted.pop_front()
         {
-            let id = self.blocks.at(at).filter(|&id| self.blocks.get(id).state == State::Stored);
+            let is_whole = |block: &Block| block.state == State::Stored && block.count_there() == 0;
+            let id = self.blocks.at(at).filter(|&id| is_whole(self.blocks.get(id)));
             if let Some((id, slot)) = id.zip(self.find(Slot::Free)) {
                 self.slots[slot] = Slot::Busy;
                 self.blocks.get_mut(id).state = State::Filling(slot);

@@ -3,9 +3,10 @@
 
 mod background;
 mod moves;
+mod singles;
 mod space;
 
-use super::blocks::{Blocks, State};
+use super::blocks::{Block, Blocks, State};
 use super::{BELLS, Scope, Shared, count, reserve};
 use crate::maps::{Mapping, Maps};
 use crate::uffd::{Event, Stopped, Uffd, populated};
@@ -15,6 +16,7 @@ use rustix::io::Errno;
 use rustix::mm::Advice;
 use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;
+use std::io;
 use std::os::unix::fs::FileExt as _;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -87,6 +89,13 @@ pub(super) struct Work<S> {
     writing: Option<Transfer>,
     filling: Option<Transfer>,
     wanted: VecDeque<usize>,
+    /// Single pages in place, by when they came: block and page. What is said of others is old.
+    singles: VecDeque<(u32, u32)>,
+    singles_there: usize,
+    /// When no block could make room for single pages.
+    stuck: Option<Instant>,
+    /// What comes alone comes through here.
+    single: Box<[PageBytes; 1]>,
     /// Heard, and not yet heeded.
     events: VecDeque<Event>,
     /// An event is being heeded: the tables may have blocks whose memory is gone, or another's.
@@ -138,6 +147,10 @@ impl<S: Store> Work<S> {
             writing: None,
             filling: None,
             wanted: VecDeque::new(),
+            singles: VecDeque::new(),
+            singles_there: 0,
+            stuck: None,
+            single: Box::new([[0; PAGE_SIZE]]),
             events: VecDeque::new(),
             is_heeding: false,
             faults: VecDeque::new(),
@@ -220,7 +233,17 @@ impl<S: Store> Work<S> {
             let id = blocks.at((other as usize).wrapping_mul(BLOCK).wrapping_add(rest));
             id.is_some_and(|id| blocks.get(id).state == State::Resident)
         };
-        let stride = self.policy.fault(number, is_resident);
+        let page = (address - at) / PAGE_SIZE;
+        let stride = match self.is_next_single(id, page) {
+            true => None,
+            false => self.policy.fault(number, is_resident),
+        };
+        if self.blocks.get(id).state == State::Stored
+            && self.is_single(id, page, stride)
+            && self.bring_single(id, page)?
+        {
+            return Ok(());
+        }
         self.bring(id)?;
         if let Some(stride) = stride {
             self.wanted.clear();
@@ -317,6 +340,7 @@ impl<S: Store> Work<S> {
             count(&self.shared.counters.prefetched, 1);
         }
         self.blocks.get_mut(id).state = State::Resident;
+        self.forget_singles(id, 0..BLOCK_PAGES);
         self.policy.came(id);
         Ok(())
     }
@@ -339,6 +363,7 @@ impl<S: Store> Work<S> {
         }
         let at = self.blocks.get(id).at;
         self.blocks.get_mut(id).state = State::Lost;
+        self.forget_singles(id, 0..BLOCK_PAGES);
         for page in 0..BLOCK_PAGES {
             self.poison(place(at + page * PAGE_SIZE));
         }

@@ -180,7 +180,8 @@ impl<S: Store> Work<S> {
 
     /// Huge pages that there are, in place and in slots.
     pub(super) fn frames(&self) -> usize {
-        self.policy.len() + self.slots.iter().filter(|slot| **slot != Slot::Vacant).count()
+        let slots = self.slots.iter().filter(|slot| **slot != Slot::Vacant).count();
+        self.policy.len() + slots + self.singles_there.div_ceil(BLOCK_PAGES)
     }
 
     pub(super) fn is_above(&self) -> bool {
@@ -231,6 +232,14 @@ impl<S: Store> Work<S> {
 
     /// Makes a frame free, now.
     pub(super) fn make_room(&mut self) {
+        // A program that streams again needs blocks more than what it jumped to before.
+        if self.writing.is_none()
+            && (self.policy.is_streaming() || self.policy.len() == 0)
+            && self.singles_there >= BLOCK_PAGES
+            && self.write_block_of_singles()
+        {
+            return;
+        }
         if self.writing.is_none() && self.begin_write().is_none() {
             // Nothing can go but what is there ahead of need.
             if let Some(id) = self.unused() {

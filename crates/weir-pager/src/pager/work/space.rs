@@ -68,6 +68,7 @@ impl<S: Store> Work<S> {
             self.policy.went(id);
         }
         self.release_room(id);
+        self.forget_singles(id, 0..BLOCK_PAGES);
         self.blocks.remove(id);
     }
 
@@ -83,6 +84,7 @@ impl<S: Store> Work<S> {
             State::Empty | State::Stored | State::Lost => {}
         }
         self.release_room(id);
+        self.forget_singles(id, 0..BLOCK_PAGES);
         self.blocks.remove(id);
     }
 
@@ -103,6 +105,14 @@ impl<S: Store> Work<S> {
     pub(super) fn removed_in(&mut self, id: u32, pages: std::ops::Range<usize>) {
         self.drop_copy(id);
         let is_whole = pages.len() == BLOCK_PAGES;
+        let block = self.blocks.get_mut(id);
+        if block.count_there() > 0 {
+            let ending = block.ending.get_or_insert_default();
+            for page in pages.clone() {
+                ending[page / 64] |= block.there[page / 64] & 1 << (page % 64);
+            }
+            self.forget_singles(id, pages.clone());
+        }
         match self.blocks.get(id).state {
             State::Empty | State::Lost => {}
             State::Stored if is_whole => {
