@@ -114,7 +114,7 @@ impl<S: Store> Work<S> {
         if next == BLOCK_PAGES && result.is_ok() {
             result = self.store.settle();
             if self.is_broken {
-                // Whoever heard that did not know whose page it was.
+                // The error was heard by another call, which did not know the page.
                 result = Err(io::ErrorKind::Other.into());
             }
         }

@@ -89,12 +89,12 @@ pub(super) struct Work<S> {
     writing: Option<Transfer>,
     filling: Option<Transfer>,
     wanted: VecDeque<usize>,
-    /// Single pages in place, by when they came: block and page. What is said of others is old.
+    /// Single pages in place, by when they came: block and page. Other entries are old.
     singles: VecDeque<(u32, u32)>,
     singles_there: usize,
     /// When no block could make room for single pages.
     stuck: Option<Instant>,
-    /// What comes alone comes through here.
+    /// A buffer for a page that comes alone.
     single: Box<[PageBytes; 1]>,
     /// Heard, and not yet heeded.
     events: VecDeque<Event>,

@@ -1,7 +1,8 @@
 //! Single pages of blocks that are in the store, for programs that jump.
 //!
-//! They come by copy and go by reference, many at a time: the pages that came first move to a slot, are written, and are freed with it.
-//! A block has single pages only while its state is `Stored`, or while it is being brought as a whole.
+//! They come by copy and go by reference, many at a time: the pages that came first move to a slot,
+//! are written, and are freed with it. A block has single pages only while its state is `Stored`, or
+//! while it is being brought as a whole.
 
 use super::*;
 
@@ -109,7 +110,7 @@ impl<S: Store> Work<S> {
             if is_whole {
                 self.stuck = Some(Instant::now());
             }
-            // Where what stays takes the limit, a few pages come and go beyond it, not one.
+            // If blocks that stay take the whole limit, a few pages come and go beyond it, not one.
             if self.singles_there < BLOCK_PAGES || !self.write_singles() {
                 count(&self.shared.counters.beyond_limit, 1);
                 return;
@@ -155,7 +156,7 @@ impl<S: Store> Work<S> {
             }
             let Some((id, page)) = self.singles.pop_front() else { break };
             let page = page as usize;
-            // What is said of a block that has gone, or came as a whole, is old.
+            // An entry of a block that has gone, or came as a whole, is old.
             if !self.is_singly_there(id, page) {
                 continue;
             }
@@ -164,7 +165,7 @@ impl<S: Store> Work<S> {
                 Ok(()) => gone.push((id, page)),
                 // Moved, and not said so.
                 Err(Stopped { done: 1.., .. }) => gone.push((id, page)),
-                // In use by a device, locked, or shared with a child; or gone, and its event is on its way.
+                // In use by a device, locked, shared with a child, or gone.
                 Err(_) => self.singles.push_back((id, page as u32)),
             }
         }
@@ -173,7 +174,7 @@ impl<S: Store> Work<S> {
         }
         self.slots[slot] = Slot::Busy;
         let mut result = Ok(());
-        // What is under way to the same room is from before.
+        // Writes under way to the same room are older.
         if self.store.settle().is_err() {
             self.fail();
         }
