@@ -1,8 +1,8 @@
 //! Single pages of blocks that are in the store, for programs that jump.
 //!
 //! They come by copy and go by reference, many at a time: the pages that came first move to a slot,
-//! are written, and are freed with it. A block has single pages only while its state is `Stored`, or
-//! while it is being brought as a whole.
+//! are written, and are freed with it. A block has single pages only while its state is `Stored`,
+//! or while it is being brought as a whole.
 
 use super::*;
 
