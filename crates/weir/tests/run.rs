@@ -116,7 +116,8 @@ fn same_in_less(arguments: &[&str], stdin: &Path) {
     println!("figure: {program}: {alone} MiB alone, {most} MiB with a limit of {LIMIT_MIB}");
     assert!(alone >= 3 * LIMIT_MIB, "{program} takes {alone} MiB alone: too little to show anything");
     // Its code, its libraries and what it maps in small pieces are its own.
-    let own = 16;
+    // So is what it touches of new memory before that is looked for, which a busy machine delays.
+    let own = 32;
     assert!(most <= LIMIT_MIB * 105 / 100 + own, "{program} took {most} MiB");
 }
 
