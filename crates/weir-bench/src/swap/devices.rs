@@ -3,8 +3,10 @@
 
 use super::{Plan, RAM_LOOP, SwapError};
 use rustix::mount::{MountFlags, UnmountFlags};
+use rustix::process::{Signal, set_parent_process_death_signal};
 use std::fs::{self, File};
 use std::io::{self, Write as _};
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -256,7 +258,14 @@ struct Swap(Option<PathBuf>);
 impl Swap {
     fn on(path: &Path) -> io::Result<Swap> {
         program::run(Command::new("mkswap").arg("--quiet").arg(path))?;
-        program::run(Command::new("swapon").args(["--priority", PRIORITY]).arg(path))?;
+        let mut swapon = Command::new("swapon");
+        swapon.args(["--priority", PRIORITY]).arg(path);
+        // Nobody undoes what it does after this process was killed and another has cleaned up.
+        // SAFETY: one system call, which takes no memory and no lock.
+        unsafe {
+            swapon.pre_exec(|| Ok(set_parent_process_death_signal(Some(Signal::KILL))?));
+        }
+        program::run(&mut swapon)?;
         Ok(Swap(Some(path.to_owned())))
     }
 
