@@ -1,4 +1,4 @@
-//! Where a server listens, as people write it: `unix:PATH`, `tcp:HOST:PORT`.
+//! The address at which a server listens, as people write it: `unix:PATH`, `tcp:HOST:PORT`.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -11,14 +11,14 @@ pub enum Address {
     Unix(PathBuf),
     /// A host (name or address) and a port.
     Tcp {
-        /// Without the brackets of an IPv6 address.
+        /// The host, without the brackets of an IPv6 address.
         host: String,
-        /// From 1.
+        /// The port, from 1.
         port: u16,
     },
 }
 
-/// Why a text is no address.
+/// The reason why a text is no address.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("{text:?} is no address: {problem}; accepted: unix:PATH, tcp:HOST:PORT")]
 pub struct AddressError {

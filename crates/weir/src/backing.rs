@@ -1,7 +1,7 @@
 //! `--backing`: room on a disk below the other stores, for pages that leave them.
 //!
-//! It makes sure that every page has a place when the faster stores give all their memory back, so
-//! it is as large as the device where nobody says otherwise.
+//! The backing makes sure that every page has room when the faster stores give all their memory
+//! back. So it is as large as the device unless its URL says otherwise.
 
 use std::fmt;
 use std::io;
@@ -10,12 +10,12 @@ use std::str::FromStr;
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_store::StoreUrl;
 
-/// A file or block device, or several in turns, as `--backing` names it.
+/// A file or block device, or several striped, as `--backing` names it.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Backing(StoreUrl);
 
 impl Backing {
-    /// Its URL. If the URL has no size, the result has that of `slots`.
+    /// The backing's URL. If the URL has no size, the result has that of `slots`.
     pub fn url(&self, slots: Option<u32>) -> StoreUrl {
         let mut url = self.0.clone();
         if let (StoreUrl::File(file), Some(slots)) = (&mut url, slots) {
@@ -24,21 +24,21 @@ impl Backing {
         url
     }
 
-    /// The files and devices that it names.
+    /// The files and devices that the backing names.
     pub fn paths(&self) -> &[PathBuf] {
         self.0.paths()
     }
 
-    /// The same for a process in another directory.
+    /// Makes the backing's paths absolute, for a process in another directory.
     ///
     /// # Errors
-    /// When this process is in a directory that is gone.
+    /// Fails when this process is in a directory that is gone.
     pub fn absolute(self) -> io::Result<Self> {
         self.0.absolute().map(Backing)
     }
 
-    /// Whether its size follows from the device's: a file that says none. A block device has its
-    /// own.
+    /// Whether the backing's size follows from the device's size: so for a file whose URL has no
+    /// size. A block device has a size of its own.
     pub fn follows(&self) -> bool {
         use std::os::unix::fs::FileTypeExt as _;
         match &self.0 {

@@ -1,5 +1,5 @@
-//! `weir bench`: another program, which lies beside this one, so that the daemon carries none of
-//! what it needs.
+//! `weir bench` runs another program, which is installed beside this one. So the daemon carries
+//! none of its code.
 
 use std::ffi::OsString;
 use std::io;
@@ -7,7 +7,7 @@ use std::os::unix::process::CommandExt as _;
 use std::process::Command;
 use weir_cli::failure::Failure;
 
-/// Becomes that program; returns only why not.
+/// Replaces this process by the benchmark program; returns only if that fails, with the reason.
 pub fn run(arguments: &[OsString]) -> Failure {
     let program = match std::env::current_exe() {
         Ok(weir) => weir.with_file_name("weir-bench"),

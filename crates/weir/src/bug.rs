@@ -1,20 +1,20 @@
-//! A bug that was found ends the process: what lives also serves.
+//! A bug that was found ends the process, so that no live process is left that does not serve.
 //!
-//! A thread that panics alone would leave its requests unanswered, and whoever waits for them (for
-//! swap, everybody) would wait for ever; a keeper sees a living process, and a kernel a server. A
-//! process that is dead is replaced, and its pages with it come back. Where nobody replaces it, its
-//! clients have an error instead of a wait, and no page is read that a bug may have made wrong.
+//! If only the panicking thread ended, its requests would stay unanswered. Their clients would wait
+//! for ever; for swap, that is every program. The keeper would see a living process, and the kernel
+//! a server. A keeper replaces a dead process, and its pages come back. Without a keeper the
+//! clients get an error instead of a wait. No client reads a page that the bug may have made wrong.
 
 use std::panic::PanicHookInfo;
 use std::thread;
 use std::time::Duration;
 use weir_core::log::{Level, Log};
 
-/// How long this process's own relay of lines has for the last one.
+/// Time that this process's own log relay has for the last line.
 const LAST_LINE: Duration = Duration::from_millis(200);
 
-/// From here on a panic of any thread is one line of the log and the end of the process. `relayed`:
-/// a thread of this process carries the log's lines on.
+/// From here on a panic of any thread writes one line of the log and ends the process. `relayed`: a
+/// thread of this process carries the log's lines on.
 pub fn end_process(log: &Log, relayed: bool) {
     let log = log.clone();
     std::panic::set_hook(Box::new(move |bug| {
@@ -26,7 +26,7 @@ pub fn end_process(log: &Log, relayed: bool) {
     }));
 }
 
-/// Without allocating: it may be an I/O thread.
+/// Writes the panic's line without allocating: the panicking thread may be an I/O thread.
 fn say(log: &Log, bug: &PanicHookInfo<'_>) {
     let thread = thread::current();
     let (name, text) = (thread.name().unwrap_or("a thread"), bug.payload_as_str().unwrap_or("no reason"));

@@ -265,7 +265,7 @@ pub struct ServeOptions {
     pub log: LogLevel,
 }
 
-/// The size of a device: pages, and one at least.
+/// Parses the size of a device: whole pages, at least one.
 fn whole_pages(text: &str) -> Result<ByteSize, String> {
     let size: ByteSize = text.parse().map_err(|error| format!("{error}"))?;
     if size.0 == 0 || !size.0.is_multiple_of(PAGE_SIZE as u64) {
@@ -274,7 +274,7 @@ fn whole_pages(text: &str) -> Result<ByteSize, String> {
     Ok(size)
 }
 
-/// A name that a line can hold.
+/// Parses a name without control characters, so that a line can hold it.
 fn name(text: &str) -> Result<String, String> {
     if text.contains(char::is_control) {
         return Err("accepted: a name without control characters, such as a newline".into());
@@ -287,12 +287,12 @@ fn name(text: &str) -> Result<String, String> {
 pub enum LogLevel {
     /// Failures, on this side or a client's.
     Warn,
-    /// And what happened: who connected, what was made and removed.
+    /// Failures, and also events: clients that connect, devices that are made and removed.
     #[default]
     Info,
 }
 
-/// Whom `status` asks, and how it answers.
+/// The daemon that `status` asks, and how its answer is printed.
 #[derive(Debug, Clone, Args)]
 pub struct StatusOptions {
     /// Print one JSON object ("schema": 1) instead of lines.
@@ -304,7 +304,7 @@ pub struct StatusOptions {
     pub control: Option<PathBuf>,
 }
 
-/// How much memory, and of which daemon.
+/// The amount of memory, and the daemon that holds it.
 #[derive(Debug, Clone, Args)]
 pub struct MemoryOptions {
     /// How much: 512MiB, 4G, ..., or all. Rounded up to whole chunks (128 MiB, unless the store's
@@ -325,9 +325,9 @@ pub struct MemoryOptions {
 /// An amount of memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Amount {
-    /// All there is.
+    /// All memory that there is.
     All,
-    /// So much.
+    /// This much memory.
     Size(ByteSize),
 }
 
@@ -344,7 +344,7 @@ impl FromStr for Amount {
     }
 }
 
-/// Which program, in how much memory.
+/// The program to run, and its limit of memory.
 #[derive(Debug, Clone, Args)]
 #[command(
     after_help = "Bounded is large private anonymous memory (heap, malloc, mmap) from 4 MiB up, of each process by itself. What is smaller, stacks, files, \
@@ -365,7 +365,7 @@ pub struct RunOptions {
     pub program: Vec<OsString>,
 }
 
-/// As little as a pager can work with, or more.
+/// Parses the resident limit: at least as much as a pager can work with.
 fn resident(text: &str) -> Result<ByteSize, String> {
     let size: ByteSize = text.parse().map_err(|error| format!("{error}"))?;
     if size.0 < 32 << 20 {
@@ -374,7 +374,7 @@ fn resident(text: &str) -> Result<ByteSize, String> {
     Ok(size)
 }
 
-/// Which server and which device.
+/// The server and the device to connect.
 #[derive(Debug, Clone, Args)]
 pub struct AttachOptions {
     /// The server: unix:PATH or tcp:HOST:PORT.
@@ -411,7 +411,7 @@ pub struct AttachOptions {
     pub control: Option<PathBuf>,
 }
 
-/// Which device.
+/// The device to disconnect.
 #[derive(Debug, Clone, Args)]
 pub struct DetachOptions {
     /// The device, as `weir attach` printed it.
@@ -424,7 +424,7 @@ pub struct DetachOptions {
     pub control: Option<PathBuf>,
 }
 
-/// Where a RAM disk is mounted, and what it is made of.
+/// The directory that a RAM disk is mounted on, and the store of its files.
 #[derive(Debug, Clone, Args)]
 #[command(
     after_help = "Ends by fusermount3 -u DIR (or umount DIR); everything on it is gone then. Needs no root where fusermount3 is installed (package fuse3)."

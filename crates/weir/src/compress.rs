@@ -1,4 +1,4 @@
-//! `--compress`: what pages are compressed by.
+//! `--compress`: the algorithm that compresses pages.
 
 use clap::ValueEnum;
 use weir_volume::Compression;
@@ -6,9 +6,9 @@ use weir_volume::Compression;
 /// An algorithm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Algorithm {
-    /// The least time.
+    /// Takes the least time.
     Lz4,
-    /// Smaller, and slower.
+    /// Compresses more, and takes longer.
     Zstd,
 }
 

@@ -7,8 +7,8 @@
 //! swap = true
 //! ```
 //!
-//! The file is turned into those flags and parsed as the command line is, so that both know the
-//! same names, take the same values and complain in the same words.
+//! The keys become those flags, which are parsed as the command line is. So both know the same
+//! names, take the same values and print the same errors.
 
 use crate::cli::ServeOptions;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
@@ -39,7 +39,7 @@ pub fn read(path: &Path) -> Result<ServeOptions, Failure> {
     parse(flags).map_err(|error| usage(missing(&error).unwrap_or_else(|| complaint(&error))))
 }
 
-/// The keys that are missing, where that is what the error is about: clap names the flags.
+/// The keys that are missing, if that is the error: clap names the flags.
 fn missing(error: &clap::Error) -> Option<String> {
     let Some(ContextValue::Strings(flags)) = error.get(ContextKind::InvalidArg) else { return None };
     let keys = flags.iter().filter_map(|flag| flag.strip_prefix("--")?.split([' ', '=']).next());
@@ -56,8 +56,8 @@ fn command() -> Command {
     ServeOptions::augment_args(Command::new("weir"))
 }
 
-/// The table as flags: `key = value` is `--key=value`, an array repeats the flag, `true` is the
-/// flag alone.
+/// Turns the table into flags: `key = value` is `--key=value`, an array repeats the flag, `true` is
+/// the flag alone.
 fn flags(table: &Table) -> Result<Vec<String>, String> {
     let command = command();
     let known =

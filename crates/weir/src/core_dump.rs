@@ -1,14 +1,14 @@
-//! Pages of other programs never reach a core file.
+//! Keeps pages of other programs out of core files.
 
 use rustix::process::{DumpableBehavior, Resource, Rlimit, set_dumpable_behavior, setrlimit};
 use weir_cli::failure::Failure;
 
-/// Keeps the kernel from writing this process's memory anywhere when it dies, to a file or to a
-/// handler's pipe (fs/coredump.c looks at this before `core_pattern`). So a death costs no time
-/// either. Each program that is started begins anew: call it in each.
+/// Keeps the kernel from writing this process's memory to a core file or to a handler's pipe when
+/// it dies. fs/coredump.c checks this before `core_pattern`. So a death takes no extra time either.
+/// A new program starts without it: call this in each process.
 ///
 /// # Errors
-/// In one line, if the system refuses.
+/// Fails with one line if the system refuses.
 pub fn forbid() -> Result<(), Failure> {
     let refused = |errno| {
         Failure::Failed(format!(
@@ -16,6 +16,6 @@ pub fn forbid() -> Result<(), Failure> {
         ))
     };
     set_dumpable_behavior(DumpableBehavior::NotDumpable).map_err(refused)?;
-    // For what this process starts, and for whoever makes it dumpable again.
+    // The limit covers child processes, and a process that is made dumpable again.
     setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) }).map_err(refused)
 }

@@ -23,13 +23,13 @@ use weir_store::{Joined, Room, StoreUrl, Survive, Tell};
 use weir_system::latency;
 use weir_volume::Volume;
 
-/// How long requests that are under way may take when the daemon stops.
+/// Time that requests under way may take when the daemon stops.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// How long it waits for whoever has a device open: udev looks at one that was written to, for a
-/// second or so.
+/// Longest wait for a program that has the device open: udev looks at a written device for a second
+/// or so.
 const LET_GO: Duration = Duration::from_secs(10);
-/// How often it tries.
+/// Pause between two tries to remove the device.
 const TRY: Duration = Duration::from_millis(250);
 
 /// Pages that one connection moves at a time at slow stores: a request of 1 MiB.
@@ -45,7 +45,8 @@ pub struct Daemon {
 #[derive(Debug)]
 struct Shared {
     volume: Arc<Volume>,
-    /// Until the daemon stops. The lock is the control plane's: no I/O thread takes it.
+    /// The front ends, until the daemon stops. Only the control plane takes the lock, never an I/O
+    /// thread.
     front_ends: Mutex<Vec<Box<dyn FrontEnd>>>,
     worker: Worker,
     attachments: Arc<Attachments>,
@@ -53,16 +54,17 @@ struct Shared {
     swap: bool,
     begun: Instant,
     looks: Looks,
-    /// A store that a sleep may cost what it holds, and that cannot be emptied before.
+    /// A store that may lose its pages in a sleep, and that cannot be emptied before.
     stays: Option<String>,
 }
 
 impl Daemon {
-    /// Opens the stores, makes the volume (or takes over the one that the keeper holds), listens,
-    /// and seals the allocator: from here on the I/O path takes no memory.
+    /// Opens the stores and makes the volume, or takes over the one that the keeper holds. Then
+    /// listens, and seals the allocator: from here on the I/O path allocates nothing.
     ///
     /// # Errors
-    /// When a store or a socket cannot be had, or the stores are too small for the size asked for.
+    /// Fails when a store or a socket cannot be had, or the stores are too small for the size asked
+    /// for.
     pub fn start(
         options: &ServeOptions,
         protections: Protections,
@@ -145,8 +147,8 @@ impl Daemon {
         Ok(Daemon { shared: Arc::new(shared) })
     }
 
-    /// Says how what the stores open behind their first operations went, and calls `then` after
-    /// that.
+    /// Logs how opening of the stores' later parts ended, once their first operations are served,
+    /// and then calls `then`.
     pub fn when_joined(&self, log: &Log, then: impl Fn() + Send + Sync + 'static) {
         let log = Arc::clone(log);
         let tell: Tell = Arc::new(move |joined: &Joined| {
@@ -167,9 +169,9 @@ impl Daemon {
         reports.for_each(|store| store.when_joined(Arc::clone(&tell)));
     }
 
-    /// Says how each part of the stores is now, and has every change said. Where another process
-    /// could reach what this one cannot any more, this one ends as if it had been killed, for the
-    /// keeper to start that one.
+    /// Logs the condition of each part of the stores, and every later change. If this process can
+    /// no longer reach a part that another process could reach, it ends as if it had been killed.
+    /// The keeper then starts that process.
     pub fn mind_stores(&self, has_keeper: bool, log: &Log) {
         for store in self.shared.volume.stores() {
             let Some(report) = store.report() else { continue };
@@ -192,7 +194,7 @@ impl Daemon {
                         Level::Warning,
                         format_args!("{name}: its pages are there for another process, so this one ends"),
                     );
-                    // As it would be ended from outside, for which everything is prepared.
+                    // The process ends as by a kill from outside, for which everything is prepared.
                     let _ = rustix::process::kill_process(
                         rustix::process::getpid(),
                         rustix::process::Signal::KILL,
@@ -202,16 +204,16 @@ impl Daemon {
         }
     }
 
-    /// Names the device that would be lost if the daemon stopped now, and the next step; see
-    /// [`FrontEnd::in_use`]. The kernel's own NBD clients of this machine count too; those of
-    /// others are not known.
+    /// Names a device that would lose its pages if the daemon stopped now, and the next step; see
+    /// [`FrontEnd::in_use`]. It sees the kernel's NBD clients on this machine, not those on others.
     pub fn in_use(&self) -> Option<String> {
         let front_end = self.shared.front_ends().iter().find_map(|front_end| front_end.in_use());
         front_end.or_else(|| self.shared.attachments.in_use())
     }
 
-    /// Takes its devices away. What keeps one there for longer than a look takes, and what to do
-    /// about it; then it serves on. To be called before [`stop`](Daemon::stop).
+    /// Removes the daemon's devices. If a program keeps one open for longer than a short look,
+    /// returns its name and the next step; then the daemon serves on. Call this before
+    /// [`stop`](Daemon::stop).
     pub fn let_go(&self) -> Option<String> {
         let begun = Instant::now();
         let_go(&self.shared.front_ends, || {
@@ -220,14 +222,15 @@ impl Daemon {
         })
     }
 
-    /// Answers what has been received, then hangs up; the sockets are gone when this returns.
+    /// Answers the requests that were received, then disconnects. The sockets are gone when this
+    /// returns.
     pub fn stop(self) {
         let front_ends = std::mem::take(&mut *self.shared.front_ends());
         for front_end in front_ends {
             front_end.stop(GRACE);
         }
         self.shared.worker.stop();
-        // It was told to: what a keeper holds of the stores is wanted no more.
+        // The daemon was told to stop, so the keeper need not hold the stores' memory any longer.
         self.shared.volume.stores().filter_map(|store| store.survive()).for_each(Survive::forget);
     }
 
@@ -236,7 +239,7 @@ impl Daemon {
         self.shared.volume.bytes()
     }
 
-    /// How it is.
+    /// The daemon's status.
     pub fn status(&self) -> Status {
         self.shared.status()
     }
@@ -247,8 +250,8 @@ impl Daemon {
     }
 }
 
-/// Has every front end let go. `again` is asked whether to go on trying, and waits a little: status
-/// is answered meanwhile.
+/// Has every front end remove its device. `again` waits a little and says whether to try again:
+/// status requests are answered meanwhile.
 fn let_go(front_ends: &Mutex<Vec<Box<dyn FrontEnd>>>, mut again: impl FnMut() -> bool) -> Option<String> {
     loop {
         let user = lock(front_ends).iter_mut().find_map(|front_end| front_end.let_go());
@@ -270,8 +273,8 @@ fn fit_for_swap(volume: &Volume) -> Result<(), Failure> {
     })
 }
 
-/// Whether the memory of store `at` is somebody else's when they need it. Room on a disk is not,
-/// nor is the last of several stores, to which the others' pages go.
+/// Whether the memory of store `at` goes to its owner on need. Room on a disk does not. Nor does
+/// the last of several stores, since the others' pages move there.
 fn lends(options: &ServeOptions, at: usize) -> bool {
     let is_last = at + 1 == options.store.len() && options.backing.is_empty();
     match options.store.get(at) {
@@ -280,7 +283,7 @@ fn lends(options: &ServeOptions, at: usize) -> bool {
     }
 }
 
-/// A store of GPU memory, which a sleep may cost what it holds, that does not lend.
+/// A store of GPU memory that may lose its pages in a sleep, and that gives no memory back.
 fn stays(options: &ServeOptions) -> Option<String> {
     let stays = |&at: &usize| matches!(options.store[at], StoreUrl::Vram(_)) && !lends(options, at);
     (0..options.store.len()).find(stays).map(|at| options.store[at].to_string())
@@ -366,7 +369,7 @@ mod tests {
     use crate::control::Export;
     use clap::Parser as _;
 
-    /// A device that somebody has open for so many more tries.
+    /// A device that a program has open for this many more tries.
     #[derive(Debug)]
     struct Open(u32);
 

@@ -1,4 +1,4 @@
-//! `weir give-back` and `weir take`: ask the daemon, and show how far it is.
+//! `weir give-back` and `weir take`: ask the daemon, and show its progress.
 
 use crate::cli::{Amount, MemoryOptions};
 use crate::control::{self, Progress, Request};
@@ -9,15 +9,15 @@ use std::time::{Duration, Instant};
 use weir_cli::failure::Failure;
 use weir_core::ByteSize;
 
-/// How often a plain line says how far it is.
+/// A plain line says this often how far the request is.
 const LINE_EVERY: Duration = Duration::from_secs(1);
 
-/// Gives memory back.
+/// Asks the daemon to give memory back.
 pub fn give_back(options: &MemoryOptions) -> Result<(), Failure> {
     ask(options, false, "gave back")
 }
 
-/// Takes memory again.
+/// Asks the daemon to take memory again.
 pub fn take(options: &MemoryOptions) -> Result<(), Failure> {
     ask(options, true, "took")
 }
@@ -57,7 +57,7 @@ fn ask(options: &MemoryOptions, take: bool, did: &str) -> Result<(), Failure> {
     Ok(())
 }
 
-/// A bar on a terminal, a line now and then elsewhere.
+/// Shows progress: a bar on a terminal, a line now and then elsewhere.
 struct Shown {
     bar: ProgressBar,
     is_terminal: bool,

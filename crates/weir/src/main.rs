@@ -1,8 +1,8 @@
 //! Weir lets memory overflow where you chose: into GPU memory that sits idle, into host memory,
 //! into files.
 //!
-//! This is the program: one command line, one daemon in the foreground, and what asks the daemon
-//! things. What it does with pages is in the crates below it.
+//! This is the program: the command line, the daemon in the foreground, and the commands that ask a
+//! daemon. The crates below it handle pages.
 
 #[cfg_attr(not(test), macro_use)]
 extern crate weir_cli;
@@ -43,13 +43,13 @@ use weir_cli::failure::{self, Failure};
 use weir_cli::{guard, manual};
 use weir_core::seal::SealedAllocator;
 
-// Notices an allocation on an I/O thread; see weir_core::seal.
+// This allocator notices an allocation on an I/O thread; see weir_core::seal.
 #[global_allocator]
 static ALLOCATOR: SealedAllocator = SealedAllocator;
 
 fn main() -> ExitCode {
-    // The name that `ps` and `top` show, and by which others know a daemon. One that runs from
-    // memory would have its descriptor's name.
+    // The name that `ps` and `top` show, and by which other programs know a daemon. Without it, a
+    // program that runs from memory would have its descriptor's name.
     let _ = rustix::thread::set_name(c"weir");
     failure::end(Cli::try_parse().map_err(Failure::from).and_then(run))
 }

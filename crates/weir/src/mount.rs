@@ -25,18 +25,18 @@ use weir_store::{Room, StoreUrl};
 use weir_system::signals;
 use weir_volume::Volume;
 
-/// Room for files where nobody says how much.
+/// Default room for the content of files.
 const SIZE: ByteSize = ByteSize(1 << 30);
-/// How long requests that are under way may take when the disk ends.
+/// Time that requests under way may take when the disk ends.
 const GRACE: Duration = Duration::from_secs(2);
-/// Pages that one thread moves at a time at slow stores.
+/// Pages that one thread moves at a time in a slow store.
 const DEPTH: usize = 64;
-/// The inner process's line once the disk is there.
+/// The line that the inner process prints once the disk is there.
 const READY: &[u8] = b"ready\n";
 
-/// Mounts a disk, and returns when it is there; or, in the foreground, when it is gone.
+/// Mounts a RAM disk. Returns once the disk is there; in the foreground, once it is gone.
 pub fn run(options: &MountOptions) -> Result<(), Failure> {
-    // The outer process has looked for the inner one.
+    // The outer process has found the inner one already.
     if let Ok(directory) = std::path::absolute(&options.directory)
         && !options.announce
         && is_served(&directory)
@@ -64,21 +64,21 @@ fn in_background() -> Result<(), Failure> {
     if heard.is_ok() && said == READY {
         return Ok(());
     }
-    // It has said why on standard error, which it inherited.
+    // The inner process has said why on standard error, which it inherited.
     let code = child.wait().map_err(failed)?.code();
-    // Nothing is mounted, also where it ended well.
+    // Nothing is mounted, even if the inner process ended well.
     Err(code.filter(|code| *code > 0).map_or(Failure::Said, |code| Failure::Ended(code as u8)))
 }
 
 fn serve(options: &MountOptions) -> Result<(), Failure> {
     let log = log::to_stderr(Level::Warning);
     signals::ignore_strays();
-    // The files on the disk are gone with it, also where nobody has a file open while the terminal
-    // closes.
+    // Ignore SIGHUP: the files on the disk would be gone when the terminal closes, even with no
+    // file open.
     signals::ignore(SIGHUP);
     core_dump::forbid()?;
     bug::end_process(&log, false);
-    // Handlers first, so that an early SIGTERM ends the disk in good order too.
+    // Install signal handlers first, so that an early SIGTERM also ends the disk in good order.
     let (told, tell) = UnixStream::pair().map_err(Failure::failed)?;
     told.set_nonblocking(true).map_err(Failure::failed)?;
     for signal in signals::END.into_iter().filter(|signal| *signal != SIGHUP) {
@@ -97,12 +97,12 @@ fn serve(options: &MountOptions) -> Result<(), Failure> {
     warn_of_unlocked_memory(&log);
     if options.announce {
         if announce().is_err() {
-            // Nobody waits for the disk any more.
+            // The outer process no longer waits for the disk.
             server.stop(GRACE);
             return Err(Failure::Said);
         }
     } else {
-        // Not eprintln!, which panics where the terminal is gone.
+        // Use no eprintln!, which panics if the terminal is gone.
         (log::to_stderr(Level::Info))(
             Level::Info,
             format_args!(
@@ -160,7 +160,7 @@ fn until_unmounted(server: &Server, mut told: UnixStream, directory: &Path, log:
     }
 }
 
-/// On the store asked for, else on the first GPU's memory, else on host memory.
+/// Mounts the disk on the store asked for, else on the first GPU's memory, else on host memory.
 fn mount(options: &MountOptions, start: &mut Start<'_>, log: &Log) -> Result<(StoreUrl, Server), Failure> {
     let (store, volume) = some_store::open(options.store.as_ref(), options.size, SIZE, log, |store| {
         volume(store, options, start, log)
@@ -200,7 +200,7 @@ fn volume(
     )
 }
 
-/// Tells the outer process that the disk is there, and lets go of the terminal.
+/// Tells the outer process that the disk is there, and detaches from the terminal.
 fn announce() -> io::Result<()> {
     let mut outer = io::stdout();
     outer.write_all(READY)?;
@@ -209,7 +209,7 @@ fn announce() -> io::Result<()> {
     rustix::stdio::dup2_stdin(&null)?;
     rustix::stdio::dup2_stdout(&null)?;
     rustix::stdio::dup2_stderr(&null)?;
-    // It leads no group where it was started by the outer process, so this cannot fail.
+    // A process that the outer process started leads no process group, so this cannot fail.
     rustix::process::setsid()?;
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! The volume of a daemon: made new, or taken over from the daemon before.
+//! The daemon's volume: made new, or taken over from the daemon before.
 
 use crate::backing::Backing;
 use crate::compress::Algorithm;
@@ -18,28 +18,28 @@ use weir_volume::{Config, Kept, PAGES_MAX, Volume};
 /// The parts of a volume.
 #[derive(Debug)]
 pub struct Plan<'a> {
-    /// Where pages are kept, the fastest first.
+    /// The stores that keep pages, the fastest first.
     pub stores: &'a [StoreUrl],
-    /// Where they go when those are full, or give their memory back.
+    /// The backing, which takes pages when the stores are full or give their memory back.
     pub backing: &'a [Backing],
-    /// The device's size; `None`: what the stores hold.
+    /// The device's size; `None`: as much as the stores hold.
     pub size: Option<ByteSize>,
-    /// Threads that will use it.
+    /// The number of threads that will use the volume.
     pub lanes: usize,
-    /// Pages that each moves at a time at slow stores.
+    /// Pages that each thread moves at a time in slow stores.
     pub depth: usize,
-    /// How they are compressed, if they are.
+    /// The compression algorithm, if there is one.
     pub compress: Option<Algorithm>,
-    /// How the room of files is made ready before the first page.
+    /// The way in which files get their room before the first page is written.
     pub room: Room,
 }
 
-/// Makes a volume; with a keeper, one that outlives this process, or the one that an earlier
+/// Makes a volume. With a keeper, the volume outlives this process, or is the one that an earlier
 /// process left.
 ///
 /// # Errors
-/// When a store cannot be had, the size asked for is no size, or the keeper's pages do not fit the
-/// plan.
+/// Fails when a store cannot be had, the size asked for is invalid, or the keeper's pages do not
+/// fit the plan.
 pub fn open(
     plan: &Plan<'_>,
     keeper: Option<(&Link, &mut Held)>,
@@ -82,8 +82,8 @@ fn take_over(
         Memory::adopt(fd)
             .map_err(|error| Failure::failed(format!("cannot map what the keeper holds: {error}")))
     };
-    // Nobody ends this one: somebody's pages are at stake, and only a daemon that serves can say
-    // whether they are in use.
+    // This open is never interrupted: a client's pages are at stake, and only a serving daemon can
+    // say whether they are in use.
     let stores = stores(plan, |index, url, _| {
         weir_store::reopen(url, plan.room, &mut |name| held.take(&store_name(index, name)))
     })?;
@@ -96,8 +96,8 @@ fn take_over(
     }
     let kept = Kept { map: map(held.take(MAP).ok_or_else(|| missing(MAP))?)?, records };
     let config = config(plan, &stores)?;
-    // Before the volume, which releases again what a daemon was giving back when it died: the
-    // keeper must hear of it.
+    // Do this before the volume is opened, which continues the dead daemon's give-back: the keeper
+    // must hear of that.
     keep_stores(&stores, link, true).map_err(Failure::failed)?;
     let (volume, lost) =
         Volume::take_over(config, stores, kept).map_err(|error| Failure::Failed(chain(&error)))?;
@@ -114,7 +114,7 @@ fn take_over(
     Ok(volume)
 }
 
-/// Has the keeper hold everything that [`take_over`] needs.
+/// Hands the keeper everything that [`take_over`] needs.
 fn keep(volume: &Volume, link: &Link) -> std::io::Result<()> {
     let fds = volume.kept_fds();
     link.hold_memory(MAP, fds.map)?;
@@ -124,8 +124,8 @@ fn keep(volume: &Volume, link: &Link) -> std::io::Result<()> {
     keep_stores(volume.stores(), link, false)
 }
 
-/// Has the keeper hold what the stores have; `held`: it does, and hears only of what comes and
-/// goes.
+/// Hands the keeper the stores' memory. With `held` the keeper has it already, and hears only of
+/// later changes.
 fn keep_stores<'a>(
     stores: impl IntoIterator<Item = &'a Arc<dyn Store>>,
     link: &Link,
@@ -139,7 +139,7 @@ fn keep_stores<'a>(
     Ok(())
 }
 
-/// A store's place in the keeper.
+/// The names under which the keeper holds one store.
 #[derive(Debug)]
 struct Shelf {
     link: Link,
@@ -180,13 +180,13 @@ pub fn refused(error: &OpenError) -> Failure {
     }
 }
 
-/// Opens the stores in order, then the backing. `open` is told each one's place, and what it was
-/// asked for as.
+/// Opens the stores in order, then the backing. `open` gets each store's index, its URL, and the
+/// text that the user gave.
 fn stores(
     plan: &Plan<'_>,
     mut open: impl FnMut(usize, &StoreUrl, &dyn Display) -> Result<Arc<dyn Store>, OpenError>,
 ) -> Result<Vec<Arc<dyn Store>>, Failure> {
-    // An error names what was asked for, not what that was made of.
+    // An error names the text that the user gave, not the URL made of it.
     let mut open = |at, url: &StoreUrl, asked: &dyn Display| {
         open(at, url, asked).map_err(|error| refused(&OpenError { store: asked.to_string(), ..error }))
     };
@@ -195,7 +195,7 @@ fn stores(
     for (at, (url, asked)) in fast.iter().zip(plan.stores).enumerate() {
         stores.push(open(at, url, asked)?);
     }
-    // First those that give a size; the others share what is left to hold.
+    // Open first the backings that have a size; the others share the rest.
     let mut backing: Vec<Option<Arc<dyn Store>>> = vec![None; plan.backing.len()];
     for (at, it) in plan.backing.iter().enumerate().filter(|(_, it)| !it.follows()) {
         backing[at] = Some(open(fast.len() + at, &it.url(None), it)?);
@@ -216,8 +216,8 @@ fn stores(
     Ok(stores)
 }
 
-/// The URLs of the stores above the backing. Without one, the last is larger by what writes under
-/// way need, so that the device has the size that the stores add up to.
+/// The URLs of the stores above the backing. Without a backing, the last store gets additional room
+/// for writes under way. So the device has the stores' total size.
 fn enlarged(plan: &Plan<'_>) -> Vec<StoreUrl> {
     let mut urls = plan.stores.to_vec();
     if let Some(last) = urls.last_mut().filter(|_| plan.backing.is_empty()) {
@@ -243,7 +243,7 @@ fn config(plan: &Plan<'_>, stores: &[Arc<dyn Store>]) -> Result<Config, Failure>
         (Some(size), _) => pages(size)?,
         (None, None) => return Err(too_small(all, &config)),
         (None, Some(most)) if backing.is_empty() => most,
-        // Not their sum: then no chunk could be given back.
+        // The size is not the sum of both: then no chunk could be given back.
         (None, Some(most)) => slots(fast).max(slots(backing).saturating_sub(config.slack())).min(most),
     };
     Ok(config)

@@ -1,10 +1,10 @@
-//! Standard error that nobody waits for.
+//! A relay for standard error, so that no thread waits for its reader.
 //!
-//! The reader of the lines, a journal that was swapped out or a file on tmpfs that was,
-//! may stand still while the device that it was swapped out to is down; and a daemon, or a keeper
-//! on its way to starting one, that waits for it never brings that device back. So standard error
-//! becomes a pipe that is full at worst, and one thread, which may wait as long as it has to,
-//! carries the lines on. A daemon under a keeper writes into its keeper's pipe.
+//! The reader of the lines, such as a journal, may itself be swapped out to the very device that is
+//! down. It would then stand still. A daemon that waits for it, or a keeper about to start one,
+//! would never bring the device back. So standard error becomes a pipe, which may be full at worst.
+//! One thread, which may wait as long as it must, passes the lines on. A daemon under a keeper
+//! writes into its keeper's pipe.
 
 use rustix::pipe::PipeFlags;
 use std::fs::File;
@@ -14,34 +14,34 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::Duration;
 
-/// How long to wait for the last lines to be taken.
+/// Longest wait until the last lines are taken.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// Stack of the thread; with `mlockall` all of it is resident.
+/// Stack of the relay's thread; with `mlockall` all of it is resident.
 const STACK_BYTES: usize = 64 << 10;
 
-/// A relay at work. Dropping it makes standard error what it was.
+/// A relay at work. Dropping it restores standard error.
 pub struct Relay {
     original: OwnedFd,
     ended: Receiver<()>,
 }
 
 impl Relay {
-    /// Puts itself before standard error, of this process and of those that it starts.
+    /// Puts a relay before standard error, for this process and the processes that it starts.
     ///
     /// # Errors
-    /// What `pipe` or `dup` say, or `clone`.
+    /// Fails with the error of `pipe`, `dup` or `clone`.
     pub fn start() -> io::Result<Self> {
         let original = dup_cloexec(rustix::stdio::stderr())?;
         let mut taker = File::from(original.try_clone()?);
         let (lines, stderr) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
-        // Of the writing end alone: who reads waits for lines.
+        // Only the writing end is non-blocking: the reader waits for lines.
         rustix::io::ioctl_fionbio(&stderr, true)?;
         let (tell, ended) = channel();
         let mut lines = File::from(lines);
         thread::Builder::new().name("weir-log".into()).stack_size(STACK_BYTES).spawn(move || {
             let mut buffer = [0; 4096];
             while let Ok(read @ 1..) = lines.read(&mut buffer) {
-                // Lines that nobody takes are lost, not kept.
+                // A line that the reader does not take is lost, not stored.
                 let _ = taker.write_all(&buffer[..read]);
             }
             let _ = tell.send(());
@@ -53,7 +53,7 @@ impl Relay {
 
 impl Drop for Relay {
     fn drop(&mut self) {
-        // The pipe's writing end closes with this, if no child has it still.
+        // This closes the pipe's writing end, unless a child still has it.
         let _ = rustix::stdio::dup2_stderr(&self.original);
         let _ = self.ended.recv_timeout(PATIENCE);
     }

@@ -30,9 +30,9 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
     check(&options)?;
     signals::ignore_strays();
     core_dump::forbid()?;
-    // The control socket would make it, but comes last.
+    // Listening at the control socket makes the directory too, but comes last.
     paths(&options).try_for_each(make_run_time_directory)?;
-    // Before any thread: the flusher flag is inherited by the threads that come after it.
+    // Do this before any thread is started: later threads inherit the flusher flag.
     let protections = if options.swap { protect(options.unsafe_no_flusher)? } else { Protections::default() };
     let log = log::to_stderr(match options.log {
         LogLevel::Warn => Level::Warning,
@@ -58,11 +58,12 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
     // error is harmless. In both cases no relay is needed.
     let relay = (options.swap && keeper.is_none()).then(Relay::start).transpose().map_err(Failure::failed)?;
     if options.swap && keeper.is_some() {
-        // As the keeper started it; its threads are ordinary ones, or choose for themselves.
+        // The keeper started this process with access to the kernel's reserve. Its threads are
+        // ordinary ones, or choose for themselves.
         let _ = swap_safety::reach_reserves(Children::Ordinary);
     }
     bug::end_process(&log, relay.is_some());
-    // Handlers first, so that an early SIGTERM ends the daemon in good order too.
+    // Install signal handlers first, so that an early SIGTERM also ends the daemon in good order.
     let mut signals = Signals::new(signals::END.into_iter().chain([SIGUSR1])).map_err(Failure::failed)?;
 
     let (link, held) = keeper.unzip();
@@ -76,7 +77,8 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
         Daemon::start(&options, protections, link.as_ref().zip(held), &mut start, &log).and_then(|daemon| {
             let metrics = options.metrics.as_ref().map(|address| Endpoint::start(address, daemon.service()));
             let metrics = match metrics.transpose() {
-                // Somebody took the port meanwhile. The pages that the keeper holds are worth more.
+                // Another program took the port meanwhile. Serving the pages that the keeper holds
+                // is worth more than the port.
                 Err(Failure::Usage(why) | Failure::Failed(why)) if !is_first => {
                     log(Level::Warning, format_args!("{why}; going on without"));
                     None
@@ -87,7 +89,7 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
             Ok(((control, metrics), daemon))
         });
     if let Some(signal) = start.ended_by() {
-        // Nobody has connected yet.
+        // No client has connected yet.
         if let Some(link) = &link {
             let _ = link.ending();
         }
@@ -97,7 +99,7 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
     drop(start);
     let (control, daemon) = started.inspect_err(|_| {
         if let Some(link) = link.as_ref().filter(|_| is_first) {
-            // It begins with nobody's pages, and says why it cannot.
+            // The daemon holds no client's pages yet, so it ends and says why it cannot serve.
             let _ = link.ending();
         }
     })?;
@@ -122,7 +124,7 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
     }
     let line = link.clone();
     daemon.when_joined(&log, move || {
-        // Once more, for the memory that was taken since: the next daemon will need as much.
+        // Tell the keeper again, for the memory taken since: the next daemon will need as much.
         let _ = line.as_ref().map(|link| link.ready());
     });
     if options.swap {
@@ -133,8 +135,8 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
         let signal = told.next();
         if signal == Some(SIGUSR1) {
             if let Some(link) = &link {
-                // Like a crash, for which everything is prepared: a good end would take the devices
-                // away.
+                // End like a crash, for which everything is prepared: an orderly end would remove
+                // the devices.
                 log(Level::Info, format_args!("making way for another daemon"));
                 link.replacing().map_err(Failure::failed)?;
                 std::process::exit(0);
@@ -150,7 +152,7 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
         log(Level::Warning, format_args!("not stopping: {user}, then stop weir again"));
     };
     if let Some(link) = &link {
-        // Where the keeper is gone already, nobody starts another daemon anyway.
+        // If the keeper is gone, nothing can start another daemon.
         let _ = link.ending();
     }
     log(Level::Info, format_args!("stopping on signal {}", signal.unwrap_or_default()));
@@ -160,8 +162,8 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Whether pages would lie in a card's memory that CUDA alone reaches. After some errors of its
-/// driver only another process reaches it again, so a keeper must hold it.
+/// Whether pages would lie in a card's memory that only CUDA reaches. After some errors of its
+/// driver only another process reaches that memory again, so a keeper must hold it.
 fn needs_keeper(options: &ServeOptions, log: &Log) -> bool {
     let needs = |url: &VramUrl| {
         if url.target == Target::Software || url.path == Some(PathMode::Mapped) {
@@ -169,7 +171,7 @@ fn needs_keeper(options: &ServeOptions, log: &Log) -> bool {
         }
         match cards::look(url) {
             Looked::Seen(seen) => seen.cards.iter().any(|card| !card.has("mapped")),
-            // The store says what is the matter, or waits as long.
+            // The store reports the problem when it is opened, or waits as long.
             Looked::NoAnswer(_) | Looked::Died(_) => true,
         }
     };
@@ -187,7 +189,7 @@ fn needs_keeper(options: &ServeOptions, log: &Log) -> bool {
     true
 }
 
-/// The paths of the front ends in the file system.
+/// The file system paths of the front ends.
 fn paths(options: &ServeOptions) -> impl Iterator<Item = &Path> {
     let sockets = options.nbd.iter().chain(&options.metrics).filter_map(|address| match address {
         Address::Unix(path) => Some(path.as_path()),
@@ -196,7 +198,7 @@ fn paths(options: &ServeOptions) -> impl Iterator<Item = &Path> {
     sockets.chain(options.fuse.as_deref()).chain(options.share.as_deref())
 }
 
-/// Checks that no single flag's type can make.
+/// Checks flags against each other, which no single flag's type can do.
 fn check(options: &ServeOptions) -> Result<(), Failure> {
     if options.nbd.is_empty() && options.fuse.is_none() && !options.ublk && options.share.is_none() {
         return Err(Failure::Usage(

@@ -8,8 +8,8 @@ use weir_core::log::{Level, Log};
 use weir_store::vram::Target;
 use weir_store::{StoreUrl, VramUrl};
 
-/// Opens it by `open`. A store that does not say its size has `size`, and `default` where nobody
-/// says one.
+/// Opens the store by `open`. If the store's text has no size, it gets `size`, or `default` without
+/// that option.
 pub fn open<T>(
     asked: Option<&StoreChoice>,
     size: Option<ByteSize>,
@@ -23,7 +23,7 @@ pub fn open<T>(
     }
     let size = size.unwrap_or(default);
     match open(StoreUrl::Vram(VramUrl { size: Some(size), ..VramUrl::new(Target::Index(0)) })) {
-        // Why takes lines, and most machines are so.
+        // The reason takes several lines, and most machines have no GPU.
         Err(Failure::Failed(_) | Failure::NoRoom(_)) => {
             log(
                 Level::Warning,

@@ -1,4 +1,4 @@
-//! The stages of a daemon that takes another's place, with their times, for one line in the log.
+//! The stages of a daemon's takeover with their times, for one line in the log.
 
 use std::fmt;
 use std::time::{Duration, Instant};
@@ -17,20 +17,19 @@ impl Default for Stages {
 }
 
 impl Stages {
-    /// Begins with what went before.
+    /// Begins with stages that went before.
     pub fn after(before: impl IntoIterator<Item = (&'static str, Duration)>) -> Self {
         Stages { took: before.into_iter().collect(), since: Instant::now() }
     }
 
-    /// A stage ends here. What parts of it took may have been [noted](Self::note_all); this is the
-    /// rest of it.
+    /// Ends a stage. If parts of it were [noted](Self::note_all), this counts the rest of its time.
     pub fn end(&mut self, name: &'static str) {
         let now = Instant::now();
         self.took.push((name, now - self.since));
         self.since = now;
     }
 
-    /// Notes parts of the stage under way.
+    /// Notes the times of parts of the stage under way.
     pub fn note_all(&mut self, parts: impl IntoIterator<Item = (&'static str, Duration)>) {
         for (name, took) in parts {
             self.took.push((name, took));
@@ -38,13 +37,13 @@ impl Stages {
         }
     }
 
-    /// All of it.
+    /// The time of all stages.
     pub fn total(&self) -> Duration {
         self.took.iter().map(|(_, took)| *took).sum()
     }
 }
 
-/// `driver 160.0 ms, chunks 40.0 ms`.
+/// The stages as text, such as `driver 160.0 ms, chunks 40.0 ms`.
 pub fn line(stages: &[(&'static str, Duration)]) -> String {
     let text: Vec<String> =
         stages.iter().map(|(name, took)| format!("{name} {:.1} ms", took.as_secs_f64() * 1e3)).collect();

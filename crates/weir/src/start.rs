@@ -1,5 +1,5 @@
-//! How far a start is, and its early end. To take memory, or to write the room of a file, takes up
-//! to two seconds a GiB.
+//! Shows the progress of a start, and can end it early. Taking memory, or writing the room of a
+//! file, takes up to two seconds a GiB.
 
 use indicatif::{ProgressBar, ProgressStyle};
 use std::fmt::Display;
@@ -8,39 +8,39 @@ use std::time::{Duration, Instant};
 use weir_core::log::{Level, Log};
 use weir_core::{ByteSize, unlocked};
 
-/// A start that is over by then needs no bar.
+/// A start that is over within this time needs no bar.
 const WORTH: Duration = Duration::from_millis(500);
-/// How often a plain line says how far it is.
+/// A plain line says this often how far the start is.
 const LINE_EVERY: Duration = Duration::from_secs(5);
-/// How such a line begins.
+/// The first word of such a line.
 pub const LINE: &str = "starting: ";
 
-/// Shows how far a start is: a bar on a terminal, a line now and then elsewhere. Ends it when
-/// somebody asks for that.
+/// Shows how far a start is: a bar on a terminal, a line now and then elsewhere. Ends the start
+/// when a signal asks for that.
 pub struct Start<'a> {
     log: Option<Log>,
-    /// The signal that came, if one did.
+    /// Returns the signal that came, if one did.
     told: Box<dyn FnMut() -> Option<i32> + 'a>,
     ended_by: Option<i32>,
 }
 
 impl<'a> Start<'a> {
-    /// One that `told` can end, with the signal that it says.
+    /// A start that ends early when `told` returns a signal.
     pub fn new(log: &Log, told: impl FnMut() -> Option<i32> + 'a) -> Self {
         Start { log: Some(Log::clone(log)), told: Box::new(told), ended_by: None }
     }
 
-    /// One that goes on until it is over, without a word.
+    /// A start that shows nothing and cannot be ended.
     pub fn silent() -> Self {
         Start { log: None, told: Box::new(|| None), ended_by: None }
     }
 
-    /// The signal that ended it.
+    /// The signal that ended the start.
     pub fn ended_by(&self) -> Option<i32> {
         self.ended_by
     }
 
-    /// To be told how far `what` is.
+    /// Returns a callback that takes the progress of `what`.
     pub fn watch(&mut self, what: &dyn Display) -> impl FnMut(u64, u64) -> io::Result<()> {
         let mut shown = Shown::new(self.log.clone(), what.to_string());
         move |done, all| {
@@ -100,7 +100,7 @@ impl Drop for Shown {
     }
 }
 
-/// Says once how much memory the system does not let this process pin, where there is some.
+/// Warns once if the system keeps this process from locking some memory, and says how much.
 pub fn warn_of_unlocked_memory(log: &Log) {
     let bytes = unlocked();
     if bytes > 0 {

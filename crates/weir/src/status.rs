@@ -1,4 +1,4 @@
-//! `weir status`: asks the daemon how it is.
+//! `weir status`: asks the daemon for its status.
 
 use crate::cli::StatusOptions;
 use crate::on;
@@ -9,7 +9,7 @@ pub fn run(options: &StatusOptions) -> Result<(), Failure> {
     let path = options.control.clone().unwrap_or_else(on::parts::find);
     if let Some(directory) = on::parts::among(&path).filter(|_| !options.json) {
         print!("{}", on::parts::lines(&directory)?);
-        // The first may be off, and that has been said.
+        // The first part may be off, and that has been reported.
         if !path.exists() {
             return Ok(());
         }

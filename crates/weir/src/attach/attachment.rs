@@ -1,5 +1,5 @@
-//! A device that the kernel's NBD client has connected to the daemon, as the daemon remembers it,
-//! so that the daemon after it can connect the device again.
+//! A device that the kernel's NBD client has connected to the daemon. The daemon notes it down, so
+//! that the next daemon can connect the device again.
 
 use serde::{Deserialize, Serialize};
 use std::fs::File;
@@ -11,13 +11,13 @@ use weir_core::Memory;
 /// A connected device.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Attachment {
-    /// Its number: 0 is `/dev/nbd0`.
+    /// The device's number: 0 is `/dev/nbd0`.
     pub device: u32,
-    /// The server, `unix:` with an absolute path or `tcp:`.
+    /// The server's address: `unix:` with an absolute path, or `tcp:`.
     pub address: String,
     /// The export's name.
     pub name: String,
-    /// Its connections.
+    /// The number of the device's connections.
     pub connections: u16,
     /// Seconds that one request may take before its connection is given up.
     pub request_timeout: u16,
@@ -28,7 +28,7 @@ pub struct Attachment {
 /// Writes the list into a memfd that a keeper takes.
 ///
 /// # Errors
-/// When there is no memory.
+/// Fails when there is no memory.
 pub fn write_note(list: &[Attachment]) -> io::Result<OwnedFd> {
     use rustix::fs::{MemfdFlags, SealFlags};
     let text = serde_json::to_vec(list)?;
@@ -43,7 +43,7 @@ pub fn write_note(list: &[Attachment]) -> io::Result<OwnedFd> {
 /// Reads what [`write_note`] wrote.
 ///
 /// # Errors
-/// When it is no such list.
+/// Fails when `note` holds no such list.
 pub fn read_note(note: OwnedFd) -> io::Result<Vec<Attachment>> {
     let file = File::from(note);
     let mut text = vec![0; file.metadata()?.len() as usize];

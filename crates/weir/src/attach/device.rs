@@ -1,7 +1,8 @@
-//! The kernel's NBD devices by netlink (include/uapi/linux/nbd-netlink.h, drivers/block/nbd.c).
+//! The kernel's NBD devices, driven by netlink (include/uapi/linux/nbd-netlink.h,
+//! drivers/block/nbd.c).
 //!
-//! By netlink no thread is parked in an ioctl, and a connection that died can be replaced while the
-//! device stays.
+//! Netlink keeps no thread parked in an ioctl, and can replace a dead connection while the device
+//! stays.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
@@ -22,7 +23,7 @@ const DEAD_CONN_TIMEOUT: u16 = 8;
 const SOCK_ITEM: u16 = 1;
 const SOCK_FD: u16 = 1;
 
-/// The kernel's orders for the sockets that it gets.
+/// Settings that the kernel gets together with the sockets of a device.
 #[derive(Clone, Copy, Debug)]
 pub struct Terms {
     /// The device's size in bytes.
@@ -40,10 +41,10 @@ pub struct Terms {
 pub struct Kernel(Family);
 
 impl Kernel {
-    /// Reaches it.
+    /// Opens netlink to the kernel's NBD client.
     ///
     /// # Errors
-    /// `ENOENT` where the module nbd is neither built in nor loaded.
+    /// Fails with `ENOENT` where the module nbd is neither built in nor loaded.
     pub fn open() -> io::Result<Self> {
         Family::open("nbd", 1).map(Kernel)
     }
@@ -52,7 +53,7 @@ impl Kernel {
     /// kernel picks a free device for `None`.
     ///
     /// # Errors
-    /// `EBUSY` when the device is in use, `EPERM` without `CAP_SYS_ADMIN`.
+    /// Fails with `EBUSY` when the device is in use, `EPERM` without `CAP_SYS_ADMIN`.
     pub fn connect(&mut self, index: Option<u32>, terms: &Terms, sockets: &[OwnedFd]) -> io::Result<u32> {
         let attributes = at(index)
             .u64(SIZE_BYTES, terms.bytes)
@@ -64,19 +65,19 @@ impl Kernel {
         })
     }
 
-    /// Replaces the dead connections of a device by these. Sockets for which there is none are not
-    /// used, which the kernel does not tell.
+    /// Gives the kernel new sockets for the dead connections of a device. The kernel drops a socket
+    /// that it has no dead connection for, and does not say so.
     ///
     /// # Errors
-    /// `EINVAL` when it is not connected.
+    /// Fails with `EINVAL` when the device is not connected.
     pub fn reconnect(&mut self, index: u32, terms: &Terms, sockets: &[OwnedFd]) -> io::Result<()> {
         self.0.call(RECONFIGURE, &with_sockets(at(Some(index)), terms, sockets)).map(drop)
     }
 
-    /// Lets a device go. What it had not yet written is lost, so nothing may use it.
+    /// Disconnects a device. The device's unwritten data is lost, so nothing may use the device.
     ///
     /// # Errors
-    /// `EINVAL` when it is not connected.
+    /// Fails with `EINVAL` when the device is not connected.
     pub fn disconnect(&mut self, index: u32) -> io::Result<()> {
         self.0.call(DISCONNECT, &at(Some(index))).map(drop)
     }
@@ -97,15 +98,15 @@ fn with_sockets(attributes: Attributes, terms: &Terms, sockets: &[OwnedFd]) -> A
         .nested(SOCKETS, &items)
 }
 
-/// News from the kernel's NBD client: it has given a connection up.
+/// Messages of the kernel's NBD client: it has given a connection up.
 #[derive(Debug)]
 pub struct DeadLinks(Events);
 
 impl DeadLinks {
-    /// Listens from here on.
+    /// Subscribes to the messages that come from now on.
     ///
     /// # Errors
-    /// As [`Kernel::open`].
+    /// Fails as [`Kernel::open`] does.
     pub fn open() -> io::Result<Self> {
         Events::join("nbd", "nbd_mc_group").map(DeadLinks)
     }
@@ -113,9 +114,9 @@ impl DeadLinks {
     /// Hands over the devices that have lost a connection since the last call.
     ///
     /// # Errors
-    /// `ENOBUFS` when the kernel could not say all of it.
+    /// Fails with `ENOBUFS` when the kernel had to drop some messages.
     pub fn take(&self, mut device: impl FnMut(u32)) -> io::Result<()> {
-        // It is the only thing that this group is told.
+        // A lost connection is the only event of this netlink group.
         self.0.take(|event| {
             if let Some(index) = u32_in(event, INDEX) {
                 device(index);

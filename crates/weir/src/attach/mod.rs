@@ -1,4 +1,4 @@
-//! `weir attach` and `weir detach`: the kernel's own NBD client, connected to a server and let go.
+//! `weir attach` and `weir detach`: connect the kernel's NBD client to a server, and disconnect it.
 
 mod attachment;
 mod device;
@@ -29,11 +29,10 @@ use weir_system::device_use;
 /// once.
 const MAX_SECTORS_KB: &str = "256";
 
-/// How long nothing changes before a device that somebody reconnects by hand is taken to be at
-/// rest.
+/// A device that somebody reconnects by hand is at rest once nothing has changed for this long.
 const STEADY: Duration = Duration::from_millis(200);
 
-/// How long the kernel takes to publish a device or to take it away.
+/// The most time that the kernel takes to publish a device or to take it away.
 const SETTLE: Duration = Duration::from_secs(5);
 
 /// Connects a device to a server and prints its name.
@@ -46,7 +45,7 @@ pub fn attach(options: &AttachOptions) -> Result<(), Failure> {
 /// Connects a device to a server and returns its number.
 ///
 /// # Errors
-/// When the server or the kernel refuses.
+/// Fails when the server or the kernel refuses.
 pub fn connect(options: &AttachOptions) -> Result<u32, Failure> {
     let index = options.device.as_deref().map(number).transpose()?;
     let mut kernel = Kernel::open().map_err(|error| no_kernel(&error))?;
@@ -59,7 +58,7 @@ pub fn connect(options: &AttachOptions) -> Result<u32, Failure> {
         for _ in 0..options.connections {
             wait_for_readers(index);
             let (socket, server) = open(options).map_err(Failure::Failed)?;
-            // It is not used where none is dead, which the kernel does not tell.
+            // The kernel drops the socket if no connection is dead, and does not say so.
             kernel.reconnect(index, &terms(options, &server), &[socket]).map_err(refused)?;
         }
         remember(options, index);
@@ -93,9 +92,9 @@ fn open(options: &AttachOptions) -> Result<(OwnedFd, client::Terms), String> {
     negotiate(&options.address, &Wish { name: options.name.clone(), structured: false, allocation: false })
 }
 
-/// Waits until the number of the kernel's readers does not change: those of dead connections have
-/// gone, as far as one can tell without their server, and that of a new one has begun (see
-/// [`replace`]).
+/// Waits until the number of the kernel's reader threads for the device is steady. By then the
+/// readers of dead connections have gone, as far as can be told without their server, and a new
+/// connection's reader has begun (see [`replace`]).
 fn wait_for_readers(index: u32) {
     let readers = Readers::of(index);
     let (mut last, mut since, begun) = (readers.count(), Instant::now(), Instant::now());
@@ -117,8 +116,8 @@ fn terms(options: &AttachOptions, server: &client::Terms) -> Terms {
     }
 }
 
-/// Tells the server's daemon which device it serves, so that it can replace lost connections by
-/// itself. A server that is no Weir has no such socket, and works without.
+/// Tells the server's daemon which device it serves, so that the daemon can replace lost
+/// connections. A foreign server has no control socket, and works without.
 fn remember(options: &AttachOptions, index: u32) {
     let address = match &options.address {
         Address::Unix(path) => Address::Unix(std::path::absolute(path).unwrap_or_else(|_| path.clone())),
@@ -140,7 +139,7 @@ fn remember(options: &AttachOptions, index: u32) {
     }
 }
 
-/// Lets a device go, unless something uses it.
+/// Disconnects a device, unless something uses it.
 pub fn detach(options: &DetachOptions) -> Result<(), Failure> {
     let index = number(&options.device)?;
     let user = device_use::user(&format!("/dev/nbd{index}"))
@@ -157,7 +156,7 @@ pub fn detach(options: &DetachOptions) -> Result<(), Failure> {
     settle(|| sectors(index) == Some(0));
     let path = options.control.clone().unwrap_or_else(control::find);
     if path.exists() {
-        // A daemon that still remembers it notices by itself that it is gone.
+        // A daemon that still remembers the device notices by itself that the device is gone.
         let _ = control::detached(&path, index);
     }
     Ok(())
@@ -184,7 +183,7 @@ fn negotiate(address: &Address, wish: &Wish) -> Result<(OwnedFd, client::Terms),
     }
 }
 
-/// The number of `/dev/nbd7`.
+/// Returns 7 for `/dev/nbd7`.
 fn number(device: &Path) -> Result<u32, Failure> {
     let name = device.strip_prefix("/dev").unwrap_or(device).to_str();
     name.and_then(|name| name.strip_prefix("nbd")?.parse().ok()).ok_or_else(|| {
@@ -196,7 +195,7 @@ fn sectors(index: u32) -> Option<u64> {
     fs::read_to_string(format!("/sys/block/nbd{index}/size")).ok()?.trim().parse().ok()
 }
 
-/// Waits until the kernel has done what it has accepted.
+/// Waits until the kernel has finished a change that it has accepted.
 fn settle(done: impl Fn() -> bool) {
     let begun = Instant::now();
     while !done() && begun.elapsed() < SETTLE {

@@ -1,25 +1,25 @@
 //! The kernel's threads that read from a device's connections.
 //!
-//! No interface says which there are, but their names do: a kernel worker at work is called
-//! `kworker/u8:3+nbd0-recv`, one of the last resort (where memory is short)
-//! `kworker/R-nbd0-recv+nbd0-recv`, before Linux 6.8 `nbd0-recv+nbd0-recv`. Before 5.16 it was
-//! `knbd0-recv`.
+//! No interface lists these threads, but their names tell. A kernel worker at work is called
+//! `kworker/u8:3+nbd0-recv`. A rescuer, which works when memory is short, is called
+//! `kworker/R-nbd0-recv+nbd0-recv`; before Linux 6.8, `nbd0-recv+nbd0-recv`. Before 5.16 the name
+//! was `knbd0-recv`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Threads at work for one device.
+/// The kernel's reader threads for one device.
 #[derive(Debug)]
 pub struct Readers {
     proc: PathBuf,
-    /// The devices that they serve.
+    /// The two names of work that a reader of this device can have.
     works: [String; 2],
-    /// Whether this process sees the kernel's threads at all: not from within a container.
+    /// Whether this process sees the kernel's threads: not from within a container.
     are_seen: bool,
 }
 
 impl Readers {
-    /// Those of `/dev/nbd<device>`.
+    /// The readers of `/dev/nbd<device>`.
     pub fn of(device: u32) -> Readers {
         Readers::at(device, Path::new("/proc"))
     }
@@ -30,8 +30,8 @@ impl Readers {
         Readers { proc: proc.to_owned(), works, are_seen }
     }
 
-    /// How many there are; nothing where they are not seen. One that has not begun yet is not among
-    /// them.
+    /// Counts the readers; `None` where this process does not see them. A reader that has not begun
+    /// yet is not counted.
     pub fn count(&self) -> Option<usize> {
         let is_one = |process: &str| {
             let name = name(&self.proc, process);
@@ -41,7 +41,7 @@ impl Readers {
         };
         let count = match fs::read_to_string(self.proc.join("2/task/2/children")) {
             Ok(all) => all.split_whitespace().filter(|process| is_one(process)).count(),
-            // Only a kernel without CONFIG_PROC_CHILDREN takes a look at every process.
+            // Only a kernel without CONFIG_PROC_CHILDREN needs this scan of every process.
             Err(_) => fs::read_dir(&self.proc).map_or(0, |entries| {
                 entries.flatten().filter(|entry| entry.file_name().to_str().is_some_and(is_one)).count()
             }),
@@ -61,8 +61,8 @@ fn name(proc: &Path, process: &str) -> String {
 mod tests {
     use super::*;
 
-    /// Counts in a directory like /proc, with these processes; children of the second where
-    /// `children`.
+    /// Counts readers in a directory like /proc that has these processes. With `children` they are
+    /// listed as children of process 2.
     fn count(test: &str, processes: &[(u32, &str)], children: bool) -> Option<usize> {
         let proc = std::env::temp_dir().join(format!("weir-readers-{}-{test}", std::process::id()));
         for (process, name) in processes {

@@ -1,70 +1,72 @@
-//! Dead connections of a device replaced, only when the kernel no longer reads from them.
+//! Replaces a device's dead connections, but only once the kernel no longer reads from them.
 //!
-//! A reader that has the header of a reply may wait for whoever sent the request, a program that
-//! waits for a processor with the request's lock held. Then it takes the reply's data from the
-//! socket that the connection has by that time (drivers/block/nbd.c, nbd_handle_reply): from the
-//! replacement, where another reply begins. The page is damaged, and so is every reply behind it.
-//! One that is only late to wake finds its socket freed (docs/nbd.md).
+//! A reader that has read the header of a reply may have to wait for the program that sent the
+//! request: that program waits for a processor and holds the request's lock. The reader then reads
+//! the reply's data from the connection's current socket (drivers/block/nbd.c, nbd_handle_reply).
+//! If the connection was replaced meanwhile, another reply begins there, so the page and every
+//! later reply are damaged. A reader that merely wakes late finds its socket freed (docs/nbd.md).
 //!
-//! The kernel picks which dead connection it replaces. So none is offered before there are as many
-//! readers as the server has connections with the kernel: then no reader is a dead one's.
+//! The kernel picks which dead connection it replaces. So Weir offers a new connection only while
+//! the kernel has no more readers than the server has connections with it. Then no reader belongs
+//! to a dead connection.
 
 use std::io;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// A look at a server's connections with the kernel, perhaps those of several devices.
+/// One count of a server's connections with the kernel, perhaps those of several devices.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Look {
-    /// Those that the server has.
+    /// The number of connections that the server has.
     pub served: usize,
-    /// Those that the kernel reads from; as many where that is not seen.
+    /// The number of connections that the kernel reads from; the same as `served` where readers
+    /// cannot be seen.
     pub read: usize,
-    /// Those of the device in question among them, where that is known.
+    /// The number of these that belong to the device in question, where that is known.
     pub own: Option<usize>,
 }
 
 /// The connections of a device, from both ends.
 pub trait Ends {
-    /// How they are.
+    /// Counts the connections as they are now.
     fn look(&self) -> Look;
-    /// Ends all of the server's.
+    /// Closes all of the server's ends.
     fn hang_up(&self);
     /// Makes a connection and offers it to the kernel, which does not say whether one was dead.
     ///
     /// # Errors
-    /// When the server or the kernel refuses it.
+    /// Fails when the server or the kernel refuses it.
     fn offer(&mut self) -> Result<(), NotReplaced>;
 }
 
-/// Why connections are not replaced.
+/// The reason why connections were not replaced.
 #[derive(Debug, thiserror::Error)]
 pub enum NotReplaced {
-    /// No new one can be made.
+    /// The server gives no new connection.
     #[error("{0}")]
     Server(String),
-    /// The kernel refuses it.
+    /// The kernel refuses the new connection.
     #[error("the kernel refuses a new connection")]
     Kernel(#[source] io::Error),
-    /// The kernel took a new one and does not read from it yet.
+    /// The kernel took a new connection and does not read from it yet.
     #[error("the kernel does not read from a new connection yet")]
     Unread,
 }
 
-/// How long things may take.
+/// The waiting times of a replacement.
 #[derive(Clone, Copy, Debug)]
 pub struct Pace {
-    /// Both ends agree when they have for so long: a reader that has not begun is not seen.
+    /// Both ends must agree for this long, because a reader that has not begun is not seen.
     pub steady: Duration,
-    /// A dead connection's reader and the server may need so long to notice, and a new one's reader
-    /// to begin, which takes memory.
+    /// A dead connection's reader and the server may need this long to notice. A new connection's
+    /// reader may need this long to begin, which takes memory.
     pub patience: Duration,
-    /// Between two looks, at most.
+    /// The longest pause between two looks.
     pub nap: Duration,
 }
 
 impl Pace {
-    /// For a device whose requests fail after `reconnect_timeout` without a connection.
+    /// The pace for a device whose requests fail after `reconnect_timeout` without a connection.
     pub fn within(reconnect_timeout: Duration) -> Pace {
         Pace {
             steady: Duration::from_millis(100),
@@ -77,24 +79,25 @@ impl Pace {
 /// The outcome for a device's connections.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Outcome {
-    /// None was dead.
+    /// No connection was dead.
     Whole,
     /// Dead connections were replaced.
     Replaced,
-    /// The same, though the kernel still had so many readers that nobody serves. Each waits for a
-    /// request that itself waits for a connection, and will find its reply to be an old one; or it
-    /// has not run for all of that time.
+    /// Dead connections were replaced, though the kernel still had this many readers that no server
+    /// end serves. Such a reader waits for a request that itself waits for a connection, and later
+    /// drops its reply as an old one. Or the reader has not run for all of that time.
     Forced(usize),
 }
 
-/// Replaces what is dead of a device's `connections`.
+/// Replaces the dead ones among a device's `connections`.
 ///
 /// # Errors
-/// See [`NotReplaced`]; some may have been replaced.
+/// Fails with [`NotReplaced`]; some connections may have been replaced.
 pub fn replace(ends: &mut impl Ends, connections: usize, pace: Pace) -> Result<Outcome, NotReplaced> {
     let (alive, left) = match agreed(ends, None, pace) {
         Ok(look) if look.own.is_some_and(|own| own >= connections) => return Ok(Outcome::Whole),
-        // Where it is not known, more is offered than is dead: the kernel does not use that.
+        // The number is not known, so more is offered than is dead: the kernel drops what it cannot
+        // use.
         Ok(look) => (look.own.unwrap_or(0), 0),
         Err(_) => {
             ends.hang_up();
@@ -102,7 +105,8 @@ pub fn replace(ends: &mut impl Ends, connections: usize, pace: Pace) -> Result<O
         }
     };
     for number in alive + 1..=connections {
-        // One at a time: where only one is dead, the server may have a seat for one only.
+        // Offer connections one at a time: if only one is dead, the server may have room for only
+        // one.
         ends.offer()?;
         if left == 0 && !begun(ends, number, pace) {
             return Err(NotReplaced::Unread);
@@ -111,8 +115,8 @@ pub fn replace(ends: &mut impl Ends, connections: usize, pace: Pace) -> Result<O
     Ok(if left == 0 { Outcome::Replaced } else { Outcome::Forced(left) })
 }
 
-/// Waits until both ends have seen the same number of connections, the `wanted` one if there is
-/// one, for a while. Returns the last look, as an error where they do not agree.
+/// Waits until both ends have seen the same number of connections for a while: the `wanted` number,
+/// if there is one. Returns the last look, as an error if the ends do not agree.
 fn agreed(ends: &impl Ends, wanted: Option<usize>, pace: Pace) -> Result<Look, Look> {
     let (mut last, mut since) = (ends.look(), Duration::ZERO);
     let mut agree = false;
@@ -137,7 +141,7 @@ fn begun(ends: &impl Ends, number: usize, pace: Pace) -> bool {
     has
 }
 
-/// Asks `enough`, of the time that has passed, until it is or patience ends.
+/// Asks `enough`, with the time that has passed, until it says yes or patience ends.
 fn wait(pace: Pace, mut enough: impl FnMut(Duration) -> bool) {
     let (begun, mut nap) = (Instant::now(), Duration::from_millis(1).min(pace.nap));
     while !enough(begun.elapsed()) && begun.elapsed() < pace.patience {
@@ -157,13 +161,13 @@ mod tests {
         nap: Duration::from_millis(1),
     };
 
-    /// A connection as the kernel has it.
+    /// A connection as the test's kernel sees it.
     #[derive(Clone, Copy)]
     struct Connection {
         is_dead: bool,
         /// The server still has its end.
         is_served: bool,
-        /// Its reader leaves at the `n`th look from now on, once it is dead.
+        /// The reader of a dead connection leaves at the `n`th look from now on.
         reader: Option<u32>,
     }
 
@@ -175,7 +179,8 @@ mod tests {
         are_seen: bool,
         others: usize,
         offers: usize,
-        /// Replaced with a reader of the dead one still there.
+        /// The number of connections that were replaced while the dead one's reader was still
+        /// there.
         damaged: usize,
     }
 
@@ -200,7 +205,7 @@ mod tests {
             };
             let served = count(|connection| connection.is_served);
             let read = if self.are_seen { count(|connection| connection.reader.is_some()) } else { served };
-            // Another device's connections are there all the time.
+            // The connections of another device are there all the time.
             Look { served: served + self.others, read: read + self.others, own: Some(read) }
         }
 
@@ -212,7 +217,7 @@ mod tests {
 
         fn offer(&mut self) -> Result<(), NotReplaced> {
             self.offers += 1;
-            // The first dead one, as the kernel does it.
+            // Replaces the first dead connection, as the kernel does.
             if let Some(dead) = self.connections.borrow_mut().iter_mut().find(|connection| connection.is_dead)
             {
                 self.damaged += usize::from(dead.reader.is_some());
@@ -226,7 +231,7 @@ mod tests {
         Connection { reader: Some(looks), ..DEAD }
     }
 
-    /// Replaces, and says what came of it with the offers made.
+    /// Runs a replacement; returns its outcome and how many connections were offered.
     fn outcome(kernel: &mut Kernel) -> (Outcome, usize) {
         let count = kernel.connections.borrow().len();
         let outcome = replace(kernel, count, PACE).expect("nobody refuses");

@@ -1,5 +1,5 @@
-//! The daemon's side of an attached device: remembers it in the keeper, and connects it again,
-//! after a crash of the daemon before or whenever the kernel has given a connection up.
+//! The daemon's side of an attached device. It notes the device in the keeper. It connects the
+//! device again after a crash of the daemon, and whenever the kernel has given a connection up.
 
 use super::attachment::{Attachment, read_note, write_note};
 use super::device::{DeadLinks, Kernel, Terms};
@@ -22,11 +22,11 @@ use weir_export::nbd::KernelConnections;
 use weir_export::nbd::client::Wish;
 use weir_system::device_use;
 
-/// The keeper's name for the list.
+/// The keeper's name for the list of attached devices.
 pub const NOTE: &str = "attached";
 
-/// When to look again after a start or an event: neither end may have noticed yet that a connection
-/// is gone, or memory is short just now.
+/// Times of another look after a start or an event. Neither end may have noticed yet that a
+/// connection is gone, or memory may be short just now.
 const LOOKS: [Duration; 3] = [Duration::from_millis(500), Duration::from_secs(3), Duration::from_secs(3)];
 
 /// The devices that are attached to this daemon.
@@ -42,7 +42,7 @@ pub struct Attachments {
 struct List {
     devices: Vec<Attachment>,
     is_watched: bool,
-    /// The devices are of the daemon before: their connections died with it.
+    /// The devices come from the daemon before, and their connections died with it.
     is_taken_over: bool,
 }
 
@@ -53,7 +53,7 @@ impl fmt::Debug for Attachments {
 }
 
 impl Attachments {
-    /// None, or those of the daemon before, by its note.
+    /// Makes an empty list, or the list of the daemon before from its note.
     pub fn new(keeper: Option<Link>, note: Option<OwnedFd>, log: &Log) -> Arc<Self> {
         let devices = note.map(read_note).transpose().unwrap_or_else(|error| {
             log(Level::Warning, format_args!("the devices attached before are not known: {error}"));
@@ -69,8 +69,8 @@ impl Attachments {
         })
     }
 
-    /// Connects again what was attached to the daemon before. To be called once this one listens,
-    /// with its connections.
+    /// Connects the devices of the daemon before again. Call this once this daemon listens;
+    /// `served` counts its connections.
     pub fn resume(self: &Arc<Self>, served: KernelConnections) {
         let _ = self.served.set(served);
         let mut list = self.list();
@@ -82,7 +82,7 @@ impl Attachments {
     /// Remembers a device that was connected to this daemon.
     ///
     /// # Errors
-    /// One line: why it cannot be remembered.
+    /// The error is one line: why the device cannot be remembered.
     pub fn attached(self: &Arc<Self>, device: Attachment) -> Result<(), String> {
         device.address.parse::<Address>().map_err(|error| error.to_string())?;
         let mut list = self.list();
@@ -95,19 +95,20 @@ impl Attachments {
     /// Forgets a device.
     ///
     /// # Errors
-    /// As [`attached`](Attachments::attached).
+    /// Fails as [`attached`](Attachments::attached) does.
     pub fn detached(&self, device: u32) -> Result<(), String> {
         let mut list = self.list();
         list.devices.retain(|other| other.device != device);
         self.keep(&list)
     }
 
-    /// The devices, as `/dev/nbd0`.
+    /// The attached devices' names, such as `/dev/nbd0`.
     pub fn names(&self) -> Vec<String> {
         self.list().devices.iter().map(|device| format!("/dev/nbd{}", device.device)).collect()
     }
 
-    /// The first that something uses, and what ends that: with the daemon its pages would be gone.
+    /// Names the first device that something uses, with the command that ends the use: the device's
+    /// pages would end with the daemon.
     pub fn in_use(&self) -> Option<String> {
         self.in_use_by(device_use::user)
     }
@@ -139,7 +140,7 @@ impl Attachments {
                 all.list().is_watched = false;
             }
         };
-        // Without the thread the device works all the same, until a connection is lost.
+        // Without this thread the device still works, until a connection is lost.
         match thread::Builder::new().name("weir-attached".into()).spawn(work) {
             Ok(_) => list.is_watched = true,
             Err(error) => (self.log)(Level::Warning, format_args!("cannot watch attached devices: {error}")),
@@ -148,10 +149,10 @@ impl Attachments {
 
     /// Replaces connections as they die, for as long as the daemon lives.
     fn run(&self) -> io::Result<()> {
-        // First the ear, then the look: what dies in between is heard.
+        // Listen before the first look, so that no loss in between is missed.
         let links = DeadLinks::open()?;
         let mut kernel = Kernel::open()?;
-        // Devices that may have dead connections, each with the looks that are left.
+        // Devices that may have dead connections, each with the number of looks that are left.
         let mut suspects: BTreeMap<u32, usize> = BTreeMap::new();
         let mut suspect_all = std::mem::take(&mut self.list().is_taken_over);
         loop {
@@ -161,7 +162,7 @@ impl Attachments {
             for device in self.devices() {
                 let Some(left) = suspects.get_mut(&device.device) else { continue };
                 let is_whole = self.reconnect(&mut kernel, &device);
-                // One that cannot be helped now is looked at again and again.
+                // A device that cannot be repaired now is looked at again and again.
                 *left = left.saturating_sub(usize::from(is_whole || *left > 1));
             }
             let known = self.devices();
@@ -174,7 +175,7 @@ impl Attachments {
             };
             match links.take(|device| suspects.extend([(device, LOOKS.len())])) {
                 Ok(()) => {}
-                // Some were not heard.
+                // The kernel dropped some messages, so every device is suspect.
                 Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => suspect_all = true,
                 Err(error) => return Err(error),
             }
@@ -185,15 +186,14 @@ impl Attachments {
         self.list().devices.clone()
     }
 
-    /// Replaces a device's dead connections. Returns whether it has none, or none that can be
-    /// helped.
+    /// Replaces a device's dead connections. Returns whether none is left that could be replaced.
     fn reconnect(&self, kernel: &mut Kernel, device: &Attachment) -> bool {
         let say = |level, text: fmt::Arguments<'_>| {
             (self.log)(level, format_args!("/dev/nbd{}{text}", device.device));
         };
         let Some(mut connections) = self.connections(kernel, device) else { return true };
         let pace = Pace::within(Duration::from_secs(device.reconnect_timeout.into()));
-        // Memory may be what everybody waits for until the device is connected.
+        // All programs may wait for memory until the device is connected.
         let _ = swap_safety::reach_reserves(Children::Ordinary);
         let replaced = replace(&mut connections, device.connections.into(), pace);
         let _ = swap_safety::leave_reserves();
@@ -211,8 +211,7 @@ impl Attachments {
             }
             Err(NotReplaced::Kernel(error)) if error.raw_os_error() == Some(libc::EINVAL) => {
                 say(Level::Info, format_args!(" is no longer attached"));
-                // The keeper's memory of it matters to the next daemon only, which would find the
-                // same.
+                // The keeper's note matters only to the next daemon, which would notice the same.
                 let _ = self.detached(device.device);
             }
             Err(NotReplaced::Kernel(error)) => {
@@ -222,8 +221,8 @@ impl Attachments {
         false
     }
 
-    /// Both ends of a device's connections; `None` where its address makes no sense or nothing is
-    /// served by NBD.
+    /// Both ends of a device's connections; `None` if its address is invalid or the daemon serves
+    /// nothing by NBD.
     fn connections<'a>(&self, kernel: &'a mut Kernel, device: &'a Attachment) -> Option<Connections<'a>> {
         Some(Connections {
             kernel,
@@ -248,7 +247,7 @@ struct Connections<'a> {
     address: Address,
     served: KernelConnections,
     readers: Readers,
-    /// Those of the daemon's other devices.
+    /// The readers of the daemon's other devices.
     others: Vec<Readers>,
 }
 

@@ -20,23 +20,23 @@ use weir_system::local_socket::{self, BindError, SocketFile};
 
 /// How long a client may take for its request.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Longest request.
+/// Longest request, in bytes.
 const REQUEST_MOST: u64 = 4096;
 
-/// A request.
+/// A request to the cache.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(tag = "request", rename_all = "kebab-case")]
 pub enum Request {
-    /// How are you?
+    /// Report the cache's status.
     Status,
     /// Write all dirty pages home.
     Flush,
-    /// Send writes elsewhere.
+    /// Change where writes go.
     Mode {
         /// The mode to change to.
         mode: String,
     },
-    /// Come to an end.
+    /// Write all dirty pages home, and end.
     Detach,
 }
 
@@ -44,7 +44,7 @@ pub enum Request {
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Answer {
     schema: u32,
-    /// Bytes that must still go home. Without it this is the last line.
+    /// Bytes that must still be written home. The last line of an answer has none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dirty_bytes: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -60,20 +60,20 @@ struct Envelope {
 
 /// A cache's answers to requests.
 pub trait Service: Send + Sync + 'static {
-    /// How it is.
+    /// Reports the cache's status.
     fn report(&self) -> Report;
 
-    /// Does any other request, and calls `tell` with what is dirty still.
+    /// Serves any other request, and calls `tell` with the bytes that are still dirty.
     ///
     /// # Errors
-    /// One line: what is wrong, and the next step.
+    /// The error is one line: what is wrong, and the next step.
     fn serve(&self, request: &Request, tell: &mut dyn FnMut(u64)) -> Result<(), String>;
 }
 
 /// Listens at `path`, with a thread for each request. Dropping what it returns removes the socket.
 ///
 /// # Errors
-/// When another cache listens there, or the socket cannot be made.
+/// Fails when another cache listens there, or the socket cannot be made.
 pub fn listen(path: &Path, service: Arc<dyn Service>) -> Result<SocketFile, Failure> {
     make_run_time_directory(path)?;
     let shown = path.display();
@@ -88,7 +88,7 @@ pub fn listen(path: &Path, service: Arc<dyn Service>) -> Result<SocketFile, Fail
     let answer_all = move || {
         for client in listener.incoming().flatten() {
             let service = Arc::clone(&service);
-            // Where no thread can be had, the client is hung up on.
+            // Without a thread for it, the client is disconnected.
             let _ = thread::Builder::new().name("weir-cache-job".into()).spawn(move || {
                 // A client that went away needs no answer.
                 let _ = answer(&client, &*service);
@@ -126,10 +126,10 @@ fn write_line(mut client: &UnixStream, message: &impl Serialize) -> io::Result<(
     client.write_all(&line)
 }
 
-/// Asks the cache at `path` how it is.
+/// Asks the cache at `path` for its status.
 ///
 /// # Errors
-/// When none answers there.
+/// Fails when no cache answers there.
 pub fn status(path: &Path) -> Result<Report, Failure> {
     let line = send(path, &Request::Status)?.lines().next();
     let line = line.unwrap_or_else(|| Err(io::ErrorKind::UnexpectedEof.into()));
@@ -137,10 +137,10 @@ pub fn status(path: &Path) -> Result<Report, Failure> {
     report.map_err(|error| unreachable(path, &error))
 }
 
-/// Asks it for something, and calls `tell` for each line before the last.
+/// Sends the cache a request, and calls `tell` for each line before the last.
 ///
 /// # Errors
-/// When none answers there, or with its own words when it cannot.
+/// Fails when no cache answers there, or with the cache's own words when it cannot do it.
 pub fn ask(path: &Path, request: &Request, tell: &mut dyn FnMut(&Answer)) -> Result<(), Failure> {
     for line in send(path, request)?.lines() {
         let line = line.and_then(|line| Ok(serde_json::from_str::<Answer>(&line)?));

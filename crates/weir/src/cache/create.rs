@@ -31,7 +31,7 @@ const DEPTH: usize = 64;
 const GRACE: Duration = Duration::from_secs(10);
 /// How often a detach says how far it is.
 const TELL_EVERY: Duration = Duration::from_millis(200);
-/// How long no page may go home before a detach gives up.
+/// A detach gives up when no page could be written home for this long.
 const STUCK: Duration = Duration::from_secs(15);
 
 /// Serves a cache until it is detached.
@@ -40,14 +40,14 @@ pub fn run(options: &CreateOptions) -> Result<(), Failure> {
     signals::ignore_strays();
     core_dump::forbid()?;
     bug::end_process(&log, false);
-    // Handlers first, so that an early SIGTERM ends it in good order too.
+    // Install signal handlers first, so that an early SIGTERM also ends the cache in good order.
     let (mut told, tell) = UnixStream::pair().map_err(Failure::failed)?;
     told.set_nonblocking(true).map_err(Failure::failed)?;
     for signal in signals::END {
         let tell = tell.try_clone().map_err(Failure::failed)?;
         signal_hook::low_level::pipe::register(signal, tell).map_err(Failure::failed)?;
     }
-    // One more for the cache's write-back, and one for what is asked for here.
+    // One lane more for the cache's write-back, and one for requests at the control socket.
     let lanes = u32::from(options.threads) + 2;
     let mut start = Start::new(&log, || is_told(&mut told).then_some(signal_hook::consts::SIGTERM));
     let url = match &options.home {
@@ -117,13 +117,13 @@ pub fn run(options: &CreateOptions) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Whether a signal has come. What has been read is gone.
+/// Whether a signal has come. Takes the signal's byte out of the pipe.
 fn is_told(told: &mut UnixStream) -> bool {
     let mut bytes = [0; 64];
     told.read(&mut bytes).is_ok_and(|read| read > 0)
 }
 
-/// Returns once the cache is detached: by a request, a signal, or whoever unmounts the file.
+/// Returns once the cache is detached: by a request, a signal, or an unmount of the file.
 fn wait(
     daemon: &Daemon,
     told: &mut UnixStream,
@@ -153,15 +153,15 @@ fn wait(
 
 /// A cache that is served.
 struct Daemon {
-    /// Of the home, the store and the file.
+    /// Names of the home, the store and the file.
     names: [String; 3],
     home: Home,
     cache: Arc<Cache>,
     server: Mutex<Option<fuse::Server>>,
-    /// For flushes that are asked for here.
+    /// A lane for flushes that a request at the control socket asks for.
     lane: Mutex<CacheLane>,
     is_detached: AtomicBool,
-    /// Wakes the thread that waits for the end.
+    /// Wakes the thread that waits for the cache's end.
     tell: UnixStream,
 }
 
@@ -186,14 +186,14 @@ impl Daemon {
         result.unwrap_or(Ok(())).map_err(failed)
     }
 
-    /// Unmounts the file where nobody uses it, and brings every page home. May be asked again where
-    /// it fails.
+    /// Unmounts the file if nothing uses it, and brings every page home. May be called again after
+    /// a failure.
     fn detach(&self, tell: &mut dyn FnMut(u64)) -> Result<(), String> {
         let mut server = self.server.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(running) = server.as_ref() {
             let file = &self.names[2];
             let gone = running.unmount_unused();
-            // Somebody else may have unmounted it, and that may leave it in use (umount -l).
+            // Another program may have unmounted the file, even while it is in use (umount -l).
             if let Err(error) = gone {
                 if fuse::mount::is_served(Path::new(file)) {
                     return Err(format!(
@@ -211,7 +211,7 @@ impl Daemon {
             running.stop(GRACE);
         }
         if self.home.log.is_some() {
-            // Nothing on it outlives this process.
+            // Nothing on the log outlives this process, so there is nothing to bring home.
             self.is_detached.store(true, Ordering::SeqCst);
             return Ok(());
         }
@@ -240,7 +240,7 @@ impl Daemon {
     }
 }
 
-/// Whether the last user of an unmounted file has gone. The kernel says so a moment later.
+/// Whether the last user of an unmounted file has gone. The kernel reports that a moment later.
 fn has_ended(server: &fuse::Server) -> bool {
     let patience = Timespec { tv_sec: 1, tv_nsec: 0 };
     let mut fds = [PollFd::from_borrowed_fd(server.unmounted(), PollFlags::IN)];
@@ -264,7 +264,7 @@ impl Service for Daemon {
             }
             Request::Detach => {
                 self.detach(tell)?;
-                // Only the end hears of it, and that needs no answer.
+                // Only the waiting thread reads this byte, and it sends no answer.
                 let _ = std::io::Write::write(&mut &self.tell, &[0]);
                 Ok(())
             }
@@ -272,10 +272,10 @@ impl Service for Daemon {
     }
 }
 
-/// A thread that works behind the cache: it takes dirty pages home, or cleans.
+/// A thread that works behind the cache: it writes dirty pages home, or cleans the log.
 struct Background {
     thread: thread::JoinHandle<()>,
-    /// Closed to end it.
+    /// Closed to end the thread.
     stop: UnixStream,
     ends: Arc<AtomicBool>,
 }
@@ -298,7 +298,7 @@ impl Background {
         })
     }
 
-    /// Does a piece of work again and again.
+    /// Starts a thread that calls `work` again and again.
     fn start(name: &str, mut work: impl FnMut(&UnixStream) + Send + 'static) -> Result<Self, Failure> {
         let (stop, stopped) = UnixStream::pair().map_err(Failure::failed)?;
         let ends = Arc::new(AtomicBool::new(false));
@@ -315,7 +315,7 @@ impl Background {
     fn stop(self) {
         self.ends.store(true, Ordering::SeqCst);
         drop(self.stop);
-        // A panic there has been reported by the panic hook.
+        // The panic hook has reported a panic of that thread.
         let _ = self.thread.join();
     }
 }

@@ -11,7 +11,7 @@ use weir_log::Log;
 use weir_store::{FileStore, MemberTraffic, Room, Store, StoreUrl};
 use weir_system::loop_device::LoopDevice;
 
-/// Bytes of a log's segments, and of what lies on one disk before the next one's turn.
+/// Bytes of a log's segment; a striped log puts one segment on a disk before the next disk's turn.
 const SEGMENT: ByteSize = ByteSize(1 << 20);
 
 /// The home behind a cache.
@@ -19,7 +19,7 @@ const SEGMENT: ByteSize = ByteSize(1 << 20);
 pub enum HomeUrl {
     /// A disk or file as it is.
     Raw(PathBuf),
-    /// Disks or files whose content goes.
+    /// Disks or files for a log; what they hold is lost.
     Log(Box<StoreUrl>),
 }
 
@@ -32,7 +32,7 @@ impl FromStr for HomeUrl {
         let url: StoreUrl = format!("{kind}:{rest}").parse().map_err(|error| chain(&error))?;
         Ok(HomeUrl::Log(Box::new(match url {
             StoreUrl::Stripe(mut stripe) => {
-                // Its units are the segments.
+                // The stripe's units are the log's segments.
                 stripe.unit = SEGMENT;
                 StoreUrl::Stripe(stripe)
             }
@@ -42,7 +42,7 @@ impl FromStr for HomeUrl {
 }
 
 impl HomeUrl {
-    /// The files and devices that it names.
+    /// The files and devices that the home names.
     pub fn paths(&self) -> &[PathBuf] {
         match self {
             HomeUrl::Raw(path) => std::slice::from_ref(path),
@@ -57,17 +57,17 @@ impl HomeUrl {
 
 /// An open home.
 pub struct Home {
-    /// The disks.
+    /// The home's disks.
     pub disks: Arc<FileStore>,
-    /// The log on them.
+    /// The log on the disks, if the home is one.
     pub log: Option<Log>,
 }
 
 impl Home {
-    /// Opens the home, unless it carries what nobody has said to serve or to erase.
+    /// Opens the home. Refuses one that carries content which no option says to serve or to erase.
     ///
     /// # Errors
-    /// When it is in use or carries something, or cannot be opened.
+    /// Fails when the home is in use, carries something, or cannot be opened.
     pub fn open(options: &CreateOptions, lanes: u32, watch: Watch<'_>) -> Result<Self, Failure> {
         check_flags(options)?;
         options.home.paths().iter().try_for_each(|path| refuse_served(path))?;
@@ -85,7 +85,7 @@ impl Home {
         }
     }
 
-    /// The traffic of each disk.
+    /// The traffic of each of the home's disks.
     pub fn traffic(&self) -> Vec<MemberTraffic> {
         self.disks.traffic()
     }
@@ -105,7 +105,8 @@ fn check_flags(options: &CreateOptions) -> Result<(), Failure> {
     Ok(())
 }
 
-/// A loop device over a file does not have it for itself, and the two would write past each other.
+/// Refuses a file that a loop device serves: the loop device and the cache would overwrite each
+/// other's data.
 fn refuse_served(path: &Path) -> Result<(), Failure> {
     let file = path.canonicalize().unwrap_or_else(|_| path.to_owned());
     let Some(user) = LoopDevice::over(&file).first().map(|user| user.path().display().to_string()) else {
@@ -119,7 +120,7 @@ fn refuse_served(path: &Path) -> Result<(), Failure> {
 
 fn open_raw(options: &CreateOptions, path: &Path) -> Result<Home, Failure> {
     let open = || FileStore::open_raw(path).map_err(|error| Failure::Failed(chain(&error)));
-    // Before anything is erased: whoever uses it keeps it.
+    // Open the disks before anything is erased: this fails for a disk that another program uses.
     let mut disks = open()?;
     let marks = marks::find(path)?;
     if !marks.is_empty() && !options.keep_content {
@@ -129,7 +130,7 @@ fn open_raw(options: &CreateOptions, path: &Path) -> Result<Home, Failure> {
                 "{shown} carries {marks}; --keep-content serves it as it is, --wipe {shown} erases it"
             )));
         }
-        // wipefs wants it for itself.
+        // wipefs opens the disks for itself alone.
         drop(disks);
         marks::wipe(path)?;
         disks = open()?;
@@ -139,7 +140,7 @@ fn open_raw(options: &CreateOptions, path: &Path) -> Result<Home, Failure> {
 
 fn open_log(options: &CreateOptions, url: &StoreUrl, lanes: u32, watch: Watch<'_>) -> Result<Home, Failure> {
     let paths = options.home.paths();
-    // All are looked at before one is erased.
+    // Look at all disks before erasing one.
     let mut carry = Vec::new();
     for path in paths.iter().filter(|path| holds_something(path)) {
         let marks = marks::find(path)?;
@@ -153,7 +154,7 @@ fn open_log(options: &CreateOptions, url: &StoreUrl, lanes: u32, watch: Watch<'_
         carry.push(path);
     }
     for path in carry {
-        // A disk that is in use stays its user's.
+        // This fails for a disk that another program uses, and changes nothing.
         drop(FileStore::open_raw(path).map_err(|error| Failure::Failed(chain(&error)))?);
         marks::wipe(path)?;
     }
@@ -174,7 +175,7 @@ fn open_log(options: &CreateOptions, url: &StoreUrl, lanes: u32, watch: Watch<'_
     Ok(Home { disks, log: Some(log) })
 }
 
-/// Whether there may be something to lose: a file that is not there, or empty, carries nothing.
+/// Whether the home may hold content to lose: a missing or empty file holds none.
 fn holds_something(path: &Path) -> bool {
     std::fs::metadata(path).is_ok_and(|about| !about.is_file() || about.len() > 0)
 }

@@ -1,4 +1,5 @@
-//! The marks of file systems and the like on a home, as wipefs (util-linux) knows it.
+//! The marks of file systems, partition tables and the like on a home, as wipefs (util-linux) finds
+//! them.
 
 use std::ffi::OsStr;
 use std::io;
@@ -10,7 +11,7 @@ use weir_system::program;
 /// The marks on `home`, in a line; empty where there are none.
 ///
 /// # Errors
-/// When nobody can tell.
+/// Fails when wipefs cannot tell.
 pub fn find(home: &Path) -> Result<String, Failure> {
     let arguments = ["--no-act", "--parsable", "--output", "TYPE,LABEL"];
     let output = command(arguments.iter().map(OsStr::new), home)
@@ -34,16 +35,16 @@ pub fn find(home: &Path) -> Result<String, Failure> {
     Ok(marks.collect::<Vec<_>>().join(", "))
 }
 
-/// Erases them.
+/// Erases the marks on `home`.
 ///
 /// # Errors
-/// What wipefs says.
+/// Fails with the message of wipefs.
 pub fn wipe(home: &Path) -> Result<(), Failure> {
     program::run(&mut command([OsStr::new("--all")].into_iter(), home)).map_err(|error| cannot(home, &error))
 }
 
 fn command<'a>(arguments: impl Iterator<Item = &'a OsStr>, home: &Path) -> Command {
-    // util-linux lies where ordinary users do not look.
+    // util-linux lies in directories that an ordinary user's PATH does not have.
     let path = std::env::var_os("PATH").unwrap_or_default();
     let path = [path.to_string_lossy().as_ref(), "/usr/sbin", "/sbin"].join(":");
     let mut command = Command::new("wipefs");

@@ -1,8 +1,8 @@
-//! `weir cache`: pages of a disk in a fast store, served as a file that a loop device makes a disk
-//! of.
+//! `weir cache`: keeps pages of a disk in a fast store, and serves them as a file that a loop
+//! device turns into a disk.
 //!
-//! `create` is a process in the foreground, as `weir serve` is. The others ask it at its control
-//! socket.
+//! `create` is a process in the foreground, as `weir serve` is. The other subcommands send requests
+//! to its control socket.
 
 mod control;
 mod create;
@@ -20,10 +20,10 @@ use std::time::{Duration, Instant};
 use weir_cli::failure::Failure;
 use weir_core::ByteSize;
 
-/// How often a line says how far a detach is, where there is no terminal.
+/// Without a terminal, a line says this often how far a detach is.
 const LINE_EVERY: Duration = Duration::from_secs(5);
 
-/// Does what the command says.
+/// Runs the subcommand.
 pub fn run(command: &CacheCommand) -> Result<(), Failure> {
     match command {
         CacheCommand::Create(options) => create::run(options),
@@ -49,7 +49,7 @@ pub fn run(command: &CacheCommand) -> Result<(), Failure> {
     }
 }
 
-/// How far a detach is: a bar on a terminal, a line now and then elsewhere.
+/// Shows how far a detach is: a bar on a terminal, a line now and then elsewhere.
 #[derive(Default)]
 struct Shown {
     bar: Option<ProgressBar>,

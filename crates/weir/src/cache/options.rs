@@ -51,7 +51,7 @@ pub enum CacheCommand {
     },
 }
 
-/// Whom to ask.
+/// The cache that a subcommand asks.
 #[derive(Debug, Clone, Args)]
 pub struct Control {
     /// The cache's control socket [default: $XDG_RUNTIME_DIR/weir/cache.sock or
@@ -61,7 +61,7 @@ pub struct Control {
 }
 
 impl Control {
-    /// Its path.
+    /// The control socket's path.
     pub fn path(&self) -> PathBuf {
         self.path.clone().unwrap_or_else(|| default_directory().join("cache.sock"))
     }

@@ -27,14 +27,15 @@ pub struct Report {
     bypassed: u64,
     faults: u64,
     written_back_bytes: u64,
-    /// Rows of neighbours that went home together: of 1 page, 2 to 3, 4 to 7, ..., 256 and more.
+    /// Counts of runs of neighbouring pages that were written home together: of 1 page, 2 to 3, 4
+    /// to 7, ..., 256 and more.
     written_back_rows: Vec<u64>,
     write_back_failed: u64,
     flushes: u64,
     flushes_failed: u64,
     #[serde(default)]
     disks: Vec<Disk>,
-    /// Of a home that is a log.
+    /// The log's figures, if the home is a log.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     log: Option<LogReport>,
 }
@@ -44,7 +45,7 @@ pub struct Report {
 struct Disk {
     path: String,
     written_bytes: u64,
-    /// Writes of 1 page, 2 to 3, 4 to 7, ..., 256.
+    /// Counts of writes of 1 page, 2 to 3, 4 to 7, ..., 256.
     writes: Vec<u64>,
     read_bytes: u64,
     reads: u64,
@@ -67,7 +68,7 @@ struct LogReport {
 }
 
 impl Report {
-    /// The status of a cache with these names.
+    /// The status of a cache; `names` are those of its parts.
     pub fn new(
         status: &CacheStatus,
         [home, store, file]: [String; 3],

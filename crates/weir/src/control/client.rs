@@ -1,4 +1,4 @@
-//! The asking end.
+//! The client's end of the control socket.
 
 use super::{Line, Moved, PATIENCE, Progress, Refusal, Reply, Request, SCHEMA, Status};
 use crate::attach::Attachment;
@@ -15,10 +15,10 @@ struct Envelope {
     request: Request,
 }
 
-/// Asks the daemon at `path` how it is.
+/// Asks the daemon at `path` for its status.
 ///
 /// # Errors
-/// When none listens there, or it speaks another schema.
+/// Fails when no daemon listens there, or it speaks another schema.
 pub fn status(path: &Path) -> Result<Status, Failure> {
     let failed = |problem: String| Failure::Failed(format!("no status from {}: {problem}", path.display()));
     let line = ask(path, Request::Status).map_err(|error| unreachable(path, &error))?;
@@ -30,10 +30,10 @@ pub fn status(path: &Path) -> Result<Status, Failure> {
     })
 }
 
-/// Asks the daemon at `path` for memory to go or to come, and calls `tell` while it does.
+/// Asks the daemon at `path` to give memory back or to take it, and calls `tell` with its progress.
 ///
 /// # Errors
-/// When no daemon listens there, or with its own words when it cannot.
+/// Fails when no daemon listens there, or with its own words when it cannot.
 pub fn ask_for(path: &Path, request: Request, mut tell: impl FnMut(Progress)) -> Result<Moved, Failure> {
     let broken = |error: io::Error| unreachable(path, &error);
     for line in BufReader::new(send(path, request).map_err(broken)?).lines() {
@@ -48,7 +48,7 @@ pub fn ask_for(path: &Path, request: Request, mut tell: impl FnMut(Progress)) ->
     Err(broken(io::ErrorKind::UnexpectedEof.into()))
 }
 
-/// Why nobody answers, and what to do about it.
+/// The error for a daemon that does not answer: why not, and the next step.
 fn unreachable(path: &Path, error: &io::Error) -> Failure {
     let path = path.display();
     Failure::Failed(match error.kind() {
@@ -65,15 +65,15 @@ fn unreachable(path: &Path, error: &io::Error) -> Failure {
 /// Tells the daemon at `path` of a device that the kernel has connected to it.
 ///
 /// # Errors
-/// One line: none listens there, or its own words when it cannot remember it.
+/// The error is one line: that no daemon listens there, or the daemon's own words.
 pub fn attached(path: &Path, device: Attachment) -> Result<(), String> {
     tell(path, Request::Attached(device))
 }
 
-/// Tells the daemon at `path` of a device that the kernel has let go.
+/// Tells the daemon at `path` of a device that the kernel has disconnected.
 ///
 /// # Errors
-/// As [`attached`].
+/// Fails as [`attached`] does.
 pub fn detached(path: &Path, device: u32) -> Result<(), String> {
     tell(path, Request::Detached { device })
 }

@@ -1,40 +1,40 @@
-//! How a part of a store is, since when, and why.
+//! The condition of each part of a store: its state, since when, and why.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// A part of a store that can fail by itself: a card.
+/// The condition of a part of a store that can fail by itself: a card.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Condition {
-    /// Its name.
+    /// The part's name.
     pub part: String,
     /// `online`, `draining`, `unreachable` or `lost`.
     pub state: String,
-    /// The ways to its memory that it has now.
+    /// The paths to the part's memory that work now.
     pub ways: Vec<String>,
-    /// Those that it has not.
+    /// The paths that do not work now.
     pub missing: Vec<Missing>,
-    /// Since when it is so, in seconds of the Unix epoch.
+    /// Time of the last change of state, in seconds of the Unix epoch.
     pub since_unix_s: u64,
-    /// The reason for the change; null: it was opened.
+    /// The reason for the last change; null if the part was only opened.
     pub why: Option<String>,
 }
 
-/// A way that there is not.
+/// A path that does not work.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Missing {
-    /// Which.
+    /// The path's name.
     pub way: String,
-    /// Why not.
+    /// The reason why the path does not work.
     pub why: String,
 }
 
-/// The processor's own way to a card's memory.
+/// The processor's own path to a card's memory.
 pub const WINDOW: &str = "mapped";
 
 impl Condition {
-    /// Its lines in `status`.
+    /// Builds a condition from the store's own.
     pub fn of(condition: &weir_store::Condition) -> Self {
         let missing = condition.missing.iter();
         Condition {
@@ -47,7 +47,7 @@ impl Condition {
         }
     }
 
-    /// Whether its fastest way is missing.
+    /// Whether the part's fastest path is missing.
     pub fn is_slow(&self) -> bool {
         !self.ways.iter().any(|way| way == WINDOW)
     }
@@ -71,7 +71,7 @@ impl fmt::Display for Condition {
             write!(f, ", for {ago} s: {why}")?;
         }
         for Missing { way, why: without } in missing {
-            // The reason is said already.
+            // `why` states the reason already.
             if !why.as_ref().is_some_and(|why| why.contains(without.as_str())) {
                 write!(f, "; not by {way}: {without}")?;
             }

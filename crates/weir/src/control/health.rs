@@ -7,7 +7,7 @@ use weir_core::PAGE_SIZE;
 /// A problem, and the next step.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Problem {
-    /// The thing, and what is wrong with it.
+    /// The thing that has the problem, and what is wrong with it.
     pub what: String,
     /// The next step.
     pub next: &'static str,

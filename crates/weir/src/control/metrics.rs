@@ -12,17 +12,17 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::{Registry, Unit};
 use std::fmt;
 
-/// How a scrape is answered.
+/// The text format of an answer to a scrape.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Format {
     /// The format that Prometheus asks for.
     OpenMetrics,
-    /// The text format before it, which curl gets and promtool reads.
+    /// The older text format, which curl gets and promtool reads.
     Text,
 }
 
 impl Format {
-    /// As `Content-Type` says it.
+    /// The media type, as the `Content-Type` header has it.
     pub fn content_type(self) -> &'static str {
         match self {
             Format::OpenMetrics => "application/openmetrics-text; version=1.0.0; charset=utf-8",
@@ -40,14 +40,14 @@ type Levels<'a> = &'a mut dyn FnMut(&[Label<'_>], f64);
 
 /// One metric.
 struct Metric {
-    /// Without unit and `_total`.
+    /// The metric's name, without unit and `_total`.
     name: &'static str,
     unit: Option<Unit>,
     help: &'static str,
     read: Read,
 }
 
-/// The source of its samples.
+/// The function that reads a metric's samples.
 enum Read {
     Counter(fn(&Status, Counts<'_>)),
     Gauge(fn(&Status, Levels<'_>)),
@@ -71,7 +71,7 @@ const BOUNDS: [u64; 25] = {
     bounds
 };
 
-/// A front end's.
+/// The labels of a front end's samples.
 fn labels(export: &Export) -> [Label<'_>; 2] {
     [("kind", &export.kind), ("address", &export.address)]
 }
@@ -342,8 +342,8 @@ pub fn render(status: Status, format: Format) -> String {
     }
 }
 
-/// A line of OpenMetrics as the format before has it: no units, no end, and a counter's family is
-/// named as its samples are.
+/// Translates a line of OpenMetrics to the older format: that has no units and no end, and a
+/// counter's family is named as its samples are.
 fn older(line: &str) -> Option<String> {
     let Some((what, rest)) = line.strip_prefix("# ").and_then(|line| line.split_once(' ')) else {
         return (line != "# EOF").then(|| format!("{line}\n"));
@@ -364,7 +364,7 @@ impl Collector for Snapshot {
 }
 
 impl Metric {
-    /// Its name with its unit.
+    /// The metric's name with its unit.
     fn family(&self) -> String {
         let unit = self.unit.as_ref().map_or(String::new(), |unit| format!("_{}", unit.as_str()));
         format!("{}{unit}", self.name)
@@ -406,7 +406,8 @@ impl Metric {
     }
 }
 
-/// A rising sample in nanoseconds by [`BOUNDS`], in seconds; the last bucket has no bound.
+/// Sorts rising latencies in nanoseconds into the buckets of [`BOUNDS`], in seconds; the last
+/// bucket has no bound.
 fn buckets(latencies_ns: &[(u64, u64)]) -> Vec<(f64, u64)> {
     let mut buckets: Vec<(f64, u64)> = BOUNDS.iter().map(|&ns| (ns as f64 / 1e9, 0)).collect();
     buckets.push((f64::INFINITY, 0));
@@ -421,7 +422,7 @@ fn buckets(latencies_ns: &[(u64, u64)]) -> Vec<(f64, u64)> {
 mod tests {
     use super::*;
 
-    /// The names as a scrape has them, with kind and help, as rows of a table.
+    /// A table of the metrics as a scrape has them: names, kinds and help.
     fn table() -> String {
         let row = |metric: &Metric| {
             let (total, kind) = match metric.read {

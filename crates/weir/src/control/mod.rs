@@ -43,108 +43,108 @@ pub const SYSTEM: &str = "/run/weir";
 /// The socket in a run-time directory.
 pub const SOCKET: &str = "control.sock";
 
-/// Longest request.
+/// Longest request, in bytes.
 const REQUEST_MOST: u64 = 4096;
 
-/// A request.
+/// A request to the daemon.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(tag = "request", rename_all = "kebab-case")]
 pub enum Request {
-    /// How are you?
+    /// Report the daemon's status.
     Status,
-    /// Give memory back; all that can be, where no bytes are named.
+    /// Give memory back: as many bytes as are named, else all that can be given back.
     GiveBack {
         #[serde(default)]
         bytes: Option<u64>,
     },
-    /// Take memory again; all that was given back, where no bytes are named.
+    /// Take memory again: as many bytes as are named, else all that was given back.
     Take {
         #[serde(default)]
         bytes: Option<u64>,
     },
-    /// Give everything back until the machine has slept.
+    /// Give all memory back until the machine has slept.
     Sleep,
-    /// Take again what went for that, as far as there is room for it.
+    /// Take again the memory that was given back for the sleep, as far as there is room for it.
     Wake,
-    /// The kernel has connected a device to you.
+    /// Remember a device that the kernel has connected to this daemon.
     Attached(Attachment),
-    /// The kernel has let a device go.
+    /// Forget a device that the kernel has disconnected.
     Detached {
-        /// Its number.
+        /// The device's number.
         device: u32,
     },
 }
 
 /// A daemon's answers to requests at its control socket.
 pub trait Service: Send + Sync + 'static {
-    /// Says how it is.
+    /// Reports the daemon's status.
     fn status(&self) -> Status;
 
     /// Gives memory back, and calls `tell` while it does.
     ///
     /// # Errors
-    /// One line: what is missing, and the next step.
+    /// The error is one line: what is missing, and the next step.
     fn give_back(&self, bytes: Option<u64>, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String>;
 
     /// Takes memory again.
     ///
     /// # Errors
-    /// As [`give_back`](Service::give_back).
+    /// Fails as [`give_back`](Service::give_back) does.
     fn take(&self, bytes: Option<u64>, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String>;
 
-    /// Gives everything back until the machine has slept.
+    /// Gives all memory back until the machine has slept.
     ///
     /// # Errors
-    /// As [`give_back`](Service::give_back).
+    /// Fails as [`give_back`](Service::give_back) does.
     fn sleep(&self, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String>;
 
-    /// Takes again what went for a sleep, as far as there is room for it.
+    /// Takes again the memory that was given back for a sleep, as far as there is room for it.
     ///
     /// # Errors
-    /// As [`give_back`](Service::give_back).
+    /// Fails as [`give_back`](Service::give_back) does.
     fn wake(&self, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String>;
 
-    /// Remembers a device.
+    /// Remembers a device that the kernel has connected.
     ///
     /// # Errors
-    /// One line: what is missing.
+    /// The error is one line: what is missing.
     fn attached(&self, device: Attachment) -> Result<(), String>;
 
-    /// Forgets a device.
+    /// Forgets a device that the kernel has disconnected.
     ///
     /// # Errors
-    /// One line: what is missing.
+    /// The error is one line: what is missing.
     fn detached(&self, device: u32) -> Result<(), String>;
 }
 
-/// Something was done, and there is nothing to say of it.
+/// The answer to a request that was done and has nothing to report.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 struct Acknowledged {
     schema: u32,
 }
 
-/// How far a long request is.
+/// The progress of a long request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Progress {
-    /// Memory given back, or taken, so far.
+    /// Memory given back or taken so far.
     pub bytes: u64,
-    /// How much it is to be.
+    /// Memory to give back or to take in the whole.
     pub total_bytes: u64,
-    /// Pages moved for it.
+    /// Pages moved for the request so far.
     pub pages: u64,
 }
 
 /// The outcome of a long request.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Moved {
-    /// Memory given back, or taken.
+    /// Memory given back or taken.
     pub bytes: u64,
     /// Memory left to the governor after a sleep, since the cards' owners have it now.
     #[serde(default)]
     pub left_bytes: u64,
-    /// Pages moved for it.
+    /// Pages moved for the request.
     pub pages: u64,
-    /// How long it took.
+    /// The time that the request took.
     pub seconds: f64,
 }
 
@@ -157,7 +157,7 @@ enum Line {
     Error(String),
 }
 
-/// The envelope of such a line.
+/// The frame around one line of an answer.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 struct Reply {
     schema: u32,
@@ -165,23 +165,22 @@ struct Reply {
     line: Line,
 }
 
-/// A request that cannot be answered, and why.
+/// The answer to a request that cannot be served, with the reason.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 struct Refusal {
     schema: u32,
     error: String,
 }
 
-/// Where a daemon is likely to answer: the user's own, or else the system's, which `weir on`
-/// starts.
+/// The control socket of a daemon that is likely to run: the user's own, or else the system's,
+/// which `weir on` starts.
 pub fn find() -> PathBuf {
     let own = default_path();
     let system = Path::new(SYSTEM).join(SOCKET);
     if !own.exists() && system.exists() { system } else { own }
 }
 
-/// Where the daemon listens unless told otherwise: in the user's own run-time directory, or the
-/// system's.
+/// The default control socket: in the user's own run-time directory, or in the system's.
 pub fn default_path() -> PathBuf {
     default_directory().join(SOCKET)
 }
@@ -192,8 +191,8 @@ pub fn default_directory() -> PathBuf {
     directory.map_or_else(|| PathBuf::from(SYSTEM), |directory| PathBuf::from(directory).join("weir"))
 }
 
-/// Makes the directory of `path` where that is a run-time directory: the user's own or the
-/// system's. Nobody else's is made.
+/// Makes the directory of `path` if it is a run-time directory: the user's own or the system's. No
+/// other directory is made.
 pub fn make_run_time_directory(path: &Path) -> Result<(), Failure> {
     let directories = [default_directory(), PathBuf::from(SYSTEM)];
     let Some(directory) = directories.iter().find(|directory| path.parent() == Some(directory)) else {
@@ -208,7 +207,7 @@ pub fn make_run_time_directory(path: &Path) -> Result<(), Failure> {
     })
 }
 
-/// Its owner's alone, as the sockets in it.
+/// Makes a directory that its owner alone may use, like the sockets in it.
 fn make_directory(directory: &Path) -> io::Result<()> {
     match fs::DirBuilder::new().mode(0o700).create(directory) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),

@@ -1,7 +1,7 @@
-//! Where Prometheus and its like ask for the daemon's metrics: HTTP, one request a connection, one
-//! connection at a time.
+//! An endpoint where Prometheus and its like read the daemon's metrics: HTTP, one request a
+//! connection, one connection at a time.
 //!
-//! A client that is slow or silent costs [`PATIENCE`] at most, and the others wait for so long. A
+//! A slow or silent client costs [`PATIENCE`] at most, and the other clients wait for so long. A
 //! daemon that carries swap takes no more than one thread and one request's memory for all of them.
 
 use super::metrics::{self, Format};
@@ -18,7 +18,7 @@ use std::time::Instant;
 use weir_cli::failure::Failure;
 use weir_system::local_socket::{self, SocketFile};
 
-/// Longest head of a request, and most header lines.
+/// Longest head of a request in bytes, and most header lines.
 const HEAD_MOST: usize = 8192;
 const HEADERS_MOST: usize = 64;
 /// The media type in the `Accept` of a client that reads OpenMetrics.
@@ -31,10 +31,10 @@ pub struct Endpoint {
 }
 
 impl Endpoint {
-    /// Listens at `address`, and answers each `GET /metrics` with how `service` is.
+    /// Listens at `address`, and answers each `GET /metrics` with the status of `service`.
     ///
     /// # Errors
-    /// When the address is not this machine's alone, or cannot be had.
+    /// Fails when other machines could reach the address, or the socket cannot be had.
     pub fn start(address: &Address, service: Arc<dyn Service>) -> Result<Self, Failure> {
         let failed = |error: &dyn std::fmt::Display| {
             Failure::Failed(format!(
@@ -65,9 +65,11 @@ impl Endpoint {
             .name("weir-metrics".into())
             .spawn(move || {
                 loop {
-                    // A client that went away needs no answer, and nobody else is concerned.
+                    // A client that went away needs no answer, and its error concerns no other
+                    // client.
                     if listener.accept().and_then(|client| answer(&mut { client }, &*service)).is_err() {
-                        // Without free descriptors accept(2) fails at once.
+                        // Without free descriptors accept(2) fails at once, so let other threads
+                        // run before the next try.
                         thread::yield_now();
                     }
                 }
@@ -99,14 +101,14 @@ impl Listener {
     }
 }
 
-/// A connection that ends at a time, however slowly its other side reads or writes.
+/// A connection with a fixed end time, however slowly its other side reads or writes.
 struct Client {
     socket: OwnedFd,
     until: Instant,
 }
 
 impl Client {
-    /// Lets the next call wait for what is left of its time.
+    /// Limits the next call to the time that the connection has left.
     fn limit(&self, which: rustix::net::sockopt::Timeout) -> io::Result<()> {
         let left = self.until.saturating_duration_since(Instant::now());
         if left.is_zero() {
@@ -161,9 +163,9 @@ fn answer(client: &mut (impl Read + Write), service: &dyn Service) -> io::Result
 #[derive(PartialEq, Eq, Debug)]
 enum Asked {
     Metrics(Format),
-    /// Something that is answered with this.
+    /// A request with another answer: this status line.
     Other(&'static str),
-    /// Its head has not come whole.
+    /// The head of the request did not arrive whole.
     Unknown,
 }
 

@@ -1,4 +1,4 @@
-//! The daemon's end.
+//! The daemon's end of the control socket.
 
 use super::{
     Acknowledged, Line, Moved, PATIENCE, Progress, REQUEST_MOST, Refusal, Reply, Request, SCHEMA, Service,
@@ -14,7 +14,7 @@ use std::thread;
 use weir_cli::failure::Failure;
 use weir_system::local_socket::{self, BindError, SocketFile};
 
-/// Long requests at a time; each has a thread that waits for the worker.
+/// The most long requests at a time; each has a thread that waits for the worker.
 const LONG_MOST: usize = 16;
 static LONG: AtomicUsize = AtomicUsize::new(0);
 
@@ -25,10 +25,10 @@ pub struct Server {
 }
 
 impl Server {
-    /// Listens at `path` and does for each request what `service` does, on a thread of its own.
+    /// Listens at `path`, and answers each request with `service` on a thread of its own.
     ///
     /// # Errors
-    /// When another daemon listens there, or the socket cannot be made.
+    /// Fails when another daemon listens there, or the socket cannot be made.
     pub fn start(path: &Path, service: Arc<dyn Service>) -> Result<Self, Failure> {
         let failed = |error: io::Error| {
             Failure::Failed(format!(
@@ -54,7 +54,8 @@ impl Server {
             .name("weir-control".into())
             .spawn(move || {
                 for client in listener.incoming() {
-                    // A client that went away needs no answer, and nobody else is concerned.
+                    // A client that went away needs no answer, and its error concerns no other
+                    // client.
                     let _ = client.and_then(|client| answer(client, &service));
                 }
             })
@@ -63,9 +64,8 @@ impl Server {
     }
 }
 
-/// Reads one line, answers it, and hangs up. A slow or silent client costs [`PATIENCE`], no more;
-/// what takes long has a thread of its own, and goes on also where its client does not wait for the
-/// end.
+/// Reads one request, answers it, and disconnects. A slow or silent client costs no more than
+/// [`PATIENCE`]. A long request has a thread of its own, and goes on even if its client leaves.
 fn answer(client: UnixStream, service: &Arc<dyn Service>) -> io::Result<()> {
     client.set_read_timeout(Some(PATIENCE))?;
     client.set_write_timeout(Some(PATIENCE))?;
@@ -91,7 +91,7 @@ fn acknowledge(client: &UnixStream, done: Result<(), String>) -> io::Result<()> 
     }
 }
 
-/// Does `work` on a thread of its own, which tells the client how far it is and what it came to.
+/// Runs `work` on a thread of its own, which sends the client its progress and its outcome.
 fn at_length(
     client: UnixStream,
     work: impl FnOnce(&mut dyn FnMut(Progress)) -> Result<Moved, String> + Send + 'static,
@@ -111,7 +111,7 @@ fn at_length(
     thread::Builder::new().name("weir-control-job".into()).spawn(move || {
         let _ended = ended;
         let say = |line| write_line(&client, &Reply { schema: SCHEMA, line });
-        // A client that went away does not end the work.
+        // The work goes on even if the client went away.
         let outcome = work(&mut |progress| drop(say(Line::Progress(progress))));
         let _ = say(outcome.map_or_else(Line::Error, Line::Result));
     })?;

@@ -10,38 +10,38 @@ use weir_core::metrics::{Distribution, quantile};
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_volume::VolumeStatus;
 
-/// A daemon at one moment.
+/// The daemon's status at one moment.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Status {
-    /// [`SCHEMA`](super::SCHEMA).
+    /// The schema's version: [`SCHEMA`](super::SCHEMA).
     pub schema: u32,
     /// The daemon's version.
     pub version: String,
-    /// Its process.
+    /// The daemon's process id.
     pub pid: u32,
-    /// Seconds since it began to serve.
+    /// Seconds since the daemon began to serve.
     pub uptime_s: u64,
     /// The device.
     pub volume: Volume,
-    /// Where its pages are, in the order in which they are filled.
+    /// The stores that hold the device's pages, in the order in which they are filled.
     pub stores: Vec<Store>,
-    /// Reads.
+    /// Counts and latencies of reads.
     pub read: Io,
-    /// Writes.
+    /// Counts and latencies of writes.
     pub write: Io,
-    /// How much of both came since an earlier look, a second.
+    /// Bytes read and written a second since an earlier look.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rates: Option<Rates>,
-    /// Pages discarded.
+    /// Number of pages discarded.
     pub discarded: u64,
-    /// Memory given back and taken again.
+    /// Counts of the movers: memory given back and taken again.
     pub background: Background,
-    /// Front ends.
+    /// The daemon's front ends.
     pub exports: Vec<Export>,
     /// Devices of the kernel's NBD client that are connected again if the daemon dies.
     #[serde(default)]
     pub attached: Vec<String>,
-    /// Processors kept awake in bursts; null unless that was asked for.
+    /// The bound on processors' sleep in bursts; null unless an option asked for it.
     #[serde(default)]
     pub cpu_latency: Option<CpuLatency>,
     /// The protections that keep the daemon from waiting for itself.
@@ -51,15 +51,15 @@ pub struct Status {
 /// The device's pages.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Volume {
-    /// Its size.
+    /// The device's size in bytes.
     pub bytes: u64,
-    /// The same in pages.
+    /// The device's size in pages.
     pub pages: u64,
-    /// Pages in a slot of a store.
+    /// Number of pages that have a slot in a store.
     pub stored: u64,
-    /// Pages that repeat one value and take no slot.
+    /// Number of pages that repeat one value and take no slot.
     pub filled: u64,
-    /// Pages never written, or discarded.
+    /// Number of pages that were never written, or were discarded.
     pub free: u64,
     /// Memory for the page map and the slot records.
     pub map_bytes: u64,
@@ -71,181 +71,181 @@ pub struct Volume {
 /// Compressed pages.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Compress {
-    /// As `--compress` took it; `none` if only what a daemon before had compressed is left.
+    /// The algorithm, as `--compress` takes it; `none` if only an earlier daemon compressed pages.
     pub algorithm: String,
-    /// Bytes of pages in stores, before.
+    /// Bytes of the pages in stores, before compression.
     pub stored_bytes: u64,
-    /// Bytes of the slots in which they lie, compressed or not.
+    /// Bytes of the slots that these pages take, compressed or not.
     pub held_bytes: u64,
-    /// The one by the other; null where nothing is stored.
+    /// `stored_bytes` divided by `held_bytes`; null if nothing is stored.
     pub ratio: Option<f64>,
-    /// Of these pages, those that share a slot with others.
+    /// Number of pages that share a slot with others.
     pub packed: u64,
-    /// The slots that they share.
+    /// Number of slots that hold several compressed pages.
     pub packs: u64,
 }
 
-/// A store.
+/// The status of a store.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Store {
-    /// Its URL.
+    /// The store's URL.
     pub url: String,
     /// `online`, `draining`, `unreachable` or `lost`.
     pub state: String,
-    /// How each card is that it lies on, since when, and why. Not from daemons before 0.1.0 of
-    /// November 2026.
+    /// The condition of each of the store's cards: state, since when, and why. Daemons before 0.1.0
+    /// of November 2026 do not send it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub conditions: Vec<Condition>,
-    /// Pages it has room for.
+    /// Number of the store's slots: pages that it has room for.
     pub slots: u64,
-    /// Those in use.
+    /// Number of slots in use.
     pub slots_used: u64,
-    /// The size of its chunks.
+    /// The size of the store's chunks.
     pub chunk_bytes: u64,
-    /// Its chunks, by where they stand.
+    /// The store's chunks, counted by state.
     pub chunks: Chunks,
-    /// Reads of pages that lay in it, also those that failed. Not from daemons before 0.1.0 of
-    /// November 2026.
+    /// Reads of pages that lay in the store, also reads that failed. Daemons before 0.1.0 of
+    /// November 2026 do not send it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub read: Option<Traffic>,
-    /// Writes to it, likewise.
+    /// Writes to the store. Daemons before 0.1.0 of November 2026 do not send it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub write: Option<Traffic>,
-    /// The share of all reads whose page lay in it; null before the first. (Pages of one value lie
-    /// in no store.)
+    /// The part of all reads whose page lay in the store; null before the first read. (Pages of one
+    /// value lie in no store.)
     #[serde(default)]
     pub hit_rate: Option<f64>,
 }
 
-/// A store's chunks: the parts in which memory comes and goes.
+/// Numbers of a store's chunks, the parts in which memory is given back and taken.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Chunks {
-    /// They hold pages.
+    /// Chunks that hold pages.
     pub held: u64,
-    /// They have their memory and no page in it.
+    /// Chunks that have their memory and hold no page.
     pub reserve: u64,
-    /// Their pages are moving out.
+    /// Chunks whose pages are moving out.
     pub emptying: u64,
-    /// Their memory is its owner's again.
+    /// Chunks whose memory was given back to its owner.
     pub given_back: u64,
 }
 
 /// Counts of the workers since the start.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize, Deserialize)]
 pub struct Background {
-    /// Memory given back.
+    /// Bytes of memory given back.
     pub given_back_bytes: u64,
-    /// How fast, a second, the last time.
+    /// Bytes a second of the last give-back.
     pub give_back_bytes_per_s: u64,
-    /// Memory taken again.
+    /// Bytes of memory taken again.
     pub taken_bytes: u64,
-    /// How fast, a second, the last time.
+    /// Bytes a second of the last take.
     pub take_bytes_per_s: u64,
-    /// Pages moved out of chunks that were given back.
+    /// Number of pages moved out of chunks that were given back.
     pub moved_out: u64,
-    /// Pages moved up again since.
+    /// Number of pages promoted again since.
     pub moved_up: u64,
-    /// Compressed pages moved together whose neighbours had gone.
+    /// Number of compressed pages moved together after their neighbours had gone.
     #[serde(default)]
     pub compacted: u64,
-    /// Threads that do it.
+    /// Number of worker threads.
     pub threads: u64,
-    /// Items that their queues ran.
+    /// Number of items that the workers' queues ran.
     pub items: u64,
-    /// In so many batches.
+    /// Number of batches in which these items ran.
     pub batches: u64,
-    /// The longest of them.
+    /// The longest batch.
     pub longest_batch: u64,
     /// Times that a sleeping thread was woken.
     pub wakes: u64,
 }
 
-/// One direction's counts since the start, and its latencies.
+/// Counts of one direction since the start, and its latencies.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Io {
-    /// Pages moved, and how long they took.
+    /// Pages moved, and the time that they took.
     #[serde(flatten)]
     pub traffic: Traffic,
-    /// Pages that failed.
+    /// Number of pages that failed.
     pub faults: u64,
-    /// Among those, pages whose content was not what had been written.
+    /// Number of these pages whose content was not what had been written.
     pub corrupt: u64,
 }
 
-/// Pages that went one way since the start, and how long they took (of a sample, to 6 %).
+/// Pages that were read or written since the start, and their latencies (of a sample, to 6 %).
 #[derive(Clone, PartialEq, Default, Debug, Serialize, Deserialize)]
 pub struct Traffic {
-    /// How many.
+    /// Number of pages.
     pub pages: u64,
-    /// Median, in microseconds; null before the first.
+    /// The median latency in microseconds; null before the first page.
     pub p50_us: Option<f64>,
-    /// 99 of 100 took no longer.
+    /// The 99th percentile of latency, in microseconds.
     pub p99_us: Option<f64>,
-    /// 999 of 1000 took no longer.
+    /// The 99.9th percentile of latency, in microseconds.
     pub p999_us: Option<f64>,
-    /// The whole sample: nanoseconds at most, and how many; rising. What one status has more than
-    /// an earlier one is what happened between them.
+    /// The whole sample as pairs: a latency in nanoseconds, and the number of pages that took at
+    /// most that; rising. The difference of two statuses is what happened between them.
     #[serde(default)]
     pub latencies_ns: Vec<(u64, u64)>,
 }
 
-/// Bytes read and written since somebody looked before, a second or more ago; at first, since
-/// the start.
+/// Rates of reading and writing since an earlier look, a second or more ago; at first, since the
+/// start.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Rates {
-    /// So long ago.
+    /// Seconds since that earlier look.
     pub seconds: f64,
-    /// Bytes read, a second.
+    /// Bytes read a second.
     pub read_bytes_per_s: u64,
-    /// Bytes written, a second.
+    /// Bytes written a second.
     pub write_bytes_per_s: u64,
 }
 
-/// Counts at earlier looks, for the rates of the next: nothing runs in between. Who asks within
-/// a second has the rates since the look before, so that two who ask in turns do not take each
-/// other's time.
+/// Counts at earlier looks, from which the next rates are computed: nothing runs in between. A look
+/// within a second of the last one counts from the look before. So two clients that ask in turns do
+/// not shorten each other's time.
 #[derive(Default, Debug)]
 pub struct Looks(Mutex<Kept>);
 
 #[derive(Default, Debug)]
 struct Kept {
-    /// The look that rates are counted from.
+    /// The look from which rates are counted now.
     then: Look,
-    /// The look that they will be counted from, once it is old enough.
+    /// The look from which rates will be counted, once it is old enough.
     next: Look,
 }
 
 #[derive(Clone, Copy, Default, Debug)]
 struct Look {
-    /// Since the start.
+    /// The time of the look, since the start.
     at: Duration,
     read: u64,
     written: u64,
 }
 
-/// A front end.
+/// The status of a front end.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Export {
-    /// `nbd`, `ublk`, `fuse` or `share`.
+    /// The front end's kind: `nbd`, `ublk`, `fuse` or `share`.
     pub kind: String,
-    /// As `--nbd`, `--fuse` or `--share` took it, or the block device.
+    /// The address, as `--nbd`, `--fuse` or `--share` took it, or the block device.
     pub address: String,
-    /// Connections in use now; queues of a block device.
+    /// Connections in use now; for a block device, its queues.
     pub connections: u64,
-    /// Connections that can be in use.
+    /// The most connections that can be in use.
     pub connections_most: u64,
-    /// Requests so far.
+    /// Number of requests so far.
     pub requests: u64,
-    /// Those answered with an error.
+    /// Number of requests answered with an error.
     pub errors: u64,
 }
 
 /// The bound on how deeply processors may sleep, by `/dev/cpu_dma_latency`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct CpuLatency {
-    /// It is in force now: a burst of requests is going on.
+    /// The bound is in force now: a burst of requests is going on.
     pub held: bool,
-    /// Bursts so far.
+    /// Number of bursts so far.
     pub bursts: u64,
 }
 
@@ -254,24 +254,24 @@ pub struct CpuLatency {
 pub struct Protection {
     /// The device is to carry swap.
     pub swap: bool,
-    /// `PR_SET_IO_FLUSHER` is set.
+    /// Whether `PR_SET_IO_FLUSHER` is set.
     pub io_flusher: bool,
-    /// All memory is locked.
+    /// Whether all memory is locked.
     pub memory_locked: bool,
-    /// The OOM killer passes over the daemon.
+    /// Whether the OOM killer passes over the daemon.
     pub oom_exempt: bool,
-    /// Allocations on I/O threads since the start. Zero, or a bug.
+    /// Number of allocations on I/O threads since the start: any but zero is a bug.
     pub io_allocations: u64,
 }
 
 impl Io {
-    /// Of a volume's reads.
+    /// Counts and latencies of a volume's reads.
     pub fn reads(of: &VolumeStatus) -> Self {
         let traffic = Traffic::new(of.reads, &of.read_latencies);
         Io { traffic, faults: of.read_faults, corrupt: of.corrupt }
     }
 
-    /// Of a volume's writes.
+    /// Counts and latencies of a volume's writes.
     pub fn writes(of: &VolumeStatus) -> Self {
         Io { traffic: Traffic::new(of.writes, &of.write_latencies), faults: of.write_faults, corrupt: 0 }
     }
@@ -293,7 +293,7 @@ impl Traffic {
         }
     }
 
-    /// The difference to an earlier look at the same daemon.
+    /// The traffic since an earlier look at the same daemon.
     pub fn since(&self, then: &Traffic) -> Traffic {
         let pages = self.pages.saturating_sub(then.pages);
         let was = |bound: u64| {
@@ -306,10 +306,10 @@ impl Traffic {
 }
 
 impl Looks {
-    /// Shorter times say little.
+    /// Least time between two looks: rates over shorter times say little.
     const APART: Duration = Duration::from_secs(1);
 
-    /// Looks, so long after the start, at pages read and written since then.
+    /// Takes a look at the time `at` since the start, with the bytes read and written since then.
     pub fn look(&self, at: Duration, read: u64, written: u64) -> Rates {
         let now = Look { at, read, written };
         let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -347,7 +347,7 @@ impl fmt::Display for Traffic {
 }
 
 impl Volume {
-    /// Of a volume that takes `map_bytes` for its tables.
+    /// The status of a volume whose tables take `map_bytes`.
     pub fn of(status: &VolumeStatus, map_bytes: u64) -> Self {
         let pages = u64::from(status.pages);
         Volume {
@@ -355,7 +355,8 @@ impl Volume {
             pages,
             stored: status.stored,
             filled: status.filled,
-            // The counts are read one after another while lanes work: never below zero, then.
+            // The counts are read one after another while lanes work, so the difference must not
+            // fall below zero.
             free: pages.saturating_sub(status.stored + status.filled),
             map_bytes,
             compress: Compress::of(status),
@@ -369,7 +370,7 @@ impl Compress {
         if compression.is_none() && packed == 0 {
             return None;
         }
-        // Counts of lanes at work, as above.
+        // Lanes at work change these counts too, as above.
         let slots = (stored + packs).saturating_sub(packed);
         Some(Compress {
             algorithm: compression.map_or_else(|| "none".to_owned(), |algorithm| algorithm.to_string()),
@@ -395,7 +396,7 @@ impl fmt::Display for Compress {
 }
 
 impl Store {
-    /// One of a volume of which `reads` pages have been read.
+    /// The status of one store of a volume of which `reads` pages have been read.
     pub fn of(status: &weir_volume::StoreStatus, reads: u64) -> Self {
         Store {
             url: status.name.clone(),
@@ -438,12 +439,12 @@ impl fmt::Display for Background {
     }
 }
 
-/// Columns of a terminal.
+/// The columns of a terminal.
 const COLUMNS: usize = 80;
-/// Columns of a line's name: what does not fit into a line goes on below its text.
+/// The columns of a line's name: text that does not fit goes on in the next line, below the text.
 const NAMES: usize = 10;
 
-/// Breaks lines between words at the width of a terminal.
+/// Breaks lines between words at a terminal's width.
 fn wrapped(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for line in text.lines() {
@@ -451,7 +452,7 @@ fn wrapped(text: &str) -> String {
             out.push_str(line);
         } else {
             let mut width = 0;
-            // With their spaces, which align columns.
+            // Words keep their spaces, which align columns.
             for word in line.split_inclusive(' ') {
                 if width > NAMES && width + word.trim_end().chars().count() > COLUMNS {
                     out.truncate(out.trim_end().len());
@@ -577,8 +578,8 @@ impl Status {
 
 #[cfg(test)]
 impl Status {
-    /// One that has read and written `pages`. The first page took 9 us, each that followed 1.5 us;
-    /// the quantiles stand for those since the start.
+    /// An example status after reading and writing `pages`. The first page took 9 us, each later
+    /// one 1.5 us; the quantiles stand for those since the start.
     pub fn example(pages: u64) -> Self {
         let slow = pages.min(1);
         let io = format!(

@@ -1,5 +1,5 @@
-//! Looking at the cards in a process of its own: a driver that crashes or never answers costs that
-//! process.
+//! Asks the cards' drivers in a process of its own: a driver that crashes or never answers costs
+//! only that process.
 
 use serde::{Deserialize, Serialize};
 use std::io::Read as _;
@@ -9,25 +9,25 @@ use std::time::{Duration, Instant};
 use weir_store::StoreUrl;
 use weir_store::vram::{self, Target, VramUrl};
 
-/// How long the drivers may take. Opening one card takes half a second to a second.
+/// Time that the drivers may take. Opening one card takes half a second to a second.
 const LIMIT: Duration = Duration::from_secs(8);
 /// Directories in which the loader looks for drivers.
 pub const DRIVER_FILES: [&str; 2] = ["/usr/share/vulkan/icd.d", "/etc/vulkan/icd.d"];
 
-/// The result of looking.
+/// The result of asking the drivers.
 #[derive(Clone, PartialEq, Debug)]
 pub enum Looked {
     /// The drivers answered.
     Seen(Seen),
-    /// They did not, within so many seconds.
+    /// The drivers did not answer within this many seconds.
     NoAnswer(u64),
-    /// The process that asked them ended otherwise than it should: how.
+    /// The process that asked the drivers failed; the text says how.
     Died(String),
 }
 
 #[cfg(test)]
 impl Looked {
-    /// At a machine without a card.
+    /// The result for a machine without a card.
     pub fn none() -> Self {
         Looked::Seen(Seen { refused: Some("no GPU".to_owned()), ..Seen::default() })
     }
@@ -36,31 +36,31 @@ impl Looked {
 /// The drivers' answers.
 #[derive(Clone, PartialEq, Default, Debug, Serialize, Deserialize)]
 pub struct Seen {
-    /// Cards.
+    /// The cards that the drivers know.
     pub cards: Vec<Card>,
-    /// Why there is none.
+    /// The reason why there is no card.
     pub refused: Option<String>,
-    /// Vulkan's drivers that cannot be loaded.
+    /// Vulkan drivers that cannot be loaded.
     pub broken: Vec<Broken>,
 }
 
 /// A card.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Card {
-    /// Its name.
+    /// The card's name.
     pub name: String,
-    /// The ways to its memory.
+    /// The paths to the card's memory that work.
     pub ways: Vec<String>,
-    /// Each of the others, and why not.
+    /// Each path that does not work, and why not.
     pub missing: Vec<(String, String)>,
 }
 
-/// A driver of Vulkan's that cannot be loaded.
+/// A Vulkan driver that cannot be loaded.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Broken {
-    /// The file that names it.
+    /// The file that names the driver.
     pub file: String,
-    /// The loader's answer.
+    /// The loader's error.
     pub why: String,
 }
 
@@ -78,7 +78,7 @@ pub fn look(store: &VramUrl) -> Looked {
     ask(command, LIMIT)
 }
 
-/// Runs what looks, for so long at most.
+/// Runs the process that asks the drivers, within the time limit.
 fn ask(mut command: Command, limit: Duration) -> Looked {
     let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn();
     let mut child = match child {
@@ -91,8 +91,8 @@ fn ask(mut command: Command, limit: Duration) -> Looked {
             Ok(Some(status)) => break status,
             Ok(None) if Instant::now() < until => std::thread::sleep(Duration::from_millis(10)),
             Ok(None) => {
-                // One that waits in the kernel for the card ends when that does: nobody waits for
-                // it here.
+                // A process that waits in the kernel for its card ends when that wait does; nobody
+                // waits for it here.
                 let _ = child.kill();
                 return Looked::NoAnswer(limit.as_secs());
             }
@@ -107,7 +107,7 @@ fn ask(mut command: Command, limit: Duration) -> Looked {
     }
 }
 
-/// The process's work: prints a [`Seen`].
+/// The inner process's work: prints a [`Seen`].
 pub fn run(store: &StoreUrl) {
     let StoreUrl::Vram(url) = store else { return };
     let mut seen = Seen { broken: broken(), ..Seen::default() };
@@ -151,7 +151,7 @@ fn why_broken(file: &Path) -> Option<String> {
     };
     let json: serde_json::Value = serde_json::from_str(&text).ok()?;
     let library = Path::new(json.get("ICD")?.get("library_path")?.as_str()?);
-    // A path is from the file's directory, a name is the loader's to find.
+    // A path is relative to the file's directory; a bare name is searched for by the loader.
     let library = match library.components().count() {
         1 => library.to_owned(),
         _ => file.parent().unwrap_or(Path::new("/")).join(library),
@@ -159,7 +159,7 @@ fn why_broken(file: &Path) -> Option<String> {
     vram::why_not_loaded(&library)
 }
 
-/// Every card.
+/// A URL that names every card.
 pub fn all() -> VramUrl {
     VramUrl::new(Target::All)
 }

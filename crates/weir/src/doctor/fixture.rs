@@ -1,10 +1,10 @@
-//! A machine made of files that a test writes.
+//! A test's machine, made of files.
 
 use std::fs;
 use std::path::PathBuf;
 use weir_system::Machine;
 
-/// The directory of its files, removed when dropped.
+/// The directory of the machine's files, removed when dropped.
 pub struct Fixture(PathBuf);
 
 impl Fixture {
@@ -23,7 +23,7 @@ impl Fixture {
         self
     }
 
-    /// The machine that has those files.
+    /// The machine that has these files.
     pub fn machine(&self) -> Machine {
         Machine::below(&self.0)
     }

@@ -4,7 +4,7 @@ use super::Finding;
 use super::cards::{Broken, Card, DRIVER_FILES, Looked};
 use weir_system::Machine;
 
-/// The processor's own way to a card's memory.
+/// The processor's own path to a card's memory.
 const WINDOW: &str = "mapped";
 /// The libraries that a card that is not mapped lacks most often.
 const LIBRARIES: &str = "install the libraries of the card's Vulkan driver; NVIDIA's needs libGLX and libEGL too, without a display (Debian: libvulkan1 libglx0 \
@@ -40,7 +40,7 @@ pub fn check(machine: &Machine, looked: &Looked) -> Vec<Finding> {
     findings
 }
 
-/// `/dev/dri/renderD128 (amdgpu)`.
+/// The device file with its driver, such as `/dev/dri/renderD128 (amdgpu)`.
 fn with_driver(machine: &Machine, name: &str) -> String {
     let uevent = machine.text(&format!("/sys/class/drm/{name}/device/uevent")).unwrap_or_default();
     match uevent.lines().find_map(|line| line.strip_prefix("DRIVER=")) {
@@ -66,9 +66,9 @@ fn nvidia(machine: &Machine) -> Option<String> {
     Some(format!("/dev/{}, driver {}", cards.join(", /dev/"), driver.unwrap_or("unknown")))
 }
 
-/// A line for each card, or for what keeps it from being reached.
+/// A line for each card, or for the reason why it cannot be reached.
 fn cards(card: bool, looked: &Looked) -> Vec<Finding> {
-    /// As many cards have a line of their own.
+    /// Names of the cards' lines: this many cards have a line of their own.
     const IDS: [&str; 8] = ["card0", "card1", "card2", "card3", "card4", "card5", "card6", "card7"];
     let seen = match looked {
         Looked::Seen(seen) => seen,
@@ -189,7 +189,8 @@ mod tests {
         Looked::Seen(Seen { cards: vec![card], ..Seen::default() })
     }
 
-    /// A card's device file, Vulkan's loader and a driver's file, and what came of looking.
+    /// Looks at a machine with a card's device file, Vulkan's loader and a driver's file; `looked`
+    /// is what the drivers answered.
     fn with_loader(name: &str, card: bool, looked: &Looked) -> Vec<Finding> {
         let mut fixture = Fixture::new(name)
             .with("/usr/lib64/libvulkan.so.1", "")

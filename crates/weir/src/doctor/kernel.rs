@@ -37,7 +37,7 @@ pub fn check(machine: &Machine) -> Vec<Finding> {
     ]
 }
 
-/// How the kernel has a module.
+/// The state of a kernel module.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Module {
     BuiltIn,
@@ -57,7 +57,8 @@ impl Module {
         if listed("modules.builtin") {
             Module::BuiltIn
         } else if machine.has(&format!("/sys/module/{name}")) {
-            // A built-in module with parameters is here too, on machines without /lib/modules.
+            // A built-in module with parameters has a directory here too, on machines without
+            // /lib/modules.
             Module::Loaded
         } else if listed("modules.dep") {
             Module::Loadable
@@ -157,7 +158,7 @@ fn kernel(release: &str) -> Finding {
     }
 }
 
-/// Whether FUSE may use rings (Linux 6.14). Only mounts made later heed it.
+/// Whether FUSE may use rings (Linux 6.14). The setting applies only to later mounts.
 const ENABLE_URING: &str = "/sys/module/fuse/parameters/enable_uring";
 
 fn fuse_device(machine: &Machine, there: bool, release: &str) -> Finding {

@@ -1,4 +1,4 @@
-//! Memory, the swap there is, and settings that bear on both.
+//! Checks of memory, of the swap in use, and of settings that affect both.
 
 use super::Finding;
 use weir_core::ByteSize;
@@ -69,7 +69,7 @@ fn huge_pages(machine: &Machine) -> Finding {
     }
 }
 
-/// Host stores are shared memory, for which the kernel has a setting of its own.
+/// Checks the kernel's separate huge page setting for shared memory, in which host stores lie.
 fn shared_huge_pages(machine: &Machine) -> Finding {
     let text = machine.text("/sys/kernel/mm/transparent_hugepage/shmem_enabled").unwrap_or_default();
     match text.split(['[', ']']).nth(1) {

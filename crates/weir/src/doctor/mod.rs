@@ -1,7 +1,7 @@
 //! Checks of this machine: its offers to Weir, and the next step for each lack.
 //!
-//! Every check reads the machine through [`Machine`], a directory that is `/` in life and a fixture
-//! in tests, so each can be shown both a machine that has a thing and one that has not.
+//! Every check reads the machine through [`Machine`]: a directory that is `/` in life and a fixture
+//! in tests. So a test can show each check a machine that has a thing, and one that lacks it.
 
 pub mod cards;
 #[cfg(test)]
@@ -27,11 +27,11 @@ use weir_system::Machine;
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum Level {
-    /// As it should be.
+    /// All is as it should be.
     Ok,
     /// Weir works, with less speed, safety or choice.
     Warn,
-    /// Something that Weir is for cannot work here.
+    /// A part of Weir cannot work here.
     Fail,
 }
 
@@ -41,7 +41,7 @@ struct Finding {
     /// The check's name. Stable: scripts may select by it.
     id: &'static str,
     level: Level,
-    /// The value seen.
+    /// The value that the check saw.
     seen: String,
     /// The next step, if there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -99,7 +99,7 @@ impl Report {
     }
 }
 
-/// Prints the report. Fails (exit code 1) when a finding does.
+/// Prints the report. Fails (exit code 1) when a finding is a failure.
 pub fn run(options: DoctorOptions) -> Result<(), Failure> {
     let report = Report::of(&Machine::this(), &cards::look(&cards::all()));
     if options.json {

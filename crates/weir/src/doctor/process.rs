@@ -12,7 +12,7 @@ const CAP_IPC_LOCK: u32 = 14;
 const CAP_SYS_ADMIN: u32 = 21;
 const CAP_SYS_RESOURCE: u32 = 24;
 
-/// Descriptors that a 141 GB card in chunks of 128 MiB takes, and room for connections.
+/// Descriptors for a 141 GB card in chunks of 128 MiB, with room for connections.
 const FILES_WANTED: u64 = 4096;
 
 pub fn check(machine: &Machine) -> Vec<Finding> {
@@ -30,7 +30,7 @@ pub fn check(machine: &Machine) -> Vec<Finding> {
 pub struct Capabilities(u64);
 
 impl Capabilities {
-    /// Of this process.
+    /// The capabilities of this process.
     pub fn of(machine: &Machine) -> Self {
         let mask = machine.value("/proc/self/status", "CapEff");
         Capabilities(mask.and_then(|digits| u64::from_str_radix(&digits, 16).ok()).unwrap_or(0))
@@ -51,7 +51,7 @@ impl Capabilities {
     }
 }
 
-/// Sets the flag on a thread that ends with it: having the capability is not the same as being
+/// Sets the flag on a thread that ends with it: a process may have the capability and still not be
 /// allowed.
 fn try_flusher() -> Result<bool, Unprotected> {
     thread::spawn(|| swap_safety::set_io_flusher().and_then(|()| swap_safety::has_io_flusher()))
@@ -65,8 +65,8 @@ fn is_root(machine: &Machine) -> bool {
     ids.is_some_and(|ids| ids.split_whitespace().nth(1) == Some("0"))
 }
 
-/// The daemon refuses swap without it, so doctor does; but what a user may not has nothing to say
-/// about root.
+/// The finding for the flusher flag. The daemon refuses swap without it, and so does doctor. But a
+/// denial for an ordinary user says nothing about root.
 fn flusher(tried: Result<bool, Unprotected>, is_root: bool) -> Finding {
     match tried {
         Ok(true) => Finding::ok("io-flusher", "PR_SET_IO_FLUSHER was tried and holds"),
@@ -153,7 +153,7 @@ mod tests {
     fn doctor_refuses_where_root_cannot_have_the_flusher_and_sends_others_to_root() {
         let checks = |name, ids| {
             let fixture = Fixture::new(name).with("/proc/self/status", ids);
-            // The capabilities of a thread are its own, and what it starts has no more.
+            // A thread has capabilities of its own, and the threads that it starts have no more.
             let without = thread::spawn(move || {
                 let none = CapabilitySet::empty();
                 let none = CapabilitySets { effective: none, permitted: none, inheritable: none };

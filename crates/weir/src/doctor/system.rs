@@ -6,7 +6,7 @@ use std::path::Path;
 use weir_core::ByteSize;
 use weir_system::Machine;
 
-/// Less than this is no backing worth the name.
+/// Less room than this is no backing worth the name.
 const ROOM_WANTED: ByteSize = ByteSize(1 << 30);
 
 const UNIT_DIRECTORIES: [&str; 4] =
@@ -48,8 +48,8 @@ fn can_suspend(machine: &Machine) -> bool {
     states.split_whitespace().any(|state| matches!(state, "mem" | "standby" | "freeze"))
 }
 
-/// Whether NVIDIA's driver saves all of its memory; `None` without it. The others' move theirs to
-/// RAM.
+/// Whether NVIDIA's driver saves all of its memory in a suspend; `None` without that driver. Other
+/// vendors' drivers move theirs to RAM.
 fn driver_saves(machine: &Machine) -> Option<bool> {
     let kept = machine.value("/proc/driver/nvidia/params", "PreserveVideoMemoryAllocations")?;
     Some(kept == "1")
@@ -62,7 +62,7 @@ fn has_sleep_unit(machine: &Machine) -> bool {
     machine.has("/run/systemd/system") && ["requires", "wants"].into_iter().any(hooked)
 }
 
-/// Whether a suspend loses pages in GPU memory: its driver does not save them, and nobody takes
+/// Whether a suspend loses pages in GPU memory: the driver does not save them, and no unit moves
 /// them out before. The unit does so for [`DIRECTORY`] alone.
 pub fn suspend_loses_pages(machine: &Machine, runtime: &Path) -> bool {
     let are_taken_out = has_sleep_unit(machine) && runtime == Path::new(DIRECTORY);
@@ -97,7 +97,7 @@ fn suspend(machine: &Machine) -> Finding {
 fn battery(machine: &Machine) -> Finding {
     let supply = |name: &str, file: &str| machine.text(&format!("/sys/class/power_supply/{name}/{file}"));
     let batteries = machine.names("/sys/class/power_supply", |name| {
-        // A mouse's battery says nothing of the machine's.
+        // A mouse's battery says nothing of the machine's battery.
         supply(name, "type").as_deref() == Some("Battery")
             && supply(name, "scope").as_deref() != Some("Device")
     });

@@ -1,4 +1,4 @@
-//! The ways into a daemon's volume: each serves it to one kind of client, with lanes of its own.
+//! A daemon's front ends: each serves the volume to one kind of client, with lanes of its own.
 
 mod ublk;
 
@@ -23,41 +23,42 @@ use weir_volume::Volume;
 
 /// A running front end.
 pub trait FrontEnd: fmt::Debug + Send {
-    /// Where it serves, and to how many; for status.
+    /// The front end's address and number of connections, for status.
     fn exports(&self) -> Vec<Export>;
 
-    /// Names who still uses the device, with the command that ends that use; `None` if it may stop.
-    /// Something that only this process keeps alive (a device that carries swap) must not be.
+    /// Names the program that still uses the device, with the command that ends that use; `None` if
+    /// the front end may stop. A device that only this process keeps alive, such as one that
+    /// carries swap, must not stop.
     fn in_use(&self) -> Option<String> {
         None
     }
 
-    /// Takes away, before [`stop`](FrontEnd::stop), what would be left without a server, and
-    /// whoever touched it would wait for ever. What keeps it there, and what to do about it; then
-    /// it is served on. `None` once it has gone.
+    /// Removes the block device before [`stop`](FrontEnd::stop): without a server, every program
+    /// that touched it would wait for ever. Returns the reason why it cannot go yet, and the next
+    /// step; then it is served on. Returns `None` once it has gone.
     fn let_go(&mut self) -> Option<String> {
         None
     }
 
-    /// Answers what has been received, for at most `grace`, then lets its clients go. Nothing of it
-    /// is left in the file system.
+    /// Answers received requests for at most `grace`, then disconnects its clients. Nothing of the
+    /// front end is left in the file system.
     fn stop(self: Box<Self>, grace: Duration);
 }
 
-/// Lanes of the volume that the front ends asked for take together.
+/// Number of lanes that all requested front ends take together.
 pub fn lanes(options: &ServeOptions) -> usize {
     let nbd = if options.nbd.is_empty() { 0 } else { usize::from(options.connections) };
     let fuse = if options.fuse.is_some() { usize::from(options.fuse_threads) } else { 0 };
     let share = match (&options.share, options.share_in_place) {
         (None, _) => 0,
         (Some(_), false) => 1,
-        // Pages lent in place take the room of so many lanes.
+        // Pages lent in place take the room of this many lanes.
         (Some(_), true) => 1 + IN_PLACE_LANES,
     };
     nbd + fuse + share
 }
 
-/// Lanes whose room pages that are lent in place may take together: 10 MiB of pages.
+/// Pages that are lent in place take together the room of at most this many lanes: 10 MiB of pages.
 const IN_PLACE_LANES: usize = 8;
 
 /// The NBD server on all its addresses.
@@ -68,7 +69,7 @@ impl Nbd {
     /// Listens on every `--nbd` address.
     ///
     /// # Errors
-    /// When a socket or a certificate cannot be had.
+    /// Fails when a socket or a certificate cannot be had.
     pub fn start(volume: &Arc<Volume>, options: &ServeOptions, log: &Log) -> Result<Self, Failure> {
         let identity = options.tls.as_deref().map(Identity::from_directory).transpose();
         let identity =
@@ -102,7 +103,7 @@ impl Nbd {
 }
 
 impl Nbd {
-    /// Its connections with the kernel.
+    /// The NBD server's connections with the kernel.
     pub fn kernel_connections(&self) -> KernelConnections {
         self.0.kernel_connections()
     }
@@ -132,11 +133,11 @@ impl FrontEnd for Nbd {
 pub struct Fuse(fuse::Server);
 
 impl Fuse {
-    /// Mounts over `file`; or goes on with the mount of a daemon that was killed, if the keeper has
+    /// Mounts over `file`; or takes over the mount of a daemon that was killed, if the keeper has
     /// it.
     ///
     /// # Errors
-    /// When it cannot be mounted, or the kernel's FUSE is too old.
+    /// Fails when it cannot be mounted, or the kernel's FUSE is too old.
     pub fn start(
         volume: &Arc<Volume>,
         options: &ServeOptions,
@@ -150,8 +151,8 @@ impl Fuse {
             spin: Duration::from_micros(options.spin_us.into()),
             swap: options.swap,
             unsafe_no_flusher: options.unsafe_no_flusher,
-            // A file that must outlive its daemon cannot have one, and a thread that looks for
-            // requests looks at the device.
+            // A file that must outlive its daemon cannot have a ring. A thread that spins for
+            // requests reads the device.
             ring: keeper.is_none() && !options.swap && options.spin_us == 0,
             allow_other: false,
         };
@@ -185,10 +186,10 @@ impl FrontEnd for Fuse {
         }]
     }
 
-    /// By loop devices over the file: what swaps there is lost with this process, as on any other
+    /// Checks loop devices over the file: swap on them is lost with this process, as on any other
     /// device.
     fn in_use(&self) -> Option<String> {
-        // As the kernel shows it. The file itself is no link.
+        // The path as the kernel shows it. The file itself is no link.
         let file = self.0.file();
         let directory = file.parent().and_then(|parent| parent.canonicalize().ok());
         let file =
@@ -215,7 +216,7 @@ impl Share {
     /// Listens at `path`.
     ///
     /// # Errors
-    /// When the socket cannot be had.
+    /// Fails when the socket cannot be had.
     pub fn start(
         volume: &Arc<Volume>,
         options: &ServeOptions,
@@ -226,7 +227,7 @@ impl Share {
         let config = share::Config {
             spin: Duration::from_micros(options.spin_us.into()),
             in_place: if options.share_in_place { IN_PLACE_LANES as u32 * lane_slots } else { 0 },
-            // The kernel alone says what its swap holds.
+            // Only the kernel may write: it alone knows what its swap holds.
             read_only: options.swap,
             ..share::Config::at(path)
         };
@@ -250,7 +251,7 @@ impl FrontEnd for Share {
     }
 
     fn stop(self: Box<Self>, _grace: Duration) {
-        // Requests lie in the clients' own memory, so dropping the server only hangs up.
+        // Requests lie in the clients' own memory, so dropping the server only disconnects them.
     }
 }
 

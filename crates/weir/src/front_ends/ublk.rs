@@ -1,6 +1,7 @@
-//! A block device of the kernel's ublk driver. Under a keeper it outlives the daemon: the keeper
-//! holds a page with the device's number, and the next daemon takes the device over. (The device's
-//! own descriptor must end with the daemon, for by that the driver knows that its server is gone.)
+//! A block device of the kernel's ublk driver. Under a keeper the device outlives the daemon. The
+//! keeper holds a page with the device's number, and the next daemon takes the device over. (The
+//! device's own descriptor must close with the daemon: by that the driver learns that its server is
+//! gone.)
 
 use super::FrontEnd;
 use crate::cli::ServeOptions;
@@ -16,13 +17,13 @@ use weir_export::ublk::{Config, Device, Found, Server};
 use weir_system::device_use;
 use weir_volume::Volume;
 
-/// The keeper's name for the page.
+/// The keeper's name for the page with the device's number.
 const NUMBER: &str = "ublk";
 
-/// Queues where none are asked for: more would hold memory that a desktop's swap does not need.
+/// Most queues by default: more would hold memory that a desktop's swap does not need.
 const QUEUES_MOST: usize = 4;
 
-/// A device that is not served yet: new, or found as a dead daemon left it.
+/// A device that is not served yet: a new one, or one that a dead daemon left.
 #[derive(Debug)]
 pub struct PreparedUblk {
     config: Config,
@@ -30,7 +31,7 @@ pub struct PreparedUblk {
     number: Option<Number>,
 }
 
-/// A page that outlives the daemon, with the number of its device: 0, or one more than it.
+/// A page that outlives the daemon and holds its device's number plus one; 0 if there is no device.
 #[derive(Debug)]
 struct Number(Memory);
 
@@ -52,11 +53,11 @@ impl Number {
 }
 
 impl PreparedUblk {
-    /// Looks whether an earlier daemon left a device to go on with; how many lanes are needed
-    /// depends on that.
+    /// Looks whether an earlier daemon left a device to take over. The number of lanes depends on
+    /// that.
     ///
     /// # Errors
-    /// When the driver is missing or does not give the device away.
+    /// Fails when the driver is missing or does not hand over the device.
     pub fn new(
         options: &ServeOptions,
         keeper: Option<(&Link, &mut Held)>,
@@ -90,15 +91,15 @@ impl PreparedUblk {
         Ok(PreparedUblk { config, found, number })
     }
 
-    /// Lanes of the volume that it takes.
+    /// Number of the volume's lanes that the device takes.
     pub fn lanes(&self) -> usize {
         self.found.as_ref().map_or(self.config.queues, Found::queues).into()
     }
 
-    /// Serves.
+    /// Serves the device.
     ///
     /// # Errors
-    /// When a thread cannot be had, or the driver refuses.
+    /// Fails when a thread cannot be had, or the driver refuses.
     pub fn start(self, volume: &Arc<Volume>, log: &Log) -> Result<Ublk, Failure> {
         let PreparedUblk { config, found, number } = self;
         let server = match found {
@@ -117,7 +118,7 @@ impl PreparedUblk {
     }
 }
 
-/// The device, served.
+/// A device that is served.
 pub struct Ublk {
     server: Server,
     log: Log,

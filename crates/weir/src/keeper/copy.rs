@@ -1,8 +1,8 @@
 //! The keeper runs from a copy of the program in memory.
 //!
 //! An upgrade replaces the program's file while the keeper lives on. A process that runs a removed
-//! file keeps its file system from being remounted read-only at the machine's end (fs/super.c,
-//! `s_remove_count`), and the next start has to recover it.
+//! file keeps its file system from being remounted read-only at shutdown (fs/super.c,
+//! `s_remove_count`). The next boot then has to recover that file system.
 
 use rustix::fs::MemfdFlags;
 use rustix::io::Errno;
@@ -15,15 +15,16 @@ use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Says to the copy which file it was copied from, and its [`Stamp`].
+/// Environment variables that tell the copy which file it was copied from, and that file's
+/// [`Stamp`].
 const ENVIRONMENT: [&str; 2] = ["WEIR_PROGRAM", "WEIR_PROGRAM_STAMP"];
 
-/// A stamp that differs between a file and the one that replaces it in an upgrade.
+/// A stamp that tells a file from the one that replaces it in an upgrade.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Stamp(String);
 
 impl Stamp {
-    /// Of the file that is at `path` now; `None` where there is none.
+    /// The stamp of the file that is at `path` now; `None` without a file.
     pub fn of(path: &Path) -> Option<Self> {
         let file = std::fs::metadata(path).ok()?;
         let (changed, nanoseconds) = (file.mtime(), file.mtime_nsec());
@@ -36,8 +37,8 @@ pub fn is_copy() -> bool {
     std::env::var_os(ENVIRONMENT[0]).is_some()
 }
 
-/// The file that this program came from, and what it was like then. Asked for first thing, while
-/// the two are still one, where there is no copy.
+/// The file that this program was started from, and its stamp then. Without a copy, call this first
+/// of all, while file and program are still the same.
 pub fn original() -> (PathBuf, Option<Stamp>) {
     let own = || PathBuf::from("/proc/self/exe");
     match (std::env::var_os(ENVIRONMENT[0]), std::env::var(ENVIRONMENT[1])) {
@@ -46,13 +47,13 @@ pub fn original() -> (PathBuf, Option<Stamp>) {
     }
 }
 
-/// The name of whoever carries swap: init leaves alone what begins with @ when it kills all that is
-/// left at the machine's end (<https://systemd.io/ROOT_STORAGE_DAEMONS>).
+/// The name of a process that carries swap. At shutdown init does not kill a process whose name
+/// begins with @ (<https://systemd.io/ROOT_STORAGE_DAEMONS>).
 pub const SWAP_NAME: &str = "@weir";
 
-/// Becomes the copy, with the same arguments and the same number. Returns only if that fails, and
-/// then nothing is lost by going on as before: whoever carries swap has its name without a copy
-/// too.
+/// Replaces this process by the copy, with the same arguments and the same process id. Returns only
+/// if that fails, and then the process can go on as before. A process that carries swap has its
+/// name even without a copy.
 pub fn run(swap: bool) -> io::Error {
     let mut arguments = std::env::args_os();
     let own = arguments.next().unwrap_or_else(|| OsString::from("weir"));
@@ -71,7 +72,7 @@ pub fn run(swap: bool) -> io::Error {
         Ok(named(Path::new(&path)).env(ENVIRONMENT[0], original).env(ENVIRONMENT[1], stamp.0).exec())
     };
     let error = become_copy().unwrap_or_else(|error| error);
-    // Once: with that name it comes by here again.
+    // This happens once: with that name the program comes by here again.
     if name != own {
         return named(Path::new("/proc/self/exe")).exec();
     }
@@ -81,7 +82,7 @@ pub fn run(swap: bool) -> io::Error {
 fn memfd() -> io::Result<File> {
     let make = |flags| rustix::fs::memfd_create(c"weir", MemfdFlags::CLOEXEC | flags).map(File::from);
     Ok(match make(MemfdFlags::EXEC) {
-        // Before Linux 6.3 every memfd can be executed.
+        // Before Linux 6.3 every memfd can be executed, and the flag is unknown.
         Err(Errno::INVAL) => make(MemfdFlags::empty())?,
         made => made?,
     })

@@ -1,4 +1,5 @@
-//! The daemon's side: what it was handed when it started, and what it gives to be kept.
+//! The daemon's side of the keeper's socket: descriptors that it got at its start, and descriptors
+//! that it hands to the keeper.
 
 use super::wire::{FORMAT, Kind, receive, send, split};
 use crate::stages::Stages;
@@ -8,38 +9,38 @@ use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// Tells a daemon that a keeper started it, and where to reach it.
+/// Tells a daemon that a keeper started it, and which descriptor leads to the keeper.
 pub const ENVIRONMENT: &str = "WEIR_KEEPER_FD";
 
 /// Tells a daemon how many processors its keeper found.
 pub(super) const PROCESSORS: &str = "WEIR_KEEPER_PROCESSORS";
 
-/// Tells a daemon when the one before it was gone, and how long its end took before that from the
-/// first sign of it on: nanoseconds of [`now`], and nanoseconds.
+/// Tells a daemon when the last daemon was gone (nanoseconds of [`now`]), and how many nanoseconds
+/// its end took from the first sign on.
 pub(super) const GONE: &str = "WEIR_KEEPER_GONE";
 
-/// Now, in nanoseconds of a clock that all processes share. Where somebody sets that clock
-/// meanwhile, one line of the log is wrong. (rustix's monotonic one panics in a kernel whose vDSO
-/// has no getcpu, as User-Mode Linux's, and a keeper must not.)
+/// The time now, in nanoseconds of a clock that all processes share. If a person sets that clock,
+/// one line of the log is wrong. (rustix's monotonic clock panics in a kernel whose vDSO has no
+/// getcpu, such as User-Mode Linux, and a keeper must not panic.)
 pub(super) fn now() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_nanos() as u64)
 }
 
-/// Processors to plan threads for. Each thread has its share of the stores, so all daemons of one
-/// keeper go by the same number, though processors come and go.
+/// Number of processors to plan threads for. Each thread has its share of the stores. So all
+/// daemons of one keeper use the same number, though processors come and go.
 pub fn processors() -> usize {
     let told = std::env::var(PROCESSORS).ok().and_then(|text| text.parse().ok());
     told.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from))
 }
 
-/// The daemon's line to its keeper; clones are the same line.
+/// The daemon's socket to its keeper; clones share the socket.
 #[derive(Clone, Debug)]
 pub struct Link(Arc<Line>);
 
 #[derive(Debug)]
 struct Line {
     socket: OwnedFd,
-    /// The lock's holder has asked, and the next answer is for it.
+    /// The holder of this lock has asked, and the next answer is for it.
     turn: Mutex<()>,
 }
 
@@ -48,7 +49,7 @@ struct Line {
 pub struct Held(HashMap<String, OwnedFd>);
 
 impl Held {
-    /// Time spent on taking its place so far.
+    /// Time that each stage of the takeover has taken so far.
     pub fn stages(&self) -> Stages {
         let told = std::env::var(GONE).ok();
         let told = told.as_deref().and_then(|text| text.split_once(' '));
@@ -64,20 +65,20 @@ impl Held {
         self.0.is_empty()
     }
 
-    /// Whether something is kept under a name like this.
+    /// Whether the keeper holds a descriptor whose name satisfies `like`.
     pub fn any(&self, like: impl Fn(&str) -> bool) -> bool {
         self.0.keys().any(|name| like(name))
     }
 
-    /// Takes what was kept under `name`.
+    /// Takes the descriptor that the keeper held under `name`.
     pub fn take(&mut self, name: &str) -> Option<OwnedFd> {
         self.0.remove(name)
     }
 }
 
 impl Link {
-    /// The line, and what the keeper holds, if a keeper started this process. Call it once, before
-    /// there are threads.
+    /// Opens the socket to the keeper and gets all that it holds, if a keeper started this process.
+    /// Call this once, before there are threads.
     pub fn open() -> io::Result<Option<(Self, Held)>> {
         let Some(number) = std::env::var_os(ENVIRONMENT) else { return Ok(None) };
         let broken = |what: &str| io::Error::other(format!("{ENVIRONMENT}: {what}"));
@@ -114,12 +115,12 @@ impl Link {
         Err(io::ErrorKind::UnexpectedEof.into())
     }
 
-    /// Has a memfd kept: mapped and locked in the keeper when this returns.
+    /// Hands a memfd to the keeper, which has mapped and locked it when this returns.
     pub fn hold_memory(&self, name: &str, fd: BorrowedFd<'_>) -> io::Result<()> {
         self.hold(Kind::Memory, name, fd)
     }
 
-    /// Has a descriptor kept open.
+    /// Hands a descriptor to the keeper, which holds it open.
     pub fn hold_open(&self, name: &str, fd: BorrowedFd<'_>) -> io::Result<()> {
         self.hold(Kind::Descriptor, name, fd)
     }
@@ -128,13 +129,14 @@ impl Link {
         self.ask(&format!("hold {} {name}", kind.word()), Some(fd), "held", name)
     }
 
-    /// Says that a memfd that is kept has pages where it had none, to be locked there too. What is
-    /// said is done also when this process dies over it, so nobody waits for an answer.
+    /// Tells the keeper that a memfd which it holds has new pages, to be locked there too. The
+    /// keeper does so even if this process dies meanwhile, so the daemon does not wait for an
+    /// answer.
     pub fn took(&self, name: &str, offset: u64, bytes: u64) -> io::Result<()> {
         send(&self.0.socket, &format!("took {name} {offset} {bytes}"), None)
     }
 
-    /// Has what was kept under a name closed.
+    /// Has the keeper close the descriptor of this name.
     pub fn let_go(&self, name: &str) -> io::Result<()> {
         self.ask(&format!("drop {name}"), None, "dropped", name)
     }
@@ -151,29 +153,31 @@ impl Link {
         }
     }
 
-    /// Says that the daemon is about to listen: from here on somebody may have pages here.
+    /// Tells the keeper that the daemon is about to listen: from here on clients may have pages
+    /// here.
     pub fn opening(&self) -> io::Result<()> {
         send(&self.0.socket, "opening", None)
     }
 
-    /// Says that the daemon serves; and once more whenever it has taken memory since that the next
-    /// will need too.
+    /// Tells the keeper that the daemon serves. Called again whenever the daemon has taken memory
+    /// that the next daemon will need too.
     pub fn ready(&self) -> io::Result<()> {
         send(&self.0.socket, "ready", None)
     }
 
-    /// Says that the daemon was told to end, and is about to: nobody needs its pages.
+    /// Tells the keeper that the daemon was told to end, and is about to: nobody needs its pages.
     pub fn ending(&self) -> io::Result<()> {
         send(&self.0.socket, "ending", None)
     }
 
-    /// Says that the daemon was told to end and does not: it is in use, so if it dies another is
-    /// needed.
+    /// Tells the keeper that the daemon was told to end and stays, because it is in use. If it
+    /// dies, another must start.
     pub fn staying(&self) -> io::Result<()> {
         send(&self.0.socket, "staying", None)
     }
 
-    /// Says that the daemon is about to end so that another, perhaps newer, program takes over.
+    /// Tells the keeper that the daemon is about to end so that another program, perhaps a newer
+    /// one, takes over.
     pub fn replacing(&self) -> io::Result<()> {
         send(&self.0.socket, "replacing", None)
     }

@@ -1,6 +1,6 @@
-//! The files that the next daemon reads before it serves: the program and its configuration. Both
-//! may lie on tmpfs (`/run`, a memfd), whose pages are swapped out like a process's own, to the
-//! very device that is down when they are needed.
+//! Holds in memory the files that the next daemon reads before it serves: the program and its
+//! configuration. Both may lie on tmpfs (`/run`, a memfd). Its pages are swapped out like a
+//! process's own, to the very device that is down when they are needed.
 
 use std::fs::File;
 use std::io;
@@ -8,7 +8,8 @@ use std::os::linux::fs::MetadataExt as _;
 use std::path::Path;
 use weir_core::Resident;
 
-/// Holds as much of this process's program as is ever mapped: not its symbols for debuggers.
+/// Holds the parts of this process's program that are ever mapped, without the symbols for
+/// debuggers.
 pub fn program() -> io::Result<Resident> {
     let file = File::open("/proc/self/exe")?;
     let inode = file.metadata()?.st_ino();
@@ -17,7 +18,7 @@ pub fn program() -> io::Result<Resident> {
     Resident::hold(&file, end)
 }
 
-/// Holds a configuration file.
+/// Holds a configuration file in memory.
 pub fn file(path: &Path) -> io::Result<Resident> {
     Resident::hold(&File::open(path)?, u64::MAX)
 }

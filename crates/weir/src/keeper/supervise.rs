@@ -1,4 +1,4 @@
-//! The keeper's side: holds, watches, starts again.
+//! The keeper's side: it holds descriptors, watches the daemon, and starts the next one.
 
 use super::copy::{self, Stamp};
 use super::link::{ENVIRONMENT, GONE, PROCESSORS, now, processors};
@@ -26,24 +26,23 @@ use weir_core::{Memory, Resident};
 use weir_system::Machine;
 use weir_system::signals;
 
-/// Memory that is free again while a daemon starts, at least: its own pages, stacks, page tables
-/// and heap, with the page tables of what it maps (2 MiB for each GiB).
+/// Least memory that is set aside and freed while a daemon starts: for its pages, stacks, page
+/// tables and heap, with the page tables of what it maps (2 MiB for each GiB).
 const SET_ASIDE_LEAST: usize = 64 << 20;
-/// How long until what could not be set aside is asked for again.
+/// Time until the keeper tries again to set memory aside.
 const SET_ASIDE_AGAIN: Timespec = Timespec { tv_sec: 5, tv_nsec: 0 };
-/// A daemon that lived less long than this failed to start, as far as restarting at once is
-/// concerned.
+/// A daemon that lived less long than this counts as one that failed to start.
 const SHORT_LIFE: Duration = Duration::from_secs(1);
-/// A new program may be killed early; one whose daemons die so early so often in a row does not
-/// work.
+/// A new program may be killed early by chance. After this many early deaths in a row it counts as
+/// broken.
 const SHORT_LIVES_MOST: u32 = 5;
-/// How long to wait before the next try where one after the other dies before it serves.
+/// Pause before the next start when one daemon after the other dies before it serves.
 const PAUSE: Duration = Duration::from_secs(1);
-/// How long a signal waits at most for a daemon that takes another's place: only one that serves
-/// can say that it is in use.
+/// Longest time that a signal waits for a daemon that takes over: only a serving daemon can say
+/// that it is in use.
 const HEARING: Duration = Duration::from_secs(10);
 
-/// Something kept.
+/// A thing that the keeper holds.
 enum Kept {
     Memory(Memory),
     Descriptor(OwnedFd),
@@ -56,13 +55,13 @@ enum End {
     Signal(i32),
 }
 
-/// The record of one daemon's life.
+/// The keeper's notes on one daemon's life.
 struct Life {
     end: End,
     was_ready: bool,
-    /// It said that it ends, since nobody needs its pages.
+    /// The daemon said that it ends, since nobody needs its pages.
     is_done: bool,
-    /// It was told to end, and has not said yet whether it does.
+    /// The daemon was told to end, and has not said yet whether it does.
     owes_answer: bool,
     makes_way: bool,
 }
@@ -70,31 +69,31 @@ struct Life {
 struct Keeper<'a> {
     log: &'a Log,
     kept: BTreeMap<String, Kept>,
-    /// A daemon has listened, so that somebody may need what is kept. Only a daemon can tell that
-    /// nobody does.
+    /// A daemon has listened, so clients may need what the keeper holds. Only a daemon can tell
+    /// that they do not.
     is_needed: bool,
     set_aside: Vec<Memory>,
-    /// It is less than the next daemon will need.
+    /// The set-aside memory is less than the next daemon will need.
     lacks: bool,
     /// The configuration's file, and its pages in memory.
     config: Option<&'a Path>,
-    /// Whether a kernel may swap on what is served.
+    /// Whether a kernel may swap on the volume.
     swap: bool,
     config_pages: Option<Resident>,
     signals: UnixStream,
-    /// When a signal that waits for a daemon to serve is passed on all the same.
+    /// The time at which a waiting signal is passed on even if the daemon does not serve yet.
     told_by: Option<Instant>,
     /// The number of processors that every daemon plans its threads for.
     processors: usize,
-    /// When the last daemon was gone, and how long that took from the first sign of it on.
+    /// The time when the last daemon was gone, and how long its end took from the first sign on.
     gone: Option<(u64, Duration)>,
 }
 
-/// Runs the daemon (this program again, with the same arguments) until it ends because it was told
-/// to, starting another whenever one dies. Returns the exit code to end with.
+/// Runs the daemon (this program again, with the same arguments), and starts another whenever it
+/// dies. Returns the exit code once a daemon ended because it was told to.
 ///
 /// # Errors
-/// When a daemon cannot even be started.
+/// Fails when no daemon can be started at all.
 pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
     if !copy::is_copy() {
         let error = copy::run(swap);
@@ -134,15 +133,15 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
         (keeper.set_aside, keeper.lacks) = (Vec::new(), false);
         let born = Instant::now();
         let life = match keeper.one_life(programs.next()) {
-            // It may be half written just now.
+            // The upgrade may have written only a part of the file by now.
             Err(_) if programs.is_new() => {
                 programs.give_up();
                 continue;
             }
-            // Short of processes, descriptors or memory: that passes, and the pages would be gone
-            // for good.
+            // The machine is short of processes, descriptors or memory. That passes, while pages
+            // would be gone for good.
             Err(error) if keeper.is_needed => {
-                // Not each time: nobody knows for how long.
+                // Log only some tries, since the shortage may last for long.
                 if tries.is_power_of_two() {
                     (log)(
                         Level::Warning,
@@ -186,7 +185,7 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
             ),
         }
         if life.owes_answer {
-            // It hung, or was killed over the answer: the next one is asked.
+            // The daemon hung, or was killed before it answered: the next daemon is asked.
             keeper.told_by = Some(Instant::now() + HEARING);
         }
         stillborn = if born.elapsed() < SHORT_LIFE && !life.was_ready { stillborn + 1 } else { 0 };
@@ -196,30 +195,30 @@ pub fn run(log: &Log, config: Option<&Path>, swap: bool) -> io::Result<i32> {
     }
 }
 
-/// How long to wait before the next daemon, after so many in a row that died early and had not
-/// served. One may have been killed while it took over, with requests waiting for the next.
+/// Pause before the next daemon, after this many in a row that died before they served. One may
+/// have been killed while it took over, with requests waiting for the next.
 fn pause_after(stillborn: u32) -> Option<Duration> {
     (stillborn > 1).then_some(PAUSE)
 }
 
-/// Which program the next daemon is: the one that is installed, where an upgrade has put another in
-/// the place of the keeper's own, or the keeper's own. That one needs no disk to be started from,
-/// and it is what remains where the other fails.
+/// The choice of the next daemon's program: the installed one, if an upgrade has replaced the
+/// keeper's own, else the keeper's own. Starting the keeper's own needs no disk, and it remains if
+/// the installed one fails.
 #[derive(Debug)]
 struct Programs {
     own: PathBuf,
     installed: PathBuf,
     /// The stamp of the keeper's own program when it was the installed one.
     stamp: Option<Stamp>,
-    /// The new one that is to be started.
+    /// The stamp of the new program to be started.
     new: Option<Stamp>,
     given_up: Option<Stamp>,
-    /// Daemons in a row that lived less than [`SHORT_LIFE`].
+    /// Number of daemons in a row that lived less than [`SHORT_LIFE`].
     short_lives: u32,
 }
 
 impl Programs {
-    /// The first daemon is the keeper's own program.
+    /// Makes the choice for the first daemon: the keeper's own program.
     fn new() -> Self {
         let (installed, stamp) = copy::original();
         Programs {
@@ -232,8 +231,8 @@ impl Programs {
         }
     }
 
-    /// Looks what is installed now. Whoever has the daemon make way wants that one, also if it was
-    /// given up before.
+    /// Checks which program is installed now. `makes_way`: the daemon ended to let another program
+    /// take over, so the installed one is tried even if it was given up before.
     fn look(&mut self, makes_way: bool) {
         if makes_way {
             self.given_up = None;
@@ -246,7 +245,7 @@ impl Programs {
         self.new.is_some()
     }
 
-    /// The new one is not started again, until yet another takes its place.
+    /// Does not start the new program again until yet another replaces it.
     fn give_up(&mut self) {
         self.short_lives = 0;
         self.given_up = self.new.take();
@@ -262,8 +261,8 @@ impl Keeper<'_> {
         let flags = SocketFlags::CLOEXEC;
         let (ours, theirs) =
             rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
-        // The child inherits its end by number. No other thread of this process starts a child
-        // meanwhile.
+        // The child inherits its end of the socket by number. No other thread of this process
+        // starts a child meanwhile.
         rustix::io::fcntl_setfd(&theirs, rustix::io::FdFlags::empty())?;
         let mut arguments = std::env::args_os();
         // With this the new daemon may use the kernel's reserve from its first page until it
@@ -273,7 +272,7 @@ impl Keeper<'_> {
             let _ = swap_safety::reach_reserves(Children::Inherit);
         }
         let child = Command::new(program)
-            // Its name too.
+            // Pass the program's name on too.
             .arg0(arguments.next().unwrap_or_else(|| "weir".into()))
             .args(arguments)
             .env(ENVIRONMENT, theirs.as_raw_fd().to_string())
@@ -285,18 +284,18 @@ impl Keeper<'_> {
         }
         let pid = Pid::from_child(&child?);
         drop(theirs);
-        // With the keeper the pages would be gone: a bug here costs a daemon, and no more.
+        // The keeper's death would cost the pages, so a panic here costs a daemon and no more.
         let life = catch_unwind(AssertUnwindSafe(|| self.watch(pid, ours)))
             .unwrap_or_else(|_| Err(io::Error::other("a bug in the keeper, reported above")));
         if life.is_err() {
-            // Or two daemons would write the same map.
+            // Kill the daemon first: two daemons would write the same map.
             let _ = rustix::process::kill_process(pid, Signal::KILL);
             reap(pid)?;
         }
         life
     }
 
-    /// Serves a daemon until it ends.
+    /// Serves one daemon until it ends.
     fn watch(&mut self, pid: Pid, line: OwnedFd) -> io::Result<Life> {
         let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
         let mut life = Life {
@@ -308,10 +307,10 @@ impl Keeper<'_> {
         };
         let mut line = Some(line);
         let mut hung_up = None;
-        // From the first daemon on that kept something, something may be in use.
+        // Once a daemon has handed something over, a client may be using it.
         let takes_over = !self.kept.is_empty();
         if let Err(error) = self.hand_over(line.as_ref().expect("just made")) {
-            // It died before it listened; its end is noticed below.
+            // The daemon died before it listened; the code below notices its end.
             (self.log)(Level::Warning, format_args!("the new daemon did not take over: {error}"));
         }
         loop {
@@ -326,8 +325,8 @@ impl Keeper<'_> {
                 PollFd::from_borrowed_fd(self.signals.as_fd(), PollFlags::IN),
                 PollFd::from_borrowed_fd(line_fd, PollFlags::IN),
             ];
-            // Memory that could not be set aside when the daemon began to serve is asked for again,
-            // until it is there.
+            // The keeper asks again for memory that it could not set aside when the daemon began to
+            // serve.
             let again = life.was_ready && self.lacks;
             let wait = match self.told_by {
                 Some(by) => Timespec::try_from(by.saturating_duration_since(Instant::now())).ok(),
@@ -341,7 +340,7 @@ impl Keeper<'_> {
             if events == 0 && again {
                 self.set_aside(pid);
             }
-            // The dead hear nothing; what was meant for them is for the next.
+            // A dead daemon gets no signal; the next one gets it.
             if signalled && !ended {
                 self.hear_signal();
             }
@@ -351,7 +350,7 @@ impl Keeper<'_> {
                         if let Err(error) = self.answer(socket, message, pid, &mut life) {
                             (self.log)(Level::Warning, format_args!("cannot answer the daemon: {error}"));
                         }
-                        // Its last words before it ended come first.
+                        // Read the daemon's last messages before handling its end.
                         continue;
                     }
                     Ok(None) | Err(_) => (line, hung_up) = (None, Some(Instant::now())),
@@ -365,15 +364,15 @@ impl Keeper<'_> {
         }
     }
 
-    /// Waits, and says whether somebody told the keeper to end meanwhile.
+    /// Waits, and says whether the keeper was told to end meanwhile.
     fn is_told_within(&self, wait: Duration) -> bool {
         let wait = Timespec { tv_sec: wait.as_secs() as i64, tv_nsec: wait.subsec_nanos().into() };
         let mut fds = [PollFd::from_borrowed_fd(self.signals.as_fd(), PollFlags::IN)];
         matches!(poll(&mut fds, Some(&wait)), Ok(ready) if ready > 0)
     }
 
-    /// Where memory is short right now, the next start is a little less certain; serving goes
-    /// first.
+    /// Sets memory aside for the next start. If memory is short now, the next start is a little
+    /// less certain: serving goes first.
     fn set_aside(&mut self, daemon: Pid) {
         let have: usize = self.set_aside.iter().map(Memory::len).sum();
         let more = (own_memory(daemon) * 5 / 4).saturating_sub(have);
@@ -385,7 +384,7 @@ impl Keeper<'_> {
         }
     }
 
-    /// Gives a new daemon all that is kept.
+    /// Gives a new daemon all that the keeper holds.
     fn hand_over(&self, line: &OwnedFd) -> io::Result<()> {
         for (name, kept) in &self.kept {
             let (kind, fd) = match kept {
@@ -407,7 +406,7 @@ impl Keeper<'_> {
             ("ready", _) => {
                 (life.was_ready, self.is_needed) = (true, true);
                 self.set_aside(daemon);
-                // Now, not once: an upgrade may have put another file in its place.
+                // Read the file now, not once: an upgrade may have replaced it.
                 let pages = self.config.map(resident::file);
                 self.config_pages = pages.and_then(|pages| held(self.log, "the configuration", pages));
                 Ok(())
@@ -453,7 +452,7 @@ impl Keeper<'_> {
         Ok(())
     }
 
-    /// Locks pages that came into memory that is held: `NAME OFFSET BYTES`.
+    /// Locks new pages of memory that the keeper holds. The message is `NAME OFFSET BYTES`.
     fn lock_again(&self, what: &str) -> io::Result<()> {
         let mut words = what.rsplitn(3, ' ');
         let mut number = || words.next()?.parse::<usize>().ok();
@@ -475,8 +474,8 @@ impl Keeper<'_> {
         self.told_by.get_or_insert_with(|| Instant::now() + HEARING);
     }
 
-    /// A signal to the keeper means the daemon, which says whether it ends or stays. No other
-    /// follows one that ends.
+    /// Passes a signal to the daemon, which says whether it ends or stays. A daemon that ends has
+    /// no successor.
     fn pass_on_signal(&mut self, daemon: &OwnedFd, life: &mut Life) {
         self.told_by = None;
         life.owes_answer = true;
@@ -486,15 +485,14 @@ impl Keeper<'_> {
     }
 }
 
-/// Memory that this daemon alone has, and the next will need: at least [`SET_ASIDE_LEAST`]
-/// bytes.
+/// Bytes of memory that only this daemon has and the next will need: at least [`SET_ASIDE_LEAST`].
 fn own_memory(daemon: Pid) -> usize {
     let status = format!("/proc/{}/status", daemon.as_raw_nonzero());
     let of = |key| Machine::this().size(&status, key).unwrap_or_default().0 as usize;
     (of("RssAnon") + of("VmPTE")).max(SET_ASIDE_LEAST)
 }
 
-/// The pages held in memory, or a line that says that they are not.
+/// Returns the pages held in memory, or logs that they are not held.
 fn held(log: &Log, what: &str, pages: io::Result<Resident>) -> Option<Resident> {
     match pages {
         Ok(pages) => Some(pages),
@@ -508,15 +506,15 @@ fn held(log: &Log, what: &str, pages: io::Result<Resident>) -> Option<Resident> 
     }
 }
 
-/// A descriptor for each chunk of a GPU's memory is more than the usual 1024. The daemon, which has
-/// two and more for each, inherits this. Where it is not allowed, what is one too many is refused
-/// with its own error.
+/// Raises the limit of open files: each chunk of a GPU's memory takes a descriptor, more than the
+/// usual 1024. The daemon takes two or more for each, and inherits the limit. If the system denies
+/// it, the descriptor that is one too many fails with its own error.
 fn open_many_files() {
     let limit = getrlimit(Resource::Nofile);
     let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
 }
 
-/// Waits for a child that has ended. After this its memory and descriptors are gone.
+/// Waits for a child that has ended. Its memory and descriptors are gone when this returns.
 fn reap(pid: Pid) -> io::Result<End> {
     loop {
         match rustix::process::waitid(WaitId::Pid(pid), WaitIdOptions::EXITED) {

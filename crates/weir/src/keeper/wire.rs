@@ -1,5 +1,5 @@
-//! The messages between keeper and daemon: datagrams on a socket pair, a word and a name, with a
-//! descriptor where one is handed over.
+//! The messages between keeper and daemon: datagrams on a socket pair. Each has a word and a name,
+//! and a descriptor if one is handed over.
 //!
 //! | from | datagram | means |
 //! |---|---|---|
@@ -14,7 +14,8 @@
 //! | daemon | `staying` | I was told to stop, and am in use: if I die, start another |
 //! | daemon | `replacing` | I was told to make way for the program that is installed now |
 //!
-//! KIND is `memory` (a sealed memfd, to be mapped and locked) or `descriptor` (to be held open).
+//! The word KIND is `memory` (a sealed memfd, to be mapped and locked) or `descriptor` (to be held
+//! open).
 
 use rustix::io::Errno;
 use rustix::net::{
@@ -26,19 +27,19 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 /// The version of what one daemon leaves to the next: these datagrams, the names, and the layout of
-/// what lies under them (page map, slot records, the stores' own). A program of another format
-/// takes nothing over, and the keeper goes back to its own.
+/// the memory under them (page map, slot records, the stores' own). A program of another format
+/// takes nothing over, and the keeper goes back to its own program.
 pub const FORMAT: u32 = 1;
 
-/// Longest datagram; names are short.
+/// Longest datagram in bytes; names are short.
 const MESSAGE_MAX: usize = 256;
 
 /// The kind of a descriptor in the keeper.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kind {
-    /// A sealed memfd.
+    /// A sealed memfd, to be mapped and locked.
     Memory,
-    /// Anything that lives as long as its descriptor.
+    /// A descriptor of a thing that lives as long as the descriptor is open.
     Descriptor,
 }
 
@@ -55,14 +56,14 @@ impl Kind {
     }
 }
 
-/// A datagram.
+/// A received datagram.
 #[derive(Debug)]
 pub struct Message {
     pub text: String,
     pub fd: Option<OwnedFd>,
 }
 
-/// The first word of a datagram, and the rest.
+/// Splits a datagram into its first word and the rest.
 pub fn split(text: &str) -> (&str, &str) {
     text.split_once(' ').unwrap_or((text, ""))
 }

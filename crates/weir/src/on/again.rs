@@ -1,6 +1,6 @@
-//! Notes of a device that was turned off for a while, by a battery that ran low or for a sleep, and
-//! is to be turned on again as it was. Whoever turns it on or off by hand meanwhile has decided
-//! otherwise.
+//! Notes of a device that was turned off for a while, by a low battery or for a sleep, and is to be
+//! turned on again as it was. If the user turns the device on or off by hand meanwhile, the note is
+//! dropped.
 
 use super::state::Again;
 use std::fs;
@@ -10,16 +10,16 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use weir_cli::failure::Failure;
 
-/// The names of those that write a note. It lies beside the run-time directory, which is gone while
-/// Weir is off.
+/// The reasons for a note. Notes lie beside the run-time directory, which is gone while Weir is
+/// off.
 const WHO: [&str; 2] = ["battery", "sleep"];
 
-/// The note of one of them.
+/// The path of the note for one reason.
 pub fn note(runtime: &Path, who: &str) -> PathBuf {
     runtime.with_extension(who)
 }
 
-/// Writes down what is to come back.
+/// Writes the note of a device that is to come back.
 pub fn remember(note: &Path, again: &Again) -> Result<(), Failure> {
     let write = || -> io::Result<()> {
         let text = serde_json::to_vec(again)?;
@@ -30,21 +30,21 @@ pub fn remember(note: &Path, again: &Again) -> Result<(), Failure> {
     write().map_err(|error| Failure::Failed(format!("cannot write {}: {error}", note.display())))
 }
 
-/// Turns it on as the note says; without one there is nothing to turn on.
+/// Turns the device on as the note says; does nothing without a note.
 pub fn turn_on(note: &Path) -> Result<(), Failure> {
     let text = match fs::read(note) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         text => text.map_err(Failure::failed)?,
     };
     let again: Again = serde_json::from_slice(&text).map_err(Failure::failed)?;
-    // A process of its own: its arguments are parsed as they were the first time.
+    // The command runs in a process of its own, which parses its arguments as the first time.
     let directory = if again.directory.is_dir() { &*again.directory } else { Path::new("/") };
     let mut on = Command::new("/proc/self/exe");
     let status = on.arg("on").args(again.arguments).current_dir(directory).status();
     if status.map_err(Failure::failed)?.success() { remove(note) } else { Err(Failure::Said) }
 }
 
-/// The user has decided, so nothing comes back by itself.
+/// Drops the notes: the user has decided, so nothing comes back by itself.
 pub fn forget(runtime: &Path) -> Result<(), Failure> {
     WHO.iter().try_for_each(|who| remove(&note(runtime, who)))
 }

@@ -1,6 +1,6 @@
-//! `weir battery`: off when the battery runs low, on again with mains. For a timer and a udev rule
-//! on power_supply (`weir-power.service` of the package): it looks once, does what is due, and
-//! ends.
+//! `weir battery`: turns Weir off when the battery runs low, and on again with mains. A timer and a
+//! udev rule on power_supply call it (`weir-power.service` of the package). It looks once, does
+//! what is due, and ends.
 
 use super::again;
 use super::options::{BatteryOptions, OffOptions};
@@ -11,13 +11,13 @@ use weir_system::Machine;
 /// The machine's source of power.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Power {
-    /// Mains, or a charger.
+    /// Whether mains or a charger is connected.
     mains: bool,
     /// The charge of the fullest of its batteries; `None` without any.
     percent: Option<u8>,
 }
 
-/// The action that is due.
+/// The action that is due now.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Verdict {
     Stay,
@@ -31,7 +31,7 @@ impl Power {
         let mut power = Power { mains: false, percent: None };
         for name in machine.names(supplies, |_| true) {
             match value(&name, "type").as_deref() {
-                // A mouse has a battery too; its scope is the device.
+                // A mouse has a battery too; the scope of that battery is the device.
                 Some("Battery") if value(&name, "scope").as_deref() != Some("Device") => {
                     let percent = value(&name, "capacity").and_then(|text| text.parse().ok());
                     power.percent = power.percent.max(percent);
@@ -43,8 +43,9 @@ impl Power {
         power
     }
 
-    /// Below `threshold` percent and without mains it goes off; what went off so comes back with
-    /// mains. What the user turned off stays off, and a machine without a battery is left alone.
+    /// Decides what is due. Below `threshold` percent and without mains, Weir goes off; with mains,
+    /// it comes back on. If the user turned it off, it stays off. A machine without a battery is
+    /// left alone.
     fn verdict(self, threshold: u8, is_on: bool, went_off: bool) -> Verdict {
         match (self.percent, is_on) {
             (Some(percent), true) if !self.mains && percent < threshold => Verdict::Off,
@@ -54,9 +55,9 @@ impl Power {
     }
 }
 
-/// Looks once, and does what is due. It looks again after it has turned off: that takes as long as
-/// there are pages to bring back, and a charger that came meanwhile starts nobody who is at work
-/// already.
+/// Looks once, and does what is due. It looks again after it has turned off, since bringing pages
+/// back takes long. A charger that was connected meanwhile does not start a second run while this
+/// one works.
 pub fn run(options: &BatteryOptions) -> Result<(), Failure> {
     while look(options)? == Verdict::Off {}
     Ok(())

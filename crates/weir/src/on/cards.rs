@@ -1,8 +1,8 @@
-//! The machine's GPUs, as the sizing asks for them: how much memory, how much of it free, whether
-//! with a display.
+//! The machine's GPUs, as the sizing needs them: memory, free memory, and whether a display is
+//! connected.
 //!
-//! `vram:1` must be the same card here and in the store, so the store is asked which cards it would
-//! open. What it does not know of them, or not as well, their drivers say.
+//! `vram:1` must mean the same card here and in the store, so the store says which cards it would
+//! open. The drivers add the figures that the store does not know, or knows less well.
 
 use super::sizing::Card;
 use std::process::{Command, Stdio};
@@ -18,9 +18,9 @@ pub fn all(machine: &Machine) -> Vec<Card> {
     of_store(machine, &vram::list(), &nvidia())
 }
 
-/// Those that Vulkan lists, each as its driver tells. Without Vulkan the store takes CUDA's by PCI
-/// address, as they come from `nvidia`; AMD's cards are shown then all the same, so that a refusal
-/// says what is there.
+/// The cards that Vulkan lists, with their drivers' figures. Without Vulkan the store takes CUDA's
+/// cards by PCI address, as `nvidia` has them. AMD's cards are listed even then, so that a refusal
+/// can name them.
 fn of_store(machine: &Machine, listed: &[Listed], nvidia: &[Addressed]) -> Vec<Card> {
     let told = |card: &Listed| {
         let device = format!("/sys/bus/pci/devices/{}", card.address);
@@ -38,7 +38,7 @@ fn of_store(machine: &Machine, listed: &[Listed], nvidia: &[Addressed]) -> Vec<C
     }
 }
 
-/// NVIDIA's cards by `nvidia-smi`, which comes with the driver.
+/// NVIDIA's cards, from `nvidia-smi`, which comes with the driver.
 fn nvidia() -> Vec<Addressed> {
     let smi = Command::new("nvidia-smi")
         .args([
@@ -52,8 +52,8 @@ fn nvidia() -> Vec<Addressed> {
     output.map(|output| parse_smi(&String::from_utf8_lossy(&output.stdout))).unwrap_or_default()
 }
 
-/// Lines of `00000000:01:00.0, 8192, 7900, Enabled`, sizes in MiB. By PCI address, which
-/// `nvidia-smi` does not promise.
+/// Parses lines of `00000000:01:00.0, 8192, 7900, Enabled`, with sizes in MiB. Sorts by PCI
+/// address, an order that `nvidia-smi` does not promise.
 fn parse_smi(text: &str) -> Vec<Addressed> {
     let line = |line: &str| {
         let mut columns = line.split(',').map(str::trim);
@@ -69,9 +69,9 @@ fn parse_smi(text: &str) -> Vec<Addressed> {
     lines.into_iter().filter_map(line).collect()
 }
 
-/// AMD's cards by sysfs alone, in the order of their PCI addresses. The part of the RAM that an
-/// integrated GPU has for its own is told like a card's memory; what is no more than others are
-/// left is left out.
+/// AMD's cards from sysfs alone, in the order of their PCI addresses. An integrated GPU reports its
+/// own part of RAM as a card's memory. This skips a GPU with no more memory than a card's other
+/// users are left.
 fn amd(machine: &Machine) -> Vec<Card> {
     let is_card = |name: &str| {
         name.strip_prefix("card").is_some_and(|rest| rest.bytes().all(|byte| byte.is_ascii_digit()))
@@ -87,13 +87,13 @@ fn amd(machine: &Machine) -> Vec<Card> {
     cards.filter(|card| card.total > card.headroom()).collect()
 }
 
-/// A device's PCI address.
+/// The device's PCI address.
 fn slot(machine: &Machine, device: &str) -> Option<String> {
     let uevent = machine.text(&format!("{device}/uevent"))?;
     uevent.lines().find_map(|line| line.strip_prefix("PCI_SLOT_NAME=")).map(str::to_owned)
 }
 
-/// The card as AMD's driver describes it; Intel's tells no total.
+/// The card as AMD's driver describes it; Intel's driver reports no total.
 fn by_sysfs(machine: &Machine, device: &str) -> Option<Card> {
     let number = |file: &str| machine.text(&format!("{device}/{file}"))?.parse::<u64>().ok();
     let total = number("mem_info_vram_total")?;
@@ -120,7 +120,7 @@ mod tests {
         Card { total: ByteSize(total << 20), free: Some(ByteSize(free << 20)), display }
     }
 
-    /// A machine with a card of AMD's driver below `device`, with 1 GiB of it in use.
+    /// Adds a card of AMD's driver below `device`, with 1 GiB of its memory in use.
     fn with_amd(fixture: Fixture, device: &str, address: &str, mib: u64) -> Fixture {
         fixture
             .with(&format!("{device}/uevent"), &format!("DRIVER=amdgpu\nPCI_SLOT_NAME={address}\n"))
@@ -146,8 +146,8 @@ mod tests {
     #[test]
     fn cards_are_those_of_the_store_in_its_order_each_as_its_driver_tells() {
         let listed = |address: &str, free| Listed { address: address.to_owned(), total: 6 << 30, free };
-        // An APU and a card of AMD's, a card of NVIDIA's and one of Intel's; the store does not
-        // list the APU.
+        // The machine has an APU and a card of AMD's, a card of NVIDIA's and one of Intel's; the
+        // store does not list the APU.
         let pci = |address: &str| format!("/sys/bus/pci/devices/{address}");
         let fixture = with_amd(Fixture::new("mixed"), &pci("0000:08:00.0"), "0000:08:00.0", 512);
         let fixture = with_amd(fixture, &pci("0000:03:00.0"), "0000:03:00.0", 16384)

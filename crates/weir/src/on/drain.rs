@@ -1,9 +1,9 @@
-//! Bringing swapped pages back: first whether there is room for them, then with progress, and so
-//! that Ctrl-C leaves the device on.
+//! Brings swapped pages back. It first checks whether there is room for them, then shows progress.
+//! Ctrl-C leaves the device on.
 //!
-//! swapoff(2) runs in a child process. A signal ends it in the middle and the device stays swap
-//! (`EINTR` from `try_to_unuse`); and while it runs the kernel marks its process as the first to be
-//! killed for want of memory (`set_current_oom_origin`), which must not be this one.
+//! swapoff(2) runs in a child process. A signal ends it in the middle, and the device stays swap
+//! (`EINTR` from `try_to_unuse`). While it runs, the kernel marks its process as the first to be
+//! killed for want of memory (`set_current_oom_origin`), which must not be this process.
 
 use super::{forget_interrupt, interrupted, swaps};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -17,11 +17,11 @@ use weir_cli::failure::Failure;
 use weir_core::ByteSize;
 use weir_system::Machine;
 
-/// How often progress is looked at.
+/// Time between two looks at the progress.
 const LOOK: Duration = Duration::from_millis(100);
-/// How often it is said where no bar can be drawn.
+/// Time between two lines of progress where no bar can be drawn.
 const SAY: Duration = Duration::from_secs(5);
-/// Memory that stays free beside what is brought back.
+/// Memory that must stay free besides the pages that are brought back.
 const SPARE: ByteSize = ByteSize(32 << 20);
 /// Exit code of the child when the kernel has no memory for the pages.
 const NO_MEMORY: i32 = 3;
@@ -29,23 +29,23 @@ const NO_MEMORY: i32 = 3;
 /// Memory and swap, as far as they decide whether pages fit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Room {
-    /// Swapped to the devices that are to go.
+    /// Bytes swapped to the devices that are to be turned off.
     pub swapped: ByteSize,
-    /// `MemAvailable`.
+    /// Memory that the kernel calls available (`MemAvailable`).
     pub available: ByteSize,
-    /// Free on other swap devices.
+    /// Bytes free on other swap devices.
     pub other_swap: ByteSize,
 }
 
 impl Room {
-    /// Bytes that would not fit; zero if all do.
+    /// Bytes of pages that would not fit; zero if all do.
     pub fn lacking(self) -> ByteSize {
         let room = (self.available.0 + self.other_swap.0).saturating_sub(SPARE.0);
         ByteSize(self.swapped.0.saturating_sub(room))
     }
 }
 
-/// Refuses where what lies on `devices` fits nowhere else. Changes nothing.
+/// Refuses if the pages on `devices` fit nowhere else. Changes nothing.
 pub fn check_room(devices: &[PathBuf]) -> Result<(), Failure> {
     let swaps = swaps::all().map_err(Failure::failed)?;
     let (ours, others): (Vec<_>, Vec<_>) =
@@ -66,11 +66,11 @@ pub fn check_room(devices: &[PathBuf]) -> Result<(), Failure> {
     )))
 }
 
-/// Exit code of the child when another swapoff of the device is at work: that of a `weir off` that
-/// was killed, for instance. The kernel says EINVAL (mm/swapfile.c: the area is not `SWP_WRITEOK`).
+/// Exit code of the child when another swapoff of the device is at work, for instance that of a
+/// killed `weir off`. The kernel returns EINVAL (mm/swapfile.c: the area is not `SWP_WRITEOK`).
 const ELSEWHERE: i32 = 4;
 
-/// The child's work.
+/// The child process's work: one swapoff.
 pub fn swapoff_here(device: &Path) -> Result<(), Failure> {
     match swaps::off(device) {
         Ok(()) => Ok(()),
@@ -82,7 +82,8 @@ pub fn swapoff_here(device: &Path) -> Result<(), Failure> {
     }
 }
 
-/// Stops swapping on a device, once all pages are back; a device that is no swap is no error.
+/// Stops swapping on a device. Returns once all pages are back. A device that is no swap is no
+/// error.
 pub fn swapoff(device: &Path) -> Result<(), Failure> {
     let Some(swap) = swaps::find(device).map_err(Failure::failed)? else { return Ok(()) };
     let failed =
@@ -97,7 +98,7 @@ pub fn swapoff(device: &Path) -> Result<(), Failure> {
     let mut progress = Progress::new(swap.used);
     let status = loop {
         match child.try_wait().map_err(failed)? {
-            // With the other's end it is off, or this one's turn.
+            // When the other swapoff ends, the device is off, or this process can try again.
             Some(status) if status.code() == Some(ELSEWHERE) && !interrupted() => {
                 thread::sleep(LOOK);
                 child = start()?;
@@ -122,7 +123,7 @@ pub fn swapoff(device: &Path) -> Result<(), Failure> {
 }
 
 fn stop(child: &Child) {
-    // Whether it is gone already is seen by waiting for it.
+    // Waiting for the child below shows whether it is gone already.
     let _ = rustix::process::kill_process(Pid::from_child(child), Signal::INT);
 }
 
@@ -142,7 +143,7 @@ fn still_on(device: &Path, used: ByteSize, status: ExitStatus) -> String {
     format!("{why}: {device} stays on with {used}; nothing is lost, try again when there is room")
 }
 
-/// A bar on a terminal, a line now and then elsewhere.
+/// Shows progress: a bar on a terminal, a line now and then elsewhere.
 struct Progress {
     bar: Option<ProgressBar>,
     total: ByteSize,
@@ -184,7 +185,7 @@ impl Progress {
     }
 }
 
-/// Seconds until `left` is back, at the speed so far.
+/// Seconds until the `left` bytes are back too, at the speed so far.
 fn estimate(elapsed: Duration, back: u64, left: u64) -> Option<u64> {
     (back > 0).then(|| (elapsed.as_secs_f64() * left as f64 / back as f64).ceil() as u64)
 }

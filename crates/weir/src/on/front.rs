@@ -1,5 +1,5 @@
-//! Front ends that make a block device of a daemon's volume: those of this machine, and each one's
-//! attach and detach.
+//! The front ends that make a block device of a daemon's volume: which of them work on this
+//! machine, and how each attaches and detaches.
 
 use super::options::FrontChoice;
 use super::service::{self, control_socket, fuse_file, nbd_socket};
@@ -18,7 +18,7 @@ use weir_system::kernel_release::{self, version};
 use weir_system::loop_device::LoopDevice;
 
 impl Front {
-    /// As the command line has it.
+    /// The front end's name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Front::Ublk => "ublk",
@@ -27,7 +27,7 @@ impl Front {
         }
     }
 
-    /// The kernel modules that it needs, each with what is there once it is loaded.
+    /// The kernel modules that the front end needs, each with a file that exists once it is loaded.
     fn modules(self) -> &'static [(&'static str, &'static str)] {
         match self {
             Front::Ublk => &[("ublk_drv", "/dev/ublk-control")],
@@ -36,28 +36,29 @@ impl Front {
         }
     }
 
-    /// The first kernel with all that it needs.
+    /// The first kernel with all that the front end needs.
     fn since(self) -> (u32, u32) {
         match self {
-            // A daemon that may be replaced under its device, and the ioctls by their own numbers.
+            // Needed are a daemon that can be replaced under its device, and ioctls with numbers of
+            // their own.
             Front::Ublk => kernel_release::UBLK,
             Front::Nbd => (5, 6),
-            // LOOP_CONFIGURE, which sets direct I/O at once.
+            // Needed is LOOP_CONFIGURE, which sets direct I/O at once.
             Front::Fuse => (5, 8),
         }
     }
 
-    /// The first kernel on which it is taken without being asked for.
+    /// The first kernel on which the front end is chosen by default.
     fn trusted_since(self) -> (u32, u32) {
         match self {
-            // Before, the kernel itself may crash when the daemon is killed under load.
+            // Earlier kernels may crash themselves when the daemon is killed under load.
             Front::Ublk => kernel_release::UBLK_SURVIVES,
             Front::Nbd | Front::Fuse => self.since(),
         }
     }
 
-    /// The risk of it on the kernel of this release, if there is one: then it is
-    /// taken only by who asks for it.
+    /// The front end's risk on this kernel release, if there is one: then only an explicit option
+    /// chooses it.
     pub fn risk(self, release: &str) -> Option<String> {
         match self {
             Front::Ublk | Front::Nbd => None,
@@ -68,19 +69,19 @@ impl Front {
         }
     }
 
-    /// Whether what a daemon has in hand when it dies is done by the next, on the kernel of this
-    /// release.
+    /// Whether requests that a daemon leaves unfinished at its death are done by the next daemon,
+    /// on this kernel release.
     pub fn outlives_its_daemon(self, release: &str) -> bool {
         self != Front::Fuse || version(release).is_none_or(|version| version >= kernel_release::FUSE_RESENDS)
     }
 
-    /// The connections of the kernel that a daemon with these options was made for.
+    /// The number of the kernel's connections that a daemon with these options was made for.
     pub fn connections(self, config: &toml::Table) -> u16 {
         let value = config.get("connections").and_then(Value::as_integer).unwrap_or_default();
         u16::try_from(value).unwrap_or_default().saturating_sub(SPARE_CONNECTIONS)
     }
 
-    /// The options of `weir serve` that make it, for a daemon in `directory`.
+    /// The options of `weir serve` that make the front end, for a daemon in `directory`.
     pub fn config(self, directory: &Path, connections: u16) -> Vec<(&'static str, Value)> {
         let text = |path: PathBuf| path.display().to_string();
         match self {
@@ -97,34 +98,34 @@ impl Front {
     }
 }
 
-/// drivers/block/loop.c, `loop_process_work`, sets `PF_MEMALLOC_NOIO` and no more; fs/fuse/file.c,
-/// `fuse_io_alloc`, takes memory like anybody.
+/// In drivers/block/loop.c `loop_process_work` sets only `PF_MEMALLOC_NOIO`. In fs/fuse/file.c
+/// `fuse_io_alloc` allocates as any program does, without access to the kernel's reserve.
 const FUSE_RISK: &str = "the kernel's loop and FUSE drivers take memory for each page that goes out and wait for it like anybody, so the \
      machine may freeze once no memory is free at all";
 
-/// Connections that the daemon serves beyond the kernel's: dead ones that it has not noticed yet,
-/// and somebody who looks.
+/// Connections that the daemon serves beyond the kernel's: room for dead ones that it has not
+/// noticed yet, and for a client that only looks.
 const SPARE_CONNECTIONS: u16 = 2;
 
-/// A way that was chosen.
+/// The front end that was chosen.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Chosen {
-    /// The way.
+    /// The front end.
     pub front: Front,
-    /// Modules to load first.
+    /// Kernel modules to load first.
     pub modules: Vec<&'static str>,
-    /// Why it is not a better one.
+    /// The reason why no better front end was chosen.
     pub why: String,
 }
 
-/// The best first.
+/// All front ends, the best first.
 const ALL: [Front; 3] = [Front::Ublk, Front::Nbd, Front::Fuse];
 
-/// Picks the way that was asked for, or the best that this machine has. `loadable` says whether a
-/// module can be loaded.
+/// Chooses the front end that was asked for, or the best that this machine has. `loadable` says
+/// whether a module can be loaded.
 ///
 /// # Errors
-/// When it has none: what each lacks.
+/// Fails when the machine has none, and says what each lacks.
 pub fn choose(
     machine: &Machine,
     asked: FrontChoice,
@@ -168,7 +169,7 @@ pub fn loadable(module: &str) -> bool {
     modprobe(&["--dry-run", "--quiet", module])
 }
 
-/// Loads a module, once the journal has it.
+/// Loads a module, after the journal has recorded the step.
 pub fn load(module: &str, journal: &mut Journal) -> Result<(), Failure> {
     journal.intend(Step::Module { name: module.to_owned() })?;
     if modprobe(&[module]) {
@@ -178,7 +179,7 @@ pub fn load(module: &str, journal: &mut Journal) -> Result<(), Failure> {
     }
 }
 
-/// Takes a module out again; one that somebody uses by now stays.
+/// Unloads a module; a module that is in use by now stays.
 pub fn unload(module: &str) {
     modprobe(&["--remove", "--quiet", module]);
 }
@@ -193,7 +194,7 @@ fn modprobe(arguments: &[&str]) -> bool {
 /// Makes a block device of the daemon in `directory`, and returns its name.
 ///
 /// # Errors
-/// What the kernel says.
+/// Fails with the kernel's error.
 pub fn attach(
     front: Front,
     directory: &Path,
@@ -220,7 +221,7 @@ pub fn attach(
         Front::Fuse => {
             let file = fuse_file(directory);
             let step = |path| Step::Device { path, front, file: Some(file.clone()), by: None };
-            // The kernel picks the device, so until it has only the file is known.
+            // The kernel picks the device, so at first only the file is known.
             journal.intend(step(PathBuf::new()))?;
             let device = LoopDevice::attach(&file).map_err(|error| Failure::Failed(chain(&error)))?;
             journal.amend(step(device.path().to_owned()))?;
@@ -229,11 +230,11 @@ pub fn attach(
     }
 }
 
-/// Lets a device go that nothing uses; one that is gone already is no error.
+/// Detaches a device that nothing uses; one that is gone already is no error.
 pub fn detach(front: Front, path: &Path, file: Option<&Path>, by: Option<u32>) -> Result<(), Failure> {
     match front {
-        // It goes with its daemon, which stays as long as the device is in use, and has ended by
-        // now.
+        // A ublk device goes with its daemon. The daemon stays while the device is in use, and has
+        // ended by now.
         Front::Ublk => check_gone(path),
         Front::Nbd if !nbd_is_attached(path) || !nbd_is_ours(path, file, by) => Ok(()),
         Front::Nbd => attach::detach(&DetachOptions { device: path.to_owned(), control: None }),
@@ -243,7 +244,7 @@ pub fn detach(front: Front, path: &Path, file: Option<&Path>, by: Option<u32>) -
     }
 }
 
-/// Whether a device has gone, whose daemon has ended. One does not where the keeper was killed too.
+/// Checks that a device is gone after its daemon has ended. It stays if the keeper was killed too.
 fn check_gone(device: &Path) -> Result<(), Failure> {
     let is_there = device.file_name().is_some_and(|name| Path::new("/sys/block").join(name).exists());
     if !is_there {
@@ -272,9 +273,9 @@ fn nbd_is_attached(path: &Path) -> bool {
     path.file_name().is_some_and(|name| Path::new("/sys/block").join(name).join("pid").exists())
 }
 
-/// Whether a connected device is the one of the journal, and not one that somebody else took before
-/// `weir on` could, or since. The kernel tells who connected it. In a process namespace of its own
-/// that number says nothing, but the daemon knows its devices.
+/// Whether a connected device is the one in the journal. Another program may have taken that device
+/// before `weir on` could, or since. The kernel says which process connected it. Within a process
+/// namespace that number says nothing, but the daemon knows its devices.
 fn nbd_is_ours(path: &Path, socket: Option<&Path>, by: Option<u32>) -> bool {
     let Some(by) = by else { return true };
     let who = path.file_name().map(|name| Path::new("/sys/block").join(name).join("pid"));
@@ -286,8 +287,8 @@ fn nbd_is_ours(path: &Path, socket: Option<&Path>, by: Option<u32>) -> bool {
     who == Some(by) || socket.and_then(Path::parent).is_some_and(knows)
 }
 
-/// An NBD device that nobody has. It is chosen here and not by the kernel, so that the journal can
-/// name it beforehand.
+/// Finds an NBD device that is not in use. Weir chooses it instead of the kernel, so that the
+/// journal can name it beforehand.
 fn free_nbd_device() -> Result<PathBuf, Failure> {
     let is_free = |number: &u32| {
         let size = fs::read_to_string(format!("/sys/block/nbd{number}/size"));

@@ -1,10 +1,9 @@
-//! `weir on`, `off`, `restart` and `top`: a swap device out of nothing, and nothing left of it
-//! afterwards.
+//! `weir on`, `off`, `restart` and `top`: set up a swap device, and remove all of it again.
 //!
-//! `weir on` looks at everything that could stand in the way, then does its steps in order, each
-//! written down in the journal before it is done. `weir off` undoes them in reverse, beginning with
-//! the pages. Where a step fails, or the machine goes down between two, what was done is undone
-//! from the journal.
+//! `weir on` checks everything that could stand in the way, then does its steps in order. The
+//! journal records each step before it is done. `weir off` undoes the steps in reverse, and brings
+//! the pages back first. If a step fails, or the machine goes down between two, the finished steps
+//! are undone from the journal.
 
 mod again;
 mod battery;
@@ -48,7 +47,7 @@ use weir_store::{StoreUrl, VramUrl};
 use weir_system::Machine;
 use weir_system::swaps;
 
-/// Turns it on.
+/// Turns Weir on.
 pub fn on(options: &OnOptions) -> Result<(), Failure> {
     if let Some(note) = &options.again {
         return again::turn_on(note);
@@ -56,7 +55,7 @@ pub fn on(options: &OnOptions) -> Result<(), Failure> {
     let machine = Machine::this();
     let options = &options.clone().absolute().map_err(Failure::failed)?;
     if let Some(state) = state::read(&options.runtime).or_else(|failure| match failure {
-        // Without root nothing can be read; the preflight says so in better words.
+        // Without root the journal cannot be read; the preflight says so in better words.
         Failure::Failed(_) if !rustix::process::geteuid().is_root() => Ok(None),
         failure => Err(failure),
     })? && state.phase == Phase::On
@@ -96,7 +95,7 @@ fn already(state: &State, directory: &Path) -> String {
     format!("already on: {}; weir status says how it is, weir off turns it off", devices.join(", "))
 }
 
-/// The arguments behind the command's own name, and the working directory.
+/// The arguments after the command's own name, and the working directory.
 fn invocation() -> Result<Again, Failure> {
     let arguments = std::env::args_os().skip(2).map(std::ffi::OsString::into_string);
     let arguments = arguments.collect::<Result<_, _>>().map_err(|argument| {
@@ -193,7 +192,8 @@ fn report(options: &OnOptions, plan: &Plan, devices: &[PathBuf], size: ByteSize,
     println!("on. weir status and weir top show it at work; weir off undoes all of this");
 }
 
-/// A daemon of one part, with less memory where the card has not so much.
+/// Starts the daemon of one part. Tries again with a smaller size if the card has too little
+/// memory.
 fn start(
     options: &OnOptions,
     plan: &Plan,
@@ -211,7 +211,7 @@ fn start(
         };
         match service.start(journal) {
             Ok(status) => return Ok(status),
-            // Somebody has taken memory of the card since it was asked.
+            // Another program has taken memory of the card since it was asked.
             Err(Failure::NoRoom(reason)) if matches!(plan.store, StoreChoice::Vram(_)) => {
                 if journal.state().steps.len() > steps {
                     off::undo_last(journal)?;
@@ -224,7 +224,7 @@ fn start(
     Err(last.expect("there is a first try"))
 }
 
-/// The options of `weir serve`.
+/// The options of `weir serve` for this part's daemon.
 fn config(options: &OnOptions, plan: &Plan, directory: &Path, size: ByteSize) -> Table {
     let text = |path: PathBuf| path.display().to_string();
     let store = match &plan.store {
@@ -260,7 +260,8 @@ fn config(options: &OnOptions, plan: &Plan, directory: &Path, size: ByteSize) ->
     config
 }
 
-/// The first part lives in the run-time directory itself, where `weir status` looks.
+/// The directory of a part. The first part lives in the run-time directory itself, where `weir
+/// status` looks.
 fn directory(runtime: &Path, part: u8) -> PathBuf {
     if part == 0 { runtime.to_owned() } else { runtime.join((part + 1).to_string()) }
 }
@@ -280,8 +281,8 @@ fn make_swap_area(device: &Path, size: ByteSize) -> Result<(), Failure> {
 
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
-/// From here on what would end this process is noticed between steps instead of ending the process
-/// in the middle of one.
+/// From here on a signal does not end this process in the middle of a step: it is noticed between
+/// steps.
 fn watch_interrupts() -> Result<(), Failure> {
     for signal in weir_system::signals::END {
         let flag: Arc<AtomicBool> = Arc::default();

@@ -1,5 +1,5 @@
-//! `weir off`: undoes what the journal says, the last first. Pages come back before anything else
-//! is touched, and a device that still holds some is never let go.
+//! `weir off`: undoes the steps in the journal, the last first. Pages come back before anything
+//! else is touched. A device that still holds pages is never detached.
 
 use super::options::OffOptions;
 use super::preflight::BACKING;
@@ -9,20 +9,19 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use weir_cli::failure::Failure;
 
-/// Turns it off.
+/// Turns Weir off.
 pub fn run(options: &OffOptions) -> Result<(), Failure> {
     if let Some(device) = &options.swapoff {
         return drain::swapoff_here(device);
     }
-    // With `--remember` the user has decided nothing: the device comes back later.
+    // With `--remember` the device comes back later, so the user has decided nothing.
     if rustix::process::geteuid().is_root() && options.remember.is_none() {
         again::forget(&options.runtime)?;
     }
-    // Also what a benchmark left that was killed.
+    // Also undo the changes of a benchmark that was killed.
     weir_cli::guard::clear_up(None)?;
     if state::read(&options.runtime)?.is_none() {
-        // A weir on that was killed in its first moment leaves an empty directory, and no other
-        // than this mode.
+        // A `weir on` that was killed in its first moment leaves an empty directory with this mode.
         let is_private = options.runtime.metadata().is_ok_and(|it| it.is_dir() && it.mode() & 0o777 == 0o700);
         if rustix::process::geteuid().is_root() && is_private {
             Journal::open(&options.runtime)?.delete()?;
@@ -34,7 +33,8 @@ pub fn run(options: &OffOptions) -> Result<(), Failure> {
         return Err(Failure::Failed("only root can turn swap off: run sudo weir off".to_owned()));
     }
     watch_interrupts()?;
-    // This process must not wait for pages of its own while it takes the device away.
+    // Lock this process's memory: it must not wait for swapped pages of its own while it removes
+    // the device.
     let _ = weir_core::swap_safety::lock_all_memory();
     finish(Journal::open(&options.runtime)?, options.remember.as_deref())?.remove()?;
     println!("off");
@@ -46,34 +46,34 @@ pub fn run(options: &OffOptions) -> Result<(), Failure> {
 pub struct Finished(Journal);
 
 impl Finished {
-    /// Removes it, and its directory.
+    /// Removes the journal and its directory.
     pub fn remove(self) -> Result<(), Failure> {
         self.0.delete()
     }
 
-    /// Begins a new one in the same place.
+    /// Begins a new journal in the same place.
     pub fn reopen(self, directory: &Path) -> Result<Journal, Failure> {
         self.0.delete()?;
         Journal::open(directory)
     }
 }
 
-/// Undoes all steps. Where `note` is given, it says what comes back as soon as nothing is swapped
-/// here any more: what fails after that is no reason to forget it.
+/// Undoes all steps. Writes `note`, if one is given, as soon as nothing is swapped to the devices
+/// any more: a failure after that is no reason to lose the note.
 ///
 /// # Errors
-/// At the first that cannot be undone. What is undone by then is struck out, and the rest is as it
-/// was.
+/// Fails at the first step that cannot be undone. Steps undone by then are struck out, and the
+/// others are as before.
 pub fn finish(mut journal: Journal, note: Option<&Path>) -> Result<Finished, Failure> {
     let devices: Vec<_> = journal.state().swaps().map(Path::to_owned).collect();
     drain::check_room(&devices)?;
     let state = journal.state();
     if !state.steps.is_empty() {
-        // A device that was not on does not come back, and the command that took the last one away
-        // has said whether it does.
+        // A device that was not on does not come back. If a command turned the last one off, it has
+        // decided about the note.
         let note = note.filter(|_| state.phase == Phase::On || !devices.is_empty());
-        // Where nothing can be written (the file system is full), it is undone all the same: what
-        // the journal says too much, after a crash in the middle, is undone twice.
+        // If the journal cannot be written (the file system is full), the steps are undone all the
+        // same. After a crash in the middle, some are then undone twice, which is harmless.
         let _ = journal.enter(Phase::TurningOff);
         undo_swaps(&mut journal, note)?;
     }
@@ -83,8 +83,8 @@ pub fn finish(mut journal: Journal, note: Option<&Path>) -> Result<Finished, Fai
     Ok(Finished(journal))
 }
 
-/// Takes all swap devices away, and none where one cannot go: parts that are away can be taken
-/// again only where the others are on.
+/// Turns all swap devices off, or none if one cannot go: parts that are away can only be taken
+/// again if the others are on.
 fn undo_swaps(journal: &mut Journal, note: Option<&Path>) -> Result<(), Failure> {
     let is_swap = |step: &&Step| matches!(step, Step::Swap { .. });
     let swaps: Vec<Step> = journal.state().steps.iter().rev().filter(is_swap).cloned().collect();
@@ -98,7 +98,7 @@ fn undo_swaps(journal: &mut Journal, note: Option<&Path>) -> Result<(), Failure>
                 eprintln!("weir: {} does not come on again: {error}; see dmesg", path.display());
             }
         }
-        // Still swapping means: as good as on.
+        // A device that still carries swap counts as on.
         let phase = if swaps.iter().all(is_on) { Phase::On } else { Phase::TurningOff };
         let _ = journal.enter(phase);
         return Err(failure);
@@ -111,8 +111,8 @@ fn is_on(step: &Step) -> bool {
     matches!(step, Step::Swap { path, .. } if swaps::is_on(path))
 }
 
-/// Undoes the last step and strikes it out. A ublk device goes with its daemon, so whether it has
-/// gone is asked at the end.
+/// Undoes the last step and strikes it out. A ublk device goes with its daemon, so its end is
+/// checked last.
 pub fn undo_last(journal: &mut Journal) -> Result<(), Failure> {
     let steps = &journal.state().steps;
     let is_ublk = |step: &&Step| matches!(step, Step::Device { front: Front::Ublk, .. });
@@ -124,7 +124,7 @@ pub fn undo_last(journal: &mut Journal) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The directory of a file, where it is made and removed with it.
+/// The directory of a file, if Weir makes and removes it with the file.
 pub fn own_directory(file: &Path) -> Option<&Path> {
     file.parent().filter(|_| file == Path::new(BACKING))
 }
@@ -135,7 +135,7 @@ pub fn undo(step: &Step) -> Result<(), Failure> {
         Step::Setting { path, before, after, .. } => settings::restore(path, before, after),
         Step::Device { path, front, file, by } => front::detach(*front, path, file.as_deref(), *by),
         Step::Daemon { directory, unit, process } => service::stop(directory, unit.as_deref(), *process),
-        // Its memory is its owner's already.
+        // The memory of this part was given back already.
         Step::Away { .. } => Ok(()),
         Step::Mask { units } => {
             let units = units.iter().map(String::as_str);
@@ -148,7 +148,7 @@ pub fn undo(step: &Step) -> Result<(), Failure> {
                 }
                 _ => {}
             }
-            // One that somebody else uses stays.
+            // A directory with other files in it stays.
             own_directory(path).map(std::fs::remove_dir);
             Ok(())
         }

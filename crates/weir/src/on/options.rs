@@ -16,7 +16,7 @@ use weir_store::{StoreUrl, UrlError, VramUrl};
 /// The directory in which `weir on` keeps its files.
 pub use crate::control::SYSTEM as DIRECTORY;
 
-/// The device. A value that is not given is chosen, and shown.
+/// The options of the device. Weir chooses and prints a value that is not given.
 #[derive(Debug, Clone, Args)]
 pub struct OnOptions {
     /// The device's size [default: for vram what the cards have, less 1GiB each, or 3GiB with a
@@ -82,7 +82,7 @@ pub struct OnOptions {
 }
 
 impl OnOptions {
-    /// The same for a daemon, which works elsewhere: with every path from the root on.
+    /// Makes every path absolute, for a daemon that runs in another directory.
     pub fn absolute(mut self) -> io::Result<Self> {
         for choice in &mut self.backing {
             if let BackingChoice::At(backing) = choice {
@@ -99,8 +99,8 @@ impl OnOptions {
     }
 }
 
-/// A run-time directory as the kernel names what lies in it: from the root on, and past symbolic
-/// links, as far as it is there.
+/// Parses a run-time directory and makes it absolute, without symbolic links as far as it exists:
+/// so the kernel names the files in it.
 fn runtime(text: &str) -> Result<PathBuf, String> {
     let path = std::path::absolute(text).map_err(|error| error.to_string())?;
     let found = path.ancestors().find_map(|there| Some((there, there.canonicalize().ok()?)));
@@ -112,7 +112,7 @@ fn runtime(text: &str) -> Result<PathBuf, String> {
     })
 }
 
-/// Which device is to go.
+/// The device to turn off.
 #[derive(Debug, Clone, Args)]
 pub struct OffOptions {
     /// The directory that weir on was given.
@@ -128,7 +128,7 @@ pub struct OffOptions {
     pub swapoff: Option<PathBuf>,
 }
 
-/// The daemon that is to be replaced.
+/// The daemon to replace.
 #[derive(Debug, Clone, Args)]
 pub struct RestartOptions {
     /// The directory that weir on was given.
@@ -136,7 +136,7 @@ pub struct RestartOptions {
     pub runtime: PathBuf,
 }
 
-/// When to go off.
+/// The battery level at which Weir turns off.
 #[derive(Debug, Clone, Args)]
 pub struct BatteryOptions {
     /// Percent of the battery below which it goes off, without mains.
@@ -152,7 +152,7 @@ pub struct BatteryOptions {
     pub supplies: String,
 }
 
-/// Whom to watch.
+/// The daemon to watch.
 #[derive(Debug, Clone, Args)]
 pub struct TopOptions {
     /// Print one look as lines, and end.
@@ -187,22 +187,22 @@ pub enum FrontChoice {
 /// The store for the pages.
 #[derive(Debug, Clone, PartialEq)]
 pub enum StoreChoice {
-    /// Memory of the GPUs, with the options of its URL.
+    /// Memory of the GPUs, with options as in its URL.
     Vram(VramUrl),
     /// Host memory.
     Host,
-    /// Anything else that has a URL, its size in it.
+    /// Any other store, with its size in its URL.
     Url(StoreUrl),
 }
 
-/// Room on a disk below the store.
+/// The backing: room on a disk below the store.
 #[derive(Debug, Clone, PartialEq)]
 pub enum BackingChoice {
-    /// Used if it is of use and the disk has room.
+    /// A backing is used if it helps and the disk has room.
     Auto,
-    /// None.
+    /// No backing.
     None,
-    /// This one.
+    /// This backing.
     At(Backing),
 }
 

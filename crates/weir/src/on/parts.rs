@@ -1,6 +1,5 @@
-//! A device in parts (`weir on --parts`): `weir give-back` turns some of them off, which frees
-//! their memory while the others stay, and `weir take` turns them on again. `weir status` lists
-//! them.
+//! A device in parts (`weir on --parts`). `weir give-back` turns some of them off, which frees
+//! their memory while the others stay. `weir take` turns them on again. `weir status` lists them.
 
 use super::options::DIRECTORY;
 use super::state::{Front, Journal, Phase, State, Step};
@@ -23,29 +22,29 @@ struct Part {
     priority: i32,
 }
 
-/// The run-time directory of the daemon that answers at `control`, where it is one of several
+/// The run-time directory of the daemon that answers at `control`, if that daemon is one of several
 /// parts.
 pub fn among(control: &Path) -> Option<PathBuf> {
     let (directory, state) = state_at(control)?;
     (state.parts > 1).then(|| directory.to_owned())
 }
 
-/// Of how many parts the daemon that answers at `control` is the first; 0 where Weir is not on
+/// The number of parts of the device whose first daemon answers at `control`; 0 if Weir is not on
 /// there.
 pub fn count(control: &Path) -> u8 {
     state_at(control).map_or(0, |(_, state)| state.parts)
 }
 
-/// The state that `weir on` has written beside `control`, and its directory.
+/// The state that `weir on` has written beside `control`, with its directory.
 fn state_at(control: &Path) -> Option<(&Path, State)> {
     let directory = control.parent()?;
     Some((directory, state::read(directory).ok()??))
 }
 
-/// A line for each part: its device, what lies in it, and where its own daemon says more.
+/// A line for each part: its device, the bytes in it, and the socket of its own daemon.
 ///
 /// # Errors
-/// When what `weir on` has written down cannot be read.
+/// Fails when the journal of `weir on` cannot be read.
 pub fn lines(directory: &Path) -> Result<String, Failure> {
     let Some(state) = state::read(directory)? else { return Ok(String::new()) };
     Ok(listing(directory, &state, |socket| control::status(socket).ok()))
@@ -87,19 +86,19 @@ fn listing(root: &Path, state: &State, ask: impl Fn(&Path) -> Option<Status>) ->
     first + &lines.iter().map(line).collect::<String>()
 }
 
-/// Where a daemon is likely to answer, or has answered: where all parts of the system's device are
-/// given back none does.
+/// The control socket where a daemon is likely to answer, or has answered before: while all parts
+/// of the system's device are away, no daemon answers.
 pub fn find() -> PathBuf {
     let found = control::find();
     let system = service::control_socket(Path::new(DIRECTORY));
     if !found.exists() && among(&system).is_some() { system } else { found }
 }
 
-/// How the daemon at `control` is; where none answers since every part has given its memory back,
-/// that is said.
+/// The status of the daemon at `control`. If every part has given its memory back, the error says
+/// so.
 ///
 /// # Errors
-/// As [`control::status`].
+/// Fails as [`control::status`] does.
 pub fn status(control: &Path) -> Result<Status, Failure> {
     control::status(control).map_err(|failure| match silence(control) {
         Some(why) => Failure::Failed(format!("no daemon answers at {}: {why}", control.display())),
@@ -107,8 +106,8 @@ pub fn status(control: &Path) -> Result<Status, Failure> {
     })
 }
 
-/// Why nobody answers at `control`, where that is because every part has given its memory back; and
-/// the way out.
+/// Explains that no daemon answers at `control` because every part has given its memory back, with
+/// the next step; `None` for another reason.
 fn silence(control: &Path) -> Option<String> {
     let (directory, state) = state_at(control)?;
     state.is_all_away().then(|| all_away(&state, directory))
@@ -122,17 +121,18 @@ pub fn all_away(state: &State, directory: &Path) -> String {
     format!("all {} parts are given back: weir take all{control} turns them on again", state.parts)
 }
 
-/// Turns as many parts off as hold `amount`; without one all, until the machine has slept.
+/// Turns off as many parts as hold `amount`; without an amount all of them, until the machine has
+/// slept.
 ///
 /// # Errors
-/// When their pages fit nowhere else; then nothing is changed.
+/// Fails when the parts' pages fit nowhere else; then nothing is changed.
 pub fn give_back(directory: &Path, amount: Option<Amount>) -> Result<(), Failure> {
     let begun = Instant::now();
     let mut journal = open(directory)?;
     let parts = on(journal.state());
     let mut chosen = Vec::new();
     let mut bytes = 0;
-    // The first answers weir status, so it is the last to go.
+    // The first part answers `weir status`, so it goes last.
     for part in parts.iter().rev() {
         if matches!(amount, Some(Amount::Size(wanted)) if bytes >= wanted.0) {
             break;
@@ -154,10 +154,12 @@ pub fn give_back(directory: &Path, amount: Option<Amount>) -> Result<(), Failure
     let devices: Vec<PathBuf> = chosen.iter().map(|(part, _)| part.device.clone()).collect();
     drain::check_room(&devices)?;
     watch_interrupts()?;
-    // This process must not wait for pages of its own while it takes the device away.
+    // Lock this process's memory: it must not wait for swapped pages of its own while it removes
+    // the device.
     let _ = weir_core::swap_safety::lock_all_memory();
     if matches!(amount, Some(Amount::All)) {
-        // All of it is somebody's wish now, also what is away for a sleep already.
+        // The user asked for all of the memory, so a part that is away for a sleep stays away after
+        // it.
         journal.revise(|step| {
             if let Step::Away { asleep, .. } = step {
                 *asleep = false;
@@ -178,18 +180,18 @@ pub fn give_back(directory: &Path, amount: Option<Amount>) -> Result<(), Failure
     Ok(())
 }
 
-/// Turns as many parts on again as hold `amount`; without one those that were turned off for a
-/// sleep.
+/// Turns on again as many parts as hold `amount`; without an amount, those that were turned off for
+/// a sleep.
 ///
 /// # Errors
-/// When the memory is not to be had. Those that were turned on stay so.
+/// Fails when the memory cannot be had. The parts that were turned on stay on.
 pub fn take(directory: &Path, amount: Option<Amount>) -> Result<(), Failure> {
     let begun = Instant::now();
     let mut journal = open(directory)?;
     watch_interrupts()?;
     let mut bytes = 0;
     let mut devices = Vec::new();
-    // The last that went comes first: the first part, if it is among them.
+    // The part that went last comes back first: that is the first part, if it went too.
     for step in away(journal.state()).into_iter().rev() {
         if matches!(amount, Some(Amount::Size(wanted)) if bytes >= wanted.0) {
             break;
@@ -228,7 +230,7 @@ fn listed(devices: &[PathBuf], many: &str, one: &str) -> String {
     }
 }
 
-/// The journal, where weir is on and every part is either on or away.
+/// Opens the journal, if Weir is on and every part is either on or away.
 fn open(directory: &Path) -> Result<Journal, Failure> {
     let mut journal = Journal::open(directory)?;
     if journal.state().phase != Phase::On {
@@ -237,7 +239,7 @@ fn open(directory: &Path) -> Result<Journal, Failure> {
             directory.display()
         )));
     }
-    // A command that died while it turned a part off or on left some of its steps.
+    // Finish the steps of a command that died while it turned a part off or on.
     for step in away(journal.state()) {
         let Step::Away { directory, .. } = &step else { continue };
         take_away(&mut journal, directory)?;
@@ -295,13 +297,13 @@ fn turn_off(journal: &mut Journal, part: &Part, bytes: u64, asleep: bool) -> Res
     journal.intend(away.clone())?;
     let done = take_away(journal, &part.directory);
     if done.is_err() && swaps::is_on(&part.device) {
-        // Its pages did not come back, so it is on as before.
+        // The pages of this part did not come back, so it is on as before.
         journal.remove(|step| *step == away)?;
     }
     done
 }
 
-/// Undoes what there is of a part: swap, device, daemon, in this order; a ublk device goes with its
+/// Undoes the steps of a part: swap, device, daemon, in this order. A ublk device goes with its
 /// daemon.
 fn take_away(journal: &mut Journal, directory: &Path) -> Result<(), Failure> {
     let after = journal.state().steps.iter().skip_while(|step| !is_daemon(step, directory)).skip(1);
@@ -385,7 +387,7 @@ mod tests {
         let device = |path: &str| Step::Device { path: path.into(), front: Front::Nbd, file: None, by: None };
         let swap = |path: &str| Step::Swap { path: path.into(), priority: 7 };
         let steps = vec![
-            // The first part was away for a while.
+            // The first part was away for a while, so its steps come last.
             daemon("/run/weir/2"),
             device("/dev/nbd1"),
             swap("/dev/nbd1"),

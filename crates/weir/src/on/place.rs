@@ -2,23 +2,22 @@
 
 use weir_system::swaps::Swap;
 
-/// Where Weir's device goes among the others, and why, in words.
+/// The priority of Weir's device among the others, and the reason in words.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Place {
-    /// From 0 to 32767.
+    /// The priority, from 0 to 32767.
     pub priority: i32,
-    /// One line.
+    /// The reason for the priority, in one line.
     pub why: String,
 }
 
-/// The priority of Weir's device if nothing speaks against it; room above for those who want to be
-/// first.
+/// The usual priority of Weir's device. It leaves room above for devices that must come first.
 const USUAL: i32 = 100;
 const MOST: i32 = 32_767;
 
-/// Finds a priority below every zram device (compressed RAM is nearer than any device) and above
-/// all others, which are disks. Where zram stands below a disk, or has no priority of its own,
-/// disks decide.
+/// Finds a priority below every zram device and above all other devices, which are disks:
+/// compressed RAM is nearer than any device. If zram stands below a disk, or has no priority of its
+/// own, disks decide.
 pub fn place(others: &[Swap], asked: Option<i32>) -> Place {
     let names = |zram: bool| {
         let names = others.iter().filter(|swap| swap.is_zram() == zram);

@@ -1,4 +1,4 @@
-//! Everything that could stand in the way, looked at before anything is changed. Each refusal is
+//! Checks of everything that could stand in the way, before anything is changed. Each refusal is
 //! one line with the next step.
 
 use super::cards;
@@ -24,46 +24,45 @@ use weir_system::swaps::{self, Swap};
 pub struct Plan {
     /// The store for the pages.
     pub store: StoreChoice,
-    /// Why they go there by another way than the store would choose.
+    /// The reason for a path to the card's memory that the store would not choose by itself.
     pub path_why: Option<String>,
-    /// The block device.
+    /// The front end that makes the block device.
     pub front: Chosen,
-    /// The first size to try, of all parts together.
+    /// The first size to try, for all parts together.
     pub size: ByteSize,
-    /// Why that one.
+    /// The reason for that size.
     pub size_why: String,
     /// Room on a disk below the store, as `weir serve --backing` takes it.
     pub backing: Vec<String>,
-    /// Files that are made for it or for the store, and go with it.
+    /// Files that are made for the backing or the store, and are removed with the device.
     pub files: Vec<PathBuf>,
-    /// The unit of the daemon, where systemd runs and knows it.
+    /// The daemon's systemd unit, if systemd runs and knows it.
     pub unit: Option<String>,
-    /// Its place among the swap devices.
+    /// The device's priority among the swap devices.
     pub place: Place,
     /// Settings of the kernel to change.
     pub wishes: Vec<Wish>,
-    /// systemd units that may not start meanwhile.
+    /// systemd units that may not start while Weir is on.
     pub masks: Vec<String>,
-    /// NBD connections of each device: its hardware queues.
+    /// The number of NBD connections of each device: its hardware queues.
     pub connections: u16,
-    /// Worth a line, but nothing to stop for.
+    /// Remarks that are worth a line and no reason to stop.
     pub notes: Vec<String>,
 }
 
-/// Units that end in a hibernation image (systemd.special(7)).
+/// systemd units that write a hibernation image (systemd.special(7)).
 const HIBERNATION: [&str; 3] = ["hibernate.target", "hybrid-sleep.target", "suspend-then-hibernate.target"];
 
 /// More hardware queues than this do not make one disk of memory faster.
 const CONNECTIONS_MOST: usize = 8;
 
-/// Memory that stays free besides a host store: the daemon's own, and what the kernel needs to go
-/// on.
+/// Memory that stays free besides a host store: for the daemon itself, and for the kernel.
 const HOST_SPARE: ByteSize = ByteSize(256 << 20);
 
-/// Looks at everything. Changes nothing.
+/// Checks everything, and changes nothing.
 ///
 /// # Errors
-/// The first thing that stands in the way.
+/// Fails with the first thing that stands in the way.
 pub fn check(options: &OnOptions, machine: &Machine) -> Result<Plan, Failure> {
     sizes(options)?;
     if let Some(address) = options.metrics.as_ref().filter(|_| options.parts > 1) {
@@ -92,7 +91,7 @@ pub fn check(options: &OnOptions, machine: &Machine) -> Result<Plan, Failure> {
         Failure::Failed(format!("this kernel has no swap: /proc/swaps: {error}; use one with CONFIG_SWAP"))
     })?;
     let parts = usize::from(options.parts);
-    // The unit has mounts of its own, in which a FUSE file would be out of sight.
+    // The unit has mounts of its own, so other programs would not see a FUSE file in it.
     let unit =
         (systemd && parts == 1 && front.front != Front::Fuse && options.runtime == Path::new(DIRECTORY))
             .then(|| UNIT.to_owned())
@@ -135,13 +134,13 @@ fn protections(options: &OnOptions, machine: &Machine) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The units to mask, so that no hibernation image is written to memory that loses its power, and
-/// no page lies there meanwhile.
+/// The systemd units to mask. They keep the hibernation image out of memory that loses its power,
+/// and keep the machine from hibernating while pages lie there.
 ///
-/// The kernel takes the device of `resume=`; without that, systemd takes the swap device of the
-/// highest priority that is large enough, and the kernel by itself the first there is
-/// (kernel/power/swap.c). Either may be Weir's. Wherever the image goes, what is in GPU memory is
-/// not in it.
+/// The kernel writes the image to the device of `resume=`. Without that option, systemd chooses the
+/// largest enough swap device of the highest priority, and the kernel by itself the first one
+/// (kernel/power/swap.c). Either may be Weir's. In any case the image does not contain pages in GPU
+/// memory.
 fn hibernation(options: &OnOptions, machine: &Machine, systemd: bool) -> Result<Vec<String>, Failure> {
     let states = machine.text("/sys/power/state").unwrap_or_default();
     let possible = states.split_whitespace().any(|state| state == "disk");
@@ -171,7 +170,7 @@ fn hibernation(options: &OnOptions, machine: &Machine, systemd: bool) -> Result<
     ))
 }
 
-/// Whether store and size go together.
+/// Checks that store and size fit together.
 fn sizes(options: &OnOptions) -> Result<(), Failure> {
     match (&options.store, options.size) {
         (StoreChoice::Url(_), None) if options.parts == 1 => Ok(()),
@@ -185,7 +184,7 @@ fn sizes(options: &OnOptions) -> Result<(), Failure> {
     }
 }
 
-/// The size that was asked for, or the one that fits, with the reason.
+/// The size that was asked for, or the one that fits, with its reason.
 fn size(
     options: &OnOptions,
     machine: &Machine,
@@ -215,7 +214,7 @@ fn size(
             options.parts
         )));
     }
-    // The daemon runs in a cgroup of its own, not in that of whoever types.
+    // The daemon runs in a cgroup of its own, not in that of the user's shell.
     if options.store == StoreChoice::Host
         && let Some(available) = machine.available_to_all()
         && size.0 + HOST_SPARE.0 > available.0
@@ -232,9 +231,9 @@ pub const BACKING: &str = "/var/lib/weir/backing";
 
 /// The values that `--backing auto` depends on.
 struct Disk<'a> {
-    /// Free room in the file system of a directory; `None` where there is no such directory.
+    /// Free room in the file system of a directory; `None` if there is no such directory.
     free: &'a dyn Fn(&Path) -> Option<ByteSize>,
-    /// The file of an earlier Weir that did not end by `weir off`, and its room.
+    /// The room of a backing file that an earlier Weir left because it did not end by `weir off`.
     left_over: &'a dyn Fn(&Path) -> Option<ByteSize>,
     is_there: &'a dyn Fn(&Path) -> bool,
 }
@@ -245,7 +244,7 @@ impl Disk<'_> {
     }
 }
 
-/// Of these the files that are not there yet.
+/// The files among `paths` that do not exist yet.
 fn new_files(paths: &[PathBuf]) -> impl Iterator<Item = PathBuf> {
     paths.iter().filter(|path| path.symlink_metadata().is_err()).cloned()
 }
@@ -281,7 +280,7 @@ fn backing(
     }
     let file = PathBuf::from(BACKING);
     let left_over = (disk.left_over)(&file);
-    // The directory may not be there yet; its file system is that of the nearest one that is.
+    // The directory may not exist yet; its file system is that of the nearest ancestor that exists.
     let free = file.ancestors().skip(1).find_map(disk.free).unwrap_or_default();
     let room = ByteSize(free.0 + left_over.unwrap_or_default().0);
     if (disk.is_there)(&file) && left_over.is_none() {
@@ -353,9 +352,9 @@ fn vram_size(
     Ok((size, format!("about {left} {what}{display}")))
 }
 
-/// The store, and why its pages go by the window alone where nobody said how: on a laptop the
-/// memory that a CUDA context takes, of the RAM and of the card, is worth more than its speed. A
-/// card without a window is served as ever.
+/// Chooses the store's path, with the reason, if no option does. On a laptop it is the window
+/// alone: the RAM and card memory of a CUDA context are worth more than its speed. A card without a
+/// window is served as ever.
 fn path(store: &StoreChoice, machine: &Machine) -> (StoreChoice, Option<String>) {
     match (store, machine.portable()) {
         (StoreChoice::Vram(url), Some(case))
@@ -551,8 +550,8 @@ mod tests {
         };
         let taken = (vec![BACKING.to_owned()], vec![PathBuf::from(BACKING)]);
         assert_eq!(offered(&[], 8).ok(), Some(taken.clone()));
-        // After the power went off its file is still there: it is taken again, and somebody else's
-        // is not.
+        // After a power failure the backing file is still there: Weir takes its own file again, and
+        // never another program's.
         let there = |left_over: Option<ByteSize>| {
             let free = |directory: &Path| (directory == Path::new("/")).then_some(ByteSize(4 << 30));
             let disk = Disk { free: &free, left_over: &|_| left_over, is_there: &|_| true };
@@ -621,7 +620,7 @@ mod tests {
         );
         let host = options(&["--store", "host", "--size", "1G"]);
         assert_eq!(remarks(&host, &loses.machine(), &[]), Vec::<String>::new());
-        // The unit of the package helps only who leaves the directory as it is.
+        // The package's unit works only with the default directory.
         let unit = "/usr/lib/systemd/system/sleep.target.requires/weir-sleep.service";
         let loses = loses.with("/run/systemd/system/x", "").with(unit, "");
         assert_eq!(remarks(&options(&[]), &loses.machine(), &[]), Vec::<String>::new());

@@ -1,6 +1,6 @@
-//! `weir restart`: another daemon under a device that stays, for instance after an upgrade. The
-//! daemon ends as if it crashed, and its keeper starts the program that now lies where the old one
-//! did; that one takes every page over, and gives NBD devices new connections.
+//! `weir restart`: replaces the daemon under a device that stays, for instance after an upgrade.
+//! The daemon ends as if it had crashed. Its keeper then starts the program that is installed now,
+//! which takes over every page and gives NBD devices new connections.
 
 use super::options::RestartOptions;
 use super::service;
@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use weir_cli::failure::Failure;
 use weir_system::Machine;
 
-/// How long a new daemon may take to answer.
+/// Time that a new daemon may take to answer.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Replaces the daemons of all parts, one after another.
@@ -35,13 +35,13 @@ pub fn run(options: &RestartOptions) -> Result<(), Failure> {
              programs die of that; run weir off, then weir on"
         )));
     }
-    // From here on this process may not wait for pages that nobody serves.
+    // From here on this process must not wait for swapped pages, since no daemon serves them.
     weir_core::swap_safety::lock_all_memory()
         .map_err(|error| Failure::Failed(format!("{error}; run as root")))?;
     directories(&journal).try_for_each(replace)
 }
 
-/// Each daemon's directory.
+/// The directories of all daemons.
 fn directories(journal: &Journal) -> impl Iterator<Item = &Path> {
     journal.state().steps.iter().filter_map(|step| match step {
         Step::Daemon { directory, .. } => Some(directory.as_path()),

@@ -1,4 +1,4 @@
-//! The daemon under its keeper: started so that it outlives `weir on`, and ended.
+//! Starts and ends the daemon under its keeper, so that it outlives `weir on`.
 
 use super::options::DIRECTORY;
 use super::settings::systemctl;
@@ -26,19 +26,19 @@ use weir_system::device_use;
 /// The unit that the package installs; its configuration is the file that [`Service`] writes.
 pub const UNIT: &str = "weir.service";
 
-/// How long a daemon may take to serve: a large card's memory is taken and cleared, and a backing
-/// file is written, a TiB at 300 MB/s. It says how far it is, and whoever does not want to wait
-/// interrupts it.
+/// Time that a daemon may take until it serves. It takes and clears a large card's memory, and
+/// writes a backing file (a TiB at 300 MB/s). It shows its progress, and an impatient user can
+/// interrupt it.
 const START: Duration = Duration::from_secs(3600);
-/// How long it may take to end.
+/// Time that a daemon may take to end.
 const END: Duration = Duration::from_secs(30);
-/// How long it waits at most for who has its device open, and a little.
+/// Longest time that a daemon waits for a program that has its device open, with a margin.
 const OPEN: Duration = Duration::from_secs(12);
 
-/// Before the command that runs in a scope of the system's. In that of a user's session the daemon
-/// would be killed some time after the user has gone, and stand still with all users' processes
-/// before a sleep, while others wait for their pages. Without default dependencies, the scope is
-/// not ended when the machine is.
+/// The start of a command that runs a daemon in a system scope. In a user session's scope the
+/// daemon would be killed some time after the user's logout. It would also freeze with all users'
+/// processes before a sleep, while other programs wait for their pages. Without default
+/// dependencies, the scope is not stopped at shutdown.
 const SCOPE: [&str; 7] = [
     "--scope",
     "--quiet",
@@ -48,27 +48,26 @@ const SCOPE: [&str; 7] = [
     "--property=DefaultDependencies=no",
     "--property=SendSIGKILL=no",
 ];
-/// The package's timer looks at the battery while there is a scope that wants it, on behalf of
-/// [`DIRECTORY`] alone.
+/// Has the package's timer check the battery while this scope exists; only for [`DIRECTORY`].
 const WATCHED: &str = "--property=Wants=weir-power.timer";
 
 /// A daemon to start: its directory and its options.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Service {
-    /// Where configuration, sockets and log are.
+    /// The directory of configuration, sockets and log.
     pub directory: PathBuf,
-    /// The systemd unit to start; `None`: a process of its own session.
+    /// The systemd unit to start; `None`: a process with a session of its own.
     pub unit: Option<String>,
     /// The options of `weir serve`.
     pub config: Table,
 }
 
-/// The socket at which a daemon listens for the kernel's NBD client.
+/// The socket where a daemon listens for the kernel's NBD client.
 pub fn nbd_socket(directory: &Path) -> PathBuf {
     directory.join("nbd.sock")
 }
 
-/// The socket at which it answers `weir status`.
+/// The socket where a daemon answers `weir status`.
 pub fn control_socket(directory: &Path) -> PathBuf {
     directory.join(control::SOCKET)
 }
@@ -78,7 +77,7 @@ pub fn fuse_file(directory: &Path) -> PathBuf {
     directory.join("disk")
 }
 
-/// The options of its daemon.
+/// The configuration file of a daemon.
 pub fn config_file(directory: &Path) -> PathBuf {
     directory.join("weir.toml")
 }
@@ -88,15 +87,15 @@ fn log_file(directory: &Path) -> PathBuf {
 }
 
 impl Service {
-    /// Starts it and waits until it serves.
+    /// Starts the daemon and waits until it serves.
     ///
     /// # Errors
-    /// The last line that it said, where it ended instead.
+    /// Fails with the daemon's last line, if it ended instead.
     pub fn start(&self, journal: &mut Journal) -> Result<Status, Failure> {
         let control = control_socket(&self.directory);
         if UnixStream::connect(&control).is_ok() {
-            // It may lack every protection that swap needs, and it would be taken for the one that
-            // is started here.
+            // A daemon that answers already may lack every protection that swap needs, and would be
+            // taken for the new one.
             return Err(Failure::Failed(format!(
                 "a daemon that weir on did not start answers at {}; end it first",
                 control.display()
@@ -125,7 +124,7 @@ impl Service {
         self.wait(child.as_mut(), begun)
     }
 
-    /// In its own session, so that no terminal takes it along.
+    /// Starts the daemon in its own session, so that closing a terminal does not end it.
     fn spawn(&self) -> io::Result<Child> {
         let log = fs::File::create(log_file(&self.directory))?;
         let program = std::env::current_exe()?;
@@ -190,7 +189,7 @@ impl Service {
     }
 }
 
-/// Whether systemd is this machine's init (sd_booted(3)), and starts scopes.
+/// Whether systemd is this machine's init (sd_booted(3)), and can start scopes.
 fn systemd_runs() -> bool {
     Path::new("/run/systemd/system").is_dir()
         && Command::new("systemd-run").arg("--version").stdout(Stdio::null()).status().is_ok()
@@ -201,16 +200,15 @@ fn last_line(directory: &Path) -> Option<String> {
     last_of(&fs::read_to_string(log_file(directory)).ok()?)
 }
 
-/// The last line since the start of the daemon whose unit has failed, if there is a
-/// journal.
+/// The last log line of the failed unit since its daemon's start, if there is a journal.
 fn last_line_of_unit(unit: &str, started: SystemTime) -> Option<String> {
     let said = |arguments: &[&str]| {
         let output = Command::new("journalctl").args(arguments).stdin(Stdio::null()).output().ok()?;
         String::from_utf8(output.stdout).ok()
     };
-    // The field is of lines that the unit's own processes wrote: what systemd says of them comes
-    // after, and is no reason. The number of the start would be exact, but lines of processes that
-    // end at once may lack it.
+    // The field selects lines that the unit's own processes wrote. systemd's lines about the unit
+    // come later and give no reason. The id of this start would be exact, but lines of processes
+    // that end at once may lack it.
     let own = format!("_SYSTEMD_UNIT={unit}");
     let since = format!("--since=@{}", started.duration_since(UNIX_EPOCH).ok()?.as_secs());
     said(&["--sync"]);
@@ -229,17 +227,17 @@ fn last_of(text: &str) -> Option<String> {
     Some(line.strip_prefix("weir: ").unwrap_or(line).to_owned())
 }
 
-/// Ends a daemon, and removes what it leaves. Nothing may use its device any more.
+/// Ends a daemon, and removes its files. Nothing may use its device any more.
 ///
 /// # Errors
-/// When it does not end in time. It is not killed: that is for somebody who has looked.
+/// Fails when the daemon does not end in time. It is not killed: a person should look first.
 pub fn stop(directory: &Path, unit: Option<&str>, process: Option<Process>) -> Result<(), Failure> {
-    // The unit refuses to be stopped by hand, and would while the device is in use: it ends with
-    // its process.
+    // The unit refuses to be stopped by hand, and would refuse while the device is in use. It ends
+    // with its process.
     if let Some(process) = process.or_else(|| unit.and_then(main_process)) {
         end(process, directory)?;
     }
-    // One whose number was not written down, or whose keeper was killed.
+    // The daemon's process id was not recorded, or its keeper was killed.
     if let Some(process) = keeper_of(directory) {
         end(process, directory)?;
     }
@@ -248,7 +246,7 @@ pub fn stop(directory: &Path, unit: Option<&str>, process: Option<Process>) -> R
         // A unit that has failed is listed until it is reset.
         let _ = systemctl(&["reset-failed", unit]);
     }
-    // Killed processes did not remove these themselves.
+    // Killed processes did not remove these files themselves.
     for file in
         [config_file(directory), log_file(directory), nbd_socket(directory), control_socket(directory)]
     {
@@ -259,7 +257,7 @@ pub fn stop(directory: &Path, unit: Option<&str>, process: Option<Process>) -> R
             _ => {}
         }
     }
-    // The directory of a further part; the first one's still holds the state.
+    // Removes the directory of a further part; the first part's directory still holds the state.
     let _ = fs::remove_dir(directory);
     Ok(())
 }
@@ -271,9 +269,9 @@ fn main_process(unit: &str) -> Option<Process> {
     identify(String::from_utf8_lossy(&output.stdout).trim().parse().ok()?).ok()
 }
 
-/// The keeper that runs on this directory's configuration, if one does: `weir on` may have died
-/// before it wrote its number down. Its daemon has the same command line, and the keeper for
-/// parent; where that was killed, the daemon is found. Nobody else's process is taken for one.
+/// The keeper that runs with this directory's configuration, if one does: `weir on` may have died
+/// before it recorded the process id. The daemon has the same command line and the keeper as
+/// parent; if the keeper was killed, this finds the daemon. No other program's process matches.
 fn keeper_of(directory: &Path) -> Option<Process> {
     let config = config_file(directory);
     let wanted = ["serve".as_bytes(), b"--config", config.as_os_str().as_encoded_bytes()];
@@ -337,8 +335,8 @@ fn end(process: Process, directory: &Path) -> Result<(), Failure> {
     )))
 }
 
-/// The next step for a daemon that does not end. An NBD or loop device gets errors once nobody
-/// serves it; a ublk device waits.
+/// The next step for a daemon that does not end. An NBD or loop device without a daemon gets
+/// errors; a ublk device waits.
 fn next_step(directory: &Path) -> &'static str {
     let options = fs::read_to_string(config_file(directory)).unwrap_or_default();
     let is_ublk = options.parse::<Table>().is_ok_and(|options| options.contains_key("ublk"));
@@ -355,7 +353,7 @@ fn ended(pidfd: BorrowedFd<'_>, within: Duration) -> Result<bool, Errno> {
     loop {
         let timeout = Timespec::try_from(within.saturating_sub(begun.elapsed())).expect("seconds");
         match poll(&mut [PollFd::from_borrowed_fd(pidfd, PollFlags::IN)], Some(&timeout)) {
-            // Ctrl-C comes too late: nothing is swapped there any more, and half of it off is of no
+            // Ctrl-C comes too late: the swap is off already, and a half removed device is of no
             // use.
             Err(Errno::INTR) => {}
             ready => return ready.map(|ready| ready > 0),
@@ -363,33 +361,33 @@ fn ended(pidfd: BorrowedFd<'_>, within: Duration) -> Result<bool, Errno> {
     }
 }
 
-/// The user that keeps the daemon in `directory` from ending by having its ublk device open. Where
-/// it is on its way down it answers no more; and where nobody has it open, it may not have heard
-/// yet, as while it takes over from another.
+/// Names the program that has the ublk device open and so keeps the daemon in `directory` from
+/// ending. A daemon that is about to end answers no more. If no program has the device open, the
+/// daemon may not know yet, as during a takeover.
 fn open_device(directory: &Path) -> Option<String> {
     let status = control::status(&control_socket(directory)).ok()?;
     let device = status.exports.into_iter().find(|export| export.kind == "ublk")?.address;
     device_use::user_or_opener(&device).map(|user| device_use::in_use(&device, &user))
 }
 
-/// A running process, by its number. A zombie has ended.
+/// Identifies a running process by its number. A zombie counts as ended.
 pub fn identify(pid: u32) -> io::Result<Process> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
     let missing = || io::Error::other(format!("/proc/{pid}/stat makes no sense"));
     if fields(&stat).next() == Some("Z") {
         return Err(io::ErrorKind::NotFound.into());
     }
-    // Field 22 by proc(5); fields() begins with the third.
+    // proc(5) counts the start time as field 22; fields() begins with field 3.
     let started = fields(&stat).nth(19).and_then(|field| field.parse().ok()).ok_or_else(missing)?;
     Ok(Process { pid, started })
 }
 
-/// The fields after the name, which may hold blanks and parentheses: state, parent, ...
+/// The fields after the process's name, which may hold blanks and parentheses: state, parent, ...
 fn fields(stat: &str) -> impl Iterator<Item = &str> {
     stat.rsplit_once(')').map_or("", |(_, rest)| rest).split_whitespace()
 }
 
-/// A list as TOML has it.
+/// A list as a TOML value.
 pub fn list(values: impl IntoIterator<Item = String>) -> Value {
     Value::Array(values.into_iter().map(Value::String).collect())
 }

@@ -1,5 +1,4 @@
-//! The few settings of the kernel that `weir on` changes, each with its reason, and how each is put
-//! back.
+//! The few kernel settings that `weir on` changes, each with its reason, and how each is restored.
 
 use super::state::{Front, Journal, Step};
 use std::fs;
@@ -11,24 +10,25 @@ use weir_system::Machine;
 /// A setting that is to have another value.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Wish {
-    /// Below `/proc/sys` or `/sys`.
+    /// The setting's file, below `/proc/sys` or `/sys`.
     pub path: PathBuf,
-    /// Its value now.
+    /// The setting's value now.
     pub before: String,
-    /// Its value to come.
+    /// The setting's new value.
     pub after: String,
-    /// Why, in a few words.
+    /// The reason for the change, in a few words.
     pub why: &'static str,
 }
 
-/// The changes for this machine; a setting that it does not have, or that is right already, is left
-/// alone. Each has a figure in docs/desktop.md, and so has what is not here: vm.page-cluster.
+/// The changes for this machine. A setting that it does not have, or that is right already, is left
+/// alone. docs/desktop.md has a figure for each change, and for a setting that is not changed:
+/// vm.page-cluster.
 pub fn wishes(machine: &Machine, front: Front) -> Vec<Wish> {
     reserve(machine, front).into_iter().collect()
 }
 
-/// Every reply by NBD takes a buffer of the kernel, also when no memory is free; its threads may
-/// take from this reserve.
+/// Raises the kernel's reserve of free memory. Every NBD reply takes a kernel buffer, even when no
+/// memory is free, and the kernel's NBD threads may take it from this reserve.
 fn reserve(machine: &Machine, front: Front) -> Option<Wish> {
     const MIN_FREE: &str = "/proc/sys/vm/min_free_kbytes";
     if front != Front::Nbd {
@@ -44,7 +44,7 @@ fn reserve(machine: &Machine, front: Front) -> Option<Wish> {
     })
 }
 
-/// A twentieth of the memory, 16 MiB at least and 128 MiB at most.
+/// The size of the reserve: a twentieth of the memory, at least 16 MiB and at most 128 MiB.
 fn reserve_kib(total_kib: u64) -> u64 {
     (total_kib / 20).clamp(16 << 10, 128 << 10)
 }
@@ -60,7 +60,7 @@ pub fn apply(wish: &Wish, journal: &mut Journal) -> Result<(), Failure> {
     write(&wish.path, &wish.after)
 }
 
-/// Puts one back, unless somebody else has changed it meanwhile: then theirs stays.
+/// Restores one setting, unless another program has changed it meanwhile: then that value stays.
 pub fn restore(path: &Path, before: &str, after: &str) -> Result<(), Failure> {
     match fs::read_to_string(path) {
         Ok(now) if now.trim() == after => write(path, before),
@@ -82,7 +82,7 @@ fn write(path: &Path, value: &str) -> Result<(), Failure> {
         .map_err(|error| Failure::Failed(format!("cannot set {} to {value}: {error}", path.display())))
 }
 
-/// Runs `systemctl`, quietly.
+/// Runs `systemctl` and hides its output.
 pub fn systemctl(arguments: &[&str]) -> Result<(), Failure> {
     let output = Command::new("systemctl")
         .args(arguments)

@@ -1,4 +1,4 @@
-//! How large the device is to be when nobody says.
+//! Chooses the device's size if no option gives one.
 //!
 //! The rules are those of nbd-vram's installer. A card gives all that it has, less 1 GiB for its
 //! other users, less 3 GiB if it drives a display. If that much cannot be had, 512 MiB less is
@@ -14,46 +14,46 @@ const MIB: u64 = 1 << 20;
 pub const HEADROOM: ByteSize = ByteSize(1 << 30);
 /// Memory left to others on a card that drives a display.
 pub const HEADROOM_DISPLAY: ByteSize = ByteSize(3 << 30);
-/// By how much a try is smaller than the one that failed.
+/// The step by which a try is smaller than the one that failed.
 pub const STEP: ByteSize = ByteSize(512 * MIB);
-/// Less than this is not worth a device.
+/// Least size that is worth a device.
 pub const LEAST: ByteSize = ByteSize(256 * MIB);
-/// Memory that a daemon without a backing takes beyond its size, for writes under way: 1.25 MiB for
-/// each of its connections and threads, of which `weir on` makes 14 at most.
+/// Memory that a daemon without a backing takes beyond its size, for writes under way. It is 1.25
+/// MiB for each connection and thread, of which `weir on` makes at most 14.
 const UNDER_WAY: ByteSize = ByteSize(32 * MIB);
 
 /// A card's memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Card {
-    /// All of it.
+    /// The card's memory in total.
     pub total: ByteSize,
-    /// Free memory, if that is known.
+    /// The card's free memory, if that is known.
     pub free: Option<ByteSize>,
-    /// Whether a display hangs on it.
+    /// Whether a display is connected to the card.
     pub display: bool,
 }
 
 impl Card {
-    /// Memory left to others.
+    /// Memory of this card that is left to other programs.
     pub fn headroom(self) -> ByteSize {
         if self.display { HEADROOM_DISPLAY } else { HEADROOM }
     }
 
-    /// Free memory; all of it, if that is not known.
+    /// The card's free memory; all of it, if that is not known.
     pub fn free(self) -> ByteSize {
         self.free.unwrap_or(self.total)
     }
 }
 
-/// Memory that the daemons of a device in `parts` may take of each card beyond its size: a store
-/// takes whole chunks.
+/// Memory that the daemons of a device in `parts` may take of each card beyond its size, because a
+/// store takes whole chunks.
 pub fn beyond(url: &VramUrl, parts: u64) -> ByteSize {
     ByteSize(UNDER_WAY.0.next_multiple_of(url.chunk.0) * parts)
 }
 
-/// Memory that one card can give: its total less the headroom, and no more than is free now less
-/// the floor and what the daemons take beyond; whole steps of 128 MiB, the usual chunk of the
-/// store, or of a larger chunk. `None` where that is less than [`LEAST`].
+/// Memory that one card can give: its total less the headroom. It is no more than the free memory
+/// less the floor and less what the daemons take beyond their size. It is a multiple of 128 MiB,
+/// the store's usual chunk, or of a larger chunk. `None` if it is less than [`LEAST`].
 pub fn of_card(card: Card, url: &VramUrl, parts: u64) -> Option<ByteSize> {
     let spare = card.free().0.saturating_sub(url.floor.0).saturating_sub(beyond(url, parts).0);
     let lent = card.total.0.saturating_sub(card.headroom().0).min(spare);
@@ -63,13 +63,13 @@ pub fn of_card(card: Card, url: &VramUrl, parts: u64) -> Option<ByteSize> {
 }
 
 /// Memory that all cards can give together. The store takes equal parts of each, so the smallest
-/// decides.
+/// card decides.
 pub fn of_cards(cards: &[Card], url: &VramUrl, parts: u64) -> Option<ByteSize> {
     let least = cards.iter().map(|card| of_card(*card, url, parts)).min().flatten()?;
     Some(ByteSize(least.0 * cards.len() as u64))
 }
 
-/// The sizes to try, one after another, until one is to be had.
+/// The sizes to try, one after another, until the memory can be had.
 pub fn tries(first: ByteSize) -> impl Iterator<Item = ByteSize> {
     std::iter::successors(Some(first), |last| last.0.checked_sub(STEP.0).map(ByteSize))
         .enumerate()
@@ -77,7 +77,7 @@ pub fn tries(first: ByteSize) -> impl Iterator<Item = ByteSize> {
         .map(|(_, size)| size)
 }
 
-/// One of `parts` equal parts, in whole pages; for GPU memory in whole chunks of 128 MiB.
+/// The size of one of `parts` equal parts: whole pages, and for GPU memory whole chunks of 128 MiB.
 pub fn part(size: ByteSize, parts: u64, unit: u64) -> ByteSize {
     ByteSize(size.0 / parts / unit * unit)
 }
@@ -99,8 +99,8 @@ mod tests {
         of_card(card, &vram(), 1)
     }
 
-    /// Memory that the store takes of each card for a device of this size: the rounding of
-    /// `weir-store/vram`.
+    /// Memory that the store takes of each card for a device of this size. It rounds as
+    /// `weir-store/vram` does.
     fn taken(size: ByteSize, cards: u64, url: &VramUrl, parts: u64) -> u64 {
         let part = part(size, parts, url.chunk.0).0 + UNDER_WAY.0;
         part.div_ceil(cards).next_multiple_of(url.chunk.0) * parts

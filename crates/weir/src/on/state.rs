@@ -1,5 +1,5 @@
-//! The changes of `weir on` to the machine, on disk before they are made: so `weir off` undoes all
-//! of it, also after a crash between two steps.
+//! The journal of `weir on`: its changes to the machine, on disk before they are made. So `weir
+//! off` can undo all of them, even after a crash between two steps.
 
 use serde::{Deserialize, Serialize};
 use std::fs;
@@ -8,40 +8,40 @@ use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use weir_cli::failure::Failure;
 
-/// The version of the file.
+/// The version of the journal's file.
 const SCHEMA: u32 = 1;
 
-/// The file in the run-time directory.
+/// The journal's file in the run-time directory.
 const FILE: &str = "state.json";
 
-/// Something that was changed, with what is needed to change it back.
+/// A change to the machine, with the values that undo it.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(tag = "step", rename_all = "kebab-case")]
 pub enum Step {
     /// A kernel module that was not loaded before.
     Module {
-        /// As modprobe knows it.
+        /// The module's name for modprobe.
         name: String,
     },
     /// A file that was not there before, and its directory.
     File {
-        /// The file.
+        /// The file's path.
         path: PathBuf,
     },
     /// A daemon with its keeper.
     Daemon {
-        /// Where its configuration, sockets and log are.
+        /// The directory of the daemon's configuration, sockets and log.
         directory: PathBuf,
-        /// The systemd unit that runs it, if one does.
+        /// The systemd unit that runs the daemon, if one does.
         unit: Option<String>,
-        /// The keeper, where no unit does.
+        /// The keeper's process, if no unit runs the daemon.
         process: Option<Process>,
     },
     /// A block device.
     Device {
-        /// `/dev/nbd0`.
+        /// The device's path, such as `/dev/nbd0`.
         path: PathBuf,
-        /// How it was made.
+        /// The front end that made the device.
         front: Front,
         /// The file under a loop device, or the socket behind an NBD device.
         #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -50,54 +50,53 @@ pub enum Step {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         by: Option<u32>,
     },
-    /// A file of the kernel's settings.
+    /// A kernel setting.
     Setting {
-        /// Below `/proc/sys` or `/sys`.
+        /// The setting's file, below `/proc/sys` or `/sys`.
         path: PathBuf,
-        /// Its value before.
+        /// The setting's value before the change.
         before: String,
-        /// Its value now.
+        /// The setting's value after the change.
         after: String,
-        /// Why.
+        /// The reason for the change.
         why: String,
     },
-    /// systemd units that may not start meanwhile, masked until the next boot at most.
+    /// systemd units that may not start while Weir is on, masked until the next boot at most.
     Mask {
         /// The names of the units.
         units: Vec<String>,
     },
-    /// A part that was turned off to give its memory back, with what it takes to turn it on again.
+    /// A part that was turned off to give its memory back, with the values that turn it on again.
     Away {
-        /// The directory of its daemon.
+        /// The directory of the part's daemon.
         directory: PathBuf,
         /// The daemon's options.
         config: String,
-        /// The front end that made its device.
+        /// The front end that made the part's device.
         front: Front,
-        /// The priority of its device.
+        /// The priority of the part's device.
         priority: i32,
-        /// Its size.
+        /// The part's size in bytes.
         bytes: u64,
-        /// It is off while the machine sleeps, and nobody asked for more.
+        /// The part is off only while the machine sleeps.
         #[serde(default)]
         asleep: bool,
     },
     /// A device on which the kernel swaps.
     Swap {
-        /// The device.
+        /// The device's path.
         path: PathBuf,
-        /// Its priority.
+        /// The device's priority among the swap devices.
         priority: i32,
     },
 }
 
-/// A process, with the moment of its start, so that another one of the same number is not taken for
-/// it.
+/// A process with the time of its start, which tells it from a later process of the same number.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Process {
-    /// Its number.
+    /// The process's number.
     pub pid: u32,
-    /// Field 22 of `/proc/PID/stat`.
+    /// The time of the process's start: field 22 of `/proc/PID/stat`.
     pub started: u64,
 }
 
@@ -113,19 +112,19 @@ pub enum Front {
     Fuse,
 }
 
-/// How far `weir on` came.
+/// The progress of `weir on` or `weir off`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Phase {
-    /// Some of its steps are done.
+    /// Some steps are done.
     TurningOn,
-    /// All of them.
+    /// All steps are done.
     On,
-    /// Some are undone.
+    /// Some steps are undone.
     TurningOff,
 }
 
-/// The command line that does the same again.
+/// The command line that turns the same device on again.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Again {
     /// The arguments of `weir on`.
@@ -136,19 +135,19 @@ pub struct Again {
     pub directory: PathBuf,
 }
 
-/// The content of the file.
+/// The content of the journal's file.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct State {
-    /// [`SCHEMA`].
+    /// The schema's version: [`SCHEMA`].
     pub schema: u32,
-    /// The version that wrote it.
+    /// The version of Weir that wrote the file.
     pub version: String,
-    /// How far it came.
+    /// The progress of `weir on` or `weir off`.
     pub phase: Phase,
-    /// The command line of `weir on`, to do the same again.
+    /// The command line of `weir on`, to turn the same device on again.
     #[serde(flatten)]
     pub again: Again,
-    /// How many devices there are, those that are away among them.
+    /// The number of parts, with those that are away.
     #[serde(default)]
     pub parts: u8,
     /// The steps that were done, in order.
@@ -164,16 +163,16 @@ impl State {
         })
     }
 
-    /// Whether it is on, and every part has given its memory back: there is nothing to swap on, and
-    /// nobody who answers.
+    /// Whether Weir is on and every part is away: then there is nothing to swap on, and no daemon
+    /// that answers.
     pub fn is_all_away(&self) -> bool {
         let is_away = |step: &Step| matches!(step, Step::Away { .. });
         self.phase == Phase::On && self.swaps().next().is_none() && self.steps.iter().any(is_away)
     }
 }
 
-/// Takes the lock. A child that a killed weir on had just started has it too until it runs its own
-/// program, so one refusal says little.
+/// Takes the lock. A child of a killed `weir on` may hold it too, until it runs its own program, so
+/// one refusal says little.
 fn lock_soon(file: &fs::File) -> rustix::io::Result<()> {
     const TRIES: u32 = 25;
     let mut result = Ok(());
@@ -187,14 +186,14 @@ fn lock_soon(file: &fs::File) -> rustix::io::Result<()> {
     result
 }
 
-/// Whether this open directory is the one that the path leads to now.
+/// Whether this open directory is still the one at the path.
 fn is_at(open: &fs::File, path: &Path) -> bool {
     let identity = |found: io::Result<fs::Metadata>| found.map(|found| (found.dev(), found.ino())).ok();
     let there = identity(fs::metadata(path));
     there.is_some() && there == identity(open.metadata())
 }
 
-/// The run-time directory, held against another `weir on` or `off`, with the state in it.
+/// The run-time directory, locked against another `weir on` or `off`, with the state in it.
 #[derive(Debug)]
 pub struct Journal {
     directory: PathBuf,
@@ -202,23 +201,24 @@ pub struct Journal {
     state: State,
 }
 
-/// The lock. It is let go of by name: closing would leave it to a child that another thread has
-/// just started, until that one runs its own program.
+/// The lock of the directory, which is unlocked explicitly. Closing alone would leave it to a child
+/// that another thread has just started, until that child runs its own program.
 #[derive(Debug)]
 struct Lock(fs::File);
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // It goes with the last descriptor at the latest.
+        // The lock ends at the latest with the last descriptor.
         let _ = rustix::fs::flock(&self.0, rustix::fs::FlockOperation::Unlock);
     }
 }
 
 impl Journal {
-    /// Takes the directory, makes it where it is missing, and reads what is there.
+    /// Locks the directory, makes it if it is missing, and reads the state in it.
     ///
     /// # Errors
-    /// When it cannot be made, another process has it, or the file is not of this schema.
+    /// Fails when the directory cannot be made, another process has it, or the file has another
+    /// schema.
     pub fn open(directory: &Path) -> Result<Self, Failure> {
         let failed = |error: io::Error| {
             let is_root = rustix::process::geteuid().is_root();
@@ -228,7 +228,7 @@ impl Journal {
         let lock = loop {
             fs::DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(failed)?;
             let lock = match fs::File::open(directory) {
-                // Its owner has removed it just now.
+                // The process that held it has just removed it.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
                 lock => lock.map_err(failed)?,
             };
@@ -242,8 +242,7 @@ impl Journal {
                 }
                 Err(errno) => return Err(failed(errno.into())),
             }
-            // The lock of a directory that was removed meanwhile keeps nobody out of the one that
-            // is there now.
+            // The lock of a removed directory does not protect the new directory at the path.
             if is_at(&lock, directory) {
                 break lock;
             }
@@ -260,49 +259,49 @@ impl Journal {
         Ok(Journal { directory: directory.to_owned(), _lock: Lock(lock), state })
     }
 
-    /// The state so far.
+    /// The state as recorded so far.
     pub fn state(&self) -> &State {
         &self.state
     }
 
-    /// Writes down what is about to be done.
+    /// Records a step that is about to be done.
     pub fn intend(&mut self, step: Step) -> Result<(), Failure> {
         self.state.steps.push(step);
         self.save()
     }
 
-    /// Corrects the last step, once more of it is known.
+    /// Corrects the last step, once more is known about it.
     pub fn amend(&mut self, step: Step) -> Result<(), Failure> {
         self.state.steps.pop();
         self.intend(step)
     }
 
-    /// Strikes steps out: they are undone.
+    /// Strikes steps out that are undone.
     pub fn remove(&mut self, which: impl Fn(&Step) -> bool) -> Result<(), Failure> {
         self.state.steps.retain(|step| !which(step));
         self.save()
     }
 
-    /// Corrects steps, wherever they are.
+    /// Corrects steps anywhere in the list.
     pub fn revise(&mut self, change: impl FnMut(&mut Step)) -> Result<(), Failure> {
         self.state.steps.iter_mut().for_each(change);
         self.save()
     }
 
-    /// Writes down what `weir on` was given.
+    /// Records the arguments of `weir on`.
     pub fn begin(&mut self, again: Again, parts: u8) -> Result<(), Failure> {
         self.state.again = again;
         self.state.parts = parts;
         self.enter(Phase::TurningOn)
     }
 
-    /// Writes down how far it came.
+    /// Records the progress.
     pub fn enter(&mut self, phase: Phase) -> Result<(), Failure> {
         self.state.phase = phase;
         self.save()
     }
 
-    /// Whole or not at all: a new file takes the old one's place.
+    /// Writes the file whole or not at all: a new file replaces the old one.
     fn save(&self) -> Result<(), Failure> {
         let path = self.directory.join(FILE);
         let save = || -> io::Result<()> {
@@ -315,7 +314,7 @@ impl Journal {
         save().map_err(|error| Failure::Failed(format!("cannot write {}: {error}", path.display())))
     }
 
-    /// Removes the file, and the directory if nothing else is in it.
+    /// Removes the journal's file, and the directory if it is then empty.
     pub fn delete(self) -> Result<(), Failure> {
         for name in [FILE, "state.json.new"] {
             match fs::remove_file(self.directory.join(name)) {
@@ -324,7 +323,7 @@ impl Journal {
             }
         }
         match fs::remove_dir(&self.directory) {
-            // systemd removes a unit's run-time directory itself; other files there are not ours.
+            // systemd removes a unit's run-time directory itself; other files there are not Weir's.
             Ok(()) => Ok(()),
             Err(error)
                 if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ENOTEMPTY | libc::EBUSY)) =>
@@ -402,7 +401,7 @@ mod tests {
     fn a_child_that_still_has_the_descriptor_does_not_keep_the_lock() {
         let directory = directory("child");
         let journal = Journal::open(&directory).expect("a journal");
-        // A child between fork and exec is another holder of the same open file.
+        // A child between fork and exec holds the same open file.
         let child = journal._lock.0.try_clone().expect("a descriptor");
         drop(journal);
         let again = fs::File::open(&directory).expect("there");
@@ -420,7 +419,7 @@ mod tests {
             let directory = directory.clone();
             move || Journal::open(&directory).expect("once the first has let it go")
         });
-        // Until it waits: it has the directory open then.
+        // Waits until the other thread waits for the lock: then it has the directory open.
         let opened = |entry: fs::DirEntry| fs::read_link(entry.path()).is_ok_and(|path| path == directory);
         let twice = || {
             fs::read_dir("/proc/self/fd")

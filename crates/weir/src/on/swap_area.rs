@@ -10,15 +10,15 @@ const LABEL: &[u8] = b"weir";
 const MAGIC: &[u8; 10] = b"SWAPSPACE2";
 const VERSION: u32 = 1;
 
-// Offsets into the first page. The 1024 bytes before are a boot sector's.
+// Offsets into the first page. The first 1024 bytes belong to a boot sector.
 const AT_VERSION: usize = 1024;
 const AT_LAST_PAGE: usize = 1028;
 const AT_UUID: usize = 1036;
 const AT_LABEL: usize = 1052;
 const AT_MAGIC: usize = PAGE_SIZE - MAGIC.len();
 
-/// The first page of a swap area of `pages` pages; `None` where there is no room for one page
-/// beside it, or more pages than the header can count.
+/// The first page of a swap area of `pages` pages. `None` if there is no room for one more page, or
+/// there are more pages than the header can count.
 pub fn header(pages: u64, uuid: [u8; 16]) -> Option<[u8; PAGE_SIZE]> {
     let last = u32::try_from(pages.checked_sub(1)?).ok().filter(|last| *last > 0)?;
     let mut page = [0; PAGE_SIZE];
@@ -31,7 +31,7 @@ pub fn header(pages: u64, uuid: [u8; 16]) -> Option<[u8; PAGE_SIZE]> {
     Some(page)
 }
 
-/// Makes a swap area of the whole device, of `bytes`.
+/// Writes the header of a swap area that takes the whole device, of `bytes`.
 ///
 /// # Errors
 /// The error of the write to the device; `InvalidInput` if it is too small or too large for a swap
@@ -42,7 +42,7 @@ pub fn write(device: &File, bytes: u64) -> io::Result<()> {
     device.sync_all()
 }
 
-/// A version 4 UUID (RFC 9562).
+/// Makes a random UUID of version 4 (RFC 9562).
 fn random_uuid() -> io::Result<[u8; 16]> {
     let mut uuid = [0; 16];
     rustix::rand::getrandom(&mut uuid, rustix::rand::GetRandomFlags::empty())?;

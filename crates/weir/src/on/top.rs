@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use weir_cli::failure::Failure;
 use weir_core::{ByteSize, PAGE_SIZE};
 
-/// Shows it.
+/// Runs `weir top` until the user ends it.
 pub fn run(options: &TopOptions) -> Result<(), Failure> {
     let path = options.control.clone().unwrap_or_else(parts::find);
     let every = Duration::from_millis(options.interval_ms.into());
@@ -64,7 +64,7 @@ fn watch(
                 minutes.add(&seen);
                 last = now;
             }
-            // Another daemon is about to take over, or weir is off by now; the next look says more.
+            // Another daemon is about to take over, or Weir is off by now; the next look tells.
             Err(_) => {
                 seen.away = true;
                 minutes.add_nothing();
@@ -83,14 +83,14 @@ struct Seen {
     write_rate: f64,
     request_rate: f64,
     away: bool,
-    /// Of so many this daemon's device is the first.
+    /// The number of parts of the device whose first part is this daemon's.
     parts: u8,
 }
 
 impl Seen {
     fn between(then: &Status, now: Status, elapsed: Duration) -> Self {
         let rate = |count: u64| count as f64 / elapsed.as_secs_f64();
-        // Another daemon counts from zero.
+        // A new daemon counts from zero.
         let then = (then.pid == now.pid).then_some(then);
         let between = |of: fn(&Status) -> &Traffic| match then {
             Some(then) => of(&now).since(of(then)),
@@ -125,7 +125,8 @@ impl Seen {
         )
     }
 
-    /// Direction, rate, quantiles of what came since the last look, failures since the start.
+    /// For each direction: its name, rate, latency quantiles since the last look, and failures
+    /// since the start.
     fn directions(&self) -> [[String; 7]; 2] {
         let row = |name: &str, rate: f64, between: &Traffic, faults: u64| {
             let quantile = |us: Option<f64>| us.map_or("-".to_owned(), |us| format!("{us:.1}"));
@@ -140,14 +141,15 @@ impl Seen {
             ]
         };
         [
-            // As the kernel's user sees them: what is read comes in, what is written goes out.
+            // Directions are those of the kernel that swaps: pages that are read come in, written
+            // pages go out.
             row("in (read)", self.read_rate, &self.read, self.now.read.faults),
             row("out (write)", self.write_rate, &self.write, self.now.write.faults),
         ]
     }
 }
 
-/// The rates of the last looks, the newest first: what the sparklines show.
+/// The rates at the last looks, the newest first, which the sparklines show.
 #[derive(Default)]
 struct Minutes {
     read: VecDeque<u64>,
@@ -155,14 +157,15 @@ struct Minutes {
 }
 
 impl Minutes {
-    /// A look a second and a column a look: more than any terminal has columns.
+    /// Looks that are stored. One look a second makes one column, and no terminal has so many
+    /// columns.
     const LOOKS: usize = 600;
 
     fn add(&mut self, seen: &Seen) {
         self.push(seen.read_rate as u64, seen.write_rate as u64);
     }
 
-    /// The daemon did not answer: a gap.
+    /// Stores a gap for a look that the daemon did not answer.
     fn add_nothing(&mut self) {
         self.push(0, 0);
     }
@@ -224,8 +227,8 @@ fn plain(seen: &Seen) -> String {
     text
 }
 
-/// One direction's last minutes: its name and highest rate at the left, a column a look, the newest
-/// at the right.
+/// Draws one direction's last minutes: name and highest rate at the left, then a column for each
+/// look, the newest at the right.
 fn draw_minutes(frame: &mut Frame<'_>, name: &str, row: &VecDeque<u64>, area: Rect) {
     let [label, line] = Layout::horizontal([Constraint::Length(22), Constraint::Min(1)]).areas(area);
     let highest = Minutes::highest(row, line.width);
@@ -293,8 +296,8 @@ fn draw(frame: &mut Frame<'_>, seen: &Seen, minutes: &Minutes) {
         })
         .collect();
     frame.render_widget(Paragraph::new(exports.join("\n")), parts[3]);
-    // Each direction gets what is left of the screen, up to eight rows, and none where that is less
-    // than two.
+    // Each direction gets half of the rows that are left, up to eight; none if that is less than
+    // two.
     let rows = (parts[4].height / 2).min(8);
     if rows >= 2 {
         let areas = Layout::vertical([Constraint::Length(rows); 2]).spacing(0).split(parts[4]);
@@ -335,7 +338,7 @@ mod tests {
         assert!(title.contains("part 1 of 3 (weir status lists them) 1MiB:"), "{title}");
     }
 
-    /// Ninety seconds: a burst of reads a minute ago, then a ramp of writes.
+    /// Ninety seconds of rates: a burst of reads a minute ago, then a ramp of writes.
     fn a_minute() -> Minutes {
         let mut minutes = Minutes::default();
         for second in 0..90_u64 {
@@ -359,8 +362,8 @@ mod tests {
         for (columns, rows) in [(80, 24), (200, 60)] {
             let text = screen(columns, rows);
             assert!(text.contains("in, last minutes") && text.contains("out, last minutes"), "{text}");
-            // 4096 pages a second are 16 MiB; 44 looks of the ramp are the highest of the other.
-            // In 58 columns the burst, 61 to 70 looks ago, is past the left edge.
+            // The burst of 4096 pages a second is 16 MiB/s, and the ramp ends after 44 looks. In 58
+            // columns the burst, 61 to 70 looks ago, is past the left edge.
             let highest = if columns == 80 { "at most 0.2 MiB/s" } else { "at most 16.0 MiB/s" };
             assert!(text.contains(highest) && text.contains("at most 17.2 MiB/s"), "{text}");
             let full: Vec<&str> =
@@ -380,8 +383,8 @@ mod tests {
         assert_eq!((minutes.read[0], minutes.read[1]), (0, 1999), "a daemon that is away is a gap");
     }
 
-    /// Writes the screen for the pictures of `docs/pictures/draw`, where `WEIR_TOP_SCREENS` names a
-    /// directory.
+    /// Writes the screens that `docs/pictures/draw` turns into pictures, if `WEIR_TOP_SCREENS`
+    /// names a directory.
     #[test]
     fn the_screens_of_the_pictures_are_drawn() {
         let screens = [(80, 24), (200, 60)].map(|(columns, rows)| (columns, rows, screen(columns, rows)));

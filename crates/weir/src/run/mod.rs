@@ -1,8 +1,8 @@
-//! `weir run`: a program in less memory than it uses.
+//! `weir run`: runs a program in less memory than it uses.
 //!
-//! A daemon of its own holds the pages, and an object that is preloaded into the program bounds its
-//! memory. So whatever `weir serve` can keep pages in is a store here too, and a hundred programs
-//! with pages on a card need one context on it.
+//! A daemon of the run's own holds the pages, and an object that is preloaded into the program
+//! bounds its memory. So every store of `weir serve` works here too. A hundred programs with pages
+//! on a card need only one context on it.
 
 mod program;
 
@@ -25,26 +25,26 @@ use weir_pager::{BLOCK_PAGES, Ledger, directory};
 use weir_share::Client;
 use weir_store::StoreUrl;
 
-/// The object that is preloaded.
+/// The object that is preloaded into the program.
 const OBJECT: &str = "libweir_preload.so";
 /// Processes that can be bounded at a time; each has a thread in the daemon.
 const PROCESSES: u16 = 64;
-/// Processes in the background are spoken of if they go on for so long.
+/// Background processes are reported if they go on for longer than this.
 const SAY_AFTER: Duration = Duration::from_secs(1);
-/// Host memory for each byte that may be resident.
+/// Bytes of host memory for each byte that may be resident.
 const TIMES: u64 = 4;
 
-/// Runs it to its end, and ends as it does.
+/// Runs the program to its end, and ends with its exit status.
 pub fn run(options: &RunOptions) -> Result<(), Failure> {
     let (name, arguments) = options.program.split_first().expect("clap wants one at least");
     let path = program::find(name)?;
     program::check(&path)?;
     let object = object()?;
     weir_pager::probe().map_err(|error| Failure::Failed(chain(&error)))?;
-    // A signal that ends the program ends this one after it.
+    // A signal that ends the program ends this process after it.
     let signals = Signals::new([SIGINT, SIGQUIT, SIGTERM, SIGHUP]).map_err(Failure::failed)?;
     let daemon = Daemon::start(options)?;
-    // Processes that lose their parent are this one's from here on.
+    // From here on this process becomes the parent of processes that lose theirs.
     let _ = rustix::process::set_child_subreaper(Some(rustix::process::getpid()));
     let child = Command::new(&path)
         .arg0(name)
@@ -57,12 +57,13 @@ pub fn run(options: &RunOptions) -> Result<(), Failure> {
         .map_err(|error| Failure::Failed(format!("cannot run {}: {error}", path.display())))?;
     let status = wait(child, &daemon, signals).map_err(Failure::failed)?;
     drop(daemon);
-    // Nothing is left to be undone.
+    // Nothing is left to clean up.
     std::process::exit(status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or_default()));
 }
 
-/// Waits for the program, then for what it has left in the background, whose pages lie here too.
-/// A signal that ends this process means them; a terminal tells all of them by itself.
+/// Waits for the program, then for the processes that it left in the background, whose pages lie
+/// here too. A signal that ends this process is passed on to them; a terminal signals all of them
+/// itself.
 fn wait(mut child: Child, daemon: &Daemon, mut signals: Signals) -> io::Result<ExitStatus> {
     let keeper = daemon.pid();
     let handle = signals.handle();
@@ -94,7 +95,7 @@ fn wait(mut child: Child, daemon: &Daemon, mut signals: Signals) -> io::Result<E
             );
         }
         for process in left {
-            // Its exit code is nobody's.
+            // No caller needs the exit code of a background process.
             let _ = rustix::process::waitpid(Some(process), WaitOptions::NOHANG);
         }
         thread::sleep(Duration::from_millis(10));
@@ -103,7 +104,7 @@ fn wait(mut child: Child, daemon: &Daemon, mut signals: Signals) -> io::Result<E
     status
 }
 
-/// Children of this process besides the daemon.
+/// The children of this process other than the daemon.
 fn left_behind(daemon: Option<Pid>) -> Vec<Pid> {
     let children = |task: fs::DirEntry| fs::read_to_string(task.path().join("children")).ok();
     let tasks = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
@@ -112,7 +113,7 @@ fn left_behind(daemon: Option<Pid>) -> Vec<Pid> {
     numbers.filter_map(Pid::from_raw).filter(|process| Some(*process) != daemon).collect()
 }
 
-/// The object lies beside this program, or where a package puts it.
+/// Finds the object beside this program, or where a package installs it.
 fn object() -> Result<PathBuf, Failure> {
     let program = std::env::current_exe().map_err(|error| {
         Failure::Failed(format!("cannot tell where this program lies: {error}; mount /proc"))
@@ -127,7 +128,7 @@ fn object() -> Result<PathBuf, Failure> {
     })
 }
 
-/// The object before what is preloaded already.
+/// The value of LD_PRELOAD: the object, then the objects that are preloaded already.
 fn preload(object: &Path) -> OsString {
     let mut all = object.as_os_str().to_owned();
     if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|others| !others.is_empty()) {
@@ -137,17 +138,17 @@ fn preload(object: &Path) -> OsString {
     all
 }
 
-/// A daemon for one program, in a directory of its own; both end with this.
+/// A daemon for one program, in a directory of its own; both are removed when this is dropped.
 struct Daemon {
     directory: PathBuf,
     process: Option<Child>,
-    /// The thread that passes the pagers' lines on, and the socket that it reads them from.
+    /// The thread that prints the pagers' lines, and the socket from which it reads them.
     relay: Option<(JoinHandle<()>, PathBuf)>,
 }
 
-/// Prints what pagers say. They must not write to standard error themselves: where that is a pipe
-/// which a thread is writing from memory that is out, both would wait for ever. Ends with an empty
-/// line.
+/// Prints the lines of the pagers. A pager must not write to standard error itself. That may be a
+/// pipe that a thread fills from paged-out memory, and then both would wait for ever. An empty line
+/// ends the thread.
 fn relay(messages: &UnixDatagram) {
     let mut line = [0; 512];
     while let Ok(bytes @ 1..) = messages.recv(&mut line) {
@@ -161,7 +162,7 @@ fn relay(messages: &UnixDatagram) {
 impl Daemon {
     fn start(options: &RunOptions) -> Result<Self, Failure> {
         let directory = std::env::temp_dir().join(format!("weir-run-{}", std::process::id()));
-        // A run of the same number that was killed may have left one.
+        // A killed run with the same process number may have left the directory.
         let _ = fs::remove_dir_all(&directory);
         fs::DirBuilder::new().mode(0o700).create(&directory).map_err(|error| {
             Failure::Failed(format!("cannot make {}: {error}; set TMPDIR", directory.display()))
@@ -176,14 +177,14 @@ impl Daemon {
         for store in stores {
             command.args(["--store", &store.to_string()]);
         }
-        // A terminal's signals are for the program, which may go on.
+        // A terminal's signals are for the program, which may go on after them.
         command.stdin(Stdio::null()).process_group(0);
         let parent = rustix::process::getpid();
-        // SAFETY: two system calls, in the child before it becomes the daemon.
+        // SAFETY: the child makes only two system calls before it becomes the daemon.
         unsafe {
             command.pre_exec(move || {
                 rustix::process::set_parent_process_death_signal(Some(Signal::TERM))?;
-                // It may have died before that.
+                // The parent may have died before that call.
                 match rustix::process::getppid() == Some(parent) {
                     true => Ok(()),
                     false => Err(io::ErrorKind::Interrupted.into()),
@@ -208,7 +209,7 @@ impl Daemon {
         let process = self.process.as_mut().expect("just started");
         while UnixStream::connect(control).is_err() {
             if process.try_wait().map_err(Failure::failed)?.is_some() {
-                // It has said why.
+                // The daemon has printed the reason.
                 return Err(Failure::Said);
             }
             thread::sleep(Duration::from_millis(2));
@@ -228,7 +229,7 @@ impl Daemon {
 impl Drop for Daemon {
     fn drop(&mut self) {
         if let Some(process) = &mut self.process {
-            // Where children of the program live on, their pages go with it: they get SIGBUS, never
+            // Children of the program that still run lose their pages: they get SIGBUS, never
             // zeros.
             let _ = rustix::process::kill_process(Pid::from_child(process), Signal::TERM);
             let _ = process.wait();

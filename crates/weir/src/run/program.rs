@@ -1,4 +1,4 @@
-//! Which program a name means, and whether an object can be preloaded into it.
+//! Finds the program that a name means, and checks whether an object can be preloaded into it.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -8,7 +8,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use weir_cli::failure::Failure;
 
-/// Scripts whose interpreter is a script, and so on.
+/// Most scripts in a chain where each one is the interpreter of the one before.
 const SCRIPTS_MAX: usize = 4;
 const SETUID: u32 = 0o4000;
 const SETGID: u32 = 0o2000;
@@ -28,10 +28,10 @@ pub fn find(name: &OsStr) -> Result<PathBuf, Failure> {
     })
 }
 
-/// Whether the program can be bounded.
+/// Checks whether the program's memory can be bounded.
 ///
 /// # Errors
-/// A line that says why not.
+/// Fails with a line that says why not.
 pub fn check(path: &Path) -> Result<(), Failure> {
     let mut path = path.to_owned();
     for _ in 0..SCRIPTS_MAX {
@@ -76,12 +76,12 @@ fn interpreter_of_script(line: &[u8]) -> Option<PathBuf> {
     Some(PathBuf::from(OsStr::from_bytes(word)))
 }
 
-/// The loader that a program names: `None` for one that is linked statically.
+/// The loader that a program names: `None` for a statically linked program.
 fn loader(file: &mut File) -> io::Result<Option<OsString>> {
     let mut header = [0; 64];
     file.rewind()?;
     file.read_exact(&mut header)?;
-    // ELF, 64 bits, little endian.
+    // The program is ELF, 64 bits, little endian.
     if !header.starts_with(b"\x7fELF\x02\x01") {
         return Err(io::ErrorKind::InvalidData.into());
     }

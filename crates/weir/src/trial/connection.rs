@@ -1,5 +1,5 @@
-//! One connection's part of a trial: random requests on its own pages, each answer compared with
-//! the shadow.
+//! One connection's share of a trial: random requests on its own pages. Each answer is compared
+//! with the shadow.
 
 use super::shadow::{BLOCK, Mismatch, Shadow, next};
 use std::collections::HashMap;
@@ -12,43 +12,43 @@ use weir_export::nbd::client::{Client, ClientError, Operation};
 
 /// Requests in flight at most.
 const DEPTH: u64 = 8;
-/// Pages in flight at most: well below a socket's buffer, so that neither side waits for the other
-/// to read.
+/// Most pages in flight: well below a socket's buffer, so that neither side waits for the other to
+/// read.
 const PAGES_IN_FLIGHT: u32 = 32;
-/// Mismatches that are described; all are counted.
+/// Number of mismatches that are described; all are counted.
 const DESCRIBED: usize = 4;
 
 /// A request's effect on its pages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kind {
-    /// Reads them.
+    /// Reads the pages.
     Read,
-    /// Writes them.
+    /// Writes the pages.
     Write,
     /// Discards the pages.
     Discard,
-    /// Makes them zeros.
+    /// Fills the pages with zeros.
     Zero,
 }
 
-/// All of them, in the order of the report.
+/// All kinds of requests, in the order of the report.
 pub const KINDS: [(Kind, &str); 4] =
     [(Kind::Read, "read"), (Kind::Write, "write"), (Kind::Discard, "discard"), (Kind::Zero, "zero")];
 
 /// The counts of one connection.
 #[derive(Debug, Default)]
 pub struct Tally {
-    /// For each of [`KINDS`]: requests answered.
+    /// For each of [`KINDS`]: the number of requests answered.
     pub requests: [u64; 4],
-    /// For each of [`KINDS`]: pages in them.
+    /// For each of [`KINDS`]: the number of pages in its requests.
     pub pages: [u64; 4],
-    /// For each of [`KINDS`]: from sending to having the answer.
+    /// For each of [`KINDS`]: times from sending a request to having its answer.
     pub latencies: [Latencies; 4],
     /// Requests that the server answered with an error.
     pub errors: u64,
-    /// Pages that were not what they ought to be.
+    /// Number of pages with other content than expected.
     pub mismatches: u64,
-    /// The first few of both, in words.
+    /// The first few errors and mismatches, in words.
     pub complaints: Vec<String>,
 }
 
@@ -83,12 +83,12 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// A connection whose pages all read as zeros; `random` decides what it asks for.
+    /// A connection whose pages all read as zeros; `random` is the seed of its requests.
     pub fn new(client: Client, shadow: Shadow, random: u64) -> Self {
         Connection { client, shadow, random, payload: Vec::new(), tally: Tally::default() }
     }
 
-    /// Writes every second block whole, so that reads find something from the start.
+    /// Writes every second block whole, so that reads find content from the start.
     pub fn fill(&mut self) -> Result<(), ClientError> {
         for block in (0..self.shadow.blocks()).step_by(2) {
             self.batch(&[Request { kind: Kind::Write, block, pages: 0..BLOCK }])?;
@@ -96,7 +96,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Makes random requests until the time comes or somebody else gives up.
+    /// Makes random requests until the time is over or another connection gives up.
     pub fn torment(
         &mut self,
         until: Instant,
@@ -111,18 +111,18 @@ impl Connection {
         self.client.perform(Operation::Flush).map(drop)
     }
 
-    /// Pages that hold something.
+    /// Number of pages that hold content.
     pub fn written(&self) -> u64 {
         self.shadow.written()
     }
 
-    /// Parts the pages from the connection, which goes on to read somebody else's.
+    /// Splits the pages from the connection, which goes on to read another connection's pages.
     pub fn split(self) -> (Shadow, Reader) {
         (self.shadow, Reader { client: self.client, tally: self.tally })
     }
 
-    /// Up to [`DEPTH`] requests, each on a block of its own: answers come in any order, and so none
-    /// may bear on another.
+    /// Chooses up to [`DEPTH`] requests, each on a block of its own: answers come in any order, so
+    /// no request may affect another.
     fn choose(&mut self) -> Vec<Request> {
         let mut batch: Vec<Request> = Vec::new();
         let mut room = PAGES_IN_FLIGHT;
@@ -131,7 +131,7 @@ impl Connection {
             if room == 0 || batch.iter().any(|request| request.block == block) {
                 continue;
             }
-            // Most requests of a swapping kernel are single pages; some are whole clusters.
+            // Most requests of a swapping kernel are single pages, and some are whole clusters.
             let most = if next(&mut self.random).is_multiple_of(4) { room } else { 1 };
             let length = 1 + (next(&mut self.random) % u64::from(most)) as u32;
             let first = (next(&mut self.random) % u64::from(BLOCK - length + 1)) as u32;
@@ -147,7 +147,7 @@ impl Connection {
         batch
     }
 
-    /// Sends requests together, and settles each as its answer comes.
+    /// Sends requests together, and checks each answer as it comes.
     fn batch(&mut self, requests: &[Request]) -> Result<(), ClientError> {
         let mut under_way = HashMap::with_capacity(requests.len());
         for request in requests {
@@ -202,7 +202,7 @@ impl Connection {
     }
 }
 
-/// A connection that only reads any more.
+/// A connection that only reads from now on.
 #[derive(Debug)]
 pub struct Reader {
     client: Client,
@@ -210,8 +210,8 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// Reads every page of `shadow`, which another connection wrote: what one has flushed, all must
-    /// see.
+    /// Reads every page of `shadow`, which another connection wrote: flushed pages must be visible
+    /// to every connection.
     pub fn sweep(&mut self, shadow: &Shadow) -> Result<(), ClientError> {
         for block in 0..shadow.blocks() {
             let page = shadow.page(block, 0);
@@ -228,7 +228,7 @@ impl Reader {
         Ok(())
     }
 
-    /// Ends the connection in good order, and returns what happened on it.
+    /// Ends the connection in good order, and returns its counts.
     pub fn finish(self) -> Result<Tally, ClientError> {
         self.client.disconnect()?;
         Ok(self.tally)

@@ -1,9 +1,10 @@
-//! `weir try`: the daemon, real connections to it, and every page compared with what was written.
+//! `weir try`: starts the daemon with real connections to it, and compares every page with what was
+//! written.
 //!
-//! It needs no root and no GPU. The daemon is the one that `weir serve` runs, in this process, on a
-//! socket in a directory of its own; the connections are NBD clients. A page carries its number and
-//! its generation, so that one answer in the wrong place or of an older time is found. At the end
-//! each connection reads what another one wrote.
+//! The trial needs no root and no GPU. The daemon is the one that `weir serve` runs, but in this
+//! process, on a socket in a directory of its own. The connections are NBD clients. Each page
+//! carries its number and its generation, so that an answer with another page or an older version
+//! is found. At the end each connection reads the pages that another one wrote.
 
 mod connection;
 mod report;
@@ -31,10 +32,10 @@ use weir_core::swap_safety::Protections;
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_export::nbd::client::{Client, ClientError, Wish};
 
-/// Memory to use where nobody says how much.
+/// Default size of the trial's memory.
 const SIZE: ByteSize = ByteSize(256 << 20);
 
-/// Runs the trial and prints its report. Fails when one page or one answer was wrong.
+/// Runs the trial and prints its report. Fails when a page or an answer was wrong.
 pub fn run(options: &TryOptions) -> Result<(), Failure> {
     let directory = Directory::new()?;
     let socket = directory.0.join("nbd.sock");
@@ -48,7 +49,7 @@ pub fn run(options: &TryOptions) -> Result<(), Failure> {
     if report.passed() { Ok(()) } else { Err(Failure::Said) }
 }
 
-/// A daemon on the store asked for, else on the first GPU's memory, else on host memory.
+/// Starts a daemon on the store asked for, else on the first GPU's memory, else on host memory.
 fn start(options: &TryOptions, socket: &Path) -> Result<Daemon, Failure> {
     let log = log::to_stderr(Level::Warning);
     let (_, daemon) = some_store::open(options.store.as_ref(), options.size, SIZE, &log, |store| {
@@ -107,7 +108,8 @@ fn sweep(connections: Vec<Connection>, stop: &AtomicBool) -> Result<Vec<Tally>, 
     swept.into_iter().map(|(reader, _)| reader.finish().map_err(|error| broken(&error))).collect()
 }
 
-/// Does `work` to each of `items` on a thread of its own. Where one fails, the others stop early.
+/// Runs `work` on each of `items`, each on a thread of its own. If one fails, the others stop
+/// early.
 fn each<T: Send>(
     items: Vec<T>,
     stop: &AtomicBool,
@@ -146,7 +148,7 @@ fn progress(length: Duration) -> ProgressBar {
     ProgressBar::new(length.as_millis() as u64).with_style(style).with_message("verifying every page")
 }
 
-/// A directory for the socket that nobody else can enter, removed at the end.
+/// A directory for the socket that other users cannot enter. It is removed at the end.
 struct Directory(PathBuf);
 
 impl Directory {

@@ -7,20 +7,20 @@ use std::time::Duration;
 use weir_core::ByteSize;
 use weir_core::metrics::Distribution;
 
-/// A finished trial.
+/// The results of a finished trial.
 #[derive(Debug)]
 pub struct Report {
     /// The seed of the random requests.
     pub seed: u64,
-    /// From the first request to the last, without the final sweep.
+    /// Time from the first request to the last, without the final sweep.
     pub took: Duration,
-    /// How many clients.
+    /// Number of connections.
     pub connections: u32,
-    /// The daemon, before the sweep.
+    /// The daemon's status before the sweep.
     pub status: Status,
-    /// Pages that held something at the end.
+    /// Number of pages that held content at the end.
     pub written: u64,
-    /// One for each connection.
+    /// The tally of each connection.
     pub tallies: Vec<Tally>,
 }
 
@@ -33,7 +33,7 @@ impl Report {
         self.tallies.iter().map(|tally| tally.errors).sum()
     }
 
-    /// Whether every page was what it ought to be and every request was answered well.
+    /// Whether every page had the expected content and every request was answered without error.
     pub fn passed(&self) -> bool {
         self.mismatches() == 0 && self.errors() == 0
     }

@@ -1,13 +1,14 @@
-//! The expected content of each page.
+//! The shadow: the expected content of each page.
 //!
-//! A written page names its number and its generation in its first 16 bytes, and the rest follows
-//! from both and the run's seed. So the shadow needs four bytes a page, and a page in the wrong
-//! place or of an older time shows itself for what it is.
+//! A written page names its number and its generation in its first 16 bytes. The rest follows from
+//! both and the run's seed. So the shadow needs four bytes a page, and can tell which page and
+//! version a wrong answer is.
 
 use std::fmt;
 use weir_core::{PAGE_SIZE, PageBytes};
 
-/// One page in so many generations holds a single value, which a volume keeps without a slot.
+/// One of this many generations of a page holds a single value, which a volume stores without a
+/// slot.
 const UNIFORM_EVERY: u32 = 8;
 
 /// The pages of one connection: those of every `of`-th block, beginning with block `index`.
@@ -16,7 +17,7 @@ pub struct Shadow {
     seed: u64,
     index: u32,
     of: u32,
-    /// The generation of each page; 0 reads as zeros.
+    /// The generation of each page; 0 means that the page reads as zeros.
     generations: Vec<u32>,
 }
 
@@ -26,11 +27,11 @@ pub const BLOCK: u32 = 32;
 /// A page that does not hold what was written to it last.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Mismatch {
-    /// Which page.
+    /// The page's number.
     pub page: u32,
-    /// The version expected.
+    /// The generation that was expected.
     expected: u32,
-    /// The page number and version that the page names.
+    /// The page number and generation that the page's content names.
     says: (u64, u64),
 }
 
@@ -46,17 +47,17 @@ impl fmt::Display for Mismatch {
 }
 
 impl Shadow {
-    /// Pages that read as zeros, `blocks` blocks of them.
+    /// A shadow of `blocks` blocks whose pages read as zeros.
     pub fn new(seed: u64, index: u32, of: u32, blocks: u32) -> Self {
         Shadow { seed, index, of, generations: vec![0; (blocks * BLOCK) as usize] }
     }
 
-    /// How many blocks there are.
+    /// Number of blocks in the shadow.
     pub fn blocks(&self) -> u32 {
         self.generations.len() as u32 / BLOCK
     }
 
-    /// The device's page that is page `at` of `block` here.
+    /// The device's number of the page that is page `at` of `block` in the shadow.
     pub fn page(&self, block: u32, at: u32) -> u32 {
         (block * self.of + self.index) * BLOCK + at
     }
@@ -78,7 +79,7 @@ impl Shadow {
         }
     }
 
-    /// Notes that pages may hold anything: their change was refused, and a device may have done
+    /// Notes that pages may have any content: their change was refused, and a device may have done
     /// half of it.
     pub fn forget(&mut self, block: u32, pages: std::ops::Range<u32>) {
         for at in pages {
@@ -86,7 +87,7 @@ impl Shadow {
         }
     }
 
-    /// Compares what was read of a block's pages with what they ought to hold.
+    /// Compares the bytes read of a block's pages with the expected content.
     pub fn check(&self, block: u32, first: u32, bytes: &[u8], mut wrong: impl FnMut(Mismatch)) {
         let (pages, rest) = bytes.as_chunks::<PAGE_SIZE>();
         debug_assert!(rest.is_empty());
@@ -109,18 +110,18 @@ impl Shadow {
         }
     }
 
-    /// Pages that hold something.
+    /// Number of pages that hold content.
     pub fn written(&self) -> u64 {
         let held = |generation: &u32| *generation != 0 && generation & (ZEROED | UNKNOWN) == 0;
         self.generations.iter().copied().filter(held).count() as u64
     }
 }
 
-/// Set in a generation when the page was made zeros after it: the count goes on, so that no content
+/// The flag of a generation that says the page was zeroed after it. Counting goes on, so no content
 /// comes twice.
 const ZEROED: u32 = 1 << 31;
 
-/// Set when a change of the page failed.
+/// The flag that says a change of the page failed.
 const UNKNOWN: u32 = 1 << 30;
 
 fn content(seed: u64, page: u32, generation: u32) -> PageBytes {
@@ -139,7 +140,7 @@ fn content(seed: u64, page: u32, generation: u32) -> PageBytes {
     bytes
 }
 
-/// SplitMix64 (Steele et al., OOPSLA 2014): one multiplication chain a word, any seed is good.
+/// SplitMix64 (Steele et al., OOPSLA 2014): a few multiplications a word, and every seed is good.
 pub fn next(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let mut z = *state;
@@ -171,7 +172,7 @@ mod tests {
         assert_eq!(page, (2 * 4 + 1) * BLOCK + 6);
         assert_eq!(mismatches(&shadow, 2, 5, &older), [page]);
         assert_eq!(mismatches(&shadow, 2, 6, &newer), NONE);
-        // The right content in the wrong place, one flipped bit, and zeros.
+        // Checks the right content in the wrong place, one flipped bit, and zeros.
         assert_eq!(mismatches(&shadow, 2, 7, &newer), [page + 1]);
         newer[4000] ^= 1;
         assert_eq!(mismatches(&shadow, 2, 6, &newer), [page]);

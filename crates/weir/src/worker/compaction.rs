@@ -1,5 +1,5 @@
-//! Bringing together again what is left in shared slots that other pages have left: a little at a
-//! time, and only when lanes have said that pages left.
+//! Compaction: moves the remaining pages of half-empty packs together. It does a little at a time,
+//! and only when lanes have said that pages left a pack.
 
 use super::pace::{REST, drive, is_in_use};
 use super::workers::Workers;
@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 use weir_queue::{Item, Work, has_item};
 use weir_volume::{GiveBackError, Sparse, Volume};
 
-/// How long one turn moves pages. With the rest where the volume is in use, a tenth of one
-/// processor.
+/// Time that one turn moves pages. With the rests while the volume is in use, that is a tenth of
+/// one processor.
 const TURN: Duration = Duration::from_millis(2);
 
-/// The job that schedules itself until nothing is worth gathering any more.
+/// The job that schedules itself until no pack is worth compacting any more.
 #[derive(Debug)]
 pub struct Compaction {
     item: Item<Compaction>,
@@ -20,18 +20,18 @@ pub struct Compaction {
     at: Mutex<Place>,
 }
 
-/// How far it has come.
+/// The progress of the compaction.
 #[derive(Debug, Default)]
 struct Place {
     sweep: Option<Sweep>,
-    /// Whether there was a sweep since the last look.
+    /// Whether a sweep took place since the last look.
     swept: bool,
-    /// When it last looked, in pages that had left.
+    /// The count of pages that had left their packs at the last look.
     looked: Option<u64>,
     operations: u64,
 }
 
-/// One way through a store's slots.
+/// One pass over a store's slots.
 #[derive(Clone, Copy, Debug)]
 struct Sweep {
     store: usize,
@@ -57,8 +57,8 @@ impl Compaction {
         Arc::new(Compaction { item: Item::new(), workers, at: Mutex::default() })
     }
 
-    /// Has `workers` do it from now on: at once, for what a daemon before has left, and whenever
-    /// lanes say that pages left.
+    /// Has `workers` run the compaction from now on: at once, for the packs of an earlier daemon,
+    /// and whenever lanes say that pages left a pack.
     pub fn begin(self: &Arc<Self>, workers: &Workers) {
         if workers.volume().compression().is_none() {
             return;
@@ -72,7 +72,7 @@ impl Compaction {
         workers.queue().schedule(self);
     }
 
-    /// One turn; whether there is more to do.
+    /// Runs one turn; returns whether there is more to do.
     fn turn(&self, workers: &Workers) -> bool {
         let mut at = self.at.lock().unwrap_or_else(PoisonError::into_inner);
         let volume = workers.volume();
@@ -87,7 +87,7 @@ impl Compaction {
         }
         let mut mover = workers.mover(0);
         while let Some(Sweep { store, mut slot, sparse }) = at.sweep {
-            // A page that cannot be read stays where it is, and says so to whoever reads it.
+            // A page that cannot be read stays in its slot, and its next reader gets the error.
             let mut driver = drive(|_| !workers.is_stopping());
             let more = match mover.compact(store, &mut slot, sparse, &mut driver) {
                 Ok(done) => done.more,
@@ -116,7 +116,7 @@ impl Compaction {
     }
 }
 
-/// The first store from this one on that wastes too much.
+/// Starts a sweep of the first store, from this one on, that wastes too much room in packs.
 fn sweep_from(volume: &Volume, first: usize) -> Option<Sweep> {
     (first..volume.stores().count())
         .find_map(|store| Some(Sweep { store, slot: 0, sparse: volume.sparse(store)? }))

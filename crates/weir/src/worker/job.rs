@@ -1,4 +1,4 @@
-//! Requests to the workers: one job at a time, with its progress and its outcome.
+//! Jobs of the workers: one at a time, each with its progress and its outcome.
 
 use super::workers::{Card, Workers};
 use crate::control::{Moved, Progress};
@@ -7,7 +7,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 use weir_queue::{Item, Work, has_item};
 
-/// How often whoever waits for a job hears of it.
+/// Time between two reports of a job's progress to its client.
 const TELL_EVERY: Duration = Duration::from_millis(100);
 
 /// The kind of a job.
@@ -15,21 +15,21 @@ const TELL_EVERY: Duration = Duration::from_millis(100);
 pub enum Wish {
     GiveBack,
     Take,
-    /// All memory goes until the machine has slept.
+    /// Give all memory back until the machine has slept.
     Sleep,
-    /// Takes again the memory that went for a sleep, and no more.
+    /// Take again the memory that was given back for a sleep, and no more.
     Wake,
 }
 
-/// A job, in the queue or at work.
+/// A job that waits or runs.
 #[derive(Debug)]
 pub struct Job {
     item: Item<Job>,
     workers: Arc<Workers>,
     pub wish: Wish,
-    /// How much; `None`: all.
+    /// Bytes to give back or to take; `None`: all.
     pub bytes: Option<u64>,
-    /// The card whose memory it is about, where the governor asks; less than asked for is then
+    /// The only card whose memory the job moves, if the governor asks. Less than asked for is then
     /// welcome too.
     pub only: Option<Card>,
     pub reach: Reach,
@@ -37,7 +37,7 @@ pub struct Job {
     ended: Condvar,
 }
 
-/// How far a job is.
+/// The progress of a job.
 #[derive(Debug, Default)]
 pub struct Reach {
     pub total_bytes: AtomicU64,
@@ -57,8 +57,8 @@ impl Work for Job {
     }
 }
 
-/// Tells the thread that waits for a job of its end, also where that is a panic: the queue goes on
-/// after one.
+/// Tells the thread that waits for a job of the job's end, even if it panicked: the queue goes on
+/// after a panic.
 struct Ending<'a>(&'a Job);
 
 impl Ending<'_> {
@@ -78,12 +78,12 @@ impl Drop for Ending<'_> {
 }
 
 impl Job {
-    /// Somebody's wish.
+    /// A job for a client's request.
     pub fn new(workers: &Arc<Workers>, wish: Wish, bytes: Option<u64>) -> Arc<Self> {
         Self::about(workers, wish, bytes, None)
     }
 
-    /// The governor's.
+    /// A job for the governor.
     pub fn governed(workers: &Arc<Workers>, wish: Wish, bytes: u64, card: Card) -> Arc<Self> {
         Self::about(workers, wish, Some(bytes), Some(card))
     }
@@ -101,7 +101,7 @@ impl Job {
         })
     }
 
-    /// Queues it and waits for its end.
+    /// Queues the job and waits for its end.
     pub fn run_on(
         self: Arc<Self>,
         workers: &Workers,

@@ -1,9 +1,8 @@
-//! Work beside the I/O path: memory given back to its owner, taken again, pages brought back up,
-//! and shared slots filled again.
+//! Work beside the I/O path: give-back, take, promotion of pages, and compaction.
 //!
-//! One queue takes the jobs, so they never run side by side; the threads of a few others help it to
-//! empty chunks. All of them sleep until there is something to do. Each has a lane of the volume.
-//! The governor asks them to keep a card's owner well served.
+//! One queue takes the jobs, so they never run side by side. The threads of a few other queues help
+//! it to empty chunks. All threads sleep until there is something to do. Each has a lane of the
+//! volume. The governor queues jobs to keep memory free for a card's owner.
 
 mod compaction;
 mod governor;
@@ -22,15 +21,15 @@ use weir_core::log::Log;
 use weir_volume::Volume;
 use workers::Workers;
 
-/// Threads that empty chunks, at most: on the GPUs measured two or three fill the bus.
+/// Most threads that empty chunks: on the GPUs measured two or three fill the bus.
 const THREADS_MOST: usize = 4;
 
-/// Lanes of the volume that the worker takes: one a thread.
+/// Number of the volume's lanes that the workers take: one a thread.
 pub fn lanes() -> usize {
     (keeper::processors() / 4).clamp(1, THREADS_MOST)
 }
 
-/// The worker of a daemon.
+/// The workers of a daemon.
 #[derive(Debug)]
 pub struct Worker {
     workers: Arc<Workers>,
@@ -38,54 +37,54 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Starts the threads; they sleep. `lends` says of each store whether it gives its memory back
-    /// when asked.
+    /// Starts the threads, which sleep at first. `lends` says of each store whether it gives its
+    /// memory back on request.
     ///
     /// # Errors
-    /// When there is no lane or no thread for them.
+    /// Fails when there is no lane or no thread for them.
     pub fn start(volume: &Arc<Volume>, lends: &[bool], log: &Log) -> Result<Self, Failure> {
         let workers = Workers::start(volume, lends)?;
         let governor = Mutex::new(Governor::start(&workers, log)?);
         Ok(Worker { workers, governor })
     }
 
-    /// Gives `bytes` back to their owner, or with `None` all that can be. Returns when it is done;
-    /// `tell` is called meanwhile.
+    /// Gives `bytes` back to their owner, or with `None` all that can be given back. Returns when
+    /// that is done; calls `tell` meanwhile.
     ///
     /// # Errors
-    /// One line: what is missing, and the next step.
+    /// The error is one line: what is missing, and the next step.
     pub fn give_back(&self, bytes: Option<u64>, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String> {
         Job::new(&self.workers, Wish::GiveBack, bytes).run_on(&self.workers, tell)
     }
 
-    /// Takes `bytes` of what was given back again, or with `None` all of it, and brings pages back
-    /// up afterwards.
+    /// Takes `bytes` of the memory that was given back, or with `None` all of it, and promotes
+    /// pages afterwards.
     ///
     /// # Errors
-    /// As [`give_back`](Worker::give_back).
+    /// Fails as [`give_back`](Worker::give_back) does.
     pub fn take(&self, bytes: Option<u64>, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String> {
         Job::new(&self.workers, Wish::Take, bytes).run_on(&self.workers, tell)
     }
 
-    /// Gives everything back until the machine has slept. What somebody gave back before stays
-    /// theirs.
+    /// Gives all memory back until the machine has slept. Memory that was given back before on
+    /// request stays away after the sleep.
     ///
     /// # Errors
-    /// As [`give_back`](Worker::give_back).
+    /// Fails as [`give_back`](Worker::give_back) does.
     pub fn sleep(&self, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String> {
         Job::new(&self.workers, Wish::Sleep, None).run_on(&self.workers, tell)
     }
 
-    /// Takes again what went for a sleep, as far as the cards' owners leave it; the rest is the
-    /// governor's.
+    /// Takes again the memory that was given back for a sleep, as far as the cards' owners leave
+    /// it. The rest is left to the governor.
     ///
     /// # Errors
-    /// As [`give_back`](Worker::give_back).
+    /// Fails as [`give_back`](Worker::give_back) does.
     pub fn wake(&self, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String> {
         Job::new(&self.workers, Wish::Wake, None).run_on(&self.workers, tell)
     }
 
-    /// Ends its threads, after the batch of pages that each is at. Idempotent.
+    /// Ends the threads, each after its current batch of pages. Idempotent.
     pub fn stop(&self) {
         self.workers.stop();
         if let Some(governor) = self.governor.lock().unwrap_or_else(PoisonError::into_inner).take() {
@@ -93,7 +92,7 @@ impl Worker {
         }
     }
 
-    /// Its counts so far.
+    /// The workers' counts so far.
     pub fn status(&self) -> Background {
         self.workers.status()
     }

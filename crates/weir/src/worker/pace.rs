@@ -1,4 +1,4 @@
-//! How fast chunks are emptied: not faster than leaves room for those who use the rest.
+//! The speed at which chunks are emptied: it leaves bandwidth for the clients of the other chunks.
 
 use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, Rest};
@@ -6,28 +6,29 @@ use weir_volume::{Awaited, Driver};
 
 /// Bytes a second that all threads together move out.
 pub const RATE: f64 = 12e9;
-/// Between two looks at a chunk of which a program uses pages in place: each goes through the
-/// chunk.
+/// Pause between two passes over a chunk of which a program uses pages in place: each pass goes
+/// through the whole chunk.
 const LOAN_REST: Duration = Duration::from_millis(1);
-/// Being ahead by less is not worth a sleep.
+/// A thread sleeps only if it is ahead of its pace by more than this.
 const AHEAD: Duration = Duration::from_micros(100);
 
-/// The volume is in use where it moves more pages a second.
+/// A volume counts as in use if it moves more pages a second than this.
 const IDLE_PAGES_PER_S: f64 = 5000.0;
-/// How long what can wait rests where the volume is in use.
+/// Pause of work that can wait, while the volume is in use.
 pub const REST: Duration = Duration::from_millis(20);
 
-/// Whether a volume that moved so many pages in this time is in use.
+/// Whether a volume that moved this many pages in this time is in use.
 pub fn is_in_use(pages: u64, time: Duration) -> bool {
     pages as f64 / time.as_secs_f64().max(1e-3) > IDLE_PAGES_PER_S
 }
 
-/// Drives a mover by the machine's clock; `goes_on` is told of each batch.
+/// Drives a mover by the machine's clock. `goes_on` gets the pages of each batch, and says whether
+/// to go on.
 pub fn drive<F: FnMut(u32) -> bool>(goes_on: F) -> Drive<F> {
     Drive { goes_on, rest: Rest::default() }
 }
 
-/// See [`drive`].
+/// Drives a mover by the machine's clock; see [`drive`].
 pub struct Drive<F> {
     goes_on: F,
     rest: Rest,
@@ -56,17 +57,17 @@ impl<F: FnMut(u32) -> bool> Driver for Drive<F> {
 pub struct Pace {
     began: Instant,
     moved: u64,
-    /// Bytes a second.
+    /// The thread's rate in bytes a second.
     rate: f64,
 }
 
 impl Pace {
-    /// The pace of one of `threads`.
+    /// The pace of each of `threads` threads.
     pub fn of(threads: usize) -> Self {
         Pace { began: Instant::now(), moved: 0, rate: RATE / threads.max(1) as f64 }
     }
 
-    /// Counts `pages`, and sleeps where they came too early.
+    /// Counts `pages`, and sleeps if they were moved too early.
     pub fn step(&mut self, pages: u32) {
         self.moved += u64::from(pages) * PAGE_SIZE as u64;
         let due = Duration::from_secs_f64(self.moved as f64 / self.rate);

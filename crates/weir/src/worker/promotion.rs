@@ -1,5 +1,5 @@
-//! Bringing pages back up once faster stores have room again: a little at a time, while nobody else
-//! is at work.
+//! Promotion: moves pages up once faster stores have room again. It does a little at a time, while
+//! the volume is idle.
 
 use super::pace::{REST, drive, is_in_use};
 use super::workers::Workers;
@@ -7,10 +7,10 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 use weir_queue::{Item, Work, has_item};
 
-/// How long one turn moves pages.
+/// Time that one turn moves pages.
 const TURN: Duration = Duration::from_millis(5);
 
-/// The job that schedules itself until there is nothing left to bring up.
+/// The job that schedules itself until no page is left to promote.
 #[derive(Debug)]
 pub struct Promotion {
     item: Item<Promotion>,
@@ -18,10 +18,10 @@ pub struct Promotion {
     at: Mutex<Place>,
 }
 
-/// How far it has come.
+/// The progress of the promotion.
 #[derive(Debug)]
 struct Place {
-    /// The store whose pages are brought up; 0: there is nothing to do.
+    /// The store whose pages are promoted now; 0: there is nothing to do.
     store: usize,
     slot: u32,
     operations: u64,
@@ -47,7 +47,7 @@ impl Promotion {
         Arc::new(Promotion { item: Item::new(), workers, at: Mutex::new(at) })
     }
 
-    /// Starts from the top: faster stores have room.
+    /// Starts with the fastest stores, which have room again.
     pub fn begin(self: &Arc<Self>, workers: &Workers) {
         let mut at = self.at.lock().unwrap_or_else(PoisonError::into_inner);
         *at = Place { store: 1, slot: 0, operations: workers.volume().operations(), looked: Instant::now() };
@@ -55,12 +55,12 @@ impl Promotion {
         workers.queue().schedule(self);
     }
 
-    /// Gives up what is left: memory is being given back.
+    /// Drops the rest of the promotion, because memory is being given back.
     pub fn end(&self) {
         self.at.lock().unwrap_or_else(PoisonError::into_inner).store = 0;
     }
 
-    /// One turn; whether there is more to do.
+    /// Runs one turn; returns whether there is more to do.
     fn turn(&self, workers: &Workers) -> bool {
         let mut at = self.at.lock().unwrap_or_else(PoisonError::into_inner);
         if at.store == 0 || at.store >= workers.volume().stores().count() {
@@ -79,13 +79,13 @@ impl Promotion {
         while looked.elapsed() < TURN && !workers.is_stopping() {
             match mover.move_up(*store, slot, &mut drive(|_| true)) {
                 Ok(moved) if moved.more => {}
-                // This store is done with, or nothing has room any more: the next store's pages go
-                // into those before it.
+                // This store is finished, or no faster store has room any more: the next store's
+                // pages go into the stores before it.
                 Ok(_) => {
                     (*store, *slot) = (*store + 1, 0);
                     break;
                 }
-                // A page that cannot be read stays where it is, and says so to whoever reads it.
+                // A page that cannot be read stays in its slot, and its next reader gets the error.
                 Err(_) => {}
             }
         }

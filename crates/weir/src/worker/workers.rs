@@ -1,4 +1,4 @@
-//! The threads that empty chunks, and how they share the work.
+//! The threads that empty chunks, and how they divide the chunks.
 
 use super::compaction::Compaction;
 use super::job::{Job, Reach, Wish};
@@ -17,14 +17,14 @@ use weir_volume::{ChunkState, ChunkStatus, GiveBackError, Mover, Note, Volume};
 /// The next step if every store is needed.
 const MORE_ROOM: &str = "for more weir on and weir serve take --backing PATH, and weir on --parts N";
 
-/// The threads, their movers, and what they did.
+/// The threads, their movers, and their counts.
 #[derive(Debug)]
 pub struct Workers {
     volume: Arc<Volume>,
-    /// The first takes the jobs, the others help.
+    /// The first queue takes the jobs, the others help it.
     queues: OnceLock<Box<[Queue]>>,
     movers: Box<[Mutex<OpenMover>]>,
-    /// By store: whether its memory is given back when somebody asks.
+    /// For each store: whether its memory is given back on request.
     lends: Box<[bool]>,
     promotion: Arc<Promotion>,
     compaction: Arc<Compaction>,
@@ -33,7 +33,7 @@ pub struct Workers {
     taken: Total,
 }
 
-/// A mover; its own `Debug` would say nothing that helps.
+/// A mover; its own `Debug` would print nothing useful.
 pub struct OpenMover(Mover);
 
 impl std::fmt::Debug for OpenMover {
@@ -55,7 +55,7 @@ impl std::ops::DerefMut for OpenMover {
     }
 }
 
-/// Bytes since the start, and a second in the last job.
+/// Bytes since the start, and bytes a second in the last job.
 #[derive(Debug, Default)]
 struct Total {
     bytes: AtomicU64,
@@ -72,13 +72,13 @@ impl Total {
 /// A card on which a store lies.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Card {
-    /// The store's place in the order.
+    /// The store's index in the volume's order.
     pub store: usize,
     /// The card's number among the store's members.
     pub card: u32,
 }
 
-/// A chunk, by store and number.
+/// A chunk, by its store and its number.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Chunk {
     store: usize,
@@ -93,23 +93,23 @@ impl Chunk {
     }
 }
 
-/// Closed chunks that wait to be emptied: one after the other, each by all threads together.
-/// Whoever waits for memory gets it chunk by chunk, not as many at once as there are threads, after
-/// as much longer.
+/// Closed chunks that wait to be emptied, one after the other, each by all threads together. So a
+/// program that waits for memory gets the first chunk soon. With one chunk a thread, it would get
+/// several at once, but later.
 #[derive(Debug)]
 struct List {
     chunks: Vec<Chunk>,
-    /// By chunk: how many of its parts, one a thread, are not done.
+    /// For each chunk: how many of its parts, one a thread, are not done.
     left: Vec<AtomicU32>,
-    /// The next part, counted over all chunks.
+    /// The next part to empty, counted over all chunks.
     next: AtomicUsize,
     job: Arc<Job>,
     threads: usize,
-    /// Why a chunk stayed; the first that did.
+    /// The reason why the first of the chunks that stayed did so.
     trouble: Mutex<Option<String>>,
 }
 
-/// One helper's part of a list.
+/// One helper's share of a list.
 #[derive(Debug)]
 struct Help {
     item: Item<Help>,
@@ -157,7 +157,7 @@ impl Workers {
         Ok(workers)
     }
 
-    /// Ends every thread after the chunk, or the batch, that it is at.
+    /// Ends every thread after its current chunk or batch.
     pub fn stop(&self) {
         self.stopping.store(true, Ordering::Release);
         self.queues().iter().for_each(Queue::stop);
@@ -180,7 +180,7 @@ impl Workers {
         self.movers[thread].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Stores have more room than before: what went below for want of it may come up.
+    /// Stores have more room than before: pages may be promoted again.
     pub fn room_was_made(&self) {
         let stores = self.volume.status().stores;
         let below = stores.iter().skip(1).any(|store| store.used > 0);
@@ -220,7 +220,7 @@ impl Workers {
         }
     }
 
-    /// Does a job, on the worker's thread.
+    /// Runs a job on the worker's thread.
     pub fn run(self: &Arc<Self>, job: &Arc<Job>) -> Result<Moved, String> {
         match job.wish {
             Wish::GiveBack | Wish::Sleep => self.give_back(job),
@@ -233,12 +233,12 @@ impl Workers {
         Card { store: chunk.store, card: store.map_or(0, |store| member(&**store, chunk.chunk)) }
     }
 
-    /// How much of a card is left to its owner, where it says so.
+    /// The free memory that a card's owner is left with, if the card reports it.
     pub fn room(&self, card: Card) -> Option<Headroom> {
         self.volume.stores().nth(card.store)?.reclaim()?.headroom(card.card)
     }
 
-    /// The cards that say how much of them is left, of stores that lend.
+    /// The cards that report their free memory, of stores that give memory back.
     pub fn cards(&self) -> impl Iterator<Item = Card> {
         let stores = self.volume.stores().enumerate().filter(|&(at, _)| self.lends[at]);
         stores.flat_map(|(store, it)| {
@@ -247,16 +247,15 @@ impl Workers {
         })
     }
 
-    /// Chunks of a card that are held, and that were given back without anybody's asking and may be
-    /// taken.
+    /// The number of a card's held chunks, and of chunks that the governor gave back and may take.
     pub fn chunk_counts(&self, card: Card) -> (u32, u32) {
         let count = |state| self.chunks(state, Some(card)).len() as u32;
         (count(ChunkState::Held), count(ChunkState::GivenBack))
     }
 
-    /// The chunks of stores that lend, in a state; those with the fewest pages first, store by
-    /// store. Of one card (`only`) the governor asks, whose business is not what somebody else gave
-    /// back, nor what is away for a sleep.
+    /// The chunks in this state, of stores that give memory back: store by store, those with the
+    /// fewest pages first. With `only`, the governor asks for one card: then chunks that a client
+    /// gave back, or that are away for a sleep, are left out.
     fn chunks(&self, state: ChunkState, only: Option<Card>) -> Vec<Chunk> {
         let mut all = Vec::new();
         for (store, it) in self.volume.stores().enumerate().filter(|&(at, _)| self.lends[at]) {
@@ -311,12 +310,13 @@ impl Workers {
         if job.only.is_none() && job.bytes.is_none() {
             let mut away = self.chunks(ChunkState::GivenBack, None);
             if job.wish == Wish::Sleep {
-                // The governor takes nothing before the sleep is over; what somebody gave back is
-                // left to them.
+                // The governor takes nothing before the sleep is over, and no chunk that a client
+                // gave back.
                 away.retain(|it| it.note.unasked);
                 self.note(&away, |note| Note { asleep: true, ..note });
             } else {
-                // All of it is somebody's wish now, also what is away already.
+                // The client asked for all of the memory, so chunks that are away already become
+                // its wish too.
                 self.note(&away, |_| Note::default());
             }
         }
@@ -345,7 +345,8 @@ impl Workers {
         chunks.iter().for_each(|it| self.volume.note(it.store, &[it.chunk], note(it.note)));
     }
 
-    /// Closes all `chunks`, then empties them with every thread there is. Says why, if one stayed.
+    /// Closes all `chunks`, then empties them with every thread. Returns the reason if a chunk
+    /// stayed.
     fn empty_all(self: &Arc<Self>, job: &Arc<Job>, chunks: Vec<Chunk>) -> Option<String> {
         for (at, store) in self.volume.stores().enumerate() {
             let of_store: Vec<u32> = chunks.iter().filter(|it| it.store == at).map(|it| it.chunk).collect();
@@ -373,15 +374,14 @@ impl Workers {
         for queue in &self.queues()[1..] {
             queue.flush();
         }
-        // Chunks that no thread came to, as the daemon stops.
+        // No thread came to these chunks, since the daemon stops.
         for chunk in &list.chunks {
             self.volume.keep(chunk.store, chunk.chunk);
         }
         list.trouble.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// One thread's share: takes part after part, and finishes the chunks of which it does the
-    /// last.
+    /// One thread's share: empties part after part, and finishes a chunk after its last part.
     fn empty(&self, thread: usize, list: &List) {
         let mut mover = self.mover(thread);
         let mut pace = Pace::of(list.threads);
@@ -395,7 +395,8 @@ impl Workers {
             let next = list.next.fetch_add(1, Ordering::Relaxed);
             let (at, part) = (next / list.threads, (next % list.threads) as u32);
             let Some(chunk) = list.chunks.get(at) else { return };
-            // A page that cannot be moved is met again, and reported, when the chunk is finished.
+            // A page that cannot be moved is met again when the chunk is finished, and reported
+            // then.
             let _ = mover.move_out(chunk.store, chunk.chunk, (part, list.threads as u32), &mut driver);
             if list.left[at].fetch_sub(1, Ordering::AcqRel) > 1 || self.is_stopping() {
                 continue;
@@ -433,7 +434,7 @@ impl Workers {
                 break;
             }
             let room = if job.wish == Wish::Wake { self.room(self.card(&chunk)) } else { None };
-            // Memory that the card's owner would miss is left to the governor.
+            // The governor decides about memory that the card's owner would miss.
             if room.is_some_and(|room| !room.has_recovered()) {
                 continue;
             }
@@ -466,10 +467,10 @@ impl Workers {
         }
     }
 
-    /// The sleep is over: what is away for it, and was not before. Where there is a governor it is
-    /// that one's from here on, as what it had given already is again, so that nothing stays away
-    /// for ever if it cannot be taken now or the daemon dies; elsewhere it is away for a sleep
-    /// until it is taken.
+    /// Ends the sleep: returns the chunks that were given back for it. On a card with a governor,
+    /// those chunks are the governor's from here on, like those that it had given back before. So
+    /// no chunk stays away for ever if it cannot be taken now or the daemon dies. Elsewhere a chunk
+    /// is away for the sleep until it is taken.
     fn woken(&self) -> Vec<Chunk> {
         let mut asleep = self.chunks(ChunkState::GivenBack, None);
         asleep.retain(|it| it.note.asleep);
@@ -486,7 +487,7 @@ fn member(store: &dyn Store, chunk: u32) -> u32 {
     store.reclaim().map_or(0, |it| store.member(Slot(chunk * it.chunk_slots())))
 }
 
-/// The first chunks for which `more` holds, given the bytes of those before.
+/// Returns the first chunks, as long as `more` holds for the bytes before and the next chunk.
 fn upto(chunks: &[Chunk], more: impl Fn(u64, &Chunk) -> bool) -> Vec<Chunk> {
     let mut sum = 0;
     let take = |chunk: &&Chunk| {
@@ -518,11 +519,11 @@ mod tests {
         owner: Arc<Owner>,
     }
 
-    /// A card's owner, as a test plays it.
+    /// A card's owner, played by a test.
     #[derive(Debug, Default)]
     struct Owner {
         free: AtomicU64,
-        /// The card does not say how much of it is free.
+        /// The card does not report its free memory.
         silent: AtomicBool,
         lost: AtomicBool,
     }
@@ -583,7 +584,8 @@ mod tests {
         }
     }
 
-    /// Over a device of so many pages; below the card there is room for all of them but `less`.
+    /// Workers over a device of `pages` pages; below the card there is room for all of them but
+    /// `less`.
     fn workers_of(pages: u32, less: u32) -> (Arc<Workers>, Arc<Owner>) {
         let owner = Arc::new(Owner { free: AtomicU64::new(2 * MIB), ..Owner::default() });
         let config = Config { pages, lanes: 1 + super::super::lanes(), depth: 4 };
@@ -613,7 +615,7 @@ mod tests {
         let governed = Job::governed(&workers, Wish::GiveBack, CHUNK, CARD).run_on(&workers, &mut |_| {});
         assert_eq!(governed.expect("it is done").bytes, CHUNK);
         assert_eq!(workers.chunk_counts(CARD), (2, 1));
-        // Twice, as where somebody asks for another sleep at once.
+        // Ask twice, as for a client that asks for another sleep at once.
         assert_eq!([0; 2].map(|_| ask(&workers, Wish::Sleep, None).bytes), [2 * CHUNK, 0]);
         assert_eq!(workers.chunk_counts(CARD), (0, 0), "the governor takes nothing meanwhile");
         let woken = ask(&workers, Wish::Wake, None);
@@ -628,7 +630,7 @@ mod tests {
     fn what_a_card_cannot_spare_after_a_sleep_is_left_to_the_governor() {
         let (workers, owner) = workers();
         assert_eq!(ask(&workers, Wish::Sleep, None).bytes, 4 * CHUNK);
-        // Somebody else was there first.
+        // The owner took the memory first.
         owner.free.store(CHUNK + 2 * MIB, Ordering::Relaxed);
         let woken = ask(&workers, Wish::Wake, None);
         assert_eq!((woken.bytes, woken.left_bytes), (CHUNK, 3 * CHUNK));
@@ -662,7 +664,7 @@ mod tests {
 
     #[test]
     fn a_sleep_that_is_refused_takes_nothing_from_the_governor() {
-        // One chunk is more than the device needs.
+        // The store has one chunk more than the device needs.
         let chunk_pages = (CHUNK / PAGE_SIZE as u64) as u32;
         let (workers, _) = workers_of(4 * chunk_pages, 3 * chunk_pages);
         let governed = Job::governed(&workers, Wish::GiveBack, CHUNK, CARD).run_on(&workers, &mut |_| {});
@@ -684,7 +686,7 @@ mod tests {
 
     const CHUNK_SLOTS: u32 = 1024;
 
-    /// A store on two cards, of which only the second says how much of it is left: AMD's and
+    /// A store on two cards, of which only the second reports its free memory, as with AMD's and
     /// NVIDIA's.
     #[derive(Debug)]
     struct Mixed(Host);

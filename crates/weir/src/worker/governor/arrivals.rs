@@ -1,5 +1,5 @@
-//! Arrivals of programs at the graphics cards: their device files are watched for being opened, so
-//! that nobody has to ask all the time.
+//! Notices programs that come to a card: it watches the card's device files for being opened, so
+//! that nothing has to poll all the time.
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The watch, and the way to end who waits at it.
+/// The watch on device files, and a descriptor that ends the wait.
 #[derive(Clone, Debug)]
 pub struct Arrivals {
     opened: Option<Arc<OwnedFd>>,
@@ -18,10 +18,10 @@ pub struct Arrivals {
 }
 
 impl Arrivals {
-    /// Watches every card's device files. Where that cannot be, nobody is told of.
+    /// Watches every card's device files. If the system denies the watch, no arrival is reported.
     ///
     /// # Errors
-    /// When not even a descriptor can be had.
+    /// Fails when the system has no descriptor left.
     pub fn new() -> io::Result<Self> {
         Self::watching(&devices())
     }
@@ -36,12 +36,12 @@ impl Arrivals {
         Ok(Arrivals { opened: opened.map(Arc::new), end })
     }
 
-    /// Whether arrivals are told of.
+    /// Whether arrivals are reported.
     pub fn are_told(&self) -> bool {
         self.opened.is_some()
     }
 
-    /// Waits for an arrival, for so long at most. Says whether there was one.
+    /// Waits for an arrival, for at most this long. Returns whether one came.
     pub fn wait(&self, most: Duration) -> bool {
         let most = Timespec { tv_sec: most.as_secs() as _, tv_nsec: most.subsec_nanos().into() };
         let end = PollFd::from_borrowed_fd(self.end.as_fd(), PollFlags::IN);
@@ -58,7 +58,7 @@ impl Arrivals {
         }
     }
 
-    /// Forgets those that have come so far.
+    /// Drops the arrivals that have come so far.
     pub fn forget(&self) {
         let mut events = [0; 4096];
         if let Some(opened) = &self.opened {
@@ -66,7 +66,7 @@ impl Arrivals {
         }
     }
 
-    /// Ends whoever waits.
+    /// Ends the wait of the thread that waits for arrivals.
     pub fn end(&self) {
         // An eventfd takes a number of 8 bytes.
         let _ = rustix::io::write(&self.end, &1u64.to_ne_bytes());

@@ -1,7 +1,7 @@
-//! The governor: looks after the memory that each card's owner is left with, by its [`Policy`].
+//! The governor: keeps memory free for each card's owner, by its [`Policy`].
 //!
-//! It looks closely while somebody allocates, and seldom at rest. Somebody who comes opens the
-//! card's device file, and that wakes it.
+//! The governor looks often while a program allocates, and seldom at rest. A program that comes to
+//! the card opens its device file, and that wakes the governor.
 
 mod arrivals;
 mod policy;
@@ -22,11 +22,11 @@ struct Governed {
     card: Card,
     policy: Policy,
     look_at: Duration,
-    /// It has said that nothing can be given.
+    /// The governor has logged that nothing can be given back.
     said: bool,
 }
 
-/// Its thread; `None` where no store lies on a card that says how much is left.
+/// The governor's thread; `None` if no store lies on a card that reports its free memory.
 #[derive(Debug)]
 pub struct Governor {
     arrivals: Arrivals,
@@ -34,10 +34,10 @@ pub struct Governor {
 }
 
 impl Governor {
-    /// Starts it, if there is anything to govern.
+    /// Starts the governor, if there is a card to govern.
     ///
     /// # Errors
-    /// When there is no thread for it.
+    /// Fails when no thread can be had.
     pub fn start(workers: &Arc<Workers>, log: &Log) -> Result<Option<Self>, Failure> {
         let cards: Vec<Governed> = workers
             .cards()
@@ -55,10 +55,10 @@ impl Governor {
         Ok(Some(Governor { arrivals, thread }))
     }
 
-    /// Ends it.
+    /// Ends the governor.
     pub fn stop(self) {
         self.arrivals.end();
-        // A panic of its own is no reason to end otherwise.
+        // The governor's panic is no reason to end otherwise.
         let _ = self.thread.join();
     }
 }
@@ -74,7 +74,7 @@ fn govern(workers: &Arc<Workers>, mut cards: Vec<Governed>, arrivals: &Arrivals,
             }
         }
         let next = cards.iter().map(|governed| governed.look_at).min().unwrap_or_default();
-        // Device files that this thread itself opened are nobody's arrival.
+        // Forget the arrivals of this thread: it opened device files itself.
         arrivals.forget();
         newcomer = arrivals.wait(next.saturating_sub(began.elapsed()));
     }
@@ -99,7 +99,7 @@ impl Governed {
         };
         let bytes = u64::from(chunks) * room.chunk;
         let outcome = Job::governed(workers, wish, bytes, self.card).run_on(workers, &mut |_| ());
-        // Counted afresh: a job that ended early may have done a part.
+        // Count the chunks anew: a job that ended early may have moved some.
         let moved = workers.chunk_counts(self.card).0.abs_diff(held);
         if let Err(why) = outcome
             && !self.said

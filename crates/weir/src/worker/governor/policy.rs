@@ -1,32 +1,32 @@
-//! When a card's memory is given back, and when it is taken again: a pure function of what was read
-//! and when.
+//! Decides when a card's memory is given back, and when it is taken again: a pure function of the
+//! values read, and of their times.
 //!
-//! The card's owner comes first, so giving is quick and runs ahead of who is allocating, and taking
-//! is slow and waits until nobody has allocated for a while.
+//! The card's owner comes first. So giving back is quick and runs ahead of a program that
+//! allocates. Taking is slow and waits until no program has allocated for a while.
 
 use std::time::Duration;
 use weir_store::Headroom;
 
-/// At most so much is given for a fall of the free memory, on top of the floor: whoever allocates
+/// Most memory given back beyond the floor for a fall of the free memory: a program that allocates
 /// is likely to go on.
 const AHEAD_MOST: u64 = 1 << 30;
-/// Nobody has allocated for so long: memory may be taken.
+/// Memory may be taken once no program has allocated for this long.
 const QUIET: Duration = Duration::from_secs(5);
-/// The same beside a display, where memory comes and goes with every window.
+/// The quiet time on a card with a display, where memory comes and goes with every window.
 const QUIET_DISPLAY: Duration = Duration::from_secs(30);
-/// Chunks taken at a time, and how often.
+/// Most chunks taken at a time, and the time between two takes.
 const TAKE_MOST: u32 = 4;
 const TAKE_EVERY: Duration = Duration::from_millis(250);
-/// Where nothing could be given, another try comes so much later.
+/// Time until the next try when nothing could be given back.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// How long after somebody came, or allocated, the card is looked at closely, and how often.
+/// After a program came or allocated, the card is looked at this often, for this long.
 const CLOSE_FOR: Duration = Duration::from_secs(10);
 const CLOSE: Duration = Duration::from_millis(10);
-/// And how long after that more than at rest.
+/// After that, the card is looked at more often than at rest, for this long.
 const NEAR_FOR: Duration = Duration::from_secs(60);
 const NEAR: Duration = Duration::from_millis(100);
-/// How often at rest where newcomers announce themselves, and where they do not or are there
+/// Time between two looks at rest: with arrivals reported, and without or with a program there
 /// already.
 const REST: Duration = Duration::from_secs(1);
 const REST_UNTOLD: Duration = Duration::from_millis(250);
@@ -34,17 +34,17 @@ const REST_UNTOLD: Duration = Duration::from_millis(250);
 /// A card's state at one moment.
 #[derive(Clone, Copy, Debug)]
 pub struct Look {
-    /// Since some fixed moment.
+    /// The time of the look, since some fixed moment.
     pub at: Duration,
-    /// The card's memory.
+    /// The card's free memory and its floor.
     pub room: Headroom,
-    /// Chunks there that can be given back.
+    /// Number of the card's chunks that can be given back.
     pub held: u32,
-    /// Chunks that this policy had given back, and that may be taken.
+    /// Number of chunks that this policy had given back, and that may be taken.
     pub away: u32,
-    /// Somebody has opened the card since the last look.
+    /// A program has opened the card since the last look.
     pub newcomer: bool,
-    /// Newcomers are told of.
+    /// Arrivals of programs are reported.
     pub told: bool,
 }
 
@@ -59,24 +59,24 @@ pub enum Step {
 /// One card's policy.
 #[derive(Debug, Default)]
 pub struct Policy {
-    /// Free memory and chunks there after the last look, and what was done then.
+    /// Free memory and held chunks after the last look, with the step's own effect.
     seen: Option<(u64, u32)>,
-    /// When somebody last came, allocated, or was given memory.
+    /// The last time that a program came, allocated, or was given memory.
     stirred: Option<Duration>,
     taken: Option<Duration>,
     refused: Option<Duration>,
 }
 
 impl Policy {
-    /// The next act, and the time to look again at the latest.
+    /// Returns the next step, and the longest time until the next look.
     pub fn step(&mut self, look: &Look) -> (Step, Duration) {
         let Headroom { free, floor, chunk, display, .. } = look.room;
-        // Memory that Weir took on request (weir take, the end of a sleep) is no fall of somebody
-        // else's.
+        // Memory that Weir took on request (weir take, the end of a sleep) is no other program's
+        // allocation.
         let own = |held| u64::from(look.held.saturating_sub(held)) * chunk;
         let fell = self.seen.map_or(0, |(before, held)| before.saturating_sub(free + own(held)));
         self.seen = Some((free, look.held));
-        // A fall by less than a chunk is what drivers do all day.
+        // Drivers change the free memory by less than a chunk all day.
         if look.newcomer || fell >= chunk / 2 || free < floor {
             self.stirred = Some(look.at);
         }
@@ -106,12 +106,12 @@ impl Policy {
         (Step::Nothing, again)
     }
 
-    /// Says what the step came to: chunks given or taken, and what is free now.
+    /// Tells the policy the step's outcome: chunks given or taken, and the free memory now.
     pub fn done(&mut self, at: Duration, step: Step, chunks: u32, free: Option<u64>) {
         if chunks == 0 && step != Step::Nothing {
             self.refused = Some(at);
         }
-        // Its own doing is no one's fall.
+        // A change by Weir itself is no other program's allocation.
         if let Some((before, held)) = &mut self.seen {
             *before = free.unwrap_or(*before);
             match step {
@@ -130,18 +130,18 @@ mod tests {
     const MIB: u64 = 1 << 20;
     const MS: Duration = Duration::from_millis(1);
 
-    /// A card, its owner's programs, and Weir on it, in steps of a millisecond.
+    /// A simulated card with its owner's programs and Weir on it, in steps of a millisecond.
     struct Card {
         now: Duration,
         total: u64,
         others: u64,
         held: u32,
         away: u32,
-        /// Set to give nothing, as where no store has room.
+        /// The card gives nothing back, as when no store has room.
         refuses: bool,
         policy: Policy,
         look_at: Duration,
-        /// Work under way: what, and when it ends. 8 GB/s and 5 ms a chunk, as measured.
+        /// The step under way, and its end time. Moving takes 8 GB/s and 5 ms a chunk, as measured.
         at_work: Option<(Step, Duration)>,
         newcomer: bool,
         looks: u32,
@@ -181,7 +181,7 @@ mod tests {
             self.now += MS;
             if let Some((step, end)) = self.at_work {
                 if self.now < end {
-                    // Chunk by chunk: each is free as soon as it is empty.
+                    // Chunks go one by one: each is free as soon as it is empty.
                     return;
                 }
                 let chunks = match step {
@@ -228,7 +228,7 @@ mod tests {
             }
         }
 
-        /// Allocates when it can; how long that took.
+        /// Allocates as soon as there is room; returns how long that took.
         fn allocate(&mut self, bytes: u64) -> Duration {
             let asked = self.now;
             while self.free() < bytes {
@@ -279,12 +279,12 @@ mod tests {
                 u64::from(card.given) * 128 * MIB <= card.others + 2048 * MIB,
                 "seed {seed}: no more than was needed"
             );
-            // It ends: everything comes back, and then it is quiet.
+            // The process ends: all chunks come back, and then nothing changes.
             card.rest(Duration::from_secs(20));
             assert_eq!(card.taken, 0, "seed {seed}: what somebody uses is not taken");
             card.others = 0;
             card.rest(Duration::from_secs(6) + 70 * MS * chunks);
-            // The spare and a chunk of distance are left to the card's owner.
+            // The spare and one chunk of distance are left to the card's owner.
             assert!(card.away <= 2, "seed {seed}: {} chunks have not come back", card.away);
             card.rest(NEAR_FOR);
             let looks = card.looks;
@@ -300,15 +300,15 @@ mod tests {
             let mut card = Card::new(24 << 30, 180);
             let _ = card.allocate(400 * MIB);
             for _ in 0..50 {
-                // One piece larger than the floor comes only to whoever asked for it: a failed
-                // allocation is not seen.
+                // Every piece is smaller than the floor: a larger one fails at first, and the
+                // policy does not see a failed allocation.
                 let bytes = chance.within(64, 500) * MIB;
                 let _ = card.allocate(bytes);
                 card.rest(Duration::from_millis(chance.within(0, 2400)));
                 card.others -= bytes;
                 card.rest(Duration::from_millis(chance.within(0, 2400)));
             }
-            // Memory given back stays so while somebody allocates every few seconds.
+            // Chunks that were given back stay away while a program allocates every few seconds.
             assert!(card.taken <= 8, "seed {seed}: {} given, {} taken", card.given, card.taken);
             assert!(card.given <= 40, "seed {seed}: {} given", card.given);
         }
