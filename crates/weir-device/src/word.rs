@@ -1,26 +1,26 @@
-//! The words in which a device and its user speak of an operation.
+//! The types by which a device and its user describe an operation.
 
 use std::time::Duration;
 use weir_core::PageBytes;
 
-/// A caller's number for one of its operations; comes back with its completion.
+/// A caller's number for one of its operations, which comes back with the completion.
 pub type Ticket = u32;
 
-/// Within this time each operation is answered, whatever the device does, if its lane is polled
-/// once in [`POLL_EVERY`]. Well below the time after which a kernel gives its connection up.
+/// Each operation is answered within this time, whatever the device does, if its lane is polled
+/// once in [`POLL_EVERY`]. It is well below the time after which a kernel gives its connection up.
 pub const ANSWER_WITHIN: Duration = Duration::from_secs(2);
 
-/// How long who has operations under way sleeps at most before the next poll.
+/// Longest sleep between two polls while operations are under way.
 pub const POLL_EVERY: Duration = Duration::from_millis(200);
 
 /// The state of an operation once it was queued.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Progress {
-    /// It is finished already, with this result, and no completion follows. With an error nothing
-    /// has begun.
+    /// The operation is finished, with this result, and no completion follows. With an error
+    /// nothing was begun.
     Done(Result<(), Fault>),
-    /// It waits for `submit`; its completion comes by `poll`.
+    /// The operation waits for `submit`; its completion comes by `poll`.
     Queued,
     /// The lane has no room: submit, poll, and try again.
     Full,
@@ -29,36 +29,37 @@ pub enum Progress {
 /// A finished operation.
 #[derive(Debug)]
 pub struct Done<'a> {
-    /// As given when it was queued.
+    /// The ticket that was given when the operation was queued.
     pub ticket: Ticket,
-    /// How it went.
+    /// The operation's result.
     pub result: Result<(), Fault>,
-    /// A read's content, where it succeeded. `None` for writes and faults.
+    /// A successful read's content. `None` for writes and faults.
     pub page: Option<&'a PageBytes>,
 }
 
-/// Why one operation failed. Small and `Copy`: the I/O path carries it without allocating.
+/// The reason why one operation failed. It is small and `Copy`: the I/O path carries it without
+/// allocating.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum Fault {
-    /// The device or the system refused, with this errno.
+    /// The device or the system refused the operation, with this errno.
     #[error("I/O error {0}")]
     Io(i32),
-    /// The slot's memory is gone: a released chunk, a lost device.
+    /// The slot's memory is gone: its chunk was released, or its device is lost.
     #[error("the store no longer holds this slot")]
     Lost,
-    /// No answer in time. What was asked for may still happen.
+    /// No answer came in time. The operation may still take effect.
     #[error("no answer in time")]
     Timeout,
-    /// The content came back and is not what was written.
+    /// The content that was read is not what was written.
     #[error("checksum mismatch")]
     Corrupt,
-    /// This store cannot do that.
+    /// The store has no such operation.
     #[error("not supported by this store")]
     Unsupported,
-    /// No free slot anywhere.
+    /// No slot is free.
     #[error("no free slot")]
     Full,
-    /// A write that had no effect, since its client has gone.
+    /// The write had no effect, since its client has gone.
     #[error("its client has gone")]
     Forsaken,
 }

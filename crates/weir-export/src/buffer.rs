@@ -1,5 +1,5 @@
-//! Memory that a front end's thread owns: taken, touched and (where allowed) locked before the
-//! process is sealed.
+//! Memory of a front end's thread: it is taken, touched and (if allowed) locked before the process
+//! is sealed.
 
 use std::io;
 use std::ops::{Deref, DerefMut};
@@ -10,30 +10,30 @@ use weir_core::{Memory, PageBytes};
 pub struct Buffer(Memory);
 
 impl Buffer {
-    /// A buffer of at least `bytes` zeros, in whole pages.
+    /// Makes a buffer of at least `bytes` zeros, in whole pages.
     ///
     /// # Errors
-    /// When the memory cannot be had.
+    /// Fails when the memory cannot be had.
     pub fn new(bytes: usize) -> io::Result<Buffer> {
         Memory::anonymous(bytes).map(Buffer)
     }
 
-    /// Where it begins, for those who agree by other means who may touch which part.
+    /// A pointer to the buffer's start, for users that agree otherwise who accesses which part.
     pub fn as_mut_ptr(&self) -> *mut u8 {
         self.0.as_ptr()
     }
 
-    /// Whether it is pinned in RAM.
+    /// Whether the buffer is locked in RAM.
     pub fn is_locked(&self) -> bool {
         self.0.is_locked()
     }
 
-    /// The same bytes as pages.
+    /// The buffer's bytes as pages.
     pub fn pages(&self) -> &[PageBytes] {
         self.as_chunks().0
     }
 
-    /// The same bytes as pages.
+    /// The buffer's bytes as pages, to be changed.
     pub fn pages_mut(&mut self) -> &mut [PageBytes] {
         self.as_chunks_mut().0
     }

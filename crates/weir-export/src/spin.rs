@@ -1,27 +1,26 @@
-//! Looking for the next request a little while before going to sleep.
+//! Spinning: a thread looks for the next request for a short time before it sleeps.
 //!
-//! Waking a sleeping thread costs several microseconds, more than serving a page does. A client
-//! that waits for each reply comes back sooner than that, so a thread that looks again and again
-//! for as long as such a client takes answers twice as fast. What it may cost is bounded three
-//! ways: by the time limit, by at most half of the machine's processors spinning at once, and by
-//! giving up: each attempt in vain halves the next one, down to none, until a request comes so soon
-//! after the thread fell asleep that spinning would have caught it. An idle connection costs
-//! nothing.
+//! Waking a sleeping thread takes several microseconds, more than serving a page. A client that
+//! waits for each reply sends its next request sooner than that. So a thread that spins for as long
+//! as such a client takes answers twice as fast. Three limits bound the cost. Each spin has a time
+//! limit. At most half of the machine's processors spin at once. And each attempt without success
+//! halves the next one, down to none. It grows again when a request comes so soon after the thread
+//! fell asleep that spinning would have caught it. An idle connection costs nothing.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// Below this an attempt is not worth its clock reads.
+/// Shorter spins are not worth their clock reads.
 const LEAST: Duration = Duration::from_micros(2);
 
-/// Pauses between two looks; half a microsecond or so.
+/// Number of pause instructions between two looks; half a microsecond or so.
 const PAUSES: u32 = 16;
 
-/// From here on whoever else wants the processor has it first: a thread that looks for as long as
-/// this is no better than one that waits.
+/// After this time a spinning thread yields its processor to any thread that wants it: a spin as
+/// long as this is no better than a sleep.
 const POLITE: Duration = Duration::from_micros(200);
 
-/// How many threads may spin at once.
+/// Limits how many threads spin at once.
 #[derive(Debug)]
 pub(crate) struct SpinGate {
     most: usize,
@@ -29,13 +28,14 @@ pub(crate) struct SpinGate {
 }
 
 impl SpinGate {
-    /// Half of `processors`: of one none, since whoever is to send the next request needs it.
+    /// Allows half of `processors` to spin. With one processor none may, since the client that is
+    /// to send the next request needs it.
     pub fn new(processors: usize) -> Self {
         SpinGate { most: processors / 2, spinning: AtomicUsize::new(0) }
     }
 
     fn enter(&self) -> bool {
-        // Advisory: one thread too many for a moment does no harm.
+        // The limit is advisory: one thread too many for a moment does no harm.
         if self.spinning.load(Ordering::Relaxed) >= self.most {
             return false;
         }
@@ -54,7 +54,7 @@ pub(crate) struct Spin<'a> {
     gate: &'a SpinGate,
     most: Duration,
     now: Duration,
-    /// When the thread stopped looking, to learn how soon the request came.
+    /// The time when the thread stopped spinning, to learn how soon the request came.
     waiting_since: Option<Instant>,
 }
 
@@ -63,10 +63,10 @@ impl<'a> Spin<'a> {
         Spin { gate, most, now: most, waiting_since: None }
     }
 
-    /// Calls `look` until it finds something or the time is up.
+    /// Calls `look` until it finds something or the time is over.
     ///
     /// # Errors
-    /// Those of `look`.
+    /// Fails with the errors of `look`.
     pub fn attempt<T, E>(&mut self, mut look: impl FnMut() -> Result<Option<T>, E>) -> Result<Option<T>, E> {
         weir_system::latency::served();
         if self.most < LEAST {
@@ -83,7 +83,7 @@ impl<'a> Spin<'a> {
             if !matches!(found, Ok(None)) || looked >= self.now {
                 break found;
             }
-            // Looking takes the socket's locks, for which the client must not be made to wait.
+            // A look takes the socket's locks, and the client must not wait for them.
             (0..PAUSES).for_each(|_| std::hint::spin_loop());
             if looked >= POLITE {
                 std::thread::yield_now();
@@ -94,7 +94,8 @@ impl<'a> Spin<'a> {
         found
     }
 
-    /// A request came after an attempt in vain: was it worth trying longer?
+    /// Notes that a request came after an attempt without success, and decides whether to try
+    /// longer.
     pub fn woke(&mut self) {
         if self.waiting_since.take().is_some_and(|since| since.elapsed() <= self.most) {
             self.now = self.most;
@@ -126,7 +127,7 @@ mod tests {
             attempts += 1;
         }
         assert_eq!(attempts, 9, "1 ms halves 9 times before it falls below 2 us");
-        // However long this thread was kept from running since.
+        // The time limit must not matter, however long this thread is kept from running.
         spin.most = Duration::from_secs(3600);
         spin.woke();
         let mut looked = false;

@@ -1,4 +1,4 @@
-//! The ledger: which process holds which block of a volume that many share.
+//! The ledger: it says which process holds which block of a volume that many processes share.
 
 use rustix::fs::OFlags;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
@@ -8,14 +8,15 @@ use std::os::fd::AsRawFd as _;
 use std::path::Path;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// The offset of the locks of owners: behind every byte that a ledger has.
+/// The file offset of the owners' locks: beyond every byte of a ledger.
 const LOCKS: i64 = 1 << 40;
 
-/// A file that all processes of one run map: the last owner's number, then the owner of each block.
+/// A file that all processes of one run map. It holds the last owner's number, then the owner of
+/// each block.
 ///
-/// An owner is a number that is dealt once in a run. It holds a lock of its own on the open file
-/// (`F_OFD_SETLK`), which the kernel ends with the process or as that becomes another program.
-/// Process numbers would not do: two namespaces have the same ones.
+/// An owner is a number that is used once in a run. It holds a lock of its own on the open file
+/// (`F_OFD_SETLK`). The kernel ends that lock with the process, or when the process becomes another
+/// program. Process numbers would not do: two namespaces have the same ones.
 #[derive(Debug)]
 pub struct Ledger {
     lock: File,
@@ -25,33 +26,35 @@ pub struct Ledger {
     me: u32,
 }
 
-// SAFETY: a mapping of atomic numbers, which lives as long as the process.
+// SAFETY: the words are a mapping of atomic numbers, which lives as long as the process.
 unsafe impl Send for Ledger {}
 
 impl Ledger {
-    /// Makes the file for so many blocks, for others to open.
+    /// Makes the file for this many blocks, for owners to open.
     ///
     /// # Errors
-    /// What the system says.
+    /// Fails with the system's error.
     pub fn create(path: &Path, blocks: usize) -> io::Result<()> {
         File::create_new(path)?.set_len(((1 + blocks) * size_of::<AtomicU32>()) as u64)
     }
 
-    /// Opens it as another owner. The thread that calls this must have its table of descriptors for
-    /// itself: a child that inherits this one keeps the owner alive.
+    /// Opens the file as another owner. The calling thread must not share its table of descriptors:
+    /// a child that inherits this descriptor keeps the owner alive.
     ///
     /// # Errors
-    /// When it is not there or empty.
+    /// Fails when the file is missing or empty.
     pub fn open(path: &Path) -> io::Result<Self> {
-        // Two descriptions: a mapping keeps the one that it was made from, and with it its locks.
+        // Open the file twice: a mapping keeps the open file that it was made from, and with it
+        // that file's locks.
         let open = || rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, 0.into());
         let (file, lock) = (File::from(open()?), File::from(open()?));
         let bytes = file.metadata()?.len() as usize;
         let blocks = (bytes / size_of::<AtomicU32>()).saturating_sub(1);
         let flags = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping, which stays.
+        // SAFETY: a new mapping, which is never unmapped.
         let at = unsafe { rustix::mm::mmap(std::ptr::null_mut(), bytes, flags, MapFlags::SHARED, &file, 0)? };
-        // SAFETY: the mapping just made. A child has no pager, and may be another user's.
+        // SAFETY: the mapping was just made. A child must not have it: it has no pager, and may
+        // belong to another user.
         unsafe { rustix::mm::madvise(at, bytes, Advice::LinuxDontFork)? };
         let mut ledger = Ledger { lock, words: at.cast(), blocks, next: 0, me: 0 };
         ledger.me = ledger.words()[0].fetch_add(1, Ordering::Relaxed) + 1;
@@ -60,7 +63,7 @@ impl Ledger {
     }
 
     fn words(&self) -> &[AtomicU32] {
-        // SAFETY: mapped for so many, by whole pages.
+        // SAFETY: the file is mapped for this many words, in whole pages.
         unsafe { std::slice::from_raw_parts(self.words, 1 + self.blocks) }
     }
 
@@ -68,7 +71,8 @@ impl Ledger {
         &self.words()[1..]
     }
 
-    /// Takes an owner's lock, or asks who has it: the kind of lock that somebody else has.
+    /// Takes an owner's lock, or asks for its holder. Returns the kind of lock that another process
+    /// holds.
     fn ask(&self, command: i32, owner: u32) -> io::Result<i32> {
         let mut lock = libc::flock {
             l_type: libc::F_WRLCK as i16,
@@ -77,7 +81,7 @@ impl Ledger {
             l_len: 1,
             l_pid: 0,
         };
-        // SAFETY: a command of locks with the structure that it takes.
+        // SAFETY: a lock command with the structure that it takes.
         match unsafe { libc::fcntl(self.lock.as_raw_fd(), command, &raw mut lock) } {
             0 => Ok(lock.l_type.into()),
             _ => Err(io::Error::last_os_error()),
@@ -88,7 +92,7 @@ impl Ledger {
         owner != self.me && self.ask(libc::F_OFD_GETLK, owner).is_ok_and(|kind| kind == libc::F_UNLCK)
     }
 
-    /// A block below `limit`: a free one, else one of an owner that has ended.
+    /// Claims a block below `limit`: a free one, else one of an owner that has ended.
     pub(crate) fn claim(&mut self, limit: usize) -> Option<usize> {
         let blocks = self.blocks.min(limit);
         let take = |at: usize, from: u32| {

@@ -1,14 +1,14 @@
-//! Anonymous memory of this process in less RAM than it takes.
+//! The pager keeps this process's anonymous memory in less RAM than it takes.
 //!
-//! A [`Pager`] is one thread. It registers memory with userfaultfd, keeps at most a limit of it
-//! resident, and moves blocks of 2 MiB out and in by reference (`UFFDIO_MOVE`, Linux 6.8): a block
-//! that is a huge page stays one. What is not resident lies in a [`Store`]. The kernel tells the
-//! thread of every `munmap`, `mremap` and `madvise`, whoever calls it, so memory may be freed and
-//! moved by any allocator behind its back.
+//! A [`Pager`] is one thread. It registers memory with userfaultfd, and keeps at most a limit of it
+//! resident. It moves blocks of 2 MiB out and in by reference (`UFFDIO_MOVE`, Linux 6.8), so a
+//! block that is a huge page stays one. Blocks that are not resident lie in a [`Store`]. The kernel
+//! tells the thread of every `munmap`, `mremap` and `madvise` in the process. So any allocator may
+//! free and move memory without telling the pager.
 //!
 //! The thread must never wait for itself: nothing that it or its store touches may lie in memory
-//! that it manages. A program whose memory is managed as a whole ([`Scope::Process`]) therefore
-//! needs a global allocator of its own for it; `weir-preload` is that.
+//! that it manages. If a program's memory is managed as a whole ([`Scope::Process`]), the pager
+//! needs a global allocator of its own; `weir-preload` has one.
 
 mod ledger;
 mod maps;
@@ -26,16 +26,16 @@ use policy::Policy;
 use std::io;
 use weir_core::{PAGE_SIZE, PageBytes};
 
-/// Whether this process may have a pager.
+/// Checks whether this process may have a pager.
 ///
 /// # Errors
-/// [`Error::Denied`] or [`Error::Kernel`].
+/// Fails with [`Error::Denied`] or [`Error::Kernel`].
 pub fn probe() -> Result<(), Error> {
     uffd::Uffd::open().map(drop)
 }
 
-/// The files of a run in its directory: the daemon's socket, the [`Ledger`], and a socket for lines
-/// that pagers have for people, a datagram each.
+/// The files in a run's directory: the daemon's socket, the [`Ledger`], and a socket for the lines
+/// that pagers print, a datagram each.
 pub mod directory {
     #![allow(missing_docs)] // the introduction says what they are
     pub const SHARE: &str = "share";
@@ -43,43 +43,44 @@ pub mod directory {
     pub const MESSAGES: &str = "messages";
 }
 
-/// Bytes of a block: a huge page.
+/// Bytes of a block, which is a huge page.
 pub const BLOCK: usize = 2 << 20;
-/// Its pages.
+/// Pages of a block.
 pub const BLOCK_PAGES: usize = BLOCK / PAGE_SIZE;
 
-/// Tells people something in a line. It is called on the pager's thread, so it must not wait for
-/// the program: a pipe that one of its threads is writing into is such a wait.
+/// Prints a line for people. It is called on the pager's thread, so it must not wait for the
+/// program: a pipe into which one of the program's threads writes is such a wait.
 pub type Tell = Box<dyn FnMut(&str)>;
 
-/// The store of blocks that are not resident. Used by one thread.
+/// The store of blocks that are not resident. One thread uses it.
 pub trait Store {
-    /// Room for a block: the number of its first page. `None` when there is none.
+    /// Claims room for a block, and returns the number of its first page. `None` if there is no
+    /// room.
     fn claim(&mut self) -> Option<u64>;
 
-    /// Gives the room back.
+    /// Frees the room of a block.
     fn release(&mut self, first: u64);
 
     /// Writes a page. `bytes` may be reused as soon as this returns.
     ///
     /// # Errors
-    /// When it is known already that pages cannot be kept.
+    /// Fails when it is already known that pages cannot be stored.
     fn write(&mut self, page: u64, bytes: &PageBytes) -> io::Result<()>;
 
-    /// Waits until every page written before is kept.
+    /// Waits until every page written before is stored.
     ///
     /// # Errors
-    /// When one of them is not.
+    /// Fails when one of the pages could not be stored.
     fn settle(&mut self) -> io::Result<()>;
 
     /// Reads pages from `first` on.
     ///
     /// # Errors
-    /// When one of them cannot be had.
+    /// Fails when one of the pages cannot be read.
     fn read(&mut self, first: u64, out: &mut [PageBytes]) -> io::Result<()>;
 }
 
-/// Why no pager could be started.
+/// The reason why no pager could be started.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// This process may not use userfaultfd.
@@ -91,7 +92,7 @@ pub enum Error {
     /// The limit is too small to work with.
     #[error("a resident limit of {bytes} bytes is too small; accepted: 32MiB or more")]
     Limit {
-        /// As given.
+        /// The limit that was asked for.
         bytes: usize,
     },
     /// The store could not be opened.

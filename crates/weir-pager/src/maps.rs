@@ -1,20 +1,21 @@
-//! The process's own mappings, as `/proc/self/maps` has them.
+//! The process's own mappings, as listed in `/proc/self/maps`.
 
 use std::fs::File;
 use std::io::{self, Read as _, Seek as _};
 
-/// A mapping.
+/// A mapping of this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mapping {
-    /// The first byte.
+    /// The address of the mapping's first byte.
     pub start: usize,
-    /// The byte after the last.
+    /// The address of the byte after the mapping's last.
     pub end: usize,
-    /// Private, anonymous, to be read and written, and no stack: memory that can be managed.
+    /// Whether the memory can be managed: it is private, anonymous, readable and writable, and no
+    /// stack.
     pub is_plain: bool,
 }
 
-/// Reads the mappings into memory that is kept.
+/// Reads the mappings into a buffer that is used again.
 #[derive(Debug)]
 pub struct Maps {
     file: File,
@@ -22,18 +23,18 @@ pub struct Maps {
 }
 
 impl Maps {
-    /// Opens the file.
+    /// Opens `/proc/self/maps`.
     ///
     /// # Errors
-    /// When `/proc` is not there.
+    /// Fails when `/proc` is not mounted.
     pub fn open() -> io::Result<Self> {
         Ok(Maps { file: File::open("/proc/self/maps")?, text: String::with_capacity(64 << 10) })
     }
 
-    /// The mappings of now.
+    /// Reads the mappings as they are now.
     ///
     /// # Errors
-    /// When they cannot be read.
+    /// Fails when the mappings cannot be read.
     pub fn read(&mut self) -> io::Result<impl Iterator<Item = Mapping>> {
         self.text.clear();
         self.file.rewind()?;

@@ -15,56 +15,56 @@ use work::Work;
 
 /// The smallest limit, in blocks.
 const LIMIT_MIN: usize = 16;
-/// Pages by whose faults threads talk to the pager.
+/// Number of pages by whose page faults threads call the pager.
 const BELLS: usize = 4096;
 
-/// `MADV_DONTNEED` for memory that may be locked (Linux 5.18), which the crates on offer lack.
+/// `MADV_DONTNEED` for memory that may be locked (Linux 5.18), which no available crate defines.
 pub(crate) const MADV_DONTNEED_LOCKED: i32 = 24;
 
-/// The memory that is managed.
+/// The memory that the pager manages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scope {
-    /// Large private anonymous memory that this process maps from now on, by whatever means.
+    /// Large private anonymous memory that this process maps from now on, by any means.
     Process,
-    /// The memory that [`Pager::adopt`] is told of.
+    /// Only memory that [`Pager::adopt`] is called for.
     Adopted,
 }
 
-/// How a pager starts.
+/// The options of a new pager.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// Managed memory that may be resident, in bytes.
+    /// Bytes of managed memory that may be resident.
     pub limit: usize,
-    /// The memory that is managed.
+    /// The memory that the pager manages.
     pub scope: Scope,
 }
 
-/// The counts of a pager since its start.
+/// A pager's counts since its start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// Faults that it has resolved.
+    /// Page faults that the pager has resolved.
     pub faults: u64,
-    /// Blocks that came from the store because a thread waited for them.
+    /// Blocks read from the store because a thread waited for them.
     pub reads: u64,
-    /// Blocks that came from the store ahead of need, and were used.
+    /// Blocks read from the store ahead of need, and used later.
     pub prefetched: u64,
-    /// Faults on a block that was being written, which took it straight back.
+    /// Page faults on a block that was being written, which the pager took back at once.
     pub taken_back: u64,
-    /// Blocks that went to the store.
+    /// Blocks written to the store.
     pub writes: u64,
-    /// Pages of zeros among those, which took no room.
+    /// Pages of zeros among these blocks, which took no room.
     pub zero_pages: u64,
-    /// Single pages that came from the store.
+    /// Single pages read from the store.
     pub singles: u64,
-    /// Single pages that went to the store.
+    /// Single pages written to the store.
     pub singles_written: u64,
-    /// Blocks that could not be had back.
+    /// Blocks that could not be read back.
     pub lost: u64,
-    /// Blocks for which the limit was exceeded, since none could go.
+    /// Blocks for which the limit was exceeded, since no block could go.
     pub beyond_limit: u64,
 }
 
-/// One number for each of [`Stats`].
+/// A counter for each field of [`Stats`].
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     pub faults: AtomicU64,
@@ -83,26 +83,26 @@ pub(crate) fn count(counter: &AtomicU64, by: u64) {
     counter.fetch_add(by, Ordering::Relaxed);
 }
 
-/// The state that the thread and the others share.
+/// The state that the pager's thread shares with the other threads.
 #[derive(Debug)]
 pub(crate) struct Shared {
-    /// In blocks.
+    /// The limit in blocks.
     limit: AtomicUsize,
-    /// While above zero everything is resident.
+    /// While this is above zero, every block is resident.
     holds: AtomicU32,
     stop: AtomicBool,
-    /// The kernel may read pages of the program after they went out of place.
+    /// The kernel may still read pages of the program after they were moved out.
     lends: AtomicBool,
     bells: Bells,
     counters: Counters,
-    /// A range to adopt, its first byte and the byte after it: written by who holds `adopting`,
-    /// read without it.
+    /// A range to adopt: its first byte, and the byte after its last. The holder of `adopting`
+    /// writes it; the pager reads it without that lock.
     adopt: [AtomicUsize; 2],
     adopting: Mutex<()>,
 }
 
-/// Registered pages. A thread that touches one waits until the pager has heard it, without a
-/// descriptor that the program might close, and without a lock.
+/// Registered pages by which threads call the pager. A thread that touches one waits until the
+/// pager has handled it. That needs no lock, and no descriptor that the program might close.
 #[derive(Debug)]
 pub(crate) struct Bells {
     base: usize,
@@ -121,19 +121,20 @@ impl Bells {
     fn ring(&self) {
         let number = self.next.fetch_add(1, Ordering::Relaxed) as usize % BELLS;
         let page = std::ptr::with_exposed_provenance_mut::<u8>(self.base + number * PAGE_SIZE);
-        // SAFETY: a page of ours, which the pager fills with zeros.
+        // SAFETY: a page of the pager's own, which the pager fills with zeros.
         unsafe {
-            // Before it is touched: mlockall() brings all of them.
+            // Drop the page before it is touched: mlockall() makes all pages resident.
             libc::madvise(page.cast(), PAGE_SIZE, MADV_DONTNEED_LOCKED);
             page.read_volatile();
         }
     }
 }
 
-/// Gives this thread a table of descriptors of its own, without the program's: whoever reads a pipe
-/// of which the program has closed its end would wait for this thread to close it too.
+/// Gives this thread a table of descriptors of its own, without the program's. Otherwise the reader
+/// of a pipe whose end the program has closed would wait for this thread to close it too.
 fn own_descriptors() -> Result<(), Error> {
-    // SAFETY: affects this thread's table alone, which nobody else has by the second call.
+    // SAFETY: this affects only this thread's table, which no other thread shares after the first
+    // call.
     let closed = unsafe {
         libc::unshare(libc::CLONE_FILES) == 0
             && libc::syscall(libc::SYS_close_range, 0, libc::c_uint::MAX, 0) == 0
@@ -141,21 +142,23 @@ fn own_descriptors() -> Result<(), Error> {
     if !closed {
         return Err(Error::System(std::io::Error::last_os_error()));
     }
-    // A panic's words must not go into a file that is opened as standard error next.
+    // Fill descriptors 0 to 2: otherwise a panic's message could go into a file that is opened as
+    // standard error next.
     for _ in 0..3 {
         let _ = std::fs::File::options().read(true).write(true).open("/dev/null")?.into_raw_fd();
     }
     Ok(())
 }
 
-/// Address space without memory.
+/// Reserves address space without memory.
 pub(crate) fn reserve(bytes: usize) -> Result<usize, Error> {
     let protection = ProtFlags::READ | ProtFlags::WRITE;
     let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-    // SAFETY: a new mapping.
+    // SAFETY: a new mapping, which overlaps no other.
     let at = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes + BLOCK, protection, flags) };
     let at = at.map_err(|error| Error::System(error.into()))?;
-    // The memory cut off at both ends stays reserved, so that nothing else is merged with it.
+    // The memory cut off at both ends stays reserved, so that the kernel merges nothing else with
+    // it.
     Ok(at.expose_provenance().next_multiple_of(BLOCK))
 }
 
@@ -164,11 +167,13 @@ pub(crate) fn reserve(bytes: usize) -> Result<usize, Error> {
 pub struct Pager(Arc<Shared>);
 
 impl Pager {
-    /// Starts one. `store` is called on its thread, whose descriptors are its own: a program that
-    /// closes all of its own does not close those, and none of the program's stays open there.
+    /// Starts a pager. `store` is called on the pager's thread, which has descriptors of its own. A
+    /// program that closes all of its descriptors does not close these, and the thread keeps none
+    /// of the program's open.
     ///
     /// # Errors
-    /// When userfaultfd is denied or too old, the limit too small, or the store cannot be opened.
+    /// Fails when userfaultfd is denied or too old, the limit is too small, or the store cannot be
+    /// opened.
     pub fn start<S: Store>(
         options: Options,
         store: impl FnOnce() -> Result<(S, Tell), String> + Send + 'static,
@@ -190,7 +195,7 @@ impl Pager {
         let (say, hear) = sync_channel(1);
         let pager = Pager(Arc::clone(&shared));
         std::thread::Builder::new().name("weir-pager".into()).stack_size(256 << 10).spawn(move || {
-            // A thread that waits for a page would wait for ever.
+            // After a panic, a thread that waits for a page would wait for ever.
             let _abort = AbortOnPanic;
             let opened = own_descriptors()
                 .and_then(|()| Uffd::open())
@@ -209,7 +214,7 @@ impl Pager {
         Ok(pager)
     }
 
-    /// Manages this memory too, which is private, anonymous and this process's own.
+    /// Manages this memory too. It must be private, anonymous and this process's own.
     pub fn adopt(&self, start: usize, bytes: usize) {
         let _adopting = self.0.adopting.lock().expect("nothing panics under it");
         self.0.adopt[0].store(start, Ordering::Relaxed);
@@ -223,10 +228,10 @@ impl Pager {
         self.0.bells.ring();
     }
 
-    /// Changes the limit, in bytes; what is above it goes in the background.
+    /// Changes the limit, in bytes. Blocks above a lower limit go in the background.
     ///
     /// # Errors
-    /// [`Error::Limit`].
+    /// Fails with [`Error::Limit`].
     pub fn set_limit(&self, bytes: usize) -> Result<(), Error> {
         if bytes / BLOCK < LIMIT_MIN {
             return Err(Error::Limit { bytes });
@@ -235,34 +240,34 @@ impl Pager {
         Ok(())
     }
 
-    /// Brings everything back, for a fork: a child has no pager. Until as many calls of
-    /// [`release`](Self::release) nothing goes.
+    /// Makes every block resident, for a fork: a child has no pager. No block goes until
+    /// [`release`](Self::release) has been called as often.
     pub fn hold(&self) {
         self.0.holds.fetch_add(1, Ordering::SeqCst);
         self.look();
     }
 
-    /// Ends what [`hold`](Self::hold) began; in a child it does nothing.
+    /// Ends one [`hold`](Self::hold); does nothing in a child.
     pub fn release(&self) {
         self.0.holds.fetch_sub(1, Ordering::SeqCst);
         self.look();
     }
 
-    /// From here on no page's memory is used again for another one while the kernel may still read
-    /// it. `vmsplice` and `MSG_ZEROCOPY` have the kernel read pages later without pinning them, so
-    /// they can go out of place meanwhile.
+    /// From here on the memory of a page is not used for another page while the kernel may still
+    /// read it. `vmsplice` and `MSG_ZEROCOPY` have the kernel read pages later without pinning
+    /// them, so they may be moved out meanwhile.
     pub fn lend(&self) {
         self.0.lends.store(true, Ordering::SeqCst);
     }
 
-    /// Brings everything back and ends the thread.
+    /// Makes every block resident and ends the thread.
     pub fn stop(self) {
         self.0.stop.store(true, Ordering::SeqCst);
         self.0.holds.fetch_add(1, Ordering::SeqCst);
         self.look();
     }
 
-    /// Its counts.
+    /// The pager's counts.
     pub fn stats(&self) -> Stats {
         let counters = &self.0.counters;
         let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);

@@ -1,38 +1,39 @@
-//! Which block goes, and which comes next: what decides, without a clock and without memory to
-//! touch.
+//! The policy: decides which block goes, and which comes next. It has no clock, and touches no
+//! managed memory.
 
 use std::collections::VecDeque;
 
-/// Streams that are known at a time.
+/// Number of streams that are tracked at a time.
 const STREAMS: usize = 16;
-/// How far apart, in blocks, two faults of one stream lie at most.
+/// Greatest distance, in blocks, of two page faults of one stream.
 const STRIDE_MAX: i64 = 64;
-/// Faults that say whether the program streams, and how many of them must be in a stream.
+/// Number of the last page faults that tell whether the program streams, and how many of them must
+/// be in a stream.
 const RECENT: u32 = 16;
 const STREAMING: u32 = 12;
-/// While it streams, the newest blocks that stay: those are in use.
+/// Number of the newest blocks that stay while the program streams: those are in use.
 const LAG: usize = 4;
-/// While it streams, every so many victims the oldest goes, so that what nobody uses does not stay
-/// for ever.
+/// While the program streams, one in this many victims is the oldest block, so that unused blocks
+/// do not stay for ever.
 const OLDEST_EVERY: u32 = 16;
 
-/// Blocks that fault one after the other at one distance.
+/// A stream: blocks that fault one after the other at one distance.
 #[derive(Clone, Copy, Debug, Default)]
 struct Stream {
     last: i64,
     stride: i64,
-    /// When it was last used, in faults.
+    /// The time of the stream's last use, counted in page faults.
     used: u64,
 }
 
-/// Decides by the order of faults alone: no accessed bits are read.
+/// Decides only by the order of page faults: no accessed bits are read.
 ///
-/// A cyclic sweep over more than fits would miss every block under FIFO and LRU. So while faults
-/// stream, nearly the newest block goes, and the older ones are hit in the next round (MRU with a
-/// lag).
+/// A cyclic sweep over more memory than the limit would miss every block under FIFO and LRU. So
+/// while page faults stream, one of the newest blocks goes, and the older ones are hit in the next
+/// round (MRU with a lag).
 #[derive(Debug, Default)]
 pub struct Policy {
-    /// Resident blocks, by when they came.
+    /// Resident blocks in the order in which they came.
     order: VecDeque<u32>,
     streams: [Stream; STREAMS],
     recent: u16,
@@ -41,27 +42,27 @@ pub struct Policy {
 }
 
 impl Policy {
-    /// A block came into place.
+    /// Notes that a block came into place.
     pub fn came(&mut self, id: u32) {
         self.order.push_back(id);
     }
 
-    /// A block is in place no more.
+    /// Notes that a block has left its place.
     pub fn went(&mut self, id: u32) {
-        // The newest go most often.
+        // The newest blocks go most often.
         if let Some(at) = self.order.iter().rposition(|&other| other == id) {
             self.order.remove(at);
         }
     }
 
-    /// Blocks in place.
+    /// Number of blocks in place.
     pub fn len(&self) -> usize {
         self.order.len()
     }
 
-    /// A fault on the block with this number (its address in blocks). `skips` says which blocks
-    /// would not have faulted. Returns the distance to the next fault of the stream, if it is in
-    /// one.
+    /// Notes a page fault on the block with this number (its address in blocks). `skips` says which
+    /// blocks would not have faulted. Returns the distance to the stream's next page fault, if the
+    /// fault is in a stream.
     pub fn fault(&mut self, number: i64, skips: impl Fn(i64) -> bool) -> Option<i64> {
         self.faults += 1;
         let follows = |stream: &Stream| {
@@ -90,7 +91,8 @@ impl Policy {
         stride
     }
 
-    /// The nearest stream without a stride gets one, else the one least used begins anew.
+    /// Begins a stream: the nearest stream without a stride gets one, else the least recently used
+    /// one begins anew.
     fn begin(&mut self, number: i64) {
         let near = |stream: &&mut Stream| {
             let distance = (number - stream.last).abs();
@@ -112,7 +114,7 @@ impl Policy {
         self.recent.count_ones() >= STREAMING
     }
 
-    /// The block that goes next. It stays in the order until it [`went`](Self::went).
+    /// The next block to go. It stays in the order until it [`went`](Self::went).
     pub fn victim(&mut self) -> Option<u32> {
         self.victims = self.victims.wrapping_add(1);
         let at = if self.is_streaming() && !self.victims.is_multiple_of(OLDEST_EVERY) {
@@ -123,7 +125,7 @@ impl Policy {
         self.order.get(at).copied()
     }
 
-    /// A block that could not go waits for its turn again.
+    /// Notes that a block could not go: it waits for its turn again.
     pub fn spared(&mut self, id: u32) {
         self.went(id);
         self.came(id);
@@ -136,7 +138,8 @@ mod tests {
     use proptest::prelude::*;
     use std::collections::BTreeSet;
 
-    /// Faults of a program that goes through blocks as told, with room for so many.
+    /// Number of page faults of a program that goes through blocks in this order, with room for
+    /// `room` of them.
     fn faults(room: usize, accesses: impl Iterator<Item = i64>) -> usize {
         let mut policy = Policy::default();
         let mut resident = BTreeSet::new();

@@ -1,4 +1,4 @@
-//! A store over the share transport: pages lie with a daemon, whatever its stores are.
+//! A store over the share transport: a daemon keeps the pages in its stores.
 
 use crate::{BLOCK_PAGES, Ledger, Store};
 use std::io;
@@ -6,18 +6,18 @@ use std::path::Path;
 use weir_core::PageBytes;
 use weir_share::{Client, Lease, Options};
 
-/// Frames that writes go through.
+/// Number of frames for writes.
 const WRITE_FRAMES: usize = 128;
-/// Writes after which the daemon is told: it works while more is copied.
+/// Number of writes after which the daemon is told: it works while more is copied.
 const SUBMIT_EVERY: usize = 16;
 
-/// Blocks with a daemon.
+/// A store of blocks that a daemon keeps.
 #[derive(Debug)]
 pub struct ShareStore {
     client: Client,
     ledger: Ledger,
     blocks: usize,
-    /// Frames to write from, none of which is under way.
+    /// Frames to write from that are free.
     frames: Vec<Lease>,
     /// Frames under way, by the tag of their write.
     writing: Vec<Option<Lease>>,
@@ -29,7 +29,7 @@ impl ShareStore {
     /// Connects to the daemon whose socket is at `path`.
     ///
     /// # Errors
-    /// As [`Client::connect`].
+    /// Fails as [`Client::connect`] does.
     pub fn connect(path: &Path, ledger: Ledger) -> Result<Self, weir_share::Error> {
         let mut client = Client::connect(path, Options { frames: 256, entries: 512, ..Options::default() })?;
         let mut frames = Vec::with_capacity(WRITE_FRAMES);
@@ -43,7 +43,7 @@ impl ShareStore {
         Ok(ShareStore { client, ledger, blocks, frames, writing, unsubmitted: 0, failed: None })
     }
 
-    /// Takes the end of one write.
+    /// Takes the completion of one write.
     fn end_write(&mut self) -> io::Result<()> {
         self.submit()?;
         let completion = self.client.wait().map_err(io::Error::other)?;
@@ -94,12 +94,12 @@ impl Store for ShareStore {
     }
 
     fn read(&mut self, first: u64, out: &mut [PageBytes]) -> io::Result<()> {
-        // Completions of writes would be taken for those of reads.
+        // Completions of writes could be mistaken for those of reads.
         while self.client.in_flight() > 0 {
             self.end_write()?;
         }
-        // A frame is free again only once the server has read of its return, which comes behind the
-        // next question.
+        // A frame is free again only once the server has read its return, which comes after the
+        // next request.
         let window = (self.client.frames() as usize - WRITE_FRAMES) / 2;
         let mut failed = None;
         let (mut asked, mut came) = (0, 0);

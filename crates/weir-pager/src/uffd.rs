@@ -1,6 +1,6 @@
-//! The kernel's userfaultfd: the part that the crates on offer lack (MOVE, POISON, the events).
+//! The kernel's userfaultfd, as far as no available crate has it (MOVE, POISON, the events).
 //!
-//! Layouts and numbers are those of `include/uapi/linux/userfaultfd.h` and `fs.h` (PAGEMAP_SCAN).
+//! Layouts and numbers are from `include/uapi/linux/userfaultfd.h` and `fs.h` (PAGEMAP_SCAN).
 
 use crate::{BLOCK, Error};
 use rustix::io::Errno;
@@ -33,25 +33,25 @@ const PAGEMAP_SCAN: u64 = 3 << 30 | 96 << 16 | (b'f' as u64) << 8 | 16;
 const PRESENT_OR_SWAPPED: u64 = 1 << 3 | 1 << 4;
 const MODE_MISSING: u64 = 1;
 
-/// A message of the kernel.
+/// A message of the kernel about managed memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// A thread waits for a page.
+    /// A thread waits for the page at this address.
     Fault(usize),
-    /// Memory moved: from, to, bytes.
+    /// Memory was moved: old address, new address, bytes.
     Remap(usize, usize, usize),
     /// The content of `start..end` is about to go.
     Remove(usize, usize),
-    /// `start..end` is mapped no more.
+    /// `start..end` is no longer mapped.
     Unmap(usize, usize),
 }
 
-/// A request that stopped: bytes done, and why it did not go on.
+/// A request that stopped early.
 #[derive(Clone, Copy, Debug)]
 pub struct Stopped {
-    /// Bytes done.
+    /// Number of bytes done.
     pub done: usize,
-    /// Why.
+    /// The reason why the request stopped.
     pub why: Errno,
 }
 
@@ -60,17 +60,17 @@ pub struct Stopped {
 pub struct Uffd(OwnedFd);
 
 impl Uffd {
-    /// Opens one: by `/dev/userfaultfd`, else by the system call.
+    /// Opens a userfaultfd: by `/dev/userfaultfd`, else by the system call.
     ///
     /// # Errors
-    /// [`Error::Denied`] or [`Error::Kernel`].
+    /// Fails with [`Error::Denied`] or [`Error::Kernel`].
     pub fn open() -> Result<Self, Error> {
         let fd = match File::options().read(true).write(true).open("/dev/userfaultfd") {
-            // SAFETY: takes flags, returns a descriptor.
+            // SAFETY: the call takes flags, and returns a descriptor.
             Ok(device) => unsafe {
                 libc::ioctl(device.as_raw_fd(), USERFAULTFD_IOC_NEW, libc::O_CLOEXEC | libc::O_NONBLOCK)
             },
-            // SAFETY: as above.
+            // SAFETY: the call takes flags, and returns a descriptor.
             Err(_) => unsafe {
                 libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK) as i32
             },
@@ -78,7 +78,7 @@ impl Uffd {
         if fd < 0 {
             return Err(Error::Denied(io::Error::last_os_error()));
         }
-        // SAFETY: just opened.
+        // SAFETY: the descriptor was just opened, and nothing else owns it.
         let uffd = Uffd(unsafe { OwnedFd::from_raw_fd(fd) });
         let mut api = [API, FEATURES, 0];
         uffd.ioctl(UFFDIO_API, &mut api).map_err(|error| Error::Kernel(error.into()))?;
@@ -89,23 +89,23 @@ impl Uffd {
         ioctl(self.0.as_fd(), request, argument)
     }
 
-    /// Has faults on missing pages of `start..end` come here.
+    /// Registers `start..end`: page faults on missing pages become events here.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// Fails with the kernel's error.
     pub fn register(&self, start: usize, end: usize) -> Result<(), Errno> {
         self.ioctl(UFFDIO_REGISTER, &mut [start as u64, (end - start) as u64, MODE_MISSING, 0])
     }
 
-    /// The opposite.
+    /// Ends the registration of `start..end`.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// Fails with the kernel's error.
     pub fn unregister(&self, start: usize, end: usize) -> Result<(), Errno> {
         self.ioctl(UFFDIO_UNREGISTER, &mut [start as u64, (end - start) as u64])
     }
 
-    /// Has threads that wait for one of these pages look again.
+    /// Wakes threads that wait for one of these pages, so that they look again.
     pub fn wake(&self, at: usize, bytes: usize) {
         let _ = self.ioctl(UFFDIO_WAKE, &mut [at as u64, bytes as u64]);
     }
@@ -113,7 +113,7 @@ impl Uffd {
     /// Moves pages by reference.
     ///
     /// # Errors
-    /// How far it came, and why not further.
+    /// Fails with the bytes done, and the reason why it stopped.
     pub fn move_pages(&self, to: usize, from: usize, bytes: usize) -> Result<(), Stopped> {
         let mut argument = [to as u64, from as u64, bytes as u64, 0, 0];
         let result = self.ioctl(UFFDIO_MOVE, &mut argument);
@@ -123,34 +123,33 @@ impl Uffd {
     /// Copies pages into place.
     ///
     /// # Errors
-    /// How far it came, and why not further.
+    /// Fails with the bytes done, and the reason why it stopped.
     pub fn copy(&self, to: usize, from: usize, bytes: usize) -> Result<(), Stopped> {
         let mut argument = [to as u64, from as u64, bytes as u64, 0, 0];
         let result = self.ioctl(UFFDIO_COPY, &mut argument);
         stopped(result, argument[4])
     }
 
-    /// Puts zeros into place.
+    /// Puts pages of zeros into place.
     ///
     /// # Errors
-    /// How far it came, and why not further.
+    /// Fails with the bytes done, and the reason why it stopped.
     pub fn zero(&self, at: usize, bytes: usize) -> Result<(), Stopped> {
         let mut argument = [at as u64, bytes as u64, 0, 0];
         let result = self.ioctl(UFFDIO_ZEROPAGE, &mut argument);
         stopped(result, argument[3])
     }
 
-    /// Whether the address space has changed, or is about to, and the event of that was not read
-    /// yet.
+    /// Whether the address space has changed, or is about to, and that event was not read yet.
     pub fn is_changing(&self) -> bool {
-        // The kernel looks at that before it looks at the range, which is none.
+        // The kernel checks for changes before it checks the range, which is empty.
         self.zero(0, 0).is_err_and(|Stopped { why, .. }| why == Errno::AGAIN)
     }
 
-    /// Has whoever touches these pages get SIGBUS.
+    /// Poisons pages: a thread that touches one gets SIGBUS.
     ///
     /// # Errors
-    /// How far it came, and why not further.
+    /// Fails with the bytes done, and the reason why it stopped.
     pub fn poison(&self, at: usize, bytes: usize) -> Result<(), Stopped> {
         let mut argument = [at as u64, bytes as u64, 0, 0];
         let result = self.ioctl(UFFDIO_POISON, &mut argument);
@@ -160,7 +159,7 @@ impl Uffd {
     /// Reads one event, if there is one.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// Fails with the kernel's error.
     pub fn read(&self) -> Result<Option<Event>, Errno> {
         loop {
             let mut message = [0; 32];
@@ -177,7 +176,7 @@ impl Uffd {
                 0x14 => Event::Remap(word(8), word(16), word(24)),
                 0x15 => Event::Remove(word(8), word(16)),
                 0x16 => Event::Unmap(word(8), word(16)),
-                // No other was asked for.
+                // No other kind of event was asked for.
                 _ => continue,
             }));
         }
@@ -191,24 +190,24 @@ impl AsFd for Uffd {
 }
 
 fn stopped(result: Result<(), Errno>, done: u64) -> Result<(), Stopped> {
-    // A negative number of bytes repeats the error.
+    // A negative number of bytes is the error again.
     let done = usize::try_from(done as i64).unwrap_or(0);
     result.map_err(|why| Stopped { done, why })
 }
 
 fn ioctl<const N: usize>(fd: BorrowedFd<'_>, request: u64, argument: &mut [u64; N]) -> Result<(), Errno> {
-    // SAFETY: the request's size is the argument's, and what it does to memory is what its caller
-    // manages.
+    // SAFETY: the argument has the request's size. The caller manages the memory that the request
+    // changes.
     match unsafe { libc::ioctl(fd.as_raw_fd(), request, argument.as_mut_ptr()) } {
         0.. => Ok(()),
         _ => Err(Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO)),
     }
 }
 
-/// Calls `found` with each stretch of `start..end` that has pages.
+/// Calls `found` with each range of `start..end` that has pages.
 ///
 /// # Errors
-/// What the kernel says.
+/// Fails with the kernel's error.
 pub fn populated(
     pagemap: &File,
     start: usize,
@@ -226,7 +225,7 @@ pub fn populated(
         scan[6] = regions.len() as u64;
         scan[10] = PRESENT_OR_SWAPPED;
         scan[11] = PRESENT_OR_SWAPPED;
-        // SAFETY: a scan as the kernel lays it out, with room for as many regions as it says.
+        // SAFETY: the scan has the kernel's layout, and room for as many regions as it says.
         let count = unsafe { libc::ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, scan.as_mut_ptr()) };
         if count < 0 {
             return Err(Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO));

@@ -1,12 +1,13 @@
 //! The object that `weir run` preloads into a program: a pager for its large anonymous memory.
 //!
-//! The pager finds memory by itself, and the kernel tells it what becomes of it. The functions of
-//! libc that are replaced here do what they always did. They only have the pager look at once where
-//! much memory comes, so that a program does not fill what the pager has not seen yet, and tell it
-//! where the kernel reads pages later. Only the latter has to be heard.
+//! The pager finds memory by itself, and the kernel tells it of changes. The libc functions that
+//! are replaced here do what they always did, and besides call the pager for two reasons. After a
+//! large allocation it looks at once, so that a program does not fill memory that the pager has not
+//! seen. And it learns of calls by which the kernel reads pages later. Only these calls must not be
+//! missed.
 //!
-//! All memory of the pager lies in `ALLOCATOR`'s array, which was mapped before the pager and so is
-//! never managed.
+//! All memory of the pager lies in `ALLOCATOR`'s array, which was mapped before the pager began and
+//! so is never managed.
 
 use libc::{c_int, c_void, off_t, size_t, ssize_t};
 use rustix::process::{getpid, getppid};
@@ -22,15 +23,16 @@ use weir_pager::{Ledger, Options, Pager, Scope, ShareStore, Tell, directory};
 
 /// Memory of the pager: its tables, 100 bytes for each 2 MiB that it manages, and some buffers.
 const ARENA: usize = 16 << 20;
-/// Memory that comes in smaller pieces is looked for once it is so much.
+/// Once smaller allocations have added up to this much, the pager looks for new memory.
 const LARGE: usize = 4 << 20;
-/// The step by which the heap grows: address space, not memory. So its blocks begin as huge pages.
+/// The step by which the heap grows. It takes address space, not memory. So its blocks begin as
+/// huge pages.
 const HEAP_STEP: c_int = 64 << 20;
 
 #[global_allocator]
 static ALLOCATOR: TalcLock<RawSpinlock, Claim> = TalcLock::new({
     static mut MEMORY: [u8; ARENA] = [0; ARENA];
-    // SAFETY: nothing else uses it.
+    // SAFETY: only the allocator uses this array.
     unsafe { Claim::array(&raw mut MEMORY) }
 });
 
@@ -47,7 +49,8 @@ extern "C" fn start() {
     match bound(limit, std::env::var_os("WEIR_RUN_DIRECTORY").unwrap_or_default().into()) {
         Ok(pager) => {
             let _ = PAGER.set(pager);
-            // SAFETY: functions that live as long as the program; and a setting of its heap.
+            // SAFETY: the functions live as long as the program, and the call only changes a
+            // setting of its heap.
             unsafe {
                 libc::pthread_atfork(Some(before_fork), Some(after_fork), None);
                 libc::mallopt(libc::M_TOP_PAD, HEAP_STEP);
@@ -59,7 +62,7 @@ extern "C" fn start() {
             let what = if is_first { "is not run" } else { "is not bounded" };
             say(&format!("weir: process {} {what}: {error}\n", getpid()));
             if is_first {
-                // SAFETY: ends the process, which has done nothing yet.
+                // SAFETY: the call ends the process, which has done nothing yet.
                 unsafe { libc::_exit(1) };
             }
         }
@@ -78,12 +81,13 @@ fn bound(limit: usize, run: PathBuf) -> Result<Pager, String> {
         });
         let messages = messages.map_err(|error| not_opened(&path, &error))?;
         let tell = move |line: &str| {
-            // A line that has no room is not worth waiting for.
+            // If the socket has no room, the line is dropped: it is not worth a wait.
             let _ = messages.send(format!("process {}: {line}", getpid()).as_bytes());
         };
         let tell = Arc::new(tell);
         let last_words = Arc::clone(&tell);
-        // A backtrace takes more memory than the arena has, and standard error may be waited for.
+        // Print no backtrace: it takes more memory than the arena has, and writing to standard
+        // error may wait.
         std::panic::set_hook(Box::new(move |panic| {
             last_words(&format!("a bug in Weir's pager ends it: {panic}"));
             std::process::abort();
@@ -95,8 +99,8 @@ fn bound(limit: usize, run: PathBuf) -> Result<Pager, String> {
         })?;
         Ok((share, Box::new(move |line: &str| tell(line)) as Tell))
     };
-    // The program's signal handlers are not for the pager's thread.
-    // SAFETY: sets of signals on the stack, and this thread's mask, which is put back.
+    // The program's signal handlers must not run on the pager's thread. SAFETY: the sets of signals
+    // are on the stack, and this thread's mask is restored below.
     let before = unsafe {
         let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
         libc::sigfillset(&raw mut all);
@@ -104,7 +108,7 @@ fn bound(limit: usize, run: PathBuf) -> Result<Pager, String> {
         before
     };
     let pager = Pager::start(Options { limit, scope: Scope::Process }, store);
-    // SAFETY: as above.
+    // SAFETY: restores this thread's mask from a set on the stack.
     unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const before, std::ptr::null_mut()) };
     pager.map_err(|error| match std::error::Error::source(&error) {
         Some(source) => format!("{error}: {source}"),
@@ -138,10 +142,10 @@ extern "C" fn after_fork() {
     }
 }
 
-/// So much memory has come.
+/// Notes an allocation of this many bytes.
 fn came(bytes: usize) {
     static CAME: AtomicUsize = AtomicUsize::new(0);
-    // Which allocators do seldom: small pieces come from what they have.
+    // Allocators seldom map memory: small pieces come from memory that they have.
     if bytes >= 64 << 10
         && CAME.fetch_add(bytes, Ordering::Relaxed) + bytes >= LARGE
         && let Some(pager) = PAGER.get()
@@ -152,7 +156,7 @@ fn came(bytes: usize) {
 }
 
 /// # Safety
-/// As mmap(2).
+/// Does the same as mmap(2), then notes the new memory.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mmap(
     at: *mut c_void,
@@ -162,7 +166,7 @@ pub unsafe extern "C" fn mmap(
     file: c_int,
     offset: off_t,
 ) -> *mut c_void {
-    // SAFETY: as the caller asks for it.
+    // SAFETY: the caller's arguments are passed on unchanged.
     let mapped =
         unsafe { libc::syscall(libc::SYS_mmap, at, bytes, protection, flags, file, offset) } as *mut c_void;
     if mapped != libc::MAP_FAILED && flags & libc::MAP_ANONYMOUS != 0 && flags & libc::MAP_STACK == 0 {
@@ -172,7 +176,7 @@ pub unsafe extern "C" fn mmap(
 }
 
 /// # Safety
-/// As mmap(2).
+/// Does the same as mmap(2), then notes the new memory.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mmap64(
     at: *mut c_void,
@@ -182,12 +186,12 @@ pub unsafe extern "C" fn mmap64(
     file: c_int,
     offset: off_t,
 ) -> *mut c_void {
-    // SAFETY: as the caller asks for it.
+    // SAFETY: the caller's arguments are passed on unchanged.
     unsafe { mmap(at, bytes, protection, flags, file, offset) }
 }
 
 /// # Safety
-/// As vmsplice(2).
+/// Does the same as vmsplice(2), and tells the pager that the kernel will read pages later.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn vmsplice(
     pipe: c_int,
@@ -196,12 +200,12 @@ pub unsafe extern "C" fn vmsplice(
     flags: libc::c_uint,
 ) -> ssize_t {
     lend();
-    // SAFETY: as the caller asks for it.
+    // SAFETY: the caller's arguments are passed on unchanged.
     unsafe { libc::syscall(libc::SYS_vmsplice, pipe, parts, count, flags) as ssize_t }
 }
 
 /// # Safety
-/// As setsockopt(2).
+/// Does the same as setsockopt(2), and tells the pager if the kernel will read pages later.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn setsockopt(
     socket: c_int,
@@ -213,18 +217,19 @@ pub unsafe extern "C" fn setsockopt(
     if level == libc::SOL_SOCKET && option == libc::SO_ZEROCOPY {
         lend();
     }
-    // SAFETY: as the caller asks for it.
+    // SAFETY: the caller's arguments are passed on unchanged.
     unsafe { libc::syscall(libc::SYS_setsockopt, socket, level, option, value, bytes) as c_int }
 }
 
-/// The kernel will read pages of the program later.
+/// Tells the pager that the kernel will read pages of the program later.
 fn lend() {
     if let Some(pager) = PAGER.get() {
         pager.lend();
     }
 }
 
-/// A function of the allocator that the program would have without this object, followed by a look.
+/// Replaces a function of the allocator: calls the one that the program would have without this
+/// object, then notes the new memory.
 macro_rules! allocation {
     ($name:ident($($argument:ident: $kind:ty),*) -> $result:ty, $symbol:literal, $bytes:expr) => {
         #[doc = "# Safety\nAs the function of this name in libc."]
@@ -233,7 +238,7 @@ macro_rules! allocation {
             static NEXT: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
             let mut next = NEXT.load(Ordering::Relaxed);
             if next.is_null() {
-                // SAFETY: a name that ends. It takes no memory where the symbol is found.
+                // SAFETY: the name ends with a zero. dlsym takes no memory if the symbol is found.
                 next = unsafe { libc::dlsym(libc::RTLD_NEXT, $symbol.as_ptr()) };
                 if next.is_null() {
                     say("weir: the program's allocator lacks a function of libc\n");

@@ -1,10 +1,10 @@
-//! The one table from faults to error numbers.
+//! The one table that turns faults into error numbers.
 
 use rustix::io::Errno;
 use weir_device::Fault;
 
-/// The errno of a fault for a client: content that cannot be had or proven is an I/O error, never
-/// zeros.
+/// The errno of a fault for a client. Content that cannot be read or verified is an I/O error,
+/// never zeros.
 pub fn errno(fault: Fault) -> Errno {
     match fault {
         Fault::Full => Errno::NOSPC,

@@ -1,12 +1,14 @@
-//! Requests for byte ranges of a page device: cut into pages, issued, waited for, answered.
+//! The request engine: requests for byte ranges of a page device are cut into pages, issued, waited
+//! for, and answered.
 //!
-//! Every front end gives its requests to a [`Requests`] and keeps to itself how it parses, frames
-//! and answers them. A request has a number of its owner's choice ([`Id`]) and an entry with a
-//! count of operations outstanding. All requests of a batch are issued before anything is waited
-//! for. What finds the lane full waits in its entry and goes on when something has come back.
+//! Every front end gives its requests to a [`Requests`], and itself parses, frames and answers
+//! them. A request has a number that its owner chooses ([`Id`]), and an entry that counts its
+//! outstanding operations. All requests of a batch are issued before anything is waited for. A
+//! request that finds the lane full waits in its entry, and goes on when another operation has
+//! ended.
 //!
-//! The memory of requests is their owner's ([`RequestMemory`]). Nothing here allocates after
-//! construction, reads a clock, or sleeps, but for [`sleep`] and [`wait`], which the owner's thread
+//! The owner of requests provides their memory ([`RequestMemory`]). Nothing here allocates after
+//! construction, reads a clock, or sleeps; only [`sleep`] and [`wait`] do, which the owner's thread
 //! calls.
 
 mod errno;
@@ -27,13 +29,13 @@ use weir_device::{Coming, Done, Fault, PageGuard, PageLane, Progress, Ticket, Vi
 /// The owner's number for a request.
 pub type Id = u16;
 
-/// Bits of a ticket that say which page of its request; the rest is the request.
+/// The bits of a ticket that hold the page's index in its request; the other bits hold the request.
 const PAGE_BITS: u32 = 16;
 
-/// Pages that a read or a write may touch.
+/// Most pages that a read or a write may touch.
 pub const PAGES_MAX: u32 = (1 << PAGE_BITS) - 1;
 
-/// Pages that a discard or a zeroing changes in one turn: a fraction of a millisecond.
+/// Pages that a discard or a zeroing changes in one turn, which takes a fraction of a millisecond.
 pub const STEP: u32 = 4096;
 
 static ZEROS: PageBytes = [0; PAGE_SIZE];
@@ -41,13 +43,13 @@ static ZEROS: PageBytes = [0; PAGE_SIZE];
 /// The operation on a range.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Op {
-    /// Its content goes to the owner.
+    /// Reads the range into the owner's memory.
     Read,
-    /// The owner's bytes become its content.
+    /// Writes the owner's bytes to the range.
     Write,
-    /// Whole pages are forgotten, parts of pages become zeros.
+    /// Discards whole pages of the range, and zeroes parts of pages.
     Discard,
-    /// It becomes zeros that count as written.
+    /// Zeroes the range; the pages count as written.
     Zero,
     /// Makes all acknowledged writes as safe as the device can. Has no range.
     Flush,
@@ -56,41 +58,42 @@ pub enum Op {
 /// A request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Request {
-    /// The operation.
+    /// The operation on the range.
     pub op: Op,
     /// The range. A read or a write touches at most [`PAGES_MAX`] pages.
     pub span: Span,
-    /// A change is acknowledged only once it is as safe as after a flush.
+    /// Whether the request is acknowledged only once its change is as safe as after a flush (FUA).
     pub fua: bool,
 }
 
 /// A request's answer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Answer {
-    /// The owner's number for it.
+    /// The owner's number for the request.
     pub id: Id,
     /// The request.
     pub request: Request,
-    /// How it went.
+    /// The outcome of the request.
     pub result: Result<(), Fault>,
 }
 
-/// The memory of requests, and where their pages lie.
+/// The memory of requests, and the places of their pages in the device.
 pub trait RequestMemory {
     /// Whether page `n` of a span is page `n` of the device, so that runs of pages can be done at
     /// once.
     const LINEAR: bool = true;
 
-    /// The place in the device of a page of a request's span. `None` is a hole, which reads as
+    /// The page of the device for a page of a request's span. `None` is a hole, which reads as
     /// zeros and has no room.
     fn place(&self, _id: Id, page: u64) -> Option<PageNo> {
         Some(PageNo(page as u32))
     }
 
-    /// The bytes that a write brings, at least its span's.
+    /// The bytes of a write: at least as many as its span has.
     fn data(&self, id: Id) -> &[u8];
 
-    /// Memory for the pages that a read touches, from the `at`th on, side by side: at least one.
+    /// Memory for the pages that a read touches, side by side, from index `at` on: at least one
+    /// page.
     fn pages(&mut self, id: Id, at: u32) -> &mut [PageBytes];
 }
 
@@ -101,14 +104,14 @@ pub struct Requests<L> {
     rest: Rest,
 }
 
-/// The part that completions change.
+/// The state that completions change.
 struct Flight {
     works: Box<[Work]>,
-    /// Requests that have something left to issue.
+    /// Requests that still have operations to issue.
     waiting: VecDeque<Id>,
-    /// The first of them found no room.
+    /// The first of these requests found the lane full.
     stuck: bool,
-    /// Answers that nobody has taken yet.
+    /// Answers that the owner has not taken yet.
     finished: VecDeque<Answer>,
     unfinished: usize,
 }
@@ -117,29 +120,29 @@ struct Flight {
 #[derive(Clone, Copy)]
 struct Work {
     request: Request,
-    /// The next of its pages to issue.
+    /// The next page of the request to issue.
     next: u32,
-    /// Operations outstanding, plus one until all have been issued; 0: the entry is idle.
+    /// Outstanding operations, plus one until all have been issued; 0: the entry is idle.
     left: u32,
-    /// Its change is done and is being flushed.
+    /// The request's change is done and is being flushed.
     flushing: bool,
-    /// The first fault.
+    /// The first fault of the request.
     fault: Option<Fault>,
 }
 
-/// How far the issuing of a request went.
+/// The progress of issuing a request.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Step {
-    /// To its end.
+    /// All operations are issued.
     Issued,
     /// The lane has no more room.
     Full,
-    /// As far as one turn goes.
+    /// The work of one turn is done, and there is more.
     More,
 }
 
 impl<L: PageLane> Requests<L> {
-    /// Room for requests `0..depth`. Takes all its memory.
+    /// Makes room for requests `0..depth`. Takes all its memory now.
     pub fn new(lane: L, depth: u16) -> Requests<L> {
         let request = Request { op: Op::Flush, span: Span { offset: 0, length: 0 }, fua: false };
         let idle = Work { request, next: 0, left: 0, flushing: false, fault: None };
@@ -157,7 +160,7 @@ impl<L: PageLane> Requests<L> {
         }
     }
 
-    /// The lane, for what is no request.
+    /// The lane, for work outside of requests.
     pub fn lane(&mut self) -> &mut L {
         &mut self.lane
     }
@@ -179,14 +182,14 @@ impl<L: PageLane> Requests<L> {
         }));
     }
 
-    /// Begins a request; `id` is idle. What can be done at once is done when this returns.
-    /// [`submit`](Requests::submit) ends the batch.
+    /// Begins a request; `id` must be idle. Operations that can be done at once are done when this
+    /// returns. [`submit`](Requests::submit) ends the batch.
     pub fn begin(&mut self, id: Id, request: Request, memory: &mut impl RequestMemory) {
         let work = &mut self.flight.works[usize::from(id)];
         debug_assert!(work.left == 0, "request {id} is under way");
         *work = Work { request, next: 0, left: 1, flushing: false, fault: None };
         self.flight.unfinished += 1;
-        // Requests that wait were here first.
+        // Requests that wait go first.
         if self.flight.waiting.is_empty() {
             self.advance(id, memory);
         } else {
@@ -194,13 +197,13 @@ impl<L: PageLane> Requests<L> {
         }
     }
 
-    /// Starts what has been issued.
+    /// Starts the issued operations.
     pub fn submit(&mut self) {
         self.lane.submit();
     }
 
-    /// Takes what the lane has finished, and goes on with what waits: a bounded piece of each
-    /// request.
+    /// Takes the lane's completions, and continues each waiting request by a bounded number of
+    /// pages.
     pub fn turn(&mut self, now: Instant, memory: &mut impl RequestMemory) {
         if self.flight.unfinished == 0 {
             return;
@@ -219,7 +222,7 @@ impl<L: PageLane> Requests<L> {
         self.lane.submit();
     }
 
-    /// The next answer. Its entry is idle again.
+    /// Takes the next answer. Its entry is idle again.
     pub fn finished(&mut self) -> Option<Answer> {
         self.flight.finished.pop_front()
     }
@@ -229,18 +232,18 @@ impl<L: PageLane> Requests<L> {
         self.flight.unfinished > 0
     }
 
-    /// Whether the next [`turn`](Requests::turn) has something to do that nobody announces.
+    /// Whether the next [`turn`](Requests::turn) has something to do that no descriptor announces.
     pub fn must_poll(&self) -> bool {
         self.is_ready() || self.lane.must_poll() || (self.flight.stuck && self.lane.in_flight() == 0)
     }
 
-    /// Whether a request waits for nothing but its next turn.
+    /// Whether a request waits only for its next turn.
     fn is_ready(&self) -> bool {
         !self.flight.waiting.is_empty() && !self.flight.stuck
     }
 
-    /// Rests before the next turn, where [`must_poll`](Requests::must_poll) says that nothing will
-    /// wake this thread.
+    /// Rests before the next turn, if [`must_poll`](Requests::must_poll) says that no descriptor
+    /// will wake this thread.
     pub fn rest(&mut self) {
         if !self.is_ready() {
             self.rest.until_next();
@@ -250,7 +253,7 @@ impl<L: PageLane> Requests<L> {
     /// Waits until the next [`turn`](Requests::turn) may have something to do.
     pub fn wait(&mut self) {
         if !self.is_ready() {
-            // Nothing can fail with descriptors that are open.
+            // A wait on open descriptors cannot fail.
             let _ = wait(&mut self.rest, &self.lane, None);
         }
     }
@@ -260,8 +263,8 @@ impl<L: PageLane> Requests<L> {
         self.lane.wake_fds()
     }
 
-    /// Shows a read's bytes to `show` where they lie, behind `head`, verified. `None`: something
-    /// must be looked for; begin the read. `SLICES` is one more than the pages that the read may
+    /// Shows a read's bytes to `show` where they lie, after `head`, verified. `None`: a page must
+    /// be fetched first, so begin the read. `SLICES` is one more than the pages that the read may
     /// touch.
     pub fn view<const SLICES: usize, M: RequestMemory, R>(
         &mut self,
@@ -293,7 +296,7 @@ impl<L: PageLane> Requests<L> {
         Some(shown)
     }
 
-    /// Issues a request from where it stopped, as far as it goes in one turn.
+    /// Issues a request from where it stopped, as far as one turn goes.
     fn advance<M: RequestMemory>(&mut self, id: Id, memory: &mut M) -> Step {
         let work = self.flight.works[usize::from(id)];
         let step = match work.request.op {
@@ -316,7 +319,7 @@ impl<L: PageLane> Requests<L> {
         let Requests { lane, flight, .. } = self;
         let (span, mut at) = (work.request.span, work.next);
         let pages = span.pages();
-        // A page alone is as well read by itself.
+        // A single page is as well read by itself.
         if M::LINEAR
             && pages - at > 1
             && let Some(first) = memory.place(id, span.first() + u64::from(at))
@@ -325,7 +328,7 @@ impl<L: PageLane> Requests<L> {
             let count = out.len().min((pages - at) as usize);
             at += lane.read_run(first, &mut out[..count]) as u32;
         }
-        // A request that has failed already is not worth more.
+        // A request that has failed already needs no more operations.
         while at < pages && !flight.has_failed(id) {
             let place = memory.place(id, span.first() + u64::from(at));
             if let Some(first) = place.filter(|_| M::LINEAR && pages - at > 1) {
@@ -364,8 +367,7 @@ impl<L: PageLane> Requests<L> {
             let from = piece.from as usize;
             let whole = span.whole_from(at) as usize;
             if runs && whole > 1 {
-                // The rest of a run is for the lane's other path; it is not tried again for each
-                // page.
+                // The rest of the run goes page by page; a run is not tried again for each page.
                 runs = false;
                 at += lane.write_run(page, data[from..from + whole * PAGE_SIZE].as_chunks().0) as u32;
                 continue;
@@ -416,7 +418,8 @@ impl<L: PageLane> Requests<L> {
                 Some(first) if whole > 0 && op == Op::Discard => lane.discard(first, count),
                 Some(first) if whole > 0 => lane.zero(first, count),
                 Some(page) => {
-                    // A ticket tells the edges apart by nothing: their completions bring no page.
+                    // Both edges have the same ticket: their completions bring no page, so nothing
+                    // must tell them apart.
                     let progress = lane.write_part(ticket(id, 0), page, piece.within, &ZEROS[..piece.len]);
                     if !flight.note(id, at, progress) {
                         return Step::Full;
@@ -436,8 +439,8 @@ impl<L: PageLane> Requests<L> {
 }
 
 impl Flight {
-    /// Notes what became of an operation on a request's `at`th page. False where it found no room
-    /// and is to be tried again.
+    /// Notes the outcome of an operation on the page at index `at` of a request. Returns false if
+    /// the lane had no room, so that the operation must be tried again.
     #[inline]
     fn note(&mut self, id: Id, at: u32, progress: Progress) -> bool {
         let work = &mut self.works[usize::from(id)];
@@ -492,7 +495,7 @@ impl Flight {
     }
 }
 
-/// The ticket of the operation on a request's `at`th page.
+/// The ticket of the operation on the page at index `at` of a request.
 fn ticket(id: Id, at: u32) -> Ticket {
     Ticket::from(id) << PAGE_BITS | at
 }

@@ -5,12 +5,12 @@ use weir_core::{PAGE_SIZE, PageNo};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
-/// A range of bytes of a device, or of whatever else has numbered pages.
+/// A range of bytes of a device, or of anything else that has numbered pages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Span {
-    /// Its first byte.
+    /// The range's first byte.
     pub offset: u64,
-    /// Bytes that it has.
+    /// The range's length in bytes.
     pub length: u64,
 }
 
@@ -19,31 +19,31 @@ pub struct Span {
 pub struct Piece {
     /// The page's number.
     pub page: u64,
-    /// Their first byte in the page.
+    /// The piece's first byte in the page.
     pub within: usize,
-    /// Their first byte in the span.
+    /// The piece's first byte in the span.
     pub from: u64,
-    /// How many.
+    /// The piece's length in bytes.
     pub len: usize,
 }
 
 impl Span {
-    /// Whole pages.
+    /// The span of whole pages from `first` on.
     pub fn pages_from(first: PageNo, pages: u32) -> Span {
         Span { offset: u64::from(first.0) * PAGE, length: u64::from(pages) * PAGE }
     }
 
-    /// The page in which it begins.
+    /// The number of the page in which the span begins.
     pub fn first(&self) -> u64 {
         self.offset / PAGE
     }
 
-    /// Pages that it touches.
+    /// The number of pages that the span touches.
     pub fn pages(&self) -> u32 {
         if self.length == 0 { 0 } else { ((self.offset + self.length).div_ceil(PAGE) - self.first()) as u32 }
     }
 
-    /// The piece in the `at`th page that it touches.
+    /// The piece of the span in the page at index `at`.
     #[inline]
     pub fn piece(&self, at: u32) -> Piece {
         let page = self.first() + u64::from(at);
@@ -57,8 +57,8 @@ impl Span {
         }
     }
 
-    /// Its edges, which are parts of pages, and between them the numbers of its whole pages. What
-    /// it has not is empty.
+    /// The span's edges, which are parts of pages, and between them the numbers of its whole pages.
+    /// A missing part is empty.
     pub fn parts(&self) -> (Span, Range<u64>, Span) {
         let end = self.offset + self.length;
         let whole = self.offset.div_ceil(PAGE)..end / PAGE;
@@ -66,12 +66,12 @@ impl Span {
         if whole.start <= whole.end {
             (span(self.offset, whole.start * PAGE), whole.clone(), span(whole.end * PAGE, end))
         } else {
-            // Within one page, touching neither of its ends.
+            // The span lies within one page and touches neither of the page's ends.
             (*self, whole.end..whole.end, span(end, end))
         }
     }
 
-    /// Whole pages that it has from its `at`th on, side by side.
+    /// The number of whole pages of the span, side by side, from index `at` on.
     #[inline]
     pub(crate) fn whole_from(&self, at: u32) -> u32 {
         let start = self.piece(at);
@@ -81,7 +81,7 @@ impl Span {
 }
 
 impl Piece {
-    /// The bytes within the page.
+    /// The piece's bytes within the page.
     pub fn range(&self) -> Range<usize> {
         self.within..self.within + self.len
     }

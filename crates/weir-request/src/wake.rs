@@ -1,4 +1,4 @@
-//! The one place where a thread waits for a lane.
+//! The one function that waits for a lane.
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
@@ -8,10 +8,10 @@ use weir_core::Rest;
 use weir_device::{POLL_EVERY, PageLane, WAKE_FDS_MAX};
 
 /// Waits until `lane` may have something to hand over, or `also` is readable; for [`POLL_EVERY`] at
-/// most. `rest` counts the looks for what no descriptor announces.
+/// most. `rest` counts the looks at operations that no descriptor announces.
 ///
 /// # Errors
-/// As [`sleep`].
+/// Fails as [`sleep`] does.
 pub fn wait<L: PageLane>(rest: &mut Rest, lane: &L, also: Option<BorrowedFd<'_>>) -> Result<(), Errno> {
     let nobody_wakes = also.is_none() && lane.wake_fds().next().is_none();
     if lane.must_poll() || nobody_wakes {
@@ -25,7 +25,7 @@ pub fn wait<L: PageLane>(rest: &mut Rest, lane: &L, also: Option<BorrowedFd<'_>>
 /// [`POLL_EVERY`] while something is in flight.
 ///
 /// # Errors
-/// What `poll(2)` says, but for a signal: an interrupted sleep is a short one.
+/// Fails with the error of `poll(2)`. A signal is no error: it only makes the sleep shorter.
 pub fn sleep<L: PageLane>(
     lane: &L,
     also: Option<BorrowedFd<'_>>,

@@ -1,20 +1,20 @@
-//! A batch that a lane is about to do, counted by store: each chooses its way by how much comes to
-//! it.
+//! A batch that a lane is about to do, counted by store. A store chooses how to do the batch by how
+//! much comes to it.
 
 use crate::Volume;
 use crate::entry::{Place, STORES_MAX};
 use crate::lane::StoreLane;
 use weir_core::PageNo;
 
-/// The reads and writes of a batch, while it is being counted. A hint: pages may move before they
-/// are read, and nothing has to be counted that will be done, nor done that was counted.
+/// The reads and writes of a batch, while they are counted. The counts are a hint: pages may move
+/// before they are read. An uncounted page may be read or written, and a counted one may not.
 pub struct Batch<'a> {
     volume: &'a Volume,
     stores: &'a mut [StoreLane],
     reads: [usize; STORES_MAX],
     writes: usize,
-    /// The store that the last new slot was taken from: the next will be its too, but for the one
-    /// time that it is full.
+    /// The store of the last new slot. It is most likely the next slot's store too, unless it
+    /// becomes full.
     taker: usize,
 }
 
@@ -23,7 +23,7 @@ impl<'a> Batch<'a> {
         Batch { volume, stores, reads: [0; STORES_MAX], writes: 0, taker }
     }
 
-    /// These pages will be read. Those that lie in no store cost nothing.
+    /// Counts pages that will be read. Pages that lie in no store cost nothing.
     pub fn reads(&mut self, pages: impl IntoIterator<Item = PageNo>) {
         for page in pages {
             if let Place::Stored { store, .. } = self.volume.map.load(page).place() {
@@ -32,12 +32,12 @@ impl<'a> Batch<'a> {
         }
     }
 
-    /// So many pages will be written.
+    /// Counts this many pages that will be written.
     pub fn writes(&mut self, pages: usize) {
         self.writes += pages;
     }
 
-    /// Tells the stores.
+    /// Tells each store its counts.
     pub fn announce(self) {
         for (at, store) in self.stores.iter_mut().enumerate() {
             let writes = if at == self.taker { self.writes } else { 0 };

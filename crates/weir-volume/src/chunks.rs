@@ -1,4 +1,4 @@
-//! The parts of a store whose memory can go back to its owner, and where each of them stands.
+//! A store's chunks, whose memory can be given back to its owner, and the state of each.
 
 use crate::records::EXTENT_SLOTS;
 use crate::{Tier, Volume};
@@ -9,11 +9,11 @@ use weir_store::{Fault, Reclaim, Store};
 /// The state of a chunk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ChunkState {
-    /// It has its memory, and takes pages.
+    /// The chunk has its memory, and takes pages.
     Held,
-    /// It takes no more pages, and those in it move out.
+    /// The chunk takes no more pages, and its pages move out.
     Emptying,
-    /// Its memory is its owner's again.
+    /// The chunk's memory was given back to its owner.
     GivenBack,
 }
 
@@ -28,51 +28,53 @@ pub struct ChunkCounts {
     pub reserve: u32,
     /// Chunks whose pages are moving out.
     pub emptying: u32,
-    /// Chunks whose memory is their owner's.
+    /// Chunks whose memory was given back.
     pub given_back: u32,
 }
 
 /// A chunk of a volume's store.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ChunkStatus {
-    /// Its number in the store.
+    /// The chunk's number in the store.
     pub chunk: u32,
-    /// Its state.
+    /// The chunk's state.
     pub state: ChunkState,
-    /// Its slots; the last chunk of a store may have fewer than the others.
+    /// The chunk's slots; the last chunk of a store may have fewer than the others.
     pub slots: u32,
     /// Slots that hold a page.
     pub used: u32,
-    /// Of one that is not held: why.
+    /// The reason why the chunk is not held, if it is not.
     pub note: Note,
 }
 
-/// Why a chunk is not held; by default because somebody asked. See [`Volume::note`].
+/// The reason why a chunk is not held; by default a client asked for its memory. See
+/// [`Volume::note`].
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Note {
-    /// Nobody asked for it to be given back.
+    /// The governor, not a client, had the chunk given back.
     pub unasked: bool,
-    /// The machine sleeps, or is about to: it stays away until that is over.
+    /// The machine sleeps, or is about to: the chunk stays away until that is over.
     pub asleep: bool,
 }
 
-/// A chunk's word, behind the slot records, so that the next daemon knows what this one gave back.
+/// A chunk's state in its word of shared memory, behind the slot records. It tells the next daemon
+/// which chunks this one gave back.
 const HELD: u64 = 0;
 const EMPTYING: u64 = 1;
 const GIVEN_BACK: u64 = 2;
-/// The word's part that is the state.
+/// The bits of the word that hold the state.
 const STATE: u64 = 0xff;
-/// Besides, of a chunk that is not held, its [`Note`]: nobody asked.
+/// The bit of a [`Note`] in the word of a chunk that is not held: the governor had it given back.
 const UNASKED: u64 = 0x100;
-/// The machine sleeps.
+/// The bit of a [`Note`] in the word: the machine sleeps.
 const ASLEEP: u64 = 0x200;
 
-/// Slots of a store's chunks. One that gives nothing back is one chunk.
+/// Slots of one chunk. A store that gives nothing back is one chunk.
 fn slots_of_chunk(store: &dyn Store) -> u32 {
     store.reclaim().map_or_else(|| store.slots(), Reclaim::chunk_slots).max(1)
 }
 
-/// How many chunks a store has.
+/// The number of a store's chunks.
 pub(crate) fn count(store: &dyn Store) -> u32 {
     store.slots().div_ceil(slots_of_chunk(store))
 }
@@ -86,7 +88,7 @@ impl Tier {
         }
     }
 
-    /// Moves a chunk on, unless it is not where it is believed to be.
+    /// Changes a chunk's state, unless it is not in state `from`.
     pub fn step(&self, chunk: u32, from: ChunkState, to: ChunkState) -> bool {
         let code = |state| match state {
             ChunkState::Held => HELD,
@@ -106,12 +108,12 @@ impl Tier {
             let asleep = if note.asleep { ASLEEP } else { 0 };
             (now & STATE != HELD).then_some(now & !(UNASKED | ASLEEP) | unasked | asleep)
         };
-        // One that is held has nothing to note.
+        // A chunk that is held has no note.
         let _ = self.records.chunk_word(chunk).fetch_update(Ordering::AcqRel, Ordering::Acquire, next);
     }
 
-    /// Goes on where a daemon before left off: what it had given back stays given back, what it was
-    /// emptying is open again.
+    /// Takes the chunks over from an earlier daemon. A chunk that it gave back stays given back,
+    /// and a chunk that it was emptying is open again.
     pub fn adopt_chunks(&self) {
         for chunk in 0..count(&*self.store) {
             let Some(slots) = self.chunk(chunk) else { continue };
@@ -122,8 +124,8 @@ impl Tier {
                 }
                 ChunkState::GivenBack => {
                     self.records.close(extents(&slots));
-                    // A store that was opened anew may have taken the memory again. Where it cannot
-                    // release it, that stays unused.
+                    // A store that was opened anew may have taken the memory again. If the store
+                    // cannot release it, the memory stays unused.
                     let _ = self.release(chunk);
                 }
             }
@@ -174,7 +176,7 @@ impl Tier {
     }
 }
 
-/// The extents that a chunk's slots make up.
+/// The extents that the slots of a chunk fill.
 pub(crate) fn extents(slots: &Range<u32>) -> Range<u32> {
     slots.start / EXTENT_SLOTS..slots.end.div_ceil(EXTENT_SLOTS)
 }
@@ -185,15 +187,15 @@ impl Volume {
         self.tiers.get(store).into_iter().flat_map(Tier::chunk_statuses)
     }
 
-    /// Notes of chunks that are given back, or about to be, why: so that whoever decided it may
-    /// take them again, also after the daemon has died. The note goes when a chunk is taken.
+    /// Notes why these chunks are given back, or are about to be. So the governor can take its own
+    /// chunks again, even after the daemon has died. Taking a chunk deletes its note.
     pub fn note(&self, store: usize, chunks: &[u32], note: Note) {
         let Some(tier) = self.tiers.get(store) else { return };
         chunks.iter().filter(|&&chunk| tier.chunk(chunk).is_some()).for_each(|&chunk| tier.note(chunk, note));
     }
 
-    /// Slots that the stores offer beyond what the volume's size needs: so many can be given back.
-    /// Those of members that are lost are not counted.
+    /// Slots that the stores have beyond the need of the volume's size: this many can be given
+    /// back. Slots of lost members do not count.
     pub fn spare_slots(&self) -> u32 {
         self.open_slots().saturating_sub(self.config.slots())
     }

@@ -1,9 +1,10 @@
 //! Lanes that were dropped with operations under way.
 //!
 //! A store may still write into slots that such a lane had claimed, and read slots that its pin
-//! holds. Nobody waits for that: the lane's stores go over to its seat, which stays taken. A lane
-//! that needs slots asks how far they are, and a worker or the next that opens a lane frees the
-//! seat, by [`close_lanes`](Volume::close_lanes). Nothing of what was under way is published.
+//! holds. No thread waits for that: the lane's stores move to its seat, which stays taken. A lane
+//! that needs slots polls the stores of closing lanes. A worker, or the next thread that opens a
+//! lane, frees the seat by [`close_lanes`](Volume::close_lanes). Nothing that was under way is
+//! published.
 
 use crate::Volume;
 use crate::lane::{Op, Run, StoreLane};
@@ -19,14 +20,15 @@ pub(crate) struct Closing {
     stores: Box<[StoreLane]>,
     ops: Box<[Op]>,
     runs: Box<[Run]>,
-    /// Slots of writes that a store did not answer in time, and that may still land.
+    /// Slots of writes that a store did not answer in time. Those writes may still change the
+    /// slots.
     unsettled: usize,
-    /// Stores are done with it. A worker drops it: that may wait for a disk, and frees memory.
+    /// The stores have finished. A worker drops this: that may wait for a disk, and frees memory.
     ended: bool,
 }
 
 impl Closing {
-    /// Allocates nothing: an I/O thread may drop a lane.
+    /// Takes over a lane's operations. Allocates nothing: an I/O thread may drop a lane.
     pub fn new(
         volume: &Volume,
         mut stores: Box<[StoreLane]>,
@@ -44,7 +46,7 @@ impl Closing {
         Closing { runs, ..closing }
     }
 
-    /// A store has answered an operation, or the next page of one.
+    /// Handles a store's answer to an operation, or to the next page of a run.
     fn end(&mut self, volume: &Volume, op: u32, result: Result<(), Fault>) {
         let Some(run) = self.ops[op as usize].run() else { return self.end_single(volume, op, result) };
         let run = &mut self.runs[run as usize];
@@ -53,7 +55,8 @@ impl Closing {
         self.end_slot(volume, slot, result);
     }
 
-    /// A store has answered an operation of one page. What it said of the pages of a run is known.
+    /// Handles a store's answer to an operation of one page, or of a run whose pages have all been
+    /// answered.
     pub fn end_single(&mut self, volume: &Volume, op: u32, result: Result<(), Fault>) {
         self.end_slot(volume, self.ops[op as usize].unpublished(), result);
     }
@@ -66,7 +69,7 @@ impl Closing {
         }
     }
 
-    /// Takes what stores have finished.
+    /// Takes the answers of the stores.
     fn step(&mut self, volume: &Volume, seat: usize, now: Instant) {
         if self.ended {
             return;
@@ -96,8 +99,8 @@ impl Volume {
         self.closing.fetch_add(1, Ordering::Release);
     }
 
-    /// Frees slots and pins that dropped lanes had under way, as far as stores are done with them.
-    /// Never waits, frees no memory: a lane whose write finds no slot does so by itself.
+    /// Frees slots and pins of dropped lanes' operations that the stores have finished. Never
+    /// waits, and frees no memory: a lane whose write finds no slot calls it too.
     pub(crate) fn step_closing(&self, now: Instant) {
         self.each_closing(|seat, closing| {
             if let Some(closing) = closing {
@@ -106,8 +109,8 @@ impl Volume {
         });
     }
 
-    /// The same, and frees the seats of those that are done. Closes stores' lanes, which may wait:
-    /// for workers, and for who opens a lane.
+    /// Does the same, and also frees the seats of lanes whose stores have finished. Closing a
+    /// store's lane may wait, so only workers and threads that open a lane call this.
     pub fn close_lanes(&self, now: Instant) {
         self.each_closing(|seat, it| {
             if let Some(closing) = it {
@@ -125,14 +128,14 @@ impl Volume {
             return;
         }
         for (seat, it) in self.lanes.iter().enumerate() {
-            // If it is locked, somebody else is at it.
+            // If the seat is locked, another thread is working on it.
             if let Ok(mut closing) = it.closing.try_lock() {
                 each(seat, &mut closing);
             }
         }
     }
 
-    /// A lane with nothing under way has gone.
+    /// Frees the seat of a lane that has nothing under way.
     pub(crate) fn free_seat(&self, seat: usize) {
         self.epochs.unpin(seat);
         self.release_seat(seat);
@@ -141,7 +144,7 @@ impl Volume {
     fn free_unpublished(&self, store: usize, slot: Slot) {
         let records = &self.tiers[store].records;
         match records.occupant(slot).and_then(Occupant::fill) {
-            // It was to be published in a pack whose other pages are.
+            // The page was to be published in a pack with others that are published.
             Some(_) => self.retire_unpublished(store, slot),
             None => records.free_slot(slot, 0),
         }

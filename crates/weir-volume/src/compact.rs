@@ -1,13 +1,14 @@
-//! Bringing pages together again whose packs others have left.
+//! Compaction: moves pages of half-empty packs together.
 //!
-//! A pack's slot is free when the last of its pages has gone. Where pages are replaced in no order,
-//! packs grow sparse, and hold slots for little. So the emptiest are emptied: their pages go into
-//! new packs, as compressed as they are, and are published one by one, like any page that moves.
-//! Readers and writers go on; a page that is written meanwhile is simply no longer there.
+//! A pack's slot is free when the last of its pages has gone. If pages are replaced in random
+//! order, packs grow sparse and hold slots for little. So compaction empties the sparsest packs.
+//! Their pages go into new packs without being compressed again, and each is published by itself,
+//! like any page that moves. Readers and writers go on. A page that is written meanwhile needs no
+//! move any more.
 //!
-//! A volume never needs this to keep its promise (see ARCHITECTURE.md), so it is done when it pays:
-//! a slot for each two that are emptied, at worst. It takes no memory, and where a store is full no
-//! more of its slots than one at a time.
+//! A volume never needs compaction to keep its promise (see ARCHITECTURE.md). So it is done when it
+//! pays: at worst, emptying two packs frees one slot. It takes no memory. In a full store it takes
+//! only one additional slot at a time.
 
 use crate::entry::Place;
 use crate::lane::OPENED_MAX;
@@ -19,56 +20,57 @@ use weir_core::Slot;
 use weir_core::metrics::Counter;
 use weir_store::{Fault, Progress};
 
-/// Which packs are to be emptied: those as sparse as this, or more.
+/// The choice of packs to empty: packs as sparse as this, or sparser.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Sparse {
-    /// In parts of [`WHOLE`].
+    /// The fullest pack to empty, in parts of [`WHOLE`].
     fill_most: u32,
 }
 
 impl Sparse {
-    /// Packs that are full to so many sixteenths, or less; what [`Volume::sparse`] would choose is
-    /// known better.
+    /// Chooses packs that are at most so many sixteenths full. [`Volume::sparse`] makes a better
+    /// choice.
     pub fn up_to(sixteenths: u32) -> Self {
         Sparse { fill_most: sixteenths.min(WHOLE) }
     }
 }
 
-/// The result of emptying packs.
+/// The outcome of emptying packs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Compacted {
-    /// Pages moved.
+    /// Number of pages moved.
     pub pages: u32,
-    /// Whether there are slots left to look at.
+    /// Whether there are more slots to look at.
     pub more: bool,
 }
 
-/// A pack that is full, in parts.
+/// The fill of a full pack, in parts.
 const WHOLE: u32 = 16;
-/// Packs that are fuller stay: to empty them would move many pages for little.
+/// Fuller packs stay: emptying them would move many pages for little.
 const FILL_MOST: u32 = 11;
-/// Slots wasted that are worth beginning for.
+/// Least number of wasted slots that is worth compaction.
 const WASTE_LEAST: u64 = 32;
-/// Of so many slots with packs one may be wasted, and where the store has little room one of the
-/// second number.
+/// Compaction begins when one of so many slots with packs is wasted: the first number usually, the
+/// second when the store has little room.
 const WASTE_ONE_IN: (u64, u64) = (6, 12);
-/// A store has little room where one slot of so many is free.
+/// A store has little room if fewer than one in so many slots are free.
 const ROOM_ONE_IN: u32 = 16;
-/// Pages that must have left since the last look, at least; and one for so many packs.
+/// Pages that must have left packs since the last look: at least this many, and one for every so
+/// many packs.
 const LEFT_LEAST: u64 = 256;
 const LEFT_ONE_IN: u64 = 8;
-/// Slots that one step looks at, at most.
+/// Most slots that one step looks at.
 const SEARCH: u32 = 1 << 16;
 
-/// How full a pack is, in parts; `None` for what is none.
+/// The fill of a pack, in parts; `None` for a slot without a pack.
 fn fill(occupant: Option<crate::records::Occupant>) -> Option<u32> {
     let (pages, room) = occupant?.fill()?;
     (pages > 0).then(|| (pages * WHOLE).div_ceil(room))
 }
 
 impl Volume {
-    /// Has `told` called, by whatever lane, every now and then while pages leave packs. Once; not
-    /// on another's behalf.
+    /// Has every lane call `told` now and then while pages leave packs. It can be set once, for one
+    /// user.
     pub fn when_packs_are_left(&self, told: Box<dyn Fn() + Send + Sync>) {
         let _ = self.when_left.set(told);
     }
@@ -79,14 +81,14 @@ impl Volume {
         }
     }
 
-    /// Whether so many pages have left packs since the last look that another is worth it; then
-    /// that is now. `*looked` is the caller's, none at first.
+    /// Whether enough pages have left packs since the last look to make another worth it. If so,
+    /// this counts as the look. The caller keeps `*looked`, which is `None` at first.
     pub fn packs_were_left(&self, looked: &mut Option<u64>) -> bool {
         let sum = |count: fn(&LaneMetrics) -> &Counter| -> u64 {
             self.lanes.iter().fold(0, |sum, seat| sum.wrapping_add(count(&seat.metrics).get()))
         };
         let packs = sum(|lane| &lane.packs).wrapping_sub(sum(|lane| &lane.unpacks));
-        // Those that were brought together have left too, but that is no reason to look again.
+        // Compacted pages have left their packs too, but that is no reason to look again.
         let left = sum(|lane| &lane.unpacked).wrapping_sub(sum(|lane| &lane.compacted));
         let enough = LEFT_LEAST.max(packs / LEFT_ONE_IN);
         if looked.is_some_and(|before| left.wrapping_sub(before) < enough) {
@@ -96,8 +98,8 @@ impl Volume {
         true
     }
 
-    /// Which packs of a store are worth emptying, if too many slots are wasted. Looks at every
-    /// record.
+    /// Chooses the packs of a store that are worth emptying, if too many slots are wasted. Reads
+    /// every record.
     pub fn sparse(&self, store: usize) -> Option<Sparse> {
         let tier = self.tiers.get(store).filter(|tier| tier.records.has_packs())?;
         self.compression()?;
@@ -113,13 +115,13 @@ impl Volume {
     }
 }
 
-/// Chooses by the number of packs of each fill. Those just full enough to stay are wasted by half
-/// of what may be.
+/// Chooses by the number of packs of each fill. Packs just full enough to stay may waste half of
+/// the limit.
 fn sparse(packs: &[u64], one_in: u64) -> Option<Sparse> {
     let total: u64 = packs.iter().sum();
     let wasted = |(fill, count): (usize, &u64)| count * (u64::from(WHOLE) - fill as u64);
-    // In parts of a slot: what is wasted, and what is left of that once packs up to some fill have
-    // gone.
+    // In parts of a slot: the waste now, and the waste that is left once packs up to some fill are
+    // emptied.
     let waste: u64 = packs.iter().enumerate().map(wasted).sum();
     let whole = u64::from(WHOLE);
     if waste * one_in < total * whole {
@@ -136,13 +138,13 @@ fn sparse(packs: &[u64], one_in: u64) -> Option<Sparse> {
 }
 
 impl Mover {
-    /// Empties packs of store `store` that are `sparse`: a batch's worth, from slot `*next` on (0
-    /// at first). Tells `driver` of each page that could not be moved, and asks it once, while
-    /// pages are on their way, whether to go on.
+    /// Empties `sparse` packs of store `store`: one batch, from slot `*next` on (0 at first). Tells
+    /// `driver` of each page that could not be moved. Asks it once, while pages are on their way,
+    /// whether to go on.
     ///
     /// # Errors
-    /// When it was stopped, or a store has not answered for long. Every page is where it was, or
-    /// where it was to go.
+    /// Fails when the driver stopped it, or a store has not answered for long. Every page is in its
+    /// old or its new slot.
     pub fn compact(
         &mut self,
         store: usize,
@@ -153,8 +155,7 @@ impl Mover {
         self.lane.forget_slot_wait();
         let volume = Arc::clone(self.volume());
         let Some(tier) = volume.tiers.get(store) else { return Ok(Compacted { pages: 0, more: false }) };
-        // Slots are free after a batch, not before: where there are few, a new pack or two at a
-        // time.
+        // Slots become free only after a batch. If few are free, a batch makes only a pack or two.
         let room = volume.tiers[..=store]
             .iter()
             .map(|tier| tier.records.open_free(|_| true))
@@ -175,7 +176,7 @@ impl Mover {
             self.try_until_taken(driver, &mut 0, &mut |lane| lane.open_up(slot.0, store, slot));
         }
         self.settle_noted(driver, &mut 0)?;
-        // Of two packs that others have left meanwhile nothing may be left to bring together.
+        // Meanwhile all other pages may have left these two packs.
         while let Some((page, slot)) = self.lane.opened() {
             let here = Place::Stored { store, slot };
             self.try_until_taken(driver, &mut pages, &mut |lane| lane.move_page(page.0, page, here));

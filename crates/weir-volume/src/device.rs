@@ -8,7 +8,7 @@ use weir_core::{PageBytes, PageNo};
 use weir_device::{Coming, Done, PageDevice, PageGuard, PageLane, Progress, Ticket, View, WAKE_FDS_MAX};
 use weir_store::OpenError;
 
-// Each store has a descriptor.
+// Each store has one descriptor.
 const _: () = assert!(STORES_MAX <= WAKE_FDS_MAX);
 
 impl PageDevice for Volume {
@@ -76,7 +76,8 @@ impl PageLane for Lane {
         self.zero(first, count, false);
     }
 
-    /// No store holds pages longer than the volume, so what was acknowledged is where it will stay.
+    /// Does nothing: no store holds pages longer than the volume lives, so an acknowledged page is
+    /// as safe as it can be.
     fn flush(&mut self, _ticket: Ticket) -> Progress {
         Progress::Done(Ok(()))
     }

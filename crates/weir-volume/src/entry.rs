@@ -8,7 +8,7 @@
 //! ```
 //!
 //! The generation counts the writes of a page, modulo 2^26. It is part of the checksum, so a slot
-//! that still holds an older write of the same page is told from the newest; and it makes a
+//! with an older write of the same page is told from the newest. It also makes a
 //! compare-and-exchange on the word fail if the page was written in between.
 
 use weir_core::Slot;
@@ -17,20 +17,20 @@ use weir_core::Slot;
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Entry(pub u64);
 
-/// The meaning of the word.
+/// The meaning of a page's word.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Place {
-    /// Never written, or discarded: reads as zeros.
+    /// The page was never written, or was discarded: it reads as zeros.
     Empty,
     /// The whole page repeats this 32-bit value; it has no slot.
     Fill(u32),
     /// The page lies in this slot of this store.
     Stored { store: usize, slot: Slot },
-    /// It was held by something that is gone. Reads fail until it is written or discarded.
+    /// The page was in a store that lost it. Reads fail until the page is written or discarded.
     Lost,
 }
 
-/// Stores that a volume can have: those that an entry can name.
+/// Most stores that a volume can have: an entry has no room to name more.
 pub const STORES_MAX: usize = 16;
 const GENERATION_MASK: u32 = (1 << 26) - 1;
 const KIND_FILL: u64 = 1;

@@ -1,21 +1,22 @@
-//! When a freed slot may be used again: after every lane that could still be looking at it has
-//! looked away.
+//! The epochs, which say when a freed slot may be used again: after every lane that could still
+//! read it has moved on.
 //!
-//! Epoch-based reclamation (Fraser, "Practical lock-freedom", 2004), cut to what a volume needs: a
-//! fixed number of lanes, no callbacks, and the epoch of a retired slot kept in the slot's own
-//! record, so that any lane may reuse any slot and none is stranded with a sleeping thread.
+//! Epoch-based reclamation (Fraser, "Practical lock-freedom", 2004), reduced to the needs of a
+//! volume: a fixed number of lanes, and no callbacks. The slot's own record keeps the epoch of its
+//! retirement. So any lane may reuse any slot, and no slot waits for a sleeping thread.
 //!
-//! The argument, once: a slot is unlinked from the map, *then* the global epoch is read as its tag
-//! `e`. It may be reused when `e < safe`, and [`Epochs::safe`] first moves the global epoch past
-//! `e`, then looks at every pin. A lane that it sees pinned at `e` or before holds it back. A lane
-//! that it sees unpinned will pin by a store and a full fence, and read the map after that: it
-//! finds the slot unlinked.
+//! The argument why this is safe: a slot is unlinked from the map, *then* the global epoch is read
+//! as its tag `e`. It may be reused when `e < safe`. [`Epochs::safe`] first moves the global epoch
+//! past `e`, then looks at every pin. A lane that it sees pinned at `e` or before holds the slot
+//! back. A lane that it sees unpinned will pin by a store and a full fence, and read the map after
+//! that: it finds the slot unlinked.
 
 use crate::sync::{AtomicU64, Ordering, fence};
 
 const UNPINNED: u64 = u64::MAX;
 
-/// A cache line of its own for each pin: neighbours would slow each other down on every batch.
+/// A lane's pin in a cache line of its own: neighbours in one line would slow each other down on
+/// every batch.
 #[repr(align(128))]
 struct Pin(AtomicU64);
 
@@ -33,12 +34,12 @@ impl Epochs {
         }
     }
 
-    /// From here to [`unpin`](Epochs::unpin), what `lane` finds in the map stays where it is. One
-    /// that is pinned already gives up what it has found before.
+    /// Pins `lane`: from here to [`unpin`](Epochs::unpin), slots that the lane finds in the map are
+    /// not reused. A lane that is pinned already gives up the slots that it found before.
     #[inline]
     pub fn pin(&self, lane: usize) -> u64 {
         let now = self.global.load(Ordering::Relaxed);
-        // As in `unpin`: reads under the former pin come before this store.
+        // As in `unpin`, reads under the former pin come before this store.
         self.pins[lane].0.store(now, Ordering::Release);
         fence(Ordering::SeqCst);
         now
@@ -49,9 +50,9 @@ impl Epochs {
         self.pins[lane].0.store(UNPINNED, Ordering::Release);
     }
 
-    /// An epoch for a lane that is pinned already: what it finds in the map after this was not
-    /// retired before that epoch. (Who retired it then unlinked it first, and so before this load,
-    /// in the one order of all `SeqCst` operations.)
+    /// Returns an epoch for a lane that is pinned already. A slot that the lane finds in the map
+    /// after this call was not retired before that epoch. (The lane that retires a slot unlinks it
+    /// first, and so after this load, in the one order of all `SeqCst` operations.)
     #[inline]
     pub fn look(&self) -> u64 {
         let now = self.global.load(Ordering::SeqCst);
@@ -59,20 +60,22 @@ impl Epochs {
         now
     }
 
-    /// Moves the pin of a lane that is pinned on to an epoch that [`look`](Epochs::look) returned,
-    /// for it has read all that it found before that.
+    /// Moves a pinned lane's pin on to an epoch that [`look`](Epochs::look) returned. The lane has
+    /// read everything that it found before that.
     #[inline]
     pub fn move_on(&self, lane: usize, epoch: u64) {
         self.pins[lane].0.store(epoch, Ordering::Release);
     }
 
-    /// The epoch to tag a slot with, once it has been unlinked by a `SeqCst` operation.
+    /// The epoch that tags a retired slot, to be read after a `SeqCst` operation has unlinked the
+    /// slot.
     #[inline]
     pub fn now(&self) -> u64 {
         self.global.load(Ordering::SeqCst)
     }
 
-    /// Moves on, and returns an epoch before which everything retired may be reused.
+    /// Moves the global epoch on. Returns an epoch: slots that were retired before it may be
+    /// reused.
     pub fn safe(&self) -> u64 {
         let now = self.global.fetch_add(1, Ordering::SeqCst) + 1;
         fence(Ordering::SeqCst);
@@ -98,7 +101,7 @@ mod tests {
     }
 }
 
-/// `RUSTFLAGS="--cfg loom" cargo test -p weir-volume --lib --release loom`
+/// Run the models with `RUSTFLAGS="--cfg loom" cargo test -p weir-volume --lib --release loom`.
 #[cfg(all(test, loom))]
 mod loom_tests {
     use super::*;
@@ -108,7 +111,8 @@ mod loom_tests {
     #[test]
     fn loom_a_slot_is_never_reused_while_a_lane_reads_it() {
         loom::model(|| {
-            // `map` names slot 1 or 2; `content` of slot 1 turns to 99 when it is reused.
+            // In the model `map` names slot 1 or 2, and `content` of slot 1 turns to 99 when it is
+            // reused.
             let epochs = Arc::new(Epochs::new(2));
             let map = Arc::new(AtomicU64::new(1));
             let content = Arc::new(AtomicU64::new(11));
@@ -133,8 +137,8 @@ mod loom_tests {
 
     #[test]
     fn loom_a_pin_that_moves_on_still_holds_back_what_was_found_since_it_looked() {
-        // A lane with reads under way without end: what it found before it looked it has read, what
-        // it finds since it has not.
+        // Models a lane that always has reads under way. It has read all that it found before its
+        // look, and nothing that it has found since.
         loom::model(|| {
             let epochs = Arc::new(Epochs::new(1));
             let map = Arc::new(AtomicU64::new(1));
@@ -162,7 +166,7 @@ mod loom_tests {
             };
             map.swap(2, Ordering::SeqCst);
             let retired = epochs.now();
-            // The writer tries again and again: here, twice.
+            // The writer tries again and again: in the model, twice.
             if retired < epochs.safe() || retired < epochs.safe() {
                 content.store(99, Ordering::Relaxed);
             }

@@ -1,10 +1,10 @@
-//! Giving a store's memory back to its owner, chunk by chunk, while the volume stays in use, and
-//! taking it again.
+//! Gives a store's memory back to its owner, chunk by chunk, and takes it again, while the volume
+//! stays in use.
 //!
-//! Chunks are closed (no slot of them is claimed any more), every page in them is written anew
-//! elsewhere, and when no lane can be looking at a chunk's slots its memory is released. Readers
-//! and writers go on all the while: a page that is written during the move is simply no longer
-//! there to be moved.
+//! First the chunks are closed: no slot of them is claimed any more. Then every page in them is
+//! written to another slot. Once no lane can be reading a chunk's slots, its memory is released.
+//! Readers and writers go on all the while. A page that is written during the move has left the
+//! chunk, and need not be moved.
 
 use crate::chunks::{ChunkState, extents};
 use crate::entry::Place;
@@ -16,42 +16,42 @@ use std::time::Duration;
 use weir_core::{ByteSize, PAGE_SIZE, PageNo, Slot};
 use weir_store::{Fault, Progress};
 
-/// How long giving back waits for lanes that are in the middle of something before it gives up.
+/// Longest time that a give-back waits for lanes that are within a batch, before it gives up.
 pub(crate) const LANES_WAIT: Duration = Duration::from_secs(10);
 
-/// Why a chunk stays.
+/// The reason why a chunk stays.
 #[derive(Debug, thiserror::Error)]
 pub enum GiveBackError {
     /// There is no such store or chunk.
     #[error("store {store} has no chunk {chunk}")]
     NoChunk {
-        /// The store's place in the order.
+        /// The store's index.
         store: usize,
         /// The chunk asked for.
         chunk: u32,
     },
-    /// It is being given back already, or was.
+    /// The chunk is being given back already, or was.
     #[error("chunk {chunk} of store {store} is being given back, or was")]
     NotHeld {
-        /// The store's place in the order.
+        /// The store's index.
         store: usize,
         /// The chunk asked for.
         chunk: u32,
     },
-    /// The volume promises its size; without this chunk it could not keep the promise.
+    /// The volume promises its size, and could not keep that promise without this chunk.
     #[error("the other stores are too small by {}: give the volume more backing first", ByteSize(u64::from(*.missing) * PAGE_SIZE as u64))]
     NoRoom {
         /// Slots that would be missing.
         missing: u32,
     },
-    /// Pages in it can neither be read nor moved; the chunk stays, so that they are not lost for
+    /// Some pages can neither be read nor moved. The chunk stays, so that they are not lost for
     /// good.
     #[error("page {} cannot be moved: {} ({} such pages were met)", .0[0].0.0, .0[0].1, .0.len())]
     Pages(
-        /// Those that were met before the work ended, and what their stores said.
+        /// The failed pages that were met before the work ended, with the faults of their stores.
         Vec<(PageNo, Fault)>,
     ),
-    /// A daemon before this one may still be writing into the store.
+    /// An earlier daemon's writes to the store may still be under way.
     #[error(
         "what the daemon before had begun to write is still under way; try again when the disk has done it"
     )]
@@ -59,7 +59,7 @@ pub enum GiveBackError {
     /// A lane has been busy for longer than any operation should take.
     #[error("a lane has been busy for {LANES_WAIT:?}")]
     Busy,
-    /// The mover's driver ended it.
+    /// The mover's driver stopped the move.
     #[error("it was stopped")]
     Stopped,
     /// The store cannot release or take memory.
@@ -67,24 +67,25 @@ pub enum GiveBackError {
     Store(Fault),
 }
 
-/// The result of promoting pages.
+/// The outcome of promoting pages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct MovedUp {
-    /// Pages moved.
+    /// Number of pages moved.
     pub pages: u32,
-    /// Whether there is more to do: the faster stores have room, and the slower one may hold pages
-    /// yet.
+    /// Whether there is more to do: the faster stores have room, and the slower one may still hold
+    /// pages.
     pub more: bool,
 }
 
 impl Volume {
-    /// Closes chunks of store `store`: they take no more pages. All of them, or none. Each is then
-    /// emptied by [`Mover::finish_give_back`], or opened again by [`keep`](Volume::keep).
+    /// Closes chunks of store `store`, either all of them or none. A closed chunk takes no more
+    /// pages. Then [`Mover::finish_give_back`] empties each, or [`keep`](Volume::keep) opens it
+    /// again.
     ///
     /// # Errors
-    /// When one is not there to be given back, or the volume's size needs them.
+    /// Fails when a chunk cannot be given back, or the volume's size needs the chunks.
     pub fn begin_give_back(&self, store: usize, chunks: &[u32]) -> Result<(), GiveBackError> {
-        // A slot in quarantine belongs to no page, so nothing would ever empty it.
+        // A slot in quarantine belongs to no page, so no move would ever empty it.
         self.end_quarantines();
         if self.tiers.get(store).is_some_and(Tier::is_quarantined) {
             return Err(GiveBackError::Settling);
@@ -110,7 +111,7 @@ impl Volume {
     }
 
     /// Opens a chunk again that [`begin_give_back`](Volume::begin_give_back) closed. Pages that
-    /// have left it stay where they are.
+    /// have left it stay in their new slots.
     pub fn keep(&self, store: usize, chunk: u32) {
         if let Ok((tier, slots)) = self.find_chunk(store, chunk)
             && tier.step(chunk, ChunkState::Emptying, ChunkState::Held)
@@ -127,11 +128,11 @@ impl Volume {
 }
 
 impl Mover {
-    /// Empties chunk `chunk` of store `store` into the other slots of the volume and releases its
-    /// memory. Returns how many pages were moved. Takes milliseconds to seconds.
+    /// Moves the pages of chunk `chunk` of store `store` to other slots of the volume, and releases
+    /// its memory. Returns the number of pages moved. Takes milliseconds to seconds.
     ///
     /// # Errors
-    /// The chunk stays in use, whole, with every page in it or safely elsewhere.
+    /// On failure the whole chunk stays in use. Every page is in it or safely in another slot.
     pub fn give_back(
         &mut self,
         store: usize,
@@ -142,11 +143,11 @@ impl Mover {
         self.finish_give_back(store, chunk, driver)
     }
 
-    /// The same for a chunk that [`Volume::begin_give_back`] has closed. Several movers may do so
-    /// at once, each with chunks of its own.
+    /// Does the same for a chunk that [`Volume::begin_give_back`] has closed. Several movers may do
+    /// so at once, each with chunks of its own.
     ///
     /// # Errors
-    /// The chunk is open again, whole, with every page in it or safely elsewhere.
+    /// On failure the whole chunk is open again. Every page is in it or safely in another slot.
     pub fn finish_give_back(
         &mut self,
         store: usize,
@@ -162,8 +163,8 @@ impl Mover {
             volume.keep(store, chunk);
             return emptied;
         }
-        // Said before it is done: a daemon that is killed in between leaves a chunk that nobody
-        // uses, not one without memory that takes pages.
+        // Record the release before doing it. If the daemon is killed in between, the chunk has
+        // memory and takes no pages. In the other order it would take pages without memory.
         let stepped = tier.step(chunk, ChunkState::Emptying, ChunkState::GivenBack);
         debug_assert!(stepped, "only whoever closed a chunk moves it on");
         if let Err(fault) = tier.release(chunk) {
@@ -174,13 +175,13 @@ impl Mover {
         emptied
     }
 
-    /// Moves pages out of one of `parts` equal parts of such a chunk, so that several movers can
+    /// Moves pages out of one of `parts` equal parts of a closed chunk, so that several movers can
     /// empty it together. Pages that stay are left to
     /// [`finish_give_back`](Mover::finish_give_back), which is called after all of them.
     ///
     /// # Errors
-    /// When a page cannot be moved, or `driver` ends the work. The chunk is as it was, less what
-    /// was moved.
+    /// Fails when a page cannot be moved, or `driver` stops the move. The chunk stays as it was,
+    /// without the pages that were moved.
     pub fn move_out(
         &mut self,
         store: usize,
@@ -202,11 +203,11 @@ impl Mover {
         outcome.map(|_| moved)
     }
 
-    /// Takes memory for a chunk that was given back, and uses it again. Nothing to do for one that
-    /// was not.
+    /// Takes memory for a chunk that was given back, and uses the chunk again. Does nothing for
+    /// another chunk.
     ///
     /// # Errors
-    /// When the store has none now.
+    /// Fails when the store cannot get the memory now.
     pub fn take(&mut self, store: usize, chunk: u32) -> Result<(), GiveBackError> {
         let volume = Arc::clone(self.volume());
         let (tier, slots) = volume.find_chunk(store, chunk)?;
@@ -223,12 +224,12 @@ impl Mover {
         Ok(())
     }
 
-    /// Moves pages of store `from` up into faster stores, as long as these have room: a batch's
-    /// worth, looking at slots from `*next` on (0 at first; where there are packs, at pages). The
-    /// faster stores keep the room that writes under way need.
+    /// Promotes pages of store `from` into faster stores, as long as these have room: one batch.
+    /// Looks at slots from `*next` on (0 at first), or at pages if the store has packs. The faster
+    /// stores keep the room that writes under way need.
     ///
     /// # Errors
-    /// When a page cannot be read.
+    /// Fails when a page cannot be read.
     pub fn move_up(
         &mut self,
         from: usize,
@@ -244,7 +245,7 @@ impl Mover {
         let (mut found, mut looked) = (0, 0);
         self.lane.reach = from;
         let mut outcome = Outcome::default();
-        // A pack's record does not say whose it is; the map does.
+        // A pack's record does not name its pages; only the map does.
         let by_page = tier.records.has_packs();
         let end = if by_page { volume.pages() } else { tier.records.slots() };
         while found < batch && *next < end && looked < SEARCH {
@@ -299,14 +300,14 @@ impl Mover {
             }
             let queued_in_all = batches.queued_in_all;
             if !left {
-                // Others may have freed slots since the wait above, under a lane that had found a
+                // A lane may have freed slots since the wait above while another lane still reads a
                 // page there.
                 self.wait_for_lanes(driver)?;
                 return Ok(moved);
             }
             if queued_in_all == 0 {
-                // Pages that are lent out: they are no longer anywhere else, and somebody reads
-                // them in place.
+                // Pages that are lent: the map does not name their slots any more, and a borrower
+                // still reads them in place.
                 if driver.now() > began + LANES_WAIT {
                     return Err(GiveBackError::Busy);
                 }
@@ -315,7 +316,7 @@ impl Mover {
         }
     }
 
-    /// Moves what lies in these slots. Says whether any was in use.
+    /// Moves the pages in these slots. Returns whether any slot was in use.
     fn move_slots(
         &mut self,
         tier: &Tier,
@@ -335,8 +336,8 @@ impl Mover {
         Ok(left)
     }
 
-    /// Starts to move what lies in a slot, if the map names it. Says whether the slot is in use,
-    /// and whether a move was started.
+    /// Starts to move the page in a slot, if the map names the slot. Returns whether the slot is in
+    /// use, and whether a move was started.
     fn start_move(
         &mut self,
         tier: &Tier,
@@ -355,7 +356,7 @@ impl Mover {
         (true, true)
     }
 
-    /// Starts to move a page, if it lies in one of these slots of store `store`. Says whether it
+    /// Starts to move a page, if it lies in one of these slots of store `store`. Returns whether it
     /// did.
     fn start_move_of(
         &mut self,
@@ -401,7 +402,7 @@ impl Mover {
         }
     }
 
-    /// Waits for a batch of moves, if it is full or the `last`, and counts what came of it.
+    /// Waits for a batch of moves, if it is full or the `last`, and counts its outcome.
     fn end_batch(
         &mut self,
         batches: &mut Batches<'_>,
@@ -427,12 +428,12 @@ impl Mover {
         Ok(())
     }
 
-    /// Has everything end that is in flight.
+    /// Waits until nothing is in flight.
     fn settle(&mut self, outcome: &mut Outcome, driver: &mut dyn Driver) -> Result<(), GiveBackError> {
         self.drain(driver, &mut |_, done| outcome.note(PageNo(done.ticket), done.result))
     }
 
-    /// Goes on once every lane has ended the batch it was in.
+    /// Waits until every lane has ended the batch that it was in.
     fn wait_for_lanes(&mut self, driver: &mut dyn Driver) -> Result<(), GiveBackError> {
         self.lane.submit();
         let volume = Arc::clone(self.volume());
@@ -451,10 +452,10 @@ impl Mover {
     }
 }
 
-/// Slots that one step upwards looks at, at most: a store may be large and empty.
+/// Most slots that one step of promotion looks at: a store may be large and empty.
 const SEARCH: u32 = 1 << 16;
 
-/// The moves of one pass over a chunk.
+/// The batches of moves in one pass over a chunk.
 struct Batches<'a> {
     size: u32,
     queued: u32,
@@ -469,7 +470,7 @@ impl Batches<'_> {
     }
 }
 
-/// The result of a batch of moves.
+/// The outcome of a batch of moves.
 #[derive(Default)]
 struct Outcome {
     moved: u32,

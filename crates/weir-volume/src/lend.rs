@@ -1,11 +1,12 @@
-//! Lending pages where they lie: a slot that is lent stays as it is until it is given back, also
-//! when its page is written anew meanwhile.
+//! Lends pages where they lie. A lent slot stays unchanged until the borrower returns it, even if
+//! its page is written anew meanwhile.
 //!
 //! A pin would do, but a pin holds back every slot of the volume, and a borrower may be slow. So
-//! each lent slot has a count, and who unlinks a slot from the map looks at it. The lender counts
-//! first and then looks at the map once more; the writer unlinks first and then looks at the count:
-//! one of the two sees the other. A slot that was unlinked while it was lent keeps its record, so
-//! that it is nobody's to claim and its chunk nobody's to release, and is retired by its return.
+//! each lent slot has a count, and a lane that unlinks a slot from the map checks it. The lender
+//! counts first and then reads the map once more. The writer unlinks first and then reads the
+//! count. So one of the two sees the other. A slot that was unlinked while it was lent keeps its
+//! record. So no lane can claim it, and its chunk cannot be released. The return of the slot
+//! retires it.
 
 use crate::entry::Place;
 use crate::lane::Guard;
@@ -19,12 +20,12 @@ use weir_core::{PageNo, Slot};
 use weir_device::View;
 use weir_store::{OpenError, OpenErrorKind, Share};
 
-/// In a slot's byte: the map does not name it any more, its return frees it.
+/// The bit of a slot's byte that says: the map no longer names the slot, and its return frees it.
 const UNLINKED: u8 = 1 << 7;
-/// Times that one slot can be lent at once.
+/// Most borrowers that one slot can have at once.
 const TIMES_MAX: u8 = UNLINKED - 1;
 
-/// How often each slot of a store is lent, a byte each.
+/// The number of borrowers of each slot of a store, a byte each.
 pub(crate) struct Lent(Box<[AtomicU8]>);
 
 impl Lent {
@@ -36,21 +37,22 @@ impl Lent {
         &self.0[slot.0 as usize]
     }
 
-    /// Counts a slot as lent once more, for the one lender. `None`: that often it cannot be.
-    /// `Some(true)`: it was not lent before. The map must be looked at again afterwards.
+    /// Counts one more borrower of a slot; only the one lender calls this. `None`: the slot has as
+    /// many borrowers as it can have. `Some(true)`: it had none before. The caller must read the
+    /// map again afterwards.
     fn lend(&self, slot: Slot) -> Option<bool> {
         let byte = self.byte(slot);
         let times = byte.load(Ordering::Relaxed) & TIMES_MAX;
         if times == TIMES_MAX {
             return None;
         }
-        // Not a plain store: a writer may set UNLINKED at this moment.
+        // A plain store would be wrong: a writer may set UNLINKED at this moment.
         byte.fetch_add(1, Ordering::SeqCst);
         fence(Ordering::SeqCst);
         Some(times == 0)
     }
 
-    /// For whoever has unlinked a slot from the map: whether it may be freed. If not, its return
+    /// Returns whether a slot that was just unlinked from the map may be freed. If not, its return
     /// frees it.
     #[inline]
     pub fn may_free(&self, slot: Slot) -> bool {
@@ -66,9 +68,9 @@ impl Lent {
         true
     }
 
-    /// Takes a slot back from one borrower, for the one lender.
+    /// Takes a slot back from one borrower; only the one lender calls this.
     fn give(&self, slot: Slot) -> Back {
-        // The borrower's reads come before the writes of the slot's next owner.
+        // The borrower's reads come before the next owner's writes.
         match self.byte(slot).fetch_sub(1, Ordering::SeqCst) - 1 {
             0 => Back::Last,
             UNLINKED => {
@@ -86,27 +88,28 @@ impl fmt::Debug for Lent {
     }
 }
 
-/// The state after a return.
+/// The state of a slot after a return.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Back {
-    /// Others have the slot yet.
+    /// The slot has more borrowers.
     More,
-    /// It was the last, and the page still lies there.
+    /// It was the last borrower, and the page still lies there.
     Last,
-    /// It was the last, and the slot is free.
+    /// It was the last borrower, and the slot is free.
     LastAndFree,
 }
 
-/// Lends pages of a volume where they lie. A volume has one at most; it belongs to one thread.
+/// A lender: lends pages of a volume where they lie. A volume has at most one, and it belongs to
+/// one thread.
 ///
-/// A lent slot stays although its page was written anew, and so takes room that the volume has
+/// A lent slot stays taken even if its page is written anew, so it takes room that the volume has
 /// promised to writers. Therefore a lender takes seats as lanes do. It lends at most as many slots
 /// at a time as these lanes could have under way.
 #[derive(Debug)]
 pub struct Lender {
     volume: Arc<Volume>,
     seats: Vec<usize>,
-    /// Whether a store's slots can be lent.
+    /// For each store: whether its slots can be lent.
     lends: Vec<bool>,
     out: u32,
     most: u32,
@@ -114,37 +117,37 @@ pub struct Lender {
 
 /// The answer to a request for a page.
 pub enum Loan<'a> {
-    /// It lies there, verified, and stays as it is until [`Lender::give`].
+    /// The page lies there, verified, and stays unchanged until [`Lender::give`].
     Lent {
-        /// The store's place in the order.
+        /// The store's index.
         store: usize,
         /// The slot.
         slot: Slot,
     },
-    /// It cannot be lent, or not now: this is what a reader sees.
+    /// The page cannot be lent, or not now. This is the view of it that a reader gets.
     Shown(View<'a>),
 }
 
-/// A store's memory, for borrowers to map: its place in the order, and its descriptor.
+/// A store's memory, for borrowers to map: the store's index, and a descriptor.
 pub type Window = (usize, OwnedFd);
 
 impl Lender {
-    /// Slots that are lent now.
+    /// Number of slots that are lent now.
     pub fn out(&self) -> u32 {
         self.out
     }
 
-    /// Slots that can be lent at a time.
+    /// Most slots that can be lent at a time.
     pub fn most(&self) -> u32 {
         self.most
     }
 
-    /// The volume that it lends of.
+    /// The volume whose pages are lent.
     pub fn volume(&self) -> &Arc<Volume> {
         &self.volume
     }
 
-    /// Takes a slot back that a [`Loan`] named. Says whether it was its last borrower.
+    /// Takes back a slot that a [`Loan`] named. Returns whether it was the slot's last borrower.
     pub fn give(&mut self, store: usize, slot: Slot) -> bool {
         let records = &self.volume.tiers[store].records;
         let back = records.lent().map_or(Back::More, |lent| lent.give(slot));
@@ -181,12 +184,12 @@ impl Drop for Lender {
 }
 
 impl Volume {
-    /// A lender of this volume for `slots` slots at a time, and the memory of the stores that it
-    /// lends of: the first `stores` that can.
+    /// Makes the lender of this volume, for `slots` slots at a time. Also returns the memory of the
+    /// first `stores` stores that can lend.
     ///
     /// # Errors
-    /// When the lanes that it takes the place of are not there, it has a lender already, or a
-    /// store's memory cannot be shown.
+    /// Fails when too few lanes are free for the lender to replace, the volume has a lender
+    /// already, or a store's memory cannot be shared.
     pub fn lender(self: &Arc<Self>, slots: u32, stores: usize) -> Result<(Lender, Vec<Window>), OpenError> {
         let failed = |why: String| OpenError::new(OpenErrorKind::InUse, "volume", why);
         let window = |tier: &Tier| tier.store.share().map(Share::window).transpose();
@@ -217,8 +220,8 @@ impl Volume {
 }
 
 impl Guard<'_> {
-    /// Lends a page where it lies, if that can be done; else shows what [`view`](Guard::view) does.
-    /// Verified either way.
+    /// Lends a page where it lies, if possible; else returns what [`view`](Guard::view) shows. The
+    /// page is verified either way.
     #[inline]
     pub fn lend(&self, page: PageNo, lender: &mut Lender) -> Loan<'_> {
         let volume = self.lane.volume();
@@ -236,14 +239,14 @@ impl Guard<'_> {
         }
     }
 
-    /// Says that this page will be asked for in a while: brings near what says where it lies.
+    /// Prefetches the page's entry in the map, for a page that will be asked for soon.
     #[inline]
     pub fn prefetch_entry(&self, page: PageNo) {
         self.lane.volume().map.prefetch(page);
     }
 
-    /// Says that this page will be asked for after the next one or two: brings its record and its
-    /// head near.
+    /// Prefetches the page's record and its first bytes, for a page that will be asked for after
+    /// the next one or two.
     #[inline]
     pub fn prefetch_head(&self, page: PageNo) {
         let volume = self.lane.volume();
@@ -283,7 +286,7 @@ mod tests {
     }
 }
 
-/// `RUSTFLAGS="--cfg loom" cargo test -p weir-volume --lib --release loom`
+/// Run the models with `RUSTFLAGS="--cfg loom" cargo test -p weir-volume --lib --release loom`.
 #[cfg(all(test, loom))]
 mod loom_tests {
     use super::*;
@@ -294,7 +297,8 @@ mod loom_tests {
     #[test]
     fn loom_a_lent_slot_is_freed_once_and_never_under_its_borrower() {
         loom::model(|| {
-            // `map` names slot 0 or nothing; `free` counts how often the slot was freed.
+            // In the model `map` names slot 0 or nothing, and `free` counts how often the slot was
+            // freed.
             let (lent, map) = (Arc::new(Lent::new(1)), Arc::new(AtomicU64::new(1)));
             let free = Arc::new(AtomicU64::new(0));
             let writer = {
@@ -309,8 +313,8 @@ mod loom_tests {
             if map.load(Ordering::SeqCst) == 1 {
                 assert_eq!(lent.lend(Slot(0)), Some(true));
                 if map.load(Ordering::SeqCst) == 1 {
-                    // Borrowed for good: until it is given back nobody frees it. (Before this the
-                    // pin keeps it.)
+                    // The slot is borrowed now, so nothing frees it until it is returned. (Before
+                    // this, the pin keeps it.)
                     assert_eq!(free.load(Ordering::SeqCst), 0, "freed under its borrower");
                 }
                 if lent.give(Slot(0)) == Back::LastAndFree {

@@ -1,15 +1,15 @@
 //! A page-addressed volume over an ordered list of stores.
 //!
-//! A page takes a slot when it is first written, in the first store that has room, and gives it
-//! back when it is discarded or when its content is one value all over. Every write goes to a *new*
-//! slot: the content first, then the slot's record (page and checksum), then one 64-bit store into
-//! the page map. So a crash, or a reader, at any instant finds the old page or the new one, and
-//! never a torn one. A slot is used again only after every lane that might still be reading it has
-//! moved on (see `epoch.rs`).
+//! A page takes a slot when it is first written, in the first store that has room. It frees the
+//! slot when it is discarded, or when its content becomes one repeated value. Every write goes to a
+//! *new* slot: the content first, then the slot's record (page and checksum), then one 64-bit store
+//! into the page map. So a crash, or a reader, at any instant finds the old page or the new one,
+//! and never a torn one. A slot is used again only after every lane that might still be reading it
+//! has moved on (see `epoch.rs`).
 //!
-//! A [`Volume`] is shared; each thread opens a [`Lane`]. Lanes share no lock, and allocate nothing
-//! once open. Nothing here starts a thread, sleeps, spins or reads a clock: time comes in by
-//! [`Lane::poll`], and a lane's owner decides how to wait.
+//! Threads share a [`Volume`]; each opens a [`Lane`] of its own. Lanes share no lock, and allocate
+//! nothing once open. Nothing here starts a thread, sleeps, spins or reads a clock. Time comes in
+//! by [`Lane::poll`], and a lane's owner decides how to wait.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -86,9 +86,9 @@ use weir_store::{OpenError, OpenErrorKind, Store};
 /// The shape of a volume.
 #[derive(Clone, Copy, Debug)]
 pub struct Config {
-    /// Its size, in pages.
+    /// The volume's size in pages.
     pub pages: u32,
-    /// Lanes that may be open at once.
+    /// Most lanes that may be open at once.
     pub lanes: usize,
     /// Operations that each lane may have in flight at slow stores.
     pub depth: usize,
@@ -101,21 +101,21 @@ impl Config {
         self.pages.saturating_add(self.slack())
     }
 
-    /// The part of [`slots`](Config::slots) that is not for pages.
+    /// The part of [`slots`](Config::slots) that is for writes under way.
     pub fn slack(&self) -> u32 {
         u32::try_from(self.lanes).unwrap_or(u32::MAX).saturating_mul(self.lane_slots())
     }
 
-    /// Slots for what one lane has under way.
+    /// Slots for the operations that one lane has under way.
     pub fn lane_slots(&self) -> u32 {
         u32::try_from(self.depth + lane::HINTS).unwrap_or(u32::MAX)
     }
 }
 
-/// Why a volume could not be made.
+/// The reason why a volume could not be made.
 #[derive(Debug, thiserror::Error)]
 pub enum CreateError {
-    /// Larger than what the stores promise to hold, or than a volume can be.
+    /// The size is larger than the stores can hold, or than a volume can be.
     #[error(
         "a volume of {} needs {} in its stores ({} of that for writes under way), and they have {}: make it smaller or the stores larger",
         pages_as_size(*.pages), pages_as_size(*.needed), pages_as_size(.needed - .pages), pages_as_size(*.available)
@@ -123,12 +123,12 @@ pub enum CreateError {
     TooLarge {
         /// Pages asked for.
         pages: u32,
-        /// Slots that this takes.
+        /// Slots that this size needs.
         needed: u32,
-        /// Slots there are.
+        /// Slots that the stores have.
         available: u32,
     },
-    /// A shape that no volume has.
+    /// No volume can have this number of pages or stores.
     #[error(
         "a volume has 1 to {} pages and 1 to {} stores; asked for {pages} pages on {stores} stores",
         PAGES_MAX,
@@ -140,7 +140,7 @@ pub enum CreateError {
         /// Stores given.
         stores: usize,
     },
-    /// No memory for the page map or the slot records.
+    /// There is no memory for the page map or the slot records.
     #[error("cannot take {size} of memory for the page map and slot records", size = ByteSize(*.bytes))]
     Memory {
         /// Bytes asked for.
@@ -149,7 +149,7 @@ pub enum CreateError {
         #[source]
         source: std::io::Error,
     },
-    /// A former daemon's pages do not fit this configuration.
+    /// An earlier daemon's pages do not fit this configuration.
     #[error("cannot take over the pages of the former daemon: {0}")]
     Kept(String),
 }
@@ -165,15 +165,15 @@ pub struct Volume {
     tiers: Vec<Tier>,
     epochs: Epochs,
     lanes: Box<[LaneSeat]>,
-    /// Whether it has a lender.
+    /// Whether the volume has a lender.
     lending: AtomicBool,
-    /// How its lanes compress, if they do.
+    /// The algorithm by which lanes compress, if they do.
     compression: OnceLock<Compression>,
-    /// The clock of its sampled operations.
+    /// The clock that times sampled operations.
     stopwatch: OnceLock<fn() -> Instant>,
-    /// How many lanes are closing.
+    /// The number of lanes that are closing.
     closing: AtomicUsize,
-    /// Whom to tell that pages have left packs.
+    /// The callback that is told when pages have left packs.
     when_left: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
 
@@ -185,7 +185,8 @@ struct Tier {
     members: Members,
 }
 
-/// The volume's record of a lane: whether it is taken, its counters, and what it left under way.
+/// The volume's record of a lane: whether it is taken, its counters, and the operations that a
+/// dropped lane left.
 #[repr(align(128))]
 struct LaneSeat {
     taken: AtomicBool,
@@ -204,7 +205,7 @@ impl Volume {
     /// Makes an empty volume over `stores`, which are filled in this order.
     ///
     /// # Errors
-    /// When the stores are too small for [`Config::slots`], or memory is missing for map and
+    /// Fails when the stores are too small for [`Config::slots`], or memory is missing for map and
     /// records.
     pub fn create(config: Config, stores: Vec<Arc<dyn Store>>) -> Result<Arc<Self>, CreateError> {
         check(&config, &stores)?;
@@ -243,26 +244,26 @@ impl Volume {
         })
     }
 
-    /// Its shape.
+    /// The volume's configuration.
     pub fn config(&self) -> &Config {
         &self.config
     }
 
-    /// Its size in pages.
+    /// The volume's size in pages.
     pub fn pages(&self) -> u32 {
         self.config.pages
     }
 
-    /// Its size in bytes.
+    /// The volume's size in bytes.
     pub fn bytes(&self) -> u64 {
         u64::from(self.config.pages) * PAGE_SIZE as u64
     }
 
-    /// Has lanes compress pages from here on, where several of them then fit into one slot. Before
-    /// the first lane is opened.
+    /// Has lanes compress pages from now on, if several of them then fit into one slot. Call it
+    /// before the first lane is opened.
     ///
     /// # Panics
-    /// When a lane is open.
+    /// Panics when a lane is open.
     pub fn compress(&self, compression: Compression) {
         let open = self.lanes.iter().any(|seat| seat.taken.load(Ordering::Acquire));
         assert!(!open, "a lane that is open would not understand what others have compressed");
@@ -270,32 +271,32 @@ impl Volume {
         let _ = self.compression.set(compression);
     }
 
-    /// How pages are compressed, if they are.
+    /// The compression algorithm, if pages are compressed.
     pub fn compression(&self) -> Option<Compression> {
         self.compression.get().copied()
     }
 
-    /// Has one operation in 16 timed by `clock`, for the latencies in its
-    /// [`status`](Volume::status). Without, none is: the volume has no clock of its own. Once; the
-    /// first counts.
+    /// Has `clock` time a sample of the operations, for the latencies in
+    /// [`status`](Volume::status). Without this, none is timed: the volume has no clock of its own.
+    /// Only the first call counts.
     pub fn time_with(&self, clock: fn() -> Instant) {
         let _ = self.stopwatch.set(clock);
     }
 
-    /// Opens a lane. It is one thread's. Dropping it waits for nothing: its seat is free at once,
-    /// or where a store works for it still, once [that has ended](Volume::close_lanes). A write
-    /// that was not handed over by then takes no effect.
+    /// Opens a lane, which belongs to one thread. Dropping it waits for nothing. Its seat is free
+    /// at once, or, if a store still works for it, [once that has ended](Volume::close_lanes). A
+    /// write that was not handed over by then takes no effect.
     ///
     /// # Errors
-    /// When all [`Config::lanes`] are taken, or a store has no memory for it.
+    /// Fails when all [`Config::lanes`] are taken, or a store has no memory for the lane.
     pub fn lane(self: &Arc<Self>) -> Result<Lane, OpenError> {
         self.lane_for(lane::PARTS, PAGE_SIZE)
     }
 
-    /// Opens a lane for a worker.
+    /// Opens a mover for a worker.
     ///
     /// # Errors
-    /// As [`lane`](Volume::lane).
+    /// Fails as [`lane`](Volume::lane) does.
     pub fn mover(self: &Arc<Self>) -> Result<Mover, OpenError> {
         Ok(Mover { lane: self.lane_for(self.config.depth.max(1), 0)? })
     }
@@ -314,7 +315,7 @@ impl Volume {
     fn take_seat(&self) -> Option<usize> {
         let take = || self.lanes.iter().position(|seat| !seat.taken.swap(true, Ordering::Acquire));
         take().or_else(|| {
-            // Those of dropped lanes are free once stores are done with them.
+            // Seats of dropped lanes are free once the stores have finished their operations.
             self.close_lanes(self.stopwatch.get()?());
             take()
         })
@@ -324,12 +325,12 @@ impl Volume {
         self.lanes[seat].taken.store(false, Ordering::Release);
     }
 
-    /// Its stores, in order.
+    /// The volume's stores, in order.
     pub fn stores(&self) -> impl Iterator<Item = &Arc<dyn Store>> {
         self.tiers.iter().map(|tier| &tier.store)
     }
 
-    /// Bytes of its page map.
+    /// Bytes of the page map.
     pub fn map_bytes(&self) -> u64 {
         self.map.memory().len() as u64
     }
@@ -342,7 +343,7 @@ impl Volume {
         (self.map.memory().len() + records.sum::<usize>()) as u64
     }
 
-    /// Whether map and records are pinned in RAM, as swap needs it.
+    /// Whether map and records are locked in RAM, as swap needs.
     pub fn is_locked(&self) -> bool {
         self.map.memory().is_locked() && self.tiers.iter().all(|tier| tier.records.memory().is_locked())
     }

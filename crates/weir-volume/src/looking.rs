@@ -1,10 +1,10 @@
-//! Which epochs a lane still looks at: what it found in the map then must stay where it is until
-//! its reads have ended.
+//! The pin of a lane: slots that the lane finds in the map must stay unchanged until its reads have
+//! ended.
 //!
-//! A lane that always has something under way never comes to an instant without. So its pin does
-//! not stay until then: reads are counted in two groups, those of the epoch it is pinned at and
-//! those begun since, and when the first group has ended the pin moves on to where the second
-//! began. Writes need no pin: nobody else claims the slot that they claimed.
+//! A lane that always has a read under way has no moment without one. So its pin does not wait for
+//! such a moment. Reads are counted in two groups: those of the pin's epoch, and those begun since.
+//! When the first group has ended, the pin moves on to the epoch in which the second began. Writes
+//! need no pin: no other lane claims the slot that a lane has claimed.
 
 use crate::epoch::Epochs;
 
@@ -13,16 +13,16 @@ use crate::epoch::Epochs;
 pub(crate) struct Looking {
     /// The epoch of the pin.
     pinned: Option<u64>,
-    /// Reads under way that were found in that epoch.
+    /// Number of reads under way that were found in the pin's epoch.
     older: usize,
-    /// The epoch in which what is found now is found; that of the pin or a later one.
+    /// The epoch of slots that are found now: the pin's epoch or a later one.
     now: u64,
-    /// Reads under way that were found in that, if it is a later one.
+    /// Number of reads under way that were found in that epoch, if it is a later one.
     newer: usize,
 }
 
 impl Looking {
-    /// From here on, what the lane of this seat finds in the map stays where it is.
+    /// Pins the lane of this seat: slots that it finds in the map from here on stay unchanged.
     #[inline]
     pub fn enter(&mut self, epochs: &Epochs, seat: usize) {
         let global = epochs.now();
@@ -43,8 +43,7 @@ impl Looking {
         self.pinned.is_some()
     }
 
-    /// A read of what was found goes on by itself. Returns what [`end`](Looking::end) is to be
-    /// told.
+    /// Counts a read that begins. Returns the epoch that [`end`](Looking::end) must be given.
     #[inline]
     pub fn begin(&mut self) -> u64 {
         debug_assert!(self.pinned.is_some(), "nothing is found without a pin");
@@ -56,7 +55,7 @@ impl Looking {
         self.now
     }
 
-    /// A read has ended, its content taken.
+    /// Counts a read that has ended, and whose content was taken.
     #[inline]
     pub fn end(&mut self, began: u64, epochs: &Epochs, seat: usize) {
         if self.pinned == Some(began) {

@@ -1,4 +1,4 @@
-//! The page map: one [`Entry`] a page, in memory that a keeper can hold across the daemon's death.
+//! The page map: one [`Entry`] a page, in memory that a keeper can hold beyond the daemon's death.
 
 use crate::entry::Entry;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -27,9 +27,9 @@ impl Map {
     #[inline]
     fn word(&self, page: PageNo) -> &AtomicU64 {
         assert!(page.0 < self.pages, "page {} of {}", page.0, self.pages);
-        // SAFETY: inside the mapping (checked above), aligned (8-byte steps from a page boundary),
-        // and only ever accessed as an atomic, in this process and in the keeper that holds the
-        // memfd.
+        // SAFETY: the pointer is inside the mapping (checked above) and aligned (8-byte steps from
+        // a page boundary). The word is only ever accessed as an atomic, in this process and in the
+        // keeper that holds the memfd.
         unsafe { &*self.memory.as_ptr().cast::<AtomicU64>().add(page.0 as usize) }
     }
 
@@ -38,18 +38,18 @@ impl Map {
         Entry(self.word(page).load(Ordering::Acquire))
     }
 
-    /// Starts to bring a page's entry near.
+    /// Prefetches a page's entry.
     #[inline]
     pub fn prefetch(&self, page: PageNo) {
         weir_core::prefetch_value(self.word(page));
     }
 
-    /// Sets a page's entry while nobody else uses the map.
+    /// Sets a page's entry while no other thread uses the map.
     pub fn set(&self, page: PageNo, entry: Entry) {
         self.word(page).store(entry.0, Ordering::SeqCst);
     }
 
-    /// Publishes `entry` if the page is still as `was` says.
+    /// Publishes `entry` if the page's entry is still `was`.
     #[inline]
     pub fn replace(&self, page: PageNo, was: Entry, entry: Entry) -> bool {
         self.word(page).compare_exchange(was.0, entry.0, Ordering::SeqCst, Ordering::Relaxed).is_ok()

@@ -1,4 +1,4 @@
-//! Which member of a store each extent lies on, and what follows from that member's state.
+//! The members of a store: which one each extent lies on, and the effects of that member's state.
 
 use crate::Tier;
 use crate::records::EXTENT_SLOTS;
@@ -9,11 +9,12 @@ use weir_store::{State, Store};
 #[derive(Debug)]
 pub(crate) struct Members {
     count: u32,
-    /// Empty where the store has one member.
+    /// The member of each extent; empty if the store has one member.
     of_extent: Box<[u32]>,
 }
 
-/// An extent that lies on several members. It shares the fate of the worst member of its store.
+/// Marks an extent that lies on several members. It counts as being in the worst state of its
+/// store's members.
 const SEVERAL: u32 = u32::MAX;
 
 impl Members {
@@ -39,7 +40,7 @@ impl Tier {
         (0..self.members.count).map(|member| self.store.state(member))
     }
 
-    /// The state of its worst member.
+    /// The state of the store's worst member.
     pub fn worst_state(&self) -> State {
         self.states().max().unwrap_or(State::Lost)
     }
@@ -55,8 +56,8 @@ impl Tier {
         self.states().all(|state| state == State::Lost)
     }
 
-    /// Whether an extent lies on a member in that state. Where the store has one member, the caller
-    /// has asked for it with [`has_member`](Tier::has_member).
+    /// Whether an extent lies on a member in that state. If the store has one member, the caller
+    /// has checked that with [`has_member`](Tier::has_member).
     #[inline]
     pub fn lies_on(&self, extent: u32, state: State) -> bool {
         self.members.of_extent.is_empty() || self.state_of(extent) == state

@@ -1,8 +1,7 @@
-//! The tool by which a worker moves pages, and its driver.
+//! A mover, by which a worker moves pages, and the mover's driver.
 //!
-//! A mover takes milliseconds to seconds, and waits for stores and for other lanes. It neither
-//! sleeps nor reads a clock for that: its [`Driver`] says what time it is and rests between two
-//! looks.
+//! A mover runs for milliseconds to seconds, and waits for stores and for other lanes. It neither
+//! sleeps nor reads a clock: its [`Driver`] tells the time, and rests between two looks.
 
 use crate::give_back::LANES_WAIT;
 use crate::{GiveBackError, Lane, Volume};
@@ -12,49 +11,49 @@ use weir_store::{Done, Fault};
 
 /// The questions of a [`Mover`] to its user.
 pub trait Driver {
-    /// The time.
+    /// The time now.
     fn now(&mut self) -> Instant;
 
-    /// A batch has `moved` so many pages. By false the work ends.
+    /// Takes the pages `moved` by a batch. Returns false to stop the move.
     fn goes_on(&mut self, moved: u32) -> bool;
 
-    /// A page could not be moved, and stays where it is.
+    /// Reports a page that could not be moved, and stays in its slot.
     fn failed(&mut self, _fault: Fault) {}
 
-    /// The mover has found nothing to go on with. Called between two looks.
+    /// Rests between two looks, when the mover can do nothing until `awaited` happens.
     fn rest(&mut self, awaited: Awaited);
 }
 
 /// The event that a [`Mover`] waits for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Awaited {
-    /// Answers of stores: microseconds to milliseconds.
+    /// Answers of stores, which take microseconds to milliseconds.
     Stores,
-    /// Other lanes, which are within a batch: mostly microseconds.
+    /// Other lanes that are within a batch, mostly for microseconds.
     Lanes,
     /// Programs that use pages in place. They may take as long as they like, and each look goes
-    /// through a chunk.
+    /// through the whole chunk.
     Loans,
 }
 
-/// A lane that moves pages, as many at a time as [`Config::depth`](crate::Config::depth) says:
-/// gives memory back, takes it again, brings pages up and together.
+/// A mover: a lane that moves pages, [`Config::depth`](crate::Config::depth) of them at a time. It
+/// gives memory back, takes it again, promotes pages and compacts packs.
 pub struct Mover {
     pub(crate) lane: Lane,
 }
 
 impl Mover {
-    /// The volume whose pages it moves.
+    /// The volume whose pages the mover moves.
     pub fn volume(&self) -> &Arc<Volume> {
         self.lane.volume()
     }
 
-    /// Gives the mover up as [`Lane::abandon`] does.
+    /// Abandons the mover as [`Lane::abandon`] does.
     pub fn abandon(self) {
         self.lane.abandon();
     }
 
-    /// Has everything end that is in flight, and hands it to `each`.
+    /// Waits until nothing is in flight, and hands each completion to `each`.
     pub(crate) fn drain(
         &mut self,
         driver: &mut dyn Driver,

@@ -7,23 +7,24 @@
 //! +-------+-------+--------------------------+--------+------------+
 //! ```
 //!
-//! Numbers are little-endian. The first page's bytes end where the slot does, each other's where
-//! those of the one before begin. A page is in a pack once at most. A pack is written whole and
-//! never changed.
+//! Numbers are little-endian. The first page's bytes end where the slot ends. Each other page's
+//! bytes end where the bytes of the page before begin. A page is in a pack at most once. A pack is
+//! written whole and never changed.
 
 use crate::compress::Compression;
 use crate::records::PAGES_MAX;
 use weir_core::{Checksum, PAGE_SIZE, Page, PageBytes, PageNo};
 
-/// Pages in a pack at most: how many are lost with a slot.
+/// Most pages in a pack: this many are lost with one slot.
 pub(crate) const MEMBERS_MAX: usize = 32;
-/// Bytes of the largest page that goes into a pack: two of them fill one.
+/// Bytes of the largest compressed page that goes into a pack: two of them fill one.
 pub(crate) const MEMBER_MAX: usize = (PAGE_SIZE - HEAD) / 2 - PLACE;
 const HEAD: usize = 2;
-/// The bytes of the head for a page.
+/// The bytes of the pack's head for each page.
 const PLACE: usize = 6;
 
-/// Proves that bytes are the pack that was written. Which pages are in it is part of the content.
+/// The checksum of a pack. Its head is part of the content, so the checksum also covers which pages
+/// are in it.
 pub(crate) fn checksum(pack: &PageBytes) -> Checksum {
     Checksum::of(pack, PageNo(PAGES_MAX), 0)
 }
@@ -61,7 +62,7 @@ pub(crate) struct OpenPack {
     bytes: Box<Page>,
     pages: usize,
     start: usize,
-    /// It had no room for one more.
+    /// The pack had no room for one more page.
     full: bool,
 }
 
@@ -90,12 +91,12 @@ impl OpenPack {
         self.pages < MEMBERS_MAX && HEAD + (self.pages + 1) * PLACE + length <= self.start
     }
 
-    /// Notes that `length` bytes were to be added and were not.
+    /// Notes that `length` bytes did not fit.
     pub fn refuse(&mut self, length: usize) {
         self.full |= !self.has_room(length);
     }
 
-    /// For how many pages like these it has room: for those in it, where one more was refused.
+    /// The number of pages like these that fit: the pages in the pack, once another was refused.
     pub fn room(&self) -> usize {
         if self.full || self.pages == 0 {
             return self.pages;
@@ -104,7 +105,7 @@ impl OpenPack {
         ((PAGE_SIZE - HEAD) / each).clamp(self.pages, MEMBERS_MAX)
     }
 
-    /// Adds a page that it [`takes`](OpenPack::takes), of [`MEMBER_MAX`] bytes at most.
+    /// Adds a page that the pack [`takes`](OpenPack::takes), of at most [`MEMBER_MAX`] bytes.
     pub fn add(&mut self, compression: Compression, page: PageNo, bytes: &[u8]) {
         debug_assert!(self.takes(compression, page, bytes.len()) && bytes.len() <= MEMBER_MAX);
         let start = self.start - bytes.len();
@@ -116,7 +117,7 @@ impl OpenPack {
         (self.bytes[0], self.bytes[1]) = (compression.code(), self.pages as u8);
     }
 
-    /// Begins anew.
+    /// Empties the pack, to begin a new one.
     pub fn clear(&mut self) {
         (self.pages, self.start, self.full, self.bytes[1]) = (0, PAGE_SIZE, false, 0);
     }

@@ -1,15 +1,16 @@
-//! Slots that nobody may use yet, because a write of a daemon that has died may still land in them.
+//! Slots in quarantine: no lane may use them, because a write of a dead daemon may still change
+//! them.
 //!
 //! Such a write went to a slot that was claimed and not yet published: its record is in use and the
-//! map does not name it. To use the slot at once would be to let the device choose which of two
-//! writes comes last. Slots that the map names, and free ones, are in no danger: a write is
-//! published, and its slot freed again, only after it has ended.
+//! map does not name it. If the slot were used at once, the device would decide which of two writes
+//! comes last. Slots that the map names, and free slots, are safe: a write is published, and its
+//! old slot freed, only after it has ended.
 //!
-//! Quarantined slots look used until their store says that the dead daemon's I/O is over. Of one
-//! daemon there are at most as many as operations that can be under way, which is part of what
-//! [`Config::slack`](crate::Config::slack) sets aside. Where daemon after daemon dies over a disk
-//! that hangs, each has less under way there: what is in quarantine and what it adds stay within
-//! that part.
+//! A quarantined slot looks used until its store says that the dead daemon's I/O is over. One
+//! daemon leaves at most as many as it can have operations under way.
+//! [`Config::slack`](crate::Config::slack) includes room for these. If daemon after daemon dies
+//! over a disk that hangs, each may have fewer writes under way there. So the slots in quarantine
+//! and new ones stay within that room.
 
 use crate::lane::HINTS;
 use crate::{Tier, Volume};
@@ -18,16 +19,16 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use weir_core::Slot;
 use weir_store::Survive;
 
-/// One store's.
+/// The quarantined slots of one store.
 #[derive(Debug, Default)]
 pub(crate) struct Quarantine {
-    /// How many, so that whoever looks pays for nothing where there are none.
+    /// The number of quarantined slots, so that a check costs almost nothing when there are none.
     count: AtomicU32,
     slots: Mutex<Vec<Slot>>,
 }
 
 impl Quarantine {
-    /// Puts these slots aside. Nobody else may be using the volume.
+    /// Puts these slots into quarantine. No other thread may be using the volume.
     pub fn fill(&mut self, slots: Vec<Slot>) {
         *self.count.get_mut() = slots.len() as u32;
         self.slots = Mutex::new(slots);
@@ -35,25 +36,25 @@ impl Quarantine {
 }
 
 impl Tier {
-    /// Whether any slot is in quarantine. Once there is none there never will be.
+    /// Whether any slot is in quarantine. Once none is, none will be again.
     pub(crate) fn is_quarantined(&self) -> bool {
         self.quarantine.count.load(Ordering::Relaxed) > 0
     }
 
-    /// Whether nothing that a daemon before began can still change a slot. Of a store that does not
-    /// say nobody knows.
+    /// Whether no write of an earlier daemon can still change a slot. A store that cannot tell
+    /// counts as not quiet.
     pub(crate) fn is_quiet(&self) -> bool {
         self.store.survive().is_some_and(Survive::is_quiet)
     }
 
-    /// Frees the slots in quarantine, if their time is over. Waits for nobody: one caller is
-    /// enough.
+    /// Frees the slots in quarantine, if the old I/O is over. Does not wait for a lock: one caller
+    /// is enough.
     fn end_quarantine(&self) {
         if !self.is_quarantined() || !self.is_quiet() {
             return;
         }
         if let Ok(mut slots) = self.quarantine.slots.try_lock() {
-            // Frees no memory: this may be an I/O thread.
+            // This frees no memory, for it may run on an I/O thread.
             slots.drain(..).for_each(|slot| self.records.free_slot(slot, 0));
             self.quarantine.count.store(0, Ordering::Relaxed);
         }
@@ -61,15 +62,15 @@ impl Tier {
 }
 
 impl Volume {
-    /// Frees what a daemon before had under way when it died, where that can no longer change
-    /// anything.
+    /// Frees the slots of writes that an earlier daemon had under way when it died, once those
+    /// writes can no longer change anything.
     pub(crate) fn end_quarantines(&self) {
         self.tiers.iter().for_each(Tier::end_quarantine);
     }
 
-    /// How many writes a lane may have under way at stores with slots in quarantine. Should this
-    /// daemon die too, they are added to those. One at least, so that pages go out while the disk
-    /// does something, until half of what lanes need besides is used up.
+    /// Writes that a lane may have under way at stores with slots in quarantine. If this daemon
+    /// dies too, its writes add to the quarantine. It is at least one, so that pages go out while
+    /// the disk still works, until half of the lanes' spare slots are used up.
     #[cold]
     pub(crate) fn share_in_quarantine(&self) -> u32 {
         let held: u32 = self.tiers.iter().map(|tier| tier.quarantine.count.load(Ordering::Relaxed)).sum();

@@ -1,4 +1,4 @@
-//! One store's slot records: who lies in each slot, with what checksum, and which slots are free.
+//! The slot records of one store: the page in each slot, its checksum, and which slots are free.
 //!
 //! A record is one 64-bit word:
 //!
@@ -11,13 +11,14 @@
 //! +---+--------------------------------------------- +
 //! ```
 //!
-//! The last [`PACKS`] numbers of a page name none, but a [pack](crate::pack): how many pages it has
-//! room for, and how many of those in it the map names; the last of them to go frees the slot.
+//! The last [`PACKS`] page numbers do not name a page but a [pack](crate::pack). They say how many
+//! pages the pack has room for, and how many of its pages the map names. The last page to leave
+//! frees the slot.
 //!
-//! The records are the free list as well: a slot is claimed by a compare-and-exchange on its
-//! record, and a retired slot carries its epoch in it. That costs no memory besides, leaves nothing
-//! to rebuild but counts after a crash, and strands no slot with a thread that sleeps. To find free
-//! ones without a long search, slots are counted by extents of [`EXTENT_SLOTS`].
+//! The records are the free list as well. A slot is claimed by a compare-and-exchange on its
+//! record, and a retired slot carries its epoch in it. That costs no more memory, and leaves
+//! nothing but counts to rebuild after a crash. No slot waits for a sleeping thread. To find free
+//! slots without a long search, slots are counted by extents of [`EXTENT_SLOTS`].
 
 use crate::lend::Lent;
 use crate::pack::MEMBERS_MAX;
@@ -25,29 +26,30 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use weir_core::{Checksum, Memory, PageNo, Slot};
 
-/// Slots that are counted together: 4 MiB of pages, 8 KiB of records.
+/// Slots of an extent, which are counted together: 4 MiB of pages, 8 KiB of records.
 pub(crate) const EXTENT_SLOTS: u32 = 1024;
-/// Records, and extents, that a search for a run looks at.
+/// Most records, and most extents, that a search for a run looks at.
 const LOOKS_MAX: u32 = 8192;
 const EXTENTS_MAX: u32 = 256;
-/// Pages that a record can name, which bounds a volume to 8 TiB less 32 MiB.
+/// Number of pages that a record can name, which bounds a volume to 8 TiB less 32 MiB.
 pub const PAGES_MAX: u32 = (1 << 31) - PACKS;
-/// The values of a pack's record: room and count.
+/// Number of values of a pack's record: every room with every count.
 const PACKS: u32 = 64 * PACK_COUNTS;
-/// How many pages of a pack a record can count, and none of them.
+/// Number of values of a pack's count of pages, with zero.
 const PACK_COUNTS: u32 = 128;
-/// The count that a pack has besides its pages until they have all been published, so that it is
-/// whole until then, and that nobody takes it for one that is there.
+/// Added to the count of a pack until all its pages are published. So the pack stays whole until
+/// then, and no lane takes it for a published one.
 const UNPUBLISHED: u32 = 64;
 /// The value that one page adds to a record's count of pages.
 const ONE_PAGE: u64 = 1 << 32;
 
 const IN_USE: u64 = 1 << 63;
 const PAGE_MASK: u32 = (1 << 31) - 1;
-/// In an extent's count: no slot may be claimed here (its chunk is being given back).
+/// The bit of an extent's count that keeps its slots from being claimed, because its chunk is being
+/// given back.
 const CLOSED: u32 = 1 << 31;
 
-/// The meaning of a record in use.
+/// The content of a slot in use, as its record tells.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Occupant {
     pub page: PageNo,
@@ -55,7 +57,7 @@ pub(crate) struct Occupant {
 }
 
 impl Occupant {
-    /// A pack of which the map names `pages` pages, and that has room for `room` such.
+    /// A pack with room for `room` pages, of which the map names `pages`.
     pub fn pack(pages: u32, room: u32, checksum: Checksum) -> Self {
         debug_assert!(pages < PACK_COUNTS && room < PACKS / PACK_COUNTS);
         Occupant { page: PageNo(PAGES_MAX + room * PACK_COUNTS + pages), checksum }
@@ -66,8 +68,8 @@ impl Occupant {
         Self::pack(pages + UNPUBLISHED, room, checksum)
     }
 
-    /// How many of a pack's pages the map names, and for how many there is room; `None` for what is
-    /// no pack, or not yet published.
+    /// The number of a pack's pages that the map names, and the number for which there is room.
+    /// `None` if it is no pack, or is not yet published.
     #[inline]
     pub fn fill(self) -> Option<(u32, u32)> {
         let of_pack = self.page.0.checked_sub(PAGES_MAX)?;
@@ -75,19 +77,19 @@ impl Occupant {
         (pages < UNPUBLISHED).then_some((pages, room.max(pages)))
     }
 
-    /// Whether it is a pack.
+    /// Whether the slot holds a pack.
     #[inline]
     pub fn is_pack(self) -> bool {
         self.page.0 >= PAGES_MAX
     }
 }
 
-/// The result of [`Records::retire`].
+/// The outcome of [`Records::retire`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Retired {
     /// The slot is free.
     pub freed: bool,
-    /// It holds, or held, a pack.
+    /// The slot holds, or held, a pack.
     pub pack: bool,
 }
 
@@ -96,16 +98,16 @@ pub(crate) struct Retired {
 pub(crate) struct Records {
     memory: Memory,
     slots: u32,
-    /// Free slots of each extent, with [`CLOSED`]. Never less than the truth: a slot is counted
-    /// before it is freed, and uncounted after it was claimed.
+    /// The number of free slots of each extent, with [`CLOSED`]. It is never too low: a slot is
+    /// counted before it is freed, and uncounted after it was claimed.
     extents: Box<[AtomicU32]>,
-    /// Slots that are lent, where any are.
+    /// The counts of lent slots, if slots are lent.
     lent: OnceLock<Lent>,
-    /// Whether there are packs, so that nobody looks for them where there are none.
+    /// Whether there are packs, so that no search looks for them when there are none.
     packs: AtomicBool,
 }
 
-/// Where a lane searches next; each lane has its own, so that lanes seldom meet.
+/// The slot at which a lane's next search begins. Each lane has its own, so that lanes seldom meet.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Cursor(u32);
 
@@ -130,8 +132,8 @@ impl Records {
         Records { memory, slots, extents, lent: OnceLock::new(), packs: AtomicBool::new(false) }
     }
 
-    /// Frees every slot for which `referenced` is false, and counts. Nobody else may be using the
-    /// records.
+    /// Frees every slot for which `referenced` is false, and counts anew. No other thread may be
+    /// using the records.
     pub fn keep_only(&mut self, referenced: impl Fn(Slot) -> bool) {
         for slot in (0..self.slots).map(Slot) {
             if !referenced(slot) {
@@ -141,8 +143,7 @@ impl Records {
         self.count();
     }
 
-    /// The slots that are in use and for which `referenced` is false: somebody was about to write
-    /// them.
+    /// The slots in use for which `referenced` is false: a write to them was under way.
     pub fn claimed(&self, referenced: impl Fn(Slot) -> bool) -> Vec<Slot> {
         (0..self.slots)
             .map(Slot)
@@ -159,7 +160,7 @@ impl Records {
         }
     }
 
-    /// An extent's slots.
+    /// The slots of an extent.
     fn range(&self, extent: u32) -> std::ops::Range<u32> {
         let first = extent * EXTENT_SLOTS;
         first..first.saturating_add(EXTENT_SLOTS).min(self.slots)
@@ -168,17 +169,18 @@ impl Records {
     #[inline]
     fn record(&self, slot: Slot) -> &AtomicU64 {
         assert!(slot.0 < self.slots, "slot {} of {}", slot.0, self.slots);
-        // SAFETY: inside the mapping (checked above), aligned (8-byte steps from a page boundary),
-        // and only ever accessed as an atomic, in this process and in the keeper that holds the
-        // memfd.
+        // SAFETY: the pointer is inside the mapping (checked above) and aligned (8-byte steps from
+        // a page boundary). The word is only ever accessed as an atomic, in this process and in the
+        // keeper that holds the memfd.
         unsafe { &*self.memory.as_ptr().cast::<AtomicU64>().add(slot.0 as usize) }
     }
 
-    /// The word of a chunk, which lives and dies with the records.
+    /// The word of a chunk, which is stored with the records.
     pub fn chunk_word(&self, chunk: u32) -> &AtomicU64 {
         let at = self.slots as usize + chunk as usize;
         assert!((at + 1) * 8 <= self.memory.len(), "there is a word for each chunk");
-        // SAFETY: inside the mapping (checked above), aligned, and only ever accessed as an atomic.
+        // SAFETY: the pointer is inside the mapping (checked above) and aligned. The word is only
+        // ever accessed as an atomic.
         unsafe { &*self.memory.as_ptr().cast::<AtomicU64>().add(at) }
     }
 
@@ -190,7 +192,7 @@ impl Records {
         &self.memory
     }
 
-    /// Bytes besides the records themselves.
+    /// Bytes of memory for counts, besides the records themselves.
     pub fn overhead_bytes(&self) -> usize {
         size_of_val(&*self.extents)
     }
@@ -201,26 +203,26 @@ impl Records {
         Cursor(extent as u32 * EXTENT_SLOTS)
     }
 
-    /// Free slots, those included that wait for their epoch; exact when nothing moves.
+    /// Number of free slots, with those that wait for their epoch; exact while nothing changes.
     pub fn free(&self) -> u32 {
         self.extents.iter().map(|extent| extent.load(Ordering::Relaxed) & !CLOSED).sum()
     }
 
-    /// Free slots in extents that are open and that `may` be used.
+    /// Number of free slots in open extents for which `may` is true.
     pub fn open_free(&self, may: impl Fn(u32) -> bool) -> u32 {
         let counts = (0..).zip(&self.extents).map(|(extent, free)| (extent, free.load(Ordering::Relaxed)));
         counts.filter(|&(extent, free)| free & CLOSED == 0 && may(extent)).map(|(_, free)| free).sum()
     }
 
-    /// [`free`](Records::free) of these extents alone.
+    /// Number of [free](Records::free) slots of these extents alone.
     pub fn free_in(&self, extents: std::ops::Range<u32>) -> u32 {
         let extents = &self.extents[extents.start as usize..extents.end as usize];
         extents.iter().map(|extent| extent.load(Ordering::Relaxed) & !CLOSED).sum()
     }
 
-    /// Claims a free slot for `page` in an extent that `may` be used, from `cursor` on, around the
-    /// whole store. `safe` is what [`Epochs::safe`](crate::epoch::Epochs::safe) said at some time.
-    /// `None`: there is none whose epoch has passed.
+    /// Claims a free slot for `page` in an extent for which `may` is true. The search goes from
+    /// `cursor` on, around the whole store. `safe` is a past result of
+    /// [`Epochs::safe`](crate::epoch::Epochs::safe). `None`: no free slot's epoch has passed.
     pub fn claim(
         &self,
         cursor: &mut Cursor,
@@ -230,7 +232,8 @@ impl Records {
     ) -> Option<Slot> {
         let extents = self.extents.len() as u32;
         let start = (cursor.0 / EXTENT_SLOTS).min(extents.checked_sub(1)?);
-        // The first extent comes twice: from the cursor on, and at the end the part before it.
+        // The first extent comes twice: first from the cursor on, and at the end the part before
+        // it.
         for step in 0..=extents {
             let extent = (start + step) % extents;
             let count = &self.extents[extent as usize];
@@ -252,9 +255,9 @@ impl Records {
         None
     }
 
-    /// A run of free slots for `want` pages that are written together, `most` at most, in extents
-    /// that `may` be used, from `cursor` on; or the longest that a bounded search sees. Whoever
-    /// uses it claims each slot by itself: others may be faster.
+    /// Finds a run of free slots for `want` pages that are written together, at most `most`, from
+    /// `cursor` on, in extents for which `may` is true. Else it returns the longest run that a
+    /// bounded search sees. The caller must claim each slot by itself: other lanes may be faster.
     pub fn find_run(
         &self,
         cursor: &mut Cursor,
@@ -300,7 +303,7 @@ impl Records {
         best
     }
 
-    /// Claims this one slot, if it is free and its epoch has passed.
+    /// Claims this slot, if it is free and its epoch has passed.
     #[inline]
     pub fn try_claim(&self, slot: Slot, page: PageNo, safe: u64) -> bool {
         self.claimable(slot, safe).is_some_and(|free| self.claim_if(slot, free, page))
@@ -314,8 +317,8 @@ impl Records {
         (free < safe && free & IN_USE == 0 && count.load(Ordering::Relaxed) & CLOSED == 0).then_some(free)
     }
 
-    /// Claims a slot whose record is still what it was. Its extent may be closed by now: who closed
-    /// it waits for this lane's pin.
+    /// Claims a slot whose record has not changed. Its extent may be closed by now: the worker that
+    /// closed it waits for this lane's pin.
     #[inline]
     pub(crate) fn claim_if(&self, slot: Slot, free: u64, page: PageNo) -> bool {
         let claimed = in_use(Occupant { page, checksum: Checksum(0) });
@@ -327,13 +330,13 @@ impl Records {
         swapped
     }
 
-    /// Whether this slot, which could not be claimed, can be once its epoch has passed.
+    /// Whether a slot that could not be claimed can be claimed once its epoch has passed.
     pub fn waits_for_epoch(&self, slot: Slot) -> bool {
         let is_free = self.record(slot).load(Ordering::Relaxed) & IN_USE == 0;
         is_free && self.extents[(slot.0 / EXTENT_SLOTS) as usize].load(Ordering::Relaxed) & CLOSED == 0
     }
 
-    /// Says what a claimed slot holds. To be published by a `SeqCst` write of the map.
+    /// Records the content of a claimed slot. A `SeqCst` write of the map must publish it.
     #[inline]
     pub fn fill_in(&self, slot: Slot, occupant: Occupant) {
         self.record(slot).store(in_use(occupant), Ordering::Release);
@@ -349,13 +352,13 @@ impl Records {
         })
     }
 
-    /// Starts to bring a slot's record near.
+    /// Prefetches a slot's record.
     #[inline]
     pub fn prefetch(&self, slot: Slot) {
         weir_core::prefetch_value(self.record(slot));
     }
 
-    /// Begins to count what is lent.
+    /// Begins to count lent slots.
     pub fn begin_lending(&self) {
         self.lent.get_or_init(|| Lent::new(self.slots));
     }
@@ -364,7 +367,7 @@ impl Records {
         self.lent.get()
     }
 
-    /// Says that there are packs, or will be.
+    /// Records that there are packs, or will be.
     pub fn begin_packs(&self) {
         self.packs.store(true, Ordering::Relaxed);
     }
@@ -374,9 +377,9 @@ impl Records {
         self.packs.load(Ordering::Relaxed)
     }
 
-    /// Takes a page that was unlinked from the map out of its slot, and frees the slot if that was
-    /// its last. `epoch` says when (0: the map never named it). A slot that is lent stays in use
-    /// until it comes back.
+    /// Takes a page that was unlinked from the map out of its slot, and frees the slot if it was
+    /// the slot's last page. `epoch` returns the epoch of the unlinking (0: the map never named
+    /// it). A lent slot stays in use until it is returned.
     #[inline]
     pub fn retire(&self, slot: Slot, epoch: impl FnOnce() -> u64) -> Retired {
         let pack = self.is_pack(slot);
@@ -400,8 +403,8 @@ impl Records {
         self.has_packs() && self.occupant(slot).is_some_and(Occupant::is_pack)
     }
 
-    /// Ends the publication of a pack: from here on it has the pages that the map names. Says
-    /// whether it had none any more, and is free.
+    /// Ends the publication of a pack: from here on it counts only the pages that the map names.
+    /// Returns whether none was left, so that the slot is free.
     pub fn published(&self, slot: Slot, epoch: impl FnOnce() -> u64) -> bool {
         let gone = self.leave_pack(slot, UNPUBLISHED) == 0;
         if gone {
@@ -410,7 +413,7 @@ impl Records {
         gone
     }
 
-    /// Frees a slot that the map does not name, for any kind of claim.
+    /// Frees a slot that the map does not name.
     #[inline]
     pub fn free_slot(&self, slot: Slot, epoch: u64) {
         debug_assert!(epoch & IN_USE == 0);
@@ -418,7 +421,7 @@ impl Records {
         self.record(slot).store(epoch, Ordering::Release);
     }
 
-    /// Counts `by` pages of a pack less, and says how many are left.
+    /// Subtracts `by` pages from a pack's count, and returns how many are left.
     fn leave_pack(&self, slot: Slot, by: u32) -> u32 {
         let was = self.record(slot).fetch_sub(u64::from(by) * ONE_PAGE, Ordering::SeqCst);
         let of_pack = ((was >> 32) as u32 & PAGE_MASK).checked_sub(PAGES_MAX);
@@ -427,8 +430,7 @@ impl Records {
         pages - by
     }
 
-    /// Begins to count anew how many pages of each pack the map names. Nobody else may be using the
-    /// records.
+    /// Resets the counts of packs' pages, to count anew. No other thread may be using the records.
     pub fn forget_pack_pages(&self) {
         for slot in (0..self.slots).map(Slot) {
             if let Some(occupant) = self.occupant(slot)
@@ -441,8 +443,8 @@ impl Records {
         }
     }
 
-    /// Whether the map may name `slot` for `page`, as far as its record says. A pack counts it.
-    /// Nobody else may be using the records.
+    /// Whether the record of `slot` allows the map to name it for `page`. A pack counts the page.
+    /// No other thread may be using the records.
     pub fn names(&self, slot: Slot, page: PageNo) -> bool {
         match self.occupant(slot) {
             Some(occupant) if occupant.is_pack() => {
@@ -457,7 +459,7 @@ impl Records {
         }
     }
 
-    /// Keeps slots of these extents from being claimed. Claims already under way end with their
+    /// Keeps slots of these extents from being claimed. Claims that are under way end with their
     /// lane's pin.
     pub fn close(&self, extents: std::ops::Range<u32>) {
         for extent in &self.extents[extents.start as usize..extents.end as usize] {
@@ -472,7 +474,7 @@ impl Records {
         }
     }
 
-    /// Slots in extents that are open and that `may` be used, used or not.
+    /// Number of all slots in open extents for which `may` is true.
     pub fn open_slots(&self, may: impl Fn(u32) -> bool) -> u32 {
         let open = |&extent: &u32| {
             self.extents[extent as usize].load(Ordering::Relaxed) & CLOSED == 0 && may(extent)

@@ -1,11 +1,11 @@
-//! Taking over the pages of a daemon that has died.
+//! Takes over the pages of a daemon that has died.
 //!
 //! The keeper holds three kinds of memory for a volume: the page map, the slot records of each
-//! store, and (for a host store) the pages. The map is the truth, also of how many pages of a pack
-//! are wanted. A record that the map does not name belongs to a write that was never acknowledged,
-//! or to a slot that was just freed: either way the slot is free, at once or, where the write may
-//! still be on its way to a disk, when that is over. An entry whose record does not agree cannot
-//! come from us; its page is lost, and says so when it is read.
+//! store, and (for a host store) the pages. The map decides, also about how many pages of a pack
+//! count. A record that the map does not name belongs to a write that was never acknowledged, or to
+//! a slot that was just freed. That slot is free at once; or, if the write may still be on its way
+//! to a disk, once that is over. An entry that its record contradicts is damaged. Its page is lost,
+//! and reading it fails.
 
 use crate::entry::{Entry, Place};
 use crate::map::Map;
@@ -16,13 +16,13 @@ use std::sync::Arc;
 use weir_core::{Memory, PageNo, Slot};
 use weir_store::Store;
 
-/// The memory that must live on for a volume to be taken over; the pages themselves are the stores'
-/// business.
+/// The memory that must survive for a volume to be taken over; the stores keep the pages
+/// themselves.
 #[derive(Debug)]
 pub struct Kept {
     /// The page map.
     pub map: Memory,
-    /// The slot records, one for each store, in order.
+    /// The descriptors of the memory in [`Kept`], for the keeper.
     pub records: Vec<Memory>,
 }
 
@@ -31,7 +31,7 @@ pub struct Kept {
 pub struct KeptFds<'a> {
     /// The page map.
     pub map: BorrowedFd<'a>,
-    /// The slot records, one for each store, in order.
+    /// A bitmap with one bit a slot.
     pub records: Vec<BorrowedFd<'a>>,
 }
 
@@ -65,14 +65,14 @@ impl Volume {
         }
     }
 
-    /// Takes over what a former daemon left. That daemon must have ended: nothing here would stop
-    /// it from writing. The map must have been made for `config.pages` pages, and `stores` be the
+    /// Takes over the volume that an earlier daemon left. That daemon must have ended: nothing here
+    /// keeps it from writing. The map must be of `config.pages` pages, and `stores` must be the
     /// same, in the same order.
     ///
-    /// Returns the volume, and how many pages were found lost.
+    /// Returns the volume, and the number of pages that were lost.
     ///
     /// # Errors
-    /// When sizes do not fit, or a store does not survive its process.
+    /// Fails when sizes do not fit, or a store does not survive its process.
     pub fn take_over(
         config: Config,
         stores: Vec<Arc<dyn Store>>,
@@ -117,8 +117,8 @@ impl Volume {
                     let found = tiers.get(store).filter(|tier| slot.0 < tier.records.slots());
                     let occupant = found.and_then(|tier| tier.records.occupant(slot));
                     let is_pack = occupant.is_some_and(Occupant::is_pack);
-                    // A slot's record names one page, or is a pack's: so no two pages agree on a
-                    // slot.
+                    // A slot's record names one page, or counts as a pack, so two pages never share
+                    // a slot by mistake.
                     if found.is_some_and(|tier| tier.records.names(slot, page)) {
                         packs += u64::from(is_pack && !named[store].contains(slot));
                         packed += u64::from(is_pack);
@@ -132,7 +132,7 @@ impl Volume {
             }
         }
         for (tier, kept) in tiers.iter_mut().zip(&mut named) {
-            // Asked first: what is over now cannot begin again.
+            // Ask the store first: I/O that is over now cannot begin again.
             if !tier.is_quiet() {
                 let under_way = tier.records.claimed(|slot| kept.contains(slot));
                 under_way.iter().for_each(|slot| kept.insert(*slot));
@@ -142,8 +142,8 @@ impl Volume {
             tier.adopt_chunks();
         }
         let volume = Self::assemble(config, map, tiers);
-        // The first seat speaks for what was there before: no lane has been opened yet, so it has
-        // no other writer.
+        // The first seat's counters include all earlier counts: no lane has been opened yet, so no
+        // other thread writes them.
         if let Some(seat) = volume.lanes.first() {
             seat.metrics.stored.add(stored);
             seat.metrics.filled.add(filled);
@@ -173,7 +173,7 @@ mod tests {
         let mut lane = volume.lane().expect("a lane");
         assert_eq!(lane.write(0, PageNo(3), &content), Progress::Done(Ok(())));
         lane.submit();
-        // One before it, which is looked at first, and one behind.
+        // Page 2 is looked at before page 3, and page 5 after it.
         for page in [2, 5] {
             volume.map.set(PageNo(page), volume.map.load(PageNo(3)));
         }

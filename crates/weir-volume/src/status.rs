@@ -1,12 +1,13 @@
-//! A volume's status. Reading it costs the I/O path nothing: lanes count for
-//! themselves, in memory that only they write, and whoever asks sums up.
+//! A volume's status. Reading it costs the I/O path nothing: each lane counts in memory that only
+//! it writes, and the reader of the status adds up.
 
 use crate::entry::Place;
 use crate::{ChunkCounts, Compression, Volume};
 use weir_core::metrics::{Counter, Distribution, Latencies};
 use weir_store::{Condition, Report, State};
 
-/// The counts of one lane with one store; the lane is the only writer, and shares no cache line.
+/// The counts of one lane with one store. The lane is their only writer, and shares no cache line
+/// with others.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 pub(crate) struct Traffic {
@@ -19,31 +20,33 @@ pub(crate) struct Traffic {
 /// One lane's counters; the lane is their only writer.
 #[derive(Debug, Default)]
 pub(crate) struct LaneMetrics {
-    /// By store; the last is of pages that lie in none: of one value, never written, or lost.
+    /// The traffic by store. The last is of pages that lie in no store: of one value, never
+    /// written, or lost.
     pub traffic: Box<[Traffic]>,
     pub discards: Counter,
-    /// Pages that took a slot, and pages that gave one up; either wraps.
+    /// Pages that took a slot, and pages that gave one up; both numbers wrap.
     pub stored: Counter,
     pub unstored: Counter,
-    /// Of these pages, those that took a place in a pack, and those that gave one up; and packs
-    /// made and gone.
+    /// Pages that took a place in a pack, and those that gave one up; and packs that were made, and
+    /// freed.
     pub packed: Counter,
     pub unpacked: Counter,
     pub packs: Counter,
     pub unpacks: Counter,
-    /// Pages that became one repeated value, and that ceased to be.
+    /// Pages that became one repeated value, and pages that ceased to be.
     pub filled: Counter,
     pub unfilled: Counter,
     pub read_faults: Counter,
     pub write_faults: Counter,
-    /// Among the read faults: content that was not what had been written.
+    /// Read faults because the content was not what had been written.
     pub corrupt: Counter,
-    /// Slots found only after waiting for other lanes.
+    /// Slots that were found only after waiting for other lanes.
     pub waits: Counter,
-    /// Pages that a worker moved out of chunks that were given back, and up again afterwards.
+    /// Pages that a worker moved out of chunks that were given back, and pages that it promoted
+    /// again.
     pub moved_out: Counter,
     pub moved_up: Counter,
-    /// Pages that it moved out of packs that were no longer full.
+    /// Pages that a worker moved out of packs that were no longer full.
     pub compacted: Counter,
 }
 
@@ -52,7 +55,7 @@ impl LaneMetrics {
         LaneMetrics { traffic: (0..=stores).map(|_| Traffic::default()).collect(), ..LaneMetrics::default() }
     }
 
-    /// The counts of pages that lie there.
+    /// The counts of pages that lie in this place.
     #[inline]
     pub fn traffic(&self, place: Place) -> &Traffic {
         match place {
@@ -61,7 +64,7 @@ impl LaneMetrics {
         }
     }
 
-    /// Where pages of this store, or of none, are counted.
+    /// The counts of pages of this store, or of pages in no store.
     #[inline]
     pub fn traffic_of(&self, store: Option<usize>) -> &Traffic {
         &self.traffic[store.unwrap_or(self.traffic.len() - 1)]
@@ -72,64 +75,65 @@ impl LaneMetrics {
 /// behind.
 #[derive(Clone, Debug)]
 pub struct VolumeStatus {
-    /// Its size.
+    /// The volume's size in pages.
     pub pages: u32,
-    /// Pages that lie in a slot of a store.
+    /// Number of pages that lie in a slot of a store.
     pub stored: u64,
-    /// Among these, pages that lie compressed in packs, and the slots that these packs take.
+    /// Number of these pages that lie compressed in packs.
     pub packed: u64,
-    /// See [`packed`](VolumeStatus::packed).
+    /// Number of slots that packs take; see [`packed`](VolumeStatus::packed).
     pub packs: u64,
-    /// How pages are compressed, if they are.
+    /// The compression algorithm, if pages are compressed.
     pub compression: Option<Compression>,
-    /// Pages that repeat one value, which the map alone holds.
+    /// Number of pages that repeat one value, which only the map holds.
     pub filled: u64,
-    /// Pages read.
+    /// Number of pages read.
     pub reads: u64,
-    /// Pages written.
+    /// Number of pages written.
     pub writes: u64,
-    /// Pages discarded.
+    /// Number of pages discarded.
     pub discards: u64,
-    /// Pages whose read failed.
+    /// Number of pages whose read failed.
     pub read_faults: u64,
-    /// Pages whose write failed.
+    /// Number of pages whose write failed.
     pub write_faults: u64,
-    /// Among [`read_faults`](VolumeStatus::read_faults): content that did not match its checksum.
+    /// Number of [`read_faults`](VolumeStatus::read_faults) where the content did not match its
+    /// checksum.
     pub corrupt: u64,
-    /// Writes that had to wait for a slot.
+    /// Number of writes that had to wait for a slot.
     pub waits: u64,
-    /// Pages moved out of chunks that were given back.
+    /// Number of pages moved out of chunks that were given back.
     pub moved_out: u64,
-    /// Pages moved up again into faster stores that had room.
+    /// Number of pages promoted into faster stores that had room again.
     pub moved_up: u64,
-    /// Pages moved together that were left in packs which others had left.
+    /// Number of pages that compaction moved out of half-empty packs.
     pub compacted: u64,
     /// Latency of reads, sampled.
     pub read_latencies: Distribution,
     /// Latency of writes, sampled.
     pub write_latencies: Distribution,
-    /// Its stores, in order.
+    /// The status of each store, in order.
     pub stores: Vec<StoreStatus>,
 }
 
 /// A store of a volume at one moment.
 #[derive(Clone, Debug)]
 pub struct StoreStatus {
-    /// Its URL.
+    /// The store's URL.
     pub name: String,
-    /// The state of its worst member.
+    /// The state of the store's worst member.
     pub state: State,
-    /// The condition of each member, where the store tells.
+    /// The condition of each member, if the store reports it.
     pub conditions: Vec<Condition>,
-    /// Slots it has.
+    /// Number of slots in the store.
     pub slots: u32,
-    /// Slots that hold a page.
+    /// Number of slots that hold a page.
     pub used: u32,
-    /// Its chunks: held, reserve, emptying, given back.
+    /// The chunks of the store: held, reserve, emptying, given back.
     pub chunks: ChunkCounts,
-    /// Pages that were read from it, and that were written to it.
+    /// Number of pages read from the store.
     pub reads: u64,
-    /// See [`reads`](StoreStatus::reads).
+    /// Number of pages written to the store; see [`reads`](StoreStatus::reads).
     pub writes: u64,
     /// Latency of these reads, sampled.
     pub read_latencies: Distribution,
@@ -138,8 +142,8 @@ pub struct StoreStatus {
 }
 
 impl Volume {
-    /// Pages read, written and discarded so far: what [`status`](Volume::status) adds up, for
-    /// whoever only wants to know whether the volume is in use.
+    /// Number of pages read, written and discarded so far: the sum of those counts in
+    /// [`status`](Volume::status), for a caller that only checks whether the volume is in use.
     pub fn operations(&self) -> u64 {
         let of = |lane: &LaneMetrics| {
             let moved = |traffic: &Traffic| traffic.reads.get().wrapping_add(traffic.writes.get());
@@ -148,7 +152,7 @@ impl Volume {
         self.lanes.iter().fold(0, |sum, seat| sum.wrapping_add(of(&seat.metrics)))
     }
 
-    /// Its counts and the condition of its stores.
+    /// The volume's counts, and the condition of its stores.
     pub fn status(&self) -> VolumeStatus {
         self.end_quarantines();
         let sum = |counter: fn(&LaneMetrics) -> &Counter| -> u64 {
@@ -192,7 +196,7 @@ impl Volume {
         }
     }
 
-    /// The counts of all lanes with the store at a place of the list.
+    /// The counts of all lanes with the store at this index.
     fn summed(&self, at: usize) -> Summed {
         let mut sum = Summed::default();
         for Traffic { reads, writes, read_latencies, write_latencies } in
@@ -207,7 +211,7 @@ impl Volume {
     }
 }
 
-/// The [`Traffic`] of several lanes or stores.
+/// The [`Traffic`] of several lanes or stores, added up.
 #[derive(Default)]
 struct Summed {
     reads: u64,

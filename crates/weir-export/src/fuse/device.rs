@@ -1,4 +1,4 @@
-//! `/dev/fuse`: one request a read, one reply a write.
+//! `/dev/fuse`: one read takes one request, one write sends one reply.
 
 use super::reply::Reply;
 use super::wire::{NOTIFY_RESEND, OutHeader};
@@ -8,23 +8,22 @@ use rustix::ioctl::{Updater, opcode};
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
-/// Descriptors are non-blocking: who wants to wait polls.
+/// Descriptors are non-blocking: a thread that must wait polls.
 const FLAGS: OFlags = OFlags::RDWR.union(OFlags::CLOEXEC).union(OFlags::NONBLOCK);
 
 /// A descriptor of a FUSE connection. Each has its own queue of requests that were read from it and
-/// not yet answered; a reply goes to the descriptor from which its request came.
+/// not yet answered. A reply goes to the descriptor from which its request came.
 #[derive(Debug)]
 pub struct Device(OwnedFd);
 
 /// The result of a read of the device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Incoming {
-    /// A request of so many bytes.
+    /// A request of this many bytes.
     Request(usize),
-    /// Nothing now.
+    /// There is no request now.
     Nothing,
-    /// The file system has been unmounted, or its connection aborted: there will be nothing any
-    /// more.
+    /// The file system was unmounted, or its connection aborted: no more requests come.
     Unmounted,
 }
 
@@ -32,15 +31,15 @@ impl Device {
     /// Opens the device; it becomes a connection when it is mounted.
     ///
     /// # Errors
-    /// `ENOENT` where the kernel has no FUSE.
+    /// Fails with `ENOENT` if the kernel has no FUSE.
     pub fn open() -> io::Result<Self> {
         Ok(Device(rustix::fs::open("/dev/fuse", FLAGS, Mode::empty())?))
     }
 
-    /// Takes over a descriptor of a connection that exists.
+    /// Takes over a descriptor of an existing connection.
     ///
     /// # Errors
-    /// When it is no open descriptor.
+    /// Fails when it is no open descriptor.
     pub fn adopt(fd: OwnedFd) -> io::Result<Self> {
         let flags = rustix::fs::fcntl_getfl(&fd)?;
         rustix::fs::fcntl_setfl(&fd, flags | OFlags::NONBLOCK)?;
@@ -48,10 +47,10 @@ impl Device {
         Ok(Device(fd))
     }
 
-    /// Another descriptor of the same connection, with a queue of its own.
+    /// Makes another descriptor of the same connection, with a queue of its own.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// Fails with the kernel's error.
     pub fn clone_queue(&self) -> io::Result<Self> {
         let clone = Device::open()?;
         let mut source = self.0.as_raw_fd() as u32;
@@ -63,14 +62,14 @@ impl Device {
         Ok(clone)
     }
 
-    /// Takes the next request if there is one. `into` is large enough for the largest.
+    /// Takes the next request if there is one. `into` must have room for the largest request.
     ///
     /// # Errors
-    /// What the kernel says, other than that there is nothing to read.
+    /// Fails with the kernel's error; having nothing to read is none.
     pub fn read(&self, into: &mut [u8]) -> rustix::io::Result<Incoming> {
         match rustix::io::read(&self.0, into) {
             Ok(bytes) => Ok(Incoming::Request(bytes)),
-            // A request that was withdrawn while it was being read: ENOENT.
+            // ENOENT: the request was withdrawn while it was being read.
             Err(Errno::AGAIN | Errno::INTR | Errno::NOENT) => Ok(Incoming::Nothing),
             Err(Errno::NODEV | Errno::CONNABORTED) => Ok(Incoming::Unmounted),
             Err(errno) => Err(errno),
@@ -81,7 +80,7 @@ impl Device {
     /// connection and not been answered (Linux 6.9).
     ///
     /// # Errors
-    /// `EINVAL` on older kernels.
+    /// Fails with `EINVAL` on older kernels.
     pub fn resend(&self) -> rustix::io::Result<()> {
         let header = OutHeader { len: OutHeader::BYTES as u32, error: NOTIFY_RESEND, unique: 0 }.encode();
         self.send(&[IoSlice::new(&header)])
@@ -92,7 +91,8 @@ impl Reply for Device {
     fn send(&self, slices: &[IoSlice<'_>]) -> rustix::io::Result<()> {
         loop {
             match rustix::io::writev(&self.0, slices) {
-                // Unmounted meanwhile, or who asked has been killed: nobody misses the answer.
+                // The file system was unmounted meanwhile, or the program that asked was killed: no
+                // answer is needed.
                 Ok(_) | Err(Errno::NOENT | Errno::NODEV) => return Ok(()),
                 Err(Errno::INTR) => {}
                 Err(errno) => return Err(errno),

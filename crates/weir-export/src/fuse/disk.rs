@@ -1,5 +1,5 @@
-//! The file system of one file: a volume's bytes, as large as the volume, that a loop device takes
-//! for a disk.
+//! A file system of one file: it holds a volume's bytes, is as large as the volume, and a loop
+//! device makes a disk of it.
 
 use super::range::{IO_MAX, Ranges, Volume};
 use super::reply::Reply;
@@ -16,7 +16,7 @@ use weir_core::{PAGE_SIZE, PageNo};
 use weir_device::PageLane;
 use weir_request::Span;
 
-/// How long the kernel may rely on what it was told: nothing here ever changes.
+/// Time that the kernel may keep names and attributes: nothing here ever changes.
 const FOR_EVER: u64 = 1 << 40;
 
 const KEEP_SIZE: u32 = 0x01;
@@ -32,11 +32,11 @@ pub(super) struct Shape {
     pub name: Option<String>,
     pub bytes: u64,
     pub owner: (u32, u32),
-    /// Seconds since 1970: every time stamp there is.
+    /// Every time stamp in the file system, in seconds since 1970.
     pub born: u64,
 }
 
-/// One thread's half of it.
+/// One thread's part of the file system.
 pub(super) struct Disk {
     pub shape: Arc<Shape>,
 }
@@ -68,7 +68,7 @@ impl Shape {
         Some(attr)
     }
 
-    /// The bytes of a range that lie within the file.
+    /// The number of a range's bytes that lie within the file.
     fn clip(&self, offset: u64, length: u64) -> u64 {
         self.bytes.saturating_sub(offset).min(length)
     }
@@ -129,7 +129,8 @@ impl<L: PageLane> Service<L> for Disk {
                 Some(attr) => answer(&AttrOut { attr_valid: FOR_EVER, attr, ..AttrOut::default() }.encode()),
                 None => refuse(Errno::NOENT),
             },
-            // Like a block device: it keeps its size whoever truncates it, and its time.
+            // Like a block device, the file keeps its size and its time, even if a program
+            // truncates it.
             Request::Setattr { change }
                 if change.valid & (setattr::MODE | setattr::UID | setattr::GID) == 0 =>
             {
@@ -149,7 +150,7 @@ impl<L: PageLane> Service<L> for Disk {
             Request::Readdir { what } if node == ROOT && !on_file => self.list(unique, &what, reply),
             Request::Release { .. } | Request::Releasedir { .. } | Request::Destroy => answer(&[]),
             Request::Statfs => {
-                // The file takes all the room there is.
+                // The file takes all the room of the file system.
                 let stat = StatfsOut {
                     blocks: shape.bytes / PAGE_SIZE as u64,
                     files: 1,
@@ -172,9 +173,9 @@ impl<L: PageLane> Service<L> for Disk {
                     refuse(errno)
                 }
             },
-            // Acknowledged pages are at their final place, or wait for FSYNC: FLUSH has nothing to
-            // wait for, and FSYNC only where the device has. After one ENOSYS the kernel takes them
-            // for done without asking.
+            // An acknowledged page is safe, or waits for FSYNC. So FLUSH never waits, and FSYNC
+            // only if the device has something to flush. After one ENOSYS the kernel counts them as
+            // done without asking.
             _ => refuse(Errno::NOSYS),
         }
     }
@@ -203,7 +204,7 @@ impl Disk {
     fn allocate<L: PageLane>(&self, what: &FallocateIn, ranges: &mut Ranges<L>) -> Result<(), Errno> {
         let inside = self.shape.clip(what.offset, what.length);
         match what.mode & !KEEP_SIZE {
-            // There is room for every page.
+            // The file has room for every page.
             0 if inside == what.length || what.mode & KEEP_SIZE != 0 => Ok(()),
             0 => Err(Errno::FBIG),
             PUNCH_HOLE | ZERO_RANGE if inside == 0 => Ok(()),
@@ -222,7 +223,7 @@ impl Disk {
             _ => return Err(Errno::INVAL),
         };
         if !L::CLEARS {
-            // Nothing is known to be a hole, but what is behind the end.
+            // No hole is known but the one after the file's end.
             return Ok(if data { what.offset } else { self.shape.bytes });
         }
         let lane = ranges.lane();
@@ -230,7 +231,7 @@ impl Disk {
         let found = (first..lane.pages()).find(|page| lane.known_zero(PageNo(*page)) != data);
         match found {
             Some(page) => Ok(what.offset.max(u64::from(page) * PAGE_SIZE as u64)),
-            // Behind the end there is a hole, and no data.
+            // After the end there is a hole, and no data.
             None if data => Err(Errno::NXIO),
             None => Ok(self.shape.bytes),
         }

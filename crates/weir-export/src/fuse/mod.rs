@@ -1,14 +1,15 @@
-//! FUSE: a volume as a file that every kernel with FUSE can use, as a disk by way of a loop device.
+//! FUSE: serves a volume as a file that every kernel with FUSE can use. A loop device makes a disk
+//! of the file.
 //!
-//! The protocol is that of the kernel's `include/uapi/linux/fuse.h`. What can be decided without a
-//! descriptor is: [`request`] takes bytes and gives requests, [`wire`] holds numbers and
-//! structures. [`device`] reads and answers, where the kernel offers it `ring` does, [`mount`] puts
-//! a connection into the file system. [`Server`] serves one file with several threads, all of them
-//! started before the process is sealed.
+//! The protocol is that of the kernel's `include/uapi/linux/fuse.h`. Everything that needs no
+//! descriptor is a plain function: [`request`] takes bytes and gives requests, [`wire`] holds
+//! numbers and structures. [`device`] reads and answers requests; so does `ring`, if the kernel
+//! offers it. [`mount`] puts a connection into the file system. [`Server`] serves one file with
+//! several threads, all of them started before the process is sealed.
 //!
-//! There is no page cache on the way to that file: is opened for direct I/O, so each request of the
-//! loop device is one request here. [`Server::ram_disk`] serves a whole file system instead, with
-//! the page cache, to ordinary users.
+//! That file has no page cache: it is opened for direct I/O, so each request of the loop device is
+//! one request here. [`Server::ram_disk`] serves a whole file system to ordinary users instead,
+//! with the page cache.
 
 pub mod device;
 mod disk;

@@ -1,9 +1,9 @@
-//! The threads of a connection take turns at waiting for requests.
+//! The pool of a connection's threads, which take turns at waiting for requests.
 //!
-//! A request wakes one thread, and only if nobody is looking already. So one thread at a time waits
-//! at the device (it spins for a while, then sleeps); the others are parked. One that finds several
-//! requests in a row has one more of them come; one that must wait for a slow store has itself
-//! replaced. A thread that finds nothing while another is there parks again.
+//! A request wakes one thread, and only if no other is looking. So one thread at a time waits at
+//! the device: it spins for a while, then sleeps. The others are parked. A thread that finds
+//! several requests in a row calls one more. A thread that must wait for a slow store calls a
+//! replacement. A thread that finds nothing while another is there parks again.
 
 use super::device::Device;
 use crate::spin::SpinGate;
@@ -14,19 +14,19 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread::Thread;
 
-/// Threads that a pool can have: one bit each.
+/// Most threads of a pool, which has one bit for each.
 pub const THREADS_MAX: usize = 64;
 
 /// The state that the threads of a connection share.
 #[derive(Debug)]
 pub(super) struct Pool {
     threads: Box<[OnceLock<Thread>]>,
-    /// The threads that wait to be called.
+    /// The threads that wait to be called, a bit each.
     parked: AtomicU64,
-    /// Threads that look for requests, or will as soon as they have answered the one they have.
+    /// Number of threads that look for requests, or will once they have answered theirs.
     at_device: AtomicUsize,
     stop: AtomicBool,
-    /// Readable once the pool shall stop.
+    /// Readable once the pool is to stop.
     bell: OwnedFd,
     /// Readable once the file system has been unmounted.
     gone: OwnedFd,
@@ -48,27 +48,27 @@ impl Pool {
         })
     }
 
-    /// The calling thread is number `number` from now on.
+    /// Registers the calling thread as number `number`.
     pub fn join(&self, number: usize) {
-        // Set once: each number is given to one thread.
+        // Each number is given to one thread, so this is set only once.
         let _ = self.threads[number].set(std::thread::current());
         self.back();
     }
 
-    /// The calling thread will look for requests no more until it is [`back`](Pool::back): if
-    /// nobody else does, another comes.
+    /// Notes that the calling thread stops looking for requests until it is [`back`](Pool::back).
+    /// If no other thread looks, one is called.
     pub fn away(&self) {
         if self.at_device.fetch_sub(1, Ordering::SeqCst) == 1 {
             self.call_one();
         }
     }
 
-    /// The calling thread looks for requests again.
+    /// Notes that the calling thread looks for requests again.
     pub fn back(&self) {
         self.at_device.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Has a parked thread come, if there is one.
+    /// Calls a parked thread, if there is one.
     pub fn call_one(&self) {
         let mut parked = self.parked.load(Ordering::SeqCst);
         while parked != 0 {
@@ -85,7 +85,7 @@ impl Pool {
         }
     }
 
-    /// Parks the calling thread until it is called, if another one is at the device.
+    /// Parks the calling thread until it is called, if another thread is at the device.
     pub fn step_aside(&self, number: usize) -> bool {
         if self.at_device.load(Ordering::SeqCst) <= 1 {
             return false;
@@ -96,7 +96,7 @@ impl Pool {
         }
         let bit = 1 << number;
         self.parked.fetch_or(bit, Ordering::SeqCst);
-        // A thread that left before that did not see this one.
+        // A thread that left just before did not see this one parked.
         if self.at_device.load(Ordering::SeqCst) == 0 {
             self.parked.fetch_and(!bit, Ordering::SeqCst);
         }
@@ -107,7 +107,7 @@ impl Pool {
         true
     }
 
-    /// Sleeps until the device may have a request or the pool shall stop.
+    /// Sleeps until the device may have a request or the pool is to stop.
     pub fn sleep(&self, device: &Device) -> rustix::io::Result<()> {
         let mut fds = [
             PollFd::from_borrowed_fd(device.as_fd(), PollFlags::IN),
@@ -119,7 +119,7 @@ impl Pool {
         }
     }
 
-    /// The file system has been unmounted: every thread leaves, and whoever waits for it is told.
+    /// Notes that the file system was unmounted: every thread leaves, and the owner is told.
     pub fn gone(&self) {
         self.stop();
         let _ = rustix::io::write(&self.gone, &1u64.to_ne_bytes());
@@ -130,20 +130,20 @@ impl Pool {
         self.gone.as_fd()
     }
 
-    /// Readable once the threads shall leave.
+    /// Becomes readable once the threads are to leave.
     pub fn bell(&self) -> BorrowedFd<'_> {
         self.bell.as_fd()
     }
 
-    /// Whether the threads shall leave.
+    /// Whether the threads are to leave.
     pub fn is_stopping(&self) -> bool {
         self.stop.load(Ordering::Relaxed)
     }
 
-    /// Has every thread leave once it has answered what it has.
+    /// Has every thread leave once it has answered its request.
     pub fn stop(&self) {
         self.stop.store(true, Ordering::SeqCst);
-        // The counter has room for 2^64 - 1 rings.
+        // The counter has room for 2^64 - 1 rings, so this cannot fail.
         let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
         for thread in self.threads.iter().filter_map(OnceLock::get) {
             thread.unpark();

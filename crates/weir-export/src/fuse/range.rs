@@ -1,7 +1,7 @@
-//! Reading and writing ranges of bytes in a volume, one request at a time, as FUSE asks for them.
+//! Reads and writes ranges of bytes in a volume, one request at a time, as FUSE sends them.
 //!
-//! Pages that lie in memory are answered from where they lie, verified; what a slow store must
-//! fetch is started all at once and waited for. Nothing here allocates.
+//! Pages in host memory are sent from where they lie, verified. Pages in a slow store are all
+//! fetched at once, and waited for. Nothing here allocates.
 
 use super::pool::Pool;
 use super::reply::{Reply, SLICES_MAX, header};
@@ -17,18 +17,18 @@ use weir_request::{Id, Op, Request, RequestMemory, Requests, Span, errno};
 
 /// Bytes of the largest read or write.
 pub const IO_MAX: u32 = 1 << 20;
-/// Pages that such a one touches at most.
+/// Most pages that a read or write touches.
 const SPAN_MAX: usize = IO_MAX as usize / PAGE_SIZE + 1;
 
-/// A thread has one request at a time.
+/// The id of a thread's only request.
 const ONE: Id = 0;
 
-/// The places of the pages of a range.
+/// Translates the pages of a range into pages of the volume.
 pub trait Places {
     /// Whether page `n` of the range is page `n` of the volume.
     const LINEAR: bool;
 
-    /// Where a page lies: `None` is a hole, which reads as zeros.
+    /// The volume's page for a page of the range. `None` is a hole, which reads as zeros.
     fn place(&self, page: u64) -> Option<PageNo>;
 }
 
@@ -51,7 +51,7 @@ impl<F: Fn(u64) -> Option<PageNo>> Places for F {
     }
 }
 
-/// A thread's way into the volume, with the memory for pages that slow stores bring.
+/// A thread's lane into the volume, with memory for pages that slow stores bring.
 pub(super) struct Ranges<L> {
     requests: Requests<L>,
     pages: Buffer,
@@ -82,10 +82,10 @@ impl<P: Places> RequestMemory for Io<'_, P> {
 }
 
 impl<L: PageLane> Ranges<L> {
-    /// Takes the memory.
+    /// Takes the memory for one thread.
     ///
     /// # Errors
-    /// When it cannot be had.
+    /// Fails when the memory cannot be had.
     pub fn new(lane: L, pool: Arc<Pool>) -> io::Result<Self> {
         Ok(Ranges { requests: Requests::new(lane, 1), pages: Buffer::new(SPAN_MAX * PAGE_SIZE)?, pool })
     }
@@ -101,7 +101,7 @@ impl<L: PageLane> Ranges<L> {
     /// Answers a read of at most [`IO_MAX`] bytes.
     ///
     /// # Errors
-    /// Outer: the connection's. Inner: what the request was refused with.
+    /// The outer error is the connection's. The inner one is the error that refused the request.
     pub fn read(
         &mut self,
         reply: &dyn Reply,
@@ -129,34 +129,34 @@ impl<L: PageLane> Ranges<L> {
         reply.send(&slices[..1 + span.pages() as usize]).map(Ok)
     }
 
-    /// Writes `data`, at most [`IO_MAX`] bytes, where `what` says; every page has a place. A file
-    /// that was opened with `O_SYNC` or `O_DSYNC` has each write flushed, as the kernel leaves that
-    /// to us.
+    /// Writes at most [`IO_MAX`] bytes of `data` to the range in `what`; every page must have a
+    /// place. If the file was opened with `O_SYNC` or `O_DSYNC`, each write is flushed, since the
+    /// kernel leaves that to the server.
     ///
     /// # Errors
-    /// What the request is to be refused with. Some of its pages may be written.
+    /// Fails with the error that refuses the request. Some of its pages may be written.
     pub fn write(&mut self, what: &WriteIn, data: &[u8], places: impl Places) -> Result<(), Errno> {
         let span = Span { offset: what.offset, length: data.len() as u64 };
-        // `O_SYNC` has the bit of `O_DSYNC` in it. (`rustix` gives both the bits of `O_SYNC`.)
+        // `O_SYNC` contains the bit of `O_DSYNC`. (`rustix` gives both the bits of `O_SYNC`.)
         let fua = what.flags & libc::O_DSYNC as u32 != 0;
         let Ranges { requests, pages, pool } = self;
         finish(requests, pool, Request { op: Op::Write, span, fua }, &mut Io { pages, data, places })
     }
 
-    /// Makes what was acknowledged as safe as the device can.
+    /// Makes all acknowledged writes as safe as the device can.
     ///
     /// # Errors
-    /// What the request is to be refused with.
+    /// Fails with the error that refuses the request.
     pub fn flush(&mut self) -> Result<(), Errno> {
         let Ranges { requests, pages, pool } = self;
         let request = Request { op: Op::Flush, span: Span { offset: 0, length: 0 }, fua: false };
         finish(requests, pool, request, &mut Io { pages, data: &[], places: Volume })
     }
 
-    /// Makes a range zero: whole pages are forgotten, parts of pages overwritten.
+    /// Makes a range zero: whole pages are discarded, parts of pages overwritten.
     ///
     /// # Errors
-    /// What the request is to be refused with.
+    /// Fails with the error that refuses the request.
     pub fn clear(&mut self, span: Span, places: impl Places) -> Result<(), Errno> {
         let Ranges { requests, pages, pool } = self;
         let request = Request { op: Op::Discard, span, fua: false };
@@ -164,7 +164,7 @@ impl<L: PageLane> Ranges<L> {
     }
 }
 
-/// Does a request to its end. If it takes longer than one look at the stores, another thread looks
+/// Runs a request to its end. If it takes longer than one look at the stores, another thread looks
 /// for requests meanwhile.
 fn finish<L: PageLane, P: Places>(
     requests: &mut Requests<L>,

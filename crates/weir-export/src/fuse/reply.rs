@@ -1,10 +1,11 @@
-//! Where an answer goes: back through `/dev/fuse`, or into a ring's entry.
+//! The destination of an answer: `/dev/fuse`, or a ring's entry.
 
 use super::wire::OutHeader;
 use rustix::io::Errno;
 use std::io::IoSlice;
 
-/// A header and the pages of the largest read, whose first and last may be parts of pages.
+/// Most slices of an answer: a header and the pages of the largest read, whose first and last may
+/// be parts of pages.
 pub const SLICES_MAX: usize = 2 + 256;
 
 /// The header of an answer with `body` bytes.
@@ -12,18 +13,19 @@ pub fn header(unique: u64, body: usize) -> [u8; OutHeader::BYTES] {
     OutHeader { len: (OutHeader::BYTES + body) as u32, error: 0, unique }.encode()
 }
 
-/// Takes the answer to a request.
+/// Sends the answer to a request.
 pub trait Reply {
     /// Sends an answer: its header, then its body.
     ///
     /// # Errors
-    /// When the connection is broken. That nobody waits for the answer any more is none.
+    /// Fails when the connection is broken. If no program waits for the answer any more, that is no
+    /// error.
     fn send(&self, slices: &[IoSlice<'_>]) -> rustix::io::Result<()>;
 
-    /// Answers a request with a structure, or with nothing.
+    /// Answers a request with a structure, or with an empty body.
     ///
     /// # Errors
-    /// As [`send`](Reply::send).
+    /// Fails as [`send`](Reply::send) does.
     fn answer(&self, unique: u64, body: &[u8]) -> rustix::io::Result<()> {
         self.send(&[IoSlice::new(&header(unique, body.len())), IoSlice::new(body)])
     }
@@ -31,7 +33,7 @@ pub trait Reply {
     /// Answers a request with an error.
     ///
     /// # Errors
-    /// As [`send`](Reply::send).
+    /// Fails as [`send`](Reply::send) does.
     fn refuse(&self, unique: u64, errno: Errno) -> rustix::io::Result<()> {
         let header =
             OutHeader { len: OutHeader::BYTES as u32, error: -errno.raw_os_error(), unique }.encode();

@@ -1,5 +1,5 @@
-//! Requests as the kernel sends them: bytes in, a [`Request`] out. No descriptor in it, so it is
-//! tested and fuzzed as a plain function.
+//! Requests as the kernel sends them: takes bytes and gives a [`Request`]. It has no descriptor, so
+//! it is tested and fuzzed as a plain function.
 
 use super::wire::{
     CreateIn, FallocateIn, ForgetOne, InHeader, InitIn, LseekIn, MkdirIn, MknodIn, OpenIn, ReadIn, ReleaseIn,
@@ -7,12 +7,12 @@ use super::wire::{
 };
 use std::fmt;
 
-/// A request with who sent it.
+/// A request with its header.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Message<'a> {
-    /// Its header.
+    /// The request's header.
     pub header: InHeader,
-    /// The operation that it asks for.
+    /// The operation that the request asks for.
     pub request: Request<'a>,
 }
 
@@ -101,9 +101,9 @@ pub enum Request<'a> {
     Lseek {
         what: LseekIn,
     },
-    /// Somebody waits no longer for another request. It is answered all the same.
+    /// A program no longer waits for another request. That request is answered all the same.
     Interrupt,
-    /// Anything else.
+    /// Any other operation.
     Unknown {
         opcode: u32,
     },
@@ -121,10 +121,10 @@ impl Iterator for Forgets<'_> {
     }
 }
 
-/// A request that says something else than its length, or names what is no name.
+/// A request whose length contradicts its content, or whose name is invalid.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Malformed {
-    /// Its opcode; 0 where there was not even a header.
+    /// The request's opcode; 0 if there was not even a header.
     pub opcode: u32,
     /// The number for the answer; 0 if no answer is possible.
     pub unique: u64,
@@ -138,15 +138,15 @@ impl fmt::Display for Malformed {
 
 impl std::error::Error for Malformed {}
 
-/// Parses one request: what one read of the device brought.
+/// Parses one request: the bytes of one read of the device.
 ///
 /// # Errors
-/// When the bytes are no request.
+/// Fails when the bytes are no request.
 pub fn parse(bytes: &[u8]) -> Result<Message<'_>, Malformed> {
     let mut rest = bytes;
     let header = InHeader::decode(&mut rest).ok_or(Malformed { opcode: 0, unique: 0 })?;
     let malformed = Malformed { opcode: header.opcode, unique: header.unique };
-    // Extensions follow what is here; none is asked for.
+    // Extensions follow the operation; the server asks for none.
     let extensions = usize::from(header.extensions) * 8;
     if header.len as usize != bytes.len() || extensions > rest.len() {
         return Err(malformed);
@@ -225,7 +225,7 @@ fn u32_of(from: &mut &[u8]) -> Option<u32> {
     Some(u32::from_ne_bytes(*bytes))
 }
 
-/// Bytes up to a zero.
+/// Takes the bytes up to a zero.
 fn text<'a>(from: &mut &'a [u8]) -> Option<&'a [u8]> {
     let end = from.iter().position(|byte| *byte == 0)?;
     let (text, rest) = from.split_at(end);

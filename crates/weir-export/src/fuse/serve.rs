@@ -1,4 +1,4 @@
-//! The threads of a FUSE connection: read a request, do it, answer it.
+//! The threads of a FUSE connection: they read a request, do it, and answer it.
 
 use super::device::{Device, Incoming};
 use super::pool::Pool;
@@ -18,20 +18,20 @@ use weir_core::PAGE_SIZE;
 use weir_core::log::{Level, Log};
 use weir_device::PageLane;
 
-/// Requests that a thread finds in a row before it has another one come.
+/// Requests in a row that a thread finds before it calls another thread.
 const HELP_AFTER: u32 = 8;
 
-/// Where a request is read to, so that a write's data begin at a page.
+/// Offset in the input at which a request is read, so that a write's data begin at a page.
 const INPUT_AT: usize = PAGE_SIZE - InHeader::BYTES - WriteIn::BYTES;
-/// The kernel wants room for the largest write with its header, and some more (fs/fuse/dev.c).
+/// The kernel requires room for the largest write with its header, and some more (fs/fuse/dev.c).
 const INPUT_BYTES: usize = IO_MAX as usize + 2 * PAGE_SIZE;
 
-/// A file system's half of the work.
+/// A file system's part of the work.
 pub(super) trait Service<L>: Send {
     /// Does a request and answers it, unless the kernel waits for no answer.
     ///
     /// # Errors
-    /// When the connection is broken.
+    /// Fails when the connection is broken.
     fn serve(
         &mut self,
         message: &Message<'_>,
@@ -41,10 +41,10 @@ pub(super) trait Service<L>: Send {
     ) -> rustix::io::Result<()>;
 }
 
-/// How a thread's work ended.
+/// The way in which a thread's work ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Ending {
-    /// It was told to stop.
+    /// The thread was told to stop.
     Stopped,
     /// The file system was unmounted.
     Unmounted,
@@ -52,7 +52,7 @@ pub(super) enum Ending {
     Broken(Errno),
 }
 
-/// A thread's memory, all of it taken before the process is sealed.
+/// A thread's memory, all taken before the process is sealed.
 pub(super) struct Worker<S, L> {
     pub number: usize,
     pub device: Device,
@@ -60,7 +60,7 @@ pub(super) struct Worker<S, L> {
     pub spin: Duration,
     pub counters: Arc<[Counters]>,
     pub log: Log,
-    /// Taken by [`run`](Worker::run).
+    /// The thread's ring, which [`run`](Worker::run) takes.
     pub ring: Option<Ring>,
     input: Buffer,
     ranges: Ranges<L>,
@@ -68,10 +68,10 @@ pub(super) struct Worker<S, L> {
 }
 
 impl<L: PageLane, S: Service<L>> Worker<S, L> {
-    /// Takes the memory.
+    /// Takes the memory of one thread.
     ///
     /// # Errors
-    /// When it cannot be had.
+    /// Fails when the memory cannot be had.
     #[allow(clippy::too_many_arguments)] // each is a part of the whole, given once
     pub fn new(
         number: usize,
@@ -87,15 +87,15 @@ impl<L: PageLane, S: Service<L>> Worker<S, L> {
         Ok(Worker { number, device, pool, spin, counters, log, ring: None, input, ranges, service })
     }
 
-    /// Whether its memory is pinned in RAM.
+    /// Whether the thread's memory is locked in RAM.
     pub fn is_locked(&self) -> bool {
         let ring = self.ring.as_ref().is_none_or(Ring::is_locked);
         ring && self.input.is_locked() && self.ranges.is_locked()
     }
 
-    /// Serves until there is nothing left to serve.
+    /// Serves requests until there are no more.
     pub fn run(&mut self) -> Ending {
-        // Dropped where memory may be given back.
+        // The ring is dropped by a caller that may free memory.
         let mut ring = self.ring.take();
         weir_core::seal::on_io_thread(|| {
             self.pool.join(self.number);
@@ -118,9 +118,9 @@ impl<L: PageLane, S: Service<L>> Worker<S, L> {
                 in_a_row = 0;
                 found = spin
                     .attempt(|| {
-                        // The answer just given has work waiting for this very processor (a loop
-                        // device's request ends in a softirq): without this it would wait until the
-                        // spinning ends.
+                        // The answer just given may have work waiting for this very processor (a
+                        // loop device's request ends in a softirq). Without this, it would wait
+                        // until the spinning ends.
                         rustix::thread::sched_yield();
                         match self.look() {
                             Ok(Incoming::Nothing) => Ok(None),
@@ -158,11 +158,11 @@ impl<L: PageLane, S: Service<L>> Worker<S, L> {
         Ending::Stopped
     }
 
-    /// Serves what comes by the ring; `None` where the kernel will have none.
+    /// Serves requests that come by the ring; returns `None` if the kernel accepts no ring.
     fn serve_ring(&mut self, ring: &mut Ring) -> Option<Ending> {
         let pool = Arc::clone(&self.pool);
         if let Err(error) = ring.open(&self.device, pool.bell(), self.number == 0) {
-            // By its number: its name comes from libc, through the allocator.
+            // Print the number only: the error's name comes from libc, which allocates.
             let number = error.raw_os_error().unwrap_or(0);
             (self.log)(
                 Level::Warning,
@@ -194,7 +194,8 @@ impl<L: PageLane, S: Service<L>> Worker<S, L> {
                         Ok(ending) => return Some(ending),
                         Err(errno) => Err(errno),
                     },
-                    // Looked at above, once everything that came with it has been answered.
+                    // The code above checks the bell, once every request that came with it has been
+                    // answered.
                     ring::Event::Bell => Ok(()),
                     ring::Event::Gone(Errno::NOTCONN | Errno::CONNABORTED | Errno::CANCELED) => {
                         return Some(Ending::Unmounted);
@@ -206,12 +207,12 @@ impl<L: PageLane, S: Service<L>> Worker<S, L> {
                 }
             }
         }
-        // Answers leave now. If one cannot, nobody waits for it any more.
+        // The answers leave now. If one cannot, no program waits for it any more.
         let _ = ring.turn(false);
         Some(Ending::Stopped)
     }
 
-    /// Serves what there is at the device.
+    /// Serves the requests that are at the device.
     fn drain(&mut self) -> rustix::io::Result<Ending> {
         loop {
             match self.look()? {
@@ -226,7 +227,7 @@ impl<L: PageLane, S: Service<L>> Worker<S, L> {
         self.device.read(&mut self.input[INPUT_AT..])
     }
 
-    /// Serves what has been read.
+    /// Serves a request that has been read.
     fn serve(&mut self, bytes: usize) -> rustix::io::Result<()> {
         let Worker { number, device, counters, input, ranges, service, .. } = self;
         answer(

@@ -1,8 +1,8 @@
-//! A server's counts: each thread counts for itself, and a reader adds them up.
+//! A server's counts: each thread counts its own work, and a reader adds them up.
 
 use weir_core::metrics::Counter;
 
-/// One thread's counters; it is their only writer.
+/// One thread's counters; the thread is their only writer.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 pub(super) struct Counters {
@@ -17,28 +17,28 @@ pub(super) struct Counters {
     pub calls: Counter,
 }
 
-/// A server at one moment. Counts are since its start.
+/// A server's counts at one moment, since its start.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Stats {
-    /// Threads that serve.
+    /// Number of threads that serve.
     pub threads: u64,
-    /// Requests of every kind.
+    /// Number of requests of every kind.
     pub requests: u64,
-    /// Of these, those that came by rings; the others came by `/dev/fuse`.
+    /// Number of requests that came by rings; the others came by `/dev/fuse`.
     pub by_ring: u64,
-    /// Reads.
+    /// Number of reads.
     pub reads: u64,
-    /// Writes.
+    /// Number of writes.
     pub writes: u64,
-    /// Holes punched and ranges zeroed.
+    /// Number of holes punched and ranges zeroed.
     pub discards: u64,
-    /// Reads, writes and discards that failed.
+    /// Number of reads, writes and discards that failed.
     pub errors: u64,
-    /// Bytes asked for by reads.
+    /// Bytes that reads asked for.
     pub bytes_read: u64,
-    /// Bytes sent by writes.
+    /// Bytes that writes sent.
     pub bytes_written: u64,
-    /// Times that one thread had another come to share the work.
+    /// Times that a thread called another one to share the work.
     pub calls: u64,
 }
 

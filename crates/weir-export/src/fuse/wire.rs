@@ -1,26 +1,25 @@
 //! The numbers and structures of the FUSE protocol (include/uapi/linux/fuse.h, protocol 7), in the
 //! host's byte order.
 //!
-//! Structures are read from bytes and written to bytes field by field; that they lie as the C
-//! compiler lays them out (each field at a multiple of its size, nothing between them, the size
-//! that the kernel expects) is asserted at compile time.
+//! Structures are read and written field by field. Compile-time assertions check that they have the
+//! C compiler's layout: each field at a multiple of its size, nothing between them, and the size
+//! that the kernel expects.
 
 /// The protocol's major version.
 pub const MAJOR: u32 = 7;
-/// The minor version that this speaks: that of `FUSE_NOTIFY_RESEND` (Linux 6.9). Older kernels
-/// lower it.
+/// The minor version that the server speaks: that of `FUSE_NOTIFY_RESEND` (Linux 6.9). Older
+/// kernels lower it.
 pub const MINOR: u32 = 40;
-/// The oldest minor version that this understands: `max_pages` with everything before it (Linux
-/// 5.4).
+/// The oldest minor version that the server accepts: that of `max_pages` (Linux 5.4).
 pub const MINOR_LEAST: u32 = 31;
-/// The root's node.
+/// The node number of the root.
 pub const ROOT: u64 = 1;
-/// The longest file name.
+/// Bytes of the longest file name.
 pub const NAME_MAX: u32 = 255;
-/// Set in the `unique` of a request that is sent again.
+/// The bit of `unique` that marks a request which is sent again.
 pub const UNIQUE_RESEND: u64 = 1 << 63;
 
-/// The operations of requests.
+/// The opcodes of requests.
 #[allow(missing_docs)] // the protocol's names say it
 pub mod opcode {
     pub const LOOKUP: u32 = 1;
@@ -55,7 +54,7 @@ pub mod opcode {
     pub const LSEEK: u32 = 46;
 }
 
-/// The flags of `INIT`, by which kernel and server agree.
+/// The flags of `INIT`, by which kernel and server agree on features.
 #[allow(missing_docs)] // the protocol's names say it
 pub mod init {
     pub const ASYNC_READ: u64 = 1 << 0;
@@ -68,24 +67,23 @@ pub mod init {
     pub const MAX_PAGES: u64 = 1 << 22;
     pub const CACHE_SYMLINKS: u64 = 1 << 23;
     pub const INIT_EXT: u64 = 1 << 30;
-    /// The kernel can be asked to send again what it has not been answered.
+    /// The kernel can send unanswered requests again.
     pub const HAS_RESEND: u64 = 1 << 39;
-    /// Requests may come by a ring (Linux 6.14, where the module's parameter `enable_uring` says
-    /// so).
+    /// Requests may come by a ring (Linux 6.14, if the module's parameter `enable_uring` says so).
     pub const OVER_IO_URING: u64 = 1 << 41;
 }
 
-/// How the kernel treats an open file.
+/// Flags that say how the kernel treats an open file.
 pub mod open_flag {
-    /// No page cache: every read and write comes here.
+    /// The file has no page cache: every read and write comes to the server.
     pub const DIRECT_IO: u32 = 1 << 0;
-    /// Pages in the page cache stay there.
+    /// The file's pages in the page cache stay there.
     pub const KEEP_CACHE: u32 = 1 << 1;
-    /// Writes of one file may come side by side.
+    /// Writes of one file may come in parallel.
     pub const PARALLEL_DIRECT_WRITES: u32 = 1 << 6;
 }
 
-/// Which fields of a `SETATTR` count.
+/// Flags that say which fields of a `SETATTR` count.
 #[allow(missing_docs)] // the protocol's names say it
 pub mod setattr {
     pub const MODE: u32 = 1 << 0;
@@ -99,7 +97,7 @@ pub mod setattr {
     pub const CTIME: u32 = 1 << 10;
 }
 
-/// A notification's number: send again what has not been answered.
+/// The number of the notification that asks for unanswered requests again.
 pub const NOTIFY_RESEND: i32 = 7;
 
 /// A field's type: read from and written to a fixed number of bytes.
@@ -137,7 +135,7 @@ macro_rules! structure {
         pub struct $name { $(pub $field: $type),* }
 
         const _: () = {
-            // C's layout without padding: what `decode` and `encode` go by.
+            // Check C's layout without padding, on which `decode` and `encode` rely.
             let mut at = 0;
             $(assert!(std::mem::offset_of!($name, $field) == at, "a field lies elsewhere in C");
               at += size_of::<$type>();)*
@@ -145,16 +143,16 @@ macro_rules! structure {
         };
 
         impl $name {
-            /// Its length on the wire.
+            /// The structure's length on the wire.
             pub const BYTES: usize = $size;
 
-            /// Takes it from the front of `from`; `None` where that is too short.
+            /// Takes the structure from the front of `from`; `None` if that is too short.
             #[inline]
             pub fn decode(from: &mut &[u8]) -> Option<Self> {
                 Some($name { $($field: Field::take(from)?),* })
             }
 
-            /// Its bytes.
+            /// The structure's bytes on the wire.
             #[inline]
             pub fn encode(&self) -> [u8; $size] {
                 let mut bytes = [0; $size];
@@ -185,16 +183,16 @@ structure!(
     InHeader, 40 { len: u32, opcode: u32, unique: u64, nodeid: u64, uid: u32, gid: u32, pid: u32, extensions: u16, padding: u16 }
 );
 structure!(
-    /// The head of every reply. `error` is 0 or a negated errno; a notification's number where
-    /// `unique` is 0.
+    /// The head of every reply. `error` is 0 or a negated errno. If `unique` is 0, it is a
+    /// notification's number.
     OutHeader, 16 { len: u32, error: i32, unique: u64 }
 );
 structure!(
-    /// The kernel's offer.
+    /// The kernel's offer in `INIT`.
     InitIn, 16 { major: u32, minor: u32, max_readahead: u32, flags: u32 }
 );
 structure!(
-    /// The server's answer. The rest of the kernel's structure is zero.
+    /// The server's answer to `INIT`. The rest of the kernel's structure is zero.
     InitOut, 64 {
         major: u32, minor: u32, max_readahead: u32, flags: u32, max_background: u16, congestion_threshold: u16,
         max_write: u32, time_gran: u32, max_pages: u16, map_alignment: u16, flags2: u32, max_stack_depth: u32,
@@ -209,89 +207,89 @@ structure!(
     }
 );
 structure!(
-    /// A name that was found or made.
+    /// The answer to a name that was found or made.
     EntryOut, 128 {
         nodeid: u64, generation: u64, entry_valid: u64, attr_valid: u64, entry_valid_nsec: u32,
         attr_valid_nsec: u32, attr: Attr,
     }
 );
 structure!(
-    /// Attributes, and how long the kernel may rely on them.
+    /// Attributes, with the time that the kernel may keep them.
     AttrOut, 104 { attr_valid: u64, attr_valid_nsec: u32, dummy: u32, attr: Attr }
 );
 structure!(
-    /// `SETATTR`.
+    /// The argument of `SETATTR`.
     SetattrIn, 88 {
         valid: u32, padding: u32, fh: u64, size: u64, lock_owner: u64, atime: u64, mtime: u64, ctime: u64,
         atimensec: u32, mtimensec: u32, ctimensec: u32, mode: u32, unused_1: u32, uid: u32, gid: u32, unused_2: u32,
     }
 );
 structure!(
-    /// `MKNOD`, before the name.
+    /// The argument of `MKNOD`, before the name.
     MknodIn, 16 { mode: u32, rdev: u32, umask: u32, padding: u32 }
 );
 structure!(
-    /// `MKDIR`, before the name.
+    /// The argument of `MKDIR`, before the name.
     MkdirIn, 8 { mode: u32, umask: u32 }
 );
 structure!(
-    /// `RENAME2`, before the two names. `RENAME` has the first field only.
+    /// The argument of `RENAME2`, before the two names. `RENAME` has only the first field.
     Rename2In, 16 { new_directory: u64, flags: u32, padding: u32 }
 );
 structure!(
-    /// `CREATE`, before the name.
+    /// The argument of `CREATE`, before the name.
     CreateIn, 16 { flags: u32, mode: u32, umask: u32, open_flags: u32 }
 );
 structure!(
-    /// `OPEN` and `OPENDIR`.
+    /// The argument of `OPEN` and `OPENDIR`.
     OpenIn, 8 { flags: u32, open_flags: u32 }
 );
 structure!(
-    /// Their answer.
+    /// The answer to `OPEN` and `OPENDIR`.
     OpenOut, 16 { fh: u64, open_flags: u32, padding: u32 }
 );
 structure!(
-    /// `RELEASE` and `RELEASEDIR`.
+    /// The argument of `RELEASE` and `RELEASEDIR`.
     ReleaseIn, 24 { fh: u64, flags: u32, release_flags: u32, lock_owner: u64 }
 );
 structure!(
-    /// `READ` and `READDIR`.
+    /// The argument of `READ` and `READDIR`.
     ReadIn, 40 { fh: u64, offset: u64, size: u32, read_flags: u32, lock_owner: u64, flags: u32, padding: u32 }
 );
 structure!(
-    /// `WRITE`, before the data.
+    /// The argument of `WRITE`, before the data.
     WriteIn, 40 { fh: u64, offset: u64, size: u32, write_flags: u32, lock_owner: u64, flags: u32, padding: u32 }
 );
 structure!(
-    /// `WRITE`'s answer.
+    /// The answer to `WRITE`.
     WriteOut, 8 { size: u32, padding: u32 }
 );
 structure!(
-    /// `STATFS`'s answer.
+    /// The answer to `STATFS`.
     StatfsOut, 80 {
         blocks: u64, bfree: u64, bavail: u64, files: u64, ffree: u64, bsize: u32, namelen: u32, frsize: u32,
         padding: u32, spare_1: u64, spare_2: u64, spare_3: u64,
     }
 );
 structure!(
-    /// `FALLOCATE`.
+    /// The argument of `FALLOCATE`.
     FallocateIn, 32 { fh: u64, offset: u64, length: u64, mode: u32, padding: u32 }
 );
 structure!(
-    /// `LSEEK`.
+    /// The argument of `LSEEK`.
     LseekIn, 24 { fh: u64, offset: u64, whence: u32, padding: u32 }
 );
 structure!(
-    /// One of a `BATCH_FORGET`.
+    /// One node of a `BATCH_FORGET`.
     ForgetOne, 16 { nodeid: u64, lookups: u64 }
 );
 structure!(
-    /// A directory's entry, before its name; each begins at a multiple of 8.
+    /// A directory's entry, before its name; each entry begins at a multiple of 8.
     Dirent, 24 { ino: u64, offset: u64, name_bytes: u32, kind: u32 }
 );
 
 structure!(
-    /// The fields of a ring's entry beside the request: `fuse_uring_ent_in_out`.
+    /// The fields of a ring's entry besides the request: `fuse_uring_ent_in_out`.
     RingRequest, 32 { flags: u64, commit: u64, payload: u32, padding: u32, reserved: u64 }
 );
 structure!(

@@ -1,9 +1,9 @@
 //! The thread that accepts connections and negotiates with all of them at once, without ever
 //! waiting for one.
 //!
-//! Strangers can make it hold a bounded amount: [`PENDING_MAX`] connections of fixed size, for
-//! [`PATIENCE`] each. When one more comes, the oldest goes: whoever negotiates at all is done
-//! within milliseconds, so a flood of idle connections only evicts itself.
+//! Unknown clients can make it hold only a bounded amount: [`PENDING_MAX`] connections of fixed
+//! size, for [`PATIENCE`] each. When one more comes, the oldest goes. A real client negotiates
+//! within milliseconds, so a flood of idle connections only evicts its own.
 
 use super::handshake::{Export, Handshake, INPUT_MAX, OUTPUT_MAX, Step, Tls};
 use super::listen::{Listen, Listener};
@@ -19,16 +19,16 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use weir_core::log::{Level, Log, Throttle};
 
-/// Connections that negotiate at once.
+/// Most connections that negotiate at once.
 pub const PENDING_MAX: usize = 64;
-/// How long a negotiation may take.
+/// Longest time that a negotiation may take.
 pub const PATIENCE: Duration = Duration::from_secs(10);
-/// Connections accepted before those that negotiate are looked at again.
+/// Connections that are accepted in a row before the negotiating ones are looked at again.
 const ACCEPT_BURST: usize = 16;
-/// How long to leave new connections alone when the process has no descriptors left.
+/// Pause before new connections are accepted again, when the process has no descriptors left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// The bytes of unread replies that the system is asked to hold; it doubles this for its
-/// own overhead. A piece of a long read: while the client copies one out the next is proven intact.
+/// The bytes of unread replies that the system is asked to hold; it doubles this for its own
+/// overhead. It is one piece of a long read: while the client copies a piece, the next is verified.
 /// With 64 KiB the two wake each other twice as often.
 const SEND_BUFFER_BYTES: usize = 512 << 10;
 
@@ -44,9 +44,9 @@ impl Bell {
         Ok(Bell(rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?))
     }
 
-    /// Rings; the control thread leaves.
+    /// Rings the bell, so that the control thread leaves.
     pub fn ring(&self) {
-        // It fails only when it has been rung 2^64 times.
+        // A write fails only after 2^64 rings.
         let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
     }
 }
@@ -57,11 +57,11 @@ struct Pending<'e> {
     handshake: Handshake<'e>,
     listener: usize,
     since: Instant,
-    /// Received, not yet consumed.
+    /// Bytes received and not yet consumed.
     input: usize,
-    /// Sent, of the output.
+    /// Bytes of the output that were sent.
     sent: usize,
-    /// The next step once its output is sent.
+    /// The next step once the output is sent.
     then: Option<Step>,
 }
 
@@ -79,18 +79,18 @@ pub(super) struct Control<'e> {
     seats: &'e Seats,
     send_patience: Duration,
     places: Vec<Place<'e>>,
-    /// Until when new connections are left alone.
+    /// The time until which no new connections are accepted.
     paused: Option<Instant>,
     log: Throttle,
-    /// Says that no connection can be accepted, ten times a second tried again.
+    /// Logs that no connection can be accepted; that is tried again ten times a second.
     shortage: Throttle,
 }
 
 impl<'e> Control<'e> {
-    /// Takes the memory.
+    /// Takes the memory of the control thread.
     ///
     /// # Errors
-    /// When the system has no descriptors left.
+    /// Fails when the system has no descriptors left.
     pub fn new(
         listeners: &'e [Listener],
         export: &'e Export,
@@ -115,7 +115,7 @@ impl<'e> Control<'e> {
         Ok(Control { epoll, listeners, export, seats, send_patience, places, paused: None, log, shortage })
     }
 
-    /// Works until the bell rings.
+    /// Runs until the bell rings.
     pub fn run(&mut self) {
         let mut events = Vec::with_capacity(PENDING_MAX);
         loop {
@@ -127,8 +127,7 @@ impl<'e> Control<'e> {
             match epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), timeout.as_ref()) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(errno) => {
-                    // Only a bug makes it fail; without it there is nothing to do but to keep what
-                    // is served.
+                    // Only a bug makes this fail. The connections that are served go on.
                     self.log.line(Level::Warning, format_args!("no new connections: epoll: {errno}"));
                     return;
                 }
@@ -170,8 +169,8 @@ impl<'e> Control<'e> {
                 Ok(Some(socket)) => self.begin(socket, at),
                 Ok(None) => return,
                 Err(error) => {
-                    // Out of descriptors or memory: the connection stays in the queue, and this
-                    // would spin.
+                    // The process is out of descriptors or memory. The connection stays in the
+                    // queue, so without a pause this would spin.
                     self.shortage.line(
                         Level::Warning,
                         format_args!("cannot accept: {error}; raise the limit of open files"),
@@ -188,7 +187,7 @@ impl<'e> Control<'e> {
 
     fn listen_for(&self, at: usize, events: EventFlags) {
         let data = EventData::new_u64(LISTENER + at as u64);
-        // It was added at the start and is open: there is nothing that could fail.
+        // The listener was added at the start and is open, so this cannot fail.
         let _ = epoll::modify(&self.epoll, &self.listeners[at], data, events);
     }
 
@@ -228,12 +227,12 @@ impl<'e> Control<'e> {
         self.go_on(at);
     }
 
-    /// TLS begins on `socket`; what is said inside it is negotiated as a new connection.
+    /// Begins TLS on `socket`; the messages inside it are negotiated as a new connection.
     fn start_tls(&mut self, socket: OwnedFd, early: usize, listener: usize) {
         let Listen::Tls { identity, .. } = &self.listeners[listener].bound else { return };
         if early > 0 {
-            // Bytes in the clear that would count as said inside TLS: somebody in the middle may
-            // have put them there.
+            // Bytes sent in the clear would count as sent inside TLS: an attacker in the middle may
+            // have added them.
             let line = "connection dropped: bytes in the clear after NBD_OPT_STARTTLS";
             return self.log.line(Level::Warning, format_args!("{line}"));
         }
@@ -246,12 +245,12 @@ impl<'e> Control<'e> {
     }
 
     fn drop_pending(&mut self, at: usize, why: fmt::Arguments<'_>) {
-        // Closing the socket takes it out of the epoll set.
+        // Closing the socket also removes it from the epoll set.
         self.places[at].pending = None;
         self.log.line(Level::Warning, format_args!("connection dropped while negotiating: {why}"));
     }
 
-    /// Gets on with a negotiation as far as it goes.
+    /// Continues a negotiation as far as possible.
     fn go_on(&mut self, at: usize) {
         loop {
             match self.advance(at) {
@@ -265,7 +264,7 @@ impl<'e> Control<'e> {
     /// One step of a negotiation. Returns whether another may follow.
     fn advance(&mut self, at: usize) -> io::Result<bool> {
         let Place { pending: Some(pending), input, output } = &mut self.places[at] else { return Ok(false) };
-        // First what was said before: a client that does not listen is not answered further.
+        // Send earlier output first: a client that does not read gets no further answers.
         if pending.sent < output.len() {
             let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
             match rustix::net::send(&pending.socket, &output[pending.sent..], flags) {
@@ -302,7 +301,7 @@ impl<'e> Control<'e> {
                     self.places[at].pending.take().expect("matched above");
                 epoll::delete(&self.epoll, &socket)?;
                 rustix::io::ioctl_fionbio(&socket, false)?;
-                // Where the system does not grant it, long reads are slower and nothing worse.
+                // If the system does not grant this, long reads are slower, but correct.
                 let _ = rustix::net::sockopt::set_socket_send_buffer_size(&socket, SEND_BUFFER_BYTES);
                 rustix::net::sockopt::set_socket_timeout(
                     &socket,
@@ -331,7 +330,7 @@ impl<'e> Control<'e> {
         }
         match rustix::net::recv(&pending.socket, &mut input[pending.input..], RecvFlags::DONTWAIT) {
             Ok((0, _)) => {
-                // Port scanners and health checks do this; it is not worth a warning.
+                // Port scanners and health checks do this, so it is not worth a warning.
                 self.places[at].pending = None;
                 self.log.line(Level::Info, format_args!("a client left while negotiating"));
                 Ok(false)

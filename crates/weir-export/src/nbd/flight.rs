@@ -1,8 +1,8 @@
 //! Requests whose pages are under way at slow stores, and the pages that their reads will fill.
 //!
-//! A request is an entry with a count of operations outstanding. What comes back from the volume
-//! names its entry by the ticket; when the last one is back the entry is ready to be answered.
-//! Fixed in size: what does not fit waits in the socket.
+//! A request is an entry that counts its outstanding operations. A completion names its entry by
+//! the ticket. After the last one, the entry is ready to be answered. The size is fixed: requests
+//! that do not fit wait in the socket.
 
 use super::pool::{Loan, Pool};
 use super::wire::Errno;
@@ -13,49 +13,49 @@ use std::sync::Arc;
 use weir_core::{PAGE_SIZE, PageBytes};
 use weir_store::{Done, Fault, Ticket};
 
-/// The longest piece of a read that slow stores fetch at once.
+/// Bytes of the longest piece of a read that slow stores fetch at once.
 pub(super) const CHUNK_MAX: u32 = 256 << 10;
 /// Pages that such a piece touches when it is not aligned.
 pub(super) const SPAN_MAX: usize = CHUNK_MAX as usize / PAGE_SIZE + 1;
-/// Pages that reads under way may fill: a request of 1 MiB, wherever it begins, and one chunk more,
-/// so that the next is read while it is sent. Those of the first chunk are the connection's own,
-/// the others it borrows.
+/// Pages that reads under way may fill: a request of 1 MiB at any offset, and one chunk more, so
+/// that the next is read while one is sent. The first chunk's pages are the connection's own; the
+/// others are borrowed.
 pub(super) const PAGES: usize = (1 + LOANS) * SPAN_MAX;
 const LOANS: usize = 4;
-/// Bytes of what is borrowed.
+/// Bytes of a borrowed unit.
 pub(super) const LOAN_BYTES: usize = SPAN_MAX * PAGE_SIZE;
-/// Requests under way. More would not fit the pages, but writes need none.
+/// Most requests under way. More would not fit the pages, but writes need none.
 const ENTRIES: usize = 256;
 
-/// The request of an entry.
+/// The kind of request that an entry holds.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Work {
-    /// Nothing.
+    /// The entry is free.
     Idle,
-    /// A range of at most [`CHUNK_MAX`] bytes to be answered by data, on its own or as a part of a
+    /// A range of at most [`CHUNK_MAX`] bytes to be answered with data, by itself or as a part of a
     /// `stream`.
     Read { offset: u64, length: u32, stream: Option<u16> },
-    /// As a read, but whoever began it waits for it and answers it himself.
+    /// A read whose beginner waits for it and answers it.
     Held { offset: u64, length: u32 },
-    /// The last chunk of a long read; it counts the reads that belong to it.
+    /// The end of a long read; it counts the chunks that belong to it.
     Stream,
-    /// Anything that is answered by success or an error alone.
+    /// A request that is answered only with success or an error.
     Write,
 }
 
 pub(super) struct Entry {
     pub work: Work,
     pub cookie: u64,
-    /// The first error, and where in the export it was.
+    /// The first error, and its offset in the export.
     pub error: Option<(Errno, u64)>,
-    /// Operations outstanding, plus one until all of them have been issued.
+    /// Outstanding operations, plus one until all have been issued.
     left: u32,
     span: usize,
     pages: [u16; SPAN_MAX],
 }
 
 impl Entry {
-    /// The numbers of its pages in [`Flight::pages`], in order.
+    /// The indices of the entry's pages in [`Flight::pages`], in order.
     pub fn pages(&self) -> &[u16] {
         &self.pages[..self.span]
     }
@@ -69,12 +69,12 @@ pub(super) struct Flight {
     loans: [Option<Loan>; LOANS],
     idle_pages: Vec<u16>,
     ready: VecDeque<u16>,
-    /// Entries that write.
+    /// Number of entries that write.
     writes: usize,
 }
 
 impl Flight {
-    /// `pool` has units of [`LOAN_BYTES`].
+    /// Makes the tables; `pool` must have units of [`LOAN_BYTES`].
     pub fn new(pool: &Arc<Pool>) -> io::Result<Flight> {
         let entry =
             || Entry { work: Work::Idle, cookie: 0, error: None, left: 0, span: 0, pages: [0; SPAN_MAX] };
@@ -96,8 +96,8 @@ impl Flight {
         idle
     }
 
-    /// Whether an entry with `span` pages can begin, with one to spare for its stream; borrows
-    /// pages for it where that helps.
+    /// Whether an entry with `span` pages can begin, with one entry to spare for its stream.
+    /// Borrows pages for it if that helps.
     pub fn has_room(&mut self, span: usize) -> bool {
         while self.idle_pages.len() < span {
             let Some(place) = self.loans.iter().position(Option::is_none) else { return false };
@@ -111,19 +111,19 @@ impl Flight {
         self.idle.len() >= 2
     }
 
-    /// Gives back what is borrowed. Nothing is under way.
+    /// Gives the borrowed units back. Nothing may be under way.
     fn give_back(&mut self) {
         self.loans = [const { None }; LOANS];
         self.idle_pages = Self::own_pages(std::mem::take(&mut self.idle_pages));
     }
 
-    /// The entry that [`begin`](Flight::begin) would take next, where there is room.
+    /// The entry that [`begin`](Flight::begin) would take next, if there is room.
     pub fn next(&self) -> Option<u16> {
         self.idle.last().copied()
     }
 
-    /// Takes an entry and `span` pages for it; the caller has seen that there is room. It is not
-    /// ready before [`issued`](Flight::issued), however fast its operations are.
+    /// Takes an entry and `span` pages for it; the caller has checked that there is room. The entry
+    /// is not ready before [`issued`](Flight::issued), however fast its operations are.
     pub fn begin(&mut self, work: Work, cookie: u64, span: usize) -> u16 {
         let index = self.idle.pop().expect("the caller has seen that there is room");
         self.writes += usize::from(work == Work::Write);
@@ -138,7 +138,7 @@ impl Flight {
         index
     }
 
-    /// The ticket of the operation on the `at`th page of an entry.
+    /// The ticket of the operation on the page at index `at` of an entry.
     pub fn ticket(index: u16, at: usize) -> Ticket {
         Ticket::from(index) << 8 | at as Ticket
     }
@@ -155,7 +155,7 @@ impl Flight {
         }
     }
 
-    /// The memory of the `at`th page of an entry.
+    /// The memory of the page at index `at` of an entry.
     pub fn page_of(&mut self, index: u16, at: usize) -> &mut PageBytes {
         let number = usize::from(self.entries[usize::from(index)].pages[at]);
         let (unit, at) = (number / SPAN_MAX, number % SPAN_MAX);
@@ -167,7 +167,7 @@ impl Flight {
         }
     }
 
-    /// So many more operations of the entry are outstanding.
+    /// Adds this many outstanding operations to the entry.
     pub fn queued(&mut self, index: u16, operations: usize) {
         self.entries[usize::from(index)].left += operations as u32;
     }
@@ -181,7 +181,8 @@ impl Flight {
         }
     }
 
-    /// Every operation of the entry has been issued. Returns whether it is finished already.
+    /// Notes that every operation of the entry has been issued. Returns whether it is finished
+    /// already.
     pub fn issued(&mut self, index: u16) -> bool {
         self.one_less(index)
     }
@@ -204,7 +205,7 @@ impl Flight {
         self.one_less(index);
     }
 
-    /// Whether a held entry is finished.
+    /// Whether a held entry is finished: its beginner waits for it.
     pub fn is_finished(&self, index: u16) -> bool {
         self.entry(index).left == 0
     }
@@ -246,7 +247,7 @@ impl Flight {
         }
     }
 
-    /// Forgets everything, once nothing is under way.
+    /// Clears all entries, once nothing is under way.
     pub fn reset(&mut self) {
         self.writes = 0;
         self.ready.clear();
@@ -260,7 +261,7 @@ impl Flight {
         self.writes > 0
     }
 
-    /// Entries that have begun and are not released.
+    /// Number of entries that have begun and are not released.
     pub fn begun(&self) -> usize {
         ENTRIES - self.idle.len()
     }
@@ -271,7 +272,7 @@ impl Flight {
     }
 }
 
-/// A fault's error number as the protocol has it.
+/// The protocol's error number of a fault.
 pub(super) fn errno(fault: Fault) -> Errno {
     match weir_request::errno(fault) {
         rustix::io::Errno::NOSPC => Errno::NoSpace,
@@ -344,7 +345,7 @@ mod tests {
             flight.entry(index).pages().iter().all(|number| *flight.page(*number) == [mark; PAGE_SIZE])
         };
         assert!(begun.iter().zip(1..).all(|(index, mark)| marked(*index, mark)), "no page is two entries'");
-        // The room left for another is less, and never nothing.
+        // The room left for another entry becomes less, but never zero.
         let room = std::iter::from_fn(|| {
             other
                 .has_room(SPAN_MAX)

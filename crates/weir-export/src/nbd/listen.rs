@@ -1,5 +1,5 @@
-//! Where the server listens: a unix socket of its owner's, or TCP, under TLS or only for this
-//! machine.
+//! The addresses on which the server listens: a unix socket of its owner's, or TCP, under TLS or
+//! only for this machine.
 
 use super::tls::Identity;
 use rustix::net::{SocketFlags, SocketType};
@@ -18,18 +18,18 @@ pub enum Listen {
     Unix(PathBuf),
     /// TCP; every connection must begin TLS.
     Tls {
-        /// A name or an address.
+        /// A host name or an address.
         host: String,
-        /// 0 lets the system choose.
+        /// The port; 0 lets the system choose.
         port: u16,
         /// The server's certificate and key.
         identity: Arc<Identity>,
     },
     /// TCP in the clear, on a loopback address only.
     Insecure {
-        /// A name or an address; all it stands for must be loopback.
+        /// A host name or an address; every address that it stands for must be loopback.
         host: String,
-        /// 0 lets the system choose.
+        /// The port; 0 lets the system choose.
         port: u16,
     },
 }
@@ -48,34 +48,34 @@ impl fmt::Display for Listen {
     }
 }
 
-/// Why an address cannot be listened on.
+/// The reason why the server cannot listen on an address.
 #[derive(Debug, thiserror::Error)]
 pub enum ListenError {
-    /// A unix socket cannot be had.
+    /// The unix socket cannot be made.
     #[error(transparent)]
     Local(#[from] BindError),
-    /// TCP without TLS on an address that others reach.
+    /// The address would be TCP without TLS, and other machines reach it.
     #[error(
         "{address}: {resolved} is not a loopback address, and without TLS anyone who reaches it reads and writes \
          every page; give it a certificate, or listen on 127.0.0.1 or a unix socket"
     )]
     Exposed {
-        /// As it was asked for.
+        /// The address that was asked for.
         address: String,
         /// The address that it stands for.
         resolved: std::net::IpAddr,
     },
-    /// The system refuses.
+    /// The system refuses to listen there.
     #[error("{address}: cannot listen there: {source}")]
     Io {
-        /// As it was asked for.
+        /// The address that was asked for.
         address: String,
         /// The system's error.
         source: io::Error,
     },
 }
 
-/// A socket that listens. A unix socket's file goes when this does.
+/// A socket that listens. Dropping it removes a unix socket's file.
 #[derive(Debug)]
 pub(super) struct Listener {
     socket: OwnedFd,
@@ -96,7 +96,7 @@ impl Listener {
         }
     }
 
-    /// Takes a connection that is waiting, non-blocking; `None` where there is none.
+    /// Takes a connection that is waiting, non-blocking; `None` if there is none.
     pub fn accept(&self) -> io::Result<Option<OwnedFd>> {
         match rustix::net::accept_with(&self.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
             Ok(socket) => {
@@ -107,7 +107,7 @@ impl Listener {
                 }
                 Ok(Some(socket))
             }
-            // A client that gave up before it was accepted is nobody's error.
+            // A client that gave up before it was accepted is no error.
             Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR | rustix::io::Errno::CONNABORTED) => {
                 Ok(None)
             }

@@ -1,11 +1,11 @@
 //! The Network Block Device protocol, after its specification (`doc/proto.md` of
 //! NetworkBlockDevice/nbd).
 //!
-//! Decisions need no socket: [`handshake`] and [`transmission`] take bytes and give
-//! bytes, so that they are tested and fuzzed as plain functions. [`wire`] holds the numbers.
+//! Decisions need no socket: [`handshake`] and [`transmission`] take bytes and return bytes, so
+//! they are tested and fuzzed as plain functions. [`wire`] holds the numbers.
 //!
-//! [`Server`] puts threads around them: one that negotiates with everybody, and one for each
-//! connection in transmission, all of them started before the process is sealed. [`client`] is the
+//! [`Server`] runs them on threads: one that negotiates with all clients, and one for each
+//! connection in transmission. All are started before the process is sealed. [`client`] is the
 //! other side.
 
 pub mod client;

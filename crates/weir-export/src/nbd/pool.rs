@@ -1,8 +1,8 @@
-//! Memory that connections share: what a long request needs beyond each one's own, which few use at
-//! a time.
+//! Memory that connections share: a long request needs more than its connection has, and few
+//! requests are long at a time.
 //!
 //! All of it is taken at the start. A connection borrows a unit by one atomic operation and gives
-//! it back soon; where none is left it goes on with what is its own, in smaller pieces.
+//! it back soon. If no unit is left, it uses its own memory, in smaller pieces.
 
 use crate::buffer::Buffer;
 use std::io;
@@ -11,16 +11,16 @@ use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Units of one size.
+/// A pool of units of one size.
 #[derive(Debug)]
 pub(super) struct Pool {
     memory: Buffer,
     unit: usize,
-    /// A bit for each unit that nobody has.
+    /// A bit for each unit that is free.
     idle: AtomicU64,
 }
 
-/// A unit that is borrowed, and goes back when it is dropped.
+/// A borrowed unit, which returns to the pool when this is dropped.
 #[derive(Debug)]
 pub(super) struct Loan {
     pool: Arc<Pool>,
@@ -28,24 +28,24 @@ pub(super) struct Loan {
 }
 
 impl Pool {
-    /// A pool of `units` (64 at most) of `unit` bytes, in whole pages.
+    /// Makes a pool of `units` (64 at most) of `unit` bytes, in whole pages.
     ///
     /// # Errors
-    /// When the memory cannot be had.
+    /// Fails when the memory cannot be had.
     pub fn new(units: usize, unit: usize) -> io::Result<Arc<Self>> {
         let units = units.clamp(1, 64);
         let memory = Buffer::new(units * unit)?;
         Ok(Arc::new(Pool { memory, unit, idle: AtomicU64::new(u64::MAX >> (64 - units)) }))
     }
 
-    /// A unit, if one is left.
+    /// Borrows a unit, if one is left.
     pub fn borrow(self: &Arc<Self>) -> Option<Loan> {
         let lowest = |idle: u64| (idle != 0).then(|| idle & (idle - 1));
         let before = self.idle.fetch_update(Ordering::Acquire, Ordering::Relaxed, lowest).ok()?;
         Some(Loan { pool: Arc::clone(self), number: before.trailing_zeros() })
     }
 
-    /// Whether it is pinned in RAM.
+    /// Whether the pool's memory is locked in RAM.
     pub fn is_locked(&self) -> bool {
         self.memory.is_locked()
     }
@@ -53,7 +53,7 @@ impl Pool {
 
 impl Loan {
     fn start(&self) -> *mut u8 {
-        // SAFETY: the pool has as many units.
+        // SAFETY: the pool has more units than this number.
         unsafe { self.pool.memory.as_mut_ptr().add(self.number as usize * self.pool.unit) }
     }
 }
@@ -62,15 +62,16 @@ impl Deref for Loan {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: the unit is this loan's alone as long as it lives, and lies in memory that the
-        // pool keeps.
+        // SAFETY: while the loan lives, the unit is this loan's alone, and it lies in memory that
+        // the pool keeps.
         unsafe { &*ptr::slice_from_raw_parts(self.start(), self.pool.unit) }
     }
 }
 
 impl DerefMut for Loan {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above, and `self` is borrowed exclusively.
+        // SAFETY: while the loan lives, the unit is this loan's alone, and `self` is borrowed
+        // exclusively.
         unsafe { &mut *ptr::slice_from_raw_parts_mut(self.start(), self.pool.unit) }
     }
 }

@@ -1,5 +1,5 @@
-//! The threads that serve connections: all started before the process is sealed, each with its
-//! memory and its lane, each waiting at its seat for a connection to be given to it.
+//! The threads that serve connections. All are started before the process is sealed, each with its
+//! memory and its lane. Each waits at its seat until it is given a connection.
 
 use super::connection::Worker;
 use super::handshake::{INPUT_MAX, Negotiated};
@@ -19,7 +19,7 @@ pub(super) struct Seats {
     gate: SpinGate,
     spin: Duration,
     read_only: bool,
-    /// Sockets are being shut for reading.
+    /// The server is shutting sockets for reading.
     closing: AtomicBool,
     log: Log,
 }
@@ -33,9 +33,9 @@ struct Seat {
 
 struct Mailbox {
     state: State,
-    /// The connection's socket, for whoever must end it from outside.
+    /// The connection's socket, for a thread that must end it from outside.
     socket: Option<OwnedFd>,
-    /// The thread's own descriptor of it, until the thread takes it.
+    /// The serving thread's own descriptor of the connection, until the thread takes it.
     given: Option<OwnedFd>,
     negotiated: Negotiated,
     early: Box<[u8]>,
@@ -44,11 +44,11 @@ struct Mailbox {
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum State {
-    /// The thread is not there yet, or no more.
+    /// The seat has no thread yet, or no more.
     Empty,
     Idle,
     Serving,
-    /// The thread shall leave once it is idle.
+    /// The thread must leave once it is idle.
     Closing,
 }
 
@@ -76,7 +76,7 @@ impl Seats {
         }
     }
 
-    /// The life of a seat's thread: serves what it is given until it shall leave.
+    /// The work of a seat's thread: serves each connection that it is given, until it must leave.
     pub fn sit(&self, number: usize, worker: &mut Worker) {
         weir_core::seal::on_io_thread(|| {
             while let Some(socket) = self.seats[number].wait() {
@@ -85,13 +85,13 @@ impl Seats {
         });
     }
 
-    /// A thread is about to take this seat. It may be given a connection, and
-    /// [`close`](Seats::close) waits for it.
+    /// Notes that a thread is about to take this seat. The seat may be given a connection, and
+    /// [`close`](Seats::close) waits for the thread.
     pub fn open(&self, number: usize) {
         self.seats[number].lock().state = State::Idle;
     }
 
-    /// The thread has left, or will not come. A connection that it had ends.
+    /// Notes that the thread has left, or will not come. Its connection ends.
     pub fn vacate(&self, number: usize) {
         let mut mail = self.seats[number].lock();
         mail.shut(Shutdown::Both);
@@ -99,7 +99,7 @@ impl Seats {
         self.seats[number].bell.notify_all();
     }
 
-    /// Vacates the seat when it is dropped, as the thread's last deed, also where that ends by a
+    /// Vacates the seat when the returned guard is dropped: as the thread's last act, even after a
     /// panic.
     pub fn vacate_at_end(&self, number: usize) -> Sitting<'_> {
         Sitting(self, number)
@@ -141,10 +141,10 @@ impl Seats {
         self.seats.iter().any(|seat| seat.lock().state == State::Idle)
     }
 
-    /// Gives a connection to an idle thread; `early` is what the client sent too early.
+    /// Gives a connection to an idle thread; `early` holds bytes that the client sent too early.
     ///
     /// # Errors
-    /// When no thread is idle, or no descriptor can be had.
+    /// Fails when no thread is idle, or no descriptor can be had.
     pub fn give(&self, socket: OwnedFd, negotiated: Negotiated, early: &[u8]) -> io::Result<usize> {
         for (number, seat) in self.seats.iter().enumerate() {
             let mut mail = seat.lock();
@@ -162,9 +162,9 @@ impl Seats {
         Err(io::ErrorKind::ResourceBusy.into())
     }
 
-    /// Lets every thread leave: idle ones now, others when they have answered what they have
-    /// received, or, after `grace`, when their connection has been cut. Returns how many were still
-    /// busy some time after that: they wait for a store.
+    /// Has every thread leave. Idle ones leave now, others when they have answered what they have
+    /// received. After `grace` their connections are cut. Returns how many were still busy some
+    /// time after that: they wait for a store.
     pub fn close(&self, grace: Duration) -> usize {
         self.closing.store(true, Ordering::SeqCst);
         for seat in &self.seats {
@@ -201,13 +201,13 @@ impl Seats {
         busy
     }
 
-    /// How many connections may be the kernel's. A connection counts as such unless another living
-    /// process has it. This process may have made it for the kernel.
+    /// The number of connections that may be the kernel's. A connection counts unless another
+    /// living process has it. This process may have made it for the kernel.
     pub fn kernels(&self) -> usize {
         self.seats.iter().filter(|seat| seat.lock().socket.as_ref().is_some_and(is_kernels)).count()
     }
 
-    /// Ends those.
+    /// Ends the connections that may be the kernel's.
     pub fn hang_up_kernels(&self) {
         for seat in &self.seats {
             let mail = seat.lock();
@@ -227,7 +227,7 @@ impl Seats {
     }
 }
 
-/// See [`Seats::vacate_at_end`].
+/// Vacates a seat when dropped; see [`Seats::vacate_at_end`].
 pub(super) struct Sitting<'a>(&'a Seats, usize);
 
 impl Drop for Sitting<'_> {
@@ -237,13 +237,13 @@ impl Drop for Sitting<'_> {
 }
 
 impl Seat {
-    /// A thread that panicked while it held the lock left nothing half done: every change is one
-    /// assignment.
+    /// Locks the mailbox, even after a panic: every change is one assignment, so none is left half
+    /// done.
     fn lock(&self) -> MutexGuard<'_, Mailbox> {
         self.mailbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for a connection; `None` when the thread shall leave.
+    /// Waits for a connection; `None` when the thread must leave.
     fn wait(&self) -> Option<OwnedFd> {
         let mut mail = self.lock();
         loop {
@@ -258,7 +258,7 @@ impl Seat {
     }
 }
 
-/// Whether no other living process made the connection. Where that cannot be told, it may be the
+/// Whether no other living process made the connection. If that is not known, it may be the
 /// kernel's.
 fn is_kernels(socket: &OwnedFd) -> bool {
     let maker = rustix::net::sockopt::socket_peercred(socket).map_or(0, |peer| peer.pid.as_raw_pid());
@@ -270,7 +270,7 @@ fn is_kernels(socket: &OwnedFd) -> bool {
 impl Mailbox {
     fn shut(&self, how: Shutdown) {
         if let Some(socket) = &self.socket {
-            // It fails where the client has gone already, which is what is wanted.
+            // This fails only if the client has gone already.
             let _ = rustix::net::shutdown(socket, how);
         }
     }

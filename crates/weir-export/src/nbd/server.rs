@@ -1,4 +1,5 @@
-//! The server as its owner sees it: started whole, asked for its counts, shut down in bounded time.
+//! The NBD server as its owner uses it: it starts completely or not at all, has counts, and shuts
+//! down in bounded time.
 
 use super::connection::{Shared, Worker};
 use super::control::{Bell, Control};
@@ -19,21 +20,22 @@ use weir_volume::Volume;
 /// Stack of a thread; with `mlockall` all of it is resident.
 const STACK_BYTES: usize = 256 << 10;
 
-/// How a volume is served.
+/// The settings of a server.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// The export's name; clients may also ask for the default one, which is the same.
+    /// The export's name. Clients may also ask for the default export, which is the same.
     pub name: String,
     /// The export's description, for people.
     pub description: String,
-    /// Refuse writes.
+    /// Whether writes are refused.
     pub read_only: bool,
-    /// Connections that may be served at once: a thread, a lane and about 1 MiB of locked memory
-    /// each, and some that they share.
+    /// Most connections that are served at once. Each takes a thread, a lane and about 1 MiB of
+    /// locked memory, and they share some more.
     pub connections: usize,
-    /// How long a thread looks for a client's next request before it sleeps; zero for not at all.
+    /// Time that a thread spins for a client's next request before it sleeps; zero: it sleeps at
+    /// once.
     pub spin: Duration,
-    /// How long a client may leave its replies unread before its connection is dropped.
+    /// Longest time that a client may leave its replies unread before its connection is dropped.
     pub send_patience: Duration,
     /// The export is to carry swap: TLS is refused, and every thread must have the I/O flusher flag
     /// unless [`unsafe_no_flusher`](Config::unsafe_no_flusher) is set.
@@ -57,33 +59,33 @@ impl Default for Config {
     }
 }
 
-/// Why a server cannot start.
+/// The reason why a server cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
-    /// An address cannot be listened on.
+    /// The server cannot listen on an address.
     #[error(transparent)]
     Listen(#[from] ListenError),
-    /// A configuration that is no good.
+    /// The configuration is invalid.
     #[error("{0}")]
     Config(String),
     /// A thread's lane cannot be opened.
     #[error("connection {number} of {connections} gets no lane")]
     Lane {
-        /// Which connection, from 1.
+        /// The connection's number, from 1.
         number: usize,
-        /// How many were asked for.
+        /// The number of connections asked for.
         connections: usize,
-        /// Why.
+        /// The volume's error.
         #[source]
         source: OpenError,
     },
-    /// A thread does not have the flusher flag.
+    /// A thread cannot have the flusher flag.
     #[error("a thread that would serve swap lacks the I/O flusher flag")]
     Flusher(#[source] Unprotected),
-    /// No memory, threads or descriptors.
+    /// The system has no memory, threads or descriptors left.
     #[error("cannot take memory and threads for {connections} connections; ask for fewer")]
     Resources {
-        /// How many were asked for.
+        /// The number of connections asked for.
         connections: usize,
         /// The system's error.
         #[source]
@@ -91,7 +93,7 @@ pub enum ServeError {
     },
 }
 
-/// A running NBD server. Dropping it shuts it down, with no grace.
+/// A running NBD server. Dropping it shuts it down at once.
 pub struct Server {
     seats: Arc<Seats>,
     bell: Arc<Bell>,
@@ -107,7 +109,7 @@ impl fmt::Debug for Server {
     }
 }
 
-/// The connections of a server that the kernel's client may have.
+/// The server's connections that may be the kernel's own client's.
 #[derive(Clone)]
 pub struct KernelConnections(Arc<Seats>);
 
@@ -118,12 +120,12 @@ impl fmt::Debug for KernelConnections {
 }
 
 impl KernelConnections {
-    /// How many there are.
+    /// The number of these connections.
     pub fn count(&self) -> usize {
         self.0.kernels()
     }
 
-    /// Ends the connections of kernels.
+    /// Ends these connections.
     pub fn hang_up(&self) {
         self.0.hang_up_kernels();
     }
@@ -134,7 +136,7 @@ impl Server {
     /// Clients are served from here on.
     ///
     /// # Errors
-    /// See [`ServeError`]; nothing is left running or listening then.
+    /// Fails with a [`ServeError`]; nothing is left running or listening then.
     pub fn start(
         volume: &Arc<Volume>,
         config: &Config,
@@ -221,29 +223,29 @@ impl Server {
         Ok(())
     }
 
-    /// Where it listens, with the ports that the system chose.
+    /// The addresses on which the server listens, with the ports that the system chose.
     pub fn addresses(&self) -> &[Listen] {
         &self.addresses
     }
 
-    /// Its connections with the kernel.
+    /// The server's connections with the kernel.
     pub fn kernel_connections(&self) -> KernelConnections {
         KernelConnections(Arc::clone(&self.seats))
     }
 
-    /// Its counts.
+    /// The server's counts.
     pub fn stats(&self) -> Stats {
         self.seats.stats()
     }
 
-    /// Whether all its I/O memory is pinned in RAM.
+    /// Whether all I/O memory of the server is locked in RAM.
     pub fn is_memory_locked(&self) -> bool {
         self.memory_locked
     }
 
-    /// Takes no more connections and no more requests, answers those received, and after `grace`
-    /// cuts the connections that are left. Returns how many threads did not come back 2 s after
-    /// that, because a store answers nothing.
+    /// Takes no more connections and requests, answers those received, and cuts the remaining
+    /// connections after `grace`. Returns how many threads had not ended 2 s after that, because a
+    /// store does not answer.
     pub fn shutdown(mut self, grace: Duration) -> usize {
         self.stop(grace)
     }
@@ -251,12 +253,12 @@ impl Server {
     fn stop(&mut self, grace: Duration) -> usize {
         self.bell.ring();
         if let Some(control) = self.control.take() {
-            // A panic there has been reported by the panic hook.
+            // The panic hook has reported a panic of that thread.
             let _ = control.join();
         }
         let busy = self.seats.close(grace);
         for thread in self.threads.drain(..) {
-            // Those that wait for a store are left to themselves.
+            // A thread that waits for a store is not joined.
             if busy == 0 || thread.is_finished() {
                 let _ = thread.join();
             }
@@ -271,7 +273,7 @@ impl Drop for Server {
     }
 }
 
-/// The first step of a thread that serves; it says whether the thread may go on.
+/// The first step of a serving thread; returns whether the thread may go on.
 fn arrival(
     config: &Config,
     ready: &mpsc::Sender<Result<bool, Unprotected>>,
@@ -280,8 +282,8 @@ fn arrival(
     let ready = ready.clone();
     move || {
         if swap {
-            // Each reply takes a buffer of the kernel. Where this is denied, the server waits its
-            // turn for memory.
+            // Each reply takes a kernel buffer. If the system denies access to its reserve, the
+            // server waits its turn for memory.
             let _ = swap_safety::reach_reserves(Children::Ordinary);
         }
         let flusher = if must_flush { swap_safety::has_io_flusher() } else { Ok(true) };

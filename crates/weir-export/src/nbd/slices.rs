@@ -6,8 +6,8 @@ use std::io::IoSlice;
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
-/// Slices of one `sendmsg`; the kernel takes 1024. Enough for a piece of a read and many short
-/// ones, and cheap to set up.
+/// Most slices of one `sendmsg`; the kernel takes 1024. This is enough for a piece of a read with
+/// many short ones, and cheap to set up.
 pub(super) const SLICES_MAX: usize = 256;
 
 /// The slices of one `sendmsg`.
@@ -22,19 +22,19 @@ impl<'a> Slices<'a> {
         Slices { list: [IoSlice::new(&[]); SLICES_MAX], len: 0, bytes: 0 }
     }
 
-    /// How many more slices fit.
+    /// Number of slices that still fit.
     pub fn room(&self) -> usize {
         SLICES_MAX - self.len
     }
 
-    /// Appends a slice; the caller has seen that there is room.
+    /// Appends a slice; the caller has checked that there is room.
     pub fn push(&mut self, slice: &'a [u8]) {
         self.list[self.len] = IoSlice::new(slice);
         self.len += 1;
         self.bytes += slice.len();
     }
 
-    /// Keeps a place for a slice that [`set`](Slices::set) will fill in.
+    /// Reserves a place for a slice that [`set`](Slices::set) will fill in.
     pub fn reserve(&mut self) -> usize {
         self.push(&[]);
         self.len - 1
@@ -46,21 +46,21 @@ impl<'a> Slices<'a> {
         self.list[at] = IoSlice::new(slice);
     }
 
-    /// A place to come back to by [`rewind`](Slices::rewind).
+    /// A mark to which [`rewind`](Slices::rewind) returns.
     pub fn mark(&self) -> (usize, usize) {
         (self.len, self.bytes)
     }
 
-    /// Forgets what was pushed since `mark`.
+    /// Removes the slices that were pushed since `mark`.
     pub fn rewind(&mut self, mark: (usize, usize)) {
         (self.len, self.bytes) = mark;
     }
 
-    /// Sends what the client takes within `patience`, and copies the rest to the front of `rest`,
-    /// which is large enough. Returns the rest's length.
+    /// Sends the bytes that the client takes within `patience`, and copies the rest to the front of
+    /// `rest`, which must be large enough. Returns the rest's length.
     ///
     /// # Errors
-    /// When the connection is broken.
+    /// Fails when the connection is broken.
     pub fn send_or_copy(
         &mut self,
         socket: BorrowedFd<'_>,
@@ -95,10 +95,10 @@ impl<'a> Slices<'a> {
         Ok(copied)
     }
 
-    /// Sends everything, waiting for the client to take it.
+    /// Sends all bytes, and waits until the client has taken them.
     ///
     /// # Errors
-    /// When the connection is broken, or the client takes nothing for as long as the socket's
+    /// Fails when the connection is broken, or the client takes nothing within the socket's
     /// timeout.
     pub fn send_all(&mut self, socket: BorrowedFd<'_>) -> rustix::io::Result<()> {
         let mut list = &mut self.list[..self.len];
@@ -117,7 +117,7 @@ impl<'a> Slices<'a> {
     }
 }
 
-/// Sleeps until the socket has room or the deadline has passed; returns whether it has.
+/// Sleeps until the socket has room or the deadline has passed; returns whether there is room.
 fn wait_for_room(socket: BorrowedFd<'_>, deadline: Instant) -> rustix::io::Result<bool> {
     let left = deadline.saturating_duration_since(Instant::now());
     let timeout = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
@@ -128,7 +128,7 @@ fn wait_for_room(socket: BorrowedFd<'_>, deadline: Instant) -> rustix::io::Resul
     }
 }
 
-/// Moves the front of a buffer that is being filled behind it: copies `bytes` there and returns the
+/// Copies `bytes` to the front of the free part of a buffer, shortens that part, and returns the
 /// copy.
 pub(super) fn take_front<'a>(free: &mut &'a mut [u8], bytes: &[u8]) -> &'a [u8] {
     let (front, rest) = std::mem::take(free).split_at_mut(bytes.len());

@@ -1,8 +1,8 @@
-//! A server's counts: each thread counts for itself, and a reader adds them up.
+//! A server's counts: each thread counts its own work, and a reader adds them up.
 
 use weir_core::metrics::Counter;
 
-/// One queue thread's counters; it is their only writer.
+/// One connection thread's counters; the thread is their only writer.
 #[derive(Debug, Default)]
 pub(super) struct Counters {
     pub connections: Counter,
@@ -16,30 +16,30 @@ pub(super) struct Counters {
     pub batches: Counter,
 }
 
-/// A server at one moment. Counts are since its start.
+/// A server's counts at one moment, since its start.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Stats {
-    /// Connections being served.
+    /// Number of connections being served.
     pub connected: u64,
-    /// Connections that can be served at once.
+    /// Most connections that can be served at once.
     pub connections_max: u64,
-    /// Connections that have reached transmission.
+    /// Number of connections that have reached transmission.
     pub connections: u64,
-    /// Requests of every kind.
+    /// Number of requests of every kind.
     pub requests: u64,
-    /// Reads.
+    /// Number of reads.
     pub reads: u64,
-    /// Writes.
+    /// Number of writes.
     pub writes: u64,
-    /// Trims and write-zeroes.
+    /// Number of trims and write-zeroes.
     pub trims: u64,
-    /// Requests answered with an error.
+    /// Number of requests answered with an error.
     pub errors: u64,
-    /// Bytes asked for by reads.
+    /// Bytes that reads asked for.
     pub bytes_read: u64,
-    /// Bytes sent by writes.
+    /// Bytes that writes sent.
     pub bytes_written: u64,
-    /// Times that requests were received; `requests / batches` came together on average.
+    /// Number of batches; `requests / batches` requests came together on average.
     pub batches: u64,
 }
 

@@ -1,8 +1,8 @@
 //! TLS for TCP, as a relay in front of the server.
 //!
-//! A connection's TLS runs on a thread of its own that hands the plaintext to the server through a
-//! socket pair. So the threads that serve pages stay what they are: they neither know of TLS nor
-//! allocate for it (which is why a device that carries swap must not use it).
+//! A connection's TLS runs on a thread of its own, which passes the plaintext to the server through
+//! a socket pair. So the threads that serve pages neither know of TLS nor allocate for it. The TLS
+//! thread does allocate, so a device that carries swap must not use TLS.
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustls::pki_types::pem::PemObject;
@@ -19,16 +19,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// The most bytes that a relay holds of either direction.
+/// Most bytes that a relay holds of each direction.
 const BUFFER_BYTES: usize = 64 << 10;
-/// How long a client may take for its TLS handshake, and at the end to take what was meant for it.
+/// Time that a client may take for its TLS handshake, and at the end to take the last bytes meant
+/// for it.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Relays that run at once; each has a thread. More connections than that are refused.
+/// Most relays that run at once, each with a thread. More connections are refused.
 const RELAYS_MAX: usize = 128;
 
 static RELAYS: AtomicUsize = AtomicUsize::new(0);
 
-/// A server's certificate and key, and whose clients it accepts.
+/// A server's certificate and key, and the authority whose clients it accepts.
 pub struct Identity {
     config: Arc<ServerConfig>,
     checks_clients: bool,
@@ -40,20 +41,20 @@ impl fmt::Debug for Identity {
     }
 }
 
-/// Why a directory gives no identity.
+/// The reason why a directory gives no identity.
 #[derive(Debug, thiserror::Error)]
 pub enum IdentityError {
-    /// A file is missing or is not what it should be.
+    /// A file is missing, or has wrong content.
     #[error(
         "{file}: {what}; a certificate directory holds server-cert.pem, server-key.pem and, to accept known clients only, ca-cert.pem"
     )]
     File {
-        /// Which.
+        /// The file's name.
         file: String,
-        /// The fault in it.
+        /// The fault in the file.
         what: String,
     },
-    /// Certificate and key do not go together, or are of no use.
+    /// Certificate and key do not match, or are unusable.
     #[error("the certificate and key in {directory} cannot be used: {source}")]
     Unusable {
         /// Their directory.
@@ -63,17 +64,17 @@ pub enum IdentityError {
     },
 }
 
-/// The problem of any other key; ring is what the cryptography here is made by.
+/// The fault of an unsupported key; the ring library does the cryptography here.
 const KEYS: &str =
     "no key that can be used: RSA of 2048, 3072 or 4096 bits, ECDSA on P-256 or P-384, or Ed25519 can";
 
 impl Identity {
-    /// Reads the files that QEMU, nbdkit and libnbd use by the same names: `server-cert.pem` and
-    /// `server-key.pem`. If there is a `ca-cert.pem`, clients must show a certificate that it has
+    /// Reads the files `server-cert.pem` and `server-key.pem`, which have the same names for QEMU,
+    /// nbdkit and libnbd. If there is a `ca-cert.pem`, clients must show a certificate that it has
     /// signed.
     ///
     /// # Errors
-    /// When a file is missing, is no PEM, or the key is not the certificate's.
+    /// Fails when a file is missing, is no PEM, or the key does not match the certificate.
     pub fn from_directory(directory: &Path) -> Result<Identity, IdentityError> {
         let file = |name: &str| directory.join(name);
         let failed = |name: &str, error: &dyn fmt::Display| IdentityError::File {
@@ -88,10 +89,10 @@ impl Identity {
         let chain = certificates("server-cert.pem")?;
         let key = PrivateKeyDer::from_pem_file(file("server-key.pem"))
             .map_err(|error| failed("server-key.pem", &error))?;
-        // Asked here, since later errors name no file.
+        // Check the key here, since later errors name no file.
         rustls::crypto::ring::sign::any_supported_type(&key).map_err(|_| failed("server-key.pem", &KEYS))?;
-        // Also one that cannot be looked at, or a link to nothing: whoever put it there does not
-        // want everybody let in.
+        // A file that cannot be read, or a link to nothing, counts too: it was put there so that
+        // not every client is accepted.
         let checks_clients = match std::fs::symlink_metadata(file("ca-cert.pem")) {
             Err(error) if error.kind() == ErrorKind::NotFound => false,
             Err(error) => return Err(failed("ca-cert.pem", &error)),
@@ -127,10 +128,10 @@ impl Identity {
     }
 }
 
-/// Begins TLS on `socket` and returns the plaintext's end, non-blocking.
+/// Begins TLS on `socket` and returns the plaintext end, non-blocking.
 ///
 /// # Errors
-/// When too many relays run, or the system has no threads or descriptors left.
+/// Fails when too many relays run, or the system has no threads or descriptors left.
 pub(super) fn relay(identity: &Identity, socket: OwnedFd) -> io::Result<OwnedFd> {
     struct Place;
     impl Drop for Place {
@@ -151,8 +152,7 @@ pub(super) fn relay(identity: &Identity, socket: OwnedFd) -> io::Result<OwnedFd>
     let socket = TcpStream::from(socket);
     std::thread::Builder::new().name("weir-nbd-tls".to_owned()).spawn(move || {
         let _place = place;
-        // How it ended is seen at the other end: the server logs the end of the plaintext
-        // connection.
+        // The outcome shows at the other end: the server logs the end of the plaintext connection.
         let _ = Relay { session, socket, plain: ours, received: Vec::new(), sent: 0 }.run();
     })?;
     Ok(theirs.into())
@@ -162,7 +162,7 @@ struct Relay {
     session: ServerConnection,
     socket: TcpStream,
     plain: UnixStream,
-    /// Plaintext of the client, of which the first `sent` bytes have been passed on.
+    /// Plaintext from the client, of which the first `sent` bytes have been passed on.
     received: Vec<u8>,
     sent: usize,
 }
@@ -179,7 +179,8 @@ impl Relay {
             }
             while self.session.wants_write() && again(self.session.write_tls(&mut self.socket))?.is_some() {}
             client_open &= self.pass_on(&mut buffer)?;
-            // Only when what came before has left: the session holds one buffer of it at most.
+            // Read more only after earlier plaintext has left: the session holds at most one buffer
+            // of it.
             if server_open && !self.session.is_handshaking() && !self.session.wants_write() {
                 match again(self.plain.read(&mut buffer))? {
                     Some(0) => {
@@ -189,7 +190,7 @@ impl Relay {
                         continue;
                     }
                     Some(read) => {
-                        // The limit is the size of the buffer, so all of it fits.
+                        // The session's limit is the size of the buffer, so all bytes fit.
                         self.session.writer().write_all(&buffer[..read])?;
                         continue;
                     }
@@ -212,7 +213,7 @@ impl Relay {
                     }
                     Some(_) => {
                         if let Err(error) = self.session.process_new_packets() {
-                            // Tells the client why, if it listens.
+                            // Tells the client the reason, if it still reads.
                             let _ = self.session.write_tls(&mut self.socket);
                             return Err(io::Error::other(error));
                         }
@@ -223,7 +224,7 @@ impl Relay {
         }
     }
 
-    /// Passes the client's plaintext on as far as the server takes it. Returns whether more may
+    /// Passes the client's plaintext on, as far as the server takes it. Returns whether more may
     /// come.
     fn pass_on(&mut self, buffer: &mut [u8]) -> io::Result<bool> {
         loop {
@@ -258,16 +259,16 @@ impl Relay {
             (self.socket.as_fd(), flags(client_open && !waiting, wants_write)),
             (self.plain.as_fd(), flags(takes_plain, waiting)),
         ];
-        // Deadlines are looked at once a second while they run; an established connection wakes
-        // nobody.
+        // While a deadline runs, it is checked once a second; an established connection causes no
+        // wake-ups.
         let limited = self.session.is_handshaking() || !server_open;
         let second = Timespec { tv_sec: 1, tv_nsec: 0 };
         wait_for(asked, limited.then_some(&second))
     }
 }
 
-/// Waits for what is asked of either. One of which nothing is asked is left out: poll tells of a
-/// hang-up unasked, at once and again and again.
+/// Waits for the events asked of either descriptor. A descriptor with no events asked is left out:
+/// poll would report its hang-up again and again.
 fn wait_for(asked: [(BorrowedFd<'_>, PollFlags); 2], limit: Option<&Timespec>) -> io::Result<()> {
     let mut fds = asked.map(|(fd, flags)| PollFd::from_borrowed_fd(fd, flags));
     let fds = match asked.map(|(_, flags)| flags.is_empty()) {
@@ -282,7 +283,7 @@ fn wait_for(asked: [(BorrowedFd<'_>, PollFlags); 2], limit: Option<&Timespec>) -
     }
 }
 
-/// `None` for what would have to wait.
+/// Turns an error that says "try again" into `None`.
 fn again<T>(result: io::Result<T>) -> io::Result<Option<T>> {
     match result {
         Ok(value) => Ok(Some(value)),

@@ -1,5 +1,5 @@
-//! Requests and replies, without a socket: a parser that takes requests out of a buffer of received
-//! bytes, the rules that a request must keep, and encoders of replies into arrays on the stack.
+//! Requests and replies without a socket: a parser that takes requests out of a buffer, the rules
+//! that a request must keep, and encoders of replies into arrays on the stack.
 
 use super::wire::{
     self, CHUNK_BYTES, Errno, PAYLOAD_MAX, REQUEST_BYTES, SIMPLE_REPLY_BYTES, chunk, command, command_flag,
@@ -8,23 +8,23 @@ use super::wire::{
 use std::fmt;
 use weir_core::PAGE_SIZE;
 
-/// A request's header, as sent.
+/// A request's header, as sent by the client.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Request {
-    /// [`command_flag`]s.
+    /// The request's [`command_flag`]s.
     pub flags: u16,
-    /// One of [`command`].
+    /// The request's type, one of [`command`].
     pub command: u16,
-    /// The client's name for it; comes back in the reply.
+    /// The client's name for the request, which comes back in the reply.
     pub cookie: u64,
-    /// In bytes.
+    /// The range's first byte.
     pub offset: u64,
-    /// In bytes.
+    /// The range's length in bytes.
     pub length: u32,
 }
 
 impl Request {
-    /// Its bytes on the wire.
+    /// The header's bytes on the wire.
     pub fn encode(&self) -> [u8; REQUEST_BYTES] {
         let mut bytes = [0; REQUEST_BYTES];
         bytes[..4].copy_from_slice(&wire::REQUEST_MAGIC.to_be_bytes());
@@ -37,43 +37,41 @@ impl Request {
     }
 }
 
-/// A breach of the protocol. Nothing more can be parsed, and the connection must be
-/// closed.
+/// A violation of the protocol. Nothing more can be parsed, and the connection must be closed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum Violation {
-    /// A request does not begin as requests do.
+    /// A request does not begin with the magic number.
     #[error("a request begins with {0:#010x}, not with 0x25609513: the stream is out of step")]
     Magic(u32),
-    /// A write announces more payload than anyone may send.
+    /// A write announces more payload than is allowed.
     #[error("a write announces {0} bytes; {PAYLOAD_MAX} is the announced maximum")]
     PayloadLength(u32),
 }
 
-/// The next find of the parser.
+/// The next thing that the parser found.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Event<'a> {
-    /// A request. The payload of a write with a length above 0 follows in pieces.
+    /// A request. If it is a write with a length above 0, its payload follows in pieces.
     Request(Request),
     /// The next piece of the current write's payload.
     Payload(Payload<'a>),
 }
 
-/// A piece of a write's payload: either whole pages, aligned to pages of the export, or the part of
-/// one page with which an unaligned write begins or ends.
+/// A piece of a write's payload. It is either whole pages, aligned to pages of the export, or the
+/// part of one page with which an unaligned write begins or ends.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Payload<'a> {
-    /// Its offset in the export. Wraps around for a write whose range does, which
+    /// The piece's offset in the export. It wraps around for a write whose range does, which
     /// [`Rules::check`] refuses.
     pub offset: u64,
-    /// The bytes, never empty.
+    /// The piece's bytes, never empty.
     pub bytes: &'a [u8],
-    /// How many bytes of this write are still to come.
+    /// Number of bytes of this write that are still to come.
     pub left: u32,
 }
 
-/// Takes requests out of received bytes. It holds no bytes itself: what it did not consume is to be
-/// presented again, with more behind it. A buffer of [`Parser::BUFFER_MIN`] bytes is always enough
-/// to get on.
+/// Takes requests out of received bytes. It stores no bytes: the caller must present unconsumed
+/// bytes again, with more after them. A buffer of [`Parser::BUFFER_MIN`] bytes is always enough.
 #[derive(Debug, Default)]
 pub struct Parser {
     offset: u64,
@@ -81,18 +79,18 @@ pub struct Parser {
 }
 
 impl Parser {
-    /// The largest thing that must be in the buffer in one piece: a page of payload.
+    /// Most bytes that must be in the buffer in one piece: a page of payload.
     pub const BUFFER_MIN: usize = PAGE_SIZE;
 
-    /// A parser at the beginning of a transmission.
+    /// Makes a parser for the beginning of a transmission.
     pub fn new() -> Self {
         Parser::default()
     }
 
-    /// The next event, taken from the front of `input`; `None` where `input` holds no complete one.
+    /// Takes the next event from the front of `input`; `None` if `input` holds no complete one.
     ///
     /// # Errors
-    /// When the client is out of step; the parser must not be used further.
+    /// Fails when the client violates the protocol; the parser must not be used further.
     pub fn next<'a>(&mut self, input: &mut &'a [u8]) -> Result<Option<Event<'a>>, Violation> {
         if self.left > 0 {
             return Ok(self.payload(input).map(Event::Payload));
@@ -114,8 +112,8 @@ impl Parser {
         Ok(Some(Event::Request(request)))
     }
 
-    /// Looks ahead: shows every request whose header lies in `input`, consumes nothing, and returns
-    /// how many pages of payload are there to be written.
+    /// Looks ahead: shows every request whose header lies in `input`, and consumes nothing. Returns
+    /// how many pages of payload are in `input`.
     pub fn survey(&self, mut input: &[u8], mut see: impl FnMut(&Request)) -> usize {
         let (mut pages, mut left) = (0, self.left as usize);
         loop {
@@ -170,30 +168,31 @@ fn decode(header: &[u8; REQUEST_BYTES]) -> Result<Request, Violation> {
     if magic == wire::REQUEST_MAGIC { Ok(request) } else { Err(Violation::Magic(magic)) }
 }
 
-/// The limits of a connection.
+/// The limits that a connection's requests must keep.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Rules {
-    /// The export's size.
+    /// The export's size in bytes.
     pub bytes: u64,
-    /// Writes are refused.
+    /// Whether writes are refused.
     pub read_only: bool,
-    /// Structured replies were negotiated.
+    /// Whether structured replies were negotiated.
     pub structured: bool,
-    /// `base:allocation` was selected.
+    /// Whether `base:allocation` was selected.
     pub allocation: bool,
     /// The longest read that is answered in one chunk, for the DF flag.
     pub unfragmented_max: u32,
 }
 
 impl Rules {
-    /// Whether `request` may be performed, and if not, which error to answer. A request that passes
-    /// lies within the export; a refused write's payload must still be consumed.
+    /// Checks whether `request` may be done. A request that passes lies within the export. The
+    /// payload of a refused write must still be consumed.
     ///
     /// # Errors
-    /// As the specification's section on error values asks.
+    /// Fails with the error to answer, by the specification's section on error values.
     pub fn check(&self, request: &Request) -> Result<(), Errno> {
         use command::{BLOCK_STATUS, CACHE, DISC, FLUSH, READ, TRIM, WRITE, WRITE_ZEROES};
-        // FUA is allowed on every command: existing clients set it where it means nothing.
+        // FUA is allowed on every command: existing clients set it even on commands for which it
+        // has no meaning.
         let flags = command_flag::FUA
             | match request.command {
                 READ if self.structured => command_flag::DF,
@@ -229,7 +228,7 @@ impl Rules {
     }
 }
 
-/// A simple reply; a successful read's data follow it.
+/// Encodes a simple reply; a successful read's data follow it.
 pub fn simple_reply(cookie: u64, error: Option<Errno>) -> [u8; SIMPLE_REPLY_BYTES] {
     let mut bytes = [0; SIMPLE_REPLY_BYTES];
     bytes[..4].copy_from_slice(&wire::SIMPLE_REPLY_MAGIC.to_be_bytes());
@@ -238,8 +237,8 @@ pub fn simple_reply(cookie: u64, error: Option<Errno>) -> [u8; SIMPLE_REPLY_BYTE
     bytes
 }
 
-/// A chunk's header with the first `N - 20` bytes of its payload left zero; `more` bytes follow
-/// them.
+/// Encodes a chunk's header, with the first `N - 20` bytes of its payload as zeros; `more` bytes
+/// follow them.
 fn chunk_header<const N: usize>(cookie: u64, done: bool, kind: u16, more: u32) -> [u8; N] {
     let mut bytes = [0; N];
     bytes[..4].copy_from_slice(&wire::STRUCTURED_REPLY_MAGIC.to_be_bytes());
@@ -250,19 +249,19 @@ fn chunk_header<const N: usize>(cookie: u64, done: bool, kind: u16, more: u32) -
     bytes
 }
 
-/// The last chunk of a reply that needs no other.
+/// Encodes an empty last chunk.
 pub fn none_chunk(cookie: u64) -> [u8; 20] {
     chunk_header(cookie, true, chunk::NONE, 0)
 }
 
-/// The head of a chunk of data; `length` bytes from `offset` follow.
+/// Encodes the head of a chunk of data; `length` bytes from `offset` follow.
 pub fn data_chunk(cookie: u64, done: bool, offset: u64, length: u32) -> [u8; 28] {
     let mut bytes: [u8; 28] = chunk_header(cookie, done, chunk::OFFSET_DATA, length);
     bytes[20..].copy_from_slice(&offset.to_be_bytes());
     bytes
 }
 
-/// A chunk that says that `length` bytes from `offset` are zeros.
+/// Encodes a chunk that says that `length` bytes from `offset` are zeros.
 pub fn hole_chunk(cookie: u64, done: bool, offset: u64, length: u32) -> [u8; 32] {
     let mut bytes: [u8; 32] = chunk_header(cookie, done, chunk::OFFSET_HOLE, 0);
     bytes[20..28].copy_from_slice(&offset.to_be_bytes());
@@ -270,14 +269,14 @@ pub fn hole_chunk(cookie: u64, done: bool, offset: u64, length: u32) -> [u8; 32]
     bytes
 }
 
-/// The last chunk of a failed request.
+/// Encodes the last chunk of a failed request.
 pub fn error_chunk(cookie: u64, error: Errno) -> [u8; 26] {
     let mut bytes: [u8; 26] = chunk_header(cookie, true, chunk::ERROR, 0);
     bytes[20..24].copy_from_slice(&(error as u32).to_be_bytes());
     bytes
 }
 
-/// The last chunk of a request that failed at `offset`.
+/// Encodes the last chunk of a request that failed at `offset`.
 pub fn error_offset_chunk(cookie: u64, error: Errno, offset: u64) -> [u8; 34] {
     let mut bytes: [u8; 34] = chunk_header(cookie, true, chunk::ERROR_OFFSET, 0);
     bytes[20..24].copy_from_slice(&(error as u32).to_be_bytes());
@@ -285,14 +284,14 @@ pub fn error_offset_chunk(cookie: u64, error: Errno, offset: u64) -> [u8; 34] {
     bytes
 }
 
-/// The head of the one chunk that answers a block status; `extents` extents follow.
+/// Encodes the head of the one chunk that answers a block status; `extents` extents follow.
 pub fn block_status_chunk(cookie: u64, extents: usize) -> [u8; 24] {
     let mut bytes: [u8; 24] = chunk_header(cookie, true, chunk::BLOCK_STATUS, 8 * extents as u32);
     bytes[20..].copy_from_slice(&wire::BASE_ALLOCATION_ID.to_be_bytes());
     bytes
 }
 
-/// One extent of a block status: its length and its [`extent_flag`](wire::extent_flag)s.
+/// Encodes one extent of a block status: its length and its [`extent_flag`](wire::extent_flag)s.
 pub fn extent(length: u32, flags: u32) -> [u8; 8] {
     let mut bytes = [0; 8];
     bytes[..4].copy_from_slice(&length.to_be_bytes());
@@ -303,22 +302,22 @@ pub fn extent(length: u32, flags: u32) -> [u8; 8] {
 /// The head of a reply, as a client reads it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ReplyHead {
-    /// The whole of a reply; the data of a read that succeeded follow.
+    /// A simple reply, which is complete; a successful read's data follow it.
     Simple {
         /// The request's cookie.
         cookie: u64,
-        /// 0 or an error.
+        /// 0, or the error's number.
         error: u32,
     },
-    /// One chunk of a reply, of which `length` bytes follow.
+    /// A chunk of a structured reply, with a payload of `length` bytes.
     Chunk {
         /// The request's cookie.
         cookie: u64,
-        /// Whether it is the last.
+        /// Whether the chunk is the last.
         done: bool,
-        /// One of [`chunk`].
+        /// The chunk's type, one of [`chunk`].
         kind: u16,
-        /// Bytes of payload.
+        /// Bytes of the chunk's payload.
         length: u32,
     },
 }
@@ -326,7 +325,7 @@ pub enum ReplyHead {
 /// A reply begins with neither of the two magics.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct NotAReply(
-    /// Its first four bytes.
+    /// The first four bytes.
     pub u32,
 );
 
@@ -339,10 +338,10 @@ impl fmt::Display for NotAReply {
 impl std::error::Error for NotAReply {}
 
 impl ReplyHead {
-    /// Takes a head from the front of `input`, or returns `None` where more is needed.
+    /// Takes a reply's head from the front of `input`; `None` if more bytes are needed.
     ///
     /// # Errors
-    /// When `input` begins with no reply.
+    /// Fails when `input` begins with no reply.
     pub fn decode(input: &mut &[u8]) -> Result<Option<ReplyHead>, NotAReply> {
         let Some(magic) = u32_at(input, 0) else {
             return Ok(None);
@@ -388,10 +387,10 @@ mod tests {
         Request { flags: 0, command, cookie: 7, offset, length }
     }
 
-    /// The requests of a stream, and each byte written with its offset.
+    /// The requests of a stream, and each written byte with its offset.
     type Parsed = (Vec<Request>, Vec<(u64, u8)>);
 
-    /// Parses `stream` as it arrives in pieces into a buffer of `room` bytes, as the server does.
+    /// Parses `stream`, which arrives in pieces, with a buffer of `room` bytes, as the server does.
     fn parse(stream: &[u8], piece: usize, room: usize) -> Result<Parsed, Violation> {
         let mut parser = Parser::new();
         let (mut requests, mut written) = (Vec::new(), Vec::new());

@@ -1,17 +1,17 @@
-//! The protocol's numbers, named as the specification names them. Everything on the wire is
+//! The protocol's numbers, with the names of the specification. Everything on the wire is
 //! big-endian.
 
-/// `NBDMAGIC`: the first eight bytes a server sends.
+/// `NBDMAGIC`: the first eight bytes that a server sends.
 pub const INIT_MAGIC: u64 = 0x4e42_444d_4147_4943;
 /// `IHAVEOPT`: follows [`INIT_MAGIC`], and begins each option of the client.
 pub const OPTION_MAGIC: u64 = 0x4948_4156_454f_5054;
-/// Begins each reply to an option.
+/// The number that begins each reply to an option.
 pub const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
-/// Begins each request.
+/// The number that begins each request.
 pub const REQUEST_MAGIC: u32 = 0x2560_9513;
-/// Begins a simple reply.
+/// The number that begins a simple reply.
 pub const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
-/// Begins a chunk of a structured reply.
+/// The number that begins a chunk of a structured reply.
 pub const STRUCTURED_REPLY_MAGIC: u32 = 0x668e_33ef;
 
 /// Bytes of a request's header: magic, flags, type, cookie, offset, length.
@@ -25,13 +25,13 @@ pub const OPTION_BYTES: usize = 16;
 
 /// The longest string that the protocol allows (names, queries, messages).
 pub const STRING_MAX: usize = 4096;
-/// The largest payload of one read or write, announced as the maximum and enforced: what the
-/// specification asks every server to take (2^25).
+/// The largest payload of one read or write, which is announced and enforced. The specification
+/// asks every server to take this much (2^25).
 pub const PAYLOAD_MAX: u32 = 32 << 20;
 
 /// Flags of the server's greeting.
 pub mod handshake_flag {
-    /// Options other than `EXPORT_NAME` are understood, and unknown ones answered.
+    /// The server accepts options other than `EXPORT_NAME`, and answers unknown ones.
     pub const FIXED_NEWSTYLE: u16 = 1 << 0;
     /// The 124 zeros after `EXPORT_NAME` may be left out.
     pub const NO_ZEROES: u16 = 1 << 1;
@@ -45,123 +45,123 @@ pub mod client_flag {
     pub const NO_ZEROES: u32 = 1 << 1;
 }
 
-/// The abilities of an export.
+/// Flags that say what an export can do.
 pub mod transmission_flag {
-    /// Always set.
+    /// This flag is always set.
     pub const HAS_FLAGS: u16 = 1 << 0;
-    /// Writes are refused.
+    /// The export refuses writes.
     pub const READ_ONLY: u16 = 1 << 1;
-    /// `FLUSH` is understood.
+    /// The export takes `FLUSH`.
     pub const SEND_FLUSH: u16 = 1 << 2;
-    /// The FUA flag is understood.
+    /// The export takes the FUA flag.
     pub const SEND_FUA: u16 = 1 << 3;
-    /// `TRIM` is understood.
+    /// The export takes `TRIM`.
     pub const SEND_TRIM: u16 = 1 << 5;
-    /// `WRITE_ZEROES` is understood.
+    /// The export takes `WRITE_ZEROES`.
     pub const SEND_WRITE_ZEROES: u16 = 1 << 6;
-    /// The DF flag is understood; only with structured replies.
+    /// The export takes the DF flag; only with structured replies.
     pub const SEND_DF: u16 = 1 << 7;
-    /// Flush and FUA on one connection cover what every connection wrote.
+    /// Flush and FUA on one connection cover the writes of every connection.
     pub const CAN_MULTI_CONN: u16 = 1 << 8;
-    /// `CACHE` is understood.
+    /// The export takes `CACHE`.
     pub const SEND_CACHE: u16 = 1 << 10;
-    /// The fast-zero flag is understood.
+    /// The export takes the fast-zero flag.
     pub const SEND_FAST_ZERO: u16 = 1 << 11;
 }
 
-/// Options of the client.
+/// Options that a client sends.
 pub mod option {
-    /// Choose an export and go, without a way to report errors.
+    /// Chooses an export and begins transmission, without a way to report errors.
     pub const EXPORT_NAME: u32 = 1;
-    /// End the session.
+    /// Ends the session.
     pub const ABORT: u32 = 2;
-    /// List the exports.
+    /// Lists the exports.
     pub const LIST: u32 = 3;
-    /// Continue under TLS.
+    /// Continues under TLS.
     pub const STARTTLS: u32 = 5;
-    /// Describe an export.
+    /// Asks for a description of an export.
     pub const INFO: u32 = 6;
-    /// Describe an export and begin.
+    /// Asks for a description of an export and begins transmission.
     pub const GO: u32 = 7;
-    /// Use structured replies.
+    /// Asks for structured replies.
     pub const STRUCTURED_REPLY: u32 = 8;
-    /// List the metadata contexts.
+    /// Lists the metadata contexts.
     pub const LIST_META_CONTEXT: u32 = 9;
-    /// Select the metadata contexts.
+    /// Selects the metadata contexts.
     pub const SET_META_CONTEXT: u32 = 10;
 }
 
 /// Types of the server's replies to options.
 pub mod option_reply {
-    /// Done.
+    /// The option is done, or its list has ended.
     pub const ACK: u32 = 1;
-    /// An export's name.
+    /// The reply holds an export's name.
     pub const SERVER: u32 = 2;
-    /// One piece of information about an export.
+    /// The reply holds one piece of information about an export.
     pub const INFO: u32 = 3;
-    /// A metadata context.
+    /// The reply holds a metadata context.
     pub const META_CONTEXT: u32 = 4;
-    /// Set in every error type.
+    /// The bit that is set in every error type.
     pub const ERROR: u32 = 1 << 31;
     /// The option is unknown.
     pub const ERR_UNSUP: u32 = ERROR | 1;
     /// The option is known and not allowed here.
     pub const ERR_POLICY: u32 = ERROR | 2;
-    /// The option's data make no sense.
+    /// The option's data are invalid.
     pub const ERR_INVALID: u32 = ERROR | 3;
-    /// TLS must come first.
+    /// The client must begin TLS first.
     pub const ERR_TLS_REQD: u32 = ERROR | 5;
-    /// There is no such export.
+    /// The export does not exist.
     pub const ERR_UNKNOWN: u32 = ERROR | 6;
     /// The server is going down.
     pub const ERR_SHUTDOWN: u32 = ERROR | 7;
-    /// The option is longer than the server takes.
+    /// The option has more data than the server takes.
     pub const ERR_TOO_BIG: u32 = ERROR | 9;
 }
 
 /// Types of information in replies to `INFO` and `GO`.
 pub mod info {
-    /// Size and transmission flags; always sent.
+    /// The export's size and transmission flags; always sent.
     pub const EXPORT: u16 = 0;
-    /// The canonical name.
+    /// The export's canonical name.
     pub const NAME: u16 = 1;
-    /// A description for people.
+    /// The export's description for people.
     pub const DESCRIPTION: u16 = 2;
-    /// Minimum, preferred and maximum block size.
+    /// The export's minimum, preferred and maximum block size.
     pub const BLOCK_SIZE: u16 = 3;
 }
 
 /// Types of requests.
 pub mod command {
-    /// Read.
+    /// Reads a range.
     pub const READ: u16 = 0;
-    /// Write; the payload follows.
+    /// Writes a range; the payload follows.
     pub const WRITE: u16 = 1;
-    /// End the session; no reply.
+    /// Ends the session; there is no reply.
     pub const DISC: u16 = 2;
-    /// Wait until what was acknowledged is safe.
+    /// Waits until all acknowledged writes are safe.
     pub const FLUSH: u16 = 3;
-    /// The range is no longer needed.
+    /// Discards the range.
     pub const TRIM: u16 = 4;
-    /// The range will be read soon.
+    /// Announces that the range will be read soon.
     pub const CACHE: u16 = 5;
-    /// The range shall read as zeros.
+    /// Makes the range read as zeros.
     pub const WRITE_ZEROES: u16 = 6;
-    /// Which parts of the range are holes.
+    /// Asks which parts of the range are holes.
     pub const BLOCK_STATUS: u16 = 7;
 }
 
 /// Flags of requests.
 pub mod command_flag {
-    /// Reply only once the data are safe.
+    /// The server must reply only once the data are safe.
     pub const FUA: u16 = 1 << 0;
-    /// Zero without making a hole.
+    /// The server must zero without making a hole.
     pub const NO_HOLE: u16 = 1 << 1;
-    /// Answer a read in one content chunk.
+    /// The server must answer a read in one content chunk.
     pub const DF: u16 = 1 << 2;
-    /// Answer a block status with one extent.
+    /// The server must answer a block status with one extent.
     pub const REQ_ONE: u16 = 1 << 3;
-    /// Zero only if that is faster than writing.
+    /// The server must zero only if that is faster than writing.
     pub const FAST_ZERO: u16 = 1 << 4;
 }
 
@@ -169,15 +169,15 @@ pub mod command_flag {
 pub mod chunk {
     /// The last chunk of a reply.
     pub const FLAG_DONE: u16 = 1 << 0;
-    /// Nothing more.
+    /// An empty chunk.
     pub const NONE: u16 = 0;
-    /// Data at an offset.
+    /// A chunk of data at an offset.
     pub const OFFSET_DATA: u16 = 1;
-    /// Zeros at an offset.
+    /// A chunk that stands for zeros at an offset.
     pub const OFFSET_HOLE: u16 = 2;
-    /// Extents of one metadata context.
+    /// A chunk with extents of one metadata context.
     pub const BLOCK_STATUS: u16 = 5;
-    /// Set in every error type.
+    /// The bit that is set in every error type.
     pub const ERROR_BIT: u16 = 1 << 15;
     /// The request failed.
     pub const ERROR: u16 = ERROR_BIT | 1;
@@ -187,42 +187,42 @@ pub mod chunk {
 
 /// Flags of an extent of `base:allocation`.
 pub mod extent_flag {
-    /// Not allocated.
+    /// The extent is not allocated.
     pub const HOLE: u32 = 1 << 0;
-    /// Reads as zeros.
+    /// The extent reads as zeros.
     pub const ZERO: u32 = 1 << 1;
 }
 
 /// The one metadata context that the specification defines.
 pub const BASE_ALLOCATION: &[u8] = b"base:allocation";
-/// The number this server gives to [`BASE_ALLOCATION`].
+/// The number that this server gives to [`BASE_ALLOCATION`].
 pub const BASE_ALLOCATION_ID: u32 = 1;
 
-/// The errors that a reply can carry.
+/// The error numbers that a reply can carry.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
 pub enum Errno {
     /// The export is read-only.
     NotPermitted = 1,
-    /// The data cannot be read, proven intact, or written.
+    /// The data cannot be read, verified, or written.
     Io = 5,
-    /// The server has no memory for it.
+    /// The server has no memory for the request.
     NoMemory = 12,
-    /// The request makes no sense.
+    /// The request is invalid.
     Invalid = 22,
-    /// No room, or a write beyond the end.
+    /// The export has no room, or the write goes beyond its end.
     NoSpace = 28,
     /// The request is too large to be answered in the way asked for.
     Overflow = 75,
-    /// A fast zero that would not be fast.
+    /// A fast zero would not be fast.
     NotSupported = 95,
     /// The server is going down.
     Shutdown = 108,
 }
 
 impl Errno {
-    /// The number on the wire as an error; values that the specification does not list count as
-    /// [`Errno::Invalid`], as it asks clients to treat them. `None` for 0.
+    /// The error for a number on the wire. A number that the specification does not list counts as
+    /// [`Errno::Invalid`], as it demands of clients. `None` for 0.
     pub fn from_wire(value: u32) -> Option<Errno> {
         Some(match value {
             0 => return None,
@@ -253,7 +253,7 @@ impl std::fmt::Display for Errno {
     }
 }
 
-/// Reads the big-endian number of `N` bytes at `at`, if `bytes` reaches that far.
+/// Reads the big-endian number of `N` bytes at offset `at`, if `bytes` reaches that far.
 pub(crate) fn field<const N: usize>(bytes: &[u8], at: usize) -> Option<[u8; N]> {
     bytes.get(at..at.checked_add(N)?)?.try_into().ok()
 }

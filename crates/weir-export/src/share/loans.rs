@@ -1,16 +1,17 @@
-//! Counts of the table's loans: frames here, slots of stores by the volume's lender.
+//! The loans of the share server, in one token table: loans of frames are counted here, loans of
+//! stores' slots by the volume's lender.
 
 use weir_core::Slot;
 use weir_lease::{OwnedCounts, PageCounts, Place};
 use weir_volume::Lender;
 
-/// The table's region of frames; windows come after it.
+/// The table's region of frames; the regions of windows come after it.
 pub(super) const FRAMES: u8 = 0;
 
 pub(super) struct Loans {
     frames: OwnedCounts,
     pub lender: Option<Lender>,
-    /// The store behind each window.
+    /// For each window, the index of its store.
     stores: Vec<usize>,
 }
 
@@ -27,7 +28,7 @@ impl Loans {
         window as u8 + 1
     }
 
-    /// Takes back what the lender lent, and no client got.
+    /// Returns a slot that the lender lent, and that no client got.
     pub fn never_lent(&mut self, place: Place) {
         self.give(place);
     }
@@ -36,7 +37,7 @@ impl Loans {
 impl PageCounts for Loans {
     #[inline]
     fn take(&mut self, place: Place) -> bool {
-        // The lender has counted what it lent.
+        // The lender counts its own loans, so only frames are counted here.
         place.region != FRAMES || self.frames.take(place)
     }
 

@@ -2,9 +2,9 @@
 //! transport).
 //!
 //! One thread serves every client. A client's area is made when it connects and unmapped when it
-//! goes, so nothing that one client left in a frame is ever seen by another, and a client that
-//! keeps its mapping after its connection has closed holds memory of its own only. Who holds which
-//! frame is a [`weir_lease::Table`]'s business.
+//! goes. So no client ever sees what another one left in a frame. A client that keeps its mapping
+//! after its connection has closed holds only memory of its own. A [`weir_lease::Table`] records
+//! which client holds which frame.
 
 mod loans;
 mod server;

@@ -1,9 +1,9 @@
-//! The server's thread: lets clients in, serves their rings, notices when they go.
+//! The server's thread: accepts clients, serves their rings, and notices when they go.
 //!
-//! Nothing that a client shares may stop it. It never reads a client's doorbell (epoll tells of
-//! each ring), rings a client through a socket of whose two ends the client has the other one, and
-//! leaves the closing of sockets to a thread of its own: closing drops what the client sent and
-//! nobody read, and descriptors among it may take as long to close as their owner likes.
+//! Nothing that a client shares may stop the server. It never reads a client's doorbell: epoll
+//! reports each ring. To wake a client, it uses a socket pair of which the client has the other
+//! end. A thread of its own closes sockets: closing drops what the client sent and was not read.
+//! That may contain descriptors, and a client can make their closing take very long.
 
 use std::fmt;
 use std::io;
@@ -34,52 +34,53 @@ use super::stats::{Stats, add};
 use weir_core::log::{Level, Log, Throttle};
 use weir_system::local_socket::{self, BindError, SocketFile};
 
-/// How soon a client that left no room, or a volume that had none, is looked at again.
+/// Time until the next look at a client that left no room, or at a volume that had none.
 const STALL: Duration = Duration::from_millis(1);
-/// How long a client may take to say its first word.
+/// Time that a client may take for its greeting.
 const GREETING: Duration = Duration::from_secs(2);
-/// How long nobody is let in after a client could not be for want of descriptors or memory.
+/// Pause before the next client is accepted, after one could not be for want of descriptors or
+/// memory.
 const ADMIT_PAUSE: Duration = Duration::from_millis(100);
-/// Requests that may wait for slow stores, over all clients.
+/// Most requests of all clients that may wait for slow stores.
 const TICKETS: u32 = 256;
-/// Rounds over the rings between two looks at the sockets.
+/// Number of rounds over the rings between two looks at the sockets.
 const ROUNDS: u32 = 64;
-/// Rounds without work between two offers of the CPU to others.
+/// Number of rounds without work between two offers of the CPU to other threads.
 const YIELD: u32 = 4;
-/// How long the server waits for its thread at the end. A store may hold it up; it is left behind
-/// then.
+/// Time that the server waits for its thread at the end. If a store holds the thread up, it is left
+/// behind.
 const END: Duration = Duration::from_secs(5);
 
 const LISTENER: u64 = u64::MAX;
 const STOP: u64 = u64::MAX - 1;
-/// Marks a client's doorbell; its socket has the plain number.
+/// Marks the event of a client's doorbell; an event of its socket has the plain number.
 const BELL: u64 = 1 << 32;
 
-/// How a volume is shared.
+/// The settings of a share server.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// The unix socket, which only its owner can use (mode 0600); one that a dead server left is
-    /// replaced.
+    /// The path of the unix socket, which only its owner can use (mode 0600). A socket that a dead
+    /// server left is replaced.
     pub path: PathBuf,
-    /// Clients at a time, at most 16384.
+    /// Most clients at a time, up to 16384.
     pub clients: u32,
-    /// Frames that a client may have, at most 4096: its quota.
+    /// Most frames that a client may have, up to 4096: its quota.
     pub frames: u32,
-    /// Entries of a client's rings, a power of two.
+    /// Number of entries in a client's rings, a power of two.
     pub entries: u32,
-    /// How long the thread looks for the next request before it sleeps.
+    /// Time that the thread spins for the next request before it sleeps.
     pub spin: Duration,
-    /// Pages that may be lent where the stores keep them, at a time and over all clients; 0: none.
-    /// A client that asks for it gets the stores' memory to read, all of it. More than this are
-    /// copied into frames. Takes the place of a lane for each
-    /// [`lane_slots`](weir_volume::Config::lane_slots).
+    /// Most pages of all clients that may be lent in place, in the stores' memory, at a time; 0:
+    /// none. A client that asks for it can read all of the stores' memory. Further pages are copied
+    /// into frames. For each [`lane_slots`](weir_volume::Config::lane_slots) pages, the lender
+    /// takes the place of one lane.
     pub in_place: u32,
-    /// Clients may read only, as where the pages are a kernel's swap.
+    /// Whether clients may only read, as when the pages are a kernel's swap.
     pub read_only: bool,
 }
 
 impl Config {
-    /// 64 clients with 1 MiB of frames each, at `path`.
+    /// The settings for 64 clients with 1 MiB of frames each, at `path`.
     pub fn at(path: impl Into<PathBuf>) -> Self {
         Config {
             path: path.into(),
@@ -93,7 +94,7 @@ impl Config {
     }
 }
 
-/// Why a server cannot start.
+/// The reason why a server cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
     /// A figure of the configuration is out of range.
@@ -101,25 +102,25 @@ pub enum ServeError {
         "{clients} clients with {frames} frames and {entries} entries cannot be served: use 1 to 16384, 1 to 4096, and a power of two up to 4096"
     )]
     Config {
-        /// Clients.
+        /// The number of clients asked for.
         clients: u32,
-        /// Frames.
+        /// The number of frames asked for.
         frames: u32,
-        /// Entries.
+        /// The number of entries asked for.
         entries: u32,
     },
     /// The socket cannot be made.
     #[error(transparent)]
     Listen(#[from] BindError),
-    /// The volume has no lane left, or cannot lend.
+    /// The volume has no free lane, or cannot lend.
     #[error("the share server gets no lane of the volume")]
     Lane(#[source] OpenError),
-    /// No thread, no descriptors.
+    /// The system has no thread or no descriptors left.
     #[error("cannot start the share server's thread")]
     Resources(#[from] io::Error),
 }
 
-/// A running share server. Dropping it cuts every client off.
+/// A running share server. Dropping it disconnects every client.
 pub struct Server {
     stats: Arc<Stats>,
     stop: Arc<AtomicBool>,
@@ -139,10 +140,10 @@ impl fmt::Debug for Server {
 }
 
 impl Server {
-    /// Listens and serves from here on.
+    /// Starts a server, which listens and serves from here on.
     ///
     /// # Errors
-    /// [`ServeError`]; nothing is left listening then.
+    /// Fails with a [`ServeError`]; nothing is left listening then.
     pub fn start(volume: &Arc<Volume>, config: &Config, log: Log) -> Result<Server, ServeError> {
         let Config { clients, frames, entries, .. } = *config;
         let layout = Layout::new(frames, entries)
@@ -170,12 +171,12 @@ impl Server {
         Ok(Server { stats, stop, bell, socket, thread: Some(thread), log })
     }
 
-    /// Its counters.
+    /// The server's counters.
     pub fn stats(&self) -> &Stats {
         &self.stats
     }
 
-    /// The path of its socket.
+    /// The path of the server's socket.
     pub fn path(&self) -> &Path {
         self.socket.path()
     }
@@ -203,10 +204,10 @@ impl Drop for Server {
     }
 }
 
-/// A place for one client.
+/// A seat: the server's place for one client.
 enum Seat {
     Empty,
-    /// Connected, and has not said hello yet.
+    /// The client is connected, and has not sent its greeting yet.
     Greeting {
         socket: OwnedFd,
         since: Instant,
@@ -217,7 +218,7 @@ enum Seat {
     },
 }
 
-/// All that the thread has.
+/// The state of the server's thread.
 struct Porter {
     listener: OwnedFd,
     epoll: OwnedFd,
@@ -227,16 +228,16 @@ struct Porter {
     layout: Layout,
     windows: Vec<OwnedFd>,
     seats: Vec<Seat>,
-    /// Seats from here on are empty.
+    /// Seats from this index on are empty.
     used: usize,
     greetings: usize,
-    /// Until when nobody is let in.
+    /// The time until which no client is accepted.
     paused: Option<Instant>,
     sessions: u64,
-    /// Closes what clients sent things to.
+    /// The channel to the thread that closes sockets to which clients may have sent descriptors.
     closer: Sender<OwnedFd>,
     log: Throttle,
-    /// Says that nobody can be let in, ten times a second tried again.
+    /// Logs that no client can be accepted; that is tried again ten times a second.
     shortage: Throttle,
 }
 
@@ -269,7 +270,7 @@ impl Porter {
             stats,
         };
         let (closer, to_close) = mpsc::channel::<OwnedFd>();
-        // Ends with this. Nobody waits for it.
+        // The thread ends when the channel closes, and need not be joined.
         let close = move || to_close.into_iter().for_each(drop);
         std::thread::Builder::new().name("weir-share-close".to_owned()).spawn(close)?;
         let seats = (0..config.clients).map(|_| Seat::Empty).collect();
@@ -301,8 +302,8 @@ impl Porter {
                 last_work = Instant::now();
                 rest.end();
             } else if rounds % YIELD == 0 {
-                // The client may wait for this very CPU: the scheduler likes to wake it where its
-                // server runs.
+                // The client may wait for this very CPU: the scheduler likes to wake a client where
+                // its server runs.
                 std::thread::yield_now();
             } else {
                 std::hint::spin_loop();
@@ -324,15 +325,15 @@ impl Porter {
         for seat in 0..self.used {
             self.vacate(seat);
         }
-        // Clients wait in it that nobody has let in.
+        // The listening socket may hold clients that were not accepted, so the closing thread
+        // closes it.
         let Porter { listener, closer, .. } = self;
         let _ = closer.send(listener);
     }
 
-    /// One round over the rings and the stores. Whether there was anything to do.
+    /// Runs one round over the rings and the stores. Returns whether there was anything to do.
     fn serve(&mut self) -> bool {
-        // No allocation in here: letting clients in and out is another matter, and comes between
-        // rounds.
+        // A round must not allocate. Accepting and removing clients may, and comes between rounds.
         let (worked, cut) = seal::on_io_thread(|| self.round());
         if let Some((seat, Violation(what))) = cut {
             add(&self.desk.stats.violations, 1);
@@ -342,7 +343,8 @@ impl Porter {
         worked
     }
 
-    /// Whether there was anything to do, and the last client that broke the format.
+    /// Runs one round. Returns whether there was anything to do, and the last client that violated
+    /// the format.
     fn round(&mut self) -> (bool, Option<(usize, Violation)>) {
         let (mut worked, mut cut) = (false, None);
         for seat in 0..self.used {
@@ -358,8 +360,7 @@ impl Porter {
         if self.lane.in_flight() > 0 || self.lane.must_poll() {
             worked |= self.complete();
         }
-        // After the lane has let go of what it looked at: whatever happens here, no writer of the
-        // volume waits for it.
+        // This comes after the lane's pin has ended, so no writer of the volume waits for it.
         if worked {
             for seat in &mut self.seats[..self.used] {
                 if let Seat::Taken { socket, session } = seat {
@@ -370,7 +371,7 @@ impl Porter {
         (worked, cut)
     }
 
-    /// Hands what slow stores have finished to its sessions.
+    /// Hands completions of slow stores to their sessions.
     fn complete(&mut self) -> bool {
         let mut finished = false;
         let (desk, seats) = (&mut self.desk, &mut self.seats);
@@ -388,7 +389,7 @@ impl Porter {
         finished
     }
 
-    /// Sleeps until a client rings, a socket or a store has something, or a greeting is overdue.
+    /// Sleeps until a client rings, a socket or a store has an event, or a greeting is overdue.
     fn sleep(&mut self) {
         let sessions = || {
             self.seats[..self.used].iter().filter_map(|seat| match seat {
@@ -397,8 +398,8 @@ impl Porter {
             })
         };
         sessions().for_each(|session| session.set_asleep(true));
-        // A client rings if it finds the flag after it has submitted: one of the two sees the
-        // other.
+        // A client submits first, and then reads the flag. So either it rings, or this thread sees
+        // its submission.
         fence(Ordering::SeqCst);
         if !sessions().any(|session| session.has_work() && !session.is_stalled()) {
             let stalled = sessions().any(|session| session.has_work()).then_some(STALL);
@@ -412,7 +413,7 @@ impl Porter {
         sessions().for_each(|session| session.set_asleep(false));
     }
 
-    /// Sees to the sockets and doorbells that have something.
+    /// Handles the events of sockets and doorbells.
     fn look(&mut self) {
         let mut events = [MaybeUninit::<Event>::uninit(); 64];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -421,8 +422,8 @@ impl Porter {
             match event.data.u64() {
                 LISTENER => self.admit(),
                 STOP => {}
-                // Each ring is one event. Reading the bell could wait, since its flags are the
-                // client's too.
+                // Each ring is one event. Reading the bell could block, since the client can change
+                // its flags too.
                 bell if bell & BELL != 0 => {}
                 seat => self.hear(seat as usize),
             }
@@ -440,7 +441,7 @@ impl Porter {
         }
     }
 
-    /// Accepts whoever waits at the door, as far as there are seats.
+    /// Accepts waiting clients, as long as there are seats.
     fn admit(&mut self) {
         loop {
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -449,8 +450,8 @@ impl Porter {
                 Err(Errno::INTR | Errno::CONNABORTED) => continue,
                 Err(Errno::AGAIN) => return,
                 Err(errno) => {
-                    // Out of descriptors or memory: whoever waits stays at the door, and this would
-                    // spin.
+                    // The process is out of descriptors or memory. The clients stay in the queue,
+                    // so without a pause this would spin.
                     self.shortage.line(
                         Level::Warning,
                         format_args!("cannot let a client in yet: {errno}; raise the limit of open files"),
@@ -476,15 +477,15 @@ impl Porter {
     }
 
     fn listen_for(&self, events: EventFlags) {
-        // It was added at the start and is open: there is nothing that could fail.
+        // The listener was added at the start and is open, so this cannot fail.
         let _ = epoll::modify(&self.epoll, &self.listener, EventData::new_u64(LISTENER), events);
     }
 
-    /// A client's socket has something: its greeting, or its end.
+    /// Handles an event of a client's socket: its greeting, or its end.
     fn hear(&mut self, seat: usize) {
         match self.seats.get(seat) {
             Some(Seat::Greeting { .. }) => {}
-            // After the greeting nothing is listened for but the end.
+            // After the greeting only the end of the connection is awaited.
             Some(Seat::Taken { .. }) => return self.vacate(seat),
             _ => return,
         }
@@ -507,13 +508,13 @@ impl Porter {
         }
     }
 
-    /// Has a client's socket closed, and lets the client know at once. No more events of it either:
-    /// closing alone does not see to that while somebody else has the descriptor too, and the next
-    /// client in the seat would be taken for this one.
+    /// Has a client's socket closed, and lets the client know at once. Its events must stop too.
+    /// Closing alone does not stop them while another process has the descriptor, and they would
+    /// count for the next client in the seat.
     fn hang_up(&self, socket: OwnedFd) {
         let _ = epoll::delete(&self.epoll, &socket);
         let _ = rustix::net::shutdown(&socket, Shutdown::Both);
-        // The closer lives as long as this.
+        // The closing thread lives as long as this one.
         let _ = self.closer.send(socket);
     }
 
@@ -542,7 +543,8 @@ impl Porter {
             }
         };
         if let Err(error) = self.let_in(seat, &socket, &session) {
-            // Gone already, or out of descriptors: either way nobody is there to tell.
+            // The client has gone already, or the system is out of descriptors: in both cases there
+            // is no client to tell.
             self.log.line(Level::Info, format_args!("a client left at the door: {error}"));
             self.hang_up(socket);
             let connection = session.leave();
@@ -566,7 +568,7 @@ impl Porter {
         let area = session.area().fd().ok_or(io::ErrorKind::Unsupported)?;
         let bell = EventData::new_u64(BELL | seat as u64);
         epoll::add(&self.epoll, &session.server_bell, bell, EventFlags::IN | EventFlags::ET)?;
-        // Nobody reads what it says from here on.
+        // From here on the client's messages on the socket are not read.
         epoll::modify(&self.epoll, socket, EventData::new_u64(seat as u64), EventFlags::RDHUP)?;
         let mut fds = [area; 2 + WINDOWS_MAX as usize];
         fds[1] = session.server_bell.as_fd();
@@ -586,12 +588,12 @@ impl Porter {
             pages: 0,
             windows: 0,
         };
-        // If it cannot be sent, the client sees the socket close instead.
+        // If the welcome cannot be sent, the client sees the socket close instead.
         let _ = weir_share::send(&socket, &welcome.encode(), &[]);
         self.hang_up(socket);
     }
 
-    /// Takes back all that whoever sits there had.
+    /// Empties a seat, and takes back all that its client had.
     fn vacate(&mut self, seat: usize) {
         match std::mem::replace(&mut self.seats[seat], Seat::Empty) {
             Seat::Empty => {}
@@ -601,10 +603,11 @@ impl Porter {
             }
             Seat::Taken { session, socket } => {
                 self.hang_up(socket);
-                // The client holds the bell, too, so closing it here would not take it out of the
+                // The client holds the bell too, so closing it here would not take it out of the
                 // epoll.
                 let _ = epoll::delete(&self.epoll, &session.server_bell);
-                // Others may write those pages anew before a slow store has done with these.
+                // Other clients may write those pages anew before a slow store has finished these
+                // requests.
                 let pending = &self.desk.pending;
                 let is_its = |waiting: &Pending| waiting.session == session.number;
                 self.lane.forsake(|ticket| pending[ticket as usize].as_ref().is_some_and(is_its));

@@ -1,4 +1,4 @@
-//! One client: its area, its frames, its requests.
+//! A session: one client's area, frames and requests.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -16,13 +16,13 @@ use weir_volume::{Guard, Lane, Loan, View};
 use super::loans::{FRAMES, Loans};
 use super::stats::{Stats, add};
 
-/// Submissions taken from one client before the next one's turn.
+/// Number of submissions taken from one client before the next one's turn.
 const TURN: u32 = 64;
-/// How many submissions before its turn a page's place is fetched, and then its head.
+/// Number of submissions ahead at which a page's entry is prefetched, and then its head.
 const PLACE_AHEAD: u32 = 6;
 const HEAD_AHEAD: u32 = 2;
 
-/// The client broke the format, and is cut off.
+/// The client violated the format, and is disconnected.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Violation(pub &'static str);
 
@@ -30,28 +30,28 @@ pub(super) struct Violation(pub &'static str);
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pending {
     pub seat: usize,
-    /// Tells the session from a later one in its seat.
+    /// The session's number, which tells it from a later session in its seat.
     pub session: u64,
     tag: u32,
-    /// The frame for the page; `None` for a write.
+    /// The frame for the page that is read; `None` for a write.
     frame: Option<u32>,
 }
 
 /// The state that all sessions share, on the server's thread.
 pub(super) struct Desk {
     pub table: Table<Loans>,
-    /// By ticket, what waits for the volume.
+    /// Requests that wait for the volume, by ticket.
     pub pending: Vec<Option<Pending>>,
     pub free_tickets: Vec<u32>,
-    /// Between a frame, which the client may change at any time, and the volume.
+    /// A page's copy between a frame, which the client may change at any time, and the volume.
     pub scratch: Box<PageBytes>,
     pub pages: u64,
-    /// Only reading is allowed.
+    /// Whether clients may only read.
     pub read_only: bool,
     pub stats: Arc<Stats>,
 }
 
-/// Pages that a run of reads has found, to be lent in one go.
+/// Pages that a run of reads has found, to be lent together.
 struct Found {
     len: usize,
     tags: [u32; TURN as usize],
@@ -78,25 +78,26 @@ impl Found {
     }
 }
 
-/// A client that has been let in.
+/// A client that was accepted.
 pub(super) struct Session {
     pub number: u64,
     seat: usize,
     area: Area,
-    /// Written by the client to wake the server. Never read: its flags are the client's too.
+    /// The eventfd that the client writes to wake the server. The server never reads it, since the
+    /// client can change its flags too.
     pub server_bell: OwnedFd,
     connection: Connection,
-    /// The first page of the table's region that stands for a frame of this area.
+    /// The first page number of the table's region that stands for a frame of this area.
     base: u32,
-    /// Whether it has the windows.
+    /// Whether the client has the windows.
     in_place: bool,
     free: Vec<u32>,
     taken: u32,
     completed: u32,
-    /// Completions that the client knows of.
+    /// Number of completions that the client has been told of.
     published: u32,
     in_flight: u32,
-    /// The last look came to nothing: the client leaves no room for completions, or the volume has
+    /// The last look could do nothing: the client leaves no room for completions, or the volume has
     /// none.
     stalled: bool,
 }
@@ -147,18 +148,17 @@ impl Session {
         self.area.written(Ring::Submissions).load(Ordering::Acquire) != self.taken
     }
 
-    /// Whether what waits cannot be done now. Nobody rings when it can.
+    /// Whether the waiting submissions cannot be served now. The server must look again by itself.
     pub(super) fn is_stalled(&self) -> bool {
         self.stalled
     }
 
-    /// Says whether the client has to ring before it is looked at again.
+    /// Sets the flag that says whether the client must ring before it is looked at again.
     pub(super) fn set_asleep(&self, asleep: bool) {
         self.area.server_asleep().store(u32::from(asleep), Ordering::Relaxed);
     }
 
-    /// Takes what the client has submitted, a turn's worth of it, and says how many requests that
-    /// were.
+    /// Takes the client's submissions, one turn's worth, and returns how many requests that were.
     pub(super) fn serve(&mut self, lane: &mut Lane, desk: &mut Desk) -> Result<u32, Violation> {
         let written = self.area.written(Ring::Submissions).load(Ordering::Acquire);
         self.stalled = false;
@@ -207,7 +207,7 @@ impl Session {
         Ok(self.taken.wrapping_sub(first))
     }
 
-    /// Does what is asked, or begins it. `false`: the volume has no room now, ask again later.
+    /// Does a request, or begins it. `false`: the volume has no room now, so try again later.
     fn request(&mut self, lane: &mut Lane, desk: &mut Desk, submission: Submission) -> bool {
         let Submission { op, tag, page, token, count } = submission;
         let number = PageNo(page as u32);
@@ -227,7 +227,7 @@ impl Session {
         true
     }
 
-    /// The page that submission `number` asks for, if it asks for one that there is.
+    /// The page that submission `number` asks for, if it asks for a page that exists.
     #[inline]
     fn page_asked(&self, desk: &Desk, number: u32) -> Option<(u32, PageNo)> {
         match Submission::decode(self.area.load(Ring::Submissions, number)) {
@@ -238,8 +238,8 @@ impl Session {
         }
     }
 
-    /// Reads on from the next submission, `room` pages at most, while memory that the CPU reaches
-    /// answers. Says how many.
+    /// Reads on from the next submission, at most `room` pages, as long as the pages lie in host
+    /// memory. Returns how many.
     fn read_run(&mut self, lane: &mut Lane, desk: &mut Desk, end: u32, room: u32) -> u32 {
         let guard = lane.pin();
         let mut found = Found::new();
@@ -309,7 +309,7 @@ impl Session {
         }
     }
 
-    /// Reads a page that no memory answers for.
+    /// Reads a page that does not lie in host memory.
     fn read(&mut self, lane: &mut Lane, desk: &mut Desk, tag: u32, page: PageNo) -> bool {
         let Some(ticket) = desk.free_tickets.pop() else { return false };
         let Some(frame) = self.free.pop() else {
@@ -357,8 +357,8 @@ impl Session {
         };
         let Some(ticket) = desk.free_tickets.pop() else { return false };
         // SAFETY: the frame lies in this area, as its place came from the table, and frames are
-        // page-aligned. The client may write it meanwhile: then the copy is any mixture of its
-        // bytes, which is its own loss. The copy is what is stored.
+        // page-aligned. The client may write it meanwhile: then the copy is a mixture of its bytes,
+        // which harms only the client. The copy is what is stored.
         unsafe { copy::page_from_shared(&mut desk.scratch, self.area.frame(place.page - self.base).cast()) };
         match lane.write(ticket, page, &desk.scratch) {
             Progress::Done(result) => {
@@ -403,7 +403,7 @@ impl Session {
         }
     }
 
-    /// Lends what was found to the client.
+    /// Lends the found pages to the client.
     fn hand_out(&mut self, desk: &mut Desk, found: &mut Found) {
         let Found { len, tags, places, spots, tokens } = found;
         let len = *len;
@@ -416,7 +416,7 @@ impl Session {
             add(&desk.stats.in_place, u64::from(matches!(spots[at], Spot::Window { .. })));
             self.complete(tags[at], 0, tokens[at].0, spots[at]);
         }
-        // The client holds as much as it may.
+        // The client holds as many pages as it may.
         for at in taken..len {
             match spots[at] {
                 Spot::Frame(frame) => self.free.push(frame),
@@ -426,7 +426,7 @@ impl Session {
         }
     }
 
-    /// Lends a frame that is free to the client.
+    /// Lends a free frame to the client.
     fn hand_out_frame(&mut self, desk: &mut Desk, tag: u32, frame: u32) {
         let mut found = Found::new();
         found.push(tag, Place::page(FRAMES, self.base + frame), Spot::Frame(frame));
@@ -457,12 +457,12 @@ impl Session {
         Ok(())
     }
 
-    /// Ends a session that never began.
+    /// Ends a session that has not begun.
     pub(super) fn leave(self) -> Connection {
         self.connection
     }
 
-    /// Takes back all that the client holds.
+    /// Ends a session, and takes back all pages that the client holds.
     pub(super) fn close(self, desk: &mut Desk) {
         let held = desk.table.close(self.connection, |place, last| {
             if place.region == FRAMES && !last {
@@ -491,7 +491,7 @@ impl Session {
         }
         self.published = self.completed;
         self.area.written(Ring::Completions).store(self.completed, Ordering::Release);
-        // The client first says that it sleeps, and then looks at the ring. This side first writes
+        // The client first says that it sleeps, and then looks at the ring. The server first writes
         // the ring, and then looks whether the client sleeps. So one of the two sees the other.
         fence(Ordering::SeqCst);
         if self.area.client_asleep().load(Ordering::Relaxed) != 0 {
@@ -502,8 +502,8 @@ impl Session {
 }
 
 fn fill(area: &Area, frame: u32, bytes: &PageBytes) {
-    // SAFETY: the frame is free or being filled, so only a client that breaks the rules touches it,
-    // and the copy minds no race.
+    // SAFETY: the frame is free or being filled, so only a client that breaks the rules accesses
+    // it, and the copy tolerates a race.
     unsafe { copy::page_to_shared(area.frame(frame).cast(), bytes) };
 }
 

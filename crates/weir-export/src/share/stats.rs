@@ -1,4 +1,4 @@
-//! The server's counts, for status and tests.
+//! The share server's counts, for status and tests.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -31,46 +31,46 @@ macro_rules! counters {
 }
 
 counters! {
-    /// Clients that were let in.
+    /// Clients that were accepted.
     sessions
     /// Clients that have gone since.
     sessions_ended
-    /// Clients that were cut off because they broke the format.
+    /// Clients that were disconnected because they violated the format.
     violations
-    /// Clients that were refused at the door.
+    /// Clients that were refused.
     turned_away
-    /// Pages read.
+    /// Number of pages read.
     reads
-    /// Pages written.
+    /// Number of pages written.
     writes
     /// Pages that could not be read or written.
     faults
     /// Leases handed out.
     taken
-    /// Of these, leases of pages where the store keeps them.
+    /// Leases among these of pages in the stores' memory.
     in_place
-    /// Leases that clients returned.
+    /// Leases that clients have returned.
     given
     /// Leases taken back from clients that went away.
     reclaimed
-    /// Tokens that were returned and are not held.
+    /// Returned tokens that were not held.
     refused
     /// Requests refused because the client held every frame.
     over_quota
-    /// Frames that were free already when they came back. Not 0 means a defect.
+    /// Frames that came back and were already free. A number above 0 means a bug.
     double_frees
-    /// Times the server thread went to sleep.
+    /// Times that the server's thread went to sleep.
     sleeps
 }
 
 impl Stats {
-    /// Leases that are out now.
+    /// Number of leases that clients hold now.
     pub fn out(&self) -> u64 {
         self.taken() - self.given() - self.reclaimed()
     }
 }
 
-/// Adds to a counter that only the calling thread writes: no locked instruction.
+/// Adds to a counter that only the calling thread writes, so without a locked instruction.
 pub(super) fn add(counter: &AtomicU64, more: u64) {
     counter.store(counter.load(Ordering::Relaxed) + more, Ordering::Relaxed);
 }

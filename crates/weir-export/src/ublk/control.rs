@@ -1,5 +1,5 @@
-//! Control commands: one at a time through a ring of their own, whose 128-byte entries carry the
-//! command.
+//! Control commands to the ublk driver: one at a time, through a ring of their own, whose 128-byte
+//! entries carry the command.
 
 use super::uapi::{self, CONTROL_PATH, ControlCommand, NO_QUEUE, Plain};
 use io_uring::{IoUring, opcode, squeue::Entry128, types::Fd};
@@ -8,29 +8,29 @@ use rustix::io::Errno;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 
-/// Why the driver does not do what it was asked.
+/// The reason why the driver refused.
 #[derive(Debug, thiserror::Error)]
 pub enum ControlError {
-    /// It is not there.
+    /// The driver is not loaded.
     #[error(
         "this kernel has no ublk driver loaded ({CONTROL_PATH} is missing): run modprobe ublk_drv, or see weir doctor"
     )]
     Missing,
-    /// It is there, for others.
+    /// The driver denies access to this user.
     #[error("{CONTROL_PATH} cannot be opened: run as root")]
     Denied(#[source] io::Error),
-    /// Before Linux 6.5.
+    /// The kernel is older than Linux 6.5.
     #[error("the kernel's ublk driver is too old to say what it can do: use Linux 6.5 or newer")]
     TooOld(#[source] io::Error),
-    /// No ring for the commands.
+    /// The system gives no ring for the commands.
     #[error("no io_uring for the ublk driver: {}", ring_advice(.0))]
     Ring(#[source] io::Error),
-    /// A command was refused.
+    /// The driver refused a command.
     #[error("ublk device {device}: {command} was refused{}", advice(.source))]
     Refused {
-        /// Which.
+        /// The command's name.
         command: &'static str,
-        /// Of which device.
+        /// The device of the command.
         device: String,
         /// The driver's error.
         #[source]
@@ -55,12 +55,12 @@ fn advice(error: &io::Error) -> &'static str {
     }
 }
 
-/// Whom control commands go to: the kernel, or what a test puts in its place.
+/// The receiver of control commands: the kernel's driver, or a test's fake.
 pub trait Driver {
-    /// Does one command. `buffer` is what it reads or fills in.
+    /// Does one command, which reads or fills `buffer`.
     ///
     /// # Errors
-    /// The error number that the driver answers.
+    /// Fails with the driver's error number.
     fn call(&mut self, command: u32, argument: ControlCommand, buffer: &mut [u8]) -> io::Result<()>;
 }
 
@@ -78,10 +78,10 @@ impl std::fmt::Debug for Control {
 }
 
 impl Control {
-    /// Reaches the driver and asks what it can do.
+    /// Opens the driver and asks for its features.
     ///
     /// # Errors
-    /// Where it is missing, denied or too old.
+    /// Fails when the driver is missing, denied or too old.
     pub fn open() -> Result<Control, ControlError> {
         let flags = OFlags::RDWR | OFlags::CLOEXEC;
         let driver = rustix::fs::open(CONTROL_PATH, flags, Mode::empty()).map_err(|errno| match errno {
@@ -102,7 +102,7 @@ impl Control {
         Ok(control)
     }
 
-    /// The driver's abilities: `FEATURE_` bits.
+    /// The driver's features: `FEATURE_` bits.
     pub fn features(&self) -> u64 {
         self.features
     }
@@ -118,15 +118,15 @@ impl Driver for Control {
         let mut bytes = [0; 80];
         bytes[..size_of::<ControlCommand>()].copy_from_slice(argument.bytes());
         let entry = opcode::UringCmd80::new(Fd(self.driver.as_raw_fd()), command).cmd(bytes).build();
-        // SAFETY: the descriptor and the buffer outlive the command: it has completed when this
-        // function returns, as nothing but its completion ends the loop.
+        // SAFETY: the descriptor and the buffer outlive the command. It has completed when this
+        // function returns, since only its completion ends the loop.
         unsafe { self.ring.submission().push(&entry) }.expect("one command at a time in a ring of two");
         loop {
             match self.ring.submit_and_wait(1) {
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                // A ring that cannot even be entered has not begun the command, or will not tell:
-                // no safe way on.
+                // If entering the ring fails, the command has not begun, or its end will not be
+                // reported: there is no safe way on.
                 Err(error) => panic!("io_uring_enter on the ublk control ring: {error}"),
             }
             if let Some(completion) = self.ring.completion().next() {

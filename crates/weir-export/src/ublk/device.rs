@@ -1,4 +1,4 @@
-//! The order of commands that makes a device, takes one over from a dead server, and removes it.
+//! The sequences of commands that make a device, take one over from a dead server, and remove it.
 
 use super::control::{ControlError, Driver};
 use super::uapi::{
@@ -10,26 +10,26 @@ use std::fmt;
 use std::io;
 use weir_core::PAGE_SIZE;
 
-/// The longest discard. The engine forgets as many pages in steps, between which it takes other
-/// requests.
+/// The longest discard, in sectors. The engine discards pages in steps, and takes other requests in
+/// between.
 const DISCARD_SECTORS: u32 = (256 << 20) / SECTOR as u32;
 
-/// The mark of our devices, in a field that the driver keeps for servers; the lower half is the
-/// process that made it.
+/// The mark of Weir's devices, in a field that the driver stores for servers. The lower half is the
+/// process that made the device.
 const MARK: u64 = 0x7765_6972 << 32;
 
-/// The parameters of a device.
+/// The parameters of a new device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Shape {
-    /// Its size.
+    /// The device's size in pages.
     pub pages: u32,
-    /// Hardware queues.
+    /// Number of hardware queues.
     pub queues: u16,
-    /// Requests of each queue.
+    /// Number of requests of each queue.
     pub depth: u16,
-    /// The longest request.
+    /// Bytes of the longest request.
     pub request_bytes: u32,
-    /// It outlives its server.
+    /// Whether the device outlives its server.
     pub recoverable: bool,
 }
 
@@ -53,8 +53,8 @@ impl Shape {
             length: size_of::<Parameters>() as u32,
             types: PARAMETERS_BASIC | PARAMETERS_DISCARD,
             basic: BasicParameters {
-                // No volatile cache, so that the kernel sends no flushes: what is acknowledged is
-                // where it will stay.
+                // The device has no volatile cache, so the kernel sends no flushes: an acknowledged
+                // page is as safe as it can be.
                 attributes: 0,
                 logical_shift: page_shift,
                 physical_shift: page_shift,
@@ -87,16 +87,16 @@ impl fmt::Display for Device {
 }
 
 impl Device {
-    /// Its character device, through which requests come.
+    /// The path of the character device, through which requests come.
     pub fn character(self) -> String {
         format!("/dev/ublkc{}", self.0)
     }
 
-    /// Makes a device that is not started yet. `made` hears its number before anything else can go
-    /// wrong.
+    /// Makes a device that is not started yet. `made` gets its number before anything else can
+    /// fail.
     ///
     /// # Errors
-    /// What the driver refuses. No device is left then.
+    /// Fails with the driver's refusal. No device is left then.
     pub fn add(
         driver: &mut impl Driver,
         features: u64,
@@ -126,32 +126,32 @@ impl Device {
         }
     }
 
-    /// How it is.
+    /// The device's state and parameters.
     ///
     /// # Errors
-    /// `ENODEV` where there is none of this number.
+    /// Fails with `ENODEV` if there is no device of this number.
     pub fn info(self, driver: &mut impl Driver) -> Result<DeviceInfo, ControlError> {
         let mut info = DeviceInfo::default();
         call(driver, "GET_DEV_INFO", uapi::GET_DEV_INFO, Some(self), 0, info.bytes_mut())?;
         Ok(info)
     }
 
-    /// Publishes the block device. Every request of every queue has been fetched, or this never
-    /// returns.
+    /// Publishes the block device. Every request of every queue must have been fetched, else this
+    /// never returns.
     ///
     /// # Errors
-    /// What the driver refuses.
+    /// Fails with the driver's refusal.
     pub fn start(self, driver: &mut impl Driver) -> Result<(), ControlError> {
         let process = u64::from(std::process::id());
         call(driver, "START_DEV", uapi::START_DEV, Some(self), process, &mut [])
     }
 
-    /// Begins to take a device over from a dead server, of which the driver may still be clearing
-    /// up: `again` is asked whether to go on trying, and waits a little. `None` where there is
-    /// nothing to take over: the device has gone, or never started.
+    /// Begins to take a device over from a dead server. The driver may still be clearing up:
+    /// `again` waits a little and says whether to try again. Returns `None` if there is nothing to
+    /// take over, because the device has gone or never started.
     ///
     /// # Errors
-    /// What the driver refuses; `EBUSY` when `again` gave up.
+    /// Fails with the driver's refusal, and with `EBUSY` when `again` gave up.
     pub fn begin_recovery(
         self,
         driver: &mut impl Driver,
@@ -165,7 +165,7 @@ impl Device {
                 info => info?,
             };
             if info.mark >> 32 != MARK >> 32 {
-                // Somebody else's by now: numbers are used again.
+                // The number belongs to another device by now: numbers are used again.
                 return Ok(None);
             }
             if info.state == uapi::STATE_DEAD {
@@ -177,8 +177,8 @@ impl Device {
             match begun {
                 Err(ControlError::Refused { ref source, .. })
                     if source.raw_os_error() == Some(libc::EBUSY) && again() => {}
-                // A server that died after it had begun to take over left no queue ready: the
-                // driver refuses to begin again, and waits for the fetches.
+                // A server that died after it had begun a takeover left no queue ready. The driver
+                // refuses to begin again, and waits for the fetches.
                 Err(ControlError::Refused { ref source, .. })
                     if source.raw_os_error() == Some(libc::EINVAL) && info.state == uapi::STATE_QUIESCED =>
                 {
@@ -189,20 +189,22 @@ impl Device {
         }
     }
 
-    /// Ends it: requests flow again. As [`start`](Device::start).
+    /// Ends the takeover: requests flow again. All requests must have been fetched, as for
+    /// [`start`](Device::start).
     ///
     /// # Errors
-    /// What the driver refuses.
+    /// Fails with the driver's refusal.
     pub fn end_recovery(self, driver: &mut impl Driver) -> Result<(), ControlError> {
         let process = u64::from(std::process::id());
         call(driver, "END_USER_RECOVERY", uapi::END_USER_RECOVERY, Some(self), process, &mut [])
     }
 
-    /// Takes the block device away, its threads' fetches come back. Where the driver can tell, one
-    /// that somebody has open stays: false. One that is gone already is no error.
+    /// Removes the block device; its threads' fetches come back. If the driver can tell that a
+    /// program has it open, the device stays, and this returns false. A device that is gone already
+    /// is no error.
     ///
     /// # Errors
-    /// What else the driver refuses.
+    /// Fails with any other refusal of the driver.
     pub fn stop(self, driver: &mut impl Driver, features: u64) -> Result<bool, ControlError> {
         let (name, command) = if features & FEATURE_SAFE_STOP == 0 {
             ("STOP_DEV", uapi::STOP_DEV)
@@ -220,19 +222,19 @@ impl Device {
         }
     }
 
-    /// Gives up a device that nobody has seen, or that has been stopped, so that its threads'
+    /// Gives up a device that was never published, or that was stopped, so that its threads'
     /// fetches come back.
     ///
     /// # Errors
-    /// What the driver refuses.
+    /// Fails with the driver's refusal.
     pub fn abandon(self, driver: &mut impl Driver) -> Result<(), ControlError> {
         call(driver, "STOP_DEV", uapi::STOP_DEV, Some(self), 0, &mut [])
     }
 
-    /// Removes a stopped device. Returns when its character device has been closed everywhere.
+    /// Removes a stopped device. Returns once its character device has been closed everywhere.
     ///
     /// # Errors
-    /// What the driver refuses.
+    /// Fails with the driver's refusal.
     pub fn forget(self, driver: &mut impl Driver) -> Result<(), ControlError> {
         call(driver, "DEL_DEV", uapi::DEL_DEV, Some(self), 0, &mut [])
     }
@@ -240,7 +242,7 @@ impl Device {
     /// The processors that send to `queue`, as a mask of 1024.
     ///
     /// # Errors
-    /// What the driver refuses.
+    /// Fails with the driver's refusal.
     pub fn affinity(self, driver: &mut impl Driver, queue: u16) -> Result<[u8; 128], ControlError> {
         let mut mask = [0; 128];
         let queue = u64::from(queue);
@@ -248,8 +250,8 @@ impl Device {
         Ok(mask)
     }
 
-    /// Removes the device if a server of ours left it behind: marked as ours, stopped, and its
-    /// maker, of which `lives` tells, gone. Returns whether it did.
+    /// Removes the device if a dead server of Weir's left it: it has Weir's mark, is stopped, and
+    /// the process that made it is gone, as `lives` says. Returns whether it removed the device.
     pub fn clear_up(self, driver: &mut impl Driver, lives: impl Fn(u32) -> bool) -> bool {
         let Ok(info) = self.info(driver) else { return false };
         let ours = info.mark >> 32 == MARK >> 32 && info.state == uapi::STATE_DEAD;
@@ -292,15 +294,15 @@ mod tests {
     const SHAPE: Shape =
         Shape { pages: 1000, queues: 2, depth: 64, request_bytes: 128 << 10, recoverable: true };
 
-    /// A driver with one device, which refuses what the kernel's would.
+    /// A fake driver with one device, which refuses the commands that the kernel's would.
     #[derive(Default)]
     struct Fake {
         info: Option<DeviceInfo>,
         parameters: Option<Parameters>,
         open: bool,
-        /// The bits that the driver grants.
+        /// The feature bits that the driver grants.
         grants: u64,
-        /// How many more times recovery finds the dead server's remains.
+        /// Number of further times that a recovery finds the dead server's remains.
         remains: u32,
         calls: Vec<u32>,
     }

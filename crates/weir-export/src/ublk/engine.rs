@@ -1,4 +1,5 @@
-//! A queue's requests against its lane of the volume, without a ring: descriptors in, results out.
+//! A queue's requests and its lane of the volume, without a ring: takes descriptors and returns
+//! results.
 
 use super::request::{Rules, is_swap, success, urgent_first};
 use super::stats::Counters;
@@ -15,17 +16,17 @@ use weir_volume::Lane;
 /// Bytes of the longest request that a device is made for.
 pub(super) const REQUEST_BYTES_MAX: u32 = 1 << 20;
 
-/// Everything of a queue but its ring.
+/// All parts of a queue but its ring.
 pub(super) struct Engine {
     requests: Requests<Lane>,
     rules: Rules,
     memory: TagMemory,
     batch: Vec<Taken>,
-    /// Tags whose requests may not be performed, and what answers them.
+    /// Tags whose requests are refused, with the error that answers each.
     refused: VecDeque<(u16, i32)>,
 }
 
-/// A request of the batch that is being begun.
+/// A request of the batch that is about to begin.
 #[derive(Clone, Copy)]
 struct Taken {
     tag: u16,
@@ -33,10 +34,10 @@ struct Taken {
     request: Request,
 }
 
-/// A buffer for each tag, one behind the other.
+/// The memory of the tags: a buffer for each, one after the other.
 struct TagMemory {
     buffer: Buffer,
-    /// Pages of each.
+    /// Number of pages of each buffer.
     span: usize,
 }
 
@@ -52,10 +53,10 @@ impl RequestMemory for TagMemory {
 }
 
 impl Engine {
-    /// Takes all its memory: `depth` buffers of `request_bytes`.
+    /// Makes an engine, with all its memory: `depth` buffers of `request_bytes`.
     ///
     /// # Errors
-    /// When the memory cannot be had.
+    /// Fails when the memory cannot be had.
     pub fn new(lane: Lane, depth: u16, request_bytes: u32) -> io::Result<Engine> {
         let span = request_bytes as usize / PAGE_SIZE;
         Ok(Engine {
@@ -67,19 +68,19 @@ impl Engine {
         })
     }
 
-    /// Whether its buffers are pinned in RAM.
+    /// Whether the buffers are locked in RAM.
     pub fn is_locked(&self) -> bool {
         self.memory.buffer.is_locked()
     }
 
-    /// The address of a tag's data.
+    /// The address of a tag's buffer.
     pub fn address(&mut self, tag: u16) -> u64 {
         let TagMemory { buffer, span } = &self.memory;
         buffer.as_mut_ptr() as u64 + (usize::from(tag) * span * PAGE_SIZE) as u64
     }
 
-    /// Adds a request to the batch; `tag` is idle. One that may not be performed is answered with
-    /// an error.
+    /// Adds a request to the batch; `tag` must be idle. An invalid request is answered with an
+    /// error.
     pub fn take(&mut self, tag: u16, descriptor: &Descriptor, counters: &Counters) {
         let swap = is_swap(descriptor);
         counters.requests.add(1);
@@ -98,8 +99,8 @@ impl Engine {
         }
     }
 
-    /// Does the batch that was taken: what the processor can reach is done when this returns, the
-    /// rest under way.
+    /// Begins the batch. Operations in host memory are done when this returns; the others are under
+    /// way.
     pub fn begin(&mut self, counters: &Counters) {
         if self.batch.is_empty() {
             return;
@@ -114,14 +115,14 @@ impl Engine {
         requests.submit();
     }
 
-    /// Takes what slow stores have finished, and goes on with what waits.
+    /// Takes completions of slow stores, and continues waiting requests.
     pub fn turn(&mut self) {
         if self.is_busy() {
             self.requests.turn(Instant::now(), &mut self.memory);
         }
     }
 
-    /// The next answer, and forgets it.
+    /// Takes the next answer.
     pub fn finished(&mut self, counters: &Counters) -> Option<(u16, i32)> {
         let answer = |Answer { id, request, result }| match result {
             Ok(()) => (id, success(&request)),
@@ -137,12 +138,12 @@ impl Engine {
         self.requests.is_busy()
     }
 
-    /// Whether something is under way that no descriptor announces.
+    /// Whether an operation is under way that no descriptor announces.
     pub fn must_poll(&self) -> bool {
         self.requests.must_poll()
     }
 
-    /// Rests between two turns where [`must_poll`](Engine::must_poll) says so.
+    /// Rests between two turns if [`must_poll`](Engine::must_poll) demands it.
     pub fn rest(&mut self) {
         self.requests.rest();
     }
@@ -182,7 +183,7 @@ mod tests {
         }
     }
 
-    /// Does a batch to its end: tags from 0, and their results in the order in which they came.
+    /// Runs a batch to its end: tags from 0, with their results in the order in which they came.
     fn run(engine: &mut Engine, batch: &[Descriptor]) -> (Vec<(u16, i32)>, Counters) {
         let counters = Counters::default();
         for (tag, descriptor) in batch.iter().enumerate() {
@@ -210,8 +211,8 @@ mod tests {
         engine.memory.pages(tag, 0)[..pages as usize].as_flattened().to_vec()
     }
 
-    /// A store that answers at once, and one that answers later, with fewer operations in flight
-    /// than the batch has pages.
+    /// The stores: one answers at once. The other answers later, and takes fewer operations in
+    /// flight than the batch has pages.
     const STORES: [&str; 2] = ["host:4MiB", "sim:seed=1,size=4MiB,delay=20"];
 
     #[test]

@@ -1,9 +1,10 @@
 //! A block device of the kernel's ublk driver (`Documentation/block/ublk.rst`), served from this
 //! process.
 //!
-//! The driver hands each request to a thread of ours through that thread's own ring, one command a
-//! request: the command that answers a request also asks for the next. There is no socket on the
-//! way, and nothing that allocates: structurally safer under swap than a network block device.
+//! The driver hands each request to a thread of this process through that thread's own ring, with
+//! one command for each request. The command that answers a request also asks for the next. Nothing
+//! on the way is a socket, and nothing allocates. So its structure is safer under swap than that of
+//! a network block device.
 //!
 //! | file | holds |
 //! |---|---|
@@ -15,8 +16,8 @@
 //! | `queue` | the thread: ring, engine, sleep |
 //! | `server` | all queues of a device |
 //!
-//! A device made with [`Config::recoverable`] outlives the process: the driver keeps requests until
-//! another server takes the device over, and gives it those that the dead one had not answered.
+//! A device made with [`Config::recoverable`] outlives the process. The driver holds requests until
+//! another server takes the device over, and gives it those that the dead server had not answered.
 
 pub mod control;
 mod device;

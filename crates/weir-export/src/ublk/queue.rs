@@ -1,7 +1,8 @@
-//! A queue's thread: takes what its ring brings, has the engine do it, answers, sleeps.
+//! The thread of a queue: takes requests from its ring, has the engine do them, answers, and
+//! sleeps.
 //!
-//! Commands are bound to the thread that issued the first of them, so the ring is made on the
-//! thread itself. The answers of a batch and the sleep until the next are one system call.
+//! Commands are bound to the thread that issued the first of them, so the thread itself makes the
+//! ring. One system call sends the answers of a batch and sleeps until the next.
 
 use super::engine::Engine;
 use super::server::doing;
@@ -19,30 +20,30 @@ use std::time::{Duration, Instant};
 use weir_core::log::{Level, Log};
 use weir_device::WAKE_FDS_MAX;
 
-/// How long it may take to offer every buffer.
+/// Time that offering every buffer may take.
 const OFFERING: Duration = Duration::from_secs(10);
 
-/// How long a thread waits after the kernel had no memory for a request of the ring, or no room for
-/// its completions.
+/// Time that a thread waits after the kernel had no memory for a request of the ring, or no room
+/// for its completions.
 const REFUSED_NAP: Duration = Duration::from_millis(1);
 
-/// In a completion's user data: it is about a store's descriptor, not a tag.
+/// The bit of a completion's user data that says: it is about a store's descriptor, not a tag.
 const STORE: u64 = 1 << 32;
 
-/// The driver's descriptors of one queue, as it maps them.
+/// The request descriptors of one queue, in memory that the driver maps.
 pub(super) struct Descriptors {
     start: NonNull<Descriptor>,
     bytes: usize,
     depth: u16,
 }
 
-// SAFETY: an address range of the process; nothing in it belongs to a thread.
+// SAFETY: the value is an address range of the process, and nothing in it belongs to a thread.
 unsafe impl Send for Descriptors {}
 
 impl Descriptors {
     pub fn map(character: impl AsFd, queue: u16, depth: u16) -> io::Result<Descriptors> {
         let (offset, bytes) = uapi::descriptors(queue, depth);
-        // SAFETY: a fresh mapping at an address of the kernel's choice disturbs nothing.
+        // SAFETY: a fresh mapping at an address of the kernel's choice overlaps no other.
         let start = unsafe {
             rustix::mm::mmap(
                 std::ptr::null_mut(),
@@ -57,18 +58,18 @@ impl Descriptors {
         Ok(Descriptors { start, bytes, depth })
     }
 
-    /// The request of a tag. Stable from the tag's completion to its answer.
+    /// Copies the request of a tag. It is stable from the tag's completion to its answer.
     fn get(&self, tag: u16) -> Descriptor {
         assert!(tag < self.depth, "the driver knows tags below the depth");
-        // SAFETY: within the mapping, which holds `depth` descriptors; the driver writes one only
-        // while it owns the tag, and a volatile read lets it.
+        // SAFETY: the address is within the mapping, which holds `depth` descriptors. The driver
+        // writes one only while it owns the tag, and a volatile read allows that.
         unsafe { self.start.add(usize::from(tag)).read_volatile() }
     }
 }
 
 impl Drop for Descriptors {
     fn drop(&mut self) {
-        // SAFETY: the mapping was made by us, and nothing of it is handed out but copies.
+        // SAFETY: this value made the mapping, and only copies of its content are handed out.
         let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.bytes) };
     }
 }
@@ -80,7 +81,7 @@ pub(super) struct Queue<'a> {
     engine: Engine,
     number: u16,
     depth: u16,
-    /// Tags that will not come back: the device goes.
+    /// Number of tags that will not come back, because the device goes.
     gone: u16,
     /// Descriptors of stores that the ring is polling.
     polled: [Option<RawFd>; WAKE_FDS_MAX],
@@ -94,7 +95,7 @@ impl<'a> Queue<'a> {
     /// Makes the thread's ring and offers every buffer. Call it on the thread that is to serve.
     ///
     /// # Errors
-    /// When no ring can be had, or the driver refuses the buffers.
+    /// Fails when no ring can be had, or the driver refuses the buffers.
     pub fn open(
         number: u16,
         depth: u16,
@@ -121,7 +122,7 @@ impl<'a> Queue<'a> {
             log,
             _character: character,
         };
-        // Saves a look-up for each system call; as good without.
+        // This saves a look-up for each system call; without it the ring works too.
         let _ = queue.ring.submitter().register_ring_fd();
         for tag in 0..depth {
             queue.command(uapi::FETCH_REQ, tag, -1);
@@ -130,7 +131,8 @@ impl<'a> Queue<'a> {
         while !queue.ring.submission().is_empty() && begun.elapsed() < OFFERING {
             passed(queue.ring.submit()).map_err(|error| doing("offering its buffers", &error))?;
         }
-        // A refusal comes at once; so may a request, where the device had a server before.
+        // A refusal comes at once. A request may come at once too, if the device had a server
+        // before.
         match queue.collect() {
             None => Ok(queue),
             Some((_, error)) => Err(doing("having its buffers accepted", &error)),
@@ -140,7 +142,7 @@ impl<'a> Queue<'a> {
     /// Serves until the device has gone.
     ///
     /// # Errors
-    /// When the ring fails, which leaves the device without this queue.
+    /// Fails when the ring fails, which leaves the device without this queue.
     pub fn serve(&mut self) -> io::Result<()> {
         loop {
             if let Some((tag, error)) = self.collect()
@@ -161,8 +163,8 @@ impl<'a> Queue<'a> {
         }
     }
 
-    /// Takes every completion that is there into the engine's batch. Returns a tag that the driver
-    /// will not use any more, and why.
+    /// Takes all completions into the engine's batch. Returns a tag that the driver will not use
+    /// any more, and the reason.
     fn collect(&mut self) -> Option<(u64, io::Error)> {
         let Queue { ring, descriptors, engine, counters, polled, gone, .. } = self;
         let mut lost = None;
@@ -184,7 +186,7 @@ impl<'a> Queue<'a> {
         lost
     }
 
-    /// Sends what has been queued, and sleeps until there is something to do.
+    /// Sends the queued commands, and sleeps until there is something to do.
     fn wait(&mut self) -> io::Result<()> {
         if self.engine.is_busy() {
             if self.engine.must_poll() {
@@ -198,8 +200,7 @@ impl<'a> Queue<'a> {
             self.send()?;
             let Queue { ring, spin, .. } = self;
             let found = spin.as_mut().expect("looked").attempt(|| {
-                // The flag says that completions wait to be put into the ring, which takes a system
-                // call.
+                // The flag says that completions are due for the ring, which takes a system call.
                 let due = ring.submission().taskrun();
                 if due {
                     passed(ring.submit())?;
@@ -231,7 +232,7 @@ impl<'a> Queue<'a> {
         })
     }
 
-    /// Has the ring wake this thread when a store has something.
+    /// Has the ring wake this thread when a store has a completion.
     fn poll_stores(&mut self) {
         let Queue { ring, engine, polled, .. } = self;
         for fd in engine.wake_fds() {
@@ -247,7 +248,7 @@ impl<'a> Queue<'a> {
         }
     }
 
-    /// Queues a command about a tag, which offers its buffer for the next request.
+    /// Queues a command about a tag, which also offers its buffer for the next request.
     fn command(&mut self, command: u32, tag: u16, result: i32) {
         let address = self.engine.address(tag);
         let argument = IoCommand { queue: self.number, tag, result, address };
@@ -257,9 +258,9 @@ impl<'a> Queue<'a> {
     }
 }
 
-/// Errors of a ring that do not end it: a signal came, the time is up, or the kernel has no
-/// memory for a request now, which under a full swap is when it needs this thread most. What was
-/// not sent stays in the ring for the next call.
+/// Ignores a ring's errors that do not end it: a signal came, the time is over, or the kernel has
+/// no memory for a request now. The last comes when swap is full, which is when the kernel needs
+/// this thread most. Unsent commands stay in the ring for the next call.
 fn passed(entered: io::Result<usize>) -> io::Result<()> {
     let Err(error) = entered else { return Ok(()) };
     match error.raw_os_error() {
@@ -272,19 +273,19 @@ fn passed(entered: io::Result<usize>) -> io::Result<()> {
     }
 }
 
-/// Whether a tag is lost only because the device goes.
+/// Whether the error means that the device goes, and nothing worse.
 fn is_abort(error: &io::Error) -> bool {
     error.raw_os_error() == Some(-RESULT_ABORT)
 }
 
 fn push(ring: &mut IoUring, entry: &squeue::Entry) {
     // SAFETY: the buffer that a command names is the engine's, which outlives the ring in `Queue`'s
-    // order of fields; polls name descriptors that the engine's lane keeps open.
+    // order of fields. Polls name descriptors that the engine's lane holds open.
     unsafe { ring.submission().push(entry) }.expect("room for one command a tag and one poll a store");
 }
 
-/// A ring with room for every tag and every store. Completions are put into it when the thread
-/// asks, which spares the interrupt of a thread that is at work (Linux 6.1).
+/// Makes a ring with room for every tag and every store. The kernel adds completions only when the
+/// thread asks, so it does not interrupt a working thread (Linux 6.1).
 fn ring(depth: u16) -> io::Result<IoUring> {
     let entries = u32::from(depth) + WAKE_FDS_MAX as u32;
     let deferred = IoUring::builder()

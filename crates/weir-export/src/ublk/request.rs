@@ -1,24 +1,25 @@
-//! The meaning of a descriptor, and the order in which a batch is served.
+//! Translates descriptors into requests, and sorts the requests of a batch.
 
 use super::uapi::{Descriptor, IO_NO_UNMAP, IO_SWAP, PAGE_SECTORS, SECTOR, op};
 use weir_request::{Op, Request, Span};
 
-/// The limits of a device.
+/// The limits of a device, which its requests must keep.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Rules {
-    /// Pages of the device.
+    /// Number of pages of the device.
     pub pages: u32,
-    /// Pages of a request's buffer.
+    /// Number of pages of a request's buffer.
     pub buffer_pages: u32,
 }
 
 impl Rules {
-    /// The request of `descriptor`: whole pages of the device, and data that fit its buffer.
+    /// Translates `descriptor` into a request: whole pages of the device, and data that fit its
+    /// buffer.
     ///
     /// # Errors
-    /// A negative error number: `EOPNOTSUPP` for an operation that was never offered, `EINVAL` for
-    /// what is not made of whole pages of the device or does not fit the buffer. The driver sends
-    /// neither.
+    /// Fails with a negative error number. It is `EOPNOTSUPP` for an operation that was never
+    /// offered. It is `EINVAL` for a range that is not whole pages of the device or does not fit
+    /// the buffer. The driver sends neither.
     pub fn check(&self, descriptor: &Descriptor) -> Result<Request, i32> {
         let op = match descriptor.op_flags as u8 {
             op::READ => Op::Read,
@@ -47,7 +48,7 @@ impl Rules {
     }
 }
 
-/// The answer to a request that went well: the bytes that it moved.
+/// The answer to a successful request: the number of bytes moved.
 pub fn success(request: &Request) -> i32 {
     match request.op {
         Op::Read | Op::Write => request.span.length as i32,
@@ -55,13 +56,13 @@ pub fn success(request: &Request) -> i32 {
     }
 }
 
-/// Whether the kernel asks for itself: it waits for memory, or a program for a page that was
+/// Whether the kernel itself asks: it waits for memory, or a program waits for a page that was
 /// swapped out.
 pub fn is_swap(descriptor: &Descriptor) -> bool {
     descriptor.op_flags & IO_SWAP != 0
 }
 
-/// Brings what is urgent to the front of a batch; otherwise the order stays. Takes no memory.
+/// Moves the urgent requests to the front of a batch; otherwise keeps the order. Takes no memory.
 pub fn urgent_first<T>(batch: &mut [T], urgent: impl Fn(&T) -> bool) {
     let mut front = 0;
     for at in 0..batch.len() {

@@ -1,4 +1,5 @@
-//! All queues of a device: started before the process is sealed, joined when the device has gone.
+//! The ublk server: all queues of a device, started before the process is sealed, joined when the
+//! device has gone.
 
 use super::control::{Control, ControlError};
 use super::device::{Device, Shape};
@@ -24,31 +25,31 @@ use weir_volume::Volume;
 
 /// Stack of a thread; with `mlockall` all of it is resident.
 const STACK_BYTES: usize = 256 << 10;
-/// How long the driver may take to clear up after a dead server, or to show a device.
+/// Time that the driver may take to clear up after a dead server, or to show a device.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// How long whoever was interrupted has for putting a request back, where the kernel does not say
-/// when he has.
+/// Time that an interrupted processor has to put a request back, if the kernel does not say when it
+/// has done so.
 const RETURN: Duration = Duration::from_millis(250);
-/// How often to look.
+/// Time between two looks.
 const LOOK: Duration = Duration::from_millis(2);
 
-/// How a volume is served.
+/// The settings of a ublk server.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// Hardware queues, each with a thread and a lane of the volume.
+    /// Number of hardware queues, each with a thread and a lane of the volume.
     pub queues: u16,
-    /// Requests that each may have in flight.
+    /// Most requests that each queue may have in flight.
     pub depth: u16,
-    /// The longest request; a power of two. Each queue takes `depth` buffers of this size.
+    /// Bytes of the longest request; a power of two. Each queue takes `depth` buffers of this size.
     pub request_bytes: u32,
-    /// How long a thread looks for the next request before it sleeps; zero for not at all.
+    /// Time that a thread spins for the next request before it sleeps; zero: it sleeps at once.
     pub spin: Duration,
     /// The device is to carry swap: its buffers must be locked, and every thread must have the I/O
     /// flusher flag unless [`unsafe_no_flusher`](Config::unsafe_no_flusher) is set.
     pub swap: bool,
     /// Serve swap without the flusher flag.
     pub unsafe_no_flusher: bool,
-    /// The device outlives this process, and waits for another server.
+    /// Whether the device outlives this process, and waits for another server.
     pub recoverable: bool,
 }
 
@@ -66,53 +67,53 @@ impl Default for Config {
     }
 }
 
-/// Why a device cannot be served.
+/// The reason why a device cannot be served.
 #[derive(Debug, thiserror::Error)]
 pub enum UblkError {
-    /// The driver is not there, or refuses.
+    /// The driver is missing, or refuses a command.
     #[error(transparent)]
     Control(#[from] ControlError),
-    /// A configuration that is no good.
+    /// The configuration is invalid.
     #[error("{0}")]
     Config(String),
-    /// The character device does not open.
+    /// The character device cannot be opened.
     #[error("{path} does not open")]
     Open {
-        /// Which.
+        /// The character device's path.
         path: String,
-        /// Why.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
     /// A queue's lane cannot be opened.
     #[error("queue {queue} of {queues} gets no lane")]
     Lane {
-        /// Which, from 0.
+        /// The queue's number, from 0.
         queue: u16,
-        /// Of how many.
+        /// The number of queues.
         queues: u16,
-        /// Why.
+        /// The volume's error.
         #[source]
         source: OpenError,
     },
     /// A queue's thread cannot serve.
     #[error("queue {queue} of {queues} cannot serve; fewer or shallower queues need less memory")]
     Queue {
-        /// Which, from 0.
+        /// The queue's number, from 0.
         queue: u16,
-        /// Of how many.
+        /// The number of queues.
         queues: u16,
-        /// Why.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
-    /// A thread does not have the flusher flag.
+    /// A thread cannot have the flusher flag.
     #[error("a thread that would serve swap lacks the I/O flusher flag")]
     Flusher(#[source] Unprotected),
 }
 
-/// A device being served. Dropping it leaves the device to the driver as the process's death does;
-/// [`Server::stop`] and [`Server::remove`] take it away.
+/// A device being served. Dropping it leaves the device to the driver, as the process's death does.
+/// [`Server::stop`] and [`Server::remove`] remove it.
 pub struct Server {
     device: Device,
     control: Control,
@@ -126,7 +127,7 @@ impl fmt::Debug for Server {
     }
 }
 
-/// The word of a queue's thread when it is about to serve, or why it will not.
+/// A queue thread's message: it is about to serve, or the reason why it will not.
 type Ready = Result<(), (u16, ReadyError)>;
 
 enum ReadyError {
@@ -135,11 +136,11 @@ enum ReadyError {
 }
 
 impl Server {
-    /// The device of a dead server of this volume, if it can still be taken over; it has the shape
-    /// that it was made with.
+    /// Finds the device of a dead server of this volume, if it can still be taken over. It has the
+    /// shape that it was made with.
     ///
     /// # Errors
-    /// When there is one, and the driver does not let go of the dead server's remains.
+    /// Fails when there is one, and the driver does not finish clearing up after the dead server.
     pub fn find(device: Device, log: &Log) -> Result<Option<Found>, UblkError> {
         let mut control = Control::open()?;
         let begun = Instant::now();
@@ -153,11 +154,11 @@ impl Server {
         Ok(info.map(|info| Found { device, control, info }))
     }
 
-    /// Makes a device, starts its threads, and publishes it. `made` hears its number before that.
+    /// Makes a device, starts its threads, and publishes it. `made` gets its number before that.
     /// The process may be sealed afterwards.
     ///
     /// # Errors
-    /// See [`UblkError`]; no device is left then.
+    /// Fails with a [`UblkError`]; no device is left then.
     pub fn create(
         volume: &Arc<Volume>,
         config: &Config,
@@ -188,7 +189,7 @@ impl Server {
         match server.start(volume, config, &info, log, Device::start) {
             Ok(()) => Ok(server),
             Err(error) => {
-                // Threads that have started wait for requests of a device that nobody has seen.
+                // Threads that have started wait for requests of a device that was never published.
                 let _ = device.abandon(&mut server.control);
                 server.join();
                 let _ = device.forget(&mut server.control);
@@ -197,10 +198,10 @@ impl Server {
         }
     }
 
-    /// Goes on where a dead server stopped: requests that it had not answered come again.
+    /// Takes over from a dead server: requests that it had not answered come again.
     ///
     /// # Errors
-    /// See [`UblkError`]; the device keeps its requests for another try then.
+    /// Fails with a [`UblkError`]; the device then holds its requests for another try.
     pub fn take_over(
         volume: &Arc<Volume>,
         config: &Config,
@@ -249,8 +250,8 @@ impl Server {
                 depth: info.depth,
                 engine,
                 character: Arc::clone(&character),
-                // A thread that spins would be in the way of those that it serves, on their own
-                // processor.
+                // A thread that spins is not pinned: on its clients' own processor it would be in
+                // their way.
                 processors: config.spin.is_zero().then(|| self.affinity(number)).flatten(),
                 gate: Arc::clone(&gate),
                 spin: config.spin,
@@ -281,7 +282,7 @@ impl Server {
         Ok(())
     }
 
-    /// Waits for the block device's name, which the kernel or udev makes.
+    /// Waits until the block device's file appears; the kernel or udev makes it.
     fn shown(&self) {
         let path = self.device.to_string();
         let begun = Instant::now();
@@ -301,38 +302,38 @@ impl Server {
         (processors.count() > 0).then_some(processors)
     }
 
-    /// The device.
+    /// The device that is served.
     pub fn device(&self) -> Device {
         self.device
     }
 
-    /// Its queues.
+    /// Number of queues of the device.
     pub fn queues(&self) -> usize {
         self.counters.len()
     }
 
-    /// Its counts.
+    /// The device's counts.
     pub fn stats(&self) -> Stats {
         let mut stats = Stats::default();
         self.counters.iter().for_each(|counters| stats.add(counters));
         stats
     }
 
-    /// Takes the block device away. The caller has seen that nobody uses it: the kernel would take
-    /// it from whoever does, unless it can tell (Linux 7.0), and then refuses. False where somebody
-    /// has it open, be it to read: it is served on.
+    /// Removes the block device. The caller must have checked that nothing uses it: a kernel before
+    /// Linux 7.0 removes it even while it is in use. From 7.0 on the driver refuses that. Returns
+    /// false if a program has the device open, even only for reading; then it is served on.
     ///
     /// # Errors
-    /// What else the driver refuses; the device is served on.
+    /// Fails with any other refusal of the driver; the device is served on.
     pub fn stop(&mut self) -> Result<bool, UblkError> {
         let features = self.control.features();
         Ok(self.device.stop(&mut self.control, features)?)
     }
 
-    /// Removes what is left of a device that has been stopped.
+    /// Removes the rest of a device that was stopped.
     ///
     /// # Errors
-    /// What the driver refuses.
+    /// Fails with the driver's refusal.
     pub fn remove(mut self) -> Result<(), UblkError> {
         self.join();
         self.device.forget(&mut self.control)?;
@@ -341,7 +342,7 @@ impl Server {
 
     fn join(&mut self) {
         for thread in self.threads.drain(..) {
-            // A panic there has been reported by the panic hook.
+            // The panic hook has reported a panic of that thread.
             let _ = thread.join();
         }
     }
@@ -356,7 +357,7 @@ pub struct Found {
 }
 
 impl Found {
-    /// Its hardware queues, which take as many lanes.
+    /// Number of the device's hardware queues, each of which takes a lane.
     pub fn queues(&self) -> u16 {
         self.info.queues
     }
@@ -388,14 +389,14 @@ impl Thread {
             }
         }
         if let Some(processors) = &self.processors {
-            // Nearness only; a control group may forbid it.
+            // Pinning is only for speed; a control group may forbid it.
             let _ = rustix::thread::sched_setaffinity(None, processors);
         }
         let spin = (!self.spin.is_zero()).then(|| Spin::new(&self.gate, self.spin));
         let counters = &self.counters[usize::from(number)];
         if self.swap {
-            // The kernel makes the ring's memory in one go, or not at all. Denied, it may take
-            // another daemon to succeed.
+            // The kernel makes the ring's memory in one go, or not at all. If access to its reserve
+            // is denied, another daemon may have to try again.
             let _ = swap_safety::reach_reserves(Children::Ordinary);
         }
         let queue = Queue::open(number, self.depth, &self.character, self.engine, spin, counters, &self.log);
@@ -416,21 +417,22 @@ impl Thread {
     }
 }
 
-/// Waits until every processor that found no server has put its request back where the end of the
-/// recovery finds it. Since Linux 6.15 (and 6.14.6) the driver hands requests out from the moment
-/// when all buffers are offered, a queue's own since 7.0; a processor that looked just before puts
-/// its request on a list that only the end of the recovery looks at, and after that nobody would
-/// (docs/ublk.md).
+/// Waits until every processor that found no server has put its request back, so that the end of
+/// the recovery finds it. Since Linux 6.15 (and 6.14.6) the driver hands requests out from the
+/// moment when all buffers are offered; since 7.0, when a queue's own are. A processor that looked
+/// just before puts its request on a list that only the end of the recovery reads. After that end,
+/// the request would wait for ever (docs/ublk.md).
 fn let_requests_return() {
-    // It looks and puts back within one read-side section of RCU, whose end the kernel waits for
-    // here: if there are several processors, none of them a nohz_full one.
+    // The processor looks and puts back within one read-side section of RCU. This call has the
+    // kernel wait for the section's end, if there are several processors, and none of them is a
+    // nohz_full one.
     let several = std::thread::available_parallelism().is_ok_and(|processors| processors.get() > 1);
     if !several || rustix::thread::membarrier(MembarrierCommand::Global).is_err() {
         std::thread::sleep(RETURN);
     }
 }
 
-/// The same error, with what was being done.
+/// The same error, with the action that failed.
 pub(super) fn doing(what: &str, error: &io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("{what}: {error}"))
 }
@@ -439,7 +441,8 @@ fn open(path: &str) -> Result<OwnedFd, UblkError> {
     let begun = Instant::now();
     loop {
         match rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()) {
-            // Its name may come a moment after the device, and a dead server may still be going.
+            // The device's file may come a moment after the device, and a dead server may still be
+            // ending.
             Err(Errno::NOENT | Errno::BUSY | Errno::NXIO) if begun.elapsed() < PATIENCE => {
                 std::thread::sleep(LOOK);
             }
@@ -449,7 +452,7 @@ fn open(path: &str) -> Result<OwnedFd, UblkError> {
     }
 }
 
-/// Removes devices of ours whose server died without a keeper: the driver has stopped them already.
+/// Removes Weir's devices whose server died without a keeper: the driver has stopped them already.
 fn clear_up(control: &mut Control, log: &Log) {
     let Ok(entries) = std::fs::read_dir("/sys/class/ublk-char") else { return };
     let lives = |process: u32| std::path::Path::new(&format!("/proc/{process}")).exists();

@@ -1,8 +1,8 @@
-//! A device's counts: each queue's thread counts for itself, and a reader adds them up.
+//! A device's counts: each queue's thread counts its own work, and a reader adds them up.
 
 use weir_core::metrics::Counter;
 
-/// One queue thread's counters; it is their only writer.
+/// One queue thread's counters; the thread is their only writer.
 #[derive(Debug, Default)]
 pub(super) struct Counters {
     pub requests: Counter,
@@ -14,22 +14,22 @@ pub(super) struct Counters {
     pub batches: Counter,
 }
 
-/// A device at one moment. Counts are since its start.
+/// A device's counts at one moment, since its start.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Stats {
-    /// Requests of every kind.
+    /// Number of requests of every kind.
     pub requests: u64,
-    /// Of these, the kernel's own swapping.
+    /// Number of requests that were the kernel's own swapping.
     pub swap: u64,
-    /// Reads.
+    /// Number of reads.
     pub reads: u64,
-    /// Writes.
+    /// Number of writes.
     pub writes: u64,
-    /// Discards and writes of zeros.
+    /// Number of discards and writes of zeros.
     pub discards: u64,
-    /// Requests answered with an error.
+    /// Number of requests answered with an error.
     pub errors: u64,
-    /// Times that requests were taken; `requests / batches` came together on average.
+    /// Number of batches; `requests / batches` requests came together on average.
     pub batches: u64,
 }
 

@@ -1,4 +1,4 @@
-//! Which block is where.
+//! The blocks of managed memory, and the place of each one's content.
 
 use crate::BLOCK;
 use crate::BLOCK_PAGES;
@@ -7,39 +7,39 @@ use std::collections::BTreeMap;
 /// The place of a block's content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
-    /// Nowhere: zeros, as far as pages are missing.
+    /// No content is stored: missing pages are zeros.
     Empty,
-    /// In place; pages that are missing are zeros.
+    /// The block is in place; missing pages are zeros.
     Resident,
-    /// In a slot of the staging memory, on its way out.
+    /// The block is in a slot of the staging memory, on its way out.
     Writing(usize),
-    /// In a slot, as far as it has come from the store.
+    /// The block is in a slot, as far as it was read from the store.
     Filling(usize),
-    /// In a slot, whole, and in the store too.
+    /// The whole block is in a slot, and in the store too.
     Ready(usize),
-    /// In a slot, whole, and nowhere else: on its way back into place.
+    /// The whole block is in a slot and nowhere else, on its way back into place.
     Back(usize),
-    /// In the store, but for the pages that are [`there`](Block::there).
+    /// The block is in the store, without the pages that are [`there`](Block::there).
     Stored,
-    /// Nowhere, though it was something.
+    /// The block's content is lost.
     Lost,
 }
 
-/// 2 MiB of managed memory.
+/// A block: 2 MiB of managed memory.
 #[derive(Clone, Debug)]
 pub struct Block {
     pub at: usize,
     pub state: State,
-    /// Its room in the store.
+    /// The block's room in the store.
     pub room: Option<u64>,
-    /// Which of its pages are zeros that the store does not have.
+    /// A bit for each page that is zeros and is not in the store.
     pub zeros: [u64; BLOCK_PAGES / 64],
-    /// Single pages in place. What the store has of them may be older.
+    /// A bit for each single page that is in place. The store may hold older content of it.
     pub there: [u64; BLOCK_PAGES / 64],
-    /// The page that came alone last, and how many before it came one after the other.
+    /// The last page that was brought alone, and how many came before it in a row.
     pub run: (usize, u8),
-    /// Pages whose content the program has given up, and whose end has not been seen yet: till then
-    /// it does not go out, or old content would come back.
+    /// Pages whose content the program has dropped, and whose removal the pager has not seen yet.
+    /// Until then the block is not written out, because old content would come back.
     pub ending: Option<Box<[u64; BLOCK_PAGES / 64]>>,
 }
 
@@ -88,13 +88,13 @@ impl Blocks {
         &mut self.all[id as usize]
     }
 
-    /// The block that has this byte.
+    /// The block that contains this address.
     pub fn at(&self, address: usize) -> Option<u32> {
         let (&start, &id) = self.by_address.range(..=address).next_back()?;
         (address < start + BLOCK).then_some(id)
     }
 
-    /// A block that has a byte of `start..end`, the first one at or after `start`.
+    /// The first block that contains a byte of `start..end`.
     pub fn first_in(&self, start: usize, end: usize) -> Option<u32> {
         self.at(start).or_else(|| self.by_address.range(start..end).next().map(|(_, &id)| id))
     }
@@ -123,7 +123,7 @@ impl Blocks {
         id
     }
 
-    /// Takes it out of the tables; its number may be used again.
+    /// Removes the block from the tables; its number may be used again.
     pub fn remove(&mut self, id: u32) -> Block {
         let block = self.all[id as usize].clone();
         self.by_address.remove(&block.at);
@@ -131,7 +131,8 @@ impl Blocks {
         block
     }
 
-    /// Gives those that begin in `from..from + bytes` their place after a move of that memory.
+    /// Updates the addresses of blocks that begin in `from..from + bytes` after that memory was
+    /// moved.
     pub fn shift(&mut self, from: usize, to: usize, bytes: usize) {
         let mut moved = self.by_address.split_off(&from);
         let mut rest = moved.split_off(&(from + bytes));

@@ -1,4 +1,4 @@
-//! Making pages smaller, without taking memory for it while pages move.
+//! Compression of pages, which takes no memory while pages move.
 
 mod zstd;
 
@@ -7,17 +7,17 @@ use std::fmt;
 use std::io;
 use weir_core::{PAGE_SIZE, PageBytes};
 
-/// How pages are compressed.
+/// The compression algorithm.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Compression {
-    /// LZ4: the least time.
+    /// LZ4, which takes the least time.
     Lz4,
-    /// Zstandard, its level 1: smaller, and slower.
+    /// Zstandard at level 1, which compresses more and takes longer.
     Zstd,
 }
 
 impl Compression {
-    /// As it stands in a pack.
+    /// The algorithm's number in a pack.
     pub(crate) fn code(self) -> u8 {
         match self {
             Compression::Lz4 => 1,
@@ -43,12 +43,12 @@ impl fmt::Display for Compression {
     }
 }
 
-/// Room for what a page becomes at worst, by either algorithm, so that neither has to look where it
-/// ends.
+/// Room for the worst case of a compressed page, by either algorithm: so neither has to check for
+/// its end.
 pub(crate) const WORST: usize = PAGE_SIZE + 1024;
 const _: () = assert!(WORST >= lz4_flex::block::get_maximum_output_size(PAGE_SIZE));
 
-/// The compressor and expander of one thread. Takes all its memory when it is made.
+/// The compressor and expander of one thread. It takes all its memory when it is made.
 pub(crate) struct Codec {
     compress: Option<Compressor>,
     expand_zstd: Option<zstd::Expander>,
@@ -60,10 +60,11 @@ enum Compressor {
 }
 
 impl Codec {
-    /// Compresses by `with`, and expands what it has compressed; with `any` also what others have.
+    /// Makes a codec that compresses with `with`, and expands that algorithm's pages; with `any`,
+    /// also those of the other algorithms.
     ///
     /// # Errors
-    /// When there is no memory for it.
+    /// Fails when there is no memory for it.
     pub fn new(with: Option<Compression>, any: bool) -> io::Result<Self> {
         let compress = match with {
             None => None,
@@ -74,7 +75,7 @@ impl Codec {
         Ok(Codec { compress, expand_zstd })
     }
 
-    /// The algorithm.
+    /// The algorithm that it compresses with.
     pub fn compression(&self) -> Option<Compression> {
         self.compress.as_ref().map(|compressor| match compressor {
             Compressor::Lz4(_) => Compression::Lz4,
@@ -82,7 +83,8 @@ impl Codec {
         })
     }
 
-    /// Compresses a page, and says how many bytes it became. `None`: it cannot.
+    /// Compresses a page, and returns the number of compressed bytes. `None`: the page cannot be
+    /// compressed.
     pub fn compress(&mut self, page: &PageBytes, out: &mut [u8; WORST]) -> Option<usize> {
         match self.compress.as_mut()? {
             Compressor::Lz4(table) => lz4_flex::block::compress_into_with_table(page, out, table).ok(),
@@ -90,7 +92,7 @@ impl Codec {
         }
     }
 
-    /// Expands what a page was compressed to. Says whether it was one.
+    /// Expands a compressed page. Returns whether the bytes were one whole compressed page.
     #[must_use]
     pub fn expand(&mut self, compression: Compression, bytes: &[u8], page: &mut PageBytes) -> bool {
         let length = match compression {

@@ -1,4 +1,4 @@
-//! Zstandard in memory that is taken once: a context in a buffer of ours never asks for more
+//! Zstandard in memory that is taken once. A context in a buffer of Weir's own never asks for more
 //! (`ZSTD_initStaticCCtx`, zstd.h).
 
 use std::io;
@@ -6,10 +6,11 @@ use std::ptr::NonNull;
 use weir_core::{PAGE_SIZE, PageBytes};
 use zstd_sys as sys;
 
-/// zram's default is 3, which takes half as long again for a few per cent.
+/// The compression level. zram's default is level 3, which takes half as long again for a few per
+/// cent.
 const LEVEL: i32 = 1;
 
-/// Memory for a context, aligned as it asks for.
+/// Memory for a context, aligned as zstd requires.
 struct Workspace(Box<[u64]>);
 
 impl Workspace {
@@ -21,31 +22,31 @@ impl Workspace {
 pub(super) struct Compressor {
     context: NonNull<sys::ZSTD_CCtx>,
     parameters: sys::ZSTD_parameters,
-    /// The memory of the context.
+    /// Owns the memory of the context.
     _workspace: Workspace,
 }
 
-// SAFETY: a context is plain memory that it alone refers to, used by whoever has it by `&mut`.
+// SAFETY: a context is plain memory that nothing else refers to, and every use needs `&mut`.
 unsafe impl Send for Compressor {}
 
 impl Compressor {
     pub fn new() -> io::Result<Self> {
-        // SAFETY: pure functions of their arguments.
+        // SAFETY: both are pure functions of their arguments.
         let (mut parameters, bytes) = unsafe {
             let parameters = sys::ZSTD_getParams(LEVEL, PAGE_SIZE as u64, 0);
             (parameters, sys::ZSTD_estimateCCtxSize_usingCParams(parameters.cParams))
         };
-        // How long it will be is known.
+        // The length of an expanded page is known, so it need not be stored.
         parameters.fParams.contentSizeFlag = 0;
         let mut workspace = Workspace::new(bytes);
-        // SAFETY: the memory is aligned to 8 bytes, as long as said, and lives as long as the
-        // context: it never moves, being on the heap, and nobody else uses it.
+        // SAFETY: the memory is aligned to 8 bytes, and as long as said. It lies on the heap, so it
+        // never moves, and lives as long as the context. Nothing else uses it.
         let context =
             unsafe { sys::ZSTD_initStaticCCtx(workspace.0.as_mut_ptr().cast(), workspace.0.len() * 8) };
         let context = NonNull::new(context).ok_or_else(too_little)?;
         let mut made = Compressor { context, parameters, _workspace: workspace };
-        // The context needs all its workspace for the first page already, so a workspace that is
-        // too small shows here and not later.
+        // The context uses all its workspace for the first page. So a workspace that is too small
+        // fails here and not later.
         let mut page = [0; PAGE_SIZE];
         page.iter_mut().enumerate().for_each(|(at, byte)| *byte = ((at * at) >> 3) as u8);
         made.compress(&page, &mut [0; super::WORST]).ok_or_else(too_little)?;
@@ -73,18 +74,19 @@ impl Compressor {
 
 pub(super) struct Expander {
     context: NonNull<sys::ZSTD_DCtx>,
-    /// The memory of the context.
+    /// Owns the memory of the context.
     _workspace: Workspace,
 }
 
-// SAFETY: as for the compressor.
+// SAFETY: as for the compressor: nothing else refers to the context, and every use needs `&mut`.
 unsafe impl Send for Expander {}
 
 impl Expander {
     pub fn new() -> io::Result<Self> {
-        // SAFETY: a pure function.
+        // SAFETY: a pure function of its arguments.
         let mut workspace = Workspace::new(unsafe { sys::ZSTD_estimateDCtxSize() });
-        // SAFETY: as for the compressor.
+        // SAFETY: as for the compressor: the memory is aligned, long enough, never moves, and
+        // nothing else uses it.
         let context =
             unsafe { sys::ZSTD_initStaticDCtx(workspace.0.as_mut_ptr().cast(), workspace.0.len() * 8) };
         Ok(Expander { context: NonNull::new(context).ok_or_else(too_little)?, _workspace: workspace })
@@ -107,7 +109,7 @@ impl Expander {
 }
 
 fn fine(length: usize) -> Option<usize> {
-    // SAFETY: a pure function.
+    // SAFETY: a pure function of its argument.
     (unsafe { sys::ZSTD_isError(length) } == 0).then_some(length)
 }
 

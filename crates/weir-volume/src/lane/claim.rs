@@ -1,4 +1,4 @@
-//! A free slot for a write.
+//! Claims a free slot for a write.
 
 use super::count::count;
 use super::{Lane, StoreLane};
@@ -8,21 +8,21 @@ use std::time::{Duration, Instant};
 use weir_core::{PageNo, Slot};
 use weir_store::{Fault, State};
 
-/// Slots that a lane remembers having freed, to use them again while their memory is still in the
-/// cache.
+/// Number of freed slots that a lane remembers, to use them again while their memory is still in
+/// the cache.
 pub(crate) const HINTS: usize = 64;
-/// Pages written together that are worth slots side by side: a copy engine moves neighbours at
-/// once, and so do long reads.
+/// Number of pages written together from which slots side by side pay off: a copy engine and long
+/// reads handle neighbours at once.
 pub(super) const LONG: usize = 16;
-/// The longest run of slots that a lane plans to use, one that is long enough not to look for a
-/// longer one, and the shortest that is better than any slot.
+/// Lengths of runs of slots: the longest that a lane plans to use, one that is long enough to stop
+/// the search, and the shortest that is better than any slot.
 const RUN_MAX: u32 = 256;
 const RUN_FINE: u32 = 64;
 const RUN_LEAST: usize = 8;
-/// How long a write waits for a slot that other lanes are about to free, before it fails.
+/// Longest time that a write waits for a slot that other lanes are about to free, before it fails.
 pub(crate) const SLOT_WAIT: Duration = Duration::from_secs(2);
 
-/// How a lane waits for a slot. The time comes with each poll.
+/// A lane's wait for a slot. Each poll brings the time.
 #[derive(Debug, Default)]
 pub(super) struct SlotWait {
     phase: Phase,
@@ -32,17 +32,17 @@ pub(super) struct SlotWait {
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 enum Phase {
-    /// No write waits.
+    /// No write waits for a slot.
     #[default]
     Idle,
-    /// A write waits, at most until then.
+    /// A write waits, at most until this time.
     Until(Instant),
-    /// A write has waited for as long as it may, and fails if it finds no slot now.
+    /// A write has waited as long as it may, and fails if it finds no slot now.
     Due(Instant),
-    /// It has failed. Until then others of the batch fail without a wait of their own, once the
-    /// lane knows the time.
+    /// The write has failed. Until this time, other writes of the batch fail without a wait of
+    /// their own, once the lane knows the time.
     Refused(Instant),
-    /// The next that finds no slot is one of these.
+    /// The next write that finds no slot fails without a wait.
     Refuses(Instant),
 }
 
@@ -52,7 +52,7 @@ impl SlotWait {
         self.phase == Phase::Idle && !self.asked
     }
 
-    /// A write has found no slot: it waits, or it fails.
+    /// Records that a write has found no slot: it waits, or it fails.
     fn ask(&mut self) {
         match self.phase {
             Phase::Due(until) | Phase::Refuses(until) => self.phase = Phase::Refused(until),
@@ -60,12 +60,12 @@ impl SlotWait {
         }
     }
 
-    /// The write that waits has found a slot, or its owner has given it up.
+    /// Ends the wait: the write has found a slot, or its owner has given it up.
     pub(super) fn end(&mut self) {
         self.asked = false;
         self.phase = match self.phase {
             Phase::Until(_) | Phase::Due(_) => Phase::Idle,
-            // The next write that finds none may come an hour later: it asks for the time first.
+            // The next write without a slot may come an hour later, so it needs the time first.
             Phase::Refuses(until) => Phase::Refused(until),
             phase => phase,
         };
@@ -77,7 +77,8 @@ impl SlotWait {
         self.phase = match self.phase {
             Phase::Idle => waits(),
             Phase::Until(end) if now < end => self.phase,
-            // Unless it asks, long past its end, the write that waited was given up by its owner.
+            // If no write has asked since, long past the end of the wait, its owner gave up the
+            // write that waited.
             Phase::Until(end) if asked || now < end + SLOT_WAIT => Phase::Due(now + SLOT_WAIT),
             Phase::Refused(until) if asked && now < until => Phase::Refuses(until),
             Phase::Due(until) | Phase::Refuses(until) | Phase::Refused(until) if now < until => self.phase,
@@ -86,7 +87,10 @@ impl SlotWait {
     }
 }
 
-/// The last [`HINTS`] slots freed by this lane, oldest first.
+/// Claims a free slot in the first store that takes pages and has one. If all slots are taken,
+/// other lanes are about to free some: every lane's pin ends, and the volume promised a slot for
+/// each page. So the lane [waits](Lane::waits_for_slot) from the next poll on, unless it holds
+/// slots that other lanes wait for.
 pub(super) struct Hints {
     pub(super) slots: [Slot; HINTS],
     pub(super) first: usize,
@@ -99,21 +103,21 @@ impl Lane {
     /// page. So the lane [waits](Lane::waits_for_slot) from the next poll on, unless it holds
     /// others up itself.
     pub(super) fn claim(&mut self, page: PageNo) -> Option<(usize, Slot)> {
-        // A worker that closes a chunk waits for the pins of those that may not have seen it
-        // closed. A pack is also sent by a poll, where nothing has pinned the lane.
+        // A worker that closes a chunk waits for the pins of lanes that may not have seen it
+        // closed. A poll also sends a pack, and at that time the lane may have no pin.
         if !self.looking.is_pinned() {
             self.enter();
         }
         if let Some(found) = self.claim_now(page) {
             return Some(found);
         }
-        // This lane's knowledge of the epochs may be old, or none yet.
+        // The epoch that this lane last read may be old, or it has read none yet.
         self.refresh_safe();
         if let Some(found) = self.claim_now(page) {
             return Some(found);
         }
         // Waiting frees slots, but brings no store back. A page that is to be promoted does not
-        // wait: its present place is good enough.
+        // wait: its present slot is good enough.
         let any_left = self.volume.tiers.iter().any(|tier| !tier.is_lost());
         if !self.holds_slots() && any_left && self.reach == self.stores.len() {
             if self.slot_wait.phase == Phase::Idle && !self.slot_wait.asked {
@@ -124,17 +128,17 @@ impl Lane {
         None
     }
 
-    /// Whether a write has found no slot, and is to be tried again after the next poll.
+    /// Whether a write has found no slot and will be tried again after the next poll.
     pub(super) fn waits_for_slot(&self) -> bool {
         self.slot_wait.asked || matches!(self.slot_wait.phase, Phase::Until(_))
     }
 
-    /// Nothing that waited for a slot before is tried again.
+    /// Drops the wait: no write that waited for a slot is tried again.
     pub(crate) fn forget_slot_wait(&mut self) {
         self.slot_wait.end();
     }
 
-    /// Goes on waiting for a slot, if a write does, and brings about what it waits for.
+    /// Continues the wait for a slot, if a write waits, and frees slots of closing lanes meanwhile.
     #[cold]
     pub(super) fn wait_for_slot(&mut self, now: Instant) {
         self.slot_wait.tick(now);
@@ -145,19 +149,19 @@ impl Lane {
         }
     }
 
-    /// Whether this lane has slots that are neither free nor published, and need a poll to become
-    /// one of them.
+    /// Whether this lane has slots that are neither free nor published: a poll must free or publish
+    /// them.
     pub(super) fn holds_slots(&self) -> bool {
         self.under_way > 0 || !self.finished.is_empty() || !self.overtaken.is_empty()
     }
 
-    /// Slots that are neither free nor published on this lane's account, at most.
+    /// Upper bound of the slots that this lane keeps neither free nor published.
     fn slots_held(&self) -> usize {
         self.under_way + self.finished.len() + self.unsettled
     }
 
-    /// Members that are draining are asked last: their slots are part of what the volume promised.
-    /// Those that are lost or out of reach are not asked.
+    /// Claims a slot without waiting. Slots of draining members come last: they are part of what
+    /// the volume promised. Members that are lost or unreachable are skipped.
     pub(super) fn claim_now(&mut self, page: PageNo) -> Option<(usize, Slot)> {
         self.claims_since_safe += 1;
         let mut found = self.claim_in(page, State::Online);
@@ -202,8 +206,8 @@ impl Lane {
                 if may_be_used && tier.records.waits_for_epoch(slot) {
                     break;
                 }
-                // Somebody else has it, its chunk is closed, or its member is not asked now: the
-                // next is as good.
+                // Another lane has the slot, its chunk is closed, or its member takes no pages now:
+                // the next slot is as good.
                 store.hints.pop();
             }
             if let Some(slot) = tier.records.claim(&mut store.cursor, page, self.safe, may) {
@@ -214,7 +218,7 @@ impl Lane {
         None
     }
 
-    /// The next slot of the run that this lane writes into, or the first of another.
+    /// Claims the next slot of the run that this lane writes into, or the first slot of a new run.
     fn claim_in_run(&mut self, at: usize, page: PageNo, state: State) -> Option<Slot> {
         if self.stores[at].run.is_empty() {
             if self.barren {
@@ -236,7 +240,7 @@ impl Lane {
             self.long -= 1;
             return Some(slot);
         }
-        // Another lane is at it, or its member takes no pages any more.
+        // Another lane took the slot, or its member takes no more pages.
         self.stores[at].run = 0..0;
         None
     }
@@ -248,9 +252,9 @@ impl Lane {
         self.long > 0 && is_next && self.claim_in_run(at, page, State::Online).is_some()
     }
 
-    /// Why there is no slot. A volume promises one for each page, so where a store is lost, or a
-    /// disk hangs and keeps slots, that is why. To a worker a disk that hangs is a full one: the
-    /// page lies well where it is.
+    /// The fault of a write that finds no slot. The volume promises a slot for each page. So the
+    /// reason is a store that is lost, or a disk that hangs and keeps slots. For a worker, a
+    /// hanging disk counts as full: the page can stay in its slot.
     pub(super) fn no_slot(&self) -> Fault {
         let tiers = &self.volume.tiers;
         let is_worker = self.parts.iter().any(|part| part.patch.is_empty());
@@ -280,7 +284,8 @@ impl Hints {
         self.len -= 1;
     }
 
-    /// Adds a slot; the oldest is forgotten when there are too many (a search still finds it).
+    /// Remembers a freed slot. If there are too many, the oldest is forgotten; a search still finds
+    /// it.
     pub(super) fn push(&mut self, slot: Slot) {
         if self.len == HINTS {
             self.pop();
@@ -315,7 +320,7 @@ mod tests {
         assert!(!lane.looking.is_pinned());
     }
 
-    /// Goes on always, and counts how often the mover found lanes within a batch.
+    /// A driver that always goes on, and counts how often the mover found lanes within a batch.
     struct Counted<'a>(&'a AtomicU32);
 
     impl Driver for Counted<'_> {
@@ -346,7 +351,7 @@ mod tests {
         let mut worker = volume.mover().expect("a lane");
         let (page, slot, content) = (PageNo(3), Slot(77), unique());
         let records = &volume.tiers[0].records;
-        // The first half of a claim, then the chunk is closed.
+        // Do the first half of a claim, then close the chunk.
         late.enter();
         let free = records.claimable(slot, volume.epochs.safe()).expect("a free slot");
         volume.begin_give_back(0, &[0]).expect("room elsewhere");
@@ -356,7 +361,7 @@ mod tests {
             while !giving.is_finished() && waits.load(Ordering::Relaxed) < 3 {
                 std::thread::yield_now();
             }
-            // The second half, and the page is there.
+            // Do the second half, after which the page is there.
             assert!(records.claim_if(slot, free, page));
             let entry = Entry::new(Place::Stored { store: 0, slot }, volume.map.load(page).next_generation());
             let checksum = Checksum::of(&content, page, entry.generation());
@@ -364,7 +369,7 @@ mod tests {
             assert_eq!(late.stores[0].lane.write(0, slot, &content), Progress::Done(Ok(())));
             assert!(late.publish(page, entry, None));
             late.leave();
-            // A machine that stands still may have made it give up: then the chunk stays.
+            // A machine that stood still may have made the give-back give up: then the chunk stays.
             let _ = giving.join().expect("no panic");
         });
         let mut found = [0; PAGE_SIZE];
@@ -412,8 +417,8 @@ mod tests {
         assert_eq!(lane.claim(PageNo(4)), Some((0, slot)));
     }
 
-    /// A lane that holds back every slot that is freed, and one of a volume in which no other is
-    /// free.
+    /// Returns a lane that holds back every freed slot, and a lane of the same volume, which has no
+    /// other free slot.
     fn held_back() -> (crate::Lane, crate::Lane) {
         let config = Config { pages: 64, lanes: 2, depth: 4 };
         let store = Arc::new(Host::new(config.slots()).expect("memory"));
@@ -489,7 +494,7 @@ mod tests {
         poll(&mut writer, begun + SLOT_WAIT + SHORT);
         holder.leave();
         assert_eq!(write(&mut writer, 1), Progress::Done(Ok(())));
-        // Nobody polls a lane with nothing under way. Then there is a shortage again.
+        // No owner polls a lane with nothing under way. Then slots are short again.
         holder.enter();
         let shortage = (0..u32::MAX).find_map(|number| match write(&mut writer, number) {
             Progress::Done(Ok(())) => None,
@@ -527,7 +532,7 @@ mod tests {
         assert_eq!(ended, [(7, Err(Fault::Full))]);
     }
 
-    /// Writes 64 pages from `first` on as a connection does that receives them at once.
+    /// Writes 64 pages from `first` on, as a connection does that receives them at once.
     fn write_piece(lane: &mut crate::Lane, first: u32, generation: u32) {
         let mut pages = vec![[0; PAGE_SIZE]; 64];
         for (page, number) in pages.iter_mut().zip(first..) {

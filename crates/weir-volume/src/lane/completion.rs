@@ -1,4 +1,4 @@
-//! Completions of slow stores.
+//! Completions of operations at slow stores.
 
 use super::packing::{Carried, expand_apart};
 use super::{Lane, Work};
@@ -6,7 +6,7 @@ use std::time::Instant;
 use weir_store::{Done, Fault, Progress, Ticket};
 
 impl Lane {
-    /// Starts what has been queued, and ends the batch if nothing is in flight.
+    /// Starts the queued operations, and ends the batch if nothing is in flight.
     pub fn submit(&mut self) {
         if self.packing.is_some() {
             self.close_pack();
@@ -15,7 +15,7 @@ impl Lane {
             store.lane.submit();
         }
         self.leave();
-        // Nothing is in flight there, so the time of the last poll is as good as any.
+        // Nothing is in flight at the store, so the time of the last poll is good enough.
         if self.unsettled > 0
             && let Some(polled) = self.polled
         {
@@ -23,7 +23,7 @@ impl Lane {
         }
     }
 
-    /// Frees what has settled at stores that owe no answer, and that nobody polls for that reason.
+    /// Frees slots that have settled at stores that owe no answer: no owner polls for that reason.
     #[cold]
     pub(super) fn settle_idle(&mut self, now: Instant) {
         for at in 0..self.stores.len() {
@@ -36,7 +36,7 @@ impl Lane {
         }
     }
 
-    /// Frees slots of writes that were late and can do no more harm.
+    /// Frees slots of writes that were late and can no longer change them.
     fn free_settled(&mut self, at: usize) {
         let Lane { stores, volume, unsettled, .. } = self;
         stores[at].lane.settled(&mut |slot| {
@@ -45,8 +45,8 @@ impl Lane {
         });
     }
 
-    /// Hands over every operation that has finished at a slow store. Never waits. `now` is the time
-    /// for all that has a limit.
+    /// Completes every operation that has finished at a slow store. Never waits. `now` is the time
+    /// for all deadlines.
     pub fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
         if !self.slot_wait.is_idle() {
             self.wait_for_slot(now);
@@ -62,7 +62,8 @@ impl Lane {
                 self.free_settled(at);
             }
         }
-        // Only those that were stalled before this poll: one that stalls again waits for the next.
+        // Try only writes that were stalled before this poll: one that stalls again waits for the
+        // next.
         let stalled = self.stalled.len();
         let resume = stalled > 0 || !self.finished.is_empty() || self.has_open_pack();
         while let Some((op, result)) = self.finished.pop() {
@@ -70,8 +71,8 @@ impl Lane {
         }
         self.finished.extend(self.overtaken.drain(..).map(|op| (op, Ok(()))));
         for _ in 0..stalled {
-            // One after another: what holds slots back may be this lane's own pin, and if each
-            // began again while another is under way, that would stay where it is for ever.
+            // Try them one after another. This lane's own pin may hold slots back. If each write
+            // began again while another is under way, the pin would never move.
             let parts_under_way = self.parts.len() - self.idle_parts.len() - self.stalled.len();
             if parts_under_way > 0 && self.under_way > 0 {
                 break;
@@ -83,7 +84,7 @@ impl Lane {
             }
             match self.advance_part(op, None) {
                 Progress::Done(result) => {
-                    // After any end it waits for no slot any more.
+                    // After any end the lane no longer waits for a slot.
                     self.slot_wait.end();
                     self.hand_over(op, result, done);
                 }
@@ -91,9 +92,9 @@ impl Lane {
                 Progress::Full => self.stalled.push(op),
             }
         }
-        // An operation that went on may have queued its second half. Where nothing is under way any
-        // more the pin ends here: its owner may have nothing more to submit, and until then no slot
-        // that others retire would be free.
+        // An operation that went on may have queued its second half. If nothing is under way any
+        // more, the pin ends here. Its owner may have nothing more to submit, and until the pin
+        // ends, no retired slot of any lane would be free.
         if resume {
             self.submit();
         } else {
@@ -101,8 +102,8 @@ impl Lane {
         }
     }
 
-    /// Takes what a store has finished. Reads are handed over on the spot, where their content
-    /// lies; the rest is noted, for the store's lane is lent to its own poll.
+    /// Takes the answers of one store. Reads are handed over at once, from where their content
+    /// lies. Other answers are noted for later, since the store's lane is borrowed by its own poll.
     fn poll_store(&mut self, now: Instant, at: usize, done: &mut dyn FnMut(Done<'_>)) {
         let Lane { stores, ops, parts, runs, finished, volume, seat, under_way, looking, packing, .. } = self;
         stores[at].lane.poll(now, &mut |completion| {
@@ -154,7 +155,7 @@ impl Lane {
         });
     }
 
-    /// Goes on with an operation whose store has answered.
+    /// Continues an operation whose store has answered.
     pub(super) fn go_on(&mut self, op: u32, result: Result<(), Fault>, done: &mut dyn FnMut(Done<'_>)) {
         if let Carried::Leads { .. } = self.ops[op as usize].carried {
             self.end_pack(op, result, done);
@@ -198,7 +199,7 @@ impl Lane {
         self.hand_over(op, result, done);
     }
 
-    /// Ends a write whose client has gone. `result` is what the store said.
+    /// Ends a write whose client has gone. `result` is the store's answer.
     pub(super) fn drop_forsaken(
         &mut self,
         op: u32,

@@ -1,4 +1,4 @@
-//! Counters and latencies. One operation in so many is timed.
+//! Counters and latencies. One in [`SAMPLE_EVERY`] operations is timed.
 
 use super::Lane;
 use crate::Volume;
@@ -9,12 +9,12 @@ use std::time::{Duration, Instant};
 use weir_core::metrics::Counter;
 use weir_store::Fault;
 
-/// One operation in so many is timed: reading the clock twice costs a tenth of a write to host
-/// memory. A prime, so that no program's own rhythm hides an operation: of writes and reads in
-/// turns, 16 timed the reads alone.
+/// One in this many operations is timed: reading the clock twice costs a tenth of a write to host
+/// memory. The number is a prime, so that no program's own rhythm hides an operation. With
+/// alternating writes and reads, 16 timed only the reads.
 const SAMPLE_EVERY: u32 = 17;
 
-/// When an operation that is timed began, by its volume's stopwatch.
+/// The start time of an operation that is timed, by its volume's stopwatch.
 #[derive(Clone, Copy)]
 pub(super) struct Started {
     at: Instant,
@@ -49,7 +49,7 @@ impl Volume {
 }
 
 impl LaneMetrics {
-    /// A page that lies, or was found, in `place` has been read, or could not be.
+    /// Counts a page that was read, or could not be read; `place` says where it lies or was found.
     #[inline]
     pub(super) fn read_ended(&self, place: Place, started: Option<Started>, result: Result<(), Fault>) {
         let traffic = self.traffic(place);
@@ -60,7 +60,7 @@ impl LaneMetrics {
         self.read_failed(result);
     }
 
-    /// Counts a read that has failed, if it has.
+    /// Counts a read if it has failed.
     #[inline]
     pub(super) fn read_failed(&self, result: Result<(), Fault>) {
         if let Err(fault) = result {
@@ -71,7 +71,7 @@ impl LaneMetrics {
         }
     }
 
-    /// `pages` pages have been read by one operation. Their faults were counted one by one.
+    /// Counts `pages` pages that one operation has read. Their faults were counted one by one.
     pub(super) fn run_read(&self, store: usize, pages: u64, started: Option<Started>) {
         let traffic = self.traffic_of(Some(store));
         traffic.reads.add(pages);
@@ -80,7 +80,7 @@ impl LaneMetrics {
         }
     }
 
-    /// `pages` pages have been written by one operation, or could not be.
+    /// Counts `pages` pages that one operation has written, or could not write.
     pub(super) fn run_written(&self, store: usize, pages: u64, started: Option<Started>, failed: bool) {
         let traffic = self.traffic_of(Some(store));
         traffic.writes.add(pages);
@@ -92,7 +92,7 @@ impl LaneMetrics {
         }
     }
 
-    /// A page has been written to `place`, or could not be.
+    /// Counts a page that was written to `place`, or could not be written.
     #[inline]
     pub(super) fn write_ended(&self, place: Place, started: Option<Started>, result: Result<(), Fault>) {
         let traffic = self.traffic(place);
@@ -105,8 +105,8 @@ impl LaneMetrics {
         }
     }
 
-    /// `pages` pages that lay as `places` says have been read together since `started`, if that is
-    /// timed: each took its share.
+    /// Counts `pages` pages that were read together since `started`, if that is timed. `places`
+    /// says where they lay, and each page took its share of the time.
     #[inline]
     pub(super) fn reads_ended(&self, pages: u64, places: &Places, started: Option<Started>) {
         places.share_out(pages, |store, pages| self.traffic_of(store).reads.add(pages));
@@ -115,7 +115,7 @@ impl LaneMetrics {
         }
     }
 
-    /// The same for pages that have been written.
+    /// Counts pages that were written together, in the same way.
     pub(super) fn writes_ended(&self, pages: u64, places: &Places, started: Option<Started>) {
         places.share_out(pages, |store, pages| self.traffic_of(store).writes.add(pages));
         if let Some(each) = each(pages, started) {
@@ -128,7 +128,7 @@ fn each(pages: u64, started: Option<Started>) -> Option<Duration> {
     started.filter(|_| pages > 0).map(|started| started.took() / pages as u32)
 }
 
-/// How many of some pages lay in which store, and how many in none, which comes last.
+/// For some pages, the number in each store; the last number is of pages in no store.
 #[derive(Default)]
 pub(super) struct Places {
     counts: [Cell<u32>; STORES_MAX + 1],
@@ -149,9 +149,9 @@ impl Places {
         self.all.set(self.all.get() + 1);
     }
 
-    /// Hands `pages` pages out to the stores. Where there are fewer than have been added, since
-    /// some were looked at for a request that was then answered in another way, each store has its
-    /// proportion; where there are more, the others lay in none.
+    /// Divides `pages` pages among the stores. If fewer pages are counted than were added, each
+    /// store gets its proportion: some pages were looked at for a request that was then answered in
+    /// another way. If more are counted, the others lay in no store.
     #[inline]
     fn share_out(&self, pages: u64, mut give: impl FnMut(Option<usize>, u64)) {
         let all = u64::from(self.all.get());
@@ -168,7 +168,7 @@ impl Places {
         }
     }
 
-    /// The store in which most lay.
+    /// The store that most of the pages lay in.
     fn most(&self) -> Option<usize> {
         self.stores().max_by_key(|(_, count)| *count).and_then(|(store, _)| store)
     }

@@ -1,4 +1,4 @@
-//! Where a page was found, and the proof of its content.
+//! The place where a page was found, and the checksum that proves its content.
 
 use crate::Volume;
 use crate::entry::{Entry, Place};
@@ -6,24 +6,24 @@ use crate::pack;
 use weir_core::{Checksum, PageBytes, PageNo};
 use weir_store::Fault;
 
-/// Where a page was found, and what proves its content. Valid while the lane is pinned.
+/// A page's place and the checksum that proves its content. Valid while the lane is pinned.
 #[derive(Clone, Copy)]
 pub(crate) struct Located {
     pub(super) page: PageNo,
     pub(crate) entry: Entry,
-    /// As the slot's record said while the map named it; the record itself may be gone by the time
-    /// the content arrives.
+    /// The checksum from the slot's record, read while the map named the slot. The record may be
+    /// gone by the time the content arrives.
     pub(super) checksum: Option<Checksum>,
-    /// It lies in a pack with others, and the checksum is the pack's.
+    /// The page lies in a pack with others, and the checksum is the pack's.
     pub(super) packed: bool,
 }
 
 impl Volume {
-    /// Where a page lies, with its checksum. The calling lane is pinned.
+    /// Finds a page's place and its checksum. The calling lane must be pinned.
     ///
-    /// The slot's record is read after the map named the slot. Nobody can claim the slot meanwhile,
-    /// but whoever replaced the page may have retired it, and with that its checksum: then the map
-    /// already says where the new content is.
+    /// The slot's record is read after the map named the slot. No lane can claim the slot
+    /// meanwhile. But another lane may replace the page and retire the slot, and with that its
+    /// checksum. Then the map already names the place of the new content.
     #[inline]
     pub(crate) fn locate(&self, page: PageNo) -> Located {
         let mut entry = self.map.load(page);
@@ -33,7 +33,7 @@ impl Volume {
             };
             if let Some(occupant) = self.tiers[store].records.occupant(slot) {
                 let packed = occupant.is_pack();
-                // Whether it is one of the pack's pages, the pack itself says.
+                // A pack itself says whether the page is one of its pages.
                 let checksum = (packed || occupant.page == page).then_some(occupant.checksum);
                 return Located { page, entry, checksum, packed };
             }
@@ -47,7 +47,7 @@ impl Volume {
 }
 
 impl Located {
-    /// Whether `bytes` are the page's content, where that lies in a store.
+    /// Checks that `bytes` are the page's content, if the page lies in a store.
     #[inline]
     pub(super) fn verify(&self, bytes: &PageBytes) -> Result<(), Fault> {
         let right = match self.entry.place() {

@@ -1,4 +1,4 @@
-//! One thread's way into a volume.
+//! A lane: one thread's access to a volume.
 
 mod claim;
 mod completion;
@@ -36,72 +36,73 @@ use std::time::Instant;
 use weir_core::{PAGE_SIZE, PageBytes, PageNo, Slot};
 use weir_store::{Fault, OpenError, Progress, Ticket};
 
-/// Partial writes that a lane may have under way; more answer [`Progress::Full`].
+/// Partial writes that a lane may have under way; one more returns [`Progress::Full`].
 pub(crate) const PARTS: usize = 8;
 
 /// A lane of a [`Volume`]: reads, writes and discards pages, for one thread.
 ///
-/// Operations that a store finishes at once answer [`Progress::Done`]; others answer
-/// [`Progress::Queued`] and are started by [`submit`](Lane::submit) and handed over by
-/// [`poll`](Lane::poll). From the first operation to the `submit` that finds nothing in flight is
-/// one batch: slots freed meanwhile, by any lane, may not be reused before it ends. So end batches,
-/// by `submit`, before waiting for anything.
+/// Operations that a store finishes at once return [`Progress::Done`]. Others return
+/// [`Progress::Queued`]; [`submit`](Lane::submit) starts them, and [`poll`](Lane::poll) hands them
+/// over. A batch lasts from the first operation to the `submit` that finds nothing in flight. Slots
+/// that any lane frees meanwhile may not be reused before the batch ends. So end a batch, by
+/// `submit`, before waiting for anything.
 pub struct Lane {
     volume: Arc<Volume>,
     seat: usize,
     pub(crate) stores: Box<[StoreLane]>,
-    /// Operations at slow stores; the index is the store's ticket.
+    /// Operations at slow stores; an operation's index is its ticket at the store.
     ops: Box<[Op]>,
     idle_ops: Vec<u32>,
     parts: Box<[Part]>,
     idle_parts: Vec<u32>,
-    /// Pages that are one operation.
+    /// Runs of pages that are one operation each.
     runs: Box<[Run]>,
     idle_runs: Vec<u32>,
-    /// Stores, from the first on, in which this lane looks for a slot.
+    /// Number of stores, from the first on, in which this lane looks for a slot.
     pub(crate) reach: usize,
-    /// Partial writes that found a store full, to be tried again by the next poll.
+    /// Partial writes that found a store full; the next poll tries them again.
     stalled: Vec<u32>,
-    /// Operations that the poll under way has found finished, or has been finished since without
-    /// anybody to tell.
+    /// Operations that the current poll has found finished, or that finished since the last poll.
     finished: Vec<(u32, Result<(), Fault>)>,
-    /// Writes that the poll under way has not published, because somebody else has written their
+    /// Writes that the current poll has not published, because another lane has written their
     /// pages.
     overtaken: Vec<u32>,
-    /// A write that was answered with [`Progress::Full`] for that reason is to be tried again.
+    /// A write returned [`Progress::Full`] because its page was overtaken, and is to be tried
+    /// again.
     asks_for_look: bool,
     in_flight: usize,
-    /// Pages that a store is working on.
+    /// Number of pages that a store is working on.
     under_way: usize,
-    /// Slots of writes that a store did not answer in time, and that may still land.
+    /// Number of slots of writes that a store did not answer in time. Those writes may still change
+    /// the slots.
     unsettled: usize,
-    /// How it waits for a slot, where a write found none.
+    /// The wait for a slot, if a write found none.
     slot_wait: SlotWait,
     /// The time of the last poll.
     polled: Option<Instant>,
-    /// The epochs this lane looks at.
+    /// The pin of this lane, and the reads that need it.
     looking: Looking,
     /// Slots that were retired before this epoch may be reused.
     safe: u64,
     claims_since_safe: u32,
     /// The store that the last slot was claimed in.
     taker: usize,
-    /// Pages of a long write that have no slot yet.
+    /// Number of pages of a long write that have no slot yet.
     long: u32,
-    /// There was no run for it.
+    /// No run of free slots was found for the long write.
     barren: bool,
     until_sample: u32,
     /// The packer, if the volume compresses.
     packing: Option<Box<Packing>>,
 }
 
-/// A lane's part of a store.
+/// A lane's state for one store.
 pub(crate) struct StoreLane {
     pub(crate) lane: Box<dyn weir_store::Lane>,
     cursor: Cursor,
     hints: Hints,
-    /// Slots side by side, free when they were found, for a long write; and where to look for the
-    /// next.
+    /// A run of slots side by side for a long write, which were free when they were found; and the
+    /// place where the next search starts.
     run: std::ops::Range<u32>,
     run_cursor: Cursor,
 }
@@ -109,14 +110,14 @@ pub(crate) struct StoreLane {
 pub(crate) struct Op {
     ticket: Ticket,
     started: Option<Started>,
-    /// The epoch in which what is being read was found.
+    /// The epoch in which the page to read was found.
     found: u64,
     work: Work,
-    /// Its place in a pack.
+    /// The operation's place in a pack.
     carried: Carried,
-    /// A write that must not take effect any more.
+    /// The write must not take effect any more.
     forsaken: bool,
-    /// Polls that found its page written by somebody else.
+    /// Number of polls that found the page written by another lane.
     looks: u8,
 }
 
@@ -124,19 +125,20 @@ pub(crate) struct Op {
 enum Work {
     Idle,
     Read(Located),
-    /// A whole page on its way to `entry`'s slot; published when it has arrived.
+    /// A whole page is on its way to `entry`'s slot; it is published when it has arrived.
     Write {
         page: PageNo,
         entry: Entry,
     },
-    /// A partial write: at first the old content on its way in (`from` says which), then the new on
-    /// its way out. (While either kind of write waits in a pack, its entry has no place yet.)
+    /// A partial write: first the old content is on its way in, from `from`, then the new content
+    /// is on its way out. (While a write of either kind waits in a pack, its entry has no place
+    /// yet.)
     Part {
         part: u32,
         from: Located,
         to: Option<Entry>,
     },
-    /// Pages side by side, each on its way in or all on their way out.
+    /// A run of pages side by side: each is on its way in, or all are on their way out.
     Run {
         run: u32,
     },
@@ -215,27 +217,27 @@ impl Lane {
         })
     }
 
-    /// The volume this is a lane of.
+    /// The volume that this lane belongs to.
     pub fn volume(&self) -> &Arc<Volume> {
         &self.volume
     }
 
-    /// Announces a batch to every store, so that they can choose how to do it. Optional. Where it
-    /// is known which pages will be read, [`batch`](Lane::batch) tells each store of its own alone.
+    /// Announces a batch to every store, so that each can choose how to do it. Optional. If it is
+    /// known which pages will be read, [`batch`](Lane::batch) tells each store only its own part.
     pub fn plan(&mut self, reads: usize, writes: usize) {
         for store in &mut self.stores {
             store.lane.plan(reads, writes);
         }
     }
 
-    /// A batch to announce; `None` where no store would do anything differently for it.
+    /// A batch to announce; `None` if no store would act differently for it.
     pub fn batch(&mut self) -> Option<Batch<'_>> {
         let heeded = self.stores.iter().any(|store| store.lane.heeds_plan());
         heeded.then(|| Batch::new(&self.volume, &mut self.stores, self.taker))
     }
 
-    /// Reads a page. With [`Progress::Done`] `out` holds it; with [`Progress::Queued`] it comes
-    /// with the completion.
+    /// Reads a page. With [`Progress::Done`] `out` holds the page; with [`Progress::Queued`] it
+    /// comes with the completion.
     pub fn read(&mut self, ticket: Ticket, page: PageNo, out: &mut PageBytes) -> Progress {
         self.enter();
         let started = self.sample();
@@ -268,11 +270,11 @@ impl Lane {
         Progress::Done(result)
     }
 
-    /// Writes a whole page. `bytes` may be reused as soon as this returns; the write is
-    /// acknowledged by [`Progress::Done`] or by its completion. [`Progress::Full`] leaves it with
-    /// the caller, who polls and tries again: where every slot is taken the lane keeps the time,
-    /// and the write fails after 2 s. Where somebody else has written the page meanwhile, the
-    /// caller looks whether its client is still there before it tries again.
+    /// Writes a whole page. `bytes` may be reused as soon as this returns. [`Progress::Done`] or
+    /// the completion acknowledges the write. With [`Progress::Full`] the caller polls and tries
+    /// again. If every slot is taken, the lane keeps the time, and the write fails after 2 s. If
+    /// another lane has written the page meanwhile, the caller checks that its client is still
+    /// there before it tries again.
     pub fn write(&mut self, ticket: Ticket, page: PageNo, bytes: &PageBytes) -> Progress {
         self.enter();
         let started = self.sample();
@@ -307,17 +309,19 @@ impl Lane {
         Progress::Done(result)
     }
 
-    /// Forgets pages `first..first + count`: they read as zeros, and their slots are free. A write
-    /// that was begun before, by another lane, may still come to a page that held nothing; see
+    /// Discards pages `first..first + count`: they read as zeros, and their slots are free. A write
+    /// that another lane began before may still reach a page that held nothing; see
     /// [`zero`](Lane::zero).
     pub fn discard(&mut self, first: PageNo, count: u32) {
-        // Most of a device that is discarded as a whole was never written: its map stays untouched.
+        // When a whole device is discarded, most pages were never written: their part of the map
+        // stays untouched.
         self.replace_all(first, count, Place::Empty, |was| was != Place::Empty);
         self.metrics().discards.add(u64::from(count));
     }
 
     /// Makes pages `first..first + count` zeros that count as written, or, with `holes`, as
-    /// discarded. It is a write: one of a client that has gone does not come after it.
+    /// discarded. It counts as a write: an older write of a client that has gone cannot take effect
+    /// after it.
     pub fn zero(&mut self, first: PageNo, count: u32, holes: bool) {
         let place = if holes { Place::Empty } else { Place::Fill(0) };
         self.replace_all(first, count, place, |_| true);
@@ -336,12 +340,13 @@ impl Lane {
         }
     }
 
-    /// Gives up the writes under way that `whose` says yes to: they take no effect from here on,
-    /// and are handed over with [`Fault::Forsaken`]. For those of a client that has gone: it may
-    /// have sent them again by another lane, and newer ones after them. Said before each poll while
-    /// a client is missed, none of its writes takes effect after one that it made elsewhere: a
-    /// write whose page somebody else has written since it began, or since the last poll, waits for
-    /// the next poll.
+    /// Gives up the writes under way whose tickets `whose` selects: they take no effect from here
+    /// on, and end with [`Fault::Forsaken`]. It is for writes of a client that has gone. That
+    /// client may have sent them again by another lane, and newer ones after them.
+    ///
+    /// Call this before each poll while a client is missing. Then none of its writes takes effect
+    /// after a later one that it made by another lane. A write whose page another lane has written
+    /// since it began, or since the last poll, waits for the next poll.
     pub fn forsake(&mut self, whose: impl Fn(Ticket) -> bool) {
         self.slot_wait.end();
         for op in &mut self.ops {
@@ -360,7 +365,7 @@ impl Lane {
         self.volume.map.load(page).place() != Place::Empty
     }
 
-    /// Whether the page is known to read as zeros without looking into a store.
+    /// Whether the page is known to read as zeros, without looking into a store.
     pub fn known_zero(&self, page: PageNo) -> bool {
         matches!(self.volume.map.load(page).place(), Place::Empty | Place::Fill(0))
     }
@@ -375,9 +380,9 @@ impl Lane {
         self.stores.iter().filter(|store| store.lane.in_flight() > 0).filter_map(|store| store.lane.wake_fd())
     }
 
-    /// Whether something is in flight, or a write waits for a slot, that no descriptor announces:
-    /// its owner polls again, and rests in between. With nothing in flight, it is a write that was
-    /// answered with [`Progress::Full`].
+    /// Whether its owner must poll again after a rest, because no descriptor will announce the next
+    /// progress. Something is in flight, or a write waits for a slot. With nothing in flight, that
+    /// write returned [`Progress::Full`].
     pub fn must_poll(&self) -> bool {
         !self.stalled.is_empty()
             || self.asks_for_look
@@ -387,14 +392,14 @@ impl Lane {
             || self.stores.iter().any(|store| store.lane.in_flight() > 0 && store.lane.wake_fd().is_none())
     }
 
-    /// Gives the lane up as the death of its process would: what it has under way is neither
-    /// finished nor undone. For tests of taking over; no other lane may use the volume afterwards.
+    /// Abandons the lane as the death of its process would: its operations are neither finished nor
+    /// undone. It serves tests of taking over; afterwards no other lane may use the volume.
     pub fn abandon(mut self) {
         (self.in_flight, self.unsettled) = (0, 0);
     }
 
-    /// Pins this lane; moves the pin on where nothing holds it, so that a long batch does not keep
-    /// its own freed slots.
+    /// Pins this lane. If the lane is pinned already and no read needs the pin, the pin moves on:
+    /// so a long batch does not hold back the slots that it frees.
     #[inline]
     fn enter(&mut self) {
         self.looking.enter(&self.volume.epochs, self.seat);
@@ -409,7 +414,8 @@ impl Lane {
         self.volume.seat(self.seat)
     }
 
-    /// The next idle operation, unless as many pages are under way as there are operations.
+    /// Finds the next idle operation. There is none if as many pages are under way as there are
+    /// operations.
     fn idle_op(&self) -> Option<u32> {
         self.idle_ops.last().copied().filter(|_| self.under_way < self.ops.len())
     }
@@ -436,7 +442,7 @@ impl Lane {
 }
 
 impl Work {
-    /// A write goes there.
+    /// Sets the place that a write goes to.
     fn goes_to(&mut self, there: Entry) {
         match self {
             Work::Write { entry, .. } => *entry = there,
@@ -445,7 +451,7 @@ impl Work {
         }
     }
 
-    /// Where the page lies that is read, or is to lie that is written.
+    /// The place of the page that is read, or of the page that is written.
     fn place(&self) -> Place {
         match self {
             Work::Idle | Work::Run { .. } | Work::Part { to: None, .. } => Place::Empty,
@@ -456,7 +462,7 @@ impl Work {
 }
 
 impl Op {
-    /// The run that it is.
+    /// The run, if this operation is a run.
     pub(crate) fn run(&self) -> Option<u32> {
         match self.work {
             Work::Run { run } => Some(run),
@@ -464,7 +470,7 @@ impl Op {
         }
     }
 
-    /// The slot that its store is writing, and nobody has published.
+    /// The slot that the store is writing, and that is not published yet.
     pub(crate) fn unpublished(&self) -> Option<(usize, Slot)> {
         if let Carried::Leads { store, slot, .. } = self.carried {
             return Some((store, slot));
@@ -492,8 +498,8 @@ impl Drop for Lane {
         if self.in_flight + self.unsettled == 0 {
             return volume.free_seat(*seat);
         }
-        // Writes under way hold slots that nobody else knows of, and reads the lane's pin: the
-        // volume sees to them.
+        // Writes under way hold slots that no other lane knows of, and reads need the lane's pin.
+        // The volume takes care of both.
         let (stores, ops, runs) = (std::mem::take(stores), std::mem::take(ops), std::mem::take(runs));
         let mut closing = Closing::new(volume, stores, ops, runs, self.unsettled);
         finished.drain(..).for_each(|(op, result)| closing.end_single(volume, op, result));

@@ -1,12 +1,12 @@
-//! How a lane compresses: pages that are written in one batch share slots.
+//! Compression in a lane: pages that are written in one batch share slots.
 //!
-//! A page that shrinks enough waits in the lane's open pack, unacknowledged, until the pack is full
-//! or the batch is submitted. Then the pack is written like a page, and each of its pages published
-//! by itself. So a slot is still written whole, once, before the map names it, and stores know
-//! nothing of it. A page that finds no company is written as it is.
+//! A page that shrinks enough waits, unacknowledged, in the lane's open pack until the pack is full
+//! or the batch is submitted. Then the pack is written like a page, and each of its pages is
+//! published by itself. So a slot is still written whole, once, before the map names it, and stores
+//! do not know about packs. A page that is alone in its pack is written uncompressed.
 //!
-//! The operations that wait in a pack are linked: the first leads, and its number is the ticket of
-//! the pack's write.
+//! The operations that wait in a pack are linked. The first leads the list, and its number is the
+//! ticket of the pack's write.
 
 use super::count::count;
 use super::{Lane, Located, Part, Work};
@@ -19,60 +19,61 @@ use std::io;
 use weir_core::{Checksum, PAGE_SIZE, PageBytes, PageNo, Slot, uniform_value};
 use weir_store::{Done, Fault, Progress, Ticket};
 
-/// A lane's memory for it.
+/// A lane's memory for compression.
 pub(super) struct Packing {
     codec: Codec,
     open: OpenPack,
-    /// The operations that wait in the open pack: the first and the last.
+    /// The first and the last of the operations that wait in the open pack.
     first: u32,
     last: u32,
-    /// A page's compressed bytes, at the front.
+    /// A page's compressed bytes; they begin at the front.
     small: Box<[u8; WORST]>,
     page: Box<PageBytes>,
-    /// Pages that have left packs since the volume was last told.
+    /// Number of pages that have left packs since the lane last told the volume.
     left: u32,
     /// The pages that [`Lane::open_up`] found.
     found: Vec<(PageNo, Slot)>,
 }
 
-/// Pages that leave packs between two times that a lane says so.
+/// A lane tells the volume each time that this many pages have left packs.
 const TELL_EVERY: u32 = 128;
-/// Packs that a lane opens up at a time, at most.
+/// Most packs that a lane reads whole at a time.
 pub(crate) const OPENED_MAX: usize = 32;
-/// In the place of a page's number, where a whole pack is read.
+/// Stands for a page's number when a whole pack is read.
 pub(super) const EVERY_MEMBER: PageNo = PageNo(u32::MAX);
 
 /// An operation's place in a pack.
 #[derive(Clone, Copy)]
 pub(super) enum Carried {
-    /// In none.
+    /// The operation is in no pack.
     No,
-    /// In the open pack, or behind another in one that is on its way. `next` is the one behind it.
+    /// The operation waits in the open pack, or behind another one in a pack that is on its way.
+    /// `next` is the operation behind it.
     Waits { next: Option<u32> },
-    /// First of a pack on its way to this slot.
+    /// The operation is the first of a pack on its way to this slot.
     Leads { store: usize, slot: Slot, next: Option<u32> },
 }
 
-/// The outcome for a page that was to be packed.
+/// The outcome of packing a page.
 pub(super) enum Packed {
-    /// It waits in the open pack.
+    /// The page waits in the open pack.
     Joined,
-    /// To be written as it is.
+    /// The page must be written uncompressed.
     Not,
-    /// Something must be polled first.
+    /// The lane must be polled first.
     Full,
 }
 
 impl Packing {
-    /// The packing of a lane of this volume; `None` if nothing is compressed.
+    /// Makes the packing of a lane of this volume; `None` if nothing is compressed.
     ///
     /// # Errors
-    /// When there is no memory for it.
+    /// Fails when there is no memory for it.
     pub fn of(volume: &Volume) -> io::Result<Option<Box<Self>>> {
         if !volume.tiers.iter().any(|tier| tier.records.has_packs()) {
             return Ok(None);
         }
-        // Packs of a daemon before may be by another algorithm.
+        // Packs of an earlier daemon may use another algorithm.
         let codec = Codec::new(volume.compression(), true)?;
         let (small, page) = (Box::new([0; WORST]), Box::new([0; PAGE_SIZE]));
         let found = Vec::with_capacity(OPENED_MAX * MEMBERS_MAX);
@@ -88,13 +89,13 @@ impl Packing {
         })))
     }
 
-    /// Whether it compresses, or only expands what a daemon before had compressed.
+    /// Whether it compresses pages, or only expands those that an earlier daemon compressed.
     pub fn compresses(&self) -> bool {
         self.codec.compression().is_some()
     }
 
-    /// Expands `page` out of `slot`, which has been verified. It may be in none, if the store gave
-    /// a slot that never was its own.
+    /// Expands `page` out of the verified pack in `slot`. Fails if the page is not in it, as when
+    /// the store returned another slot's content.
     fn expand(&mut self, slot: &PageBytes, page: PageNo) -> Result<&PageBytes, Fault> {
         let (compression, bytes) = pack::find(slot, page).ok_or(Fault::Corrupt)?;
         if !self.codec.expand(compression, bytes, &mut self.page) {
@@ -104,7 +105,7 @@ impl Packing {
     }
 }
 
-/// Expands a page out of a slot that lies elsewhere.
+/// Expands a page out of a pack that lies outside of the lane's memory.
 pub(super) fn expand_apart<'a>(
     packing: &'a mut Option<Box<Packing>>,
     slot: &PageBytes,
@@ -118,8 +119,8 @@ impl Lane {
         self.packing.as_ref().is_some_and(|packing| packing.open.pages() > 0)
     }
 
-    /// Reads what was located in `slot`; with [`Progress::Done`] it is verified and, if it has to
-    /// be, expanded.
+    /// Reads the page that was located in `slot`. With [`Progress::Done`] it is verified, and
+    /// expanded if it was compressed.
     #[inline]
     pub(super) fn read_slot(
         &mut self,
@@ -130,7 +131,7 @@ impl Lane {
         out: &mut PageBytes,
     ) -> Progress {
         if located.packed {
-            // SAFETY: the map named the slot after this lane was pinned, so nobody writes it or
+            // SAFETY: the map named the slot after this lane was pinned. So no lane writes it or
             // releases its chunk before the pin ends, and the view does not outlive this call.
             if let Some(bytes) = unsafe { self.stores[store].lane.view(slot) } {
                 let expanded =
@@ -150,8 +151,8 @@ impl Lane {
         Progress::Done(result)
     }
 
-    /// Has a page that is written by operation `op`, which is yet to be started, wait in the open
-    /// pack, if it shrinks enough.
+    /// Puts a page into the open pack, if it shrinks enough. Operation `op`, which is not started
+    /// yet, writes the page.
     pub(super) fn pack(&mut self, op: u32, page: PageNo, bytes: &PageBytes) -> Packed {
         let Some(packing) = &mut self.packing else { return Packed::Not };
         if uniform_value(bytes).is_some() {
@@ -163,7 +164,7 @@ impl Lane {
         }
     }
 
-    /// The same for a partial write whose old content, verified, is in its base. Where it does not
+    /// Does the same for a partial write whose base holds the old content, verified. If it does not
     /// join a pack, the base is expanded.
     pub(super) fn pack_part(&mut self, op: u32, part: u32, from: &Located) -> Result<Packed, Fault> {
         let Some(packing) = &mut self.packing else { return Ok(Packed::Not) };
@@ -171,7 +172,7 @@ impl Lane {
         if from.packed {
             let (compression, bytes) = pack::find(&state.base, from.page).ok_or(Fault::Corrupt)?;
             if state.moving.is_some() && packing.codec.compression() == Some(compression) {
-                // Nothing in it changes: it goes as it is.
+                // A page that only moves stays compressed as it is.
                 let length = bytes.len();
                 packing.small[..length].copy_from_slice(bytes);
                 return Ok(self.join(op, from.page, length));
@@ -210,7 +211,7 @@ impl Lane {
         Packed::Joined
     }
 
-    /// Sends the open pack on its way. `false`: it must wait until something has been polled.
+    /// Sends the open pack to its store. Returns `false` if it must wait for a poll.
     pub(super) fn close_pack(&mut self) -> bool {
         let Some((op, pages)) = self.packing.as_ref().map(|packing| (packing.first, packing.open.pages()))
         else {
@@ -241,7 +242,7 @@ impl Lane {
         sent
     }
 
-    /// There is no slot for the open pack, and waiting brings none.
+    /// Fails the pages of the open pack: there is no slot for it, and waiting brings none.
     fn fail_pack(&mut self, first: u32) -> bool {
         let fault = self.no_slot();
         let mut next = Some(first);
@@ -252,7 +253,7 @@ impl Lane {
         true
     }
 
-    /// Takes an operation out of its pack, and names the one behind it.
+    /// Takes an operation out of its pack, and returns the operation behind it.
     fn leave_pack(&mut self, op: u32) -> Option<u32> {
         match std::mem::replace(&mut self.ops[op as usize].carried, Carried::No) {
             Carried::No => None,
@@ -280,7 +281,7 @@ impl Lane {
         true
     }
 
-    /// Sends the only page of the open pack on its way, uncompressed: it takes a slot anyway.
+    /// Sends the only page of the open pack uncompressed: it takes a slot anyway.
     fn send_single(&mut self, op: u32, page: PageNo, store: usize, slot: Slot) -> bool {
         let entry = Entry::new(Place::Stored { store, slot }, self.generation_in_pack(op));
         let Some(packing) = &mut self.packing else { return true };
@@ -289,8 +290,8 @@ impl Lane {
         let small = pack::find(open.bytes(), page);
         let whole = small.is_some_and(|(compression, small)| codec.expand(compression, small, bytes));
         if !whole {
-            // A compressed page expands to the page; but nothing else may ever be stored
-            // in its place.
+            // The compressed bytes must expand to the page again: otherwise the write fails, and
+            // wrong content is never stored.
             records.free_slot(slot, 0);
             self.leave_pack(op);
             self.finished.push((op, Err(Fault::Corrupt)));
@@ -328,7 +329,7 @@ impl Lane {
                 self.hand_over(op, Err(fault), done);
                 continue;
             }
-            // One that is overtaken as a whole keeps its place in the pack until the next poll.
+            // A whole page that was overtaken keeps its place in the pack until the next poll.
             let entry = Entry::new(Place::Stored { store, slot }, self.generation_in_pack(op));
             self.ops[op as usize].work.goes_to(entry);
             self.go_on(op, Ok(()), done);
@@ -339,7 +340,7 @@ impl Lane {
         }
     }
 
-    /// The generation that a page in a pack is written as: counted from where its write began.
+    /// The generation of a page in a pack, counted from the entry at the start of its write.
     fn generation_in_pack(&self, op: u32) -> u32 {
         match self.ops[op as usize].work {
             Work::Write { entry, .. } => entry.generation(),
@@ -353,8 +354,7 @@ impl Lane {
         }
     }
 
-    /// A page has left a pack: every so often the volume is told, for whoever brings the others
-    /// together.
+    /// Counts a page that has left a pack. Every so often it tells the volume, for the compaction.
     #[cold]
     pub(super) fn left_pack(&mut self) {
         let Some(packing) = &mut self.packing else { return };
@@ -365,14 +365,14 @@ impl Lane {
         }
     }
 
-    /// Reads the pack in a slot, if one is there, and adds those of its pages that still lie there
-    /// to [`opened`](Lane::opened). Packs by another algorithm have none.
+    /// Reads the pack in a slot, if there is one, and adds those of its pages that still lie there
+    /// to [`opened`](Lane::opened). A pack of another algorithm adds none.
     pub(crate) fn open_up(&mut self, ticket: Ticket, store: usize, slot: Slot) -> Progress {
         self.enter();
         let (Some(&part), Some(&op)) = (self.idle_parts.last(), self.idle_ops.last()) else {
             return Progress::Full;
         };
-        // A slot published after this lane was pinned stays as it is until the pin ends.
+        // A slot published after this lane was pinned stays unchanged until the pin ends.
         let occupant = self.volume.tiers[store].records.occupant(slot);
         let Some(occupant) = occupant.filter(|it| it.fill().is_some()) else { return Progress::Done(Ok(())) };
         let here = Place::Stored { store, slot };
@@ -404,7 +404,7 @@ impl Lane {
         }
     }
 
-    /// Notes which pages of the pack in a part's base lie there.
+    /// Notes which pages of the pack in a part's base still lie there.
     pub(super) fn note_members(&mut self, part: u32) {
         let Lane { packing: Some(packing), parts, volume, .. } = self else { return };
         let Part { base, moving, .. } = &parts[part as usize];
@@ -421,7 +421,8 @@ impl Lane {
         }
     }
 
-    /// One of the pages that [`open_up`](Lane::open_up) found, the last first, and where.
+    /// Returns one of the pages that [`open_up`](Lane::open_up) found, the last first, with its
+    /// slot.
     pub(crate) fn opened(&mut self) -> Option<(PageNo, Slot)> {
         self.packing.as_mut()?.found.pop()
     }
@@ -454,7 +455,7 @@ mod tests {
                 panic!("it was published")
             };
             packs.push(slot);
-            // Somebody has found the first page there, and all are written anew.
+            // A lane has found the first page there, and then all pages are written anew.
             reader.enter();
             assert_eq!(other.write(0, page, &[0; PAGE_SIZE]), Progress::Done(Ok(())));
             other.submit();

@@ -1,5 +1,5 @@
-//! Parts of pages: the old content comes in, is patched, and goes out to a new slot. A page that
-//! moves is a part of nothing.
+//! Partial writes: the old content comes in, is patched, and goes out to a new slot. A page that
+//! moves is a partial write with an empty patch.
 
 use super::count::Started;
 use super::located::Located;
@@ -13,28 +13,28 @@ use weir_store::{Fault, Progress, Ticket};
 /// The state of a partial write under way. A page move reuses this with an empty patch.
 pub(super) struct Part {
     pub(super) base: Box<PageBytes>,
-    /// Empty in a lane that only moves pages.
+    /// The bytes to write; empty in a lane that only moves pages.
     pub(super) patch: Box<[u8]>,
     pub(super) offset: usize,
     pub(super) len: usize,
-    /// The place of a page that is only to move: once it lies elsewhere there is nothing left to
-    /// do.
+    /// The old place of a page that only moves. If the page lies in another place by now, nothing
+    /// is left to do.
     pub(super) moving: Option<Place>,
 }
 
 impl Lane {
-    /// Writes a part of a page, `offset + bytes.len()` at most a page, atomically: the rest keeps
-    /// what it holds when this takes effect, also if another lane writes the page at the same time.
-    /// Slower than a whole page; callers that can align do.
+    /// Writes a part of a page atomically; `offset + bytes.len()` is at most a page. The rest of
+    /// the page keeps its content, even if another lane writes the page at the same time. It is
+    /// slower than a whole page, so callers align when they can.
     pub fn write_part(&mut self, ticket: Ticket, page: PageNo, offset: usize, bytes: &[u8]) -> Progress {
         self.enter();
         let started = self.sample();
         self.start_part(ticket, started, page, (offset, bytes), None)
     }
 
-    /// Writes `page` anew with the content that it has, if it still lies at `from`: into the first
-    /// store that this lane reaches and that has room. Somebody who writes the page meanwhile has
-    /// done as much.
+    /// Writes `page` anew with its present content, if it still lies at `from`. The page goes into
+    /// the first store that this lane may use and that has room. If another lane writes the page
+    /// meanwhile, no move is needed.
     pub(crate) fn move_page(&mut self, ticket: Ticket, page: PageNo, from: Place) -> Progress {
         self.enter();
         self.start_part(ticket, None, page, (0, &[]), Some(from))
@@ -74,8 +74,8 @@ impl Lane {
         }
     }
 
-    /// Has the next poll begin a partial write anew, whose page somebody else has written: its
-    /// client is looked for before.
+    /// Has the next poll restart a partial write whose page another lane has written. Before that
+    /// the owner checks that the client is still there.
     pub(super) fn begin_part_again(&mut self, op: u32) -> Progress {
         if let Work::Part { to, .. } = &mut self.ops[op as usize].work {
             *to = None;
@@ -83,15 +83,15 @@ impl Lane {
         Progress::Full
     }
 
-    /// Takes a partial write as far as it goes without waiting; with [`Progress::Full`] the next
-    /// poll goes on. `answer` is what the store said of the half under way.
+    /// Continues a partial write as far as possible without waiting. With [`Progress::Full`] the
+    /// next poll continues. `answer` is the store's answer to the half under way.
     pub(super) fn advance_part(&mut self, op: u32, mut answer: Option<Result<(), Fault>>) -> Progress {
         loop {
             let Work::Part { part, from, to } = self.ops[op as usize].work else {
                 unreachable!("operation {op} is no partial write")
             };
             match (answer.take(), to) {
-                // Nothing is under way: begin, or begin again, with what the page holds now.
+                // Nothing is under way: begin, or begin again, with the page's content now.
                 (None, _) => {
                     self.enter();
                     let from = self.volume.locate(from.page);
@@ -147,7 +147,8 @@ impl Lane {
                     state.base[range].copy_from_slice(&state.patch[..state.len]);
                     let parts = std::mem::take(&mut self.parts);
                     let bytes = &parts[part as usize].base;
-                    // A page that only moves keeps its generation, and must not have moved.
+                    // A page that only moves keeps its generation, and must still lie in its old
+                    // place.
                     let (generation, condition) = match parts[part as usize].moving {
                         Some(_) => (from.entry.generation(), Some(from.entry)),
                         None => (from.entry.next_generation(), None),
@@ -168,7 +169,7 @@ impl Lane {
                         }
                     }
                 }
-                // The new content is out.
+                // The new content has arrived.
                 (Some(Ok(())), Some(entry)) => {
                     let condition = self.parts[part as usize].moving.map(|_| from.entry);
                     if self.publish(from.page, entry, condition) {

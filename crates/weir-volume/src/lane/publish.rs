@@ -1,4 +1,4 @@
-//! A page's new content into its new slot, and the slot into the map.
+//! Writes a page's new content into its new slot, and publishes the slot in the map.
 
 use super::Lane;
 use super::count::count;
@@ -8,12 +8,13 @@ use crate::records::Occupant;
 use weir_core::{Checksum, PageBytes, PageNo, Slot, uniform_value};
 use weir_store::{Fault, Progress};
 
-/// How often the client of a write is looked for while others go on writing its page.
+/// Number of polls that an overtaken write waits, so that its client's end is noticed, while other
+/// lanes go on writing its page.
 const LOOKS_MAX: u8 = 16;
 
 pub(super) enum Written {
     Published,
-    /// Somebody else wrote the page since the entry was read.
+    /// Another lane wrote the page since the entry was read.
     Overtaken,
     Queued,
     Full,
@@ -21,8 +22,8 @@ pub(super) enum Written {
 }
 
 impl Lane {
-    /// Writes `bytes` to `page` as `generation`, and publishes it, under `condition`, if the store
-    /// finishes at once. Returns the new entry with the outcome; none where no slot was found.
+    /// Writes `bytes` to `page` as `generation`. If the store finishes at once, publishes the page
+    /// under `condition`. Returns the new entry with the outcome; no entry if no slot was found.
     pub(super) fn write_from(
         &mut self,
         op: u32,
@@ -37,8 +38,8 @@ impl Lane {
             return (if published { Written::Published } else { Written::Overtaken }, entry);
         }
         let Some((store, slot)) = self.claim(page) else {
-            // With operations under way this lane itself may be what holds slots back: they must be
-            // polled first. Otherwise others may, and the write waits.
+            // With operations under way, this lane itself may hold slots back: they must be polled
+            // first. Otherwise other lanes may, and the write waits.
             let full = if self.holds_slots() || self.waits_for_slot() {
                 Written::Full
             } else {
@@ -46,15 +47,15 @@ impl Lane {
             };
             return (full, Entry::default());
         };
-        // The next write will most likely go there, and writing memory that is far away takes
-        // longer than all the rest of a write.
+        // The next write will most likely use this slot. Writing memory that is not in the cache
+        // takes longer than all the rest of a write.
         if let Some(next) = self.stores[store].hints.first() {
             self.stores[store].lane.prepare(next);
         }
         let entry = Entry::new(Place::Stored { store, slot }, generation);
         let checksum = Checksum::of(bytes, page, generation);
-        // The record may be complete before the content is: until the map names the slot, nobody
-        // looks.
+        // The record may be complete before the content is: no lane reads the slot until the map
+        // names it.
         self.volume.tiers[store].records.fill_in(slot, Occupant { page, checksum });
         let outcome = match self.stores[store].lane.write(op, slot, bytes) {
             Progress::Done(Ok(())) if self.publish(page, entry, condition) => Written::Published,
@@ -78,13 +79,14 @@ impl Lane {
         (outcome, entry)
     }
 
-    /// Makes `entry` the page's, and frees what it replaces. Without `condition`, only if nobody
-    /// has written the page since `entry` was numbered; with one, for a page that moves, only while
-    /// the page is as it says. `false` leaves all as it was.
+    /// Makes `entry` the page's entry, and frees the slot that it replaces. Without `condition`, it
+    /// succeeds only if no lane has written the page since `entry` was numbered. With `condition`,
+    /// for a page that moves, it succeeds only if the page's entry equals it. Returns `false` if
+    /// nothing was changed.
     ///
-    /// Every write of a page counts its generation on by one, also when several lanes write it at
-    /// once. A move leaves it alone. So an entry that comes back (before 2^26 writes) names the
-    /// same content.
+    /// Every write of a page increases its generation by one, also when several lanes write it at
+    /// once. A move keeps the generation. So an entry that comes back (before 2^26 writes) names
+    /// the same content.
     pub(super) fn publish(&mut self, page: PageNo, entry: Entry, condition: Option<Entry>) -> bool {
         let map = &self.volume.map;
         let is_pack = match entry.place() {
@@ -136,10 +138,11 @@ impl Lane {
         true
     }
 
-    /// Publishes what a slow store has written for `op`. Where somebody else has written the page
-    /// since, the client of `op` may have gone, and that may be what it wrote after. So the entry
-    /// is numbered anew, and returned: whoever polls looks for the client first, and the next poll
-    /// tries again. After [`LOOKS_MAX`] polls the client was there often enough.
+    /// Publishes the page that a slow store has written for `op`. If another lane has written the
+    /// page since, the client of `op` may have gone, and may itself have sent that newer write. So
+    /// the entry gets a new number and is returned. The owner checks first that the client is
+    /// there, and the next poll tries again. After [`LOOKS_MAX`] polls the client was there often
+    /// enough.
     pub(super) fn publish_slow(&mut self, op: u32, page: PageNo, mut entry: Entry) -> Option<Entry> {
         while !self.publish(page, entry, None) {
             let now = self.volume.map.load(page).next_generation();
@@ -151,14 +154,14 @@ impl Lane {
         None
     }
 
-    /// The next poll goes on with `op`, whose store is done.
+    /// Has the next poll continue `op`, whose store has finished.
     pub(super) fn wait_for_look(&mut self, op: u32) {
         self.ops[op as usize].looks += 1;
         self.overtaken.push(op);
     }
 
-    /// Frees the slot of an entry whose write its store has ended with `fault`: at once, or where
-    /// the write may still land, when it has.
+    /// Frees the slot of an entry whose write has failed with `fault`. It is free at once, or, if
+    /// the write may still change it, once that write has settled.
     pub(super) fn unclaim_failed(&mut self, entry: Entry, fault: Fault) {
         match (fault, entry.place()) {
             (Fault::Timeout, Place::Stored { .. }) => self.unsettled += 1,
@@ -175,14 +178,14 @@ impl Lane {
 }
 
 impl Volume {
-    /// Frees a slot that the map has not named, or one page's place in a pack. Others of the pack
-    /// may have been looked at.
+    /// Frees a slot that the map has not named, or one page's place in a pack. Lanes may have read
+    /// other pages of that pack.
     pub(crate) fn retire_unpublished(&self, store: usize, slot: Slot) {
         let records = &self.tiers[store].records;
         records.retire(slot, || if records.has_packs() { self.epochs.now() } else { 0 });
     }
 
-    /// `entry`, not yet published, as generation `generation`.
+    /// Returns `entry`, which is not yet published, with generation `generation`.
     #[cold]
     pub(super) fn renew(&self, page: PageNo, entry: Entry, generation: u32) -> Entry {
         if let Place::Stored { store, slot } = entry.place() {

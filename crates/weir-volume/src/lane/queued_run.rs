@@ -1,8 +1,7 @@
-//! Many pages in a row at a store that takes its time: one operation for those that lie side by
-//! side.
+//! Many pages in a row at a slow store: one operation for pages that lie side by side.
 //!
-//! By single ones, the books of an operation (its place in three tables, its two hand-overs) cost
-//! more than the checksum.
+//! With single operations, the bookkeeping (an entry in three tables, two hand-overs) costs more
+//! than the checksum.
 
 use super::located::Located;
 use super::run::LEAST;
@@ -12,11 +11,11 @@ use crate::records::Occupant;
 use weir_core::{Checksum, PageBytes, PageNo, Slot, uniform_value};
 use weir_store::{Done, Fault, Ticket};
 
-/// Runs that a lane may have under way; further pages go by single operations.
+/// Most runs that a lane may have under way; further pages go by single operations.
 pub(super) const RUNS: usize = 16;
 /// The longest run: as many pages as [`Run::late`] has bits.
 const RUN_PAGES: usize = u64::BITS as usize;
-/// How many pages ahead a page is asked for.
+/// Distance, in pages, at which a page is prefetched.
 const AHEAD: usize = 2;
 
 /// Pages that follow one another, in slots side by side, on their way from or to a store.
@@ -25,11 +24,12 @@ pub(crate) struct Run {
     first: PageNo,
     store: usize,
     count: usize,
-    /// Pages that the store has answered.
+    /// Number of pages that the store has answered.
     answered: usize,
-    /// The first fault of a write.
+    /// The first fault of a write's pages.
     fault: Option<Fault>,
-    /// A bit for each page of a write that was not answered in time, and may still land.
+    /// A bit for each page of a write that was not answered in time. Those writes may still change
+    /// their slots.
     late: u64,
     entries: [Entry; RUN_PAGES],
     checksums: [Checksum; RUN_PAGES],
@@ -58,8 +58,8 @@ impl Run {
         PageNo(self.first.0 + at as u32)
     }
 
-    /// Takes the answer for the next page. Returns its number in the run, and for a read whether
-    /// `bytes` are its content.
+    /// Takes the store's answer for the next page. Returns the page's index in the run, and for a
+    /// read whether `bytes` are its content.
     #[inline]
     pub(crate) fn answer(
         &mut self,
@@ -82,7 +82,7 @@ impl Run {
         (at, result.and_then(|()| located.verify(bytes.ok_or(Fault::Lost)?)))
     }
 
-    /// The slot of a page of a write.
+    /// The slot of a page that is written.
     pub(crate) fn slot(&self, at: usize) -> Option<(usize, Slot)> {
         match self.entries[at].place() {
             Place::Stored { store, slot } if self.is_write => Some((store, slot)),
@@ -90,7 +90,7 @@ impl Run {
         }
     }
 
-    /// The store's answers to the pages of a write that it has finished.
+    /// The store's answers for the pages of a finished write.
     pub(crate) fn answers(&self) -> impl Iterator<Item = (usize, Result<(), Fault>)> {
         (0..self.answered).map(|at| (at, if self.late >> at & 1 == 1 { Err(Fault::Timeout) } else { Ok(()) }))
     }
@@ -101,10 +101,10 @@ impl Run {
 }
 
 impl Lane {
-    /// Begins to read up to `count` pages from `first` on, as one operation where they lie side by
-    /// side in a slow store. Returns how many, from the first on; the others are for
-    /// [`read`](Lane::read). Each comes with a completion of its own, with tickets from `ticket`
-    /// on, in no order with other operations.
+    /// Begins to read up to `count` pages from `first` on, as one operation if they lie side by
+    /// side in a slow store. Returns how many of the first pages are being read; the others are for
+    /// [`read`](Lane::read). Each page has a completion of its own, with tickets from `ticket` on,
+    /// in any order among other operations.
     pub fn queue_reads(&mut self, ticket: Ticket, first: PageNo, count: usize) -> usize {
         let (Some(&op), Some(&run)) = (self.idle_ops.last(), self.idle_runs.last()) else { return 0 };
         let mut most = count.min(RUN_PAGES).min(self.room_under_way());
@@ -141,9 +141,9 @@ impl Lane {
         taken
     }
 
-    /// Begins to write as many of `pages` to `first` and those after it as find slots side by side
-    /// in a slow store, as one operation. Returns how many, from the first on; the others are for
-    /// [`write`](Lane::write). All have one completion together.
+    /// Begins to write pages to `first` and those after it, as one operation: as many of `pages` as
+    /// find slots side by side in a slow store. Returns how many of the first pages are being
+    /// written; the others are for [`write`](Lane::write). All have one completion together.
     pub fn queue_writes(&mut self, ticket: Ticket, first: PageNo, pages: &[PageBytes]) -> usize {
         let (Some(&op), Some(&run)) = (self.idle_ops.last(), self.idle_runs.last()) else { return 0 };
         let room = self.stores[self.taker].lane.run_room(true).min(self.room_under_way());
@@ -160,7 +160,7 @@ impl Lane {
             return 0;
         }
         self.enter();
-        // Where none is free, a single write knows how to wait for one.
+        // If no slot is free, a single write can wait for one.
         let Some((store, slot)) = self.claim_now(first) else { return 0 };
         let place = |at: usize| Place::Stored { store, slot: Slot(slot.0 + at as u32) };
         let page = |at: usize| PageNo(first.0 + at as u32);
@@ -181,8 +181,8 @@ impl Lane {
             }
             let entry = Entry::new(place(at), volume.map.load(page(at)).next_generation());
             let checksum = Checksum::of(bytes, page(at), entry.generation());
-            // The record may be complete before the content is: until the map names the slot,
-            // nobody looks.
+            // The record may be complete before the content is: no lane reads the slot until the
+            // map names it.
             records.fill_in(Slot(slot.0 + at as u32), Occupant { page: page(at), checksum });
             runs[run as usize].entries[at] = entry;
         }
@@ -196,7 +196,7 @@ impl Lane {
         taken
     }
 
-    /// Pages that may be under way besides those that are.
+    /// Number of further pages that may be under way.
     fn room_under_way(&self) -> usize {
         self.ops.len().saturating_sub(self.under_way)
     }
@@ -219,8 +219,8 @@ impl Lane {
         self.under_way += count;
     }
 
-    /// Ends a run whose pages its store has all answered. Those of a read were handed over one by
-    /// one.
+    /// Ends a run whose pages the store has all answered. The pages of a read were handed over one
+    /// by one.
     pub(super) fn end_run(&mut self, op: u32, run: u32, done: &mut dyn FnMut(Done<'_>)) {
         let Run { is_write, store, count, first, fault, late, .. } = self.runs[run as usize];
         if !is_write {
@@ -235,7 +235,7 @@ impl Lane {
             match fault {
                 // A published page has no entry here any more.
                 _ if entry == Entry::default() => {}
-                // All of it takes effect, or nothing.
+                // The whole run takes effect, or none of it.
                 None => {
                     let left = self.publish_slow(op, PageNo(first.0 + at as u32), entry);
                     is_overtaken |= left.is_some();

@@ -1,12 +1,12 @@
-//! Many pages in a row, read or written at once.
+//! Many pages in a row in host memory, read or written at once.
 //!
-//! Read one by one, each page's copy waits for memory that is far away, and the checksum then goes
-//! over the copy. Here a page is asked for two pages ahead, proven where it lies, which brings it
-//! near, and copied from there.
+//! If pages are read one by one, each page's copy waits for memory that is not in the cache, and
+//! then the checksum goes over the copy. Here a page is prefetched two pages ahead. It is verified
+//! where it lies, which brings it into the cache, and copied from there.
 //!
-//! Written one by one, each page's publication waits until the page has arrived in memory that is
-//! far away. So a group of pages gets all its slots first, then all its content, past the caches,
-//! then waits once, and is published.
+//! If pages are written one by one, each publication waits until its page has arrived in memory. So
+//! a group of pages first gets all its slots, then all its content, past the caches. Then the lane
+//! waits once, and publishes them all.
 
 use super::claim::LONG;
 use super::count::Places;
@@ -16,19 +16,19 @@ use crate::records::Occupant;
 use weir_core::{Checksum, PageBytes, PageNo, uniform_value};
 use weir_device::View;
 
-/// Pages of a group: enough to make the wait cheap, and few beside the slots that a lane remembers
-/// having freed.
+/// Pages of a group: enough to make the wait cheap, and few compared to the freed slots that a lane
+/// remembers.
 const GROUP: usize = 16;
-/// Fewer pages than this are as well written one by one.
+/// Shorter rows of pages are written one by one as fast.
 pub(crate) const LEAST: usize = 4;
 
-/// How many pages ahead a page is asked for.
+/// Distance, in pages, at which a page is prefetched.
 const AHEAD: usize = 2;
 
 impl Lane {
-    /// Reads as many pages from `first` on into `out` as lie in memory and can be proven there;
-    /// returns how many. The others are for [`read`](Lane::read), which knows how to wait, to queue
-    /// and to fail.
+    /// Reads pages from `first` on into `out`, as many as lie in host memory and can be verified
+    /// there; returns how many. The others are for [`read`](Lane::read), which can wait, queue and
+    /// fail.
     pub fn read_run(&mut self, first: PageNo, out: &mut [PageBytes]) -> usize {
         let guard = self.pin();
         let mut done = 0;
@@ -47,17 +47,17 @@ impl Lane {
         done
     }
 
-    /// Writes as many of `pages`, from the first on, as can be written at once, to `first` and
-    /// those after it; returns how many. The others are for [`write`](Lane::write), which knows how
-    /// to wait, to queue and to fail, and gives them slots side by side where there are such.
+    /// Writes `pages` to `first` and those after it, as many of the first ones as can be written at
+    /// once; returns how many. The others are for [`write`](Lane::write), which can wait, queue and
+    /// fail, and gives them slots side by side if there are any.
     pub fn write_run(&mut self, first: PageNo, pages: &[PageBytes]) -> usize {
         let mut done = 0;
         (self.long, self.barren) = (if pages.len() < LONG { 0 } else { pages.len() as u32 }, false);
-        // Compressed pages wait for company in a way of their own.
+        // Compressed pages wait for others in a pack, by another way.
         if self.packing.as_ref().is_some_and(|packing| packing.compresses()) {
             return 0;
         }
-        // Most likely the store that will take them; a wrong guess costs one claim.
+        // This is most likely the store that takes the pages; a wrong guess costs one claim.
         if !self.stores[self.taker].lane.writes_past_caches() {
             return 0;
         }
@@ -79,7 +79,7 @@ impl Lane {
         let mut entries = [Entry::default(); GROUP];
         let mut claimed = 0;
         for (bytes, page) in numbered() {
-            // Never waiting for a slot while holding some: others might wait for these.
+            // Never wait for a slot while holding some: other lanes might wait for these.
             let place = match uniform_value(bytes) {
                 Some(value) => Some(Place::Fill(value)),
                 None => self.claim_now(page).map(|(store, slot)| Place::Stored { store, slot }),

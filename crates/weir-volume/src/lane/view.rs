@@ -1,4 +1,4 @@
-//! Pages seen where they lie.
+//! Pages that are shown where they lie, without a copy.
 
 use super::Lane;
 use super::count::{Places, Started};
@@ -8,18 +8,18 @@ use weir_core::PageNo;
 use weir_device::View;
 use weir_store::Fault;
 
-/// Keeps what [`view`](Guard::view) shows in place, for as long as it lives. It holds back every
-/// slot that is freed meanwhile, so not for longer than a millisecond or two.
+/// A guard that keeps pages in place while [`view`](Guard::view) shows them. It holds back every
+/// slot that is freed meanwhile, so it should not live longer than a millisecond or two.
 pub struct Guard<'a> {
     pub(crate) lane: &'a mut Lane,
-    /// When it began, where it is one of those that are timed.
+    /// The guard's start time, if it is one of those that are timed.
     started: Option<Started>,
     /// The places of the pages that it has shown.
     shown: Places,
 }
 
 impl Lane {
-    /// Keeps pages in place, to look at them where they lie.
+    /// Makes a guard that keeps pages in place, to read them where they lie.
     pub fn pin(&mut self) -> Guard<'_> {
         self.enter();
         let started = self.sample();
@@ -36,7 +36,7 @@ impl Guard<'_> {
     #[inline]
     pub(crate) fn show(&self, located: &Located) -> View<'_> {
         let view = self.find(located);
-        // A page elsewhere is counted when it has been read from there.
+        // A page that no view can show is counted when it has been read.
         if !matches!(view, View::Elsewhere) {
             self.shown.add(located.entry.place());
         }
@@ -50,9 +50,9 @@ impl Guard<'_> {
             Place::Fill(value) => View::Fill(value),
             Place::Lost => View::Fault(Fault::Lost),
             Place::Stored { store, slot } => {
-                // SAFETY: the map named the slot after this lane was pinned, so no lane claims it,
-                // and so nobody writes it or releases its chunk, before the pin ends; the result
-                // borrows the guard, whose end that is.
+                // SAFETY: the map named the slot after this lane was pinned, so no lane claims it.
+                // So it is not written, nor its chunk released, before the pin ends. The result
+                // borrows the guard, and the guard's end is the pin's end.
                 match unsafe { self.lane.stores[store].lane.view(slot) } {
                     None => View::Elsewhere,
                     Some(_) if located.packed => View::Elsewhere,
@@ -65,8 +65,8 @@ impl Guard<'_> {
         }
     }
 
-    /// Says that [`view`](Guard::view) of this page will follow that of one or two others: brings
-    /// its record and its head near.
+    /// Prefetches the page's record and its first bytes, for a [`view`](Guard::view) that follows
+    /// after one or two others.
     #[inline]
     pub fn prefetch(&self, page: PageNo) {
         let volume = &self.lane.volume;
@@ -79,8 +79,8 @@ impl Guard<'_> {
         }
     }
 
-    /// Counts `pages` pages that have been looked at through this guard since it began, `faults` of
-    /// them in vain. A page of those that are timed took its share of the time.
+    /// Counts `pages` pages that were shown by this guard, with `faults` failures. If the guard is
+    /// timed, each page took its share of the time.
     pub fn count_reads(&self, pages: u64, faults: u64) {
         let metrics = self.lane.metrics();
         metrics.read_faults.add(faults);

@@ -1,11 +1,11 @@
-//! Whether the server of a mount is gone, found out without waiting for it.
+//! Finds out whether a mount's server is gone, without waiting for it.
 //!
-//! A connection ends when its last descriptor is closed, and then everything that asks it fails.
-//! Where requests come by rings, the descriptor is also held by the rings' commands, which end with
-//! their ring; Linux 6.18 has been seen to let a ring wait for its commands for as long as the
-//! connection lived, twenty minutes until it was ended by hand, and with it everybody who had
-//! asked. A forced unmount ends a connection, so that is what such a mount gets, and no other: a
-//! connection that a keeper holds between two servers must live.
+//! A connection ends when its last descriptor is closed. From then on every request to it fails. If
+//! requests come by rings, the rings' commands also hold the descriptor, and they end with their
+//! ring. Linux 6.18 once let a ring wait for its commands as long as the connection lived: for
+//! twenty minutes, until it was ended by hand. All programs that used the mount waited too. A
+//! forced unmount ends a connection. So only such a mount gets one: a connection that a keeper
+//! holds between two servers must live.
 
 use rustix::io::Errno;
 use std::ffi::OsStr;
@@ -16,34 +16,37 @@ use std::time::Duration;
 use std::{fs, io};
 use weir_system::kernel_release::{FUSE_NAMES_CONNECTIONS, version};
 
-/// A server that lives answers in far less; a kernel that lets go of one needs some of it.
+/// Longest wait for a server. A live server answers much faster; a kernel needs some of this time
+/// to close a dead one.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// The state of a mount's server, as far as it is known.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Life {
-    /// It answers, or nothing of FUSE is mounted.
+    /// The server answers, or nothing of FUSE is mounted.
     Alive,
-    /// It does not answer, and may yet.
+    /// The server does not answer now, and may answer later.
     Silent,
-    /// It is gone, and the kernel says so.
+    /// The server is gone, and the kernel says so.
     Dead,
-    /// It is gone, and the kernel keeps the connection: whoever asks waits until that is ended.
+    /// The server is gone, and the kernel keeps its connection: every request waits until that is
+    /// ended.
     Kept,
 }
 
-/// Looks at the server of what is mounted at `point`, for at most twice [`PATIENCE`].
+/// Checks the server of the mount at `point`, for at most twice [`PATIENCE`].
 pub(super) fn life(point: &Path) -> Life {
     let asked = point.to_owned();
-    // Not by a look at attributes: the kernel may have those.
+    // Do not read attributes: the kernel may have them cached.
     match within(move || rustix::fs::statfs(&asked).map(drop)) {
-        // The second where it goes while it is asked.
+        // The second error comes when the server goes while it is asked.
         Some(Err(Errno::NOTCONN | Errno::CONNABORTED)) => Life::Dead,
         Some(_) => Life::Alive,
         None => {
             let ours = std::path::absolute(point).ok().and_then(|point| super::mounted(&point));
             let ours = ours.filter(super::Mounted::is_ours);
-            // A process that waits in exec has its descriptors looked at after that.
+            // Reading the descriptors of a process that is in exec waits for the exec's end, so
+            // this has a time limit.
             match ours.and_then(|mounted| within(move || may_be_held(mounted.device))) {
                 Some(false) => Life::Kept,
                 _ => Life::Silent,
@@ -52,8 +55,8 @@ pub(super) fn life(point: &Path) -> Life {
     }
 }
 
-/// The result of `ask`, unless it takes longer than [`PATIENCE`]; its thread waits on for as long
-/// as the kernel wants.
+/// The result of `ask`, unless it takes longer than [`PATIENCE`]. Then its thread waits on for as
+/// long as the kernel wants.
 fn within<T: Send + 'static>(ask: impl FnOnce() -> T + Send + 'static) -> Option<T> {
     let (answer, answered) = mpsc::channel();
     std::thread::Builder::new().spawn(move || answer.send(ask())).ok()?;
@@ -61,8 +64,8 @@ fn within<T: Send + 'static>(ask: impl FnOnce() -> T + Send + 'static) -> Option
 }
 
 /// Whether a process has, or may have, a descriptor of the connection that is mounted as `device`.
-/// A process that this one may not look into counts as one that has, since a live server must never
-/// be taken for dead.
+/// A process that this one may not look into counts as a holder, since a live server must never be
+/// taken for dead.
 fn may_be_held(device: u32) -> bool {
     if !rustix::process::geteuid().is_root() || !names_connections() || !sees_every_process() {
         return true;
@@ -76,7 +79,7 @@ fn may_be_held(device: u32) -> bool {
     })
 }
 
-/// The same of one descriptor of one process.
+/// Whether this descriptor of this process is, or may be, one of the connection.
 fn may_be(process: &Path, fd: &OsStr, device: u32) -> bool {
     let info = match fs::read_link(process.join("fd").join(fd)) {
         Ok(target) if target == Path::new("/dev/fuse") => fs::read_to_string(process.join("fdinfo").join(fd)),
@@ -84,27 +87,27 @@ fn may_be(process: &Path, fd: &OsStr, device: u32) -> bool {
         Err(error) => Err(error),
     };
     match info {
-        // One that is not mounted yet names none.
+        // A descriptor that is not mounted yet names no connection.
         Ok(info) => connection(&info) == Some(device),
-        // Some systems give the first process more than root has, and so hide it; it serves no
+        // Some systems hide the first process, since it has more rights than root; it serves no
         // disks.
         Err(error) => !is_gone(&error) && process != Path::new("/proc/1"),
     }
 }
 
-/// The process has ended, or has closed it.
+/// Whether the error means that the process has ended, or has closed the descriptor.
 fn is_gone(error: &io::Error) -> bool {
     let errno = Errno::from_io_error(error);
     matches!(errno, Some(Errno::NOENT | Errno::SRCH))
 }
 
-/// Whether `/proc` has every process of the machine: in the first PID namespace, whose number is a
-/// constant of the kernel (`PROC_PID_INIT_INO`, include/linux/proc_ns.h).
+/// Whether `/proc` lists every process of the machine. That is so in the first PID namespace, whose
+/// number is a constant of the kernel (`PROC_PID_INIT_INO`, include/linux/proc_ns.h).
 fn sees_every_process() -> bool {
     fs::metadata("/proc/self/ns/pid").is_ok_and(|namespace| namespace.ino() == 0xEFFF_FFFC)
 }
 
-/// Whether this kernel says which connection a mounted descriptor is of.
+/// Whether this kernel says to which connection a mounted descriptor belongs.
 fn names_connections() -> bool {
     let release = rustix::system::uname();
     version(&release.release().to_string_lossy()).is_some_and(|version| version >= FUSE_NAMES_CONNECTIONS)

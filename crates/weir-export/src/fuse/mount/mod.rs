@@ -1,5 +1,4 @@
-//! Puts a FUSE connection into the file system: by mount(2) where that is allowed, else by
-//! `fusermount3`.
+//! Mounts a FUSE connection: by mount(2) if that is allowed, else by `fusermount3`.
 
 mod dead;
 
@@ -18,16 +17,16 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// The programs of users without mount(2).
+/// The programs that mount for users without mount(2).
 const FUSERMOUNT: [&str; 2] = ["fusermount3", "fusermount"];
 
-/// The file system's type is `fuse.` and this.
+/// The second half of the file system's type: `fuse.` comes before it.
 const SUBTYPE: &str = "weir";
 
-/// Why nothing could be mounted.
+/// The reason why nothing could be mounted.
 #[derive(Debug, thiserror::Error)]
 pub enum MountError {
-    /// No FUSE in this kernel, or no access to it.
+    /// The kernel has no FUSE, or this process has no access to it.
     #[error("cannot open /dev/fuse: {0}; load the module fuse (modprobe fuse), and see its mode")]
     Device(#[source] io::Error),
     /// The mount point is no file or directory.
@@ -38,7 +37,7 @@ pub enum MountError {
         /// The system's error.
         source: io::Error,
     },
-    /// Something is mounted there that does not answer.
+    /// The mount there does not answer.
     #[error(
         "what is mounted on {0} does not answer, and its server may live; wait for it or end it, then run umount -f {0}"
     )]
@@ -46,7 +45,7 @@ pub enum MountError {
     /// A daemon that is gone left its mount there.
     #[error("{0} is a mount point whose server is gone; run fusermount3 -u {0} (or umount {0})")]
     Stale(PathBuf),
-    /// Neither way worked.
+    /// Both ways of mounting failed.
     #[error("cannot mount on {path}: {reason}")]
     Refused {
         /// The mount point.
@@ -61,25 +60,25 @@ pub enum MountError {
 pub struct Mount {
     point: PathBuf,
     by_fusermount: bool,
-    /// Whether this is its owner's to undo.
+    /// Whether dropping this unmounts.
     armed: bool,
 }
 
-/// How to mount.
+/// The options of a mount.
 #[derive(Clone, Copy, Debug)]
 pub struct Options<'a> {
     /// The name that `df` shows as the device.
     pub source: &'a str,
     /// The kernel checks permissions by mode and owner.
     pub default_permissions: bool,
-    /// Other users than the one who mounts may use it.
+    /// Other users than the one who mounts may use the file system.
     pub allow_other: bool,
-    /// The largest read.
+    /// Bytes of the largest read.
     pub read_max: u32,
 }
 
 impl Options<'_> {
-    /// The users whom the kernel lets in, as both ways of mounting say it.
+    /// The option that says which users the kernel lets in; both ways of mounting take it.
     fn access(&self) -> String {
         let words = [(self.default_permissions, ",default_permissions"), (self.allow_other, ",allow_other")];
         words.into_iter().filter_map(|(is_set, word)| is_set.then_some(word)).collect()
@@ -87,11 +86,11 @@ impl Options<'_> {
 }
 
 impl Mount {
-    /// Mounts a connection on a file or directory; its root is of the same kind. What a dead server
-    /// left there must be gone.
+    /// Mounts a connection on a file or directory; the mount's root is of the same kind. The mount
+    /// of a dead server must have been removed.
     ///
     /// # Errors
-    /// See [`MountError`].
+    /// Fails with a [`MountError`].
     pub fn new(point: &Path, options: &Options<'_>) -> Result<(Mount, Device), MountError> {
         let failed = |source| MountError::Point { path: point.to_owned(), source };
         let meta = std::fs::metadata(point).map_err(failed)?;
@@ -108,37 +107,37 @@ impl Mount {
         }
     }
 
-    /// Takes over a mount that another process made. It stays when this is dropped;
-    /// [`unmount`](Self::unmount) takes it away.
+    /// Takes over a mount that another process made. Dropping this leaves it mounted;
+    /// [`unmount`](Self::unmount) removes it.
     ///
     /// # Errors
-    /// When the path does not exist.
+    /// Fails when the path does not exist.
     pub fn adopt(point: &Path) -> io::Result<Mount> {
-        // Not canonicalised: a look at the mount itself would wait for its server, which is this
-        // process.
+        // Do not canonicalise the path: a look at the mount itself would wait for its server, which
+        // is this process.
         let point = std::path::absolute(point)?;
         Ok(Mount { point, by_fusermount: rustix::process::geteuid().as_raw() != 0, armed: false })
     }
 
-    /// The mount point.
+    /// The path of the mount point.
     pub fn point(&self) -> &Path {
         &self.point
     }
 
-    /// Takes it out of the file system. Who has something open there keeps it until the connection
+    /// Unmounts the file system. A program that has a file open there keeps it until the connection
     /// ends.
     ///
     /// # Errors
-    /// What the system says.
+    /// Fails with the system's error.
     pub fn unmount(mut self) -> io::Result<()> {
         self.armed = true;
         self.undo()
     }
 
-    /// Takes it out of the file system if nobody has anything open there.
+    /// Unmounts the file system if no program has anything open there.
     ///
     /// # Errors
-    /// `EBUSY` where somebody has, or what the system says.
+    /// Fails with `EBUSY` if a program has something open there, or with the system's error.
     pub(super) fn unmount_unused(&self) -> io::Result<()> {
         if self.by_fusermount {
             return run_fusermount(&["-u", "--"], &self.point);
@@ -146,12 +145,12 @@ impl Mount {
         Ok(rustix::mount::unmount(&self.point, UnmountFlags::NOFOLLOW)?)
     }
 
-    /// Whether it stays where it is when this is dropped.
+    /// Whether dropping this leaves the file system mounted.
     pub(super) fn stays(&self) -> bool {
         !self.armed
     }
 
-    /// Leaves it in the file system.
+    /// Leaves the file system mounted.
     pub fn leave(mut self) {
         self.armed = false;
     }
@@ -168,7 +167,7 @@ impl Mount {
     }
 }
 
-/// Has the set-uid program of the distribution do something at `point`.
+/// Has the distribution's set-uid program act on `point`.
 fn run_fusermount(arguments: &[&str], point: &Path) -> io::Result<()> {
     let mut last = io::Error::from(io::ErrorKind::NotFound);
     for program in FUSERMOUNT {
@@ -187,42 +186,42 @@ fn run_fusermount(arguments: &[&str], point: &Path) -> io::Result<()> {
 
 impl Drop for Mount {
     fn drop(&mut self) {
-        // Nobody is left to be told; the mount is found dead by whoever looks at it next.
+        // An error can no longer be reported; the next start finds the dead mount.
         let _ = self.undo();
     }
 }
 
-/// Mounts that killed servers may leave at a mount point, for the process that outlives them
-/// all.
+/// Mounts that killed servers may leave at a mount point, for the process that outlives all of
+/// them.
 #[derive(Debug)]
 pub struct Left {
     point: PathBuf,
-    /// Whether there was nothing, so that a file there is a server's.
+    /// Whether nothing was there, so that a file there now was made by a server.
     vacant: bool,
 }
 
 impl Left {
-    /// To be called before the first server starts.
+    /// Looks at the mount point; call it before the first server starts.
     pub fn before(point: &Path) -> Left {
-        // A look at a mount might wait for ever.
+        // Check for a mount first: a look at the file of a mount might wait for ever.
         let vacant = !std::path::absolute(point).is_ok_and(|point| is_mounted(&point))
             && std::fs::symlink_metadata(point).is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
         Left { point: point.to_owned(), vacant }
     }
 
-    /// For whoever did not see the first server start. An empty file that nobody serves is taken
-    /// for a server's.
+    /// Does the same in a process that did not see the first server start. It takes an empty file
+    /// without a mount for one that a server made.
     pub fn by_others(point: &Path) -> Left {
         Left { point: point.to_owned(), vacant: true }
     }
 
-    /// Once every server is gone: takes away a dead mount, and the file under it if a server made
-    /// that.
+    /// Removes a dead mount, and the file under it if a server made that. Call it once every server
+    /// is gone.
     pub fn clear(self) {
         match life(&self.point) {
             Life::Alive => {}
             Life::Silent => return,
-            // Where it cannot be, the next start says so.
+            // If the mount cannot be removed, the next start reports it.
             found => drop(clear_dead(&self.point, found)),
         }
         let empty = |meta: std::fs::Metadata| meta.is_file() && meta.len() == 0;
@@ -232,12 +231,12 @@ impl Left {
     }
 }
 
-/// Takes away what is mounted at `point` if its server is gone. Before anything else is asked of
+/// Unmounts the file system at `point` if its server is gone. Call it before any other look at
 /// `point`: the kernel may let that wait for ever.
 ///
 /// # Errors
-/// [`MountError::Stale`] where it is of another kind, or cannot be taken away;
-/// [`MountError::Silent`] where that is not known.
+/// Fails with [`MountError::Stale`] if the mount is of another kind, or cannot be removed; with
+/// [`MountError::Silent`] if the server's state is not known.
 pub(super) fn replace_dead(point: &Path) -> Result<(), MountError> {
     match life(point) {
         Life::Alive => Ok(()),
@@ -246,7 +245,7 @@ pub(super) fn replace_dead(point: &Path) -> Result<(), MountError> {
     }
 }
 
-/// Takes away a mount whose server is gone, if it was one of this program's.
+/// Removes a mount whose server is gone, if it was one of this program's.
 fn clear_dead(point: &Path, found: Life) -> Result<(), MountError> {
     let stale = || MountError::Stale(point.to_owned());
     let mount = Mount::adopt(point).map_err(|_| stale())?;
@@ -254,7 +253,7 @@ fn clear_dead(point: &Path, found: Life) -> Result<(), MountError> {
         return Err(stale());
     }
     if found == Life::Kept {
-        // Ends the connection, also where it says "busy" because somebody waits.
+        // This ends the connection, even if it returns "busy" because a program waits.
         let _ = rustix::mount::unmount(&mount.point, UnmountFlags::FORCE | UnmountFlags::NOFOLLOW);
     }
     mount.unmount().map_err(|_| stale())
@@ -262,9 +261,10 @@ fn clear_dead(point: &Path, found: Life) -> Result<(), MountError> {
 
 /// A mount's entry in `/proc/self/mountinfo`.
 struct Mounted {
-    /// Its file system's.
+    /// The type of the file system.
     kind: String,
-    /// The minor number of its file system's device, by which the kernel calls a FUSE connection.
+    /// The minor number of the file system's device, which is the kernel's number of a FUSE
+    /// connection.
     device: u32,
 }
 
@@ -280,7 +280,7 @@ fn mounted(point: &Path) -> Option<Mounted> {
     let table = std::fs::read("/proc/self/mountinfo").ok()?;
     let escaped = escape(point.as_os_str().as_bytes());
     let mut lines = table.split(|byte| *byte == b'\n').map(|line| line.split(|byte| *byte == b' '));
-    // The last one lies on top.
+    // The last line is the topmost mount.
     let mut top = lines.rfind(|fields| fields.clone().nth(4) == Some(&escaped[..]))?;
     let device = String::from_utf8_lossy(top.nth(2)?).split_once(':')?.1.parse().ok()?;
     top.find(|field| *field == b"-")?;
@@ -298,7 +298,7 @@ pub fn is_served(point: &Path) -> bool {
         && matches!(life(point), Life::Alive | Life::Silent)
 }
 
-/// As mountinfo writes it: blanks and backslashes in octal.
+/// Escapes a path as mountinfo does: blanks and backslashes in octal.
 fn escape(path: &[u8]) -> Vec<u8> {
     let mut escaped = Vec::with_capacity(path.len());
     for &byte in path {
@@ -325,15 +325,15 @@ fn mount(device: &Device, point: &Path, kind: u32, options: &Options<'_>) -> io:
     Ok(rustix::mount::mount(options.source, point, fstype.as_str(), flags, data.as_c_str())?)
 }
 
-/// Has the set-uid program of the distribution mount, and hand over the descriptor.
+/// Has the distribution's set-uid program mount, and pass the descriptor to this process.
 fn fusermount(point: &Path, options: &Options<'_>) -> Result<Device, MountError> {
     let refused = |reason: String| MountError::Refused { path: point.to_owned(), reason };
     let failed = |error: io::Error| refused(error.to_string());
     let (ours, theirs) =
         rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
             .map_err(|errno| failed(errno.into()))?;
-    // Inherited by number. Another child started at this instant would inherit it too, and close it
-    // when it ends.
+    // The child inherits the socket by number. Another child started at this instant would inherit
+    // it too, and close it when it ends.
     rustix::io::fcntl_setfd(&theirs, rustix::io::FdFlags::empty()).map_err(|errno| failed(errno.into()))?;
     let access = options.access();
     let words = format!(
@@ -366,7 +366,7 @@ fn fusermount(point: &Path, options: &Options<'_>) -> Result<Device, MountError>
     Err(refused(said.unwrap_or_else(|| missing.to_owned())))
 }
 
-/// The descriptor that fusermount sends.
+/// Receives the descriptor that fusermount sends.
 fn receive(socket: impl AsFd) -> io::Result<Device> {
     let mut byte = [0; 1];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -380,7 +380,7 @@ fn receive(socket: impl AsFd) -> io::Result<Device> {
     Device::adopt(fd.ok_or_else(|| io::Error::other("fusermount sent no descriptor"))?)
 }
 
-/// The owner of a mount point, so that the mount has the same.
+/// The owner of a mount point: the mount gets the same owner.
 pub fn owner(point: &Path) -> (u32, u32) {
     std::fs::metadata(point).map_or((0, 0), |meta| (meta.uid(), meta.gid()))
 }

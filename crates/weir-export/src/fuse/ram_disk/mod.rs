@@ -1,8 +1,8 @@
-//! A RAM disk: a file system for ordinary users whose files' pages lie in a volume. What it holds
-//! goes with the server.
+//! A RAM disk: a file system for ordinary users whose files' pages lie in a volume. Its content
+//! ends with the server.
 //!
-//! Names and attributes are in [`tree`], under one lock: shared for reading and writing data,
-//! exclusive for whatever changes a name, a size or where pages lie. So a page is never read or
+//! Names and attributes are in [`tree`], under one lock. Reading and writing data takes it shared.
+//! A change of a name, a size or a page's place takes it exclusively. So a page is never read or
 //! written after it was given to another file.
 
 mod room;
@@ -25,8 +25,8 @@ use weir_core::{PAGE_SIZE, PageNo};
 use weir_request::Span;
 use weir_volume::Lane;
 
-/// How long the kernel may rely on what it was told, in seconds: whatever changes here, changes by
-/// way of it.
+/// Seconds that the kernel may keep names and attributes: every change here comes through the
+/// kernel.
 const VALID: u64 = 3600;
 
 const PAGE: u64 = PAGE_SIZE as u64;
@@ -43,12 +43,12 @@ const SOCKET: u32 = 0o140000;
 pub(super) struct Shared(RwLock<Tree>);
 
 impl Shared {
-    /// An empty one over a volume of `pages` pages; the root is its owner's.
+    /// Makes an empty file system over a volume of `pages` pages; the root belongs to `owner`.
     pub fn new(pages: u32, owner: (u32, u32)) -> Arc<Shared> {
         Arc::new(Shared(RwLock::new(Tree::new(pages, owner, 0o755, now()))))
     }
 
-    // A thread that panicked has been reported, and the others go on with what there is.
+    // The panic of another thread has been reported, and the lock's content is still usable.
     fn read(&self) -> RwLockReadGuard<'_, Tree> {
         self.0.read().unwrap_or_else(PoisonError::into_inner)
     }
@@ -58,10 +58,10 @@ impl Shared {
     }
 }
 
-/// One thread's half of it.
+/// One thread's part of the file system.
 pub(super) struct RamDisk {
     pub shared: Arc<Shared>,
-    /// A listing on its way out.
+    /// The bytes of a directory listing that is being sent.
     pub listing: Vec<u8>,
 }
 
@@ -101,7 +101,7 @@ impl Service<Lane> for RamDisk {
                 Ok(()) => reply.answer(unique, &self.listing),
                 Err(errno) => reply.refuse(unique, errno),
             },
-            // Nobody waits for an answer to these.
+            // The kernel waits for no answer to these requests.
             Request::Forget { lookups } => {
                 let mut tree = self.shared.write();
                 discard(&tree.forget(node, lookups), ranges);
@@ -120,7 +120,7 @@ impl Service<Lane> for RamDisk {
 }
 
 impl RamDisk {
-    /// Requests about names and attributes.
+    /// Answers requests about names and attributes.
     fn other(&self, header: &InHeader, request: &Request<'_>, ranges: &mut Ranges<Lane>) -> Answer<Vec<u8>> {
         let node = header.nodeid;
         let new = |mode, rdev, target: &[u8]| New {
@@ -184,7 +184,7 @@ impl RamDisk {
                 Ok(self.shared.read().seek(node, offset, data)?.to_ne_bytes().to_vec())
             }
             // FLUSH and FSYNC have nothing to wait for, and there are no extended attributes: after
-            // one ENOSYS the kernel knows.
+            // one ENOSYS the kernel knows that.
             _ => Err(Errno::NOSYS),
         }
     }
@@ -231,8 +231,8 @@ impl RamDisk {
         let tree = RwLockWriteGuard::downgrade(tree);
         ranges.write(what, data, |page| tree.place(node, page))?;
         drop(tree);
-        // Nobody cuts the file off meanwhile: the kernel lets one change of a file's size happen at
-        // a time.
+        // The file is not truncated meanwhile: the kernel lets one change of a file's size happen
+        // at a time.
         self.shared.write().written(node, end, now())
     }
 
@@ -247,7 +247,7 @@ impl RamDisk {
         if has(setattr::SIZE) {
             let was = tree.size(node)?;
             discard(&tree.resize(node, change.size, now())?, ranges);
-            // Bytes behind the end in its page would come back if the file grew again.
+            // Bytes after the end, in the file's last page, would come back if the file grew again.
             let end = if change.size < was { change.size.next_multiple_of(PAGE) } else { change.size };
             let tail = Span { offset: change.size, length: end - change.size };
             ranges.clear(tail, |page| tree.place(node, page))?;
@@ -302,7 +302,7 @@ impl RamDisk {
         stat.encode().to_vec()
     }
 
-    /// Fills `listing` with as much of a directory as is asked for.
+    /// Fills `listing` with as many entries of a directory as fit the request.
     fn list(&mut self, node: u64, what: &ReadIn) -> Answer<()> {
         let RamDisk { shared, listing } = self;
         listing.clear();
@@ -322,7 +322,7 @@ impl RamDisk {
     }
 }
 
-/// An open file: what the kernel has cached stays right, since all changes go through it.
+/// Answers an open. The kernel may keep its cached pages, since all changes go through it.
 fn opened() -> [u8; OpenOut::BYTES] {
     OpenOut { fh: 0, open_flags: open_flag::KEEP_CACHE, padding: 0 }.encode()
 }
@@ -331,7 +331,7 @@ fn attr(tree: &Tree, node: u64) -> Answer<Vec<u8>> {
     Ok(AttrOut { attr_valid: VALID, attr: tree.attr(node)?, ..AttrOut::default() }.encode().to_vec())
 }
 
-/// The kernel is told of a node, which it will forget one day.
+/// Answers with a node, and counts that the kernel knows it and must forget it one day.
 fn entry(tree: &mut Tree, node: u64) -> Answer<Vec<u8>> {
     let attr = tree.attr(node)?;
     tree.remember(node);
@@ -339,8 +339,7 @@ fn entry(tree: &mut Tree, node: u64) -> Answer<Vec<u8>> {
     Ok(entry.encode().to_vec())
 }
 
-/// Forgets what pages held, so that they are empty for whom they belong to next. The tree is still
-/// locked.
+/// Discards freed pages, so that they are zeros for their next file. The tree is still locked.
 fn discard(freed: &[PageNo], ranges: &mut Ranges<Lane>) {
     if freed.is_empty() {
         return;

@@ -1,9 +1,9 @@
-//! Which pages of the volume belong to files.
+//! The pages of the volume that files may take, and those that they have.
 
 use weir_core::PageNo;
 
-/// A set of pages to take from and give back to: one bit each, taken in order from where the last
-/// was taken, so that what is written together lies together.
+/// A set of free pages, one bit each. Pages are taken in order, from the last taken one on, so that
+/// pages written together lie together.
 #[derive(Debug)]
 pub(super) struct Room {
     taken: Vec<u64>,

@@ -1,8 +1,9 @@
-//! An entry's memory: a page whose front is the kernel's `fuse_uring_req_header`, then the payload.
+//! The memory of a ring's entry: a page that begins with the kernel's `fuse_uring_req_header`, then
+//! the payload.
 //!
-//! The header lies in three parts: the request's own at 0 (where the kernel then looks for the
-//! answer's), what belongs to its opcode at 128, and lengths at 256. Put together they are what a
-//! read of `/dev/fuse` brings, so one parser does for both.
+//! The header has three parts: the request's own header at 0 (where the kernel then expects the
+//! answer's), the part for its opcode at 128, and lengths at 256. Put together, they are the bytes
+//! that a read of `/dev/fuse` returns. So one parser does for both.
 
 use super::super::reply::Reply;
 use super::super::request::{self, Malformed, Message};
@@ -12,11 +13,11 @@ use std::cell::{Cell, RefCell};
 use std::io::IoSlice;
 use weir_core::PAGE_SIZE;
 
-/// The offset of the payload.
+/// The offset of the payload in an entry.
 pub const PAYLOAD_AT: usize = PAGE_SIZE;
 /// Bytes of `fuse_uring_req_header`.
 pub const HEADERS: usize = LENGTHS_AT + RingRequest::BYTES;
-/// Bytes of the longest request that is no write: a name and a link's target, and the headers.
+/// Bytes of the longest request other than a write: a name and a link's target, and the headers.
 pub const SMALL_MAX: usize = 2 * PAGE_SIZE;
 
 const OPERATION_AT: usize = 128;
@@ -25,11 +26,11 @@ const LENGTHS_AT: usize = 256;
 /// Bytes of the longest answer to a write.
 const WRITE_ANSWER_MAX: usize = 64;
 
-/// The kernel's description of an entry.
+/// An entry as the kernel filled it.
 #[derive(Clone, Copy, Debug)]
 pub struct Incoming {
     header: InHeader,
-    /// The number to name in the answer.
+    /// The number to name in the answer's command.
     pub commit: u64,
     payload: usize,
 }
@@ -41,18 +42,17 @@ impl Incoming {
         Incoming { header, commit: lengths.commit, payload: lengths.payload as usize }
     }
 
-    /// Bytes of the part that belongs to the opcode; `None` where the lengths contradict each other
-    /// or the memory.
+    /// Bytes of the part for the opcode; `None` if the lengths contradict each other or the memory.
     fn operation(&self, room: usize) -> Option<usize> {
         let operation = (self.header.len as usize).checked_sub(InHeader::BYTES)?.checked_sub(self.payload)?;
         (operation <= OPERATION_MAX && self.payload <= room).then_some(operation)
     }
 
-    /// Parses the request, has `serve` answer it, and puts the answer where the kernel looks for
-    /// it. Returns its length.
+    /// Parses the request, has `serve` answer it, and puts the answer where the kernel expects it.
+    /// Returns the answer's length.
     ///
     /// # Errors
-    /// Those of `serve`.
+    /// Fails with the errors of `serve`.
     pub fn answer(
         self,
         memory: &mut [u8],
@@ -63,8 +63,8 @@ impl Incoming {
         let operation = self.operation(memory.len() - PAYLOAD_AT);
         let front = InHeader::BYTES + operation.unwrap_or(0);
         let (header, bytes) = if self.header.opcode == opcode::WRITE {
-            // In front of its data, which lie at a page's start. The answer must not come over them
-            // while they are looked at.
+            // Put the headers before the data, which begin at a page. The answer must not overwrite
+            // them while they are read.
             let start = PAYLOAD_AT - front;
             memory.copy_within(OPERATION_AT..OPERATION_AT + front - InHeader::BYTES, start + InHeader::BYTES);
             memory.copy_within(..InHeader::BYTES, start);
@@ -101,7 +101,7 @@ impl Incoming {
     }
 }
 
-/// An answer on its way into an entry.
+/// An answer that is being put into an entry.
 struct Answer<'a> {
     body: RefCell<&'a mut [u8]>,
     sent: Cell<([u8; OutHeader::BYTES], usize)>,
@@ -112,7 +112,7 @@ fn error(unique: u64, errno: Errno) -> [u8; OutHeader::BYTES] {
 }
 
 impl<'a> Answer<'a> {
-    /// An entry without an answer was not known.
+    /// An answer for an entry. Until `serve` answers, the entry counts as an unknown request.
     fn to(body: &'a mut [u8], unique: u64) -> Answer<'a> {
         Answer { body: RefCell::new(body), sent: Cell::new((error(unique, Errno::NOSYS), 0)) }
     }
@@ -130,7 +130,7 @@ impl Reply for Answer<'_> {
         let mut at = 0;
         for slice in body {
             let Some(to) = room.get_mut(at..at + slice.len()) else {
-                // Longer than anything that was asked for.
+                // The answer is longer than any that was asked for.
                 let unique = OutHeader::decode(&mut &header[..]).map_or(0, |header| header.unique);
                 self.sent.set((error(unique, Errno::IO), 0));
                 return Ok(());

@@ -1,14 +1,15 @@
-//! Requests by a ring instead of `/dev/fuse` (FUSE over io_uring, Linux 6.14: fs/fuse/dev_uring.c).
+//! Requests by a ring instead of by `/dev/fuse` (FUSE over io_uring, Linux 6.14:
+//! fs/fuse/dev_uring.c).
 //!
-//! The kernel has a queue for every processor that there may ever be, and puts a request into that
-//! of the processor on which its caller runs. It begins once something is offered to *every* queue,
-//! so each thread serves the queues of some neighbouring processors, and stays on these: whoever
-//! asks and whoever answers then share a cache, and neither wakes another processor. One command
-//! answers a request and takes the next one. `FORGET` and `INTERRUPT` come by `/dev/fuse` as ever,
-//! and everything does where the kernel refuses an offer.
+//! The kernel has a queue for every possible processor. It puts a request into the queue of the
+//! processor on which its caller runs. The rings work only once *every* queue has an entry. So each
+//! thread serves the queues of some neighbouring processors, and is pinned to these. The caller and
+//! the thread that answers then share a cache, and neither wakes another processor. One command
+//! answers a request and takes the next one. `FORGET` and `INTERRUPT` still come by `/dev/fuse`. If
+//! the kernel refuses an entry, all requests do.
 //!
-//! Requests that a dead server had in a ring fail, so nobody can take it over: for that there is
-//! `/dev/fuse`.
+//! Requests that a dead server had in a ring fail, so the next daemon cannot take such a server
+//! over. A server that must be taken over uses `/dev/fuse`.
 
 mod entry;
 
@@ -30,30 +31,30 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
-/// Commands to the device (include/uapi/linux/fuse.h).
+/// The commands to the device (include/uapi/linux/fuse.h).
 const REGISTER: u32 = 1;
 const COMMIT_AND_FETCH: u32 = 2;
 
-/// The number of a completion that is for no entry.
+/// The number of the completion that stands for the bell, not for an entry.
 const BELL: u64 = 1 << 32;
 const DEVICE: u64 = BELL + 1;
 
-/// The most memory for all entries of a connection. There is one for each processor: more of them
+/// The most memory for all entries of a connection. There is one entry for each processor: more
 /// were no faster (measured).
 const MEMORY_MAX: usize = 64 << 20;
-/// Below this a request is not worth its way.
+/// Least bytes of payload: smaller requests are not worth a ring.
 const PAYLOAD_LEAST: usize = 128 << 10;
-/// An answer above this is sent before the next request is looked at.
+/// An answer of more bytes than this is sent before the next request is looked at.
 const LARGE: usize = 64 << 10;
 
-/// Why requests come by `/dev/fuse`.
+/// The reason why requests come by `/dev/fuse`.
 #[derive(Debug)]
 pub(super) enum Unavailable {
-    /// The kernel has none, or its parameter says no.
+    /// The kernel has no rings, or its parameter forbids them.
     Disabled,
-    /// The processors' numbers have gaps, or there are too many for the memory.
+    /// The processors' numbers have gaps, or there are too many processors for the memory.
     Processors,
-    /// No ring can be had.
+    /// The system gives no ring.
     Refused(io::Error),
 }
 
@@ -69,16 +70,16 @@ impl fmt::Display for Unavailable {
     }
 }
 
-/// The rings of a connection's threads, before the kernel has heard of them.
+/// The rings of a connection's threads, before the kernel knows of them.
 #[derive(Debug)]
 pub(super) struct Prepared {
     pub rings: Vec<Ring>,
-    /// Bytes of the largest read or write that fits.
+    /// Bytes of the largest read or write that fits an entry.
     pub io_max: u32,
 }
 
 impl Prepared {
-    /// Everything by `/dev/fuse`.
+    /// No rings: all requests come by `/dev/fuse`.
     pub fn none() -> Prepared {
         Prepared { rings: Vec::new(), io_max: IO_MAX }
     }
@@ -87,7 +88,7 @@ impl Prepared {
 /// Makes a ring for each of up to `threads` threads, with all memory that they need.
 ///
 /// # Errors
-/// Why not.
+/// Fails with the reason why there are no rings.
 pub(super) fn prepare(threads: usize) -> Result<Prepared, Unavailable> {
     let parameter = fs::read_to_string("/sys/module/fuse/parameters/enable_uring");
     if !parameter.is_ok_and(|text| text.trim() == "Y") {
@@ -102,15 +103,15 @@ pub(super) fn prepare(threads: usize) -> Result<Prepared, Unavailable> {
     Ok(Prepared { rings, io_max: payload as u32 })
 }
 
-/// How many processors a list such as `0-3` has, which the kernel's queues are numbered by. `None`
-/// where their numbers have gaps.
+/// Counts the processors in a list such as `0-3`, which number the kernel's queues. `None` if the
+/// numbers have gaps.
 fn count(list: &str) -> Option<usize> {
     let list = list.trim();
     let last: u16 = list.strip_prefix("0-").unwrap_or(list).parse().ok()?;
     (list == "0" || list.starts_with("0-")).then_some(usize::from(last) + 1)
 }
 
-/// Bytes for the data of an entry.
+/// Bytes for an entry's data.
 fn payload(processors: usize) -> Option<usize> {
     let each = MEMORY_MAX / processors;
     let most = if each < IO_MAX as usize { (each + 1).next_power_of_two() / 2 } else { IO_MAX as usize };
@@ -124,12 +125,12 @@ fn share(processors: usize, threads: usize, thread: usize) -> Range<usize> {
 
 /// A thread's ring, with an entry for each queue that it serves.
 pub(super) struct Ring {
-    // Closed before the memory goes that it names.
+    // Field order: the ring closes before the memory that it names is freed.
     io: IoUring<squeue::Entry128, cqueue::Entry>,
     memory: Buffer,
     payload: usize,
     queues: Range<usize>,
-    /// A request that is no write, put together.
+    /// Memory to put a request together that is no write.
     scratch: Box<[u8; SMALL_MAX]>,
 }
 
@@ -139,14 +140,14 @@ impl fmt::Debug for Ring {
     }
 }
 
-/// Something that happened.
+/// An event of a ring.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Event {
-    /// There is a request in this entry.
+    /// A request is in this entry.
     Request(usize),
-    /// There is a request at the device, or will be none any more.
+    /// A request is at the device, or no more will come.
     Device,
-    /// The bell that was named rings.
+    /// The bell that was named has rung.
     Bell,
     /// An entry does not come back: mostly because the connection has ended.
     Gone(Errno),
@@ -155,8 +156,8 @@ pub(super) enum Event {
 impl Ring {
     fn new(queues: Range<usize>, payload: usize) -> io::Result<Ring> {
         let room = queues.len() as u32 + 2;
-        // Completions are put into it when the thread asks. Only that thread may submit: it enables
-        // it.
+        // The kernel adds completions only when the thread asks. Only the thread that enables the
+        // ring may submit.
         let io = IoUring::builder()
             .setup_single_issuer()
             .setup_defer_taskrun()
@@ -167,24 +168,25 @@ impl Ring {
         Ok(Ring { io, memory, payload, queues, scratch: Box::new([0; SMALL_MAX]) })
     }
 
-    /// Whether its memory is pinned in RAM.
+    /// Whether the ring's memory is locked in RAM.
     pub fn is_locked(&self) -> bool {
         self.memory.is_locked()
     }
 
-    /// Offers every entry to the kernel, and has `bell` watched, and the device if `and_device`.
-    /// Call it on the thread that is to serve.
+    /// Offers every entry to the kernel, and watches `bell`, and the device if `and_device`. Call
+    /// it on the thread that is to serve.
     ///
     /// # Errors
-    /// When the kernel refuses: then requests come by `/dev/fuse`.
+    /// Fails when the kernel refuses: then requests come by `/dev/fuse`.
     pub fn open(&mut self, device: &Device, bell: BorrowedFd<'_>, and_device: bool) -> io::Result<()> {
         let mut processors = CpuSet::new();
         self.queues.clone().filter(|queue| *queue < CpuSet::MAX_CPU).for_each(|queue| processors.set(queue));
-        // Elsewhere it is as right, and slower: a container may have none of these processors.
+        // If this fails, serving from another processor is correct, but slower: a container may
+        // have none of these processors.
         let _ = rustix::thread::sched_setaffinity(None, &processors);
         self.io.submitter().register_enable_rings()?;
         self.io.submitter().register_files(&[device.as_fd().as_raw_fd()])?;
-        // Saves a look-up for each system call; as good without.
+        // This saves a look-up for each system call; without it the ring works too.
         let _ = self.io.submitter().register_ring_fd();
         for at in 0..self.queues.len() {
             let start = self.entry(at).as_mut_ptr();
@@ -195,7 +197,7 @@ impl Ring {
             let mut command = self.command(REGISTER, at, 0, vectors.as_ptr() as u64);
             set_len(&mut command, vectors.len() as u32);
             self.push(&command);
-            // The kernel reads the vectors now.
+            // The kernel reads the vectors now, so they may go afterwards.
             self.io.submit()?;
         }
         if let Some(refused) = self.io.completion().find(|completion| completion.result() < 0) {
@@ -208,7 +210,7 @@ impl Ring {
         Ok(())
     }
 
-    /// Has [`Event::Device`] come once, when there is something.
+    /// Has [`Event::Device`] come once, when the device has a request.
     pub fn watch_device(&mut self, device: &Device) {
         self.watch(device.as_fd(), DEVICE);
     }
@@ -219,10 +221,10 @@ impl Ring {
         self.push(&poll.into());
     }
 
-    /// Sends what has been answered. With `wait`, returns when something has happened.
+    /// Sends the answers. With `wait`, returns once an event has come.
     ///
     /// # Errors
-    /// When the ring fails.
+    /// Fails when the ring fails.
     pub fn turn(&mut self, wait: bool) -> rustix::io::Result<()> {
         match self.io.submit_and_wait(usize::from(wait)) {
             Ok(_) => Ok(()),
@@ -233,7 +235,7 @@ impl Ring {
         }
     }
 
-    /// The next thing that happened.
+    /// Returns the next event.
     pub fn next(&mut self) -> Option<Event> {
         let completion = self.io.completion().next()?;
         Some(match (completion.user_data(), completion.result()) {
@@ -244,10 +246,11 @@ impl Ring {
         })
     }
 
-    /// Has `serve` answer the request in an entry, and offers the entry again with the answer.
+    /// Has `serve` answer the request in an entry, and returns the entry to the kernel with the
+    /// answer.
     ///
     /// # Errors
-    /// Those of `serve`, and the ring's.
+    /// Fails with the errors of `serve`, and of the ring.
     pub fn answer(
         &mut self,
         at: usize,
@@ -278,19 +281,19 @@ impl Ring {
     }
 
     fn push(&mut self, command: &squeue::Entry128) {
-        // SAFETY: entries are this value's memory, which outlives `io` in the order of its fields;
-        // an entry is looked at here only while the kernel has nothing to put into it. Polls name
+        // SAFETY: entries are this value's memory, which outlives `io` in the order of its fields.
+        // An entry is accessed here only while the kernel does not write to it. Polls name
         // descriptors that outlive the thread.
         unsafe { self.io.submission().push(command) }.expect("room for one command an entry and two polls");
     }
 }
 
-/// Sets a field that the crate has no setter for: of how many buffers a vector is.
+/// Sets a field for which the crate has no setter: the number of buffers in a vector.
 fn set_len(command: &mut squeue::Entry128, len: u32) {
     const LEN_AT: usize = 24;
     const _: () = assert!(size_of::<squeue::Entry128>() == 128);
-    // SAFETY: it is the kernel's `io_uring_sqe` of 128 bytes, plain numbers, with `len`, a u32, at
-    // byte 24.
+    // SAFETY: the command is the kernel's `io_uring_sqe` of 128 bytes, plain numbers, with `len`, a
+    // u32, at byte 24.
     unsafe { std::ptr::from_mut(command).cast::<u8>().add(LEN_AT).cast::<u32>().write(len) };
 }
 

@@ -1,4 +1,4 @@
-//! How a volume is served, and why it cannot be.
+//! The settings of a server, and the errors of its start.
 
 use super::super::mount::MountError;
 use super::super::pool::THREADS_MAX;
@@ -8,26 +8,26 @@ use std::time::Duration;
 use weir_core::swap_safety::Unprotected;
 use weir_store::OpenError;
 
-/// How a volume is served.
+/// The settings of a server.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// The file's name, where the mount point is a directory.
+    /// The file's name, if the mount point is a directory.
     pub name: String,
-    /// Threads that serve: each has a lane and about 2 MiB of locked memory.
+    /// The number of threads that serve: each has a lane and about 2 MiB of locked memory.
     pub threads: usize,
-    /// How long a thread looks for the next request before it sleeps; zero for not at all.
+    /// Time that a thread spins for the next request before it sleeps; zero: it sleeps at once.
     pub spin: Duration,
     /// The file is to carry swap: every thread must have the I/O flusher flag unless
     /// [`unsafe_no_flusher`](Config::unsafe_no_flusher) is set.
     pub swap: bool,
     /// Serve swap without the flusher flag.
     pub unsafe_no_flusher: bool,
-    /// Have requests come by rings where the kernel offers it and every page lies in memory. Nobody
-    /// can take such a server over: without [`handoffs`](super::Server::handoffs) it fails what
-    /// it had in hand when it is killed.
+    /// Requests come by rings if the kernel offers it and every page lies in memory. Such a server
+    /// cannot be taken over: it has no [`handoffs`](super::Server::handoffs), and if it is killed,
+    /// its requests under way fail.
     pub ring: bool,
-    /// Other users than the one who mounts may use it, as far as modes and owners let them. For
-    /// users other than root `/etc/fuse.conf` must say `user_allow_other`.
+    /// Other users than the one who mounts may use the file system, as far as modes and owners
+    /// allow. For users other than root `/etc/fuse.conf` must say `user_allow_other`.
     pub allow_other: bool,
 }
 
@@ -45,50 +45,50 @@ impl Default for Config {
     }
 }
 
-/// Why a server cannot start.
+/// The reason why a server cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
-    /// It cannot be mounted.
+    /// The connection cannot be mounted.
     #[error(transparent)]
     Mount(#[from] MountError),
     /// The file to mount over cannot be made.
     #[error("cannot make {path}, to mount over it")]
     Point {
-        /// Which.
+        /// The path of that file.
         path: PathBuf,
-        /// Why.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
     /// The kernel's FUSE is too old, or does not answer.
     #[error("{0}")]
     Kernel(String),
-    /// A configuration that is no good.
+    /// The configuration is invalid.
     #[error("{0}")]
     Config(String),
     /// A thread's lane cannot be opened.
     #[error("FUSE thread {0} gets no lane")]
     Lane(usize, #[source] OpenError),
-    /// A thread does not have the flusher flag.
+    /// A thread cannot have the flusher flag.
     #[error("a thread that would serve swap lacks the I/O flusher flag")]
     Flusher(#[source] Unprotected),
-    /// No memory, threads or descriptors.
+    /// The system has no memory, threads or descriptors left.
     #[error("cannot take memory, threads and descriptors for {0} FUSE threads; ask for fewer")]
     Resources(usize, #[source] io::Error),
 }
 
-/// The names that [`is_file_name`] takes.
+/// Describes the names that [`is_file_name`] takes.
 pub const FILE_NAME: &str =
     "1 to 255 bytes without slash, comma and control characters, and neither . nor ..";
 
-/// Whether a file can have the name, in a directory and among the options of a mount.
+/// Whether a file can have the name: it must be valid in a directory and in a mount's options.
 pub fn is_file_name(name: &str) -> bool {
     (1..=255).contains(&name.len())
         && !matches!(name, "." | "..")
         && !name.contains(|letter: char| matches!(letter, '/' | ',') || letter.is_control())
 }
 
-/// Refuses what cannot be.
+/// Refuses an invalid configuration.
 pub(super) fn check(config: &Config) -> Result<(), ServeError> {
     if config.threads == 0 || config.threads > THREADS_MAX {
         let error = format!("{} FUSE threads; accepted: 1 to {THREADS_MAX}", config.threads);

@@ -1,4 +1,4 @@
-//! The agreement between kernel and server, before anything else.
+//! The FUSE handshake: kernel and server agree on the protocol before anything else.
 
 use super::super::device::{Device, Incoming};
 use super::super::reply::Reply as _;
@@ -10,23 +10,23 @@ use std::io;
 use std::os::fd::AsFd as _;
 use weir_core::PAGE_SIZE;
 
-/// How long the kernel takes at most to say hello.
+/// Longest time that the kernel may take to send its first request.
 const HELLO_WITHIN: Timespec = Timespec { tv_sec: 10, tv_nsec: 0 };
-/// The buffer that the kernel asks for before it says hello (`FUSE_MIN_READ_BUFFER`), and more.
+/// The buffer that the kernel requires before its first request (`FUSE_MIN_READ_BUFFER`), and more.
 const HELLO_BYTES: usize = 64 << 10;
-/// Requests that the kernel may have in flight that nobody waits for: all of a loop device's.
+/// Most requests in flight that no program waits for: all requests of a loop device are such.
 const BACKGROUND_MAX: u16 = 512;
 
-/// The server's wishes beside those that it always has.
+/// The server's wishes, besides those that it always has.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Wish {
     /// Bytes of the largest read or write.
     pub io_max: u32,
-    /// Requests by rings.
+    /// Whether requests are to come by rings.
     pub ring: bool,
 }
 
-/// Answers the kernel's first request. Returns what it offered.
+/// Answers the kernel's first request. Returns the flags that the kernel offered.
 pub(super) fn greet(connection: &Device, wish: Wish) -> Result<u64, ServeError> {
     let failed =
         |error: io::Error| ServeError::Kernel(format!("the kernel's FUSE does not say hello: {error}"));
@@ -52,10 +52,10 @@ pub(super) fn greet(connection: &Device, wish: Wish) -> Result<u64, ServeError> 
     }
 }
 
-/// The answer to the kernel's offer, and whether it will offer again.
+/// The answer to the kernel's offer, and whether the kernel will offer again.
 fn reply_to(offer: &InitIn, flags: u64, wish: Wish) -> Result<(InitOut, bool), ServeError> {
     if offer.major > MAJOR {
-        // It comes back with our version.
+        // The kernel offers again, with our version.
         return Ok((InitOut { major: MAJOR, minor: MINOR, ..InitOut::default() }, true));
     }
     if offer.major < MAJOR || offer.minor < MINOR_LEAST {

@@ -1,4 +1,5 @@
-//! The server as its owner sees it: mounted, started whole, stopped in bounded time.
+//! The FUSE server as its owner uses it: it starts completely or not at all, and stops in bounded
+//! time.
 
 mod config;
 mod hello;
@@ -32,18 +33,18 @@ use weir_volume::Volume;
 
 /// Stack of a thread; with `mlockall` all of it is resident.
 const STACK_BYTES: usize = 256 << 10;
-/// A descriptor that outlives this process in a keeper, for [`Server::take_over`].
+/// A descriptor that a keeper holds beyond this process's end, for [`Server::take_over`].
 #[derive(Debug)]
 pub struct Handoff<'a> {
-    /// Its name.
+    /// The handoff's name.
     pub name: String,
-    /// Its descriptor.
+    /// The handoff's descriptor.
     pub fd: BorrowedFd<'a>,
 }
 
-/// The connection.
+/// The name of the handoff that holds the connection.
 const CONNECTION: &str = "connection";
-/// The connection, of a server that made the file it is mounted over.
+/// The name of the connection's handoff if the server made the file that it is mounted over.
 const CONNECTION_OF_OURS: &str = "connection-made";
 
 fn queue_name(number: usize) -> String {
@@ -59,7 +60,7 @@ pub struct Server {
     connection: Device,
     queues: Vec<Device>,
     can_resend: bool,
-    /// Threads that have a ring.
+    /// Number of threads that have a ring.
     rings: usize,
     mount: Option<Mount>,
     file: PathBuf,
@@ -76,11 +77,11 @@ impl fmt::Debug for Server {
 
 impl Server {
     /// Mounts over `point`, starts every thread and takes all memory; the process may be sealed
-    /// afterwards. If `point` is a directory the file appears in it; a file that does not exist is
+    /// afterwards. If `point` is a directory, the file appears in it. A file that does not exist is
     /// made.
     ///
     /// # Errors
-    /// See [`ServeError`]; nothing is left mounted or running then.
+    /// Fails with a [`ServeError`]; nothing is left mounted or running then.
     pub fn start(
         volume: &Arc<Volume>,
         config: &Config,
@@ -90,11 +91,11 @@ impl Server {
         Server::start_over(volume, (volume.bytes(), lies_in_memory(volume)), config, point, log)
     }
 
-    /// As [`start`](Server::start), for any page device of `bytes` bytes. Its requests come by
-    /// `/dev/fuse`.
+    /// Does the same as [`start`](Server::start), for any page device of `bytes` bytes. Its
+    /// requests come by `/dev/fuse`.
     ///
     /// # Errors
-    /// See [`ServeError`]; nothing is left mounted or running then.
+    /// Fails with a [`ServeError`]; nothing is left mounted or running then.
     pub fn start_device<D>(
         device: &Arc<D>,
         bytes: u64,
@@ -139,11 +140,11 @@ impl Server {
         Ok(server)
     }
 
-    /// Goes on where a server that is gone was killed. `take` gives its
-    /// [`handoffs`](Server::handoffs) by name. Requests that it had read are done again.
+    /// Takes over from a server that was killed. `take` returns its [`handoffs`](Server::handoffs)
+    /// by name. Requests that it had read are done again.
     ///
     /// # Errors
-    /// See [`ServeError`].
+    /// Fails with a [`ServeError`].
     pub fn take_over(
         volume: &Arc<Volume>,
         config: &Config,
@@ -159,8 +160,8 @@ impl Server {
             ServeError::Kernel(format!("the keeper does not hold the connection of {}", point.display()))
         })?;
         let connection = Device::adopt(connection).map_err(resources)?;
-        // More than there are threads now were of a configuration with more: what they had comes
-        // back by the resend too.
+        // More queues than threads come from an earlier configuration with more threads. Their
+        // requests come back by the resend too.
         let kept: Vec<OwnedFd> = (0..THREADS_MAX).map_while(|number| take(&queue_name(number))).collect();
         let queues: Vec<_> =
             kept.into_iter().map(Device::adopt).collect::<io::Result<_>>().map_err(resources)?;
@@ -171,19 +172,18 @@ impl Server {
             })?;
         }
         let mount = Mount::adopt(point).map_err(resources)?;
-        // The mount point's owner is behind the mount, and a look at it would wait for this
+        // The owner of the mount point is hidden by the mount, and a look at it would wait for this
         // process.
         let owner = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
         let opened = Opened { mount, connection, queues, can_resend, made, rings: Vec::new() };
         Server::disk(volume, volume.bytes(), config, opened, owner, log)
     }
 
-    /// Mounts an empty file system on the directory `point`, whose files' pages lie in the volume.
-    /// All that it holds is gone when the server ends, which it does by itself when somebody
-    /// unmounts it.
+    /// Mounts an empty file system on the directory `point`; its files' pages lie in the volume.
+    /// All content is gone when the server ends. An unmount ends the server.
     ///
     /// # Errors
-    /// See [`ServeError`]; nothing is left mounted or running then.
+    /// Fails with a [`ServeError`]; nothing is left mounted or running then.
     pub fn ram_disk(
         volume: &Arc<Volume>,
         config: &Config,
@@ -202,11 +202,12 @@ impl Server {
         })
     }
 
-    /// Whether a [`ram_disk`](Server::ram_disk) can be mounted at `point`, for whoever wants to
-    /// know before he takes its memory. What a dead one left there is gone then.
+    /// Checks whether a [`ram_disk`](Server::ram_disk) can be mounted at `point`, before its memory
+    /// is taken. Removes the mount of a dead server.
     ///
     /// # Errors
-    /// As [`ram_disk`](Server::ram_disk), where there is no directory or something else is mounted.
+    /// Fails as [`ram_disk`](Server::ram_disk) does, if there is no directory or another file
+    /// system is mounted.
     pub fn look_at(point: &Path) -> Result<(), ServeError> {
         mount::replace_dead(point)?;
         match fs::metadata(point) {
@@ -216,7 +217,7 @@ impl Server {
         }
     }
 
-    /// One file for the device.
+    /// Makes a file system of one file for the device.
     fn disk<D>(
         device: &Arc<D>,
         bytes: u64,
@@ -243,7 +244,7 @@ impl Server {
         Server::new(device, config, opened, file, log, || Disk { shape: Arc::clone(&shape) })
     }
 
-    /// A descriptor for each thread, and the threads.
+    /// Makes a descriptor for each thread, and the threads.
     fn new<D, S>(
         device: &Arc<D>,
         config: &Config,
@@ -325,7 +326,8 @@ impl Server {
                 }
                 match worker.run() {
                     Ending::Unmounted => worker.pool.gone(),
-                    // Its requests would wait for ever. The process decides what a panic ends.
+                    // The requests of a dead thread would wait for ever. The process decides what a
+                    // panic ends.
                     Ending::Broken(errno) if !worker.pool.is_stopping() => {
                         panic!("fuse: thread {number} cannot serve: {errno}");
                     }
@@ -354,27 +356,27 @@ impl Server {
         &self.file
     }
 
-    /// Its counts.
+    /// The server's counts.
     pub fn stats(&self) -> Stats {
         let mut stats = Stats { threads: self.counters.len() as u64, ..Stats::default() };
         self.counters.iter().for_each(|counters| stats.add(counters));
         stats
     }
 
-    /// Becomes readable when somebody has unmounted it: then there is nothing left to serve.
+    /// Becomes readable when the file system was unmounted: then there is nothing left to serve.
     pub fn unmounted(&self) -> BorrowedFd<'_> {
         self.pool.unmounted()
     }
 
-    /// Whether all its I/O memory is pinned in RAM.
+    /// Whether all I/O memory of the server is locked in RAM.
     pub fn is_memory_locked(&self) -> bool {
         self.memory_locked
     }
 
-    /// The descriptors that a keeper must hold so that a new daemon can go on after this one. Where
-    /// the kernel cannot send requests again, the queues are not among it: then what a killed
-    /// daemon had read fails at once, and does not wait for ever. Nothing where requests come by
-    /// rings, which nobody can take over.
+    /// The descriptors that a keeper must hold so that a new daemon can take over from this one. If
+    /// the kernel cannot send requests again, the queues are not among them. Then requests that a
+    /// killed daemon had read fail at once, and do not wait for ever. The list is empty if requests
+    /// come by rings, which cannot be taken over.
     pub fn handoffs(&self) -> Vec<Handoff<'_>> {
         if self.rings > 0 {
             return Vec::new();
@@ -388,23 +390,24 @@ impl Server {
         all
     }
 
-    /// Unmounts it if nobody has anything open there; [`unmounted`](Server::unmounted) becomes
-    /// readable then.
+    /// Unmounts the file system if no program has anything open there; then
+    /// [`unmounted`](Server::unmounted) becomes readable.
     ///
     /// # Errors
-    /// Why it stays: `EBUSY`, or what the program said that unmounts for ordinary users.
+    /// Fails with the reason why it stays: `EBUSY`, or the message of the program that unmounts for
+    /// ordinary users.
     pub fn unmount_unused(&self) -> io::Result<()> {
         self.mount.as_ref().map_or(Ok(()), Mount::unmount_unused)
     }
 
-    /// Answers what has been read, lets the threads end, and unmounts. Returns how many threads did
-    /// not come back within `grace`, because a store answers nothing.
+    /// Answers the requests that were read, ends the threads, and unmounts. Returns how many
+    /// threads did not end within `grace`, because a store does not answer.
     pub fn stop(mut self, grace: Duration) -> usize {
         self.end(grace)
     }
 
-    /// Gives the server up as the death of its process would: the threads end, and the mount stays.
-    /// For tests of taking over.
+    /// Abandons the server as the death of its process would: the threads end, and the mount stays.
+    /// It serves tests of taking over.
     pub fn abandon(mut self) {
         if let Some(mount) = self.mount.take() {
             mount.leave();
@@ -421,7 +424,7 @@ impl Server {
         let mut busy = 0;
         for thread in self.threads.drain(..) {
             if thread.is_finished() {
-                // A panic there has been reported by the panic hook.
+                // The panic hook has reported a panic of that thread.
                 let _ = thread.join();
             } else {
                 busy += 1;
@@ -429,7 +432,7 @@ impl Server {
         }
         if let Some(mount) = self.mount.take() {
             let point = mount.point().to_owned();
-            // Where it cannot be unmounted it is dead all the same, as soon as the descriptors are
+            // A mount that cannot be removed is dead all the same, as soon as the descriptors are
             // closed.
             let _ = mount.unmount();
             if self.made {
@@ -442,8 +445,8 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // One that took over and then could not start: whoever comes next finds everything as it
-        // was.
+        // This server took over and then could not start: it leaves everything as it was for the
+        // next one.
         if self.mount.as_ref().is_some_and(Mount::stays) {
             self.mount.take();
         }

@@ -1,4 +1,5 @@
-//! A connection on its way: mounted, greeted, and gone again if what follows fails.
+//! A connection that is being opened: it is mounted and has done its handshake. It is unmounted if
+//! a later step fails.
 
 use super::super::device::Device;
 use super::super::mount::{Mount, Options};
@@ -14,19 +15,19 @@ use std::path::{Path, PathBuf};
 use weir_core::log::{Level, Log};
 use weir_volume::Volume;
 
-/// A connection that is mounted, and what there is to it before there are threads.
+/// A mounted connection, and its parts before there are threads.
 pub(super) struct Opened {
     pub mount: Mount,
     pub connection: Device,
-    /// Those of a server before.
+    /// Queues of an earlier server.
     pub queues: Vec<Device>,
     pub can_resend: bool,
     pub made: bool,
-    /// For the first threads; none: all comes by `/dev/fuse`.
+    /// Rings for the first threads; without rings, all requests come by `/dev/fuse`.
     pub rings: Vec<Ring>,
 }
 
-/// A start that may fail: what it made goes with it.
+/// A start that may fail; dropping it removes what it made.
 pub(super) struct Begun {
     pub made: Option<PathBuf>,
 }
@@ -45,8 +46,8 @@ impl Drop for Begun {
     }
 }
 
-/// Mounts on `point` and says hello. Nothing was there before to take over. `may_ring`: every page
-/// is answered at once.
+/// Mounts on `point` and does the handshake, with no earlier server to take over. `may_ring`: every
+/// page is answered at once.
 pub(super) fn mounted(
     may_ring: bool,
     config: &Config,
@@ -59,7 +60,8 @@ pub(super) fn mounted(
         allow_other: config.allow_other,
         read_max: IO_MAX,
     };
-    // Before the kernel is told of them, since it keeps everything back until they are there.
+    // Make the rings before the kernel is told of them, since it holds all requests back until they
+    // are there.
     let Prepared { mut rings, io_max } = if config.ring && may_ring {
         ring::prepare(config.threads).unwrap_or_else(|why| {
             log(Level::Info, format_args!("fuse: requests come by /dev/fuse: {why}"));
@@ -78,25 +80,25 @@ pub(super) fn mounted(
 }
 
 /// Whether every page is answered at once. A thread with a ring is the only one that serves its
-/// processors, and must not wait: behind one that reads from a disk, 16 requests of one program
-/// came at half the rate (measured).
+/// processors, so it must not wait. Behind a thread that reads from a disk, 16 requests of one
+/// program came at half the rate (measured).
 pub(super) fn lies_in_memory(volume: &Volume) -> bool {
     volume.stores().all(|store| store.share().is_some())
 }
 
-/// Makes the file to mount over, if nothing is there. Returns whether it made one.
+/// Makes the file to mount over, if it does not exist. Returns whether it made one.
 pub(super) fn make(point: &Path) -> Result<bool, ServeError> {
     match OpenOptions::new().write(true).create_new(true).mode(0o600).open(point) {
         Ok(_) => Ok(true),
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(false),
-        // The mount there is looked at later.
+        // A later step looks at the mount there.
         Err(error) if error.raw_os_error() == Some(rustix::io::Errno::NOTCONN.raw_os_error()) => Ok(false),
         Err(source) => Err(ServeError::Point { path: point.to_owned(), source }),
     }
 }
 
-/// Whether the mount's root is a file. Asks the mount table's device only: a stat would wait for
-/// this process.
+/// Whether the mount's root is a file. Asks only the mount table: a stat would wait for this
+/// process.
 pub(super) fn is_file(point: &Path) -> bool {
     // O_PATH resolves the mount without asking its server, and the type of a root inode is known
     // from the mount.

@@ -1,9 +1,9 @@
-//! The errors of a connection, or of one request.
+//! The errors of an NBD client's connection, or of one request.
 
 use super::super::wire::Errno;
 use std::io;
 
-/// Why a connection is of no more use, or one request failed.
+/// The reason why a connection is unusable, or why one request failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     /// The server cannot be reached.
@@ -21,12 +21,12 @@ pub enum ClientError {
     /// The server refused the negotiation.
     #[error("the server refused {what}: {message}")]
     Refused {
-        /// The thing that was asked for.
+        /// The feature that was asked for.
         what: &'static str,
-        /// The server's words.
+        /// The server's error message.
         message: String,
     },
-    /// The server does not keep to the protocol.
+    /// The server violates the protocol.
     #[error("the server breaks the protocol: {0}")]
     Protocol(String),
     /// The server answered this request with an error. The connection is fine.

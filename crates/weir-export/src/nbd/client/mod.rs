@@ -1,8 +1,8 @@
-//! A small blocking client with several requests in flight: for `weir try`, for benches and for
-//! tests.
+//! A small blocking NBD client with several requests in flight: for `weir try`, for benchmarks and
+//! for tests.
 //!
-//! It trusts the server no more than the protocol allows: a reply to a request that was not made,
-//! data outside of what was asked for, or a read answered in part is an error of the connection.
+//! The client trusts the server no more than the protocol allows. It is an error of the connection
+//! if a reply answers no request, brings data outside of the range, or answers only part of a read.
 
 mod error;
 mod negotiation;
@@ -22,13 +22,13 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-/// How long a client waits for the server before it gives up.
+/// Longest wait for the server before the client gives up.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// The longest text of a server about one option or error; longer replies are nonsense.
+/// Longest text of a server about one option or error; a longer one counts as a violation.
 const MESSAGE_MAX: u32 = 64 << 10;
 
-/// Something to speak NBD over.
+/// A byte stream that carries NBD.
 pub trait Stream: Read + Write + Send {}
 
 impl<T: Read + Write + Send> Stream for T {}
@@ -42,9 +42,9 @@ struct InFlight {
 
 /// A connection in transmission.
 ///
-/// Nothing is read while it writes: keep what is in flight below the socket's buffer (some 200 KiB)
-/// or the connection below two such directions at once, as a server may stop reading while its
-/// replies are not read.
+/// The client does not read while it writes, and a server may stop reading while its replies are
+/// not read. So keep the bytes in flight, in both directions, below the socket's buffer (some 200
+/// KiB).
 pub struct Client {
     stream: BufReader<Box<dyn Stream>>,
     terms: Terms,
@@ -61,10 +61,10 @@ impl std::fmt::Debug for Client {
 }
 
 impl Client {
-    /// Connects to a unix socket.
+    /// Connects to a server's unix socket.
     ///
     /// # Errors
-    /// When nothing listens there, or the negotiation fails.
+    /// Fails when nothing listens there, or the negotiation fails.
     pub fn unix(path: impl AsRef<Path>, wish: &Wish) -> Result<Client, ClientError> {
         let path = path.as_ref();
         let connect = || {
@@ -81,7 +81,7 @@ impl Client {
     /// Connects to a TCP address, without TLS.
     ///
     /// # Errors
-    /// When nothing listens there, or the negotiation fails.
+    /// Fails when nothing listens there, or the negotiation fails.
     pub fn tcp(address: impl ToSocketAddrs + std::fmt::Display, wish: &Wish) -> Result<Client, ClientError> {
         let connect = || {
             let stream = TcpStream::connect(&address)?;
@@ -98,7 +98,7 @@ impl Client {
     /// Negotiates over a stream of any kind.
     ///
     /// # Errors
-    /// When the negotiation fails.
+    /// Fails when the negotiation fails.
     pub fn over(stream: Box<dyn Stream>, wish: &Wish) -> Result<Client, ClientError> {
         let mut stream = BufReader::with_capacity(64 << 10, stream);
         let terms = negotiate(&mut stream, wish)?;
@@ -117,13 +117,13 @@ impl Client {
         &self.terms
     }
 
-    /// Requests sent or queued whose replies were not yet returned by [`receive`](Client::receive).
+    /// Number of requests, sent or queued, whose replies [`receive`](Client::receive) has not
+    /// returned yet.
     pub fn in_flight(&self) -> usize {
         self.in_flight.len() + self.finished.len()
     }
 
-    /// Queues a request; [`send`](Client::send) sends what is queued. Returns the cookie of its
-    /// reply.
+    /// Queues a request, which [`send`](Client::send) sends. Returns the cookie of its reply.
     pub fn queue(&mut self, operation: Operation<'_>) -> u64 {
         let cookie = self.next_cookie;
         self.next_cookie += 1;
@@ -139,10 +139,10 @@ impl Client {
         cookie
     }
 
-    /// Sends everything queued, in one go.
+    /// Sends everything that is queued, at once.
     ///
     /// # Errors
-    /// When the connection breaks.
+    /// Fails when the connection breaks.
     pub fn send(&mut self) -> Result<(), ClientError> {
         let sent = self.stream.get_mut().write_all(&self.output);
         self.output.clear();
@@ -152,8 +152,8 @@ impl Client {
     /// Waits for the next reply, in the server's order.
     ///
     /// # Errors
-    /// When the connection breaks or the server does; not when the request failed, which the reply
-    /// says.
+    /// Fails when the connection breaks or the server violates the protocol. A failed request is no
+    /// such error: its reply says so.
     pub fn receive(&mut self) -> Result<Reply, ClientError> {
         loop {
             if let Some(reply) = self.finished.pop_front() {
@@ -166,12 +166,12 @@ impl Client {
         }
     }
 
-    /// Performs one operation and waits for its reply; replies to others are kept for
+    /// Runs one operation and waits for its reply. Replies to other requests are stored for
     /// [`receive`](Client::receive).
     ///
     /// # Errors
-    /// As [`receive`](Client::receive), and [`ClientError::Failed`] when the server reports an
-    /// error.
+    /// Fails as [`receive`](Client::receive) does, and with [`ClientError::Failed`] when the server
+    /// reports an error.
     pub fn perform(&mut self, operation: Operation<'_>) -> Result<Reply, ClientError> {
         let cookie = self.queue(operation);
         self.send()?;
@@ -190,7 +190,7 @@ impl Client {
     /// Reads `length` bytes at `offset`.
     ///
     /// # Errors
-    /// As [`perform`](Client::perform).
+    /// Fails as [`perform`](Client::perform) does.
     pub fn read(&mut self, offset: u64, length: u32) -> Result<Vec<u8>, ClientError> {
         self.perform(Operation::read(offset, length)).map(|reply| reply.data)
     }
@@ -198,15 +198,15 @@ impl Client {
     /// Writes `data` at `offset`.
     ///
     /// # Errors
-    /// As [`perform`](Client::perform).
+    /// Fails as [`perform`](Client::perform) does.
     pub fn write(&mut self, offset: u64, data: &[u8]) -> Result<(), ClientError> {
         self.perform(Operation::write(offset, data)).map(drop)
     }
 
-    /// Says goodbye, which lets the server finish what is in flight, and closes.
+    /// Asks for a disconnect, which lets the server finish what is in flight, and closes.
     ///
     /// # Errors
-    /// When the connection breaks before that.
+    /// Fails when the connection breaks before that.
     pub fn disconnect(mut self) -> Result<(), ClientError> {
         let request = Request { flags: 0, command: command::DISC, cookie: 0, offset: 0, length: 0 };
         self.output.extend_from_slice(&request.encode());

@@ -1,4 +1,4 @@
-//! A client's wishes before its first request, and the answers.
+//! A client's negotiation: its wishes before the first request, and the server's answers.
 
 use super::super::wire::{
     self, client_flag, info, option, option_reply, transmission_flag, u16_at, u32_at, u64_at,
@@ -11,9 +11,9 @@ use std::io::{self, BufReader, Read, Write};
 pub struct Wish {
     /// The export's name; empty for the default one.
     pub name: String,
-    /// Ask for structured replies.
+    /// Whether to ask for structured replies.
     pub structured: bool,
-    /// Ask for `base:allocation`, which needs structured replies.
+    /// Whether to ask for `base:allocation`, which needs structured replies.
     pub allocation: bool,
 }
 
@@ -26,15 +26,15 @@ impl Default for Wish {
 /// The export as the server described it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Terms {
-    /// Size in bytes.
+    /// The export's size in bytes.
     pub bytes: u64,
-    /// [`transmission_flag`]s.
+    /// The export's [`transmission_flag`]s.
     pub flags: u16,
-    /// Minimum, preferred and maximum block size, where the server named them.
+    /// Minimum, preferred and maximum block size, if the server named them.
     pub block_sizes: Option<[u32; 3]>,
     /// Whether replies are structured.
     pub structured: bool,
-    /// The number of `base:allocation`, where it was granted.
+    /// The context's number for `base:allocation`, if the server granted it.
     pub allocation: Option<u32>,
 }
 

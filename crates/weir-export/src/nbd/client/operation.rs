@@ -3,67 +3,67 @@
 use super::super::transmission::Request;
 use super::super::wire::{Errno, command, command_flag};
 
-/// A request to be made.
+/// A request for the server.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Operation<'a> {
     /// Read a range.
     Read {
-        /// In bytes.
+        /// The range's first byte.
         offset: u64,
-        /// In bytes.
+        /// The range's length in bytes.
         length: u32,
-        /// Ask for the answer in one chunk.
+        /// Whether to ask for the answer in one chunk.
         unfragmented: bool,
     },
     /// Write a range.
     Write {
-        /// In bytes.
+        /// The first byte to write to.
         offset: u64,
         /// The bytes to write.
         data: &'a [u8],
-        /// Wait until it is safe.
+        /// Whether to wait until the data are on permanent storage (FUA).
         fua: bool,
     },
-    /// Wait until everything acknowledged is safe.
+    /// Wait until all acknowledged writes are safe.
     Flush,
-    /// Give a range up.
+    /// Discard a range.
     Trim {
-        /// In bytes.
+        /// The range's first byte.
         offset: u64,
-        /// In bytes.
+        /// The range's length in bytes.
         length: u32,
     },
     /// Make a range zeros.
     WriteZeroes {
-        /// In bytes.
+        /// The range's first byte.
         offset: u64,
-        /// In bytes.
+        /// The range's length in bytes.
         length: u32,
-        /// Only if it is faster than writing.
+        /// Whether to fail unless it is faster than writing.
         fast: bool,
-        /// Keep it allocated.
+        /// Whether to keep the range allocated.
         no_hole: bool,
     },
-    /// Say that a range will be read.
+    /// Announce that a range will be read.
     Cache {
-        /// In bytes.
+        /// The range's first byte.
         offset: u64,
-        /// In bytes.
+        /// The range's length in bytes.
         length: u32,
     },
     /// Ask which parts of a range are holes.
     BlockStatus {
-        /// In bytes.
+        /// The range's first byte.
         offset: u64,
-        /// In bytes.
+        /// The range's length in bytes.
         length: u32,
-        /// One extent is enough.
+        /// Whether one extent is enough.
         one: bool,
     },
 }
 
 impl<'a> Operation<'a> {
-    /// A read that may come in several chunks.
+    /// A read whose answer may come in several chunks.
     pub fn read(offset: u64, length: u32) -> Self {
         Operation::Read { offset, length, unfragmented: false }
     }
@@ -97,26 +97,26 @@ impl<'a> Operation<'a> {
     }
 }
 
-/// A part of the export and what `base:allocation` says of it.
+/// A part of the export, and its state by `base:allocation`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Extent {
-    /// In bytes.
+    /// The extent's length in bytes.
     pub length: u32,
-    /// [`extent_flag`](crate::nbd::wire::extent_flag)s.
+    /// The extent's [`extent_flag`](crate::nbd::wire::extent_flag)s.
     pub flags: u32,
 }
 
 /// A finished request.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Reply {
-    /// The cookie that [`Client::queue`](super::Client::queue) returned for it.
+    /// The cookie that [`Client::queue`](super::Client::queue) returned for the request.
     pub cookie: u64,
-    /// Whether it succeeded.
+    /// Whether the request succeeded.
     pub result: Result<(), Errno>,
-    /// A read's data, where it succeeded.
+    /// A successful read's data.
     pub data: Vec<u8>,
-    /// A block status's extents, where it succeeded.
+    /// A successful block status's extents.
     pub extents: Vec<Extent>,
-    /// Chunks that it came in; 1 for a simple reply.
+    /// Number of chunks in the reply; 1 for a simple reply.
     pub chunks: u32,
 }

@@ -1,7 +1,7 @@
 use super::*;
 use crate::nbd::transmission::{data_chunk, error_chunk, hole_chunk, none_chunk, simple_reply};
 
-/// A client in transmission whose server has already said everything it will say.
+/// A client in transmission, with all bytes that its server will ever send.
 fn client(structured: bool, server: Vec<u8>) -> Client {
     struct Canned(io::Cursor<Vec<u8>>);
     impl Read for Canned {

@@ -1,11 +1,11 @@
-//! Which parts of a range are holes.
+//! Block status: says which parts of a range are holes.
 
 use super::super::transmission::{self as reply, Request};
 use super::super::wire::{command_flag, extent_flag};
 use super::{Connection, Ending, HEAD_MAX};
 use weir_core::{PAGE_SIZE, PageNo};
 
-/// Extents of one block status.
+/// Most extents in one block status.
 const EXTENTS_MAX: usize = 512;
 
 impl Connection<'_> {
@@ -34,9 +34,9 @@ impl Connection<'_> {
     }
 }
 
-/// The extent of the pages that are as `flags` says of the one at byte `start`: where it ends, and
-/// what it is. A page may change from one look to the next, so its first is looked at once: an
-/// extent is never empty.
+/// The extent from `start` on whose pages all have the same `flags`: its end, and those flags. A
+/// page may change between two looks, so its first page is looked at only once: an extent is never
+/// empty.
 fn next_extent(start: u64, end: u64, flags: impl Fn(u64) -> u32) -> (u64, u32) {
     let (mut page, kind) = (start / PAGE_SIZE as u64, flags(start / PAGE_SIZE as u64));
     loop {

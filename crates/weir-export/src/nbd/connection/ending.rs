@@ -1,4 +1,4 @@
-//! How a connection ends.
+//! The endings that a connection can have.
 
 use super::super::transmission::Violation;
 use std::fmt;
@@ -6,24 +6,24 @@ use std::fmt;
 /// How a connection ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Ending {
-    /// The client said so.
+    /// The client asked for a disconnect.
     Disconnect,
     /// The client closed the connection, or the server is going down.
     Closed,
-    /// The same, in the middle of a request.
+    /// The client closed the connection in the middle of a request, or the server is going down.
     Torn,
-    /// The client does not keep to the protocol.
+    /// The client violated the protocol.
     Violation(Violation),
     /// The system reports an error.
     Broken(rustix::io::Errno),
-    /// The client does not take its replies.
+    /// The client does not read its replies.
     Stalled,
-    /// A page could no longer be proven intact after the header of its reply had left.
+    /// A page could no longer be verified after the header of its reply had been sent.
     Lost,
 }
 
 impl Ending {
-    /// Whether it is the client's usual way to leave.
+    /// Whether this is the usual way for a client to leave.
     pub fn is_usual(&self) -> bool {
         matches!(self, Ending::Disconnect | Ending::Closed)
     }
@@ -36,7 +36,7 @@ impl fmt::Display for Ending {
             Ending::Closed => f.write_str("the connection was closed"),
             Ending::Torn => f.write_str("the client left in the middle of a request"),
             Ending::Violation(violation) => write!(f, "{violation}"),
-            // By its number: its name comes from libc, through the allocator.
+            // Print the number only: the error's name comes from libc, which allocates.
             Ending::Broken(errno) => write!(f, "the connection broke: errno {}", errno.raw_os_error()),
             Ending::Stalled => f.write_str("the client does not read its replies; connection dropped"),
             Ending::Lost => f.write_str("a page was lost while it was being sent; connection dropped"),
@@ -47,9 +47,9 @@ impl fmt::Display for Ending {
 impl From<rustix::io::Errno> for Ending {
     fn from(errno: rustix::io::Errno) -> Self {
         match errno {
-            // The socket's own timeout on sends.
+            // EAGAIN is the socket's own timeout on sends.
             rustix::io::Errno::AGAIN => Ending::Stalled,
-            // The client closed the connection, with bytes unread or replies under way.
+            // The client closed the connection with bytes unread or replies under way.
             rustix::io::Errno::CONNRESET | rustix::io::Errno::PIPE => Ending::Closed,
             errno => Ending::Broken(errno),
         }

@@ -1,11 +1,11 @@
-//! One connection in transmission, served by one thread: take what the client has sent, do all of
-//! it, answer all of it.
+//! One connection in transmission, served by one thread: it takes all that the client has sent,
+//! does it, and answers it.
 //!
 //! A batch is what one `recv` brought. Its writes are done while it is parsed. Its reads come
-//! afterwards: pages that lie in memory go out from where they lie, verified, in the same `sendmsg`
-//! as the acknowledgements (the protocol lets replies change places). What a slow store must fetch
-//! is started, and answered when it arrives. Nothing here allocates: what does not fit waits in the
-//! socket.
+//! afterwards: pages in host memory are sent from where they lie, verified, in the same `sendmsg`
+//! as the acknowledgements (the protocol allows replies in any order). Reads from a slow store are
+//! started, and answered when the pages arrive. Nothing here allocates: bytes that do not fit wait
+//! in the socket.
 
 mod block_status;
 mod ending;
@@ -39,17 +39,17 @@ use weir_volume::Lane;
 /// The most bytes of one `recv`: a queue depth of 16 with 16 KiB each; larger payloads stream
 /// through it.
 const INPUT_BYTES: usize = 256 << 10;
-/// Payload of one `sendmsg`, and the longest piece of a read that is proven intact and sent at once
-/// from where it lies: it stays in the second-level cache from the one to the other. What the
-/// client does not take is copied, so there must be a buffer for all of it, which is borrowed.
+/// Bytes of payload in one `sendmsg`, and of the longest piece of a read that is verified and sent
+/// at once from where it lies. The piece stays in the second-level cache between the two. Bytes
+/// that the client does not take are copied, so a buffer for the whole piece is borrowed.
 const PIECE_MAX: u32 = 512 << 10;
-/// The same without that: what a connection's own buffer takes.
+/// The same limit without a borrowed buffer: the size of the connection's own buffer.
 const OWN_PIECE_MAX: u32 = 64 << 10;
-/// Room for the headers of one round and for acknowledgements that wait for it.
+/// Bytes for the headers of one round, and for acknowledgements that wait for it.
 const HEADS_BYTES: usize = 32 << 10;
-/// The longest header with its slack.
+/// Bytes of the longest header, with some slack.
 const HEAD_MAX: usize = 64;
-/// Reads of a batch that wait to be answered together.
+/// Most reads of a batch that wait to be answered together.
 const READS_MAX: usize = 256;
 
 static ZEROS: [u8; PAGE_SIZE] = [0; PAGE_SIZE];
@@ -58,61 +58,61 @@ static ZEROS: [u8; PAGE_SIZE] = [0; PAGE_SIZE];
 #[derive(Clone, Copy)]
 struct Read {
     request: Request,
-    /// Bytes answered.
+    /// Number of bytes answered so far.
     done: u32,
-    /// It is not for the common `sendmsg`: it must be fetched from a slow store, or takes several
-    /// sends between which no other reply may come.
+    /// The read cannot use the common `sendmsg`. It must be fetched from a slow store, or it takes
+    /// several sends between which no other reply may come.
     apart: bool,
 }
 
-/// The write whose payload is arriving, or whose parts are being issued.
+/// The write whose payload is arriving, or whose operations are being issued.
 #[derive(Clone, Copy)]
 struct Write {
     cookie: u64,
     error: Option<Errno>,
-    /// Its entry, once an operation of it did not finish at once.
+    /// The write's entry, once an operation of it did not finish at once.
     entry: Option<u16>,
 }
 
-/// The state that all connections share: memory for long requests, of which few are answered at a
-/// time.
+/// The state that all connections share: memory for long requests, since few of them are answered
+/// at a time.
 pub(super) struct Shared {
-    /// For what a client has not taken of a long piece.
+    /// Memory for the part of a long piece that a client has not taken.
     rests: Arc<Pool>,
-    /// For pages on their way from slow stores.
+    /// Memory for pages on their way from slow stores.
     chunks: Arc<Pool>,
 }
 
-/// Connections that answer long requests at once without a wait for memory.
+/// Number of connections that can answer long requests at once without a wait for memory.
 const LONG_AT_ONCE: usize = 4;
 
 impl Shared {
-    /// Takes the memory, for so many connections.
+    /// Takes the memory for this many connections.
     ///
     /// # Errors
-    /// When it cannot be had.
+    /// Fails when the memory cannot be had.
     pub fn new(connections: usize) -> io::Result<Self> {
         let busy = connections.min(LONG_AT_ONCE);
         Ok(Shared {
             rests: Pool::new(busy, PIECE_MAX as usize + 2 * HEADS_BYTES)?,
-            // Each has one of its own.
+            // Each connection also has a unit of its own.
             chunks: Pool::new(3 * busy, LOAN_BYTES)?,
         })
     }
 
-    /// Whether it is pinned in RAM.
+    /// Whether the shared memory is locked in RAM.
     pub fn is_locked(&self) -> bool {
         self.rests.is_locked() && self.chunks.is_locked()
     }
 }
 
-/// The memory of a connection's thread, all of it taken before the process is sealed.
+/// The memory of a connection's thread, all taken before the process is sealed.
 pub(super) struct Worker {
     input: Buffer,
     work: Desk,
 }
 
-/// All of a worker but its input, which is being looked at while this works.
+/// All of a worker but its input, which is borrowed while this works.
 struct Desk {
     lane: Lane,
     flight: Flight,
@@ -122,7 +122,7 @@ struct Desk {
     rest: Buffer,
     rests: Arc<Pool>,
     write: Option<Write>,
-    /// Looks for what no descriptor announces.
+    /// Counts looks at operations that no descriptor announces.
     looks: Rest,
 }
 
@@ -136,10 +136,10 @@ struct Connection<'a> {
 }
 
 impl Worker {
-    /// Takes the memory.
+    /// Takes the memory of one thread.
     ///
     /// # Errors
-    /// When it cannot be had.
+    /// Fails when the memory cannot be had.
     pub fn new(lane: Lane, shared: &Shared) -> io::Result<Worker> {
         Ok(Worker {
             input: Buffer::new(INPUT_BYTES)?,
@@ -157,13 +157,13 @@ impl Worker {
         })
     }
 
-    /// Whether its memory is pinned in RAM.
+    /// Whether the thread's memory is locked in RAM.
     pub fn is_locked(&self) -> bool {
         self.input.is_locked() && self.work.heads.is_locked() && self.work.rest.is_locked()
     }
 
-    /// Serves a connection until it ends. `early` is what the client has sent after its last
-    /// option; `closing` says that the server has shut the socket for reading.
+    /// Serves a connection until it ends. `early` holds bytes that the client sent after its last
+    /// option. `closing` says that the server has shut the socket for reading.
     #[allow(clippy::too_many_arguments)] // each is a part of the connection, given once
     pub fn serve(
         &mut self,
@@ -223,7 +223,7 @@ impl Connection<'_> {
                 }
                 return Ok(ending);
             }
-            // Less than a page and a header, so this is cheap.
+            // At most a page and a header are left, so this copy is cheap.
             input.copy_within(filled - left..filled, 0);
             filled = left;
             let received = self.receive(&mut input[filled..], spin)?;
@@ -237,11 +237,11 @@ impl Connection<'_> {
         }
     }
 
-    /// Announces what has been received, so that the stores know how much comes before the first of
-    /// it.
+    /// Announces the received requests, so that the stores know how much comes before the first
+    /// operation.
     fn plan(&mut self, parser: &Parser, received: &[u8]) {
         let Some(mut batch) = self.desk.lane.batch() else { return };
-        // More than can be under way at once would be counted for nothing.
+        // Do not announce more pages than can be under way at once.
         let mut room = PAGES as u32;
         let writes = parser.survey(received, |request| {
             if request.command == command::READ && request.length > 0 && self.rules.check(request).is_ok() {
@@ -256,10 +256,10 @@ impl Connection<'_> {
         batch.announce();
     }
 
-    /// Waits for bytes of the client. 0 means that there will be none.
+    /// Waits for bytes of the client. 0 means that no more will come.
     fn receive(&mut self, into: &mut [u8], spin: &mut Spin<'_>) -> Result<usize, Ending> {
         while !self.desk.flight.is_empty() {
-            // Looking at the store first: its completions are what clients wait for.
+            // Look at the store first: clients wait for its completions.
             if !self.take_completions()?
                 && let Some(received) = self.listen(into)?
             {
@@ -284,8 +284,8 @@ impl Connection<'_> {
         }
     }
 
-    /// With operations at slow stores: sleeps until the client or a store has something; takes it
-    /// if it is the client.
+    /// Sleeps until the client has sent bytes or a store has completions, and takes the bytes if
+    /// there are any.
     fn listen(&mut self, into: &mut [u8]) -> Result<Option<usize>, Ending> {
         self.wait(true)?;
         receive_now(self.socket, into)
@@ -296,7 +296,7 @@ impl Connection<'_> {
         counters.requests.add(1);
         let checked = self.rules.check(&request);
         match (request.command, checked) {
-            // A refused write's payload must be consumed all the same.
+            // A refused write's payload must be consumed too.
             (command::WRITE, checked) => {
                 counters.writes.add(1);
                 counters.bytes_written.add(u64::from(request.length));
@@ -337,9 +337,8 @@ impl Connection<'_> {
                 self.write_zeroes(&request)
             }
             (command::BLOCK_STATUS, Ok(())) => self.block_status(&request),
-            // A flush has nothing to wait for: what was acknowledged is where it will stay, in the
-            // map that every connection shares. A page that will be read lies in the fastest place
-            // already.
+            // FLUSH never waits: an acknowledged page is already in the map that every connection
+            // shares. CACHE needs no work: the page already lies in the fastest place that it can.
             _ => self.acknowledge(&simple_reply(request.cookie, None)),
         }
     }
@@ -383,8 +382,8 @@ impl Connection<'_> {
         self.unless_leaving(sent)
     }
 
-    /// The client sends no more. Where that is this server's doing, what has been received whole is
-    /// answered; a write of which a part is missing fails, for nobody else would end it.
+    /// Handles a client that sends no more bytes. If this server caused that, complete requests are
+    /// answered. A write with a missing part fails, since nothing else would end it.
     fn end_torn(&mut self) -> Result<(), Ending> {
         if !self.presence.is_closing() {
             return Ok(());
@@ -396,7 +395,8 @@ impl Connection<'_> {
         self.finish_flight()
     }
 
-    /// Everything received has been looked at: starts what is queued and answers what is done.
+    /// Ends the batch, after all received bytes were parsed: starts the queued operations and
+    /// answers the finished ones.
     fn end_batch(&mut self) -> Result<(), Ending> {
         self.answer_reads()?;
         self.send_acks()?;
@@ -407,9 +407,9 @@ impl Connection<'_> {
         Ok(())
     }
 
-    /// Leaves the desk as a new connection expects it: nothing of this one may come back later.
-    /// Writes that are under way take no effect any more, unless their client has left as it
-    /// should: it may have sent them again on another connection, and newer ones after them.
+    /// Resets the desk for a new connection: no operation of this one may complete later. Writes
+    /// under way take no effect any more, unless the client disconnected in order. It may have sent
+    /// them again on another connection, and newer ones after them.
     fn clear(&mut self) {
         let Desk { lane, flight, reads, acks, write, .. } = &mut *self.desk;
         if !self.presence.is_leaving() {
@@ -421,8 +421,8 @@ impl Connection<'_> {
             if lane.in_flight() == 0 {
                 break;
             }
-            // Stores answer within [`weir_store::ANSWER_WITHIN`]; until then a short nap costs
-            // nobody anything.
+            // Stores answer within [`weir_store::ANSWER_WITHIN`]; until then a short sleep delays
+            // no client.
             std::thread::sleep(std::time::Duration::from_millis(1));
         }
         flight.reset();
@@ -441,7 +441,7 @@ fn receive_now(socket: BorrowedFd<'_>, into: &mut [u8]) -> Result<Option<usize>,
     }
 }
 
-/// The pages that a range covers completely; empty, with its ends anywhere, where there is none.
+/// The pages that a range covers completely; an empty range if there are none.
 pub(super) fn whole_pages(request: &Request) -> std::ops::Range<u32> {
     let (_, whole, _) = Span { offset: request.offset, length: request.length.into() }.parts();
     whole.start as u32..whole.end as u32

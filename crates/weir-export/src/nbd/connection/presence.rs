@@ -1,11 +1,11 @@
-//! Whether the client is still there.
+//! Checks whether a connection's client is still there.
 //!
-//! A client that gives a connection up sends again, on another, what was not answered here, and
+//! A client that gives a connection up sends its unanswered requests again on another one, and
 //! newer writes after that. The kernel's client does so after its I/O timeout, and shuts the socket
-//! down first. From then on no write of this connection may take effect: neither one that a slow
-//! store has held up, nor one that waited in the socket, because this thread had no processor or
-//! the process was stopped. So before anything is written or published the client must have been
-//! there a moment ago.
+//! down first. From then on no write of this connection may take effect. That holds for a write
+//! that a slow store has delayed. It also holds for one that waited in the socket, because this
+//! thread had no processor or the process was stopped. So before anything is written or published,
+//! the client must have been there a moment ago.
 
 use super::super::transmission::{Event, Parser};
 use super::super::wire::{REQUEST_BYTES, command};
@@ -16,24 +16,24 @@ use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// When the client was seen last, and what is known of its end.
+/// The time when the client was last seen, and how it leaves.
 pub(super) struct Presence<'a> {
-    /// By the coarse clock, which costs a few nanoseconds to read.
+    /// The time by the coarse clock, which takes a few nanoseconds to read.
     seen: Duration,
-    /// The last bytes that have been received.
+    /// The last bytes that were received.
     tail: [u8; REQUEST_BYTES],
-    /// It is about to leave as it should: whatever comes before is to be done.
+    /// The client is about to disconnect in order: earlier requests are still to be done.
     leaves: bool,
     closing: &'a AtomicBool,
 }
 
 impl<'a> Presence<'a> {
-    /// Of a client whom nobody has looked for yet.
+    /// The presence of a client before the first check.
     pub fn new(closing: &'a AtomicBool) -> Self {
         Presence { seen: Duration::ZERO, tail: [0; REQUEST_BYTES], leaves: false, closing }
     }
 
-    /// Notes what has been received.
+    /// Notes bytes that were received.
     #[inline]
     pub fn received(&mut self, bytes: &[u8]) {
         let new = &bytes[bytes.len().saturating_sub(REQUEST_BYTES)..];
@@ -41,12 +41,12 @@ impl<'a> Presence<'a> {
         self.tail[REQUEST_BYTES - new.len()..].copy_from_slice(new);
     }
 
-    /// The client has sent its last request, and need not be there any more.
+    /// Notes that the client has sent its last request, and need not be there any more.
     pub fn has_said_goodbye(&mut self) {
         self.leaves = true;
     }
 
-    /// Whether it has sent its last request, or is known to have it in the socket.
+    /// Whether the client has sent its last request, or is known to have it in the socket.
     pub fn is_leaving(&self) -> bool {
         self.leaves
     }
@@ -58,10 +58,10 @@ impl<'a> Presence<'a> {
 }
 
 impl Connection<'_> {
-    /// Makes sure that the client was there a moment ago: within a tick of the kernel, 1 to 10 ms.
+    /// Checks that the client was there a moment ago: within a tick of the kernel, 1 to 10 ms.
     ///
     /// # Errors
-    /// When it has gone, and not by the request that says so.
+    /// Fails when the client has gone without a request to disconnect.
     #[inline]
     pub(super) fn see_client(&mut self) -> Result<(), Ending> {
         let now = weir_core::clock::coarse();
@@ -72,10 +72,10 @@ impl Connection<'_> {
         self.look_for_client()
     }
 
-    /// Makes sure that the client is there.
+    /// Checks that the client is there now.
     ///
     /// # Errors
-    /// As [`see_client`](Connection::see_client).
+    /// Fails as [`see_client`](Connection::see_client) does.
     pub(super) fn look_for_client(&mut self) -> Result<(), Ending> {
         if self.presence.leaves || self.presence.is_closing() || !has_hung_up(self.socket) {
             return Ok(());
@@ -95,8 +95,8 @@ impl Connection<'_> {
         if ending == Ending::Closed && self.presence.leaves { Ok(()) } else { Err(ending) }
     }
 
-    /// Whether the last that a client has sent that sends no more is the request to disconnect. One
-    /// with more in the socket than fits here has not waited for its answers, and counts as gone.
+    /// Whether a client that sends no more ended with a request to disconnect. If the socket holds
+    /// more bytes than fit here, the client has not waited for its answers, and counts as gone.
     fn ends_with_goodbye(&mut self) -> bool {
         let waiting = &mut self.desk.rest[..];
         let Ok((count, _)) =
@@ -113,11 +113,11 @@ impl Connection<'_> {
     }
 }
 
-/// Whether the other side sends no more. What it has sent may still wait to be received.
+/// Whether the other side sends no more. Bytes that it sent may still wait to be received.
 fn has_hung_up(socket: BorrowedFd<'_>) -> bool {
     let mut fds = [PollFd::from_borrowed_fd(socket, PollFlags::RDHUP)];
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-    // If it cannot be told, it is there: the next send says otherwise.
+    // If that cannot be known, the client counts as there: the next send will fail otherwise.
     rustix::event::poll(&mut fds, Some(&now)).is_ok()
         && fds[0].revents().intersects(PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR)
 }
@@ -144,14 +144,14 @@ mod tests {
     }
 
     fn write(page: u64, fill: u8) -> Vec<u8> {
-        // Not one value all over, which takes no slot.
+        // The page must not repeat one value, since that would take no slot.
         let mut payload = [fill; PAGE_SIZE];
         payload[0] = !fill;
         [&request(command::WRITE, page)[..], &payload].concat()
     }
 
-    /// Serves a client that has sent `bytes` and closed its end before anybody looked; each page
-    /// holds 1 before. How that ended, and what the pages hold afterwards.
+    /// Serves a client that sent `bytes` and closed its end before the server looked. Each page
+    /// holds 1 before. Returns how the connection ended, and the pages' content afterwards.
     fn serve_late(bytes: &[u8], closing: bool) -> (Ending, Vec<u8>) {
         let config = Config { pages: 64, lanes: 2, depth: 16 };
         let volume = Volume::create(config, vec![Arc::new(Host::new(config.slots()).unwrap())]).unwrap();

@@ -1,4 +1,4 @@
-//! Reads of memory: pages go out from where they lie, proven intact.
+//! Reads from host memory: verified pages are sent from where they lie.
 
 use super::super::flight::{CHUNK_MAX, Work, errno};
 use super::super::pool::Loan;
@@ -11,13 +11,13 @@ use std::time::Duration;
 use weir_core::{PAGE_SIZE, PageNo};
 use weir_volume::{Guard, View};
 
-/// How long pages may be kept in place while the client takes them; what it has not taken by then
-/// is copied. A client that reads has room for more within microseconds.
+/// Longest time that pages are kept in place while the client takes them; the rest is copied then.
+/// A client that reads has room for more within microseconds.
 const PINNED_WAIT: Duration = Duration::from_millis(1);
 
 impl Connection<'_> {
-    /// Answers the reads of the batch, together with its acknowledgements; those for slow stores
-    /// are begun.
+    /// Answers the reads of the batch together with its acknowledgements, and begins reads from
+    /// slow stores.
     pub(super) fn answer_reads(&mut self) -> Result<(), Ending> {
         if self.desk.reads.is_empty() {
             return Ok(());
@@ -39,11 +39,11 @@ impl Connection<'_> {
         Ok(())
     }
 
-    /// One `sendmsg`: the acknowledgements, and as many reads from the `at`th on as fit. Returns
-    /// the first that was not reached, or not completely answered.
+    /// Sends one `sendmsg`: the acknowledgements, and as many reads from index `at` on as fit.
+    /// Returns the first read that was not reached, or not completely answered.
     fn round(&mut self, mut at: usize) -> Result<usize, Ending> {
         let Desk { lane, reads, acks, heads, rest, rests, .. } = &mut *self.desk;
-        // A run that one request alone exceeds is too long for a connection's own buffer too.
+        // Borrow memory if the waiting reads are more than the connection's own buffer takes.
         let mut loan = is_long(&reads[at..]).then(|| rests.borrow()).flatten();
         let (rest, piece_max): (&mut [u8], u32) = match &mut loan {
             Some(loan) => (loan, PIECE_MAX),
@@ -65,7 +65,7 @@ impl Connection<'_> {
                 continue;
             }
             if !self.rules.structured && read.request.length > piece_max {
-                // It cannot be answered in pieces.
+                // The read cannot be answered in pieces.
                 read.apart = true;
                 continue;
             }
@@ -104,8 +104,8 @@ impl Connection<'_> {
         Ok(at)
     }
 
-    /// Answers a long read by one simple reply: once its header has left there is no way to report
-    /// an error, so all of it is proven intact first, and again while it is sent, as it may be
+    /// Answers a long read by one simple reply. Once its header has left, an error can no longer be
+    /// reported. So all pages are verified first, and again while they are sent, since they may be
     /// rewritten in between.
     fn stream(&mut self, request: &Request) -> Result<(), Ending> {
         self.send_acks()?;
@@ -129,8 +129,8 @@ impl Connection<'_> {
         Ok(())
     }
 
-    /// Proves a range intact and, if `send`, sends it behind `head`: at most [`CHUNK_MAX`] bytes
-    /// with a `loan` for what the client does not take, else [`OWN_PIECE_MAX`].
+    /// Verifies a range and, if `send`, sends it after `head`. With a `loan` for bytes that the
+    /// client does not take, the range may have [`CHUNK_MAX`] bytes, else [`OWN_PIECE_MAX`].
     fn with_chunk(
         &mut self,
         offset: u64,
@@ -183,7 +183,7 @@ impl Connection<'_> {
     }
 }
 
-/// Whether what waits is more than a connection's own buffer takes.
+/// Whether the waiting reads are more than a connection's own buffer takes.
 fn is_long(reads: &[Read]) -> bool {
     let mut bytes = 0;
     reads.iter().any(|read| {
@@ -198,7 +198,7 @@ enum Composed {
     Failed,
 }
 
-/// Adds the answer to the next `length` bytes of `read` to `slices`, if they lie in memory.
+/// Adds the answer for the next `length` bytes of `read` to `slices`, if those lie in memory.
 fn compose<'a>(
     guard: &'a Guard<'_>,
     read: &Read,
@@ -243,11 +243,11 @@ fn compose<'a>(
 }
 
 enum Found {
-    /// All of it, verified. `zeros`: known to be nothing but zeros.
+    /// All bytes of the range, verified. `zeros`: all are known to be zeros.
     Bytes { zeros: bool },
-    /// Some of it lies where only [`Lane::read`] reaches.
+    /// Some bytes lie in a store that only [`Lane::read`] reaches.
     Elsewhere,
-    /// The page with the byte `at` cannot be read.
+    /// The page that contains byte `at` cannot be read.
     Fault { error: Errno, at: u64 },
 }
 
@@ -276,7 +276,7 @@ fn view_range<'a>(guard: &'a Guard<'_>, offset: u64, length: u32, slices: &mut S
     Found::Bytes { zeros }
 }
 
-/// Pages that a range of `length` bytes touches, wherever it begins.
+/// Most pages that a range of `length` bytes touches.
 fn span(length: u32) -> usize {
     length as usize / PAGE_SIZE + 2
 }

@@ -1,4 +1,4 @@
-//! Requests at stores that take their time: begun, waited for, answered as they arrive.
+//! Requests at slow stores: begun, waited for, and answered as the pages arrive.
 
 use super::super::flight::{CHUNK_MAX, Flight, SPAN_MAX, Work, errno};
 use super::super::slices::{Slices, take_front};
@@ -8,11 +8,13 @@ use std::time::Instant;
 use weir_core::{PAGE_SIZE, PageNo};
 use weir_store::Progress;
 
-/// From so many bytes on a piece of a read is started by itself; shorter ones wait for the batch.
+/// A piece of a read of at least this many bytes is started by itself; shorter ones wait for the
+/// batch.
 const PIPED: u32 = 64 << 10;
 
 impl Connection<'_> {
-    /// Waits until a slow store may have something, or, if `client`, until the client has.
+    /// Waits until a slow store may have a completion, or, if `client`, until the client has sent
+    /// bytes.
     pub(super) fn wait(&mut self, client: bool) -> Result<(), Ending> {
         let Desk { lane, looks, .. } = &mut *self.desk;
         Ok(weir_request::wait(looks, lane, client.then_some(self.socket))?)
@@ -30,16 +32,16 @@ impl Connection<'_> {
         }
         while done < request.length {
             let offset = request.offset + u64::from(done);
-            // Chunks meet between pages, so that no page is read for two of them. Where there is
-            // one alone it is whole: it is the reply.
+            // Chunks meet between pages, so that no page is read for two of them. A chunk that is
+            // the whole reply is not cut.
             let whole = CHUNK_MAX - (offset % PAGE_SIZE as u64) as u32;
             let left = request.length - done;
             let length = if stream.is_some() { left.min(whole) } else { left };
             let index = self.begin(Work::Read { offset, length, stream }, request.cookie, offset, length)?;
             self.desk.flight.issued(index);
             if length >= PIPED {
-                // The store works on it while the next is begun, and on that while this is proven
-                // and sent.
+                // The store works on this chunk while the next is begun, and on the next while this
+                // one is verified and sent.
                 self.desk.lane.submit();
             }
             done += length;
@@ -84,15 +86,15 @@ impl Connection<'_> {
         Ok(index)
     }
 
-    /// Waits until something that is under way has come back, and answers what is finished.
+    /// Waits until an operation under way has ended, and answers the finished requests.
     pub(super) fn make_room(&mut self) -> Result<(), Ending> {
         self.desk.lane.submit();
         let before = self.desk.lane.in_flight();
-        // An operation that has come back made room, whether or not its request is finished.
+        // An operation that has ended made room, whether or not its request is finished.
         if self.take_completions()? || self.desk.lane.in_flight() < before {
             return Ok(());
         }
-        // With nothing in flight a write waits for a slot, if anything does.
+        // If nothing is in flight, a write may wait for a slot.
         if before == 0 && !self.desk.lane.must_poll() {
             return Ok(());
         }
@@ -101,8 +103,8 @@ impl Connection<'_> {
         self.take_completions().map(drop)
     }
 
-    /// Answers everything that is under way, but for a write whose payload is still arriving: this
-    /// thread receives it.
+    /// Answers all requests under way, except a write whose payload is still arriving: this thread
+    /// must receive it.
     pub(super) fn finish_flight(&mut self) -> Result<(), Ending> {
         let arriving = self.desk.write.and_then(|write| write.entry).is_some();
         while self.desk.flight.begun() > usize::from(arriving) {
@@ -111,12 +113,13 @@ impl Connection<'_> {
         Ok(())
     }
 
-    /// Takes what slow stores have finished, and answers the requests of which that was the last.
-    /// Returns whether there were any.
+    /// Takes completions of slow stores, and answers the requests that are then finished. Returns
+    /// whether there were any.
     pub(super) fn take_completions(&mut self) -> Result<bool, Ending> {
         if self.desk.flight.has_writes() {
-            // The next poll publishes what its store has ended. A look from a moment ago is too
-            // old: the client may have gone since, and sent newer writes by another connection.
+            // The next poll publishes writes that their store has ended. A check from a moment ago
+            // is too old: the client may have gone since, and sent newer writes on another
+            // connection.
             self.look_for_client()?;
         }
         let Desk { lane, flight, looks, .. } = &mut *self.desk;
@@ -131,7 +134,7 @@ impl Connection<'_> {
         Ok(any)
     }
 
-    /// One `sendmsg` with the answers to finished requests.
+    /// Sends one `sendmsg` with the answers to finished requests.
     fn answer_ready(&mut self) -> Result<(), Ending> {
         let Desk { flight, heads, .. } = &mut *self.desk;
         let structured = self.rules.structured;
@@ -148,7 +151,7 @@ impl Connection<'_> {
             errors +=
                 u64::from(entry.error.is_some() && !matches!(entry.work, Work::Read { stream: Some(_), .. }));
             match (entry.work, entry.error) {
-                // Its stream says so, at the end.
+                // The end of the stream reports the error.
                 (Work::Read { stream: Some(_), .. }, Some(_)) => {}
                 (Work::Read { offset, length, stream }, None) => {
                     let head = if structured {
@@ -176,7 +179,7 @@ impl Connection<'_> {
     }
 }
 
-/// Adds the bytes that an entry has read.
+/// Adds the bytes of the pages that an entry has read.
 pub(super) fn push_pages<'a>(
     flight: &'a Flight,
     index: u16,

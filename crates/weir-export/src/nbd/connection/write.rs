@@ -1,4 +1,4 @@
-//! Writes: pages go to the volume as they lie in the input.
+//! Writes: pages go to the volume from the input buffer.
 
 use super::super::flight::{Flight, Work, errno};
 use super::super::transmission::{Payload, Request, simple_reply};
@@ -43,7 +43,7 @@ impl Connection<'_> {
         self.end_write(write)
     }
 
-    /// Makes one operation of `write` happen, now or later.
+    /// Issues one operation of `write`, which happens now or later.
     fn write_with(
         &mut self,
         write: &mut Write,
@@ -65,7 +65,7 @@ impl Connection<'_> {
                 }
                 Progress::Full => {
                     self.make_room()?;
-                    // It may have waited for a slot for long.
+                    // The write may have waited for a slot for long.
                     self.see_client()?;
                     continue;
                 }
@@ -74,7 +74,7 @@ impl Connection<'_> {
         }
     }
 
-    /// The last operation of `write` has been issued.
+    /// Notes that the last operation of `write` has been issued.
     pub(super) fn end_write(&mut self, write: Write) -> Result<(), Ending> {
         match write.entry {
             None => {
@@ -94,7 +94,7 @@ impl Connection<'_> {
     pub(super) fn write_zeroes(&mut self, request: &Request) -> Result<(), Ending> {
         let pages = whole_pages(request);
         if pages.is_empty() && request.length > 0 && request.flags & command_flag::FAST_ZERO != 0 {
-            // Parts of pages cost as much as writing them.
+            // Zeroing parts of pages takes as long as writing them.
             return self.refuse(request, Errno::NotSupported);
         }
         let mut write = Write { cookie: request.cookie, error: None, entry: None };
@@ -109,8 +109,8 @@ impl Connection<'_> {
         self.end_write(write)
     }
 
-    /// Discards whole pages or makes them zero, by `clear`: a bounded number at a time, so that
-    /// what has been answered leaves in between, and what was freed can be used.
+    /// Discards whole pages or makes them zero, by `clear`, a bounded number at a time. In between,
+    /// answers are sent, and freed slots can be used.
     pub(super) fn clear_pages(
         &mut self,
         pages: Range<u32>,

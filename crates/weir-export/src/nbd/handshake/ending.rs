@@ -1,31 +1,33 @@
-//! How a negotiation ends without transmission.
+//! The endings of a negotiation that does not lead to transmission.
 
 use super::{OPTION_SKIP_MAX, OPTIONS_MAX};
 use std::fmt;
 
-/// Why a negotiation ended without transmission.
+/// The reason why a negotiation ended without transmission.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Ending {
-    /// The client said goodbye.
+    /// The client ended the negotiation.
     Abort,
-    /// The client's flags hold ones that the server did not offer.
+    /// The client's flags contain some that the server did not offer.
     ClientFlags(u32),
-    /// An option does not begin as options do.
+    /// An option does not begin with the magic number.
     Magic(u64),
-    /// An option announces more data than any has.
+    /// An option announces more data than any option has.
     OptionLength {
         /// The option's number.
         option: u32,
         /// The length it announced.
         length: u32,
     },
-    /// More options than any client needs.
+    /// The client sent more options than any client needs.
     TooManyOptions,
-    /// `EXPORT_NAME` for an export that does not exist; it has no error reply.
+    /// The client used `EXPORT_NAME` for an export that does not exist; that option has no error
+    /// reply.
     NoSuchExport,
-    /// `EXPORT_NAME` where TLS is required; it has no error reply.
+    /// The client used `EXPORT_NAME` where TLS is required; that option has no error reply.
     TlsRequired,
-    /// `EXPORT_NAME` while every connection is in use; it has no error reply.
+    /// The client used `EXPORT_NAME` while every connection was in use; that option has no error
+    /// reply.
     NoRoom,
 }
 

@@ -1,16 +1,16 @@
-//! The export.
+//! The export that an NBD server offers.
 
 use super::super::wire::transmission_flag;
 
 /// The export, as clients see it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Export {
-    /// The name that clients ask for; the empty name always means this export too. At most
-    /// [`NAME_MAX`](super::NAME_MAX) bytes.
+    /// The name that clients ask for, of at most [`NAME_MAX`](super::NAME_MAX) bytes. The empty
+    /// name always means this export too.
     pub name: String,
-    /// For people, at most [`NAME_MAX`](super::NAME_MAX) bytes.
+    /// A description for people, of at most [`NAME_MAX`](super::NAME_MAX) bytes.
     pub description: String,
-    /// Size in bytes.
+    /// The export's size in bytes.
     pub bytes: u64,
     /// Whether writes are refused.
     pub read_only: bool,

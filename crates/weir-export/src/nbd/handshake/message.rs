@@ -1,4 +1,4 @@
-//! Options' data taken apart, and replies to options put together.
+//! Takes the data of options apart, and builds replies to options.
 
 use super::super::wire::{self, u16_at, u32_at};
 
@@ -24,8 +24,8 @@ pub(super) fn split_queries(data: &[u8]) -> Option<(&[u8], impl Iterator<Item = 
         *rest = &rest[4 + length..];
         Some(query)
     }
-    // Once to see that exactly `count` of them fill the data; each takes at least 4 bytes, so this
-    // ends.
+    // A first pass checks that exactly `count` queries fill the data; each takes at least 4 bytes,
+    // so this ends.
     let mut rest = queries;
     for _ in 0..count {
         next(&mut rest)?;

@@ -1,9 +1,8 @@
 //! The server's half of the negotiation, without a socket: bytes in, bytes out.
 //!
-//! [`Handshake::advance`] is given what the client has sent and not yet been consumed, and handles
-//! at most one option, so that what it says at once is bounded by [`OUTPUT_MAX`]; a client that
-//! does not read is not answered further. What a client may make the server hold is bounded by
-//! [`INPUT_MAX`].
+//! [`Handshake::advance`] takes the bytes that the client has sent and that were not yet consumed.
+//! It handles at most one option, so [`OUTPUT_MAX`] bounds each answer; a client that does not read
+//! gets no further answers. [`INPUT_MAX`] bounds the memory that a client can make the server hold.
 
 mod ending;
 mod export;
@@ -18,38 +17,37 @@ use super::wire::{
 };
 use message::{error, reply, split_info, split_queries};
 
-/// The longest option data that are looked at; longer ones are skipped and answered with
-/// `ERR_TOO_BIG`. The longest legitimate ones are an export name and a few context queries of 4096
-/// bytes each.
+/// Longest option data that are read; longer ones are skipped and answered with `ERR_TOO_BIG`. The
+/// longest legitimate data are an export name and a few context queries of 4096 bytes each.
 pub const OPTION_DATA_MAX: usize = 12 << 10;
-/// Room for unconsumed input that the caller needs: one option with its header.
+/// Room that the caller needs for unconsumed input: one option with its header.
 pub const INPUT_MAX: usize = OPTION_BYTES + OPTION_DATA_MAX;
-/// Option data longer than this end the session: nobody means well with them.
+/// Option data longer than this end the session: no honest client sends them.
 const OPTION_SKIP_MAX: u32 = 1 << 20;
-/// Options in one session; libnbd and QEMU send about ten.
+/// Most options in one session; libnbd and QEMU send about ten.
 const OPTIONS_MAX: u32 = 256;
-/// Longest export name; short enough that no reply exceeds [`OUTPUT_MAX`].
+/// Longest export name; it is short enough that no reply exceeds [`OUTPUT_MAX`].
 pub const NAME_MAX: usize = 255;
-/// An upper bound of what one call of [`Handshake::advance`] appends to its output.
+/// Upper bound of the bytes that one call of [`Handshake::advance`] appends to its output.
 pub const OUTPUT_MAX: usize = 2048;
 
-/// How TLS stands on a connection.
+/// The state of TLS on a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Tls {
-    /// Not offered.
+    /// TLS is not offered.
     Off,
-    /// Required, and not yet begun.
+    /// TLS is required, and has not begun yet.
     Required,
-    /// The bytes given and taken are those inside TLS.
+    /// TLS is active: the bytes given and taken are those inside it.
     Active,
 }
 
 /// The terms that a connection carries into transmission.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Negotiated {
-    /// Reads are answered by structured replies.
+    /// Whether reads are answered by structured replies.
     pub structured: bool,
-    /// `base:allocation` was selected, so that block status may be asked.
+    /// Whether `base:allocation` was selected, so that the client may ask for block status.
     pub allocation: bool,
 }
 
@@ -57,20 +55,20 @@ pub struct Negotiated {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Step {
-    /// The input holds no further complete message.
+    /// The input holds no further complete message: read more.
     NeedMore,
-    /// Something was consumed and perhaps answered; call again with the rest.
+    /// A message was consumed and perhaps answered; call again with the rest.
     Again,
-    /// Send the output; TLS begins then. What follows is for a new [`Handshake`] with
+    /// Send the output; then TLS begins. Give later bytes to a new [`Handshake`] with
     /// [`Tls::Active`].
     StartTls,
-    /// Send the output; requests follow, the rest of the input first.
+    /// Send the output; then requests follow, first those in the rest of the input.
     Transmission(Negotiated),
     /// Send the output, then close the connection.
     Close(Ending),
 }
 
-/// Under which of its names a client asked for the export.
+/// The name by which a client asked for the export.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Called {
     ByDefault,
@@ -81,7 +79,7 @@ enum Called {
 enum Phase {
     ClientFlags,
     Options,
-    /// The rest of data too long to be looked at, then `ERR_TOO_BIG` to this option.
+    /// Skip the rest of data that are too long, then answer this option with `ERR_TOO_BIG`.
     Skip {
         option: u32,
         left: u32,
@@ -98,14 +96,14 @@ pub struct Handshake<'e> {
     fixed: bool,
     no_zeroes: bool,
     structured: bool,
-    /// The name under which `base:allocation` was selected, if it was.
+    /// The name by which `base:allocation` was selected, if it was.
     allocation: Option<Called>,
     options: u32,
 }
 
 impl<'e> Handshake<'e> {
-    /// Begins a negotiation about `export`; [`greeting`](Handshake::greeting) is to be sent first,
-    /// unless TLS is [`Tls::Active`].
+    /// Begins a negotiation about `export`. Send [`greeting`](Handshake::greeting) first, unless
+    /// TLS is [`Tls::Active`].
     pub fn new(export: &'e Export, tls: Tls) -> Self {
         let phase = if tls == Tls::Active { Phase::Options } else { Phase::ClientFlags };
         Handshake {
@@ -120,7 +118,7 @@ impl<'e> Handshake<'e> {
         }
     }
 
-    /// The first bytes of a server.
+    /// The first bytes that a server sends.
     pub fn greeting() -> [u8; 18] {
         let mut bytes = [0; 18];
         bytes[..8].copy_from_slice(&wire::INIT_MAGIC.to_be_bytes());
@@ -130,9 +128,9 @@ impl<'e> Handshake<'e> {
         bytes
     }
 
-    /// Consumes at most one message from the front of `input` and appends what is to be sent, at
-    /// most [`OUTPUT_MAX`] bytes, to `output`. Returns how many bytes were consumed. `room` says
-    /// whether another connection may enter transmission.
+    /// Consumes at most one message from the front of `input`. Appends the answer, at most
+    /// [`OUTPUT_MAX`] bytes, to `output`. Returns the number of bytes consumed. `room` says whether
+    /// another connection may enter transmission.
     pub fn advance(&mut self, input: &[u8], room: bool, output: &mut Vec<u8>) -> (usize, Step) {
         match self.phase {
             Phase::ClientFlags => match u32_at(input, 0) {

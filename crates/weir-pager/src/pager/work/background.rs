@@ -1,9 +1,9 @@
-//! Work while no thread waits: writing out, and reading ahead.
+//! Background work while no thread waits: writing blocks out, and prefetching.
 
 use super::*;
 
 impl<S: Store> Work<S> {
-    /// One step; whether there may be another.
+    /// Does one step; returns whether there may be another.
     pub(super) fn background(&mut self) -> bool {
         if self.is_held() {
             return false;
@@ -33,11 +33,11 @@ impl<S: Store> Work<S> {
         (self.is_above() || (self.frames() == self.limit() && free < target)) && self.begin_write().is_some()
     }
 
-    /// Takes a victim out of place.
+    /// Moves a victim out of place, to write it.
     pub(super) fn begin_write(&mut self) -> Option<()> {
         let slot = self.find(Slot::Vacant).filter(|_| !self.is_broken && !self.is_held())?;
         for _ in 0..TRIES.min(self.policy.len()) {
-            // The places of blocks are certain only once every event that was read is handled.
+            // The addresses of blocks are certain only once every event that was read is handled.
             if !self.events.is_empty() || self.is_heeding {
                 return None;
             }
@@ -58,7 +58,7 @@ impl<S: Store> Work<S> {
             if self.has_ended(id) && self.move_out(at, slot) {
                 self.policy.went(id);
                 self.blocks.get_mut(id).state = State::Writing(slot);
-                // Writes that are still under way to the same room are from before.
+                // Writes that are still under way to the same room are older.
                 if self.store.settle().is_err() {
                     self.fail();
                 }
@@ -70,7 +70,7 @@ impl<S: Store> Work<S> {
         None
     }
 
-    /// Whether what the program gave up of a block has gone.
+    /// Whether the pages of a block that the program dropped are really gone.
     pub(super) fn has_ended(&mut self, id: u32) -> bool {
         let at = self.blocks.get(id).at;
         let Some(mut ending) = self.blocks.get_mut(id).ending.take() else { return true };
@@ -100,7 +100,8 @@ impl<S: Store> Work<S> {
         let room = block.room.expect("claimed as it began");
         let mut result = Ok(());
         for page in next..next + STEP {
-            // SAFETY: a page of a slot, all of which are there, and no other thread's.
+            // SAFETY: the page is in a slot, all pages of which are mapped, and no other thread
+            // uses it.
             let bytes = unsafe { &*page_at(from + page * PAGE_SIZE) };
             let is_zero = uniform_value(bytes) == Some(0);
             block.set_zero(page, is_zero);
@@ -114,14 +115,14 @@ impl<S: Store> Work<S> {
         if next == BLOCK_PAGES && result.is_ok() {
             result = self.store.settle();
             if self.is_broken {
-                // The error was heard by another call, which did not know the page.
+                // An earlier call got the error and did not know the page.
                 result = Err(io::ErrorKind::Other.into());
             }
         }
         match result {
             Err(_) => {
                 self.fail();
-                // It goes back with the next fault on it, if not now.
+                // If the block does not go back now, its next page fault brings it back.
                 self.writing = None;
                 self.blocks.get_mut(id).state = State::Back(slot);
                 let _ = self.bring(id);
@@ -143,7 +144,7 @@ impl<S: Store> Work<S> {
         self.is_broken = true;
     }
 
-    /// Begins to read a block that the streams say comes next.
+    /// Begins to read the block that the streams predict next.
     pub(super) fn begin_fill(&mut self) -> bool {
         let ready = self.blocks_ready();
         while ready < READY_MAX
@@ -186,7 +187,8 @@ impl<S: Store> Work<S> {
         while page < to {
             let is_zero = block.is_zero(page);
             let end = (page..to).find(|&other| block.is_zero(other) != is_zero).unwrap_or(to);
-            // SAFETY: pages of a slot, all of which are there, and no other thread's.
+            // SAFETY: the pages are in a slot, all pages of which are mapped, and no other thread
+            // uses them.
             let out = unsafe { std::slice::from_raw_parts_mut(page_at(base + page * PAGE_SIZE), end - page) };
             if is_zero {
                 out.as_flattened_mut().fill(0);
@@ -199,7 +201,8 @@ impl<S: Store> Work<S> {
     }
 
     pub(super) fn release_room(&mut self, id: u32) {
-        // The next owner's content must not be overtaken by what is still under way.
+        // Settle first: writes still under way must not overwrite the content of the room's next
+        // owner.
         if self.blocks.get(id).room.is_some() && self.store.settle().is_err() {
             self.fail();
         }

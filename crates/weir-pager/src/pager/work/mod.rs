@@ -1,5 +1,6 @@
-//! The work of the thread: faults first, then what the kernel says of the address space, then
-//! writing out and prefetching in steps short enough for a fault to wait for.
+//! The work of the pager's thread, in order: page faults, then the kernel's events about the
+//! address space, then writing out and prefetching. The last come in steps short enough for a page
+//! fault to wait for.
 
 mod background;
 mod moves;
@@ -23,35 +24,35 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, PageBytes, uniform_value};
 
-/// Blocks of staging memory.
+/// Number of blocks of staging memory.
 const SLOTS: usize = 16;
-/// Pages that are written or read in one step.
+/// Number of pages that are written or read in one step.
 const STEP: usize = 64;
-/// Blocks that are prefetched and not used yet.
+/// Most blocks that are prefetched and not used yet.
 const READY_MAX: usize = 2;
-/// Victims that are tried one after the other.
+/// Most victims that are tried one after the other.
 const TRIES: usize = 16;
-/// Zero pages that a fault outside of any block brings.
+/// Number of zero pages that a page fault outside of any block brings.
 const WINDOW: usize = 16;
-/// How often new memory is looked for, and how large it is at least.
+/// Time between two looks for new memory, and the least size of a mapping to manage.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 const SPAN_MIN: usize = 2 * BLOCK;
 
-/// The address space changes: hear what the kernel has to say first.
+/// The address space changes: the kernel's events must be read first.
 #[derive(Debug)]
 struct Changed;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Slot {
-    /// No page is there.
+    /// The slot has no pages.
     Vacant,
-    /// All pages are there, and nobody's.
+    /// The slot has all its pages, and belongs to no block.
     Free,
-    /// A block's.
+    /// The slot belongs to a block.
     Busy,
 }
 
-/// A block on its way, and the next of its pages.
+/// A block on its way, and its next page.
 #[derive(Clone, Copy, Debug)]
 struct Transfer {
     id: u32,
@@ -63,7 +64,7 @@ pub(super) struct Work<S> {
     uffd: Uffd,
     store: S,
     tell: Tell,
-    /// The store failed: nothing goes out any more.
+    /// The store failed: no more blocks are written out.
     is_broken: bool,
     is_full: bool,
     scope: Scope,
@@ -73,14 +74,14 @@ pub(super) struct Work<S> {
     pagemap: File,
     size: File,
     looked: Instant,
-    /// The process's address space when it was last looked through.
+    /// The size of the process's address space at the last look, as text.
     seen: [u8; 24],
     blocks: Blocks,
-    /// The registered spans: first byte, and the byte after the last.
+    /// The registered spans: the first byte, and the byte after the last.
     spans: BTreeMap<usize, usize>,
-    /// Memory that was mapped before the pager began: its own memory too, and no byte more. A
-    /// mapping of the program of which a part is left alone is two for the kernel, and `mremap`
-    /// refuses to grow it.
+    /// Memory that is left alone because it was mapped before the pager began, the pager's own
+    /// memory too, and not one byte more. If only a part of a mapping is registered, the kernel
+    /// makes two mappings of it, and `mremap` refuses to grow them.
     excluded: Vec<(usize, usize)>,
     staging: usize,
     nursery: usize,
@@ -89,16 +90,18 @@ pub(super) struct Work<S> {
     writing: Option<Transfer>,
     filling: Option<Transfer>,
     wanted: VecDeque<usize>,
-    /// Single pages in place, by when they came: block and page. Other entries are old.
+    /// Single pages in place, in the order in which they came: block and page. Entries of other
+    /// pages are old.
     singles: VecDeque<(u32, u32)>,
     singles_there: usize,
-    /// When no block could make room for single pages.
+    /// The time when no block could make room for single pages.
     stuck: Option<Instant>,
-    /// A buffer for a page that comes alone.
+    /// A buffer for a page that is brought alone.
     single: Box<[PageBytes; 1]>,
-    /// Heard, and not yet heeded.
+    /// Events that were read and are not handled yet.
     events: VecDeque<Event>,
-    /// An event is being heeded: the tables may have blocks whose memory is gone, or another's.
+    /// An event is being handled. Meanwhile the tables may have blocks whose memory is gone, or
+    /// belongs to another block.
     is_heeding: bool,
     faults: VecDeque<usize>,
     has_ended_all: bool,
@@ -115,7 +118,7 @@ impl<S: Store> Work<S> {
         let system = |error: Errno| Error::System(error.into());
         let (staging, nursery) = (reserve(SLOTS * BLOCK)?, reserve(BLOCK)?);
         for (at, bytes) in [(staging, SLOTS * BLOCK), (nursery, BLOCK)] {
-            // Without huge pages it works too, and is slower.
+            // The pager works without huge pages too, but slower.
             let _ = advise(at, bytes, Advice::LinuxHugepage);
             advise(at, bytes, Advice::LinuxDontFork).map_err(system)?;
         }
@@ -132,7 +135,7 @@ impl<S: Store> Work<S> {
             shared,
             maps: Maps::open()?,
             mappings: Vec::new(),
-            // As this thread sees itself: its descriptors are its own.
+            // Open the file as this thread: its descriptors are its own.
             pagemap: File::open("/proc/thread-self/pagemap")?,
             size: File::open("/proc/self/statm")?,
             looked: Instant::now(),
@@ -176,7 +179,7 @@ impl<S: Store> Work<S> {
                 }
             }
             for _ in 0..self.faults.len() {
-                // Events that were read meanwhile change the places of blocks.
+                // Events that were read meanwhile change the addresses of blocks.
                 if !self.events.is_empty() {
                     break;
                 }
@@ -254,7 +257,8 @@ impl<S: Store> Work<S> {
         Ok(())
     }
 
-    /// A thread rang: look, and bring everything back if it asks for that.
+    /// Answers a thread that called: looks for new memory, and makes every block resident if that
+    /// is asked for.
     fn answer(&mut self, bell: usize) -> Result<(), Changed> {
         let [start, end] = self.shared.adopt.each_ref().map(|bound| bound.load(Ordering::Relaxed));
         if end > start {
@@ -287,7 +291,7 @@ impl<S: Store> Work<S> {
         }
     }
 
-    /// A block around an address that has none yet, where the whole of it is registered.
+    /// Makes a block around an address that has none yet, if the whole block is registered.
     fn begin(&mut self, address: usize) -> Option<u32> {
         let at = address / BLOCK * BLOCK;
         let (&start, &end) = self.spans.range(..=address).next_back()?;
@@ -300,7 +304,8 @@ impl<S: Store> Work<S> {
         let slot = match self.blocks.get(id).state {
             State::Resident | State::Lost => return Ok(()),
             State::Writing(slot) => {
-                // Writes under way go to room that is written again before it is read.
+                // Nothing is lost: the room of a write under way is written again before it is
+                // read.
                 self.writing = None;
                 count(&self.shared.counters.taken_back, 1);
                 slot
@@ -314,7 +319,7 @@ impl<S: Store> Work<S> {
             }
             State::Empty => {
                 let slot = self.frame_now()?;
-                // SAFETY: the slot is this thread's, and all its pages are there.
+                // SAFETY: the slot is this thread's, and all its pages are mapped.
                 unsafe { page_at(self.slot(slot)).cast::<u8>().write_bytes(0, BLOCK) };
                 slot
             }
@@ -330,7 +335,7 @@ impl<S: Store> Work<S> {
         };
         let block = self.blocks.get_mut(id);
         let (at, was) = (block.at, block.state);
-        // A block that the store has may be dropped should this have to be tried again.
+        // A block that the store also has may be dropped if this must be tried again.
         block.state = match was {
             State::Stored | State::Ready(_) => State::Ready(slot),
             _ => State::Back(slot),
@@ -345,7 +350,7 @@ impl<S: Store> Work<S> {
         Ok(())
     }
 
-    /// A frame, unless the address space has changed meanwhile.
+    /// Returns a frame, unless the address space has changed meanwhile.
     fn frame_now(&mut self) -> Result<usize, Changed> {
         let slot = self.frame();
         if self.events.is_empty() {
@@ -355,7 +360,7 @@ impl<S: Store> Work<S> {
         Err(Changed)
     }
 
-    /// The content cannot be had back: whoever touches it is told so.
+    /// Marks a block's content as lost: a thread that touches it gets SIGBUS.
     fn lose(&mut self, id: u32, slot: usize, place: impl Fn(usize) -> usize) {
         self.slots[slot] = Slot::Free;
         if self.shared.counters.lost.fetch_add(1, Ordering::Relaxed) == 0 {
@@ -369,7 +374,7 @@ impl<S: Store> Work<S> {
         }
     }
 
-    /// Poisons a page where it is by now. Without that it would read as zeros.
+    /// Poisons a page at its present address. Without that it would read as zeros.
     fn poison(&mut self, address: usize) {
         let page = address / PAGE_SIZE * PAGE_SIZE;
         while let Err(Stopped { why: Errno::AGAIN, .. }) = self.uffd.poison(self.now_at(page), PAGE_SIZE) {
@@ -396,7 +401,8 @@ impl<S: Store> Work<S> {
 impl<S> Drop for Work<S> {
     fn drop(&mut self) {
         for (at, bytes) in [(self.staging, SLOTS * BLOCK), (self.nursery, BLOCK)] {
-            // Registered no more, or this thread would wait for itself to hear of it.
+            // Unregister the memory first: otherwise this thread would wait for itself to read the
+            // event.
             let _ = self.uffd.unregister(at, at + bytes);
             let _ = advise(at, bytes, Advice::LinuxDontNeed);
         }
@@ -408,6 +414,6 @@ fn page_at(address: usize) -> *mut PageBytes {
 }
 
 fn advise(start: usize, bytes: usize, advice: Advice) -> Result<(), Errno> {
-    // SAFETY: advice that frees is given on this thread's own memory alone.
+    // SAFETY: advice that frees memory is given only for this thread's own memory.
     unsafe { rustix::mm::madvise(std::ptr::with_exposed_provenance_mut(start), bytes, advice) }
 }

@@ -1,4 +1,4 @@
-//! Pages that move between their place, a slot and the store, and the frames that they move in.
+//! Moves pages between their place, a slot and the store, with the frames that they move in.
 
 use super::*;
 
@@ -7,8 +7,8 @@ impl<S: Store> Work<S> {
         self.staging + slot * BLOCK
     }
 
-    /// Moves as much as lies in one mapping: neighbours that the kernel has not made one are moved
-    /// one after the other.
+    /// Moves as much as lies in one mapping. Neighbouring mappings that the kernel has not merged
+    /// are moved one after the other.
     pub(super) fn move_pages(&self, to: usize, from: usize, bytes: usize) -> Result<(), Stopped> {
         let mut some = bytes;
         let mut is_unlocked = false;
@@ -18,8 +18,7 @@ impl<S: Store> Work<S> {
                     some = (some / 2).next_multiple_of(PAGE_SIZE);
                 }
                 Err(Stopped { why: Errno::INVAL, done: 0 }) if !is_unlocked => {
-                    // The kernel moves no page between memory that is locked and memory that is
-                    // not.
+                    // The kernel moves no page between locked and unlocked memory.
                     is_unlocked = true;
                     self.unlock();
                     some = bytes;
@@ -33,16 +32,17 @@ impl<S: Store> Work<S> {
         }
     }
 
-    /// Bytes at `from` that have moved though the kernel did not say so. Where Linux 6.18 has
-    /// waited for a page that it was migrating, it moves that page, does not count it, tries it
-    /// again and stops, since nothing is left at `from` and something is at `to`.
+    /// Bytes at `from` that have moved although the kernel did not count them. If Linux 6.18 has
+    /// waited for a page that it was migrating, it moves that page and does not count it. It then
+    /// tries the page again and stops, since nothing is left at `from` and the page is at `to`.
     fn moved_unsaid(&self, to: usize, from: usize, bytes: usize) -> usize {
         let mut gone = bytes;
         let left = populated(&self.pagemap, from, from + bytes, |start, _| gone = gone.min(start - from));
         if left.is_err() {
             return 0;
         }
-        // A slot is whole before it moves. In place pages may be missing from the beginning.
+        // A slot has all its pages before it moves. In place, pages may have been missing from the
+        // beginning.
         if !(self.staging..self.staging + SLOTS * BLOCK).contains(&from) {
             let mut came = 0;
             let _ = populated(&self.pagemap, to, to + gone, |start, end| {
@@ -55,7 +55,7 @@ impl<S: Store> Work<S> {
         gone
     }
 
-    /// Puts a slot's pages where they belong. Pages that are there already stay.
+    /// Moves a slot's pages into their place. Pages that are there already stay.
     pub(super) fn move_in(&mut self, at: usize, slot: usize) -> Result<(), Changed> {
         let from = self.slot(slot);
         let (mut done, mut is_whole) = (0, true);
@@ -65,8 +65,8 @@ impl<S: Store> Work<S> {
                 Err(Stopped { done: more, .. }) if more > 0 => done += more,
                 Err(Stopped { why: Errno::AGAIN, .. }) if done == 0 => return Err(Changed),
                 Err(_) => {
-                    // There, not to be written, or not mapped as one: page by page, in whichever
-                    // way it works.
+                    // Some pages are there already, are write-protected, or lie in several
+                    // mappings. Go page by page, by move or by copy.
                     is_whole = false;
                     self.copy_in(at + done, from + done);
                     done += PAGE_SIZE;
@@ -77,13 +77,13 @@ impl<S: Store> Work<S> {
         if !is_whole {
             self.scrub(slot);
         }
-        // The kernel has woken those alone that wait for a page of which it said that it moved.
+        // The kernel wakes only threads that wait for a page which it counted as moved.
         self.uffd.wake(at, BLOCK);
         Ok(())
     }
 
-    /// Copies a page to where `to` is by now. One that is there already stays; one that is mapped
-    /// no more is not needed.
+    /// Copies a page to the present address of `to`. A page that is there already stays; one that
+    /// is no longer mapped is not needed.
     pub(super) fn copy_in(&mut self, to: usize, from: usize) {
         while let Err(Stopped { why: Errno::AGAIN, .. }) = self.uffd.copy(self.now_at(to), from, PAGE_SIZE) {
             self.hear();
@@ -91,8 +91,8 @@ impl<S: Store> Work<S> {
         self.uffd.wake(self.now_at(to), PAGE_SIZE);
     }
 
-    /// The present place of an address of the tables, after all events that were read and not yet
-    /// handled.
+    /// The present address for an address of the tables, after all events that were read and not
+    /// yet handled.
     pub(super) fn now_at(&self, address: usize) -> usize {
         self.events.iter().fold(address, |address, event| match *event {
             Event::Remap(from, to, bytes) if (from..from + bytes).contains(&address) => address - from + to,
@@ -106,7 +106,7 @@ impl<S: Store> Work<S> {
         }
     }
 
-    /// Takes a block's pages out of place. Pages that are missing are zeros there.
+    /// Moves a block's pages out of place. Missing pages are zeros in the slot.
     pub(super) fn move_out(&mut self, at: usize, slot: usize) -> bool {
         let to = self.slot(slot);
         let mut done = 0;
@@ -124,7 +124,7 @@ impl<S: Store> Work<S> {
             self.slots[slot] = Slot::Busy;
             return true;
         }
-        // In use by a device, locked, or shared with a child: all of it stays.
+        // A page is in use by a device, locked, or shared with a child: the whole block stays.
         let mut back = 0;
         while back < done {
             match self.move_pages(at + back, to + back, done - back) {
@@ -143,15 +143,15 @@ impl<S: Store> Work<S> {
         false
     }
 
-    /// `mlockall()` locks this thread's memory too.
+    /// Unlocks this thread's memory: `mlockall()` locks it too.
     fn unlock(&self) {
         for (at, bytes) in [(self.staging, SLOTS * BLOCK), (self.nursery, BLOCK)] {
-            // SAFETY: this thread's own memory.
+            // SAFETY: this is the thread's own memory.
             let _ = unsafe { rustix::mm::munlock(page_at(at).cast(), bytes) };
         }
     }
 
-    /// A slot's content is needed no more.
+    /// Frees a slot whose content is no longer needed.
     pub(super) fn leave(&mut self, slot: usize) {
         self.slots[slot] = Slot::Free;
         if self.shared.lends.load(Ordering::SeqCst) {
@@ -159,8 +159,8 @@ impl<S: Store> Work<S> {
         }
     }
 
-    /// Frees what is in a slot. Not while it is registered: this thread would wait for itself to
-    /// hear of it.
+    /// Frees the memory of a slot. The slot must not be registered: this thread would wait for
+    /// itself to read the event.
     pub(super) fn scrub(&mut self, slot: usize) {
         let (start, end) = (self.slot(slot), self.slot(slot) + BLOCK);
         let scrubbed = self.uffd.unregister(start, end).and_then(|()| {
@@ -178,7 +178,7 @@ impl<S: Store> Work<S> {
         self.shared.limit.load(Ordering::Relaxed)
     }
 
-    /// Huge pages that there are, in place and in slots.
+    /// Number of huge pages in place and in slots.
     pub(super) fn frames(&self) -> usize {
         let slots = self.slots.iter().filter(|slot| **slot != Slot::Vacant).count();
         self.policy.len() + slots + self.singles_there.div_ceil(BLOCK_PAGES)
@@ -192,7 +192,7 @@ impl<S: Store> Work<S> {
         self.slots.iter().position(|slot| *slot == what)
     }
 
-    /// A slot with all its pages, whatever they hold.
+    /// Returns a slot with all its pages, with any content.
     pub(super) fn frame(&mut self) -> usize {
         if self.find(Slot::Free).is_none()
             && (self.frames() >= self.limit() || self.find(Slot::Vacant).is_none())
@@ -209,7 +209,7 @@ impl<S: Store> Work<S> {
         let slot = self.find(Slot::Vacant).expect("of slots at most a few are in use");
         for page in 0..BLOCK_PAGES {
             let page = page_at(self.nursery + page * PAGE_SIZE).cast::<u8>();
-            // SAFETY: this thread's own memory.
+            // SAFETY: this is the thread's own memory.
             unsafe { page.write_volatile(0) };
         }
         let (to, mut done) = (self.slot(slot), 0);
@@ -218,7 +218,8 @@ impl<S: Store> Work<S> {
                 Ok(()) => done = BLOCK,
                 Err(Stopped { done: more, .. }) if more > 0 => done += more,
                 Err(Stopped { why: Errno::AGAIN, .. }) => self.hear(),
-                // A page that is being split or migrated, for instance. Any other page will do.
+                // The page may be about to be split or migrated, for instance. Any other page will
+                // do.
                 Err(_) => match self.uffd.zero(to + done, PAGE_SIZE) {
                     Ok(()) | Err(Stopped { why: Errno::EXIST, .. }) => done += PAGE_SIZE,
                     Err(Stopped { why: Errno::AGAIN, .. }) => self.hear(),
@@ -230,9 +231,10 @@ impl<S: Store> Work<S> {
         slot
     }
 
-    /// Makes a frame free, now.
+    /// Frees a frame at once.
     pub(super) fn make_room(&mut self) {
-        // A program that streams again needs blocks more than what it jumped to before.
+        // A program that streams again needs blocks more than the single pages that it jumped to
+        // before.
         if self.writing.is_none()
             && (self.policy.is_streaming() || self.policy.len() == 0)
             && self.singles_there >= BLOCK_PAGES
@@ -241,7 +243,7 @@ impl<S: Store> Work<S> {
             return;
         }
         if self.writing.is_none() && self.begin_write().is_none() {
-            // Nothing can go but what is there ahead of need.
+            // Only a prefetched block can go.
             if let Some(id) = self.unused() {
                 self.drop_copy(id);
             }
@@ -251,12 +253,12 @@ impl<S: Store> Work<S> {
         }
     }
 
-    /// A prefetched block that nobody has used.
+    /// Finds a prefetched block that the program has not used.
     pub(super) fn unused(&self) -> Option<u32> {
         self.blocks.ids().find(|&id| matches!(self.blocks.get(id).state, State::Ready(_) | State::Filling(_)))
     }
 
-    /// Drops a block from a slot that the store has too.
+    /// Drops a block's copy from a slot; the store has the block too.
     pub(super) fn drop_copy(&mut self, id: u32) {
         if let State::Ready(slot) | State::Filling(slot) = self.blocks.get(id).state {
             self.filling = self.filling.filter(|filling| filling.id != id);

@@ -1,26 +1,26 @@
-//! Single pages of blocks that are in the store, for programs that jump.
+//! Single pages of blocks that are in the store, for programs that jump through memory.
 //!
-//! They come by copy and go by reference, many at a time: the pages that came first move to a slot,
-//! are written, and are freed with it. A block has single pages only while its state is `Stored`,
-//! or while it is being brought as a whole.
+//! Single pages are brought by copy. They go by reference, many at a time: the pages that came
+//! first move to a slot, are written, and are freed with it. A block has single pages only while
+//! its state is `Stored`, or while the whole block is being brought.
 
 use super::*;
 
-/// Pages that go at a time.
+/// Number of pages that go at a time.
 const BATCH: usize = 64;
-/// Faults on pages one after the other, after which the rest of the block comes too.
+/// After this many page faults in a row, the rest of the block is brought too.
 const RUN: u8 = 3;
-/// Single pages of a block from which on it may be worth to have all of it, and how many times as
-/// many as a block has on average.
+/// Number of single pages of one block from which on the whole block may be worth bringing; and how
+/// many times the average of all blocks that must be.
 const MANY: usize = 64;
 const TIMES_AVERAGE: usize = 4;
-/// How long blocks are left alone of which none could go.
+/// Pause after none of the blocks could go.
 const STUCK: Duration = Duration::from_millis(20);
-/// While a program jumps, so many blocks of the limit may be whole.
+/// While a program jumps, one in this many blocks of the limit may be whole.
 const WHOLE_SHARE: usize = 8;
 
 impl<S: Store> Work<S> {
-    /// Whether a fault on a block in the store is for one page of it, not for all.
+    /// Whether a page fault on a block in the store brings only one page, not all.
     pub(super) fn is_single(&mut self, id: u32, page: usize, stride: Option<i64>) -> bool {
         let blocks = self.blocks.len();
         let block = self.blocks.get_mut(id);
@@ -34,13 +34,13 @@ impl<S: Store> Work<S> {
         !(self.policy.is_streaming() || enters || is_dense || run >= RUN)
     }
 
-    /// Whether the page before it was the last that came alone.
+    /// Whether the page before this one was the last that was brought alone.
     pub(super) fn is_next_single(&self, id: u32, page: usize) -> bool {
         let block = self.blocks.get(id);
         block.state == State::Stored && page == block.run.0 + 1
     }
 
-    /// Brings one page of a block that is in the store. `false` when it cannot be had.
+    /// Brings one page of a block that is in the store. Returns `false` if the page cannot be read.
     pub(super) fn bring_single(&mut self, id: u32, page: usize) -> Result<bool, Changed> {
         if !self.blocks.get(id).is_there(page) {
             self.make_room_for_singles();
@@ -59,7 +59,7 @@ impl<S: Store> Work<S> {
                 let from = single.as_ptr().expose_provenance();
                 uffd.copy(at, from, PAGE_SIZE).map_err(|stopped| stopped.why)
             }
-            // The block says what is lost of it.
+            // The block knows which of its pages are lost.
             _ => return Ok(false),
         };
         match brought {
@@ -78,7 +78,7 @@ impl<S: Store> Work<S> {
                 Ok(true)
             }
             Err(Errno::AGAIN) => Err(Changed),
-            // There already, or mapped no more.
+            // The page is there already, or is no longer mapped.
             Err(_) => {
                 uffd.wake(at, PAGE_SIZE);
                 Ok(true)
@@ -98,7 +98,7 @@ impl<S: Store> Work<S> {
                 self.scrub_free();
                 continue;
             }
-            // Blocks that a child shares or a device uses are not tried anew for each page.
+            // Blocks that a child shares or a device uses are not tried again for each page.
             let is_whole = self.policy.len() > self.limit() / WHOLE_SHARE
                 && self.stuck.is_none_or(|since| since.elapsed() > STUCK);
             if self.writing.is_some() || is_whole && self.begin_write().is_some() {
@@ -110,7 +110,8 @@ impl<S: Store> Work<S> {
             if is_whole {
                 self.stuck = Some(Instant::now());
             }
-            // If blocks that stay take the whole limit, a few pages come and go beyond it, not one.
+            // If blocks that cannot go take the whole limit, a few pages beyond it come and go,
+            // instead of only one.
             if self.singles_there < BLOCK_PAGES || !self.write_singles() {
                 count(&self.shared.counters.beyond_limit, 1);
                 return;
@@ -118,32 +119,32 @@ impl<S: Store> Work<S> {
         }
     }
 
-    /// Single pages that may come before one must go.
+    /// Number of single pages that may come before one must go.
     fn room_for_singles(&self) -> usize {
         let whole = self.frames() - self.singles_there.div_ceil(BLOCK_PAGES);
         (self.limit().saturating_sub(whole) * BLOCK_PAGES).saturating_sub(self.singles_there)
     }
 
-    /// Whether pages should go before the next fault has to wait for that.
+    /// Whether pages should go now, so that the next page fault need not wait for that.
     pub(super) fn is_short_of_singles(&self) -> bool {
         self.singles_there >= BATCH && self.room_for_singles() < BATCH
     }
 
-    /// Frees the frames that nobody uses.
+    /// Frees the frames that no block uses.
     fn scrub_free(&mut self) {
         while let Some(slot) = self.find(Slot::Free) {
             self.scrub(slot);
         }
     }
 
-    /// Makes room for a block. `false` when no page could go.
+    /// Makes room for a block. Returns `false` if no page could go.
     pub(super) fn write_block_of_singles(&mut self) -> bool {
         let before = self.singles_there;
         while before - self.singles_there < BLOCK_PAGES && self.write_singles() {}
         self.singles_there < before
     }
 
-    /// Takes the pages that came first out of place. `false` when none could go.
+    /// Moves the pages out that came first. Returns `false` if none could go.
     pub(super) fn write_singles(&mut self) -> bool {
         if self.is_broken || self.is_held() || !self.events.is_empty() || self.is_heeding {
             return false;
@@ -156,16 +157,16 @@ impl<S: Store> Work<S> {
             }
             let Some((id, page)) = self.singles.pop_front() else { break };
             let page = page as usize;
-            // An entry of a block that has gone, or came as a whole, is old.
+            // The entry is old: its block has gone, or the whole block was brought.
             if !self.is_singly_there(id, page) {
                 continue;
             }
             let to = self.slot(slot) + gone.len() * PAGE_SIZE;
             match self.move_pages(to, self.blocks.get(id).at + page * PAGE_SIZE, PAGE_SIZE) {
                 Ok(()) => gone.push((id, page)),
-                // Moved, and not said so.
+                // The page has moved, although the kernel did not count it.
                 Err(Stopped { done: 1.., .. }) => gone.push((id, page)),
-                // In use by a device, locked, shared with a child, or gone.
+                // The page is in use by a device, locked, shared with a child, or gone.
                 Err(_) => self.singles.push_back((id, page as u32)),
             }
         }
@@ -179,7 +180,7 @@ impl<S: Store> Work<S> {
             self.fail();
         }
         for (at, &(id, page)) in gone.iter().enumerate() {
-            // SAFETY: a page that has just come to the slot, and no other thread's.
+            // SAFETY: the page has just been moved to the slot, and no other thread uses it.
             let bytes = unsafe { &*page_at(self.slot(slot) + at * PAGE_SIZE) };
             let is_zero = uniform_value(bytes) == Some(0);
             let block = self.blocks.get_mut(id);
@@ -207,7 +208,7 @@ impl<S: Store> Work<S> {
         result.is_ok()
     }
 
-    /// The block has no single pages any more: they are part of the whole, or gone.
+    /// Drops the entries of a block's single pages: they are part of the whole block, or gone.
     pub(super) fn forget_singles(&mut self, id: u32, pages: std::ops::Range<usize>) {
         let block = self.blocks.get_mut(id);
         for page in pages {

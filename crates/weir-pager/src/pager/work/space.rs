@@ -1,4 +1,4 @@
-//! The kernel's events about the address space, and the mappings that are found in it.
+//! Handles the kernel's events about the address space, and finds mappings in it.
 
 use super::*;
 
@@ -23,8 +23,8 @@ impl<S: Store> Work<S> {
         }
     }
 
-    /// Blocks that lie in `start..end` in part only are blocks no longer: their pages go where they
-    /// are looked for.
+    /// Removes blocks that lie only partly in `start..end`: their pages go to the addresses where
+    /// page faults look for them.
     pub(super) fn cut(&mut self, start: usize, end: usize, moved_to: Option<usize>) {
         for edge in [start, end] {
             let Some(id) = self.blocks.at(edge) else { continue };
@@ -72,7 +72,7 @@ impl<S: Store> Work<S> {
         self.blocks.remove(id);
     }
 
-    /// A block is mapped no more.
+    /// Removes a block that is no longer mapped.
     pub(super) fn forget(&mut self, id: u32) {
         match self.blocks.get(id).state {
             State::Writing(slot) | State::Filling(slot) | State::Ready(slot) | State::Back(slot) => {
@@ -88,7 +88,7 @@ impl<S: Store> Work<S> {
         self.blocks.remove(id);
     }
 
-    /// The program gives content up: it reads as zeros from now on.
+    /// Handles content that the program drops: it reads as zeros from now on.
     pub(super) fn removed(&mut self, start: usize, end: usize) {
         let mut from = start;
         while let Some(id) = self.blocks.first_in(from, end) {
@@ -122,13 +122,14 @@ impl<S: Store> Work<S> {
             State::Stored => pages.for_each(|page| self.blocks.get_mut(id).set_zero(page, true)),
             State::Writing(slot) | State::Ready(slot) | State::Filling(slot) | State::Back(slot) => {
                 for page in pages {
-                    // SAFETY: a page of a slot, all of which are there, and no other thread's.
+                    // SAFETY: the page is in a slot, all pages of which are mapped, and no other
+                    // thread uses it.
                     unsafe {
                         page_at(self.slot(slot) + page * PAGE_SIZE).cast::<u8>().write_bytes(0, PAGE_SIZE);
                     }
                 }
                 if let Some(writing) = self.writing.as_mut().filter(|writing| writing.id == id) {
-                    // The part of it that was written is from before.
+                    // The part that was written is older, so begin again.
                     writing.next = 0;
                     if self.store.settle().is_err() {
                         self.fail();
@@ -174,12 +175,12 @@ impl<S: Store> Work<S> {
         }
     }
 
-    /// Looks for new memory if the address space has another size than the last time.
+    /// Looks for new memory if the size of the address space has changed since the last look.
     pub(super) fn look_if_changed(&mut self) {
         self.looked = Instant::now();
         let mut now = [0; 24];
         let read = self.size.read_at(&mut now, 0).unwrap_or(0);
-        // The first number is the address space.
+        // The first number is the size of the address space.
         let size = now[..read].iter().position(|byte| *byte == b' ').unwrap_or(0);
         now[size..].fill(0);
         if now != self.seen && self.look().is_ok() {
@@ -201,8 +202,8 @@ impl<S: Store> Work<S> {
                 let known = self.known(from, end);
                 let to = known.map_or(end, |(start, _)| start.max(from));
                 let is_next = self.spans.range(..from).next_back().is_some_and(|(_, &end)| end == from);
-                // A mapping that grew is registered as a whole, and no child gets any of it until a
-                // fork asks for that. So however little it grew by, it is managed.
+                // A mapping that grew is registered as a whole. No child gets any of it until a
+                // fork asks for that. So the new part is managed, however small it is.
                 let is_same = is_next && from > start || to < end && self.spans.contains_key(&to);
                 let least = if is_next { BLOCK } else { SPAN_MIN };
                 if to > from && (is_same || to - from >= least) {
@@ -214,7 +215,7 @@ impl<S: Store> Work<S> {
         Ok(())
     }
 
-    /// The first range in `start..end` that is managed, or is to be left alone.
+    /// The first range in `start..end` that is managed already, or must be left alone.
     pub(super) fn known(&self, start: usize, end: usize) -> Option<(usize, usize)> {
         let overlaps = |&(first, last): &(usize, usize)| first < end && last > start;
         let before = self.spans.range(..=start).next_back();
@@ -223,14 +224,14 @@ impl<S: Store> Work<S> {
         self.excluded.iter().copied().chain(spans).filter(overlaps).min()
     }
 
-    /// Manages this range too, unless something changed meanwhile.
+    /// Manages this range too, unless the address space changed meanwhile.
     pub(super) fn adopt(&mut self, start: usize, end: usize) -> Result<(), Changed> {
         if self.uffd.register(start, end).is_err() {
             return Ok(());
         }
-        // The mappings that were read may be of before a change, or of after one whose event was
-        // not heard yet. Blocks made here would lie over those that the event brings, or over a
-        // hole that is mapped again and not registered. From here on each change has its event.
+        // The mappings may have been read before a change, or after one whose event was not read
+        // yet. Blocks made here would overlap blocks that the event brings, or a hole that is
+        // mapped again and not registered. From here on each change has its event.
         if self.scope == Scope::Process && !self.is_one_mapping(start, end) {
             return Err(Changed);
         }
@@ -242,7 +243,7 @@ impl<S: Store> Work<S> {
         let advice = if self.is_held() { Advice::LinuxDoFork } else { Advice::LinuxDontFork };
         let _ = advise(start, end - start, advice);
         self.add_span(start, end);
-        // Pages that the block at the seam has already, and those that came before the
+        // Take the pages that the block at the seam has already, and those that came before the
         // registration.
         let mut from = start / BLOCK * BLOCK;
         let Work { pagemap, blocks, policy, spans, .. } = self;
@@ -260,7 +261,8 @@ impl<S: Store> Work<S> {
         Ok(())
     }
 
-    /// Registered memory and other memory are never one mapping.
+    /// Whether the range is one mapping. The kernel never merges registered memory with other
+    /// memory.
     fn is_one_mapping(&mut self, start: usize, end: usize) -> bool {
         let covers = |mapping: Mapping| mapping.is_plain && mapping.start <= start && end <= mapping.end;
         self.maps.read().is_ok_and(|mut mappings| mappings.any(covers))

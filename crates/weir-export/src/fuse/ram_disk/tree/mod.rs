@@ -1,5 +1,5 @@
 //! Files, directories and links: names, attributes, and which page of the volume holds which page
-//! of a file. Does no I/O: what has to be discarded is handed to the caller.
+//! of a file. The tree does no I/O: it returns the pages that its caller must discard.
 
 use super::super::wire::{Attr, ROOT};
 use super::room::Room;
@@ -19,30 +19,30 @@ const PERMISSIONS: u32 = 0o7777;
 const NO_REPLACE: u32 = 1;
 const EXCHANGE: u32 = 2;
 
-/// The longest name.
+/// Bytes of the longest name.
 const NAME_MAX: usize = super::super::wire::NAME_MAX as usize;
-/// The largest file; below it no sum of an offset and a length overflows.
+/// Bytes of the largest file; below it no sum of an offset and a length overflows.
 pub(super) const SIZE_MAX: u64 = 1 << 44;
-/// Nodes that there may be besides one a page: empty files take memory of the server too.
+/// Most nodes beyond one for each page: empty files take the server's memory too.
 const NODES_SPARE: usize = 4096;
 
-/// Pages of a leaf of a file's page table.
+/// Pages in a leaf of a file's page table.
 const LEAF: u64 = 512;
-/// No page: a hole.
+/// Marks a hole: no page.
 const HOLE: u32 = u32::MAX;
 
-/// Pages that belong to nobody any more: to be discarded before anything else is done with the
-/// tree.
+/// Pages that belong to no file any more. The caller must discard them before it does anything else
+/// with the tree.
 pub(super) type Freed = Vec<PageNo>;
 pub(super) type Result<T> = std::result::Result<T, Errno>;
 
-/// Since 1970.
+/// A time since 1970.
 pub(super) type Time = Duration;
 
 #[derive(Debug)]
 pub(super) struct Tree {
     nodes: HashMap<u64, Node>,
-    /// All names together: a node may have any number of them.
+    /// Number of all names: a node may have any number of them.
     names: usize,
     next: u64,
     room: Room,
@@ -58,8 +58,8 @@ struct Node {
     atime: Time,
     mtime: Time,
     ctime: Time,
-    /// How often the kernel was told of it and has not forgotten it: while it has, the node stays,
-    /// named or not.
+    /// The number of times that the kernel was told of the node and has not forgotten it. While it
+    /// is above zero the node stays, with or without a name.
     lookups: u64,
     body: Body,
 }
@@ -83,10 +83,10 @@ struct File {
 struct Directory {
     parent: u64,
     names: BTreeMap<Box<[u8]>, Entry>,
-    /// The names by age: where a listing goes on stays valid whatever is added or removed
-    /// meanwhile.
+    /// The names in the order of their age. So a listing can go on where it stopped, whatever is
+    /// added or removed meanwhile.
     order: BTreeMap<u64, Box<[u8]>>,
-    /// 1 and 2 are `.` and `..`.
+    /// The next name's number; 1 and 2 are `.` and `..`.
     next: u64,
 }
 
@@ -99,12 +99,12 @@ struct Entry {
 /// The attributes of a new node.
 #[derive(Clone, Debug)]
 pub(super) struct New {
-    /// Kind and permissions.
+    /// The node's kind and permissions.
     pub mode: u32,
     pub uid: u32,
     pub gid: u32,
     pub rdev: u32,
-    /// A symbolic link's.
+    /// A symbolic link's target.
     pub target: Vec<u8>,
 }
 
@@ -124,12 +124,12 @@ pub(super) struct Listed<'a> {
     pub name: &'a [u8],
     pub node: u64,
     pub mode: u32,
-    /// The cookie at which the listing goes on behind it.
+    /// The cookie from which the listing continues after this line.
     pub cookie: u64,
 }
 
 impl Tree {
-    /// A root directory and `pages` pages for files.
+    /// Makes a tree with a root directory and `pages` pages for files.
     pub fn new(pages: u32, owner: (u32, u32), permissions: u32, now: Time) -> Tree {
         let root = Node {
             mode: DIRECTORY | permissions & PERMISSIONS,
@@ -204,7 +204,7 @@ impl Tree {
         self.directory(node).is_ok()
     }
 
-    /// The node of a name.
+    /// Finds the node of a name.
     pub fn lookup(&self, parent: u64, name: &[u8]) -> Result<u64> {
         if name.len() > NAME_MAX {
             return Err(Errno::NAMETOOLONG);
@@ -279,7 +279,7 @@ impl Tree {
         Ok(node)
     }
 
-    /// Gives a node, no directory, another name.
+    /// Gives a node that is no directory another name.
     pub fn link(&mut self, node: u64, parent: u64, name: &[u8], now: Time) -> Result<()> {
         self.vacant(parent, name)?;
         if self.is_directory(node) {
@@ -294,7 +294,7 @@ impl Tree {
         self.add(parent, name, node, now)
     }
 
-    /// Takes a name from a node that is no directory.
+    /// Removes a name of a node that is no directory.
     pub fn unlink(&mut self, parent: u64, name: &[u8], now: Time) -> Result<Freed> {
         let entry = self.entry(parent, name)?;
         if self.is_directory(entry.node) {
@@ -312,7 +312,7 @@ impl Tree {
         self.remove(parent, name, now)
     }
 
-    /// Moves a name; what has the new one goes, or changes places with it.
+    /// Renames a node. The node that has the new name goes, or the two exchange their names.
     pub fn rename(
         &mut self,
         (parent, name): (u64, &[u8]),
@@ -341,7 +341,7 @@ impl Tree {
         match replaced {
             None if flags & EXCHANGE != 0 => return Err(Errno::NOENT),
             Some(_) if flags & NO_REPLACE != 0 => return Err(Errno::EXIST),
-            // Two names of one node: nothing happens (rename(2)).
+            // Both names are of one node: nothing happens (rename(2)).
             Some(other) if other == moved => return Ok(Freed::new()),
             Some(other) if flags & EXCHANGE != 0 => {
                 self.take_name(parent, name, now)?;
@@ -370,7 +370,7 @@ impl Tree {
         Ok(freed)
     }
 
-    /// The entries of a directory behind the cookie `after` (0: from the beginning).
+    /// The entries of a directory after the cookie `after` (0: from the beginning).
     pub fn list(&self, node: u64, after: u64) -> Result<impl Iterator<Item = Listed<'_>>> {
         let directory = self.directory(node)?;
         let dots = [(b".".as_slice(), node, 1), (b"..", directory.parent, 2)];
@@ -383,14 +383,14 @@ impl Tree {
         Ok(dots.chain(named).map(move |(name, node, cookie)| Listed { name, node, mode: mode(node), cookie }))
     }
 
-    /// The kernel has been told of a node once more.
+    /// Counts that the kernel has been told of a node once more.
     pub fn remember(&mut self, node: u64) {
         if let Some(node) = self.nodes.get_mut(&node) {
             node.lookups += 1;
         }
     }
 
-    /// The kernel has forgotten so many of the times.
+    /// Counts that the kernel has forgotten a node this many times.
     pub fn forget(&mut self, node: u64, lookups: u64) -> Freed {
         if let Some(found) = self.nodes.get_mut(&node) {
             found.lookups = found.lookups.saturating_sub(lookups);
@@ -418,12 +418,14 @@ impl Tree {
         self.file(node).map(|file| file.size)
     }
 
-    /// Gives every page of a range of a file a place; where there is no room for all, none.
+    /// Gives every page of a range of a file a page of the volume; if there is not room for all,
+    /// none.
     pub fn reserve(&mut self, node: u64, pages: std::ops::Range<u64>) -> Result<()> {
         let (file, room) = self.file_mut(node)?;
         let most = file.held + u64::from(room.free());
         if pages.end.saturating_sub(pages.start) > most {
-            // Before each of them is looked at: there may be as many as the largest file has.
+            // Check this first, before a loop over the pages: the range may be as long as the
+            // largest file.
             return Err(Errno::NOSPC);
         }
         let missing = pages.clone().filter(|page| file.place(*page).is_none()).count() as u64;
@@ -438,7 +440,7 @@ impl Tree {
         Ok(())
     }
 
-    /// Something was written, up to byte `end`.
+    /// Notes a write that ended at byte `end`.
     pub fn written(&mut self, node: u64, end: u64, now: Time) -> Result<()> {
         let (file, _) = self.file_mut(node)?;
         file.size = file.size.max(end);
@@ -447,7 +449,7 @@ impl Tree {
         Ok(())
     }
 
-    /// Cuts a file off or makes it longer. The rest of its last page is the caller's to clear.
+    /// Truncates a file or makes it longer. The caller must clear the rest of its last page.
     pub fn resize(&mut self, node: u64, size: u64, now: Time) -> Result<Freed> {
         if size > SIZE_MAX {
             return Err(Errno::FBIG);
@@ -459,7 +461,7 @@ impl Tree {
         Ok(freed)
     }
 
-    /// Frees the pages of a range of a file: holes from now on.
+    /// Frees the pages of a range of a file, which becomes a hole.
     pub fn punch(&mut self, node: u64, pages: std::ops::Range<u64>) -> Result<Freed> {
         let (file, room) = self.file_mut(node)?;
         let mut freed = Freed::new();
@@ -483,7 +485,7 @@ impl Tree {
         Ok(freed)
     }
 
-    /// The first byte from `offset` on that is data, or a hole.
+    /// The first byte from `offset` on that is data, or that is a hole.
     pub fn seek(&self, node: u64, offset: u64, data: bool) -> Result<u64> {
         let file = self.file(node)?;
         if offset >= file.size {
@@ -492,7 +494,7 @@ impl Tree {
         let mut page = offset / PAGE_SIZE as u64;
         let end = file.size.div_ceil(PAGE_SIZE as u64);
         while page < end && file.place(page).is_some() != data {
-            // Over what no leaf covers in one step.
+            // Skip in one step what no leaf covers.
             page = match file.leaves.range(page / LEAF..).next() {
                 None if data => end,
                 Some((leaf, _)) if data && leaf * LEAF > page => leaf * LEAF,
@@ -522,7 +524,7 @@ impl Tree {
             return Err(Errno::NAMETOOLONG);
         }
         let directory = self.directory(parent)?;
-        // A directory that was removed while somebody is in it takes nothing new.
+        // A directory that was removed while a program is in it takes nothing new.
         if self.node(parent)?.links == 0 {
             return Err(Errno::NOENT);
         }
@@ -532,7 +534,7 @@ impl Tree {
         Ok(())
     }
 
-    /// Enters a name that is vacant.
+    /// Adds a name that does not exist yet.
     fn add(&mut self, parent: u64, name: &[u8], node: u64, now: Time) -> Result<()> {
         if let Ok(directory) = self.directory_mut(node) {
             directory.parent = parent;
@@ -547,7 +549,7 @@ impl Tree {
         self.touched(parent, now)
     }
 
-    /// Takes a name away, and leaves its node alone. Returns the node.
+    /// Removes a name, and leaves its node alone. Returns the node.
     fn take_name(&mut self, parent: u64, name: &[u8], now: Time) -> Result<u64> {
         let directory = self.directory_mut(parent)?;
         let entry = directory.names.remove(name).ok_or(Errno::NOENT)?;
@@ -560,7 +562,7 @@ impl Tree {
         Ok(entry.node)
     }
 
-    /// Takes a name away, and its node with it if that was the last.
+    /// Removes a name, and its node too if that was the last name.
     fn remove(&mut self, parent: u64, name: &[u8], now: Time) -> Result<Freed> {
         let node = self.take_name(parent, name, now)?;
         let is_directory = self.is_directory(node);

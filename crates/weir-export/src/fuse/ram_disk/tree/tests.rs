@@ -8,8 +8,7 @@ fn new(mode: u32) -> New {
     New { mode, uid: 1, gid: 1, rdev: 0, target: Vec::new() }
 }
 
-/// The model that a tree is compared with: every name by its path, with the node behind it by
-/// number.
+/// A model to compare the tree with: every name by its path, with its node's number.
 #[derive(Clone, Debug, Default)]
 struct Model {
     names: BTreeMap<Vec<u8>, usize>,
@@ -37,7 +36,7 @@ enum Operation {
 
 impl Model {
     fn get(&self, path: &[u8]) -> Result<usize> {
-        // The root is directory usize::MAX.
+        // In the model the root is directory usize::MAX.
         for end in 1..path.len() {
             match self.names.get(&path[..end]) {
                 None => return Err(Errno::NOENT),
@@ -226,7 +225,7 @@ fn apply(tree: &mut Tree, operation: &Operation) -> Result<()> {
     }
 }
 
-/// Compares everything that can be seen below a directory; returns the pages held.
+/// Compares everything visible below a directory; returns the number of pages held.
 fn compare(tree: &Tree, model: &Model, node: u64, path: &[u8], seen: &mut BTreeMap<u64, usize>) {
     let attr = tree.attr(node).unwrap();
     let listed: Vec<Vec<u8>> = tree.list(node, 2).unwrap().map(|entry| entry.name.to_vec()).collect();
@@ -289,7 +288,7 @@ proptest! {
         for operation in &operations {
             let (ours, theirs) = (apply(&mut tree, operation), model.clone().apply(operation));
             prop_assert_eq!(ours, theirs, "{:?}", operation);
-            // An operation that fails changes nothing.
+            // An operation that fails must change nothing.
             if theirs.is_ok() {
                 model.apply(operation).unwrap();
             }
@@ -338,7 +337,7 @@ fn a_range_that_cannot_fit_is_refused_without_a_look_at_each_of_its_pages() {
         assert_eq!(tree.reserve(node, 0..most), Err(Errno::NOSPC));
     }
     let at_once = begun.elapsed();
-    // The control: a look at each page of a thousandth of it, once.
+    // The control: one look at each page of a thousandth of the file.
     let begun = std::time::Instant::now();
     let looked = (0..most / 1000).filter(|page| tree.place(node, *page).is_some()).count();
     assert!(
