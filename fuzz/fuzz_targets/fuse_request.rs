@@ -1,6 +1,6 @@
-//! Requests that a kernel (or the holder of its descriptor) may send by FUSE: every request parses
-//! or is refused, never panics, and says of a write's data, of names and of lists only what lies
-//! within its bytes.
+//! Requests that a kernel (or the holder of its descriptor) may send by FUSE. Every request is
+//! parsed or refused, never panics, and refers to a write's data, to names and to lists only within
+//! its bytes.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -12,7 +12,8 @@ fn is_name(name: &[u8]) -> bool {
 }
 
 fuzz_target!(|data: &[u8]| {
-    // As it comes, and with the length put right, which the fuzzer would be slow to find.
+    // Try the bytes as they come, and also with a correct length, which the fuzzer would be slow to
+    // find.
     let mut fixed = data.to_vec();
     if let Some(length) = fixed.get_mut(..4) {
         length.copy_from_slice(&(data.len() as u32).to_ne_bytes());

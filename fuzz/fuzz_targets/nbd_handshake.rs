@@ -1,6 +1,6 @@
-//! A negotiation with a client that sends anything, in pieces of any size: it consumes what it
-//! says, holds and answers no more than it announces, answers in well-formed replies, and never
-//! stands still.
+//! A negotiation with a client that sends anything, in pieces of any size. The server consumes as
+//! many bytes as it says, holds and answers no more than it announces, answers in well-formed
+//! replies, and always makes progress.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

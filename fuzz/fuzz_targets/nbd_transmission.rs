@@ -1,6 +1,7 @@
-//! Requests from a client that sends anything, in pieces of any size, through a buffer as small as
-//! is allowed: the parser gets on, payloads come out whole and split at pages, and what passes the
-//! rules lies within the export. The same bytes go through the client's reply decoder.
+//! Requests from a client that sends anything, in pieces of any size, through a buffer of the
+//! smallest size. The parser makes progress, payloads come out whole and split at pages, and
+//! requests that pass the rules lie within the export. The same bytes go through the client's reply
+//! decoder.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,5 +1,5 @@
-//! Greetings and ring entries of any bytes: decoding never panics, and what it accepts it writes
-//! the same way.
+//! Greetings and ring entries of any bytes: decoding never panics, and every accepted message
+//! encodes to the same bytes.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

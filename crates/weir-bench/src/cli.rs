@@ -1,4 +1,4 @@
-//! The command line of `weir-bench`, which people call as `weir bench`.
+//! The command line of `weir-bench`, which users call as `weir bench`.
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
@@ -63,72 +63,73 @@ pub enum Bench {
     /// handler and no limit.
     Fault(BenchFaultOptions),
 
-    /// The process that goes through its memory, for `fault`.
+    /// The child process that goes through its memory, for `fault`.
     #[command(hide = true)]
     FaultTouch {
         /// Memory to go through.
         #[arg(long)]
         size: ByteSize,
-        /// How long single pages are touched.
+        /// Milliseconds for which single pages are touched.
         #[arg(long)]
         milliseconds: u64,
-        /// The cgroup.procs to enter.
+        /// The cgroup.procs file of the cgroup to enter.
         #[arg(long)]
         entrance: Option<PathBuf>,
-        /// The bytes that a handler of its own lets it keep.
+        /// Bytes that a bare handler lets the child keep.
         #[arg(long, conflicts_with = "entrance")]
         bare: Option<usize>,
     },
 
-    /// Memory given back and taken again while programs use the device, and what they notice.
+    /// The speed of give-back and take while programs use the device, and what those programs
+    /// notice.
     GiveBack(BenchGiveBackOptions),
 
-    /// The process that allocates the card, for `give-back`.
+    /// The child process that allocates most of the card, for `give-back`.
     #[command(hide = true)]
     Allocate {
-        /// How much at a time.
+        /// Bytes of one allocation.
         #[arg(long)]
         step: ByteSize,
     },
 
-    /// The process that a driver may crash, for `store --batch-sweep`.
+    /// The child process that a driver may crash, for `store --batch-sweep`.
     #[command(hide = true)]
     BatchBurn {
-        /// The card.
+        /// The card, as a store's URL.
         #[arg(long)]
         store: StoreUrl,
         /// The load, as JSON.
         #[arg(long)]
         shape: store::batches::Shape,
-        /// How long.
+        /// Seconds of the load.
         #[arg(long)]
         seconds: u64,
     },
 
-    /// The process that swaps, for `swap`.
+    /// The child process that swaps, for `swap`.
     #[command(hide = true)]
     SwapTouch {
         /// Memory to touch.
         #[arg(long)]
         size: ByteSize,
-        /// How long faults are timed.
+        /// Milliseconds for which page faults are timed.
         #[arg(long)]
         milliseconds: u64,
-        /// The cgroup.procs to enter.
+        /// The cgroup.procs file of the cgroup to enter.
         #[arg(long)]
         entrance: PathBuf,
     },
 
-    /// Kills a daemon under load: how long until the keeper's next one serves, and whether every
-    /// page is what it was.
+    /// The time until the keeper's next daemon serves after a kill under load, and whether every
+    /// page is right.
     Restart {
-        /// Its store, with some MiB more than is written.
+        /// The daemon's store, with some MiB more than is written.
         #[arg(long, value_name = "URL", default_value = "host:1088MiB")]
         store: StoreUrl,
         /// Bytes that are written and compared.
         #[arg(long, default_value = "1GiB")]
         bytes: ByteSize,
-        /// Kills.
+        /// Number of kills.
         #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
         kills: u32,
     },
@@ -176,18 +177,18 @@ pub enum Bench {
         #[arg(long, value_name = "FILE")]
         trace: Option<PathBuf>,
 
-        /// Room of the cache, in per cent of the trace's pages. May be repeated.
+        /// Size of the cache, in per cent of the trace's pages. May be repeated.
         #[arg(long, value_name = "PERCENT", default_values_t = [5, 10, 25, 50], value_parser = clap::value_parser!(u8).range(1..=100))]
         room: Vec<u8>,
     },
 
     /// Random 4 KiB requests on limited disks: bare, through a cache, through a cache over a log.
     Cache {
-        /// Room of all disks together. It is memory, and a quarter more is for the cache.
+        /// Size of all disks together. It is memory, and a quarter more is for the cache.
         #[arg(long, default_value = "8GiB")]
         size: ByteSize,
 
-        /// Disks.
+        /// Number of disks.
         #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=64))]
         members: u32,
 
@@ -203,7 +204,7 @@ pub enum Bench {
         #[arg(long, value_name = "SECONDS", default_value_t = 10)]
         time: u64,
 
-        /// How often each is measured; a figure is the median.
+        /// Number of runs; a figure is the median.
         #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..))]
         runs: u16,
     },
@@ -216,14 +217,14 @@ pub enum Bench {
     },
 }
 
-/// How much is swapped, and how long and how often it is measured.
+/// The memory to swap, and the length of the measurement.
 #[derive(Debug, Clone, Args)]
 pub struct BenchSwapOptions {
     /// Memory that a child process writes.
     #[arg(long, default_value = "256MiB")]
     pub size: ByteSize,
 
-    /// Of which it may keep so much.
+    /// Memory that the child may keep in RAM.
     #[arg(long, default_value = "64MiB")]
     pub limit: ByteSize,
 
@@ -236,7 +237,7 @@ pub struct BenchSwapOptions {
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..))]
     pub seconds: u16,
 
-    /// How often; the figures are medians.
+    /// Number of runs; the figures are medians.
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..))]
     pub runs: u16,
 
@@ -255,14 +256,14 @@ pub struct BenchSwapOptions {
     pub page_cluster: Vec<u8>,
 }
 
-/// How much memory, and how it is bounded.
+/// The child's memory, and its limit.
 #[derive(Debug, Clone, Args)]
 pub struct BenchFaultOptions {
     /// Memory that a child process goes through: a power of two.
     #[arg(long, default_value = "256MiB", value_parser = power_of_two)]
     pub size: ByteSize,
 
-    /// Of which it may keep so much.
+    /// Memory that the child may keep in RAM.
     #[arg(long, default_value = "64MiB")]
     pub limit: ByteSize,
 
@@ -274,7 +275,7 @@ pub struct BenchFaultOptions {
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..))]
     pub seconds: u16,
 
-    /// How often; the figures are medians.
+    /// Number of runs; the figures are medians.
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..))]
     pub runs: u16,
 
@@ -292,10 +293,10 @@ fn power_of_two(text: &str) -> Result<ByteSize, String> {
     }
 }
 
-/// Which memory, how often, and beside whom.
+/// The memory to give back, the number of cycles, and the programs that use the device.
 #[derive(Debug, Clone, Args)]
 pub struct BenchGiveBackOptions {
-    /// The store whose memory goes and comes.
+    /// The store whose memory is given back and taken.
     #[arg(long, value_name = "URL", default_value = "vram:0")]
     pub store: StoreUrl,
 
@@ -307,7 +308,7 @@ pub struct BenchGiveBackOptions {
     #[arg(long, default_value = "16GiB")]
     pub size: ByteSize,
 
-    /// How often half of the device is given back and taken again.
+    /// Number of times that half of the device is given back and taken again.
     #[arg(long, value_name = "N", default_value_t = 20)]
     pub cycles: usize,
 
@@ -320,14 +321,14 @@ pub struct BenchGiveBackOptions {
     pub steps: Option<ByteSize>,
 }
 
-/// Which store, how hard.
+/// The store to measure, and the load on it.
 #[derive(Debug, Clone, Args)]
 pub struct BenchStoreOptions {
     /// The store.
     #[arg(long, value_name = "URL", default_value = "vram:0")]
     pub store: StoreUrl,
 
-    /// How often each row is measured; a row is the median.
+    /// Number of runs of each row; a figure is the median.
     #[arg(long, value_name = "N", default_value_t = 3)]
     pub runs: usize,
 
@@ -335,7 +336,7 @@ pub struct BenchStoreOptions {
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
 
-    /// Operations that each of them has in flight.
+    /// Operations that each of these threads has in flight.
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub depth: usize,
 
@@ -380,7 +381,7 @@ pub struct BenchStoreOptions {
     pub sweep_seconds: u64,
 }
 
-/// How long and how often each case of the block benchmark runs.
+/// The length and number of the runs of the block benchmark.
 #[derive(Debug, Clone, Args)]
 pub struct BenchBlockOptions {
     /// The server to run beside Weir.
@@ -399,7 +400,7 @@ pub struct BenchBlockOptions {
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..))]
     pub seconds: u16,
 
-    /// How often; the figures are medians.
+    /// Number of runs; the figures are medians.
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..))]
     pub runs: u16,
 
@@ -413,7 +414,7 @@ pub struct BenchBlockOptions {
     pub only: Vec<String>,
 }
 
-/// Which store, beside which program, how long and how often.
+/// The store, the program beside it, and the length and number of runs.
 #[derive(Debug, Clone, Args)]
 pub struct BenchLongOptions {
     /// The device's size.
@@ -432,7 +433,7 @@ pub struct BenchLongOptions {
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..))]
     pub seconds: u16,
 
-    /// How often; the figures are medians.
+    /// Number of runs; the figures are medians.
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..))]
     pub runs: u16,
 }
@@ -445,7 +446,7 @@ pub enum BlockControl {
     Nbdkit,
 }
 
-/// Which disk, and how long and how often each case runs.
+/// The disk, and the length and number of runs.
 #[derive(Debug, Clone, Args)]
 pub struct BenchDiskOptions {
     /// A directory on the file system to measure; two files are made there and removed.
@@ -456,11 +457,11 @@ pub struct BenchDiskOptions {
     #[arg(long, default_value = "1GiB")]
     pub size: ByteSize,
 
-    /// Seconds that a case runs each way.
+    /// Seconds of each case, each way.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     pub seconds: u16,
 
-    /// How often; the figures are medians.
+    /// Number of runs; the figures are medians.
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..))]
     pub runs: u16,
 }
@@ -480,12 +481,12 @@ pub struct BenchQueueOptions {
     #[arg(default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub producers: u32,
 
-    /// Rounds; the figures are medians.
+    /// Number of rounds; the figures are medians.
     #[arg(default_value_t = 50, value_parser = clap::value_parser!(u32).range(1..))]
     pub rounds: u32,
 }
 
-/// How many connections hold how much.
+/// The connections, and the references that each holds.
 #[derive(Debug, Clone, Args)]
 pub struct BenchLeaseOptions {
     /// Connections; may be repeated, each is a row [default: 1, 1000, 10000].
@@ -496,7 +497,7 @@ pub struct BenchLeaseOptions {
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub outstanding: u32,
 
-    /// The region that they lie in.
+    /// Bytes of the region that the references are in.
     #[arg(long, default_value = "2GiB")]
     pub region: ByteSize,
 

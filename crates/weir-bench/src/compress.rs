@@ -1,9 +1,9 @@
-//! `weir bench compress`: what compression costs a page, and what it holds less.
+//! `weir bench compress`: the time that compression costs a page, and the room that it saves.
 //!
-//! The same pages go through three volumes on host memory by turns: plain (the control), lz4, zstd.
-//! They are of four kinds, by turns too: this program's own file, numbers below 2^24 in 64 bits,
-//! words, and noise. Written 32 to a batch, as a kernel that swaps does, and read one by one in no
-//! order. Times are the thread's own on its processor, for that is what compression takes.
+//! The same pages go through three volumes on host memory in turns: plain (the control), lz4, zstd.
+//! The pages are of four kinds, also in turns: this program's own file, numbers below 2^24 in 64
+//! bits, words, and noise. They are written 32 to a batch, as a kernel that swaps does, and read
+//! one by one in random order. Times are the thread's processor time, since compression takes that.
 //!
 //! Then pages are replaced at random, each four times on average, in two volumes by turns. One
 //! volume is left alone: the control. The other compacts its sparse packs whenever a daemon's
@@ -18,16 +18,16 @@ use weir_core::{PAGE_SIZE, PageBytes, PageNo};
 use weir_store::{Fault, Host, OpenError, Progress};
 use weir_volume::{Awaited, Compression, Config, CreateError, Driver, Lane, Mover, Volume};
 
-/// The plan of the measurement.
+/// The plan of the compression benchmark.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
-    /// Bytes of pages.
+    /// Bytes of the pages.
     pub bytes: u64,
     /// Times that each volume is filled and read.
     pub runs: usize,
 }
 
-/// Why it could not be measured.
+/// The reason why it could not be measured.
 #[derive(Debug, thiserror::Error)]
 pub enum CompressError {
     /// No such volume can be made.
@@ -36,7 +36,7 @@ pub enum CompressError {
     /// The store or a lane could not be opened.
     #[error("cannot open the store")]
     Store(#[from] OpenError),
-    /// This program cannot be read.
+    /// This program's file cannot be read.
     #[error("cannot read /proc/self/exe")]
     Program(#[from] std::io::Error),
     /// A page could not be written or read.
@@ -45,17 +45,17 @@ pub enum CompressError {
     /// Sparse packs could not be emptied.
     #[error("a lane of the volume does not come to rest")]
     Gather,
-    /// A page came back as something else.
+    /// A page was read with wrong content.
     #[error("page {0} is not what was written")]
     Wrong(u32),
 }
 
 const BATCH: u32 = 32;
 
-/// Measures.
+/// Runs the benchmark.
 ///
 /// # Errors
-/// When there is not enough memory, or a page is wrong.
+/// Fails when there is not enough memory, or a page is wrong.
 pub fn run(plan: &Plan) -> Result<Report, CompressError> {
     let pages = u32::try_from(plan.bytes / PAGE_SIZE as u64).unwrap_or(u32::MAX).max(BATCH);
     let contents = Contents { program: std::fs::read("/proc/self/exe")? };
@@ -68,7 +68,7 @@ pub fn run(plan: &Plan) -> Result<Report, CompressError> {
             let volume = Volume::create(config, vec![Arc::new(Host::new(config.slots())?)])?;
             kind.iter().for_each(|with| volume.compress(*with));
             let mut lane = volume.lane()?;
-            // Twice: the first time the store's memory is new.
+            // Fill it twice: the first time the store's memory is new.
             write_all(&mut lane, &contents, pages)?;
             writes.push(write_all(&mut lane, &contents, pages)?);
             reads.push(read_all(&mut lane, &contents, pages)?);
@@ -109,13 +109,13 @@ pub fn run(plan: &Plan) -> Result<Report, CompressError> {
 /// The figures of pages that are replaced at random.
 #[derive(Default)]
 struct Replaced {
-    /// Pages to a slot: just written, and after all that in either volume.
+    /// Pages per slot: freshly written, and in either volume after the replacements.
     fresh: Runs,
     alone: Runs,
     gathered: Runs,
-    /// Pages moved for one that was written.
+    /// Pages moved for each page written.
     moved: Runs,
-    /// Microseconds a page written.
+    /// Microseconds for each page written.
     write_us: Runs,
     gather_us: Runs,
 }
@@ -136,7 +136,7 @@ impl Replaced {
         let (mut looked, mut moved, mut gather_us, mut write_us) = (None, 0, 0.0, 0.0);
         let turns = pages / BATCH * 4;
         for turn in 0..turns {
-            // A page may be drawn twice: the later one is what it holds.
+            // A page may be drawn twice: then it has the later content.
             let batch: Vec<u32> = (0..BATCH)
                 .map(|at| (mix(u64::from(turn) << 32 | u64::from(at)) % u64::from(pages)) as u32)
                 .collect();
@@ -161,13 +161,13 @@ impl Replaced {
     }
 }
 
-/// Pages stored, to a slot.
+/// Number of stored pages per slot.
 fn held(volume: &Volume) -> f64 {
     let status = volume.status();
     status.stored as f64 / f64::from(status.stores[0].used)
 }
 
-/// Goes on always, and notes what could not be moved.
+/// A driver that always goes on, and notes the pages that could not be moved.
 struct Gathering {
     failed: Option<Fault>,
 }
@@ -207,7 +207,7 @@ fn gather(volume: &Volume, mover: &mut Mover) -> Result<u32, CompressError> {
     }
 }
 
-/// Microseconds a page.
+/// Writes all pages; returns microseconds for each.
 fn write_all(lane: &mut Lane, contents: &Contents, pages: u32) -> Result<f64, CompressError> {
     let mut took = 0.0;
     for first in (0..pages).step_by(BATCH as usize) {
@@ -218,7 +218,7 @@ fn write_all(lane: &mut Lane, contents: &Contents, pages: u32) -> Result<f64, Co
     Ok(took / f64::from(pages))
 }
 
-/// Microseconds in all.
+/// Writes one batch; returns its microseconds.
 fn write_batch(lane: &mut Lane, batch: &[u32], bytes: &[PageBytes]) -> Result<f64, CompressError> {
     let begun = thread_us();
     for (&page, bytes) in batch.iter().zip(bytes) {
@@ -254,7 +254,7 @@ fn settle(lane: &mut Lane) -> Result<(), CompressError> {
     }
 }
 
-/// Microseconds a page.
+/// Reads all pages; returns microseconds for each.
 fn read_all(lane: &mut Lane, contents: &Contents, pages: u32) -> Result<f64, CompressError> {
     let (mut took, mut found) = (0.0, vec![[0; PAGE_SIZE]; BATCH as usize]);
     for first in (0..pages).step_by(BATCH as usize) {
@@ -296,7 +296,7 @@ impl Contents {
                 let pages = (self.program.len() / PAGE_SIZE).max(1);
                 let from = self.program.chunks(PAGE_SIZE).nth(page as usize / 4 % pages).unwrap_or(&[]);
                 bytes[..from.len()].copy_from_slice(from);
-                // Twice the same page would be none the less two pages.
+                // The page's number makes each page different.
                 bytes[..4].copy_from_slice(&page.to_le_bytes());
             }
             1 => numbers(&mut bytes, seed, (1 << 24) - 1),
@@ -321,7 +321,7 @@ fn numbers(bytes: &mut PageBytes, seed: u64, mask: u64) {
     }
 }
 
-/// SplitMix64, without its state.
+/// SplitMix64's mixing function, without its state.
 fn mix(seed: u64) -> u64 {
     let z = seed.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -1,6 +1,6 @@
-//! Every figure that Weir states comes from here: each benchmark runs what it measures and its
-//! control in one run, several times over, and returns a [`report::Report`] that prints as a table,
-//! saves as JSON and draws itself as a page of HTML.
+//! Benchmarks: every figure that Weir states comes from here. Each benchmark runs the measured
+//! program and its control in one run, several times over. It returns a [`report::Report`] that
+//! prints as a table, saves as JSON and draws itself as a page of HTML.
 //!
 //! ```
 //! use weir_bench::report::{Goal, Report, Row, Runs};
@@ -31,12 +31,12 @@ pub mod share;
 pub mod store;
 pub mod swap;
 
-/// The program `weir`, which lies beside this one.
+/// The path of the program `weir`, which is installed beside this one.
 pub fn weir() -> std::path::PathBuf {
     std::env::current_exe().map_or_else(|_| "weir".into(), |program| program.with_file_name("weir"))
 }
 
-/// SplitMix64.
+/// The next random number, by SplitMix64.
 pub(crate) fn splitmix(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

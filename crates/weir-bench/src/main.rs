@@ -1,5 +1,5 @@
-//! `weir-bench`, which `weir bench` runs: a program of its own, so that the daemon carries none of
-//! what draws and compares.
+//! `weir-bench`, which `weir bench` runs. It is a program of its own, so that the daemon carries
+//! none of the code that draws and compares.
 
 #[macro_use]
 extern crate weir_cli;
@@ -13,7 +13,7 @@ use std::process::ExitCode;
 use weir_cli::failure::{self, Failure};
 use weir_core::seal::SealedAllocator;
 
-// Notices an allocation on an I/O thread; see weir_core::seal.
+// This allocator notices an allocation on an I/O thread; see weir_core::seal.
 #[global_allocator]
 static ALLOCATOR: SealedAllocator = SealedAllocator;
 

@@ -1,9 +1,9 @@
-//! `weir bench memory`: what a volume takes besides the pages themselves.
+//! `weir bench memory`: the memory that a volume takes besides the pages themselves.
 //!
-//! A volume over a store that keeps nothing, so that all memory the process gains is the volume's
-//! own: page map, slot records, their counts, lanes. Every page is written before the count, so
-//! that nothing is left untouched and uncounted. Two counts must agree: what the volume says of
-//! itself, and what the system says the process has grown by.
+//! The volume is over a store that keeps nothing. So all memory that the process gains is the
+//! volume's own: page map, slot records, their counts, lanes. Every page is written before the
+//! count, so that no memory is left untouched and uncounted. Two counts must agree: the volume's
+//! own, and the growth of the process as the system reports it.
 
 use crate::report::{Goal, Report, Row};
 use std::sync::Arc;
@@ -11,14 +11,14 @@ use weir_core::{PAGE_SIZE, PageBytes, PageNo, Slot};
 use weir_store::{Lane, OpenError, Progress, State, Store, Ticket};
 use weir_volume::{Config, Volume};
 
-/// The plan of the measurement.
+/// The plan of the memory benchmark.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
     /// The volume's size in bytes.
     pub bytes: u64,
-    /// Lanes that are open.
+    /// Number of lanes that are open.
     pub lanes: usize,
-    /// Operations that each may have in flight.
+    /// Operations that each lane may have in flight.
     pub depth: usize,
 }
 
@@ -28,7 +28,7 @@ impl Default for Plan {
     }
 }
 
-/// Why it could not be measured.
+/// The reason why it could not be measured.
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryError {
     /// No such volume can be made.
@@ -42,7 +42,7 @@ pub enum MemoryError {
     Size(#[from] std::io::Error),
 }
 
-/// A store of any size that forgets what it is given.
+/// A store of any size that drops every page.
 #[derive(Debug)]
 struct Forgetful(u32);
 
@@ -80,10 +80,10 @@ impl Lane for ForgetfulLane {
     }
 }
 
-/// Fills such a volume and counts.
+/// Fills such a volume, and counts its memory.
 ///
 /// # Errors
-/// When there is not enough memory for it.
+/// Fails when there is not enough memory for it.
 pub fn run(plan: &Plan) -> Result<Report, MemoryError> {
     let pages = u32::try_from(plan.bytes / PAGE_SIZE as u64).unwrap_or(u32::MAX);
     let config = Config { pages, lanes: plan.lanes, depth: plan.depth };
@@ -111,7 +111,7 @@ pub fn run(plan: &Plan) -> Result<Report, MemoryError> {
         .rows
         .push(Row::lower("map", "bytes_per_page", per_page(volume.map_bytes())).goal(Goal::Value(8.0)));
     let per_slot = (stated - volume.map_bytes()) as f64 / f64::from(config.slots());
-    // The records and the few words of the chunks end in a page of their own.
+    // The records and the few words of the chunks end in a partly filled page.
     let goal = 8.01 + PAGE_SIZE as f64 / f64::from(config.slots());
     report.rows.push(Row::lower("records", "bytes_per_slot", per_slot).goal(Goal::Value(goal)));
     report.rows.push(Row::lower("whole_process", "bytes_per_page", per_page(grown)));

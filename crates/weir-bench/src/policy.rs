@@ -1,10 +1,10 @@
-//! `weir bench policy`: hit rates of the cache's policy on traces of pages, beside LRU and OPT with
-//! as much room.
+//! `weir bench policy`: hit rates of the cache's policy on traces of pages, beside LRU and OPT of
+//! the same size.
 //!
-//! A trace is a text file with a page number a line. Without one, seeded traces are made: Zipf,
-//! uniform, a scan through a hot set. The cache's figure is that of the directory that serves
-//! requests, with its sets of 64 frames; LRU and OPT (Belady, *A study of replacement algorithms
-//! for a virtual-storage computer*, 1966) have no sets.
+//! A trace is a text file with a page number a line. Without one, the benchmark makes traces from a
+//! seed: Zipf, uniform, and a scan through a hot set. The cache's figure is that of the directory
+//! that serves requests, with its sets of 64 frames. LRU and OPT (Belady, *A study of replacement
+//! algorithms for a virtual-storage computer*, 1966) have no sets.
 
 use crate::report::{Report, Row};
 use crate::splitmix;
@@ -13,45 +13,46 @@ use std::path::{Path, PathBuf};
 use weir_cache::Directory;
 use weir_core::PageNo;
 
-/// Pages of a made trace, and requests.
+/// Pages of a made trace, and its number of requests.
 const PAGES: u32 = if cfg!(test) { 1 << 13 } else { 1 << 16 };
 const REQUESTS: usize = 16 * PAGES as usize;
-/// Pages of a scan.
+/// Pages of one scan.
 const SCAN: u32 = PAGES / 3;
 
-/// Why hit rates cannot be counted.
+/// The reason why hit rates cannot be counted.
 #[derive(Debug, thiserror::Error)]
 pub enum PolicyError {
     /// The trace cannot be read.
     #[error("cannot read the trace {path}")]
     Read {
-        /// The trace.
+        /// The trace's path.
         path: PathBuf,
-        /// Why.
+        /// The system's error.
         #[source]
         source: std::io::Error,
     },
-    /// It is none.
+    /// The file is no trace.
     #[error(
         "{path}: line {line} is {text:?}; a trace has a page number below 2^32 a line, and one line at least"
     )]
     Trace {
-        /// The trace.
+        /// The trace's path.
         path: PathBuf,
-        /// Counted from 1.
+        /// The line's number, counted from 1.
         line: usize,
-        /// The line as it is.
+        /// The text of the line.
         text: String,
     },
-    /// No memory for the directory.
+    /// There is no memory for the directory.
     #[error("cannot take memory for the directory")]
     Memory(#[from] std::io::Error),
 }
 
-/// Counts hits of `trace`, or of made traces, in caches of `shares` per cent of the trace's pages.
+/// Counts the hits of `trace`, or of made traces, in caches that hold `shares` per cent of the
+/// trace's pages.
 ///
 /// # Errors
-/// See [`PolicyError`].
+/// Fails with a [`PolicyError`].
 pub fn run(trace: Option<&Path>, shares: &[u8]) -> Result<Report, PolicyError> {
     let traces = match trace {
         Some(path) => vec![("trace", read(path)?)],
@@ -90,7 +91,7 @@ fn read(path: &Path) -> Result<Vec<u32>, PolicyError> {
     pages.and_then(|pages| if pages.is_empty() { Err(wrong(1, "")) } else { Ok(pages) })
 }
 
-/// Hits of the least recently used policy.
+/// Number of hits of the least-recently-used policy.
 fn lru(trace: &[u32], frames: usize) -> usize {
     let (mut used, mut order) = (HashMap::new(), BTreeMap::new());
     let mut hits = 0;
@@ -107,12 +108,13 @@ fn lru(trace: &[u32], frames: usize) -> usize {
     hits
 }
 
-/// Hits of the policy that knows what comes: the page leaves that is used last.
+/// Number of hits of the optimal policy, which knows the future: the page that is used last of all
+/// leaves.
 fn opt(trace: &[u32], frames: usize) -> usize {
     let mut next = vec![usize::MAX; trace.len()];
     let mut seen = HashMap::new();
     for (now, page) in trace.iter().enumerate().rev() {
-        // Pages that never come again differ in when they came.
+        // Pages that never come again get different times, in the order in which they came.
         next[now] = seen.insert(page, now).unwrap_or(trace.len() + now);
     }
     let (mut coming, mut kept) = (BTreeSet::new(), HashMap::new());
@@ -123,7 +125,7 @@ fn opt(trace: &[u32], frames: usize) -> usize {
         } else if coming.len() == frames {
             let last: (usize, &u32) = *coming.last().expect("frames are full");
             if last.0 < next[now] {
-                // The new page is used later than all that are there.
+                // The new page is used later than all pages in the cache.
                 continue;
             }
             coming.remove(&last);
@@ -137,12 +139,13 @@ fn opt(trace: &[u32], frames: usize) -> usize {
 
 /// Independent draws by Zipf's law.
 pub(crate) struct Zipf {
-    /// Of the weights up to each rank.
+    /// The sums of the weights up to each rank.
     sums: Vec<f64>,
 }
 
 impl Zipf {
-    /// The page of rank `n` comes in proportion to `n` to the power of `-theta`. 0: all alike.
+    /// Makes the law: the page of rank `n` comes in proportion to `n` to the power of `-theta`.
+    /// With 0, all pages are equally likely.
     pub(crate) fn new(pages: u32, theta: f64) -> Self {
         let mut sum = 0.0;
         let weigh = |rank| {
@@ -156,7 +159,7 @@ impl Zipf {
         let sum = self.sums.last().copied().unwrap_or(0.0);
         let at = (splitmix(state) >> 11) as f64 / (1u64 << 53) as f64 * sum;
         let rank = self.sums.partition_point(|sum| *sum < at) as u32;
-        // Ranks that follow one another are no neighbours.
+        // Pages of neighbouring ranks are not neighbours.
         rank.wrapping_mul(0x9e37_79b1) % self.sums.len() as u32
     }
 }
@@ -166,7 +169,7 @@ fn zipf(theta: f64) -> Vec<u32> {
     (0..REQUESTS).map(|_| zipf.draw(&mut state)).collect()
 }
 
-/// A hot set that is used at random, and now and then a scan of pages that come once.
+/// A made trace: a hot set that is used at random, and now and then a scan of pages that come once.
 fn scans() -> Vec<u32> {
     let (mut state, mut fresh) = (2, PAGES);
     let mut trace = Vec::with_capacity(REQUESTS);
@@ -184,7 +187,8 @@ mod tests {
 
     #[test]
     fn lru_and_opt_count_what_they_do_by_hand() {
-        // Belady's own example has 3 frames: 12 requests, 7 faults by OPT, 10 by LRU.
+        // The trace is Belady's own example: with 3 frames, 12 requests are 7 faults by OPT and 10
+        // by LRU.
         let trace = [1, 2, 3, 4, 1, 2, 5, 1, 2, 3, 4, 5];
         assert_eq!((lru(&trace, 3), opt(&trace, 3)), (2, 5));
         assert_eq!((lru(&trace, 5), opt(&trace, 5)), (7, 7));
@@ -197,7 +201,7 @@ mod tests {
         for row in &report.rows {
             let (hits, control) = (row.value, row.control_value.unwrap());
             match row.control.as_deref() {
-                // Where all pages are alike no policy is better, and sets cost a little.
+                // When all pages are equally likely no policy is better, and sets cost a little.
                 Some("lru") => assert!(hits >= control - 0.2, "{}: {hits} and LRU {control}", row.id),
                 _ => assert!(hits <= control, "{}: {hits} and OPT {control}", row.id),
             }

@@ -1,10 +1,10 @@
-//! `weir bench restart`: a daemon under load is killed, again and again, and the keeper's next one
-//! takes its pages over.
+//! `weir bench restart`: a daemon under load is killed again and again, and the keeper's next
+//! daemon takes its pages over.
 //!
 //! All pages are written once. Then threads read and write pages of their own at random, over NBD,
-//! while the daemon gets a SIGKILL. Timed is from there to the first page that a new connection
-//! reads; after each kill every page of the device is read and compared. A page may be the last
-//! acknowledged one or the one that was under way, and nothing else.
+//! while the daemon gets a SIGKILL. The time counts from there to the first page that a new
+//! connection reads. After each kill every page of the device is read and compared. A page may be
+//! the last acknowledged one or the one that was under way, and nothing else.
 
 use crate::report::{Goal, Report, Row, Runs};
 use crate::store::content::{Random, is_stamped, stamp};
@@ -18,32 +18,32 @@ use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, Page, PageBytes};
 use weir_export::nbd::client::{Client, ClientError, Wish};
 
-/// Connections that use the device.
+/// Number of connections that use the device.
 const USERS: u32 = 4;
-/// Pages of a request while all are written or compared.
+/// Pages of a request when all pages are written or compared.
 const RUN: u32 = 256;
-/// How long a daemon may take before the run is given up.
+/// Time that a daemon may take before the run is given up.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Load before each kill.
+/// Time of load before each kill.
 const LOAD: Duration = Duration::from_secs(1);
 
-/// The plan of the run.
+/// The plan of the restart benchmark.
 #[derive(Clone, Debug)]
 pub struct Plan {
     /// The program under test.
     pub weir: PathBuf,
-    /// Its store.
+    /// The daemon's store.
     pub store: String,
-    /// Bytes that are written, killed over, and compared.
+    /// Bytes of pages that are written, and compared after each kill.
     pub bytes: u64,
-    /// Kills.
+    /// Number of kills.
     pub kills: u32,
 }
 
-/// Why there are no figures.
+/// The reason why there are no figures.
 #[derive(Debug, thiserror::Error)]
 pub enum RestartError {
-    /// The program could not be started, or a file of it not read.
+    /// The program could not be started, or one of its files not read.
     #[error("cannot run the daemon")]
     Program(#[from] std::io::Error),
     /// No daemon served in time.
@@ -55,48 +55,48 @@ pub enum RestartError {
     /// A page is neither the one acknowledged nor the one under way.
     #[error("page {page} is not its generation {generation}, nor the one under way")]
     Mismatch {
-        /// Its number.
+        /// The page's number.
         page: u32,
         /// The generation that was acknowledged last.
         generation: u32,
     },
 }
 
-/// A keeper and its daemon.
+/// A keeper with its daemon.
 struct Scene {
     directory: PathBuf,
     keeper: Child,
     stages: Arc<Mutex<Stages>>,
 }
 
-/// The times of the daemons' stages, by their own words: milliseconds by name.
+/// The times of the daemons' stages, from their own log lines: milliseconds by name.
 type Stages = BTreeMap<String, Runs>;
 
-/// How long it took.
+/// The times of one restart.
 struct Pause {
-    /// From the kill until the daemon was gone.
+    /// Time from the kill until the daemon was gone.
     gone: Duration,
-    /// From the kill to the first page.
+    /// Time from the kill to the first page.
     served: Duration,
 }
 
-/// A user's pages: those with its number, counted by users. It alone writes them, so it knows what
-/// each may be.
+/// A user's pages: page numbers that leave the user's number when divided by the number of users.
+/// Only this user writes them, so it knows the possible content of each.
 struct Part {
     first: u32,
     acknowledged: Vec<u32>,
-    /// The last one sent. Later than the acknowledged one if the daemon died over it, until the
-    /// page is read again.
+    /// The last generation that was sent for each page. If the daemon died meanwhile, it is later
+    /// than the acknowledged one, until the page is read again.
     sent: Vec<u32>,
-    /// Never used twice.
+    /// The next generation; none is used twice.
     next: u32,
     random: Random,
 }
 
-/// Runs `plan`.
+/// Runs the benchmark by `plan`.
 ///
 /// # Errors
-/// When no daemon comes back, or a page is wrong: the one thing that must never happen.
+/// Fails when no daemon comes back, or a page is wrong, which must never happen.
 pub fn run(plan: &Plan) -> Result<Report, RestartError> {
     let scene = Scene::start(plan)?;
     let pages = (plan.bytes / PAGE_SIZE as u64) as u32 / (USERS * RUN) * (USERS * RUN);
@@ -141,7 +141,7 @@ pub fn run(plan: &Plan) -> Result<Report, RestartError> {
     report.rows = vec![
         Row::lower("keeper_restart", "median_ms", pauses.median()),
         Row::lower("keeper_restart", "longest_ms", pauses.max()).goal(Goal::Value(1000.0)),
-        // A mismatch ends the run with an error instead of a row.
+        // A mismatch ends the run with an error, so this row is always 0.
         Row::lower("keeper_restart", "mismatches", 0.0).goal(Goal::Value(0.0)),
         Row::higher("keeper_restart", "gib_compared", gib),
         Row::higher("keeper_restart", "operations", operations as f64),
@@ -158,7 +158,7 @@ fn milliseconds(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
 }
 
-/// Takes `name 1.5 ms` out of a daemon's line about its start, as often as it is there.
+/// Takes each `name 1.5 ms` out of a daemon's log line about its start.
 fn note_stages(line: &str, stages: &mut Stages) {
     let Some((head, text)) = line.rsplit_once(": ") else { return };
     let behind = match (head.contains("taken over in"), head.contains("all of it open")) {
@@ -175,7 +175,7 @@ fn note_stages(line: &str, stages: &mut Stages) {
     }
 }
 
-/// One thread a part; the first error of any.
+/// Runs a thread for each part; returns the first error.
 fn together(
     parts: &mut [Part],
     work: impl Fn(&mut Part) -> Result<(), RestartError> + Sync,
@@ -203,7 +203,7 @@ impl Scene {
             .spawn()?;
         let stages = Arc::<Mutex<Stages>>::default();
         let mut scene = Scene { directory, keeper, stages: Arc::clone(&stages) };
-        // Until the keeper closes it.
+        // The loop ends when the keeper closes its standard error.
         let lines = BufReader::new(scene.keeper.stderr.take().expect("it is a pipe")).lines();
         std::thread::spawn(move || {
             for line in lines.map_while(Result::ok).filter(|line| !line.contains("nbd: connection")) {
@@ -218,21 +218,21 @@ impl Scene {
         self.directory.join("nbd")
     }
 
-    /// The living daemon: the keeper's only child.
+    /// The process of the living daemon: the keeper's only child.
     fn daemon(&self) -> Option<rustix::process::Pid> {
         let pid = self.keeper.id();
         let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?;
         rustix::process::Pid::from_raw(children.trim().parse().ok()?)
     }
 
-    /// Kills the daemon, and waits until the next one gives a page: how long that took.
+    /// Kills the daemon, and waits until the next one returns a page. Returns the times.
     fn kill_and_wait(&self) -> Result<Pause, RestartError> {
         let daemon = self.daemon().ok_or(RestartError::Absent)?;
         let since = Instant::now();
         rustix::process::kill_process(daemon, rustix::process::Signal::KILL).map_err(std::io::Error::from)?;
         let mut gone = None;
         loop {
-            // The old daemon's socket may still be there to connect to, but nobody answers.
+            // The old daemon's socket may still accept a connection, but it is not served.
             if gone.is_none() && self.daemon() != Some(daemon) {
                 gone = Some(since.elapsed());
             }
@@ -248,7 +248,7 @@ impl Scene {
         }
     }
 
-    /// A connection, as soon as there is a daemon that gives one.
+    /// Connects, as soon as a daemon accepts connections.
     fn connect(&self) -> Result<Client, RestartError> {
         let since = Instant::now();
         loop {
@@ -330,7 +330,7 @@ impl Part {
         Ok(())
     }
 
-    /// A page stays what it turned out to be.
+    /// Checks a page. From here on it must stay the version that was found.
     fn check(&mut self, index: usize, page: &PageBytes) -> Result<(), RestartError> {
         let number = self.first + index as u32;
         for generation in [self.acknowledged[index], self.sent[index]] {
@@ -342,7 +342,7 @@ impl Part {
         Err(RestartError::Mismatch { page: number, generation: self.acknowledged[index] })
     }
 
-    /// Reads and writes at random until it is told to stop, across the daemon's death.
+    /// Reads and writes at random until it is told to stop, even after the daemon's death.
     fn load(&mut self, scene: &Scene, stop: &AtomicBool, done: &AtomicU64) -> Result<(), RestartError> {
         let mut client = scene.connect()?;
         let mut page = Page([0x6b; PAGE_SIZE]);

@@ -1,4 +1,4 @@
-//! From flags to a benchmark's plan, and from its report to table, JSON and HTML.
+//! Turns flags into a benchmark's plan, and its report into table, JSON and HTML.
 
 use crate::cli::{
     Bench, BenchBlockOptions, BenchDiskOptions, BenchFaultOptions, BenchGiveBackOptions, BenchLeaseOptions,
@@ -20,17 +20,17 @@ use weir_store::{StoreUrl, VramUrl};
 /// Pages a second that `--hold` moves.
 const HOLD_RATE: f64 = 100_000.0;
 
-/// Measures, prints the table, writes the files; fails where a goal was missed. What is changed for
-/// that goes back whatever happens.
+/// Runs a benchmark, prints the table, and writes the files. Fails if a goal was missed. Changes to
+/// the machine are undone in any case.
 pub fn run(options: &Cli) -> Result<(), Failure> {
-    // A run may take an hour.
+    // Check this first: a run may take an hour.
     for path in options.json.iter().chain(&options.report) {
         check_writable(path).map_err(|error| {
             Failure::Failed(format!("cannot write {}: {error}; name another file", path.display()))
         })?;
     }
     match &options.bench {
-        // These change nothing, or are the child of one that does.
+        // These commands change nothing on the machine, or are the child of one that does.
         Bench::Show { .. }
         | Bench::SwapTouch { .. }
         | Bench::FaultTouch { .. }
@@ -157,7 +157,7 @@ fn measure(options: &Cli) -> Result<(), Failure> {
     verdict(&report)
 }
 
-/// Whether the file can be written, which stays as it is.
+/// Checks that the file can be written, without changing it.
 fn check_writable(path: &Path) -> io::Result<()> {
     match OpenOptions::new().write(true).create_new(true).open(path) {
         Ok(_) => fs::remove_file(path),
@@ -168,7 +168,7 @@ fn check_writable(path: &Path) -> io::Result<()> {
     }
 }
 
-/// The card that a benchmark of GPU memory alone is for.
+/// The URL of the card, for a benchmark that is only about GPU memory.
 fn card(store: &StoreUrl) -> Result<&VramUrl, Failure> {
     match store {
         StoreUrl::Vram(url) => Ok(url),
@@ -176,7 +176,7 @@ fn card(store: &StoreUrl) -> Result<&VramUrl, Failure> {
     }
 }
 
-/// A report from a file.
+/// Reads a saved report.
 fn saved(file: &Path) -> Result<Report, Failure> {
     let text = std::fs::read_to_string(file)
         .map_err(|error| Failure::Failed(format!("cannot read {}: {error}", file.display())))?;
@@ -215,7 +215,7 @@ fn failed(error: &dyn std::error::Error) -> Failure {
 }
 
 fn block_plan(options: &BenchBlockOptions) -> block::Plan {
-    // The only control there is so far.
+    // nbdkit is the only control so far.
     let BlockControl::Nbdkit = options.against;
     block::Plan {
         size: options.size,
@@ -265,7 +265,7 @@ fn fault_plan(options: &BenchFaultOptions) -> fault::Plan {
 }
 
 fn give_back_plan(options: &BenchGiveBackOptions) -> give_back::Plan {
-    // With some room for writes under way.
+    // Add some room for writes under way.
     let below = format!("host:{}", options.size.0 + (64 << 20));
     give_back::Plan {
         weir: weir_bench::weir(),

@@ -1,14 +1,15 @@
-//! `weir bench share`: pages used in place beside the same pages over NBD, one volume, one run.
+//! `weir bench share`: pages used in place beside the same pages over NBD, with one volume in one
+//! run.
 //!
-//! Both servers run in this process and spin as long after a request; the figures count what
-//! servers and client use together. Asleep, nobody spins: that is what one request costs that comes
-//! out of the blue. On one CPU, servers and client share it, and each transport spins or sleeps as
-//! it does best there: equal CPU in the plainest sense.
+//! Both servers run in this process and spin equally long after a request. The figures count the
+//! CPU time of servers and client together. In the rows `asleep`, no thread spins: they show the
+//! cost of a request that comes unexpectedly. In the rows on one CPU, servers and client share it,
+//! and each transport spins or sleeps as suits it best: equal CPU in the plainest sense.
 //!
-//! The goal for the rate by CPU is for each transport at the depth that suits it best, whether it
-//! spins or sleeps then.
+//! The goal for the rate by CPU lets each transport use the depth that suits it best, spinning or
+//! asleep.
 //!
-//! The client looks at the first bytes of each page; where it is said to use pages, at all of them.
+//! The client reads the first bytes of each page; in the rows that use pages, it reads all of them.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -25,21 +26,21 @@ use weir_volume::Volume;
 
 use crate::report::{Goal, Report, Row, Runs, percentile};
 
-/// The plan of the measurement.
+/// The plan of the share benchmark.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// Pages of the volume, all written.
+    /// Number of pages of the volume, all written.
     pub pages: u32,
-    /// Reads one after the other, for each latency.
+    /// Number of reads one after the other, for each latency.
     pub singles: u32,
-    /// Reads with many under way, for each rate.
+    /// Number of reads with many in flight, for each rate.
     pub reads: u32,
-    /// Reads under way then.
+    /// Number of reads in flight for the rates.
     pub depth: u32,
-    /// How long servers look for the next request before they sleep, and the share client for its
-    /// completion.
+    /// Time that servers spin for the next request before they sleep, and that the share client
+    /// spins for its completion.
     pub spin: Duration,
-    /// Rounds; the figures are medians.
+    /// Number of rounds; the figures are medians.
     pub rounds: usize,
 }
 
@@ -56,7 +57,7 @@ impl Default for Plan {
     }
 }
 
-/// Why nothing was measured.
+/// The reason why nothing was measured.
 #[derive(Debug, thiserror::Error)]
 pub enum RunError {
     /// The volume or a server could not be made.
@@ -64,7 +65,7 @@ pub enum RunError {
     SetUp {
         /// The thing that failed.
         what: &'static str,
-        /// Why.
+        /// The cause.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
@@ -73,7 +74,7 @@ pub enum RunError {
     Client {
         /// The client's transport.
         what: &'static str,
-        /// Why.
+        /// The cause.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
@@ -89,12 +90,11 @@ fn client<E: Into<Box<dyn std::error::Error + Send + Sync>>>(what: &'static str)
 
 /// A transport under measurement.
 trait Transport {
-    /// Reads `count` pages, `depth` at a time, and returns how long each took if one at a time.
+    /// Reads `count` pages, `depth` at a time. With a depth of one, notes the time of each.
     fn read(&mut self, count: u32, depth: u32, latencies: &mut Vec<u64>) -> Result<(), RunError>;
 }
 
-/// Page numbers without an order that a cache could follow (a full-period congruence, Knuth
-/// 3.2.1.2).
+/// Page numbers in an order that a cache cannot predict (a full-period congruence, Knuth 3.2.1.2).
 struct Pages {
     at: u32,
     pages: u32,
@@ -175,7 +175,7 @@ impl Transport for Nbd {
     }
 }
 
-/// A page begins with its number, and each 8 bytes begin with it; looking is part of using it.
+/// Checks a page: each 8 bytes begin with its number, and reading them is part of using the page.
 fn check(page: u32, bytes: &[u8], whole: bool) {
     assert_eq!(bytes[..4], page.to_le_bytes(), "another page came than was asked for");
     if whole {
@@ -188,13 +188,13 @@ fn check(page: u32, bytes: &[u8], whole: bool) {
     }
 }
 
-/// CPU time of this process.
+/// The CPU time of this process.
 fn cpu() -> Duration {
     let usage = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
     Duration::new(usage.tv_sec as u64, usage.tv_nsec as u32)
 }
 
-/// The figures of one transport, a run each.
+/// The figures of one transport, one for each run.
 #[derive(Default)]
 struct Figures {
     p50: Runs,
@@ -218,30 +218,31 @@ impl Figures {
     }
 }
 
-/// The three transports, in the order of their figures.
+/// The indices of the three transports' figures.
 const FRAMES: usize = 0;
 const IN_PLACE: usize = 1;
 const NBD: usize = 2;
-/// Pages that may be lent in place.
+/// Most pages that may be lent in place.
 const LENT: u32 = 1024;
-/// Reads under way, of which each transport has its best.
+/// The depths that are tried, of which each transport uses its best.
 const DEPTHS: [u32; 4] = [16, 32, 64, 128];
 
-/// How the transports are measured.
+/// The conditions of a measurement.
 #[derive(Clone, Copy)]
 struct Terms {
-    /// How long servers and share clients look for more before they sleep.
+    /// Time that servers and share clients spin before they sleep.
     spin: Duration,
-    /// The client reads the whole of each page.
+    /// Whether the client reads the whole of each page.
     whole: bool,
-    /// Servers and client share one CPU.
+    /// Whether servers and client share one CPU.
     one_cpu: bool,
 }
 
-/// Measures what `plan` says.
+/// Runs the benchmark by `plan`.
 ///
 /// # Errors
-/// [`RunError`] names what could not be set up, or which client failed.
+/// Fails with a [`RunError`], which names the thing that could not be set up, or the client that
+/// failed.
 pub fn run(plan: &Plan) -> Result<Report, RunError> {
     let config = weir_volume::Config { pages: plan.pages, lanes: 16, depth: 64 };
     let store = Host::new(config.slots()).map_err(set_up("store"))?;
@@ -265,9 +266,9 @@ pub fn run(plan: &Plan) -> Result<Report, RunError> {
     rows(&mut report, "_asleep", &asleep, None);
     let used = measure(&volume, plan, Terms { whole: true, ..spinning })?;
     rows(&mut report, "_used", &used, None);
-    // Rates only: one at a time, each request is two changes of process.
+    // Measure only rates here: one at a time, each request is two context switches.
     let rates = Plan { singles: 1, ..plan.clone() };
-    // Each transport as deep as suits it best, and spinning or asleep.
+    // Each transport uses the depth that suits it best, spinning or asleep.
     let mut most = [0.0f64; 3];
     for depth in DEPTHS {
         for spin in [plan.spin, Duration::ZERO] {
@@ -291,7 +292,7 @@ pub fn run(plan: &Plan) -> Result<Report, RunError> {
     Ok(report)
 }
 
-/// The rows of one measurement, with a goal for the latency perhaps.
+/// Adds the rows of one measurement; `latency` is a goal for the latency, if there is one.
 fn rows(report: &mut Report, suffix: &str, figures: &[Figures; 3], latency: Option<f64>) {
     let nbd = &figures[NBD];
     for (way, place) in [(FRAMES, ""), (IN_PLACE, "_in_place")] {
@@ -316,7 +317,7 @@ fn rows(report: &mut Report, suffix: &str, figures: &[Figures; 3], latency: Opti
 
 /// Measures the transports over one volume, in turns.
 fn measure(volume: &Arc<Volume>, plan: &Plan, terms: Terms) -> Result<[Figures; 3], RunError> {
-    // Threads that are started from here on inherit it.
+    // Threads that start from here on inherit the CPU.
     let _pinned = terms.one_cpu.then(OneCpu::enter);
     let spin = terms.spin;
     let log = to_stderr(Level::Warning);
@@ -347,17 +348,17 @@ fn measure(volume: &Arc<Volume>, plan: &Plan, terms: Terms) -> Result<[Figures; 
     Ok(figures)
 }
 
-/// Keeps this thread, and those that it starts, on one CPU until it is dropped.
+/// Pins this thread, and those that it starts, to one CPU until it is dropped.
 struct OneCpu(CpuSet);
 
 impl OneCpu {
     fn enter() -> Self {
         let all = sched_getaffinity(None).unwrap_or_default();
         let mut one = CpuSet::new();
-        // Not the first, which interrupts like.
+        // Use the last CPU: interrupts prefer the first.
         let last = (0..CpuSet::MAX_CPU).rev().find(|&cpu| all.is_set(cpu)).unwrap_or(0);
         one.set(last);
-        // Where it is refused, the figures are those of all CPUs: no better for either side.
+        // If this is refused, the figures are for all CPUs, which favours no side.
         let _ = sched_setaffinity(None, &one);
         OneCpu(all)
     }

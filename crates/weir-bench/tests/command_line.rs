@@ -1,5 +1,5 @@
-//! The command line of the benchmarks as a contract: exit codes, one line for each mistake, what a
-//! run writes.
+//! The command line of the benchmarks as a contract: exit codes, one line for each mistake, and the
+//! files that a run writes.
 
 use std::fs;
 use std::path::Path;
@@ -13,8 +13,8 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).expect("UTF-8")
 }
 
-/// Arguments, and what the one line about them must contain: the key, the value seen, what is
-/// accepted.
+/// Arguments, and the parts that the one line about them must contain: the key, the value seen, the
+/// accepted values.
 const MISTAKES: &[(&[&str], &[&str])] = &[
     (&["nosuch"], &["nosuch", "weir bench --help"]),
     (&["lease", "--outstanding", "many"], &["--outstanding", "many"]),

@@ -1,5 +1,5 @@
-//! The memory of a volume, asked of the system: in a process of its own, for other tests grow
-//! theirs.
+//! The memory of a volume, as the system counts it. The test has a process of its own, since other
+//! tests change theirs.
 
 use weir_bench::memory::{Plan, run};
 

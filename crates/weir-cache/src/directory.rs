@@ -1,34 +1,35 @@
-//! Which page lies in which frame, who uses it, and which page leaves next.
+//! The directory: which page lies in which frame, which users a frame has, and which page leaves
+//! next.
 //!
-//! Frames are grouped in sets of [`WAYS`]. A page can lie in the frames of one set only, so the
-//! index is one word a frame and covers what is cached, not the home. Nothing here does I/O or
-//! takes a lock: every change is one compare-and-exchange.
+//! Frames are grouped in sets of [`WAYS`]. A page can only lie in a frame of one set. So the index
+//! is one word a frame, and its size depends on the cached pages, not on the home. Nothing here
+//! does I/O or takes a lock: every change is one compare-and-exchange.
 //!
-//! **One frame a page.** Whoever looks for a page in vain claims a frame for it, then looks through
-//! the set again. The claim in the lower frame ends the one in the higher; a claim counts once
-//! nobody else's is left. The last step is a compare-and-exchange on one's own claim, so of two
-//! claims one at least does not count.
+//! **One frame a page.** A lane that finds no frame of a page claims one, then searches the set
+//! again. The claim in the lower frame ends the one in the higher. A claim counts once no other
+//! claim is left. The last step is a compare-and-exchange on the lane's own claim, so of two claims
+//! at least one does not count.
 //!
 //! **Policy.** S3-FIFO (Yang et al., *FIFO queues are all you need for cache eviction*, SOSP 2023)
-//! within each set. A new page is *young*. A tenth of a set is for young pages: one that was not
-//! used again leaves first, one that was grows old. An old page leaves when the hand has found it
-//! as often as it was used since, three times at most. Of a young page that left, a fingerprint of
-//! 16 bits stays for a while: the page is old at once if it comes back. So a scan passes through a
-//! tenth of the cache.
+//! within each set. A new page is *young*. A tenth of a set is for young pages. A young page that
+//! was not used again leaves first; one that was used grows old. An old page leaves when the hand
+//! has found it as often as it was used since, at most three times. When a young page leaves, a
+//! fingerprint of 16 bits stays for a while. If the page comes back, it is old at once. So a scan
+//! passes through only a tenth of the cache.
 
 use crate::entry::{ALONE, Entry, Kind};
 use std::io;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use weir_core::{Memory, PageNo};
 
-/// Frames of a set.
+/// Number of frames in a set.
 pub const WAYS: u32 = 64;
-/// Young pages of a set that are too many by one.
+/// This many young pages of a set are one too many.
 const YOUNG_MAX: u32 = WAYS / 10;
-/// Sets that wait for the write-back, at most.
+/// Most sets that are noted as waiting for the write-back.
 const PRESSED: usize = 64;
 
-/// A frame's number; it is the number of its page in the volume that holds the cached pages.
+/// A frame's number. The cached page has the same number in the volume that holds cached pages.
 pub(crate) type Frame = u32;
 
 /// The index of a cache.
@@ -36,48 +37,48 @@ pub struct Directory {
     words: Memory,
     sets: u32,
     dirty: AtomicU32,
-    /// Sets in which a page found no frame, plus 1; 0 is none.
+    /// Sets in which a page found no frame: the number plus 1; 0 is none.
     pressed: [AtomicU32; PRESSED],
 }
 
 /// The result of a search for a page that is to be shared.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Found {
-    /// This frame has it. It is shared now.
+    /// This frame has the page, and is shared now.
     Hit(Frame),
-    /// It has no frame.
+    /// The page has no frame.
     Absent,
-    /// Somebody has it alone for now.
+    /// Another user has the page's frame alone for now.
     Busy,
 }
 
-/// A frame that one user has alone.
+/// A frame that one user has alone (exclusively).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Held {
     pub frame: Frame,
-    /// Whether it has the page's content.
+    /// Whether the frame has the page's content.
     pub is_valid: bool,
     pub is_dirty: bool,
 }
 
-/// The state of a frame that its only holder lets go.
+/// The state of a frame when its only user lets it go.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Outcome {
-    /// It has what the home has.
+    /// The frame has the same content as the home.
     Clean,
-    /// It has something newer.
+    /// The frame has newer content than the home.
     Dirty,
-    /// It has something newer, and a write to the home may land at any time.
+    /// The frame has newer content, and a write to the home may land at any time.
     Late,
-    /// It has nothing.
+    /// The frame has no content.
     Nothing,
 }
 
 impl Directory {
-    /// An empty one over at most so many frames: whole sets, one at least.
+    /// Makes an empty directory of at most this many frames: whole sets, at least one.
     ///
     /// # Errors
-    /// When there is no memory for it.
+    /// Fails when there is no memory for it.
     pub fn new(frames: u32) -> io::Result<Self> {
         let sets = (frames / WAYS).max(1);
         let words = Memory::anonymous((sets * WAYS) as usize * size_of::<u64>())?;
@@ -89,28 +90,28 @@ impl Directory {
         })
     }
 
-    /// Its frames.
+    /// Number of frames.
     pub fn frames(&self) -> u32 {
         self.sets * WAYS
     }
 
-    /// Bytes of memory that it takes.
+    /// Bytes of memory that the directory takes.
     pub fn memory_bytes(&self) -> u64 {
         self.words.len() as u64
     }
 
-    /// Pages whose content is newer than the home's, or on its way there.
+    /// Number of pages whose content is newer than the home's, or on its way there.
     pub fn dirty(&self) -> u32 {
         self.dirty.load(Ordering::Relaxed)
     }
 
-    /// Frames that are some page's. Looks at each.
+    /// Number of frames that belong to a page. Reads each frame's word.
     pub fn used(&self) -> u32 {
         (0..self.frames()).filter(|frame| self.load(*frame).kind() != Kind::Empty).count() as u32
     }
 
-    /// Does to the policy what a read of the page does, as if its I/O took no time. Whether the
-    /// page was there. For replays of traces.
+    /// Does to the policy what a read of the page does, as if its I/O took no time. Returns whether
+    /// the page was there. For replays of traces.
     pub fn replay(&self, page: PageNo) -> bool {
         match self.share(page) {
             Found::Hit(frame) => {
@@ -128,8 +129,8 @@ impl Directory {
 
     fn word(&self, frame: Frame) -> &AtomicU64 {
         assert!(frame < self.frames(), "frame {frame} of {}", self.frames());
-        // SAFETY: inside the mapping (checked above), aligned (8-byte steps from a page boundary),
-        // and only ever accessed as an atomic.
+        // SAFETY: the pointer is inside the mapping (checked above) and aligned (8-byte steps from
+        // a page boundary). The word is only ever accessed as an atomic.
         unsafe { &*self.words.as_ptr().cast::<AtomicU64>().add(frame as usize) }
     }
 
@@ -147,7 +148,8 @@ impl Directory {
         replaced
     }
 
-    /// Changes a word to what `change` makes of it; `None`: it stays. Returns what it was.
+    /// Replaces a word by the result of `change`; `None` leaves it. Returns the old word, and
+    /// whether it was replaced.
     fn change(&self, frame: Frame, change: impl Fn(Entry) -> Option<Entry>) -> (Entry, bool) {
         loop {
             let was = self.load(frame);
@@ -159,7 +161,7 @@ impl Directory {
         }
     }
 
-    /// The first frame of a page's set, and its fingerprint.
+    /// The first frame of a page's set, and the page's fingerprint.
     fn place(&self, page: PageNo) -> (Frame, u16) {
         let hash = u64::from(page.0).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let hash = hash ^ hash >> 29;
@@ -173,7 +175,7 @@ impl Directory {
             .find(|(_, entry)| entry.page() == page && entry.kind() != Kind::Empty)
     }
 
-    /// Shares the frame that has the page, if one has.
+    /// Shares the page's frame, if it has one.
     pub(crate) fn share(&self, page: PageNo) -> Found {
         let (first, _) = self.place(page);
         loop {
@@ -187,14 +189,15 @@ impl Directory {
         }
     }
 
-    /// Ends [`share`](Directory::share). `wrote`: its content is newer than the home's now.
+    /// Ends one [`share`](Directory::share). `wrote`: the content is now newer than the home's.
     pub(crate) fn leave(&self, frame: Frame, wrote: bool) {
         self.change(frame, |entry| {
             Some(entry.with_users(entry.users() - 1).with_dirty(entry.is_dirty() || wrote))
         });
     }
 
-    /// From sharing a clean frame to having it alone. False: others share it, or it is not clean.
+    /// Turns a share of a clean frame into having it alone. False: the frame has other users, or is
+    /// not clean.
     pub(crate) fn upgrade(&self, frame: Frame) -> bool {
         let alone = |entry: Entry| {
             let may = entry.users() == 1 && !entry.is_dirty() && !entry.is_writing();
@@ -203,9 +206,8 @@ impl Directory {
         self.change(frame, alone).1
     }
 
-    /// Has the page's frame alone, or a new one where it has none. `who` is the caller's lane, of
-    /// which each has a number of its own. `None`: somebody else uses it, or no frame of its set is
-    /// free.
+    /// Gets the page's frame alone, or a new frame if it has none. `who` is the number of the
+    /// caller's lane. `None`: another user has the frame, or no frame of the set is free.
     pub(crate) fn hold(&self, page: PageNo, who: u8) -> Option<Held> {
         let (first, fingerprint) = self.place(page);
         if let Some((frame, entry)) = self.find(first, page) {
@@ -232,7 +234,7 @@ impl Directory {
         })
     }
 
-    /// Makes a claim count, unless another frame is the page's.
+    /// Makes a claim count, unless the page has another frame.
     fn confirm(&self, first: Frame, mine: Frame, page: PageNo, who: u8) -> bool {
         // Once this claim has ended, another lane may have claimed the frame.
         let is_mine = |entry: Entry| {
@@ -261,7 +263,7 @@ impl Directory {
         self.change(mine, |entry| is_mine(entry).then(|| held(entry))).1
     }
 
-    /// Lets go of a frame.
+    /// Lets a frame go that the caller had alone.
     pub(crate) fn let_go(&self, held: Held, outcome: Outcome) {
         self.change(held.frame, |entry| {
             let valid = entry.with_kind(Kind::Valid).with_users(0);
@@ -274,8 +276,8 @@ impl Directory {
         });
     }
 
-    /// Begins to write a frame's page to the home: it is clean unless somebody writes it from here
-    /// on. What it was, and whether it begins.
+    /// Begins to write a frame's page to the home: it is clean unless it is written again from here
+    /// on. Returns the old entry, and whether the write-back begins.
     pub(crate) fn begin_write_back(&self, frame: Frame) -> (Entry, bool) {
         self.change(frame, |entry| {
             let may = entry.kind() == Kind::Valid && entry.is_dirty() && !entry.is_writing();
@@ -283,7 +285,7 @@ impl Directory {
         })
     }
 
-    /// The content has been read, or could not be.
+    /// Notes that the content was read for the write-back, or could not be.
     pub(crate) fn end_write_back(&self, frame: Frame, outcome: Outcome) {
         self.change(frame, |entry| {
             let entry = entry.with_users(entry.users() - 1);
@@ -295,7 +297,7 @@ impl Directory {
         });
     }
 
-    /// A write to the home that was late has ended.
+    /// Notes that a late write to the home has ended.
     pub(crate) fn settle(&self, page: PageNo) {
         let (first, _) = self.place(page);
         if let Some((frame, _)) = self.find(first, page) {
@@ -307,13 +309,13 @@ impl Directory {
         self.pressed[set as usize % PRESSED].store(set + 1, Ordering::Relaxed);
     }
 
-    /// Whether a page has found no frame since the last time.
+    /// Whether a page has found no frame since the last call of `take_pressed`.
     pub(crate) fn has_pressed(&self) -> bool {
         self.pressed.iter().any(|slot| slot.load(Ordering::Relaxed) != 0)
     }
 
-    /// Takes the sets in which pages have found no frame since the last time: the first frame of
-    /// each.
+    /// Takes the noted sets in which pages have found no frame since the last call: the first frame
+    /// of each.
     pub(crate) fn take_pressed(&self) -> impl Iterator<Item = Frame> {
         let take = |slot: &AtomicU32| match slot.load(Ordering::Relaxed) {
             0 => None,
@@ -322,9 +324,9 @@ impl Directory {
         self.pressed.iter().filter_map(take).map(|set| set * WAYS)
     }
 
-    /// Whether a fingerprint of the page is there; it is taken away.
+    /// Whether a fingerprint of the page is there; removes it.
     fn forgive(&self, first: Frame, fingerprint: u16) -> bool {
-        // The first word of a set has the hands there.
+        // The first word of a set has the hands there instead.
         let is_it = |entry: Entry| entry.ghost() == fingerprint;
         let Some(frame) = (first + 1..first + WAYS).find(|frame| is_it(self.load(*frame))) else {
             return false;
@@ -333,7 +335,7 @@ impl Directory {
         true
     }
 
-    /// The frame that the next page of a set gets; `None`: all are used, dirty or being written.
+    /// Finds the frame for the next page of a set; `None`: all are used, dirty or being written.
     fn victim(&self, first: Frame) -> Option<(Frame, Entry)> {
         let mut young = 0;
         for frame in first..first + WAYS {
@@ -371,7 +373,7 @@ impl Directory {
             }
             let aged =
                 if young { entry.with_young(false).with_hits(0) } else { entry.with_hits(entry.hits() - 1) };
-            // Somebody uses it: that is an answer too.
+            // If another user has changed the word, the page stays, which is right too.
             let _ = self.replace(frame, entry, aged);
         }
         None
@@ -477,7 +479,7 @@ mod tests {
     #[test]
     fn threads_that_claim_the_same_pages_never_give_one_two_frames() {
         let directory = Directory::new(WAYS).unwrap();
-        // Each holder writes its number, and finds it again.
+        // Each holder writes its number, and must find it again.
         let holders: Vec<AtomicU32> = (0..80).map(|_| AtomicU32::new(0)).collect();
         std::thread::scope(|scope| {
             for thread in 1..=4u32 {

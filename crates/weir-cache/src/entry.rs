@@ -1,4 +1,4 @@
-//! The directory's entry of a frame: one word.
+//! A frame's entry in the directory: one word.
 //!
 //! ```text
 //!  63         32 31      16 15    8 7  6   5       4      3     2   1  0
@@ -17,19 +17,20 @@ pub(crate) struct Entry(pub u64);
 /// The state of a frame.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Kind {
-    /// Free.
+    /// The frame is free.
     Empty = 0,
-    /// Claimed for a page; others may claim a frame for it at the same moment.
+    /// The frame is claimed for a page; other lanes may claim another frame for it at the same
+    /// moment.
     Claimed = 1,
-    /// This page's alone, and not yet its content.
+    /// One user has the frame alone for this page, and its content is not there yet.
     Held = 2,
-    /// It has the page's content.
+    /// The frame has the page's content.
     Valid = 3,
 }
 
-/// Users of a frame that has one, who may change what it is.
+/// The value of the users' count when one user has the frame alone, and may change its state.
 pub(crate) const ALONE: u64 = 255;
-/// Users that may share a frame.
+/// Most users that may share a frame.
 const USERS_MAX: u64 = 254;
 const HITS_MAX: u64 = 3;
 
@@ -47,13 +48,13 @@ impl Entry {
         Entry(self.0 & !mask | (value << at) & mask)
     }
 
-    /// Claimed for `page` by lane `who`. What is kept in the word besides stays.
+    /// The entry, claimed for `page` by lane `who`. Other bits of the word stay.
     pub fn claimed(self, page: PageNo, who: u8, young: bool) -> Entry {
         let entry = Entry(u64::from(page.0) << 32).with(16, 16, self.ghost().into());
         entry.with(8, 8, who.into()).with_flag(YOUNG, young).with_kind(Kind::Claimed)
     }
 
-    /// Nobody's frame.
+    /// The entry without a page.
     pub fn emptied(self) -> Entry {
         Entry(0).with(16, 16, self.ghost().into())
     }
@@ -75,7 +76,7 @@ impl Entry {
         self.with(0, 2, kind as u64)
     }
 
-    /// The policy's record of pages that have left; see the policy.
+    /// The policy's fingerprint of a page that has left; see the policy.
     pub fn ghost(self) -> u16 {
         self.field(16, 16) as u16
     }
@@ -84,7 +85,7 @@ impl Entry {
         self.with(16, 16, ghost.into())
     }
 
-    /// Users; of a claim, the lane whose it is.
+    /// The number of users; in a claim, the number of its lane.
     pub fn users(self) -> u64 {
         self.field(8, 8)
     }
@@ -93,7 +94,7 @@ impl Entry {
         self.with(8, 8, users)
     }
 
-    /// With one user more, unless there is no room for one or somebody has it alone.
+    /// The entry with one user more, unless there is no room for one or a user has it alone.
     pub fn shared(self) -> Option<Entry> {
         (self.users() < USERS_MAX).then(|| self.with_users(self.users() + 1))
     }
@@ -114,7 +115,7 @@ impl Entry {
         Entry(if set { self.0 | flag } else { self.0 & !flag })
     }
 
-    /// In the probation queue.
+    /// Whether the page is young: in the probation queue.
     pub fn is_young(self) -> bool {
         self.0 & YOUNG != 0
     }
@@ -123,7 +124,7 @@ impl Entry {
         self.with_flag(YOUNG, young)
     }
 
-    /// Its content is newer than the home's.
+    /// Whether the content is newer than the home's.
     pub fn is_dirty(self) -> bool {
         self.0 & DIRTY != 0
     }
@@ -132,7 +133,7 @@ impl Entry {
         self.with_flag(DIRTY, dirty)
     }
 
-    /// A write of its page may reach the home at any time.
+    /// Whether a write of the page may reach the home at any time.
     pub fn is_writing(self) -> bool {
         self.0 & WRITING != 0
     }
@@ -141,12 +142,12 @@ impl Entry {
         self.with_flag(WRITING, writing)
     }
 
-    /// Whether the home may not have its content yet.
+    /// Whether the home may not have the content yet.
     pub fn is_ahead(self) -> bool {
         self.is_dirty() || self.is_writing()
     }
 
-    /// Whether another page may have it.
+    /// Whether another page may get the frame.
     pub fn is_evictable(self) -> bool {
         self.kind() == Kind::Valid && self.users() == 0 && !self.is_ahead()
     }

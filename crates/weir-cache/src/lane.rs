@@ -1,4 +1,4 @@
-//! One thread's way into a cache.
+//! A lane: one thread's access to a cache.
 
 use crate::directory::{Found, Held, Outcome};
 use crate::status::Counters;
@@ -13,27 +13,27 @@ use weir_device::{Done, Fault, PageGuard, PageLane, Progress, Ticket, View};
 use weir_store::{Lane as HomeLane, OpenError};
 use weir_volume::Lane as FrameLane;
 
-/// How long an operation waits for a page that somebody has alone, or for room in its set: twice
-/// what a slow home has for an answer.
+/// Longest time that an operation waits for a page that another user has alone, or for room in its
+/// set: twice the limit of a slow home.
 const BUSY_WITHIN: Duration = Duration::from_secs(60);
 
-/// One thread's way into a [`Cache`].
+/// A lane: one thread's access to a [`Cache`].
 ///
-/// An operation whose page somebody else has alone, or whose set has no frame that could be given
-/// to it, answers [`Progress::Full`] and fails after a minute of that. Nothing else is timed: a
-/// write that has gone to a disk that hangs is answered when the disk answers.
+/// If another user has the page alone, or its set has no frame to give, an operation returns
+/// [`Progress::Full`]. After a minute of that it fails. Nothing else is timed: a write that has
+/// gone to a disk that hangs completes when the disk answers.
 pub struct CacheLane {
     parts: Parts,
     frames: FrameLane,
     home: Box<dyn HomeLane>,
 }
 
-/// The part that completions change.
+/// The state that completions change.
 struct Parts {
     cache: Arc<Cache>,
     seat: usize,
     operations: Box<[Operation]>,
-    /// A page for each operation: what a part of a page becomes, or what is on its way into its
+    /// A page for each operation: the result of a partial write, or content on its way into a
     /// frame.
     pages: Box<[Page]>,
     idle: Vec<u16>,
@@ -43,7 +43,7 @@ struct Parts {
     flushes: Vec<(Ticket, u64)>,
     /// The time of the last poll.
     now: Option<Instant>,
-    /// Since when each operation has found its page or its set busy.
+    /// The time since which an operation has found its page or its set busy.
     busy_since: Option<Instant>,
     is_busy: bool,
 }
@@ -55,50 +55,50 @@ struct Operation {
     state: State,
 }
 
-/// The event that an operation waits for.
+/// The step that an operation waits for.
 #[derive(Clone, Copy)]
 enum State {
     Idle,
-    /// The frame's content.
+    /// The operation reads the frame.
     ReadFrame {
         frame: u32,
     },
-    /// The home's content; then it goes into the frame if it is to stay.
+    /// The operation reads the home; then the content goes into a frame if it is to stay.
     ReadHome {
         held: Held,
         stays: bool,
     },
-    /// The frame to have what was read.
+    /// The operation writes content that was read into the frame.
     Fill {
         held: Held,
     },
-    /// A frame that others share to be written.
+    /// The operation writes a frame that others share.
     WriteFrame {
         frame: u32,
     },
-    /// The content of a page of which a part is to be written.
+    /// The operation reads the page of which it is to write a part.
     ReadRest {
         held: Held,
         patch: (u16, u16),
     },
-    /// Room to write what is in its page of memory.
+    /// The operation waits for room to write its content.
     Again {
         held: Held,
     },
-    /// A page that cannot be read in its frame, which others share: it is read at the home by
-    /// whoever has the frame alone.
+    /// The page cannot be read in its frame, which others share. The lane must get the frame alone,
+    /// and then read the home.
     ReadAgain,
-    /// A frame of its own to be written.
+    /// The operation writes a frame that it has alone.
     WriteNew {
         held: Held,
     },
-    /// The home to be written, and the frame.
+    /// The operation writes the home and the frame.
     WriteBoth {
         held: Held,
         home: Option<Result<(), Fault>>,
         frame: Option<Result<(), Fault>>,
     },
-    /// The home to be written.
+    /// The operation writes the home.
     WriteHome {
         held: Held,
         late: bool,
@@ -134,12 +134,12 @@ impl CacheLane {
         })
     }
 
-    /// The cache.
+    /// The cache of this lane.
     pub fn cache(&self) -> &Arc<Cache> {
         &self.parts.cache
     }
 
-    /// Has a page that is not there come from its home.
+    /// Reads a page from the home that is not cached.
     fn read_home(
         &mut self,
         at: u16,
@@ -151,7 +151,7 @@ impl CacheLane {
     ) -> Progress {
         match self.home.read(at.into(), Slot(page.0), out) {
             Progress::Done(Ok(())) => {
-                // It is not worth waiting for room.
+                // Filling the cache is not worth a wait for room.
                 let fill = if stays {
                     self.frames.write(at.into(), PageNo(held.frame), out)
                 } else {
@@ -176,7 +176,7 @@ impl CacheLane {
         }
     }
 
-    /// Writes a page whose frame is held.
+    /// Writes a page whose frame this lane has alone.
     fn put(&mut self, at: u16, page: PageNo, held: Held, around: bool, bytes: &PageBytes) -> (State, Step) {
         let mode = self.parts.cache.mode();
         if mode == Mode::WriteBack && !around {
@@ -194,7 +194,7 @@ impl CacheLane {
             Progress::Done(result) => Some(result),
             Progress::Queued => None,
             Progress::Full => {
-                // A home that has no room for now announces it to nobody.
+                // A home without a descriptor cannot announce that it has room again.
                 self.parts.is_busy |= self.home.wake_fd().is_none();
                 return (State::Idle, Step::Full);
             }
@@ -215,7 +215,7 @@ impl CacheLane {
         (state, Step::Ended(self.parts.end_both(held, home, frame)))
     }
 
-    /// Goes on with what has waited for room, or to have its page alone.
+    /// Continues operations that waited for room, or to have their page alone.
     fn go_on(&mut self, done: &mut dyn FnMut(Done<'_>)) {
         for _ in 0..self.parts.again.len() {
             let at = self.parts.again.remove(0);
@@ -235,7 +235,7 @@ impl CacheLane {
 }
 
 impl CacheLane {
-    /// Reads a page whose frame could not be read.
+    /// Reads a page again whose frame could not be read.
     fn read_again(&mut self, at: u16, page: PageNo, done: &mut dyn FnMut(Done<'_>)) {
         let Some(held) = self.parts.hold(page) else {
             if self.parts.is_busy_for_too_long() {
@@ -249,7 +249,8 @@ impl CacheLane {
             let state = State::ReadHome { held, stays: true };
             return self.parts.read_instead(at, page, state, held, &mut *self.home, done);
         }
-        // It was written meanwhile, so its frame can be read, and what the home has is older.
+        // The page was written meanwhile, so its frame can be read, and the home's content is
+        // older.
         self.parts.put_back(held);
         let Found::Hit(frame) = self.parts.cache.directory.share(page) else {
             return self.parts.again.push(at);
@@ -286,7 +287,7 @@ impl Parts {
         Progress::Queued
     }
 
-    /// The operation that is begun next, if there is room.
+    /// The number of the next operation, if there is room.
     fn next(&self) -> Option<u16> {
         self.idle.last().copied()
     }
@@ -306,12 +307,12 @@ impl Parts {
         done(Done { ticket, result, page });
     }
 
-    /// Somebody has the page alone, or its set has no room.
+    /// Answers that the page is busy: another user has it alone, or its set has no room.
     fn busy(&mut self) -> Progress {
         if self.is_busy_for_too_long() { self.fails(Fault::Timeout) } else { Progress::Full }
     }
 
-    /// Notes that a page or its set is busy. Whether that has lasted for [`BUSY_WITHIN`].
+    /// Notes that a page or its set is busy. Returns whether that has lasted for [`BUSY_WITHIN`].
     fn is_busy_for_too_long(&mut self) -> bool {
         self.is_busy = true;
         self.cache.ring();
@@ -324,8 +325,8 @@ impl Parts {
         is_too_long
     }
 
-    /// Ends the sharing of a frame that could not be read. Whether the home has the page too, for
-    /// whoever has it alone.
+    /// Ends the share of a frame that could not be read. Returns whether the home has the same
+    /// page, so that a user who has it alone may read it there.
     fn leave_unreadable(&self, frame: u32) -> bool {
         let directory = &self.cache.directory;
         let is_at_home = !directory.load(frame).is_ahead();
@@ -354,7 +355,7 @@ impl Parts {
         }
     }
 
-    /// As it was.
+    /// Lets a frame go in the state that it had before.
     fn put_back(&self, held: Held) {
         let outcome = match (held.is_valid, held.is_dirty) {
             (_, true) => Outcome::Dirty,
@@ -375,7 +376,7 @@ impl Parts {
         }
     }
 
-    /// A write around the cache has ended. One that failed has left the old page or the new one.
+    /// Ends a write around the cache. If it failed, the home has the old page or the new one.
     fn end_around(&self, held: Held, result: Result<(), Fault>) {
         let keeps = result.is_err() && held.is_dirty;
         self.let_go(held, if keeps { Outcome::Dirty } else { Outcome::Nothing });
@@ -384,9 +385,9 @@ impl Parts {
     fn end_both(&self, held: Held, home: Result<(), Fault>, frame: Result<(), Fault>) -> Result<(), Fault> {
         let outcome = match (home, frame) {
             (Ok(()), Ok(())) => Outcome::Clean,
-            // The home has it.
+            // The home has the page.
             (Ok(()), Err(_)) => Outcome::Nothing,
-            // It is tried again from here.
+            // The frame's content is written home again later.
             (Err(_), Ok(())) => Outcome::Dirty,
             (Err(_), Err(_)) if held.is_dirty => Outcome::Dirty,
             (Err(_), Err(_)) => Outcome::Nothing,
@@ -395,7 +396,7 @@ impl Parts {
         home
     }
 
-    /// The bytes of a page that a write of a part leaves as they are have come.
+    /// Completes a partial write: the rest of the page has been read.
     fn complete(&mut self, at: u16, held: Held, patch: (u16, u16), content: &PageBytes) {
         let kept = &mut self.pages[usize::from(at)];
         let (from, to) = (usize::from(patch.0), usize::from(patch.1));
@@ -405,7 +406,7 @@ impl Parts {
         self.again.push(at);
     }
 
-    /// The volume has answered.
+    /// Handles the answer of the cache's volume.
     fn frame_answered(
         &mut self,
         frame_done: &Done<'_>,
@@ -422,7 +423,7 @@ impl Parts {
                     self.hand_over(at, Ok(()), Some(content), done);
                 }
                 (Err(_), _) if self.cache.directory.upgrade(frame) => {
-                    // The home has it too.
+                    // The home has the same content.
                     let held = Held { frame, is_valid: true, is_dirty: false };
                     self.read_instead(at, page, State::ReadHome { held, stays: true }, held, home, done);
                 }
@@ -464,7 +465,7 @@ impl Parts {
         }
     }
 
-    /// Reads a clean page at the home that cannot be read in its frame.
+    /// Reads a clean page from the home that cannot be read in its frame.
     fn read_instead(
         &mut self,
         at: u16,
@@ -512,7 +513,7 @@ impl Parts {
         }
     }
 
-    /// The home has answered.
+    /// Handles the answer of the home.
     fn home_answered(
         &mut self,
         home_done: &Done<'_>,
@@ -541,7 +542,7 @@ impl Parts {
                 self.let_go(held, Outcome::Nothing);
                 self.hand_over(at, result.and(Err(Fault::Lost)), None, done);
             }
-            // It may land at any time: nobody else may touch the page before it has.
+            // The write may land at any time: no other user may touch the page before that.
             (State::WriteHome { held, .. }, _) if result == Err(Fault::Timeout) => {
                 self.operations[usize::from(at)].state = State::WriteHome { held, late: true };
             }
@@ -555,7 +556,7 @@ impl Parts {
         }
     }
 
-    /// A write to the home that was late has ended, one way or the other.
+    /// Handles the end of a late write to the home, done or failed.
     fn settled(&mut self, slot: Slot, done: &mut dyn FnMut(Done<'_>)) {
         let late = Err(Fault::Timeout);
         for at in 0..self.operations.len() {
@@ -577,7 +578,7 @@ impl Parts {
 impl PageLane for CacheLane {
     type Guard<'a> = Elsewhere;
 
-    /// At the home it would take a write of each page.
+    /// Clearing at the home would take a write of each page.
     const CLEARS: bool = false;
     const FLUSHES: bool = true;
 
@@ -603,7 +604,7 @@ impl PageLane for CacheLane {
                     Progress::Queued => {
                         return self.parts.begin(at, ticket, page, State::ReadFrame { frame });
                     }
-                    // The home has it too, unless it is dirty.
+                    // The home has the same content, unless the frame is dirty.
                     Progress::Done(Err(_)) if cache.directory.upgrade(frame) => {
                         let held = Held { frame, is_valid: true, is_dirty: false };
                         return self.read_home(at, ticket, page, held, true, out);
@@ -623,7 +624,7 @@ impl PageLane for CacheLane {
             Found::Absent => match self.parts.hold(page) {
                 Some(held) if !held.is_valid => held,
                 Some(held) => {
-                    // Somebody brought it meanwhile.
+                    // Another lane has cached the page meanwhile.
                     self.parts.put_back(held);
                     return self.parts.busy();
                 }
@@ -720,7 +721,7 @@ impl PageLane for CacheLane {
         0
     }
 
-    /// Takes as long as the home takes for all dirty pages.
+    /// A flush takes as long as the home needs for all dirty pages.
     fn flush(&mut self, ticket: Ticket) -> Progress {
         if self.parts.flushes.len() == self.parts.flushes.capacity() {
             return Progress::Full;
@@ -734,7 +735,7 @@ impl PageLane for CacheLane {
         Elsewhere
     }
 
-    /// A write that has gone to the home cannot be held back.
+    /// A write that has gone to the home cannot be stopped.
     fn forsake(&mut self, whose: impl Fn(Ticket) -> bool) {
         let operations = &self.parts.operations;
         self.frames.forsake(|at| whose(operations[at as usize].ticket));
@@ -791,8 +792,8 @@ impl PageLane for CacheLane {
 }
 
 impl CacheLane {
-    /// Writes a page that is cached where it lies, beside others that use it. `None`: it is not
-    /// cached, or writes go home.
+    /// Writes a cached page in its frame, beside others that use it. `None`: it is not cached, or
+    /// writes go home.
     fn write_shared(
         &mut self,
         at: u16,
@@ -813,7 +814,7 @@ impl CacheLane {
         }
     }
 
-    /// A frame that others may share has been written, or is being.
+    /// Handles the progress of a write to a frame that others may share.
     fn wrote_shared(
         &mut self,
         at: u16,
@@ -844,10 +845,10 @@ impl CacheLane {
 }
 
 impl Drop for CacheLane {
-    /// Operations that were not handed over take no effect, but for writes that have gone to the
-    /// home. Nobody will hear that such a write has ended, so its page never goes home again:
-    /// flushes fail. A frame that has the page's content serves it on; another stays as it is, for
-    /// a read of the home might find half of the write.
+    /// Operations that were not handed over take no effect, except writes that have gone to the
+    /// home. The end of such a write will not be noticed, so its page never goes home again, and
+    /// flushes fail. A frame with the page's content continues to serve it. Any other frame stays
+    /// as it is, for a read of the home might find half of the write.
     fn drop(&mut self) {
         let parts = &self.parts;
         for operation in &parts.operations {
@@ -864,7 +865,7 @@ impl Drop for CacheLane {
                 State::ReadFrame { frame } | State::WriteFrame { frame } => {
                     parts.cache.directory.leave(frame, false);
                 }
-                // The home refused it, and the frame has what it had.
+                // The home refused the write, and the frame still has the old content.
                 State::WriteBoth { held, home: Some(Err(_)), .. } => parts.put_back(held),
                 State::WriteBoth { held, .. } => parts.let_go(held, Outcome::Nothing),
                 State::ReadHome { held, .. } | State::Fill { held } => parts.let_go(held, Outcome::Nothing),
@@ -877,7 +878,7 @@ impl Drop for CacheLane {
     }
 }
 
-/// Shows nothing: what a cache holds may leave while somebody looks at it.
+/// A guard that shows no page: a cached page may leave while it is read.
 pub struct Elsewhere;
 
 impl PageGuard for Elsewhere {

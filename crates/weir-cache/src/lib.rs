@@ -1,21 +1,21 @@
-//! A cache in front of a disk, as a page device.
+//! A write-back cache in front of a disk, as a page device.
 //!
 //! A [`Cache`] keeps pages of a *home* (a file or disk as it is: page `n` lies at `n`) in the
-//! frames of a volume over a fast store. So each cached page has a checksum and every write goes to
-//! a new slot, as the volume has it. The [`Directory`] says which page lies in which frame. It
-//! takes 8 bytes a frame, page map and slot records of the volume take 16: 24 bytes a cached page,
-//! and nothing for what is not cached.
+//! frames of a volume over a fast store. So, as in any volume, each cached page has a checksum and
+//! every write goes to a new slot. The [`Directory`] says which page lies in which frame. It takes
+//! 8 bytes a frame, and the volume's page map and slot records take 16. That is 24 bytes a cached
+//! page, and nothing for pages that are not cached.
 //!
-//! Each thread has a [`CacheLane`]. One [`WriteBack`] takes dirty pages home, step by step. Lanes
-//! and write-back share words that change by compare-and-exchange, and no lock. Whoever reads or
-//! writes a page at its home has the page's frame alone, or has marked it as being written: so no
-//! two writes of a page are under way at the home, and no read of one beside a write.
+//! Each thread has a [`CacheLane`]. One [`WriteBack`] writes dirty pages home, step by step. Lanes
+//! and write-back share words that change by compare-and-exchange, and no lock. A lane that reads
+//! or writes a page at its home has the page's frame alone, or has marked it as being written. So
+//! the home never has two writes of a page under way, nor a read beside a write.
 //!
-//! Nothing here starts a thread or reads a clock; [`WriteBack::wait`] alone sleeps.
+//! Nothing here starts a thread or reads a clock, and only [`WriteBack::wait`] sleeps.
 //!
-//! **What a flush means.** Every page written before it is at home, and the home has flushed its
-//! own cache. Between flushes a power failure may take any of the writes since the last one, as
-//! with a disk that caches writes.
+//! **Meaning of a flush.** Every page written before it is at home, and the home has flushed its
+//! own cache. Between flushes a power failure may lose any write since the last flush, as on a disk
+//! that caches writes.
 
 mod directory;
 mod entry;
@@ -42,19 +42,19 @@ use weir_device::PageDevice;
 use weir_store::{OpenError, OpenErrorKind, Store};
 use weir_volume::{CreateError, Volume};
 
-/// Lanes at most: a claim in the directory has a lane's number in 8 bits.
+/// Most lanes: a claim in the directory has 8 bits for a lane's number.
 pub const LANES_MAX: usize = 250;
 
-/// The place that a write goes to.
+/// The destination of writes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Mode {
-    /// Into the cache, and home later.
+    /// Writes go into the cache, and home later.
     #[default]
     WriteBack,
-    /// Into the cache and home, before it is acknowledged: a cache that is lost takes nothing with
-    /// it.
+    /// Writes go into the cache and home before they are acknowledged: if the cache is lost, no
+    /// page is.
     WriteThrough,
-    /// Home; the cache forgets the page.
+    /// Writes go home; the cache drops the page.
     WriteAround,
 }
 
@@ -81,25 +81,26 @@ impl FromStr for Mode {
     }
 }
 
-/// The shape of a cache.
+/// The settings of a cache.
 #[derive(Clone, Copy, Debug)]
 pub struct Config {
-    /// Lanes that may be open at once, [`LANES_MAX`] at most.
+    /// Most lanes that may be open at once, up to [`LANES_MAX`].
     pub lanes: usize,
-    /// Operations that each may have in flight.
+    /// Operations that each lane may have in flight.
     pub depth: usize,
-    /// The place that writes go to.
+    /// The destination of writes.
     pub mode: Mode,
     /// Pages in a row from which on a stream bypasses the cache; 0: never.
     pub stream_pages: u32,
-    /// Per cent of the frames that may be dirty before pages are written back.
+    /// Part of the frames, in per cent, that may be dirty before pages are written back.
     pub dirty_high: u8,
-    /// Per cent of the frames that may stay dirty then.
+    /// Part of the frames, in per cent, that may stay dirty then.
     pub dirty_low: u8,
 }
 
 impl Default for Config {
-    /// Streams from 4 MiB on bypass; written back from 50 % dirty on down to 40 %.
+    /// The defaults: streams from 4 MiB on bypass the cache; write-back begins at 50 % dirty and
+    /// ends at 40 %.
     fn default() -> Self {
         Config {
             lanes: 4,
@@ -112,7 +113,7 @@ impl Default for Config {
     }
 }
 
-/// Why a cache could not be made.
+/// The reason why a cache could not be made.
 #[derive(Debug, thiserror::Error)]
 pub enum CacheError {
     /// The store is too small for one set of frames.
@@ -121,16 +122,16 @@ pub enum CacheError {
         ByteSize(*.has), ByteSize(*.needs), ByteSize(*.slack)
     )]
     TooSmall {
-        /// The store.
+        /// The store's name.
         store: String,
-        /// Bytes it has.
+        /// Bytes that the store has.
         has: u64,
-        /// Bytes it needs.
+        /// Bytes that the cache needs.
         needs: u64,
-        /// Bytes of these that hold no page for long.
+        /// Bytes of these that are for writes under way.
         slack: u64,
     },
-    /// A shape that no cache has.
+    /// No cache can have these settings.
     #[error(
         "a cache has 1 to {LANES_MAX} lanes, and watermarks of at most 90 per cent, the lower first; asked for {0}"
     )]
@@ -141,7 +142,7 @@ pub enum CacheError {
     /// The store or the home gives no lane.
     #[error("the cache gets no lane")]
     Lane(#[from] OpenError),
-    /// No memory for the index.
+    /// There is no memory for the index.
     #[error("cannot take memory for the cache's index")]
     Memory(#[source] std::io::Error),
 }
@@ -156,13 +157,13 @@ pub struct Cache {
     streams: Streams,
     seats: Box<[Seat]>,
     write_back: status::WriteBackCounters,
-    /// Flushes that were asked for.
+    /// Number of the last flush that was asked for.
     flush_wanted: AtomicU64,
-    /// The last that has been answered, times 2; plus 1 if it succeeded.
+    /// Number of the last flush that has been answered, times 2; plus 1 if it succeeded.
     flush_done: AtomicU64,
-    /// Whether all dirty pages are to go home.
+    /// Whether all dirty pages must go home.
     drains: AtomicBool,
-    /// Wakes whoever drives the write-back.
+    /// Wakes the thread that drives the write-back.
     bell: OwnedFd,
     asleep: AtomicBool,
 }
@@ -176,10 +177,10 @@ struct Seat {
 }
 
 impl Cache {
-    /// Makes an empty cache over `store`, which is its own, in front of `home`.
+    /// Makes an empty cache over `store`, which only the cache may use, in front of `home`.
     ///
     /// # Errors
-    /// When the store is too small, or memory is missing.
+    /// Fails when the store is too small, or memory is missing.
     pub fn create(
         store: Arc<dyn Store>,
         home: Arc<dyn Store>,
@@ -190,7 +191,7 @@ impl Cache {
             let shape = format!("{lanes} lanes, {dirty_low} and {dirty_high} per cent");
             return Err(CacheError::Shape(shape));
         }
-        // One more for the write-back.
+        // The write-back needs one lane more.
         let mut shape = weir_volume::Config { pages: WAYS, lanes: lanes + 1, depth };
         if store.slots() < shape.slots() {
             let bytes = |slots: u32| u64::from(slots) * PAGE_SIZE as u64;
@@ -223,49 +224,49 @@ impl Cache {
         }))
     }
 
-    /// Its size in pages: the home's.
+    /// The cache's size in pages: that of the home.
     pub fn pages(&self) -> u32 {
         self.home.slots()
     }
 
-    /// Its size in bytes.
+    /// The cache's size in bytes.
     pub fn bytes(&self) -> u64 {
         u64::from(self.pages()) * PAGE_SIZE as u64
     }
 
-    /// Pages that are newer than the home's, or on their way there.
+    /// Number of pages that are newer than the home's, or on their way there.
     pub fn dirty(&self) -> u32 {
         self.directory.dirty()
     }
 
-    /// The place that writes go to.
+    /// The destination of writes.
     pub fn mode(&self) -> Mode {
         Mode::ALL[usize::from(self.mode.load(Ordering::Relaxed))].0
     }
 
-    /// Sends writes elsewhere from here on. Unless they stay in the cache, all dirty pages go home.
+    /// Changes the destination of writes. Unless it is write-back, all dirty pages go home.
     pub fn set_mode(&self, mode: Mode) {
         self.mode.store(mode as u8, Ordering::Relaxed);
         self.ring();
     }
 
-    /// Has all dirty pages go home from here on, as before the end.
+    /// Has all dirty pages go home from here on, for instance before the cache ends.
     pub fn drain(&self) {
         self.drains.store(true, Ordering::Relaxed);
         self.ring();
     }
 
-    /// Whether all dirty pages are to go home.
+    /// Whether all dirty pages must go home.
     fn must_clean(&self) -> bool {
         self.drains.load(Ordering::Relaxed) || self.mode() != Mode::WriteBack
     }
 
-    /// So many frames as a share of all of them.
+    /// The number of frames for this part of them, in per cent.
     fn share(&self, per_cent: u8) -> u32 {
         (u64::from(self.directory.frames()) * u64::from(per_cent) / 100) as u32
     }
 
-    /// Ends the sharing of a frame; `wrote`: its content is newer than the home's now.
+    /// Ends the share of a frame; `wrote`: its content is now newer than the home's.
     fn leave(&self, frame: u32, wrote: bool) {
         self.directory.leave(frame, wrote);
         if wrote {
@@ -273,7 +274,7 @@ impl Cache {
         }
     }
 
-    /// A page is dirty: wakes whoever drives the write-back, where there are too many of them.
+    /// Notes that a page is dirty. If too many are, wakes the thread that drives the write-back.
     fn has_dirt(&self) {
         let most = if self.must_clean() { 0 } else { self.share(self.config.dirty_high) };
         if self.directory.dirty() > most && self.asleep.load(Ordering::SeqCst) {
@@ -281,10 +282,10 @@ impl Cache {
         }
     }
 
-    /// Wakes whoever drives the write-back.
+    /// Wakes the thread that drives the write-back.
     fn ring(&self) {
         if self.asleep.swap(false, Ordering::SeqCst) {
-            // It can only be full, and then it rings.
+            // This fails only if the counter is full, and then the bell rings already.
             let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
         }
     }

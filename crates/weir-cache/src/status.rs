@@ -4,7 +4,7 @@ use crate::{Cache, Mode};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use weir_core::metrics::Counter;
 
-/// Sizes of writes to the home that are told apart: 1 page, 2 to 3, 4 to 7, ..., 256 and more.
+/// Number of size classes of writes to the home: 1 page, 2 to 3, 4 to 7, ..., 256 and more.
 const SIZES: usize = 9;
 
 /// A lane's counts.
@@ -29,7 +29,7 @@ pub(crate) struct WriteBackCounters {
 }
 
 impl WriteBackCounters {
-    /// Counts a row of pages side by side that went home together.
+    /// Counts a run of neighbouring pages that went home together.
     pub fn row(&self, pages: u64) {
         self.pages.fetch_add(pages, Relaxed);
         if let Some(size) = pages.checked_ilog2() {
@@ -38,48 +38,48 @@ impl WriteBackCounters {
     }
 }
 
-/// A cache at one moment.
+/// A cache's counts at one moment.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct CacheStatus {
-    /// The place that writes go to.
+    /// The destination of writes.
     pub mode: Mode,
-    /// Pages of the home.
+    /// Number of pages of the home.
     pub pages: u32,
-    /// Pages that the cache can hold.
+    /// Number of pages that the cache can hold.
     pub frames: u32,
-    /// Pages that it holds.
+    /// Number of pages that it holds.
     pub used: u32,
-    /// Pages of these that are newer than the home's.
+    /// Number of these pages that are newer than the home's.
     pub dirty: u32,
-    /// Bytes of its index, with the page map and slot records of its volume.
+    /// Bytes of the index, with the page map and slot records of its volume.
     pub index_bytes: u64,
-    /// Pages read that were there.
+    /// Number of pages read that were cached.
     pub read_hits: u64,
-    /// Pages read that were not.
+    /// Number of pages read that were not cached.
     pub read_misses: u64,
-    /// Pages written that were there.
+    /// Number of pages written that were cached.
     pub write_hits: u64,
-    /// Pages written that were not.
+    /// Number of pages written that were not cached.
     pub write_misses: u64,
-    /// Pages of streams that were not there and went past the cache.
+    /// Number of pages of streams that were not cached and bypassed the cache.
     pub bypassed: u64,
-    /// Pages that could not be read or written.
+    /// Number of pages that could not be read or written.
     pub faults: u64,
-    /// Pages written back.
+    /// Number of pages written back.
     pub written_back: u64,
-    /// Rows of pages side by side that were written back together: of 1 page, 2 to 3, 4 to 7, ...,
+    /// Number of runs of neighbouring pages written back together: of 1 page, 2 to 3, 4 to 7, ...,
     /// 256 and more.
     pub rows: [u64; SIZES],
-    /// Pages that could not be written back, each time.
+    /// Number of failed write-backs of a page.
     pub write_back_failed: u64,
-    /// Flushes of the home.
+    /// Number of flushes of the home.
     pub flushes: u64,
-    /// Those of them that failed.
+    /// Number of these flushes that failed.
     pub flushes_failed: u64,
 }
 
 impl Cache {
-    /// How it is. Looks at each frame.
+    /// The cache's status. Reads each frame's word.
     pub fn status(&self) -> CacheStatus {
         let sum = |count: fn(&Counters) -> &Counter| {
             self.seats.iter().map(|seat| count(&seat.counters).get()).sum::<u64>()

@@ -1,21 +1,21 @@
-//! Streams: long runs of neighbouring pages, which a disk serves well and which would push
-//! everything else out.
+//! Streams: long runs of neighbouring pages. A disk serves them well, and they would push
+//! everything else out of the cache.
 //!
-//! A table of words, one for each area of 256 pages that hashes there: the page that would come
-//! next, and how many have come in a row. Threads that share a stream's requests may overtake one
-//! another a little.
+//! A stream table has a word for each area of 256 pages that hashes there. It holds the page that
+//! would come next, and the number of pages so far in a row. Threads that share a stream's requests
+//! may overtake one another a little.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use weir_core::PageNo;
 
 const ROWS: usize = 1024;
 const AREA_BITS: u32 = 8;
-/// Pages that a run may leap over.
+/// Number of pages that a run may leap over.
 const AHEAD: u32 = 512;
-/// Pages behind a run that do not begin another one.
+/// A page less than this many behind a run does not begin another one.
 const BEHIND: u32 = 64;
 
-/// Finds streams in what all lanes do.
+/// Finds streams in the requests of all lanes.
 #[derive(Debug)]
 pub(crate) struct Streams {
     rows: Box<[AtomicU64]>,
@@ -32,7 +32,7 @@ impl Streams {
         &self.rows[area.wrapping_mul(0x9e37_79b1) as usize >> 22 & (ROWS - 1)]
     }
 
-    /// Notes that a page is asked for. Whether it belongs to a stream that is long enough.
+    /// Notes a request for a page. Returns whether it belongs to a stream that is long enough.
     pub fn note(&self, page: PageNo) -> bool {
         if self.cutoff == 0 {
             return false;
@@ -45,7 +45,7 @@ impl Streams {
             let behind = next.wrapping_sub(page) <= BEHIND;
             (length > 0 && (ahead || behind)).then_some((next, length))
         };
-        // A stream that enters an area comes from the one before, and is there no more.
+        // A stream that enters an area comes from the one before, and leaves its entry there.
         let enter = || {
             let before = self.row(area.wrapping_sub(1));
             near(before.load(Relaxed)).inspect(|_| before.store(0, Relaxed))
@@ -53,7 +53,8 @@ impl Streams {
         let found = near(row.load(Relaxed)).or_else(enter);
         let (next, length) = found.unwrap_or((page, 0));
         if page.wrapping_sub(next) > AHEAD {
-            // Overtaken, or read again: no progress of the stream, and no part of it.
+            // The page was overtaken, or is read again: it neither continues the stream nor belongs
+            // to it.
             return false;
         }
         let length = length.saturating_add(1);

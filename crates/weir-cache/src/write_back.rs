@@ -1,21 +1,20 @@
-//! Dirty pages on their way home: in address order, neighbours side by side, so that the home's
-//! lane joins them. A home that is a log gets as many at a time as fill its segments.
+//! The write-back: takes dirty pages home in address order, neighbours side by side, so that the
+//! home's lane joins them. A home that is a log gets whole segments of pages at a time.
 //!
-//! [`WriteBack::step`] does a bounded piece of work and says what it needs next. It goes to work
-//! when
+//! [`WriteBack::step`] does a bounded piece of work and says what it needs next. It works when
 //!
 //! - a set has no frame that could be given to another page (its dirty pages go first),
-//! - a flush is asked for, or all pages are to go home: then it goes through all pages once, from
-//!   the first on,
-//! - more frames are dirty than the upper watermark says: then until the lower one is reached, from
-//!   where it stopped.
+//! - a flush is asked for, or all pages must go home: then it goes through all pages once, from the
+//!   first on,
+//! - more frames are dirty than the upper watermark: then it works until the lower one is reached,
+//!   from where it stopped.
 //!
-//! For the watermark, pages that were not used again go first, and the others only where those are
-//! not enough: what is written often would be written home often.
+//! For the watermark, pages that were not used again go first, and the others only if those are not
+//! enough: a page that is often written would otherwise often be written home.
 //!
-//! A page whose write fails stays dirty in the cache, where it can be read, and is tried again a
-//! second later at the earliest. Its flush fails. A home whose own flush has failed once may have
-//! lost what it had taken: no later flush succeeds.
+//! A page whose write fails stays dirty in the cache, where it can be read. It is tried again after
+//! a second at the earliest, and its flush fails. A home whose own flush has failed once may have
+//! lost earlier writes, so no later flush succeeds.
 
 use crate::directory::{Directory, Frame, Outcome, WAYS};
 use crate::entry::Kind;
@@ -30,67 +29,68 @@ use weir_device::{Fault, POLL_EVERY, Progress, Ticket};
 use weir_store::Lane as HomeLane;
 use weir_volume::Lane as FrameLane;
 
-/// Pages that are on their way together, at most: 4 MiB.
+/// Most pages that are on their way together: 4 MiB.
 const GROUP: usize = 1024;
-/// Pages that one look through the directory finds.
+/// Most pages that one look through the directory finds.
 const BATCH: usize = 16 << 10;
-/// Frames that one step looks at. Fewer in unit tests, so that a look takes several steps there.
+/// Number of frames that one step looks at. There are fewer in unit tests, so that a look takes
+/// several steps there.
 const LOOK: u32 = if cfg!(test) { 64 } else { 1 << 18 };
-/// How long pages that failed are left alone.
+/// Time that pages whose write failed are left alone.
 const AGAIN: Duration = Duration::from_secs(1);
-/// The ticket of the home's flush; others are places in the group.
+/// The ticket of the home's flush; other tickets are indices in the group.
 const FLUSH: Ticket = Ticket::MAX;
 
 /// The event that the write-back needs before its next step.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Next {
-    /// Nothing.
+    /// The next step can follow at once.
     Step,
-    /// Answers of the home or of the cache's store.
+    /// The home or the cache's store must answer first.
     Answers,
-    /// A reason to work, or this time.
+    /// There must be a reason to work, or this time must come.
     Work(Option<Instant>),
 }
 
-/// Takes dirty pages home. One for each cache.
+/// Writes dirty pages home. Each cache has one.
 pub struct WriteBack {
     cache: Arc<Cache>,
     frames: FrameLane,
     home: Box<dyn HomeLane>,
-    /// The pages that go home next, in address order, and the progress of each.
+    /// The pages that go home next, in address order.
     batch: Vec<(PageNo, Frame)>,
     at: usize,
-    /// More pages wait behind those of the batch.
+    /// Whether more pages wait after those of the batch.
     more: bool,
-    /// Pages that go before the batch: dirty pages of sets that have no room.
+    /// Pages that go before the batch: dirty pages of sets without room.
     urgent: Vec<(PageNo, Frame)>,
     group: Group,
     sweep: Option<Sweep>,
-    /// The frame at which the next sweep for the watermarks begins.
+    /// The frame at which the next sweep for the watermark begins.
     cursor: u32,
-    /// Writes whose end the home has not reported.
+    /// Number of writes whose end the home has not reported.
     late: u32,
-    /// Whether the next sweep for the watermark takes pages that are used often, too.
+    /// Whether the next sweep for the watermark also takes pages that are often used.
     takes_hot: bool,
-    /// The last look found no page that could go.
+    /// Whether the last look found no page that could go.
     found_nobody: bool,
-    /// Pages that failed are left alone until then.
+    /// The time until which pages that failed are left alone.
     again_at: Option<Instant>,
     /// Whether the home has failed to flush.
     is_broken: bool,
     rest: Rest,
 }
 
-/// Pages on their way together.
+/// Pages that are on their way together.
 struct Group {
     pages: Box<[Page]>,
     members: Vec<Member>,
-    /// Members whose content has been asked for, and whose write has been queued.
+    /// Number of members whose content is being read, and of those whose write is queued.
     read: usize,
     written: usize,
-    /// Answers outstanding.
+    /// Number of outstanding answers.
     waits: usize,
-    /// The row of neighbours that is being queued: the page after it, and its length.
+    /// The run of neighbours that is being queued: the page after it, and its length.
     row: (u32, u64),
 }
 
@@ -103,48 +103,48 @@ struct Member {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum MemberState {
-    /// Its content is being read.
+    /// The member's content is being read.
     Reads,
-    /// Its content is there.
+    /// The member's content is there.
     Ready,
-    /// Its write is under way.
+    /// The member's write is under way.
     Writes,
-    /// It is done with.
+    /// The member is finished.
     Done,
 }
 
-/// A way through all dirty pages.
+/// A sweep through all dirty pages.
 #[derive(Clone, Copy)]
 struct Sweep {
-    /// The first page that is looked for.
+    /// The first page that the sweep looks for.
     from: u32,
-    /// The frame that is looked at next, and whether the look is over.
+    /// The next frame to look at.
     look: Frame,
     looked: bool,
-    /// Whether it goes through all pages.
+    /// Whether the sweep goes through all pages.
     is_whole: bool,
-    /// For whom.
+    /// The reason for the sweep.
     reason: Reason,
     failed: bool,
-    /// Pages that somebody had alone.
+    /// Whether a page was skipped because another user had it alone.
     skipped: bool,
-    /// The home's flush is under way.
+    /// Whether the home's flush is under way.
     flushing: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Reason {
-    /// Flushes up to this one.
+    /// The sweep serves flushes up to this one.
     Flush(u64),
-    /// Too many dirty pages.
+    /// The sweep serves the watermark.
     Watermark,
 }
 
 impl WriteBack {
-    /// The write-back of a cache. Takes its memory.
+    /// Opens the write-back of a cache, and takes its memory.
     ///
     /// # Errors
-    /// When there is no lane for it.
+    /// Fails when there is no lane for it.
     pub fn open(cache: &Arc<Cache>) -> Result<Self, CacheError> {
         Ok(WriteBack {
             frames: cache.frames.lane()?,
@@ -173,7 +173,7 @@ impl WriteBack {
         })
     }
 
-    /// Does a bounded piece of work.
+    /// Does one bounded piece of work.
     pub fn step(&mut self, now: Instant) -> Next {
         self.take_answers(now);
         if !self.group.members.is_empty() {
@@ -198,7 +198,7 @@ impl WriteBack {
         }
         let is_watermark = self.sweep.is_some_and(|sweep| sweep.reason == Reason::Watermark);
         if is_watermark && is_sorted && begins.is_none() && !self.more && !self.urgent.is_empty() {
-            // It is over, and another may find company for what is urgent.
+            // The sweep is over, and another may find pages to go with the urgent ones.
             self.end_watermark(None);
             self.sweep = None;
         }
@@ -213,8 +213,8 @@ impl WriteBack {
         }
     }
 
-    /// Whether pages that are urgent are too few for the home by themselves, and a look will find
-    /// others that may go with them.
+    /// Whether the urgent pages are too few for the home, and a look will find others to go with
+    /// them.
     fn wants_company(&self, has_some: bool) -> bool {
         let Some((first, _)) = self.home.best_runs() else { return false };
         let least = if self.cache.must_clean() { 0 } else { self.cache.share(self.cache.config.dirty_low) };
@@ -226,19 +226,19 @@ impl WriteBack {
             && self.flush_wanted().is_none()
     }
 
-    /// Waits for what the last step needs; for `most` at most, or until `also` is readable. This
-    /// alone sleeps.
+    /// Waits for what the last step needs; for `most` at most, or until `also` is readable. No
+    /// other function here sleeps.
     pub fn wait(&mut self, next: Next, also: BorrowedFd<'_>, now: Instant) {
         let until = match next {
             Next::Step => return,
-            // Without a descriptor the home announces nothing.
+            // A home without a descriptor announces nothing.
             Next::Answers if self.home.wake_fd().is_none() || self.frames.must_poll() => {
                 return self.rest.until_next();
             }
             Next::Answers => Some(POLL_EVERY),
             Next::Work(until) => {
                 self.cache.asleep.store(true, SeqCst);
-                // A lane that asked before saw nobody asleep.
+                // A lane that asked before did not see this thread asleep.
                 if self.has_work(now) {
                     return;
                 }
@@ -254,7 +254,7 @@ impl WriteBack {
         }
         let until =
             until.map(|most| Timespec { tv_sec: most.as_secs() as i64, tv_nsec: most.subsec_nanos().into() });
-        // A signal is a short sleep.
+        // A signal only makes the sleep shorter.
         let _ = rustix::event::poll(&mut fds, until.as_ref());
         let _ = rustix::io::read(bell, &mut [0; 8]);
     }
@@ -277,10 +277,10 @@ impl WriteBack {
         self.directory().dirty() > most && self.again_at.is_none_or(|at| now >= at)
     }
 
-    /// Whether a sweep for the watermark has reached the lower one, or makes way for a flush.
+    /// Whether a sweep for the watermark has reached the lower one, or must stop for a flush.
     fn has_done_enough(&self) -> bool {
         let config = &self.cache.config;
-        // Of what is used often no more goes than must.
+        // Of pages that are often used, no more than necessary go home.
         let least = if self.takes_hot { config.dirty_high } else { config.dirty_low };
         let least = if self.cache.must_clean() { 0 } else { self.cache.share(least) };
         let is_for_watermark = self.sweep.is_some_and(|sweep| sweep.reason == Reason::Watermark);
@@ -320,7 +320,7 @@ impl WriteBack {
         Next::Step
     }
 
-    /// Looks on for dirty pages; the lowest of a look are a batch.
+    /// Continues the look for dirty pages; the lowest ones of a look are a batch.
     fn look(&mut self, mut sweep: Sweep, now: Instant) -> Next {
         let Reason::Flush(wanted) = sweep.reason else { return self.look_for_watermark(sweep, now) };
         if !sweep.looked {
@@ -333,8 +333,8 @@ impl WriteBack {
             return Next::Step;
         }
         if sweep.skipped {
-            // Somebody has it alone, until the home answers, which may take long. The page was
-            // dirty before, and may be so still.
+            // Another user has the page alone until the home answers, which may take long. The page
+            // was dirty before, and may still be.
             self.sweep = Some(Sweep { from: 0, look: 0, looked: false, skipped: false, ..sweep });
             return Next::Answers;
         }
@@ -343,7 +343,7 @@ impl WriteBack {
         match self.home.flush(FLUSH) {
             Progress::Done(result) => self.end_flush(wanted, result),
             Progress::Queued => self.home.submit(),
-            // None is under way, as there is one sweep.
+            // No other flush is under way, as there is only one sweep.
             Progress::Full => self.end_flush(wanted, Err(Fault::Full)),
         }
         Next::Step
@@ -366,7 +366,7 @@ impl WriteBack {
         Next::Step
     }
 
-    /// A sweep for the watermark is over: it stopped at this page, or has been through.
+    /// Ends a sweep for the watermark: it stopped at this page, or went through all.
     fn end_watermark(&mut self, stopped: Option<u32>) {
         self.cursor = stopped.unwrap_or(0);
         let found_all = stopped.is_none() && self.sweep.is_some_and(|sweep| sweep.is_whole);
@@ -387,7 +387,7 @@ impl WriteBack {
                 continue;
             }
             if entry.is_writing() {
-                // An earlier write of it has no answer yet.
+                // An earlier write of the page has no answer yet.
                 sweep.failed = true;
                 continue;
             }
@@ -413,7 +413,7 @@ impl WriteBack {
         self.found_nobody = self.batch.is_empty();
     }
 
-    /// The batch is written: has the next look begin behind it, if there is more.
+    /// Has the next look begin after the written batch, if there is more.
     fn next_batch(&mut self, sweep: &mut Sweep) -> bool {
         let last = self.batch.last().map(|(page, _)| page.0);
         let more = std::mem::take(&mut self.more);
@@ -424,7 +424,7 @@ impl WriteBack {
         true
     }
 
-    /// Looks for dirty pages in sets that have no room.
+    /// Looks for dirty pages in sets without room.
     fn find_urgent(&mut self) {
         let WriteBack { cache, urgent, .. } = self;
         if !urgent.is_empty() {
@@ -448,12 +448,11 @@ impl WriteBack {
             Some(rest) => first + rest / then * then,
             None => GROUP,
         });
-        // Where it does not matter to the home in what order they come, others go with those that
-        // are urgent.
+        // If the home does not care about the order, other pages go with the urgent ones.
         let mixes = is_sorted && (urgent.is_empty() || runs.is_some());
         let others = if mixes { &batch[*at..] } else { &[] };
         let most = match (runs, urgent.len() + others.len()) {
-            // The rest goes with those that come.
+            // The rest goes with pages that come later.
             (Some((first, then)), some) if (first..most).contains(&some) => {
                 first + (some - first) / then * then
             }
@@ -462,8 +461,7 @@ impl WriteBack {
         let hasty = urgent.len().min(most);
         let others = &others[..others.len().min(most - hasty)];
         for (_, frame) in urgent[..hasty].iter().chain(others) {
-            // The frame's state as it was refused: it may have been let go since, as dirty as
-            // before.
+            // Use the frame's state at the refusal: it may have been let go since, still dirty.
             let (entry, begins) = cache.directory.begin_write_back(*frame);
             if begins {
                 group.members.push(Member { page: entry.page(), frame: *frame, state: MemberState::Reads });
@@ -574,7 +572,7 @@ impl WriteBack {
 }
 
 impl Group {
-    /// Whether every member is done with.
+    /// Whether every member is finished.
     fn is_over(&self) -> bool {
         self.waits == 0 && self.read == self.members.len() && self.written == self.members.len()
     }
@@ -582,7 +580,7 @@ impl Group {
 
 impl Drop for WriteBack {
     fn drop(&mut self) {
-        // Writes under way at the home may land; their frames stay as they are.
+        // Writes under way at the home may still land, so their frames stay as they are.
         let is_here = |member: &&Member| matches!(member.state, MemberState::Reads | MemberState::Ready);
         for member in self.group.members.iter().filter(is_here) {
             self.cache.directory.end_write_back(member.frame, Outcome::Dirty);

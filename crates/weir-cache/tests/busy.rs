@@ -1,4 +1,4 @@
-//! An operation whose page somebody else has alone, or shares.
+//! Operations on a page that another user has alone, or shares.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,11 +16,11 @@ fn the_time_of_a_busy_page_begins_when_it_is_asked_for_however_long_the_lane_was
     let (begun, mut out) = (Instant::now(), [0; PAGE_SIZE]);
     let at = |seconds| begun + Duration::from_secs(seconds);
     second.poll(at(0), &mut |done| panic!("{done:?}"));
-    // It is never polled, and so has the page alone.
+    // The first lane is never polled, and so has the page alone.
     assert_eq!(first.read(1, PageNo(7), &mut out), Progress::Queued);
     assert_eq!(second.read(2, PageNo(7), &mut out), Progress::Full);
     second.poll(at(1), &mut |done| panic!("{done:?}"));
-    // Nobody asks again before the next poll, so that was given up.
+    // The operation is not asked for again before the next poll, so it counts as given up.
     second.poll(at(2), &mut |done| panic!("{done:?}"));
     assert_eq!(second.read(2, PageNo(7), &mut out), Progress::Full);
     for seconds in [10, 11, 69] {
@@ -33,7 +33,7 @@ fn the_time_of_a_busy_page_begins_when_it_is_asked_for_however_long_the_lane_was
 
 #[test]
 fn a_clean_page_that_cannot_be_read_in_the_cache_is_read_at_its_home_by_all_who_share_it() {
-    // No repeated value: the volume would keep that in its map.
+    // The content repeats no value: the volume would store that in its map.
     let content = std::array::from_fn(|at| (at / 64) as u8);
     for delay in [0, 1] {
         let sim = |url| Arc::new(Sim::open(url).unwrap());
@@ -60,7 +60,7 @@ fn a_clean_page_that_cannot_be_read_in_the_cache_is_read_at_its_home_by_all_who_
         let mut out = [0; PAGE_SIZE];
         let first = lanes[0].read(0, PageNo(7), &mut out);
         until_done(&mut lanes, usize::from(first == Progress::Queued));
-        // Now it is cached. Both share its frame before either finds that it cannot be read.
+        // Now the page is cached. Both share its frame before either finds that it cannot be read.
         let mut queued = 0;
         for lane in &mut lanes {
             lane.submit();
@@ -77,7 +77,7 @@ fn a_clean_page_that_cannot_be_read_in_the_cache_is_read_at_its_home_by_all_who_
     }
 }
 
-/// A cache of a slow home whose page 7 is dirty with 1, and which `writer` has alone to write 2.
+/// A cache of a slow home. Its page 7 is dirty with 1, and `writer` has it alone to write 2.
 fn page_held_by_a_writer() -> (Arc<Cache>, CacheLane, CacheLane) {
     let home = SimUrl { size: ByteSize(1 << 20), delay: 1, ..SimUrl::default() };
     let home = Arc::new(Sim::open(home).unwrap());

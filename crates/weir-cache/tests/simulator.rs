@@ -1,9 +1,9 @@
-//! A cache over a home that fails, hangs, and loses power, against a model that knows which
-//! contents a page may have. The home is a disk as it is, or a log over one, which ends with the
-//! power.
+//! A cache over a home that fails, hangs, and loses power, compared with a model that knows the
+//! possible contents of each page. The home is a disk as it is, or a log over one, which ends with
+//! the power.
 //!
 //! `WEIR_SCALE=full` runs 1,000 seeds of 100,000 operations and more than 10,000 power cuts;
-//! without, a few seconds' worth. `WEIR_SEED=N` runs one seed.
+//! without it, the test takes a few seconds. `WEIR_SEED=N` runs one seed.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use weir_log::{Cleaner, Log};
 use weir_store::{Sim, SimUrl, Store};
 
 const HOME: u32 = 600;
-/// Pages below a log that has as many as the home.
+/// Pages below a log that has as many pages as the home.
 const LOG_BELOW: u32 = 124 * 8;
 const LANES: usize = 3;
 const DEPTH: usize = 8;
@@ -33,17 +33,17 @@ impl Chance {
     }
 }
 
-/// The writes of a page that may be what it holds, in order.
+/// The writes of a page that may be its content, in order.
 struct History {
     writes: Vec<Write>,
-    /// A write is under way.
+    /// Whether the write is under way.
     is_written: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Write {
     content: Content,
-    /// When it was acknowledged.
+    /// The time when it was acknowledged.
     acknowledged: Option<u64>,
 }
 
@@ -52,7 +52,7 @@ impl History {
         History { writes: vec![Write { content, acknowledged: Some(0) }], is_written: false }
     }
 
-    /// The oldest write that a read may find which begins at `time`.
+    /// The oldest write that a read which begins at `time` may find.
     fn oldest(&self, time: u64) -> usize {
         let before = |write: &Write| write.acknowledged.is_some_and(|at| at <= time);
         self.writes.iter().rposition(before).unwrap_or(0)
@@ -71,7 +71,7 @@ fn bytes(content: Content) -> PageBytes {
     bytes
 }
 
-/// `None`: it is torn within a sector.
+/// Decodes a page; `None`: it is torn within a sector.
 fn content(bytes: &PageBytes) -> Option<Content> {
     let mut content = [0; SECTORS];
     for (value, sector) in content.iter_mut().zip(bytes.chunks_exact(PAGE_SIZE / SECTORS)) {
@@ -96,20 +96,20 @@ struct World {
     now: Instant,
     time: u64,
     value: u64,
-    /// The disk below.
+    /// The disk below the home.
     disk: Arc<Sim>,
     home: Arc<dyn Store>,
-    /// Of a home that is a log.
+    /// The cleaner, if the home is a log.
     cleaner: Option<Cleaner>,
     cache: Arc<Cache>,
     lanes: Vec<CacheLane>,
     write_back: Option<WriteBack>,
     doing: Vec<Vec<Option<Doing>>>,
     pages: Vec<History>,
-    /// Whether an error may come.
+    /// Whether errors are allowed.
     fails: bool,
     hangs: bool,
-    /// When the last flush that succeeded was asked for.
+    /// The time when the last successful flush was asked for.
     flushed: u64,
     counts: Counts,
 }
@@ -140,10 +140,10 @@ fn has_log(seed: u64) -> bool {
 /// The faults of a seed.
 fn urls(seed: u64) -> (SimUrl, SimUrl, bool) {
     let delay = (seed % 5) as u32;
-    // A log wants room to clean.
+    // A log needs room to clean.
     let size = pages(if has_log(seed) { LOG_BELOW } else { HOME });
     let home = SimUrl { seed, size, delay: delay.max(1), ..SimUrl::default() };
-    // 128 frames, and what four lanes have under way.
+    // The store has 128 frames, and room for the pages that four lanes have under way.
     let store =
         SimUrl { seed: !seed, size: pages(128 + 4 * (DEPTH as u32 + 64)), delay, ..SimUrl::default() };
     match seed % 4 {
@@ -212,7 +212,7 @@ impl World {
     }
 
     fn page(&mut self) -> u32 {
-        // Half of all goes to an eighth of the pages.
+        // Half of the operations use an eighth of the pages.
         let below = if self.chance.below(2) == 0 { HOME / 8 } else { HOME };
         self.chance.below(below.into()) as u32
     }
@@ -317,15 +317,15 @@ impl World {
             }
             Doing::Flush { since } if result.is_ok() => {
                 self.counts.flushes += 1;
-                // Content before the write that was acknowledged last by then cannot come back.
+                // Content from before the last write acknowledged by then cannot come back.
                 self.flushed = self.flushed.max(since);
             }
             Doing::Read { .. } | Doing::Flush { .. } => {}
         }
     }
 
-    /// Everything but the home is gone, and the home keeps of what it was not told to flush what
-    /// chance says.
+    /// Cuts the power: everything but the home is gone. Of the writes that the home was not told to
+    /// flush, chance decides which it keeps.
     fn cut_power(&mut self) {
         self.counts.cuts += 1;
         let status = self.cache.status();
@@ -338,7 +338,7 @@ impl World {
         let chance = &mut self.chance;
         self.disk.cut_power(&mut |contents| chance.below(contents as u64) as usize);
         if has_log(self.seed) {
-            // Nothing of it is left.
+            // Nothing of the log is left.
             self.cleaner = None;
             (self.home, self.cleaner) = home_over(self.seed, &self.disk);
             self.pages = (0..HOME).map(|_| History::of([0; SECTORS])).collect();
@@ -351,7 +351,7 @@ impl World {
         };
     }
 
-    /// Looks at each page of the home, which is what it holds from here on.
+    /// Reads each page of the home; from here on that is its content.
     fn check_home(&mut self, when: &str) {
         let mut lane = self.home.lane(1).unwrap();
         for (page, history) in self.pages.iter_mut().enumerate() {
@@ -359,7 +359,7 @@ impl World {
                 let (mut found, mut out) = (None, [0; PAGE_SIZE]);
                 match lane.read(0, Slot(page as u32), &mut out) {
                     Progress::Queued => {}
-                    // A page that a log has never been given.
+                    // The page was never written to the log.
                     progress => {
                         assert_eq!(progress, Progress::Done(Ok(())));
                         break content(&out).expect("whole");
@@ -385,7 +385,7 @@ impl World {
         }
     }
 
-    /// Everything is answered and at home.
+    /// Waits until everything is answered and at home.
     fn detach(&mut self) {
         self.disk.hang(false);
         self.cache.drain();
@@ -412,7 +412,7 @@ impl World {
     }
 }
 
-/// The home of a seed's cache.
+/// Makes the home of a seed's cache.
 fn home_over(seed: u64, disk: &Arc<Sim>) -> (Arc<dyn Store>, Option<Cleaner>) {
     if !has_log(seed) {
         return (Arc::clone(disk) as _, None);
@@ -466,7 +466,7 @@ fn no_page_is_older_than_acknowledged_and_each_flushed_page_survives_a_power_cut
         all.hits += counts.hits;
     }
     println!("{all:?}");
-    // The histories did what they are for.
+    // The histories must have had the events that they are for.
     assert!(one.is_some() || all.flushes > 100 && all.cuts > 20 && all.errors > 100, "{all:?}");
     assert!(one.is_some() || all.written_back > 1000 && all.hits > 1000, "{all:?}");
 }

@@ -1,6 +1,5 @@
-//! How the program ends when it does not end well: one line on standard error, and an exit code
-//! that scripts can rely on (1 it failed, 2 it was asked wrongly, 3 there is not so much memory or
-//! room).
+//! Failures of the program: one line on standard error, and an exit code that scripts can rely on
+//! (1 it failed, 2 it was called wrongly, 3 there is too little memory or room).
 
 use clap::error::ErrorKind;
 use std::error::Error;
@@ -12,28 +11,27 @@ use std::sync::OnceLock;
 /// The exit code of [`Failure::NoRoom`].
 pub const NO_ROOM: u8 = 3;
 
-/// Why the program ends early.
+/// The reason why the program ends early.
 #[derive(Debug)]
 pub enum Failure {
-    /// Something did not work. The text names the thing, the value seen and the next step.
+    /// The program failed. The text names the thing, the value seen and the next step.
     Failed(String),
     /// The command line or the configuration asks for something that does not exist.
     Usage(String),
-    /// Memory or room that was asked for is not to be had. Less of it may be.
+    /// Memory or room that was asked for cannot be had. A smaller amount may work.
     NoRoom(String),
-    /// Everything has been said already; only the exit code is left.
+    /// Everything has been printed already; only the exit code is left.
     Said,
-    /// A process that has said everything ended with this code, and so does this one.
+    /// A child process that has printed everything ended with this code, and so does this one.
     Ended(u8),
-    /// Help or version, or help in place of an answer (exit code 2): clap hands them over as
-    /// errors.
+    /// Help or version, or help instead of an answer (exit code 2): clap returns them as errors.
     Asked(clap::Error),
 }
 
-/// Says what has to be said, and gives the exit code of a program that did this.
+/// Prints the outcome if needed, and returns the exit code.
 pub fn end(outcome: Result<(), Failure>) -> ExitCode {
     match outcome {
-        // Perhaps nobody heard what was said.
+        // Standard output may have refused what was printed.
         Ok(()) => all_printed().map_or_else(Failure::report, |()| ExitCode::SUCCESS),
         Err(Failure::Said) => all_printed().err().unwrap_or(Failure::Said).report(),
         Err(failure) => failure.report(),
@@ -46,7 +44,7 @@ impl Failure {
         Failure::Failed(reason.to_string())
     }
 
-    /// Says it, and gives the exit code.
+    /// Prints the failure, and returns the exit code.
     pub fn report(self) -> ExitCode {
         match self {
             Failure::Failed(reason) => {
@@ -72,10 +70,10 @@ impl Failure {
     }
 }
 
-/// Why standard output did not take something.
+/// The error with which standard output refused a line.
 static UNPRINTED: OnceLock<io::Error> = OnceLock::new();
 
-/// Notes what became of a line on standard output. That nobody reads on is no failure.
+/// Notes the result of printing a line on standard output. A closed reader is no failure.
 pub fn printed(result: io::Result<()>) {
     if let Err(error) = result
         && error.kind() != io::ErrorKind::BrokenPipe
@@ -84,18 +82,19 @@ pub fn printed(result: io::Result<()>) {
     }
 }
 
-/// Whether standard output took everything, and why it did not.
+/// Checks that standard output took every line; fails with the error if not.
 fn all_printed() -> Result<(), Failure> {
     let said = |error| format!("cannot write to standard output: {error}; part of the answer is missing");
     UNPRINTED.get().map_or(Ok(()), |error| Err(Failure::Failed(said(error))))
 }
 
-/// One line, if standard error takes it.
+/// Prints one line, if standard error takes it.
 fn say(reason: &str) {
     let _ = writeln!(io::stderr(), "weir: {}", with_next_step(&one_line(reason)));
 }
 
-/// Descriptors run out anywhere, and the next step is always the same.
+/// Adds the next step to an error that says descriptors ran out: it can happen anywhere, and the
+/// next step is always the same.
 fn with_next_step(reason: &str) -> String {
     let none_left = io::Error::from(rustix::io::Errno::MFILE).to_string();
     let what = if reason == none_left { "cannot start: " } else { "" };
@@ -114,13 +113,13 @@ impl From<clap::Error> for Failure {
     }
 }
 
-/// An error with everything behind it, for people.
+/// An error with all its sources, for people.
 pub fn chain(error: &dyn Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {
         let more = error.to_string();
-        // Some say their cause themselves.
+        // Some errors name their source themselves.
         if !text.ends_with(&more) {
             text = format!("{text}: {more}");
         }
@@ -129,7 +128,7 @@ pub fn chain(error: &dyn Error) -> String {
     text
 }
 
-/// Clap's complaint on one line, without the usage text after it unless something is missing.
+/// Clap's error on one line. The usage text after it is left out, unless something is missing.
 pub fn complaint(error: &clap::Error) -> String {
     let text = error.to_string();
     let text = text.strip_prefix("error: ").unwrap_or(&text);
@@ -146,7 +145,7 @@ pub fn complaint(error: &clap::Error) -> String {
         }
         _ => {}
     }
-    // The standard library's words for what is no number.
+    // Replaces the standard library's words for a text that is no number.
     let said = parts.join("; ").replace("invalid digit found in string", "not a whole number");
     said.replace("number too large to fit in target type", "too large a number")
 }

@@ -1,13 +1,13 @@
 //! Parts that the command lines of Weir's programs share: errors on one line with their exit codes,
-//! standard output that nobody reads on, man pages and completions, and the guard that puts the
-//! machine back.
+//! standard output that may be closed, man pages and completions, and the guard that undoes changes
+//! to the machine.
 
 pub mod failure;
 pub mod guard;
 pub mod manual;
 
-/// As the standard library's, but nothing panics: where nobody reads on (`weir status | head -1`)
-/// nothing is lost, and what cannot be written for another reason is said at the end.
+/// Prints as the standard library's macro does, but never panics. If the reader has closed the pipe
+/// (`weir status | head -1`), nothing is lost. Any other error is reported at the end.
 #[macro_export]
 macro_rules! print {
     ($($text:tt)*) => {{
@@ -16,7 +16,7 @@ macro_rules! print {
     }};
 }
 
-/// Likewise.
+/// Prints a line in the same way.
 #[macro_export]
 macro_rules! println {
     ($($text:tt)*) => {{

@@ -7,22 +7,22 @@ use std::fs;
 use std::io::{self, Write as _};
 use std::path::Path;
 
-/// Prints what a shell needs to complete a program.
+/// Prints the script with which a shell completes a program's arguments.
 pub fn completions(mut program: Command, shell: Shell) {
-    // Into memory first: the generator panics where a pipe is closed early.
+    // Generate into memory first: the generator panics if a pipe is closed early.
     let mut script = Vec::new();
     let name = program.get_name().to_owned();
     clap_complete::generate(shell, &mut program, name, &mut script);
     printed(io::stdout().write_all(&script));
 }
 
-/// Writes a program's page and one for each of its subcommands into `directory`.
+/// Writes the man page of a program and of each of its subcommands into `directory`.
 ///
 /// # Errors
-/// When the directory cannot be made or written to.
+/// Fails when the directory cannot be made or written to.
 pub fn pages(program: Command, directory: &Path) -> Result<(), Failure> {
     let shown = directory.display();
-    // Only the last directory: one that is missing above it is a mistake in the path.
+    // Make only the last directory: a missing one above it is a mistake in the path.
     match fs::create_dir(directory) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
             return Err(Failure::Failed(format!(

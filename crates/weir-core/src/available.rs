@@ -1,33 +1,33 @@
-//! How much memory there is to be had without setting the OOM killer on anybody: the machine's, and
-//! the share of it that a container or a service may have.
+//! The memory that can be taken without waking the OOM killer: the machine's, and the part of it
+//! that a container or a service may have.
 
 use std::fs;
 use std::path::Path;
 
-/// Bytes that can be taken without pushing others out; `None` where nobody says.
+/// Bytes that can be taken without pushing others out; `None` if that is unknown.
 pub fn available() -> Option<u64> {
     available_below(Path::new("/"))
 }
 
-/// As [`available`], of the machine whose files are below `root`.
+/// Does the same as [`available`], for the machine whose files are below `root`.
 pub fn available_below(root: &Path) -> Option<u64> {
     available_to_all_below(root).into_iter().chain(of_cgroups(root)).min()
 }
 
-/// The memory that all processes together can take so, whatever their groups allow each:
-/// `MemAvailable` of /proc/meminfo below `root`.
+/// Memory that all processes together can take without the OOM killer, whatever their cgroups
+/// allow: `MemAvailable` of /proc/meminfo below `root`.
 pub fn available_to_all_below(root: &Path) -> Option<u64> {
     let meminfo = fs::read_to_string(root.join("proc/meminfo")).ok()?;
     let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     line.trim().strip_suffix(" kB")?.parse::<u64>().ok().map(|kib| kib << 10)
 }
 
-/// A version of cgroups: where its hierarchy is mounted, and what its files are called.
+/// A version of cgroups: the mount point of its hierarchy, and the names of its files.
 struct Version {
     mount: &'static str,
     limit: &'static str,
     used: &'static str,
-    /// Lines of `memory.stat`: files that nobody minds to lose.
+    /// Lines of `memory.stat` that count file pages, which can be dropped.
     files: [&'static str; 2],
 }
 
@@ -45,10 +45,10 @@ const V2: Version = Version {
     files: ["inactive_file ", "active_file "],
 };
 
-/// The lowest room left in the limits of the groups of this process.
+/// The least room left in the limits of this process's cgroups.
 fn of_cgroups(root: &Path) -> Option<u64> {
     let groups = fs::read_to_string(root.join("proc/self/cgroup")).ok()?;
-    // "4:memory:/path", or "0::/path" for version 2.
+    // A line is "4:memory:/path", or "0::/path" for version 2.
     let group = |line: &str| {
         let mut fields = line.splitn(3, ':').skip(1);
         let (controllers, path) = (fields.next()?, fields.next()?);
@@ -62,8 +62,8 @@ fn of_cgroups(root: &Path) -> Option<u64> {
     groups.lines().filter_map(group).min()
 }
 
-/// Of a group and those above it. In a container its path may be one of the host's, where only the
-/// uppermost is to be seen.
+/// The least room left in the limits of a cgroup and those above it. In a container the path may be
+/// one of the host's, of which only the topmost is visible.
 fn left(version: &Version, mount: &Path, path: &str) -> Option<u64> {
     let group = mount.join(path.trim_start_matches('/'));
     let groups = group.ancestors().take_while(|group| group.starts_with(mount));
@@ -72,7 +72,7 @@ fn left(version: &Version, mount: &Path, path: &str) -> Option<u64> {
 
 fn left_in(version: &Version, group: &Path) -> Option<u64> {
     let number = |file| fs::read_to_string(group.join(file)).ok()?.trim().parse::<u64>().ok();
-    // "max" is no number, and no limit.
+    // "max" is no number, and means no limit.
     let (limit, used) = (number(version.limit)?, number(version.used)?);
     let stat = fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
     let file = |key| stat.lines().find_map(|line| line.strip_prefix(key)?.trim().parse::<u64>().ok());

@@ -1,11 +1,11 @@
-//! The kernel's clocks, by the C library. It finds the vDSO as it starts, and calls the kernel
-//! where there is none. rustix looks for it at the first call: before Linux 6.4 that allocates, and
-//! on User-Mode Linux 7.2 it panics.
+//! The kernel's clocks, read by the C library. It finds the vDSO as it starts, and calls the kernel
+//! if there is none. rustix looks for the vDSO at the first call: before Linux 6.4 that allocates,
+//! and on User-Mode Linux 7.2 it panics.
 
 use std::time::Duration;
 
-/// Time since the machine started, as of the last timer tick: a few nanoseconds to read, some
-/// milliseconds coarse.
+/// Time since the machine started, at the last timer tick: it takes a few nanoseconds to read, and
+/// is accurate to some milliseconds.
 pub fn coarse() -> Duration {
     read(libc::CLOCK_MONOTONIC_COARSE)
 }
@@ -17,7 +17,8 @@ pub fn monotonic() -> Duration {
 
 fn read(clock: libc::clockid_t) -> Duration {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the output outlives the call. It cannot fail for these clocks, which every Linux has.
+    // SAFETY: the output outlives the call, which cannot fail for these clocks: every Linux has
+    // them.
     unsafe { libc::clock_gettime(clock, &mut now) };
     Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
 }

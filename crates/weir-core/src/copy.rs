@@ -1,22 +1,22 @@
-//! Copies of a page between memory that is ours and memory that others may touch at the same
-//! moment.
+//! Copies of a page between memory of this program alone and memory that others may access at the
+//! same moment.
 //!
 //! A plain `memcpy` of bytes that another thread writes is undefined behaviour in Rust, whatever
-//! one does with the result. These copies are not: on x86-64 they are one `rep movsb`, which the
-//! compiler does not look into (and which is as fast as memcpy there: "fast short rep mov");
-//! elsewhere they go word by word through relaxed atomics. A copy that raced is torn; the checksum
-//! over it says so.
+//! happens to the result. These copies are not. On x86-64 they are one `rep movsb`, which the
+//! compiler does not look into (and which is as fast as memcpy there: "fast short rep mov"). On
+//! other processors they go word by word through relaxed atomics. A copy that raced is torn, and
+//! fails its checksum.
 
 use crate::{PAGE_SIZE, PageBytes};
 
-/// Starts to bring the page at `shared` near this processor, to be written: a quarter of it, as for
-/// [`prefetch`](crate::prefetch). A hint: it neither reads nor writes, so any address will do.
+/// Prefetches a quarter of the page at `shared` for writing, as [`prefetch`](crate::prefetch) does
+/// for reading. It is a hint that neither reads nor writes, so any address is allowed.
 #[inline]
 pub fn prefetch_for_write(shared: *const u8) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     for line in (0..PAGE_SIZE / 4).step_by(64) {
         use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
-        // SAFETY: a hint that touches no memory of the program; processors without it take it for a
+        // SAFETY: a hint that touches no memory of the program; processors without it treat it as a
         // no-op.
         unsafe { _mm_prefetch::<_MM_HINT_ET0>(shared.wrapping_add(line).cast()) };
     }
@@ -27,13 +27,13 @@ pub fn prefetch_for_write(shared: *const u8) {
 /// Copies `page` to shared memory.
 ///
 /// # Safety
-/// `shared` is valid for writes of [`PAGE_SIZE`] bytes, 8-byte aligned, and does not overlap
+/// `shared` must be valid for writes of [`PAGE_SIZE`] bytes, 8-byte aligned, and must not overlap
 /// `page`.
 #[inline]
 pub unsafe fn page_to_shared(shared: *mut u8, page: &PageBytes) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
-    // SAFETY: both ranges are valid by the signature and the caller's word; the direction flag is
-    // clear by the ABI.
+    // SAFETY: the signature and the caller guarantee both ranges; the ABI guarantees that the
+    // direction flag is clear.
     unsafe {
         std::arch::asm!(
             "rep movsb",
@@ -44,24 +44,24 @@ pub unsafe fn page_to_shared(shared: *mut u8, page: &PageBytes) {
     #[cfg(not(all(target_arch = "x86_64", not(miri))))]
     for (at, word) in page.chunks_exact(8).enumerate() {
         let word = u64::from_ne_bytes(word.try_into().expect("chunk of 8"));
-        // SAFETY: within the page by the loop, aligned by the caller's word.
+        // SAFETY: the loop stays within the page, and the caller guarantees the alignment.
         unsafe { std::sync::atomic::AtomicU64::from_ptr(shared.cast::<u64>().add(at)) }
             .store(word, std::sync::atomic::Ordering::Relaxed);
     }
 }
 
-/// Copies `page` to shared memory past the caches: for many pages at once that nobody will look at
-/// soon. Memory that is far away is written without being read first (230 ns a page on the test
-/// host, 400 by [`page_to_shared`]), but in no order: other threads may look only after [`settle`],
-/// which waits for all of it, and so does any atomic read-modify-write.
+/// Copies `page` to shared memory past the caches, for many pages at once that are not read soon.
+/// Memory that is not in the cache is written without being read first (230 ns a page on the test
+/// host, 400 by [`page_to_shared`]). But the stores have no order. Other threads may read only
+/// after [`settle`], which waits for all of them; any atomic read-modify-write does too.
 ///
 /// # Safety
-/// As [`page_to_shared`]; and `shared` is 16-byte aligned.
+/// The same as for [`page_to_shared`]; and `shared` must be 16-byte aligned.
 #[inline]
 pub unsafe fn page_past_caches(shared: *mut u8, page: &PageBytes) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
-    // SAFETY: both ranges are valid by the signature and the caller's word, and 64 divides their
-    // length; SSE2 is in every x86-64.
+    // SAFETY: the signature and the caller guarantee both ranges, and 64 divides their length; SSE2
+    // is in every x86-64.
     unsafe {
         std::arch::asm!(
             "2:",
@@ -83,13 +83,13 @@ pub unsafe fn page_past_caches(shared: *mut u8, page: &PageBytes) {
         );
     }
     #[cfg(not(all(target_arch = "x86_64", not(miri))))]
-    // SAFETY: the caller's word.
+    // SAFETY: the caller guarantees the range.
     unsafe {
         page_to_shared(shared, page);
     }
 }
 
-/// Waits until what this thread has copied by [`page_past_caches`] is there for others.
+/// Waits until pages that this thread has copied by [`page_past_caches`] are visible to others.
 #[inline]
 pub fn settle() {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
@@ -102,11 +102,12 @@ pub fn settle() {
 /// Copies a page from shared memory.
 ///
 /// # Safety
-/// `shared` is valid for reads of [`PAGE_SIZE`] bytes, 8-byte aligned, and does not overlap `page`.
+/// `shared` must be valid for reads of [`PAGE_SIZE`] bytes, 8-byte aligned, and must not overlap
+/// `page`.
 #[inline]
 pub unsafe fn page_from_shared(page: &mut PageBytes, shared: *const u8) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
-    // SAFETY: as in `page_to_shared`.
+    // SAFETY: as in `page_to_shared`: the signature and the caller guarantee both ranges.
     unsafe {
         std::arch::asm!(
             "rep movsb",
@@ -116,7 +117,7 @@ pub unsafe fn page_from_shared(page: &mut PageBytes, shared: *const u8) {
     }
     #[cfg(not(all(target_arch = "x86_64", not(miri))))]
     for (at, word) in page.chunks_exact_mut(8).enumerate() {
-        // SAFETY: as in `page_to_shared`.
+        // SAFETY: as in `page_to_shared`: the loop stays within the page.
         let shared =
             unsafe { std::sync::atomic::AtomicU64::from_ptr(shared.cast::<u64>().cast_mut().add(at)) };
         word.copy_from_slice(&shared.load(std::sync::atomic::Ordering::Relaxed).to_ne_bytes());
@@ -135,14 +136,14 @@ mod tests {
             *byte = (at * 7 + at / 256) as u8;
         }
         let (mut shared, mut back) = (Box::new(Page::zeroed()), Page::zeroed());
-        // SAFETY: two distinct pages of this test's own.
+        // SAFETY: both are pages of this test, and they do not overlap.
         unsafe {
             page_to_shared(shared.as_mut_ptr(), &page);
             page_from_shared(&mut back, shared.as_ptr());
         }
         assert!(page == back && *shared == page);
         shared.fill(0);
-        // SAFETY: as above.
+        // SAFETY: both are pages of this test, and they do not overlap.
         unsafe { page_past_caches(shared.as_mut_ptr(), &page) };
         settle();
         assert!(*shared == page, "past the caches");

@@ -1,8 +1,8 @@
-//! Kinds of files, in words.
+//! Names of kinds of files.
 
 use rustix::fs::FileType;
 
-/// The kind of a file by its mode, with an article: for messages.
+/// The kind of a file by its mode, with an article, for messages.
 pub fn file_kind(mode: u32) -> &'static str {
     match FileType::from_raw_mode(mode) {
         FileType::RegularFile => "a file",

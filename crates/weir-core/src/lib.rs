@@ -1,8 +1,7 @@
-//! The ground of every part of Weir: pages and their checksums, sizes as people write them, locked
-//! memory, the allocator that notices an allocation on an I/O thread, and the set-up of such
-//! threads.
+//! The base of all of Weir: pages and their checksums, sizes as people write them, locked memory,
+//! the allocator that notices an allocation on an I/O thread, and the set-up of such threads.
 //!
-//! Nothing here knows of stores, volumes or block devices.
+//! Nothing here knows about stores, volumes or block devices.
 
 mod available;
 pub mod clock;

@@ -1,4 +1,4 @@
-//! Lines for the operator, from threads that must not allocate.
+//! Log lines for the operator, from threads that must not allocate.
 
 use rustix::io::Errno;
 use std::fmt::{self, Write};
@@ -6,22 +6,22 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// How much a line matters.
+/// The importance of a line.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Level {
-    /// Something went wrong, on our side or a client's.
+    /// A failure, of Weir or of a client.
     Warning,
-    /// Something happened.
+    /// An event.
     Info,
 }
 
-/// The sink of lines. Called on I/O threads: it must not allocate and should not wait.
+/// The receiver of log lines. I/O threads call it: it must not allocate and should not wait.
 pub type Log = Arc<dyn Fn(Level, fmt::Arguments<'_>) + Send + Sync>;
 
-/// A log that writes each line to standard error in one write, without allocating; longer lines
-/// than [`LINE_MAX`] are cut. Lines below `least` are left out. Where standard error does not wait
-/// (`O_NONBLOCK`), lines that it does not take are lost, and the next one that it takes is preceded
-/// by how many they were.
+/// A log that writes each line to standard error in one write, without allocating. It cuts lines
+/// longer than [`LINE_MAX`], and leaves out lines below `least`. If standard error is non-blocking
+/// (`O_NONBLOCK`), it may refuse lines, which are lost. The next line that it takes comes after a
+/// count of the lost ones.
 pub fn to_stderr(least: Level) -> Log {
     let lost = AtomicU64::new(0);
     Arc::new(move |level, line| {
@@ -38,8 +38,9 @@ pub fn to_stderr(least: Level) -> Log {
     })
 }
 
-/// Lines of a server about its clients: those beyond `most` in each period are counted, and the
-/// next period's first line says how many they were. So nobody can flood the log.
+/// Limits the log lines of a server about its clients. Lines beyond `most` in a period are only
+/// counted, and the next period's first line says how many they were. So a client cannot flood the
+/// log.
 pub struct Throttle {
     log: Log,
     server: &'static str,
@@ -51,13 +52,13 @@ pub struct Throttle {
 }
 
 impl Throttle {
-    /// For events of clients: 20 lines a second.
+    /// A limit for events of clients: 20 lines a second.
     pub fn new(log: Log, server: &'static str) -> Self {
         let (period, begun) = (Duration::from_secs(1), Instant::now());
         Throttle { log, server, most: 20, period, begun, lines: 0, swallowed: 0 }
     }
 
-    /// For a condition that lasts, and is found again and again: one line a minute.
+    /// A limit for a condition that lasts and is found again and again: one line a minute.
     pub fn condition(log: Log, server: &'static str) -> Self {
         Throttle { most: 1, period: Duration::from_secs(60), ..Throttle::new(log, server) }
     }
@@ -80,16 +81,16 @@ impl Throttle {
     }
 }
 
-/// Whether the line was taken, or will never be.
+/// Returns whether the line was taken, or will never be.
 fn say(line: fmt::Arguments<'_>) -> bool {
     let mut text = Line::default();
-    // A line that does not fit is cut: `Line` reports the overflow and keeps what fitted.
+    // A line that does not fit is cut: `Line` reports the overflow, and holds the part that fits.
     let _ = write!(text, "weir: {line}");
     text.end();
     rustix::io::write(rustix::stdio::stderr(), &text.bytes[..text.len]) != Err(Errno::AGAIN)
 }
 
-/// The longest line, with its end.
+/// Bytes of the longest line, with its end.
 pub const LINE_MAX: usize = 512;
 
 struct Line {
@@ -116,7 +117,8 @@ impl Write for Line {
         let take = text.len().min(LINE_MAX - self.len);
         let taken = &mut self.bytes[self.len..self.len + take];
         taken.copy_from_slice(&text.as_bytes()[..take]);
-        // A name that others chose stays on its line, and says nothing to a terminal.
+        // Replace control characters: a name that a client chose must stay on its line, and must
+        // not control a terminal.
         taken.iter_mut().filter(|byte| byte.is_ascii_control()).for_each(|byte| *byte = b'?');
         self.len += take;
         if take == text.len() { Ok(()) } else { Err(fmt::Error) }

@@ -1,5 +1,5 @@
-//! Memory that stays where it is: mapped once, touched, locked where the system allows it, and, as
-//! a memfd, able to outlive the process that filled it.
+//! Memory that stays resident. It is mapped once, touched, and locked if the system allows that. A
+//! memfd can outlive the process that filled it.
 
 use crate::available::available;
 use crate::swap_safety::locks_all_memory;
@@ -11,10 +11,11 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
-/// A mapping of whole pages, readable and writable by every thread, of zeros when new.
+/// A mapping of whole pages, readable and writable by every thread, all zeros when new.
 ///
-/// It hands out a pointer, not a slice: what lies in it is shared (with other threads, with other
-/// processes for a memfd), so each user says by its own means who may touch which part and when.
+/// The mapping hands out a pointer, not a slice: its content is shared with other threads, and for
+/// a memfd with other processes. So each user ensures by its own means who may access which part
+/// and when.
 pub struct Memory {
     start: NonNull<u8>,
     bytes: usize,
@@ -24,14 +25,15 @@ pub struct Memory {
 
 // SAFETY: a `Memory` is an address range and a descriptor; neither belongs to a thread.
 unsafe impl Send for Memory {}
-// SAFETY: as above; every access to the content goes through raw pointers whose users synchronise.
+// SAFETY: as for Send; every access to the content goes through raw pointers whose users
+// synchronise.
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    /// Anonymous memory of this process.
+    /// Takes anonymous memory of this process.
     ///
     /// # Errors
-    /// What `mmap` says, `ENOMEM` above all.
+    /// Fails with the error of `mmap`, above all `ENOMEM`.
     pub fn anonymous(bytes: usize) -> io::Result<Self> {
         let bytes = new_pages(bytes)?;
         let memory = Self::map(bytes, None)?;
@@ -39,20 +41,20 @@ impl Memory {
         Ok(memory)
     }
 
-    /// Memory behind a descriptor, sealed against a change of size: another process that gets the
-    /// descriptor can map it, and it lives as long as one process keeps it mapped and locked.
+    /// Takes memory behind a descriptor, sealed against a change of size. Another process that gets
+    /// the descriptor can map it. It lives as long as one process has it mapped and locked.
     ///
     /// # Errors
-    /// What `memfd_create`, `ftruncate` or `mmap` say.
+    /// Fails with the error of `memfd_create`, `ftruncate` or `mmap`.
     pub fn shared(name: &str, bytes: usize) -> io::Result<Self> {
         Self::shared_watched(name, bytes, &mut unwatched)
     }
 
-    /// As [`Memory::shared`], for so much of it that somebody wants to know how far it is, or to
-    /// end it.
+    /// Does the same as [`Memory::shared`], with progress reports and a way to stop, for a large
+    /// amount.
     ///
     /// # Errors
-    /// As [`Memory::shared`]; and what `watch` says, when it has gone back.
+    /// Fails as [`Memory::shared`] does, and with the error of `watch`; the memory is freed first.
     pub fn shared_watched(name: &str, bytes: usize, watch: Watch<'_>) -> io::Result<Self> {
         let bytes = new_pages(bytes)?;
         let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
@@ -63,13 +65,13 @@ impl Memory {
         Ok(memory)
     }
 
-    /// Maps the whole of a memfd that another process made with [`Memory::shared`]. Only the pages
-    /// that it has are populated: a hole is memory that was given back, and stays so until
+    /// Maps the whole of a memfd that another process made with [`Memory::shared`]. Only pages that
+    /// exist are populated. A hole is memory that was given back, and stays so until
     /// [`Memory::take`].
     ///
     /// # Errors
-    /// `EINVAL` for a descriptor that is empty or could still shrink under the mapping (which would
-    /// turn accesses into SIGBUS); else what `fstat` or `mmap` say.
+    /// Fails with `EINVAL` for a descriptor that is empty or could still shrink under the mapping
+    /// (which would turn accesses into SIGBUS); else with the error of `fstat` or `mmap`.
     pub fn adopt(fd: OwnedFd) -> io::Result<Self> {
         if !rustix::fs::fcntl_get_seals(&fd)?.contains(SealFlags::SHRINK) {
             return Err(io::Error::from_raw_os_error(libc::EINVAL));
@@ -80,22 +82,22 @@ impl Memory {
         Ok(memory)
     }
 
-    /// From here on memory is taken without asking whether the machine has it to spare: this
-    /// process takes the place of one that had as much and is dead. Where memory is short,
-    /// `MemAvailable` is 0, for it leaves out what the kernel holds back; the kernel lets a thread
-    /// that brings swap back have of that ([`reach_reserves`](crate::swap_safety::reach_reserves)).
+    /// From here on memory is taken without checking that the machine has it free, because this
+    /// process replaces one that had as much and is dead. When memory is short, `MemAvailable` is
+    /// 0, since it excludes the kernel's reserve. A thread that brings swap back may use that
+    /// reserve ([`reach_reserves`](crate::swap_safety::reach_reserves)).
     pub fn succeed() {
         SUCCEEDS.store(true, Ordering::Relaxed);
     }
 
-    /// Maps address space without a single page of memory, which is pinned as it comes if allowed,
-    /// and never part of a core file.
+    /// Maps address space without a page of memory. Pages are locked as they come, if that is
+    /// allowed, and are never part of a core file.
     fn map(bytes: usize, fd: Option<OwnedFd>) -> io::Result<Self> {
-        // Without access: where `mlockall` holds for what is mapped later, mapping alone would
+        // Map without access first: if `mlockall` covers later mappings, mapping alone would
         // populate the holes too.
         let (anywhere, none) = (std::ptr::null_mut(), ProtFlags::empty());
-        // SAFETY: a fresh mapping at an address of the kernel's choice disturbs nothing; a seal
-        // keeps a descriptor's from shrinking.
+        // SAFETY: a fresh mapping at an address of the kernel's choice overlaps no other; a seal
+        // keeps a descriptor's file from shrinking.
         let start = unsafe {
             match &fd {
                 Some(fd) => rustix::mm::mmap(anywhere, bytes, none, MapFlags::SHARED, fd, 0)?,
@@ -105,43 +107,46 @@ impl Memory {
         let start = NonNull::new(start.cast()).expect("mmap never returns null");
         let mut memory = Memory { start, bytes, fd, locked: true };
         let at = memory.start.as_ptr().cast();
-        // SAFETY: the range is the mapping just made, and this changes no content, here and below.
+        // SAFETY: the range is the mapping just made, and neither this call nor those below change
+        // its content.
         unsafe { rustix::mm::madvise(at, bytes, Advice::LinuxDontDump)? };
-        // Fewer TLB misses where the kernel grants it, and a start that is ten times as fast; not
-        // worth an error. SAFETY: as above.
+        // Huge pages mean fewer TLB misses, if the kernel grants them, and a start that is ten
+        // times as fast. A failure is not worth an error. SAFETY: the range is the mapping just
+        // made.
         let _ = unsafe { rustix::mm::madvise(at, bytes, Advice::LinuxHugepage) };
-        // SAFETY: as above.
+        // SAFETY: the range is the mapping just made.
         memory.locked =
             unsafe { rustix::mm::mlock_with(at, bytes, MlockFlags::ONFAULT) }.is_ok() || locks_all_memory();
         if !memory.locked {
             UNLOCKED.fetch_add(bytes as u64, Ordering::Relaxed);
         }
-        // SAFETY: as above; nobody knows the mapping yet.
+        // SAFETY: the range is the mapping just made, and nothing refers to it yet.
         unsafe { rustix::mm::mprotect(at, bytes, MprotectFlags::READ | MprotectFlags::WRITE)? };
         Ok(memory)
     }
 
-    /// Takes the pages of a range, so that none is taken later on an I/O path: piece by piece, by
-    /// several threads where there is much to do. What they hold already stays.
+    /// Takes the pages of a range, so that none is taken later on an I/O path. It goes piece by
+    /// piece, with several threads if there is much to do. Existing content stays.
     ///
     /// # Errors
-    /// Errors of `madvise`, `ENOMEM` above all, and of `watch`. A part may be taken then.
+    /// Fails with the error of `madvise`, above all `ENOMEM`, or of `watch`. A part of the pages
+    /// may be taken then.
     ///
     /// # Panics
-    /// When the range lies outside.
+    /// Panics when the range is outside of the mapping.
     pub fn take(&self, offset: usize, bytes: usize, watch: Watch<'_>) -> io::Result<()> {
         let populate = |at, bytes| self.advise(offset + at, bytes, Advice::LinuxPopulateWrite);
         in_pieces(bytes, &populate, watch)
     }
 
-    /// Maps those pages of a range that another process has taken, so that they are pinned here too
-    /// and none is faulted in later on an I/O path.
+    /// Maps the pages of a range that another process has taken. So they are locked here too, and
+    /// none causes a page fault later on an I/O path.
     ///
     /// # Errors
-    /// Errors of `lseek` or `madvise`.
+    /// Fails with the error of `lseek` or `madvise`.
     ///
     /// # Panics
-    /// When the range lies outside.
+    /// Panics when the range is outside of the mapping.
     pub fn populate_again(&self, offset: usize, bytes: usize) -> io::Result<()> {
         let (mut at, end) = (offset, offset + bytes);
         let fd = self.fd().ok_or(rustix::io::Errno::BADF)?;
@@ -154,58 +159,60 @@ impl Memory {
                 break;
             }
             let hole = (rustix::fs::seek(fd, SeekFrom::Hole(data as u64))? as usize).min(end);
-            // A reader's fault maps those around it too, a writer's one page only: half the time,
-            // of which a kernel may be waiting for every millisecond.
+            // A page fault for reading also maps the pages around it, one for writing only its own
+            // page. This takes half the time, and a kernel may be waiting for every millisecond of
+            // it.
             self.advise(data, hole - data, Advice::LinuxPopulateRead)?;
             at = hole;
         }
         Ok(())
     }
 
-    /// MADV_POPULATE_WRITE and _READ (5.14) report ENOMEM as an error, where touching would be
-    /// SIGBUS.
+    /// Populates a range: MADV_POPULATE_WRITE and _READ (5.14) report ENOMEM as an error, while
+    /// touching would be SIGBUS.
     fn advise(&self, offset: usize, bytes: usize, advice: Advice) -> io::Result<()> {
         assert!(offset.checked_add(bytes).is_some_and(|end| end <= self.bytes), "outside of the memory");
-        // SAFETY: the range lies inside the mapping; populating changes no content.
+        // SAFETY: the range is inside the mapping, and populating changes no content.
         unsafe { rustix::mm::madvise(self.as_ptr().add(offset).cast(), bytes, advice)? };
         Ok(())
     }
 
-    /// The length that memory for `bytes` bytes has.
+    /// The length of memory for `bytes` bytes, in whole pages.
     pub fn whole(bytes: usize) -> usize {
         bytes.next_multiple_of(crate::PAGE_SIZE)
     }
 
-    /// Its first address; page-aligned.
+    /// The first address, which is page-aligned.
     pub fn as_ptr(&self) -> *mut u8 {
         self.start.as_ptr()
     }
 
-    /// Its length in bytes, a multiple of the page size.
+    /// The length in bytes, a multiple of the page size.
     pub fn len(&self) -> usize {
         self.bytes
     }
 
-    /// Never true; a mapping has at least a page.
+    /// Always false: a mapping has at least a page.
     pub fn is_empty(&self) -> bool {
         self.bytes == 0
     }
 
-    /// Whether it is pinned in RAM. False where `RLIMIT_MEMLOCK` forbids it: fine for a test, not
-    /// for swap.
+    /// Whether the memory is locked in RAM. It is not if `RLIMIT_MEMLOCK` forbids it, which is fine
+    /// for a test, but not for swap.
     pub fn is_locked(&self) -> bool {
         self.locked
     }
 
-    /// A descriptor that others can map to read, and not to write, for [`Memory::shared`] memory.
+    /// A descriptor for [`Memory::shared`] memory that others can map for reading, and not for
+    /// writing.
     ///
-    /// From here on only the owner's mode bit opens the memory anew, and only to read: who is not
-    /// the same user has no way to write it. (The same user, or root, could change the mode; they
-    /// could as well trace this process. A seal would stop them, and with them the process that is
+    /// From here on only the owner's mode bit allows opening the memory anew, and only for reading.
+    /// So another user has no way to write it. (The same user, or root, could change the mode, but
+    /// they could as well trace this process. A seal would stop them, but also the process that is
     /// to take the memory over.)
     ///
     /// # Errors
-    /// What `fchmod` or `open` say; `EBADF` for memory without a descriptor.
+    /// Fails with the error of `fchmod` or `open`; with `EBADF` for memory without a descriptor.
     pub fn read_only(&self) -> io::Result<OwnedFd> {
         let fd = self.fd().ok_or(rustix::io::Errno::BADF)?;
         rustix::fs::fchmod(fd, Mode::RUSR)?;
@@ -213,7 +220,7 @@ impl Memory {
         Ok(rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?)
     }
 
-    /// The descriptor to hand to another process, for [`Memory::shared`] memory.
+    /// The descriptor of [`Memory::shared`] memory, for another process.
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.fd.as_ref().map(AsFd::as_fd)
     }
@@ -224,8 +231,7 @@ impl Drop for Memory {
         if !self.locked {
             UNLOCKED.fetch_sub(self.bytes as u64, Ordering::Relaxed);
         }
-        // SAFETY: the mapping was made by us, and whoever used its pointer borrowed or owned
-        // `self`.
+        // SAFETY: this value made the mapping, and users of its pointer borrowed or owned `self`.
         let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.bytes) };
     }
 }
@@ -242,7 +248,7 @@ impl fmt::Debug for Memory {
     }
 }
 
-/// Bytes of this process's [`Memory`] that could not be pinned in RAM: the kernel may write them to
+/// Bytes of this process's [`Memory`] that could not be locked in RAM: the kernel may write them to
 /// the machine's swap.
 pub fn unlocked() -> u64 {
     UNLOCKED.load(Ordering::Relaxed)
@@ -250,29 +256,28 @@ pub fn unlocked() -> u64 {
 
 static UNLOCKED: AtomicU64 = AtomicU64::new(0);
 
-/// Hears how far something that takes long has come: bytes done, and bytes in all. An error ends
-/// it.
+/// Gets the progress of long work: bytes done, and bytes in total. An error stops the work.
 pub type Watch<'a> = &'a mut dyn FnMut(u64, u64) -> io::Result<()>;
 
-/// A [`Watch`] that hears nothing and lets everything go on.
+/// A [`Watch`] that ignores the progress and never stops the work.
 ///
 /// # Errors
-/// None.
+/// Never fails.
 pub fn unwatched(_: u64, _: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// Bytes that one thread takes at a time: a few hundredths of a second, after which it can be
-/// ended.
+/// Bytes that one thread takes at a time: some hundredths of a second, after which it can be
+/// stopped.
 const PIECE: usize = 64 << 20;
-/// Threads that take memory at a time. Zeroing it is bound by the memory's own speed, which some
-/// processors use up.
+/// Most threads that take memory at a time. The memory's own speed limits zeroing, and some
+/// processors use it up.
 const WORKERS_MOST: usize = 16;
-/// Enough for a system call; it may be locked and populated whole.
+/// Enough stack for a system call; it may be locked and populated as a whole.
 const WORKERS_STACK: usize = 64 << 10;
 
 /// Does `bytes` bytes of work in pieces, on all processors. The calling thread does its share, and
-/// speaks to `watch`.
+/// calls `watch`.
 fn in_pieces(
     bytes: usize,
     work: &(dyn Fn(usize, usize) -> io::Result<()> + Sync),
@@ -286,16 +291,16 @@ fn in_pieces(
         let length = PIECE.min(bytes - from);
         let worked = work(from, length);
         done.fetch_add(length, Ordering::Relaxed);
-        // Past the end: nobody begins another piece.
+        // Set the counter past the end, so that no thread begins another piece.
         worked.inspect_err(|_| next.store(pieces, Ordering::Relaxed)).into()
     };
-    // Asking for the processors reads files, which small memory need not wait for.
+    // Asking for the number of processors reads files, and small memory need not wait for that.
     let workers = if pieces > 1 { std::thread::available_parallelism().map_or(1, usize::from) } else { 1 };
     std::thread::scope(|scope| {
         let others: Vec<_> = (1..pieces.min(workers).min(WORKERS_MOST))
             .map_while(|_| {
                 let builder = std::thread::Builder::new().stack_size(WORKERS_STACK);
-                // One thread does it too, only slower.
+                // If no thread can be had, this thread does all the work, only slower.
                 builder.spawn_scoped(scope, || std::iter::from_fn(one).collect::<io::Result<()>>()).ok()
             })
             .collect();
@@ -312,15 +317,15 @@ fn in_pieces(
     })
 }
 
-/// Whether this process takes the place of one that had as much memory.
+/// Whether this process replaces one that had as much memory.
 static SUCCEEDS: AtomicBool = AtomicBool::new(false);
 
-/// The length to take for `bytes` bytes, if there is that much: populating more than there is would
-/// not fail, it would set the OOM killer on somebody, in a cgroup with a limit on this process
-/// itself. Not for memory that is adopted: that is taken already.
+/// The length to take for `bytes` bytes, if there is that much. Populating more than there is would
+/// not fail: it would have the OOM killer end a process, in a limited cgroup this one. Adopted
+/// memory is not checked: it is taken already.
 fn new_pages(bytes: usize) -> io::Result<usize> {
     let bytes = whole_pages(bytes)?;
-    // Asking reads files: half of the time that a daemon's connections took to start.
+    // Asking reads files, which was half of the time in which a daemon's connections started.
     let asks = !SUCCEEDS.load(Ordering::Relaxed);
     match asks.then(available).flatten() {
         Some(available) if bytes as u64 > available => Err(io::Error::from_raw_os_error(libc::ENOMEM)),
@@ -347,7 +352,7 @@ mod tests {
         // SAFETY: both mappings are three pages long and only this thread uses them.
         unsafe { first.as_ptr().add(9_999).write(7) };
         drop(first);
-        // SAFETY: as above.
+        // SAFETY: both mappings are three pages long and only this thread uses them.
         assert_eq!(unsafe { second.as_ptr().add(9_999).read() }, 7);
     }
 
@@ -361,7 +366,7 @@ mod tests {
         }
     }
 
-    /// A field of a mapping of this process in smaps.
+    /// The value of a field in smaps for a mapping of this process.
     fn smaps(memory: &Memory, key: &str) -> String {
         let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         let at = format!("{:x}-", memory.as_ptr().addr());
@@ -442,7 +447,7 @@ mod tests {
         let fd = memory.read_only().unwrap();
         let map = |protection| {
             let flags = MapFlags::SHARED;
-            // SAFETY: a fresh mapping at an address of the kernel's choice.
+            // SAFETY: a fresh mapping at an address of the kernel's choice overlaps no other.
             unsafe { rustix::mm::mmap(std::ptr::null_mut(), 4096, protection, flags, &fd, 0) }
         };
         let seen = map(ProtFlags::READ).unwrap().cast::<u8>();
@@ -453,7 +458,7 @@ mod tests {
         };
         assert_eq!(byte, 9);
         assert_eq!(map(ProtFlags::READ | ProtFlags::WRITE).unwrap_err(), rustix::io::Errno::ACCESS);
-        // SAFETY: the mapping is ours; its protection must not change.
+        // SAFETY: this test made the mapping; the call must not change its protection.
         let raised =
             unsafe { rustix::mm::mprotect(seen.cast(), 4096, MprotectFlags::READ | MprotectFlags::WRITE) };
         assert_eq!(raised.unwrap_err(), rustix::io::Errno::ACCESS);

@@ -1,5 +1,5 @@
-//! Counters and latencies that cost a plain store on the I/O path: each has one writer (the thread
-//! whose it is) and any number of readers, so no instruction locks a bus.
+//! Counters and latencies that take only a plain store on the I/O path. Each has one writer (the
+//! thread that owns it) and any number of readers, so no instruction locks a bus.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
@@ -21,13 +21,14 @@ impl Counter {
     }
 }
 
-/// Sub-buckets of each power of two: values are kept to 1 part in 16.
+/// Number of sub-buckets of each power of two: values are accurate to 1 part in 16.
 const SUB: usize = 16;
-/// Powers of two above the first [`SUB`] nanoseconds, up to 2^40 ns = 18 minutes.
+/// Number of buckets: powers of two above the first [`SUB`] nanoseconds, up to 2^40 ns = 18
+/// minutes.
 const BUCKETS: usize = SUB * 37;
 
-/// A histogram of durations with one writing thread: log-linear as HdrHistogram's (Tene), with a
-/// fixed range of 1 ns to 18 minutes and a resolution of 6 %, in 4.7 KiB.
+/// A histogram of durations with one writing thread. It is log-linear as HdrHistogram (Tene), with
+/// a fixed range of 1 ns to 18 minutes and a resolution of 6 %, in 4.7 KiB.
 pub struct Latencies {
     buckets: [AtomicU64; BUCKETS],
 }
@@ -46,7 +47,7 @@ impl Latencies {
         bucket.store(bucket.load(Relaxed).wrapping_add(n), Relaxed);
     }
 
-    /// Adds what this one holds to `total`.
+    /// Adds the durations in this histogram to `total`.
     pub fn add_to(&self, total: &mut Distribution) {
         for (sum, bucket) in total.counts.iter_mut().zip(&self.buckets) {
             *sum += bucket.load(Relaxed);
@@ -83,27 +84,27 @@ impl std::ops::AddAssign<&Distribution> for Distribution {
 }
 
 impl Distribution {
-    /// How many operations.
+    /// The number of operations.
     pub fn count(&self) -> u64 {
         self.counts.iter().sum()
     }
 
-    /// Every duration that occurred, as the upper bound of what was counted together, in
-    /// nanoseconds, and how often; rising.
+    /// Every duration that occurred, with its count, rising. A duration is the upper bound of its
+    /// bucket, in nanoseconds.
     pub fn buckets(&self) -> impl Iterator<Item = (u64, u64)> + Clone {
         let occurred = self.counts.iter().enumerate().filter(|&(_, &count)| count > 0);
         occurred.map(|(at, &count)| (upper_bound(at), count))
     }
 
-    /// The duration that `share` (0 to 1) of the operations did not exceed, to 6 % above.
-    /// `None` where there were none.
+    /// The duration that `share` (0 to 1) of the operations did not exceed, at most 6 % too high.
+    /// `None` if there were no operations.
     pub fn quantile(&self, share: f64) -> Option<Duration> {
         quantile(self.buckets(), share).map(Duration::from_nanos)
     }
 }
 
-/// The value that `share` (0 to 1) of all did not exceed, where `buckets` has values and how often
-/// each occurred, rising. `None` where there are none.
+/// The value that `share` (0 to 1) of all did not exceed. `buckets` has the values with their
+/// counts, rising. `None` if there are none.
 pub fn quantile(buckets: impl Iterator<Item = (u64, u64)> + Clone, share: f64) -> Option<u64> {
     let all: u64 = buckets.clone().map(|(_, count)| count).sum();
     let rank = (all as f64 * share.clamp(0.0, 1.0)).ceil().max(1.0) as u64;

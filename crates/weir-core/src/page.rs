@@ -1,16 +1,17 @@
-//! The unit of everything: 4096 bytes, its number in a volume, its slot in a store, its checksum.
+//! The page, the unit of everything: 4096 bytes, its number in a volume, its slot in a store, its
+//! checksum.
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 
-/// Bytes in a page. Linux swaps, faults and discards in this unit on every machine Weir runs on.
+/// Bytes in a page. Linux swaps, faults and discards in this unit on every machine that Weir runs
+/// on.
 pub const PAGE_SIZE: usize = 4096;
 
-/// A page's content, wherever it lies and however it is aligned (a network buffer does not align
-/// it).
+/// A page's content, in any memory and with any alignment (a network buffer does not align it).
 pub type PageBytes = [u8; PAGE_SIZE];
 
-/// A page in memory, aligned as hardware wants it.
+/// A page in memory, aligned as hardware requires.
 #[repr(C, align(4096))]
 #[derive(Clone, PartialEq, Eq)]
 pub struct Page(pub PageBytes);
@@ -41,17 +42,17 @@ impl fmt::Debug for Page {
     }
 }
 
-/// A page's number in a volume, from 0; its byte offset divided by [`PAGE_SIZE`].
+/// A page's number in a volume, from 0: its byte offset divided by [`PAGE_SIZE`].
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct PageNo(pub u32);
 
-/// A place for one page in a store, from 0.
+/// The number of a store's slot, which holds one page, from 0.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Slot(pub u32);
 
-/// The proof that bytes are the ones written: CRC-32C of the content, mixed with the page's
-/// number and generation, so that a right page in a wrong place, or an older one in the right
-/// place, fails too.
+/// The proof that a page's bytes are the ones written: CRC-32C of the content, mixed with the
+/// page's number and generation. So the right content under another number, or an older generation,
+/// fails too.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Checksum(pub u32);
 
@@ -69,8 +70,8 @@ impl Checksum {
     }
 }
 
-/// Spreads (page, generation) over 32 bits so that neighbours differ in about half of them
-/// (the 64-bit finaliser of SplitMix64, Steele et al., OOPSLA 2014).
+/// Spreads (page, generation) over 32 bits so that neighbours differ in about half of them. It is
+/// the 64-bit finaliser of SplitMix64 (Steele et al., OOPSLA 2014).
 #[inline]
 fn mix(page: u32, generation: u32) -> u32 {
     let mut z = (u64::from(generation) << 32 | u64::from(page)).wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -79,17 +80,17 @@ fn mix(page: u32, generation: u32) -> u32 {
     (z ^ (z >> 31)) as u32
 }
 
-/// Starts to bring a page into the second-level cache, and returns at once. For whoever will go
-/// through the page from its head two pages later: a quarter of it is asked for, and the
-/// processor's own prefetchers, which stop at page boundaries, bring the rest. Asking for all of it
-/// keeps the processor waiting for its own requests: 380 ns a page out of memory on the test host,
-/// 335 without any prefetch, 220 so.
+/// Prefetches a page into the second-level cache, and returns at once. It is for a caller that will
+/// read the page from its start two pages later. It asks for a quarter of the page. The processor's
+/// own prefetchers, which stop at page boundaries, bring the rest. Asking for all of it makes the
+/// processor wait for its own requests: 380 ns a page out of memory on the test host, 335 without
+/// any prefetch, 220 this way.
 #[inline]
 pub fn prefetch(page: &PageBytes) {
     prefetch_lines(page, 16);
 }
 
-/// The same with less of the page: enough to have its address translated and the processor's own
+/// Prefetches less of the page: enough that its address is translated and the processor's own
 /// prefetchers begin.
 #[inline]
 pub fn prefetch_head(page: &PageBytes) {
@@ -108,21 +109,21 @@ fn prefetch_lines(page: &PageBytes, lines: usize) {
     let _ = (page, lines);
 }
 
-/// Starts to bring one value near, and returns at once.
+/// Prefetches one value, and returns at once.
 #[inline]
 pub fn prefetch_value<T>(value: &T) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: as in `prefetch_lines`.
+        // SAFETY: a hint, as in `prefetch_lines`.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(value).cast()) };
     }
     #[cfg(not(all(target_arch = "x86_64", not(miri))))]
     let _ = value;
 }
 
-/// The 32-bit value of which the whole page consists, if it does: such a page needs no slot.
-/// Costs 4 ns for a page that differs early, which nearly all do.
+/// The 32-bit value that fills the whole page, if there is one: such a page needs no slot. It takes
+/// 4 ns for a page that differs early, as nearly all do.
 #[inline]
 pub fn uniform_value(bytes: &PageBytes) -> Option<u32> {
     let first: [u8; 8] = bytes[..8].try_into().expect("8 of 4096 bytes");
@@ -130,7 +131,8 @@ pub fn uniform_value(bytes: &PageBytes) -> Option<u32> {
         return None;
     }
     let word = u64::from_ne_bytes(first);
-    // The end differs more often than the middle (headers repeat, tails vary), so look there next.
+    // The end differs more often than the middle (headers repeat, tails vary), so it is checked
+    // next.
     if u64::from_ne_bytes(bytes[PAGE_SIZE - 8..].try_into().expect("8 of 4096 bytes")) != word {
         return None;
     }
@@ -146,8 +148,8 @@ mod tests {
 
     #[test]
     fn the_checksum_is_crc32c() {
-        // RFC 3720 B.4: 32 bytes of zeros are 0x8a9136aa; a page of zeros was computed by two other
-        // tools.
+        // RFC 3720 B.4: 32 bytes of zeros are 0x8a9136aa; the value for a page of zeros was
+        // computed by two other tools.
         let crc = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, &[0u8; 32]) as u32;
         assert_eq!(crc, 0x8a91_36aa);
     }

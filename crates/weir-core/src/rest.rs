@@ -1,25 +1,25 @@
 //! Rests of a thread that waits for another.
 //!
-//! The other may take a microsecond, so it looks again at once; or the thread that must
-//! bring it may wait for this very processor. `sched_yield` does not help there: a real-time thread
-//! that yields comes before every ordinary one.
+//! The other thread may take only a microsecond, so the waiting thread looks again at once. But the
+//! other thread may also wait for this very processor. `sched_yield` does not help then: a
+//! real-time thread that yields still runs before every ordinary one.
 
 use std::time::Duration;
 
-/// Looks in vain without a nap: a fraction of a millisecond.
+/// Number of looks without a nap: a fraction of a millisecond.
 const EAGER: u32 = 1000;
-/// How long a thread sleeps that has looked often enough.
+/// Length of a nap of a thread that has looked often enough.
 const NAP: Duration = Duration::from_micros(50);
 
-/// Counts the looks in vain of one wait.
+/// Counts the looks of one wait that found nothing.
 #[derive(Debug, Default)]
 pub struct Rest {
     looks: u32,
 }
 
 impl Rest {
-    /// Rests until the next look: for some processor cycles at first, and once many were in vain
-    /// for a nap, in which a thread of a lower rank runs.
+    /// Rests until the next look. At first it takes some processor cycles. After many looks it is a
+    /// nap, in which a thread of lower priority can run.
     pub fn until_next(&mut self) {
         if self.looks < EAGER {
             self.looks += 1;
@@ -29,7 +29,7 @@ impl Rest {
         }
     }
 
-    /// The wait is over.
+    /// Ends the wait.
     #[inline]
     pub fn end(&mut self) {
         self.looks = 0;

@@ -1,10 +1,10 @@
-//! The sealed allocator: what notices an allocation on an I/O thread.
+//! The sealed allocator, which notices an allocation on an I/O thread.
 //!
-//! A thread that serves swap must not allocate: at zero free memory the allocation waits for
+//! A thread that serves swap must not allocate: without free memory the allocation waits for
 //! reclaim, and reclaim waits for the thread. So all memory is taken first, then the process is
-//! sealed. From then on an allocation (or release) on a thread inside [`on_io_thread`] is a bug: it
-//! aborts where tests run ([`Policy::Abort`]) and is counted in the field ([`Policy::Count`]),
-//! where going on is the lesser evil.
+//! sealed. From then on an allocation (or release) on a thread inside [`on_io_thread`] is a bug. In
+//! tests it aborts ([`Policy::Abort`]). In the field it is counted ([`Policy::Count`]), since going
+//! on is the lesser evil.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -14,9 +14,9 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub enum Policy {
-    /// It is counted, and goes through.
+    /// The allocation is counted, and goes through.
     Count = 1,
-    /// The process aborts with a line that says so.
+    /// The process aborts with a line that gives the reason.
     Abort = 2,
 }
 
@@ -26,11 +26,11 @@ static POLICY: AtomicU8 = AtomicU8::new(OPEN);
 static VIOLATIONS: AtomicU64 = AtomicU64::new(0);
 
 thread_local! {
-    // const and without Drop: reading it never allocates, also inside the allocator.
+    // This is const and without Drop: reading it never allocates, not even inside the allocator.
     static ON_IO_THREAD: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Seals the process. Allocations of I/O threads are bugs from now on.
+/// Seals the process: allocations of I/O threads are bugs from now on.
 pub fn seal(policy: Policy) {
     POLICY.store(policy as u8, Ordering::Relaxed);
 }
@@ -44,12 +44,13 @@ pub fn policy_from_environment() -> Policy {
     }
 }
 
-/// Allocations and releases that I/O threads made since the process was sealed. Zero, or a bug.
+/// Number of allocations and releases of I/O threads since the process was sealed: any but zero is
+/// a bug.
 pub fn violations() -> u64 {
     VIOLATIONS.load(Ordering::Relaxed)
 }
 
-/// Runs `work` as I/O: allocations in it violate the seal.
+/// Runs `work` as I/O: an allocation in it violates the seal.
 pub fn on_io_thread<T>(work: impl FnOnce() -> T) -> T {
     struct Restore(bool);
     impl Drop for Restore {
@@ -61,15 +62,16 @@ pub fn on_io_thread<T>(work: impl FnOnce() -> T) -> T {
     work()
 }
 
-/// The system allocator with the check in front. A program opts in by
-/// `#[global_allocator] static ALLOCATOR: SealedAllocator = SealedAllocator;`.
+/// The system allocator with that check. A program uses it by `#[global_allocator] static
+/// ALLOCATOR: SealedAllocator = SealedAllocator;`.
 #[derive(Debug)]
 pub struct SealedAllocator;
 
 impl SealedAllocator {
     #[inline]
     fn check() {
-        // One thread-local load on every allocation of the process: under a nanosecond.
+        // The check is one thread-local load for every allocation of the process: under a
+        // nanosecond.
         if ON_IO_THREAD.get() {
             Self::violation();
         }
@@ -83,7 +85,7 @@ impl SealedAllocator {
         }
         VIOLATIONS.fetch_add(1, Ordering::Relaxed);
         if policy == Policy::Abort as u8 {
-            // Not through std: its panic machinery allocates.
+            // Do not use std here: its panic code allocates.
             let line = b"weir: an I/O thread touched the allocator after the process was sealed\n";
             let _ = rustix::io::write(rustix::stdio::stderr(), line);
             std::process::abort();

@@ -1,13 +1,13 @@
-//! Sizes as people write them: `512MiB`, `8G`, `4096`. Powers of 1024 throughout.
+//! Sizes as people write them: `512MiB`, `8G`, `4096`. All units are powers of 1024.
 
 use std::fmt;
 use std::str::FromStr;
 
-/// A number of bytes, read from and shown as text such as `64GiB`.
+/// A number of bytes that is parsed from and printed as text such as `64GiB`.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub struct ByteSize(pub u64);
 
-/// Why a text is no size.
+/// The reason why a text is no size.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error(
     "{text:?} is not a size: give a number with K, M, G, T or KiB, MiB, GiB, TiB (powers of 1024), such as 512MiB"

@@ -1,33 +1,33 @@
-//! The protections of a process that a kernel swaps on (facts: prctl(2), mm/vmscan.c, drivers of
-//! the kind nbd-client -swap, and the deadlock reports that led to `PR_SET_IO_FLUSHER`).
+//! Protections of a process on whose memory the kernel swaps (facts: prctl(2), mm/vmscan.c, drivers
+//! such as nbd-client -swap, and the deadlock reports that led to `PR_SET_IO_FLUSHER`).
 //!
 //! - The flusher flag (`PR_SET_IO_FLUSHER`, Linux 5.6) sets `PF_MEMALLOC_NOIO | PF_LOCAL_THROTTLE`:
-//!   an allocation of ours never waits for I/O, which would be I/O on ourselves. It is per task and
-//!   inherited by clone, so it is set first in `main`, before any thread, and checked on each I/O
-//!   thread.
-//! - `mlockall` keeps our own pages out of the swap that we serve.
-//! - An OOM score of -1000 keeps the kernel from killing the one process whose death loses
-//!   everybody's pages.
+//!   an allocation of this process never waits for I/O, which would be its own. The flag is per
+//!   task and inherited by clone. So it is set first in `main`, before any thread, and checked on
+//!   each I/O thread.
+//! - `mlockall` keeps this process's own pages out of the swap that it serves.
+//! - An OOM score of -1000 keeps the kernel from killing the one process whose death loses all
+//!   pages.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Which of the protections are in place.
+/// The protections that are in place.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Protections {
-    /// `PR_SET_IO_FLUSHER` is set on the calling thread and inherited by its children.
+    /// Whether `PR_SET_IO_FLUSHER` is set on the calling thread and inherited by its children.
     pub io_flusher: bool,
-    /// All memory, present and future, is locked.
+    /// Whether all memory, present and future, is locked.
     pub memory_locked: bool,
-    /// The OOM killer passes over this process.
+    /// Whether the OOM killer passes over this process.
     pub oom_exempt: bool,
 }
 
-/// A protection that could not be had.
+/// A protection that the system denies.
 #[derive(Debug, thiserror::Error)]
 #[error("{protection} cannot be set: {reason}")]
 pub struct Unprotected {
-    /// Which one.
+    /// The protection's name.
     pub protection: &'static str,
     /// The missing right, and the next step.
     pub reason: &'static str,
@@ -40,15 +40,15 @@ pub struct Unprotected {
 /// inherit it.
 ///
 /// # Errors
-/// `EPERM` without `CAP_SYS_RESOURCE`, `EINVAL` before Linux 5.6.
+/// Fails with `EPERM` without `CAP_SYS_RESOURCE`, with `EINVAL` before Linux 5.6.
 pub fn set_io_flusher() -> Result<(), Unprotected> {
     rustix::process::configure_io_flusher_behavior(true).map_err(|errno| flusher_error(errno.into()))
 }
 
-/// Whether the calling thread carries the flusher flag.
+/// Whether the calling thread has the flusher flag.
 ///
 /// # Errors
-/// As [`set_io_flusher`]: reading it needs the capability too.
+/// Fails as [`set_io_flusher`] does: reading the flag needs the capability too.
 pub fn has_io_flusher() -> Result<bool, Unprotected> {
     rustix::process::is_io_flusher().map_err(|errno| flusher_error(errno.into()))
 }
@@ -66,7 +66,7 @@ fn flusher_error(source: io::Error) -> Unprotected {
 /// Locks all present and future memory of the process.
 ///
 /// # Errors
-/// `ENOMEM` or `EPERM` where `RLIMIT_MEMLOCK` is too small and `CAP_IPC_LOCK` missing.
+/// Fails with `ENOMEM` or `EPERM` if `RLIMIT_MEMLOCK` is too small and `CAP_IPC_LOCK` missing.
 pub fn lock_all_memory() -> Result<(), Unprotected> {
     rustix::mm::mlockall(rustix::mm::MlockAllFlags::CURRENT | rustix::mm::MlockAllFlags::FUTURE).map_err(
         |errno| Unprotected {
@@ -79,8 +79,8 @@ pub fn lock_all_memory() -> Result<(), Unprotected> {
     Ok(())
 }
 
-/// Whether [`lock_all_memory`] was granted: what is mapped from then on is locked from its first
-/// page on.
+/// Whether [`lock_all_memory`] was granted: later mappings are then locked from their first page
+/// on.
 pub fn locks_all_memory() -> bool {
     LOCKS_ALL.load(Ordering::Relaxed)
 }
@@ -90,7 +90,7 @@ static LOCKS_ALL: AtomicBool = AtomicBool::new(false);
 /// Exempts the process from the OOM killer.
 ///
 /// # Errors
-/// `EACCES` without `CAP_SYS_RESOURCE`.
+/// Fails with `EACCES` without `CAP_SYS_RESOURCE`.
 pub fn exempt_from_oom_killer() -> Result<(), Unprotected> {
     std::fs::write("/proc/self/oom_score_adj", "-1000").map_err(|source| Unprotected {
         protection: "OOM score -1000",
@@ -99,22 +99,22 @@ pub fn exempt_from_oom_killer() -> Result<(), Unprotected> {
     })
 }
 
-/// Whether what a thread starts is as urgent as it is.
+/// Whether threads and processes that a thread starts inherit its priority.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Children {
-    /// Its threads and processes are real-time too, until they say otherwise.
+    /// They are real-time too, until they choose otherwise.
     Inherit,
     /// They are ordinary ones.
     Ordinary,
 }
 
-/// Makes the calling thread a real-time thread of the lowest priority: the kernel lets such a
-/// thread reach into the memory that it keeps below `vm.min_free_kbytes`, past what it keeps back
-/// besides against fragmentation (mm/page_alloc.c, `gfp_to_alloc_flags`: `rt_task`;
-/// `zone_watermark_fast`), and lets it run as soon as there is work.
+/// Makes the calling thread a real-time thread of the lowest priority. The kernel lets such a
+/// thread use the memory that it reserves below `vm.min_free_kbytes`, and beyond its reserve
+/// against fragmentation (mm/page_alloc.c, `gfp_to_alloc_flags`: `rt_task`; `zone_watermark_fast`).
+/// The thread also runs as soon as there is work.
 ///
 /// # Errors
-/// `EPERM` without `CAP_SYS_NICE`, or where systemd's `RestrictRealtime=` forbids it.
+/// Fails with `EPERM` without `CAP_SYS_NICE`, or if systemd's `RestrictRealtime=` forbids it.
 pub fn reach_reserves(children: Children) -> io::Result<()> {
     let reset = if children == Children::Ordinary { libc::SCHED_RESET_ON_FORK } else { 0 };
     schedule(libc::SCHED_RR | reset, 1)
@@ -123,7 +123,7 @@ pub fn reach_reserves(children: Children) -> io::Result<()> {
 /// Makes the calling thread an ordinary one again.
 ///
 /// # Errors
-/// What `sched_setscheduler` says.
+/// Fails with the error of `sched_setscheduler`.
 pub fn leave_reserves() -> io::Result<()> {
     schedule(libc::SCHED_OTHER, 0)
 }
@@ -137,8 +137,8 @@ fn schedule(policy: libc::c_int, sched_priority: libc::c_int) -> io::Result<()> 
     }
 }
 
-/// Sets all three, and returns what holds with what could not be set. Call it before the first
-/// thread.
+/// Sets all three protections. Returns those that hold, and those that the system denied. Call it
+/// before the first thread.
 pub fn protect() -> (Protections, Vec<Unprotected>) {
     let mut missing = Vec::new();
     let mut holds = |result: Result<(), Unprotected>| match result {

@@ -1,4 +1,4 @@
-//! The sealed allocator in a process of its own: a seal cannot be lifted again.
+//! The sealed allocator, in a process of its own: a seal cannot be lifted again.
 
 use weir_core::seal::{self, Policy, SealedAllocator};
 
@@ -15,7 +15,7 @@ fn allocations_on_an_io_thread_are_counted_once_sealed_and_others_are_free() {
     seal::on_io_thread(|| drop(vec![1u8; 100]));
     assert_eq!(seal::violations(), 2, "one allocation and one release");
 
-    // Under `Policy::Abort` the same thing ends the process: shown in a child, which is this test
+    // Under `Policy::Abort` an allocation ends the process. A child shows that, which is this test
     // again.
     if std::env::var_os("SEALED_TEST_CHILD").is_some() {
         seal::seal(seal::policy_from_environment());

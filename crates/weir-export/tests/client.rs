@@ -1,4 +1,4 @@
-//! Weir's client against a server that nobody here wrote: nbdkit's memory plugin.
+//! Weir's client against a server of another project: nbdkit's memory plugin.
 
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Command, Stdio};
@@ -25,7 +25,7 @@ impl Nbdkit {
             return None;
         };
         let deadline = Instant::now() + Duration::from_secs(60);
-        // The file is there before anybody listens at it.
+        // The socket's file appears before the server listens.
         while UnixStream::connect(&socket).is_err() {
             assert!(Instant::now() < deadline, "nbdkit did not come up");
             std::thread::sleep(Duration::from_millis(10));

@@ -1,5 +1,5 @@
-//! The server over a store that fails as told: exactly the requests that it hit get an error, and
-//! nothing hangs.
+//! The server over a store that fails as told: exactly the requests that hit a fault get an error,
+//! and nothing hangs.
 
 mod common;
 
@@ -23,18 +23,18 @@ fn served(name: &str, pages: u32, url: &SimUrl) -> (Served, Arc<Sim>) {
     (served, opened.unwrap())
 }
 
-/// A client's view of a load: requests that failed.
+/// The requests of a load that failed, as the client saw them.
 #[derive(Default)]
 struct Failed {
     reads: u64,
     writes: u64,
 }
 
-/// Pages that one connection uses in [`load`].
+/// Number of pages that one connection uses in [`load`].
 const PAGES: u64 = 512;
 
-/// Random whole-page reads and writes, 16 in flight, checked against a shadow: a read gives the
-/// last content whose write was acknowledged, or an error; a refused write leaves the page as it
+/// Random whole-page reads and writes, 16 in flight, checked against a shadow. A read returns the
+/// last content whose write was acknowledged, or an error. A refused write leaves the page as it
 /// was.
 fn load(client: &mut Client, number: u64, rounds: usize) -> Failed {
     let mut shadow = vec![None; PAGES as usize];
@@ -73,8 +73,8 @@ fn load(client: &mut Client, number: u64, rounds: usize) -> Failed {
     failed
 }
 
-/// Runs the load on four connections, two of them with simple replies, and holds what the clients
-/// saw against what the store did.
+/// Runs the load on four connections, two of them with simple replies. Compares the failures that
+/// the clients saw with the faults that the store injected.
 fn every_fault_is_seen_once(name: &str, url: &SimUrl, rounds: usize) {
     let (served, sim) = served(name, 4 * PAGES as u32, url);
     let start = Instant::now();
@@ -134,7 +134,7 @@ fn long_and_unaligned_requests_to_a_slow_store_come_back_as_written() {
             client.write(offset, &data).unwrap();
             assert!(client.read(offset, length as u32).unwrap() == data, "{offset} {length}");
         }
-        // Zeroes with ragged ends: the ends are read, changed and written.
+        // The range begins and ends within pages: those pages are read, changed and written.
         let zeroes = Operation::WriteZeroes { offset: 5000, length: 100_000, fast: false, no_hole: false };
         client.write(0, &noise(9, 200_000)).unwrap();
         client.perform(zeroes).unwrap();
@@ -222,7 +222,7 @@ fn a_client_that_leaves_with_requests_under_way_leaves_nothing_behind() {
         client.send().unwrap();
         drop(client);
     }
-    // Every seat is usable again, and serves what it is asked and nothing of before.
+    // Every seat is usable again, and serves only new requests.
     let mut clients: Vec<Client> = (0..4).map(|_| seat()).collect();
     for client in &mut clients {
         assert_eq!(client.read(100 * 4096, 4096).unwrap(), vec![0; 4096]);

@@ -1,5 +1,5 @@
-//! The FUSE server through real mounts: files, loop devices, faults, and a server that goes on
-//! where another was killed.
+//! The FUSE server through real mounts: files, loop devices, faults, and a server that takes over
+//! from a killed one.
 
 mod fuse_mounts;
 
@@ -121,14 +121,14 @@ fn holes_are_punched_exactly_and_found_by_seeking() {
     assert!(fallocate(&file, FallocateFlags::COLLAPSE_RANGE, 0, 4096).is_err());
     drop(file);
     drop(server);
-    // Punched pages are free, not full of zeros.
+    // Punched pages are free, not stored as zeros.
     assert!(volume.status().stored < 600 - 120 - 7, "{:?}", volume.status().stored);
 }
 
 #[test]
 fn what_a_store_cannot_prove_is_an_i_o_error_and_nothing_else_is() {
     let point = path("faults");
-    // Every fourth read fails; slow enough to be queued.
+    // Every fourth read fails; the store is slow enough to queue reads.
     let volume = over("sim:seed=5,size=8MiB,read_error=0.25", 1000, 2);
     let config = Config { threads: 2, ..Config::default() };
     let Some(server) = serve(&volume, &config, &point) else { return };
@@ -151,7 +151,7 @@ fn what_a_store_cannot_prove_is_an_i_o_error_and_nothing_else_is() {
         }
     }
     assert!(failed > 100 && read > 500, "{failed} failed, {read} read");
-    // The last one is counted once its reply is out.
+    // The last request is counted once its reply is sent.
     let begun = Instant::now();
     while server.stats().errors < failed && begun.elapsed() < Duration::from_secs(60) {
         std::thread::sleep(Duration::from_millis(1));

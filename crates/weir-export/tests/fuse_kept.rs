@@ -1,5 +1,5 @@
-//! A mount that lives without a server. Alone in its process: a program that another test started
-//! would inherit its files, and wait for it on the way.
+//! A mount that lives without a server. The test is alone in its process: a program that another
+//! test started would inherit its files, and wait for the mount.
 
 mod fuse_mounts;
 
@@ -30,12 +30,12 @@ fn a_mount_that_the_kernel_keeps_without_a_server_is_replaced_and_who_waits_for_
     let config = Config { threads: 1, ring: false, ..Config::default() };
     let Some(first) = serve(&volume, &config, &point) else { return };
     let file = open(first.file());
-    // On its way from one socket to another, a descriptor is the kernel's alone: the connection
-    // lives, served by nobody.
+    // While a descriptor is being sent through a socket, only the kernel holds it: the connection
+    // lives, and no process serves it.
     let (sender, receiver) = UnixStream::pair().unwrap();
     let kept: Vec<OwnedFd> = kept(&first).into_values().collect();
     first.abandon();
-    // A descriptor is held, so somebody may answer yet.
+    // A descriptor is held, so a server may still answer.
     let refused = Server::start(&volume, &config, &point, &quiet()).err();
     assert!(matches!(refused, Some(ServeError::Mount(MountError::Silent(_)))), "{refused:?}");
     assert!(is_served(&point));
@@ -51,7 +51,7 @@ fn a_mount_that_the_kernel_keeps_without_a_server_is_replaced_and_who_waits_for_
     drop(receiver);
 }
 
-/// Puts descriptors on their way, and closes them here.
+/// Sends descriptors into a socket, and closes them here.
 fn send(socket: &UnixStream, fds: Vec<OwnedFd>) {
     let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];

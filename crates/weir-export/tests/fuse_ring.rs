@@ -1,5 +1,5 @@
-//! The FUSE server with requests by rings: every processor's, fewer threads than processors, and
-//! every front end which it ends.
+//! The FUSE server with requests by rings: on every processor, with fewer threads than processors,
+//! and every way in which it ends.
 
 mod enable_uring;
 mod fuse_mounts;
@@ -37,12 +37,13 @@ fn path(name: &str) -> PathBuf {
     std::env::temp_dir().join(format!("weir-fuse-ring-test-{name}-{}", std::process::id()))
 }
 
-/// A server over a file of its own; `None`, having said why, where this machine cannot mount.
+/// Starts a server over a file of its own. `None`, after printing the reason, if this machine
+/// cannot mount.
 fn serve(volume: &Arc<Volume>, threads: usize, point: &Path) -> Option<Server> {
     fuse_mounts::serve(volume, &Config { threads, ..Config::default() }, point)
 }
 
-/// The same with requests by rings; a kernel that has the parameter has them.
+/// The same with requests by rings; a kernel that has the parameter has rings.
 fn by_rings(threads: usize, name: &str) -> Option<(EnableUring, Server)> {
     let enabled = EnableUring::set("Y")?;
     let server = serve(&volume(threads), threads, &path(name))?;
@@ -57,7 +58,7 @@ fn processors() -> Vec<usize> {
     (0..CpuSet::MAX_CPU).filter(|processor| set.is_set(*processor)).collect()
 }
 
-/// Writes, reads and punches in a part of the file of its own, on one processor.
+/// Writes, reads and punches in one part of the file, on one processor.
 fn exercise(file: &File, processor: usize, number: u64) {
     let mut only = CpuSet::new();
     only.set(processor);
@@ -147,7 +148,7 @@ fn clients_that_are_killed_leave_the_others_served() {
             .collect();
         thread::sleep(Duration::from_micros(500 * round));
         for client in &mut clients {
-            // It may be done already.
+            // The client may have ended already.
             let _ = client.kill();
             client.wait().unwrap();
         }
@@ -160,7 +161,7 @@ fn clients_that_are_killed_leave_the_others_served() {
     assert_eq!(server.stop(GRACE), 0);
 }
 
-/// Threads that write until that fails; how often each has succeeded.
+/// Starts threads that write until a write fails; also returns the count of writes that succeeded.
 fn writers(file: &Path, count: usize) -> (Vec<thread::JoinHandle<()>>, Arc<AtomicU64>) {
     let written = Arc::new(AtomicU64::new(0));
     let writer = |number: usize| {
@@ -214,7 +215,7 @@ fn requests_of_a_server_that_dies_fail_and_the_next_one_replaces_its_mount() {
 fn an_unmount_by_somebody_else_ends_it() {
     let Some((_enabled, server)) = by_rings(2, "unmounted") else { return };
     let point = path("unmounted");
-    // Busy for as long as another process has inherited something.
+    // The mount is busy while another process has inherited a file of it.
     eventually("it cannot be unmounted", || {
         Command::new("umount").arg(&point).output().is_ok_and(|output| output.status.success())
     });
@@ -242,7 +243,7 @@ fn an_idle_server_sleeps() {
         };
         lines.map(count).sum()
     };
-    // Somebody's look at all mounts may come between.
+    // Another program's look at all mounts may come between.
     eventually("its threads wake up though nothing happens", || {
         let before = switches();
         thread::sleep(Duration::from_millis(500));
@@ -258,7 +259,7 @@ fn a_stopped_client_keeps_nobody_waiting() {
         .stderr(Stdio::null())
         .spawn()
         .unwrap();
-    // Done already, perhaps.
+    // The client may have ended already.
     let _ = kill_process(Pid::from_child(&client), Signal::STOP);
     exercise(&open(server.file()), processors()[0], 0);
     let _ = kill_process(Pid::from_child(&client), Signal::KILL);

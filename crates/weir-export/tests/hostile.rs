@@ -1,5 +1,5 @@
-//! Clients that mean harm: each gets a clear line in the log, takes no memory, and costs the others
-//! nothing.
+//! Malicious clients: each gets a clear line in the log, takes no memory, and costs the other
+//! clients nothing.
 
 mod common;
 
@@ -14,7 +14,7 @@ use weir_export::nbd::transmission::Request;
 use weir_export::nbd::wire::{OPTION_MAGIC, command};
 use weir_export::nbd::{Config, PENDING_MAX};
 
-/// The memory and speed of this process are measured here: one test at a time.
+/// These tests measure the memory and speed of this process, so one runs at a time.
 fn alone() -> MutexGuard<'static, ()> {
     static PROCESS: Mutex<()> = Mutex::new(());
     PROCESS.lock().unwrap_or_else(PoisonError::into_inner)
@@ -33,11 +33,12 @@ fn after_greeting(served: &Served, bytes: &[u8]) -> UnixStream {
     stream
 }
 
-/// A connection in transmission, by hand: it may say what the client would not.
+/// A connection in transmission without Weir's client, so that it can send what the client would
+/// not.
 fn raw(served: &Served) -> UnixStream {
     let go = option(7, 6, &[0; 6]);
     let mut stream = after_greeting(served, &[&3u32.to_be_bytes()[..], &go].concat());
-    // Two pieces of information and the acknowledgement.
+    // The server sends two pieces of information and the acknowledgement.
     stream.read_exact(&mut [0; 20 + 12 + 20 + 14 + 20]).unwrap();
     stream
 }
@@ -55,7 +56,7 @@ fn request(command: u16, offset: u64, length: u32) -> Vec<u8> {
     Request { flags: 0, command, cookie: 1, offset, length }.encode().to_vec()
 }
 
-/// The others: one who goes on all the while, and whose pages are checked.
+/// Checks that another client is served all the while, and that its pages are right.
 fn is_served(client: &mut Client, round: u64) {
     client.write(round % 64 * 4096, &page(round)).unwrap();
     assert!(client.read(round % 64 * 4096, 4096).unwrap() == page(round));
@@ -95,7 +96,7 @@ fn what_breaks_the_protocol_ends_that_connection_with_a_line_that_says_why() {
         assert!(served.logs(line), "{line}");
         is_served(&mut other, round as u64);
     }
-    // Half a header, and half a payload, and then nothing more.
+    // The client sends half a header, or half a payload, and then nothing more.
     for bytes in [&request(command::READ, 0, 4096)[..14], &request(command::WRITE, 0, 4096)] {
         let mut stream = raw(&served);
         stream.write_all(bytes).unwrap();
@@ -128,7 +129,7 @@ fn ranges_that_overflow_and_options_that_nobody_knows_are_answered() {
         stream.read_exact(&mut reply).unwrap();
         assert_ne!(reply[4..8], [0; 4], "command {command} at {offset} is refused");
     }
-    // A write whose range wraps around: its payload is read and thrown away.
+    // The write's range wraps around: its payload is read and dropped.
     stream.write_all(&request(command::WRITE, u64::MAX - 10, 5000)).unwrap();
     stream.write_all(&[1; 5000]).unwrap();
     stream.read_exact(&mut [0; 16]).unwrap();
@@ -176,7 +177,7 @@ fn ten_thousand_idle_connections_take_no_memory_and_cost_the_others_nothing() {
         eprintln!("skipped: the limit of open files allows {count} of {wanted} connections");
         return;
     }
-    // A thread that looks for requests works while nothing comes.
+    // A thread that spins uses the processor while no request comes, so turn that off.
     let served = Served::host("idle", 256, &Config { spin: Duration::ZERO, ..few() });
     let mut other = served.client();
     for at in 0..64 {
@@ -197,7 +198,7 @@ fn ten_thousand_idle_connections_take_no_memory_and_cost_the_others_nothing() {
         let grown = resident_kib().saturating_sub(memory);
         assert!(grown < 8192, "{wanted} idle connections took {grown} KiB");
         assert!(served.logs(&format!("{PENDING_MAX} others negotiate")));
-        // An honest client gets in, flood or not.
+        // An honest client is accepted, with or without a flood.
         let start = Instant::now();
         is_served(&mut served.client(), 1);
         assert!(start.elapsed() < PATIENCE);
@@ -214,15 +215,15 @@ fn ten_thousand_idle_connections_take_no_memory_and_cost_the_others_nothing() {
     served.shutdown();
 }
 
-/// Nanoseconds of processor that the server's threads used: how long it took says what else the
-/// machine does, not this.
+/// Nanoseconds of processor time that the server's threads used. Elapsed time would also depend on
+/// the machine's other work.
 #[derive(Clone, Copy, Debug)]
 struct Work {
     serving: u64,
     accepting: u64,
 }
 
-/// Measures what single-page reads cost the server, `count` of them.
+/// Measures the cost of `count` single-page reads to the server.
 fn work_for(client: &mut Client, count: u64) -> Work {
     let before = work();
     for at in 0..count {
@@ -232,7 +233,7 @@ fn work_for(client: &mut Client, count: u64) -> Work {
     Work { serving: after.serving - before.serving, accepting: after.accepting - before.accepting }
 }
 
-/// Sums what the threads have used so far.
+/// Sums the processor time of the threads so far.
 fn work() -> Work {
     let mut work = Work { serving: 0, accepting: 0 };
     for thread in std::fs::read_dir("/proc/self/task").unwrap() {

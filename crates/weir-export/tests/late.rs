@@ -1,4 +1,4 @@
-//! Writes of connections that have ended, over a store that takes its time.
+//! Writes of connections that have ended, over a slow store.
 
 mod common;
 
@@ -10,7 +10,7 @@ use weir_core::{PAGE_SIZE, PageBytes, Slot};
 use weir_export::nbd::client::Operation;
 use weir_store::{Done, Host, Lane, OpenError, Progress, State, Store, Ticket};
 
-/// A disk with a bad spot: writes of pages that begin with [`MARK`] take until the gate is open.
+/// A disk with a bad spot: writes of pages that begin with [`MARK`] wait until the gate is open.
 #[derive(Debug)]
 struct Gated {
     host: Host,
@@ -106,7 +106,7 @@ fn served(name: &str) -> (Served, Gate) {
 }
 
 impl Gate {
-    /// Waits until a write waits.
+    /// Waits until a write waits at the gate.
     fn wait(&self) {
         let begun = Instant::now();
         while !self.held.swap(false, Ordering::SeqCst) {
@@ -125,14 +125,14 @@ fn marked(seed: u64) -> Vec<u8> {
 #[test]
 fn a_write_of_a_connection_that_has_ended_is_never_published() {
     let (served, gate) = served("late");
-    // As a whole, in part, and as the end of a long write.
+    // The write is of a whole page, of a part, and the end of a long one.
     for (at, (from, length)) in [(0, PAGE_SIZE), (1000, 500), (0, 3 * PAGE_SIZE)].into_iter().enumerate() {
         gate.open.store(false, Ordering::SeqCst);
         let offset = at as u64 * 16 * PAGE_SIZE as u64;
         let mut second = served.client();
         let mut old = marked(1).repeat(3);
         if from > 0 {
-            // The page that the part is written to is what the store holds back.
+            // The store holds back the page that a part is written to.
             gate.open.store(true, Ordering::SeqCst);
             second.write(offset, &old[..PAGE_SIZE]).unwrap();
             gate.open.store(false, Ordering::SeqCst);
@@ -142,8 +142,8 @@ fn a_write_of_a_connection_that_has_ended_is_never_published() {
         first.queue(Operation::write(offset + from as u64, &old[from..from + length]));
         first.send().unwrap();
         gate.wait();
-        // The client gives it up, as the kernel's does after its I/O timeout, and writes the same,
-        // then something newer.
+        // The client gives the connection up, as the kernel's does after its I/O timeout. It writes
+        // the same page again, then something newer.
         drop(first);
         let new = page(2).repeat(3);
         second.write(offset, &page(3).repeat(3)).unwrap();

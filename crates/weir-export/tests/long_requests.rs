@@ -1,4 +1,4 @@
-//! Long reads and writes over a slow store, mixed with short ones, torn and left alone.
+//! Long reads and writes over a slow store, mixed with short ones, torn and abandoned.
 
 mod common;
 
@@ -25,7 +25,7 @@ fn served(name: &str, config: &Config) -> Served {
     })
 }
 
-/// Writes the whole device; returns what it holds.
+/// Writes the whole device; returns its content.
 fn filled(served: &Served) -> Vec<u8> {
     let content = noise(1, PAGES as usize * PAGE_SIZE);
     served.client().write(0, &content).unwrap();
@@ -47,7 +47,7 @@ fn long_and_short_requests_in_flight_together_come_back_as_written() {
     served.shutdown();
 }
 
-/// Reads of every length, and writes of what is there already, sixteen in flight.
+/// Reads of every length, and writes of content that is there already, sixteen in flight.
 fn mixed(client: &mut Client, number: u64, content: &[u8]) {
     let dice = noise(number + 10, 12 * 16 * 8);
     for round in dice.chunks_exact(16 * 8) {
@@ -58,7 +58,7 @@ fn mixed(client: &mut Client, number: u64, content: &[u8]) {
             let length = 1 + (word >> 32) as usize % longest;
             let offset = (word >> 3) as usize % (content.len() - length);
             if word >> 20 & 7 == 0 {
-                // Short, for this client reads nothing before it has sent everything.
+                // The length is short, for this client reads nothing before it has sent everything.
                 let length = length.min(5000);
                 client.queue(Operation::write(offset as u64, &content[offset..offset + length]));
             } else {
@@ -78,7 +78,7 @@ fn mixed(client: &mut Client, number: u64, content: &[u8]) {
     }
 }
 
-/// A client, once a seat is free.
+/// Connects a client, once a seat is free.
 fn seat(served: &Served) -> Client {
     let begun = Instant::now();
     loop {
@@ -92,8 +92,8 @@ fn seat(served: &Served) -> Client {
 #[test]
 fn long_writes_from_several_connections_lie_where_they_belong() {
     let served = served("long-writes", &few());
-    // Each has a part of the device, a little past its middle unaligned, and writes it again and
-    // again.
+    // Each client has a part of the device, which ends a little past a page, and writes it again
+    // and again.
     let part = (PAGES as usize * PAGE_SIZE) / 4;
     let threads: Vec<_> = (0..3u64)
         .map(|number| {
@@ -108,8 +108,8 @@ fn long_writes_from_several_connections_lie_where_they_belong() {
     served.shutdown();
 }
 
-/// Writes of many lengths, whole pages and ragged, and reads of what was written; returns what the
-/// part holds.
+/// Writes of many lengths, aligned and not, and reads of what was written. Returns the content of
+/// the part.
 fn rewrite(client: &mut Client, number: u64, from: usize, part: usize) -> Vec<u8> {
     let mut content = vec![0; part];
     let dice = noise(number + 70, 40 * 8);
@@ -123,7 +123,7 @@ fn rewrite(client: &mut Client, number: u64, from: usize, part: usize) -> Vec<u8
         }
         let data = noise(word, length);
         content[offset..offset + length].copy_from_slice(&data);
-        // Two at once, with a short one between them.
+        // Two requests are sent at once, with a short one between them.
         client.queue(Operation::write((from + offset) as u64, &data));
         client.queue(Operation::write(from as u64, &page(word)));
         content[..PAGE_SIZE].copy_from_slice(&page(word));
@@ -135,7 +135,7 @@ fn rewrite(client: &mut Client, number: u64, from: usize, part: usize) -> Vec<u8
             assert_eq!(client.receive().unwrap().result, Ok(()));
         }
         if offset < PAGE_SIZE {
-            // Both were in flight together: either may have come last.
+            // Both were in flight together, so either may have come last.
             client.write(from as u64, &content[..PAGE_SIZE]).unwrap();
         }
         assert!(
@@ -197,7 +197,7 @@ fn a_long_simple_read_before_a_long_write_is_answered_while_the_payload_still_ar
     let mut client = raw(&served);
     let request = |command, cookie, offset| Request { flags: 0, command, cookie, offset, length: 1 << 20 };
     let data = noise(9, 1 << 20);
-    // The read's answer is more than a socket holds, and so is the payload: one thread for each.
+    // The read's answer is more than a socket holds, and so is the payload: each needs a thread.
     let mut sender = client.try_clone().unwrap();
     let requests =
         [request(command::READ, 1, 0).encode(), request(command::WRITE, 2, 2 << 20).encode()].concat();
@@ -226,12 +226,14 @@ fn a_long_simple_read_before_a_long_write_is_answered_while_the_payload_still_ar
     served.shutdown();
 }
 
-/// A connection in transmission, with simple replies, for a client that stops where ours would not.
+/// A connection in transmission, with simple replies, for a client that stops where Weir's would
+/// not.
 fn raw(served: &Served) -> UnixStream {
     let mut stream = UnixStream::connect(&served.socket).unwrap();
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
     stream.read_exact(&mut [0; 18]).unwrap();
-    // Fixed newstyle without zeroes; NBD_OPT_EXPORT_NAME with the default name.
+    // The client chooses fixed newstyle without zeroes, and NBD_OPT_EXPORT_NAME with the default
+    // name.
     stream.write_all(&3u32.to_be_bytes()).unwrap();
     stream.write_all(b"IHAVEOPT").unwrap();
     stream.write_all(&[1u32.to_be_bytes(), 0u32.to_be_bytes()].concat()).unwrap();

@@ -1,5 +1,5 @@
-//! The announcements of a batch to a slow store: how much comes, before the first of it, and all of
-//! it before anybody waits.
+//! The announcements of a batch to a slow store: how much comes, before its first operation, and
+//! all operations before any wait.
 
 mod common;
 
@@ -15,16 +15,16 @@ enum Call {
     Plan(usize, usize),
     Read,
     Write,
-    /// Of something.
+    /// A submit with something queued.
     Submit,
     Poll,
 }
 
-/// A slow store that notes how it is called.
+/// A slow store that notes its calls.
 #[derive(Debug)]
 struct Watched {
     store: Sim,
-    /// In memory taken beforehand: the process is sealed.
+    /// The calls, in memory taken in advance: the process is sealed.
     calls: Arc<Mutex<Vec<Call>>>,
 }
 
@@ -36,7 +36,7 @@ struct WatchedLane {
 impl WatchedLane {
     fn note(&self, call: Call) {
         let mut calls = self.calls.lock().unwrap();
-        // Polls in a row are one.
+        // Polls in a row count as one.
         if calls.last() != Some(&Call::Poll) || call != Call::Poll {
             assert!(calls.len() < calls.capacity());
             calls.push(call);
@@ -112,13 +112,13 @@ fn served(name: &str) -> (Served, Arc<Mutex<Vec<Call>>>) {
         Arc::new(Watched { store: Sim::open(url).unwrap(), calls: Arc::clone(&calls) })
     });
     served.client().write(0, &noise(1, PAGES as usize * PAGE_SIZE)).unwrap();
-    // A connection that ends has its lane submit and poll once more, and then says so.
+    // The lane of a connection that ends submits and polls once more, and then the end is logged.
     assert!(served.logs(": the connection was closed"));
     calls.lock().unwrap().clear();
     (served, calls)
 }
 
-/// Operations announced and done up to the first poll, and in all.
+/// The operations announced and done up to the first poll, and all of them.
 fn counts(calls: &[Call]) -> ([usize; 4], [usize; 4]) {
     let (mut sum, mut early) = ([0; 4], None);
     for call in calls {
@@ -156,7 +156,7 @@ fn a_read_of_a_mebibyte_is_one_batch_wherever_it_begins() {
     for (name, offset, pages) in [("plan-mebibyte", 0, 256), ("plan-ragged", 5000, 257)] {
         let (served, calls) = served(name);
         let mut client = served.client();
-        // The lane has room for 256; the last page of the ragged one comes when one is back.
+        // The lane has room for 256; the unaligned range's last page comes after one has come back.
         let begun = pages.min(256);
         assert!(client.read(offset, 1 << 20).unwrap() == noise(1, 8 << 20)[offset as usize..][..1 << 20]);
         let calls = calls.lock().unwrap().clone();
@@ -201,7 +201,7 @@ fn pages_that_lie_in_no_store_are_not_announced() {
 fn a_long_read_is_started_piece_by_piece_and_the_next_piece_before_the_last_is_sent() {
     let (served, calls) = served("pieces");
     for mut client in [served.client(), served.simple_client()] {
-        // Simple replies come whole, so theirs is not piece by piece.
+        // A simple reply is sent whole, not piece by piece.
         let structured = client.terms().structured;
         client.read(0, 4 << 20).unwrap();
         let mut noted = calls.lock().unwrap();

@@ -1,4 +1,4 @@
-//! The RAM disk through a real mount, with the tools that people use.
+//! The RAM disk through a real mount, with ordinary tools.
 
 mod enable_uring;
 mod fuse_mounts;
@@ -29,7 +29,8 @@ struct Disk {
 }
 
 impl Disk {
-    /// A disk of `pages` pages; `None`, having said why, where this machine cannot mount.
+    /// Mounts a disk of `pages` pages. `None`, after printing the reason, if this machine cannot
+    /// mount.
     fn new(name: &str, pages: u32) -> Option<Disk> {
         let shape = weir_volume::Config { pages, lanes: 3, depth: 64 };
         Disk::over(name, Volume::create(shape, vec![Arc::new(Host::new(shape.slots()).unwrap())]).unwrap())
@@ -91,8 +92,7 @@ t\"; chmod 755 d/sh; d/sh -c 'exit 0'; rm -r a d out; mkfifo fifo; rmdir a 2>/de
     let names: Vec<_> = fs::read_dir(&disk.point).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(names.len(), 5, "{names:?}");
     disk.shell("rm -rf ./*");
-    // Freed pages are free in the volume, not only forgotten: when the kernel forgets it, a
-    // moment later.
+    // Freed pages must be free in the volume too: a moment later, when the kernel forgets the file.
     eventually("pages stay in the volume", || disk.volume.status().stored == 0);
 }
 
@@ -135,7 +135,7 @@ fn a_files_model(disk: &Disk) {
                 model[at..end].fill(0);
             }
             6 => {
-                // Another descriptor, and without what the kernel has cached.
+                // Use another descriptor, without the kernel's cached pages.
                 file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
                 rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
             }
@@ -165,7 +165,7 @@ fn by_rings_it_is_the_same_disk() {
     ordinary_tools(&disk);
     a_files_model(&disk);
     let stats = disk.server.as_ref().expect("running").stats();
-    // The kernel's FORGET comes by the device all the same.
+    // The kernel's FORGET still comes by the device.
     assert!(stats.by_ring > 1000 && stats.by_ring < stats.requests, "{stats:?}");
 }
 
@@ -308,7 +308,7 @@ fn it_ends_by_itself_when_somebody_unmounts_it() {
     fs::write(disk.at("file"), b"here").unwrap();
     let by = ["umount", "fusermount3"];
     let arguments = [vec![], vec!["-u"]];
-    // Busy for as long as a child of another test has the file that was written here.
+    // The mount is busy while a child of another test has the file that was written here.
     eventually("it cannot be unmounted", || {
         by.iter().zip(&arguments).any(|(program, arguments)| {
             let status = Command::new(program).args(arguments).arg(&disk.point).status();

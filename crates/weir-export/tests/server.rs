@@ -21,7 +21,7 @@ fn what_one_connection_wrote_and_was_told_of_every_other_reads_at_once() {
     for round in 0..300u64 {
         let (writer, reader) = ((round % 3) as usize, ((round / 3) % 3) as usize);
         let (offset, data) = ((round % 64) * 4096, page(round));
-        // A flush on another connection covers it, too: that is what CAN_MULTI_CONN promises.
+        // A flush on another connection covers this write too: CAN_MULTI_CONN promises that.
         clients[writer].write(offset, &data).unwrap();
         clients[reader].perform(Operation::Flush).unwrap();
         assert!(clients[reader].read(offset, 4096).unwrap() == data, "round {round}");
@@ -64,8 +64,8 @@ fn ranges_of_any_alignment_and_length_up_to_32_mib_come_back_as_written() {
     served.shutdown();
 }
 
-/// More of them than there is memory for long pieces: those who come later are served in smaller
-/// ones.
+/// There are more of them than there is memory for long pieces: later ones are served in smaller
+/// pieces.
 #[test]
 fn clients_that_leave_their_long_replies_unread_keep_nobody_else_from_theirs() {
     const STALLED: usize = 7;
@@ -135,7 +135,7 @@ fn zeroes_and_trims_of_any_alignment_touch_their_range_only() {
 
 #[test]
 fn long_zeroes_and_trims_clear_each_page_of_their_range_and_no_other() {
-    // Several steps and a half of what is cleared at a time.
+    // The range is several steps and a half of a discard's.
     let pages = 3 * 4096 + 2048;
     let served = Served::host("long-zeroes", pages, &few());
     let mut client = served.client();
@@ -224,8 +224,8 @@ fn deep_mixed_batches_from_several_connections_keep_every_page() {
     served.shutdown();
 }
 
-/// Random reads, writes and trims with 16 in flight, on the quarter of the export that is
-/// `number`'s.
+/// Random reads, writes and trims with 16 in flight, on the quarter of the export that belongs to
+/// client `number`.
 fn mixed(client: &mut Client, number: u64) {
     const PAGES: u64 = 256;
     let mut shadow: Vec<Option<u64>> = vec![None; PAGES as usize];

@@ -1,4 +1,4 @@
-//! The share server as its clients see it: honest, greedy, killed and hostile ones.
+//! The share server as its clients see it: honest, greedy, killed and malicious ones.
 
 use std::io::{BufRead, BufReader};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -32,7 +32,7 @@ fn server(name: &str, clients: u32, frames: u32) -> Server {
     Server::start(&volume(), &config, to_stderr(Level::Warning)).unwrap()
 }
 
-/// Waits for what another thread is about to do.
+/// Waits for an action of another thread.
 fn eventually(what: &str, mut done: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !done() {
@@ -41,8 +41,7 @@ fn eventually(what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
-/// Does it on a thread of its own, so that one that is stopped fails the test instead of stopping
-/// it too.
+/// Runs `action` on a thread of its own: if it hangs, the test fails instead of hanging too.
 fn within_a_minute<T: Send + 'static>(what: &str, action: impl FnOnce() -> T + Send + 'static) -> T {
     let (told, heard) = mpsc::channel();
     std::thread::spawn(move || told.send(action()));
@@ -156,7 +155,7 @@ fn a_page_beyond_the_end_and_a_token_that_is_not_held_are_errors() {
     assert_eq!((entry.tag, entry.status), (5, -rustix::io::Errno::BADF.raw_os_error()));
 }
 
-/// A server that lends in place, and the volume behind it.
+/// A server that lends in place, with its volume.
 fn lending(name: &str, pages: u32) -> (Server, Arc<Volume>) {
     let config = weir_volume::Config { pages: PAGES, lanes: 4, depth: 64 };
     let volume = Volume::create(config, vec![Arc::new(Host::new(config.slots()).unwrap())]).unwrap();
@@ -185,14 +184,15 @@ fn pages_lent_in_place_are_the_stores_own_and_stay_as_they_were_when_they_are_wr
     let mut held: Vec<Lease> = (0..64).map(|number| reader.read(number).unwrap()).collect();
     assert!(held.iter().all(|lease| matches!(lease.spot(), Spot::Window { window: 0, .. })));
     assert_eq!((server.stats().in_place(), reader.page_mut(&mut held[0]).is_none()), (64, true));
-    // Every page is written anew many times over: every slot of the store that may be reused is.
+    // Every page is written anew many times, so every slot of the store that may be reused is
+    // reused.
     for version in 2..6 {
         write_anew(&volume, PAGES, version);
     }
     for (number, lease) in held.iter().enumerate() {
         assert_eq!(reader.page(lease), &page_of(number as u64, 1), "the slot of page {number} was reused");
     }
-    // A page that is given back is free for others, and its number shows what was written since.
+    // A page that is returned is free for others, and its number shows what was written since.
     for lease in held {
         reader.give_later(lease).unwrap();
     }
@@ -261,18 +261,18 @@ fn where_only_reading_is_allowed_a_write_is_refused() {
     client.give(lease).unwrap();
 }
 
-/// A client that follows no rules.
+/// A client that breaks the rules.
 struct Raw {
     welcome: Welcome,
     area: Option<Area>,
-    /// All that came with the welcome: the area, the server's bell, and what else there is.
+    /// The descriptors of the welcome: the area, the server's bell, and the windows.
     fds: Vec<OwnedFd>,
     written: u32,
     socket: OwnedFd,
 }
 
 impl Raw {
-    /// A connection that has not said anything.
+    /// A connection that has sent nothing.
     fn dial(path: &Path) -> OwnedFd {
         use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
         let flags = SocketFlags::CLOEXEC;
@@ -287,7 +287,7 @@ impl Raw {
 
     fn greet_with(path: &Path, hello: &[u8], descriptors: &[BorrowedFd<'_>]) -> Raw {
         let socket = Raw::dial(path);
-        // Turned away already, perhaps: the answer says so.
+        // The server may have refused the client already: its answer says so.
         let _ = send(&socket, hello, descriptors);
         let mut bytes = [0; 64];
         let (count, fds) = receive(&socket, &mut bytes).unwrap();
@@ -364,7 +364,7 @@ fn a_socket_at_which_somebody_answers_is_neither_taken_nor_removed() {
     let again = Server::start(&volume(), &Config::at(first.path()), to_stderr(Level::Warning)).unwrap_err();
     assert!(again.to_string().contains("another server listens there"), "{again}");
     drop(connect(&first));
-    // Somebody removes it by hand, and a second server begins.
+    // The socket is removed by hand, and a second server starts.
     std::fs::remove_file(first.path()).unwrap();
     let second = server("taken", 2, 8);
     drop(first);
@@ -391,14 +391,14 @@ fn clients_that_are_cut_off_one_after_the_other_do_not_flood_the_log() {
     assert!((1..=most).contains(&lines), "{lines} lines in {:?}", begun.elapsed());
 }
 
-/// A volume with hardly any slack, whose writers fail as soon as one lane holds freed slots back.
+/// A volume with hardly any slack: its writers fail as soon as one lane holds freed slots back.
 fn tight_volume() -> Arc<Volume> {
     let config = weir_volume::Config { pages: 64, lanes: 3, depth: 8 };
     Volume::create(config, vec![Arc::new(Host::new(config.slots()).unwrap())]).unwrap()
 }
 
-/// Others are served: a client of the same server, and writers of the same volume by another way
-/// in.
+/// Checks that others are served: a client of the same server, and writers of the same volume
+/// through another front end.
 fn others_are_served(mut honest: Client, volume: &Arc<Volume>) -> Client {
     let honest = within_a_minute("another client's read", move || {
         let lease = honest.read(1).unwrap();
@@ -425,15 +425,15 @@ fn nothing_that_a_client_does_to_the_descriptors_it_shares_stops_the_server() {
     let mut honest = connect(&server);
     for op in [Op::Discard, Op::Read] {
         let mut raw = Raw::connect(server.path());
-        // O_NONBLOCK belongs to the open file, which both sides have: each one full, or empty, and
-        // set to wait.
+        // O_NONBLOCK belongs to the open file, which both sides share: each bell is made full, or
+        // empty, and blocking.
         for fd in &raw.fds {
             let _ = rustix::io::write(fd, &(u64::MAX - 1).to_ne_bytes());
             let flags = rustix::fs::fcntl_getfl(fd).unwrap();
             rustix::fs::fcntl_setfl(fd, flags - rustix::fs::OFlags::NONBLOCK).unwrap();
         }
         rustix::io::read(&raw.fds[1], &mut [0; 8]).unwrap();
-        // It sleeps, it says, and is woken again and again without taking note.
+        // The client says that it sleeps, and is woken again and again without reacting.
         for request in 0..2000 {
             let area = raw.area.as_ref().unwrap();
             area.client_asleep().store(1, Ordering::SeqCst);
@@ -448,8 +448,8 @@ fn nothing_that_a_client_does_to_the_descriptors_it_shares_stops_the_server() {
     within_a_minute("the server's end", move || drop(server));
 }
 
-/// A descriptor whose last close takes as long as its owner likes: TCP with data that nobody takes
-/// and SO_LINGER, and the end that does not take it.
+/// A descriptor whose last close takes as long as its owner likes: TCP with unread data and
+/// SO_LINGER. Also returns the end that does not read.
 fn lingering() -> (OwnedFd, std::net::TcpStream) {
     use std::io::Write as _;
     let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
@@ -475,12 +475,12 @@ fn no_descriptor_that_a_client_sends_is_closed_by_the_thread_that_serves() {
     };
     let hello = Hello { version: VERSION, frames: 8, entries: 8, in_place: false }.encode();
 
-    // With a greeting; with a word after it; with something that is no greeting; before the server
-    // has read anything.
+    // The descriptor comes with a greeting, with a message after it, with an invalid greeting, and
+    // before the server has read anything.
     let raw = Raw::greet_with(server.path(), &hello, &[lingering().as_fd()]);
     assert_eq!(raw.welcome.status, 0);
     honest = others_are_served(honest, &volume);
-    // If the kernel refuses to take it, there is nothing to close.
+    // If the kernel refuses to send it, there is nothing to close.
     let _ = send(&raw.socket, b"more", &[lingering().as_fd()]);
     honest = others_are_served(honest, &volume);
     drop(raw);
@@ -497,8 +497,8 @@ fn no_descriptor_that_a_client_sends_is_closed_by_the_thread_that_serves() {
     within_a_minute("the server's end", move || drop(server));
 }
 
-/// A store that answers reads, and the writes that begin with [`HELD`], once it is opened, and all
-/// else at once.
+/// A store that answers all operations at once, except writes that begin with [`HELD`], and later
+/// reads: those wait until it is opened.
 #[derive(Debug)]
 struct Gated {
     host: Host,
@@ -626,7 +626,7 @@ fn a_write_of_a_client_that_has_gone_is_never_published() {
         second.give(lease).unwrap();
         assert!(intact, "page 7 went back to what was written before");
     };
-    // Each read makes the server look at its stores, and one that began before the held write ended
+    // Each read makes the server look at its stores. A read that began before the held write ended
     // proves nothing.
     eventually("the end of the held write", || {
         read();
@@ -646,7 +646,7 @@ fn any_of_sixteen_slow_stores_wakes_the_server() {
     write_anew(&volume, PAGES, 1);
     let server = Server::start(&volume, &Config::at(socket("stores")), to_stderr(Level::Warning)).unwrap();
     let mut client = connect(&server);
-    // Pages fill one store after the other: one page of each store that has any is asked for.
+    // Pages fill one store after the other, so read one page of each store that has any.
     let pages: Vec<u32> = (0..PAGES / each).map(|store| store * each + each / 2).collect();
     for &page in &pages {
         client.ask_read(page, page.into()).unwrap();
@@ -673,7 +673,7 @@ fn a_client_that_does_not_read_its_completions_costs_no_processor() {
     let mut raw = Raw::connect(server.path());
     for tag in 0..12 {
         raw.push(Submission { op: Op::Read, tag, page: 0, token: 0, count: 0 });
-        // The ring is full of completions after 8; what comes then waits.
+        // The ring is full of completions after 8; later requests wait.
         eventually("the look at it", || tag >= 8 || server.stats().taken() > u64::from(tag));
     }
     let sleeps = server.stats().sleeps();
@@ -685,8 +685,8 @@ fn a_client_that_does_not_read_its_completions_costs_no_processor() {
     });
 }
 
-/// Not a test of its own: the client that [`clients_killed_at_random_moments_leave_nothing_out`]
-/// kills.
+/// This is no test of its own: it is the client that
+/// [`clients_killed_at_random_moments_leave_nothing_out`] kills.
 #[test]
 fn client_to_be_killed() {
     let Ok(path) = std::env::var("WEIR_SHARE_VICTIM") else { return };
@@ -704,7 +704,7 @@ fn client_to_be_killed() {
     }
 }
 
-/// In a process of its own, for descriptors are counted by process.
+/// The test has a process of its own, since descriptors are counted by process.
 #[test]
 fn a_server_without_descriptors_waits_and_then_lets_clients_in() {
     const NAME: &str = "a_server_without_descriptors_waits_and_then_lets_clients_in";
@@ -724,7 +724,7 @@ fn a_server_without_descriptors_waits_and_then_lets_clients_in() {
     let flags = SocketFlags::CLOEXEC;
     let client = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
     eventually("the first client's end", || server.stats().sessions_ended() == 1);
-    // The lowest number that is free is the client's next.
+    // The lowest free number is the client's next descriptor.
     let free = rustix::io::dup(&client).unwrap().as_raw_fd();
     let before = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: Some(free as u64), ..before }).unwrap();
@@ -766,7 +766,7 @@ fn victim(path: &Path, in_place: bool) -> Child {
 fn clients_killed_at_random_moments_leave_nothing_out() {
     let full = std::env::var_os("WEIR_SCALE").is_some_and(|scale| scale == "full");
     let kills: u64 = if full { 10_000 } else { 40 };
-    // Every other one has its pages where the store keeps them.
+    // Every other client has its pages in the store's memory.
     let (server, volume) = lending("killed", 128);
     write_anew(&volume, PAGES, 3);
     let mut random = 88_172_645_463_325_252u64;
@@ -802,7 +802,7 @@ fn clients_killed_at_random_moments_leave_nothing_out() {
     let in_use: u64 = status.stores.iter().map(|store| u64::from(store.used)).sum();
     assert_eq!(in_use, status.stored, "every slot that no page lies in is free");
     assert!(stats.in_place() > 0, "some had pages in place");
-    // Every frame of every seat is there for the next clients, and every page is a whole one.
+    // Every frame of every seat is free for the next clients, and every page is a whole one.
     let mut clients: Vec<_> = (0..8).map(|_| connect(&server)).collect();
     for client in &mut clients {
         for number in 0..64 {
@@ -843,7 +843,7 @@ fn the_client_in_c_writes_and_reads_in_place() {
         assert!(run.status.success() && text == "1000 pages written and read in place\n", "{text}");
         eventually("the return of every lease", || server.stats().out() == 0);
         let stats = server.stats();
-        // Page 0 is zeros, which lie nowhere.
+        // Page 0 is zeros, which lie in no store.
         assert_eq!(stats.in_place(), if flag.is_some() { 999 } else { 0 });
         // The last return may come with the client's end.
         assert_eq!((stats.given() + stats.reclaimed(), stats.refused(), stats.writes()), (2000, 0, 1000));

@@ -13,8 +13,8 @@ use weir_export::nbd::{Config, Identity, Listen, ServeError, Server};
 use weir_store::Host;
 use weir_volume::Volume;
 
-/// A directory with a certificate authority, a server's certificate and a client's; it goes when
-/// the test ends.
+/// A directory with a certificate authority, a server's certificate and a client's; it is removed
+/// when the test ends.
 struct Certificates(PathBuf);
 
 impl Certificates {
@@ -106,7 +106,8 @@ fn bytes_in_the_clear_do_not_count_as_said_inside_tls() {
 #[test]
 fn a_key_that_cannot_be_used_is_named_with_those_that_can() {
     let Some(certificates) = Certificates::new("keys") else { return };
-    // 1024 bits are too few, and 2432 (what GnuTLS makes for "medium") no size that ring knows.
+    // 1024 bits are too few, and 2432 (GnuTLS's choice for "medium") is a size that ring does not
+    // support.
     for bits in ["1024", "2432", "2048"] {
         let key = certificates.0.join("server-key.pem");
         let make = [

@@ -1,5 +1,5 @@
-//! Clients that nobody here wrote, from Debian's packages libnbd-bin, python3-libnbd, qemu-utils,
-//! fio and nbdkit.
+//! Clients of other projects, from Debian's packages libnbd-bin, python3-libnbd, qemu-utils, fio
+//! and nbdkit.
 //!
 //! `tests/torture tools` is the full scale: 60 s of fio's verification by 16 jobs, images of 1 GiB.
 
@@ -23,7 +23,7 @@ fn run(command: &mut Command) -> String {
     out.into_owned()
 }
 
-/// A file that goes when the test ends.
+/// A file that is removed when the test ends.
 struct Scratch(PathBuf);
 
 impl Scratch {
@@ -148,7 +148,7 @@ h.shutdown()
 "#,
         uri = served.uri()
     );
-    // Its module is Debian's, so the python3 that it finds must be Debian's, too.
+    // The module is Debian's, so the python3 that is found must be Debian's too.
     run(Command::new("nbdsh").env("PATH", "/usr/bin:/bin").args(["-c", &script]));
     served.shutdown();
 }
@@ -234,7 +234,8 @@ fn nbdkits_filters_in_front_of_it_change_nothing_that_is_true() {
     if !have("nbdkit", "nbdkit") || !have("nbdcopy", "libnbd-bin") {
         return;
     }
-    // checkwrite compares each write with what is there; delay lets requests overtake one another.
+    // checkwrite compares each write with the stored content; delay lets requests overtake one
+    // another.
     let served = Served::host("filters", 4096, &few());
     let content = Scratch::with("filters", &image(16 * MIB));
     run(Command::new("nbdcopy").arg(content.path()).arg(served.uri()));
@@ -266,8 +267,8 @@ fn nbdcopy_reports_a_page_that_cannot_be_read() {
         Arc::new(Sim::open(SimUrl { size, lost_slot: Some(50), ..SimUrl::default() }).unwrap())
     });
     let (from, to) = (Scratch::with("unreadable-in", &noise(1, 4 * MIB)), Scratch::new("unreadable-out"));
-    // There are more slots than pages: now and then the one that loses holds none. Each round they
-    // lie elsewhere.
+    // There are more slots than pages, so sometimes the slot that loses its content holds no page.
+    // In each round the pages lie in other slots.
     let output = (0..20).find_map(|_| {
         run(Command::new("nbdcopy").arg(from.path()).arg(served.uri()));
         let output = Command::new("nbdcopy").arg(served.uri()).arg(to.path()).output().unwrap();

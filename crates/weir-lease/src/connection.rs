@@ -1,11 +1,11 @@
-//! The table's record of one connection besides its slots: which chunks it has, and where it is in
-//! its lap.
+//! The table's record of one connection besides its slots: its chunks, and its place in the current
+//! lap.
 
 use crate::image::CHUNK_SLOTS;
 use crate::token::{LAP_BITS, QUOTA_MAX};
 
-/// An open connection of one table. Give it back with [`Table::close`](crate::Table::close); one
-/// that is dropped instead stays open until the table goes.
+/// An open connection of one table. Return it with [`Table::close`](crate::Table::close); one that
+/// is only dropped stays open as long as the table.
 #[derive(PartialEq, Eq, Debug)]
 #[must_use = "a connection that is dropped stays open"]
 pub struct Connection {
@@ -13,43 +13,44 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// Its number in the table, from 0; the number of a closed connection is used again.
+    /// The connection's number in the table, from 0. The number of a closed connection is used
+    /// again.
     pub const fn index(&self) -> u32 {
         self.index
     }
 }
 
-/// 32 bytes, so that two share a cache line and none crosses one.
+/// A record of 32 bytes: two share a cache line, and none crosses one.
 #[derive(Clone, Debug, Default)]
 #[repr(C, align(32))]
 pub(crate) struct Record {
-    /// Positions that have a chunk.
+    /// A bit for each position that has a chunk.
     pub present: u64,
-    /// Positions whose chunk has a free slot.
+    /// A bit for each position whose chunk has a free slot.
     pub open: u64,
     /// The only chunk, or the directory of chunks by position.
     pub root: u32,
-    /// Which time round the slots this is.
+    /// The number of the current lap: how often the slots were gone through.
     pub lap: u32,
-    /// The slot from which on this lap has not used any.
+    /// The first slot that this lap has not used.
     pub cursor: u16,
-    /// References held.
+    /// Number of references held.
     pub held: u16,
-    /// References that may be held; 0 while closed.
+    /// Number of references that may be held; 0 while closed.
     pub quota: u16,
 }
 
 const _: () = assert!(size_of::<Record>() == 32);
 
-/// Marks a root that is a directory.
+/// The bit that marks a root as a directory.
 const DIRECTORY: u32 = 1 << 31;
 
 /// The root of a connection's chunks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Root {
-    /// It has this chunk only, or none.
+    /// The connection has only this chunk, or none.
     Chunk(u32),
-    /// It has several, listed here.
+    /// The connection has several chunks, listed in this directory.
     Directory(u32),
 }
 
@@ -75,7 +76,8 @@ impl Record {
         self.present >> position & 1 != 0
     }
 
-    /// The position of the cursor and, in that chunk, the slots that this lap has not passed.
+    /// The position of the cursor, and a bit for each slot of that chunk that this lap has not
+    /// passed.
     #[inline]
     pub(crate) fn ahead(&self) -> (u32, u64) {
         (u32::from(self.cursor) / CHUNK_SLOTS, !0 << (u32::from(self.cursor) % CHUNK_SLOTS))
@@ -88,14 +90,14 @@ impl Record {
         (later != 0).then(|| later.trailing_zeros())
     }
 
-    /// Begins the next lap. A slot is taken at most once a lap, so no token of this lap was out
-    /// before.
+    /// Begins the next lap. A slot is taken at most once a lap, so no token of this lap was given
+    /// out before.
     pub(crate) fn next_lap(&mut self) {
         self.lap = (self.lap + 1) & ((1 << LAP_BITS) - 1);
         self.cursor = 0;
     }
 
-    /// Passes slot `index`; `true` when it was the last that a token can name.
+    /// Passes slot `index`; returns `true` if it was the last that a token can name.
     #[inline]
     pub(crate) fn pass(&mut self, index: u32) -> bool {
         self.cursor = (index + 1) as u16;

@@ -1,76 +1,76 @@
-//! Refusals, their reasons, and how often each was made.
+//! Refusals, their reasons, and their counts.
 
 use core::fmt;
 
 use crate::token::Place;
 use crate::{BATCH_REFERENCES_MAX, BATCH_TOKENS_MAX};
 
-/// Why no connection was opened.
+/// The reason why no connection was opened.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum OpenError {
     /// All connections of the geometry are open.
     Full {
-        /// How many that is.
+        /// The number of connections in the geometry.
         connections: u32,
     },
     /// The quota is zero or more than the geometry allows.
     Quota {
         /// The quota asked for.
         asked: u32,
-        /// The geometry's.
+        /// The limit of the geometry.
         limit: u32,
     },
 }
 
-/// Why no reference was taken. Nothing has changed.
+/// The reason why no reference was taken. Nothing has changed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum TakeError {
-    /// The connection holds as many references as it may: it has to return some first.
+    /// The connection holds as many references as it may: it must return some first.
     Quota {
-        /// How many that is.
+        /// The connection's quota.
         quota: u32,
     },
     /// The table has no slot left for any connection.
     Exhausted,
-    /// No such page or fragment, or the page's count is full.
+    /// There is no such page or fragment, or the page's count is full.
     Place(Place),
     /// The handle belongs to another table.
     NotOpen,
 }
 
-/// Why a returned token was refused. Nothing has changed but a counter.
+/// The reason why a returned token was refused. Only a counter has changed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Refusal {
-    /// It was the slot's latest token, and has been returned before.
+    /// The token was the slot's latest, and has been returned before.
     Repeated,
     /// The slot has been used again since, or was never given out under this token.
     Stale,
-    /// It names no slot that the connection has.
+    /// The token names no slot that the connection has.
     Unknown,
 }
 
-/// Why a whole batch was refused before any of it was looked at.
+/// The reason why a whole batch was refused before any of it was looked at.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum BatchError {
-    /// More than [`BATCH_TOKENS_MAX`] ranges.
+    /// The batch has more than [`BATCH_TOKENS_MAX`] ranges.
     Tokens(usize),
-    /// More than [`BATCH_REFERENCES_MAX`] references in all ranges.
+    /// The batch has more than [`BATCH_REFERENCES_MAX`] references in all ranges.
     References(u64),
 }
 
-/// Refused tokens so far, by reason.
+/// Number of refused tokens so far, by reason.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Refusals {
-    /// [`Refusal::Repeated`]
+    /// Number of tokens refused as [`Refusal::Repeated`].
     pub repeated: u64,
-    /// [`Refusal::Stale`]
+    /// Number of tokens refused as [`Refusal::Stale`].
     pub stale: u64,
-    /// [`Refusal::Unknown`]
+    /// Number of tokens refused as [`Refusal::Unknown`].
     pub unknown: u64,
 }
 
 impl Refusals {
-    /// All of them.
+    /// Number of all refused tokens.
     pub const fn total(&self) -> u64 {
         self.repeated + self.stale + self.unknown
     }

@@ -1,5 +1,5 @@
-//! Where a table keeps what must survive it: a slice of words, in its own memory or in memory
-//! shared with whoever comes next.
+//! The image: the part of a table that must survive it. It is a slice of words, in the table's own
+//! memory or in memory shared with a successor.
 
 use core::fmt;
 use core::sync::atomic::{AtomicU64, Ordering};
@@ -7,52 +7,52 @@ use core::sync::atomic::{AtomicU64, Ordering};
 use crate::token::QUOTA_MAX;
 use crate::words::{ChunkWord, ConnectionWord};
 
-/// "weir" and "leas", little-endian, then the version of the layout below.
+/// The magic number: "weir" and "leas", little-endian. The version of the layout follows it.
 const MAGIC: u64 = u64::from_le_bytes(*b"weirleas");
 const VERSION: u64 = 1;
-/// Words before the first connection's: magic, version, connections, chunks, quota; rounded up to a
-/// cache line.
+/// Number of words before the first connection's: magic, version, connections, chunks, quota;
+/// rounded up to a cache line.
 const HEADER_WORDS: usize = 8;
-/// Slots in a chunk: the bits of one mask.
+/// Slots in a chunk: as many as a mask has bits.
 pub(crate) const CHUNK_SLOTS: u32 = 64;
 
-/// How large a table is. Everything is taken when the table is made; nothing grows later.
+/// The size of a table. All memory is taken when the table is made; nothing grows later.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Geometry {
-    /// Connections that can be open at a time, at most 2^24.
+    /// Most connections that can be open at a time, up to 2^24.
     pub connections: u32,
-    /// References that can be out at a time over all connections. Slots are handed to connections
-    /// 64 at a time, so leave room for a partly used chunk a connection; rounded up to 64, at most
-    /// 2^30.
+    /// Most references that can be out at a time over all connections. Connections get slots 64 at
+    /// a time, so leave room for a partly used chunk in each. The number is rounded up to 64, and
+    /// is at most 2^30.
     pub references: u32,
     /// The largest quota that a connection may be opened with, at most [`QUOTA_MAX`].
     pub quota: u32,
 }
 
-/// Why a geometry or an image cannot be used.
+/// The reason why a geometry or an image cannot be used.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ImageError {
     /// A figure of the geometry is zero or too large.
     Geometry(Geometry),
     /// The memory is shorter than [`Geometry::image_words`] says.
     TooShort {
-        /// Words that the geometry needs.
+        /// Number of words in the memory.
         needed: usize,
         /// Words that there are.
         found: usize,
     },
-    /// The memory does not begin as an image of this version does.
+    /// The memory does not begin as an image of this version.
     NotAnImage {
-        /// Its first word.
+        /// The memory's first word.
         magic: u64,
-        /// Its second word.
+        /// The memory's second word.
         version: u64,
     },
-    /// A word contradicts the rest: something else wrote into the image.
+    /// A word contradicts the rest: another program has written into the image.
     Damaged {
         /// The word's number.
         word: usize,
-        /// Its value.
+        /// The word's value.
         value: u64,
     },
 }
@@ -84,8 +84,7 @@ impl fmt::Display for ImageError {
 impl core::error::Error for ImageError {}
 
 impl Geometry {
-    /// 64-bit words that a table of this size needs in its image. Only a geometry in range has a
-    /// meaning.
+    /// Number of 64-bit words in the image of a table of this size. The geometry must be in range.
     pub const fn image_words(&self) -> usize {
         self.slots_at() + (self.chunks() * CHUNK_SLOTS) as usize
     }
@@ -94,7 +93,7 @@ impl Geometry {
         self.references.div_ceil(CHUNK_SLOTS)
     }
 
-    /// Entries of a directory: chunks that one connection can have.
+    /// Number of entries in a directory: the chunks that one connection can have.
     pub(crate) const fn positions(&self) -> u32 {
         self.quota.div_ceil(CHUNK_SLOTS)
     }
@@ -103,7 +102,7 @@ impl Geometry {
         HEADER_WORDS + self.connections as usize
     }
 
-    /// Slots begin on a cache line.
+    /// The index of the first slot, which begins a cache line.
     const fn slots_at(&self) -> usize {
         (self.chunks_at() + self.chunks() as usize).next_multiple_of(8)
     }
@@ -116,9 +115,9 @@ impl Geometry {
     }
 }
 
-/// The words and where each kind of them begins. Stores are releases: on a crash of the process
-/// every earlier store is in memory, and the compiler may not change their order. They cost what
-/// plain stores cost on x86.
+/// The words, and the index where each kind of them begins. Stores are releases. So when the
+/// process crashes, every earlier store is in memory, and the compiler may not change their order.
+/// On x86 they take no longer than plain stores.
 #[derive(Debug)]
 pub(crate) struct Image<M> {
     words: M,
@@ -132,7 +131,7 @@ impl<M: AsRef<[AtomicU64]>> Image<M> {
     pub(crate) fn create(words: M, geometry: Geometry) -> Result<Self, ImageError> {
         let image = Self::over(words, geometry)?;
         let words = image.words.as_ref();
-        // No magic while the image is half made.
+        // Clear the magic number first, so that a half-made image is not taken for one.
         words[0].store(0, Ordering::Release);
         let header = [
             VERSION,
@@ -156,7 +155,7 @@ impl<M: AsRef<[AtomicU64]>> Image<M> {
         Ok(image)
     }
 
-    /// Finds the image that another table left in `words`.
+    /// Opens the image that another table left in `words`.
     pub(crate) fn open(words: M) -> Result<Self, ImageError> {
         let header = words.as_ref();
         let word = |at: usize| header.get(at).map_or(0, |word| word.load(Ordering::Acquire));

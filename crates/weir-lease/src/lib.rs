@@ -1,28 +1,28 @@
-//! A table of page references handed out to many connections.
+//! A table of references to pages, which are handed out to many connections.
 //!
-//! A server lends pages (of a dma-buf, a shared area, a GPU) to connections that use them in place
-//! and give them back in batches. The table remembers who holds what. Linux keeps an xarray per
-//! socket for this (`SO_DEVMEM_DONTNEED`); this table does the same in about a tenth of the time,
-//! and more:
+//! A server lends pages (of a dma-buf, a shared area, a GPU) to connections, which use them in
+//! place and return them in batches. The table records which connection holds which page. Linux has
+//! an xarray per socket for this (`SO_DEVMEM_DONTNEED`). This table does the same in about a tenth
+//! of the time, and more:
 //!
 //! - A [`Token`] is 32 bits and names a *slot* of its connection and the *lap* in which it was
-//!   taken. The slot, 8 bytes, names the page: so 256 regions of 256 GiB each are within reach of
-//!   32 bits.
-//! - A stale, repeated or forged token is refused and counted; a token means nothing to another
-//!   connection.
+//!   taken. The slot, 8 bytes, names the page. So 32 bits suffice for 256 regions of 256 GiB each.
+//! - A stale, repeated or forged token is refused and counted; a token of one connection means
+//!   nothing to another.
 //! - One page may be out any number of times, in fragments; its last return is reported once
 //!   ([`PageCounts`]).
-//! - [`Table::close`] gives back whatever a connection holds, in time proportional to that.
-//! - Slots go to connections 64 at a time. A connection that holds nothing costs 44 bytes.
-//! - What matters lies in one slice of words ([`Geometry::image_words`]), in shared memory if you
-//!   like: each change is one store of one word, and [`Table::recover`] rebuilds the rest by a
-//!   scan.
-//! - One owner, so no locks and no atomic read-modify-write; nothing is allocated after
-//!   [`Table::new`]. Use one table a thread, with [`SharedCounts`] if they lend the same pages.
+//! - [`Table::close`] returns everything that a connection holds, in time proportional to that.
+//! - Connections get slots 64 at a time. A connection that holds nothing takes 44 bytes.
+//! - All state that must survive lies in one slice of words ([`Geometry::image_words`]), in shared
+//!   memory if wanted. Each change is one store of one word, and [`Table::recover`] rebuilds the
+//!   rest by a scan.
+//! - A table has one owner, so it needs no locks and no atomic read-modify-write. Nothing is
+//!   allocated after [`Table::new`]. Use one table in each thread, with [`SharedCounts`] if the
+//!   tables lend the same pages.
 //!
-//! A connection walks round its slots instead of reusing the one just freed. So the next token is
-//! mostly the last one plus 1, a connection that returns in order needs one [`TokenRange`] for many
-//! references, and a token's value comes back only after 2^20 laps.
+//! A connection goes round its slots instead of reusing the one just freed. So the next token is
+//! mostly the last one plus 1. A connection that returns in order needs one [`TokenRange`] for many
+//! references. And a token's value comes back only after 2^20 laps.
 //!
 //! ```
 //! use weir_lease::{Geometry, OwnedCounts, Place, Refusal, Table, TokenRange};
@@ -98,8 +98,8 @@ pub use image::{Geometry, ImageError};
 pub use table::{Given, Returned, Table};
 pub use token::{FRAGMENTS_MAX, Place, QUOTA_MAX, REGION_PAGES_MAX, Token, TokenRange};
 
-/// Ranges in one batch: what `SO_DEVMEM_DONTNEED` takes (Linux, net/core/sock.c,
+/// Most ranges in one batch: the limit of `SO_DEVMEM_DONTNEED` (Linux, net/core/sock.c,
 /// MAX_DONTNEED_TOKENS).
 pub const BATCH_TOKENS_MAX: usize = 128;
-/// References in one batch (MAX_DONTNEED_FRAGS).
+/// Most references in one batch (MAX_DONTNEED_FRAGS).
 pub const BATCH_REFERENCES_MAX: u64 = 1024;

@@ -1,4 +1,4 @@
-//! Finding a table again in the image that a dead owner left.
+//! Rebuilds a table from the image that a dead owner left.
 
 use alloc::vec::Vec;
 use core::sync::atomic::AtomicU64;
@@ -10,18 +10,18 @@ use crate::table::Table;
 use crate::words::{ChunkWord, ConnectionWord, SlotWord};
 
 impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
-    /// Rebuilds a table from its image, and returns it with every connection that was open, lowest
-    /// number first.
+    /// Rebuilds a table from its image. Also returns every connection that was open, lowest number
+    /// first.
     ///
-    /// `counts` must be empty; each reference that is out is taken in it again. The scan reads each
-    /// word once: about 2 ms for 10,000 connections that hold 64 references each. The previous
+    /// `counts` must be empty; each reference that is out is counted in it again. The scan reads
+    /// each word once: about 2 ms for 10,000 connections that hold 64 references each. The previous
     /// owner must be gone.
     ///
-    /// References taken but never told to their connection, because the owner died in between, stay
-    /// out until the connection closes.
+    /// If the owner died before it told a connection about a reference, that reference stays out
+    /// until the connection closes.
     ///
     /// # Errors
-    /// [`ImageError`] when the words are no image, or contradict one another.
+    /// Fails with an [`ImageError`] when the words are no image, or contradict one another.
     pub fn recover(words: M, counts: C) -> Result<(Self, Vec<Connection>), ImageError> {
         let mut table = Self::over(Image::open(words)?, counts);
         let mut open = Vec::new();
@@ -29,7 +29,7 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
             let word = table.image.connection(index);
             let record = &mut table.records[index as usize];
             record.lap = word.lap();
-            // The owner's place in the lap is not known: begin the next.
+            // The connection's place in the lap is unknown, so begin the next lap.
             record.next_lap();
             if word.open() {
                 if word.quota() == 0 || word.quota() > table.image.geometry.quota {
@@ -42,7 +42,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         for chunk in (0..table.image.geometry.chunks()).rev() {
             table.adopt(chunk)?;
         }
-        // Closed last is opened first, as far as that can be known: lowest first.
+        // The connection that was closed last would be opened first; that order is lost, so the
+        // lowest is.
         let closed = |index: &u32| table.records[*index as usize].quota == 0;
         table.closed.extend((0..table.image.geometry.connections).rev().filter(closed));
         for connection in &open {
@@ -53,7 +54,7 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         Ok((table, open))
     }
 
-    /// Files one chunk under its owner or among the free ones, and counts what is out of it.
+    /// Adds one chunk to its owner or to the free ones, and counts its references that are out.
     fn adopt(&mut self, chunk: u32) -> Result<(), ImageError> {
         let mut free = !0u64;
         for (bit, slot) in (0..CHUNK_SLOTS).zip(self.image.slots(chunk)) {
@@ -66,7 +67,7 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
             }
         }
         let Some((owner, position)) = self.image.chunk(chunk).owner() else {
-            // A chunk is let go only once it is empty.
+            // A chunk is detached only when it is empty.
             return if free == !0 {
                 self.free_chunks.push(chunk);
                 Ok(())
@@ -75,8 +76,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
             };
         };
         if free == !0 {
-            // The owner died between its last return and letting the chunk go, or before its first
-            // use.
+            // The owner died between its last return and detaching the chunk, or before the chunk's
+            // first use.
             self.image.set_chunk(chunk, ChunkWord::FREE);
             self.free_chunks.push(chunk);
             return Ok(());
@@ -85,7 +86,7 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         self.give_to(owner, position, chunk).ok_or_else(|| self.image.damaged(self.image.chunk_at(chunk)))
     }
 
-    /// Makes `chunk` the piece of connection `owner` at `position`. `None` if that cannot be.
+    /// Makes `chunk` the one of connection `owner` at `position`. `None` if that is impossible.
     fn give_to(&mut self, owner: u32, position: u32, chunk: u32) -> Option<()> {
         let positions = self.image.geometry.positions();
         let record = self.records.get_mut(owner as usize)?;

@@ -1,4 +1,4 @@
-//! The table itself: taking, giving back, closing.
+//! The table itself: taking, returning, closing.
 
 use alloc::boxed::Box;
 use alloc::vec;
@@ -13,7 +13,7 @@ use crate::token::{Place, Token, TokenRange};
 use crate::words::{ChunkWord, ConnectionWord, SlotWord};
 use crate::{BATCH_REFERENCES_MAX, BATCH_TOKENS_MAX};
 
-/// References to pages, by connection. See the [crate's page](crate) for what it does and why.
+/// A table of references to pages, by connection. The [crate's page](crate) explains it.
 ///
 /// `C` counts the references of each page; `M` is the memory of the image.
 #[derive(Debug)]
@@ -21,33 +21,34 @@ pub struct Table<C, M = Vec<AtomicU64>> {
     pub(crate) image: Image<M>,
     pub(crate) counts: C,
     pub(crate) records: Box<[Record]>,
-    /// Free slots of each chunk, a bit each.
+    /// For each chunk, a bit for each free slot.
     pub(crate) masks: Box<[u64]>,
-    /// Chunks by position, one row of [`Geometry::positions`] for each connection that has several.
+    /// Chunks by position: one row of [`Geometry::positions`] for each connection that has several.
     pub(crate) directories: Box<[u32]>,
-    /// Chunks, directories and connections that are not in use. Their room is taken at the start.
+    /// Chunks, directories and connections that are not in use. Room for them is taken at the
+    /// start.
     pub(crate) free_chunks: Vec<u32>,
     pub(crate) free_directories: Vec<u32>,
     pub(crate) closed: Vec<u32>,
     pub(crate) refusals: Refusals,
-    /// The pages that a run returned, until its pages are counted in a loop of their own: cache
-    /// misses overlap there.
+    /// Pages that a run returned, until they are counted in a loop of their own: cache misses
+    /// overlap there.
     back: [SlotWord; RUN],
 }
 
-/// A reference that came back.
+/// A reference that was returned.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Given {
-    /// The place that it was a reference to.
+    /// The place that it referred to.
     pub place: Place,
     /// Whether it was the page's last.
     pub last: bool,
 }
 
-/// References that come back in one go: a chunk's.
+/// Most references that are returned in one go: those of a chunk.
 const RUN: usize = CHUNK_SLOTS as usize;
 
-/// Returns to one chunk that are not filed yet.
+/// Returns to one chunk that are not recorded yet.
 struct Run {
     position: u32,
     chunk: u32,
@@ -56,7 +57,7 @@ struct Run {
 }
 
 impl Default for Run {
-    /// Of no chunk.
+    /// A run of no chunk.
     fn default() -> Self {
         Run { position: u32::MAX, chunk: 0, freed: 0, len: 0 }
     }
@@ -65,17 +66,17 @@ impl Default for Run {
 /// The result of a batch.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Returned {
-    /// References that came back.
+    /// Number of references that came back.
     pub references: u32,
-    /// Tokens that were refused, each of them counted.
+    /// Number of tokens that were refused; each is counted by reason.
     pub refused: u32,
 }
 
 impl<C: PageCounts> Table<C> {
-    /// An empty table in memory of its own.
+    /// Makes an empty table in memory of its own.
     ///
     /// # Errors
-    /// [`ImageError::Geometry`] when a figure is out of range.
+    /// Fails with [`ImageError::Geometry`] when a figure is out of range.
     pub fn new(geometry: Geometry, counts: C) -> Result<Self, ImageError> {
         let words = (0..geometry.checked()?.image_words()).map(|_| AtomicU64::new(0)).collect();
         Self::create(words, geometry, counts)
@@ -83,22 +84,22 @@ impl<C: PageCounts> Table<C> {
 }
 
 impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
-    /// An empty table whose image lies in `words`; what lay there is overwritten.
+    /// Makes an empty table whose image lies in `words`; their old content is overwritten.
     ///
-    /// Give it memory that another process maps, too, and [`Table::recover`] finds it again after
-    /// this one's death. `words` must always be the same memory.
+    /// In memory that another process also maps, [`Table::recover`] finds the table again after
+    /// this process's death. `words` must always be the same memory.
     ///
     /// # Errors
-    /// [`ImageError::Geometry`] or [`ImageError::TooShort`].
+    /// Fails with [`ImageError::Geometry`] or [`ImageError::TooShort`].
     pub fn create(words: M, geometry: Geometry, counts: C) -> Result<Self, ImageError> {
         let mut table = Self::over(Image::create(words, geometry)?, counts);
-        // Lowest first.
+        // The lowest chunk is used first.
         table.free_chunks.extend((0..geometry.chunks()).rev());
         table.closed.extend((0..geometry.connections).rev());
         Ok(table)
     }
 
-    /// A table over an image, with everything of its own still empty.
+    /// Makes a table over an image, with its own state still empty.
     pub(crate) fn over(image: Image<M>, counts: C) -> Self {
         let geometry = image.geometry;
         let (connections, chunks) = (geometry.connections as usize, geometry.chunks() as usize);
@@ -121,8 +122,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
     /// Opens a connection that may hold `quota` references at a time.
     ///
     /// # Errors
-    /// [`OpenError::Full`] when every connection is open, [`OpenError::Quota`] when the quota is
-    /// out of range.
+    /// Fails with [`OpenError::Full`] when every connection is open, and with [`OpenError::Quota`]
+    /// when the quota is out of range.
     pub fn open(&mut self, quota: u32) -> Result<Connection, OpenError> {
         let Geometry { connections, quota: limit, .. } = self.image.geometry;
         if quota == 0 || quota > limit {
@@ -130,8 +131,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         }
         let index = self.closed.pop().ok_or(OpenError::Full { connections })?;
         let record = &mut self.records[index as usize];
-        // Laps go on where the last user of this number stopped, so that its tokens are not valid
-        // again.
+        // Laps continue where the last user of this number stopped, so that its tokens do not
+        // become valid again.
         record.next_lap();
         record.quota = quota as u16;
         self.image.set_connection(index, ConnectionWord::new(true, quota, record.lap));
@@ -141,7 +142,7 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
     /// Takes a reference to a page for a connection.
     ///
     /// # Errors
-    /// [`TakeError`] says which limit is reached; nothing has changed then.
+    /// Fails with a [`TakeError`], which says which limit is reached; nothing has changed then.
     #[inline]
     pub fn take(&mut self, connection: &Connection, place: Place) -> Result<Token, TakeError> {
         let mut token = [Token(0)];
@@ -150,10 +151,10 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
     }
 
     /// Takes a reference for each of `places`, as far as they fit and the limits allow, and writes
-    /// their tokens. Returns how many; the next call says why there were not more.
+    /// their tokens. Returns how many; the next call gives the reason why there were no more.
     ///
     /// # Errors
-    /// [`TakeError`] when not even the first could be taken; nothing has changed then.
+    /// Fails with a [`TakeError`] when not even the first could be taken; nothing has changed then.
     #[inline]
     pub fn take_batch(
         &mut self,
@@ -176,7 +177,7 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
                 Err(error) => return if taken == 0 { Err(error) } else { Ok(taken) },
             };
             let run = (limit - taken).min(free.count_ones() as usize);
-            // Pages are counted in a loop of their own: their cache misses overlap.
+            // Pages are counted in a loop of their own, where their cache misses overlap.
             let places = &places[taken..taken + run];
             let known = places.iter().take_while(|&&place| place.fits() && self.counts.take(place)).count();
             self.fill(index, (chunk, position, free), &places[..known], &mut tokens[taken..taken + known]);
@@ -189,7 +190,7 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         Ok(taken)
     }
 
-    /// Takes the first of the `free` slots of a chunk for `places`, of which there are no more.
+    /// Takes the first of a chunk's `free` slots for `places`, which are no more than those slots.
     #[inline]
     fn fill(
         &mut self,
@@ -219,11 +220,11 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         }
     }
 
-    /// Gives one reference back.
+    /// Returns one reference.
     ///
     /// # Errors
-    /// The reason why the token is none that this connection holds; it is counted in
-    /// [`Table::refusals`].
+    /// Fails with the reason why this connection does not hold the token; [`Table::refusals`]
+    /// counts it.
     #[inline]
     pub fn give(&mut self, connection: &Connection, token: Token) -> Result<Given, Refusal> {
         let (index, bit) = (token.index(), token.index() % CHUNK_SLOTS);
@@ -244,13 +245,13 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         Ok(Given { place, last: self.counts.give(place) })
     }
 
-    /// Gives a batch of ranges back, as `SO_DEVMEM_DONTNEED` does: tokens that are refused are
-    /// counted, and the others come back all the same. `on_return` hears of every reference and
+    /// Returns a batch of ranges, as `SO_DEVMEM_DONTNEED` does. Refused tokens are counted, and the
+    /// others are returned all the same. `on_return` is called for every reference, and told
     /// whether it was its page's last.
     ///
     /// # Errors
-    /// [`BatchError`] when the batch exceeds [`BATCH_TOKENS_MAX`] or [`BATCH_REFERENCES_MAX`]; then
-    /// none of it was looked at.
+    /// Fails with a [`BatchError`] when the batch exceeds [`BATCH_TOKENS_MAX`] or
+    /// [`BATCH_REFERENCES_MAX`]; then none of it was looked at.
     pub fn give_batch(
         &mut self,
         connection: &Connection,
@@ -270,10 +271,10 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         Ok(self.give_all(connection, tokens, on_return))
     }
 
-    /// Gives single tokens back in one go, as [`Table::give_batch`] does with ranges.
+    /// Returns single tokens in one go, as [`Table::give_batch`] does with ranges.
     ///
     /// # Errors
-    /// [`BatchError::Tokens`] when there are more than [`BATCH_TOKENS_MAX`].
+    /// Fails with [`BatchError::Tokens`] when there are more than [`BATCH_TOKENS_MAX`].
     #[inline]
     pub fn give_tokens(
         &mut self,
@@ -321,7 +322,7 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         returned
     }
 
-    /// A run of returns to the chunk at `position`, or to none if there is no such chunk.
+    /// Begins a run of returns to the chunk at `position`, or to none if there is no such chunk.
     #[inline]
     fn begin(&self, connection: &Connection, position: u32) -> Run {
         match self.records.get(connection.index as usize) {
@@ -332,7 +333,7 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         }
     }
 
-    /// Files what came back in a run, and says how much.
+    /// Records the returns of a run, and says how many they were.
     #[inline]
     fn settle(&mut self, connection: u32, run: &Run, on_return: &mut impl FnMut(Place, bool)) -> u32 {
         if run.len == 0 {
@@ -359,8 +360,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         }
     }
 
-    /// Closes a connection and gives back all it holds, in time proportional to that. `on_return`
-    /// hears of every reference. Returns how many there were.
+    /// Closes a connection and returns all references that it holds, in time proportional to their
+    /// number. `on_return` is called for every reference. Returns how many there were.
     #[expect(clippy::needless_pass_by_value, reason = "what is closed must not be used again")]
     pub fn close(&mut self, connection: Connection, mut on_return: impl FnMut(Place, bool)) -> u32 {
         let index = connection.index;
@@ -419,17 +420,17 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         })
     }
 
-    /// How many references a connection holds.
+    /// Number of references that a connection holds.
     pub fn outstanding(&self, connection: &Connection) -> u32 {
         self.records.get(connection.index as usize).map_or(0, |record| u32::from(record.held))
     }
 
-    /// Connections that are open.
+    /// Number of open connections.
     pub fn connections(&self) -> u32 {
         self.image.geometry.connections - self.closed.len() as u32
     }
 
-    /// Tokens refused so far, by reason.
+    /// Number of tokens refused so far, by reason.
     pub fn refusals(&self) -> Refusals {
         self.refusals
     }
@@ -439,14 +440,14 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         &self.counts
     }
 
-    /// The counts, to change what else they know. What the table took or gave back must not be
-    /// counted again.
+    /// The counts of pages, to change other state in them. References that the table took or
+    /// returned must not be counted again.
     pub fn counts_mut(&mut self) -> &mut C {
         &mut self.counts
     }
 
-    /// Bytes that the table takes when all of it is in use: image, records, masks, directories and
-    /// free lists; without the counts.
+    /// Bytes of the table when all of it is in use: image, records, masks, directories and free
+    /// lists, without the counts.
     pub fn bytes(&self) -> usize {
         let ids = self.free_chunks.capacity() + self.free_directories.capacity() + self.closed.capacity();
         self.image.geometry.image_words() * size_of::<u64>()
@@ -474,7 +475,7 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         (directory * self.image.geometry.positions() + position) as usize
     }
 
-    /// The chunk from which the next slots come, its position, and which of its slots are free in
+    /// Finds the chunk for the next slots. Returns the chunk, its position, and its free slots in
     /// this lap.
     #[inline]
     fn find(&mut self, connection: u32) -> Result<(u32, u32, u64), TakeError> {
@@ -490,8 +491,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         self.find_elsewhere(connection)
     }
 
-    /// Free slots outside the cursor's chunk: later in this lap, in the next lap, or in a new
-    /// chunk.
+    /// Finds free slots outside of the cursor's chunk: later in this lap, in the next lap, or in a
+    /// new chunk.
     #[cold]
     fn find_elsewhere(&mut self, connection: u32) -> Result<(u32, u32, u64), TakeError> {
         let record = &self.records[connection as usize];
@@ -517,8 +518,7 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         self.image.set_connection(connection, word);
     }
 
-    /// Gives a connection whose slots are all taken one more chunk, at the first position that has
-    /// none.
+    /// Gives a connection without a free slot one more chunk, at the first position that has none.
     fn attach(&mut self, connection: u32) -> Result<u32, TakeError> {
         let chunk = self.free_chunks.pop().ok_or(TakeError::Exhausted)?;
         let record = &mut self.records[connection as usize];
@@ -545,7 +545,8 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         let record = &mut self.records[connection as usize];
         record.present |= 1 << position;
         record.open |= 1 << position;
-        // This lap may have passed the position with a chunk that it had before.
+        // This lap may have passed the position already, with a chunk that the connection had
+        // before.
         if position < record.ahead().0 {
             self.next_lap(connection);
         }
@@ -584,7 +585,7 @@ impl<C: PageCounts, M: AsRef<[AtomicU64]>> Table<C, M> {
         self.refusals.count(if repeated { Refusal::Repeated } else { Refusal::Stale })
     }
 
-    /// The chunk may have been attached for this take alone.
+    /// Refuses a place; the chunk may have been attached for this take alone.
     #[cold]
     fn refuse_place(&mut self, connection: u32, position: u32, chunk: u32, place: Place) -> TakeError {
         if self.masks[chunk as usize] == !0 {

@@ -1,23 +1,23 @@
-//! Tokens, as they go over the wire, and the places behind them.
+//! Tokens as they are sent to connections, and the places that they stand for.
 
 use core::fmt;
 
 /// Bits of a token that name a slot of its connection.
 pub(crate) const INDEX_BITS: u32 = 12;
-/// Bits of a token that say in which lap over its slots the connection took it.
+/// Bits of a token that give the lap in which the connection took it.
 pub(crate) const LAP_BITS: u32 = 32 - INDEX_BITS;
-/// References that one connection may hold at a time: what a token's slot bits can name.
+/// Most references that one connection may hold at a time: as many as a token's slot bits can name.
 pub const QUOTA_MAX: u32 = 1 << INDEX_BITS;
-/// Pages that one region may have: 256 GiB of 4 KiB pages.
+/// Most pages of one region: 256 GiB of 4 KiB pages.
 pub const REGION_PAGES_MAX: u32 = 1 << 26;
-/// Fragments of a page that a place can tell apart: 64 bytes each in a page of 4 KiB.
+/// Most fragments of a page that a place can tell apart: 64 bytes each in a page of 4 KiB.
 pub const FRAGMENTS_MAX: u8 = 1 << 6;
 
-/// One reference to a page, as its connection sees it: 32 bits that mean nothing to any other
+/// One reference to a page, as its connection sees it: 32 bits that mean nothing to another
 /// connection.
 ///
-/// The low 12 bits name a slot, the rest the lap in which the slot was taken. Tokens taken one
-/// after the other are mostly one apart, so that a connection which returns them in order needs one
+/// The low 12 bits name a slot, the others the lap in which the slot was taken. Tokens taken one
+/// after the other mostly differ by one. So a connection that returns them in order needs one
 /// [`TokenRange`] for many.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(transparent)]
@@ -43,13 +43,13 @@ impl fmt::Debug for Token {
     }
 }
 
-/// `count` tokens from `start` on, one apart: the unit in which references come back, as in
+/// `count` consecutive tokens from `start` on: the unit in which references are returned, as in
 /// `struct dmabuf_token` of Linux (include/uapi/linux/uio.h).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct TokenRange {
     /// The first token.
     pub start: Token,
-    /// How many, at least one.
+    /// Number of tokens, at least one.
     pub count: u32,
 }
 
@@ -64,20 +64,20 @@ impl From<Token> for TokenRange {
 pub struct Place {
     /// The region (a dma-buf binding, a shared area, a GPU), one of 256.
     pub region: u8,
-    /// The page in it, less than [`REGION_PAGES_MAX`].
+    /// The page in the region, less than [`REGION_PAGES_MAX`].
     pub page: u32,
-    /// Which part of the page, less than [`FRAGMENTS_MAX`]. The table only remembers it: a page is
-    /// out until all its fragments are back.
+    /// The part of the page, less than [`FRAGMENTS_MAX`]. The table only stores it: a page is out
+    /// until all its fragments are back.
     pub fragment: u8,
 }
 
 impl Place {
-    /// A whole page, as fragment 0.
+    /// The place of a whole page, as fragment 0.
     pub const fn page(region: u8, page: u32) -> Self {
         Place { region, page, fragment: 0 }
     }
 
-    /// Whether a slot can hold it.
+    /// Whether a slot can hold the place.
     pub(crate) const fn fits(self) -> bool {
         self.page < REGION_PAGES_MAX && self.fragment < FRAGMENTS_MAX
     }

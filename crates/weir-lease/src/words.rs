@@ -1,5 +1,5 @@
 //! The 64-bit words of a table's image. Each describes itself, and each change of state is one
-//! store of one word, so that whoever finds the image after a crash sees the state before the
+//! store of one word. So a process that finds the image after a crash sees the state before the
 //! change or after it.
 
 use core::sync::atomic::{AtomicU64, Ordering};
@@ -14,12 +14,12 @@ const LAP_AT: u32 = FRAGMENT_AT + 6;
 const LAP_MASK: u64 = (1 << LAP_BITS) - 1;
 const _: () = assert!(LAP_AT + LAP_BITS < 63);
 
-/// One reference, or none: the lap it belongs to and the place it is out at.
+/// The word of a slot: one reference, with its lap and its place, or none.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct SlotWord(pub u64);
 
 impl SlotWord {
-    /// Loads and stores are ordered as those of the [`image`](crate::image).
+    /// Loads a slot; loads and stores are ordered as those of the [`image`](crate::image).
     #[inline]
     pub(crate) fn load(slot: &AtomicU64) -> Self {
         SlotWord(slot.load(Ordering::Acquire))
@@ -40,8 +40,8 @@ impl SlotWord {
         )
     }
 
-    /// The same slot with its reference returned. What it stood for stays readable, so that a
-    /// second return can be told from a forgery.
+    /// The same slot with its reference returned. Its lap and place stay readable, so that a second
+    /// return can be told from a forgery.
     pub(crate) const fn returned(self) -> Self {
         SlotWord(self.0 & !IN_USE)
     }
@@ -69,7 +69,8 @@ impl SlotWord {
     }
 }
 
-/// 64 slots: free, or the piece of a connection that begins at slot `64 * position` of it.
+/// The word of a chunk of 64 slots: free, or belonging to a connection, as its slots from `64 *
+/// position` on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct ChunkWord(pub u64);
 
@@ -85,7 +86,7 @@ impl ChunkWord {
     }
 }
 
-/// A connection: open or closed, its quota, and the lap it is in.
+/// The word of a connection: open or closed, its quota, and its lap.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct ConnectionWord(pub u64);
 

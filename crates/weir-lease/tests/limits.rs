@@ -89,7 +89,7 @@ fn a_token_is_refused_for_the_right_reason_and_counted() {
     assert_eq!(table.give(&other, token), Err(Refusal::Unknown), "the other has no slots at all");
     table.give(&holder, token).unwrap();
     assert_eq!(table.give(&holder, token), Err(Refusal::Repeated));
-    // Once round the slots, and the same slot is out under another token.
+    // After one lap of the slots, the same slot is out under another token.
     for page in 0..64 {
         let token = table.take(&holder, Place::page(0, page)).unwrap();
         table.give(&holder, token).unwrap();

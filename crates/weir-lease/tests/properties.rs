@@ -1,4 +1,4 @@
-//! Random histories, each step compared with a model that is a map.
+//! Random histories: after each step the table is compared with a model that is a map.
 
 mod model;
 
@@ -15,12 +15,12 @@ enum Step {
     Open(u32),
     Close(usize),
     Take(usize, u8, u32, u8),
-    /// Many at once, so that connections grow past a chunk.
+    /// Takes many references at once, so that connections grow past a chunk.
     TakeMany(usize, u32),
-    /// The n-th token held by that connection.
+    /// Returns the n-th token held by that connection.
     Give(usize, usize),
     GiveRange(usize, usize, u32),
-    /// A token of another connection, an old one, or any number.
+    /// Returns a token of another connection, an old one, or any number.
     GiveOthers(usize, usize),
     GiveOld(usize, usize),
     GiveAny(usize, u32),
@@ -44,7 +44,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 0..if cfg!(miri) { 16 } else { 200 })
 }
 
-/// Cases a test runs: Miri is a thousand times slower.
+/// Number of cases in a test: Miri is a thousand times slower.
 fn cases() -> ProptestConfig {
     ProptestConfig {
         cases: if cfg!(miri) { 2 } else { 512 },
@@ -122,7 +122,7 @@ proptest! {
                         Err(TakeError::Quota { quota }) => {
                             prop_assert_eq!(model.of(open[n].index()).len(), quota as usize);
                         }
-                        // Slots are lent by 64: as many chunks are partly used as there are.
+                        // Slots are given to connections 64 at a time: many chunks are partly used.
                         Err(TakeError::Exhausted) => {
                             let chunks: HashSet<_> =
                                 model.held.keys().map(|(owner, token)| (*owner, token.0 % 4096 / 64)).collect();

@@ -1,4 +1,4 @@
-//! An owner that dies between any two accesses to the image, and images that are none.
+//! An owner that dies between any two accesses to the image, and memory that is no image.
 
 mod model;
 
@@ -12,8 +12,8 @@ use weir_lease::{Connection, Geometry, ImageError, NoCounts, OwnedCounts, Place,
 const PAGES: [u32; 1] = [300];
 const GEOMETRY: Geometry = Geometry { connections: 3, references: 5 * 64, quota: 150 };
 
-/// Memory whose owner is killed at its n-th access: the table asks for it for each word that it
-/// stores.
+/// Memory whose owner is killed at its n-th access: the table asks for the memory for each word
+/// that it stores.
 struct Mortal {
     words: Words,
     accesses_left: Cell<Option<u32>>,
@@ -78,7 +78,7 @@ fn held(table: &Table<OwnedCounts, Words>, open: &[Connection]) -> Model {
 
 #[test]
 fn a_take_that_is_killed_has_happened_or_not() {
-    // With 64 out, the take needs a second chunk and a directory.
+    // With 64 references out, the take needs a second chunk and a directory.
     for references in if cfg!(miri) { &[64][..] } else { &[0, 1, 63, 64, 128] } {
         let steps = killed_at_every_access(
             |table, model| {
@@ -115,7 +115,7 @@ fn a_batch_that_is_killed_leaves_each_reference_out_or_back() {
             let now = held(table, open);
             let back = before.held.len() - now.held.len();
             assert!(back <= 64);
-            // In order: what is back is a prefix of what was to come back.
+            // Returns are done in order, so a prefix of them has come back.
             let expected = before.held.iter().skip(back).map(|(&key, &place)| (key, place)).collect();
             assert_eq!(now, Model { held: expected });
         },
@@ -198,7 +198,7 @@ fn an_image_with_any_word_spoilt_is_refused_or_recovered_but_never_panics() {
     // Miri is a thousand times slower.
     for at in (0..image.len()).step_by(if cfg!(miri) { 97 } else { 1 }) {
         for value in [0, 1, u64::MAX, 1 << 63, 1 << 63 | 1 << 32, 1 << 63 | 2 << 32 | 1] {
-            // A recovery lets empty chunks go and begins a lap, so put everything back.
+            // A recovery detaches empty chunks and begins a lap, so restore all words.
             for (word, &value) in image.iter().zip(&intact) {
                 word.store(value, Ordering::Relaxed);
             }

@@ -7,12 +7,13 @@ use loom::sync::Arc;
 use loom::thread;
 use weir_lease::{PageCounts, Place, SharedCounts};
 
-/// The content of a page: its users read it, and whoever learns of the last return writes it.
+/// The content of a page: its users read it, and the thread that learns of the last return writes
+/// it.
 struct Content(UnsafeCell<u32>);
 
-// SAFETY: loom's cell reports accesses that could race; that there are none is what the test shows.
+// SAFETY: loom's cell reports accesses that could race; the test shows that there are none.
 unsafe impl Sync for Content {}
-// SAFETY: a number goes wherever it likes.
+// SAFETY: a number may move to any thread.
 unsafe impl Send for Content {}
 
 impl Content {
@@ -22,7 +23,7 @@ impl Content {
     }
 
     fn reuse(&self) {
-        // SAFETY: called only by whoever learnt of the last return.
+        // SAFETY: called only by the thread that learnt of the last return.
         self.0.with_mut(|value| unsafe { *value += 1 });
     }
 }
@@ -34,11 +35,11 @@ fn exactly_one_table_learns_of_the_last_return_and_no_use_comes_after_it() {
     loom::model(|| {
         let mut counts = SharedCounts::new(&[1]);
         let content = Arc::new(Content(UnsafeCell::new(7)));
-        // One reference for each of two threads.
+        // Each of two threads has one reference.
         assert!(counts.take(PAGE) && counts.take(PAGE));
         let table = |mut counts: SharedCounts, content: Arc<Content>| {
             move || {
-                // A fragment of the same page goes out while the first is held.
+                // A fragment of the same page is lent while the first is held.
                 assert!(counts.take(PAGE));
                 assert_eq!(content.read(), 7);
                 let early = counts.give(PAGE);

@@ -1,4 +1,4 @@
-//! Appending to segments: places for pages in order, and the summary behind the last.
+//! Appends to segments: pages take places in order, and the summary comes after the last.
 
 use crate::Shared;
 use crate::segment::GENERATIONS;
@@ -7,18 +7,18 @@ use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use weir_core::{Page, Slot};
 use weir_store::{Fault, Lane, Progress, Ticket};
 
-/// Segments that one appender has under way at once, at most.
+/// Most segments that one appender has under way at once.
 pub(crate) const OPEN_MAX: usize = 16;
 
-/// An appender. One for each lane, and one for the cleaner.
+/// An appender. Each lane has one, and the cleaner has one.
 pub(crate) struct Appender {
     open: [Option<Open>; OPEN_MAX],
-    /// The segment of each generation that takes the next page.
+    /// For each generation, the segment that takes its next page.
     current: [Option<usize>; GENERATIONS],
     turn: u32,
-    /// Free segments that it leaves alone.
+    /// Number of free segments that it must leave.
     reserve: u32,
-    /// The tickets of summaries below: this, and the number in `open`.
+    /// The first ticket, in the store below, of a summary; the index in `open` is added.
     tickets: Ticket,
     page: Box<Page>,
 }
@@ -27,9 +27,9 @@ struct Open {
     segment: u32,
     life: u32,
     row: u32,
-    /// Places taken so far.
+    /// Number of places taken so far.
     next: u32,
-    /// Writes, the summary's too, that may land still.
+    /// Number of writes, with the summary's, that may still land.
     waits: u32,
     summary: Written,
 }
@@ -41,7 +41,7 @@ enum Written {
     Wanted,
     Waits,
     Done,
-    /// It failed, or the segment ended early: the row stays.
+    /// The summary failed, or the segment ended early: the row stays in memory.
     Never,
 }
 
@@ -57,14 +57,14 @@ impl Appender {
         }
     }
 
-    /// Places left in the segment that takes the next page of a generation.
+    /// Number of places left in the segment that takes the next page of a generation.
     pub fn left(&self, log: &Shared, generation: usize) -> u32 {
         let open = self.current[generation].and_then(|at| self.open[at].as_ref());
         open.map_or(0, |open| log.shape.places() - open.next)
     }
 
-    /// The place of the next page, which is taken by [`take`](Appender::take). `None`: no segment
-    /// can be had now.
+    /// The place of the next page, which [`take`](Appender::take) takes. `None`: no segment can be
+    /// had now.
     pub fn next(&mut self, log: &Shared, generation: usize) -> Option<u32> {
         let at = match self.current[generation] {
             Some(at) => at,
@@ -91,7 +91,7 @@ impl Appender {
     }
 
     /// Takes the place that [`next`](Appender::next) has named; `queued`: its write has no answer
-    /// yet. Whether the segment is full now, so that its summary is due.
+    /// yet. Returns whether the segment is now full, so that its summary is due.
     pub fn take(&mut self, log: &Shared, generation: usize, record: Record, queued: bool) -> bool {
         let at = self.current[generation].expect("next has named a place");
         let open = self.open[at].as_mut().expect("a current segment is open");
@@ -137,7 +137,7 @@ impl Appender {
         }
     }
 
-    /// The write of a summary has been answered.
+    /// Handles the answer to the write of a summary.
     pub fn summary_answered(&mut self, log: &Shared, ticket: Ticket, result: Result<(), Fault>) {
         let at = (ticket - self.tickets) as usize;
         self.summary_written(log, at, result);
@@ -147,7 +147,7 @@ impl Appender {
         self.end(log, at);
     }
 
-    /// The write of a page to a place has been answered, after the map was told.
+    /// Handles the answer to the write of a page, after the map was updated.
     pub fn answered(&mut self, log: &Shared, place: u32, result: Result<(), Fault>) {
         if result.is_err() {
             self.failed(log, place);
@@ -157,7 +157,7 @@ impl Appender {
         }
     }
 
-    /// The write to a place has ended, one way or the other.
+    /// Handles the end of the write to a place, done or failed.
     pub fn settled(&mut self, log: &Shared, place: u32) {
         let Some(at) = self.find(log, place) else { return };
         if let Some(open) = self.open[at].as_mut() {
@@ -166,7 +166,7 @@ impl Appender {
         self.end(log, at);
     }
 
-    /// A write has failed: its segment ends, so that the next one lies on another member.
+    /// Handles a failed write: its segment ends, so that the next one lies on another member.
     pub fn failed(&mut self, log: &Shared, place: u32) {
         log.counters.write_errors.fetch_add(1, Relaxed);
         log.segments.blame(log.shape.split(place).0);
@@ -185,7 +185,7 @@ impl Appender {
         self.open.iter().position(|open| open.as_ref().is_some_and(|open| open.segment == segment))
     }
 
-    /// Lets go of a segment that is written.
+    /// Lets a segment go that is completely written.
     fn end(&mut self, log: &Shared, at: usize) {
         let over = |open: &&Open| open.waits == 0 && matches!(open.summary, Written::Done | Written::Never);
         let Some(&Open { segment, row, summary, .. }) = self.open[at].as_ref().filter(over) else { return };
@@ -198,12 +198,13 @@ impl Appender {
         }
     }
 
-    /// Whether a segment more can be had as far as this appender goes.
+    /// Whether this appender may open one more segment.
     pub fn has_room(&self) -> bool {
         self.open.iter().any(Option::is_none)
     }
 
-    /// Lets go of all segments but those whose writes may land still: they are nobody's any more.
+    /// Lets go of all segments, except those whose writes may still land: those are never used
+    /// again.
     pub fn close(&mut self, log: &Shared) {
         self.current = [None; GENERATIONS];
         for at in 0..OPEN_MAX {

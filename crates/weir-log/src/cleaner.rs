@@ -1,13 +1,14 @@
-//! Segments made free: their live pages are read, proven, and appended elsewhere.
+//! The cleaner makes segments free: it reads their live pages, verifies them, and appends them to
+//! other segments.
 //!
-//! The cleaner works while fewer segments are free than the writers may want soon. It takes up to
-//! [`VICTIMS`] at a time, reads what is live in them (with gaps that are cheaper read than
-//! skipped), and writes whole segments. Pages that were moved before lie apart from those that were
-//! not, so that what is written often leaves segments that die by themselves. What does not fill a
-//! segment waits in memory; it is read where it was meanwhile.
+//! The cleaner works while fewer segments are free than the writers may soon want. It takes up to
+//! [`VICTIMS`] at a time. It reads their live pages, with gaps that are cheaper to read than to
+//! skip, and writes whole segments. Pages that were moved before go to other segments than those
+//! that were not: so frequently written pages leave segments that die by themselves. Pages that do
+//! not fill a segment wait in memory; meanwhile they are read in their old place.
 //!
-//! A page that cannot be read or proven stays where it is. Its segment is stuck: it is tried again
-//! only now and then, where there is no other.
+//! A page that cannot be read or verified stays in its place. Its segment is stuck: it is tried
+//! again only now and then, when there is no other.
 
 use crate::append::{Appender, OPEN_MAX};
 use crate::segment::{GENERATIONS, State, Word};
@@ -21,17 +22,19 @@ use std::time::{Duration, Instant};
 use weir_core::{Page, Rest, Slot};
 use weir_store::{Done, Fault, Lane, POLL_EVERY, Progress, Ticket};
 
-/// Segments that are cleaned at a time. What waits to fill a segment lies in some of them.
+/// Number of segments that are cleaned at a time. Pages that wait to fill a segment lie in some of
+/// them.
 const VICTIMS: usize = 16;
-/// Segments that one choice looks at.
+/// Number of segments that one choice looks at.
 const WINDOW: u32 = 4096;
-/// Dead pages between live ones that are read with them: 64 KiB, for which a disk takes no longer
-/// than for an operation more.
+/// Number of dead pages between live ones that are read with them: 64 KiB, for which a disk takes
+/// no longer than for one operation more.
 const GAP: u32 = 16;
-/// How long segments that are stuck are left alone.
+/// Time that stuck segments are left alone.
 const AGAIN: Duration = Duration::from_millis(100);
 
-/// Below, a page's read has its victim and place; its write has this besides, and so on.
+/// In the store below, the ticket of a page's read names its victim and place; its write has this
+/// bit besides, and so on.
 const WRITE: Ticket = 1 << 16;
 const SUMMARY: Ticket = 1 << 17;
 const SEGMENTS: Ticket = 1 << 18;
@@ -40,22 +43,22 @@ const _: () = assert!(VICTIMS * 512 <= WRITE as usize);
 /// The event that the cleaner needs before its next step.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Next {
-    /// Nothing.
+    /// The next step can follow at once.
     Step,
-    /// Answers of the store below.
+    /// The store below must answer first.
     Answers,
-    /// A reason to work.
+    /// There must be a reason to work.
     Work,
 }
 
-/// Frees segments of a log. One for each log.
+/// Frees segments of a log. Each log has one.
 pub struct Cleaner {
     log: Arc<Shared>,
     below: Box<dyn Lane>,
     parts: Parts,
     /// The segment at which the next choice begins to look.
     cursor: u32,
-    /// When a segment that is stuck may be tried again.
+    /// The time when a stuck segment may be tried again.
     again_at: Option<Instant>,
     rest: Rest,
 }
@@ -65,50 +68,50 @@ struct Parts {
     victims: Box<[Victim]>,
 }
 
-/// A segment that is cleaned.
+/// A segment that is being cleaned.
 struct Victim {
-    /// `None`: there is none.
+    /// The segment's number; `None`: there is none.
     segment: Option<u32>,
     generation: usize,
     phase: Phase,
     records: Vec<Record>,
     pages: Box<[Page]>,
     states: Box<[PageState]>,
-    /// The place to which each page is being written.
+    /// For each page, the place to which it is being written.
     targets: Box<[u32]>,
-    /// Answers outstanding.
+    /// Number of outstanding answers.
     waits: u32,
     failed: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Phase {
-    /// Its summary is to be read.
+    /// The segment's summary must be read.
     Summary,
     SummaryWaits,
-    /// Its pages are being read, from this one on.
+    /// The segment's pages are being read, from this one on.
     Read(u32),
-    /// They are being written.
+    /// The segment's pages are being written.
     Write,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum PageState {
-    /// Dead, moved, or given up.
+    /// The page is dead, moved, or given up.
     Over,
-    /// Being read, or read for nothing.
+    /// The page is being read, perhaps only as part of a gap.
     Reads,
-    /// Read and proven.
+    /// The page is read and verified.
     Here,
-    /// Being written.
+    /// The page is being written.
     Writes,
 }
 
 impl Cleaner {
-    /// The cleaner of a log. Takes its memory: sixteen segments.
+    /// Opens the cleaner of a log, and takes its memory: sixteen segments.
     ///
     /// # Errors
-    /// When there is no lane for it.
+    /// Fails when there is no lane for it.
     pub fn open(log: &Log) -> Result<Self, LogError> {
         let log = Arc::clone(&log.shared);
         let (pages, places) = (log.shape.segment_pages as usize, log.shape.places() as usize);
@@ -137,7 +140,7 @@ impl Cleaner {
         })
     }
 
-    /// Does a bounded piece of work.
+    /// Does one bounded piece of work.
     pub fn step(&mut self, now: Instant) -> Next {
         let Cleaner { log, below, parts, rest, .. } = self;
         below.poll(now, &mut |done| {
@@ -161,7 +164,7 @@ impl Cleaner {
         if self.below.in_flight() > 0 {
             return Next::Answers;
         }
-        // All that could be chosen has been, and what is here fills no segment.
+        // Every possible segment has been chosen, and the pages here fill no segment.
         if may_add || self.parts.is_crowded() {
             if self.write_what_is_here() {
                 return Next::Step;
@@ -175,7 +178,8 @@ impl Cleaner {
         Next::Work
     }
 
-    /// Waits for what the last step needs, or until `also` is readable. This alone sleeps.
+    /// Waits for what the last step needs, or until `also` is readable. No other function here
+    /// sleeps.
     pub fn wait(&mut self, next: Next, also: BorrowedFd<'_>) {
         let listen = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
         let nap = Timespec { tv_sec: 0, tv_nsec: POLL_EVERY.subsec_nanos().into() };
@@ -185,30 +189,30 @@ impl Cleaner {
                 let Some(fd) = self.below.wake_fd().filter(|_| self.below.in_flight() > 0) else {
                     return self.rest.until_next();
                 };
-                // A signal is a short sleep.
+                // A signal only makes the sleep shorter.
                 let _ = rustix::event::poll(&mut [listen(also), listen(fd)], Some(&nap));
             }
             Next::Work => {
                 self.log.asleep.store(true, SeqCst);
-                // What died without a write that took a segment announces itself to nobody, so not
-                // for ever.
+                // A page can die without a write that takes a segment, and then nothing wakes this
+                // thread: so it does not sleep for ever.
                 let _ = rustix::event::poll(&mut [listen(also), listen(self.log.bell())], Some(&nap));
                 let _ = rustix::io::read(self.log.bell(), &mut [0; 8]);
             }
         }
     }
 
-    /// Whether a segment more is to be cleaned.
+    /// Whether to clean one segment more.
     fn wants_more(&self) -> bool {
-        // Those that wait for others to fill a segment with them are free who knows when.
+        // It is unknown when victims become free that wait for others to fill a segment with them.
         let moves = |victim: &&Victim| victim.phase != Phase::Write || victim.waits > 0;
         let taken = self.parts.victims.iter().filter(|victim| victim.segment.is_some());
         let soon = taken.filter(moves).count() as u32;
         !self.parts.is_crowded() && self.log.segments.free() + soon < self.log.low()
     }
 
-    /// Takes the segment that is worth it most: many dead pages, and live ones that have been so
-    /// for long.
+    /// Chooses the segment that is most worth cleaning: with many dead pages, and live ones that
+    /// have been so for long.
     fn choose(&mut self, now: Instant) -> bool {
         let Cleaner { log, parts, cursor, again_at, .. } = self;
         let count = log.segments.count();
@@ -220,7 +224,7 @@ impl Cleaner {
                 State::Closed if word.live() < log.shape.places() => {
                     score(word.live(), log.shape.places(), log.segments.age(segment))
                 }
-                // Only where there is no other.
+                // A stuck segment is chosen only if there is no other.
                 State::Stuck if again_at.is_none_or(|at| now >= at) => 0,
                 _ => continue,
             };
@@ -248,7 +252,7 @@ impl Cleaner {
         true
     }
 
-    /// Writes whole segments of what is here.
+    /// Writes whole segments of the pages that are read.
     fn write(&mut self) {
         for generation in 1..GENERATIONS {
             while self.parts.count_here(&self.log, generation) >= self.goal(generation) {
@@ -259,7 +263,7 @@ impl Cleaner {
         }
     }
 
-    /// Pages that make a write of a generation worth while.
+    /// The number of pages that makes a write of a generation worthwhile.
     fn goal(&self, generation: usize) -> usize {
         match self.parts.appender.left(&self.log, generation) {
             0 => self.log.shape.places() as usize,
@@ -267,14 +271,15 @@ impl Cleaner {
         }
     }
 
-    /// Writes less than a segment, of the generation that has most.
+    /// Writes less than a segment, of the generation that has most pages.
     fn write_what_is_here(&mut self) -> bool {
         let log = Arc::clone(&self.log);
         let most = (1..GENERATIONS).max_by_key(|generation| self.parts.count_here(&log, *generation));
         most.is_some_and(|generation| self.write_segment(generation))
     }
 
-    /// Writes pages of a generation until a segment is full or none is left. Whether it wrote one.
+    /// Writes pages of a generation until a segment is full or none is left. Returns whether it
+    /// wrote one.
     fn write_segment(&mut self, generation: usize) -> bool {
         let Cleaner { log, below, parts, .. } = self;
         let Parts { appender, victims } = parts;
@@ -303,7 +308,7 @@ impl Cleaner {
                     }
                     Progress::Done(Ok(())) => victim.moved(log, at, place),
                     _ => {
-                        // It is written again, elsewhere.
+                        // The page is written again, to another segment.
                         appender.failed(log, place);
                         break 'all;
                     }
@@ -319,7 +324,7 @@ impl Cleaner {
     }
 }
 
-/// The worth of cleaning a segment: the room gained by the work, and older is better (after
+/// The worth of cleaning a segment: the room gained for the work, and older is better (after
 /// Rosenblum and Ousterhout, *The design and implementation of a log-structured file system*, SOSP
 /// 1991). The square root of the age leaves less to move than the age does.
 fn score(live: u32, places: u32, age: u32) -> u64 {
@@ -332,26 +337,26 @@ fn ticket(victim: usize, at: u32) -> Ticket {
 }
 
 impl Victim {
-    /// The generation that its pages join.
+    /// The generation that the segment's pages join.
     fn target(&self) -> usize {
         (self.generation + 1).min(GENERATIONS - 1)
     }
 
-    /// A page has been written to `place`.
+    /// Notes that a page has been written to `place`.
     fn moved(&mut self, log: &Shared, at: usize, place: u32) {
         self.states[at] = PageState::Over;
         let from = log.shape.place(self.segment.expect("a victim has a segment"), at as u32);
         log.rename(self.records[at].page, from, place);
     }
 
-    /// Whether the map names a page of it still.
+    /// Whether the map still names this page of the segment.
     fn is_live(&self, log: &Shared, at: u32) -> bool {
         let Some(segment) = self.segment else { return false };
         let page = self.records[at as usize].page;
         page < log.shape.pages && log.find(page) == Some(log.shape.place(segment, at))
     }
 
-    /// A page has been read, for its own sake or for its neighbours'.
+    /// Handles the read of a page, which was read for itself or as a neighbour.
     fn read(&mut self, log: &Shared, at: u32, result: Result<(), Fault>, found: Option<&Page>) {
         let place = at as usize;
         self.states[place] = PageState::Over;
@@ -370,7 +375,7 @@ impl Victim {
         }
     }
 
-    /// A summary has been read, or could not be.
+    /// Handles the read of a summary, or its failure.
     fn learn(&mut self, log: &Shared, found: Option<&weir_core::PageBytes>) {
         let segment = self.segment.expect("a victim has a segment");
         let summary = found.and_then(|bytes| Summary::parse(bytes, segment));
@@ -387,7 +392,7 @@ impl Victim {
 }
 
 impl Parts {
-    /// The store below has answered.
+    /// Handles an answer of the store below.
     fn answered(&mut self, log: &Shared, done: &Done<'_>) {
         let Done { ticket, result, page } = *done;
         if ticket >= SEGMENTS {
@@ -406,7 +411,7 @@ impl Parts {
         let place = victim.targets[at as usize];
         match result {
             Ok(()) => victim.moved(log, at as usize, place),
-            // It is where it was, and here; it is written again, elsewhere.
+            // The page is in its old place, and here; it is written again, to another segment.
             Err(_) => victim.states[at as usize] = PageState::Here,
         }
         self.appender.answered(log, place, result);
@@ -432,7 +437,7 @@ impl Parts {
         let places = victim.records.len() as u32;
         let mut at = from;
         while at < places {
-            // To the next live page, with the gap where that is short.
+            // Go on to the next live page, and read the gap too if it is short.
             let Some(live) = (at..places).find(|at| victim.is_live(log, *at)) else {
                 at = places;
                 break;
@@ -457,7 +462,8 @@ impl Parts {
         victim.phase = if at == places { Phase::Write } else { Phase::Read(at) };
     }
 
-    /// Pages of a generation that can be written. Those that were written meanwhile are let go.
+    /// The number of pages of a generation that can be written. Pages that were written anew
+    /// meanwhile are dropped.
     fn count_here(&mut self, log: &Shared, generation: usize) -> usize {
         let mut count = 0;
         for victim in self.victims.iter_mut().filter(|victim| victim.target() == generation) {
@@ -475,7 +481,7 @@ impl Parts {
         count
     }
 
-    /// Lets go of victims that are done with. Whether one is.
+    /// Lets go of finished victims. Returns whether there was one.
     fn end(&mut self, log: &Shared) -> bool {
         let mut ended = false;
         for victim in &mut self.victims {
@@ -497,7 +503,7 @@ impl Parts {
         ended
     }
 
-    /// Whether no victim more can be taken.
+    /// Whether no further victim can be taken.
     fn is_crowded(&self) -> bool {
         self.victims.iter().all(|victim| victim.segment.is_some())
     }
@@ -508,7 +514,7 @@ impl Parts {
 }
 
 impl Drop for Cleaner {
-    /// Pages that were not moved lie where they lay.
+    /// Pages that were not moved stay in their old places.
     fn drop(&mut self) {
         for victim in &mut self.parts.victims {
             if let Some(segment) = victim.segment.take()

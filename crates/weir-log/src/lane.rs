@@ -1,4 +1,4 @@
-//! One thread's way into a log.
+//! A lane: one thread's access to a log.
 
 use crate::append::{Appender, OPEN_MAX};
 use crate::summary::{Record, Summary};
@@ -11,32 +11,32 @@ use std::time::Instant;
 use weir_core::{Page, PageBytes, Slot};
 use weir_store::{Done, Fault, Lane, OpenError, Progress, Ticket};
 
-/// Below, an operation's page has its number; its summary, a segment's summary and the flush have
-/// these besides.
+/// In the store below, the ticket of an operation's page is its number. The tickets of its summary,
+/// of a segment's summary and of the flush have these bits besides.
 const SUMMARY: Ticket = 1 << 16;
 const SEGMENTS: Ticket = 1 << 17;
 const FLUSH: Ticket = 1 << 18;
-/// How often a read begins anew because the cleaner moved its page.
+/// Restarts of a read because the cleaner moved its page.
 const TRIES: u8 = 100;
 
 pub(crate) struct LogLane {
-    /// `None` only while it is dropped.
+    /// The lane of the store below; `None` only while this is dropped.
     below: Option<Box<dyn Lane>>,
     parts: Parts,
 }
 
-/// The part that completions change.
+/// The state that completions change.
 struct Parts {
     log: Arc<Shared>,
     appender: Appender,
     operations: Box<[Operation]>,
-    /// Content that waits for its proof, of each operation.
+    /// Content that waits for its verification, for each operation.
     pages: Box<[Page]>,
     idle: Vec<u16>,
-    /// Reads that have something to issue, or to say.
+    /// Reads that have something to issue or to answer.
     again: Vec<u16>,
     flush: Option<Ticket>,
-    /// A write has found no free segment since the last poll.
+    /// Whether a write has found no free segment since the last poll.
     is_starved: bool,
 }
 
@@ -45,7 +45,7 @@ struct Operation {
     ticket: Ticket,
     page: u32,
     place: u32,
-    /// The life of the place's segment: what is read there in another life proves nothing.
+    /// The life of the place's segment: content read there in another life proves nothing.
     life: u32,
     state: State,
 }
@@ -57,10 +57,10 @@ enum State {
     Read { content: Part, summary: Part, proof: Option<Record>, tries: u8 },
 }
 
-/// How far a part of a read is.
+/// The progress of a part of a read.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Part {
-    /// It is not needed so far.
+    /// The part is not needed so far.
     No,
     Wanted,
     Waits,
@@ -70,7 +70,8 @@ enum Part {
 impl LogLane {
     pub fn open(log: Arc<Shared>, depth: usize) -> Result<Self, OpenError> {
         let depth = depth.clamp(1, SUMMARY as usize - 1);
-        // A multiple of a segment, so that the disks' lane need not part one in its memory.
+        // The depth is a multiple of a segment, so that the disks' lane need not split one in its
+        // memory.
         let room = (depth * 2 + OPEN_MAX).next_multiple_of(log.shape.segment_pages as usize);
         let idle = Operation { ticket: 0, page: 0, place: 0, life: 0, state: State::Idle };
         let turn = log.seats.load(Relaxed);
@@ -95,7 +96,7 @@ impl LogLane {
 }
 
 impl Parts {
-    /// Begins to read a page; `None`: it has ended, with this answer.
+    /// Begins to read a page; a result other than `None` ends the read.
     fn begin_read(
         &mut self,
         at: u16,
@@ -122,7 +123,7 @@ impl Parts {
                     *pages[usize::from(at)] = *out;
                 }
             }
-            // Both at once, where it is known that both are needed.
+            // Issue both at once if both are known to be needed.
             if *content != Part::Wanted && *summary == Part::No && !log.rows.has(&log.segments, segment) {
                 *summary = Part::Wanted;
             }
@@ -146,7 +147,7 @@ impl Parts {
     }
 
     /// The result of a read, as far as it is known. Its content is in its page of memory, unless
-    /// `content` is it. Restarts it where its page has moved.
+    /// `content` is given. Restarts the read if its page has moved.
     fn verdict(&mut self, at: u16, found: Option<&PageBytes>) -> Option<Result<(), Fault>> {
         let Parts { log, operations, pages, again, .. } = self;
         let operation = &mut operations[usize::from(at)];
@@ -157,7 +158,7 @@ impl Parts {
         let bytes = found.unwrap_or(&pages[usize::from(at)]);
         let row = log.rows.get(&log.segments, segment, within);
         if read.is_ok() && [row, *proof].into_iter().flatten().any(|record| record.proves(page, bytes)) {
-            // A summary that comes still finds its operation idle, so it is waited for.
+            // A summary that comes later would find its operation idle, so it is awaited.
             return (*summary != Part::Waits).then_some(Ok(()));
         }
         if *summary == Part::Waits {
@@ -208,7 +209,7 @@ impl Parts {
         done(Done { ticket: operation.ticket, result, page: page.filter(|_| result.is_ok()) });
     }
 
-    /// The store below has answered.
+    /// Handles an answer of the store below.
     fn answered(&mut self, below_done: &Done<'_>, done: &mut dyn FnMut(Done<'_>)) {
         let Done { ticket, result, page: found } = *below_done;
         if ticket == FLUSH {
@@ -230,7 +231,7 @@ impl Parts {
                     self.log.publish(page, place);
                 }
                 self.appender.answered(&self.log, place, result);
-                // The page is where it was, and a write that lands late lands elsewhere.
+                // The page is in its old place, and a late write lands in another.
                 let result = result.map_err(|fault| match fault {
                     Fault::Timeout => Fault::Io(Errno::TIMEDOUT.raw_os_error()),
                     fault => fault,
@@ -259,7 +260,7 @@ impl Parts {
         }
     }
 
-    /// Goes on with reads that have something to issue.
+    /// Continues reads that have something to issue.
     fn go_on(&mut self, below: &mut dyn Lane, done: &mut dyn FnMut(Done<'_>)) {
         for _ in 0..self.again.len() {
             let at = self.again.remove(0);
@@ -274,7 +275,7 @@ impl Parts {
 }
 
 impl Shared {
-    /// The page at a place by a summary that was read. Keeps the summary.
+    /// The page at a place, by a summary that was read. Stores the summary in memory.
     fn read_summary(&self, place: u32, bytes: &PageBytes) -> Option<Record> {
         let (segment, within) = self.shape.split(place);
         let summary = Summary::parse(bytes, segment)?;
@@ -294,7 +295,7 @@ impl Lane for LogLane {
         let Some(at) = idle.last().copied() else { return Progress::Full };
         let Some(place) = appender.next(log, 0) else {
             if !appender.has_room() && below.in_flight() == 0 {
-                // All of them wait for a disk that hangs.
+                // All operations wait for a disk that hangs.
                 return Progress::Done(Err(Fault::Io(Errno::TIMEDOUT.raw_os_error())));
             }
             if log.is_full.load(SeqCst) {
@@ -393,7 +394,8 @@ impl Lane for LogLane {
         self.parts.operations.len() - self.parts.idle.len() + usize::from(self.parts.flush.is_some())
     }
 
-    /// Nothing announces a segment that has become free, nor what is to be issued again.
+    /// No descriptor announces a segment that has become free, nor an operation that can be issued
+    /// again.
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
         let must_poll = self.parts.is_starved || !self.parts.again.is_empty();
         self.below.as_ref().filter(|_| !must_poll)?.wake_fd()
@@ -401,7 +403,7 @@ impl Lane for LogLane {
 }
 
 impl Drop for LogLane {
-    /// The lane below ends first: then no write that has an answer can land any more.
+    /// The lane below ends first: then no write that has an answer can still land.
     fn drop(&mut self) {
         self.below = None;
         self.parts.appender.close(&self.parts.log);

@@ -1,18 +1,18 @@
-//! A log over disks, as a store: pages that come in any order go out as long segments, one after
+//! A log over disks, as a store: pages in any order are written as long segments, one after
 //! another.
 //!
-//! A [`Log`] stands on a store, which may be a stripe of disks. It has a row of slots of its own,
-//! and a map that says for each where its page lies below: 4 bytes a page. A written page is
-//! appended to a *segment*, and the map names its new place once the write has been answered. So a
-//! write that fails, or lands late, takes nothing with it. The last page of a segment is its
-//! *summary*: which page lies in each place, with its checksum. Each read is proven by that.
+//! A [`Log`] stands on a store, which may be a stripe of disks. It has a row of slots of its own. A
+//! map says for each slot where its page lies below: 4 bytes a page. A written page is appended to
+//! a *segment*, and the map names its new place once the write has been answered. So a write that
+//! fails, or lands late, damages nothing. The last page of a segment is its *summary*: it says
+//! which page lies in each place, with its checksum. Each read is verified by that.
 //!
 //! Each lane appends to a segment of its own, so lanes share no lock. Segments lie on the members
-//! of a stripe in turns. Pages that are written again leave holes; the [`Cleaner`] moves what is
-//! left of a segment and makes it free. It is a step function that its owner drives.
+//! of a stripe in turns. Pages that are written again leave holes. The [`Cleaner`] moves the rest
+//! of a segment and makes the segment free. It is a step function that its owner drives.
 //!
-//! Nothing here outlives the process. Nothing starts a thread or reads a clock; [`Cleaner::wait`]
-//! alone sleeps.
+//! Nothing here outlives the process. Nothing starts a thread or reads a clock, and only
+//! [`Cleaner::wait`] sleeps.
 
 mod append;
 mod cleaner;
@@ -39,57 +39,57 @@ use weir_core::{ByteSize, PAGE_SIZE};
 use weir_store::{Lane, OpenError, OpenErrorKind, State, Store};
 use words::Words;
 
-/// Free segments that only the cleaner takes.
+/// Number of free segments that only the cleaner takes.
 const RESERVE: u32 = 4;
-/// Free segments that the cleaner keeps ahead of the writers, besides one for each lane.
+/// Number of free segments that the cleaner provides for the writers, besides one for each lane.
 const AHEAD: u32 = 8;
 
-/// The shape of a log.
+/// The settings of a log.
 #[derive(Clone, Copy, Debug)]
 pub struct Config {
-    /// Its size in pages; 0: four fifths of what its segments hold.
+    /// The log's size in pages; 0: four fifths of the pages that its segments hold.
     pub pages: u32,
-    /// Pages of a segment with its summary, 511 at most.
+    /// Pages of a segment with its summary, at most 511.
     pub segment_pages: u32,
-    /// Members of the store below, on which segments lie in turns.
+    /// Number of members of the store below, on which segments lie in turns.
     pub members: u32,
-    /// Lanes that may be open at once.
+    /// Most lanes that may be open at once.
     pub lanes: u32,
-    /// Summaries in memory; 0: as many as bring map and summaries to 1 GiB for 1 TiB of the store
-    /// below. A read whose segment has none there reads the summary too.
+    /// Number of summaries in memory; 0: as many as bring map and summaries to 1 GiB for 1 TiB of
+    /// the store below. If a segment's summary is not in memory, a read also reads it from disk.
     pub summaries: u32,
 }
 
 impl Default for Config {
-    /// Segments of 1 MiB over one member.
+    /// The defaults: segments of 1 MiB over one member.
     fn default() -> Self {
         Config { pages: 0, segment_pages: 256, members: 1, lanes: 8, summaries: 0 }
     }
 }
 
-/// Why a log could not be made.
+/// The reason why a log could not be made.
 #[derive(Debug, thiserror::Error)]
 pub enum LogError {
     /// A segment has too many pages or too few, or there is no member or lane.
     #[error("a log has segments of 2 to 511 pages, a member and a lane; asked for {0}")]
     Shape(String),
-    /// More pages than the cleaner can keep.
+    /// The log would have more pages than the cleaner can handle.
     #[error(
         "{store} has room for {} pages of a log, with what its cleaner needs for itself; asked for {asked}: make the log smaller, or the store larger",
         most
     )]
     TooSmall {
-        /// The store below.
+        /// The name of the store below.
         store: String,
-        /// Pages that it has room for.
+        /// Number of pages that it has room for.
         most: u32,
-        /// Pages that were asked for.
+        /// Number of pages that were asked for.
         asked: u32,
     },
     /// The store below gives no lane.
     #[error("the log gets no lane")]
     Lane(#[from] OpenError),
-    /// No memory for the map.
+    /// There is no memory for the map.
     #[error("cannot take memory for the log's map")]
     Memory(#[source] io::Error),
 }
@@ -109,12 +109,12 @@ struct Shared {
     map: Words,
     segments: Segments,
     rows: Rows,
-    /// Lanes that may be opened still.
+    /// Number of lanes that may still be opened.
     seats: AtomicU32,
     counters: Counters,
     /// Whether no segment can be made free.
     is_full: AtomicBool,
-    /// Wakes whoever drives the cleaner.
+    /// Wakes the thread that drives the cleaner.
     bell: OwnedFd,
     asleep: AtomicBool,
 }
@@ -127,12 +127,12 @@ struct Shape {
 }
 
 impl Shape {
-    /// Pages that a segment holds: all but its summary.
+    /// Number of pages that a segment holds: all but its summary.
     fn places(self) -> u32 {
         self.segment_pages - 1
     }
 
-    /// A place's segment, and which of its places it is.
+    /// Splits a place into its segment, and its index in the segment.
     fn split(self, place: u32) -> (u32, u32) {
         (place / self.segment_pages, place % self.segment_pages)
     }
@@ -143,10 +143,10 @@ impl Shape {
 }
 
 impl Log {
-    /// Makes an empty log over `below`, which is its own.
+    /// Makes an empty log over `below`, which only the log may use.
     ///
     /// # Errors
-    /// When the store is too small, or memory is missing.
+    /// Fails when the store is too small, or memory is missing.
     pub fn create(below: Arc<dyn Store>, config: Config) -> Result<Self, LogError> {
         let Config { segment_pages, members, lanes, .. } = config;
         if !(2..=PLACES_MAX + 1).contains(&segment_pages) || members == 0 || lanes == 0 {
@@ -155,8 +155,8 @@ impl Log {
         }
         let count = below.slots() / segment_pages;
         let places = segment_pages - 1;
-        // Segments that the cleaner keeps free, those that are appended to, and one in fifty for
-        // segments that end early.
+        // Segments that are no room for pages: those that the cleaner keeps free, those that are
+        // appended to, and one in fifty for segments that end early.
         let spare = RESERVE + AHEAD + lanes * 2 + segment::GENERATIONS as u32;
         let most = count.saturating_sub(spare + count / 50) * places;
         let asked = match config.pages {
@@ -194,12 +194,12 @@ impl Log {
         Ok(Log { shared })
     }
 
-    /// Its size in bytes.
+    /// The log's size in bytes.
     pub fn bytes(&self) -> u64 {
         u64::from(self.shared.shape.pages) * PAGE_SIZE as u64
     }
 
-    /// How it is. Looks at each segment.
+    /// The log's status. Looks at each segment.
     pub fn status(&self) -> LogStatus {
         self.shared.status()
     }
@@ -211,7 +211,7 @@ impl Shared {
         self.map.at(page as usize).load(SeqCst).checked_sub(1)
     }
 
-    /// Where a page lies, and the life of the segment there.
+    /// The place of a page, and the life of its segment.
     fn find_with_life(&self, page: u32) -> Option<(u32, u32)> {
         loop {
             let place = self.find(page)?;
@@ -223,7 +223,7 @@ impl Shared {
         }
     }
 
-    /// A page has been written to a place.
+    /// Notes that a page has been written to a place.
     fn publish(&self, page: u32, place: u32) {
         self.segments.add_live(self.shape.split(place).0);
         let before = self.map.at(page as usize).swap(place + 1, SeqCst);
@@ -232,7 +232,7 @@ impl Shared {
         }
     }
 
-    /// A page has been copied. False: it was written meanwhile.
+    /// Notes that a page has been copied. False: it was written anew meanwhile.
     fn rename(&self, page: u32, from: u32, to: u32) -> bool {
         self.segments.add_live(self.shape.split(to).0);
         let moved = self.map.at(page as usize).compare_exchange(from + 1, to + 1, SeqCst, SeqCst).is_ok();
@@ -240,7 +240,7 @@ impl Shared {
         moved
     }
 
-    /// Nobody looks for a page there any more.
+    /// Notes that no page is read at this place any more.
     fn die(&self, place: u32) {
         let (segment, _) = self.shape.split(place);
         if self.segments.drop_live(segment) {
@@ -253,15 +253,15 @@ impl Shared {
         self.segments.push(segment);
     }
 
-    /// Free segments from which on the cleaner works.
+    /// The number of free segments below which the cleaner works.
     fn low(&self) -> u32 {
         RESERVE + AHEAD + self.shape.lanes
     }
 
-    /// Wakes whoever drives the cleaner, where there is something to do.
+    /// Wakes the thread that drives the cleaner, if there is something to do.
     fn ring(&self) {
         if self.segments.free() < self.low() && self.asleep.swap(false, SeqCst) {
-            // It can only be full, and then it rings.
+            // This fails only if the counter is full, and then the bell rings already.
             let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
         }
     }
@@ -295,7 +295,7 @@ impl Store for Log {
         }
     }
 
-    /// A disk that fails says so operation by operation.
+    /// Always online: a disk that fails reports it for each operation.
     fn state(&self, _member: u32) -> State {
         State::Online
     }

@@ -1,4 +1,4 @@
-//! The record of each segment: one word and two numbers; and which segments are free.
+//! The record of each segment, in one word and two numbers; and the free segments.
 //!
 //! ```text
 //!  63              32 31    24 23        8 7     5 4        3 2     0
@@ -7,28 +7,28 @@
 //! +------------------+--------+-----------+-------+----------+-------+
 //! ```
 //!
-//! *Live* counts its pages that the map names. A closed segment whose last page dies is free at
-//! once, by whoever made it die: a write that replaces a page, or the cleaner that moves it. A
-//! *life* is one filling of a segment.
+//! *Live* counts the segment's pages that the map names. A closed segment is free at once when its
+//! last page dies. The lane or the cleaner that made it die frees it: by a write that replaces a
+//! page, or by a move. A *life* is one filling of a segment.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
-/// Generations of pages: 0 for pages that were written, the others for pages that were moved so
+/// Number of generations of pages: 0 for written pages, the others for pages that were moved so
 /// often.
 pub(crate) const GENERATIONS: usize = 4;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum State {
-    /// Nothing in it counts.
+    /// The segment holds no page that counts.
     Free = 0,
-    /// Somebody appends to it, or its writes have no answer yet.
+    /// A lane appends to the segment, or its writes have no answer yet.
     Open = 1,
-    /// It can be cleaned.
+    /// The segment can be cleaned.
     Closed = 2,
-    /// The cleaner moves its pages.
+    /// The cleaner moves the segment's pages.
     Cleaning = 3,
-    /// A page of it cannot be moved. It is free once no page of it is live.
+    /// A page of the segment cannot be moved. The segment is free once no page of it is live.
     Stuck = 4,
 }
 
@@ -66,7 +66,7 @@ impl Word {
         Word(self.0 & !7 | state as u64)
     }
 
-    /// The next state of a segment that is in this one without being worked on.
+    /// The next state of a segment in this state when no work on it is under way.
     fn settled(self) -> Self {
         let rests = matches!(self.state(), State::Closed | State::Stuck);
         if rests && self.live() == 0 { self.with_state(State::Free) } else { self }
@@ -78,13 +78,13 @@ const LIVE: u64 = 1 << 8;
 #[derive(Debug, Default)]
 struct Segment {
     word: AtomicU64,
-    /// Of a free segment the next free one, plus 1; of another the log's clock when it was closed.
+    /// In a free segment, the next free one plus 1; in another, the log's clock when it was closed.
     next_or_closed: AtomicU32,
-    /// The row of its summary in memory, plus 1; 0: none.
+    /// The row of the segment's summary in memory, plus 1; 0: none.
     row: AtomicU32,
 }
 
-/// Bytes that a segment takes here.
+/// Bytes of memory for one segment's record.
 pub(crate) const SEGMENT_BYTES: u64 = size_of::<Segment>() as u64;
 
 /// A member's free segments: a stack whose head has a tag, so that a segment that left and came
@@ -93,23 +93,23 @@ pub(crate) const SEGMENT_BYTES: u64 = size_of::<Segment>() as u64;
 #[repr(align(128))]
 struct Stack {
     head: AtomicU64,
-    /// Turns that pass it over, since it failed.
+    /// Number of turns in which the member is passed over, because it failed.
     skips: AtomicU32,
     failures: AtomicU32,
 }
 
-/// All segments.
+/// The records of all segments.
 #[derive(Debug)]
 pub(crate) struct Segments {
     all: Box<[Segment]>,
     stacks: Box<[Stack]>,
     free: AtomicU32,
-    /// Segments closed so far.
+    /// Number of segments closed so far.
     clock: AtomicU32,
 }
 
 impl Segments {
-    /// So many free ones, which lie on `members` members in turns.
+    /// Makes `count` free segments, which lie on `members` members in turns.
     pub fn new(count: u32, members: u32) -> Self {
         let segments = Segments {
             all: (0..count).map(|_| Segment::default()).collect(),
@@ -141,18 +141,18 @@ impl Segments {
         &self.all[segment as usize].row
     }
 
-    /// Segments closed since this one.
+    /// Number of segments closed since this one.
     pub fn age(&self, segment: u32) -> u32 {
         self.clock.load(Relaxed).wrapping_sub(self.all[segment as usize].next_or_closed.load(Relaxed))
     }
 
-    /// A page of it is live, or is about to be.
+    /// Notes that one more page of the segment is live, or is about to be.
     pub fn add_live(&self, segment: u32) {
         self.all[segment as usize].word.fetch_add(LIVE, SeqCst);
     }
 
-    /// A page of it is not live any more. Whether it is free now, so that it must be
-    /// [pushed](Segments::push).
+    /// Notes that one page of the segment is no longer live. Returns whether the segment is free
+    /// now, so that it must be [pushed](Segments::push).
     #[must_use]
     pub fn drop_live(&self, segment: u32) -> bool {
         self.change(segment, |word| Some(Word(word.0 - LIVE).settled()))
@@ -167,7 +167,7 @@ impl Segments {
         life
     }
 
-    /// Nobody writes to it any more. Whether it is free now.
+    /// Notes that writing to the segment has ended. Returns whether it is free now.
     #[must_use]
     pub fn close(&self, segment: u32) -> bool {
         let clock = self.clock.fetch_add(1, Relaxed) + 1;
@@ -175,14 +175,14 @@ impl Segments {
         self.leave(segment, State::Closed)
     }
 
-    /// Has the cleaner take it, if it is closed as `word` says.
+    /// Has the cleaner take the segment, if it is closed as `word` says.
     pub fn begin_cleaning(&self, segment: u32, word: Word) -> bool {
         let now = word.with_state(State::Cleaning);
         let word = self.all[segment as usize].word.compare_exchange(word.0, now.0, SeqCst, Relaxed);
         word.is_ok()
     }
 
-    /// Lets a segment rest that one has worked on. Whether it is free now.
+    /// Ends work on a segment. Returns whether it is free now.
     #[must_use]
     pub fn leave(&self, segment: u32, state: State) -> bool {
         self.change(segment, |word| Some(word.with_state(state).settled()))
@@ -201,7 +201,7 @@ impl Segments {
         }
     }
 
-    /// Makes a segment that has become free somebody's to take.
+    /// Adds a segment that has become free to its member's stack.
     pub fn push(&self, segment: u32) {
         let stack = &self.stacks[(segment % self.members()) as usize].head;
         let mut head = stack.load(Acquire);
@@ -216,11 +216,11 @@ impl Segments {
         self.free.fetch_add(1, SeqCst);
     }
 
-    /// Takes a free segment while more than `reserve` are, from the member whose turn it is if it
-    /// has one and has not failed lately.
+    /// Takes a free segment while more than `reserve` are free: from the member whose turn it is,
+    /// if that has one and has not failed lately.
     pub fn pop(&self, turn: &mut u32, reserve: u32) -> Option<u32> {
         self.free.fetch_update(SeqCst, SeqCst, |free| (free > reserve).then(|| free - 1)).ok()?;
-        // One is set aside; where it lies is found here.
+        // One segment is reserved by the count; its member is found here.
         loop {
             for passes_failed in [true, false] {
                 for _ in 0..self.members() {
@@ -236,7 +236,7 @@ impl Segments {
                     }
                 }
             }
-            // A push counts its segment last, so one that is set aside is there.
+            // A push counts its segment last, so a counted segment is there.
             std::hint::spin_loop();
         }
     }
@@ -254,15 +254,15 @@ impl Segments {
         }
     }
 
-    /// A write to the member of `segment` has failed: it is passed over for a while, longer each
-    /// time.
+    /// Notes that a write to the member of `segment` has failed: it is passed over for a while,
+    /// longer each time.
     pub fn blame(&self, segment: u32) {
         let stack = &self.stacks[(segment % self.members()) as usize];
         let failures = stack.failures.fetch_add(1, Relaxed);
         stack.skips.store(64 << failures.min(10), Relaxed);
     }
 
-    /// Writes to a member that failed.
+    /// Number of failed writes to a member.
     pub fn failures(&self, member: u32) -> u32 {
         self.stacks[member as usize].failures.load(Relaxed)
     }
@@ -301,7 +301,7 @@ mod tests {
         segments.blame(2);
         assert_eq!([next(), next(), next()], [Some(0), Some(1), Some(0)]);
         assert_eq!((segments.failures(2), segments.failures(0)), (1, 0));
-        // The rest of it is taken if there is no other, down to the reserve.
+        // The member's other segments are taken if there are no others, down to the reserve.
         assert_eq!(std::iter::from_fn(next).count(), 30 - 7 - 4);
     }
 

@@ -4,7 +4,7 @@ use crate::Shared;
 use crate::segment::{SEGMENT_BYTES, State};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// The counts of all lanes and of the cleaner. Each is added to once for some dozens of pages.
+/// The counts of all lanes and of the cleaner. Each is increased once for some dozens of pages.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     pub written: AtomicU64,
@@ -18,42 +18,42 @@ pub(crate) struct Counters {
     pub waits: AtomicU64,
 }
 
-/// A log at one moment.
+/// A log's counts at one moment.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct LogStatus {
-    /// Its size in pages.
+    /// The log's size in pages.
     pub pages: u32,
-    /// Pages of the store below.
+    /// Number of pages of the store below.
     pub below_pages: u32,
-    /// Pages that were written at least once.
+    /// Number of pages that were written at least once.
     pub live: u64,
-    /// Segments in all.
+    /// Number of all segments.
     pub segments: u32,
-    /// Segments without a live page.
+    /// Number of segments without a live page.
     pub free: u32,
-    /// Segments that are appended to, or whose writes have no answer.
+    /// Number of segments that are appended to, or whose writes have no answer.
     pub open: u32,
-    /// Segments of which a page cannot be moved.
+    /// Number of segments with a page that cannot be moved.
     pub stuck: u32,
-    /// Pages that were handed to it.
+    /// Number of pages that were written to the log.
     pub written: u64,
-    /// Pages that the cleaner has copied.
+    /// Number of pages that the cleaner has copied.
     pub moved: u64,
-    /// Summaries that were written.
+    /// Number of summaries that were written.
     pub summaries: u64,
-    /// Segments that the cleaner has made free.
+    /// Number of segments that the cleaner has made free.
     pub cleaned: u64,
-    /// Pages that were live in those as the cleaner began.
+    /// Number of pages that were live in those when the cleaner began.
     pub live_cleaned: u64,
-    /// Summaries that were read for a read.
+    /// Number of summaries that reads had to read.
     pub summary_reads: u64,
-    /// Pages that were not what their summary says.
+    /// Number of pages that did not match their summary.
     pub corrupt: u64,
-    /// Writes below that failed.
+    /// Number of failed writes to the store below.
     pub write_errors: u64,
-    /// Writes of each member that failed.
+    /// Number of failed writes to each member.
     pub member_errors: Vec<u32>,
-    /// Times that a write found no free segment.
+    /// Number of times that a write found no free segment.
     pub waits: u64,
     /// Bytes of memory that the map takes.
     pub map_bytes: u64,
@@ -62,7 +62,7 @@ pub struct LogStatus {
 }
 
 impl LogStatus {
-    /// Pages that went to the store below, for each that was handed over.
+    /// Number of pages written to the store below for each page that was written to the log.
     pub fn amplification(&self) -> f64 {
         let all = self.written + self.moved + self.summaries;
         if self.written == 0 { 1.0 } else { all as f64 / self.written as f64 }

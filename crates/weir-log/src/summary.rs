@@ -1,12 +1,12 @@
-//! A segment's last page, its summary: which page lies in each of its places, and its checksum. A
+//! A segment's last page, its summary: it says which page lies in each place, with its checksum. A
 //! row is the same in memory.
 //!
-//! On the disk, in 32-bit words with the lowest byte first: magic, segment, life, checksum of this
-//! page (with zeros here), then two words a place: page and checksum.
+//! The format on disk is 32-bit words with the lowest byte first: magic, segment, life, checksum of
+//! this page (with zeros here), then two words a place: page and checksum.
 //!
-//! Rows of segments whose summary is not on the disk are *pinned*. The others are a cache, by
-//! CLOCK: whoever finds no row reads the summary's page. A row changes under its readers, so they
-//! look at its tag before and after.
+//! Rows of segments whose summary is not on the disk are *pinned*. The others are a cache, replaced
+//! by CLOCK: a lane that finds no row reads the summary's page. A row may change while it is read,
+//! so readers check its tag before and after.
 
 use crate::segment::Segments;
 use crate::words::Words;
@@ -17,12 +17,12 @@ use weir_core::{Checksum, PAGE_SIZE, PageBytes, PageNo};
 
 const MAGIC: u32 = 0x3147_4c57;
 const HEAD: usize = 16;
-/// Places that a summary has room for.
+/// Most places of a segment, by the room in its summary.
 pub(crate) const PLACES_MAX: u32 = ((PAGE_SIZE - HEAD) / 8) as u32;
-/// The page of a place that holds none.
+/// The page number of a place that holds no page.
 const NOBODY: u32 = u32::MAX;
 
-/// A page in a place: its number and checksum.
+/// The record of a place: its page's number and checksum.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Record {
     pub page: u32,
@@ -41,7 +41,8 @@ impl Record {
 
 #[derive(Debug)]
 struct Row {
-    /// The segment plus 1 in the lower half, and a number that no other tag has above. 0: free.
+    /// The segment plus 1 in the lower half, and a number in the upper half that no other tag has.
+    /// 0: the row is free.
     /// [`BUSY`]: it changes hands.
     tag: AtomicU64,
     is_pinned: AtomicBool,
@@ -50,7 +51,7 @@ struct Row {
 
 const BUSY: u64 = u64::MAX;
 
-/// Summaries in memory.
+/// The summaries in memory.
 #[derive(Debug)]
 pub(crate) struct Rows {
     rows: Box<[Row]>,
@@ -85,7 +86,7 @@ impl Rows {
         (self.records.at(at), self.records.at(at + 1))
     }
 
-    /// A row for a new life of a segment, pinned, without records; `None`: all are pinned.
+    /// Opens a row for a new life of a segment, pinned, without records; `None`: all are pinned.
     pub fn open(&self, segments: &Segments, segment: u32) -> Option<u32> {
         let row = self.claim(segments)?;
         for place in 0..self.places as u32 {
@@ -95,19 +96,19 @@ impl Rows {
         Some(row)
     }
 
-    /// Says what lies in a place. Only for who has opened the row.
+    /// Records the page of a place. Only the lane that opened the row calls it.
     pub fn set(&self, row: u32, place: u32, record: Record) {
         let (page, checksum) = self.words(row, place);
         checksum.store(record.checksum.0, Relaxed);
         page.store(record.page, SeqCst);
     }
 
-    /// The summary is on the disk.
+    /// Unpins a row, since its summary is on the disk.
     pub fn unpin(&self, row: u32) {
         self.rows[row as usize].is_pinned.store(false, SeqCst);
     }
 
-    /// The page in a place, if a row has it.
+    /// The record of a place, if a row has it.
     pub fn get(&self, segments: &Segments, segment: u32, place: u32) -> Option<Record> {
         let mut found = None;
         self.read(segments, segment, |row| {
@@ -118,7 +119,7 @@ impl Rows {
         .then_some(found?)
     }
 
-    /// The pages in the places of a segment, if a row has them.
+    /// Copies the records of a segment's places, if a row has them.
     pub fn copy(&self, segments: &Segments, segment: u32, out: &mut Vec<Record>) -> bool {
         self.read(segments, segment, |row| {
             out.clear();
@@ -134,7 +135,7 @@ impl Rows {
         self.read(segments, segment, |_| {})
     }
 
-    /// Whether what `look` saw was the segment's row all the while.
+    /// Runs `look` on the segment's row. Returns whether it was the segment's row all the time.
     fn read(&self, segments: &Segments, segment: u32, look: impl FnOnce(u32)) -> bool {
         let Some(row) = segments.row(segment).load(SeqCst).checked_sub(1) else { return false };
         let Row { tag, is_used, .. } = &self.rows[row as usize];
@@ -151,7 +152,7 @@ impl Rows {
         is_same
     }
 
-    /// Keeps a summary that has been read, if a row can be had.
+    /// Stores a summary that has been read, if a row can be had.
     pub fn keep(&self, segments: &Segments, summary: &Summary<'_>) {
         let Summary { segment, life, .. } = *summary;
         if segments.row(segment).load(SeqCst) != 0 || segments.word(segment).life() != life {
@@ -165,12 +166,12 @@ impl Rows {
         }
         self.publish(segments, row, segment, false);
         if segments.word(segment).life() != life {
-            // It began another life meanwhile.
+            // The segment began another life meanwhile.
             self.forget_row(segments, row, segment);
         }
     }
 
-    /// A segment has ended its life.
+    /// Drops the row of a segment whose life has ended.
     pub fn forget(&self, segments: &Segments, segment: u32) {
         if let Some(row) = segments.row(segment).load(SeqCst).checked_sub(1) {
             self.forget_row(segments, row, segment);
@@ -190,7 +191,7 @@ impl Rows {
         }
     }
 
-    /// Takes a row from whose it is.
+    /// Takes a row from the segment that has it.
     fn claim(&self, segments: &Segments) -> Option<u32> {
         let count = self.rows.len() as u32;
         for _ in 0..count * 2 {
@@ -218,7 +219,8 @@ impl Rows {
         tag.store(u64::from(number) << 32 | u64::from(segment + 1), SeqCst);
         let word = segments.row(segment);
         if is_pinned {
-            // A row that came late for its life before goes when its turn comes.
+            // A row that came late, for the segment's earlier life, is replaced when its turn
+            // comes.
             word.store(row + 1, SeqCst);
         } else if word.compare_exchange(0, row + 1, SeqCst, Relaxed).is_err() {
             tag.store(0, SeqCst);
@@ -251,7 +253,7 @@ pub(crate) struct Summary<'a> {
 }
 
 impl<'a> Summary<'a> {
-    /// The summary of this segment; `None`: the bytes are not that.
+    /// Parses the summary of this segment; `None`: the bytes are not that.
     pub fn parse(bytes: &'a PageBytes, segment: u32) -> Option<Self> {
         let word = |at: usize| word(bytes, at);
         let mut copy = *bytes;

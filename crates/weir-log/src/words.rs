@@ -4,7 +4,7 @@ use std::io;
 use std::sync::atomic::AtomicU32;
 use weir_core::Memory;
 
-/// A row of atomic words, of zeros when new.
+/// A row of atomic words, all zeros when new.
 #[derive(Debug)]
 pub(crate) struct Words {
     memory: Memory,
@@ -20,8 +20,8 @@ impl Words {
     #[inline]
     pub fn at(&self, at: usize) -> &AtomicU32 {
         assert!(at < self.count, "word {at} of {}", self.count);
-        // SAFETY: inside the mapping (checked above), aligned (4-byte steps from a page boundary),
-        // and only ever accessed as an atomic.
+        // SAFETY: the pointer is inside the mapping (checked above) and aligned (4-byte steps from
+        // a page boundary). The word is only ever accessed as an atomic.
         unsafe { &*self.memory.as_ptr().cast::<AtomicU32>().add(at) }
     }
 

@@ -1,5 +1,5 @@
-//! The cost of cleaning: pages that go to the disks for each that is written.
-//! One thread writes, so the figures are the same each time.
+//! The cost of cleaning: pages written to the disks for each page written to the log. One thread
+//! writes, so the figures are the same each time.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -7,7 +7,7 @@ use weir_core::{PAGE_SIZE, Slot};
 use weir_log::{Cleaner, Config, Log, Next};
 use weir_store::{Host, Progress, Store};
 
-/// SplitMix64.
+/// A random number generator: SplitMix64.
 struct Chance(u64);
 
 impl Chance {
@@ -24,8 +24,8 @@ impl Chance {
     }
 }
 
-/// Numbers below `count`, by Zipf's law with exponent `theta` (Gray et al., *Quickly generating
-/// billion-record synthetic databases*, SIGMOD 1994), scattered.
+/// Draws numbers below `count` by Zipf's law with exponent `theta` (Gray et al., *Quickly
+/// generating billion-record synthetic databases*, SIGMOD 1994), scattered.
 struct Zipf {
     count: u64,
     theta: f64,
@@ -52,13 +52,13 @@ impl Zipf {
             (self.count as f64 * (self.eta * u - self.eta + 1.0).powf(1.0 / (1.0 - self.theta))) as u64
         };
         // A multiplication by an odd number that has no factor in common with most counts scatters
-        // them.
+        // the ranks.
         (rank * 2_654_435_761 % self.count) as u32
     }
 }
 
-/// Fills `full` of a log's store and writes as much again three times; the amplification of the
-/// last time.
+/// Fills `full` of a log's store and then writes as much again three times. Returns the
+/// amplification of the last time.
 fn amplification(segments: u32, segment_pages: u32, full: f64, zipf: bool) -> f64 {
     let below = segments * segment_pages;
     let pages = (f64::from(below) * full) as u32;
@@ -73,7 +73,7 @@ fn amplification(segments: u32, segment_pages: u32, full: f64, zipf: bool) -> f6
             lane.poll(now, &mut |done| panic!("{done:?}"));
             while cleaner.step(now) != Next::Work {}
         }
-        // As a thread of its own would, before a writer waits.
+        // The cleaner runs as its own thread would, before a writer waits.
         if page.is_multiple_of(8) {
             cleaner.step(now);
         }

@@ -1,5 +1,5 @@
-//! A member of the stripe below a log dies: what lies on it fails, nothing else, and what is
-//! written goes elsewhere.
+//! A member of the stripe below a log dies. Pages on it fail, all others do not, and new writes go
+//! to the other members.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -24,7 +24,7 @@ fn write(lane: &mut dyn Lane, cleaner: &mut Cleaner, page: u32, value: u8) -> bo
     panic!("no room for page {page}");
 }
 
-/// The pages that cannot be read. Each other holds `value`.
+/// The pages that cannot be read; all others must hold `value`.
 fn unreadable(lane: &mut dyn Lane, value: u8) -> Vec<u32> {
     let mut page = [0; PAGE_SIZE];
     let mut read = |slot: u32| match lane.read(0, Slot(slot), &mut page) {
@@ -46,7 +46,8 @@ fn a_dead_member_fails_what_lies_on_it_and_new_pages_go_to_the_others() {
     let chunk = Some(ByteSize(u64::from(SEGMENT) * PAGE_SIZE as u64));
     let member = |_| Sim::open(SimUrl { size, chunk, ..SimUrl::default() }).unwrap();
     let stripe = Arc::new(Stripe::by_speed("three".into(), (0..3).map(member).collect(), &[1.0; 3]));
-    // Every summary in memory: without, a page's own member need not be the one that fails it.
+    // Every summary is in memory. Otherwise a read could also fail because of the member with the
+    // page's summary.
     let config = Config { pages: PAGES, segment_pages: SEGMENT, members: 3, lanes: 1, summaries: u32::MAX };
     let log = Log::create(Arc::clone(&stripe) as _, config).unwrap();
     let (mut lane, mut cleaner) = (log.lane(4).unwrap(), Cleaner::open(&log).unwrap());

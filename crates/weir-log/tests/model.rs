@@ -1,8 +1,8 @@
-//! A log over a stripe of stores that fail, lie and hang, against a model that knows what each page
-//! may hold.
+//! A log over a stripe of stores that fail, lie and hang, compared with a model that knows the
+//! possible content of each page.
 //!
-//! `WEIR_SCALE=full` runs 1,000 seeds of 100,000 operations; without, a few seconds' worth.
-//! `WEIR_SEED=N` runs one seed.
+//! `WEIR_SCALE=full` runs 1,000 seeds of 100,000 operations; without it, the test takes a few
+//! seconds. `WEIR_SEED=N` runs one seed.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -24,7 +24,7 @@ impl Chance {
     }
 }
 
-/// The faults of the seed's stores.
+/// The URL with the faults of the seed's stores.
 fn url(seed: u64) -> SimUrl {
     let size = ByteSize(u64::from(SEGMENT * SEGMENTS) * PAGE_SIZE as u64);
     let url = SimUrl { seed, size, delay: (seed % 6) as u32, ..SimUrl::default() };
@@ -56,7 +56,8 @@ struct World {
     log: Log,
     lanes: Vec<Box<dyn Lane>>,
     cleaner: Cleaner,
-    /// The value of each page, and whether a write of it or how many reads are under way.
+    /// For each page its value, whether a write of it is under way, and the number of its reads
+    /// under way.
     pages: Vec<(u64, bool, u32)>,
     doing: Vec<Vec<Option<Doing>>>,
     value: u64,
@@ -69,7 +70,8 @@ struct World {
 impl World {
     fn new(seed: u64) -> Self {
         let below = Arc::new(Sim::open(url(seed)).unwrap());
-        // From half full to as full as it may be; few summaries in memory, so that most are read.
+        // The log is between half full and as full as it may be. Few summaries are in memory, so
+        // that most are read from disk.
         let most = 600;
         let pages = 300 + (seed / 4 % 4) as u32 * (most - 300) / 3;
         let config =
@@ -111,7 +113,7 @@ impl World {
         }
     }
 
-    /// Half of all goes to an eighth of the pages.
+    /// Draws a page: half of the operations use an eighth of the pages.
     fn page(&mut self) -> usize {
         let pages = self.pages.len() as u64;
         let below = if self.chance.below(2) == 0 { pages / 8 } else { pages };
@@ -205,14 +207,14 @@ impl World {
         }
     }
 
-    /// A lane that is idle goes, and another comes.
+    /// Drops an idle lane and opens another.
     fn reopen(&mut self, lane: usize) {
         self.drain();
         let other = self.log.lane(DEPTH).unwrap();
         self.lanes[lane] = other;
     }
 
-    /// Everything is answered, and each page is read once more.
+    /// Waits until everything is answered, and reads each page once more.
     fn end(&mut self) {
         self.drain();
         for page in 0..self.pages.len() {
@@ -265,7 +267,7 @@ fn a_log_holds_what_was_written_whatever_fails_and_is_cleaned_meanwhile() {
     println!(
         "cleaned {cleaned}, moved {moved}, errors {errors}, summaries read {summary_reads}, corrupt {corrupt}"
     );
-    // The histories did what they are for.
+    // The histories must have had the events that they are for.
     assert!(
         one.is_some() || cleaned > 10_000 && moved > 10_000 && errors > 1_000,
         "{cleaned} {moved} {errors}"

@@ -41,14 +41,14 @@ fn pages_that_threads_write_are_theirs_while_the_cleaner_moves_them() {
     assert_eq!(status.live, PAGES.into());
 }
 
-/// Writes and reads the pages whose number leaves `thread` as the rest.
+/// Writes and reads the pages whose number divided by the number of threads leaves `thread`.
 fn work(mut lane: Box<dyn Lane>, thread: u32) {
     let mut values = vec![0u8; (PAGES / THREADS) as usize];
     let mut chance = thread + 1;
     let mut page = [0; PAGE_SIZE];
     for round in 0..ROUNDS + PAGES / THREADS {
         chance = chance.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-        // Each once at the end.
+        // At the end, read each page once.
         let at = if round < ROUNDS { (chance >> 16) % (PAGES / THREADS) } else { round - ROUNDS };
         let slot = Slot(at * THREADS + thread);
         let value = &mut values[at as usize];

@@ -1,4 +1,4 @@
-//! A pager over memory of this process, with a store in its heap: what is read must be what was
+//! A pager over memory of this process, with a store in its heap. Every read must return what was
 //! written, whatever the program does to its mappings meanwhile.
 
 use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags};
@@ -21,7 +21,7 @@ struct Faulty {
     rooms: AtomicUsize,
 }
 
-/// Pages in the heap.
+/// A store that keeps pages in the heap.
 struct Heap {
     pages: BTreeMap<u64, Box<PageBytes>>,
     free: Vec<u64>,
@@ -63,7 +63,7 @@ impl Store for Heap {
     }
 }
 
-/// Memory under a pager, one test at a time: each has all pages of its memory counted.
+/// Memory with a pager; one test at a time has it, since all of its pages are counted.
 struct Memory {
     base: *mut u8,
     pager: Pager,
@@ -73,14 +73,14 @@ struct Memory {
 
 fn map(bytes: usize) -> *mut u8 {
     let protection = ProtFlags::READ | ProtFlags::WRITE;
-    // SAFETY: a new mapping.
+    // SAFETY: a new mapping overlaps no other.
     unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes, protection, MapFlags::PRIVATE) }
         .expect("address space")
         .cast()
 }
 
 impl Memory {
-    /// `None` where the machine has no such userfaultfd.
+    /// Maps the memory; `None` if the machine has no such userfaultfd.
     fn new(name: &str, blocks: usize) -> Option<Self> {
         static TURN: Mutex<()> = Mutex::new(());
         let turn = TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -109,12 +109,12 @@ impl Memory {
     }
 
     fn write(&self, page: usize, value: u64) {
-        // SAFETY: within the mapping.
+        // SAFETY: the word is within the mapping.
         unsafe { self.word(page).write_volatile(value) }
     }
 
     fn read(&self, page: usize) -> u64 {
-        // SAFETY: within the mapping.
+        // SAFETY: the word is within the mapping.
         unsafe { self.word(page).read_volatile() }
     }
 
@@ -132,7 +132,7 @@ impl Memory {
         resident(self.base, SIZE)
     }
 
-    /// Waits until no more than the limit is resident.
+    /// Waits until no more memory than the limit is resident.
     fn comes_down(&self) {
         let begun = Instant::now();
         while self.resident() > LIMIT {
@@ -148,7 +148,7 @@ fn content(page: usize) -> u64 {
 
 fn resident(base: *mut u8, bytes: usize) -> usize {
     let mut pages = vec![0_u8; bytes / PAGE_SIZE];
-    // SAFETY: one byte for each page of the mapping.
+    // SAFETY: the buffer has one byte for each page of the mapping.
     assert_eq!(unsafe { libc::mincore(base.cast(), bytes, pages.as_mut_ptr()) }, 0);
     pages.iter().filter(|page| **page & 1 != 0).count() * PAGE_SIZE
 }
@@ -191,10 +191,10 @@ fn threads_that_write_at_random_find_what_they_wrote() {
                 for _ in 0..1500 {
                     state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
                     let at = (state >> 33) as usize % shadow.len();
-                    // Threads share blocks, and no page.
+                    // Threads share blocks, but no page.
                     let word = base + (at * 4 + thread) * PAGE_SIZE + 64;
                     let word = std::ptr::with_exposed_provenance_mut::<u64>(word);
-                    // SAFETY: within the mapping, and this thread's page.
+                    // SAFETY: the word is within the mapping, in this thread's page.
                     unsafe {
                         assert_eq!(word.read_volatile(), shadow[at]);
                         word.write_volatile(state);
@@ -208,7 +208,7 @@ fn threads_that_write_at_random_find_what_they_wrote() {
     assert!(stats.reads + stats.singles > 100, "{stats:?}");
 }
 
-/// Page numbers in no order.
+/// Page numbers in random order.
 fn jumps(seed: u64) -> impl Iterator<Item = usize> {
     let mut state = seed;
     std::iter::repeat_with(move || {
@@ -234,10 +234,10 @@ fn a_program_that_jumps_gets_single_pages_and_keeps_its_limit() {
     let (singles, blocks) = (stats.singles - before.singles, stats.reads - before.reads);
     assert!(singles > 20_000, "{stats:?}");
     assert!(stats.singles_written > 20_000, "{stats:?}");
-    // By blocks alone there would be as many as that.
+    // Without single pages there would be as many blocks as that.
     assert!(blocks < 400, "{blocks} blocks for {singles} pages");
     assert_eq!((stats.lost, stats.beyond_limit), (0, 0), "{stats:?}");
-    // It goes through all of it again, and blocks come.
+    // The program goes through all of it again, and now whole blocks come.
     memory.check(0..PAGES);
     memory.check((0..PAGES).rev());
     let after = memory.pager.stats();
@@ -264,13 +264,13 @@ fn whatever_a_program_does_between_jumps_each_page_is_what_it_must_be() {
         let at = memory.base.wrapping_add(first * PAGE_SIZE);
         match round % 4 {
             0 => {
-                // SAFETY: this test's own memory.
+                // SAFETY: the memory is this test's own.
                 unsafe { rustix::mm::madvise(at.cast(), count * PAGE_SIZE, Advice::LinuxDontNeed) }.unwrap();
                 expected[first..first + count].fill(0);
             }
             1 => {
                 let to = places[round / 4 % 2];
-                // SAFETY: as above; it moves to a place of its own.
+                // SAFETY: the memory is this test's own, and moves to a free address.
                 memory.base = unsafe {
                     let from = memory.base.cast();
                     rustix::mm::mremap_fixed(from, SIZE, SIZE, MremapFlags::MAYMOVE, to.cast())
@@ -312,12 +312,12 @@ fn single_pages_survive_a_store_that_fails_as_they_go() {
 fn content_that_was_given_up_reads_as_zeros_and_the_rest_is_kept() {
     let Some(memory) = Memory::new("content_that_was_given_up", 256) else { return };
     memory.fill();
-    // Parts of blocks and whole ones, resident and not.
+    // The ranges are parts of blocks and whole ones, resident and not.
     for (first, count) in
         [(100, 30), (1024, 512), (3 * 512 + 500, 1200), (PAGES - 600, 600), (PAGES - 3000, 10)]
     {
         let at = memory.base.wrapping_add(first * PAGE_SIZE);
-        // SAFETY: this test's own memory.
+        // SAFETY: the memory is this test's own.
         unsafe { rustix::mm::madvise(at.cast(), count * PAGE_SIZE, Advice::LinuxDontNeed) }.unwrap();
         for page in first..first + count {
             assert_eq!(memory.read(page), 0, "page {page}");
@@ -332,9 +332,9 @@ fn content_that_was_given_up_reads_as_zeros_and_the_rest_is_kept() {
 fn memory_that_moves_keeps_its_content_wherever_its_blocks_come_to_lie() {
     let Some(mut memory) = Memory::new("memory_that_moves", 256) else { return };
     memory.fill();
-    // A place where its blocks are aligned otherwise.
+    // At the new address the memory's blocks are aligned differently.
     let to = map(SIZE + BLOCK).wrapping_add(5 * PAGE_SIZE);
-    // SAFETY: this test's own memory.
+    // SAFETY: the memory is this test's own.
     memory.base = unsafe {
         rustix::mm::mremap_fixed(memory.base.cast(), SIZE, SIZE, MremapFlags::MAYMOVE, to.cast())
             .expect("moved")
@@ -343,11 +343,11 @@ fn memory_that_moves_keeps_its_content_wherever_its_blocks_come_to_lie() {
     memory.check(0..PAGES);
     memory.check((0..PAGES).rev());
     assert!(memory.resident() <= LIMIT + 2 * BLOCK);
-    // Part of a block, to somewhere else.
+    // Move a part of a block to another address.
     let (first, count) = (700, 1000);
     let from = memory.base.wrapping_add(first * PAGE_SIZE);
     let to = map(count * PAGE_SIZE);
-    // SAFETY: as above.
+    // SAFETY: the memory is this test's own.
     let part: *mut u64 = unsafe {
         rustix::mm::mremap_fixed(
             from.cast(),
@@ -360,14 +360,14 @@ fn memory_that_moves_keeps_its_content_wherever_its_blocks_come_to_lie() {
         .cast()
     };
     for page in 0..count {
-        // SAFETY: within what moved.
+        // SAFETY: the word is within the moved range.
         let word = unsafe { part.wrapping_byte_add(page * PAGE_SIZE + 8).read_volatile() };
         assert_eq!(word, content(first + page), "page {page} of the part");
     }
     memory.check((0..first).chain(first + count..PAGES));
 }
 
-/// Ends the other thread, also where the test fails: it would be waited for.
+/// Ends the other thread, even if the test fails: it would be waited for.
 struct Ends<'a>(&'a AtomicBool);
 
 impl Drop for Ends<'_> {
@@ -386,9 +386,10 @@ fn pages_that_the_kernel_moves_meanwhile_are_kept() {
     }
     let Some(mut memory) = Memory::new(name, 256) else { return };
     memory.fill();
-    // Where no block can be a huge page: those move as one, whatever the kernel does with them.
+    // At this address no block can be a huge page. Huge pages move as one, whatever the kernel does
+    // with them.
     let to = map(SIZE + BLOCK).wrapping_add(5 * PAGE_SIZE);
-    // SAFETY: this test's own memory.
+    // SAFETY: the memory is this test's own.
     memory.base = unsafe {
         rustix::mm::mremap_fixed(memory.base.cast(), SIZE, SIZE, MremapFlags::MAYMOVE, to.cast())
             .expect("moved")
@@ -415,9 +416,9 @@ fn room_is_free_again_when_memory_is_unmapped() {
     let Some(memory) = Memory::new("room_is_free_again", 256) else { return };
     memory.fill();
     assert!(memory.faulty.rooms.load(Ordering::Relaxed) >= 48);
-    // SAFETY: this test's own memory, which it uses no more.
+    // SAFETY: the memory is this test's own, and is not used any more.
     unsafe { rustix::mm::munmap(memory.base.cast(), SIZE) }.unwrap();
-    // It looks only after it has heard of that.
+    // The pager looks only after it has handled that event.
     memory.pager.look();
     assert_eq!(memory.faulty.rooms.load(Ordering::Relaxed), 0);
 }
@@ -439,10 +440,10 @@ fn a_lower_limit_is_kept_soon_and_a_higher_one_is_used() {
 fn pages_that_may_not_be_written_any_more_come_back_to_be_read() {
     let Some(memory) = Memory::new("pages_that_may_not_be_written", 256) else { return };
     memory.fill();
-    // SAFETY: this test's own memory.
+    // SAFETY: the memory is this test's own.
     unsafe { libc::mprotect(memory.base.cast(), SIZE / 2 + 3 * PAGE_SIZE, libc::PROT_READ) };
     memory.check(0..PAGES);
-    // SAFETY: as above.
+    // SAFETY: the memory is this test's own.
     unsafe { libc::mprotect(memory.base.cast(), SIZE, libc::PROT_READ | libc::PROT_WRITE) };
     memory.fill();
     memory.check(0..PAGES);
@@ -476,22 +477,22 @@ fn what_cannot_be_had_back_is_sigbus_and_never_zeros() {
     let Some(memory) = Memory::new("what_cannot_be_had_back", 256) else { return };
     memory.fill();
     memory.faulty.reads_fail.store(true, Ordering::Relaxed);
-    // A system call says EFAULT where a load gets SIGBUS.
+    // A system call returns EFAULT where a load gets SIGBUS.
     let null = std::fs::File::options().read(true).write(true).open("/dev/null").unwrap();
     let (mut reader, mut writer) = (0, 0);
     drop(null);
     let mut fds = [0; 2];
-    // SAFETY: two descriptors.
+    // SAFETY: the array has room for two descriptors.
     assert_eq!(unsafe { libc::pipe(fds.as_mut_ptr()) }, 0);
     for page in 0..PAGES {
-        // SAFETY: from a page of the mapping into the pipe, and out of it.
+        // SAFETY: the bytes are within a page of the mapping.
         let written = unsafe { libc::write(fds[1], memory.word(page).cast(), 8) };
         if written < 0 {
             reader += 1;
             continue;
         }
         let mut value = 0_u64;
-        // SAFETY: eight bytes into a number.
+        // SAFETY: eight bytes fit into the number.
         assert_eq!(unsafe { libc::read(fds[0], (&raw mut value).cast(), 8) }, 8);
         assert_eq!(value, content(page));
         writer += 1;

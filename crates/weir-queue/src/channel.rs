@@ -1,11 +1,10 @@
-//! A bounded channel of values on the same core: every sender has a stack of its own and its own
-//! slots.
+//! A bounded channel of values on the same core: every sender has its own stack and its own slots.
 //!
-//! A slot travels in a circle: the sender takes it from its private list, writes the value, pushes
-//! it; the receiver takes the whole stack, reads the values, and pushes the slots back to their
-//! sender, which takes that stack whole when its private list runs out. So a send is one exchange
-//! on a line that no other sender touches, nothing is allocated once a sender was made, and neither
-//! stack has the ABA problem, as both are only ever taken whole.
+//! A slot travels in a circle. The sender takes it from its private list, writes the value, and
+//! pushes it. The receiver takes the whole stack, reads the values, and pushes the slots back to
+//! their sender. The sender takes that stack whole when its private list runs out. So a send is one
+//! exchange on a cache line that no other sender touches, and nothing is allocated once a sender
+//! was made. Neither stack has the ABA problem, as both are only ever taken whole.
 
 use core::cell::UnsafeCell;
 use core::fmt;
@@ -22,15 +21,15 @@ use crate::stack::{Chain, Link, Pushed, Stack};
 use crate::sync::{AtomicUsize, pause};
 use crate::worker::{LINGER, SMALL_BATCH};
 
-/// Slots that the receiver gathers before it gives them back in one exchange.
+/// Number of slots that the receiver collects before it returns them in one exchange.
 const GIVE_BACK: usize = 64;
 
-/// A channel for values of `T`, in which each sender has room for `capacity` of them (at least
-/// one).
+/// Makes a channel for values of `T`, in which each sender has room for `capacity` of them (at
+/// least one).
 ///
-/// Each sender's values arrive in the order in which it sent them; cloning a [`Sender`] makes
-/// another, with its own room. Memory: `capacity` times the size of `T` and a pointer, for each
-/// sender.
+/// Each sender's values arrive in the order in which it sent them. Cloning a [`Sender`] makes
+/// another, with its own room. For each sender, the memory is `capacity` times the size of `T` and
+/// a pointer.
 ///
 /// ```
 /// let (mut sender, mut receiver) = weir_queue::channel(128);
@@ -68,9 +67,9 @@ pub fn channel<T: Send>(capacity: usize) -> (Sender<T>, Receiver<T>) {
 
 /// The state that all ends of a channel share.
 struct Shared {
-    /// Lanes that the receiver does not know yet.
+    /// The lanes that the receiver does not know yet.
     joining: Padded<Stack>,
-    /// The receiver's.
+    /// The receiver waits on this.
     sleeper: Sleeper,
     senders: AtomicUsize,
     counters: Padded<Counters>,
@@ -79,14 +78,14 @@ struct Shared {
 /// The state that one sender and the receiver share.
 #[repr(C)]
 struct Lane<T> {
-    /// In `Shared::joining` until the receiver has seen the lane. First, so that its pointer is the
-    /// lane's.
+    /// The link that is in `Shared::joining` until the receiver has seen the lane. It is the first
+    /// field, so that its pointer is the lane's.
     joining: Link,
     /// Slots with values, on their way to the receiver.
     full: Padded<Stack>,
-    /// Slots on their way back.
+    /// Slots on their way back to the sender.
     empty: Padded<Stack>,
-    /// The sender's, when it waits for a slot.
+    /// The sender waits on this for a slot.
     sleeper: Sleeper,
     slots: Box<[Slot<T>]>,
 }
@@ -97,32 +96,32 @@ struct Slot<T> {
     value: UnsafeCell<MaybeUninit<T>>,
 }
 
-// SAFETY: a slot is the sender's or the receiver's, never both; the stacks hand it over with what
-// was written.
+// SAFETY: a slot belongs to the sender or to the receiver, never to both; the stacks hand it over
+// with its content.
 unsafe impl<T: Send> Sync for Lane<T> {}
-// SAFETY: as above; nothing in a lane belongs to a thread.
+// SAFETY: a slot belongs to one side at a time, and nothing in a lane belongs to a thread.
 unsafe impl<T: Send> Send for Lane<T> {}
 
 /// The end that sends. Every clone has its own room and its own order.
 pub struct Sender<T: Send> {
     shared: Arc<Shared>,
     lane: Arc<Lane<T>>,
-    /// Slots that came back.
+    /// Slots that came back from the receiver.
     free: Chain,
-    /// Slots never used so far: those from here on.
+    /// The first slot that was never used; later ones were not either.
     fresh: usize,
 }
 
-// SAFETY: the chain of free slots belongs to the sender alone and moves with it.
+// SAFETY: only the sender has the chain of free slots, and it moves with the sender.
 unsafe impl<T: Send> Send for Sender<T> {}
 
 /// The end that receives.
 pub struct Receiver<T: Send> {
     shared: Arc<Shared>,
     readers: Vec<Reader<T>>,
-    /// The reader whose values come next.
+    /// The index of the reader whose values come next.
     at: usize,
-    /// Values taken and not yet received.
+    /// Number of values taken and not yet received.
     left: usize,
     last_batch: usize,
     spins: u32,
@@ -133,14 +132,14 @@ pub struct Receiver<T: Send> {
 struct Reader<T> {
     lane: Arc<Lane<T>>,
     taken: Chain,
-    /// Slots read and not yet given back: newest, oldest, how many.
+    /// The list of slots that were read and not yet returned: newest, oldest, and their number.
     read: Option<(NonNull<Link>, NonNull<Link>, usize)>,
 }
 
-// SAFETY: the chains belong to the receiver alone and move with it.
+// SAFETY: only the receiver has the chains, and they move with it.
 unsafe impl<T: Send> Send for Receiver<T> {}
 
-/// Why a value was not sent; it is given back.
+/// The reason why a value was not sent; the value is inside.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum SendError<T> {
     /// The sender's room is used up until the receiver catches up.
@@ -149,7 +148,7 @@ pub enum SendError<T> {
     Closed(T),
 }
 
-/// All senders are gone, and all that they sent was received.
+/// All senders are gone, and everything that they sent was received.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Closed;
 
@@ -191,7 +190,7 @@ impl fmt::Display for Closed {
 impl std::error::Error for Closed {}
 
 impl<T: Send> Sender<T> {
-    /// A new sender, announced to the receiver.
+    /// Makes a new sender, and announces it to the receiver.
     fn join(shared: Arc<Shared>, capacity: usize) -> Self {
         shared.senders.fetch_add(1, Relaxed);
         let slot = || Slot { link: Link::new(), value: UnsafeCell::new(MaybeUninit::uninit()) };
@@ -211,28 +210,28 @@ impl<T: Send> Sender<T> {
             Pushed::Closed => {
                 lane.full.0.close();
                 lane.empty.0.close();
-                // SAFETY: turned raw above, and the receiver will not take it.
+                // SAFETY: the reference was turned raw above, and the receiver will not take it.
                 drop(unsafe { Arc::from_raw(raw) });
             }
         }
         Sender { shared, lane, free: Chain::default(), fresh: 0 }
     }
 
-    /// Sends `value` without waiting. Lock-free; allocates nothing; a system call only when the
-    /// receiver sleeps.
+    /// Sends `value` without waiting. It is lock-free, allocates nothing, and makes a system call
+    /// only when the receiver sleeps.
     ///
     /// # Errors
-    /// [`SendError::Full`] when this sender's room is used up, [`SendError::Closed`] when the
-    /// receiver is gone.
+    /// Fails with [`SendError::Full`] when this sender's room is used up, and with
+    /// [`SendError::Closed`] when the receiver is gone.
     #[inline]
     pub fn try_send(&mut self, value: T) -> Result<(), SendError<T>> {
         let Some(slot) = self.slot() else {
-            // Asked of the stack that only this sender takes from: the receiver's take opens `full`
+            // Ask the stack from which only this sender takes: a take by the receiver opens `full`
             // for an instant.
             let closed = self.lane.empty.0.is_closed();
             return Err(if closed { SendError::Closed(value) } else { SendError::Full(value) });
         };
-        // SAFETY: a slot from `slot` is this sender's alone until it is pushed.
+        // SAFETY: a slot from `slot` belongs to this sender alone until it is pushed.
         unsafe { (*slot.as_ref().value.get()).write(value) };
         // SAFETY: the slot is in no stack, and the lane outlives it.
         match unsafe { self.lane.full.0.push(slot.cast()) } {
@@ -242,18 +241,18 @@ impl<T: Send> Sender<T> {
                 Ok(())
             }
             Pushed::Closed => {
-                // SAFETY: not pushed, so the value is where it was written. The slot is not used
-                // again.
+                // SAFETY: the slot was not pushed, so the value is still in it. The slot is not
+                // used again.
                 let value = unsafe { (*slot.as_ref().value.get()).assume_init_read() };
                 Err(SendError::Closed(value))
             }
         }
     }
 
-    /// Sends `value`, waiting as long as this sender's room is used up.
+    /// Sends `value`, and waits while this sender's room is used up.
     ///
     /// # Errors
-    /// [`SendError::Closed`] when the receiver is gone.
+    /// Fails with [`SendError::Closed`] when the receiver is gone.
     pub fn send(&mut self, mut value: T) -> Result<(), SendError<T>> {
         loop {
             match self.try_send(value) {
@@ -264,7 +263,7 @@ impl<T: Send> Sender<T> {
         }
     }
 
-    /// A slot to write to.
+    /// Takes a slot to write to.
     #[inline]
     fn slot(&mut self) -> Option<NonNull<Slot<T>>> {
         if let Some(link) = self.free.next() {
@@ -280,7 +279,7 @@ impl<T: Send> Sender<T> {
 }
 
 impl<T: Send> Clone for Sender<T> {
-    /// Another sender, with as much room.
+    /// Makes another sender, with as much room.
     fn clone(&self) -> Self {
         Sender::join(Arc::clone(&self.shared), self.lane.slots.len())
     }
@@ -299,28 +298,28 @@ impl<T: Send> Drop for Sender<T> {
 }
 
 impl<T: Send> Receiver<T> {
-    /// How often to look at an empty channel before sleeping; 0 unless said.
+    /// Sets the number of looks at an empty channel before sleeping; the default is 0.
     pub fn spin(&mut self, looks: u32) {
         self.spins = looks;
     }
 
-    /// How many processor pauses to let pass after a small batch before looking again; 64 unless
-    /// said.
+    /// Sets the number of processor pauses after a small batch, before the next look; the default
+    /// is 64.
     pub fn linger(&mut self, pauses: u32) {
         self.linger = pauses;
     }
 
-    /// Waits until there is something, and hands all of it to `callback`. What the callback leaves
-    /// in the batch comes first the next time.
+    /// Waits for values, and hands all of them to `callback`. Values that the callback leaves in
+    /// the batch come first the next time.
     ///
     /// # Errors
-    /// [`Closed`] when all senders are gone and nothing is left.
+    /// Fails with [`Closed`] when all senders are gone and nothing is left.
     pub fn drain<R>(&mut self, callback: impl FnOnce(Batch<'_, T>) -> R) -> Result<R, Closed> {
         self.wait()?;
         Ok(callback(Batch(self)))
     }
 
-    /// The items that are there already, without waiting; perhaps none.
+    /// The values that are there already, without waiting; perhaps none.
     pub fn try_drain(&mut self) -> Batch<'_, T> {
         if self.left == 0 {
             self.sweep();
@@ -331,7 +330,7 @@ impl<T: Send> Receiver<T> {
     /// Waits for a value.
     ///
     /// # Errors
-    /// [`Closed`] when all senders are gone and nothing is left.
+    /// Fails with [`Closed`] when all senders are gone and nothing is left.
     #[inline]
     pub fn recv(&mut self) -> Result<T, Closed> {
         self.wait()?;
@@ -343,7 +342,7 @@ impl<T: Send> Receiver<T> {
         self.shared.counters.0.read(self.shared.sleeper.wakes())
     }
 
-    /// Returns once `left` is not 0.
+    /// Waits until `left` is not 0.
     #[inline]
     fn wait(&mut self) -> Result<(), Closed> {
         while self.left == 0 {
@@ -362,10 +361,10 @@ impl<T: Send> Receiver<T> {
         Ok(())
     }
 
-    /// Takes every lane once; how many values that gave. Only when none are left.
+    /// Takes the values of every lane once; returns how many. Called only when none are left.
     fn sweep(&mut self) -> usize {
         for link in self.shared.joining.0.take() {
-            // SAFETY: what is in `joining` are lanes turned raw, each once.
+            // SAFETY: `joining` contains only lanes turned raw, each once.
             let lane = unsafe { Arc::from_raw(link.cast::<Lane<T>>().as_ptr()) };
             self.readers.push(Reader { lane, taken: Chain::default(), read: None });
         }
@@ -382,7 +381,7 @@ impl<T: Send> Receiver<T> {
         self.left
     }
 
-    /// The next value of those taken.
+    /// The next of the values taken.
     #[inline]
     fn next(&mut self) -> Option<T> {
         while self.left > 0 {
@@ -404,12 +403,13 @@ impl<T> Reader<T> {
     #[inline]
     fn next(&mut self) -> Option<T> {
         let link = self.taken.next()?;
-        // SAFETY: a slot in `full` holds a value, and it was taken once, so it is ours to read.
+        // SAFETY: a slot in `full` holds a value, and it was taken once, so the receiver may read
+        // it.
         let value = unsafe { (*link.cast::<Slot<T>>().as_ref().value.get()).assume_init_read() };
         self.read = match self.read {
             None => Some((link, link, 1)),
             Some((newest, oldest, count)) => {
-                // SAFETY: taken, so valid, and in no stack.
+                // SAFETY: the link was taken, so it is valid, and in no stack.
                 unsafe { link.as_ref() }.follow(newest);
                 Some((link, oldest, count + 1))
             }
@@ -420,7 +420,7 @@ impl<T> Reader<T> {
         Some(value)
     }
 
-    /// Gives the slots read so far back to their sender.
+    /// Returns the slots read so far to their sender.
     #[inline]
     fn give_back(&mut self) {
         if let Some((newest, oldest, _)) = self.read.take() {
@@ -436,8 +436,8 @@ impl<T: Send> Drop for Receiver<T> {
     fn drop(&mut self) {
         self.shared.joining.0.close();
         loop {
-            // Closed before the first slot goes back: a sender that waits for one learns of the
-            // end, and does not send to nobody.
+            // Close the lanes before the first slot goes back: a sender that waits for one then
+            // learns of the end, and sends no more.
             for reader in &self.readers {
                 reader.lane.full.0.close();
                 if reader.lane.empty.0.close() {
@@ -453,7 +453,7 @@ impl<T: Send> Drop for Receiver<T> {
     }
 }
 
-/// The values that waited, each sender's in order. Those not taken out come first in the next
+/// The values that waited, each sender's in order. Values that are not taken come first in the next
 /// batch.
 pub struct Batch<'a, T: Send>(&'a mut Receiver<T>);
 

@@ -1,4 +1,4 @@
-//! Flushing: one marker to the end of each stack, and the wait until the worker has run them all.
+//! Flushing: pushes a marker to each stack, and waits until the worker has run them all.
 
 use core::ptr::NonNull;
 use core::sync::atomic::Ordering::{Acquire, Release};
@@ -9,7 +9,7 @@ use crate::stack::{Link, Pushed};
 use crate::sync::{AtomicUsize, thread};
 use crate::worker::Core;
 
-/// Lies on the flushing thread's stack until the worker has run it.
+/// A marker, which lies on the flushing thread's stack until the worker has run it.
 #[repr(C)]
 struct Marker<'a> {
     item: RawItem,
@@ -17,7 +17,7 @@ struct Marker<'a> {
 }
 
 struct Waiter {
-    /// Markers that have not run yet.
+    /// Number of markers that have not run yet.
     left: AtomicUsize,
     thread: thread::Thread,
 }
@@ -25,27 +25,27 @@ struct Waiter {
 /// Runs a [`Marker`].
 ///
 /// # Safety
-/// `link` is the first field of a valid marker.
+/// `link` must be the first field of a valid marker.
 unsafe fn arrive(link: NonNull<Link>) {
     // SAFETY: the marker is repr(C) and begins with its item, which begins with its link. The
-    // flushing thread keeps markers and waiter until `left` is 0.
+    // flushing thread holds markers and waiter until `left` is 0.
     let waiter = unsafe { (*link.cast::<Marker<'_>>().as_ptr()).waiter };
     let thread = waiter.thread.clone();
     if waiter.left.fetch_sub(1, Release) == 1 {
-        // The waiter may be gone by now; the handle is our own.
+        // The waiter may be gone by now; the handle belongs to this thread.
         thread.unpark();
     }
 }
 
 impl Core {
-    /// Waits until all that was pushed before has run; false if the queue was closed by then, and
-    /// the caller has to wait for the worker's end instead.
+    /// Waits until all items that were pushed before have run. Returns false if the queue was
+    /// closed by then; the caller must then wait for the worker's end instead.
     pub(crate) fn pass_marker(&self) -> bool {
         let waiter = Waiter { left: AtomicUsize::new(0), thread: thread::current() };
         let markers: [Marker<'_>; MAX_SHARDS] =
             core::array::from_fn(|_| Marker { item: RawItem::new(arrive), waiter: &waiter });
         let mut open = true;
-        // Counted in before they are pushed, so that none arrives at 0 too early.
+        // Count the markers before they are pushed, so that none reaches 0 too early.
         waiter.left.store(self.shards.iter().count(), Release);
         for (stack, marker) in self.shards.iter().zip(&markers) {
             // SAFETY: a marker is pushed once, and this function does not return before all have

@@ -1,5 +1,5 @@
-//! Items: what is queued, embedded in the caller's own data, and how a queue gets from one back to
-//! its owner.
+//! Items: what a queue links. They are embedded in the caller's own data, and a queue gets from an
+//! item back to its owner.
 //!
 //! The traits follow the kernel's own Rust bindings (`rust/kernel/workqueue.rs`: `Work`, `HasWork`,
 //! `WorkItem`).
@@ -14,17 +14,17 @@ use core::sync::atomic::Ordering::AcqRel;
 use crate::stack::Link;
 use crate::sync::AtomicBool;
 
-/// A place in a queue, embedded in a `T`. A type that has several tells them apart by `ID`.
+/// A place in a queue, embedded in a `T`. A type with several items tells them apart by `ID`.
 #[repr(transparent)]
 pub struct Item<T, const ID: u64 = 0> {
     pub(crate) raw: RawItem,
     owner: PhantomData<fn(T)>,
 }
 
-/// An item without its owner's type: what the worker sees.
+/// An item without its owner's type, as the worker sees it.
 #[repr(C)]
 pub(crate) struct RawItem {
-    /// First, so that a pointer to the link is a pointer to the item.
+    /// This is the first field, so that a pointer to the link is a pointer to the item.
     pub(crate) link: Link,
     pending: AtomicBool,
     run: unsafe fn(NonNull<Link>),
@@ -34,14 +34,14 @@ pub(crate) struct RawItem {
 /// the field's type.
 ///
 /// # Safety
-/// An `Item<Self, ID>` lies `OFFSET` bytes into every `Self`.
+/// An `Item<Self, ID>` must lie `OFFSET` bytes into every `Self`.
 pub unsafe trait HasItem<const ID: u64 = 0>: Sized {
-    /// Where the item lies, in bytes.
+    /// The offset of the item, in bytes.
     const OFFSET: usize;
 }
 
-/// Says where in a type its [`Item`] lies: `has_item!(Frame, present)`, or `has_item!(Frame, retry,
-/// 1)` for another item of the same type.
+/// Implements [`HasItem`] for a type's field: `has_item!(Frame, present)`, or `has_item!(Frame,
+/// retry, 1)` for another item of the same type.
 #[macro_export]
 macro_rules! has_item {
     ($owner:ty, $field:ident) => {
@@ -59,42 +59,41 @@ macro_rules! has_item {
     };
 }
 
-/// The work on an item's owner once its turn comes.
+/// The work that a queue does for an item's owner.
 pub trait Work<const ID: u64 = 0>: HasItem<ID> {
-    /// How a queue holds the owner: `Arc<Self>`, `&'static Self`, or `Box<Self>`.
+    /// The pointer by which a queue holds the owner: `Arc<Self>`, `&'static Self`, or `Box<Self>`.
     type Pointer: Pointer<Target = Self>;
 
-    /// Runs on the queue's worker. The item is in no queue by then: it may be scheduled again, or
-    /// dropped.
+    /// Runs on the queue's worker. The item is in no queue by then, so it may be scheduled again,
+    /// or dropped.
     fn run(this: Self::Pointer);
 }
 
-/// A pointer through which a queue holds an item's owner.
+/// A pointer by which a queue holds an item's owner.
 ///
 /// # Safety
-/// `into_raw` gives a pointer to the value, which neither moves nor dies until `from_raw` takes the
-/// pointer back.
+/// `into_raw` must return a pointer to the value, which may neither move nor die until `from_raw`
+/// takes the pointer back.
 pub unsafe trait Pointer: Deref<Target: Sized> + Send + 'static {
-    /// Whether others may point to the value too, so that its item needs a flag to say that it is
+    /// Whether others may point to the value too, so that its item needs a flag that says it is
     /// pending.
     const SHARED: bool;
 
     /// Turns the pointer into a raw one.
     fn into_raw(self) -> NonNull<Self::Target>;
 
-    /// Turns it back.
+    /// Turns a raw pointer back.
     ///
     /// # Safety
-    /// `raw` comes from [`Pointer::into_raw`] of this type, once for each call.
+    /// `raw` must come from [`Pointer::into_raw`] of this type, once for each call.
     unsafe fn from_raw(raw: NonNull<Self::Target>) -> Self;
 }
 
-/// A pointer of which there may be several, so that one item can be scheduled while it is pending
-/// already.
+/// A pointer that can be cloned, so that one item can be scheduled while it is pending already.
 pub trait Shared: Pointer + Clone {}
 
-/// The only pointer to its value: an item behind it cannot be pending already, and needs no flag to
-/// say so.
+/// The only pointer to its value. An item behind it cannot be pending already, and needs no flag
+/// for that.
 pub trait Exclusive: Pointer {}
 
 // SAFETY: the raw pointer owns one reference count.
@@ -107,12 +106,12 @@ unsafe impl<T: Send + Sync + 'static> Pointer for Arc<T> {
     }
 
     unsafe fn from_raw(raw: NonNull<T>) -> Self {
-        // SAFETY: from `into_raw`, by the caller's word.
+        // SAFETY: the caller guarantees that the pointer comes from `into_raw`.
         unsafe { Arc::from_raw(raw.as_ptr()) }
     }
 }
 
-// SAFETY: what is borrowed for ever neither moves nor dies.
+// SAFETY: a value that is borrowed for ever neither moves nor dies.
 unsafe impl<T: Sync + 'static> Pointer for &'static T {
     const SHARED: bool = true;
 
@@ -121,7 +120,8 @@ unsafe impl<T: Sync + 'static> Pointer for &'static T {
     }
 
     unsafe fn from_raw(raw: NonNull<T>) -> Self {
-        // SAFETY: from `into_raw`, by the caller's word, so the borrow is for ever.
+        // SAFETY: the caller guarantees that the pointer comes from `into_raw`, so the borrow is
+        // for ever.
         unsafe { raw.as_ref() }
     }
 }
@@ -136,7 +136,7 @@ unsafe impl<T: Send + 'static> Pointer for Box<T> {
     }
 
     unsafe fn from_raw(raw: NonNull<T>) -> Self {
-        // SAFETY: from `into_raw`, by the caller's word.
+        // SAFETY: the caller guarantees that the pointer comes from `into_raw`.
         unsafe { Box::from_raw(raw.as_ptr()) }
     }
 }
@@ -146,7 +146,7 @@ impl<T: Sync + 'static> Shared for &'static T {}
 impl<T: Send + 'static> Exclusive for Box<T> {}
 
 impl<T: Work<ID>, const ID: u64> Item<T, ID> {
-    /// An item in no queue, to be embedded in a `T`.
+    /// Makes an item that is in no queue, to be embedded in a `T`.
     #[must_use]
     pub fn new() -> Self {
         Item { raw: RawItem::new(run::<T, ID>), owner: PhantomData }
@@ -154,9 +154,8 @@ impl<T: Work<ID>, const ID: u64> Item<T, ID> {
 }
 
 impl<T, const ID: u64> Item<T, ID> {
-    /// Whether the item is scheduled and its function has not begun. By the time the caller reads
-    /// the answer it may be out of date; [`Queue::schedule`](crate::Queue::schedule) decides for
-    /// itself.
+    /// Whether the item is scheduled and its function has not begun. The answer may be out of date
+    /// when the caller reads it; [`Queue::schedule`](crate::Queue::schedule) decides for itself.
     #[inline]
     pub fn is_pending(&self) -> bool {
         self.raw.pending.load(core::sync::atomic::Ordering::Acquire)
@@ -180,25 +179,25 @@ impl RawItem {
         RawItem { link: Link::new(), pending: AtomicBool::new(false), run }
     }
 
-    /// Claims the item for a push; false if it is pending. Always an exchange, never a load first:
-    /// the worker's own exchange then reads from this one, so that whoever is told "pending" knows
-    /// that the run to come sees all that it did before.
+    /// Claims the item for a push; false if it is pending. It is always an exchange, never a load
+    /// first: the worker's own exchange then reads from this one. So for a caller that is told
+    /// "pending", the coming run sees everything that the caller did before.
     #[inline]
     pub(crate) fn claim(&self) -> bool {
         !self.pending.swap(true, AcqRel)
     }
 
-    /// Gives a claim back, of an item that was not pushed or has been taken.
+    /// Ends the claim of an item that was not pushed, or that has been taken.
     #[inline]
     pub(crate) fn release(&self) {
         self.pending.swap(false, AcqRel);
     }
 }
 
-/// Runs the item that `link` begins.
+/// Runs the item that begins with `link`.
 ///
 /// # Safety
-/// `link` is the first field of a valid [`RawItem`] that was pushed and taken once.
+/// `link` must be the first field of a valid [`RawItem`] that was pushed and taken once.
 #[inline]
 pub(crate) unsafe fn run_link(link: NonNull<Link>) {
     // SAFETY: the item is repr(C) and begins with its link.
@@ -214,10 +213,11 @@ pub(crate) fn item_of<T: HasItem<ID>, const ID: u64>(owner: NonNull<T>) -> NonNu
     unsafe { owner.byte_add(T::OFFSET).cast() }
 }
 
-/// From a link back to its owner, and on to the owner's work.
+/// Gets from a link back to its owner, and does the owner's work.
 ///
 /// # Safety
-/// `link` is that of item `ID` of a `T` which was turned raw for the queue, and it was taken once.
+/// `link` must be that of item `ID` of a `T` which was turned raw for the queue, and must have been
+/// taken once.
 unsafe fn run<T: Work<ID>, const ID: u64>(link: NonNull<Link>) {
     // SAFETY: the item lies OFFSET bytes into its owner.
     let owner: NonNull<T> = unsafe { link.byte_sub(T::OFFSET).cast() };
@@ -247,7 +247,7 @@ mod models {
                     !shared.0.claim()
                 }
             });
-            // The worker: out of the queue, then the function, which reads.
+            // The worker takes the item out of the queue, and then runs the function, which reads.
             shared.0.release();
             let seen = shared.1.load(Relaxed);
             let told_pending = scheduler.join().unwrap();

@@ -1,17 +1,17 @@
 //! A work queue that wakes its worker once per burst.
 //!
 //! Items are embedded in the caller's own data, so scheduling allocates nothing and cannot fail for
-//! want of memory. Any number of threads schedule; one worker runs what they scheduled, each
-//! thread's items in the order in which it scheduled them. The contract is that of NVIDIA's
-//! `nv_kthread_q`, which the GPU driver's interrupt handlers feed:
+//! want of memory. Any number of threads schedule. One worker runs the items, each thread's in the
+//! order in which the thread scheduled them. The contract is that of NVIDIA's `nv_kthread_q`, which
+//! the GPU driver's interrupt handlers use:
 //!
 //! - an item that is pending already is not queued twice: [`Queue::schedule`] returns false, and
-//!   the run to come sees everything that its caller did before;
+//!   the coming run sees everything that its caller did before;
 //! - an item is out of the queue before its function runs, so the function may schedule it again,
 //!   or drop it;
-//! - [`Queue::flush`] returns once everything scheduled before it has run, and all that those runs
-//!   scheduled;
-//! - [`Queue::stop`] refuses what comes later and runs what came before.
+//! - [`Queue::flush`] returns once everything scheduled before it has run, and everything that
+//!   those runs scheduled;
+//! - [`Queue::stop`] refuses later items and runs earlier ones.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -45,28 +45,28 @@
 //! # Ok::<(), weir_queue::StartError>(())
 //! ```
 //!
-//! Values instead of embedded items: [`channel`], on the same core, whose [`Receiver::drain`] hands
-//! a whole burst to one callback.
+//! For values instead of embedded items there is [`channel`], on the same core: its
+//! [`Receiver::drain`] hands a whole burst to one callback.
 //!
 //! # How it is fast
 //!
-//! - **One wake per burst.** The worker marks itself asleep in the very word that a push exchanges,
-//!   so a push knows without another load whether it must wake; while the worker runs, no push
-//!   makes a system call.
-//! - **One exchange takes everything.** The worker takes a whole [`stack::Stack`] at once and turns
-//!   it round.
-//! - **Producers do not share a line.** Each thread pushes to one of a few stacks, by its number.
-//!   Two threads that exchange one word pay 30 ns an item for the line that travels between them,
-//!   more than all else together.
+//! - **One wake per burst.** The worker marks itself asleep in the same word that a push exchanges.
+//!   So a push knows without another load whether it must wake the worker. While the worker runs,
+//!   no push makes a system call.
+//! - **One exchange takes everything.** The worker takes a whole [`stack::Stack`] at once and
+//!   reverses it.
+//! - **Producers share no cache line.** Each thread pushes to one of a few stacks, by its number.
+//!   If two threads exchange one word, the line that travels between them costs 30 ns an item, more
+//!   than everything else together.
 //! - **The worker does not hurry.** After a small batch it lets some hundred nanoseconds pass
-//!   before it looks again: a worker that polls a busy head takes its line from the producer at
+//!   before it looks again. A worker that polls a busy head takes its line from the producer at
 //!   each push, and halves the throughput.
 //!
 //! # What is checked
 //!
 //! [loom](https://docs.rs/loom) explores every interleaving of the stack, the sleeper and the
-//! item's claim, and as many of the whole queue's as time allows; Miri runs every test; property
-//! tests hold queue and channel against plain references. The README has the commands.
+//! item's claim, and as many of the whole queue's as time allows. Miri runs every test. Property
+//! tests compare queue and channel with plain references. The README has the commands.
 
 #![cfg_attr(not(feature = "std"), no_std)]
 

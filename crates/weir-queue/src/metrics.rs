@@ -1,10 +1,10 @@
-//! A queue's counts so far, kept by its worker alone: plain stores, no exchange.
+//! A queue's counts so far. Only its worker writes them: plain stores, no exchange.
 
 use core::fmt;
 use core::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Counts of batches by size: bucket `n` holds those of `2^n` to `2^(n+1) - 1` items, the last all
-/// larger ones.
+/// Number of buckets that count batches by size: bucket `n` counts those of `2^n` to `2^(n+1) - 1`
+/// items, the last one all larger ones.
 const BUCKETS: usize = 24;
 
 #[derive(Default)]
@@ -20,17 +20,17 @@ pub(crate) struct Counters {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Metrics {
-    /// Items run.
+    /// Number of items run.
     pub items: u64,
-    /// Times that the worker looked and found something.
+    /// Number of times that the worker looked and found items.
     pub batches: u64,
-    /// The most items it found at once.
+    /// The most items that it found at once.
     pub longest: u64,
-    /// Times that the worker slept and was woken: the system calls that a queue costs.
+    /// Number of times that the worker slept and was woken: the system calls that a queue costs.
     pub wakes: u64,
-    /// Items whose function panicked. The worker goes on.
+    /// Number of items whose function panicked. The worker goes on.
     pub panics: u64,
-    /// Batches by size: place `n` counts those of `2^n` to `2^(n+1) - 1` items, the last place all
+    /// Batches by size: index `n` counts those of `2^n` to `2^(n+1) - 1` items, the last index all
     /// larger ones.
     pub sizes: [u64; BUCKETS],
 }
@@ -41,7 +41,7 @@ fn add(counter: &AtomicU64, count: u64) {
 }
 
 impl Counters {
-    /// Counts a batch of `items`, not zero, before it runs.
+    /// Counts a batch of `items`, which is not zero, before it runs.
     pub(crate) fn batch(&self, items: usize) {
         let items = items as u64;
         add(&self.items, items);
@@ -69,12 +69,12 @@ impl Counters {
 }
 
 impl Metrics {
-    /// Items a batch, on average; 0 before the first.
+    /// Mean number of items in a batch; 0 before the first.
     pub fn items_per_batch(&self) -> f64 {
         if self.batches == 0 { 0.0 } else { self.items as f64 / self.batches as f64 }
     }
 
-    /// Wakes for each thousand items; 0 before the first.
+    /// Number of wakes for each thousand items; 0 before the first.
     pub fn wakes_per_thousand(&self) -> f64 {
         if self.items == 0 { 0.0 } else { self.wakes as f64 * 1000.0 / self.items as f64 }
     }

@@ -1,4 +1,4 @@
-//! NUMA nodes: which processors are near a memory.
+//! NUMA nodes: which processors are near a node's memory.
 
 use std::io;
 
@@ -13,7 +13,7 @@ pub(crate) struct Processors {
 
 #[cfg(feature = "numa")]
 impl Processors {
-    /// Reads which processors `node` has.
+    /// Reads the list of processors of `node`.
     pub(crate) fn of(node: u32) -> Result<Self, StartError> {
         let path = format!("/sys/devices/system/node/node{node}/cpulist");
         let list = std::fs::read_to_string(path).map_err(|error| StartError::Node(node, error))?;
@@ -29,7 +29,7 @@ impl Processors {
         Ok(Processors { node, set })
     }
 
-    /// Keeps the calling thread on these processors.
+    /// Pins the calling thread to these processors.
     pub(crate) fn keep(&self) -> Result<(), StartError> {
         rustix::thread::sched_setaffinity(None, &self.set)
             .map_err(|error| StartError::Node(self.node, error.into()))

@@ -15,14 +15,14 @@ use crate::worker::{Core, LINGER, Patience};
 /// The most stacks that [`Builder::shards`] gives a queue.
 pub const MAX_SHARDS: usize = 16;
 
-/// A work queue with one worker thread. Dropping it stops it.
+/// A work queue with one worker thread. Dropping the queue stops it.
 pub struct Queue {
     core: Arc<Core>,
     worker: thread::ThreadId,
     handle: Mutex<Option<thread::JoinHandle<()>>>,
 }
 
-/// A queue to be started.
+/// The settings of a queue that is to be started.
 #[derive(Clone, Debug)]
 #[must_use]
 pub struct Builder {
@@ -33,13 +33,13 @@ pub struct Builder {
     node: Option<u32>,
 }
 
-/// Why a queue did not start.
+/// The reason why a queue did not start.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum StartError {
     /// The system gave no thread.
     Thread(io::Error),
-    /// The worker cannot be kept on this NUMA node: it does not exist, has no processors, or the
+    /// The worker cannot be pinned to this NUMA node: it does not exist, has no processors, or the
     /// process may not use them.
     Node(u32, io::Error),
 }
@@ -75,35 +75,36 @@ impl Default for Builder {
 }
 
 impl Builder {
-    /// The worker thread's name. The kernel shows the first 15 bytes.
+    /// Sets the worker thread's name. The kernel shows the first 15 bytes.
     pub fn name(mut self, name: impl Into<String>) -> Self {
         self.name = name.into();
         self
     }
 
-    /// How many stacks producers are spread over: up to a power of two, [`MAX_SHARDS`] at most; 8
-    /// unless said. With one, items of different threads keep their order too.
+    /// Sets the number of stacks for producers, rounded up to a power of two and at most
+    /// [`MAX_SHARDS`]; the default is 8. With one stack, items of different threads have one order
+    /// too.
     pub fn shards(mut self, shards: usize) -> Self {
         self.shards = shards.clamp(1, MAX_SHARDS);
         self
     }
 
-    /// How often the worker looks at an empty queue before it sleeps; 0 unless said. A look costs
-    /// some 20 to 50 ns, a wake-up 2 to 60 us of latency.
+    /// Sets the number of looks at an empty queue before the worker sleeps; the default is 0. A
+    /// look takes some 20 to 50 ns, while a wake-up adds 2 to 60 us of latency.
     pub fn spin(mut self, looks: u32) -> Self {
         self.spins = looks;
         self
     }
 
-    /// How many processor pauses the worker lets pass after a small batch before it looks again; 64
-    /// unless said, which is less than a microsecond. 0 gives the least latency under load, and
+    /// Sets the number of processor pauses after a small batch, before the worker looks again. The
+    /// default is 64, which is less than a microsecond. 0 gives the least latency under load, and
     /// half the throughput.
     pub fn linger(mut self, pauses: u32) -> Self {
         self.linger = pauses;
         self
     }
 
-    /// Keeps the worker, and the memory that it touches first, on NUMA node `node`.
+    /// Pins the worker, and the memory that it touches first, to NUMA node `node`.
     #[cfg(feature = "numa")]
     pub fn node(mut self, node: u32) -> Self {
         self.node = Some(node);
@@ -113,7 +114,7 @@ impl Builder {
     /// Starts the worker.
     ///
     /// # Errors
-    /// [`StartError`] when there is no thread to be had, or none on the node asked for.
+    /// Fails with a [`StartError`] when no thread can be had, or none on the node asked for.
     pub fn start(self) -> Result<Queue, StartError> {
         let core = Arc::new(Core {
             shards: Shards::new(self.shards),
@@ -127,7 +128,7 @@ impl Builder {
         let work = move || {
             let outcome = place.map_or(Ok(()), |processors| processors.keep());
             let ready = outcome.is_ok();
-            // Where nobody waits for the outcome, there is none but Ok.
+            // If no thread waits for the outcome, it can only be Ok.
             let _ = placed.send(outcome);
             if ready {
                 shared.work(patience);
@@ -142,16 +143,16 @@ impl Builder {
 }
 
 impl Queue {
-    /// A queue to be started.
+    /// The settings of a new queue.
     pub fn builder() -> Builder {
         Builder::default()
     }
 
-    /// Schedules the item in `owner` to run once; false if it is pending already, or the queue has
-    /// stopped. The queue takes a clone of `owner` only when it returns true.
+    /// Schedules the item in `owner` to run once. Returns false if it is pending already, or the
+    /// queue has stopped. The queue takes a clone of `owner` only when it returns true.
     ///
-    /// Lock-free; allocates nothing; a system call only when the worker sleeps. For an owner with
-    /// several items: `queue.schedule::<_, 1>(&owner)`.
+    /// It is lock-free, allocates nothing, and makes a system call only when the worker sleeps. For
+    /// an owner with several items, write `queue.schedule::<_, 1>(&owner)`.
     #[inline]
     pub fn schedule<P, const ID: u64>(&self, owner: &P) -> bool
     where
@@ -164,18 +165,19 @@ impl Queue {
             return false;
         }
         let raw = owner.clone().into_raw();
-        // SAFETY: claimed, so in no stack; the clone keeps it valid until it has run.
+        // SAFETY: the item is claimed, so it is in no stack; the clone keeps it valid until it has
+        // run.
         let accepted = unsafe { self.push(item_of::<P::Target, ID>(raw)) };
         if !accepted {
             item.release();
-            // SAFETY: turned raw above, and nobody else has it.
+            // SAFETY: the clone was turned raw above, and nothing else has it.
             drop(unsafe { P::from_raw(raw) });
         }
         accepted
     }
 
-    /// Gives `owner` to the queue, to run once. What is owned cannot be pending, so this is cheaper
-    /// than [`Queue::schedule`] by an exchange at either end.
+    /// Gives `owner` to the queue, to run once. An owned item cannot be pending, so this is cheaper
+    /// than [`Queue::schedule`] by one exchange at each end.
     ///
     /// ```
     /// use std::sync::mpsc;
@@ -207,7 +209,7 @@ impl Queue {
     /// ```
     ///
     /// # Errors
-    /// The owner, if the queue has stopped.
+    /// Returns the owner if the queue has stopped.
     #[inline]
     pub fn give<P, const ID: u64>(&self, owner: P) -> Result<(), P>
     where
@@ -215,11 +217,11 @@ impl Queue {
         P::Target: Work<ID, Pointer = P>,
     {
         let raw = owner.into_raw();
-        // SAFETY: owned, so in no stack; it stays valid until it has run.
+        // SAFETY: the item is owned, so it is in no stack; it stays valid until it has run.
         if unsafe { self.push(item_of::<P::Target, ID>(raw)) } {
             Ok(())
         } else {
-            // SAFETY: turned raw above, and nobody else has it.
+            // SAFETY: the owner was turned raw above, and nothing else has it.
             Err(unsafe { P::from_raw(raw) })
         }
     }
@@ -227,10 +229,10 @@ impl Queue {
     /// Pushes an item; false if the queue has stopped.
     ///
     /// # Safety
-    /// As [`Stack::push`](crate::stack::Stack::push).
+    /// The same as for [`Stack::push`](crate::stack::Stack::push).
     #[inline]
     unsafe fn push(&self, item: std::ptr::NonNull<crate::item::RawItem>) -> bool {
-        // SAFETY: an item begins with its link; the rest is the caller's word.
+        // SAFETY: an item begins with its link; the caller guarantees the rest.
         match unsafe { self.core.shards.push(item.cast()) } {
             Pushed::Queued => true,
             Pushed::Asleep => {
@@ -242,10 +244,10 @@ impl Queue {
     }
 
     /// Returns once everything that was scheduled before has run, and everything that those runs
-    /// scheduled: an item that schedules itself once more has run twice. Several threads may flush
-    /// at once.
+    /// scheduled. So an item that schedules itself once more has run twice. Several threads may
+    /// flush at once.
     ///
-    /// False, at once, when called by the worker itself, which would wait for its own end.
+    /// Returns false, at once, when the worker itself calls it: it would wait for its own end.
     pub fn flush(&self) -> bool {
         if thread::current().id() == self.worker {
             return false;
@@ -259,8 +261,8 @@ impl Queue {
         true
     }
 
-    /// Refuses items from now on, runs those that were accepted, and ends the worker. Called by the
-    /// worker itself, it returns before that end. Stopping twice does nothing.
+    /// Refuses items from now on, runs the accepted ones, and ends the worker. If the worker itself
+    /// calls it, it returns before that end. A second call does nothing.
     pub fn stop(&self) {
         if self.core.shards.close() {
             self.core.sleeper.wake();

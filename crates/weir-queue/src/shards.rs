@@ -1,16 +1,17 @@
-//! A few stacks, one for each producing thread as long as there are no more threads than stacks.
+//! Stacks for producing threads: one for each thread, as long as there are no more threads than
+//! stacks.
 
 use core::ptr::NonNull;
 
 use crate::stack::{Chain, Link, Pushed, Stack};
 
-/// A value alone on its cache lines: two, since Intel's prefetcher fetches lines in pairs.
+/// A value alone on two cache lines, since Intel's prefetcher fetches lines in pairs.
 #[repr(align(128))]
 #[derive(Default)]
 pub(crate) struct Padded<T>(pub(crate) T);
 
 pub(crate) struct Shards {
-    /// A power of two of them.
+    /// The stacks; their number is a power of two.
     stacks: Box<[Padded<Stack>]>,
 }
 
@@ -23,14 +24,14 @@ impl Shards {
         self.stacks.iter().map(|padded| &padded.0)
     }
 
-    /// Pushes to the calling thread's own stack, so that its items keep their order.
+    /// Pushes to the calling thread's own stack, so that its items stay in order.
     ///
     /// # Safety
-    /// As [`Stack::push`].
+    /// The same as for [`Stack::push`].
     #[inline]
     pub(crate) unsafe fn push(&self, link: NonNull<Link>) -> Pushed {
         let own = thread_number() & (self.stacks.len() - 1);
-        // SAFETY: the caller's word.
+        // SAFETY: the caller guarantees the link.
         unsafe { self.stacks[own].0.push(link) }
     }
 
@@ -40,12 +41,12 @@ impl Shards {
         self.iter().map(Stack::take)
     }
 
-    /// Whether no more can come: all are closed and empty.
+    /// Whether no more links can come: all stacks are closed and empty.
     pub(crate) fn are_finished(&self) -> bool {
         self.iter().all(Stack::is_finished)
     }
 
-    /// Closes all; true if the consumer sleeps.
+    /// Closes all stacks; returns true if the consumer sleeps.
     pub(crate) fn close(&self) -> bool {
         self.iter().fold(false, |asleep, stack| stack.close() | asleep)
     }
@@ -74,8 +75,8 @@ fn thread_number() -> usize {
     }
 }
 
-/// Under the model checker all threads share a stack: the harder case, and the same in each
-/// execution.
+/// The number of the calling thread under the model checker: all threads share a stack, which is
+/// the harder case, and the same in each execution.
 #[cfg(loom)]
 fn thread_number() -> usize {
     0

@@ -1,15 +1,15 @@
-//! How a consumer of several stacks spins, sleeps, and is woken.
+//! The consumer's waiting: it spins on several stacks, sleeps, and is woken.
 
 use core::sync::atomic::Ordering::Relaxed;
 
 use crate::stack::Stack;
 use crate::sync::{AtomicUsize, Mutex, pause, thread};
 
-/// Whom to wake. The lock is taken only to go to sleep and to wake: never on a push that finds its
-/// consumer awake.
+/// The thread to wake. The lock is taken only to go to sleep and to wake: never by a push that
+/// finds its consumer awake.
 pub(crate) struct Sleeper {
     thread: Mutex<Option<thread::Thread>>,
-    /// Sleeps so far, written by the consumer alone.
+    /// Number of sleeps so far; only the consumer writes it.
     sleeps: AtomicUsize,
 }
 
@@ -26,13 +26,13 @@ impl Sleeper {
         }
     }
 
-    /// How many times the consumer went to sleep and was woken.
+    /// Number of times that the consumer went to sleep and was woken.
     pub(crate) fn wakes(&self) -> u64 {
         self.sleeps.load(Relaxed) as u64
     }
 
-    /// Returns once one of `stacks` has something, or is closed: at first polling `spins` times,
-    /// then asleep. For the one consumer only.
+    /// Returns once one of `stacks` has a link, or is closed. It first polls `spins` times, then
+    /// sleeps. Only the one consumer calls it.
     pub(crate) fn wait<'a, I>(&self, stacks: I, spins: u32)
     where
         I: Iterator<Item = &'a Stack> + Clone,
@@ -43,10 +43,12 @@ impl Sleeper {
             }
             pause();
         }
-        // Before the first mark, so that whoever finds a mark finds the thread as well.
+        // Store the thread before the first mark, so that a producer that finds the mark also finds
+        // the thread.
         *self.thread.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = Some(thread::current());
         if stacks.clone().all(Stack::sleep) {
-            // With every stack closed there is no mark, and nobody who would wake us.
+            // If every stack is closed there is no mark, and no producer that would wake this
+            // thread.
             let nothing_came = || stacks.clone().all(Stack::is_empty) && stacks.clone().any(Stack::is_asleep);
             if nothing_came() {
                 self.sleeps.store(self.sleeps.load(Relaxed) + 1, Relaxed);
@@ -74,7 +76,7 @@ mod models {
                 let shared = Arc::clone(&shared);
                 move || {
                     let link = NonNull::from(Box::leak(Box::new(Link::new())));
-                    // SAFETY: leaked, and pushed once.
+                    // SAFETY: the link was leaked, and is pushed once.
                     if unsafe { shared.0[1].push(link) } == Pushed::Asleep {
                         shared.1.wake();
                     }

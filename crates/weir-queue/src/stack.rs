@@ -1,47 +1,46 @@
-//! The lock-free core: a stack that many threads push to and one thread empties whole.
+//! The lock-free core: a stack that many threads push to, and that one thread empties as a whole.
 //!
-//! One word, the head, carries everything: the newest link, or that the stack is empty, or that it
-//! is empty and its consumer sleeps, or that it is closed. So a push is one compare-and-swap, it
-//! learns from that same instruction whether it must wake the consumer, and no second variable has
-//! to be ordered against the first. The stack taken is turned round once, which gives first-in
-//! first-out order.
+//! One word, the head, says everything: the newest link, or that the stack is empty, or empty with
+//! its consumer asleep, or closed. So a push is one compare-and-swap. The same instruction tells it
+//! whether it must wake the consumer, and no second variable must be ordered against the first. The
+//! taken stack is reversed once, which gives first-in first-out order.
 //!
-//! The shape is that of the kernel's `llist` (`include/linux/llist.h`); the sleeping and closed
-//! marks are ours.
+//! The structure is that of the kernel's `llist` (`include/linux/llist.h`); the marks for sleeping
+//! and closed are new here.
 
 use core::ptr::{self, NonNull};
 use core::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use crate::sync::AtomicPtr;
 
-/// The place in an item that holds the stack together. An item is in at most one stack at a time.
+/// The link of an item, which holds the stack together. An item is in at most one stack at a time.
 #[derive(Debug, Default)]
 #[repr(C)]
 pub struct Link {
     next: AtomicPtr<Link>,
 }
 
-/// Links pushed by many threads, taken all at once by one.
+/// A stack of links: many threads push them, and one takes all at once.
 #[derive(Debug, Default)]
 pub struct Stack {
     head: AtomicPtr<Link>,
 }
 
-/// The state that a push found.
+/// The state of the stack that a push found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub enum Pushed {
-    /// The link is in, and the consumer will come by.
+    /// The link is in, and the consumer will find it.
     Queued,
-    /// The link is in, and the consumer sleeps: this thread, and no other, has to wake it.
+    /// The link is in, and the consumer sleeps: this thread, and no other, must wake it.
     Asleep,
-    /// The stack is closed; the link is still the caller's.
+    /// The stack is closed; the link still belongs to the caller.
     Closed,
 }
 
 /// The head of an empty stack whose consumer sleeps.
 const ASLEEP: usize = 1;
-/// Set in the head of a closed stack, beside whatever links are still in it.
+/// The bit in the head of a closed stack, beside the links that are still in it.
 const CLOSED: usize = 2;
 
 fn asleep() -> *mut Link {
@@ -52,7 +51,7 @@ fn closed() -> *mut Link {
     ptr::without_provenance_mut(CLOSED)
 }
 
-/// The newest link under the marks, or null.
+/// The newest link of a head without its marks, or null.
 fn newest(head: *mut Link) -> *mut Link {
     head.map_addr(|address| address & !(ASLEEP | CLOSED))
 }
@@ -62,20 +61,20 @@ fn is_closed(head: *mut Link) -> bool {
 }
 
 impl Link {
-    /// A link in no stack.
+    /// Makes a link that is in no stack.
     #[cfg(not(loom))]
     pub const fn new() -> Self {
         Link { next: AtomicPtr::new(ptr::null_mut()) }
     }
 
-    /// A link in no stack.
+    /// Makes a link that is in no stack.
     #[cfg(loom)]
     pub fn new() -> Self {
         Link { next: AtomicPtr::new(ptr::null_mut()) }
     }
 
-    /// Makes `older` the next link of a list that is being built for [`Stack::push_list`]. The link
-    /// is in no stack.
+    /// Makes `older` the next link of a list that is built for [`Stack::push_list`]. The link must
+    /// be in no stack.
     #[inline]
     pub fn follow(&self, older: NonNull<Link>) {
         self.next.store(older.as_ptr(), Relaxed);
@@ -83,34 +82,35 @@ impl Link {
 }
 
 impl Stack {
-    /// An empty, open stack.
+    /// Makes an empty, open stack.
     #[cfg(not(loom))]
     pub const fn new() -> Self {
         Stack { head: AtomicPtr::new(ptr::null_mut()) }
     }
 
-    /// An empty, open stack.
+    /// Makes an empty, open stack.
     #[cfg(loom)]
     pub fn new() -> Self {
         Stack { head: AtomicPtr::new(ptr::null_mut()) }
     }
 
-    /// Pushes `link`, lock-free, from any thread. What the caller wrote before is visible to
-    /// whoever takes the link.
+    /// Pushes `link`, lock-free, from any thread. The caller's earlier writes are visible to the
+    /// thread that takes the link.
     ///
     /// # Safety
-    /// `link` is valid, in no stack, and stays so and unmoved until [`Stack::take`] has given it
-    /// out, unless the stack was closed. After the return, `link` may already be gone.
+    /// `link` must be valid and in no stack. It must stay valid and unmoved until [`Stack::take`]
+    /// has handed it out, unless the stack was closed. After the return, `link` may already be
+    /// gone.
     #[inline]
     pub unsafe fn push(&self, link: NonNull<Link>) -> Pushed {
-        // SAFETY: a single link is a list from itself to itself; the rest is the caller's word.
+        // SAFETY: a single link is a list from itself to itself; the caller guarantees the rest.
         unsafe { self.push_list(link, link) }
     }
 
     /// Pushes a whole list in one exchange: from `newest` over [`Link::follow`] to `oldest`.
     ///
     /// # Safety
-    /// As [`Stack::push`], for every link of the list.
+    /// The same as for [`Stack::push`], for every link of the list.
     #[inline]
     pub unsafe fn push_list(&self, newest_link: NonNull<Link>, oldest: NonNull<Link>) -> Pushed {
         let mut head = self.head.load(Relaxed);
@@ -118,7 +118,8 @@ impl Stack {
             if is_closed(head) {
                 return Pushed::Closed;
             }
-            // SAFETY: the link is valid, and the caller's alone until the exchange below succeeds.
+            // SAFETY: the link is valid, and belongs to the caller until the exchange below
+            // succeeds.
             unsafe { oldest.as_ref() }.next.store(newest(head), Relaxed);
             match self.head.compare_exchange_weak(head, newest_link.as_ptr(), Release, Relaxed) {
                 Ok(_) if head == asleep() => return Pushed::Asleep,
@@ -128,7 +129,7 @@ impl Stack {
         }
     }
 
-    /// Takes every link, oldest first. For the one consumer only.
+    /// Takes every link, oldest first. Only the one consumer calls it.
     #[inline]
     pub fn take(&self) -> Chain {
         if newest(self.head.load(Relaxed)).is_null() {
@@ -141,7 +142,8 @@ impl Stack {
             // that were pushed meanwhile.
             let late = Chain::reversed(newest(self.head.swap(closed(), Acquire)));
             chain.len += late.len;
-            // SAFETY: the newest link of the first part is the last of its chain, and it is ours.
+            // SAFETY: the newest link of the first part is the last of its chain, and belongs to
+            // the consumer.
             match unsafe { newest(head).as_ref() } {
                 Some(last) => last.next.store(late.first, Relaxed),
                 None => chain.first = late.first,
@@ -150,14 +152,14 @@ impl Stack {
         chain
     }
 
-    /// Whether there is nothing to take.
+    /// Whether the stack has no link to take.
     #[inline]
     pub fn is_empty(&self) -> bool {
         newest(self.head.load(Acquire)).is_null()
     }
 
-    /// Marks the consumer asleep, unless the stack is closed; false if there is something to take,
-    /// and then it must not sleep. For the one consumer only.
+    /// Marks the consumer asleep, unless the stack is closed. Returns false if there is a link to
+    /// take, and then the consumer must not sleep. Only the one consumer calls it.
     pub fn sleep(&self) -> bool {
         match self.head.compare_exchange(ptr::null_mut(), asleep(), Acquire, Acquire) {
             Ok(_) => true,
@@ -165,22 +167,22 @@ impl Stack {
         }
     }
 
-    /// Whether the mark of [`Stack::sleep`] stands: nothing was pushed, and nobody closed the
-    /// stack.
+    /// Whether the mark of [`Stack::sleep`] is still there: nothing was pushed, and the stack was
+    /// not closed.
     pub fn is_asleep(&self) -> bool {
         self.head.load(Acquire) == asleep()
     }
 
-    /// Takes the mark of [`Stack::sleep`] back, if it still stands.
+    /// Removes the mark of [`Stack::sleep`], if it is still there.
     pub fn awake(&self) {
         // A failed exchange means that a push or a close has replaced the mark already.
         let _ = self.head.compare_exchange(asleep(), ptr::null_mut(), Relaxed, Relaxed);
     }
 
-    /// Closes the stack to further pushes; true if the consumer sleeps and the caller has to wake
-    /// it. What is in it can still be taken. A push may yet succeed while the consumer takes what
-    /// was in at the close; it is taken too. None succeeds once [`Stack::is_finished`] has returned
-    /// true.
+    /// Closes the stack to further pushes. Returns true if the consumer sleeps and the caller must
+    /// wake it. Links in the stack can still be taken. While the consumer takes them, another push
+    /// may yet succeed; its link is taken too. No push succeeds once [`Stack::is_finished`] has
+    /// returned true.
     pub fn close(&self) -> bool {
         let mut head = self.head.load(Relaxed);
         loop {
@@ -197,15 +199,15 @@ impl Stack {
         is_closed(self.head.load(Acquire))
     }
 
-    /// Whether the stack is closed and everything was taken. For the one consumer only.
+    /// Whether the stack is closed and everything was taken. Only the one consumer calls it.
     pub fn is_finished(&self) -> bool {
         self.head.load(Acquire) == closed()
     }
 }
 
-/// Links taken from a stack, oldest first. Each was read before it is given out, so its owner may
-/// free it or push it again at once. A link not given out is in no stack and nobody's: run the
-/// chain to its end.
+/// Links taken from a stack, oldest first. Each is read before it is handed out, so its owner may
+/// free it or push it again at once. Links that are not handed out are lost: run the chain to its
+/// end.
 #[derive(Debug)]
 #[must_use]
 pub struct Chain {
@@ -220,11 +222,11 @@ impl Default for Chain {
 }
 
 impl Chain {
-    /// Turns the links from `newest` on round.
+    /// Makes a chain of the links from `newest` on, in reverse.
     fn reversed(newest: *mut Link) -> Self {
         let mut chain = Chain::default();
         let mut link = newest;
-        // SAFETY: links in a stack are valid, and the consumer owns those that it has taken.
+        // SAFETY: links in a stack are valid, and the consumer owns the links that it has taken.
         while let Some(taken) = unsafe { link.as_ref() } {
             let older = taken.next.load(Relaxed);
             taken.next.store(chain.first, Relaxed);
@@ -242,7 +244,8 @@ impl Iterator for Chain {
     #[inline]
     fn next(&mut self) -> Option<NonNull<Link>> {
         let link = NonNull::new(self.first)?;
-        // SAFETY: the link was taken and not yet given out, so it is valid and ours.
+        // SAFETY: the link was taken and not yet handed out, so it is valid and belongs to the
+        // chain.
         self.first = unsafe { link.as_ref() }.next.load(Relaxed);
         self.len -= 1;
         Some(link)
@@ -288,7 +291,7 @@ mod tests {
         let stack = Stack::new();
         assert_eq!(push(&stack, &links[0]), Pushed::Queued);
         links[2].follow(NonNull::from(&links[1]));
-        // SAFETY: as in `push`.
+        // SAFETY: the tests' links outlive their stacks and are pushed once.
         let pushed = unsafe { stack.push_list(NonNull::from(&links[2]), NonNull::from(&links[1])) };
         assert_eq!(pushed, Pushed::Queued);
         assert_eq!(addresses(stack.take()), links.each_ref().map(ptr::from_ref));

@@ -1,4 +1,4 @@
-//! The worker: takes what is there, runs it, and looks again before it sleeps.
+//! The worker: takes all items, runs them, and looks again before it sleeps.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -9,11 +9,11 @@ use crate::sleeper::Sleeper;
 use crate::stack::Chain;
 use crate::sync::pause;
 
-/// Batches of fewer items than this are small: the worker was so near that it disturbed the
+/// A batch of fewer items than this is small: the worker was so close behind that it disturbed the
 /// producers.
 pub(crate) const SMALL_BATCH: usize = 256;
 
-/// Pauses after a small batch, unless told otherwise: about 0.7 us where a pause takes 40 cycles.
+/// Default number of pauses after a small batch: about 0.7 us if a pause takes 40 cycles.
 pub(crate) const LINGER: u32 = 64;
 
 /// The state that producers and worker share.
@@ -23,12 +23,12 @@ pub(crate) struct Core {
     pub(crate) counters: Padded<Counters>,
 }
 
-/// How patient a worker is, in pauses of the processor.
+/// The patience of a worker, in pauses of the processor.
 #[derive(Clone, Copy)]
 pub(crate) struct Patience {
-    /// Looks before it sleeps.
+    /// Number of looks before it sleeps.
     pub(crate) spins: u32,
-    /// Pauses after a small batch before it looks again.
+    /// Number of pauses after a small batch, before it looks again.
     pub(crate) linger: u32,
 }
 
@@ -45,7 +45,7 @@ impl Core {
         }
     }
 
-    /// Takes each stack once and runs what was in it; how many items that were.
+    /// Takes each stack once and runs its items; returns how many.
     fn sweep(&self) -> usize {
         let mut items = 0;
         for chain in self.shards.take() {
@@ -58,13 +58,13 @@ impl Core {
         items
     }
 
-    /// Runs a chain to its end, past items that panic.
+    /// Runs a chain to its end, even past items that panic.
     fn run(&self, mut chain: Chain) {
         while chain.len() > 0 {
             let rest = AssertUnwindSafe(|| {
                 for link in &mut chain {
-                    // SAFETY: every link in a queue's stacks is an item's, and comes out of a chain
-                    // once.
+                    // SAFETY: every link in a queue's stacks belongs to an item, and comes out of a
+                    // chain once.
                     unsafe { run_link(link) };
                 }
             });

@@ -1,4 +1,4 @@
-//! The value channel.
+//! The value channel, from outside of the crate.
 #![cfg(all(feature = "std", not(loom)))]
 
 use std::sync::Arc;

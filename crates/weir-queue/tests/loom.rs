@@ -16,14 +16,14 @@ fn link() -> &'static Link {
 }
 
 fn push(stack: &Stack, link: &'static Link) -> Pushed {
-    // SAFETY: leaked, and each test pushes a link once.
+    // SAFETY: the link is leaked, and each test pushes a link once.
     unsafe { stack.push(NonNull::from(link)) }
 }
 
-/// Models with a worker thread have too many interleavings for all of them: at most two
-/// preemptions, which find most bugs of this kind (Musuvathi and Qadeer, PLDI 2007), and as many of
-/// those as ten seconds hold (`LOOM_MAX_DURATION=600` for more). What they are made of is explored
-/// whole: above, and in `src`.
+/// Checks a model with a worker thread. Such models have too many interleavings to check all. So
+/// there are at most two preemptions, which find most bugs of this kind (Musuvathi and Qadeer, PLDI
+/// 2007), and as many of those as fit into ten seconds (`LOOM_MAX_DURATION=600` for more). The
+/// parts of the queue are checked completely: above, and in `src`.
 fn model(check: impl Fn() + Sync + Send + 'static) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(2);
@@ -81,7 +81,7 @@ fn a_close_lets_in_nothing_that_is_not_taken() {
             let stack = Arc::clone(&stack);
             move || stack.close()
         });
-        // Across the close: what is taken here, and what is left for later, must be all that was
+        // Around the close: the links taken here, and those left for later, must be all that were
         // accepted.
         let mut taken = stack.take().count();
         closer.join().unwrap();

@@ -1,4 +1,4 @@
-//! Any sequence of operations, against a plain reference: a list, and a set of what is pending.
+//! Any sequence of operations, compared with a plain reference: a list, and a set of pending items.
 #![cfg(all(feature = "std", not(loom), not(miri)))]
 
 use std::collections::VecDeque;
@@ -9,7 +9,7 @@ use std::thread;
 use proptest::prelude::*;
 use weir_queue::{Item, Queue, Work, channel, has_item};
 
-/// Writes its number down; the one that is a gate holds the worker instead.
+/// Writes its number down when it runs; the one that is a gate holds the worker instead.
 struct Scribe {
     number: usize,
     log: Arc<Mutex<Vec<usize>>>,
@@ -40,7 +40,7 @@ fn scribe(number: usize, log: &Arc<Mutex<Vec<usize>>>) -> Arc<Scribe> {
 enum Step {
     /// Schedules this item.
     Schedule(usize),
-    /// Lets the worker run all that is queued, and holds it again.
+    /// Lets the worker run everything that is queued, and holds it again.
     Run,
     Flush,
     Stop,
@@ -57,7 +57,7 @@ fn step() -> impl Strategy<Value = Step> {
 
 const GATE: usize = usize::MAX;
 
-/// Holds the worker: from here on nothing runs, so that what is pending is known.
+/// Holds the worker: from here on no item runs, so that the pending ones are known.
 fn hold(queue: &Queue, gate: &Arc<Scribe>) {
     gate.held.store(true, Release);
     if queue.schedule(gate) {

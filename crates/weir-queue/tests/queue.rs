@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 
 use weir_queue::{Item, Queue, Work, has_item};
 
-/// Miri interprets: a hundredth of the work there.
+/// Number of items: Miri interprets, so there it is a hundredth or less.
 const ITEMS: u64 = if cfg!(miri) { 100 } else { 100_000 };
 
-/// Counts its runs.
+/// An item that counts its runs.
 #[derive(Debug)]
 struct Tally {
     runs: AtomicU64,
@@ -36,7 +36,7 @@ fn queue() -> Queue {
     Queue::builder().name("test").start().unwrap()
 }
 
-/// Keeps the worker inside a callback until the gate opens.
+/// Holds the worker inside a callback until the gate opens.
 struct Gate {
     entered: AtomicBool,
     open: AtomicBool,
@@ -45,7 +45,7 @@ struct Gate {
 has_item!(Gate, item);
 
 impl Gate {
-    /// A worker that is inside the gate's callback.
+    /// Returns with the worker inside the gate's callback.
     fn hold(queue: &Queue) -> Arc<Gate> {
         let gate = Arc::new(Gate { entered: false.into(), open: false.into(), item: Item::new() });
         assert!(queue.schedule(&gate));
@@ -144,8 +144,8 @@ fn many_threads_that_schedule_one_item_run_it_once_for_each_true() {
 
 #[test]
 fn whoever_is_told_pending_has_its_update_seen() {
-    // The lost update that a flag cleared by a plain store allows: set `dirty`, hear "pending", and
-    // the run that was pending has looked at `dirty` before it was set.
+    // This shows the lost update that a flag cleared by a plain store would allow. A caller sets
+    // `dirty` and is told "pending", while the pending run has read `dirty` before it was set.
     struct Mirror {
         dirty: AtomicU64,
         seen: AtomicU64,
@@ -173,7 +173,7 @@ fn whoever_is_told_pending_has_its_update_seen() {
     }
 }
 
-/// Schedules itself until it has run `left` times more.
+/// An item that schedules itself until it has run `left` more times.
 struct Again {
     left: AtomicU32,
     queue: Weak<Queue>,
@@ -391,7 +391,7 @@ fn a_callback_that_panics_is_counted_and_the_worker_goes_on() {
     impl Work for Faulty {
         type Pointer = Box<Faulty>;
         fn run(_: Box<Faulty>) {
-            // As panic!, without a message on the test's output.
+            // Panics, but without a message on the test's output.
             std::panic::resume_unwind(Box::new("on purpose"));
         }
     }
@@ -411,7 +411,7 @@ fn a_burst_costs_one_wake() {
     let queue = queue();
     let start = Instant::now();
     while queue.metrics().wakes == 0 && start.elapsed() < Duration::from_secs(60) {
-        // The worker counts a wake as it goes to sleep.
+        // The worker counts a wake when it goes to sleep.
         thread::yield_now();
     }
     let before = queue.metrics();

@@ -1,4 +1,4 @@
-//! The engine over a volume, and over a filter that answers late, finds no room, and fails.
+//! The request engine over a volume, and over a filter that answers late, has no room, and fails.
 
 mod common;
 
@@ -13,10 +13,10 @@ use weir_volume::{Config, Lane, Volume};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 const IDS: u16 = 6;
-/// Pages of the device that one request's owner uses.
+/// Number of pages of the device that one request's owner uses.
 const REGION: u64 = 16;
 
-/// For each request what it writes, and what it has read.
+/// For each request the bytes that it writes, and those that it has read.
 struct Pages {
     data: Vec<Vec<u8>>,
     read: Vec<Vec<PageBytes>>,
@@ -34,7 +34,7 @@ impl RequestMemory for Pages {
         &self.data[usize::from(id)]
     }
     fn pages(&mut self, id: Id, at: u32) -> &mut [PageBytes] {
-        // In two halves: memory need not be of one piece.
+        // Return it in two halves: a request's memory need not be in one piece.
         let (at, half) = (at as usize, REGION as usize / 2);
         let end = if at < half { half } else { 2 * half };
         &mut self.read[usize::from(id)][at..end]
@@ -148,7 +148,7 @@ proptest! {
                     prop_assert!(bytes[from..from + range.len()] == before[range.clone()], "{id} read {span:?}");
                 }
                 if result.is_err() {
-                    // Each of its pages is as it was, or as it was to be.
+                    // Each page has its old content or the new one.
                     let first = id as u64 * REGION;
                     let found = content(&mut other, first, REGION);
                     let at = (first * PAGE) as usize;

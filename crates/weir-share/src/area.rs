@@ -1,4 +1,4 @@
-//! The memory that one client and the server share: two rings and the frames.
+//! The area: memory that one client and the server share, with two rings and the frames.
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -30,14 +30,14 @@ pub struct Layout {
 /// One of the two rings.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Ring {
-    /// From the client to the server.
+    /// The ring from the client to the server.
     Submissions,
-    /// From the server to the client.
+    /// The ring from the server to the client.
     Completions,
 }
 
 impl Layout {
-    /// `None` when a figure is out of range or the entries are no power of two.
+    /// Makes a layout; `None` when a figure is out of range or the entries are no power of two.
     pub fn new(frames: u32, entries: u32) -> Option<Self> {
         let fits = (1..=FRAMES_MAX).contains(&frames)
             && (1..=ENTRIES_MAX).contains(&entries)
@@ -45,17 +45,17 @@ impl Layout {
         fits.then_some(Layout { frames, entries })
     }
 
-    /// Frames.
+    /// Number of frames.
     pub fn frames(&self) -> u32 {
         self.frames
     }
 
-    /// Entries of each ring.
+    /// Number of entries in each ring.
     pub fn entries(&self) -> u32 {
         self.entries
     }
 
-    /// Bytes of the whole.
+    /// Bytes of the whole area.
     pub fn bytes(&self) -> usize {
         self.frame(self.frames)
     }
@@ -76,60 +76,60 @@ impl Layout {
     }
 }
 
-/// A store's memory, mapped to be read: slots of a page each, some of them lent.
+/// A store's memory, mapped for reading: slots of a page each, some of them lent.
 #[derive(Debug)]
 pub struct Window {
     start: NonNull<u8>,
     bytes: usize,
 }
 
-// SAFETY: an address range of the process, belonging to no thread; it is only read.
+// SAFETY: an address range of the process, which belongs to no thread; it is only read.
 unsafe impl Send for Window {}
-// SAFETY: as above.
+// SAFETY: an address range of the process, which belongs to no thread; it is only read.
 unsafe impl Sync for Window {}
 
 impl Window {
-    /// Maps what the server sent.
+    /// Maps the window that the server sent.
     ///
     /// # Errors
-    /// `EINVAL` for a descriptor that is empty or could shrink; else what `mmap` says.
+    /// Fails with `EINVAL` for a descriptor that is empty or could shrink; else with the error of
+    /// `mmap`.
     pub fn open(fd: &OwnedFd) -> io::Result<Self> {
         if !rustix::fs::fcntl_get_seals(fd)?.contains(SealFlags::SHRINK) {
             return Err(io::ErrorKind::InvalidInput.into());
         }
         let bytes = rustix::fs::fstat(fd)?.st_size as usize;
         let (flags, anywhere) = (MapFlags::SHARED, std::ptr::null_mut());
-        // SAFETY: a fresh mapping at an address of the kernel's choice; the seal keeps it from
-        // shrinking.
+        // SAFETY: a fresh mapping at an address of the kernel's choice overlaps no other; the seal
+        // keeps its file from shrinking.
         let start = unsafe { rustix::mm::mmap(anywhere, bytes, ProtFlags::READ, flags, fd, 0)? };
-        // Others' pages are none of this program's core files.
-        // SAFETY: the mapping just made; this changes no content.
+        // Other programs' pages must not be in this program's core files. SAFETY: the mapping was
+        // just made; the advice changes no content.
         let _ = unsafe { rustix::mm::madvise(start, bytes, rustix::mm::Advice::LinuxDontDump) };
-        // A child is no client, and may be another user's by and by.
-        // SAFETY: as above.
+        // A child is no client, and may later belong to another user. SAFETY: the mapping was just
+        // made; the advice changes no content.
         let _ = unsafe { rustix::mm::madvise(start, bytes, rustix::mm::Advice::LinuxDontFork) };
         Ok(Window { start: NonNull::new(start.cast()).expect("mmap never returns null"), bytes })
     }
 
-    /// The page at `slot`, if there is one: to be looked at only while its token is held.
+    /// The page at `slot`, if there is one. Read it only while its token is held.
     #[inline]
     pub fn slot(&self, slot: u32) -> Option<*const PageBytes> {
         let at = slot as usize * PAGE_SIZE;
-        // SAFETY: the page was just found to lie inside the mapping.
+        // SAFETY: the check above found the page inside the mapping.
         (at < self.bytes).then(|| unsafe { self.start.as_ptr().add(at) }.cast_const().cast())
     }
 }
 
 impl Drop for Window {
     fn drop(&mut self) {
-        // SAFETY: the mapping was made by us, and whoever used its pointers borrowed or owned
-        // `self`.
+        // SAFETY: this value made the mapping, and users of its pointers borrowed or owned `self`.
         let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.bytes) };
     }
 }
 
-/// A mapped area. Whatever the other side writes into it, reading it is safe: indices and entries
-/// are atomics, and a frame is bytes.
+/// A mapped area. Reading it is safe whatever the other side writes: indices and entries are
+/// atomics, and a frame is bytes.
 #[derive(Debug)]
 pub struct Area {
     memory: Memory,
@@ -137,41 +137,42 @@ pub struct Area {
 }
 
 impl Area {
-    /// A new one, all zeros, sealed against a change of size.
+    /// Makes a new area, all zeros, sealed against a change of size.
     ///
     /// # Errors
-    /// What the system says when there is no memory.
+    /// Fails with the system's error when there is no memory.
     pub fn create(layout: Layout) -> io::Result<Self> {
         Ok(Area { memory: Memory::shared("weir-share", layout.bytes())?, layout })
     }
 
-    /// Maps what the server made.
+    /// Maps the area that the server made.
     ///
     /// # Errors
-    /// `EINVAL` for a descriptor that is too short or could shrink; else what `mmap` says.
+    /// Fails with `EINVAL` for a descriptor that is too short or could shrink; else with the error
+    /// of `mmap`.
     pub fn adopt(fd: OwnedFd, layout: Layout) -> io::Result<Self> {
         let memory = Memory::adopt(fd)?;
         if memory.len() < layout.bytes() {
             return Err(io::ErrorKind::InvalidInput.into());
         }
         let (start, bytes) = (memory.as_ptr().cast(), memory.len());
-        // A child is no client, and may be another user's by and by.
-        // SAFETY: the mapping just made; this changes no content.
+        // A child is no client, and may later belong to another user. SAFETY: the mapping was just
+        // made; the advice changes no content.
         let _ = unsafe { rustix::mm::madvise(start, bytes, rustix::mm::Advice::LinuxDontFork) };
         Ok(Area { memory, layout })
     }
 
-    /// The layout.
+    /// The layout of the area.
     pub fn layout(&self) -> Layout {
         self.layout
     }
 
-    /// The descriptor for the other side.
+    /// The area's descriptor, for the other side.
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.memory.fd()
     }
 
-    /// Entries written into a ring so far, by whoever writes it.
+    /// Number of entries written into a ring so far; the side that writes the ring sets it.
     #[inline]
     pub fn written(&self, ring: Ring) -> &AtomicU32 {
         self.index(match ring {
@@ -180,7 +181,7 @@ impl Area {
         })
     }
 
-    /// Entries read from a ring so far, by whoever reads it.
+    /// Number of entries read from a ring so far; the side that reads the ring sets it.
     #[inline]
     pub fn read(&self, ring: Ring) -> &AtomicU32 {
         self.index(match ring {
@@ -189,13 +190,13 @@ impl Area {
         })
     }
 
-    /// Not 0 while the server sleeps and wants its eventfd written.
+    /// A flag: not 0 while the server sleeps and its eventfd must be written.
     #[inline]
     pub fn server_asleep(&self) -> &AtomicU32 {
         self.index(SERVER_ASLEEP)
     }
 
-    /// Not 0 while the client sleeps and wants a byte on its socket.
+    /// A flag: not 0 while the client sleeps and needs a byte on its socket.
     #[inline]
     pub fn client_asleep(&self) -> &AtomicU32 {
         self.index(CLIENT_ASLEEP)
@@ -203,28 +204,28 @@ impl Area {
 
     #[inline]
     fn index(&self, at: usize) -> &AtomicU32 {
-        // SAFETY: `at` is a multiple of 64 below a page, inside the mapping; the memory is only
+        // SAFETY: `at` is a multiple of 64 below a page, inside the mapping; the word is only
         // accessed atomically.
         unsafe { AtomicU32::from_ptr(self.memory.as_ptr().add(at).cast()) }
     }
 
     #[inline]
     fn words(&self, ring: Ring, number: u32) -> &[AtomicU64; ENTRY_WORDS] {
-        // SAFETY: `entry` takes the number modulo the ring's size, so the entry lies inside the
+        // SAFETY: `entry` takes the number modulo the ring's size, so the entry is inside the
         // mapping, at a multiple of 32; rings are only accessed atomically.
         unsafe { &*self.memory.as_ptr().add(self.layout.entry(ring, number)).cast() }
     }
 
-    /// Entry `number` of a ring, counted from the connection's beginning.
+    /// Loads entry `number` of a ring, counted from the connection's beginning.
     #[inline]
     pub fn load(&self, ring: Ring, number: u32) -> [u64; ENTRY_WORDS] {
-        // Spelled out: what `each_ref` and `map` become is two calls a word.
+        // Each word is written out: `each_ref` and `map` compile to two calls a word.
         let words = self.words(ring, number);
         let load = |at: usize| words[at].load(Ordering::Relaxed);
         [load(0), load(1), load(2), load(3)]
     }
 
-    /// Writes entry `number`; [`Area::written`] tells the other side of it.
+    /// Stores entry `number`; [`Area::written`] tells the other side of it.
     #[inline]
     pub fn store(&self, ring: Ring, number: u32, entry: [u64; ENTRY_WORDS]) {
         let words = self.words(ring, number);
@@ -236,11 +237,11 @@ impl Area {
     /// The bytes of a frame, for the side that holds it.
     ///
     /// # Panics
-    /// When there is no such frame.
+    /// Panics when there is no such frame.
     #[inline]
     pub fn frame(&self, frame: u32) -> *mut PageBytes {
         assert!(frame < self.layout.frames, "frame {frame} of {}", self.layout.frames);
-        // SAFETY: the frame was just found to lie inside the mapping.
+        // SAFETY: the check above found the frame inside the mapping.
         unsafe { self.memory.as_ptr().add(self.layout.frame(frame)).cast() }
     }
 }

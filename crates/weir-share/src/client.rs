@@ -1,4 +1,4 @@
-//! The client's side.
+//! The client of the share transport.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -19,18 +19,18 @@ use crate::wire::{
 
 const _: () = assert!(HELLO_BYTES <= WELCOME_BYTES);
 
-/// A client's wishes.
+/// The options of a client.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// Frames: pages that it can hold at a time.
+    /// Number of frames: the pages that the client can hold at a time.
     pub frames: u32,
-    /// Requests that can be under way, a power of two.
+    /// Most requests that can be under way, a power of two.
     pub entries: u32,
-    /// How long it looks for a completion before it sleeps.
+    /// Time that the client spins for a completion before it sleeps.
     pub spin: Duration,
-    /// Reads pages where the stores keep them, if the server lends them so: nothing is copied. Then
-    /// every page of the volume lies before this process, to be read, and the stores' memory lives
-    /// as long as its mapping.
+    /// Whether to read pages in the stores' memory, if the server lends them so: nothing is copied.
+    /// This process can then read every page of the volume, and the stores' memory lives as long as
+    /// its mapping.
     pub in_place: bool,
 }
 
@@ -40,49 +40,49 @@ impl Default for Options {
     }
 }
 
-/// Why something did not work.
+/// The reason why a call failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Nobody serves there.
+    /// No server listens there.
     #[error("cannot connect to the share server at {path}; is `weir serve --share` running?")]
     Connect {
-        /// The socket.
+        /// The path of the socket.
         path: String,
         /// The system's error.
         #[source]
         source: io::Error,
     },
-    /// The server turned the client away.
+    /// The server refused the client.
     #[error("the share server (format {version}) refuses: {reason}; this client speaks format {VERSION}")]
     Refused {
         /// The server's version.
         version: u32,
-        /// Its reason.
+        /// The server's reason.
         reason: io::Error,
     },
-    /// The server said something that it must not.
+    /// The server violated the format.
     #[error("the share server's {what} makes no sense; is it another version?")]
     Nonsense {
-        /// The server's words.
+        /// The violation.
         what: &'static str,
     },
-    /// The server is gone, and all that was held with it.
+    /// The server is gone, and with it all pages that were held.
     #[error("the share server has gone; connect again")]
     Gone,
     /// The ring is full: take completions first.
     #[error("{entries} requests are under way, and no more fit: take completions first")]
     Full {
-        /// The ring's entries.
+        /// Number of entries in the ring.
         entries: u32,
     },
-    /// The server could not do what was asked.
+    /// The server could not do the operation.
     #[error("{op:?} of page {page} failed")]
     Failed {
         /// The operation that was asked for.
         op: Op,
-        /// Of which page.
+        /// The page's number.
         page: u64,
-        /// Why.
+        /// The server's error.
         #[source]
         source: io::Error,
     },
@@ -97,8 +97,8 @@ impl From<rustix::io::Errno> for Error {
     }
 }
 
-/// A page that this client holds. Give it back with [`Client::give`] or [`Client::give_later`]; a
-/// dropped one stays out until the connection closes.
+/// A page that this client holds. Return it with [`Client::give`] or [`Client::give_later`]; a
+/// lease that is only dropped stays out until the connection closes.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "a lease that is dropped stays out"]
 pub struct Lease {
@@ -107,7 +107,7 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// Its token.
+    /// The lease's token.
     pub fn token(&self) -> Token {
         self.token
     }
@@ -121,9 +121,9 @@ impl Lease {
 /// A request that has ended.
 #[derive(Debug)]
 pub struct Completion {
-    /// As given with the request.
+    /// The tag that was given with the request.
     pub tag: u32,
-    /// The page or the frame, where the request was for one.
+    /// The leased page or frame, if the request was for one.
     pub result: io::Result<Option<Lease>>,
 }
 
@@ -133,14 +133,14 @@ pub struct Client {
     socket: OwnedFd,
     area: Area,
     windows: Vec<Window>,
-    /// Written to wake the server.
+    /// The eventfd that the client writes to wake the server.
     server_bell: OwnedFd,
     pages: u64,
     spin: Duration,
     submitted: u32,
     seen: u32,
     in_flight: u32,
-    /// Tokens to return, not yet submitted: one range, as long as they come in order.
+    /// Tokens to return, not yet submitted. They are one range, as long as they come in order.
     returns: Option<TokenRange>,
 }
 
@@ -148,8 +148,8 @@ impl Client {
     /// Connects to the server at `path`.
     ///
     /// # Errors
-    /// [`Error::Connect`], [`Error::Refused`], or [`Error::Nonsense`] from something else that
-    /// listens there.
+    /// Fails with [`Error::Connect`] or [`Error::Refused`], and with [`Error::Nonsense`] when
+    /// another kind of server listens there.
     pub fn connect(path: &Path, options: Options) -> Result<Self, Error> {
         let error = |source: rustix::io::Errno| Error::Connect {
             path: path.display().to_string(),
@@ -162,8 +162,8 @@ impl Client {
         let Options { frames, entries, in_place, .. } = options;
         let hello = Hello { version: VERSION, frames, entries, in_place };
         match send(&socket, &hello.encode(), &[]) {
-            // A server without a free seat says so and closes, before it has heard anything: hear
-            // it out.
+            // A server without a free seat sends that and closes before it has read anything: read
+            // its message.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
             sent => sent?,
         }
@@ -201,25 +201,25 @@ impl Client {
         })
     }
 
-    /// Pages of the volume.
+    /// Number of pages of the volume.
     pub fn pages(&self) -> u64 {
         self.pages
     }
 
-    /// Frames that this client may hold at a time.
+    /// Number of frames that this client may hold at a time.
     pub fn frames(&self) -> u32 {
         self.area.layout().frames()
     }
 
-    /// Requests that are under way.
+    /// Number of requests that are under way.
     pub fn in_flight(&self) -> u32 {
         self.in_flight
     }
 
-    /// Asks for a page. [`Client::submit`] sends it off.
+    /// Asks for a page. [`Client::submit`] sends the request.
     ///
     /// # Errors
-    /// [`Error::Full`] when the ring has no room.
+    /// Fails with [`Error::Full`] when the ring has no room.
     #[inline]
     pub fn ask_read(&mut self, tag: u32, page: u64) -> Result<(), Error> {
         self.ask(Submission { op: Op::Read, tag, page, token: 0, count: 0 })
@@ -228,32 +228,31 @@ impl Client {
     /// Asks for an empty frame to write from.
     ///
     /// # Errors
-    /// [`Error::Full`] when the ring has no room.
+    /// Fails with [`Error::Full`] when the ring has no room.
     pub fn ask_frame(&mut self, tag: u32) -> Result<(), Error> {
         self.ask(Submission { op: Op::Reserve, tag, page: 0, token: 0, count: 0 })
     }
 
-    /// Asks that the content of a frame becomes the page's. Leave the frame alone until the
-    /// completion. Only a frame can be written from: for a page in a window the completion is
-    /// `EBADF`.
+    /// Asks to write a frame's content to a page. Do not change the frame until the completion.
+    /// Only a frame can be written from: for a page in a window the completion is `EBADF`.
     ///
     /// # Errors
-    /// [`Error::Full`] when the ring has no room.
+    /// Fails with [`Error::Full`] when the ring has no room.
     pub fn ask_write(&mut self, tag: u32, page: u64, lease: &Lease) -> Result<(), Error> {
         self.ask(Submission { op: Op::Write, tag, page, token: lease.token.0, count: 0 })
     }
 
-    /// Asks that `count` pages from `page` on be forgotten.
+    /// Asks to discard `count` pages from `page` on.
     ///
     /// # Errors
-    /// [`Error::Full`] when the ring has no room.
+    /// Fails with [`Error::Full`] when the ring has no room.
     pub fn ask_discard(&mut self, tag: u32, page: u64, count: u32) -> Result<(), Error> {
         self.ask(Submission { op: Op::Discard, tag, page, token: 0, count })
     }
 
     #[inline]
     fn ask(&mut self, submission: Submission) -> Result<(), Error> {
-        // One entry is kept for returns, so that frames can always go back.
+        // One entry is reserved for returns, so that frames can always be returned.
         let entries = self.area.layout().entries();
         if self.in_flight + 1 >= entries.max(2) || !self.has_room(1) {
             return Err(Error::Full { entries });
@@ -278,7 +277,7 @@ impl Client {
     /// The content of a page.
     ///
     /// # Panics
-    /// For the lease of another client that has more frames or windows than this one.
+    /// Panics for a lease of another client that has more frames or windows than this one.
     #[inline]
     pub fn page(&self, lease: &Lease) -> &PageBytes {
         let at = match lease.spot {
@@ -296,18 +295,19 @@ impl Client {
         self.windows.get(window as usize)?.slot(slot)
     }
 
-    /// The content of a frame, to write; `None` for a page in a window.
+    /// The content of a frame, for writing; `None` for a page in a window.
     pub fn page_mut(&mut self, lease: &mut Lease) -> Option<&mut PageBytes> {
         let Spot::Frame(frame) = lease.spot else { return None };
-        // SAFETY: this client holds the frame, and `&mut self` keeps every other view of it away.
+        // SAFETY: this client holds the frame, and `&mut self` excludes every other reference to
+        // it.
         Some(unsafe { &mut *self.area.frame(frame) })
     }
 
-    /// Gives a frame back with the next [`Client::submit`]. Frames given in the order in which they
-    /// came go as one.
+    /// Returns a frame with the next [`Client::submit`]. Frames that are returned in the order in
+    /// which they came go as one entry.
     ///
     /// # Errors
-    /// [`Error::Gone`] when the server is.
+    /// Fails with [`Error::Gone`] when the server is gone.
     #[expect(clippy::needless_pass_by_value, reason = "what is given back must not be used again")]
     #[inline]
     pub fn give_later(&mut self, lease: Lease) -> Result<(), Error> {
@@ -328,10 +328,10 @@ impl Client {
         Ok(())
     }
 
-    /// Gives a frame back now.
+    /// Returns a frame now.
     ///
     /// # Errors
-    /// [`Error::Gone`] when the server is.
+    /// Fails with [`Error::Gone`] when the server is gone.
     pub fn give(&mut self, lease: Lease) -> Result<(), Error> {
         self.give_later(lease)?;
         self.submit()
@@ -350,10 +350,10 @@ impl Client {
         Ok(())
     }
 
-    /// Sends off what was asked and given since the last time, and wakes the server if it sleeps.
+    /// Sends the requests and returns since the last call, and wakes the server if it sleeps.
     ///
     /// # Errors
-    /// [`Error::Gone`] when the server is.
+    /// Fails with [`Error::Gone`] when the server is gone.
     pub fn submit(&mut self) -> Result<(), Error> {
         if let Some(range) = self.returns.take() {
             self.push_returns(range)?;
@@ -363,8 +363,8 @@ impl Client {
 
     fn publish(&mut self) -> Result<(), Error> {
         self.area.written(Ring::Submissions).store(self.submitted, Ordering::Release);
-        // The server looks at the ring after it has said that it sleeps: one of the two sees the
-        // other.
+        // The server first says that it sleeps, and then looks at the ring. So one of the two sees
+        // the other.
         fence(Ordering::SeqCst);
         if self.area.server_asleep().load(Ordering::Relaxed) != 0 {
             self.area.server_asleep().store(0, Ordering::Relaxed);
@@ -376,7 +376,7 @@ impl Client {
     /// Takes one completion, if there is one.
     ///
     /// # Errors
-    /// [`Error::Nonsense`] when the server names a frame that there is not.
+    /// Fails with [`Error::Nonsense`] when the server names a frame that does not exist.
     #[inline]
     pub fn poll(&mut self) -> Result<Option<Completion>, Error> {
         let written = self.area.written(Ring::Completions).load(Ordering::Acquire);
@@ -405,10 +405,10 @@ impl Client {
     /// Waits for one completion: spins first, as the options say, then sleeps.
     ///
     /// # Errors
-    /// [`Error::Gone`] when the server goes away meanwhile.
+    /// Fails with [`Error::Gone`] when the server goes away meanwhile.
     #[inline]
     pub fn wait(&mut self) -> Result<Completion, Error> {
-        // Most often there is one already, and reading the clock costs more than taking it.
+        // Mostly there is a completion already, and reading the clock takes longer than taking it.
         if let Some(completion) = self.poll()? {
             return Ok(completion);
         }
@@ -437,7 +437,7 @@ impl Client {
             let mut fds = [PollFd::new(&self.socket, PollFlags::IN)];
             rustix::io::retry_on_intr(|| poll(&mut fds, None))?;
             if !take_rings(&self.socket)? {
-                // A completion from before its end counts.
+                // A completion that came before the server's end counts.
                 return self.poll()?.ok_or(Error::Gone);
             }
         }
@@ -449,22 +449,22 @@ impl Client {
         Ok(rustix::io::retry_on_intr(|| poll(&mut fds, Some(&now)))? > 0)
     }
 
-    /// Reads a page and waits for it; only while nothing else is under way.
+    /// Reads a page and waits for it. Call it only while nothing else is under way.
     ///
     /// # Errors
-    /// [`Error::Failed`] with `ENOBUFS` while every frame is held, with `EIO` for a page that is
-    /// lost.
+    /// Fails with [`Error::Failed`]: with `ENOBUFS` while every frame is held, with `EIO` for a
+    /// page that is lost.
     pub fn read(&mut self, page: u64) -> Result<Lease, Error> {
         self.ask_read(0, page)?;
         self.one(Op::Read, page)?.ok_or(Error::Nonsense { what: "completion" })
     }
 
-    /// Writes a page from a frame of its own choice and waits until it is done; only while nothing
-    /// else is under way.
+    /// Writes a page from a frame that it chooses, and waits until that is done. Call it only while
+    /// nothing else is under way.
     ///
     /// # Errors
-    /// [`Error::Failed`] with `ENOBUFS` while every frame is held, with `EIO` when it cannot be
-    /// kept.
+    /// Fails with [`Error::Failed`]: with `ENOBUFS` while every frame is held, with `EIO` when the
+    /// page cannot be stored.
     pub fn write(&mut self, page: u64, bytes: &[u8; PAGE_SIZE]) -> Result<(), Error> {
         self.ask_frame(0)?;
         let mut lease = self.one(Op::Reserve, page)?.ok_or(Error::Nonsense { what: "completion" })?;
@@ -485,7 +485,7 @@ impl Client {
 
 impl AsFd for Client {
     /// Becomes readable when the server wakes this client, which it does only while
-    /// [`Client::wait`] sleeps, and hangs up when the server has gone.
+    /// [`Client::wait`] sleeps. Hangs up when the server has gone.
     fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
         self.socket.as_fd()
     }

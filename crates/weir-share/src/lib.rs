@@ -1,18 +1,18 @@
-//! Pages of a Weir volume, used where they lie.
+//! Pages of a Weir volume, which local programs use in place.
 //!
 //! A client connects to the server's unix socket and gets an *area*: memory that only it and the
-//! server share, sealed against shrinking. It asks for pages by writing into a ring in the area;
-//! each page arrives in a *frame* of the area, with a [`Token`](weir_lease::Token) that says who
-//! holds it. The client uses the page in place, and returns tokens in ranges. While both are busy
-//! no system call is made.
+//! server share, sealed against shrinking. It asks for pages by writing into a ring in the area.
+//! Each page arrives in a *frame* of the area, with a [`Token`](weir_lease::Token) by which the
+//! client names the page that it holds. The client uses the page in place, and returns tokens in
+//! ranges. While both sides are busy, neither makes a system call.
 //!
-//! Where the server allows it, a client with [`Options::in_place`] gets the stores' own memory too,
-//! to read: then its tokens stand for the slots in which the pages lie, and nothing is copied at
-//! all. docs/share.md says what that costs.
+//! If the server allows it, a client with [`Options::in_place`] also gets the stores' own memory,
+//! for reading. Then its tokens stand for the slots of the pages, and nothing is copied at all.
+//! docs/share.md describes what that costs.
 //!
-//! A client may hold as many frames as its area has and no more; whatever it held when its socket
-//! closes, be it by SIGKILL, is free again. Its area belongs to it alone, so what it scribbles
-//! there harms nobody else.
+//! A client may hold as many frames as its area has and no more. When its socket closes, even by
+//! SIGKILL, everything that it held is free again. Its area belongs to it alone, so nothing that it
+//! writes there harms another client.
 //!
 //! [`wire`] is the format, which docs/share.md describes for other languages;
 //! `include/weir_share.h` is a client in C.

@@ -1,4 +1,4 @@
-//! Greetings and descriptors over the socket.
+//! Greetings and descriptors, sent over the socket.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -10,13 +10,13 @@ use rustix::net::{
     SendFlags, recv, recvmsg, sendmsg,
 };
 
-/// Descriptors that a message may carry.
+/// Most descriptors of a message.
 const FDS: usize = 2 + crate::wire::WINDOWS_MAX as usize;
 
-/// Sends one message with the descriptors that a welcome has, at most.
+/// Sends one message, with at most as many descriptors as a welcome has.
 ///
 /// # Errors
-/// What `sendmsg` says; `EPIPE` instead of a signal when the other side is gone.
+/// Fails with the error of `sendmsg`; with `EPIPE` instead of a signal when the other side is gone.
 pub fn send(socket: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
     let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(FDS))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
@@ -29,22 +29,22 @@ pub fn send(socket: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Resu
     if sent == bytes.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
 }
 
-/// Sends the byte that wakes a client. Never waits: the socket's own flags do not matter, and where
-/// nothing more fits the client has enough to wake up for.
+/// Sends the byte that wakes a client. It never waits, whatever the socket's own flags. If no more
+/// bytes fit, the client has enough to wake up for.
 pub fn ring(socket: impl AsFd) {
-    // A client that has gone is noticed by its socket's end.
+    // If the client has gone, the end of its socket will be noticed.
     let _ = rustix::net::send(socket, &[0], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
 }
 
 /// Takes the bytes that [`ring`] sent. `false`: the other side is gone.
 ///
 /// # Errors
-/// Those of `recv`.
+/// Fails with the errors of `recv`.
 pub fn take_rings(socket: impl AsFd) -> io::Result<bool> {
     use rustix::io::Errno;
     loop {
         match recv(&socket, &mut [0; 1], RecvFlags::DONTWAIT) {
-            // It closed with our greeting in its queue, which it never takes out.
+            // The server closed with this client's greeting unread in its queue.
             Ok((0, _)) | Err(Errno::CONNRESET) => return Ok(false),
             Ok(_) | Err(Errno::INTR) => {}
             Err(Errno::AGAIN) => return Ok(true),
@@ -53,22 +53,21 @@ pub fn take_rings(socket: impl AsFd) -> io::Result<bool> {
     }
 }
 
-/// Looks at the first message and leaves it where it is. So descriptors in it are not closed here,
-/// for the last close of a descriptor takes as long as its owner likes (TCP with `SO_LINGER`). Says
-/// how long the message is, 0 when the other side is gone.
+/// Looks at the first message and leaves it in the queue. So descriptors in it are not closed here:
+/// the last close of a descriptor can take as long as its owner likes (TCP with `SO_LINGER`).
+/// Returns the message's length, 0 when the other side is gone.
 ///
 /// # Errors
-/// Those of `recv`; `WouldBlock` when there is none.
+/// Fails with the errors of `recv`; with `WouldBlock` when there is no message.
 pub fn peek(socket: impl AsFd, bytes: &mut [u8]) -> io::Result<usize> {
     let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
     Ok(rustix::io::retry_on_intr(|| recv(&socket, &mut *bytes, flags))?.0)
 }
 
-/// Receives one message: its length, 0 when the other side is gone, and the descriptors that came
-/// along.
+/// Receives one message. Returns its length, 0 when the other side is gone, and its descriptors.
 ///
 /// # Errors
-/// What `recvmsg` says.
+/// Fails with the error of `recvmsg`.
 pub fn receive(socket: impl AsFd, bytes: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
     let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(FDS))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
@@ -78,8 +77,8 @@ pub fn receive(socket: impl AsFd, bytes: &mut [u8]) -> io::Result<(usize, Vec<Ow
         })
     };
     let message = match attempt() {
-        // The other side closed before it had read what we sent. The kernel says so once, before
-        // what it still holds for us: a server's refusal.
+        // The other side closed before it had read this side's message. The kernel reports that
+        // once, before the message that it still holds for this side: a server's refusal.
         Err(rustix::io::Errno::CONNRESET) => attempt()?,
         received => received?,
     };

@@ -1,44 +1,46 @@
-//! The wire format, version 2. Everything is little-endian; docs/share.md is the same in prose.
+//! The wire format, version 2. Everything is little-endian; docs/share.md describes the same in
+//! prose.
 
 /// "weirshar": the first word of every greeting.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"weirshar");
-/// The version of all that is described here.
+/// The version of the format in this module.
 pub const VERSION: u32 = 2;
-/// Bytes of [`Hello`].
+/// Bytes of a [`Hello`].
 pub const HELLO_BYTES: usize = 32;
-/// Bytes of [`Welcome`].
+/// Bytes of a [`Welcome`].
 pub const WELCOME_BYTES: usize = 64;
-/// Words of an entry of either ring.
+/// Number of words in an entry of either ring.
 pub const ENTRY_WORDS: usize = 4;
-/// The frame of a completion that has none.
+/// The frame number in a completion that has no frame.
 pub const NO_FRAME: u32 = u32::MAX;
-/// Pages that one [`Op::Discard`] may name.
+/// Most pages that one [`Op::Discard`] may name.
 pub const DISCARD_MAX: u32 = 1 << 16;
-/// Frames that an area may have: what a connection's tokens can name.
+/// Most frames of an area: as many as a connection's tokens can name.
 pub const FRAMES_MAX: u32 = weir_lease::QUOTA_MAX;
-/// Entries that a ring may have.
+/// Most entries of a ring.
 pub const ENTRIES_MAX: u32 = 4096;
-/// Windows that a client may get, a descriptor each.
+/// Most windows of a client; each has a descriptor.
 pub const WINDOWS_MAX: u32 = 4;
 
-/// [`Hello`]'s flag of a client that wants pages where the stores keep them.
+/// The flag in a [`Hello`] of a client that wants pages in the stores' memory.
 const IN_PLACE: u32 = 1;
 
 /// The client's first and only message on the socket. The server reads nothing after it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Hello {
-    /// Its version of the format.
+    /// The client's version of the format.
     pub version: u32,
-    /// Frames it would like; the server may give fewer.
+    /// Number of frames that the client wants; the server may give fewer.
     pub frames: u32,
-    /// Entries of each ring it would like, a power of two; the server may give fewer.
+    /// Number of entries of each ring that the client wants, a power of two; the server may give
+    /// fewer.
     pub entries: u32,
-    /// It would like to read pages where the stores keep them, if the server lends them so.
+    /// Whether the client wants to read pages in the stores' memory, if the server lends them so.
     pub in_place: bool,
 }
 
 impl Hello {
-    /// The message.
+    /// Encodes the message.
     pub fn encode(&self) -> [u8; HELLO_BYTES] {
         let mut bytes = [0; HELLO_BYTES];
         bytes[0..8].copy_from_slice(&MAGIC.to_le_bytes());
@@ -49,8 +51,8 @@ impl Hello {
         bytes
     }
 
-    /// The message read, or `None` if it is none: wrong length, wrong magic, or something where
-    /// zeros belong.
+    /// Decodes the message. `None` if it is none: wrong length, wrong magic, or other bytes than
+    /// zeros where zeros belong.
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; HELLO_BYTES] = bytes.try_into().ok()?;
         let flags = half(bytes, 20);
@@ -64,29 +66,29 @@ impl Hello {
     }
 }
 
-/// The server's answer. With status 0 descriptors come along: the area's memfd, the eventfd that
-/// wakes the server, and one a window. Each later message on the socket is one byte that wakes the
-/// client.
+/// The server's answer. With status 0 it carries descriptors: the area's memfd, the eventfd that
+/// wakes the server, and one for each window. Each later message on the socket is one byte that
+/// wakes the client.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Welcome {
-    /// The server's version.
+    /// The server's version of the format.
     pub version: u32,
-    /// 0, or a negative errno: -EPROTO for no greeting, -EPROTONOSUPPORT for another version,
-    /// -EUSERS when every connection is taken, -ENOMEM.
+    /// 0, or a negative errno: -EPROTO for an invalid greeting, -EPROTONOSUPPORT for another
+    /// version, -EUSERS when every connection is taken, -ENOMEM without memory.
     pub status: i32,
-    /// Frames in the area, which are the client's quota.
+    /// Number of frames in the area, which is the client's quota.
     pub frames: u32,
-    /// Entries of each ring, a power of two.
+    /// Number of entries in each ring, a power of two.
     pub entries: u32,
-    /// Pages of the volume.
+    /// Number of pages of the volume.
     pub pages: u64,
-    /// Windows: memory of stores, read-only, in which pages are lent where they lie. At most
+    /// Number of windows: memory of stores, read-only, in which pages are lent in place. At most
     /// [`WINDOWS_MAX`].
     pub windows: u32,
 }
 
 impl Welcome {
-    /// The message.
+    /// Encodes the message.
     pub fn encode(&self) -> [u8; WELCOME_BYTES] {
         let mut bytes = [0; WELCOME_BYTES];
         bytes[0..8].copy_from_slice(&MAGIC.to_le_bytes());
@@ -99,7 +101,7 @@ impl Welcome {
         bytes
     }
 
-    /// The message read, or `None` if it is none.
+    /// Decodes the message; `None` if it is none.
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; WELCOME_BYTES] = bytes.try_into().ok()?;
         (word(bytes, 0) == MAGIC).then(|| Welcome {
@@ -125,18 +127,18 @@ fn word(bytes: &[u8], at: usize) -> u64 {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub enum Op {
-    /// The page, in a frame of the server's choice or in a window: completes with a token.
+    /// Asks for a page, in a frame of the server's choice or in a window: completes with a token.
     Read = 1,
-    /// The content of the frame that `token` names becomes the page's. The frame stays the
-    /// client's, which must leave it alone until the completion.
+    /// Writes the content of the frame that `token` names to the page. The client still holds the
+    /// frame, and must not change it until the completion.
     Write = 2,
-    /// An empty frame to write from: completes with a token.
+    /// Asks for an empty frame to write from: completes with a token.
     Reserve = 3,
-    /// `count` tokens from `token` on, at most
-    /// [`BATCH_REFERENCES_MAX`](weir_lease::BATCH_REFERENCES_MAX), are returned. No completion,
-    /// whatever becomes of it.
+    /// Returns `count` tokens from `token` on, at most
+    /// [`BATCH_REFERENCES_MAX`](weir_lease::BATCH_REFERENCES_MAX). It has no completion, whatever
+    /// the result.
     Give = 4,
-    /// `count` pages from `page` on, at most [`DISCARD_MAX`], are forgotten: they read as zeros.
+    /// Discards `count` pages from `page` on, at most [`DISCARD_MAX`]: they read as zeros.
     Discard = 5,
 }
 
@@ -145,25 +147,25 @@ pub enum Op {
 pub struct Submission {
     /// The operation.
     pub op: Op,
-    /// Comes back with the completion.
+    /// A number of the client's that comes back with the completion.
     pub tag: u32,
-    /// The volume's page.
+    /// The page's number in the volume.
     pub page: u64,
-    /// The token, where the operation has one.
+    /// The token, if the operation has one.
     pub token: u32,
-    /// How many tokens or pages.
+    /// The number of tokens or pages.
     pub count: u32,
 }
 
 impl Submission {
-    /// The entry.
+    /// Encodes the entry.
     #[inline]
     pub fn encode(&self) -> [u64; ENTRY_WORDS] {
         let first = u64::from(self.tag) << 32 | self.op as u64;
         [first, self.page, u64::from(self.count) << 32 | u64::from(self.token), 0]
     }
 
-    /// The entry read, or `None` for an operation that there is not, or something where zeros
+    /// Decodes the entry. `None` for an unknown operation, or other bytes than zeros where zeros
     /// belong.
     #[inline]
     pub fn decode([first, page, tokens, reserved]: [u64; ENTRY_WORDS]) -> Option<Self> {
@@ -183,36 +185,37 @@ impl Submission {
 /// One entry of the completion ring.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Completed {
-    /// The submission's.
+    /// The tag of the submission.
     pub tag: u32,
-    /// 0, or a negative errno: -EIO for a page that cannot be read, -ENOBUFS while the client holds
-    /// every frame, -EINVAL for a page that there is not, -EBADF for a token that the client does
-    /// not hold or that stands for a page of a window, -EROFS where only reading is allowed.
+    /// 0, or a negative errno. -EIO: the page cannot be read. -ENOBUFS: the client holds every
+    /// frame. -EINVAL: there is no such page. -EBADF: the client does not hold the token, or it
+    /// stands for a page of a window. -EROFS: only reading is allowed.
     pub status: i32,
-    /// The new token, where there is one.
+    /// The new token, if there is one.
     pub token: u32,
-    /// The place that it stands for.
+    /// The place that the token stands for.
     pub spot: Spot,
 }
 
 /// The place of a lent page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Spot {
-    /// The completion is of something else.
+    /// The completion is of another kind of operation.
     Nowhere,
-    /// In this frame of the area, which is the client's to write.
+    /// The page is in this frame of the area, which the client may write.
     Frame(u32),
-    /// In a store's memory, `slot` pages from its beginning: to be read only.
+    /// The page is in a store's memory, `slot` pages from its beginning; the client may only read
+    /// it.
     Window {
-        /// Which of the welcome's windows.
+        /// The number of the window, in the order of the welcome.
         window: u32,
-        /// Pages from its beginning.
+        /// The page's number from the window's beginning.
         slot: u32,
     },
 }
 
 impl Spot {
-    /// Frame, and window and slot, as an entry has them.
+    /// The frame, and window and slot, as the words of an entry.
     fn words(self) -> (u32, u64) {
         match self {
             Spot::Nowhere => (NO_FRAME, 0),
@@ -231,7 +234,7 @@ impl Spot {
 }
 
 impl Completed {
-    /// The entry.
+    /// Encodes the entry.
     #[inline]
     pub fn encode(&self) -> [u64; ENTRY_WORDS] {
         let first = u64::from(self.status as u32) << 32 | u64::from(self.tag);
@@ -239,7 +242,7 @@ impl Completed {
         [first, u64::from(frame) << 32 | u64::from(self.token), place, 0]
     }
 
-    /// The entry read.
+    /// Decodes the entry.
     #[inline]
     pub fn decode([first, second, place, _]: [u64; ENTRY_WORDS]) -> Self {
         Completed {

@@ -1,10 +1,10 @@
-//! How opening a store fails: a [kind](OpenErrorKind) for programs and a sentence for people. For
+//! Errors of opening a store: a [kind](OpenErrorKind) for programs and a sentence for people. For
 //! one operation see [`Fault`](crate::Fault).
 
 use std::io::{Error, ErrorKind};
 use weir_core::ByteSize;
 
-/// Why a store, or a lane into one, could not be opened.
+/// The reason why a store, or a lane into one, could not be opened.
 #[derive(Debug, thiserror::Error)]
 #[error("store {store}: {what}")]
 pub struct OpenError {
@@ -19,36 +19,36 @@ pub struct OpenError {
     pub source: Option<Error>,
 }
 
-/// The kind that a caller decides by; the sentence is for people and may change.
+/// The kind of an error, by which a caller decides. The sentence is for people and may change.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum OpenErrorKind {
-    /// Memory or room of that many bytes could not be had: a smaller store may do.
+    /// Memory or room of that many bytes could not be had: a smaller store may be possible.
     NoMemory {
         /// Bytes asked for.
         wanted: u64,
-        /// Bytes that there were, as far as is known.
+        /// Bytes that were available, as far as is known.
         had: u64,
     },
     /// There is no such card, disk or file, or no driver for it.
     NoDevice,
-    /// Somebody else has it, or every lane is taken.
+    /// Another process has it, or every lane is taken.
     InUse,
-    /// This process may not.
+    /// The system denies this process access.
     Denied,
-    /// The request does not fit the file or device: another kind of file, foreign content, pages
-    /// of another version.
+    /// The request does not fit the file or device: it is another kind of file, has foreign
+    /// content, or has pages of another version.
     Layout,
     /// The device or the system failed.
     Io,
 }
 
 impl OpenError {
-    /// An error of `store` that no system call stands behind.
+    /// An error of `store` that comes from no system call.
     pub fn new(kind: OpenErrorKind, store: impl Into<String>, what: impl Into<String>) -> Self {
         OpenError { kind, store: store.into(), what: what.into(), source: None }
     }
 
-    /// An error of `store` for which the system gave a reason, which is its kind.
+    /// An error of `store` for which the system gave a reason; the reason decides the kind.
     pub fn io(store: impl Into<String>, what: impl Into<String>, source: impl Into<Error>) -> Self {
         let source = source.into();
         let kind = match (source.kind(), source.raw_os_error()) {
@@ -60,7 +60,7 @@ impl OpenError {
         OpenError { kind, store: store.into(), what: what.into(), source: Some(source) }
     }
 
-    /// `bytes` could not be had.
+    /// An error of `store`: it could not get `bytes`.
     pub fn no_memory(store: impl Into<String>, bytes: u64, source: impl Into<Error>) -> Self {
         let what = format!("cannot take {} of memory; ask for less, or free some", ByteSize(bytes));
         let kind = OpenErrorKind::NoMemory { wanted: bytes, had: weir_core::available().unwrap_or(0) };

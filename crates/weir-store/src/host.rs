@@ -1,6 +1,6 @@
-//! `host:SIZE`: pages in RAM. What tests and `weir try` stand on, what give-back moves to where
-//! there is no disk, and the control that shows what the rest of Weir costs when the store costs
-//! nothing.
+//! `host:SIZE`: a store in RAM. Tests and `weir try` use it, and give-back moves pages there if
+//! there is no disk. It is also the control that shows the cost of the rest of Weir, since this
+//! store costs almost nothing.
 
 use crate::{Fault, Keep, Lane, OpenError, Progress, Reclaim, Share, State, Store, Survive, Ticket};
 use rustix::fs::FallocateFlags;
@@ -10,16 +10,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use weir_core::{ByteSize, Memory, PAGE_SIZE, PageBytes, Slot, Watch, copy, unwatched};
 
-/// Slots of a chunk: 128 MiB, as a GPU's chunks.
+/// Slots of a chunk: 128 MiB, as for a GPU's chunks.
 const CHUNK_SLOTS: u32 = 32_768;
 
 /// The name under which a keeper holds the memfd with the pages.
 pub(crate) const HANDOFF: &str = "pages";
 
-/// A store in RAM, all of it taken, touched and (where allowed) locked at the start.
+/// A store in RAM, all of it taken, touched and (if allowed) locked at the start.
 ///
-/// Its memory is a memfd: a keeper that maps and locks it keeps the pages across the daemon's
-/// death.
+/// The memory is a memfd: a keeper that maps and locks it preserves the pages when the daemon dies.
 #[derive(Debug)]
 pub struct Host {
     name: String,
@@ -32,7 +31,7 @@ struct Shared {
     slots: u32,
     /// Chunks whose memory has been given back.
     released: Box<[AtomicBool]>,
-    /// It locks the pages too, and is told of those that come later.
+    /// The keeper, which also locks the pages, and is told of pages that are added later.
     keep: OnceLock<Arc<dyn Keep>>,
 }
 
@@ -40,15 +39,16 @@ impl Host {
     /// Takes `slots` pages of RAM.
     ///
     /// # Errors
-    /// When there is not that much.
+    /// Fails when there is not that much memory.
     pub fn new(slots: u32) -> Result<Self, OpenError> {
         Self::watched(slots, &mut unwatched)
     }
 
-    /// As [`Host::new`], for so many that somebody wants to know how far it is, or to end it.
+    /// Does the same as [`Host::new`], with progress reports and a way to stop, for a large number
+    /// of slots.
     ///
     /// # Errors
-    /// As [`Host::new`]; and what `watch` says.
+    /// Fails as [`Host::new`] does, and with the error of `watch`.
     pub fn watched(slots: u32, watch: Watch<'_>) -> Result<Self, OpenError> {
         let bytes = u64::from(slots) * PAGE_SIZE as u64;
         let name = format!("host:{}", ByteSize(bytes));
@@ -70,25 +70,25 @@ impl Host {
         Host { name, shared: Arc::new(Shared { memory, slots, released, keep: OnceLock::new() }) }
     }
 
-    /// The descriptor of its memory, for the keeper.
+    /// The descriptor of the memory, for the keeper.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.shared.memory.fd().expect("Host memory is always a memfd")
     }
 
-    /// Whether its memory is pinned in RAM, as swap needs it.
+    /// Whether the memory is locked in RAM, as swap needs.
     pub fn is_locked(&self) -> bool {
         self.shared.memory.is_locked()
     }
 }
 
 impl Shared {
-    /// The slot's address, unless it lies outside or its chunk has been released.
+    /// The slot's address, unless it is outside of the store or its chunk has been released.
     #[inline]
     fn at(&self, slot: Slot) -> Result<*mut u8, Fault> {
         if slot.0 >= self.slots || self.released[(slot.0 / CHUNK_SLOTS) as usize].load(Ordering::Relaxed) {
             return Err(Fault::Lost);
         }
-        // SAFETY: inside the mapping, which is `slots` pages long.
+        // SAFETY: the address is inside the mapping, which is `slots` pages long.
         Ok(unsafe { self.memory.as_ptr().add(slot.0 as usize * PAGE_SIZE) })
     }
 
@@ -142,17 +142,18 @@ impl Survive for Host {
         if !held {
             keep.hold(HANDOFF, self.fd(), true)?;
         }
-        // A volume has one keeper in its life.
+        // A volume has only one keeper in its life, so this cannot fail.
         let _ = self.shared.keep.set(keep);
         Ok(())
     }
 
-    /// Only this process's own threads write its memory, and they end before it does.
+    /// Always quiet: only this process's own threads write its memory, and they end before the
+    /// process does.
     fn is_quiet(&self) -> bool {
         true
     }
 
-    /// The kernel clears the memory when nobody maps it any more.
+    /// Does nothing: the kernel clears the memory when no process maps it any more.
     fn forget(&self) {}
 }
 
@@ -173,7 +174,7 @@ impl Reclaim for Host {
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         rustix::fs::fallocate(self.fd(), flags, offset, bytes)
             .map_err(|errno| Fault::Io(errno.raw_os_error()))?;
-        // Only now: one that could not be released takes pages on.
+        // Set this only now: a chunk that could not be released still takes pages.
         self.shared.released[chunk as usize].store(true, Ordering::SeqCst);
         Ok(())
     }
@@ -184,8 +185,8 @@ impl Reclaim for Host {
 }
 
 impl Host {
-    /// Takes a chunk's memory again, if `available` has room for it: to populate more than there is
-    /// would not fail, it would set the OOM killer on somebody.
+    /// Takes a chunk's memory again, if `available` has room for it. Populating more memory than
+    /// there is would not fail: it would have the OOM killer end a process.
     fn take_of(&self, chunk: u32, available: Option<u64>) -> Result<(), Fault> {
         let (offset, bytes) = self.shared.chunk(chunk)?;
         if available.is_some_and(|available| bytes > available) {
@@ -194,8 +195,8 @@ impl Host {
         let taken = self.shared.memory.take(offset as usize, bytes as usize, &mut unwatched);
         taken.map_err(|error| Fault::Io(error.raw_os_error().unwrap_or(libc::ENOMEM)))?;
         if let Some(keep) = self.shared.keep.get() {
-            // Else they are mapped by nobody when this process dies, and swapped out first. A
-            // keeper that is gone holds nothing.
+            // Tell the keeper. Otherwise no process maps these pages when this one dies, and they
+            // are swapped out first. A keeper that is gone holds nothing.
             let _ = keep.took(HANDOFF, offset, bytes);
         }
         self.shared.released[chunk as usize].store(false, Ordering::SeqCst);
@@ -203,21 +204,21 @@ impl Host {
     }
 }
 
-/// A lane into RAM: every operation is a copy, finished when the call returns.
+/// A lane into RAM: every operation is a copy, which is finished when the call returns.
 #[derive(Debug)]
 struct HostLane(Arc<Shared>);
 
 impl Lane for HostLane {
     fn write(&mut self, _ticket: Ticket, slot: Slot, page: &PageBytes) -> Progress {
         Progress::Done(self.0.at(slot).map(|at| {
-            // SAFETY: `at` is a page of the mapping, which nothing in safe reach overlaps.
+            // SAFETY: `at` is a page of the mapping, and no safe reference overlaps it.
             unsafe { copy::page_to_shared(at, page) }
         }))
     }
 
     fn read(&mut self, _ticket: Ticket, slot: Slot, page: &mut PageBytes) -> Progress {
         Progress::Done(self.0.at(slot).map(|at| {
-            // SAFETY: as in `write`.
+            // SAFETY: `at` is a page of the mapping, as in `write`.
             unsafe { copy::page_from_shared(page, at) }
         }))
     }
@@ -227,7 +228,7 @@ impl Lane for HostLane {
     }
 
     fn write_past_caches(&mut self, slot: Slot, page: &PageBytes) -> Result<(), Fault> {
-        // SAFETY: as in `write`; a slot is aligned to pages.
+        // SAFETY: `at` is a page of the mapping, as in `write`, and slots are aligned to pages.
         self.0.at(slot).map(|at| unsafe { copy::page_past_caches(at, page) })
     }
 
@@ -242,8 +243,8 @@ impl Lane for HostLane {
     }
 
     unsafe fn view(&self, slot: Slot) -> Option<&PageBytes> {
-        // SAFETY: a page of the mapping, which lives as long as `self`; that nobody writes it is
-        // the caller's word.
+        // SAFETY: `at` is a page of the mapping, which lives as long as `self`. The caller
+        // guarantees that the page is not written.
         self.0.at(slot).ok().map(|at| unsafe { &*at.cast::<PageBytes>() })
     }
 }
@@ -281,7 +282,7 @@ mod tests {
         rustix::fs::ftruncate(&fd, 8 * PAGE_SIZE as u64).unwrap();
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK).unwrap();
         let host = Host::adopt(Memory::adopt(fd).unwrap());
-        // The kernel punches no hole into memory that is sealed against writes by others.
+        // The kernel punches no hole into memory that is sealed against other writers.
         rustix::fs::fcntl_add_seals(host.fd(), SealFlags::FUTURE_WRITE).unwrap();
         assert_eq!(host.release(0), Err(Fault::Io(libc::EPERM)));
         let mut lane = host.lane(1).unwrap();

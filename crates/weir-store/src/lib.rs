@@ -1,18 +1,18 @@
-//! Places that keep pages.
+//! Stores, which keep pages in numbered slots.
 //!
 //! A [`Store`] is a row of numbered [`Slot`]s of [`PAGE_SIZE`](weir_core::PAGE_SIZE) bytes. It
-//! keeps what it was given and knows nothing of what the pages mean: which page lies in which slot,
-//! checksums, and what happens when a store fails are the volume's business.
+//! keeps the pages that it is given, and does not know their meaning. The volume handles the rest:
+//! which page lies in which slot, checksums, and what happens when a store fails.
 //!
-//! A store is used through [`Lane`]s, one for each thread that uses it. A lane shares no lock with
-//! another lane, takes all the memory it needs when it is opened, and never allocates afterwards.
-//! Queueing, submission and completion are three steps, so that a batch reaches the device in one
-//! go and several stores can work at once:
+//! Threads use a store through [`Lane`]s, one each. A lane shares no lock with another lane, takes
+//! all its memory when it is opened, and never allocates afterwards. Queueing, submission and
+//! completion are three steps. So a batch reaches the device in one go, and several stores can work
+//! at once:
 //!
-//! 1. [`Lane::plan`] says what is coming; [`Lane::write`] and [`Lane::read`] queue operations. A
-//!    store that can do one at once (memory that the CPU reaches) does it there and answers
+//! 1. [`Lane::plan`] announces a batch; [`Lane::write`] and [`Lane::read`] queue operations. A
+//!    store that can do an operation at once (in memory that the CPU reaches) does so and returns
 //!    [`Progress::Done`].
-//! 2. [`Lane::submit`] rings the doorbell for what was queued.
+//! 2. [`Lane::submit`] starts the queued operations.
 //! 3. [`Lane::poll`] hands each finished operation to a callback, with its own result.
 
 #[cfg(feature = "conformance")]
@@ -48,26 +48,26 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::Instant;
 use weir_core::{PageBytes, Slot};
 
-/// A row of slots that keep pages. What it can do besides is found by [`reclaim`](Store::reclaim),
-/// [`survive`](Store::survive), [`share`](Store::share) and [`report`](Store::report): `None` there
-/// means that it cannot.
+/// A row of slots that keep pages. Its further abilities are found by [`reclaim`](Store::reclaim),
+/// [`survive`](Store::survive), [`share`](Store::share) and [`report`](Store::report): each returns
+/// `None` if the store lacks it.
 ///
-/// A store has members that fail each by itself: a card, a disk, a node. A slot lies on one member
-/// for good.
+/// A store has members, each of which fails by itself: a card, a disk, a node. A slot always lies
+/// on the same member.
 pub trait Store: Send + Sync + fmt::Debug {
     /// The store as a URL of the command line, for logs and status: `host:8GiB`, `vram:0`.
     fn name(&self) -> &str;
 
-    /// Slots it has, used or free. Constant while the store is open.
+    /// Number of slots, used or free. Constant while the store is open.
     fn slots(&self) -> u32;
 
     /// Opens a lane for one thread, with room for `depth` operations in flight.
     ///
     /// # Errors
-    /// When memory for it cannot be had (locked, pinned or on the device).
+    /// Fails when memory for the lane cannot be had (locked, pinned or on the device).
     fn lane(&self, depth: usize) -> Result<Box<dyn Lane>, OpenError>;
 
-    /// How many members it has, numbered from 0. Constant while the store is open.
+    /// Number of members, numbered from 0. Constant while the store is open.
     fn members(&self) -> u32 {
         1
     }
@@ -77,28 +77,29 @@ pub trait Store: Send + Sync + fmt::Debug {
         0
     }
 
-    /// The state of a member. Asked for each write: it costs a load.
+    /// The state of a member. It is asked for each write, so it takes only a load.
     fn state(&self, member: u32) -> State;
 
-    /// Why the kernel must not swap onto it, with the next step; `None` where it may.
+    /// The reason why the kernel must not swap onto the store, with the next step; `None` if it
+    /// may.
     fn unfit_for_swap(&self) -> Option<String>;
 
-    /// Giving memory back to its owner.
+    /// The ability to give memory back to its owner.
     fn reclaim(&self) -> Option<&dyn Reclaim> {
         None
     }
 
-    /// Keeping pages beyond the process. A store that has not this survives nothing.
+    /// The ability to keep pages beyond the process's life. A store without it loses them.
     fn survive(&self) -> Option<&dyn Survive> {
         None
     }
 
-    /// Showing its memory to other processes.
+    /// The ability to share its memory with other processes.
     fn share(&self) -> Option<&dyn Share> {
         None
     }
 
-    /// Telling how it is.
+    /// The ability to report its members' conditions.
     fn report(&self) -> Option<&dyn Report> {
         None
     }
@@ -106,54 +107,54 @@ pub trait Store: Send + Sync + fmt::Debug {
 
 /// A store whose memory other processes can map.
 pub trait Share {
-    /// A descriptor of memory in which slot `n` lies at byte `n * PAGE_SIZE`, to be mapped to read
-    /// by other processes. Reading a slot there is right only while its content stays.
+    /// A descriptor of memory in which slot `n` lies at byte `n * PAGE_SIZE`. Other processes may
+    /// map it for reading. A slot read there is right only while its content does not change.
     ///
     /// # Errors
-    /// What the system says.
+    /// Fails with the system's error.
     fn window(&self) -> io::Result<OwnedFd>;
 }
 
-/// How the room of a file is made ready before it takes pages.
+/// The way in which a file's room is prepared before it takes pages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Room {
-    /// Its blocks are set aside, so that the device never meets a full disk.
+    /// The blocks are only set aside, so that the device never meets a full disk.
     Reserved,
-    /// They are written too: else the first write of each is a transaction of its file system,
-    /// which takes memory. A kernel that swaps needs it so.
+    /// The blocks are written too. Otherwise the first write of each is a transaction of its file
+    /// system, which takes memory. A kernel that swaps needs this.
     Written,
 }
 
-/// How a member of a store is now; a later variant is worse. What a volume does with each:
+/// The present state of a store's member; a later variant is worse. The volume acts on each as
+/// follows:
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum State {
-    /// It takes pages and gives them back.
+    /// The member takes pages and returns them.
     Online,
-    /// It gives pages back. New pages go there only when no member that is online has a slot.
+    /// The member returns pages. It takes new ones only when no online member has a free slot.
     Draining,
-    /// It cannot be reached for now, and keeps what it holds. Its operations wait or end with
-    /// [`Fault::Timeout`]. Its pages stay its pages, its slots count as room, and no new page goes
-    /// there.
+    /// The member cannot be reached for now, and still holds its pages. Its operations wait or end
+    /// with [`Fault::Timeout`]. Its slots count as room, but it takes no new page.
     Unreachable,
-    /// It is gone, with all it held: every operation on its slots is a [`Fault::Lost`], and its
-    /// slots are no room any more.
+    /// The member is gone, with all pages. Every operation on its slots ends with [`Fault::Lost`],
+    /// and its slots no longer count as room.
     Lost,
 }
 
-/// One thread's way into a store.
+/// A lane: one thread's access to a store.
 ///
-/// Operations that are in flight together have no order, whichever lanes they are in: a read beside
-/// a write of its slot finds either content or a mixture, and two writes leave either. A caller
-/// that cares waits for the first. A dropped lane has no effect any more: what it had in flight has
-/// finished, or never will. Only a device that hangs may still write slots whose writes had not
-/// [settled](Lane::settled).
+/// Operations that are in flight together have no order, even in different lanes. A read beside a
+/// write of its slot finds either content or a mixture, and two writes leave either. A caller that
+/// needs an order waits for the first.
+///
+/// A dropped lane has no more effect: its operations in flight have finished, or never will. Only a
+/// device that hangs may still write slots whose writes had not [settled](Lane::settled).
 pub trait Lane: Send {
-    /// Announces a batch, so that the store can choose its path before the first operation of it.
+    /// Announces a batch, so that the store can choose its path before the batch's first operation.
     /// Optional.
     fn plan(&mut self, _reads: usize, _writes: usize) {}
 
-    /// Whether [`plan`](Lane::plan) makes a difference, so that callers need not count batches for
-    /// nothing.
+    /// Whether [`plan`](Lane::plan) makes a difference. If not, callers need not count batches.
     fn heeds_plan(&self) -> bool {
         false
     }
@@ -161,44 +162,45 @@ pub trait Lane: Send {
     /// Queues the write of a page into a slot. `page` may be reused as soon as this returns.
     fn write(&mut self, ticket: Ticket, slot: Slot, page: &PageBytes) -> Progress;
 
-    /// Queues the read of a slot. With [`Progress::Done`] the content is in `page`; with
-    /// [`Progress::Queued`] `page` is untouched and the content comes with the completion.
+    /// Queues the read of a slot. With [`Progress::Done`] the content is in `page`. With
+    /// [`Progress::Queued`] `page` is unchanged, and the content comes with the completion.
     fn read(&mut self, ticket: Ticket, slot: Slot, page: &mut PageBytes) -> Progress;
 
-    /// The slot's content where it lies, for stores whose memory the CPU reads as fast as its own.
+    /// The slot's content where it lies, for stores whose memory the CPU reads as fast as its own
+    /// RAM.
     ///
     /// # Safety
-    /// While the reference lives, no lane may write the slot and nobody release its chunk. (Reads
-    /// and writes through the other calls may race: they copy, and a torn copy fails its checksum.)
+    /// While the reference lives, no lane may write the slot, and its chunk must not be released.
+    /// (Reads and writes by other calls may race: they copy, and a torn copy fails its checksum.)
     unsafe fn view(&self, _slot: Slot) -> Option<&PageBytes> {
         None
     }
 
-    /// Says that a write of the slot may follow soon, so that memory that the CPU writes can be
-    /// brought near it. Does nothing to the slot.
+    /// Prefetches a slot's memory for a write that may follow soon, if the CPU writes it. Does not
+    /// change the slot.
     fn prepare(&self, _slot: Slot) {}
 
-    /// Pages of slots side by side that one operation may name now, to write or to read; 0 where
-    /// each is an operation of its own.
+    /// Number of side-by-side slots that one operation may name now, to write or to read; 0 if each
+    /// slot needs an operation of its own.
     fn run_room(&self, _write: bool) -> usize {
         0
     }
 
     /// Queues the read of `count` slots from `first` on, at most [`run_room`](Lane::run_room), as
-    /// one operation. Returns how many of them it has taken, from the first on; 0: none, and
-    /// [`read`](Lane::read) says why. Each page comes with a completion of its own, in the order of
-    /// the slots, all with this ticket.
+    /// one operation. Returns how many of the first slots it has taken; 0: none, and
+    /// [`read`](Lane::read) returns the reason. Each page has a completion of its own, in the order
+    /// of the slots, all with this ticket.
     fn read_run(&mut self, _ticket: Ticket, _first: Slot, _count: usize) -> usize {
         0
     }
 
-    /// Queues the write of `pages` into the slots from `first` on, likewise.
+    /// Queues the write of `pages` into the slots from `first` on, in the same way.
     fn write_run(&mut self, _ticket: Ticket, _first: Slot, _pages: &[PageBytes]) -> usize {
         0
     }
 
-    /// After how many writes a [`submit`](Lane::submit) is cheapest, and after how many more each
-    /// time from then on. `None`: one is as good as another.
+    /// The number of writes after which a [`submit`](Lane::submit) is cheapest, and the number for
+    /// each further one. `None`: all numbers are equally good.
     fn best_runs(&self) -> Option<(usize, usize)> {
         None
     }
@@ -208,46 +210,47 @@ pub trait Lane: Send {
         false
     }
 
-    /// Writes a page into a slot at once and past the caches, in no order: others see it after
-    /// [`settle`](Lane::settle). For long runs of pages.
+    /// Writes a page into a slot at once and past the caches, in no order. Other threads see it
+    /// after [`settle`](Lane::settle). It is for long runs of pages.
     ///
     /// # Errors
-    /// As a completed [`write`](Lane::write); `Unsupported` where the store has no such way.
+    /// Fails as a completed [`write`](Lane::write) does, and with `Unsupported` if the store cannot
+    /// do it.
     fn write_past_caches(&mut self, _slot: Slot, _page: &PageBytes) -> Result<(), Fault> {
         Err(Fault::Unsupported)
     }
 
-    /// Waits until what was [written past the caches](Lane::write_past_caches) is there for
-    /// everybody.
+    /// Waits until pages that were [written past the caches](Lane::write_past_caches) are visible
+    /// to every thread.
     fn settle(&mut self) {}
 
-    /// Queues a flush: every write that any lane handed over as done before is safe against a power
-    /// failure afterwards. One at a time. It takes as long as the device takes: [`ANSWER_WITHIN`]
-    /// is not for it. Memory has nothing to flush.
+    /// Queues a flush. After it, every write that any lane completed before is safe against a power
+    /// failure. Only one may be under way. It takes as long as the device needs: the limit
+    /// [`ANSWER_WITHIN`] does not apply. Memory has nothing to flush.
     fn flush(&mut self, _ticket: Ticket) -> Progress {
         Progress::Done(Ok(()))
     }
 
-    /// Starts everything queued since the last call.
+    /// Starts the operations queued since the last call.
     fn submit(&mut self) {}
 
-    /// Hands over every operation that has finished, in any order. Never waits, and knows no time
-    /// but `now`. An operation's time runs from the first poll after its submission: one that has
-    /// not finished within [`ANSWER_WITHIN`] is handed over with [`Fault::Timeout`]. If it is a
-    /// write, it may still change its slot until [`settled`](Lane::settled) names it.
+    /// Hands over every finished operation, in any order. Never waits, and knows only the time
+    /// `now`. The time limit of an operation begins at the first poll after its submission. If it
+    /// has not finished within [`ANSWER_WITHIN`], it ends with [`Fault::Timeout`]. A write that
+    /// ended so may still change its slot until [`settled`](Lane::settled) names the slot.
     fn poll(&mut self, _now: Instant, _done: &mut dyn FnMut(Done<'_>)) {}
 
-    /// Names the slots of writes that were handed over with [`Fault::Timeout`] and have ended
-    /// since, as the last poll found. Nobody else may use such a slot before.
+    /// Names the slots of writes that ended with [`Fault::Timeout`] and were then completed, as the
+    /// last poll found. Before that no other page may use such a slot.
     fn settled(&mut self, _free: &mut dyn FnMut(Slot)) {}
 
-    /// Operations started or queued and not yet handed over.
+    /// Number of operations that were queued or started, and not yet handed over.
     fn in_flight(&self) -> usize {
         0
     }
 
-    /// Becomes readable when [`poll`](Lane::poll) has something to hand over. `None`: the thread
-    /// must poll.
+    /// A descriptor that becomes readable when [`poll`](Lane::poll) has something to hand over.
+    /// `None`: the thread must poll.
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
         None
     }

@@ -1,4 +1,4 @@
-//! From a name to a store.
+//! Opens the store that a URL names.
 
 use crate::vram::{Drivers, VramStore};
 use crate::{FileStore, Host, OpenError, OpenErrorKind, Room, Sim, Store, StoreUrl, host};
@@ -6,8 +6,8 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use weir_core::{Memory, PAGE_SIZE, Watch, unwatched};
 
-/// Opens the store that `url` names: takes its memory, allocates its file. May take seconds for a
-/// large one.
+/// Opens the store that `url` names: takes its memory, or allocates its file. It may take seconds
+/// for a large one.
 ///
 /// ```
 /// let store = weir_store::open(&"host:1MiB".parse()?)?;
@@ -16,16 +16,16 @@ use weir_core::{Memory, PAGE_SIZE, Watch, unwatched};
 /// ```
 ///
 /// # Errors
-/// When the room cannot be had, or the machine lacks what the store needs.
+/// Fails when the room cannot be had, or the machine lacks something that the store needs.
 pub fn open(url: &StoreUrl) -> Result<Arc<dyn Store>, OpenError> {
     open_watched(url, Room::Reserved, &mut unwatched)
 }
 
-/// As [`open`]. `watch` hears how far it is where much memory is taken or much room is written, and
-/// can end it.
+/// Does the same as [`open`]. `watch` gets the progress while memory is taken or room is written,
+/// and can stop it.
 ///
 /// # Errors
-/// As [`open`]; and what `watch` says, as its [source](OpenError::source).
+/// Fails as [`open`] does, and with the error of `watch` as its [source](OpenError::source).
 pub fn open_watched(url: &StoreUrl, room: Room, watch: Watch<'_>) -> Result<Arc<dyn Store>, OpenError> {
     match url {
         StoreUrl::Host { size } => Ok(Arc::new(Host::watched((size.0 / PAGE_SIZE as u64) as u32, watch)?)),
@@ -36,12 +36,11 @@ pub fn open_watched(url: &StoreUrl, room: Room, watch: Watch<'_>) -> Result<Arc<
     }
 }
 
-/// Opens the store of a daemon that has ended, with every page that it held. `take` hands over by
-/// name what a keeper holds of it ([`Survive`](crate::Survive)). `room` is that of the daemon
-/// before.
+/// Opens the store of a daemon that has ended, with every page in it. `take` returns the keeper's
+/// descriptors by name ([`Survive`](crate::Survive)). `room` is that of the earlier daemon.
 ///
 /// # Errors
-/// When something is missing, or this kind of store does not outlive its process.
+/// Fails when something is missing, or this kind of store does not outlive its process.
 pub fn reopen(
     url: &StoreUrl,
     room: Room,

@@ -1,4 +1,4 @@
-//! Memory that goes back to its owner, chunk by chunk, and how much of it the owner has left.
+//! Memory that is given back to its owner, chunk by chunk, and the memory that the owner has left.
 
 use crate::Fault;
 
@@ -7,59 +7,59 @@ pub trait Reclaim {
     /// Slots of a chunk. The last chunk may be shorter.
     fn chunk_slots(&self) -> u32;
 
-    /// Gives a chunk's memory back to its owner. The caller has emptied it; what it held reads as a
-    /// fault from here on. Slow (milliseconds): call it from a worker.
+    /// Gives a chunk's memory back to its owner. The caller has emptied the chunk; its slots fault
+    /// from here on. It takes milliseconds: call it from a worker.
     ///
     /// # Errors
-    /// When the memory stays; the chunk is as it was.
+    /// Fails when the memory stays; the chunk is unchanged then.
     fn release(&self, chunk: u32) -> Result<(), Fault>;
 
-    /// Takes memory for a released chunk again. Slow: call it from a worker.
+    /// Takes memory for a released chunk again. It is slow: call it from a worker.
     ///
     /// # Errors
-    /// When there is none now.
+    /// Fails when there is no memory now.
     fn take(&self, chunk: u32) -> Result<(), Fault>;
 
-    /// How much of a member is left to its owner; `None` where it does not say. Costs some ten
-    /// microseconds: for a governor that looks a few times a second.
+    /// The memory of a member that its owner has left; `None` if the member does not report it. It
+    /// takes some ten microseconds: a governor asks a few times a second.
     fn headroom(&self, _member: u32) -> Option<Headroom> {
         None
     }
 }
 
-/// One card's memory as all its users together leave it. The owner comes first: below `floor`
-/// memory is owed back; above `spare` more may be taken.
+/// One card's memory, as all its users together leave it. The owner comes first: below `floor` free
+/// bytes, Weir owes memory; above `spare`, it may take more.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Headroom {
-    /// Bytes that nobody has.
+    /// Bytes that are free on the card.
     pub free: u64,
-    /// Bytes of the card.
+    /// Bytes of the card's memory in total.
     pub total: u64,
-    /// A display hangs on it.
+    /// Whether a display is connected to the card.
     pub display: bool,
     /// Free bytes below which memory is given back (`floor=` of the URL).
     pub floor: u64,
-    /// Free bytes that are left alone when memory is taken: 1 GiB, 3 GiB beside a display, the
-    /// floor if that is more.
+    /// Free bytes that stay free when memory is taken: 1 GiB, 3 GiB with a display, or the floor if
+    /// that is more.
     pub spare: u64,
-    /// Bytes of a chunk, the unit of giving and taking.
+    /// Bytes of a chunk, the unit of give-back and take.
     pub chunk: u64,
 }
 
 impl Headroom {
-    /// Whether memory is owed back.
+    /// Whether Weir must give memory back.
     pub fn is_short(&self) -> bool {
         self.free < self.floor
     }
 
-    /// Whether what was owed has been given, with a chunk on top, so that giving and taking do not
+    /// Whether Weir has given back enough, with one chunk more, so that give-back and take do not
     /// chase each other.
     pub fn has_recovered(&self) -> bool {
         self.free >= self.floor + self.chunk
     }
 
-    /// Chunks to give back now; 0 while the floor is kept. Once it is broken, up to where it has
-    /// recovered.
+    /// Number of chunks to give back now; 0 while the floor is kept. Below the floor, it is enough
+    /// to recover fully.
     pub fn owed_chunks(&self) -> u32 {
         if !self.is_short() {
             return 0;
@@ -67,7 +67,8 @@ impl Headroom {
         chunks((self.floor + self.chunk - self.free).div_ceil(self.chunk))
     }
 
-    /// Chunks that may be taken again: what is free beyond the spare, less one chunk of distance.
+    /// Number of chunks that may be taken again: the free memory beyond the spare, less one chunk
+    /// of distance.
     pub fn spare_chunks(&self) -> u32 {
         chunks((self.free.saturating_sub(self.spare) / self.chunk).saturating_sub(1))
     }

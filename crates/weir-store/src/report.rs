@@ -1,60 +1,60 @@
-//! A store's reports about itself while it is open.
+//! Reports of an open store about its members.
 
 use crate::State;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-/// A store that tells how its members are.
+/// A store that reports the conditions of its members.
 pub trait Report {
     /// The condition of each member.
     fn conditions(&self) -> Vec<Condition>;
 
-    /// Has `tell` called whenever a member's condition changes, once for each change, by a thread
-    /// that may wait.
+    /// Has a thread that may wait call `tell` once for each change of a member's condition.
     fn when_changed(&self, tell: TellChange);
 
-    /// The time of its opening until the first operation, stage by stage.
+    /// The time from the store's opening to its first operation, stage by stage.
     fn stages(&self) -> Vec<(&'static str, Duration)>;
 
-    /// Calls `tell` once what a member opens behind its first operations is there, or will not
-    /// come; at once where that is over already, and never where there is nothing of the kind.
+    /// Calls `tell` once the parts that a member opens after its first operations are ready, or
+    /// will not come. Calls it at once if that is over already, and never if there are no such
+    /// parts.
     fn when_joined(&self, tell: Tell);
 }
 
-/// The listener that is told how the opening of a store went on; see [`Report::when_joined`].
+/// The listener for the later parts of a store's opening; see [`Report::when_joined`].
 pub type Tell = Arc<dyn Fn(&Joined) + Send + Sync>;
 
 /// The callback for changes; see [`Report::when_changed`].
 pub type TellChange = Arc<dyn Fn(&Condition) + Send + Sync>;
 
-/// How a member of a store is, since when, and why.
+/// The condition of a store's member: its state, since when, and why.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Condition {
-    /// Its name: `NVIDIA H200, driver 580.159.04`.
+    /// The member's name, such as `NVIDIA H200, driver 580.159.04`.
     pub part: String,
-    /// Whether it can be relied on.
+    /// The member's state.
     pub state: State,
-    /// The ways to it that it has now.
+    /// The paths to the member that work now.
     pub ways: Vec<&'static str>,
-    /// Each fast way that it has not, and why.
+    /// Each fast path that does not work, and why.
     pub missing: Vec<(&'static str, String)>,
-    /// Since when it is so.
+    /// The time of the last change.
     pub since: SystemTime,
-    /// The reason for the change; `None`: it was opened.
+    /// The reason for the last change; `None` if the member was only opened.
     pub why: Option<String>,
-    /// Another process could reach all that is kept of it.
+    /// Whether another process could reach everything that the member holds, and this one cannot.
     pub wants_another_process: bool,
 }
 
-/// How what a store opens behind its first operations went.
+/// The outcome of opening the parts that a store opens after its first operations.
 #[derive(Clone, Debug)]
 pub struct Joined {
-    /// The store, or the part of it.
+    /// The store's name, or that of its part.
     pub store: String,
     /// The time of each stage.
     pub stages: Vec<(&'static str, Duration)>,
-    /// The part that is not there, and why.
+    /// The part that is missing, and why.
     pub missing: Option<String>,
-    /// Since the opening of the store began.
+    /// Time since the opening of the store began.
     pub after: Duration,
 }

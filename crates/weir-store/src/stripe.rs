@@ -1,4 +1,4 @@
-//! Slots dealt out among members, so that a load meets all of them at once (RAID-0).
+//! Striping: deals slots out among members, so that a load uses all of them at once (RAID-0).
 
 use crate::{
     Condition, Done, Fault, Headroom, Lane, OpenError, Progress, Reclaim, Report, State, Store, Tell,
@@ -8,16 +8,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use weir_core::{PageBytes, Slot};
 
-/// Which member each slot of a store lies on, and where there.
+/// The rule that says on which member each slot of a store lies, and at which slot of the member.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Deal(Rule);
 
 #[derive(Clone, PartialEq, Eq, Debug)]
 enum Rule {
-    /// Units of so many slots, in turns.
+    /// Units of `unit` slots, on the members in turns.
     Turns { members: u32, unit: u32 },
-    /// For each unit its member, and its number there. A unit has a power of two of slots, whose
-    /// logarithm this is.
+    /// For each unit its member, and its number on that member. A unit has `1 << shift` slots.
     Table { shift: u32, units: Box<[(u16, u32)]> },
 }
 
@@ -27,14 +26,14 @@ impl Deal {
         Deal(Rule::Turns { members, unit })
     }
 
-    /// Each unit of `unit` slots, a power of two, where `units` says: its member, and its number
-    /// there.
+    /// A rule by table, for units of `unit` slots, a power of two: `units` gives each unit's
+    /// member, and its number there.
     pub fn by_table(unit: u32, units: Vec<(u16, u32)>) -> Self {
         Deal(Rule::Table { shift: unit.ilog2(), units: units.into() })
     }
 
     /// Deals units of `unit` slots to the members, `counts` to each. After any number of units each
-    /// member has a share in proportion to its speed, while it has units left.
+    /// member has a share in proportion to its speed, as long as it has units left.
     pub fn by_speed(unit: u32, counts: &[u32], speeds: &[f64]) -> Self {
         let mut given = vec![0u32; counts.len()];
         let total = counts.iter().sum::<u32>() as usize;
@@ -51,7 +50,7 @@ impl Deal {
         Self::by_table(unit, units)
     }
 
-    /// The units of a table, and how many slots they have; none of turns.
+    /// The units of a table; empty for units in turns.
     pub fn units(&self) -> &[(u16, u32)] {
         match &self.0 {
             Rule::Turns { .. } => &[],
@@ -59,7 +58,7 @@ impl Deal {
         }
     }
 
-    /// A slot's member, and the slot there; `None` behind the end of a table.
+    /// A slot's member, and the slot on that member; `None` after the end of a table.
     #[inline]
     pub fn locate(&self, slot: Slot) -> Option<(u32, Slot)> {
         match &self.0 {
@@ -76,7 +75,7 @@ impl Deal {
         }
     }
 
-    /// The slot that lies at `there` on a member. A table is searched for it.
+    /// The slot that lies at `there` on a member. In a table it must be searched for.
     pub fn slot(&self, member: u32, there: Slot) -> Option<Slot> {
         match &self.0 {
             Rule::Turns { members, unit } => {
@@ -92,8 +91,8 @@ impl Deal {
     }
 }
 
-/// A store over others, each of which is a member with a state of its own. Chunks are dealt out
-/// whole.
+/// A store over other stores, its members, each with a state of its own. Each chunk lies on one
+/// member.
 #[derive(Debug)]
 pub struct Stripe<M> {
     name: String,
@@ -103,11 +102,11 @@ pub struct Stripe<M> {
 }
 
 impl<M: Store + Reclaim> Stripe<M> {
-    /// A stripe over `members`, whose chunks are as large as each other's and a power of two of
-    /// slots. Member `n` moves `speeds[n]` pages a second.
+    /// Makes a stripe over `members`. Their chunks must have one size, a power of two of slots.
+    /// Member `n` moves `speeds[n]` pages a second.
     ///
     /// # Panics
-    /// When there is no member.
+    /// Panics when there is no member.
     pub fn by_speed(name: String, members: Vec<M>, speeds: &[f64]) -> Self {
         let unit = members[0].chunk_slots();
         if members.len() == 1 {
@@ -117,11 +116,11 @@ impl<M: Store + Reclaim> Stripe<M> {
         Self::over(name, members, Deal::by_speed(unit, &counts, speeds))
     }
 
-    /// A stripe over `members` as an earlier one has dealt its chunks out; `units` is empty where
-    /// it had one member.
+    /// Makes a stripe over `members` with the chunks dealt out as in an earlier stripe; `units` is
+    /// empty if that had one member.
     ///
     /// # Panics
-    /// When there is no member.
+    /// Panics when there is no member.
     pub fn dealt(name: String, members: Vec<M>, units: Vec<(u16, u32)>) -> Self {
         let unit = members[0].chunk_slots();
         let deal = if units.is_empty() { Deal::in_turns(1, unit) } else { Deal::by_table(unit, units) };
@@ -137,17 +136,17 @@ impl<M: Store + Reclaim> Stripe<M> {
         Stripe { name, members, deal: Arc::new(deal), slots }
     }
 
-    /// Its members.
+    /// The members of the stripe.
     pub fn parts(&self) -> &[M] {
         &self.members
     }
 
-    /// How its chunks are dealt out.
+    /// The rule by which the chunks are dealt out.
     pub fn deal(&self) -> &Deal {
         &self.deal
     }
 
-    /// A chunk's member, and its number there.
+    /// A chunk's member, and its number on that member.
     fn chunk(&self, chunk: u32) -> Result<(&M, u32), Fault> {
         let unit = self.chunk_slots();
         let first = chunk.checked_mul(unit).and_then(|first| self.deal.locate(Slot(first)));
@@ -241,7 +240,7 @@ impl<M: Store + Reclaim> Report for Stripe<M> {
     }
 }
 
-/// One thread's lanes into several members.
+/// A thread's lanes into several members.
 struct StripedLane {
     lanes: Vec<Box<dyn Lane>>,
     deal: Arc<Deal>,
@@ -342,7 +341,7 @@ mod tests {
             for (member, &count) in counts.iter().enumerate() {
                 prop_assert_eq!(deal.units().iter().filter(|it| of(it) == member).count() as u32, count);
             }
-            // While all have units left, each has its share to within one.
+            // While all members have units left, each has its share to within one unit.
             let least = counts.iter().map(|&count| f64::from(count)).fold(f64::INFINITY, f64::min) as usize;
             let sum: f64 = speeds.iter().sum();
             for (member, &speed) in speeds.iter().enumerate() {

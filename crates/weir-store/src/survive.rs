@@ -1,4 +1,4 @@
-//! How pages outlive the process that wrote them.
+//! Pages that outlive the process that wrote them.
 
 use std::fmt;
 use std::io;
@@ -8,43 +8,42 @@ use std::sync::Arc;
 /// A store that [`reopen`](crate::reopen) finds again, with its pages, after its process has died.
 pub trait Survive {
     /// Hands every descriptor that must survive to `keep`, now and whenever one is added. `held`:
-    /// it holds those that there are now already, from the process before this one.
+    /// the keeper already holds the present ones, from the process before this one.
     ///
     /// # Errors
-    /// When it does not hold something.
+    /// Fails when the keeper cannot hold one.
     fn keep_with(&self, keep: Arc<dyn Keep>, held: bool) -> io::Result<()>;
 
-    /// Whether nothing that a process before this one began can still change a slot. A dead process
-    /// submits nothing more, but what it had submitted may land later, where there is a device
-    /// behind it.
+    /// Whether no operation of an earlier process can change a slot any more. A dead process
+    /// submits nothing more, but if there is a device, its earlier operations may still land.
     fn is_quiet(&self) -> bool;
 
-    /// The process ends because it was told to. What is kept is not wanted any more, and may be
-    /// cleared with the store.
+    /// Notes that the process ends because it was told to: the memory that the keeper holds is no
+    /// longer needed, and may be cleared with the store.
     fn forget(&self);
 }
 
 /// The keeper of descriptors that must outlive this process. See [`Survive::keep_with`].
 pub trait Keep: Send + Sync + fmt::Debug {
-    /// Holds a descriptor under a name that is unique within the store; a memfd (`is_memory`)
-    /// mapped and locked.
+    /// Holds a descriptor under a name that is unique within the store. A memfd (`is_memory`) is
+    /// also mapped and locked.
     ///
     /// # Errors
-    /// When it cannot, or is gone.
+    /// Fails when the keeper cannot hold it, or is gone.
     fn hold(&self, name: &str, fd: BorrowedFd<'_>, is_memory: bool) -> io::Result<()>;
 
-    /// Hears that memory held under that name has pages again in a range where it had none, so that
-    /// they are locked there too.
+    /// Notes that memory held under that name has new pages in a range, so that the keeper locks
+    /// them too.
     ///
     /// # Errors
-    /// When it is gone.
+    /// Fails when the keeper is gone.
     fn took(&self, _name: &str, _offset: u64, _bytes: u64) -> io::Result<()> {
         Ok(())
     }
 
-    /// Closes what it held under that name.
+    /// Closes the descriptor that is held under that name.
     ///
     /// # Errors
-    /// When it is gone.
+    /// Fails when the keeper is gone.
     fn let_go(&self, name: &str) -> io::Result<()>;
 }

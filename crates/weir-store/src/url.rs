@@ -1,4 +1,4 @@
-//! Store URLs: how a store is named on the command line, in the TOML file and in status.
+//! Store URLs: the names of stores on the command line, in the TOML file and in status.
 //!
 //! | URL | a store in |
 //! |---|---|
@@ -30,67 +30,67 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use weir_core::{ByteSize, PAGE_SIZE};
 
-/// A store, named.
+/// A store's name as a URL.
 #[derive(Clone, PartialEq, Debug)]
 pub enum StoreUrl {
-    /// `host:SIZE`.
+    /// `host:SIZE`: a store in RAM.
     Host {
-        /// How much memory it takes.
+        /// Bytes of memory that the store takes.
         size: ByteSize,
     },
-    /// `vram:[GPU][?KEY=VALUE&...]`.
+    /// `vram:[GPU][?KEY=VALUE&...]`: a store in GPU memory.
     Vram(VramUrl),
-    /// `file:PATH[?KEY=VALUE&...]`.
+    /// `file:PATH[?KEY=VALUE&...]`: a store in a file or on a disk.
     File(FileUrl),
-    /// `stripe:PATH,PATH...[?KEY=VALUE&...]`.
+    /// `stripe:PATH,PATH...[?KEY=VALUE&...]`: a store striped over several files or disks.
     Stripe(StripeUrl),
-    /// `sim:[KEY=VALUE,...]`.
+    /// `sim:[KEY=VALUE,...]`: a simulated store.
     Sim(SimUrl),
 }
 
-/// Why a text names no store.
+/// The reason why a text is no store URL.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("store {url:?}: {problem}")]
 pub struct UrlError {
-    /// The text.
+    /// The text that was given.
     pub url: String,
-    /// The mistake in it.
+    /// The mistake in the text.
     pub problem: UrlProblem,
 }
 
 /// A mistake in a store URL.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum UrlProblem {
-    /// It names no kind of store that there is.
+    /// The text names an unknown kind of store.
     #[error(
         "no kind of store is called {0:?}; accepted: host:8GiB, vram:, file:PATH, stripe:PATH,PATH, sim:"
     )]
     Scheme(String),
-    /// A key that this kind of store does not know.
+    /// The text has a key that this kind of store does not know.
     #[error("unknown key {key:?}; accepted: {}", accepted.join(", "))]
     UnknownKey {
-        /// As given.
+        /// The key that was given.
         key: String,
-        /// The keys that are known.
+        /// The known keys.
         accepted: &'static [&'static str],
     },
-    /// A key given twice.
+    /// The text has a key twice.
     #[error("{0} is given twice")]
     Repeated(&'static str),
-    /// A value that its key cannot take.
+    /// The text has a value that its key cannot take.
     #[error("{key} cannot be {value:?}: give {expected}")]
     Value {
         /// The key, or the part of the URL.
         key: &'static str,
-        /// As given.
+        /// The value that was given.
         value: String,
-        /// The values that it takes.
+        /// The values that the key takes.
         expected: &'static str,
     },
 }
 
 impl StoreUrl {
-    /// The files and devices that it names.
+    /// The files and devices that the URL names.
     pub fn paths(&self) -> &[PathBuf] {
         match self {
             StoreUrl::File(file) => std::slice::from_ref(&file.path),
@@ -99,10 +99,10 @@ impl StoreUrl {
         }
     }
 
-    /// The same for a process in another directory: every path from the root on.
+    /// Makes every path of the URL absolute, for a process in another directory.
     ///
     /// # Errors
-    /// When this process is in a directory that is gone.
+    /// Fails when this process is in a directory that is gone.
     pub fn absolute(mut self) -> std::io::Result<Self> {
         let paths = match &mut self {
             StoreUrl::File(file) => std::slice::from_mut(&mut file.path),
@@ -115,8 +115,8 @@ impl StoreUrl {
         Ok(self)
     }
 
-    /// The same store with room for `slots` pages more, where the URL says how large it is: what a
-    /// volume needs for writes under way comes on top of what its user asked for.
+    /// The same store with `slots` more slots, if the URL gives a size: the slots for writes under
+    /// way come on top of the size that the user asked for.
     pub fn enlarged(&self, slots: u32) -> Self {
         let mut url = self.clone();
         let size = match &mut url {
@@ -153,12 +153,12 @@ fn parse(url: &str) -> Result<StoreUrl, UrlProblem> {
     }
 }
 
-/// Splits `path?query` at the last `?`, so that a path may hold one if a query follows.
+/// Splits `path?query` at the last `?`, so a path may contain one if a query follows.
 pub(crate) fn split_query(text: &str) -> (&str, &str) {
     text.rsplit_once('?').unwrap_or((text, ""))
 }
 
-/// The `key=value` pairs of `text`, each key one of `accepted` and given once.
+/// Parses `text` into `key=value` pairs; each key must be one of `accepted`, and given once.
 pub(crate) fn pairs<'a>(
     text: &'a str,
     separator: char,
@@ -179,7 +179,7 @@ pub(crate) fn pairs<'a>(
     Ok(found)
 }
 
-/// `text` as a `T`, or an error that says what `key` takes.
+/// Parses `text` as a `T`; the error says which values `key` takes.
 pub(crate) fn value<T: FromStr>(
     key: &'static str,
     text: &str,
@@ -188,7 +188,8 @@ pub(crate) fn value<T: FromStr>(
     text.parse().map_err(|_| UrlProblem::Value { key, value: text.to_owned(), expected })
 }
 
-/// `text` as room for pages: whole pages, one at least, and no more than slots can be numbered.
+/// Parses `text` as room for pages: whole pages, at least one, and no more than slots can be
+/// numbered.
 pub(crate) fn size(key: &'static str, text: &str) -> Result<ByteSize, UrlProblem> {
     const MOST: u64 = u32::MAX as u64 * PAGE_SIZE as u64;
     let expected = "a size in whole pages of 4KiB, below 16TiB, such as 8GiB";
@@ -199,7 +200,7 @@ pub(crate) fn size(key: &'static str, text: &str) -> Result<ByteSize, UrlProblem
     Ok(size)
 }
 
-/// `text` as a switch.
+/// Parses `text` as `on` or `off`.
 pub(crate) fn switch(key: &'static str, text: &str) -> Result<bool, UrlProblem> {
     match text {
         "on" => Ok(true),
@@ -208,8 +209,7 @@ pub(crate) fn switch(key: &'static str, text: &str) -> Result<bool, UrlProblem> 
     }
 }
 
-/// Shows `key=value` pairs after a first separator and between each other, and leaves out what is
-/// default.
+/// Writes `key=value` pairs with separators, and leaves out values that are the default.
 pub(crate) struct Query<'a, 'f> {
     out: &'a mut fmt::Formatter<'f>,
     next: &'static str,
@@ -229,7 +229,7 @@ impl<'a, 'f> Query<'a, 'f> {
     }
 }
 
-/// As [`FromStr`] reads it, in its shortest form.
+/// Writes the URL in its shortest form, as [`FromStr`] reads it.
 impl fmt::Display for StoreUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

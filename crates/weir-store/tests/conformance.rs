@@ -1,4 +1,4 @@
-//! Every store of this crate, through the suite that all must pass.
+//! Every store of this crate in the conformance suite, which all must pass.
 
 use std::sync::Arc;
 use weir_store::{Sim, Store, StoreUrl, Stripe, conformance, open};
@@ -7,7 +7,7 @@ fn store(url: &str) -> Arc<dyn Store> {
     open(&url.parse().expect("a URL")).expect("a store")
 }
 
-/// A store in files that nobody else sees: they are unlinked as soon as they are open.
+/// A store in files that no other program sees: they are unlinked as soon as they are open.
 fn files(names: &[&str], dir: &str, options: &str) -> Arc<dyn Store> {
     let unique = format!("weir-conformance-{}-{:?}", std::process::id(), std::thread::current().id());
     let paths: Vec<String> = names.iter().map(|name| format!("{dir}/{unique}-{name}")).collect();
@@ -21,7 +21,7 @@ conformance!(host: store("host:129MiB"));
 conformance!(sim_at_once: store("sim:size=1MiB,chunk=64KiB"));
 conformance!(sim_out_of_order: store("sim:size=1MiB,chunk=64KiB,seed=7,delay=9"));
 conformance!(sim_slow: store("sim:size=256KiB,chunk=64KiB,delay=2,latency_us=20"));
-/// Three simulated members, of which the second is as fast as the others together.
+/// A stripe of three simulated members; the second is as fast as the two others together.
 fn stripe_of_members(options: &str) -> Arc<dyn Store> {
     let member = |seed| match format!("sim:seed={seed},{options}").parse() {
         Ok(StoreUrl::Sim(url)) => Sim::open(url).expect("memory"),

@@ -1,5 +1,5 @@
-//! The promises of `file:` beyond the conformance suite: room that is there, other people's data
-//! left alone, nothing readable left behind, and errors that hit only the operations they belong
+//! Promises of `file:` beyond the conformance suite. The room is really there. Other people's data
+//! is not touched. Nothing readable is left behind. Errors hit only the operations that they belong
 //! to.
 
 mod scratch;
@@ -50,8 +50,8 @@ fn a_refusal_says_what_kind_it_is() {
     assert_eq!(kind(&url(&path, 1)), OpenErrorKind::InUse);
 }
 
-/// Queues one operation for each slot, submits them together, and gives their results in the order
-/// of slots.
+/// Queues one operation for each slot, submits them together, and returns their results in the
+/// order of slots.
 fn batch(
     lane: &mut dyn Lane,
     slots: &[u32],
@@ -103,7 +103,7 @@ fn all_its_room_is_there_before_the_first_page() {
     assert!(store.name().ends_with("store?size=16MiB&chunk=1MiB"), "{}", store.name());
 }
 
-/// The words of filefrag on a file; `None`, having said so, where it cannot.
+/// The output of filefrag for a file. `None`, after printing that, if it does not work.
 fn extents(test: &str, path: &Path) -> Option<String> {
     let said = Command::new("filefrag").arg("-v").arg(path).output();
     let said = said.ok().filter(|said| said.status.success()).map(|said| said.stdout);
@@ -124,7 +124,7 @@ fn what_a_kernel_swaps_on_has_no_extent_that_is_only_set_aside() {
         println!("skipped: {test}: a file system that sets blocks aside without writing them");
         return;
     }
-    // Of a file that was set aside before, what is missing is written.
+    // In a file that was only set aside before, the missing part is written.
     let written = soon(|| {
         let mut heard = Vec::new();
         let mut watch = |done, all| {
@@ -176,7 +176,7 @@ fn a_file_that_others_can_read_and_that_stays_so_is_refused() {
     File::create(&path).unwrap();
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o666)).unwrap();
     std::os::unix::fs::chown(&path, Some(65534), None).unwrap();
-    // Capabilities are a thread's own.
+    // Each thread has capabilities of its own.
     let error = std::thread::scope(|scope| {
         let as_no_owner = || {
             let none = CapabilitySet::empty();
@@ -282,7 +282,7 @@ fn a_file_whose_owner_is_just_letting_it_go_is_waited_for() {
         std::thread::sleep(std::time::Duration::from_millis(60));
         drop(first);
     });
-    // Not by `opened`, which would try again by itself.
+    // Do not use `opened`, which would try again by itself.
     FileStore::open(&url(&path, 1)).unwrap();
     going.join().unwrap();
 }
@@ -353,7 +353,7 @@ fn a_write_that_the_disk_takes_only_half_of_reports_each_page_by_itself() {
     let path = directory.file("store");
     let store = FileStore::open(&url(&path, 2)).unwrap();
     let mut lane = store.lane(256).unwrap();
-    // Somebody punches pages 40 to 80 out of the file, and somebody else takes their room.
+    // One program punches pages 40 to 80 out of the file, and another takes their room.
     let file = OpenOptions::new().write(true).open(&path).unwrap();
     let page = PAGE_SIZE as u64;
     let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
@@ -406,7 +406,7 @@ fn who_may_not_write_is_told_what_he_lacks_and_root_is_not_told_to_be_root() {
     std::fs::create_dir(&own).unwrap();
     std::fs::set_permissions(&own, std::fs::Permissions::from_mode(0o555)).unwrap();
     let url = url(&own.join("store"), 4);
-    // Root as in a unit: the capabilities of a thread are its own.
+    // The thread acts as root in a systemd unit: a thread has capabilities of its own.
     let without = std::thread::spawn(move || {
         let none = CapabilitySet::empty();
         let none = CapabilitySets { effective: none, permitted: none, inheritable: none };
@@ -419,8 +419,9 @@ fn who_may_not_write_is_told_what_he_lacks_and_root_is_not_told_to_be_root() {
     assert_eq!(error.contains("run as root"), !is_root, "{error}");
 }
 
-/// Opens it soon: a child that another test starts at this moment has our descriptors too until it
-/// runs its own program, and so keeps a device in use that was closed here.
+/// Opens the store, and tries again for a short time. A child that another test starts at this
+/// moment has this test's descriptors too, until it runs its own program. So a device that was
+/// closed here stays in use.
 fn opened(url: &FileUrl) -> FileStore {
     soon(|| FileStore::open(url))
 }
@@ -485,7 +486,7 @@ fn planted_page() -> PageBytes {
 }
 
 fn shows_the_secret(path: &Path) -> bool {
-    // Half of it is enough, at any alignment.
+    // Half of it is enough to find it at any alignment.
     let needle = &PLANTED[..16];
     std::fs::read(path).unwrap().windows(needle.len()).any(|window| window == needle)
 }
@@ -508,16 +509,16 @@ fn a_killed_process_leaves_nothing_readable_in_the_file() {
         }
         child.kill().unwrap();
         child.wait().unwrap();
-        // In the clear it is there, so the search would find it.
+        // Without encryption it is there, so the search would find it.
         assert_eq!(shows_the_secret(&path), !encrypt, "encrypt: {encrypt}");
     }
 }
 
-/// The other half of the test above; by itself, one round that reads back what it wrote.
+/// The other half of the test above. Run by itself, it is one round that reads back what it wrote.
 #[test]
 fn writes_the_secret_until_it_is_killed() {
     let told = std::env::var("WEIR_TEST_SECRET_IN").ok();
-    // Only where nobody kills it: a killed process leaves its directory behind.
+    // Only a process that is not killed has a directory here: a killed one would leave it behind.
     let directory = told.is_none().then(Directory::new);
     let url = match &told {
         Some(url) => match url.parse().unwrap() {

@@ -1,5 +1,5 @@
-//! No store touches the allocator between two operations, faults included: a thread that serves
-//! swap must not.
+//! No store uses the allocator between two operations, even after faults: a thread that serves swap
+//! must not.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -12,14 +12,14 @@ static ALLOCATOR: SealedAllocator = SealedAllocator;
 
 const DEPTH: u32 = 32;
 
-/// Writes and reads in batches, some slots outside the store, some in a released chunk. Returns how
-/// many succeeded and how many faulted.
+/// Writes and reads in batches; some slots are outside of the store, some in a released chunk.
+/// Returns how many operations succeeded and how many faulted.
 fn work(lane: &mut dyn Lane, slots: u32) -> (u32, u32) {
     let (mut good, mut bad) = (0, 0);
     let mut page = [7; PAGE_SIZE];
     for round in 0..50 {
         for ticket in 0..2 * DEPTH {
-            // Runs of neighbours, then scattered, then outside.
+            // The slots are runs of neighbours, then scattered, then outside of the store.
             let slot = Slot(match round % 3 {
                 0 => round + ticket,
                 1 => (ticket * 37) % slots,
@@ -65,7 +65,7 @@ fn no_store_touches_the_allocator_on_an_io_thread() {
     .iter()
     .map(|url| open(&url.parse().unwrap()).unwrap())
     .collect();
-    // A file cut off underneath, so that runs fail and are split.
+    // The file is truncated under the store, so that runs fail and are split.
     let cut = std::fs::OpenOptions::new().write(true).open(format!("{dir}/file")).unwrap();
     cut.set_len((1 << 20) + 100 * PAGE_SIZE as u64).unwrap();
     std::fs::remove_dir_all(&dir).unwrap();
@@ -79,7 +79,7 @@ fn no_store_touches_the_allocator_on_an_io_thread() {
         assert_eq!(seal::violations() - before, 0, "{}", store.name());
         assert!(good > 100 && bad > 100, "{}: {good} good, {bad} bad", store.name());
     }
-    // The control: the allocator would have noticed.
+    // The control: the allocator would have noticed an allocation.
     let before = seal::violations();
     seal::on_io_thread(|| drop(std::hint::black_box(Box::new(1))));
     assert!(seal::violations() > before);

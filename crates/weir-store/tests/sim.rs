@@ -45,8 +45,8 @@ fn finish(lane: &mut dyn Lane, progress: Progress, into: &mut PageBytes) -> Resu
     }
 }
 
-/// Writes and reads every slot of `store` several times, checks each result against the store's own
-/// account.
+/// Writes and reads every slot of `store` several times, and compares each result with the store's
+/// own counts.
 fn exercise(store: &Sim) -> Injected {
     let mut lane = store.lane(8).expect("a lane");
     let mut seen = Injected::default();
@@ -76,7 +76,7 @@ fn exercise(store: &Sim) -> Injected {
                 }
                 Ok(_) if store.damage(Slot(slot)).is_some() => seen.damaged_reads += 1,
                 Ok(page) => {
-                    // Only a write that failed leaves an older content without damage.
+                    // Only a failed write leaves an older content that does not count as damage.
                     let older = (0..serial).any(|serial| page == content(Slot(slot), serial));
                     assert!(acknowledged && (older || page == [0; PAGE_SIZE]), "slot {slot}, write {serial}");
                 }
@@ -178,7 +178,7 @@ proptest! {
             let store = sim(&url);
             let mut lanes = [store.lane(4).unwrap(), store.lane(4).unwrap()];
             let mut history = [Vec::new(), Vec::new()];
-            // The lanes take turns in either order, on halves of their own.
+            // The lanes take turns in either order, each on its own half.
             for serial in 0..200u32 {
                 for turn in [first, 1 - first] {
                     let slot = turn as u32 * 8 + serial % 8;

@@ -1,5 +1,5 @@
-//! The time that a store's user takes is not the driver's. Alone in its process, since it shortens
-//! what a driver may take.
+//! Time that a store's user takes does not count as the driver's. The test is alone in its process,
+//! since it shortens the driver's time limit.
 
 #[path = "fake_cuda/mod.rs"]
 #[allow(dead_code, reason = "the other tests use the rest")]
@@ -13,7 +13,7 @@ use weir_store::{Condition, Done, Progress, Store, StoreUrl};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// How its only card is.
+/// The condition of the store's only card.
 fn condition(store: &VramStore) -> Condition {
     store.report().expect("cards tell how they are").conditions().remove(0)
 }
@@ -46,7 +46,7 @@ fn a_slow_user_of_what_came_back_is_not_taken_for_a_driver_that_hangs() {
         assert!(since.elapsed() < PATIENCE, "no answer");
     }
     assert_eq!(condition(&store).why, None, "the context lives");
-    // And one that does hang is seen.
+    // A call that does hang is noticed.
     cuda.hold("cuEventQuery");
     std::thread::scope(|scope| {
         let hangs = scope.spawn(move || {

@@ -1,4 +1,4 @@
-//! A memory limit around a process: the memory controller of either cgroup version.
+//! A memory limit for a process, by the memory controller of either cgroup version.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -9,7 +9,7 @@ use std::{fs, io, thread};
 pub struct Cgroup(PathBuf);
 
 impl Cgroup {
-    /// That of run `pid`, be it there or not.
+    /// The cgroup of run `pid`, whether or not it exists.
     pub fn of(pid: u32) -> Cgroup {
         let root = Path::new("/sys/fs/cgroup");
         let parent = if Self::is_unified() { root.to_owned() } else { root.join("memory") };
@@ -20,10 +20,11 @@ impl Cgroup {
         Path::new("/sys/fs/cgroup/cgroup.controllers").exists()
     }
 
-    /// Makes that of run `pid`, which may keep `bytes` in RAM; swap is not limited.
+    /// Makes the cgroup of run `pid`, whose processes may keep `bytes` in RAM; swap is not limited.
     ///
     /// # Errors
-    /// When the kernel refuses: there is no memory controller, or this process may not use it.
+    /// Fails when the kernel refuses: there is no memory controller, or this process may not use
+    /// it.
     pub fn new(pid: u32, bytes: u64) -> io::Result<Cgroup> {
         let unified = Self::is_unified();
         let cgroup = Self::of(pid);
@@ -32,12 +33,11 @@ impl Cgroup {
             move |error: io::Error| io::Error::new(error.kind(), format!("{path}: {error}"))
         };
         if unified {
-            // A controller must be handed down before a child has it; where it already is, this
-            // changes nothing.
+            // A controller must be enabled for children; if it already is, this changes nothing.
             let _ = fs::write("/sys/fs/cgroup/cgroup.subtree_control", "+memory");
         }
         if let Err(error) = fs::create_dir(&cgroup.0) {
-            // It is somebody else's to remove.
+            // Another owner will remove the cgroup.
             let path = std::mem::ManuallyDrop::new(cgroup).0.clone();
             return Err(say(&path)(error));
         }
@@ -46,7 +46,7 @@ impl Cgroup {
         Ok(cgroup)
     }
 
-    /// Kills whoever is in it.
+    /// Kills the processes in the cgroup.
     pub fn kill(&self) {
         let processes = fs::read_to_string(self.entrance()).unwrap_or_default();
         for pid in processes.lines().filter_map(|line| rustix::process::Pid::from_raw(line.parse().ok()?)) {
@@ -54,7 +54,7 @@ impl Cgroup {
         }
     }
 
-    /// The file that a process writes 0 into to come under the limit.
+    /// The file into which a process writes 0 to enter the cgroup.
     pub fn entrance(&self) -> PathBuf {
         self.0.join("cgroup.procs")
     }
@@ -62,7 +62,7 @@ impl Cgroup {
 
 impl Drop for Cgroup {
     fn drop(&mut self) {
-        // The kernel lets go of the last exited process a moment after wait() saw it.
+        // The kernel releases the last exited process a moment after wait() saw it.
         for _ in 0..100 {
             match fs::remove_dir(&self.0) {
                 Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {

@@ -1,4 +1,4 @@
-//! The users of a block device, so that nobody takes it away from under a kernel that swaps on it.
+//! The use of a block device, so that it is not removed while a kernel swaps on it.
 
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
@@ -7,24 +7,24 @@ use std::io;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::Path;
 
-/// The use of a device such as `/dev/nbd0`, with the command that ends it: `as swap: run swapoff
-/// /dev/nbd0`. `None` where nothing does, or there is no such device.
+/// Returns the use of a device such as `/dev/nbd0`, with the command that ends it: `as swap: run
+/// swapoff /dev/nbd0`. `None` if nothing uses the device, or it does not exist.
 ///
 /// # Errors
-/// When it cannot be told.
+/// Fails when that cannot be found out.
 pub fn user(device: &str) -> io::Result<Option<String>> {
     user_at(Path::new("/"), device)
 }
 
-/// As [`user`], of the system whose files are below `root`.
+/// Does the same as [`user`], for the system whose files are below `root`.
 pub fn user_at(root: &Path, device: &str) -> io::Result<Option<String>> {
     let numbers = numbers(root, device);
     let swaps = fs::read_to_string(root.join("proc/swaps"))?;
     if is_listed(&swaps, device) || swaps.lines().any(|line| is_node_of(root, line, &numbers)) {
         return Ok(Some(format!("as swap: run swapoff {device}")));
     }
-    // This process may have a mount namespace of its own; the first process sees what the machine's
-    // users see.
+    // This process may have a mount namespace of its own; process 1 sees the mounts of the
+    // machine's users.
     let mounts = ["proc/self/mounts", "proc/1/mounts"]
         .map(|path| fs::read_to_string(root.join(path)).unwrap_or_default());
     let mounted = ["proc/self/mountinfo", "proc/1/mountinfo"]
@@ -42,23 +42,23 @@ pub fn user_at(root: &Path, device: &str) -> io::Result<Option<String>> {
     Ok(None)
 }
 
-/// The reason of a daemon that is told to stop not to, by what [`user`] or
-/// [`user_or_owner`] found; `None` where it may stop. What cannot be told counts as in use.
+/// The reason for a daemon not to stop, from the result of [`user`] or [`user_or_owner`]; `None` if
+/// it may stop. A device whose use is unknown counts as in use.
 pub fn why_not_stop(device: &str, user: io::Result<Option<String>>) -> Option<String> {
     let user = user.unwrap_or_else(|error| Some(format!("for all that can be told ({error}): try again")))?;
     Some(in_use(device, &user))
 }
 
-/// The sentence for people about a device in use; `user` is what the functions here found.
+/// The sentence for people about a device in use; `user` is the result of a function here.
 pub fn in_use(device: &str, user: &str) -> String {
     format!("{device} is in use {user}")
 }
 
-/// As [`user`], and also sees who has the device open for himself in any namespace. For a device
-/// that answers: opening it may read from it.
+/// Does the same as [`user`], and also finds a program that has the device open exclusively, in any
+/// namespace. The device must answer: opening it may read from it.
 ///
 /// # Errors
-/// When it cannot be told.
+/// Fails when that cannot be found out.
 pub fn user_or_owner(device: &str) -> io::Result<Option<String>> {
     if let Some(user) = user(device)? {
         return Ok(Some(user));
@@ -71,8 +71,8 @@ pub fn user_or_owner(device: &str) -> io::Result<Option<String>> {
     }
 }
 
-/// A daemon's words about a device that the driver does not take away because somebody has it open,
-/// be it to read.
+/// A daemon's message about a device that the driver does not remove because a program has it open,
+/// even only for reading.
 pub fn why_open(device: &str) -> String {
     let user = user_or_opener(device).unwrap_or_else(|| {
         format!("by a program that has it open: run fuser -v {device} as root, and end what it names")
@@ -80,18 +80,20 @@ pub fn why_open(device: &str) -> String {
     in_use(device, &user)
 }
 
-/// As [`user`], or whoever has the device open, be it to read; `None` also where it cannot be told.
+/// Does the same as [`user`], and also finds a program that has the device open, even only for
+/// reading. `None` also if that cannot be found out.
 pub fn user_or_opener(device: &str) -> Option<String> {
     user(device).ok().flatten().or_else(|| opener_at(Path::new("/"), device))
 }
 
-/// The first process that has a device open, of those below `root` into which this one may look,
-/// with what ends that.
+/// The first process that has a device open, with the command that ends that. It searches the
+/// processes below `root` that this one may look into.
 pub fn opener_at(root: &Path, device: &str) -> Option<String> {
     let identity = |found: fs::Metadata| (found.file_type(), found.rdev());
     let wanted = fs::metadata(device).map(identity).ok()?;
     let is_it = |file: fs::DirEntry| {
-        // The name first: a look at a file on a server that is away would wait for it.
+        // Check the name first: a look at a file on a server that is away would wait for that
+        // server.
         let is_device = fs::read_link(file.path()).is_ok_and(|name| name.starts_with("/dev"));
         is_device && fs::metadata(file.path()).is_ok_and(|found| identity(found) == wanted)
     };
@@ -103,8 +105,8 @@ pub fn opener_at(root: &Path, device: &str) -> Option<String> {
     })
 }
 
-/// The numbers of a device and its partitions, as `43:0`. A device keeps them whatever becomes of
-/// its node in /dev.
+/// The numbers of a device and its partitions, such as `43:0`. They stay the same whatever happens
+/// to the device's node in /dev.
 fn numbers(root: &Path, device: &str) -> Vec<String> {
     let name = device.strip_prefix("/dev/").unwrap_or(device);
     let block = root.join("sys/block").join(name);
@@ -127,7 +129,7 @@ fn is_node_of(root: &Path, line: &str, numbers: &[String]) -> bool {
 /// of a line.
 fn is_listed(table: &str, device: &str) -> bool {
     table.lines().filter_map(|line| line.split_whitespace().next()).any(|name| {
-        // A node that was removed since.
+        // The node was removed since.
         let name = name.strip_suffix("\\040(deleted)").unwrap_or(name);
         name.strip_prefix(device).is_some_and(|rest| {
             let partition = rest.strip_prefix('p').unwrap_or("x");

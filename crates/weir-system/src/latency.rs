@@ -1,15 +1,15 @@
-//! Keeping processors out of deep sleep while requests come in bursts.
+//! Keeps processors out of deep sleep while requests come in bursts.
 //!
-//! A processor that sleeps deeply takes tens of microseconds and more to wake, which a sporadic
-//! fault feels. Linux lets a process bound that: whoever has `/dev/cpu_dma_latency` open and has
-//! written a number of microseconds to it keeps every processor from idle states whose exit takes
-//! longer (Documentation/power/pm_qos_interface.rst). The bound ends with the descriptor, so with
-//! the process.
+//! A processor in deep sleep takes tens of microseconds or more to wake, which delays a sporadic
+//! page fault. Linux lets a process limit that. A process opens `/dev/cpu_dma_latency` and writes a
+//! number of microseconds to it. While the file is open, no processor enters an idle state whose
+//! exit takes longer (Documentation/power/pm_qos_interface.rst). The limit ends with the
+//! descriptor, and so with the process.
 //!
-//! It holds for the whole machine and costs power, so it is there only during a burst: from the
-//! second of two requests less than `QUIET` apart until none has come for so long. Each change
-//! wakes all processors, so it is not made for each request, and a thread of its own makes it, not
-//! one that serves.
+//! The limit affects the whole machine and costs power. So it is in force only during a burst: from
+//! the second of two requests less than `QUIET` apart, until none has come for that long. Each
+//! change wakes all processors. So it does not happen for each request, and a thread of its own
+//! makes it, not a serving thread.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -19,51 +19,51 @@ use std::sync::{Arc, OnceLock};
 use std::thread::{self, Thread};
 use std::time::{Duration, Instant};
 
-/// The kernel's file.
+/// The kernel's file for the limit.
 pub const DEVICE: &str = "/dev/cpu_dma_latency";
 
-/// A burst is over when nothing has come for so long.
+/// A burst is over when no request has come for this long.
 const QUIET: Duration = Duration::from_millis(100);
 
-/// The shallowest sleep of a processor ends within this; below it the kernel would have it spin
-/// (`drivers/idle/intel_idle.c`: C1 takes 1 or 2 us).
+/// The limit: a processor's shallowest sleep ends within this time. With a lower limit the kernel
+/// would have it spin (`drivers/idle/intel_idle.c`: C1 takes 1 or 2 us).
 const BOUND_US: i32 = 2;
 
-/// `PM_QOS_CPU_LATENCY_DEFAULT_VALUE`: as if nothing had been written.
+/// The value that means no limit: `PM_QOS_CPU_LATENCY_DEFAULT_VALUE`.
 const NO_BOUND_US: i32 = 2_000_000_000;
 
 static HOLDER: OnceLock<Arc<Holder>> = OnceLock::new();
 
-/// How it is.
+/// The state of the limit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Bursts {
-    /// The bound is in force now.
+    /// Whether the limit is in force now.
     pub held: bool,
-    /// Times that it came into force.
+    /// Number of times that it came into force.
     pub count: u64,
 }
 
-/// From now on every burst of requests to this process keeps processors awake, until the process
+/// Has every burst of requests to this process keep processors awake, from now until the process
 /// ends.
 ///
 /// # Errors
-/// When the device cannot be opened, or there is no thread.
+/// Fails when the device cannot be opened, or there is no thread.
 pub fn hold_in_bursts() -> io::Result<()> {
     if HOLDER.get().is_none() {
         let holder = Holder::start(Path::new(DEVICE))?;
-        // The thread that came first does the same.
+        // Another thread was faster, and has done the same.
         let _ = HOLDER.set(holder);
     }
     Ok(())
 }
 
-/// How it is; `None` where nobody asked for it.
+/// The state of the limit; `None` if it was not asked for.
 pub fn bursts() -> Option<Bursts> {
     let holder = HOLDER.get()?;
     Some(Bursts { held: holder.held.load(Ordering::Relaxed), count: holder.count.load(Ordering::Relaxed) })
 }
 
-/// A thread has served, and is about to wait for the next request.
+/// Notes that a thread has served a request, and is about to wait for the next.
 pub fn served() {
     if let Some(holder) = HOLDER.get() {
         holder.served(Instant::now());
@@ -75,7 +75,7 @@ struct Holder {
     begun: Instant,
     /// Microseconds from `begun` to the last request.
     last_us: AtomicU64,
-    /// A burst is going on; set by whoever serves, cleared by the thread.
+    /// Whether a burst is going on; set by a serving thread, cleared by the limit's thread.
     burst: AtomicBool,
     held: AtomicBool,
     count: AtomicU64,
@@ -87,7 +87,7 @@ impl Holder {
         let file = File::options().write(true).open(device)?;
         let holder = Arc::new(Holder {
             begun: Instant::now(),
-            // Long ago.
+            // The value stands for a time long ago.
             last_us: AtomicU64::new(0),
             burst: AtomicBool::new(false),
             held: AtomicBool::new(false),
@@ -105,7 +105,7 @@ impl Holder {
 
     fn served(&self, now: Instant) {
         let now_us = now.duration_since(self.begun).as_micros() as u64;
-        // Several threads may write it at once; any of theirs will do.
+        // Several threads may write the value at once; any of their values will do.
         let before_us = self.last_us.load(Ordering::Relaxed);
         self.last_us.store(now_us, Ordering::Relaxed);
         let is_burst = before_us != 0 && now_us.saturating_sub(before_us) < QUIET.as_micros() as u64;
@@ -126,7 +126,7 @@ impl Holder {
             while self.since_last() < QUIET {
                 thread::park_timeout(QUIET - self.since_last().min(QUIET - Duration::from_millis(1)));
             }
-            // A value that cannot be written stays as it was; the next burst tries again.
+            // If the value cannot be written, it stays as it was; the next burst tries again.
             if device.write_all(&NO_BOUND_US.to_ne_bytes()).is_ok() {
                 self.held.store(false, Ordering::Relaxed);
             }
@@ -165,7 +165,7 @@ mod tests {
         holder.served(at(500));
         thread::sleep(Duration::from_millis(50));
         assert_eq!(written(), [], "requests that are half a second apart are no burst");
-        // Until far into the future, so that the burst goes on while the test looks.
+        // The time is far in the future, so that the burst goes on while the test looks.
         holder.served(at(20_000));
         holder.served(at(20_010));
         until("the bound comes", &|| holder.held.load(Ordering::Relaxed));

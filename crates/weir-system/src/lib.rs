@@ -1,8 +1,8 @@
-//! Weir's view of its machine, and its requests to the kernel: memory, swaps, who uses a
-//! device, loop devices, generic netlink, processors' idle states, releases, unix sockets.
+//! Weir's view of its machine, and its requests to the kernel: memory, swaps, the use of devices,
+//! loop devices, generic netlink, processors' idle states, releases, unix sockets.
 //!
-//! Nothing here knows of stores or volumes. What one part of Weir knows about the machine every
-//! other part learns from here.
+//! Nothing here knows about stores or volumes. Everything that Weir knows about the machine comes
+//! from this crate.
 
 pub mod cgroup;
 pub mod device_use;

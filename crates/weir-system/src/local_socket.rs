@@ -1,5 +1,5 @@
-//! Unix sockets that a server listens on: their owner's alone, never taken from a server that
-//! lives, removed only by their own.
+//! Unix sockets that a server listens on. Only their owner can use them, they are never taken from
+//! a live server, and only their own server removes them.
 
 use rustix::fs::Mode;
 use rustix::io::Errno;
@@ -10,21 +10,21 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use weir_core::file_kind;
 
-/// Connections that may wait to be accepted.
+/// Most connections that may wait to be accepted.
 const BACKLOG: i32 = 128;
 
-/// Why a unix socket cannot be listened on.
+/// The reason why a server cannot listen on a unix socket.
 #[derive(Debug, thiserror::Error)]
 pub enum BindError {
-    /// Somebody answers there.
+    /// A server answers there.
     #[error("unix:{}: another server listens there; stop it or choose another path", .0.display())]
     InUse(PathBuf),
-    /// There is something that is no socket.
+    /// There is a file that is no socket.
     #[error("unix:{}: {kind} is in the way; choose another path", path.display())]
     NotASocket {
-        /// The socket's path.
+        /// The path that was asked for.
         path: PathBuf,
-        /// Its kind.
+        /// The kind of the file.
         kind: &'static str,
     },
     /// The system refuses.
@@ -32,13 +32,13 @@ pub enum BindError {
     Io {
         /// The socket's path.
         path: PathBuf,
-        /// Its answer.
+        /// The system's error.
         #[source]
         source: io::Error,
     },
 }
 
-/// The file of a socket that listens, removed when this is dropped if it is still the same one.
+/// The file of a listening socket. Dropping this removes the file, if it is still the same one.
 #[derive(Debug)]
 pub struct SocketFile {
     path: PathBuf,
@@ -47,7 +47,7 @@ pub struct SocketFile {
 }
 
 impl SocketFile {
-    /// Its path.
+    /// The path of the socket's file.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -67,7 +67,7 @@ impl Drop for SocketFile {
 /// Listens at `path`, non-blocking, mode 0600. A socket that a dead server left is replaced.
 ///
 /// # Errors
-/// When somebody listens there, when another file is there, or when the system refuses.
+/// Fails when a server listens there, when another file is there, or when the system refuses.
 pub fn listen(path: &Path, kind: SocketType) -> Result<(OwnedFd, SocketFile), BindError> {
     let failed = |errno: Errno| BindError::Io { path: path.to_owned(), source: errno.into() };
     let address = SocketAddrUnix::new(path).map_err(failed)?;
@@ -76,22 +76,22 @@ pub fn listen(path: &Path, kind: SocketType) -> Result<(OwnedFd, SocketFile), Bi
         rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None)
     };
     let socket = new().map_err(failed)?;
-    // Before bind: the file then has this mode from its first moment (net/unix/af_unix.c,
+    // Set the mode before bind: the file then has it from its first moment (net/unix/af_unix.c,
     // unix_bind_bsd).
     rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR).map_err(failed)?;
     match rustix::net::bind(&socket, &address) {
         Ok(()) => {}
         Err(Errno::ADDRINUSE) => {
-            // Gone meanwhile: then what follows says so.
+            // If the file is gone meanwhile, the code below notices.
             if let Ok(there) = std::fs::symlink_metadata(path)
                 && !there.file_type().is_socket()
             {
                 return Err(BindError::NotASocket { path: path.to_owned(), kind: file_kind(there.mode()) });
             }
             match rustix::net::connect(new().map_err(failed)?, &address) {
-                // Left behind by a server that was killed.
+                // A server that was killed left the socket.
                 Err(Errno::CONNREFUSED) => {}
-                // Also a server that is too busy to answer, or one of another kind.
+                // A server that is too busy to answer counts too, and one of another kind.
                 _ => return Err(BindError::InUse(path.to_owned())),
             }
             rustix::fs::unlink(path).map_err(failed)?;
@@ -123,7 +123,7 @@ mod tests {
             let listener = listen(&path, kind).unwrap();
             let mode = std::fs::symlink_metadata(&path).unwrap().permissions().mode();
             assert_eq!(mode & 0o777, 0o600);
-            // By a server of either kind.
+            // Check for servers of either kind.
             for other in KINDS {
                 let error = listen(&path, other).unwrap_err();
                 assert!(matches!(error, BindError::InUse(_)), "{error}");
@@ -136,12 +136,12 @@ mod tests {
     #[test]
     fn a_stale_socket_is_replaced_and_any_other_file_is_not() {
         let path = path("stale");
-        // std leaves the file behind.
+        // std does not remove the file.
         drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
         assert!(path.exists());
         let ours = listen(&path, SocketType::STREAM).unwrap();
 
-        // A file that has taken the place of ours meanwhile is not ours to remove.
+        // A file that has replaced this one meanwhile must not be removed.
         std::fs::remove_file(&path).unwrap();
         std::fs::write(&path, b"precious").unwrap();
         drop(ours);

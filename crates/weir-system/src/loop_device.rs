@@ -1,8 +1,8 @@
-//! Loop devices: a file as a block device of the kernel (include/uapi/linux/loop.h,
+//! Loop devices: the kernel makes a block device of a file (include/uapi/linux/loop.h,
 //! drivers/block/loop.c).
 //!
-//! Set up by `LOOP_CONFIGURE` (Linux 5.8) with direct I/O, so that nothing of the file is cached
-//! twice, and blocks of 4 KiB.
+//! `LOOP_CONFIGURE` (Linux 5.8) sets them up with direct I/O, so that nothing of the file is cached
+//! twice, and with blocks of 4 KiB.
 
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
@@ -20,12 +20,12 @@ const CLR_FD: Opcode = 0x4C01;
 const GET_STATUS64: Opcode = 0x4C05;
 const FLAG_DIRECT_IO: u32 = 16;
 
-/// Other programs look for a free device at the same time.
+/// Number of tries: other programs may take the free device at the same time.
 const TRIES: usize = 64;
-/// How long the kernel takes to let a device go.
+/// Longest time that the kernel takes to release a device.
 const SETTLE: Duration = Duration::from_secs(5);
 
-/// `struct loop_config`, with the one `struct loop_info64` in it.
+/// A device's configuration: `struct loop_config`, with the one `struct loop_info64` in it.
 #[repr(C)]
 struct Config {
     fd: u32,
@@ -34,7 +34,7 @@ struct Config {
     reserved: [u64; 8],
 }
 
-/// `struct loop_info64`.
+/// A device's information: `struct loop_info64`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Info {
@@ -70,8 +70,8 @@ impl Info {
         init: [0; 2],
     };
 
-    /// With the file's name, which the kernel keeps and shows where it cannot see the file: cut,
-    /// and with a zero at its end.
+    /// Makes the information with the file's name, cut, and with a zero at its end. The kernel
+    /// stores it, and shows it if it cannot see the file.
     fn named(file: &Path) -> Info {
         let mut info = Info::EMPTY;
         let name = file.as_os_str().as_encoded_bytes();
@@ -90,13 +90,13 @@ const _: () = {
     assert!(std::mem::offset_of!(Config, reserved) == 8 + 232);
 };
 
-/// Why there is no loop device.
+/// The reason why there is no loop device.
 #[derive(Debug, thiserror::Error)]
 pub enum LoopError {
-    /// No driver, or no right to use it.
+    /// There is no driver, or no right to use it.
     #[error("cannot use {path}: {source}; load the module loop (modprobe loop), and run as root")]
     Control {
-        /// The driver's or the device's file.
+        /// The path of the driver's or the device's file.
         path: PathBuf,
         /// The system's error.
         source: io::Error,
@@ -104,7 +104,7 @@ pub enum LoopError {
     /// The file cannot be opened.
     #[error("cannot open {path}: {source}")]
     File {
-        /// Which.
+        /// The file's path.
         path: PathBuf,
         /// The system's error.
         source: io::Error,
@@ -112,24 +112,24 @@ pub enum LoopError {
     /// The kernel does not make a device of the file.
     #[error("the kernel made no loop device of {path}: {source}")]
     Refused {
-        /// The file.
+        /// The file's path.
         path: PathBuf,
         /// The kernel's error.
         source: io::Error,
     },
-    /// The device uses the page cache all the same, which swap cannot stand.
+    /// The device uses the page cache all the same, which swap must not do.
     #[error("{path} does not offer direct I/O, so a loop device over it would cache every page twice")]
     NoDirectIo {
-        /// The file.
+        /// The file's path.
         path: PathBuf,
     },
-    /// It is still there after having been let go.
+    /// The device is still there after it was detached.
     #[error("{0} is still in use: swapoff or unmount it first")]
     InUse(PathBuf),
 }
 
-/// A loop device that is set up. It stays when this is dropped; [`detach`](LoopDevice::detach)
-/// takes it down.
+/// A loop device that is set up. Dropping this leaves it; [`detach`](LoopDevice::detach) removes
+/// it.
 #[derive(Debug)]
 pub struct LoopDevice {
     path: PathBuf,
@@ -137,10 +137,10 @@ pub struct LoopDevice {
 }
 
 impl LoopDevice {
-    /// Makes a device of `file`, as large as it, with direct I/O and 4 KiB blocks.
+    /// Makes a device of `file`, of the same size, with direct I/O and 4 KiB blocks.
     ///
     /// # Errors
-    /// See [`LoopError`]; no device is left behind then.
+    /// Fails with a [`LoopError`]; no device is left behind then.
     pub fn attach(file: &Path) -> Result<LoopDevice, LoopError> {
         let refused = |source: io::Error| LoopError::Refused { path: file.to_owned(), source };
         let control = open(Path::new("/dev/loop-control"))?;
@@ -155,7 +155,7 @@ impl LoopDevice {
             let opened = open(&device.path)?;
             match configure(&opened, &backing, file) {
                 Ok(()) => return device.checked(file),
-                // Somebody else was faster.
+                // Another program was faster.
                 Err(Errno::BUSY) => {}
                 Err(errno) => return Err(refused(errno.into())),
             }
@@ -163,10 +163,10 @@ impl LoopDevice {
         Err(refused(Errno::BUSY.into()))
     }
 
-    /// A device that somebody set up.
+    /// Finds a device that is set up already.
     ///
     /// # Errors
-    /// When it is no loop device, or not set up.
+    /// Fails when it is no loop device, or not set up.
     pub fn find(path: &Path) -> Result<LoopDevice, LoopError> {
         let number = path.file_name().and_then(|name| name.to_str()?.strip_prefix("loop")?.parse().ok());
         let refused = |source| LoopError::Control { path: path.to_owned(), source };
@@ -180,8 +180,8 @@ impl LoopDevice {
         }
     }
 
-    /// All devices over `file`, also where its file system is out of sight by now, because it was
-    /// unmounted under them.
+    /// All devices over `file`, even if its file system was unmounted under them and is out of
+    /// sight.
     pub fn over(file: &Path) -> Vec<LoopDevice> {
         let names = fs::read_dir("/sys/block")
             .into_iter()
@@ -194,8 +194,8 @@ impl LoopDevice {
             .collect()
     }
 
-    /// Whether it was set up for a file of this name. Opening it reads nothing of it: it has no
-    /// partitions to look for.
+    /// Whether the device was set up for a file of this name. Opening it reads nothing from it: it
+    /// has no partitions to look for.
     fn was_made_of(&self, file: &Path) -> bool {
         if file.as_os_str().len() >= Info::EMPTY.file_name.len() {
             return false; // The kernel has no more than its beginning.
@@ -212,18 +212,18 @@ impl LoopDevice {
         &self.path
     }
 
-    /// The file behind it; `None` once it has been taken down.
+    /// The file behind the device; `None` once it has been detached.
     pub fn backing_file(&self) -> Option<PathBuf> {
         let path = fs::read_to_string(self.attribute("backing_file")).ok()?;
         Some(PathBuf::from(path.trim_end_matches('\n')))
     }
 
-    /// Takes the device down, and waits until the kernel has let its file go. Refused while
+    /// Detaches the device, and waits until the kernel has released its file. Refused while
     /// something uses it.
     ///
     /// # Errors
-    /// [`LoopError::InUse`] when a file system or swap is on it: the kernel then takes it down by
-    /// itself as soon as that ends.
+    /// Fails with [`LoopError::InUse`] when a file system or swap is on it: the kernel then
+    /// detaches it by itself as soon as that ends.
     pub fn detach(self) -> Result<(), LoopError> {
         if self.backing_file().is_none() {
             return Ok(());
@@ -236,7 +236,7 @@ impl LoopDevice {
             Ok(_) | Err(Errno::NXIO) => {}
             Err(errno) => return Err(LoopError::Control { path: self.path, source: errno.into() }),
         }
-        // The device goes with the last descriptor of it.
+        // The device goes with its last descriptor.
         drop(opened);
         let begun = Instant::now();
         while self.backing_file().is_some() {
@@ -248,7 +248,7 @@ impl LoopDevice {
         Ok(())
     }
 
-    /// Whether the kernel swaps on it.
+    /// Whether the kernel swaps on the device.
     pub fn is_swap(&self) -> bool {
         let swaps = fs::read_to_string("/proc/swaps").unwrap_or_default();
         swaps.lines().any(|line| line.split_whitespace().next().map(Path::new) == Some(&self.path))
@@ -261,7 +261,7 @@ impl LoopDevice {
     fn checked(self, file: &Path) -> Result<LoopDevice, LoopError> {
         let direct = fs::read_to_string(self.attribute("dio"));
         if direct.is_ok_and(|text| text.trim() == "0") {
-            // Nothing uses it yet, so it goes at once; and where it does not, the first error
+            // Nothing uses the device yet, so it goes at once. If it does not, the first error
             // matters more.
             let _ = self.detach();
             return Err(LoopError::NoDirectIo { path: file.to_owned() });
@@ -275,11 +275,11 @@ fn open(path: &Path) -> Result<OwnedFd, LoopError> {
         .map_err(|errno| LoopError::Control { path: path.to_owned(), source: errno.into() })
 }
 
-/// Makes the device's node where no devtmpfs does, as in a container.
+/// Makes the device's node if no devtmpfs does, as in a container.
 fn node(path: &Path, number: u32) {
     if !path.exists() {
         use rustix::fs::{CWD, FileType, makedev, mknodat};
-        // Where it cannot be made, opening it says so.
+        // If the node cannot be made, opening the device reports that.
         let _ = mknodat(CWD, path, FileType::BlockDevice, Mode::RUSR | Mode::WUSR, makedev(7, number));
     }
 }
@@ -294,12 +294,12 @@ fn configure(device: &OwnedFd, backing: &OwnedFd, file: &Path) -> rustix::io::Re
     call(device, CONFIGURE, (&raw mut config).cast()).map(drop)
 }
 
-/// An ioctl of the loop driver: the argument is null, or leads to a [`Config`] or an [`Info`]; the
-/// answer is a number.
+/// An ioctl of the loop driver. Its argument is null, or points to a [`Config`] or an [`Info`]; its
+/// result is a number.
 struct Call(Opcode, *mut c_void);
 
 // SAFETY: the commands that use this take no argument, or read the `Config` that the pointer leads
-// to, or fill the `Info` that it leads to, of which any bytes are one; both outlive the call.
+// to, or fill the `Info`, for which any bytes are valid. Both outlive the call.
 unsafe impl Ioctl for Call {
     type Output = i32;
     const IS_MUTATING: bool = false;

@@ -1,4 +1,4 @@
-//! The machine as files: what `/proc`, `/sys`, `/dev` and the library directories say.
+//! The machine as files: the content of `/proc`, `/sys`, `/dev` and the library directories.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,12 +11,12 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// The one this runs on.
+    /// The machine that this process runs on.
     pub fn this() -> Self {
         Machine::below(Path::new("/"))
     }
 
-    /// The one whose files are below `root`: a test's.
+    /// A test's machine, whose files are below `root`.
     pub fn below(root: &Path) -> Self {
         Machine { root: root.to_owned() }
     }
@@ -43,14 +43,14 @@ impl Machine {
         Some(ByteSize(kib << 10))
     }
 
-    /// Memory that this process can take without pushing others out: of the machine, and of the
-    /// cgroups that it is in. `None` where nobody says.
+    /// Memory that this process can take without pushing others out: limited by the machine, and by
+    /// the cgroups that it is in. `None` if that is unknown.
     pub fn available(&self) -> Option<ByteSize> {
         weir_core::available_below(&self.root).map(ByteSize)
     }
 
-    /// Memory that all processes together can take: what is swapped in is charged to its owners'
-    /// cgroups, not to this process's.
+    /// Memory that all processes together can take: pages that are swapped in are charged to their
+    /// owners' cgroups, not to this process's.
     pub fn available_to_all(&self) -> Option<ByteSize> {
         weir_core::available_to_all_below(&self.root).map(ByteSize)
     }
@@ -60,16 +60,16 @@ impl Machine {
         self.text("/proc/sys/kernel/osrelease").unwrap_or_default()
     }
 
-    /// The SMBIOS type of the machine's case, if it is one to carry about.
+    /// The SMBIOS type of the machine's case, if it is a portable one.
     pub fn portable(&self) -> Option<u8> {
-        // Portable, laptop, notebook, sub-notebook, tablet, convertible, detachable (SMBIOS 3.7,
-        // 7.4.1).
+        // The values are portable, laptop, notebook, sub-notebook, tablet, convertible, detachable
+        // (SMBIOS 3.7, 7.4.1).
         const PORTABLE: [u8; 7] = [8, 9, 10, 14, 30, 31, 32];
         let case = self.text("/sys/class/dmi/id/chassis_type")?.parse().ok()?;
         PORTABLE.contains(&case).then_some(case)
     }
 
-    /// Whether something is at this path.
+    /// Whether a file exists at this path.
     pub fn has(&self, path: &str) -> bool {
         self.at(path).exists()
     }
@@ -80,13 +80,13 @@ impl Machine {
         rustix::fs::access(self.at(path), Access::READ_OK | Access::WRITE_OK).is_ok()
     }
 
-    /// The room that root still has in the file system of this path.
+    /// The room that root still has in this path's file system.
     pub fn room(&self, path: &str) -> Option<ByteSize> {
         let file_system = rustix::fs::statvfs(self.at(path)).ok()?;
         Some(ByteSize(file_system.f_bavail.saturating_mul(file_system.f_frsize)))
     }
 
-    /// The names in a directory that `wanted` accepts, sorted; none where there is no directory.
+    /// The names in a directory that `wanted` accepts, sorted; none if there is no directory.
     pub fn names(&self, directory: &str, wanted: impl Fn(&str) -> bool) -> Vec<String> {
         let Ok(entries) = fs::read_dir(self.at(directory)) else { return Vec::new() };
         let mut names: Vec<String> = entries
@@ -97,8 +97,8 @@ impl Machine {
         names
     }
 
-    /// A shared library in the directories where distributions put them (and WSL's, and those of
-    /// `LD_LIBRARY_PATH`), which is where the loader finds it too.
+    /// The path of a shared library, in the directories where the loader finds it too: those of
+    /// distributions, WSL's, and those of `LD_LIBRARY_PATH`.
     pub fn library(&self, name: &str) -> Option<String> {
         let more = std::env::var("LD_LIBRARY_PATH").unwrap_or_default();
         let usual = [

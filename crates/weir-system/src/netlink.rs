@@ -1,5 +1,6 @@
-//! Generic netlink, as much of it as the kernel's NBD client needs (include/uapi/linux/netlink.h,
-//! genetlink.h): one request, its answers, and the final acknowledgement; and what a group is told.
+//! Generic netlink, as far as the kernel's NBD client needs it (include/uapi/linux/netlink.h,
+//! genetlink.h): one request, its answers, and the final acknowledgement; and the events of a
+//! multicast group.
 
 use rustix::net::netlink::{GENERIC, SocketAddrNetlink};
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
@@ -24,7 +25,7 @@ const CTRL_ATTR_MCAST_GROUPS: u16 = 7;
 const CTRL_ATTR_MCAST_GRP_NAME: u16 = 1;
 const CTRL_ATTR_MCAST_GRP_ID: u16 = 2;
 
-/// Longest answer; the kernel's are a few hundred bytes.
+/// Bytes of the longest answer; the kernel's are a few hundred bytes.
 const ANSWER_MOST: usize = 8192;
 
 /// A list of attributes: type, length, content, each padded to four bytes.
@@ -58,7 +59,7 @@ impl Attributes {
     }
 }
 
-/// The attributes of a list, type and content, as far as the list is whole.
+/// The attributes of a list, type and content, as far as the list is complete.
 fn attributes(mut list: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
     std::iter::from_fn(move || {
         let (header, _) = list.split_first_chunk::<ATTRIBUTE_HEADER>()?;
@@ -70,7 +71,8 @@ fn attributes(mut list: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
     })
 }
 
-/// The content of the attribute `wanted` in a list, if it is there and the list is whole that far.
+/// The content of the attribute `wanted` in a list, if it is there and the list is complete that
+/// far.
 fn find(list: &[u8], wanted: u16) -> Option<&[u8]> {
     attributes(list).find(|(kind, _)| *kind == wanted).map(|(_, content)| content)
 }
@@ -82,7 +84,7 @@ fn group_in(family: &[u8], name: &[u8]) -> Option<u32> {
         .and_then(|(_, group)| u32_in(group, CTRL_ATTR_MCAST_GRP_ID))
 }
 
-/// The attribute `wanted` as a 32-bit number (of an answer's list, without headers).
+/// The attribute `wanted` of an answer's list as a 32-bit number; the list has no headers.
 pub fn u32_in(list: &[u8], wanted: u16) -> Option<u32> {
     find(list, wanted)?.try_into().ok().map(u32::from_ne_bytes)
 }
@@ -103,13 +105,13 @@ fn request(family: u16, sequence: u32, command: u8, version: u8, attributes: &At
 /// One message of an answer.
 #[derive(Debug)]
 enum Message<'a> {
-    /// The end: 0 or a negative error number.
+    /// The end of an answer: 0 or a negative error number.
     End(i32),
-    /// An answer's attributes.
+    /// The attributes of an answer.
     Answer(&'a [u8]),
 }
 
-/// Splits what the kernel sent into messages to request `sequence`.
+/// Splits the bytes that the kernel sent into messages for request `sequence`.
 fn messages(mut bytes: &[u8], sequence: u32) -> io::Result<Vec<Message<'_>>> {
     let broken = || io::Error::new(io::ErrorKind::InvalidData, "the kernel's netlink answer is cut short");
     let mut messages = Vec::new();
@@ -145,7 +147,7 @@ impl Family {
     /// Finds the family `name`; the kernel loads its module if it can.
     ///
     /// # Errors
-    /// `ENOENT` where the kernel has no such family.
+    /// Fails with `ENOENT` if the kernel has no such family.
     pub fn open(name: &str, version: u8) -> io::Result<Self> {
         let (control, answer) = Self::about(name)?;
         let id = find(&answer, CTRL_ATTR_FAMILY_ID).and_then(|id| id.try_into().ok());
@@ -153,7 +155,7 @@ impl Family {
         Ok(Family { id, version, ..control })
     }
 
-    /// Asks the kernel's control family about another.
+    /// Asks the kernel's control family about another family.
     fn about(name: &str) -> io::Result<(Family, Vec<u8>)> {
         let flags = SocketFlags::CLOEXEC;
         let socket = rustix::net::socket_with(AddressFamily::NETLINK, SocketType::RAW, flags, Some(GENERIC))?;
@@ -164,11 +166,10 @@ impl Family {
         Ok((control, answer))
     }
 
-    /// Sends a command and returns the attributes of its answer, none where it has only been
-    /// acknowledged.
+    /// Sends a command and returns the attributes of its answer; none if it was only acknowledged.
     ///
     /// # Errors
-    /// What the kernel answers.
+    /// Fails with the kernel's error.
     pub fn call(&mut self, command: u8, attributes: &Attributes) -> io::Result<Vec<u8>> {
         self.sequence += 1;
         let message = request(self.id, self.sequence, command, self.version, attributes);
@@ -188,7 +189,7 @@ impl Family {
     }
 }
 
-/// The messages of a family to a multicast group.
+/// The events that a family sends to a multicast group.
 #[derive(Debug)]
 pub struct Events(OwnedFd);
 
@@ -196,12 +197,12 @@ impl Events {
     /// Joins a group.
     ///
     /// # Errors
-    /// `ENOENT` where the kernel has no such family or group.
+    /// Fails with `ENOENT` if the kernel has no such family or group.
     pub fn join(family: &str, group: &str) -> io::Result<Self> {
         let (control, answer) = Family::about(family)?;
         let group = group_in(&answer, &[group.as_bytes(), &[0]].concat());
         let group: u32 = group.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOENT))?;
-        // SAFETY: the option takes a 32-bit number, which is read and not kept.
+        // SAFETY: the option takes a 32-bit number, which is read and not stored.
         let joined = unsafe {
             libc::setsockopt(
                 control.socket.as_raw_fd(),
@@ -217,7 +218,7 @@ impl Events {
     /// Hands over the attributes of every event that waits.
     ///
     /// # Errors
-    /// `ENOBUFS` when some were lost.
+    /// Fails with `ENOBUFS` when some events were lost.
     pub fn take(&self, mut event: impl FnMut(&[u8])) -> io::Result<()> {
         let mut buffer = [0; ANSWER_MOST];
         loop {

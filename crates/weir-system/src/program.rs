@@ -1,15 +1,15 @@
-//! Programs of the system that change the machine.
+//! Runs programs of the system that change the machine.
 
 use std::io;
 use std::os::unix::process::CommandExt as _;
 use std::process::{Command, Stdio};
 
-/// Runs a program that a terminal's signals do not reach: half of what it does is worse than none.
+/// Runs a program that a terminal's signals do not reach: a half-done change is worse than none.
 ///
 /// # Errors
-/// What it says on standard error, or that it cannot be started.
+/// Fails with its message on standard error, or when it cannot be started.
 pub fn run(command: &mut Command) -> io::Result<()> {
-    // util-linux lies where ordinary users do not look.
+    // util-linux lies in directories that an ordinary user's PATH does not have.
     let path = std::env::var_os("PATH").unwrap_or_default();
     let path = [path.to_string_lossy().as_ref(), "/usr/sbin", "/sbin"].join(":");
     let output = command.env("PATH", path).process_group(0).stdin(Stdio::null()).output()?;

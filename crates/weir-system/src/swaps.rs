@@ -1,4 +1,4 @@
-//! The kernel's swap devices: which there are, what they hold, and swapon and swapoff.
+//! The kernel's swap devices: their list and use, and swapon and swapoff.
 
 use std::ffi::CString;
 use std::io;
@@ -9,24 +9,25 @@ use weir_core::ByteSize;
 /// A line of `/proc/swaps`.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Swap {
-    /// The device or file.
+    /// The path of the device or file.
     pub path: String,
-    /// Its size.
+    /// The device's size.
     pub size: ByteSize,
-    /// The bytes in use on it.
+    /// Bytes in use on the device.
     pub used: ByteSize,
-    /// The higher is filled first; those that the kernel numbers itself are below zero.
+    /// The priority: the highest is filled first. Priorities that the kernel chooses itself are
+    /// below zero.
     pub priority: i32,
 }
 
 impl Swap {
-    /// Whether it is memory, compressed.
+    /// Whether the device is zram, which is compressed memory.
     pub fn is_zram(&self) -> bool {
         self.path.starts_with("/dev/zram")
     }
 }
 
-/// The table as `/proc/swaps` prints it.
+/// Parses the table that `/proc/swaps` prints.
 pub fn parse(table: &str) -> Vec<Swap> {
     let line = |line: &str| {
         let mut columns = line.split_whitespace();
@@ -39,18 +40,18 @@ pub fn parse(table: &str) -> Vec<Swap> {
     table.lines().skip(1).filter_map(line).collect()
 }
 
-/// The table now.
+/// Reads the table now.
 ///
 /// # Errors
-/// When there is no `/proc`, or no swap in this kernel.
+/// Fails when there is no `/proc`, or no swap in this kernel.
 pub fn all() -> io::Result<Vec<Swap>> {
     Ok(parse(&std::fs::read_to_string("/proc/swaps")?))
 }
 
-/// One device, if it is swap now.
+/// Finds one device, if it is swap now.
 ///
 /// # Errors
-/// As [`all`].
+/// Fails as [`all`] does.
 pub fn find(path: &Path) -> io::Result<Option<Swap>> {
     Ok(all()?.into_iter().find(|swap| Path::new(&swap.path) == path))
 }
@@ -60,7 +61,7 @@ pub fn is_on(path: &Path) -> bool {
     matches!(find(path), Ok(Some(_)))
 }
 
-// include/linux/swap.h
+// The flag's value is from include/linux/swap.h.
 const SWAP_FLAG_PREFER: libc::c_int = 0x8000;
 const SWAP_FLAG_DISCARD: libc::c_int = 0x1_0000;
 const SWAP_FLAG_DISCARD_PAGES: libc::c_int = 0x4_0000;
@@ -69,25 +70,27 @@ const SWAP_FLAG_DISCARD_PAGES: libc::c_int = 0x4_0000;
 /// back.
 ///
 /// # Errors
-/// What swapon(2) answers.
+/// Fails with the error of swapon(2).
 pub fn on(path: &Path, priority: i32) -> io::Result<()> {
     let path = c_path(path)?;
     let flags = SWAP_FLAG_PREFER | priority | SWAP_FLAG_DISCARD | SWAP_FLAG_DISCARD_PAGES;
-    // SAFETY: the path is a string that outlives the call; nothing else of this process is touched.
+    // SAFETY: the path is a string that outlives the call, which touches nothing else of this
+    // process.
     match unsafe { libc::swapon(path.as_ptr(), flags) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
 }
 
-/// Brings every page back and stops swapping on a device. Takes as long as that takes; a signal to
-/// this thread ends it with `EINTR`, and the device stays on (mm/swapfile.c, `try_to_unuse`).
+/// Brings every page back and stops swapping on a device, which may take long. A signal to this
+/// thread ends it with `EINTR`, and the device stays on (mm/swapfile.c, `try_to_unuse`).
 ///
 /// # Errors
-/// What swapoff(2) answers.
+/// Fails with the error of swapoff(2).
 pub fn off(path: &Path) -> io::Result<()> {
     let path = c_path(path)?;
-    // SAFETY: as above.
+    // SAFETY: the path is a string that outlives the call, which touches nothing else of this
+    // process.
     match unsafe { libc::swapoff(path.as_ptr()) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),

@@ -3,21 +3,21 @@
 use std::path::Path;
 use std::{fs, io};
 
-/// `vm.page-cluster`, put back when dropped: a fault reads at most 2 to the power of this many
-/// pages.
+/// `vm.page-cluster`, which is restored when this is dropped: a page fault reads at most 2 to the
+/// power of this many pages.
 #[derive(Debug)]
 pub struct PageCluster(String);
 
 impl PageCluster {
     const FILE: &str = "/proc/sys/vm/page-cluster";
-    /// The value of before, and the boot that it was of.
+    /// The note with the earlier value, and the boot in which it was valid.
     const NOTE: &str = "page-cluster";
     const BOOT: &str = "/proc/sys/kernel/random/boot_id";
 
-    /// Remembers what it is, also for whoever undoes what this process leaves.
+    /// Notes the present value, also for a command that cleans up after this process.
     ///
     /// # Errors
-    /// When it cannot be read or noted.
+    /// Fails when it cannot be read or noted.
     pub fn kept(scratch: &Path) -> io::Result<PageCluster> {
         let was = fs::read_to_string(Self::FILE)?;
         let boot = fs::read_to_string(Self::BOOT)?;
@@ -25,10 +25,10 @@ impl PageCluster {
         Ok(PageCluster(was))
     }
 
-    /// As the note of a run that was killed says.
+    /// Restores the value in the note of a killed run.
     ///
     /// # Errors
-    /// When this process may not change it.
+    /// Fails when this process may not change it.
     pub fn put_back(scratch: &Path) -> io::Result<()> {
         let note = fs::read_to_string(scratch.join(Self::NOTE)).unwrap_or_default();
         match note.split_once('\n') {
@@ -37,10 +37,10 @@ impl PageCluster {
         }
     }
 
-    /// Changes it.
+    /// Changes the value.
     ///
     /// # Errors
-    /// When this process may not.
+    /// Fails when this process may not change it.
     pub fn set(&self, value: u8) -> io::Result<()> {
         fs::write(Self::FILE, value.to_string())
     }

@@ -1,21 +1,21 @@
-//! Devices of the kernel's compressed memory.
+//! Devices of zram, the kernel's compressed memory.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use std::{fs, io};
 
-/// The file that names the devices that a run has made, for whoever undoes what it leaves.
+/// The file that names the devices of a run, for a command that cleans up after it.
 pub const NOTE: &str = "zram";
 
-/// A zram device of our own, removed when dropped.
+/// A zram device that this process made, removed when dropped.
 #[derive(Debug)]
 pub struct Zram(pub u32);
 
 impl Zram {
-    /// Makes one, and notes it in `scratch`.
+    /// Makes a device, and notes it in `scratch`.
     ///
     /// # Errors
-    /// When the kernel has no zram, or this process may not.
+    /// Fails when the kernel has no zram, or this process may not use it.
     pub fn new(bytes: u64, scratch: &Path) -> io::Result<Zram> {
         let number = fs::read_to_string("/sys/class/zram-control/hot_add")?;
         let zram = Zram(number.trim().parse().map_err(io::Error::other)?);
@@ -26,7 +26,7 @@ impl Zram {
         Ok(zram)
     }
 
-    /// Its node.
+    /// The path of the device's node.
     pub fn path(&self) -> PathBuf {
         PathBuf::from(format!("/dev/zram{}", self.0))
     }
@@ -36,7 +36,7 @@ impl Drop for Zram {
     fn drop(&mut self) {
         let begun = Instant::now();
         while let Err(error) = fs::write("/sys/class/zram-control/hot_remove", self.0.to_string()) {
-            // Another run's, which has taken it away already.
+            // The device belonged to another run, which has removed it already.
             if !Path::new(&format!("/sys/block/zram{}", self.0)).exists() {
                 return;
             }

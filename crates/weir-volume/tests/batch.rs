@@ -1,11 +1,11 @@
-//! A batch that is announced reaches each store as that store's part of it.
+//! Each store is told its own part of a batch that is announced.
 
 use std::sync::{Arc, Mutex};
 use weir_core::{PAGE_SIZE, PageBytes, PageNo, Slot};
 use weir_store::{Host, Lane, OpenError, Progress, State, Store, Ticket};
 use weir_volume::{Config, Volume};
 
-/// Host memory that notes what is announced to it.
+/// Host memory that notes the announcements to it.
 #[derive(Debug)]
 struct Noting(Host, Arc<Mutex<Vec<(usize, usize)>>>);
 

@@ -1,5 +1,5 @@
-//! The promises of compression: the same pages in less room, never more room than without, room
-//! that is left free for others again, and no memory taken for it.
+//! Promises of compression: the same pages take less room, and never more than without it. Room
+//! that pages leave is free for others again. Compression takes no memory.
 
 mod driver;
 
@@ -25,7 +25,7 @@ fn volume(config: Config, with: Compression) -> Arc<Volume> {
     volume
 }
 
-/// SplitMix64, without its state.
+/// SplitMix64's mixing function, without its state.
 fn noise(seed: u64) -> u64 {
     let z = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -33,8 +33,8 @@ fn noise(seed: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// A page that says which page and generation it is, in its first words, with `noisy` bytes that do
-/// not compress.
+/// A page that names its number and generation in its first words, with `noisy` bytes that do not
+/// compress.
 fn stamped(page: u32, generation: u32, noisy: usize) -> PageBytes {
     let mut bytes = [generation as u8; PAGE_SIZE];
     let seed = u64::from(page) << 32 | u64::from(generation);
@@ -46,20 +46,20 @@ fn stamped(page: u32, generation: u32, noisy: usize) -> PageBytes {
     bytes
 }
 
-/// How much noise generation `generation` of a page has: from pages that shrink to nothing to such
-/// that do not.
+/// The amount of noise in generation `generation` of a page: some pages compress to nothing, and
+/// some not at all.
 fn noisiness(page: u32, generation: u32) -> usize {
     [16, 64, 400, 1000, 1500, 2500, PAGE_SIZE][noise(u64::from(page ^ generation << 12)) as usize % 7]
 }
 
-/// The page's generation, if it is whole.
+/// The page's generation; fails if the page is not whole.
 fn generation_of(page: u32, bytes: &PageBytes) -> u32 {
     let generation = u32::from_le_bytes(bytes[4..8].try_into().unwrap());
     assert!(*bytes == stamped(page, generation, noisiness(page, generation)), "page {page} is torn");
     generation
 }
 
-/// Writes these pages in one batch, and sees all of it through.
+/// Writes these pages in one batch, and waits for all of it.
 fn write(lane: &mut Lane, pages: impl Iterator<Item = (u32, PageBytes)>) {
     for (page, bytes) in pages {
         loop {
@@ -105,7 +105,7 @@ fn pages_that_shrink_share_slots_and_leave_them() {
         write(&mut lane, (0..256).map(|page| (page, stamped(page, 1, 1000))));
         let status = volume.status();
         assert_eq!((status.stored, status.packed, status.compression), (256, 256, Some(with)));
-        // Three of about 1000 bytes to a slot, and a batch's last in company of fewer.
+        // Three pages of about 1000 bytes share a slot, and the last slot of a batch has fewer.
         assert!((85..=100).contains(&status.stores[0].used), "{status:?}");
         assert_eq!(u64::from(status.stores[0].used), status.packs);
         for page in 0..256 {
@@ -151,13 +151,13 @@ fn a_part_written_into_a_page_of_a_pack_keeps_the_rest_and_its_neighbours() {
 #[test]
 fn pages_that_do_not_shrink_any_more_always_find_the_room_that_was_promised() {
     for with in BOTH {
-        // Exactly the slots that a volume of this size asks for without compression.
+        // The store has exactly the slots that a volume of this size needs without compression.
         let volume = volume(Config { pages: 2048, lanes: 1, depth: 16 }, with);
         let mut lane = volume.lane().unwrap();
         for round in 0..4 {
             write(&mut lane, (0..2048).map(|page| (page, stamped(page, round, 64))));
             assert!(volume.status().stores[0].used < 300);
-            // The first of each pack stays, so that no pack ever goes.
+            // The first page of each pack stays, so that no pack becomes free.
             let last = |page: &u32| !page.is_multiple_of(9);
             write(&mut lane, (0..2048).filter(last).map(|page| (page, stamped(page, round, PAGE_SIZE))));
             for page in 0..2048 {
@@ -170,8 +170,8 @@ fn pages_that_do_not_shrink_any_more_always_find_the_room_that_was_promised() {
     }
 }
 
-/// Empties what is sparse in every store, as often as that pays; says how many pages were moved for
-/// it.
+/// Empties the sparse packs of every store, as often as that pays; returns how many pages were
+/// moved.
 fn compact(mover: &mut Mover) -> u32 {
     let volume = Arc::clone(mover.volume());
     let mut moved = 0;
@@ -209,13 +209,14 @@ fn packs_that_others_have_left_come_together_again() {
         write(&mut lane, (0..9000).map(|page| (page, stamped(page, 1, 400))));
         let full = used(&volume);
         assert_eq!(volume.sparse(0), None, "nobody has left yet: {:?}", volume.status());
-        // Of each nine that share a slot one stays.
+        // Of nine pages that share a slot, one stays.
         let gone = |page: &u32| !page.is_multiple_of(9);
         (0..9000).filter(gone).for_each(|page| lane.discard(PageNo(page), 1));
         lane.submit();
         assert!(used(&volume) > full * 8 / 10, "one holds the room of nine");
         assert!((59..=62).contains(&told.load(Ordering::Relaxed)), "told {told:?} times that 8000 have left");
-        // But for those that were alone at the end of their batch, and lie as they are.
+        // The exceptions are pages that were alone at the end of their batch, and are not
+        // compressed.
         let moved = compact(&mut worker);
         assert!((950..=1000).contains(&moved), "{moved} pages moved");
         assert!(used(&volume) < full * 2 / 10, "{} of {full}", used(&volume));
@@ -234,7 +235,7 @@ fn packs_that_others_have_left_come_together_again() {
 
 #[test]
 fn a_store_that_is_full_needs_no_room_to_make_room() {
-    // The first store takes half of what is written, and not a slot is free there.
+    // The first store takes half of the pages, and has no free slot then.
     let config = Config { pages: 4096, lanes: 2, depth: 64 };
     let stores = [1024, config.slots()].map(|slots| Arc::new(Host::new(slots).unwrap()) as Arc<dyn Store>);
     let volume = Volume::create(config, stores.to_vec()).unwrap();
@@ -242,8 +243,7 @@ fn a_store_that_is_full_needs_no_room_to_make_room() {
     let (mut lane, mut worker) = (volume.lane().unwrap(), volume.mover().unwrap());
     let noisy = |page: u32| if page < 2700 { 1000 } else { PAGE_SIZE };
     write(&mut lane, (0..4096).map(|page| (page, stamped(page, 1, noisy(page)))));
-    // Some leave for the store below, which is where the first has its room taken by others at
-    // once.
+    // Some pages move to the store below, and other pages take the first store's room at once.
     let gone = |page: &u32| *page < 2700 && !page.is_multiple_of(3);
     write(&mut lane, (0..4096).filter(gone).map(|page| (page, stamped(page, 2, PAGE_SIZE))));
     let before = volume.status().stores[0].used;
@@ -274,8 +274,8 @@ enum Event {
         offset: usize,
         length: usize,
     },
-    /// Emptying sparse packs, while the others go on; `stop_after` batches it is killed in the
-    /// middle.
+    /// Empties sparse packs while other lanes go on; after `stop_after` batches the daemon is
+    /// killed.
     Compact {
         stop_after: Option<u32>,
     },
@@ -296,7 +296,7 @@ fn event() -> impl Strategy<Value = Event> {
 
 const MODEL_PAGES: u32 = 3000;
 
-/// A volume with what its pages must hold.
+/// A volume with the expected content of its pages.
 struct Modelled {
     memory: Vec<std::os::fd::OwnedFd>,
     volume: Arc<Volume>,
@@ -387,7 +387,7 @@ impl Modelled {
         }
     }
 
-    /// Its daemon is killed, with whatever it had under way, and another follows.
+    /// Kills the daemon, with its operations under way, and starts another.
     fn crash(&mut self) {
         self.lane.take().unwrap().abandon();
         self.worker.take().unwrap().abandon();
@@ -454,7 +454,7 @@ fn nothing_is_allocated_once_lanes_are_open() {
                 let _ = lane.write_part(0, PageNo(7), 9, &[1; 100]);
                 finish(&mut lane, false);
             }
-            // Full packs, of which a third stays.
+            // Make full packs, of which a third of the pages stays.
             write(&mut lane, (0..4096).map(|page| (page, stamped(page, 99, 64))));
             (0..4096).filter(|page| page % 3 > 0).for_each(|page| lane.discard(PageNo(page), 1));
             lane.submit();
@@ -469,7 +469,7 @@ fn nothing_is_allocated_once_lanes_are_open() {
     }
 }
 
-/// Ends those who work in other threads, also where the test fails: they would be waited for.
+/// Ends the other threads, even if the test fails: they would be waited for.
 struct Ends<'a>(&'a AtomicBool);
 
 impl Drop for Ends<'_> {
@@ -537,7 +537,7 @@ fn under_load_chunks_come_and_go_and_another_daemon_finds_every_page() {
             let begun = std::time::Instant::now();
             let mut rounds = 0;
             while begun.elapsed().as_secs() < seconds || rounds == 0 {
-                // On a machine that leaves a lane waiting for longer than this waits, it stays,
+                // If the machine delays a lane for longer than the mover waits, the chunk stays,
                 // whole.
                 match worker.give_back(0, 0, &mut driver(|_| true)) {
                     Ok(_) => assert_eq!(volume.status().stores[0].used, 0),
@@ -581,7 +581,7 @@ fn under_load_chunks_come_and_go_and_another_daemon_finds_every_page() {
 
         let hosts = memory.map(|fd| Host::adopt(weir_core::Memory::adopt(fd).unwrap()));
         let stores: Vec<Arc<dyn Store>> = hosts.into_iter().map(|host| Arc::new(host) as _).collect();
-        // The next daemon was not told to compress: it reads what is there.
+        // The next daemon has no compression: it still reads compressed pages.
         let (volume, lost) = Volume::take_over(config, stores, kept).unwrap();
         let after = volume.status();
         assert_eq!(lost, 0);

@@ -9,7 +9,7 @@ use weir_core::{PAGE_SIZE, PageNo};
 use weir_store::{Fault, Progress, Sim, SimUrl, Store, StoreUrl};
 use weir_volume::{Config, GiveBackError, Volume};
 
-/// Two stores of two chunks, 1024 slots each, and a volume that one chunk alone can hold.
+/// Two stores of two chunks, 1024 slots each, and a volume that a single chunk can hold.
 fn volume() -> ([Arc<Sim>; 2], Arc<Volume>) {
     let url: SimUrl = match "sim:size=8MiB,chunk=4MiB".parse() {
         Ok(StoreUrl::Sim(url)) => url,
@@ -22,7 +22,7 @@ fn volume() -> ([Arc<Sim>; 2], Arc<Volume>) {
     (stores, volume)
 }
 
-/// A page that takes a slot: not one value all over.
+/// A page that takes a slot, since it is not one repeated value.
 fn page(number: u8) -> [u8; PAGE_SIZE] {
     std::array::from_fn(|at| at as u8 ^ number)
 }

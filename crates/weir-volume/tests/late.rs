@@ -1,5 +1,5 @@
-//! Writes that come late: those of a client that has gone take no effect, and those that a store
-//! does not answer keep their slot.
+//! Late writes: those of a client that has gone take no effect, and those that a store does not
+//! answer keep their slot.
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ fn volume(config: Config) -> (Arc<Volume>, Arc<Sim>) {
     (Volume::create(config, vec![Arc::clone(&sim) as _]).unwrap(), sim)
 }
 
-/// A page that shrinks to a third, if it is asked to.
+/// A page that compresses to a third, if compression is on.
 fn stamped(page: u32, generation: u32) -> PageBytes {
     let mut bytes = [generation as u8; PAGE_SIZE];
     for (at, word) in bytes[..1000].chunks_exact_mut(4).enumerate() {
@@ -25,7 +25,7 @@ fn stamped(page: u32, generation: u32) -> PageBytes {
     bytes
 }
 
-/// Sees everything through; tickets and results.
+/// Waits until everything is done; returns tickets and results.
 fn finish(lane: &mut Lane) -> Vec<(u32, Result<(), Fault>)> {
     let mut ended = Vec::new();
     loop {
@@ -66,7 +66,7 @@ const CONFIG: Config = Config { pages: 64, lanes: 2, depth: 16 };
 fn a_write_that_is_forsaken_takes_no_effect_after_a_newer_one_was_acknowledged() {
     let (volume, _) = volume(CONFIG);
     let (mut gone, mut other) = (volume.lane().unwrap(), volume.lane().unwrap());
-    // Page 1 as a whole, page 2 in part, page 3 by somebody who stays.
+    // Page 1 is written as a whole, page 2 in part, and page 3 by a client that stays.
     for page in 1..=3 {
         write(&mut other, page, &stamped(page, 1));
     }
@@ -114,7 +114,7 @@ fn a_partial_write_is_forsaken_also_between_its_halves() {
 
 #[test]
 fn pages_that_wait_in_a_pack_are_forsaken_one_by_one() {
-    // The pack is sent before they are forsaken, or after.
+    // The pack is sent before the writes are forsaken, or after.
     for sent in [false, true] {
         let (volume, _) = volume(CONFIG);
         volume.compress(Compression::Lz4);
@@ -142,7 +142,7 @@ fn pages_that_wait_in_a_pack_are_forsaken_one_by_one() {
     }
 }
 
-/// How somebody else writes a page.
+/// The operations by which another lane writes a page.
 const WAYS: [&str; 5] = ["a page", "a part", "one value", "zeros", "a hole"];
 
 const WIDE: Config = Config { pages: 64, lanes: 2, depth: 64 };
@@ -180,11 +180,11 @@ fn a_write_that_somebody_else_overtakes_waits_for_a_look_at_its_client() {
             volume.compress(Compression::Lz4);
         }
         let (mut gone, mut other) = (volume.lane().unwrap(), volume.lane().unwrap());
-        // Zeros over zeros, and a hole over a hole, count too.
+        // Zeros over zeros, and a hole over a hole, count as writes too.
         other.zero(PageNo(0), 1, way == "a hole");
         write(&mut other, 4, &stamped(4, 1));
         finish(&mut other);
-        // Nobody else writes page 2. The store is done with a run one poll earlier.
+        // No other lane writes page 2. The store finishes a run one poll earlier.
         let (overtaken, alone, polls) = if begun == Begun::Run {
             let run: Vec<PageBytes> = (0..16).map(|page| stamped(page, 2)).collect();
             assert_eq!(gone.write_run(PageNo(0), &run), 0, "the store is slow");
@@ -195,13 +195,13 @@ fn a_write_that_somebody_else_overtakes_waits_for_a_look_at_its_client() {
                 write(&mut gone, page, &stamped(page, 2));
             }
             assert_eq!(gone.write_part(3, PageNo(3), 100, &[2; 100]), Progress::Queued);
-            // Its old content is read first, and then it needs no store.
+            // The write first reads the old content, and then it needs no store.
             assert_eq!(gone.write_part(4, PageNo(4), 0, &[2; PAGE_SIZE]), Progress::Queued);
             (vec![0, 1, 3, 4], Some(2), 2)
         };
         gone.submit();
         let new: Vec<PageBytes> = overtaken.iter().map(|page| overtake(&mut other, *page, way)).collect();
-        // Its store has long been done. Nobody has looked for its client since.
+        // The store has finished long ago. The client was not looked for since.
         let mut ended = Vec::new();
         for _ in 0..polls {
             gone.poll(Instant::now(), &mut |done| ended.push((done.ticket, done.result)));
@@ -293,7 +293,7 @@ fn the_slot_of_a_write_that_has_no_answer_is_used_again_only_after_it_has_landed
         let held = volume.status().stores[0].used;
         assert!(held == if compress { 2 } else { 4 } || compress && held == 1, "{held} slots");
         sim.hang(false);
-        // Others use every slot that there is but these.
+        // Others use every other slot.
         for generation in 2..6 {
             for page in 0..64 {
                 while other.write(page, PageNo(page), &stamped(page, generation)) == Progress::Full {
@@ -318,7 +318,7 @@ fn a_disk_that_hangs_again_and_again_uses_no_slot_up() {
     for round in 0..20 {
         sim.hang(true);
         for page in 0..64 {
-            // More than the lane has room for: what it cannot even begin fails at once.
+            // The lane has too little room: a write that it cannot begin fails at once.
             match lane.write(page, PageNo(page), &stamped(page, round)) {
                 Progress::Queued => {}
                 Progress::Full => assert!(finish(&mut lane).iter().all(|(_, result)| result.is_err())),
@@ -394,7 +394,7 @@ fn die_at_work(volume: &Arc<Volume>, sim: &Sim, round: u32) -> Arc<Volume> {
 
 #[test]
 fn daemons_that_die_one_after_the_other_over_a_disk_that_hangs_leave_the_next_slots_enough() {
-    // Of 384 slots besides the pages' each daemon has up to 256 under way when it dies.
+    // Of the 384 slots beyond the pages', each daemon has up to 256 under way when it dies.
     let (mut volume, sim) = volume(Config { pages: 64, lanes: 2, depth: 128 });
     for round in 0..8 {
         let mut lanes = [volume.lane().unwrap(), volume.lane().unwrap()];
@@ -415,8 +415,7 @@ fn daemons_that_die_one_after_the_other_over_a_disk_that_hangs_leave_the_next_sl
         drop(lanes);
         volume = die_at_work(&volume, &sim, round);
     }
-    // The disk comes back, with every write that they left, and what they wrote is where nobody
-    // looks.
+    // The disk comes back, and every write that the daemons left lands, in slots that no page uses.
     while sim.orphans() > 0 {
         sim.land(0);
     }

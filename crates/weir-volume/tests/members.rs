@@ -1,4 +1,4 @@
-//! A store of several members: what one of them suffers, and that the others do not.
+//! A store of several members: one of them fails, and the others do not.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -7,10 +7,10 @@ use weir_store::{Fault, Host, Progress, Sim, SimUrl, State, Store, Stripe};
 use weir_volume::{Config, Lane, Volume};
 
 const CHUNK: u32 = 1024;
-/// Slots of each of the two members.
+/// Number of slots of each of the two members.
 const EACH: u32 = 4 * CHUNK;
 const PAGES: u32 = 3 * CHUNK;
-/// Pages that end within a chunk of the second member.
+/// A number of pages that end within a chunk of the second member.
 const FIRST: u32 = CHUNK + CHUNK / 2;
 const CONFIG: Config = Config { pages: PAGES, lanes: 2, depth: 16 };
 
@@ -47,7 +47,7 @@ impl Rig {
             if progress != Progress::Full {
                 return self.end(progress).0;
             }
-            // It waits for a slot.
+            // The write waits for a slot.
             assert!(self.lane.must_poll());
             now += Duration::from_millis(100);
             self.lane.poll(now, &mut |done| panic!("nothing is in flight: {done:?}"));
@@ -76,7 +76,7 @@ impl Rig {
         ended.expect("it has ended")
     }
 
-    /// Pages of `pages` that lie on the second member: those that only it answers for.
+    /// The pages among `pages` that lie on the second member.
     fn on_second(&mut self, pages: std::ops::Range<u32>) -> Vec<u32> {
         self.stripe.parts()[1].part(true);
         let late = pages.filter(|&page| self.read(page) == Err(Fault::Timeout)).collect();
@@ -84,7 +84,7 @@ impl Rig {
         late
     }
 
-    /// Slots in use of the stripe, and of the memory below.
+    /// Number of used slots of the stripe, and of the memory below.
     fn used(&self) -> [u32; 2] {
         let stores = self.volume.status().stores;
         [stores[0].used, stores.get(1).map_or(0, |store| store.used)]
@@ -98,7 +98,7 @@ fn content(page: u32) -> PageBytes {
 #[test]
 fn a_member_that_dies_loses_its_own_pages_and_stops_no_new_ones() {
     let mut rig = Rig::new(PAGES);
-    // Both members have some.
+    // Both members have some pages.
     (0..FIRST).for_each(|page| rig.write(page).expect("written"));
     let lost = rig.on_second(0..FIRST);
     assert!(lost.len() >= 100 && lost.len() + 100 < FIRST as usize, "{} pages", lost.len());
@@ -125,7 +125,7 @@ fn a_member_that_drains_is_asked_when_nobody_else_has_a_slot() {
     (0..PAGES).for_each(|page| rig.write(page).expect("written"));
     assert!(rig.on_second(0..PAGES).is_empty(), "the other member and the memory below have room");
     assert_eq!(rig.used(), [PAGES, 0], "the other member is asked before the memory below");
-    // Where all drain, it is the memory's turn, and theirs at last.
+    // If all members drain, pages go to the memory below first, and to the members last.
     let mut rig = Rig::new(CHUNK);
     rig.stripe.parts().iter().for_each(|member| member.drain(true));
     (0..PAGES).for_each(|page| rig.write(page).expect("written"));

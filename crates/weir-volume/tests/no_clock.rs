@@ -14,8 +14,7 @@ const FORBIDDEN: [&str; 8] = [
     "recv_timeout",
 ];
 
-/// The part of a source that is built for production: what stands before its tests, without
-/// comments.
+/// The production part of a source file: the lines before its tests, without comments.
 fn production(source: &str) -> impl Iterator<Item = (usize, &str)> {
     let end = source.find("#[cfg(all(test").or(source.find("#[cfg(test")).unwrap_or(source.len());
     source[..end].lines().enumerate().filter(|(_, line)| !line.trim_start().starts_with("//"))

@@ -1,4 +1,4 @@
-//! A real-time thread that waits for a thread of lower rank lets it run.
+//! A real-time thread that waits for a thread of lower priority lets it run.
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use rustix::time::{ClockId, clock_gettime};
@@ -13,9 +13,9 @@ use weir_volume::{Config, Volume};
 /// Processor time that the reader needs while it holds slots back.
 const WORK: Duration = Duration::from_millis(3);
 const ROUNDS: u32 = 4;
-/// The kernel lets ordinary threads in only after 950 ms of each second (`sched_rt_runtime_us`):
-/// [`ROUNDS`] waits that starve the reader take twice as long as this. The others take some
-/// milliseconds, and some more on a busy machine.
+/// The kernel runs ordinary threads only after 950 ms of each second (`sched_rt_runtime_us`). So
+/// [`ROUNDS`] waits that starve the reader take twice as long as this limit. Waits that do not
+/// starve it take some milliseconds, and a little more on a busy machine.
 const LIMIT: Duration = Duration::from_millis(1900);
 
 fn cpu_time() -> Duration {
@@ -55,8 +55,8 @@ fn a_real_time_thread_that_waits_for_a_slot_lets_the_ordinary_thread_run_that_ho
                 ask.send(()).unwrap();
                 said.recv().unwrap();
                 let begun = Instant::now();
-                // Twice what the volume has to spare: the second half must wait for what the reader
-                // holds back.
+                // Write twice the slack of the volume: the second half must wait for slots that the
+                // reader holds back.
                 for number in 0..2 * config.slack() {
                     let page = PageNo(number % config.pages);
                     let bytes: Vec<u8> = (0..4096u32).map(|at| (at + number + round) as u8).collect();

@@ -1,4 +1,4 @@
-//! A chunk's memory goes only when nobody looks at it any more.
+//! A chunk's memory is released only when no lane reads it any more.
 
 mod driver;
 
@@ -11,8 +11,7 @@ use weir_core::{ByteSize, Memory, PAGE_SIZE, PageBytes, PageNo, Slot};
 use weir_store::{Fault, Lane, OpenError, Progress, Reclaim, Sim, SimUrl, State, Store};
 use weir_volume::{ChunkState, Config, Kept, View, Volume};
 
-/// So many slots that it takes a while to look through their records. Only those that are used take
-/// memory.
+/// So many slots that searching their records takes a while. Only used slots take memory.
 const SLOTS: u32 = 1 << 18;
 
 #[derive(Debug)]
@@ -21,7 +20,7 @@ struct Pages {
     written: Mutex<Vec<Slot>>,
 }
 
-// SAFETY: the volume never has a slot written while somebody reads it.
+// SAFETY: the volume never writes a slot while a lane reads it.
 unsafe impl Sync for Pages {}
 
 impl Pages {
@@ -32,7 +31,7 @@ impl Pages {
     }
 }
 
-/// One large chunk; what was written there is overwritten when it is released.
+/// A store of one large chunk; its content is overwritten when it is released.
 #[derive(Debug)]
 struct Wide(Arc<Pages>);
 
@@ -69,7 +68,7 @@ impl Reclaim for Wide {
 
     fn release(&self, _chunk: u32) -> Result<(), Fault> {
         for slot in self.0.written.lock().unwrap().drain(..) {
-            // SAFETY: a released chunk is nobody's.
+            // SAFETY: no lane uses a released chunk.
             unsafe { self.0.at(slot).write_volatile([0xdd; PAGE_SIZE]) };
         }
         Ok(())
@@ -85,7 +84,7 @@ struct WideLane(Arc<Pages>);
 impl Lane for WideLane {
     fn write(&mut self, _ticket: u32, slot: Slot, page: &PageBytes) -> Progress {
         self.0.written.lock().unwrap().push(slot);
-        // SAFETY: whoever writes a slot has claimed it.
+        // SAFETY: the lane that writes a slot has claimed it.
         unsafe { self.0.at(slot).write(*page) };
         Progress::Done(Ok(()))
     }
@@ -97,7 +96,7 @@ impl Lane for WideLane {
     }
 
     unsafe fn view(&self, slot: Slot) -> Option<&PageBytes> {
-        // SAFETY: the caller's word.
+        // SAFETY: the caller guarantees that the slot is not written.
         Some(unsafe { &*self.0.at(slot) })
     }
 }
@@ -150,8 +149,8 @@ fn a_page_that_is_looked_at_stays_though_its_chunk_is_given_back_and_it_is_writt
     });
 }
 
-/// A store that looks, whenever its memory has gone or is about to come, at what a daemon would
-/// find that followed one which dies at that moment.
+/// A store that checks, whenever its memory was released or is about to be taken, what a next
+/// daemon would find if this one died at that moment.
 #[derive(Debug)]
 struct Followed {
     sim: Sim,
@@ -170,12 +169,12 @@ impl Followed {
 
     fn follow(&self, chunk: u32) {
         let volume = self.volume.get().and_then(Weak::upgrade).unwrap();
-        // The keeper's memory goes on with the daemon that lives.
+        // The keeper's memory continues to belong to the daemon that lives.
         let copy = |fd: std::os::fd::BorrowedFd<'_>| {
             let copy = Memory::shared("weir-test", rustix::fs::fstat(fd).unwrap().st_size as usize).unwrap();
             let original = Memory::adopt(fd.try_clone_to_owned().unwrap()).unwrap();
-            // SAFETY: both are as long, the copy is nobody else's, and the test has no thread that
-            // writes the original.
+            // SAFETY: both have the same length, nothing else uses the copy, and the test has no
+            // thread that writes the original.
             unsafe { copy.as_ptr().copy_from_nonoverlapping(original.as_ptr(), copy.len()) };
             copy
         };

@@ -1,5 +1,4 @@
-//! Pages that follow one another and lie side by side in a slow store: one operation for all of
-//! them.
+//! Runs: pages that follow one another and lie side by side in a slow store are one operation.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -33,7 +32,7 @@ fn content(first: u32, count: u32, generation: u32) -> Vec<PageBytes> {
     (first..first + count).map(|page| stamped(page, generation)).collect()
 }
 
-/// Sees everything through; tickets and results.
+/// Waits until everything is done; returns tickets and results.
 fn finish(lane: &mut Lane) -> Vec<(u32, Result<(), Fault>)> {
     let mut ended = Vec::new();
     while lane.in_flight() > 0 {
@@ -44,8 +43,8 @@ fn finish(lane: &mut Lane) -> Vec<(u32, Result<(), Fault>)> {
     ended
 }
 
-/// As a front end writes: runs where the volume takes them, else page by page. Returns how many
-/// operations it took, and the first fault.
+/// Writes as a front end does: runs where the volume takes them, else page by page. Returns the
+/// number of operations, and the first fault.
 fn write(lane: &mut Lane, first: u32, pages: &[PageBytes]) -> (usize, Option<Fault>) {
     let (mut operations, mut fault) = (0, None);
     let mut done = lane.write_run(PageNo(first), pages);
@@ -85,7 +84,7 @@ fn take(lane: &mut Lane, pages: &mut [Result<PageBytes, Fault>]) {
     }
 }
 
-/// As a front end reads, likewise.
+/// Reads as a front end does: runs where possible, else page by page.
 fn read(lane: &mut Lane, first: u32, count: u32) -> (usize, Vec<Result<PageBytes, Fault>>) {
     let mut pages = vec![UNREAD; count as usize];
     let (mut operations, mut at) = (0, 0);
@@ -210,7 +209,7 @@ fn slots_of_a_run_that_was_not_answered_in_time_are_used_again_only_once_it_has_
     assert!(read(&mut lane, 100, 16).1.into_iter().eq(content(100, 16, 3).into_iter().map(Ok)));
 }
 
-/// SplitMix64.
+/// A random number generator: SplitMix64.
 struct Random(u64);
 
 impl Random {

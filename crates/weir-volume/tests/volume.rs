@@ -1,4 +1,4 @@
-//! The promises of a volume, on a store that never fails. (Stores that do: simulator.rs.)
+//! Promises of a volume, on a store that never fails. (simulator.rs has stores that do.)
 
 mod driver;
 
@@ -20,7 +20,7 @@ fn volume(pages: u32, lanes: usize) -> Arc<Volume> {
     Volume::create(config, vec![Arc::new(Host::new(config.slots()).unwrap())]).unwrap()
 }
 
-/// A page that says which page and generation it is, all over.
+/// A page that names its number and generation in every word.
 fn stamped(page: u32, generation: u32) -> PageBytes {
     let mut bytes = [0; PAGE_SIZE];
     for (at, chunk) in bytes.chunks_exact_mut(16).enumerate() {
@@ -40,8 +40,8 @@ fn stamp(bytes: &PageBytes) -> (u32, u32) {
 }
 
 fn write(lane: &mut Lane, page: u32, bytes: &PageBytes) {
-    // A lane whose thread is kept from running for seconds holds freed slots back for so long, and
-    // others' writes find none.
+    // If a lane's thread is kept from running for seconds, it holds freed slots back for that long,
+    // and others' writes find none.
     let (begun, mut rest) = (Instant::now(), Rest::default());
     let mut done = lane.write(0, PageNo(page), bytes);
     while [Progress::Full, Progress::Done(Err(Fault::Full))].contains(&done)
@@ -55,8 +55,8 @@ fn write(lane: &mut Lane, page: u32, bytes: &PageBytes) {
     assert_eq!(done, Progress::Done(Ok(())));
 }
 
-/// As a front end does it: together what can be written together, and the rest one by one. Returns
-/// how many were written together.
+/// Writes as a front end does: in runs where possible, and the rest one by one. Returns how many
+/// pages were written in runs.
 fn write_run(lane: &mut Lane, first: u32, pages: &[PageBytes]) -> usize {
     let done = lane.write_run(PageNo(first), pages);
     for (page, bytes) in (first..).zip(pages).skip(done) {
@@ -71,7 +71,7 @@ fn read(lane: &mut Lane, page: u32) -> PageBytes {
     bytes
 }
 
-/// As a front end does it: together what can be read together, and the rest one by one.
+/// Reads as a front end does: in runs where possible, and the rest one by one.
 fn read_run(lane: &mut Lane, first: u32, count: u32) -> Vec<PageBytes> {
     let mut pages = vec![[0xee; PAGE_SIZE]; count as usize];
     let done = lane.read_run(PageNo(first), &mut pages);
@@ -135,7 +135,7 @@ proptest! {
                     model.insert(page, bytes);
                 }
                 Action::Run { page, seeds } => {
-                    // Some of one value, which take no slot.
+                    // Some pages are one repeated value, which takes no slot.
                     let bytes = |seed: u8| if seed < 50 { [seed; PAGE_SIZE] } else { stamped(page, seed.into()) };
                     let run: Vec<PageBytes> = seeds.iter().map(|seed| bytes(*seed)).collect();
                     write_run(lane, page, &run);
@@ -182,7 +182,7 @@ proptest! {
 
 #[test]
 fn a_full_volume_can_be_overwritten_for_ever_from_every_lane() {
-    // Every page is in use, so each write lives off the slack; threads end batches at odd moments.
+    // Every page is in use, so each write needs the slack; threads end batches at odd moments.
     let (pages, threads) = (512, 4);
     let volume = volume(pages, threads);
     let rounds = if cfg!(miri) { 1 } else { 200 };
@@ -277,7 +277,7 @@ fn a_run_ends_before_a_page_that_its_store_has_changed() {
     let written: Vec<_> = (0..16).map(|page| stamped(page, 1)).collect();
     write_run(&mut lane, 0, &written);
     assert!(read_run(&mut lane, 0, 16) == written);
-    // Where page 9 lies, only its stamp tells.
+    // Only its stamp tells where page 9 lies.
     let mut slot = [0; PAGE_SIZE];
     let at = (0..u64::from(config.slots()))
         .map(|slot| slot * PAGE_SIZE as u64)
@@ -341,7 +341,7 @@ fn partial_writes_from_two_lanes_lose_nothing_of_each_other() {
                 let mine = half * PAGE_SIZE / 2;
                 for round in 1..=rounds {
                     let mut progress = lane.write_part(0, PageNo(0), mine, &round.to_le_bytes());
-                    // The other holds the last slot back.
+                    // The other lane holds the last slot back.
                     while progress == Progress::Queued {
                         lane.poll(Instant::now(), &mut |done| progress = Progress::Done(done.result));
                         std::thread::yield_now();
@@ -367,7 +367,7 @@ fn write_all(volume: &Arc<Volume>, pages: u32, generation: u32) {
     }
 }
 
-/// Ends those who work in other threads, also where the test fails: they would be waited for.
+/// Ends the other threads, even if the test fails: they would be waited for.
 struct Ends<'a>(&'a AtomicBool);
 
 impl Drop for Ends<'_> {
@@ -441,7 +441,8 @@ fn pages_are_counted_and_timed_by_the_store_that_they_lie_in() {
         write(&mut lane, page, &stamped(page, 1));
     }
     lane.submit();
-    // Of one value, so in no store: written one by one, and 8 at a stroke.
+    // These pages are one repeated value, so they are in no store: they are written one by one, and
+    // 8 at once.
     (192..200).for_each(|page| write(&mut lane, page, &[7; PAGE_SIZE]));
     lane.zero(PageNo(200), 8, false);
     let in_first = u64::from(volume.status().stores[0].used);
@@ -470,7 +471,7 @@ fn pages_are_counted_and_timed_by_the_store_that_they_lie_in() {
 
 #[test]
 fn what_waits_at_a_store_is_counted_once_and_what_only_moves_is_not() {
-    // Pages can be looked at in place in the first store; the second has them fetched, one
+    // Pages in the first store can be viewed in place; those in the second are fetched, one
     // operation after another.
     let config = Config { pages: 256, lanes: 1, depth: 2 };
     let slow = SimUrl { size: ByteSize(2 << 20), delay: 3, ..SimUrl::default() };
@@ -490,7 +491,7 @@ fn what_waits_at_a_store_is_counted_once_and_what_only_moves_is_not() {
     };
     assert_eq!(counts(), ((0, in_first), (0, 192 - in_first), (0, 192)));
 
-    // A run ends where looking does; what is left is fetched.
+    // A run ends at the first page that cannot be viewed; the rest is fetched.
     let mut out = vec![[0; PAGE_SIZE]; 192];
     let seen = lane.read_run(PageNo(0), &mut out);
     lane.submit();
@@ -508,7 +509,7 @@ fn what_waits_at_a_store_is_counted_once_and_what_only_moves_is_not() {
     assert_eq!((first.1 + second.1, all), (194, (192, 194)), "a part is one write and no read");
 }
 
-/// Has an operation go on until it is done.
+/// Continues an operation until it is done.
 fn finish(lane: &mut Lane, mut begin: impl FnMut(&mut Lane) -> Progress) {
     loop {
         match begin(lane) {
@@ -650,7 +651,7 @@ fn a_lane_that_always_has_something_under_way_runs_out_of_no_slots() {
         let (mut page, mut out) = ([0; PAGE_SIZE], [0; PAGE_SIZE]);
         let mut done = 0;
         for at in 0..20_000u32 {
-            // Unlike any other, so that each takes a slot.
+            // Each page differs from all others, so that it takes a slot.
             page[..4].copy_from_slice(&at.to_le_bytes());
             page[4] = 1;
             let number = PageNo(at % 256);
@@ -665,7 +666,7 @@ fn a_lane_that_always_has_something_under_way_runs_out_of_no_slots() {
                 Progress::Full => panic!("operation {at} found no room"),
             }
             lane.submit();
-            // Never all of them: something is always under way.
+            // Never wait for all: some operation is always under way.
             while lane.in_flight() > 8 {
                 lane.poll(Instant::now(), &mut |completion| completion.result.unwrap());
             }

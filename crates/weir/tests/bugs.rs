@@ -1,5 +1,5 @@
-//! A bug that is found on an I/O thread ends its process, which can be replaced: what lives also
-//! serves.
+//! A bug that is found on an I/O thread ends its process, which can be replaced: no live process is
+//! left that does not serve.
 
 mod common;
 
@@ -14,11 +14,11 @@ use std::time::{Duration, Instant};
 use weir_export::fuse::mount::is_mounted;
 
 const PAGE: usize = 4096;
-/// Its third operation panics, on the thread that has the request.
+/// A store whose third operation panics, on the thread that has the request.
 const STORE: &str = "sim:size=8MiB,panic_after=2";
 
-/// A daemon over such a store. An allocation on an I/O thread must not end it before the panic
-/// does.
+/// Starts a daemon over such a store. It must not abort for an allocation on an I/O thread before
+/// the panic ends it.
 fn start(name: &str, flags: &[&str], way_in: impl FnOnce(&mut Command, &Path)) -> Daemon {
     let flags = [&["--store", STORE], flags].concat();
     Daemon::spawn(&format!("bug-{name}"), &flags, |command, directory| {
@@ -31,7 +31,7 @@ fn log(scene: &Daemon) -> String {
     fs::read_to_string(scene.directory.join("log")).unwrap()
 }
 
-/// Waits for the end of a daemon without a keeper, and returns by which signal.
+/// Waits for the end of a daemon without a keeper, and returns the signal that ended it.
 fn end(scene: &mut Daemon) -> Option<i32> {
     let begun = Instant::now();
     while begun.elapsed() < PATIENCE {
@@ -49,7 +49,7 @@ fn write_until_it_breaks(scene: &Daemon) {
     assert!(written.is_some(), "it serves on: {}", log(scene));
 }
 
-/// No value repeated, so that a store has it.
+/// Bytes that repeat no value, so that a store has them.
 fn pattern(seed: u64) -> Vec<u8> {
     (0..PAGE as u64).map(|at| ((at + seed).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8).collect()
 }
@@ -80,12 +80,12 @@ fn a_daemon_whose_fuse_thread_panics_ends_and_does_not_leave_a_request_waiting()
         return println!("\nskipped: {name}: no FUSE mount here");
     }
     let file = File::options().write(true).open(&disk).unwrap();
-    // On a thread, since it may wait for ever.
+    // Use a thread, since the write may wait for ever.
     thread::spawn(move || (0..4).any(|at| file.write_all_at(&pattern(at), at * PAGE as u64).is_err()));
     assert_eq!(end(&mut scene), Some(libc::SIGABRT), "{}", log(&scene));
 }
 
-/// The pages of this kind of store end with the daemon; those of all others are in `tests/keeper`,
+/// The pages of this kind of store end with the daemon. For all other stores see `tests/keeper`,
 /// where daemons are killed by SIGABRT.
 #[test]
 fn a_keeper_replaces_a_daemon_whose_thread_panics() {

@@ -1,5 +1,5 @@
-//! `weir cache` as processes: served by FUSE, switched, flushed and detached; homes that carry
-//! something are refused.
+//! `weir cache` as processes: served by FUSE, switched between modes, flushed and detached. Homes
+//! with content are refused.
 
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 const PAGE: usize = 4096;
 const PAGES: u64 = 4096;
 
-/// A directory, and the cache that runs in it.
+/// A directory, with the cache that runs in it.
 struct Scene {
     directory: PathBuf,
     cache: Option<Child>,
@@ -53,7 +53,7 @@ impl Scene {
         command
     }
 
-    /// Starts the cache; false, having said why, where this machine cannot mount.
+    /// Starts the cache. Returns false, after printing the reason, if this machine cannot mount.
     fn start(&mut self, name: &str, flags: &[&str]) -> bool {
         let mut cache = self.create(flags).spawn().unwrap();
         let begun = Instant::now();
@@ -141,7 +141,7 @@ fn what_was_written_through_a_cache_is_at_home_once_it_was_flushed_or_detached()
     file.sync_all().unwrap();
     assert_eq!(scene.number("dirty_bytes"), 0, "fsync brings every page home");
     write(&file, 2, 5);
-    // A part of a page, and a page that is read back.
+    // Write a part of a page, and of a page that is read back.
     file.write_all_at(&stamp(7, 3)[..8], 7 * PAGE as u64 + 16).unwrap();
     file.write_all_at(&stamp(7, 0), 7 * PAGE as u64).unwrap();
     let mut page = vec![0; PAGE];
@@ -214,7 +214,7 @@ fn a_home_that_carries_a_file_system_is_refused_served_or_wiped_as_asked() {
     assert!(scene.start("marks", &["--wipe", &home]));
     open(&scene.file()).read_exact_at(&mut magic, 0x438).unwrap();
     assert_eq!(magic, [0, 0]);
-    // A signal is a detach too.
+    // A signal detaches the cache too.
     let cache = scene.cache.as_ref().unwrap();
     let pid = rustix::process::Pid::from_child(cache);
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
@@ -306,8 +306,8 @@ fn a_log_over_several_files_serves_what_was_written_and_reaches_them_in_long_wri
     let file = open(&scene.file());
     let pages = file.metadata().unwrap().len() / PAGE as u64;
     assert!((30_000..192 * 256).contains(&pages), "{pages} pages");
-    // Each page three times in an order of its own: 7919 has no factor in common with the number of
-    // pages.
+    // Each page is used three times in a random order: 7919 has no factor in common with the number
+    // of pages.
     assert_ne!(pages % 7919, 0);
     for round in 1..=3 {
         for at in 0..pages {

@@ -12,8 +12,8 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).expect("UTF-8")
 }
 
-/// Arguments, and what the one line about them must contain: the key, the value seen, what is
-/// accepted.
+/// Arguments, and the parts that the one line about them must contain: the key, the value seen, the
+/// accepted values.
 const MISTAKES: &[(&[&str], &[&str])] = &[
     (&["bogus"], &["bogus"]),
     (&["doctor", "--jsn"], &["--jsn", "--json"]),
@@ -185,7 +185,7 @@ fn what_is_short_or_in_the_way_is_named_with_the_next_step() {
         use std::io::{Read as _, Write as _};
         for mut client in listener.incoming().flatten() {
             let _ = client.read(&mut [0; 4096]);
-            // As an NBD server greets, and a line's end, so that nobody waits.
+            // Send the greeting of an NBD server, and a line's end, so that neither side waits.
             let _ = client.write_all(b"NBDMAGICIHAVEOPT\n");
         }
     });
@@ -215,7 +215,7 @@ fn no_directory_is_made_above_the_one_that_was_named() {
         &["man", &inside("man")][..],
         &["serve", "--store", "host:1MiB", "--nbd", &nbd, "--control", &inside("control.sock")],
     ] {
-        // A daemon that starts after all would stay.
+        // A daemon that starts by mistake would stay.
         let mut command = Command::new("timeout");
         let output = command.arg("60").arg(env!("CARGO_BIN_EXE_weir")).args(arguments).output();
         let output = output.expect("coreutils");
@@ -242,7 +242,8 @@ fn every_command_has_a_man_page() {
     let help = text(&weir(&["--help"]).stdout);
     let listed =
         help.lines().skip_while(|line| *line != "Commands:").skip(1).take_while(|line| !line.is_empty());
-    // A command's line is indented by two; what its description wraps to, by more.
+    // A command's line is indented by two; the wrapped lines of its description are indented by
+    // more.
     let names = listed.filter_map(|line| line.strip_prefix("  ")?.split(' ').next());
     let mut count = 0;
     for command in names.filter(|name| !name.is_empty() && *name != "help") {
@@ -285,8 +286,8 @@ fn a_benchmark_is_the_program_beside_this_one_with_all_its_arguments_and_its_exi
     assert_eq!((alone.status.code(), said.lines().count()), (Some(1), 1), "{said}");
     assert!(said.contains("beside/weir-bench is not there; build it"), "{said}");
     let other = directory.join("weir-bench");
-    // A process of its own writes it: what a test of this process starts meanwhile would inherit
-    // the open file, which then is busy.
+    // A process of its own writes the script. A child that another test starts meanwhile would
+    // inherit the open file, which then is busy.
     let script = r#"printf '#!/bin/sh\nfor word; do echo "$word"; done\nexit 7\n' >"$0" && chmod 755 "$0""#;
     let written = Command::new("sh").args(["-c", script]).arg(&other).status().expect("a shell");
     assert!(written.success());

@@ -1,5 +1,5 @@
-//! A daemon that compresses: what is left in shared slots comes together again by itself, and at
-//! rest nobody wakes.
+//! A daemon that compresses: it compacts half-empty packs by itself, and causes no wake-ups at
+//! rest.
 
 mod common;
 
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use weir_export::nbd::client::Client;
 
 const PAGE: usize = 4096;
-/// Pages in one request: the daemon sees them together, as a kernel sends what it swaps out.
+/// Pages in one request: the daemon sees them together, as when a kernel swaps out.
 const RUN: u64 = 32;
 const PAGES: u64 = 6144;
 
@@ -40,10 +40,10 @@ fn what_others_have_left_comes_together_and_up_while_clients_use_it_and_then_nob
     let status = scene.status();
     let ratio = |status: &serde_json::Value| status["volume"]["compress"]["ratio"].as_f64().unwrap();
     assert!(ratio(&status) > 3.5, "{}", status["volume"]);
-    // The device is three times its first store, and all of it lies there.
+    // The device is three times as large as its first store, and all its pages lie there.
     assert_eq!(status["stores"][1]["slots_used"], 0, "{}", status["stores"]);
 
-    // In no order, each by itself, so that most shared slots keep a page or none.
+    // Write in random order, each page by itself, so that most packs keep one page or none.
     let changed = |page: u64| !page.is_multiple_of(3);
     for page in (0..PAGES).map(|at| at * 1237 % PAGES).filter(|page| changed(*page)) {
         client.write(page * PAGE as u64, &stamped(page, 2, true)).unwrap();
@@ -68,7 +68,7 @@ fn what_others_have_left_comes_together_and_up_while_clients_use_it_and_then_nob
     }
     assert_eq!(gathered["protection"]["io_allocations"], 0);
 
-    // The work that is left is done, and then there is none.
+    // The daemon does the work that is left, and then there is none.
     let begun = Instant::now();
     let worker = || {
         let status = scene.status();
@@ -87,7 +87,7 @@ fn what_others_have_left_comes_together_and_up_while_clients_use_it_and_then_nob
     assert_eq!(worker(), before, "at rest");
 }
 
-/// Writes until it is acknowledged, by whatever daemon.
+/// Writes until some daemon acknowledges it.
 fn write(scene: &Daemon, client: &mut Client, page: u64, bytes: &[u8]) {
     while client.write(page * PAGE as u64, bytes).is_err() {
         *client = scene.connect();
@@ -125,7 +125,7 @@ fn what_is_being_brought_together_survives_kills() {
                         write(scene, &mut client, first, &bytes);
                     }
                     known.fill(round);
-                    // In another order and another third stays, each time.
+                    // Each round uses another order, and another third stays.
                     let changed = |page: &u64| !(page + round).is_multiple_of(3);
                     for page in (0..PAGES).map(|at| at * 1237 % PAGES).filter(changed) {
                         write(scene, &mut client, page, &stamped(page, round << 10, true));
@@ -148,7 +148,7 @@ fn what_is_being_brought_together_survives_kills() {
             let ends = Ends(stop);
             let mut moved = 0;
             for kill in 0..kills as u64 {
-                // Soon after it has begun to move pages, or at any time.
+                // Kill it soon after it has begun to move pages, or at any time.
                 let begun = Instant::now();
                 let before = together();
                 while !kill.is_multiple_of(3) && together() == before && begun.elapsed().as_secs() < 2 {

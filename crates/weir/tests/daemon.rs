@@ -26,7 +26,7 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// A short directory: a socket's path has at most 107 bytes.
+/// A directory with a short path: a socket's path has at most 107 bytes.
 struct Directory(PathBuf);
 
 impl Directory {
@@ -55,7 +55,7 @@ struct Daemon {
 }
 
 impl Daemon {
-    /// Starts one with these flags besides its sockets, and waits until it answers.
+    /// Starts a daemon with these flags besides its sockets, and waits until it answers.
     fn start(directory: &Directory, flags: &[&str]) -> Self {
         let (control, nbd) = (directory.file("control.sock"), directory.file("nbd.sock"));
         let address = format!("unix:{nbd}");
@@ -83,7 +83,7 @@ impl Daemon {
         serde_json::from_slice(&output.stdout).expect("JSON")
     }
 
-    /// Sends SIGTERM and returns the exit code, if it ends.
+    /// Sends SIGTERM and returns the exit code, if the daemon ends.
     fn terminate(&mut self) -> Option<i32> {
         let pid = rustix::process::Pid::from_child(&self.process);
         rustix::process::kill_process(pid, rustix::process::Signal::TERM).expect("a living child");
@@ -128,7 +128,7 @@ fn a_daemon_serves_tells_how_it_is_and_leaves_nothing_behind() {
     assert_eq!(status["volume"]["pages"], 4096);
     assert_eq!((&status["volume"]["stored"], &status["volume"]["filled"]), (&1.into(), &2.into()));
     assert_eq!(status["volume"]["free"], 4093);
-    // Besides what the device needs, the last store has room for writes under way.
+    // Besides the device's slots, the last store has room for writes under way.
     assert!(status["stores"][0]["slots"].as_u64().is_some_and(|slots| slots >= 8192), "{status}");
     assert_eq!(status["stores"][0]["state"], "online");
     assert_eq!(status["stores"][0]["slots_used"], 1);
@@ -179,7 +179,7 @@ fn the_run_time_directory_is_made_before_the_first_way_in_and_nobody_elses_is() 
     if rustix::process::geteuid().is_root() && Path::new("/dev/fuse").exists() {
         places.extend(["--fuse", &file]);
     }
-    // Each is the first of its own daemon.
+    // Each is the first front end of its own daemon.
     for places in [vec!["--nbd", &address], places] {
         let mut daemon = Daemon::spawn(serve(&places), directory.file("weir/control.sock"), nbd.clone());
         let mode = fs::metadata(directory.0.join("weir")).expect("made").permissions().mode();
@@ -198,7 +198,7 @@ fn a_second_daemon_is_refused_and_a_dead_ones_socket_is_not() {
     let directory = Directory::new("twice");
     let control = directory.file("control.sock");
     drop(UnixListener::bind(&control).expect("a socket that nobody listens on"));
-    // A child that another test starts at this moment listens until it runs its own program.
+    // A child that another test starts at this moment also listens, until it runs its own program.
     let begun = Instant::now();
     while UnixStream::connect(&control).is_ok() {
         assert!(begun.elapsed() < PATIENCE, "somebody listens");
@@ -226,7 +226,7 @@ fn nonsense_at_the_control_socket_gets_an_error_and_hurts_nobody() {
         (long.as_str(), "no line of JSON"),
     ] {
         let mut stream = UnixStream::connect(&daemon.control).expect("listening");
-        // The daemon may hang up before it has taken all of an endless line.
+        // The daemon may disconnect before it has read all of an endless line.
         let _ = stream.write_all(request.as_bytes());
         let mut answer = String::new();
         let _ = BufReader::new(stream).read_line(&mut answer);
@@ -244,7 +244,7 @@ fn status_without_a_daemon_says_where_it_looked() {
     assert!(text(&output.stderr).contains("nobody.sock"));
 }
 
-/// Asks a control socket something, as `weir attach` does.
+/// Sends a request to a control socket, as `weir attach` does.
 fn ask(control: &str, request: &str) -> String {
     let mut stream = UnixStream::connect(control).expect("the daemon listens");
     stream.write_all(format!("{request}\n").as_bytes()).expect("it reads");
@@ -284,7 +284,7 @@ fn a_device_that_was_attached_is_known_to_the_daemon_after_a_crash_and_one_let_g
         }
         thread::sleep(Duration::from_millis(20));
     };
-    // A kernel with an NBD client says at once that it knows of no such device.
+    // A kernel with an NBD client reports at once that it has no such device.
     let asked = Path::new("/sys/module/nbd").exists() && again["attached"] == serde_json::json!([]);
     assert!(asked || again["attached"] == serde_json::json!(["/dev/nbd902"]), "{again}");
     keeper.terminate();
@@ -316,7 +316,7 @@ fn swap_onto_a_file_in_memory_is_refused_whatever_is_forced() {
     let said = text(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(said.contains(&file) && said.contains("cannot carry swap"), "{said}");
-    // Refused as cached where tmpfs knows no O_DIRECT, as memory where it does.
+    // The store is refused as cached if tmpfs does not support O_DIRECT, and as memory if it does.
     assert!(said.contains("page cache") || said.contains("tmpfs"), "{said}");
 }
 

@@ -1,5 +1,5 @@
-//! A card's driver that fails under a daemon: no page is lost, whoever asks is answered, and the
-//! reason is said.
+//! A card's driver that fails under a daemon: no page is lost, each client gets an answer, and the
+//! reason is reported.
 
 mod common;
 
@@ -16,13 +16,13 @@ const PAGE: usize = 4096;
 const PAGES: u64 = 256;
 const WRITERS: u64 = 3;
 
-/// Page `page` of generation `generation`; no two are alike.
+/// The content of page `page` in generation `generation`; no two are alike.
 fn stamped(page: u64, generation: u64) -> Vec<u8> {
     let words = (0..PAGE as u64 / 16).flat_map(|at| [page << 32 | at, generation]);
     words.flat_map(u64::to_le_bytes).collect()
 }
 
-/// A libcuda without a GPU in `directory`.
+/// Puts a libcuda without a GPU into `directory`.
 fn fake_cuda(directory: &Path) {
     let source = concat!(env!("CARGO_MANIFEST_DIR"), "/../weir-store/tests/fake_cuda/fake_cuda.c");
     let built = Command::new("cc")
@@ -34,8 +34,8 @@ fn fake_cuda(directory: &Path) {
     assert!(built.success(), "cc {source}");
 }
 
-/// A daemon on a card with the fake driver, whose context dies as the file `dies` in its directory
-/// says.
+/// Starts a daemon on a card with the fake driver, whose context dies as the file `dies` in its
+/// directory says.
 fn start(name: &str, flags: &[&str]) -> Daemon {
     Daemon::spawn(name, flags, |command, directory| {
         Daemon::with_nbd(command, directory);
@@ -58,7 +58,7 @@ fn eventually(what: &str, mut is: impl FnMut() -> bool) {
     }
 }
 
-/// Has the driver fail `times` times under load, by `fail`, and looks at every page meanwhile and
+/// Has the driver fail `times` times under load, by `fail`, and checks every page meanwhile and
 /// afterwards. A connection may end, but no request is answered with an error.
 fn survive(scene: &Daemon, times: u64, connection_may_end: bool, fail: impl Fn(u64)) {
     drop(scene.connect());
@@ -90,7 +90,7 @@ fn survive(scene: &Daemon, times: u64, connection_may_end: bool, fail: impl Fn(u
                         };
                         assert!(read == stamped(page, generation), "page {page} is not what was written");
                     }
-                    // Nobody else writes them, so all are what they were.
+                    // No other client writes these pages, so all must have their content.
                     rounds.fetch_add(1, Ordering::Relaxed);
                 }
             });
@@ -162,7 +162,7 @@ fn a_driver_that_crashes_or_hangs_costs_a_daemon_and_no_page() {
     let store = "vram:lavapipe?size=8MiB&chunk=1MiB&path=engine&ring=off";
     let mut scene = start("segv", &["--keeper", "--store", store]);
     survive(&scene, 2, true, |_| {
-        // The next daemon has CUDA a while after it serves.
+        // The next daemon opens CUDA a while after it serves.
         eventually("CUDA", || {
             scene.status()["stores"][0]["conditions"][0]["ways"] == serde_json::json!(["mapped", "engine"])
         });
@@ -220,8 +220,7 @@ fn doctor_opens_what_it_reports_and_waits_for_no_driver() {
     let directory = std::env::temp_dir().join(format!("weir-{}-doctor", std::process::id()));
     fs::create_dir_all(&directory).unwrap();
     fake_cuda(&directory);
-    // Vulkan's loader may wait for a card of this machine's own; what is asserted is the fake
-    // card's.
+    // Vulkan's loader may wait for a real card of this machine; the checks are about the fake one.
     let (_, text) = doctor(&directory, false);
     assert!(text.contains("Fake GPU: by engine; not by mapped: "), "{text}");
     let begun = Instant::now();

@@ -18,7 +18,8 @@ const PAGE: usize = 4096;
 const PAGES: u64 = 2000;
 const WRITERS: u64 = 3;
 
-/// A daemon that serves a file; `None`, having said why, where this machine cannot mount.
+/// Starts a daemon that serves a file. `None`, after printing the reason, if this machine cannot
+/// mount.
 fn start(name: &str, flags: &[&str]) -> Option<Daemon> {
     allow_cores();
     let mut scene = Daemon::spawn(&format!("fuse-{name}"), flags, |command, directory| {
@@ -46,7 +47,7 @@ fn kernel_sends_again() -> bool {
     (numbers.next(), numbers.next()) >= (Some(6), Some(9))
 }
 
-/// SplitMix64.
+/// The next random number, by SplitMix64.
 fn random(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -88,8 +89,7 @@ fn nothing_stays_mounted_if_the_keeper_is_told_to_end_while_a_daemon_starts() {
     let Some(mut scene) = start("early", &["--keeper", "--store", "host:8MiB"]) else { return };
     let daemon = scene.daemon().unwrap();
     rustix::process::kill_process(daemon, rustix::process::Signal::KILL).unwrap();
-    // The next one is there, and does not listen to signals yet; or listens already; or is not
-    // there yet.
+    // The next daemon may not handle signals yet, may do so already, or may not exist yet.
     let begun = Instant::now();
     while scene.daemon().is_none_or(|next| next == daemon) && begun.elapsed() < PATIENCE {
         thread::sleep(Duration::from_micros(100));
@@ -120,7 +120,8 @@ fn nothing_fails_and_every_page_survives_when_the_daemon_is_killed_under_load() 
                 while !stop.load(Ordering::Relaxed) {
                     let page = random(&mut state) % (PAGES / WRITERS) * WRITERS + writer;
                     let at = page * PAGE as u64;
-                    // No error at any moment: what the dead daemon had is done by the next.
+                    // There is no error at any moment: the next daemon does the requests of the
+                    // dead one.
                     if random(&mut state).is_multiple_of(2) {
                         generation += 1;
                         file.write_all_at(&stamped(page, generation), at).unwrap();

@@ -1,4 +1,5 @@
-//! `weir give-back` and `weir take`: a daemon's memory goes and comes while clients use the device.
+//! `weir give-back` and `weir take`: a daemon's memory is given back and taken while clients use
+//! the device.
 
 mod common;
 
@@ -14,7 +15,7 @@ use std::time::{Duration, Instant};
 use weir_export::nbd::client::Client;
 
 const PAGE: usize = 4096;
-/// Two stores: four chunks of 4 MiB, and room for everything below them.
+/// Two stores: four chunks of 4 MiB, and below them room for everything.
 const STORES: [&str; 6] =
     ["--store", "sim:size=16MiB,chunk=4MiB", "--store", "host:16MiB", "--size", "16MiB"];
 
@@ -22,7 +23,7 @@ fn start(name: &str, flags: &[&str]) -> Daemon {
     try_start(name, flags, &[]).expect("the daemon starts")
 }
 
-/// `None` where the daemon ends at its start.
+/// Starts a daemon; `None` if it ends at its start.
 fn try_start(name: &str, flags: &[&str], environment: &[(&str, &Path)]) -> Option<Daemon> {
     let flags = [&["--log", "warn"], flags].concat();
     let mut daemon = Daemon::spawn(name, &flags, |command, directory| {
@@ -32,7 +33,7 @@ fn try_start(name: &str, flags: &[&str], environment: &[(&str, &Path)]) -> Optio
     daemon.comes_up(Daemon::listens).then_some(daemon)
 }
 
-/// Chunks of the first store that were given back.
+/// Number of chunks of the first store that were given back.
 fn away(scene: &Daemon) -> u64 {
     scene.status()["stores"][0]["chunks"]["given_back"].as_u64().unwrap()
 }
@@ -41,7 +42,7 @@ fn said(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).trim().to_owned()
 }
 
-/// A page that says which page and round it is, all over.
+/// A page that names its number and round in every word.
 fn stamped(page: u64, round: u64) -> [u8; PAGE] {
     let mut bytes = [0; PAGE];
     for (at, word) in bytes.chunks_exact_mut(8).enumerate() {
@@ -127,7 +128,7 @@ fn pages_come_back_up_once_there_is_room_and_nobody_is_at_work() {
     }
     (0..2000).for_each(|page| check(&mut client, page, 7));
     let wakes = || scene.status()["background"]["wakes"].as_u64().unwrap();
-    // It may look once more whether there is anything left to do.
+    // The daemon may look once more for work that is left.
     let begun = Instant::now();
     loop {
         let before = wakes();
@@ -159,7 +160,7 @@ fn backing_makes_the_device_larger_than_the_memory_and_holds_everything_when_tha
     assert!(gave.status.success(), "{}", said(&gave));
     let status = scene.status();
     assert_eq!((&status["stores"][0]["slots_used"], away(&scene)), (&0.into(), 4));
-    // Every page can be written anew in what is left.
+    // Every page can be written anew in the remaining memory.
     (0..pages).for_each(|page| write(&mut client, page, 2));
     assert!(scene.weir(&["take", "8MiB"]).status.success());
     assert_eq!(away(&scene), 2);
@@ -210,7 +211,7 @@ fn without_room_elsewhere_nothing_is_given_back_and_one_line_says_why() {
     assert!(said(&more).contains("only 2"), "{}", said(&more));
     check(&mut client, 3, 1);
     assert_eq!(away(&scene), 0);
-    // Nothing was given back, so there is nothing to take: done.
+    // Nothing was given back, so there is nothing to take: the command succeeds.
     assert!(scene.weir(&["take", "all"]).status.success());
 }
 
@@ -253,8 +254,8 @@ fn what_was_given_back_stays_given_back_when_the_daemon_is_killed() {
     assert!(!Path::new(&format!("/proc/{second}")).exists(), "the daemon ends with its keeper");
 }
 
-/// Reads of the keeper's mapping of the largest host store: KiB there, KiB locked, and the blocks
-/// that the memory has in all.
+/// Reads the keeper's mapping of the largest host store: KiB resident, KiB locked, and the blocks
+/// of the memory.
 fn kept_pages(keeper: u32) -> (u64, u64, u64) {
     let smaps = fs::read_to_string(format!("/proc/{keeper}/smaps")).unwrap();
     let lines: Vec<&str> = smaps.lines().collect();
@@ -307,7 +308,7 @@ fn memory_that_was_given_back_stays_away_across_any_number_of_deaths() {
         let mut client = scene.connect();
         (0..2000).for_each(|page| check(&mut client, page, 1));
         assert!(scene.weir(&["take", "all"]).status.success());
-        // It hears of it a little later.
+        // The keeper is told a little later.
         let begun = Instant::now();
         while kept_pages(keeper).0 != all.0 {
             assert!(begun.elapsed() < PATIENCE, "the keeper maps {:?}, not {all:?}", kept_pages(keeper));
@@ -355,14 +356,14 @@ fn fake_management_library(directory: &std::path::Path) -> bool {
     built.is_ok_and(|status| status.success())
 }
 
-/// A daemon on a card whose free memory is what the test says.
+/// A daemon on a card whose free memory the test sets.
 struct Governed {
     scene: Daemon,
     directory: PathBuf,
 }
 
 impl Governed {
-    /// `None`, having said why, where this machine has no such card to offer.
+    /// Starts it. `None`, after printing the reason, if this machine has no such card.
     fn start(name: &str, flags: &[&str]) -> Option<Self> {
         let directory = std::env::temp_dir().join(format!("weir-{}-{name}-card", std::process::id()));
         fs::create_dir_all(&directory).unwrap();
@@ -414,15 +415,15 @@ fn a_card_that_runs_short_gets_its_memory_back_unasked_and_lends_it_again_when_n
     let mut client = card.scene.connect();
     (0..4096).for_each(|page| write(&mut client, page, 5));
     assert_eq!(away(&card.scene), 0, "there is enough for everybody");
-    // Somebody allocates: less than the floor is left. How soon it must be given is for the
-    // policy's own tests.
+    // A program allocates: less than the floor is left. The policy's own tests check how soon
+    // memory must be given back.
     card.free(300);
     println!("given back after {:?}", card.wait_for(4));
     (0..4096).for_each(|page| check(&mut client, page, 5));
     card.free(8192);
     card.wait_for(0);
     (0..4096).for_each(|page| check(&mut client, page, 5));
-    // Memory that somebody gave back by hand stays away.
+    // Memory that a user gave back by hand stays away.
     assert!(card.scene.weir(&["give-back", "all"]).status.success());
     thread::sleep(Duration::from_secs(7));
     assert_eq!(away(&card.scene), 4);
@@ -439,7 +440,8 @@ fn a_daemon_that_follows_another_takes_back_what_that_one_gave_unasked_and_nothi
     assert_eq!(away(&card.scene), 4);
     card.free(8192);
     card.wait_for(1);
-    // Once somebody wants all of it, what went unasked is not taken again either.
+    // Once a user asks for all of the memory, memory that the governor gave back is not taken again
+    // either.
     card.free(300);
     card.wait_for(4);
     let gave = card.scene.weir(&["give-back", "all"]);

@@ -1,7 +1,7 @@
-//! A command undoes all that it changed on a machine when it is interrupted; or the next one does,
-//! if it was killed.
+//! A command that is interrupted undoes all its changes to a machine. If it was killed, the next
+//! command does.
 //!
-//! `WEIR_SCALE=full` interrupts twenty times.
+//! With `WEIR_SCALE=full` the test interrupts twenty times.
 
 mod common;
 
@@ -17,15 +17,15 @@ use std::time::{Duration, Instant};
 
 const ON: &str = "swap on ";
 
-/// One test at a time: each looks at the whole machine.
+/// One test runs at a time: each looks at the whole machine.
 static MACHINE: Mutex<()> = Mutex::new(());
 
 fn alone() -> MutexGuard<'static, ()> {
     MACHINE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// As much of the machine as a benchmark of swap changes: swaps, loop devices, control groups, its
-/// directories, the kernel's setting, and processes, so far as they are a benchmark's.
+/// The state of the machine that a benchmark of swap changes: swaps, loop devices, control groups,
+/// its directories, the kernel's setting, and the benchmark's processes.
 fn machine() -> Vec<String> {
     let mut found = Vec::new();
     let names = |directory: &str, what: &str| -> Vec<String> {
@@ -58,7 +58,7 @@ fn machine() -> Vec<String> {
     found
 }
 
-/// Waits until the machine is as it was: what another test has changed goes too.
+/// Waits until the machine is as it was: the changes of another test go too.
 fn is_as_it_was(before: &[String], when: &str) {
     let begun = Instant::now();
     loop {
@@ -107,21 +107,21 @@ fn a_benchmark_of_swap_that_is_interrupted_leaves_the_machine_as_it_was() {
     let mut on = 0;
     for round in 0..times {
         let child = start(&[&SWAP[..], &["--only", "host"]].concat());
-        // SplitMix64: over the three seconds that a run has at least.
+        // A random moment in the three seconds that a run has at least (SplitMix64).
         state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let z = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         thread::sleep(Duration::from_millis((z ^ (z >> 27)) % 3000));
         on += usize::from(machine().iter().any(|line| line.starts_with(ON)));
         let pid = Pid::from_child(&child);
         let signal = [Signal::INT, Signal::TERM, Signal::HUP, Signal::KILL][round as usize % 4];
-        // A terminal's reach the whole group.
+        // A terminal's signals reach the whole group.
         let sent =
             if signal == Signal::INT { kill_process_group(pid, signal) } else { kill_process(pid, signal) };
         sent.unwrap();
         let code = end(child);
         assert_ne!(code, Some(0), "round {round}: it was over before {signal:?}");
         if signal == Signal::KILL {
-            // Nobody could; the next run does. It measures nothing.
+            // After SIGKILL nothing could undo the changes; the next run does. It measures nothing.
             let next = Command::new(WEIR).args(SWAP).args(["--only", "nothing"]).output().unwrap();
             assert_eq!(next.status.code(), Some(1), "{next:?}");
         }

@@ -1,4 +1,4 @@
-//! The keeper: what the daemon acknowledged survives the daemon, however and whenever that dies.
+//! The keeper: acknowledged pages survive the daemon, however and whenever it dies.
 //!
 //! `tests/torture keeper-killed` is the full scale; `WEIR_KILLS` and `WEIR_SEED` choose by hand.
 
@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 const PAGE: usize = 4096;
 const PAGES: u64 = 2000;
 const WRITERS: u64 = 2;
-/// Pages in a row that belong to one writer, and that it writes one by one or at once.
+/// Number of pages in a row that belong to one writer, which writes them one by one or at once.
 const RUN: u64 = 8;
 
 fn start(name: &str, flags: &[&str]) -> Daemon {
@@ -25,7 +25,7 @@ fn start(name: &str, flags: &[&str]) -> Daemon {
     Daemon::spawn(name, &flags, Daemon::with_nbd)
 }
 
-/// SplitMix64.
+/// A random number generator: SplitMix64.
 struct Random(u64);
 
 impl Random {
@@ -46,8 +46,8 @@ fn stamped(page: u64, generation: u64) -> Vec<u8> {
     bytes
 }
 
-/// The generations that a page may be, as its one writer knows it: one, and those that were sent to
-/// daemons which died over them.
+/// The possible generations of a page, as its one writer knows them: the acknowledged one, and
+/// those that were sent to daemons which died meanwhile.
 #[derive(Clone)]
 struct Known(Vec<u64>);
 
@@ -60,8 +60,8 @@ impl Known {
         self.0 = vec![generation];
     }
 
-    /// Whether it may be what was read. It is that from then on: what a dead daemon had begun takes
-    /// effect before its end, or never.
+    /// Whether the bytes that were read are possible. From then on only they are: a dead daemon's
+    /// write takes effect before its end, or never.
     fn allows(&mut self, page: u64, bytes: &[u8]) -> bool {
         let is = |generation: u64| match generation {
             0 => bytes.iter().all(|byte| *byte == 0),
@@ -99,11 +99,11 @@ fn the_keeper_runs_from_memory_so_that_an_upgrade_leaves_no_removed_file_in_use(
     assert_eq!(scene.terminate(), Some(0));
 }
 
-/// The final kill at the machine's end passes over names that begin with @.
+/// The final kill at shutdown passes over names that begin with @.
 #[test]
 fn keeper_and_daemon_of_swap_have_their_name_with_and_without_a_copy_in_memory() {
-    // The copy is larger than any file may be: what a system that lets no file in memory be
-    // executed comes to.
+    // The copy is larger than the limit of file sizes. That acts like a system that lets no file in
+    // memory be executed.
     for (name, limit) in [("copy", "unlimited"), ("no-copy", "32768")] {
         let directory = std::env::temp_dir().join(format!("weir-{}-{name}", std::process::id()));
         fs::create_dir_all(&directory).unwrap();
@@ -131,8 +131,7 @@ fn keeper_and_daemon_of_swap_have_their_name_with_and_without_a_copy_in_memory()
     }
 }
 
-/// A reader that stands still, as the journal does once it was swapped out to the device that is
-/// down.
+/// The reader stands still, like a journal that was swapped out to the device that is down.
 #[test]
 fn a_daemon_is_replaced_though_nobody_takes_its_lines() {
     let (_nobody_reads, stderr) = rustix::pipe::pipe().unwrap();
@@ -151,7 +150,7 @@ fn a_daemon_is_replaced_though_nobody_takes_its_lines() {
     assert!(scene.connect().read(7 * PAGE as u64, PAGE as u32).unwrap() == page);
 }
 
-/// Or a keeper on tmpfs waits for the device that it is to bring back.
+/// Otherwise a keeper on tmpfs would wait for the device that it is to bring back.
 #[test]
 fn what_the_next_daemon_reads_is_locked_in_the_keeper() {
     let directory = std::env::temp_dir().join(format!("weir-{}-resident", std::process::id()));
@@ -165,7 +164,7 @@ fn what_the_next_daemon_reads_is_locked_in_the_keeper() {
     let mut scene = Daemon { directory, process };
     drop(scene.connect());
     let read_maps = || fs::read_to_string(format!("/proc/{}/smaps", scene.process.id())).unwrap();
-    // The keeper hears that the daemon serves a little later than its clients do.
+    // The keeper learns a little later than clients that the daemon serves.
     eventually("the configuration in the keeper", || read_maps().contains("weir.toml"));
     let maps = read_maps();
     for name in ["/memfd:weir (deleted)", "weir.toml"] {
@@ -226,7 +225,7 @@ fn pages_in_gpu_memory_survive_too() {
     survive(&start("vram-kills", &["--store", "vram:lavapipe?size=8MiB&chunk=1MiB"]), "vram");
 }
 
-/// A libcuda without a GPU, in whose `cuInit` a daemon stays while the returned file is there.
+/// A libcuda without a GPU, in whose `cuInit` a daemon waits while the returned file exists.
 fn with_slow_cuda(command: &mut Command, directory: &Path) -> PathBuf {
     let source = concat!(env!("CARGO_MANIFEST_DIR"), "/../weir-store/tests/fake_cuda/fake_cuda.c");
     let built = Command::new("cc")
@@ -259,7 +258,7 @@ fn the_next_daemon_serves_before_cuda_is_open_and_by_it_afterwards() {
     let mut client = scene.connect();
     (0..64).for_each(|page| client.write(page * PAGE as u64, &stamped(page, 1)).unwrap());
     fs::write(&held, "").unwrap();
-    // The second dies over it: what is not open yet is nothing to take over.
+    // The second daemon dies meanwhile: parts that are not open yet need no takeover.
     for round in 1..3 {
         let daemon = scene.daemon().unwrap();
         rustix::process::kill_process(daemon, rustix::process::Signal::KILL).unwrap();
@@ -286,12 +285,11 @@ fn the_next_daemon_serves_before_cuda_is_open_and_by_it_afterwards() {
     assert_eq!(scene.terminate(), Some(0));
 }
 
-/// Kills the scene's daemon under load, again and again, and looks at every page meanwhile and
-/// afterwards.
+/// Kills the daemon under load, again and again, and checks every page meanwhile and afterwards.
 fn survive(scene: &Daemon, store: &str) {
     let kills = kills();
     let seed = number("WEIR_SEED", 20_261_120);
-    // A daemon that never served is not followed by another.
+    // A daemon that never served has no successor.
     let begun = Instant::now();
     drop(scene.connect());
     let start = begun.elapsed();
@@ -355,7 +353,7 @@ fn survive(scene: &Daemon, store: &str) {
                 continue;
             }
             let before = done.load(Ordering::Relaxed);
-            // Operations under way may still be counted; a hundred more is a daemon at work.
+            // Earlier operations may still be counted; after a hundred more, a daemon is at work.
             while done.load(Ordering::Relaxed) < before + 100 {
                 assert!(killed.elapsed() < PATIENCE, "no daemon works {PATIENCE:?} after a kill");
                 thread::sleep(Duration::from_micros(200));
@@ -366,8 +364,8 @@ fn survive(scene: &Daemon, store: &str) {
     });
     println!("{} operations, 0 mismatches; seed {seed}", done.load(Ordering::Relaxed));
     println!("figure: {store} mismatches 0 lower 0");
-    // A restart takes a fifth of a second, and longer where the machine has other work, as the
-    // first start has shown.
+    // A restart takes a fifth of a second, and longer on a machine with other work, as the first
+    // start has shown.
     for (tenths, seconds) in [(5, 5), (9, 15)] {
         let (most, limit) = (stalls.most_of(tenths), Duration::from_secs(seconds) + 4 * start);
         let said = format!("the first daemon took {start:?} to start, {tenths} tenths of the next {most:?}");
@@ -377,13 +375,13 @@ fn survive(scene: &Daemon, store: &str) {
     assert_eq!(scene.cores(), Vec::<PathBuf>::new(), "pages lie on a disk");
 }
 
-/// The place to which the kernel writes cores, until this is dropped.
+/// The kernel's pattern of core files, which is restored when this is dropped.
 struct CorePattern(String);
 
 impl CorePattern {
     const FILE: &str = "/proc/sys/kernel/core_pattern";
 
-    /// `None` where this process may not say.
+    /// Sets the pattern; `None` if this process may not.
     fn set(pattern: &str) -> Option<CorePattern> {
         let before = fs::read_to_string(Self::FILE).ok()?;
         fs::write(Self::FILE, pattern).ok()?;
@@ -397,8 +395,8 @@ impl Drop for CorePattern {
     }
 }
 
-/// The kernel asks a handler before the memory of the dead is free, and it may wait for the very
-/// device that is down.
+/// The kernel calls a handler before the dead process's memory is free, and the handler may wait
+/// for the very device that is down.
 #[test]
 fn a_crash_of_daemon_or_keeper_leaves_no_core_and_asks_no_handler() {
     use std::os::unix::fs::PermissionsExt as _;
@@ -440,7 +438,7 @@ fn the_keeper_ends_with_its_daemon_when_told_and_leaves_nothing() {
     assert!(!scene.directory.join("nbd").exists() && !scene.directory.join("control").exists());
 }
 
-/// Only one that serves can say that its device is in use.
+/// Only a daemon that serves can say that its device is in use.
 #[test]
 fn a_signal_waits_for_the_daemon_that_takes_another_s_place() {
     let mut scene = start("told-early", &["--store", "host:8MiB"]);
@@ -452,7 +450,7 @@ fn a_signal_waits_for_the_daemon_that_takes_another_s_place() {
             break next;
         }
     };
-    // The signal comes while it does not listen for signals yet.
+    // The signal comes while the daemon does not handle signals yet.
     rustix::process::kill_process(next, rustix::process::Signal::STOP).unwrap();
     let status = fs::read_to_string(format!("/proc/{}/status", next.as_raw_nonzero())).unwrap();
     let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:")).unwrap().trim();
@@ -468,7 +466,7 @@ fn a_signal_waits_for_the_daemon_that_takes_another_s_place() {
         assert!(begun.elapsed() < PATIENCE, "the keeper stays");
         thread::sleep(Duration::from_millis(5));
     };
-    // By its own end, and not by the signal, which would be 143.
+    // The exit code must be the daemon's own, and not the signal's, which would be 143.
     assert_eq!(code, Some(0), "it listened for signals: {listens}");
 }
 
@@ -477,7 +475,7 @@ fn a_daemon_that_never_served_is_not_started_again() {
     let begun = Instant::now();
     let mut scene = start("hopeless", &["--store", "host:1TiB"]);
     assert_eq!(scene.process.wait().unwrap().code(), Some(3), "the keeper ends as its daemon did");
-    // And one that finds out late, after it has listened for a moment.
+    // Here the daemon finds out late, after it has listened for a moment.
     let mut scene =
         Daemon::spawn("hopeless-late", &["--keeper", "--store", "host:1MiB"], |command, directory| {
             fs::write(directory.join("control"), b"precious").unwrap();
@@ -508,7 +506,7 @@ fn a_keeper_that_cannot_start_another_daemon_now_tries_again_and_keeps_the_pages
     prlimit(Some(keeper), Resource::Nofile, none).unwrap();
     kill_process(before.unwrap(), Signal::KILL).unwrap();
     eventually("the end of the daemon", || scene.daemon() != before);
-    // Told to end, it asks the next daemon, as soon as there can be one.
+    // The keeper, told to end, asks the next daemon, as soon as there can be one.
     kill_process(keeper, Signal::TERM).unwrap();
     thread::sleep(Duration::from_millis(1500));
     assert_eq!(scene.process.try_wait().unwrap(), None, "the keeper gave the pages up");
@@ -516,7 +514,7 @@ fn a_keeper_that_cannot_start_another_daemon_now_tries_again_and_keeps_the_pages
     assert_eq!(scene.process.wait().unwrap().code(), Some(0));
 }
 
-/// Only a daemon can tell that nobody needs the pages. One that serves for somebody is in
+/// Only a daemon can tell that its pages are not needed. A daemon with clients is in
 /// `tests/signals`.
 #[test]
 fn a_keeper_whose_daemon_is_killed_over_a_signal_asks_the_next_one_and_does_not_give_the_pages_up() {
@@ -526,16 +524,16 @@ fn a_keeper_whose_daemon_is_killed_over_a_signal_asks_the_next_one_and_does_not_
     let daemon = scene.daemon().unwrap();
     kill_process(daemon, Signal::STOP).unwrap();
     kill_process(Pid::from_child(&scene.process), Signal::TERM).unwrap();
-    // It passes the signal on to a daemon that hears nothing.
+    // The keeper passes the signal on to a daemon that is stopped.
     thread::sleep(Duration::from_millis(500));
     kill_process(daemon, Signal::KILL).unwrap();
     eventually("the end of the daemon", || scene.daemon() != Some(daemon));
-    // The next one ends in good order, for nobody uses what it serves, and the keeper with it.
+    // The next daemon ends in good order, for nothing uses what it serves, and the keeper with it.
     let code = scene.process.wait().unwrap().code();
     assert_eq!(code, Some(0), "the keeper gave the pages up for what it had said itself");
 }
 
-/// It listens a little before it says that it is ready, and whoever is quick has pages there.
+/// A daemon listens a little before it says that it is ready, and a fast client has pages there.
 #[test]
 fn the_pages_of_a_daemon_that_was_never_ready_are_kept_though_the_next_ones_cannot_start() {
     use rustix::process::{Signal, kill_process};
@@ -545,7 +543,8 @@ fn the_pages_of_a_daemon_that_was_never_ready_are_kept_though_the_next_ones_cann
     }
     let page = stamped(7, 1);
     let begun = Instant::now();
-    // Until one is killed between its first front end and its last: the file takes it a while.
+    // Repeat until a daemon is killed between its first front end and its last: the file takes it a
+    // while.
     let mut scene = loop {
         assert!(begun.elapsed() < PATIENCE, "each was ready before it could be killed");
         let flags = ["--keeper", "--store", "host:8MiB", "--fuse-threads", "64"];
@@ -558,7 +557,7 @@ fn the_pages_of_a_daemon_that_was_never_ready_are_kept_though_the_next_ones_cann
         kill_process(first, Signal::STOP).unwrap();
         let control = scene.control();
         if !control.exists() {
-            // A file that is no socket is not removed: the next daemons end with exit code 1.
+            // A file that is no socket is not removed, so the next daemons end with exit code 1.
             fs::write(&control, b"").unwrap();
             kill_process(first, Signal::KILL).unwrap();
             break scene;
@@ -576,7 +575,7 @@ fn the_pages_of_a_daemon_that_was_never_ready_are_kept_though_the_next_ones_cann
     assert_eq!(scene.terminate(), Some(0));
 }
 
-/// How many threads a daemon has decides how its stores are divided.
+/// The number of a daemon's threads decides how its stores are divided.
 #[test]
 fn a_daemon_that_finds_fewer_processors_than_the_one_before_takes_its_pages_over() {
     if thread::available_parallelism().is_ok_and(|count| count.get() < 8) {
@@ -597,7 +596,7 @@ fn a_daemon_that_finds_fewer_processors_than_the_one_before_takes_its_pages_over
     assert!(scene.connect().read(7 * PAGE as u64, PAGE as u32).unwrap() == page);
 }
 
-/// How often the threads of a process have gone to sleep.
+/// Number of times that a process's threads have gone to sleep.
 fn sleeps(process: u32) -> u64 {
     let tasks = fs::read_dir(format!("/proc/{process}/task")).unwrap();
     let of = |status: String| {
@@ -617,7 +616,7 @@ fn an_idle_daemon_and_its_keeper_make_no_wake_ups() {
     }
     let both = [scene.process.id(), scene.daemon().unwrap().as_raw_nonzero().get() as u32];
     let begun = Instant::now();
-    // The start has its last steps, and each reply a last spin.
+    // The start has its last steps, and each reply a last spin: wait for those.
     loop {
         let before = both.map(sleeps);
         thread::sleep(Duration::from_secs(2));
@@ -629,7 +628,7 @@ fn an_idle_daemon_and_its_keeper_make_no_wake_ups() {
     assert_eq!(scene.terminate(), Some(0));
 }
 
-/// A program that an upgrade replaces, and a keeper that was started from it.
+/// A program that an upgrade replaces, with a keeper that was started from it.
 struct Installed(Daemon);
 
 impl Installed {
@@ -657,7 +656,7 @@ impl Installed {
         Installed(daemon)
     }
 
-    /// As a package does it: a new file takes the old one's name.
+    /// Upgrades as a package does: a new file takes the old one's name.
     fn upgrade(&self, put: impl FnOnce(&Path)) {
         let new = self.0.directory.join("weir.new");
         put(&new);
@@ -700,7 +699,8 @@ fn a_new_program_that_cannot_take_over_is_given_up_for_the_old_one() {
             fs::set_permissions(new, fs::Permissions::from_mode(0o755)).unwrap();
         }
     };
-    // One that runs and does not serve, one that the kernel does not run, and none.
+    // The new programs: one that runs and does not serve, one that the kernel does not run, and
+    // none.
     weir.upgrade(script("#!/bin/sh\nexit 1\n"));
     weir.0.kill_daemon();
     assert!(weir.runs().starts_with("/memfd:weir (deleted)"), "{:?}", weir.runs());

@@ -1,5 +1,5 @@
-//! The memory of `weir serve`: how its taking is watched and ended, locked or said not to be, and
-//! in no core file.
+//! The memory of `weir serve`: progress and end of taking it, whether it is locked or reported as
+//! not, and that no core file has it.
 
 mod common;
 
@@ -12,10 +12,10 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-/// The mappings of a process that may hold what clients wrote: written by it, of more than a MiB,
-/// and not of a program's file. Each with whether core files leave it out. Its heap and stack,
-/// where single pages lie for moments, no advice can leave out for good: a process without core
-/// files must.
+/// The mappings of a process that may hold bytes from clients: writable, of more than a MiB, and
+/// not of a program's file. Each comes with whether core files leave it out. Its heap and stack
+/// hold single pages for moments, and no advice can leave them out for good: the process must have
+/// no core files.
 fn mappings(pid: u32) -> Vec<(String, bool)> {
     let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
     let is_header =
@@ -83,7 +83,7 @@ fn what_is_not_locked_is_said_once_at_the_start_with_the_next_step() {
             .ok()?;
         let mut lines = Vec::new();
         let mut said = BufReader::new(daemon.stderr.take().unwrap());
-        // It warns, if it does, before it looks for signals.
+        // If the daemon warns, it does so before it handles signals.
         let mut line = String::new();
         while !line.contains("serving") && said.read_line(&mut line).is_ok_and(|read| read > 0) {
             lines.push(std::mem::take(&mut line));
@@ -113,8 +113,8 @@ fn what_is_not_locked_is_said_once_at_the_start_with_the_next_step() {
     fs::remove_dir_all(&directory).unwrap();
 }
 
-/// Whether a process is a daemon that has said what it does on SIGTERM and, as no keeper does, on
-/// SIGUSR1.
+/// Whether a process is a daemon that handles SIGTERM and SIGUSR1; a keeper does not handle the
+/// latter.
 fn catches_signals(pid: u32) -> bool {
     const BOTH: u64 = 1 << 14 | 1 << 9;
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
@@ -144,7 +144,7 @@ fn a_start_that_takes_long_ends_when_it_is_told_to() {
             }
             assert_eq!(scene.terminate(), Some(0), "{keeper:?}");
             let said = fs::read_to_string(scene.directory.join("said")).unwrap();
-            // It may have been ready first.
+            // The daemon may have been ready first.
             let early = said.contains("before anything is served");
             assert_ne!(early, said.contains("serving 2"), "{said}");
             early

@@ -1,4 +1,4 @@
-//! Prometheus's view of a daemon.
+//! Prometheus and its view of a daemon.
 
 mod common;
 
@@ -16,12 +16,12 @@ use weir_core::PAGE_SIZE;
 
 const PACKAGING: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../packaging");
 
-/// A port of this machine that nobody listens on now.
+/// A port of this machine on which no server listens now.
 fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
-/// A daemon that answers at `address`.
+/// Starts a daemon that answers at `address`.
 fn daemon(name: &str, address: &str) -> Daemon {
     let stores = ["--store", "host:16MiB", "--store", "host:8MiB", "--metrics", address];
     let mut scene = Daemon::spawn(name, &stores, Daemon::with_nbd);
@@ -29,7 +29,7 @@ fn daemon(name: &str, address: &str) -> Daemon {
     scene
 }
 
-/// All that the other side says to this request.
+/// Sends this request; returns the whole answer.
 fn ask(mut socket: impl std::io::Read + std::io::Write, request: &str) -> String {
     socket.write_all(request.as_bytes()).unwrap();
     let mut answer = String::new();
@@ -87,7 +87,7 @@ fn a_scrape_says_what_status_says() {
         assert!(ask(UnixStream::connect(&path).unwrap(), request).starts_with(said), "{request:?}");
     }
     drop(scene);
-    // A daemon that is killed leaves it.
+    // A daemon that is killed leaves the socket.
     fs::remove_file(&path).unwrap();
 }
 
@@ -120,7 +120,7 @@ fn an_address_that_others_reach_is_refused() {
     assert!(said.contains("--metrics tcp:0.0.0.0:9419") && said.contains("accepted: unix:PATH"), "{said}");
 }
 
-/// A program of Debian's package prometheus, where it is installed or unpacked.
+/// A program of Debian's package prometheus, if it is installed or unpacked.
 fn program(name: &str) -> Option<PathBuf> {
     let unpacked = std::env::var_os("WEIR_PROMETHEUS").map(PathBuf::from);
     let directories = std::env::var_os("PATH").unwrap_or_default();
@@ -143,8 +143,8 @@ struct Prometheus {
 }
 
 impl Prometheus {
-    /// One that has the packaged configuration, but for the port of the daemon and the time between
-    /// two scrapes.
+    /// Starts Prometheus with the packaged configuration, except for the port of the daemon and the
+    /// time between two scrapes.
     fn start(program: &Path, target: u16) -> Prometheus {
         let directory = std::env::temp_dir().join(format!("weir-prometheus-{}", std::process::id()));
         fs::create_dir_all(&directory).unwrap();
@@ -167,7 +167,7 @@ impl Prometheus {
         Prometheus { process, port, directory }
     }
 
-    /// The samples that a query has now; none while it is not up.
+    /// The samples of a query now; none while the server is not up.
     fn query(&self, query: &str) -> Vec<Value> {
         let escaped: String = query.bytes().map(|byte| format!("%{byte:02X}")).collect();
         let request = format!("GET /api/v1/query?query={escaped} HTTP/1.0\r\n\r\n");
@@ -221,7 +221,7 @@ fn prometheus_scrapes_the_daemon_and_every_query_of_the_board_has_data() {
 
     let server = Prometheus::start(&prometheus, target);
     let begun = Instant::now();
-    // Rates need two scrapes, and something between them.
+    // Rates need two scrapes, and requests between them.
     while server.query("count_over_time(weir_uptime_seconds[1m]) > 3").is_empty() {
         assert!(begun.elapsed() < PATIENCE, "Prometheus does not scrape");
         write_some(&scene);

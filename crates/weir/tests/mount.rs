@@ -52,7 +52,7 @@ fn unmount(path: &Path) -> bool {
     })
 }
 
-/// Whether mounting works here at all; says so if not.
+/// Whether this machine refuses to mount at all; prints that.
 fn refused(output: &Output) -> bool {
     let refused = !output.status.success() && said(output).contains("cannot");
     if refused {
@@ -69,7 +69,7 @@ fn until(what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
-/// The processes that serve a directory.
+/// Number of processes that serve a directory.
 fn servers(directory: &Path) -> usize {
     let text = directory.to_str().unwrap();
     let serves = |entry: fs::DirEntry| {
@@ -99,7 +99,7 @@ fn a_disk_is_there_when_the_command_returns_and_its_process_goes_with_it() {
     fs::rename(directory.0.join("sub"), directory.0.join("dir")).unwrap();
     assert_eq!(fs::read(directory.0.join("dir/file")).unwrap(), vec![9; 100_000]);
     assert_eq!(servers(&directory.0), 1);
-    // Busy for as long as a child of another test has the files that were written here.
+    // The mount is busy while a child of another test has the files that were written here.
     until("it cannot be unmounted", || unmount(&directory.0));
     until("its process stays", || servers(&directory.0) == 0);
     assert_eq!(fs::read_dir(&directory.0).unwrap().count(), 0, "nothing is left");
@@ -153,7 +153,7 @@ fn no_signal_ends_a_disk_that_is_in_use() {
         kill_process(Pid::from_child(&child), signal).unwrap();
     }
     drop(open);
-    // A terminal that closes asks nobody whether he has a file open.
+    // A terminal that closes does not check whether its user has a file open.
     kill_process(Pid::from_child(&child), Signal::HUP).unwrap();
     thread::sleep(Duration::from_secs(1));
     assert_eq!(fs::read(&path).unwrap(), b"here");
@@ -165,7 +165,8 @@ fn no_signal_ends_a_disk_that_is_in_use() {
     fs::remove_file(&said).unwrap();
 }
 
-/// A missing directory is missing whatever the store holds, and taking its memory takes seconds.
+/// A missing directory is refused with any store, and taking the store's memory first would take
+/// seconds.
 #[test]
 fn a_place_that_cannot_be_is_refused_before_any_memory_is_taken() {
     for directory in ["/nonexistent/directory", "/etc/passwd"] {
@@ -242,7 +243,7 @@ fn a_disk_is_open_to_other_users_if_it_is_told_so_and_not_else() {
         };
         let read = as_nobody("cat $1/public && echo mine >$1/mine");
         assert_eq!(read.status.success(), is_open, "{}", said(&read));
-        // Modes and owners go for everybody.
+        // Modes and owners apply to all users.
         assert!(!as_nobody("cat $1/private").status.success());
         assert!(!as_nobody("rm -f $1/public").status.success());
         if is_open {
@@ -296,7 +297,7 @@ fn what_cannot_be_is_one_line_that_says_why() {
     fs::remove_file(&file).unwrap();
 }
 
-/// The open files of a process: the names of its descriptors.
+/// The open files of a process: the targets of its descriptors.
 fn open_by(pid: u32) -> Vec<String> {
     let fds = fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten();
     fds.filter_map(|fd| fs::read_link(fd.path()).ok()?.into_os_string().into_string().ok()).collect()
@@ -311,7 +312,7 @@ fn by_rings_a_signal_ends_it_under_load_and_a_disk_that_was_killed_is_replaced()
         let mut child = weir(&["--foreground", "--store", "host:16MiB"], &directory.0).spawn().unwrap();
         let file = directory.0.join("file");
         let begun = Instant::now();
-        // The rest of a killed one is a mount too, and answers nothing.
+        // A killed server leaves a mount too, which does not answer.
         while !is_mounted(&directory.0) || fs::write(&file, vec![7; 1 << 20]).is_err() {
             if child.try_wait().unwrap().is_some() {
                 return println!("\nskipped: no FUSE mount here");
@@ -340,20 +341,20 @@ fn by_rings_a_signal_ends_it_under_load_and_a_disk_that_was_killed_is_replaced()
             kill_process(Pid::from_child(&child), signal).unwrap();
             child.wait().unwrap();
         } else {
-            // At a moment at which no client has a file open.
+            // Wait for a moment at which no client has a file open.
             until("it stays though it is told to end", || {
                 let _ = kill_process(Pid::from_child(&child), signal);
                 child.try_wait().unwrap().is_some()
             });
             assert_eq!(child.wait().unwrap().code(), Some(0));
         }
-        // The kernel closes a dead process's rings a moment later; until then it looks alive. What
-        // it has cached it goes on telling.
+        // The kernel closes a dead process's rings a moment later; until then the disk looks alive.
+        // The kernel still answers from its caches.
         until("a dead disk answers", || {
             !is_mounted(&directory.0) || fs::write(directory.0.join("probe"), b"new").is_err()
         });
         for client in &mut clients {
-            // They fail on what is gone, or write into the directory below it.
+            // The clients fail on the mount that is gone, or write into the directory below it.
             until("a client waits for ever", || {
                 let _ = kill_process(Pid::from_child(client), Signal::TERM);
                 client.try_wait().unwrap().is_some()
@@ -372,7 +373,7 @@ fn whoever_gives_up_waiting_for_a_disk_ends_its_making_without_another_word() {
     let mut outer =
         weir(&["--store", "host:2GiB"], &directory).stderr(fs::File::create(&said).unwrap()).spawn().unwrap();
     until("the inner process begins", || servers(&directory) == 2);
-    // As a terminal does, to those of a command that it knows: to the outer process alone.
+    // Act as a terminal does: the signal goes only to the outer process, which it knows.
     outer.kill().unwrap();
     outer.wait().unwrap();
     until("the inner process ends", || servers(&directory) == 0);

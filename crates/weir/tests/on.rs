@@ -1,5 +1,5 @@
-//! `weir on` and `off` on this very machine, by FUSE and a loop device. As root, where both are
-//! there.
+//! `weir on` and `off` on this very machine, by FUSE and a loop device. It runs as root, if both
+//! are there.
 
 use std::fs;
 use std::io::{BufRead as _, BufReader, Read as _};
@@ -9,7 +9,7 @@ use std::sync::{Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Settings of the kernel are everybody's: one test at a time.
+/// Settings of the kernel affect all tests, so one runs at a time.
 static MACHINE: Mutex<()> = Mutex::new(());
 
 struct Place {
@@ -18,7 +18,7 @@ struct Place {
 }
 
 impl Place {
-    /// A run-time directory; `None` where this machine lacks what the tests need.
+    /// A run-time directory; `None` if this machine lacks what the tests need.
     fn new(name: &str) -> Option<Self> {
         let machine = MACHINE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let is_root = fs::metadata("/proc/self").is_ok_and(|own| {
@@ -48,13 +48,13 @@ impl Place {
         self.weir("off", &[]).output().expect("weir runs")
     }
 
-    /// All that is on the machine because of this directory.
+    /// Everything that is on the machine because of this directory.
     fn left(&self) -> Vec<String> {
         let begun = Instant::now();
         loop {
             let left = self.left_now();
-            // The kernel lets a loop device go when the last who looks at it has closed it: udev
-            // looks at each.
+            // The kernel removes a loop device when the last program that looks at it has closed
+            // it: udev looks at each.
             if left.is_empty() || begun.elapsed() > Duration::from_secs(30) {
                 return left;
             }
@@ -86,7 +86,7 @@ impl Place {
         left
     }
 
-    /// Its swap devices, and their priorities. Other programs have theirs.
+    /// The swap devices of this directory, with their priorities. Other programs have others.
     fn swaps(&self) -> Vec<String> {
         let directory = self.directory.to_str().expect("text");
         let table = fs::read_to_string("/proc/swaps").expect("swap");
@@ -107,7 +107,7 @@ impl Drop for Place {
     }
 }
 
-/// The settings that `weir on` has ever changed.
+/// The settings that `weir on` can change.
 fn settings() -> Vec<String> {
     let read = |name| fs::read_to_string(format!("/proc/sys/vm/{name}")).expect("a setting");
     ["page-cluster", "min_free_kbytes"].map(read).to_vec()
@@ -139,7 +139,7 @@ fn on_and_off_leave_the_machine_as_it_was() {
     assert!(again.status.success() && text(&again).starts_with("not on"), "{}", text(&again));
 }
 
-/// The processes that `weir on` left at work, by its journal: the keepers.
+/// The keepers that `weir on` has started, by its journal.
 fn keepers(place: &Place) -> Vec<u32> {
     let text = fs::read(place.directory.join("state.json")).expect("a journal");
     let state: serde_json::Value = serde_json::from_slice(&text).expect("JSON");
@@ -186,7 +186,7 @@ fn after_daemon_and_keeper_were_killed_off_takes_away_the_mount_and_the_device()
     assert!(off.status.success(), "{}", text(&off));
     assert_eq!(place.left(), Vec::<String>::new());
 
-    // Where the keeper alone is gone, the daemon goes on serving, until it is turned off.
+    // If only the keeper is gone, the daemon goes on serving until it is turned off.
     let on = place.on().output().expect("weir runs");
     assert!(on.status.success(), "{}", text(&on));
     signal(keepers(&place)[0], rustix::process::Signal::KILL);
@@ -228,7 +228,7 @@ fn a_daemon_of_somebody_else_in_its_directory_is_neither_taken_for_its_own_nor_d
     place.off();
     other.kill().expect("killed");
     other.wait().expect("gone");
-    // By the next, as usual.
+    // The next `weir on` works as usual.
     assert!(place.on().status().expect("weir runs").success());
     assert!(place.off().status.success());
     assert_eq!(on.status.code(), Some(1), "{}", text(&on));
@@ -241,7 +241,7 @@ fn a_daemon_of_somebody_else_in_its_directory_is_neither_taken_for_its_own_nor_d
 #[test]
 fn names_are_those_of_where_it_was_said_and_a_file_that_it_made_goes_with_it() {
     let Some(place) = Place::new("names") else { return };
-    // Not on a tmpfs: that cannot carry swap.
+    // The directory must not be on a tmpfs: that cannot carry swap.
     let here =
         PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("weir-on-test-{}", std::process::id()));
     fs::create_dir_all(&here).expect("a directory");
@@ -261,7 +261,7 @@ fn names_are_those_of_where_it_was_said_and_a_file_that_it_made_goes_with_it() {
     assert!(!here.join("pages").exists(), "it was made by weir on");
     assert_eq!(place.left(), Vec::<String>::new());
 
-    // A file that was there is its owner's.
+    // A file that was there belongs to its owner.
     fs::write(here.join("pages"), b"").expect("a file");
     fs::create_dir(&place.directory).expect("a directory");
     let mut by_link = Command::new(env!("CARGO_BIN_EXE_weir"));
@@ -375,7 +375,7 @@ fn a_device_in_parts_is_given_back_and_taken_part_by_part() {
         // Memory that was away before a sleep stays away after it.
         ("give-back", "--sleep", 0),
         ("take", "--sleep", 2),
-        // Once somebody wants it away, it is not away for the sleep alone.
+        // Once a user asks for it, the memory is not away for the sleep alone.
         ("give-back", "--sleep", 0),
         ("give-back", "all", 0),
         ("take", "--sleep", 0),
@@ -405,14 +405,14 @@ fn an_off_that_fails_leaves_every_part_as_it_was_and_forgets_none() {
         place.swaps().len()
     };
     assert_eq!(ask("give-back", "21MiB"), 2);
-    // A user who may not administer the machine cannot turn swap off.
+    // A user without administrator rights cannot turn swap off.
     let mut off = Command::new("setpriv");
     off.args(["--bounding-set", "-sys_admin", env!("CARGO_BIN_EXE_weir"), "off", "--runtime"]);
     let off = off.arg(&place.directory).output().expect("setpriv");
     assert!(!off.status.success() && text(&off).contains("stays on"), "{}", text(&off));
     assert_eq!(place.swaps().len(), 2);
     assert_eq!(ask("take", "all"), 3, "the part that was away is still known");
-    // One that cannot be remembered does not happen, also where all of swap was off by then.
+    // A `weir off` that cannot write the note does nothing, even if all of swap was off by then.
     let nowhere = place.directory.join("nowhere/note");
     let off =
         place.weir("off", &["--remember", nowhere.to_str().expect("text")]).output().expect("weir runs");
@@ -456,7 +456,7 @@ fn it_goes_off_on_a_low_battery_and_comes_back_with_mains_as_it_was() {
     assert!(said.contains("mains is back"), "{said}");
     assert!(place.swaps().iter().any(|line| line.ends_with("\t77")), "{:?}", place.swaps());
 
-    // A charger that comes while it is turning off starts nobody.
+    // A charger that is connected while Weir turns off starts no second run.
     supply("AC", "online", "0\n");
     let mut battery = place.weir("battery", &["--supplies", supplies.to_str().expect("text")]);
     let mut battery = battery.stdout(std::process::Stdio::piped()).spawn().expect("weir runs");
@@ -493,7 +493,7 @@ fn a_swapoff_says_where_another_is_at_work_and_every_page_comes_back() {
         ];
         let on = place.weir("on", &options).output().expect("weir runs");
         assert!(on.status.success(), "{}", text(&on));
-        // SAFETY: the range is this vector's; to page it out changes nothing of what it holds.
+        // SAFETY: the range belongs to this vector; paging it out does not change its content.
         unsafe {
             let from = memory.as_ptr().addr().next_multiple_of(4096) - memory.as_ptr().addr();
             let start = memory.as_ptr().byte_add(from).cast_mut().cast();
@@ -507,7 +507,7 @@ fn a_swapoff_says_where_another_is_at_work_and_every_page_comes_back() {
         if used < 128 << 10 {
             return println!("skipped: only {used} KiB were swapped to {device}, others have swap too");
         }
-        // As beside one that a killed weir off has left behind.
+        // The device is as a killed weir off would leave it.
         let swapoff = |_| {
             Command::new(env!("CARGO_BIN_EXE_weir"))
                 .args(["off", "--swapoff", device])
@@ -557,7 +557,7 @@ fn what_was_turned_off_for_a_sleep_comes_back_also_where_the_rest_could_not_be_u
     let note = place.directory.with_extension("sleep");
     let note_text = note.to_str().expect("text");
     let sleep = || place.weir("off", &["--remember", note_text]).output().expect("weir runs");
-    // A file that cannot be removed, since it is a directory.
+    // The file cannot be removed, since it is a directory.
     let obstacle = place.directory.join("obstacle");
     let on_with_obstacle = || {
         let on = place.on().args(["--priority", "79"]).output().expect("weir runs");
@@ -613,7 +613,7 @@ fn what_a_killed_weir_on_has_done_by_then_is_undone_by_weir_off() {
 fn a_step_that_fails_takes_back_those_before_it() {
     let Some(place) = Place::new("fails") else { return };
     let before = place.swaps();
-    // The kernel takes no second header: a device of one page is no swap area.
+    // The kernel needs a second page: a device of one page is no swap area.
     let mut on = place.weir("on", &["--front", "fuse", "--store", "host:4KiB", "--unsafe-no-flusher"]);
     let on = on.arg("--allow-hibernation").output().expect("weir runs");
     assert_eq!(on.status.code(), Some(1), "{}", text(&on));

@@ -1,4 +1,4 @@
-//! `weir run` over programs that nobody here wrote: the same results, in a third of the memory.
+//! `weir run` with programs of other projects: the same results, in a third of the memory.
 
 mod common;
 
@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 const WEIR: &str = env!("CARGO_BIN_EXE_weir");
 const LIMIT_MIB: usize = 48;
 
-/// The object that is preloaded, beside the program.
+/// Builds the object that is preloaded, beside the program.
 fn build() {
     static BUILD: Once = Once::new();
     BUILD.call_once(|| {
@@ -35,7 +35,7 @@ fn build() {
     });
 }
 
-/// Whether this machine lets programs be bounded; says so if not.
+/// Whether this machine allows programs to be bounded; if not, prints that.
 fn can_run(name: &str) -> bool {
     build();
     let output = weir(&["--", "/bin/true"]);
@@ -54,8 +54,8 @@ fn weir(arguments: &[&str]) -> Output {
     Command::new(WEIR).args(stores).args(arguments).stdin(Stdio::null()).output().expect("it runs")
 }
 
-/// The program's output, its exit code, and the largest resident size that `/proc` showed of it or
-/// a child of it, in MiB.
+/// Runs a program. Returns its output, its exit code, and the largest resident size that `/proc`
+/// showed for it or a child of it, in MiB.
 fn watched(arguments: &[&str], stdin: &Path, program: &str) -> (Vec<u8>, Option<i32>, usize) {
     let mut child = Command::new(arguments[0])
         .args(&arguments[1..])
@@ -103,7 +103,7 @@ fn resident(process: u32, program: &str) -> usize {
     below.map(|child| resident(child, program)).fold(own, usize::max)
 }
 
-/// Runs a program bounded and not, and compares.
+/// Runs a program bounded and not, and compares the results.
 fn same_in_less(arguments: &[&str], stdin: &Path) {
     let program = Path::new(arguments[0]).file_name().and_then(|name| name.to_str()).expect("a name");
     let (expected, code, alone) = watched(arguments, stdin, program);
@@ -115,13 +115,13 @@ fn same_in_less(arguments: &[&str], stdin: &Path) {
     assert!(found == expected, "{arguments:?}: another result");
     println!("figure: {program}: {alone} MiB alone, {most} MiB with a limit of {LIMIT_MIB}");
     assert!(alone >= 3 * LIMIT_MIB, "{program} takes {alone} MiB alone: too little to show anything");
-    // Its code, its libraries and what it maps in small pieces are its own.
-    // So is what it touches of new memory before that is looked for, which a busy machine delays.
+    // The program's code, its libraries and its small mappings are not managed. Nor is new memory
+    // that it touches before the pager has looked for it, which a busy machine delays.
     let own = 32;
     assert!(most <= LIMIT_MIB * 105 / 100 + own, "{program} took {most} MiB");
 }
 
-/// A program in PATH, as a file.
+/// The path of a program that is in PATH.
 fn program(name: &str) -> Option<String> {
     let path = std::env::var_os("PATH")?;
     let found =
@@ -154,8 +154,8 @@ impl Drop for Scratch {
     }
 }
 
-/// Lines of which each 64 are jumbled, and these come backwards. In no order at all the comparisons
-/// would jump through all of memory, which blocks of 2 MiB are bad at.
+/// Lines that come backwards in groups of 64, each group in random order. In a completely random
+/// order the comparisons would jump through all of memory, which is slow with blocks of 2 MiB.
 fn lines(count: u64) -> String {
     let number = |line: u64| (count - line) ^ (line.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 58);
     (0..count)
@@ -185,7 +185,7 @@ fn sqlite_finds_the_same_by_an_index_in_memory() {
         SELECT sum(a) FROM t WHERE b > printf('%0120d', 3000000) AND b < printf('%0120d', 9000000);
         PRAGMA integrity_check;";
     let input = scratch.file("script", script);
-    // The kernel moves pages meanwhile, as it does on a machine that is short of memory.
+    // The kernel moves pages meanwhile, as on a machine that is short of memory.
     let has_ended = AtomicBool::new(false);
     thread::scope(|scope| {
         scope.spawn(|| {
@@ -231,7 +231,7 @@ print(len(memory), digest(), sum(map(len, text)))
 with open('/dev/null', 'wb') as null: print(null.write(memory))
 ";
     let input = scratch.file("script.py", script);
-    // The peak is what it is: a fork brings all of it back.
+    // The peak is not checked: a fork makes every block resident.
     let alone = Command::new(&python).arg(&input).output().unwrap();
     let bounded = weir(&["--", &python, input.to_str().unwrap()]);
     let said = String::from_utf8_lossy(&bounded.stderr);
@@ -240,7 +240,7 @@ with open('/dev/null', 'wb') as null: print(null.write(memory))
     assert_eq!(said, "");
 }
 
-/// The interpreter itself: what lies in PATH may be a script that looks for it.
+/// The path of the interpreter itself: the file in PATH may be a script that looks for it.
 fn python() -> Option<String> {
     let any = program("python3")?;
     let output = Command::new(any).args(["-c", "import sys; print(sys.executable)"]).output().ok()?;
@@ -372,7 +372,7 @@ os._exit(0)
     assert_eq!(output.status.code(), Some(128 + libc::SIGBUS), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// Runs a script of Python bounded; what it printed. `wrap` comes before it.
+/// Runs a Python script bounded; returns its output. `wrap` is a command that comes before it.
 fn bounded(name: &str, wrap: &[&str], script: &str) -> Option<(Option<i32>, String, String)> {
     let python = python().filter(|_| can_run(name))?;
     let scratch = Scratch::new(name);
@@ -382,7 +382,7 @@ fn bounded(name: &str, wrap: &[&str], script: &str) -> Option<(Option<i32>, Stri
     Some((output.status.code(), text(&output.stdout), text(&output.stderr)))
 }
 
-/// Functions of libc, and memory that numbers fill and check.
+/// Functions of libc, and memory that is filled with numbers and checked.
 const PRELUDE: &str = "
 import ctypes, mmap, os, signal, socket, subprocess, sys, time
 libc = ctypes.CDLL(None, use_errno=True)
@@ -477,7 +477,7 @@ print(check(memory, 4))
 
 #[test]
 fn programs_in_process_namespaces_of_their_own_do_not_take_each_others_pages() {
-    // Both are process 1 of their namespaces.
+    // Both processes have number 1 in their namespaces.
     let script = "
 seed = int(sys.argv[1]) if len(sys.argv) > 1 else 5
 memory = new(96 << 20)

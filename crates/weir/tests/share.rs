@@ -1,5 +1,5 @@
-//! `weir serve --share` as programs on the same machine meet it: in Rust, in C, beside NBD, and
-//! over a kernel's swap.
+//! `weir serve --share` with other programs of the machine: in Rust, in C, beside NBD, and over a
+//! kernel's swap.
 
 mod common;
 
@@ -25,7 +25,7 @@ fn socket(daemon: &Daemon) -> PathBuf {
     daemon.directory.join("share.sock")
 }
 
-/// Its lines, once it has ended.
+/// The daemon's lines, once it has ended.
 fn said(daemon: &mut Daemon) -> String {
     let mut said = String::new();
     let _ = daemon.process.stderr.take().expect("piped").read_to_string(&mut said);
@@ -84,7 +84,7 @@ fn the_client_in_c_meets_the_daemon() {
 
 #[test]
 fn pages_that_carry_swap_can_be_read_and_not_written() {
-    // If the system denies the flusher flag, the rest holds all the same.
+    // If the system denies the flusher flag, the rest of the test still works.
     let daemon = start("swap", &["--swap", "--unsafe-no-flusher"]);
     let mut client = Client::connect(&socket(&daemon), Options::default()).expect("a connection");
     let refused = client.write(0, &page_of(0)).expect_err("the kernel alone writes its swap");

@@ -1,4 +1,4 @@
-//! Signals of a terminal, a session or init end no daemon, and no keeper, whose device is in use.
+//! Signals of a terminal, a session or init end no daemon whose device is in use, nor its keeper.
 
 mod common;
 
@@ -15,10 +15,10 @@ use std::time::{Duration, Instant};
 use weir_export::fuse::mount::is_mounted;
 use weir_system::loop_device::LoopDevice;
 
-/// One that is ended by a signal is gone after far less.
+/// Time that a process must survive a signal: one that the signal ends is gone much sooner.
 const LIVES_FOR: Duration = Duration::from_secs(1);
 
-/// Those that end or stop a process which does not expect them.
+/// Signals that end or stop a process that does not expect them.
 const SIGNALS: [Signal; 14] = [
     Signal::HUP,
     Signal::QUIT,
@@ -45,7 +45,7 @@ enum Carries {
 /// A user of a loop device over the daemon's file.
 struct User {
     device: Option<LoopDevice>,
-    /// The mount point, if it is a file system.
+    /// The mount point, if the device carries a file system.
     mounted: Option<PathBuf>,
 }
 
@@ -80,7 +80,7 @@ impl User {
         options.open(self.mounted.as_ref().unwrap().join("file")).unwrap()
     }
 
-    /// Whether all that was written comes back, from the daemon itself.
+    /// Whether everything that was written is read back, from the daemon itself.
     fn is_whole(&self) -> bool {
         if self.mounted.is_none() {
             return fs::read_to_string("/proc/swaps").unwrap().contains(self.path().to_str().unwrap());
@@ -95,7 +95,7 @@ impl Drop for User {
     fn drop(&mut self) {
         let device = self.device.take().unwrap();
         match &self.mounted {
-            // A process that another test starts has this one's open file for a moment: between its
+            // A process that another test starts has this one's open file for a moment, between its
             // fork and its exec.
             Some(point) => {
                 let begun = Instant::now();
@@ -120,7 +120,7 @@ fn disk(scene: &Daemon) -> PathBuf {
     scene.directory.join("disk")
 }
 
-/// The words of `weir serve`.
+/// The arguments of `weir serve`.
 fn serve(directory: &Path, carries: Carries, has_keeper: bool) -> Vec<String> {
     let at = |name: &str| directory.join(name).display().to_string();
     let mut words = vec!["serve".to_owned(), "--control".into(), at("control"), "--fuse".into(), at("disk")];
@@ -134,7 +134,7 @@ fn serve(directory: &Path, carries: Carries, has_keeper: bool) -> Vec<String> {
     words
 }
 
-/// Whether this machine has what the tests of this file need; says what is missing.
+/// Whether this machine has what the tests of this file need; prints what is missing.
 fn is_possible(name: &str) -> bool {
     let has = |program: &str| Command::new(program).arg("--version").output().is_ok();
     let missing = if !rustix::process::geteuid().is_root() {
@@ -152,7 +152,7 @@ fn is_possible(name: &str) -> bool {
     false
 }
 
-/// A daemon in a process group of its own, whose file is there.
+/// Starts a daemon in a process group of its own, and waits for its file.
 fn start(name: &str, carries: Carries, has_keeper: bool) -> Daemon {
     let directory = std::env::temp_dir().join(format!("weir-signals-{}-{name}", std::process::id()));
     fs::create_dir_all(&directory).unwrap();
@@ -180,7 +180,7 @@ fn every_signal(carries: Carries, has_keeper: bool) {
         kill_process_group(outer, signal).unwrap();
     }
     if has_keeper {
-        // For a daemon it means something: make way for another.
+        // For a daemon this signal means: end so that another can take over.
         kill_process(outer, Signal::USR1).unwrap();
     }
     thread::sleep(LIVES_FOR);
@@ -205,7 +205,7 @@ fn no_signal_ends_what_carries_swap() {
     }
 }
 
-/// A person who tells a daemon that hangs to stop, and then kills it, must not lose its pages.
+/// If a user tells a hanging daemon to stop, and then kills it, its pages must not be lost.
 #[test]
 fn a_daemon_that_hangs_and_is_killed_after_its_keeper_was_told_to_end_is_replaced() {
     if !is_possible("a_daemon_that_hangs_and_is_killed_after_its_keeper_was_told_to_end_is_replaced") {
@@ -224,7 +224,7 @@ fn a_daemon_that_hangs_and_is_killed_after_its_keeper_was_told_to_end_is_replace
         assert!(begun.elapsed() < PATIENCE, "the keeper gave the pages up");
         thread::sleep(Duration::from_millis(10));
     }
-    // This one is asked, and says that it is in use.
+    // The next daemon is asked, and says that it is in use.
     assert!(user.is_whole());
     thread::sleep(LIVES_FOR);
     assert_ne!(pid(&scene), daemon);
@@ -241,12 +241,12 @@ impl Terminal {
         let line = words.iter().map(|word| format!("'{word}'")).collect::<Vec<_>>().join(" ");
         let mut script = Command::new("script");
         script.args(["-qec", &format!("'{WEIR}' {line} & wait"), "/dev/null"]);
-        // Its end would be that of the shell.
+        // The end of its input would be the end of the shell.
         script.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
         Terminal(script.spawn().unwrap())
     }
 
-    /// The shell, which leads the session.
+    /// The process of the shell, which leads the session.
     fn shell(&self) -> Option<Pid> {
         let pid = self.0.id();
         let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?;
@@ -266,7 +266,7 @@ fn a_terminal_closes(carries: Carries, has_keeper: bool) {
     let directory = std::env::temp_dir().join(format!("weir-signals-{}-{name}", std::process::id()));
     fs::create_dir_all(&directory).unwrap();
     let terminal = Terminal::running(&serve(&directory, carries, has_keeper));
-    // Nothing else of the harness knows the daemon as its child.
+    // No other part of the harness has the daemon as its child.
     let process = Command::new("sleep").arg("0").spawn().unwrap();
     let scene = Daemon { directory, process };
     let begun = Instant::now();
@@ -284,7 +284,7 @@ fn a_terminal_closes(carries: Carries, has_keeper: bool) {
     }
     thread::sleep(LIVES_FOR);
     assert_eq!(pid(&scene), daemon, "another daemon had to be started");
-    // It says that it does not stop, to a terminal that is gone.
+    // The daemon writes that it does not stop, to a terminal that is gone.
     let one = Pid::from_raw(daemon as i32).unwrap();
     kill_process(one, Signal::TERM).unwrap();
     thread::sleep(LIVES_FOR);

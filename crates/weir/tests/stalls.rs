@@ -1,6 +1,6 @@
-//! A disk that stalls, a daemon that is stopped or killed, and clients that do as the kernel's
-//! does: after a timeout they shut the connection, send what was on it again by another, and go on
-//! writing. No page ever goes back to an older one.
+//! A disk that stalls, a daemon that is stopped or killed, and clients that act as the kernel's
+//! does. After a timeout they shut the connection, send its requests again on another one, and go
+//! on writing. No page ever goes back to an older version.
 //!
 //! `tests/torture stalls` is the full scale, an hour; `WEIR_SECONDS` and `WEIR_SEED` choose by
 //! hand.
@@ -21,21 +21,21 @@ use weir_export::nbd::client::{Client, ClientError, Operation, Reply, Wish};
 use weir_export::nbd::wire::Errno;
 
 const PAGE: usize = 4096;
-/// Pages of each client; half of them lie on the disk. Where that stalls there is room in memory
-/// now and then, so that what was given up on one connection is done on the other while the disk
+/// Pages of each client; half of them lie on the disk. When the disk stalls, memory has room now
+/// and then. So a request that was given up on one connection is done on the other while the disk
 /// still has it.
 const PAGES: u64 = 1200;
-/// How long each client waits for an answer. The kernel waits for 5 s, as `weir attach` says; two
-/// of these are less patient than a store is with its disk.
+/// The time that each client waits for an answer. The kernel waits for 5 s, as `weir attach` sets
+/// it; two of these are shorter than a store's limit for its disk.
 const TIMEOUTS: [Duration; 6] = {
     let (short, medium, long) = (Duration::from_secs(1), Duration::from_millis(1500), Duration::from_secs(5));
     [short, medium, long, short, medium, long]
 };
-/// After a stall, until what it held up is over: two timeouts of a store, and what a busy machine
-/// adds.
+/// Time after a stall until its delays are over: two timeouts of a store, and more for a busy
+/// machine.
 const AFTERMATH: Duration = Duration::from_secs(10);
 
-/// SplitMix64.
+/// A random number generator: SplitMix64.
 struct Random(u64);
 
 impl Random {
@@ -52,7 +52,7 @@ impl Random {
     }
 }
 
-/// Whether a generation of a page is zeros: every fourth is a discard.
+/// Whether a page's generation is zeros: every fourth is a discard.
 fn is_discard(generation: u64) -> bool {
     generation.is_multiple_of(4)
 }
@@ -69,17 +69,17 @@ fn content(page: u64, generation: u64) -> Vec<u8> {
     bytes
 }
 
-/// A page's history as its one client knows it.
+/// A page's history as its only client knows it.
 #[derive(Clone, Copy, Default)]
 struct Known {
     /// The newest generation that was acknowledged, or read.
     newest: u64,
-    /// The last that was sent. Later than `newest` if it was not acknowledged.
+    /// The last generation that was sent. It is later than `newest` if it was not acknowledged.
     sent: u64,
 }
 
 impl Known {
-    /// The generation that these bytes are, if the page may hold it.
+    /// The generation of these bytes, if it is one that the page may have.
     fn generation(&self, page: u64, bytes: &[u8]) -> Option<u64> {
         (self.newest..=self.sent).find(|generation| bytes == content(page, *generation))
     }
@@ -89,7 +89,7 @@ impl Known {
 #[derive(Default)]
 struct Events {
     is_over: AtomicBool,
-    /// Stalls, the last perhaps without an end yet.
+    /// The stalls, of which the last may have no end yet.
     stalls: Mutex<Vec<(Instant, Option<Instant>)>>,
     requests: AtomicU64,
     timeouts: AtomicU64,
@@ -97,7 +97,7 @@ struct Events {
 }
 
 impl Events {
-    /// Whether the disk stalled at some time between these, or shortly before.
+    /// Whether the disk stalled at some time between these two, or shortly before.
     fn is_excused(&self, sent: Instant, answered: Instant) -> bool {
         let stalls = self.stalls.lock().unwrap();
         stalls
@@ -106,7 +106,8 @@ impl Events {
     }
 }
 
-/// A client with two connections: what one of them does not answer in time goes to the other.
+/// A client with two connections: requests that one of them does not answer in time go to the
+/// other.
 struct Kernel<'a> {
     socket: PathBuf,
     timeout: Duration,
@@ -118,7 +119,7 @@ struct Kernel<'a> {
 #[derive(Clone, Copy)]
 struct Request {
     page: u64,
-    /// `None` for a read.
+    /// The generation that is written; `None` for a read.
     write: Option<u64>,
 }
 
@@ -130,8 +131,8 @@ impl Kernel<'_> {
         Client::over(Box::new(stream), &Wish { structured: false, allocation: false, ..Wish::default() })
     }
 
-    /// Sends what is left, and takes out what is answered. False: there was no answer in time, and
-    /// the connection is given up.
+    /// Sends the remaining requests, and removes those that were answered. False: there was no
+    /// answer in time, and the connection is given up.
     fn perform(&mut self, left: &mut Vec<Request>, mut answer: impl FnMut(Request, &Reply, Instant)) -> bool {
         self.at = 1 - self.at;
         let begun = Instant::now();
@@ -146,7 +147,8 @@ impl Kernel<'_> {
         let sent = Instant::now();
         let ended = Self::attempt(client, left, |request, reply| answer(request, reply, sent));
         if ended.is_err() {
-            // Dropped before anything is sent again, as the kernel shuts the socket first.
+            // The connection is dropped before anything is sent again: the kernel also shuts the
+            // socket first.
             self.connections[self.at] = None;
             self.events.timeouts.fetch_add(1, Ordering::Relaxed);
         }
@@ -183,7 +185,7 @@ impl Kernel<'_> {
     }
 }
 
-/// Writes and reads its pages until all is over, and then reads all of them.
+/// Writes and reads the client's pages until the run is over, and then reads all of them.
 fn work(number: u64, seed: u64, socket: PathBuf, events: &Events) {
     let mut random = Random(seed ^ number << 48);
     let first = number * PAGES;
@@ -212,14 +214,14 @@ fn work(number: u64, seed: u64, socket: PathBuf, events: &Events) {
             (Err(error), _) => panic!("page {}: {error:?}", request.page),
         }
     };
-    // All of them are written first, so that the disk has its share.
+    // All pages are written first, so that the disk has its share.
     let mut next = 0;
-    // Pages that were given up somewhere: what is written to them soon is newer than what the disk
+    // Pages of requests that were given up: new writes to them soon are newer than what the disk
     // may still have.
     let mut given_up = Vec::new();
     while !events.is_over.load(Ordering::Relaxed) {
         let mut batch: Vec<Request> = Vec::new();
-        // One page or up to 16, as often.
+        // A request has one page, or up to 16, equally often.
         for _ in 0..random.next() % (1 << (random.next() % 5)) + 1 {
             let fills = next < PAGES;
             let page = match given_up.pop() {
@@ -240,7 +242,8 @@ fn work(number: u64, seed: u64, socket: PathBuf, events: &Events) {
             check(&mut known[(request.page - first) as usize], request, reply, sent);
         }) {
             given_up.extend(batch.iter().map(|request| request.page - first));
-            // Others go on meanwhile, and make room: what is sent again will not wait for the disk.
+            // Discards make room meanwhile: a request that is sent again then does not wait for the
+            // disk.
             let mut discards: Vec<Request> = Vec::new();
             for _ in 0..32 {
                 let page = random.next() % PAGES;
@@ -265,7 +268,7 @@ fn work(number: u64, seed: u64, socket: PathBuf, events: &Events) {
     }
 }
 
-/// A file system of its own in `directory/disk`.
+/// Mounts a file system of its own in `directory/disk`.
 fn mount_disk(directory: &Path) -> Result<(), String> {
     let (image, disk) = (directory.join("image"), directory.join("disk"));
     std::fs::create_dir_all(&disk).map_err(|error| error.to_string())?;
@@ -286,7 +289,7 @@ fn run(command: &mut Command) -> Result<(), String> {
     }
 }
 
-/// Freezes a file system until it is dropped.
+/// Freezes a file system until this is dropped.
 struct Frozen<'a>(&'a Path);
 
 impl<'a> Frozen<'a> {
@@ -302,13 +305,13 @@ impl Drop for Frozen<'_> {
     }
 }
 
-/// The troubles, in this order at first.
+/// The kinds of trouble, in the order in which they come first.
 #[derive(Clone, Copy, Debug)]
 enum Trouble {
     Stall,
     Stop,
     Kill,
-    /// The daemon is killed while the disk stalls, so that the next meets its writes.
+    /// The daemon is killed while the disk stalls, so that the next one meets its writes.
     KillInStall,
 }
 
@@ -345,7 +348,7 @@ fn no_page_goes_back_while_a_disk_stalls_for_longer_than_clients_wait() {
         for number in 0..TIMEOUTS.len() as u64 {
             let (socket, events) = (scene.directory.join("nbd"), &events);
             scope.spawn(move || {
-                // If this one fails the others end too.
+                // If this thread fails, the others end too.
                 let _over = Ends(&events.is_over);
                 work(number, seed, socket, events);
             });
@@ -386,7 +389,7 @@ fn no_page_goes_back_while_a_disk_stalls_for_longer_than_clients_wait() {
                 }
             }
         }
-        // All that the last stall held up is over before the pages are read for the last time.
+        // The effects of the last stall must be over before the pages are read for the last time.
         if !events.is_over.load(Ordering::Relaxed) {
             thread::sleep(AFTERMATH / 2);
         }

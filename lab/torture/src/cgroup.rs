@@ -1,10 +1,10 @@
-//! A memory limit around processes: the memory controller of either cgroup version.
+//! A memory limit for processes: the memory controller of either cgroup version.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use std::{fs, io, thread};
 
-/// A memory cgroup of our own, removed when dropped.
+/// A memory cgroup that this program made, removed when dropped.
 #[derive(Debug)]
 pub struct Cgroup {
     path: PathBuf,
@@ -12,16 +12,16 @@ pub struct Cgroup {
 }
 
 impl Cgroup {
-    /// Makes a cgroup that may keep `bytes` in RAM; swap is not limited.
+    /// Makes a cgroup whose processes may keep `bytes` in RAM; swap is not limited.
     ///
     /// # Errors
-    /// When neither version's memory controller is mounted and writable, or the name is taken.
+    /// Fails when neither version's memory controller is mounted and writable, or the name is
+    /// taken.
     pub fn new(name: &str, bytes: u64) -> io::Result<Cgroup> {
         let root = Path::new("/sys/fs/cgroup");
         let unified = root.join("cgroup.controllers").exists();
         let path = if unified {
-            // A controller must be handed down before a child has it; where it already is, this
-            // changes nothing.
+            // A controller must be enabled for children; if it already is, this changes nothing.
             let _ = fs::write(root.join("cgroup.subtree_control"), "+memory");
             root.join(name)
         } else {
@@ -34,12 +34,12 @@ impl Cgroup {
         Ok(cgroup)
     }
 
-    /// The file that a process writes 0 into to come under the limit.
+    /// The file into which a process writes 0 to enter the cgroup.
     pub fn entrance(&self) -> PathBuf {
         self.path.join("cgroup.procs")
     }
 
-    /// Processes that the kernel has killed for want of memory under this limit.
+    /// Number of processes that the kernel has killed for want of memory under this limit.
     pub fn killed(&self) -> u64 {
         let file = self.path.join(if self.unified { "memory.events" } else { "memory.oom_control" });
         fs::read_to_string(file).ok().and_then(|text| field(&text, "oom_kill")).unwrap_or(0)
@@ -48,7 +48,7 @@ impl Cgroup {
 
 impl Drop for Cgroup {
     fn drop(&mut self) {
-        // The kernel lets go of the last exited process a moment after wait() saw it.
+        // The kernel releases the last exited process a moment after wait() saw it.
         let busy = rustix::io::Errno::BUSY.raw_os_error();
         for _ in 0..50 {
             match fs::remove_dir(&self.path) {

@@ -1,8 +1,9 @@
-//! The same pages on a block device that may refuse requests for a while: what a program finds
-//! there that goes on after errors.
+//! The same pages on a block device that may refuse requests for a while, for a program that goes
+//! on after errors.
 //!
-//! A write that was answered with an error may have happened or not, so a page may hold it or what
-//! was there before. Once a newer generation was acknowledged or read, an older one is never right.
+//! A write that was answered with an error may have happened or not, so a page may have its content
+//! or the earlier one. Once a newer generation was acknowledged or read, an older one is never
+//! right.
 
 use crate::pattern::{self, Contents, Identity, Mismatch, Random, WORDS, mix};
 use crate::worker::{Tally, Work, describe};
@@ -17,28 +18,28 @@ use weir_core::PAGE_SIZE;
 
 /// Pages of the longest request.
 const RUN_MAX: usize = 8;
-/// How long a page may go on being refused once the work is done.
+/// Longest time that a page may be refused once the work is done.
 const PATIENCE: Duration = Duration::from_secs(120);
-/// The pause before a refused page is asked for again.
+/// Pause before a refused page is asked for again.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Writes and reads for the time given, then reads every page once more, which no error may prevent
-/// for long.
+/// Writes and reads for the given time, then reads every page once more; errors may delay that only
+/// for so long.
 ///
 /// # Errors
-/// Answers of the device other than that it could not, or not in time.
+/// Fails with an answer of the device other than that it could not do the request, or not in time.
 pub fn run(work: Work, device: &Path, complain: impl FnMut(&str)) -> io::Result<Tally> {
     let file =
         OpenOptions::new().read(true).write(true).custom_flags(OFlags::DIRECT.bits() as i32).open(device)?;
     Torture::new(work, file, complain).run(work)
 }
 
-/// The contents that one page may have.
+/// The possible contents of one page.
 #[derive(Clone, Copy, Default)]
 struct May {
-    /// Not older than this: acknowledged, or read.
+    /// The oldest possible generation: acknowledged, or read.
     oldest: u32,
-    /// Not newer than this: tried.
+    /// The newest possible generation: its write was tried.
     newest: u32,
 }
 
@@ -46,10 +47,10 @@ struct Torture<F> {
     file: File,
     writer: u64,
     contents: Contents,
-    /// The device's page that is this process's first.
+    /// The device's page number of this process's first page.
     base: usize,
     pages: Vec<May>,
-    /// A request's memory.
+    /// The memory of a request.
     memory: Vec<weir_core::Page>,
     tally: Tally,
     complain: F,
@@ -74,10 +75,10 @@ impl<F: FnMut(&str)> Torture<F> {
         let begun = Instant::now();
         let (mut first, mut length) = (0, 1);
         while begun.elapsed() < work.at_least {
-            // Every other request is for the same pages again: what came late is found where
-            // something newer came meanwhile.
+            // Every other request is for the same pages again: a late write is noticed if something
+            // newer came meanwhile.
             if random.draw().is_multiple_of(2) {
-                // Most are short, as faults are.
+                // Most requests are short, as page faults are.
                 length = if random.draw().is_multiple_of(4) { RUN_MAX } else { 1 }.min(work.pages);
                 first = (random.draw() % (work.pages - length + 1) as u64) as usize;
             }
@@ -103,7 +104,7 @@ impl<F: FnMut(&str)> Torture<F> {
         Ok(self.tally)
     }
 
-    /// Writes the next generation of so many pages; whether the device did.
+    /// Writes the next generation of `length` pages; returns whether the device did.
     fn write(&mut self, first: usize, length: usize) -> io::Result<bool> {
         for index in 0..length {
             self.pages[first + index].newest += 1;
@@ -126,7 +127,7 @@ impl<F: FnMut(&str)> Torture<F> {
         Ok(done)
     }
 
-    /// Reads so many pages and looks at each; whether the device did.
+    /// Reads `length` pages and checks each; returns whether the device did.
     fn read(&mut self, first: usize, length: usize) -> io::Result<bool> {
         let at = self.at(first);
         let mut slices: Vec<_> =
@@ -181,7 +182,8 @@ impl<F: FnMut(&str)> Torture<F> {
     }
 }
 
-/// Whether all of it was done; what a device answers that stalls is no error of the torture's.
+/// Whether the whole request was done. An error of a device that stalls is no error of the
+/// torture's.
 fn answered(result: rustix::io::Result<usize>, pages: usize) -> io::Result<bool> {
     match result {
         Ok(bytes) => Ok(bytes == pages * PAGE_SIZE),
@@ -232,7 +234,7 @@ mod tests {
         assert!(torture.write(5, 1).expect("written"));
         device.read_exact_at(&mut content, at).expect("read");
         let first = content;
-        // A write that failed: tried, and nobody knows.
+        // A failed write was tried, and its outcome is unknown.
         torture.pages[5].newest = 2;
         assert!(torture.read(5, 1).expect("the first is still right"));
         assert!(torture.write(5, 1).expect("written"));

@@ -1,9 +1,9 @@
-//! Memory torture: processes that write more than they may keep in RAM, read it back in another
-//! order, and say of each page whether it is the one that was written.
+//! Memory torture: processes write more than they may keep in RAM, read it back in another order,
+//! and check that each page is the one that was written.
 //!
-//! The point of `torture` is that swap has nowhere to hide: each page carries who wrote it, its
-//! number, its generation and a body that follows from these, so that a lost, stale, misplaced or
-//! torn page is told from a good one, and from each other.
+//! Swap cannot hide an error from `torture`. Each page names its writer, its number and its
+//! generation, and has a body that follows from these. So a lost, stale, misplaced or torn page is
+//! told from a good one, and from the others.
 
 pub mod cgroup;
 pub mod disk;

@@ -1,54 +1,54 @@
-//! The content written into a page, and the verdict on a page that reads otherwise.
+//! The content written into a page, and the check of a page that reads otherwise.
 
 use std::fmt;
 
-/// 64-bit words of a page.
+/// Number of 64-bit words in a page.
 pub const WORDS: usize = weir_core::PAGE_SIZE / 8;
 
 /// One page of the tortured memory.
 pub type Page = [u64; WORDS];
 
-/// The contents of pages, for a compressor.
+/// The kind of content that pages have, for a compressor.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, clap::ValueEnum)]
 pub enum Contents {
-    /// Nothing that could be made smaller.
+    /// Content that cannot be compressed.
     #[default]
     Noise,
-    /// Pages that become a half to a sixth of their size.
+    /// Content that compresses to a half to a sixth of its size.
     Small,
-    /// In turns: noise, twice what becomes smaller, and one 32-bit value all over.
+    /// The kinds take turns: noise, twice compressible content, and one repeated 32-bit value.
     Mixed,
 }
 
-/// Which page it is, of whom, and the how-manieth content.
+/// The identity of a page's content: its writer, its number, and its generation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Identity {
     /// The run's seed with the process's number mixed in.
     pub writer: u64,
     /// The page's number within its process.
     pub number: u64,
-    /// Counts a page's contents from 1.
+    /// The number of the page's content, counted from 1.
     pub generation: u64,
     /// The kind of pages that the run writes.
     pub contents: Contents,
 }
 
-/// The content found in place of the page that was written.
+/// The wrong content that was found.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Mismatch {
-    /// Nothing but zeros: the page was lost.
+    /// The page is zeros: it was lost.
     Zeros,
-    /// The same page, whole, as it was at an earlier time.
+    /// The page has an earlier content, whole.
     Stale {
         /// The generation that was found.
         generation: u64,
     },
-    /// Another page of the run, whole.
+    /// Another page of the run is there, whole.
     Misplaced {
-        /// Its owner, by its own words.
+        /// The identity that its content names.
         found: Identity,
     },
-    /// No page that anybody wrote: torn or damaged.
+    /// The content was never written: it is torn or damaged.
     Damaged {
         /// Index of the first word that differs.
         word: usize,
@@ -68,18 +68,19 @@ impl fmt::Display for Mismatch {
     }
 }
 
-/// Writes the one content that belongs to `identity`: three words that name it, then a body that
-/// follows from them. A page of one value has no room for a name; the value follows from it.
+/// Fills a page with the one content of `identity`: three words that name it, then a body that
+/// follows from them. A page of one value has no room for a name; the value follows from the
+/// identity.
 pub fn fill(page: &mut Page, identity: Identity) {
     for (word, value) in page.iter_mut().zip(words(identity)) {
         *word = value;
     }
 }
 
-/// Compares a page with what `identity` was filled with.
+/// Compares a page with the content of `identity`.
 ///
 /// # Errors
-/// What the page has become instead.
+/// Fails with the wrong content that was found.
 pub fn check(page: &Page, identity: Identity) -> Result<(), Mismatch> {
     match page.iter().zip(words(identity)).position(|(&found, wanted)| found != wanted) {
         None => Ok(()),
@@ -105,7 +106,7 @@ fn diagnose(page: &Page, wanted: Identity, word: usize) -> Mismatch {
 fn words(identity: Identity) -> impl Iterator<Item = u64> {
     let Identity { writer, number, generation, contents } = identity;
     let seed = mix(writer ^ mix(number ^ mix(generation)));
-    // One word in so many is drawn, the others are all the same; 0: no word is.
+    // One in this many words is random, and the others are all the same; 0: no word is random.
     let drawn = match (contents, number % 4) {
         (Contents::Mixed, 3) => 0,
         (Contents::Noise, _) | (Contents::Mixed, 0) => 1,
@@ -120,14 +121,14 @@ fn words(identity: Identity) -> impl Iterator<Item = u64> {
     })
 }
 
-/// The finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+/// The finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), which mixes a value's bits.
 pub fn mix(value: u64) -> u64 {
     let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     value ^ (value >> 31)
 }
 
-/// A seeded row of random numbers: SplitMix64.
+/// Random numbers from a seed: SplitMix64.
 #[derive(Debug)]
 pub struct Random(pub u64);
 
@@ -138,7 +139,7 @@ impl Random {
         mix(self.0)
     }
 
-    /// Every index below `count` once, in an order that the seed decides (Fisher and Yates).
+    /// Every index below `count` once, in a random order by the seed (Fisher and Yates).
     pub fn order(&mut self, count: usize) -> Vec<u32> {
         let mut order: Vec<u32> = (0..count as u32).collect();
         for last in (1..count).rev() {

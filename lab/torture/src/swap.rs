@@ -1,11 +1,11 @@
-//! How much the kernel has swapped, and how short of memory it was, from /proc.
+//! The use of swap, and how short of memory the kernel was, from /proc.
 
 use std::{fs, io};
 
 /// Swap in use now, in KiB.
 ///
 /// # Errors
-/// When /proc/meminfo cannot be read.
+/// Fails when /proc/meminfo cannot be read.
 pub fn used_kib() -> io::Result<u64> {
     let text = fs::read_to_string("/proc/meminfo")?;
     Ok(number(&text, "SwapTotal:").saturating_sub(number(&text, "SwapFree:")))
@@ -14,7 +14,7 @@ pub fn used_kib() -> io::Result<u64> {
 /// Pages swapped (in, out) since boot.
 ///
 /// # Errors
-/// When /proc/vmstat cannot be read.
+/// Fails when /proc/vmstat cannot be read.
 pub fn pages_moved() -> io::Result<(u64, u64)> {
     let text = fs::read_to_string("/proc/vmstat")?;
     Ok((number(&text, "pswpin"), number(&text, "pswpout")))
@@ -23,16 +23,16 @@ pub fn pages_moved() -> io::Result<(u64, u64)> {
 /// Free memory now, in KiB.
 ///
 /// # Errors
-/// When /proc/meminfo cannot be read.
+/// Fails when /proc/meminfo cannot be read.
 pub fn free_kib() -> io::Result<u64> {
     Ok(number(&fs::read_to_string("/proc/meminfo")?, "MemFree:"))
 }
 
-/// How often since boot a program that wanted memory had to make room itself, for there was none
-/// free (`allocstall`).
+/// Number of times since boot that a program had to reclaim memory itself, because none was free
+/// (`allocstall`).
 ///
 /// # Errors
-/// When /proc/vmstat cannot be read.
+/// Fails when /proc/vmstat cannot be read.
 pub fn direct_reclaims() -> io::Result<u64> {
     Ok(stalls(&fs::read_to_string("/proc/vmstat")?))
 }
@@ -42,7 +42,7 @@ fn stalls(vmstat: &str) -> u64 {
     of_zones.filter_map(|line| line.split(' ').nth(1)?.parse::<u64>().ok()).sum()
 }
 
-/// The number after a key, 0 where the kernel does not know the key.
+/// The number after a key; 0 if the kernel does not know the key.
 fn number(text: &str, key: &str) -> u64 {
     let mut lines = text.lines().map(str::split_whitespace);
     let found = lines.find_map(|mut words| (words.next()? == key).then(|| words.next())?);

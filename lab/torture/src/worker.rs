@@ -1,11 +1,11 @@
-//! One process of the torture: writes its pages in one order, reads them back in others, rewrites
-//! some, and reads all of them a last time.
+//! One process of the torture: it writes its pages in one order, reads them back in others,
+//! rewrites some, and reads all of them a last time.
 
 use crate::pattern::{self, Contents, Identity, Mismatch, Page, Random, WORDS, mix};
 use crate::swap;
 use std::time::{Duration, Instant};
 
-/// Mismatches that are described; the others are only counted.
+/// Number of mismatches that are described; the others are only counted.
 const DESCRIBED: u64 = 8;
 
 /// The task of one process.
@@ -13,41 +13,41 @@ const DESCRIBED: u64 = 8;
 pub struct Work {
     /// The run's seed.
     pub seed: u64,
-    /// Which of the run's processes this is.
+    /// The number of this process among the run's.
     pub process: u64,
-    /// Pages that it touches.
+    /// Number of pages that it touches.
     pub pages: usize,
-    /// Their contents.
+    /// The kind of content of its pages.
     pub contents: Contents,
-    /// No more are touched once so much swap is in use; `None`: all of them are.
+    /// KiB of used swap at which no more pages are touched; `None`: all are touched.
     pub until_swap_kib: Option<u64>,
-    /// Once that is done, rounds of reading everything back go on for at least this long; the last
-    /// one always finishes.
+    /// After that, rounds of reading everything back go on for at least this long; the last round
+    /// always finishes.
     pub at_least: Duration,
 }
 
-/// Pages between two looks at how much swap is in use.
+/// Number of pages between two looks at swap use.
 const LOOK_EACH: usize = 16;
 
-/// The outcome.
+/// The counts of a process's work.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Tally {
-    /// Pages that it had.
+    /// Number of pages that it touched.
     pub touched: u64,
-    /// Pages written, rewrites included.
+    /// Number of pages written, with rewrites.
     pub written: u64,
-    /// Pages read back and compared.
+    /// Number of pages read back and compared.
     pub checked: u64,
-    /// Pages that were not what was written.
+    /// Number of pages that were not what was written.
     pub mismatches: u64,
-    /// Requests that the device answered with an error.
+    /// Number of requests that the device answered with an error.
     pub refused: u64,
-    /// The longest time that one page took, in microseconds: its fault, and whatever held it up.
+    /// The longest time that one page took, in microseconds: its page fault, with all delays.
     pub longest_us: u64,
 }
 
 impl Tally {
-    /// Adds another process's: counts add up, the longest stays the longest.
+    /// Adds another process's counts; the longest time is the longer of both.
     pub fn add(&mut self, other: Tally) {
         self.touched += other.touched;
         self.written += other.written;
@@ -57,13 +57,13 @@ impl Tally {
         self.longest_us = self.longest_us.max(other.longest_us);
     }
 
-    /// One line, for the parent process.
+    /// Formats the counts as one line, for the parent process.
     pub fn to_line(self) -> String {
         let Tally { touched, written, checked, mismatches, refused, longest_us } = self;
         format!("{touched} {written} {checked} {mismatches} {refused} {longest_us}")
     }
 
-    /// Reads that line.
+    /// Parses that line.
     pub fn from_line(line: &str) -> Option<Tally> {
         let mut numbers = line.split(' ').map(str::parse);
         let mut number = || numbers.next()?.ok();
@@ -74,7 +74,7 @@ impl Tally {
     }
 }
 
-/// Does the work. `complain` is told of the first mismatches.
+/// Does the work. Calls `complain` for the first mismatches.
 pub fn run(work: Work, mut complain: impl FnMut(&str)) -> Tally {
     let writer = mix(work.seed ^ mix(work.process));
     let mut random = Random(writer);
@@ -95,7 +95,7 @@ pub fn run(work: Work, mut complain: impl FnMut(&str)) -> Tally {
     }
 }
 
-/// Counts a page that is not what it should be, and tells of the first few.
+/// Counts a page with wrong content, and describes the first few.
 pub(crate) fn describe(
     tally: &mut Tally,
     complain: &mut impl FnMut(&str),
@@ -109,13 +109,13 @@ pub(crate) fn describe(
     }
 }
 
-/// The tortured pages, and what each should hold.
+/// The tortured pages, and the expected content of each.
 struct Memory {
     writer: u64,
     contents: Contents,
-    /// Holds the pages from `first` on. Zeroed by the kernel on paper only: a page gets memory when
-    /// the torture's order comes to it. (A vector of page-aligned elements would be zeroed by
-    /// hand.)
+    /// The words of the pages from `first` on. They are zeros that the kernel provides lazily: a
+    /// page gets memory when the torture's order comes to it. (A vector of page-aligned elements
+    /// would be zeroed at once.)
     words: Vec<u64>,
     first: usize,
     generations: Vec<u32>,
@@ -138,7 +138,8 @@ impl Memory {
         }
     }
 
-    /// Writes each page once, or the first of them until so much swap is in use. Returns how many.
+    /// Writes each page once, or only the first ones, until that much swap is in use. Returns how
+    /// many.
     fn fill(&mut self, work: Work, random: &mut Random) -> usize {
         let mut pages = work.pages;
         if let Some(most) = work.until_swap_kib {

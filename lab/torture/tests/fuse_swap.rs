@@ -1,7 +1,7 @@
 //! A kernel swaps to a volume through FUSE and a loop device, under a memory limit, and every page
-//! comes back.
+//! comes back intact.
 //!
-//! Where a process may not set the I/O flusher flag, the server must refuse to carry swap; the test
+//! If a process may not set the I/O flusher flag, the server must refuse to carry swap; the test
 //! then goes on without it. `WEIR_SWAP_MIB=1536 WEIR_SWAP_PROCESSES=8 WEIR_SWAP_SECONDS=300 cargo
 //! test --release -p weir-torture --test fuse_swap` is the full scale.
 
@@ -19,7 +19,7 @@ use weir_volume::Volume;
 #[global_allocator]
 static ALLOCATOR: SealedAllocator = SealedAllocator;
 
-/// Taken down in this order, whatever happens.
+/// The parts of the test. They are removed in this order, whatever happens.
 struct Scene {
     swap: Option<PathBuf>,
     device: Option<LoopDevice>,
@@ -65,7 +65,8 @@ fn every_page_that_a_kernel_swaps_to_the_file_comes_back() {
     let server = match Server::start(&volume, &safe, &point, &log) {
         Ok(server) => server,
         Err(ServeError::Mount(error)) => return println!("\nskipped: no FUSE mount here: {error}"),
-        // The flag is not set in a test's main, or may not be read: refused either way.
+        // The flag is not set in a test's main thread, or may not be read: the server refuses in
+        // both cases.
         Err(ServeError::Flusher(_) | ServeError::Config(_)) => {
             let unsafe_config = Config { unsafe_no_flusher: true, ..safe };
             Server::start(&volume, &unsafe_config, &point, &log).unwrap()

@@ -1,7 +1,7 @@
-//! The least that a server can do: it keeps no pages. Reads are answered from one buffer that stays
-//! in the cache, writes are dropped, and it looks for the next request without ever sleeping. What
-//! is left of a request's time is the client's, the socket's and the waking of the client: no
-//! server of pages on this machine answers faster, for this client.
+//! An echo server, which does the least that a server can: it keeps no pages. It answers reads from
+//! one buffer that stays in the cache, drops writes, and spins for the next request without ever
+//! sleeping. The rest of a request's time belongs to the client, the socket and the client's
+//! wake-up. No server of pages on this machine answers this client faster.
 
 use super::server::Directory;
 use super::{BlockError, Plan};
@@ -15,7 +15,7 @@ use weir_export::nbd::handshake::{Export, Handshake, INPUT_MAX, Step, Tls};
 use weir_export::nbd::transmission::{Event, Parser, data_chunk, simple_reply};
 use weir_export::nbd::wire::command;
 
-/// The longest request that is answered.
+/// Bytes of the longest request that is answered.
 const REQUEST_MAX: usize = 1 << 20;
 
 /// The server, as threads of this process.
@@ -38,7 +38,7 @@ impl Echo {
                     return;
                 }
                 let (export, stopped) = (export.clone(), Arc::clone(&stopped));
-                // A client that breaks off ends its connection, and nothing else.
+                // A client that breaks its connection ends only that.
                 std::thread::spawn(move || serve(stream, &export, &stopped));
             }
         });
@@ -49,7 +49,7 @@ impl Echo {
 impl Drop for Echo {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
-        // Wakes who accepts.
+        // This connection wakes the thread that accepts.
         let _ = UnixStream::connect(&self.socket);
     }
 }
@@ -113,7 +113,7 @@ fn serve(mut stream: UnixStream, export: &Export, stop: &AtomicBool) -> io::Resu
     }
 }
 
-/// The bytes of a reply before its data, at the front of as many as the longest has.
+/// The head of a reply, which comes before its data: as many bytes of the array as `usize` says.
 fn head(bytes: &[u8]) -> ([u8; 28], usize) {
     let mut head = [0; 28];
     head[..bytes.len()].copy_from_slice(bytes);
@@ -129,7 +129,7 @@ fn send(stream: &UnixStream, mut parts: &mut [IoSlice<'_>]) -> io::Result<()> {
     Ok(())
 }
 
-/// The bytes received, unless the client has left.
+/// Returns the number of bytes received, unless the client has left.
 fn some(received: usize) -> io::Result<usize> {
     if received == 0 { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(received) }
 }

@@ -1,4 +1,4 @@
-//! fio's NBD engine as the client.
+//! fio's NBD engine, as the client of the benchmark.
 
 use super::server::Server;
 use super::{BlockError, Case, Figures};
@@ -15,7 +15,7 @@ pub(super) fn fill(server: &Server, size: ByteSize) -> Result<(), BlockError> {
     fio(&server.socket, fill, size, &[]).map(drop)
 }
 
-/// Writes every page once more, in no order.
+/// Writes every page once more, in random order.
 pub(super) fn scatter(server: &Server, size: ByteSize) -> Result<(), BlockError> {
     let scatter = Case::pages("scatter", true, 1, 32);
     fio(&server.socket, scatter, size, &[]).map(drop)
@@ -37,7 +37,8 @@ pub(super) fn run(
     Ok(figures)
 }
 
-/// Runs a case for `time`; returns the figures that the client sees, and how many requests it made.
+/// Runs a case for `time`; returns the figures that the client measures, and the number of its
+/// requests.
 pub(super) fn latencies(
     socket: &Path,
     case: Case,

@@ -1,10 +1,10 @@
-//! `weir bench long`: requests of 1 MiB, by one job and by four, each with eight under way.
+//! `weir bench long`: requests of 1 MiB, by one job and by four, each with eight in flight.
 //!
-//! Weir serves a store, and a second time without the processor's window onto a card where the
-//! store is one; beside it nbdkit's memory plugin, a server that keeps no pages, and, where its
-//! program is named, nbd-vram, which keeps pages on the same card without a checksum. fio asks all
-//! of them in turns, at addresses in no order. Every device is written in order before; writes then
-//! move Weir's pages about, between one run of the reads and the next.
+//! Weir serves a store; if that is a card, also a second time without the processor's window onto
+//! it. Beside it run nbdkit's memory plugin, a server that keeps no pages, and, if its program is
+//! given, nbd-vram. The last keeps pages on the same card without a checksum. fio reads and writes
+//! all of them in turns, in random order. Every device is first written in order; later writes move
+//! Weir's pages, between one run of the reads and the next.
 
 use super::echo::Echo;
 use super::server::{Directory, Server};
@@ -12,12 +12,12 @@ use super::{BlockError, Case, Plan, Way, fio};
 use crate::report::{Goal, Report, Row};
 use std::path::PathBuf;
 
-/// Settings of the long benchmark besides those of a [`Plan`].
+/// The settings of the long benchmark, beyond a [`Plan`].
 #[derive(Clone, Debug)]
 pub struct Long {
-    /// Weir, device, store, time and runs.
+    /// The plan: Weir's program, device, store, time and runs.
     pub plan: Plan,
-    /// The program of nbd-vram.
+    /// The path of nbd-vram's program.
     pub nbd_vram: Option<PathBuf>,
 }
 
@@ -32,14 +32,14 @@ const fn long(id: &'static str, write: bool, jobs: u32) -> Case {
     Case { id, write, sequential: false, block: 1 << 20, jobs, depth: 8, pause: 0 }
 }
 
-/// The server that is measured.
+/// A server that is measured.
 struct Asked {
     name: &'static str,
-    /// The start of its rows' ids, for Weir; `None` for a control.
+    /// For Weir, the start of its rows' ids; `None` for a control.
     prefix: Option<&'static str>,
-    /// `None`: it is part of this process.
+    /// The server's process; `None` for a server in this process.
     server: Option<Server>,
-    /// It is asked no more: what it has not answered costs its own rows, and not the run.
+    /// The server has failed and gets no more requests: that affects its own rows, and not the run.
     fails: bool,
     ways: [Way; CASES.len()],
 }
@@ -60,7 +60,7 @@ impl Asked {
         format!("{}{}", self.prefix.unwrap_or_default(), self.name)
     }
 
-    /// The figures, or a line that says why there are none.
+    /// The figures, or, if there are none, a printed line with the reason.
     fn complain<T>(&self, when: &str, result: Result<T, BlockError>) -> Option<T> {
         result.inspect_err(|error| eprintln!("{} fails {when}: {error}; it is left out", self.called())).ok()
     }
@@ -69,8 +69,8 @@ impl Asked {
 /// Runs every case on every server, in turns.
 ///
 /// # Errors
-/// When there is no directory for the sockets. A server that fails is left out from there on: of
-/// Weir's that misses its goals.
+/// Fails when there is no directory for the sockets. A server that fails is left out from then on,
+/// and if it is Weir's, it misses its goals.
 pub fn run(Long { plan, nbd_vram }: &Long) -> Result<Report, BlockError> {
     let sockets = Directory::new().map_err(BlockError::Directory)?;
     let echo = Echo::start(plan, &sockets)?;
@@ -133,16 +133,16 @@ pub fn run(Long { plan, nbd_vram }: &Long) -> Result<Report, BlockError> {
     Ok(report)
 }
 
-/// Weir beside one control.
+/// The rows of Weir beside one control.
 fn rows(case: Case, prefix: &str, weir: &Way, control: &'static str, theirs: &Way) -> Vec<Row> {
-    // One that failed did nothing, and misses its goal.
+    // A server that failed did no work, and misses its goal.
     let rate = |way: &Way| match way.is_empty() {
         true => 0.0,
         false => way.per_second.median() * f64::from(case.block) / 1e6,
     };
     let id = format!("{prefix}{}", case.id);
     let row = Row::higher(&id, "mb_per_s", rate(weir)).beside(control, rate(theirs));
-    // Stated for the one that keeps its pages on the card too.
+    // This goal applies beside nbd-vram, which keeps its pages on the card too.
     let goal = if case.jobs == 1 { 1.0 } else { 1.1 };
     let mut rows = vec![if control == "nbd-vram" { row.goal(Goal::Ratio(goal)) } else { row }];
     if !weir.is_empty() && theirs.cpu_us.median() > 0.0 {

@@ -1,17 +1,19 @@
 //! `weir bench block`: Weir's NBD server over host memory, beside nbdkit's memory plugin on the
 //! same kind of socket.
 //!
-//! fio drives both by its libnbd engine, one job after the other, in turns, several times over;
-//! figures are medians. Weir runs twice: asleep between requests, which is how it is used, and
-//! spinning, which is what `--spin-us` buys. Over host memory both are there at once; over a store
-//! they come one after the other, each beside nbdkit, since two daemons on one card keep each
-//! other's resident kernel away. For single requests a third server, which keeps no pages at all,
-//! says what is left to the client and the system. Every page of both has been written before, in
-//! order, so that none is a hole. A page that Weir overwrites moves, so whether neighbours lie
-//! beside each other depends on who wrote last: long requests come first, on a device written in
-//! order, and again at the end (`scattered_read`), after every page has been written once more in
-//! no order. The processor time that a server spends on a request is read from `/proc`, since a
-//! server that is fast because it takes both processors is not fast.
+//! fio drives both by its libnbd engine, with one job after the other, in turns, several times
+//! over; figures are medians. Weir runs twice. It sleeps between requests, which is the usual way,
+//! and it spins, which is what `--spin-us` is for. Over host memory both run at once. Over a store
+//! they run one after the other, each beside nbdkit, since two daemons on one card keep each
+//! other's resident kernel away. For single requests a third server, which keeps no pages, shows
+//! the cost of the client and the system.
+//!
+//! Every page of both was written before, in order, so that none is a hole. A page that Weir
+//! overwrites moves, so the order of the last writes decides whether neighbours lie side by side.
+//! Long requests come first, on a device written in order. They come again at the end
+//! (`scattered_read`), after every page was written once more in random order. `/proc` tells the
+//! processor time of a server for each request, since a server that is fast because it uses both
+//! processors is not fast.
 
 mod echo;
 mod fio;
@@ -35,13 +37,13 @@ pub struct Plan {
     pub size: ByteSize,
     /// Weir's store, as a URL; `None` for host memory.
     pub store: Option<String>,
-    /// How long a case runs on each server.
+    /// Time that a case runs on each server.
     pub time: Duration,
-    /// How often; the figures are medians.
+    /// Number of runs; the figures are medians.
     pub runs: usize,
-    /// Microseconds of the spinning server.
+    /// Microseconds that the spinning server spins.
     pub spin_us: u32,
-    /// The cases to run, by their row ids or what these begin with (`qd1`); none for all.
+    /// The cases to run, by their row ids or the start of these (`qd1`); empty for all.
     pub only: Vec<String>,
 }
 
@@ -59,23 +61,23 @@ impl Default for Plan {
     }
 }
 
-/// Why nothing could be measured.
+/// The reason why nothing could be measured.
 #[derive(Debug, thiserror::Error)]
 pub enum BlockError {
-    /// A program is missing or fails.
+    /// A program is missing or has failed.
     #[error("{program}: {what}; install the package {package}")]
     Program {
-        /// Which.
+        /// The program's name.
         program: String,
-        /// The program's error, or the system's.
+        /// The error of the program or the system.
         what: String,
-        /// The package that has it.
+        /// The Debian package that contains the program.
         package: &'static str,
     },
-    /// A case that there is not.
+    /// There is no such case.
     #[error("{0:?} is no case; accepted, or what they begin with: {cases}", cases = CASES.map(|case| case.id).join(", "))]
     Case(String),
-    /// The directory for the sockets.
+    /// The directory for the sockets cannot be made.
     #[error("cannot make a directory for the sockets")]
     Directory(#[source] std::io::Error),
 }
@@ -102,7 +104,8 @@ impl Case {
         Case { id, write, sequential: true, block: 1 << 20, jobs: 1, depth: 8, pause: 0 }
     }
 
-    /// Whether it is meant by a name: its own, or the part before an underscore.
+    /// Whether the name means this case: it is the case's id, or the id's part before an
+    /// underscore.
     fn is_called(&self, name: &str) -> bool {
         self.id.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('_'))
     }
@@ -126,7 +129,7 @@ const CASES: [Case; 11] = [
     Case::long(SCATTERED, false),
 ];
 
-/// The case before which pages are written in no order.
+/// The case before which pages are written in random order.
 const SCATTERED: &str = "scattered_read";
 
 /// The figures of one run of a case on one server.
@@ -135,13 +138,13 @@ struct Figures {
     per_second: f64,
     p50_us: f64,
     p99_us: f64,
-    /// Processor time of the server for each request.
+    /// The server's processor time for each request.
     cpu_us: f64,
-    /// Of this in user mode.
+    /// The part of that time in user mode.
     user_us: f64,
 }
 
-/// Several runs of a case on one server.
+/// The figures of several runs of a case on one server.
 #[derive(Default)]
 struct Way {
     per_second: Runs,
@@ -175,14 +178,14 @@ const NBDKIT: usize = 2;
 #[derive(Default)]
 struct Measured {
     ways: [Way; 3],
-    /// On the server that keeps no pages.
+    /// The runs on the server that keeps no pages.
     bare: Way,
 }
 
 /// Runs every case on every server, in turns.
 ///
 /// # Errors
-/// When fio or nbdkit is missing, or a server does not come up.
+/// Fails when fio or nbdkit is missing, or a server does not start.
 pub fn run(plan: &Plan) -> Result<Report, BlockError> {
     if let Some(unknown) = plan.only.iter().find(|id| !CASES.iter().any(|case| case.is_called(id))) {
         return Err(BlockError::Case(unknown.clone()));
@@ -221,7 +224,7 @@ pub fn run(plan: &Plan) -> Result<Report, BlockError> {
     Ok(report)
 }
 
-/// Which of Weir's servers are there at once.
+/// The indices of Weir's servers that run at once, for each pass.
 fn passes(plan: &Plan) -> &'static [&'static [usize]] {
     match plan.store {
         None => &[&[ASLEEP, SPINNING]],
@@ -240,7 +243,7 @@ fn measure(
     if case.id == SCATTERED {
         servers.iter().try_for_each(|(_, server)| fio::scatter(server, plan.size))?;
     }
-    // A load that waits between requests needs longer for as many of them.
+    // A load that pauses between requests needs longer for the same number of them.
     let time = if case.pause > 0 { plan.time * 2 } else { plan.time };
     for run in 0..plan.runs {
         // Each server goes first in turn.
@@ -255,7 +258,7 @@ fn measure(
     Ok(())
 }
 
-/// The cost of a case with a server that keeps no pages: that of the client and the system.
+/// The cost of a case on the server that keeps no pages: that of the client and the system.
 fn beside_nothing(case: Case, Measured { ways, bare }: &Measured) -> Option<Row> {
     const CONTROL: &str = "a server of nothing";
     if case.is_single() {
@@ -269,14 +272,14 @@ fn beside_nothing(case: Case, Measured { ways, bare }: &Measured) -> Option<Row>
     }
 }
 
-/// The stores that goals are stated for.
+/// The combinations of machine and store for which there are goals.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum On {
     /// A machine of 2 processors.
     Small,
-    /// One of 16.
+    /// A machine of 16 processors.
     Large,
-    /// A GPU's memory on that.
+    /// A GPU's memory on a machine of 16 processors.
     Card,
 }
 

@@ -1,4 +1,4 @@
-//! The servers under test, as processes of their own.
+//! The servers under test, each a process of its own.
 
 use super::{BlockError, Plan};
 use std::io;
@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// How long a server may take to listen: host memory is touched page by page first.
+/// Time that a server may take until it listens: it touches host memory page by page first.
 const START: Duration = Duration::from_secs(30);
 
-/// A directory that goes with everything in it.
+/// A directory that is removed with everything in it.
 pub(super) struct Directory(PathBuf);
 
 impl Directory {
@@ -19,7 +19,7 @@ impl Directory {
         Ok(Directory(path))
     }
 
-    /// The socket of the server of this name.
+    /// The path of the socket of the server of this name.
     pub fn socket(&self, name: &str) -> PathBuf {
         self.0.join(format!("{name}.sock"))
     }
@@ -27,8 +27,8 @@ impl Directory {
 
 impl Drop for Directory {
     fn drop(&mut self) {
-        // Nothing but sockets is in it; what cannot be removed now is removed by the system's own
-        // cleaning.
+        // The directory contains only sockets. If it cannot be removed now, the system's own
+        // cleaning removes it.
         let _ = std::fs::remove_dir_all(&self.0);
     }
 }
@@ -40,7 +40,7 @@ pub(super) struct Server {
 }
 
 impl Server {
-    /// `name` is its own among the servers of a run.
+    /// Starts Weir; `name` is unique among the servers of a run.
     pub fn weir(plan: &Plan, spin_us: u32, name: &str, directory: &Directory) -> Result<Server, BlockError> {
         let socket = directory.socket(name);
         let mut command = Command::new(&plan.weir);
@@ -60,7 +60,7 @@ impl Server {
         Server::start(command, socket, "nbdkit", "nbdkit")
     }
 
-    /// nbd-vram as it starts by itself, with a thread for each connection.
+    /// Starts nbd-vram with its defaults: a thread for each connection.
     pub fn nbd_vram(plan: &Plan, program: &Path, directory: &Directory) -> Result<Server, BlockError> {
         let socket = directory.socket("nbd-vram");
         let mut command = Command::new(program);
@@ -91,7 +91,8 @@ impl Server {
         Ok(Server { child, socket })
     }
 
-    /// Processor time it has used in user and in kernel mode (proc(5), fields 14 and 15 of `stat`).
+    /// The processor time that the server has used in user and in kernel mode (proc(5), fields 14
+    /// and 15 of `stat`).
     pub fn cpu_time(&self) -> [Duration; 2] {
         let ticks = || {
             let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id())).ok()?;

@@ -1,5 +1,6 @@
-//! Disks in memory that take their time: so many operations and bytes a second each, whoever uses
-//! them. Neighbours that are queued one after another are one operation, as in a `file:` store.
+//! Simulated disks: memory with a limit of operations and bytes a second for each disk, shared by
+//! all users. As in a `file:` store, neighbours that are queued one after another are one
+//! operation.
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec};
@@ -10,9 +11,9 @@ use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, Page, PageBytes, Slot};
 use weir_store::{Deal, Done, Host, Lane, OpenError, Progress, State, Store, Ticket};
 
-/// Pages of the longest operation.
+/// Most pages of one operation.
 const RUN_PAGES: usize = 256;
-/// A long write: 512 KiB.
+/// Bytes of a long write: 512 KiB.
 const LONG: u64 = 512 << 10;
 
 /// The limits of a disk.
@@ -23,7 +24,7 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// How long a disk is busy with an operation.
+    /// Nanoseconds that a disk is busy with an operation.
     fn takes(self, bytes: u64) -> u64 {
         (1_000_000_000 / self.operations).max(bytes * 1_000_000_000 / self.bytes)
     }
@@ -31,11 +32,11 @@ impl Limits {
 
 #[derive(Debug)]
 struct Disk {
-    /// Nanoseconds since `begun` at which it is idle.
+    /// The time at which the disk is idle, in nanoseconds since `begun`.
     idle_at: AtomicU64,
 }
 
-/// Bytes and writes that reached the disks.
+/// Counts of bytes and writes that reached the disks.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Traffic {
     pub written: u64,
@@ -73,7 +74,7 @@ impl Disks {
         }))
     }
 
-    /// Whether they take their time from here on.
+    /// Turns the limits on or off.
     pub fn limit(&self, is_limited: bool) {
         self.is_limited.store(is_limited, SeqCst);
     }
@@ -87,7 +88,7 @@ impl Disks {
         }
     }
 
-    /// When an operation on a disk that is begun now is over.
+    /// The end time of an operation on a disk that begins now.
     fn begin(&self, member: u32, bytes: u64) -> Instant {
         let now = self.begun.elapsed().as_nanos() as u64;
         if !self.is_limited.load(Relaxed) {
@@ -172,7 +173,7 @@ impl DiskLane {
         self.count == self.depth
     }
 
-    /// Has the timer ring when the next operation is over.
+    /// Sets the timer to the end of the next operation.
     fn set_timer(&self) {
         let Some(next) = self.running.iter().map(|operation| operation.due).min() else { return };
         let wait = next.saturating_duration_since(Instant::now()).max(Duration::from_nanos(1));
@@ -263,7 +264,7 @@ impl Lane for DiskLane {
     }
 }
 
-/// Sleeps until one of these is readable, for a millisecond at most.
+/// Sleeps until one of these descriptors is readable, for at most a millisecond.
 pub fn sleep(fds: &[BorrowedFd<'_>]) {
     let mut fds: Vec<_> = fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
     let nap = Timespec { tv_sec: 0, tv_nsec: 1_000_000 };
@@ -282,7 +283,7 @@ mod tests {
         let disks = Disks::new(4096, 2, limits).unwrap();
         disks.limit(true);
         let mut lane = DiskStore(Arc::clone(&disks)).lane(600).unwrap();
-        // Two units lie on the one disk and on the other; ten single pages are ten operations.
+        // Each disk has two units. Ten single pages are ten operations.
         for slot in (0..512).chain((1024..1044).step_by(2)) {
             assert_eq!(lane.write(slot, Slot(slot), &[slot as u8; PAGE_SIZE]), Progress::Queued);
         }

@@ -1,12 +1,11 @@
-//! `weir bench cache`: random 4 KiB requests on a stripe of disks by itself, through a cache over
-//! it as it is (`raw`), and through a cache over a log on it.
+//! `weir bench cache`: random 4 KiB requests on a stripe of disks directly, through a cache over
+//! the stripe (`raw`), and through a cache over a log on it.
 //!
-//! The disks lie in memory and are limited alike for all: so many operations and bytes a second
-//! each, by one model below all contenders. So nothing is said of io_uring, of the cipher and of
-//! FUSE. One thread asks, with so many requests at a time; the cache has its write-back and its
-//! cleaner as threads of their own. Each contender is filled and written at random, unlimited,
-//! until its log is cleaned as it will be from then on; then the limits hold, and after a while
-//! what is measured begins.
+//! The disks are simulated in memory. One model below all contenders limits their operations and
+//! bytes a second. So the figures say nothing about io_uring, the cipher or FUSE. One thread makes
+//! the requests, a fixed number at a time; the cache's write-back and its cleaner have threads of
+//! their own. Each contender is filled and written at random, without limits, until its log is
+//! cleaned at its steady rate. Then the limits apply, and after a while the measurement begins.
 
 mod disks;
 
@@ -21,51 +20,51 @@ use weir_device::{PageDevice as _, PageLane as _};
 use weir_log::{Cleaner, Log, LogError, LogStatus};
 use weir_store::{Fault, Host, Lane, OpenError, Progress, Store};
 
-/// Requests at a time.
+/// Number of requests at a time.
 const DEPTH: usize = 256;
-/// How long the limits hold before what is measured begins.
+/// Time from the start of the limits to the start of the measurement.
 const SETTLES: Duration = Duration::from_secs(2);
 
-/// The disks, and the time of a measurement.
+/// The disks of the benchmark, and the time of a measurement.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Room of all disks together.
+    /// Bytes of all disks together.
     pub size: ByteSize,
-    /// Disks.
+    /// Number of disks.
     pub members: u32,
-    /// Operations a second that each can do.
+    /// Operations a second of each disk.
     pub operations: u64,
-    /// Bytes a second that each can move.
+    /// Bytes a second of each disk.
     pub bytes: ByteSize,
-    /// How long each contender is measured.
+    /// Time that each contender is measured.
     pub time: Duration,
-    /// How many times.
+    /// Number of runs.
     pub runs: usize,
 }
 
-/// Why nothing could be measured.
+/// The reason why nothing could be measured.
 #[derive(Debug, thiserror::Error)]
 pub enum CacheBenchError {
-    /// Memory for the disks, or a lane.
+    /// Memory for the disks, or a lane, cannot be had.
     #[error(transparent)]
     Open(#[from] OpenError),
-    /// The cache.
+    /// The cache failed.
     #[error(transparent)]
     Cache(#[from] CacheError),
-    /// The log.
+    /// The log failed.
     #[error(transparent)]
     Log(#[from] LogError),
-    /// A request.
+    /// A request failed.
     #[error("a request of {contender} failed: {fault}")]
     Fault {
-        /// The contender.
+        /// The contender's name.
         contender: &'static str,
-        /// Its answer.
+        /// The contender's fault.
         fault: Fault,
     },
 }
 
-/// How requests choose their pages.
+/// The distribution by which requests choose their pages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Law {
     Uniform,
@@ -78,9 +77,9 @@ struct Case {
     name: &'static str,
     law: Law,
     write: bool,
-    /// Per cent of the disks that are full.
+    /// The part of the disks that is full, in per cent.
     full: u32,
-    /// The goal of amplification.
+    /// The goal for write amplification.
     amplification: f64,
 }
 
@@ -106,7 +105,7 @@ struct Figures {
 /// Runs every case with every contender.
 ///
 /// # Errors
-/// When memory is missing, or a request fails.
+/// Fails when memory is missing, or a request fails.
 pub fn run(options: &Options) -> Result<Report, CacheBenchError> {
     let mut report = Report::new("cache", options.runs);
     for case in CASES {
@@ -170,7 +169,7 @@ fn measure(
         None
     };
     let home = log.as_ref().map_or(below, |log| Arc::new(log.clone()) as _);
-    // A quarter of the working set, and what lanes have under way.
+    // The cache takes a quarter of the working set, and the pages that lanes have under way.
     let store = Arc::new(Host::new(pages / 4 + 1024)?);
     let config = weir_cache::Config { lanes: 1, depth: DEPTH, stream_pages: 0, ..Default::default() };
     let cache = Cache::create(store, home, config)?;
@@ -178,7 +177,7 @@ fn measure(
     let mut write_back = WriteBack::open(&cache)?;
     let mut cleaner = log.as_ref().map(Cleaner::open).transpose()?;
     let ends = AtomicBool::new(false);
-    // Nothing is ever readable there: naps end a wait that nothing else ends.
+    // This descriptor is never readable: only naps end this wait.
     let quiet = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC)
         .map_err(|errno| OpenError::io("bench", "cannot make an eventfd", errno))?;
     std::thread::scope(|scope| {
@@ -208,13 +207,13 @@ fn measure(
     })
 }
 
-/// The target of requests.
+/// A contender, to which requests go.
 trait Target {
-    /// Begins one; as a lane does.
+    /// Begins a request, as a lane does.
     fn begin(&mut self, ticket: u32, page: u32, write: bool, bytes: &mut PageBytes) -> Progress;
-    /// Starts what was begun, and hands over what has ended.
+    /// Starts the begun requests, and hands over those that have ended.
     fn poll(&mut self, now: Instant, done: &mut dyn FnMut(u32, Result<(), Fault>));
-    /// Sleeps until there is something to hand over, a millisecond at most.
+    /// Sleeps until there is something to hand over, for at most a millisecond.
     fn sleep(&self);
 }
 
@@ -266,7 +265,7 @@ impl Target for Cached {
     }
 }
 
-/// One contender's requests.
+/// The requests of one contender.
 struct Requests {
     case: Case,
     contender: &'static str,
@@ -275,7 +274,7 @@ struct Requests {
     state: u64,
 }
 
-/// A request under way or waiting for room.
+/// A request that is under way or waits for room.
 #[derive(Clone, Copy)]
 struct Request {
     page: u32,
@@ -304,7 +303,8 @@ impl Requests {
         log: Option<&Log>,
         time: Duration,
     ) -> Result<Figures, CacheBenchError> {
-        // Each page once, then as many at random as make a log's segments what they will be.
+        // Write each page once, then as many at random as bring a log's segments to their steady
+        // state.
         let mut next = 0;
         self.issue(
             &mut target,
@@ -342,7 +342,8 @@ impl Requests {
         })
     }
 
-    /// Issues requests until so many have ended, or for a time; the time that each took, in ns.
+    /// Issues requests until a number of them has ended, or for a time; returns the time that each
+    /// took, in ns.
     fn issue(
         &mut self,
         target: &mut impl Target,
@@ -413,7 +414,7 @@ fn amplification(before: &LogStatus, after: &LogStatus) -> f64 {
     (all(after) - all(before)) as f64 / (after.written - before.written).max(1) as f64
 }
 
-/// Ranks by Zipf's law (Gray et al., *Quickly generating billion-record synthetic databases*,
+/// Draws ranks by Zipf's law (Gray et al., *Quickly generating billion-record synthetic databases*,
 /// SIGMOD 1994).
 struct Zipf {
     count: f64,
@@ -443,7 +444,7 @@ impl Zipf {
     }
 }
 
-/// SplitMix64.
+/// The next random number, by SplitMix64.
 fn random(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -461,7 +462,7 @@ mod tests {
         for _ in 0..100_000 {
             counts[law.rank(random(&mut state)) as usize] += 1;
         }
-        // 1 of the sum of 1/n^0.99 for the first, and half of that for the second.
+        // The first rank's share is 1 of the sum of 1/n^0.99; the second's is about half of that.
         let first = 100_000.0 / law.zeta;
         assert!((f64::from(counts[0]) - first).abs() < first * 0.1, "{} of {first}", counts[0]);
         assert!((f64::from(counts[1]) - first / 2.0).abs() < first * 0.1, "{}", counts[1]);

@@ -1,4 +1,4 @@
-//! The control: fio's io_uring engine.
+//! The control of the disk benchmark: fio's io_uring engine.
 
 use super::{Case, DiskError, Figures};
 use serde_json::Value;
@@ -10,7 +10,7 @@ use weir_core::{ByteSize, PAGE_SIZE};
 /// The offset of a store's first page in its file.
 const HEADER: usize = 1 << 20;
 
-/// A store's file, its header left alone; it must hold nothing that matters.
+/// A control on a store's file, which leaves the header alone. The file's content is overwritten.
 pub(super) struct Control {
     pub path: PathBuf,
     pub size: ByteSize,
@@ -27,7 +27,7 @@ impl Control {
                 .ok_or_else(|| DiskError::Fio("its JSON lacks a figure that version 3 has".to_owned()))
         };
         let percentile = |key: &str| figure(&side["clat_ns"]["percentile"][key]);
-        // clat does not count the submission, which our latencies do; fio gives its mean.
+        // clat does not include the submission, which Weir's latencies do; fio reports its mean.
         let submission = figure(&side["slat_ns"]["mean"])?;
         Ok(Figures {
             pages_per_second: figure(&side["bw_bytes"])? / PAGE_SIZE as f64,

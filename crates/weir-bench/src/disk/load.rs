@@ -1,4 +1,4 @@
-//! Weir's side: a lane driven by one thread that sleeps on its descriptor, as a queue thread does.
+//! Weir's part: one thread drives a lane and sleeps on its descriptor, as a queue thread does.
 
 use super::{Case, DiskError, Figures};
 use crate::report::percentile;
@@ -29,7 +29,7 @@ pub(super) fn run(store: &FileStore, case: Case, time: Duration, seed: u64) -> R
             next += case.batch as u64;
         } else {
             batches.run(|_| {
-                // SplitMix64's increment and finaliser.
+                // SplitMix64's increment and finaliser, for the next random number.
                 state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
                 let mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
                 ((u128::from(mixed ^ (mixed >> 27)) * u128::from(places)) >> 64) as u32
@@ -50,7 +50,7 @@ struct Batches {
     case: Case,
     page: Box<PageBytes>,
     pages: u64,
-    /// Times of whole batches, in nanoseconds.
+    /// Latency of each whole batch, in nanoseconds.
     latencies: Vec<u64>,
 }
 
@@ -61,7 +61,8 @@ impl Batches {
         Ok(Batches { lane, case, page, pages: 0, latencies: Vec::with_capacity(1 << 20) })
     }
 
-    /// Queues one batch, whose `at`-th run begins at slot `first(at)`, and waits for all of it.
+    /// Queues one batch, whose run at index `at` begins at slot `first(at)`, and waits for all of
+    /// it.
     fn run(&mut self, mut first: impl FnMut(usize) -> u32) -> Result<(), DiskError> {
         let failed = |fault| DiskError::Fault { case: self.case.name, fault };
         let began = Instant::now();

@@ -1,10 +1,11 @@
-//! `file:` beside fio's own io_uring engine, on the same file, in turns.
+//! `weir bench disk`: a `file:` store beside fio's own io_uring engine, on the same file system, in
+//! turns.
 //!
-//! Random pages one at a time and 32 at a time, and runs of 1 MiB. Each case runs three ways: Weir
-//! with encryption as it is used, Weir without (`*_clear`: what the cipher costs), and fio with
-//! O_DIRECT, registered buffers and registered files on that second file, which is as close to the
-//! disk as user space gets. Both files are written once first, so that nobody pays for the first
-//! touch of an allocated block.
+//! The loads are random pages, one at a time and 32 at a time, and runs of 1 MiB. Each case runs
+//! three ways: Weir with encryption, which is the usual way; Weir without (`*_clear`), which shows
+//! the cost of the cipher; and fio with O_DIRECT, registered buffers and registered files on a
+//! second file, which is as close to the disk as user space gets. Both files are written once
+//! first, so that no run pays for the first touch of an allocated block.
 
 mod fio;
 mod load;
@@ -22,9 +23,9 @@ pub struct Options {
     pub directory: PathBuf,
     /// The size of each of the two files.
     pub size: ByteSize,
-    /// How long each case runs each way.
+    /// Time that each case runs each way.
     pub time: Duration,
-    /// How many times.
+    /// Number of runs.
     pub runs: usize,
 }
 
@@ -39,29 +40,29 @@ impl Default for Options {
     }
 }
 
-/// Why nothing could be measured.
+/// The reason why nothing could be measured.
 #[derive(Debug, thiserror::Error)]
 pub enum DiskError {
-    /// The store.
+    /// The store cannot be opened.
     #[error(transparent)]
     Open(#[from] OpenError),
-    /// An operation of the store.
+    /// An operation of the store failed.
     #[error("the store failed in the middle of {case}: {fault}; look at the kernel's log")]
     Fault {
-        /// The case.
+        /// The case's name.
         case: &'static str,
         /// The store's fault.
         fault: weir_store::Fault,
     },
-    /// The control.
+    /// The control failed.
     #[error("fio cannot run: {0}; install the package fio")]
     Fio(String),
-    /// The files.
+    /// A file cannot be removed.
     #[error("{path}: cannot be removed")]
     Remove {
-        /// Which.
+        /// The file's path.
         path: PathBuf,
-        /// Why.
+        /// The system's error.
         source: std::io::Error,
     },
 }
@@ -71,7 +72,7 @@ pub enum DiskError {
 struct Case {
     name: &'static str,
     write: bool,
-    /// Operations that are submitted together, each of `pages` slots in a row.
+    /// Number of operations that are submitted together, each of `pages` slots in a row.
     batch: usize,
     pages: usize,
 }
@@ -85,7 +86,7 @@ const CASES: [Case; 6] = [
     Case { name: "seq_write", write: true, batch: 4, pages: 256 },
 ];
 
-/// The figures of one way of doing a case.
+/// The figures of one run, in one way.
 #[derive(Clone, Copy, Debug, Default)]
 struct Figures {
     pages_per_second: f64,
@@ -93,7 +94,7 @@ struct Figures {
     p99_us: f64,
 }
 
-/// Several runs of one way.
+/// The figures of several runs, in one way.
 #[derive(Default)]
 struct Way {
     pages_per_second: Runs,
@@ -109,10 +110,10 @@ impl Way {
     }
 }
 
-/// Runs every case every way, in turns, and says how they compare.
+/// Runs every case in every way, in turns, and compares them.
 ///
 /// # Errors
-/// When a file cannot be made, fio cannot be run, or an operation fails.
+/// Fails when a file cannot be made, fio cannot be run, or an operation fails.
 pub fn run(options: &Options) -> Result<Report, DiskError> {
     let path = |name: &str| options.directory.join(format!("weir-bench-{}-{name}", std::process::id()));
     let url = |name: &str| FileUrl { size: Some(options.size), ..FileUrl::new(path(name)) };
@@ -164,8 +165,7 @@ fn rows(case: Case, [sealed, clear, fio]: &[Way; 3]) -> Vec<Row> {
             ("mb_per_s", weir_core::PAGE_SIZE as f64 / 1e6)
         };
         let row = Row::higher(id, metric, ours * scale).beside(CONTROL, theirs * scale);
-        // The cipher takes a microsecond a page, whatever the disk does: its rows say what that
-        // comes to.
+        // The cipher takes a microsecond a page, whatever the disk does: its rows have no goal.
         vec![if suffix.is_empty() { row } else { row.goal(Goal::Ratio(0.9)) }]
     });
     rows.collect()

@@ -1,6 +1,6 @@
-//! The control that does least: one thread that answers faults a page at a time, and moves the page
-//! that came first out for each that comes in. Its store is memory of the same process, and pages
-//! move by reference.
+//! The simplest handler of page faults, as a control: one thread brings one page for each page
+//! fault. For each page that it brings, it moves the oldest one out. Its store is memory of the
+//! same process, and pages move by reference.
 
 use rustix::event::{PollFd, PollFlags, poll};
 use std::collections::VecDeque;
@@ -8,14 +8,14 @@ use std::io;
 use weir_core::PAGE_SIZE;
 use weir_pager::{Event, Stopped, Uffd};
 
-/// Bounds `bytes` from `base` on, and keeps what is out in as much address space from `store` on.
+/// Bounds `bytes` from `base` on. Pages that are moved out lie at the same offset from `store` on.
 pub fn bound(base: usize, store: usize, bytes: usize, limit: usize) -> io::Result<()> {
     let uffd = Uffd::open().map_err(io::Error::other)?;
     for start in [base, store] {
         uffd.register(start, start + bytes)?;
     }
     std::thread::spawn(move || {
-        // Nobody can be told, and the program would wait for ever.
+        // The error cannot be reported, and the program would wait for ever.
         if let Err(error) = answer(&uffd, base, store, bytes, limit) {
             eprintln!("weir: the bare handler: {error}");
             std::process::exit(1);
@@ -51,7 +51,8 @@ fn answer(uffd: &Uffd, base: usize, store: usize, bytes: usize, limit: usize) ->
     }
 }
 
-/// Linux 6.18 tries a page again that it has moved, and finds it at its new place.
+/// Accepts a move that succeeded: Linux 6.18 tries a page again that it has moved, and finds it at
+/// its new address.
 fn moved(result: Result<(), Stopped>) -> io::Result<()> {
     match result {
         Ok(()) | Err(Stopped { why: rustix::io::Errno::EXIST, .. }) => Ok(()),

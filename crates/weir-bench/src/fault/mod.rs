@@ -1,14 +1,14 @@
-//! `weir bench fault`: what a program pays that may keep a quarter of its memory, by `weir run` and
-//! beside it by the kernel's swap (on zram, on a RAM loop, on Weir's own device), by a bare handler
-//! of userfaultfd, and without a limit.
+//! `weir bench fault`: the cost for a program that may keep only a quarter of its memory in RAM. It
+//! measures `weir run` beside the kernel's swap (on zram, on a RAM loop, on Weir's own device), a
+//! bare handler of userfaultfd, and no limit.
 //!
-//! A child process goes through its memory in several ways: in order, reading and writing; in pairs
-//! of words that lie a power of two apart, as a gate of a state-vector simulator does; at single
-//! pages, at random and by Zipf's law. Every word is checked at the end. Needs root, a memory
-//! cgroup and loop devices for the swap devices.
+//! A child process goes through its memory in several ways. It goes in order, reading and writing;
+//! in pairs of words that lie a power of two apart, as a gate of a state-vector simulator does; and
+//! to single pages, at random and by Zipf's law. Every word is checked at the end. It needs root, a
+//! memory cgroup, and loop devices for the swap devices.
 //!
-//! The bare handler keeps what is out in the same process, so it saves nothing: it is the floor of
-//! what a fault of one page costs.
+//! The bare handler keeps moved-out pages in the same process, so it saves no memory: it shows the
+//! least cost of a page fault on one page.
 
 mod bare;
 mod touch;
@@ -25,7 +25,7 @@ use weir_system::cgroup::Cgroup;
 
 pub use touch::{Bound, Touch, touch};
 
-/// The plan of the measurement.
+/// The plan of the fault benchmark.
 #[derive(Clone, Debug)]
 pub struct Plan {
     /// Memory that the child goes through: a power of two.
@@ -34,11 +34,11 @@ pub struct Plan {
     pub limit: ByteSize,
     /// Another store for `weir run`, as a URL without a size.
     pub store: Option<String>,
-    /// How long single pages are touched. Whole passes take as long as they take.
+    /// Time for which single pages are touched. Whole passes take as long as they need.
     pub time: Duration,
-    /// How often; the figures are medians.
+    /// Number of runs; the figures are medians.
     pub runs: usize,
-    /// The ways to measure; none for all. The child without a limit always is.
+    /// The ways to measure; empty for all. The child without a limit always runs.
     pub only: Vec<String>,
 }
 
@@ -57,23 +57,23 @@ impl Default for Plan {
 
 const ALONE: &str = "alone";
 const ZRAM: &str = "zram";
-/// Names that `--only` takes.
+/// The names of ways that `--only` takes.
 pub const WAYS: [&str; 7] = [ALONE, "run", "run-store", "bare", ZRAM, "ram-loop", "host"];
 
-/// How the child is kept within its limit.
+/// The way in which the child is held within its limit.
 #[derive(Debug)]
 enum Way {
     Alone,
-    /// By `weir run`, over this store.
+    /// `weir run`, over this store.
     Run(String),
     Bare,
     Swap(Kind),
 }
 
-/// Measures; says on standard error what this machine lacks.
+/// Runs the benchmark; prints on standard error what this machine lacks.
 ///
 /// # Errors
-/// When not even the child without a limit runs, or a page is not what was written.
+/// Fails when not even the child without a limit runs, or a page is not what was written.
 pub fn run(plan: &Plan) -> Result<Report, SwapError> {
     if let Some(name) = plan.only.iter().find(|name| !WAYS.contains(&name.as_str())) {
         return Err(SwapError::Unknown { name: name.clone(), accepted: WAYS.join(", ") });
@@ -88,7 +88,7 @@ pub fn run(plan: &Plan) -> Result<Report, SwapError> {
     let mut lacking: Vec<&str> = Vec::new();
     for round in 0..plan.runs {
         for turn in 0..ways.len() {
-            // Each goes first in turn.
+            // Each way goes first in turn.
             let (name, way) = &ways[(round + turn) % ways.len()];
             if lacking.contains(name) {
                 continue;
@@ -119,7 +119,7 @@ pub fn run(plan: &Plan) -> Result<Report, SwapError> {
 }
 
 fn all(plan: &Plan) -> Vec<(&'static str, Way)> {
-    // With room for what is written anew while the old content has its place still.
+    // The store has room for pages that are written anew while their old content is still there.
     let bytes = plan.size.0 + plan.limit.0;
     let mut ways = vec![(ALONE, Way::Alone), ("run", Way::Run(format!("host:{bytes}")))];
     if let Some(url) = &plan.store {
@@ -150,7 +150,8 @@ fn measure(plan: &Plan, way: &Way, scratch: &Scratch) -> Result<Touch, SwapError
     };
     command.args(["fault-touch", "--size", &plan.size.0.to_string()]);
     command.args(["--milliseconds", &plan.time.as_millis().to_string()]);
-    // Both outlive the child, and go in this order: the device is in use until the child has gone.
+    // Both outlive the child, and are dropped in this order: the device is in use until the child
+    // has gone.
     let (mut device, mut cgroup) = (None, None);
     match way {
         Way::Alone | Way::Run(_) => {}
@@ -177,13 +178,13 @@ fn measure(plan: &Plan, way: &Way, scratch: &Scratch) -> Result<Touch, SwapError
         let what = format!("{}: {}", output.status, said.trim());
         return Err(SwapError::failed("the child did not finish")(io::Error::other(what)));
     }
-    // `weir run` says there what it could not do.
+    // `weir run` prints there what it could not do.
     eprint!("{said}");
     let text = String::from_utf8_lossy(&output.stdout);
     serde_json::from_str(text.trim()).map_err(|error| SwapError::failed("the child")(error.into()))
 }
 
-/// A figure's name, its value of a run, and the goal as a ratio.
+/// A figure's name, the function that reads it from a run, and its goal as a ratio.
 type Figure = (&'static str, fn(&Touch) -> f64, f64);
 
 fn rows(name: &str, touched: &[Touch], found: &BTreeMap<&str, Vec<Touch>>) -> Vec<Row> {

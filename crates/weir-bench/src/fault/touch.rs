@@ -1,4 +1,4 @@
-//! The child: goes through more memory than it may keep.
+//! The child process: it goes through more memory than it may keep.
 
 use super::bare;
 use crate::policy::Zipf;
@@ -12,50 +12,50 @@ use std::time::{Duration, Instant};
 use weir_core::PAGE_SIZE;
 
 const PAGE_WORDS: usize = PAGE_SIZE / size_of::<f64>();
-/// Passes of each kind at least, and for how long.
+/// Least number of passes of each kind, and least time for them.
 const PASSES_MIN: u32 = 2;
 const PASSES_TIME: Duration = Duration::from_millis(300);
-/// Touches of single pages that are timed at most.
+/// Most touches of single pages that are timed.
 const TOUCHES_MAX: usize = 500_000;
 
-/// The findings of a child.
+/// The figures of a child.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Touch {
-    /// Reading all of it in order.
+    /// Seconds of a pass that reads all memory in order.
     pub sweep_read_s: f64,
-    /// Changing every word in order.
+    /// Seconds of a pass that changes every word in order.
     pub sweep_write_s: f64,
-    /// Gates on the lowest bit, on one in the middle (256 KiB apart) and on the highest.
+    /// Seconds of gates on the lowest bit, on one in the middle (256 KiB apart) and on the highest.
     pub gates_s: [f64; 3],
-    /// A touch of a page at random, on average.
+    /// Mean time of touching a random page.
     pub uniform_us: f64,
-    /// Half of them took no longer.
+    /// Median time of touching a random page.
     pub uniform_p50_us: f64,
-    /// 99 of 100 took no longer.
+    /// 99th percentile of touching a random page.
     pub uniform_p99_us: f64,
-    /// A touch by Zipf's law with exponent 0.99, on average.
+    /// Mean time of touching a page by Zipf's law with exponent 0.99.
     pub zipf_us: f64,
-    /// Words that were not what they must be.
+    /// Number of words with wrong content.
     pub mismatches: u64,
-    /// The largest resident size, as /proc has it.
+    /// The largest resident size, as /proc reports it.
     pub peak_kib: u64,
 }
 
-/// How a child is bounded.
+/// The way in which a child is bounded.
 #[derive(Clone, Copy, Debug)]
 pub enum Bound<'a> {
-    /// From outside, if at all.
+    /// The parent process bounds it, if anything does.
     Outside,
-    /// By this memory cgroup.
+    /// This memory cgroup bounds it.
     Cgroup(&'a Path),
-    /// By a bare handler, to so many bytes.
+    /// A bare handler bounds it, to this many bytes.
     Bare(usize),
 }
 
-/// The child's work.
+/// Runs the child's work.
 ///
 /// # Errors
-/// When it cannot come under its limit or has no memory.
+/// Fails when the child cannot enter its limit or has no memory.
 pub fn touch(bytes: u64, time: Duration, bound: Bound<'_>) -> io::Result<Touch> {
     if let Bound::Cgroup(entrance) = bound {
         std::fs::write(entrance, "0")?;
@@ -95,7 +95,7 @@ pub fn touch(bytes: u64, time: Duration, bound: Bound<'_>) -> io::Result<Touch> 
     Ok(touch)
 }
 
-/// Seconds a pass.
+/// Runs passes; returns seconds for each.
 fn passes(mut pass: impl FnMut()) -> f64 {
     let begun = Instant::now();
     let mut count = 0;
@@ -106,7 +106,7 @@ fn passes(mut pass: impl FnMut()) -> f64 {
     begun.elapsed().as_secs_f64() / f64::from(count)
 }
 
-/// Nanoseconds of each.
+/// Touches single pages; returns the nanoseconds of each.
 fn singles(time: Duration, mut touch: impl FnMut()) -> Vec<u64> {
     let begun = Instant::now();
     let mut taken = Vec::with_capacity(TOUCHES_MAX);
@@ -122,12 +122,12 @@ fn mean(taken: &[u64]) -> f64 {
     taken.iter().sum::<u64>() as f64 / 1e3 / taken.len().max(1) as f64
 }
 
-/// Memory whose content is known whatever was done to it: numbers that are exact, and turns by a
-/// right angle.
+/// Memory whose expected content is always known: it contains exact numbers, and gates turn them by
+/// a right angle.
 struct State {
     words: &'static mut [f64],
     added: f64,
-    /// Gates on each bit.
+    /// Number of gates on each bit.
     turns: [u32; usize::BITS as usize],
 }
 
@@ -136,20 +136,21 @@ impl State {
         let map = || {
             let protection = ProtFlags::READ | ProtFlags::WRITE;
             let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-            // SAFETY: a fresh mapping at an address of the kernel's choice disturbs nothing. It is
+            // SAFETY: a fresh mapping at an address of the kernel's choice overlaps no other. It is
             // never unmapped.
             unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes, protection, flags) }
         };
         let start = map()?;
         let advise = |at, advice| {
-            // SAFETY: advice on how large pages are changes no content. A kernel that has none says
-            // EINVAL.
+            // SAFETY: advice on how large pages are changes no content. A kernel without huge pages
+            // returns EINVAL.
             let _ = unsafe { rustix::mm::madvise(at, bytes, advice) };
         };
         match bound {
-            // Huge pages, which a careful program asks for and a pager gives.
+            // Use huge pages, which a careful program asks for and a pager gives.
             Bound::Outside => advise(start, Advice::LinuxHugepage),
-            // Swap takes pages. A huge one that must be split below the limit may end the child.
+            // Use small pages, since swap takes those. A huge page that must be split below the
+            // limit may end the child.
             Bound::Cgroup(_) => advise(start, Advice::LinuxNoHugepage),
             Bound::Bare(limit) => {
                 let store = map()?;
@@ -158,7 +159,8 @@ impl State {
                 bare::bound(start.expose_provenance(), store.expose_provenance(), bytes, limit)?;
             }
         }
-        // SAFETY: mapped for so many bytes, by whole pages, and used by nobody else.
+        // SAFETY: the memory is mapped for this many bytes, in whole pages, and nothing else uses
+        // it.
         let words = unsafe { std::slice::from_raw_parts_mut(start.cast::<f64>(), bytes / size_of::<f64>()) };
         for (at, word) in words.iter_mut().enumerate() {
             *word = first(at);
@@ -200,7 +202,7 @@ impl State {
     }
 }
 
-/// The content of a word at first: half of each page compresses to nothing, half does not.
+/// The first content of a word: half of each page compresses to nothing, half does not compress.
 fn first(at: usize) -> f64 {
     if at % PAGE_WORDS < PAGE_WORDS / 2 { (splitmix(&mut (at as u64)) >> 16) as f64 } else { 1.0 }
 }

@@ -1,4 +1,4 @@
-//! The process that needs the card: allocates most of it step by step, as a game does while it
+//! The process that needs the card: it allocates most of it step by step, as a game does while it
 //! loads, and ends.
 
 use super::GiveBackError;
@@ -9,31 +9,31 @@ use std::time::{Duration, Instant};
 use weir_core::ByteSize;
 use weir_store::vram::engine::{BatchCopies, Context, Which};
 
-/// How long a step may take before it is given up.
+/// Time that a step may take before it is given up.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How much of the card it takes.
+/// The part of the card that it takes.
 const SHARE: f64 = 0.9;
 
-/// The memory that it got, and its waiting time.
+/// The memory that the process got, and its waiting times.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct Allocated {
     /// Bytes allocated.
     pub bytes: u64,
     /// Bytes of the card.
     pub total: u64,
-    /// Steps.
+    /// Number of steps.
     pub steps: usize,
-    /// Median of the steps, in milliseconds.
+    /// The median time of a step, in milliseconds.
     pub p50_ms: f64,
-    /// The longest step, from the first attempt to the memory.
+    /// The longest step, from the first attempt until it got the memory.
     pub longest_ms: f64,
 }
 
-/// Allocates in steps of `step` until it has 90% of the card (its context included), each as soon
-/// as the one before has succeeded; a refused one is tried again at once.
+/// Allocates in steps of `step` until it has 90% of the card (with its context). Each step follows
+/// as soon as the one before has succeeded; a refused step is tried again at once.
 ///
 /// # Errors
-/// Without CUDA, or when a step does not succeed in 10 s.
+/// Fails without CUDA, or when a step does not succeed in 10 s.
 pub fn allocate(step: ByteSize) -> Result<Allocated, GiveBackError> {
     let failed = |why: String| GiveBackError::Process { what: "CUDA", why };
     let context =

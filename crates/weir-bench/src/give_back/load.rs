@@ -1,5 +1,5 @@
 //! Programs that use the device: each has pages of its own, reads one, checks it, writes another,
-//! and notes how long it took.
+//! and notes the times.
 
 use super::GiveBackError;
 use crate::report::percentile;
@@ -13,16 +13,16 @@ use weir_export::nbd::client::{Client, ClientError, Wish};
 
 /// Pages of one write while the device is filled.
 const FILL: u64 = 256;
-/// Latencies that are noted between two resets; later ones take the place of earlier ones.
+/// Number of latencies that are stored between two resets; later ones overwrite earlier ones.
 const NOTED: usize = 1 << 20;
 
-/// The latencies that the users saw.
+/// The latencies that the programs measured.
 #[derive(Clone, Copy, Debug)]
 pub struct Noticed {
     pub p99_us: f64,
 }
 
-/// Their operations in all.
+/// The number of all operations of the programs.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Total {
     pub checked: u64,
@@ -37,14 +37,14 @@ struct Shared {
     times: Mutex<Vec<u64>>,
 }
 
-/// The users at work.
+/// The programs at work.
 pub struct Load {
     shared: Arc<Shared>,
     users: Vec<JoinHandle<Result<(), ClientError>>>,
 }
 
 impl Load {
-    /// Fills the whole device, then sets `users` users to work.
+    /// Fills the whole device, then starts `users` programs.
     pub fn start(socket: &Path, size: ByteSize, users: usize) -> Result<Self, GiveBackError> {
         let users = users.max(1) as u64;
         let pages = size.0 / PAGE_SIZE as u64 / users;
@@ -71,7 +71,7 @@ impl Load {
         Ok(Load { users: users.collect(), shared })
     }
 
-    /// Forgets the latencies so far.
+    /// Drops the latencies so far.
     pub fn reset(&self) {
         self.times().clear();
     }
@@ -88,14 +88,14 @@ impl Load {
         Ok(Noticed { p99_us: percentile(&mut times, 99.0) as f64 / 1e3 })
     }
 
-    /// Lets them work for a while.
+    /// Lets the programs work for `length`; returns the latencies.
     pub fn during(&self, length: Duration) -> Result<Noticed, GiveBackError> {
         self.reset();
         std::thread::sleep(length);
         self.taken()
     }
 
-    /// Ends them.
+    /// Ends the programs.
     pub fn stop(self) -> Result<Total, GiveBackError> {
         self.shared.stop.store(true, Ordering::Relaxed);
         for user in self.users {
@@ -110,7 +110,7 @@ impl Load {
     }
 }
 
-/// The content of a page's `round`th write: every word differs, none compresses.
+/// Fills a page with the content of its write number `round`: every word differs, none compresses.
 fn stamp(bytes: &mut PageBytes, page: u64, round: u32) {
     let seed = page << 24 ^ u64::from(round);
     for (at, word) in bytes.chunks_exact_mut(8).enumerate() {
@@ -162,7 +162,7 @@ fn work(mut client: Client, first: u64, pages: u64, shared: &Shared) -> Result<(
             times[random as usize % NOTED] = took;
         }
     }
-    // Reads every page once more, in any state.
+    // Read every page once more, whatever happened to it.
     for (at, round) in (0..).zip(&rounds) {
         let page = first + at;
         stamp(&mut expected, page, *round);

@@ -1,6 +1,7 @@
-//! Memory given back and taken again while programs use the device, through a real daemon and real
-//! NBD connections: how fast, and what those programs notice. With a GPU also the case that it is
-//! all for: another process allocates most of the card, step by step, and nobody asked Weir for it.
+//! `weir bench give-back`: memory is given back and taken again while programs use the device,
+//! through a real daemon and real NBD connections. It measures the speed, and what those programs
+//! notice. With a GPU it also measures the main case: another process allocates most of the card,
+//! step by step, and Weir gives memory back without a request.
 
 mod card;
 mod load;
@@ -16,40 +17,40 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use weir_core::ByteSize;
 
-/// How long a daemon may take to serve, and any answer to come.
+/// Time that a daemon may take to serve, and that any answer may take.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// The plan of the measurement.
+/// The plan of the give-back benchmark.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// The program.
+    /// The path of the weir program.
     pub weir: PathBuf,
-    /// The store whose memory goes and comes, as a URL.
+    /// The URL of the store whose memory is given back and taken.
     pub store: String,
     /// The URL of the store below it, which must hold the whole device.
     pub below: String,
     /// The device's size; every page of it is in use.
     pub size: ByteSize,
-    /// How often half of the device's size is given back and taken again.
+    /// Number of times that half of the device's size is given back and taken again.
     pub cycles: usize,
-    /// Programs that use the device meanwhile.
+    /// Number of programs that use the device meanwhile.
     pub users: usize,
-    /// The steps in which another process allocates the card; `None`: nobody does.
+    /// The steps in which another process allocates the card; `None`: there is no such process.
     pub steps: Option<ByteSize>,
 }
 
-/// Why there is no figure.
+/// The reason why there is no figure.
 #[derive(Debug, thiserror::Error)]
 pub enum GiveBackError {
-    /// The daemon, or who allocates, did not do what was asked.
+    /// The daemon, or the process that allocates, failed.
     #[error("{what}: {why}")]
     Process {
-        /// Which.
+        /// The name of the process.
         what: &'static str,
-        /// Its reason.
+        /// The reason of the failure.
         why: String,
     },
-    /// A connection broke.
+    /// An NBD connection broke.
     #[error("a connection to the daemon failed")]
     Client(#[from] weir_export::nbd::client::ClientError),
     /// A file or socket failed.
@@ -57,10 +58,10 @@ pub enum GiveBackError {
     Io(#[from] io::Error),
 }
 
-/// Runs it.
+/// Runs the benchmark.
 ///
 /// # Errors
-/// When the daemon does not start, or does not do what it is asked.
+/// Fails when the daemon does not start, or does not do what it is asked.
 pub fn run(plan: &Plan) -> Result<Report, GiveBackError> {
     let mut report = Report::new("give-back", plan.cycles.max(1));
     let daemon = Daemon::start(plan)?;
@@ -107,7 +108,7 @@ pub fn run(plan: &Plan) -> Result<Report, GiveBackError> {
     Ok(report)
 }
 
-/// Another process comes and allocates 90% of the card; then it ends.
+/// Runs another process that allocates 90% of the card, and then ends.
 fn steps(step: ByteSize, daemon: &Daemon, load: &Load, report: &mut Report) -> Result<(), GiveBackError> {
     let quiet = load.during(Duration::from_secs(2))?;
     let held = daemon.held_bytes()?;
@@ -125,7 +126,7 @@ fn steps(step: ByteSize, daemon: &Daemon, load: &Load, report: &mut Report) -> R
         .and_then(|line| serde_json::from_str(line).ok())
         .ok_or_else(|| failed(format!("{} after {text:?}", output.status)))?;
     let began = Instant::now();
-    // The spare and a chunk of distance may stay with the card's owner.
+    // The spare and one chunk of distance may stay with the card's owner.
     while daemon.held_bytes()? + (1 << 30) < held && began.elapsed() < PATIENCE {
         std::thread::sleep(Duration::from_millis(50));
     }
@@ -179,7 +180,7 @@ impl Daemon {
         self.directory.join(name)
     }
 
-    /// The last line that the control socket answers.
+    /// Sends a request; returns the last line that the control socket answers.
     fn request(&self, request: &str) -> Result<serde_json::Value, GiveBackError> {
         let mut stream = UnixStream::connect(self.path("control"))?;
         stream.set_read_timeout(Some(PATIENCE))?;
@@ -191,7 +192,7 @@ impl Daemon {
         })
     }
 
-    /// Gives back or takes; GB/s.
+    /// Has the daemon give back or take; returns GB/s.
     fn ask(&self, what: &str, bytes: u64) -> Result<f64, GiveBackError> {
         let answer = self.request(&format!("\"{what}\",\"bytes\":{bytes}"))?;
         let number = |key: &str| answer["result"][key].as_f64();
@@ -201,7 +202,7 @@ impl Daemon {
         }
     }
 
-    /// Memory that the first store has.
+    /// Bytes of memory that the first store holds.
     fn held_bytes(&self) -> Result<u64, GiveBackError> {
         let status = self.request("\"status\"")?;
         let store = &status["stores"][0];

@@ -1,4 +1,5 @@
-//! The two designs of the devmem series that count references of pages and know no tokens.
+//! The two designs of the kernel's device memory series that count references of pages and have no
+//! tokens.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -11,7 +12,7 @@ fn zeroed(pages: u32) -> Box<[AtomicU32]> {
     (0..pages).map(|_| AtomicU32::new(0)).collect()
 }
 
-/// As `atomic_inc_return` and `atomic_dec_and_test` of the series; the token is the page.
+/// Takes references as `atomic_inc_return` does in the series; the token is the page.
 fn take(counts: &[AtomicU32], pages: &[Place], tokens: &mut [Token]) {
     for (token, place) in tokens.iter_mut().zip(pages) {
         counts[place.page as usize].fetch_add(1, Ordering::Relaxed);
@@ -19,7 +20,7 @@ fn take(counts: &[AtomicU32], pages: &[Place], tokens: &mut [Token]) {
     }
 }
 
-/// The token is the page.
+/// Returns references as `atomic_dec_and_test` does in the series; the token is the page.
 fn give_pages(counts: &[AtomicU32], tokens: &[Token], back: &mut Vec<u32>) {
     give(counts, tokens);
     back.extend(tokens.iter().map(|token| token.0));
@@ -28,14 +29,14 @@ fn give_pages(counts: &[AtomicU32], tokens: &[Token], back: &mut Vec<u32>) {
 fn give(counts: &[AtomicU32], tokens: &[Token]) -> u32 {
     let mut lasts = 0;
     for &Token(page) in tokens {
-        // The series refuses a page that is not out: atomic_add_unless(uref, -1, 0) or a check
+        // The series refuses a page that is not out, by atomic_add_unless(uref, -1, 0) or a check
         // before it.
         lasts += u32::from(counts[page as usize].fetch_sub(1, Ordering::Release) == 1);
     }
     lasts
 }
 
-/// Versions 1 and 2: an atomic counter for each page and each connection.
+/// The design of versions 1 and 2: an atomic counter for each page and each connection.
 pub struct SocketArrays {
     counts: Vec<Box<[AtomicU32]>>,
 }
@@ -66,14 +67,15 @@ impl Design for SocketArrays {
     }
 }
 
-/// Versions 3 to 10: an atomic counter for each page of the binding, for all connections. It cannot
-/// say who holds what, so what a connection leaves behind stays out until the binding goes.
+/// The design of versions 3 to 10: an atomic counter for each page of the binding, for all
+/// connections together. It cannot tell which connection holds a page. So references that a
+/// connection leaves stay out until the binding goes.
 pub struct RegionCounters {
     counts: Arc<Box<[AtomicU32]>>,
 }
 
 impl RegionCounters {
-    /// One part for each of `threads`, over the same counters.
+    /// Makes a part for each of `threads` threads, over the same counters.
     pub fn parts(threads: u32, pages: u32) -> Vec<Self> {
         let counts = Arc::new(zeroed(pages));
         (0..threads).map(|_| RegionCounters { counts: counts.clone() }).collect()

@@ -1,22 +1,22 @@
-//! The duties of every design, so that all are driven alike.
+//! The common interface of all designs, so that all are driven alike.
 
 use weir_lease::{Place, Token};
 
-/// One way to remember references, for one thread's connections.
+/// A design that records references, for the connections of one thread.
 pub trait Design: Send {
-    /// The control's name in a report.
+    /// The design's name as a control in a report.
     const NAME: &'static str;
 
-    /// Takes one reference of each page for a connection and writes the tokens.
+    /// Takes one reference of each page for a connection, and writes the tokens.
     fn take(&mut self, connection: u32, pages: &[Place], tokens: &mut [Token]);
 
-    /// Gives references back and returns how many pages lost their last, where the design knows.
+    /// Returns references. Returns how many pages lost their last reference, if the design knows.
     fn give(&mut self, connection: u32, tokens: &[Token]) -> u32;
 
-    /// Gives references back and says of which pages they were.
+    /// Returns references, and appends their pages to `back`.
     fn give_pages(&mut self, connection: u32, tokens: &[Token], back: &mut Vec<u32>);
 
-    /// Bytes of memory held now, without what several threads' parts share.
+    /// Bytes of memory held now, without memory that several threads' parts share.
     fn bytes(&self) -> usize;
 
     /// Bytes that all parts share.
@@ -25,7 +25,7 @@ pub trait Design: Send {
     }
 }
 
-/// Does nothing: what remains is the harness.
+/// A design that does nothing: its time is that of the harness.
 pub struct Nothing;
 
 impl Design for Nothing {

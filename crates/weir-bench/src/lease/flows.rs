@@ -1,12 +1,12 @@
-//! An end-to-end run in the manner of kperf (4 flows, 4 workers, as that series has it): pages go
-//! to their users over the share transport at a fixed rate, and what counts is how busy the workers
-//! are with each design.
+//! An end-to-end run in the manner of kperf (4 flows, 4 workers, as that series has it). Pages go
+//! to their users over the share transport at a fixed rate. It measures how busy the workers are
+//! with each design.
 //!
-//! A worker is the server's side of one connection or several: for each page asked for it takes a
-//! free frame, copies the payload there, takes a reference, and answers with the token; returns
-//! come in ranges as the client sends them. The client is `weir-share`'s own, looks at every page,
-//! and gives it back. All but the design is the same: `none` hands out the frame's number and
-//! remembers nothing, which is what the rest of the work costs.
+//! A worker is the server's side of one or more connections. For each page asked for it takes a
+//! free frame, copies the payload there, takes a reference, and answers with the token. The
+//! client's returns come in ranges. The client is `weir-share`'s own; it reads every page, and
+//! returns it. Only the design differs: `none` uses the frame's number as token and records
+//! nothing, which shows the cost of the rest.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -30,12 +30,13 @@ use super::table::Lease;
 use super::xarray::XArrays;
 use crate::report::{Report, Row, Runs};
 
-/// Frames of a flow: what its connection may hold.
+/// Frames of a flow: the most pages that its connection may hold.
 const FRAMES: u32 = 1024;
 const ENTRIES: u32 = 256;
-/// Pages of payload that a worker copies from, in an order that no cache follows.
+/// Pages of payload that a worker copies from, in an order that no cache can predict.
 const SOURCE_PAGES: usize = 16_384;
-/// Pages that a flow asks for at once, and how often: 4 KiB x 64 / 200 us = 1.3 GB/s.
+/// Pages that a flow asks for at once, and the time between two bursts: 4 KiB x 64 / 200 us = 1.3
+/// GB/s.
 const BURST: u32 = 64;
 const PERIOD: Duration = Duration::from_micros(200);
 
@@ -48,16 +49,16 @@ struct Figures {
     rate: Runs,
 }
 
-/// Adds the rows.
+/// Adds the rows of the end-to-end run.
 ///
 /// # Errors
-/// When there are no sockets or no memory.
+/// Fails when there are no sockets or no memory.
 pub fn rows(report: &mut Report, plan: &Plan) -> io::Result<()> {
     let (flows, workers) = (plan.flows, plan.workers.min(plan.flows));
     let mut source = Memory::anonymous(SOURCE_PAGES * PAGE_SIZE)?;
     fill(&mut source);
     let mut figures: [Figures; 6] = std::array::from_fn(|_| Figures::default());
-    // Turns, so that what drifts drifts for all.
+    // The designs take turns, so that a slow change of the machine affects all.
     for _ in 0..plan.flow_rounds.max(1) {
         let shares = || (0..workers).map(|worker| (flows + workers - 1 - worker) / workers);
         let mut each = figures.iter_mut();
@@ -82,7 +83,7 @@ pub fn rows(report: &mut Report, plan: &Plan) -> io::Result<()> {
     for (control, of) in controls {
         let busy = Row::lower(&id, "worker_cpu_percent", lease.busy.median());
         report.rows.push(busy.beside(control, of.busy.median()));
-        // The same for those pages that did arrive: on a busy machine not all come in time.
+        // This row counts only pages that arrived: on a busy machine not all come in time.
         let ns = Row::lower(&id, "worker_ns_per_page", lease.ns.median());
         report.rows.push(ns.beside(control, of.ns.median()));
     }
@@ -95,13 +96,13 @@ fn boxed<'a, D: Design + 'a>(parts: impl IntoIterator<Item = D>) -> Vec<Box<dyn 
     parts.into_iter().map(|design| Box::new(design) as Box<dyn Rounds>).collect()
 }
 
-/// Every 8 bytes of a page begin with its number.
+/// Fills the payload: every 8 bytes of a page begin with its number.
 fn fill(source: &mut Memory) {
     for page in 0..SOURCE_PAGES {
         for at in 0..PAGE_SIZE / 8 {
             let word = (at as u64) << 32 | page as u64;
-            // SAFETY: inside the mapping, which `source` has alone; aligned, as the mapping is and
-            // words are.
+            // SAFETY: the address is inside the mapping, which only `source` has; it is aligned, as
+            // the mapping and the words are.
             unsafe { source.as_ptr().cast::<u64>().add(page * PAGE_SIZE / 8 + at).write(word) };
         }
     }
@@ -123,7 +124,7 @@ impl<D: Design> Rounds for D {
     }
 }
 
-/// Runs all flows for `time` over one design, a part for each worker.
+/// Runs all flows for `time` over one design, with a part of it for each worker.
 fn run(
     into: &mut Figures,
     time: Duration,
@@ -168,19 +169,19 @@ fn run(
     })
 }
 
-/// CPU time of this thread.
+/// The CPU time of this thread.
 fn cpu_time() -> Duration {
     let used = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
     Duration::new(used.tv_sec as u64, used.tv_nsec as u32)
 }
 
-/// One flow's user: asks for a burst each period, looks at each page, gives all back. How many
-/// pages it had.
+/// One flow's user: asks for a burst each period, reads each page, and returns all of them. Returns
+/// the number of pages.
 fn use_pages(mut client: Client, time: Duration) -> u64 {
     let (begun, mut pages, mut next) = (Instant::now(), 0, Instant::now());
     while begun.elapsed() < time {
         for page in 0..BURST {
-            // A full-period congruence, so that no two bursts are alike (Knuth 3.2.1.2).
+            // This is a full-period congruence, so that no two bursts are alike (Knuth 3.2.1.2).
             let page = ((pages as u32 + page).wrapping_mul(1_664_525) >> 8) as usize % SOURCE_PAGES;
             client.ask_read(page as u32, page as u64).expect("the ring has room for a burst");
         }
@@ -205,15 +206,16 @@ struct Connection {
     area: Area,
     server_bell: OwnedFd,
     free: Vec<u32>,
-    /// Pages of the design's region before this connection's.
+    /// The first page of this connection in the design's region.
     base: u32,
     taken: u32,
     completed: u32,
-    /// A byte on it wakes the client; it closes with this, which the client would notice.
+    /// A byte on this socket wakes the client. Dropping the connection closes it, which the client
+    /// notices.
     socket: OwnedFd,
 }
 
-/// A client and the worker's side of it, connected as docs/share.md says.
+/// Makes a client and the worker's side of it, connected as docs/share.md says.
 fn connect(flow: u32, base: u32) -> io::Result<(Client, Connection)> {
     let path = std::env::temp_dir().join(format!("weir-bench-flow-{}-{flow}", std::process::id()));
     let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
@@ -253,7 +255,7 @@ fn welcome(listener: &OwnedFd, base: u32) -> io::Result<Connection> {
     Ok(Connection { area, server_bell, free, base, taken: 0, completed: 0, socket })
 }
 
-/// Serves every ring once, and sleeps a moment at most if there was nothing to do.
+/// Serves every ring once, and sleeps briefly if there was nothing to do.
 fn serve(design: &mut dyn Rounds, connections: &mut [Connection], source: &Memory) {
     let mut worked = false;
     for (number, connection) in (0u32..).zip(&mut *connections) {
@@ -274,7 +276,7 @@ fn serve(design: &mut dyn Rounds, connections: &mut [Connection], source: &Memor
             .iter()
             .map(|connection| PollFd::new(&connection.server_bell, PollFlags::IN))
             .collect();
-        // Looks up now and then, to see that it is over.
+        // The worker wakes up now and then, to see whether the run is over.
         let moment = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
         let _ = poll(&mut fds, Some(&moment));
         for connection in &*connections {
@@ -305,8 +307,8 @@ impl Connection {
                 Op::Read => {
                     let frame = self.free.pop().expect("a flow holds a burst or two");
                     let from = page as usize % SOURCE_PAGES * PAGE_SIZE;
-                    // SAFETY: both are whole pages of their mappings; nobody writes the source, and
-                    // the frame is free.
+                    // SAFETY: both are whole pages of their mappings; the source is not written,
+                    // and the frame is free.
                     unsafe {
                         let from = source.as_ptr().add(from).cast::<[u8; PAGE_SIZE]>();
                         std::ptr::copy_nonoverlapping(from, self.area.frame(frame), 1);

@@ -1,4 +1,4 @@
-//! Tokens that a connection does not hold, by the hundred million.
+//! Tests the table with tokens that a connection does not hold, hundreds of millions of them.
 
 use std::collections::HashSet;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -9,7 +9,7 @@ use weir_lease::{Geometry, OwnedCounts, Place, Table, Token};
 use super::Plan;
 use crate::report::{Goal, Report, Row};
 
-/// Hashes a token by one multiplication: the set of what is held is asked at every trial.
+/// A hasher of tokens with one multiplication: each trial looks a token up in the set of held ones.
 #[derive(Default)]
 struct Spread(u64);
 
@@ -35,7 +35,7 @@ const CONNECTIONS: usize = 64;
 const QUOTA: u32 = 192;
 const PAGES: u32 = 4096;
 
-/// One connection's side: what it holds, and what it once held.
+/// One connection's client: the tokens that it holds, and those that it once held.
 struct Client {
     handle: weir_lease::Connection,
     held: Held,
@@ -53,9 +53,9 @@ pub struct Outcome {
 }
 
 /// Presents `trials` tokens that the presenting connection does not hold, between takes and returns
-/// of real ones: random numbers, tokens that differ from a held one by a bit, tokens returned just
-/// now or long ago, and tokens that another connection holds. At the end every real token must
-/// still come back, once.
+/// of real ones. These are random numbers; tokens that differ from a held one by a bit; tokens
+/// returned just now or long ago; and tokens that another connection holds. At the end every real
+/// token must still come back, once.
 pub fn attack(trials: u64, seed: u64) -> Outcome {
     let geometry =
         Geometry { connections: CONNECTIONS as u32, references: CONNECTIONS as u32 * 256, quota: QUOTA };
@@ -84,7 +84,7 @@ pub fn attack(trials: u64, seed: u64) -> Outcome {
         let pick = (dice >> 24) as usize;
         let token = match dice % 8 {
             0 => {
-                // A real take and, once there is enough to choose from, a real return.
+                // Take a real token and, once there are enough to choose from, return a real one.
                 let client = &mut clients[who];
                 if let Ok(token) = table.take(&client.handle, Place::page(0, pick as u32 % PAGES)) {
                     assert!(client.held.insert(token), "{token:?} was given out twice");
@@ -105,7 +105,7 @@ pub fn attack(trials: u64, seed: u64) -> Outcome {
                 } else {
                     client.returned[pick % 4096] = token;
                 }
-                // Repeated at once.
+                // Return the same token again at once.
                 token
             }
             1 => Token(next() as u32),
@@ -140,7 +140,7 @@ pub fn attack(trials: u64, seed: u64) -> Outcome {
     outcome
 }
 
-/// Adds the rows `forged`: how many were tried, accepted, and real tokens lost over it.
+/// Adds the rows `forged`: the tokens that were tried, those accepted, and the real tokens lost.
 pub fn rows(report: &mut Report, plan: &Plan) {
     let outcome = attack(plan.trials, plan.seed);
     report.rows.push(Row::higher("forged", "trials", outcome.trials as f64));

@@ -1,4 +1,4 @@
-//! Drives a design as a server drives it: many connections, each with references out all the time.
+//! Drives a design as a server does: many connections, each with references out all the time.
 
 use std::hint::black_box;
 use std::sync::Barrier;
@@ -14,7 +14,7 @@ use super::xarray::XArrays;
 use super::{DESIGN_BYTES_MAX, Plan};
 use crate::report::Runs;
 
-/// One row's shape.
+/// The load of one row.
 #[derive(Clone, Copy, Debug)]
 pub struct Workload {
     pub connections: u32,
@@ -41,21 +41,21 @@ impl From<&Plan> for Workload {
 }
 
 impl Workload {
-    /// Whether the goals were set for this shape.
+    /// Whether the goals were set for this load.
     pub fn is_of_the_contract(&self) -> bool {
         self.outstanding == 64 && self.pages == (2 << 30) / 4096
     }
 
-    /// Connections of thread `thread`.
+    /// Number of connections of thread `thread`.
     fn share(&self, thread: u32) -> u32 {
         self.connections / self.threads + u32::from(thread < self.connections % self.threads)
     }
 }
 
-/// A design's time, less the harness, and memory.
+/// A design's time, less that of the harness, and its memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Figure {
-    /// Nanoseconds of one thread for one reference taken and given back.
+    /// Nanoseconds of one thread for one reference taken and returned.
     pub ns: f64,
     pub bytes: usize,
 }
@@ -63,7 +63,7 @@ pub struct Figure {
 /// One row: every design, measured in the same rounds.
 #[derive(Clone, Copy, Debug)]
 pub struct Figures {
-    /// The cost of a pair with a design that does nothing.
+    /// The cost of one pair with the design that does nothing.
     pub harness: f64,
     pub owned: Figure,
     pub shared: Figure,
@@ -71,11 +71,11 @@ pub struct Figures {
     pub xarray: Figure,
     pub kernel: Figure,
     pub region: Figure,
-    /// Absent where it would take more memory than [`DESIGN_BYTES_MAX`].
+    /// The figure of the arrays; `None` if they would take more memory than [`DESIGN_BYTES_MAX`].
     pub arrays: Option<Figure>,
 }
 
-/// One design under measurement: a part for each thread, and what its connections hold.
+/// One design under measurement: a part for each thread, and the tokens that its connections hold.
 struct Bench<D> {
     parts: Vec<(D, Holdings)>,
     times: Runs,
@@ -118,7 +118,8 @@ impl<D: Design> Bench<D> {
     }
 }
 
-/// Measures every design, one after the other in each round, so that what drifts drifts for all.
+/// Measures every design, one after the other in each round, so that a slow change of the machine
+/// affects all.
 pub fn measure(work: &Workload, rounds: usize, with_arrays: bool) -> Figures {
     debug_assert!(!with_arrays || work.connections as u64 * u64::from(work.pages) * 4 <= DESIGN_BYTES_MAX);
     let shares = || (0..work.threads).map(|thread| work.share(thread));
@@ -133,7 +134,7 @@ pub fn measure(work: &Workload, rounds: usize, with_arrays: bool) -> Figures {
     let mut region = Bench::new(work, RegionCounters::parts(work.threads, work.pages));
     let mut arrays =
         with_arrays.then(|| Bench::new(work, shares().map(|n| SocketArrays::new(n, work.pages))));
-    // The first round is for caches and page tables.
+    // The first round only fills caches and page tables.
     for round in 0..=rounds {
         if round == 1 {
             for times in [
@@ -189,7 +190,7 @@ struct Holdings {
 impl Holdings {
     fn new(work: &Workload, thread: u32) -> Self {
         let connections = work.share(thread);
-        // Whole bursts, so that the ring of a connection never splits one.
+        // Round down to whole bursts, so that the ring of a connection never splits one.
         let outstanding = work.outstanding - work.outstanding % work.burst;
         Holdings {
             tokens: vec![Token(0); (connections * outstanding) as usize],
@@ -202,7 +203,7 @@ impl Holdings {
         }
     }
 
-    /// xorshift64* (Vigna, 2016), scaled to 0..bound.
+    /// A random number in 0..bound, by xorshift64* (Vigna, 2016).
     fn below(&mut self, bound: u32) -> u32 {
         self.random ^= self.random >> 12;
         self.random ^= self.random << 25;
@@ -229,7 +230,7 @@ impl Holdings {
         }
     }
 
-    /// Nanoseconds that `steps` steps take.
+    /// Runs `steps` steps; returns their nanoseconds.
     fn run(&mut self, design: &mut impl Design, steps: u64) -> f64 {
         let mut pages = [Place::page(0, 0); BATCH_TOKENS_MAX];
         let pages = &mut pages[..self.burst as usize];

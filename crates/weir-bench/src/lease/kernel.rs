@@ -1,9 +1,9 @@
-//! A model of all that mainline Linux does for a page reference that a socket hands out and takes
-//! back, where [`xarray`](super::xarray) is a model of the least that any such tree must do.
+//! A model of all the work that mainline Linux does for a page reference that a socket hands out
+//! and takes back. The model in [`xarray`](super::xarray) is of the least that such a tree must do.
 //!
-//! Written from what the data structure promises (Documentation/core-api/xarray.rst) and from which
-//! calls the devmem code makes. What it does besides the lean model, each because the kernel does
-//! it for every reference:
+//! The model is written from the data structure's promises (Documentation/core-api/xarray.rst) and
+//! the calls of the devmem code. It does more than the lean model, because the kernel does each of
+//! these for every reference:
 //!
 //! | cost | who pays it in the kernel |
 //! |---|---|
@@ -14,9 +14,9 @@
 //! | a page's count, in the page's own cache line, by an atomic | `tcp_recvmsg_dmabuf()` adds to `net_iov.pp_ref_count`, `napi_pp_put_page()` takes off |
 //! | the lock is let go for each 16 returns | `sock_devmem_dontneed()` gathers 16 pages under it and puts them outside |
 //!
-//! Of the last rows the table beside it does its part too: it counts pages, in bytes that one owner
-//! writes. What the kernel pays on top, and the model does not: softirqs off, `READ_ONCE` and RCU
-//! checks, retpolines, the page pool's recycling.
+//! The table beside it also does what the last rows say: it counts pages, in bytes that one owner
+//! writes. The kernel has further costs that are not in the model: softirqs off, `READ_ONCE` and
+//! RCU checks, retpolines, and the page pool's recycling.
 
 use std::hint::spin_loop;
 use std::sync::Arc;
@@ -28,33 +28,32 @@ use super::design::Design;
 
 const SHIFT: u32 = 6;
 const SLOTS: usize = 1 << SHIFT;
-/// `MAX_SKB_FRAGS`: what one refill takes.
+/// `MAX_SKB_FRAGS`: the number of indices of one refill.
 const REFILL: usize = 17;
-/// Pages that are put in one go.
+/// Number of pages that are put in one go.
 const PUT: usize = 16;
-/// Nodes that wait for a grace period, at the most.
+/// Most nodes that wait for a grace period.
 const RESTING: usize = 64;
 
 const MARKS: usize = 3;
-/// XA_MARK_0 where free indices are tracked.
+/// The mark of free indices: XA_MARK_0.
 const FREE: usize = 0;
 
-/// Entries, coded as the kernel codes them: 0 is none, odd is a value, 2 modulo 4 is the tree's
-/// own.
+/// Entries have the kernel's coding: 0 is none, odd is a value, 2 modulo 4 is internal to the tree.
 const RESERVED: u64 = 257 << 2 | 2;
 
 const fn value(page: u32) -> u64 {
     (page as u64) << 1 | 1
 }
 
-/// Nodes' numbers begin where the tree's own constants end, as pointers do.
+/// Numbers of nodes begin after the tree's own constants, as pointers do.
 const FIRST_NODE: u64 = 1025;
 
 const fn node_of(entry: u64) -> Option<usize> {
     if entry & 3 == 2 && entry >> 2 >= FIRST_NODE { Some((entry >> 2) as usize) } else { None }
 }
 
-/// `struct xa_node`: 576 bytes.
+/// A node: `struct xa_node`, 576 bytes.
 #[repr(C, align(64))]
 struct Node {
     shift: u8,
@@ -81,12 +80,12 @@ const EMPTY: Node = Node {
     marks: [0; MARKS],
 };
 
-/// Nodes of one thread's arrays.
+/// The nodes of one thread's arrays.
 #[derive(Default)]
 struct Slab {
     nodes: Vec<Node>,
     ready: Vec<u32>,
-    /// Freed, and perhaps still read by somebody.
+    /// Freed nodes that a reader may still be reading.
     resting: Vec<u32>,
 }
 
@@ -103,7 +102,7 @@ impl Slab {
         });
         let node = self.at(id);
         (node.shift, node.offset, node.parent) = (shift, offset, parent);
-        // Every index below is free.
+        // Every index below this node is free.
         node.marks[FREE] = !0;
         id
     }
@@ -124,7 +123,7 @@ impl Slab {
     }
 }
 
-/// `struct xarray`.
+/// A tree: `struct xarray`.
 struct Tree {
     lock: AtomicBool,
     head: u64,
@@ -148,7 +147,7 @@ const fn id_of(entry: u64) -> Option<u32> {
     }
 }
 
-/// The lowest index that is marked as free; where nothing is, the first beyond the tree.
+/// The lowest index that is marked as free; if there is none, the first index beyond the tree.
 #[inline(never)]
 fn find_free(tree: &Tree, slab: &mut Slab) -> At {
     let Some(mut id) = id_of(tree.head) else { return At { index: 1, node: NONE, offset: 0 } };
@@ -163,13 +162,13 @@ fn find_free(tree: &Tree, slab: &mut Slab) -> At {
         index |= offset << node.shift;
         match id_of(node.slots[offset as usize]) {
             Some(below) if node.shift > 0 => id = below,
-            // A leaf, or a subtree that is not there yet. The search begins at 1.
+            // This is a leaf, or a subtree that does not exist yet. The search begins at index 1.
             _ => return At { index: index.max(1), node: id, offset: offset as u8 },
         }
     }
 }
 
-/// Goes down to an index.
+/// Goes down the tree to an index.
 #[inline(never)]
 fn walk(tree: &Tree, slab: &mut Slab, index: u32) -> (At, u64) {
     let mut at = At { index, node: NONE, offset: 0 };
@@ -185,7 +184,7 @@ fn walk(tree: &Tree, slab: &mut Slab, index: u32) -> (At, u64) {
     (at, entry)
 }
 
-/// Makes the nodes that are missing between a position and its leaf.
+/// Makes the missing nodes between a position and its leaf.
 #[inline(never)]
 fn create(tree: &mut Tree, slab: &mut Slab, at: &mut At) {
     if at.node == NONE {
@@ -195,7 +194,7 @@ fn create(tree: &mut Tree, slab: &mut Slab, at: &mut At) {
                 shift += SHIFT as u8;
             }
             let id = slab.make(shift, 0, NONE);
-            // XA_FLAGS_ALLOC1: index 0 is never given out.
+            // With XA_FLAGS_ALLOC1, index 0 is never given out.
             slab.at(id).marks[FREE] &= !1;
             tree.head = entry_of(id);
         }
@@ -267,7 +266,7 @@ fn clear_mark(slab: &mut Slab, at: &At, mark: usize) {
     }
 }
 
-/// Puts an entry where `at` is, and returns what was there.
+/// Puts an entry at position `at`, and returns the old entry.
 #[inline(never)]
 fn store(tree: &mut Tree, slab: &mut Slab, at: &mut At, entry: u64) -> u64 {
     if entry != 0 && (at.node == NONE || slab.at(at.node).shift > 0) {
@@ -292,7 +291,7 @@ fn store(tree: &mut Tree, slab: &mut Slab, at: &mut At, entry: u64) -> u64 {
     was
 }
 
-/// Lets nodes go that hold nothing, and tops that hold nothing but their first child.
+/// Frees empty nodes, and top nodes whose only child is their first.
 #[inline(never)]
 fn prune(tree: &mut Tree, slab: &mut Slab, from: u32) {
     let mut id = from;
@@ -320,19 +319,19 @@ fn prune(tree: &mut Tree, slab: &mut Slab, from: u32) {
     }
 }
 
-/// `__xa_alloc()`.
+/// The model of `__xa_alloc()`.
 #[inline(never)]
 fn alloc(tree: &mut Tree, slab: &mut Slab, entry: u64) -> u32 {
     let mut at = find_free(tree, slab);
     store(tree, slab, &mut at, entry);
     clear_mark(slab, &at, FREE);
-    // Below a subtree that was not there lies its first index.
+    // The lowest index of a missing subtree is its first.
     let leaf = slab.at(at.node);
     debug_assert_eq!(leaf.shift, 0);
     at.index
 }
 
-/// `__xa_cmpxchg()`.
+/// The model of `__xa_cmpxchg()`.
 #[inline(never)]
 fn exchange(tree: &mut Tree, slab: &mut Slab, index: u32, old: u64, entry: u64) -> u64 {
     let (mut at, was) = walk(tree, slab, index);
@@ -343,14 +342,14 @@ fn exchange(tree: &mut Tree, slab: &mut Slab, index: u32, old: u64, entry: u64) 
     was
 }
 
-/// `__xa_erase()`.
+/// The model of `__xa_erase()`.
 #[inline(never)]
 fn erase(tree: &mut Tree, slab: &mut Slab, index: u32) -> u64 {
     let (mut at, was) = walk(tree, slab, index);
     if was == 0 { 0 } else { store(tree, slab, &mut at, 0) }
 }
 
-/// `struct net_iov`: a page of a binding.
+/// A page of a binding: `struct net_iov`.
 #[repr(C, align(64))]
 #[derive(Default)]
 struct Page {
@@ -367,7 +366,7 @@ pub struct KernelXArrays {
 }
 
 impl KernelXArrays {
-    /// One part for each number of connections, over the same pages.
+    /// Makes a part for each number of connections, over the same pages.
     pub fn parts(connections: impl IntoIterator<Item = u32>, pages: u32) -> Vec<Self> {
         let pages: Arc<Box<[Page]>> = Arc::new((0..pages).map(|_| Page::default()).collect());
         let part = |connections| KernelXArrays {
@@ -390,7 +389,7 @@ fn locked<T>(tree: &mut Tree, body: impl FnOnce(&mut Tree) -> T) -> T {
 }
 
 impl KernelXArrays {
-    /// Erases under the lock, puts outside, and tells of each page.
+    /// Erases under the lock, puts the pages outside of it, and calls `put` for each page.
     fn give_each(&mut self, connection: u32, tokens: &[Token], mut put: impl FnMut(u32, bool)) {
         let tree = &mut self.trees[connection as usize];
         for tokens in tokens.chunks(PUT) {
@@ -409,7 +408,8 @@ impl KernelXArrays {
     }
 }
 
-/// `napi_pp_put_page()`, for a page that others hold too: whether it was the last.
+/// The model of `napi_pp_put_page()` for a page with other references. Returns whether this was the
+/// last.
 #[inline(never)]
 fn put_page(page: &Page) -> bool {
     assert_eq!(page.pool, 0, "it is the pool's");
@@ -447,7 +447,7 @@ impl Design for KernelXArrays {
         self.give_each(connection, tokens, |page, _| back.push(page));
     }
 
-    /// The trees. Pages have their structures with every design.
+    /// Bytes of the trees. Each design has structures for pages, so these do not count.
     fn bytes(&self) -> usize {
         self.slab.in_use() * 576 + self.trees.len() * 16
     }
@@ -465,7 +465,7 @@ mod tests {
         let mut random = 1u64;
         for step in 1..60_000u32 {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            // Grows past two levels, shrinks to nothing, and so on.
+            // The tree grows past two levels, shrinks to nothing, and so on.
             if (step / 6_000) % 2 == 0 || model.is_empty() {
                 let index = alloc(&mut tree, &mut slab, RESERVED);
                 if step % 64 == 0 {

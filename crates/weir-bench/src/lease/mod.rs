@@ -1,16 +1,17 @@
 //! `weir bench lease`: the cost of handing out a page reference and taking it back.
 //!
-//! Source 4 (the devmem series of Linux) argues about three ways to remember which connection holds
-//! which pages. Each is modelled here as its kernel code works, beside [`weir_lease::Table`]: an
-//! xarray per connection (mainline), once with the least that such a tree must do (`xarray`) and
-//! once with what a reference costs there in all (`xarray-kernel`: the tree's upkeep, and the
-//! page's own count, as the table counts pages too), an array of counters per connection (version 1
-//! of the series) and one array of counters for the region (version 10). Every connection holds
-//! `outstanding` references all the time; they take turns, and in its turn a connection gives its
-//! oldest references back and takes as many new ones, of random pages of the region.
+//! The devmem series of Linux argues about three ways to record which connection holds which pages.
+//! Each is modelled here after its kernel code, beside [`weir_lease::Table`]:
+//! - an xarray per connection (mainline): `xarray` has the least that such a tree must do.
+//!   `xarray-kernel` has all costs of a reference there: the tree's upkeep, and the page's own
+//!   count, since the table counts pages too.
+//! - an array of counters per connection (version 1 of the series).
+//! - one array of counters for the region (version 10).
 //!
-//! Times are net: a design that does nothing runs in the same rounds, and what it costs is taken
-//! off.
+//! Every connection holds `outstanding` references all the time. They take turns: a connection
+//! returns its oldest references and takes as many new ones, of random pages of the region.
+//!
+//! Times are net: a design that does nothing runs in the same rounds, and its time is subtracted.
 
 mod counters;
 mod design;
@@ -31,35 +32,35 @@ use design::Design;
 use harness::{Figures, Workload, measure};
 use kernel::KernelXArrays;
 
-/// The plan of the measurement.
+/// The plan of the lease benchmark.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// Connections; each number is a row.
+    /// Numbers of connections; each is a row.
     pub connections: Vec<u32>,
-    /// References that each connection holds.
+    /// Number of references that each connection holds.
     pub outstanding: u32,
-    /// References that come and go in one step, as a receive call brings several and a return call
-    /// takes several.
+    /// Number of references that come and go in one step: a receive call brings several, and a
+    /// return call takes several.
     pub burst: u32,
     /// Bytes of the region.
     pub region: u64,
-    /// Threads, each with its share of the connections; each number is a column.
+    /// Numbers of threads, each of which has its share of the connections; each number is a column.
     pub threads: Vec<u32>,
-    /// References taken and given in a round, over all threads.
+    /// Number of references taken and returned in a round, over all threads.
     pub pairs: u64,
-    /// Rounds; the figures are medians.
+    /// Number of rounds; the figures are medians.
     pub rounds: usize,
     /// Forged, stale and repeated tokens to try; 0 for none.
     pub trials: u64,
     /// The seed of the random numbers.
     pub seed: u64,
-    /// Flows of the end-to-end run, a connection each; 0 for no such run.
+    /// Number of flows in the end-to-end run, a connection each; 0 for no such run.
     pub flows: u32,
-    /// Workers that serve them.
+    /// Number of workers that serve the flows.
     pub workers: u32,
-    /// How long each design serves in a round of it.
+    /// Time that each design serves in one round of the end-to-end run.
     pub flow_time: Duration,
-    /// Its rounds.
+    /// Number of rounds of the end-to-end run.
     pub flow_rounds: usize,
 }
 
@@ -83,7 +84,7 @@ impl Default for Plan {
     }
 }
 
-/// Why nothing was measured.
+/// The reason why nothing was measured.
 #[derive(Debug, thiserror::Error)]
 pub enum PlanError {
     /// The end-to-end run has no sockets or no memory.
@@ -94,20 +95,21 @@ pub enum PlanError {
     Figure {
         /// The figure's name.
         what: &'static str,
-        /// Its value.
+        /// The figure's value.
         value: u64,
         /// The values that it may have.
         range: &'static str,
     },
 }
 
-/// Memory that a design may take before it is left out, and said to be.
+/// Most memory that a design may take. A design that needs more is left out, and the report says
+/// so.
 const DESIGN_BYTES_MAX: u64 = 4 << 30;
 
-/// Measures what `plan` says.
+/// Runs the benchmark by `plan`.
 ///
 /// # Errors
-/// [`PlanError`] names the figure that is out of range.
+/// Fails with a [`PlanError`] that names the figure that is out of range.
 pub fn run(plan: &Plan) -> Result<Report, PlanError> {
     check(plan)?;
     let mut report = Report::new("lease", plan.rounds);
@@ -151,8 +153,8 @@ fn check(plan: &Plan) -> Result<(), PlanError> {
     figure("a number of rounds", plan.rounds as u64, "1 to 1000", 1, 1000)
 }
 
-/// One row of the table that the kernel's device memory series argues with: every design at one
-/// number of connections and threads.
+/// One row of the table that is used as argument in the kernel's device memory series: every design
+/// at one number of connections and threads.
 fn rows(report: &mut Report, work: &Workload, rounds: usize) {
     let sockets = u64::from(work.pages) * 4 * u64::from(work.connections);
     let with_arrays = sockets <= DESIGN_BYTES_MAX;

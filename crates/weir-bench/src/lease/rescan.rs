@@ -1,4 +1,4 @@
-//! How long it takes to find a table again in the image that a dead owner left.
+//! Measures how long it takes to rebuild a table from the memory that a dead owner left.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -9,7 +9,8 @@ use weir_lease::{Geometry, OwnedCounts, Place, Table};
 use super::Plan;
 use crate::report::{Goal, Report, Row, Runs};
 
-/// Adds the row `rescan`: the largest number of connections of the plan, all their references out.
+/// Adds the row `rescan`: for the largest number of connections in the plan, with all their
+/// references out.
 pub fn row(report: &mut Report, plan: &Plan) {
     let connections = plan.connections.iter().copied().max().unwrap_or(1);
     let pages = (plan.region / 4096) as u32;
@@ -22,7 +23,8 @@ pub fn row(report: &mut Report, plan: &Plan) {
     for _ in 0..connections {
         let connection = table.open(plan.outstanding).expect("there is one for each");
         for _ in 0..plan.outstanding {
-            // A full-period step over the region: every page before any twice, in no order.
+            // A full-period step over the region visits every page before any twice, in random
+            // order.
             page = (page.wrapping_mul(5).wrapping_add(0x3c6e_f35f)) % pages;
             table.take(&connection, Place::page(0, page)).expect("the quota is what is outstanding");
         }

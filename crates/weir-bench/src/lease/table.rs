@@ -1,4 +1,4 @@
-//! weir-lease's table behind the common face.
+//! The weir-lease table, with the common interface of the designs.
 
 use weir_lease::{
     Connection, Geometry, NoCounts, OwnedCounts, PageCounts, Place, SharedCounts, Table, Token,
@@ -6,7 +6,7 @@ use weir_lease::{
 
 use super::design::Design;
 
-/// A table and the handles of its connections, for one thread.
+/// A table with the handles of its connections, for one thread.
 pub struct Lease<C> {
     table: Table<C>,
     connections: Vec<Connection>,
@@ -14,14 +14,14 @@ pub struct Lease<C> {
     shared_bytes: usize,
 }
 
-/// The memory of a connection that holds nothing: the table's part and the caller's handle.
+/// Bytes for a connection that holds nothing: the table's part and the caller's handle.
 pub fn idle_connection_bytes() -> usize {
     Table::<NoCounts>::bytes_per_idle_connection() + size_of::<Connection>()
 }
 
 impl<C: PageCounts> Lease<C> {
     fn over(connections: u32, outstanding: u32, counts: C) -> Self {
-        // A connection's slots come 64 at a time.
+        // A connection's slots are allocated 64 at a time.
         let references = connections * outstanding.next_multiple_of(64);
         let geometry = Geometry { connections, references, quota: outstanding };
         let mut table = Table::new(geometry, counts).expect("the plan was checked");

@@ -1,18 +1,18 @@
-//! A model of what mainline Linux does: one xarray per socket, allocating the lowest free index, as
-//! `xa_init_flags(&sk->sk_user_frags, XA_FLAGS_ALLOC1)` asks for.
+//! A model of mainline Linux's design: one xarray per socket, which allocates the lowest free
+//! index, as `xa_init_flags(&sk->sk_user_frags, XA_FLAGS_ALLOC1)` asks for.
 //!
-//! Written from the data structure's description (Documentation/core-api/xarray.rst) and its sizes:
-//! a radix tree of nodes with 64 slots, a bitmap of free slots in each node that says of an inner
-//! node whether anything below is free, a spinlock around each change, nodes freed when their last
-//! entry goes. Node memory comes from a free list, which flatters it: the kernel's comes from
-//! kmem_cache and goes through RCU. As in `tcp_xa_pool_refill` and `tcp_xa_pool_commit`, up to 17
-//! indices are reserved under one lock and filled under another; as in `sock_devmem_dontneed`, a
-//! batch is erased under one lock.
+//! The model is written from the data structure's description (Documentation/core-api/xarray.rst)
+//! and its sizes. It is a radix tree of nodes with 64 slots. Each node has a bitmap of free slots;
+//! in an inner node, a bit says whether anything below is free. A spinlock is held for each change,
+//! and a node is freed when its last entry goes. Nodes come from a free list, which makes the model
+//! faster: the kernel's come from kmem_cache and go through RCU. As in `tcp_xa_pool_refill` and
+//! `tcp_xa_pool_commit`, up to 17 indices are reserved under one lock and filled under another. As
+//! in `sock_devmem_dontneed`, a batch is erased under one lock.
 //!
-//! It is leaner than the kernel's code, which serves every use of an xarray and takes its nodes
-//! through RCU: `lab/run lease` measures that one. And it does less than the table beside it: it
-//! does not count a page's references, which in the kernel is the page pool's business.
-//! `no_counts_ns_net` is the table with as much to do.
+//! The model is leaner than the kernel's code, which serves every use of an xarray and takes its
+//! nodes through RCU: `lab/run lease` measures that code. The model also does less than the table
+//! beside it: it does not count a page's references, which in the kernel is the page pool's task.
+//! `no_counts_ns_net` is the table with only as much work.
 
 use std::hint::spin_loop;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -28,7 +28,7 @@ const SLOTS: usize = 1 << SHIFT;
 const KERNEL_NODE_BYTES: usize = 576;
 /// `sizeof(struct xarray)`: lock, flags, head.
 const KERNEL_ROOT_BYTES: usize = 16;
-/// `MAX_SKB_FRAGS`: what one refill takes.
+/// `MAX_SKB_FRAGS`: the number of indices of one refill.
 const REFILL: usize = 17;
 
 /// XA_ZERO_ENTRY: an index that is taken and has no entry yet.
@@ -37,18 +37,19 @@ const RESERVED: u64 = u64::MAX;
 type NodeId = u32;
 const NONE: NodeId = u32::MAX;
 
-/// A node; slots hold entries in a leaf (`shift` 0) and nodes above. 0 is an empty slot.
+/// A node. Slots hold entries in a leaf (`shift` 0), and nodes in an inner node. 0 is an empty
+/// slot.
 struct Node {
     shift: u32,
     offset: u32,
     count: u32,
     parent: NodeId,
-    /// Slots that are free, or that have something free below: XA_FREE_MARK.
+    /// A bit for each slot that is free, or has something free below: XA_FREE_MARK.
     free: u64,
     slots: [u64; SLOTS],
 }
 
-/// Nodes of all arrays of one thread, reused as a slab would.
+/// Nodes of all arrays of one thread, reused as in a slab.
 #[derive(Default)]
 struct Slab {
     nodes: Vec<Node>,
@@ -72,7 +73,7 @@ struct XArray {
     head: NodeId,
 }
 
-/// An xarray per connection.
+/// The design: an xarray per connection.
 pub struct XArrays {
     slab: Slab,
     arrays: Vec<XArray>,
@@ -99,10 +100,10 @@ fn locked<T>(array: &mut XArray, body: impl FnOnce(&mut NodeId) -> T) -> T {
 fn alloc(slab: &mut Slab, head: &mut NodeId, entry: u64) -> u32 {
     if *head == NONE {
         *head = slab.make(0, 0, NONE);
-        // XA_FLAGS_ALLOC1: index 0 is never given out.
+        // With XA_FLAGS_ALLOC1, index 0 is never given out.
         slab.nodes[*head as usize].free &= !1;
     }
-    // A full tree grows at the top: the old head becomes the first child.
+    // A full tree grows at the top: the old head becomes the first child of a new one.
     while slab.nodes[*head as usize].free == 0 {
         let child = *head;
         let shift = slab.nodes[child as usize].shift + SHIFT;
@@ -141,7 +142,7 @@ fn alloc(slab: &mut Slab, head: &mut NodeId, entry: u64) -> u32 {
     node.slots[index as usize % SLOTS] = entry;
     node.count += 1;
     let mut offset = index % SLOTS as u32;
-    // Clear the mark, and above as long as nothing is left free.
+    // Clear the mark here, and in each node above as long as nothing is left free.
     while at != NONE {
         let node = &mut slab.nodes[at as usize];
         node.free &= !(1 << offset);
@@ -153,7 +154,7 @@ fn alloc(slab: &mut Slab, head: &mut NodeId, entry: u64) -> u32 {
     index
 }
 
-/// Stores `entry` at an index that has one, and returns that.
+/// Replaces the entry at an index by `entry`, and returns the old one.
 fn replace(slab: &mut Slab, head: NodeId, index: u32, entry: u64) -> u64 {
     let mut at = head;
     loop {
@@ -197,7 +198,7 @@ fn erase(slab: &mut Slab, head: &mut NodeId, index: u32) -> u64 {
         }
         (offset, up) = (node.offset, node.parent);
     }
-    // Free nodes whose last entry went.
+    // Free each node whose last entry went.
     while slab.nodes[at as usize].count == 0 {
         let Node { parent, offset, .. } = slab.nodes[at as usize];
         slab.unused.push(at);
@@ -255,7 +256,7 @@ impl Design for XArrays {
         });
     }
 
-    /// The memory of as many of the kernel's structures.
+    /// Bytes that the kernel's structures of this number would take.
     fn bytes(&self) -> usize {
         (self.slab.nodes.len() - self.slab.unused.len()) * KERNEL_NODE_BYTES
             + self.arrays.len() * KERNEL_ROOT_BYTES
@@ -275,7 +276,7 @@ mod tests {
         let mut random = 1u64;
         for step in 1..100_000u64 {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            // Grows past two levels, shrinks to nothing, and so on.
+            // The tree grows past two levels, shrinks to nothing, and so on.
             let grow = (step / 10_000) % 2 == 0;
             if grow || model.is_empty() {
                 let index = alloc(&mut slab, &mut head, step);

@@ -1,5 +1,5 @@
-//! `nv_kthread_q` as pull request 1050 has it: a count of pending items that wakes the worker when
-//! it leaves 0, and the whole list spliced out at once. The wait queue is a condition variable
+//! The `nv_kthread_q` of pull request 1050: a count of pending items wakes the worker when it
+//! leaves 0, and the worker takes the whole list at once. The wait queue is a condition variable
 //! here.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::*};
@@ -16,7 +16,7 @@ pub(super) const NAME: &str = "batch";
 struct Shared {
     list: List,
     pending: AtomicUsize,
-    /// The lock that the worker waits on; the lock guards nothing but the wait.
+    /// The lock with which the worker waits; it guards only the wait.
     lock: Mutex<()>,
     wait_queue: Condvar,
     stop: AtomicBool,
@@ -24,7 +24,8 @@ struct Shared {
 
 impl Shared {
     fn wake(&self) {
-        // As a wait queue's own lock: a worker between its check and its sleep must not miss this.
+        // Take the lock as a wait queue does: a worker between its check and its sleep must not
+        // miss the wake-up.
         drop(self.lock.lock().unwrap_or_else(PoisonError::into_inner));
         self.wait_queue.notify_one();
     }
@@ -50,7 +51,7 @@ impl Shared {
     }
 }
 
-/// The design and its worker.
+/// The design with its worker.
 pub(super) struct BatchQueue {
     shared: Arc<Shared>,
     worker: JoinHandle<()>,

@@ -1,5 +1,5 @@
-//! The channels that Rust programs use: a job is sent as a function and its argument, and the
-//! worker calls it.
+//! Channels that Rust programs use: a job is sent as a function and its argument, and the worker
+//! calls it.
 
 use std::thread::{self, JoinHandle};
 
@@ -54,7 +54,7 @@ channel!(Flume, flume::unbounded, flume::Sender<Message>, flume::Receiver<Messag
 channel!(Std, std::sync::mpsc::channel, std::sync::mpsc::Sender<Message>, std::sync::mpsc::Receiver<Message>);
 channel!(Kanal, kanal::unbounded, kanal::Sender<Message>, kanal::Receiver<Message>);
 
-/// A channel with a worker behind it.
+/// A channel with its worker.
 pub(super) struct ChannelQueue<C: Channel> {
     sender: C::Sender,
     worker: JoinHandle<()>,

@@ -1,5 +1,4 @@
-//! The jobs of the worker of every design, and the count by which the round learns that all have
-//! run.
+//! The jobs that every design's worker runs, and the count that tells a round when all have run.
 
 use std::sync::atomic::{AtomicU64, Ordering::*};
 use std::sync::{Mutex, PoisonError};
@@ -9,11 +8,11 @@ use std::time::Instant;
 /// The number of jobs that the current round expects, and of those that its worker has run.
 pub(super) struct Tally {
     expected: AtomicU64,
-    /// Written by the worker alone.
+    /// Number of jobs that have run; only the worker writes it.
     ran: AtomicU64,
-    /// When the last job had run, by [`nanos`].
+    /// The time when the last job had run, by [`nanos`].
     finished: AtomicU64,
-    /// Times that the worker gave its processor up, as the kernel counted them.
+    /// Number of times that the worker slept, as the kernel counted them.
     sleeps: AtomicU64,
     waiter: Mutex<Option<Thread>>,
     latencies: Mutex<Vec<u64>>,
@@ -28,8 +27,8 @@ pub(super) static TALLY: Tally = Tally {
     latencies: Mutex::new(Vec::new()),
 };
 
-/// The job of every design. `scheduled` is the time by [`nanos`] at which it was scheduled, or 0 if
-/// nobody measures that.
+/// The job of every design. `scheduled` is the time of its scheduling by [`nanos`], or 0 if latency
+/// is not measured.
 pub(super) fn job(scheduled: u64) {
     if scheduled != 0 {
         let latency = nanos() - scheduled;
@@ -44,7 +43,7 @@ pub(super) fn job(scheduled: u64) {
 }
 
 impl Tally {
-    /// Begins a round of `jobs`; the calling thread is the one that will [`Tally::wait`].
+    /// Begins a round of `jobs`; the calling thread must be the one that calls [`Tally::wait`].
     pub(super) fn expect(&self, jobs: u64) {
         self.ran.store(0, Relaxed);
         self.expected.store(jobs, Relaxed);
@@ -68,13 +67,13 @@ impl Tally {
         }
     }
 
-    /// When the last job of the round had run, by the worker's own clock reading: the waiter may be
-    /// late.
+    /// The time when the last job of the round had run, by the worker's own clock reading: the
+    /// waiting thread may be late.
     pub(super) fn finished(&self) -> u64 {
         self.finished.load(Relaxed)
     }
 
-    /// How often the worker slept in the round, which was its first.
+    /// Number of times that the worker slept in the round, which was its first.
     pub(super) fn sleeps(&self) -> u64 {
         self.sleeps.load(Relaxed)
     }
@@ -91,8 +90,8 @@ pub(super) fn nanos() -> u64 {
     START.get_or_init(Instant::now).elapsed().as_nanos() as u64 + 1
 }
 
-/// Voluntary context switches of the calling thread: the same count for every design, whatever it
-/// counts itself.
+/// Number of voluntary context switches of the calling thread. It is the same count for every
+/// design, whatever the design itself counts.
 fn own_sleeps() -> u64 {
     // SAFETY: a rusage of zeros is valid, and getrusage writes no more than one.
     let usage = unsafe {

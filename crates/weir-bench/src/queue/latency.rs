@@ -1,6 +1,6 @@
-//! How long an item waits from its scheduling to its run: alone, with the worker asleep; and in
-//! bursts, as a driver's interrupts come, where the last of the burst counts too (the pull
-//! request's "frame pacing").
+//! Measures how long an item waits from its scheduling to its run. Items come alone, with the
+//! worker asleep, and in bursts, as a driver's interrupts come. In a burst the last item counts too
+//! (the pull request's "frame pacing").
 
 use std::thread;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use super::semaphore::{self, SemaphoreQueue};
 use super::weir::{self, Embedded, Spinning, Values};
 use crate::report::{Report, Row, percentile};
 
-/// A rhythm in which items come.
+/// The rhythm in which items come.
 struct Rhythm {
     id: &'static str,
     items: usize,
@@ -28,14 +28,14 @@ const RHYTHMS: [Rhythm; 2] = [
     Rhythm { id: "burst64", items: 64, gap: Duration::from_millis(1), bursts: 500 },
 ];
 
-/// Every design's latencies in one rhythm, ours first.
+/// Every design's latencies in one rhythm, Weir's first.
 pub(super) struct Latencies {
     id: &'static str,
     designs: Vec<(&'static str, [f64; 2])>,
 }
 
 impl Latencies {
-    /// Ours beside every other; then ours with a worker that spins.
+    /// Adds the rows: Weir's queue beside every other, then Weir's queue with a worker that spins.
     pub(super) fn rows(&self, report: &mut Report) {
         for (at, metric) in ["p50_us", "p99_us"].into_iter().enumerate() {
             let (_, ours) = self.designs[0];
@@ -67,7 +67,7 @@ pub(super) fn measure() -> Result<Vec<Latencies>, QueueError> {
         .collect()
 }
 
-/// p50 and p99 of one design, in microseconds.
+/// Measures one design; returns its p50 and p99 in microseconds.
 fn latency<D: Design>(rhythm: &Rhythm) -> Result<[f64; 2], QueueError> {
     let jobs: &'static [D::Job] = Box::leak((0..rhythm.items).map(|_| D::job()).collect());
     let queue = D::start()?;

@@ -1,5 +1,5 @@
-//! The list of both designs of `nv_kthread_q`: items embedded in the caller's data, linked under a
-//! lock.
+//! The list that both designs of `nv_kthread_q` use: items embedded in the caller's data, linked
+//! under a lock.
 
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering::*};
@@ -7,7 +7,7 @@ use std::sync::{Mutex, PoisonError};
 
 use super::jobs;
 
-/// An item: its link, whether it is pending, its function and the argument of that.
+/// An item: its link, whether it is pending, its function and the function's argument.
 pub(super) struct Item {
     next: AtomicPtr<Item>,
     pending: AtomicBool,
@@ -29,7 +29,7 @@ impl Item {
         self.argument.store(stamp, Relaxed);
     }
 
-    /// Runs an item that is out of its list; it may be scheduled again from here on.
+    /// Runs an item that was taken out of its list; it may be scheduled again from here on.
     pub(super) fn run(&self) {
         let argument = self.argument.load(Relaxed);
         self.pending.store(false, Release);
@@ -37,17 +37,17 @@ impl Item {
     }
 }
 
-/// Items in the order in which they came.
+/// A list of items in the order in which they came.
 #[derive(Default)]
 pub(super) struct List(Mutex<Ends>);
 
-/// Null where the list is empty.
+/// The first and the last item; null in an empty list.
 struct Ends {
     first: *mut Item,
     last: *mut Item,
 }
 
-// SAFETY: the pointers are to items that live for ever and may be shared.
+// SAFETY: the pointers are to items that live for ever, and that threads may share.
 unsafe impl Send for Ends {}
 
 impl Default for Ends {
@@ -56,14 +56,14 @@ impl Default for Ends {
     }
 }
 
-/// The item behind a link of a list.
+/// The item that a link points to.
 fn item(link: *mut Item) -> Option<&'static Item> {
-    // SAFETY: lists hold items that were pushed, which live for ever.
+    // SAFETY: a list contains only items that were pushed, and these live for ever.
     unsafe { link.as_ref() }
 }
 
 impl List {
-    /// Appends `item`; false if it is pending.
+    /// Appends `item`; returns false if it is pending already.
     pub(super) fn push(&self, new: &'static Item) -> bool {
         let mut ends = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if new.pending.load(Relaxed) {
@@ -98,7 +98,7 @@ impl List {
     }
 }
 
-/// A list that was taken out, one item after the other.
+/// A list that was taken out; its items come one after the other.
 pub(super) struct Spliced(*mut Item);
 
 impl Iterator for Spliced {

@@ -1,12 +1,12 @@
-//! `weir bench queue`: what a work item costs from the thread that schedules it to the thread that
-//! runs it, for weir-queue, for the two designs of `nv_kthread_q` (a semaphore an item; the
-//! batching of pull request 1050), and for the channels that Rust programs use.
+//! `weir bench queue`: the cost of a work item from the thread that schedules it to the thread that
+//! runs it. It compares weir-queue with the two designs of `nv_kthread_q` (a semaphore raised for
+//! each item; the batching of pull request 1050), and with the channels that Rust programs use.
 //!
-//! Every design takes the same jobs from the same number of threads, in the same round, one after
-//! the other; a round starts with a fresh worker. Time is from the moment that the producers are
-//! let go to the end of the last job. The arguments are those of the pull request's own model:
+//! Every design gets the same jobs from the same number of threads, in the same round, one after
+//! the other; a round starts with a new worker. The time is from the moment when the producers may
+//! start to the end of the last job. The arguments are those of the pull request's own model:
 //! `300000 600000 8 10`. A round of that size lasts some milliseconds, so its figures need many
-//! rounds; [`Options::default`] is ten times that, and fifty rounds.
+//! rounds. [`Options::default`] is ten times that size, and fifty rounds.
 
 mod batch;
 mod channels;
@@ -23,16 +23,16 @@ use std::sync::Mutex;
 use crate::report::{Goal, Report, Row};
 use throughput::Figures;
 
-/// The plan of the run.
+/// The plan of the queue benchmark.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// Jobs in a round of one producer.
+    /// Number of jobs in a round of one producer.
     pub single: usize,
-    /// Jobs in a round of several producers, all together.
+    /// Number of jobs in a round of several producers, all together.
     pub multi: usize,
-    /// How many producers "several" is.
+    /// Number of producers in such a round.
     pub producers: usize,
-    /// Rounds, each of every design.
+    /// Number of rounds of every design.
     pub rounds: usize,
 }
 
@@ -42,10 +42,10 @@ impl Default for Options {
     }
 }
 
-/// Why the benchmark did not run.
+/// The reason why the benchmark did not run.
 #[derive(Debug, thiserror::Error)]
 pub enum QueueError {
-    /// Nothing to measure.
+    /// A figure is 0, so there is nothing to measure.
     #[error(
         "jobs, producers and rounds must be at least 1, got {0:?}; the source's own are 300000 600000 8 10"
     )]
@@ -55,20 +55,20 @@ pub enum QueueError {
     Start(#[from] weir_queue::StartError),
 }
 
-/// The jobs in a round from which on the promises hold: smaller rounds last too short a time.
+/// Number of jobs in a round from which on the goals apply: smaller rounds are too short.
 const SIZE_OF_PROMISES: usize = 3_000_000;
 
-/// The ratios that the pull request states for its own design over the semaphore, with one producer
+/// The ratios that the pull request states for its own design to the semaphore, with one producer
 /// and with eight.
 const CLAIMED: [f64; 2] = [3.77, 1.61];
 
-/// The designs share the process's one tally: one benchmark at a time.
+/// All designs share the process's one tally, so only one benchmark runs at a time.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 /// Runs the benchmark.
 ///
 /// # Errors
-/// [`QueueError`] when there is nothing to run, or no thread to run it on.
+/// Fails with a [`QueueError`] when there is nothing to run, or no thread to run it on.
 pub fn run(options: &Options) -> Result<Report, QueueError> {
     if [options.single, options.multi, options.producers, options.rounds].contains(&0) {
         return Err(QueueError::Nothing(options.clone()));
@@ -88,7 +88,7 @@ pub fn run(options: &Options) -> Result<Report, QueueError> {
     Ok(report)
 }
 
-/// The most that ours may take, of what each control takes.
+/// The goals: the most time that Weir's queue may take, as a part of each control's time.
 struct Goals {
     semaphore: f64,
     batch: f64,
@@ -98,7 +98,7 @@ struct Goals {
 const GOALS_SINGLE: Goals = Goals { semaphore: 1.0 / 8.0, batch: 1.0 / 1.2, channels: 1.0 };
 const GOALS_MULTI: Goals = Goals { semaphore: 1.0 / 8.0, batch: 1.0 / 2.0, channels: 1.0 };
 
-/// The rows of one number of producers.
+/// The rows for one number of producers.
 #[expect(clippy::needless_pass_by_value, reason = "goals are a choice made at the call, not data")]
 fn rows(report: &mut Report, id: &str, figures: &Figures, goals: Option<Goals>, claimed: f64) {
     let ours = figures.of(weir::EMBEDDED);

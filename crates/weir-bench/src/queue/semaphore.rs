@@ -1,5 +1,5 @@
-//! `nv_kthread_q` before the pull request: a list under a lock, and a semaphore that is raised for
-//! every item.
+//! The `nv_kthread_q` before the pull request: a list under a lock, and a semaphore that is raised
+//! for every item.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -12,17 +12,18 @@ use super::list::{Item, List};
 
 pub(super) const NAME: &str = "semaphore";
 
-/// glibc's counting semaphore: one exchange to raise it, and a system call if somebody waits.
+/// The counting semaphore of glibc: raising it is one exchange, and a system call if a thread
+/// waits.
 struct Semaphore(NonNull<libc::sem_t>);
 
-// SAFETY: semaphores are made to be shared by threads.
+// SAFETY: threads may share a semaphore.
 unsafe impl Send for Semaphore {}
-// SAFETY: as above.
+// SAFETY: threads may share a semaphore.
 unsafe impl Sync for Semaphore {}
 
 impl Semaphore {
     fn new() -> Self {
-        // SAFETY: a sem_t of zeros may be initialised; it stays where the box put it.
+        // SAFETY: a sem_t of zeros may be initialised; it stays at its address in the box.
         let semaphore = unsafe {
             let semaphore = Box::into_raw(Box::new(std::mem::zeroed()));
             libc::sem_init(semaphore, 0, 0);
@@ -32,19 +33,19 @@ impl Semaphore {
     }
 
     fn raise(&self) {
-        // SAFETY: initialised in `new`.
+        // SAFETY: `new` has initialised the semaphore.
         unsafe { libc::sem_post(self.0.as_ptr()) };
     }
 
     fn lower(&self) {
-        // SAFETY: initialised in `new`. A signal may interrupt the wait.
+        // SAFETY: `new` has initialised the semaphore. A signal may interrupt the wait.
         while unsafe { libc::sem_wait(self.0.as_ptr()) } != 0 {}
     }
 }
 
 impl Drop for Semaphore {
     fn drop(&mut self) {
-        // SAFETY: nobody waits when the last owner goes, and the box is ours.
+        // SAFETY: no thread waits when the last owner goes, and this value owns the box.
         unsafe {
             libc::sem_destroy(self.0.as_ptr());
             drop(Box::from_raw(self.0.as_ptr()));
@@ -71,7 +72,7 @@ impl Shared {
     }
 }
 
-/// The design and its worker.
+/// The design with its worker.
 pub(super) struct SemaphoreQueue {
     shared: Arc<Shared>,
     worker: JoinHandle<()>,

@@ -1,5 +1,5 @@
-//! Rounds of many jobs from one producer and from several: nanoseconds an item, and how often the
-//! worker slept.
+//! Rounds of many jobs from one producer and from several: nanoseconds for each item, and how often
+//! the worker slept.
 
 use std::sync::{Arc, Barrier};
 use std::thread;
@@ -13,17 +13,17 @@ use super::weir::{self, Embedded, Values};
 use super::{Options, QueueError};
 use crate::report::Runs;
 
-/// One design's rounds.
+/// The rounds of one design.
 #[derive(Default)]
 pub(super) struct Rounds {
     pub(super) ns: Runs,
-    /// A thousand items' worth.
+    /// Number of the worker's sleeps for each thousand items.
     pub(super) wakes: Runs,
-    /// Items a batch, for the designs that know.
+    /// Number of items in a batch, for designs that know it.
     pub(super) batch: Runs,
 }
 
-/// Every design's rounds with one number of producers.
+/// The rounds of every design with one number of producers.
 #[derive(Default)]
 pub(super) struct Figures(Vec<(&'static str, Rounds)>);
 
@@ -33,7 +33,7 @@ impl Figures {
         &self.0.iter().find(|(own, _)| *own == name).expect("every design has run").1
     }
 
-    /// The designs that are not ours.
+    /// The designs other than Weir's.
     pub(super) fn controls(&self) -> impl Iterator<Item = (&'static str, &Rounds)> {
         let ours = [weir::EMBEDDED, weir::VALUES];
         self.0.iter().filter(move |(name, _)| !ours.contains(name)).map(|(name, rounds)| (*name, rounds))
@@ -66,7 +66,7 @@ pub(super) fn measure(options: &Options) -> Result<[Figures; 2], QueueError> {
     let items = kept::<SemaphoreQueue>(most);
     let none = kept::<Values>(most);
     let mut all = [Figures::default(), Figures::default()];
-    // Round 0 warms memory and clocks up and is not counted.
+    // Round 0 warms up memory and clocks, and does not count.
     for number in 0..=options.rounds {
         for (figures, (jobs, producers)) in
             all.iter_mut().zip([(options.single, 1), (options.multi, options.producers)])
@@ -89,7 +89,7 @@ pub(super) fn measure(options: &Options) -> Result<[Figures; 2], QueueError> {
     Ok(all)
 }
 
-/// Jobs that live as long as the process.
+/// Makes jobs that live as long as the process.
 fn kept<D: Design>(jobs: usize) -> &'static [D::Job] {
     Box::leak((0..jobs).map(|_| D::job()).collect())
 }
@@ -114,7 +114,8 @@ fn round<D: Design>(jobs: &'static [D::Job], producers: usize) -> Result<Round, 
         })
         .collect();
     TALLY.wait();
-    // From the first producer's start: this thread may have been late at either end.
+    // The time counts from the first producer's start: this thread may have been late at either
+    // end.
     let begun = threads.into_iter().map(|thread| thread.join().expect("a producer does not panic")).min();
     let ns = begun.map_or(0, |begun| TALLY.finished() - begun) as f64;
     let wakes = TALLY.sleeps() as f64;

@@ -12,21 +12,21 @@ use super::channels::Message;
 use super::design::{Design, Port};
 use super::jobs;
 
-/// Items, on a queue as it comes.
+/// The name of the design with items, on a queue with default settings.
 pub(super) const EMBEDDED: &str = "weir";
-/// Items, on a queue whose worker looks a while before it sleeps.
+/// The name of the design with items, on a queue whose worker spins before it sleeps.
 pub(super) const SPINNING: &str = "weir-spinning";
-/// Values.
+/// The name of the design with values.
 pub(super) const VALUES: &str = "weir-values";
 
-/// How many values a sender has room for: the channel is bounded, those beside it are not.
+/// Number of values that a sender has room for: this channel is bounded, and the others are not.
 const ROOM: usize = 1 << 14;
 
-/// How often the spinning worker looks before it sleeps: some milliseconds, longer than any gap
-/// between items.
+/// Number of looks that the spinning worker makes before it sleeps: some milliseconds, longer than
+/// any gap between items.
 const LOOKS: u32 = 100_000;
 
-/// A job with its item: as large as one of the list's.
+/// A job with its item, which is as large as one of the list's.
 pub(super) struct Step {
     item: Item<Step>,
     argument: AtomicU64,
@@ -40,7 +40,7 @@ impl Work for Step {
     }
 }
 
-/// The queue; `LOOKS` as [`weir_queue::Builder::spin`] takes it.
+/// A queue of items; `LOOKS` is the argument of [`weir_queue::Builder::spin`].
 pub(super) struct EmbeddedQueue<const LOOKS: u32>(Arc<Queue>);
 pub(super) type Embedded = EmbeddedQueue<0>;
 pub(super) type Spinning = EmbeddedQueue<LOOKS>;
@@ -80,7 +80,7 @@ impl Port for EmbeddedPort {
     }
 }
 
-/// The channel, and a worker that drains it.
+/// A channel of values, with a worker that drains it.
 pub(super) struct Values {
     sender: Sender<Message>,
     worker: JoinHandle<f64>,

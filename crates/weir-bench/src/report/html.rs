@@ -1,4 +1,4 @@
-//! A report as one page of HTML that needs nothing else: the table, and bars for each metric.
+//! A report as one page of HTML that needs no other file: the table, and bars for each metric.
 
 use std::fmt::Write;
 
@@ -14,7 +14,7 @@ const OURS: RGBColor = RGBColor(0x1f, 0x6f, 0xb4);
 const CONTROL: RGBColor = RGBColor(0xb8, 0xbd, 0xc4);
 const WIDTH: u32 = 860;
 const BAR: u32 = 22;
-/// Room for labels at the left and for figures at the right of the bars.
+/// Pixels for labels at the left and for figures at the right of the bars.
 const LABELS: i32 = 300;
 const FIGURES: i32 = 90;
 

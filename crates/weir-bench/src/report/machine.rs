@@ -1,4 +1,4 @@
-//! Where and when a benchmark ran, as the kernel tells it.
+//! The machine and the time of a benchmark, as the kernel reports them.
 
 use std::fs;
 use std::process::Command;
@@ -6,18 +6,18 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
-/// The machine under the benchmark; "none" for what it lacks.
+/// The machine under the benchmark; a field is "none" if the machine lacks the thing.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Machine {
     /// The processor's model name.
     pub cpu: String,
-    /// Processors that this process may run on.
+    /// Number of processors that this process may run on.
     pub cores: usize,
     /// The kernel's release.
     pub kernel: String,
-    /// The NVIDIA cards, as their driver names them.
+    /// The NVIDIA cards, with the names that their driver gives them.
     pub gpu: String,
-    /// That driver's version.
+    /// The version of the cards' driver.
     pub driver: String,
 }
 
@@ -44,7 +44,7 @@ fn read(path: &str) -> Option<String> {
     fs::read_to_string(path).ok().map(|text| text.trim().to_owned())
 }
 
-/// The first `key : value` of a text in the manner of `/proc/cpuinfo`.
+/// The value of the first line `key : value` in a text such as `/proc/cpuinfo`.
 fn field(text: &str, key: &str) -> Option<String> {
     text.lines().find_map(|line| {
         let (name, value) = line.split_once(':')?;
@@ -52,7 +52,7 @@ fn field(text: &str, key: &str) -> Option<String> {
     })
 }
 
-/// Cards of one model are counted: "2 x NVIDIA H200".
+/// The cards; those of one model are counted, as "2 x NVIDIA H200".
 fn gpus() -> Option<String> {
     let mut models: Vec<String> = fs::read_dir("/proc/driver/nvidia/gpus")
         .ok()?
@@ -66,8 +66,8 @@ fn gpus() -> Option<String> {
     (!names.is_empty()).then(|| names.join(", "))
 }
 
-/// The version in "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64 580.159.04 Release Build
-/// ...".
+/// The version in a line such as "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64
+/// 580.159.04 Release Build ...".
 fn driver_version(text: &str) -> Option<String> {
     let line = text.lines().find(|line| line.starts_with("NVRM version"))?;
     line.split_whitespace()
@@ -75,8 +75,8 @@ fn driver_version(text: &str) -> Option<String> {
         .map(str::to_owned)
 }
 
-/// The commit under test: `WEIR_COMMIT` if set (a machine without the repository), else what git
-/// says here, marked "-dirty" if the tree differs from it.
+/// The commit under test: `WEIR_COMMIT` if it is set (on a machine without the repository), else
+/// git's answer here, with "-dirty" if the tree has changes.
 pub(super) fn commit() -> String {
     if let Ok(commit) = std::env::var("WEIR_COMMIT") {
         return commit;
@@ -89,14 +89,14 @@ pub(super) fn commit() -> String {
     }
 }
 
-/// Now, as RFC 3339 writes UTC.
+/// The time now in UTC, as RFC 3339 writes it.
 pub(super) fn utc_now() -> String {
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     rfc3339(seconds)
 }
 
-/// Seconds since 1970 as a date (days to civil date: Howard Hinnant, "chrono-Compatible Low-Level
-/// Date Algorithms").
+/// The date of a number of seconds since 1970 (days to civil date: Howard Hinnant,
+/// "chrono-Compatible Low-Level Date Algorithms").
 fn rfc3339(seconds: u64) -> String {
     let (days, second) = (seconds / 86_400 + 719_468, seconds % 86_400);
     let (era, day_of_era) = (days / 146_097, days % 146_097);

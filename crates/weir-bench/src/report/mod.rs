@@ -1,7 +1,7 @@
-//! A benchmark's report: rows of figures beside their controls, and where they were taken.
+//! A benchmark's report: rows of figures beside their controls, with the machine and the time.
 //!
-//! The JSON form is a contract (`schema` 1): a consumer may rely on every key being present, `null`
-//! where a row has no control or no goal.
+//! The JSON form is a contract (`schema` 1): a consumer may rely on every key being present, and
+//! `null` if a row has no control or no goal.
 
 mod html;
 mod machine;
@@ -19,22 +19,22 @@ pub use runs::{Runs, percentile};
 /// The version of the JSON form.
 pub const SCHEMA: u32 = 1;
 
-/// One benchmark's outcome on one machine.
+/// The outcome of one benchmark on one machine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Report {
-    /// [`SCHEMA`] at the time of writing.
+    /// The schema's version: [`SCHEMA`] at the time of writing.
     pub schema: u32,
-    /// The benchmark's name: what follows `weir bench`.
+    /// The benchmark's name, as given after `weir bench`.
     pub bench: String,
     /// The commit that was measured, or "unknown" outside a checkout.
     pub commit: String,
-    /// When the report was begun: UTC, RFC 3339, to the second.
+    /// The time when the report was begun: UTC, RFC 3339, to the second.
     pub date: String,
     /// The machine on which it ran.
     pub machine: Machine,
-    /// How many times each row was measured.
+    /// Number of runs of each row.
     pub runs: usize,
-    /// The figures.
+    /// The rows of figures.
     pub rows: Vec<Row>,
 }
 
@@ -43,23 +43,23 @@ pub struct Report {
 pub struct Row {
     /// The scenario: `qd1_read`, `8p`.
     pub id: String,
-    /// The figure's name, the unit last: `p50_us`, `ns_per_item`.
+    /// The figure's name, with its unit last: `p50_us`, `ns_per_item`.
     pub metric: String,
-    /// The figure.
+    /// The figure's value.
     pub value: f64,
     /// The control that ran beside it in the same run.
     pub control: Option<String>,
-    /// The control's figure.
+    /// The control's value.
     pub control_value: Option<f64>,
     /// `value / control_value`.
     pub ratio: Option<f64>,
-    /// The promised value.
+    /// The goal: the promised value.
     pub goal: Option<f64>,
     /// Whether the goal bounds the value or the ratio.
     pub goal_of: Option<GoalOf>,
-    /// Which direction is good.
+    /// Which direction of the figure is good.
     pub better: Better,
-    /// Whether the promise was kept; `null` without a goal.
+    /// Whether the goal was met; `null` without a goal.
     pub met: Option<bool>,
 }
 
@@ -67,9 +67,9 @@ pub struct Row {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Better {
-    /// Times and sizes.
+    /// Lower is better: for times and sizes.
     Lower,
-    /// Rates and shares.
+    /// Higher is better: for rates and shares.
     Higher,
 }
 
@@ -83,22 +83,22 @@ pub enum GoalOf {
     Ratio,
 }
 
-/// A promise about a row: an upper bound where lower is better, else a lower bound.
+/// A row's goal: an upper bound if lower is better, else a lower bound.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Goal {
-    /// Bounds the figure.
+    /// The goal bounds the figure.
     Value(f64),
-    /// Bounds the figure divided by its control.
+    /// The goal bounds the figure divided by its control.
     Ratio(f64),
 }
 
-/// Why a report could not be written or read.
+/// The reason why a report could not be written or read.
 #[derive(Debug, thiserror::Error)]
 pub enum ReportError {
     /// The file system refused.
     #[error("{path}: cannot write the report; check the directory and the space left")]
     Write {
-        /// The file.
+        /// The file's path.
         path: String,
         /// The system's error.
         #[source]
@@ -118,7 +118,7 @@ pub enum ReportError {
 }
 
 impl Report {
-    /// An empty report of benchmark `bench`, stamped with this machine, this commit and the time.
+    /// Makes an empty report of benchmark `bench`, with this machine, this commit and the time.
     pub fn new(bench: &str, runs: usize) -> Self {
         Report {
             schema: SCHEMA,
@@ -131,7 +131,7 @@ impl Report {
         }
     }
 
-    /// Whether every row that has a goal reached it.
+    /// Whether every row with a goal met it.
     pub fn all_met(&self) -> bool {
         self.rows.iter().all(|row| row.met != Some(false))
     }
@@ -146,7 +146,7 @@ impl Report {
     /// Reads what [`Report::to_json`] wrote.
     ///
     /// # Errors
-    /// [`ReportError::Parse`] when the text is no report of this schema.
+    /// Fails with [`ReportError::Parse`] when the text is no report of this schema.
     pub fn from_json(text: &str) -> Result<Self, ReportError> {
         let report: Report = serde_json::from_str(text).map_err(ReportError::Parse)?;
         if report.schema != SCHEMA {
@@ -159,7 +159,7 @@ impl Report {
     /// Writes the JSON form to `path`.
     ///
     /// # Errors
-    /// [`ReportError::Write`] when the file cannot be written.
+    /// Fails with [`ReportError::Write`] when the file cannot be written.
     pub fn write_json(&self, path: &Path) -> Result<(), ReportError> {
         write(path, &self.to_json())
     }
@@ -167,8 +167,8 @@ impl Report {
     /// Writes one self-contained page of HTML to `path`: the table, and a chart for each metric.
     ///
     /// # Errors
-    /// [`ReportError::Write`] when the file cannot be written, [`ReportError::Chart`] when a chart
-    /// cannot be drawn.
+    /// Fails with [`ReportError::Write`] when the file cannot be written, and with
+    /// [`ReportError::Chart`] when a chart cannot be drawn.
     pub fn write_html(&self, path: &Path) -> Result<(), ReportError> {
         write(path, &html::page(self)?)
     }
@@ -177,8 +177,8 @@ impl Report {
     /// control.
     ///
     /// # Errors
-    /// [`ReportError::Write`] when the file cannot be written, [`ReportError::Chart`] when nothing
-    /// can be drawn.
+    /// Fails with [`ReportError::Write`] when the file cannot be written, and with
+    /// [`ReportError::Chart`] when nothing can be drawn.
     pub fn write_plot(&self, path: &Path) -> Result<(), ReportError> {
         write(path, &plot::svg(self)?)
     }
@@ -190,12 +190,12 @@ fn write(path: &Path, text: &str) -> Result<(), ReportError> {
 }
 
 impl Row {
-    /// A figure of which less is better.
+    /// Makes a row with a figure of which less is better.
     pub fn lower(id: impl Into<String>, metric: impl Into<String>, value: f64) -> Self {
         Row::new(id.into(), metric.into(), value, Better::Lower)
     }
 
-    /// A figure of which more is better.
+    /// Makes a row with a figure of which more is better.
     pub fn higher(id: impl Into<String>, metric: impl Into<String>, value: f64) -> Self {
         Row::new(id.into(), metric.into(), value, Better::Higher)
     }
@@ -215,7 +215,7 @@ impl Row {
         }
     }
 
-    /// Sets the control that ran in the same run. A control of 0 has no ratio.
+    /// Sets the control that ran in the same run. With a control of 0 there is no ratio.
     pub fn beside(mut self, control: impl Into<String>, control_value: f64) -> Self {
         self.control = Some(control.into());
         self.control_value = Some(five_digits(control_value));
@@ -223,8 +223,7 @@ impl Row {
         self
     }
 
-    /// Sets the promise and judges it; call it after [`Row::beside`]. A ratio that is missing meets
-    /// no goal.
+    /// Sets the goal and checks it; call it after [`Row::beside`]. A missing ratio meets no goal.
     pub fn goal(mut self, goal: Goal) -> Self {
         let (figure, bound, of) = match goal {
             Goal::Value(bound) => (Some(self.value), bound, GoalOf::Value),
@@ -240,8 +239,8 @@ impl Row {
     }
 }
 
-/// Five significant digits: no timing here is better than that, and diffs of committed results stay
-/// short.
+/// Rounds to five significant digits: no timing here is more precise, and diffs of committed
+/// results stay short.
 fn five_digits(value: f64) -> f64 {
     format!("{value:.4e}").parse().expect("a printed number parses")
 }

@@ -9,14 +9,14 @@ const INK: RGBColor = RGBColor(0x22, 0x22, 0x22);
 const FAINT: RGBColor = RGBColor(0xd5, 0xd8, 0xdc);
 const WIDTH: i32 = 900;
 const LINE: i32 = 22;
-/// Room for labels at the left and for figures at the right of the bars, and for the heading and
+/// Pixels for labels at the left and for figures at the right of the bars, and for the heading and
 /// the axis.
 const LABELS: i32 = 250;
 const FIGURES: i32 = 250;
 const HEAD: i32 = 48;
 const FOOT: i32 = 24;
 
-/// A row that can be compared: its ratio to the control, and the ratio that is wanted.
+/// A row that can be compared: its ratio to the control, and its goal as a ratio.
 struct Bar<'a> {
     row: &'a Row,
     control: &'a str,
@@ -37,7 +37,7 @@ fn bar(row: &Row) -> Option<Bar<'_>> {
     drawable.then_some(Bar { row, control, control_value, ratio, goal })
 }
 
-/// Rows with a goal; those of a report without goals are all drawn.
+/// The rows with a goal; if a report has no goals, all rows.
 fn bars(report: &Report) -> Vec<Bar<'_>> {
     let any_goal = report.rows.iter().any(|row| row.goal.is_some() && row.control_value.is_some());
     let wanted = |row: &&Row| !any_goal || row.goal.is_some();
@@ -53,7 +53,8 @@ pub(super) fn svg(report: &Report) -> Result<String, ReportError> {
     draw(report, &bars).map_err(|error| failed(error.to_string()))
 }
 
-/// The axis is logarithmic: half of the control's figure is as far from it as twice that.
+/// Draws the bars. The axis is logarithmic: half of the control's figure is as far from it as twice
+/// that.
 fn draw(report: &Report, bars: &[Bar<'_>]) -> Result<String, Box<dyn std::error::Error>> {
     let ends = bars.iter().flat_map(|bar| [bar.ratio, bar.goal.unwrap_or(1.0), 1.0]).map(f64::log2);
     let (low, high) = ends.fold((-0.5f64, 0.5f64), |(low, high), end| (low.min(end), high.max(end)));

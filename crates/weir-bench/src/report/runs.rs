@@ -1,4 +1,4 @@
-//! Repeated measurements and what is said of them.
+//! Repeated measurements of a figure, and their statistics.
 
 /// One figure measured several times.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -23,7 +23,7 @@ impl Runs {
         self.sorted.is_empty()
     }
 
-    /// The middle run, or the mean of the middle two; NaN of no runs.
+    /// The middle run, or the mean of the middle two; NaN without runs.
     pub fn median(&self) -> f64 {
         let n = self.sorted.len();
         match n {
@@ -33,12 +33,12 @@ impl Runs {
         }
     }
 
-    /// The least run; NaN of no runs.
+    /// The least run; NaN without runs.
     pub fn min(&self) -> f64 {
         self.sorted.first().copied().unwrap_or(f64::NAN)
     }
 
-    /// The greatest run; NaN of no runs.
+    /// The greatest run; NaN without runs.
     pub fn max(&self) -> f64 {
         self.sorted.last().copied().unwrap_or(f64::NAN)
     }
@@ -52,8 +52,8 @@ impl FromIterator<f64> for Runs {
     }
 }
 
-/// The value at or under which `percent` of 100 of `samples` lie (nearest rank); reorders them. 0
-/// of no samples.
+/// The value that `percent` of 100 of `samples` do not exceed (nearest rank); reorders the samples.
+/// 0 without samples.
 pub fn percentile(samples: &mut [u64], percent: f64) -> u64 {
     if samples.is_empty() {
         return 0;

@@ -1,11 +1,11 @@
-//! A report as plain text: one line a row, columns aligned.
+//! A report as plain text: a line for each row, with aligned columns.
 
 use std::fmt;
 
 use super::{Better, GoalOf, Report, Row};
 
 const HEADINGS: [&str; 8] = ["id", "metric", "value", "control", "its value", "ratio", "goal", "met"];
-/// Columns of numbers, set flush right.
+/// Whether each column holds numbers, which are set flush right.
 const NUMBERS: [bool; 8] = [false, false, true, false, true, true, true, false];
 
 impl fmt::Display for Report {
@@ -69,7 +69,7 @@ pub(super) fn headings() -> [&'static str; 8] {
     HEADINGS
 }
 
-/// Four digits or so: decimals for small numbers, none for large ones.
+/// Formats a number with about four digits: decimals for small numbers, none for large ones.
 pub(super) fn number(value: f64) -> String {
     let decimals = match value.abs() {
         v if v >= 1000.0 => 0,

@@ -1,8 +1,9 @@
-//! `weir bench store --batch-sweep`: how many copies a call to the card's driver may name.
+//! `weir bench store --batch-sweep`: finds out how many copies one call to the card's driver may
+//! name.
 //!
-//! NVIDIA's `cuMemcpyBatchAsync` has killed its channel, and with it everything that a process had
-//! on the card, for calls that name too many copies. Nobody documents how many. So each shape runs
-//! in a process of its own, with a time limit, since a driver may also crash or hang; and every
+//! NVIDIA's `cuMemcpyBatchAsync` has killed its channel for calls that name too many copies, and
+//! with it everything that a process had on the card. The limit is not documented. So each load
+//! runs in a process of its own, with a time limit, since a driver may also crash or hang. Every
 //! page that is read is checked.
 
 use super::BenchError;
@@ -17,36 +18,36 @@ use weir_core::{PAGE_SIZE, Page, Slot};
 use weir_store::vram::{PathMode, RingMode, VramUrl};
 use weir_store::{Done, Lane, Progress, Store, StoreUrl};
 
-/// Pages that each thread has for itself.
+/// Pages of each thread.
 const PART: u32 = 16_384;
-/// Pages that a call moves at most, so that staging memory stays small.
+/// Most pages that a call moves, so that staging memory stays small.
 const CALL_PAGES: u32 = 4096;
 /// Time limit for opening and closing the store.
 const OPENING: Duration = Duration::from_secs(20);
 
-/// Directions of the copies of a run.
+/// Directions of a run's copies.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub enum Ways {
-    /// All to the card.
+    /// All copies go to the card.
     Write,
-    /// All from it.
+    /// All copies come from the card.
     Read,
-    /// Either, copy by copy.
+    /// Each copy goes either way.
     Mixed,
 }
 
-/// One run.
+/// The load of one run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Shape {
-    /// Threads, each with a stream.
+    /// Number of threads, each with a stream.
     pub threads: u32,
-    /// Copies that a call names.
+    /// Number of copies that a call names.
     pub copies: u32,
-    /// Calls that each thread has in flight.
+    /// Number of calls that each thread has in flight.
     pub calls: u32,
-    /// Every fourth copy is of 1 to so many pages; the others of one.
+    /// Every fourth copy is of 1 to `longest` pages; the others are of one page.
     pub longest: u32,
-    /// Which way.
+    /// The directions of the copies.
     pub ways: Ways,
 }
 
@@ -62,30 +63,30 @@ impl Shape {
     }
 }
 
-/// The shapes to run.
+/// The loads to run.
 #[derive(Clone, Debug)]
 pub struct Sweep {
-    /// This program, for the processes.
+    /// The path of this program, for the child processes.
     pub program: PathBuf,
     /// The card.
     pub store: VramUrl,
-    /// For each shape.
+    /// Seconds for each load.
     pub seconds: u64,
-    /// Copies of a call; several.
+    /// Numbers of copies in a call, to try one after another.
     pub copies: Vec<u32>,
 }
 
-/// The report of a process that lived.
+/// The figures of a process that survived.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct Burnt {
-    /// Pages moved, each that was read checked.
+    /// Pages moved; each page that was read was checked.
     pub pages: u64,
-    /// In so many seconds.
+    /// The seconds that it took.
     pub seconds: f64,
 }
 
-/// Every shape of `copies`: many small calls in flight, and few large ones, as many threads and a
-/// few.
+/// The loads with `copies` copies in a call: many small calls in flight and few large ones, with
+/// many threads and with few.
 fn shapes(copies: u32) -> [Shape; 5] {
     let shape = |threads, calls, longest, ways| Shape { threads, copies, calls, longest, ways };
     [
@@ -97,11 +98,11 @@ fn shapes(copies: u32) -> [Shape; 5] {
     ]
 }
 
-/// Runs all of it. A row for each shape: pages a second, and 1 where it died. What the store does
-/// by itself must not die.
+/// Runs all loads. Each has a row with pages a second, and a row that is 1 if the process died. The
+/// loads that the store itself makes must not die.
 ///
 /// # Errors
-/// When no process can be started.
+/// Fails when no process can be started.
 pub fn sweep(plan: &Sweep) -> Result<Report, BenchError> {
     let mut report = Report::new("store", 1);
     for &copies in &plan.copies {
@@ -122,7 +123,7 @@ pub fn sweep(plan: &Sweep) -> Result<Report, BenchError> {
             }
             report.rows.push(Row::higher(id.clone(), "pages_per_s", rate));
             let died = Row::lower(id, "died", f64::from(u8::from(outcome.is_err())));
-            // Writes are not sent in batches, unless the URL asks for it.
+            // The store sends no writes in batches, unless the URL asks for it.
             let is_shipped = copies <= VramUrl::ENGINE_BATCH && shape.ways == Ways::Read || copies == 1;
             report.rows.push(if is_shipped { died.goal(Goal::Value(0.0)) } else { died });
         }
@@ -130,14 +131,14 @@ pub fn sweep(plan: &Sweep) -> Result<Report, BenchError> {
     Ok(report)
 }
 
-/// Lines of the driver's in the kernel's log, where this process may read it.
+/// The driver's lines in the kernel's log, if this process may read it.
 fn kernel_lines() -> Vec<String> {
     let Ok(output) = Command::new("dmesg").stderr(Stdio::null()).output() else { return Vec::new() };
     let text = String::from_utf8_lossy(&output.stdout);
     text.lines().filter(|line| line.contains("NVRM: Xid")).map(ToOwned::to_owned).collect()
 }
 
-/// Runs one shape in a process of its own.
+/// Runs one load in a process of its own.
 fn burn_apart(plan: &Sweep, shape: Shape) -> Result<Result<Burnt, String>, BenchError> {
     let shape_text = serde_json::to_string(&shape).expect("numbers always serialise");
     let failed = |what: std::io::Error| BenchError::Process(what);
@@ -166,10 +167,10 @@ fn burn_apart(plan: &Sweep, shape: Shape) -> Result<Result<Burnt, String>, Bench
     Ok(Err(format!("{}: {}", output.status, said.lines().last().unwrap_or_default())))
 }
 
-/// One shape, in this process, by the copy engine of CUDA alone.
+/// Runs one load in this process, by CUDA's copy engine alone.
 ///
 /// # Errors
-/// When the store cannot be opened, an operation fails, or a page is wrong.
+/// Fails when the store cannot be opened, an operation fails, or a page is wrong.
 pub fn burn(url: &VramUrl, shape: Shape, seconds: u64) -> Result<Burnt, BenchError> {
     let bytes = u64::from(shape.threads * PART) * PAGE_SIZE as u64;
     let url = VramUrl {
@@ -200,8 +201,8 @@ pub fn burn(url: &VramUrl, shape: Shape, seconds: u64) -> Result<Burnt, BenchErr
     Ok(Burnt { pages, seconds: since.elapsed().as_secs_f64() })
 }
 
-/// One thread's load over its own pages. A page's content is its number, so it does not matter
-/// which of two writes is last.
+/// One thread's load on its own pages. A page's content is its number, so the order of two writes
+/// does not matter.
 fn burn_part(
     store: &dyn Store,
     shape: Shape,
@@ -296,7 +297,7 @@ impl Burning {
         std::mem::replace(&mut self.result, Ok(()))
     }
 
-    /// Goes on until no more than so many are in flight.
+    /// Polls until no more than `most` operations are in flight.
     fn until(&mut self, lane: &mut dyn Lane, most: usize) -> Result<(), BenchError> {
         while self.waiting > most {
             self.poll(lane)?;

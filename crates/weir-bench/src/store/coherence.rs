@@ -1,8 +1,8 @@
-//! Whether a page written by one path is what another path reads, at once and every time.
+//! Checks whether a page written by one path is what another path reads, at once and every time.
 //!
-//! Pairs of threads hand small batches back and forth over the same few slots, so that anything
-//! that holds on to an old line (a fill buffer, the card's L1 or L2, a write that has not arrived)
-//! is asked for it again and again.
+//! Pairs of threads hand small batches back and forth over the same few slots. So anything that
+//! holds an old line (a fill buffer, the card's L1 or L2, a write that has not arrived) is asked
+//! for it again and again.
 
 use super::BenchError;
 use super::content::{is_stamped, stamp};
@@ -13,14 +13,14 @@ use weir_store::vram::table::{Direction, Path};
 use weir_store::vram::{Gpu, GpuLane};
 use weir_store::{Done, Fault, Lane, Progress};
 
-/// Slots that a pair hands over at a time.
+/// Number of slots that a pair hands over at a time.
 const BATCH: u32 = 64;
 
-/// Writes by one path and reads by another, `pairs` times at once, for `time`: how many pages were
-/// checked.
+/// Runs writes by one path and reads by another, with `pairs` pairs at once, for `time`; returns
+/// the number of pages checked.
 ///
 /// # Errors
-/// A stale page, or a fault.
+/// Fails on a stale page, or on a fault.
 pub fn check(
     gpu: &std::sync::Arc<Gpu>,
     writes: Path,
@@ -29,7 +29,7 @@ pub fn check(
     time: Duration,
 ) -> Result<u64, BenchError> {
     let stop = AtomicBool::new(false);
-    // The last write and the last read of each pair.
+    // The number of the last write and of the last read of each pair.
     let turns: Vec<[AtomicU32; 2]> = (0..pairs).map(|_| Default::default()).collect();
     std::thread::scope(|scope| {
         let mut threads = Vec::new();

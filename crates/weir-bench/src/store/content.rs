@@ -1,13 +1,13 @@
-//! Pages that say who they are.
+//! Test pages whose content names them.
 //!
 //! Every 64-byte line of a page begins with a word made of the page's number, its generation and
-//! the line's place, so that a page in the wrong place, an older one, or one torn between two
-//! writes is told from the right one. Stamping and checking cost some 40 ns each, which is in the
-//! figures of deep rows and outside those of single operations.
+//! the line's index. So a page in the wrong slot, an older one, or one torn between two writes is
+//! noticed. Stamping and checking take some 40 ns each. The figures of deep rows include that time,
+//! those of single operations do not.
 
 use weir_core::PageBytes;
 
-/// Makes `page` the `generation` of page `number`.
+/// Fills `page` with the content of `generation` of page `number`.
 #[inline]
 pub fn stamp(page: &mut PageBytes, number: u32, generation: u32) {
     let word = identity(number, generation);
@@ -16,7 +16,7 @@ pub fn stamp(page: &mut PageBytes, number: u32, generation: u32) {
     }
 }
 
-/// Whether `page` is that, in every line.
+/// Whether `page` has that content, in every line.
 #[inline]
 pub fn is_stamped(page: &PageBytes, number: u32, generation: u32) -> bool {
     let word = identity(number, generation);
@@ -41,12 +41,12 @@ fn place(line: usize) -> u64 {
 pub struct Random(u64);
 
 impl Random {
-    /// From a seed; any.
+    /// Makes random numbers from any seed.
     pub fn new(seed: u64) -> Self {
         Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
     }
 
-    /// The next, below `bound`.
+    /// The next random number below `bound`.
     #[inline]
     pub fn below(&mut self, bound: u32) -> u32 {
         self.0 ^= self.0 >> 12;

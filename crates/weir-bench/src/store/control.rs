@@ -1,5 +1,6 @@
-//! The controls: one copy-engine call a request and a stream a thread, as nbd-vram does it, on
-//! device memory of its own beside the store's; and the mapped copy with nothing around it.
+//! The controls of the store benchmark. One is a copy-engine call for each request and a stream for
+//! each thread, as in nbd-vram, on device memory of its own. The other is the mapped copy without a
+//! lane around it.
 
 use super::BenchError;
 use super::content::stamp;
@@ -11,7 +12,7 @@ use weir_core::{PAGE_SIZE, Page};
 use weir_store::vram::engine::{BatchCopies, CallError, Context, DeviceMemory, OwnStream, Pinned, Which};
 use weir_store::vram::{Bare, Gpu};
 
-/// Device memory and the context it is of.
+/// Device memory, with its context.
 pub struct CopyEngine {
     context: Arc<Context>,
     memory: DeviceMemory,
@@ -26,7 +27,7 @@ pub struct Copier<'a> {
 }
 
 impl CopyEngine {
-    /// Opens the control; `None` where there is no CUDA.
+    /// Opens the control; `None` without CUDA.
     pub fn open(bytes: u64) -> Option<Self> {
         let context =
             Context::open(Path::new("libcuda.so.1"), Which::Index(0), BatchCopies { reads: 1, writes: 1 })
@@ -35,19 +36,19 @@ impl CopyEngine {
         Some(CopyEngine { context, memory })
     }
 
-    /// A thread's own stream, with a buffer of `bytes`.
+    /// Makes a thread's own stream, with a buffer of `bytes`.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// Fails with the driver's error.
     pub fn copier(&self, bytes: usize, seed: u64) -> Result<Copier<'_>, BenchError> {
         let (stream, buffer) = (self.context.stream()?, self.context.pinned(bytes)?);
         Ok(Copier { engine: self, stream, buffer, random: super::content::Random::new(seed) })
     }
 
-    /// Copies a second on `threads` threads that copy `bytes` at a time.
+    /// Measures copies a second on `threads` threads that copy `bytes` at a time.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// Fails with the driver's error.
     pub fn rate(&self, kind: Kind, threads: usize, bytes: usize, time: Duration) -> Result<f64, BenchError> {
         let mut copiers =
             (0..threads).map(|seed| self.copier(bytes, seed as u64)).collect::<Result<Vec<_>, _>>()?;
@@ -78,17 +79,17 @@ impl CopyEngine {
 }
 
 impl Copier<'_> {
-    /// One copy to its end.
+    /// Runs one copy to its end.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// Fails with the driver's error.
     pub fn once(&mut self, kind: Kind) -> Result<Duration, BenchError> {
         let (bytes, memory) = (self.buffer.bytes, &self.engine.memory);
         let places = (memory.bytes / bytes as u64) as u32;
         let address = memory.address + u64::from(self.random.below(places)) * bytes as u64;
         let since = Instant::now();
         // SAFETY: the range lies in the control's own memory, and the stream is synchronised before
-        // either ends.
+        // either is freed.
         unsafe {
             match kind {
                 Kind::Read => self.stream.copy_to_host(self.buffer.as_ptr(), address, bytes)?,
@@ -100,7 +101,7 @@ impl Copier<'_> {
     }
 }
 
-/// The mapped copy by itself, at random places of as many pages as the store's rows use.
+/// The mapped copy alone, at random pages of as many as the store's rows use.
 pub struct BareCopy {
     bare: Bare,
     random: super::content::Random,
@@ -108,13 +109,13 @@ pub struct BareCopy {
 }
 
 impl BareCopy {
-    /// Over `pages` pages of a card; `None` where nothing is mapped.
+    /// Opens the control over `pages` pages of a card; `None` if nothing is mapped.
     pub fn open(gpu: &Arc<Gpu>, pages: u32) -> Option<Self> {
         let page = Box::new(Page([0x5a; PAGE_SIZE]));
         Some(BareCopy { bare: Bare::open(gpu, pages)?, random: super::content::Random::new(5), page })
     }
 
-    /// One copy, timed as a store's operation is.
+    /// Runs one copy, timed as an operation of the store is.
     pub fn once(&mut self, kind: Kind) -> Duration {
         let at = self.random.below(self.bare.pages());
         if kind == Kind::Write {

@@ -1,5 +1,5 @@
-//! Giving memory back while the rest of it is in use: chunks are read out to host memory and
-//! released, as fast as it goes, while other threads read and write elsewhere.
+//! Measures give-back while the rest of the store is in use: chunks are read into host memory and
+//! released, as fast as possible, while other threads read and write other chunks.
 
 use super::BenchError;
 use super::content::{is_stamped, stamp};
@@ -11,20 +11,20 @@ use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, PageBytes, Slot};
 use weir_store::{Done, Fault, Lane, Progress, Store};
 
-/// Pages read out in one batch while the pages are written.
+/// Number of pages in one batch when the chunks are filled.
 const BATCH: u32 = 64;
-/// Threads that use the rest.
+/// Number of threads that use the rest.
 const USERS: usize = 4;
-/// Pages that they use.
+/// Number of pages that they use.
 const USED: u32 = 1 << 18;
 
-/// How hard memory is given back: what one drain thread reads at once is what the others' pages
-/// wait behind.
+/// The effort of a give-back: the pages that one draining thread reads at once delay the pages of
+/// the others.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Effort {
-    /// Threads that read chunks out.
+    /// Number of threads that read chunks.
     pub threads: usize,
-    /// Pages that each reads at once.
+    /// Number of pages that each reads at once.
     pub batch: u32,
 }
 
@@ -45,28 +45,28 @@ impl std::fmt::Display for Effort {
     }
 }
 
-/// The cost of giving back.
+/// The figures of a give-back.
 #[derive(Clone, Copy, Debug)]
 pub struct Outcome {
     /// Bytes given back a second.
     pub rate: f64,
-    /// The users' 99th percentile before, in microseconds.
+    /// The users' 99th percentile before the give-back, in microseconds.
     pub quiet_p99: f64,
-    /// The same meanwhile.
+    /// The users' 99th percentile during the give-back, in microseconds.
     pub busy_p99: f64,
     /// The mean time to release an emptied chunk, in milliseconds.
     pub release_ms: f64,
 }
 
-/// Gives `chunks` chunks back and takes them again.
+/// Gives `chunks` chunks back and takes them again; returns the figures.
 ///
 /// # Errors
-/// A fault, or a page that is not what was written.
+/// Fails on a fault, or on a page that is not what was written.
 pub fn measure(store: &Arc<dyn Store>, chunks: u32, effort: Effort) -> Result<Outcome, BenchError> {
     let memory = store.reclaim().ok_or(BenchError::Fault(Fault::Unsupported))?;
     let slots = memory.chunk_slots();
     let first = USED.div_ceil(slots);
-    // The chunks to give back hold pages that are checked on their way out.
+    // The chunks to give back hold pages that are checked when they are read.
     let mut lane = store.lane(BATCH as usize)?;
     let mut page = [0x77; PAGE_SIZE];
     for slot in (first * slots..(first + chunks) * slots).map(Slot) {
@@ -132,7 +132,7 @@ pub fn measure(store: &Arc<dyn Store>, chunks: u32, effort: Effort) -> Result<Ou
     Ok(Outcome { rate: bytes / took, quiet_p99, busy_p99, release_ms })
 }
 
-/// Reads chunk after chunk out to host memory, checks it, and releases it.
+/// Reads chunk after chunk into host memory, checks it, and releases it.
 fn drain(
     store: &dyn Store,
     next: &AtomicU32,
@@ -143,7 +143,7 @@ fn drain(
     let memory = store.reclaim().ok_or(BenchError::Fault(Fault::Unsupported))?;
     let slots = memory.chunk_slots();
     let mut lane = store.lane(2 * batch as usize)?;
-    // Prefaulted: where the pages go is taken before there is need.
+    // The pages' new memory is touched before it is needed.
     let mut host = vec![1u8; slots as usize * PAGE_SIZE];
     loop {
         let chunk = next.fetch_add(1, Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! Loads: one operation at a time, now and then, and as many as there is room for; each page
+//! Loads: one operation at a time, one now and then, and as many as there is room for. Each page is
 //! checked.
 
 use super::BenchError;
@@ -8,17 +8,17 @@ use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, Page, PageBytes, PageNo, Slot};
 use weir_store::{Done, Fault, Progress, Ticket};
 
-/// The target of loads: a lane of a store, or of a volume.
+/// A lane that a load uses: of a store, or of a volume.
 pub trait Pages: Send {
-    /// See [`weir_store::Lane::plan`].
+    /// Announces a batch; see [`weir_store::Lane::plan`].
     fn plan(&mut self, reads: usize, writes: usize);
-    /// See [`weir_store::Lane::write`].
+    /// Queues a write; see [`weir_store::Lane::write`].
     fn write(&mut self, ticket: Ticket, number: u32, page: &PageBytes) -> Progress;
-    /// See [`weir_store::Lane::read`].
+    /// Queues a read; see [`weir_store::Lane::read`].
     fn read(&mut self, ticket: Ticket, number: u32, page: &mut PageBytes) -> Progress;
-    /// See [`weir_store::Lane::submit`].
+    /// Starts the queued operations; see [`weir_store::Lane::submit`].
     fn submit(&mut self);
-    /// See [`weir_store::Lane::poll`].
+    /// Hands over finished operations; see [`weir_store::Lane::poll`].
     fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>));
 }
 
@@ -50,7 +50,7 @@ impl Pages for weir_volume::Lane {
             if progress != Progress::Full || self.in_flight() > 0 {
                 return progress;
             }
-            // It waits for a slot.
+            // The write waits for a slot.
             weir_volume::Lane::submit(self);
             weir_volume::Lane::poll(self, Instant::now(), &mut |_| {});
             std::hint::spin_loop();
@@ -67,16 +67,16 @@ impl Pages for weir_volume::Lane {
     }
 }
 
-/// Reads or writes.
+/// The kind of an operation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kind {
-    /// Reads.
+    /// The operation reads.
     Read,
-    /// Writes.
+    /// The operation writes.
     Write,
 }
 
-/// A thread's part of the pages: it alone writes them, so it knows each one's generation.
+/// A thread's part of the pages. Only this thread writes them, so it knows each one's generation.
 #[derive(Debug)]
 pub struct Part {
     first: u32,
@@ -86,7 +86,7 @@ pub struct Part {
 }
 
 impl Part {
-    /// Pages `first` and the `count - 1` that follow.
+    /// Makes a part of page `first` and the `count - 1` pages that follow.
     pub fn new(first: u32, count: u32, seed: u64) -> Self {
         let generations = vec![0; count as usize];
         Part {
@@ -105,9 +105,9 @@ impl Part {
     /// Writes every page once, so that every later read has something to check.
     ///
     /// # Errors
-    /// A fault.
+    /// Fails on a fault.
     pub fn fill(&mut self, lane: &mut impl Pages) -> Result<(), BenchError> {
-        /// As many as the smallest lane here has room for.
+        /// The batch is as large as the smallest lane here allows.
         const BATCH: usize = 16;
         for start in (0..self.generations.len()).step_by(BATCH) {
             let end = (start + BATCH).min(self.generations.len());
@@ -129,17 +129,17 @@ impl Part {
         Ok(())
     }
 
-    /// One operation, checked; how long it took, without stamp and check.
+    /// Runs one operation, checked; returns its time, without stamp and check.
     ///
     /// # Errors
-    /// A fault, or a page that is not what was written.
+    /// Fails on a fault, or on a page that is not what was written.
     pub fn once(&mut self, lane: &mut impl Pages, kind: Kind) -> Result<Duration, BenchError> {
         let (number, index) = self.pick();
         match kind {
             Kind::Write => {
                 self.generations[index] += 1;
                 stamp(&mut self.page, number, self.generations[index]);
-                // Twice: after a pause the clock itself is cold.
+                // Read the clock twice: after a pause the clock itself is cold.
                 let _ = Instant::now();
                 let since = Instant::now();
                 lane.plan(0, 1);
@@ -182,13 +182,13 @@ impl Part {
         }
     }
 
-    /// As many operations in flight as `depth`, until `time` is over: how many were finished.
+    /// Holds `depth` operations in flight until `time` is over; returns how many finished.
     ///
-    /// Operations come in batches of a quarter of the depth, as a queue thread drains them from its
-    /// socket. Reads share `reads` hundredths. No page is in flight twice.
+    /// Operations come in batches of a quarter of the depth, as a queue thread takes them from its
+    /// socket. `reads` in a hundred are reads. No page is in flight twice.
     ///
     /// # Errors
-    /// A fault, or a page that is not what was written.
+    /// Fails on a fault, or on a page that is not what was written.
     pub fn deep(
         &mut self,
         lane: &mut impl Pages,
@@ -286,11 +286,11 @@ fn drain(lane: &mut impl Pages, mut waiting: usize) -> Result<(), BenchError> {
     result.map_err(BenchError::Fault)
 }
 
-/// Runs `work` on `threads` threads at once, each with its lane and its part; the sum of what they
-/// return, divided by the wall time of the longest.
+/// Runs `work` on `threads` threads at once, each with its lane and its part. Returns the sum of
+/// their results, divided by the time of the slowest thread.
 ///
 /// # Errors
-/// The first error of any thread.
+/// Fails with the first error of any thread.
 pub fn together<L: Pages>(
     lanes: &mut [(L, Part)],
     work: impl Fn(&mut L, &mut Part) -> Result<u64, BenchError> + Sync,

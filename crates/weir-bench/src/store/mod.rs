@@ -1,9 +1,9 @@
-//! `weir bench store`: a store by itself, and the same store under a volume, beside the copy engine
-//! used call by call.
+//! `weir bench store`: a store alone, and the same store under a volume, beside the copy engine
+//! with one call for each request.
 //!
-//! 4 KiB pages at random places, each checked for its number and generation; one wrong page fails
-//! the run. Single operations are timed one by one; deep rows are pages finished by all threads
-//! over the longest thread's time.
+//! The loads use 4 KiB pages in random order. The number and generation of each page are checked;
+//! one wrong page fails the run. Single operations are timed one by one. Deep rows count the pages
+//! finished by all threads, divided by the slowest thread's time.
 
 pub mod batches;
 mod coherence;
@@ -23,28 +23,28 @@ use weir_store::vram::engine::CallError;
 use weir_store::vram::table::{Batch, Direction, Path, Table};
 use weir_store::{Fault, OpenError, StoreUrl};
 
-/// The plan of the run.
+/// The plan of the store benchmark.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// The store.
+    /// The store's URL.
     pub url: StoreUrl,
-    /// How often each row is measured.
+    /// Number of runs of each row.
     pub runs: usize,
-    /// Threads of the deep rows.
+    /// Number of threads of the deep rows.
     pub threads: usize,
-    /// Operations in flight on each of them.
+    /// Number of operations in flight on each of them.
     pub depth: usize,
-    /// How hard memory is given back; several to find out which serves best.
+    /// The efforts of give-backs; several, to find the best.
     pub efforts: Vec<Effort>,
     /// Seconds for each pair of paths of the coherence row.
     pub coherence_seconds: u64,
     /// Shorter measurements, for tests of the benchmark itself.
     pub short: bool,
-    /// Only rows whose id begins with one of these; all if there are none.
+    /// The row ids to run, or the start of them; empty for all.
     pub only: Vec<String>,
 }
 
-/// Why a benchmark gave no figures.
+/// The reason why a benchmark gave no figures.
 #[derive(Debug, thiserror::Error)]
 pub enum BenchError {
     /// The store could not be opened.
@@ -53,10 +53,10 @@ pub enum BenchError {
     /// An operation failed.
     #[error("an operation failed: {0}")]
     Fault(Fault),
-    /// A page came back that is not what was written: the one thing that must never happen.
+    /// A page was read that is not what was written, which must never happen.
     #[error("page {number} is not its generation {generation}")]
     Mismatch {
-        /// Its number.
+        /// The page's number.
         number: u32,
         /// The generation that was written last.
         generation: u32,
@@ -75,19 +75,19 @@ pub enum BenchError {
     Panic,
 }
 
-/// Runs `plan`.
+/// Runs the benchmark by `plan`.
 ///
 /// # Errors
-/// When the store fails, or a page is wrong.
+/// Fails when the store fails, or a page is wrong.
 pub fn run(plan: &Plan) -> Result<Report, BenchError> {
     scenarios::run(plan)
 }
 
-/// Reads and writes `rate` pages a second for `seconds`, half and half and checked: what a
-/// competing job is measured beside. Returns the rate that was reached.
+/// Reads and writes `rate` pages a second for `seconds`, half each, and checks them. A competing
+/// job can be measured beside it. Returns the rate that was reached.
 ///
 /// # Errors
-/// When the store fails, or a page is wrong.
+/// Fails when the store fails, or a page is wrong.
 pub fn hold(url: &StoreUrl, rate: f64, seconds: u64) -> Result<f64, BenchError> {
     let store = weir_store::open(url)?;
     let mut lane = store.lane(16)?;
@@ -107,7 +107,7 @@ pub fn hold(url: &StoreUrl, rate: f64, seconds: u64) -> Result<f64, BenchError> 
 /// The cost of each path of each card, as the store measured it when it was opened.
 ///
 /// # Errors
-/// When the store cannot be opened.
+/// Fails when the store cannot be opened.
 pub fn calibrate(url: &StoreUrl) -> Result<Report, BenchError> {
     let mut report = Report::new("store", 1);
     let StoreUrl::Vram(url) = url else { return Ok(report) };
@@ -132,9 +132,9 @@ pub fn calibrate(url: &StoreUrl) -> Result<Report, BenchError> {
     Ok(report)
 }
 
-/// The choices by these costs: a row for each direction, number of pages, threads at work, and
-/// kind of neighbourhood, with the way as its metric and what it is reckoned to take a thread as
-/// its value. With the kernel there, and with it away.
+/// The paths chosen by these costs. Each row is for a direction, a number of pages, of threads at
+/// work, and neighbours or not. The path is the row's metric, and its estimated time for a thread
+/// is the value. There are rows with the kernel on the card, and without.
 fn choices(table: &Table) -> Vec<Row> {
     let mut rows = Vec::new();
     for (direction, name) in [(Direction::Read, "read"), (Direction::Write, "write")] {

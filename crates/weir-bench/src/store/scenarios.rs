@@ -1,4 +1,4 @@
-//! The rows: what each measures, beside what, and what was promised (SPECIFICATION.md).
+//! The rows: each measurement, its control, and its goal (SPECIFICATION.md).
 
 use super::control::{BareCopy, CopyEngine};
 use super::load::{Kind, Pages, Part, together};
@@ -10,15 +10,15 @@ use weir_store::vram::table::Path;
 use weir_store::vram::{Gpu, VramStore};
 use weir_store::{Store, StoreUrl};
 
-/// Pages that single operations and deep loads touch: 4 GiB, so that no cache of the card (60 MB)
-/// helps.
+/// Number of pages that single operations and deep loads use: 4 GiB, so that no cache of the card
+/// (60 MB) helps.
 const PAGES: u32 = 1 << 20;
-/// Pages of a large operation: 1 MiB.
+/// Number of pages in a large operation: 1 MiB.
 const LARGE: usize = 256;
 /// Time between sporadic operations.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// Seconds for each pair of paths from which on the coherence row has its goal.
+/// The coherence row has its goal if each pair of paths runs for this many seconds or longer.
 const FULL_COHERENCE: u64 = 5;
 
 /// A thread's lane and its part of the pages.
@@ -29,13 +29,13 @@ struct Bench<'a> {
     plan: &'a Plan,
     store: Arc<dyn Store>,
     control: Option<CopyEngine>,
-    /// The first card, where the store is on one.
+    /// The first card, if the store is on one.
     gpu: Option<Arc<Gpu>>,
     report: Report,
     pages: u32,
 }
 
-/// Medians over the runs, for ours and for the control.
+/// Figures over the runs, of the store and of the control.
 #[derive(Default)]
 struct Pair {
     ours: Runs,
@@ -71,7 +71,7 @@ pub fn run(plan: &Plan) -> Result<Report, BenchError> {
     Ok(bench.report)
 }
 
-/// The middle one and the ninety-ninth of a hundred, in microseconds.
+/// The median and the 99th percentile, in microseconds.
 fn middle_and_tail(mut nanoseconds: Vec<u64>) -> (f64, f64) {
     (percentile(&mut nanoseconds, 50.0) as f64 / 1e3, percentile(&mut nanoseconds, 99.0) as f64 / 1e3)
 }
@@ -99,7 +99,7 @@ impl Bench<'_> {
         self.report.rows.push(row);
     }
 
-    /// Times of `count` operations of `kind`, `pause` apart.
+    /// Runs `count` operations of `kind` with `pause` between them; returns their times.
     fn times(
         &self,
         lane: &mut impl Pages,
@@ -110,7 +110,8 @@ impl Bench<'_> {
     ) -> Result<Vec<u64>, BenchError> {
         let mut times = Vec::with_capacity(count);
         if pause.is_none() {
-            // Back to back long enough for the store to have made up its mind about the path.
+            // First run operations without pause, long enough for the store to have chosen its
+            // path.
             let since = Instant::now();
             while since.elapsed() < Duration::from_millis(100) {
                 part.once(lane, kind)?;
@@ -144,8 +145,7 @@ impl Bench<'_> {
             .collect()
     }
 
-    /// The cost of the mapped copy with nothing around it, in the same rhythm: the part that is not
-    /// ours.
+    /// The time of the mapped copy alone, in the same rhythm: the part that is not the store's.
     fn bare_times(&self, kind: Kind, count: usize, pause: Option<Duration>) -> Option<f64> {
         let mut copy = BareCopy::open(self.gpu.as_ref()?, self.pages)?;
         (0..100).for_each(|_| _ = copy.once(kind));
@@ -156,7 +156,7 @@ impl Bench<'_> {
         Some(middle_and_tail((0..count).map(once).collect()).0)
     }
 
-    /// One at a time, back to back and now and then.
+    /// Measures single operations, without pause and with pauses.
     fn single(&mut self) -> Result<(), BenchError> {
         let goals = [
             ("qd1_write", Kind::Write, None, 50_000, Some(0.5), None),
@@ -196,7 +196,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Lanes and parts for every thread, filled.
+    /// Makes a filled part and a lane for every thread.
     fn workers(&self, threads: usize, depth: usize) -> Result<Vec<Worker>, BenchError> {
         let each = self.pages / threads as u32;
         let mut workers = (0..threads)
@@ -206,7 +206,7 @@ impl Bench<'_> {
         Ok(workers)
     }
 
-    /// Says which ways pages went since `before`, so that a wrong choice is seen.
+    /// Prints which paths pages have taken since `before`, so that a wrong choice is seen.
     fn say_ways(&self, id: &str, before: [u64; 3]) {
         let Some(gpu) = &self.gpu else { return };
         let moved = std::array::from_fn::<_, 3, _>(|way| gpu.counters().pages[way] - before[way]);
@@ -219,7 +219,7 @@ impl Bench<'_> {
         self.gpu.as_ref().map_or([0; 3], |gpu| gpu.counters().pages)
     }
 
-    /// All threads, each with as much in flight as it has room for.
+    /// Measures all threads, each with as many operations in flight as it has room for.
     fn deep(&mut self) -> Result<(), BenchError> {
         let rows =
             [("deep_read", 100, Some(12.0)), ("deep_write", 0, Some(12.0)), ("deep_mixed", 70, Some(10.0))];
@@ -233,7 +233,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// The same with 1, 2, 4, ... threads, up to as many as the deep rows have.
+    /// Measures the same with 1, 2, 4, ... threads, up to the number of the deep rows.
     fn scaling(&mut self) -> Result<(), BenchError> {
         let most = self.plan.threads;
         let doubled = std::iter::successors(Some(1), |threads| Some(threads * 2)).take_while(|&it| it < most);
@@ -249,8 +249,8 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Millions of pages a second that so many threads move, `reads` of a hundred by reading, in
-    /// every run.
+    /// Millions of pages a second that `threads` threads move, with `reads` in a hundred as reads,
+    /// in every run.
     fn crowd(&self, id: &str, reads: u32, threads: usize, time: Duration) -> Result<Pair, BenchError> {
         let (depth, time) = (self.plan.depth, self.scaled(time));
         let mut pair = Pair::default();
@@ -271,7 +271,7 @@ impl Bench<'_> {
         Ok(pair)
     }
 
-    /// A megabyte of neighbours at a time.
+    /// Measures a megabyte of neighbours at a time.
     fn large(&mut self) -> Result<(), BenchError> {
         for (id, reads, kind) in [("large_read", 100, Kind::Read), ("large_write", 0, Kind::Write)] {
             if !self.wanted(id) {
@@ -303,7 +303,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// The same store under a volume: page map, records, checksums.
+    /// Measures the same store under a volume, which adds page map, records and checksums.
     fn volume(&mut self) -> Result<(), BenchError> {
         if !["volume_write", "volume_read", "volume_deep_read", "volume_deep_write"]
             .iter()
@@ -358,8 +358,8 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// 16 GiB of chunks, read out and released while four threads use the rest; a quarter of that
-    /// for each of several efforts.
+    /// Measures give-back: 16 GiB of chunks are read and released while four threads use the rest.
+    /// With several efforts, each gives back a quarter of that.
     fn give_back(&mut self) -> Result<(), BenchError> {
         let Some(memory) = self.store.reclaim() else { return Ok(()) };
         let slots = memory.chunk_slots();
@@ -394,7 +394,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Pages written by one path and read by another.
+    /// Checks pages that are written by one path and read by another.
     fn coherence(&mut self, gpu: &Arc<Gpu>) -> Result<(), BenchError> {
         if !self.wanted("coherence") {
             return Ok(());
@@ -413,7 +413,7 @@ impl Bench<'_> {
             }
         }
         if total > 0 {
-            // Every page was compared; a stale one ends the run with an error instead of a row.
+            // Every page was compared; a stale page ends the run with an error instead of a row.
             let row = Row::higher("coherence", "pages_none_stale", total as f64);
             let full = self.plan.coherence_seconds >= FULL_COHERENCE && !self.plan.short;
             self.report.rows.push(if full { row.goal(Goal::Value(1e8)) } else { row });
@@ -421,7 +421,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// The card's power: with the store open, with the kernel resident and idle.
+    /// Measures the card's power: with the store open, and with the kernel resident and idle.
     fn power(&mut self, gpu: &Arc<Gpu>) -> Result<(), BenchError> {
         if !self.wanted("power") {
             return Ok(());
@@ -442,7 +442,8 @@ impl Bench<'_> {
             }
         };
         sample("power_open", false);
-        // The watcher sends the kernel away after idle milliseconds; this puts it back each time.
+        // The watcher takes the kernel off the card after some idle milliseconds; this puts it back
+        // each time.
         let _lane = gpu.lane(16)?;
         sample("power_ring_idle", true);
         Ok(())

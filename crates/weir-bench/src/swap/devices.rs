@@ -1,5 +1,5 @@
-//! The devices that are compared, each set up as the swap that the kernel fills first, and taken
-//! down again.
+//! The devices that are compared. Each is set up as the swap that the kernel fills first, and
+//! removed again.
 
 use super::{Plan, RAM_LOOP, SwapError};
 use rustix::mount::{MountFlags, UnmountFlags};
@@ -17,26 +17,26 @@ use weir_system::program;
 use weir_system::vm::PageCluster;
 use weir_system::zram::Zram;
 
-/// Above every other swap of the machine.
+/// The priority of the measured swap: above every other swap of the machine.
 const PRIORITY: &str = "32000";
-/// How long a server may take to begin, or to end.
+/// Time that a server may take to start, or to end.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The devices that can be swapped to.
+/// The kinds of devices that can carry swap.
 #[derive(Clone, Debug)]
 pub(crate) enum Kind {
-    /// A loop device over memory.
+    /// The device is a loop device over memory.
     RamLoop,
-    /// The kernel's compressed memory.
+    /// The device is zram, the kernel's compressed memory.
     Zram,
-    /// A file on the disk of /var/tmp.
+    /// The device is a file on the disk of /var/tmp.
     File,
-    /// nbdkit's memory plugin, libnbd's nbdfuse, a loop device.
+    /// The device is a loop device over libnbd's nbdfuse, over nbdkit's memory plugin.
     Nbdfuse,
-    /// Weir's FUSE server and a loop device.
+    /// The device is a loop device over Weir's FUSE server.
     Weir {
         spin_us: u32,
-        /// `None`: host memory.
+        /// The store's URL; `None`: host memory.
         store: Option<String>,
     },
 }
@@ -72,7 +72,7 @@ impl Kind {
     }
 }
 
-/// A directory that goes with everything in it.
+/// A directory that is removed with everything in it.
 pub(crate) struct Scratch(PathBuf);
 
 impl Scratch {
@@ -82,7 +82,7 @@ impl Scratch {
         Ok(Scratch(path))
     }
 
-    /// Remembers vm.page-cluster, also for whoever undoes what this process leaves.
+    /// Notes the value of vm.page-cluster, also for a command that cleans up after this process.
     pub fn page_cluster(&self) -> io::Result<PageCluster> {
         PageCluster::kept(&self.0)
     }
@@ -95,7 +95,7 @@ impl Drop for Scratch {
     }
 }
 
-/// A device that is swapped to. Taken down in the order of its fields.
+/// A device that carries swap. Its parts are removed in the order of its fields.
 pub(crate) struct Device {
     name: String,
     swap: Option<Swap>,
@@ -107,7 +107,7 @@ pub(crate) struct Device {
 }
 
 impl Device {
-    /// Sets one up.
+    /// Sets a device up.
     pub fn new(kind: &Kind, plan: &Plan, bytes: u64, scratch: &Scratch) -> Result<Device, SwapError> {
         let say = |what: &str| SwapError::failed(format!("{}: {what}", kind.name()));
         let mut device = Device {
@@ -185,7 +185,7 @@ impl Device {
         &self.name
     }
 
-    /// Takes it down.
+    /// Removes the device.
     pub fn end(mut self) -> Result<(), SwapError> {
         let name = self.name.clone();
         let swap = self.swap.take().expect("taken down once");
@@ -203,7 +203,7 @@ impl Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        // In this order: each lies on the next.
+        // The order matters: each part lies on the next.
         self.swap = None;
         self.looped = None;
         self.zram = None;
@@ -215,10 +215,10 @@ impl Drop for Device {
     }
 }
 
-/// A file system in memory that the kernel never swaps out, whoever lives (`noswap`, Linux 6.4).
-/// Locked memory will not do: its lock ends with its process. Pages that were swapped out onto the
-/// loop device that lies on them would wait for themselves for ever, and that machine's swap with
-/// them.
+/// A file system in memory that the kernel never swaps out, even after this process's end
+/// (`noswap`, Linux 6.4). Locked memory would not do: its lock ends with its process. Then the
+/// memory of the loop device could be swapped out to that very loop device. Its pages would wait
+/// for themselves for ever, and all of the machine's swap with them.
 struct MemoryMount(PathBuf);
 
 impl MemoryMount {
@@ -260,8 +260,8 @@ impl Swap {
         program::run(Command::new("mkswap").arg("--quiet").arg(path))?;
         let mut swapon = Command::new("swapon");
         swapon.args(["--priority", PRIORITY]).arg(path);
-        // Nobody undoes what it does after this process was killed and another has cleaned up.
-        // SAFETY: one system call, which takes no memory and no lock.
+        // If this process is killed and another cleans up, the child must not go on: its changes
+        // would not be undone. SAFETY: one system call, which takes no memory and no lock.
         unsafe {
             swapon.pre_exec(|| Ok(set_parent_process_death_signal(Some(Signal::KILL))?));
         }
@@ -293,7 +293,7 @@ impl Drop for Looped {
     }
 }
 
-/// A FUSE server in a process of its own.
+/// A FUSE server that is a process of its own.
 struct Server(Child);
 
 impl Server {
@@ -301,7 +301,7 @@ impl Server {
         let child = command.stdin(Stdio::null()).stdout(Stdio::null()).spawn()?;
         let mut server = Server(child);
         let begun = Instant::now();
-        // The mount comes first, then the server answers; a look at the size waits for that.
+        // First the mount appears, then the server answers; reading the size waits for that.
         while !is_mounted(file) || !fs::metadata(file).is_ok_and(|meta| meta.len() > 0) {
             if let Some(status) = server.0.try_wait()? {
                 return Err(io::Error::other(format!("it ended at its start: {status}")));

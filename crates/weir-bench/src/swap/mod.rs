@@ -1,13 +1,15 @@
-//! `weir bench swap`: what a page costs that comes back from swap, on Weir and beside it on a RAM
-//! loop, zram, a file on disk and (where they are installed) nbdkit with nbdfuse.
+//! `weir bench swap`: the time of a page that comes back from swap, on Weir, and beside it on a RAM
+//! loop, zram, a file on disk and (if they are installed) nbdkit with nbdfuse.
 //!
 //! Each device in turn is the swap that the kernel fills first. A child process under a memory
-//! limit writes more than it may keep, then touches pages at random, one after the other (the
-//! latency of a major fault), then all of them in order, then stretches of 16 at random places,
-//! then one each 20 ms, which is what a desktop feels. A fault brings its own page only
-//! (vm.page-cluster 0), on every device, unless others are asked for: then each device is measured
-//! at each. Every page is checked. Needs root, loop devices, a memory cgroup of either version, and
-//! no second program that swaps meanwhile.
+//! limit writes more than it may keep. Then it touches pages at random, one after the other, which
+//! gives the latency of a major page fault. Then it reads all of them in order, then stretches of
+//! 16 at random places. At last it touches one each 20 ms, which is what a desktop does.
+//!
+//! A page fault brings only its own page (vm.page-cluster 0) on every device, unless other values
+//! are asked for; then each device is measured at each. Every page is checked. The benchmark needs
+//! root, loop devices, a memory cgroup of either version, and no other program that swaps
+//! meanwhile.
 
 pub(crate) mod devices;
 mod touch;
@@ -20,26 +22,27 @@ use weir_core::ByteSize;
 
 pub use touch::{Touch, touch};
 
-/// The plan of the measurement.
+/// The plan of the swap benchmark.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// The weir program that serves and touches.
+    /// The path of the weir program, which serves and touches.
     pub weir: PathBuf,
     /// Memory that the child writes.
     pub size: ByteSize,
-    /// Of which it may keep so much.
+    /// Memory that the child may keep in RAM.
     pub limit: ByteSize,
     /// Another store of Weir's, as a URL without a size.
     pub store: Option<String>,
-    /// How long faults are timed on each device, one after the other and then one each 20 ms.
+    /// Time for which page faults are timed on each device: one after the other, and then one each
+    /// 20 ms.
     pub time: Duration,
-    /// How often; the figures are medians.
+    /// Number of runs; the figures are medians.
     pub runs: usize,
-    /// Microseconds of the spinning server.
+    /// Microseconds that the spinning server spins.
     pub spin_us: u32,
-    /// The devices to measure; none for all. The RAM loop always is.
+    /// The devices to measure; empty for all. The RAM loop is always measured.
     pub only: Vec<String>,
-    /// Values of vm.page-cluster, each measured on each device.
+    /// The values of vm.page-cluster at which each device is measured.
     pub page_clusters: Vec<u8>,
 }
 
@@ -59,35 +62,35 @@ impl Default for Plan {
     }
 }
 
-/// Why nothing could be measured.
+/// The reason why nothing could be measured.
 #[derive(Debug, thiserror::Error)]
 pub enum SwapError {
     /// This machine lacks something without which nothing can be compared.
     #[error("cannot measure swap here: {0}")]
     Machine(String),
-    /// A name that no device has.
+    /// No device has the given name.
     #[error("{name:?} is no device; accepted: {accepted}")]
     Unknown {
-        /// As given.
+        /// The name that was given.
         name: String,
-        /// Those there are.
+        /// The names of devices.
         accepted: String,
     },
-    /// Something that should have worked.
+    /// A step failed that should have worked.
     #[error("{what}")]
     Failed {
-        /// The step that failed.
+        /// The step's name.
         what: String,
         /// The system's error.
         #[source]
         source: std::io::Error,
     },
-    /// The child read something else than it had written.
+    /// The child read other content than it had written.
     #[error("{mismatches} pages on {device} were not what had been written")]
     Mismatch {
-        /// The device.
+        /// The device's name.
         device: String,
-        /// How many.
+        /// Number of wrong pages.
         mismatches: u64,
     },
 }
@@ -99,7 +102,7 @@ impl SwapError {
     }
 }
 
-/// Several runs on one device.
+/// The figures of several runs on one device.
 #[derive(Default)]
 struct Way {
     fault_p50: Runs,
@@ -127,11 +130,11 @@ impl Way {
 
 const RAM_LOOP: &str = "ram-loop";
 
-/// Measures every device that this machine can have; says on standard error which it cannot, and
-/// why.
+/// Measures every device that this machine can have; prints on standard error which it cannot have,
+/// and why.
 ///
 /// # Errors
-/// When not even the RAM loop works here, or a page is not what was written.
+/// Fails when not even the RAM loop works here, or a page is not what was written.
 pub fn run(plan: &Plan) -> Result<Report, SwapError> {
     let kinds = Kind::all(plan);
     if let Some(name) = plan.only.iter().find(|name| kinds.iter().all(|kind| kind.name() != **name)) {
@@ -143,7 +146,7 @@ pub fn run(plan: &Plan) -> Result<Report, SwapError> {
     let denied = |error| SwapError::Machine(format!("vm.page-cluster cannot be set ({error}); run as root"));
     let setting = scratch.page_cluster().map_err(denied)?;
     let bytes = plan.size.0 + plan.size.0 / 4 + (16 << 20);
-    // Each device with what was measured at each value.
+    // Each device, with its figures at each value.
     let mut ways: Vec<(Kind, Vec<Way>)> = Vec::new();
     let nothing = || plan.page_clusters.iter().map(|_| Way::default()).collect();
     for kind in kinds {
@@ -153,7 +156,7 @@ pub fn run(plan: &Plan) -> Result<Report, SwapError> {
         {
             continue;
         }
-        // Once for each to see whether it works: what does not is left out of every run.
+        // Try each device once: one that does not work is left out of every run.
         match Device::new(&kind, plan, bytes, &scratch) {
             Ok(_) => ways.push((kind, nothing())),
             Err(error) if kind.name() == RAM_LOOP => return Err(error),
@@ -182,7 +185,7 @@ pub fn run(plan: &Plan) -> Result<Report, SwapError> {
     let controls = &ways.iter().find(|(kind, _)| kind.name() == RAM_LOOP).expect("measured first").1;
     for (kind, ways) in ways.iter().filter(|(kind, _)| kind.name() != RAM_LOOP) {
         for ((cluster, way), control) in plan.page_clusters.iter().zip(ways).zip(controls) {
-            // One value needs no name.
+            // A single value needs no name.
             let name = match plan.page_clusters.len() {
                 1 => kind.name().to_owned(),
                 _ => format!("{}_cluster_{cluster}", kind.name()),
@@ -208,7 +211,7 @@ fn rows(name: &str, kind: &Kind, way: &Way, control: &Way) -> Vec<Row> {
             p99 = p99.goal(Goal::Value(150.0));
         }
         Kind::Weir { spin_us: 1.., store: Some(_) } => {
-            // The goal adds the cost of a page of GPU memory over one of the host's.
+            // The goal adds the cost of a page in GPU memory over a page in host memory.
             p50 = p50.goal(Goal::Value(control.fault_p50.median() * 1.6 + 6.0));
             p99 = p99.goal(Goal::Value(150.0));
         }

@@ -1,4 +1,4 @@
-//! The child: writes more than it may keep, and times what comes back.
+//! The child process: writes more than it may keep, and times the pages that come back.
 
 use super::devices::Device;
 use super::{Plan, SwapError};
@@ -13,42 +13,43 @@ use std::time::{Duration, Instant};
 use weir_core::PAGE_SIZE;
 use weir_system::cgroup::Cgroup;
 
-/// The pause before each sporadic fault.
+/// Pause before each sporadic page fault.
 const PAUSE: Duration = Duration::from_millis(20);
-/// Pages that are read in order from each random place: 64 KiB, a small record or a column of a
-/// matrix.
+/// Number of pages that are read in order from each random place: 64 KiB, such as a small record or
+/// a column of a matrix.
 const STRETCH: usize = 16;
-/// Faults that are timed at most.
+/// Most page faults that are timed.
 const FAULTS_MAX: usize = 200_000;
-/// Touches in vain (the page was in RAM) after which there is nothing in swap.
+/// Number of touches whose page was in RAM after which swap counts as empty.
 const VAIN_MAX: u32 = 100_000;
 
-/// The findings of a child.
+/// The figures of a child.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Touch {
-    /// Major faults one after the other: half of them took no longer.
+    /// Median latency of major page faults, one after the other.
     pub fault_p50_us: f64,
-    /// 99 of 100 took no longer.
+    /// 99th percentile of that latency.
     pub fault_p99_us: f64,
-    /// Major faults timed.
+    /// Number of major page faults that were timed.
     pub faults: u64,
-    /// Pages that came in for each of them: more than one is what the kernel read ahead.
+    /// Pages that came in for each page fault: more than one if the kernel read ahead.
     pub pages_per_fault: f64,
-    /// One each 20 ms.
+    /// Median latency with one page fault each 20 ms.
     pub sporadic_p50_us: f64,
-    /// 99 of 100 took no longer.
+    /// 99th percentile of that latency.
     pub sporadic_p99_us: f64,
-    /// While the memory was written for the first time.
+    /// Speed while the memory was written for the first time.
     pub out_mb_per_s: f64,
-    /// While all of it was read in order: memory that the program went through.
+    /// Speed of reading all memory in order, in MB of the program's memory.
     pub in_mb_per_s: f64,
-    /// While stretches of `STRETCH` pages at random places were read in order: the same.
+    /// Speed of reading stretches of `STRETCH` pages in order at random places, in MB of the
+    /// program's memory.
     pub mixed_mb_per_s: f64,
-    /// Pages that were not what had been written.
+    /// Number of pages that were not what had been written.
     pub mismatches: u64,
 }
 
-/// Runs a child on the device, which is the first that the kernel swaps to.
+/// Runs a child with this device as the swap that the kernel fills first.
 pub(super) fn run(plan: &Plan, device: &Device) -> Result<Touch, SwapError> {
     let failed = |what: &str| SwapError::failed(format!("{}: {what}", device.name()));
     let cgroup = Cgroup::new(std::process::id(), plan.limit.0)
@@ -68,10 +69,10 @@ pub(super) fn run(plan: &Plan, device: &Device) -> Result<Touch, SwapError> {
     serde_json::from_str(text.trim()).map_err(|error| failed("the child")(error.into()))
 }
 
-/// The child's work: under the limit before its first page.
+/// Runs the child's work; it enters the limit before its first page.
 ///
 /// # Errors
-/// When it cannot come under the limit, has no memory, or nothing was swapped.
+/// Fails when it cannot enter the limit, has no memory, or nothing was swapped.
 pub fn touch(bytes: u64, time: Duration, entrance: &Path) -> io::Result<Touch> {
     std::fs::write(entrance, "0")?;
     let mut region = Region::new(bytes as usize)?;
@@ -133,20 +134,20 @@ impl Region {
         let pages = bytes / PAGE_SIZE;
         let bytes = pages * PAGE_SIZE;
         let protection = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a fresh private mapping at an address of the kernel's choice disturbs nothing. It
-        // is never unmapped.
+        // SAFETY: a fresh private mapping at an address of the kernel's choice overlaps no other.
+        // It is never unmapped.
         let start = unsafe {
             let start =
                 rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes, protection, MapFlags::PRIVATE)?;
-            // Pages are what is measured, not huge pages. A kernel that has none says EINVAL.
+            // The benchmark measures pages, not huge pages. A kernel without huge pages returns
+            // EINVAL.
             match rustix::mm::madvise(start, bytes, Advice::LinuxNoHugepage) {
                 Ok(()) | Err(rustix::io::Errno::INVAL) => {}
                 Err(error) => return Err(error.into()),
             }
             start
         };
-        // Half of it compresses to nothing, half does not compress: what memory is like, on
-        // average.
+        // Half of the page compresses to nothing, half does not compress: so is memory on average.
         let mut template = [0; PAGE_SIZE];
         let mut state = 1u64;
         for byte in &mut template[..PAGE_SIZE / 2] {
@@ -157,13 +158,13 @@ impl Region {
 
     fn at(&self, page: usize) -> *mut u8 {
         assert!(page < self.pages);
-        // SAFETY: within the mapping.
+        // SAFETY: the address is within the mapping.
         unsafe { self.start.add(page * PAGE_SIZE) }
     }
 
     fn write(&mut self, page: usize) {
         let at = self.at(page);
-        // SAFETY: the page lies within the mapping, which only this thread uses; both ends are
+        // SAFETY: the page lies within the mapping, which only this thread uses; both sides are
         // aligned.
         unsafe {
             at.copy_from_nonoverlapping(self.template.as_ptr(), PAGE_SIZE);
@@ -174,21 +175,22 @@ impl Region {
 
     fn is_right(&self, page: usize) -> bool {
         let at = self.at(page);
-        // SAFETY: as in `write`.
+        // SAFETY: the page lies within the mapping, which only this thread uses.
         let bytes = unsafe { std::slice::from_raw_parts(at, PAGE_SIZE) };
         bytes[..8] == (page as u64).to_ne_bytes()
             && bytes[PAGE_SIZE - 8..] == (!(page as u64)).to_ne_bytes()
             && bytes[8..PAGE_SIZE - 8] == self.template[8..PAGE_SIZE - 8]
     }
 
-    /// Touches pages at random until one has to come from swap; how long that took, in nanoseconds.
+    /// Touches pages at random until one has to come from swap; returns its latency in nanoseconds.
     fn fault(&self, random: &mut u64, mismatches: &mut u64) -> io::Result<u64> {
         for _ in 0..VAIN_MAX {
             let page = (splitmix(random) % self.pages as u64) as usize;
             let at = self.at(page);
             let before = major_faults();
             let begun = Instant::now();
-            // SAFETY: as in `write`; volatile, so that it happens here.
+            // SAFETY: the page lies within the mapping. The read is volatile, so that it happens
+            // here.
             unsafe { at.cast::<u64>().read_volatile() };
             let taken = begun.elapsed();
             if major_faults() > before {
@@ -204,9 +206,9 @@ fn percentiles(taken: &mut [u64]) -> (f64, f64) {
     (percentile(taken, 50.0) as f64 / 1e3, percentile(taken, 99.0) as f64 / 1e3)
 }
 
-/// Of this thread, since its start.
+/// Number of major page faults of this thread since its start.
 fn major_faults() -> i64 {
-    // SAFETY: all zeros is a valid `rusage`, and the call fills in the one it is given.
+    // SAFETY: a `rusage` of zeros is valid, and the call fills in the one that it is given.
     unsafe {
         let mut usage: libc::rusage = std::mem::zeroed();
         libc::getrusage(libc::RUSAGE_THREAD, &raw mut usage);
@@ -214,7 +216,7 @@ fn major_faults() -> i64 {
     }
 }
 
-/// Pages swapped (in, out) by the whole machine since it booted.
+/// Number of pages swapped in and out by the whole machine since it booted.
 fn swapped() -> io::Result<(u64, u64)> {
     let text = std::fs::read_to_string("/proc/vmstat")?;
     let number = |key: &str| {

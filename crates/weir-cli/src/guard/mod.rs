@@ -1,9 +1,9 @@
-//! Work that changes the machine for a while runs in a child of this process, which puts everything
-//! back whatever ends that child: its own end, a signal, a crash. Where both are killed, the next
-//! command that has a guard does it, and `weir off`.
+//! Runs work that changes the machine for a while in a child of this process. The process undoes
+//! the changes, whatever ends the child: its own end, a signal, a crash. If both are killed, the
+//! next command that has a guard does so, and so does `weir off`.
 //!
-//! All that such a child leaves can be found by the number of its process, which is part of each
-//! name that it makes.
+//! The child's process number is part of each name that it makes, so all that it leaves can be
+//! found.
 
 pub mod swap;
 
@@ -25,23 +25,23 @@ use std::thread;
 use std::time::{Duration, Instant};
 use weir_system::signals;
 
-/// Tells the child who guards it.
+/// Tells the child which process guards it.
 const ENVIRONMENT: &str = "WEIR_GUARD";
-/// How long a server may take to end in good order.
+/// Time that a server may take to end in good order.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// The beginnings of a child's names.
+/// The start of the names that a child makes.
 const OURS: [&str; 2] = ["weir-bench-", "weir-try-"];
 
-/// Runs `work` in a child, and undoes what it leaves. `elsewhere` is where it makes files besides
-/// the usual directories.
+/// Runs `work` in a child, and undoes what it leaves. `elsewhere` is a directory in which it makes
+/// files, besides the usual ones.
 ///
 /// # Errors
-/// Those of `work`, or that it was interrupted, or what cannot be undone.
+/// Fails with the errors of `work`, and when it was interrupted or something cannot be undone.
 pub fn run(elsewhere: Option<&Path>, work: impl FnOnce() -> Result<(), Failure>) -> Result<(), Failure> {
     let guard = std::env::var(ENVIRONMENT).ok().and_then(|text| text.parse().ok());
     if guard.is_some() && guard == parent() {
-        // Both are killed, or none: what is left over is undone by others then, and nothing is
-        // added to it.
+        // Both are killed, or neither: then another command undoes the changes, and nothing is
+        // added to them.
         rustix::process::set_parent_process_death_signal(Some(Signal::KILL)).map_err(Failure::failed)?;
         return if guard == parent() { work() } else { Err(Failure::Said) };
     }
@@ -52,7 +52,7 @@ pub fn run(elsewhere: Option<&Path>, work: impl FnOnce() -> Result<(), Failure>)
         let tell = tell.try_clone().map_err(Failure::failed)?;
         signal_hook::low_level::pipe::register(signal, tell).map_err(Failure::failed)?;
     }
-    // Programs that the child has started are this process's, once the child is dead.
+    // When the child is dead, programs that it started become children of this process.
     rustix::process::set_child_subreaper(Some(rustix::process::getpid())).map_err(Failure::failed)?;
     let mut words = std::env::args_os();
     let mut child = Command::new("/proc/self/exe")
@@ -69,7 +69,7 @@ pub fn run(elsewhere: Option<&Path>, work: impl FnOnce() -> Result<(), Failure>)
     }
     match (status.code(), status.signal()) {
         (Some(0), _) => Ok(()),
-        // It has said why.
+        // The child has printed the reason.
         (Some(code), _) => std::process::exit(code),
         (None, signal) => Err(Failure::Failed(format!(
             "the process that did the work was ended by signal {}; what it changed is as it was",
@@ -78,10 +78,10 @@ pub fn run(elsewhere: Option<&Path>, work: impl FnOnce() -> Result<(), Failure>)
     }
 }
 
-/// Undoes what commands left that were killed with their guards.
+/// Undoes the changes of commands that were killed with their guards.
 ///
 /// # Errors
-/// The first thing that cannot be undone.
+/// Fails with the first thing that cannot be undone.
 pub fn clear_up(elsewhere: Option<&Path>) -> Result<(), Failure> {
     let mut pids: Vec<u32> = entries(elsewhere).iter().filter_map(|path| maker(path)).collect();
     pids.sort_unstable();
@@ -89,14 +89,14 @@ pub fn clear_up(elsewhere: Option<&Path>) -> Result<(), Failure> {
     pids.into_iter().filter(|pid| is_left(*pid)).try_for_each(|pid| undo(pid, elsewhere))
 }
 
-/// Whether process `pid` has come to its end, or comes to it here, because its guard is gone.
+/// Whether process `pid` has ended, or is ended here because its guard is gone.
 fn is_left(pid: u32) -> bool {
     let Some(process) = Pid::from_raw(pid as i32) else { return true };
     let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
     let mut variables = environment.split(|byte| *byte == 0);
     let guard = variables.find_map(|it| it.strip_prefix(format!("{ENVIRONMENT}=").as_bytes()));
     let guard = guard.and_then(|number| Pid::from_raw(std::str::from_utf8(number).ok()?.parse().ok()?));
-    // One without a guard is a stranger, to whom the number was given since.
+    // A process without a guard is another program, which got the number since.
     if guard.is_some_and(is_gone) || is_exiting(process) {
         end(&[process], Signal::KILL);
     }
@@ -107,7 +107,7 @@ fn parent() -> Option<u32> {
     Some(rustix::process::getppid()?.as_raw_nonzero().get() as u32)
 }
 
-/// Waits for the child's end, and brings it about if a signal comes.
+/// Waits for the child's end, and ends it if a signal comes.
 fn watch(child: &mut Child, told: &UnixStream) -> io::Result<ExitStatus> {
     let pidfd = rustix::process::pidfd_open(Pid::from_child(child), PidfdFlags::empty())?;
     loop {
@@ -126,11 +126,11 @@ fn watch(child: &mut Child, told: &UnixStream) -> io::Result<ExitStatus> {
     }
 }
 
-/// Puts back what process `pid`, which is dead, has changed.
+/// Undoes the changes of process `pid`, which is dead.
 fn undo(pid: u32, elsewhere: Option<&Path>) -> Result<(), Failure> {
     let left: Vec<PathBuf> = entries(elsewhere).into_iter().filter(|path| maker(path) == Some(pid)).collect();
-    // Those that serve a device are needed until nothing uses it. What one that ends has started
-    // comes to this process.
+    // Servers of a device are needed until nothing uses it. Children of a server that ends become
+    // children of this process.
     let begun = Instant::now();
     while begun.elapsed() < PATIENCE {
         let others: Vec<Pid> = children().into_iter().filter(|child| !names(*child, &left)).collect();
@@ -161,7 +161,7 @@ fn undo(pid: u32, elsewhere: Option<&Path>) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Files and directories with a name of ours that are this user's.
+/// Files and directories of this user with a name that a child makes.
 fn entries(elsewhere: Option<&Path>) -> Vec<PathBuf> {
     let mut places = vec![std::env::temp_dir(), PathBuf::from("/var/tmp")];
     places.extend(elsewhere.map(Path::to_owned));
@@ -182,7 +182,7 @@ fn maker(path: &Path) -> Option<u32> {
     name.split('-').find_map(|part| part.parse().ok())
 }
 
-/// The processes that this one is to wait for.
+/// The children of this process.
 fn children() -> Vec<Pid> {
     let pid = std::process::id();
     let text = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
@@ -196,19 +196,19 @@ fn processes() -> Vec<Pid> {
     pids.filter(|pid| *pid != own).collect()
 }
 
-/// Whether a process was started with one of these paths, or something in it.
+/// Whether a process was started with one of these paths, or a path below one.
 fn names(process: Pid, paths: &[PathBuf]) -> bool {
     let line = fs::read(format!("/proc/{}/cmdline", process.as_raw_nonzero())).unwrap_or_default();
     let is_named = |path: &PathBuf| {
         let path = path.as_os_str().as_bytes();
         let mut at = line.windows(path.len()).enumerate().filter(|(_, window)| *window == path);
-        // Not one whose number only begins like this one.
+        // The path must not be followed by a digit: that is another number.
         at.any(|(at, _)| !line.get(at + path.len()).is_some_and(u8::is_ascii_digit))
     };
     paths.iter().any(is_named)
 }
 
-/// Ends processes, and waits for them; by SIGKILL where they take too long.
+/// Ends processes, and waits for them; uses SIGKILL if they take too long.
 fn end(processes: &[Pid], signal: Signal) {
     let mut left = processes.to_vec();
     left.retain(|process| kill_process(*process, signal).is_ok());
@@ -226,34 +226,34 @@ fn end(processes: &[Pid], signal: Signal) {
     }
 }
 
-/// Whether a process is dead; one that is this process's to wait for is waited for.
+/// Whether a process is dead. Waits for it if it is a child of this process.
 fn is_gone(process: Pid) -> bool {
     match rustix::process::waitid(WaitId::Pid(process), WaitIdOptions::EXITED | WaitIdOptions::NOHANG) {
         Ok(found) => found.is_some(),
         Err(_) => {
             let stat =
                 fs::read_to_string(format!("/proc/{}/stat", process.as_raw_nonzero())).unwrap_or_default();
-            // Dead, and its parent has not looked yet.
+            // The process is dead, and its parent has not waited for it yet.
             stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with(['Z', 'X']))
         }
     }
 }
 
-/// Whether a process is on its way out, which takes as long as it has memory to give back; its
-/// environment goes first.
+/// Whether a process is about to exit. That takes as long as it has memory to free; its environment
+/// goes first.
 fn is_exiting(process: Pid) -> bool {
-    // include/linux/sched.h
+    // The flag's value is from include/linux/sched.h.
     const PF_EXITING: u32 = 4;
     let stat = fs::read_to_string(format!("/proc/{}/stat", process.as_raw_nonzero())).unwrap_or_default();
-    // proc_pid_stat(5): the ninth field, and the name before it may have blanks.
+    // proc_pid_stat(5) has the flags in field nine; the name before may have blanks.
     let flags = stat.rsplit_once(") ").and_then(|(_, rest)| rest.split(' ').nth(6)?.parse::<u32>().ok());
     flags.is_some_and(|flags| flags & PF_EXITING != 0)
 }
 
-/// All mount points.
+/// The paths of all mount points.
 fn mounts() -> Vec<PathBuf> {
     let table = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
-    // No name of ours has a blank, which would be written otherwise.
+    // The names here have no blanks, which the table would write otherwise.
     table.lines().filter_map(|line| line.split(' ').nth(1).map(PathBuf::from)).collect()
 }
 
@@ -276,7 +276,7 @@ mod tests {
         let mut sleeper =
             Command::new("sh").args(["-c", "sleep 60", "sh"]).arg(directory.join("x")).spawn().unwrap();
         let pid = Pid::from_child(&sleeper);
-        // It runs this program until it runs its own.
+        // A child runs this program until it runs its own.
         let begun = Instant::now();
         while !names(pid, std::slice::from_ref(&directory)) && begun.elapsed() < PATIENCE {
             thread::sleep(Duration::from_millis(1));

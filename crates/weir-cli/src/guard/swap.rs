@@ -1,4 +1,4 @@
-//! The names of what a benchmark of swap makes, and how what a killed one left is taken down.
+//! The names that a benchmark of swap makes, and the removal of what a killed one left.
 
 use rustix::io::Errno;
 use std::path::{Path, PathBuf};
@@ -10,27 +10,27 @@ use weir_system::swaps;
 use weir_system::vm::PageCluster;
 use weir_system::zram::{self, Zram};
 
-/// How often a swap is looked at that somebody else turns on or off.
+/// Time between two looks at a swap that another process turns on or off.
 const LOOK: Duration = Duration::from_millis(10);
-/// How long somebody else may take to turn it on or off.
+/// Time that another process may take to turn it on or off.
 const OTHERS: Duration = Duration::from_secs(30);
 
-/// The directory of a process's run: its sockets and files, and notes of what it changes.
+/// The directory of a process's run: it holds sockets, files, and notes of the changes.
 pub fn scratch_path(pid: u32) -> PathBuf {
     PathBuf::from(format!("/var/tmp/weir-bench-swap-{pid}"))
 }
 
-/// Turns off the swap of run `pid`, which is dead, takes its devices away and puts the kernel's
-/// setting back. What serves those devices must live until this returns. `scratch` is the directory
-/// of that run; of any other nothing is undone.
+/// Turns off the swap of run `pid`, which is dead, removes its devices and restores the kernel's
+/// setting. The servers of those devices must live until this returns. `scratch` is the directory
+/// of that run; only changes of that run are undone.
 ///
 /// # Errors
-/// The first thing that stays, to be tried again.
+/// Fails with the first thing that stays, to be tried again.
 pub fn undo(scratch: &Path, pid: u32) -> io::Result<()> {
     if scratch.file_name() != scratch_path(pid).file_name() {
         return Ok(());
     }
-    // As the kernel shows it.
+    // The path as the kernel shows it.
     let scratch = &fs::canonicalize(scratch)?;
     let cgroup = Cgroup::of(pid);
     cgroup.kill();
@@ -61,9 +61,9 @@ fn loops() -> Vec<LoopDevice> {
     names.filter_map(|name| LoopDevice::find(&Path::new("/dev").join(name)).ok()).collect()
 }
 
-/// Turns swap off where it is on. The kernel lists a swap already while swapon(2) is at work, and
-/// still while another swapoff(2) is: it answers `EINVAL` then (mm/swapfile.c: the area is not
-/// `SWP_WRITEOK`), and a moment later one or the other is done.
+/// Turns swap off if it is on. The kernel lists a swap already while swapon(2) is at work, and
+/// still while another swapoff(2) is. It then returns `EINVAL` (mm/swapfile.c: the area is not
+/// `SWP_WRITEOK`), and a moment later either is done.
 fn swapoff(path: &Path) -> io::Result<()> {
     let begun = Instant::now();
     while swaps::is_on(path) {

@@ -1,5 +1,5 @@
-//! Servers for the tests of this folder, in a process that is sealed once the first of them runs:
-//! an allocation on an I/O thread, on whatever way through the server, aborts the test.
+//! Servers for the tests of this folder, in a process that is sealed once the first of them runs.
+//! An allocation on an I/O thread, on any path through the server, aborts the test.
 #![allow(dead_code, reason = "each test file uses its part of it")]
 
 use std::fmt::Write;
@@ -15,14 +15,14 @@ use weir_export::nbd::{Config, Listen, Server};
 use weir_store::{Host, Store};
 use weir_volume::Volume;
 
-/// How long a machine with other things to do may take for what takes no time. Only a hang is
+/// Time limit for actions that take almost no time, on a machine with other work. Only a hang takes
 /// longer.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
 #[global_allocator]
 static ALLOCATOR: SealedAllocator = SealedAllocator;
 
-/// Lines of a log, in memory taken beforehand: logging happens on I/O threads.
+/// Lines of a log, in memory taken in advance: logging happens on I/O threads.
 struct Lines(String);
 
 impl Write for Lines {
@@ -34,7 +34,7 @@ impl Write for Lines {
     }
 }
 
-/// A server on a unix socket of its own, and the lines that it logged.
+/// A server on a unix socket of its own, with the lines that it logged.
 pub struct Served {
     pub server: Option<Server>,
     pub volume: Arc<Volume>,
@@ -48,7 +48,7 @@ impl Served {
         Served::over(name, pages, config, |slots| Arc::new(Host::new(slots).unwrap()))
     }
 
-    /// Serves `pages` pages of the store that `open` makes with so many slots.
+    /// Serves `pages` pages of the store that `open` makes with that many slots.
     pub fn over(name: &str, pages: u32, config: &Config, open: impl FnOnce(u32) -> Arc<dyn Store>) -> Served {
         let shape = weir_volume::Config { pages, lanes: config.connections, depth: 256 };
         let volume = Volume::create(shape, vec![open(shape.slots())]).unwrap();
@@ -74,7 +74,7 @@ impl Served {
         Client::unix(&self.socket, &Wish::default()).unwrap()
     }
 
-    /// A client that takes simple replies only, as the kernel does.
+    /// A client that takes only simple replies, as the kernel does.
     pub fn simple_client(&self) -> Client {
         let wish = Wish { structured: false, allocation: false, ..Wish::default() };
         Client::unix(&self.socket, &wish).unwrap()
@@ -107,7 +107,7 @@ impl Served {
     }
 }
 
-/// Few connections: each takes about a megabyte.
+/// A configuration with few connections: each takes about a megabyte.
 pub fn few() -> Config {
     Config { connections: 4, ..Config::default() }
 }
@@ -135,7 +135,7 @@ pub fn page(seed: u64) -> Vec<u8> {
     noise(seed, PAGE_SIZE)
 }
 
-/// Whether a program can be run; says once a test that it is skipped otherwise.
+/// Whether a program can be run; if not, prints once that the test is skipped.
 pub fn have(program: &str, package: &str) -> bool {
     let found = Command::new(program).arg("--version").output().is_ok();
     if !found {

@@ -1,4 +1,4 @@
-//! The parameter of the kernel's module that says whether FUSE may use rings, for the time of a
+//! The parameter of the kernel's module that says whether FUSE may use rings, set for the time of a
 //! test.
 
 use std::fs::{self, File};
@@ -6,15 +6,15 @@ use std::path::Path;
 
 const PARAMETER: &str = "/sys/module/fuse/parameters/enable_uring";
 
-/// The parameter as a test wants it. Put back when dropped; one test of the machine at a time has
-/// it.
+/// The parameter as a test needs it. It is restored when dropped; one test of the machine at a time
+/// has it.
 pub struct EnableUring {
     was: String,
     _lock: File,
 }
 
 impl EnableUring {
-    /// Sets it; `None`, having said why, where that cannot be.
+    /// Sets the parameter. `None`, after printing the reason, if that is impossible.
     pub fn set(value: &str) -> Option<EnableUring> {
         if !Path::new(PARAMETER).exists() {
             println!("\nskipped: this kernel has no FUSE over io_uring (no {PARAMETER})");

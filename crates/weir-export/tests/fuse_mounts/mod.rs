@@ -28,7 +28,8 @@ pub fn volume(pages: u32, threads: usize) -> Arc<Volume> {
     Volume::create(shape, vec![Arc::new(Host::new(shape.slots()).unwrap())]).unwrap()
 }
 
-/// A server over a file of its own; `None`, having said why, where this machine cannot mount.
+/// Starts a server over a file of its own. `None`, after printing the reason, if this machine
+/// cannot mount.
 pub fn serve(volume: &Arc<Volume>, config: &Config, point: &Path) -> Option<Server> {
     match Server::start(volume, config, point, &quiet()) {
         Ok(server) => {
@@ -43,7 +44,7 @@ pub fn serve(volume: &Arc<Volume>, config: &Config, point: &Path) -> Option<Serv
     }
 }
 
-/// The descriptors of a server that a keeper would hold, by name.
+/// The descriptors that a keeper would hold for a server, by name.
 pub fn kept(server: &Server) -> HashMap<String, OwnedFd> {
     let handoffs = server.handoffs().into_iter();
     handoffs.map(|handoff| (handoff.name, handoff.fd.try_clone_to_owned().unwrap())).collect()
@@ -62,7 +63,7 @@ pub fn content(seed: u64, bytes: usize) -> Vec<u8> {
     (0..bytes).map(|_| byte()).collect()
 }
 
-/// Waits for what the kernel or another process is about to do.
+/// Waits for an action of the kernel or another process.
 pub fn eventually(what: &str, mut done: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !done() {

@@ -1,4 +1,4 @@
-//! How a table knows that the last reference to a page is back.
+//! Reference counts of pages: they tell a table when the last reference to a page has come back.
 
 mod owned;
 mod shared;
@@ -8,19 +8,19 @@ pub use shared::SharedCounts;
 
 use crate::token::Place;
 
-/// Counts the references of each page. [`NoCounts`] for callers that count elsewhere (as Linux'
-/// page pool does), [`OwnedCounts`] for the pages of one table, [`SharedCounts`] where several
-/// tables lend the same pages.
+/// Counts the references of each page. [`NoCounts`] is for callers that count elsewhere (as Linux'
+/// page pool does), [`OwnedCounts`] for the pages of one table, and [`SharedCounts`] for pages that
+/// several tables lend.
 pub trait PageCounts {
-    /// Notes one more reference. `false` when there is no such page, or its count is full: nothing
-    /// is noted.
+    /// Notes one more reference. Returns `false`, and notes nothing, if there is no such page or
+    /// its count is full.
     fn take(&mut self, place: Place) -> bool;
 
-    /// Notes that a reference is back. `true` when it was the page's last.
+    /// Notes that a reference has come back. Returns `true` if it was the page's last.
     fn give(&mut self, place: Place) -> bool;
 }
 
-/// Counts nothing and takes no memory: every return says that it was not the last.
+/// Counts nothing and takes no memory: no return counts as the last.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct NoCounts;
 
@@ -36,15 +36,15 @@ impl PageCounts for NoCounts {
     }
 }
 
-/// The index of each region's first page in one array of all pages.
+/// The index of each region's first page, in one array of all pages.
 #[derive(Clone, Debug)]
 struct Regions {
-    /// First page and number of pages of each region; absent regions have none.
+    /// The first page and the number of pages of each region; absent regions have none.
     spans: alloc::boxed::Box<[(usize, u32)]>,
 }
 
 impl Regions {
-    /// The regions, and how many pages they have in all.
+    /// Makes the regions; also returns the number of all their pages.
     fn new(pages: &[u32]) -> (Self, usize) {
         let mut end = 0;
         let spans = pages

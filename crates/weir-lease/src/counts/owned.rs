@@ -6,18 +6,18 @@ use alloc::vec::Vec;
 use super::{PageCounts, Regions};
 use crate::token::Place;
 
-/// Set in a page's byte while more of its count lies in `rest`.
+/// The bit of a page's byte that says: more of its count is in `rest`.
 const MORE: u8 = 1 << 7;
-/// The most that a byte counts itself.
+/// The highest count of a byte alone.
 const FULL: u8 = MORE - 1;
-/// The count that moves to `rest` when a byte is full, and comes back when it is empty. Half of it,
-/// so that a count that goes up and down by one does not move anything each time.
+/// The count that moves to `rest` when a byte is full, and comes back when it is empty. It is half
+/// of the byte's range, so that a count that goes up and down by one does not move each time.
 const MOVED: u8 = 64;
 
-/// Counts of the pages that one table lends: a byte a page, which is what keeps them in the cache,
-/// and four more for pages that are out more than 127 times at once. Memory comes zeroed from the
-/// system, which gives it when it is first written: so pages that were never lent take none, and
-/// neither do four bytes that are not needed.
+/// Counts of the pages that one table lends. Each page has a byte, so that the counts stay in the
+/// cache, and four more bytes for pages with more than 127 references at once. The system gives the
+/// memory, all zeros, when it is first written. So pages that were never lent take none, nor do the
+/// four bytes if they are not needed.
 #[derive(Clone, Debug)]
 pub struct OwnedCounts {
     regions: Regions,
@@ -26,20 +26,20 @@ pub struct OwnedCounts {
 }
 
 impl OwnedCounts {
-    /// Counts for regions of so many pages each, region 0 first; at most 256 regions.
+    /// Makes counts for regions of this many pages each, region 0 first; at most 256 regions.
     pub fn new(region_pages: &[u32]) -> Self {
         let (regions, pages) = Regions::new(region_pages);
         OwnedCounts { regions, bytes: vec![0; pages], rest: vec![0; pages] }
     }
 
-    /// References out of a page, or `None` if there is no such page.
+    /// Number of references to a page that are out, or `None` if there is no such page.
     pub fn of(&self, place: Place) -> Option<u64> {
         let index = self.regions.index(place)?;
         Some(u64::from(self.bytes[index] & FULL) + u64::from(MOVED) * u64::from(self.rest[index]))
     }
 
-    /// Bytes that the counts take when every page has been out more than 127 times at once; a fifth
-    /// of it when none has.
+    /// Bytes of the counts if every page has had more than 127 references at once; a fifth of it if
+    /// none has.
     pub fn bytes(&self) -> usize {
         size_of_val(&self.bytes[..]) + size_of_val(&self.rest[..]) + size_of_val(&self.regions.spans[..])
     }

@@ -1,4 +1,4 @@
-//! Counts that several tables, each on its own thread, share.
+//! Counts that several tables share, each on its own thread.
 
 use super::{PageCounts, Regions};
 use crate::token::Place;
@@ -15,13 +15,13 @@ use {
     core::sync::atomic::{AtomicU32, Ordering, fence},
 };
 
-/// References to one page that may be out; as far below the counter's end as threads cannot reach
+/// Most references to one page: so far below the counter's end that threads cannot reach it
 /// together.
 const COUNT_MAX: u32 = u32::MAX / 2;
 
-/// Counts of pages that several tables lend. Give each table a clone. One atomic addition for each
-/// reference taken and one for each returned; of all tables exactly one learns that a page's last
-/// reference is back.
+/// Counts of pages that several tables lend. Give each table a clone. Each reference taken is one
+/// atomic addition, and each one returned another. Exactly one of all tables learns that a page's
+/// last reference has come back.
 ///
 /// ```
 /// use weir_lease::{Geometry, Place, SharedCounts, Table};
@@ -42,8 +42,8 @@ const COUNT_MAX: u32 = u32::MAX / 2;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// As with an `Arc`, only somebody who knows the page to be alive may take a reference to it: a
-/// page whose last return was reported must not be lent again until its owner says so.
+/// As with an `Arc`, only a holder that knows the page to be alive may take a reference to it. A
+/// page whose last return was reported must not be lent again until its owner allows it.
 #[derive(Clone, Debug)]
 pub struct SharedCounts {
     regions: Regions,
@@ -51,19 +51,19 @@ pub struct SharedCounts {
 }
 
 impl SharedCounts {
-    /// Counts for regions of so many pages each, region 0 first; at most 256 regions.
+    /// Makes counts for regions of this many pages each, region 0 first; at most 256 regions.
     pub fn new(region_pages: &[u32]) -> Self {
         let (regions, pages) = Regions::new(region_pages);
         let counts = (0..pages).map(|_| AtomicU32::new(0)).collect();
         SharedCounts { regions, counts: Arc::new(counts) }
     }
 
-    /// References out of a page in all tables, or `None` if there is no such page.
+    /// Number of references to a page in all tables, or `None` if there is no such page.
     pub fn of(&self, place: Place) -> Option<u32> {
         self.regions.index(place).map(|index| self.counts[index].load(Ordering::Relaxed))
     }
 
-    /// Bytes that the counts take, once for all clones.
+    /// Bytes of the counts, which all clones share.
     pub fn bytes(&self) -> usize {
         size_of_val(&self.counts[..]) + size_of_val(&self.regions.spans[..])
     }
@@ -73,7 +73,8 @@ impl PageCounts for SharedCounts {
     #[inline]
     fn take(&mut self, place: Place) -> bool {
         let Some(index) = self.regions.index(place) else { return false };
-        // Relaxed, as in Arc::clone: whoever takes knows the page to be alive by other means.
+        // Relaxed suffices, as in Arc::clone: the taker knows by other means that the page is
+        // alive.
         if self.counts[index].fetch_add(1, Ordering::Relaxed) >= COUNT_MAX {
             self.counts[index].fetch_sub(1, Ordering::Relaxed);
             return false;

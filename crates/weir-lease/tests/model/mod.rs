@@ -1,4 +1,4 @@
-//! The duties of a table, written the obvious way.
+//! A model of a table, written the obvious way.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -1,17 +1,17 @@
-//! A filter over any page lane: it answers late, finds no room, and fails, as a seed says.
+//! A filter over any page lane: it answers late, has no room, and fails, by a seed.
 
 use std::os::fd::BorrowedFd;
 use std::time::Instant;
 use weir_core::{PAGE_SIZE, PageBytes, PageNo};
 use weir_device::{Done, Fault, PageLane, Progress, Ticket};
 
-/// The filter's faults, in percent of operations.
+/// The filter's faults, each in percent of operations.
 #[derive(Clone, Copy, Debug)]
 pub struct Mood {
     pub late: u64,
     pub full: u64,
     pub fails: u64,
-    /// Polls that a late operation waits for at most.
+    /// Most polls that a late operation waits for.
     pub polls: u64,
 }
 
@@ -28,7 +28,7 @@ pub struct Moody<L> {
     mood: Mood,
     state: u64,
     held: Vec<(Ticket, PageNo, Held, u64)>,
-    /// Flushes that reached the device below.
+    /// Number of flushes that reached the device below.
     pub flushes: usize,
 }
 

@@ -1,4 +1,4 @@
-//! The claims that need no model.
+//! Claims of the suite that need no model.
 
 use super::content::{content, label};
 use super::harness::{Kind, PATIENCE, Watched};
@@ -33,8 +33,8 @@ pub fn a_lane_has_room_for_its_depth(store: &dyn Store) {
     }
 }
 
-/// Every lane, on any thread, reads the pages that a lane has written past the caches and settled;
-/// a store without that way refuses it, and writes nothing.
+/// Pages that a lane has written past the caches and settled are read by every lane, on any thread.
+/// A store that cannot write so refuses, and writes nothing.
 pub fn pages_written_past_the_caches_are_there_once_settled(store: &dyn Store) {
     let mut writer = store.lane(4).expect("a lane");
     let slots: Vec<Slot> = (0..64.min(store.slots())).rev().map(Slot).collect();
@@ -64,7 +64,7 @@ pub fn pages_written_past_the_caches_are_there_once_settled(store: &dyn Store) {
 }
 
 /// Slots side by side are written, and read, as one operation, whose pages are answered in the
-/// order of the slots; a store that has no such way now takes none.
+/// order of the slots. A store that cannot do that now takes none.
 pub fn a_run_is_one_operation_and_comes_back_in_order(store: &dyn Store) {
     const DEPTH: usize = 16;
     for (serial, start) in (1..).zip((0..store.slots()).step_by(7).take(30)) {
@@ -110,7 +110,7 @@ fn drain(lane: &mut dyn Lane, done: &mut dyn FnMut(Done<'_>)) {
     }
 }
 
-/// Operations in flight have no effect on a later lane once their own is dropped.
+/// Once a lane is dropped, its operations in flight have no effect on a later lane.
 pub fn a_lane_may_be_dropped_with_operations_in_flight(store: &dyn Store) {
     for serial in 1..20 {
         let mut dropped = Watched::open(store, 8);
@@ -153,8 +153,8 @@ pub fn a_lane_may_move_to_another_thread(store: &dyn Store) {
     drop(lane.into_lane());
 }
 
-/// A chunk that was released faults as lost; taken again, it works and shows nothing of what it
-/// held. A store that cannot do so refuses.
+/// A released chunk faults as lost. Taken again, it works and shows nothing of its old content. A
+/// store that cannot release chunks refuses.
 pub fn a_released_chunk_faults_and_comes_back_empty(store: &dyn Store) {
     let Some(memory) = store.reclaim() else { return };
     let chunks = store.slots().div_ceil(memory.chunk_slots());
@@ -163,7 +163,7 @@ pub fn a_released_chunk_faults_and_comes_back_empty(store: &dyn Store) {
     let last = Slot(store.slots() - 1);
     let mut lane = Watched::open(store, 4);
     let mut elsewhere = Watched::open(store, 4);
-    // A disk that cannot discard.
+    // The disk cannot discard.
     if memory.release(chunk) == Err(Fault::Unsupported) {
         return;
     }
@@ -201,7 +201,7 @@ pub fn a_slot_outside_the_store_is_a_fault(store: &dyn Store) {
     }
 }
 
-/// Four threads at once, each with a lane of its own on every fourth slot, each finding what it
+/// Four threads work at once. Each has a lane of its own on every fourth slot, and finds what it
 /// wrote last.
 pub fn threads_with_lanes_of_their_own_do_not_disturb_one_another(store: &dyn Store) {
     const THREADS: u32 = 4;
@@ -237,8 +237,8 @@ pub fn threads_with_lanes_of_their_own_do_not_disturb_one_another(store: &dyn St
     });
 }
 
-/// A thread that sleeps on the wake_fd between polls gets everything, and is left alone when there
-/// is nothing.
+/// A thread that sleeps on the wake_fd between polls gets every completion, and is not woken when
+/// there is none.
 pub fn waiting_on_the_wake_fd_finds_every_completion(store: &dyn Store) {
     let mut lane = Watched::open(store, 16);
     let slots = 16.min(store.slots());
@@ -249,8 +249,7 @@ pub fn waiting_on_the_wake_fd_finds_every_completion(store: &dyn Store) {
         }
         finished.append(&mut lane.drain());
         assert_eq!(finished.len(), slots as usize);
-        // A poll that finds nothing clears what may have been left over from one that found
-        // several.
+        // A poll without a completion clears a wake-up that is left over from a poll with several.
         assert!(lane.poll().is_empty());
         assert_ne!(lane.wakes(), Some(true), "an idle lane keeps its thread awake");
     }

@@ -1,9 +1,9 @@
-//! Pages that tell where they belong.
+//! Test pages whose content tells in which slot they belong.
 
 use weir_core::{PAGE_SIZE, PageBytes, Slot};
 
-/// The content of the `serial`-th write of `slot`: different in every word from every other one, so
-/// that a page in the wrong place, an older one and a mixture of two all show.
+/// The content of the `serial`-th write of `slot`. It differs in every word from every other
+/// content. So a page in the wrong slot, an older one, and a mixture of two are all noticed.
 pub fn content(slot: Slot, serial: u32) -> PageBytes {
     let mut page = [0; PAGE_SIZE];
     let mut state = u64::from(slot.0) << 32 | u64::from(serial);
@@ -18,7 +18,7 @@ pub fn content(slot: Slot, serial: u32) -> PageBytes {
     page
 }
 
-/// The slot and serial number that a page names, for messages.
+/// The slot and the serial number that a page's content names, for messages.
 pub(super) fn label(page: &PageBytes) -> String {
     let word = |at: usize| u32::from_le_bytes(page[at..at + 4].try_into().expect("4 of 4096 bytes"));
     let (slot, serial) = (word(0), word(4));

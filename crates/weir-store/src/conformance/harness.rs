@@ -1,4 +1,4 @@
-//! A lane under observation: every ticket is accounted for, every completion comes once.
+//! A lane that is checked: every ticket is accounted for, and every completion comes once.
 
 use crate::{Done, Fault, Lane, Progress, Store, Ticket};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -6,13 +6,13 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, PageBytes, Slot};
 
-/// Longer than any operation of a store that works.
+/// Time limit of a test: longer than any operation of a store that works.
 pub(super) const PATIENCE: Duration = Duration::from_secs(20);
 
 /// The operation of a completion.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Kind {
-    /// With the write's serial number.
+    /// A write, with its serial number.
     Write(u32),
     Read,
 }
@@ -50,7 +50,7 @@ impl Watched {
         self.lane.plan(reads, writes);
     }
 
-    /// Queues an operation. `Err` gives it back to a caller who has to make room first.
+    /// Queues an operation. `Err` returns it to a caller that must make room first.
     pub(super) fn queue(&mut self, kind: Kind, slot: Slot, page: &PageBytes) -> Result<Option<Finished>, ()> {
         let ticket = self.next;
         self.next = self.next.wrapping_add(1);
@@ -118,8 +118,7 @@ impl Watched {
         finished
     }
 
-    /// Waits until one operation more is finished, asleep on the lane's descriptor where it has
-    /// one.
+    /// Waits until one more operation is finished. If the lane has a descriptor, it sleeps on that.
     pub(super) fn wait(&mut self) -> Vec<Finished> {
         assert!(self.in_flight() > 0, "nothing to wait for");
         if self.unsubmitted {
@@ -140,7 +139,7 @@ impl Watched {
         }
     }
 
-    /// Waits for everything in flight.
+    /// Waits for all operations in flight.
     pub(super) fn drain(&mut self) -> Vec<Finished> {
         let mut finished = Vec::new();
         while self.in_flight() > 0 {
@@ -149,7 +148,8 @@ impl Watched {
         finished
     }
 
-    /// Queues an operation, making room for it if need be; gives whatever has finished meanwhile.
+    /// Queues an operation, and makes room for it if needed; adds the operations that finished
+    /// meanwhile to `finished`.
     pub(super) fn run(&mut self, kind: Kind, slot: Slot, page: &PageBytes, finished: &mut Vec<Finished>) {
         loop {
             match self.queue(kind, slot, page) {
@@ -159,7 +159,7 @@ impl Watched {
         }
     }
 
-    /// One write, start to end.
+    /// Writes one page, and waits for the result.
     pub(super) fn write_now(&mut self, slot: Slot, page: &PageBytes) -> Result<(), Fault> {
         let mut finished = Vec::new();
         self.run(Kind::Write(0), slot, page, &mut finished);
@@ -167,7 +167,7 @@ impl Watched {
         finished.pop().expect("a completion").result
     }
 
-    /// One read, start to end.
+    /// Reads one page, and waits for the result.
     pub(super) fn read_now(&mut self, slot: Slot) -> Result<Box<PageBytes>, Fault> {
         let mut finished = Vec::new();
         self.run(Kind::Read, slot, &[0; PAGE_SIZE], &mut finished);

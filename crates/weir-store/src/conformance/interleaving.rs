@@ -1,4 +1,4 @@
-//! Any interleaving of operations on several lanes, against a model of what each slot holds.
+//! Any order of operations on several lanes, compared with a model of each slot's content.
 
 use super::content::{content, label};
 use super::harness::{Finished, Kind, Watched};
@@ -8,10 +8,10 @@ use proptest::test_runner::{Config, FileFailurePersistence, TestRunner};
 use std::collections::{HashMap, HashSet};
 use weir_core::{PAGE_SIZE, Slot};
 
-/// Lanes with room for one operation, for a few, and for a burst.
+/// Depths of the lanes: room for one operation, for a few, and for a burst.
 const DEPTHS: [usize; 3] = [1, 4, 32];
 
-/// Slots under test: enough for runs of neighbours, few enough that operations meet.
+/// Number of slots under test: enough for runs of neighbours, and few enough that operations meet.
 const PALETTE: usize = 40;
 
 #[derive(Clone, Copy, Debug)]
@@ -50,10 +50,10 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Every read gives the last completed write of its slot, every ticket comes back once, and only
-/// slots of released chunks fault, whatever the order of calls on whatever lanes.
+/// Runs calls on several lanes in any order. Every read must return the last completed write of its
+/// slot, every ticket must come back once, and only slots of released chunks may fault.
 ///
-/// `source` is the file of the calling test, beside which seeds of failures are kept.
+/// `source` is the file of the calling test; the seeds of failures are stored beside it.
 pub fn any_interleaving_agrees_with_the_model(store: &dyn Store, source: &'static str) {
     let cases = std::env::var("PROPTEST_CASES").ok().and_then(|text| text.parse().ok()).unwrap_or(64);
     let persistence = FileFailurePersistence::SourceParallel("regressions");
@@ -73,12 +73,12 @@ pub fn any_interleaving_agrees_with_the_model(store: &dyn Store, source: &'stati
     }
 }
 
-/// The known content of a slot.
+/// The content of a slot, if it is known.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Known {
-    /// This write's.
+    /// The slot holds the write of this serial number.
     Serial(u32),
-    /// Never written in this case, or since its chunk was taken anew.
+    /// The slot was never written in this case, or since its chunk was taken anew.
     Nothing,
 }
 
@@ -113,7 +113,7 @@ impl<'a> Model<'a> {
             writing: HashSet::new(),
             reading: HashMap::new(),
             released: HashSet::new(),
-            // Taking a large chunk again means touching all of it: tens of milliseconds.
+            // Taking a large chunk again touches all of its memory: tens of milliseconds.
             releases_left: if chunk_slots(store) > 4096 { 1 } else { usize::MAX },
             serial: 0,
         }
@@ -139,7 +139,7 @@ impl<'a> Model<'a> {
             }
         }
         (0..DEPTHS.len()).for_each(|lane| self.drain(lane));
-        // At the end every slot is read once more, by a lane that did not write it.
+        // At the end every slot is read once more, by another lane than its writer.
         for chunk in std::mem::take(&mut self.released) {
             self.take_chunk(chunk);
         }
@@ -268,13 +268,13 @@ impl<'a> Model<'a> {
     }
 }
 
-/// Slots of a chunk; all of them where nothing is given back.
+/// Slots of a chunk; all slots if the store gives nothing back.
 fn chunk_slots(store: &dyn Store) -> u32 {
     store.reclaim().map_or_else(|| store.slots(), Reclaim::chunk_slots)
 }
 
-/// Slots where stores go wrong: the first, the last, both sides of a chunk's edge, and a run in the
-/// middle.
+/// Slots where errors are likely: the first, the last, both sides of a chunk's edge, and a run in
+/// the middle.
 fn palette(store: &dyn Store) -> Vec<Slot> {
     let (slots, chunk) = (store.slots(), chunk_slots(store));
     let last = slots - 1;

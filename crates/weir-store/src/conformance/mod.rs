@@ -1,4 +1,4 @@
-//! The duties of every store, as tests that any store can be put through by one line.
+//! The conformance suite: the duties of every store, as tests that one line runs for any store.
 //!
 //! ```
 //! use weir_store::open;
@@ -7,10 +7,10 @@
 //! # fn main() {}
 //! ```
 //!
-//! expands to a module `host` with a test for each claim below. The expression is evaluated once
-//! for each test, and must give a fresh `Arc<dyn Store>` that injects no faults. The larger of the
-//! tests is a property: any interleaving of operations on several lanes agrees with a model. It
-//! runs 64 cases (`PROPTEST_CASES` says otherwise) and keeps the seeds of failures beside the test
+//! The line expands to a module `host` with a test for each claim below. Each test evaluates the
+//! expression once, which must give a fresh `Arc<dyn Store>` that injects no faults. The largest
+//! test is a property: any order of operations on several lanes agrees with a model. It runs 64
+//! cases (`PROPTEST_CASES` sets another number), and stores the seeds of failures beside the test
 //! that found them.
 
 mod claims;
@@ -31,8 +31,8 @@ pub use content::content;
 pub use interleaving::any_interleaving_agrees_with_the_model;
 pub use shelf::Shelf;
 
-/// Puts a store through the conformance suite: `conformance!(name: expression)`, where the
-/// expression gives an `Arc<dyn Store>`.
+/// Runs the conformance suite for a store: `conformance!(name: expression)`, where the expression
+/// gives an `Arc<dyn Store>`.
 #[macro_export]
 macro_rules! conformance {
     ($name:ident: $open:expr) => {

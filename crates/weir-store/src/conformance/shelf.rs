@@ -1,4 +1,4 @@
-//! A keeper within the process of a test.
+//! A keeper inside the process of a test.
 
 use crate::Keep;
 use std::collections::BTreeMap;
@@ -6,22 +6,22 @@ use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Descriptors by name.
+/// The descriptors that the keeper holds, by name.
 #[derive(Debug, Default)]
 pub struct Shelf(Mutex<BTreeMap<String, OwnedFd>>);
 
 impl Shelf {
-    /// The names under which it holds something, in order.
+    /// The names of the descriptors that it holds, in order.
     pub fn names(&self) -> Vec<String> {
         self.held().keys().cloned().collect()
     }
 
-    /// Hands over what it holds under a name.
+    /// Takes out the descriptor that it holds under a name.
     pub fn take(&self, name: &str) -> Option<OwnedFd> {
         self.held().remove(name)
     }
 
-    /// The same, and holds it on.
+    /// Copies the descriptor that it holds under a name.
     pub fn copy(&self, name: &str) -> Option<OwnedFd> {
         Some(self.held().get(name)?.try_clone().expect("a descriptor is left"))
     }

@@ -1,8 +1,10 @@
-//! A file or a block device made ready: ours alone, fully allocated, its header written.
+//! A file or block device that is prepared for pages: locked for this process, fully allocated,
+//! with its header written.
 //!
-//! Weir may take: a path where nothing is, an empty file, a file or device with Weir's header
-//! (what it held was encrypted with a key that is gone, so nothing is lost), and a block device
-//! without a known mark. Anything else may be somebody's data and needs `overwrite=on`.
+//! Weir may take these: a path where no file is; an empty file; a file or device with Weir's
+//! header; and a block device without a known mark. Content under Weir's header was encrypted with
+//! a key that is gone, so nothing is lost. Anything else may be somebody's data and needs
+//! `overwrite=on`.
 
 use super::signature;
 use crate::{OpenError, OpenErrorKind, Room};
@@ -23,11 +25,11 @@ const MAGIC: &[u8] = b"WEIR BACKING STORE 1\n";
 const NOTICE: &[u8] = b"Pages in here were encrypted with a key that was never written down.\n\
     When no Weir is running, nothing in here is of use to anyone: delete it as you like.\n";
 
-/// One file or block device, open, locked and with room for all its pages.
+/// One file or block device: open, locked, and with room for all its pages.
 #[derive(Debug)]
 pub(super) struct Backing {
     pub file: File,
-    /// Bytes for pages, after the header.
+    /// Bytes of room for pages, after the header.
     pub room: u64,
     pub is_device: bool,
     /// Whether I/O goes past the page cache.
@@ -35,7 +37,7 @@ pub(super) struct Backing {
 }
 
 impl Backing {
-    /// Makes `path` ready. `size` is the room for pages; `None`: as much as the device has, or the
+    /// Prepares `path`. `size` is the room for pages; `None`: as much as the device has, or the
     /// Weir file had.
     pub(super) fn open(
         name: &str,
@@ -75,13 +77,14 @@ impl Backing {
             Ok(backing)
         });
         if ready.is_err() && is_new {
-            // Ours, and empty until now: leave nothing behind, least of all a full disk.
+            // This call made the file, or it was empty: on failure leave nothing behind, least of
+            // all a full disk.
             let _ = std::fs::remove_file(path);
         }
         ready
     }
 
-    /// Opens `path` as it is, for this process alone. Returns its length in bytes, too.
+    /// Opens `path` unchanged, for this process alone. Also returns its length in bytes.
     pub(super) fn open_raw(name: &str, path: &Path) -> Result<(Self, u64), OpenError> {
         let is_device = match rustix::fs::stat(path).map(|stat| FileType::from_raw_mode(stat.st_mode)) {
             Ok(FileType::BlockDevice) => true,
@@ -112,7 +115,8 @@ impl Backing {
         Ok((Backing { room: bytes, ..backing }, bytes))
     }
 
-    /// Takes over an open file or device of a daemon that has ended. Its lock came with it.
+    /// Takes over the open file or device of a daemon that has ended. Its lock comes with the
+    /// descriptor.
     pub(super) fn adopt(name: &str, fd: OwnedFd, size: Option<ByteSize>) -> Result<Self, OpenError> {
         let failed = |errno| OpenError::io(name, "cannot use a file that was kept", errno);
         let mode = rustix::fs::fstat(&fd).map_err(failed)?.st_mode;
@@ -136,8 +140,8 @@ impl Backing {
         Ok(backing)
     }
 
-    /// Whether it is a file on a file system that has no disk. Such a one takes O_DIRECT since
-    /// Linux 6.6. A device's name lies on one too, and the device does not.
+    /// Whether this is a file on a file system without a disk. Such a file takes O_DIRECT since
+    /// Linux 6.6. A device's name lies on such a file system too, but the device does not.
     pub(super) fn is_in_memory(&self) -> bool {
         const TMPFS: i64 = 0x0102_1994; // include/uapi/linux/magic.h
         const RAMFS: i64 = 0x8584_58f6;
@@ -145,7 +149,7 @@ impl Backing {
     }
 
     fn length(&self, name: &str) -> Result<u64, OpenError> {
-        // A device's length is where its end is; fstat calls it 0.
+        // The position of a device's end is its length; fstat calls it 0.
         rustix::fs::seek(&self.file, SeekFrom::End(0))
             .map_err(|errno| OpenError::io(name, "cannot tell its length", errno))
     }
@@ -169,7 +173,7 @@ impl Backing {
             }
             Err(errno) => return Err(OpenError::io(name, format!("cannot lock {shown}"), errno)),
         }
-        // Its last owner may have removed it.
+        // The file's last owner may have removed it.
         let identity = |stat: rustix::fs::Stat| (stat.st_dev, stat.st_ino);
         let here = rustix::fs::fstat(&self.file).map(identity);
         if rustix::fs::stat(path).map(identity) != here {
@@ -219,8 +223,8 @@ impl Backing {
         Ok(self)
     }
 
-    /// Takes a file from all others: pages may lie in it as they are. A device is the system's,
-    /// which lets its group read it.
+    /// Takes access to a file from other users: it may hold unencrypted pages. A device belongs to
+    /// the system, which lets its group read it.
     fn make_private(&self, name: &str, path: &Path) -> Result<(), OpenError> {
         let failed = |errno| {
             let what = format!("others may read {0}; chmod 600 {0}, or choose another file", path.display());
@@ -235,7 +239,7 @@ impl Backing {
         rustix::fs::fchmod(&self.file, own).map_err(failed)
     }
 
-    /// Finds the owner of the data in it.
+    /// Finds out which kind of content the file has.
     fn content(&mut self, name: &str, bytes: u64) -> Result<Content, OpenError> {
         if bytes == 0 {
             return Ok(Content::Nothing);
@@ -248,13 +252,14 @@ impl Backing {
         if !self.is_device {
             return Ok(Content::Other("data that is not Weir's"));
         }
-        // The end on a page's boundary, as O_DIRECT asks; marks at the end count from the very end.
+        // Look at the last bytes from a page's boundary on, as O_DIRECT requires; marks at the end
+        // count from the very end.
         let from = (bytes - look) / PAGE_SIZE as u64 * PAGE_SIZE as u64;
         let end = self.read(name, from, (bytes - from) as usize)?;
         Ok(signature::find(&start, &end).map_or(Content::Nothing, Content::Other))
     }
 
-    /// `bytes` from `offset` on, through a buffer that O_DIRECT takes.
+    /// Reads `bytes` from `offset` on, through a buffer that O_DIRECT accepts.
     fn read(&mut self, name: &str, offset: u64, bytes: usize) -> Result<Vec<u8>, OpenError> {
         let mut all = Vec::with_capacity(bytes);
         let mut page = Page::zeroed();
@@ -269,8 +274,8 @@ impl Backing {
         Ok(all)
     }
 
-    /// Whether `error` came from blocks larger than a page or a file system that took O_DIRECT only
-    /// to refuse it later; the file goes on without.
+    /// Whether `error` came from blocks larger than a page, or from a file system that accepted
+    /// O_DIRECT and refused it later. Then the file goes on without O_DIRECT.
     fn loses_direct(&mut self, error: &std::io::Error) -> bool {
         let lost = self.is_direct && error.raw_os_error() == Some(libc::EINVAL);
         if lost {
@@ -282,7 +287,7 @@ impl Backing {
         false
     }
 
-    /// Clears the marks of what was there, so that nobody takes it for that again.
+    /// Clears the marks of earlier content, so that no program takes it for that again.
     fn forget(&mut self, name: &str, bytes: u64) -> Result<(), OpenError> {
         if !self.is_device {
             return rustix::fs::ftruncate(&self.file, 0)
@@ -307,12 +312,12 @@ impl Backing {
         }
     }
 
-    /// Gives a file its length and every block of it, or leaves it as long as it was.
+    /// Gives a file its length and all its blocks. On failure the file is as long as it was.
     fn allocate(&mut self, name: &str, path: &Path, before: u64) -> Result<(), OpenError> {
         let total = HEADER + self.room;
         if before == 0 {
-            // Where files are copied on write, a block in place is no room for its next version:
-            // ask for none of that while the file is empty (Btrfs; others do not know the flag).
+            // On a copy-on-write file system, an allocated block is no room for its next version.
+            // So turn copying off while the file is empty (Btrfs; others do not know the flag).
             if let Ok(flags) = rustix::fs::ioctl_getflags(&self.file) {
                 let _ = rustix::fs::ioctl_setflags(&self.file, flags | rustix::fs::IFlags::NOCOW);
             }
@@ -321,7 +326,7 @@ impl Backing {
                 .map_err(|errno| OpenError::io(name, "cannot shorten it", errno))?;
         }
         let done = loop {
-            // Asked first: fallocate takes all that others have free before it fails.
+            // Ask first: fallocate takes all free room before it fails.
             if self.lacks_room(total) {
                 break Err(Errno::NOSPC.into());
             }
@@ -332,8 +337,8 @@ impl Backing {
             }
         };
         let done = done.and_then(|()| {
-            // Where blocks are only promised (a file system that compresses, or counts on not being
-            // asked), there are none.
+            // A file system that compresses, or counts blocks only when they are written, has
+            // allocated none.
             let stat = rustix::fs::fstat(&self.file)?;
             match (stat.st_blocks as u64).saturating_mul(512) {
                 has if has >= total => Ok(()),
@@ -344,7 +349,7 @@ impl Backing {
             }
         });
         done.map_err(|error| {
-            // Room taken in vain goes back before the error is told.
+            // Free the room before the error is returned.
             let _ = rustix::fs::ftruncate(&self.file, before.min(total));
             let free = rustix::fs::fstatvfs(&self.file).map_or(0, |stat| stat.f_bavail * stat.f_frsize);
             let what = format!(
@@ -361,7 +366,7 @@ impl Backing {
         })
     }
 
-    /// Whether its file system has less free than what the file lacks.
+    /// Whether the file system has less free room than the file still needs.
     fn lacks_room(&self, total: u64) -> bool {
         let has = rustix::fs::fstat(&self.file).map_or(0, |stat| (stat.st_blocks as u64).saturating_mul(512));
         let free = rustix::fs::fstatvfs(&self.file)
@@ -383,7 +388,7 @@ impl Backing {
         Ok(())
     }
 
-    /// Writes at most a row of zeros at `at`, and says how many.
+    /// Writes at most `zeros` at `at`, and returns how many bytes.
     fn write_zeros(&self, zeros: &[Page], at: u64, end: u64) -> std::io::Result<u64> {
         let length = (end - at).min(size_of_val(zeros) as u64) as usize;
         // SAFETY: `Page` is 4096 bytes without padding, so a row of them is a row of bytes.
@@ -392,11 +397,11 @@ impl Backing {
         Ok(length as u64)
     }
 
-    /// Writes what its file system has only set aside, which reads as a hole. What lies there is
-    /// nobody's.
+    /// Writes blocks that the file system has only set aside, and that read as a hole. They hold no
+    /// data.
     ///
-    /// A write into such an extent splits it and ends in a transaction: memory and a journal, on
-    /// the way out of memory.
+    /// Without this, the first write into such an extent splits it and ends in a transaction. That
+    /// takes memory and the journal, just when memory is short.
     fn write_out(&self, offset: u64, bytes: u64, watch: Watch<'_>) -> std::io::Result<()> {
         if self.is_device {
             return Ok(());
@@ -406,7 +411,7 @@ impl Backing {
         while at < end {
             let data = match rustix::fs::seek(&self.file, SeekFrom::Data(at)) {
                 Err(Errno::NXIO) => end,
-                // Whole pages, as O_DIRECT asks.
+                // Round up to whole pages, as O_DIRECT requires.
                 data => data?.next_multiple_of(PAGE_SIZE as u64).min(end),
             };
             while at < data {
@@ -416,12 +421,12 @@ impl Backing {
             if at < end {
                 let hole = rustix::fs::seek(&self.file, SeekFrom::Hole(at))?.min(end);
                 let written = hole / PAGE_SIZE as u64 * PAGE_SIZE as u64;
-                // Of a page that is written in part, all is written.
+                // A page that is partly written is all written.
                 at = if written > at { written } else { at + self.write_zeros(&zeros[..1], at, end)? };
                 watch(at - offset, bytes)?;
             }
         }
-        // Through the page cache, blocks are written only now.
+        // With the page cache, blocks are written only now.
         self.file.sync_data()
     }
 
@@ -432,13 +437,13 @@ impl Backing {
         self.write(name, &header, PAGE_SIZE, 0)
     }
 
-    /// Gives blocks back: what lay there is gone.
+    /// Gives blocks back to the file system; their content is lost.
     pub(super) fn punch(&self, offset: u64, bytes: u64) -> Result<(), Errno> {
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         rustix::fs::fallocate(self.file.as_fd(), flags, offset, bytes)
     }
 
-    /// Takes blocks again.
+    /// Allocates the blocks again.
     pub(super) fn refill(&self, offset: u64, bytes: u64, room: Room) -> std::io::Result<()> {
         if self.is_device {
             return Ok(()); // Its blocks were only discarded; they are still its own.
@@ -449,20 +454,20 @@ impl Backing {
             done = done.and_then(|()| self.write_out(offset, bytes, &mut unwatched));
         }
         if done.is_err() {
-            // Half a chunk is of no use to anyone.
+            // Half a chunk is useless.
             let _ = self.punch(offset, bytes);
         }
         done
     }
 }
 
-/// A row of them: the larger a write, the fewer of them.
+/// A row of zero pages: a larger row needs fewer writes.
 fn zeros() -> Vec<Page> {
     vec![Page::zeroed(); (4 << 20) / PAGE_SIZE]
 }
 
-/// Whether only devices have names there: in /dev, where no other file system is mounted. A file
-/// would be made of memory, and stay.
+/// Whether the path is for devices only: in /dev, on the same file system. A file there would take
+/// memory, and stay.
 fn is_for_devices(path: &Path) -> bool {
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let directory = parent.canonicalize().unwrap_or_else(|_| parent.to_owned());
@@ -471,8 +476,8 @@ fn is_for_devices(path: &Path) -> bool {
     directory.starts_with("/dev") && (here.is_none() || here == devices)
 }
 
-/// Whether a file is one of Weir's that nobody has open as such any more: after a crash of the
-/// machine, for instance. What it holds was encrypted with a key that is gone.
+/// Whether a file is a Weir file that no process has open, for instance after a crash of the
+/// machine. It was encrypted with a key that is gone.
 pub fn is_left_over(path: &Path) -> bool {
     let is_ours = || -> std::io::Result<bool> {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
@@ -488,9 +493,8 @@ pub fn is_left_over(path: &Path) -> bool {
     is_ours().unwrap_or(false)
 }
 
-/// Asks for something until it is no longer in use, for half a second at most: a process that used
-/// io_uring has its files for some milliseconds after it has ended, until a worker of the kernel
-/// has closed them.
+/// Tries again while the file is in use, for at most half a second. A process that used io_uring
+/// has its files for some milliseconds after its end, until a worker of the kernel has closed them.
 fn soon<T>(attempt: impl Fn() -> Result<T, Errno>) -> Result<T, Errno> {
     const TRIES: u32 = 25;
     const EACH: Duration = Duration::from_millis(20);
@@ -503,7 +507,7 @@ fn soon<T>(attempt: impl Fn() -> Result<T, Errno>) -> Result<T, Errno> {
     attempt()
 }
 
-/// Why a file or device cannot be opened, with the next step.
+/// The reason why a file or device cannot be opened, with the next step.
 fn refusal(errno: Errno) -> &'static str {
     match errno {
         Errno::BUSY => "is in use (mounted, swap, part of an array, or another Weir's); detach it first",
@@ -517,17 +521,18 @@ fn refusal(errno: Errno) -> &'static str {
     }
 }
 
-/// Opens with O_DIRECT where the file system takes it; says whether it did.
+/// Opens with O_DIRECT if the file system accepts it; returns whether it did.
 fn open_file(path: &Path, is_device: bool, is_new: bool) -> Result<(File, bool), Errno> {
     let flags = OFlags::RDWR | OFlags::CLOEXEC;
     if is_device {
-        // O_EXCL on a block device: refused while it is mounted, swapped on, or part of an array.
+        // O_EXCL on a block device fails while the device is mounted, used as swap, or part of an
+        // array.
         let fd = rustix::fs::open(path, flags | OFlags::EXCL | OFlags::DIRECT, Mode::empty())?;
         return Ok((File::from(fd), true));
     }
     if is_new {
-        // By itself: a file that is created with O_DIRECT where that is refused is created all the
-        // same.
+        // Create the file without O_DIRECT first: with it, a file system that refuses O_DIRECT
+        // still creates the file.
         rustix::fs::open(path, flags | OFlags::CREATE | OFlags::EXCL, Mode::RUSR | Mode::WUSR)?;
     }
     match rustix::fs::open(path, flags | OFlags::DIRECT, Mode::empty()) {
@@ -537,7 +542,7 @@ fn open_file(path: &Path, is_device: bool, is_new: bool) -> Result<(File, bool),
     }
 }
 
-/// The content of a file or a device before it is taken.
+/// The content of a file or device before Weir takes it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Content {
     Nothing,

@@ -1,16 +1,16 @@
-//! AES-256-XTS (IEEE Std 1619-2018) with a key that is never written down: what lies on a disk
-//! after the store is closed is noise, also to us. The key lies in a memfd, so that a keeper can
-//! carry it from one daemon to the next; it is gone when the last of them lets go.
+//! AES-256-XTS (IEEE Std 1619-2018) with a key that is never written to disk. After the store is
+//! closed, nobody can decrypt its content, not even Weir. The key lies in a memfd, so that a keeper
+//! can pass it from one daemon to the next. It is gone when the last process closes that.
 //!
-//! XTS, because a slot is written again and again under one number and there is no room beside it
-//! for a nonce: a stream cipher would reuse its key stream, and an SSD keeps old blocks for a
-//! while. The tweak is the slot's number. XTS hides content, not change; Weir's checksums notice
-//! what is changed from outside.
+//! The mode is XTS because a slot is written again and again under one number, with no room beside
+//! it for a nonce. A stream cipher would reuse its key stream, and an SSD still holds old blocks
+//! for a while. The tweak is the slot's number. XTS hides content, but does not protect against
+//! changes; Weir's checksums notice those.
 //!
-//! The mode is written out here because a page is 256 independent blocks: all tweaks first, then
-//! one call that keeps eight blocks in the processor's AES pipeline. Measured on a Xeon with
-//! AES-NI: 1.1 us a page; the crate `xts-mode`, block after block, takes 15 to 18 us and serves as
-//! the oracle in the tests.
+//! Weir implements the mode itself, because a page is 256 independent blocks. It computes all
+//! tweaks first, and then one call fills the processor's AES pipeline with eight blocks at a time.
+//! Measured on a Xeon with AES-NI: 1.1 us a page. The crate `xts-mode` goes block after block and
+//! takes 15 to 18 us; the tests compare with it.
 
 use aes::Aes256;
 use aes::cipher::{Array, Block, BlockCipherDecrypt, BlockCipherEncrypt, KeyInit};
@@ -24,19 +24,19 @@ type AesBlock = Block<Aes256>;
 
 const BLOCKS: usize = PAGE_SIZE / size_of::<AesBlock>();
 
-/// One key for content and one for tweaks, expanded. `Aes256` erases itself when dropped.
+/// A key for content and a key for tweaks, both expanded. `Aes256` erases itself when dropped.
 struct Keys {
     content: Aes256,
     tweak: Aes256,
 }
 
-/// A cipher whose keys were drawn at random, lie in locked memory that no core dump shows, and are
-/// erased when it is dropped.
+/// A cipher with random keys. They lie in locked memory that no core dump shows, and are erased
+/// when the cipher is dropped.
 pub(super) struct Cipher {
     keys: NonNull<Keys>,
-    /// The memory that `keys` points to.
+    /// Owns the memory that `keys` points to.
     memory: Memory,
-    /// The key as it was drawn, [`SECRET`] bytes, for the next daemon.
+    /// The random key, [`SECRET`] bytes, for the next daemon.
     secret: Memory,
 }
 
@@ -45,14 +45,14 @@ const SECRET: usize = 64;
 
 // SAFETY: the keys are only read after construction, and `Keys` itself is Send.
 unsafe impl Send for Cipher {}
-// SAFETY: as above; `Keys` is Sync.
+// SAFETY: the keys are only read after construction, and `Keys` itself is Sync.
 unsafe impl Sync for Cipher {}
 
 impl Cipher {
     /// A cipher with a new key.
     pub(super) fn ephemeral() -> io::Result<Self> {
         let secret = Memory::shared("weir-key", PAGE_SIZE)?;
-        // SAFETY: a mapping of a page that nobody else knows of yet.
+        // SAFETY: the mapping has a page, and nothing else refers to it yet.
         let bytes = unsafe { std::slice::from_raw_parts_mut(secret.as_ptr(), SECRET) };
         let mut filled = 0;
         while filled < SECRET {
@@ -71,35 +71,38 @@ impl Cipher {
         let memory = Memory::anonymous(PAGE_SIZE)?;
         let half = |at: usize| {
             let mut half = [0; SECRET / 2];
-            // SAFETY: within the page that holds the key, which nobody writes once it was drawn.
+            // SAFETY: the range is within the page with the key, which is never written again after
+            // it was drawn.
             unsafe { half.as_mut_ptr().copy_from_nonoverlapping(secret.as_ptr().add(at), half.len()) };
             Array(half)
         };
         let (mut content, mut tweak) = (half(0), half(SECRET / 2));
         let keys = NonNull::new(memory.as_ptr().cast::<Keys>()).expect("a mapping is never null");
-        // SAFETY: page-aligned, large enough by the assertion, and nothing else uses the mapping.
+        // SAFETY: the memory is page-aligned, large enough by the assertion, and nothing else uses
+        // the mapping.
         unsafe { keys.write(Keys { content: Aes256::new(&content), tweak: Aes256::new(&tweak) }) };
         erase(&mut content.0);
         erase(&mut tweak.0);
         Ok(Cipher { keys, memory, secret })
     }
 
-    /// The memfd with the key. The kernel clears it when the last process that holds it lets go.
+    /// The memfd with the key. The kernel clears it when the last process closes it.
     pub(super) fn secret(&self) -> BorrowedFd<'_> {
         self.secret.fd().expect("the key lies in a memfd")
     }
 
-    /// Whether the keys are pinned in RAM. False where `RLIMIT_MEMLOCK` forbids it.
+    /// Whether the keys are locked in RAM. False if `RLIMIT_MEMLOCK` forbids it.
     pub(super) fn is_locked(&self) -> bool {
         self.memory.is_locked() && self.secret.is_locked()
     }
 
     fn keys(&self) -> &Keys {
-        // SAFETY: written at construction, never moved, dropped only with `self`.
+        // SAFETY: the keys were written at construction, never move, and are dropped only with
+        // `self`.
         unsafe { self.keys.as_ref() }
     }
 
-    /// `out` becomes `page` as it lies in `slot`.
+    /// Encrypts `page`, which lies in `slot`, into `out`.
     pub(super) fn encrypt(&self, slot: Slot, page: &PageBytes, out: &mut PageBytes) {
         let tweaks = self.tweaks(slot);
         for ((out, block), tweak) in out.chunks_exact_mut(16).zip(page.chunks_exact(16)).zip(&tweaks) {
@@ -117,8 +120,8 @@ impl Cipher {
         mask(page, &tweaks);
     }
 
-    /// The mask of each block: the encrypted slot number times x^j in GF(2^128), IEEE 1619 section
-    /// 5.2.
+    /// The mask of each block: the encrypted slot number times x^j in GF(2^128), by IEEE 1619
+    /// section 5.2.
     #[inline]
     fn tweaks(&self, slot: Slot) -> [u128; BLOCKS] {
         let mut first: AesBlock = Array(u128::from(slot.0).to_le_bytes());
@@ -126,7 +129,7 @@ impl Cipher {
         let mut tweak = u128::from_le_bytes(first.0);
         [(); BLOCKS].map(|()| {
             let this = tweak;
-            // x^128 = x^7 + x^2 + x + 1; without a branch, for time must not tell the tweak.
+            // Uses x^128 = x^7 + x^2 + x + 1, without a branch: the time must not reveal the tweak.
             let carry = ((tweak as i128) >> 127) as u128;
             tweak = (tweak << 1) ^ (carry & 0x87);
             this
@@ -136,9 +139,9 @@ impl Cipher {
 
 impl Drop for Cipher {
     fn drop(&mut self) {
-        // SAFETY: written at construction and not used after this.
+        // SAFETY: the keys were written at construction and are not used after this.
         unsafe { self.keys.drop_in_place() };
-        // SAFETY: the whole mapping is ours, and nothing typed lies in it any more.
+        // SAFETY: this value owns the whole mapping, and no typed value lies in it any more.
         erase(unsafe { std::slice::from_raw_parts_mut(self.memory.as_ptr(), self.memory.len()) });
     }
 }
@@ -159,7 +162,7 @@ fn mask(page: &mut PageBytes, tweaks: &[u128; BLOCKS]) {
     }
 }
 
-/// Writes zeros that the compiler does not leave out.
+/// Overwrites the bytes with zeros, which the compiler must not remove.
 fn erase(bytes: &mut [u8]) {
     bytes.fill(0);
     std::hint::black_box(bytes);
@@ -172,7 +175,7 @@ mod tests {
 
     fn with_key(key: &[u8; SECRET]) -> Cipher {
         let secret = Memory::shared("weir-test-key", PAGE_SIZE).unwrap();
-        // SAFETY: a mapping of a page that only this thread knows of.
+        // SAFETY: the mapping has a page, and only this thread knows it.
         unsafe { secret.as_ptr().copy_from_nonoverlapping(key.as_ptr(), SECRET) };
         Cipher::with_secret(secret).unwrap()
     }
@@ -183,7 +186,8 @@ mod tests {
 
     #[test]
     fn the_first_blocks_are_those_of_ieee_1619_vector_10() {
-        // IEEE 1619 Annex B, vector 10: XTS-AES-256, data unit ff, content 00 01 02 .. ff.
+        // The test vector is IEEE 1619 Annex B, vector 10: XTS-AES-256, data unit ff, content 00 01
+        // 02 .. ff.
         let key = hex::<64>(concat!(
             "2718281828459045235360287471352662497757247093699959574966967627",
             "3141592653589793238462643383279502884197169399375105820974944592"

@@ -2,13 +2,13 @@
 //!
 //! Operations wait in the order in which they were queued. [`Lane::submit`] joins neighbours (the
 //! same direction, the next slot, the next staging page) into runs of up to [`RUN_PAGES`], one I/O
-//! each. As soon as so many wait they are started without it: the disk works while the next ones
+//! each. When a full run waits, it is started without `submit`: the disk works while the next pages
 //! are encrypted. A run that fails is tried again page by page, so that each operation gets its own
 //! result.
 //!
-//! A disk may retry, or its file system be frozen, for minutes. Nobody waits for that: an operation
-//! that the ring has not reported within [`LIMIT`] ends with a timeout. The kernel still has its
-//! staging page, and a write its slot, until the ring reports it.
+//! A disk may retry, or its file system be frozen, for minutes. A lane does not wait for that: an
+//! operation that the ring has not completed within [`LIMIT`] ends with a timeout. Until the ring
+//! completes it, the kernel still has its staging page, and a write still has its slot.
 
 use super::staging::Staging;
 use super::{Place, Shared};
@@ -26,13 +26,13 @@ const RUN_PAGES: usize = 256;
 /// Entries of the largest ring (IORING_MAX_ENTRIES).
 const DEPTH_MOST: usize = 1 << 15;
 
-/// The ring's name for a member's part of a flush; other entries have a staging page's number.
+/// The user data of a member's part of a flush; other entries have a staging page's number.
 const FLUSH: u64 = u64::MAX;
 
-/// How often an I/O that the kernel interrupts is started anew before that counts as a failure.
+/// Restarts of an I/O that the kernel interrupts, before it counts as failed.
 const RETRIES: u8 = 16;
 
-/// How long the disk has for an operation, retries included. The next poll may be [`POLL_EVERY`]
+/// Time that the disk has for an operation, with retries. The next poll may be [`POLL_EVERY`]
 /// later.
 pub(super) const LIMIT: Duration = ANSWER_WITHIN.saturating_sub(POLL_EVERY);
 
@@ -41,28 +41,30 @@ pub(super) struct FileLane {
     ring: ManuallyDrop<IoUring>,
     shared: Arc<Shared>,
     staging: ManuallyDrop<Staging>,
-    /// The operation that each staging page belongs to.
+    /// For each staging page, its operation.
     operations: Box<[Operation]>,
-    /// The run that begins with each staging page.
+    /// For each staging page, the run that begins with it.
     runs: Box<[Run]>,
     /// Staging pages of operations that wait for [`Lane::submit`], in the order in which they came.
     queued: Vec<usize>,
-    /// Runs that the ring has not reported yet.
+    /// Number of runs that the ring has not completed yet.
     running: usize,
     limit: Duration,
-    /// Staging pages of operations that no poll has seen since their submission.
+    /// Staging pages of operations that were submitted since the last poll, so their time has not
+    /// begun.
     unstamped: Vec<usize>,
-    /// No operation under way reaches its limit before this.
+    /// The earliest time at which an operation under way reaches its limit.
     due: Option<Instant>,
-    /// Operations that ended with a timeout and that the ring has not reported.
+    /// Number of operations that ended with a timeout and that the ring has not completed.
     late: usize,
-    /// Slots of such writes that it has reported since.
+    /// Slots of timed-out writes that the ring has completed since.
     settled: Vec<Slot>,
-    /// Whether the ring knows the staging memory, which saves pinning it for each I/O.
+    /// Whether the staging memory is registered with the ring, so that it need not be pinned for
+    /// each I/O.
     is_registered: bool,
     /// The flush under way.
     flush: Option<Flush>,
-    /// Whether the kernel has just refused entries, so that no completion will wake anyone.
+    /// Whether the kernel has just refused entries, so that no completion will wake the owner.
     is_refused: bool,
 }
 
@@ -72,9 +74,9 @@ struct Operation {
     slot: Slot,
     place: Place,
     direction: Direction,
-    /// The time of the first poll after its submission.
+    /// The time of the first poll after the submission.
     started: Option<Instant>,
-    /// Its owner has been told that there is no answer.
+    /// The operation's owner was given a timeout.
     is_late: bool,
 }
 
@@ -82,7 +84,7 @@ struct Operation {
 #[derive(Clone, Copy)]
 struct Flush {
     ticket: Ticket,
-    /// Members that have not answered.
+    /// Number of members that have not answered.
     left: usize,
     result: Result<(), Fault>,
 }
@@ -93,11 +95,11 @@ enum Direction {
     Write,
 }
 
-/// One I/O: `pages` staging pages from one on, to or from a member.
+/// One I/O: `pages` staging pages from the first one on, to or from a member.
 #[derive(Clone, Copy)]
 struct Run {
     pages: usize,
-    /// Bytes that earlier, shorter transfers have done.
+    /// Bytes that earlier, shorter transfers of the run have moved.
     done: usize,
     retries: u8,
 }
@@ -118,7 +120,8 @@ impl FileLane {
                         container's seccomp profile)";
             OpenError::io(name, what, error)
         })?;
-        // The last is not for I/O: it says when the ring is gone, should this process die.
+        // The last file is not for I/O. It tells the keeper when the ring is gone, if this process
+        // dies.
         let files = shared.members.iter().map(|member| member.file.as_raw_fd());
         let files: Vec<RawFd> = files.chain([shared.quiet.token().as_raw_fd()]).collect();
         ring.submitter()
@@ -131,7 +134,8 @@ impl FileLane {
         let registered = unsafe { ring.submitter().register_buffers(&[memory]) };
         let is_registered = match registered {
             Ok(()) => true,
-            // RLIMIT_MEMLOCK without CAP_IPC_LOCK: works without, a little slower.
+            // RLIMIT_MEMLOCK without CAP_IPC_LOCK forbids it: the lane works without it, a little
+            // slower.
             Err(error) if error.raw_os_error() == Some(libc::ENOMEM) => false,
             Err(error) => {
                 let what = format!("cannot register {} with io_uring", ByteSize(bytes));
@@ -167,7 +171,7 @@ impl FileLane {
         })
     }
 
-    /// Takes a staging page for an operation and puts it into the queue; else says what to answer.
+    /// Takes a staging page for an operation and queues it; if that fails, returns the answer.
     fn queue(
         &mut self,
         ticket: Ticket,
@@ -176,7 +180,8 @@ impl FileLane {
         direction: Direction,
     ) -> Result<usize, Progress> {
         let Some(page) = self.staging.take() else {
-            // If all of them wait for a disk that hangs, no poll brings one back soon.
+            // If all operations wait for a disk that hangs, no poll brings a staging page back
+            // soon.
             let hangs = self.in_flight() == 0;
             return Err(if hangs { Progress::Done(Err(Fault::Io(libc::ETIMEDOUT))) } else { Progress::Full });
         };
@@ -185,8 +190,8 @@ impl FileLane {
         Ok(page)
     }
 
-    /// Whether the operation of staging page `page` continues the I/O that ends with page `page -
-    /// 1`.
+    /// Whether the operation of staging page `page` continues the I/O that ends with page
+    /// `previous`.
     fn continues(&self, previous: usize, page: usize) -> bool {
         let (before, after) = (&self.operations[previous], &self.operations[page]);
         page == previous + 1
@@ -195,12 +200,12 @@ impl FileLane {
             && after.place.offset == before.place.offset + PAGE_SIZE as u64
     }
 
-    /// Starts (or goes on with) the run that begins at staging page `first`.
+    /// Starts or continues the run that begins at staging page `first`.
     fn start(&mut self, first: usize) {
         let run = self.runs[first];
         let Operation { place, direction, .. } = self.operations[first];
         let file = types::Fixed(place.member);
-        // SAFETY: within the run's pages, which are within the staging memory.
+        // SAFETY: the address is within the run's pages, which are within the staging memory.
         let address = unsafe { self.staging.address(first).add(run.done) };
         let length = (run.pages * PAGE_SIZE - run.done) as u32;
         let offset = place.offset + run.done as u64;
@@ -226,25 +231,27 @@ impl FileLane {
         unsafe { self.ring.submission().push(entry) }.expect("an entry for each staging page and member");
     }
 
-    /// Hands what lies in the submission queue to the kernel, if it takes it now.
+    /// Hands the entries of the submission queue to the kernel, if it takes them now.
     fn enter(&mut self) {
         if self.ring.submission().is_empty() {
             return;
         }
-        // EAGAIN, EBUSY or EINTR: the entries stay where they are, and the next poll tries again.
+        // After EAGAIN, EBUSY or EINTR the entries stay in the queue, and the next poll tries
+        // again.
         let _ = self.ring.submit();
         self.is_refused = !self.ring.submission().is_empty();
     }
 
-    /// Takes the next completion of the ring: the run's first staging page, and its result.
+    /// Takes the next completion of the ring: the run's first staging page, and the kernel's
+    /// result.
     fn next_completion(&mut self) -> Option<(usize, i32)> {
         let entry = self.ring.completion().next()?;
         self.running -= 1;
         Some((entry.user_data() as usize, entry.result()))
     }
 
-    /// Decides what to do about a run of which the kernel says `result`. `Ok`: its first pages are
-    /// done, so many; the rest goes on if there is one. `Err`: its pages failed.
+    /// Handles the kernel's `result` for a run. `Ok`: this many of its first pages are done; a rest
+    /// goes on. `Err`: its pages failed.
     fn advance(&mut self, first: usize, result: i32) -> Result<usize, Fault> {
         let run = &mut self.runs[first];
         let total = run.pages * PAGE_SIZE;
@@ -256,7 +263,7 @@ impl FileLane {
                     return Ok(run.pages);
                 }
             }
-            // Past the end of a file that somebody has cut off.
+            // The read was past the end of a file that another program has truncated.
             0 => return Err(Fault::Io(libc::EIO)),
             error if [-libc::EINTR, -libc::EAGAIN].contains(&error) && run.retries < RETRIES => {
                 run.retries += 1;
@@ -271,7 +278,7 @@ impl FileLane {
         Ok(0)
     }
 
-    /// Hands over the operation of one staging page, unless that has been done.
+    /// Completes the operation of one staging page, unless that has been done.
     fn finish(&mut self, page: usize, result: Result<(), Fault>, done: &mut dyn FnMut(Done<'_>)) {
         let Operation { ticket, slot, direction, is_late, .. } = self.operations[page];
         if is_late {
@@ -292,8 +299,8 @@ impl FileLane {
         self.staging.give(page);
     }
 
-    /// Ends a run that failed: pages transferred before are done, and of several others each is
-    /// tried alone.
+    /// Ends a run that failed: pages transferred before are done. If several pages are left, each
+    /// is tried alone.
     fn fail(&mut self, first: usize, fault: Fault, done: &mut dyn FnMut(Done<'_>)) {
         let run = self.runs[first];
         let whole = run.done / PAGE_SIZE;
@@ -310,7 +317,7 @@ impl FileLane {
         }
     }
 
-    /// A member has answered its part of the flush.
+    /// Handles a member's answer to its part of the flush.
     fn flushed(&mut self, result: i32, done: &mut dyn FnMut(Done<'_>)) {
         let Some(flush) = &mut self.flush else { return };
         flush.left -= 1;
@@ -324,12 +331,12 @@ impl FileLane {
         }
     }
 
-    /// Has the time of what was submitted since the last poll begin.
+    /// Starts the time limit of operations that were submitted since the last poll.
     fn stamp(&mut self, now: Instant) {
         self.unstamped.drain(..).for_each(|page| self.operations[page].started = Some(now));
     }
 
-    /// Ends the operations that have had their time.
+    /// Ends the operations whose time is over.
     fn expire(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
         if self.in_flight() == 0 {
             return;
@@ -445,7 +452,7 @@ impl Lane for FileLane {
                 Err(fault) => self.fail(first, fault, done),
             }
         }
-        // Remainders, retries, and what the kernel did not take before.
+        // This submits remainders, retries, and entries that the kernel did not take before.
         self.enter();
         self.expire(now, done);
     }
@@ -458,8 +465,8 @@ impl Lane for FileLane {
         self.staging.in_use() - self.late + usize::from(self.flush.is_some())
     }
 
-    /// The ring itself, which is readable while completions wait: no second descriptor to clear
-    /// after each poll.
+    /// The ring itself, which is readable while completions wait. So there is no second descriptor
+    /// to clear after each poll.
     fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
         // SAFETY: the ring keeps its descriptor open as long as `self` is borrowed.
         let fd = unsafe { BorrowedFd::borrow_raw(self.ring.as_raw_fd()) };
@@ -469,9 +476,9 @@ impl Lane for FileLane {
 
 impl Drop for FileLane {
     /// Waits for every I/O that has been started: the kernel may write to the staging memory until
-    /// then. Where the disk hangs, memory and ring stay for as long as the process lives. Otherwise
-    /// lets go of the files by name: a ring that is only closed does so later, and their locks
-    /// would outlive the store.
+    /// then. If the disk hangs, memory and ring stay as long as the process lives. Otherwise the
+    /// files are unregistered explicitly. A ring that is only closed releases them later, and their
+    /// locks would outlive the store.
     fn drop(&mut self) {
         let until = Instant::now() + self.limit;
         let nap = types::Timespec::from(POLL_EVERY);
@@ -496,7 +503,8 @@ impl Drop for FileLane {
             }
         }
         let _ = self.ring.submitter().unregister_files();
-        // SAFETY: dropped here and nowhere else, the ring before the memory that it was told of.
+        // SAFETY: both are dropped only here, the ring before the memory that is registered with
+        // it.
         unsafe {
             ManuallyDrop::drop(&mut self.ring);
             ManuallyDrop::drop(&mut self.staging);
@@ -524,8 +532,8 @@ mod tests {
         FileLane::open("test", Arc::clone(&store.shared), 512).unwrap()
     }
 
-    /// Queues and submits reads of these slots; says how many I/Os that makes, if no more than
-    /// [`RUN_PAGES`].
+    /// Queues and submits reads of these slots. Returns the number of I/Os, if there are no more
+    /// than [`RUN_PAGES`] pages.
     fn ios(lane: &mut FileLane, slots: impl IntoIterator<Item = u32>) -> usize {
         for slot in slots {
             assert_eq!(lane.read(0, Slot(slot), &mut [0; PAGE_SIZE]), Progress::Queued);
@@ -568,7 +576,7 @@ mod tests {
         assert_eq!(ios(&mut lane(&store), 0..64), 4);
     }
 
-    /// A lane into a pipe, whose I/O hangs for as long as a test likes; and the pipe's ends.
+    /// A lane into a pipe, whose I/O hangs as long as a test wants, with the pipe's ends.
     fn hanging() -> (FileLane, File, File) {
         let (reading, writing) = rustix::pipe::pipe().unwrap();
         let (reading, writing) = (File::from(reading), File::from(writing));
@@ -578,7 +586,7 @@ mod tests {
             is_device: false,
             is_direct: false,
         };
-        // Slot 0 is the reading end's, slot 1 the writing end's.
+        // Slot 0 lies on the reading end, slot 1 on the writing end.
         let shared = Shared {
             members: Box::new([member(&reading), member(&writing)]),
             start: super::super::HEADER,
@@ -599,7 +607,7 @@ mod tests {
 
     type Ended = (Ticket, Result<(), Fault>);
 
-    /// Polls until `enough`, with what was handed over and which slots have settled.
+    /// Polls until `enough`; returns what was handed over, and which slots have settled.
     fn poll_until(
         lane: &mut FileLane,
         enough: impl Fn(&[Ended], &[Slot]) -> bool,
@@ -617,7 +625,7 @@ mod tests {
     #[test]
     fn a_write_that_the_disk_does_not_answer_ends_in_time_and_its_slot_is_settled_only_by_the_disk() {
         let (mut lane, mut reading, _writing) = hanging();
-        // The pipe takes 16 pages; the others wait in it until somebody reads.
+        // The pipe takes 16 pages; the other operations hang until the test reads.
         for ticket in 0..20 {
             assert_eq!(lane.write(ticket, Slot(1), &[ticket as u8; PAGE_SIZE]), Progress::Queued);
             lane.submit();
@@ -626,11 +634,11 @@ mod tests {
             assert_eq!((ended, settled), (vec![(ticket, expected)], vec![]));
         }
         assert_eq!(lane.in_flight(), 0, "everything has been answered");
-        // All four staging pages are the kernel's: what comes now fails at once, and is not begun.
+        // The kernel has all four staging pages: a new operation fails at once, and is not begun.
         let refused = Progress::Done(Err(Fault::Io(libc::ETIMEDOUT)));
         assert_eq!(lane.write(99, Slot(1), &[99; PAGE_SIZE]), refused);
         assert_eq!(lane.read(99, Slot(0), &mut [0; PAGE_SIZE]), refused);
-        // The disk comes back: what was written late landed, and only now its slots may be used.
+        // The disk comes back: the late writes land, and only now may their slots be used.
         let mut landed = vec![0; 20 * PAGE_SIZE];
         let reader = std::thread::spawn(move || {
             reading.read_exact(&mut landed).unwrap();
@@ -686,10 +694,10 @@ mod tests {
             dropped.send(()).unwrap();
         });
         ended.recv_timeout(Duration::from_secs(60)).expect("nobody waits for a disk that hangs");
-        // The bytes that the disk brings later finds the memory where it was.
+        // Bytes that the disk brings later must find the memory where it was.
         (&writing).write_all(&[5; PAGE_SIZE]).unwrap();
         let begun = Instant::now();
-        // SAFETY: the lane has left it to the kernel for good.
+        // SAFETY: the dropped lane has left the memory to the kernel for good.
         while unsafe { memory.read_volatile() } != 5 {
             assert!(begun.elapsed() < Duration::from_secs(60));
             std::thread::sleep(Duration::from_millis(1));

@@ -1,9 +1,9 @@
-//! `file:` and `stripe:`: pages in files and on block devices, by io_uring.
+//! `file:` and `stripe:`: stores in files and on block devices, by io_uring.
 //!
-//! The store that `--backing` names. All its room is there before the first page is, so that the
-//! device never meets a full disk. Pages are encrypted with a key that lives and dies with the open
-//! store: they carry swapped memory, and overwriting an SSD proves nothing. A store over several
-//! members lays units on them in turns (RAID-0).
+//! `--backing` names such a store. It takes all its room before the first page, so the device never
+//! meets a full disk. Pages are encrypted with a key that exists only while the store is open. They
+//! contain swapped memory, and overwriting an SSD does not reliably erase them. A store over
+//! several members puts units on them in turns (RAID-0).
 
 mod backing;
 mod cipher;
@@ -35,18 +35,18 @@ use std::time::Duration;
 use traffic::Traffic;
 use weir_core::{ByteSize, PAGE_SIZE, Slot, Watch, unwatched};
 
-/// Hands over what was kept by its name, once.
+/// Returns the descriptor that a keeper held under a name, once.
 type Take<'a> = &'a mut dyn FnMut(&str) -> Option<OwnedFd>;
 
-/// The name under which the key is kept.
+/// The name under which the keeper holds the key.
 const KEY: &str = "key";
 
-/// The name under which an open member is kept.
+/// The name under which the keeper holds an open member.
 fn member_name(at: usize) -> String {
     format!("member.{at}")
 }
 
-/// A store in a file, on a block device, or on several of them in turns.
+/// A store in a file, on a block device, or striped over several of them.
 #[derive(Debug)]
 pub struct FileStore {
     name: String,
@@ -65,7 +65,7 @@ struct Shared {
     released: Box<[AtomicBool]>,
     quiet: Quiet,
     room: Room,
-    /// How long the disk has for an operation.
+    /// Time that the disk has for an operation.
     limit: Duration,
     traffic: Box<[Traffic]>,
 }
@@ -74,14 +74,14 @@ struct Shared {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Place {
     member: u32,
-    /// In bytes from the member's start.
+    /// The offset in bytes from the member's start.
     offset: u64,
 }
 
-/// The layout that `file:` and `stripe:` have in common.
+/// The parameters that `file:` and `stripe:` share.
 struct Layout<'a> {
     paths: &'a [PathBuf],
-    /// Room for pages on each member.
+    /// Bytes of room for pages on each member.
     size_each: Option<ByteSize>,
     encrypt: bool,
     overwrite: bool,
@@ -129,25 +129,25 @@ impl FileStore {
     /// Opens the file or device that `url` names, and takes all its room.
     ///
     /// # Errors
-    /// When it cannot be opened or locked, holds something else, or there is not that much room.
+    /// Fails when it cannot be opened or locked, holds foreign content, or has too little room.
     pub fn open(url: &FileUrl) -> Result<Self, OpenError> {
         Self::open_watched(url, Room::Reserved, &mut unwatched)
     }
 
-    /// As [`FileStore::open`]. `watch` hears how far it is where room is to be written.
+    /// Does the same as [`FileStore::open`]. `watch` gets the progress while room is written.
     ///
     /// # Errors
-    /// As [`FileStore::open`]; and what `watch` says.
+    /// Fails as [`FileStore::open`] does, and with the error of `watch`.
     pub fn open_watched(url: &FileUrl, room: Room, watch: Watch<'_>) -> Result<Self, OpenError> {
         let (name, layout) = (url.to_string(), Layout::of_file(url));
         Ok(Self::named(url, Shared::open(&name, &layout, room, watch)?))
     }
 
-    /// Takes over the file and the key of a daemon that has ended. `take` hands over what was kept
-    /// by name.
+    /// Takes over the file and the key of a daemon that has ended. `take` returns the keeper's
+    /// descriptors by name.
     ///
     /// # Errors
-    /// If a file is missing, or they do not belong to this URL.
+    /// Fails if a file is missing, or if the files do not belong to this URL.
     pub fn reopen(url: &FileUrl, room: Room, take: Take<'_>) -> Result<Self, OpenError> {
         let (name, layout) = (url.to_string(), Layout::of_file(url));
         Ok(Self::named(url, Shared::reopen(&name, &layout, room, take)?))
@@ -161,24 +161,24 @@ impl FileStore {
     /// Opens all the files or devices that `url` names, and takes their room.
     ///
     /// # Errors
-    /// As [`FileStore::open`], of any of them.
+    /// Fails as [`FileStore::open`] does for any of them.
     pub fn open_stripe(url: &StripeUrl) -> Result<Self, OpenError> {
         Self::open_stripe_watched(url, Room::Reserved, &mut unwatched)
     }
 
-    /// As [`FileStore::open_watched`], of all of them.
+    /// Does the same as [`FileStore::open_watched`] for all of them.
     ///
     /// # Errors
-    /// As [`FileStore::open_watched`].
+    /// Fails as [`FileStore::open_watched`] does.
     pub fn open_stripe_watched(url: &StripeUrl, room: Room, watch: Watch<'_>) -> Result<Self, OpenError> {
         let (name, layout) = (url.to_string(), Layout::of_stripe(url)?);
         Ok(Self::named_stripe(url, Shared::open(&name, &layout, room, watch)?))
     }
 
-    /// As [`FileStore::reopen`], of all of them.
+    /// Does the same as [`FileStore::reopen`] for all of them.
     ///
     /// # Errors
-    /// As [`FileStore::reopen`].
+    /// Fails as [`FileStore::reopen`] does.
     pub fn reopen_stripe(url: &StripeUrl, room: Room, take: Take<'_>) -> Result<Self, OpenError> {
         let (name, layout) = (url.to_string(), Layout::of_stripe(url)?);
         Ok(Self::named_stripe(url, Shared::reopen(&name, &layout, room, take)?))
@@ -189,11 +189,11 @@ impl FileStore {
         FileStore { name: StripeUrl { size, ..url.clone() }.to_string(), shared: Arc::new(shared) }
     }
 
-    /// Gives the disk as long for an operation as the kernel's block layer does. For a disk whose
-    /// users wait for it as they would without Weir.
+    /// Gives the disk as much time for an operation as the kernel's block layer does. It is for a
+    /// disk whose users would wait as long without Weir.
     ///
     /// # Panics
-    /// When somebody has a lane.
+    /// Panics when a lane is open.
     #[must_use]
     pub fn patient(mut self) -> Self {
         Arc::get_mut(&mut self.shared).expect("a store that nobody uses yet").limit = raw::LIMIT;
@@ -210,7 +210,7 @@ impl FileStore {
         self.shared.members.iter().all(|member| member.is_direct)
     }
 
-    /// Whether the key is pinned in RAM; `None`: nothing is encrypted.
+    /// Whether the key is locked in RAM; `None` if nothing is encrypted.
     pub fn key_is_locked(&self) -> Option<bool> {
         self.shared.cipher.as_ref().map(Cipher::is_locked)
     }
@@ -248,8 +248,8 @@ impl Shared {
         let quiet = Quiet::after(take).map_err(|error| OpenError::io(name, "cannot make a pipe", error))?;
         let shared = Self::over(name, layout, cipher, members, quiet, room)?;
         for (chunk, released) in shared.released.iter().enumerate() {
-            // Chunks that the last daemon had released are taken again if there is room; the rest
-            // changes nothing.
+            // Take chunks that the last daemon had released, if there is room. For a held chunk
+            // this changes nothing.
             let (offset, bytes) = shared.chunk(chunk as u32).expect("a chunk of this store");
             let has_room = |member: &Backing| member.refill(offset, bytes, Room::Reserved).is_ok();
             released.store(!shared.members.iter().all(has_room), Ordering::Relaxed);
@@ -295,7 +295,7 @@ impl Shared {
         ByteSize(u64::from(self.slots) * PAGE_SIZE as u64)
     }
 
-    /// Where a slot lies, unless it is outside or its chunk has been released.
+    /// The place of a slot, unless the slot is outside of the store or its chunk has been released.
     #[inline]
     fn place(&self, slot: Slot) -> Result<Place, Fault> {
         if slot.0 >= self.slots || self.released[(slot.0 / self.chunk_slots) as usize].load(Ordering::Relaxed)
@@ -311,7 +311,7 @@ impl Shared {
         Place { member, offset: self.start + u64::from(there.0) * PAGE_SIZE as u64 }
     }
 
-    /// The range that a chunk takes of each member, in bytes: where it starts and how long it is.
+    /// The range of each member that a chunk takes, in bytes: its start and its length.
     fn chunk(&self, chunk: u32) -> Result<(u64, u64), Fault> {
         let first = u64::from(chunk) * u64::from(self.chunk_slots);
         if first >= u64::from(self.slots) {
@@ -351,12 +351,12 @@ impl Store for FileStore {
         })
     }
 
-    /// A disk that fails says so operation by operation.
+    /// Always online: a disk that fails reports it for each operation.
     fn state(&self, _member: u32) -> State {
         State::Online
     }
 
-    /// Content that is left as it is stays its owner's.
+    /// A store that keeps foreign content unchanged gives nothing back.
     fn reclaim(&self) -> Option<&dyn Reclaim> {
         (self.shared.start > 0).then_some(self as _)
     }
@@ -367,8 +367,8 @@ impl Store for FileStore {
 }
 
 impl Survive for FileStore {
-    /// The open files, which carry their locks, the key, and what tells when the I/O of this daemon
-    /// is over.
+    /// Hands the keeper the open files, which carry their locks, the key, and the pipe that tells
+    /// when this daemon's I/O is over.
     fn keep_with(&self, keep: Arc<dyn Keep>, held: bool) -> io::Result<()> {
         let Shared { members, cipher, quiet, .. } = &*self.shared;
         if !held {
@@ -377,7 +377,7 @@ impl Survive for FileStore {
             }
             cipher.iter().try_for_each(|cipher| keep.hold(KEY, cipher.secret(), true))?;
         }
-        // Of what a daemon before has left to be kept, only the pipes are not the same for each.
+        // A takeover changes only the pipes; the keeper holds the rest already.
         quiet.pipes().try_for_each(|(name, fd)| keep.hold(&name, fd, false))
     }
 
@@ -385,7 +385,7 @@ impl Survive for FileStore {
         self.shared.quiet.is_quiet()
     }
 
-    /// The key goes with the last that holds it.
+    /// Does nothing: the key goes with the last process that holds it.
     fn forget(&self) {}
 }
 
@@ -402,13 +402,13 @@ impl Reclaim for FileStore {
         let members = &self.shared.members;
         for (at, member) in members.iter().enumerate() {
             let Err(errno) = member.punch(offset, bytes) else { continue };
-            // A chunk that stays is whole: those before have a hole there, and this one may have
-            // got half of one.
+            // If the chunk must stay, it must be whole: earlier members have a hole there, and this
+            // one may have half of one.
             let changes_nothing = errno == rustix::io::Errno::OPNOTSUPP;
             let holed = &members[..if changes_nothing { at } else { at + 1 }];
             if !holed.iter().all(|member| member.refill(offset, bytes, self.shared.room).is_ok()) {
-                // Its room has gone to somebody else, so all of it counts as given back until it is
-                // taken again.
+                // Another program has taken its room, so the whole chunk counts as given back until
+                // it is taken again.
                 for member in holed {
                     let _ = member.punch(offset, bytes);
                 }
@@ -420,7 +420,7 @@ impl Reclaim for FileStore {
         Ok(())
     }
 
-    /// Allocates the blocks again; fails with ENOSPC where the room has gone to somebody else.
+    /// Allocates the blocks again; fails with ENOSPC if another program has taken the room.
     fn take(&self, chunk: u32) -> Result<(), Fault> {
         let (offset, bytes) = self.shared.chunk(chunk)?;
         for member in &self.shared.members {
@@ -467,7 +467,7 @@ mod tests {
         let places: std::collections::HashSet<_> =
             (0..192).map(|slot| (shared.locate(slot).member, shared.locate(slot).offset)).collect();
         assert_eq!(places.len(), 192);
-        // A chunk's slots, and no others, lie in the chunk's range of each member.
+        // Only a chunk's own slots lie in the chunk's range of each member.
         for slot in 0..192 {
             let offset = shared.locate(slot).offset;
             for chunk in 0..8 {

@@ -1,19 +1,18 @@
-//! How to tell that nothing that a dead daemon began can still reach a slot.
+//! Detects when a dead daemon's operations can no longer change a slot.
 //!
-//! A process that is gone submits nothing more. But what it had submitted may land later: the
-//! kernel neither cancels block I/O that is under way nor waits for it when a process ends, and
-//! takes its rings down afterwards, from a work queue (`io_ring_exit_work` in io_uring/io_uring.c).
-//! So every ring of a store has the writing end of one pipe among its registered files, which the
-//! kernel lets go of only when each request of the ring has been completed. The reading end
-//! outlives the daemon in the keeper, and hangs up at the moment after which no slot changes any
-//! more.
+//! A process that is gone submits nothing more, but its earlier I/O may still land. The kernel
+//! neither cancels block I/O that is under way nor waits for it when a process ends. It removes the
+//! process's rings afterwards, from a work queue (`io_ring_exit_work` in io_uring/io_uring.c). So
+//! every ring of a store registers the writing end of one pipe among its files. The kernel releases
+//! these only when each request of the ring is complete. The reading end outlives the daemon in the
+//! keeper. It hangs up once no slot can change any more.
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::pipe::PipeFlags;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-/// One store's pipe, and those of the daemons before that are not quiet yet.
+/// The pipe of one store, and the pipes of earlier daemons that are not quiet yet.
 #[derive(Debug)]
 pub(super) struct Quiet {
     reading: OwnedFd,
@@ -21,19 +20,19 @@ pub(super) struct Quiet {
     before: Vec<OwnedFd>,
 }
 
-/// The name under which a pipe is kept; the first is the newest.
+/// The name under which the keeper holds a pipe; the first is the newest.
 fn name(at: usize) -> String {
     format!("quiet.{at}")
 }
 
 impl Quiet {
-    /// For a store that nobody had before.
+    /// Makes the pipe of a new store.
     pub fn new() -> io::Result<Self> {
         let (reading, writing) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
         Ok(Quiet { reading, writing, before: Vec::new() })
     }
 
-    /// For a store that other daemons had; `take` hands over what they left.
+    /// Makes the pipe of a store that earlier daemons had; `take` returns their pipes.
     pub fn after(take: &mut dyn FnMut(&str) -> Option<OwnedFd>) -> io::Result<Self> {
         let mut before: Vec<OwnedFd> = (0..).map_while(|at| take(&name(at))).collect();
         before.retain(|pipe| !has_hung_up(pipe.as_fd()));
@@ -51,7 +50,7 @@ impl Quiet {
         pipes.enumerate().map(|(at, pipe)| (name(at), pipe.as_fd()))
     }
 
-    /// Whether every ring of the daemons before is gone.
+    /// Whether every ring of the earlier daemons is gone.
     pub fn is_quiet(&self) -> bool {
         self.before.iter().all(|pipe| has_hung_up(pipe.as_fd()))
     }
@@ -60,7 +59,7 @@ impl Quiet {
 fn has_hung_up(pipe: BorrowedFd<'_>) -> bool {
     let mut fds = [PollFd::from_borrowed_fd(pipe, PollFlags::empty())];
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-    // Where it cannot be told, it has not.
+    // If that is not known, the rings count as alive.
     rustix::event::poll(&mut fds, Some(&now)).is_ok() && fds[0].revents().contains(PollFlags::HUP)
 }
 

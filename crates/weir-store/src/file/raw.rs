@@ -1,5 +1,5 @@
-//! A file or a block device as it is: slot `n` is bytes `4096 n` to `4096 n + 4095`. No header, no
-//! key, nothing changed by the opening.
+//! A file or a block device as it is: slot `n` is bytes `4096 n` to `4096 n + 4095`. It has no
+//! header and no key, and opening changes nothing.
 
 use super::backing::Backing;
 use super::quiet::Quiet;
@@ -12,17 +12,17 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 use weir_core::{ByteSize, PAGE_SIZE};
 
-/// How long the disk has for an operation: as the kernel's own block layer gives it. Others wait
-/// for a disk as they would without Weir.
+/// Time that the disk has for an operation: as much as the kernel's own block layer gives it.
+/// Programs wait for a disk as they would without Weir.
 pub(super) const LIMIT: Duration = Duration::from_secs(30);
 
 impl FileStore {
-    /// Opens `path` for this process alone and as it is: what it holds stays, and other programs
-    /// can read it afterwards.
+    /// Opens `path` for this process alone. Its content stays, and other programs can read it
+    /// afterwards.
     ///
     /// # Errors
-    /// When it does not exist, is in use, or is no file or block device of whole pages below 16
-    /// TiB.
+    /// Fails when it does not exist, is in use, or is no file or block device of whole pages below
+    /// 16 TiB.
     pub fn open_raw(path: &Path) -> Result<Self, OpenError> {
         let name = path.display().to_string();
         let (member, bytes) = Backing::open_raw(&name, path)?;

@@ -1,10 +1,10 @@
-//! Signatures on a disk: the marks by which file systems, volume managers and partition
-//! tables are known.
+//! Signatures on a disk: the marks that identify file systems, volume managers and partition
+//! tables.
 //!
 //! Offsets and marks are libblkid's (util-linux, libblkid/src/superblocks and partitions). A device
-//! that carries one is somebody's data, and is not taken without being told to.
+//! with a mark holds somebody's data, and is taken only with an explicit option.
 
-/// A mark at an offset from the start, or from the end where that is negative.
+/// This mark comes last: FAT and others end their boot sector with it too.
 struct Mark {
     of: &'static str,
     at: i64,
@@ -46,11 +46,12 @@ const MARKS: &[Mark] = &[
     Mark { of: "a partition table (GPT)", at: 0x200, bytes: b"EFI PART" },
     Mark { of: "a partition table (GPT, 4 KiB sectors)", at: 0x1000, bytes: b"EFI PART" },
     Mark { of: "a partition table (GPT, backup)", at: -0x200, bytes: b"EFI PART" },
-    // Last, for FAT and others end their boot sector with it too.
+    // Bytes of a device's start, and of its end, that must be searched.
     Mark { of: "a boot sector (partition table or FAT)", at: 0x1fe, bytes: b"\x55\xaa" },
 ];
 
-/// How much of a device's start and of its end must be looked at.
+/// The owner of a mark in the first or last [`LOOK`] bytes; a smaller device is searched as a
+/// whole.
 pub(super) const LOOK: usize = 192 << 10;
 
 /// The owner of the mark in the first [`LOOK`] bytes or the last, or in all there is of a smaller

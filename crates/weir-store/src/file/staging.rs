@@ -1,15 +1,15 @@
-//! A lane's own memory: one page for each operation that may be in flight, handed out so that
-//! operations queued one after the other lie one after the other.
+//! A lane's own memory: one page for each operation that may be in flight. Pages are handed out so
+//! that operations queued one after the other lie side by side.
 
 use weir_core::{Memory, PAGE_SIZE, PageBytes};
 
-/// Locked pages, some of them in use.
+/// Locked pages, of which some are in use.
 #[derive(Debug)]
 pub(super) struct Staging {
     memory: Memory,
-    /// A bit for each page: set while it is in use, and for the pages past the end.
+    /// A bit for each page: set while the page is in use, and for the numbers past the end.
     used: Box<[u64]>,
-    /// The first page to look at for a free one: after the last one handed out.
+    /// The page at which the next search begins: after the last one handed out.
     next: usize,
     pages: usize,
     free: usize,
@@ -40,7 +40,8 @@ impl Staging {
         }
         let words = self.used.len();
         let (word, bit) = (self.next / 64, self.next % 64);
-        // The word of `next` twice: first its bits from there on, at the end those before.
+        // The word of `next` is searched twice: first its bits from there on, at the end those
+        // before.
         let found = (0..=words).find_map(|step| {
             let at = (word + step) % words;
             let passed = if step == 0 { (1u64 << bit) - 1 } else { 0 };
@@ -72,13 +73,13 @@ impl Staging {
         unsafe { self.memory.as_ptr().add(page * PAGE_SIZE) }
     }
 
-    /// A page's content.
+    /// The content of a page.
     ///
     /// # Safety
-    /// No I/O on the page is in flight.
+    /// No I/O on the page may be in flight.
     pub(super) unsafe fn page(&mut self, page: usize) -> &mut PageBytes {
-        // SAFETY: in bounds and aligned by `address`; the kernel is done with it by the caller's
-        // word, and `&mut self` keeps everyone else out.
+        // SAFETY: `address` checks bounds, and pages are aligned. The caller guarantees that the
+        // kernel does not use the page, and `&mut self` excludes other users.
         unsafe { &mut *self.address(page).cast::<PageBytes>() }
     }
 }

@@ -1,4 +1,4 @@
-//! `stripe:PATH,PATH...[?size=SIZE&unit=SIZE&encrypt=on|off&overwrite=on|off]`.
+//! Parses `stripe:PATH,PATH...[?size=SIZE&unit=SIZE&encrypt=on|off&overwrite=on|off]`.
 
 use crate::url::{Exact, Query, UrlProblem, pairs, size, split_query, switch};
 use std::fmt;
@@ -7,27 +7,26 @@ use weir_core::ByteSize;
 
 const KEYS: &[&str] = &["size", "unit", "encrypt", "overwrite"];
 
-/// Files or block devices that are used in turns, and how.
+/// Files or block devices that are striped, and the options of the stripe.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct StripeUrl {
-    /// Their paths. A comma in a path cannot be written.
+    /// The paths of the members. A path with a comma cannot be written.
     pub paths: Vec<PathBuf>,
-    /// Room for pages on all of them together. `None`: as for a single file, on each.
+    /// Room for pages on all members together. `None`: on each member as for a single file.
     pub size: Option<ByteSize>,
-    /// As for a single file.
+    /// Whether to encrypt, as for a single file.
     pub encrypt: bool,
-    /// As for a single file.
+    /// Whether to overwrite foreign content, as for a single file.
     pub overwrite: bool,
-    /// How much lies on one before the next one's turn.
+    /// Bytes on one member before the next one's turn.
     pub unit: ByteSize,
 }
 
 impl StripeUrl {
-    /// How much lies on one before the next one's turn, unless told otherwise: the kernel's own
-    /// RAID-0 default.
+    /// The default unit: that of the kernel's own RAID-0.
     pub const UNIT: ByteSize = ByteSize(512 << 10);
 
-    /// The files or devices at `paths`, everything else at its default.
+    /// The files or devices at `paths`, with every option at its default.
     pub fn new(paths: impl IntoIterator<Item = PathBuf>) -> Self {
         let paths = paths.into_iter().collect();
         StripeUrl { paths, size: None, encrypt: true, overwrite: false, unit: StripeUrl::UNIT }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use weir_core::PAGE_SIZE;
 
-/// Sizes of I/Os that are told apart: below 8 KiB, below 16 KiB, ..., 1 MiB.
+/// Number of size classes of I/Os: below 8 KiB, below 16 KiB, ..., 1 MiB.
 const SIZES: usize = 9;
 
 /// The counts of one member. Each I/O adds to them once, whichever lane it comes from.
@@ -21,17 +21,17 @@ pub(super) struct Traffic {
 /// The traffic of one file or device of a store.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct MemberTraffic {
-    /// Which.
+    /// The path of the file or device.
     pub path: PathBuf,
-    /// Writes of 1 page, 2 to 3, 4 to 7, ..., 256.
+    /// Counts of writes of 1 page, 2 to 3, 4 to 7, ..., 256.
     pub write_sizes: [u64; SIZES],
     /// Bytes written.
     pub written: u64,
     /// Bytes read.
     pub read: u64,
-    /// Reads.
+    /// Number of reads.
     pub reads: u64,
-    /// I/Os that failed, those that were tried again page by page too.
+    /// Number of I/Os that failed, also those that were tried again page by page.
     pub failed: u64,
 }
 

@@ -1,4 +1,4 @@
-//! `file:PATH[?size=SIZE&encrypt=on|off&overwrite=on|off&chunk=SIZE]`.
+//! Parses `file:PATH[?size=SIZE&encrypt=on|off&overwrite=on|off&chunk=SIZE]`.
 
 use crate::url::{Exact, Query, UrlProblem, pairs, size, split_query, switch};
 use std::fmt;
@@ -7,30 +7,29 @@ use weir_core::ByteSize;
 
 const KEYS: &[&str] = &["size", "encrypt", "overwrite", "chunk"];
 
-/// A file or a block device, and how it is used.
+/// A file or a block device, and the options of its use.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct FileUrl {
-    /// Its path.
+    /// The path of the file or device.
     pub path: PathBuf,
-    /// Room for pages. `None`: all of a block device; for a file it must be given, unless the file
-    /// is a Weir file already and keeps its size.
+    /// Room for pages. `None`: all of a block device. A file needs a size, unless it is a Weir file
+    /// already, which keeps its size.
     pub size: Option<ByteSize>,
-    /// Whether pages are encrypted with a key that lives and dies with the open store. On unless
-    /// turned off.
+    /// Whether pages are encrypted with a key that exists only while the store is open. The default
+    /// is on.
     pub encrypt: bool,
-    /// Whether to take the file or the device even if it holds something else. Off unless turned
-    /// on.
+    /// Whether to take the file or the device even if it has foreign content. The default is off.
     pub overwrite: bool,
-    /// How much a release gives back at once.
+    /// Bytes that a release gives back at once.
     pub chunk: ByteSize,
 }
 
 impl FileUrl {
-    /// The bytes of one release, unless told otherwise: large enough that file systems
-    /// free whole extents, small enough to follow a card's chunks.
+    /// The default size of a chunk: large enough that file systems free whole extents, and small
+    /// enough to follow a card's chunks.
     pub const CHUNK: ByteSize = ByteSize(64 << 20);
 
-    /// The file at `path`, everything else at its default.
+    /// The file at `path`, with every option at its default.
     pub fn new(path: impl Into<PathBuf>) -> Self {
         FileUrl { path: path.into(), size: None, encrypt: true, overwrite: false, chunk: FileUrl::CHUNK }
     }
@@ -58,7 +57,7 @@ impl fmt::Display for FileUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let path = self.path.display().to_string();
         write!(f, "file:{path}")?;
-        // A path with a `?` of its own needs a query after it to be read back whole.
+        // If the path has a `?`, a query must follow it, else it is not read back correctly.
         let bare = self.size.is_none() && self.encrypt && !self.overwrite && self.chunk == FileUrl::CHUNK;
         if bare && path.contains('?') {
             return f.write_str("?");

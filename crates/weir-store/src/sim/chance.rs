@@ -1,12 +1,12 @@
-//! Chance from a seed.
+//! Random numbers from a seed.
 
-/// SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): 64 bits of state, a few instructions, and good
-/// enough to decide what goes wrong.
+/// SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): 64 bits of state, a few instructions, and
+/// random enough to decide about faults.
 #[derive(Clone, Debug)]
 pub(super) struct Chance(u64);
 
 impl Chance {
-    /// The chance of lane number `lane` of a store with `seed`.
+    /// The random numbers of lane number `lane` of a store with `seed`.
     pub(super) fn of_lane(seed: u64, lane: u64) -> Self {
         let mut chance = Chance(seed);
         let base = chance.bits();
@@ -21,13 +21,13 @@ impl Chance {
         z ^ (z >> 31)
     }
 
-    /// True with `probability`.
+    /// Returns true with `probability`.
     pub(super) fn happens(&mut self, probability: f64) -> bool {
-        // 53 bits: all that a double holds of [0, 1).
+        // Uses 53 bits: a double in [0, 1) has no more.
         ((self.bits() >> 11) as f64) < probability * (1u64 << 53) as f64
     }
 
-    /// A number below `limit`, or 0 where that is 0.
+    /// A random number below `limit`, or 0 if `limit` is 0.
     pub(super) fn below(&mut self, limit: u64) -> u64 {
         ((u128::from(self.bits()) * u128::from(limit)) >> 64) as u64
     }

@@ -1,5 +1,5 @@
-//! A lane into a simulated store: decides an operation's fate when it is queued, and carries it out
-//! when it is due.
+//! A lane into a simulated store. It decides about an operation's fault when the operation is
+//! queued, and does the operation when it is due.
 
 use super::chance::Chance;
 use super::{Damage, Shared, hold};
@@ -9,23 +9,23 @@ use std::sync::atomic::Ordering::{self, Relaxed};
 use std::time::Instant;
 use weir_core::{PAGE_SIZE, Page, PageBytes, Slot};
 
-/// EIO, by its number on every architecture of Linux.
+/// The number of EIO, which is the same on every architecture of Linux.
 const EIO: i32 = 5;
-/// ETIMEDOUT, likewise but for MIPS.
+/// The number of ETIMEDOUT, which is the same on every architecture but MIPS.
 const ETIMEDOUT: i32 = 110;
 
 pub(super) struct SimLane {
     shared: Arc<Shared>,
     chance: Chance,
     waiting: Vec<Operation>,
-    /// The pages of runs after the first of each, which waits for all, in order.
+    /// The later pages of runs, which wait for the first page, in order.
     followers: Vec<Operation>,
-    /// Writes that were answered with a timeout and have not landed.
+    /// Writes that ended with a timeout and have not landed.
     late: Vec<Operation>,
-    /// Slots of those that have landed since.
+    /// Slots of such writes that have landed since.
     settled: Vec<Slot>,
     depth: usize,
-    /// Contents of the writes that wait, by [`Operation::page`].
+    /// Contents of the writes that wait, by the index [`Operation::page`].
     pages: Box<[Page]>,
     free_pages: Vec<usize>,
     polls: u64,
@@ -37,29 +37,29 @@ struct Operation {
     ticket: Ticket,
     slot: Slot,
     fate: Fate,
-    /// The page that keeps a write's content; `None` for a read.
+    /// The index of the write's content; `None` for a read.
     page: Option<usize>,
-    /// The polls it waits for, from its submission on.
+    /// Number of polls that the operation waits for, from its submission on.
     delay: u64,
-    /// Set by its submission.
+    /// The due time, which the submission sets.
     due: Option<Due>,
 }
 
-/// When an operation is due: after so many polls, and not before this time, which its first poll
-/// sets.
+/// The time when an operation is due: after this many polls, and not before a time that its first
+/// poll sets.
 #[derive(Clone, Copy)]
 struct Due {
     polls: u64,
     time: Option<Instant>,
 }
 
-/// The fate of an operation that finds its slot.
+/// The fate of an operation whose slot exists.
 #[derive(Clone, Copy)]
 enum Fate {
     Succeed,
     Fail,
     Lose,
-    /// Flip this bit.
+    /// Store the page with this bit flipped.
     Corrupt(usize),
 }
 
@@ -86,12 +86,12 @@ impl SimLane {
         self.depth == 0
     }
 
-    /// Operations for which there is room.
+    /// Number of operations for which there is room.
     fn room(&self) -> usize {
         self.depth - self.in_flight() - self.late.len() - self.settled.len()
     }
 
-    /// The answer where there is no room for one more.
+    /// The answer if there is no room for one more operation.
     fn refusal(&self) -> Option<Progress> {
         if self.room() > 0 {
             return None;
@@ -100,8 +100,8 @@ impl SimLane {
         Some(if hung { Progress::Done(Err(Fault::Io(ETIMEDOUT))) } else { Progress::Full })
     }
 
-    /// Draws the same numbers whatever comes of them, so that one probability changed leaves the
-    /// rest as it was.
+    /// Draws the same numbers whatever their use: so a changed probability leaves the rest as it
+    /// was.
     fn draw_write(&mut self, slot: Slot) -> Fate {
         let url = &self.shared.url;
         let fails = self.chance.happens(url.write_error);
@@ -126,7 +126,7 @@ impl SimLane {
         Progress::Queued
     }
 
-    /// Queues one operation after another, and has all wait for the first.
+    /// Queues the operations of a run; all wait for the first.
     fn queue_run(
         &mut self,
         (ticket, first): (Ticket, Slot),
@@ -144,7 +144,7 @@ impl SimLane {
         count
     }
 
-    /// Carries out an operation that is due.
+    /// Does an operation that is due.
     fn end(&mut self, operation: Operation, hangs: bool, done: &mut dyn FnMut(Done<'_>)) {
         let Operation { ticket, slot, fate, page, .. } = operation;
         match page {
@@ -179,7 +179,7 @@ impl Shared {
             }
             Fate::Lose => {
                 self.counts.lost_writes.fetch_add(1, Relaxed);
-                // The same content again is no damage: nobody could tell.
+                // The same content again is no damage: no reader could tell.
                 cell.damage = (cell.page != *page).then_some(Damage::Stale);
             }
             Fate::Corrupt(bit) => {
@@ -272,7 +272,7 @@ impl Lane for SimLane {
         if !hangs {
             for operation in self.late.drain(..) {
                 let kept = operation.page.expect("a write");
-                // Nobody waits for how it ends.
+                // The result does not matter: no client waits for it.
                 let _ = self.shared.write(operation.slot, &self.pages[kept], operation.fate);
                 self.free_pages.push(kept);
                 self.settled.push(operation.slot);

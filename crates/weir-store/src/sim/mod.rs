@@ -1,10 +1,9 @@
-//! `sim:`: memory that fails as told, from a seed. What shows that the rest of Weir survives a bad
-//! store.
+//! `sim:`: a simulated store, which fails as told, from a seed. It shows that the rest of Weir
+//! survives a bad store.
 //!
-//! It fails in the ways that hardware does: operations that report an error, writes that are
-//! acknowledged and never done or done wrong, operations that overtake one another, and a store
-//! that is gone from one operation to the next. It counts what it did, so that a test can hold the
-//! user's counters against the truth.
+//! The store fails as hardware does. Operations report an error. Writes are acknowledged and not
+//! done, or done wrong. Operations overtake one another. The store is gone from one operation to
+//! the next. It counts its faults, so that a test can compare the counters of the store's user.
 
 mod chance;
 mod lane;
@@ -19,7 +18,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use weir_core::{PAGE_SIZE, PageBytes, Slot};
 
-/// A store that fails as its [`SimUrl`] says.
+/// A simulated store, which fails as its [`SimUrl`] says.
 #[derive(Debug)]
 pub struct Sim {
     name: String,
@@ -27,28 +26,28 @@ pub struct Sim {
     shared: Arc<Shared>,
 }
 
-/// How many of each fault a [`Sim`] has injected since it was opened.
+/// The number of faults of each kind that a [`Sim`] has injected since it was opened.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Injected {
-    /// Reads that failed with EIO.
+    /// Number of reads that failed with EIO.
     pub read_errors: u64,
-    /// Writes that failed with EIO.
+    /// Number of writes that failed with EIO.
     pub write_errors: u64,
-    /// Writes that were acknowledged and stored with a flipped bit.
+    /// Number of writes that were acknowledged and stored with a flipped bit.
     pub corrupt_writes: u64,
-    /// Writes that were acknowledged and not done.
+    /// Number of writes that were acknowledged and not done.
     pub lost_writes: u64,
-    /// Reads that succeeded with a content other than the last acknowledged write's: each must be
-    /// noticed by whoever checks.
+    /// Number of reads that succeeded with another content than the last acknowledged write's: a
+    /// checksum must notice each.
     pub damaged_reads: u64,
-    /// Operations that found the store or their chunk gone.
+    /// Number of operations that found the store or their chunk gone.
     pub gone: u64,
 }
 
 /// The damage to a slot's content.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Damage {
-    /// A bit differs from what was written.
+    /// A bit of the content differs from the written page.
     Corrupt,
     /// The last acknowledged write was not done.
     Stale,
@@ -61,21 +60,21 @@ struct Cell {
 
 struct Shared {
     url: SimUrl,
-    /// A lock for each slot: a simulated store may be slow, and stays without unsafe code.
+    /// Each slot has a lock: a simulated store may be slow, and needs no unsafe code.
     cells: Box<[Mutex<Cell>]>,
     chunk_slots: u32,
     released: Box<[AtomicBool]>,
     operations: AtomicU64,
     lost: AtomicBool,
-    /// Whether writes that a dropped lane had submitted will land one day.
+    /// Whether submitted writes of a dropped lane will land later.
     outlives_lanes: AtomicBool,
-    /// Whether nothing finishes.
+    /// Whether the store hangs: no operation finishes.
     hangs: AtomicBool,
     is_away: AtomicBool,
     drains: AtomicBool,
     orphans: Mutex<Vec<(Slot, PageBytes)>>,
-    /// The contents of each slot written since the last flush, the oldest first; `None`: not
-    /// kept.
+    /// The contents of each slot that was written since the last flush, the oldest first; `None`:
+    /// not recorded.
     unflushed: Mutex<Option<BTreeMap<u32, Vec<PageBytes>>>>,
     counts: Counts,
 }
@@ -91,10 +90,10 @@ struct Counts {
 }
 
 impl Sim {
-    /// A store as `url` says, full of zeros.
+    /// Opens a store as `url` says, full of zeros.
     ///
     /// # Errors
-    /// When there is no memory for it, or its chunks do not make sense.
+    /// Fails when there is no memory for it, or its chunks have an invalid size.
     pub fn open(url: SimUrl) -> Result<Self, OpenError> {
         let name = url.to_string();
         let slots = (url.size.0 / PAGE_SIZE as u64) as usize;
@@ -149,19 +148,19 @@ impl Sim {
         self.shared.cells.get(slot.0 as usize).and_then(|cell| hold(cell).damage)
     }
 
-    /// With `true`, writes that a dropped lane had submitted stay under way until
-    /// [`land`](Sim::land) lets them land. This is what a disk does with the writes of a killed
-    /// process. With `false` they are never done.
+    /// With `true`, submitted writes of a dropped lane stay under way until [`land`](Sim::land)
+    /// completes them, as a disk does with the writes of a killed process. With `false` they are
+    /// never done.
     pub fn let_writes_outlive_lanes(&self, outlive: bool) {
         self.shared.outlives_lanes.store(outlive, Ordering::SeqCst);
     }
 
-    /// Writes of dropped lanes that have not landed yet.
+    /// Number of writes of dropped lanes that have not landed yet.
     pub fn orphans(&self) -> usize {
         hold(&self.shared.orphans).len()
     }
 
-    /// Lets the `at`th of them land.
+    /// Lets the write at index `at` among them land.
     pub fn land(&self, at: usize) {
         let (slot, page) = hold(&self.shared.orphans).swap_remove(at);
         if !self.shared.is_lost() {
@@ -169,14 +168,14 @@ impl Sim {
         }
     }
 
-    /// From here on it is a disk with a cache that a power failure empties; see
+    /// From here on the store acts as a disk with a cache that a power failure empties; see
     /// [`cut_power`](Sim::cut_power).
     pub fn forget_without_power(&self) {
         *hold(&self.shared.unflushed) = Some(BTreeMap::new());
     }
 
-    /// Cuts the power: each slot written since the last flush holds one of the contents that it has
-    /// had since then, as `choose` says of so many, each slot by itself.
+    /// Cuts the power. Each slot written since the last flush then holds one of its contents since
+    /// that flush. `choose` picks it for each slot, given their number.
     pub fn cut_power(&self, choose: &mut dyn FnMut(usize) -> usize) {
         let Some(unflushed) = &mut *hold(&self.shared.unflushed) else { return };
         for (slot, contents) in std::mem::take(unflushed) {
@@ -185,25 +184,26 @@ impl Sim {
         }
     }
 
-    /// Whether it hangs, as a disk that retries. While it does, what is due ends with
-    /// [`Fault::Timeout`], and writes that ended so land afterwards. Only where operations take
-    /// polls or time at all.
+    /// Whether the store hangs, as a disk that retries. While it does, due operations end with
+    /// [`Fault::Timeout`], and such writes land afterwards. It has an effect only if operations
+    /// take polls or time.
     pub fn hang(&self, hangs: bool) {
         self.shared.hangs.store(hangs, Ordering::SeqCst);
     }
 
-    /// Whether it is out of reach for now: [`State::Unreachable`], and it [hangs](Sim::hang).
+    /// Whether the store is out of reach for now: it is [`State::Unreachable`], and it
+    /// [hangs](Sim::hang).
     pub fn part(&self, is_away: bool) {
         self.shared.is_away.store(is_away, Ordering::SeqCst);
         self.hang(is_away);
     }
 
-    /// Whether its owner wants memory back: [`State::Draining`].
+    /// Whether the store's owner wants memory back: then it is [`State::Draining`].
     pub fn drain(&self, drains: bool) {
         self.shared.drains.store(drains, Ordering::SeqCst);
     }
 
-    /// Loses the store with all it holds, now.
+    /// Loses the store now, with all its pages.
     pub fn kill(&self) {
         self.shared.lost.store(true, Ordering::SeqCst);
     }
@@ -245,9 +245,9 @@ impl Store for Sim {
     }
 }
 
-/// It survives a daemon that dies within its process, as simulators have it.
+/// A simulated store survives a simulated daemon that dies within its process.
 impl Survive for Sim {
-    /// Nothing of it can be held.
+    /// Does nothing: a keeper can hold no part of it.
     fn keep_with(&self, _keep: Arc<dyn Keep>, _held: bool) -> std::io::Result<()> {
         Ok(())
     }
@@ -302,7 +302,7 @@ impl Shared {
         if self.is_lost() || first >= end { Err(Fault::Lost) } else { Ok(&self.cells[first..end]) }
     }
 
-    /// Counts an operation, and loses the store if that was one too many, or panics.
+    /// Counts an operation. If the limit is passed, loses the store, or panics.
     fn count_operation(&self) {
         let earlier = self.operations.fetch_add(1, Ordering::Relaxed);
         if self.url.die_after.is_some_and(|limit| earlier >= limit) {
@@ -318,7 +318,8 @@ impl std::fmt::Debug for Shared {
     }
 }
 
-/// A panic elsewhere does not tear a cell: its content is replaced as a whole.
+/// Locks a cell even after a panic in another thread: a cell's content is replaced as a whole, so
+/// it is never torn.
 fn hold<T>(cell: &Mutex<T>) -> MutexGuard<'_, T> {
     cell.lock().unwrap_or_else(PoisonError::into_inner)
 }

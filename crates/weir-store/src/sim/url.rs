@@ -1,4 +1,4 @@
-//! `sim:[KEY=VALUE,...]`.
+//! Parses `sim:[KEY=VALUE,...]`.
 
 use crate::url::{Exact, Query, UrlProblem, pairs, size, value};
 use std::fmt;
@@ -24,36 +24,36 @@ const KEYS: &[&str] = &[
 /// default 0.
 #[derive(Clone, PartialEq, Debug)]
 pub struct SimUrl {
-    /// Where each lane's random numbers come from: a lane's faults depend on this, on how many
-    /// lanes were opened before it and on its own operations, and on nothing else.
+    /// The seed of each lane's random numbers. A lane's faults depend only on this, on the number
+    /// of lanes opened before, and on the lane's own operations.
     pub seed: u64,
     /// Room for pages.
     pub size: ByteSize,
-    /// The bytes of one release; `None`: everything.
+    /// Bytes of a chunk; `None`: the whole store is one.
     pub chunk: Option<ByteSize>,
-    /// A read fails with EIO.
+    /// Probability that a read fails with EIO.
     pub read_error: f64,
-    /// A write fails with EIO and leaves the slot as it was.
+    /// Probability that a write fails with EIO and leaves the slot as it was.
     pub write_error: f64,
-    /// A write is acknowledged and one bit of what it stored is flipped.
+    /// Probability that a write is acknowledged and stored with one bit flipped.
     pub corrupt: f64,
-    /// A write is acknowledged and not done.
+    /// Probability that a write is acknowledged and not done.
     pub lose: f64,
     /// Every write to this slot is acknowledged and not done.
     pub lost_slot: Option<u32>,
-    /// Each operation finishes in one of the next `delay` polls, drawn evenly; so operations
-    /// overtake one another. 0: it finishes when it is queued, as memory does.
+    /// Each operation finishes in one of the next `delay` polls, evenly distributed, so operations
+    /// overtake one another. 0: it finishes when it is queued, as in memory.
     pub delay: u32,
-    /// No operation finishes earlier than this after it was submitted, by the clock.
+    /// Least time from an operation's submission to its end, by the clock.
     pub latency: Duration,
-    /// After so many operations, of all lanes together, the store is lost with all it holds.
+    /// After this many operations of all lanes together, the store is lost with all its pages.
     pub die_after: Option<u64>,
-    /// After so many, each operation panics, as code with a bug does.
+    /// After this many operations, each further one panics, as buggy code does.
     pub panic_after: Option<u64>,
 }
 
 impl Default for SimUrl {
-    /// 64 MiB that do nothing wrong.
+    /// A store of 64 MiB without faults.
     fn default() -> Self {
         SimUrl {
             seed: 0,

@@ -1,4 +1,4 @@
-//! The mapped copy with nothing around it: what a lane costs is the difference.
+//! The mapped copy without a lane around it, as a control: the difference is the cost of a lane.
 
 use super::gpu::Gpu;
 use super::mapped::copy::Copies;
@@ -6,21 +6,21 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use weir_core::{PAGE_SIZE, PageBytes};
 
-/// The first chunks, held and copied to and from directly; the control of the benchmarks. While it
+/// The first chunks, held and copied to and from directly: the control of the benchmarks. While it
 /// lives they cannot be released.
 pub struct Bare {
     gpu: Arc<Gpu>,
     chunks: Vec<(usize, NonNull<u8>)>,
-    /// log2 of the pages in a chunk.
+    /// The logarithm (base 2) of a chunk's pages.
     shift: u32,
     copies: Copies,
 }
 
-// SAFETY: the addresses are plain memory without thread affinity, which the pins keep mapped.
+// SAFETY: the addresses are plain memory that belongs to no thread, and the pins keep it mapped.
 unsafe impl Send for Bare {}
 
 impl Bare {
-    /// Holds chunks until they have `pages` pages, or there are no more; `None` where nothing is
+    /// Holds chunks until they have `pages` pages, or there are no more; `None` if no chunk is
     /// mapped.
     pub fn open(gpu: &Arc<Gpu>, pages: u32) -> Option<Self> {
         let shift = gpu.chunk_slots().ilog2();
@@ -38,7 +38,7 @@ impl Bare {
         (!bare.chunks.is_empty()).then_some(bare)
     }
 
-    /// Pages that it holds.
+    /// Number of pages in the held chunks.
     pub fn pages(&self) -> u32 {
         (self.chunks.len() as u32) << self.shift
     }
@@ -46,21 +46,23 @@ impl Bare {
     #[inline]
     fn at(&self, page: u32) -> *mut u8 {
         let (_, host) = self.chunks[(page >> self.shift) as usize];
-        // SAFETY: inside the chunk, which stays while its pin says so.
+        // SAFETY: the address is inside the chunk, which its pin keeps.
         unsafe { host.as_ptr().add((page & ((1 << self.shift) - 1)) as usize * PAGE_SIZE) }
     }
 
-    /// Stores a page.
+    /// Stores a page by a mapped copy.
     #[inline]
     pub fn store(&mut self, at: u32, page: &PageBytes) {
-        // SAFETY: a page of the store's memory, which nobody else uses while a control is measured.
+        // SAFETY: the address is a page of the store's memory, which nothing else uses while a
+        // control is measured.
         unsafe { self.copies.to_device(page.as_ptr(), self.at(at)) };
     }
 
-    /// Loads a page.
+    /// Loads a page by a mapped copy.
     #[inline]
     pub fn load(&mut self, at: u32, page: &mut PageBytes) {
-        // SAFETY: as above.
+        // SAFETY: the address is a page of the store's memory, which nothing else uses while a
+        // control is measured.
         unsafe { self.copies.from_device(self.at(at), page.as_mut_ptr()) };
     }
 }

@@ -1,5 +1,5 @@
-//! The cost of each path, measured on the store's own memory before it holds anything: under 300 ms
-//! in all.
+//! Measures the cost of each path on the store's own memory, before it holds pages: under 300 ms in
+//! all.
 
 use super::gpu::Gpu;
 use super::lane::GpuLane;
@@ -9,40 +9,42 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 use weir_core::{Page, Slot};
 
-/// From one slot to the next where no copy may join another: odd, so that every slot comes up.
+/// Distance between two slots, so that no copy can join another: it is odd, so that every slot
+/// comes up.
 const STRIDE: u32 = 7;
-/// Pages in the batch by which `each` is measured.
+/// Number of pages in the batch that measures `each`.
 const BATCH: usize = 32;
-/// Neighbouring pages in the batch by which the link is measured.
+/// Number of neighbouring pages in the batch that measures the link.
 const RUN: usize = 256;
 /// Time for one figure.
 const FIGURE: Duration = Duration::from_millis(5);
-/// Threads that share a way when its limit is measured: an H200's window is full with three, its
-/// link with eight.
+/// Number of threads that share a path when its limit is measured: three fill an H200's window,
+/// eight its link.
 const SHARERS: usize = 8;
-/// Pages that each of them keeps in flight.
+/// Number of pages that each of these threads has in flight.
 const DEPTH: usize = 64;
-/// Pages that it starts at once.
+/// Number of pages that each of them starts at once.
 const START: usize = 16;
 
 /// Measures every path that `gpu` has.
 ///
 /// # Errors
-/// When an operation fails: a store that fails now is not opened.
+/// Fails when an operation fails: a store that fails now is not opened.
 pub fn measure(gpu: &Arc<Gpu>) -> Result<Table, Fault> {
     let mut table = Table::default();
     let slots = gpu.slots().min(gpu.chunk_slots());
-    // The ring last: its share of the link is what the engine measured.
+    // The ring comes last: its share of the link is computed from the engine's figure.
     for path in [Path::Mapped, Path::Engine, Path::Ring].into_iter().filter(|&path| gpu.has(path)) {
         let open = || gpu.lane(RUN).map_err(|_| Fault::Io(libc::ENOMEM));
         let mut lane = open()?;
         for direction in [Direction::Write, Direction::Read] {
-            // Each time: the lanes that measured together took the kernel away with them.
+            // Enter the kernel again each time: the lanes that were measured together have ended
+            // it.
             if path == Path::Ring && !gpu.enter_ring() {
                 continue;
             }
             lane.force(path, direction);
-            // Clocks and caches come up.
+            // A first run brings clocks and caches up.
             timed(&mut lane, direction, 1, STRIDE, slots, FIGURE / 4)?;
             let first = timed(&mut lane, direction, 1, STRIDE, slots, FIGURE)?;
             let (each, neighbour) = match path {
@@ -55,7 +57,7 @@ pub fn measure(gpu: &Arc<Gpu>) -> Result<Table, Fault> {
                 }
             };
             let shared = match path {
-                // The driver makes one copy at a time, whoever asks.
+                // The driver makes one copy at a time, for all threads together.
                 Path::Engine => each,
                 Path::Mapped | Path::Ring => shared(gpu, path, direction, slots)?.min(each),
             };
@@ -64,8 +66,8 @@ pub fn measure(gpu: &Arc<Gpu>) -> Result<Table, Fault> {
         }
         gpu.leave_ring();
     }
-    // Runs of neighbours meet nothing but the bus, whichever way they go by DMA. One thread cannot
-    // fill it, so what the rings reached together stands for it.
+    // Runs of neighbours are limited only by the bus, by either DMA path. One thread cannot fill
+    // the bus, so the figure that the rings reached together is used.
     if let Some(link) = table.link() {
         for direction in [Direction::Read, Direction::Write] {
             if let Some(cost) = table.get(Path::Engine, direction) {
@@ -76,7 +78,8 @@ pub fn measure(gpu: &Arc<Gpu>) -> Result<Table, Fault> {
     Ok(table)
 }
 
-/// Nanoseconds a page in batches of `batch`: the median over the batches, divided.
+/// Nanoseconds for each page in batches of `batch`: the median over the batches, divided by the
+/// pages.
 fn timed(
     lane: &mut GpuLane,
     direction: Direction,
@@ -117,9 +120,9 @@ fn timed(
     Ok(took[took.len() / 2] / batch as f64)
 }
 
-/// Nanoseconds between pages while several threads go one way, each with as much in flight as a
-/// busy lane has. The mean and not the median: a window that is full takes most stores at once and
-/// then holds one up.
+/// Nanoseconds between pages while several threads use one path, each with as much in flight as a
+/// busy lane. It is the mean, not the median: a full window takes most stores at once and then
+/// delays one.
 fn shared(gpu: &Arc<Gpu>, path: Path, direction: Direction, slots: u32) -> Result<f64, Fault> {
     let threads = SHARERS.min(std::thread::available_parallelism().map_or(1, std::num::NonZero::get));
     let mut lanes = (0..threads)
@@ -128,7 +131,7 @@ fn shared(gpu: &Arc<Gpu>, path: Path, direction: Direction, slots: u32) -> Resul
             Path::Engine | Path::Ring => gpu.lane(DEPTH).map_err(|_| Fault::Io(libc::ENOMEM)),
         })
         .collect::<Result<Vec<_>, Fault>>()?;
-    // The new lanes are served from the next entry on.
+    // The kernel serves the new lanes from its next entry on.
     gpu.leave_ring();
     if path == Path::Ring && !gpu.enter_ring() {
         return Err(Fault::Timeout);

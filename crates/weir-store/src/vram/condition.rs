@@ -1,18 +1,18 @@
-//! The last act of a card's driver, for people: since when the card is as it is, and why.
+//! The condition of a card, for people: its last event, when it happened, and why.
 
 use super::engine::CallError;
 use std::fmt;
 use std::time::{Duration, SystemTime};
 
-/// How far back a line of the kernel's log can belong to what happened now.
+/// Greatest age of a line in the kernel's log that can belong to an event now.
 const RECENT: Duration = Duration::from_secs(30);
 
-/// Why CUDA's context is dead.
+/// The reason why CUDA's context is dead.
 #[derive(Clone, Copy, Debug)]
 pub enum Death {
-    /// A call answered with an error that no later call survives.
+    /// A call returned an error after which every later call fails.
     Answered(CallError),
-    /// A request had no answer in time.
+    /// A request was not answered in time.
     NoAnswer(&'static str),
 }
 
@@ -38,8 +38,8 @@ impl Turn {
     }
 }
 
-/// The driver's last message in the kernel's log, where this process may read it and it is recent:
-/// `Xid ...`.
+/// The driver's last message in the kernel's log (`Xid ...`), if it is recent and this process may
+/// read it.
 pub fn xid() -> Option<String> {
     use rustix::fs::{Mode, OFlags};
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
@@ -49,7 +49,7 @@ pub fn xid() -> Option<String> {
     let mut record = [0; 8192];
     loop {
         match rustix::io::read(&log, &mut record) {
-            // Records were overwritten while they were read: the next are there.
+            // Records were overwritten while they were read; the next read gets newer ones.
             Err(rustix::io::Errno::PIPE) => {}
             Err(_) | Ok(0) => return last,
             Ok(length) => last = recent(&String::from_utf8_lossy(&record[..length]), now).or(last),

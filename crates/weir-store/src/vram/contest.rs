@@ -1,26 +1,27 @@
-//! Which way a crowd's writes go, by trying.
+//! Tries out which path is fastest for the writes of many threads.
 //!
-//! The cost of a path when many threads use it is the one that cannot be measured well before
-//! there are many threads: a window that is full, a link that is shared with reads, a driver's
-//! lock. So while several lanes write, each way that the measured costs do not rule out has a few
-//! milliseconds now and then, and the one that moved the most pages goes on. A pure function of
-//! what the watcher saw, so that it can be tried on a made-up machine.
+//! The cost of a path that many threads use is hard to measure in advance: a window may be full, a
+//! link shared with reads, a driver's lock taken. So while several lanes write, each path that the
+//! measured costs do not rule out gets a few milliseconds now and then. The path that moved the
+//! most pages stays. This is a pure function of the watcher's figures, so that tests can run it on
+//! a simulated machine.
 
 use super::table::Path;
 use std::time::Duration;
 
-/// Time that a way has before it is measured: what was queued by the one before runs out.
+/// Time from a change of path to its measurement: operations queued on the earlier path finish
+/// meanwhile.
 const SETTLE: Duration = Duration::from_millis(2);
-/// Time for which it is measured.
+/// Time for which a path is measured.
 const MEASURE: Duration = Duration::from_millis(4);
-/// The winner goes on for so long, and each time that it wins again for twice as long, up to a
+/// Time that the winner stays in use. Each time that it wins again, the time doubles, up to a
 /// limit.
 const HOLD: Duration = Duration::from_secs(1);
 const HOLD_MAX: Duration = Duration::from_secs(16);
-/// So much more than the winner of last time a way must move to take its place.
+/// Factor by which a path must be faster than the last winner to replace it.
 const MARGIN: f64 = 1.05;
 
-/// One kind of load's contest.
+/// The contest for one kind of load.
 #[derive(Clone, Debug, Default)]
 pub struct Contest {
     best: Option<Path>,
@@ -32,18 +33,19 @@ pub struct Contest {
 #[derive(Clone, Debug)]
 struct Trial {
     contenders: Vec<Path>,
-    /// The one that is tried now.
+    /// The index of the path that is tried now.
     at: usize,
     settled: Duration,
     measured: Duration,
     pages: u64,
-    /// Pages a second of those that were tried.
+    /// Pages a second of the paths that were tried.
     rates: Vec<f64>,
 }
 
 impl Contest {
-    /// The way to go until the next look, having moved `pages` in `elapsed`; `contenders` begins
-    /// with the one that the costs favour. `None`: there is nothing to choose.
+    /// Returns the path to use until the next look, after `pages` were moved in `elapsed`.
+    /// `contenders` begins with the path that has the lowest measured cost. `None`: there is no
+    /// choice.
     pub fn step(&mut self, elapsed: Duration, pages: u64, contenders: &[Path]) -> Option<Path> {
         if contenders.len() < 2 {
             self.pause();
@@ -74,7 +76,7 @@ impl Contest {
         tried.or(self.best).or(contenders.first().copied())
     }
 
-    /// The load is gone: what was half tried counts for nothing, what was found stays.
+    /// The load has ended: an unfinished measurement is dropped, the result of earlier ones stays.
     pub fn pause(&mut self) {
         self.trial = None;
     }
@@ -98,7 +100,7 @@ impl Trial {
         }
     }
 
-    /// Counts what was moved; all rates once every contender had its time.
+    /// Counts the pages moved; returns all rates once every contender had its time.
     fn step(&mut self, elapsed: Duration, pages: u64) -> Option<Vec<f64>> {
         if self.settled < SETTLE {
             self.settled += elapsed;
@@ -120,12 +122,14 @@ impl Trial {
     }
 }
 
-/// Whether they are the same, in whatever order: the costs change places as lanes come and go.
+/// Whether both lists have the same paths, in any order: the order of costs changes as lanes come
+/// and go.
 fn same(a: &[Path], b: &[Path]) -> bool {
     a.len() == b.len() && a.iter().all(|path| b.contains(path))
 }
 
-/// The fastest; the one before, or else the first, unless another is faster by the margin.
+/// The fastest path. The last winner stays (or else the first path wins), unless another is faster
+/// by the margin.
 fn winner(contenders: &[Path], rates: &[f64], before: Option<Path>) -> Path {
     let favourite = before.unwrap_or(contenders[0]);
     let handicapped = |(path, rate): &(Path, f64)| if *path == favourite { rate * MARGIN } else { *rate };
@@ -141,8 +145,8 @@ mod tests {
 
     const TICK: Duration = Duration::from_millis(1);
 
-    /// Runs a machine whose ways move `rates` pages a second for `ticks`; returns what won and all
-    /// pages moved.
+    /// Simulates a machine whose paths move `rates` pages a second, for `ticks`; returns the winner
+    /// and the number of pages moved.
     fn run(contest: &mut Contest, contenders: &[Path], rates: [f64; 3], ticks: u32) -> (Option<Path>, f64) {
         let (mut path, mut moved) = (contenders[0], 0.0);
         for _ in 0..ticks {
@@ -155,8 +159,8 @@ mod tests {
 
     #[test]
     fn a_full_window_loses_to_the_ring_whatever_the_costs_foretold() {
-        // 4.3 M/s by the window, 12 M/s by the ring: as on an H200, where the costs once said
-        // otherwise.
+        // The rates are 4.3 M/s by the window and 12 M/s by the ring, as on an H200, where the
+        // measured costs once said otherwise.
         let mut contest = Contest::default();
         let (best, moved) = run(&mut contest, &[Mapped, Ring], [4.3e6, 0.0, 12e6], 2000);
         assert_eq!(best, Some(Ring));

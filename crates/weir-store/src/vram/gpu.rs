@@ -1,5 +1,4 @@
-//! One card as a store: its chunks, its three paths, its state, and the thread that watches over
-//! it.
+//! One card as a store: its chunks, its three paths, its state, and the thread that watches it.
 
 use super::chunks::{Chunks, LANES_MAX, Source};
 use super::condition::{Death, Turn, xid};
@@ -24,7 +23,7 @@ use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 use weir_core::{ByteSize, PAGE_SIZE};
 
-/// Lanes at work from which on the window is full of writes: two or three fill an H200's.
+/// Number of active lanes from which on the window is full of writes: two or three fill an H200's.
 pub(super) const CROWD: usize = 3;
 
 pub(super) const ONLINE: u8 = 0;
@@ -45,49 +44,48 @@ pub struct Gpu {
     pub(super) chunks: Chunks,
     pub(super) ring: OnceLock<Arc<Ring>>,
     pub(super) source: Source,
-    /// Held while memory is taken for a chunk, or CUDA is said to be there.
+    /// A lock for taking a chunk's memory, and for announcing that CUDA is there.
     pub(super) taking: Mutex<()>,
-    /// The parts that are opened behind the first operations, if there are any.
+    /// The parts of the card that open after the first operations, if there are any.
     pub(super) late: Option<Arc<Late>>,
-    /// The time of opening until the first operation.
+    /// The stages from the opening to the first operation, with their times.
     pub(super) stages: Vec<(&'static str, Duration)>,
     pub(super) state: AtomicU8,
-    /// When and why it last changed.
+    /// The last event of the card: its time and its reason.
     pub(super) turn: Mutex<Turn>,
     /// Callbacks for changes.
     pub(super) tell: Mutex<Vec<TellChange>>,
-    /// Why it is lost, from whoever saw it first.
+    /// The reason why the card is lost, from the thread that first noticed it.
     pub(super) loss: OnceLock<&'static str>,
-    /// Lanes that moved pages when the watcher last looked.
+    /// Number of lanes that moved pages at the watcher's last look.
     pub(super) busy: AtomicUsize,
-    /// The way that a crowd's writes take, by what is written: single pages or runs. 0: by cost;
-    /// else a path and 1.
+    /// The path for writes of many lanes, for single pages and for runs. 0: chosen by cost; else
+    /// the path's number plus 1.
     pub(super) crowd: [AtomicU8; 2],
     pub(super) entered: AtomicU64,
     pub(super) left: AtomicU64,
     pub(super) stopping: AtomicBool,
     pub(super) watcher: Mutex<Option<JoinHandle<()>>>,
-    /// The same thread, for whoever wakes it.
+    /// The watching thread, for threads that wake it.
     pub(super) watching: OnceLock<Thread>,
-    /// The keeper of the chunks beyond this process, and this card's number there.
+    /// The keeper that holds the chunks beyond this process, and this card's number there.
     pub(super) keep: OnceLock<(Arc<dyn Keep>, usize)>,
-    /// Set if its content is to be found again: nothing is cleared at the end.
+    /// Whether the content must survive: then nothing is cleared at the end.
     pub(super) kept: AtomicBool,
 }
 
-/// The card's other users, as far as the management library says.
+/// The card's other users, as far as the management library reports them.
 pub(super) struct Owner {
     pub nvml: Option<Nvml>,
-    /// A display hangs on it.
+    /// Whether a display is connected to the card.
     pub display: bool,
-    /// Free bytes that are left alone.
+    /// Free bytes that are left to the other users.
     pub spare: u64,
 }
 
-/// Device memory that is never taken: what drivers and desktops want for themselves (as nbd-vram
-/// sizes itself).
+/// Device memory that is never taken: drivers and desktops need it (nbd-vram has the same figure).
 const SPARE: u64 = 1 << 30;
-/// The same, on a card that drives a display.
+/// The memory that is never taken on a card that drives a display.
 const SPARE_DISPLAY: u64 = 3 << 30;
 
 impl Owner {
@@ -99,29 +97,29 @@ impl Owner {
     }
 }
 
-/// Counts since the store was opened.
+/// A card's counts since the store was opened.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Counters {
-    /// Pages moved, by path: mapped, engine, ring.
+    /// Pages moved by each path: mapped, engine, ring.
     pub pages: [u64; 3],
-    /// Chunks that have memory now.
+    /// Number of chunks that have memory now.
     pub chunks_held: usize,
-    /// Times that the resident kernel entered and left.
+    /// Times that the resident kernel entered the card.
     pub ring_entered: u64,
-    /// As above.
+    /// Times that the resident kernel left the card.
     pub ring_left: u64,
     /// The card's power, in milliwatts.
     pub power_mw: Option<u32>,
 }
 
 impl Gpu {
-    /// The costs measured when it was opened.
+    /// The costs of the paths, measured when the card was opened.
     pub fn table(&self) -> &Table {
         static NOTHING: OnceLock<Table> = OnceLock::new();
         self.table.get().unwrap_or_else(|| NOTHING.get_or_init(Table::default))
     }
 
-    /// The counts so far.
+    /// The card's counts so far.
     pub fn counters(&self) -> Counters {
         Counters {
             pages: self.chunks.pages(),
@@ -132,8 +130,8 @@ impl Gpu {
         }
     }
 
-    /// How much of the card is left to its owner: one call of the management library, some ten
-    /// microseconds. `None` where it is not there; then nothing is known about other processes.
+    /// The memory that the card's owner has left. It takes one call of the management library, some
+    /// ten microseconds. `None` without that library: then other processes are unknown.
     pub fn headroom(&self) -> Option<Headroom> {
         let owner = self.owner.get()?;
         let memory = owner.nvml.as_ref()?.memory()?;
@@ -147,12 +145,12 @@ impl Gpu {
         })
     }
 
-    /// The management library, where it is there, and once it is.
+    /// The management library, once it is there.
     pub(super) fn nvml(&self) -> Option<&Nvml> {
         self.owner.get()?.nvml.as_ref()
     }
 
-    /// The resident kernel's rings, as above.
+    /// The resident kernel's rings, once they are there.
     fn ring(&self) -> Option<&Arc<Ring>> {
         self.ring.get()
     }
@@ -161,7 +159,7 @@ impl Gpu {
         &self.source
     }
 
-    /// Nobody else takes memory for a chunk until the guard is dropped.
+    /// Locks out other threads that take memory for a chunk, until the guard is dropped.
     pub(super) fn taking(&self) -> MutexGuard<'_, ()> {
         self.taking.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -170,11 +168,11 @@ impl Gpu {
         self.stopping.load(Ordering::Acquire)
     }
 
-    /// A descriptor of a chunk's memory, which lives while one is open; `None` for a released
-    /// chunk. What a keeper holds, and a restarted daemon imports.
+    /// Exports a descriptor of a chunk's memory, which lives while a descriptor is open; `None` for
+    /// a released chunk. A keeper holds it, and the next daemon imports it.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// Fails with the driver's error.
     pub fn export(&self, chunk: u32) -> Result<Option<OwnedFd>, Fault> {
         self.chunks.export(chunk as usize).map_err(Trouble::fault)
     }
@@ -191,7 +189,7 @@ impl Gpu {
         format!("{name}, driver {driver}, {}, by {}", self.copies.name, paths.join(" and "))
     }
 
-    /// Whether there is that path.
+    /// Whether the card has this path.
     pub fn has(&self, path: Path) -> bool {
         match path {
             Path::Mapped => self.source.gpu.as_ref().is_some_and(|gpu| gpu.card.window),
@@ -207,7 +205,8 @@ impl Gpu {
         self.ring().is_some_and(|ring| ring.is_resident())
     }
 
-    /// Puts the kernel on the card now, without waiting for load; for calibration and benchmarks.
+    /// Puts the kernel on the card now, without waiting for load; calibration and benchmarks use
+    /// it.
     pub fn enter_ring(&self) -> bool {
         let Some(ring) = self.ring() else { return false };
         if ring.enter().is_ok() && ring.is_resident() {
@@ -245,13 +244,13 @@ impl Gpu {
         self.busy.load(Ordering::Relaxed)
     }
 
-    /// Whether CUDA has died.
+    /// Whether CUDA's context has died.
     #[inline]
     pub(super) fn cuda_is_lost(&self) -> bool {
         self.source.dead().is_some()
     }
 
-    /// How lanes go on once CUDA has died. The watching thread hears of it.
+    /// Decides how lanes continue once CUDA has died, and wakes the watching thread.
     #[cold]
     pub(super) fn without_cuda(&self) -> CutOff {
         let Some(cuda) = self.source.dead() else { return CutOff::ByTheWindow };
@@ -260,7 +259,7 @@ impl Gpu {
             return CutOff::ByTheWindow;
         }
         if self.is_kept() && self.state() != State::Lost && cuda.dead_for() < answer_limit() {
-            // The thread that kills this process may be of lower rank than this one.
+            // The thread that kills this process may have a lower priority than this one.
             std::thread::sleep(Duration::from_millis(1));
             return CutOff::Waits;
         }
@@ -271,12 +270,12 @@ impl Gpu {
         })
     }
 
-    /// Whether another process can reach what it holds once this one has ended.
+    /// Whether another process can reach the card's content once this one has ended.
     pub(super) fn is_kept(&self) -> bool {
         self.kept.load(Ordering::Relaxed) && self.keep.get().is_some()
     }
 
-    /// Says so to every lane.
+    /// Marks the card as lost, for every lane.
     pub(super) fn lose(&self, why: &'static str) {
         let _ = self.loss.set(why);
         self.state.store(LOST, Ordering::Relaxed);
@@ -284,7 +283,7 @@ impl Gpu {
         self.alarm();
     }
 
-    /// Has the watching thread look now.
+    /// Has the watching thread look at once.
     pub(super) fn alarm(&self) {
         if let Some(thread) = self.watching.get() {
             thread.unpark();
@@ -313,7 +312,8 @@ impl Gpu {
         }
     }
 
-    /// Notes and tells that the condition has changed, and why. For threads that may wait.
+    /// Notes and reports that the condition has changed, and why. Only threads that may wait call
+    /// it.
     pub(super) fn turn(&self, why: Option<String>) {
         *self.turn.lock().unwrap_or_else(PoisonError::into_inner) = Turn::now(why);
         let tell = self.tell.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -321,7 +321,7 @@ impl Gpu {
         tell.iter().for_each(|tell| tell(&condition));
     }
 
-    /// Has `tell` called at each change, and now if there was one.
+    /// Has `tell` called at each change of the condition, and now if there was one.
     pub(super) fn when_changed(&self, tell: &TellChange) {
         self.tell.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(tell));
         let condition = self.condition();
@@ -330,7 +330,7 @@ impl Gpu {
         }
     }
 
-    /// Its name and its driver's version.
+    /// The card's name with its driver's version.
     fn part(&self) -> String {
         let name = match (&self.source.gpu, self.source.context()) {
             (Some(gpu), _) => gpu.card.to_string(),
@@ -340,7 +340,7 @@ impl Gpu {
         format!("{name}, driver {}", self.nvml().map_or("unknown", Nvml::driver))
     }
 
-    /// Wakes the watching thread, once, if it sleeps for long.
+    /// Wakes the watching thread if it sleeps for long; only one lane does so.
     #[inline(never)]
     pub(super) fn wake(&self) {
         if self.chunks.hot().gate().asleep.swap(false, Ordering::AcqRel)
@@ -350,18 +350,18 @@ impl Gpu {
         }
     }
 
-    /// The way that was found for writes of several lanes at once, in batches.
+    /// The path that was fastest for writes of several lanes at once, in batches.
     pub(super) fn crowd_path(&self, runs: bool) -> Option<Path> {
         let path = self.crowd[usize::from(runs)].load(Ordering::Relaxed).checked_sub(1)?;
         [Path::Mapped, Path::Engine, Path::Ring].into_iter().find(|&it| it as u8 == path)
     }
 
-    /// A lane that knows the mapping only.
+    /// Opens a lane that has only the mapping.
     pub(super) fn bare_lane(self: &Arc<Self>) -> Option<GpuLane> {
         Some(GpuLane::new(self, self.chunks.open_pin()?, None, None, None))
     }
 
-    /// How many cards Vulkan, or else CUDA, lists.
+    /// Number of cards that Vulkan lists, or else CUDA.
     pub(super) fn count(libcuda: &FilePath) -> usize {
         let vulkan = (0..).take_while(|&index| Device::find(index, false, false).is_ok()).count();
         if vulkan > 0 {
@@ -377,7 +377,7 @@ impl Gpu {
     /// Opens a lane with room for `depth` operations in flight on each path.
     ///
     /// # Errors
-    /// When memory cannot be pinned, or too many lanes are open.
+    /// Fails when memory cannot be pinned, or too many lanes are open.
     pub fn lane(self: &Arc<Self>, depth: usize) -> Result<GpuLane, OpenError> {
         let fail = |kind, what: String| OpenError::new(kind, &self.url, what);
         let pin = self.chunks.open_pin().ok_or_else(|| {
@@ -390,8 +390,8 @@ impl Gpu {
             return Ok(GpuLane::new(self, pin, None, None, Some(cell)));
         }
         let opened = (|| {
-            // A ring of its own where one is free; the pause ends before the engine's lane waits
-            // for another.
+            // The lane gets a ring of its own if one is free. The ring's pause must end before the
+            // engine's lane waits for another pause.
             let ring = match self.ring().filter(|_| !self.cuda_is_lost()) {
                 Some(ring) => {
                     ring.lane(depth).map_err(|fault| fail(OpenErrorKind::Io, format!("no ring: {fault}")))?
@@ -416,11 +416,12 @@ impl Gpu {
         let Some(memory) = self.chunks.withdraw(chunk)? else { return Ok(()) };
         let _paused = self.pause_ring();
         if let Err(error) = memory.clear() {
-            // Not cleared, not freed: it stays ours until the process ends, and holds no slot.
+            // The memory was neither cleared nor freed: it stays taken until the process ends, and
+            // holds no slot.
             self.chunks.install(chunk, memory);
             return Err(error);
         }
-        // Chunks that the keeper held open would stay on the card. If it is gone, so are its
+        // Chunks that the keeper holds would stay on the card. If the keeper is gone, so are its
         // descriptors.
         if let Some((keep, gpu)) = self.keep.get() {
             let _ = keep.let_go(&kept::chunk_name(*gpu, chunk));
@@ -431,7 +432,7 @@ impl Gpu {
 
     fn note(&self, trouble: Trouble) -> Fault {
         match trouble {
-            // The lanes find out what that means.
+            // The lanes will notice the death of CUDA themselves.
             Trouble::Cuda(error) if error.error.is_sticky() => {
                 let _ = self.without_cuda();
             }
@@ -441,15 +442,15 @@ impl Gpu {
         trouble.fault()
     }
 
-    /// Other processes that use the card. Asking costs milliseconds.
+    /// Number of other processes that use the card. Asking takes milliseconds.
     pub(super) fn others(&self) -> u32 {
         self.nvml().map_or(0, Nvml::others)
     }
 
-    /// Looks after head-room.
+    /// Sets the state by the memory that the card's owner has left.
     pub(super) fn mind_headroom(&self) {
         if let Some(headroom) = self.headroom() {
-            // With a chunk's difference between both directions, so that it does not flutter.
+            // One chunk lies between the two thresholds, so that the state does not flutter.
             let state = self.state.load(Ordering::Relaxed);
             let (next, what) = match state {
                 ONLINE if headroom.is_short() => (DRAINING, "is below the floor of"),
@@ -463,13 +464,13 @@ impl Gpu {
         }
     }
 
-    /// Takes leave of CUDA once it has died, and says so. For the watching thread, once.
+    /// Handles the death of CUDA, and reports it. The watching thread calls it once.
     pub(super) fn mind_death(self: &Arc<Self>) {
         let Some(cuda) = self.source.dead() else { return };
         let why = cuda.death().map_or_else(String::new, |death| death.to_string());
         let why = [Some(format!("CUDA is lost: {why}")), xid()].into_iter().flatten().collect::<Vec<_>>();
-        // One that has left the bus is there for no process, and the other stores' pages are not to
-        // wait for it.
+        // A card that has left the bus is out of reach for every process, and the other stores'
+        // pages must not wait for it.
         let is_gone = self.nvml().is_some_and(|nvml| nvml.memory().is_none());
         if is_gone && !self.has(Path::Mapped) {
             self.lose("the card does not answer its management library either");
@@ -479,8 +480,8 @@ impl Gpu {
         if !self.has(Path::Mapped) {
             return;
         }
-        // Operations under way are done anew by the window. After that nobody uses the context, and
-        // it goes with all that it has on the card: the driver may take as long as it likes.
+        // Operations under way are done again through the window. Then nothing uses the context,
+        // and the driver destroys it with all that it has on the card. That may take any time.
         let since = Instant::now();
         while !self.chunks.is_settled() && since.elapsed() < answer_limit() && !self.is_stopping() {
             std::thread::sleep(Duration::from_millis(1));
@@ -496,22 +497,22 @@ impl Gpu {
 }
 
 impl Gpu {
-    /// Its URL.
+    /// The URL of the card's store.
     pub fn url(&self) -> &str {
         &self.url
     }
 
-    /// Pages it has room for.
+    /// Number of slots on the card.
     pub fn slots(&self) -> u32 {
         self.slots
     }
 
-    /// Pages of a chunk.
+    /// Number of slots in a chunk.
     pub fn chunk_slots(&self) -> u32 {
         (self.chunk_bytes / PAGE_SIZE as u64) as u32
     }
 
-    /// Whether it can be relied on.
+    /// The card's state.
     pub fn state(&self) -> State {
         match self.state.load(Ordering::Relaxed) {
             LOST => State::Lost,
@@ -520,10 +521,10 @@ impl Gpu {
         }
     }
 
-    /// Gives a chunk's memory back, cleared.
+    /// Clears a chunk's memory, and gives it back.
     ///
     /// # Errors
-    /// When a lane still uses it, or the card would not clear it; then it is still held.
+    /// Fails when a lane still uses the chunk, or the card did not clear it; then it is still held.
     pub fn release(&self, chunk: u32) -> Result<(), Fault> {
         if chunk as usize >= self.chunks.count() {
             return Err(Fault::Io(libc::EINVAL));
@@ -534,7 +535,7 @@ impl Gpu {
     /// Takes memory for a chunk that was released.
     ///
     /// # Errors
-    /// When there is none now.
+    /// Fails when there is no memory now.
     pub fn take(&self, chunk: u32) -> Result<(), Fault> {
         if chunk as usize >= self.chunks.count() {
             return Err(Fault::Io(libc::EINVAL));
@@ -557,8 +558,8 @@ impl Gpu {
         Ok(())
     }
 
-    /// Has every chunk kept by `keep`, where this card is number `gpu`, and later ones as they
-    /// come; `held`: it has those that there are.
+    /// Hands the keeper every chunk, with `gpu` as this card's number, and later chunks as they
+    /// come. `held`: the keeper has the present ones already.
     pub(super) fn keep_with(&self, keep: &Arc<dyn Keep>, gpu: usize, held: bool) -> io::Result<()> {
         for chunk in (0..self.chunks.count()).filter(|_| !held) {
             let fd = self.chunks.export(chunk).map_err(io::Error::other)?;
@@ -571,12 +572,12 @@ impl Gpu {
         Ok(())
     }
 
-    /// The process ends because it was told to: nothing is to be found again.
+    /// Notes that the process ends because it was told to: the content need not survive.
     pub(super) fn forget(&self) {
         self.kept.store(false, Ordering::Relaxed);
     }
 
-    /// Ends the watching thread, and what is still being opened. Idempotent.
+    /// Ends the watching thread, and the opening of late parts. Idempotent.
     pub(super) fn stop_watching(&self) {
         self.stopping.store(true, Ordering::Release);
         if let Some(late) = &self.late {
@@ -591,13 +592,13 @@ impl Gpu {
 
 impl Drop for Gpu {
     fn drop(&mut self) {
-        // The kernel first: it would hold up every unmapping.
+        // End the kernel first: it would delay every unmapping.
         self.ring.take();
         if self.kept.load(Ordering::Relaxed) {
             return;
         }
         for chunk in 0..self.chunks.count() {
-            // Nothing readable stays. A lost card has nobody to read it either.
+            // Clear the chunk, so that nothing readable stays. On a lost card nothing can be read.
             if let Ok(Some(memory)) = self.chunks.withdraw(chunk) {
                 let _ = memory.clear();
             }

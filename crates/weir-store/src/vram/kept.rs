@@ -1,35 +1,35 @@
-//! A keeper's record of a `vram:` store besides the chunks' descriptors: which cards, how they
-//! are cut up, and what their ways cost, since measuring again would overwrite the pages. Written
-//! as lines of text into a memfd.
+//! A keeper's record of a `vram:` store, besides the chunks' descriptors: its cards, their chunks,
+//! and the costs of their paths. Measuring again would overwrite pages. It is lines of text in a
+//! memfd.
 
 use super::table::{Cost, Direction, Path, Table};
 use std::fmt::Write as _;
 use weir_core::Memory;
 
-/// The memfd's name in the keeper.
+/// The name under which the keeper holds the memfd.
 pub const PLAN: &str = "plan";
 const HEADER: &str = "weir vram 1";
 
-/// A chunk's name in the keeper.
+/// The name under which the keeper holds a chunk.
 pub fn chunk_name(gpu: usize, chunk: usize) -> String {
     format!("chunk.{gpu}.{chunk}")
 }
 
-/// One card.
+/// The record of one card.
 #[derive(Clone, Copy, Debug)]
 pub struct KeptGpu {
     pub uuid: [u8; 16],
-    /// Vulkan allocated the chunks; else CUDA did.
+    /// Whether Vulkan allocated the chunks; else CUDA did.
     pub mapped: bool,
     pub chunk_bytes: u64,
-    /// A chunk's bytes as the driver rounded them: what an importer must name.
+    /// Bytes of a chunk as the driver rounded them: an importer must give this size.
     pub allocation_bytes: u64,
     pub chunks: usize,
     pub slots: u32,
     pub table: Table,
 }
 
-/// A store: its cards, and which chunk lies where ([`super::store`]).
+/// The record of a store: its cards, and the card of each chunk ([`super::store`]).
 #[derive(Clone, Debug, Default)]
 pub struct KeptStore {
     pub gpus: Vec<KeptGpu>,
@@ -62,7 +62,7 @@ impl KeptStore {
         text
     }
 
-    /// `None`: that is no such text.
+    /// Parses the text of a record; `None` if it is none.
     pub fn from_text(text: &str) -> Option<Self> {
         let mut lines = text.trim_end_matches('\0').lines();
         (lines.next()? == HEADER).then_some(())?;
@@ -106,22 +106,23 @@ impl KeptStore {
         (!store.gpus.is_empty()).then_some(store)
     }
 
-    /// As a memfd to be kept.
+    /// Writes the record into a memfd for the keeper.
     ///
     /// # Errors
-    /// When there is no memory for it.
+    /// Fails when there is no memory for it.
     pub fn to_memory(&self) -> std::io::Result<Memory> {
         let text = self.to_text();
         let memory = Memory::shared("weir-vram-plan", text.len())?;
-        // SAFETY: the mapping is at least as long as the text, new, and this process's alone so
+        // SAFETY: the mapping is new, at least as long as the text, and only this process has it so
         // far.
         unsafe { std::ptr::copy_nonoverlapping(text.as_ptr(), memory.as_ptr(), text.len()) };
         Ok(memory)
     }
 
-    /// From a memfd that was kept.
+    /// Reads the record from a memfd that the keeper held.
     pub fn from_memory(memory: &Memory) -> Option<Self> {
-        // SAFETY: the mapping is as long, sealed against shrinking, and whoever wrote it has ended.
+        // SAFETY: the mapping has this length, is sealed against shrinking, and the process that
+        // wrote it has ended.
         let bytes = unsafe { std::slice::from_raw_parts(memory.as_ptr(), memory.len()) };
         Self::from_text(std::str::from_utf8(bytes).ok()?)
     }
@@ -136,9 +137,9 @@ const WAYS: [(Path, Direction); 6] = [
     (Path::Ring, Direction::Write),
 ];
 
-/// Whether the driver's libraries are those of the loaded module, as far as both are known. After
-/// an upgrade that has not been followed by a reboot they differ, and what they make of an older
-/// module's memory is nobody's promise.
+/// Checks whether the driver's libraries and the loaded module have the same version, as far as
+/// both are known. They differ after an upgrade without a reboot, and then nothing guarantees that
+/// they import the older module's memory correctly.
 ///
 /// `loaded` is the content of `/proc/driver/nvidia/version`.
 pub fn agree(libraries: Option<&str>, loaded: Option<&str>) -> Result<(), String> {

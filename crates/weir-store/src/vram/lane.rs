@@ -1,4 +1,5 @@
-//! One thread's way to the card: the mapping at once, the engine and the ring by completion.
+//! One thread's access to a card: the mapping does operations at once; the engine and the ring
+//! complete them later.
 
 use super::Trouble;
 use super::chunks::{Site, Source, Way};
@@ -16,53 +17,54 @@ use std::sync::Arc;
 use std::time::Instant;
 use weir_core::{Page, PageBytes, Slot};
 
-/// From so many slots in a row on, the next batch is taken to go on like that.
+/// After this many neighbouring slots in a row, the next batch is expected to have neighbours too.
 const NEIGHBOURS: u32 = 15;
-/// Pages, those in flight included, from which on a batch goes the way of the crowd.
+/// Pages, with those in flight, from which on a batch takes the path found for many lanes.
 const DEEP: usize = 8;
 
-/// A lane to one card. Operations that are in flight together have no order; one that was handed
-/// over is seen by every later one of every lane.
+/// A lane to one card. Operations in flight together have no order. An operation that was handed
+/// over is visible to every later one of every lane.
 pub struct GpuLane {
     near: Near,
-    /// For a page that is read anew, by the window, after CUDA has died.
+    /// A buffer for a page that is read again through the window after CUDA has died.
     spare: Option<Box<Page>>,
-    // The lanes before the card: their memory is the card's.
+    // Field order: the lanes are dropped before the card, whose memory they use.
     engine: Option<Engine>,
     ring: Option<RingLane>,
-    /// Where both come from, if they come later. Kept to the end: an I/O thread frees nothing.
+    /// The source of engine and ring, if they come later. It is kept to the end, since an I/O
+    /// thread frees nothing.
     cell: Option<Arc<PartsCell>>,
     gpu: Arc<Gpu>,
 }
 
-/// The fields that an operation through the window needs, and no more, in two lines: after a pause
-/// each further one is a miss.
+/// Only the fields that an operation through the window needs, in two cache lines: after a pause
+/// each further line is a miss.
 #[repr(align(128))]
 struct Near {
     site: Site,
     copies: Copies,
     slots: u32,
-    /// The slot that would be the neighbour of the last, and how many neighbours came in a row.
+    /// The slot after the last one, and the number of neighbours so far in a row.
     next: u32,
     neighbours: u32,
-    /// Operations queued and not yet handed over.
+    /// Number of operations queued and not yet handed over.
     flying: u32,
-    /// The load that the choice was made for: reads and writes announced, and whether the kernel
+    /// The load for which the path was chosen: announced reads and writes, and whether the kernel
     /// was there.
     planned: [u32; 2],
     resident: bool,
     reads: Path,
     writes: Path,
     has_ring: bool,
-    /// The path is set for measuring and stays.
+    /// Whether the path is fixed, for measuring.
     forced: bool,
-    /// The window is all it has until the rest is open.
+    /// Whether the lane has only the window until the other parts are open.
     waits: bool,
-    /// The window is all it has from now on: CUDA has died.
+    /// Whether the lane has only the window from now on, because CUDA has died.
     cut_off: bool,
 }
 
-/// An operation whose end nobody knows.
+/// An operation whose outcome is unknown.
 pub struct Salvaged<'a> {
     pub ticket: Ticket,
     pub slot: Slot,
@@ -70,19 +72,19 @@ pub struct Salvaged<'a> {
     pub page: Option<&'a PageBytes>,
 }
 
-/// How a lane goes on once CUDA has died.
+/// The way in which a lane continues once CUDA has died.
 #[derive(Clone, Copy, Debug)]
 pub enum CutOff {
     /// The processor reaches the card's memory by itself.
     ByTheWindow,
-    /// Another process is about to take over, with all that is kept: what is under way waits for
-    /// that.
+    /// Another process is about to take over, with everything that the keeper holds: operations
+    /// under way wait for that.
     Waits,
-    /// There is no way left.
+    /// No path is left.
     Lost(Fault),
 }
 
-/// The copier: CUDA's engines, or Vulkan's transfer queue where there is neither CUDA nor a window.
+/// The engine: CUDA's, or Vulkan's transfer queue if there is neither CUDA nor a window.
 #[allow(clippy::large_enum_variant, reason = "one a lane, and no pointer more on the way to it")]
 pub(super) enum Engine {
     Cuda(BatchLane),
@@ -90,7 +92,7 @@ pub(super) enum Engine {
 }
 
 impl Engine {
-    /// One thread's; `None` where the window is all there is.
+    /// Opens a thread's engine; `None` if there is only the window.
     pub fn open(source: &Source, depth: usize) -> Result<Option<Self>, Trouble> {
         match (&source.gpu, source.cuda()) {
             (_, Some(cuda)) => Ok(Some(Engine::Cuda(BatchLane::new(cuda, depth)?))),
@@ -141,7 +143,8 @@ impl Engine {
         }
     }
 
-    /// A transfer queue that does not answer has lost the card; CUDA says so by itself.
+    /// Whether the card is lost: a transfer queue that does not answer has lost it. CUDA reports
+    /// this by itself.
     fn has_lost_the_card(&self) -> bool {
         matches!(self, Engine::Queue(lane) if lane.is_dead())
     }
@@ -177,7 +180,7 @@ impl GpuLane {
         lane
     }
 
-    /// Makes every operation of a direction go one way, for measuring it.
+    /// Makes every operation of a direction use one path, for measuring that path.
     pub fn force(&mut self, path: Path, direction: Direction) {
         self.near.forced = true;
         match direction {
@@ -186,7 +189,7 @@ impl GpuLane {
         }
     }
 
-    /// Takes what was opened since.
+    /// Takes the parts that were opened since.
     #[cold]
     #[inline(never)]
     fn join(&mut self) {
@@ -197,13 +200,13 @@ impl GpuLane {
         self.decide(reads, writes);
     }
 
-    /// Whether there is something to [take](Self::join).
+    /// Whether there are parts to [take](Self::join).
     #[inline]
     fn is_joined(&self) -> bool {
         self.near.waits && self.near.site.gate().joined.load(std::sync::atomic::Ordering::Acquire)
     }
 
-    /// Chooses for a batch.
+    /// Chooses the paths for a batch.
     #[inline(never)]
     fn decide(&mut self, reads: u32, writes: u32) {
         self.near.resident = self.near.has_ring && self.gpu.ring_is_resident();
@@ -235,7 +238,8 @@ impl GpuLane {
             busy: self.gpu.busy_lanes(),
             ring: resident,
         };
-        // The best path for writes of many threads was tried, which is more than the costs know.
+        // The best path for writes of many threads was found by trying, which is better than the
+        // measured costs.
         let is_crowd = direction == Direction::Write && batch.busy >= CROWD && batch.pages >= DEEP;
         let tried = || self.gpu.crowd_path(batch.neighbours).filter(|_| is_crowd);
         let tried = || tried().filter(|&path| path != Path::Ring || resident);
@@ -245,8 +249,8 @@ impl GpuLane {
             .unwrap_or(if self.gpu.has(Path::Mapped) { Path::Mapped } else { Path::Engine })
     }
 
-    /// The way to take when the ring is away or full: the lane has room for its depth, whatever the
-    /// ring has.
+    /// The path to take when the ring is away or full: the lane has room for its depth, whatever
+    /// the ring has.
     fn otherwise(&self) -> Path {
         match &self.ring {
             _ if self.near.cut_off => Path::Mapped,
@@ -256,8 +260,8 @@ impl GpuLane {
         }
     }
 
-    /// Whether an operation may begin. Chooses anew when the kernel came or went since the last
-    /// plan.
+    /// Checks whether an operation may begin. Chooses the path anew if the kernel came or went
+    /// since the last plan.
     #[inline]
     fn admit(&mut self, slot: Slot) -> Result<(), Fault> {
         let near = &mut self.near;
@@ -283,8 +287,8 @@ impl GpuLane {
         if in_range { Ok(()) } else { Err(Fault::Io(libc::EINVAL)) }
     }
 
-    /// Queues by engine or ring what `by_engine` and `by_ring` describe; `None`: the ring is away,
-    /// take another way.
+    /// Queues an operation by engine or ring, with `by_engine` or `by_ring`. `None`: the ring is
+    /// away, so take another path.
     fn later(
         &mut self,
         path: Path,
@@ -368,8 +372,8 @@ impl GpuLane {
         }
     }
 
-    /// Queues an operation on up to `pages` slots side by side at CUDA's engine, by `begin` with
-    /// the place and how many they are. Returns how many; 0: single operations know what to do.
+    /// Queues an operation on up to `pages` slots side by side at CUDA's engine: `begin` gets their
+    /// place and number. Returns the number; 0: use single operations.
     fn run(
         &mut self,
         first: Slot,
@@ -394,14 +398,14 @@ impl GpuLane {
         pages
     }
 
-    /// How it goes on without CUDA, which has died.
+    /// Decides how the lane continues after CUDA has died.
     #[cold]
     #[inline(never)]
     fn cut_off(&mut self) -> CutOff {
         let how = self.gpu.without_cuda();
         if matches!(how, CutOff::ByTheWindow) {
             let near = &mut self.near;
-            // The window is not measured here.
+            // A lane that measures another path must not use the window.
             if near.forced {
                 return CutOff::Lost(Fault::Lost);
             }
@@ -411,7 +415,8 @@ impl GpuLane {
         how
     }
 
-    /// Ends what CUDA had under way when it died: by the window, or as a fault.
+    /// Ends the operations that CUDA had under way when it died: through the window, or with a
+    /// fault.
     #[cold]
     #[inline(never)]
     fn salvage(&mut self, done: &mut dyn FnMut(Done<'_>)) {
@@ -446,25 +451,26 @@ impl GpuLane {
         self.near.flying = 0;
     }
 
-    /// Writes through the window.
+    /// Writes a page through the window.
     #[inline]
     fn store(&self, slot: Slot, page: &PageBytes) -> Progress {
         let near = &self.near;
         // SAFETY: the address is a page of a chunk that stays while it is touched, aligned to a
-        // page; nobody else writes this slot, by the contract of slots, and what races is bytes of
-        // another's memory.
+        // page. Only this lane writes the slot, by the contract of slots. A race can only mix bytes
+        // of device memory.
         let copy = |host| unsafe { near.copies.to_device(page.as_ptr(), host) };
         let stored = near.site.with_host(slot, copy);
         near.site.pin().count_stored();
         Progress::Done(stored.ok_or(Fault::Lost))
     }
 
-    /// Reads through the window.
+    /// Reads a page through the window.
     #[inline]
     fn load(&self, slot: Slot, page: &mut PageBytes) -> Progress {
         let near = &self.near;
         let to = page.as_mut_ptr();
-        // SAFETY: as in `store`; `to` is a page of the caller's.
+        // SAFETY: as in `store`, the address is a page of a chunk that stays; `to` is a page of the
+        // caller's.
         let copy = |host: *mut u8| unsafe { near.copies.from_device(host, to) };
         Progress::Done(near.site.with_host(slot, copy).ok_or(Fault::Lost))
     }
@@ -474,8 +480,8 @@ impl Lane for GpuLane {
     #[inline]
     fn plan(&mut self, reads: usize, writes: usize) {
         let near = &self.near;
-        // One miss after another is what a page after a pause costs; asked for together they come
-        // together.
+        // After a pause, a page takes one cache miss after another; prefetched together, the misses
+        // overlap.
         near.site.prefetch();
         near.copies.prefetch(writes > 0);
         let code =
@@ -485,8 +491,8 @@ impl Lane for GpuLane {
             self.join();
         }
         let near = &self.near;
-        // A page now and then is planned as the one before: after a pause every cache line of the
-        // choice is cold, and they cost more than the page.
+        // A single page now and then keeps the last choice. After a pause every cache line of the
+        // choice is cold, and those misses take longer than the page.
         let alone = near.flying == 0 && near.neighbours < NEIGHBOURS && reads + writes <= 1;
         let gate = near.site.gate();
         let resident = near.has_ring && gate.resident.load(std::sync::atomic::Ordering::Relaxed);
@@ -577,7 +583,7 @@ impl Lane for GpuLane {
             if before > 0 {
                 pin.pass();
                 engine.poll(now, &mut |it| {
-                    // The caller's work on it is not the driver's time.
+                    // The caller's work on the page does not count as time in the driver.
                     pin.pass();
                     done(it);
                     pin.pass();
@@ -607,7 +613,7 @@ impl Drop for GpuLane {
         if let Some(Parts { ring, engine }) = self.cell.as_ref().and_then(|cell| cell.close()) {
             (self.ring, self.engine) = (ring, engine);
         }
-        // Pinned memory is unmapped with the lanes, which a resident kernel would hold up.
+        // Pinned memory is unmapped with the lanes, and a resident kernel would delay that.
         self.ring = None;
         let paused = self.gpu.pause_ring();
         self.engine = None;

@@ -1,13 +1,13 @@
-//! The parts of a card that its first page does not need, opened behind it.
+//! The late parts of a card: its first page does not need them, so they are opened after it.
 //!
-//! A daemon that takes another's place is waited for: by programs that sleep in page faults. A page
-//! needs its chunk's mapping and nothing else. CUDA's context, its view of every chunk, the
-//! resident kernel and the management library take longer to open than all the rest, so a thread
-//! opens them while lanes already serve by the window. Lanes are given their parts through a
-//! [`PartsCell`] and pick them up between two operations, without taking memory.
+//! When a daemon takes over, programs that sleep in page faults wait for it. A page only needs its
+//! chunk's mapping. Other parts take longer to open than all the rest: CUDA's context, its import
+//! of every chunk, the resident kernel, and the management library. So a thread opens them while
+//! lanes already serve through the window. Each lane gets its parts through a [`PartsCell`], and
+//! takes them between two operations, without allocating.
 //!
-//! It begins once the chunks are mapped, and not beside that: the driver lets one thread at a time
-//! do most of both.
+//! The opening begins once the chunks are mapped, not beside that: the driver lets only one thread
+//! at a time do most of both.
 
 use super::Drivers;
 use super::engine::{BatchLane, Context, Which};
@@ -28,25 +28,25 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use weir_core::swap_safety::{self, Children};
 
-/// How long a store that is closed waits for a driver that is being opened.
+/// Longest time that the closing of a store waits for a driver that is being opened.
 const END_LIMIT: Duration = Duration::from_secs(10);
 
 /// The opening of one card's late parts.
 #[derive(Default)]
 pub struct Late {
     progress: Mutex<Progress>,
-    /// Rung when the owner is known, and when it is over.
+    /// Rung when the card's owner is known, and when the opening is over.
     bell: Condvar,
 }
 
 #[derive(Default)]
 struct Progress {
-    /// The card's other users are known, as far as they can be.
+    /// Whether the card's other users are known, as far as they can be.
     has_owner: bool,
-    /// No lane waits any more: it has its parts, or there are none.
+    /// Whether no lane waits any more: each has its parts, or there are none.
     settled: bool,
     over: Option<Joined>,
-    /// Lanes without their parts, and the depth of each.
+    /// Lanes that wait for their parts, with the depth of each.
     waiting: Vec<(usize, Arc<PartsCell>)>,
     tell: Vec<Tell>,
     thread: Option<JoinHandle<()>>,
@@ -56,14 +56,14 @@ struct Progress {
 pub struct Opening {
     pub options: VramUrl,
     pub drivers: Drivers,
-    /// The costs of the paths, those that may not come included.
+    /// The costs of all paths, also of those that may not come.
     pub costs: Table,
-    /// When the opening of the card began.
+    /// The time when the opening of the card began.
     pub since: Instant,
 }
 
 impl Opening {
-    /// The daemon before had it.
+    /// Whether to open CUDA, because the earlier daemon had it.
     pub fn wants_cuda(&self) -> bool {
         self.costs.get(Path::Engine, Direction::Read).is_some()
     }
@@ -74,23 +74,24 @@ impl Late {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Starts it. `gpu` serves already.
+    /// Starts the opening. `gpu` already serves.
     ///
     /// # Errors
-    /// When there is no thread for it.
+    /// Fails when no thread can be had.
     pub fn begin(gpu: &Arc<Gpu>, opening: Opening) -> io::Result<()> {
         let Some(late) = &gpu.late else { return Ok(()) };
         let (weak, its) = (Arc::downgrade(gpu), Arc::clone(late));
         let url = gpu.url().to_owned();
         let open = move || {
-            // As the thread that started the rest: programs wait for memory that others could have.
+            // The new thread locks its memory as its starter did: programs wait for memory that
+            // others could take.
             if swap_safety::locks_all_memory() {
                 let _ = swap_safety::reach_reserves(Children::Ordinary);
             }
             let mut stages = Vec::new();
             let missing = its.open(&weak, &opening, &mut stages).err();
             if weak.upgrade().is_none_or(|gpu| gpu.is_stopping()) {
-                // It is being closed: there is nothing to tell.
+                // The card is being closed, so there is nothing to report.
                 its.lock().tell.clear();
             }
             its.finish(&Joined { store: url, stages, missing, after: opening.since.elapsed() });
@@ -100,8 +101,7 @@ impl Late {
         Ok(())
     }
 
-    /// A place for the parts of a lane that is opened now; `None` where there is nothing to wait
-    /// for any more.
+    /// A cell for the parts of a lane that is opened now; `None` if no parts will come.
     pub fn cell(&self, depth: usize) -> Option<Arc<PartsCell>> {
         let mut progress = self.lock();
         if progress.settled {
@@ -112,13 +112,13 @@ impl Late {
         Some(cell)
     }
 
-    /// Waits until it is known who else has the card.
+    /// Waits until the card's other users are known.
     pub fn wait_for_owner(&self) {
         let waits = |progress: &mut Progress| !progress.has_owner && progress.over.is_none();
         drop(self.bell.wait_timeout_while(self.lock(), END_LIMIT, waits));
     }
 
-    /// Calls `tell` when it is over.
+    /// Calls `tell` when the opening is over.
     pub fn when_over(&self, tell: Tell) {
         let mut progress = self.lock();
         match &progress.over {
@@ -131,8 +131,8 @@ impl Late {
         }
     }
 
-    /// Waits until it is over, which the card's `stopping` makes soon. A driver that does not
-    /// answer is left to itself.
+    /// Waits until the opening is over, which the card's `stopping` makes soon. A driver that does
+    /// not answer is left behind.
     pub fn end(&self) {
         let waits = |progress: &mut Progress| progress.over.is_none();
         let waited = self.bell.wait_timeout_while(self.lock(), END_LIMIT, waits);
@@ -155,8 +155,8 @@ impl Late {
         tell.iter().for_each(|tell| tell(joined));
     }
 
-    /// The error says what is missing, and what follows from that. While a driver is being opened
-    /// nothing here keeps the card.
+    /// Opens the parts. The error says what is missing, and what follows from that. While a driver
+    /// is being opened, this thread holds no reference to the card.
     fn open(
         &self,
         gpu: &Weak<Gpu>,
@@ -192,7 +192,7 @@ impl Late {
         joined.or_else(|why| if gpu.is_stopping() { Ok(()) } else { Err(why) })
     }
 
-    /// Gives the card and its lanes what CUDA has for them: all of it or nothing.
+    /// Gives the card and its lanes all parts of CUDA's, or none.
     fn join(
         &self,
         gpu: &Arc<Gpu>,
@@ -208,7 +208,7 @@ impl Late {
         };
         import()?;
         stage("import");
-        // Without its rings the card is slower, and everything else is there.
+        // Without its rings the card is slower, but complete.
         let display = gpu.owner.get().is_some_and(|owner| owner.display);
         let ring =
             setup::ring(&opening.options, gpu.source(), cuda, display, gpu.chunks().hot()).unwrap_or(None);
@@ -232,7 +232,7 @@ impl Late {
             }
         };
         {
-            // Chunks that were taken since the others were imported.
+            // Import the chunks that were taken since the others were imported.
             let _no_other = gpu.taking();
             if let Err(why) = import() {
                 drop(progress);
@@ -263,7 +263,7 @@ impl fmt::Debug for Late {
     }
 }
 
-/// A lane's parts besides the window. Dropped in this order.
+/// A lane's parts besides the window. The fields are dropped in this order.
 pub struct Parts {
     pub ring: Option<RingLane>,
     pub engine: Option<Engine>,
@@ -280,7 +280,8 @@ impl Parts {
         Ok(Parts { ring: ring_lane, engine: Some(Engine::Cuda(engine)) })
     }
 
-    /// Pinned memory is unmapped with them, which a resident kernel would hold up.
+    /// Closes the parts with the ring paused: pinned memory is unmapped with them, and a resident
+    /// kernel would delay that.
     pub fn close(self, ring: Option<&Arc<Ring>>) {
         let Parts { ring: lane, engine } = self;
         drop(lane);
@@ -294,17 +295,17 @@ const EMPTY: u8 = 0;
 const FULL: u8 = 1;
 const CLOSED: u8 = 2;
 
-/// The cell in which a lane's parts are left for it. The lane moves them out; the place itself is
-/// freed with the lane, so that a thread that may not touch the allocator does not.
+/// A cell in which a lane's parts are left for it. The lane moves them out. The cell itself is
+/// freed with the lane, so that an I/O thread, which may not free memory, need not do it.
 pub struct PartsCell {
     state: AtomicU8,
     parts: UnsafeCell<Option<Parts>>,
 }
 
-// SAFETY: the parts may go from thread to thread. Whoever fills it touches them while the state is
-// EMPTY, its lane after it has seen FULL.
+// SAFETY: the parts may move between threads. The filling thread accesses them only while the state
+// is EMPTY, and the lane only after it has seen FULL.
 unsafe impl Sync for PartsCell {}
-// SAFETY: as above.
+// SAFETY: the parts may move between threads, and the state orders the accesses.
 unsafe impl Send for PartsCell {}
 
 impl Default for PartsCell {
@@ -314,9 +315,10 @@ impl Default for PartsCell {
 }
 
 impl PartsCell {
-    /// Leaves parts, once; gives them back if the lane is closed.
+    /// Leaves the parts in the cell, once; returns them if the lane is closed.
     fn fill(&self, parts: Parts) -> Option<Parts> {
-        // SAFETY: the lane does not look before FULL, and nobody else fills it.
+        // SAFETY: the lane does not access the parts before FULL, and only one thread fills the
+        // cell.
         let place = unsafe { &mut *self.parts.get() };
         *place = Some(parts);
         match self.state.compare_exchange(EMPTY, FULL, Ordering::AcqRel, Ordering::Acquire) {
@@ -325,7 +327,7 @@ impl PartsCell {
         }
     }
 
-    /// The parts, once they are there; for its lane.
+    /// Takes the parts once they are there; only the cell's lane calls this.
     pub fn take(&self) -> Option<Parts> {
         if self.state.load(Ordering::Acquire) != FULL {
             return None;
@@ -333,12 +335,13 @@ impl PartsCell {
         self.close()
     }
 
-    /// The lane goes, or has its parts: nobody shall leave any.
+    /// Closes the cell, since the lane goes or has its parts. Returns parts that are left in it.
     pub fn close(&self) -> Option<Parts> {
         if self.state.swap(CLOSED, Ordering::AcqRel) != FULL {
             return None;
         }
-        // SAFETY: it was FULL, so whoever filled it is done, and nobody but the lane comes here.
+        // SAFETY: the state was FULL, so the filling thread has finished, and only the lane comes
+        // here.
         unsafe { (*self.parts.get()).take() }
     }
 }

@@ -1,5 +1,5 @@
-//! The ways to a card, found without taking its memory. Drivers may crash or hang over it: ask in a
-//! process of its own.
+//! Finds the paths to a card without taking its memory. Drivers may crash or hang in this, so call
+//! it in a process of its own.
 
 use super::options::{Target, VramUrl};
 use super::setup::Found;
@@ -7,21 +7,21 @@ use super::{Drivers, table::Path};
 use libloading::Library;
 use std::path::Path as FilePath;
 
-/// A card, and the ways to its memory.
+/// A card, and the paths to its memory.
 #[derive(Clone, Debug)]
 pub struct Seen {
-    /// Its name.
+    /// The card's name.
     pub name: String,
-    /// The ways that a store on it will have.
+    /// The paths that a store on the card will have.
     pub ways: Vec<&'static str>,
-    /// Each of the others, and why not.
+    /// Each path that it will not have, and why.
     pub missing: Vec<(&'static str, String)>,
 }
 
-/// Looks at the cards that `url` names.
+/// Checks the cards that `url` names.
 ///
 /// # Errors
-/// When there is none: what was found instead.
+/// Fails when there is no such card, and says what was found instead.
 pub fn look(url: &VramUrl) -> Result<Vec<Seen>, String> {
     let drivers = Drivers::default();
     if url.target != Target::All {
@@ -38,9 +38,10 @@ pub fn look(url: &VramUrl) -> Result<Vec<Seen>, String> {
     }
 }
 
-/// Why a driver's library cannot be loaded; `None` if it can. Runs the library's initialisers.
+/// The reason why a driver's library cannot be loaded; `None` if it can. Runs the library's
+/// initialisers.
 pub fn why_not_loaded(library: &FilePath) -> Option<String> {
-    // SAFETY: loading a driver's library runs its initialisers, which is what it is for.
+    // SAFETY: loading a driver's library runs its initialisers, as it must.
     unsafe { Library::new(library) }.err().map(|error| error.to_string())
 }
 

@@ -1,10 +1,10 @@
-//! A fence that one thread pays for all of them.
+//! A fence by `membarrier(2)`, which one thread pays for all.
 //!
-//! Lanes announce what they are about to touch by a plain store, followed by a load that decides;
-//! whoever takes memory away, or stops the kernel, does the opposite. That is right only if each
-//! side's store is visible before its load. A fence on every operation would do; `membarrier(2)`
-//! lets the rare side run one on every processor that executes this process, so that the frequent
-//! side needs none (`membarrier(2)`, "pairing").
+//! A lane announces what it is about to use by a plain store, and then a load decides. A thread
+//! that removes memory, or stops the kernel, does both in the opposite order. That is right only if
+//! each side's store is visible before its load. A fence in every operation would do. Instead,
+//! `membarrier(2)` lets the rare side run one on every processor that executes this process, so the
+//! frequent side needs none (`membarrier(2)`, "pairing").
 
 use std::sync::OnceLock;
 use std::sync::atomic::{Ordering, fence};
@@ -13,7 +13,7 @@ const GLOBAL: libc::c_int = 1;
 const PRIVATE_EXPEDITED: libc::c_int = 8;
 const REGISTER_PRIVATE_EXPEDITED: libc::c_int = 16;
 
-/// Every thread of this process executes a full fence before this returns.
+/// Every thread of this process has executed a full fence when this returns.
 pub fn all_threads() {
     static COMMAND: OnceLock<libc::c_int> = OnceLock::new();
     let command = *COMMAND.get_or_init(|| match membarrier(REGISTER_PRIVATE_EXPEDITED) {
@@ -30,6 +30,6 @@ pub fn all_threads() {
 }
 
 fn membarrier(command: libc::c_int) -> bool {
-    // SAFETY: membarrier takes two integers and touches no memory of ours.
+    // SAFETY: membarrier takes two integers and touches no memory of this process.
     unsafe { libc::syscall(libc::SYS_membarrier, command, 0, 0) == 0 }
 }

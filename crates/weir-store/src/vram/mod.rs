@@ -6,13 +6,13 @@
 //! | [`engine`] | batches for the card's copy engines | large and many; whenever the card's owner computes |
 //! | [`ring`] | a resident kernel that polls descriptors | deep load, while nobody else uses the card |
 //!
-//! All three reach the same bytes: Vulkan allocates a chunk on the card, maps it, and exports it as
-//! a file descriptor, which CUDA imports. Without CUDA (AMD, Intel) there is the first; without
-//! Vulkan (a headless server) the second. What each costs is measured when the store is opened, and
-//! every batch takes the cheapest ([`table`]).
+//! All three paths reach the same bytes: Vulkan allocates a chunk on the card, maps it, and exports
+//! it as a file descriptor, which CUDA imports. Without CUDA (AMD, Intel) there is only the first
+//! path; without Vulkan (a headless server) there is only the second. The cost of each path is
+//! measured when the store is opened, and every batch takes the cheapest ([`table`]).
 //!
-//! AMD's and Intel's cards are served by the same Vulkan code. It has run on NVIDIA's and on Mesa's
-//! software renderer; nobody has reported a run on theirs yet.
+//! The same Vulkan code serves AMD's and Intel's cards. It has run on NVIDIA's cards and on Mesa's
+//! software renderer. Nobody has reported a run on AMD's or Intel's yet.
 
 mod bare;
 mod calibrate;
@@ -49,22 +49,23 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Milliseconds that a card may take for what it was told before it counts as gone: whoever waits
-/// for a page must hear in time.
+/// Milliseconds that a card may take to answer before it counts as gone: a client that waits for a
+/// page must hear in time.
 static ANSWER_MS: AtomicU64 = AtomicU64::new(2000);
 
 pub(crate) fn answer_limit() -> Duration {
     Duration::from_millis(ANSWER_MS.load(Ordering::Relaxed))
 }
 
-/// For programs that play a card, as tests have them: they work only as far as the machine lets
-/// them. For the whole process.
+/// Sets that limit for the whole process. It is for tests whose programs act as a card, and which
+/// are as slow as the machine makes them.
 #[doc(hidden)]
 pub fn set_answer_limit(limit: Duration) {
     ANSWER_MS.store(limit.as_millis() as u64, Ordering::Relaxed);
 }
 
-/// The vendor's libraries, found at run time; others in their place are how tests inject errors.
+/// The vendor's libraries, found at run time. Tests put other libraries in their place, to inject
+/// errors.
 #[derive(Clone, Debug)]
 pub struct Drivers {
     /// CUDA's driver interface.
@@ -85,7 +86,7 @@ impl Default for Drivers {
     }
 }
 
-/// An error between a store and its drivers.
+/// An error of a store's drivers, or of its use of them.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
 pub(crate) enum Trouble {
     /// Vulkan refused.
@@ -97,10 +98,10 @@ pub(crate) enum Trouble {
     /// The process has no descriptor left.
     #[error("no file descriptor is left: raise the limit on open files")]
     NoDescriptor,
-    /// There is neither.
+    /// The machine has neither driver.
     #[error("neither Vulkan nor CUDA is there")]
     NoDriver,
-    /// A lane did not finish what it has in flight.
+    /// A lane did not finish its operations in flight.
     #[error("a lane did not finish its operations in time")]
     LaneBusy,
 }

@@ -1,6 +1,6 @@
-//! Facts that only NVIDIA's management library knows: how much memory the card has left over all
-//! processes, who else uses it, whether it drives a display, what it draws. Loaded at run time;
-//! without it the answers are `None`.
+//! Facts that only NVIDIA's management library knows: the card's memory that is free over all
+//! processes, its other users, whether it drives a display, and its power. The library is loaded at
+//! run time. Without it the answers are `None`.
 
 use libloading::Library;
 use std::ffi::{CString, c_char, c_int, c_uint, c_void};
@@ -8,7 +8,7 @@ use std::path::Path;
 
 type Handle = *mut c_void;
 
-/// The library, and one card.
+/// The management library, with one card.
 pub struct Nvml {
     memory: unsafe extern "C" fn(Handle, *mut Memory) -> c_int,
     power: unsafe extern "C" fn(Handle, *mut c_uint) -> c_int,
@@ -18,7 +18,7 @@ pub struct Nvml {
     shutdown: unsafe extern "C" fn() -> c_int,
     handle: Handle,
     driver: String,
-    /// Keeps the functions' code; last, so that it outlives them.
+    /// Keeps the functions' code. The field is last, so that it outlives them.
     _library: Library,
 }
 
@@ -26,18 +26,18 @@ type Processes = unsafe extern "C" fn(Handle, *mut c_uint, *mut ProcessInfo) -> 
 
 // SAFETY: NVML is thread-safe, by its documentation.
 unsafe impl Send for Nvml {}
-// SAFETY: as above.
+// SAFETY: NVML is thread-safe, by its documentation.
 unsafe impl Sync for Nvml {}
 
 /// `nvmlMemory_t`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 pub struct Memory {
-    /// In all.
+    /// Bytes of the card's memory in total.
     pub total: u64,
-    /// Bytes that nobody uses.
+    /// Bytes that are free.
     pub free: u64,
-    /// Somebody's.
+    /// Bytes that are in use.
     pub used: u64,
 }
 
@@ -52,7 +52,8 @@ struct ProcessInfo {
 }
 
 impl Nvml {
-    /// Opens the card that Vulkan and CUDA call by `uuid`; `None` without the library or the card.
+    /// Opens the card that has this `uuid` in Vulkan and CUDA; `None` without the library or the
+    /// card.
     pub fn open(library: &Path, uuid: [u8; 16]) -> Option<Self> {
         // SAFETY: loading the vendor's library runs its initialisers; every symbol is used with the
         // signature that nvml.h gives it, and every output outlives its call.
@@ -100,12 +101,12 @@ impl Nvml {
         }
     }
 
-    /// The loaded driver's version.
+    /// The version of the loaded driver.
     pub fn driver(&self) -> &str {
         &self.driver
     }
 
-    /// Bytes of the card: nobody's, somebody's, and in all.
+    /// Bytes of the card's memory: free, in use, and in total.
     pub fn memory(&self) -> Option<Memory> {
         let mut memory = Memory::default();
         // SAFETY: the handle is the card's, the output outlives the call.
@@ -115,19 +116,19 @@ impl Nvml {
     /// The card's power, in milliwatts.
     pub fn power_mw(&self) -> Option<u32> {
         let mut power = 0;
-        // SAFETY: as above.
+        // SAFETY: the handle is the card's, the output outlives the call.
         (unsafe { (self.power)(self.handle, &mut power) } == 0).then_some(power)
     }
 
-    /// Whether a display hangs on it.
+    /// Whether a display is connected to the card.
     pub fn drives_display(&self) -> bool {
         let mut active = 0;
-        // SAFETY: as above.
+        // SAFETY: the handle is the card's, the output outlives the call.
         unsafe { (self.display)(self.handle, &mut active) == 0 && active != 0 }
     }
 
-    /// Other processes with a context on the card. Inside a container NVML may not name our own
-    /// process; then one unknown process counts as ours.
+    /// Number of other processes with a context on the card. Inside a container NVML may not name
+    /// this process; then one unknown process counts as this one.
     pub fn others(&self) -> u32 {
         let own = std::process::id();
         let mut pids: Vec<u32> = Vec::with_capacity(64);
@@ -136,7 +137,8 @@ impl Nvml {
             let mut count = infos.len() as c_uint;
             // SAFETY: the array holds `count` entries, as the call is told.
             let result = unsafe { list(self.handle, &mut count, infos.as_mut_ptr()) };
-            // 7 is NVML_ERROR_INSUFFICIENT_SIZE: there are more than fit, so certainly others.
+            // The value 7 is NVML_ERROR_INSUFFICIENT_SIZE: there are more processes than fit, so
+            // certainly others.
             let filled = if result == 0 || result == 7 { (count as usize).min(infos.len()) } else { 0 };
             pids.extend(infos[..filled].iter().map(|info| info.pid));
         }
@@ -149,7 +151,7 @@ impl Nvml {
 
 impl Drop for Nvml {
     fn drop(&mut self) {
-        // SAFETY: pairs with the init in `open`; NVML counts.
+        // SAFETY: this pairs with the init in `open`; NVML counts both.
         unsafe { (self.shutdown)() };
     }
 }
@@ -160,7 +162,7 @@ impl std::fmt::Debug for Nvml {
     }
 }
 
-/// `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`, as NVML writes it.
+/// A UUID as NVML writes it: `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`.
 fn uuid_text(uuid: [u8; 16]) -> String {
     let hex: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
     format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])

@@ -1,72 +1,73 @@
 //! The options of a `vram:` URL.
 //!
-//! `vram:` is every GPU, `vram:0` the first as `nvidia-smi` counts, `vram:lavapipe` a software
-//! renderer for tests. After a question mark come options: `vram:0?size=16GiB&ring=off`.
+//! `vram:` names every GPU, `vram:0` the first as `nvidia-smi` counts, and `vram:lavapipe` a
+//! software renderer for tests. Options come after a question mark: `vram:0?size=16GiB&ring=off`.
 
 use super::engine::BatchCopies;
 use crate::url::{Exact, Query, UrlProblem, pairs, size, split_query, value};
 use std::fmt;
 use weir_core::ByteSize;
 
-/// Which card.
+/// The cards that a URL names.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Target {
     /// Every discrete GPU, striped.
     All,
-    /// One of them.
+    /// One GPU.
     Index(u32),
-    /// Mesa's lavapipe: not VRAM at all, and good for tests.
+    /// Mesa's lavapipe: its memory is RAM, not VRAM, but it is good for tests.
     Software,
 }
 
-/// When the resident kernel may be on the card.
+/// The conditions for the resident kernel to be on the card.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum RingMode {
-    /// Under load, while nobody else uses the card, and not on a card that drives a display.
+    /// The kernel is there under load, while no other process uses the card, and not on a card that
+    /// drives a display.
     #[default]
     Auto,
-    /// Whenever nobody else uses the card.
+    /// The kernel is there whenever no other process uses the card.
     On,
-    /// Never.
+    /// The kernel is never there.
     Off,
 }
 
-/// Which way pages take.
+/// The path that pages take.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum PathMode {
-    /// By what was measured at start.
+    /// The path is chosen by the costs that were measured at the start.
     #[default]
     Auto,
-    /// The processor, through the window.
+    /// Pages go by the processor, through the window.
     Mapped,
-    /// The copy engines.
+    /// Pages go by the copy engines.
     Engine,
-    /// The resident kernel; the window while it is away.
+    /// Pages go by the resident kernel, and through the window while the kernel is away.
     Ring,
 }
 
-/// A `vram:` URL, taken apart.
+/// The parts of a `vram:` URL.
 #[derive(Clone, PartialEq, Debug)]
 pub struct VramUrl {
-    /// Which card.
+    /// The cards that the URL names.
     pub target: Target,
-    /// Device memory; `None`: all that can be had above the floor.
+    /// Bytes of device memory; `None`: all that is free above the floor.
     pub size: Option<ByteSize>,
-    /// A chunk: a power of two, from 1 MiB to 4 GiB.
+    /// Bytes of a chunk: a power of two, from 1 MiB to 4 GiB.
     pub chunk: ByteSize,
-    /// Free device memory that is left to others.
+    /// Bytes of free device memory that are left to others.
     pub floor: ByteSize,
-    /// The resident kernel.
+    /// The mode of the resident kernel.
     pub ring: RingMode,
-    /// The way of pages; `None`: nobody said, which is auto.
+    /// The path of pages; `None`: the URL does not say, which means auto.
     pub path: Option<PathMode>,
-    /// Blocks of the resident kernel; 0 for the usual.
+    /// Number of the resident kernel's blocks; 0 for the default.
     pub blocks: u32,
-    /// Whether the processor's window onto the card is used; `false`: as if there were none.
+    /// Whether the processor's window onto the card is used; `false`: as if the card had none.
     pub window: bool,
-    /// Copies that one call to the copy engine's driver names at most, in both directions; 1: a
-    /// call for each copy; `None`: nobody said, which is [`ENGINE_BATCH`](Self::ENGINE_BATCH) for
-    /// reads and 1 for writes.
+    /// Most copies that one call to the copy engine's driver names, in both directions; 1: each
+    /// copy is a call. `None`: the URL does not say, which means
+    /// [`ENGINE_BATCH`](Self::ENGINE_BATCH) for reads and 1 for writes.
     pub engine_batch: Option<u32>,
 }
 
@@ -81,20 +82,21 @@ const PATHS: [(&str, PathMode); 4] = [
 ];
 
 impl VramUrl {
-    /// The size of a chunk unless the URL says otherwise.
+    /// The default size of a chunk.
     pub const CHUNK: ByteSize = ByteSize(128 << 20);
-    /// The memory left to others unless the URL says otherwise.
+    /// The default of the memory left to others.
     pub const FLOOR: ByteSize = ByteSize(512 << 20);
 
-    /// Copies from the card that a call names unless the URL says otherwise: a quarter of the most
-    /// that a daemon ever named, of which none failed. Copies to the card are a call each: NVIDIA's
-    /// driver 580.159.04 killed its channel over batches of them, down to 64 a call (docs/gpu.md).
+    /// The default number of copies from the card that one call names. It is a quarter of the most
+    /// that a daemon ever named, and none of those calls failed. Copies to the card are a call
+    /// each: NVIDIA's driver 580.159.04 killed its channel over batches of them, down to 64 a call
+    /// (docs/gpu.md).
     pub const ENGINE_BATCH: u32 = 64;
-    /// The most that can be asked for: for the sweep that looks for the number at which a driver
-    /// fails.
+    /// The most copies that the URL can ask for. The sweep that looks for the number at which a
+    /// driver fails uses it.
     pub const ENGINE_BATCH_MAX: u32 = 4096;
 
-    /// The usual, for one card or all.
+    /// The default options, for one card or all.
     pub fn new(target: Target) -> Self {
         VramUrl {
             target,
@@ -109,7 +111,7 @@ impl VramUrl {
         }
     }
 
-    /// Copies that one call to the driver may name.
+    /// The most copies that one call to the driver may name.
     pub(super) fn batch_copies(&self) -> BatchCopies {
         match self.engine_batch {
             Some(copies) => BatchCopies { reads: copies, writes: copies },
@@ -117,7 +119,7 @@ impl VramUrl {
         }
     }
 
-    /// Parses what follows `vram:`.
+    /// Parses the text after `vram:`.
     pub(crate) fn parse(text: &str) -> Result<Self, UrlProblem> {
         let (card, query) = split_query(text);
         let mut url = VramUrl::new(match card {

@@ -1,4 +1,4 @@
-//! Opening a card: finding it, taking its memory or taking it over, measuring its paths.
+//! Opens a card: finds it, takes its memory or takes it over, and measures its paths.
 
 use super::chunks::{Chunks, Hot, Memory, Source};
 use super::condition::Turn;
@@ -25,26 +25,26 @@ use weir_core::{ByteSize, PAGE_SIZE};
 
 /// The largest chunk.
 const CHUNK_MAX: u64 = 4 << 30;
-/// Bytes by which importing is tried.
+/// Bytes of the memory with which an import is tried.
 const PROBE: u64 = 2 << 20;
 
 /// A card that was found, before memory is taken.
 pub(super) struct Found {
     source: Source,
     uuid: [u8; 16],
-    /// `None`: not asked yet.
+    /// The card's other users; `None` if they were not asked for yet.
     owner: Option<Owner>,
 }
 
-/// Memory of a card, with what is known of it.
+/// A card's memory with its parts.
 struct Room {
     chunks: Chunks,
     chunk_bytes: u64,
-    /// Bytes, whole chunks but for the last.
+    /// Bytes of the memory: whole chunks, but for the last.
     bytes: u64,
     ring: Option<Arc<Ring>>,
     stages: Vec<(&'static str, Duration)>,
-    /// CUDA and the management library may still come.
+    /// Whether CUDA and the management library may come later.
     late: bool,
 }
 
@@ -52,7 +52,7 @@ impl Gpu {
     /// Opens one card: finds it, reserves its memory, measures its paths.
     ///
     /// # Errors
-    /// When there is no such card, or not so much memory.
+    /// Fails when there is no such card, or not so much memory.
     pub(super) fn open(options: &VramUrl, drivers: &Drivers) -> Result<Arc<Self>, OpenError> {
         let url = options.to_string();
         let fail = |kind, what: String| OpenError::new(kind, &url, what);
@@ -66,13 +66,13 @@ impl Gpu {
         Ok(gpu)
     }
 
-    /// Opens the card of a daemon that has ended, with the chunks that were kept of it. Nothing is
-    /// measured anew: that would overwrite pages. Where the window is enough to serve, the rest is
-    /// opened [behind](super::late) the first operations.
+    /// Opens the card of a daemon that has ended, with the chunks that the keeper holds. Nothing is
+    /// measured again: that would overwrite pages. If the window is enough to serve, the rest is
+    /// opened [after](super::late) the first operations.
     ///
     /// # Errors
-    /// When it is another card, the loaded driver is not that of the libraries, or a chunk cannot
-    /// be imported. The pages stay where they are kept.
+    /// Fails when it is another card, the loaded driver differs from the libraries, or a chunk
+    /// cannot be imported. The keeper still holds the pages then.
     pub(super) fn reopen(
         options: &VramUrl,
         drivers: &Drivers,
@@ -93,7 +93,7 @@ impl Gpu {
         let chunks = Chunks::new(kept.chunks, (kept.chunk_bytes / PAGE_SIZE as u64) as u32)
             .map_err(|error| OpenError::io(&url, "cannot take memory for its map", error))?;
         for chunk in 0..kept.chunks {
-            // Chunks that the keeper does not have had been given back.
+            // A chunk that the keeper does not hold had been given back.
             let Some(fd) = take(chunk) else { continue };
             let memory = found.source.adopt(fd, kept.allocation_bytes, later);
             let memory = memory.map_err(|error| {
@@ -107,8 +107,7 @@ impl Gpu {
         let stages = vec![("driver", driver), ("chunks", since.elapsed() - driver)];
         let room = Room { chunks, chunk_bytes: kept.chunk_bytes, bytes, ring, stages, late };
         let gpu = found.assemble(options, url.clone(), room);
-        // Until the pages are known to be in use again, or not to be wanted, nothing of them is
-        // cleared.
+        // Until the pages are in use again, or known to be unwanted, nothing of them is cleared.
         gpu.kept.store(true, std::sync::atomic::Ordering::Relaxed);
         if !later {
             let _ = gpu.table.set(kept.table.only(|path| gpu.has(path)));
@@ -153,8 +152,8 @@ impl Found {
         Ok(Found { source, uuid, owner: Some(Owner::look(options, drivers, uuid)) })
     }
 
-    /// The card of a daemon that has ended, and whether its window is enough to serve by, so that
-    /// CUDA and the management library may come later.
+    /// Finds the card of a daemon that has ended. Also returns whether its window is enough to
+    /// serve, so that CUDA and the management library may come later.
     fn again(options: &VramUrl, drivers: &Drivers, kept: &KeptGpu) -> Result<(Self, bool), String> {
         match vulkan(options) {
             Ok(gpu) if gpu.card.window && kept.mapped => {
@@ -178,13 +177,13 @@ impl Found {
         &self.source
     }
 
-    /// Why there will be no resident kernel; `None` if there may be one.
+    /// The reason why there will be no resident kernel; `None` if there may be one.
     pub(super) fn no_ring(&self, options: &VramUrl, cuda: &Context) -> Option<String> {
         let display = self.owner.as_ref().is_some_and(|owner| owner.display);
         no_ring(options, cuda, display).map(str::to_owned)
     }
 
-    /// The resident kernel's rings, where both drivers are there.
+    /// Makes the resident kernel's rings, if both drivers are there.
     fn ring(&self, options: &VramUrl, hot: &Arc<Hot>) -> Result<Option<Arc<Ring>>, Trouble> {
         let Some(cuda) = self.source.cuda() else { return Ok(None) };
         ring(options, &self.source, cuda, self.owner.as_ref().is_some_and(|owner| owner.display), hot)
@@ -213,8 +212,7 @@ impl Found {
                     chunks.install(chunk, memory);
                     taken = chunk as u64 + 1;
                 }
-                // A store without a size gets all there is; one with a size gets it or hears
-                // of it.
+                // A store without a size takes all free memory; one with a size gets it or fails.
                 Err(_) if options.size.is_none() && taken > 0 => break,
                 Err(error) => {
                     let (want, have) = (ByteSize(bytes), ByteSize(taken * size));
@@ -224,8 +222,8 @@ impl Found {
             }
         }
         let bytes = bytes.min(taken * size);
-        // A driver may quietly place "device" memory in RAM when the card is full. NVML counts what
-        // is on the card.
+        // When the card is full, a driver may silently place "device" memory in RAM. NVML counts
+        // the memory on the card.
         let is_card = options.target != Target::Software;
         if let (Some(before), Some(after), true) = (used_before, used(), is_card) {
             let grown = after.saturating_sub(before);
@@ -271,7 +269,7 @@ impl Found {
         })
     }
 
-    /// Whether what was kept can be imported here.
+    /// Checks whether the chunks that the keeper holds can be imported here.
     fn fits(&self, kept: &KeptGpu, drivers: &Drivers) -> Result<(), String> {
         if self.uuid != kept.uuid {
             return Err("the pages lie on another GPU than the one found here".to_owned());
@@ -286,7 +284,7 @@ impl Found {
     }
 }
 
-/// Vulkan's card.
+/// Opens the card by Vulkan.
 fn vulkan(options: &VramUrl) -> Result<Device, Refusal> {
     Device::find(index(options), options.target == Target::Software, !options.window)
 }
@@ -295,7 +293,7 @@ fn index(options: &VramUrl) -> usize {
     if let Target::Index(index) = options.target { index as usize } else { 0 }
 }
 
-/// Vulkan's card, CUDA's view of it, and the identifier by which NVML knows it.
+/// Finds the card by Vulkan and by CUDA, and the UUID by which NVML knows it.
 fn find(
     options: &VramUrl,
     gpu: Result<Device, Refusal>,
@@ -305,7 +303,7 @@ fn find(
         Ok(gpu) => Which::Uuid(gpu.card.uuid),
         Err(_) => Which::Index(index(options)),
     };
-    // A store with the window alone wants none of CUDA's memory.
+    // A store with only the window needs none of CUDA's memory.
     let cuda = match (&gpu, options.path) {
         (Ok(gpu), Some(PathMode::Mapped)) if gpu.card.window => Err("not wanted with path=mapped".to_owned()),
         _ => Context::open(libcuda, which, options.batch_copies()),
@@ -318,7 +316,7 @@ fn find(
     match (gpu, cuda) {
         (Err(vulkan), Err(cuda)) => Err(format!("no VRAM store here. Vulkan: {vulkan}. CUDA: {cuda}")),
         (Err(refusal), Ok(_)) if options.target == Target::Software => Err(refusal.to_string()),
-        // CUDA reaches such memory better than a transfer queue.
+        // CUDA reaches memory without a window better than a transfer queue.
         (Ok(gpu), Ok(cuda)) if !gpu.card.window => {
             let why =
                 if options.window { "the processor sees too little of its memory" } else { "window=off" };
@@ -331,7 +329,7 @@ fn find(
             let source = Source::new(gpu.ok().map(Arc::new), cuda.ok())
                 .refuses(Path::Mapped.name(), no_window)
                 .refuses(Path::Engine.name(), no_cuda);
-            // A driver that will not import leaves the window, which needs no import.
+            // If the driver imports nothing, the window is left, which needs no import.
             let refuses = source.gpu.is_some() && matches!(source.take(PROBE), Err(Trouble::Cuda(_)));
             let why = "CUDA does not import what Vulkan allocates".to_owned();
             let source =
@@ -341,9 +339,9 @@ fn find(
     }
 }
 
-/// Bytes of a chunk: as the URL says, or more where the process may not open enough files. The
-/// driver keeps about two descriptors for each mapped and imported chunk, and calls running out of
-/// them out of device memory.
+/// Bytes of a chunk: as the URL says, or more if the process may not open enough files. The driver
+/// holds about two descriptors for each mapped and imported chunk. When it has none left, its error
+/// says that device memory is out.
 fn chunk_bytes(options: &VramUrl, bytes: u64) -> u64 {
     const DESCRIPTORS: u64 = 2;
     const SPARE_DESCRIPTORS: u64 = 256;
@@ -382,7 +380,7 @@ fn size(options: &VramUrl, source: &Source, nvml: Option<&Nvml>, spare: u64) -> 
     Ok(chunks * options.chunk.0)
 }
 
-/// Why the card or the options allow no resident kernel.
+/// The reason why the card or the options allow no resident kernel.
 fn no_ring(options: &VramUrl, cuda: &Context, display: bool) -> Option<&'static str> {
     match options.ring {
         RingMode::Off => Some("ring=off"),
@@ -394,7 +392,7 @@ fn no_ring(options: &VramUrl, cuda: &Context, display: bool) -> Option<&'static 
     }
 }
 
-/// The resident kernel's rings, where the card and the options allow it.
+/// Makes the resident kernel's rings, if the card and the options allow it.
 pub(super) fn ring(
     options: &VramUrl,
     source: &Source,

@@ -1,7 +1,7 @@
-//! A `vram:` URL as a store: one card, or several with their chunks dealt out among them.
+//! A `vram:` URL as a store: one card, or several with the chunks dealt out among them.
 //!
-//! Chunks go round the cards in proportion to each one's measured speed, so that neighbouring
-//! chunks lie on different cards and a random load meets them all.
+//! Chunks are dealt out in proportion to each card's measured speed. So neighbouring chunks lie on
+//! different cards, and a random load uses all of them.
 
 use super::Drivers;
 use super::gpu::Gpu;
@@ -26,15 +26,15 @@ impl VramStore {
     /// Opens the memory that `url` names.
     ///
     /// # Errors
-    /// When no card will do, or its memory cannot be had. The sentence says what was found.
+    /// Fails when no card is suitable, or its memory cannot be had. The error says what was found.
     pub fn open(url: &VramUrl) -> Result<Self, OpenError> {
         Self::open_with(url, &Drivers::default())
     }
 
-    /// As [`open`](Self::open), with other libraries in place of NVIDIA's.
+    /// Does the same as [`open`](Self::open), with other libraries in place of NVIDIA's.
     ///
     /// # Errors
-    /// As [`open`](Self::open).
+    /// Fails as [`open`](Self::open) does.
     pub fn open_with(url: &VramUrl, drivers: &Drivers) -> Result<Self, OpenError> {
         let gpus = match url.target {
             Target::Index(_) | Target::Software => vec![Gpu::open(url, drivers)?],
@@ -44,11 +44,12 @@ impl VramStore {
         Ok(VramStore(Stripe::by_speed(url.to_string(), gpus, &speeds)))
     }
 
-    /// Opens the store of a process that has ended, with every page that it held; `take` hands over
-    /// what was kept of it.
+    /// Opens the store of a process that has ended, with every page in it; `take` returns the
+    /// descriptors that the keeper held.
     ///
     /// # Errors
-    /// When something is missing or cannot be imported; then the pages stay where they are kept.
+    /// Fails when something is missing or cannot be imported; then the keeper still holds the
+    /// pages.
     pub fn reopen_with(
         url: &VramUrl,
         drivers: &Drivers,
@@ -72,7 +73,7 @@ impl VramStore {
         Ok(VramStore(Stripe::dealt(url.to_string(), gpus, plan.deal)))
     }
 
-    /// The cards.
+    /// The cards of the store.
     pub fn gpus(&self) -> &[Arc<Gpu>] {
         self.0.parts()
     }
@@ -86,7 +87,7 @@ impl Drop for VramStore {
     }
 }
 
-/// Pages a second that a card takes and gives, at its best.
+/// Pages a second that a card takes or returns on its best path.
 fn speed(gpu: &Gpu) -> f64 {
     let best = |direction| {
         let shared = |path| Some(gpu.table().get(path, direction)?.shared);
@@ -97,7 +98,7 @@ fn speed(gpu: &Gpu) -> f64 {
 
 fn open_all(url: &VramUrl, drivers: &Drivers) -> Result<Vec<Arc<Gpu>>, OpenError> {
     let cards = Gpu::count(&drivers.cuda).max(1) as u32;
-    // A size is the sum over the cards, in equal parts of whole chunks.
+    // A size counts for all cards together, in equal parts of whole chunks.
     let size = url.size.map(|size| ByteSize(size.0.div_ceil(u64::from(cards)).next_multiple_of(url.chunk.0)));
     (0..cards)
         .map(|index| Gpu::open(&VramUrl { target: Target::Index(index), size, ..url.clone() }, drivers))
@@ -156,7 +157,7 @@ impl Survive for VramStore {
         self.gpus().iter().enumerate().try_for_each(|(index, gpu)| gpu.keep_with(&keep, index, held))
     }
 
-    /// The driver ends what a process has under way on a card before the process is gone.
+    /// Always quiet: the driver ends a process's operations on a card before the process is gone.
     fn is_quiet(&self) -> bool {
         true
     }
@@ -207,7 +208,7 @@ impl Reclaim for Arc<Gpu> {
     }
 
     fn headroom(&self, _member: u32) -> Option<Headroom> {
-        // The first who asks waits until the card's owner is known.
+        // The first caller waits until the card's owner is known.
         self.late.iter().for_each(|late| late.wait_for_owner());
         Gpu::headroom(self)
     }

@@ -1,25 +1,25 @@
-//! The cost of each path on this machine, and the choice among them.
+//! The cost of each path on this machine, and the choice of a path by cost.
 //!
-//! Costs are two numbers for each way and direction, what the first page of a batch takes and what
-//! each further one adds, and one for what the way does in all, however many threads use it. All
-//! are measured when the store is opened; the choice is arithmetic on them.
+//! For each path and direction there are two costs: of the first page of a batch, and of each
+//! further one. A third number is the path's limit, however many threads use it. All are measured
+//! when the store is opened; the choice is arithmetic on them.
 
-/// A way for pages between host and card.
+/// A path for pages between host and card.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Path {
     /// The processor's own loads and stores.
     Mapped,
-    /// Copy-engine batches.
+    /// Batches of the copy engine.
     Engine,
     /// The resident kernel.
     Ring,
 }
 
 impl Path {
-    /// All, in the order in which equals are preferred.
+    /// All paths; among equal ones the first is preferred.
     pub const ALL: [Path; 3] = [Path::Mapped, Path::Ring, Path::Engine];
 
-    /// As options and reports call it.
+    /// The path's name in options and reports.
     pub fn name(self) -> &'static str {
         match self {
             Path::Mapped => "mapped",
@@ -29,47 +29,47 @@ impl Path {
     }
 }
 
-/// Which way a page goes.
+/// The direction in which a page moves.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Direction {
-    /// From the card.
+    /// From the card to the host.
     Read,
-    /// To the card.
+    /// From the host to the card.
     Write,
 }
 
-/// Nanoseconds of one way in one direction.
+/// The costs of one path in one direction, in nanoseconds.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Cost {
-    /// A page by itself, until it is done.
+    /// The time of a single page, until it is done.
     pub first: f64,
     /// The time that each further page of a batch adds, with one thread.
     pub each: f64,
-    /// The same for a neighbour of the page before, which a copy engine takes along.
+    /// The time that a neighbour of the page before adds: a copy engine moves both in one copy.
     pub neighbour: f64,
-    /// Between two pages when every thread is at it: the inverse of what the way does in all. At
-    /// least the link's share; for the copy engines what the driver takes for a copy, since it
-    /// makes them one at a time.
+    /// The time between two pages when many threads use the path: the inverse of its total rate. It
+    /// is at least the link's share. For the copy engines it is the driver's time for a copy, since
+    /// the driver makes them one at a time.
     pub shared: f64,
-    /// The same for neighbours.
+    /// The same time between two neighbouring pages.
     pub neighbour_shared: f64,
 }
 
 /// The batch that is about to be done.
 #[derive(Clone, Copy, Debug)]
 pub struct Batch {
-    /// Pages, those in flight included.
+    /// Number of pages, with those in flight.
     pub pages: usize,
-    /// Most are neighbours.
+    /// Whether most pages are neighbours.
     pub neighbours: bool,
-    /// Threads at work, this one among them.
+    /// Number of threads at work, with this one.
     pub busy: usize,
-    /// The resident kernel is there.
+    /// Whether the resident kernel is there.
     pub ring: bool,
 }
 
 impl Cost {
-    /// The time of a batch for a thread while the others do the same.
+    /// The time of a batch for a thread, while the others do the same.
     pub fn of(self, batch: Batch) -> f64 {
         let (pages, busy) = (batch.pages.max(1), batch.busy.max(1) as f64);
         let (each, shared) = match batch.neighbours {
@@ -81,24 +81,24 @@ impl Cost {
     }
 }
 
-/// All that was measured; a way that is not there has no cost.
+/// All measured costs; a path that is missing has no cost.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Table {
     costs: [[Option<Cost>; 2]; 3],
 }
 
 impl Table {
-    /// Notes a measurement.
+    /// Notes a measured cost.
     pub fn set(&mut self, path: Path, direction: Direction, cost: Cost) {
         self.costs[path as usize][direction as usize] = Some(cost);
     }
 
-    /// The cost that was measured.
+    /// The measured cost, if there is one.
     pub fn get(&self, path: Path, direction: Direction) -> Option<Cost> {
         self.costs[path as usize][direction as usize]
     }
 
-    /// The same without the ways that are not there.
+    /// The same table without the missing paths.
     pub fn only(mut self, has: impl Fn(Path) -> bool) -> Self {
         for path in Path::ALL.into_iter().filter(|&path| !has(path)) {
             self.costs[path as usize] = [None; 2];
@@ -106,14 +106,15 @@ impl Table {
         self
     }
 
-    /// The bus's best time for a page, as far as it was measured.
+    /// The bus's shortest time for a page, as far as it was measured.
     pub fn link(&self) -> Option<f64> {
         let costs = self.costs.iter().flatten().flatten();
         costs.map(|cost| cost.shared.min(cost.neighbour_shared)).min_by(f64::total_cmp)
     }
 
-    /// The ways for a batch that are worth trying, the cheapest first: those that cost up to four
-    /// times as much, since the costs of a crowd are hard to measure without one.
+    /// The paths that are worth trying for a batch, the cheapest first. They may cost up to four
+    /// times as much as the cheapest, since the costs under many threads are hard to measure in
+    /// advance.
     pub fn contenders(&self, direction: Direction, batch: Batch) -> Vec<Path> {
         const HOPELESS: f64 = 4.0;
         let mut ways: Vec<(Path, f64)> = self.costs_of(direction, batch).collect();
@@ -122,7 +123,7 @@ impl Table {
         ways.into_iter().filter(|way| way.1 <= best * HOPELESS).map(|way| way.0).collect()
     }
 
-    /// The cheapest way for a batch.
+    /// The cheapest path for a batch.
     pub fn choose(&self, direction: Direction, batch: Batch) -> Option<Path> {
         self.costs_of(direction, batch).min_by(|a, b| a.1.total_cmp(&b.1)).map(|(path, _)| path)
     }
@@ -140,7 +141,7 @@ mod tests {
     use super::*;
     use Direction::{Read, Write};
 
-    /// As measured on an H200.
+    /// The costs measured on an H200.
     fn h200() -> Table {
         let mut table = Table::default();
         let mut set = |path, direction, first, each, neighbour, shared| {

@@ -1,4 +1,5 @@
-//! The watching thread: lets the kernel in and out, counts who is at work, minds the head-room.
+//! The watching thread: lets the kernel in and out, counts active lanes, and checks the free
+//! memory.
 
 use super::answer_limit;
 use super::chunks::LANES_MAX;
@@ -12,34 +13,35 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// How often it looks while many pages move or the kernel is there, while few do, and after a
-/// second in which none did. A page that comes then wakes it.
+/// Time between two looks while many pages move or the kernel is there; while few pages move; and
+/// after a second without one. A page that comes then wakes the thread.
 const TICK_BUSY: Duration = Duration::from_millis(1);
 const TICK_IDLE: Duration = Duration::from_millis(20);
 const TICK_ASLEEP: Duration = Duration::from_secs(1);
-/// Without a page for so long it sleeps.
+/// The thread sleeps for long after this time without a page.
 const QUIET: Duration = Duration::from_secs(1);
-/// Pages in one look from which on many move.
+/// This many pages between two looks count as many.
 const MANY: u64 = 32;
-/// How often it asks how much memory is left, and, while the kernel is there, who else is on the
-/// card; while many pages move, and else. The driver takes milliseconds to answer, more than a
-/// hundred pages do.
+/// Time between two questions for the free memory and, while the kernel is there, for other users
+/// of the card; while many pages move, and otherwise. The driver takes milliseconds to answer, more
+/// than a hundred pages do.
 const ASK_BUSY: Duration = Duration::from_millis(250);
 const ASK_IDLE: Duration = Duration::from_secs(1);
 
-/// Pages a second from which on it is worth finding out by which way a crowd's writes go fastest.
+/// Pages a second from which on the fastest path for the writes of many threads is worth finding
+/// out.
 const THRONG: f64 = 1e6;
-/// Pages of a batch as such a crowd has them.
+/// Pages of a batch that a thread has under such a load.
 const BATCH_OF_CROWD: usize = 64;
 
-/// How long a thread may be inside the driver: longer than that a call does not come back, and no
-/// thread on a machine that works waits so long for a processor.
+/// Longest time that a thread may be inside the driver. A longer call does not come back: on a
+/// machine that works, no thread waits so long for a processor.
 fn call_limit() -> Duration {
     2 * answer_limit()
 }
 
-/// Looks for calls into the driver that do not come back. `since` is when each was first seen, and
-/// for the how-manieth time.
+/// Looks for calls into the driver that do not come back. `since` holds, for each lane, the count
+/// of its call and the time when it was first seen.
 fn mind_calls(gpu: &Gpu, since: &mut [(u32, Instant)]) {
     for (lane, count) in gpu.chunks.inside() {
         if since[lane].0 != count {
@@ -52,12 +54,12 @@ fn mind_calls(gpu: &Gpu, since: &mut [(u32, Instant)]) {
     }
 }
 
-/// Lets a crowd's writes go the way that has moved the most pages.
+/// Has the writes of many threads take the path that has moved the most pages.
 fn contend(gpu: &Gpu, contests: &mut [Contest; 2], elapsed: Duration, pages: u64, busy: usize, runs: bool) {
     let ring = gpu.ring_is_resident();
     let batch = Batch { pages: BATCH_OF_CROWD, neighbours: runs, busy, ring };
     let mut contenders = gpu.table().contenders(Direction::Write, batch);
-    // Runs of neighbours fill the link by DMA, whichever engine does it; the window never does.
+    // Runs of neighbours fill the link by either DMA path; the window never does.
     if runs && contenders.iter().any(|&path| path != Path::Mapped) {
         contenders.retain(|&path| path != Path::Mapped);
     }
@@ -66,7 +68,7 @@ fn contend(gpu: &Gpu, contests: &mut [Contest; 2], elapsed: Duration, pages: u64
     contests[usize::from(!runs)].pause();
 }
 
-/// Watches until the card is told to stop.
+/// Watches the card until it is told to stop.
 pub fn watch(gpu: &Arc<Gpu>, mut policy: Policy) {
     let (mut is_dead, mut is_lost) = (false, false);
     let (mut looked, mut asked) = (Instant::now(), Instant::now());
@@ -83,7 +85,7 @@ pub fn watch(gpu: &Arc<Gpu>, mut policy: Policy) {
             () if moved >= MANY || gpu.ring_is_resident() => TICK_BUSY,
             () if quiet < QUIET || policy.always || gpu.chunks.inside().next().is_some() => TICK_IDLE,
             () if gpu.nvml().is_some() => TICK_ASLEEP,
-            // Nobody says how much memory is left, so there is nothing to look for.
+            // The card does not report its free memory, so there is nothing to check.
             () => Duration::MAX,
         };
         let asleep = &gpu.chunks.hot().gate().asleep;
@@ -108,8 +110,8 @@ pub fn watch(gpu: &Arc<Gpu>, mut policy: Policy) {
         let before = std::mem::replace(&mut written, gpu.chunks.written());
         let through = written[0].wrapping_sub(before[0]);
         let sent = written[1].wrapping_sub(before[1]);
-        // The window takes writes faster than the ring until it is full, so those alone ask for no
-        // kernel.
+        // The window takes writes faster than the ring until it is full. So writes alone call for
+        // the kernel only if many lanes write.
         let crowded = gpu.busy.load(Ordering::Relaxed) >= CROWD;
         let asking = if crowded { moved } else { moved.saturating_sub(through) };
         let (busy, runs) = gpu.chunks.busy(&mut seen_by_lane);
@@ -135,8 +137,7 @@ pub fn watch(gpu: &Arc<Gpu>, mut policy: Policy) {
         let seen =
             Seen { elapsed, pages: asking, others, stalls, resident, uncovered: ring.has_uncovered_lanes() };
         let step = policy.step(seen);
-        // The other users have been heeded; NVML is asked again for them before the kernel
-        // enters again.
+        // The other users were handled; NVML is asked again before the kernel enters again.
         others = 0;
         match step {
             Step::Stay => {}

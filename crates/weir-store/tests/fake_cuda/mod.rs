@@ -1,4 +1,4 @@
-//! Builds and steers the fake `libcuda` of `fake_cuda.c`.
+//! Builds and controls the fake `libcuda` of `fake_cuda.c`.
 
 use libloading::Library;
 use std::ffi::{CString, c_char, c_int};
@@ -6,13 +6,14 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// A copy of the fake, alone in its file, so that what one test injects no other sees.
+/// A copy of the fake library in a file of its own, so that errors which one test injects do not
+/// affect another.
 pub struct FakeCuda {
     path: PathBuf,
     library: Library,
 }
 
-/// Which batch-copy symbol the "driver" has.
+/// The batch-copy symbol that the fake driver has.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Batch {
     None,
@@ -38,7 +39,7 @@ impl FakeCuda {
             .status()
             .expect("cc, the C compiler");
         assert!(built.success(), "cc {source}");
-        // SAFETY: our own library, without initialisers.
+        // SAFETY: the library is this test's own, without initialisers.
         let library = unsafe { Library::new(&path) }.expect("the library just built");
         FakeCuda { path, library }
     }
@@ -47,7 +48,7 @@ impl FakeCuda {
         &self.path
     }
 
-    /// From its `skip`-th call on, `call` answers `code`: `times` times, or for good if that is
+    /// Has `call` return `code` from its `skip`-th call on: `times` times, or for ever if that is
     /// negative.
     pub fn fail(&self, call: &str, skip: i32, times: i32, code: i32) {
         let call = CString::new(call).expect("a name");
@@ -74,7 +75,7 @@ impl FakeCuda {
         }
     }
 
-    /// From now on a call that names more copies kills the context.
+    /// From now on a call that names more copies than this kills the context.
     pub fn limit_batches(&self, copies: i32) {
         // SAFETY: the signature is the one in fake_cuda.c.
         unsafe {
@@ -96,7 +97,7 @@ impl FakeCuda {
         }
     }
 
-    /// The context dies of `code`; `for_good`: so does every later one of this process.
+    /// Has the context die with `code`; with `for_good`, every later context of this process too.
     pub fn die(&self, code: i32, for_good: bool) {
         // SAFETY: the signature is the one in fake_cuda.c.
         unsafe {
@@ -105,7 +106,7 @@ impl FakeCuda {
         }
     }
 
-    /// Copies made one by one, batches, and copies inside batches, so far.
+    /// Numbers so far of single copies, batches, and copies inside batches.
     pub fn copies(&self) -> [i32; 3] {
         // SAFETY: the signature is the one in fake_cuda.c.
         unsafe {

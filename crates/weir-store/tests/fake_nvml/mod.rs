@@ -1,4 +1,4 @@
-//! Builds and steers the fake `libnvidia-ml` of `fake_nvml.c`.
+//! Builds and controls the fake `libnvidia-ml` of `fake_nvml.c`.
 
 use libloading::Library;
 use std::ffi::{CString, c_char};
@@ -13,13 +13,13 @@ pub struct FakeNvml {
     _library: Library,
 }
 
-/// The card that it shows.
+/// The card that the fake library reports.
 #[derive(Clone, Copy, Debug)]
 pub struct Card {
     pub free: u64,
     pub total: u64,
     pub display: bool,
-    /// Processes on it besides this one.
+    /// Number of processes on the card besides this one.
     pub others: u32,
 }
 
@@ -37,7 +37,7 @@ impl FakeNvml {
             .status()
             .expect("cc, the C compiler");
         assert!(built.success(), "cc {source}");
-        // SAFETY: our own library, without initialisers.
+        // SAFETY: the library is this test's own, without initialisers.
         let library = unsafe { Library::new(&path) }.expect("the library just built");
         let fake = FakeNvml { path, card: directory.join(format!("{name}.card")), _library: library };
         fake.set(card);
@@ -56,7 +56,7 @@ impl FakeNvml {
         &self.path
     }
 
-    /// Makes the card look like this from now on.
+    /// Sets the reported card from now on.
     pub fn set(&self, card: Card) {
         let line = format!("{} {} {} {}\n", card.free, card.total, u8::from(card.display), card.others);
         let new = self.card.with_extension("new");

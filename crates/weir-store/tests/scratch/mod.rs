@@ -1,5 +1,5 @@
-//! Places for the tests of stores on disks: directories, small file systems, loop devices, gone
-//! when dropped.
+//! Places for the tests of stores on disks: directories, small file systems, loop devices. All are
+//! removed when dropped.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -21,12 +21,12 @@ impl Directory {
         self.0.join(name)
     }
 
-    /// A tmpfs of `bytes` over the directory, that only the calling thread (and processes it
-    /// starts) sees. `None`, with a line on stderr, for a user who may not mount.
+    /// Mounts a tmpfs of `bytes` over the directory, which only the calling thread (and processes
+    /// it starts) sees. `None`, with a line on stderr, for a user who may not mount.
     pub fn mount_tmpfs(&self, bytes: u64) -> Option<()> {
         use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_change};
         let private = MountPropagationFlags::PRIVATE | MountPropagationFlags::REC;
-        // SAFETY: a mount namespace of its own changes nothing that memory safety rests on.
+        // SAFETY: a new mount namespace changes nothing that memory safety depends on.
         let mounted = unsafe { rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::NEWNS) }
             .and_then(|()| mount_change("/", private))
             .and_then(|()| mount("none", &self.0, c"tmpfs", MountFlags::empty(), &*size_option(bytes)));
@@ -55,7 +55,7 @@ impl Drop for Directory {
 pub struct Loop(pub PathBuf);
 
 impl Loop {
-    /// Attaches `file`. `None`, with a line on stderr, where that is not allowed.
+    /// Attaches `file`. `None`, with a line on stderr, if that is not allowed.
     pub fn over(file: &Path) -> Option<Self> {
         let output = Command::new("losetup").args(["--find", "--show"]).arg(file).output().expect("losetup");
         if !output.status.success() {

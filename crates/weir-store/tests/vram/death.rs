@@ -1,5 +1,4 @@
-//! The fate of a store whose CUDA context dies: of an error after which nothing works, or without
-//! an answer.
+//! A store whose CUDA context dies: with an error after which nothing works, or without an answer.
 
 use super::fake_cuda::{Batch, FakeCuda};
 use super::{Faked, PATIENCE, drivers, faked, lane, memory, page, read, report, soon, url, write};
@@ -10,7 +9,7 @@ use weir_core::Slot;
 use weir_store::vram::{Target, VramStore};
 use weir_store::{Condition, Done, Fault, Lane, Progress, State, Store};
 
-/// Changes that a store tells of.
+/// Changes of condition that a store reports.
 #[derive(Clone, Default)]
 struct Told(Arc<Mutex<Vec<Condition>>>);
 
@@ -29,7 +28,7 @@ impl Told {
     }
 }
 
-/// A store by CUDA alone.
+/// A store that uses CUDA alone.
 fn alone(options: &str) -> Faked {
     let cuda = FakeCuda::build(Batch::Cuda13);
     let mut url = url(options);
@@ -38,7 +37,7 @@ fn alone(options: &str) -> Faked {
     Faked { store, cuda }
 }
 
-/// Queues writes of `pages` neighbours of neighbours, so that each is a copy, and starts them.
+/// Queues and starts writes of `pages` slots, none of which are neighbours, so that each is a copy.
 fn start(lane: &mut dyn Lane, pages: u32, seed: u32) {
     for number in 0..pages {
         assert_eq!(lane.write(number, Slot(number * 3), &page(seed + number)), Progress::Queued);
@@ -46,7 +45,7 @@ fn start(lane: &mut dyn Lane, pages: u32, seed: u32) {
     lane.submit();
 }
 
-/// The results of all that is in flight.
+/// The results of all operations in flight.
 fn finish(lane: &mut dyn Lane, pages: u32) -> Vec<Result<(), Fault>> {
     let (mut results, since) = (vec![None; pages as usize], Instant::now());
     while results.contains(&None) {
@@ -60,8 +59,8 @@ fn finish(lane: &mut dyn Lane, pages: u32) -> Vec<Result<(), Fault>> {
 
 #[test]
 fn with_the_window_what_was_under_way_is_done_by_it_and_nothing_is_lost() {
-    // Illegal address, uncorrectable ECC error, launch failure, unknown: each with the context gone
-    // for good.
+    // The codes are illegal address, uncorrectable ECC error, launch failure, unknown. After each
+    // the context is gone for good.
     for code in [700, 214, 719, 999] {
         let faked = faked("&path=engine&ring=off", Batch::Cuda13);
         let told = Told::of(&faked.store);
@@ -82,7 +81,7 @@ fn with_the_window_what_was_under_way_is_done_by_it_and_nothing_is_lost() {
         let why = condition.why.as_deref().expect("a reason");
         assert!(why.contains(&format!("CUDA error {code}")), "{why}");
         assert_eq!((condition.state, condition.ways.as_slice()), (State::Online, ["mapped"].as_slice()));
-        // Memory comes and goes, a new lane opens, and it is closed, all without the context.
+        // Memory is released and taken, and a lane is opened and closed, all without the context.
         memory(&faked.store).release(1).expect("released");
         memory(&faked.store).take(1).expect("taken");
         let mut late = faked.store.lane(4).expect("a lane");
@@ -271,7 +270,7 @@ fn of_two_cards_the_one_that_dies_is_lost_and_the_other_goes_on() {
     assert_eq!(read(lane.as_mut(), first), Ok(page(first)));
     assert_eq!(write(lane.as_mut(), first, &page(8)), Ok(()));
     assert_eq!(read(lane.as_mut(), second), Err(Fault::Lost));
-    // So it is for a lane that comes later.
+    // A lane that is opened later works too.
     let mut lane = store.lane(4).expect("a lane");
     assert_eq!(read(lane.as_mut(), first), Ok(page(8)));
     assert_eq!(read(lane.as_mut(), second), Err(Fault::Lost));

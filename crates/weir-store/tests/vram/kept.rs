@@ -1,5 +1,5 @@
-//! A store found again by what was kept of it: with every page, at once by the window, and with
-//! CUDA as soon as that is open.
+//! A store that is reopened from what a keeper holds: with every page, at once through the window,
+//! and with CUDA as soon as that is open.
 
 use super::fake_cuda::{Batch, FakeCuda};
 use super::fake_nvml::FakeNvml;
@@ -13,7 +13,7 @@ use weir_store::conformance::Shelf;
 use weir_store::vram::{Counters, Drivers, Target, VramStore, VramUrl};
 use weir_store::{Condition, Fault, Joined, Lane, Progress, State, Store, Survive};
 
-/// The store again as a new process opens it: the shelf keeps its own.
+/// Reopens the store as a new process does; the shelf still holds its own copies.
 fn reopen(shelf: &Shelf, url: &VramUrl, drivers: &Drivers) -> Result<VramStore, weir_store::OpenError> {
     VramStore::reopen_with(url, drivers, &mut |name| shelf.copy(name))
 }
@@ -37,7 +37,7 @@ fn a_store_is_found_again_by_the_chunks_that_were_kept() {
         for slot in 0..store.slots() {
             write(lane.as_mut(), slot, &page(slot)).expect("written");
         }
-        // Given back: not to be found again. And one that came later is.
+        // One chunk is released, so it is not found again; one is taken later, and is.
         memory(&store).release(1).expect("released");
         memory(&store).release(2).expect("released");
         memory(&store).take(2).expect("taken");
@@ -68,7 +68,7 @@ fn a_store_is_found_again_by_the_chunks_that_were_kept() {
                 memory(&again).release(1).expect("released");
             }
         }
-        // Told to end, it leaves nothing readable.
+        // Told to end, the store leaves nothing readable.
         let last = reopen(&shelf, &url, &drivers).expect("the store again");
         last.keep_with(shelf.clone(), true).expect("kept");
         last.forget();
@@ -97,7 +97,7 @@ fn chunks_of_cuda_alone_on_two_cards_are_found_again() {
     assert!((0..1024).all(|slot| read(lane.as_mut(), slot) == Ok(page(slot))));
 }
 
-/// A store that its process left behind: every page written, and what a keeper would have of it.
+/// A store whose process has ended, with every page written; returns what a keeper would hold.
 fn left_behind(url: &VramUrl, drivers: &Drivers) -> Arc<Shelf> {
     let store = VramStore::open_with(url, drivers).expect("a store");
     let shelf = Arc::new(Shelf::default());
@@ -107,8 +107,8 @@ fn left_behind(url: &VramUrl, drivers: &Drivers) -> Arc<Shelf> {
     shelf
 }
 
-/// The store again with its lanes, while CUDA waits in `cuInit`: no further before the lanes are
-/// there, or they would meet themselves what a test does to a later call.
+/// Reopens the store with its lanes, while CUDA waits in `cuInit`. It goes no further before the
+/// lanes are there: they would otherwise meet the errors that a test injects into later calls.
 fn opening<const LANES: usize>(
     cuda: &FakeCuda,
     shelf: &Arc<Shelf>,
@@ -130,7 +130,7 @@ fn counters(store: &VramStore) -> Counters {
     store.gpus()[0].counters()
 }
 
-/// The report once the rest is open.
+/// The report once the later parts are open.
 fn outcome(store: &VramStore) -> Joined {
     let told = Arc::new(Mutex::new(None));
     let tell = Arc::clone(&told);
@@ -160,7 +160,7 @@ fn pages_are_served_while_cuda_is_still_being_opened_and_by_it_once_it_is() {
         assert_eq!((store.state(0), read(lane.as_mut(), 7)), (State::Online, Ok(page(7777))));
         let by = counters(&store).pages;
         assert!(by[0] >= 1026 && by[1..] == [0, 0], "{call}: {by:?}");
-        // Chunks come and go meanwhile.
+        // Chunks are released and taken meanwhile.
         memory(&store).release(1).expect("released");
         memory(&store).release(2).expect("released");
         if call != "cuImportExternalMemory" {
@@ -198,14 +198,14 @@ fn a_driver_that_fails_behind_the_first_operations_leaves_the_window() {
         "cuStreamCreateWithPriority",
         "cuEventCreate",
     ] {
-        // Refused, out of memory, and an error after which its context is gone: none of them is the
-        // window's.
+        // The errors are refused, out of memory, and one after which the context is gone: none of
+        // them affects the window.
         for code in [1, 2, 999] {
             let cuda = FakeCuda::build(Batch::Cuda13);
             let drivers = drivers(cuda.path());
             let url = url("&path=engine&ring=off");
             let shelf = left_behind(&url, &drivers);
-            // Its second chunk, lane or event, where there are several.
+            // The error hits the second chunk, lane or event, if there are several.
             let skip = if call.starts_with("cuInit") || call.starts_with("cuDevice") { 0 } else { 1 };
             cuda.fail(call, skip, -1, code);
             let (store, mut lanes) = opening::<2>(&cuda, &shelf, &url, &drivers);
@@ -216,7 +216,7 @@ fn a_driver_that_fails_behind_the_first_operations_leaves_the_window() {
             assert_eq!(store.state(0), State::Online, "{call} answered {code}");
             let by = counters(&store).pages;
             assert!(by[0] >= 2048 && by[1..] == [0, 0], "{call}: {by:?}");
-            // Nothing holds on to what was given back.
+            // Nothing holds memory that was given back.
             memory(&store).release(1).expect("released");
             memory(&store).take(1).expect("taken");
             write(lanes[0].as_mut(), 256, &page(1)).expect("written");
@@ -288,13 +288,14 @@ fn by_cuda_alone_what_is_kept_waits_for_another_process_and_is_whole_there() {
     }
     lane.submit();
     cuda.die(719, false);
-    // Nothing under way is refused before somebody had time to take over, and no more is taken.
+    // No operation under way is refused before another process had time to take over, and no more
+    // are taken.
     lane.poll(Instant::now(), &mut |done| panic!("answered: {done:?}"));
     assert_eq!(lane.write(9, Slot(1000), &page(1)), Progress::Full);
     soon("asked for another process", || wants.load(Ordering::Acquire));
     lane.poll(Instant::now(), &mut |done| panic!("answered: {done:?}"));
-    // As a process that ends: nothing of it is undone. Releasing the context is what its end does
-    // to the driver.
+    // Act as a process that ends: nothing of it is dropped. Releasing the context is what its end
+    // does to the driver.
     Box::leak(Box::new((lane, store)));
     let next = FakeCuda::build(Batch::Cuda13);
     let drivers = super::drivers(next.path());
@@ -334,7 +335,7 @@ fn a_card_that_has_left_the_bus_is_lost_at_once_and_costs_no_process() {
 #[test]
 fn a_failed_take_over_leaves_the_pages_for_the_next() {
     let cuda = FakeCuda::build(Batch::Cuda13);
-    // By CUDA alone, or the window would be left.
+    // The store uses CUDA alone, since otherwise the window would be left.
     let (alone, mut there) = (drivers(cuda.path()), url(""));
     there.target = Target::Index(0);
     let shelf = left_behind(&there, &alone);
@@ -348,7 +349,7 @@ fn a_failed_take_over_leaves_the_pages_for_the_next() {
     let good = Drivers { nvml: nvml.path().into(), ..alone };
     let url = url("");
     let shelf = left_behind(&url, &good);
-    // An upgrade put other libraries in place than the module that is loaded.
+    // An upgrade has installed other libraries than those of the loaded module.
     let version = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("version-{}", std::process::id()));
     std::fs::write(&version, "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Sun Nov 1\n")
         .unwrap();

@@ -1,6 +1,6 @@
-//! VRAM without a GPU: the mapped path on Mesa's software renderer, the engine and the ring on a
+//! VRAM without a GPU. The mapped path uses Mesa's software renderer. The engine and the ring use a
 //! fake CUDA driver that imports the renderer's memory, and each error that a real driver may
-//! answer with.
+//! return.
 
 mod death;
 #[path = "../fake_cuda/mod.rs"]
@@ -21,15 +21,15 @@ use weir_store::{
     Done, Fault, Lane, OpenErrorKind, Progress, Reclaim, Report, State, Store, StoreUrl, conformance,
 };
 
-/// How long a machine with other things to do may take for what takes no time.
+/// Time limit for actions that take almost no time, on a machine with other work.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The store as what gives its memory back.
+/// The store's interface for giving memory back.
 fn memory(store: &VramStore) -> &dyn Reclaim {
     store.reclaim().expect("cards give memory back")
 }
 
-/// The store as what tells how its cards are.
+/// The store's interface for reports of its cards.
 fn report(store: &VramStore) -> &dyn Report {
     store.report().expect("cards tell how they are")
 }
@@ -44,12 +44,12 @@ fn url(options: &str) -> VramUrl {
     }
 }
 
-/// That libcuda, and no management library.
+/// Drivers with that libcuda, and no management library.
 fn drivers(cuda: &Path) -> Drivers {
     Drivers { cuda: cuda.into(), nvml: "/no/libnvidia-ml.so.1".into(), loaded: "/no/version".into() }
 }
 
-/// A store and the fake driver under it, which must outlive it.
+/// A store with the fake driver under it, which must outlive it.
 struct Faked {
     store: VramStore,
     cuda: FakeCuda,
@@ -76,7 +76,7 @@ conformance!(by_measurement: shared("", Batch::Cuda13));
 
 conformance!(striped_over_two_gpus: Arc::new(striped()) as Arc<dyn Store>);
 
-/// A card whose memory the processor does not see, without CUDA.
+/// A store on a card whose memory the processor does not see, without CUDA.
 fn blind() -> VramStore {
     let store =
         VramStore::open_with(&url("&window=off"), &drivers(Path::new("/no/libcuda.so.1"))).expect("a store");
@@ -84,7 +84,7 @@ fn blind() -> VramStore {
     store
 }
 
-/// Two GPUs by CUDA alone, with two chunks each.
+/// A store on two GPUs by CUDA alone, with two chunks each.
 fn striped() -> VramStore {
     let cuda = FakeCuda::build(Batch::Cuda13);
     let mut url = url("");
@@ -102,7 +102,7 @@ fn page(seed: u32) -> Page {
     page
 }
 
-/// Does one operation to its end.
+/// Runs one operation to its end.
 fn complete(
     lane: &mut dyn Lane,
     mut queue: impl FnMut(&mut dyn Lane) -> Progress,
@@ -127,14 +127,14 @@ fn write(lane: &mut dyn Lane, slot: u32, content: &PageBytes) -> Result<(), Faul
     complete(lane, |lane| lane.write(1, Slot(slot), content)).map(|_| ())
 }
 
-/// A page that is shown by its first bytes only.
+/// A page whose debug text shows only its first bytes.
 fn read(lane: &mut dyn Lane, slot: u32) -> Result<Page, Fault> {
     let mut here = [0; PAGE_SIZE];
     let there = complete(lane, |lane| lane.read(2, Slot(slot), &mut here))?;
     Ok(Page(there.unwrap_or(here)))
 }
 
-/// A lane whose operations go `path` ("ring" waits until the kernel is there).
+/// A lane whose operations use `path` ("ring" waits until the kernel is there).
 fn lane(faked: &Faked) -> Box<dyn Lane> {
     let mut lane = faked.store.lane(32).expect("a lane");
     if faked.store.name().contains("ring=on") {
@@ -169,7 +169,8 @@ fn a_page_written_through_the_window_is_read_by_the_engine_and_the_other_way_rou
 fn nothing_readable_is_left_in_a_released_chunk_or_after_the_end() {
     let cuda = FakeCuda::build(Batch::Cuda13);
     let store = VramStore::open_with(&url(""), &drivers(cuda.path())).expect("a store");
-    // A duplicate keeps the memory after its owner let go, and shows what was left in it.
+    // A duplicate descriptor keeps the memory after its owner dropped it, and shows what was left
+    // in it.
     let kept = [0, 1].map(|chunk| {
         std::fs::File::from(store.gpus()[0].export(chunk).expect("an export").expect("a chunk"))
     });
@@ -239,8 +240,8 @@ fn a_run_is_one_operation_that_ends_with_its_chunk_and_with_the_staging_memory()
     assert_eq!(lane.read_run(6, Slot(faked.store.slots()), 1), 0, "past the end of the store");
 }
 
-/// Writes `pages` slots, `stride` apart and so that none is the next one's neighbour, all in flight
-/// together; then reads them.
+/// Writes `pages` slots, `stride` apart so that none are neighbours, all in flight together; then
+/// reads them.
 fn scattered(lane: &mut dyn Lane, pages: u32, stride: u32) {
     for number in 0..pages {
         let progress = lane.write(number, Slot(number * stride), &page(number));
@@ -256,7 +257,7 @@ fn a_call_names_no_more_copies_than_the_url_allows() {
     for (options, most) in [("&engine_batch=200", 200), ("&engine_batch=16", 16)] {
         for batch in [Batch::Cuda13, Batch::Cuda12] {
             let faked = faked(&format!("&path=engine&ring=off{options}"), batch);
-            // One more and the channel dies, as the driver's does past some hundred.
+            // With one copy more the channel dies, as the real driver's does after some hundred.
             faked.cuda.limit_batches(most);
             let mut lane = faked.store.lane(256).expect("a lane");
             scattered(lane.as_mut(), 256, 3);
@@ -291,7 +292,7 @@ fn writes_are_plain_copies_and_reads_batches_of_at_most_64_unless_the_url_says_o
     let after = faked.cuda.copies();
     assert_eq!((after[1] - written[1], after[2] - written[2], done), (4, 200, 400), "64, 64, 64 and 8");
     assert_eq!(faked.cuda.largest_batch(), 64);
-    // Together too: what goes to the card is never among what a call for several names.
+    // Mix both: copies to the card are never in a call that names several.
     for number in 0..100 {
         assert_eq!(lane.write(number, Slot(number * 6), &page(number)), Progress::Queued);
         assert_eq!(lane.read(number + 100, Slot(number * 6 + 3), &mut nowhere), Progress::Queued);
@@ -302,7 +303,7 @@ fn writes_are_plain_copies_and_reads_batches_of_at_most_64_unless_the_url_says_o
     assert_eq!((mixed[0] - after[0], mixed[2] - after[2]), (100, 100));
 }
 
-/// Polls until so many are done, all of them well.
+/// Polls until this many operations are done, all with success.
 fn drain(lane: &mut dyn Lane, operations: u32) -> u32 {
     let (mut done, since) = (0, Instant::now());
     while done < operations {
@@ -330,7 +331,7 @@ fn no_copy_reaches_across_two_chunks() {
     let cuda = FakeCuda::build(Batch::Cuda13);
     let mut url = url("&ring=off&engine_batch=8");
     url.target = weir_store::vram::Target::Index(0);
-    // As large as the driver's granularity, so that their addresses are neighbours.
+    // Chunks are as large as the driver's granularity, so that their addresses are neighbours.
     (url.chunk, url.size) = (ByteSize(2 << 20), Some(ByteSize(8 << 20)));
     let store = VramStore::open_with(&url, &drivers(cuda.path())).expect("a store by CUDA alone");
     let mut lane = store.lane(8).expect("a lane");
@@ -384,7 +385,7 @@ fn an_asynchronous_failure_reaches_the_batch_that_it_belongs_to() {
 #[test]
 fn a_card_with_less_memory_than_was_asked_for_says_how_much_it_had() {
     let cuda = FakeCuda::build(Batch::Cuda13);
-    // The first of them is a trial of the way, before any chunk.
+    // The first of these calls is a trial of the path, before any chunk.
     cuda.fail("cuExternalMemoryGetMappedBuffer", 3, -1, 2);
     let error = VramStore::open_with(&url("&ring=off"), &drivers(cuda.path())).expect_err("there is less");
     assert_eq!(error.kind, OpenErrorKind::NoMemory { wanted: 4 << 20, had: 2 << 20 }, "{error}");
@@ -483,8 +484,8 @@ fn chunks_come_and_go_under_load_and_the_ring_makes_way() {
             .map(|worker| {
                 let stop = &stop;
                 scope.spawn(move || {
-                    // Refused where the kernel is not let run for so long that it does not make
-                    // way.
+                    // The call is refused if the kernel is not scheduled for so long that it does
+                    // not leave.
                     let mut opened = None;
                     soon("open", || {
                         opened = store.lane(16).ok();
@@ -496,8 +497,8 @@ fn chunks_come_and_go_under_load_and_the_ring_makes_way() {
                         let slot = worker * 85 + rounds % 85; // Chunk 0, which stays.
                         write(lane.as_mut(), slot, &page(rounds)).expect("written");
                         assert_eq!(read(lane.as_mut(), slot), Ok(page(rounds)));
-                        // Chunk 3 comes and goes: either it is there or it is lost, and nothing
-                        // else.
+                        // Chunk 3 is released and taken: a page of it is either there or lost, and
+                        // nothing else.
                         let there = read(lane.as_mut(), 3 * memory(store).chunk_slots() + worker);
                         assert!(matches!(there, Ok(_) | Err(Fault::Lost)), "{there:?}");
                         rounds += 1;
@@ -506,7 +507,8 @@ fn chunks_come_and_go_under_load_and_the_ring_makes_way() {
                 })
             })
             .collect();
-        // On until the kernel has come back between two chunks, however late the machine lets it.
+        // Go on until the kernel has come back between two chunks, however late the machine
+        // schedules it.
         let (mut cycles, begun) = (0, Instant::now());
         soon("back between two chunks", || {
             in_time(|| memory(store).release(3));
@@ -522,8 +524,8 @@ fn chunks_come_and_go_under_load_and_the_ring_makes_way() {
     assert_eq!(store.state(0), State::Online);
 }
 
-/// Again and again where a thread that the store waits for is not let run: refused for now, and
-/// nothing has changed.
+/// Tries again while a thread that the store waits for is not scheduled: each refusal changes
+/// nothing.
 fn in_time(mut act: impl FnMut() -> Result<(), Fault>) {
     let mut result = Err(Fault::Timeout);
     soon("in time", || {
@@ -559,7 +561,7 @@ fn the_floor_of_free_memory_makes_a_store_drain_and_recover() {
         Some(2),
         "the floor and a chunk on top"
     );
-    // It still gives the pages that it holds.
+    // The store still returns the pages that it holds.
     let mut lane = store.lane(1).expect("a lane");
     write(lane.as_mut(), 1, &page(1)).expect("written");
     assert_eq!(read(lane.as_mut(), 1), Ok(page(1)));

@@ -10,7 +10,7 @@ pub struct Driven<F> {
     rest: Rest,
 }
 
-/// Tells `told` of each page that cannot be moved, and of `None` between two batches. It says
+/// Calls `told` for each page that cannot be moved, and with `None` between two batches. It says
 /// whether to go on.
 pub fn driver<F: FnMut(Option<Fault>) -> bool>(told: F) -> Driven<F> {
     Driven { told, rest: Rest::default() }

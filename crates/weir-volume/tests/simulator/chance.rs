@@ -1,4 +1,4 @@
-//! Chance from a seed: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+//! Random numbers from a seed: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
 
 #[derive(Clone)]
 pub struct Chance(u64);
@@ -16,17 +16,17 @@ impl Chance {
         z ^ (z >> 31)
     }
 
-    /// A number of `from..to`.
+    /// A random number of `from..to`.
     pub fn within(&mut self, from: u32, to: u32) -> u32 {
         from + (((self.bits() >> 32) * u64::from(to - from)) >> 32) as u32
     }
 
-    /// True once in `times`.
+    /// Returns true once in `times`.
     pub fn one_in(&mut self, times: u32) -> bool {
         self.within(0, times) == 0
     }
 
-    /// One of `choices`.
+    /// Returns one of `choices`.
     pub fn pick<T: Copy>(&mut self, choices: &[T]) -> T {
         choices[self.within(0, choices.len() as u32) as usize]
     }

@@ -1,4 +1,4 @@
-//! One seed's history: a volume, its stores, and everything that happens to them.
+//! One seed's history: a volume, its stores, and all events.
 
 use crate::chance::Chance;
 use crate::model::{Content, squeezable, uniform, unique};
@@ -14,15 +14,17 @@ use weir_volume::{
     Awaited, ChunkState, Compression, Config, Driver, GiveBackError, Kept, Lane, Mover, Sparse, View, Volume,
 };
 
-/// Slots of a simulated chunk: an extent of the volume's records, the least that can be given back.
+/// Slots of a simulated chunk: an extent of the volume's records, which is the smallest chunk that
+/// can be given back.
 const CHUNK_SLOTS: u32 = 1024;
-/// How long a write waits for a slot, as the volume says.
+/// Time that a write waits for a slot, as in the volume.
 const SLOT_WAIT: Duration = Duration::from_secs(2);
-/// Between two polls of an owner that waits, mostly; and the longest that it is kept from running.
+/// The usual time between two polls of an owner that waits, and the longest time that it is kept
+/// from running.
 const SHORT: Duration = Duration::from_micros(100);
 const LONG: Duration = Duration::from_secs(3);
 
-/// The time of a history. It passes when the history says so.
+/// The time of a history, which passes only when the history says so.
 #[derive(Debug)]
 struct Clock {
     begun: Instant,
@@ -39,14 +41,14 @@ impl Clock {
     }
 }
 
-/// A mover's words to its driver.
+/// The calls of a mover to its driver.
 enum Told {
     Batch,
     Failed(Fault),
     Rests,
 }
 
-/// Drives a mover by the clock of the history.
+/// A driver that runs a mover by the clock of the history.
 struct Driven<F> {
     clock: Rc<Clock>,
     told: F,
@@ -71,7 +73,7 @@ impl<F: FnMut(Told) -> bool> Driver for Driven<F> {
     }
 }
 
-/// The events, for the determinism test and for the eye.
+/// The counts of events, for the determinism test and for people.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
     reads: u64,
@@ -98,10 +100,10 @@ pub struct Tally {
     torn_compactions: u64,
     destroyed: u64,
     lost_reads: u64,
-    /// Pages that lay in packs at the end, and the slots they took.
+    /// Pages that lay in packs at the end, and the slots that they took.
     packed: u64,
     packs: u64,
-    /// Of everything that was read, in order.
+    /// A hash of everything that was read, in order.
     trace: u64,
 }
 
@@ -136,7 +138,7 @@ impl Tally {
         self.trace ^= other.trace;
     }
 
-    /// Everything that some history must have had.
+    /// All events that some history must have had.
     pub fn events(&self) -> [(&'static str, u64); 26] {
         [
             ("a read", self.reads),
@@ -168,7 +170,7 @@ impl Tally {
         ]
     }
 
-    /// Pages that a mover left where they were.
+    /// Counts pages that a mover could not move.
     fn moves_failed(&mut self, failed: &[(PageNo, Fault)]) {
         failed.iter().filter(|(_, fault)| *fault != Fault::Full).for_each(|&(_, fault)| self.fault(fault));
     }
@@ -183,9 +185,9 @@ impl Tally {
     }
 }
 
-/// An operation in flight, and what it will have done.
+/// An operation in flight, with its effect.
 enum Pending {
-    /// Must give this, as it was when the read began.
+    /// The read must return this content, which the page had when the read began.
     Read(Content),
     Write(Content),
     Part {
@@ -196,9 +198,9 @@ enum Pending {
 
 struct Player {
     lane: Lane,
-    /// By ticket, with the page and when it began.
+    /// By ticket: the page, the operation, and the time when it began.
     pending: Vec<Option<(u32, Pending, Instant)>>,
-    /// When a write last waited in vain for as long as it may.
+    /// The last time that a write waited for a slot until its limit.
     refused: Option<Instant>,
 }
 
@@ -210,28 +212,28 @@ pub struct History {
     stores: Vec<Arc<Sim>>,
     volume: Arc<Volume>,
     players: Vec<Player>,
-    /// The lane that gives chunks back and takes them.
+    /// The mover that gives chunks back and takes them.
     worker: Option<Mover>,
     pages: Vec<Content>,
-    /// Whether each store alone holds the volume.
+    /// Whether each store alone can hold the volume.
     roomy: bool,
     released: Vec<(usize, u32)>,
     dead: Option<usize>,
-    /// Writes that ended as lost where a store was dead: it had lost the page, or nobody had a slot
-    /// for it.
+    /// Number of writes that ended as lost when a store was dead: it had lost the page, or there
+    /// was no slot for it.
     lost_writes: u64,
     /// In half of all histories one lane does most of the work, and the others' reads take as long
     /// as hundreds of its writes.
     busy: Option<usize>,
-    /// In a quarter of all histories the disk hangs under what a daemon had under way when it died,
-    /// to the end.
+    /// In a quarter of all histories the disk never completes the operations that a daemon had
+    /// under way when it died.
     hangs: bool,
-    /// Half of all histories compress, some not to the end.
+    /// In half of all histories the volume compresses, in some only for a time.
     compression: Option<Compression>,
     compresses: bool,
     serial: u32,
     clock: Rc<Clock>,
-    /// Faults that this daemon has reported; its successor counts anew.
+    /// Faults that this daemon has reported; the next daemon counts from zero.
     tally: Tally,
 }
 
@@ -245,7 +247,7 @@ impl Drop for History {
 }
 
 impl History {
-    /// Plays a seed to its end and gives what happened. Panics where a promise is broken.
+    /// Plays a seed to its end and returns its events. Panics if a promise is broken.
     pub fn play(seed: u64) -> Tally {
         let mut history = History::begin(seed);
         let steps = history.chance.within(200, 2000);
@@ -260,16 +262,16 @@ impl History {
         let mut chance = Chance::new(seed);
         let config = Config {
             pages: chance.within(1, 200),
-            // One of them is the worker's.
+            // One of the lanes is the worker's.
             lanes: chance.within(2, 7) as usize,
             depth: chance.within(1, 17) as usize,
         };
         let count = chance.within(1, 4);
-        // Tight: exactly the slots that the volume asks for. Roomy: enough for a store to die or
-        // give back chunks.
+        // A tight volume has exactly the slots that it needs. A roomy one has enough for a store to
+        // die or to give chunks back.
         let roomy = chance.one_in(2);
-        // With one chunk each, giving it back empties the whole store, and taking it again brings
-        // pages up.
+        // If a store has only one chunk, giving it back empties the whole store, and taking it
+        // again promotes pages.
         let chunks = chance.pick(&[1, 3]);
         let slots_each = if roomy { chunks * CHUNK_SLOTS } else { config.slots().div_ceil(count) };
         let rate = |chance: &mut Chance| chance.pick(&[0.0, 0.0, 0.0, 1e-3, 1e-2, 0.1]);
@@ -291,7 +293,7 @@ impl History {
             })
             .collect();
         let volume = Volume::create(config, as_stores(&stores)).expect("stores of the size asked for");
-        // From a stream of its own, so that the histories of seeds stay what they were.
+        // These numbers come from another stream, so that the histories of old seeds do not change.
         let compression = match Chance::new(!seed).within(0, 4) {
             0 => Some(Compression::Lz4),
             1 => Some(Compression::Zstd),
@@ -313,7 +315,7 @@ impl History {
             dead: None,
             lost_writes: 0,
             busy,
-            // From a stream of its own, likewise.
+            // These numbers too come from another stream.
             hangs: Chance::new(seed.rotate_left(32)).one_in(4),
             compression,
             compresses: compression.is_some(),
@@ -357,7 +359,7 @@ impl History {
             Some(busy) if !self.chance.one_in(8) => busy,
             _ => self.chance.within(0, self.players.len() as u32) as usize,
         };
-        // Half of all operations meet on a few pages.
+        // Half of all operations use a few pages.
         let hot = self.config.pages.min(8);
         let page = self.chance.within(0, self.config.pages);
         let page = if self.chance.one_in(2) { page % hot } else { page };
@@ -380,8 +382,8 @@ impl History {
         }
     }
 
-    /// One lane writes more than the volume has slots to spare, while others may be in the middle
-    /// of a batch that holds freed slots back.
+    /// One lane writes more pages than the volume has spare slots, while others may be within a
+    /// batch that holds freed slots back.
     fn overwrite(&mut self, at: usize) {
         for _ in 0..2 * self.config.slack() {
             let page = self.chance.within(0, self.config.pages);
@@ -390,8 +392,8 @@ impl History {
         }
     }
 
-    /// Plays `queue` until the lane takes it, polling when it is full. `Err`: it is in flight,
-    /// under this ticket.
+    /// Calls `queue` until the lane takes the operation, and polls when it is full. `Err`: it is in
+    /// flight, under this ticket.
     fn queue(
         &mut self,
         at: usize,
@@ -434,11 +436,12 @@ impl History {
         }
     }
 
-    /// While a lane waits for a slot, time passes, and others may end their batches.
+    /// Lets time pass while a lane waits for a slot; the others may end their batches.
     fn stall(&mut self, at: usize, since: Instant) {
         let waited = self.clock.now() - since;
         assert!(waited <= SLOT_WAIT + 3 * LONG, "lane {at} waits for a slot for {waited:?}");
-        // A write that waits in vain while a store is dead fails as if its page was lost there.
+        // A write that finds no slot in time while a store is dead fails as if its page was lost
+        // there.
         if self.dead.is_some() || self.chance.one_in(3) {
             (0..self.players.len()).filter(|other| *other != at).for_each(|other| self.rest(other));
         }
@@ -447,8 +450,8 @@ impl History {
         }
     }
 
-    /// A write that began then was refused for want of a slot: it waited for long enough, or
-    /// another of its lane just did.
+    /// Checks a write that was refused for want of a slot: it waited for long enough, or another
+    /// write of its lane just did.
     fn refuse(&mut self, at: usize, since: Instant) {
         self.tally.refused += 1;
         let now = self.clock.now();
@@ -472,8 +475,8 @@ impl History {
         }
     }
 
-    /// Once every lane has ended its batch a write finds a slot. The mover's batch may be under
-    /// way, though.
+    /// Checks that a write finds a slot once every lane has ended its batch. The mover's batch may
+    /// be under way, though.
     fn must_find_a_slot(&mut self, at: usize, page: u32) {
         if self.worker.is_none() || self.dead.is_some() {
             return;
@@ -545,7 +548,8 @@ impl History {
         self.tally.reads += 1;
         let mut out = [0x5a; PAGE_SIZE];
         let outcome = self.queue(at, |lane, ticket| lane.read(ticket, PageNo(page), &mut out));
-        // As it is now: making room for the read may have finished a write of the page.
+        // Take the page's content now: making room for the read may have finished a write of the
+        // page.
         let expected = self.pages[page as usize].clone();
         match outcome {
             Ok(Err(Fault::Lost)) if expected == Content::Lost => self.tally.lost_reads += 1,
@@ -623,7 +627,7 @@ impl History {
         }
     }
 
-    /// Lets a lane finish what it has in flight, and end its batch.
+    /// Lets a lane finish its operations in flight, and end its batch.
     fn rest(&mut self, at: usize) {
         let mut polls = 0;
         loop {
@@ -633,9 +637,9 @@ impl History {
             }
             self.poll(at);
             polls += 1;
-            // Longer than a store takes: it waits for a slot, or writes parts of one page that
-            // begin anew again and again. For the one its deadline comes; for the other less time
-            // passes than a mover waits for stores.
+            // This takes longer than a store does. Either the lane waits for a slot, or partial
+            // writes of one page restart again and again. In the first case the deadline comes. In
+            // the second, less time passes than a mover waits for stores.
             if (501..514).contains(&polls) || polls > 4000 {
                 self.clock.pass(SLOT_WAIT / 10);
             }
@@ -664,7 +668,7 @@ impl History {
             self.tally.kept_back += 1;
             return;
         }
-        // Until it is done the chunk takes no pages.
+        // Until the give-back is done the chunk takes no pages.
         self.released.push((store, chunk));
         if self.chance.one_in(8) && self.tally.crashes < 3 {
             self.released.pop();
@@ -687,7 +691,7 @@ impl History {
                     left = left.saturating_sub(1);
                 }
                 Told::Rests => {
-                    // Others are within a batch, for some time.
+                    // Other lanes are within a batch, for some time.
                     if self.chance.one_in(8) {
                         self.rest_all();
                     }
@@ -717,8 +721,8 @@ impl History {
         }
     }
 
-    /// The acts of the others between two batches of the worker's. They end their batches, as the
-    /// worker waits for that.
+    /// The actions of the other lanes between two batches of the worker. They end their batches,
+    /// since the worker waits for that.
     fn interfere(&mut self) {
         for _ in 0..self.chance.within(0, 4) {
             let at = self.chance.within(0, self.players.len() as u32) as usize;
@@ -737,7 +741,7 @@ impl History {
         self.volume.chunks(store).nth(chunk as usize).map(|chunk| chunk.state)
     }
 
-    /// Takes a chunk again, and brings pages up into the stores that have room now.
+    /// Takes a chunk again, and promotes pages into the stores that have room now.
     fn take(&mut self) {
         let Some((store, chunk)) = self.released.pop() else { return };
         if self.dead == Some(store) {
@@ -777,8 +781,7 @@ impl History {
     /// The worker empties packs while the others go on; sometimes the daemon dies while pages are
     /// on their way.
     fn compact(&mut self) {
-        // Others may be in the middle of something, but for where they keep the last slots that
-        // there are.
+        // Other lanes may be within a batch, unless they would hold the last slots.
         if !self.roomy || self.chance.one_in(4) {
             self.rest_all();
         }
@@ -791,7 +794,7 @@ impl History {
             let clock = Rc::clone(&self.clock);
             let told = |told: Told| {
                 match told {
-                    // If a store is full to the last slot, pages stay where they are.
+                    // If a store has no free slot, pages stay in their slots.
                     Told::Failed(Fault::Full) => {}
                     Told::Failed(fault) => self.write_failed(fault),
                     Told::Batch => {
@@ -826,7 +829,7 @@ impl History {
         }
     }
 
-    /// A store dies with all it holds. Only where another is left, with room for everything.
+    /// Kills a store with all its pages, if another store is left with room for everything.
     fn kill(&mut self) {
         if self.dead.is_some() || self.stores.len() < 2 || !self.roomy || !self.released.is_empty() {
             return;
@@ -837,7 +840,7 @@ impl History {
         self.dead = Some(store);
     }
 
-    /// The daemon is killed, and another takes its volume over. What was not acknowledged never
+    /// Kills the daemon, and another takes its volume over. Writes that were not acknowledged never
     /// happened.
     fn crash(&mut self) {
         if self.tally.crashes >= 3 {
@@ -845,14 +848,13 @@ impl History {
         }
         self.tally.crashes += 1;
         for &(store, chunk) in &self.released {
-            // A store that is opened anew may have all its memory; the volume remembers what was
-            // given back.
+            // A store that is opened anew may have all its memory; the volume remembers the chunks
+            // that were given back.
             if self.dead != Some(store) && self.chance.one_in(2) {
                 weir_store::Reclaim::take(&*self.stores[store], chunk).expect("memory");
             }
         }
-        // In half of the crashes what the daemon had begun to write is still under way, and lands
-        // some time later.
+        // In half of the crashes the daemon's writes are still under way, and land some time later.
         let outlive = self.chance.one_in(2);
         self.stores.iter().for_each(|store| store.let_writes_outlive_lanes(outlive));
         self.players.drain(..).for_each(|player| player.lane.abandon());
@@ -873,7 +875,7 @@ impl History {
             self.pages[page as usize] = Content::Lost;
         }
         self.volume = volume;
-        // Sometimes the next one does it otherwise, or no more.
+        // Sometimes the next daemon compresses by another algorithm, or not at all.
         if self.compression.is_some() && self.chance.one_in(4) {
             let next = [None, Some(Compression::Lz4), Some(Compression::Zstd)];
             self.compression = self.chance.pick(&next);
@@ -886,20 +888,21 @@ impl History {
         self.seat_players();
     }
 
-    /// Wipes the record of a slot that some page lies in, and says which pages'.
+    /// Overwrites the record of a slot that holds a page, and returns the pages that it held.
     fn destroy_a_record(&mut self, kept: &Kept) -> Vec<u32> {
         let store = self.chance.within(0, self.stores.len() as u32) as usize;
         let records = kept.records[store].as_ptr().cast::<AtomicU64>();
         // SAFETY: one 64-bit record for each slot, in a mapping that lives as long as `kept`,
         // always used as atomics.
         let records = unsafe { std::slice::from_raw_parts(records, self.stores[store].slots() as usize) };
-        // SAFETY: one 64-bit entry for each page, likewise.
+        // SAFETY: one 64-bit entry for each page, in a mapping that lives as long as `kept`, always
+        // used as atomics.
         let map = unsafe {
             std::slice::from_raw_parts(kept.map.as_ptr().cast::<AtomicU64>(), self.config.pages as usize)
         };
         let page = self.chance.within(0, self.config.pages);
         let entry = map[page as usize].load(Ordering::Relaxed);
-        // The kind `stored`, this store, and the slot: see entry.rs.
+        // Keep entries of the kind `stored`, with this store and this slot: see entry.rs.
         if entry >> 58 != 2 << 4 | store as u64 {
             return Vec::new();
         }
@@ -911,7 +914,7 @@ impl History {
         (0..self.config.pages).filter(same).collect()
     }
 
-    /// Reads everything once more, and compares all counts.
+    /// Reads every page once more, and compares all counts.
     fn end(mut self) -> Tally {
         self.rest_all();
         for page in 0..self.config.pages {
@@ -932,8 +935,8 @@ impl History {
         let injected_io = injected.read_errors + injected.write_errors;
         let lost = self.tally.lost..=self.tally.lost + self.lost_writes;
         if self.compresses {
-            // A write that fails is that of every page in the pack, and may have failed unseen when
-            // its daemon died.
+            // A failed write of a pack fails for every page in it, and may have failed unnoticed
+            // when its daemon died.
             let all_seen = self.tally.crashes == 0;
             assert!(!all_seen || self.tally.io_faults >= injected_io, "I/O errors injected are seen");
             assert!(injected_io > 0 || self.tally.io_faults == 0, "I/O errors seen are injected");

@@ -1,13 +1,13 @@
-//! A whole volume on stores that lie, lose, delay and die, against a model of what every page must
-//! hold.
+//! A simulator: a whole volume on stores that lie, lose, delay and die, compared with a model of
+//! every page's content.
 //!
-//! One thread plays all lanes, so a seed is a history: the shape of the volume, the stores and
-//! their faults, and every step. What a read gives is either what was last acknowledged when it
-//! began, or an error; an error is one that a store injected, and each injected one is seen once.
-//! After each history no slot is lost and every count agrees.
+//! One thread plays all lanes, so a seed is a history: the settings of the volume, the stores and
+//! their faults, and every step. A read returns either the last content acknowledged when it began,
+//! or an error. Each error is one that a store injected, and each injected error is seen once.
+//! After each history no slot is lost and all counts agree.
 //!
-//! `cargo test -p weir-volume --test simulator` plays the seeds in `seeds.txt` and 300 others;
-//! `WEIR_SIMULATOR_SEEDS=1000` plays so many, `tests/torture simulator` 100,000, and
+//! `cargo test -p weir-volume --test simulator` plays the seeds in `seeds.txt` and 300 others.
+//! `WEIR_SIMULATOR_SEEDS=1000` plays that many, `tests/torture simulator` 100,000, and
 //! `WEIR_SIMULATOR_SEED=17` plays one. A failure names its seed: add it to `seeds.txt`.
 
 mod chance;
@@ -18,7 +18,7 @@ use chance::Chance;
 use history::{History, Tally};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-/// Seeds that once found something, or that are known to reach a corner.
+/// Seeds that once found a bug, or that are known to reach a rare case.
 const KEPT: &str = include_str!("seeds.txt");
 
 fn kept() -> impl Iterator<Item = u64> {
@@ -40,13 +40,15 @@ fn every_acknowledged_page_is_read_back_or_an_error_and_every_error_was_injected
     }
     let full = std::env::var_os("WEIR_SCALE").is_some_and(|scale| scale == "full");
     let count = number("WEIR_SIMULATOR_SEEDS").unwrap_or(if full { 100_000 } else { 300 });
-    // New seeds each time: what one run misses, another finds. The failing one is named.
+    // The seeds are new each time, so that one run may find what another misses. A failing seed is
+    // named.
     let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("a clock past 1970");
     let mut fresh = Chance::new(now.as_nanos() as u64);
     let started = Instant::now();
     let mut total = Tally::default();
     kept().for_each(|seed| total.add(&History::play(seed)));
-    // The net is no use if nothing swims: the kept seeds alone have every kind of event.
+    // A simulator without events would prove nothing: the seeds in the file alone must have every
+    // kind of event.
     for (what, times) in total.events() {
         assert!(times > 0, "none of the kept histories has {what}");
     }

@@ -1,4 +1,4 @@
-//! The content that every page must hold.
+//! The model: the content that every page must have.
 
 use std::rc::Rc;
 use weir_core::{PAGE_SIZE, PageBytes};
@@ -6,10 +6,10 @@ use weir_core::{PAGE_SIZE, PageBytes};
 /// A page's acknowledged content.
 #[derive(Clone, PartialEq, Eq)]
 pub enum Content {
-    /// Never written, or discarded.
+    /// The page was never written, or was discarded.
     Nothing,
     Bytes(Rc<PageBytes>),
-    /// Its checksum was destroyed: an error until it is written again.
+    /// The page's checksum was destroyed: reads fail until it is written again.
     Lost,
 }
 
@@ -30,7 +30,7 @@ impl Content {
     }
 }
 
-/// A page that nobody else writes: every word differs by `serial`.
+/// A page that no other write has: every word depends on `serial`.
 pub fn unique(serial: u32) -> PageBytes {
     let mut bytes = [0; PAGE_SIZE];
     for (at, word) in bytes.chunks_exact_mut(8).enumerate() {
@@ -47,7 +47,7 @@ pub fn uniform(value: u32) -> PageBytes {
     bytes
 }
 
-/// A page that nobody else writes, and that compresses, to between a fiftieth and three quarters of
+/// A page that no other write has, and that compresses to between a fiftieth and three quarters of
 /// its size.
 pub fn squeezable(serial: u32) -> PageBytes {
     let mut bytes = unique(serial);

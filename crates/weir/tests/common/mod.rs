@@ -1,5 +1,5 @@
-//! `weir serve` as a process, for the tests of this folder: with a directory of its own, and gone
-//! with it when a test ends.
+//! `weir serve` as a process, for the tests of this folder: with a directory of its own, both
+//! removed when a test ends.
 #![allow(dead_code, reason = "each test file uses its part of it")]
 
 use rustix::mount::{UnmountFlags, unmount};
@@ -13,13 +13,13 @@ use std::thread;
 use std::time::{Duration, Instant};
 use weir_export::nbd::client::{Client, Wish};
 
-/// How long a machine with other things to do may take for what takes no time. Only a hang is
+/// Time limit for actions that take almost no time, on a machine with other work. Only a hang takes
 /// longer.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
 pub const WEIR: &str = env!("CARGO_BIN_EXE_weir");
 
-/// Ends those who work in other threads, also where the test fails: they would be waited for.
+/// Ends the other threads, even if the test fails: they would be waited for.
 pub struct Ends<'a>(pub &'a AtomicBool);
 
 impl Drop for Ends<'_> {
@@ -28,29 +28,29 @@ impl Drop for Ends<'_> {
     }
 }
 
-/// A number of the environment, which chooses by hand.
+/// A number from the environment, for choosing by hand.
 pub fn number(name: &str, default: u64) -> u64 {
     std::env::var(name).map_or(default, |text| text.parse().unwrap())
 }
 
-/// Whether Mesa's software renderer is here, in whose memory pages lie as on a card.
+/// Whether Mesa's software renderer is installed: pages lie in its memory as on a card.
 pub fn has_lavapipe() -> bool {
     fs::read_dir("/usr/share/vulkan/icd.d").is_ok_and(|mut entries| {
         entries.any(|entry| entry.is_ok_and(|entry| entry.file_name().to_string_lossy().starts_with("lvp")))
     })
 }
 
-/// By what a daemon is killed: from outside, or by what it or a driver does wrong. The last two
-/// write a core where they may.
+/// The signals that kill a daemon: from outside, or as by a bug of its own or of a driver. The last
+/// two write a core if that is allowed.
 pub const KILLS: [(Signal, &str); 3] =
     [(Signal::KILL, ""), (Signal::ABORT, "-abrt"), (Signal::SEGV, "-segv")];
 
-/// How long whoever used a daemon waited for the next one, by what it was killed.
+/// Times that users of a daemon waited for the next one, by the signal that killed it.
 #[derive(Default, Debug)]
 pub struct Stalls([Vec<Duration>; KILLS.len()]);
 
 impl Stalls {
-    /// The signal that is next. Each has its turn, so that all meet the same machine.
+    /// The next signal. They take turns, so that all meet the same state of the machine.
     pub fn next(&self) -> Signal {
         KILLS[self.count() % KILLS.len()].0
     }
@@ -64,14 +64,14 @@ impl Stalls {
         self.0.iter().map(Vec::len).sum()
     }
 
-    /// How long so many tenths of all took at most.
+    /// The longest wait among this many tenths of all.
     pub fn most_of(&self, tenths: usize) -> Duration {
         let mut all: Vec<Duration> = self.0.iter().flatten().copied().collect();
         all.sort();
         all[(all.len() * tenths).div_ceil(10).saturating_sub(1)]
     }
 
-    /// Prints the figures, `kills` by each signal.
+    /// Prints the figures, with `kills` by each signal.
     pub fn print(mut self, store: &str, kills: usize) {
         let mut by_kill = None;
         for (stalls, (signal, suffix)) in self.0.iter_mut().zip(KILLS) {
@@ -92,11 +92,11 @@ impl Stalls {
     }
 }
 
-/// Kills a process as `signal` does: false where it was gone already.
+/// Kills a process by `signal`; returns false if it was gone already.
 pub fn kill(process: Pid, signal: Signal) -> bool {
     let is_sent = kill_process(process, signal).is_ok();
-    // Rust's handler looks for a stack that overflowed, and has what it finds to be something else
-    // happen once more.
+    // Rust's handler for this signal looks for a stack overflow; for anything else it returns, so
+    // that the signal comes again.
     while signal == Signal::SEGV && is_sent && lives(process) {
         let _ = kill_process(process, signal);
         thread::sleep(Duration::from_micros(200));
@@ -104,21 +104,20 @@ pub fn kill(process: Pid, signal: Signal) -> bool {
     is_sent
 }
 
-/// Whether a process is there, and is no zombie.
+/// Whether a process exists, and is no zombie.
 fn lives(process: Pid) -> bool {
     let stat = fs::read_to_string(format!("/proc/{}/stat", process.as_raw_nonzero())).unwrap_or_default();
     stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
 }
 
-/// Lets this process and what it starts write cores as large as they like, where the system allows
-/// it.
+/// Lets this process and its children write cores of any size, if the system allows it.
 pub fn allow_cores() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let maximum = getrlimit(Resource::Core).maximum;
     setrlimit(Resource::Core, Rlimit { current: maximum, maximum }).unwrap();
 }
 
-/// How often a daemon is to be killed, by each of [`KILLS`].
+/// Number of times to kill a daemon, by each of [`KILLS`].
 pub fn kills() -> usize {
     let full = std::env::var_os("WEIR_SCALE").is_some_and(|scale| scale == "full");
     number("WEIR_KILLS", if full { 100 } else { 5 }) as usize
@@ -131,22 +130,22 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Starts one with these flags besides its control socket; `more` adds what has paths in it. It
-    /// may not listen yet.
+    /// Starts a daemon with these flags besides its control socket; `more` adds flags that contain
+    /// paths. It may not listen yet.
     pub fn spawn(name: &str, flags: &[&str], more: impl FnOnce(&mut Command, &Path)) -> Self {
-        // A short path: a socket's has at most 107 bytes.
+        // The path must be short: a socket's has at most 107 bytes.
         let directory = std::env::temp_dir().join(format!("weir-{}-{name}", std::process::id()));
         fs::create_dir_all(&directory).unwrap();
         let mut command = Command::new(WEIR);
         command.arg("serve").arg("--control").arg(directory.join("control")).args(flags);
-        // Its core would be there.
+        // The daemon's core would be in this directory.
         command.env("WEIR_SEAL", "abort").current_dir(&directory);
         more(&mut command, &directory);
         let process = command.spawn().unwrap();
         Daemon { directory, process }
     }
 
-    /// Waits until `up` holds; false where the process ends before.
+    /// Waits until `up` holds; returns false if the process ends before.
     pub fn comes_up(&mut self, up: impl Fn(&Self) -> bool) -> bool {
         let begun = Instant::now();
         while !up(self) {
@@ -159,7 +158,7 @@ impl Daemon {
         true
     }
 
-    /// Whether it answers at its control socket, which comes last.
+    /// Whether the daemon answers at its control socket, which comes last.
     pub fn listens(&self) -> bool {
         UnixStream::connect(self.control()).is_ok()
     }
@@ -168,12 +167,12 @@ impl Daemon {
         self.directory.join("control")
     }
 
-    /// A command that asks it something.
+    /// Runs a command that asks the daemon something.
     pub fn weir(&self, arguments: &[&str]) -> Output {
         Command::new(WEIR).args(arguments).arg("--control").arg(self.control()).output().unwrap()
     }
 
-    /// Its status, as soon as there is a daemon that does: it answers clients a little
+    /// The daemon's status, once it answers at the control socket: it answers clients a little
     /// earlier.
     pub fn status(&self) -> serde_json::Value {
         let begun = Instant::now();
@@ -187,13 +186,13 @@ impl Daemon {
         }
     }
 
-    /// The flags of an NBD server at the place where [`connect`](Self::connect) looks for it.
+    /// Adds the flags of an NBD server at the address that [`connect`](Self::connect) uses.
     pub fn with_nbd(command: &mut Command, directory: &Path) {
         let address = format!("unix:{}", directory.join("nbd").display());
         command.args(["--connections", "4", "--nbd", &address]);
     }
 
-    /// An NBD connection, as soon as there is a daemon that gives one.
+    /// Connects by NBD, as soon as a daemon accepts.
     pub fn connect(&self) -> Client {
         let begun = Instant::now();
         loop {
@@ -205,14 +204,14 @@ impl Daemon {
         }
     }
 
-    /// The living daemon of a keeper: its only child.
+    /// The process of a keeper's living daemon: its only child.
     pub fn daemon(&self) -> Option<Pid> {
         let pid = self.process.id();
         let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?;
         Pid::from_raw(children.trim().parse().ok()?)
     }
 
-    /// The cores in its directory.
+    /// The cores in the daemon's directory.
     pub fn cores(&self) -> Vec<PathBuf> {
         let entries = fs::read_dir(&self.directory).unwrap().map(|entry| entry.unwrap().path());
         let is_core = |path: &PathBuf| {
@@ -221,12 +220,12 @@ impl Daemon {
         entries.filter(is_core).collect()
     }
 
-    /// Kills the daemon of a keeper and waits for the next to answer.
+    /// Kills the daemon of a keeper and waits until the next one answers.
     pub fn kill_daemon(&self) {
         let first = self.status()["pid"].as_i64().unwrap();
         kill_process(Pid::from_raw(first as i32).unwrap(), Signal::KILL).unwrap();
         let begun = Instant::now();
-        // One that is being killed may answer once, and then no more.
+        // A daemon that is being killed may answer once, and then no more.
         let now = || {
             let output = self.weir(&["status", "--json"]);
             let status: serde_json::Value = serde_json::from_slice(&output.stdout).ok()?;
@@ -238,7 +237,7 @@ impl Daemon {
         }
     }
 
-    /// Sends SIGTERM and returns the exit code, if it ends.
+    /// Sends SIGTERM and returns the exit code, if the daemon ends.
     pub fn terminate(&mut self) -> Option<i32> {
         kill_process(Pid::from_child(&self.process), Signal::TERM).unwrap();
         let begun = Instant::now();

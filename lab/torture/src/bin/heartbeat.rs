@@ -1,14 +1,14 @@
-//! Beats once a second and keeps the longest gap between two beats: how a machine's user feels a
-//! stall.
+//! Beats once a second and records the longest gap between two beats: a stall as a machine's user
+//! feels it.
 //!
-//! `heartbeat FILE` writes the longest gap and the number of beats after each beat, and ends,
-//! counting the gap then open, once its standard input closes. A beat is real work: fresh memory
-//! from the kernel and a file written, so it stands still when allocation does.
+//! `heartbeat FILE` writes the longest gap and the number of beats after each beat. It ends when
+//! its standard input closes, and then counts the open gap too. A beat is real work: fresh memory
+//! from the kernel, and a written file. So it stands still when allocation does.
 //!
-//! `heartbeat --of PROCESS LINE` needs nothing but a processor and its clock: its memory is locked,
-//! its thread a real-time one, and LINE, a serial line, stays open. Each beat says in which
-//! functions of the kernel that other heart waits. So it tells a kernel that stands still from one
-//! whose programs wait, and what they wait for.
+//! `heartbeat --of PROCESS LINE` needs only a processor and its clock: its memory is locked, its
+//! thread is a real-time one, and LINE, a serial line, stays open. Each beat prints the functions
+//! of the kernel in which the other heartbeat waits. So it tells a kernel that stands still from
+//! one whose programs wait, and shows what they wait for.
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
@@ -18,7 +18,7 @@ use std::{env, fs, io, process};
 use weir_core::swap_safety;
 
 const PERIOD: Duration = Duration::from_secs(1);
-/// Memory that each beat asks for, touches and gives back.
+/// Bytes of memory that each beat asks for, touches and frees.
 const FRESH_BYTES: usize = 256 << 10;
 
 fn main() {
@@ -60,7 +60,7 @@ fn watch(process: &str, line: &str) -> io::Result<()> {
     let stack = format!("/proc/{process}/stack");
     for beats in 1_u64.. {
         let stopped = sleep_until_stopped(PERIOD)?;
-        // It may have ended.
+        // The process may have ended.
         let frames = fs::read_to_string(&stack).unwrap_or_default();
         let functions = frames.lines().filter_map(|frame| frame.split([' ', '+']).nth(1));
         writeln!(line, "{beats} {}", functions.collect::<Vec<_>>().join("<"))?;
@@ -71,7 +71,7 @@ fn watch(process: &str, line: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// Waits for a period, or less when standard input closes: that is the sign to end.
+/// Waits for a period, or until standard input closes, which is the sign to end.
 fn sleep_until_stopped(period: Duration) -> io::Result<bool> {
     let stdin = rustix::stdio::stdin();
     let mut sign = [PollFd::new(&stdin, PollFlags::IN)];
@@ -79,10 +79,10 @@ fn sleep_until_stopped(period: Duration) -> io::Result<bool> {
     Ok(poll(&mut sign, Some(&timeout))? > 0)
 }
 
-/// Takes pages that nobody had, writes to each, and gives them back.
+/// Takes new pages, writes to each, and frees them.
 fn touch_fresh_memory() -> io::Result<()> {
-    // SAFETY: a private mapping at an address of the kernel's choosing; written within its length,
-    // and unmapped before anything else can hold a reference to it.
+    // SAFETY: a private mapping at an address of the kernel's choice. It is written within its
+    // length, and unmapped before anything else can refer to it.
     unsafe {
         let (access, kind) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE);
         let start = mmap_anonymous(std::ptr::null_mut(), FRESH_BYTES, access, kind)?;

@@ -1,6 +1,7 @@
-//! `torture`: runs the memory torture of this crate and reports it.
+//! `torture`: runs the memory torture of this crate and reports the result.
 //!
-//! Exit codes: 0 every page was what was written and no process was killed, 1 otherwise, 2 usage.
+//! Exit codes: 0 if every page was what was written and no process was killed, 1 otherwise, 2 for
+//! wrong usage.
 
 use clap::Parser;
 use std::fmt::Display;
@@ -15,7 +16,7 @@ use weir_torture::pattern::Contents;
 use weir_torture::worker::{self, Tally, Work};
 use weir_torture::{disk, swap};
 
-/// How often swap use is looked at while the processes run.
+/// Time between two looks at swap use while the processes run.
 const SAMPLE: Duration = Duration::from_millis(200);
 
 /// Touches more memory than it may have, and checks every page.
@@ -71,7 +72,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// One process: under the limit before it touches its first page.
+/// The work of one process, which enters the limit before it touches its first page.
 fn work(options: &Options, process: &str, entrance: &str) -> io::Result<()> {
     if !entrance.is_empty() {
         fs::write(entrance, "0")?;
@@ -92,8 +93,8 @@ fn work(options: &Options, process: &str, entrance: &str) -> io::Result<()> {
     writeln!(io::stdout(), "{}", tally.to_line())
 }
 
-/// The parent, outside the limit: starts the processes, watches swap, adds up. True when all is
-/// well.
+/// The parent, outside of the limit: it starts the processes, watches swap, and adds up. Returns
+/// true if all is well.
 fn torture(options: &Options) -> io::Result<bool> {
     let name = format!("weir-torture-{}", std::process::id());
     let cgroup = options.limit.map(|limit| Cgroup::new(&name, limit.0)).transpose()?;
@@ -136,7 +137,7 @@ fn torture(options: &Options) -> io::Result<bool> {
     }
     report.row("processes", options.processes, "")?;
     report.row("seconds", format!("{:.2}", started.elapsed().as_secs_f64()), "lower")?;
-    // Memory above the limit must have gone somewhere: with none of it in swap, nothing was tested.
+    // If memory is above the limit and none of it is in swap, nothing was tested.
     let swaps = options.limit.is_some_and(|limit| options.size > limit);
     report.row("swap_peak_mib", swap_peak >> 10, if swaps { "higher\t1" } else { "" })?;
     report.row("free_least_kib", free_least, "")?;
@@ -169,7 +170,7 @@ fn open_to_append(path: &Path) -> io::Result<fs::File> {
     fs::OpenOptions::new().create(true).append(true).open(path)
 }
 
-/// The figures, for a reader and for a file.
+/// The figures, for people and for a file.
 struct Report {
     file: Option<fs::File>,
 }

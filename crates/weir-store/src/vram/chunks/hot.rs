@@ -1,4 +1,4 @@
-//! The state that operations read: where chunks are, and which of them each lane uses.
+//! The state that operations read: the places of chunks, and the chunks that each lane uses.
 
 use crate::vram::mapped::copy::prefetch_lines;
 use crate::vram::table::Path;
@@ -8,16 +8,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering, compiler_fence};
 use weir_core::{PAGE_SIZE, Slot};
 
-/// Lanes that a store can have open at once.
+/// Most lanes that a store can have open at once.
 pub const LANES_MAX: usize = 256;
 
-/// All that operations look at, in one piece of memory. After a pause every page of memory that is
-/// touched costs a walk of the page tables, which is more than the line in it: so this is one huge
-/// page where the kernel grants one.
+/// Everything that operations read, in one piece of memory. After a pause, each memory page that is
+/// touched takes a walk of the page tables, which takes longer than reading the line in it. So this
+/// is one huge page if the kernel grants one.
 #[derive(Debug)]
 pub struct Hot {
     memory: weir_core::Memory,
-    /// log2 of the slots in a chunk.
+    /// The logarithm (base 2) of a chunk's slots.
     shift: u32,
     chunks: u32,
 }
@@ -26,17 +26,17 @@ pub struct Hot {
 #[repr(C, align(128))]
 #[derive(Debug)]
 pub struct Gate {
-    /// The card is gone.
+    /// Whether the card is lost.
     pub lost: AtomicBool,
-    /// The resident kernel is on the card. To be believed for a choice of path only: the ring has
-    /// its own protocol.
+    /// Whether the resident kernel is on the card. It only helps to choose a path: the ring has its
+    /// own protocol.
     pub resident: AtomicBool,
-    /// The watching thread sleeps for long: whoever moves a page wakes it.
+    /// Whether the watching thread sleeps for long: then a lane that moves a page wakes it.
     pub asleep: AtomicBool,
-    /// The parts opened behind the first operations are there: lanes that wait for theirs
+    /// Whether the parts that open after the first operations are there: lanes that wait for theirs
     /// have them.
     pub joined: AtomicBool,
-    /// Pins that were ever open: those at and above this were not.
+    /// Number of pins that were ever open: pins from this index on were not.
     pub(super) pins_used: AtomicU32,
 }
 
@@ -48,7 +48,7 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// Whether there is memory.
+    /// Whether the chunk has memory.
     pub fn is_shown(&self) -> bool {
         !self.host.load(Ordering::Relaxed).is_null() || self.device.load(Ordering::Relaxed) != 0
     }
@@ -58,28 +58,28 @@ impl Place {
 #[repr(C, align(128))]
 #[derive(Debug)]
 pub struct Pin {
-    /// A lane has it.
+    /// Whether a lane has the pin.
     pub(super) open: AtomicBool,
-    /// The chunk it touches right now, plus 1.
+    /// The chunk that the lane accesses right now, plus 1.
     pub(super) touching: AtomicU32,
-    /// Operations ever queued and ever handed over, by engine and by ring; each pair in the same
-    /// order.
+    /// Counts of all operations queued and handed over, by engine and by ring; each pair in the
+    /// same order.
     pub(super) queued: [AtomicU64; 2],
     pub(super) finished: [AtomicU64; 2],
-    /// Pages it ever moved, by path.
+    /// Counts of all pages that the lane moved, by path.
     pub(super) pages: [AtomicU64; 3],
-    /// Those of the mapped path that were written.
+    /// Pages that the lane wrote by the mapped path.
     pub(super) stored: AtomicU64,
-    /// Those of the other paths that were written.
+    /// Pages that the lane wrote by the other paths.
     pub(super) sent: AtomicU64,
-    /// Its writes go to neighbouring slots.
+    /// Whether the lane writes neighbouring slots.
     pub(super) runs: AtomicBool,
-    /// Odd while the lane is inside the driver; it counts.
+    /// A counter that is odd while the lane is inside the driver.
     pub(super) inside: AtomicU32,
 }
 
 impl Hot {
-    /// Bytes of a huge page; there is room for sixty thousand chunks beside the pins.
+    /// Bytes of a huge page, which has room for sixty thousand chunks besides the pins.
     const BYTES: usize = 2 << 20;
 
     pub(super) fn new(chunks: usize, slots: u32) -> io::Result<Arc<Self>> {
@@ -91,14 +91,15 @@ impl Hot {
     /// The state of all chunks together.
     #[inline]
     pub fn gate(&self) -> &Gate {
-        // SAFETY: the memory begins with the gate; all of it is atomics, for which zeros are right,
-        // and it is aligned to a page and lives as long as `self`.
+        // SAFETY: the memory begins with the gate. All of it is atomics, for which zeros are valid.
+        // It is aligned to a page and lives as long as `self`.
         unsafe { &*self.memory.as_ptr().cast::<Gate>() }
     }
 
     #[inline]
     pub(super) fn pins(&self) -> &[Pin] {
-        // SAFETY: as above; the pins follow the gate, whose size is a multiple of their alignment.
+        // SAFETY: the memory holds the pins after the gate, whose size is a multiple of their
+        // alignment. All of it is atomics, and it lives as long as `self`.
         unsafe {
             std::slice::from_raw_parts(self.memory.as_ptr().add(size_of::<Gate>()).cast::<Pin>(), LANES_MAX)
         }
@@ -107,7 +108,8 @@ impl Hot {
     #[inline]
     pub(super) fn places(&self) -> &[Place] {
         let offset = size_of::<Gate>() + size_of::<Pin>() * LANES_MAX;
-        // SAFETY: as above; the places follow the pins.
+        // SAFETY: the memory holds the places after the pins. All of it is atomics, and it lives as
+        // long as `self`.
         unsafe {
             std::slice::from_raw_parts(self.memory.as_ptr().add(offset).cast::<Place>(), self.chunks as usize)
         }
@@ -119,7 +121,7 @@ impl Hot {
         &self.pins()[index]
     }
 
-    /// The part of all this that the lane with the pin at `index` needs, in one line.
+    /// The addresses that the lane with the pin at `index` needs, in one cache line.
     pub fn site(self: &Arc<Self>, index: usize) -> Site {
         let places = NonNull::from(self.places()).cast();
         let (gate, pin) = (NonNull::from(self.gate()), NonNull::from(self.pin(index)));
@@ -127,7 +129,7 @@ impl Hot {
     }
 }
 
-/// One lane's view of [`Hot`]: addresses, so that nothing lies between it and what it leads to.
+/// One lane's view of [`Hot`]: direct addresses, so that no further load lies between.
 #[derive(Debug)]
 pub struct Site {
     gate: NonNull<Gate>,
@@ -135,22 +137,22 @@ pub struct Site {
     places: NonNull<Place>,
     chunks: u32,
     shift: u32,
-    /// Keeps what the addresses lead to.
+    /// Keeps the memory at the addresses.
     _hot: Arc<Hot>,
 }
 
-// SAFETY: everything behind the addresses is atomics, and `_hot` keeps it.
+// SAFETY: all memory at the addresses is atomics, and `_hot` keeps it.
 unsafe impl Send for Site {}
 
 impl Site {
     /// The state of all chunks together.
     #[inline]
     pub fn gate(&self) -> &Gate {
-        // SAFETY: `_hot` keeps it.
+        // SAFETY: `_hot` keeps the memory of the gate.
         unsafe { self.gate.as_ref() }
     }
 
-    /// Starts to bring near what an operation touches.
+    /// Prefetches the memory that an operation accesses.
     #[inline]
     pub fn prefetch(&self) {
         prefetch_lines(self.gate.as_ptr().cast(), 1);
@@ -161,14 +163,14 @@ impl Site {
     /// This lane's pin.
     #[inline]
     pub fn pin(&self) -> &Pin {
-        // SAFETY: `_hot` keeps it.
+        // SAFETY: `_hot` keeps the memory of the pin.
         unsafe { self.pin.as_ref() }
     }
 
     #[inline]
     fn place(&self, slot: Slot) -> Option<(usize, &Place, usize)> {
         let (chunk, within) = (slot.0 >> self.shift, slot.0 as usize & ((1 << self.shift) - 1));
-        // SAFETY: `_hot` keeps them, `chunks` of them.
+        // SAFETY: `_hot` keeps the memory of the places, of which there are `chunks`.
         (chunk < self.chunks).then(|| unsafe {
             (chunk as usize, self.places.add(chunk as usize).as_ref(), within * PAGE_SIZE)
         })
@@ -189,16 +191,16 @@ impl Site {
         result
     }
 
-    /// Slots from this one on that lie side by side, in one chunk.
+    /// Number of slots from this one on that lie side by side in its chunk.
     #[inline]
     pub fn left_in_chunk(&self, slot: Slot) -> usize {
         let chunk = 1 << self.shift;
         chunk - (slot.0 as usize & (chunk - 1))
     }
 
-    /// The chunk on the card of `pages` slots from `slot` on, which are all in it, and the offset
-    /// there; valid until so many operations are counted as finished. `None`: the chunk has no
-    /// memory, and nothing was counted.
+    /// Begins an operation on `pages` slots from `slot` on, which all lie in one chunk. Returns the
+    /// chunk's address on the card, and the offset in it. Both are valid until the operation is
+    /// counted as finished. `None`: the chunk has no memory, and nothing was counted.
     #[inline]
     pub fn begin(&self, way: Way, slot: Slot, pages: usize) -> Option<(u64, u64)> {
         let (pin, (_, place, offset)) = (self.pin(), self.place(slot)?);
@@ -213,7 +215,7 @@ impl Site {
         Some((device, offset as u64))
     }
 
-    /// Takes back what [`begin`](Self::begin) counted: the operation goes another way.
+    /// Undoes what [`begin`](Self::begin) counted: the operation takes another path.
     #[inline]
     pub fn cancel(&self, way: Way) {
         let queued = &self.pin().queued[way as usize];
@@ -221,17 +223,17 @@ impl Site {
     }
 }
 
-/// The two ways that answer later.
+/// The two paths whose operations complete later.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Way {
-    /// Copy-engine batches.
+    /// Batches of the copy engine.
     Engine = 0,
     /// The resident kernel.
     Ring = 1,
 }
 
 impl Pin {
-    /// Counts operations as handed over.
+    /// Counts operations that were handed over.
     #[inline]
     pub fn finish(&self, way: Way, operations: u64) {
         let finished = &self.finished[way as usize];
@@ -250,25 +252,25 @@ impl Pin {
         self.stored.store(self.stored.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
     }
 
-    /// Counts pages that are written by another way.
+    /// Counts pages that are written by another path.
     #[inline]
     pub fn count_sent(&self, pages: usize) {
         self.sent.store(self.sent.load(Ordering::Relaxed) + pages as u64, Ordering::Relaxed);
     }
 
-    /// The lane goes into the driver, or has come out of it.
+    /// Notes that the lane enters the driver, or leaves it.
     #[inline]
     pub fn pass(&self) {
         self.inside.store(self.inside.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
     }
 
-    /// Says whether this lane writes neighbours.
+    /// Notes whether this lane writes neighbouring slots.
     #[inline]
     pub fn note_runs(&self, runs: bool) {
         self.runs.store(runs, Ordering::Relaxed);
     }
 
-    /// The lane is closed: nothing of it is in flight any more.
+    /// Closes the pin: the lane has nothing in flight any more.
     pub fn close(&self) {
         for way in 0..2 {
             self.finished[way].store(self.queued[way].load(Ordering::Relaxed), Ordering::Release);

@@ -1,4 +1,4 @@
-//! One chunk's memory, and where it comes from.
+//! The memory of one chunk, and its source.
 
 use crate::vram::Trouble;
 use crate::vram::engine::{Context, DeviceMemory};
@@ -10,58 +10,58 @@ use std::sync::{Arc, OnceLock};
 /// The source of chunks' memory.
 #[derive(Debug)]
 pub struct Source {
-    /// Mapped memory, where Vulkan gives it.
+    /// The Vulkan device that gives mapped memory, if there is one.
     pub gpu: Option<Arc<Device>>,
-    /// The card's engines, where CUDA is; they may come later.
+    /// The card's engines by CUDA, if there are any; they may come later.
     cuda: OnceLock<Arc<Context>>,
-    /// Each way that was not to be had when the card was found, and why.
+    /// Each path that was missing when the card was found, and why.
     pub refused: Vec<(&'static str, String)>,
 }
 
-/// One chunk's memory; the engine's view of it is dropped before what it is a view of.
+/// One chunk's memory. The engine's view of it is dropped before the memory.
 #[derive(Debug)]
 pub struct Memory {
     device: Option<DeviceMemory>,
     mapped: Option<Allocation>,
-    /// By which CUDA will import what was mapped already.
+    /// A descriptor by which CUDA will import the memory that is mapped already.
     unopened: Option<OwnedFd>,
 }
 
 impl Source {
-    /// A source of the drivers that there are.
+    /// Makes a source of the drivers that the machine has.
     pub fn new(gpu: Option<Arc<Device>>, cuda: Option<Arc<Context>>) -> Self {
         Source { gpu, cuda: cuda.map_or_else(OnceLock::new, OnceLock::from), refused: Vec::new() }
     }
 
-    /// The card's engines, while they live.
+    /// The card's engines, as long as they work.
     pub fn cuda(&self) -> Option<&Arc<Context>> {
         self.cuda.get().filter(|cuda| !cuda.is_lost())
     }
 
-    /// The card's engines, once they have died.
+    /// The card's engines, once they have failed.
     #[inline]
     pub fn dead(&self) -> Option<&Arc<Context>> {
         self.cuda.get().filter(|cuda| cuda.is_lost())
     }
 
-    /// The card's engines, dead or alive.
+    /// The card's engines, working or failed.
     pub fn context(&self) -> Option<&Arc<Context>> {
         self.cuda.get()
     }
 
-    /// Notes a way that is not to be had, and why.
+    /// Notes a path that is missing, and why.
     pub fn refuses(mut self, way: &'static str, why: Option<String>) -> Self {
         self.refused.extend(why.map(|why| (way, why)));
         self
     }
 
-    /// They are there from now on, for memory that is [taken](Self::take) later; what there is must
-    /// be [imported](Memory::import). Once.
+    /// Adds CUDA's engines, for memory that is [taken](Self::take) later; memory that exists must
+    /// be [imported](Memory::import). Called once.
     pub fn add_cuda(&self, cuda: &Arc<Context>) {
         let _ = self.cuda.set(Arc::clone(cuda));
     }
 
-    /// The same without them.
+    /// The same source without the engines.
     pub fn without_cuda(self) -> Self {
         Source { gpu: self.gpu, cuda: OnceLock::new(), refused: self.refused }
     }
@@ -69,7 +69,7 @@ impl Source {
     /// Takes `bytes` of device memory, mapped and imported as far as this machine can.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// Fails with the driver's error.
     pub fn take(&self, bytes: u64) -> Result<Memory, Trouble> {
         let Some(gpu) = &self.gpu else {
             let cuda = self.cuda().ok_or(Trouble::NoDriver)?;
@@ -82,18 +82,18 @@ impl Source {
         Ok(memory)
     }
 
-    /// Takes over memory that another process allocated in the same way and that `fd` keeps alive.
+    /// Takes over memory that another process allocated in the same way; `fd` keeps it alive.
     ///
-    /// `later`: CUDA is still being opened, and will import it then.
+    /// `later`: CUDA is still being opened, and will import the memory then.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// Fails with the driver's error.
     pub fn adopt(&self, fd: OwnedFd, bytes: u64, later: bool) -> Result<Memory, Trouble> {
         let Some(gpu) = &self.gpu else {
             let cuda = self.cuda().ok_or(Trouble::NoDriver)?;
             return Ok(Memory { device: Some(cuda.adopt(&fd, bytes)?), mapped: None, unopened: None });
         };
-        // An import owns its descriptor, so each gets one.
+        // An import owns its descriptor, so each import gets one.
         let second = (later || self.cuda().is_some()).then(|| fd.try_clone()).transpose();
         let unopened = second.map_err(|_| Trouble::NoDescriptor)?;
         let mut memory = Memory { device: None, mapped: Some(gpu.adopt(fd, bytes)?), unopened };
@@ -105,10 +105,10 @@ impl Source {
 }
 
 impl Memory {
-    /// Has CUDA see it too, if it does not.
+    /// Has CUDA import the memory, if it has not yet.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// Fails with the driver's error.
     pub fn import(&mut self, cuda: &Arc<Context>) -> Result<(), Trouble> {
         let (None, Some(mapped)) = (&self.device, &self.mapped) else { return Ok(()) };
         let fd = match self.unopened.take() {
@@ -119,25 +119,25 @@ impl Memory {
         Ok(())
     }
 
-    /// CUDA will not come: lets go of its view, and of what was held for that.
+    /// CUDA will not come: drops its view, and the descriptor that was held for it.
     pub fn forget_cuda(&mut self) {
         (self.device, self.unopened) = (None, None);
     }
 
-    /// Bytes as the driver rounded them.
+    /// Bytes of the memory, as the driver rounded them.
     pub fn allocation_bytes(&self) -> u64 {
         let device = self.device.as_ref().map_or(0, |device| device.bytes);
         self.mapped.as_ref().map_or(device, |mapped| mapped.bytes)
     }
 
-    /// Its address for the processor; null if there is none.
+    /// The memory's address for the processor; null if it is not mapped.
     pub fn host(&self) -> *mut u8 {
         let host = self.mapped.as_ref().and_then(Allocation::host);
         host.map_or(ptr::null_mut(), NonNull::as_ptr)
     }
 
-    /// Where the card sees it: an address for CUDA, a buffer for a transfer queue; 0 if only the
-    /// processor sees it.
+    /// The memory's address for the card: an address for CUDA, a buffer for a transfer queue; 0 if
+    /// only the processor reaches it.
     pub fn device(&self) -> u64 {
         match (&self.device, &self.mapped) {
             (Some(device), _) => device.address,
@@ -146,15 +146,15 @@ impl Memory {
         }
     }
 
-    /// Both parts, for an owner of its own.
+    /// Splits the memory into both parts, for another owner.
     pub fn into_parts(self) -> (Option<DeviceMemory>, Option<Allocation>) {
         (self.device, self.mapped)
     }
 
-    /// Overwrites it with zeros.
+    /// Overwrites the memory with zeros.
     ///
     /// # Errors
-    /// When the card did not do it.
+    /// Fails when the card did not do it.
     pub fn clear(&self) -> Result<(), Trouble> {
         match (&self.mapped, &self.device) {
             (Some(mapped), _) => Ok(mapped.clear()?),
@@ -163,10 +163,10 @@ impl Memory {
         }
     }
 
-    /// A descriptor that keeps it alive.
+    /// Exports a descriptor that keeps the memory alive.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// Fails with the driver's error.
     pub fn export(&self) -> Result<OwnedFd, Trouble> {
         match (&self.mapped, &self.device) {
             (Some(mapped), _) => Ok(mapped.export()?),

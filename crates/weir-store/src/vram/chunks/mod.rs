@@ -1,11 +1,11 @@
-//! Chunks: where each lies, and how one is taken away while lanes are at work.
+//! Chunks: the place of each, and how its memory is removed while lanes work.
 //!
-//! A lane looks up a chunk's address with one load and then uses it for some hundred nanoseconds
-//! (mapped) or until its completion (queued). Taking a chunk away therefore is: withdraw the
-//! address, wait until every lane that may have seen it is done, clear the memory, free it. A lane
-//! says what it uses in its [`Pin`], a hazard pointer (Michael, 2004) for what it does at once and
-//! a pair of counters for what it has in flight; both are plain stores, and [`membarrier`] makes
-//! them visible in time.
+//! A lane loads a chunk's address once. It then uses the address for some hundred nanoseconds
+//! (mapped), or until its completion (queued). Removing a chunk's memory has these steps: withdraw
+//! the address, wait for every lane that may have seen it, clear the memory, free it. A lane notes
+//! in its [`Pin`] what it uses. For mapped copies that is a hazard pointer (Michael, 2004), and for
+//! operations in flight a pair of counters. Both are plain stores, and [`membarrier`] makes them
+//! visible in time.
 
 mod hot;
 mod memory;
@@ -22,22 +22,22 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How long a chunk that is being released waits for lanes that use it.
+/// Longest time that the release of a chunk waits for lanes that use it.
 const QUIESCE_LIMIT: Duration = Duration::from_secs(2);
 
-/// Every chunk of a store.
+/// All chunks of a store.
 #[derive(Debug)]
 pub struct Chunks {
     hot: Arc<Hot>,
-    /// The memory behind each chunk's place.
+    /// The memory of each chunk.
     memory: Box<[Mutex<Option<Memory>>]>,
 }
 
 impl Chunks {
-    /// `count` chunks of `slots` slots each, a power of two, none of which has memory yet.
+    /// Makes `count` chunks of `slots` slots each, a power of two, all without memory at first.
     ///
     /// # Errors
-    /// When there is no host memory for what describes them.
+    /// Fails when there is no host memory for the tables.
     pub fn new(count: usize, slots: u32) -> io::Result<Self> {
         let memory = (0..count).map(|_| Mutex::new(None)).collect();
         Ok(Chunks { hot: Hot::new(count, slots)?, memory })
@@ -48,7 +48,7 @@ impl Chunks {
         &self.hot
     }
 
-    /// How many chunks there are, with memory or without.
+    /// Number of chunks, with memory or without.
     pub fn count(&self) -> usize {
         self.memory.len()
     }
@@ -57,14 +57,14 @@ impl Chunks {
         self.memory[chunk].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Chunks that have memory.
+    /// Number of chunks that have memory.
     pub fn held(&self) -> usize {
-        // By what lanes see: nobody who asks waits for a chunk that is being imported or taken
-        // away.
+        // Count what lanes see: then the caller need not wait for a chunk that is being imported or
+        // removed.
         self.hot.places().iter().filter(|place| place.is_shown()).count()
     }
 
-    /// The pins that were ever open.
+    /// All pins that were ever open.
     fn used(&self) -> &[Pin] {
         &self.hot.pins()[..self.hot.gate().pins_used.load(Ordering::Acquire) as usize]
     }
@@ -73,18 +73,18 @@ impl Chunks {
         self.used().iter().map(|pin| counter(pin).load(Ordering::Relaxed)).sum()
     }
 
-    /// Pages that all lanes ever moved, by path.
+    /// Number of pages that all lanes have moved, by path.
     pub fn pages(&self) -> [u64; 3] {
         [0, 1, 2].map(|path| self.sum(|pin| &pin.pages[path]))
     }
 
-    /// Pages that all lanes ever wrote through the window, and by the other ways.
+    /// Number of pages that all lanes have written through the window, and by the other paths.
     pub fn written(&self) -> [u64; 2] {
         [self.sum(|pin| &pin.stored), self.sum(|pin| &pin.sent)]
     }
 
-    /// Lanes that moved pages since the last call with the same `seen`, and how many of them write
-    /// neighbours.
+    /// Number of lanes that moved pages since the last call with the same `seen`, and how many of
+    /// them write neighbours.
     pub fn busy(&self, seen: &mut [u64]) -> (usize, usize) {
         let (mut busy, mut runs) = (0, 0);
         for (pin, seen) in self.used().iter().zip(seen) {
@@ -97,13 +97,13 @@ impl Chunks {
         (busy, runs)
     }
 
-    /// Lanes that are inside the driver now: which, and for the how-manieth time.
+    /// The lanes that are inside the driver now, each with its count of entries.
     pub fn inside(&self) -> impl Iterator<Item = (usize, u32)> {
         let inside = |pin: &Pin| pin.inside.load(Ordering::Relaxed);
         self.used().iter().map(inside).enumerate().filter(|(_, count)| count % 2 == 1)
     }
 
-    /// A free pin, or `None` when [`LANES_MAX`] lanes are open.
+    /// Takes a free pin; `None` if [`LANES_MAX`] lanes are open.
     pub fn open_pin(&self) -> Option<usize> {
         let pin = self.hot.pins().iter().position(|pin| !pin.open.swap(true, Ordering::AcqRel))?;
         self.hot.gate().pins_used.fetch_max(pin as u32 + 1, Ordering::AcqRel);
@@ -115,8 +115,8 @@ impl Chunks {
         self.hot.pin(index)
     }
 
-    /// Where a chunk's mapped memory begins, until [`unhold`](Self::unhold); meanwhile the chunk
-    /// cannot be taken away.
+    /// The address of a chunk's mapped memory. The chunk cannot be removed until
+    /// [`unhold`](Self::unhold).
     pub fn hold(&self, pin: &Pin, chunk: usize) -> Option<NonNull<u8>> {
         let place = self.hot.places().get(chunk)?;
         pin.touching.store(chunk as u32 + 1, Ordering::Relaxed);
@@ -128,7 +128,7 @@ impl Chunks {
         host
     }
 
-    /// Lets go of what [`hold`](Self::hold) gave.
+    /// Ends one [`hold`](Self::hold).
     pub fn unhold(&self, pin: &Pin) {
         pin.touching.store(0, Ordering::Release);
     }
@@ -139,18 +139,17 @@ impl Chunks {
         place.device.store(device, Ordering::Release);
     }
 
-    /// Gives a chunk memory. It may be used as soon as this returns.
+    /// Gives a chunk memory, which may be used as soon as this returns.
     pub fn install(&self, chunk: usize, memory: Memory) {
         let mut held = self.held_memory(chunk);
         self.show(chunk, memory.host(), memory.device());
         *held = Some(memory);
     }
 
-    /// Has CUDA see a chunk's memory, if there is any that it does not see. Lanes may use it the
-    /// other way meanwhile.
+    /// Has CUDA import a chunk's memory, if it has not yet. Lanes may use the mapping meanwhile.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// Fails with the driver's error.
     pub fn import(&self, chunk: usize, cuda: &Arc<Context>) -> Result<(), Trouble> {
         let mut held = self.held_memory(chunk);
         let Some(memory) = held.as_mut() else { return Ok(()) };
@@ -159,7 +158,7 @@ impl Chunks {
         Ok(())
     }
 
-    /// CUDA will not come, so no lane has used its view of any chunk: lets go of that.
+    /// Drops CUDA's view of every chunk: CUDA will not come, so no lane has used it.
     pub fn without_cuda(&self) {
         for chunk in 0..self.count() {
             if let Some(memory) = self.held_memory(chunk).as_mut() {
@@ -169,7 +168,7 @@ impl Chunks {
         }
     }
 
-    /// Whether no lane has anything in flight by a way that answers later.
+    /// Whether no lane has an operation in flight by engine or ring.
     pub fn is_settled(&self) -> bool {
         self.hot.pins().iter().all(|pin| {
             (0..2).all(|way| {
@@ -183,16 +182,16 @@ impl Chunks {
         self.held_memory(chunk).is_some()
     }
 
-    /// Bytes of a chunk as the driver rounded them; `None` while no chunk has memory.
+    /// Bytes of a chunk as the driver rounded them; `None` if no chunk has memory.
     pub fn allocation_bytes(&self) -> Option<u64> {
         (0..self.count()).find_map(|chunk| Some(self.held_memory(chunk).as_ref()?.allocation_bytes()))
     }
 
-    /// Takes a chunk's memory away, once no lane uses it; still holding what was in it. `Ok(None)`:
-    /// it had none.
+    /// Removes a chunk's memory, with its content, once no lane uses it. `Ok(None)`: the chunk had
+    /// none.
     ///
     /// # Errors
-    /// A lane did not finish what it has in flight. The chunk is as it was.
+    /// Fails when a lane did not finish its operations in flight. The chunk is unchanged then.
     pub fn withdraw(&self, chunk: usize) -> Result<Option<Memory>, Trouble> {
         let mut held = self.held_memory(chunk);
         let Some(memory) = held.as_ref() else { return Ok(None) };
@@ -215,10 +214,10 @@ impl Chunks {
         Ok(held.take())
     }
 
-    /// A descriptor of a chunk's memory; `Ok(None)` when it has none.
+    /// Exports a descriptor of a chunk's memory; `Ok(None)` if it has none.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// Fails with the driver's error.
     pub fn export(&self, chunk: usize) -> Result<Option<OwnedFd>, Trouble> {
         self.held_memory(chunk).as_ref().map(Memory::export).transpose()
     }

@@ -1,9 +1,8 @@
 //! One thread's copies, gathered into batches.
 //!
-//! Operations take staging pages in turn, so that a run of neighbouring slots lies in a run of
-//! neighbouring staging pages, and the run becomes one copy. A stream finishes its copies in order,
-//! so a batch is done when the event behind it is; the event's result is the batch's result, and no
-//! other batch's.
+//! Operations take staging pages in turn. So a run of neighbouring slots lies in neighbouring
+//! staging pages, and becomes one copy. A stream finishes its copies in order, so a batch is done
+//! when the event after it is. The event's result is the result of that batch alone.
 
 use super::driver::{Event, MemLocation, MemcpyAttributes, check};
 use super::{CallError, Context, CudaError, DevicePtr, OwnStream, Pinned};
@@ -18,29 +17,28 @@ use std::sync::Arc;
 use std::time::Instant;
 use weir_core::{PAGE_SIZE, PageBytes, Slot};
 
-/// Batches that may be under way at once. Two would keep the engine busy; more let small ones
-/// overlap.
+/// Most batches under way at once. Two would keep the engine busy; more let small ones overlap.
 const BATCHES: usize = 8;
-/// How many pages ahead of the one that is handed over the next is asked for.
+/// Distance, in pages, at which the next pages to hand over are prefetched.
 const AHEAD: usize = 2;
 
-/// A stream, its staging memory, and the operations that wait or fly in it.
+/// A stream, its staging memory, and the operations that wait or are in flight.
 pub struct BatchLane {
     context: Arc<Context>,
     stream: OwnStream,
     staging: Pinned,
     operations: Box<[Operation]>,
-    /// Numbers of pages, ever growing: those below `finished` were handed over, those below
-    /// `started` are in a batch, those below `queued` wait. `number % depth` is the staging page,
-    /// and the place of an operation that begins with this page.
+    /// Page numbers that only grow: pages below `finished` were handed over, those below `started`
+    /// are in a batch, those below `queued` wait. `number % depth` is the staging page, and the
+    /// index of an operation that begins with this page.
     finished: u64,
     started: u64,
     queued: u64,
     batches: [Batch; BATCHES],
-    /// Batches ever begun and ended; `begun % BATCHES` is the next.
+    /// Number of batches ever begun, and ended; `begun % BATCHES` is the next one's index.
     begun: u64,
     ended: u64,
-    /// From the card, and to it.
+    /// The copies from the card, and those to it.
     copies: [Copies; 2],
     dead: bool,
 }
@@ -50,23 +48,23 @@ struct Operation {
     ticket: Ticket,
     write: bool,
     slot: u32,
-    /// Pages side by side, in slots and in staging memory.
+    /// Number of pages, which lie side by side in slots and in staging memory.
     pages: u32,
-    /// The first page of a chunk. What lies before it at neighbouring addresses is another
-    /// allocation, and no copy may reach across both.
+    /// Whether this is the first page of a chunk. The memory before it is another allocation, and
+    /// no copy may cross into that.
     opens_chunk: bool,
     device: DevicePtr,
 }
 
 struct Batch {
     event: Event,
-    /// The operation after its last.
+    /// The page number after the batch's last operation.
     end: u64,
     begun: Option<Instant>,
     failed: Option<Fault>,
 }
 
-/// One copy a run of neighbours; room for the worst case, every page by itself.
+/// The copies of a batch, one for each run of neighbours; room for the worst case of single pages.
 struct Copies {
     to: Vec<DevicePtr>,
     from: Vec<DevicePtr>,
@@ -86,14 +84,14 @@ impl Copies {
     }
 }
 
-// SAFETY: the event handles may be used from any thread; everything else is Send by itself.
+// SAFETY: any thread may use the event handles; all other fields are Send themselves.
 unsafe impl Send for BatchLane {}
 
 impl BatchLane {
-    /// A lane with `depth` staging pages.
+    /// Makes a lane with `depth` staging pages.
     ///
     /// # Errors
-    /// When the driver has no memory or no stream for it.
+    /// Fails when the driver has no memory or no stream for it.
     pub fn new(context: &Arc<Context>, depth: usize) -> Result<Self, CallError> {
         let staging = context.pinned(depth * PAGE_SIZE)?;
         let stream = context.stream()?;
@@ -118,17 +116,17 @@ impl BatchLane {
         Ok(lane)
     }
 
-    /// Pages queued and not yet handed over.
+    /// Number of pages queued and not yet handed over.
     pub fn in_flight(&self) -> usize {
         (self.queued - self.finished) as usize
     }
 
-    /// Whether another page has room.
+    /// Whether there is room for another page.
     pub fn has_room(&self) -> bool {
         self.in_flight() < self.operations.len()
     }
 
-    /// Pages that the next operation may have: its staging pages lie side by side.
+    /// Most pages of the next operation: its staging pages must lie side by side.
     pub fn run_room(&self) -> usize {
         let depth = self.operations.len();
         (depth - self.in_flight()).min(depth - (self.queued % depth as u64) as usize)
@@ -140,7 +138,7 @@ impl BatchLane {
         unsafe { self.staging.as_ptr().add(index * PAGE_SIZE) }
     }
 
-    /// Queues a write of `pages` from `offset` on in the chunk that begins at `chunk`; there is
+    /// Queues a write of `pages` at `offset` in the chunk that begins at `chunk`; there must be
     /// [room](Self::run_room).
     pub fn write(
         &mut self,
@@ -151,12 +149,12 @@ impl BatchLane {
     ) {
         debug_assert!(pages.len() <= self.run_room());
         let staging = self.staging_page(self.queued);
-        // SAFETY: no operation in flight uses these staging pages, as there is room.
+        // SAFETY: since there is room, no operation in flight uses these staging pages.
         unsafe { ptr::copy_nonoverlapping(pages.as_ptr().cast(), staging, size_of_val(pages)) };
         self.push(ticket, true, slot, (chunk, offset), pages.len());
     }
 
-    /// Queues a read of `pages` pages, likewise.
+    /// Queues a read of `pages` pages in the same way.
     pub fn read(&mut self, ticket: Ticket, slot: Slot, place: (DevicePtr, u64), pages: usize) {
         self.push(ticket, false, slot, place, pages);
     }
@@ -176,7 +174,7 @@ impl BatchLane {
         self.queued += u64::from(pages);
     }
 
-    /// Starts what waits, as far as batches are free; [`poll`](Self::poll) starts the rest.
+    /// Starts waiting operations, as far as batches are free; [`poll`](Self::poll) starts the rest.
     pub fn submit(&mut self) {
         while self.started != self.queued && self.begun - self.ended < BATCHES as u64 {
             let end = self.gather();
@@ -191,7 +189,7 @@ impl BatchLane {
     }
 
     /// Turns the waiting operations into as few copies as their addresses allow, and no more than
-    /// calls may name. Returns the number after the last of them.
+    /// one call may name. Returns the page number after the last of them.
     fn gather(&mut self) -> u64 {
         self.copies.iter_mut().for_each(Copies::clear);
         let depth = self.operations.len() as u64;
@@ -206,7 +204,7 @@ impl BatchLane {
             if next == (write, device, staging) && !operation.opens_chunk && !copies.sizes.is_empty() {
                 *copies.sizes.last_mut().expect("not empty") += bytes;
             } else {
-                // Plain copies are a call each, so an event may follow as many as there are.
+                // Plain copies are a call each, so one event may follow any number of them.
                 let most = self.context.batch_copies(write);
                 if most > 1 && copies.sizes.len() == most {
                     return number;
@@ -222,7 +220,7 @@ impl BatchLane {
         self.queued
     }
 
-    /// Hands the copies to the driver and puts the event behind them.
+    /// Hands the copies to the driver and records the event after them.
     fn start(&self) -> Result<(), CallError> {
         if self.dead {
             return Err(CallError { call: "this lane", error: CudaError(999) });
@@ -236,7 +234,7 @@ impl BatchLane {
             self.context.check("cuEventRecord", result)
         });
         if recorded.is_err() {
-            // Part of the batch may be under way: let it end before its staging pages are used
+            // Part of the batch may be under way: wait for it before its staging pages are used
             // again.
             let _ = self.stream.synchronize();
         }
@@ -248,30 +246,32 @@ impl BatchLane {
         let copies = &self.copies[usize::from(write)];
         let (to, from, sizes) = (copies.to.as_ptr(), copies.from.as_ptr(), copies.sizes.as_ptr());
         let (count, stream) = (copies.sizes.len(), self.stream.stream);
-        // Ordered with the stream (1): a source is read when its turn comes. No hints: nothing is
-        // managed memory.
+        // The copies are ordered with the stream (1): a source is read when its copy begins. They
+        // need no hints: no address is managed memory.
         let nowhere = MemLocation { kind: 0, id: 0 };
         let attributes =
             MemcpyAttributes { source_order: 1, source: nowhere, destination: nowhere, flags: 0 };
         let first = 0usize;
         if count > 1 && self.context.batch_copies(write) > 1 {
             if let Some(batch) = d.copy_batch_13 {
-                // SAFETY: the arrays hold `count` entries, the one attribute covers them from the
-                // first on, and every address is a page of staging or of a chunk that stays until
-                // the batch has ended.
+                // SAFETY: the arrays hold `count` entries, and the one attribute covers all of
+                // them. Every address is a page of staging, or of a chunk that stays until the
+                // batch has ended.
                 let result = unsafe { batch(to, from, sizes, count, &attributes, &first, 1, stream) };
                 return self.context.check("cuMemcpyBatchAsync", result);
             }
             if let Some(batch) = d.copy_batch_12 {
                 let mut failed = usize::MAX;
-                // SAFETY: as above.
+                // SAFETY: every address is a page of staging, or of a chunk that stays until the
+                // batch has ended.
                 let result =
                     unsafe { batch(to, from, sizes, count, &attributes, &first, 1, &mut failed, stream) };
                 return self.context.check("cuMemcpyBatchAsync", result);
             }
         }
         for ((&to, &from), &bytes) in copies.to.iter().zip(&copies.from).zip(&copies.sizes) {
-            // SAFETY: as above.
+            // SAFETY: every address is a page of staging, or of a chunk that stays until the batch
+            // has ended.
             let result = unsafe {
                 if write {
                     (d.copy_to_device)(to, from as *const c_void, bytes, stream)
@@ -284,7 +284,7 @@ impl BatchLane {
         Ok(())
     }
 
-    /// Hands over the operations of every batch that has ended. Where the context has died the rest
+    /// Hands over the operations of every batch that has ended. If the context has died, the rest
     /// stays in flight, to be [salvaged](Self::salvage).
     pub fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
         for number in self.ended..self.begun {
@@ -294,14 +294,14 @@ impl BatchLane {
             let at = (self.ended % BATCHES as u64) as usize;
             let Some(outcome) = self.outcome(now, at) else { break };
             if outcome.is_err() && self.context.is_lost() {
-                // For whoever owns the lane: it may have another way.
+                // The lane's owner handles the rest: it may have another path.
                 return;
             }
             let end = self.batches[at].end;
             while self.finished < end {
                 let operation = self.operations[(self.finished % self.operations.len() as u64) as usize];
-                // SAFETY: the copies into these staging pages, which lie side by side, have ended,
-                // and none starts before they are handed over.
+                // SAFETY: the staging pages lie side by side. The copies into them have ended, and
+                // no new one starts before they are handed over.
                 let pages = unsafe {
                     slice::from_raw_parts(
                         self.staging_page(self.finished).cast::<PageBytes>(),
@@ -311,8 +311,8 @@ impl BatchLane {
                 for (at, page) in pages.iter().enumerate() {
                     let has_page = outcome.is_ok() && !operation.write;
                     if has_page && let Some(ahead) = pages.get(at + AHEAD) {
-                        // The card has just written it, so it is in no cache of this processor's
-                        // own.
+                        // The card has just written the page, so it is in no cache of this
+                        // processor.
                         weir_core::prefetch(ahead);
                     }
                     self.finished += 1;
@@ -324,8 +324,8 @@ impl BatchLane {
         self.submit();
     }
 
-    /// Hands over all that is in flight, for somebody to do it another way: nobody knows how much
-    /// of it was done. Never again does the lane take anything.
+    /// Hands over all operations in flight, to be done by another path: how much of them was done
+    /// is unknown. The lane takes no operation afterwards.
     pub fn salvage(&mut self, redo: &mut dyn FnMut(Salvaged<'_>)) {
         self.dead = true;
         while self.finished < self.queued {
@@ -342,7 +342,7 @@ impl BatchLane {
         (self.started, self.ended) = (self.queued, self.begun);
     }
 
-    /// How a batch ended; `None` while it has not.
+    /// The result of a batch; `None` while it has not ended.
     fn outcome(&mut self, now: Instant, at: usize) -> Option<Result<(), Fault>> {
         let batch = &self.batches[at];
         if let Some(fault) = batch.failed {
@@ -360,7 +360,7 @@ impl BatchLane {
         if !late {
             return None;
         }
-        // The copy may still land in the staging pages at any time: this lane never uses them
+        // The copy may still land in the staging pages at any time, so this lane never uses them
         // again.
         self.dead = true;
         self.context.declare_lost(Death::NoAnswer("a batch of copies"));
@@ -377,12 +377,12 @@ impl Drop for BatchLane {
     fn drop(&mut self) {
         let BatchLane { context, stream, batches, .. } = self;
         context.end(|driver| {
-            // One that does not answer would be waited for without a limit.
+            // A driver that does not answer would be waited for without a limit.
             if !context.is_lost() {
                 let _ = stream.synchronize();
             }
             for batch in batches.iter().filter(|batch| !batch.event.is_null()) {
-                // SAFETY: made by `new`, and nothing waits for it any more.
+                // SAFETY: `new` made the event, and nothing waits for it any more.
                 let _ = unsafe { (driver.event_destroy)(batch.event) };
             }
         });

@@ -1,8 +1,8 @@
 //! The part of the CUDA driver interface that Weir uses, found in `libcuda.so.1` at run time.
 //!
-//! Written out by hand: thirty functions, against a dependency of forty thousand lines that would
-//! want a toolkit to build or a version to match. The types follow `cuda.h`; each symbol carries
-//! the version suffix that the header's macros would give it.
+//! The declarations are written by hand: thirty functions. The alternative is a dependency of forty
+//! thousand lines that needs a toolkit to build, or a matching version. The types follow `cuda.h`.
+//! Each symbol has the version suffix that the header's macros give it.
 
 use libloading::Library;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
@@ -33,15 +33,15 @@ pub struct CudaError(pub c_int);
 impl CudaError {
     /// Not finished yet: no failure.
     pub const NOT_READY: CudaError = CudaError(600);
-    /// No memory of that size is left.
+    /// No memory of that size is free.
     pub const OUT_OF_MEMORY: CudaError = CudaError(2);
 
-    /// Whether the context, or the card, is gone for good: the errors that CUDA calls sticky, after
-    /// which every call gives the same answer until the process ends.
+    /// Whether the context, or the card, has failed for good. CUDA calls such errors sticky: after
+    /// one, every call returns the same error until the process ends.
     pub fn is_sticky(self) -> bool {
-        // cuda.h: DEINITIALIZED, ECC_UNCORRECTABLE, HARDWARE_STACK_ERROR .. LAUNCH_FAILED (which
-        // includes ILLEGAL_ADDRESS and ILLEGAL_INSTRUCTION), LAUNCH_TIMEOUT, SYSTEM_NOT_READY,
-        // UNKNOWN.
+        // These are from cuda.h: DEINITIALIZED, ECC_UNCORRECTABLE, HARDWARE_STACK_ERROR ..
+        // LAUNCH_FAILED (which includes ILLEGAL_ADDRESS and ILLEGAL_INSTRUCTION), LAUNCH_TIMEOUT,
+        // SYSTEM_NOT_READY, UNKNOWN.
         matches!(self.0, 4 | 46 | 214 | 220 | 226 | 700 | 702 | 714..=719 | 802 | 999)
     }
 }
@@ -84,13 +84,13 @@ impl fmt::Display for CudaError {
 
 impl std::error::Error for CudaError {}
 
-/// A call and the error it answered.
+/// A failed call, with the error that it returned.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
 #[error("{call} answered {error}")]
 pub struct CallError {
-    /// The call.
+    /// The name of the call.
     pub call: &'static str,
-    /// Its answer.
+    /// The error that it returned.
     pub error: CudaError,
 }
 
@@ -137,7 +137,8 @@ pub struct AccessDesc {
     pub flags: c_int,
 }
 
-/// `CUDA_EXTERNAL_MEMORY_HANDLE_DESC`; the union is sixteen bytes, of which a descriptor uses four.
+/// `CUDA_EXTERNAL_MEMORY_HANDLE_DESC`; its union is sixteen bytes, of which a file descriptor uses
+/// four.
 #[repr(C)]
 pub struct ExternalMemoryHandle {
     pub kind: c_int,
@@ -163,12 +164,12 @@ macro_rules! driver {
         required { $($name:ident = $symbol:literal ($($arg:ty),*);)* }
         optional { $($oname:ident = $osymbol:literal ($($oarg:ty),*);)* }
     ) => {
-        /// The functions, each with its C signature and a `CUresult`.
+        /// The driver's functions, each with its C signature, which returns a `CUresult`.
         #[allow(non_snake_case, reason = "the field names are the functions' own")]
         pub struct Driver {
             $(pub(super) $name: unsafe extern "C" fn($($arg),*) -> c_int,)*
             $(pub(super) $oname: Option<unsafe extern "C" fn($($oarg),*) -> c_int>,)*
-            /// Keeps the functions' code; last, so that it outlives them.
+            /// Keeps the functions' code. The field is last, so that it outlives them.
             _library: Library,
         }
 
@@ -176,10 +177,10 @@ macro_rules! driver {
             /// Finds every function in `library`.
             ///
             /// # Errors
-            /// The loader's sentence when the library or a required symbol is missing.
+            /// Fails with the loader's message when the library or a required symbol is missing.
             pub fn load(library: &Path) -> Result<Self, String> {
-                // SAFETY: loading the vendor's library runs its initialisers, which is what it is
-                // for; each symbol is used with the signature that cuda.h gives it.
+                // SAFETY: loading the vendor's library runs its initialisers, as it must; each
+                // symbol is used with the signature that cuda.h gives it.
                 unsafe {
                     let library = Library::new(library).map_err(|error| error.to_string())?;
                     $(let $name = *library.get::<unsafe extern "C" fn($($arg),*) -> c_int>($symbol)
@@ -242,8 +243,8 @@ driver! {
         );
     }
     optional {
-        // CUDA 13 dropped the failure index from the batch copy, under a new symbol of the same
-        // header name.
+        // CUDA 13 removed the failure index from the batch copy. The new symbol has the same name
+        // in the header.
         copy_batch_13 = b"cuMemcpyBatchAsync_v2\0" (
             *const DevicePtr, *const DevicePtr, *const usize, usize,
             *const MemcpyAttributes, *const usize, usize, Stream
@@ -262,7 +263,7 @@ pub(super) fn check(call: &'static str, result: c_int) -> Result<(), CallError> 
 
 /// Reads a C string that CUDA wrote.
 pub fn text(bytes: &[c_char]) -> String {
-    // SAFETY: c_char has u8's size and every value of it; the slice is as long.
+    // SAFETY: c_char has u8's size, and every value of it is valid; the slice has the same length.
     let bytes = unsafe { std::slice::from_raw_parts(bytes.as_ptr().cast::<u8>(), bytes.len()) };
     CStr::from_bytes_until_nul(bytes).map(|text| text.to_string_lossy().into_owned()).unwrap_or_default()
 }
@@ -273,7 +274,7 @@ mod tests {
 
     #[test]
     fn structures_have_the_sizes_that_cuda_h_gives_them() {
-        // Read off cuda.h 12.8 and 13.0 with a C compiler.
+        // The sizes were read from cuda.h 12.8 and 13.0 with a C compiler.
         assert_eq!(size_of::<MemcpyAttributes>(), 24);
         assert_eq!(size_of::<AllocationProp>(), 32);
         assert_eq!(size_of::<AccessDesc>(), 12);

@@ -1,9 +1,9 @@
 //! The copy engines of an NVIDIA card, by the CUDA driver interface.
 //!
-//! A copy engine costs about 6 us to start (18 us when the card has been idle), whatever it copies,
-//! so it is the way for large and for many copies: one call hands over a whole batch, and
-//! neighbours in a batch become one copy. It does not touch the compute units, so it is also the
-//! way while the card's owner computes.
+//! A copy takes about 6 us to start (18 us if the card was idle), whatever its size. So the engine
+//! is for large and for many copies: one call hands over a whole batch, and neighbours in a batch
+//! become one copy. The engine does not use the compute units, so it also fits while the card's
+//! owner computes.
 
 mod batch;
 mod driver;
@@ -34,25 +34,26 @@ const ATTRIBUTE_MULTIPROCESSORS: c_int = 16;
 const ATTRIBUTES_PCI: [c_int; 3] = [50, 33, 34];
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
 const HANDLE_POSIX_FD: c_int = 1;
-/// Chunks that CUDA allocates begin at multiples of this, which every card's granularity divides.
+/// Chunks that CUDA allocates begin at multiples of this, which is a multiple of every card's
+/// granularity.
 const ALIGNMENT: usize = 2 << 20;
 
-/// Copies that one call to the driver names at most, by direction; 1: a call for each copy.
+/// Most copies that one call to the driver names, for each direction; 1: each copy is a call.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct BatchCopies {
-    /// From the card.
+    /// For copies from the card.
     pub reads: u32,
-    /// To it.
+    /// For copies to the card.
     pub writes: u32,
 }
 
-/// How to name a card to CUDA.
+/// The way to name a card to CUDA.
 #[derive(Clone, Copy, Debug)]
 pub enum Which {
-    /// The one that Vulkan calls by this identifier.
+    /// The card that has this UUID in Vulkan.
     Uuid([u8; 16]),
-    /// By PCI address, as the cards of Vulkan are counted. CUDA's own count begins with the
-    /// fastest.
+    /// The card at this index by PCI address, as Vulkan's cards are counted. CUDA's own count
+    /// begins with the fastest card.
     Index(usize),
 }
 
@@ -61,43 +62,42 @@ pub struct Context {
     driver: Driver,
     device: Device,
     handle: ContextHandle,
-    /// Tells contexts apart in the thread-local note of which one is current; never 0.
+    /// The context's number in the thread-local note of the current context; never 0.
     number: u64,
     lost: AtomicBool,
     death: OnceLock<Death>,
     died: OnceLock<Instant>,
-    /// The driver has destroyed it: no handle of it may be used any more. Whoever drops one looks,
-    /// and holds on to it.
+    /// Whether the driver has destroyed the context: then its handles must not be used any more.
+    /// Dropping a handle reads this, and holds the lock meanwhile.
     retired: RwLock<bool>,
     batch_copies: BatchCopies,
-    /// As the driver calls it.
+    /// The card's name from the driver.
     pub name: String,
-    /// The UUID by which Vulkan and NVML know it, too.
+    /// The card's UUID, which Vulkan and NVML use too.
     pub uuid: [u8; 16],
-    /// Major and minor: (9, 0) on Hopper.
+    /// The compute capability, major and minor: (9, 0) on Hopper.
     pub capability: (i32, i32),
-    /// Streaming multiprocessors.
+    /// Number of streaming multiprocessors.
     pub multiprocessors: u32,
 }
 
-// SAFETY: the driver interface may be called from any thread; a context is made current on the
-// calling thread before each use, and the handle itself is only passed on.
+// SAFETY: any thread may call the driver interface. A context is made current on the calling thread
+// before each use, and the handle itself is only passed on.
 unsafe impl Send for Context {}
-// SAFETY: as above.
+// SAFETY: as for Send: any thread may call the driver interface.
 unsafe impl Sync for Context {}
 
 thread_local! {
-    /// The number of the context that is current on this thread, as far as Weir made it so; 0 for
-    /// none.
+    /// The number of the context that Weir made current on this thread; 0 for none.
     static CURRENT: Cell<u64> = const { Cell::new(0) };
 }
 
 impl Context {
-    /// Opens a card with the driver library at `library`. `batch_copies` bounds what one call
-    /// names.
+    /// Opens a card with the driver library at `library`. `batch_copies` limits the copies that one
+    /// call names.
     ///
     /// # Errors
-    /// A sentence: no library, no card, no such card, versions that differ.
+    /// Fails with a sentence: no library, no card, no such card, or versions that differ.
     pub fn open(library: &Path, which: Which, batch_copies: BatchCopies) -> Result<Arc<Self>, String> {
         static NUMBERS: AtomicU64 = AtomicU64::new(1);
         let driver = Driver::load(library)?;
@@ -108,7 +108,7 @@ impl Context {
         let mut handle = ptr::null_mut();
         // SAFETY: the outputs outlive the calls; the flags are set before the context exists.
         let opened = unsafe {
-            // The context must never spin a driver thread or block I/O threads on one another; Weir
+            // CUDA must never spin in the driver, nor make I/O threads wait for one another; Weir
             // polls.
             let _ = (driver.context_flags)(device, 0);
             check("cuDeviceGetName", (driver.device_name)(name.as_mut_ptr(), name.len() as c_int, device))
@@ -140,42 +140,42 @@ impl Context {
         Ok(Arc::new(context))
     }
 
-    /// Whether a call answered with an error that no later call survives.
+    /// Whether a call returned an error after which every later call fails.
     pub fn is_lost(&self) -> bool {
         self.lost.load(Ordering::Relaxed)
     }
 
-    /// Marks it as dead.
+    /// Marks the context as dead.
     pub(super) fn declare_lost(&self, death: Death) {
         let _ = self.death.set(death);
         let _ = self.died.set(Instant::now());
         self.lost.store(true, Ordering::Release);
     }
 
-    /// How long it has been dead.
+    /// Time since the context died.
     pub(super) fn dead_for(&self) -> Duration {
         self.died.get().map_or(Duration::ZERO, Instant::elapsed)
     }
 
-    /// The cause of its death, once it is [lost](Self::is_lost).
+    /// The reason why the context died, once it is [lost](Self::is_lost).
     pub(super) fn death(&self) -> Option<Death> {
         self.death.get().copied()
     }
 
-    /// Has the driver destroy a context that is dead, with all that it has on the card: what was
-    /// under way can change nothing afterwards. Nobody uses it any more but to drop what was made
-    /// of it. May take as long as the driver likes.
+    /// Has the driver destroy a dead context, with all its resources on the card: operations that
+    /// were under way can change nothing afterwards. Only the drops of its resources may still use
+    /// the context. It may take any time.
     pub(super) fn retire(&self) {
         let mut retired = self.retired.write().unwrap_or_else(PoisonError::into_inner);
         if !std::mem::replace(&mut *retired, true) {
             drop(retired);
-            // SAFETY: retained once in `open`; everything made from it is used by nobody any more.
+            // SAFETY: `open` retained the context once, and nothing made from it is used any more.
             let _ = unsafe { (self.driver.context_release)(self.device) };
         }
     }
 
-    /// Calls `end` with the driver, to destroy something that was made of this context, unless that
-    /// went with it.
+    /// Calls `end` with the driver, to destroy a resource of this context, unless the context was
+    /// destroyed with it.
     fn end(&self, end: impl FnOnce(&Driver)) {
         let retired = self.retired.read().unwrap_or_else(PoisonError::into_inner);
         if !*retired && self.enter().is_ok() {
@@ -183,8 +183,7 @@ impl Context {
         }
     }
 
-    /// Copies to the card (`write`) or from it that one call names at most; 1: a call for each
-    /// copy.
+    /// Most copies to the card (`write`) or from it that one call names; 1: each copy is a call.
     pub fn batch_copies(&self, write: bool) -> usize {
         (if write { self.batch_copies.writes } else { self.batch_copies.reads }) as usize
     }
@@ -197,7 +196,7 @@ impl Context {
     /// Makes this context current on the calling thread, if it is not.
     fn enter(&self) -> Result<(), CallError> {
         if self.is_lost() {
-            // It may be destroyed already.
+            // The context may be destroyed already.
             let error = match self.death() {
                 Some(Death::Answered(CallError { error, .. })) => error,
                 _ => CudaError(999),
@@ -213,7 +212,7 @@ impl Context {
         Ok(())
     }
 
-    /// As [`check`], and notes errors after which nothing works any more.
+    /// Does the same as [`check`], and notes errors after which every later call fails.
     fn check(&self, call: &'static str, result: c_int) -> Result<(), CallError> {
         check(call, result).inspect_err(|error| {
             if error.error.is_sticky() {
@@ -222,10 +221,10 @@ impl Context {
         })
     }
 
-    /// Free and total bytes of the card.
+    /// Returns the free and the total bytes of the card.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// Fails with the driver's error.
     pub fn memory(&self) -> Result<(u64, u64), CallError> {
         self.enter()?;
         let (mut free, mut total) = (0usize, 0usize);
@@ -237,7 +236,7 @@ impl Context {
     /// Maps memory that Vulkan exported.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// Fails with the driver's error.
     pub fn import(self: &Arc<Self>, fd: OwnedFd, bytes: u64) -> Result<DeviceMemory, CallError> {
         self.enter()?;
         let raw = fd.into_raw_fd();
@@ -251,8 +250,8 @@ impl Context {
             reserved: [0; 16],
         };
         let mut external: ExternalMemory = ptr::null_mut();
-        // SAFETY: the structures outlive the calls. A successful import owns the descriptor; a
-        // failed one leaves it to us, and it is closed here.
+        // SAFETY: the structures outlive the calls. A successful import owns the descriptor. After
+        // a failed one this function owns it, and closes it.
         unsafe {
             if let Err(error) =
                 self.check("cuImportExternalMemory", (self.driver.import_memory)(&mut external, &handle))
@@ -271,11 +270,11 @@ impl Context {
         }
     }
 
-    /// Takes device memory by CUDA alone: for machines without Vulkan, where the processor cannot
-    /// reach it.
+    /// Takes device memory by CUDA alone, for machines without Vulkan: the processor cannot reach
+    /// such memory.
     ///
     /// # Errors
-    /// What the driver answered; out of memory above all.
+    /// Fails with the driver's error, above all when the card has no memory left.
     pub fn allocate(self: &Arc<Self>, bytes: u64) -> Result<DeviceMemory, CallError> {
         self.enter()?;
         let size = (bytes as usize).next_multiple_of(ALIGNMENT);
@@ -299,12 +298,12 @@ impl Context {
     /// Takes over device memory that another process's CUDA allocated and exported.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// Fails with the driver's error.
     pub fn adopt(self: &Arc<Self>, fd: &OwnedFd, bytes: u64) -> Result<DeviceMemory, CallError> {
         self.enter()?;
         let mut handle = 0u64;
-        // For this kind of handle the descriptor itself stands in the pointer's place; the import
-        // does not own it.
+        // For this kind of handle the descriptor itself takes the pointer's place; the import does
+        // not own it.
         let raw = fd.as_raw_fd() as usize as *mut c_void;
         // SAFETY: the output outlives the call, the descriptor is open.
         unsafe {
@@ -320,8 +319,8 @@ impl Context {
         let access = AccessDesc { location, flags: 3 }; // CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         let d = &self.driver;
         let mut address = 0u64;
-        // SAFETY: the outputs and structures outlive the calls; on an error what was made is undone
-        // in reverse.
+        // SAFETY: the outputs and structures outlive the calls. After an error the earlier steps
+        // are undone in reverse.
         unsafe {
             let mapped = self
                 .check("cuMemAddressReserve", (d.vmm_reserve)(&mut address, size, ALIGNMENT, 0, 0))
@@ -341,7 +340,7 @@ impl Context {
     /// Takes pinned host memory, which the card reaches at the same address.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// Fails with the driver's error.
     pub fn pinned(self: &Arc<Self>, bytes: usize) -> Result<Pinned, CallError> {
         self.enter()?;
         let mut address = ptr::null_mut();
@@ -350,15 +349,15 @@ impl Context {
         self.check("cuMemHostAlloc", result)?;
         let address = NonNull::new(address.cast::<u8>())
             .ok_or(CallError { call: "cuMemHostAlloc", error: CudaError::OUT_OF_MEMORY })?;
-        // SAFETY: `bytes` at `address` were just allocated.
+        // SAFETY: `bytes` bytes at `address` were just allocated.
         unsafe { ptr::write_bytes(address.as_ptr(), 0, bytes) };
         Ok(Pinned { context: Arc::clone(self), address, bytes })
     }
 
-    /// A stream of its own, of the lowest or the highest priority.
+    /// Makes a new stream.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// Fails with the driver's error.
     pub fn stream(self: &Arc<Self>) -> Result<OwnStream, CallError> {
         self.enter()?;
         let mut stream = ptr::null_mut();
@@ -370,7 +369,7 @@ impl Context {
     /// Loads PTX and finds its one entry.
     ///
     /// # Errors
-    /// What the driver answered: its compiler's refusal above all.
+    /// Fails with the driver's error, above all when its compiler refuses the code.
     pub fn kernel(self: &Arc<Self>, ptx: &CStr, entry: &CStr) -> Result<Kernel, CallError> {
         self.enter()?;
         let mut module: Module = ptr::null_mut();
@@ -392,7 +391,8 @@ impl Context {
 impl Drop for Context {
     fn drop(&mut self) {
         if !*self.retired.get_mut().unwrap_or_else(PoisonError::into_inner) {
-            // SAFETY: retained once in `open`; everything made from it holds an Arc and is gone.
+            // SAFETY: `open` retained the context once. All resources made from it hold an Arc, and
+            // are gone.
             let _ = unsafe { (self.driver.context_release)(self.device) };
         }
         if CURRENT.get() == self.number {
@@ -409,7 +409,7 @@ impl fmt::Debug for Context {
 
 fn find(driver: &Driver, which: Which) -> Result<Option<(Device, [u8; 16])>, CallError> {
     let mut cards = Vec::new();
-    // SAFETY: every output outlives its call; cuInit comes first, as the interface asks.
+    // SAFETY: every output outlives its call; cuInit comes first, as the interface demands.
     unsafe {
         check("cuInit", (driver.init)(0))?;
         let mut count = 0;
@@ -443,9 +443,9 @@ fn attribute(driver: &Driver, device: Device, which: c_int) -> Result<c_int, Cal
 /// Device memory with an address that copies and kernels use.
 pub struct DeviceMemory {
     context: Arc<Context>,
-    /// Its first address.
+    /// The memory's first address.
     pub address: DevicePtr,
-    /// How long it is.
+    /// The memory's length in bytes.
     pub bytes: u64,
     origin: Origin,
 }
@@ -455,29 +455,30 @@ enum Origin {
     Own { handle: u64, size: usize },
 }
 
-// SAFETY: handles and addresses that the driver accepts from any thread.
+// SAFETY: the driver accepts these handles and addresses from any thread.
 unsafe impl Send for DeviceMemory {}
-// SAFETY: as above; `&DeviceMemory` only reads.
+// SAFETY: the driver accepts these handles from any thread, and `&DeviceMemory` only reads.
 unsafe impl Sync for DeviceMemory {}
 
 impl DeviceMemory {
-    /// Overwrites it with zeros and waits for that. Nobody may use it meanwhile.
+    /// Overwrites the memory with zeros and waits for that. Nothing else may use it meanwhile.
     ///
     /// # Errors
-    /// When the card did not do it.
+    /// Fails when the card did not do it.
     pub fn clear(&self) -> Result<(), CallError> {
         let stream = self.context.stream()?;
         let d = &self.context.driver;
-        // SAFETY: the range is this memory's own.
+        // SAFETY: the range belongs to this memory.
         let started = unsafe { (d.set_bytes)(self.address, 0, self.bytes as usize, stream.stream) };
         self.context.check("cuMemsetD8Async", started)?;
         stream.synchronize()
     }
 
-    /// A descriptor of memory that CUDA allocated. What Vulkan allocated, Vulkan exports.
+    /// Exports a descriptor of memory that CUDA allocated. Memory that Vulkan allocated is exported
+    /// by Vulkan.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// Fails with the driver's error.
     pub fn export(&self) -> Result<OwnedFd, CallError> {
         let Origin::Own { handle, .. } = self.origin else {
             return Err(CallError { call: "cuMemExportToShareableHandle", error: CudaError(801) });
@@ -485,7 +486,8 @@ impl DeviceMemory {
         self.context.enter()?;
         let mut fd: c_int = -1;
         let d = &self.context.driver;
-        // SAFETY: the output is an int for this handle type, and the descriptor it gets is ours.
+        // SAFETY: the output is an int for this handle type, and this function owns the new
+        // descriptor.
         unsafe {
             let exported = (d.vmm_export)((&raw mut fd).cast::<c_void>(), handle, HANDLE_POSIX_FD, 0);
             self.context.check("cuMemExportToShareableHandle", exported)?;
@@ -497,8 +499,8 @@ impl DeviceMemory {
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
         let origin = &self.origin;
-        // SAFETY: made by this context; the owner saw to it that no copy uses it any more. A
-        // failure here has nobody to tell and nothing to undo.
+        // SAFETY: this context made the memory, and its owner has checked that no copy uses it any
+        // more. An error here can neither be reported nor undone.
         self.context.end(|d| unsafe {
             match *origin {
                 Origin::Imported(external) => {
@@ -521,21 +523,21 @@ impl fmt::Debug for DeviceMemory {
     }
 }
 
-/// Host memory that the card reads and writes by itself.
+/// Pinned host memory, which the card reads and writes by itself.
 pub struct Pinned {
     context: Arc<Context>,
     address: NonNull<u8>,
-    /// How long it is.
+    /// The memory's length in bytes.
     pub bytes: usize,
 }
 
-// SAFETY: plain memory; whoever holds it orders the accesses of processor and card.
+// SAFETY: this is plain memory; its holder orders the accesses of processor and card.
 unsafe impl Send for Pinned {}
-// SAFETY: as above; `&Pinned` hands out the address only.
+// SAFETY: as for Send; `&Pinned` returns only the address.
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
-    /// Where it begins, for the processor and for the card.
+    /// The memory's first address, for the processor and for the card.
     pub fn as_ptr(&self) -> *mut u8 {
         self.address.as_ptr()
     }
@@ -550,26 +552,26 @@ impl Drop for Pinned {
     fn drop(&mut self) {
         let address = self.address.as_ptr().cast::<c_void>();
         self.context.end(|driver| {
-            // SAFETY: allocated by this context and used by nobody any more.
+            // SAFETY: this context allocated the memory, and nothing uses it any more.
             let _ = unsafe { (driver.host_free)(address) };
         });
     }
 }
 
-/// A stream: copies and kernels of one order.
+/// A stream: its copies and kernels run in one order.
 pub struct OwnStream {
     context: Arc<Context>,
     stream: Stream,
 }
 
-// SAFETY: a handle that the driver accepts from any thread.
+// SAFETY: the driver accepts this handle from any thread.
 unsafe impl Send for OwnStream {}
 
 impl OwnStream {
-    /// Waits until everything in it has ended.
+    /// Waits until all work in the stream has ended.
     ///
     /// # Errors
-    /// How the first of them failed.
+    /// Fails with the error of the first that failed.
     pub fn synchronize(&self) -> Result<(), CallError> {
         self.context.enter()?;
         // SAFETY: the stream is alive.
@@ -577,10 +579,10 @@ impl OwnStream {
             .check("cuStreamSynchronize", unsafe { (self.context.driver.stream_synchronize)(self.stream) })
     }
 
-    /// Whether everything in it has ended.
+    /// Whether all work in the stream has ended.
     ///
     /// # Errors
-    /// How the first of them failed.
+    /// Fails with the error of the first that failed.
     pub fn is_idle(&self) -> Result<bool, CallError> {
         self.context.enter()?;
         // SAFETY: the stream is alive.
@@ -591,13 +593,13 @@ impl OwnStream {
         self.context.check("cuStreamQuery", result).map(|()| true)
     }
 
-    /// Copies host memory that stays alive until the stream is idle.
+    /// Starts a copy from host memory, which must stay alive until the stream is idle.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// Fails with the driver's error.
     ///
     /// # Safety
-    /// Both ranges are valid for `bytes` until the stream has been synchronised.
+    /// Both ranges must be valid for `bytes` until the stream has been synchronised.
     pub unsafe fn copy_to_device(
         &self,
         to: DevicePtr,
@@ -605,22 +607,22 @@ impl OwnStream {
         bytes: usize,
     ) -> Result<(), CallError> {
         self.context.enter()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees that both ranges are valid.
         let result =
             unsafe { (self.context.driver.copy_to_device)(to, from.cast::<c_void>(), bytes, self.stream) };
         self.context.check("cuMemcpyHtoDAsync", result)
     }
 
-    /// Copies to host memory that stays alive until the stream is idle.
+    /// Starts a copy to host memory, which must stay alive until the stream is idle.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// Fails with the driver's error.
     ///
     /// # Safety
-    /// Both ranges are valid for `bytes` until the stream has been synchronised.
+    /// Both ranges must be valid for `bytes` until the stream has been synchronised.
     pub unsafe fn copy_to_host(&self, to: *mut u8, from: DevicePtr, bytes: usize) -> Result<(), CallError> {
         self.context.enter()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees that both ranges are valid.
         let result =
             unsafe { (self.context.driver.copy_to_host)(to.cast::<c_void>(), from, bytes, self.stream) };
         self.context.check("cuMemcpyDtoHAsync", result)
@@ -631,7 +633,7 @@ impl Drop for OwnStream {
     fn drop(&mut self) {
         let stream = self.stream;
         self.context.end(|driver| {
-            // SAFETY: made by this context. Work still in it finishes on its own; its owner
+            // SAFETY: this context made the stream. Work still in it finishes by itself; its owner
             // synchronised first.
             let _ = unsafe { (driver.stream_destroy)(stream) };
         });
@@ -645,14 +647,14 @@ pub struct Kernel {
     function: Function,
 }
 
-// SAFETY: handles that the driver accepts from any thread.
+// SAFETY: the driver accepts these handles from any thread.
 unsafe impl Send for Kernel {}
 
 impl Kernel {
-    /// Starts it on `stream` with one argument, a pointer.
+    /// Starts the kernel on `stream` with one argument, a pointer.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// Fails with the driver's error.
     pub fn launch(
         &self,
         stream: &OwnStream,
@@ -679,7 +681,7 @@ impl Drop for Kernel {
     fn drop(&mut self) {
         let module = self.module;
         self.context.end(|driver| {
-            // SAFETY: loaded by this context, and its kernel has ended.
+            // SAFETY: this context loaded the module, and its kernel has ended.
             let _ = unsafe { (driver.module_unload)(module) };
         });
     }

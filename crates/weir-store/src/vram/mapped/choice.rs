@@ -1,9 +1,9 @@
-//! Which card, and which of its memory types: the one place that decides what counts as VRAM.
+//! Chooses the card, and its memory type. Only this code decides which memory counts as VRAM.
 //!
-//! Three things look like device memory and are not. An integrated GPU's "device-local" heap is the
-//! system's RAM. A software renderer's is too. And a card without Resizable BAR has a real but 256
-//! MiB small heap that the processor can see. Putting swapped pages into the first two would move
-//! memory from RAM to RAM, so they are refused, with a sentence that says which it was.
+//! Three kinds of memory look like a card's and are not suited. An integrated GPU's "device-local"
+//! heap is the system's RAM, and so is a software renderer's. A card without Resizable BAR has a
+//! real heap that the processor can see, but of only 256 MiB. Swapped pages in the first two would
+//! only move from RAM to RAM. So these are refused, with a sentence that says which it was.
 
 use super::{Device, Named, VulkanError};
 use ash::vk;
@@ -11,64 +11,63 @@ use std::ffi::CStr;
 use std::fmt;
 use weir_core::ByteSize;
 
-/// A processor's window onto a card that was not made large (PCI resizable BAR off) has this many
-/// bytes at most.
+/// Most bytes of a processor's window onto a card with PCI resizable BAR turned off.
 const SMALL_BAR: u64 = 512 << 20;
 
 /// A card whose memory the processor can reach.
 #[derive(Clone, Debug)]
 pub struct Card {
-    /// As its driver calls it: `NVIDIA H200`.
+    /// The card's name from its driver, such as `NVIDIA H200`.
     pub name: String,
-    /// The UUID by which CUDA knows it, too.
+    /// The card's UUID, which CUDA uses too.
     pub uuid: [u8; 16],
-    /// The version of the driver's library, where it says so in a way that is known: NVIDIA's.
+    /// The version of the driver's library, if its format is known: NVIDIA's is.
     pub driver: Option<String>,
-    /// Bytes of the heap that is mapped.
+    /// Bytes of the heap that is used.
     pub bytes: u64,
-    /// A processor that plays a GPU. Only ever chosen by name.
+    /// Whether this is a processor that acts as a GPU. It is only chosen by name.
     pub software: bool,
-    /// The processor sees all of it; else pages go by the transfer queue.
+    /// Whether the processor sees the whole heap; else pages go by the transfer queue.
     pub window: bool,
     pub(super) physical: vk::PhysicalDevice,
     pub(super) memory_type: u32,
     pub(super) staging_type: u32,
     pub(super) heap: usize,
     pub(super) queue: u32,
-    /// Where it sits: domain, bus, device, function; the order in which `nvidia-smi` counts.
+    /// The PCI address: domain, bus, device, function; `nvidia-smi` counts cards in this order.
     pci: [u32; 4],
 }
 
-/// A card that a store would open, before it is opened.
+/// A card that a store could open.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Listed {
-    /// Its PCI address as the kernel writes it: `0000:03:00.0`.
+    /// The PCI address as the kernel writes it: `0000:03:00.0`.
     pub address: String,
-    /// Bytes of the memory that the store takes from.
+    /// Bytes of the heap from which the store takes memory.
     pub total: u64,
-    /// The bytes of it that this process could have, if the driver reckons that.
+    /// Bytes of it that this process could have, if the driver estimates that.
     pub free: Option<u64>,
 }
 
-/// Why there is no mapped VRAM here. Each is an answer, not a crash: the store may still work
-/// through CUDA.
+/// The reason why the machine has no mapped VRAM. None is a crash: the store may still work through
+/// CUDA.
 #[derive(Debug, thiserror::Error)]
 pub enum Refusal {
-    /// No `libvulkan.so.1`.
+    /// There is no `libvulkan.so.1`.
     #[error("no Vulkan loader ({0}); install libvulkan1")]
     NoLoader(String),
     /// The loader found no driver, or the driver failed.
     #[error(transparent)]
     Vulkan(#[from] VulkanError),
-    /// There are devices, and none of them will do.
+    /// There are devices, and none of them is suitable.
     #[error("no GPU with its own memory in reach of the processor: {0}")]
     NoneSuitable(String),
-    /// There are cards, but not that many.
+    /// There are fewer cards than that.
     #[error("GPU {asked} of {have}: `weir doctor` lists them")]
     NoSuchIndex {
         /// The index asked for.
         asked: usize,
-        /// Cards there are.
+        /// The number of cards.
         have: usize,
     },
 }
@@ -81,11 +80,11 @@ impl fmt::Display for Card {
 }
 
 impl Device {
-    /// Opens card number `index`, counted by PCI address as `nvidia-smi` does; or, with `software`,
-    /// a software renderer, for tests.
+    /// Opens card number `index`, counted by PCI address as `nvidia-smi` does. With `software`,
+    /// opens a software renderer, for tests.
     ///
     /// # Errors
-    /// When there is none such; the reason says what was found instead.
+    /// Fails when there is no such card; the error says what was found instead.
     ///
     /// With `blind` no card's memory counts as visible, as if Resizable BAR were off.
     pub fn find(index: usize, software: bool, blind: bool) -> Result<Self, Refusal> {
@@ -93,7 +92,7 @@ impl Device {
         match choose(&instance, index, software, blind) {
             Ok(card) => Ok(Device::open(entry, instance, card)?),
             Err(refusal) => {
-                // SAFETY: nothing made from the instance is left.
+                // SAFETY: everything made from the instance is gone.
                 unsafe { instance.destroy_instance(None) };
                 Err(refusal)
             }
@@ -111,8 +110,8 @@ fn begin() -> Result<(ash::Entry, ash::Instance), Refusal> {
     Ok((entry, instance))
 }
 
-/// The discrete cards, in the order in which `vram:0`, `vram:1`, ... count them. None is opened, so
-/// this is cheap; empty where there is no Vulkan.
+/// The discrete cards, in the order of `vram:0`, `vram:1`, ... None is opened, so this is cheap.
+/// Empty without Vulkan.
 pub fn list() -> Vec<Listed> {
     listed(false)
 }
@@ -123,12 +122,12 @@ fn listed(software: bool) -> Vec<Listed> {
         |card: Card| Listed { address: address(card.pci), total: card.bytes, free: card.budget(&instance) };
     let (fit, _) = cards(&instance, software, false).unwrap_or_default();
     let listed = fit.into_iter().map(listed).collect();
-    // SAFETY: nothing made from the instance is left.
+    // SAFETY: everything made from the instance is gone.
     unsafe { instance.destroy_instance(None) };
     listed
 }
 
-/// As the kernel writes it.
+/// A PCI address as the kernel writes it.
 fn address([domain, bus, device, function]: [u32; 4]) -> String {
     format!("{domain:04x}:{bus:02x}:{device:02x}.{function:x}")
 }
@@ -143,7 +142,7 @@ impl Card {
         extensions.is_ok_and(|extensions| extensions.iter().any(is_budget))
     }
 
-    /// Bytes of its memory that this process could still have, where the driver reckons that.
+    /// Bytes of the card's memory that this process could still have, if the driver estimates that.
     pub(super) fn budget(&self, instance: &ash::Instance) -> Option<u64> {
         if !self.has_budget(instance) {
             return None;
@@ -156,7 +155,8 @@ impl Card {
     }
 }
 
-/// Cards that will do, in the order of their PCI addresses, and a sentence for each that will not.
+/// The suitable cards in the order of their PCI addresses, and a sentence for each that is
+/// unsuitable.
 fn cards(
     instance: &ash::Instance,
     software: bool,
@@ -191,7 +191,7 @@ fn choose(instance: &ash::Instance, index: usize, software: bool, blind: bool) -
     }))
 }
 
-/// A card, or why this is none.
+/// Returns a suitable card, or the reason why it is unsuitable.
 fn judge(
     instance: &ash::Instance,
     physical: vk::PhysicalDevice,
@@ -201,8 +201,8 @@ fn judge(
     let mut ids = vk::PhysicalDeviceIDProperties::default();
     let mut pci = vk::PhysicalDevicePCIBusInfoPropertiesEXT::default();
     let mut properties = vk::PhysicalDeviceProperties2::default().push_next(&mut ids).push_next(&mut pci);
-    // SAFETY: `physical` belongs to `instance`; the chained structures outlive the calls, and a
-    // driver that does not know one leaves it as it was.
+    // SAFETY: `physical` belongs to `instance`. The chained structures outlive the calls, and a
+    // driver that does not know one leaves it unchanged.
     let (memory, families, extensions) = unsafe {
         instance.get_physical_device_properties2(physical, &mut properties);
         (
@@ -268,8 +268,8 @@ fn not_a_card(kind: vk::PhysicalDeviceType) -> &'static str {
     }
 }
 
-/// The memory type to use: on the device, visible, coherent, in the largest such heap; uncached
-/// rather than cached, because a cached mapping of a discrete card's memory is RAM.
+/// Chooses the memory type: on the device, visible and coherent, in the largest such heap. An
+/// uncached type is preferred: a cached mapping of a discrete card's memory is RAM.
 fn visible_memory(
     memory: &vk::PhysicalDeviceMemoryProperties,
     software: bool,
@@ -285,7 +285,7 @@ fn visible_memory(
         .filter(|(_, kind)| kind.property_flags.contains(wanted))
         .filter(|(_, kind)| software || !kind.property_flags.contains(Flags::HOST_CACHED))
         .filter(|(_, kind)| on_device(&heaps[kind.heap_index as usize]))
-        // The first of equals: drivers list the plainest type first.
+        // Of equal types the first is used: drivers list the plainest type first.
         .rev()
         .max_by_key(|(_, kind)| heaps[kind.heap_index as usize].size);
     let Some((index, kind)) = best else {
@@ -304,7 +304,7 @@ fn visible_memory(
     Ok((index as u32, heap, bytes))
 }
 
-/// Memory of the card alone, in its largest heap.
+/// Chooses memory that only the card sees, in its largest heap.
 fn hidden_memory(memory: &vk::PhysicalDeviceMemoryProperties, software: bool) -> Option<(u32, usize, u64)> {
     use vk::MemoryPropertyFlags as Flags;
     let heaps = memory.memory_heaps_as_slice();
@@ -319,8 +319,8 @@ fn hidden_memory(memory: &vk::PhysicalDeviceMemoryProperties, software: bool) ->
     Some((index as u32, heap, heaps[heap].size))
 }
 
-/// Host memory that a copy goes through: cached, if there is such, as the processor reads what was
-/// read.
+/// Chooses host memory for the copies: cached, if there is such a type, since the processor reads
+/// from it.
 fn staging_memory(memory: &vk::PhysicalDeviceMemoryProperties) -> Option<u32> {
     use vk::MemoryPropertyFlags as Flags;
     let wanted = Flags::HOST_VISIBLE | Flags::HOST_COHERENT;
@@ -367,7 +367,7 @@ mod tests {
 
     #[test]
     fn the_whole_heap_of_a_card_with_a_large_window_is_taken() {
-        // As the H200 reports: its memory, the host's, and one type that is both.
+        // The types are those of an H200: its memory, the host's, and one type that is both.
         let host = Flags::HOST_VISIBLE | Flags::HOST_COHERENT;
         let types = [(Flags::DEVICE_LOCAL, 0), (host, 1), (host | Flags::HOST_CACHED, 1), (BAR, 0)];
         let memory = memory(&types, &[(143_771 << 20, true), (128 << 30, false)]);
@@ -412,7 +412,7 @@ mod tests {
 
     #[test]
     fn a_software_renderer_is_refused_unless_it_is_asked_for() {
-        // Only meaningful where one is installed, which CI's package list sees to.
+        // The check works only if a software renderer is installed, as CI's package list ensures.
         match Device::find(0, true, false) {
             Ok(gpu) => assert!(gpu.card.software && gpu.card.driver.is_none()),
             Err(Refusal::NoLoader(_)) => return,

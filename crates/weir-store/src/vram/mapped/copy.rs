@@ -1,40 +1,42 @@
-//! Pages through the PCIe window.
+//! Copies of pages through the PCIe window.
 //!
 //! A large BAR is mapped write-combining: the processor may gather stores and send whole lines, but
-//! it caches nothing. Two consequences decide everything here.
+//! it caches nothing. This has two consequences for the copies.
 //!
-//! *Writes* are posted. A non-temporal 64-byte store leaves as one full-line packet and nobody
-//! waits for it, so a page costs 64 stores and one `sfence`, after which it is on its way in order
-//! before any later store.
+//! *Writes* are posted. A non-temporal 64-byte store leaves as one full-line packet, and the
+//! processor does not wait for it. So a page takes 64 stores and one `sfence`. After that it is on
+//! its way, before any later store.
 //!
 //! *Reads* are a round trip each (1.5 us on the H200). A plain load asks for 8 to 32 bytes and
-//! waits, 74 us a page. `movntdqa` fetches a whole line into a fill buffer, and as many as the
-//! processor has fill buffers can be under way at once: 5.3 us a page, which is 64 lines over about
-//! 18 in flight.
+//! waits: 74 us a page. `movntdqa` fetches a whole line into a fill buffer, and one line for each
+//! fill buffer can be under way at once. That takes 5.3 us a page: 64 lines, with about 18 in
+//! flight.
 
 use std::sync::OnceLock;
 use weir_core::PAGE_SIZE;
 
-/// Copies one page; both pointers valid for a page, the device's side aligned to 64 bytes.
+/// A function that copies one page. Both pointers must be valid for a page, and the device's side
+/// aligned to 64 bytes.
 type CopyPage = unsafe fn(src: *const u8, dst: *mut u8);
 
-/// The widest copies that this processor has.
+/// The copy functions with the widest instructions of this processor.
 #[derive(Clone, Copy, Debug)]
 pub struct Copies {
-    /// Which instructions they are.
+    /// The name of the instructions.
     pub name: &'static str,
     to_device: CopyPage,
     from_device: CopyPage,
 }
 
 impl Copies {
-    /// The best for this processor, found once.
+    /// The best copy functions for this processor, found once.
     pub fn detect() -> Self {
         static BEST: OnceLock<Copies> = OnceLock::new();
         *BEST.get_or_init(|| Copies::all()[0])
     }
 
-    /// All that run on this processor, the best first; never empty. For benchmarks and tests.
+    /// All copy functions that run on this processor, the best first; never empty. For benchmarks
+    /// and tests.
     pub fn all() -> Vec<Self> {
         let mut all = Vec::new();
         #[cfg(target_arch = "x86_64")]
@@ -54,47 +56,49 @@ impl Copies {
         all
     }
 
-    /// Starts to bring the code of a copy near.
+    /// Prefetches the code of a copy.
     #[inline]
     pub fn prefetch(&self, to_device: bool) {
         let code = if to_device { self.to_device } else { self.from_device };
         prefetch_lines(code as *const u8, 3);
     }
 
-    /// Stores a page into device memory and makes it globally visible: whatever this thread stores
-    /// next, a doorbell for instance, is seen by the device after it.
+    /// Stores a page into device memory and makes it globally visible: the device sees this
+    /// thread's later stores, such as a doorbell, after it.
     ///
     /// # Safety
-    /// `src` and `dst` are valid for a page, do not overlap, and `dst` is aligned to 64 bytes.
+    /// `src` and `dst` must be valid for a page and not overlap, and `dst` must be aligned to 64
+    /// bytes.
     #[inline]
     pub unsafe fn to_device(&self, src: *const u8, dst: *mut u8) {
-        // SAFETY: the caller's promise; the instructions were detected before the pointer was
-        // chosen.
+        // SAFETY: the caller guarantees the pointers; the instructions were detected before the
+        // function was chosen.
         unsafe { (self.to_device)(src, dst) };
         fence_stores();
     }
 
-    /// Loads a page from device memory, afresh: nothing that an earlier load fetched is used again.
+    /// Loads a page from device memory afresh: no line that an earlier load fetched is used again.
     ///
     /// # Safety
-    /// `src` and `dst` are valid for a page, do not overlap, and `src` is aligned to 64 bytes.
+    /// `src` and `dst` must be valid for a page and not overlap, and `src` must be aligned to 64
+    /// bytes.
     #[inline]
     pub unsafe fn from_device(&self, src: *const u8, dst: *mut u8) {
         fence_loads();
-        // SAFETY: the caller's promise; the instructions were detected before the pointer was
-        // chosen.
+        // SAFETY: the caller guarantees the pointers; the instructions were detected before the
+        // function was chosen.
         unsafe { (self.from_device)(src, dst) }
     }
 }
 
-/// Stores 64 bytes as one line where the processor can, and sends them on.
+/// Stores 64 bytes, as one line if the processor can, and sends them on.
 ///
 /// # Safety
-/// `dst` is valid for 64 bytes and aligned to them.
+/// `dst` must be valid for 64 bytes and aligned to 64.
 #[inline]
 pub unsafe fn store_line(line: &[u64; 8], dst: *mut u8) {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: SSE2 is part of x86-64; the caller vouches for `dst`, and `line` holds 64 bytes.
+    // SAFETY: SSE2 is part of x86-64; the caller guarantees `dst`, and `line` holds 64 bytes.
     unsafe {
         use std::arch::x86_64::*;
         for quarter in 0..4 {
@@ -103,7 +107,7 @@ pub unsafe fn store_line(line: &[u64; 8], dst: *mut u8) {
         }
     }
     #[cfg(not(target_arch = "x86_64"))]
-    // SAFETY: the caller vouches for `dst`, whose alignment suffices for words.
+    // SAFETY: the caller guarantees `dst`, whose alignment suffices for words.
     unsafe {
         for (word, value) in line.iter().enumerate() {
             dst.cast::<u64>().add(word).write_volatile(*value);
@@ -111,13 +115,13 @@ pub unsafe fn store_line(line: &[u64; 8], dst: *mut u8) {
     }
 }
 
-/// Starts to bring lines near, code or data, wherever they are; touches nothing.
+/// Prefetches lines of code or data at any address, without reading them.
 #[inline]
 pub fn prefetch_lines(at: *const u8, lines: usize) {
     for line in 0..lines {
         let at = at.wrapping_add(line * 64);
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: a prefetch has no effect that could be seen, whatever the address.
+        // SAFETY: a prefetch has no visible effect, whatever the address.
         unsafe {
             std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(at.cast::<i8>());
         }
@@ -126,7 +130,7 @@ pub fn prefetch_lines(at: *const u8, lines: usize) {
     }
 }
 
-/// Everything stored before, non-temporal stores too, is visible before anything stored later.
+/// A store fence: every earlier store, also non-temporal ones, is visible before any later store.
 #[inline]
 pub fn fence_stores() {
     #[cfg(target_arch = "x86_64")]
@@ -138,8 +142,8 @@ pub fn fence_stores() {
     std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
 }
 
-/// Streaming loads may be answered from a buffer that an earlier one filled; a full fence empties
-/// it (Intel SDM, volume 1, 12.10.3).
+/// A full fence: streaming loads may be answered from a buffer that an earlier one filled, and the
+/// fence empties it (Intel SDM, volume 1, 12.10.3).
 #[inline]
 fn fence_loads() {
     #[cfg(target_arch = "x86_64")]
@@ -151,19 +155,19 @@ fn fence_loads() {
     std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
 }
 
-/// For processors without streaming instructions. Right, and slow on real device memory.
+/// Copies without streaming instructions: correct, and slow on real device memory.
 unsafe fn plain(src: *const u8, dst: *mut u8) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees the pointers.
     unsafe { std::ptr::copy_nonoverlapping(src, dst, PAGE_SIZE) }
 }
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    //! One pair for each width. Loads go out in groups before the first of them is stored: the
-    //! group is what keeps the fill buffers busy.
+    //! Copy functions, one pair for each width of register. Loads go out in groups, and all of a
+    //! group before its first store: so the fill buffers stay busy.
     //!
-    //! The compiler is kept from unrolling the loops over groups: a page now and then finds the
-    //! code cold, and a kilobyte of straight code costs more cache misses than the page has.
+    //! The loops over groups are kept from being unrolled. A page now and then finds the code cold,
+    //! and a kilobyte of straight code takes more cache misses than the page.
 
     use std::arch::x86_64::*;
     use std::hint::black_box;
@@ -270,7 +274,8 @@ mod tests {
     proptest! {
         #[test]
         fn every_width_copies_every_byte_wherever_the_other_side_lies(seed: u64, offset in 0usize..64) {
-            // The network's side of a page is aligned to nothing; only the device's is.
+            // The other side of a page may have any alignment, as in a network's buffer; only the
+            // device's side is aligned.
             let mut random = seed | 1;
             let mut plain = vec![0u8; PAGE_SIZE + 64];
             for byte in &mut plain {
@@ -280,7 +285,8 @@ mod tests {
             for copies in Copies::all() {
                 let mut device = Page::zeroed();
                 let mut back = vec![0xa5u8; PAGE_SIZE + 64];
-                // SAFETY: every buffer holds a page past the offset, and a Page is aligned to 4096.
+                // SAFETY: every buffer holds a page after the offset, and a Page is aligned to
+                // 4096.
                 unsafe {
                     copies.to_device(plain.as_ptr().add(offset), device.as_mut_ptr());
                     copies.from_device(device.as_ptr(), back.as_mut_ptr().add(offset));

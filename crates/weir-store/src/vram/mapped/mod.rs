@@ -1,12 +1,12 @@
-//! Device memory that the processor reaches with loads and stores, by way of Vulkan.
+//! Device memory that the processor reaches with loads and stores, through Vulkan.
 //!
-//! Vulkan is the one interface by which every vendor maps video memory into a process: a memory
+//! Vulkan is the one interface by which every vendor maps video memory into a process. A memory
 //! type that is `DEVICE_LOCAL`, `HOST_VISIBLE` and `HOST_COHERENT` at once lies on the card and
-//! behind the PCIe window. (CUDA has no way to a processor mapping of device memory: `mmap` of its
-//! dma-buf gives ENOTSUPP.) The loader and the driver are opened at run time, so the same program
-//! starts on a machine without a GPU.
+//! behind the PCIe window. (CUDA cannot map device memory for the processor: `mmap` of its dma-buf
+//! gives ENOTSUPP.) The loader and the driver are opened at run time, so the same program starts on
+//! a machine without a GPU.
 //!
-//! One chunk is one `vkAllocateMemory`, because that is the unit in which memory can be handed back
+//! One chunk is one `vkAllocateMemory`, because that is the unit in which memory can be given back
 //! to its owner, exported as a file descriptor, and imported by CUDA.
 
 mod choice;
@@ -22,19 +22,19 @@ use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A Vulkan device opened for its memory alone.
+/// A Vulkan device, opened only for its memory.
 pub struct Device {
-    /// Which card it is.
+    /// The card of the device.
     pub card: Card,
     device: ash::Device,
     instance: ash::Instance,
     external: ash::khr::external_memory_fd::Device,
-    /// Only workers clear.
+    /// The resources for clearing, under a lock; only workers clear.
     clearing: Mutex<Clearing>,
-    /// The one queue, and whose turn it is to hand something to it.
+    /// The one queue, with the lock that a thread takes to submit to it.
     queue: vk::Queue,
     queue_turn: Mutex<()>,
-    /// Keeps the loader's library; last, so that it outlives everything made from it.
+    /// Keeps the loader's library. The field is last, so that it outlives everything made from it.
     _entry: ash::Entry,
 }
 
@@ -44,45 +44,45 @@ struct Clearing {
     fence: vk::Fence,
 }
 
-/// One chunk of mapped device memory. Freed when dropped; the caller clears it first.
+/// One chunk of mapped device memory. Dropping it frees the memory; the caller clears it first.
 pub struct Allocation {
     gpu: Arc<Device>,
     memory: vk::DeviceMemory,
     buffer: vk::Buffer,
     host: Option<NonNull<u8>>,
-    /// Bytes, as the driver rounded them: what an importer must name.
+    /// Bytes as the driver rounded them: an importer must give this size.
     pub bytes: u64,
 }
 
-// SAFETY: the mapping is plain memory without thread affinity, and Vulkan's handles may move
-// between threads; `Allocation` hands out the address only, and its users order their accesses.
+// SAFETY: the mapping is plain memory that belongs to no thread, and Vulkan's handles may move
+// between threads. `Allocation` returns only the address, and its users order their accesses.
 unsafe impl Send for Allocation {}
-// SAFETY: as above; `&Allocation` reads fields that never change.
+// SAFETY: as for Send; `&Allocation` reads fields that never change.
 unsafe impl Sync for Allocation {}
 
-/// Vulkan's answer, and the call.
+/// A failed call of Vulkan's, with its result.
 #[derive(Debug, Clone, Copy, thiserror::Error)]
 #[error("{call} answered {result:?}")]
 pub struct VulkanError {
-    /// The call.
+    /// The name of the call.
     pub call: &'static str,
-    /// Its result.
+    /// The call's result.
     pub result: vk::Result,
 }
 
 impl VulkanError {
-    /// Nobody has that much left.
+    /// Whether the memory that was asked for is not free.
     pub fn is_out_of_memory(&self) -> bool {
         matches!(self.result, vk::Result::ERROR_OUT_OF_DEVICE_MEMORY | vk::Result::ERROR_OUT_OF_HOST_MEMORY)
     }
 
-    /// The card is gone; nothing on it can be reached any more.
+    /// Whether the card is lost, so that nothing on it can be reached any more.
     pub fn is_lost(&self) -> bool {
         self.result == vk::Result::ERROR_DEVICE_LOST
     }
 }
 
-/// Puts the call's name to Vulkan's bare result.
+/// Adds the call's name to Vulkan's bare result.
 trait Named<T> {
     fn of(self, call: &'static str) -> Result<T, VulkanError>;
 }
@@ -97,7 +97,7 @@ impl Device {
     /// Opens `card`, which [`choice::cards`] listed, for its memory.
     ///
     /// # Errors
-    /// When the driver refuses.
+    /// Fails when the driver refuses.
     fn open(entry: ash::Entry, instance: ash::Instance, card: Card) -> Result<Self, VulkanError> {
         let physical = card.physical;
         // SAFETY: `physical` belongs to `instance`; every create-info outlives its call.
@@ -135,15 +135,15 @@ impl Device {
         }
     }
 
-    /// Bytes of device memory that this process could still have, as the driver reckons.
+    /// Bytes of device memory that this process could still have, as the driver estimates.
     pub fn free_bytes(&self) -> u64 {
         self.card.budget(&self.instance).unwrap_or(self.card.bytes)
     }
 
-    /// Takes `bytes` of device memory, mapped, able to be exported.
+    /// Takes `bytes` of device memory, mapped and exportable.
     ///
     /// # Errors
-    /// What the driver answered; out of device memory above all.
+    /// Fails with the driver's error, above all when the card has no memory left.
     pub fn allocate(self: &Arc<Self>, bytes: u64) -> Result<Allocation, VulkanError> {
         self.allocation(bytes, self.card.memory_type, self.card.window, true, None)
     }
@@ -151,16 +151,16 @@ impl Device {
     /// Takes host memory that the card copies from and to, mapped.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// Fails with the driver's error.
     fn staging(self: &Arc<Self>, bytes: u64) -> Result<Allocation, VulkanError> {
         self.allocation(bytes, self.card.staging_type, true, false, None)
     }
 
-    /// Maps memory that another process allocated like that, and exported; the descriptor keeps it
-    /// alive until then.
+    /// Maps memory that another process allocated in the same way, and exported. The descriptor
+    /// keeps it alive until then.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// Fails with the driver's error.
     pub fn adopt(self: &Arc<Self>, fd: OwnedFd, bytes: u64) -> Result<Allocation, VulkanError> {
         self.allocation(bytes, self.card.memory_type, self.card.window, true, Some(fd))
     }
@@ -179,7 +179,7 @@ impl Device {
             .size(bytes)
             .usage(vk::BufferUsageFlags::TRANSFER_DST | vk::BufferUsageFlags::TRANSFER_SRC);
         let info = if shared { info.push_next(&mut external) } else { info };
-        // SAFETY: the handles belong to this device; on every error what was made so far is
+        // SAFETY: the handles belong to this device; after every error the handles made so far are
         // destroyed.
         unsafe {
             let buffer = self.device.create_buffer(&info, None).of("vkCreateBuffer")?;
@@ -201,7 +201,8 @@ impl Device {
                 None => info,
             };
             let memory = self.device.allocate_memory(&info, None).of("vkAllocateMemory").map_err(destroy)?;
-            // A successful import owns the descriptor; a failed one leaves it to us.
+            // A successful import owns the descriptor; after a failed one this function still owns
+            // it.
             let _ = fd.map(IntoRawFd::into_raw_fd);
             let free = |error| {
                 self.device.free_memory(memory, None);
@@ -224,8 +225,7 @@ impl Device {
 impl Drop for Device {
     fn drop(&mut self) {
         let clearing = self.clearing.get_mut().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: every allocation holds the Device, so nothing made from the device is left but
-        // these.
+        // SAFETY: every allocation holds the Device, so only these handles of the device are left.
         unsafe {
             self.device.destroy_fence(clearing.fence, None);
             self.device.destroy_command_pool(clearing.pool, None);
@@ -243,9 +243,10 @@ impl fmt::Debug for Device {
 
 impl Clearing {
     /// # Safety
-    /// `device` has queues of `family`.
+    /// `device` must have queues of `family`.
     unsafe fn new(device: &ash::Device, family: u32) -> Result<Self, VulkanError> {
-        // SAFETY: the caller's promise; what was made is destroyed on every error.
+        // SAFETY: the caller guarantees the family; handles that were made are destroyed after
+        // every error.
         unsafe {
             let info = vk::CommandPoolCreateInfo::default()
                 .queue_family_index(family)
@@ -268,11 +269,11 @@ impl Clearing {
 
     /// Fills the buffer with zeros and waits for it.
     fn clear(&mut self, gpu: &Device, buffer: vk::Buffer) -> Result<(), VulkanError> {
-        // Device memory fills at terabytes a second; a card that takes longer has hung.
+        // Device memory is filled at terabytes a second; a card that takes longer has hung.
         let limit = answer_limit().as_nanos() as u64;
         let (device, commands) = (&gpu.device, [self.commands]);
         // SAFETY: `&mut self` makes this the only user of its command buffer, whose previous
-        // submission ended before this one begins; the queue has its turns.
+        // submission has ended. The queue is locked for each submission.
         unsafe {
             let begin =
                 vk::CommandBufferBeginInfo::default().flags(vk::CommandBufferUsageFlags::ONE_TIME_SUBMIT);
@@ -290,37 +291,37 @@ impl Clearing {
 }
 
 impl Allocation {
-    /// Its address for the processor; `None` if the card has no window onto it.
+    /// The memory's address for the processor; `None` if the card has no window onto it.
     pub fn host(&self) -> Option<NonNull<u8>> {
         self.host
     }
 
-    /// Its handle at the card's transfer queue.
+    /// The memory's handle for the card's transfer queue.
     pub fn buffer(&self) -> u64 {
         vk::Handle::as_raw(self.buffer)
     }
 
-    /// A descriptor of this memory, for CUDA or for another process. The memory lives while one is
-    /// open.
+    /// Exports a descriptor of this memory, for CUDA or for another process. The memory lives while
+    /// a descriptor is open.
     ///
     /// # Errors
-    /// What the driver answered; too many open files above all.
+    /// Fails with the driver's error, above all when too many files are open.
     pub fn export(&self) -> Result<OwnedFd, VulkanError> {
         let info = vk::MemoryGetFdInfoKHR::default()
             .memory(self.memory)
             .handle_type(vk::ExternalMemoryHandleTypeFlags::OPAQUE_FD);
-        // SAFETY: the memory was allocated for export by this device; the descriptor is new and
-        // ours.
+        // SAFETY: this device allocated the memory for export, and this function owns the new
+        // descriptor.
         unsafe {
             let fd = self.gpu.external.get_memory_fd(&info).of("vkGetMemoryFdKHR")?;
             Ok(OwnedFd::from_raw_fd(fd))
         }
     }
 
-    /// Overwrites it with zeros. Nobody may use it meanwhile.
+    /// Overwrites the memory with zeros. Nothing else may use it meanwhile.
     ///
     /// # Errors
-    /// When the card did not do it.
+    /// Fails when the card did not do it.
     pub fn clear(&self) -> Result<(), VulkanError> {
         let mut clearing = self.gpu.clearing.lock().unwrap_or_else(PoisonError::into_inner);
         clearing.clear(&self.gpu, self.buffer)
@@ -329,7 +330,8 @@ impl Allocation {
 
 impl Drop for Allocation {
     fn drop(&mut self) {
-        // SAFETY: made by this device, and nobody uses them any more: the owner is being dropped.
+        // SAFETY: this device made the handles, and nothing uses them any more: the owner is being
+        // dropped.
         unsafe {
             if self.host.is_some() {
                 self.gpu.device.unmap_memory(self.memory);

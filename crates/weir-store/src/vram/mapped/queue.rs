@@ -1,8 +1,7 @@
-//! Copies by the card's transfer queue, for memory that the processor does not see: cards without
-//! Resizable BAR, where there is no CUDA. Slower than a window to begin with, and the only way
-//! there.
+//! Copies by the card's transfer queue, for memory that the processor does not see: on cards
+//! without Resizable BAR and without CUDA. It is slower than a window, and the only path there.
 //!
-//! As with CUDA's batches ([`crate::vram::engine`]), operations take staging pages in turn,
+//! As in CUDA's batches ([`crate::vram::engine`]), operations take staging pages in turn,
 //! neighbours become one copy, and a batch is done when its fence is.
 
 use super::{Allocation, Device, Named, VulkanError};
@@ -15,15 +14,15 @@ use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 use weir_core::{PAGE_SIZE, PageBytes};
 
-/// Batches that may be under way at once.
+/// Most batches under way at once.
 const BATCHES: usize = 4;
 
-/// Where a page lies: an allocation's buffer, as a number, and the offset in it.
+/// The place of a page: an allocation's buffer, as a number, and the offset in it.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub struct Place {
-    /// From [`Allocation::buffer`].
+    /// The buffer's number, from [`Allocation::buffer`].
     pub buffer: u64,
-    /// In bytes.
+    /// The offset in bytes.
     pub offset: u64,
 }
 
@@ -33,7 +32,7 @@ pub struct QueueLane {
     staging: Allocation,
     pool: vk::CommandPool,
     operations: Box<[Operation]>,
-    /// Numbers of operations, ever growing: those below `finished` were handed over, those below
+    /// Operation numbers that only grow: operations below `finished` were handed over, those below
     /// `started` are in a batch, those below `queued` wait. `number % depth` is the staging page.
     finished: u64,
     started: u64,
@@ -54,21 +53,21 @@ struct Operation {
 struct Batch {
     commands: vk::CommandBuffer,
     fence: vk::Fence,
-    /// The operation after its last.
+    /// The number after the batch's last operation.
     end: u64,
     begun: Option<Instant>,
     failed: Option<Fault>,
 }
 
-// SAFETY: the staging address is plain memory, and Vulkan's handles may move between threads; this
-// lane alone uses them.
+// SAFETY: the staging address is plain memory, and Vulkan's handles may move between threads. Only
+// this lane uses them.
 unsafe impl Send for QueueLane {}
 
 impl QueueLane {
-    /// A lane with `depth` staging pages.
+    /// Makes a lane with `depth` staging pages.
     ///
     /// # Errors
-    /// When the driver has no memory for it.
+    /// Fails when the driver has no memory for it.
     pub fn new(device: &Arc<Device>, depth: usize) -> Result<Self, VulkanError> {
         let staging = device.staging((depth * PAGE_SIZE) as u64)?;
         let d = &device.device;
@@ -79,8 +78,8 @@ impl QueueLane {
             begun: None,
             failed: None,
         };
-        // SAFETY: every create-info outlives its call; what was made goes with the lane, on errors
-        // too.
+        // SAFETY: every create-info outlives its call; the handles are dropped with the lane, after
+        // errors too.
         unsafe {
             let info = vk::CommandPoolCreateInfo::default()
                 .queue_family_index(device.card.queue)
@@ -111,12 +110,12 @@ impl QueueLane {
         }
     }
 
-    /// Operations queued and not yet handed over.
+    /// Number of operations queued and not yet handed over.
     pub fn in_flight(&self) -> usize {
         (self.queued - self.finished) as usize
     }
 
-    /// Whether another operation has room.
+    /// Whether there is room for another operation.
     pub fn has_room(&self) -> bool {
         self.in_flight() < self.operations.len()
     }
@@ -127,18 +126,18 @@ impl QueueLane {
 
     fn staging_page(&self, number: u64) -> *mut u8 {
         let host = self.staging.host().map_or(ptr::null_mut(), ptr::NonNull::as_ptr);
-        // SAFETY: staging memory is mapped, with a page for each operation.
+        // SAFETY: the staging memory is mapped, with a page for each operation.
         unsafe { host.add(self.staging_offset(number)) }
     }
 
-    /// Queues a write; there is room.
+    /// Queues a write; there must be room.
     pub fn write(&mut self, ticket: Ticket, place: Place, page: &PageBytes) {
-        // SAFETY: no operation in flight uses this staging page, as there is room.
+        // SAFETY: since there is room, no operation in flight uses this staging page.
         unsafe { ptr::copy_nonoverlapping(page.as_ptr(), self.staging_page(self.queued), PAGE_SIZE) };
         self.push(Operation { ticket, write: true, place });
     }
 
-    /// Queues a read; there is room.
+    /// Queues a read; there must be room.
     pub fn read(&mut self, ticket: Ticket, place: Place) {
         self.push(Operation { ticket, write: false, place });
     }
@@ -149,7 +148,7 @@ impl QueueLane {
         self.queued += 1;
     }
 
-    /// Starts what waits, if a batch is free; [`poll`](Self::poll) starts it otherwise.
+    /// Starts waiting operations, if a batch is free; otherwise [`poll`](Self::poll) starts them.
     pub fn submit(&mut self) {
         if self.started == self.queued || self.begun - self.ended == BATCHES as u64 {
             return;
@@ -168,16 +167,15 @@ impl QueueLane {
         let batch = &self.batches[(self.begun % BATCHES as u64) as usize];
         let (d, commands) = (&self.device.device, batch.commands);
         let info = vk::CommandBufferBeginInfo::default().flags(vk::CommandBufferUsageFlags::ONE_TIME_SUBMIT);
-        // SAFETY: the batch has ended, so its commands and its fence are this lane's to record and
-        // to set; every buffer is a chunk's that stays until the batch has ended, or the staging
-        // memory.
+        // SAFETY: the batch has ended, so this lane may record its commands and reset its fence.
+        // Every buffer is the staging memory, or a chunk that stays until the batch has ended.
         unsafe {
             d.begin_command_buffer(commands, &info).of("vkBeginCommandBuffer")?;
             let mut at = self.started;
             while at < self.queued {
                 at = self.record_run(commands, at);
             }
-            // The processor reads what was copied into the staging memory.
+            // The barrier makes the copies in the staging memory visible to the processor.
             let barrier = [vk::MemoryBarrier::default()
                 .src_access_mask(vk::AccessFlags::TRANSFER_WRITE)
                 .dst_access_mask(vk::AccessFlags::HOST_READ)];
@@ -187,22 +185,24 @@ impl QueueLane {
             d.reset_fences(&[batch.fence]).of("vkResetFences")?;
             let all = [commands];
             let submit = [vk::SubmitInfo::default().command_buffers(&all)];
-            // One queue for all lanes and for clearing.
+            // All lanes and the clearing share one queue.
             let _turn = self.device.queue_turn.lock().unwrap_or_else(PoisonError::into_inner);
             d.queue_submit(self.device.queue, &submit, batch.fence).of("vkQueueSubmit")
         }
     }
 
-    /// Records one copy of as many neighbours as follow `first`; the number after the last of them.
+    /// Records one copy of `first` and the neighbours that follow it. Returns the number after the
+    /// last of them.
     ///
     /// # Safety
-    /// `commands` is being recorded, by this thread.
+    /// This thread must be recording `commands`.
     unsafe fn record_run(&self, commands: vk::CommandBuffer, first: u64) -> u64 {
         let depth = self.operations.len() as u64;
         let operation = |number: u64| self.operations[(number % depth) as usize];
         let Operation { write, place, .. } = operation(first);
         let mut end = first + 1;
-        // Neighbours on the card, and in the staging memory, which begins anew at its end.
+        // Neighbours lie side by side on the card, and in the staging memory, which wraps at its
+        // end.
         while end < self.queued && !end.is_multiple_of(depth) {
             let next = operation(end);
             let offset = place.offset + (end - first) * PAGE_SIZE as u64;
@@ -217,7 +217,7 @@ impl QueueLane {
         let (from, to, src, dst) =
             if write { (staging, chunk, near, far) } else { (chunk, staging, far, near) };
         let region = [vk::BufferCopy::default().src_offset(src).dst_offset(dst).size(size)];
-        // SAFETY: the caller's promise, and both ranges lie in their buffers.
+        // SAFETY: the caller guarantees the recording, and both ranges lie in their buffers.
         unsafe { self.device.device.cmd_copy_buffer(commands, from, to, &region) };
         end
     }
@@ -233,8 +233,8 @@ impl QueueLane {
             let end = self.batches[at].end;
             while self.finished < end {
                 let operation = self.operations[(self.finished % self.operations.len() as u64) as usize];
-                // SAFETY: the copy into this staging page has ended, and none starts before it is
-                // handed over.
+                // SAFETY: the copy into this staging page has ended, and no new one starts before
+                // the page is handed over.
                 let page = unsafe { &*self.staging_page(self.finished).cast::<PageBytes>() };
                 self.finished += 1;
                 let page = (outcome.is_ok() && !operation.write).then_some(page);
@@ -245,7 +245,7 @@ impl QueueLane {
         self.submit();
     }
 
-    /// How a batch ended; `None` while it has not.
+    /// The result of a batch; `None` while it has not ended.
     fn outcome(&mut self, now: Instant, at: usize) -> Option<Result<(), Fault>> {
         let batch = &self.batches[at];
         if let Some(fault) = batch.failed {
@@ -254,7 +254,7 @@ impl QueueLane {
         if self.dead {
             return Some(Err(Fault::Lost));
         }
-        // SAFETY: the fence was handed to the queue.
+        // SAFETY: the fence was submitted to the queue.
         match unsafe { self.device.device.get_fence_status(batch.fence) } {
             Ok(true) => return Some(Ok(())),
             Ok(false) => {}
@@ -267,13 +267,13 @@ impl QueueLane {
         if !late {
             return None;
         }
-        // The copy may still land in the staging pages at any time: this lane never uses them
+        // The copy may still land in the staging pages at any time, so this lane never uses them
         // again.
         self.dead = true;
         Some(Err(Fault::Timeout))
     }
 
-    /// Whether the card did not answer, for good.
+    /// Whether the card no longer answers.
     pub fn is_dead(&self) -> bool {
         self.dead
     }
@@ -290,8 +290,8 @@ impl Drop for QueueLane {
         let flying = (self.ended..self.begun).map(|number| &self.batches[(number % BATCHES as u64) as usize]);
         let fences: Vec<vk::Fence> =
             flying.filter(|batch| batch.failed.is_none()).map(|batch| batch.fence).collect();
-        // SAFETY: what is in flight is waited for before anything that it uses is destroyed; all
-        // was made by this lane.
+        // SAFETY: operations in flight are waited for before anything that they use is destroyed;
+        // this lane made all of it.
         unsafe {
             if !fences.is_empty() {
                 let _ = d.wait_for_fences(&fences, true, answer_limit().as_nanos() as u64);

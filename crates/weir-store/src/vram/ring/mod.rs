@@ -1,24 +1,24 @@
-//! A kernel that stays on the card and serves descriptors.
+//! The ring: a kernel that stays on the card and serves descriptors.
 //!
-//! Starting a copy engine costs 6 us, and the driver lets one thread at a time do it. A kernel that
-//! is already running needs neither: the processor writes a 64-byte descriptor into a ring in the
-//! card's memory, through the window, and a block of the kernel that polls there copies the page
-//! between the card's memory and a staging page in the host's, and writes the descriptor's number
-//! beside it. One ring a lane, nothing shared.
+//! A copy engine takes 6 us to start, and the driver lets one thread at a time start one. A running
+//! kernel avoids both. The processor writes a 64-byte descriptor into a ring in the card's memory,
+//! through the window. A block of the kernel polls that ring. It copies the page between the card's
+//! memory and a staging page in host memory, and then writes the descriptor's number beside it.
+//! Each lane has its own ring, and shares nothing.
 //!
-//! The kernel occupies a time slice of the card while it stays, and the card draws more power. So
-//! it enters only when there is enough to do ([`Policy`]), and leaves when there is not; without
-//! it, every operation has another way.
+//! While the kernel stays, it occupies a time slice of the card, and the card draws more power. So
+//! it enters only when there is enough to do ([`Policy`]), and leaves when there is not. Without
+//! it, every operation has another path.
 //!
 //! # Entering and leaving
 //!
 //! A descriptor written after the kernel left would never be served. Lanes and the controller agree
-//! by a handshake that costs a lane two plain stores: a lane says `Cell::adding`, then looks at
-//! `Ring::state`; the controller sets the state to leaving, then looks at every lane. Whichever
-//! comes second sees the other, provided each one's store is visible before its load; the
-//! controller pays for both sides with `membarrier`, as lanes are many and leaving is rare. Then it
-//! waits until every number that was added has been served, and only then tells the kernel to stop.
-//! `model.rs` checks every interleaving of this.
+//! by a handshake in which a lane makes only two plain stores. A lane sets `Cell::adding`, then
+//! reads `Ring::state`; the controller sets the state to leaving, then reads every lane's `adding`.
+//! The one that comes second sees the other, if each one's store is visible before its load. The
+//! controller ensures that for both with `membarrier`, since lanes are many and leaving is rare.
+//! Then it waits until every number that was added has been served, and only then tells the kernel
+//! to stop. `model.rs` checks every interleaving of this.
 
 #[cfg(test)]
 mod model;
@@ -45,18 +45,18 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, PageBytes, Slot};
 
-/// The most slots a ring has; a lane may have fewer.
+/// Most slots of a ring; a lane may have fewer.
 pub const DEPTH_MAX: usize = 256;
-/// Bytes of device memory that all rings and the control block take.
+/// Bytes of device memory for all rings and the control block.
 pub const DEVICE_BYTES: u64 = (4096 + LANES * DEPTH_MAX * DESCRIPTOR) as u64;
-/// How long leaving waits for lanes and for the kernel before it gives up.
+/// Longest time that leaving waits for lanes and for the kernel, before it gives up.
 const LEAVE_LIMIT: Duration = Duration::from_millis(100);
-/// A lane that was served nothing for so long has been through a time slice of somebody else's. Its
+/// A lane without any service for this long has waited through another context's time slice. Its
 /// own queue is at most 1 ms long.
 const STALL: Duration = Duration::from_millis(3);
-/// Polls without progress between two looks at the clock.
+/// Number of polls without progress between two looks at the clock.
 const CLOCK_EVERY: u32 = 1024;
-/// Descriptors that gather before they are started without being asked.
+/// Number of waiting descriptors that are started without a submit.
 const GATHER: u32 = 16;
 
 const ABSENT: u32 = 0;
@@ -68,24 +68,23 @@ static PTX: &CStr = match CStr::from_bytes_with_nul(concat!(include_str!("kernel
     Err(_) => panic!("the PTX holds no NUL"),
 };
 
-/// The settings of the store's owner.
+/// The settings of the ring.
 #[derive(Clone, Copy, Debug)]
 pub struct Tuning {
-    /// Blocks in all; shared out among the lanes in powers of two.
+    /// Blocks of the kernel in total, divided among the lanes in powers of two.
     pub blocks: u32,
-    /// The most blocks that one lane gets.
+    /// Most blocks of one lane.
     pub lane_blocks: u32,
 }
 
 impl Default for Tuning {
     fn default() -> Self {
-        // A link's worth of pages needs about a hundred in flight (12 M/s of 8 us each when it is
-        // full).
+        // A full link needs about a hundred pages in flight (12 M/s of 8 us each).
         Tuning { blocks: 128, lane_blocks: 64 }
     }
 }
 
-/// The kernel, its rings, and who may use them.
+/// The kernel, its rings, and the lanes that use them.
 pub struct Ring {
     state: AtomicU32,
     cells: [Cell; LANES],
@@ -95,30 +94,30 @@ pub struct Ring {
     hot: Arc<Hot>,
 }
 
-/// One lane as the controller sees it.
+/// The state of one lane that the controller reads.
 #[repr(align(128))]
 #[derive(Default)]
 struct Cell {
-    /// The lane is writing descriptors, on the strength of the state it saw.
+    /// Whether the lane is writing descriptors, trusting the state that it saw.
     adding: AtomicU32,
-    /// The number after the last it wrote.
+    /// The number after the last descriptor that it wrote.
     added: AtomicU32,
-    /// The resident kernel serves this ring.
+    /// Whether the resident kernel serves this ring.
     covered: AtomicBool,
-    /// Waits that were so long that another context must have had the card.
+    /// Number of waits so long that another context must have had the card.
     stalls: AtomicU32,
-    /// Numbers served, a word a slot; null while no lane has the cell.
+    /// The numbers served, a word a slot; null while no lane has the cell.
     done: AtomicPtr<AtomicU32>,
-    /// Slots.
+    /// Number of the ring's slots.
     depth: AtomicU32,
 }
 
-/// The part that only the thread that enters or leaves touches. Dropped in this order.
+/// State that only the entering or leaving thread accesses. The fields are dropped in this order.
 struct Seat {
     kernel: Kernel,
     stream: OwnStream,
     device: DeviceMemory,
-    /// Its address for the processor.
+    /// The address of the rings' memory for the processor.
     host: NonNull<u8>,
     _memory: Allocation,
 }
@@ -127,11 +126,11 @@ struct Seat {
 unsafe impl Send for Seat {}
 
 impl Ring {
-    /// Readies rings in `memory`, which CUDA knows as `device`; the kernel is loaded and not yet
-    /// started.
+    /// Prepares rings in `memory`, whose address in CUDA is `device`. The kernel is loaded and not
+    /// yet started.
     ///
     /// # Errors
-    /// When the driver cannot compile the kernel for this card.
+    /// Fails when the driver cannot compile the kernel for this card.
     pub fn new(
         context: &Arc<Context>,
         memory: Allocation,
@@ -154,7 +153,7 @@ impl Ring {
         })
     }
 
-    /// Changes the state, and then what lanes choose by.
+    /// Changes the state, and then the flag by which lanes choose a path.
     fn set(&self, state: u32) {
         self.state.store(state, Ordering::Release);
         self.hot.gate().resident.store(state == RESIDENT, Ordering::Relaxed);
@@ -165,12 +164,12 @@ impl Ring {
         self.state.load(Ordering::Relaxed) == RESIDENT
     }
 
-    /// Waits that looked like another context's time slice, since the last call.
+    /// Number of waits that looked like another context's time slice, since the last call.
     pub fn take_stalls(&self) -> u32 {
         self.cells.iter().map(|cell| cell.stalls.swap(0, Ordering::Relaxed)).sum()
     }
 
-    /// Asks the driver whether the kernel still runs: one that died serves nothing and says
+    /// Asks the driver whether the kernel still runs: a dead kernel serves nothing and reports
     /// nothing.
     pub fn ask(&self) {
         if self.is_resident()
@@ -180,7 +179,8 @@ impl Ring {
         }
     }
 
-    /// Whether a lane was opened that the resident kernel does not serve.
+    /// Whether there is a lane that the resident kernel does not serve, because it was opened
+    /// later.
     pub fn has_uncovered_lanes(&self) -> bool {
         self.is_resident()
             && self.cells.iter().any(|cell| {
@@ -188,10 +188,10 @@ impl Ring {
             })
     }
 
-    /// Puts the kernel on the card, unless somebody holds it off or there is no lane.
+    /// Puts the kernel on the card, unless a thread holds it off or there is no lane.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// Fails with the driver's error.
     pub fn enter(&self) -> Result<(), CallError> {
         let Ok(seat) = self.seat.try_lock() else { return Ok(()) };
         if self.state.load(Ordering::Relaxed) != ABSENT {
@@ -210,7 +210,8 @@ impl Ring {
             block.lanes[lanes as usize] = LaneBlock {
                 ring: seat.device.address + ring_offset(index) as u64,
                 done: done as u64,
-                // While the kernel is absent no lane adds, so this is where it stopped.
+                // Lanes add nothing while the kernel is absent, so this is the number at which it
+                // stopped.
                 head: cell.added.load(Ordering::Relaxed),
                 depth,
                 unused: [0; 2],
@@ -221,8 +222,8 @@ impl Ring {
             return Ok(());
         }
         block.blocks = share(self.tuning, lanes).min(depth_min);
-        // SAFETY: the control block's place in the mapped memory is ours while the kernel is
-        // absent.
+        // SAFETY: while the kernel is absent, only this thread accesses the control block in the
+        // mapped memory.
         unsafe { ptr::write_volatile(seat.host.as_ptr().cast::<ControlBlock>(), block) };
         fence_stores();
         seat.kernel.launch(&seat.stream, lanes * block.blocks, THREADS, seat.device.address)?;
@@ -233,20 +234,20 @@ impl Ring {
         Ok(())
     }
 
-    /// Takes the kernel off the card. `false`: a lane held on to it for too long, and it stays.
+    /// Takes the kernel off the card. `false`: a lane used it for too long, and it stays.
     ///
     /// # Errors
-    /// When the kernel failed, which loses the card.
+    /// Fails when the kernel failed, which loses the card.
     pub fn leave(&self) -> Result<bool, CallError> {
         self.leave_from(&self.seat.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Takes the kernel off the card and holds it off until the guard is dropped. The driver waits
-    /// for running kernels when memory is mapped or unmapped, so whoever does that pauses the ring
-    /// first.
+    /// Takes the kernel off the card, and holds it off until the guard is dropped. The driver waits
+    /// for running kernels when memory is mapped or unmapped. So a thread that does either pauses
+    /// the ring first.
     ///
     /// # Errors
-    /// When the kernel would not leave.
+    /// Fails when the kernel did not leave.
     pub fn pause(&self) -> Result<Paused<'_>, Fault> {
         let seat = self.seat.lock().unwrap_or_else(PoisonError::into_inner);
         match self.leave_from(&seat) {
@@ -261,7 +262,7 @@ impl Ring {
             return Ok(true);
         }
         if self.context.is_lost() {
-            // It went with its context, and so may the lanes' memory have.
+            // The kernel went with its context, and the lanes' memory may have gone too.
             self.set(ABSENT);
             return Ok(true);
         }
@@ -279,7 +280,8 @@ impl Ring {
             }
             std::thread::yield_now();
         }
-        // SAFETY: the control block's first word, mapped and aligned; the kernel reads it.
+        // SAFETY: the address is the control block's first word, mapped and aligned; the kernel
+        // reads it.
         unsafe { ptr::write_volatile(seat.host.as_ptr().cast::<u32>(), 1) };
         fence_stores();
         loop {
@@ -295,10 +297,10 @@ impl Ring {
         }
     }
 
-    /// Opens a lane of at most `depth` slots; `None` when all are taken.
+    /// Opens a lane of at most `depth` slots; `None` if all lanes are taken.
     ///
     /// # Errors
-    /// When memory cannot be pinned, or the kernel would not make way for that.
+    /// Fails when memory cannot be pinned, or the kernel did not leave for that.
     pub fn lane(self: &Arc<Self>, depth: usize) -> Result<Option<RingLane>, Fault> {
         let paused = self.pause()?;
         let Some(index) = self.cells.iter().position(|cell| cell.done.load(Ordering::Relaxed).is_null())
@@ -309,10 +311,11 @@ impl Ring {
         let taken = |_: CallError| Fault::Io(libc::ENOMEM);
         let staging = self.context.pinned(depth * PAGE_SIZE).map_err(taken)?;
         let done = self.context.pinned(PAGE_SIZE).map_err(taken)?;
-        // SAFETY: the ring's place in the mapped memory is as long as all rings together.
+        // SAFETY: the part of the mapped memory for rings is as long as all rings together.
         let ring = unsafe { paused._seat.host.as_ptr().add(ring_offset(index)) };
         let cell = &self.cells[index];
-        // Numbers only grow, so what an earlier lane left in the ring is never taken for new.
+        // Numbers only grow, so descriptors that an earlier lane left in the ring are never taken
+        // for new ones.
         let first = match cell.depth.load(Ordering::Relaxed) {
             0 => FIRST,
             _ => cell.added.load(Ordering::Relaxed),
@@ -321,8 +324,8 @@ impl Ring {
         cell.depth.store(depth as u32, Ordering::Relaxed);
         let served: *mut AtomicU32 = done.as_ptr().cast();
         for number in (1..=depth as u32).map(|back| first.wrapping_sub(back)) {
-            // SAFETY: a page holds a word for each of at most 256 slots. All before the first count
-            // as served.
+            // SAFETY: a page holds a word for each of at most 256 slots. All numbers before the
+            // first count as served.
             unsafe { (*served.add((number % depth as u32) as usize)).store(number, Ordering::Relaxed) };
         }
         cell.done.store(served, Ordering::Release);
@@ -354,7 +357,7 @@ impl std::fmt::Debug for Ring {
     }
 }
 
-/// Keeps the kernel off the card.
+/// A guard that holds the kernel off the card.
 pub struct Paused<'a> {
     _seat: MutexGuard<'a, Seat>,
 }
@@ -369,13 +372,13 @@ impl Cell {
         let (depth, end) = (self.depth.load(Ordering::Relaxed), self.added.load(Ordering::Acquire));
         (1..=depth).all(|back| {
             let number = end.wrapping_sub(back);
-            // SAFETY: the lane's words are alive while the cell shows them, `depth` of them.
+            // SAFETY: the lane's words, `depth` of them, are alive while the cell points to them.
             unsafe { (*done.add((number % depth) as usize)).load(Ordering::Acquire) == number }
         })
     }
 }
 
-/// Blocks for each of `lanes`: a power of two.
+/// Number of blocks for each of `lanes` lanes: a power of two.
 fn share(tuning: Tuning, lanes: u32) -> u32 {
     let each = (tuning.blocks / lanes).clamp(1, tuning.lane_blocks);
     1 << each.ilog2()
@@ -385,14 +388,14 @@ fn ring_offset(lane: usize) -> usize {
     4096 + lane * DEPTH_MAX * DESCRIPTOR
 }
 
-/// A ring's answer to an operation.
+/// A ring's answer when a lane wants to queue an operation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Admission {
-    /// Queue it.
+    /// The lane may queue it.
     Yes,
-    /// Not before some have been handed over.
+    /// The ring is full until some operations have been handed over.
     Full,
-    /// The kernel is not there, or about to leave.
+    /// The kernel is away, or about to leave.
     Away,
 }
 
@@ -400,13 +403,14 @@ pub enum Admission {
 pub struct RingLane {
     ring: Arc<Ring>,
     index: usize,
-    /// The ring, as the processor sees it.
+    /// The descriptors of the ring, at their address for the processor.
     descriptors: *mut u8,
-    /// Staging pages, and the numbers served. Freed only when the kernel is known to be absent.
+    /// Staging pages, and the numbers served. They are freed only while the kernel is known to be
+    /// absent.
     memory: ManuallyDrop<[Pinned; 2]>,
     operations: Box<[Operation]>,
-    /// Numbers: those before `finished` were handed over, those before `started` are in the ring,
-    /// those before `queued` wait.
+    /// Operation numbers: those before `finished` were handed over, those before `started` are in
+    /// the ring, those before `queued` wait.
     finished: u32,
     started: u32,
     queued: u32,
@@ -424,8 +428,7 @@ struct Operation {
     to: u64,
 }
 
-// SAFETY: `descriptors` is this lane's part of the mapped memory, which the ring it holds keeps
-// alive.
+// SAFETY: `descriptors` is this lane's part of the mapped memory, which its ring keeps alive.
 unsafe impl Send for RingLane {}
 
 impl RingLane {
@@ -433,7 +436,7 @@ impl RingLane {
         &self.ring.cells[self.index]
     }
 
-    /// Whether an operation can be queued now. After a yes, one is.
+    /// Whether an operation can be queued now. After a yes, the caller must queue one.
     pub fn admits(&mut self) -> Admission {
         if self.dead {
             return Admission::Away;
@@ -446,8 +449,8 @@ impl RingLane {
         }
         let cell = self.cell();
         cell.adding.store(1, Ordering::Relaxed);
-        // The processor may still move the load before the store; the controller's membarrier makes
-        // up for it.
+        // The processor may still move the load before the store; the controller's membarrier
+        // corrects that.
         compiler_fence(Ordering::SeqCst);
         if self.ring.state.load(Ordering::Acquire) == RESIDENT && cell.covered.load(Ordering::Relaxed) {
             return Admission::Yes;
@@ -456,7 +459,7 @@ impl RingLane {
         Admission::Away
     }
 
-    /// Operations queued and not yet handed over.
+    /// Number of operations queued and not yet handed over.
     pub fn in_flight(&self) -> usize {
         self.queued.wrapping_sub(self.finished) as usize
     }
@@ -470,15 +473,15 @@ impl RingLane {
         unsafe { self.memory[0].as_ptr().add(self.place(number) * PAGE_SIZE) }
     }
 
-    /// Queues a write; [`admits`](Self::admits) said yes just now.
+    /// Queues a write; [`admits`](Self::admits) must have said yes just before.
     pub fn write(&mut self, ticket: Ticket, slot: Slot, device: u64, page: &PageBytes) {
         let staging = self.staging_page(self.queued);
-        // SAFETY: no operation in flight uses this staging page, as there is room.
+        // SAFETY: since there is room, no operation in flight uses this staging page.
         unsafe { ptr::copy_nonoverlapping(page.as_ptr(), staging, PAGE_SIZE) };
         self.push(Operation { ticket, write: true, slot: slot.0, from: staging as u64, to: device });
     }
 
-    /// Queues a read; [`admits`](Self::admits) said yes just now.
+    /// Queues a read; [`admits`](Self::admits) must have said yes just before.
     pub fn read(&mut self, ticket: Ticket, slot: Slot, device: u64) {
         let staging = self.staging_page(self.queued);
         self.push(Operation { ticket, write: false, slot: slot.0, from: device, to: staging as u64 });
@@ -493,19 +496,20 @@ impl RingLane {
         }
     }
 
-    /// Writes the descriptors of everything that waits.
+    /// Writes the descriptors of all waiting operations.
     pub fn submit(&mut self) {
         if self.started == self.queued {
             return;
         }
-        // Staging pages before descriptors: ordinary stores may be overtaken by non-temporal ones.
+        // Staging pages must be visible before descriptors: non-temporal stores may overtake
+        // ordinary ones.
         fence_stores();
         while self.started != self.queued {
             let slot = self.place(self.started);
             let operation = self.operations[slot];
             let line = descriptor(self.started, operation.from, operation.to);
-            // SAFETY: the slot's line lies in this lane's ring; the kernel is done with what it
-            // held, as the number `depth` before this one was handed over.
+            // SAFETY: the slot's line lies in this lane's ring. The kernel no longer reads its old
+            // content, since the number `depth` before this one was handed over.
             unsafe { store_line(&line, self.descriptors.add(slot * DESCRIPTOR)) };
             self.started = self.started.wrapping_add(1);
         }
@@ -515,7 +519,7 @@ impl RingLane {
         cell.adding.store(0, Ordering::Release);
     }
 
-    /// Hands over what has been served, in order. Where the context has died the rest stays in
+    /// Hands over the served operations, in order. If the context has died, the rest stays in
     /// flight, to be [salvaged](Self::salvage).
     pub fn poll(&mut self, now: Instant, done: &mut dyn FnMut(Done<'_>)) {
         let served: *const AtomicU32 = self.memory[1].as_ptr().cast();
@@ -528,8 +532,8 @@ impl RingLane {
                 break;
             }
             let operation = self.operations[slot];
-            // SAFETY: the card has written this staging page and is done with it: it released the
-            // number after.
+            // SAFETY: the card has written this staging page, and then released the number, so it
+            // does not access the page any more.
             let page = unsafe { &*self.staging_page(number).cast::<PageBytes>() };
             self.finished = number.wrapping_add(1);
             self.waiting = None;
@@ -539,8 +543,8 @@ impl RingLane {
         }
     }
 
-    /// Hands over all that is in flight, for somebody to do it another way: nobody knows how much
-    /// of it was done. Never again does the lane take anything.
+    /// Hands over all operations in flight, to be done by another path: how much of them was done
+    /// is unknown. The lane takes no operation afterwards.
     pub fn salvage(&mut self, redo: &mut dyn FnMut(Salvaged<'_>)) {
         self.dead = true;
         while self.finished != self.queued {
@@ -556,7 +560,7 @@ impl RingLane {
         cell.adding.store(0, Ordering::Release);
     }
 
-    /// Looks at the clock now and then, for an operation that has not been served yet.
+    /// Reads the clock now and then, while the next operation has not been served.
     fn wait_longer(&mut self, now: Instant) {
         self.polls += 1;
         if !self.polls.is_multiple_of(CLOCK_EVERY) {
@@ -569,7 +573,7 @@ impl RingLane {
             stalls.store(stalls.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
         }
         if waited > answer_limit() {
-            // The card may still write into the staging pages at any time: this lane never uses
+            // The card may still write into the staging pages at any time, so this lane never uses
             // them again.
             self.dead = true;
             self.ring.context.declare_lost(Death::NoAnswer("the resident kernel"));
@@ -581,11 +585,10 @@ impl Drop for RingLane {
     fn drop(&mut self) {
         let ring = Arc::clone(&self.ring);
         self.cell().adding.store(0, Ordering::Release);
-        // If the kernel does not leave, the card may still write: then the pages stay with it for
-        // good.
+        // If the kernel does not leave, the card may still write: then the pages are never freed.
         if let Ok(_paused) = ring.pause() {
             self.cell().done.store(ptr::null_mut(), Ordering::Release);
-            // SAFETY: dropped once, here, and the kernel is absent.
+            // SAFETY: dropped only once, here, and the kernel is absent.
             unsafe { ManuallyDrop::drop(&mut self.memory) };
         }
     }

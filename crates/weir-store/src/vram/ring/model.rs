@@ -1,28 +1,28 @@
-//! Every interleaving of one lane, the controller and the kernel, by exhaustive search over a
-//! model.
+//! A model of the ring: an exhaustive search of every interleaving of one lane, the controller and
+//! the kernel.
 //!
-//! The model keeps what matters and shrinks the rest: a ring of two slots, sequence numbers modulo
-//! 8 that begin just before their wrap, and the lane's stores in a buffer that reaches memory
-//! whenever it likes (x86's total store order; its loads overtake them, which is what the
-//! controller's `membarrier` is for). Ghosts, numbers that never wrap, say which operation a number
-//! stands for.
+//! The model keeps what matters and shrinks the rest. The ring has two slots. Sequence numbers are
+//! modulo 8 and begin just before their wrap. The lane's stores wait in a buffer and reach memory
+//! at any time (x86's total store order). Its loads overtake them, which is what the controller's
+//! `membarrier` is for. Ghost variables are numbers that never wrap; they say which operation a
+//! number stands for.
 //!
-//! Two claims: when the kernel is absent, nothing that was added is unserved (no lost wake-up); and
-//! the kernel serves every operation once, in order (the wrap is harmless). Two controls leave out
-//! what makes them true, and the search must then find the failure.
+//! The search checks two claims. When the kernel is absent, every added operation has been served
+//! (no lost wake-up). And the kernel serves every operation once, in order (the wrap is harmless).
+//! Two controls leave out what makes the claims true, and then the search must find the failure.
 
 use std::collections::{HashSet, VecDeque};
 
 const DEPTH: u8 = 2;
 const OPERATIONS: u8 = 5;
-/// Stores that wait for memory, at most: two operations' worth.
+/// Most stores that wait for memory: two operations' worth.
 const BUFFER: usize = 5;
 
 #[derive(Clone, Copy)]
 struct Rules {
-    /// The controller runs `membarrier` between its store and its look.
+    /// Whether the controller runs `membarrier` between its store and its load.
     membarrier: bool,
-    /// Sequence numbers are modulo this.
+    /// The modulus of sequence numbers.
     modulus: u8,
 }
 
@@ -31,7 +31,7 @@ const REAL: Rules = Rules { membarrier: true, modulus: 8 };
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 enum Store {
     Adding(bool),
-    /// A descriptor: its number lies in its slot from now on.
+    /// A descriptor's number, which lies in its slot from now on.
     Descriptor(u8),
     Added(u8),
 }
@@ -55,13 +55,13 @@ enum Controller {
 
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 struct World {
-    // The lane: its place, what its stores have not told memory yet, ghosts of what it queued and
-    // was handed.
+    // The lane: its step, its stores that have not reached memory yet, and ghosts of the operations
+    // that it queued and got back.
     lane: LaneAt,
     buffer: VecDeque<Store>,
     queued: u8,
     finished: u8,
-    // Memory.
+    // The memory that all see.
     adding: bool,
     added: u8,
     leaving_or_absent: bool,
@@ -71,11 +71,11 @@ struct World {
     // The controller, and the kernel's next operation while it runs.
     controller: Controller,
     kernel: Option<u8>,
-    /// Ghost: operations served.
+    /// A ghost: the number of operations served.
     served: u8,
 }
 
-/// The number of an operation: the first is just before the wrap.
+/// The sequence number of an operation: the first is just before the wrap.
 fn number(operation: u8, rules: Rules) -> u8 {
     (operation + 6) % rules.modulus
 }
@@ -86,7 +86,7 @@ fn slot(operation: u8) -> usize {
 
 impl World {
     fn new(rules: Rules) -> Self {
-        // Slots show numbers of long ago; all before the first count as done.
+        // At first, slots show older numbers, and all operations before the first count as done.
         let past = |operation: u8| (operation + 6 + 2 * rules.modulus - DEPTH) % rules.modulus;
         World {
             lane: LaneAt::Start,
@@ -114,13 +114,13 @@ impl World {
         }
     }
 
-    /// The number of the last operation served, in its slot, is what the controller and the lane
-    /// look at.
+    /// Whether an operation is done: the controller and the lane read the last served number in its
+    /// slot.
     fn is_done(&self, operation: u8, rules: Rules) -> bool {
         self.done[slot(operation)] == number(operation, rules)
     }
 
-    /// Every world that one step of anybody leads to.
+    /// Every state that one step of the lane, the controller or the kernel leads to.
     fn next(&self, rules: Rules) -> Vec<World> {
         let mut worlds = Vec::new();
         let mut step = |change: &dyn Fn(&mut World)| {
@@ -131,8 +131,8 @@ impl World {
         if !self.buffer.is_empty() {
             step(&|world| world.drain_one(rules));
         }
-        // The lane: announce, look, write, close; hand over what is done. A full buffer holds it
-        // up.
+        // The lane's steps: announce, read the state, write, close; hand over finished operations.
+        // A full buffer blocks it.
         match self.lane {
             _ if self.buffer.len() >= BUFFER => {}
             LaneAt::Start if self.queued < OPERATIONS && self.queued - self.finished < DEPTH => {
@@ -163,7 +163,7 @@ impl World {
         if self.finished < self.queued && self.is_done(self.finished, rules) {
             step(&|world| world.finished += 1);
         }
-        // The controller.
+        // The controller's steps.
         match self.controller {
             Controller::Absent => step(&|world| {
                 world.stop = false;
@@ -195,7 +195,7 @@ impl World {
             }
             Controller::Stopping => {}
         }
-        // The kernel: serve the next number if its slot shows it, or leave.
+        // The kernel's steps: serve the next number if its slot shows it, or leave.
         if let Some(next) = self.kernel {
             if self.slots[slot(next)] == number(next, rules) {
                 step(&|world| {
@@ -211,7 +211,7 @@ impl World {
         worlds
     }
 
-    /// The violation in this world, if there is one.
+    /// The violation in this state, if there is one.
     fn wrong(&self) -> Option<&'static str> {
         if self.served > self.queued {
             return Some("served an operation that was never added");
@@ -228,7 +228,7 @@ impl World {
     }
 }
 
-/// Visits every reachable world; the first wrong one, or how many there are.
+/// Visits every reachable state. Returns the first wrong one, or the number of states.
 fn search(rules: Rules) -> Result<usize, (&'static str, World)> {
     let first = World::new(rules);
     let mut seen = HashSet::from([first.clone()]);

@@ -1,52 +1,52 @@
-//! When the kernel should be on the card: a pure function of what was seen, so that it can be
-//! tested by itself.
+//! Decides when the kernel should be on the card: a pure function of the figures seen, so that it
+//! can be tested alone.
 //!
-//! The card's owner comes first. While anybody else has a context on the card, or an operation
-//! waited as long as a time slice, the kernel stays away; otherwise it enters under load and leaves
-//! soon after it.
+//! The card's owner comes first. The kernel stays away while another process has a context on the
+//! card, or after an operation waited as long as a time slice. Otherwise it enters under load and
+//! leaves soon after it.
 
 use std::time::Duration;
 
-/// The watcher's sight since it last looked.
+/// The figures that the watcher has seen since its last look.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Seen {
-    /// Time since it last looked.
+    /// Time since the last look.
     pub elapsed: Duration,
-    /// Pages moved in it, by whatever way.
+    /// Number of pages moved in that time, by any path.
     pub pages: u64,
     /// Other processes that have a context on the card.
     pub others: u32,
-    /// Operations of the ring that waited a time slice.
+    /// Number of the ring's operations that waited as long as a time slice.
     pub stalls: u32,
-    /// The kernel is there.
+    /// Whether the kernel is on the card.
     pub resident: bool,
-    /// There are lanes that the resident kernel does not serve.
+    /// Whether there are lanes that the resident kernel does not serve.
     pub uncovered: bool,
 }
 
-/// The watcher's next act.
+/// The watcher's next step.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Step {
-    /// As it is.
+    /// Do nothing.
     Stay,
     /// Put the kernel on the card.
     Enter,
-    /// Take it off.
+    /// Take the kernel off the card.
     Leave,
 }
 
-/// Thresholds, and how long each has been met.
+/// Thresholds, and for how long each has been met.
 #[derive(Clone, Debug)]
 pub struct Policy {
-    /// Pages a second that pay for the kernel's time slice and power.
+    /// Pages a second from which on the kernel is worth its time slice and power.
     pub enter_at: u64,
-    /// Pages a second below which it idles.
+    /// Pages a second below which the kernel counts as idle.
     pub leave_at: u64,
-    /// Idle for so long, it leaves.
+    /// Time without enough pages after which the kernel leaves.
     pub idle: Duration,
-    /// After making way for somebody, it stays away for so long.
+    /// Time that the kernel stays away after it left for another process.
     pub shy: Duration,
-    /// Enters at once and does not leave for idleness: `ring=on`, for benchmarks.
+    /// Whether the kernel enters at once and never leaves for idleness: `ring=on`, for benchmarks.
     pub always: bool,
     idle_for: Duration,
     shy_for: Duration,
@@ -67,7 +67,7 @@ impl Default for Policy {
 }
 
 impl Policy {
-    /// Decides the next act from the sight.
+    /// Decides the next step from the figures seen.
     pub fn step(&mut self, seen: Seen) -> Step {
         self.shy_for = self.shy_for.saturating_sub(seen.elapsed);
         if seen.others > 0 || (seen.stalls > 0 && !self.always) {

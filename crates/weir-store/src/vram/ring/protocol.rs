@@ -1,51 +1,53 @@
-//! The messages between processor and card, as bytes: the host's side of `kernel.cu`.
+//! The messages between processor and card, as bytes: the counterpart of `kernel.cu`.
 //!
-//! Sequence numbers are 32 bits and wrap. A lane's number `n` lies in slot `n % depth`, the depth
-//! divides 2^32, so slots follow each other across the wrap as anywhere else; and two numbers that
-//! share a slot differ by at least the depth, so a slot that still shows the previous one is never
-//! mistaken for the next.
+//! Sequence numbers are 32 bits and wrap. A lane's number `n` lies in slot `n % depth`. The depth
+//! divides 2^32, so the order of slots continues across the wrap. Two numbers that share a slot
+//! differ by at least the depth, so a slot that still shows the previous number is never mistaken
+//! for the next.
 
-/// Lanes that a kernel can serve; the kernel's array has as many.
+/// Most lanes that a kernel can serve; the kernel's array has as many.
 pub const LANES: usize = 32;
-/// Threads of a block: each moves 16 bytes of a page.
+/// Number of threads in a block: each moves 16 bytes of a page.
 pub const THREADS: u32 = 256;
-/// Bytes from one descriptor to the next: a line, so that each leaves the processor as one packet.
+/// Bytes from one descriptor to the next: a cache line, so that each leaves the processor as one
+/// packet.
 pub const DESCRIPTOR: usize = 64;
 
-/// Where a fresh ring begins: not 0, which is what untouched memory shows, in both directions.
+/// The first number of a fresh ring. It is not 0: untouched memory shows that, on the card and in
+/// the host.
 pub const FIRST: u32 = u32::MAX - 4095;
 
-/// One lane, as the kernel reads it when it starts.
+/// One lane, in the form that the kernel reads when it starts.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 pub struct LaneBlock {
-    /// Descriptors, in the card's memory.
+    /// The address of the descriptors, in the card's memory.
     pub ring: u64,
-    /// Numbers served, one word a slot, in the host's memory.
+    /// The address of the served numbers, one word a slot, in the host's memory.
     pub done: u64,
     /// The first number to serve.
     pub head: u32,
-    /// Slots.
+    /// Number of the ring's slots.
     pub depth: u32,
-    /// Keeps lanes at half a line.
+    /// Fills the block to half a cache line.
     pub unused: [u32; 2],
 }
 
-/// The arguments with which the kernel is started.
+/// The control block: the arguments of the kernel.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct ControlBlock {
-    /// Anything but 0: leave.
+    /// Any value but 0 tells the kernel to leave.
     pub stop: u32,
-    /// Blocks that serve a lane.
+    /// Number of blocks that serve a lane.
     pub blocks: u32,
-    /// Fills the line.
+    /// Fills the cache line.
     pub unused: [u32; 14],
-    /// The lanes.
+    /// The blocks of the lanes.
     pub lanes: [LaneBlock; LANES],
 }
 
-/// The line that asks for a page to be copied from one address to another.
+/// The descriptor that asks for a copy of a page from one address to another.
 #[inline]
 pub fn descriptor(seq: u32, from: u64, to: u64) -> [u64; 8] {
     let seq = u64::from(seq);
@@ -67,7 +69,7 @@ mod tests {
         assert!(ptx.contains(".target sm_70"), "compute capability 7.0 and later");
     }
 
-    /// CRC-32C, bit by bit: this is no place for a fast one.
+    /// CRC-32C, bit by bit: speed does not matter here.
     fn crc32c(bytes: &[u8]) -> u32 {
         !bytes.iter().fold(!0u32, |crc, &byte| {
             (0..8).fold(crc ^ u32::from(byte), |crc, _| crc >> 1 ^ if crc & 1 == 1 { 0x82f6_3b78 } else { 0 })
@@ -76,7 +78,8 @@ mod tests {
 
     #[test]
     fn the_layout_is_the_kernels() {
-        // kernel.cu: struct lane is 32 bytes, struct control has its lanes 64 bytes in.
+        // kernel.cu must agree: struct lane is 32 bytes, and struct control has its lanes from byte
+        // 64 on.
         assert_eq!(size_of::<LaneBlock>(), 32);
         assert_eq!(offset_of!(LaneBlock, head), 16);
         assert_eq!(offset_of!(LaneBlock, depth), 20);
