@@ -106,7 +106,8 @@ watts() {
     nvidia-smi --query-gpu=power.draw --format=csv,noheader,nounits -i 0 2>/dev/null | head -n 1
 }
 
-# A daemon over $1; its resident memory once it serves, and the card's power after two seconds.
+# Starts a daemon over the store $1. Prints the daemon's resident memory once it serves, and the
+# card's power after two seconds.
 daemon_memory() {
     local name=$1 url=$2
     "$weir" serve --store "$url" ${3:+--connections "$3"} --nbd "unix:$scratch/nbd" --control "$scratch/control" --log warn &
@@ -133,8 +134,8 @@ memory() {
     bench power --store "$card?size=8GiB" --runs 1 --only power
 }
 
-# A daemon's memory goes and comes under load; then another process allocates 90% of the card in
-# steps of 256 MiB.
+# Gives a daemon's memory back and takes it again under load. Then another process allocates 90% of
+# the card in steps of 256 MiB.
 steps() {
     "$weir" bench give-back --store "$card?size=${STEPS_SIZE:-16GiB}" --size "${STEPS_SIZE:-16GiB}" --cycles "${CYCLES:-20}" \
         --json "$out/gpu-give-back-daemon.json" || failed=1
@@ -202,7 +203,7 @@ striped() {
     bench striped --store "vram:?size=32GiB" --runs "$runs" --only deep --only large
 }
 
-# Not among the steps that run without being named. COPIES and SWEEP_SECONDS say what.
+# This step runs only where it is named. COPIES and SWEEP_SECONDS set its points and their length.
 batch_sweep() {
     local copies=() count
     for count in ${COPIES:-16 64 256 1024 2048}; do
@@ -212,14 +213,13 @@ batch_sweep() {
         --sweep-seconds "${SWEEP_SECONDS:-4}" --json "$out/gpu-batch-sweep.json" || failed=1
 }
 
-# Not among the steps that run without being named: 40 runs take 6 minutes.
+# This step runs only where it is named: 40 runs take 6 minutes.
 driver_load() {
     command -v fio > /dev/null || { echo "SKIP driver_load: no fio"; return; }
     benchmarks/driver-load "$weir" --times "${TIMES:-20}" --store "$card?size=8GiB" --json "$out/gpu-driver-load.json" || failed=1
 }
 
-# Not among the steps that run without being named. SHIM names the built shim where there is no C
-# compiler.
+# This step runs only where it is named. SHIM names the built shim where there is no C compiler.
 driver_faults() {
     [ "$(id -u)" = 0 ] || { echo "SKIP driver_faults: needs root"; return; }
     timeout "${FAULTS_LIMIT:-580}" benchmarks/driver-faults/run "$weir" --times "${FAULTS:-3}" --store "$card?size=4GiB" \

@@ -35,7 +35,7 @@ def modules(tree, directories, headers, scratch, into):
         copy = os.path.join(scratch, directory)
         shutil.copytree(os.path.join(tree, directory), copy)
         done = subprocess.run(
-            # BTF is for tracing and would need pahole; a module loads without it.
+            # BTF serves only tracing, and would need the program pahole. A module loads without it.
             ["make", "-C", headers, f"M={copy}", f"-j{os.cpu_count()}", "CONFIG_DEBUG_INFO_BTF_MODULES=", "modules"],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -70,8 +70,7 @@ class Archive:
         with open(sources, "w", encoding="utf-8") as file:
             for uri, name in uris:
                 file.write(f"Types: deb\nURIs: {uri}\nSuites: {name}\nComponents: main\nSigned-By: {keyring}\n\n")
-        # An empty configuration, not the host's: its hooks and its proxies for other suites are not
-        # ours to run.
+        # The configuration of apt is empty. The host's own has hooks, and proxies for other suites.
         self.environment = dict(os.environ, LC_ALL="C")
         self.options = []
         for key, value in {

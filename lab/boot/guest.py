@@ -20,26 +20,26 @@ BOOTS = {"uml": uml, "qemu": qemu}
 CONTROL = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[()][A-Z0-9]|\x1b.|[\x00-\x08\x0b-\x1f\x7f]")
 PR_SET_CHILD_SUBREAPER = 36
 MEMORY = "/dev/shm"
-# The words of a kernel that ran into its own half-changed code, which only an emulated processor
-# shows it (lab/README.md).
+# Words that a kernel prints when it runs into code that it has half changed. Only an emulated
+# processor shows the kernel such code (lab/README.md).
 EMULATOR = b"Oops: int3"
-# After so long without its files a guest that is alive has lost them.
+# Seconds without its files after which a guest that is alive has lost them.
 LOST_S = 20
-# The kernel's function in which a program waits whose files do not come. Whoever waits for memory
-# or swap waits in something else.
+# Kernel functions in which a program waits for the contents of a file. A program that waits for
+# memory or swap waits in other functions.
 FOR_FILES = re.compile(rb"request_wait_answer|virtio_fs|filemap_fault|filemap_get_pages|filemap_update_page")
 FOR_MEMORY = re.compile(rb"swap|alloc_pages|try_to_free|shrink_|mem_cgroup|folio_alloc")
-# After so long without a beat of the heart that needs nothing but a processor, the emulator does
-# not run the guest.
+# Seconds without a beat after which the emulator does not run the guest. The heartbeat needs
+# nothing but a processor.
 STOPPED_S = 60
-# A guest that has not begun its scenario by then does not come up; half of its time limit where
-# that is less.
+# Seconds that a guest has to begin its scenario. Half of its time limit counts where that is less.
 BOOT_S = 240
-# How often a silent guest is looked at.
+# Seconds between two looks at a silent guest.
 LOOK_S = 0.2
-# Nobody logs in; what systemd does is in the guest's journal, for the scenario to look at.
+# The guest has no terminal to log in at. The output of systemd goes to the guest's journal, where
+# the scenario reads it.
 SYSTEMD_ARGUMENTS = ["systemd.getty_auto=no", "systemd.show_status=no", "systemd.log_target=kmsg"]
-# Waits for a line; where its input closes without one, this process was killed, and the guest must
+# Waits for a line. If the input closes without a line, this process was killed. The guest must then
 # not go on alone.
 WATCH = 'read -r _ || { kill -KILL "-$1"; rm -rf -- "$2"; }'
 
@@ -66,8 +66,8 @@ class Guest:
                 raise Missing(f"a path without spaces, commas and colons, instead of {host!r}")
             mounts.append(f"lab_mount={host}:{guest}:{mode}")
         own = [f"lab_root={BOOTS[self.boot].DISK}", *SYSTEMD_ARGUMENTS] if self.image else []
-        # A kernel that went wrong ends its scenario there and then, instead of standing still until
-        # the time limit.
+        # A kernel that went wrong ends its scenario at once, instead of standing still until the
+        # time limit.
         return ["oops=panic", f"lab_boot={self.boot}", f"lab_limit={self.limit_s}", *own, *mounts]
 
 
@@ -95,8 +95,8 @@ def run(kernel, guest, out):
         (guest.share, "/run/lab", "rw"),
         (kernel.modules, f"/run/kernel/lib/modules/{kernel.release}", "ro"),
     ]
-    # UML forks a process for each of the guest's: orphans come to us, so that the end can be a
-    # certain one.
+    # UML forks a process for each process of the guest. Orphans become children of this process, so
+    # that it can end them all.
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     deadline = time.monotonic() + guest.limit_s
     _boot(kernel, guest, deadline, out)
@@ -195,7 +195,7 @@ class Pulse:
     def __init__(self, guest):
         self.share, self.emulated = guest.share, guest.boot == "qemu"
         self.boot_s = min(BOOT_S, guest.limit_s / 2)
-        # The lab's own tests have less.
+        # The lab's own tests set a smaller factor.
         self.patience = float(os.environ.get("WEIR_LAB_PATIENCE", "1"))
         self.looked = time.monotonic()
         self.begun = False
@@ -209,7 +209,7 @@ class Pulse:
         for name in self.silent_s:
             try:
                 seen = os.stat(f"{self.share}/{name}")
-                # The emulator makes the line's file before anybody writes there.
+                # The emulator makes the serial line's file before the guest writes there.
                 seen = seen.st_mtime_ns if seen.st_size or name == "begun" else None
             except FileNotFoundError:
                 seen = None

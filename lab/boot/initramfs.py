@@ -8,8 +8,8 @@ import os
 import stat
 
 INIT = """#!/bin/busybox sh
-# Makes the host's / this guest's root, read-only, with the run's own directories on top; then the
-# lab's init.
+# Mounts the root read-only (the host's / or this guest's), with the run's own directories on top.
+# Then runs the lab's init.
 busybox mkdir -p /proc /host /root
 busybox mount -t proc proc /proc
 for module in $(busybox cat /modules/order); do busybox insmod /modules/$module || exit 1; done
@@ -59,7 +59,7 @@ def _with_dependencies(directory, modules):
         name = by_name.get(module)
         if name is None:
             continue  # built in
-        # modules.dep lists the nearest first.
+        # modules.dep lists the nearest dependency first.
         for file in [*reversed(needs[name]), name]:
             if file not in order:
                 order.append(file)

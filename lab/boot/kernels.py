@@ -23,14 +23,16 @@ KNOWN = {
     "debian-6.12-cloud": ("qemu", "bookworm-backports", "linux-image-cloud-amd64", "linux-headers-cloud-amd64"),
     "debian-7-cloud": ("qemu", "trixie-backports", "linux-image-cloud-amd64", "linux-headers-cloud-amd64"),
     "debian-6.12": ("qemu", "bookworm-backports", "linux-image-amd64", "linux-headers-amd64"),
-    # Debian's source and configuration, with what its own User-Mode Linux lacks; built once.
+    # Debian's source and configuration, with what Debian's own User-Mode Linux lacks. The lab
+    # builds this kernel once.
     "uml-7.2-smp": ("uml", "sid", "linux-source-7.2", None),
     # A small kernel with device memory TCP: as it is, with the first patch of kernel/devmem, and
-    # with all of them.
+    # with all patches.
     "devmem": ("qemu", "trixie-backports", "linux-source-7.3", None),
     "devmem-fix": ("qemu", "trixie-backports", "linux-source-7.3", None),
     "devmem-table": ("qemu", "trixie-backports", "linux-source-7.3", None),
-    # The last two with KASAN, lockdep and kmemleak; and once more with bugs that these must report.
+    # The last two kernels with KASAN, lockdep and kmemleak. Then again with bugs that these tools
+    # must report.
     "devmem-fix-sanitize": ("qemu", "trixie-backports", "linux-source-7.3", None),
     "devmem-table-sanitize": ("qemu", "trixie-backports", "linux-source-7.3", None),
     "devmem-planted": ("qemu", "trixie-backports", "linux-source-7.3", None),
@@ -45,17 +47,19 @@ VARIANTS = {
     "devmem-planted": source.Variant(None, sanitized=True, planted=True),
 }
 
-# The options that the built one has besides, and does without.
+# Options that the built kernel has besides Debian's configuration, and options that it does
+# without.
 SWITCHED_ON = ["SMP", "PSI", "POWER_SUPPLY", "DEBUG_INFO_NONE"]
 MODULES = ["BLK_DEV_UBLK", "TEST_POWER"]
 SWITCHED_OFF = ["DEBUG_KERNEL", "DEBUG_INFO", "DEBUG_INFO_DWARF_TOOLCHAIN_DEFAULT", "MODULE_SIG"]
-# Its other modules stay out, which spares most of the time: these are what scenarios load.
+# The only modules that are built: those that scenarios load. Leaving the others out spares most of
+# the time.
 WANTED = r"BLK_DEV_(UBLK|NBD|LOOP)|ZRAM|FUSE_FS|AUTOFS_FS|CRYPTO_.*|LZO.*|LZ4.*|ZSTD.*|XXHASH.*"
-# Programs that the build runs, and what has them.
+# Programs that the build runs, and the Debian package of each.
 BUILD_TOOLS = {"gcc": "gcc", "make": "make", "flex": "flex", "bison": "bison", "bc": "bc", "xz": "xz-utils"}
 
 
-# The kernel that runs where User-Mode Linux 6.1 cannot.
+# The kernel that runs on hosts where User-Mode Linux 6.1 cannot.
 INSTEAD = "uml-7.2"
 
 
@@ -103,7 +107,7 @@ def find(name, with_headers=False):
         image = os.path.join(root, "usr/bin/linux.uml")
         modules = _only(os.path.join(root, "usr/lib/uml/modules/*"))
     else:
-        # Since 7.x the kernel lies with its modules.
+        # Since 7.x the kernel's image lies with its modules.
         image = _only(os.path.join(root, "boot/vmlinuz-*"), os.path.join(root, "lib/modules/*/vmlinuz"))
         modules = _only(os.path.join(root, "lib/modules/*"))
     kernel = Kernel(name, boot, image, os.path.basename(modules), modules)

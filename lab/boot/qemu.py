@@ -13,12 +13,12 @@ import time
 from . import initramfs
 from .outcome import Missing
 
-# The modules that must be loaded before the root can be mounted; modprobe in the guest finds all
-# else.
+# Modules that must be loaded before the root can be mounted. modprobe in the guest finds all
+# others.
 ROOT_MODULES = ["virtio_pci", "virtiofs"]
-# A root of the guest's own, and what it needs.
+# The disk of a root of the guest's own, and the modules that it needs.
 DISK, DISK_MODULES = "/dev/vda", ["virtio_blk", "crc32c_generic", "ext4"]
-# How long it may take to answer.
+# Seconds that QEMU's monitor may take to answer.
 MONITOR_S = 3
 VIRTIOFSD = ["/usr/libexec/virtiofsd", "/usr/lib/qemu/virtiofsd"]
 
@@ -44,18 +44,19 @@ def command(kernel, guest):
         *("-chardev", f"socket,id=root,path={guest.share}/virtiofs.sock"),
         *("-device", "vhost-user-fs-pci,chardev=root,tag=host,queue-size=1024"),
         *("-chardev", "stdio,id=console,signal=off", "-serial", "chardev:console"),
-        # The sign of life of a guest whose virtiofs does not answer.
+        # On this line the guest shows signs of life when its virtiofs does not answer.
         *("-chardev", f"file,id=alive,path={guest.share}/alive", "-serial", "chardev:alive"),
-        # Asked where the processors are, where they seem to be nowhere.
+        # The lab asks the monitor where the processors are, when the guest does not say.
         *("-chardev", f"socket,id=monitor,path={guest.share}/monitor,server=on,wait=off", "-mon", "chardev=monitor"),
         *("-kernel", kernel.image, "-initrd", f"{guest.share}/initramfs"),
         "-append",
         " ".join(
             [
                 *("console=ttyS0", "panic=-1", "loglevel=3", "mitigations=off", "tsc=reliable"),
-                # On a busy host the emulated timer may come too late for the check of it.
+                # On a busy host the emulated timer may come too late for the kernel's check of it.
                 *("no_timer_check", *guest.kernel_arguments()),
-                # A kernel of our own may have unit tests, which run at boot if they are asked to.
+                # A kernel that the lab built may have unit tests. They run at boot if they are
+                # asked to.
                 *(("kunit.enable=1", "kunit.autorun=1") if kernel.tree else ()),
             ]
         ),
@@ -98,14 +99,14 @@ def prepare(kernel, guest):
     if guest.image and not os.path.exists(f"{guest.share}/disk"):
         if shutil.which("qemu-img") is None:
             raise Missing("qemu-img (package qemu-utils)")
-        # The guest's writes go to a file of the run.
+        # The guest's writes go to a file of this run, and the image stays as it is.
         over = ["-b", guest.image, "-F", "raw", f"{guest.share}/disk"]
         subprocess.run(["qemu-img", "create", "-q", "-f", "qcow2", *over], check=True)
     path = f"{guest.share}/virtiofs.sock"
     log = open(f"{guest.share}/virtiofsd.log", "wb")  # noqa: SIM115 - the child's for as long as it lives
-    # Nobody but the guest changes what it sees. With cache=auto each open of a file throws away
-    # what is known of it, so each program that starts takes libc's pages away from all others: on a
-    # busy host they did little else (invalidate_inode_pages2 in fuse_open).
+    # Only the guest changes the files that it sees. With cache=auto each open of a file drops the
+    # cached pages of it. Each program that starts then takes libc's pages away from all others. On
+    # a busy host the guests did little else (invalidate_inode_pages2 in fuse_open).
     if server == VIRTIOFSD[0]:
         shared = ["--shared-dir", "/", "--sandbox", "none", "--cache", "always"]
     else:

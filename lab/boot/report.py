@@ -18,7 +18,8 @@ def rows(share, heartbeat_goal, open_gap=False):
         found.append(row(name, metric, float(value), better or None, float(goal) if goal else None))
     gaps = [float(line.split()[0]) for line in _lines(f"{share}/heartbeat")]
     if open_gap and os.path.exists(f"{share}/heartbeat"):
-        # The last beat's line may never have left the guest; when it began to is known.
+        # The last beat's line may never have left the guest. The time at which the guest began to
+        # write it is known.
         gaps = [max([*gaps, round(time.time() - os.stat(f"{share}/heartbeat").st_mtime, 3)])]
     found += [row(HEARTBEAT, "max_gap_s", gap, "lower", heartbeat_goal) for gap in gaps]
     return found

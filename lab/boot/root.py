@@ -10,7 +10,7 @@ from .outcome import Missing
 
 SUITE = "bookworm"
 PACKAGES = ["systemd-sysv", "udev", "kmod", "dbus"]
-# Room for the root, the packages under test and a few hundred MiB of their data; the file is
+# Room for the root, the packages under test and a few hundred MiB of their data. The file is
 # sparse.
 SIZE = "2G"
 NEEDS = {"debootstrap": "debootstrap", "mkfs.ext4": "e2fsprogs"}

@@ -7,11 +7,11 @@ import re
 from . import kernels
 
 CI, FULL = SCALES = ("ci", "full")
-# The delay of the heartbeat that is allowed at CI scale, as a multiple: anybody's machine runs
-# that, with other work on it. A machine that freezes stands still for minutes.
+# Factor on the heartbeat's allowed delay at CI scale. Any machine runs that scale, with other work
+# on it. A machine that freezes stands still for minutes.
 CI_PATIENCE = 10
 ABOUT = "about"
-# key -> default; None where it must be given.
+# Key -> default value, or None where the head must give one.
 KEYS = {
     ABOUT: None,
     "kernel": "uml-6.1",
@@ -31,12 +31,12 @@ KEYS = {
     "test-at": "ci",
     "root": "host",
 }
-# Whose / is the guest's.
+# Owner of the guest's root file system: the host, or a Debian of its own.
 ROOTS = ("host", "debian")
-# The base of the guest's clock: the host's, or the number of instructions that it has run.
+# Base of the guest's clock: the host's clock, or the number of instructions that the guest has run.
 CLOCKS = ("host", "instructions")
-# How its programs are built: with every assertion, or as they are shipped, which is for comparisons
-# with other programs.
+# Cargo profile of the guest's programs: with every assertion, or as shipped, for comparisons with
+# other programs.
 PROFILES = ("checked", "release")
 
 

@@ -17,9 +17,9 @@ from .outcome import Missing
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SERIES = os.path.join(os.path.dirname(os.path.dirname(HERE)), "kernel", "devmem")
-# Fewer than the host may have: whoever waits for a kernel works on.
+# Parallel jobs: fewer than the host could run, because a person who waits for a kernel works on.
 JOBS = 2
-# Of the name that changes with the patches.
+# Length of the part of a kernel's name that changes with its patches.
 DIGITS = 12
 TOOLS = {
     "gcc": "gcc",
@@ -32,7 +32,7 @@ TOOLS = {
     "depmod": "kmod",
     "rsync": "rsync",
 }
-# Of the tree: the selftests that need a NIC, and what they are built from and run with.
+# The kernel's selftests that need a NIC, and the directories that they are built from and run with.
 SELFTESTS = ["tools/testing/selftests/drivers/net", "tools/testing/selftests/net/lib", "tools/testing/selftests/net/lib.sh"]
 WITH_SELFTESTS = ["tools/testing/selftests/kselftest", "tools/net/ynl", "Documentation/netlink/specs", "usr/include"]
 YNL = "tools/net/ynl"
@@ -102,7 +102,7 @@ def _tree(cache, suite, package):
     return tree
 
 
-# Nothing may tidy the repository up behind our back.
+# git must not tidy up the repository in the background.
 _NOBODY = ["-c", "user.name=lab", "-c", "user.email=lab@localhost", "-c", "gc.auto=0"]
 
 
@@ -118,11 +118,10 @@ def _copy(tree, other):
 def _build(tree, variant, name, place):
     print(f"lab: building {name}, once: a quarter of an hour for the first, a minute or two for its variants", flush=True)
     compiler = ["CC=ccache gcc"] if shutil.which("ccache") else []
-    # An empty LOCALVERSION, or a tree under git adds a plus to the release.
+    # LOCALVERSION is set to nothing. Otherwise a tree under git adds a plus to the release.
     make = ["nice", "-n", "10", "make", "-s", f"-j{JOBS}", "LOCALVERSION=", *compiler]
     _run(["git", "reset", "-q", "--hard"], tree)
-    # The rest of a build that was stopped in the middle: files of a patch that the index does not
-    # know any more.
+    # A build that was stopped may leave files of a patch that the index no longer knows.
     touched = _run(["git", "apply", "--numstat", *Variant(None).series()], tree).split("\n")
     _run(["git", "clean", "-fqx", "--", *(line.split("\t")[2] for line in touched if line)], tree)
     if variant.series():
@@ -138,7 +137,7 @@ def _build(tree, variant, name, place):
     _run([*make, "bzImage", "modules"], tree)
     _run([*make, f"INSTALL_MOD_PATH={partial}", "modules_install"], tree)
     _run([*make, "headers_install"], tree)
-    # The families that ncdevmem and our own clients speak.
+    # The netlink families that ncdevmem and the lab's own clients speak.
     _run([*make, "-C", YNL, "GENS=netdev ethtool", "RSTS=", "libynl.a"], tree)
     release = _run([*make, "kernelrelease"], tree).strip()
     shutil.copy2(f"{tree}/arch/x86/boot/bzImage", f"{partial}/boot/vmlinuz-{release}")

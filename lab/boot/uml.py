@@ -28,7 +28,8 @@ def command(kernel, guest):
         "root=/dev/root",
         "rootflags=/",
         "ro",
-        # Not the one in the share, which may lie below /dev, where the guest has its own by then.
+        # This init is not the one in the share. The share may lie below /dev, where the guest has
+        # its own by then.
         f"init={os.path.join(os.path.dirname(os.path.abspath(__file__)), 'init')}",
         "con0=null,fd:1",
         "con=null",
@@ -38,12 +39,12 @@ def command(kernel, guest):
         *guest.kernel_arguments(),
     ]
     if has_smp(kernel):
-        # More than one CPU needs programs to run under seccomp instead of ptrace.
+        # With more than one CPU, programs must run under seccomp instead of ptrace.
         line += ["seccomp=on", f"ncpus={guest.cpus}"]
     if guest.image:
-        # The guest's writes go to a file of the run.
+        # The guest's writes go to a file of this run, and the image stays as it is.
         line.append(f"ubd0={guest.share}/disk,{guest.image}")
-    # The guest's memory is a file in TMPDIR: on a disk it would be written back.
+    # The guest's memory is a file in TMPDIR. On a disk the host would write it back.
     return line, {"TMPDIR": "/dev/shm"}
 
 
