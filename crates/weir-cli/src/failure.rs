@@ -2,11 +2,11 @@
 //! (1 it failed, 2 it was called wrongly, 3 there is too little memory or room).
 
 use clap::error::ErrorKind;
-use std::error::Error;
 use std::fmt::Display;
 use std::io::{self, Write as _};
 use std::process::ExitCode;
 use std::sync::OnceLock;
+pub use weir_core::chain;
 
 /// The exit code of [`Failure::NoRoom`].
 pub const NO_ROOM: u8 = 3;
@@ -113,21 +113,6 @@ impl From<clap::Error> for Failure {
     }
 }
 
-/// An error with all its sources, for people.
-pub fn chain(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        let more = error.to_string();
-        // Some errors name their source themselves.
-        if !text.ends_with(&more) {
-            text = format!("{text}: {more}");
-        }
-        cause = error.source();
-    }
-    text
-}
-
 /// Clap's error on one line. The usage text after it is left out, unless something is missing.
 pub fn complaint(error: &clap::Error) -> String {
     let text = error.to_string();
@@ -152,18 +137,4 @@ pub fn complaint(error: &clap::Error) -> String {
 
 fn one_line(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_cause_is_said_once() {
-        #[derive(Debug, thiserror::Error)]
-        #[error("cannot listen: {0}")]
-        struct Says(#[source] std::io::Error);
-        let error = Says(std::io::ErrorKind::NotFound.into());
-        assert_eq!(chain(&error), error.to_string());
-    }
 }

@@ -4,6 +4,7 @@
 //! Nothing here knows about stores, volumes or block devices.
 
 mod available;
+mod chain;
 pub mod clock;
 pub mod copy;
 mod file_kind;
@@ -18,6 +19,7 @@ mod size;
 pub mod swap_safety;
 
 pub use available::{available, available_below, available_to_all_below};
+pub use chain::chain;
 pub use file_kind::file_kind;
 pub use memory::{Memory, Watch, unlocked, unwatched};
 pub use page::{

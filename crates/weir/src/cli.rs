@@ -1,8 +1,6 @@
 //! The command line. Man pages and completions are made from these definitions, and the
 //! configuration file's keys are the names of these flags.
 
-use crate::address::Address;
-use crate::backing::Backing;
 use crate::cache::CacheCommand;
 use crate::compress::Algorithm;
 use crate::on::{BatteryOptions, OffOptions, OnOptions, RestartOptions, StoreChoice, TopOptions};
@@ -11,6 +9,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::str::FromStr;
 use weir_core::{ByteSize, PAGE_SIZE};
+use weir_daemon::{Address, Backing};
 use weir_store::StoreUrl;
 
 /// Lets memory overflow where you chose: into idle GPU memory, host memory or files.
@@ -141,7 +140,7 @@ pub struct TryOptions {
 }
 
 /// The flags of `weir serve`. The configuration file's keys are these flags' names.
-#[derive(Debug, Clone, PartialEq, Default, Args)]
+#[derive(Debug, Clone, PartialEq, Args)]
 pub struct ServeOptions {
     /// Read these options from a TOML file instead of the command line.
     #[arg(long, value_name = "FILE", exclusive = true)]

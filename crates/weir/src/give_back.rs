@@ -1,13 +1,13 @@
 //! `weir give-back` and `weir take`: ask the daemon, and show its progress.
 
 use crate::cli::{Amount, MemoryOptions};
-use crate::control::{self, Progress, Request};
-use crate::on;
+use crate::{failure, on};
 use indicatif::{ProgressBar, ProgressStyle};
 use std::io::IsTerminal as _;
 use std::time::{Duration, Instant};
 use weir_cli::failure::Failure;
 use weir_core::ByteSize;
+use weir_daemon::control::{self, Progress, Request};
 
 /// A plain line says this often how far the request is.
 const LINE_EVERY: Duration = Duration::from_secs(1);
@@ -41,7 +41,7 @@ fn ask(options: &MemoryOptions, take: bool, did: &str) -> Result<(), Failure> {
     let mut shown = Shown::new();
     let outcome = control::ask_for(&path, request, |progress| shown.show(progress));
     shown.bar.finish_and_clear();
-    let moved = outcome?;
+    let moved = outcome.map_err(failure::of)?;
     if take && moved.bytes == 0 && moved.left_bytes == 0 {
         let why = if options.sleep { " for a sleep" } else { "" };
         println!("nothing is given back{why}, so there is nothing to take");

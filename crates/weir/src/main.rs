@@ -7,39 +7,28 @@
 #[cfg_attr(not(test), macro_use)]
 extern crate weir_cli;
 
-mod address;
 mod attach;
-mod backing;
 mod bench;
-mod bug;
 mod cache;
 mod cli;
 mod compress;
 mod config;
-mod control;
-mod core_dump;
-mod daemon;
 mod doctor;
-mod front_ends;
+mod failure;
 mod give_back;
-mod keeper;
 mod mount;
 mod on;
-mod pages;
-mod relay;
+mod progress;
 mod run;
 mod serve;
 mod some_store;
-mod stages;
-mod start;
 mod status;
 mod trial;
-mod worker;
 
 use clap::{CommandFactory as _, Parser as _};
 use cli::{Cli, Command};
 use std::process::ExitCode;
-use weir_cli::failure::{self, Failure};
+use weir_cli::failure::Failure;
 use weir_cli::{guard, manual};
 use weir_core::seal::SealedAllocator;
 
@@ -51,7 +40,7 @@ fn main() -> ExitCode {
     // The name that `ps` and `top` show, and by which other programs know a daemon. Without it, a
     // program that runs from memory would have its descriptor's name.
     let _ = rustix::thread::set_name(c"weir");
-    failure::end(Cli::try_parse().map_err(Failure::from).and_then(run))
+    weir_cli::failure::end(Cli::try_parse().map_err(Failure::from).and_then(run))
 }
 
 fn run(cli: Cli) -> Result<(), Failure> {
@@ -67,13 +56,13 @@ fn run(cli: Cli) -> Result<(), Failure> {
         Command::Battery(options) => on::battery(&options),
         Command::Status(options) => status::run(&options),
         Command::Cache { command } => cache::run(&command),
-        Command::Attach(options) => attach::attach(&options),
+        Command::Attach(options) => attach::attach(options),
         Command::Detach(options) => attach::detach(&options),
         Command::Mount(options) => mount::run(&options),
         Command::Run(options) => run::run(&options),
         Command::Doctor(options) => doctor::run(options),
         Command::LookAtCards { store } => {
-            doctor::cards::run(&store);
+            weir_daemon::cards::run(&store);
             Ok(())
         }
         Command::Bench { arguments } => Err(bench::run(&arguments)),

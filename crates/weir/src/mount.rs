@@ -1,11 +1,7 @@
 //! `weir mount`: a RAM disk for ordinary users, in GPU memory where there is any.
 
 use crate::cli::MountOptions;
-use crate::pages::{self, Plan};
-use crate::some_store;
-use crate::stages::Stages;
-use crate::start::{Start, warn_of_unlocked_memory};
-use crate::{bug, core_dump};
+use crate::{failure, progress, some_store};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use signal_hook::consts::{SIGHUP, SIGTERM};
 use std::fs::OpenOptions;
@@ -19,6 +15,8 @@ use std::time::Duration;
 use weir_cli::failure::{Failure, chain};
 use weir_core::ByteSize;
 use weir_core::log::{self, Level, Log};
+use weir_daemon::pages::{self, Plan};
+use weir_daemon::{Start, bug, core_dump, warn_of_unlocked_memory};
 use weir_export::fuse::mount::is_served;
 use weir_export::fuse::{Config, Server};
 use weir_store::{Room, StoreUrl};
@@ -76,7 +74,7 @@ fn serve(options: &MountOptions) -> Result<(), Failure> {
     // Ignore SIGHUP: the files on the disk would be gone when the terminal closes, even with no
     // file open.
     signals::ignore(SIGHUP);
-    core_dump::forbid()?;
+    core_dump::forbid().map_err(failure::of)?;
     bug::end_process(&log, false);
     // Install signal handlers first, so that an early SIGTERM also ends the disk in good order.
     let (told, tell) = UnixStream::pair().map_err(Failure::failed)?;
@@ -87,7 +85,8 @@ fn serve(options: &MountOptions) -> Result<(), Failure> {
     }
     Server::look_at(&options.directory).map_err(|error| Failure::Failed(chain(&error)))?;
     let shown = log::to_stderr(Level::Info);
-    let mut start = Start::new(&shown, || is_told(&told, options.announce).then_some(SIGTERM));
+    let mut start =
+        Start::new(progress::show(&shown), || is_told(&told, options.announce).then_some(SIGTERM));
     let started = mount(options, &mut start, &log);
     if start.ended_by().is_some() {
         return Err(Failure::Said);
@@ -183,7 +182,7 @@ fn volume(
     log: &Log,
 ) -> Result<Arc<Volume>, Failure> {
     let lanes = usize::from(options.threads);
-    pages::open(
+    pages::create_volume(
         &Plan {
             stores: std::slice::from_ref(store),
             size: options.size,
@@ -193,11 +192,10 @@ fn volume(
             compress: None,
             room: Room::Reserved,
         },
-        None,
-        &mut Stages::default(),
         start,
         log,
     )
+    .map_err(failure::of)
 }
 
 /// Tells the outer process that the disk is there, and detaches from the terminal.

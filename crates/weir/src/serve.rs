@@ -1,24 +1,12 @@
-//! `weir serve`: the daemon in the foreground, until it is told to stop and nothing uses it.
+//! `weir serve`: the daemon in the foreground, with the options of the command line or of a file.
 
 use crate::cli::{LogLevel, ServeOptions};
-use crate::control::{Endpoint, Server, default_path, make_run_time_directory};
-use crate::daemon::Daemon;
-use crate::doctor::cards::{self, Looked};
-use crate::keeper::Held;
-use crate::relay::Relay;
-use crate::start::{Start, warn_of_unlocked_memory};
-use crate::{address::Address, bug, config, core_dump, keeper};
-use signal_hook::consts::SIGUSR1;
-use signal_hook::iterator::Signals;
-use std::path::Path;
+use crate::{config, failure, progress};
+use std::time::Duration;
 use weir_cli::failure::Failure;
-use weir_core::log::{self, Level, Log};
-use weir_core::swap_safety::{self, Children, Protections};
-use weir_core::{ByteSize, Memory};
-use weir_export::fuse;
-use weir_store::StoreUrl;
-use weir_store::vram::{PathMode, Target, VramUrl};
-use weir_system::signals;
+use weir_core::log::{self, Level};
+use weir_daemon::config::{Fuse, Nbd, Share, Ublk};
+use weir_daemon::{Address, Config, serve};
 
 /// Runs the daemon until it is told to stop.
 pub fn run(options: ServeOptions) -> Result<(), Failure> {
@@ -27,224 +15,87 @@ pub fn run(options: ServeOptions) -> Result<(), Failure> {
         Some(path) => config::read(path)?,
         None => options,
     };
-    check(&options)?;
-    signals::ignore_strays();
-    core_dump::forbid()?;
-    // Listening at the control socket makes the directory too, but comes last.
-    paths(&options).try_for_each(make_run_time_directory)?;
-    // Do this before any thread is started: later threads inherit the flusher flag.
-    let protections = if options.swap { protect(options.unsafe_no_flusher)? } else { Protections::default() };
     let log = log::to_stderr(match options.log {
         LogLevel::Warn => Level::Warning,
         LogLevel::Info => Level::Info,
     });
-    let keeper = keeper::Link::open().map_err(Failure::failed)?;
-    let is_kept = options.keeper || (keeper.is_none() && (keeper::is_copy() || needs_keeper(&options, &log)));
-    if is_kept && keeper.is_none() {
-        let left = options.fuse.as_deref().map(fuse::Left::before);
-        let code = keeper::run(&log, file.as_deref(), options.swap).map_err(|error| {
-            Failure::Failed(format!(
-                "--keeper: no daemon can be started: {error}; look at the limits on open files and processes"
-            ))
-        })?;
-        // A daemon that dies during its start, or is told to stop before it listens, leaves the
-        // mount of the daemon before it. Clear that here.
-        if let Some(left) = left {
-            left.clear();
-        }
-        return if code == 0 { Ok(()) } else { Err(Failure::Ended(code as u8)) };
+    let config = daemon(options)?;
+    match serve::run(&config, file.as_deref(), &log, progress::show(&log)).map_err(failure::of)? {
+        0 => Ok(()),
+        code => Err(Failure::Ended(code)),
     }
-    // Under a keeper, the keeper passes the daemon's lines on. Without swap, waiting for standard
-    // error is harmless. In both cases no relay is needed.
-    let relay = (options.swap && keeper.is_none()).then(Relay::start).transpose().map_err(Failure::failed)?;
-    if options.swap && keeper.is_some() {
-        // The keeper started this process with access to the kernel's reserve. Its threads are
-        // ordinary ones, or choose for themselves.
-        let _ = swap_safety::reach_reserves(Children::Ordinary);
-    }
-    bug::end_process(&log, relay.is_some());
-    // Install signal handlers first, so that an early SIGTERM also ends the daemon in good order.
-    let mut signals = Signals::new(signals::END.into_iter().chain([SIGUSR1])).map_err(Failure::failed)?;
-
-    let (link, held) = keeper.unzip();
-    if held.as_ref().is_some_and(|held| !held.is_empty()) {
-        Memory::succeed();
-    }
-    let mut start = Start::new(&log, || signals.pending().find(|signal| signals::END.contains(signal)));
-    let is_first = held.as_ref().is_none_or(Held::is_empty);
-    let path = options.control.clone().unwrap_or_else(default_path);
-    let started =
-        Daemon::start(&options, protections, link.as_ref().zip(held), &mut start, &log).and_then(|daemon| {
-            let metrics = options.metrics.as_ref().map(|address| Endpoint::start(address, daemon.service()));
-            let metrics = match metrics.transpose() {
-                // Another program took the port meanwhile. Serving the pages that the keeper holds
-                // is worth more than the port.
-                Err(Failure::Usage(why) | Failure::Failed(why)) if !is_first => {
-                    log(Level::Warning, format_args!("{why}; going on without"));
-                    None
-                }
-                metrics => metrics?,
-            };
-            let control = Server::start(&path, daemon.service())?;
-            Ok(((control, metrics), daemon))
-        });
-    if let Some(signal) = start.ended_by() {
-        // No client has connected yet.
-        if let Some(link) = &link {
-            let _ = link.ending();
-        }
-        log(Level::Info, format_args!("stopping on signal {signal}, before anything is served"));
-        return Ok(());
-    }
-    drop(start);
-    let (control, daemon) = started.inspect_err(|_| {
-        if let Some(link) = link.as_ref().filter(|_| is_first) {
-            // The daemon holds no client's pages yet, so it ends and says why it cannot serve.
-            let _ = link.ending();
-        }
-    })?;
-    let backing = options.backing.iter().map(|backing| format!("{backing} below"));
-    let stores: Vec<String> = options.store.iter().map(ToString::to_string).chain(backing).collect();
-    let addresses: Vec<String> = daemon.status().exports.into_iter().map(|export| export.address).collect();
-    log(
-        Level::Info,
-        format_args!(
-            "serving {} on {} at {}; status at {}",
-            ByteSize(daemon.bytes()),
-            stores.join(", "),
-            addresses.join(", "),
-            path.display()
-        ),
-    );
-
-    warn_of_unlocked_memory(&log);
-    daemon.mind_stores(link.is_some(), &log);
-    if let Some(link) = &link {
-        link.ready().map_err(Failure::failed)?;
-    }
-    let line = link.clone();
-    daemon.when_joined(&log, move || {
-        // Tell the keeper again, for the memory taken since: the next daemon will need as much.
-        let _ = line.as_ref().map(|link| link.ready());
-    });
-    if options.swap {
-        let _ = swap_safety::leave_reserves();
-    }
-    let mut told = signals.forever();
-    let signal = loop {
-        let signal = told.next();
-        if signal == Some(SIGUSR1) {
-            if let Some(link) = &link {
-                // End like a crash, for which everything is prepared: an orderly end would remove
-                // the devices.
-                log(Level::Info, format_args!("making way for another daemon"));
-                link.replacing().map_err(Failure::failed)?;
-                std::process::exit(0);
-            }
-            log(Level::Warning, format_args!("no keeper holds the pages, so this daemon cannot be replaced"));
-            continue;
-        }
-        let user = daemon.in_use().or_else(|| daemon.let_go());
-        let Some(user) = user.filter(|_| signal.is_some()) else { break signal };
-        if let Some(link) = &link {
-            let _ = link.staying();
-        }
-        log(Level::Warning, format_args!("not stopping: {user}, then stop weir again"));
-    };
-    if let Some(link) = &link {
-        // If the keeper is gone, nothing can start another daemon.
-        let _ = link.ending();
-    }
-    log(Level::Info, format_args!("stopping on signal {}", signal.unwrap_or_default()));
-    drop(control);
-    daemon.stop();
-
-    Ok(())
 }
 
-/// Whether pages would lie in a card's memory that only CUDA reaches. After some errors of its
-/// driver only another process reaches that memory again, so a keeper must hold it.
-fn needs_keeper(options: &ServeOptions, log: &Log) -> bool {
-    let needs = |url: &VramUrl| {
-        if url.target == Target::Software || url.path == Some(PathMode::Mapped) {
-            return false;
-        }
-        match cards::look(url) {
-            Looked::Seen(seen) => seen.cards.iter().any(|card| !card.has("mapped")),
-            // The store reports the problem when it is opened, or waits as long.
-            Looked::NoAnswer(_) | Looked::Died(_) => true,
-        }
-    };
-    let vram = options.store.iter().filter_map(|store| match store {
-        StoreUrl::Vram(url) => Some((store, url)),
-        _ => None,
-    });
-    let Some((store, _)) = vram.into_iter().find(|(_, url)| needs(url)) else { return false };
-    (log)(
-        Level::Info,
-        format_args!(
-            "{store}: CUDA is the only way to it, and an error of its driver is survived by another process alone: as with --keeper"
-        ),
-    );
-    true
-}
-
-/// The file system paths of the front ends.
-fn paths(options: &ServeOptions) -> impl Iterator<Item = &Path> {
-    let sockets = options.nbd.iter().chain(&options.metrics).filter_map(|address| match address {
-        Address::Unix(path) => Some(path.as_path()),
-        Address::Tcp { .. } => None,
-    });
-    sockets.chain(options.fuse.as_deref()).chain(options.share.as_deref())
-}
-
-/// Checks flags against each other, which no single flag's type can do.
-fn check(options: &ServeOptions) -> Result<(), Failure> {
-    if options.nbd.is_empty() && options.fuse.is_none() && !options.ublk && options.share.is_none() {
-        return Err(Failure::Usage(
-            "--nbd, --ublk, --fuse and --share are missing, so nobody could connect; accepted: --ublk, --nbd unix:PATH, --nbd tcp:HOST:PORT, --fuse FILE, --share PATH".into(),
-        ));
-    }
-    if options.fuse.is_some() && !fuse::is_file_name(&options.name) {
-        let (name, accepted) = (&options.name, fuse::FILE_NAME);
-        return Err(Failure::Usage(format!(
-            "--name {name:?} is no name of a file, as --fuse needs; accepted: {accepted}"
-        )));
-    }
+/// The options as a daemon's configuration, with the checks that are about flags alone.
+fn daemon(options: ServeOptions) -> Result<Config, Failure> {
     if options.queues.is_some() && !options.ublk {
         return Err(Failure::Usage("--queues are those of a ublk device: accepted with --ublk".into()));
     }
-    let tcp = options.nbd.iter().find(|address| matches!(address, Address::Tcp { .. }));
-    match tcp {
-        Some(address) if options.swap => Err(Failure::Usage(format!(
-            "--swap: --nbd {address} {}; accepted with --swap: --nbd unix:PATH, --ublk, --fuse FILE",
-            if options.tls.is_some() {
-                "under --tls takes memory for each record, so swap by it can freeze"
-            } else {
-                "lets every user of this machine read and write what other programs have swapped out"
-            }
-        ))),
-        Some(address) if !options.insecure && options.tls.is_none() => Err(Failure::Usage(format!(
-            "--nbd {address} would carry pages in the clear; accepted: unix:PATH, --tls DIRECTORY, or --insecure for the loopback interface"
-        ))),
-        None if options.tls.is_some() || options.insecure => Err(Failure::Usage(format!(
+    let by_tcp = options.nbd.iter().any(|address| matches!(address, Address::Tcp { .. }));
+    if !by_tcp && (options.tls.is_some() || options.insecure) {
+        return Err(Failure::Usage(format!(
             "{} is about TCP, and no --nbd tcp:HOST:PORT is given: leave it out, or give one",
             if options.insecure { "--insecure" } else { "--tls" }
-        ))),
-        _ => Ok(()),
+        )));
     }
+    let nbd = Nbd {
+        addresses: options.nbd,
+        connections: options.connections,
+        tls: options.tls,
+        insecure: options.insecure,
+    };
+    Ok(Config {
+        stores: options.store,
+        backing: options.backing,
+        size: options.size,
+        compress: options.compress.map(Into::into),
+        name: options.name,
+        nbd: (!nbd.addresses.is_empty()).then_some(nbd),
+        fuse: options.fuse.map(|file| Fuse { file, threads: options.fuse_threads }),
+        share: options.share.map(|path| Share { path, in_place: options.share_in_place }),
+        ublk: options.ublk.then_some(Ublk { queues: options.queues, depth: options.depth }),
+        spin: Duration::from_micros(options.spin_us.into()),
+        cpu_latency: options.cpu_latency,
+        swap: options.swap,
+        unsafe_no_flusher: options.unsafe_no_flusher,
+        keeper: options.keeper,
+        control: options.control,
+        metrics: options.metrics,
+    })
 }
 
-/// Takes every protection that swap needs, or says which one the system denies.
-fn protect(unsafe_no_flusher: bool) -> Result<Protections, Failure> {
-    let (protections, missing) = swap_safety::protect();
-    for missing in &missing {
-        if !unsafe_no_flusher {
-            return Err(Failure::Failed(format!(
-                "--swap: {missing}; --unsafe-no-flusher starts without it, and the machine may freeze when memory is short"
-            )));
-        }
-        eprintln!("weir: --unsafe-no-flusher: {missing}");
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::{Cli, Command};
+    use clap::Parser as _;
+
+    #[test]
+    fn the_library_s_defaults_are_those_of_the_command_line() {
+        let command = [
+            "weir",
+            "serve",
+            "--store",
+            "host:1MiB",
+            "--nbd",
+            "unix:/n",
+            "--fuse",
+            "/f",
+            "--share",
+            "/s",
+            "--ublk",
+        ];
+        let Command::Serve(options) = Cli::try_parse_from(command).expect("right").command else {
+            panic!("weir serve")
+        };
+        let expected = Config {
+            stores: vec!["host:1MiB".parse().expect("a store")],
+            nbd: Some(Nbd { addresses: vec!["unix:/n".parse().expect("an address")], ..Nbd::default() }),
+            fuse: Some(Fuse::at("/f")),
+            share: Some(Share::at("/s")),
+            ublk: Some(Ublk::default()),
+            ..Config::default()
+        };
+        assert_eq!(daemon(options).expect("right"), expected);
     }
-    Ok(protections)
 }

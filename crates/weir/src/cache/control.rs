@@ -6,7 +6,7 @@
 //! `{"schema":1,"dirty_bytes":N}` and a last one: `{"schema":1}`, or `{"schema":1,"error":"..."}`.
 
 use super::report::Report;
-use crate::control::{SCHEMA, make_run_time_directory};
+use crate::failure;
 use rustix::net::SocketType;
 use serde::{Deserialize, Serialize};
 use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
@@ -16,6 +16,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 use weir_cli::failure::Failure;
+use weir_daemon::control::{SCHEMA, make_run_time_directory};
 use weir_system::local_socket::{self, BindError, SocketFile};
 
 /// How long a client may take for its request.
@@ -75,7 +76,7 @@ pub trait Service: Send + Sync + 'static {
 /// # Errors
 /// Fails when another cache listens there, or the socket cannot be made.
 pub fn listen(path: &Path, service: Arc<dyn Service>) -> Result<SocketFile, Failure> {
-    make_run_time_directory(path)?;
+    make_run_time_directory(path).map_err(failure::of)?;
     let shown = path.display();
     let (socket, file) = local_socket::listen(path, SocketType::STREAM).map_err(|error| match error {
         BindError::InUse(_) => Failure::Failed(format!(

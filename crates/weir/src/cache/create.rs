@@ -4,8 +4,7 @@ use super::control::{self, Request, Service};
 use super::home::{Home, HomeUrl};
 use super::options::CreateOptions;
 use super::report::Report;
-use crate::start::{Start, warn_of_unlocked_memory};
-use crate::{bug, core_dump, pages};
+use crate::{failure, progress};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use std::io::Read as _;
 use std::os::fd::AsFd as _;
@@ -19,6 +18,7 @@ use weir_cache::{Cache, CacheLane, Config, Mode, WriteBack};
 use weir_cli::failure::{Failure, chain};
 use weir_core::log::{self, Level, Log as Logger};
 use weir_core::{ByteSize, PAGE_SIZE};
+use weir_daemon::{Start, bug, core_dump, warn_of_unlocked_memory};
 use weir_device::{PageDevice as _, PageLane as _, Progress};
 use weir_export::fuse;
 use weir_log::{Cleaner, Log};
@@ -38,7 +38,7 @@ const STUCK: Duration = Duration::from_secs(15);
 pub fn run(options: &CreateOptions) -> Result<(), Failure> {
     let log = log::to_stderr(Level::Info);
     signals::ignore_strays();
-    core_dump::forbid()?;
+    core_dump::forbid().map_err(failure::of)?;
     bug::end_process(&log, false);
     // Install signal handlers first, so that an early SIGTERM also ends the cache in good order.
     let (mut told, tell) = UnixStream::pair().map_err(Failure::failed)?;
@@ -49,7 +49,8 @@ pub fn run(options: &CreateOptions) -> Result<(), Failure> {
     }
     // One lane more for the cache's write-back, and one for requests at the control socket.
     let lanes = u32::from(options.threads) + 2;
-    let mut start = Start::new(&log, || is_told(&mut told).then_some(signal_hook::consts::SIGTERM));
+    let mut start =
+        Start::new(progress::show(&log), || is_told(&mut told).then_some(signal_hook::consts::SIGTERM));
     let url = match &options.home {
         HomeUrl::Log(url) => url,
         HomeUrl::Raw(_) => &options.store,
@@ -61,14 +62,15 @@ pub fn run(options: &CreateOptions) -> Result<(), Failure> {
         return Err(Failure::Said);
     }
     let home = opened?;
-    let mut start = Start::new(&log, || is_told(&mut told).then_some(signal_hook::consts::SIGTERM));
+    let mut start =
+        Start::new(progress::show(&log), || is_told(&mut told).then_some(signal_hook::consts::SIGTERM));
     let opened = weir_store::open_watched(&options.store, Room::Reserved, &mut start.watch(&options.store));
     let is_ended = start.ended_by().is_some();
     drop(start);
     if is_ended {
         return Err(Failure::Said);
     }
-    let store = opened.map_err(|error| pages::refused(&error))?;
+    let store = opened.map_err(failure::of)?;
     let config = Config {
         lanes: usize::from(options.threads) + 1,
         depth: DEPTH,

@@ -163,7 +163,7 @@ fn open_log(options: &CreateOptions, url: &StoreUrl, lanes: u32, watch: Watch<'_
         StoreUrl::File(file) => FileStore::open_watched(file, Room::Reserved, watch),
         _ => return Err(Failure::Usage("a log lies on files or devices".to_owned())),
     };
-    let disks = Arc::new(opened.map_err(|error| crate::pages::refused(&error))?.patient());
+    let disks = Arc::new(opened.map_err(crate::failure::of)?.patient());
     let config = weir_log::Config {
         segment_pages: (SEGMENT.0 / PAGE_SIZE as u64) as u32,
         members: paths.len() as u32,

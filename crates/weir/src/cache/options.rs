@@ -1,11 +1,11 @@
 //! The command line of `weir cache`.
 
 use super::home::HomeUrl;
-use crate::control::default_directory;
 use clap::{Args, Subcommand};
 use std::path::PathBuf;
 use weir_cache::Mode;
 use weir_core::ByteSize;
+use weir_daemon::control::default_directory;
 use weir_store::StoreUrl;
 
 /// The subcommands of `weir cache`.

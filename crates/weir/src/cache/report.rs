@@ -78,7 +78,7 @@ impl Report {
         let of_pages = |pages: u64| pages * PAGE_SIZE as u64;
         let bytes = |pages: u32| u64::from(pages) * PAGE_SIZE as u64;
         Report {
-            schema: crate::control::SCHEMA,
+            schema: weir_daemon::control::SCHEMA,
             home,
             store,
             file,

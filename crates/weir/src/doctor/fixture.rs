@@ -2,7 +2,13 @@
 
 use std::fs;
 use std::path::PathBuf;
+use weir_daemon::cards::{Looked, Seen};
 use weir_system::Machine;
+
+/// The look at the cards of a machine that has none.
+pub fn no_cards() -> Looked {
+    Looked::Seen(Seen { refused: Some("no GPU".to_owned()), ..Seen::default() })
+}
 
 /// The directory of the machine's files, removed when dropped.
 pub struct Fixture(PathBuf);

@@ -1,7 +1,7 @@
 //! GPUs and the libraries that reach their memory.
 
 use super::Finding;
-use super::cards::{Broken, Card, DRIVER_FILES, Looked};
+use weir_daemon::cards::{Broken, Card, DRIVER_FILES, Looked};
 use weir_system::Machine;
 
 /// The processor's own path to a card's memory.
@@ -160,8 +160,9 @@ fn library(machine: &Machine, id: &'static str, name: &str, why: &str) -> Findin
 mod tests {
     use super::super::Fixture;
     use super::super::Level;
-    use super::super::cards::Seen;
+    use super::super::fixture::no_cards;
     use super::*;
+    use weir_daemon::cards::Seen;
 
     #[test]
     fn an_nvidia_card_is_named_with_its_driver() {
@@ -173,7 +174,7 @@ mod tests {
                 "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\nGCC version: 12",
             )
             .with("/usr/lib64/libcuda.so.1", "");
-        let findings = check(&fixture.machine(), &Looked::none());
+        let findings = check(&fixture.machine(), &no_cards());
         assert_eq!(findings[0].seen, "/dev/nvidia0, driver 580.159.04");
         let level = |id| findings.iter().find(|finding| finding.id == id).unwrap().level;
         assert_eq!((level("cuda"), level("nvml"), level("vulkan")), (Level::Ok, Level::Warn, Level::Warn));
@@ -261,7 +262,7 @@ mod tests {
             .with("/dev/dri/renderD129", "")
             .with("/sys/class/drm/renderD128/device/uevent", "DRIVER=amdgpu\nPCI_CLASS=30000\n");
         assert_eq!(
-            check(&fixture.machine(), &Looked::none())[0].seen,
+            check(&fixture.machine(), &no_cards())[0].seen,
             "/dev/dri/renderD128 (amdgpu), /dev/dri/renderD129"
         );
     }

@@ -3,7 +3,6 @@
 //! Every check reads the machine through [`Machine`]: a directory that is `/` in life and a fixture
 //! in tests. So a test can show each check a machine that has a thing, and one that lacks it.
 
-pub mod cards;
 #[cfg(test)]
 mod fixture;
 mod gpu;
@@ -13,7 +12,6 @@ mod process;
 mod system;
 
 use crate::cli::DoctorOptions;
-use cards::Looked;
 #[cfg(test)]
 pub use fixture::Fixture;
 pub use process::Capabilities;
@@ -21,6 +19,7 @@ use serde::Serialize;
 use std::fmt;
 pub use system::suspend_loses_pages;
 use weir_cli::failure::Failure;
+use weir_daemon::cards::{self, Looked};
 use weir_system::Machine;
 
 /// The meaning of a finding for a person who wants to swap on Weir.
@@ -118,7 +117,7 @@ mod tests {
 
     #[test]
     fn a_machine_with_nothing_at_all_gets_a_next_step_for_all_that_is_wrong() {
-        let report = Report::of(&Fixture::new("nothing").machine(), &Looked::none());
+        let report = Report::of(&Fixture::new("nothing").machine(), &fixture::no_cards());
         for finding in &report.checks {
             assert!(finding.level == Level::Ok || finding.next.is_some(), "{finding}");
         }
@@ -127,7 +126,7 @@ mod tests {
 
     #[test]
     fn no_two_checks_share_an_id() {
-        let report = Report::of(&Machine::this(), &Looked::none());
+        let report = Report::of(&Machine::this(), &fixture::no_cards());
         let mut ids: Vec<_> = report.checks.iter().map(|finding| finding.id).collect();
         ids.sort_unstable();
         let count = ids.len();

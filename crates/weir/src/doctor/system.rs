@@ -1,9 +1,9 @@
 //! Checks of the daemon's surroundings: the init system, sleep, the battery, and room on the disk.
 
 use super::Finding;
-use crate::control::SYSTEM as DIRECTORY;
 use std::path::Path;
 use weir_core::ByteSize;
+use weir_daemon::control::SYSTEM as DIRECTORY;
 use weir_system::Machine;
 
 /// Less room than this is no backing worth the name.

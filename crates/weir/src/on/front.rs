@@ -4,15 +4,16 @@
 use super::options::FrontChoice;
 use super::service::{self, control_socket, fuse_file, nbd_socket};
 use super::state::{Front, Journal, Step};
-use crate::address::Address;
-use crate::attach;
-use crate::cli::{AttachOptions, DetachOptions};
-use crate::control::{self, Status};
+use crate::failure;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use toml::Value;
 use weir_cli::failure::{Failure, chain};
+use weir_core::log::{self, Level};
+use weir_daemon::Address;
+use weir_daemon::attach::{self, Attach};
+use weir_daemon::control::{self, Status};
 use weir_system::Machine;
 use weir_system::kernel_release::{self, version};
 use weir_system::loop_device::LoopDevice;
@@ -215,7 +216,8 @@ pub fn attach(
             let path = free_nbd_device()?;
             let (file, by) = (Some(nbd_socket(directory)), Some(std::process::id()));
             journal.intend(Step::Device { path: path.clone(), front, file, by })?;
-            attach::connect(&nbd_options(directory, &path, connections))?;
+            let options = nbd_options(directory, &path, connections);
+            attach::connect(&options, &log::to_stderr(Level::Warning)).map_err(failure::of)?;
             Ok(path)
         }
         Front::Fuse => {
@@ -237,7 +239,7 @@ pub fn detach(front: Front, path: &Path, file: Option<&Path>, by: Option<u32>) -
         // ended by now.
         Front::Ublk => check_gone(path),
         Front::Nbd if !nbd_is_attached(path) || !nbd_is_ours(path, file, by) => Ok(()),
-        Front::Nbd => attach::detach(&DetachOptions { device: path.to_owned(), control: None }),
+        Front::Nbd => attach::detach(path, None).map_err(failure::of),
         Front::Fuse => LoopDevice::over(file.unwrap_or(path))
             .into_iter()
             .try_for_each(|device| device.detach().map_err(|error| Failure::Failed(chain(&error)))),
@@ -256,16 +258,12 @@ fn check_gone(device: &Path) -> Result<(), Failure> {
     )))
 }
 
-fn nbd_options(directory: &Path, device: &Path, connections: u16) -> AttachOptions {
-    AttachOptions {
-        address: Address::Unix(nbd_socket(directory)),
+fn nbd_options(directory: &Path, device: &Path, connections: u16) -> Attach {
+    Attach {
         device: Some(device.to_owned()),
-        name: String::new(),
         connections,
-        request_timeout: 5,
-        reconnect_timeout: 600,
-        reconnect: false,
         control: Some(control_socket(directory)),
+        ..Attach::to(Address::Unix(nbd_socket(directory)))
     }
 }
 

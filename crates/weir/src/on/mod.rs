@@ -30,7 +30,6 @@ pub use options::{BatteryOptions, OffOptions, OnOptions, RestartOptions, StoreCh
 pub use restart::run as restart;
 pub use top::run as top;
 
-use crate::control::{Condition, Status};
 use clap::ValueEnum as _;
 use preflight::Plan;
 use service::Service;
@@ -43,6 +42,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use toml::{Table, Value};
 use weir_cli::failure::Failure;
 use weir_core::{ByteSize, PAGE_SIZE};
+use weir_daemon::control::{Condition, Status};
 use weir_store::{StoreUrl, VramUrl};
 use weir_system::Machine;
 use weir_system::swaps;

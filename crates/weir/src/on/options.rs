@@ -1,8 +1,6 @@
 //! The command lines of `weir on`, `off`, `restart` and `top`.
 
 use super::policy::Policy;
-use crate::address::Address;
-use crate::backing::Backing;
 use crate::compress::Algorithm;
 use clap::{Args, ValueEnum};
 use std::fmt;
@@ -10,11 +8,12 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use weir_core::ByteSize;
+use weir_daemon::{Address, Backing};
 use weir_store::vram::Target;
 use weir_store::{StoreUrl, UrlError, VramUrl};
 
 /// The directory in which `weir on` keeps its files.
-pub use crate::control::SYSTEM as DIRECTORY;
+pub use weir_daemon::control::SYSTEM as DIRECTORY;
 
 /// The options of the device. Weir chooses and prints a value that is not given.
 #[derive(Debug, Clone, Args)]

@@ -5,13 +5,14 @@ use super::options::DIRECTORY;
 use super::state::{Front, Journal, Phase, State, Step};
 use super::{drain, front, make_swap_area, off, service, state, swaps, watch_interrupts};
 use crate::cli::Amount;
-use crate::control::{self, Status};
+use crate::failure;
 use service::Service;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 use weir_cli::failure::Failure;
 use weir_core::{ByteSize, PAGE_SIZE};
+use weir_daemon::control::{self, Status};
 
 /// A part that is on.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -100,9 +101,9 @@ pub fn find() -> PathBuf {
 /// # Errors
 /// Fails as [`control::status`] does.
 pub fn status(control: &Path) -> Result<Status, Failure> {
-    control::status(control).map_err(|failure| match silence(control) {
+    control::status(control).map_err(|error| match silence(control) {
         Some(why) => Failure::Failed(format!("no daemon answers at {}: {why}", control.display())),
-        None => failure,
+        None => failure::of(error),
     })
 }
 
@@ -276,7 +277,8 @@ fn away(state: &State) -> Vec<Step> {
 }
 
 fn size(part: &Part) -> Result<u64, Failure> {
-    control::status(&service::control_socket(&part.directory)).map(|status| status.volume.bytes)
+    let status = control::status(&service::control_socket(&part.directory));
+    status.map(|status| status.volume.bytes).map_err(failure::of)
 }
 
 fn turn_off(journal: &mut Journal, part: &Part, bytes: u64, asleep: bool) -> Result<(), Failure> {

@@ -5,12 +5,13 @@
 use super::options::RestartOptions;
 use super::service;
 use super::state::{Journal, Phase, Step};
-use crate::control;
+use crate::failure;
 use rustix::process::{Pid, Signal};
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 use weir_cli::failure::Failure;
+use weir_daemon::control;
 use weir_system::Machine;
 
 /// Time that a new daemon may take to answer.
@@ -51,7 +52,7 @@ fn directories(journal: &Journal) -> impl Iterator<Item = &Path> {
 
 fn replace(directory: &Path) -> Result<(), Failure> {
     let socket = service::control_socket(directory);
-    let before = control::status(&socket)?;
+    let before = control::status(&socket).map_err(failure::of)?;
     let pid = Pid::from_raw(before.pid as i32).ok_or_else(|| Failure::failed("the daemon has no number"))?;
     let begun = Instant::now();
     rustix::process::kill_process(pid, Signal::USR1).map_err(|errno| {

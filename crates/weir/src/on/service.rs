@@ -3,8 +3,7 @@
 use super::options::DIRECTORY;
 use super::settings::systemctl;
 use super::state::{Journal, Process, Step};
-use crate::control::{self, Status};
-use crate::start;
+use crate::progress;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal};
@@ -20,6 +19,7 @@ use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use toml::{Table, Value};
 use weir_cli::failure::{Failure, NO_ROOM};
+use weir_daemon::control::{self, Status};
 use weir_export::fuse;
 use weir_system::device_use;
 
@@ -58,7 +58,7 @@ pub struct Service {
     pub directory: PathBuf,
     /// The systemd unit to start; `None`: a process with a session of its own.
     pub unit: Option<String>,
-    /// The options of `weir serve`.
+    /// The options of `weir serve` for this part's daemon.
     pub config: Table,
 }
 
@@ -179,7 +179,7 @@ impl Service {
             }
             super::check_interrupted()?;
             let line = self.unit.is_none().then(|| last_line(&self.directory)).flatten();
-            let line = line.filter(|line| line.starts_with(start::LINE));
+            let line = line.filter(|line| line.starts_with(progress::LINE));
             if let Some(line) = line.filter(|line| said.as_ref() != Some(line)) {
                 eprintln!("weir: {line}");
                 said = Some(line);

@@ -2,7 +2,7 @@
 
 use super::options::TopOptions;
 use super::parts;
-use crate::control::{self, Status, Traffic};
+use crate::failure;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyModifiers};
 use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Style, Stylize as _};
@@ -14,6 +14,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 use weir_cli::failure::Failure;
 use weir_core::{ByteSize, PAGE_SIZE};
+use weir_daemon::control::{self, Status, Traffic};
 
 /// Runs `weir top` until the user ends it.
 pub fn run(options: &TopOptions) -> Result<(), Failure> {
@@ -22,7 +23,7 @@ pub fn run(options: &TopOptions) -> Result<(), Failure> {
     let first = parts::status(&path)?;
     if options.once {
         std::thread::sleep(every);
-        let now = control::status(&path)?;
+        let now = control::status(&path).map_err(failure::of)?;
         print!("{}", plain(&Seen { parts: parts::count(&path), ..Seen::between(&first, now, every) }));
         return Ok(());
     }

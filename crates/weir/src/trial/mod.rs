@@ -10,11 +10,8 @@ mod connection;
 mod report;
 mod shadow;
 
-use crate::address::Address;
-use crate::cli::{ServeOptions, TryOptions};
-use crate::daemon::Daemon;
-use crate::some_store;
-use crate::start::Start;
+use crate::cli::TryOptions;
+use crate::{failure, some_store};
 use connection::{Connection, Tally};
 use indicatif::{ProgressBar, ProgressStyle};
 use report::Report;
@@ -28,8 +25,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 use weir_cli::failure::{Failure, chain};
 use weir_core::log::{self, Level};
-use weir_core::swap_safety::Protections;
 use weir_core::{ByteSize, PAGE_SIZE};
+use weir_daemon::config::Nbd;
+use weir_daemon::{Address, Config, Daemon, Start};
 use weir_export::nbd::client::{Client, ClientError, Wish};
 
 /// Default size of the trial's memory.
@@ -53,14 +51,14 @@ pub fn run(options: &TryOptions) -> Result<(), Failure> {
 fn start(options: &TryOptions, socket: &Path) -> Result<Daemon, Failure> {
     let log = log::to_stderr(Level::Warning);
     let (_, daemon) = some_store::open(options.store.as_ref(), options.size, SIZE, &log, |store| {
-        let serve = ServeOptions {
-            store: vec![store.clone()],
-            size: options.size,
-            nbd: vec![Address::Unix(socket.to_owned())],
+        let nbd = Nbd {
+            addresses: vec![Address::Unix(socket.to_owned())],
             connections: options.connections,
-            ..ServeOptions::default()
+            ..Nbd::default()
         };
-        Daemon::start(&serve, Protections::default(), None, &mut Start::silent(), &log)
+        let config =
+            Config { stores: vec![store.clone()], size: options.size, nbd: Some(nbd), ..Config::default() };
+        Daemon::start(&config, &mut Start::silent(), &log).map_err(failure::of)
     })?;
     Ok(daemon)
 }

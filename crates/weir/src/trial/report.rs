@@ -1,11 +1,11 @@
 //! The outcome of a trial, as a small table.
 
 use super::connection::{KINDS, Tally};
-use crate::control::Status;
 use std::fmt;
 use std::time::Duration;
 use weir_core::ByteSize;
 use weir_core::metrics::Distribution;
+use weir_daemon::control::Status;
 
 /// The results of a finished trial.
 #[derive(Debug)]

@@ -2,11 +2,11 @@
 
 use super::{Line, Moved, PATIENCE, Progress, Refusal, Reply, Request, SCHEMA, Status};
 use crate::attach::Attachment;
+use crate::error::{Error, ErrorKind};
 use serde::Serialize;
 use std::io::{self, BufRead as _, BufReader, Write as _};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use weir_cli::failure::Failure;
 
 #[derive(Serialize)]
 struct Envelope {
@@ -19,14 +19,18 @@ struct Envelope {
 ///
 /// # Errors
 /// Fails when no daemon listens there, or it speaks another schema.
-pub fn status(path: &Path) -> Result<Status, Failure> {
-    let failed = |problem: String| Failure::Failed(format!("no status from {}: {problem}", path.display()));
+pub fn status(path: &Path) -> Result<Status, Error> {
+    let failed =
+        |kind, problem: String| Error::new(kind, format!("no status from {}: {problem}", path.display()));
     let line = ask(path, Request::Status).map_err(|error| unreachable(path, &error))?;
     serde_json::from_str(&line).map_err(|error| match serde_json::from_str::<Refusal>(&line) {
-        Ok(refusal) => failed(refusal.error),
-        Err(_) => failed(format!(
-            "what answers there is no daemon of this version ({error}); --control names a daemon's control socket, which is none of --nbd or --share"
-        )),
+        Ok(refusal) => failed(ErrorKind::Refused, refusal.error),
+        Err(_) => failed(
+            ErrorKind::Unreachable,
+            format!(
+                "what answers there is no daemon of this version ({error}); --control names a daemon's control socket, which is none of --nbd or --share"
+            ),
+        ),
     })
 }
 
@@ -34,7 +38,7 @@ pub fn status(path: &Path) -> Result<Status, Failure> {
 ///
 /// # Errors
 /// Fails when no daemon listens there, or with its own words when it cannot.
-pub fn ask_for(path: &Path, request: Request, mut tell: impl FnMut(Progress)) -> Result<Moved, Failure> {
+pub fn ask_for(path: &Path, request: Request, mut tell: impl FnMut(Progress)) -> Result<Moved, Error> {
     let broken = |error: io::Error| unreachable(path, &error);
     for line in BufReader::new(send(path, request).map_err(broken)?).lines() {
         let reply: Reply = serde_json::from_str(&line.map_err(broken)?)
@@ -42,16 +46,16 @@ pub fn ask_for(path: &Path, request: Request, mut tell: impl FnMut(Progress)) ->
         match reply.line {
             Line::Progress(progress) => tell(progress),
             Line::Result(moved) => return Ok(moved),
-            Line::Error(error) => return Err(Failure::Failed(error)),
+            Line::Error(error) => return Err(Error::new(ErrorKind::Refused, error)),
         }
     }
     Err(broken(io::ErrorKind::UnexpectedEof.into()))
 }
 
 /// The error for a daemon that does not answer: why not, and the next step.
-fn unreachable(path: &Path, error: &io::Error) -> Failure {
+fn unreachable(path: &Path, error: &io::Error) -> Error {
     let path = path.display();
-    Failure::Failed(match error.kind() {
+    let what = match error.kind() {
         io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => format!(
             "no daemon answers at {path}; weir on turns swap on, weir serve runs a daemon without, --control names the socket of another"
         ),
@@ -59,7 +63,8 @@ fn unreachable(path: &Path, error: &io::Error) -> Failure {
             format!("the daemon at {path} answers its owner alone: use sudo")
         }
         _ => format!("no answer from {path}: {error}; is it a daemon's control socket, and of this version?"),
-    })
+    };
+    Error::new(ErrorKind::Unreachable, what)
 }
 
 /// Tells the daemon at `path` of a device that the kernel has connected to it.

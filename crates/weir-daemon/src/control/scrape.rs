@@ -7,6 +7,7 @@
 use super::metrics::{self, Format};
 use super::{PATIENCE, Service};
 use crate::address::Address;
+use crate::error::{Error, ErrorKind};
 use rustix::net::SocketType;
 use std::io::{self, Read, Write};
 use std::net::{TcpListener, ToSocketAddrs as _};
@@ -15,7 +16,6 @@ use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::thread;
 use std::time::Instant;
-use weir_cli::failure::Failure;
 use weir_system::local_socket::{self, SocketFile};
 
 /// Longest head of a request in bytes, and most header lines.
@@ -35,11 +35,10 @@ impl Endpoint {
     ///
     /// # Errors
     /// Fails when other machines could reach the address, or the socket cannot be had.
-    pub fn start(address: &Address, service: Arc<dyn Service>) -> Result<Self, Failure> {
+    pub fn start(address: &Address, service: Arc<dyn Service>) -> Result<Self, Error> {
         let failed = |error: &dyn std::fmt::Display| {
-            Failure::Failed(format!(
-                "--metrics {address}: cannot listen there: {error}; choose another address"
-            ))
+            let what = format!("--metrics {address}: cannot listen there: {error}; choose another address");
+            Error::new(ErrorKind::Control, what)
         };
         let (listener, file) = match address {
             Address::Unix(path) => {
@@ -51,10 +50,11 @@ impl Endpoint {
                 let addresses = (host.as_str(), *port).to_socket_addrs().map_err(|error| failed(&error))?;
                 let addresses: Vec<_> = addresses.collect();
                 if let Some(exposed) = addresses.iter().find(|address| !address.ip().is_loopback()) {
-                    return Err(Failure::Usage(format!(
+                    let what = format!(
                         "--metrics {address} is {}, which other machines reach; accepted: unix:PATH, tcp:127.0.0.1:PORT, tcp:[::1]:PORT",
                         exposed.ip()
-                    )));
+                    );
+                    return Err(Error::new(ErrorKind::Config, what));
                 }
                 let socket = TcpListener::bind(&*addresses).map_err(|error| failed(&error))?;
                 (Listener::Tcp(socket), None)

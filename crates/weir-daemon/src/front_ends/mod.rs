@@ -5,14 +5,13 @@ mod ublk;
 pub use ublk::PreparedUblk;
 
 use crate::address::Address;
-use crate::cli::ServeOptions;
+use crate::config::{self, Config};
 use crate::control::Export;
+use crate::error::{Error, ErrorKind};
 use crate::keeper::{Held, Link};
 use std::fmt;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
-use weir_cli::failure::{Failure, chain};
 use weir_core::log::{Level, Log};
 use weir_export::fuse;
 use weir_export::nbd::{self, Identity, KernelConnections, Listen, ListenError, ServeError, Server};
@@ -46,14 +45,19 @@ pub trait FrontEnd: fmt::Debug + Send {
 }
 
 /// Number of lanes that all requested front ends take together.
-pub fn lanes(options: &ServeOptions) -> usize {
-    let nbd = if options.nbd.is_empty() { 0 } else { usize::from(options.connections) };
-    let fuse = if options.fuse.is_some() { usize::from(options.fuse_threads) } else { 0 };
-    let share = match (&options.share, options.share_in_place) {
-        (None, _) => 0,
-        (Some(_), false) => 1,
+pub fn lanes(options: &Config) -> usize {
+    let nbd = options.nbd.as_ref().map_or(0, |nbd| usize::from(nbd.connections));
+    let fuse = options.fuse.as_ref().map_or(0, |fuse| usize::from(fuse.threads));
+    let share = match &options.share {
+        None => 0,
         // Pages lent in place take the room of this many lanes.
-        (Some(_), true) => 1 + IN_PLACE_LANES,
+        Some(share) => {
+            if share.in_place {
+                1 + IN_PLACE_LANES
+            } else {
+                1
+            }
+        }
     };
     nbd + fuse + share
 }
@@ -70,10 +74,15 @@ impl Nbd {
     ///
     /// # Errors
     /// Fails when a socket or a certificate cannot be had.
-    pub fn start(volume: &Arc<Volume>, options: &ServeOptions, log: &Log) -> Result<Self, Failure> {
-        let identity = options.tls.as_deref().map(Identity::from_directory).transpose();
+    pub fn start(
+        volume: &Arc<Volume>,
+        options: &Config,
+        nbd: &config::Nbd,
+        log: &Log,
+    ) -> Result<Self, Error> {
+        let identity = nbd.tls.as_deref().map(Identity::from_directory).transpose();
         let identity =
-            identity.map_err(|error| Failure::Failed(format!("--tls: {}", chain(&error))))?.map(Arc::new);
+            identity.map_err(|error| Error::because(ErrorKind::FrontEnd, "--tls", error))?.map(Arc::new);
         if identity.as_ref().is_some_and(|identity| !identity.checks_clients()) {
             (log)(
                 Level::Warning,
@@ -83,20 +92,20 @@ impl Nbd {
             );
         }
         let listen: Vec<Listen> =
-            options.nbd.iter().map(|address| listen(address, identity.as_ref())).collect();
+            nbd.addresses.iter().map(|address| listen(address, identity.as_ref())).collect();
         let config = nbd::Config {
             name: options.name.clone(),
-            connections: usize::from(options.connections),
-            spin: Duration::from_micros(options.spin_us.into()),
+            connections: usize::from(nbd.connections),
+            spin: options.spin,
             swap: options.swap,
             unsafe_no_flusher: options.unsafe_no_flusher,
             ..nbd::Config::default()
         };
         let server = Server::start(volume, &config, &listen, log).map_err(|error| match error {
             ServeError::Listen(ListenError::Exposed { .. }) => {
-                Failure::Usage(format!("--insecure: {}", chain(&error)))
+                Error::because(ErrorKind::Config, "--insecure", error)
             }
-            _ => Failure::Failed(chain(&error)),
+            _ => Error::of(ErrorKind::FrontEnd, error),
         })?;
         Ok(Nbd(server))
     }
@@ -140,23 +149,24 @@ impl Fuse {
     /// Fails when it cannot be mounted, or the kernel's FUSE is too old.
     pub fn start(
         volume: &Arc<Volume>,
-        options: &ServeOptions,
-        file: &Path,
+        options: &Config,
+        fuse: &config::Fuse,
         keeper: Option<(&Link, &mut Held)>,
         log: &Log,
-    ) -> Result<Self, Failure> {
+    ) -> Result<Self, Error> {
+        let file = fuse.file.as_path();
         let config = fuse::Config {
             name: options.name.clone(),
-            threads: usize::from(options.fuse_threads),
-            spin: Duration::from_micros(options.spin_us.into()),
+            threads: usize::from(fuse.threads),
+            spin: options.spin,
             swap: options.swap,
             unsafe_no_flusher: options.unsafe_no_flusher,
             // A file that must outlive its daemon cannot have a ring. A thread that spins for
             // requests reads the device.
-            ring: keeper.is_none() && !options.swap && options.spin_us == 0,
+            ring: keeper.is_none() && !options.swap && options.spin.is_zero(),
             allow_other: false,
         };
-        let failed = |error: fuse::ServeError| Failure::Failed(format!("--fuse: {}", chain(&error)));
+        let failed = |error: fuse::ServeError| Error::because(ErrorKind::FrontEnd, "--fuse", error);
         let Some((link, held)) = keeper else {
             return fuse::Server::start(volume, &config, file, log).map(Fuse).map_err(failed);
         };
@@ -167,7 +177,8 @@ impl Fuse {
         }
         let server = fuse::Server::start(volume, &config, file, log).map_err(failed)?;
         for handoff in server.handoffs() {
-            link.hold_open(&name(&handoff.name), handoff.fd).map_err(Failure::failed)?;
+            let held = link.hold_open(&name(&handoff.name), handoff.fd);
+            held.map_err(|error| Error::of(ErrorKind::Keeper, error))?;
         }
         Ok(Fuse(server))
     }
@@ -213,26 +224,26 @@ pub struct Share {
 }
 
 impl Share {
-    /// Listens at `path`.
+    /// Listens at its path.
     ///
     /// # Errors
     /// Fails when the socket cannot be had.
     pub fn start(
         volume: &Arc<Volume>,
-        options: &ServeOptions,
-        path: &Path,
+        options: &Config,
+        share: &config::Share,
         log: &Log,
-    ) -> Result<Self, Failure> {
+    ) -> Result<Self, Error> {
         let lane_slots = volume.config().lane_slots();
         let config = share::Config {
-            spin: Duration::from_micros(options.spin_us.into()),
-            in_place: if options.share_in_place { IN_PLACE_LANES as u32 * lane_slots } else { 0 },
+            spin: options.spin,
+            in_place: if share.in_place { IN_PLACE_LANES as u32 * lane_slots } else { 0 },
             // Only the kernel may write: it alone knows what its swap holds.
             read_only: options.swap,
-            ..share::Config::at(path)
+            ..share::Config::at(&share.path)
         };
         let server = share::Server::start(volume, &config, Arc::clone(log))
-            .map_err(|error| Failure::Failed(format!("--share: {}", chain(&error))))?;
+            .map_err(|error| Error::because(ErrorKind::FrontEnd, "--share", error))?;
         Ok(Share { server, clients: config.clients.into() })
     }
 }

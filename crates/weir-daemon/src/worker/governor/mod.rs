@@ -8,12 +8,12 @@ mod policy;
 
 use super::job::{Job, Wish};
 use super::workers::{Card, Workers};
+use crate::error::{Error, ErrorKind};
 use arrivals::Arrivals;
 use policy::{Look, Policy, Step};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use weir_cli::failure::Failure;
 use weir_core::log::{Level, Log};
 
 /// One card of one store.
@@ -38,7 +38,7 @@ impl Governor {
     ///
     /// # Errors
     /// Fails when no thread can be had.
-    pub fn start(workers: &Arc<Workers>, log: &Log) -> Result<Option<Self>, Failure> {
+    pub fn start(workers: &Arc<Workers>, log: &Log) -> Result<Option<Self>, Error> {
         let cards: Vec<Governed> = workers
             .cards()
             .map(|card| Governed { card, policy: Policy::default(), look_at: Duration::ZERO, said: false })
@@ -46,12 +46,12 @@ impl Governor {
         if cards.is_empty() {
             return Ok(None);
         }
-        let arrivals = Arrivals::new().map_err(Failure::failed)?;
+        let arrivals = Arrivals::new().map_err(|error| Error::of(ErrorKind::System, error))?;
         let (workers, log, watched) = (Arc::clone(workers), Arc::clone(log), arrivals.clone());
         let thread = std::thread::Builder::new()
             .name("weir-governor".into())
             .spawn(move || govern(&workers, cards, &watched, &log))
-            .map_err(Failure::failed)?;
+            .map_err(|error| Error::of(ErrorKind::System, error))?;
         Ok(Some(Governor { arrivals, thread }))
     }
 

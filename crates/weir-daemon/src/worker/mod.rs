@@ -12,11 +12,11 @@ mod promotion;
 mod workers;
 
 use crate::control::{Background, Moved, Progress};
+use crate::error::Error;
 use crate::keeper;
 use governor::Governor;
 use job::{Job, Wish};
 use std::sync::{Arc, Mutex, PoisonError};
-use weir_cli::failure::Failure;
 use weir_core::log::Log;
 use weir_volume::Volume;
 use workers::Workers;
@@ -42,7 +42,7 @@ impl Worker {
     ///
     /// # Errors
     /// Fails when there is no lane or no thread for them.
-    pub fn start(volume: &Arc<Volume>, lends: &[bool], log: &Log) -> Result<Self, Failure> {
+    pub fn start(volume: &Arc<Volume>, lends: &[bool], log: &Log) -> Result<Self, Error> {
         let workers = Workers::start(volume, lends)?;
         let governor = Mutex::new(Governor::start(&workers, log)?);
         Ok(Worker { workers, governor })

@@ -4,6 +4,7 @@ use super::{
     Acknowledged, Line, Moved, PATIENCE, Progress, REQUEST_MOST, Refusal, Reply, Request, SCHEMA, Service,
     make_run_time_directory,
 };
+use crate::error::{Error, ErrorKind};
 use rustix::net::SocketType;
 use std::io::{self, BufRead as _, BufReader, Read as _, Write as _};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -11,7 +12,6 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
-use weir_cli::failure::Failure;
 use weir_system::local_socket::{self, BindError, SocketFile};
 
 /// The most long requests at a time; each has a thread that waits for the worker.
@@ -29,22 +29,27 @@ impl Server {
     ///
     /// # Errors
     /// Fails when another daemon listens there, or the socket cannot be made.
-    pub fn start(path: &Path, service: Arc<dyn Service>) -> Result<Self, Failure> {
+    pub fn start(path: &Path, service: Arc<dyn Service>) -> Result<Self, Error> {
         let failed = |error: io::Error| {
-            Failure::Failed(format!(
+            let what = format!(
                 "cannot listen at {}: {error}; is its directory there, and writable? --control names another",
                 path.display()
-            ))
+            );
+            Error::new(ErrorKind::Control, what)
         };
         make_run_time_directory(path)?;
         let (socket, file) = local_socket::listen(path, SocketType::STREAM).map_err(|error| match error {
-            BindError::InUse(path) => Failure::Failed(format!(
-                "a daemon already answers at {}; stop it, or give another --control PATH",
-                path.display()
-            )),
-            BindError::NotASocket { path, kind } => {
-                Failure::Failed(format!("{} is {kind}; give another --control PATH", path.display()))
-            }
+            BindError::InUse(path) => Error::new(
+                ErrorKind::Control,
+                format!(
+                    "a daemon already answers at {}; stop it, or give another --control PATH",
+                    path.display()
+                ),
+            ),
+            BindError::NotASocket { path, kind } => Error::new(
+                ErrorKind::Control,
+                format!("{} is {kind}; give another --control PATH", path.display()),
+            ),
             BindError::Io { source, .. } => failed(source),
         })?;
         let listener = UnixListener::from(socket);

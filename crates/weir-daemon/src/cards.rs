@@ -2,7 +2,7 @@
 //! only that process.
 
 use serde::{Deserialize, Serialize};
-use std::io::Read as _;
+use std::io::{Read as _, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -23,14 +23,6 @@ pub enum Looked {
     NoAnswer(u64),
     /// The process that asked the drivers failed; the text says how.
     Died(String),
-}
-
-#[cfg(test)]
-impl Looked {
-    /// The result for a machine without a card.
-    pub fn none() -> Self {
-        Looked::Seen(Seen { refused: Some("no GPU".to_owned()), ..Seen::default() })
-    }
 }
 
 /// The drivers' answers.
@@ -65,6 +57,7 @@ pub struct Broken {
 }
 
 impl Card {
+    /// Whether this is a way to its memory.
     pub fn has(&self, way: &str) -> bool {
         self.ways.iter().any(|it| it == way)
     }
@@ -124,7 +117,9 @@ pub fn run(store: &StoreUrl) {
         }
         Err(why) => seen.refused = Some(why),
     }
-    println!("{}", serde_json::to_string(&seen).expect("strings always serialise"));
+    let said = serde_json::to_string(&seen).expect("strings always serialise");
+    // The process that asks may have given up.
+    let _ = writeln!(std::io::stdout(), "{said}");
 }
 
 fn broken() -> Vec<Broken> {

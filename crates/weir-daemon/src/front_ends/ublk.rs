@@ -4,15 +4,15 @@
 //! gone.)
 
 use super::FrontEnd;
-use crate::cli::ServeOptions;
+use crate::config;
 use crate::control::Export;
+use crate::error::{Error, ErrorKind};
 use crate::keeper::{Held, Link, processors};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
-use weir_cli::failure::{Failure, chain};
 use weir_core::log::{Level, Log};
-use weir_core::{Memory, PAGE_SIZE};
+use weir_core::{Memory, PAGE_SIZE, chain};
 use weir_export::ublk::{Config, Device, Found, Server};
 use weir_system::device_use;
 use weir_volume::Volume;
@@ -59,33 +59,37 @@ impl PreparedUblk {
     /// # Errors
     /// Fails when the driver is missing or does not hand over the device.
     pub fn new(
-        options: &ServeOptions,
+        options: &config::Config,
+        ublk: &config::Ublk,
         keeper: Option<(&Link, &mut Held)>,
         log: &Log,
-    ) -> Result<Self, Failure> {
+    ) -> Result<Self, Error> {
         let config = Config {
-            queues: options.queues.unwrap_or(processors().min(QUEUES_MOST) as u16),
-            depth: options.depth,
-            spin: Duration::from_micros(options.spin_us.into()),
+            queues: ublk.queues.unwrap_or(processors().min(QUEUES_MOST) as u16),
+            depth: ublk.depth,
+            spin: options.spin,
             swap: options.swap,
             unsafe_no_flusher: options.unsafe_no_flusher,
             recoverable: keeper.is_some(),
             ..Config::default()
         };
+        let unkept = |error: std::io::Error| Error::of(ErrorKind::Keeper, error);
         let number = match keeper {
             None => None,
             Some((link, held)) => Some(match held.take(NUMBER) {
-                Some(fd) => Number(Memory::adopt(fd).map_err(Failure::failed)?),
+                Some(fd) => Number(Memory::adopt(fd).map_err(unkept)?),
                 None => {
-                    let page = Memory::shared("weir-ublk", PAGE_SIZE).map_err(Failure::failed)?;
+                    let page = Memory::shared("weir-ublk", PAGE_SIZE).map_err(unkept)?;
                     link.hold_memory(NUMBER, page.fd().expect("shared memory has a descriptor"))
-                        .map_err(Failure::failed)?;
+                        .map_err(unkept)?;
                     Number(page)
                 }
             }),
         };
         let found = match number.as_ref().and_then(Number::get) {
-            Some(device) => Server::find(device, log).map_err(|error| Failure::Failed(chain(&error)))?,
+            Some(device) => {
+                Server::find(device, log).map_err(|error| Error::of(ErrorKind::FrontEnd, error))?
+            }
             None => None,
         };
         Ok(PreparedUblk { config, found, number })
@@ -100,7 +104,7 @@ impl PreparedUblk {
     ///
     /// # Errors
     /// Fails when a thread cannot be had, or the driver refuses.
-    pub fn start(self, volume: &Arc<Volume>, log: &Log) -> Result<Ublk, Failure> {
+    pub fn start(self, volume: &Arc<Volume>, log: &Log) -> Result<Ublk, Error> {
         let PreparedUblk { config, found, number } = self;
         let server = match found {
             Some(found) => {
@@ -113,7 +117,7 @@ impl PreparedUblk {
                 number.iter().for_each(|number| number.set(device));
             }),
         };
-        let server = server.map_err(|error| Failure::Failed(format!("--ublk: {}", chain(&error))))?;
+        let server = server.map_err(|error| Error::because(ErrorKind::FrontEnd, "--ublk", error))?;
         Ok(Ublk { server, log: Arc::clone(log) })
     }
 }

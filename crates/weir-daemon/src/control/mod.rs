@@ -23,13 +23,13 @@ pub use server::Server;
 pub use status::{Background, CpuLatency, Export, Io, Looks, Protection, Status, Store, Traffic, Volume};
 
 use crate::attach::Attachment;
+use crate::error::{Error, ErrorKind};
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::io;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
-use weir_cli::failure::Failure;
 
 /// The version of what travels and of what `weir status --json` prints.
 pub const SCHEMA: u32 = 1;
@@ -54,11 +54,13 @@ pub enum Request {
     Status,
     /// Give memory back: as many bytes as are named, else all that can be given back.
     GiveBack {
+        /// Number of pages.
         #[serde(default)]
         bytes: Option<u64>,
     },
     /// Take memory again: as many bytes as are named, else all that was given back.
     Take {
+        /// Number of pages.
         #[serde(default)]
         bytes: Option<u64>,
     },
@@ -86,7 +88,7 @@ pub trait Service: Send + Sync + 'static {
     /// The error is one line: what is missing, and the next step.
     fn give_back(&self, bytes: Option<u64>, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String>;
 
-    /// Takes memory again.
+    /// Asks the daemon to take memory again.
     ///
     /// # Errors
     /// Fails as [`give_back`](Service::give_back) does.
@@ -193,17 +195,18 @@ pub fn default_directory() -> PathBuf {
 
 /// Makes the directory of `path` if it is a run-time directory: the user's own or the system's. No
 /// other directory is made.
-pub fn make_run_time_directory(path: &Path) -> Result<(), Failure> {
+pub fn make_run_time_directory(path: &Path) -> Result<(), Error> {
     let directories = [default_directory(), PathBuf::from(SYSTEM)];
     let Some(directory) = directories.iter().find(|directory| path.parent() == Some(directory)) else {
         return Ok(());
     };
     make_directory(directory).map_err(|error| {
-        Failure::Failed(format!(
+        let what = format!(
             "cannot make {} for {}: {error}; run it as root, or name another place",
             directory.display(),
             path.display()
-        ))
+        );
+        Error::new(ErrorKind::Control, what)
     })
 }
 

@@ -1,7 +1,7 @@
 //! The daemon's volume: made new, or taken over from the daemon before.
 
 use crate::backing::Backing;
-use crate::compress::Algorithm;
+use crate::error::{Error, ErrorKind};
 use crate::keeper::{Held, Link};
 use crate::stages::Stages;
 use crate::start::Start;
@@ -9,11 +9,10 @@ use std::fmt::Display;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Instant;
-use weir_cli::failure::{Failure, chain};
 use weir_core::log::{Level, Log};
 use weir_core::{ByteSize, Memory, PAGE_SIZE};
-use weir_store::{Keep, OpenError, OpenErrorKind, Report, Room, Store, StoreUrl};
-use weir_volume::{Config, Kept, PAGES_MAX, Volume};
+use weir_store::{Keep, OpenError, Report, Room, Store, StoreUrl};
+use weir_volume::{Compression, Config, Kept, PAGES_MAX, Volume};
 
 /// The parts of a volume.
 #[derive(Debug)]
@@ -29,9 +28,17 @@ pub struct Plan<'a> {
     /// Pages that each thread moves at a time in slow stores.
     pub depth: usize,
     /// The compression algorithm, if there is one.
-    pub compress: Option<Algorithm>,
+    pub compress: Option<Compression>,
     /// The way in which files get their room before the first page is written.
     pub room: Room,
+}
+
+/// Makes a volume that ends with this process.
+///
+/// # Errors
+/// When a store cannot be had, or the size asked for is no size.
+pub fn create_volume(plan: &Plan<'_>, start: &mut Start<'_>, log: &Log) -> Result<Arc<Volume>, Error> {
+    open(plan, None, &mut Stages::default(), start, log)
 }
 
 /// Makes a volume. With a keeper, the volume outlives this process, or is the one that an earlier
@@ -40,34 +47,34 @@ pub struct Plan<'a> {
 /// # Errors
 /// Fails when a store cannot be had, the size asked for is invalid, or the keeper's pages do not
 /// fit the plan.
-pub fn open(
+pub(crate) fn open(
     plan: &Plan<'_>,
     keeper: Option<(&Link, &mut Held)>,
     stages: &mut Stages,
     start: &mut Start<'_>,
     log: &Log,
-) -> Result<Arc<Volume>, Failure> {
+) -> Result<Arc<Volume>, Error> {
     let volume = match keeper {
         None => create(plan, start)?,
         Some((link, held)) if held.is_empty() => {
             let volume = create(plan, start)?;
-            keep(&volume, link).map_err(Failure::failed)?;
+            keep(&volume, link).map_err(unkept)?;
             volume
         }
         Some((link, held)) => take_over(plan, link, held, stages, log)?,
     };
-    if let Some(algorithm) = plan.compress {
-        volume.compress(algorithm.into());
+    if let Some(compression) = plan.compress {
+        volume.compress(compression);
     }
     volume.time_with(Instant::now);
     Ok(volume)
 }
 
-fn create(plan: &Plan<'_>, start: &mut Start<'_>) -> Result<Arc<Volume>, Failure> {
+fn create(plan: &Plan<'_>, start: &mut Start<'_>) -> Result<Arc<Volume>, Error> {
     let stores =
         stores(plan, |_, url, asked| weir_store::open_watched(url, plan.room, &mut start.watch(asked)))?;
     let config = config(plan, &stores)?;
-    Volume::create(config, stores).map_err(|error| Failure::Failed(chain(&error)))
+    Volume::create(config, stores).map_err(|error| Error::of(ErrorKind::Volume, error))
 }
 
 fn take_over(
@@ -76,11 +83,11 @@ fn take_over(
     held: &mut Held,
     stages: &mut Stages,
     log: &Log,
-) -> Result<Arc<Volume>, Failure> {
-    let missing = |what: &str| Failure::Failed(format!("the keeper does not hold {what}"));
+) -> Result<Arc<Volume>, Error> {
+    let missing = |what: &str| Error::new(ErrorKind::Keeper, format!("the keeper does not hold {what}"));
     let map = |fd: OwnedFd| {
         Memory::adopt(fd)
-            .map_err(|error| Failure::failed(format!("cannot map what the keeper holds: {error}")))
+            .map_err(|error| Error::because(ErrorKind::Keeper, "cannot map what the keeper holds", error))
     };
     // This open is never interrupted: a client's pages are at stake, and only a serving daemon can
     // say whether they are in use.
@@ -98,9 +105,9 @@ fn take_over(
     let config = config(plan, &stores)?;
     // Do this before the volume is opened, which continues the dead daemon's give-back: the keeper
     // must hear of that.
-    keep_stores(&stores, link, true).map_err(Failure::failed)?;
+    keep_stores(&stores, link, true).map_err(unkept)?;
     let (volume, lost) =
-        Volume::take_over(config, stores, kept).map_err(|error| Failure::Failed(chain(&error)))?;
+        Volume::take_over(config, stores, kept).map_err(|error| Error::of(ErrorKind::Volume, error))?;
     stages.end("map");
     let status = volume.status();
     (log)(
@@ -171,13 +178,8 @@ fn store_name(store: usize, handoff: &str) -> String {
     format!("store.{store}.{handoff}")
 }
 
-/// The failure of a start whose store cannot be opened.
-pub fn refused(error: &OpenError) -> Failure {
-    let reason = chain(error);
-    match error.kind {
-        OpenErrorKind::NoMemory { .. } => Failure::NoRoom(reason),
-        _ => Failure::Failed(reason),
-    }
+fn unkept(error: std::io::Error) -> Error {
+    Error::of(ErrorKind::Keeper, error)
 }
 
 /// Opens the stores in order, then the backing. `open` gets each store's index, its URL, and the
@@ -185,10 +187,10 @@ pub fn refused(error: &OpenError) -> Failure {
 fn stores(
     plan: &Plan<'_>,
     mut open: impl FnMut(usize, &StoreUrl, &dyn Display) -> Result<Arc<dyn Store>, OpenError>,
-) -> Result<Vec<Arc<dyn Store>>, Failure> {
+) -> Result<Vec<Arc<dyn Store>>, Error> {
     // An error names the text that the user gave, not the URL made of it.
     let mut open = |at, url: &StoreUrl, asked: &dyn Display| {
-        open(at, url, asked).map_err(|error| refused(&OpenError { store: asked.to_string(), ..error }))
+        open(at, url, asked).map_err(|error| Error::from(OpenError { store: asked.to_string(), ..error }))
     };
     let fast = enlarged(plan);
     let mut stores = Vec::new();
@@ -234,7 +236,7 @@ fn slots<'a>(stores: impl IntoIterator<Item = &'a Arc<dyn Store>>) -> u32 {
     stores.into_iter().fold(0u32, |sum, store| sum.saturating_add(store.slots()))
 }
 
-fn config(plan: &Plan<'_>, stores: &[Arc<dyn Store>]) -> Result<Config, Failure> {
+fn config(plan: &Plan<'_>, stores: &[Arc<dyn Store>]) -> Result<Config, Error> {
     let mut config = Config { pages: 1, lanes: plan.lanes, depth: plan.depth };
     let all = slots(stores);
     let most = all.checked_sub(config.slack()).filter(|pages| *pages > 0);
@@ -249,26 +251,25 @@ fn config(plan: &Plan<'_>, stores: &[Arc<dyn Store>]) -> Result<Config, Failure>
     Ok(config)
 }
 
-fn too_small(slots: u32, config: &Config) -> Failure {
+fn too_small(slots: u32, config: &Config) -> Error {
     let size = |pages: u32| ByteSize(u64::from(pages) * PAGE_SIZE as u64);
-    Failure::Failed(format!(
+    let what = format!(
         "the stores hold {}, and {} connections or threads keep {} of that for writes under way: give more --store, or fewer of them",
         size(slots),
         config.lanes,
         size(config.slack())
-    ))
+    );
+    Error::new(ErrorKind::Volume, what)
 }
 
-fn pages(size: ByteSize) -> Result<u32, Failure> {
+fn pages(size: ByteSize) -> Result<u32, Error> {
     let pages = size.0 / PAGE_SIZE as u64;
     if size.0 == 0 || !size.0.is_multiple_of(PAGE_SIZE as u64) {
-        return Err(Failure::Usage(format!(
-            "--size cannot be {}: accepted: a multiple of 4KiB above 0",
-            size.0
-        )));
+        let what = format!("--size cannot be {}: accepted: a multiple of 4KiB above 0", size.0);
+        return Err(Error::new(ErrorKind::Config, what));
     }
-    u32::try_from(pages)
-        .ok()
-        .filter(|pages| *pages <= PAGES_MAX)
-        .ok_or_else(|| Failure::Usage(format!("--size cannot be {size}: accepted: at most 8TiB less 32MiB")))
+    u32::try_from(pages).ok().filter(|pages| *pages <= PAGES_MAX).ok_or_else(|| {
+        let what = format!("--size cannot be {size}: accepted: at most 8TiB less 32MiB");
+        Error::new(ErrorKind::Config, what)
+    })
 }

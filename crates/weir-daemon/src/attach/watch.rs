@@ -92,7 +92,7 @@ impl Attachments {
         self.keep(&list)
     }
 
-    /// Forgets a device.
+    /// Forgets a device that the kernel has disconnected.
     ///
     /// # Errors
     /// Fails as [`attached`](Attachments::attached) does.

@@ -21,7 +21,7 @@ pub struct Status {
     pub pid: u32,
     /// Seconds since the daemon began to serve.
     pub uptime_s: u64,
-    /// The device.
+    /// The device's path.
     pub volume: Volume,
     /// The stores that hold the device's pages, in the order in which they are filled.
     pub stores: Vec<Store>,
@@ -576,10 +576,10 @@ impl Status {
     }
 }
 
-#[cfg(test)]
 impl Status {
     /// An example status after reading and writing `pages`. The first page took 9 us, each later
     /// one 1.5 us; the quantiles stand for those since the start.
+    #[doc(hidden)]
     pub fn example(pages: u64) -> Self {
         let slow = pages.min(1);
         let io = format!(

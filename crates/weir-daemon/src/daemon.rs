@@ -2,11 +2,12 @@
 //! foreground, `weir try` drives one in its own process.
 
 use crate::attach::{Attachment, Attachments, NOTE};
-use crate::cli::ServeOptions;
+use crate::config::Config;
 use crate::control::{
     Condition, CpuLatency, Io, Looks, Moved, Progress, Protection, SCHEMA, Service, Status, Store,
     Volume as VolumeCounts,
 };
+use crate::error::{Error, ErrorKind};
 use crate::front_ends::{self, FrontEnd, Fuse, Nbd, PreparedUblk, Share};
 use crate::keeper::{Held, Link};
 use crate::pages::{self, Plan};
@@ -15,11 +16,10 @@ use crate::start::Start;
 use crate::worker::{self, Worker};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
-use weir_cli::failure::Failure;
 use weir_core::log::{Level, Log};
 use weir_core::seal;
 use weir_core::swap_safety::Protections;
-use weir_store::{Joined, Room, StoreUrl, Survive, Tell};
+use weir_store::{Joined, Room, Survive, Tell};
 use weir_system::latency;
 use weir_volume::Volume;
 
@@ -59,28 +59,40 @@ struct Shared {
 }
 
 impl Daemon {
+    /// Opens the stores, makes the volume, listens, and seals the allocator. It ends with this
+    /// process, and takes no protection for swap.
+    ///
+    /// # Errors
+    /// Fails when a store or a socket cannot be had, or the stores are too small for the size asked
+    /// for.
+    pub fn start(options: &Config, start: &mut Start<'_>, log: &Log) -> Result<Self, Error> {
+        Self::start_kept(options, Protections::default(), None, start, log)
+    }
+
     /// Opens the stores and makes the volume, or takes over the one that the keeper holds. Then
     /// listens, and seals the allocator: from here on the I/O path allocates nothing.
     ///
     /// # Errors
     /// Fails when a store or a socket cannot be had, or the stores are too small for the size asked
     /// for.
-    pub fn start(
-        options: &ServeOptions,
+    pub(crate) fn start_kept(
+        options: &Config,
         protections: Protections,
         mut keeper: Option<(&Link, Held)>,
         start: &mut Start<'_>,
         log: &Log,
-    ) -> Result<Self, Failure> {
+    ) -> Result<Self, Error> {
         let took_over = keeper.as_ref().is_some_and(|(_, held)| !held.is_empty());
         let note = keeper.as_mut().and_then(|(_, held)| held.take(NOTE));
         let attachments = Attachments::new(keeper.as_ref().map(|(link, _)| (*link).clone()), note, log);
-        let ublk =
-            if options.ublk { Some(PreparedUblk::new(options, reborrow(&mut keeper), log)?) } else { None };
+        let ublk = match &options.ublk {
+            Some(ublk) => Some(PreparedUblk::new(options, ublk, reborrow(&mut keeper), log)?),
+            None => None,
+        };
         let lanes =
             front_ends::lanes(options) + ublk.as_ref().map_or(0, PreparedUblk::lanes) + worker::lanes();
         let plan = Plan {
-            stores: &options.store,
+            stores: &options.stores,
             backing: &options.backing,
             size: options.size,
             lanes,
@@ -106,25 +118,25 @@ impl Daemon {
             );
         }
         if let Some((link, _)) = &keeper {
-            link.opening().map_err(Failure::failed)?;
+            link.opening().map_err(|error| Error::of(ErrorKind::Keeper, error))?;
         }
         let mut front_ends: Vec<Box<dyn FrontEnd>> = Vec::new();
-        if !options.nbd.is_empty() {
-            let nbd = Nbd::start(&volume, options, log)?;
+        if let Some(nbd) = &options.nbd {
+            let nbd = Nbd::start(&volume, options, nbd, log)?;
             attachments.resume(nbd.kernel_connections());
             front_ends.push(Box::new(nbd));
             stages.end("connections");
         }
-        if let Some(file) = &options.fuse {
-            front_ends.push(Box::new(Fuse::start(&volume, options, file, reborrow(&mut keeper), log)?));
+        if let Some(fuse) = &options.fuse {
+            front_ends.push(Box::new(Fuse::start(&volume, options, fuse, reborrow(&mut keeper), log)?));
         }
         if let Some(ublk) = ublk {
             front_ends.push(Box::new(ublk.start(&volume, log)?));
         }
-        if let Some(path) = &options.share {
-            front_ends.push(Box::new(Share::start(&volume, options, path, log)?));
+        if let Some(share) = &options.share {
+            front_ends.push(Box::new(Share::start(&volume, options, share, log)?));
         }
-        let lends: Vec<bool> = (0..volume.stores().count()).map(|at| lends(options, at)).collect();
+        let lends: Vec<bool> = (0..volume.stores().count()).map(|at| options.lends(at)).collect();
         let worker = Worker::start(&volume, &lends, log)?;
         seal::seal(seal::policy_from_environment());
         let shared = Shared {
@@ -136,7 +148,7 @@ impl Daemon {
             swap: options.swap,
             begun: Instant::now(),
             looks: Looks::default(),
-            stays: stays(options),
+            stays: options.stays(),
         };
         if took_over {
             (log)(
@@ -266,27 +278,12 @@ fn lock(front_ends: &Mutex<Vec<Box<dyn FrontEnd>>>) -> MutexGuard<'_, Vec<Box<dy
 }
 
 /// Whether the kernel may swap onto every store.
-fn fit_for_swap(volume: &Volume) -> Result<(), Failure> {
+fn fit_for_swap(volume: &Volume) -> Result<(), Error> {
     let unfit = volume.stores().find_map(|store| Some((store, store.unfit_for_swap()?)));
     unfit.map_or(Ok(()), |(store, why)| {
-        Err(Failure::Failed(format!("--swap: --store {} cannot carry swap: {why}", store.name())))
+        let what = format!("--swap: --store {} cannot carry swap: {why}", store.name());
+        Err(Error::new(ErrorKind::Volume, what))
     })
-}
-
-/// Whether the memory of store `at` goes to its owner on need. Room on a disk does not. Nor does
-/// the last of several stores, since the others' pages move there.
-fn lends(options: &ServeOptions, at: usize) -> bool {
-    let is_last = at + 1 == options.store.len() && options.backing.is_empty();
-    match options.store.get(at) {
-        None | Some(StoreUrl::File(_) | StoreUrl::Stripe(_)) => false,
-        Some(_) => at == 0 || !is_last,
-    }
-}
-
-/// A store of GPU memory that may lose its pages in a sleep, and that gives no memory back.
-fn stays(options: &ServeOptions) -> Option<String> {
-    let stays = |&at: &usize| matches!(options.store[at], StoreUrl::Vram(_)) && !lends(options, at);
-    (0..options.store.len()).find(stays).map(|at| options.store[at].to_string())
 }
 
 impl Service for Shared {
@@ -365,9 +362,7 @@ impl Shared {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::{Cli, Command};
     use crate::control::Export;
-    use clap::Parser as _;
 
     /// A device that a program has open for this many more tries.
     #[derive(Debug)]
@@ -399,21 +394,5 @@ mod tests {
             });
             assert_eq!(told, user, "{open} more tries, of {most}");
         }
-    }
-
-    #[test]
-    fn gpu_memory_that_no_store_lies_below_cannot_be_emptied_for_a_sleep() {
-        let of = |arguments: &[&str]| {
-            let command = [&["weir", "serve", "--nbd", "unix:/nowhere"], arguments].concat();
-            match Cli::try_parse_from(command).expect("right").command {
-                Command::Serve(options) => stays(&options),
-                _ => panic!("weir serve"),
-            }
-        };
-        let last = ["--store", "host:4GiB", "--store", "vram:0"];
-        assert_eq!(of(&last).as_deref(), Some("vram:0"));
-        assert_eq!(of(&[&last[..], &["--backing", "/a"]].concat()), None);
-        assert_eq!(of(&["--store", "vram:0", "--store", "host:4GiB"]), None);
-        assert_eq!(of(&["--store", "vram:0"]), None, "the worker says what fits nowhere");
     }
 }

@@ -7,11 +7,11 @@ mod replace;
 mod watch;
 
 pub use attachment::Attachment;
-pub use watch::{Attachments, NOTE};
+pub(crate) use watch::{Attachments, NOTE};
 
 use crate::address::Address;
-use crate::cli::{AttachOptions, DetachOptions};
 use crate::control;
+use crate::error::{Error, ErrorKind};
 use device::{Kernel, Terms};
 use readers::Readers;
 use std::fs;
@@ -21,7 +21,8 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
-use weir_cli::failure::{Failure, chain};
+use weir_core::chain;
+use weir_core::log::{Level, Log};
 use weir_export::nbd::client::{self, Client, ClientError, Wish};
 use weir_system::device_use;
 
@@ -35,60 +36,93 @@ const STEADY: Duration = Duration::from_millis(200);
 /// The most time that the kernel takes to publish a device or to take it away.
 const SETTLE: Duration = Duration::from_secs(5);
 
-/// Connects a device to a server and prints its name.
-pub fn attach(options: &AttachOptions) -> Result<(), Failure> {
-    let index = connect(options)?;
-    println!("/dev/nbd{index}");
-    Ok(())
+/// A device that is to be connected to a server.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Attach {
+    /// The server.
+    pub address: Address,
+    /// The device, `/dev/nbd0`; `None`: a free one.
+    pub device: Option<PathBuf>,
+    /// The export's name.
+    pub name: String,
+    /// Connections, each a hardware queue of the device.
+    pub connections: u16,
+    /// Seconds that one request may take before its connection is given up.
+    pub request_timeout: u16,
+    /// Seconds that requests wait for a new connection when none is left, before they fail.
+    pub reconnect_timeout: u16,
+    /// Replace the dead connections of a device that is there.
+    pub reconnect: bool,
+    /// The control socket of its daemon; `None`: [`control::find`].
+    pub control: Option<PathBuf>,
+}
+
+impl Attach {
+    /// To the server at `address`, with the defaults of the command line.
+    pub fn to(address: Address) -> Self {
+        Attach {
+            address,
+            device: None,
+            name: String::new(),
+            connections: 2,
+            request_timeout: 5,
+            reconnect_timeout: 600,
+            reconnect: false,
+            control: None,
+        }
+    }
 }
 
 /// Connects a device to a server and returns its number.
 ///
 /// # Errors
 /// Fails when the server or the kernel refuses.
-pub fn connect(options: &AttachOptions) -> Result<u32, Failure> {
+pub fn connect(options: &Attach, log: &Log) -> Result<u32, Error> {
     let index = options.device.as_deref().map(number).transpose()?;
     let mut kernel = Kernel::open().map_err(|error| no_kernel(&error))?;
     let refused = |error: io::Error| {
         let device =
             options.device.as_ref().map_or("an NBD device".into(), |device| device.display().to_string());
-        Failure::Failed(format!("the kernel refused to connect {device}: {error}{}", advice(&error)))
+        refusal(format!("the kernel refused to connect {device}: {error}{}", advice(&error)))
     };
     if let Some(index) = index.filter(|_| options.reconnect) {
         for _ in 0..options.connections {
             wait_for_readers(index);
-            let (socket, server) = open(options).map_err(Failure::Failed)?;
+            let (socket, server) = open(options).map_err(refusal)?;
             // The kernel drops the socket if no connection is dead, and does not say so.
             kernel.reconnect(index, &terms(options, &server), &[socket]).map_err(refused)?;
         }
-        remember(options, index);
+        remember(options, index, log);
         return Ok(index);
     }
-    let (first, server) = open(options).map_err(Failure::Failed)?;
+    let (first, server) = open(options).map_err(refusal)?;
     let mut sockets = vec![first];
     if options.connections > 1 && !server.multi_conn() {
-        return Err(Failure::Failed(format!(
+        return Err(refusal(format!(
             "{} does not promise that {} connections see each other's writes; give --connections 1",
             options.address, options.connections
         )));
     }
     for _ in 1..options.connections {
-        sockets.push(open(options).map_err(Failure::Failed)?.0);
+        sockets.push(open(options).map_err(refusal)?.0);
     }
     let index = kernel.connect(index, &terms(options, &server), &sockets).map_err(refused)?;
     settle(|| sectors(index) == Some(server.bytes / 512));
     let queue = PathBuf::from(format!("/sys/block/nbd{index}/queue/max_sectors_kb"));
     if let Err(error) = fs::write(&queue, MAX_SECTORS_KB) {
-        eprintln!(
-            "weir: cannot set {} to {MAX_SECTORS_KB}: {error}; large requests will be slower",
-            queue.display()
+        (log)(
+            Level::Warning,
+            format_args!(
+                "cannot set {} to {MAX_SECTORS_KB}: {error}; large requests will be slower",
+                queue.display()
+            ),
         );
     }
-    remember(options, index);
+    remember(options, index, log);
     Ok(index)
 }
 
-fn open(options: &AttachOptions) -> Result<(OwnedFd, client::Terms), String> {
+fn open(options: &Attach) -> Result<(OwnedFd, client::Terms), String> {
     negotiate(&options.address, &Wish { name: options.name.clone(), structured: false, allocation: false })
 }
 
@@ -107,7 +141,7 @@ fn wait_for_readers(index: u32) {
     }
 }
 
-fn terms(options: &AttachOptions, server: &client::Terms) -> Terms {
+fn terms(options: &Attach, server: &client::Terms) -> Terms {
     Terms {
         bytes: server.bytes,
         flags: server.flags,
@@ -118,7 +152,7 @@ fn terms(options: &AttachOptions, server: &client::Terms) -> Terms {
 
 /// Tells the server's daemon which device it serves, so that the daemon can replace lost
 /// connections. A foreign server has no control socket, and works without.
-fn remember(options: &AttachOptions, index: u32) {
+fn remember(options: &Attach, index: u32, log: &Log) {
     let address = match &options.address {
         Address::Unix(path) => Address::Unix(std::path::absolute(path).unwrap_or_else(|_| path.clone())),
         tcp @ Address::Tcp { .. } => tcp.clone(),
@@ -135,26 +169,27 @@ fn remember(options: &AttachOptions, index: u32) {
     if path.exists()
         && let Err(error) = control::attached(&path, attachment)
     {
-        eprintln!("weir: {error}; after a crash of the server run weir attach --reconnect");
+        (log)(
+            Level::Warning,
+            format_args!("{error}; after a crash of the server run weir attach --reconnect"),
+        );
     }
 }
 
 /// Disconnects a device, unless something uses it.
-pub fn detach(options: &DetachOptions) -> Result<(), Failure> {
-    let index = number(&options.device)?;
+pub fn detach(device: &Path, control: Option<&Path>) -> Result<(), Error> {
+    let index = number(device)?;
     let user = device_use::user(&format!("/dev/nbd{index}"))
-        .map_err(|error| Failure::Failed(format!("cannot tell who uses /dev/nbd{index}: {error}")))?;
+        .map_err(|error| refusal(format!("cannot tell who uses /dev/nbd{index}: {error}")))?;
     if let Some(user) = user {
-        return Err(Failure::Failed(format!(
-            "/dev/nbd{index} is in use {user} first, or its data would be lost"
-        )));
+        return Err(refusal(format!("/dev/nbd{index} is in use {user} first, or its data would be lost")));
     }
     let mut kernel = Kernel::open().map_err(|error| no_kernel(&error))?;
     kernel.disconnect(index).map_err(|error| {
-        Failure::Failed(format!("the kernel refused to let /dev/nbd{index} go: {error}{}", advice(&error)))
+        refusal(format!("the kernel refused to let /dev/nbd{index} go: {error}{}", advice(&error)))
     })?;
     settle(|| sectors(index) == Some(0));
-    let path = options.control.clone().unwrap_or_else(control::find);
+    let path = control.map_or_else(control::find, Path::to_owned);
     if path.exists() {
         // A daemon that still remembers the device notices by itself that the device is gone.
         let _ = control::detached(&path, index);
@@ -184,10 +219,11 @@ fn negotiate(address: &Address, wish: &Wish) -> Result<(OwnedFd, client::Terms),
 }
 
 /// Returns 7 for `/dev/nbd7`.
-fn number(device: &Path) -> Result<u32, Failure> {
+fn number(device: &Path) -> Result<u32, Error> {
     let name = device.strip_prefix("/dev").unwrap_or(device).to_str();
     name.and_then(|name| name.strip_prefix("nbd")?.parse().ok()).ok_or_else(|| {
-        Failure::Usage(format!("--device cannot be {device:?}; accepted: /dev/nbd0, /dev/nbd1, ..."))
+        let what = format!("--device cannot be {device:?}; accepted: /dev/nbd0, /dev/nbd1, ...");
+        Error::new(ErrorKind::Config, what)
     })
 }
 
@@ -203,8 +239,12 @@ fn settle(done: impl Fn() -> bool) {
     }
 }
 
-fn no_kernel(error: &io::Error) -> Failure {
-    Failure::Failed(match error.raw_os_error() {
+fn refusal(what: String) -> Error {
+    Error::new(ErrorKind::Attach, what)
+}
+
+fn no_kernel(error: &io::Error) -> Error {
+    refusal(match error.raw_os_error() {
         Some(libc::ENOENT) => {
             "this kernel has no NBD client: run modprobe nbd, or see weir doctor".to_owned()
         }
@@ -232,7 +272,8 @@ mod tests {
             assert_eq!(number(Path::new(device)).ok(), Some(index), "{device}");
         }
         for device in ["/dev/sda", "/dev/nbd", "/dev/nbd0p1", "/tmp/nbd0", ""] {
-            assert!(matches!(number(Path::new(device)), Err(Failure::Usage(_))), "{device}");
+            let error = number(Path::new(device)).expect_err("no device");
+            assert_eq!(error.kind(), ErrorKind::Config, "{device}");
         }
     }
 }

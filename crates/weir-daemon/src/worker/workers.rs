@@ -5,11 +5,11 @@ use super::job::{Job, Reach, Wish};
 use super::pace::{Pace, drive};
 use super::promotion::Promotion;
 use crate::control::{Background, Moved};
+use crate::error::{Error, ErrorKind};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Instant;
-use weir_cli::failure::{Failure, chain};
-use weir_core::{ByteSize, PAGE_SIZE, Slot};
+use weir_core::{ByteSize, PAGE_SIZE, Slot, chain};
 use weir_queue::{Item, Queue, Work, has_item};
 use weir_store::{Fault, Headroom, Store};
 use weir_volume::{ChunkState, ChunkStatus, GiveBackError, Mover, Note, Volume};
@@ -129,18 +129,18 @@ impl Work for Help {
 }
 
 impl Workers {
-    pub fn start(volume: &Arc<Volume>, lends: &[bool]) -> Result<Arc<Self>, Failure> {
+    pub fn start(volume: &Arc<Volume>, lends: &[bool]) -> Result<Arc<Self>, Error> {
         let threads = super::lanes();
         let movers = (0..threads)
             .map(|_| Ok(Mutex::new(OpenMover(volume.mover()?))))
             .collect::<Result<_, weir_store::OpenError>>()
-            .map_err(|error| Failure::Failed(format!("no lane for the worker: {}", chain(&error))))?;
+            .map_err(|error| Error::because(ErrorKind::Volume, "no lane for the worker", error))?;
         let queue = |thread: usize| {
             let name = if thread == 0 { "weir-worker".to_owned() } else { format!("weir-help-{thread}") };
             Queue::builder().name(name).shards(1).start()
         };
         let queues: Result<Box<[Queue]>, _> = (0..threads).map(queue).collect();
-        let queues = queues.map_err(|error| Failure::Failed(chain(&error)))?;
+        let queues = queues.map_err(|error| Error::of(ErrorKind::System, error))?;
         let workers = Arc::new_cyclic(|workers: &Weak<Workers>| Workers {
             volume: Arc::clone(volume),
             queues: OnceLock::new(),

@@ -1,7 +1,7 @@
 //! Keeps pages of other programs out of core files.
 
+use crate::error::{Error, ErrorKind};
 use rustix::process::{DumpableBehavior, Resource, Rlimit, set_dumpable_behavior, setrlimit};
-use weir_cli::failure::Failure;
 
 /// Keeps the kernel from writing this process's memory to a core file or to a handler's pipe when
 /// it dies. fs/coredump.c checks this before `core_pattern`. So a death takes no extra time either.
@@ -9,11 +9,12 @@ use weir_cli::failure::Failure;
 ///
 /// # Errors
 /// Fails with one line if the system refuses.
-pub fn forbid() -> Result<(), Failure> {
+pub fn forbid() -> Result<(), Error> {
     let refused = |errno| {
-        Failure::Failed(format!(
-            "core dumps of pages cannot be switched off: {errno}; see prctl(2), PR_SET_DUMPABLE"
-        ))
+        Error::new(
+            ErrorKind::Protection,
+            format!("core dumps of pages cannot be switched off: {errno}; see prctl(2), PR_SET_DUMPABLE"),
+        )
     };
     set_dumpable_behavior(DumpableBehavior::NotDumpable).map_err(refused)?;
     // The limit covers child processes, and a process that is made dumpable again.

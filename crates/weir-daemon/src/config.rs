@@ -1,0 +1,226 @@
+//! The configuration of a daemon. The defaults are those of the command line.
+
+use crate::address::Address;
+use crate::backing::Backing;
+use crate::error::{Error, ErrorKind};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use weir_core::ByteSize;
+use weir_export::fuse;
+use weir_store::StoreUrl;
+use weir_volume::Compression;
+
+/// A daemon's configuration. The default has no store and no front end yet.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Config {
+    /// The stores of its pages, the fastest first.
+    pub stores: Vec<StoreUrl>,
+    /// The stores below: pages go there when those are full, or give their memory back.
+    pub backing: Vec<Backing>,
+    /// The device's size; `None`: as much as the stores hold.
+    pub size: Option<ByteSize>,
+    /// How pages are compressed, if they are.
+    pub compress: Option<Compression>,
+    /// The export's name for NBD clients, and the file's in a FUSE directory.
+    pub name: String,
+    /// By NBD.
+    pub nbd: Option<Nbd>,
+    /// As a file, by FUSE.
+    pub fuse: Option<Fuse>,
+    /// To local programs, by shared memory.
+    pub share: Option<Share>,
+    /// As a block device of the ublk driver.
+    pub ublk: Option<Ublk>,
+    /// How long a thread looks for the next request before it sleeps.
+    pub spin: Duration,
+    /// Keep processors out of deep sleep while requests come in bursts.
+    pub cpu_latency: bool,
+    /// The device is to carry swap.
+    pub swap: bool,
+    /// Start although the system denies the flusher flag.
+    pub unsafe_no_flusher: bool,
+    /// Survive a crash, by a keeper.
+    pub keeper: bool,
+    /// The control socket; `None`: [`default_path`](crate::control::default_path).
+    pub control: Option<PathBuf>,
+    /// The address at which Prometheus asks, if any.
+    pub metrics: Option<Address>,
+}
+
+/// The NBD server.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Nbd {
+    /// The addresses at which it listens.
+    pub addresses: Vec<Address>,
+    /// Connections at a time, each with a thread and its memory from the start.
+    pub connections: u16,
+    /// The directory with the certificates for TCP under TLS.
+    pub tls: Option<PathBuf>,
+    /// TCP without TLS, on the loopback interface.
+    pub insecure: bool,
+}
+
+/// A file by FUSE.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Fuse {
+    /// The file that is mounted over, or the directory.
+    pub file: PathBuf,
+    /// Threads that serve.
+    pub threads: u16,
+}
+
+/// Pages for local programs.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Share {
+    /// The socket.
+    pub path: PathBuf,
+    /// Clients may read pages where host stores keep them.
+    pub in_place: bool,
+}
+
+/// A ublk device.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Ublk {
+    /// Queues, each with a thread; `None`: by the number of processors.
+    pub queues: Option<u16>,
+    /// Requests that each may have in flight.
+    pub depth: u16,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Config {
+            stores: Vec::new(),
+            backing: Vec::new(),
+            size: None,
+            compress: None,
+            name: "weir".to_owned(),
+            nbd: None,
+            fuse: None,
+            share: None,
+            ublk: None,
+            spin: Duration::ZERO,
+            cpu_latency: false,
+            swap: false,
+            unsafe_no_flusher: false,
+            keeper: false,
+            control: None,
+            metrics: None,
+        }
+    }
+}
+
+impl Default for Nbd {
+    fn default() -> Self {
+        Nbd { addresses: Vec::new(), connections: 16, tls: None, insecure: false }
+    }
+}
+
+impl Fuse {
+    /// Over `file`, with the default number of threads.
+    pub fn at(file: impl Into<PathBuf>) -> Self {
+        Fuse { file: file.into(), threads: 4 }
+    }
+}
+
+impl Share {
+    /// At `path`, with copies.
+    pub fn at(path: impl Into<PathBuf>) -> Self {
+        Share { path: path.into(), in_place: false }
+    }
+}
+
+impl Default for Ublk {
+    fn default() -> Self {
+        Ublk { queues: None, depth: 64 }
+    }
+}
+
+impl Config {
+    /// Refuses what nobody could use, and what would be unsafe.
+    ///
+    /// # Errors
+    /// Of kind [`ErrorKind::Config`]: the flag, and what is accepted.
+    pub fn check(&self) -> Result<(), Error> {
+        let refused = |why: String| Err(Error::new(ErrorKind::Config, why));
+        if self.nbd.is_none() && self.fuse.is_none() && self.ublk.is_none() && self.share.is_none() {
+            return Err(Error::new(
+                ErrorKind::Config,
+                "--nbd, --ublk, --fuse and --share are missing, so nobody could connect; accepted: --ublk, --nbd unix:PATH, --nbd tcp:HOST:PORT, --fuse FILE, --share PATH",
+            ));
+        }
+        if self.fuse.is_some() && !fuse::is_file_name(&self.name) {
+            let (name, accepted) = (&self.name, fuse::FILE_NAME);
+            return refused(format!(
+                "--name {name:?} is no name of a file, as --fuse needs; accepted: {accepted}"
+            ));
+        }
+        let Some(nbd) = &self.nbd else { return Ok(()) };
+        let Some(address) = nbd.addresses.iter().find(|address| matches!(address, Address::Tcp { .. }))
+        else {
+            return Ok(());
+        };
+        if self.swap {
+            return refused(format!(
+                "--swap: --nbd {address} {}; accepted with --swap: --nbd unix:PATH, --ublk, --fuse FILE",
+                if nbd.tls.is_some() {
+                    "under --tls takes memory for each record, so swap by it can freeze"
+                } else {
+                    "lets every user of this machine read and write what other programs have swapped out"
+                }
+            ));
+        }
+        if !nbd.insecure && nbd.tls.is_none() {
+            return refused(format!(
+                "--nbd {address} would carry pages in the clear; accepted: unix:PATH, --tls DIRECTORY, or --insecure for the loopback interface"
+            ));
+        }
+        Ok(())
+    }
+
+    /// The paths of the sockets and mounts in the file system.
+    pub fn paths(&self) -> impl Iterator<Item = &Path> {
+        let addresses = self.nbd.iter().flat_map(|nbd| &nbd.addresses).chain(&self.metrics);
+        let sockets = addresses.filter_map(|address| match address {
+            Address::Unix(path) => Some(path.as_path()),
+            Address::Tcp { .. } => None,
+        });
+        let fuse = self.fuse.iter().map(|fuse| fuse.file.as_path());
+        sockets.chain(fuse).chain(self.share.iter().map(|share| share.path.as_path()))
+    }
+
+    /// Whether the memory of store `at` is somebody else's when they need it. Room on a disk is
+    /// not, nor is the last of several stores, to which the others' pages go.
+    pub(crate) fn lends(&self, at: usize) -> bool {
+        let is_last = at + 1 == self.stores.len() && self.backing.is_empty();
+        match self.stores.get(at) {
+            None | Some(StoreUrl::File(_) | StoreUrl::Stripe(_)) => false,
+            Some(_) => at == 0 || !is_last,
+        }
+    }
+
+    /// A store of GPU memory that may lose its pages in a sleep, and that gives no memory back.
+    pub(crate) fn stays(&self) -> Option<String> {
+        let stays = |&at: &usize| matches!(self.stores[at], StoreUrl::Vram(_)) && !self.lends(at);
+        (0..self.stores.len()).find(stays).map(|at| self.stores[at].to_string())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gpu_memory_that_no_store_lies_below_cannot_be_emptied_for_a_sleep() {
+        let of = |stores: &[&str], backing: &[&str]| {
+            let stores = stores.iter().map(|url| url.parse().expect("a store")).collect();
+            let backing = backing.iter().map(|path| path.parse().expect("a path")).collect();
+            Config { stores, backing, ..Config::default() }.stays()
+        };
+        let last = ["host:4GiB", "vram:0"];
+        assert_eq!(of(&last, &[]).as_deref(), Some("vram:0"));
+        assert_eq!(of(&last, &["/a"]), None);
+        assert_eq!(of(&["vram:0", "host:4GiB"], &[]), None);
+        assert_eq!(of(&["vram:0"], &[]), None, "the worker says what fits nowhere");
+    }
+}

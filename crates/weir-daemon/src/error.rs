@@ -1,0 +1,114 @@
+//! How the daemon, or something that is asked of it, fails: a [kind](ErrorKind) for programs, a
+//! sentence for people, and the cause.
+
+use std::error::Error as Cause;
+use std::fmt;
+use weir_store::{OpenError, OpenErrorKind};
+
+/// An error, with what was meant to be done and its cause.
+#[derive(Debug)]
+pub struct Error {
+    kind: ErrorKind,
+    /// The thing, the value seen and the next step. `None`: the cause says all of it.
+    context: Option<String>,
+    source: Option<Box<dyn Cause + Send + Sync>>,
+}
+
+/// The kind that a caller decides by; the sentence is for people and may change.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ErrorKind {
+    /// The configuration asks for something that is not accepted.
+    Config,
+    /// A store cannot be opened, for this reason.
+    Store(OpenErrorKind),
+    /// The volume cannot be made, or taken over.
+    Volume,
+    /// A front end cannot serve.
+    FrontEnd,
+    /// The keeper cannot be reached, or does not do as it should.
+    Keeper,
+    /// The system denies a protection.
+    Protection,
+    /// The control socket, or that of the metrics, cannot be had.
+    Control,
+    /// Nobody answers at a control socket, or nobody of this version.
+    Unreachable,
+    /// A daemon answers that it cannot do it.
+    Refused,
+    /// The kernel's NBD client, or the server it is to connect to, refuses.
+    Attach,
+    /// The system denies something else, such as a thread.
+    System,
+}
+
+impl Error {
+    /// An error that no other one stands behind.
+    pub fn new(kind: ErrorKind, what: impl Into<String>) -> Self {
+        Error { kind, context: Some(what.into()), source: None }
+    }
+
+    /// An error whose cause says all of it.
+    pub fn of(kind: ErrorKind, source: impl Cause + Send + Sync + 'static) -> Self {
+        Error { kind, context: None, source: Some(Box::new(source)) }
+    }
+
+    /// An error whose cause follows `what`, after a colon.
+    pub fn because(
+        kind: ErrorKind,
+        what: impl Into<String>,
+        source: impl Cause + Send + Sync + 'static,
+    ) -> Self {
+        Error { kind, context: Some(what.into()), source: Some(Box::new(source)) }
+    }
+
+    /// Its kind.
+    pub fn kind(&self) -> ErrorKind {
+        self.kind
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (&self.context, &self.source) {
+            (Some(context), _) => f.write_str(context),
+            (None, Some(source)) => source.fmt(f),
+            (None, None) => Ok(()),
+        }
+    }
+}
+
+impl Cause for Error {
+    fn source(&self) -> Option<&(dyn Cause + 'static)> {
+        let source = self.source.as_deref().map(|source| source as &(dyn Cause + 'static));
+        match self.context {
+            Some(_) => source,
+            None => source.and_then(Cause::source),
+        }
+    }
+}
+
+impl From<OpenError> for Error {
+    fn from(error: OpenError) -> Self {
+        Error::of(ErrorKind::Store(error.kind), error)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use weir_core::chain;
+
+    #[test]
+    fn an_error_is_its_context_and_its_cause_each_said_once() {
+        let cause =
+            || OpenError::io("host:1GiB", "no memory", std::io::Error::from_raw_os_error(libc::ENOMEM));
+        let text = chain(&cause());
+        assert_eq!(chain(&Error::from(cause())), text);
+        assert_eq!(
+            chain(&Error::because(ErrorKind::Volume, "taking over", cause())),
+            format!("taking over: {text}")
+        );
+        assert_eq!(chain(&Error::new(ErrorKind::System, "alone")), "alone");
+        assert_eq!(Error::from(cause()).kind(), ErrorKind::Store(cause().kind));
+    }
+}

@@ -1,0 +1,217 @@
+//! The daemon in the foreground, until it is told to stop and nothing uses it; with a keeper, the
+//! keeper around it.
+
+use crate::cards::{self, Looked};
+use crate::config::Config;
+use crate::control::{Endpoint, Server, default_path, make_run_time_directory};
+use crate::daemon::Daemon;
+use crate::error::{Error, ErrorKind};
+use crate::keeper::Held;
+use crate::relay::Relay;
+use crate::start::{Bar, Start, warn_of_unlocked_memory};
+use crate::{bug, core_dump, keeper};
+use signal_hook::consts::SIGUSR1;
+use signal_hook::iterator::Signals;
+use std::io;
+use std::path::Path;
+use weir_core::log::{Level, Log};
+use weir_core::swap_safety::{self, Children, Protections};
+use weir_core::{ByteSize, Memory, chain};
+use weir_export::fuse;
+use weir_store::StoreUrl;
+use weir_store::vram::{PathMode, Target, VramUrl};
+use weir_system::signals;
+
+/// Runs the daemon until it is told to stop. `file` is the configuration's, which a keeper holds in
+/// memory; `show` shows how far the start is. Returns the exit code of the last daemon.
+///
+/// # Errors
+/// When the configuration is not accepted, or what it asks for cannot be had.
+pub fn run(
+    options: &Config,
+    file: Option<&Path>,
+    log: &Log,
+    show: impl Fn(String) -> Bar,
+) -> Result<u8, Error> {
+    options.check()?;
+    signals::ignore_strays();
+    core_dump::forbid()?;
+    // Listening at the control socket makes the directory too, but comes last.
+    options.paths().try_for_each(make_run_time_directory)?;
+    // Do this before any thread is started: later threads inherit the flusher flag.
+    let protections =
+        if options.swap { protect(options.unsafe_no_flusher, log)? } else { Protections::default() };
+    let keeper = keeper::Link::open().map_err(unkept)?;
+    let is_kept = options.keeper || (keeper.is_none() && (keeper::is_copy() || needs_keeper(options, log)));
+    if is_kept && keeper.is_none() {
+        let left = options.fuse.as_ref().map(|fuse| fuse::Left::before(&fuse.file));
+        let code = keeper::run(log, file, options.swap).map_err(|error| {
+            let what = format!(
+                "--keeper: no daemon can be started: {error}; look at the limits on open files and processes"
+            );
+            Error::new(ErrorKind::Keeper, what)
+        })?;
+        // A daemon that dies during its start, or is told to stop before it listens, leaves the
+        // mount of the daemon before it. Clear that here.
+        if let Some(left) = left {
+            left.clear();
+        }
+        return Ok(code as u8);
+    }
+    // Under a keeper, the keeper passes the daemon's lines on. Without swap, waiting for standard
+    // error is harmless. In both cases no relay is needed.
+    let relay = (options.swap && keeper.is_none()).then(Relay::start).transpose().map_err(denied)?;
+    if options.swap && keeper.is_some() {
+        // The keeper started this process with access to the kernel's reserve. Its threads are
+        // ordinary ones, or choose for themselves.
+        let _ = swap_safety::reach_reserves(Children::Ordinary);
+    }
+    bug::end_process(log, relay.is_some());
+    // Install signal handlers first, so that an early SIGTERM also ends the daemon in good order.
+    let mut signals = Signals::new(signals::END.into_iter().chain([SIGUSR1])).map_err(denied)?;
+
+    let (link, held) = keeper.unzip();
+    if held.as_ref().is_some_and(|held| !held.is_empty()) {
+        Memory::succeed();
+    }
+    let mut start = Start::new(show, || signals.pending().find(|signal| signals::END.contains(signal)));
+    let is_first = held.as_ref().is_none_or(Held::is_empty);
+    let path = options.control.clone().unwrap_or_else(default_path);
+    let started = Daemon::start_kept(options, protections, link.as_ref().zip(held), &mut start, log)
+        .and_then(|daemon| {
+            let metrics = options.metrics.as_ref().map(|address| Endpoint::start(address, daemon.service()));
+            let metrics = match metrics.transpose() {
+                // Another program took the port meanwhile. Serving the pages that the keeper holds
+                // is worth more than the port.
+                Err(why) if !is_first => {
+                    log(Level::Warning, format_args!("{}; going on without", chain(&why)));
+                    None
+                }
+                metrics => metrics?,
+            };
+            let control = Server::start(&path, daemon.service())?;
+            Ok(((control, metrics), daemon))
+        });
+    if let Some(signal) = start.ended_by() {
+        // No client has connected yet.
+        if let Some(link) = &link {
+            let _ = link.ending();
+        }
+        log(Level::Info, format_args!("stopping on signal {signal}, before anything is served"));
+        return Ok(0);
+    }
+    drop(start);
+    let (control, daemon) = started.inspect_err(|_| {
+        if let Some(link) = link.as_ref().filter(|_| is_first) {
+            // The daemon holds no client's pages yet, so it ends and says why it cannot serve.
+            let _ = link.ending();
+        }
+    })?;
+    let backing = options.backing.iter().map(|backing| format!("{backing} below"));
+    let stores: Vec<String> = options.stores.iter().map(ToString::to_string).chain(backing).collect();
+    let addresses: Vec<String> = daemon.status().exports.into_iter().map(|export| export.address).collect();
+    log(
+        Level::Info,
+        format_args!(
+            "serving {} on {} at {}; status at {}",
+            ByteSize(daemon.bytes()),
+            stores.join(", "),
+            addresses.join(", "),
+            path.display()
+        ),
+    );
+
+    warn_of_unlocked_memory(log);
+    daemon.mind_stores(link.is_some(), log);
+    if let Some(link) = &link {
+        link.ready().map_err(unkept)?;
+    }
+    let line = link.clone();
+    daemon.when_joined(log, move || {
+        // Tell the keeper again, for the memory taken since: the next daemon will need as much.
+        let _ = line.as_ref().map(|link| link.ready());
+    });
+    if options.swap {
+        let _ = swap_safety::leave_reserves();
+    }
+    let mut told = signals.forever();
+    let signal = loop {
+        let signal = told.next();
+        if signal == Some(SIGUSR1) {
+            if let Some(link) = &link {
+                // End like a crash, for which everything is prepared: an orderly end would remove
+                // the devices.
+                log(Level::Info, format_args!("making way for another daemon"));
+                link.replacing().map_err(unkept)?;
+                std::process::exit(0);
+            }
+            log(Level::Warning, format_args!("no keeper holds the pages, so this daemon cannot be replaced"));
+            continue;
+        }
+        let user = daemon.in_use().or_else(|| daemon.let_go());
+        let Some(user) = user.filter(|_| signal.is_some()) else { break signal };
+        if let Some(link) = &link {
+            let _ = link.staying();
+        }
+        log(Level::Warning, format_args!("not stopping: {user}, then stop weir again"));
+    };
+    if let Some(link) = &link {
+        // If the keeper is gone, nothing can start another daemon.
+        let _ = link.ending();
+    }
+    log(Level::Info, format_args!("stopping on signal {}", signal.unwrap_or_default()));
+    drop(control);
+    daemon.stop();
+
+    Ok(0)
+}
+
+fn unkept(error: io::Error) -> Error {
+    Error::of(ErrorKind::Keeper, error)
+}
+
+fn denied(error: io::Error) -> Error {
+    Error::of(ErrorKind::System, error)
+}
+
+/// Whether pages would lie in a card's memory that only CUDA reaches. After some errors of its
+/// driver only another process reaches that memory again, so a keeper must hold it.
+fn needs_keeper(options: &Config, log: &Log) -> bool {
+    let needs = |url: &VramUrl| {
+        if url.target == Target::Software || url.path == Some(PathMode::Mapped) {
+            return false;
+        }
+        match cards::look(url) {
+            Looked::Seen(seen) => seen.cards.iter().any(|card| !card.has("mapped")),
+            // The store reports the problem when it is opened, or waits as long.
+            Looked::NoAnswer(_) | Looked::Died(_) => true,
+        }
+    };
+    let vram = options.stores.iter().filter_map(|store| match store {
+        StoreUrl::Vram(url) => Some((store, url)),
+        _ => None,
+    });
+    let Some((store, _)) = vram.into_iter().find(|(_, url)| needs(url)) else { return false };
+    (log)(
+        Level::Info,
+        format_args!(
+            "{store}: CUDA is the only way to it, and an error of its driver is survived by another process alone: as with --keeper"
+        ),
+    );
+    true
+}
+
+/// Takes every protection that swap needs, or says which one the system denies.
+fn protect(unsafe_no_flusher: bool, log: &Log) -> Result<Protections, Error> {
+    let (protections, missing) = swap_safety::protect();
+    for missing in &missing {
+        if !unsafe_no_flusher {
+            let what = format!(
+                "--swap: {missing}; --unsafe-no-flusher starts without it, and the machine may freeze when memory is short"
+            );
+            return Err(Error::new(ErrorKind::Protection, what));
+        }
+        (log)(Level::Warning, format_args!("--unsafe-no-flusher: {missing}"));
+    }
+    Ok(protections)
+}
