@@ -41,6 +41,8 @@ pub struct Config {
     pub unsafe_no_flusher: bool,
     /// Survive a crash, by a keeper.
     pub keeper: bool,
+    /// The file for the [`StartReport`](crate::StartReport), if the start fails.
+    pub start_report: Option<PathBuf>,
     /// The control socket; `None`: [`default_path`](crate::control::default_path).
     pub control: Option<PathBuf>,
     /// The address at which Prometheus asks, if any.
@@ -104,6 +106,7 @@ impl Default for Config {
             swap: false,
             unsafe_no_flusher: false,
             keeper: false,
+            start_report: None,
             control: None,
             metrics: None,
         }

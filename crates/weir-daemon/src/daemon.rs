@@ -7,6 +7,7 @@ use crate::control::{
     Condition, CpuLatency, Io, Looks, Moved, Progress, Protection, SCHEMA, Service, Status, Store,
     Volume as VolumeCounts,
 };
+use crate::environment::Environment;
 use crate::error::{Error, ErrorKind};
 use crate::front_ends::{self, FrontEnd, Fuse, Nbd, PreparedUblk, Share};
 use crate::keeper::{Held, Link};
@@ -16,7 +17,7 @@ use crate::start::Start;
 use crate::worker::{self, Worker};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
-use weir_core::log::{Level, Log};
+use weir_core::log::Level;
 use weir_core::seal;
 use weir_core::swap_safety::Protections;
 use weir_store::{Joined, Room, Survive, Tell};
@@ -53,6 +54,7 @@ struct Shared {
     protections: Protections,
     swap: bool,
     begun: Instant,
+    environment: Environment,
     looks: Looks,
     /// A store that may lose its pages in a sleep, and that cannot be emptied before.
     stays: Option<String>,
@@ -65,8 +67,8 @@ impl Daemon {
     /// # Errors
     /// Fails when a store or a socket cannot be had, or the stores are too small for the size asked
     /// for.
-    pub fn start(options: &Config, start: &mut Start<'_>, log: &Log) -> Result<Self, Error> {
-        Self::start_kept(options, Protections::default(), None, start, log)
+    pub fn start(options: &Config, start: &mut Start<'_>, environment: &Environment) -> Result<Self, Error> {
+        Self::start_kept(options, Protections::default(), None, start, environment)
     }
 
     /// Opens the stores and makes the volume, or takes over the one that the keeper holds. Then
@@ -80,17 +82,19 @@ impl Daemon {
         protections: Protections,
         mut keeper: Option<(&Link, Held)>,
         start: &mut Start<'_>,
-        log: &Log,
+        environment: &Environment,
     ) -> Result<Self, Error> {
+        let log = &environment.log;
         let took_over = keeper.as_ref().is_some_and(|(_, held)| !held.is_empty());
         let note = keeper.as_mut().and_then(|(_, held)| held.take(NOTE));
         let attachments = Attachments::new(keeper.as_ref().map(|(link, _)| (*link).clone()), note, log);
         let ublk = match &options.ublk {
-            Some(ublk) => Some(PreparedUblk::new(options, ublk, reborrow(&mut keeper), log)?),
+            Some(ublk) => Some(PreparedUblk::new(options, ublk, reborrow(&mut keeper), environment)?),
             None => None,
         };
-        let lanes =
-            front_ends::lanes(options) + ublk.as_ref().map_or(0, PreparedUblk::lanes) + worker::lanes();
+        let lanes = front_ends::lanes(options)
+            + ublk.as_ref().map_or(0, PreparedUblk::lanes)
+            + worker::lanes(environment.processors);
         let plan = Plan {
             stores: &options.stores,
             backing: &options.backing,
@@ -137,7 +141,7 @@ impl Daemon {
             front_ends.push(Box::new(Share::start(&volume, options, share, log)?));
         }
         let lends: Vec<bool> = (0..volume.stores().count()).map(|at| options.lends(at)).collect();
-        let worker = Worker::start(&volume, &lends, log)?;
+        let worker = Worker::start(&volume, &lends, environment)?;
         seal::seal(seal::policy_from_environment());
         let shared = Shared {
             volume,
@@ -146,7 +150,8 @@ impl Daemon {
             attachments,
             protections,
             swap: options.swap,
-            begun: Instant::now(),
+            begun: environment.clock.now(),
+            environment: environment.clone(),
             looks: Looks::default(),
             stays: options.stays(),
         };
@@ -161,8 +166,8 @@ impl Daemon {
 
     /// Logs how opening of the stores' later parts ended, once their first operations are served,
     /// and then calls `then`.
-    pub fn when_joined(&self, log: &Log, then: impl Fn() + Send + Sync + 'static) {
-        let log = Arc::clone(log);
+    pub fn when_joined(&self, then: impl Fn() + Send + Sync + 'static) {
+        let log = Arc::clone(&self.shared.environment.log);
         let tell: Tell = Arc::new(move |joined: &Joined| {
             let Joined { store, stages, missing, after } = joined;
             let (after, stages) = (after.as_secs_f64() * 1e3, stages::line(stages));
@@ -184,7 +189,8 @@ impl Daemon {
     /// Logs the condition of each part of the stores, and every later change. If this process can
     /// no longer reach a part that another process could reach, it ends as if it had been killed.
     /// The keeper then starts that process.
-    pub fn mind_stores(&self, has_keeper: bool, log: &Log) {
+    pub fn mind_stores(&self, has_keeper: bool) {
+        let Environment { log, die, .. } = &self.shared.environment;
         for store in self.shared.volume.stores() {
             let Some(report) = store.report() else { continue };
             for condition in report.conditions() {
@@ -198,7 +204,7 @@ impl Daemon {
                 };
                 (log)(level, format_args!("{}: {condition}{more}", store.name()));
             }
-            let (name, log) = (store.name().to_owned(), Arc::clone(log));
+            let (name, log, die) = (store.name().to_owned(), Arc::clone(log), Arc::clone(die));
             report.when_changed(Arc::new(move |changed| {
                 (log)(Level::Warning, format_args!("{name}: {}", Condition::of(changed)));
                 if changed.wants_another_process && has_keeper {
@@ -207,10 +213,7 @@ impl Daemon {
                         format_args!("{name}: its pages are there for another process, so this one ends"),
                     );
                     // The process ends as by a kill from outside, for which everything is prepared.
-                    let _ = rustix::process::kill_process(
-                        rustix::process::getpid(),
-                        rustix::process::Signal::KILL,
-                    );
+                    die();
                 }
             }));
         }
@@ -227,10 +230,11 @@ impl Daemon {
     /// returns its name and the next step; then the daemon serves on. Call this before
     /// [`stop`](Daemon::stop).
     pub fn let_go(&self) -> Option<String> {
-        let begun = Instant::now();
+        let clock = &self.shared.environment.clock;
+        let begun = clock.now();
         let_go(&self.shared.front_ends, || {
-            std::thread::sleep(TRY);
-            begun.elapsed() < LET_GO
+            clock.sleep(TRY);
+            clock.now() - begun < LET_GO
         })
     }
 
@@ -291,32 +295,33 @@ impl Service for Shared {
         Shared::status(self)
     }
 
-    fn give_back(&self, bytes: Option<u64>, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String> {
+    fn give_back(&self, bytes: Option<u64>, tell: &mut dyn FnMut(Progress)) -> Result<Moved, Error> {
         self.worker.give_back(bytes, tell)
     }
 
-    fn take(&self, bytes: Option<u64>, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String> {
+    fn take(&self, bytes: Option<u64>, tell: &mut dyn FnMut(Progress)) -> Result<Moved, Error> {
         self.worker.take(bytes, tell)
     }
 
-    fn sleep(&self, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String> {
+    fn sleep(&self, tell: &mut dyn FnMut(Progress)) -> Result<Moved, Error> {
         if let Some(store) = &self.stays {
-            return Err(format!(
+            let what = format!(
                 "cannot give back for a sleep: {store} is the last store, so nothing takes its pages; weir serve takes --backing PATH, or that store first"
-            ));
+            );
+            return Err(Error::new(ErrorKind::Memory, what));
         }
         self.worker.sleep(tell)
     }
 
-    fn wake(&self, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String> {
+    fn wake(&self, tell: &mut dyn FnMut(Progress)) -> Result<Moved, Error> {
         self.worker.wake(tell)
     }
 
-    fn attached(&self, device: Attachment) -> Result<(), String> {
+    fn attached(&self, device: Attachment) -> Result<(), Error> {
         self.attachments.attached(device)
     }
 
-    fn detached(&self, device: u32) -> Result<(), String> {
+    fn detached(&self, device: u32) -> Result<(), Error> {
         self.attachments.detached(device)
     }
 }
@@ -332,7 +337,7 @@ impl Shared {
 
     fn status(&self) -> Status {
         let volume = self.volume.status();
-        let up = self.begun.elapsed();
+        let up = self.environment.clock.now() - self.begun;
         Status {
             schema: SCHEMA,
             version: env!("CARGO_PKG_VERSION").to_owned(),

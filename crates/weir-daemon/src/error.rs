@@ -1,6 +1,7 @@
 //! How the daemon, or something that is asked of it, fails: a [kind](ErrorKind) for programs, a
 //! sentence for people, and the cause.
 
+use serde::{Deserialize, Serialize};
 use std::error::Error as Cause;
 use std::fmt;
 use weir_store::{OpenError, OpenErrorKind};
@@ -35,10 +36,24 @@ pub enum ErrorKind {
     Unreachable,
     /// A daemon answers that it cannot do it.
     Refused,
+    /// Memory cannot be given back or taken now.
+    Memory,
     /// The kernel's NBD client, or the server it is to connect to, refuses.
     Attach,
     /// The system denies something else, such as a thread.
     System,
+}
+
+/// The classes of errors that other programs tell apart, as by exit codes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Class {
+    /// Something does not work.
+    Failed,
+    /// Something was asked for that is not accepted.
+    Usage,
+    /// Memory or room is not to be had; less of it may be.
+    NoRoom,
 }
 
 impl Error {
@@ -64,6 +79,15 @@ impl Error {
     /// Its kind.
     pub fn kind(&self) -> ErrorKind {
         self.kind
+    }
+
+    /// The class of its kind.
+    pub fn class(&self) -> Class {
+        match self.kind {
+            ErrorKind::Config => Class::Usage,
+            ErrorKind::Store(OpenErrorKind::NoMemory { .. }) => Class::NoRoom,
+            _ => Class::Failed,
+        }
     }
 }
 

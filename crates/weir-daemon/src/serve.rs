@@ -5,9 +5,11 @@ use crate::cards::{self, Looked};
 use crate::config::Config;
 use crate::control::{Endpoint, Server, default_path, make_run_time_directory};
 use crate::daemon::Daemon;
+use crate::environment::Environment;
 use crate::error::{Error, ErrorKind};
 use crate::keeper::Held;
 use crate::relay::Relay;
+use crate::report::StartReport;
 use crate::start::{Bar, Start, warn_of_unlocked_memory};
 use crate::{bug, core_dump, keeper};
 use signal_hook::consts::SIGUSR1;
@@ -32,6 +34,22 @@ pub fn run(
     file: Option<&Path>,
     log: &Log,
     show: impl Fn(String) -> Bar,
+) -> Result<u8, Error> {
+    let mut is_first = true;
+    let outcome = serve(options, file, log, show, &mut is_first);
+    if let (Err(error), Some(path), true) = (&outcome, &options.start_report, is_first) {
+        StartReport::of(error).write(path);
+    }
+    outcome
+}
+
+/// As [`run`]; says whether this is the first daemon as soon as that is known.
+fn serve(
+    options: &Config,
+    file: Option<&Path>,
+    log: &Log,
+    show: impl Fn(String) -> Bar,
+    is_first: &mut bool,
 ) -> Result<u8, Error> {
     options.check()?;
     signals::ignore_strays();
@@ -71,13 +89,15 @@ pub fn run(
     let mut signals = Signals::new(signals::END.into_iter().chain([SIGUSR1])).map_err(denied)?;
 
     let (link, held) = keeper.unzip();
-    if held.as_ref().is_some_and(|held| !held.is_empty()) {
+    *is_first = held.as_ref().is_none_or(Held::is_empty);
+    let is_first = *is_first;
+    if !is_first {
         Memory::succeed();
     }
     let mut start = Start::new(show, || signals.pending().find(|signal| signals::END.contains(signal)));
-    let is_first = held.as_ref().is_none_or(Held::is_empty);
+    let environment = Environment::of_machine(log);
     let path = options.control.clone().unwrap_or_else(default_path);
-    let started = Daemon::start_kept(options, protections, link.as_ref().zip(held), &mut start, log)
+    let started = Daemon::start_kept(options, protections, link.as_ref().zip(held), &mut start, &environment)
         .and_then(|daemon| {
             let metrics = options.metrics.as_ref().map(|address| Endpoint::start(address, daemon.service()));
             let metrics = match metrics.transpose() {
@@ -122,12 +142,12 @@ pub fn run(
     );
 
     warn_of_unlocked_memory(log);
-    daemon.mind_stores(link.is_some(), log);
+    daemon.mind_stores(link.is_some());
     if let Some(link) = &link {
         link.ready().map_err(unkept)?;
     }
     let line = link.clone();
-    daemon.when_joined(log, move || {
+    daemon.when_joined(move || {
         // Tell the keeper again, for the memory taken since: the next daemon will need as much.
         let _ = line.as_ref().map(|link| link.ready());
     });

@@ -249,6 +249,10 @@ pub struct ServeOptions {
     #[arg(long)]
     pub keeper: bool,
 
+    /// Write why the start failed to this file.
+    #[arg(long, value_name = "PATH", hide = true)]
+    pub start_report: Option<PathBuf>,
+
     /// The socket that `weir status` asks [default: $XDG_RUNTIME_DIR/weir/control.sock or
     /// /run/weir/control.sock].
     #[arg(long, value_name = "PATH")]

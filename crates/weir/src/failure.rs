@@ -2,16 +2,25 @@
 
 use weir_cli::failure::Failure;
 use weir_core::chain;
-use weir_daemon::{Error, ErrorKind};
-use weir_store::OpenErrorKind;
+use weir_daemon::{Class, Error, StartReport};
 
-/// The failure that tells of `error`, with the exit code of its kind.
+/// The failure that tells of `error`, with the exit code of its class.
 pub fn of(error: impl Into<Error>) -> Failure {
     let error = error.into();
-    let reason = chain(&error);
-    match error.kind() {
-        ErrorKind::Config => Failure::Usage(reason),
-        ErrorKind::Store(OpenErrorKind::NoMemory { .. }) => Failure::NoRoom(reason),
-        _ => Failure::Failed(reason),
+    told(error.class(), chain(&error))
+}
+
+/// The failure of a daemon that reported it. Its configuration was made here, so that no user asked
+/// for it wrongly.
+pub fn reported(report: StartReport) -> Failure {
+    let class = if report.class == Class::NoRoom { Class::NoRoom } else { Class::Failed };
+    told(class, report.text)
+}
+
+fn told(class: Class, reason: String) -> Failure {
+    match class {
+        Class::Failed => Failure::Failed(reason),
+        Class::Usage => Failure::Usage(reason),
+        Class::NoRoom => Failure::NoRoom(reason),
     }
 }

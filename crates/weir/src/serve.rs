@@ -59,6 +59,7 @@ fn daemon(options: ServeOptions) -> Result<Config, Failure> {
         swap: options.swap,
         unsafe_no_flusher: options.unsafe_no_flusher,
         keeper: options.keeper,
+        start_report: options.start_report,
         control: options.control,
         metrics: options.metrics,
     })

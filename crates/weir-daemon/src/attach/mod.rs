@@ -88,14 +88,14 @@ pub fn connect(options: &Attach, log: &Log) -> Result<u32, Error> {
     if let Some(index) = index.filter(|_| options.reconnect) {
         for _ in 0..options.connections {
             wait_for_readers(index);
-            let (socket, server) = open(options).map_err(refusal)?;
+            let (socket, server) = open(options)?;
             // The kernel drops the socket if no connection is dead, and does not say so.
             kernel.reconnect(index, &terms(options, &server), &[socket]).map_err(refused)?;
         }
         remember(options, index, log);
         return Ok(index);
     }
-    let (first, server) = open(options).map_err(refusal)?;
+    let (first, server) = open(options)?;
     let mut sockets = vec![first];
     if options.connections > 1 && !server.multi_conn() {
         return Err(refusal(format!(
@@ -104,7 +104,7 @@ pub fn connect(options: &Attach, log: &Log) -> Result<u32, Error> {
         )));
     }
     for _ in 1..options.connections {
-        sockets.push(open(options).map_err(refusal)?.0);
+        sockets.push(open(options)?.0);
     }
     let index = kernel.connect(index, &terms(options, &server), &sockets).map_err(refused)?;
     settle(|| sectors(index) == Some(server.bytes / 512));
@@ -122,7 +122,7 @@ pub fn connect(options: &Attach, log: &Log) -> Result<u32, Error> {
     Ok(index)
 }
 
-fn open(options: &Attach) -> Result<(OwnedFd, client::Terms), String> {
+fn open(options: &Attach) -> Result<(OwnedFd, client::Terms), Error> {
     negotiate(&options.address, &Wish { name: options.name.clone(), structured: false, allocation: false })
 }
 
@@ -171,7 +171,7 @@ fn remember(options: &Attach, index: u32, log: &Log) {
     {
         (log)(
             Level::Warning,
-            format_args!("{error}; after a crash of the server run weir attach --reconnect"),
+            format_args!("{}; after a crash of the server run weir attach --reconnect", chain(&error)),
         );
     }
 }
@@ -197,8 +197,8 @@ pub fn detach(device: &Path, control: Option<&Path>) -> Result<(), Error> {
     Ok(())
 }
 
-fn negotiate(address: &Address, wish: &Wish) -> Result<(OwnedFd, client::Terms), String> {
-    let failed = |error: ClientError| format!("{address}: {}", chain(&error));
+fn negotiate(address: &Address, wish: &Wish) -> Result<(OwnedFd, client::Terms), Error> {
+    let failed = |error: ClientError| Error::because(ErrorKind::Attach, address.to_string(), error);
     let connect = |source| ClientError::Connect { address: address.to_string(), source };
     match address {
         Address::Unix(path) => {

@@ -10,9 +10,11 @@
 //! the kernel has no more readers than the server has connections with it. Then no reader belongs
 //! to a dead connection.
 
+use crate::error::Error;
 use std::io;
 use std::thread;
 use std::time::{Duration, Instant};
+use weir_core::chain;
 
 /// One count of a server's connections with the kernel, perhaps those of several devices.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -43,8 +45,8 @@ pub trait Ends {
 #[derive(Debug, thiserror::Error)]
 pub enum NotReplaced {
     /// The server gives no new connection.
-    #[error("{0}")]
-    Server(String),
+    #[error("{}", chain(.0))]
+    Server(Error),
     /// The kernel refuses the new connection.
     #[error("the kernel refuses a new connection")]
     Kernel(#[source] io::Error),

@@ -7,6 +7,7 @@ use super::negotiate;
 use super::readers::Readers;
 use super::replace::{Ends, Look, NotReplaced, Outcome, Pace, replace};
 use crate::address::Address;
+use crate::error::{Error, ErrorKind};
 use crate::keeper::Link;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::collections::BTreeMap;
@@ -83,8 +84,8 @@ impl Attachments {
     ///
     /// # Errors
     /// The error is one line: why the device cannot be remembered.
-    pub fn attached(self: &Arc<Self>, device: Attachment) -> Result<(), String> {
-        device.address.parse::<Address>().map_err(|error| error.to_string())?;
+    pub fn attached(self: &Arc<Self>, device: Attachment) -> Result<(), Error> {
+        device.address.parse::<Address>().map_err(|error| Error::of(ErrorKind::Attach, error))?;
         let mut list = self.list();
         list.devices.retain(|other| other.device != device.device);
         list.devices.push(device);
@@ -96,7 +97,7 @@ impl Attachments {
     ///
     /// # Errors
     /// Fails as [`attached`](Attachments::attached) does.
-    pub fn detached(&self, device: u32) -> Result<(), String> {
+    pub fn detached(&self, device: u32) -> Result<(), Error> {
         let mut list = self.list();
         list.devices.retain(|other| other.device != device);
         self.keep(&list)
@@ -121,11 +122,11 @@ impl Attachments {
         self.list.lock().expect("nobody panics while holding it")
     }
 
-    fn keep(&self, list: &List) -> Result<(), String> {
+    fn keep(&self, list: &List) -> Result<(), Error> {
         let Some(keeper) = &self.keeper else { return Ok(()) };
-        write_note(&list.devices)
-            .and_then(|note| keeper.hold_memory(NOTE, note.as_fd()))
-            .map_err(|error| format!("the keeper does not remember the device: {error}"))
+        write_note(&list.devices).and_then(|note| keeper.hold_memory(NOTE, note.as_fd())).map_err(|error| {
+            Error::because(ErrorKind::Keeper, "the keeper does not remember the device", error)
+        })
     }
 
     fn watch(self: &Arc<Self>, list: &mut List) {

@@ -71,7 +71,7 @@ fn unreachable(path: &Path, error: &io::Error) -> Error {
 ///
 /// # Errors
 /// The error is one line: that no daemon listens there, or the daemon's own words.
-pub fn attached(path: &Path, device: Attachment) -> Result<(), String> {
+pub fn attached(path: &Path, device: Attachment) -> Result<(), Error> {
     tell(path, Request::Attached(device))
 }
 
@@ -79,14 +79,17 @@ pub fn attached(path: &Path, device: Attachment) -> Result<(), String> {
 ///
 /// # Errors
 /// Fails as [`attached`] does.
-pub fn detached(path: &Path, device: u32) -> Result<(), String> {
+pub fn detached(path: &Path, device: u32) -> Result<(), Error> {
     tell(path, Request::Detached { device })
 }
 
-fn tell(path: &Path, request: Request) -> Result<(), String> {
-    let line =
-        ask(path, request).map_err(|error| format!("no daemon answers at {}: {error}", path.display()))?;
-    serde_json::from_str::<Refusal>(&line).map_or(Ok(()), |refusal| Err(refusal.error))
+fn tell(path: &Path, request: Request) -> Result<(), Error> {
+    let line = ask(path, request).map_err(|error| {
+        let what = format!("no daemon answers at {}", path.display());
+        Error::because(ErrorKind::Unreachable, what, error)
+    })?;
+    let refused = |refusal: Refusal| Err(Error::new(ErrorKind::Refused, refusal.error));
+    serde_json::from_str(&line).map_or(Ok(()), refused)
 }
 
 fn ask(path: &Path, request: Request) -> io::Result<String> {

@@ -86,37 +86,37 @@ pub trait Service: Send + Sync + 'static {
     ///
     /// # Errors
     /// The error is one line: what is missing, and the next step.
-    fn give_back(&self, bytes: Option<u64>, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String>;
+    fn give_back(&self, bytes: Option<u64>, tell: &mut dyn FnMut(Progress)) -> Result<Moved, Error>;
 
     /// Asks the daemon to take memory again.
     ///
     /// # Errors
     /// Fails as [`give_back`](Service::give_back) does.
-    fn take(&self, bytes: Option<u64>, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String>;
+    fn take(&self, bytes: Option<u64>, tell: &mut dyn FnMut(Progress)) -> Result<Moved, Error>;
 
     /// Gives all memory back until the machine has slept.
     ///
     /// # Errors
     /// Fails as [`give_back`](Service::give_back) does.
-    fn sleep(&self, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String>;
+    fn sleep(&self, tell: &mut dyn FnMut(Progress)) -> Result<Moved, Error>;
 
     /// Takes again the memory that was given back for a sleep, as far as there is room for it.
     ///
     /// # Errors
     /// Fails as [`give_back`](Service::give_back) does.
-    fn wake(&self, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String>;
+    fn wake(&self, tell: &mut dyn FnMut(Progress)) -> Result<Moved, Error>;
 
     /// Remembers a device that the kernel has connected.
     ///
     /// # Errors
     /// The error is one line: what is missing.
-    fn attached(&self, device: Attachment) -> Result<(), String>;
+    fn attached(&self, device: Attachment) -> Result<(), Error>;
 
     /// Forgets a device that the kernel has disconnected.
     ///
     /// # Errors
     /// The error is one line: what is missing.
-    fn detached(&self, device: u32) -> Result<(), String>;
+    fn detached(&self, device: u32) -> Result<(), Error>;
 }
 
 /// The answer to a request that was done and has nothing to report.

@@ -12,11 +12,11 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
+use weir_core::chain;
 use weir_system::local_socket::{self, BindError, SocketFile};
 
 /// The most long requests at a time; each has a thread that waits for the worker.
 const LONG_MOST: usize = 16;
-static LONG: AtomicUsize = AtomicUsize::new(0);
 
 /// A listening control socket. Dropping it removes the socket from the file system.
 #[derive(Debug)]
@@ -58,10 +58,11 @@ impl Server {
         thread::Builder::new()
             .name("weir-control".into())
             .spawn(move || {
+                let long = Arc::new(AtomicUsize::new(0));
                 for client in listener.incoming() {
                     // A client that went away needs no answer, and its error concerns no other
                     // client.
-                    let _ = client.and_then(|client| answer(client, &service));
+                    let _ = client.and_then(|client| answer(client, &service, &long));
                 }
             })
             .map_err(failed)?;
@@ -71,7 +72,7 @@ impl Server {
 
 /// Reads one request, answers it, and disconnects. A slow or silent client costs no more than
 /// [`PATIENCE`]. A long request has a thread of its own, and goes on even if its client leaves.
-fn answer(client: UnixStream, service: &Arc<dyn Service>) -> io::Result<()> {
+fn answer(client: UnixStream, service: &Arc<dyn Service>, long: &Arc<AtomicUsize>) -> io::Result<()> {
     client.set_read_timeout(Some(PATIENCE))?;
     client.set_write_timeout(Some(PATIENCE))?;
     let mut line = String::new();
@@ -79,12 +80,18 @@ fn answer(client: UnixStream, service: &Arc<dyn Service>) -> io::Result<()> {
     let service = Arc::clone(service);
     match parse(&line) {
         Ok(Request::Status) => write_line(&client, &service.status()),
-        Ok(Request::GiveBack { bytes }) => at_length(client, move |tell| service.give_back(bytes, tell)),
-        Ok(Request::Take { bytes }) => at_length(client, move |tell| service.take(bytes, tell)),
-        Ok(Request::Sleep) => at_length(client, move |tell| service.sleep(tell)),
-        Ok(Request::Wake) => at_length(client, move |tell| service.wake(tell)),
-        Ok(Request::Attached(device)) => acknowledge(&client, service.attached(device)),
-        Ok(Request::Detached { device }) => acknowledge(&client, service.detached(device)),
+        Ok(Request::GiveBack { bytes }) => {
+            at_length(client, long, move |tell| service.give_back(bytes, tell))
+        }
+        Ok(Request::Take { bytes }) => at_length(client, long, move |tell| service.take(bytes, tell)),
+        Ok(Request::Sleep) => at_length(client, long, move |tell| service.sleep(tell)),
+        Ok(Request::Wake) => at_length(client, long, move |tell| service.wake(tell)),
+        Ok(Request::Attached(device)) => {
+            acknowledge(&client, service.attached(device).map_err(|error| chain(&error)))
+        }
+        Ok(Request::Detached { device }) => {
+            acknowledge(&client, service.detached(device).map_err(|error| chain(&error)))
+        }
         Err(error) => acknowledge(&client, Err(error)),
     }
 }
@@ -99,26 +106,26 @@ fn acknowledge(client: &UnixStream, done: Result<(), String>) -> io::Result<()> 
 /// Runs `work` on a thread of its own, which sends the client its progress and its outcome.
 fn at_length(
     client: UnixStream,
-    work: impl FnOnce(&mut dyn FnMut(Progress)) -> Result<Moved, String> + Send + 'static,
+    long: &Arc<AtomicUsize>,
+    work: impl FnOnce(&mut dyn FnMut(Progress)) -> Result<Moved, Error> + Send + 'static,
 ) -> io::Result<()> {
-    struct Ended;
+    struct Ended(Arc<AtomicUsize>);
     impl Drop for Ended {
         fn drop(&mut self) {
-            LONG.fetch_sub(1, Ordering::Relaxed);
+            self.0.fetch_sub(1, Ordering::Relaxed);
         }
     }
-    if LONG.fetch_add(1, Ordering::Relaxed) >= LONG_MOST {
-        LONG.fetch_sub(1, Ordering::Relaxed);
+    let ended = Ended(Arc::clone(long));
+    if long.fetch_add(1, Ordering::Relaxed) >= LONG_MOST {
         let error = format!("{LONG_MOST} such requests are under way; wait for one of them");
         return write_line(&client, &Refusal { schema: SCHEMA, error });
     }
-    let ended = Ended;
     thread::Builder::new().name("weir-control-job".into()).spawn(move || {
         let _ended = ended;
         let say = |line| write_line(&client, &Reply { schema: SCHEMA, line });
         // The work goes on even if the client went away.
         let outcome = work(&mut |progress| drop(say(Line::Progress(progress))));
-        let _ = say(outcome.map_or_else(Line::Error, Line::Result));
+        let _ = say(outcome.map_or_else(|error| Line::Error(chain(&error)), Line::Result));
     })?;
     Ok(())
 }

@@ -6,8 +6,9 @@
 use super::FrontEnd;
 use crate::config;
 use crate::control::Export;
+use crate::environment::Environment;
 use crate::error::{Error, ErrorKind};
-use crate::keeper::{Held, Link, processors};
+use crate::keeper::{Held, Link};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -62,10 +63,10 @@ impl PreparedUblk {
         options: &config::Config,
         ublk: &config::Ublk,
         keeper: Option<(&Link, &mut Held)>,
-        log: &Log,
+        environment: &Environment,
     ) -> Result<Self, Error> {
         let config = Config {
-            queues: ublk.queues.unwrap_or(processors().min(QUEUES_MOST) as u16),
+            queues: ublk.queues.unwrap_or(environment.processors.min(QUEUES_MOST) as u16),
             depth: ublk.depth,
             spin: options.spin,
             swap: options.swap,
@@ -87,9 +88,8 @@ impl PreparedUblk {
             }),
         };
         let found = match number.as_ref().and_then(Number::get) {
-            Some(device) => {
-                Server::find(device, log).map_err(|error| Error::of(ErrorKind::FrontEnd, error))?
-            }
+            Some(device) => Server::find(device, &environment.log)
+                .map_err(|error| Error::of(ErrorKind::FrontEnd, error))?,
             None => None,
         };
         Ok(PreparedUblk { config, found, number })

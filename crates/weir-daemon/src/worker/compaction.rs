@@ -4,7 +4,7 @@
 use super::pace::{REST, drive, is_in_use};
 use super::workers::Workers;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use weir_queue::{Item, Work, has_item};
 use weir_volume::{GiveBackError, Sparse, Volume};
 
@@ -76,7 +76,7 @@ impl Compaction {
     fn turn(&self, workers: &Workers) -> bool {
         let mut at = self.at.lock().unwrap_or_else(PoisonError::into_inner);
         let volume = workers.volume();
-        let began = Instant::now();
+        let began = workers.clock().now();
         if at.sweep.is_none() {
             if !volume.packs_were_left(&mut at.looked) {
                 return false;
@@ -95,7 +95,7 @@ impl Compaction {
                 Err(_) => false,
             };
             at.sweep = if more { Some(Sweep { store, slot, sparse }) } else { sweep_from(volume, store + 1) };
-            if began.elapsed() >= TURN {
+            if workers.clock().now() - began >= TURN {
                 break;
             }
         }
@@ -108,8 +108,8 @@ impl Compaction {
         }
         let moved = volume.operations().wrapping_sub(at.operations);
         drop(at);
-        if is_in_use(moved, began.elapsed()) {
-            std::thread::sleep(REST);
+        if is_in_use(moved, workers.clock().now() - began) {
+            workers.clock().sleep(REST);
         }
         self.at.lock().unwrap_or_else(PoisonError::into_inner).operations = volume.operations();
         true

@@ -2,6 +2,7 @@
 
 use super::workers::{Card, Workers};
 use crate::control::{Moved, Progress};
+use crate::error::{Error, ErrorKind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
@@ -33,7 +34,7 @@ pub struct Job {
     /// welcome too.
     pub only: Option<Card>,
     pub reach: Reach,
-    outcome: Mutex<Option<Result<Moved, String>>>,
+    outcome: Mutex<Option<Result<Moved, Error>>>,
     ended: Condvar,
 }
 
@@ -57,12 +58,17 @@ impl Work for Job {
     }
 }
 
+/// Memory that was not given back or taken, and why.
+pub fn unmoved(what: impl Into<String>) -> Error {
+    Error::new(ErrorKind::Memory, what)
+}
+
 /// Tells the thread that waits for a job of the job's end, even if it panicked: the queue goes on
 /// after a panic.
 struct Ending<'a>(&'a Job);
 
 impl Ending<'_> {
-    fn with(self, outcome: Result<Moved, String>) {
+    fn with(self, outcome: Result<Moved, Error>) {
         *self.0.outcome.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome);
     }
 }
@@ -71,7 +77,7 @@ impl Drop for Ending<'_> {
     fn drop(&mut self) {
         let mut outcome = self.0.outcome.lock().unwrap_or_else(PoisonError::into_inner);
         outcome.get_or_insert_with(|| {
-            Err("the worker failed at it, which is a bug: weir status says what was done, the daemon's log why it ended".into())
+            Err(unmoved("the worker failed at it, which is a bug: weir status says what was done, the daemon's log why it ended"))
         });
         self.0.ended.notify_all();
     }
@@ -106,9 +112,9 @@ impl Job {
         self: Arc<Self>,
         workers: &Workers,
         tell: &mut dyn FnMut(Progress),
-    ) -> Result<Moved, String> {
+    ) -> Result<Moved, Error> {
         if !workers.queue().schedule(&self) {
-            return Err("the daemon is stopping".into());
+            return Err(unmoved("the daemon is stopping"));
         }
         let mut outcome = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
@@ -116,7 +122,7 @@ impl Job {
                 return outcome;
             }
             if workers.is_stopping() {
-                return Err("the daemon is stopping; what was under way is whole".into());
+                return Err(unmoved("the daemon is stopping; what was under way is whole"));
             }
             let waited = self.ended.wait_timeout(outcome, TELL_EVERY);
             outcome = waited.unwrap_or_else(PoisonError::into_inner).0;
@@ -133,6 +139,7 @@ impl Job {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::environment::tests::quiet;
     use std::time::Instant;
     use weir_core::PAGE_SIZE;
     use weir_store::{Fault, Host, Lane, OpenError, Reclaim, State, Store};
@@ -184,12 +191,12 @@ mod tests {
 
     #[test]
     fn who_waits_for_a_job_hears_of_a_panic_and_the_next_job_runs() {
-        let config = Config { pages: 64, lanes: 1 + super::super::lanes(), depth: 4 };
+        let config = Config { pages: 64, lanes: 1 + super::super::lanes(quiet().processors), depth: 4 };
         let below = Host::new(config.slots()).expect("memory");
         let first = Bursting(Host::new(4 << 20 >> 12).expect("memory"));
         let chunk = u64::from(first.slots()) * PAGE_SIZE as u64;
         let volume = Volume::create(config, vec![Arc::new(first), Arc::new(below)]).expect("a volume");
-        let workers = Workers::start(&volume, &[true, false]).expect("threads");
+        let workers = Workers::start(&volume, &[true, false], &quiet()).expect("threads");
         let (ended, end) = std::sync::mpsc::channel();
         let jobs = Arc::clone(&workers);
         std::thread::spawn(move || {
@@ -202,7 +209,7 @@ mod tests {
         assert_eq!(next().expect("the chunk is given back").bytes, chunk);
         for _ in 0..2 {
             let error = next().expect_err("it panicked");
-            assert!(error.contains("a bug"), "{error}");
+            assert!(error.to_string().contains("a bug"), "{error}");
         }
         assert!(begun.elapsed() < Duration::from_secs(60));
         workers.stop();

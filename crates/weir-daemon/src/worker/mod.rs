@@ -12,12 +12,11 @@ mod promotion;
 mod workers;
 
 use crate::control::{Background, Moved, Progress};
+use crate::environment::Environment;
 use crate::error::Error;
-use crate::keeper;
 use governor::Governor;
 use job::{Job, Wish};
 use std::sync::{Arc, Mutex, PoisonError};
-use weir_core::log::Log;
 use weir_volume::Volume;
 use workers::Workers;
 
@@ -25,8 +24,8 @@ use workers::Workers;
 const THREADS_MOST: usize = 4;
 
 /// Number of the volume's lanes that the workers take: one a thread.
-pub fn lanes() -> usize {
-    (keeper::processors() / 4).clamp(1, THREADS_MOST)
+pub fn lanes(processors: usize) -> usize {
+    (processors / 4).clamp(1, THREADS_MOST)
 }
 
 /// The workers of a daemon.
@@ -42,9 +41,9 @@ impl Worker {
     ///
     /// # Errors
     /// Fails when there is no lane or no thread for them.
-    pub fn start(volume: &Arc<Volume>, lends: &[bool], log: &Log) -> Result<Self, Error> {
-        let workers = Workers::start(volume, lends)?;
-        let governor = Mutex::new(Governor::start(&workers, log)?);
+    pub fn start(volume: &Arc<Volume>, lends: &[bool], environment: &Environment) -> Result<Self, Error> {
+        let workers = Workers::start(volume, lends, environment)?;
+        let governor = Mutex::new(Governor::start(&workers, &environment.log)?);
         Ok(Worker { workers, governor })
     }
 
@@ -53,7 +52,7 @@ impl Worker {
     ///
     /// # Errors
     /// The error is one line: what is missing, and the next step.
-    pub fn give_back(&self, bytes: Option<u64>, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String> {
+    pub fn give_back(&self, bytes: Option<u64>, tell: &mut dyn FnMut(Progress)) -> Result<Moved, Error> {
         Job::new(&self.workers, Wish::GiveBack, bytes).run_on(&self.workers, tell)
     }
 
@@ -62,7 +61,7 @@ impl Worker {
     ///
     /// # Errors
     /// Fails as [`give_back`](Worker::give_back) does.
-    pub fn take(&self, bytes: Option<u64>, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String> {
+    pub fn take(&self, bytes: Option<u64>, tell: &mut dyn FnMut(Progress)) -> Result<Moved, Error> {
         Job::new(&self.workers, Wish::Take, bytes).run_on(&self.workers, tell)
     }
 
@@ -71,7 +70,7 @@ impl Worker {
     ///
     /// # Errors
     /// Fails as [`give_back`](Worker::give_back) does.
-    pub fn sleep(&self, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String> {
+    pub fn sleep(&self, tell: &mut dyn FnMut(Progress)) -> Result<Moved, Error> {
         Job::new(&self.workers, Wish::Sleep, None).run_on(&self.workers, tell)
     }
 
@@ -80,7 +79,7 @@ impl Worker {
     ///
     /// # Errors
     /// Fails as [`give_back`](Worker::give_back) does.
-    pub fn wake(&self, tell: &mut dyn FnMut(Progress)) -> Result<Moved, String> {
+    pub fn wake(&self, tell: &mut dyn FnMut(Progress)) -> Result<Moved, Error> {
         Job::new(&self.workers, Wish::Wake, None).run_on(&self.workers, tell)
     }
 

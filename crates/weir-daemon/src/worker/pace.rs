@@ -1,5 +1,6 @@
 //! The speed at which chunks are emptied: it leaves bandwidth for the clients of the other chunks.
 
+use crate::environment::Clock;
 use std::time::{Duration, Instant};
 use weir_core::{PAGE_SIZE, Rest};
 use weir_volume::{Awaited, Driver};
@@ -54,26 +55,27 @@ impl<F: FnMut(u32) -> bool> Driver for Drive<F> {
 
 /// One thread's pace.
 #[derive(Debug)]
-pub struct Pace {
+pub struct Pace<'a> {
+    clock: &'a dyn Clock,
     began: Instant,
     moved: u64,
     /// The thread's rate in bytes a second.
     rate: f64,
 }
 
-impl Pace {
+impl<'a> Pace<'a> {
     /// The pace of each of `threads` threads.
-    pub fn of(threads: usize) -> Self {
-        Pace { began: Instant::now(), moved: 0, rate: RATE / threads.max(1) as f64 }
+    pub fn of(threads: usize, clock: &'a dyn Clock) -> Self {
+        Pace { clock, began: clock.now(), moved: 0, rate: RATE / threads.max(1) as f64 }
     }
 
     /// Counts `pages`, and sleeps if they were moved too early.
     pub fn step(&mut self, pages: u32) {
         self.moved += u64::from(pages) * PAGE_SIZE as u64;
         let due = Duration::from_secs_f64(self.moved as f64 / self.rate);
-        let ahead = due.saturating_sub(self.began.elapsed());
+        let ahead = due.saturating_sub(self.clock.now() - self.began);
         if ahead > AHEAD {
-            std::thread::sleep(ahead);
+            self.clock.sleep(ahead);
         }
     }
 }

@@ -42,15 +42,20 @@ impl Work for Promotion {
 }
 
 impl Promotion {
-    pub fn new(workers: Weak<Workers>) -> Arc<Self> {
-        let at = Place { store: 0, slot: 0, operations: 0, looked: Instant::now() };
+    pub fn new(workers: Weak<Workers>, now: Instant) -> Arc<Self> {
+        let at = Place { store: 0, slot: 0, operations: 0, looked: now };
         Arc::new(Promotion { item: Item::new(), workers, at: Mutex::new(at) })
     }
 
     /// Starts with the fastest stores, which have room again.
     pub fn begin(self: &Arc<Self>, workers: &Workers) {
         let mut at = self.at.lock().unwrap_or_else(PoisonError::into_inner);
-        *at = Place { store: 1, slot: 0, operations: workers.volume().operations(), looked: Instant::now() };
+        *at = Place {
+            store: 1,
+            slot: 0,
+            operations: workers.volume().operations(),
+            looked: workers.clock().now(),
+        };
         drop(at);
         workers.queue().schedule(self);
     }
@@ -67,16 +72,17 @@ impl Promotion {
             return false;
         }
         let operations = workers.volume().operations();
-        let in_use = is_in_use(operations.wrapping_sub(at.operations), at.looked.elapsed());
-        (at.operations, at.looked) = (operations, Instant::now());
+        let now = workers.clock().now();
+        let in_use = is_in_use(operations.wrapping_sub(at.operations), now - at.looked);
+        (at.operations, at.looked) = (operations, now);
         if in_use {
             drop(at);
-            std::thread::sleep(REST);
+            workers.clock().sleep(REST);
             return true;
         }
         let mut mover = workers.mover(0);
         let Place { store, slot, looked, .. } = &mut *at;
-        while looked.elapsed() < TURN && !workers.is_stopping() {
+        while workers.clock().now() - *looked < TURN && !workers.is_stopping() {
             match mover.move_up(*store, slot, &mut drive(|_| true)) {
                 Ok(moved) if moved.more => {}
                 // This store is finished, or no faster store has room any more: the next store's

@@ -1,14 +1,14 @@
 //! The threads that empty chunks, and how they divide the chunks.
 
 use super::compaction::Compaction;
-use super::job::{Job, Reach, Wish};
+use super::job::{Job, Reach, Wish, unmoved};
 use super::pace::{Pace, drive};
 use super::promotion::Promotion;
 use crate::control::{Background, Moved};
+use crate::environment::{Clock, Environment};
 use crate::error::{Error, ErrorKind};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
-use std::time::Instant;
 use weir_core::{ByteSize, PAGE_SIZE, Slot, chain};
 use weir_queue::{Item, Queue, Work, has_item};
 use weir_store::{Fault, Headroom, Store};
@@ -29,6 +29,7 @@ pub struct Workers {
     promotion: Arc<Promotion>,
     compaction: Arc<Compaction>,
     stopping: AtomicBool,
+    clock: Arc<dyn Clock>,
     given_back: Total,
     taken: Total,
 }
@@ -129,8 +130,12 @@ impl Work for Help {
 }
 
 impl Workers {
-    pub fn start(volume: &Arc<Volume>, lends: &[bool]) -> Result<Arc<Self>, Error> {
-        let threads = super::lanes();
+    pub fn start(
+        volume: &Arc<Volume>,
+        lends: &[bool],
+        environment: &Environment,
+    ) -> Result<Arc<Self>, Error> {
+        let threads = super::lanes(environment.processors);
         let movers = (0..threads)
             .map(|_| Ok(Mutex::new(OpenMover(volume.mover()?))))
             .collect::<Result<_, weir_store::OpenError>>()
@@ -146,7 +151,8 @@ impl Workers {
             queues: OnceLock::new(),
             movers,
             lends: lends.into(),
-            promotion: Promotion::new(Weak::clone(workers)),
+            clock: Arc::clone(&environment.clock),
+            promotion: Promotion::new(Weak::clone(workers), environment.clock.now()),
             compaction: Compaction::new(Weak::clone(workers)),
             stopping: AtomicBool::new(false),
             given_back: Total::default(),
@@ -165,6 +171,10 @@ impl Workers {
 
     pub fn is_stopping(&self) -> bool {
         self.stopping.load(Ordering::Acquire)
+    }
+
+    pub fn clock(&self) -> &dyn Clock {
+        &*self.clock
     }
 
     pub fn volume(&self) -> &Arc<Volume> {
@@ -221,7 +231,7 @@ impl Workers {
     }
 
     /// Runs a job on the worker's thread.
-    pub fn run(self: &Arc<Self>, job: &Arc<Job>) -> Result<Moved, String> {
+    pub fn run(self: &Arc<Self>, job: &Arc<Job>) -> Result<Moved, Error> {
         match job.wish {
             Wish::GiveBack | Wish::Sleep => self.give_back(job),
             Wish::Take | Wish::Wake => self.take(job),
@@ -274,8 +284,8 @@ impl Workers {
         all
     }
 
-    fn give_back(self: &Arc<Self>, job: &Arc<Job>) -> Result<Moved, String> {
-        let began = Instant::now();
+    fn give_back(self: &Arc<Self>, job: &Arc<Job>) -> Result<Moved, Error> {
+        let began = self.clock.now();
         let held = self.chunks(ChunkState::Held, job.only);
         let there: u64 = held.iter().map(|chunk| chunk.bytes()).sum();
         let spare = bytes(self.volume.spare_slots());
@@ -285,11 +295,11 @@ impl Workers {
                 upto(&held, |sum, next| sum < wanted && sum + next.bytes() <= spare)
             }
             Some(wanted) if wanted > there => {
-                return Err(format!(
+                return Err(unmoved(format!(
                     "cannot give back {}: only {} is held; ask for that, or for all",
                     ByteSize(wanted),
                     ByteSize(there)
-                ));
+                )));
             }
             Some(wanted) => upto(&held, |sum, _| sum < wanted),
             None => upto(&held, |sum, next| sum + next.bytes() <= spare),
@@ -305,7 +315,7 @@ impl Workers {
                     ByteSize(spare)
                 )
             };
-            return Err(format!("cannot give back {asked}: {seen}; {MORE_ROOM}"));
+            return Err(unmoved(format!("cannot give back {asked}: {seen}; {MORE_ROOM}")));
         }
         if job.only.is_none() && job.bytes.is_none() {
             let mut away = self.chunks(ChunkState::GivenBack, None);
@@ -325,19 +335,21 @@ impl Workers {
         let before = self.volume.status().moved_out;
         let trouble = self.empty_all(job, wanted);
         let given = job.reach.bytes.load(Ordering::Relaxed);
-        let seconds = began.elapsed().as_secs_f64();
+        let seconds = (self.clock.now() - began).as_secs_f64();
         self.given_back.add(given, seconds);
         let pages = self.volume.status().moved_out.wrapping_sub(before);
         let moved = Moved { bytes: given, left_bytes: 0, pages, seconds };
         let asked = job.bytes.map_or(there, |_| total);
         match trouble {
             _ if given >= asked => Ok(moved),
-            Some(trouble) => Err(format!("gave back {} of {}: {trouble}", ByteSize(given), ByteSize(asked))),
-            None => Err(format!(
+            Some(trouble) => {
+                Err(unmoved(format!("gave back {} of {}: {trouble}", ByteSize(given), ByteSize(asked))))
+            }
+            None => Err(unmoved(format!(
                 "gave back {} of {}: the rest is needed to hold the device of {device}; {MORE_ROOM}",
                 ByteSize(given),
                 ByteSize(asked)
-            )),
+            ))),
         }
     }
 
@@ -384,7 +396,7 @@ impl Workers {
     /// One thread's share: empties part after part, and finishes a chunk after its last part.
     fn empty(&self, thread: usize, list: &List) {
         let mut mover = self.mover(thread);
-        let mut pace = Pace::of(list.threads);
+        let mut pace = Pace::of(list.threads, &*self.clock);
         let Reach { bytes, pages, .. } = &list.job.reach;
         let mut driver = drive(|moved: u32| {
             pages.fetch_add(moved.into(), Ordering::Relaxed);
@@ -415,8 +427,8 @@ impl Workers {
         }
     }
 
-    fn take(&self, job: &Job) -> Result<Moved, String> {
-        let began = Instant::now();
+    fn take(&self, job: &Job) -> Result<Moved, Error> {
+        let began = self.clock.now();
         let away = match job.wish {
             Wish::Wake => self.woken(),
             _ => self.chunks(ChunkState::GivenBack, job.only),
@@ -456,14 +468,16 @@ impl Workers {
         }
         drop(mover);
         let taken = job.reach.bytes.load(Ordering::Relaxed);
-        let seconds = began.elapsed().as_secs_f64();
+        let seconds = (self.clock.now() - began).as_secs_f64();
         self.taken.add(taken, seconds);
         if taken > 0 {
             self.promotion.begin(self);
         }
         match trouble {
             None => Ok(Moved { bytes: taken, left_bytes: total.saturating_sub(taken), pages: 0, seconds }),
-            Some(trouble) => Err(format!("took {} of {}: {trouble}", ByteSize(taken), ByteSize(total))),
+            Some(trouble) => {
+                Err(unmoved(format!("took {} of {}: {trouble}", ByteSize(taken), ByteSize(total))))
+            }
         }
     }
 
@@ -504,7 +518,10 @@ fn bytes(slots: u32) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use super::super::governor::Governor;
     use super::*;
+    use crate::environment::tests::{Quick, quiet};
+    use std::time::{Duration, Instant};
     use weir_store::{Host, OpenError, Reclaim, Sim, SimUrl, State};
     use weir_volume::Config;
 
@@ -587,13 +604,17 @@ mod tests {
     /// Workers over a device of `pages` pages; below the card there is room for all of them but
     /// `less`.
     fn workers_of(pages: u32, less: u32) -> (Arc<Workers>, Arc<Owner>) {
+        workers_in(pages, less, &quiet())
+    }
+
+    fn workers_in(pages: u32, less: u32, environment: &Environment) -> (Arc<Workers>, Arc<Owner>) {
         let owner = Arc::new(Owner { free: AtomicU64::new(2 * MIB), ..Owner::default() });
-        let config = Config { pages, lanes: 1 + super::super::lanes(), depth: 4 };
+        let config = Config { pages, lanes: 1 + super::super::lanes(environment.processors), depth: 4 };
         let url = SimUrl { size: ByteSize(4 * CHUNK), chunk: Some(ByteSize(CHUNK)), ..SimUrl::default() };
         let first = OnCard { sim: Sim::open(url).expect("memory"), owner: Arc::clone(&owner) };
         let below = Host::new(config.slots() - less).expect("memory");
         let volume = Volume::create(config, vec![Arc::new(first), Arc::new(below)]).expect("a volume");
-        (Workers::start(&volume, &[true, false]).expect("threads"), owner)
+        (Workers::start(&volume, &[true, false], environment).expect("threads"), owner)
     }
 
     fn workers() -> (Arc<Workers>, Arc<Owner>) {
@@ -601,7 +622,7 @@ mod tests {
     }
 
     fn refused(workers: &Arc<Workers>, wish: Wish) -> String {
-        Job::new(workers, wish, None).run_on(workers, &mut |_| {}).expect_err("refused")
+        Job::new(workers, wish, None).run_on(workers, &mut |_| {}).expect_err("refused").to_string()
     }
 
     fn ask(workers: &Arc<Workers>, wish: Wish, bytes: Option<u64>) -> Moved {
@@ -624,6 +645,55 @@ mod tests {
         assert_eq!(ask(&workers, Wish::Wake, None).bytes, 0, "once");
         assert_eq!(ask(&workers, Wish::Take, None).bytes, 2 * CHUNK);
         workers.stop();
+    }
+
+    #[test]
+    fn two_governors_in_one_process_go_by_a_clock_each() {
+        let until = |what: &str, done: &dyn Fn() -> bool| {
+            let begun = Instant::now();
+            while !done() {
+                assert!(begun.elapsed() < Duration::from_secs(60), "{what}");
+                std::thread::yield_now();
+            }
+        };
+        let quick = Quick::new();
+        let run = |clock: Arc<dyn Clock>| {
+            let environment = Environment { clock, ..quiet() };
+            let (workers, owner) = workers_in(64, 0, &environment);
+            let governor = Governor::start(&workers, &environment.log).expect("a thread").expect("a card");
+            (workers, owner, governor)
+        };
+        let (first, owner, governor) = run(Arc::clone(&quick) as _);
+        // Of the other nobody lets time pass.
+        let (second, _, still) = run(Arc::new(Still(Instant::now())));
+        until("a chunk is kept for the owner", &|| owner.free.load(Ordering::Relaxed) >= MIB);
+        owner.free.store(0, Ordering::Relaxed);
+        until("the floor is kept", &|| owner.free.load(Ordering::Relaxed) >= MIB);
+        let given = quick.passed();
+        owner.free.store(32 * MIB, Ordering::Relaxed);
+        until("all of it is lent again", &|| first.chunk_counts(CARD) == (4, 0));
+        assert!(quick.passed() - given >= Duration::from_secs(5), "only after a quiet while");
+        assert_eq!(second.chunk_counts(CARD), (4, 0));
+        for (workers, governor) in [(first, governor), (second, still)] {
+            workers.stop();
+            governor.stop();
+        }
+    }
+
+    /// A clock that stands still.
+    #[derive(Debug)]
+    struct Still(Instant);
+
+    impl Clock for Still {
+        fn now(&self) -> Instant {
+            self.0
+        }
+
+        fn sleep(&self, _: Duration) {}
+
+        fn wait(&self, fds: &mut [rustix::event::PollFd<'_>], _: Duration) {
+            let _ = rustix::event::poll(fds, None);
+        }
     }
 
     #[test]
@@ -746,10 +816,11 @@ mod tests {
 
     #[test]
     fn a_card_that_says_nothing_does_not_give_back_for_one_that_does() {
-        let config = Config { pages: 64, lanes: super::super::lanes(), depth: 4 };
+        let lanes = super::super::lanes(quiet().processors);
+        let config = Config { pages: 64, lanes, depth: 4 };
         let store = Mixed(Host::new(4 * CHUNK_SLOTS).expect("memory"));
         let volume = Volume::create(config, vec![Arc::new(store)]).expect("a volume");
-        let workers = Workers::start(&volume, &[true]).expect("threads");
+        let workers = Workers::start(&volume, &[true], &quiet()).expect("threads");
         let cards: Vec<Card> = workers.cards().collect();
         assert_eq!(cards, [Card { store: 0, card: 1 }]);
         let held = workers.chunks(ChunkState::Held, Some(cards[0]));

@@ -27,7 +27,7 @@ use weir_cli::failure::{Failure, chain};
 use weir_core::log::{self, Level};
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_daemon::config::Nbd;
-use weir_daemon::{Address, Config, Daemon, Start};
+use weir_daemon::{Address, Config, Daemon, Environment, Start};
 use weir_export::nbd::client::{Client, ClientError, Wish};
 
 /// Default size of the trial's memory.
@@ -58,7 +58,7 @@ fn start(options: &TryOptions, socket: &Path) -> Result<Daemon, Failure> {
         };
         let config =
             Config { stores: vec![store.clone()], size: options.size, nbd: Some(nbd), ..Config::default() };
-        Daemon::start(&config, &mut Start::silent(), &log).map_err(failure::of)
+        Daemon::start(&config, &mut Start::silent(), &Environment::of_machine(&log)).map_err(failure::of)
     })?;
     Ok(daemon)
 }

@@ -1,7 +1,8 @@
 //! Notices programs that come to a card: it watches the card's device files for being opened, so
 //! that nothing has to poll all the time.
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use crate::environment::Clock;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
 use std::fs;
 use std::io;
@@ -42,17 +43,16 @@ impl Arrivals {
     }
 
     /// Waits for an arrival, for at most this long. Returns whether one came.
-    pub fn wait(&self, most: Duration) -> bool {
-        let most = Timespec { tv_sec: most.as_secs() as _, tv_nsec: most.subsec_nanos().into() };
+    pub fn wait(&self, most: Duration, clock: &dyn Clock) -> bool {
         let end = PollFd::from_borrowed_fd(self.end.as_fd(), PollFlags::IN);
         match &self.opened {
             None => {
-                let _ = poll(&mut [end], Some(&most));
+                clock.wait(&mut [end], most);
                 false
             }
             Some(opened) => {
                 let mut fds = [PollFd::from_borrowed_fd(opened.as_fd(), PollFlags::IN), end];
-                let _ = poll(&mut fds, Some(&most));
+                clock.wait(&mut fds, most);
                 !fds[0].revents().is_empty()
             }
         }
@@ -91,6 +91,7 @@ fn devices() -> Vec<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::environment::MachineClock;
 
     #[test]
     fn whoever_opens_a_watched_file_is_told_of_once_and_an_end_ends_the_wait() {
@@ -101,14 +102,14 @@ mod tests {
             println!("skipped: no inotify here");
             return;
         }
-        assert!(!arrivals.wait(Duration::from_millis(1)));
+        assert!(!arrivals.wait(Duration::from_millis(1), &MachineClock));
         drop(fs::File::open(&file).unwrap());
-        assert!(arrivals.wait(Duration::from_secs(60)));
+        assert!(arrivals.wait(Duration::from_secs(60), &MachineClock));
         arrivals.forget();
-        assert!(!arrivals.wait(Duration::from_millis(1)), "it was told of");
+        assert!(!arrivals.wait(Duration::from_millis(1), &MachineClock), "it was told of");
         arrivals.end();
         let begun = std::time::Instant::now();
-        assert!(!arrivals.wait(Duration::from_secs(100)));
+        assert!(!arrivals.wait(Duration::from_secs(100), &MachineClock));
         assert!(begun.elapsed() < Duration::from_secs(60));
         fs::remove_file(&file).unwrap();
         assert!(!Arrivals::watching(&[file]).unwrap().are_told(), "what is not there cannot be watched");

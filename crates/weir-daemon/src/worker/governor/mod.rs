@@ -64,10 +64,10 @@ impl Governor {
 }
 
 fn govern(workers: &Arc<Workers>, mut cards: Vec<Governed>, arrivals: &Arrivals, log: &Log) {
-    let began = Instant::now();
+    let began = workers.clock().now();
     let mut newcomer = false;
     while !workers.is_stopping() {
-        let now = began.elapsed();
+        let now = workers.clock().now() - began;
         for governed in &mut cards {
             if newcomer || now >= governed.look_at {
                 governed.look(workers, newcomer, arrivals.are_told(), began, log);
@@ -76,22 +76,24 @@ fn govern(workers: &Arc<Workers>, mut cards: Vec<Governed>, arrivals: &Arrivals,
         let next = cards.iter().map(|governed| governed.look_at).min().unwrap_or_default();
         // Forget the arrivals of this thread: it opened device files itself.
         arrivals.forget();
-        newcomer = arrivals.wait(next.saturating_sub(began.elapsed()));
+        let now = workers.clock().now() - began;
+        newcomer = arrivals.wait(next.saturating_sub(now), workers.clock());
     }
 }
 
 impl Governed {
     fn look(&mut self, workers: &Arc<Workers>, newcomer: bool, told: bool, began: Instant, log: &Log) {
+        let now = |workers: &Workers| workers.clock().now() - began;
         let Some(room) = workers.room(self.card) else {
-            self.look_at = began.elapsed() + Duration::from_secs(1);
+            self.look_at = now(workers) + Duration::from_secs(1);
             return;
         };
         let (held, away) = workers.chunk_counts(self.card);
-        let look = Look { at: began.elapsed(), room, held, away, newcomer, told };
+        let look = Look { at: now(workers), room, held, away, newcomer, told };
         let (step, again) = self.policy.step(&look);
         let (wish, chunks) = match step {
             Step::Nothing => {
-                self.look_at = began.elapsed() + again;
+                self.look_at = now(workers) + again;
                 return;
             }
             Step::GiveBack(chunks) => (Wish::GiveBack, chunks),
@@ -110,7 +112,7 @@ impl Governed {
         }
         self.said &= moved == 0;
         let free = workers.room(self.card).map(|room| room.free);
-        self.policy.done(began.elapsed(), step, moved, free);
-        self.look_at = began.elapsed() + again;
+        self.policy.done(now(workers), step, moved, free);
+        self.look_at = now(workers) + again;
     }
 }
