@@ -6,6 +6,8 @@
 
 pub mod cgroup;
 pub mod device_use;
+#[doc(hidden)]
+pub mod fixture;
 pub mod kernel_release;
 pub mod latency;
 pub mod local_socket;

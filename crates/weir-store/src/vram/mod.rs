@@ -21,6 +21,7 @@ mod condition;
 mod contest;
 pub mod engine;
 mod gpu;
+mod inventory;
 mod kept;
 mod lane;
 mod late;
@@ -37,9 +38,9 @@ mod watch;
 
 pub use bare::Bare;
 pub use gpu::{Counters, Gpu};
+pub use inventory::{GpuMemory, inventory};
 pub use lane::GpuLane;
 pub use look::{Seen, look, why_not_loaded};
-pub use mapped::{Listed, list};
 pub use options::{PathMode, RingMode, Target, VramUrl};
 pub use store::VramStore;
 

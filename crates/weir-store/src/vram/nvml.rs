@@ -149,6 +149,79 @@ impl Nvml {
     }
 }
 
+/// A card as the library tells of it.
+pub struct Told {
+    /// Its PCI address as the kernel writes it.
+    pub address: String,
+    /// Its memory.
+    pub memory: Memory,
+    /// Whether a display hangs on it.
+    pub display: bool,
+}
+
+/// Every card that the library knows, in the order of PCI addresses; none without the library.
+pub fn all(library: &Path) -> Vec<Told> {
+    let mut cards = unordered(library).unwrap_or_default();
+    cards.sort_unstable_by(|a, b| a.address.cmp(&b.address));
+    cards
+}
+
+fn unordered(library: &Path) -> Option<Vec<Told>> {
+    // SAFETY: as in `Nvml::open`; the handles are used before the shutdown.
+    unsafe {
+        let library = Library::new(library).ok()?;
+        let init = *library.get::<unsafe extern "C" fn() -> c_int>(b"nvmlInit_v2\0").ok()?;
+        let shutdown = *library.get::<unsafe extern "C" fn() -> c_int>(b"nvmlShutdown\0").ok()?;
+        let count =
+            *library.get::<unsafe extern "C" fn(*mut c_uint) -> c_int>(b"nvmlDeviceGetCount_v2\0").ok()?;
+        let by_index = *library
+            .get::<unsafe extern "C" fn(c_uint, *mut Handle) -> c_int>(b"nvmlDeviceGetHandleByIndex_v2\0")
+            .ok()?;
+        let pci = *library
+            .get::<unsafe extern "C" fn(Handle, *mut PciInfo) -> c_int>(b"nvmlDeviceGetPciInfo_v3\0")
+            .ok()?;
+        let memory = *library
+            .get::<unsafe extern "C" fn(Handle, *mut Memory) -> c_int>(b"nvmlDeviceGetMemoryInfo\0")
+            .ok()?;
+        let display = *library
+            .get::<unsafe extern "C" fn(Handle, *mut c_int) -> c_int>(b"nvmlDeviceGetDisplayActive\0")
+            .ok()?;
+        if init() != 0 {
+            return None;
+        }
+        let card = |index| {
+            let (mut handle, mut at) = (std::ptr::null_mut(), PciInfo::default());
+            let (mut bytes, mut active) = (Memory::default(), 0);
+            // A card that has fallen off the bus has a number, and answers nothing.
+            let answers = by_index(index, &mut handle) == 0
+                && pci(handle, &mut at) == 0
+                && memory(handle, &mut bytes) == 0;
+            answers.then(|| Told {
+                address: format!("{:04x}:{:02x}:{:02x}.0", at.domain, at.bus, at.device),
+                memory: bytes,
+                display: display(handle, &mut active) == 0 && active != 0,
+            })
+        };
+        let mut number = 0;
+        let known = count(&mut number) == 0;
+        let cards = (0..if known { number } else { 0 }).filter_map(card).collect();
+        shutdown();
+        Some(cards)
+    }
+}
+
+/// `nvmlPciInfo_t`.
+#[repr(C)]
+#[derive(Default)]
+struct PciInfo {
+    legacy: [u8; 16],
+    domain: c_uint,
+    bus: c_uint,
+    device: c_uint,
+    ids: [c_uint; 2],
+    text: [u8; 32],
+}
+
 impl Drop for Nvml {
     fn drop(&mut self) {
         // SAFETY: this pairs with the init in `open`; NVML counts both.

@@ -34,6 +34,24 @@ static result look(struct card *card) {
 result nvmlInit_v2(void) { return 0; }
 result nvmlShutdown(void) { return 0; }
 result nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) { *handle = path; return 0; }
+// Two cards, the second first by PCI address.
+result nvmlDeviceGetCount_v2(unsigned *count) { *count = 2; return 0; }
+result nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) { *handle = path + index; return 0; }
+
+struct pci {
+    char legacy[16];
+    unsigned domain, bus, device, ids[2];
+    char text[32];
+};
+
+result nvmlDeviceGetPciInfo_v3(void *handle, struct pci *pci) {
+    unsigned index = (char *)handle - path;
+    memset(pci, 0, sizeof *pci);
+    pci->domain = index ? 0 : 0x10000;
+    pci->bus = index ? 4 : 0xc1;
+    return 0;
+}
+
 result nvmlSystemGetDriverVersion(char *text, unsigned length) { snprintf(text, length, "0.fake"); return 0; }
 
 result nvmlDeviceGetMemoryInfo(void *handle, unsigned long long memory[3]) {

@@ -1,6 +1,6 @@
 //! GPUs and the libraries that reach their memory.
 
-use super::Finding;
+use super::finding::Finding;
 use weir_daemon::cards::{Broken, Card, DRIVER_FILES, Looked};
 use weir_system::Machine;
 
@@ -156,13 +156,19 @@ fn library(machine: &Machine, id: &'static str, name: &str, why: &str) -> Findin
     }
 }
 
+/// The look at the cards of a machine that has none.
+#[cfg(test)]
+pub fn no_cards() -> Looked {
+    use weir_daemon::cards::Seen;
+    Looked::Seen(Seen { refused: Some("no GPU".to_owned()), ..Seen::default() })
+}
+
 #[cfg(test)]
 mod tests {
-    use super::super::Fixture;
-    use super::super::Level;
-    use super::super::fixture::no_cards;
+    use super::super::finding::Level;
     use super::*;
     use weir_daemon::cards::Seen;
+    use weir_system::fixture::Fixture;
 
     #[test]
     fn an_nvidia_card_is_named_with_its_driver() {

@@ -1,6 +1,6 @@
 //! Checks of the kernel: block front ends, memory front ends, cgroups.
 
-use super::Finding;
+use super::finding::Finding;
 use std::fmt;
 use weir_system::Machine;
 use weir_system::kernel_release::{FUSE_RESENDS, UBLK, UBLK_SURVIVES, version};
@@ -253,9 +253,9 @@ fn pressure(machine: &Machine) -> Finding {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Fixture;
-    use super::super::Level;
+    use super::super::finding::Level;
     use super::*;
+    use weir_system::fixture::Fixture;
 
     #[test]
     fn a_module_is_found_however_the_kernel_has_it() {

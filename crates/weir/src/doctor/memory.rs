@@ -1,6 +1,6 @@
 //! Checks of memory, of the swap in use, and of settings that affect both.
 
-use super::Finding;
+use super::finding::Finding;
 use weir_core::ByteSize;
 use weir_system::Machine;
 
@@ -101,9 +101,9 @@ fn hibernation(machine: &Machine) -> Finding {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Fixture;
-    use super::super::Level;
+    use super::super::finding::Level;
     use super::*;
+    use weir_system::fixture::Fixture;
 
     #[test]
     fn swap_devices_are_listed_with_size_and_priority() {

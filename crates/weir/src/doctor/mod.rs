@@ -3,8 +3,7 @@
 //! Every check reads the machine through [`Machine`]: a directory that is `/` in life and a fixture
 //! in tests. So a test can show each check a machine that has a thing, and one that lacks it.
 
-#[cfg(test)]
-mod fixture;
+mod finding;
 mod gpu;
 mod kernel;
 mod memory;
@@ -12,69 +11,13 @@ mod process;
 mod system;
 
 use crate::cli::DoctorOptions;
-#[cfg(test)]
-pub use fixture::Fixture;
+use finding::{Finding, Level};
 pub use process::Capabilities;
 use serde::Serialize;
-use std::fmt;
 pub use system::suspend_loses_pages;
 use weir_cli::failure::Failure;
 use weir_daemon::cards::{self, Looked};
 use weir_system::Machine;
-
-/// The meaning of a finding for a person who wants to swap on Weir.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize)]
-#[serde(rename_all = "lowercase")]
-enum Level {
-    /// All is as it should be.
-    Ok,
-    /// Weir works, with less speed, safety or choice.
-    Warn,
-    /// A part of Weir cannot work here.
-    Fail,
-}
-
-/// One line of the report.
-#[derive(Debug, Serialize)]
-struct Finding {
-    /// The check's name. Stable: scripts may select by it.
-    id: &'static str,
-    level: Level,
-    /// The value that the check saw.
-    seen: String,
-    /// The next step, if there is one.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    next: Option<String>,
-}
-
-impl Finding {
-    fn ok(id: &'static str, seen: impl Into<String>) -> Self {
-        Finding { id, level: Level::Ok, seen: seen.into(), next: None }
-    }
-
-    fn warn(id: &'static str, seen: impl Into<String>, next: impl Into<String>) -> Self {
-        Finding { id, level: Level::Warn, seen: seen.into(), next: Some(next.into()) }
-    }
-
-    fn fail(id: &'static str, seen: impl Into<String>, next: impl Into<String>) -> Self {
-        Finding { id, level: Level::Fail, seen: seen.into(), next: Some(next.into()) }
-    }
-}
-
-impl fmt::Display for Finding {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let level = match self.level {
-            Level::Ok => "ok",
-            Level::Warn => "warn",
-            Level::Fail => "FAIL",
-        };
-        write!(f, "{level:<5}{:<18}{}", self.id, self.seen)?;
-        match &self.next {
-            Some(next) => write!(f, "\n{:23}-> {next}", ""),
-            None => Ok(()),
-        }
-    }
-}
 
 /// The whole report, as `--json` prints it.
 #[derive(Debug, Serialize)]
@@ -114,10 +57,12 @@ pub fn run(options: DoctorOptions) -> Result<(), Failure> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use gpu::no_cards;
+    use weir_system::fixture::Fixture;
 
     #[test]
     fn a_machine_with_nothing_at_all_gets_a_next_step_for_all_that_is_wrong() {
-        let report = Report::of(&Fixture::new("nothing").machine(), &fixture::no_cards());
+        let report = Report::of(&Fixture::new("nothing").machine(), &no_cards());
         for finding in &report.checks {
             assert!(finding.level == Level::Ok || finding.next.is_some(), "{finding}");
         }
@@ -126,7 +71,7 @@ mod tests {
 
     #[test]
     fn no_two_checks_share_an_id() {
-        let report = Report::of(&Machine::this(), &fixture::no_cards());
+        let report = Report::of(&Machine::this(), &no_cards());
         let mut ids: Vec<_> = report.checks.iter().map(|finding| finding.id).collect();
         ids.sort_unstable();
         let count = ids.len();

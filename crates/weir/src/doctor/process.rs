@@ -1,6 +1,6 @@
 //! Checks of this process: capabilities and limits that swap needs.
 
-use super::Finding;
+use super::finding::Finding;
 use rustix::process::{Resource, getrlimit};
 use std::thread;
 use weir_core::ByteSize;
@@ -123,10 +123,10 @@ fn open_files(limit: Option<u64>) -> Finding {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Fixture;
-    use super::super::Level;
+    use super::super::finding::Level;
     use super::*;
     use rustix::thread::{CapabilitySet, CapabilitySets, set_capabilities};
+    use weir_system::fixture::Fixture;
 
     #[test]
     fn capabilities_are_read_bit_by_bit() {

@@ -1,6 +1,6 @@
 //! Checks of the daemon's surroundings: the init system, sleep, the battery, and room on the disk.
 
-use super::Finding;
+use super::finding::Finding;
 use std::path::Path;
 use weir_core::ByteSize;
 use weir_daemon::control::SYSTEM as DIRECTORY;
@@ -168,9 +168,9 @@ fn backing(room: Option<ByteSize>) -> Finding {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Fixture;
-    use super::super::Level;
+    use super::super::finding::Level;
     use super::*;
+    use weir_system::fixture::Fixture;
 
     #[test]
     fn a_unit_is_missed_only_where_systemd_runs() {

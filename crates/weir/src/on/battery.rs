@@ -89,7 +89,7 @@ fn look(options: &BatteryOptions) -> Result<Verdict, Failure> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::doctor::Fixture;
+    use weir_system::fixture::Fixture;
 
     #[test]
     fn supplies_are_told_apart_and_a_mouse_does_not_count() {

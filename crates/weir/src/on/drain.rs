@@ -5,7 +5,7 @@
 //! (`EINTR` from `try_to_unuse`). While it runs, the kernel marks its process as the first to be
 //! killed for want of memory (`set_current_oom_origin`), which must not be this process.
 
-use super::{forget_interrupt, interrupted, swaps};
+use super::interrupt;
 use indicatif::{ProgressBar, ProgressStyle};
 use rustix::process::{Pid, Signal};
 use std::io::{self, IsTerminal as _};
@@ -15,7 +15,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use weir_cli::failure::Failure;
 use weir_core::ByteSize;
-use weir_system::Machine;
+use weir_system::{Machine, swaps};
 
 /// Time between two looks at the progress.
 const LOOK: Duration = Duration::from_millis(100);
@@ -88,7 +88,7 @@ pub fn swapoff(device: &Path) -> Result<(), Failure> {
     let Some(swap) = swaps::find(device).map_err(Failure::failed)? else { return Ok(()) };
     let failed =
         |error: io::Error| Failure::Failed(format!("cannot run swapoff {}: {error}", device.display()));
-    forget_interrupt();
+    interrupt::forget();
     let start = || {
         let mut swapoff = Command::new("/proc/self/exe");
         swapoff.args(["off", "--swapoff"]).arg(device).stdin(Stdio::null()).stdout(Stdio::null());
@@ -99,14 +99,14 @@ pub fn swapoff(device: &Path) -> Result<(), Failure> {
     let status = loop {
         match child.try_wait().map_err(failed)? {
             // When the other swapoff ends, the device is off, or this process can try again.
-            Some(status) if status.code() == Some(ELSEWHERE) && !interrupted() => {
+            Some(status) if status.code() == Some(ELSEWHERE) && !interrupt::came() => {
                 thread::sleep(LOOK);
                 child = start()?;
             }
             Some(status) => break status,
             None => {}
         }
-        if interrupted() {
+        if interrupt::came() {
             stop(&child);
             break child.wait().map_err(failed)?;
         }
@@ -131,7 +131,7 @@ fn still_on(device: &Path, used: ByteSize, status: ExitStatus) -> String {
     let device = device.display();
     let why = if status.code() == Some(ELSEWHERE) {
         "another swapoff is at work, and goes on".to_owned()
-    } else if interrupted() {
+    } else if interrupt::came() {
         "interrupted".to_owned()
     } else if status.code() == Some(NO_MEMORY) {
         "there is not enough memory for its pages, or a memory cgroup's limit leaves them no room".to_owned()

@@ -304,7 +304,7 @@ fn free_nbd_device() -> Result<PathBuf, Failure> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::doctor::Fixture;
+    use weir_system::fixture::Fixture;
 
     #[test]
     fn the_best_that_the_machine_has_is_taken_and_only_missing_modules_are_loaded() {

@@ -7,9 +7,9 @@
 
 mod again;
 mod battery;
-mod cards;
 mod drain;
 mod front;
+mod interrupt;
 mod off;
 mod options;
 pub mod parts;
@@ -35,13 +35,10 @@ use preflight::Plan;
 use service::Service;
 use state::{Again, Journal, Phase, State, Step};
 use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use toml::{Table, Value};
 use weir_cli::failure::Failure;
-use weir_core::{ByteSize, PAGE_SIZE};
+use weir_core::ByteSize;
 use weir_daemon::control::{Condition, Status};
 use weir_store::{StoreUrl, VramUrl};
 use weir_system::Machine;
@@ -65,7 +62,7 @@ pub fn on(options: &OnOptions) -> Result<(), Failure> {
         return Ok(());
     }
     let plan = preflight::check(options, &machine)?;
-    watch_interrupts()?;
+    interrupt::watch()?;
     let mut journal = Journal::open(&options.runtime)?;
     if !journal.state().steps.is_empty() {
         println!("an earlier weir on or off did not come to its end: undoing what it left");
@@ -74,7 +71,7 @@ pub fn on(options: &OnOptions) -> Result<(), Failure> {
     match turn_on(options, &plan, &mut journal) {
         Ok(()) => again::forget(&options.runtime),
         Err(failure) => {
-            forget_interrupt();
+            interrupt::forget();
             match off::finish(journal, None).and_then(off::Finished::remove) {
                 Ok(()) => Err(failure),
                 Err(also) => {
@@ -129,16 +126,16 @@ fn turn_on(options: &OnOptions, plan: &Plan, journal: &mut Journal) -> Result<()
         let directory = directory(&options.runtime, part);
         let status = start(options, plan, &directory, journal)?;
         let size = ByteSize(status.volume.bytes);
-        check_interrupted()?;
+        interrupt::check()?;
         let device = front::attach(plan.front.front, &directory, plan.connections, &status, journal)?;
-        make_swap_area(&device, size)?;
+        swap_area::make(&device, size)?;
         devices.push(device);
         bytes += size.0;
         if part == 0 {
             cards = status.stores.into_iter().flat_map(|store| store.conditions).collect();
         }
     }
-    check_interrupted()?;
+    interrupt::check()?;
     for wish in &plan.wishes {
         settings::apply(wish, journal)?;
     }
@@ -247,6 +244,7 @@ fn config(options: &OnOptions, plan: &Plan, directory: &Path, size: ByteSize) ->
     put("swap", Value::Boolean(true));
     put("keeper", Value::Boolean(true));
     put("control", Value::String(text(service::control_socket(directory))));
+    put("start-report", Value::String(text(service::start_report(directory))));
     for (key, value) in plan.front.front.config(directory, plan.connections) {
         put(key, value);
     }
@@ -264,49 +262,4 @@ fn config(options: &OnOptions, plan: &Plan, directory: &Path, size: ByteSize) ->
 /// status` looks.
 fn directory(runtime: &Path, part: u8) -> PathBuf {
     if part == 0 { runtime.to_owned() } else { runtime.join((part + 1).to_string()) }
-}
-
-fn make_swap_area(device: &Path, size: ByteSize) -> Result<(), Failure> {
-    let make = || -> io::Result<()> {
-        let page = rustix::param::page_size();
-        if page != PAGE_SIZE {
-            return Err(io::Error::other(format!("this kernel's pages have {page} bytes, not {PAGE_SIZE}")));
-        }
-        let file = fs::OpenOptions::new().read(true).write(true).open(device)?;
-        swap_area::write(&file, size.0)
-    };
-    make()
-        .map_err(|error| Failure::Failed(format!("cannot make a swap area on {}: {error}", device.display())))
-}
-
-static INTERRUPTED: AtomicBool = AtomicBool::new(false);
-
-/// From here on a signal does not end this process in the middle of a step: it is noticed between
-/// steps.
-fn watch_interrupts() -> Result<(), Failure> {
-    for signal in weir_system::signals::END {
-        let flag: Arc<AtomicBool> = Arc::default();
-        signal_hook::flag::register(signal, Arc::clone(&flag)).map_err(Failure::failed)?;
-        FLAGS.lock().expect("nobody panics while holding it").push(flag);
-    }
-    Ok(())
-}
-
-static FLAGS: std::sync::Mutex<Vec<Arc<AtomicBool>>> = std::sync::Mutex::new(Vec::new());
-
-fn interrupted() -> bool {
-    let flags = FLAGS.lock().expect("nobody panics while holding it");
-    if flags.iter().any(|flag| flag.swap(false, Ordering::Relaxed)) {
-        INTERRUPTED.store(true, Ordering::Relaxed);
-    }
-    INTERRUPTED.load(Ordering::Relaxed)
-}
-
-fn forget_interrupt() {
-    interrupted();
-    INTERRUPTED.store(false, Ordering::Relaxed);
-}
-
-fn check_interrupted() -> Result<(), Failure> {
-    if interrupted() { Err(Failure::Failed("interrupted".to_owned())) } else { Ok(()) }
 }

@@ -4,10 +4,11 @@
 use super::options::OffOptions;
 use super::preflight::BACKING;
 use super::state::{Front, Journal, Phase, Step};
-use super::{again, drain, front, service, settings, state, swaps, watch_interrupts};
+use super::{again, drain, front, interrupt, service, settings, state};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use weir_cli::failure::Failure;
+use weir_system::swaps;
 
 /// Turns Weir off.
 pub fn run(options: &OffOptions) -> Result<(), Failure> {
@@ -32,7 +33,7 @@ pub fn run(options: &OffOptions) -> Result<(), Failure> {
     if !rustix::process::geteuid().is_root() {
         return Err(Failure::Failed("only root can turn swap off: run sudo weir off".to_owned()));
     }
-    watch_interrupts()?;
+    interrupt::watch()?;
     // Lock this process's memory: it must not wait for swapped pages of its own while it removes
     // the device.
     let _ = weir_core::swap_safety::lock_all_memory();

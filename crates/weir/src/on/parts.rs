@@ -3,7 +3,7 @@
 
 use super::options::DIRECTORY;
 use super::state::{Front, Journal, Phase, State, Step};
-use super::{drain, front, make_swap_area, off, service, state, swaps, watch_interrupts};
+use super::{drain, front, interrupt, off, service, state, swap_area};
 use crate::cli::Amount;
 use crate::failure;
 use service::Service;
@@ -13,6 +13,7 @@ use std::time::Instant;
 use weir_cli::failure::Failure;
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_daemon::control::{self, Status};
+use weir_system::swaps;
 
 /// A part that is on.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -154,7 +155,7 @@ pub fn give_back(directory: &Path, amount: Option<Amount>) -> Result<(), Failure
     }
     let devices: Vec<PathBuf> = chosen.iter().map(|(part, _)| part.device.clone()).collect();
     drain::check_room(&devices)?;
-    watch_interrupts()?;
+    interrupt::watch()?;
     // Lock this process's memory: it must not wait for swapped pages of its own while it removes
     // the device.
     let _ = weir_core::swap_safety::lock_all_memory();
@@ -189,7 +190,7 @@ pub fn give_back(directory: &Path, amount: Option<Amount>) -> Result<(), Failure
 pub fn take(directory: &Path, amount: Option<Amount>) -> Result<(), Failure> {
     let begun = Instant::now();
     let mut journal = open(directory)?;
-    watch_interrupts()?;
+    interrupt::watch()?;
     let mut bytes = 0;
     let mut devices = Vec::new();
     // The part that went last comes back first: that is the first part, if it went too.
@@ -342,7 +343,7 @@ fn turn_on(journal: &mut Journal, away: &Step) -> Result<PathBuf, Failure> {
     let turn_on = |journal: &mut Journal| {
         let status = service.start(journal)?;
         let device = front::attach(*front, directory, connections, &status, journal)?;
-        make_swap_area(&device, ByteSize(status.volume.bytes))?;
+        swap_area::make(&device, ByteSize(status.volume.bytes))?;
         journal.intend(Step::Swap { path: device.clone(), priority: *priority })?;
         swaps::on(&device, *priority).map_err(|error| {
             Failure::Failed(format!("the kernel refuses {} as swap: {error}; see dmesg", device.display()))
@@ -355,7 +356,7 @@ fn turn_on(journal: &mut Journal, away: &Step) -> Result<PathBuf, Failure> {
             Ok(device)
         }
         Err(failure) => {
-            super::forget_interrupt();
+            interrupt::forget();
             match take_away(journal, directory) {
                 Ok(()) => Err(failure),
                 Err(also) => {

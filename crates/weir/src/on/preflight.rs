@@ -1,7 +1,6 @@
 //! Checks of everything that could stand in the way, before anything is changed. Each refusal is
 //! one line with the next step.
 
-use super::cards;
 use super::front::{self, Chosen};
 use super::options::{BackingChoice, DIRECTORY, OnOptions, StoreChoice};
 use super::place::{Place, place};
@@ -14,7 +13,7 @@ use std::path::{Path, PathBuf};
 use weir_cli::failure::Failure;
 use weir_core::{ByteSize, PAGE_SIZE};
 use weir_daemon::Backing;
-use weir_store::vram::{PathMode, RingMode};
+use weir_store::vram::{self, PathMode, RingMode};
 use weir_store::{StoreUrl, VramUrl};
 use weir_system::Machine;
 use weir_system::swaps::{self, Swap};
@@ -75,7 +74,8 @@ pub fn check(options: &OnOptions, machine: &Machine) -> Result<Plan, Failure> {
     let systemd = machine.has("/run/systemd/system");
     let masks = hibernation(options, machine, systemd)?;
     let front = front::choose(machine, options.front, &front::loadable)?;
-    let (size, size_why) = size(options, machine, || cards::all(machine))?;
+    let (size, size_why) =
+        size(options, machine, || sizing::cards(&vram::inventory(machine, &vram::Drivers::default())))?;
     let mut notes = Vec::new();
     let (backing, mut files) = backing(options, size, &Disk::this(), &mut notes)?;
     if let StoreChoice::Url(url) = &options.store {
@@ -421,8 +421,8 @@ fn remarks(options: &OnOptions, machine: &Machine, others: &[Swap]) -> Vec<Strin
 mod tests {
     use super::*;
     use crate::cli::{Cli, Command};
-    use crate::doctor::Fixture;
     use clap::Parser as _;
+    use weir_system::fixture::Fixture;
 
     fn options(arguments: &[&str]) -> OnOptions {
         match Cli::try_parse_from([&["weir", "on"], arguments].concat()).expect("right").command {

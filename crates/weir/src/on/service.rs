@@ -1,9 +1,10 @@
 //! Starts and ends the daemon under its keeper, so that it outlives `weir on`.
 
+use super::interrupt;
 use super::options::DIRECTORY;
 use super::settings::systemctl;
 use super::state::{Journal, Process, Step};
-use crate::progress;
+use crate::{failure, progress};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal};
@@ -16,9 +17,10 @@ use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 use toml::{Table, Value};
-use weir_cli::failure::{Failure, NO_ROOM};
+use weir_cli::failure::Failure;
+use weir_daemon::StartReport;
 use weir_daemon::control::{self, Status};
 use weir_export::fuse;
 use weir_system::device_use;
@@ -82,6 +84,11 @@ pub fn config_file(directory: &Path) -> PathBuf {
     directory.join("weir.toml")
 }
 
+/// The file in which a daemon reports that its start failed.
+pub fn start_report(directory: &Path) -> PathBuf {
+    directory.join("start.json")
+}
+
 fn log_file(directory: &Path) -> PathBuf {
     directory.join("weir.log")
 }
@@ -109,7 +116,8 @@ impl Service {
         };
         fs::create_dir_all(&self.directory).map_err(failed)?;
         fs::write(config_file(&self.directory), self.config.to_string()).map_err(failed)?;
-        let begun = SystemTime::now();
+        // Of an earlier start.
+        let _ = fs::remove_file(start_report(&self.directory));
         let mut child = match &self.unit {
             Some(unit) => {
                 systemctl(&["start", unit])?;
@@ -121,7 +129,7 @@ impl Service {
                 Some(child)
             }
         };
-        self.wait(child.as_mut(), begun)
+        self.wait(child.as_mut())
     }
 
     /// Starts the daemon in its own session, so that closing a terminal does not end it.
@@ -146,29 +154,28 @@ impl Service {
         command.spawn()
     }
 
-    fn wait(&self, mut child: Option<&mut Child>, started: SystemTime) -> Result<Status, Failure> {
+    /// The failure of a daemon that was killed, or could not even report.
+    fn ended_in_silence(&self) -> Failure {
+        Failure::Failed(match &self.unit {
+            Some(unit) => format!("{unit} ended at once; see journalctl -u {unit}"),
+            None => last_line(&self.directory).unwrap_or("the daemon ended without a word".to_owned()),
+        })
+    }
+
+    fn wait(&self, mut child: Option<&mut Child>) -> Result<Status, Failure> {
         let (begun, mut said) = (Instant::now(), None);
         loop {
             if let Ok(status) = control::status(&control_socket(&self.directory)) {
                 return Ok(status);
             }
             let ended = match (&mut child, &self.unit) {
-                (Some(child), _) => child.try_wait().map_err(Failure::failed)?.map(|status| status.code()),
-                (None, Some(unit)) => {
-                    systemctl(&["is-active", "--quiet", unit]).is_err().then(|| code_of_unit(unit))
-                }
-                (None, None) => None,
+                (Some(child), _) => child.try_wait().map_err(Failure::failed)?.is_some(),
+                (None, Some(unit)) => systemctl(&["is-active", "--quiet", unit]).is_err(),
+                (None, None) => false,
             };
-            if let Some(code) = ended {
-                let reason = match &self.unit {
-                    Some(unit) => last_line_of_unit(unit, started)
-                        .unwrap_or_else(|| format!("{unit} ended at once; see journalctl -u {unit}")),
-                    None => {
-                        last_line(&self.directory).unwrap_or("the daemon ended without a word".to_owned())
-                    }
-                };
-                let is_room = code == Some(NO_ROOM.into());
-                return Err(if is_room { Failure::NoRoom(reason) } else { Failure::Failed(reason) });
+            if ended {
+                let report = StartReport::read(&start_report(&self.directory));
+                return Err(report.map_or_else(|| self.ended_in_silence(), failure::reported));
             }
             if begun.elapsed() > START {
                 return Err(Failure::Failed(format!(
@@ -177,7 +184,7 @@ impl Service {
                     START.as_secs()
                 )));
             }
-            super::check_interrupted()?;
+            interrupt::check()?;
             let line = self.unit.is_none().then(|| last_line(&self.directory)).flatten();
             let line = line.filter(|line| line.starts_with(progress::LINE));
             if let Some(line) = line.filter(|line| said.as_ref() != Some(line)) {
@@ -198,28 +205,6 @@ fn systemd_runs() -> bool {
 /// A daemon's last line, without the program's name.
 fn last_line(directory: &Path) -> Option<String> {
     last_of(&fs::read_to_string(log_file(directory)).ok()?)
-}
-
-/// The last log line of the failed unit since its daemon's start, if there is a journal.
-fn last_line_of_unit(unit: &str, started: SystemTime) -> Option<String> {
-    let said = |arguments: &[&str]| {
-        let output = Command::new("journalctl").args(arguments).stdin(Stdio::null()).output().ok()?;
-        String::from_utf8(output.stdout).ok()
-    };
-    // The field selects lines that the unit's own processes wrote. systemd's lines about the unit
-    // come later and give no reason. The id of this start would be exact, but lines of processes
-    // that end at once may lack it.
-    let own = format!("_SYSTEMD_UNIT={unit}");
-    let since = format!("--since=@{}", started.duration_since(UNIX_EPOCH).ok()?.as_secs());
-    said(&["--sync"]);
-    last_of(&said(&["--quiet", "--output=cat", "--lines=1", &since, &own])?)
-}
-
-/// The exit code of a unit that has failed.
-fn code_of_unit(unit: &str) -> Option<i32> {
-    let show = ["show", "--property=ExecMainStatus", "--value", unit];
-    let output = Command::new("systemctl").args(show).stdin(Stdio::null()).output().ok()?;
-    String::from_utf8(output.stdout).ok()?.trim().parse().ok()
 }
 
 fn last_of(text: &str) -> Option<String> {
@@ -247,8 +232,7 @@ pub fn stop(directory: &Path, unit: Option<&str>, process: Option<Process>) -> R
         let _ = systemctl(&["reset-failed", unit]);
     }
     // Killed processes did not remove these files themselves.
-    for file in
-        [config_file(directory), log_file(directory), nbd_socket(directory), control_socket(directory)]
+    for file in [config_file, log_file, start_report, nbd_socket, control_socket].map(|file| file(directory))
     {
         match fs::remove_file(&file) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {

@@ -99,7 +99,7 @@ pub fn systemctl(arguments: &[&str]) -> Result<(), Failure> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::doctor::Fixture;
+    use weir_system::fixture::Fixture;
 
     #[test]
     fn what_the_kernel_reads_ahead_is_left_to_it() {

@@ -7,6 +7,7 @@
 
 use weir_core::ByteSize;
 use weir_store::VramUrl;
+use weir_store::vram::GpuMemory;
 
 const MIB: u64 = 1 << 20;
 
@@ -43,6 +44,16 @@ impl Card {
     pub fn free(self) -> ByteSize {
         self.free.unwrap_or(self.total)
     }
+}
+
+/// The cards that a size is made of. An integrated GPU's part of the RAM is none: of the cards that
+/// no store opens, only those with more memory than other users keep are listed, for a refusal.
+pub fn cards(all: &[GpuMemory]) -> Vec<Card> {
+    let card = |it: &GpuMemory| {
+        let card = Card { total: it.total, free: it.free, display: it.display };
+        (it.is_usable || card.total > card.headroom()).then_some(card)
+    };
+    all.iter().filter_map(card).collect()
 }
 
 /// Memory that the daemons of a device in `parts` may take of each card beyond its size, because a
@@ -123,6 +134,20 @@ mod tests {
         assert_eq!(of_card(desktop, &vram(), 4), mib(4608 - 512 - 4 * 128), "each daemon takes its own");
         assert_eq!(lent(Card { total: gib(8), free: mib(800), display: false }), None);
         assert_eq!(lent(Card { total: gib(2), free: None, display: true }), None, "nothing is left to lend");
+    }
+
+    #[test]
+    fn what_an_integrated_gpu_has_of_the_ram_is_no_card() {
+        let memory = |total, display, is_usable| GpuMemory {
+            address: String::new(),
+            total: gib(total),
+            free: None,
+            display,
+            is_usable,
+        };
+        let all = [memory(2, true, false), memory(16, false, false), memory(1, true, true)];
+        let sizes: Vec<_> = cards(&all).iter().map(|card| card.total).collect();
+        assert_eq!(sizes, [gib(16), gib(1)]);
     }
 
     #[test]

@@ -1,9 +1,11 @@
 //! The header of a swap area, as mkswap writes it (include/linux/swap.h, `union swap_header`).
 
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::FileExt as _;
-use weir_core::PAGE_SIZE;
+use std::path::Path;
+use weir_cli::failure::Failure;
+use weir_core::{ByteSize, PAGE_SIZE};
 
 /// The label that `blkid` shows.
 const LABEL: &[u8] = b"weir";
@@ -19,7 +21,7 @@ const AT_MAGIC: usize = PAGE_SIZE - MAGIC.len();
 
 /// The first page of a swap area of `pages` pages. `None` if there is no room for one more page, or
 /// there are more pages than the header can count.
-pub fn header(pages: u64, uuid: [u8; 16]) -> Option<[u8; PAGE_SIZE]> {
+fn header(pages: u64, uuid: [u8; 16]) -> Option<[u8; PAGE_SIZE]> {
     let last = u32::try_from(pages.checked_sub(1)?).ok().filter(|last| *last > 0)?;
     let mut page = [0; PAGE_SIZE];
     let mut put = |at: usize, bytes: &[u8]| page[at..at + bytes.len()].copy_from_slice(bytes);
@@ -31,12 +33,29 @@ pub fn header(pages: u64, uuid: [u8; 16]) -> Option<[u8; PAGE_SIZE]> {
     Some(page)
 }
 
+/// Makes all of a device a swap area.
+///
+/// # Errors
+/// When the device or the kernel is not fit for it.
+pub fn make(device: &Path, size: ByteSize) -> Result<(), Failure> {
+    let make = || -> io::Result<()> {
+        let page = rustix::param::page_size();
+        if page != PAGE_SIZE {
+            return Err(io::Error::other(format!("this kernel's pages have {page} bytes, not {PAGE_SIZE}")));
+        }
+        let file = OpenOptions::new().read(true).write(true).open(device)?;
+        write(&file, size.0)
+    };
+    make()
+        .map_err(|error| Failure::Failed(format!("cannot make a swap area on {}: {error}", device.display())))
+}
+
 /// Writes the header of a swap area that takes the whole device, of `bytes`.
 ///
 /// # Errors
 /// The error of the write to the device; `InvalidInput` if it is too small or too large for a swap
 /// area.
-pub fn write(device: &File, bytes: u64) -> io::Result<()> {
+fn write(device: &File, bytes: u64) -> io::Result<()> {
     let page = header(bytes / PAGE_SIZE as u64, random_uuid()?).ok_or(io::ErrorKind::InvalidInput)?;
     device.write_all_at(&page, 0)?;
     device.sync_all()
