@@ -32,6 +32,8 @@ TOOLS = {
     "depmod": "kmod",
     "rsync": "rsync",
 }
+# Of a library, for objtool.
+HEADER, HEADER_OF = "/usr/include/gelf.h", "libelf-dev"
 # The kernel's selftests that need a NIC, and the directories that they are built from and run with.
 SELFTESTS = ["tools/testing/selftests/drivers/net", "tools/testing/selftests/net/lib", "tools/testing/selftests/net/lib.sh"]
 WITH_SELFTESTS = ["tools/testing/selftests/kselftest", "tools/net/ynl", "Documentation/netlink/specs", "usr/include"]
@@ -69,6 +71,8 @@ def built(cache, suite, package, name, variant, one_at_a_time):
     for tool, of in TOOLS.items():
         if shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None:
             raise Missing(f"{tool} (package {of}: {name} is built from Debian's source)")
+    if not os.path.exists(HEADER):
+        raise Missing(f"{HEADER} (package {HEADER_OF}: {name} is built from Debian's source)")
     if importlib.util.find_spec("yaml") is None:
         raise Missing(f"the Python module yaml (package python3-yaml: the selftests of {name} are built with it)")
     with one_at_a_time(package):
@@ -164,6 +168,6 @@ def client(tree, source, program):
 def _run(command, where):
     done = subprocess.run(command, cwd=where, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        said = (done.stderr.strip() or done.stdout.strip())[-1000:]
+        said = " ".join((done.stderr.strip() or done.stdout.strip())[-1000:].split())
         raise Missing(f"a build in {where}: {' '.join(command[:8])} fails: {said}")
     return done.stdout

@@ -3,11 +3,12 @@
  * Does to device memory, at random, all that a program may do: binds and unbinds a dma-buf while
  * data arrives, closes sockets that hold fragments, forks processes that inherit them, and returns
  * fragments from two threads and all of those processes, some twice, some that were never reported.
+ * Some of the sockets that hold fragments listen before they are closed.
  * It passes if it comes to its end; the kernel's sanitizers say what went wrong.
  *
  *   devmem-stress SECONDS SEED
  *
- * "rounds N binds N told N returned N closed N forked N"
+ * "rounds N binds N told N returned N closed N forked N listened N"
  */
 #include "devmem.h"
 
@@ -18,7 +19,7 @@
 #define BIND_TRIES 400
 
 static struct {
-	unsigned long rounds, binds, told, returned, closed, forked;
+	unsigned long rounds, binds, told, returned, closed, forked, listened;
 } *done;
 
 /* The tokens that were reported last, each with the connection's place; 0 where none is. */
@@ -107,6 +108,29 @@ static bool take(unsigned int at)
 	return true;
 }
 
+/* The socket leaves its connection and listens; a connection to it begins as a copy of the socket. */
+static void listen_and_accept(int fd)
+{
+	struct sockaddr nobody = { .sa_family = AF_UNSPEC };
+	struct sockaddr_in here = server_address();
+	socklen_t size = sizeof(here);
+	int client, accepted;
+
+	if (connect(fd, &nobody, sizeof(nobody)) || listen(fd, 1) ||
+	    getsockname(fd, (void *)&here, &size))
+		die("listen");
+	here.sin_addr.s_addr = inet_addr(ADDRESS);
+	client = socket(AF_INET, SOCK_STREAM, 0);
+	if (connect(client, (void *)&here, sizeof(here)))
+		die("connect");
+	accepted = accept(fd, NULL, NULL);
+	if (accepted < 0)
+		die("accept");
+	close(accepted);
+	close(client);
+	count(&done->listened, 1);
+}
+
 static void send_at_random(uint64_t state)
 {
 	static char data[256 * 1024];
@@ -190,6 +214,8 @@ static void round_of(uint64_t state)
 		if (connection[at] < 0)
 			connection[at] = accept(listener, NULL, NULL);
 		else if (!take(at) || !some(&state, 60)) {
+			if (some(&state, 2))
+				listen_and_accept(connection[at]);
 			close(connection[at]);
 			connection[at] = -1;
 			count(&done->closed, 1);
@@ -242,7 +268,8 @@ int main(int argc, char **argv)
 		}
 		done->rounds++;
 	}
-	printf("rounds %lu binds %lu told %lu returned %lu closed %lu forked %lu\n", done->rounds,
-	       done->binds, done->told, done->returned, done->closed, done->forked);
+	printf("rounds %lu binds %lu told %lu returned %lu closed %lu forked %lu listened %lu\n",
+	       done->rounds, done->binds, done->told, done->returned, done->closed, done->forked,
+	       done->listened);
 	return 0;
 }
