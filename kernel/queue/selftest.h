@@ -315,6 +315,57 @@ static int flush_and_stop_work_under_load(void)
 	return 0;
 }
 
+/* One item that several threads schedule. */
+struct shared {
+	nv_kthread_q_t q;
+	nv_kthread_q_item_t item;
+	atomic_t runs;
+};
+
+static int schedule_shared(void *args)
+{
+	struct shared *shared = args;
+
+	while (!kthread_should_stop()) {
+		nv_kthread_q_schedule_q_item(&shared->q, &shared->item);
+		cond_resched();
+	}
+	return 0;
+}
+
+/* A refusal says that the item is in the queue, even if it comes while another thread adds it. */
+static int a_flush_waits_for_an_item_that_was_refused(void)
+{
+	static struct shared shared;
+	struct task_struct *threads[2];
+	unsigned long until = jiffies + 3 * HZ;
+	int i, refused = 0, missed = 0;
+
+	memset(&shared, 0, sizeof(shared));
+	CHECK(nv_kthread_q_init(&shared.q, "weir_shared") == 0);
+	nv_kthread_q_item_init(&shared.item, count_run, &shared.runs);
+	for (i = 0; i < 2; i++) {
+		threads[i] = kthread_run(schedule_shared, &shared, "weir_shared");
+		CHECK(!IS_ERR(threads[i]));
+	}
+	while (time_before(jiffies, until) || !refused) {
+		int runs = atomic_read(&shared.runs);
+
+		cond_resched();
+		if (nv_kthread_q_schedule_q_item(&shared.q, &shared.item))
+			continue;
+		refused++;
+		nv_kthread_q_flush(&shared.q);
+		missed += atomic_read(&shared.runs) == runs;
+	}
+	for (i = 0; i < 2; i++)
+		kthread_stop(threads[i]);
+	nv_kthread_q_stop(&shared.q);
+	pr_info("weir_queue %s: %d refusals, %d flushes that came too early\n", DESIGN, refused, missed);
+	CHECK(!missed);
+	return 0;
+}
+
 /* Hard interrupts: a timer's and an irq_work's, each with an item of its own. */
 struct interrupts {
 	nv_kthread_q_t q;
@@ -402,6 +453,7 @@ int nv_kthread_q_run_self_test(void)
 	TEST(a_pending_item_is_refused_until_it_runs);
 	TEST(items_free_themselves);
 	TEST(flush_and_stop_work_under_load);
+	TEST(a_flush_waits_for_an_item_that_was_refused);
 	TEST(hard_interrupts_schedule);
 	return tests_failed ? -1 : 0;
 }
