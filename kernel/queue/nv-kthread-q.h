@@ -16,6 +16,8 @@
  *    allocated once a queue is initialised;
  *  - an item that is pending is not queued twice, and the run to come sees all
  *    that its scheduler did before it was told so;
+ *  - what that scheduler queues then runs after the item, a flush's end too
+ *    (WEIR_QUEUE_LLIST does not keep this one);
  *  - an item is out of the queue before its function runs: the function may
  *    schedule it again, initialise it again, or free it;
  *  - items of one scheduling context run in its order, on one thread;

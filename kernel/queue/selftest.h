@@ -315,55 +315,15 @@ static int flush_and_stop_work_under_load(void)
 	return 0;
 }
 
-/* One item that several threads schedule. */
-struct shared {
-	nv_kthread_q_t q;
-	nv_kthread_q_item_t item;
-	atomic_t runs;
-};
-
-static int schedule_shared(void *args)
+static void start_interrupts(struct hrtimer *timer, enum hrtimer_restart (*function)(struct hrtimer *))
 {
-	struct shared *shared = args;
-
-	while (!kthread_should_stop()) {
-		nv_kthread_q_schedule_q_item(&shared->q, &shared->item);
-		cond_resched();
-	}
-	return 0;
-}
-
-/* A refusal says that the item is in the queue, even if it comes while another thread adds it. */
-static int a_flush_waits_for_an_item_that_was_refused(void)
-{
-	static struct shared shared;
-	struct task_struct *threads[2];
-	unsigned long until = jiffies + 3 * HZ;
-	int i, refused = 0, missed = 0;
-
-	memset(&shared, 0, sizeof(shared));
-	CHECK(nv_kthread_q_init(&shared.q, "weir_shared") == 0);
-	nv_kthread_q_item_init(&shared.item, count_run, &shared.runs);
-	for (i = 0; i < 2; i++) {
-		threads[i] = kthread_run(schedule_shared, &shared, "weir_shared");
-		CHECK(!IS_ERR(threads[i]));
-	}
-	while (time_before(jiffies, until) || !refused) {
-		int runs = atomic_read(&shared.runs);
-
-		cond_resched();
-		if (nv_kthread_q_schedule_q_item(&shared.q, &shared.item))
-			continue;
-		refused++;
-		nv_kthread_q_flush(&shared.q);
-		missed += atomic_read(&shared.runs) == runs;
-	}
-	for (i = 0; i < 2; i++)
-		kthread_stop(threads[i]);
-	nv_kthread_q_stop(&shared.q);
-	pr_info("weir_queue %s: %d refusals, %d flushes that came too early\n", DESIGN, refused, missed);
-	CHECK(!missed);
-	return 0;
+#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 15, 0)
+	hrtimer_setup(timer, function, CLOCK_MONOTONIC, HRTIMER_MODE_REL_HARD);
+#else
+	hrtimer_init(timer, CLOCK_MONOTONIC, HRTIMER_MODE_REL_HARD);
+	timer->function = function;
+#endif
+	hrtimer_start(timer, ns_to_ktime(INTERVAL_NS), HRTIMER_MODE_REL_HARD);
 }
 
 /* Hard interrupts: a timer's and an irq_work's, each with an item of its own. */
@@ -407,13 +367,7 @@ static int hard_interrupts_schedule(void)
 	nv_kthread_q_item_init(&it.timer_item, count_run, &it.timer_runs);
 	nv_kthread_q_item_init(&it.work_item, count_run, &it.work_runs);
 	it.work = IRQ_WORK_INIT_HARD(work_interrupt);
-#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 15, 0)
-	hrtimer_setup(&it.timer, timer_interrupt, CLOCK_MONOTONIC, HRTIMER_MODE_REL_HARD);
-#else
-	hrtimer_init(&it.timer, CLOCK_MONOTONIC, HRTIMER_MODE_REL_HARD);
-	it.timer.function = timer_interrupt;
-#endif
-	hrtimer_start(&it.timer, ns_to_ktime(INTERVAL_NS), HRTIMER_MODE_REL_HARD);
+	start_interrupts(&it.timer, timer_interrupt);
 	/* While the timer interrupts this very code, on this very queue. */
 	for (i = 0; i < INTERRUPTS; i++) {
 		irq_work_queue(&it.work);
@@ -427,6 +381,78 @@ static int hard_interrupts_schedule(void)
 	CHECK(it.timer_queued >= 1 && atomic_read(&it.work_queued) >= 1);
 	CHECK(atomic_read(&it.timer_runs) == it.timer_queued);
 	CHECK(atomic_read(&it.work_runs) == atomic_read(&it.work_queued));
+	return 0;
+}
+
+/*
+ * An interrupt schedules the very item that the code below it is scheduling. If it is refused, the
+ * item is in the queue, so the marker that the interrupt schedules then must run after it.
+ */
+struct target {
+	nv_kthread_q_item_t item;
+	atomic_t runs;
+};
+
+struct overtaking {
+	nv_kthread_q_t q;
+	nv_kthread_q_item_t marker;
+	struct hrtimer timer;
+	struct target *targets, *now, *marked;
+	int runs, fired, refused, overtaken;
+};
+
+static void look_at_target(void *args)
+{
+	struct overtaking *o = args;
+
+	o->overtaken += atomic_read(&o->marked->runs) == o->runs;
+	smp_store_release(&o->marked, NULL);
+}
+
+static enum hrtimer_restart overtake(struct hrtimer *timer)
+{
+	struct overtaking *o = container_of(timer, struct overtaking, timer);
+	struct target *target = READ_ONCE(o->now);
+	int runs = atomic_read(&target->runs);
+
+	if (!smp_load_acquire(&o->marked) && !nv_kthread_q_schedule_q_item(&o->q, &target->item)) {
+		o->refused++;
+		o->runs = runs;
+		o->marked = target;
+		nv_kthread_q_schedule_q_item(&o->q, &o->marker);
+	}
+	if (++o->fired >= INTERRUPTS)
+		return HRTIMER_NORESTART;
+	hrtimer_forward_now(timer, ns_to_ktime(INTERVAL_NS));
+	return HRTIMER_RESTART;
+}
+
+static int nothing_overtakes_an_item_that_was_refused(void)
+{
+	static struct overtaking o;
+	int i;
+
+	memset(&o, 0, sizeof(o));
+	o.targets = vzalloc(array_size(ITEMS, sizeof(*o.targets)));
+	CHECK(o.targets);
+	CHECK(nv_kthread_q_init(&o.q, "weir_overtake") == 0);
+	nv_kthread_q_item_init(&o.marker, look_at_target, &o);
+	for (i = 0; i < ITEMS; i++)
+		nv_kthread_q_item_init(&o.targets[i].item, count_run, &o.targets[i].runs);
+	o.now = o.targets;
+	start_interrupts(&o.timer, overtake);
+	while (READ_ONCE(o.fired) < INTERRUPTS) {
+		for (i = 0; i < ITEMS; i++) {
+			WRITE_ONCE(o.now, &o.targets[i]);
+			nv_kthread_q_schedule_q_item(&o.q, &o.targets[i].item);
+		}
+		nv_kthread_q_flush(&o.q);
+	}
+	hrtimer_cancel(&o.timer);
+	nv_kthread_q_stop(&o.q);
+	vfree(o.targets);
+	pr_info("weir_queue %s: %d refusals, %d overtaken\n", DESIGN, o.refused, o.overtaken);
+	CHECK(o.refused && !o.overtaken);
 	return 0;
 }
 
@@ -453,7 +479,9 @@ int nv_kthread_q_run_self_test(void)
 	TEST(a_pending_item_is_refused_until_it_runs);
 	TEST(items_free_themselves);
 	TEST(flush_and_stop_work_under_load);
-	TEST(a_flush_waits_for_an_item_that_was_refused);
 	TEST(hard_interrupts_schedule);
+#ifndef WEIR_QUEUE_LLIST
+	TEST(nothing_overtakes_an_item_that_was_refused);
+#endif
 	return tests_failed ? -1 : 0;
 }

@@ -75,9 +75,12 @@ int nv_kthread_q_schedule_q_item(nv_kthread_q_t *q,
 
 	if (unlikely(!queue_is_running(q)))
 		return 0;
-	if (atomic_xchg(&q_item->pending, 1))
-		return 0;
+	/* With the lock held: who is refused may rely on the item's place. */
 	spin_lock_irqsave(&q->q_lock, flags);
+	if (atomic_xchg(&q_item->pending, 1)) {
+		spin_unlock_irqrestore(&q->q_lock, flags);
+		return 0;
+	}
 	list_add_tail(&q_item->q_list_node, &q->q_list_head);
 	spin_unlock_irqrestore(&q->q_lock, flags);
 	if (atomic_inc_return(&q->pending_count) == 1)

@@ -3,6 +3,11 @@
  * Our design: a lock-free list that is taken whole by one exchange and turned
  * round. Its worker is woken only by the item that finds the list empty.
  * Nothing spins, so an interrupt may schedule on top of any other context.
+ *
+ * It breaks one promise of the contract, the place of an item that is refused:
+ * an item is pending before it is on the list. And if the task that found the
+ * list empty is preempted before it wakes the worker, all others wait for it.
+ * So the patch for the driver keeps the lock.
  */
 #define WEIR_QUEUE_LLIST
 #define DESIGN "llist"
