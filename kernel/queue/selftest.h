@@ -299,6 +299,10 @@ static int flush_and_stop_work_under_load(void)
 		loads[i].thread = kthread_run(schedule_for_ever, &loads[i], "weir_load");
 		CHECK(!IS_ERR(loads[i].thread));
 	}
+	/* A kthread that is stopped before it ran once never runs. */
+	for (i = 0; i < 4; i++)
+		while (!READ_ONCE(loads[i].queued))
+			msleep(1);
 	nv_kthread_q_item_init(&item, count_run, &runs);
 	for (i = 1; i <= 50; i++) {
 		CHECK(nv_kthread_q_schedule_q_item(&q, &item) == 1);
